@@ -24,7 +24,7 @@ class EffllmError(Exception):
     def __str__(self) -> str:
         return self.message
 
-    def say_place(self, place: str) -> None:
+    def prefix_origin(self, place: str) -> None:
         """From here on the failure begins with the place that what is at fault comes from."""
         self.message = f"{place}: {self.message}"
 

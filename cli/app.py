@@ -102,12 +102,12 @@ def warn_unknown_variables(command: Any, argv: Sequence[str], environment: Envir
 
 def is_strict(command: Any, argv: Sequence[str], environment: Environment) -> bool:
     """Whether --strict is set by an unparsed command line, a variable or a settings file; False for commands without that flag."""
-    from .config import SWITCH
+    from .config import BOOLEANS
 
     if "EFFLLM_STRICT" not in command_variables(command) or "--strict" in argv:
         return "--strict" in argv
     text, setting = environment.variables.get("EFFLLM_STRICT", "").lower(), environment.settings.get("strict")
-    return SWITCH[text] if text in SWITCH else setting is not None and bool(setting.value)
+    return BOOLEANS[text] if text in BOOLEANS else setting is not None and bool(setting.value)
 
 
 def command_variables(command: Any) -> set[str]:

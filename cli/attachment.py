@@ -20,23 +20,22 @@ from .. import EffllmError, UsageError
 if TYPE_CHECKING:
     from ..runtime.images.media import MediaItem
 
-LARGEST_TEXT = 16 << 20  # bytes: more than any context holds
-NO_EDITOR = "name one: export EDITOR=nano"
+MAX_TEXT_BYTES = 16 << 20  # more than any context holds
+EDITOR_HINT = "name one: export EDITOR=nano"
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """An attachment of the next message: the `text` of a file, or media (`shown`): an image, audio, or the frames of a video, each after
-    its time. `tokens`: its length; `part`: the command that adds this kind."""
+    """An attachment of the next message: a text file, or media."""
 
     name: str
-    text: str
-    tokens: int
-    part: str = "file"
-    shown: tuple[MediaItem | str, ...] = ()
+    text: str  # of a text file, empty for media
+    tokens: int  # its length
+    part: str = "file"  # the command that adds this kind: file, image, video or audio
+    media: tuple[MediaItem | str, ...] = ()  # an image, a clip, or the frames of a video, each after its time
 
 
-def named_path(text: str) -> Path:
+def expand_path(text: str) -> Path:
     """The path that was typed, with quotes removed and ~ expanded."""
     name = text.strip()
     if len(name) > 1 and name[0] == name[-1] and name[0] in "\"'":
@@ -53,12 +52,12 @@ def read_text(path: Path) -> str:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UsageError(f"{path} is not a file", "give the path of a text file")
         with path.open("rb") as file:
-            data = file.read(LARGEST_TEXT + 1)
+            data = file.read(MAX_TEXT_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"{path}: {reason}", "give the path of a text file") from error
-    if len(data) > LARGEST_TEXT:
-        raise UsageError(f"{path} is larger than {LARGEST_TEXT >> 20} MiB", "give a part of it")
+    if len(data) > MAX_TEXT_BYTES:
+        raise UsageError(f"{path} is larger than {MAX_TEXT_BYTES >> 20} MiB", "give a part of it")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -70,58 +69,59 @@ def read_text(path: Path) -> str:
     return text
 
 
-def with_attachments(attached: list[Attachment], message: str) -> str:
-    """One message: each text file under its name, then what was typed."""
-    attached = [each for each in attached if not each.shown]
+def with_attachments(attachments: list[Attachment], message: str) -> str:
+    """One message: each text file under its name, then the typed text."""
+    attachments = [attachment for attachment in attachments if not attachment.media]
     fence = "```"
-    while any(fence in each.text for each in attached):
+    while any(fence in attachment.text for attachment in attachments):
         fence += "`"
-    files = [f"{each.name}:\n{fence}\n{each.text.rstrip()}\n{fence}" for each in attached]
+    files = [f"{attachment.name}:\n{fence}\n{attachment.text.rstrip()}\n{fence}" for attachment in attachments]
     return "\n\n".join([*files, message])
 
 
-def written_in_editor(text: str, variables: Mapping[str, str], shown_on: TextIO) -> str:
-    """`text` as edited in $VISUAL or $EDITOR, which draws on `shown_on`. Raises EffllmError if there is no editor, if it fails, or if the
-    text is empty."""
+def edit_text(text: str, variables: Mapping[str, str], output: TextIO) -> str:
+    """Edit a text in $VISUAL or $EDITOR, which draws on `output`. Raises EffllmError if there is no editor, if it fails, or if the text is
+    empty."""
     command = variables.get("VISUAL") or variables.get("EDITOR") or ""
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise UsageError(f"the editor {command!r} cannot be parsed: {error}", NO_EDITOR) from error
+        raise UsageError(f"the editor {command!r} cannot be parsed: {error}", EDITOR_HINT) from error
     if not words:
-        raise UsageError("no editor is named in VISUAL or EDITOR", NO_EDITOR)
+        raise UsageError("no editor is named in VISUAL or EDITOR", EDITOR_HINT)
     with tempfile.TemporaryDirectory(prefix="effllm-") as folder:  # private: a message is nobody else's business
         path = Path(folder) / "message.md"
         path.write_text(text, encoding="utf-8", errors="replace")
-        code = run_editor([*words, str(path)], shown_on)
+        code = run_editor([*words, str(path)], output)
         if code:
             raise EffllmError(f"{words[0]} exited with code {code}: nothing was sent", "/edit begins again")
         try:
             return read_text(path).strip("\n")
-        except UsageError as error:  # it names a file that is gone by then
-            what = error.message.removeprefix(str(path)).strip()
-            raise UsageError(f"the message {what}: nothing was sent", "/edit begins again") from None
+        except UsageError as error:  # its message names the temporary file
+            problem = error.message.removeprefix(str(path)).strip()
+            raise UsageError(f"the message {problem}: nothing was sent", "/edit begins again") from None
 
 
-def run_editor(command: list[str], shown_on: TextIO) -> int:
-    """Ctrl-C belongs to the editor while it runs. It is handled rather than ignored, because the editor would inherit an ignored signal."""
-    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+def run_editor(command: list[str], output: TextIO) -> int:
+    """Run the editor; returns its exit code. Meanwhile Ctrl-C is left to it: the signal is handled rather than ignored, because the editor
+    would inherit an ignored signal."""
+    previous_handler = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
-        return subprocess.run(command, stdout=shown_on, check=False).returncode
+        return subprocess.run(command, stdout=output, check=False).returncode
     except OSError as error:
-        raise EffllmError(f"the editor {command[0]} cannot be started: {error.strerror}", NO_EDITOR) from error
+        raise EffllmError(f"the editor {command[0]} cannot be started: {error.strerror}", EDITOR_HINT) from error
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
-def completed_paths(typed: str) -> list[str]:
+def complete_path(typed: str) -> list[str]:
     """Completions of a partial path; folders end in a slash."""
-    folder, _, begun = typed.rpartition("/")
+    folder, _, prefix = typed.rpartition("/")
     try:
-        where = named_path(folder + "/") if "/" in typed else Path(".")
-        with os.scandir(where) as entries:
-            found = [entry.name + "/" * entry.is_dir() for entry in entries
-                     if entry.name.startswith(begun) and (begun or not entry.name.startswith("."))]
+        directory = expand_path(folder + "/") if "/" in typed else Path(".")
+        with os.scandir(directory) as entries:
+            names = [entry.name + "/" * entry.is_dir() for entry in entries
+                     if entry.name.startswith(prefix) and (prefix or not entry.name.startswith("."))]
     except (OSError, ValueError, EffllmError):
         return []
-    return sorted(f"{folder}/{name}" if "/" in typed else name for name in found)[:100]
+    return sorted(f"{folder}/{name}" if "/" in typed else name for name in names)[:100]

@@ -10,7 +10,7 @@ import typer
 
 from .. import UsageError
 from .flags import add_command, flag
-from .loading import at_precision, find_any, follow, last, requested_bits, with_draft
+from .loading import final_result, find_model_variant, quantized_on_load, requested_bits, resolve_draft, show_progress
 from .options import OUTPUT, AnyModel, RunFlags, WeightFlags
 from .screen import Screen
 
@@ -62,12 +62,12 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
         raise UsageError("--json and -o csv are different formats", "give one of them")
     asked = {"prompt": counts("-p", prompt), "gen": counts("-n", gen), "depth": counts("-d", depth), "repetitions": repetitions,
              "columns": columns}
-    engine = with_draft(engine, screen)
+    engine = resolve_draft(engine, screen)
     options = BenchOptions(**{name: value for name, value in asked.items() if value is not None})
     with preparation(model, synthetic, context_for(engine.options(), options), weights, screen) as (prepare, kinds):
-        opened = last(follow(open_prepared(prepare, kinds), screen, Engine))
+        opened = final_result(open_prepared(prepare, kinds), screen, Engine)
         try:
-            rows = list(follow(measure(opened, options, model or f"{synthetic} (random)"), screen, BenchRow))
+            rows = list(show_progress(measure(opened, options, model or f"{synthetic} (random)"), screen, BenchRow))
         finally:
             opened.close()
     if json or output == "json":
@@ -99,12 +99,12 @@ def preparation(model: str | None, synthetic: str | None, options: EngineOptions
     from ..runtime.prepare import prepare
 
     if synthetic is None:
-        with at_precision(find_any(model, screen), weights, screen, options, text=False) as ref:
+        with quantized_on_load(find_model_variant(model, screen), weights, screen, options, needs_tokenizer=False) as ref:
             kinds = folder_kinds(ref.folder, options)
             check_before_compiling(kinds, lambda: prepare(ref.folder, options, dry_run=True))
             yield lambda: prepare(ref.folder, options), kinds
         return
-    if weights.keep and "keep" not in weights.settled:
+    if weights.keep and "keep" not in weights.from_settings:
         raise UsageError("random weights are not saved", "drop --keep")
     bits = requested_bits(synthetic, None, weights)  # judged before kernels are compiled for it
     needs = format_needs(bits) | layer_needs(synthetic_config(synthetic))

@@ -11,7 +11,7 @@ import typer
 from .. import UsageError
 from .eval import named, read_text
 from .flags import add_command, flag
-from .loading import find, follow, last, open_with_progress
+from .loading import final_result, find_model, open_with_progress
 from .options import OUTPUT, TEXT, Json, Model, Sample, Threads
 from .screen import Screen
 
@@ -49,7 +49,7 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
     if predictor is not None and predictor < 1:
         raise UsageError(f"--predictor {predictor} is not a rank", f"try {activation_predictors.RANK}")
     content = built_in_text() if text is None else read_text(text, screen)
-    ref = find(model, screen)
+    ref = find_model(model, screen)
     require_place_beside(ref.folder, screen.environment.variables)
     sparsity.require_sparse_folder(ref.folder)
     if trace is not None:
@@ -58,7 +58,7 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
     try:
         ids = Tokenizer.load(ref.folder, engine.config).encode(content)[: tokens or sparsity.TOKENS]
         inputs: list | None = None if predictor is None else []
-        recorded = last(follow(sparsity.record(engine, ids, inputs), screen, sparsity.Trace))
+        recorded = final_result(sparsity.record(engine, ids, inputs), screen, sparsity.Trace)
         together = neurons_per_read(engine.model.tensors, engine.config)
     finally:
         engine.close()
@@ -66,7 +66,7 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
         recorded.save(Path(trace))
     found = sparsity.summarize(recorded, together)
     if predictor is not None:
-        trained, rates = last(follow(activation_predictors.train(recorded, inputs, predictor), screen, tuple))
+        trained, rates = final_result(activation_predictors.train(recorded, inputs, predictor), screen, tuple)
         trained.save(ref.folder)
         found = replace(found, predictor=rates)
     file = sparsity_file.save(found, ref.folder)

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 
 from .. import UsageError
 from .flags import names_and_types
-from .options import NO_BREAKERS, RunFlags, SamplingFlags, WeightFlags, demand_room, token_limit
+from .options import NO_SEQUENCE_BREAKERS, RunFlags, SamplingFlags, WeightFlags, require_answer_tokens, token_limit
 
 if TYPE_CHECKING:
     from .conversation import Conversation
 
-# name in /set -> (field of SamplerSettings, type): the same names as on the command line
-SETTINGS = names_and_types(SamplingFlags)
+SETTINGS = names_and_types(SamplingFlags)  # flag name -> (field of SamplerSettings, type)
 
 BREAKERS = "dry-sequence-breaker"
-LIMITS = {"predict": "max_tokens", "reasoning-budget": "max_reasoning_tokens"}  # of tokens: their names in a session
-STOP, WORDS = "stop", re.compile(r'"(?:[^"\\]|\\.)*"?|\S+')
-FORMS = ("schema", "grammar")  # of which the answers are held to one
-# What Ollama calls them after /set, and what it sets there that is no setting of an answer.
-OLLAMAS = {"temperature": "temp", "format": "schema", "num_predict": "predict", "n": "predict", "n_predict": "predict",
+TOKEN_LIMITS = {"predict": "max_tokens", "reasoning-budget": "max_reasoning_tokens"}  # flag name -> attribute of Session
+STOP, STOP_STRING = "stop", re.compile(r'"(?:[^"\\]|\\.)*"?|\S+')  # a JSON string, or a word
+CONSTRAINTS = ("schema", "grammar")  # at most one is active
+# Names of settings in Ollama and llama.cpp -> ours.
+OLLAMA_NAMES = {"temperature": "temp", "format": "schema", "num_predict": "predict", "n": "predict", "n_predict": "predict",
            "typical_p": "typical", "top_n_sigma": "top-nsigma", "mirostat_tau": "mirostat-ent", "mirostat_eta": "mirostat-lr",
            "dry_sequence_breakers": BREAKERS}
-ELSEWHERE = {"system": "/system TEXT sets the system prompt",
+# What Ollama's /set changes and ours does not -> hint.
+NOT_SETTABLE = {"system": "/system TEXT sets the system prompt",
              **dict.fromkeys(("noverbose", "quiet"), "statistics are off; effllm chat MODEL --stats shows them after each answer"),
              "nohistory": "input history is always saved, in the file history of effllm's state folder",
              "noformat": "/set schema off, or /set grammar off",
@@ -38,46 +38,46 @@ ELSEWHERE = {"system": "/system TEXT sets the system prompt",
              "nothink": "/set think off", "lora": "/lora NAME SCALE sets the scale of an adapter"}
 
 
-def change(chat: Conversation, rest: str) -> None:
-    """`/set`, `/set NAME`, `/set NAME VALUE`."""
+def run_set(chat: Conversation, rest: str) -> None:
+    """`/set` lists the settings, `/set NAME` shows one, `/set NAME VALUE` changes it. Raises UsageError."""
     name, _, value = rest.strip().removeprefix("parameter ").partition(" ")
-    name = OLLAMAS.get(name, name.replace("_", "-"))
+    name = OLLAMA_NAMES.get(name, name.replace("_", "-"))
     if not name:
-        for each in settable():
-            chat.screen.note(f"  {each:<20} {current(chat, each)}")
+        for setting in setting_names():
+            chat.screen.note(f"  {setting:<20} {current_value(chat, setting)}")
         return
-    if name in ELSEWHERE:
-        raise UsageError(f"/set does not change {name}", ELSEWHERE[name])
-    if name not in settable() and name in {**names_and_types(RunFlags), **names_and_types(WeightFlags)}:
+    if name in NOT_SETTABLE:
+        raise UsageError(f"/set does not change {name}", NOT_SETTABLE[name])
+    if name not in setting_names() and name in {**names_and_types(RunFlags), **names_and_types(WeightFlags)}:
         raise UsageError(f"/set does not change {name}", f"--{name} is set at the start: effllm chat --help")
-    if name not in settable():
-        raise UsageError(f"there is no setting {name!r}{suggestion(name, settable())}", "/set lists them")
+    if name not in setting_names():
+        raise UsageError(f"there is no setting {name!r}{suggestion(name, setting_names())}", "/set lists them")
     if value:
         assign(chat, name, value.strip())
-    chat.screen.note(f"{name} is {current(chat, name)}")
+    chat.screen.note(f"{name} is {current_value(chat, name)}")
 
 
-def settable() -> list[str]:
+def setting_names() -> list[str]:
     """The names that `/set` accepts."""
-    return [*SETTINGS, *LIMITS, STOP, "think", "markdown", *FORMS]
+    return [*SETTINGS, *TOKEN_LIMITS, STOP, "think", "markdown", *CONSTRAINTS]
 
 
-def current(chat: Conversation, name: str) -> object:
+def current_value(chat: Conversation, name: str) -> object:
     session = chat.session
-    if name in LIMITS:
-        tokens = getattr(session, LIMITS[name])
+    if name in TOKEN_LIMITS:
+        tokens = getattr(session, TOKEN_LIMITS[name])
         return "unlimited" if tokens is None else tokens
     if name == STOP:
         return " ".join(json.dumps(text, ensure_ascii=False) for text in session.stops) or "off"
     if name == "think":
         return session.think
-    if name in FORMS:
+    if name in CONSTRAINTS:
         return session.constraint.name if session.constraint and session.constraint.flag == f"--{name}" else "off"
     if name == "markdown":
         return "on" if chat.screen.markdown else "off"
     value = getattr(session.settings, SETTINGS[name][0])
     if name == BREAKERS:
-        return " ".join(json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"') for text in value) or NO_BREAKERS
+        return " ".join(json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"') for text in value) or NO_SEQUENCE_BREAKERS
     return "random" if value is None else value
 
 
@@ -89,43 +89,44 @@ def assign(chat: Conversation, name: str, value: str) -> None:
         session.think = value
     elif name == STOP:
         session.stops = () if value == "off" else parse_stops(value)
-    elif name in FORMS:
+    elif name in CONSTRAINTS:
         from ..runtime.constraints.constraint import read_constraint_flags
 
-        session.hold_to(None if value == "off" else read_constraint_flags(**{**dict.fromkeys(FORMS), name: value}))
+        session.hold_to(None if value == "off" else read_constraint_flags(**{**dict.fromkeys(CONSTRAINTS), name: value}))
     elif name == "markdown":
         if value not in ("on", "off"):
             raise UsageError(f"markdown is on or off, not {value!r}", "/set markdown on")
         chat.screen.markdown = value == "on"
         if value == "on" and not chat.screen.markdown:
             raise UsageError("the output does not show styles", "a terminal other than TERM=dumb, without NO_COLOR")
-    elif name in LIMITS:
-        tokens = token_limit(converted(name, value, int), "-n" if name == "predict" else f"--{name}")
+    elif name in TOKEN_LIMITS:
+        tokens = token_limit(parse_number(name, value, int), "-n" if name == "predict" else f"--{name}")
         if name == "predict":
-            demand_room(tokens, "/set predict -1 is no limit")
-        setattr(session, LIMITS[name], tokens)
+            require_answer_tokens(tokens, "/set predict -1 is no limit")
+        setattr(session, TOKEN_LIMITS[name], tokens)
     elif name == BREAKERS:
-        session.settings = replace(session.settings, **SamplingFlags(dry_sequence_breakers=value.split()).said())
+        session.settings = replace(session.settings, **SamplingFlags(dry_sequence_breakers=value.split()).overrides())
     else:
         field, kind = SETTINGS[name]
-        free = name == "seed" and value in ("random", "-1")
-        session.settings = replace(session.settings, **{field: None if free else converted(name, value, kind)})
+        is_random = name == "seed" and value in ("random", "-1")
+        session.settings = replace(session.settings, **{field: None if is_random else parse_number(name, value, kind)})
 
 
-def converted(name: str, value: str, kind: type) -> object:
+def parse_number(name: str, value: str, number_type: type) -> object:
     try:
-        return kind(value)
+        return number_type(value)
     except ValueError as error:
-        raise UsageError(f"{name} takes a {'whole number' if kind is int else 'number'}, not {value!r}", f"/set {name} shows it") from error
+        expected = "whole number" if number_type is int else "number"
+        raise UsageError(f"{name} takes a {expected}, not {value!r}", f"/set {name} shows it") from error
 
 
 def parse_stops(value: str) -> tuple[str, ...]:
-    """`END "###" "\\n\\n"`: words, or JSON strings. Raises UsageError."""
+    """Parse stop strings: words or JSON strings, such as `END "###" "\\n\\n"`. Raises UsageError."""
     from ..runtime.tokens.stream_filters import StopStrings
 
     hint = '/set stop END, or /set stop "\\n\\n"'
     try:
-        return StopStrings([json.loads(each) if each.startswith('"') else each for each in WORDS.findall(value)]).stops
+        return StopStrings([json.loads(each) if each.startswith('"') else each for each in STOP_STRING.findall(value)]).stops
     except ValueError as error:
         raise UsageError(f"{value} is not a quoted string", hint) from error
     except UsageError as error:
@@ -133,6 +134,6 @@ def parse_stops(value: str) -> tuple[str, ...]:
 
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """A close match of an unknown name, as the end of a message; empty if there is none."""
+    """The end of an error message that suggests a similar name; empty if there is none."""
     close = difflib.get_close_matches(name, list(known), 1)
     return f", did you mean {prefix}{close[0]}?" if close else ""

@@ -10,12 +10,12 @@ import typer
 
 from .. import EffllmError, ModelNotFound, UsageError
 from .errors import unset_hint
-from .flags import add_command, flag, flags_of, place_of_field, valued, variable
+from .flags import add_command, describe_field_origin, flag, flags_of, parse_value, variable_name
 from .help import PlainGroup
-from .loading import bits_for, find_any, with_draft
+from .loading import effective_bits, find_model_variant, resolve_draft
 from .options import OUTPUT, AnswerFlags, AnyModel, BitsFlag, Json, RunFlags, SamplingFlags
 from .screen import Screen
-from .settings import PROJECT_FILE, check_value, is_model_specific, known_settings, origin, overridden, place
+from .settings import PROJECT_FILE, check_value, describe_origin, is_model_specific, known_settings, origin, overridden
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,9 +42,9 @@ shows where that is):
 The strongest comes first: a flag, its variable (EFFLLM_TEMP), {PROJECT_FILE}, the user's file, the model's generation_config.json, the
 built-in value.
 """
-OF_MACHINE = frozenset({"ram", "vram", "kv_ram", "device", "gpu_layers"})  # fields that it may not have
+MACHINE_FIELDS = frozenset({"ram", "vram", "kv_ram", "device", "gpu_layers"})  # fields that need resources of the machine
 BUILT_IN, GENERATION = "built in", "generation_config.json"
-SWITCH = {**dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True), **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False)}
+BOOLEANS = {**dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True), **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False)}
 
 Origin = Annotated[bool, flag(OUTPUT, "--origin", "", "show where each value comes from, and which files were looked for")]
 
@@ -68,7 +68,7 @@ def show(context: typer.Context, model: AnyModel = None, origin: Origin = False,
     """Show every setting and its value; with MODEL, the values for that model."""
     screen = Screen(context.obj)
     screen.environment.require_stdout()
-    ref = asked_model(model, screen) if model is not None else None
+    ref = resolve_model(model, screen) if model is not None else None
     if model is not None:
         screen.environment.select_model(model)
     shown = list(settings(screen, ref and ref.folder))
@@ -78,17 +78,17 @@ def show(context: typer.Context, model: AnyModel = None, origin: Origin = False,
         screen.json({each.key: {"value": each.value, "origin": each.origin} for each in shown})
         return
     if not origin:
-        screen.pairs((each.key, written(each.value)) for each in shown)
+        screen.pairs((each.key, format_value(each.value)) for each in shown)
         return
-    screen.table(("setting", "value", "from"), [(each.key, written(each.value), each.origin) for each in shown])
+    screen.table(("setting", "value", "from"), [(each.key, format_value(each.value), each.origin) for each in shown])
     for path in (PROJECT_FILE, screen.environment.config_folder / "config.toml"):
         screen.note(f"looked for {path}")
 
 
-def asked_model(model: str, screen: Screen) -> ModelRef:
-    """The model whose settings are asked for. Raises UsageError for the name of a setting."""
+def resolve_model(model: str, screen: Screen) -> ModelRef:
+    """The model to show the settings for. Raises UsageError if the name is that of a setting."""
     try:
-        return find_any(model, screen)
+        return find_model_variant(model, screen)
     except ModelNotFound as error:
         if model.replace("_", "-") not in known_settings():
             raise
@@ -96,68 +96,69 @@ def asked_model(model: str, screen: Screen) -> ModelRef:
 
 
 def settings(screen: Screen, folder: Path | None) -> Iterator[ShownSetting]:
-    """The value of each setting without flags."""
+    """Each setting with the value that a command without flags would use. `folder`: of the model, None for none."""
     environment = screen.environment
-    models_own = own_defaults(screen, folder)
+    model_values = model_defaults(screen, folder)
     built_in = built_in_values()
-    for key, (group, field, kind) in known_settings().items():
-        text = environment.variables.get(variable(key))
+    for key, (group, field, value_type) in known_settings().items():
+        text = environment.variables.get(variable_name(key))
         setting = environment.settings.get(key)
         if text or setting:
-            value = of_variable(key, text, kind) if text else setting.value
-            check_value(key, value, place(environment, key))
+            value = parse_variable(key, text, value_type) if text else setting.value
+            check_value(key, value, describe_origin(environment, key))
             yield ShownSetting(key, value, origin(environment, key))
-        elif group is SamplingFlags and field in models_own:
-            yield ShownSetting(key, models_own[field], GENERATION)
+        elif group is SamplingFlags and field in model_values:
+            yield ShownSetting(key, model_values[field], GENERATION)
         else:
             yield ShownSetting(key, built_in.get(field), BUILT_IN)
 
 
 def values_for_model(shown: Sequence[ShownSetting], ref: ModelRef, screen: Screen) -> Iterator[ShownSetting]:
-    """The settings as they apply to a model: those that it does not support are ignored with a note, as in a run. Raises what the run would
-    raise."""
-    set_here = {known_settings()[each.key][1]: each.value for each in shown if each.origin not in (BUILT_IN, GENERATION)}
-    own = {field for key, (_, field, _) in known_settings().items() if field in set_here and is_model_specific(screen.environment, key)}
-    asked = {field: value for field, value in set_here.items() if field in RunFlags.__dataclass_fields__}
-    weaker = overridden(screen.environment, asked)
+    """The settings as a run of the model would use them: unsupported ones are ignored with a note. Raises what the run would raise."""
+    configured = {known_settings()[each.key][1]: each.value for each in shown if each.origin not in (BUILT_IN, GENERATION)}
+    model_fields = {field for key, (_, field, _) in known_settings().items()
+                    if field in configured and is_model_specific(screen.environment, key)}
+    engine_values = {field: value for field, value in configured.items() if field in RunFlags.__dataclass_fields__}
+    overridden_fields = overridden(screen.environment, engine_values)
     try:
-        given = {field: value for field, value in asked.items() if field not in weaker}
-        without, holds = left_out(given, own, ref, screen)
-        left, held = weaker | without, ref.variant
-        if "bits" in set_here:  # ignored beside a format in the name, and for weights that are quantized already
-            held = bits_for(ref, BitsFlag(set_here["bits"], settled=frozenset({"bits"} - own)), screen)
-            left |= {"bits"} if held != f"{set_here['bits']}bit" else set()
+        applicable = {field: value for field, value in engine_values.items() if field not in overridden_fields}
+        unsupported, effective = unsupported_fields(applicable, model_fields, ref, screen)
+        ignored, bits = overridden_fields | unsupported, ref.variant
+        if "bits" in configured:  # ignored for a format in the name, and for weights that are quantized already
+            bits = effective_bits(ref, BitsFlag(configured["bits"], from_settings=frozenset({"bits"} - model_fields)), screen)
+            ignored |= {"bits"} if bits != f"{configured['bits']}bit" else set()
     except EffllmError as error:
-        if error.option in own:
-            error.say_place(place_of_field(screen.environment, error.option))
+        if error.option in model_fields:
+            error.prefix_origin(describe_field_origin(screen.environment, error.option))
         raise
-    if of_machine := OF_MACHINE & given.keys() - left:
-        note_refused(ref, held, holds, of_machine, screen)
+    if machine_fields := MACHINE_FIELDS & applicable.keys() - ignored:
+        note_refused(ref, bits, effective, machine_fields, screen)
     built_in = built_in_values()
     for each in shown:
         field = known_settings()[each.key][1]
-        yield ShownSetting(each.key, built_in.get(field), f"{BUILT_IN}, {each.origin} is left out") if field in left else each
+        yield ShownSetting(each.key, built_in.get(field), f"{BUILT_IN}, {each.origin} is left out") if field in ignored else each
 
 
-def left_out(given: Mapping[str, object], own: Set[str], ref: ModelRef, screen: Screen) -> tuple[set[str], EngineOptions | None]:
-    """Which of these fields of RunFlags a model does not support, each with a note and the value that applies (None if nothing is given).
-    Raises what a run would raise for one of `own`, those set for this model."""
+def unsupported_fields(given: Mapping[str, object], model_fields: Set[str], ref: ModelRef,
+                       screen: Screen) -> tuple[set[str], EngineOptions | None]:
+    """The fields of RunFlags among `given` that a model does not support, each of which is noted, and the options that apply instead (None
+    if nothing is given). Raises what a run would raise for one of `model_fields`, which were set for this model."""
     if not given:
         return set(), None
     from ..runtime.planning.settings_fit import dropped_settings
 
-    asked = with_draft(RunFlags(**given, settled=frozenset(given.keys() - own)), screen).options()
-    holds, notices = dropped_settings(ref.folder, asked, own)
+    requested = resolve_draft(RunFlags(**given, from_settings=frozenset(given.keys() - model_fields)), screen).options()
+    effective, notices = dropped_settings(ref.folder, requested, model_fields)
     for notice in notices:
         screen.note(notice)
-    left = {field for field in given if getattr(holds, field) != getattr(asked, field)}
-    left |= {"draft"} & given.keys() if asked.draft is None else set()  # which is not here
-    return left | ({"kv", "cache_k", "cache_v"} & given.keys() if holds.kv != asked.kv else set()), holds
+    fields = {field for field in given if getattr(effective, field) != getattr(requested, field)}
+    fields |= {"draft"} & given.keys() if requested.draft is None else set()  # the draft model is missing
+    return fields | ({"kv", "cache_k", "cache_v"} & given.keys() if effective.kv != requested.kv else set()), effective
 
 
 def note_refused(ref: ModelRef, bits: str | None, options: EngineOptions, fields: Set[str], screen: Screen) -> None:
-    """A note if a run could not be planned with what `fields` ask of the machine; not an error, since memory or a GPU may be free the next
-    time."""
+    """Write a note if a run would be refused because of what `fields` require of the machine. This is no error: memory or a GPU may be free
+    next time. `bits`: the format to quantize to, None for the stored weights."""
     from ..runtime.planning.forecast import prepare_quantized
     from ..runtime.prepare import prepare
 
@@ -172,37 +173,37 @@ def note_refused(ref: ModelRef, bits: str | None, options: EngineOptions, fields
             each.store.close()
 
 
-def of_variable(key: str, text: str, kind: Any) -> object:
-    """A variable's text, parsed as its flag would be. Raises UsageError, as the command does."""
+def parse_variable(key: str, text: str, kind: Any) -> object:
+    """The value of an environment variable, parsed like its flag. Raises UsageError, as the command does."""
     try:
-        return switch(text) if kind is bool else valued(kind, [text] if get_origin(kind) is list else text)
+        return parse_boolean(text) if kind is bool else parse_value(kind, [text] if get_origin(kind) is list else text)
     except ValueError as error:
-        raise UsageError(f"the variable {variable(key)}: {error}", unset_hint(variable(key))) from error
+        raise UsageError(f"the variable {variable_name(key)}: {error}", unset_hint(variable_name(key))) from error
 
 
-def switch(text: str) -> bool:
+def parse_boolean(text: str) -> bool:
     """Parse a boolean. Raises ValueError."""
-    if (word := text.strip().lower()) in SWITCH:
-        return SWITCH[word]
+    if (word := text.strip().lower()) in BOOLEANS:
+        return BOOLEANS[word]
     raise ValueError(f"{text!r} is neither true nor false")
 
 
-def own_defaults(screen: Screen, folder: Path | None) -> dict[str, object]:
+def model_defaults(screen: Screen, folder: Path | None) -> dict[str, object]:
     """Field of SamplerSettings -> its value in the model's generation_config.json."""
     from ..runtime.sampler import SamplerSettings
     from ..runtime.sampling.generation_config import read_generation_config
 
-    content, remarks = read_generation_config(folder) if folder is not None else ({}, [])
-    for remark in remarks:
-        screen.note(remark)
-    own, usual = SamplerSettings.from_generation_config(content), SamplerSettings()
-    stated = content.keys() | ({"temperature"} if content.get("do_sample") is False else set())
-    return {field.name: getattr(own, field.name) for field in fields(SamplerSettings)
-            if field.name in stated or getattr(own, field.name) != getattr(usual, field.name)}
+    content, warnings = read_generation_config(folder) if folder is not None else ({}, [])
+    for warning in warnings:
+        screen.note(warning)
+    model_settings, defaults = SamplerSettings.from_generation_config(content), SamplerSettings()
+    explicit = content.keys() | ({"temperature"} if content.get("do_sample") is False else set())
+    return {field.name: getattr(model_settings, field.name) for field in fields(SamplerSettings)
+            if field.name in explicit or getattr(model_settings, field.name) != getattr(defaults, field.name)}
 
 
 def built_in_values() -> dict[str, object]:
-    """Field of a group -> the default of its dataclass; None for one that is computed when needed."""
+    """Field of a flag group -> default value; None if it is computed for each run."""
     from ..runtime.engine import EngineOptions
     from ..runtime.planning.plan_request import exact_ends
     from ..runtime.sampler import SamplerSettings
@@ -215,7 +216,7 @@ def built_in_values() -> dict[str, object]:
                      "overflow": EngineOptions().overflow, "session_disk": DISK}
 
 
-def written(value: object) -> str:
+def format_value(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "-" if value is None else ", ".join(map(repr, value)) if isinstance(value, list | tuple) else str(value)

@@ -16,7 +16,7 @@ import typer
 from .. import UsageError
 from .fitted_table import fitted_table
 from .flags import add_command, flag
-from .loading import follow, last
+from .loading import final_result, show_progress
 from .options import COMPUTE, OUTPUT, Json
 from .screen import Screen
 
@@ -61,7 +61,7 @@ def doctor(context: typer.Context, warm: Warm = False, probe: Probe = False, no_
     if probe and no_probe:
         raise UsageError("--probe and --no-probe contradict each other", "give one of them")
     if warm:
-        list(follow(warm_up(workers), screen, type(None)))
+        list(show_progress(warm_up(workers), screen, type(None)))
     report = diagnose(measured(screen, workers, probe, no_probe), screen.environment.variables)
     works, verdict = trial()
     if json:
@@ -80,7 +80,7 @@ def measured(screen: Screen, threads: int, again: bool, never: bool) -> Roofs:
     wanted = roofs_wanted(screen.environment.variables, threads)
     known = roofs.known(wanted)
     lacking = roofs.everything(wanted, known) if again else None if never else roofs.missing(wanted, known)
-    return known if lacking is None else last(follow(roofs.probe(lacking, known), screen, roofs.Roofs))
+    return known if lacking is None else final_result(roofs.probe(lacking, known), screen, roofs.Roofs)
 
 
 def trial() -> tuple[bool, str]:

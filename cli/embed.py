@@ -12,9 +12,9 @@ import typer
 from .. import UsageError, not_written, typed
 from .eval import named, read_text
 from .flags import add_command, flag
-from .loading import at_precision, find_any, follow, last, loaded
+from .loading import final_result, find_model_variant, open_model, quantized_on_load
 from .options import OUTPUT, TEXT, EngineFlags, Json, Model, WeightFlags
-from .prompt import is_piped, typed_text
+from .prompt import check_encoding, is_piped
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -68,18 +68,18 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
     else:
         check_writable(Path(out))
     lines = texts_of(model, texts, file, screen)
-    question = None if rank is None else typed_text(rank, "--rank")
+    question = None if rank is None else check_encoding(rank, "--rank")
     if question is not None and not question.strip():
         raise UsageError("--rank needs a question", 'effllm embed MODEL -f FILE --rank "your question"')
-    with open_embedder(context, find_any(model, screen), engine, weights, screen) as replies:
+    with open_embedder(context, find_model_variant(model, screen), engine, weights, screen) as replies:
         if dimensions is not None and not 1 <= dimensions <= replies.vector_width:
             raise UsageError(f"--dimensions {dimensions} is not 1 to {replies.vector_width}", "leave it out for all")
         names = replies.embedding_prompts
         asked, told = (prompt_name, prompt_name) if question is None else (names.query, prompt_name or names.document)
-        made = last(follow(replies.embed(lines, prompt_name=told), screen, Embedded))
+        made = final_result(replies.embed(lines, prompt_name=told), screen, Embedded)
         vectors, tokens = truncated(made.vectors, dimensions), made.tokens
         if question is not None:
-            nearest = last(follow(replies.embed([question], prompt_name=asked), screen, Embedded))
+            nearest = final_result(replies.embed([question], prompt_name=asked), screen, Embedded)
             show_nearest(question, lines, vectors, truncated(nearest.vectors, dimensions)[0], screen, json)
             return
     if out is not None:
@@ -116,7 +116,7 @@ def open_embedder(context: typer.Context, found: ModelRef, engine: EngineFlags, 
 
     pooling_of(found.folder)  # a model not made for it is refused before its weights are read
     options = engine.options()
-    with at_precision(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
+    with quantized_on_load(found, weights, screen, options) as ref, open_model(ref, options, screen) as at_hand:
         yield ServedModel(at_hand.engine, at_hand.tokenizer)
 
 
@@ -128,7 +128,7 @@ def texts_of(model: str, texts: Sequence[str] | None, file: str | None, screen: 
     if file is None and texts:
         if (empty := next((number for number, each in enumerate(texts, 1) if not each.strip()), None)) is not None:
             raise UsageError(f"text {empty} is empty", "leave it out")
-        return [typed_text(each, "a text") for each in texts]
+        return [check_encoding(each, "a text") for each in texts]
     if file is None and not is_piped(stdin):
         raise UsageError("there are no texts", f'effllm embed {typed(model)} "a text", or -f FILE with one a line')
     source = file or "-"

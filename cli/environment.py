@@ -173,7 +173,7 @@ class Environment:
 
             if (stored := self._find_ollama_model(model)) is not None:
                 settings, ignored = settings_of(stored, model)
-                self.settings = self.settings.above(settings)
+                self.settings = self.settings.with_defaults(settings)
                 for message in ignored:
                     Screen(self).note(message)
 

@@ -72,9 +72,9 @@ def wants_json(command: Any, argv: Sequence[str], variables: Mapping[str, str]) 
     if "--json" in words:
         return True
     if "json" in parameters and (value := variables.get("EFFLLM_JSON")):
-        from .config import SWITCH
+        from .config import BOOLEANS
 
-        return SWITCH.get(value.lower(), False)
+        return BOOLEANS.get(value.lower(), False)
     if "output" not in parameters or "json" not in parameters["output"].metavar.split("|"):
         return False
     return not {"-ojson", "--output=json"}.isdisjoint(words) or any(

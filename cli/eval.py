@@ -11,7 +11,7 @@ import typer
 from .. import UsageError
 from .flags import add_command, flag, token_count
 from .help import PlainGroup
-from .loading import at_precision, find, find_any, follow, last, loaded
+from .loading import final_result, find_model, find_model_variant, open_model, quantized_on_load
 from .options import MEMORY, TEXT, EngineFlags, Json, Lora, Model, Sample, Threads, WeightFlags
 from .prompt import read_file, read_stream
 from .screen import Screen
@@ -80,11 +80,11 @@ def ppl(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
     screen = Screen(context.obj)
     screen.environment.require_stdout()
     content = read_text(text, screen)
-    found = find_any(model, screen)
+    found = find_model_variant(model, screen)
     options = windowed(found, engine, screen)
-    with at_precision(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
-        result = last(follow(perplexity(at_hand.engine, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text)), screen,
-                             PerplexityResult))
+    with quantized_on_load(found, weights, screen, options) as ref, open_model(ref, options, screen) as at_hand:
+        result = final_result(perplexity(at_hand.engine, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text)), screen,
+                             PerplexityResult)
     if json:
         screen.json(result.to_json())
     else:
@@ -104,19 +104,19 @@ def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
     screen = Screen(context.obj)
     screen.environment.require_stdout()
     content = read_text(text, screen)
-    found = find_any(model, screen)
-    reference_ref = find(against, screen) if against else found  # a model at --bits is held against itself as it is stored
+    found = find_model_variant(model, screen)
+    reference_ref = find_model(against, screen) if against else found  # a model at --bits is held against itself as it is stored
     options = windowed(found, engine, screen)
     read_config(reference_ref.folder, options.strict)  # an unknown key may change its numbers
     if against:
         refuse_other_tokenizer(found.folder, reference_ref.folder)
-    with at_precision(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
+    with quantized_on_load(found, weights, screen, options) as ref, open_model(ref, options, screen) as at_hand:
         own = replace(reference_options(options, at_hand.engine, reference_ref.folder == ref.folder),
                       lora=())  # what adapters do is measured
-        reference = last(follow(open_reference(reference_ref.folder, own, at_hand.engine), screen, Engine))
+        reference = final_result(open_reference(reference_ref.folder, own, at_hand.engine), screen, Engine)
         try:
             comparing = compare(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text), by_token)
-            result, packed = last(follow(comparing, screen, KldResult)), at_hand.engine.cache.is_packed
+            result, packed = final_result(comparing, screen, KldResult), at_hand.engine.cache.is_packed
         finally:
             reference.close()
     if json:
@@ -148,10 +148,10 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
     if seconds is not None and not seconds > 0:
         raise UsageError(f"--seconds must be more than 0, not {seconds:g}", "leave it out for 60")
     content = built_in_text() if text is None else read_text(text, screen)
-    ref = find(model, screen)
+    ref = find_model(model, screen)
     require_place_beside(ref.folder, screen.environment.variables)
-    made = last(follow(recorded(ref.folder, content, seconds or SECONDS, threads, "the sample" if text is None else named(text)), screen,
-                       Profile))
+    made = final_result(recorded(ref.folder, content, seconds or SECONDS, threads, "the sample" if text is None else named(text)), screen,
+                       Profile)
     facts = report(made, ref.folder)
     if json:
         screen.json(facts)
@@ -180,14 +180,14 @@ def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags
     if samples < 1:
         raise UsageError(f"--samples {samples} is too few", "at least 1")
     content = read_text(text, screen)
-    found = find_any(model, screen)
+    found = find_model_variant(model, screen)
     options = windowed(found, engine, screen)
-    with at_precision(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
+    with quantized_on_load(found, weights, screen, options) as ref, open_model(ref, options, screen) as at_hand:
         own = reference_options(options, at_hand.engine, True)
-        reference = last(follow(open_reference(ref.folder, own, at_hand.engine), screen, Engine))
+        reference = final_result(open_reference(ref.folder, own, at_hand.engine), screen, Engine)
         try:
             asking = ask(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, samples, named(text))
-            result, packed = last(follow(asking, screen, RecallResult)), at_hand.engine.cache.is_packed
+            result, packed = final_result(asking, screen, RecallResult), at_hand.engine.cache.is_packed
         finally:
             reference.close()
     if json:

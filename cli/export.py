@@ -10,7 +10,7 @@ import typer
 
 from .. import UsageError, typed
 from .flags import add_command, flag
-from .loading import find, follow, last, resumable
+from .loading import final_result, find_model, resumable
 from .options import OUTPUT, Json, Model
 from .screen import Screen
 
@@ -57,14 +57,14 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
         if format or type or force:
             raise UsageError("--lora makes a folder like the model's; another format is made from that folder",
                              f"effllm export {typed(model)} -o DIR --lora {typed(lora)}, then effllm export DIR -o {typed(out)}")
-        merged_folder(find(model, screen).folder, Path(os.path.expanduser(lora)), Path(out), screen, json)
+        merged_folder(find_model(model, screen).folder, Path(os.path.expanduser(lora)), Path(out), screen, json)
         return
     if format == "compressed-tensors" and force:
         raise UsageError("--force replaces a GGUF file, not a folder", "give another folder with -o")
-    ref = find(model, screen)
+    ref = find_model(model, screen)
     if format == "compressed-tensors":
         with resumable(screen, Path(out)):
-            folder = last(follow(export_compressed(ref.folder, Path(out), (type or "INT4").upper()), screen, CompressedFolder))
+            folder = final_result(export_compressed(ref.folder, Path(out), (type or "INT4").upper()), screen, CompressedFolder)
         if json:
             screen.json(folder.to_json())
         else:
@@ -78,7 +78,7 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
         writing = export_projector(ref.folder, Path(out), name, force)
     else:
         writing = export_gguf(ref.folder, Path(out), (type or "F16").upper(), name, force, licence=ref.licence)
-    made = last(follow(writing, screen, Exported))
+    made = final_result(writing, screen, Exported)
     if json:
         screen.json(made.to_json())
     else:
@@ -98,7 +98,7 @@ def merged_folder(source: Path, adapter: Path, out: Path, screen: Screen, json: 
     from .quantize import remember, run_command
 
     with resumable(screen, out):
-        made = last(follow(merge(source, adapter, out), screen, Merged))
+        made = final_result(merge(source, adapter, out), screen, Merged)
     remember(made.folder, screen)
     if json:
         screen.json(made.to_json())

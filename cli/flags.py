@@ -27,36 +27,41 @@ Command = Callable[..., int | None]
 TOKEN_UNITS = {"k": 1 << 10, "m": 1 << 20}
 
 
-def flag(panel: str, names: str, value: str, help: str, command: str = "", **more: Any) -> Any:
-    """`flag("memory", "-c --ctx-size", "N", "context in tokens")`; a flag without a value has an empty one. `command`: the one that means
-    something else by this name than others do, and has a variable of its own. Words between bars are completed by a shell."""
+def flag(panel: str, names: str, metavar: str, help: str, command: str = "", **more: Any) -> Any:
+    """Declare a flag: `flag("memory", "-c --ctx-size", "N", "context in tokens")`.
+
+    panel: the section of the help page.
+    names: its names, separated by spaces; the first long one also names its variable and its setting.
+    value: the placeholder of its value, empty for a boolean. Words between bars (`auto|on|off`) are completed by a shell.
+    command: set if the flag means something else in this command than in others, so that it needs a variable of its own.
+    """
     long = long_name(names.split())
-    own = variable(f"{command}-{long.removeprefix('--')}" if command else long)
-    if "|" in value and "FILE" not in value:
-        more = {"autocompletion": completing(value.split("|")), **more}
-    return typer.Option(*names.split(), help=f"{help}; its variable is {own}" if command else help, rich_help_panel=panel,
-                        metavar=value or None, envvar=own, show_envvar=False, show_default=False, **more)
+    variable = variable_name(f"{command}-{long.removeprefix('--')}" if command else long)
+    if "|" in metavar and "FILE" not in metavar:
+        more = {"autocompletion": word_completer(metavar.split("|")), **more}
+    return typer.Option(*names.split(), help=f"{help}; its variable is {variable}" if command else help, rich_help_panel=panel,
+                        metavar=metavar or None, envvar=variable, show_envvar=False, show_default=False, **more)
 
 
-def completing(words: Sequence[str]) -> Callable[[str], list[str]]:
+def word_completer(words: Sequence[str]) -> Callable[[str], list[str]]:
     """A completion function for a fixed list of words."""
-    def begun(incomplete: str) -> list[str]:
+    def complete(incomplete: str) -> list[str]:
         return [word for word in words if word.startswith(incomplete)]
 
-    return begun
+    return complete
 
 
 def long_name(names: Iterable[str]) -> str:
-    """The flag's long name, which its variable and its setting are named by."""
+    """The first long name of a flag, after which its variable and its setting are named."""
     return next(name for name in names if name.startswith("--"))
 
 
-def variable(name: str) -> str:
+def variable_name(name: str) -> str:
     return "EFFLLM_" + name.removeprefix("--").upper().replace("-", "_")
 
 
 def token_count(text: str | int) -> int:
-    """`16k` or `16K` is 16384, `1m` 1048576: contexts come in powers of two. As metadata of a flag it takes the place of `int`. Raises
+    """Parse a number of tokens: `16k` or `16K` is 16384, `1m` 1048576. As metadata of a flag it replaces `int` as the converter. Raises
     ValueError."""
     number, unit = (text[:-1], text[-1:].lower()) if isinstance(text, str) and text[-1:].lower() in TOKEN_UNITS else (text, "")
     return int(number) * TOKEN_UNITS.get(unit, 1)
@@ -79,14 +84,14 @@ NoColor = Annotated[bool, flag("general", "--no-color", "", "no colour, even if 
 Debug = Annotated[bool, flag("general", "--debug", "", "show the traceback of a failure", callback=set_debug, is_eager=True)]
 
 
-LINE = f"{__name__}.line"  # key of a context's arguments, until the model among them is known
-MODELS = ("model", "models")  # parameters that name what is asked for
-SETTLED = "settled"  # the field of a group that is no flag
+LINE_KEY = f"{__name__}.line"  # key in a context's meta: the arguments, until the model among them is known
+MODEL_PARAMETERS = ("model", "models")  # parameters that name models
+FROM_SETTINGS = "from_settings"  # the field of FlagGroup that is no flag
 
 
 def flags_of(group: type) -> list[Any]:
     """The fields of a group that are flags."""
-    return [field for field in fields(group) if field.name != SETTLED]
+    return [field for field in fields(group) if field.name != FROM_SETTINGS]
 
 
 def is_typed(context: typer.Context, name: str) -> bool:
@@ -96,206 +101,220 @@ def is_typed(context: typer.Context, name: str) -> bool:
 
 
 def add_command(app: typer.Typer, name: str, panel: str, function: Command, examples: str = "") -> None:
-    """Register a function as a command: groups of flags are spread out, `--debug` and `--no-color` are added, the docstring is the help."""
-    call, grouped = spread(function)
+    """Register a function as a command. Its groups of flags are expanded, `--debug` and `--no-color` are added, and its docstring is the
+    help text."""
+    call, grouped = expand_groups(function)
     kinds = {parameter: value_type(annotation) for parameter, annotation in call.__annotations__.items() if parameter != "context"}
     named = type(f"{name.capitalize()}Command", (FlagCommand,), {"kinds": kinds, "grouped": grouped})
     app.command(name, cls=named, rich_help_panel=panel, epilog=examples)(call)
 
 
 class FlagCommand(PlainCommand):
-    """A command that converts its own values. `kinds`: parameter -> type; `grouped`: those of a group, which settings files may set."""
+    """A command that converts values without the library's converter, and reads missing ones from settings files."""
 
-    kinds: dict[str, Any] = {}
-    grouped: frozenset[str] = frozenset()
+    kinds: dict[str, Any] = {}  # parameter -> type
+    grouped: frozenset[str] = frozenset()  # parameters from flag groups, which settings files may set
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         for parameter in self.params:
-            kind, kept = self.kinds.get(parameter.name, bool), parameter.name in self.grouped
+            kind, from_group = self.kinds.get(parameter.name, bool), parameter.name in self.grouped
             if get_origin(kind) is list and parameter.param_type_name == "option":
-                parameter.value_from_envvar = partial(whole, parameter)
+                parameter.value_from_envvar = partial(unsplit_variable, parameter)
             if kind is not bool:
-                parameter.process_value = partial(converted, parameter, parameter.process_value, kind, kept)
-            elif kept:
-                parameter.process_value = partial(switched, parameter, parameter.process_value)
+                parameter.process_value = partial(converted_value, parameter, parameter.process_value, kind, from_group)
+            elif from_group:
+                parameter.process_value = partial(boolean_value, parameter, parameter.process_value)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[LINE] = [*args]
+        ctx.meta[LINE_KEY] = [*args]
         return super().parse_args(ctx, args)
 
 
-def whole(parameter: Any, context: typer.Context) -> tuple[str, ...] | None:
-    """The variable of a repeatable flag is a single value: the library would split it at blanks."""
+def unsplit_variable(parameter: Any, context: typer.Context) -> tuple[str, ...] | None:
+    """The variable of a repeatable flag as a single value; the library would split it at blanks."""
     text = parameter.resolve_envvar_value(context)
     return None if text is None else (text,)
 
 
-def switched(parameter: Any, library: Callable[[Any, Any], Any], context: typer.Context, value: Any) -> Any:
-    """A boolean as given, else from a settings file, else None: the library's converter takes 70 ms to load."""
+def boolean_value(parameter: Any, library_converter: Callable[[Any, Any], Any], context: typer.Context, value: Any) -> Any:
+    """A boolean flag: as given, else from a settings file, else None. A flag that was not given does not go through the library's
+    converter, which takes 70 ms to load."""
     if context.resilient_parsing:  # shell completion: nothing is required, and values are not used
         return value
-    return from_file(parameter, context, None) if value is None or value is False else library(context, value)
+    return value_from_settings(parameter, context, None) if value is None or value is False else library_converter(context, value)
 
 
-def from_file(parameter: Any, context: typer.Context, otherwise: Any) -> Any:
-    """The value of a flag in the settings files, where it was not given."""
+def value_from_settings(parameter: Any, context: typer.Context, default: Any) -> Any:
+    """The value of a flag in the settings files, else `default`."""
     environment = context.find_root().obj
-    if (line := context.meta.pop(LINE, None)) is not None and environment.may_have_model_settings(line):
-        if (model := asked_for(context, line)) is not None:
+    if (line := context.meta.pop(LINE_KEY, None)) is not None and environment.may_have_model_settings(line):
+        if (model := named_model(context, line)) is not None:
             environment.select_model(model)
     setting = environment.settings.get(long_name(parameter.opts).removeprefix("--"))
-    return otherwise if setting is None else setting.value
+    return default if setting is None else setting.value
 
 
-def asked_for(context: typer.Context, line: Sequence[str]) -> str | None:
+def named_model(context: typer.Context, line: Sequence[str]) -> str | None:
     """The single model that an unparsed command line names; None if there is none, or several."""
-    given, _, _ = context.command.make_parser(context).parse_args(args=translate_flags(context.command, line))
-    models = [name for each in MODELS if (name := given.get(each)) and isinstance(name, str | list | tuple)]
-    named = [each for name in models for each in ([name] if isinstance(name, str) else name)]
-    return named[0] if len(named) == 1 else None
+    values, _, _ = context.command.make_parser(context).parse_args(args=translate_flags(context.command, line))
+    names: list[str] = []
+    for parameter in MODEL_PARAMETERS:
+        value = values.get(parameter)
+        if isinstance(value, str):
+            names += [value] if value else []
+        elif isinstance(value, list | tuple):
+            names += value
+    return names[0] if len(names) == 1 else None
 
 
-def converted(parameter: Any, library: Callable[[Any, Any], Any], kind: Any, kept: bool, context: typer.Context, value: Any) -> Any:
-    """A value converted to the flag's type. Missing ones go through the library, which reports them."""
+def converted_value(parameter: Any, library_converter: Callable[[Any, Any], Any], kind: Any, from_group: bool, context: typer.Context,
+                    value: Any) -> Any:
+    """A value converted to the flag's type, with the value from settings files or the default if it was not given. A required flag that is
+    missing is reported by the library."""
     if context.resilient_parsing:
         return value
     if value is None or value == ():
-        if kept:
-            return from_file(parameter, context, parameter.default)
-        return library(context, value) if parameter.required else parameter.default
+        if from_group:
+            return value_from_settings(parameter, context, parameter.default)
+        return library_converter(context, value) if parameter.required else parameter.default
     try:
-        return valued(kind, value)
+        return parse_value(kind, value)
     except ValueError as error:
         raise typer.BadParameter(str(error), context, parameter) from error
 
 
-def valued(kind: Any, given: Any) -> Any:
+def parse_value(kind: Any, text: Any) -> Any:
     """A flag's text converted to its type. Raises ValueError with the reason."""
     if get_origin(kind) is list:
-        return [*given]
+        return [*text]
     if get_origin(kind) is Literal:
-        if given not in get_args(kind):
-            raise ValueError(f"{given!r} is not one of {', '.join(get_args(kind))}")
-        return given
+        if text not in get_args(kind):
+            raise ValueError(f"{text!r} is not one of {', '.join(get_args(kind))}")
+        return text
     try:
-        return kind(given)
+        return kind(text)
     except ValueError as error:
-        what = {int: "whole number", token_count: "number of tokens, such as 4096 or 16k"}.get(kind, "number")
-        raise ValueError(f"{given!r} is not a {what}") from error
+        description = {int: "whole number", token_count: "number of tokens, such as 4096 or 16k"}.get(kind, "number")
+        raise ValueError(f"{text!r} is not a {description}") from error
 
 
 def value_type(annotation: Any) -> Any:
     """`Annotated[int | None, ...]` -> int; metadata after the flag, such as `token_count`, replaces it."""
-    declared, _, *instead = get_args(annotation)
-    if instead:
-        return instead[0]
+    declared, _, *override = get_args(annotation)
+    if override:
+        return override[0]
     if get_origin(declared) in (Union, UnionType):
         return next(kind for kind in get_args(declared) if kind is not NoneType)
     return declared
 
 
-def spread(function: Command) -> tuple[Command, frozenset[str]]:
-    """The function with the fields of its dataclass parameters as keyword parameters, and their names."""
+def expand_groups(function: Command) -> tuple[Command, frozenset[str]]:
+    """(the function with the fields of its dataclass parameters as keyword parameters, the names of these fields)."""
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, type] = {}
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(function).parameters.values():
-        kind = hints[parameter.name]
-        if is_dataclass(kind):
-            groups[parameter.name] = kind
-            kinds = get_type_hints(kind, include_extras=True)
-            parameters += [keyword(field.name, kinds[field.name], field.default) for field in flags_of(kind)]
+        group = hints[parameter.name]
+        if is_dataclass(group):
+            groups[parameter.name] = group
+            annotations = get_type_hints(group, include_extras=True)
+            parameters += [keyword_parameter(field.name, annotations[field.name], field.default) for field in flags_of(group)]
         else:
-            parameters.append(keyword(parameter.name, kind, parameter.default))
-    parameters += [keyword("debug", Debug, False), keyword("no_color", NoColor, False)]
+            parameters.append(keyword_parameter(parameter.name, group, parameter.default))
+    parameters += [keyword_parameter("debug", Debug, False), keyword_parameter("no_color", NoColor, False)]
 
-    def call(**given: Any) -> int | None:
-        del given["debug"], given["no_color"]
-        say_variables_of_others(given["context"])
-        environment, own = given["context"].find_root().obj, set()
-        for name, kind in groups.items():
-            values = {field.name: given.pop(field.name) for field in flags_of(kind)}
-            settled = frozenset(flag for flag, value in values.items()
-                                if value is not None and value is not False and not is_typed(given["context"], flag))
-            if settled:
-                left, of_model = judge_settled(environment, kind, {flag: values[flag] for flag in settled})
-                values, settled = values | dict.fromkeys(left), settled - left - of_model
-                own |= of_model - left
-            given[name] = kind(**values, settled=settled)
+    def call(**arguments: Any) -> int | None:
+        del arguments["debug"], arguments["no_color"]
+        warn_variables_of_other_commands(arguments["context"])
+        environment, model_fields = arguments["context"].find_root().obj, set()
+        for name, group in groups.items():
+            values = {field.name: arguments.pop(field.name) for field in flags_of(group)}
+            from_settings = frozenset(flag for flag, value in values.items()
+                                if value is not None and value is not False and not is_typed(arguments["context"], flag))
+            if from_settings:
+                overridden_fields, model_specific = check_settings(environment, group, {flag: values[flag] for flag in from_settings})
+                values, from_settings = values | dict.fromkeys(overridden_fields), from_settings - overridden_fields - model_specific
+                model_fields |= model_specific - overridden_fields
+            arguments[name] = group(**values, from_settings=from_settings)
         try:
-            return function(**given)
+            return function(**arguments)
         except EffllmError as error:
-            if (field := at_fault(error, own, groups.values())) is None:
+            if (field := faulty_field(error, model_fields, groups.values())) is None:
                 raise
-            error.say_place(place_of_field(environment, field))
+            error.prefix_origin(describe_field_origin(environment, field))
             raise
 
     call.__name__, call.__doc__, call.__module__ = function.__name__, function.__doc__, function.__module__
     call.__signature__ = inspect.Signature(parameters)
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return call, frozenset(field.name for kind in groups.values() for field in flags_of(kind))
+    return call, frozenset(field.name for group in groups.values() for field in flags_of(group))
 
 
-def judge_settled(environment: Environment, group: type, values: Mapping[str, object]) -> tuple[frozenset[str], frozenset[str]]:
-    """Which of these values are overridden by a stronger source, and which were set for this very model, which count as typed. Raises
-    UsageError for one that is invalid for every command, naming its variable or line."""
-    from .settings import check_value, is_model_specific, overridden, place
+def check_settings(environment: Environment, group: type, values: Mapping[str, object]) -> tuple[frozenset[str], frozenset[str]]:
+    """Check values that come from variables or settings files.
 
-    own = set()
+    Returns the fields that are overridden by a stronger source, and those that were set for this very model, which count as typed. Raises
+    UsageError for a value that is invalid for every command, naming its variable or line.
+    """
+    from .settings import check_value, describe_origin, is_model_specific, overridden
+
+    model_specific = set()
     for key, (field, _) in names_and_types(group).items():
         if field in values:
-            check_value(key, values[field], place(environment, key))
+            check_value(key, values[field], describe_origin(environment, key))
             if is_model_specific(environment, key):
-                own.add(field)
-    return overridden(environment, values), frozenset(own)
+                model_specific.add(field)
+    return overridden(environment, values), frozenset(model_specific)
 
 
-def at_fault(error: EffllmError, own: Collection[str], groups: Iterable[type]) -> str | None:
-    """Of these fields the one that an error is about, by its name or by the flag that the message begins with."""
-    if error.option in own:
+def faulty_field(error: EffllmError, candidates: Collection[str], groups: Iterable[type]) -> str | None:
+    """The field among `candidates` that an error is about: the one it names, or the one whose flag its message begins with."""
+    if error.option in candidates:
         return error.option
-    begins = error.message.partition(" ")[0].rstrip(":")
+    first_word = error.message.partition(" ")[0].rstrip(":")
     for group in groups:
-        kinds = get_type_hints(group, include_extras=True)
-        for field in own & {each.name for each in flags_of(group)}:
-            option = get_args(kinds[field])[1]
-            if begins in " ".join((option.default, *(option.param_decls or ()))).split():
+        annotations = get_type_hints(group, include_extras=True)
+        for field in candidates & {flag_field.name for flag_field in flags_of(group)}:
+            option = get_args(annotations[field])[1]
+            if first_word in " ".join((option.default, *(option.param_decls or ()))).split():
                 return field
     return None
 
 
-def place_of_field(environment: Environment, field: str) -> str:
-    """Where a value that was not typed comes from, as the beginning of an error message."""
-    from .settings import known_settings, place
+def describe_field_origin(environment: Environment, field: str) -> str:
+    """The variable or settings file that a field's value comes from, as the beginning of an error message."""
+    from .settings import describe_origin, known_settings
 
-    return place(environment, next(key for key, (_, name, _) in known_settings().items() if name == field))
+    return describe_origin(environment, next(key for key, (_, name, _) in known_settings().items() if name == field))
 
 
-def say_variables_of_others(context: typer.Context) -> None:
-    """Warn about a variable that other commands use for a flag of this name, but this one does not."""
+def warn_variables_of_other_commands(context: typer.Context) -> None:
+    """Warn about a set variable that belongs to a flag of this name in other commands, but not in this one."""
     for parameter in context.command.params:
         if parameter.param_type_name != "option" or not parameter.envvar:
             continue
-        long, environment = long_name(parameter.opts), context.find_root().obj
+        long_flag, environment = long_name(parameter.opts), context.find_root().obj
         source = context.get_parameter_source(parameter.name)
-        if parameter.envvar != (other := variable(long)) and environment.variables.get(other) and source.name == "DEFAULT":
+        usual_variable = variable_name(long_flag)
+        if parameter.envvar != usual_variable and environment.variables.get(usual_variable) and source.name == "DEFAULT":
             from .screen import Screen
 
-            Screen(environment).note(f"{other} has no effect on {context.command.name}: the variable of its {long} is {parameter.envvar}")
+            Screen(environment).note(f"{usual_variable} has no effect on {context.command.name}: "
+                                     f"the variable of its {long_flag} is {parameter.envvar}")
 
 
-def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+def keyword_parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def names_and_types(group: type) -> dict[str, tuple[str, type]]:
     """Flag name without dashes -> (field, type) of a group: `{"top-k": ("top_k", int), ...}`."""
-    found = {}
-    kinds = get_type_hints(group, include_extras=True)
+    result = {}
+    annotations = get_type_hints(group, include_extras=True)
     for field in (field.name for field in flags_of(group)):
-        annotation = kinds[field]
+        annotation = annotations[field]
         option = get_args(annotation)[1]
-        long = long_name((option.default, *(option.param_decls or ())))
-        found[long.removeprefix("--")] = field, value_type(annotation)
-    return found
+        long_flag = long_name((option.default, *(option.param_decls or ())))
+        result[long_flag.removeprefix("--")] = field, value_type(annotation)
+    return result

@@ -1,4 +1,4 @@
-"""From a model name on the command line to a session: resolve, read the tokenizer, load the weights with progress.
+"""Opens the model that a command line names: resolves the name, reads the tokenizer, loads the weights with progress.
 
 Cheap checks come first: a missing tokenizer is reported before gigabytes are read."""
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from .. import EffllmError, ModelNotFound, UsageError, typed
 from .options import WeightFlags, token_limit
-from .prompt import typed_text
+from .prompt import check_encoding
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -27,16 +27,17 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class LoadedSession:
-    """A model ready to answer, closed by the context that yielded it (`loaded`)."""
+class OpenedModel:
+    """A model ready to answer, closed by the context that yielded it (`open_model`)."""
 
     engine: Engine
     tokenizer: Tokenizer
 
 
-def find(model: str, screen: Screen) -> ModelRef:
-    """The model of that name, with its files present. A prompt in place of the name is recognized."""
-    ref = find_any(model, screen)
+def find_model(model: str, screen: Screen) -> ModelRef:
+    """The local model of that name, for commands that do not quantize on load. Raises ModelNotFound, and UsageError for a name that ends in
+    a format (`:4bit`)."""
+    ref = find_model_variant(model, screen)
     if ref.variant:
         from ..runtime.stores.container import refuse_quantized
 
@@ -47,14 +48,15 @@ def find(model: str, screen: Screen) -> ModelRef:
     return ref
 
 
-def find_any(model: str, screen: Screen) -> ModelRef:
-    """`find` for a command that continues with `at_precision`: the name may end in a format."""
+def find_model_variant(model: str, screen: Screen) -> ModelRef:
+    """The local model of that name, which may end in a format: for commands that continue with `quantized_on_load`. Raises ModelNotFound,
+    with a hint if a prompt was given in place of the name."""
     from ..runtime.catalog import resolve
     from ..runtime.library.model_name import OF_PROGRAM, spells_path
 
     if " " in model.strip() and not spells_path(model) and not os.path.exists(model) and not OF_PROGRAM.match(model):
         raise ModelNotFound(f"{shortened(model)!r} is not a model: the model comes first, then the prompt",
-                            f"effllm run fable {in_quotes(shortened(model))}")
+                            f"effllm run fable {quote_prompt(shortened(model))}")
     ref = resolve(model, screen.environment.variables)
     if ref.notice:
         screen.note(ref.notice)
@@ -62,27 +64,28 @@ def find_any(model: str, screen: Screen) -> ModelRef:
 
 
 def find_or_absent(model: str, screen: Screen, yes: bool) -> ModelRef | Absent:
-    """`find_any` for a command that offers to download a missing model once everything else is checked: `pull_if_absent`."""
+    """`find_model_variant` for commands that offer to download a missing model: they check everything else before, then call
+    `pull_if_absent`. Raises Absent if nobody can be asked."""
     from ..runtime.catalog import Absent
 
     try:
-        return find_any(model, screen)
+        return find_model_variant(model, screen)
     except Absent as absent:
         if not yes and not screen.environment.is_interactive:
             raise
         return absent
 
 
-def pull_if_absent(found: ModelRef | Absent, weights: WeightFlags, options: EngineOptions, screen: Screen, yes: bool) -> ModelRef:
-    """The model, downloaded now if it is missing and the user agrees; `options`: how it is to run."""
+def pull_if_absent(resolved: ModelRef | Absent, weights: WeightFlags, options: EngineOptions, screen: Screen, yes: bool) -> ModelRef:
+    """The model, downloaded now if it is missing and the user agrees. `options`: of the run, which is planned before the download."""
     from ..runtime.catalog import Absent
     from .pull import offer
 
-    if not isinstance(found, Absent):
-        return found
-    bits = requested_bits(found.reference.text, found.reference.variant, weights)
-    options = replace(options, draft=None)  # whose vocabulary is compared when the model is here
-    return offer(found, bits, "bits" in weights.settled and found.reference.variant is None, screen, yes, options)
+    if not isinstance(resolved, Absent):
+        return resolved
+    bits = requested_bits(resolved.reference.text, resolved.reference.variant, weights)
+    options = replace(options, draft=None)  # its vocabulary can only be compared after the download
+    return offer(resolved, bits, "bits" in weights.from_settings and resolved.reference.variant is None, screen, yes, options)
 
 
 def with_mmproj(ref: ModelRef, mmproj: str | None, screen: Screen) -> ModelRef:
@@ -92,7 +95,7 @@ def with_mmproj(ref: ModelRef, mmproj: str | None, screen: Screen) -> ModelRef:
         return ref
     from ..runtime.config import read_config
     from ..runtime.images.media import check_modality
-    from .attachment import named_path
+    from .attachment import expand_path
 
     if mmproj is None:
         try:
@@ -101,69 +104,69 @@ def with_mmproj(ref: ModelRef, mmproj: str | None, screen: Screen) -> ModelRef:
             screen.note(f"{ref.text} cannot take images here: {error.message}")
             return replace(ref, mmproj=None)
         return ref
-    path = str(named_path(mmproj))
+    path = str(expand_path(mmproj))
     check_modality(ref.whole, read_config(ref.whole), path, None)
     return replace(ref, mmproj=path)
 
 
 def requested_bits(text: str, variant: str | None, weights: BitsFlag) -> str | None:
-    """The format to quantize to, None for the stored weights: from the model's name (`variant`), else --bits. Raises UsageError if both
+    """The format to quantize to: from the model's name (`variant`), else --bits; None for the stored weights. Raises UsageError if both
     were typed and differ, for an unknown format, and for --keep without one."""
-    bits = None if weights.bits is None or (variant and "bits" in weights.settled) else f"{weights.bits}bit"
+    bits = None if weights.bits is None or (variant and "bits" in weights.from_settings) else f"{weights.bits}bit"
     if variant and bits and variant != bits:
         raise UsageError(f"{text} and --bits {weights.bits} disagree", "give one of them", "bits")
-    if (wanted := bits or variant) is not None:
+    if (requested := bits or variant) is not None:
         from ..runtime.conversion.on_load import check_format
 
-        check_format(wanted)
-    elif isinstance(weights, WeightFlags) and weights.keep and "keep" not in weights.settled:
+        check_format(requested)
+    elif isinstance(weights, WeightFlags) and weights.keep and "keep" not in weights.from_settings:
         from ..runtime.library.model_name import names_format
 
-        if names_format(text):  # and is kept already
+        if names_format(text):  # these weights are kept already
             return None
         raise UsageError("--keep keeps the weights that --bits quantizes", f"effllm run {typed(text)} --bits 4 --keep")
-    return wanted
+    return requested
 
 
-def bits_for(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
-    """`requested_bits` of a local model. A default from a variable or a settings file is ignored with a note if the model is quantized
-    already; a typed one is an error then."""
+def effective_bits(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
+    """`requested_bits` of a local model. If the model is quantized already, a default from a variable or a settings file is ignored with a
+    note, and a typed format is an error."""
     bits = requested_bits(ref.text, ref.variant, weights)
     if bits is None:
         return None
     from ..runtime.source import is_low_bit
     from ..runtime.stores.container import read_container, refuse_quantized
 
-    for_all = "bits" in weights.settled and ref.variant is None
-    if (made := read_container(ref.folder)) is None and not (for_all and is_low_bit(ref.folder)):
+    is_general_default = "bits" in weights.from_settings and ref.variant is None
+    if (container := read_container(ref.folder)) is None and not (is_general_default and is_low_bit(ref.folder)):
         return bits
     from ..runtime.conversion import on_load
 
-    if on_load.find_stored(on_load.Request(ref, bits, screen.environment.models_folder)):  # such as what the pull before this run has made
+    if on_load.find_stored(on_load.Request(ref, bits, screen.environment.models_folder)):  # made by an earlier run or pull
         return bits
-    if not for_all:
-        asked = f":{ref.variant}" if ref.variant else "--bits"
-        refuse_quantized(ref.folder, ref.text.removesuffix(asked), asked)
+    if not is_general_default:
+        suffix = f":{ref.variant}" if ref.variant else "--bits"
+        refuse_quantized(ref.folder, ref.text.removesuffix(suffix), suffix)
     from .settings import origin
 
-    how = made.spec_text if made else "by another tool"
-    screen.note_once(f"{ref.text} is quantized already ({how}): bits of {origin(screen.environment, 'bits')} is ignored")
+    quantization = container.spec_text if container else "by another tool"
+    screen.note_once(f"{ref.text} is quantized already ({quantization}): bits of {origin(screen.environment, 'bits')} is ignored")
     return None
 
 
 def check_flags(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving: SessionFlags) -> None:
-    """Raise what is wrong with the flags by themselves, before a model is loaded or quantized."""
+    """Raise UsageError for flags that are invalid for every model, before one is loaded or quantized."""
     from ..offload.size import parse_size
     from ..runtime.sampler import SamplerSettings
     from ..runtime.sessions.session_name import check_name
     from ..runtime.sessions.session_store import DISK
     from ..runtime.tokens.stream_filters import StopStrings
 
-    SamplerSettings.from_generation_config({}, **sampling.said())
+    SamplerSettings.from_generation_config({}, **sampling.overrides())
     StopStrings(answer.stop or ())
     answer.constraint()
-    for text, what in ((answer.system or "", "--system"), *((each, "--stop") for each in answer.stop or ())):
-        typed_text(text, what)
+    for text, flag_name in ((answer.system or "", "--system"), *((stop_text, "--stop") for stop_text in answer.stop or ())):
+        check_encoding(text, flag_name)
     token_limit(answer.predict)
     token_limit(answer.reasoning_budget, "--reasoning-budget")
     options = engine.options(overflow=answer.overflow)
@@ -184,10 +187,14 @@ def terminal_stream(screen: Screen, model: str) -> TextIO:
 
 
 @contextmanager
-def at_precision(ref: ModelRef, weights: WeightFlags, screen: Screen, options: EngineOptions, text: bool = True) -> Iterator[ModelRef]:
-    """The model as stored, or quantized to --bits or to the format in its name: cached, cached now, or for this run only. What planning
-    with `options` would refuse is refused before, as is a model without a tokenizer if `text` is needed."""
-    bits = bits_for(ref, weights, screen)
+def quantized_on_load(ref: ModelRef, weights: WeightFlags, screen: Screen, options: EngineOptions,
+                      needs_tokenizer: bool = True) -> Iterator[ModelRef]:
+    """A context that yields the model to load: as stored, or quantized to --bits or to the format in its name.
+
+    Quantized weights come from an earlier run with --keep, or are made now: kept with --keep, otherwise only until the context ends. Before
+    that, errors of planning with `options` are raised, and that of a missing tokenizer if `needs_tokenizer`.
+    """
+    bits = effective_bits(ref, weights, screen)
     if bits is None:
         yield ref
         return
@@ -198,32 +205,32 @@ def at_precision(ref: ModelRef, weights: WeightFlags, screen: Screen, options: E
     from ..runtime.planning.needed_kernels import on_load_kinds
     from ..runtime.pull.disk import disk_errors
 
-    held = None
-    if text:
-        from ..runtime import session  # noqa: F401  (part of a run's memory, like the tokenizer)
+    held_tokenizer = None
+    if needs_tokenizer:
+        from ..runtime import session  # noqa: F401  (the plan counts it as memory of the run, like the tokenizer)
 
-        held = read_tokenizer(ref.folder, options)
+        held_tokenizer = read_tokenizer(ref.folder, options)
     request = on_load.Request(ref, bits, screen.environment.models_folder, weights.keep, options.threads)
-    if kept := on_load.find_stored(request):
-        screen.note(f"{bits} weights from {kept}")
-        yield replace(ref, folder=kept, seen_from=ref.folder)
+    if stored := on_load.find_stored(request):
+        screen.note(f"{bits} weights from {stored}")
+        yield replace(ref, folder=stored, seen_from=ref.folder)
         return
     check_plan(ref.folder, bits, options)
-    del held
-    # what the run needs too: all at once, on every core
-    list(follow(compile_needed(on_load_kinds(ref.folder, bits, options)), screen, type(None)))
+    del held_tokenizer
+    # Kernels for quantizing and for the run together, so that compiling uses every core.
+    list(show_progress(compile_needed(on_load_kinds(ref.folder, bits, options)), screen, type(None)))
     if weights.keep:
         with disk_errors(request.folder.parent, "XDG_DATA_HOME", lambda: 0):
             request.folder.parent.mkdir(parents=True, exist_ok=True)
-        last(follow(on_load.quantize_on_load(request, request.folder), screen, Converted))
+        final_result(on_load.quantize_on_load(request, request.folder), screen, Converted)
         yield replace(ref, folder=request.folder, seen_from=ref.folder)
     else:
         with on_load.temporary_folder() as folder:
-            last(follow(on_load.quantize_on_load(request, folder / "model"), screen, Converted))
+            final_result(on_load.quantize_on_load(request, folder / "model"), screen, Converted)
             yield replace(ref, folder=folder / "model", seen_from=ref.folder)
 
 
-def in_quotes(text: str) -> str:
+def quote_prompt(text: str) -> str:
     """A prompt as it would be typed; shell-quoted if necessary."""
     return f'"{text}"' if set(text).isdisjoint('"$`\\!') else typed(text)
 
@@ -233,13 +240,13 @@ def shortened(text: str) -> str:
 
 
 @contextmanager
-def loaded(ref: ModelRef, options: EngineOptions, screen: Screen, sees: bool = False) -> Iterator[LoadedSession]:
-    """An engine with its weights loaded, closed at the end. A router is told when they are. `sees`: memory for the media encoders is
-    reserved, if the model has any."""
+def open_model(ref: ModelRef, options: EngineOptions, screen: Screen, with_media: bool = False) -> Iterator[OpenedModel]:
+    """A context that yields a model with its weights loaded, and closes it at the end. `with_media`: reserve memory for the media encoders,
+    if the model has any. In a worker, the memory is negotiated with the router first."""
     tokenizer = tokenizer_of(ref, options)
     for remark in tokenizer.remarks:
         screen.note(remark)
-    if sees:
+    if with_media:
         options = replace(options, encoder_path=str(ref.whole), mmproj=ref.mmproj)
     if screen.environment.router_link is not None:
         options = screen.environment.router_link.negotiate(ref.folder, options)
@@ -248,7 +255,7 @@ def loaded(ref: ModelRef, options: EngineOptions, screen: Screen, sees: bool = F
         from ..runtime.images.media import open_media
 
         engine.media = open_media(ref.whole, engine.config, ref.mmproj, options.threads)
-        yield LoadedSession(engine, tokenizer)
+        yield OpenedModel(engine, tokenizer)
     finally:
         engine.close()
 
@@ -261,7 +268,7 @@ def read_tokenizer(folder: Path, options: EngineOptions) -> Tokenizer:
 
 
 def tokenizer_of(ref: ModelRef, options: EngineOptions) -> Tokenizer:
-    """With the chat format of another program's template, if the model has no chat template."""
+    """The tokenizer of a model. If it has no chat template, the built-in format that matches Ollama's template for the model is used."""
     tokenizer = read_tokenizer(ref.folder, options)
     if tokenizer.template is not None or ref.go_template is None:
         return tokenizer
@@ -270,18 +277,18 @@ def tokenizer_of(ref: ModelRef, options: EngineOptions) -> Tokenizer:
     from ..runtime.templates.template import SOURCE_LIMIT
 
     try:
-        written = detect_format(read_bounded(ref.go_template, SOURCE_LIMIT).decode("utf-8", "replace"))
+        chat_format = detect_format(read_bounded(ref.go_template, SOURCE_LIMIT).decode("utf-8", "replace"))
     except OSError:
-        written = None
-    if written is not None:
-        install_template(tokenizer, written)
-        tokenizer.remarks = (*tokenizer.remarks, f"the file has no chat template: using that of {written}, which matches Ollama's")
+        chat_format = None
+    if chat_format is not None:
+        install_template(tokenizer, chat_format)
+        tokenizer.remarks = (*tokenizer.remarks, f"the file has no chat template: using that of {chat_format}, which matches Ollama's")
     return tokenizer
 
 
 def load_text_modules(folder: Path, options: EngineOptions) -> Tokenizer | None:
-    """Load what a run has in memory when it plans, so that the plan matches: the session's modules and the tokenizer, which for 128,000
-    tokens takes as much as a small model. None for a model without a tokenizer, which a run refuses itself."""
+    """Load what a run has in memory when it plans, so that a plan counts the same: the session's modules and the tokenizer, which for
+    128,000 tokens takes as much as a small model. None for a model without a tokenizer, which only a run refuses."""
     from ..runtime import session  # noqa: F401
 
     try:
@@ -293,12 +300,12 @@ def load_text_modules(folder: Path, options: EngineOptions) -> Tokenizer | None:
 def open_with_progress(folder: Path, options: EngineOptions, screen: Screen) -> Engine:
     from ..runtime.engine import Engine, open_engine
 
-    return last(follow(open_engine(folder, options), screen, Engine))
+    return final_result(open_engine(folder, options), screen, Engine)
 
 
-def follow(items: Iterable[object], screen: Screen, wanted: type[Result]) -> Iterator[Result]:
-    """The results of an iterator that also yields progress and notices, which are shown. The progress line is always cleared before an
-    error is shown."""
+def show_progress(items: Iterable[object], screen: Screen, result_type: type[Result]) -> Iterator[Result]:
+    """Show the progress and notices that an iterator yields, and yield its items of type `result_type`. The progress line is cleared before
+    each of them, and before an error."""
     from ..runtime.events import Notice, Progress
 
     try:
@@ -308,7 +315,7 @@ def follow(items: Iterable[object], screen: Screen, wanted: type[Result]) -> Ite
             elif isinstance(item, Notice):
                 if not item.is_detail:
                     screen.note_once(item.text)
-            elif isinstance(item, wanted):
+            elif isinstance(item, result_type):
                 screen.clear()
                 yield item
     finally:
@@ -317,69 +324,73 @@ def follow(items: Iterable[object], screen: Screen, wanted: type[Result]) -> Ite
 
 @contextmanager
 def resumable(screen: Screen, out: Path) -> Iterator[None]:
-    """Ctrl-C keeps finished work, and says so, also if it comes when the folder `out` has just got its name: the same command would then be
-    refused."""
-    before = identity(out)
+    """A context for work that the same command can resume after Ctrl-C, which is noted. If the folder `out` was already complete then, the
+    note says that instead, since the same command would be refused."""
+    before = file_identity(out)
     try:
         yield
     except KeyboardInterrupt:
-        is_whole = identity(out) not in (None, before)
+        is_whole = file_identity(out) not in (None, before)
         screen.note(f"stopped; {out} is already complete" if is_whole else
                     "stopped; progress is saved, the same command continues from here")
         raise
 
 
-def identity(place: Path) -> tuple[int, int] | None:
-    """Identifies a file or folder, as opposed to a later one of the same name; None if there is none."""
+def file_identity(path: Path) -> tuple[int, int] | None:
+    """(device, inode) of a file or folder, to tell it from a later one of the same name; None if there is none."""
     try:
-        found = place.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
-def last(items: Iterable[Result]) -> Result:
-    *_, result = items
+def final_result(items: Iterable[object], screen: Screen, result_type: type[Result]) -> Result:
+    """The last result of an iterator whose progress and notices are shown."""
+    *_, result = show_progress(items, screen, result_type)
     return result
 
 
-def with_draft(engine: RunFlags, screen: Screen) -> RunFlags:
-    """The flags with the draft model's name resolved to its folder."""
+def resolve_draft(engine: RunFlags, screen: Screen) -> RunFlags:
+    """The flags with the name of the draft model resolved to its folder. One from settings that cannot be found is left out with a note."""
     if engine.draft is None:
         return engine
     try:
-        return replace(engine, draft=str(find(engine.draft, screen).folder))
+        return replace(engine, draft=str(find_model(engine.draft, screen).folder))
     except EffllmError as error:
         error.option = "draft"
-        if "draft" not in engine.settled:
+        if "draft" not in engine.from_settings:
             raise
-        from .settings import place
+        from .settings import describe_origin
 
-        where = place(screen.environment, "draft")
+        where = describe_origin(screen.environment, "draft")
         if engine.strict:
-            error.say_place(where)
+            error.prefix_origin(where)
             raise
         screen.note(f"{where}: {error.message}; left out")
-        return replace(engine, draft=None, settled=engine.settled - {"draft"})
+        return replace(engine, draft=None, from_settings=engine.from_settings - {"draft"})
 
 
 @contextmanager
 def open_session(ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, screen: Screen, *, raw: bool = False,
-                 ignore_eos: bool = False, sees: bool = True) -> Iterator[Session]:
-    """A session on a loaded model, with memory for media if it `sees`. All flags are checked before the weights are read."""
+                 ignore_eos: bool = False, with_media: bool = True) -> Iterator[Session]:
+    """A context that yields a session on a loaded model. `with_media`: reserve memory for its media encoders. All flags are checked before
+    the weights are read."""
     from ..runtime.session import Session
     from ..runtime.tokens.stream_filters import StopStrings
 
-    settings, max_tokens, stops = sampling.settings(ref.folder, screen.note), answer.max_tokens, StopStrings(answer.stop or ()).stops
-    constraint = answer.constraint()
-    with loaded(ref, engine.options(overflow=answer.overflow), screen, sees) as model:
-        asked, most = reasoning_options(answer, model.tokenizer.thinks)
-        yield Session(model.engine, model.tokenizer, settings, system=answer.system, think=asked, stops=stops,
-                      max_tokens=max_tokens, raw=raw, ignore_eos=ignore_eos, constraint=constraint, max_reasoning_tokens=most)
+    settings, max_tokens = sampling.settings(ref.folder, screen.note), answer.max_tokens
+    stop_strings, constraint = StopStrings(answer.stop or ()).stops, answer.constraint()
+    with open_model(ref, engine.options(overflow=answer.overflow), screen, with_media) as model:
+        think, max_reasoning_tokens = reasoning_options(answer, model.tokenizer.thinks)
+        yield Session(model.engine, model.tokenizer, settings, system=answer.system, think=think, stops=stop_strings,
+                      max_tokens=max_tokens, raw=raw, ignore_eos=ignore_eos, constraint=constraint,
+                      max_reasoning_tokens=max_reasoning_tokens)
 
 
-def reasoning_options(answer: AnswerFlags, thinks: bool) -> tuple[str, int | None]:
-    """Whether answers begin with reasoning, and its token budget. Defaults from settings are dropped for a model without reasoning; typed
-    flags stay, so that they are reported."""
-    settled = frozenset() if thinks else answer.settled
-    return (None if "think" in settled else answer.think) or "auto", None if "reasoning_budget" in settled else answer.max_reasoning_tokens
+def reasoning_options(answer: AnswerFlags, supports_reasoning: bool) -> tuple[str, int | None]:
+    """(whether answers begin with reasoning: auto, on or off; the maximum tokens of reasoning, None for no limit). For a model without
+    reasoning, values from settings are ignored; typed flags are kept, so that they are reported as errors."""
+    ignored = frozenset() if supports_reasoning else answer.from_settings
+    think = None if "think" in ignored else answer.think
+    return think or "auto", None if "reasoning_budget" in ignored else answer.max_reasoning_tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from .. import EffllmError, UsageError
-from .attachment import Attachment, named_path
+from .attachment import Attachment, expand_path
 from .flags import flag
 from .options import ANSWER, FlagGroup
 
@@ -22,19 +22,18 @@ if TYPE_CHECKING:
     from ..runtime.session import Session
     from .screen import Screen
 
-ENDINGS = {"image": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+EXTENSIONS = {"image": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
            "video": (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi"),
            "audio": (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a")}
 
 
 @dataclass(frozen=True)
 class MediaFile:
-    """A decoded file: its `name`, its kind `part` (image, video or audio), and its pixels uint8 [height, width, 3], samples float32 [n], or
-    video frames."""
+    """A decoded file."""
 
     name: str
-    part: str
-    values: np.ndarray | list[Frame]
+    part: str  # image, video or audio
+    values: np.ndarray | list[Frame]  # pixels uint8 [height, width, 3], samples float32 [n], or video frames
 
 
 @dataclass(frozen=True)
@@ -49,41 +48,42 @@ class MediaFlags(FlagGroup):
 
     @property
     def named(self) -> list[tuple[str, str]]:
-        """Each file with its kind, images first."""
+        """(kind, file) of each file, images first."""
         kinds = (("image", self.image), ("video", self.video), ("audio", self.audio))
         return [(part, file) for part, files in kinds for file in files or ()]
 
 
-def read_media(asked: MediaFlags, ref: ModelRef, screen: Screen) -> list[MediaFile]:
-    """Decode the files. Raises for an invalid file, or for a model that takes none, before weights are read."""
-    if asked.frames is not None:
+def read_media(flags: MediaFlags, ref: ModelRef, screen: Screen) -> list[MediaFile]:
+    """Decode the files. Raises EffllmError for an invalid file, or for a model that does not take this kind, before weights are read."""
+    if flags.frames is not None:
         from ..runtime.images.video_file import demand_count
 
-        demand_count(asked.frames)
-        if not asked.video and "frames" not in asked.settled:
+        demand_count(flags.frames)
+        if not flags.video and "frames" not in flags.from_settings:
             raise UsageError("--frames needs a video", "add one: --video FILE")
-    if not asked.named:
+    if not flags.named:
         return []
     from ..runtime.config import read_config
     from ..runtime.images.media import check_modality
 
-    for modality in dict.fromkeys(sense_of(part) for part, _ in asked.named):
+    for modality in dict.fromkeys(modality_of(part) for part, _ in flags.named):
         check_modality(ref.whole, read_config(ref.whole), ref.mmproj, modality)
-    found = []
-    for part, file in asked.named:
+    files = []
+    for part, file in flags.named:
         with screen.waiting(f"reading {file}"):
-            found.append(read_media_file(named_path(file), part, asked.frames))
-    return found
+            files.append(read_media_file(expand_path(file), part, flags.frames))
+    return files
 
 
-def sense_of(part: str) -> Modality:
+def modality_of(part: str) -> Modality:
+    """The input modality of a kind of file; videos are images."""
     from ..runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT
 
     return AUDIO_INPUT if part == "audio" else IMAGE_INPUT
 
 
 def read_media_file(path: Path, part: str, frames: int | None = None) -> MediaFile:
-    """Raises UsageError."""
+    """Decode a file of kind `part`; `frames`: the maximum for a video. Raises UsageError."""
     if part == "audio":
         from ..runtime.audio.audio_file import read_audio
 
@@ -97,31 +97,31 @@ def read_media_file(path: Path, part: str, frames: int | None = None) -> MediaFi
     return MediaFile(path.name, part, read_image(path))
 
 
-def as_media_items(given: Sequence[MediaFile], session: Session) -> list[Attachment]:
-    """As attachments of the next message."""
-    found = []
-    for each in given:
-        shown = session.film(each.values) if isinstance(each.values, list) else [("", session.picture(each.values))]
-        tokens = sum((session.count(words) if words else 0) + session.engine.media.token_count(picture.digest) for words, picture in shown)
-        flat = tuple(piece for pair in shown for piece in pair if piece != "")
-        found.append(Attachment(each.name, "", tokens, each.part, flat))
-    return found
+def as_media_items(files: Sequence[MediaFile], session: Session) -> list[Attachment]:
+    """The files as attachments of the next message."""
+    attachments = []
+    for file in files:
+        items = session.film(file.values) if isinstance(file.values, list) else [("", session.picture(file.values))]
+        tokens = sum((session.count(text) if text else 0) + session.engine.media.token_count(picture.digest) for text, picture in items)
+        media = tuple(piece for pair in items for piece in pair if piece != "")
+        attachments.append(Attachment(file.name, "", tokens, file.part, media))
+    return attachments
 
 
 def dropped_file(line: str, modalities: Iterable[Modality]) -> tuple[str, str] | None:
-    """The path in a line that consists of nothing but the path of a media file, as terminals insert it on drag and drop, and its kind,
-    which has to be among `senses`."""
+    """(path, kind) if a line is nothing but the path of a media file, as terminals insert it on drag and drop; None for other lines and
+    for kinds that are not among `modalities`."""
     try:
         words = shlex.split(line)
-        if len(words) != 1 or not named_path(words[0]).is_file():
+        if len(words) != 1 or not expand_path(words[0]).is_file():
             return None
     except (ValueError, OSError, EffllmError):
         return None
     suffix, modalities = Path(words[0]).suffix.lower(), tuple(modalities)
-    return next(((words[0], part) for part, endings in ENDINGS.items() if suffix in endings and sense_of(part) in modalities), None)
+    return next(((words[0], part) for part, endings in EXTENSIONS.items() if suffix in endings and modality_of(part) in modalities), None)
 
 
-def refuse_raw_media(raw: bool, asked: MediaFlags) -> None:
+def refuse_raw_media(raw: bool, flags: MediaFlags) -> None:
     """Raises UsageError for media with --raw."""
-    if raw and asked.named:
-        raise UsageError(f"--{asked.named[0][0]} cannot be combined with --raw", "drop one of them")
+    if raw and flags.named:
+        raise UsageError(f"--{flags.named[0][0]} cannot be combined with --raw", "drop one of them")

@@ -281,5 +281,5 @@ def own_name(command: Any, known: Mapping[str, bool], word: str) -> str:
 
 def note_seed_flag(answer: AnswerFlags, screen: Screen) -> None:
     """Note that -s is the seed in other programs."""
-    if answer.system is not None and "system" not in answer.settled and answer.system.strip().isdigit():
+    if answer.system is not None and "system" not in answer.from_settings and answer.system.strip().isdigit():
         screen.note(f"-s is the system prompt, now {answer.system.strip()!r}: the seed is --seed {answer.system.strip()}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from .. import UsageError, ls, not_written, typed
 from .ollama_parameters import SEVERAL, WORDS, as_setting, table
-from .settings import MODEL, PROJECT_FILE, files, read_file
+from .settings import MODEL_TABLE, PROJECT_FILE, read_file, settings_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,7 +94,7 @@ def _beside(path: Path, value: str) -> Path | None:
 
 def own_table(name: str, environment: Environment) -> str | None:
     """Whether the user's file already has settings for that model."""
-    settings = list(files(environment.config_folder))[-1]
+    settings = list(settings_files(environment.config_folder))[-1]
     return str(settings) if name in read_file(settings).models else None
 
 
@@ -104,14 +104,14 @@ def _with_table(name: str, settings: dict[str, object], path: Path, environment:
 
     file = environment.config_folder / "config.toml"
     if own_table(name, environment) is not None:
-        raise UsageError(f"{file} has settings of {name} already", f'remove [{MODEL}."{name}"] from it, or give another NAME')
+        raise UsageError(f"{file} has settings of {name} already", f'remove [{MODEL_TABLE}."{name}"] from it, or give another NAME')
     before = _read(file)
     text = before + ("\n" if before and not before.endswith("\n") else "") + ("\n" if before else "") + table(name, settings, str(path))
     try:
         tomllib.loads(text)
     except ValueError as error:
-        raise UsageError(f"{file} cannot take another table [{MODEL}.{name}]: {error}",
-                         f"write the tables of models as [{MODEL}.NAME], or keep the settings in {PROJECT_FILE}") from error
+        raise UsageError(f"{file} cannot take another table [{MODEL_TABLE}.{name}]: {error}",
+                         f"write the tables of models as [{MODEL_TABLE}.NAME], or keep the settings in {PROJECT_FILE}") from error
     return text
 
 

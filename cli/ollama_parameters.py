@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .. import UsageError
-from .settings import FileSettings, Setting, check_value, checked
+from .settings import FileSettings, Setting, check_setting, check_value
 
 if TYPE_CHECKING:
     from ..runtime.library.ollama import OllamaModel
@@ -39,7 +39,7 @@ def as_setting(name: str, said: object, where: str) -> tuple[str, object]:
     if name not in WORDS:
         raise UsageError(f"{where}: effllm has no setting like {name}", "leave it out")
     key = WORDS[name]
-    value = checked(key, value_of(name, said), where)
+    value = check_setting(key, value_of(name, said), where)
     check_value(key, value, where)
     return key, value
 

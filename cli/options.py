@@ -1,8 +1,8 @@
-"""The flags that commands share, in groups, and what they become: EngineOptions and SamplerSettings.
+"""The flags that commands share, in groups, and their conversion to EngineOptions and SamplerSettings.
 
-A flag that was not given is None, and None means the default of the dataclass that the flag feeds: defaults live there alone, and
-loading them costs a start-up (NumPy, Numba) that `--help` must not pay. tests/test_cli_help.py compares the defaults named here in
-words with those dataclasses. Names are llama.cpp's where it has one.
+A flag that was not given is None, which means the default of the dataclass it is converted to. Defaults are defined only there, because
+importing them (NumPy, Numba) would slow `--help` down; tests/test_cli_help.py compares the defaults in the help texts with them. Flags are
+named as in llama.cpp where it has them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from .. import UsageError
-from .flags import completing, flag, flags_of, token_count
+from .flags import flag, flags_of, token_count, word_completer
 
 if TYPE_CHECKING:
     from ..runtime.constraints.constraint import Constraint
@@ -35,19 +35,19 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in model_names(os.environ) if name.startswith(incomplete)]
 
 
-def complete_absent(incomplete: str) -> list[str]:
-    """Names that pull accepts, for shell completion: the catalog, and what of the hub is cached. No network."""
+def complete_downloadable(incomplete: str) -> list[str]:
+    """Names that pull accepts, for shell completion: those of the catalog, and cached repositories of the hub. No network."""
     import os
 
     from .. import EffllmError
     from ..runtime.catalog import catalog
 
     try:
-        known = [entry.alias for entry in catalog(os.environ) if entry.repo]
+        aliases = [entry.alias for entry in catalog(os.environ) if entry.repo]
     except EffllmError:  # the command itself reports it
-        known = []
-    here = [name for name in complete_model(incomplete) if "/" in name]
-    return [name for name in known if name.startswith(incomplete)] + here
+        aliases = []
+    local = [name for name in complete_model(incomplete) if "/" in name]
+    return [name for name in aliases if name.startswith(incomplete)] + local
 
 
 def complete_session(incomplete: str) -> list[str]:
@@ -71,7 +71,7 @@ def model_argument(metavar: str = "MODEL", complete: Callable[[str], list[str]] 
 
 Model = Annotated[str, model_argument()]
 AnyModel = Annotated[str | None, model_argument()]
-AbsentModel = Annotated[str, model_argument(complete=complete_absent)]
+AbsentModel = Annotated[str, model_argument(complete=complete_downloadable)]
 Models = Annotated[list[str] | None, model_argument("MODEL ...")]
 Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")]
 Sample = Annotated[str | None, flag(TEXT, "--text", "FILE", "the text to record on, - is standard input (a sample)")]
@@ -81,13 +81,16 @@ Yes = Annotated[bool, flag(OUTPUT, "-y --yes", "", "answer yes to questions")]
 
 @dataclass(frozen=True)
 class FlagGroup:
-    """Flags that commands share. `settled`: fields set by a variable or a settings file. They were not given for this model and command, so
-    where they do not apply they are ignored instead of being an error."""
+    """Flags that commands share.
 
-    settled: frozenset[str] = field(default=frozenset(), kw_only=True)
+    from_settings: fields set by a variable or a settings file. They were not given for this model and command, so where they do not
+    apply they are ignored instead of being an error.
+    """
+
+    from_settings: frozenset[str] = field(default=frozenset(), kw_only=True)
 
 
-CACHES = ("32bit", "16bit", "8bit", "6bit", "5bit", "4bit", "3bit", "2bit", "auto")  # what a shell tells of --kv
+KV_FORMATS = ("32bit", "16bit", "8bit", "6bit", "5bit", "4bit", "3bit", "2bit", "auto")  # completions of --kv
 # Pairs of (field, value) of flags that exclude each other; None is any value.
 CONTRADICTIONS = ((("kv", None), ("cache_k", None)), (("kv", None), ("cache_v", None)), (("exact", True), ("kernel", "lut")),
                   (("draft", None), ("spec", "off")), (("draft", None), ("spec", "mtp")), (("device", "cpu"), ("gpu_layers", None)),
@@ -121,7 +124,7 @@ class EngineFlags(FlagGroup):
                                 "allow a context longer than the model was trained for, and a --kv that breaks it")] = False
     kv: Annotated[str | None, flag(CACHE, "--kv", "BITS",
                                    "precision of the cache: 32bit, 16bit, 8bit to 2bit, k8v4, auto, or 4bit+POLICY; 4bit+x lists the "
-                                   "policies (16bit)", autocompletion=completing(CACHES))] = None
+                                   "policies (16bit)", autocompletion=word_completer(KV_FORMATS))] = None
     cache_k: Annotated[str | None, flag(CACHE, "-ctk --cache-type-k", "TYPE",
                                         "type of the keys, by llama.cpp's name for it (as --kv)")] = None
     cache_v: Annotated[str | None, flag(CACHE, "-ctv --cache-type-v", "TYPE", "type of the values (as --kv)")] = None
@@ -138,20 +141,20 @@ class EngineFlags(FlagGroup):
                                           "folder for the part of the cache on the disk (the user's cache folder)")] = None
 
     def options(self, **more: object) -> EngineOptions:
-        """EngineOptions from the flags given; `more`: options that only some commands have."""
+        """EngineOptions from the given flags; `more`: options that only some commands have."""
         from ..runtime.engine import EngineOptions
 
-        values, settled = given_options(self), self.settled
+        values, from_settings = given_options(self), self.from_settings
         for pair in CONTRADICTIONS:
-            holding = [name for name, value in pair if name in values and value in (None, values[name])]
-            weaker = [name for name in holding if name in settled]
-            if len(holding) == 2 and len(weaker) == 1:  # what was typed holds; two of the same rank are an error
-                del values[weaker[0]]
+            conflicting = [name for name, value in pair if name in values and value in (None, values[name])]
+            weaker_fields = [name for name in conflicting if name in from_settings]
+            if len(conflicting) == 2 and len(weaker_fields) == 1:  # the typed flag applies; two of the same rank are an error
+                del values[weaker_fields[0]]
         if "kv" in values and not {"cache_k", "cache_v"}.isdisjoint(values):  # given 16bit looks like the default later
             raise UsageError("--kv and -ctk or -ctv say the same thing", "give one of them")
         if "lora" in values:
             values["lora"] = tuple(values["lora"])
-        return EngineOptions(**values, from_settings=settled, **{name: value for name, value in more.items() if value is not None})
+        return EngineOptions(**values, from_settings=from_settings, **{name: value for name, value in more.items() if value is not None})
 
 
 Lora = Annotated[list[str] | None, flag(COMPUTE, "--lora", "ADAPTER",
@@ -213,19 +216,19 @@ class ToolFlags(FlagGroup):
     tool_rounds: Annotated[int | None, flag(TOOLS, "--tool-rounds", "N", "maximum rounds of tool calls in one answer (25)")] = None
 
 
-NO_BREAKERS = "none"
-ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\", '\\"': '"', "\\'": "'"}  # that llama.cpp reads in texts of flags
+NO_SEQUENCE_BREAKERS = "none"
+ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\", '\\"': '"', "\\'": "'"}  # escapes in flags, as in llama.cpp
 
 
 def dry_breakers(texts: Sequence[str]) -> tuple[str, ...]:
-    """The values of --dry-sequence-breaker: `none` means no text, `\\n` a line break."""
+    """Parse the values of --dry-sequence-breaker: a single `none` means no text, `\\n` a line break."""
     import re
 
-    meant = (re.sub(r"\\[ntr\\\"']", lambda found: ESCAPES[found.group()], text) for text in texts)
-    return () if [*texts] == [NO_BREAKERS] else tuple(meant)
+    unescaped = (re.sub(r"\\[ntr\\\"']", lambda match: ESCAPES[match.group()], text) for text in texts)
+    return () if [*texts] == [NO_SEQUENCE_BREAKERS] else tuple(unescaped)
 
 
-RANDOM = -1  # as a seed, in llama.cpp and its kin
+RANDOM_SEED = -1  # as in llama.cpp
 
 
 @dataclass(frozen=True)
@@ -275,24 +278,24 @@ class SamplingFlags(FlagGroup):
     seed: Annotated[int | None, flag(SAMPLING, "--seed", "N",
                                      "the same seed and flags give the same text (random, as with -1; --stats shows it)")] = None
 
-    def settings(self, folder: Path, remark: Callable[[str], None]) -> SamplerSettings:
-        """Settings for the model in `folder`; ignored values of its generation_config.json are passed to `remark`."""
+    def settings(self, folder: Path, warn: Callable[[str], None]) -> SamplerSettings:
+        """Settings for the model in `folder`. `warn` is called for each ignored value of its generation_config.json."""
         from ..runtime.sampler import SamplerSettings
         from ..runtime.sampling.generation_config import read_generation_config
 
-        content, remarks = read_generation_config(folder)
-        for each in remarks:
-            remark(each)
-        return SamplerSettings.from_generation_config(content, **self.said())
+        content, warnings = read_generation_config(folder)
+        for warning in warnings:
+            warn(warning)
+        return SamplerSettings.from_generation_config(content, **self.overrides())
 
-    def said(self) -> dict[str, object]:
-        """Field of SamplerSettings -> the value given."""
-        said = given_options(self)
-        if said.get("seed") == RANDOM:
-            del said["seed"]
-        if "dry_sequence_breakers" in said:
-            said["dry_sequence_breakers"] = dry_breakers(said["dry_sequence_breakers"])
-        return said
+    def overrides(self) -> dict[str, object]:
+        """Field of SamplerSettings -> value, for the flags given."""
+        values = given_options(self)
+        if values.get("seed") == RANDOM_SEED:
+            del values["seed"]
+        if "dry_sequence_breakers" in values:
+            values["dry_sequence_breakers"] = dry_breakers(values["dry_sequence_breakers"])
+        return values
 
 
 @dataclass(frozen=True)
@@ -333,25 +336,26 @@ class AnswerFlags(FlagGroup):
         return token_limit(self.reasoning_budget, "--reasoning-budget")
 
     def constraint(self) -> Constraint | None:
-        """The constraint on answers; of --schema and --grammar a typed one takes precedence. Raises UsageError."""
+        """The constraint on answers, None if there is none. A typed --schema or --grammar takes precedence over one from settings. Raises
+        UsageError."""
         if self.schema is None and self.grammar is None:
             return None
         from ..runtime.constraints.constraint import read_constraint_flags
 
-        kept = {name: getattr(self, name) for name in ("schema", "grammar")}
-        if None not in kept.values() and len(weaker := self.settled & kept.keys()) == 1:
-            kept[min(weaker)] = None
-        return read_constraint_flags(**kept)
+        values = {name: getattr(self, name) for name in ("schema", "grammar")}
+        if None not in values.values() and len(weaker_fields := self.from_settings & values.keys()) == 1:
+            values[min(weaker_fields)] = None
+        return read_constraint_flags(**values)
 
 
-def demand_room(tokens: int | None, hint: str) -> None:
-    """A chat needs a limit of at least one token: an unanswered question is not part of it. Raises UsageError."""
+def require_answer_tokens(tokens: int | None, hint: str) -> None:
+    """Raise UsageError for a chat with -n 0: a question without an answer cannot be part of it."""
     if tokens == 0:
         raise UsageError("-n 0 leaves no room for an answer", hint)
 
 
 def token_limit(tokens: int | None, flag: str = "-n") -> int | None:
-    """-n, or another limit, for a session: None is no limit. Raises UsageError."""
+    """The limit of a session for the value of `flag`: None for no limit. Raises UsageError for one below -1."""
     if tokens is not None and tokens < -1:
         raise UsageError(f"{flag} {tokens} is out of range", "0 or more, or -1 for no limit")
     return None if tokens in (None, -1) else tokens

@@ -12,7 +12,7 @@ import typer
 
 from .. import DoesNotFit, ModelNotFound, UsageError, typed
 from .flags import add_command, flag, is_typed
-from .loading import follow, last
+from .loading import final_result
 from .number_format import margin, rounded
 from .options import MEMORY, OUTPUT, AbsentModel, Json, Yes
 from .screen import Screen
@@ -146,7 +146,7 @@ def quantize_cached(ref: ModelRef, screen: Screen) -> Path:
 
     request = on_load.Request(ref, ref.variant, screen.environment.models_folder, keep=True)
     request.folder.parent.mkdir(parents=True, exist_ok=True)
-    return last(follow(on_load.quantize_on_load(request, request.folder), screen, Converted)).folder
+    return final_result(on_load.quantize_on_load(request, request.folder), screen, Converted).folder
 
 
 def plan_with_notice(wish: PullTarget, client: Client, screen: Screen, options: EngineOptions | None = None) -> PullPlan:
@@ -162,7 +162,7 @@ def fetch(plan: PullPlan, client: Client, screen: Screen) -> Pulled:
     from ..runtime.pull.pull import Pulled, pull_model
 
     try:
-        return last(follow(pull_model(plan, client, screen.environment.variables), screen, Pulled))
+        return final_result(pull_model(plan, client, screen.environment.variables), screen, Pulled)
     except KeyboardInterrupt:
         screen.note(f"stopped; the partial download is kept. effllm pull {plan.wish.reference.text}{suffix(plan)} continues from here")
         raise
@@ -180,7 +180,7 @@ def measured(plan: PullPlan, screen: Screen, at_all: bool = True) -> PullPlan:
     if asked is None:
         return replace(plan, run=rough_estimate(plan.run))
     screen.note("measuring this machine once, to say how fast the model will be")
-    known = last(follow(roofs.probe(asked, plan.run.known), screen, roofs.Roofs))
+    known = final_result(roofs.probe(asked, plan.run.known), screen, roofs.Roofs)
     return replace(plan, run=with_roofs(plan.run, known))
 
 
@@ -195,7 +195,7 @@ def show_plan(plan: PullPlan, screen: Screen) -> None:
     """The plan on stderr: stdout is for the answer of `run`, and for --json."""
     from ..offload.size import format_size
     from ..runtime.hub import shown_licence
-    from .plan import BAR, tiers
+    from .plan_report import BAR, tiers
 
     repository, wish, run = plan.repository, plan.wish, plan.run
     if repository.repo != repository.asked:

@@ -13,7 +13,7 @@ from .. import EffllmError, UsageError, typed
 from ..runtime.conversion import METHODS, PLAIN
 from .eval import WINDOW, named, read_text
 from .flags import add_command, flag, is_typed
-from .loading import find, follow, last, open_with_progress, resumable
+from .loading import final_result, find_model, open_with_progress, resumable
 from .options import OUTPUT, Json, Model, Threads
 from .screen import Screen
 
@@ -70,7 +70,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
     from ..runtime.convert import Converted, calibration, check_target, convert, resolve_plan
 
     screen = Screen(context.obj)
-    ref = find(model, screen)
+    ref = find_model(model, screen)
     if calib == eval == "-":
         raise UsageError("--calib - and --eval - cannot both read standard input", "put one of the texts into a file")
     if dry_run and eval is not None:
@@ -99,12 +99,12 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
         with plan.store:
             calibration(plan, options)  # what a run would refuse, its plan refuses
             if options.target is not None:  # the formats are found by measuring; sizes alone need no kernel
-                plan = last(follow(resolve_plan(plan, options), screen, ConversionPlan))
+                plan = final_result(resolve_plan(plan, options), screen, ConversionPlan)
             say_plan(plan, screen, json)
         return
     promise(Path(out), screen)
     with resumable(screen, Path(out)):
-        made = last(follow(convert(ref.folder, Path(out), options), screen, Converted))
+        made = final_result(convert(ref.folder, Path(out), options), screen, Converted)
     remember(made.folder, screen)
     profiled = None if no_kv_profile else profile(made.folder, sample, calib, threads, screen)
     report(made, profiled, ref, text, threads, screen, json)
@@ -147,8 +147,8 @@ def bundled(ref: ModelRef, out: Path, replace: bool, gate_sparsity: float | None
     from ..runtime.convert import Converted
 
     with resumable(screen, out):
-        return last(follow(bundle(ref.folder, out, replace, source_of(ref), gate_sparsity, text, gate_rule or "weighed"), screen,
-                           Converted))
+        return final_result(bundle(ref.folder, out, replace, source_of(ref), gate_sparsity, text, gate_rule or "weighed"), screen,
+                           Converted)
 
 
 def conversion_options(ref: ModelRef, bits: int | None, spec: str | None, rules: Sequence[str] | None, target: str | None,
@@ -214,7 +214,7 @@ def profile(folder: Path, text: str | None, calib: str | None, threads: int | No
                 "(--no-kv-profile skips this)")
     source = "the sample" if calib is None else named(calib)
     try:
-        last(follow(recorded(folder, built_in_text() if text is None else text, threads=threads, source=source), screen, Profile))
+        final_result(recorded(folder, built_in_text() if text is None else text, threads=threads, source=source), screen, Profile)
         return monotonic() - begun
     except EffllmError as error:
         screen.note(f"no profile for --kv: {error.message}")
@@ -250,7 +250,7 @@ def measured(ref: ModelRef, made: Converted, text: str, threads: int | None, scr
         try:
             reference = open_with_progress(ref.folder, options, screen)
             try:
-                return last(follow(kld(engine, reference, tokenizer, text, engine.n_ctx), screen, KldResult))
+                return final_result(kld(engine, reference, tokenizer, text, engine.n_ctx), screen, KldResult)
             finally:
                 reference.close()
         finally:

@@ -14,7 +14,16 @@ from .environment import OutputClosed, OutputFailed
 from .errors import INCOMPLETE, INTERRUPTED
 from .flags import add_command, flag, is_typed
 from .interrupt import exit_if_terminated, termination_signal
-from .loading import at_precision, check_flags, find_or_absent, open_session, pull_if_absent, terminal_stream, with_draft, with_mmproj
+from .loading import (
+    check_flags,
+    find_or_absent,
+    open_session,
+    pull_if_absent,
+    quantized_on_load,
+    resolve_draft,
+    terminal_stream,
+    with_mmproj,
+)
 from .media_files import MediaFlags, as_media_items, read_media, refuse_raw_media
 from .migration_hints import is_model, note_seed_flag
 from .options import (
@@ -34,12 +43,12 @@ from .options import (
 from .prompt import read_prompt
 from .screen import Screen
 from .settings import origin
-from .tools import offered_tools, refuse_raw_tools
+from .tools import open_tools, refuse_raw_tools
 
 if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
     from .media_files import MediaFile
-    from .tools import ToolUse
+    from .tools import ToolSession
 
 DEFAULT_MODEL = "fable"
 EXAMPLES = """examples
@@ -60,51 +69,53 @@ def register(app: typer.Typer) -> None:
     add_command(app, "run", "run a model", run, EXAMPLES)
 
 
-def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, file: File = None, *, shown: MediaFlags, raw: Raw = False,
-        ignore_eos: IgnoreEos = False, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, mmproj: Mmproj = None,
-        weights: WeightFlags, saving: SessionFlags, tools: ToolFlags, show: ShowFlags, json: Json = False, yes: Yes = False) -> int:
+def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, file: File = None, *, media_flags: MediaFlags,
+        raw: Raw = False, ignore_eos: IgnoreEos = False, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags,
+        mmproj: Mmproj = None, weights: WeightFlags, saving: SessionFlags, tools: ToolFlags, display: ShowFlags, json: Json = False,
+        yes: Yes = False) -> int:
     """Write one answer to stdout; without a prompt, chat."""
-    screen = Screen(context.obj, show.markdown)
+    screen = Screen(context.obj, display.markdown)
     model = model or offer_default(screen, yes)
     if prompt is None and file is None and screen.environment.is_terminal(screen.environment.stdin):  # a chat
-        raw, ignore_eos = (asked and without_prompt(context, name, screen) for name, asked in (("raw", raw), ("ignore_eos", ignore_eos)))
+        raw, ignore_eos = (value and applies_to_chat(context, name, screen) for name, value in (("raw", raw), ("ignore_eos", ignore_eos)))
     if raw and not is_typed(context, "raw"):
-        raw = holds(answer, saving, screen)
-    refuse_raw_media(raw, shown)
+        raw = raw_applies(answer, saving, screen)
+    refuse_raw_media(raw, media_flags)
     refuse_raw_tools(raw, tools)
     if raw:
-        answer, saving = beside_raw(answer, saving, screen)
+        answer, saving = flags_for_raw(answer, saving, screen)
     try:
-        found = find_or_absent(model, screen, yes)
+        resolved = find_or_absent(model, screen, yes)
     except ModelNotFound as error:
         if prompt is not None and type(error) is ModelNotFound and is_model(prompt, screen.environment.variables):
             error.hint = f"the model comes first, then the prompt: effllm run {typed(prompt)} {typed(model)}"
         raise
     check_flags(answer, sampling, engine, saving)
     note_seed_flag(answer, screen)
-    text = read_prompt(prompt, file, screen, bool(shown.named))
-    if text is None and (json or raw or ignore_eos):
+    prompt_text = read_prompt(prompt, file, screen, bool(media_flags.named))
+    if prompt_text is None and (json or raw or ignore_eos):
         raise UsageError("no prompt", f'effllm run {typed(model)} "your prompt"')
-    if text is not None:
+    if prompt_text is not None:
         screen.environment.require_stdout()
     else:
         terminal_stream(screen, model)
-    engine = with_draft(engine, screen)
+    engine = resolve_draft(engine, screen)
     options = engine.options(overflow=answer.overflow)
-    here = with_mmproj(pull_if_absent(found, weights, options, screen, yes), mmproj, screen)
-    pictures = read_media(shown, here, screen)
-    with at_precision(here, weights, screen, options) as ref, offered_tools(replace(tools, mcp=None) if raw else tools, ref, engine,
-                                                                            screen) as use:
-        if text is not None:
-            return answer_once(screen, ref, text, answer, sampling, engine, saving, raw=raw, ignore_eos=ignore_eos, show=show,
-                               json=json, pictures=pictures, tools=use)
+    ref = with_mmproj(pull_if_absent(resolved, weights, options, screen, yes), mmproj, screen)
+    media = read_media(media_flags, ref, screen)
+    if raw:
+        tools = replace(tools, mcp=None)
+    with quantized_on_load(ref, weights, screen, options) as ref, open_tools(tools, ref, engine, screen) as session_tools:
+        if prompt_text is not None:
+            return answer_once(screen, ref, prompt_text, answer, sampling, engine, saving, raw=raw, ignore_eos=ignore_eos, display=display,
+                               json=json, media=media, tools=session_tools)
         from .chat import converse
 
-        return converse(screen, ref, answer, sampling, engine, saving, show, pictures, use)
+        return converse(screen, ref, answer, sampling, engine, saving, display, media, session_tools)
 
 
-def without_prompt(context: typer.Context, name: str, screen: Screen) -> bool:
-    """Whether a one-shot flag applies to a chat: ignored if it comes from a variable."""
+def applies_to_chat(context: typer.Context, name: str, screen: Screen) -> bool:
+    """Whether a one-shot flag that is set applies although there is no prompt. If it comes from a variable, it is ignored with a note."""
     if is_typed(context, name):
         return True
     key = name.replace("_", "-")
@@ -112,68 +123,69 @@ def without_prompt(context: typer.Context, name: str, screen: Screen) -> bool:
     return False
 
 
-def holds(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> bool:
-    """Whether a --raw from a variable applies: it is ignored with a note beside typed flags that contradict it."""
+def raw_applies(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> bool:
+    """Whether a --raw from a variable applies. If a typed flag contradicts it, it is ignored with a note."""
     typed = [f"--{key}" for key, flags in (("system", answer), ("session", saving))
-             if getattr(flags, key) is not None and key not in flags.settled]
+             if getattr(flags, key) is not None and key not in flags.from_settings]
     if typed:
-        were = "was" if len(typed) == 1 else "were"
-        screen.note(f"{' and '.join(typed)} {were} typed: raw of {origin(screen.environment, 'raw')} is ignored")
+        verb = "was" if len(typed) == 1 else "were"
+        screen.note(f"{' and '.join(typed)} {verb} typed: raw of {origin(screen.environment, 'raw')} is ignored")
     return not typed
 
 
-def beside_raw(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> tuple[AnswerFlags, SessionFlags]:
+def flags_for_raw(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> tuple[AnswerFlags, SessionFlags]:
     """The flags that work with --raw: a system prompt or session from settings is ignored. Raises UsageError for typed ones."""
-    left = []
+    ignored = []
     if answer.system is not None:
-        if "system" not in answer.settled:
+        if "system" not in answer.from_settings:
             raise UsageError("--system cannot be combined with --raw", "drop one of them, or write the system prompt into the text")
-        left.append("system")
+        ignored.append("system")
     if saving.session is not None:
-        if "session" not in saving.settled:
+        if "session" not in saving.from_settings:
             raise UsageError("--session keeps a conversation, and --raw text is not one", "drop one of them")
-        left.append("session")
-    for key in left:
+        ignored.append("session")
+    for key in ignored:
         screen.note(f"--raw: {key} of {origin(screen.environment, key)} is ignored")
     return replace(answer, system=None), replace(saving, session=None)
 
 
 def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags,
-                saving: SessionFlags, *, show: ShowFlags, raw: bool = False, ignore_eos: bool = False, json: bool = False,
-                pictures: Sequence[MediaFile] = (), tools: ToolUse | None = None) -> int:
-    from .answer import say_cost, say_ending, show_answer
+                saving: SessionFlags, *, display: ShowFlags, raw: bool = False, ignore_eos: bool = False, json: bool = False,
+                media: Sequence[MediaFile] = (), tools: ToolSession | None = None) -> int:
+    """Answer one prompt, or continue it with `raw`; returns the exit code."""
+    from .answer import print_finish_reason, print_stats, show_answer
 
-    keeper = None
+    saver = None
     if saving.session is not None:
         from .saving import SessionSaver
 
-        keeper = SessionSaver(screen, ref, saving, engine.strict)
-    sees = bool(pictures) or keeper is not None or tools is not None
-    with open_session(ref, answer, sampling, engine, screen, raw=raw, ignore_eos=ignore_eos, sees=sees) as session:
+        saver = SessionSaver(screen, ref, saving, engine.strict)
+    with_media = bool(media) or saver is not None or tools is not None
+    with open_session(ref, answer, sampling, engine, screen, raw=raw, ignore_eos=ignore_eos, with_media=with_media) as session:
         session.from_process_start = True
-        if keeper:
-            keeper.begin(session)
+        if saver:
+            saver.begin(session)
         if tools:
             tools.begin(session)
         try:
-            about = [piece for each in as_media_items(pictures, session) for piece in each.shown]
-            events = session.complete(text) if raw else session.ask(text, about)
-            show_part = partial(show_answer, session=session, screen=screen, silent=json)
-            cost = tools.answer(events, session, show_part) if tools else show_part(events)
+            attachments = [item for attachment in as_media_items(media, session) for item in attachment.media]
+            events = session.complete(text) if raw else session.ask(text, attachments)
+            show_events = partial(show_answer, session=session, screen=screen, silent=json)
+            stats = tools.answer(events, session, show_events) if tools else show_events(events)
             if json:
-                screen.json(cost.to_json() | ({"calls": tools.calls} if tools else {}))
-            say_ending(cost, session, screen)
-            if show.stats:
-                say_cost(cost, session, screen)
+                screen.json(stats.to_json() | ({"calls": tools.calls} if tools else {}))
+            print_finish_reason(stats, session, screen)
+            if display.stats:
+                print_stats(stats, session, screen)
         except (OutputClosed, OutputFailed):
-            if not termination_signal():  # else nobody reads any more, and what was said is kept
+            if not termination_signal():  # after a signal nobody reads any more, and the session is still saved
                 raise
-        if keeper:
-            keeper.keep(session)
+        if saver:
+            saver.keep(session)
         exit_if_terminated()
-    if cost.finish_reason == "cancelled" or tools and tools.was_stopped:
+    if stats.finish_reason == "cancelled" or tools and tools.was_stopped:
         return INTERRUPTED
-    return INCOMPLETE if cost.is_whole is False and session.max_tokens != 0 else 0  # with -n 0 no answer was wanted
+    return INCOMPLETE if stats.is_whole is False and session.max_tokens != 0 else 0  # with -n 0 no answer was requested
 
 
 def offer_default(screen: Screen, yes: bool) -> str:

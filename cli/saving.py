@@ -1,4 +1,4 @@
-"""The session that a run or chat saves under a name: checked before the weights are read, loaded, saved."""
+"""Saves the session of a run or chat under a name (--session, /save). The name is checked before the weights are read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import EffllmError
-from .loading import follow, last
+from .loading import final_result, show_progress
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class SessionSaver:
-    """`name` is None if nothing is saved automatically: no --session was given, or another conversation was loaded since."""
+    """Loads and saves the sessions of a run or chat. `name`: the session that is saved automatically; None if no --session was given, or
+    if another conversation was loaded since."""
 
     def __init__(self, screen: Screen, ref: ModelRef, flags: SessionFlags, strict: bool = False) -> None:
-        """Raises what can be known now to be wrong with a session of that name."""
+        """Raises EffllmError if the session cannot be used with this model."""
         from ..offload.size import parse_size
         from ..runtime.sessions.saved_sessions import SavedSessions
         from ..runtime.sessions.session_name import check_name
@@ -29,113 +30,117 @@ class SessionSaver:
         self.screen, self.name = screen, flags.session
         self.store = SessionStore(screen.environment.sessions_folder)
         self.sessions = SavedSessions(self.store, ref.text, parse_size(flags.session_disk or DISK))
-        self._keeps = self.name is not None
-        self._saved: tuple[object, ...] = ()
-        # Of each session saved or loaded here: its file and its messages, as this process knows them.
-        self._there: dict[str, tuple[tuple[int, int] | None, list[object]]] = {}
-        self.others: set[str] = set()  # names of saved sessions that this conversation does not continue
-        self.was_emptied = False  # by /clear, since it was saved or taken up
+        self._saves_automatically = self.name is not None
+        self._saved: tuple[object, ...] = ()  # `state` at the last save
+        # Session name -> (version of its file, its messages) when this process last saved or loaded it.
+        self._known_versions: dict[str, tuple[tuple[int, int] | None, list[object]]] = {}
+        self.other_sessions: set[str] = set()  # names of saved sessions that this conversation does not continue
+        self.cleared_since_save = False  # /clear removed messages since the last save or load
         if self.name is not None:
             check_name(self.name)
             self.sessions.check(self.name, ref.folder, strict)
-            self._try_out()
+            self._check_writable()
 
-    def _try_out(self) -> None:
-        """Report early that saving will fail: after a long answer is too late."""
+    def _check_writable(self) -> None:
+        """Report early that saving will fail; after a long answer is too late."""
         try:
             self.store.try_out(self.name)
         except EffllmError as error:
             self.screen.note(f"{error.message}; this conversation is not saved ({error.hint})")
 
     def begin(self, session: Session) -> None:
-        """Load the session of the given name, if it exists; a given system prompt takes precedence."""
+        """Load the session, if it exists. A system prompt from the command line takes precedence over the saved one."""
         if self.name is None:
             return
-        given = session.system
-        found = self.store.version(self.name)  # before anything is read, so that later saves of other processes are noticed
-        if found is not None or self.store.has(self.name):
+        system = session.system
+        version = self.store.version(self.name)  # taken before reading, so that saves of other processes in between are noticed
+        if version is not None or self.store.has(self.name):
             self.load(session, self.name, settings=False)
-            session.system = session.system if given is None else given
+            session.system = session.system if system is None else system
         else:
             self.screen.note(f"session {self.name} is new")
             self._saved = state(session)
-            self._know(session, self.name, found)
+            self._record_version(session, self.name, version)
         self.sessions.reuse_prefixes(session.engine)
 
     def load(self, session: Session, name: str, settings: bool = True) -> None:
-        found = self.store.version(name)
-        for _ in follow(self.sessions.load(session, name, settings), self.screen, type(None)):
+        version = self.store.version(name)
+        for _ in show_progress(self.sessions.load(session, name, settings), self.screen, type(None)):
             continue
-        self._saved, self.was_emptied = state(session), False
-        self._know(session, name, found)
+        self._saved, self.cleared_since_save = state(session), False
+        self._record_version(session, name, version)
 
     def save(self, session: Session, name: str) -> SavedSession:
         with self.sessions.save_lock():
             return self._save(session, name)
 
     def _save(self, session: Session, name: str) -> SavedSession:
-        """Under the lock of the session."""
+        """`save` while holding the lock."""
         from ..runtime.sessions.session_format import SavedSession
 
-        saved = last(follow(self.sessions.save(session, name), self.screen, SavedSession))
-        self.others.discard(name)
-        self.was_emptied = False
+        saved = final_result(self.sessions.save(session, name), self.screen, SavedSession)
+        self.other_sessions.discard(name)
+        self.cleared_since_save = False
         if self.name is None:
-            self.go_on_as(name)
+            self.continue_as(name)
         if name == self.name:
             self._saved = state(session)
-        self._know(session, name, self.store.version(name))
+        self._record_version(session, name, self.store.version(name))
         return saved
 
-    def keep(self, session: Session, taken_back: bool = False) -> None:
-        """Save under the given name if anything has changed. A cleared conversation does not overwrite a saved one, unless all of it was
-        undone; nor does what follows /clear."""
+    def keep(self, session: Session, undone: bool = False) -> None:
+        """Save under the session's name, if there is one and anything has changed.
+
+        An empty conversation does not overwrite a saved one, unless all of its messages were `undone`. A conversation started by /clear is
+        saved under another name, as is one whose session another process has changed.
+        """
         if self.name is None or state(session) == self._saved:
             return
-        if session.messages or taken_back or (session.system and not self.store.has(self.name)):
+        if session.messages or undone or (session.system and not self.store.has(self.name)):
             with self.sessions.save_lock():
-                if self.is_anothers(self.name):
-                    self._make_way("another process saved session {} in the meantime: this conversation is saved as {}")
-                elif self.was_emptied and self.store.has(self.name):
-                    self._make_way("session {} stays as it was before /clear: the new conversation is saved as {}")
+                if self.changed_by_other_process(self.name):
+                    self._switch_to_free_name("another process saved session {} in the meantime: this conversation is saved as {}")
+                elif self.cleared_since_save and self.store.has(self.name):
+                    self._switch_to_free_name("session {} stays as it was before /clear: the new conversation is saved as {}")
                 self._save(session, self.name)
 
-    def is_anothers(self, name: str) -> bool:
-        """Whether another process has saved another conversation there since."""
+    def changed_by_other_process(self, name: str) -> bool:
+        """Whether another process has saved a different conversation under this name since it was last saved or loaded here."""
         from ..runtime.sessions.conversation_file import parse_conversation
 
-        known, messages = self._there.get(name, (None, []))
-        if self.store.version(name) in (None, known):
+        known_version, messages = self._known_versions.get(name, (None, []))
+        if self.store.version(name) in (None, known_version):
             return False
         try:
             return parse_conversation(self.store.read(name).conversation, f"session {name}").messages != messages
-        except EffllmError:  # damaged: nobody's
+        except EffllmError:  # a damaged file is no conversation to protect
             return False
 
-    def _know(self, session: Session, name: str, version: tuple[int, int] | None) -> None:
-        """Record that this state is saved under the name, in that version of the file."""
-        self._there[name] = version, list(session.messages)
+    def _record_version(self, session: Session, name: str, version: tuple[int, int] | None) -> None:
+        """Record that `version` of the session's file has the current messages."""
+        self._known_versions[name] = version, list(session.messages)
 
-    def _make_way(self, why: str) -> None:
-        """Continue under a free name, with a note: what is saved under this one is another conversation."""
+    def _switch_to_free_name(self, message: str) -> None:
+        """Save under a free name (NAME-2) from now on, and note it: the session of the current name is another conversation. `message`: a
+        format for the old and the new name."""
         from itertools import count
 
         from ..runtime.sessions.session_name import LONGEST_NAME
 
-        before = self.name
-        self.others.add(before)
-        stem = before.encode()[: LONGEST_NAME - len("-999")].decode(errors="ignore")
+        previous = self.name
+        self.other_sessions.add(previous)
+        stem = previous.encode()[: LONGEST_NAME - len("-999")].decode(errors="ignore")
         self.name = next(name for number in count(2) if not self.store.has(name := f"{stem}-{number}"))
-        self.screen.note(why.format(before, self.name))
+        self.screen.note(message.format(previous, self.name))
 
-    def leave(self) -> str | None:
-        """Stop saving automatically: the conversation is another one now. Returns the name that was used, if any."""
+    def detach(self) -> str | None:
+        """Stop saving automatically, as another conversation was loaded. Returns the session's name, None if there was none."""
         name, self.name = self.name, None
         return name
 
-    def go_on_as(self, name: str) -> None:
-        """Save under this name from now on, also after `leave`, in a run that saves automatically."""
-        if self._keeps:
+    def continue_as(self, name: str) -> None:
+        """Save under this name from now on, also after `detach`, if the run was started with --session."""
+        if self._saves_automatically:
             self.name = name
 
     @property

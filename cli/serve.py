@@ -14,9 +14,18 @@ from urllib.parse import urlsplit
 import typer
 
 from .. import UsageError
-from .answer import counted
+from .answer import format_token_count
 from .flags import add_command, flag, is_typed
-from .loading import at_precision, check_flags, find_or_absent, loaded, pull_if_absent, reasoning_options, with_draft, with_mmproj
+from .loading import (
+    check_flags,
+    find_or_absent,
+    open_model,
+    pull_if_absent,
+    quantized_on_load,
+    reasoning_options,
+    resolve_draft,
+    with_mmproj,
+)
 from .number_format import duration, rounded
 from .options import (
     OUTPUT,
@@ -109,45 +118,45 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
     if len(models or ()) != 1:
         from .serve_router import RouterOptions, serve_router
 
-        served = RouterOptions(models or [], host, port, api_key, cors, parallel, queue, max_models, keep_alive, load_timeout, quiet, json,
-                               not no_webui)
-        return serve_router(context, served, answer, sampling, engine, weights, SessionFlags(session_disk=session_disk), screen,
+        router_options = RouterOptions(models or [], host, port, api_key, cors, parallel, queue, max_models, keep_alive, load_timeout,
+                                       quiet, json, not no_webui)
+        return serve_router(context, router_options, answer, sampling, engine, weights, SessionFlags(session_disk=session_disk), screen,
                             slot_save_path)
-    for given, value in (("max_models", max_models), ("keep_alive", keep_alive), ("load_timeout", load_timeout)):
-        if value is not None and is_typed(context, given):
-            raise UsageError(f"--{given.replace('_', '-')} is for a server of several models", "leave out MODEL to serve all local models")
+    for flag_name, value in (("max_models", max_models), ("keep_alive", keep_alive), ("load_timeout", load_timeout)):
+        if value is not None and is_typed(context, flag_name):
+            raise UsageError(f"--{flag_name.replace('_', '-')} is for a server of several models",
+                             "leave out MODEL to serve all local models")
     (model,) = models
-    found = find_or_absent(model, screen, yes)
-    keeping = SessionFlags(session_disk=session_disk)
-    check_flags(answer, sampling, engine, keeping)
+    resolved = find_or_absent(model, screen, yes)
+    session_flags = SessionFlags(session_disk=session_disk)
+    check_flags(answer, sampling, engine, session_flags)
     from .server.http_server import bind_socket
     from .server.store_limits import ALL_STORES_NBYTES
 
-    with bind_socket(host, port) as listening:  # before the weights are read: a port in use is reported at once
-        engine = with_draft(engine, screen)
+    with bind_socket(host, port) as bound_socket:  # before the weights are read: a port in use is reported at once
+        engine = resolve_draft(engine, screen)
         options = engine.options(overflow=answer.overflow, parallel=parallel, reserved_nbytes=ALL_STORES_NBYTES)
         if keep_prompts:
             from ..runtime.sessions.prompt_cache import refuse_inexact_cache
 
             refuse_inexact_cache(options)
-        slots_in = slot_folder(slot_save_path, options, screen)
-        ref = pull_if_absent(found, weights, options, screen, yes)
+        slots_folder = slot_folder(slot_save_path, options, screen)
+        ref = pull_if_absent(resolved, weights, options, screen, yes)
         from ..runtime.encoders import is_encoder
 
-        if is_encoder(ref.folder):
+        serves_encoder = is_encoder(ref.folder)
+        shows_page = not no_webui and router_link is None and not serves_encoder
+        server_options = ServerOptions(bound_socket, access_rules(bound_socket, host, api_key, cors, screen, shows_page),
+                                       name or public_name(ref.text), accepted_names(name, router_link is not None, model, ref.text),
+                                       queue, quiet, json, shows_page)
+        if serves_encoder:
             from .serve_encoder import serve_encoder
 
-            serve_encoder(context, ref, engine, ServerOptions(listening, access_rules(listening, host, api_key, cors, screen, False),
-                                                              name or public_name(ref.text),
-                                                              accepted_names(name, router_link is not None, model, ref.text),
-                                                              queue, quiet, json), screen)
+            serve_encoder(context, ref, engine, server_options, screen)
             return 0
-        with at_precision(with_mmproj(ref, mmproj, screen), weights, screen, options) as ref:
-            shows_page = not no_webui and router_link is None
-            place = ServerOptions(listening, access_rules(listening, host, api_key, cors, screen, shows_page),
-                                  name or public_name(ref.text),
-                                  accepted_names(name, router_link is not None, model, ref.text), queue, quiet, json, shows_page)
-            serve_model(ref, options, place, answer, sampling, SlotOptions(parallel, keeping, keep_prompts, slots_in), screen)
+        slot_options = SlotOptions(parallel, session_flags, keep_prompts, slots_folder)
+        with quantized_on_load(with_mmproj(ref, mmproj, screen), weights, screen, options) as quantized:
+            serve_model(quantized, options, server_options, answer, sampling, slot_options, screen)
     return 0
 
 
@@ -157,28 +166,27 @@ class ServerOptions:
 
     listening: socket
     rules: AccessRules
-    name: str
-    also: frozenset[str] | None
-    queue: int
+    name: str  # in responses
+    other_names: frozenset[str] | None  # further names in requests; None accepts any
+    queue: int  # requests that may wait
     quiet: bool
     json: bool
-    shows_page: bool = False
+    shows_page: bool = False  # serve the chat page
 
 
 @dataclass(frozen=True)
 class SlotOptions:
-    """How many answers are generated at once, and where prompt caches are kept: `for_good` among the sessions, and in a folder of slots."""
+    """Parallel answers, and where their caches are saved."""
 
-    parallel: int
-    keeping: SessionFlags
-    for_good: bool
-    slots: Path | None
+    parallel: int  # answers generated at once
+    session_flags: SessionFlags
+    keep_prompts: bool  # save prompt caches permanently, among the sessions
+    slots_folder: Path | None  # where clients may save slots, None for nowhere
 
 
-def serve_model(ref: ModelRef, options: EngineOptions, place: ServerOptions, answer: AnswerFlags, sampling: SamplingFlags,
-                sequences: SlotOptions,
-                screen: Screen) -> None:
-    """Serve until a signal."""
+def serve_model(ref: ModelRef, options: EngineOptions, server_options: ServerOptions, answer: AnswerFlags, sampling: SamplingFlags,
+                slot_options: SlotOptions, screen: Screen) -> None:
+    """Serve a generative model until a signal."""
     from ..runtime.generation.scheduler import Scheduler
     from ..runtime.generation.served_model import ServedModel
     from .server.answer_queue import AnswerQueue
@@ -187,49 +195,50 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: ServerOptions, ans
     from .server.guard import Guard
     from .server.http_server import GRACE_S, exit_now, serve_http
 
-    parallel, keeping = sequences.parallel, sequences.keeping
+    parallel, session_flags = slot_options.parallel, slot_options.session_flags
     settings, constraint = sampling.settings(ref.folder, screen.note), answer.constraint()
-    with ExitStack() as lasting, loaded(ref, options, screen, sees=True) as opened:
-        wish = default_options(answer, settings, constraint, opened.tokenizer.thinks, screen)
-        engines = parallel_engines(opened.engine, parallel, screen, lasting)
-        answer_queue = AnswerQueue(place.queue, parallel, Scheduler(opened.engine.batched_passes))
-        kept = kept_prompts(opened.engine, ref, keeping, sequences.for_good, screen, lasting)
-        service = GenerationService(ServedModel(opened.engine, opened.tokenizer, kept, engines[1:]), answer_queue, place.name,
-                                    screen.note_once, place.also, place.shows_page, defaults=Defaults(wish, answer.system),
-                                    slot_files=slot_files(sequences.slots, opened.engine, ref, keeping))
+    with ExitStack() as resources, open_model(ref, options, screen, with_media=True) as opened:
+        default_generation = default_options(answer, settings, constraint, opened.tokenizer.thinks, screen)
+        engines = parallel_engines(opened.engine, parallel, screen, resources)
+        answer_queue = AnswerQueue(server_options.queue, parallel, Scheduler(opened.engine.batched_passes))
+        prompt_cache = kept_prompts(opened.engine, ref, session_flags, slot_options.keep_prompts, screen, resources)
+        served = ServedModel(opened.engine, opened.tokenizer, prompt_cache, engines[1:])
+        service = GenerationService(served, answer_queue, server_options.name, screen.note_once, server_options.other_names,
+                                    server_options.shows_page, defaults=Defaults(default_generation, answer.system),
+                                    slot_files=slot_files(slot_options.slots_folder, opened.engine, ref, session_flags))
         context = service.served.n_ctx
-        does = f"context {context} tokens" + (f" each, {parallel} answers at once" if parallel > 1 else "")
-        ready = partial(say_ready, screen, place, does, context, opened.engine.placement.total_bytes, parallel)
-        serve_http(Guard(service.application(), place.rules, partial(say_request, screen, place.quiet)), place.listening, answer_queue,
-                   ready, screen.note_once)
+        description = f"context {context} tokens" + (f" each, {parallel} answers at once" if parallel > 1 else "")
+        ready = partial(say_ready, screen, server_options, description, context, opened.engine.placement.total_bytes, parallel)
+        guard = Guard(service.application(), server_options.rules, partial(say_request, screen, server_options.quiet))
+        serve_http(guard, server_options.listening, answer_queue, ready, screen.note_once)
         if not answer_queue.join(GRACE_S):
-            lasting.close()
+            resources.close()
             exit_now()
 
 
-def default_options(answer: AnswerFlags, settings: SamplerSettings, constraint: Constraint | None, thinks: bool,
+def default_options(answer: AnswerFlags, settings: SamplerSettings, constraint: Constraint | None, supports_reasoning: bool,
                     screen: Screen) -> GenerationOptions:
-    """The options of answers whose request does not state them. A reasoning budget for a model without reasoning is reported once."""
+    """The options of answers whose request does not state them. A reasoning budget for a model without reasoning is dropped with a note."""
     from ..runtime.generation.served_model import GenerationOptions
     from ..runtime.tokenizer import NOTHING_TO_LIMIT
     from ..runtime.tokens.stream_filters import StopStrings
 
-    think, most = reasoning_options(answer, thinks)
-    if most is not None and not thinks:
+    think, max_reasoning_tokens = reasoning_options(answer, supports_reasoning)
+    if max_reasoning_tokens is not None and not supports_reasoning:
         screen.note(NOTHING_TO_LIMIT)
-        most = None
+        max_reasoning_tokens = None
     return GenerationOptions(settings, think, StopStrings(answer.stop or ()).stops, answer.max_tokens, constraint=constraint,
-                             max_reasoning_tokens=most)
+                             max_reasoning_tokens=max_reasoning_tokens)
 
 
 def accepted_names(name: str | None, has_router: bool, *typed: str) -> frozenset[str] | None:
-    """Further names of the model in requests; None for any, behind a router, which has resolved the name."""
+    """Further names of the model in requests. None accepts any: for a worker, whose router has resolved the name."""
     return None if has_router else frozenset() if name else frozenset(typed)
 
 
 def access_rules(listening: socket, host: str, api_key: str | None, cors: list[str] | None, screen: Screen,
                  shows_page: bool) -> AccessRules:
-    """The access rules of an address; open access is reported."""
+    """The access rules of an address. Access from other machines without a key is noted."""
     from .server.guard import AccessRules, is_loopback
     from .server.page import is_page
 
@@ -240,25 +249,25 @@ def access_rules(listening: socket, host: str, api_key: str | None, cors: list[s
     return rules
 
 
-def say_ready(screen: Screen, place: ServerOptions, does: str, context: int, nbytes: int, parallel: int) -> None:
+def say_ready(screen: Screen, server_options: ServerOptions, description: str, context: int, nbytes: int, parallel: int) -> None:
     """Report that the model is served: to the router, else to the user."""
     if (router_link := screen.environment.router_link) is not None:
-        router_link.report_listening(place.listening.getsockname()[1], context, nbytes, parallel)
+        router_link.report_listening(server_options.listening.getsockname()[1], context, nbytes, parallel)
         return
     from .server.http_server import url_of
 
-    url = url_of(place.listening)
-    screen.note(f"{url} serves {place.name}, {does}; Ctrl-C stops it")
-    say_page(screen, url, place.shows_page)
-    if place.json:
-        screen.json({"url": url, "model": place.name, "context": context, "parallel": parallel})
+    url = url_of(server_options.listening)
+    screen.note(f"{url} serves {server_options.name}, {description}; Ctrl-C stops it")
+    say_page(screen, url, server_options.shows_page)
+    if server_options.json:
+        screen.json({"url": url, "model": server_options.name, "context": context, "parallel": parallel})
     start_log(screen)
 
 
 def start_log(screen: Screen) -> None:
-    """Timestamp lines from now on, unless they go to the system's journal, which adds its own."""
+    """Timestamp notes from now on, unless they go to the system's journal, which adds its own timestamps."""
     screen.is_log = True
-    with suppress(OSError, ValueError):  # such as a stream of a test, which has no descriptor
+    with suppress(OSError, ValueError):  # a stream without a descriptor, as in tests
         status = os.fstat(screen.environment.stderr.fileno())
         screen.is_log = screen.environment.variables.get("JOURNAL_STREAM") != f"{status.st_dev}:{status.st_ino}"
 
@@ -269,12 +278,13 @@ def say_page(screen: Screen, url: str, is_shown: bool) -> None:
 
 
 def say_request(screen: Screen, quiet: bool, method: str, path: str, status: int, record: RequestRecord) -> None:
-    """The log line of a request; `quiet` omits successful ones. Files of the chat page have none, nor do requests that a worker logs."""
-    if record.is_minor or record.passed_on:
+    """Write the log line of a request; `quiet` omits successful ones. Files of the chat page are not logged, nor are requests that a worker
+    logs."""
+    if record.is_page_asset or record.is_proxied:
         return
-    did = [each for each in (record.stats and cost(record.stats), record.outcome) if each]
-    parts = [f"{method} {truncate(path, MOST_SHOWN)} {status}", *(f"{each}, {format_elapsed(record.seconds)}" for each in did)]
-    parts += [truncate(each, MOST_SAID) for each in (record.ending, record.problem) if each]
+    results = [text for text in (record.stats and cost(record.stats), record.summary) if text]
+    parts = [f"{method} {truncate(path, MOST_SHOWN)} {status}", *(f"{text}, {format_elapsed(record.seconds)}" for text in results)]
+    parts += [truncate(text, MOST_SAID) for text in (record.end_reason, record.problem) if text]
     if record.problem or not quiet:
         screen.note(" · ".join(parts))
 
@@ -287,7 +297,7 @@ def cost(stats: Stats) -> str:
     """`57 tokens in (40 cached), 120 tokens out, 35 tokens/s`"""
     cached = f" ({stats.cached_tokens} cached)" if stats.cached_tokens else ""
     rate = f", {rounded(stats.decode_tps)} tokens/s" if stats.decode_tps else ""
-    return f"{counted(stats.prompt_tokens)} in{cached}, {counted(len(stats.token_ids))} out{rate}"
+    return f"{format_token_count(stats.prompt_tokens)} in{cached}, {format_token_count(len(stats.token_ids))} out{rate}"
 
 
 def check_server_flags(api_key: str | None, name: str | None, cors: list[str] | None, queue: int) -> None:
@@ -296,36 +306,36 @@ def check_server_flags(api_key: str | None, name: str | None, cors: list[str] | 
         raise UsageError("--api-key is not a valid key: use ASCII letters, digits and punctuation, no spaces", "leave it out for no key")
     if name is not None and (not name.strip() or not name.isprintable()):
         raise UsageError("--name is empty", "leave it out to use the name MODEL")
-    if wrong := next((each for each in cors or () if each != "*" and not is_origin(each)), None):
-        raise UsageError(f"--cors {wrong} is not an origin", "such as https://chat.example:8443, without a path; * for every page")
+    if invalid := next((origin for origin in cors or () if origin != "*" and not is_origin(origin)), None):
+        raise UsageError(f"--cors {invalid} is not an origin", "such as https://chat.example:8443, without a path; * for every page")
     if queue < 0:
         raise UsageError(f"--queue {queue} is out of range", "the number of requests that may wait: 0 or more")
 
 
 def is_origin(text: str) -> bool:
-    """Whether it has a scheme and a host; desktop apps have origins with schemes of their own."""
+    """Whether a text is an origin: a scheme and a host. Desktop apps have schemes of their own."""
     try:
         return "://" in text and (text.startswith("file:") or urlsplit(text).hostname is not None)
-    except ValueError:  # half of an address in brackets
+    except ValueError:  # an unclosed bracket of an IPv6 address
         return False
 
 
-def parallel_engines(engine: Engine, sequences: int, screen: Screen, lasting: ExitStack) -> list[Engine]:
-    """The engines for parallel answers, whose caches end with `lasting`."""
+def parallel_engines(engine: Engine, sequences: int, screen: Screen, resources: ExitStack) -> list[Engine]:
+    """The engines for parallel answers. `resources`: closes their caches."""
     from ..runtime.generation.batching import open_sequences
 
-    engines, said = open_sequences(engine, sequences)
+    engines, notes = open_sequences(engine, sequences)
     for other in engines[1:]:
-        lasting.callback(other.cache.close)
-    for line in said:
+        resources.callback(other.cache.close)
+    for line in notes:
         screen.note(line)
     return engines
 
 
-def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: bool, screen: Screen,
-                 lasting: ExitStack) -> PromptCache | None:
-    """The store of prompt caches that other answers displace: in a folder that ends with `lasting`, or `for_good` among the sessions. None
-    if nothing is to be kept, or can be."""
+def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, permanent: bool, screen: Screen,
+                 resources: ExitStack) -> PromptCache | None:
+    """The store of prompt caches that other answers displace: a temporary folder, removed by `resources`, or if `permanent` the folder of
+    the sessions. None if it is turned off, or not possible with the engine's options."""
     from ..runtime.files.scratch_folder import scratch_folder
     from ..runtime.library.storage import served_folder
     from ..runtime.sessions.prompt_cache import PromptCache, conflicting_flag
@@ -333,14 +343,14 @@ def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: b
     from ..runtime.sessions.session_store import SessionStore
 
     sessions = SessionSaver(screen, ref, flags).sessions
-    if for_good:
+    if permanent:
         return PromptCache(engine, sessions)
     if not sessions.budget or conflicting_flag(engine.options):
         return None
     parent = served_folder(screen.environment.variables)
     try:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder = lasting.enter_context(scratch_folder(parent))
+        folder = resources.enter_context(scratch_folder(parent))
     except OSError as error:
         screen.note(f"KV caches of inactive conversations cannot be saved: {error.filename}: {error.strerror}")
         return None
@@ -349,7 +359,7 @@ def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: b
 
 
 def slot_folder(text: str | None, options: EngineOptions, screen: Screen) -> Path | None:
-    """The folder of --slot-save-path, checked; a new one is reported. Raises what `slot_files.slot_folder` raises."""
+    """The folder of --slot-save-path, None if it was not given; a new one is noted. Raises what `slot_files.slot_folder` raises."""
     if text is None:
         return None
     from ..runtime.sessions import slot_files
@@ -362,7 +372,7 @@ def slot_folder(text: str | None, options: EngineOptions, screen: Screen) -> Pat
 
 
 def slot_files(folder: Path | None, engine: Engine, ref: ModelRef, flags: SessionFlags) -> SlotFiles | None:
-    """Saves and restores slots in a folder."""
+    """The object that saves and restores slots in a folder; None without one."""
     if folder is None:
         return None
     from ..offload.size import parse_size
@@ -373,6 +383,6 @@ def slot_files(folder: Path | None, engine: Engine, ref: ModelRef, flags: Sessio
 
 
 def public_name(text: str) -> str:
-    """A model's name in responses: no folder of this machine, and for a link its own name, not its target's."""
+    """A model's name in responses: of a path only the last part, and for a link its own name, not its target's."""
     path = Path(text).expanduser()
     return os.path.basename(os.path.abspath(path)) if text.startswith((".", "/", "~")) or os.path.exists(path) else text

@@ -10,7 +10,7 @@ import typer
 from .. import EffllmError, typed
 from .flags import add_command, flag
 from .list_ import counted
-from .loading import find, tokenizer_of, with_mmproj
+from .loading import find_model, tokenizer_of, with_mmproj
 from .options import OUTPUT, Json, Mmproj, Model
 from .screen import Screen
 
@@ -73,7 +73,7 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, template: 
     from ..runtime.encoders import is_encoder
 
     screen = Screen(context.obj)
-    ref = find(model, screen)
+    ref = find_model(model, screen)
     if is_encoder(ref.folder):
         from .encoder_info import show_encoder
 

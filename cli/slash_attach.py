@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .. import EffllmError
-from .attachment import Attachment, named_path, read_text
-from .media_files import as_media_items, read_media_file, sense_of
+from .attachment import Attachment, expand_path, read_text
+from .media_files import as_media_items, modality_of, read_media_file
 
 if TYPE_CHECKING:
     from .conversation import Conversation
@@ -15,48 +15,49 @@ if TYPE_CHECKING:
 def attach(chat: Conversation, rest: str) -> None:
     """`/file PATH`, `/file off`, `/file` alone."""
     if rest == "off":
-        chat.attached[:] = [each for each in chat.attached if each.shown]
+        chat.attached[:] = [attachment for attachment in chat.attached if attachment.media]
     elif rest:
-        path = named_path(rest)
+        path = expand_path(rest)
         text = read_text(path)
-        tokens, room = chat.session.count(text), chat.session.n_ctx - chat.session.used - sum(each.tokens for each in chat.attached)
-        if tokens >= room:
-            raise EffllmError(f"{path} has {tokens} tokens, and {max(0, room)} of the context of {chat.session.n_ctx} are free",
+        tokens = chat.session.count(text)
+        available = chat.session.n_ctx - chat.session.used - sum(attachment.tokens for attachment in chat.attached)
+        if tokens >= available:
+            raise EffllmError(f"{path} has {tokens} tokens, and {max(0, available)} of the context of {chat.session.n_ctx} are free",
                               "a larger context (-c), /clear, or a part of the file")
         chat.attached.append(Attachment(path.name, text, tokens))
-    say_attached(chat)
+    list_attachments(chat)
 
 
-def say_attached(chat: Conversation) -> None:
-    for each in chat.attached:
-        chat.screen.note(f"{each.name}: {each.tokens} tokens attached to the next message (/{each.part} off drops them)")
+def list_attachments(chat: Conversation) -> None:
+    for attachment in chat.attached:
+        chat.screen.note(f"{attachment.name}: {attachment.tokens} tokens attached to the next message (/{attachment.part} off drops them)")
     if not chat.attached:
         chat.screen.note("no files attached to the next message (/file PATH adds one)")
 
 
-def attach_picture(chat: Conversation, rest: str) -> None:
+def attach_image(chat: Conversation, rest: str) -> None:
     """`/image PATH`, `/image off`, `/image` alone."""
-    attach_taken(chat, rest, "image")
+    attach_media(chat, rest, "image")
 
 
 def attach_video(chat: Conversation, rest: str) -> None:
     """`/video PATH`, `/video off`, `/video` alone."""
-    attach_taken(chat, rest, "video")
+    attach_media(chat, rest, "video")
 
 
-def attach_sound(chat: Conversation, rest: str) -> None:
+def attach_audio(chat: Conversation, rest: str) -> None:
     """`/audio PATH`, `/audio off`, `/audio` alone."""
-    attach_taken(chat, rest, "audio")
+    attach_media(chat, rest, "audio")
 
 
-def attach_taken(chat: Conversation, rest: str, part: str) -> None:
+def attach_media(chat: Conversation, rest: str, part: str) -> None:
     """Attach media of the kind `part`: image, video or audio."""
     if rest == "off":
-        chat.attached[:] = [each for each in chat.attached if each.part != part]
+        chat.attached[:] = [attachment for attachment in chat.attached if attachment.part != part]
     elif rest:
-        chat.session.demand_sight(sense_of(part))
-        path = named_path(rest)
+        chat.session.demand_sight(modality_of(part))
+        path = expand_path(rest)
         with chat.screen.waiting(f"reading {path.name}"):
-            given = read_media_file(path, part)
-        chat.attached += as_media_items([given], chat.session)
-    say_attached(chat)
+            file = read_media_file(path, part)
+        chat.attached += as_media_items([file], chat.session)
+    list_attachments(chat)

@@ -19,18 +19,18 @@ def set_adapter(chat: Conversation, rest: str) -> None:
     if not names:
         raise UsageError("this chat has no adapter", "load them at the start: effllm chat MODEL --lora ADAPTER, ADAPTER:0 for later")
     if words:
-        name, *scale = words
-        if name not in names or len(scale) > 1:
-            raise UsageError(f"there is no adapter {name!r}" if name not in names else f"{' '.join(scale)} is not a scale", USAGE)
-        if scale:
-            before = engine.adapter_scales
-            engine.choose(tuple(_scale(*scale) if each == name else own for each, own in zip(names, before, strict=True)))
-            if engine.adapter_scales != before and chat.session.messages:
+        name, *scales = words
+        if name not in names or len(scales) > 1:
+            raise UsageError(f"there is no adapter {name!r}" if name not in names else f"{' '.join(scales)} is not a scale", USAGE)
+        if scales:
+            previous = engine.adapter_scales
+            engine.choose(tuple(_scale(*scales) if each == name else scale for each, scale in zip(names, previous, strict=True)))
+            if engine.adapter_scales != previous and chat.session.messages:
                 chat.screen.note("the next message processes the conversation again")
     width = max(map(len, names))
-    for name, own in zip(names, engine.adapter_scales, strict=True):
+    for name, scale in zip(names, engine.adapter_scales, strict=True):
         if not words or name == words[0]:
-            chat.screen.note(f"  {name:<{width}}  {own:g}")
+            chat.screen.note(f"  {name:<{width}}  {scale:g}")
 
 
 def _scale(text: str) -> float:

@@ -1,6 +1,6 @@
-"""MCP tools at a terminal: which there are, the question before each call, and a line about its result.
+"""MCP tools at a terminal: lists them, asks before each call, and notes its result.
 
-A call runs only if the user has agreed, by an answer now, or by a flag or the configuration before; if nobody can be asked, it does not."""
+A call runs only with approval: the user's answer, a flag or the configuration. If nobody can be asked, it does not run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from .. import UsageError, typed
-from .attachment import named_path
+from .attachment import expand_path
 from .interrupt import interruptible, termination_signal, without_echo
-from .loading import follow, tokenizer_of
+from .loading import show_progress, tokenizer_of
 from .options import RunFlags, ToolFlags
 from .screen import Screen
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from ..runtime.session import Session
     from .conversation import Conversation
 
-SHOWN_LETTERS = 1200  # of a call, before a question about it
-BRIEF = 100  # characters shown of a call, or of its result
+MAX_SHOWN = 1200  # characters shown of a call that needs approval
+BRIEF_LENGTH = 100  # characters shown of a call, or of its result
 CHOICES = "[y]es, [n]o, [a]lways this tool, e[x] no to all"
 USAGE = "/tools [on|off NAME]"
 
 
 @contextmanager
-def offered_tools(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Screen) -> Iterator[ToolUse | None]:
-    """The tools of --mcp, with their servers running until the context ends; None without the flag. Raises UsageError for a model whose
-    template has no tools, before anything is started or loaded."""
-    for name, given in (("--yes-tools", flags.yes_tools), ("--tool-rounds", flags.tool_rounds is not None)):
-        if given and flags.mcp is None and name.removeprefix("--").replace("-", "_") not in flags.settled:
+def open_tools(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Screen) -> Iterator[ToolSession | None]:
+    """A context that yields the tools of --mcp, None without the flag, and runs their servers until it ends. Raises UsageError for a model
+    without tool support, before anything is started or loaded."""
+    for name, is_given in (("--yes-tools", flags.yes_tools), ("--tool-rounds", flags.tool_rounds is not None)):
+        if is_given and flags.mcp is None and name.removeprefix("--").replace("-", "_") not in flags.from_settings:
             raise UsageError(f"{name} needs tools", "give a file of servers: --mcp FILE")
     if flags.tool_rounds is not None and flags.tool_rounds < 1:
         raise UsageError(f"--tool-rounds {flags.tool_rounds} is out of range", "1 or more")
@@ -47,32 +47,36 @@ def offered_tools(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Scr
     from ..runtime.mcp.toolbox import Toolbox
     from ..runtime.tool_calls.tool_calling import ToolCalling
 
-    entries = read_configuration(named_path(flags.mcp), screen.environment.variables)
+    entries = read_configuration(expand_path(flags.mcp), screen.environment.variables)
     tokenizer = tokenizer_of(ref, engine.options())
     if tokenizer.template is None or not ToolCalling(tokenizer).style.knows_tools:
-        why = f"the chat template of {ref.text} has no tool support"
+        reason = f"the chat template of {ref.text} has no tool support"
         if tokenizer.template is None:
-            why = f"{ref.text} is a base model without a template"
-        if "mcp" not in flags.settled:
-            raise UsageError(f"--mcp: {why}", f"leave it out, or use another model; tool support: effllm show {typed(ref.text)}")
-        screen.note(f"EFFLLM_MCP is ignored: {why}")
+            reason = f"{ref.text} is a base model without a template"
+        if "mcp" not in flags.from_settings:
+            raise UsageError(f"--mcp: {reason}", f"leave it out, or use another model; tool support: effllm show {typed(ref.text)}")
+        screen.note(f"EFFLLM_MCP is ignored: {reason}")
         yield None
         return
-    with closing(Toolbox(entries, screen.environment.variables, engine.strict)) as box:
-        for notice in box.start():
+    with closing(Toolbox(entries, screen.environment.variables, engine.strict)) as toolbox:
+        for notice in toolbox.start():
             screen.note(notice.text)
-        yield ToolUse(box, screen, flags.mcp, flags.yes_tools, flags.tool_rounds or MOST_ROUNDS)
+        yield ToolSession(toolbox, screen, flags.mcp, flags.yes_tools, flags.tool_rounds or MOST_ROUNDS)
 
 
-class ToolUse:
-    """The tools of one run or chat. `calls`: those made so far, for --json; `was_stopped`: the user stopped the last answer."""
+class ToolSession:
+    """The tools of one run or chat.
 
-    def __init__(self, box: Toolbox, screen: Screen, source: str, is_approved: bool, most: int) -> None:
-        self.box, self.screen, self.source, self.most = box, screen, source, most
+    calls: the calls made so far, for --json.
+    was_stopped: the user stopped the last answer.
+    """
+
+    def __init__(self, toolbox: Toolbox, screen: Screen, source: str, is_approved: bool, max_rounds: int) -> None:
+        self.box, self.screen, self.source, self.most = toolbox, screen, source, max_rounds
         self.calls: list[dict[str, object]] = []
         self.was_stopped = False
-        box.approves_all = is_approved
-        self._is_refused = False
+        toolbox.approves_all = is_approved
+        self._rejects_all = False
 
     def begin(self, session: Session) -> None:
         """List the tools, and let answers call them. Ctrl-C skips servers that have not answered yet."""
@@ -81,7 +85,7 @@ class ToolUse:
         stopped: list[bool] = []
         try:
             with interruptible(lambda: stopped.append(True)):
-                list(follow(self.box.connect(lambda: bool(stopped)), self.screen, type(None)))
+                list(show_progress(self.box.connect(lambda: bool(stopped)), self.screen, type(None)))
         except Cancelled:
             raise KeyboardInterrupt from None
         session.tools = self.box.tools
@@ -92,92 +96,94 @@ class ToolUse:
                              f"\"disabled\": true in {self.source} turns a server off, -c gives more room")
 
     def _tokens(self, session: Session) -> int:
-        """About how many tokens the tool definitions take in every prompt."""
+        """Approximate number of tokens that the tool definitions take in every prompt."""
         return session.count(json.dumps([tool.function for tool in self.box.on], ensure_ascii=False))
 
-    def say_offered(self, session: Session) -> None:
-        """The number of tools, and the prompt tokens they take."""
+    def announce(self, session: Session) -> None:
+        """Note how many tools there are, and how many prompt tokens they take."""
         if self.box.on:
             tokens = self._tokens(session)
             servers = dict.fromkeys(tool.server for tool in self.box.on)
             self.screen.note(f"{len(self.box.on)} tools of {', '.join(servers)}, about {tokens} tokens of every prompt (/tools lists them)")
 
     def answer(self, events: Iterable[object], session: Session, show: Callable[[Iterable[object]], Stats]) -> Stats:
-        """`show` an answer, confirm and run its calls, and repeat until it makes none. Returns the statistics of the last answer."""
+        """Show an answer with `show`, run its approved calls, and repeat until an answer makes none. Returns the statistics of the last
+        answer."""
         from ..runtime.events import Notice
         from ..runtime.mcp.agent_loop import ApprovalRequest, Generating, ToolExecution, ToolRefresh, ToolReported, agent_loop
 
-        cost, self.was_stopped, self._is_refused = None, False, False
+        stats, self.was_stopped, self._rejects_all = None, False, False
         with closing(agent_loop(session, events, self.box, self.most)) as steps:
             for step in steps:
                 if isinstance(step, Generating):
-                    cost = show(step.events)
+                    stats = show(step.events)
                 elif isinstance(step, ToolRefresh):
-                    self._list(step)
+                    self._refresh(step)
                 elif isinstance(step, ApprovalRequest):
-                    self._ask(step)
+                    self._request_approval(step)
                 elif isinstance(step, ToolExecution):
-                    self._run(step)
+                    self._execute(step)
                 elif isinstance(step, ToolReported):
-                    self._tell(step)
+                    self._report(step)
                 elif isinstance(step, Notice):
                     self.screen.note(step.text)
-        return cost
+        return stats
 
-    def _list(self, listing: ToolRefresh) -> None:
-        with without_echo(self.screen.environment.stdin), interruptible(listing.cancel):
-            list(follow(listing.events, self.screen, type(None)))
-        if listing.is_cancelled:
+    def _refresh(self, refresh: ToolRefresh) -> None:
+        with without_echo(self.screen.environment.stdin), interruptible(refresh.cancel):
+            list(show_progress(refresh.events, self.screen, type(None)))
+        if refresh.is_cancelled:
             raise KeyboardInterrupt
 
-    def _ask(self, question: ApprovalRequest) -> None:
-        screen, said = self.screen, format_call(question.call)
-        if self._is_refused:
+    def _request_approval(self, request: ApprovalRequest) -> None:
+        screen, call_text = self.screen, format_call(request.call)
+        if self._rejects_all:
             return
         if not screen.environment.is_interactive:
-            screen.note_once(f"there is no terminal for questions: calls of {question.tool.name} are refused (--yes-tools allows all, "
-                             f"autoApprove of {question.tool.server} in {self.source} some)")
+            screen.note_once(f"there is no terminal for questions: calls of {request.tool.name} are refused (--yes-tools allows all, "
+                             f"autoApprove of {request.tool.server} in {self.source} some)")
             return
-        is_cut = len(said) > SHOWN_LETTERS
-        screen.note(f"{question.tool.server} wants to run {said[:SHOWN_LETTERS]}{'…' if is_cut else ''}")
+        is_cut = len(call_text) > MAX_SHOWN
+        screen.note(f"{request.tool.server} wants to run {call_text[:MAX_SHOWN]}{'…' if is_cut else ''}")
         discard_typeahead(screen)
         while True:
             try:
-                reply = screen.prompt(f"Call it? {CHOICES}{f', [s]how all {len(said)} characters' if is_cut else ''}:")
+                reply = screen.prompt(f"Call it? {CHOICES}{f', [s]how all {len(call_text)} characters' if is_cut else ''}:")
             except KeyboardInterrupt:
-                question.is_over = self.was_stopped = True
+                request.is_over = self.was_stopped = True
                 screen.note("stopped by Ctrl-C: no more tools are called")
                 return
-            word = reply.strip().lower()
-            if word in ("s", "show") and is_cut:
-                screen.note(said)
+            answer = reply.strip().lower()
+            if answer in ("s", "show") and is_cut:
+                screen.note(call_text)
                 continue
-            if word in ("a", "always"):
-                self.box.approved.add(question.tool.name)
-            self._is_refused = word in ("x", "exit", "none")
-            question.is_allowed = word in ("y", "yes", "a", "always")
-            if reply and word not in ("y", "yes", "a", "always", "n", "no", "x", "exit", "none"):
+            if answer in ("a", "always"):
+                self.box.approved.add(request.tool.name)
+            self._rejects_all = answer in ("x", "exit", "none")
+            request.is_allowed = answer in ("y", "yes", "a", "always")
+            if reply and answer not in ("y", "yes", "a", "always", "n", "no", "x", "exit", "none"):
                 continue
             return
 
-    def _run(self, running: ToolExecution) -> None:
+    def _execute(self, execution: ToolExecution) -> None:
         stdin = self.screen.environment.stdin
-        with without_echo(stdin), interruptible(running.cancel):
-            list(follow(running.events, self.screen, type(None)))
-        if running.is_cancelled:
+        with without_echo(stdin), interruptible(execution.cancel):
+            list(show_progress(execution.events, self.screen, type(None)))
+        if execution.is_cancelled:
             self.was_stopped = True
-            self.screen.note(f"stopped by {termination_signal() or 'Ctrl-C'}: {running.call.name} was cancelled")
+            self.screen.note(f"stopped by {termination_signal() or 'Ctrl-C'}: {execution.call.name} was cancelled")
 
-    def _tell(self, told_: ToolReported) -> None:
-        call, found = told_.call, told_.found
-        self.calls.append({"name": call.name, "server": told_.tool and told_.tool.server, "arguments": json.loads(call.arguments or "{}"),
-                           "result": told_.text, "is_error": found is None or found.is_error, "was_run": found is not None})
-        line = " ".join(told_.text.split())
-        if found is not None:
-            self.screen.note(f"{brief(format_call(call))} → {brief(line)}{f' ({len(told_.text)} characters)' if len(line) > BRIEF else ''}")
-        elif told_.tool is None or not self.was_stopped:
+    def _report(self, report: ToolReported) -> None:
+        call, result = report.call, report.found
+        self.calls.append({"name": call.name, "server": report.tool and report.tool.server, "arguments": json.loads(call.arguments or "{}"),
+                           "result": report.text, "is_error": result is None or result.is_error, "was_run": result is not None})
+        line = " ".join(report.text.split())
+        if result is not None:
+            length = f" ({len(report.text)} characters)" if len(line) > BRIEF_LENGTH else ""
+            self.screen.note(f"{brief(format_call(call))} → {brief(line)}{length}")
+        elif report.tool is None or not self.was_stopped:
             self.screen.note(f"{brief(format_call(call))} was not run: {line.removeprefix('Error: ')}")
-        for remark in told_.remarks:
+        for remark in report.remarks:
             self.screen.note(remark)
 
 
@@ -193,11 +199,11 @@ def format_call(call: Call) -> str:
 
 
 def brief(text: str) -> str:
-    return text if len(text) <= BRIEF else f"{text[: BRIEF - 1]}…"
+    return text if len(text) <= BRIEF_LENGTH else f"{text[: BRIEF_LENGTH - 1]}…"
 
 
 def discard_typeahead(screen: Screen) -> None:
-    """Discard what was typed during the answer: it was not meant for this question."""
+    """Discard input typed during the answer, which was not meant for this question."""
     import termios
 
     termios.tcflush(screen.environment.stdin, termios.TCIFLUSH)
@@ -208,27 +214,27 @@ def tools(chat: Conversation, rest: str) -> None:
     if chat.tools is None:
         raise UsageError("there are no tools in this chat", "start it with tools: effllm chat MODEL --mcp FILE")
     word, _, name = rest.partition(" ")
-    box = chat.tools.box
+    toolbox = chat.tools.box
     if word:
         if word not in ("on", "off") or not name.strip():
             raise UsageError(f"/tools takes on or off and the name of a tool or server, not {rest!r:.80}", "/tools off NAME")
-        box.turn(name.strip(), word == "on")
-        chat.session.tools = box.tools
-    for client in box.clients:
-        own = [tool for tool in box.found if tool.client is client]
-        chat.screen.note(f"{client.entry.name}: {len(own)} tools" if own else f"{client.entry.name}: no tools")
-        for tool in own:
-            how = "off" if tool.name in box.off else "on, without asking" if tool.name in box.approved else "on"
-            chat.screen.note(f"  {tool.name} ({how})  {brief(tool.description.strip().partition(chr(10))[0])}".rstrip(), 4)
+        toolbox.turn(name.strip(), word == "on")
+        chat.session.tools = toolbox.tools
+    for client in toolbox.clients:
+        client_tools = [tool for tool in toolbox.found if tool.client is client]
+        chat.screen.note(f"{client.entry.name}: {len(client_tools)} tools" if client_tools else f"{client.entry.name}: no tools")
+        for tool in client_tools:
+            state = "off" if tool.name in toolbox.off else "on, without asking" if tool.name in toolbox.approved else "on"
+            chat.screen.note(f"  {tool.name} ({state})  {brief(tool.description.strip().partition(chr(10))[0])}".rstrip(), 4)
 
 
 def names(chat: Conversation) -> list[str]:
     """Names of tools and servers, for completion."""
-    box = chat.tools and chat.tools.box
-    return [*dict.fromkeys(name for tool in box.found for name in (tool.server, tool.name))] if box else []
+    toolbox = chat.tools and chat.tools.box
+    return [*dict.fromkeys(name for tool in toolbox.found for name in (tool.server, tool.name))] if toolbox else []
 
 
 def refuse_raw_tools(raw: bool, flags: ToolFlags) -> None:
     """Raises UsageError for tools with --raw."""
-    if raw and flags.mcp is not None and "mcp" not in flags.settled:
+    if raw and flags.mcp is not None and "mcp" not in flags.from_settings:
         raise UsageError("--mcp cannot be combined with --raw", "drop one of them")

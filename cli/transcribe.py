@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from .flags import add_command, flag
-from .loading import at_precision, find_any, follow, loaded, with_mmproj
+from .loading import find_model_variant, open_model, quantized_on_load, show_progress, with_mmproj
 from .options import ANSWER, OUTPUT, EngineFlags, Json, Mmproj, Model, WeightFlags
 from .screen import Screen
 
@@ -44,30 +44,32 @@ def transcribe(context: typer.Context, model: Model, file: File, language: Langu
     from ..runtime.images.media import check_modality
     from ..runtime.images.modality import AUDIO_INPUT, SAMPLE_RATE
     from ..runtime.sampler import SamplerSettings
-    from .attachment import named_path
+    from .attachment import expand_path
 
     screen = Screen(context.obj)
     screen.environment.require_stdout()
-    found = with_mmproj(find_any(model, screen), mmproj, screen)
-    check_modality(found.whole, read_config(found.whole), found.mmproj, AUDIO_INPUT)
+    unquantized = with_mmproj(find_model_variant(model, screen), mmproj, screen)
+    check_modality(unquantized.whole, read_config(unquantized.whole), unquantized.mmproj, AUDIO_INPUT)
     with screen.waiting(f"reading {file}"):
-        samples = read_audio(named_path("/dev/stdin" if file == "-" else file))
-    options, plain = engine.options(), format == "text" and not json
-    with at_precision(found, weights, screen, options) as ref, loaded(ref, options, screen, sees=True) as at_hand:
-        writing = Transcriber(ServedModel(at_hand.engine, at_hand.tokenizer), language, hint, translate)
-        parts = writing.pieces(samples, timed=not plain)
-        made, wish = writing.transcript(parts), GenerationOptions(SamplerSettings(temperature=0.0))
+        samples = read_audio(expand_path("/dev/stdin" if file == "-" else file))
+    options, is_plain = engine.options(), format == "text" and not json
+    with quantized_on_load(unquantized, weights, screen, options) as ref, open_model(ref, options, screen, with_media=True) as opened:
+        transcriber = Transcriber(ServedModel(opened.engine, opened.tokenizer), language, hint, translate)
+        chunks = transcriber.pieces(samples, timed=not is_plain)
+        transcript, generation_options = transcriber.transcript(chunks), GenerationOptions(SamplerSettings(temperature=0.0))
         try:
-            for part in parts:
-                for event in follow(writing.answer(part, wish), screen, TextDelta | Done):
-                    is_text = isinstance(event, TextDelta)
-                    told = made.ended(event.stats.token_ids) if not is_text else made.add(event.text) if event.kind == "answer" else ""
-                    if plain and told:
-                        screen.answer(told)
+            for chunk in chunks:
+                for event in show_progress(transcriber.answer(chunk, generation_options), screen, TextDelta | Done):
+                    if isinstance(event, Done):
+                        text = transcript.ended(event.stats.token_ids)
+                    else:
+                        text = transcript.add(event.text) if event.kind == "answer" else ""
+                    if is_plain and text:
+                        screen.answer(text)
         finally:
-            if plain:
+            if is_plain:
                 screen.end_answer()
     if json:
-        screen.json({"task": "translate" if translate else "transcribe", **made.to_json(len(samples) / SAMPLE_RATE)})
-    elif not plain:
-        screen.line(subtitles(made.segments, format == "vtt").rstrip("\n"))
+        screen.json({"task": "translate" if translate else "transcribe", **transcript.to_json(len(samples) / SAMPLE_RATE)})
+    elif not is_plain:
+        screen.line(subtitles(transcript.segments, format == "vtt").rstrip("\n"))

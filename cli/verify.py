@@ -8,7 +8,7 @@ import typer
 
 from .. import EffllmError
 from .flags import add_command
-from .loading import find, follow, last
+from .loading import final_result, find_model
 from .options import Json, Model
 from .screen import Screen
 
@@ -35,8 +35,8 @@ def verify(context: typer.Context, model: Model, json: Json = False) -> None:
     from ..runtime.library.verify import verify as check
 
     screen = Screen(context.obj)
-    folder = find(model, screen).folder
-    result = last(follow(check(folder), screen, Verified))
+    folder = find_model(model, screen).folder
+    result = final_result(check(folder), screen, Verified)
     if json:
         screen.json(result.to_json())
     if result.damaged:

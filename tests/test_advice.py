@@ -9,7 +9,7 @@ import pytest
 from streamed_models import long_context, long_context_mixture
 from test_forecast import CPU, DISK, KINDS, KNOWN, MACHINE, fable
 
-from effllm.cli.plan import speeds, verdict
+from effllm.cli.plan_report import speeds, verdict
 from effllm.offload.predict import KindRate
 from effllm.runtime.planning.forecast import forecast, suggest
 from effllm.runtime.planning.roofs import Roofs

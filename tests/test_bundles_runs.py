@@ -11,7 +11,7 @@ from streamed_models import larger_than_memory
 from test_forecast import KNOWN
 from test_streamed_runs import MIB, answer, finish, peak, start
 
-from effllm.cli.plan import lines, report
+from effllm.cli.plan_report import lines, report
 from effllm.offload.size import format_size
 from effllm.runtime.conversion.bundle_ffn import bundle
 from effllm.runtime.planning.forecast import forecast, suggest

@@ -8,7 +8,7 @@ import pytest
 from command_line import Ran
 
 import effllm
-from effllm.cli.flags import token_count, variable
+from effllm.cli.flags import token_count, variable_name
 from effllm.cli.settings import known_settings
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -206,7 +206,7 @@ def test_every_setting_is_a_flag_and_has_a_default(place: Path) -> None:
     assert {"temp", "ctx-size", "bits", "think", "markdown", "stats"} <= shown.keys()
     assert not {"json", "yes", "debug", "output", "file", "raw"} & shown.keys(), "what one command is to do is not a setting"
     for key, entry in shown.items():
-        assert entry["origin"] == "built in" or os.environ.get(variable(key)), key
+        assert entry["origin"] == "built in" or os.environ.get(variable_name(key)), key
 
 
 WRONG = [("SEED", "abc", "'abc' is not a whole number"), ("TEMP", "hot", "'hot' is not a number"),

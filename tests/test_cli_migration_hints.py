@@ -169,7 +169,7 @@ def test_a_seed_given_as_a_system_prompt_is_reported() -> None:
     environment = world()
     migration_hints.note_seed_flag(AnswerFlags(system="42"), Screen(environment))
     assert "the seed is --seed 42" in environment.stderr.getvalue()
-    for answer in (AnswerFlags(system="Answer in 42 words."), AnswerFlags(system="42", settled=frozenset({"system"})), AnswerFlags()):
+    for answer in (AnswerFlags(system="Answer in 42 words."), AnswerFlags(system="42", from_settings=frozenset({"system"})), AnswerFlags()):
         quiet = world()
         migration_hints.note_seed_flag(answer, Screen(quiet))
         assert quiet.stderr.getvalue() == ""

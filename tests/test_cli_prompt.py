@@ -9,7 +9,7 @@ import pytest
 from test_cli_screen import Terminal, screen, texts
 
 from effllm import ContextOverflow, EffllmError, UsageError
-from effllm.cli.attachment import written_in_editor
+from effllm.cli.attachment import edit_text
 from effllm.cli.conversation import next_step
 from effllm.cli.editor import is_open, unquoted
 from effllm.cli.number_format import margin
@@ -97,7 +97,7 @@ def test_a_first_message_that_is_too_long_is_not_answered_with_taking_back() -> 
 
 def test_an_editor_that_leaves_nothing_is_told_of_a_message() -> None:
     with pytest.raises(UsageError, match="^the message is empty: nothing was sent$"):
-        written_in_editor("", {"VISUAL": "true"}, sys.stderr)
+        edit_text("", {"VISUAL": "true"}, sys.stderr)
 
 
 def test_a_prediction_never_promises_less_than_nothing() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from effllm import EffllmError
 from effllm.cli.environment import Environment
-from effllm.cli.loading import follow
+from effllm.cli.loading import show_progress
 from effllm.cli.number_format import rounded
 from effllm.cli.screen import Screen, cell_width, format_progress, wrap_line
 from effllm.offload.notes import Detail
@@ -158,7 +158,7 @@ def test_progress_is_taken_away_where_a_failure_is_told_next() -> None:
 
     shown = ticking(screen(err=Terminal(), NO_COLOR="1"))
     with pytest.raises(EffllmError):
-        list(follow(broken_off(), shown, str))
+        list(show_progress(broken_off(), shown, str))
     err = texts(shown)[1]
     assert "downloading  1.00 MiB of 4.00 MiB" in err and err.endswith("\r\x1b[K")
 
@@ -166,7 +166,7 @@ def test_progress_is_taken_away_where_a_failure_is_told_next() -> None:
 def test_a_run_leaves_out_what_only_a_plan_says() -> None:
     said = (Notice(Detail("weights are repacked")), Notice("the context is shorter"), "opened")
     shown = screen()
-    assert list(follow(said, shown, str)) == ["opened"] and texts(shown)[1] == "the context is shorter\n"
+    assert list(show_progress(said, shown, str)) == ["opened"] and texts(shown)[1] == "the context is shorter\n"
 
 
 def test_an_operation_of_the_same_name_begins_again() -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from effllm import UsageError
-from effllm.cli.attachment import Attachment, completed_paths, named_path, with_attachments
+from effllm.cli.attachment import Attachment, complete_path, expand_path, with_attachments
 from effllm.cli.transcript import transcript
 
 HOSTILE = "one\x1b]0;owned\x07 two\x1b[2J three\x9b31m four\rfive\u202e six"
@@ -50,11 +50,11 @@ def test_a_file_that_holds_a_fence_gets_a_longer_one() -> None:
 def test_paths_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert named_path("~/a b.txt") == tmp_path / "a b.txt" == named_path("'~/a b.txt'") and named_path("a") == Path("a")
+    assert expand_path("~/a b.txt") == tmp_path / "a b.txt" == expand_path("'~/a b.txt'") and expand_path("a") == Path("a")
     (tmp_path / "notes.txt").touch()
     (tmp_path / "novels").mkdir()
     (tmp_path / "novels" / "one.txt").touch()
     (tmp_path / ".hidden").touch()
-    assert completed_paths("no") == ["notes.txt", "novels/"] and completed_paths("") == ["notes.txt", "novels/"]
-    assert completed_paths("novels/o") == ["novels/one.txt"] and completed_paths("~/.h") == ["~/.hidden"]
-    assert completed_paths("absent/x") == [] == completed_paths("~nobody-here/x")
+    assert complete_path("no") == ["notes.txt", "novels/"] and complete_path("") == ["notes.txt", "novels/"]
+    assert complete_path("novels/o") == ["novels/one.txt"] and complete_path("~/.h") == ["~/.hidden"]
+    assert complete_path("absent/x") == [] == complete_path("~nobody-here/x")

@@ -198,7 +198,7 @@ def test_a_model_may_ask_for_them_but_not_for_biases() -> None:
 
 def test_texts_of_flags_are_read_as_llama_cpp_reads_them() -> None:
     for given_, meant in (([r"\n", r"\"", r"a\\b", "x y"], ("\n", '"', "a\\b", "x y")), (["none"], ()), (["none", "."], ("none", "."))):
-        assert SamplingFlags(dry_sequence_breakers=given_).said()["dry_sequence_breakers"] == meant
+        assert SamplingFlags(dry_sequence_breakers=given_).overrides()["dry_sequence_breakers"] == meant
 
 
 def test_texts_that_break_repeats_as_tokens(tokenizer: Tokenizer) -> None:

@@ -14,7 +14,7 @@ from streamed_models import larger_than_memory, streaming
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.cli.number_format import rounded
-from effllm.cli.plan import bar
+from effllm.cli.plan_report import bar
 from effllm.kernels import warm
 from effllm.offload import hardware
 from effllm.offload.direct_io import ReadStats

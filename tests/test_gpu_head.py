@@ -13,7 +13,7 @@ from test_device_memory import watched
 from test_gpu_tier import planned
 
 from effllm import DoesNotFit
-from effllm.cli.plan import on_gpu
+from effllm.cli.plan_report import on_gpu
 from effllm.kernels.cuda import matmul, stages
 from effllm.kernels.cuda.device import SimulatedDevice
 

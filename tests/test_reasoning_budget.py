@@ -146,9 +146,9 @@ def test_a_model_that_does_not_reason_is_told_of_once(engine):
     told = [[each.text for each in session.ask(QUESTION) if isinstance(each, Notice)] for _ in range(2)]
     assert told == [[NOTHING_TO_LIMIT], []]
     notes = []
-    for settled, thinks, most, said_ in (((), False, None, [NOTHING_TO_LIMIT]), ((), True, 5, []),
+    for from_settings, thinks, most, said_ in (((), False, None, [NOTHING_TO_LIMIT]), ((), True, 5, []),
                                          (("reasoning_budget",), False, None, []), (("reasoning_budget",), True, 5, [])):
-        answer = AnswerFlags(reasoning_budget=5, settled=frozenset(settled))
+        answer = AnswerFlags(reasoning_budget=5, from_settings=frozenset(from_settings))
         wish = default_options(answer, SamplerSettings(), None, thinks, SimpleNamespace(note=notes.append))
         assert wish.max_reasoning_tokens == most and notes == said_
         notes.clear()

@@ -135,7 +135,7 @@ def test_who_says_no_more_and_goes_is_noticed(listened: Callable) -> None:
 
 
 def test_who_stops_reading_is_left(listened: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "KEEP_S", 0.4)
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.4)
 
     def client(application: Slow, connected: Callable) -> None:
         with connected() as unread, connected() as slowly:
@@ -172,7 +172,7 @@ def test_memory_that_is_free_between_things_in_use_is_given_back() -> None:
 
 
 def test_what_refused_requests_leave_behind_is_swept_by_its_bytes(answer_queue: AnswerQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "GC_NBYTES", 1 << 20)
+    monkeypatch.setattr(http_server, "GC_INTERVAL_NBYTES", 1 << 20)
     seen: list[int] = []
 
     async def application(scope: dict, receive: Callable, send: Callable) -> None:

@@ -34,9 +34,9 @@ def test_the_newest_are_held_and_no_more_than_may(steps: list[tuple[int, list[by
         for number in range(len(said) + 2):
             if number < events.first:
                 with pytest.raises(Problem, match="were dropped"):
-                    events.behind(number, NAME)
+                    events.since(number, NAME)
             else:
-                assert events.behind(number, NAME) == b"".join(said[number:])
+                assert events.since(number, NAME) == b"".join(said[number:])
 
 
 def test_one_that_says_much_takes_nothing_from_others() -> None:
@@ -99,8 +99,8 @@ def test_of_a_response_that_has_ended_the_newest_events_are_kept() -> None:
     kept, events = ResponseStore(20_000), EventLog()
     events.add([b"x" * 100] * 400)
     asked = ResponsesRequest(input="Hello")
-    kept.keep(asked, kept.own(asked), {"id": NAME, "output": []}, events)
-    assert kept.told(NAME)["id"] == NAME and kept.events(NAME) is events and 0 < events.first < 400 and events.nbytes < 20_000
+    kept.keep(asked, kept.input_items(asked), {"id": NAME, "output": []}, events)
+    assert kept.get(NAME)["id"] == NAME and kept.events(NAME) is events and 0 < events.first < 400 and events.nbytes < 20_000
     assert MAX_STORE_NBYTES > 20_000, "which is what there is in a server"
 
 
@@ -118,7 +118,7 @@ def test_what_a_response_in_the_background_was_asked_with_counts_until_it_ends(m
                 await send({"type": "http.response.start", "status": problem.status, "headers": []})
                 return
             record: RequestRecord = scope[guard.RECORD]
-            record.behind = asyncio.ensure_future(ends.wait())
+            record.background_task = asyncio.ensure_future(ends.wait())
             await send({"type": "http.response.start", "status": 200, "headers": []})
 
         app = guard.Guard(application, guard.AccessRules(False), lambda method, path, status, record: statuses.append(status))

@@ -27,7 +27,7 @@ from effllm.cli.server.single_model import on_problem
 
 def test_a_second_request_whose_bytes_drip_in_does_not_keep_a_connection(answer_queue: AnswerQueue,
                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "KEEP_S", 0.5)
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.5)
     got: list[bytes] = []
 
     async def application(scope: dict, receive: Callable, send: Callable) -> None:

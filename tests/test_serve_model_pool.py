@@ -86,13 +86,13 @@ def test_a_load_that_hangs_is_abandoned_and_the_next_one_begins() -> None:
     notes: list[str] = []
 
     async def work(pool: ModelPool) -> None:
-        hung = asyncio.ensure_future(refused(pool.take(model("hung"))))
+        hung = asyncio.ensure_future(refused(pool.acquire(model("hung"))))
         await asyncio.sleep(0)
-        other = await pool.take(model("other"))
+        other = await pool.acquire(model("other"))
         problem = await hung
         assert problem.status == 500 and problem.code == "model_not_loaded" and not problem.headers
         assert "hung cannot be loaded: no progress for 1 second (starting): " in problem.message
-        assert "--load-timeout" in problem.message and other.child.is_alive and pool.loaded() == [other]
+        assert "--load-timeout" in problem.message and other.worker.is_alive and pool.loaded() == [other]
 
     run(work, notes, silence_s=1.0)
     assert [each.partition(":")[0] for each in notes] == ["hung could not be loaded", "other is loaded"]
@@ -101,25 +101,25 @@ def test_a_load_that_hangs_is_abandoned_and_the_next_one_begins() -> None:
 def test_what_continues_may_take_longer() -> None:
     async def work(pool: ModelPool) -> None:
         began = time.monotonic()
-        assert (await pool.take(model("slow"))).child.at == "loading: 1 B of 9 B" and time.monotonic() - began > 3
+        assert (await pool.acquire(model("slow"))).worker.status == "loading: 1 B of 9 B" and time.monotonic() - began > 3
 
     run(work, [], silence_s=3.0)
 
 
 def test_a_child_that_says_what_is_no_word_of_it_is_ended() -> None:
     async def work(pool: ModelPool) -> None:
-        assert "babbling cannot be loaded: its process ended by " in (await refused(pool.take(model("babbling")))).message
+        assert "babbling cannot be loaded: its process ended by " in (await refused(pool.acquire(model("babbling")))).message
 
     run(work, [])
 
 
 def test_a_process_that_cannot_be_started_is_reported(script: Path) -> None:
     async def work(pool: ModelPool) -> None:
-        problem = await refused(pool.take(model("other")))
+        problem = await refused(pool.acquire(model("other")))
         assert (problem.status, problem.message) == \
             (500, "other cannot be loaded: its process cannot be started: Permission denied: the next request tries again")
         script.chmod(0o700)
-        assert (await pool.take(model("other"))).busy == 1
+        assert (await pool.acquire(model("other"))).busy == 1
 
     script.chmod(0o600)
     run(work, [])
@@ -130,16 +130,16 @@ def test_a_model_that_nobody_waits_for_keeps_none_from_answering() -> None:
     notes: list[str] = []
 
     async def work(pool: ModelPool) -> None:
-        first = await pool.take(model("first"))
-        second = asyncio.ensure_future(pool.take(model("second")))
+        first = await pool.acquire(model("first"))
+        second = asyncio.ensure_future(pool.acquire(model("second")))
         await until(lambda: "second waits for first to finish answers and make room" in notes)
-        third = asyncio.ensure_future(pool.take(model("first")))
+        third = asyncio.ensure_future(pool.acquire(model("first")))
         await asyncio.sleep(0.05)
         assert not third.done()
         second.cancel()
         assert await third is first and first.busy == 2 and pool.loaded() == [first] and not pool.waiting
 
-    run(work, notes, most=1)
+    run(work, notes, max_models=1)
     assert notes[-1] == "second was not loaded: no request is waiting for it any more"
 
 
@@ -148,18 +148,18 @@ def test_later_requests_do_not_overtake() -> None:
     notes: list[str] = []
 
     async def work(pool: ModelPool) -> None:
-        first = await pool.take(model("first"))
-        second = asyncio.ensure_future(pool.take(model("second")))
+        first = await pool.acquire(model("first"))
+        second = asyncio.ensure_future(pool.acquire(model("second")))
         await until(lambda: "second waits for first to finish answers and make room" in notes)
-        third = asyncio.ensure_future(pool.take(model("first")))
+        third = asyncio.ensure_future(pool.acquire(model("first")))
         await asyncio.sleep(0.02)
-        assert pool.waiting == 2 and not second.done() and not third.done() and first.child.is_alive
-        pool.give_back(first)
-        pool.give_back(await second)
+        assert pool.waiting == 2 and not second.done() and not third.done() and first.worker.is_alive
+        pool.release(first)
+        pool.release(await second)
         again = await third
         assert again is not first and pool.loaded() == [again] and not pool.waiting
 
-    run(work, notes, most=1)
+    run(work, notes, max_models=1)
     assert [each.partition(":")[0] for each in notes if " waits " not in each] == \
         ["first is loaded", "first is unloaded", "second is loaded", "second is unloaded", "first is loaded"]
 
@@ -169,13 +169,13 @@ def test_what_is_let_go_ends_after_its_answers_however_long_these_wanted_it_to_s
     notes: list[str] = []
 
     async def work(pool: ModelPool) -> None:
-        first = await pool.take(model("first"))
-        assert await pool.take(model("first")) is first and pool.let_go(model("first"))
-        pool.give_back(first, NEVER)
-        assert pool.loaded() == [first] and first.child.is_alive, "an answer runs"
-        pool.give_back(first, 300.0)
+        first = await pool.acquire(model("first"))
+        assert await pool.acquire(model("first")) is first and pool.unload_when_idle(model("first"))
+        pool.release(first, NEVER)
+        assert pool.loaded() == [first] and first.worker.is_alive, "an answer runs"
+        pool.release(first, 300.0)
         await until(lambda: not pool.loaded())
-        assert (await pool.take(model("first"))).keep_s == NEVER, "whoever asks next has it as it was"
+        assert (await pool.acquire(model("first"))).keep_s == NEVER, "whoever asks next has it as it was"
 
     run(work, notes)
     assert [each.partition(":")[0] for each in notes] == ["first is loaded", "first is unloaded", "first is loaded"]
@@ -185,15 +185,15 @@ def test_a_child_that_dies_while_it_waits_for_its_place_is_reported_at_once() ->
     notes: list[str] = []
 
     async def work(pool: ModelPool) -> None:
-        await pool.take(model("first"))
-        second = asyncio.ensure_future(refused(pool.take(model("second"))))
+        await pool.acquire(model("first"))
+        second = asyncio.ensure_future(refused(pool.acquire(model("second"))))
         await until(lambda: "second waits for first to finish answers and make room" in notes)
         for each in psutil.Process().children():
             if "--name=second" in each.cmdline():
                 each.send_signal(signal.SIGKILL)
         assert "its process ended by SIGKILL before it was loaded" in (await second).message
 
-    run(work, notes, most=1)
+    run(work, notes, max_models=1)
 
 
 def test_ends_and_requests_that_come_at_once() -> None:
@@ -202,7 +202,7 @@ def test_ends_and_requests_that_come_at_once() -> None:
 
     async def client(pool: ModelPool, number: int) -> None:
         await asyncio.sleep(chance.random() * 0.3)
-        taking = asyncio.ensure_future(pool.take(model("ab"[number % 2])))
+        taking = asyncio.ensure_future(pool.acquire(model("ab"[number % 2])))
         if number % 5 == 0:  # leaves before
             await asyncio.sleep(0.01)
             if taking.cancel():
@@ -211,14 +211,14 @@ def test_ends_and_requests_that_come_at_once() -> None:
                 return
         loaded = await taking
         for _ in range(3):
-            assert loaded.child.is_alive and loaded.model.name == "ab"[number % 2] and len(pool.loaded()) == 1
+            assert loaded.worker.is_alive and loaded.model.name == "ab"[number % 2] and len(pool.loaded()) == 1
             await asyncio.sleep(chance.random() * 0.01)
-        pool.give_back(loaded)
+        pool.release(loaded)
 
     async def work(pool: ModelPool) -> None:
         await asyncio.gather(*(client(pool, number) for number in range(60)))
         await until(lambda: not pool.loaded() and not pool.waiting)
 
-    run(work, notes, most=1, keep_s=0.0, waiting=100)
+    run(work, notes, max_models=1, keep_s=0.0, waiting=100)
     count = sum(" is loaded" in each for each in notes)
     assert 2 <= count == sum(" is unloaded: its request has ended" in each or " is unloaded: to make room" in each for each in notes)

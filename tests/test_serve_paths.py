@@ -42,6 +42,6 @@ def test_every_path_of_openai_is_documented() -> None:
 
 def test_every_setting_of_the_sampler_is_a_flag_and_a_field_of_requests() -> None:
     names = {field.name for field in fields(SamplerSettings)} - {"logit_bias"}
-    assert names == {field.name for field in fields(SamplingFlags) if field.name != "settled"}, "SamplingFlags of cli/options.py"
+    assert names == {field.name for field in fields(SamplingFlags) if field.name != "from_settings"}, "SamplingFlags of cli/options.py"
     assert SAMPLING.keys() <= GenerationRequest.model_fields.keys() and names == {*SAMPLING.values()}, \
         "GenerationRequest of cli/server/openai_requests.py"

@@ -68,9 +68,9 @@ def test_several_are_written_at_once_and_the_next_begins_where_one_ends() -> Non
         one.abandon()
         three.abandon()
         end = time.monotonic() + MINUTE
-        while several._rounds and time.monotonic() < end:
+        while several._scheduler and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        assert not several._rounds
+        assert not several._scheduler
 
     try:
         asyncio.run(test())

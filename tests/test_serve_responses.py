@@ -229,7 +229,7 @@ def test_an_answer_that_ends_early_says_so() -> None:
 def test_waiting_clients_receive_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first text: comments alone would not keep Codex."""
     monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.02)
-    monkeypatch.setattr(streams, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(streams, "COMMENT_INTERVAL_S", 0.0)
     go, answer_queue = threading.Event(), AnswerQueue(max_waiting=8)
 
     def answer(left: Callable[[], bool]) -> Iterator[Event]:

@@ -54,9 +54,9 @@ def server(here: dict[str, str]) -> Iterator[Served]:
 def children(server: Served) -> dict[str, psutil.Process]:
     """The processes of models, by name."""
     found = {}
-    for child in psutil.Process(server.process.pid).children():
+    for worker in psutil.Process(server.process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it ends at this moment
-            found |= {word.removeprefix("--name="): child for word in child.cmdline() if word.startswith("--name=")}
+            found |= {word.removeprefix("--name="): worker for word in worker.cmdline() if word.startswith("--name=")}
     return found
 
 

@@ -25,7 +25,7 @@ from effllm.cli.server.keep_alive import format_duration as time_in_words
 from effllm.cli.server.model_pool import ModelPool, PoolLimits
 from effllm.cli.server.model_registry import ModelRegistry, named_models
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.relay import problem_in
+from effllm.cli.server.relay import parse_problem
 from effllm.cli.server.router import Router
 from effllm.cli.server.streams import RequestRecord
 from effllm.cli.server.worker_process import WorkerLauncher, in_words
@@ -199,11 +199,11 @@ def test_a_link_is_called_as_it_is_itself(tmp_path: Path) -> None:
 
 def test_the_problem_of_any_api_is_read() -> None:
     for problem in (Problem(400, "too hot", param="temperature", code="x"), Problem(503, "the server is shutting down")):
-        again = problem_in(problem.status, json.dumps(problem.to_json()).encode())
+        again = parse_problem(problem.status, json.dumps(problem.to_json()).encode())
         assert (again.status, again.message, again.param, again.code) == (problem.status, problem.message, problem.param, problem.code)
-        assert problem_in(problem.status, json.dumps(problem.to_anthropic()).encode()).message == problem.message
-    assert problem_in(404, b'{"error": "no such model"}').message == "no such model"
-    assert problem_in(400, b"Invalid HTTP request received.").message == "Invalid HTTP request received."
+        assert parse_problem(problem.status, json.dumps(problem.to_anthropic()).encode()).message == problem.message
+    assert parse_problem(404, b'{"error": "no such model"}').message == "no such model"
+    assert parse_problem(400, b"Invalid HTTP request received.").message == "Invalid HTTP request received."
 
 
 def test_parts_of_one_file_that_are_typed_apart_are_one_model(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def held(answer_queue: AnswerQueue) -> Callable[[], None]:
 def test_waiting_clients_are_notified(answer_queue: AnswerQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comments, which are no events, before the first byte of an answer, and its status with them."""
     monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.02)
-    monkeypatch.setattr(streams, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(streams, "COMMENT_INTERVAL_S", 0.0)
     go = threading.Event()
 
     def answer(left: Callable[[], bool]) -> Iterator[Event]:
@@ -91,11 +91,11 @@ def test_waiting_clients_are_notified(answer_queue: AnswerQueue, monkeypatch: py
         yield DONE
 
     async def test() -> None:
-        client, let_go = Client(), held(answer_queue)
+        client, unload_when_idle = Client(), held(answer_queue)
         task = asyncio.ensure_future(streamed(answer_queue, answer, client))
         while ": 1 answer before this one\n\n" not in client.body:
             await asyncio.sleep(0.01)
-        let_go()
+        unload_when_idle()
         while client.body.count(": reading the prompt: 512 of 2048 tokens\n\n") < 3:
             await asyncio.sleep(0.01)
         assert client.status == 200 and "data" not in client.body
@@ -130,7 +130,7 @@ def test_a_panic_of_a_library_ends_its_answer_alone(answer_queue: AnswerQueue) -
 
 def test_connections_of_which_no_request_comes_are_closed_and_too_many_are_a_line(answer_queue: AnswerQueue,
                                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "KEEP_S", 1.0)
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1.0)
     notes, closed = [], []
 
     async def application(scope: dict, receive: Callable, send: Callable) -> None:
@@ -181,10 +181,10 @@ def test_a_failure_is_told_to_its_client_alone(answer_queue: AnswerQueue, error:
         return answer
 
     async def test() -> None:
-        early, late, fine, record = Client(), Client(), Client(), RequestRecord()
-        await streamed(answer_queue, fails([Notice("hm")]), early, record)
-        assert early.status == status and json.loads(early.body)["error"]["message"] == said
-        assert bool(record.problem) == (status == 500) and bool(record.ending) == (status == 400)
+        starts_early, late, fine, record = Client(), Client(), Client(), RequestRecord()
+        await streamed(answer_queue, fails([Notice("hm")]), starts_early, record)
+        assert starts_early.status == status and json.loads(starts_early.body)["error"]["message"] == said
+        assert bool(record.problem) == (status == 500) and bool(record.end_reason) == (status == 400)
         await streamed(answer_queue, fails([TextDelta("so")]), late)
         *_, last, done = late.body.strip().split("\n\n")
         assert late.status == 200 and json.loads(last[6:])["error"]["message"] == said and done == "data: [DONE]"
@@ -194,7 +194,7 @@ def test_a_failure_is_told_to_its_client_alone(answer_queue: AnswerQueue, error:
             await whole_response(Request({"type": "http"}, fine.receive), EventReader(answer_queue.submit(fails([])), print,
                                                                                       RequestRecord()),
                                  ChatSerializer("m"))
-        assert caught.value.status == status and caught.value.words == said
+        assert caught.value.status == status and caught.value.client_message == said
 
     asyncio.run(test())
 
@@ -228,7 +228,7 @@ def test_who_leaves_is_not_answered(answer_queue: AnswerQueue) -> None:
         assert answer_queue.waiting == 1 and not ended.is_set()
         running.gone.set()
         await asyncio.wait_for(asyncio.gather(*tasks, last), MINUTE)
-        assert ended.wait(MINUTE) and began == ["endless"] and "[DONE]" in fine.body and record.ending == "the client left"
+        assert ended.wait(MINUTE) and began == ["endless"] and "[DONE]" in fine.body and record.end_reason == "the client left"
         assert answer_queue.waiting == 0 and answer_queue.ahead_of(None) == 0
 
     asyncio.run(test())
@@ -236,14 +236,14 @@ def test_who_leaves_is_not_answered(answer_queue: AnswerQueue) -> None:
 
 def test_a_server_that_ends_tells_everyone(answer_queue: AnswerQueue) -> None:
     async def test() -> None:
-        first, second, let_go = Client(), Client(), held(answer_queue)
+        first, second, unload_when_idle = Client(), Client(), held(answer_queue)
         tasks = [asyncio.ensure_future(streamed(answer_queue, lambda left: iter([DONE]), client)) for client in (first, second)]
         await asyncio.sleep(0.01)
         answer_queue.close()
         await asyncio.wait_for(asyncio.gather(*tasks), MINUTE)  # whatever the engine is at
         assert {first.status, second.status} == {503}
         assert not answer_queue.join(0.05)
-        let_go()
+        unload_when_idle()
         with pytest.raises(Problem, match="the server is shutting down"):
             answer_queue.submit(lambda left: iter([DONE]))
 

@@ -13,7 +13,7 @@ from saved_models import saved
 from streamed_models import FABLE, larger_than_memory, random_model, streams
 
 from effllm import DoesNotFit
-from effllm.cli.plan import report
+from effllm.cli.plan_report import report
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.expert_cache import PolicyChoice
 from effllm.offload.shards import PAD

@@ -16,7 +16,7 @@ from ...runtime.adapters.adapter_selection import AdapterScales, check_scales
 from .bodies import read_body
 from .ollama_requests import untagged
 from .openai_requests import GenerationRequest, Scale, Scales, parse
-from .problems import LEAVE_ONE, Problem
+from .problems import LEAVE_ONE_OUT, Problem
 from .streams import json_response
 
 if TYPE_CHECKING:
@@ -26,24 +26,24 @@ PATH, LORA = "/lora-adapters", "lora"
 
 
 class Adapters:
-    """`taken`: names that mean the model itself."""
+    """The adapters of a served model. `reserved`: names that select the model itself."""
 
-    def __init__(self, served: ServedModel, taken: Container[str]) -> None:
+    def __init__(self, served: ServedModel, reserved: Container[str]) -> None:
         self._served = served
-        own = served.adapted
-        self.names, self._scales = own.names, own.scales
-        self._by_name = {name: number for number, name in enumerate(own.names) if name not in taken}
+        adapted = served.adapted
+        self.names, self._scales = adapted.names, adapted.scales
+        self._by_name = {name: number for number, name in enumerate(adapted.names) if name not in reserved}
 
     def routes(self) -> list[Route]:
         return [Route(PATH, self.listed, methods=["GET"]), Route(PATH, self.set, methods=["POST"])]
 
     async def listed(self, request: Request) -> Response:
-        """The path is the adapter's name, as no response names a folder of this machine."""
+        """List the adapters. The path is the adapter's name, as no response names a folder of this machine."""
         return json_response([{"id": number, "path": name, "scale": scale}
                               for number, (name, scale) in enumerate(zip(self.names, self._served.usual, strict=True))])
 
     async def set(self, request: Request) -> Response:
-        """Set the scales for requests from now on that do not state any."""
+        """Set the scales of requests that do not state any."""
         payload = await asyncio.to_thread(parse, Scales, await read_body(request))
         self._served.usual = self._chosen(payload.root, "")
         return json_response({"success": True})
@@ -62,27 +62,27 @@ class Adapters:
         if payload.lora is None:
             return self.choice_of(payload.model)
         if (name := self.called(payload.model)) is not None:
-            raise Problem(400, f"lora and model {name!r:.100} both select an adapter", param=LORA, hint=LEAVE_ONE)
+            raise Problem(400, f"lora and model {name!r:.100} both select an adapter", param=LORA, hint=LEAVE_ONE_OUT)
         return self._chosen(payload.lora, LORA)
 
     def choice_of(self, model: str | None) -> AdapterScales:
-        """The scales for a request that names this model. An adapter that is named has its initial scale, or 1 where that was 0; all others
-        have 0."""
+        """The scales for a request that names this model. If that is an adapter, it has its initial scale, or 1 if that was 0, and all
+        others have 0."""
         if (name := self.called(model)) is None:
             return self._served.usual
         return tuple((scale or 1.0) if number == self._by_name[name] else 0.0 for number, scale in enumerate(self._scales))
 
     def _chosen(self, payload: Iterable[Scale], where: str) -> AdapterScales:
-        """Adapters that are not named have scale 0. Raises Problem."""
-        scales, said = [0.0] * len(self.names), f"{where}: " if where else ""
-        for each in payload:
-            if not 0 <= each.id < len(scales):
+        """The scales that a request states; other adapters have scale 0. `where`: the field in errors. Raises Problem."""
+        scales, prefix = [0.0] * len(self.names), f"{where}: " if where else ""
+        for entry in payload:
+            if not 0 <= entry.id < len(scales):
                 known = f"there are {len(scales)}, from 0 on" if scales else "this server has none (effllm serve MODEL --lora ADAPTER)"
-                raise Problem(400, f"{said}there is no adapter {each.id}: {known}", param=where or None)
-            scales[each.id] = each.scale
+                raise Problem(400, f"{prefix}there is no adapter {entry.id}: {known}", param=where or None)
+            scales[entry.id] = entry.scale
         choice = tuple(scales)
         try:
             check_scales(choice, self.names)
         except UsageError as error:
-            raise Problem(400, f"{said}{error.message}", param=where or None, hint=error.hint) from error
+            raise Problem(400, f"{prefix}{error.message}", param=where or None, hint=error.hint) from error
         return choice

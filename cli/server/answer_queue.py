@@ -15,7 +15,7 @@ from typing import Any
 
 from ...runtime.events import Done, Event
 from ...runtime.generation.scheduler import Scheduler
-from .problems import AGAIN, BUSY, Problem, closing
+from .problems import BUSY, RETRY, Problem, closing
 
 Start = Callable[[Callable[[], bool]], Iterator[Event]]  # starts an answer, given a function that says whether it was cancelled
 END = object()
@@ -93,7 +93,7 @@ class AnswerQueue:
 
     def __init__(self, max_waiting: int, parallel: int = 1, rounds: Scheduler[Job] | None = None) -> None:
         self.max_waiting, self.parallel, self.is_closed = max_waiting, parallel, False
-        self._rounds: Scheduler[Job] = Scheduler() if rounds is None else rounds
+        self._scheduler: Scheduler[Job] = Scheduler() if rounds is None else rounds
         self._jobs: list[Job] = []  # running and waiting, in order of arrival
         self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="effllm-answers", daemon=True)
@@ -105,7 +105,7 @@ class AnswerQueue:
             raise closing()
         if len(self._jobs) >= self.parallel + self.max_waiting:
             raise Problem(503, f"the queue is full ({self.waiting} waiting, --queue)", BUSY, code="queue_full",
-                          headers={"retry-after": "1"}, hint=AGAIN)
+                          headers={"retry-after": "1"}, hint=RETRY)
         job = Job(self, start)
         self._jobs.append(job)
         self._waiting.put(job)
@@ -140,7 +140,7 @@ class AnswerQueue:
         return not self._thread.is_alive()
 
     def _serve(self) -> None:
-        rounds, is_open = self._rounds, True
+        rounds, is_open = self._scheduler, True
         while is_open or len(rounds):
             while is_open and len(rounds) < self.parallel:
                 try:

@@ -1,5 +1,5 @@
-"""OpenAI's background responses: the client gets the response's id at once, and polls it, streams its events from any number on, or cancels
-it. The answer waits in the queue as any other; only its client does not wait with it."""
+"""OpenAI's background responses: the client gets the response's id at once, and polls the response, streams its events from any number on,
+or cancels it. The answer waits in the queue like any other."""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ from .problems import Problem, problem_of
 from .responses_serializer import GOES_ON, QUEUED, ResponseSerializer
 from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, EventReader, encode_chunks, unless_disconnected
 
-HELD = "x-effllm-held"  # header: id of a background response, which tells the router to keep the model loaded
+BACKGROUND_HEADER = "x-effllm-held"  # header: id of a background response, which tells the router to keep the model loaded
 NEEDS_STORE = "a background response is retrieved later, so it has to be stored"
 NOT_STREAMED = "this response was not created with stream and background: retrieve it without stream"
 
 
 class BackgroundResponse:
-    """A response that has not ended. `events`: its events so far, within the budget of `pot`, if the client asked for a stream. `keep` is
-    called with the final response and its events."""
+    """A response that has not ended.
 
-    def __init__(self, serializer: ResponseSerializer, reader: EventReader, pot: EventLogs | None,
-                 keep: Callable[[dict[str, Any], EventLog | None], None],
+    logs: the budget of its event log, None if the client did not request a stream.
+    store: called with the final response and its events.
+    events: its events so far, None without `logs`.
+    """
+
+    def __init__(self, serializer: ResponseSerializer, reader: EventReader, logs: EventLogs | None,
+                 store: Callable[[dict[str, Any], EventLog | None], None],
                  note: Callable[[str], None]) -> None:
-        self._serializer, self._reader, self._pot, self._keep, self._note = serializer, reader, pot, keep, note
-        self.events = None if pot is None else pot.begin()
+        self._serializer, self._reader, self._logs, self._keep, self._note = serializer, reader, logs, store, note
+        self.events = None if logs is None else logs.begin()
         self._state, self._ended, self._changed = QUEUED, None, asyncio.Event()
-        self._tell(serializer.first())
+        self._publish(serializer.first())
         self.task = asyncio.ensure_future(self._written())
 
     @property
@@ -46,13 +50,13 @@ class BackgroundResponse:
         return self._ended or self._serializer.response(self._state)
 
     def cancel(self) -> None:
-        """Stop the answer after its current token, and keep what there is of it."""
+        """Stop the answer after its current token, and store it as it is."""
         if not self.has_ended:
             self.task.cancel()
             self._end(self._serializer.cancelled())
 
     async def changed(self, seconds: float | None = None) -> bool:
-        """Wait until there is more, or the end; False on a timeout."""
+        """Wait for further events or the end; False on a timeout."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
@@ -65,68 +69,69 @@ class BackgroundResponse:
             while not isinstance(event := await reader.next(), Done):
                 if self._state == QUEUED:
                     self._state = GOES_ON
-                    self._tell(serializer.begun())
+                    self._publish(serializer.begun())
                 if isinstance(event, PromptRead | TextDelta | Call | AnswerEnded):
-                    self._tell(serializer.add(event))
-            last, said = serializer.last(event.stats), cost(event.stats)
-        except Exception as error:  # any error: no client waits who could be told otherwise
+                    self._publish(serializer.add(event))
+            chunks, outcome = serializer.last(event.stats), cost(event.stats)
+        except Exception as error:  # any error: it becomes the result, as no client is connected
             problem = problem_of(error)
-            last, said = serializer.failed(problem), problem.message
-        self._tell(last)
-        self._note(f"{serializer.id} has ended: {said}")
-        self._end(last[-1]["response"])
+            chunks, outcome = serializer.failed(problem), problem.message
+        self._publish(chunks)
+        self._note(f"{serializer.id} has ended: {outcome}")
+        self._end(chunks[-1]["response"])
 
     def _end(self, response: dict[str, Any]) -> None:
         self._reader.job.abandon()
         self._ended = response
-        if self._pot is not None:
-            self._pot.end(self.events)
+        if self._logs is not None:
+            self._logs.end(self.events)
         try:
             self._keep(response, self.events)
         finally:
             self._changed.set()
 
-    def _tell(self, chunks: Sequence[dict[str, Any]]) -> None:
-        if self._pot is not None:
-            self._pot.add(self.events, [encode_chunks(self._serializer, [chunk]) for chunk in chunks])
+    def _publish(self, chunks: Sequence[dict[str, Any]]) -> None:
+        if self._logs is not None:
+            self._logs.add(self.events, [encode_chunks(self._serializer, [chunk]) for chunk in chunks])
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 class BackgroundResponses:
-    """Those that have not ended, by id."""
+    """The background responses that have not ended, by id."""
 
     def __init__(self) -> None:
         self._running: dict[str, BackgroundResponse] = {}
-        self._pot = EventLogs()
+        self._logs = EventLogs()
 
-    def begin(self, serializer: ResponseSerializer, reader: EventReader, keep: Callable[[dict[str, Any], EventLog | None], None],
+    def begin(self, serializer: ResponseSerializer, reader: EventReader, store: Callable[[dict[str, Any], EventLog | None], None],
               note: Callable[[str], None]) -> BackgroundResponse:
-        def ended(response: dict[str, Any], events: EventLog | None) -> None:
+        def on_end(response: dict[str, Any], events: EventLog | None) -> None:
             del self._running[serializer.id]
-            keep(response, events)
+            store(response, events)
 
         running = self._running[serializer.id] = BackgroundResponse(serializer, reader,
-                                                                    self._pot if serializer.payload.stream is True else None, ended, note)
+                                                                    self._logs if serializer.payload.stream is True else None, on_end, note)
         return running
 
     def find(self, name: str) -> BackgroundResponse | None:
         return self._running.get(name)
 
-    def demand_ended(self, name: str | None) -> None:
-        """Raises Problem for a response that has not ended: nothing can follow it yet."""
+    def check_finished(self, name: str | None) -> None:
+        """Raises Problem for a response that has not ended, which cannot be continued yet."""
         if name in self._running:
             raise Problem(400, f"previous_response_id: {name:.60} is still in progress: retry when it has finished",
                           param="previous_response_id", code="response_in_progress")
 
 
 class EventReplay(Response):
-    """The events of a response from a number on, and further ones while it is `running`. Raises Problem if some of them were dropped."""
+    """Streams the events of a response from number `at` on, and further ones while it is `running`. Raises Problem if some of them were
+    dropped."""
 
     def __init__(self, events: EventLog, name: str, running: BackgroundResponse | None = None, at: int = 0) -> None:
-        events.behind(at, name)
+        events.since(at, name)
         self._events, self._name, self._running, self._at = events, name, running, at
-        self._headers = {"content-type": EVENTS, **HEADERS, **({} if running is None else {HELD: name})}
+        self._headers = {"content-type": EVENTS, **HEADERS, **({} if running is None else {BACKGROUND_HEADER: name})}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_disconnected(receive, self._sent(send), lambda: None)
@@ -143,13 +148,13 @@ class EventReplay(Response):
         while True:
             has_ended = running is None or running.has_ended
             try:
-                more = self._events.behind(self._at, self._name)
+                events = self._events.since(self._at, self._name)
             except Problem as problem:  # the client reads more slowly than events come
                 yield event_gone(problem, self._at)
                 return
             self._at = max(self._at, len(self._events))
-            if more:
-                yield more
+            if events:
+                yield events
             elif has_ended:
                 return
             elif not await running.changed(KEEP_ALIVE_S):

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from .openai_requests import Kind, parse
 from .problems import Problem
 
-MAX_BODY_NBYTES, MAX_READ_NBYTES = 32 << 20, 256 << 20  # accepted; read to the end before it is refused
+MAX_BODY_NBYTES, MAX_READ_NBYTES = 32 << 20, 256 << 20  # accepted; read to the end before being refused
 BODY_TIMEOUT_S = 60.0  # for a whole body to arrive
 MAX_VALUES = 1 << 20  # in lists and objects: as many as the token ids of the longest contexts
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # an unterminated one too, or the search would restart at each quote in it
@@ -32,30 +32,30 @@ async def read_body(request: Request) -> bytes:
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > MAX_READ_NBYTES:
         raise too_large
-    body, came = bytearray(), 0
+    body, received = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in request.stream():
-                came += len(part)
-                if came <= MAX_BODY_NBYTES:
+                received += len(part)
+                if received <= MAX_BODY_NBYTES:
                     body += part
-                elif came > MAX_READ_NBYTES:
+                elif received > MAX_READ_NBYTES:
                     raise too_large
-                else:  # read and dropped: a client that is cut off while sending never sees the error
+                else:  # read to the end: a client that is disconnected while sending never sees the error
                     body.clear()
     except TimeoutError:
-        late = f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s"
-        raise Problem(408, late, headers={"connection": "close"}, hint="send it again in full") from None
-    if came > MAX_BODY_NBYTES:
+        message = f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s"
+        raise Problem(408, message, headers={"connection": "close"}, hint="send it again in full") from None
+    if received > MAX_BODY_NBYTES:
         raise too_large
-    if came > MAX_VALUES:  # a value takes at least a byte
+    if received > MAX_VALUES:  # a value takes at least a byte
         await asyncio.to_thread(check_value_count, body)
     return bytes(body)
 
 
 def check_value_count(body: bytes | bytearray) -> None:
-    """Raises Problem for too many JSON values. The contents of strings only matter where their separators might exceed the limit; a body
-    with very many strings is judged by its quotes, as removing the strings would take as long as parsing."""
+    """Raises Problem for too many JSON values. Separators are counted outside of strings, which are removed only if counting everything
+    exceeds the limit. A body with too many strings is recognized by its quotes, as removing them would take as long as parsing."""
     if _marks(body) <= MAX_VALUES:
         return
     texts = (body.count(b'"') - body.count(b'\\"')) // 2

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .problems import LEAVE_ONE, Problem
+from .problems import LEAVE_ONE_OUT, Problem
 from .response_store import Item, named_items
 from .responses_requests import ResponsesRequest
 from .store_limits import ENTRY_NBYTES, MAX_STORE_NBYTES, nbytes_of
@@ -62,7 +62,7 @@ class Conversations:
         if payload.conversation_id is None:
             return ()
         if payload.previous_response_id is not None:
-            raise Problem(400, "conversation and previous_response_id both set the history", param="conversation", hint=LEAVE_ONE)
+            raise Problem(400, "conversation and previous_response_id both set the history", param="conversation", hint=LEAVE_ONE_OUT)
         return (*self.find(payload.conversation_id, "conversation").items,)
 
     def add(self, name: str, items: Sequence[Item]) -> list[Item]:

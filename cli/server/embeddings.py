@@ -25,8 +25,8 @@ from .llama_requests import prompts_in
 from .ollama_requests import waited_ns
 from .ollama_serializer import NS
 from .openai_requests import UNSUPPORTED_FIELDS, Body, Kind
-from .problems import BY_PARTS, LM_STUDIO, OLLAMA, Problem
-from .streams import GONE, EventReader, json_response, result_of
+from .problems import LM_STUDIO, OLLAMA, SEND_SEPARATELY, Problem
+from .streams import CLIENT_CLOSED_REQUEST, EventReader, json_response, result_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -175,7 +175,7 @@ class EmbeddingPaths:
         demand_texts(texts, "content" if not where else "requests")
         for field in ("task_type", "output_dimensionality"):
             if len({getattr(each, field) for each in payload}) > 1:
-                raise Problem(400, f"the requests differ in {to_camel(field)}", param="requests", hint=BY_PARTS)
+                raise Problem(400, f"the requests differ in {to_camel(field)}", param="requests", hint=SEND_SEPARATELY)
         self._demand_width(width := payload[0].output_dimensionality or None)
         prompts = self._served.embedding_prompts
         task = ASKING.get(payload[0].task_type or "")
@@ -211,8 +211,8 @@ class EmbeddingPaths:
         payload = partial(self._served.embed, texts, cut, choice=choice, prompt_name=prompt_name)
         reader = EventReader(self._answer_queue.submit(payload), self._note, record)
         if (embedded := await result_of(request, reader, Embedded)) is None:
-            return Response(status_code=GONE)
-        record.outcome = f"{embedded.tokens} tokens in, {len(texts)} vector{'' if len(texts) == 1 else 's'}"
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        record.summary = f"{embedded.tokens} tokens in, {len(texts)} vector{'' if len(texts) == 1 else 's'}"
         # In a thread: megabytes of JSON take seconds, and streams have to go on.
         return await asyncio.to_thread(lambda: json_response(told(embedded)))
 
@@ -230,7 +230,7 @@ def texts_of(given: object, where: str) -> Texts:
 def demand_texts(texts: Texts, where: str) -> None:
     """Raises Problem for too many texts, or an empty one."""
     if len(texts) > MAX_TEXTS:
-        raise Problem(400, f"{where} has {len(texts)} texts, at most {MAX_TEXTS} are accepted", param=where, hint=BY_PARTS)
+        raise Problem(400, f"{where} has {len(texts)} texts, at most {MAX_TEXTS} are accepted", param=where, hint=SEND_SEPARATELY)
     if (empty := next((at for at, each in enumerate(texts) if not each), None)) is not None:
         raise Problem(400, f"{where}[{empty}] is empty", param=where, hint="leave it out")
 

@@ -17,10 +17,11 @@ from .llama_paths import TokenPaths
 from .lm_studio_chat import CHAT as LM_CHAT
 from .ollama import OllamaEncoder
 from .problems import MESSAGES, OLLAMA, UNSUPPORTED, Problem
-from .single_model import CHATS, COUNTED, TEXTS, SingleModelService
+from .single_model import CHAT_PATHS, COMPLETION_PATHS, COUNT_TOKENS_PATHS, SingleModelService
 
-WRITING = (*CHATS, *TEXTS, "/completion", "/completions", "/infill", "/apply-template",
-           "/v1/responses", "/responses", *COUNTED, *COMPACT, MESSAGES, f"{MESSAGES}/count_tokens", f"{OLLAMA}chat", f"{OLLAMA}generate",
+WRITING = (*CHAT_PATHS, *COMPLETION_PATHS, "/completion", "/completions", "/infill", "/apply-template",
+           "/v1/responses", "/responses", *COUNT_TOKENS_PATHS, *COMPACT, MESSAGES, f"{MESSAGES}/count_tokens", f"{OLLAMA}chat",
+           f"{OLLAMA}generate",
            LM_CHAT, *GENERATED, GEMINI_COUNTED)
 
 
@@ -31,7 +32,7 @@ class EncoderService(SingleModelService):
     served: ServedEncoder
 
     def routes(self) -> list[Route]:
-        return [*super().routes(), *OllamaEncoder(self.name, self.served, self.demand_model).routes(), *TokenPaths(self).routes(),
+        return [*super().routes(), *OllamaEncoder(self.name, self.served, self.check_model).routes(), *TokenPaths(self).routes(),
                 *(Route(path, partial(self._writes_none, path), methods=["POST"]) for path in WRITING)]
 
     async def _writes_none(self, path: str, request: Request) -> Response:

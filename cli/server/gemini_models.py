@@ -71,7 +71,7 @@ class GeminiRouter:
         return json_response({"models": [self._card(each) for each in await self._router.states()]})
 
     async def model(self, request: Request) -> Response:
-        return json_response(self._card(self._router.state(await self._router.meant(request.path_params["name"]))))
+        return json_response(self._card(self._router.state(await self._router.resolve(request.path_params["name"]))))
 
     def _card(self, state: ModelState) -> dict[str, object]:
         facts = state.model.facts

@@ -35,21 +35,21 @@ class GeminiPaths:
 
     async def generate(self, streams: bool, request: Request) -> Response:
         payload, service = await read_request(request, GenerateContentRequest), self._service
-        chat, wanted = await self._wanted(request, payload, streams)
-        each, told_by = choice_count(chat.n, field=CALLED["n"]), None if wanted.options.logprobs is None else service.served.tokenizer
-        starts = [partial(service.reply, replace(wanted, options=options)) for options in with_seeds(wanted.options, each)]
+        chat, prepared = await self._wanted(request, payload, streams)
+        each, told_by = choice_count(chat.n, field=CALLED["n"]), None if prepared.options.logprobs is None else service.served.tokenizer
+        starts = [partial(service.reply, replace(prepared, options=options)) for options in with_seeds(prepared.options, each)]
         serializer = GeminiSerializer(service.called(chat.model), in_list(request), payload.shows_thoughts, told_by)
         return await service.answer(request, chat, serializer, in_sequence(starts))
 
     async def count(self, request: Request) -> Response:
-        _, wanted = await self._wanted(request, (await read_request(request, CountTokensRequest)).about)
-        return json_response({"totalTokens": await self._service.count(wanted)})
+        _, prepared = await self._wanted(request, (await read_request(request, CountTokensRequest)).about)
+        return json_response({"totalTokens": await self._service.count(prepared)})
 
     async def _wanted(self, request: Request, payload: GenerateContentRequest, streams: bool = False) -> tuple[ChatRequest,
                                                                                                                PreparedRequest]:
         """The request as a chat, prepared."""
         service = self._service
-        service.demand_model(name := request.path_params["name"], "model")
-        held = await service.pictures(media.in_contents(payload), documents.in_contents(payload))
+        service.check_model(name := request.path_params["name"], "model")
+        held = await service.load_media(media.in_contents(payload), documents.in_contents(payload))
         chat, messages = chat_of(payload, name, streams)
-        return chat, await service.wanted(chat, messages, CALLED, held)
+        return chat, await service.prepare(chat, messages, CALLED, held)

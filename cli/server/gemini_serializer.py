@@ -42,11 +42,11 @@ class GeminiSerializer(AnswerSerializer):
     """`in_list`: chunks are elements of one JSON list. Without `shows_thoughts` reasoning is counted but not sent. With a `tokenizer`
     log-probabilities are included."""
 
-    ending, has_comments = b"", False  # some clients take a comment for the beginning of a chunk
+    terminator, has_comments = b"", False  # some clients take a comment for the beginning of a chunk
 
     def __init__(self, model: str, in_list: bool = False, shows_thoughts: bool = False, tokenizer: Tokenizer | None = None) -> None:
         self.model, self.in_list, self._shows_thoughts, self._tokenizer = model, in_list, shows_thoughts, tokenizer
-        self.id, self.ending = uuid.uuid4().hex, b"]" if in_list else b""
+        self.id, self.terminator = uuid.uuid4().hex, b"]" if in_list else b""
         self._candidates, self._ended = [Candidate(0)], list[Stats]()
 
     def add(self, event: PromptRead | TextDelta | Call | AnswerEnded) -> list[dict[str, object]]:

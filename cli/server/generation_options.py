@@ -53,17 +53,17 @@ def options_of(payload: GenerationRequest, defaults: Defaults, tokenizer: Tokeni
 
 def _tells(payload: GenerationRequest) -> int | None:
     """How many top tokens to report per token; None for no log-probabilities. Raises Problem."""
-    field, tokens, wanted = "n_probs", getattr(payload, "n_probs", None), False
+    field, tokens, is_requested = "n_probs", getattr(payload, "n_probs", None), False
     if isinstance(payload, CompletionRequest) and payload.logprobs is not None and payload.logprobs is not False:
-        field, tokens, wanted = "logprobs", payload.logprobs, True
+        field, tokens, is_requested = "logprobs", payload.logprobs, True
         if tokens is True:
             raise Problem(400, "logprobs has to be a number here, not a boolean: how many of the most likely tokens to report",
                           param="logprobs")
     elif isinstance(payload, ChatRequest) and (payload.logprobs or payload.top_logprobs):
-        field, tokens, wanted = "top_logprobs", payload.top_logprobs or 0, True
+        field, tokens, is_requested = "top_logprobs", payload.top_logprobs or 0, True
         if not payload.logprobs:
             raise Problem(400, ALONE, param=field)
-    if not wanted and not tokens:
+    if not is_requested and not tokens:
         return None
     if tokens not in range(MAX_TOP_LOGPROBS + 1):
         raise Problem(400, f"{field} has to be between 0 and {MAX_TOP_LOGPROBS}, not {tokens}", param=field)
@@ -77,28 +77,29 @@ def apply_reasoning(payload: ChatRequest, options: GenerationOptions, tokenizer:
         if name in variables:
             where = f"chat_template_kwargs.{name}"
             raise Problem(400, f"{where} is not a variable of the template", param=where, hint="leave it out")
-    thinking, more = reasoning_settings(payload, variables), {}
+    thinking, template_variables = reasoning_settings(payload, variables), {}
     effort, names = thinking.effort, frozenset() if tokenizer.template is None else tokenizer.template.variables
     if effort is not None:
         if effort not in EFFORTS:
             raise Problem(400, f"reasoning_effort has to be one of {', '.join(EFFORTS)}, not {effort!r:.40}", param="reasoning_effort")
         if effort != "none" and "reasoning_effort" in names:
-            more["reasoning_effort"] = OF_HARMONY.get(effort, effort)
+            template_variables["reasoning_effort"] = OF_HARMONY.get(effort, effort)
     if thinking.budget is not None:
         options = replace(options, max_reasoning_tokens=None if thinking.budget == NO_LIMIT else thinking.budget)
         if thinking.budget > 0 and BUDGET in names:  # a template that states the budget to its model, such as Seed's
-            more[BUDGET] = thinking.budget
+            template_variables[BUDGET] = thinking.budget
     if thinking.switch is not None and tokenizer.thinks:
         options = replace(options, think="on" if thinking.switch else "off")
-    return options, {**more, **variables}
+    return options, {**template_variables, **variables}
 
 
 def reasoning_notice(payload: ChatRequest, tokenizer: Tokenizer) -> str | None:
     """A notice for a request that asks for reasoning, or limits it, where the model has none; else None."""
     thinking = reasoning_settings(payload, payload.chat_template_kwargs or {})
-    told = thinking.effort is not None and tokenizer.template is not None and "reasoning_effort" in tokenizer.template.variables
-    wants = thinking.switch or thinking.budget is not None and thinking.budget > 0
-    return NO_REASONING if wants and not told and not tokenizer.thinks else None
+    template = tokenizer.template
+    passes_effort = thinking.effort is not None and template is not None and "reasoning_effort" in template.variables
+    wants_reasoning = thinking.switch or thinking.budget is not None and thinking.budget > 0
+    return NO_REASONING if wants_reasoning and not passes_effort and not tokenizer.thinks else None
 
 
 def _settings(payload: GenerationRequest, settings: SamplerSettings) -> SamplerSettings:
@@ -120,31 +121,31 @@ def _settings(payload: GenerationRequest, settings: SamplerSettings) -> SamplerS
 def _biased(payload: GenerationRequest, settings: SamplerSettings, tokenizer: Tokenizer) -> SamplerSettings:
     """The settings with `logit_bias`: an object or a list of pairs. A token is an id, also as a string, or a text, meaning all its tokens;
     a bias is a number, or false to ban. Raises Problem."""
-    asked_for = payload.logit_bias if payload.logit_bias is not None else ()
-    if not isinstance(asked_for, dict | list | tuple):
+    requested = payload.logit_bias if payload.logit_bias is not None else ()
+    if not isinstance(requested, dict | list | tuple):
         raise Problem(400, "logit_bias has to be an object or a list of pairs, each of a token and a number", param="logit_bias")
-    found: dict[int, float] = {}
-    for each in asked_for.items() if isinstance(asked_for, dict) else asked_for:
-        token, bias = each if isinstance(each, list | tuple) and len(each) == 2 else (None, None)
-        number = int(token) if isinstance(token, str) and isinstance(asked_for, dict) and token.isdecimal() and len(token) < 10 else token
+    biases: dict[int, float] = {}
+    for pair in requested.items() if isinstance(requested, dict) else requested:
+        token, bias = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
+        number = int(token) if isinstance(token, str) and isinstance(requested, dict) and token.isdecimal() and len(token) < 10 else token
         bias = BANNED_BIAS if bias is False else bias
         if isinstance(number, str):
-            found |= dict.fromkeys(tokenizer.encode(number, add_special_tokens=False), bias)
+            biases |= dict.fromkeys(tokenizer.encode(number, add_special_tokens=False), bias)
         elif type(number) is not int or number not in range(tokenizer.vocab_size):
             raise Problem(400, f"logit_bias: {token!r:.40} is not a token of this model", param="logit_bias",
                           hint="/tokenize gives the ids of a text")
         else:
-            found[number] = bias
+            biases[number] = bias
     try:
-        return replace(settings, logit_bias=tuple(found.items())) if found else settings
+        return replace(settings, logit_bias=tuple(biases.items())) if biases else settings
     except UsageError as error:
         raise Problem(400, error.message, param="logit_bias", hint=error.hint) from error
 
 
-def _length(payload: GenerationRequest, otherwise: int | None) -> int | None:
+def _length(payload: GenerationRequest, default: int | None) -> int | None:
     field = next((field for field in LENGTHS if getattr(payload, field) is not None), None)
     if field is None:
-        return otherwise
+        return default
     tokens = getattr(payload, field)
     if tokens < NO_LIMIT:
         raise Problem(400, f"{field} has to be 0 or more, or -1 for no limit, not {tokens}", param=field)

@@ -18,11 +18,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .bodies import MAX_BODY_NBYTES
-from .problems import AGAIN, BUSY, GOOGLE, REFUSED, Problem, internal
-from .streams import GONE, RequestRecord, problem_response
+from .problems import BUSY, GOOGLE, REFUSED, RETRY, Problem, internal
+from .streams import CLIENT_CLOSED_REQUEST, RequestRecord, problem_response
 
 PUBLIC_PATHS = ("/health", "/v1/health")  # need no key, which health checks do not have
-ANYONE = "*"
+ANY_ORIGIN = "*"
 # Schemes of desktop apps on this machine, which no website can have as its origin.
 APP_SCHEMES = ("app", "tauri", "vscode-file", "vscode-webview")
 HOST_OF_CONTAINERS = re.compile(r"host\.[a-z]+\.internal\.?", re.IGNORECASE)
@@ -30,7 +30,7 @@ RECORD = "effllm.record"
 VERSIONS, HEADERS = ("v1", "v1alpha"), ("x-goog-api-key", "x-goog-api-client")  # other versions of Google's API; headers of its clients
 METHODS = ("generateContent", "streamGenerateContent", "countTokens", "embedContent", "batchEmbedContents")
 MAX_BODIES_NBYTES = 16 * MAX_BODY_NBYTES
-MOST_NAMED = 270  # characters of a refused address in a message: a host name has at most 253
+MAX_SHOWN = 270  # characters of a refused address in a message: a host name has at most 253
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,14 @@ class AccessRules:
     def refused(self, path: str, headers: Headers, query: bytes = b"") -> Problem | None:
         host, origin = headers.get("host", ""), headers.get("origin")
         if self.on_loopback and host and not self._is_ours(name_of(host)):
-            return Problem(403, f"this server accepts the hosts localhost and 127.0.0.1, not {host[:MOST_NAMED]}", REFUSED,
+            return Problem(403, f"this server accepts the hosts localhost and 127.0.0.1, not {host[:MAX_SHOWN]}", REFUSED,
                            code="host_not_allowed", hint="use one of these; behind a proxy serve with --cors and the origin that it has "
                                                          "for others, such as https://chat.example, else with --host ADDRESS")
         if origin is not None and not self.allows(origin, host):
-            named = origin[:MOST_NAMED]
-            return Problem(403, f"pages of {named} may not send requests: --cors {named} allows them", REFUSED, code="origin_not_allowed")
-        if origin is None and ANYONE not in self.origins and path not in ("/", *PUBLIC_PATHS) and is_part_of_another_page(headers):
+            shown_origin = origin[:MAX_SHOWN]
+            return Problem(403, f"pages of {shown_origin} may not send requests: --cors {shown_origin} allows them", REFUSED,
+                           code="origin_not_allowed")
+        if origin is None and ANY_ORIGIN not in self.origins and path not in ("/", *PUBLIC_PATHS) and is_part_of_another_page(headers):
             return Problem(403, "pages of other sites may not send requests, nor load images, scripts or frames from here", REFUSED,
                            code="origin_not_allowed", hint="open its URL in a tab of its own")
         is_open = path in PUBLIC_PATHS or any(each(path, headers) for each in self.open)
@@ -63,8 +64,8 @@ class AccessRules:
 
     def _is_ours(self, name: str) -> bool:
         """Whether a server on the loopback answers to this host name: a proxy may pass on its own, whose pages are allowed anyway."""
-        named = (urlsplit(each).hostname for each in self.origins)
-        return is_loopback(name) or is_host_of_containers(name) or name.lower().rstrip(".") in named
+        allowed_hosts = (urlsplit(each).hostname for each in self.origins)
+        return is_loopback(name) or is_host_of_containers(name) or name.lower().rstrip(".") in allowed_hosts
 
     def allows(self, origin: str, host: str) -> bool:
         try:
@@ -72,16 +73,16 @@ class AccessRules:
             name = parts.hostname or ""
         except ValueError:
             return False
-        if ANYONE in self.origins or origin.rstrip("/") in self.origins or parts.netloc.lower() == host.lower() != "":
+        if ANY_ORIGIN in self.origins or origin.rstrip("/") in self.origins or parts.netloc.lower() == host.lower() != "":
             return True
         return self.on_loopback and (parts.scheme in APP_SCHEMES or parts.scheme in ("http", "https") and is_loopback(name))
 
     def _has_key(self, path: str, headers: Headers, query: bytes) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = [key.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""), headers.get("x-goog-api-key", "")]
-        in_query = parse_qs(query.decode("latin-1")).get("key", []) if path.startswith(GOOGLE) else []  # where its clients put the key
-        said = [*(each.encode("latin-1") for each in given), *(each.encode("utf-8", "replace") for each in in_query)]
-        return any([hmac.compare_digest(each, self.key.encode()) for each in said])
+        header_keys = [key.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""), headers.get("x-goog-api-key", "")]
+        query_keys = parse_qs(query.decode("latin-1")).get("key", []) if path.startswith(GOOGLE) else []  # where its clients put the key
+        keys = [*(each.encode("latin-1") for each in header_keys), *(each.encode("utf-8", "replace") for each in query_keys)]
+        return any([hmac.compare_digest(each, self.key.encode()) for each in keys])
 
 
 def name_of(host: str) -> str:
@@ -116,14 +117,14 @@ class Guard:
     """The outermost ASGI application. `say` is called for every request with method, path, status and record."""
 
     def __init__(self, app: ASGIApp, rules: AccessRules, say: Callable[[str, str, int, RequestRecord], None]) -> None:
-        self._app, self._rules, self._say = app, rules, say
-        self._held = 0  # bytes of the bodies of all requests in progress, background responses included
+        self._app, self._rules, self._log = app, rules, say
+        self._body_nbytes = 0  # bytes of the bodies of all requests in progress, background responses included
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        headers, record, status, own, payload = Headers(scope=scope), RequestRecord(), GONE, 0, scope["path"]
-        scope, began = by_googles_path(scope, headers), time.monotonic()
+        headers, record, status, body_nbytes, path = Headers(scope=scope), RequestRecord(), CLIENT_CLOSED_REQUEST, 0, scope["path"]
+        scope, began = route_google(scope, headers), time.monotonic()
         origin = headers.get("origin")
         scope[RECORD] = record
 
@@ -138,21 +139,21 @@ class Guard:
             await send(message)
 
         async def receiving() -> Message:
-            nonlocal own
+            nonlocal body_nbytes
             message = await receive()
-            came = min(len(message.get("body", b"")), MAX_BODY_NBYTES - own)  # the rest of a larger one is dropped
-            own, self._held = own + came, self._held + came
-            if came and self._held > MAX_BODIES_NBYTES:
+            received = min(len(message.get("body", b"")), MAX_BODY_NBYTES - body_nbytes)  # the rest of a larger one is dropped
+            body_nbytes, self._body_nbytes = body_nbytes + received, self._body_nbytes + received
+            if received and self._body_nbytes > MAX_BODIES_NBYTES:
                 raise Problem(503, f"request bodies of {MAX_BODIES_NBYTES >> 20} MiB are in progress, and no more are accepted", BUSY,
                               code="bodies_full",
-                              headers={"retry-after": "1", "connection": "close"}, hint=AGAIN)
+                              headers={"retry-after": "1", "connection": "close"}, hint=RETRY)
             return message
 
         try:
             is_preflight = scope["method"] == "OPTIONS" and origin is not None and "access-control-request-method" in headers
             refused = self._rules.refused(PUBLIC_PATHS[0] if is_preflight else scope["path"], headers, scope.get("query_string", b""))
             if refused is not None:
-                record.ending = refused.message
+                record.end_reason = refused.message
                 await problem_response(refused, scope["path"])(scope, receive, sending)
             elif is_preflight:
                 await preflight(headers)(scope, receive, sending)
@@ -160,31 +161,31 @@ class Guard:
                 await self._app(scope, receiving, sending)
         except Exception as error:  # a bug: the server goes on
             record.problem = f"{type(error).__name__}: {error}"
-            if status == GONE:
+            if status == CLIENT_CLOSED_REQUEST:
                 await problem_response(internal(error), scope["path"])(scope, receive, sending)
         finally:
-            if record.behind is None:
-                self._held -= own
+            if record.background_task is None:
+                self._body_nbytes -= body_nbytes
             else:
-                record.behind.add_done_callback(lambda _: self._release(own))
+                record.background_task.add_done_callback(lambda _: self._release(body_nbytes))
             record.seconds = time.monotonic() - began
-            self._say(scope["method"], payload, status, record)
+            self._log(scope["method"], path, status, record)
 
     def _release(self, nbytes: int) -> None:
-        self._held -= nbytes
+        self._body_nbytes -= nbytes
 
 
-def by_googles_path(scope: Scope, headers: Headers) -> Scope:
+def route_google(scope: Scope, headers: Headers) -> Scope:
     """Requests of other versions of Google's API are routed to the one here. Its v1 shares paths with OpenAI's models: there its clients
     are recognized by the method in the path, or by their headers."""
     version, _, rest = scope["path"].removeprefix("/").partition("/")
     is_googles = rest.partition("/")[0] == "models" and (rest.rpartition(":")[2] in METHODS or any(name in headers for name in HEADERS))
     if version not in VERSIONS or not is_googles:
         return scope
-    own = {"path": GOOGLE + rest}
+    changed = {"path": GOOGLE + rest}
     if raw := scope.get("raw_path"):
-        own["raw_path"] = GOOGLE.encode() + raw[len(version) + 2 :]
-    return {**scope, **own}
+        changed["raw_path"] = GOOGLE.encode() + raw[len(version) + 2 :]
+    return {**scope, **changed}
 
 
 def preflight(headers: Headers) -> Response:

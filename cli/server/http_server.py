@@ -22,11 +22,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ... import EffllmError, UsageError
 
 GRACE_S = 0.5  # for cancelled answers to send their last event
-KEEP_S = 75  # keep-alive of an idle connection
+KEEP_ALIVE_S = 75  # keep-alive of an idle connection
 PROBE_S, HTTP10_WAIT_S = 5.0, 1.0  # between questions whether a client that says no more still listens; that one of HTTP/1.0 is waited for
-GC_NBYTES = 64 << 20  # that may have come since memory was last swept
-RESET_S = 0.2  # in which the machine of one that has gone says so
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GC_INTERVAL_NBYTES = 64 << 20  # that may have come since memory was last swept
+RESET_WAIT_S = 0.2  # in which the machine of one that has gone says so
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -34,22 +34,22 @@ def bind_socket(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise UsageError(f"--port {port} is not a port", "1 to 65535, or 0 for one that is free")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a valid host name"
         raise UsageError(f"--host {host}: {reason}", "127.0.0.1 for this machine alone, 0.0.0.0 for all that reach it") from None
-    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)  # IPv4 first, as most clients do
-    made = socket.socket(family, kind, protocol)
+    family, kind, protocol, _, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)  # IPv4 first, as most clients do
+    bound = socket.socket(family, kind, protocol)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
     except OSError as error:
-        made.close()
+        bound.close()
         if error.errno == errno.EADDRINUSE:
             raise in_use(host, port) from None
         hint = "a port above 1023" if error.errno in (errno.EACCES, errno.EPERM) else "127.0.0.1 for this machine alone"
         raise EffllmError(f"--host {host} --port {port}: {error.strerror}", hint) from None
-    return made
+    return bound
 
 
 def in_use(host: str, port: int) -> EffllmError:
@@ -108,64 +108,64 @@ class Connection(H11Protocol):
     Refused request bodies stay in reference cycles, since an exception holds its frames. Python's collector counts objects, not bytes, and
     would let gigabytes accumulate: so it is called by bytes received."""
 
-    litter = 0  # bytes received by all connections since the last collection
+    uncollected_nbytes = 0  # bytes received by all connections since the last collection
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._look = self.loop.call_later(KEEP_S, self._close_unused, self, 0)
-        self._says_no_more, self._question = False, None
+        self._idle_timer = self.loop.call_later(KEEP_ALIVE_S, self._close_unused, self, 0)
+        self._is_half_closed, self._probe_timer = False, None
 
     def data_received(self, data: bytes) -> None:
-        Connection.litter += len(data)
+        Connection.uncollected_nbytes += len(data)
         super().data_received(data)
-        if Connection.litter > GC_NBYTES:
-            Connection.litter = 0
+        if Connection.uncollected_nbytes > GC_INTERVAL_NBYTES:
+            Connection.uncollected_nbytes = 0
             collect_garbage()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._look.cancel()
-        if self._question is not None:
-            self._question.cancel()
+        self._idle_timer.cancel()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         super().connection_lost(exc)
 
-    def _close_unused(self, rested: object, untaken: int) -> None:
+    def _close_unused(self, previous_idle: object, previous_unread: int) -> None:
         """Called every KEEP_S seconds with the state of the last call. `rested`: the cycle that was complete then, None if a request was in
         progress; `untaken`: bytes that the client had left unread, 0 if there was room for more."""
-        resting = self if self.cycle is None else self.cycle if self.cycle.response_complete else None
-        left = self.transport.get_write_buffer_size() if self.flow.write_paused else 0
-        if resting is not None and resting is rested or left and left == untaken:
+        idle = self if self.cycle is None else self.cycle if self.cycle.response_complete else None
+        unread = self.transport.get_write_buffer_size() if self.flow.write_paused else 0
+        if idle is not None and idle is previous_idle or unread and unread == previous_unread:
             self.transport.abort()
         else:
-            self._look = self.loop.call_later(KEEP_S, self._close_unused, resting, left)
+            self._idle_timer = self.loop.call_later(KEEP_ALIVE_S, self._close_unused, idle, unread)
 
     def eof_received(self) -> bool:
         """Whether the connection stays open: until a complete request has been answered."""
-        is_asked = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
-        if is_asked and not self._says_no_more:
-            self._says_no_more = True
-            self.loop.call_soon(self._ask_whether_there)  # a response that is ready is sent first
-        return is_asked
+        has_request = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        if has_request and not self._is_half_closed:
+            self._is_half_closed = True
+            self.loop.call_soon(self._probe)  # a response that is ready is sent first
+        return has_request
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._says_no_more and (self.cycle.response_complete or self.cycle.more_body):
+        if self._is_half_closed and (self.cycle.response_complete or self.cycle.more_body):
             self.transport.close()
 
-    def _ask_whether_there(self) -> None:
+    def _probe(self) -> None:
         if self.transport.is_closing() or self.cycle.response_started:
             return
         if self.scope["http_version"] == "1.1":
             self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason="Continue")))
-            self._question = self.loop.call_later(RESET_S, self._look_whether_there)
+            self._probe_timer = self.loop.call_later(RESET_WAIT_S, self._check_reset)
         else:
-            self._question = self.loop.call_later(HTTP10_WAIT_S, self._give_up)
+            self._probe_timer = self.loop.call_later(HTTP10_WAIT_S, self._give_up)
 
-    def _look_whether_there(self) -> None:
+    def _check_reset(self) -> None:
         """The transport no longer reads, so only this notices a reset."""
         if not self.transport.is_closing() and self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
         else:
-            self._question = self.loop.call_later(PROBE_S, self._ask_whether_there)
+            self._probe_timer = self.loop.call_later(PROBE_S, self._probe)
 
     def _give_up(self) -> None:
         if not self.cycle.response_started:
@@ -178,7 +178,7 @@ def serve_http(application: ASGIApp, listening: socket.socket, answer_queue: Clo
     """Serve until a signal; running answers are then cancelled and have `grace_s` seconds to end. `ready` is called once requests are
     accepted, `note` with errors outside of requests; `closed` is awaited at the end."""
     config = uvicorn.Config(application, loop="asyncio", http=Connection, ws="none", lifespan="off", log_config=None, log_level="critical",
-                            access_log=False, server_header=False, timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=grace_s)
+                            access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=grace_s)
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every write to a disconnected client, which is logged already
     server = Server(config, ready)
 
@@ -189,7 +189,7 @@ def serve_http(application: ASGIApp, listening: socket.socket, answer_queue: Clo
     async def serve() -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: note(loop_error(context)))
-        for each in STOPS:
+        for each in STOP_SIGNALS:
             if signal.getsignal(each) is not signal.SIG_IGN:  # as `nohup` has it
                 loop.add_signal_handler(each, stop)
         gc.collect()

@@ -21,7 +21,7 @@ from .media import in_chat
 from .metrics import TEXT
 from .multiple_answers import in_sequence, with_seeds
 from .openai_requests import ChatRequest, Detokenize, Tokenize, messages_of
-from .problems import BUSY, LEAVE_IT, UNSUPPORTED, Problem
+from .problems import BUSY, LEAVE_OUT, UNSUPPORTED, Problem
 from .serializers import FINGERPRINT
 from .streams import json_response
 
@@ -58,7 +58,7 @@ class TokenPaths:
 
     async def detokenize(self, request: Request) -> Response:
         payload = await read_request(request, Detokenize)
-        self._service.demand_tokens(payload.tokens, "tokens")
+        self._service.check_token_ids(payload.tokens, "tokens")
         return json_response({"content": await asyncio.to_thread(self._service.served.tokenizer.decode, payload.tokens, False)})
 
 
@@ -79,10 +79,10 @@ class LlamaPaths(TokenPaths):
         payload, served = await self._service.payload(request, LlamaCompletionRequest), self._service.served
         prompts = await asyncio.to_thread(completion_prompts, payload, served.tokenizer)
         options = await self._options(payload)
-        await self._service.demand_room(prompts, options)
+        await self._service.check_prompts_fit(prompts, options)
         for prompt in prompts:
             if not isinstance(prompt, str):
-                self._service.demand_tokens(prompt, "prompt")
+                self._service.check_token_ids(prompt, "prompt")
         return await self._answer(request, payload, prompts, options)
 
     async def infill(self, request: Request) -> Response:
@@ -90,7 +90,7 @@ class LlamaPaths(TokenPaths):
         payload, service = await self._service.payload(request, InfillRequest), self._service
         for field, count in (("n_cmpl", payload.n_cmpl), ("n", payload.n)):
             if count not in (None, 1):
-                raise Problem(400, f"{field} is not supported; {LEAVE_IT}", param=field, code="unsupported_parameter")
+                raise Problem(400, f"{field} is not supported; {LEAVE_OUT}", param=field, code="unsupported_parameter")
         served, options = service.served, await self._options(payload)
         if await asyncio.to_thread(lambda: served.marks) is None:
             raise Problem(501, NO_MARKS.format(service.name), UNSUPPORTED, code="not_supported", hint=A_CODER)
@@ -101,9 +101,9 @@ class LlamaPaths(TokenPaths):
 
     async def apply_template(self, request: Request) -> Response:
         payload = await self._service.payload(request, ChatRequest)
-        pictures = await self._service.pictures(in_chat(payload))
-        wanted = await self._service.wanted(payload, messages_of(payload), pictures=pictures)
-        said = partial(self._service.served.rendered, wanted.messages, wanted.options.think, wanted.tools, wanted.variables)
+        media_items = await self._service.load_media(in_chat(payload))
+        prepared = await self._service.prepare(payload, messages_of(payload), media_items=media_items)
+        said = partial(self._service.served.rendered, prepared.messages, prepared.options.think, prepared.tools, prepared.variables)
         return json_response({"prompt": describe_markers(await asyncio.to_thread(said))})
 
     async def props(self, request: Request) -> Response:
@@ -130,7 +130,7 @@ class LlamaPaths(TokenPaths):
                                "n_prompt_tokens": tokens} for number, (is_busy, tokens) in enumerate(slots)])
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._service.totals.render(self._service.answer_queue), media_type=TEXT)
+        return Response(self._service.metrics.render(self._service.answer_queue), media_type=TEXT)
 
     async def _options(self, payload: LlamaCompletionRequest) -> GenerationOptions:
         options = await asyncio.to_thread(llama_options, payload, self._service.defaults, self._service.served.tokenizer)

@@ -43,7 +43,7 @@ def generation_settings(options: GenerationOptions, stream: bool, grammar: str =
 
 
 class LlamaSerializer(AnswerSerializer):
-    ending = b""
+    terminator = b""
 
     def __init__(self, model: str, settings: LlamaAnswerContext | None = None) -> None:
         self.model, self.settings, self.text, self.index, self._sent = model, settings or LlamaAnswerContext({}), "", 0, 0
@@ -80,7 +80,7 @@ class LlamaSerializer(AnswerSerializer):
 class LlamaListSerializer(AnswerSerializer):
     """Several answers in sequence: a list, or chunks with the `index` of their answer."""
 
-    ending = LlamaSerializer.ending
+    terminator = LlamaSerializer.terminator
 
     def __init__(self, answers: Sequence[LlamaSerializer]) -> None:
         self._answers: Sequence[LlamaSerializer] = answers

@@ -18,7 +18,7 @@ from .bodies import read_body
 from .guard import RECORD
 from .openai_requests import Body, parse
 from .problems import UNSUPPORTED, Problem
-from .streams import GONE, EventReader, json_response, result_of
+from .streams import CLIENT_CLOSED_REQUEST, EventReader, json_response, result_of
 
 if TYPE_CHECKING:
     from ...runtime.generation.slot import Slot
@@ -65,7 +65,7 @@ class LlamaSlots:
         body = await read_body(request)
         payload = parse(SlotRequest, body) if body.strip() else SlotRequest()
         if name := payload.model or request.query_params.get("model"):
-            service.demand_model(name, "model")
+            service.check_model(name, "model")
         number, last = request.path_params["id_slot"], service.answer_queue.parallel - 1
         if not number.isascii() or not number.isdecimal() or int(number) > last:
             there = f"0 to {last}" if last else "0 alone"
@@ -89,9 +89,9 @@ class LlamaSlots:
         service, record = self._service, request.scope[RECORD]
         reader = EventReader(service.answer_queue.submit(partial(service.served.at_slot, number, act)), service.note, record)
         if (done := await result_of(request, reader, SlotDone)) is not None:
-            record.outcome = f"{done.tokens} tokens {word}"
+            record.summary = f"{done.tokens} tokens {word}"
         return done
 
 
 def gone() -> Response:
-    return Response(status_code=GONE)
+    return Response(status_code=CLIENT_CLOSED_REQUEST)

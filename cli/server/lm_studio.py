@@ -45,7 +45,7 @@ class LmStudioModel:
 
     model: ModelEntry
     writes: bool
-    sees: bool
+    has_vision: bool
     takes_tools: bool
     state: str
     most: int | None
@@ -62,8 +62,8 @@ class LmStudioModel:
 
     def card(self) -> dict[str, object]:
         """As in the lists of v0."""
-        model, can = self.model, [word for word, does in (("tool_use", self.takes_tools), ("vision", self.sees)) if does]
-        told = {"id": model.name, "object": "model", "type": "embeddings" if not self.writes else "vlm" if self.sees else "llm",
+        model, can = self.model, [word for word, does in (("tool_use", self.takes_tools), ("vision", self.has_vision)) if does]
+        told = {"id": model.name, "object": "model", "type": "embeddings" if not self.writes else "vlm" if self.has_vision else "llm",
                 "publisher": self.publisher, "arch": model.family, "compatibility_type": self.format, "quantization": model.stored,
                 "state": self.state, "max_context_length": self.most}
         return {**told, **({"loaded_context_length": self.context} if self.state == LOADED else {}), "capabilities": can}
@@ -73,7 +73,7 @@ class LmStudioModel:
         model = self.model
         bits = round(8 * model.nbytes / model.parameters, 2) if model.parameters else None
         own = {"architecture": model.family, "description": None, "capabilities": {
-            "vision": self.sees, "trained_for_tool_use": self.takes_tools}} if self.writes else {}
+            "vision": self.has_vision, "trained_for_tool_use": self.takes_tools}} if self.writes else {}
         loaded = [{"id": model.name, "config": {"context_length": self.context}}] if self.state == LOADED else []
         return {"type": self.kind, "publisher": self.publisher, "key": model.name, "display_name": model.name,
                 "quantization": {"name": model.stored, "bits_per_weight": bits}, "size_bytes": model.nbytes,
@@ -173,7 +173,7 @@ class LmStudioService(ModelPaths):
     def _held(self) -> LmStudioModel:
         model, files = self._about()
         writes = not {"embedding", "rerank"} & {*capabilities(files)}
-        return LmStudioModel(model, writes, files.sees, writes and files.tokenizer.template is not None, LOADED,
+        return LmStudioModel(model, writes, files.has_vision, writes and files.tokenizer.template is not None, LOADED,
                              files.config.context_length,
                              files.context)
 
@@ -189,22 +189,22 @@ class LmStudioRouter(ModelPaths):
         return await asyncio.to_thread(lambda: [self._held(each) for each in states])
 
     async def one(self, name: str) -> LmStudioModel:
-        return await asyncio.to_thread(self._held, self._router.state(await self._router.meant(name)))
+        return await asyncio.to_thread(self._held, self._router.state(await self._router.resolve(name)))
 
     async def loaded(self, name: str) -> LmStudioModel:
-        model = await self._router.meant(name)
-        loaded = await self._router.pool.take(model)
+        model = await self._router.resolve(name)
+        loaded = await self._router.pool.acquire(model)
         try:
             return await asyncio.to_thread(self._held, self._router.state(model))
         finally:
-            self._router.pool.give_back(loaded)
+            self._router.pool.release(loaded)
 
     async def end(self, name: str) -> str:
-        return (await self._router.let_go(name, "instance_id")).name
+        return (await self._router.unload_when_idle(name, "instance_id")).name
 
     def _held(self, state: ModelState) -> LmStudioModel:
         facts = state.model.facts
-        now = LOADED if state.since is not None else LOADING if state.is_loading else NOT_LOADED
+        now = LOADED if state.loaded_at is not None else LOADING if state.is_loading else NOT_LOADED
         if facts is None:  # its files are broken, or gone
             return LmStudioModel(self._listed(state), True, False, False, now, state.context, state.context)
         return LmStudioModel(self._listed(state), facts.writes, "image" in facts.takes, facts.has_template, now, facts.context,

@@ -52,7 +52,7 @@ class LmStudioChat:
     """The chat of one model's `service`; responses are stored in `kept`."""
 
     def __init__(self, service: GenerationService, kept: ResponseStore) -> None:
-        self._service, self._kept = service, kept
+        self._service, self._responses = service, kept
 
     def routes(self) -> list[Route]:
         return [Route(CHAT, self.chat, methods=["POST"])]
@@ -61,17 +61,18 @@ class LmStudioChat:
         service, payload = self._service, await self._service.payload(request, LmStudioChatRequest)
         if (payload.context_length or 0) > service.served.engine.n_ctx:
             service.note(SMALLER.format(payload.context_length, service.served.engine.n_ctx))
-        meant = responses_of(payload)
-        whole = self._kept.whole(meant, meant.input)
-        answer, names = await service.wanted_response(whole.model_copy(update={"input": arranged(whole.input)}))
-        inner = ResponseSerializer(service.called(payload.model), meant, names, keep=partial(self._kept.keep, meant, meant.input))
-        return await service.answer(request, meant, LmStudioSerializer(inner.model, inner), partial(service.reply, answer))
+        responses_request = responses_of(payload)
+        whole = self._responses.with_history(responses_request, responses_request.input)
+        answer, names = await service.prepare_response(whole.model_copy(update={"input": arranged(whole.input)}))
+        inner = ResponseSerializer(service.called(payload.model), responses_request, names,
+                                   keep=partial(self._responses.keep, responses_request, responses_request.input))
+        return await service.answer(request, responses_request, LmStudioSerializer(inner.model, inner), partial(service.reply, answer))
 
 
 class LmStudioSerializer(AnswerSerializer):
     """`inner`: the answer as a stored response, None in the router."""
 
-    named, ending, early = True, b"", True
+    named, terminator, starts_early = True, b"", True
 
     def __init__(self, model: str, inner: ResponseSerializer | None = None) -> None:
         self.model, self._inner = model, inner

@@ -63,7 +63,7 @@ class LogprobColumns:
         return likeliest
 
 
-def joined(columns: Sequence[dict[str, list]]) -> dict[str, object]:
+def join_columns(columns: Sequence[dict[str, list]]) -> dict[str, object]:
     """The lists of several chunks, concatenated."""
     return {name: [each for part in columns for each in part[name]] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
 

@@ -20,7 +20,7 @@ from ...runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT, SAMPLE_RATE, Mo
 from .content_parts import of_chat, of_messages, of_responses
 from .gemini_requests import attached_files
 from .message_builder import TOOL
-from .problems import AGAIN, BUSY, Problem, problem_of
+from .problems import BUSY, RETRY, Problem, problem_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -140,7 +140,7 @@ def _taken(sent: Iterable[MediaPart], served: ServedModel, note: Callable[[str],
     pictures, points, samples = [], 0, 0
     if served.sees and served.demand_sight().pending_nbytes() > MAX_WAITING_NBYTES:
         raise Problem(503, "too many large images are waiting to be encoded", BUSY, code="queue_full", headers={"retry-after": "1"},
-                      hint=AGAIN)
+                      hint=RETRY)
     for each in sent:
         try:
             found = _one(each, served)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .messages_requests import CREATE, CountTokensRequest, Tool, Turn
-from .problems import CHANGED, LOST, Problem
+from .problems import THREAD_MISMATCH, THREAD_NOT_FOUND, Problem
 from .store_limits import ENTRY_NBYTES, MAX_STORE_NBYTES, nbytes_of
 
 
@@ -42,7 +42,7 @@ class MessageThreads:
         for name in ("system", "tools"):
             if (value := getattr(payload, name)) is not None and value != getattr(held, name):
                 raise Problem(400, f"{name} differs from that of the thread: leave it out, or start a new thread", param=name,
-                              code=CHANGED)
+                              code=THREAD_MISMATCH)
         turns, name = [*payload.messages], thread.previous_message_id
         while name is not None:
             each = self._find(name)
@@ -66,5 +66,5 @@ class MessageThreads:
     def _find(self, name: str | None) -> ThreadTurn:
         if (held := self._held.get(name or "")) is None:
             raise Problem(404, f"thread.previous_message_id: {name!r:.60} is not stored, or no longer: start a thread with the whole "
-                               "conversation", param="thread.previous_message_id", code=LOST)
+                               "conversation", param="thread.previous_message_id", code=THREAD_NOT_FOUND)
         return held

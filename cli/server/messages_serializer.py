@@ -21,7 +21,7 @@ SIGNED = "effllm"  # a placeholder: clients send it back, and it is not verified
 class MessageSerializer(AnswerSerializer):
     """`keep` is called with the answer's id and blocks when it has ended."""
 
-    named, ending = True, b""
+    named, terminator = True, b""
 
     def __init__(self, model: str, payload: CountTokensRequest, keep: Callable[[str, list[dict[str, Any]]], None] | None = None) -> None:
         self._keep = keep

@@ -21,7 +21,7 @@ from ...runtime.library.local_model import LocalModel, local_model
 from ...runtime.library.model_name import parse_reference
 from .problems import Problem, message_of
 
-SPELLED = (".", "/", "~")  # beginnings of a path that cannot be a name
+PATH_PREFIXES = (".", "/", "~")  # beginnings of a path that cannot be a name
 STALE_S = 60.0  # after which headers are read again, even if the names are the same
 
 
@@ -58,7 +58,7 @@ class ModelRegistry:
         with self._lock:
             names = model_names(self._variables)
             if not self._listed or names != self._names or time.monotonic() - self._read > STALE_S:
-                self._listed, self._names, self._read = self._look(), names, time.monotonic()
+                self._listed, self._names, self._read = self._scan(), names, time.monotonic()
             return self._listed
 
     def find(self, name: str) -> RegisteredModel:
@@ -73,45 +73,45 @@ class ModelRegistry:
             ref = resolve(name, self._variables)
         except EffllmError as error:
             ollama_name = f"ollama:{name.removesuffix(':latest')}".lower()  # programs that were made for Ollama say its names
-            if (theirs := next((each for each in models if each.typed.lower() == ollama_name), None)) is not None:
-                return theirs
-            raise self._missing(name, unknown if name.startswith(SPELLED) else message_of(error)) from error
-        found = RegisteredModel(" ".join(name.split()), name, ref.folder, ref.variant)
-        known = next((each for each in models if each.key == found.key), None)
-        if known is None and (self._only is not None or is_path or not self._is_named(ref)):
+            if (ollama_model := next((each for each in models if each.typed.lower() == ollama_name), None)) is not None:
+                return ollama_model
+            raise self._missing(name, unknown if name.startswith(PATH_PREFIXES) else message_of(error)) from error
+        model = RegisteredModel(" ".join(name.split()), name, ref.folder, ref.variant)
+        registered = next((each for each in models if each.key == model.key), None)
+        if registered is None and (self._only is not None or is_path or not self._is_named(ref)):
             raise self._missing(name, unknown)
-        return known or found
+        return registered or model
 
-    def _look(self) -> list[RegisteredModel]:
-        here = local_models(self._variables)
+    def _scan(self) -> list[RegisteredModel]:
+        local = local_models(self._variables)
         if self._only is None:
-            return named_models([(each.name, each.folder, None, each) for each in here])
-        facts = {os.path.abspath(each.folder): each for each in here}
+            return named_models([(each.name, each.folder, None, each) for each in local])
+        facts = {os.path.abspath(each.folder): each for each in local}
         return named_models([(ref.text, ref.folder, ref.variant, facts.get(os.path.abspath(ref.folder)) or local_model(ref.text,
                                                                                                                        ref.folder))
                              for ref in self._only])
 
     def _is_named(self, ref: ModelRef) -> bool:
         """Whether a name of the catalog or of a repository leads there, rather than a path that a request spells out."""
-        own = (hub.cache_folder(self._variables), storage.models_folder(self._variables))
-        return ref.alias is not None or any(Path(os.path.abspath(ref.folder)).is_relative_to(os.path.abspath(each)) for each in own)
+        folders = (hub.cache_folder(self._variables), storage.models_folder(self._variables))
+        return ref.alias is not None or any(Path(os.path.abspath(ref.folder)).is_relative_to(os.path.abspath(each)) for each in folders)
 
-    def _missing(self, name: str, why: str) -> Problem:
-        some = ", ".join(each.name for each in self.models()[:5])
-        return Problem(404, f"{why} (/v1/models lists the models: {some})" if self._only is None else
-                       f"there is no model {name!r:.100}: this server has {some}", param="model", code="model_not_found")
+    def _missing(self, name: str, reason: str) -> Problem:
+        examples = ", ".join(each.name for each in self.models()[:5])
+        return Problem(404, f"{reason} (/v1/models lists the models: {examples})" if self._only is None else
+                       f"there is no model {name!r:.100}: this server has {examples}", param="model", code="model_not_found")
 
 
 def named_models(models: Iterable[tuple[str, Path, str | None, LocalModel | None]]) -> list[RegisteredModel]:
     """Models by (as typed, folder, variant, facts). One that was typed as a path is named by the shortest end of that path that is unique,
     since no response names a folder of this machine. Duplicates are dropped."""
-    made: dict[str, RegisteredModel] = {}
-    for typed, folder, variant, facts in {each[:3]: each for each in models}.values():
+    by_name: dict[str, RegisteredModel] = {}
+    for typed, folder, variant, facts in {item[:3]: item for item in models}.values():
         path = Path(typed).expanduser()
-        ends = [typed]
-        if typed.startswith(SPELLED) or path.exists():
+        candidates = [typed]
+        if typed.startswith(PATH_PREFIXES) or path.exists():
             parts = Path(os.path.abspath(path)).parts[1:]  # a link's own name, not its target's
-            ends = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
-        name = next((each for each in ends if each not in made), typed)
-        made.setdefault(name, RegisteredModel(" ".join(name.split()), typed, folder, variant, facts))
-    return [*made.values()]
+            candidates = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+        name = next((item for item in candidates if item not in by_name), typed)
+        by_name.setdefault(name, RegisteredModel(" ".join(name.split()), typed, folder, variant, facts))
+    return [*by_name.values()]

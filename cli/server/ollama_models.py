@@ -143,7 +143,7 @@ class ModelFiles:
     tokenizer: Tokenizer
     context: int
     licence: object = None  # as recorded when it was quantized
-    sees: bool = False
+    has_vision: bool = False
     hears: bool = False
 
 
@@ -233,5 +233,5 @@ def capabilities(files: ModelFiles) -> list[str]:
     knows_tools = tokenizer.template is not None and ToolCalling(tokenizer).style.knows_tools
     inserts = find_fim_tokens(tokenizer.vocabulary(), tokenizer.special_tokens) is not None
     return ["completion", *(["tools"] if knows_tools else []), *(["insert"] if inserts else []),
-            *(["thinking"] if tokenizer.thinks else []), *(["embedding"] if embeds else []), *(["vision"] if files.sees else []),
+            *(["thinking"] if tokenizer.thinks else []), *(["embedding"] if embeds else []), *(["vision"] if files.has_vision else []),
             *(["audio"] if files.hears else [])]

@@ -39,17 +39,17 @@ class OllamaRouter:
         return json_response(await asyncio.to_thread(lambda: tags_response(entry_of(each) for each in states)))
 
     async def running(self, request: Request) -> Response:
-        states = [each for each in await self._router.states() if each.since is not None]
+        states = [each for each in await self._router.states() if each.loaded_at is not None]
         return json_response(await asyncio.to_thread(lambda: ps_response(running_model_of(each) for each in states)))
 
     async def show(self, request: Request) -> Response:
         """Loads nothing: clients ask it of every model."""
-        state = self._router.state(await self._router.meant(await named(request)))
+        state = self._router.state(await self._router.resolve(await named(request)))
         return json_response(await asyncio.to_thread(lambda: show_response(entry_of(state),
                                                                            files_of_folder(state.model.folder, state.context))))
 
     async def _demand(self, name: str) -> None:
-        await self._router.meant(name)
+        await self._router.resolve(name)
 
 
 def entry_of(state: ModelState) -> ModelEntry:
@@ -62,4 +62,4 @@ def entry_of(state: ModelState) -> ModelEntry:
 
 def running_model_of(state: ModelState) -> RunningModel:
     """A loaded model. GPU memory is known to its worker only."""
-    return RunningModel(entry_of(state), state.nbytes or 0, 0, state.context or 0, state.until or time.time() + FOREVER_S)
+    return RunningModel(entry_of(state), state.nbytes or 0, 0, state.context or 0, state.expires_at or time.time() + FOREVER_S)

@@ -29,7 +29,7 @@ def timestamp(seconds: float | None = None) -> str:
 class OllamaSerializer(AnswerSerializer, Protocol):
     """The base of both endpoints' formats, which differ in how texts and calls are placed (`said`)."""
 
-    by_line, ending, has_comments = True, b"", False
+    json_lines, terminator, has_comments = True, b"", False
 
     def __init__(self, model: str, waited_ns: int = 0, tokenizer: Tokenizer | None = None) -> None:
         """`waited_ns`: time spent loading the model. `tokenizer`: for log-probabilities."""

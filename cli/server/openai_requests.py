@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, RootModel, ValidationError
 
 from .custom_tools import call_of
-from .problems import LEAVE_IT, Problem
+from .problems import LEAVE_OUT, Problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
@@ -119,10 +119,10 @@ EFFORT_OF = {"off": "none", False: "none", "on": "medium", True: "medium"}
 TYPE_OF = {True: "enabled", False: "disabled"}
 
 
-def as_object(field: str, named: Mapping[object, str]) -> Callable[[Any], Any]:
+def as_object(field: str, names: Mapping[object, str]) -> Callable[[Any], Any]:
     """A validator for fields that some clients send as a word or a switch, others as an object that has it as a `field`."""
     def read(value: Any) -> Any:
-        return {field: named.get(value, value)} if isinstance(value, str | bool) else value
+        return {field: names.get(value, value)} if isinstance(value, str | bool) else value
 
     return read
 
@@ -197,12 +197,12 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
     try:
         payload = kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        if first["type"] == NO_JSON and (mended := ESCAPES.sub(_whole, body)) != body:
-            return parse(kind, mended)
-        param = field_path(first["loc"])
-        what = first["msg"][:1].lower() + first["msg"][1:]
-        raise Problem(400, f"{param}: {what}" if param else f"the body is not a valid request: {what}", param=param or None) from None
+        details = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        if details["type"] == NO_JSON and (repaired := ESCAPES.sub(_whole, body)) != body:
+            return parse(kind, repaired)
+        param = field_path(details["loc"])
+        reason = details["msg"][:1].lower() + details["msg"][1:]
+        raise Problem(400, f"{param}: {reason}" if param else f"the body is not a valid request: {reason}", param=param or None) from None
     refuse_unsupported(payload)
     return payload
 
@@ -213,11 +213,11 @@ def _whole(escape: re.Match[bytes]) -> bytes:
 
 def refuse_unsupported(payload: Body | Scales, where: str = "") -> None:
     """Raises Problem for a field that asks for something unsupported; `where`: prefix of its name."""
-    for field, nothing in payload.unsupported.items():
+    for field, neutral_values in payload.unsupported.items():
         value = (payload.model_extra or {}).get(field)
-        if value is not None and not any(is_same(value, each) for each in nothing):
-            here = payload.alternatives.get(field, LEAVE_IT)
-            raise Problem(400, f"{where}{field} is not supported; {here}", param=where + field, code="unsupported_parameter")
+        if value is not None and not any(is_same(value, neutral) for neutral in neutral_values):
+            alternative = payload.alternatives.get(field, LEAVE_OUT)
+            raise Problem(400, f"{where}{field} is not supported; {alternative}", param=where + field, code="unsupported_parameter")
 
 
 def is_same(value: object, other: object) -> bool:
@@ -239,11 +239,11 @@ def _checked(message: Message, where: str) -> dict[str, Any]:
     if message.role not in ROLES:
         raise Problem(400, f"{where}.role has to be one of {', '.join(ROLES)}, not {message.role!r:.40}", param=f"{where}.role")
     content, param = message.content, f"{where}.content"
-    told = message.model_dump(exclude_unset=True)
+    fields = message.model_dump(exclude_unset=True)
     if message.role == "assistant":
-        content, told = split_reasoning(content, told, param)
-        if isinstance(calls := told.get("tool_calls"), list):
-            told["tool_calls"] = [call_of(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
+        content, fields = split_reasoning(content, fields, param)
+        if isinstance(calls := fields.get("tool_calls"), list):
+            fields["tool_calls"] = [call_of(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
     if content is None and message.role not in ("assistant", "tool"):
         raise Problem(400, f"{param} is missing", param=param)
     if content is not None and not isinstance(content, str | list):
@@ -251,17 +251,17 @@ def _checked(message: Message, where: str) -> dict[str, Any]:
     if isinstance(content, list):
         for number, part in enumerate(content := [as_text(part) for part in content]):
             text_of(part, f"{param}[{number}]")
-    return told | {"content": content}
+    return fields | {"content": content}
 
 
-def split_reasoning(content: Any, told: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
+def split_reasoning(content: Any, fields: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
     """An assistant's content and message, with its reasoning moved to `reasoning_content` from whichever field or content part has it."""
-    found = [told[name] for name in REASONING_FIELDS if isinstance(told.get(name), str) and told[name]]
+    reasoning = [fields[name] for name in REASONING_FIELDS if isinstance(fields.get(name), str) and fields[name]]
     if isinstance(content, list):
-        found += ["".join(texts_of(part["thinking"], f"{where}[{at}].thinking")) for at,
+        reasoning += ["".join(texts_of(part["thinking"], f"{where}[{index}].thinking")) for index,
                   part in enumerate(content) if is_reasoning_part(part)]
         content = [part for part in content if not is_reasoning_part(part)]
-    return content, told | ({"reasoning_content": found[0]} if found else {})
+    return content, fields | ({"reasoning_content": reasoning[0]} if reasoning else {})
 
 
 def as_text(part: object) -> object:
@@ -280,9 +280,9 @@ def text_of(part: object, where: str) -> str:
     if isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else None
-    what = f"{kind} is not supported here: text is, and images or audio in user messages" \
+    reason = f"{kind} is not supported here: text is, and images or audio in user messages" \
         if isinstance(kind, str) and kind not in TEXTS else "a part is {\"type\": \"text\", \"text\": ...}"
-    raise Problem(400, f"{where}: {what}", param=where)
+    raise Problem(400, f"{where}: {reason}", param=where)
 
 
 def texts_of(content: object, where: str) -> list[str]:
@@ -298,6 +298,6 @@ def prompts_of(payload: CompletionRequest) -> list[str | list[int]]:
     """The prompts of a request, each a text or token ids: one, in a list or not, or several in a list. Raises Problem."""
     prompt = payload.prompt
     prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
-    if all(isinstance(each, str) or isinstance(each, list) and all(type(one) is int for one in each) for each in prompts):
+    if all(isinstance(item, str) or isinstance(item, list) and all(type(token) is int for token in item) for item in prompts):
         return prompts
     raise Problem(400, "prompt has to be a string or a list of token ids, or a list of these", param="prompt")

@@ -52,7 +52,7 @@ def _file(name: str, request: Request) -> Response:
     if found is None:
         raise HTTPException(404)
     body, tag = found
-    request.scope[RECORD].is_minor = True
+    request.scope[RECORD].is_page_asset = True
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers={**HEADERS, "etag": tag})
     return Response(body, media_type=TYPES[PurePath(name).suffix], headers={**HEADERS, "etag": tag})

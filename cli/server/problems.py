@@ -12,7 +12,7 @@ from ...runtime.templates.template import TemplateError
 INVALID, REFUSED, FAILED, BUSY = "invalid_request_error", "authentication_error", "server_error", "overloaded_error"
 UNSUPPORTED = "not_supported_error"
 TOO_LONG, NO_MODEL, JOB_GONE = "context_length_exceeded", "model_not_found", "job_not_found"
-LOST, CHANGED = "thread_not_found", "thread_fingerprint_mismatch"  # codes on which Anthropic's clients resend the conversation
+THREAD_NOT_FOUND, THREAD_MISMATCH = "thread_not_found", "thread_fingerprint_mismatch"  # Anthropic's clients then resend the conversation
 MESSAGES = "/v1/messages"  # Anthropic's API
 OLLAMA, LM_STUDIO, LM_STUDIO_1 = "/api/", "/api/v0/", "/api/v1/"  # LM Studio's first has OpenAI's errors
 GOOGLE = "/v1beta/"
@@ -21,17 +21,20 @@ ANTHROPIC_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 4
 GOOGLE_STATUSES = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED", 429: "RESOURCE_EXHAUSTED",
                    501: "UNIMPLEMENTED", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"}
 CLOSING = "the server is shutting down"
-AT_THE_SERVER = "the server's terminal says more"
-LEAVE_IT, LEAVE_ONE = "leave it out", "leave one of them out"
-BY_PARTS = "send the others in another request"
-AGAIN = "retry in a moment"
-HOLDS = re.compile(r"the context holds (\d+)")
-PATH = re.compile(r"(?<![\w/.<>:#-])(?:~|\.{1,2})?/[^\s:,;'\"]*")
+SEE_TERMINAL = "the server's terminal says more"
+LEAVE_OUT, LEAVE_ONE_OUT = "leave it out", "leave one of them out"
+SEND_SEPARATELY = "send the others in another request"
+RETRY = "retry in a moment"
+CONTEXT_SIZE = re.compile(r"the context holds (\d+)")
+PATH_PATTERN = re.compile(r"(?<![\w/.<>:#-])(?:~|\.{1,2})?/[^\s:,;'\"]*")
 
 
 class Problem(Exception):
-    """A request that is refused, or an answer that fails. `param`: the field at fault. `hint`: the next step, where `message` does not
-    imply it; clients show one text, so it is appended after a colon."""
+    """A request that is refused, or an answer that fails.
+
+    param: the field at fault.
+    hint: the next step; clients show one text, so it is appended to the message after a colon.
+    """
 
     def __init__(self, status: int, message: str, type: str = INVALID, param: str | None = None, code: str | None = None,
                  headers: dict[str, str] | None = None, hint: str = "") -> None:
@@ -40,14 +43,14 @@ class Problem(Exception):
         self.status, self.message, self.type, self.param, self.code, self.headers = status, message, type, param, code, headers or {}
 
     def to_json(self) -> dict[str, object]:
-        return {"error": {"message": self.words, "type": self.type, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.client_message, "type": self.type, "param": self.param, "code": self.code}}
 
     @property
-    def words(self) -> str:
-        """The message for clients of OpenAI's and Ollama's APIs, many of which recognize a full context by these words alone, and then
-        shorten the conversation."""
-        room = HOLDS.search(self.message) if self.code == TOO_LONG else None
-        return self.message if room is None else f"{self.message} (this model's maximum context length is {room[1]} tokens)"
+    def client_message(self) -> str:
+        """The message for clients of OpenAI's and Ollama's APIs. Many recognize a full context by this wording alone, and then shorten the
+        conversation."""
+        context = CONTEXT_SIZE.search(self.message) if self.code == TOO_LONG else None
+        return self.message if context is None else f"{self.message} (this model's maximum context length is {context[1]} tokens)"
 
     def at(self, path: str) -> dict[str, object]:
         """The error object of the API at a path."""
@@ -60,34 +63,35 @@ class Problem(Exception):
         return self.to_anthropic() if path.startswith(MESSAGES) else self.to_json()
 
     def to_anthropic(self) -> dict[str, object]:
-        """Anthropic's format. Clients recognize a full context by these words, and shorten the conversation."""
-        message_of = f"prompt is too long: {self.message}" if self.code == TOO_LONG else self.message
+        """Anthropic's format. Clients recognize a full context by this wording, and then shorten the conversation."""
+        message = f"prompt is too long: {self.message}" if self.code == TOO_LONG else self.message
         kind = BUSY if self.type == BUSY else ANTHROPIC_ERROR_TYPES.get(self.status,
                                                                         "invalid_request_error" if self.status < 500 else "api_error")
-        details = {"details": {"error_code": self.code}} if self.code in (LOST, CHANGED) else {}
-        return {"type": "error", "error": {"type": kind, "message": message_of, **details}}
+        details = {"details": {"error_code": self.code}} if self.code in (THREAD_NOT_FOUND, THREAD_MISMATCH) else {}
+        return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
     def to_lm_studio(self) -> dict[str, object]:
         """LM Studio's format since v1, with its own error types."""
         kinds = {NO_MODEL: NO_MODEL, JOB_GONE: JOB_GONE}
         kind = kinds.get(self.code or "", "not_implemented" if self.status == 501 else "invalid_request" if self.status < 500 else
                          "internal_error")
-        own = {name: value for name, value in (("code", self.code), ("param", self.param)) if value is not None}
-        return {"error": {"type": kind, "message": self.words, **own}}
+        optional = {name: value for name, value in (("code", self.code), ("param", self.param)) if value is not None}
+        return {"error": {"type": kind, "message": self.client_message, **optional}}
 
     def to_google(self) -> dict[str, object]:
-        """Google's format: the HTTP status, Google's name of it, and the field among the details."""
+        """Google's format: HTTP status, Google's name for it, and the field in the details."""
         details = [] if self.param is None else [{"@type": "type.googleapis.com/google.rpc.BadRequest", "fieldViolations": [
             {"field": self.param, "description": self.message}]}]
-        word = GOOGLE_STATUSES.get(self.status, "INVALID_ARGUMENT" if self.status < 500 else "INTERNAL")
-        return {"error": {"code": self.status, "message": self.words, "status": word, **({"details": details} if details else {})}}
+        status = GOOGLE_STATUSES.get(self.status, "INVALID_ARGUMENT" if self.status < 500 else "INTERNAL")
+        error = {"code": self.status, "message": self.client_message, "status": status}
+        return {"error": error | ({"details": details} if details else {})}
 
     def to_ollama(self) -> dict[str, object]:
-        """Ollama's format; some clients recognize a model that is not there by the words."""
-        return {"error": f"model not found: {self.message}" if self.code == NO_MODEL else self.words}
+        """Ollama's format; some clients recognize a missing model by this wording."""
+        return {"error": f"model not found: {self.message}" if self.code == NO_MODEL else self.client_message}
 
     def renamed(self, names: Mapping[str, str]) -> Problem:
-        """The same problem with fields under the client's names: `names` maps ours to them."""
+        """The same problem with the client's field names; `names`: ours -> the client's."""
         for field, name in names.items():
             if self.param == field or self.param is not None and self.param.startswith(f"{field}."):
                 return Problem(self.status, self.message.replace(field, name, 1), self.type, name + self.param[len(field) :], self.code,
@@ -96,26 +100,27 @@ class Problem(Exception):
 
 
 def problem_of(error: BaseException, param: str | None = None) -> Problem:
-    """The problem to report for an error, without paths of this machine. Errors of the request are 4xx, all others 500."""
+    """The problem to report for an error, without paths of this machine: 4xx for errors of the request, 500 for all others. `param`: the
+    field at fault."""
     if isinstance(error, Problem):
         return error
     if isinstance(error, ContextOverflow):
         return Problem(400, message_of(error), param=param, code=TOO_LONG)
-    if isinstance(error, MediaGone):  # a text contains a mark for media that the request does not bring
+    if isinstance(error, MediaGone):  # a text contains a marker of media that are not in the request
         return Problem(400, error.message, param=param, hint="send it with the request")
     if isinstance(error, UsageError | TemplateError):
         return Problem(400, message_of(error), param=param)
     if isinstance(error, EffllmError):
         return Problem(500, message_of(error), FAILED)
     if isinstance(error, OSError):
-        return Problem(500, f"reading or writing failed: {error.strerror or type(error).__name__}", FAILED, hint=AT_THE_SERVER)
+        return Problem(500, f"reading or writing failed: {error.strerror or type(error).__name__}", FAILED, hint=SEE_TERMINAL)
     if isinstance(error, MemoryError):
         return Problem(500, "out of memory", FAILED, hint="send less, or serve it with a smaller context (-c)")
     return internal(error)
 
 
 def internal(error: BaseException) -> Problem:
-    return Problem(500, f"internal error: {type(error).__name__}", FAILED, hint=AT_THE_SERVER)
+    return Problem(500, f"internal error: {type(error).__name__}", FAILED, hint=SEE_TERMINAL)
 
 
 def message_of(error: EffllmError) -> str:
@@ -123,7 +128,7 @@ def message_of(error: EffllmError) -> str:
 
 
 def without_paths(text: str) -> str:
-    return PATH.sub("(a file)", text)
+    return PATH_PATTERN.sub("(a file)", text)
 
 
 def closing() -> Problem:

@@ -17,8 +17,8 @@ from ...runtime.events import Ranked
 from .embeddings import MAX_TEXTS, EmbeddingsRequest
 from .guard import RECORD
 from .openai_requests import Body
-from .problems import BY_PARTS, UNSUPPORTED, Problem, message_of
-from .streams import GONE, EventReader, json_response, result_of
+from .problems import SEND_SEPARATELY, UNSUPPORTED, Problem, message_of
+from .streams import CLIENT_CLOSED_REQUEST, EventReader, json_response, result_of
 
 if TYPE_CHECKING:
     from .single_model import SingleModelService
@@ -68,8 +68,8 @@ class RerankPaths:
         start = partial(served.rank, payload.query, documents, payload.instruction, choice=service.adapters.choice_of(payload.model))
         ranked = await result_of(request, EventReader(service.answer_queue.submit(start), service.note, record), Ranked)
         if ranked is None:
-            return Response(status_code=GONE)
-        record.outcome = f"{ranked.tokens} tokens in, {len(documents)} document{'' if len(documents) == 1 else 's'} ranked"
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        record.summary = f"{ranked.tokens} tokens in, {len(documents)} document{'' if len(documents) == 1 else 's'} ranked"
         order = sorted(range(len(documents)), key=lambda at: -ranked.scores[at])[:count]
         if field == "texts":
             return json_response([{"index": at, "score": ranked.scores[at], **({"text": documents[at]} if payload.return_text else {})}
@@ -90,5 +90,5 @@ def documents_of(given: list[Any] | None, field: str) -> list[str]:
     if not all(isinstance(each, str) and each for each in texts):
         raise Problem(400, A_LIST.format(field), param=field)
     if len(texts) > MAX_TEXTS:
-        raise Problem(400, f"{field} has {len(texts)} texts, at most {MAX_TEXTS} are accepted", param=field, hint=BY_PARTS)
+        raise Problem(400, f"{field} has {len(texts)} texts, at most {MAX_TEXTS} are accepted", param=field, hint=SEND_SEPARATELY)
     return texts

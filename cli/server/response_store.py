@@ -22,69 +22,69 @@ Item = dict[str, Any]
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A request's items, the id of the response `before` it, if it continued one, and the response; `events` of a background response that
-    was streamed."""
+    """A response and the input of its request."""
 
-    before: str | None
-    said: Sequence[Item]
+    previous_id: str | None  # of the response that it continues
+    input_items: Sequence[Item]
     response: Mapping[str, Any]
     nbytes: int
-    events: EventLog | None = None
+    events: EventLog | None = None  # of a background response that was streamed
 
     @property
-    def answered(self) -> Sequence[Item]:
+    def output_items(self) -> Sequence[Item]:
         return self.response["output"]
 
 
 class ResponseStore:
-    def __init__(self, most: int = MAX_STORE_NBYTES) -> None:
-        self._most, self._nbytes = most, 0
-        self._kept: dict[str, StoredResponse] = {}  # by id, the oldest first
+    def __init__(self, max_nbytes: int = MAX_STORE_NBYTES) -> None:
+        self._max_nbytes, self._nbytes = max_nbytes, 0
+        self._responses: dict[str, StoredResponse] = {}  # by id, the oldest first
         self._items: dict[str, Item] = {}  # output items, by id
 
-    def own(self, payload: ResponsesRequest) -> list[Item]:
+    def input_items(self, payload: ResponsesRequest) -> list[Item]:
         """The items of a request, with references resolved. Raises Problem for an item that is not stored."""
         if isinstance(payload.input, str):
             return [{"role": "user", "content": payload.input}]
-        return [self._meant(item, f"input[{at}]") for at, item in enumerate(payload.input if isinstance(payload.input, list) else ())]
+        return [self._dereference(item, f"input[{at}]") for at, item in enumerate(payload.input if isinstance(payload.input, list) else ())]
 
-    def whole(self, payload: ResponsesRequest, own: Sequence[Item]) -> ResponsesRequest:
-        """The request with its history as input; `own` includes the items of its conversation. Raises Problem for a response that is not
-        stored."""
-        goes_on = payload.previous_response_id is not None or payload.conversation is not None
-        if not goes_on and not isinstance(payload.input, list) or not isinstance(payload.input, str | list | None):
+    def with_history(self, payload: ResponsesRequest, new_items: Sequence[Item]) -> ResponsesRequest:
+        """The request with its history as input. `new_items`: its own items, after those of its conversation. Raises Problem for a response
+        that is not stored."""
+        continues = payload.previous_response_id is not None or payload.conversation is not None
+        if not continues and not isinstance(payload.input, list) or not isinstance(payload.input, str | list | None):
             return payload  # an invalid input is refused when its items are parsed
-        before = self._before(payload.previous_response_id)
-        return payload.model_copy(update={"input": deepcopy([*before, *own])})  # copied, as media in it will be replaced by marks
+        history = self._before(payload.previous_response_id)
+        return payload.model_copy(update={"input": deepcopy([*history, *new_items])})  # a copy, in which media are replaced by markers
 
     def _before(self, name: str | None) -> list[Item]:
         """The items up to and including a response. Raises Problem if one is not stored."""
-        before: list[Item] = []
+        items: list[Item] = []
         while name is not None:
-            kept = self._kept.get(name)
-            if kept is None:
+            stored = self._responses.get(name)
+            if stored is None:
                 raise Problem(400, f"previous_response_id: {name!r:.60} is not stored, or no longer: {NOT_KEPT}",
                               param="previous_response_id", code="previous_response_not_found")
-            before = [*kept.said, *kept.answered, *before]
-            name = kept.before
-        return before
+            items = [*stored.input_items, *stored.output_items, *items]
+            name = stored.previous_id
+        return items
 
-    def keep(self, payload: ResponsesRequest, own: Sequence[Item], response: Mapping[str, Any], events: EventLog | None = None) -> None:
-        """Store a response that has ended; the oldest make room. Of its events the newest are kept that fit."""
-        nbytes = nbytes_of([*own, response]) + ENTRY_NBYTES
-        if payload.store is False or nbytes > self._most:
+    def keep(self, payload: ResponsesRequest, new_items: Sequence[Item], response: Mapping[str, Any],
+             events: EventLog | None = None) -> None:
+        """Store a response that has ended, with the newest of its events that fit. The oldest responses are dropped for it."""
+        nbytes = nbytes_of([*new_items, response]) + ENTRY_NBYTES
+        if payload.store is False or nbytes > self._max_nbytes:
             return
         if events is not None:
-            while nbytes + events.nbytes > self._most:
+            while nbytes + events.nbytes > self._max_nbytes:
                 events.make_room()
             nbytes += events.nbytes
-        self._kept[response["id"]] = StoredResponse(payload.previous_response_id, own, response, nbytes, events)
+        self._responses[response["id"]] = StoredResponse(payload.previous_response_id, new_items, response, nbytes, events)
         self._items |= {item["id"]: item for item in response["output"]}
         self._nbytes += nbytes
-        while self._nbytes > self._most:
-            self._drop(next(iter(self._kept)))
+        while self._nbytes > self._max_nbytes:
+            self._drop(next(iter(self._responses)))
 
-    def told(self, name: str) -> Mapping[str, Any]:
+    def get(self, name: str) -> Mapping[str, Any]:
         """A stored response. Raises Problem."""
         return self._found(name).response
 
@@ -92,29 +92,29 @@ class ResponseStore:
         """The events of a response, None if it was not streamed. Raises Problem."""
         return self._found(name).events
 
-    def forget(self, name: str) -> None:
+    def delete(self, name: str) -> None:
         """Raises Problem for a response that is not stored."""
         self._found(name)
         self._drop(name)
 
-    def read_for(self, name: str) -> list[Item]:
+    def list_input_items(self, name: str) -> list[Item]:
         """The input items of a response, those of earlier responses included, each with an id. Raises Problem."""
-        kept = self._found(name)
-        return named_items([*self._before(kept.before), *kept.said], name)
+        stored = self._found(name)
+        return named_items([*self._before(stored.previous_id), *stored.input_items], name)
 
     def _found(self, name: str) -> StoredResponse:
-        if (kept := self._kept.get(name)) is None:
+        if (stored := self._responses.get(name)) is None:
             raise Problem(404, f"response {name!r:.60} is not stored, or no longer: those with store false are not stored, and old ones "
                                "are dropped for new ones", code="response_not_found")
-        return kept
+        return stored
 
     def _drop(self, name: str) -> None:
-        gone = self._kept.pop(name)
-        self._nbytes -= gone.nbytes
-        for item in gone.answered:
+        dropped = self._responses.pop(name)
+        self._nbytes -= dropped.nbytes
+        for item in dropped.output_items:
             del self._items[item["id"]]
 
-    def _meant(self, item: Any, where: str) -> Any:
+    def _dereference(self, item: Any, where: str) -> Any:
         """An item, or the one that it refers to."""
         if not isinstance(item, dict) or item.get("type") != REFERENCE and {*item} - {"type"} != {"id"}:
             return item

@@ -18,7 +18,7 @@ from .openai_requests import Body
 from .problems import Problem
 from .response_store import ResponseStore
 from .responses_requests import check_items
-from .streams import GONE, json_response, unless_disconnected
+from .streams import CLIENT_CLOSED_REQUEST, json_response, unless_disconnected
 
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 STORED_PATHS = (f"{RESPONSES}/{{name}}", f"{RESPONSES}/{{name}}/input_items", f"{CONVERSATIONS}/{{name}}",
@@ -48,7 +48,7 @@ class AddItemsRequest(Body):
 
 class ResponsesPaths:
     def __init__(self, kept: ResponseStore, conversations: Conversations, background: BackgroundResponses) -> None:
-        self._kept, self._conversations, self._background = kept, conversations, background
+        self._responses, self._conversations, self._background = kept, conversations, background
 
     def routes(self) -> list[Route]:
         get, post, delete = (partial(Route, methods=[method]) for method in ("GET", "POST", "DELETE"))
@@ -62,33 +62,33 @@ class ResponsesPaths:
         name, query = request.path_params["name"], request.query_params
         running = self._background.find(name)
         if query.get("stream", "false") == "false":
-            request.scope[RECORD].is_minor = running is not None  # clients poll it many times a second
-            return json_response(self._kept.told(name) if running is None else running.response)
-        if (events := self._kept.events(name) if running is None else running.events) is None:
+            request.scope[RECORD].is_page_asset = running is not None  # clients poll it many times a second
+            return json_response(self._responses.get(name) if running is None else running.response)
+        if (events := self._responses.events(name) if running is None else running.events) is None:
             raise Problem(400, NOT_STREAMED, param="stream", code="unsupported_parameter")
         return EventReplay(events, name, running, first_event(query.get("starting_after")))
 
     async def forget(self, request: Request) -> Response:
         if (running := self._background.find(name := request.path_params["name"])) is not None:
             running.cancel()
-        self._kept.forget(name)
+        self._responses.delete(name)
         return json_response({"id": name, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request) -> Response:
-        return json_response(page_of(self._kept.read_for(request.path_params["name"]), request.query_params))
+        return json_response(page_of(self._responses.list_input_items(request.path_params["name"]), request.query_params))
 
     async def cancel(self, request: Request) -> Response:
         """Has no effect on a response that has ended, as clients cannot know."""
         if (running := self._background.find(name := request.path_params["name"])) is not None:
             running.cancel()
-        if not (response := self._kept.told(name))["background"]:
+        if not (response := self._responses.get(name))["background"]:
             raise Problem(400, "this response did not run in the background, and is complete: there is nothing to cancel",
                           code="not_cancellable")
         return json_response(response)
 
     async def end(self, request: Request) -> Response:
         """Answers when a response has ended."""
-        request.scope[RECORD].is_minor = True
+        request.scope[RECORD].is_page_asset = True
         running = self._background.find(request.path_params["name"])
 
         async def ended() -> Response:
@@ -96,7 +96,7 @@ class ResponsesPaths:
                 await running.changed()
             return json_response({})
 
-        return await unless_disconnected(request.receive, ended(), lambda: None) or Response(status_code=GONE)
+        return await unless_disconnected(request.receive, ended(), lambda: None) or Response(status_code=CLIENT_CLOSED_REQUEST)
 
     async def begin(self, request: Request) -> Response:
         payload = await read_request(request, ConversationRequest)

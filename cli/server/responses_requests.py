@@ -14,7 +14,7 @@ from .custom_tools import function_of
 from .encrypted_content import decode_summary, replaces_history
 from .message_builder import ASSISTANT, SYSTEM, USER, MessageBuilder, parse_object, text_at
 from .openai_requests import UNSUPPORTED_FIELDS, Body, ChatRequest, GenerationRequest, Reasoning, Whole, texts_of
-from .problems import LEAVE_IT, Problem
+from .problems import LEAVE_OUT, Problem
 from .tools import ALLOWED
 
 ROLES = {"user": USER, "assistant": ASSISTANT, "system": SYSTEM, "developer": SYSTEM}
@@ -176,7 +176,7 @@ def check_items(items: list[dict[str, Any]]) -> None:
     """Raises Problem for items of an unsupported type."""
     for number, item in enumerate(items):
         if (kind := item_type(item)) not in ITEMS:
-            raise Problem(400, f"items[{number}]: items of type {kind} are not supported", param=f"items[{number}]", hint=LEAVE_IT)
+            raise Problem(400, f"items[{number}]: items of type {kind} are not supported", param=f"items[{number}]", hint=LEAVE_OUT)
 
 
 def item_type(item: dict[str, Any]) -> Any:
@@ -208,4 +208,4 @@ def _add(turns: MessageBuilder, item: dict[str, Any], where: str) -> None:
         if texts:
             turns.think("\n".join(texts))
     else:
-        raise Problem(400, f"{where}: items of type {kind} are not supported", param=where, hint=LEAVE_IT)
+        raise Problem(400, f"{where}: items of type {kind} are not supported", param=where, hint=LEAVE_OUT)

@@ -51,7 +51,7 @@ class ResponseSerializer(AnswerSerializer):
     """`payload`: the request, which the response repeats; `names`: the client's names of tools. With a `tokenizer` log-probabilities are
     included; `keep` is called with the response when it has ended."""
 
-    named, ending, early = True, b"", True
+    named, terminator, starts_early = True, b"", True
 
     def __init__(self, model: str, payload: ResponsesRequest, names: ToolNames, tokenizer: Tokenizer | None = None,
                  keep: Callable[[dict[str, object]], None] | None = None) -> None:
@@ -109,14 +109,14 @@ class ResponseSerializer(AnswerSerializer):
             self._keep(response)
         return response
 
-    def tells(self, problem: Problem) -> bool:
+    def sends_error_event(self, problem: Problem) -> bool:
         """A full context, as in OpenAI's streams: clients shorten the conversation on that event."""
         return problem.code == TOO_LONG
 
     def failed(self, problem: Problem) -> list[dict[str, object]]:
         begun = [] if self._events else self.first()
         self._close(CUT)
-        error = {"code": problem.code or problem.type, "message": problem.words}
+        error = {"code": problem.code or problem.type, "message": problem.client_message}
         return [*begun, self._event("response.failed", response={**self.response("failed"), "error": error})]
 
     def cancelled(self) -> dict[str, object]:
@@ -124,7 +124,7 @@ class ResponseSerializer(AnswerSerializer):
         self._close(CUT)
         return self.response(CANCELLED)
 
-    def broken_off(self, problem: Problem) -> list[dict[str, object]]:
+    def aborted(self, problem: Problem) -> list[dict[str, object]]:
         """For the router, which does not know the response."""
         return [self._event("error", code=problem.code or problem.type, message=problem.message, param=problem.param)]
 

@@ -49,7 +49,7 @@ from .responses_paths import CANCEL, CONVERSATIONS, END, STORED_PATHS
 from .responses_requests import ResponsesRequest
 from .responses_serializer import ResponseSerializer
 from .serializers import AnswerSerializer, ChatSerializer, TextSerializer
-from .single_model import CHATS, COUNTED, TEXTS, on_left, on_path, on_problem
+from .single_model import CHAT_PATHS, COMPLETION_PATHS, COUNT_TOKENS_PATHS, on_disconnect, on_http_exception, on_problem
 from .streams import json_response
 from .transcription import AUDIO_PATHS, TranscriptSerializer, fields_of
 
@@ -84,8 +84,8 @@ class ProxiedPaths:
     streams: bool = False
 
 
-PROXIED = (ProxiedPaths(CHATS, lambda name, body: ChatSerializer(name)),
-          ProxiedPaths(TEXTS, lambda name, body: TextSerializer(name)),
+PROXIED = (ProxiedPaths(CHAT_PATHS, lambda name, body: ChatSerializer(name)),
+          ProxiedPaths(COMPLETION_PATHS, lambda name, body: TextSerializer(name)),
           ProxiedPaths(("/completion", "/completions", "/infill"), lambda name, body: LlamaSerializer(name)),
           ProxiedPaths(("/v1/responses", "/responses"), responses_serializer),
           ProxiedPaths((MESSAGES,), lambda name, body: MessageSerializer(name, parse(MessagesRequest, body))),
@@ -94,9 +94,9 @@ PROXIED = (ProxiedPaths(CHATS, lambda name, body: ChatSerializer(name)),
           ProxiedPaths((f"{OLLAMA}generate",), lambda name, body: OllamaGenerateSerializer(name), streams=True),
           ProxiedPaths(("/v1/embeddings", "/embeddings", "/embedding", f"{OLLAMA}embed", f"{OLLAMA}embeddings", f"{LM_STUDIO}embeddings")),
           ProxiedPaths(RERANKING),
-          ProxiedPaths((f"{MESSAGES}/count_tokens", *COUNTED, *COMPACT, "/tokenize", "/detokenize", "/apply-template")))
-TOLD = ("/props",)  # of the model named in the query, which is loaded for it
-GLANCED = ("/slots", "/metrics")  # never load a model nor keep it loaded: monitoring polls them for ever
+          ProxiedPaths((f"{MESSAGES}/count_tokens", *COUNT_TOKENS_PATHS, *COMPACT, "/tokenize", "/detokenize", "/apply-template")))
+QUERY_PATHS = ("/props",)  # of the model named in the query, which is loaded for it
+POLLED_PATHS = ("/slots", "/metrics")  # never load a model nor keep it loaded: monitoring polls them for ever
 
 
 @dataclass(frozen=True)
@@ -106,34 +106,34 @@ class ModelState:
     model: RegisteredModel
     context: int | None
     nbytes: int | None = None
-    since: float | None = None
-    until: float | None = None
+    loaded_at: float | None = None
+    expires_at: float | None = None
     is_loading: bool = False
 
 
 class Router:
     """`key`: the API key of the workers; `most_context`: the limit on the context of each (-c); `shows_page`: to browsers."""
 
-    def __init__(self, registry: ModelRegistry, pool: ModelPool, key: str, most_context: int | None = None,
+    def __init__(self, registry: ModelRegistry, pool: ModelPool, key: str, max_context: int | None = None,
                  shows_page: bool = True) -> None:
-        self.registry, self.pool, self.key, self._most_context, self._shows_page = registry, pool, key, most_context, shows_page
-        self._created, self._holding = int(time.time()), set[asyncio.Task[None]]()
+        self.registry, self.pool, self.key, self._max_context, self._shows_page = registry, pool, key, max_context, shows_page
+        self._created, self._background = int(time.time()), set[asyncio.Task[None]]()
 
     def application(self) -> Starlette:
         get = partial(Route, methods=["GET"])
         routes = [*page.routes(GREETING, self._shows_page), *(get(path, self.health) for path in ("/health", "/v1/health")),
                   *(get(path, self.models) for path in ("/v1/models", "/models")),
                   *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
-                  *(Route(path, partial(self.pass_on, passed), methods=["POST"]) for passed in PROXIED for path in passed.paths),
-                  *(Route(path, self.pass_gemini, methods=["POST"]) for path in GEMINI),
-                  *(Route(path, self.pass_form, methods=["POST"]) for path in AUDIO_PATHS),
-                  *(get(path, self.tell) for path in TOLD), *(get(path, self.glance) for path in GLANCED),
-                  Route("/slots/{id_slot}", self.act_on_slot, methods=["POST"]), Route("/props", refuse_change, methods=["POST"]),
-                  *(Route(path, self.search, methods=["GET", "POST", "DELETE"]) for path in (*STORED_PATHS, CANCEL)),
+                  *(Route(path, partial(self.proxy, passed), methods=["POST"]) for passed in PROXIED for path in passed.paths),
+                  *(Route(path, self.proxy_gemini, methods=["POST"]) for path in GEMINI),
+                  *(Route(path, self.proxy_form, methods=["POST"]) for path in AUDIO_PATHS),
+                  *(get(path, self.proxy_query) for path in QUERY_PATHS), *(get(path, self.proxy_if_loaded) for path in POLLED_PATHS),
+                  Route("/slots/{id_slot}", self.proxy_slot, methods=["POST"]), Route("/props", refuse_change, methods=["POST"]),
+                  *(Route(path, self.proxy_to_holder, methods=["GET", "POST", "DELETE"]) for path in (*STORED_PATHS, CANCEL)),
                   Route(CONVERSATIONS, self.begin, methods=["POST"]), *OllamaRouter(self).routes(),
                   Route("/models/load", self.load, methods=["POST"]), Route("/models/unload", self.unload, methods=["POST"])]
-        return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
-                                                            ClientDisconnect: on_left, Exception: on_problem})
+        return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_http_exception, EffllmError: on_problem,
+                                                            ClientDisconnect: on_disconnect, Exception: on_problem})
 
     async def health(self, request: Request) -> Response:
         if self.pool.is_closed:
@@ -143,15 +143,15 @@ class Router:
     async def states(self) -> list[ModelState]:
         """All models, loaded or not, for the model lists of every API."""
         models = await asyncio.to_thread(self.registry.models)
-        here = {each.key for each in models}
-        others = [each.model for each in self.pool.loaded() if each.model.key not in here]  # loaded by names that are not listed
+        keys = {each.key for each in models}
+        others = [each.model for each in self.pool.loaded() if each.model.key not in keys]  # loaded by names that are not listed
         return [self.state(each) for each in (*models, *others)]
 
     def state(self, model: RegisteredModel) -> ModelState:
         loaded = self.pool.find(model)
         if loaded is not None:
-            return ModelState(model, loaded.context, loaded.nbytes, loaded.since, loaded.until)
-        contexts = [each for each in (model.facts and model.facts.context, self._most_context) if each]
+            return ModelState(model, loaded.context, loaded.nbytes, loaded.loaded_at, loaded.expires_at)
+        contexts = [each for each in (model.facts and model.facts.context, self._max_context) if each]
         return ModelState(model, min(contexts, default=None), is_loading=self.pool.is_loading(model))
 
     async def models(self, request: Request) -> Response:
@@ -160,108 +160,108 @@ class Router:
         return json_response({"object": "list", "data": cards, "has_more": False, "first_id": first, "last_id": last})
 
     async def model(self, request: Request) -> Response:
-        found = await asyncio.to_thread(self.registry.find, request.path_params["name"])
-        return json_response(self._card(self.state(found)))
+        model = await asyncio.to_thread(self.registry.find, request.path_params["name"])
+        return json_response(self._card(self.state(model)))
 
     def _card(self, state: ModelState) -> dict[str, object]:
         """A model as in OpenAI's and Anthropic's lists, with llama-server's status and whether it generates text."""
-        made, name, facts = self._created, state.model.name, state.model.facts
-        status = "loaded" if state.since is not None else "loading" if state.is_loading else "unloaded"
-        return {"id": name, "object": "model", "created": made, "owned_by": "effllm", "max_model_len": state.context,
+        created, name, facts = self._created, state.model.name, state.model.facts
+        status = "loaded" if state.loaded_at is not None else "loading" if state.is_loading else "unloaded"
+        return {"id": name, "object": "model", "created": created, "owned_by": "effllm", "max_model_len": state.context,
                 "status": {"value": status}, "writes": facts is None or facts.writes, "type": "model", "display_name": name,
                 "max_input_tokens": state.context, "meta": {"n_ctx": state.context, "n_ctx_train": facts.context if facts else None},
-                "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(made))}
+                "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created))}
 
     async def load(self, request: Request) -> Response:
         """As in llama-server, except that the response comes once the model is loaded."""
         payload = await read_request(request, RoutingFields)
-        loaded = await self.pool.take(await self.meant(payload.model))
-        self.pool.give_back(loaded, keep_of(payload))
+        loaded = await self.pool.acquire(await self.resolve(payload.model))
+        self.pool.release(loaded, keep_alive_of(payload))
         return json_response({"success": True})
 
     async def unload(self, request: Request) -> Response:
-        await self.let_go((await read_request(request, RoutingFields)).model, "model")
+        await self.unload_when_idle((await read_request(request, RoutingFields)).model, "model")
         return json_response({"success": True})
 
-    async def let_go(self, name: str | None, param: str) -> RegisteredModel:
+    async def unload_when_idle(self, name: str | None, param: str) -> RegisteredModel:
         """Unload a model once its running answers have ended. Raises Problem."""
-        model = await self.meant(name)
-        if not self.pool.let_go(model):
+        model = await self.resolve(name)
+        if not self.pool.unload_when_idle(model):
             raise Problem(400, f"{model.name} is not loaded", param=param, hint="/v1/models shows which are")
         return model
 
-    async def pass_on(self, passed: ProxiedPaths, request: Request) -> Response:
+    async def proxy(self, paths: ProxiedPaths, request: Request) -> Response:
         body = await read_body(request)
         payload = await asyncio.to_thread(parse, RoutingFields, body)
-        model, keep_s = await self.meant(payload.model), keep_of(payload)
-        if passed.streams and keep_s == 0 and not payload.messages and not payload.prompt:  # that is how `ollama stop` unloads
-            self.pool.let_go(model)
-            return json_response(passed.serializer(payload.model or model.name, body).loaded(UNLOAD))
-        streams = passed.streams if payload.stream is None else payload.stream
-        serializer = await asyncio.to_thread(passed.serializer, model.name, body) if passed.serializer is not None and streams else None
+        model, keep_s = await self.resolve(payload.model), keep_alive_of(payload)
+        if paths.streams and keep_s == 0 and not payload.messages and not payload.prompt:  # that is how `ollama stop` unloads
+            self.pool.unload_when_idle(model)
+            return json_response(paths.serializer(payload.model or model.name, body).loaded(UNLOAD))
+        streams = paths.streams if payload.stream is None else payload.stream
+        serializer = await asyncio.to_thread(paths.serializer, model.name, body) if paths.serializer is not None and streams else None
         return Relay(self, model, serializer, body, keep_s)
 
-    async def pass_gemini(self, request: Request) -> Response:
+    async def proxy_gemini(self, request: Request) -> Response:
         """The model is named in the path. A stream that is one JSON list cannot begin before the worker's own."""
-        body, model = await read_body(request), await self.meant(request.path_params["name"])
+        body, model = await read_body(request), await self.resolve(request.path_params["name"])
         streams = request.url.path.endswith(GENERATED[1].rpartition(":")[2]) and not in_list(request)
         return Relay(self, model, GeminiSerializer(model.name) if streams else None, body, None)
 
-    async def pass_form(self, request: Request) -> Response:
+    async def proxy_form(self, request: Request) -> Response:
         body = await read_body(request)
         payload = await asyncio.to_thread(lambda: fields_of(parts_of(request.headers.get("content-type", ""), body)))
-        return Relay(self, await self.meant(payload.model), TranscriptSerializer("transcribe") if payload.stream else None, body, None)
+        return Relay(self, await self.resolve(payload.model), TranscriptSerializer("transcribe") if payload.stream else None, body, None)
 
-    async def tell(self, request: Request) -> Response:
-        return Relay(self, await self.meant(request.query_params.get("model")), None, b"", None)
+    async def proxy_query(self, request: Request) -> Response:
+        return Relay(self, await self.resolve(request.query_params.get("model")), None, b"", None)
 
-    async def act_on_slot(self, request: Request) -> Response:
+    async def proxy_slot(self, request: Request) -> Response:
         """The body may be empty, with the model named in the query."""
         body = await read_body(request)
-        named = (await asyncio.to_thread(parse, RoutingFields, body)).model if body.strip() else None
-        return Relay(self, await self.meant(named or request.query_params.get("model")), None, body, None)
+        name = (await asyncio.to_thread(parse, RoutingFields, body)).model if body.strip() else None
+        return Relay(self, await self.resolve(name or request.query_params.get("model")), None, body, None)
 
     async def begin(self, request: Request) -> Response:
         """A conversation belongs to one model, whose worker stores it."""
         body = await read_body(request)
-        named = (await asyncio.to_thread(parse, RoutingFields, body)).model if body.strip() else None
-        return Relay(self, await self.meant(named or request.query_params.get("model")), None, body, None)
+        name = (await asyncio.to_thread(parse, RoutingFields, body)).model if body.strip() else None
+        return Relay(self, await self.resolve(name or request.query_params.get("model")), None, body, None)
 
-    async def search(self, request: Request) -> Response:
+    async def proxy_to_holder(self, request: Request) -> Response:
         """For an object that is named without its model: the worker that stores it answers."""
         return RelayToHolder(self, await read_body(request))
 
-    async def glance(self, request: Request) -> Response:
-        return RelayIfLoaded(self, await self.meant(request.query_params.get("model")), None, b"", None)
+    async def proxy_if_loaded(self, request: Request) -> Response:
+        return RelayIfLoaded(self, await self.resolve(request.query_params.get("model")), None, b"", None)
 
-    def give_back(self, loaded: LoadedModel, keep_s: float | None, held: str | None) -> None:
+    def release(self, loaded: LoadedModel, keep_s: float | None, background_id: str | None) -> None:
         """Release a model after its answer, or, if a background response continues (`held`), once that has ended."""
-        if held is None:
-            self.pool.give_back(loaded, keep_s)
+        if background_id is None:
+            self.pool.release(loaded, keep_s)
         else:
-            self._holding.add(task := asyncio.ensure_future(self._hold(loaded, keep_s, held)))
-            task.add_done_callback(self._holding.discard)
+            self._background.add(task := asyncio.ensure_future(self._hold(loaded, keep_s, background_id)))
+            task.add_done_callback(self._background.discard)
 
     async def _hold(self, loaded: LoadedModel, keep_s: float | None, name: str) -> None:
         try:
             with contextlib.suppress(UpstreamLost):
-                async with proxied(loaded.child.port, self.key, "GET", END.format(name=name).encode(), (), b"", 0) as answer:
+                async with proxied(loaded.worker.port, self.key, "GET", END.format(name=name).encode(), (), b"", 0) as answer:
                     await anext(answer.chunks, None)
         finally:
-            self.pool.give_back(loaded, keep_s)
+            self.pool.release(loaded, keep_s)
 
-    async def meant(self, name: str | None) -> RegisteredModel:
+    async def resolve(self, name: str | None) -> RegisteredModel:
         """The model that a request is for. Raises Problem."""
         if (name := untagged(name or "")) and not PLACEHOLDER_MODEL.fullmatch(name):
             return self.pool.named(name) or await asyncio.to_thread(self.registry.find, name)
         loaded = self.pool.loaded()
         if len(loaded) != 1:
-            which = "none is loaded" if not loaded else f"{len(loaded)} are loaded"
-            raise Problem(400, f"model is missing, and {which}: name one of those that /v1/models lists", param="model")
+            state = "none is loaded" if not loaded else f"{len(loaded)} are loaded"
+            raise Problem(400, f"model is missing, and {state}: name one of those that /v1/models lists", param="model")
         return loaded[0].model
 
 
-def keep_of(payload: RoutingFields) -> float | None:
+def keep_alive_of(payload: RoutingFields) -> float | None:
     """A request's keep-alive in seconds, None if it has none. Raises Problem."""
     if payload.keep_alive is None:
         return None

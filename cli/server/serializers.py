@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ... import __version__
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.tokenizer import Tokenizer
-from .logprobs import LogprobColumns, LogprobList, joined
+from .logprobs import LogprobColumns, LogprobList, join_columns
 from .problems import Problem
 from .tools import CallList
 
@@ -20,11 +20,17 @@ MS = 1000
 
 
 class AnswerSerializer(Protocol):
-    """Serializes one answer, whose events it gets by `add`. `named`: chunks are server-sent events named by their `type`; `by_line`: JSON
-    lines; `in_list`: elements of one list; `ending`: bytes after the last chunk; `early`: the stream begins while the prompt is read, not
-    with the first text; `has_comments`: keep-alives are comments, not chunks."""
+    """Serializes one answer from the events passed to `add`.
 
-    named, by_line, in_list, ending, early, has_comments = False, False, False, b"data: [DONE]\n\n", False, True
+    named: chunks are server-sent events named by their `type`.
+    json_lines: chunks are JSON lines.
+    in_list: chunks are elements of one JSON list.
+    terminator: bytes after the last chunk.
+    starts_early: the stream begins during prefill, not with the first text.
+    has_comments: keep-alives are comments, not chunks.
+    """
+
+    named, json_lines, in_list, terminator, starts_early, has_comments = False, False, False, b"data: [DONE]\n\n", False, True
 
     def first(self) -> list[dict[str, object]]:
         """Chunks before the first text."""
@@ -43,7 +49,7 @@ class AnswerSerializer(Protocol):
     def whole(self, stats: Stats) -> dict[str, object] | list[dict[str, object]]:
         """The whole answer."""
 
-    def tells(self, problem: Problem) -> bool:
+    def sends_error_event(self, problem: Problem) -> bool:
         """Whether an error before the stream begins is sent as an event instead of an HTTP status."""
         return False
 
@@ -51,24 +57,28 @@ class AnswerSerializer(Protocol):
         """Chunks that end a stream with an error."""
         return [problem.to_json()]
 
-    def broken_off(self, problem: Problem) -> list[dict[str, object]]:
-        """Chunks that end a stream which a worker began and did not end."""
+    def aborted(self, problem: Problem) -> list[dict[str, object]]:
+        """Chunks that end a stream whose worker was lost."""
         return self.failed(problem)
 
 
 class CompletionSerializer(AnswerSerializer, Protocol):
-    """The base of OpenAI's two formats: `kind` and `chunk_kind` name the objects; subclasses define the choice of a chunk (`choice_of`), of
-    the last one (`choice_at_end`) and of the whole (`whole_choice`). `index`: which of several answers it is."""
+    """The base of OpenAI's two formats. Subclasses define the choice of a chunk (`choice_of`), of the last one (`choice_at_end`) and of the
+    whole answer (`whole_choice`).
+
+    kind, chunk_kind: `object` of the answer and of its chunks.
+    index: number of the answer among several.
+    """
 
     prefix, kind, chunk_kind, index = "", "", "", 0
-    says_none = True  # whether chunks before the last have a null usage, as OpenAI's do
+    null_usage = True  # chunks before the last have `"usage": null`, as OpenAI's do
 
     def __init__(self, model: str, include_usage: bool = False, tokenizer: Tokenizer | None = None) -> None:
         """With a `tokenizer` log-probabilities are included."""
         self.model, self.include_usage, self.tokenizer = model, include_usage, tokenizer
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.texts: dict[str, str] = {}  # by kind
-        self.told: dict[str, list[dict[str, object]]] = {}  # of a chat's tokens, by the name of their text
+        self.logprobs: dict[str, list[dict[str, object]]] = {}  # of a chat's tokens, by the name of their field
         self.calls = CallList()
 
     def head(self, kind: str) -> dict[str, object]:
@@ -76,7 +86,7 @@ class CompletionSerializer(AnswerSerializer, Protocol):
 
     def chunk(self, choice: dict[str, object] | None, **more: object) -> dict[str, object]:
         """A chunk of the stream with one choice, or none."""
-        usage = {"usage": None} if self.include_usage and self.says_none else {}
+        usage = {"usage": None} if self.include_usage and self.null_usage else {}
         return {**self.head(self.chunk_kind), "choices": [] if choice is None else [{"index": self.index, **choice}], **usage, **more}
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
@@ -112,6 +122,8 @@ class CompletionSerializer(AnswerSerializer, Protocol):
 
 
 class ChatSerializer(CompletionSerializer):
+    """Serializes a chat completion."""
+
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def first(self) -> list[dict[str, object]]:
@@ -128,9 +140,9 @@ class ChatSerializer(CompletionSerializer):
         """The log-probabilities of a chunk, recorded for the whole answer."""
         if self.tokenizer is None:
             return None
-        told = LogprobList(self.tokenizer).told(event.tokens)
-        self.told.setdefault(name, []).extend(told)
-        return {"content": None, name: told, "refusal": None}
+        logprobs = LogprobList(self.tokenizer).told(event.tokens)
+        self.logprobs.setdefault(name, []).extend(logprobs)
+        return {"content": None, name: logprobs, "refusal": None}
 
     def choice_at_end(self, stats: Stats) -> dict[str, object]:
         return {"delta": {}, "logprobs": None, "finish_reason": self.finish(stats)}
@@ -140,11 +152,13 @@ class ChatSerializer(CompletionSerializer):
         reasoning = {"reasoning_content": texts["thinking"]} if texts.get("thinking") else {}
         calls = {"tool_calls": self.calls.made} if self.calls.made else {}
         content = texts.get("answer", None if calls else "")
-        logprobs = None if self.tokenizer is None else {"content": None, **self.told, "refusal": None}
+        logprobs = None if self.tokenizer is None else {"content": None, **self.logprobs, "refusal": None}
         return {"message": {"role": "assistant", "content": content, **reasoning, **calls}, "logprobs": logprobs}
 
 
 class TextSerializer(CompletionSerializer):
+    """Serializes a text completion."""
+
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, *given: Any) -> None:
@@ -152,27 +166,29 @@ class TextSerializer(CompletionSerializer):
         self._columns, self._parts = self.tokenizer and LogprobColumns(self.tokenizer), []
 
     def choice_of(self, event: TextDelta) -> dict[str, object]:
-        told = self._columns and self._columns.told(event.tokens, event.text)
-        self._parts += [told] if told else []
-        return {"text": event.text, "logprobs": told, "finish_reason": None}
+        logprobs = self._columns and self._columns.told(event.tokens, event.text)
+        self._parts += [logprobs] if logprobs else []
+        return {"text": event.text, "logprobs": logprobs, "finish_reason": None}
 
     def choice_at_end(self, stats: Stats) -> dict[str, object]:
         return {"text": "", "logprobs": None, "finish_reason": self.finish(stats)}
 
     def whole_choice(self) -> dict[str, object]:
-        return {"text": "".join(self.texts.values()), "logprobs": self._columns and joined(self._parts)}
+        return {"text": "".join(self.texts.values()), "logprobs": self._columns and join_columns(self._parts)}
 
 
 def usage(stats: Stats) -> dict[str, object]:
-    made = len(stats.token_ids)
-    return {"prompt_tokens": stats.prompt_tokens, "completion_tokens": made, "total_tokens": stats.prompt_tokens + made,
+    """OpenAI's `usage` of an answer."""
+    num_tokens = len(stats.token_ids)
+    return {"prompt_tokens": stats.prompt_tokens, "completion_tokens": num_tokens, "total_tokens": stats.prompt_tokens + num_tokens,
             "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": stats.reasoning_tokens}}
 
 
 def timings(stats: Stats) -> dict[str, object]:
-    made = len(stats.token_ids)
+    """llama-server's `timings` of an answer."""
+    num_tokens = len(stats.token_ids)
     return {"cache_n": stats.cached_tokens, "prompt_n": stats.read_tokens, "prompt_ms": stats.prefill_s * MS,
             "prompt_per_token_ms": stats.prefill_s * MS / max(1, stats.read_tokens), "prompt_per_second": stats.prefill_tps,
-            "predicted_n": made, "predicted_ms": stats.decode_s * MS, "predicted_per_token_ms": stats.decode_s * MS / max(1, made),
-            "predicted_per_second": stats.decode_tps}
+            "predicted_n": num_tokens, "predicted_ms": stats.decode_s * MS,
+            "predicted_per_token_ms": stats.decode_s * MS / max(1, num_tokens), "predicted_per_second": stats.decode_tps}

@@ -1,9 +1,9 @@
 """Sends answers to a client: whole, as server-sent events, or as JSON lines. A client that disconnects is noticed, and its answer is
 cancelled.
 
-A stream's status goes out with its first bytes, which therefore wait for the engine's first event: an invalid request gets an HTTP status
-of its own. Only a long wait begins with a comment, which keeps proxies from timing out; a later error is an event. APIs without comments
-get an empty chunk."""
+The HTTP status is sent with the first bytes of a stream, which therefore wait for the engine's first event, so that an invalid request gets
+an HTTP error. If that takes long, a keep-alive comment is sent first (an empty chunk in APIs without comments), which keeps proxies from
+timing out; later errors are events of the stream."""
 
 from __future__ import annotations
 
@@ -25,34 +25,35 @@ from .problems import Problem, problem_of
 from .serializers import AnswerSerializer
 
 KEEP_ALIVE_S = 5.0  # without a byte
-PROGRESS_S = 1.0
+COMMENT_INTERVAL_S = 1.0
 EVENTS, LINES, LIST = "text/event-stream; charset=utf-8", "application/x-ndjson", "application/json"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-LEFT = "the client left"
-Made = TypeVar("Made")
-GONE = 499  # as web servers log a client that went away
+CLIENT_LEFT = "the client left"
+Result = TypeVar("Made")
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnected
 
 
 @dataclass
 class RequestRecord:
-    """What the request log says of one request."""
+    """What the request log shows of one request."""
 
     stats: Stats | None = None
-    outcome: str = ""  # what a request other than for an answer came to, in words
-    ending: str = ""  # why it ended before its end
-    problem: str = ""  # what a person at the terminal is told of it
-    passed_on: bool = False  # to a server of its own, which says it
-    is_minor: bool = False  # a part of the page that browsers are shown
-    seconds: float = 0.0  # from its first line to the end of its answer
-    behind: asyncio.Task[None] | None = None  # what goes on behind its answer, and holds what it sent
+    summary: str = ""  # the result of a request that is not for an answer
+    end_reason: str = ""  # why it was refused or ended early
+    problem: str = ""  # an internal error, for the person at the terminal
+    is_proxied: bool = False  # answered by a worker, which logs it
+    is_page_asset: bool = False  # a file of the chat page
+    seconds: float = 0.0  # from its first line to the end of its response
+    background_task: asyncio.Task[None] | None = None  # continues after the response, and holds the request's body
 
 
 class EventReader:
-    """Reads the events of one job. `note` gets the engine's notices, `record` the statistics, and so does `count`."""
+    """Reads the events of one job. `note` is called with the engine's notices, `count` with the statistics, which also go into
+    `record`."""
 
     def __init__(self, job: Job, note: Callable[[str], None], record: RequestRecord, count: Callable[[Stats], None] | None = None) -> None:
         self.job, self._note, self._record, self._count = job, note, record, count
-        self.at, self._ended = "", []  # what the engine is at, in words; what answers cost that have ended
+        self.progress, self._ended = "", []  # the engine's last progress as text; statistics of answers that have ended
 
     async def next(self, seconds: float | None = None) -> Event | None:
         """The next text, progress or end; None on a timeout. Raises Problem."""
@@ -62,12 +63,12 @@ class EventReader:
             except StopAsyncIteration:
                 raise RuntimeError("the answer ended unexpectedly") from None
             except Exception as error:
-                raise self.told(error) from error
+                raise self.report(error) from error
             if isinstance(event, Notice):
                 self._note(event.text)
                 continue
             if isinstance(event, Progress):
-                self.at = f"{event.phase}: {event.done} of {event.total} {event.unit}"
+                self.progress = f"{event.phase}: {event.done} of {event.total} {event.unit}"
             if isinstance(event, Done | AnswerEnded):
                 self._ended.append(event.stats)
                 self._record.stats = total_stats(self._ended)
@@ -75,51 +76,51 @@ class EventReader:
                     self._count(event.stats)
             return event
 
-    def told(self, error: Exception) -> Problem:
-        """The problem for the client; the full error is logged at the terminal."""
+    def report(self, error: Exception) -> Problem:
+        """The problem to send for an error. It is recorded for the log, which shows internal errors in full."""
         problem = problem_of(error)
         if problem.status == 500:
             self._record.problem = str(error) or type(error).__name__
         else:
-            self._record.ending = problem.message
+            self._record.end_reason = problem.message
         return problem
 
-    def left(self) -> None:
-        """The client has disconnected."""
-        self._record.ending = LEFT
+    def on_disconnect(self) -> None:
+        """Cancel the answer, because the client has disconnected."""
+        self._record.end_reason = CLIENT_LEFT
         self.job.abandon()
 
     @property
     def comment(self) -> str:
         before = self.job.ahead
-        return self.at or (f"{before} answer{'' if before == 1 else 's'} before this one" if before else "reading the prompt")
+        return self.progress or (f"{before} answer{'' if before == 1 else 's'} before this one" if before else "reading the prompt")
 
 
 async def whole_response(request: Request, reader: EventReader, serializer: AnswerSerializer) -> Response:
-    """The answer as one object. Raises Problem; an empty response if the client has disconnected."""
+    """A response with the whole answer; an empty one if the client has disconnected. Raises Problem."""
 
-    async def collected() -> Response:
+    async def collect() -> Response:
         while not isinstance(event := await reader.next(), Done):
             if isinstance(event, PromptRead | TextDelta | Call | AnswerEnded):
                 serializer.add(event)
         return json_response(serializer.whole(event.stats))
 
     try:
-        return await unless_disconnected(request.receive, collected(), reader.left) or Response(status_code=GONE)
+        return await unless_disconnected(request.receive, collect(), reader.on_disconnect) or Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
         reader.job.abandon()
 
 
-async def result_of(request: Request, reader: EventReader, kind: type[Made]) -> Made | None:
-    """The result of a job that is no answer; None if the client has disconnected. Raises Problem."""
+async def result_of(request: Request, reader: EventReader, kind: type[Result]) -> Result | None:
+    """The event of type `kind` that ends a job other than an answer; None if the client has disconnected. Raises Problem."""
 
-    async def last() -> Made:
+    async def result() -> Result:
         while not isinstance(event := await reader.next(), kind):
             continue
         return event
 
     try:
-        return await unless_disconnected(request.receive, last(), reader.left)
+        return await unless_disconnected(request.receive, result(), reader.on_disconnect)
     finally:
         reader.job.abandon()
 
@@ -136,7 +137,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._scope, self._receive = send, scope, receive
         try:
-            await unless_disconnected(receive, self._written(), self._reader.left)
+            await unless_disconnected(receive, self._written(), self._reader.on_disconnect)
         finally:
             self._reader.job.abandon()
 
@@ -153,17 +154,17 @@ class EventStream(Response):
                     await self._wait()
             await self._begin()
             await self._data(serializer.last(event.stats))
-            await self._body(serializer.ending, more=False)
+            await self._body(serializer.terminator, more=False)
         except Problem as problem:
-            if self._wrote or serializer.tells(problem):
+            if self._wrote or serializer.sends_error_event(problem):
                 await self._data(serializer.failed(problem))
-                await self._body(serializer.ending, more=False)
+                await self._body(serializer.terminator, more=False)
             else:
                 response = problem_response(problem, self._scope.get("path", ""))
                 await response(self._scope, self._receive, self._send)
 
     async def _begin(self) -> None:
-        """Send what comes before the first text, once."""
+        """Send the chunks before the first text, once."""
         if not self._began:
             self._began = True
             await self._data(self._serializer.first())
@@ -174,9 +175,9 @@ class EventStream(Response):
         if not self._serializer.has_comments:
             if now - max(self._since, self._wrote) >= KEEP_ALIVE_S:
                 await self._data(self._serializer.waiting())
-        elif now - self._wrote >= PROGRESS_S:
+        elif now - self._wrote >= COMMENT_INTERVAL_S:
             await self._body(f": {self._reader.comment}\n\n".encode())
-            if self._serializer.early:
+            if self._serializer.starts_early:
                 await self._begin()
             if self._began:
                 await self._data(self._serializer.waiting())
@@ -208,34 +209,34 @@ class ListStream(EventStream):
 
     async def _data(self, chunks: Iterable[Mapping[str, object]]) -> None:
         for chunk in chunks:
-            await self._body((b",\n" if self._has_one else b"[") + encoded(chunk) + b"\n")
+            await self._body((b",\n" if self._has_one else b"[") + encode_json(chunk) + b"\n")
             self._has_one = True
 
 
 def encode_chunks(serializer: AnswerSerializer, chunks: Iterable[Mapping[str, object]]) -> bytes:
-    """Chunks as they are sent."""
-    if serializer.by_line:
-        return b"".join(encoded(chunk) + b"\n" for chunk in chunks)
+    """Chunks in the format of the stream: events or JSON lines."""
+    if serializer.json_lines:
+        return b"".join(encode_json(chunk) + b"\n" for chunk in chunks)
 
     def name(chunk: Mapping[str, object]) -> bytes:
         return f"event: {chunk['type']}\n".encode() if serializer.named else b""
 
-    return b"".join(name(chunk) + b"data: " + encoded(chunk) + b"\n\n" for chunk in chunks)
+    return b"".join(name(chunk) + b"data: " + encode_json(chunk) + b"\n\n" for chunk in chunks)
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Any], left: Callable[[], None]) -> Any:
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Any], on_disconnect: Callable[[], None]) -> Any:
     """The result of `work`; None if the client disconnects first, in which case `left` is called."""
 
-    async def gone() -> None:
+    async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             continue
 
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return await working
-        left()
+        on_disconnect()
         return None
     finally:
         for each in (working, watching):
@@ -243,13 +244,13 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Any], 
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-def encoded(value: object) -> bytes:
-    """JSON in UTF-8; half a surrogate pair becomes a question mark."""
+def encode_json(value: object) -> bytes:
+    """A value as JSON in UTF-8; a lone surrogate becomes a question mark."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
 
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(encoded(value), status, headers, "application/json")
+    return Response(encode_json(value), status, headers, "application/json")
 
 
 def problem_response(problem: Problem, path: str) -> Response:

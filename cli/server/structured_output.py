@@ -18,7 +18,7 @@ from ...runtime.constraints.constraint import (
 )
 from ...runtime.tool_calls.schema import closed_schema
 from .openai_requests import GenerationRequest
-from .problems import LEAVE_ONE, Problem, problem_of
+from .problems import LEAVE_ONE_OUT, Problem, problem_of
 
 FORMAT, GRAMMAR, STRUCTURED = "response_format", "grammar", "structured_outputs"
 THE_SCHEMA, THE_GRAMMAR, THE_REGEX, THE_CHOICES = "the schema", "the grammar", "the regular expression", "the choices"
@@ -35,7 +35,7 @@ def requested_form(payload: GenerationRequest, otherwise: Constraint | None) -> 
     given = [*_given(payload)]
     if len(given) > 1:
         (first, *_), (second, *_) = given[:2]
-        raise Problem(400, f"{first} and {second} both constrain the answer", param=second, hint=LEAVE_ONE)
+        raise Problem(400, f"{first} and {second} both constrain the answer", param=second, hint=LEAVE_ONE_OUT)
     if not given:
         return None if payload.response_format is not None else otherwise
     field, kind, value = given[0]

@@ -21,7 +21,7 @@ from .form_data import form_of
 from .media import MAX_WAITING_NBYTES
 from .multiple_answers import AnswerEnded, in_sequence, total_stats
 from .openai_requests import ChatRequest, GenerationRequest
-from .problems import AGAIN, BUSY, Problem, problem_of
+from .problems import BUSY, RETRY, Problem, problem_of
 from .serializers import AnswerSerializer
 
 if TYPE_CHECKING:
@@ -102,25 +102,25 @@ class TranscriptionPaths:
         form = await form_of(request)
         payload = fields_of(form)
         if payload.model:
-            self._service.demand_model(payload.model, "model")
+            self._service.check_model(payload.model, "model")
         if FILE not in form:
             raise Problem(400, f"{FILE} is missing: send the audio as a file in the form data", param=FILE)
         if self._held_nbytes() > MAX_WAITING_NBYTES:
             raise Problem(503, "too many long transcriptions are waiting", BUSY, code="queue_full", headers={"retry-after": "1"},
-                          hint=AGAIN)
+                          hint=RETRY)
         samples = await self._service.samples(form.pop(FILE), FILE)
         self._held.append(ref(samples))
         seconds = len(samples) / SAMPLE_RATE
         try:
-            writing = Transcriber(self._service.served, payload.language, payload.prompt, translates)
+            transcriber = Transcriber(self._service.served, payload.language, payload.prompt, translates)
         except UsageError as error:
             raise problem_of(error, "model" if translates else "language") from error
-        wanted = await self._service.wanted(chat_of(payload), [])
-        before = wanted.messages if writing.takes_words else ()
-        parts = await asyncio.to_thread(writing.pieces, samples, payload.response_format in TIMED)
-        serializer = TranscriptSerializer("translate" if translates else "transcribe", writing.transcript(parts), seconds,
+        prepared = await self._service.prepare(chat_of(payload), [])
+        history = prepared.messages if transcriber.takes_words else ()
+        parts = await asyncio.to_thread(transcriber.pieces, samples, payload.response_format in TIMED)
+        serializer = TranscriptSerializer("translate" if translates else "transcribe", transcriber.transcript(parts), seconds,
                                           payload.response_format)
-        starts = [partial(writing.answer, piece, wanted.options, before, wanted.variables) for piece in parts]
+        starts = [partial(transcriber.answer, piece, prepared.options, history, prepared.variables) for piece in parts]
         answer = await self._service.answer(request, payload, serializer, in_sequence(starts))
         if payload.response_format in PLAIN and not payload.stream and answer.status_code == 200:
             return PlainTextResponse(serializer.plain, media_type=PLAIN[payload.response_format])

@@ -39,53 +39,53 @@ class RouterLink:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
-        self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, args=(environment.stdin.fileno(),), daemon=True).start()
 
-    def tell(self, kind: str, **said: object) -> None:
-        self._environment.write(json.dumps({kind: said}) + "\n")
+    def send(self, kind: str, **fields: object) -> None:
+        self._environment.write(json.dumps({kind: fields}) + "\n")
 
     def screen(self) -> Screen:
         """A screen whose notes go to stderr, which the router reads, and whose progress goes to the router."""
-        return WorkerScreen(self._environment, lambda event: self.tell(PROGRESS, phase=event.phase, done=event.done, total=event.total,
+        return WorkerScreen(self._environment, lambda event: self.send(PROGRESS, phase=event.phase, done=event.done, total=event.total,
                                                                        unit=event.unit))
 
     def negotiate(self, folder: Path, options: EngineOptions) -> EngineOptions:
         """The options to load with, once the router has made room for what they need. Raises what planning raises."""
         from ...runtime.prepare import prepare, refuse_beyond_machine
 
-        def needed(options: EngineOptions) -> int:
+        def required_bytes(options: EngineOptions) -> int:
             prepared = prepare(folder, options)
             refuse_beyond_machine(prepared)
             for each in filter(None, (prepared, prepared.speculation.draft)):
                 each.store.close()
             return prepared.placement.total_bytes
 
-        return self.negotiate_memory(options, needed)
+        return self.negotiate_memory(options, required_bytes)
 
-    def negotiate_memory(self, options: Options, needed: Callable[[Options], int]) -> Options:
+    def negotiate_memory(self, options: Options, required_bytes: Callable[[Options], int]) -> Options:
         """`negotiate` for any kind of model: `needed` returns the bytes that it takes. Raises what `needed` raises."""
-        while RAM in (said := self._heard.get()):
-            options = replace(options, ram=f"{max(1, said[RAM] >> 20)}Mi")
-            self.tell(PLANNED, nbytes=needed(options))
+        while RAM in (message := self._messages.get()):
+            options = replace(options, ram=f"{max(1, message[RAM] >> 20)}Mi")
+            self.send(PLANNED, nbytes=required_bytes(options))
         return options
 
     def report_listening(self, port: int, context: int, nbytes: int, parallel: int) -> None:
-        self.tell(LISTENING, port=port, context=context, parallel=parallel, nbytes=nbytes)
+        self.send(LISTENING, port=port, context=context, parallel=parallel, nbytes=nbytes)
 
     def _listen(self, descriptor: int) -> None:
-        held = b""
-        while part := os.read(descriptor, 1 << 16):  # not the stream, whose lock is held while the interpreter shuts down
-            *lines, held = (held + part).split(b"\n")
+        rest = b""
+        while data := os.read(descriptor, 1 << 16):  # not the stream, whose lock is held while the interpreter shuts down
+            *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                self._heard.put(json.loads(line))
+                self._messages.put(json.loads(line))
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 class WorkerScreen(Screen):
-    def __init__(self, environment: Environment, tell: Callable[[Progress], None]) -> None:
+    def __init__(self, environment: Environment, send: Callable[[Progress], None]) -> None:
         super().__init__(environment)
-        self._tell_progress, self._told = tell, 0.0
+        self._tell_progress, self._told = send, 0.0
 
     def progress(self, event: Progress) -> None:
         if (now := time.monotonic()) - self._told >= PROGRESS_S:
@@ -97,17 +97,17 @@ def main() -> int:
     environment = Environment.of_process()
     router_link = environment.router_link = RouterLink(environment)
 
-    def served() -> int:
+    def run() -> int:
         try:
             return program(sys.argv[1:], environment)
         except Exception as error:
             message, hint, code = describe_error(error)
-            router_link.tell(FAILED, message=message, hint=hint, code=code)
+            router_link.send(FAILED, message=message, hint=hint, code=code)
             if environment.debug:
                 raise
             return code
 
-    return run_guarded(served, environment)
+    return run_guarded(run, environment)
 
 
 if __name__ == "__main__":

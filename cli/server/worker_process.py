@@ -59,12 +59,12 @@ class WorkerLauncher:
 class WorkerProcess:
     """`at`: what it is doing, in words; `ended`: done when the process has ended."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, starter: WorkerLauncher) -> None:
-        self.name, self.at, self.port = name, "starting", 0
-        self._process, self._starter = process, starter
-        self._said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self._heard = 0.0  # when any output came last, progress and stderr included (monotonic)
-        self.ended = asyncio.ensure_future(self._live())
+    def __init__(self, name: str, process: asyncio.subprocess.Process, launcher: WorkerLauncher) -> None:
+        self.name, self.status, self.port = name, "starting", 0
+        self._process, self._launcher = process, launcher
+        self._messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._last_output = 0.0  # when any output came last, progress and stderr included (monotonic)
+        self.ended = asyncio.ensure_future(self._run())
 
     @property
     def pid(self) -> int:
@@ -76,28 +76,28 @@ class WorkerProcess:
 
     async def planned(self, ram: int) -> int:
         """Bytes of memory that the model needs within `ram`. Raises ModelLoadError."""
-        self._tell({RAM: ram})
+        self._send({RAM: ram})
         return (await self._next(PLANNED))["nbytes"]
 
     async def loaded(self) -> dict[str, Any]:
         """Load the model and wait until it listens; the message has `port`, `context`, `parallel`, `nbytes`. Raises ModelLoadError."""
-        self._tell({GO: True})
-        said = await self._next(LISTENING)
-        self.port = said["port"]
-        return said
+        self._send({GO: True})
+        message = await self._next(LISTENING)
+        self.port = message["port"]
+        return message
 
     async def end(self) -> None:
         """SIGTERM, and SIGKILL if that does not end it in time."""
         self.terminate()
-        _, late = await asyncio.wait((self.ended,), timeout=END_S)
-        if late:
+        _, still_running = await asyncio.wait((self.ended,), timeout=END_S)
+        if still_running:
             self._kill()
-            await asyncio.wait(late)
+            await asyncio.wait(still_running)
 
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)
 
-    def how_it_ended(self) -> str:
+    def exit_description(self) -> str:
         code = self._process.returncode
         if code is None or code >= 0:
             return f"with code {code}"
@@ -113,60 +113,60 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
-    def _tell(self, what: dict[str, object]) -> None:
-        self._process.stdin.write(json.dumps(what).encode() + b"\n")
+    def _send(self, message: dict[str, object]) -> None:
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _next(self, kind: str) -> dict[str, Any]:
-        said = await self._unless_it_hangs()
-        if said is None:
+        message = await self._next_or_timeout()
+        if message is None:
             await asyncio.wait((self.ended,))
-            raise ModelLoadError(f"its process ended {self.how_it_ended()} before it was loaded", "the next request starts it again")
-        if FAILED in said:
-            raise ModelLoadError(**{"exit_code" if key == "code" else key: value for key, value in said[FAILED].items()})
-        return said[kind]
+            raise ModelLoadError(f"its process ended {self.exit_description()} before it was loaded", "the next request starts it again")
+        if FAILED in message:
+            raise ModelLoadError(**{"exit_code" if key == "code" else key: value for key, value in message[FAILED].items()})
+        return message[kind]
 
-    async def _unless_it_hangs(self) -> dict[str, Any] | None:
+    async def _next_or_timeout(self) -> dict[str, Any] | None:
         """Its next message; None if the process ends. Raises ModelLoadError, and kills it, after too long a silence."""
-        self._heard, silence_s = time.monotonic(), self._starter.silence_s
-        while (left_s := self._heard + silence_s - time.monotonic()) > 0:
+        self._last_output, silence_s = time.monotonic(), self._launcher.silence_s
+        while (left_s := self._last_output + silence_s - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if left_s == NEVER else left_s):
-                    return await self._said.get()
+                    return await self._messages.get()
         self._kill()  # a hung process does not handle SIGTERM
-        raise ModelLoadError(f"no progress for {time_in_words(silence_s)} ({self.at})",
+        raise ModelLoadError(f"no progress for {time_in_words(silence_s)} ({self.status})",
                              "the next request tries again; --load-timeout gives it longer")
 
-    async def _live(self) -> None:
+    async def _run(self) -> None:
         """Follow the process until it ends. Whatever goes wrong here, it is killed, and whoever waits for a message is woken."""
-        reading = [asyncio.ensure_future(each) for each in (self._read_said(), self._read_remarks())]
+        readers = [asyncio.ensure_future(each) for each in (self._read_messages(), self._read_stderr())]
         try:
-            await asyncio.gather(*reading)
+            await asyncio.gather(*readers)
         except ValueError as error:  # no JSON, or too long a line
-            self._starter.note(self.name, f"killed: its output cannot be parsed: {error}")
+            self._launcher.note(self.name, f"killed: its output cannot be parsed: {error}")
             self._kill()
         try:
             await self._process.wait()
         finally:
             self._kill()
-            for each in reading:
+            for each in readers:
                 each.cancel()
             self._process.stdin.close()
-            self._said.put_nowait(None)
+            self._messages.put_nowait(None)
 
-    async def _read_said(self) -> None:
+    async def _read_messages(self) -> None:
         async for line in self._process.stdout:
-            said, self._heard = json.loads(line), time.monotonic()
-            if PROGRESS in said:
-                event = Progress(**said[PROGRESS])
-                self.at = in_words(event)
-                self._starter.progress(self.name, event)
+            message, self._last_output = json.loads(line), time.monotonic()
+            if PROGRESS in message:
+                event = Progress(**message[PROGRESS])
+                self.status = in_words(event)
+                self._launcher.progress(self.name, event)
             else:
-                self._said.put_nowait(said)
+                self._messages.put_nowait(message)
 
-    async def _read_remarks(self) -> None:
+    async def _read_stderr(self) -> None:
         async for line in self._process.stderr:
-            self._heard = time.monotonic()
-            self._starter.note(self.name, line.decode("utf-8", "replace").rstrip("\n"))
+            self._last_output = time.monotonic()
+            self._launcher.note(self.name, line.decode("utf-8", "replace").rstrip("\n"))
 
 
 def in_words(event: Progress) -> str:
