@@ -74,10 +74,10 @@ def result_name(name: str, shape: str) -> str:
 def peer_source(folder: Path) -> Path:
     """The folder's weights as GGUF, made once: in bf16, of a mixture in F16 as `effllm export` writes it, without a vocabulary."""
     config = read_config(folder)
-    path = folder / ("source-bf16.gguf" if config.mixture is None else "source-f16.gguf")
+    path = folder / ("source-bf16.gguf" if config.moe is None else "source-f16.gguf")
     if path.exists():
         return path
-    if config.mixture is None:
+    if config.moe is None:
         from llamacpp_files import write_gguf
 
         write_gguf(folder, path.with_suffix(".unfinished"), "bf16")
@@ -233,7 +233,7 @@ class OwnSide:
         model, placement, config = self.engine.model, self.engine.placement, self.engine.config
         held = {"bytes_per_pass": model.bytes_per_pass, "nbytes": model.nbytes, "planned": placement.total_bytes,
                 "baseline": placement.baseline_bytes}
-        if config.mixture is not None:
+        if config.moe is not None:
             return held
         heads = config.num_attention_heads + config.num_key_value_heads
         attention, ffn = 2 * config.hidden_size * heads * config.head_dim, 3 * config.hidden_size * config.intermediate_size

@@ -244,7 +244,7 @@ def main() -> int:
     figures += [Figure("roof_gbps", "memory read", f"{counted(threads)}, 1 GiB, at the end", roof() / 1e9, "GB/s")]
     roof.close()
     what = folder.name.removeprefix("random-")
-    intro = f"Shape: {what}. {INTRO}{OF_PRODUCTS if read_config(folder).mixture is None else OF_MIXTURES}"
+    intro = f"Shape: {what}. {INTRO}{OF_PRODUCTS if read_config(folder).moe is None else OF_MIXTURES}"
     publish(arguments.results or result_name("compare-llamacpp", what), "Low-bit weights against llama.cpp", intro, figures,
             keep=not arguments.no_results)
     return 0

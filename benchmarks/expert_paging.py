@@ -230,7 +230,7 @@ def measure(folder: Path, ram: int, tokens: int, threads: int | None) -> dict[st
     best = belady(trace, experts, slots, WARM)
     demanded = sum(map(len, misses))
     disk = alone(engine, misses, trace) / tokens
-    routed = layers * config.mixture.per_token * pager.slot_nbytes
+    routed = layers * config.moe.experts_per_token * pager.slot_nbytes
     dense = median(still) * (1 - routed / engine.model.bytes_per_pass)
     seconds = sum(each for each, _ in found) / tokens
     predicted = engine.prepared.streaming.choice.hit_rate

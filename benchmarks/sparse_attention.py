@@ -73,7 +73,7 @@ class Side:
         with self.ops.collecting():
             self.cache.begin(1)
             if chooses:
-                self.layer.choose(*self.index[:2], None if self.shape.index.each else self.index[2])
+                self.layer.choose(*self.index[:2], None if self.shape.index.per_head else self.index[2])
             if attends:
                 (self.layer if chooses else self.whole).attend(self.q, self.k, self.k)
         return perf_counter() - started

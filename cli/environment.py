@@ -85,7 +85,8 @@ class Environment:
     def of_process(cls) -> Environment:
         """The environment of this process. A stream that the caller closed is replaced by the null device."""
         null_device = "/dev/null" if os.name == "posix" else "nul"
-        streams = [stream if stream is not None else open(null_device, mode, encoding="utf-8")  # noqa: SIM115 (lives as long as the process)
+        streams = [stream if stream is not None else open(null_device, mode,
+                                                          encoding="utf-8")  # noqa: SIM115 (lives as long as the process)
                    for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))]
         for stream in streams[1:]:
             if isinstance(stream, io.TextIOWrapper):

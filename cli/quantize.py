@@ -207,7 +207,7 @@ def profile(folder: Path, text: str | None, calib: str | None, threads: int | No
     from ..runtime.kv.kv_profile import Profile
     from ..runtime.kv.kv_profile_run import SECONDS, recorded
 
-    if not read_config(folder).cache_heads:
+    if not read_config(folder).cache_kv_heads:
         return None
     begun = monotonic()
     screen.note(f"the weights are done; recording where a packed KV cache needs its bits, for about {SECONDS:.0f} s at most "
@@ -302,6 +302,6 @@ def run_command(folder: Path) -> str:
     from ..runtime.config import read_config
 
     config = read_config(folder)
-    if config.writes:
+    if config.is_generative:
         return f"effllm run {typed(folder)}"
-    return f"effllm serve {typed(folder)}" if config.ranks_lists else f'effllm embed {typed(folder)} "a text"'
+    return f"effllm serve {typed(folder)}" if config.listwise_reranker else f'effllm embed {typed(folder)} "a text"'

@@ -149,22 +149,24 @@ def _document(facts: ModelInfo) -> dict[str, object]:
 
 def _shape(config: ModelConfig) -> dict[str, object]:
     """The architecture from the config, for --json."""
-    experts, state, latent = config.mixture, config.state, config.latent
+    experts, state, latent = config.moe, config.recurrent, config.mla
     return {"context": config.context_length, "num_hidden_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
             "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,
-            "layer_heads": [list(each) for each in config.layer_heads], "layer_queries": list(config.layer_queries),
+            "layer_heads": [list(each) for each in config.layer_kv_heads], "layer_queries": list(config.layer_query_heads),
             "kv_shared_layers": sorted(set(range(len(config.kv_sources))) - set(config.attention_layers)),
             "vocab_size": config.vocab_size,
-            "experts": None if experts is None else {"count": experts.experts, "per_token": experts.per_token, "width": experts.width,
-                                                     "layers": len(experts.layers), "shared_width": experts.shared_width,
-                                                     "zero_experts": experts.handed},
+            "experts": None if experts is None else {"count": experts.num_experts, "per_token": experts.experts_per_token,
+                                                     "width": experts.expert_dim,
+                                                     "layers": len(experts.layers), "shared_width": experts.shared_expert_dim,
+                                                     "zero_experts": experts.zero_experts},
             "latent_attention": None if latent is None else {"rank": latent.rank, "cached": latent.key, "key": latent.query,
                                                                      "value": latent.value},
-            "sparse_attention": None if config.indexed is None else {"tokens": config.indexed.shape.whole,
-                                                                     "block_size": config.indexed.shape.spread},
-            "compressed_attention": None if config.compressed is None else [each and each.rate for each in config.compressed.shapes],
-            "recurrent_state": None if state is None else {"kind": state.title, "layers": len(config.state_layers)}}
+            "sparse_attention": None if config.indexer is None else {"tokens": config.indexer.shape.dense_tokens,
+                                                                     "block_size": config.indexer.shape.unit_tokens},
+            "compressed_attention": None if config.compressed_attention is None
+            else [each and each.tokens_per_key for each in config.compressed_attention.shapes],
+            "recurrent_state": None if state is None else {"kind": state.title, "layers": len(config.recurrent_layers)}}
 
 
 def _lines(facts: ModelInfo, screen: Screen) -> None:
@@ -173,7 +175,7 @@ def _lines(facts: ModelInfo, screen: Screen) -> None:
     from ..runtime.prepare import TEXT_ONLY_WARNING
 
     config, container, ref, tokenizer = facts.config, facts.container, facts.ref, facts.tokenizer
-    calls, infill, state = facts.calls, facts.infill, config.state
+    calls, infill, state = facts.calls, facts.infill, config.recurrent
     for warning in (*(each for each in config.warnings if not (facts.encoders and TEXT_ONLY_WARNING in each)), *tokenizer.remarks):
         screen.note(warning)
     screen.pairs([pair for pair in (
@@ -187,7 +189,7 @@ def _lines(facts: ModelInfo, screen: Screen) -> None:
         ("layers", f"{config.num_hidden_layers} of width {config.hidden_size}" + _inside(config)),
         ("experts", _experts(config)),
         ("attention", _attention(config)),
-        ("" if state is None else state.title, "" if state is None else f"{len(config.state_layers)} layers, {state.described()}"),
+        ("" if state is None else state.title, "" if state is None else f"{len(config.recurrent_layers)} layers, {state.described()}"),
         ("window", ", ".join(f"{window} tokens" for window in facts.windows)),
         ("context", f"{config.context_length} tokens, {_positions(config)}"),
         ("vocabulary", f"{config.vocab_size} tokens"),
@@ -200,13 +202,13 @@ def _lines(facts: ModelInfo, screen: Screen) -> None:
 
 
 def _experts(config: ModelConfig) -> str:
-    experts = config.mixture
+    experts = config.moe
     if experts is None:
         return ""
-    said = f"{experts.per_token} of {experts.experts} per token, of width {experts.width}, in {len(experts.layers)} layers"
-    said += f", with {experts.handed} identity experts" if experts.handed else ""
-    said += f", plus a shared one of width {experts.shared_width}" if experts.shared_width else ""
-    return said + (f"; as many of width {experts.seen_width} for image tokens" if experts.seen_width else "")
+    said = f"{experts.experts_per_token} of {experts.num_experts} per token, of width {experts.expert_dim}, in {len(experts.layers)} layers"
+    said += f", with {experts.zero_experts} identity experts" if experts.zero_experts else ""
+    said += f", plus a shared one of width {experts.shared_expert_dim}" if experts.shared_expert_dim else ""
+    return said + (f"; as many of width {experts.vision_expert_dim} for image tokens" if experts.vision_expert_dim else "")
 
 
 def _positions(config: ModelConfig) -> str:
@@ -218,30 +220,30 @@ def _positions(config: ModelConfig) -> str:
 
 def _inside(config: ModelConfig) -> str:
     """The intermediate size of the MLPs, if any."""
-    return "" if len(config.without_mlp) == config.num_hidden_layers else f", feed-forward {config.intermediate_size}"
+    return "" if len(config.layers_without_mlp) == config.num_hidden_layers else f", feed-forward {config.intermediate_size}"
 
 
 def _attention(config: ModelConfig) -> str:
     """Attention heads, also of layers that differ, and how many share the keys and values of others."""
     if not config.attention_layers:
         return "none"
-    if config.latent is not None:
-        own = config.latent
+    if config.mla is not None:
+        own = config.mla
         return (f"{config.num_attention_heads} heads with keys of {own.query} and values of {own.value}, from a latent of {own.rank}; "
                 f"{own.key} values cached per token" + _chosen(config))
-    queries = sorted({*config.layer_queries} or {config.num_attention_heads})
+    queries = sorted({*config.layer_query_heads} or {config.num_attention_heads})
     said = f"{' or '.join(map(str, queries))} query and {config.num_key_value_heads} key-value heads of {config.head_dim}"
     usual = config.num_key_value_heads, config.head_dim
-    for other in sorted({*config.layer_heads} - {usual}):
-        said += f", in {config.layer_heads.count(other)} layers {other[0]} of {other[1]}"
+    for other in sorted({*config.layer_kv_heads} - {usual}):
+        said += f", in {config.layer_kv_heads.count(other)} layers {other[0]} of {other[1]}"
     without = len(config.kv_sources) - len(config.attention_layers) if config.kv_sources else 0
     return said + (f"; {without} layers share the KV cache of others" if without else "") + _chosen(config)
 
 
 def _chosen(config: ModelConfig) -> str:
     """The number of tokens that sparse attention selects."""
-    if config.compressed is not None:
-        rates = sorted({shape.rate for shape in config.compressed.shapes if shape is not None})
+    if config.compressed_attention is not None:
+        rates = sorted({shape.tokens_per_key for shape in config.compressed_attention.shapes if shape is not None})
         keys = f"; beyond a window, keys compressed over {' and '.join(map(str, rates))} tokens"
-        return keys if config.indexed is None else f"{keys}, each token attending to the top {config.indexed.shape.chosen} of the first"
-    return "" if config.indexed is None else f"; each token attends to the top {config.indexed.shape.whole}"
+        return keys if config.indexer is None else f"{keys}, each token attending to the top {config.indexer.shape.top_k} of the first"
+    return "" if config.indexer is None else f"; each token attends to the top {config.indexer.shape.dense_tokens}"

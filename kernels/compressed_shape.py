@@ -32,24 +32,24 @@ class CompressedShape(StateShape):
     rollback_slots: ClassVar[int] = 6
     taps: ClassVar[int] = 1
     width: int
-    rate: int
+    tokens_per_key: int
     overlaps: bool
     rope: int
-    index: int
+    index_dim: int
     window: int
-    first: tuple[int, ...]
-    behind: tuple[int, ...]
-    room: int
+    leading_products: tuple[int, ...]
+    trailing_products: tuple[int, ...]
+    state_size: int
 
     @property
-    def parts(self) -> int:
+    def rows_per_token(self) -> int:
         """Rows per token, stored one after the other."""
         return 2 if self.overlaps else 1
 
     @property
     def own_floats(self) -> int:
         """Of a state of this layer."""
-        return 3 * self.parts * (self.width + self.index)
+        return 3 * self.rows_per_token * (self.width + self.index_dim)
 
     @property
     def channels(self) -> int:
@@ -60,38 +60,38 @@ class CompressedShape(StateShape):
         return 0
 
     @property
-    def series(self) -> tuple[int, ...]:
+    def pooled_products(self) -> tuple[int, ...]:
         """Widths of a token's projections: rows and their softmax logits, for the keys and for the index keys."""
-        return (*[self.parts * self.width] * 2, *([self.parts * self.index] * 2 if self.index else ()))
+        return (*[self.rows_per_token * self.width] * 2, *([self.rows_per_token * self.index_dim] * 2 if self.index_dim else ()))
 
     @property
     def products(self) -> tuple[int, ...]:
-        return (*self.first, *self.series, *self.behind)
+        return (*self.leading_products, *self.pooled_products, *self.trailing_products)
 
     @property
     def state_floats(self) -> int:
-        return self.room
+        return self.state_size
 
     @property
     def recent(self) -> int:
         """Also holds the start and the number of tokens of the pass, as two int64."""
-        return sum(self.series) + 4
+        return sum(self.pooled_products) + 4
 
     def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: projections and, for those that form keys, their logits padded to whole keys, exponentials and sums."""
-        return (tokens + 2 * self.rate) * (sum(self.products) + 6 * sum(self.series)) + 12 * self.own_floats
+        return (tokens + 2 * self.tokens_per_key) * (sum(self.products) + 6 * sum(self.pooled_products)) + 12 * self.own_floats
 
     def described(self) -> str:
-        return f"a key of {self.width} channels for {self.rate} tokens"
+        return f"a key of {self.width} channels for {self.tokens_per_key} tokens"
 
     def token_nbytes(self, stored: int) -> int:
         """Bytes of keys per token."""
-        return self.width * STORED_BYTES[stored] // self.rate
+        return self.width * STORED_BYTES[stored] // self.tokens_per_key
 
     def keys(self, tokens: int) -> int:
         """Keys completed by this many tokens."""
-        return tokens // self.rate
+        return tokens // self.tokens_per_key
 
     def keys_nbytes(self, ctx: int, stored: int) -> int:
         """Bytes of one layer's keys for a context of `ctx` tokens."""
-        return -(-ctx // self.rate) * self.width * STORED_BYTES[stored]
+        return -(-ctx // self.tokens_per_key) * self.width * STORED_BYTES[stored]

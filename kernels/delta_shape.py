@@ -27,8 +27,8 @@ class DeltaShape(StateShape):
     value_dim: int
     taps: int
     tiled: bool = False
-    writes: float = 1.0
-    sigmoid: bool = False
+    beta_scale: float = 1.0
+    sigmoid_gate: bool = False
 
     @property
     def keys(self) -> int:

@@ -30,58 +30,59 @@ class IndexShape:
     heads: int
     width: int
     rope: int
-    chosen: int
-    grain: int = 1
-    each: bool = False
-    near: int = 0
-    rate: int = 1
-    means: bool = False
-    weighed: bool = False
+    top_k: int
+    block_size: int = 1
+    per_head: bool = False
+    local_blocks: int = 0
+    tokens_per_key: int = 1
+    pooled: bool = False
+    weighted_pooling: bool = False
 
     @property
     def groups(self) -> int:
         """Selections per token."""
-        return self.heads if self.each else 1
+        return self.heads if self.per_head else 1
 
     @property
-    def row(self) -> int:
+    def pool_row(self) -> int:
         """Numbers that a token contributes to a mean."""
-        return self.width * (1 + self.weighed)
+        return self.width * (1 + self.weighted_pooling)
 
     @property
-    def listed(self) -> int:
+    def selected(self) -> int:
         """Units in a selection, including the one without a key."""
-        return self.chosen + self.means
+        return self.top_k + self.pooled
 
     @property
-    def spread(self) -> int:
+    def unit_tokens(self) -> int:
         """Tokens per unit, or compressed keys where those are attended to instead."""
-        return self.rate if self.means else self.grain
+        return self.tokens_per_key if self.pooled else self.block_size
 
     @property
-    def whole(self) -> int:
+    def dense_tokens(self) -> int:
         """Number of leading tokens of a text that every query still sees completely."""
-        return self.chosen * self.grain if self.rate == 1 else (self.chosen + 1) * self.rate - 1
+        return self.top_k * self.block_size if self.tokens_per_key == 1 else (self.top_k + 1) * self.tokens_per_key - 1
 
     def units(self, tokens: int) -> int:
         """Units covering this many tokens."""
-        return -(-tokens // self.spread)
+        return -(-tokens // self.unit_tokens)
 
     def keys(self, tokens: int) -> int:
         """Keys allocated for this many tokens."""
-        return -(-tokens // self.rate)
+        return -(-tokens // self.tokens_per_key)
 
     def token_nbytes(self, stored: int) -> int:
         """Bytes of one token's key, or of its share of one, plus its contribution to a mean."""
-        return self.scored_nbytes(stored) + self.means * self.row * STORED_BYTES[stored]
+        return self.scored_nbytes(stored) + self.pooled * self.pool_row * STORED_BYTES[stored]
 
     def scored_nbytes(self, stored: int) -> int:
         """Bytes of one token's key, or of its share of one: the part that later tokens read."""
-        return self.width * STORED_BYTES[stored] // self.rate
+        return self.width * STORED_BYTES[stored] // self.tokens_per_key
 
     def nbytes(self, ctx: int, stored: int) -> int:
         """Bytes of one layer's keys for a context, and of the rows that means are built from."""
-        return -(-self.keys(ctx) // PAGE) * self.block_nbytes(stored) * (1 + self.means * self.rate * (1 + self.weighed))
+        return -(-self.keys(ctx) // PAGE) * self.block_nbytes(stored) * (1
+                                                                         + self.pooled * self.tokens_per_key * (1 + self.weighted_pooling))
 
     def block_nbytes(self, stored: int) -> int:
         """Bytes of PAGE keys."""

@@ -20,23 +20,23 @@ class KdaShape(DeltaShape):
     what is left, else they are made at once. `bound`: the logarithm of a decay is between it and 0, None for no bound."""
 
     title: ClassVar[str] = "linear attention by channel"
-    narrow: bool = True
-    bound: float | None = None
+    low_rank_gates: bool = True
+    decay_bound: float | None = None
 
     @classmethod
-    def of(cls, heads: int, head_dim: int, taps: int, narrow: bool = True, bound: float | None = None) -> KdaShape:
-        return cls(heads, heads, head_dim, head_dim, taps, narrow=narrow, bound=bound)
+    def of(cls, heads: int, head_dim: int, taps: int, low_rank_gates: bool = True, decay_bound: float | None = None) -> KdaShape:
+        return cls(heads, heads, head_dim, head_dim, taps, low_rank_gates=low_rank_gates, decay_bound=decay_bound)
 
     @property
     def products(self) -> tuple[int, ...]:
         """Projections: convolution inputs, inputs of the output gates and of the decays, and betas."""
-        gates, decays = (self.value_dim, self.key_dim) if self.narrow else (self.values, self.keys)
+        gates, decays = (self.value_dim, self.key_dim) if self.low_rank_gates else (self.values, self.keys)
         return self.channels, gates, decays, self.value_heads
 
     @property
     def widened(self) -> tuple[int, ...]:
         """Output gates and decays, computed by a second product."""
-        return (self.values, self.keys) if self.narrow else ()
+        return (self.values, self.keys) if self.low_rank_gates else ()
 
     @property
     def gates(self) -> int:

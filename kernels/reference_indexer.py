@@ -17,24 +17,24 @@ def scores(q: np.ndarray, k: np.ndarray, weights: np.ndarray | None, position: i
     """
     split = q.reshape(len(q), shape.heads, shape.width).astype(np.float64)
     found = np.einsum("thw,nw->thn", split, k.astype(np.float64))
-    if not shape.each:
+    if not shape.per_head:
         weights = np.ones(found.shape[:2]) if weights is None else weights.astype(np.float64)
         found = np.einsum("thn,th->tn", np.maximum(found, 0), weights)[:, None]
-    at = (position + np.arange(len(q)) + 1) // shape.rate - 1  # the last key that is there
+    at = (position + np.arange(len(q)) + 1) // shape.tokens_per_key - 1  # the last key that is there
     found = np.where(np.arange(len(k)) > at[:, None, None], -np.inf, found)
-    padded = np.full((*found.shape[:2], -(-len(k) // shape.grain) * shape.grain), -np.inf)
+    padded = np.full((*found.shape[:2], -(-len(k) // shape.block_size) * shape.block_size), -np.inf)
     padded[..., : len(k)] = found
-    best = padded.reshape(*found.shape[:2], -1, shape.grain).max(-1)
-    unit, own = np.arange(best.shape[-1]), (at // shape.grain)[:, None, None]
-    return np.where((unit <= own) & (unit > own - shape.near), np.inf, best)
+    best = padded.reshape(*found.shape[:2], -1, shape.block_size).max(-1)
+    unit, own = np.arange(best.shape[-1]), (at // shape.block_size)[:, None, None]
+    return np.where((unit <= own) & (unit > own - shape.local_blocks), np.inf, best)
 
 
 def choose(found: np.ndarray, shape: IndexShape, position: int = 0) -> np.ndarray:
     """The units selected for each token from these scores: int32 [T, groups, listed], ascending; ties go to the earlier unit. `position`:
     of the first token. The unit that has no key yet is always included."""
-    best = np.sort(np.argsort(-found, axis=-1, kind="stable")[..., : shape.chosen], axis=-1)
-    if shape.means:
-        last = (position + np.arange(len(best)) + 1) // shape.rate
+    best = np.sort(np.argsort(-found, axis=-1, kind="stable")[..., : shape.top_k], axis=-1)
+    if shape.pooled:
+        last = (position + np.arange(len(best)) + 1) // shape.tokens_per_key
         best = np.concatenate([best, np.broadcast_to(last[:, None, None], (*best.shape[:2], 1))], axis=-1)
     return best.astype(np.int32)
 
@@ -60,4 +60,4 @@ def seen(chosen: np.ndarray, tokens: int, kv_heads: int, shape: IndexShape) -> n
     """Which of the first `tokens` tokens each query may see: bool [T, kv_heads, tokens]."""
     units = np.zeros((*chosen.shape[:2], shape.units(tokens) + 1), bool)  # a unit may begin behind the last token
     np.put_along_axis(units, chosen.astype(np.int64), True, axis=-1)
-    return np.repeat(np.repeat(units, shape.spread, axis=-1)[..., :tokens], kv_heads // chosen.shape[1], axis=1)
+    return np.repeat(np.repeat(units, shape.unit_tokens, axis=-1)[..., :tokens], kv_heads // chosen.shape[1], axis=1)

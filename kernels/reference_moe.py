@@ -47,24 +47,24 @@ class Routing:
     The last `handed` candidates have no matrices: they pass on their input, norm(x).
     """
 
-    per_token: int
+    experts_per_token: int
     renormalise: bool
     sigmoid: bool = False
-    factor: float = 1.0
-    groups: int = 1
-    kept_groups: int = 1
-    inputs: bool = False
-    near: float | None = None
-    of_logits: bool = False
-    roots: bool = False
-    handed: int = 0
+    routed_scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    weights_scale_inputs: bool = False
+    sparsemixer_margin: float | None = None
+    correction_on_logits: bool = False
+    sqrt_softplus: bool = False
+    zero_experts: int = 0
 
 
 def scores(logits: np.ndarray, routing: Routing) -> np.ndarray:
     """Score of every expert, [..., E]."""
     if routing.sigmoid:
         return np.exp(-np.logaddexp(0, -logits))
-    if routing.roots:
+    if routing.sqrt_softplus:
         return np.sqrt(np.logaddexp(0, logits))
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
@@ -73,12 +73,12 @@ def scores(logits: np.ndarray, routing: Routing) -> np.ndarray:
 def ranks(logits: np.ndarray, routing: Routing, correction: np.ndarray | None) -> np.ndarray:
     """What experts are selected by, [..., E]: without a correction the logits, which differ where scores have saturated; -inf for experts
     in groups that are not kept."""
-    by = logits if correction is None else (logits if routing.of_logits else scores(logits, routing)) + correction
-    if routing.kept_groups == routing.groups:
+    by = logits if correction is None else (logits if routing.correction_on_logits else scores(logits, routing)) + correction
+    if routing.top_groups == routing.num_groups:
         return by
-    grouped = by.reshape(*by.shape[:-1], routing.groups, -1)
+    grouped = by.reshape(*by.shape[:-1], routing.num_groups, -1)
     of_group = np.sort(grouped, -1)[..., -1 if correction is None else -2 :].sum(-1)
-    left_out = np.argsort(-of_group, -1, kind="stable")[..., routing.kept_groups :]
+    left_out = np.argsort(-of_group, -1, kind="stable")[..., routing.top_groups :]
     kept = np.ones(of_group.shape, bool)
     np.put_along_axis(kept, left_out, False, -1)
     return np.where(kept[..., None], grouped, -np.inf).reshape(by.shape)
@@ -91,11 +91,11 @@ def route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None = 
     load balancing: L. Wang et al. 2024, arXiv:2408.15664).
     """
     by = ranks(logits, routing, correction)
-    chosen = np.sort(np.argsort(-by, axis=1, kind="stable")[:, : routing.per_token], axis=1)
-    if routing.near is not None:
-        return chosen, routing.factor * near_shares(logits, chosen, routing.near)
+    chosen = np.sort(np.argsort(-by, axis=1, kind="stable")[:, : routing.experts_per_token], axis=1)
+    if routing.sparsemixer_margin is not None:
+        return chosen, routing.routed_scale * near_shares(logits, chosen, routing.sparsemixer_margin)
     shares = np.take_along_axis(scores(logits, routing), chosen, 1)
-    return chosen, routing.factor * (shares / np.maximum(shares.sum(1, keepdims=True), MIN_SUM) if routing.renormalise else shares)
+    return chosen, routing.routed_scale * (shares / np.maximum(shares.sum(1, keepdims=True), MIN_SUM) if routing.renormalise else shares)
 
 
 def near_shares(logits: np.ndarray, chosen: np.ndarray, near: float) -> np.ndarray:
@@ -137,7 +137,7 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
     chosen, shares = route(apply(reads, router), routing, correction)
     if apart is not None:
         shares = shares * apart.scales[chosen]
-    offsets, tokens, places = visits(chosen, len(experts) + routing.handed)
+    offsets, tokens, places = visits(chosen, len(experts) + routing.zero_experts)
     of_visit = np.empty(tokens.size)
     of_visit[places] = shares
     out, hidden = x.astype(np.float64) * (apart is None), []
@@ -145,8 +145,8 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
         if begin == end:
             continue
         rows, own = tokens[begin:end], of_visit[begin:end, None]
-        hidden.append(inside(n[rows] * own if routing.inputs else n[rows], expert))
-        out[rows] += (1.0 if routing.inputs else own) * apply(hidden[-1], expert.down)
+        hidden.append(inside(n[rows] * own if routing.weights_scale_inputs else n[rows], expert))
+        out[rows] += (1.0 if routing.weights_scale_inputs else own) * apply(hidden[-1], expert.down)
     begin, offsets = offsets[len(experts)], offsets[: len(experts) + 1]
     np.add.at(out, tokens[begin:], of_visit[begin:, None] * n[tokens[begin:]])  # what is handed on
     of_all = None

@@ -20,9 +20,9 @@ class HyperConnection:
     matrix: Linear
     base: object
     scale: object
-    rounds: int
-    least: float
-    leaves: bool
+    sinkhorn_iterations: int
+    sinkhorn_eps: float
+    is_final: bool
     is_gated: ClassVar[bool] = False
     is_mean: ClassVar[bool] = False
 

@@ -110,7 +110,7 @@ class Rwkv7:
 
 
 @dataclass(frozen=True)
-class Ngrams:
+class NgramWeights:
     """What a layer makes of rows of n-grams (`kernels/reference_ngrams.py`): `key` [S * D, E] and `value` [D, E], taps `conv` [K, S * D],
     and norms of all streams, of keys and of what is convolved, [S * D] each; float32."""
 

@@ -235,9 +235,9 @@ class Indexer:
     k: Linear | None
     k_norm: Norm | None
     weights: Linear | None
-    entered: Norm | None = None
-    grows: tuple[object, object] | None = None
-    places: object | None = None
+    input_norm: Norm | None = None
+    query_scaling: tuple[object, object] | None = None
+    pool_bias: object | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..kernels.latent_shape import LatentShape
     from ..kernels.reference_moe import Routing
     from ..quant.compressed_attention_weights import GatedResidual, HyperConnection
-    from ..quant.recurrent_weights import Ngrams
+    from ..quant.recurrent_weights import NgramWeights
     from ..quant.weight import (
         AltUp,
         Bundles,
@@ -51,27 +51,27 @@ class BlockOps(Protocol):
         """y [T, heads * head_dim], in place: the norm, if any (per head or over the whole row, by its weight's length), then rotation by
         `positions`; no rotation if the table is None."""
 
-    def copied(self, y: object) -> object:
+    def copy(self, y: object) -> object:
         """A copy of y [T, KVH * head_dim]."""
 
-    def scaled(self, x: object, factor: float) -> object:
+    def scale_in_place(self, x: object, factor: float) -> object:
         """x times a number, in place."""
 
-    def normed(self, y: object, norm: Norm) -> object:
+    def norm_in_place(self, y: object, norm: Norm) -> object:
         """norm(y) of every row, in place."""
 
-    def normed_apart(self, x: object, norm: Norm) -> object:
+    def norm(self, x: object, norm: Norm) -> object:
         """norm(x) of every row, [T, D] in an array of its own."""
 
-    def grown_heads(self, y: object, heads: int, head_dim: int, positions: np.ndarray, places: RopeTable,
-                    growth: tuple[object, object]) -> object:
+    def scale_queries(self, y: object, heads: int, head_dim: int, positions: np.ndarray, places: RopeTable,
+                      growth: tuple[object, object]) -> object:
         """y [T, heads * head_dim], in place: each head times what its numbers in `growth`, two vectors [heads], make of the logarithm of a
         token's place: so much of it, and so much whatever it is. `places`: a table that holds these logarithms."""
 
-    def clipped(self, y: object, limit: float) -> object:
+    def clip(self, y: object, limit: float) -> object:
         """y clipped to [-limit, limit], in place."""
 
-    def part_queries(self, y: object, heads: int, head_dim: int) -> object:
+    def split_query_gates(self, y: object, heads: int, head_dim: int) -> object:
         """[T, heads * head_dim]: the first half of every head of y [T, heads * 2 * head_dim]; the second half is a gate."""
 
     def gate_heads(self, x: object, y: object, heads: int, head_dim: int, soft: bool = False) -> object:
@@ -123,28 +123,28 @@ class BlockOps(Protocol):
         """What `moe` would add to x, [T, D] in an array of its own; `correction` may be [T, E], each token's own. `said`: what the router
         reads in place of x."""
 
-    def add_inputs(self, x: object, inputs: PerLayerInput, given: object, act: str, see: See = None) -> object:
+    def add_per_layer_input(self, x: object, inputs: PerLayerInput, given: object, act: str, see: See = None) -> object:
         """x + after(out(act(gate(x)) * given)), in place; `given` [T, P]. `see`: what goes into `out`."""
 
-    def predicted(self, x: object, streams: AltUp) -> object:
+    def altup_predict(self, x: object, streams: AltUp) -> object:
         """The stream [T, D] that a layer works on, in an array of its own, of x [T, S * D], to each of which some of all is added, in
         place."""
 
-    def corrected(self, x: object, own: object, streams: AltUp) -> object:
+    def altup_correct(self, x: object, own: object, streams: AltUp) -> object:
         """The first stream, scaled, in the place of `own` [T, D]: of what this is beyond the first of x [T, S * D] each has had a share
         added, in place."""
 
-    def spread_inputs(self, x: object, own: object, inputs: PerLayerInput, given: object, act: str, see: See = None) -> object:
+    def altup_add_input(self, x: object, own: object, inputs: PerLayerInput, given: object, act: str, see: See = None) -> object:
         """x [T, S * D] with what `add_inputs` would add to `own` [T, D] added to all streams but the first, in place."""
 
-    def low_rank(self, x: object, norm: Norm, low: LowRank, see: See = None) -> object:
+    def low_rank_branch(self, x: object, norm: Norm, low: LowRank, see: See = None) -> object:
         """n + after(out(into(n))) with n = norm(x), [T, D] in an array of its own. `see`: what goes into `out`."""
 
-    def added(self, x: object, y: object, factor: float) -> object:
+    def add_scaled(self, x: object, y: object, factor: float) -> object:
         """x + factor * y, in place."""
 
-    def cut_mlp(self, x: object, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, deviations: float, see: See = None,
-                after: Norm | None = None) -> object:
+    def cutoff_mlp(self, x: object, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, deviations: float, see: See = None,
+                   after: Norm | None = None) -> object:
         """`gated_mlp` of whose gates only what is beyond their mean and so many of their deviations, of one token, goes on."""
 
     def first_stream(self, x: object, count: int) -> object:
@@ -159,58 +159,58 @@ class BlockOps(Protocol):
     def add_to_first(self, x: object, y: object, each: Linear) -> object:
         """x [T, S * D] with y @ W.T + bias added to its first stream, in place."""
 
-    def widened(self, x: object, norm: Norm, low: LowRank, out: object) -> object:
+    def add_low_rank(self, x: object, norm: Norm, low: LowRank, out: object) -> object:
         """out + low.out(low.into(norm(x))), in place."""
 
-    def lent_mlp(self, x: object, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, own: Sequence[LowRank],
-                 see: See = None) -> object:
+    def shared_block_mlp(self, x: object, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, own: Sequence[LowRank],
+                         see: See = None) -> object:
         """down(act(gate(n)) * up(n)) with n = norm(x), to gate and up of which the branches of `own` are added, if any. `see`: what goes
         into `down`."""
 
-    def widened_heads(self, y: object, heads: int, wide: int, front: object | None, which: int) -> object:
+    def pad_heads(self, y: object, heads: int, wide: int, front: object | None, which: int) -> object:
         """[T, heads * wide] of y [T, heads * depth]: every head behind its `front` [heads, wide - depth], or behind zeros. `which`: 0 for
         queries, 1 for keys, 2 for values, each in an array of its own."""
 
-    def narrowed_heads(self, y: object, heads: int, narrow: int) -> object:
+    def unpad_heads(self, y: object, heads: int, narrow: int) -> object:
         """[T, heads * narrow] of y [T, heads * wide]: the last channels of every head."""
 
-    def paired_heads(self, y: object, heads: int, depth: int) -> object:
+    def pair_heads(self, y: object, heads: int, depth: int) -> object:
         """[T, heads * 2 * depth] of y [T, heads * depth]: in every head what that of its number has among the first half of the heads, and
         beside it what that among the second has; numbers go on in the second half of the result."""
 
-    def marked_heads(self, y: object, says: object, heads: int, wide: int, rates: object) -> object:
+    def dynamic_mask_heads(self, y: object, says: object, heads: int, wide: int, rates: object) -> object:
         """y [T, heads * wide], in place: the first channel of every head becomes exp(rate * softplus(says)), `says` [T, heads] and a rate a
         head."""
 
-    def rescaled(self, x: object, branch: object | None, own: ResidualScale) -> object:
+    def scaled_residual(self, x: object, branch: object | None, own: ResidualScale) -> object:
         """x and a branch [T, D], if there is one, each channel times its own number and moved by one, added, in the place of x."""
 
-    def gated_rows(self, y: object, gates: LowRank) -> object:
+    def gate_rows(self, y: object, gates: LowRank) -> object:
         """y times the sigmoid of gates.out(silu(gates.into(y))), channel by channel, in place."""
 
-    def normed_beside(self, y: object, norm: Norm) -> object:
+    def norm_and_concat(self, y: object, norm: Norm) -> object:
         """[T, 2 * N]: norm(y) [T, N] and behind it y, in an array of its own; y becomes norm(y)."""
 
-    def renormed(self, x: object, norm: Norm) -> object:
+    def norm_stream(self, x: object, norm: Norm) -> object:
         """norm(x) of the residual stream in its place; the norm may have a bias."""
 
-    def gathered(self, x: object, hyper: HyperConnection | GatedResidual) -> object:
+    def read_streams(self, x: object, hyper: HyperConnection | GatedResidual) -> object:
         """What a branch reads of x [T, S * D], or what leaves it: [T, D] in an array of its own. What each token says of its streams is
         kept until the next one is gathered."""
 
-    def mixed(self, x: object, branch: object, hyper: HyperConnection | GatedResidual) -> object:
+    def write_streams(self, x: object, branch: object, hyper: HyperConnection | GatedResidual) -> object:
         """x [T, S * D] behind a branch that gave [T, D], by what was said when it was `gathered`, in place."""
 
-    def ngram_products(self, rows: object, w: Ngrams) -> list[object]:
+    def ngram_products(self, rows: object, w: NgramWeights) -> list[object]:
         """Keys [T, S * D] and values [T, D] of what tokens have in a table of n-grams, in arrays of their own."""
 
-    def routed_by(self, x: object, norm: Norm, path: RouterMlp, streams: object) -> object:
+    def router_mlp(self, x: object, norm: Norm, path: RouterMlp, streams: object) -> object:
         """What a router reads, [T, R] in an array of its own: norm(x) made narrow, with a share of what the router before began with, which
         lies in the second of two `streams` [T, 2 * D] and is replaced there, through two matrices and their activations."""
 
     def grouped_linear(self, x: object, linears: Sequence[Linear]) -> object:
         """[T, G * N] of x [T, G * K]: each group's part @ its W.T, side by side."""
 
-    def turn_tails(self, y: object, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable, back: bool = False) -> object:
+    def rope_tails(self, y: object, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable, back: bool = False) -> object:
         """y [T, heads * head_dim], in place: the last channels of each head turned by `positions` in pairs of neighbours, which stay where
         they are, or turned `back`."""

@@ -134,7 +134,7 @@ def text_costs(folder: Path, config: ModelConfig, ids: Sequence[int], threads: i
     """Time a window of `ids` through the last layer. If it is longer than `most`, `most` and a quarter of that are timed instead, to
     separate fixed and per-token cost. Compiles kernels."""
     cut = windows(ids, min(WINDOW, config.context_length))
-    width, layer = len(cut[0]), max(config.mixture.layers) if config.mixture else config.num_hidden_layers - 1
+    width, layer = len(cut[0]), max(config.moe.layers) if config.moe else config.num_hidden_layers - 1
     layer = layer if not config.kv_sources else config.attention_layers[-1]  # the others' keys and values are not known
     with opened(folder, config, cut[:1], threads) as calibration:
         begun = time.monotonic()
@@ -185,12 +185,12 @@ class Calibration:
                 yield Progress("calibrating", done, total, "tokens")
             self._demand_finite()
             found = {name: each.stats() for name, each in gathered.items()}
-            reads = [*READS.items(), *(SHARED_READS.items() if weights.shared is not None else ()),
+            reads = [*READS.items(), *(SHARED_READS.items() if weights.shared_expert is not None else ()),
                      *((tap, roles) for tap, roles in {**SHIFTED_READS, **DOUBLED_READS}.items() if tap in found)]
             if "doubled_in" in found:
                 reads.remove(("q_in", READS["q_in"]))
             entered = "mlp_in", "mlp_in", "mlp_hidden"
-            if weights.apart is not None:
+            if weights.parallel_experts is not None:
                 entered = "experts_in", "experts_in", "experts_hidden"
                 if weights.down is None:  # and no MLP beside them
                     reads.remove(("mlp_hidden", READS["mlp_hidden"]))
@@ -205,7 +205,7 @@ class Calibration:
                 scarce += own.scarce
                 yield LayerStats(layer, own, own.scarce)
         if scarce:
-            yield Notice(f"{scarce} of {config.mixture.experts * len(config.mixture.layers)} experts were activated by fewer than "
+            yield Notice(f"{scarce} of {config.moe.num_experts * len(config.moe.layers)} experts were activated by fewer than "
                          f"{LEAST_VISITS} of {len(self.states)} tokens: they are calibrated on all tokens of their layer")
         yield LayerStats("outer", self.head())
 
@@ -238,7 +238,7 @@ class Calibration:
     def _block(self, layer: int, weights: LayerWeights, cache: KVCache, states: np.ndarray, gathered: dict[str, StatsAccumulator],
                own: ExpertStats | None, number: int) -> np.ndarray:
         """Run as many tokens of window `number` as there are states through a layer, from an empty cache."""
-        entered, apart = None, weights.apart
+        entered, apart = None, weights.parallel_experts
         sources = self.model.config.kv_sources
         source = sources[layer] if sources else layer
         keeps = source == layer and sources.count(layer) > 1
@@ -259,7 +259,7 @@ class Calibration:
             if keeps and name in ("k", "v"):
                 self._kept.setdefault((layer, number), {})[name] = np.array(value)
             if name in READS or name in SHIFTED_READS or name in DOUBLED_READS:
-                before = WIDE if name in WIDE and weights.wide is not None else NORMS
+                before = WIDE if name in WIDE and weights.compressed_attention is not None else NORMS
                 is_read = name not in NORMS or name in GATED and weights.norm_gates[GATED[name]] is not None  # as it is told
                 inputs = value if is_read else normalised(value, attrgetter(before[name])(weights))
                 gather(name, inputs)
@@ -269,7 +269,7 @@ class Calibration:
             if name == "experts_in":  # of a norm already
                 entered = np.array(value)
                 gather(name, entered)
-            if name == "mlp_in" and apart is not None and weights.between is None:
+            if name == "mlp_in" and apart is not None and weights.latent_projections is None:
                 entered = normalised(value, apart.norm)
                 gather("experts_in", entered)
 

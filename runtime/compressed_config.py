@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Compressed:
+class CompressedAttentionConfig:
     """`shapes`: by layer the keys that it makes, None where it sees a window alone. `query_rank`: of what queries are made from. What is
     attended to goes through a matrix for each of `groups` of heads first, to `group_rank` numbers each. `rounds`: of dividing by rows and
     columns of what mixes streams, and `least`, which is added to what is divided by."""
 
     shapes: tuple[CompressedShape | None, ...]
     query_rank: int
-    groups: int
-    group_rank: int
-    rounds: int
-    least: float
+    output_groups: int
+    output_group_rank: int
+    sinkhorn_iterations: int
+    sinkhorn_eps: float
 
 
 def keys_nbytes(shape: CompressedShape | None, index: IndexShape | None, stored: int, tokens: int) -> int:

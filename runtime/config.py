@@ -125,13 +125,14 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     unread = {key: value for key, value in READ_BY_SOME.items() if key not in known}
     _refuse(raw, unread)
     if isinstance(section, dict) and section.get("quant_method") == "bitnet":
-        config = replace(config, one_scale=True)
+        config = replace(config, per_token_scale=True)
     if sees_both_ways:
         # A window is so many tokens on either side, where a causal token is one of its own. A head that is there is not asked.
         windows = tuple(None if window is None else window + 1 for window in config.windows)
-        config = replace(config, both_ways=True, windows=windows, tie_word_embeddings=True)
+        config = replace(config, bidirectional=True, windows=windows, tie_word_embeddings=True)
     if ranks_lists:
-        config = replace(config, ranks_lists=True, vector_inner=config.hidden_size // 2, vector_width=LISTED, tie_word_embeddings=True)
+        config = replace(config, listwise_reranker=True, pooled_inner_dim=config.hidden_size // 2, pooled_dim=LISTED,
+                         tie_word_embeddings=True)
     unknown = sorted(raw.keys() - known - unread.keys())
     unknown += unknown_rope_keys(raw, config.ropes)
     return replace(config, warnings=config.warnings + _judge_unknown(unknown, strict))
@@ -160,7 +161,7 @@ def _text_part(raw: Mapping[str, object], strict: bool) -> ModelConfig:
     kind = raw["model_type"]
     beside = input_modalities(raw)
     said = (f"{show(kind)} takes {beside} too: effllm reads its text part, {config.family}",) if beside else ()
-    return replace(config, prefixed=kind in families.PREFIXED,
+    return replace(config, prefix_lm=kind in families.PREFIXED,
                    warnings=(*said, *config.warnings, *_judge_unknown(unknown_outer_keys(raw, KEYS_HARMLESS), strict)))
 
 
@@ -197,9 +198,9 @@ def decoder_config(keys: Keys, defaults: Defaults, ropes: Ropes | None = None, t
         rope = rope_config(keys, head_dim, positions, defaults.theta, **defaults.rope) if defaults.rotary else None
         by_layer = (rope,) * layers if turned is None else tuple(rope if turns else None for turns in turned)
     fields = {"windows": (None,) * layers, "ropes": by_layer, **features}
-    mixture = features.get("mixture")
-    if mixture is not None and layers * mixture.experts > MAX_EXPERTS:
-        raise ConfigError(f"config.json: {layers} layers of {mixture.experts} experts are more than any model has")
+    mixture = features.get("moe")
+    if mixture is not None and layers * mixture.num_experts > MAX_EXPERTS:
+        raise ConfigError(f"config.json: {layers} layers of {mixture.num_experts} experts are more than any model has")
     return ModelConfig(
         family=keys.text("model_type"), vocab_size=vocab, hidden_size=hidden, intermediate_size=defaults.size(keys, defaults.ffn_key),
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,

@@ -253,7 +253,7 @@ def _unprofiled(out: Path) -> str:
     if (out / KV_PROFILE).exists():
         return ""
     try:
-        return f"it lacks the profile for --kv alone: effllm eval kv-profile {typed(out)}; " if read_config(out).cache_heads else ""
+        return f"it lacks the profile for --kv alone: effllm eval kv-profile {typed(out)}; " if read_config(out).cache_kv_heads else ""
     except EffllmError:  # an encoder, or a model of a newer effllm
         return ""
 
@@ -292,11 +292,11 @@ def calibration(plan: ConversionPlan, options: ConvertOptions) -> list[int]:
     """The tokens of the text, none for a method that needs none. Raises UsageError for a text that is too short or unnecessary, and for
     a method that does not support the model's layers."""
     method = methods.get(options.method)
-    if plan.config.cross_layers and (method.NEEDS or options.target is not None):
+    if plan.config.cross_attention_layers and (method.NEEDS or options.target is not None):
         seen = "audio" if plan.config.family == "whisper" else "images"
         raise UsageError(f"layers of this model attend to {seen}, which a calibration text does not cover",
                          "--bits 4 with --method rtn or hqq, which need no text")
-    if method.equalise is not None and plan.config.mixture is not None:
+    if method.equalise is not None and plan.config.moe is not None:
         raise UsageError(f"{options.method} does not support mixtures of experts", "--method gptq")
     if not method.NEEDS:
         if options.calibration_text is not None and options.target is None:

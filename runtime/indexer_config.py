@@ -14,27 +14,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Indexed:
+class IndexerConfig:
     """`sources`: by layer the one whose choice its tokens see, which may be itself, None for all tokens. `neighbours`: which channels of
     what chooses turn together (`RopeConfig`). `norm`: the kind of norm and the epsilon of keys, and of queries where they have one."""
 
     shape: IndexShape
-    sources: tuple[int | None, ...]
-    neighbours: bool
+    source_layers: tuple[int | None, ...]
+    interleaved_rope: bool
     norm: tuple[str, float]
 
-    def of(self, layer: int) -> IndexShape | None:
+    def shape_of(self, layer: int) -> IndexShape | None:
         """What chooses in a layer, None where nothing does."""
-        return self.shape if self.sources[layer] == layer else None
+        return self.shape if self.source_layers[layer] == layer else None
 
-    def turned(self, table: RopeTable) -> RopeTable:
+    def rope_table(self, table: RopeTable) -> RopeTable:
         """The rotary table of what chooses, from that of its layer."""
-        return replace(table, neighbours=self.neighbours, queries=None)
+        return replace(table, neighbours=self.interleaved_rope, queries=None)
 
 
 def without_index(config: ModelConfig) -> ModelConfig:
     """The model as far as every token sees all before it, where that is what its indexers choose."""
-    return replace(config, indexed=None, most_tokens=config.indexed.shape.whole)
+    return replace(config, indexer=None, max_supported_tokens=config.indexer.shape.dense_tokens)
 
 
 def sources_of(chooses: Sequence[bool]) -> tuple[int | None, ...]:

@@ -27,13 +27,13 @@ def kept_of(tokens: int, wanted: int | None) -> int | None:
 
 def first_alone(config: ModelConfig) -> int:
     """The first of the last layers, which store nothing of the text; the number of layers if the last one does."""
-    return config.last_to_keep + 1
+    return config.last_stateful_layer + 1
 
 
 def narrows(config: ModelConfig, layer: int) -> bool:
     """Does a layer continue with the last tokens only, after storing keys and values of all?"""
     own = families.get(config.family).block in NARROWING
-    return layer >= first_alone(config) or own and layer == config.last_to_keep
+    return layer >= first_alone(config) or own and layer == config.last_stateful_layer
 
 
 def spares(config: ModelConfig, layer: int, role: str) -> bool:
@@ -43,4 +43,4 @@ def spares(config: ModelConfig, layer: int, role: str) -> bool:
 
 def attending_alone(config: ModelConfig) -> int:
     """How many of the last attention layers run only for the last tokens of a prompt."""
-    return sum(config.attends(layer) and narrows(config, layer) for layer in range(config.num_hidden_layers))
+    return sum(config.has_attention(layer) and narrows(config, layer) for layer in range(config.num_hidden_layers))

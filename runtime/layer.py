@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..quant.compressed_attention_weights import CompressedAttention, GatedResidual
-    from ..quant.recurrent_weights import Ngrams
+    from ..quant.recurrent_weights import NgramWeights
     from ..quant.weight import (
         AltUp,
         Bundles,
@@ -75,39 +75,39 @@ class LayerWeights:
     sinks: object | None = None
     router: Linear | None = None
     experts: tuple[Expert, ...] = ()
-    correction: object | None = None
-    shared: SharedExpert | None = None
+    correction_bias: object | None = None
+    shared_expert: SharedExpert | None = None
     bundles: Bundles | None = None
-    state: StateWeights | None = None
-    latent: Latent | None = None
+    recurrent: StateWeights | None = None
+    mla: Latent | None = None
     v_norm: Norm | None = None
-    scale: float | None = None
-    curve: XieluParams | None = None
-    inputs: PerLayerInput | None = None
-    apart: ParallelExperts | None = None
+    layer_scalar: float | None = None
+    xielu: XieluParams | None = None
+    per_layer_input: PerLayerInput | None = None
+    parallel_experts: ParallelExperts | None = None
     attn_gate: Linear | None = None
-    streams: AltUp | None = None
+    altup: AltUp | None = None
     low_rank: LowRank | None = None
     attn_sub_norm: Norm | None = None
     ffn_sub_norm: Norm | None = None
-    lent: SharedBlockUse | None = None
-    fronts: tuple[object, object] | None = None
+    shared_block: SharedBlockUse | None = None
+    alibi_channels: tuple[object, object] | None = None
     entry_norm: Norm | None = None
     middle_norm: Norm | None = None
-    index: Indexer | None = None
-    wide: CompressedAttention | None = None
-    shares: tuple[float, float] | None = None
-    around: tuple[GatedResidual, GatedResidual] | None = None
-    ngrams: Ngrams | None = None
-    grows: tuple[object, object] | None = None
-    entered: ResidualScale | None = None
-    rescales: tuple[ResidualScale, ResidualScale] | None = None
-    path: RouterMlp | None = None
-    difference: float = 0.0
-    mark: tuple[Linear, object] | None = None
+    indexer: Indexer | None = None
+    compressed_attention: CompressedAttention | None = None
+    cross_attention_gates: tuple[float, float] | None = None
+    gated_residuals: tuple[GatedResidual, GatedResidual] | None = None
+    ngrams: NgramWeights | None = None
+    query_scaling: tuple[object, object] | None = None
+    input_scale: ResidualScale | None = None
+    residual_scales: tuple[ResidualScale, ResidualScale] | None = None
+    router_mlp: RouterMlp | None = None
+    differential_lambda: float = 0.0
+    dynamic_mask: tuple[Linear, object] | None = None
     norm_gates: tuple[LowRank | None, LowRank | None] = (None, None)
-    seen: tuple[Linear, tuple[Expert, ...], object | None] | None = None
-    between: LowRank | None = None
+    vision_experts: tuple[Linear, tuple[Expert, ...], object | None] | None = None
+    latent_projections: LowRank | None = None
 
 
 Tap = Callable[[str, int, object], None]

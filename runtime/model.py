@@ -62,7 +62,7 @@ class Model(StoreReads):
         self.tensors = check_tensors(config, store, container, mtp)
         check_outliers(self.tensors, store)
         self.ropes = rope_tables(config, ctx)
-        if config.frequencies_learned:
+        if config.learned_rope_alpha:
             alpha = self.tensors["outer"]["rope_alpha"]
             self.ropes = learned(self.ropes, as_float32(alpha, {alpha.name: store.read(alpha.info)}))
         host_infos = {key: [tensor.info for tensor in (held(roles) if key == "outer" else roles).values()]
@@ -103,16 +103,16 @@ class Model(StoreReads):
     @property
     def bytes_per_pass(self) -> int:
         """Bytes of weights that decoding a token reads: without an untied embedding, MTP layer, and experts not visited."""
-        outer, mixture = self.tensors["outer"], self.config.mixture
+        outer, mixture = self.tensors["outer"], self.config.moe
         nbytes = self.nbytes - sum(outer[role].nbytes for role in TABLES if role in outer and (role != "embed" or "head" in outer))
         nbytes -= sum(tensor.nbytes for role, tensor in outer.items() if role.startswith(MTP) or is_table(role))
         layer_tensors = [item for roles in self.tensors.values() for item in roles.items()]
         expert_nbytes = sum(tensor.nbytes for role, tensor in layer_tensors if expert_of(role) is not None)
-        stored = mixture.experts + mixture.handed if mixture else 0
+        stored = mixture.num_experts + mixture.zero_experts if mixture else 0
         nbytes += sum((uses(self.config, role) - 1) * tensor.nbytes for role, tensor in blocks_of(outer).items())
         nbytes += sum(tensor.nbytes for _, tensor in layer_tensors if tensor.turn)
         nbytes -= sum(tensor.nbytes for role, tensor in layer_tensors if role.startswith(SEEN))
-        return nbytes - (expert_nbytes * (stored - mixture.per_token) // stored if expert_nbytes else 0)
+        return nbytes - (expert_nbytes * (stored - mixture.experts_per_token) // stored if expert_nbytes else 0)
 
     @property
     def bits_per_value(self) -> float:
@@ -231,7 +231,7 @@ class Model(StoreReads):
         if tap is no_tap and cache.probes is not None and cache.probes.begin(step.positions):
             tap = cache.probes.see
         self._media, self._rope_positions, self._images = media, rope_positions, (image_spans, scales)
-        self._extra_inputs = vision_routing(self.config.mixture, ids, media)
+        self._extra_inputs = vision_routing(self.config.moe, ids, media)
         needs_all_states = tap is not no_tap or image_spans or self.between or (media is not None and media.deep is not None)
         self._num_last = None if needs_all_states else kept_of(len(ids), num_states)
         if image_spans:
@@ -244,11 +244,11 @@ class Model(StoreReads):
         with self._within_memory("the GPU ran out of memory during a pass"), host.collecting():
             with self.pager.lease("outer") as raw:
                 outer = self._lease("outer", raw)
-                embeds_in_record = record_key is not None and outer.is_job and not self.config.streams
+                embeds_in_record = record_key is not None and outer.is_job and not self.config.residual_streams
                 x = None if embeds_in_record else self._embed(ids, outer, step.positions, media)
                 self._extra_inputs = self._layer_inputs(ids, x, outer, cache) or self._extra_inputs
-                if self.config.streams:
-                    x = host.enter_streams(x, outer.enter, self.config.streams)
+                if self.config.residual_streams:
+                    x = host.enter_streams(x, outer.enter, self.config.residual_streams)
                     if not self.pager.stays:
                         host.flush()
             if record_key is not None and host.replay(record_key, len(ids), step.position):
@@ -276,16 +276,16 @@ class Model(StoreReads):
         config, host = self.config, self.backends["cpu"]
         if outer.ngrams:
             ngrams = config.ngrams
-            words = {layer: cache.layer(layer).words(ids, ngrams.end) for layer in ngrams.layers}
-            return {layer: host.ngram_rows(ngrams.numbers(layer, words[layer]), table, index)
+            words = {layer: cache.layer(layer).words(ids, ngrams.eos_token_id) for layer in ngrams.layers}
+            return {layer: host.ngram_rows(ngrams.row_ids(layer, words[layer]), table, index)
                     for index, (layer, table) in enumerate(outer.ngrams.items())}
         if outer.picks:
-            return host.picked_experts(ids, outer.picks, config.mixture.experts)
+            return host.picked_experts(ids, outer.picks, config.moe.num_experts)
         if outer.inputs is None:
             return {}
         table, *projections = outer.inputs
-        clipped_ids = ids if table is None else clip_to_table(ids, config.input_vocab)
-        return dict(enumerate(host.layer_inputs(clipped_ids, x, table, *projections, config.input_multiplier)))
+        clipped_ids = ids if table is None else clip_to_table(ids, config.per_layer_input_vocab)
+        return dict(enumerate(host.layer_inputs(clipped_ids, x, table, *projections, config.per_layer_input_multiplier)))
 
     def _embed(self, ids: np.ndarray, outer: OuterWeights, positions: np.ndarray, media: MediaEmbeddings | None = None) -> np.ndarray:
         config = self.config
@@ -328,11 +328,11 @@ class Model(StoreReads):
                 x = self._block(layer, ops, self._gpu_layers[layer], x, cache, tap)
             x = x if self._media is None else self._media.deepened(ops, x, layer)
         x = x if current == "cpu" else host.from_host(ops.to_host(x))
-        if not self.config.streams:
+        if not self.config.residual_streams:
             return x
         with self.pager.lease("outer") as raw:
             outer = self._lease("outer", raw)
-            x = host.gathered(x, outer.leaves) if outer.leaves else host.leave_streams(x, outer.leave, self.config.streams)
+            x = host.read_streams(x, outer.leaves) if outer.leaves else host.leave_streams(x, outer.leave, self.config.residual_streams)
             if not self.pager.stays:
                 host.flush()
         return x
@@ -340,7 +340,7 @@ class Model(StoreReads):
     def _block(self, layer: int, ops: object, w: LayerWeights, x: object, cache: KVCache, tap: Tap) -> object:
         """One block on the backend of `ops`. If that is a GPU and the layer's cache is on the host, attention runs on the host."""
         host, config = self.backends["cpu"], self.config
-        is_cross_attention = layer in config.cross_layers
+        is_cross_attention = layer in config.cross_attention_layers
         kv = self._cross_attention_of(layer) if is_cross_attention else cache.layer(layer)
         if self._num_last is not None and self._narrows[layer] and not is_cross_attention:
             kv = for_last_tokens(kv, self._num_last)
@@ -368,7 +368,7 @@ class Model(StoreReads):
             return False
         is_plain = self._media is None and self._rope_positions is None and self._extra_inputs is None and not self._images[0]
         is_simple = not any(config.windows) and not config.kv_sources and not cache.is_packed
-        return is_plain and is_simple and config.mixture is None and config.state is None
+        return is_plain and is_simple and config.moe is None and config.recurrent is None
 
     def _run_on_gpu(self, x: object, cache: KVCache, first: int) -> object:
         """Run the blocks from `first` on, all of them on the GPU."""

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from ..kernels.latent_shape import LatentShape, widest
 from ..kernels.layout import capped_silu
-from .compressed_config import Compressed
+from .compressed_config import CompressedAttentionConfig
 from .config_rope import MAX_POSITIONS, RopeConfig
-from .indexer_config import Indexed
-from .moe_config import Mixture
-from .ngrams import Ngrams
+from .indexer_config import IndexerConfig
+from .moe_config import MoEConfig
+from .ngrams import NgramConfig
 
 if TYPE_CHECKING:
     from ..kernels.state_shape import StateShape
@@ -19,63 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Names as in config.json. Per layer: `ropes` (None: no rotary positions) and `windows` (None is full attention, else a query at p
-    sees keys later than p - window).
-
-    `qk_norm`: q and k are normed head by head, with `qk_norm_whole` all heads together, with `qk_norm_each` by weights of each head's own.
-    `attn_scale` multiplies scores, None is head_dim ** -0.5. `experts_stored`: the low-bit format in which the checkpoint holds its
-    experts, None for that of all else. `position_offset`: the row of the learned positions' table that position 0 has, None for no such
-    table. `mtp_layers`: layers behind the last, for multi-token prediction, of which drafts need one. `state`: what `state_layers`
-    remember a text in, in the place of keys and values. `gated_queries`: in each head of q a gate of what it attends to stands behind the
-    query. `latent`: the widths of latent attention; num_key_value_heads and head_dim are then those of what is cached. `layer_heads`: by
-    layer how many key-value heads there are and of which size, where layers differ; `layer_queries`: how many query heads. `kv_sources`:
-    by layer whose keys and values it attends to, where some have none of their own. `layer_ffn`: by layer the width inside its MLP, where
-    layers differ. `values_normed`: values are normed head by head, without a weight; `keys_as_values`: layers in which they are what keys
-    are made of too. `input_width`: of what every layer is given of a token beside the stream, 0 for nothing, of which there is a table of
-    `input_vocab` rows, 0 for none, times `input_multiplier`. `layers_scaled`: what leaves a layer is multiplied by a number of the
-    layer's. `without_mlp`: layers that have none; `without_attention`: those of families with attention that have none of it, nor a state.
-    `states_beside`: layers with a state have attention too, both of one input. `factors`: what a tensor's values, or what a matrix gives,
-    is multiplied by, as pairs of a role and a number. `curves`: by layer the numbers of its activation as checkpoints have them, where no
-    tensors hold them. `most_tokens`: of a text, beyond which the model computes what is not run here. `qk_norm_unit`: q and k are normed
-    head by head without a weight, in layers that turn, with `qk_norm_still` in the others too. `gates_apart`: gates of what is attended to
-    are made by a matrix of their own; `gates_softplus`: they are the softplus of what it makes, not the sigmoid; `gates_whole`: a head has
-    one for all its channels. `branches_normed`: what a convolution, attention or an MLP gives is normed before it is added, of families
-    with both kinds of blocks. `side_by_side`: of families with both kinds of blocks, attention and MLP read what comes into the layer.
-    `norms_apart`: where they do, each reads a norm of its own. `norms_unit`: no norm has a weight. `clip_qkv`: beyond which q, k and v are
-    cut off, before they are turned. `head_bias`: the head has one. `state_norm_eps`: of the norm behind a state, where it is not that of
-    the others. `streams`: of how many a token has side by side each layer works on one, 0 for one as it is; `low_rank`: the width inside a
-    branch of what a layer reads, 0 for none; `cuts`: by layer how many deviations beyond their mean the gates of its MLP have to be, None
-    for all, where any have to. `one_scale`: ternary matrices read activations that are rounded by one scale a token, as they were trained
-    (BitNet). `attends_beside`: the layers of those with a state that have attention too, where not all or none have; in front of the state
-    they have one of `shared_blocks` blocks of attention and an MLP in turn, which read an embedding beside the stream, the second of two;
-    with `attention_branches` what a layer adds to one is beside q, k and v too. `value_dim`: how wide a head's values are, where narrower
-    than its keys, as wide as which they are cached. `slopes`: of each query head, by which a score grows with the place of its key
-    (ALiBi); then heads are made as wide as `value_dim`, and head_dim is more. `indexed`: how tokens choose what they see. `both_ways`:
-    they see what comes behind them too, with a window as far as before them. `embedding_normed`: an embedding goes through a norm without
-    a weight; `last_norm`: the kind of the one before the head, and `behind_eps` the epsilon of those behind attention and MLP, where these
-    are not the others'. `gate_bounds`: by layer how far gates of experts, and those of what every token visits, go, None for no bound.
-    `compressed`: beyond a window layers see keys of several tokens, and streams are mixed by numbers of a token's own. `head_act`: between
-    the last norm and the head are a matrix, with `head_in_bias` of a bias, this activation and a norm; `norms_biased`: norms of a family
-    that may go without have biases. `prefixed`: in a prompt with pictures all tokens see each other, those of the answer what is before
-    them. `cross_layers`: those that attend to pictures alone; `words_beside`: rows of the embedding behind those of the vocabulary, of
-    words that are never written. `vector_width`: of what a matrix makes of a state that is pooled, 0 where there is none; `vector_inner`:
-    how many numbers another makes before it, 0 for none. `ranks_lists`: such vectors are made of documents and a query in one text, to be
-    compared. `written_window`: a token of an answer sees the whole prompt and so many of those that were written, itself among them; None
-    for all. `mix_rank`: by way of so many numbers streams say, channel by channel, what a branch reads of them, 0 where they do not;
-    `ngrams`: layers that are given rows of n-grams. `layer_latents`: by layer the widths of latent attention, where layers differ.
-    `queries_grow`: those of each head by numbers of its own with their place; `frequencies_learned`: those of rotary positions are times
-    numbers that a checkpoint holds. `latent_eps`: of norms of latents, where it is not that of most families. `mix_rounds`: where streams
-    are mixed by numbers of a token's own in a model without keys of several tokens, how often what mixes them is divided by its rows and
-    columns, 0 where they are not; and `mix_least`, which is added to what is divided by; what leaves them is their mean. `router_rank`:
-    how many numbers a router begins with, which goes through a small network and adds those of the layer before, 0 where it is one matrix.
-    `differs`: attention is the difference of that of two halves of the heads; values are twice as wide as keys then, which is `head_dim`,
-    and `value_dim` how wide heads are made. `keys_marked`: every key adds a number of its own to scores, and heads are wider in attention
-    by a channel for it, as with slopes. `norms_gated`: what norms give says by way of so many numbers how much of each channel is read, 0
-    where it does not; queries of latent attention, and gates of what is attended to, are then made of their latent twice, normed and as it
-    is. `streams_kept`: streams are read and written by numbers of a token's own, to which `mix_least` is added, and not mixed with one
-    another. `loops`: how often a token goes through the layers that are stored, each time with a cache of its own: all that is said by
-    layer, and `num_hidden_layers`, counts them as often.
-    """
+    """Everything that the runtime knows of a model. Fields are named as in config.json where it has them. A tuple "by layer" has one
+    entry for every layer, or is empty where layers do not differ in it; a tuple of "layers" holds layer numbers."""
 
     family: str
     vocab_size: int
@@ -83,106 +28,122 @@ class ModelConfig:
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int
+    num_key_value_heads: int  # with `mla` that of what is cached, as `head_dim` is
     head_dim: int
     max_position_embeddings: int
     norm_eps: float
     hidden_act: str
     tie_word_embeddings: bool
-    ropes: tuple[RopeConfig | None, ...]
-    windows: tuple[int | None, ...]
+    ropes: tuple[RopeConfig | None, ...]  # by layer; None: no rotary positions (NoPE)
+    windows: tuple[int | None, ...]  # by layer: a query at p sees keys later than p - window; None: full attention
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str
+
+    # Queries, keys and values
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    qk_norm_whole: bool = False
-    norm_kind: str = "rms"
-    attn_scale: float | None = None
+    clip_qkv: float | None = None  # q, k and v are clipped to this magnitude, before rotation
+    qk_norm: bool = False  # q and k are normed head by head
+    qk_norm_full_width: bool = False  # ... all heads together
+    qk_norm_per_head: bool = False  # ... with weights of each head's own
+    qk_norm_unweighted: bool = False  # ... without a weight, in layers with rotary positions
+    qk_norm_without_rope: bool = False  # ... and in the other layers too
+    v_norm: bool = False  # values are normed head by head, without a weight
+    layer_query_heads: tuple[int, ...] = ()  # by layer
+    layer_kv_heads: tuple[tuple[int, int], ...] = ()  # by layer: key-value heads and their size
+    kv_sources: tuple[int, ...] = ()  # by layer: the layer whose keys and values it attends to, which may be itself
+    k_eq_v_layers: tuple[int, ...] = ()  # layers that make values of what keys are made of
+    v_head_dim: int = 0  # width of a head's values where keys are wider, to which values are padded in the cache; 0: the same
+
+    # Attention
+    attn_scale: float | None = None  # multiplies scores; None: head_dim ** -0.5
     attn_logit_softcapping: float | None = None
-    final_logit_softcapping: float | None = None
-    embedding_multiplier: float = 1.0
+    alibi_slopes: tuple[float, ...] = ()  # by query head (ALiBi); heads are then projected `v_head_dim` wide and padded to `head_dim`
+    query_position_scaling: bool = False  # queries are scaled by their position, with learned numbers of each head
+    learned_rope_alpha: bool = False  # the checkpoint holds factors of the rotary frequencies
+    output_gate: bool = False  # attention output is gated, by a matrix of its own
+    output_gate_in_q: bool = False  # ... by a second half of every head of q
+    output_gate_per_head: bool = False  # ... with one gate for all channels of a head
+    output_gate_softplus: bool = False  # ... with a softplus in place of the sigmoid
+    differential_attention: bool = False  # the difference of two halves of the heads; values are projected twice as wide as keys
+    dynamic_mask: bool = False  # every key adds a bias of its own to scores, in one more channel of the heads
+    bidirectional: bool = False  # tokens also see what follows them, with a window as far as what precedes them
+    prefix_lm: bool = False  # in a prompt with images all tokens see each other; answer tokens see what precedes them
+    answer_window: int | None = None  # an answer token sees the whole prompt and this many answer tokens, itself included; None: all
+    cross_attention_layers: tuple[int, ...] = ()  # layers that attend to images alone
+    layers_without_attention: tuple[int, ...] = ()  # ... and without a recurrent state, of families with attention
+
+    # Multi-head latent attention, sparse and compressed attention
+    mla: LatentShape | None = None
+    layer_mla: tuple[LatentShape, ...] = ()  # by layer, where they differ
+    mla_norm_eps: float | None = None  # of the latents' norms, where it is not the family's default
+    indexer: IndexerConfig | None = None  # selects the tokens that attention sees
+    compressed_attention: CompressedAttentionConfig | None = None  # beyond a window, layers see keys made of several tokens
+
+    # Recurrent layers (linear attention, state spaces, convolutions)
+    recurrent: StateShape | None = None  # the state that `recurrent_layers` keep in place of keys and values
+    recurrent_layers: tuple[int, ...] = ()
+    recurrent_norm_eps: float | None = None  # of the norm behind the state, where it differs from `norm_eps`
+    parallel_hybrid: bool = False  # recurrent layers have attention too, over the same input
+    hybrid_layers: tuple[int, ...] = ()  # recurrent layers preceded by one of the shared blocks (Zamba 2)
+    num_shared_blocks: int = 0  # blocks of attention and MLP that `hybrid_layers` use in turn, over the stream and the embedding
+    shared_attention_lora: bool = False  # such a layer has low-rank branches beside the block's q, k and v too
+
+    # MLP and experts
+    mlp_bias: bool = False
+    layer_intermediate_sizes: tuple[int, ...] = ()  # by layer
+    layers_without_mlp: tuple[int, ...] = ()
+    activation_params: tuple[tuple[float, float], ...] = ()  # by layer, where the config has them and no tensor does (xIELU)
+    gate_cutoffs: tuple[float | None, ...] = ()  # by layer: gates count from this many deviations above their mean; None: all count
+    gate_limits: tuple[tuple[float | None, float | None], ...] = ()  # by layer: limit of gates of experts, of the shared one; None: none
+    moe: MoEConfig | None = None
+    expert_format: str | None = None  # the low-bit format in which the checkpoint holds its experts; None: that of everything else
+    router_mlp_dim: int = 0  # width of a router that is a small MLP and adds the previous layer's; 0: it is one matrix
+    per_token_scale: bool = False  # ternary matrices read activations rounded with one scale per token, as trained (BitNet)
+
+    # Norms, and how branches meet the residual stream
+    norm_kind: str = "rms"
+    norm_bias: bool = False  # norms have biases, in a family where some models go without
+    unweighted_norms: bool = False  # no norm has a weight
+    post_norm_eps: float | None = None  # of norms behind attention and MLP, where it differs from `norm_eps`
+    final_norm_kind: str | None = None  # of the norm before the head, where it differs from `norm_kind`
+    gated_norm_rank: int = 0  # width of the low-rank gates of each norm's output; 0: none
+    branch_post_norms: bool = False  # a branch's output is normed before it is added, in families with both kinds of blocks
+    parallel_block: bool = False  # attention and MLP both read the layer's input, in families with both kinds of blocks
+    parallel_block_norms: bool = False  # ... each through a norm of its own
     residual_multiplier: float = 1.0
-    logits_scaling: float = 1.0
-    position_offset: int | None = None
-    mtp_layers: int = 0
-    mixture: Mixture | None = None
-    experts_stored: str | None = None
-    state: StateShape | None = None
-    state_layers: tuple[int, ...] = ()
-    gated_queries: bool = False
-    latent: LatentShape | None = None
-    layer_heads: tuple[tuple[int, int], ...] = ()
-    layer_queries: tuple[int, ...] = ()
-    kv_sources: tuple[int, ...] = ()
-    layer_ffn: tuple[int, ...] = ()
-    values_normed: bool = False
-    keys_as_values: tuple[int, ...] = ()
-    input_width: int = 0
-    input_vocab: int = 0
-    input_multiplier: float = 1.0
-    layers_scaled: bool = False
-    without_mlp: tuple[int, ...] = ()
-    without_attention: tuple[int, ...] = ()
-    states_beside: bool = False
-    factors: tuple[tuple[str, float], ...] = ()
-    qk_norm_each: bool = False
-    curves: tuple[tuple[float, float], ...] = ()
-    most_tokens: int | None = None
-    qk_norm_unit: bool = False
-    gates_apart: bool = False
-    gates_softplus: bool = False
-    gates_whole: bool = False
-    branches_normed: bool = False
-    side_by_side: bool = False
-    norms_apart: bool = False
-    norms_unit: bool = False
-    clip_qkv: float | None = None
+    layer_scalars: bool = False  # a layer's output is multiplied by a number of its own
+    multipliers: tuple[tuple[str, float], ...] = ()  # (role, factor) of a tensor's values, or of a matrix' output
+    low_rank_dim: int = 0  # width of low-rank branches beside a layer's input (LAuReL) or a shared block; 0: none
+    residual_streams: int = 0  # streams that a token has side by side; 0: one
+    residual_gate_rank: int = 0  # width of the low-rank gates by which branches read the streams, channel by channel; 0: none
+    sinkhorn_iterations: int = 0  # streams are mixed by a matrix normalized this often by rows and columns; 0: they are not
+    sinkhorn_eps: float = 0.0  # is added to what those sums divide by
+    unmixed_streams: bool = False  # branches read and write the streams with a token's own numbers, without mixing them
+    loops: int = 1  # passes through the stored layers, each with a KV cache of its own; `num_hidden_layers` counts all of them
+
+    # Embeddings and head
+    embedding_multiplier: float = 1.0
+    embedding_norm: bool = False  # embeddings are normed, without a weight
+    position_offset: int | None = None  # row of the learned positions' table for position 0; None: no such table
+    extra_embeddings: int = 0  # rows of the embedding behind those of the vocabulary, for tokens that are never generated
+    per_layer_input_dim: int = 0  # width of the per-layer inputs (Gemma 3n); 0: none
+    per_layer_input_vocab: int = 0  # rows of their table; 0: no table
+    per_layer_input_multiplier: float = 1.0
+    ngrams: NgramConfig | None = None
     head_bias: bool = False
-    state_norm_eps: float | None = None
-    streams: int = 0
-    low_rank: int = 0
-    cuts: tuple[float | None, ...] = ()
-    one_scale: bool = False
-    attends_beside: tuple[int, ...] = ()
-    shared_blocks: int = 0
-    attention_branches: bool = False
-    value_dim: int = 0
-    slopes: tuple[float, ...] = ()
-    indexed: Indexed | None = None
-    both_ways: bool = False
-    embedding_normed: bool = False
-    last_norm: str | None = None
-    behind_eps: float | None = None
-    qk_norm_still: bool = False
-    gate_bounds: tuple[tuple[float | None, float | None], ...] = ()
-    compressed: Compressed | None = None
-    head_act: str | None = None
-    head_in_bias: bool = False
-    norms_biased: bool = False
-    prefixed: bool = False
-    cross_layers: tuple[int, ...] = ()
-    words_beside: int = 0
-    vector_width: int = 0
-    vector_inner: int = 0
-    ranks_lists: bool = False
-    written_window: int | None = None
-    mix_rank: int = 0
-    ngrams: Ngrams | None = None
-    layer_latents: tuple[LatentShape, ...] = ()
-    queries_grow: bool = False
-    frequencies_learned: bool = False
-    latent_eps: float | None = None
-    mix_rounds: int = 0
-    mix_least: float = 0.0
-    router_rank: int = 0
-    differs: bool = False
-    keys_marked: bool = False
-    norms_gated: int = 0
-    streams_kept: bool = False
-    loops: int = 1
+    head_transform_act: str | None = None  # before the head come a matrix, this activation and a norm
+    head_transform_bias: bool = False  # ... and that matrix has a bias
+    final_logit_softcapping: float | None = None
+    logits_scaling: float = 1.0
+    mtp_layers: int = 0  # multi-token prediction layers behind the last one; one of them can draft
+
+    # Encoders, limits
+    pooled_dim: int = 0  # width of the projection of pooled states; 0: none
+    pooled_inner_dim: int = 0  # hidden width of that projection; 0: it is one matrix
+    listwise_reranker: bool = False  # embeds a query and documents from one text, to compare them
+    max_supported_tokens: int | None = None  # beyond this length the model would compute something that is not implemented
     warnings: tuple[str, ...] = ()
 
     @property
@@ -194,86 +155,83 @@ class ModelConfig:
     def attention_layers(self) -> tuple[int, ...]:
         """Those that have keys and values of their own."""
         return tuple(layer for layer in range(self.num_hidden_layers)
-                     if self.attends(layer) and (not self.kv_sources or self.kv_sources[layer] == layer))
+                     if self.has_attention(layer) and (not self.kv_sources or self.kv_sources[layer] == layer))
 
     @property
-    def last_to_keep(self) -> int:
+    def last_stateful_layer(self) -> int:
         """The last layer that keeps something of the text for itself; what those behind it do matters to the next token alone."""
-        return max((*self.attention_layers, *self.state_layers), default=self.num_hidden_layers)
+        return max((*self.attention_layers, *self.recurrent_layers), default=self.num_hidden_layers)
 
     @property
-    def mixes(self) -> tuple[int, float]:
+    def sinkhorn(self) -> tuple[int, float]:
         """By how many rounds of dividing streams are mixed, and what is added to what is divided by."""
-        return (self.mix_rounds, self.mix_least) if self.compressed is None else (self.compressed.rounds, self.compressed.least)
+        return (self.sinkhorn_iterations,
+                self.sinkhorn_eps) if self.compressed_attention is None else (self.compressed_attention.sinkhorn_iterations,
+                                                                              self.compressed_attention.sinkhorn_eps)
 
     @property
-    def says_mixes(self) -> bool:
+    def has_hyper_connections(self) -> bool:
         """Whether a token says by numbers of its own how branches meet its streams, in a model without keys of several tokens."""
-        return self.mix_rounds > 0 or self.streams_kept
+        return self.sinkhorn_iterations > 0 or self.unmixed_streams
 
     @property
-    def shares_by_turns(self) -> bool:
+    def interleaves_shared_kv(self) -> bool:
         """Whether a layer with keys and values of its own comes behind one that attends to others'."""
         return any(source != layer for layer, source in enumerate(self.kv_sources[: max(self.attention_layers, default=0)]))
 
-    def attends(self, layer: int) -> bool:
+    def has_attention(self, layer: int) -> bool:
         """Whether a layer has attention to the text."""
-        own = self.states_beside or layer not in self.state_layers or layer in self.attends_beside
-        return own and layer not in (*self.cross_layers, *self.without_attention)
+        own = self.parallel_hybrid or layer not in self.recurrent_layers or layer in self.hybrid_layers
+        return own and layer not in (*self.cross_attention_layers, *self.layers_without_attention)
 
-    def heads_of(self, layer: int) -> tuple[int, int]:
+    def kv_heads_of(self, layer: int) -> tuple[int, int]:
         """Key-value heads of a layer, and their size, which is that of its query heads."""
-        return self.layer_heads[layer] if self.layer_heads else (self.num_key_value_heads, self.head_dim)
+        return self.layer_kv_heads[layer] if self.layer_kv_heads else (self.num_key_value_heads, self.head_dim)
 
-    def latent_of(self, layer: int) -> LatentShape | None:
+    def mla_of(self, layer: int) -> LatentShape | None:
         """The widths of a layer's latent attention."""
-        return self.layer_latents[layer] if self.layer_latents else self.latent
+        return self.layer_mla[layer] if self.layer_mla else self.mla
 
     @property
-    def widest_latent(self) -> LatentShape | None:
+    def widest_mla(self) -> LatentShape | None:
         """What has room for the latent attention of all layers."""
-        return widest(self.layer_latents) if self.layer_latents else self.latent
+        return widest(self.layer_mla) if self.layer_mla else self.mla
 
-    def queries_of(self, layer: int) -> int:
+    def query_heads_of(self, layer: int) -> int:
         """Query heads of a layer."""
-        return self.layer_queries[layer] if self.layer_queries else self.num_attention_heads
+        return self.layer_query_heads[layer] if self.layer_query_heads else self.num_attention_heads
 
-    def ffn_of(self, layer: int) -> int:
+    def intermediate_size_of(self, layer: int) -> int:
         """The width inside a layer's MLP."""
-        return self.layer_ffn[layer] if self.layer_ffn else self.intermediate_size
+        return self.layer_intermediate_sizes[layer] if self.layer_intermediate_sizes else self.intermediate_size
 
-    def act_of(self, layer: int, shared: bool = False) -> str:
+    def expert_act(self, layer: int, shared: bool = False) -> str:
         """The activation of a layer's experts, or of the one that every token visits."""
-        bound = self.gate_bounds[layer][shared] if self.gate_bounds else None
+        bound = self.gate_limits[layer][shared] if self.gate_limits else None
         return self.hidden_act if bound is None else capped_silu(bound)
 
-    def cut_of(self, layer: int) -> float | None:
+    def gate_cutoff_of(self, layer: int) -> float | None:
         """How many deviations beyond their mean a layer's gates have to be."""
-        return self.cuts[layer] if self.cuts else None
+        return self.gate_cutoffs[layer] if self.gate_cutoffs else None
 
-    def factor(self, role: str) -> float:
+    def multiplier(self, role: str) -> float:
         """What of a role is multiplied by."""
-        return dict(self.factors).get(role, 1.0)
+        return dict(self.multipliers).get(role, 1.0)
 
     @property
-    def made_dim(self) -> int:
+    def projected_head_dim(self) -> int:
         """How wide the head of a query or key is made."""
-        return self.value_dim if self.slopes or self.differs or self.keys_marked else self.head_dim
+        return self.v_head_dim if self.alibi_slopes or self.differential_attention or self.dynamic_mask else self.head_dim
 
     @property
-    def narrow(self) -> int:
-        """How wide the head of a value is made where attention takes a wider one, else 0."""
-        return self.value_dim
-
-    @property
-    def cache_heads(self) -> tuple[tuple[int, int], ...]:
+    def cache_kv_heads(self) -> tuple[tuple[int, int], ...]:
         """`heads_of` the `attention_layers`."""
-        return tuple(map(self.heads_of, self.attention_layers))
+        return tuple(map(self.kv_heads_of, self.attention_layers))
 
     @property
-    def writes(self) -> bool:
+    def is_generative(self) -> bool:
         """Whether the model goes on with a text."""
-        return not (self.both_ways or self.ranks_lists)
+        return not (self.bidirectional or self.listwise_reranker)
 
     @property
     def rope(self) -> RopeConfig | None:
@@ -281,16 +239,16 @@ class ModelConfig:
         return next((rope for rope, window in sorted(zip(self.ropes, self.windows), key=lambda each: each[1] is not None) if rope), None)
 
     @property
-    def rotary_width(self) -> int:
+    def rotary_head_dim(self) -> int:
         """The width of what rotary positions turn all or a share of: a head, or the part of one that latent attention sets apart."""
-        return self.made_dim if self.latent is None else self.latent.rope
+        return self.projected_head_dim if self.mla is None else self.mla.rope
 
     @property
-    def widest(self) -> int:
+    def widest_intermediate(self) -> int:
         """The width inside the widest MLP, or between the last norm and the head."""
-        own = self.mixture
-        return max(self.intermediate_size, self.hidden_size if self.head_act else 0, own.widest if own else 0,
-                   own.shared_width or 0 if own else 0, self.input_width, self.router_rank, *self.layer_ffn)
+        own = self.moe
+        return max(self.intermediate_size, self.hidden_size if self.head_transform_act else 0, own.widest_expert if own else 0,
+                   own.shared_expert_dim or 0 if own else 0, self.per_layer_input_dim, self.router_mlp_dim, *self.layer_intermediate_sizes)
 
     @property
     def context_length(self) -> int:
@@ -300,4 +258,4 @@ class ModelConfig:
         if self.rope is not None and self.rope.kind == "yarn" and found <= self.rope.params["original_max_position_embeddings"]:
             extended = self.rope.params["original_max_position_embeddings"] * self.rope.params["factor"]
             found = max(found, int(min(extended, MAX_POSITIONS)))
-        return found if self.most_tokens is None else min(found, self.most_tokens)
+        return found if self.max_supported_tokens is None else min(found, self.max_supported_tokens)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MoEConfig:
     """The experts of a mixture: how many, how many a token visits, the width inside one, whether a token's shares add up to 1, and which
     layers have them; `sigmoid` and `factor` as in `Routing`. `shared_width`: of the expert that every token visits beside them, None where
     there is none; `shared_scaled`: it has a share of its own. `corrected`: the choice is by corrected scores. Experts lie in `groups`, of
@@ -23,45 +23,46 @@ class Mixture:
     `seen_width`: inside one of as many experts that rows of pictures, and `seen_words` of the vocabulary, visit in the place of the others;
     None where there are none."""
 
-    experts: int
-    per_token: int
-    width: int
+    num_experts: int
+    experts_per_token: int
+    expert_dim: int
     renormalise: bool
     layers: frozenset[int]
     sigmoid: bool = False
-    factor: float = 1.0
-    corrected: bool = False
-    shared_width: int | None = None
-    shared_scaled: bool = False
-    groups: int = 1
-    kept_groups: int = 1
-    apart: bool = False
+    routed_scale: float = 1.0
+    correction_bias: bool = False
+    shared_expert_dim: int | None = None
+    shared_expert_gate: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    parallel_to_mlp: bool = False
     gated: bool = True
-    of_inputs: bool = False
-    near: float | None = None
-    of_logits: bool = False
-    roots: bool = False
-    picked: frozenset[int] = frozenset()
-    handed: int = 0
-    idle: bool = False
-    latent: int = 0
-    seen_width: int | None = None
-    seen_words: frozenset[int] = frozenset()
+    weights_scale_inputs: bool = False
+    sparsemixer_margin: float | None = None
+    correction_on_logits: bool = False
+    sqrt_softplus: bool = False
+    hash_routed_layers: frozenset[int] = frozenset()
+    zero_experts: int = 0
+    zero_experts_drop: bool = False
+    latent_dim: int = 0
+    vision_expert_dim: int | None = None
+    vision_token_ids: frozenset[int] = frozenset()
 
     @property
-    def widest(self) -> int:
+    def widest_expert(self) -> int:
         """The width inside the widest expert of which a token visits some."""
-        return max(self.width, self.seen_width or 0)
+        return max(self.expert_dim, self.vision_expert_dim or 0)
 
     @property
-    def visited(self) -> float:
+    def visit_rate(self) -> float:
         """The share of tokens that visit an expert, where all are visited alike."""
-        return self.per_token / (self.experts + self.handed)
+        return self.experts_per_token / (self.num_experts + self.zero_experts)
 
     @cached_property
     def routing(self) -> Routing:
         """What the ops are told of it."""
         from ..kernels.reference_moe import Routing
 
-        return Routing(self.per_token, self.renormalise, self.sigmoid, self.factor, self.groups, self.kept_groups, self.of_inputs,
-                       self.near, self.of_logits, self.roots, self.handed)
+        return Routing(self.experts_per_token, self.renormalise, self.sigmoid, self.routed_scale, self.num_groups, self.top_groups,
+                       self.weights_scale_inputs,
+                       self.sparsemixer_margin, self.correction_on_logits, self.sqrt_softplus, self.zero_experts)

@@ -45,20 +45,20 @@ def away_nbytes(roles: Mapping[str, ModelTensor]) -> int:
 
 
 @dataclass(frozen=True)
-class Ngrams:
+class NgramConfig:
     """`layers`: those that are given rows, rising; `shape`: what they remember. `each`: tables of every length of n-gram; `least`: rows
     that a table has at least; a layer's rows together are a multiple of `multiple`. `end`: the word that ends a text; `words`: how many
     there are; `parts`: tensors in which a layer's tables are stored."""
 
     layers: tuple[int, ...]
     shape: NgramShape
-    each: int
-    least: int
-    multiple: int
+    tables_per_order: int
+    min_rows: int
+    row_multiple: int
     seed: int
-    end: int
-    words: int
-    parts: int
+    eos_token_id: int
+    vocab_size: int
+    num_shards: int
 
     def shape_of(self, layer: int) -> NgramShape | None:
         return self.shape if layer in self.layers else None
@@ -66,43 +66,43 @@ class Ngrams:
     @property
     def tables(self) -> int:
         """Rows that a token reads in a layer, one per table."""
-        return (self.shape.size - 1) * self.each
+        return (self.shape.size - 1) * self.tables_per_order
 
     @property
     def width(self) -> int:
         """Width of a row."""
         return self.shape.rows // self.tables
 
-    def sizes(self, layer: int) -> tuple[int, ...]:
+    def table_sizes(self, layer: int) -> tuple[int, ...]:
         """Rows of each table of a layer."""
         first = self.layers.index(layer) * self.tables
         return self._primes[first : first + self.tables]
 
-    def rows_of(self, layer: int) -> int:
+    def num_rows(self, layer: int) -> int:
         """Rows of all tables of a layer."""
-        return -(-sum(self.sizes(layer)) // self.multiple) * self.multiple
+        return -(-sum(self.table_sizes(layer)) // self.row_multiple) * self.row_multiple
 
-    def part_rows(self, layer: int) -> tuple[int, ...]:
+    def shard_rows(self, layer: int) -> tuple[int, ...]:
         """Rows in each stored tensor."""
-        every = self.rows_of(layer)
-        each = -(-every // self.parts)
+        every = self.num_rows(layer)
+        each = -(-every // self.num_shards)
         return tuple(min(each, every - first) for first in range(0, every, each))
 
     def multipliers(self, layer: int) -> tuple[int, ...]:
         """Hash multipliers, for the newest token first: odd, and small enough that products fit 63 bits."""
-        half = max(1, (2**63 - 1) // max(self.words, 1) // 2)
+        half = max(1, (2**63 - 1) // max(self.vocab_size, 1) // 2)
         base = self.seed + APART * self.layers.index(layer)
         return tuple(2 * (split_mix(base + GAMMA * (place + 1)) % half) + 1 for place in range(self.shape.size))
 
-    def numbers(self, layer: int, words: np.ndarray) -> np.ndarray:
+    def row_ids(self, layer: int, words: np.ndarray) -> np.ndarray:
         """Row ids int64 [T, tables] for the last token of each window of tokens [T, size]."""
         from ..kernels.reference_ngrams import rows  # a list of models reads configs, and loads no NumPy
 
-        return rows(words, self.multipliers(layer), self.sizes(layer), self.end)
+        return rows(words, self.multipliers(layer), self.table_sizes(layer), self.eos_token_id)
 
     @cached_property
     def _primes(self) -> tuple[int, ...]:
-        return primes_from(self.least, len(self.layers) * self.tables)
+        return primes_from(self.min_rows, len(self.layers) * self.tables)
 
 
 def split_mix(value: int) -> int:

@@ -332,7 +332,7 @@ def _with_mtp_layer(request: PlanRequest, chunk: int, container: Container | Non
     before = planned[1]
     unchanged = request, planned, None
     is_sparse = request.options.kv_read == "sparse" and before.kv_pages is not None
-    is_streamed_mixture = request.config.mixture is not None and before.residency is not None
+    is_streamed_mixture = request.config.moe is not None and before.residency is not None
     if before.slots or before.expert_slots is not None or is_sparse or is_streamed_mixture:
         return unchanged
     tensors = with_own_layer(request.config, request.store, container)

@@ -193,19 +193,19 @@ def growing(growth: tuple[float, int], width: int) -> RopeTable:
 def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
     """Each layer's rotary table for a context; layers of one kind share theirs."""
     made: dict[tuple[int, int], RopeTable] = {}
-    if config.slopes:
+    if config.alibi_slopes:
         return [ALIBI] * config.num_hidden_layers
 
     def of_layer(layer: int, rope: RopeConfig | None) -> RopeTable | None:
-        size = config.heads_of(layer)[1] if config.layer_heads and config.latent is None else config.rotary_width
+        size = config.kv_heads_of(layer)[1] if config.layer_kv_heads and config.mla is None else config.rotary_head_dim
         if rope is None:
             return None
         if (id(rope), size) not in made:
             table = rope_table(rope, size, ctx, config.max_position_embeddings)
-            if config.latent is not None and table.queries is not None:
-                table = replace(table, queries=growing(table.queries.growth, config.latent.key))
-            if config.indexed is not None:
-                table = replace(table, index=config.indexed.turned(table))
+            if config.mla is not None and table.queries is not None:
+                table = replace(table, queries=growing(table.queries.growth, config.mla.key))
+            if config.indexer is not None:
+                table = replace(table, index=config.indexer.rope_table(table))
             made[id(rope), size] = table
         return made[id(rope), size]
 

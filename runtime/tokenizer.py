@@ -106,7 +106,7 @@ class Tokenizer:
         bos_id = backend.token_to_id(bos) if bos is not None else config.bos_token_id
         # The post-processor of tokenizer.json already carries the wish of `add_bos_token`; the flag counts only where there is none.
         add_bos = settings.get("add_bos_token", ranks is not None and ranks.add_bos) is True and backend.post_processor is None
-        made = cls(backend, special, add_bos, bos_id, config.vocab_size + config.words_beside, eos, template, path, remarks)
+        made = cls(backend, special, add_bos, bos_id, config.vocab_size + config.extra_embeddings, eos, template, path, remarks)
         if model_type_of(folder) in BEGUN and (first := bos or special.get("eos_token")) is not None:
             made.begins, made.bos_id, made._add_bos = first, backend.token_to_id(first), True
         return made

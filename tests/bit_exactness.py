@@ -53,7 +53,7 @@ def assert_threads_and_chunks_change_nothing(folder: Path, end: int = 450, ways:
 def assert_a_prompt_ends_as_a_whole_one(engine: Engine, ids: Sequence[int], behind: int = 3) -> None:
     """As if all of it went through every layer, the last of `ids` being what comes `behind` it: the last layers run for its last tokens
     alone, and not a bit of what comes next depends on that."""
-    run, widths, ends, told, length = engine.model.forward, ([], []), [], {"wanted": None}, len(ids) - behind
+    run, widths, ends, told, length = engine.model.forward, ([], []), [], {"num_states": None}, len(ids) - behind
 
     def forward(*args: object, **rest: object) -> np.ndarray:
         widths[len(ends)].append(len(x := run(*args, **rest | told)))

@@ -39,12 +39,12 @@ from effllm.runtime.kv.states import controls
 
 DELTAS = {"usual": DeltaShape(2, 4, 128, 128, 4), "odd": DeltaShape(3, 3, 24, 40, 2), "one head, narrow": DeltaShape(1, 2, 7, 5, 3),
           "one tap": DeltaShape(1, 1, 16, 33, 1), "tiled": DeltaShape(2, 6, 24, 20, 4, tiled=True),
-          "doubled": DeltaShape(2, 4, 24, 20, 3, writes=2.0)}
+          "doubled": DeltaShape(2, 4, 24, 20, 3, beta_scale=2.0)}
 CONVS = {"usual convolution": ConvShape(256, 3), "odd convolution": ConvShape(37, 5), "convolution of one tap": ConvShape(20, 1)}
 MAMBAS = {"usual state space": Mamba2Shape(4, 64, 1, 128, 4), "odd state space": Mamba2Shape(6, 10, 2, 24, 3),
           "state space of one tap": Mamba2Shape(2, 7, 2, 256, 1), "state space without a norm": Mamba2Shape(3, 20, 1, 24, 4, normed=False)}
 KDAS = {"usual channels": KdaShape.of(4, 128, 4), "odd channels": KdaShape.of(3, 40, 2), "narrow channels": KdaShape.of(1, 7, 3),
-        "channels of one tap": KdaShape.of(2, 33, 1), "bounded channels": KdaShape.of(3, 24, 4, narrow=False, bound=-5.0)}
+        "channels of one tap": KdaShape.of(2, 33, 1), "bounded channels": KdaShape.of(3, 24, 4, low_rank_gates=False, decay_bound=-5.0)}
 MAMBA_1S = {"usual channels of states": Mamba1Shape(640, 16, 20, 4, normed=True), "odd channels of states": Mamba1Shape(37, 5, 3, 3),
             "channels of states, one tap": Mamba1Shape(130, 24, 8, 1, biased=False)}
 LIGHTNINGS = {"usual lightning": LightningShape(2, 128), "odd lightning": LightningShape(3, 20)}
@@ -91,7 +91,7 @@ def delta_expected(shape: DeltaShape, w: SimpleNamespace, given: Arrays) -> tupl
     mixed = reference_delta.convolve(qkv, np.zeros((shape.taps - 1, shape.channels)), w.conv)
     q, k, v = np.split(mixed, (shape.keys, 2 * shape.keys), axis=1)
     heads = lambda x, count: x.reshape(len(x), count, -1)  # noqa: E731
-    decay, beta = reference_delta.gates(a, b, w.decay, w.dt, shape.writes)
+    decay, beta = reference_delta.gates(a, b, w.decay, w.dt, shape.beta_scale)
     out, state = reference_delta.recur(heads(q, shape.key_heads), heads(k, shape.key_heads), heads(v, shape.value_heads), decay, beta,
                                        np.zeros((shape.value_heads, shape.value_dim, shape.key_dim)), shape.tiled)
     return reference_delta.gated_norm(out, heads(z, shape.value_heads), w.norm.weight, EPS).reshape(len(qkv), -1), state.reshape(-1)
@@ -100,8 +100,8 @@ def delta_expected(shape: DeltaShape, w: SimpleNamespace, given: Arrays) -> tupl
 def kda_weights(shape: KdaShape) -> SimpleNamespace:
     return SimpleNamespace(conv=normal(1, shape.taps, shape.channels), decay=np.exp(normal(2, shape.value_heads)),
                            dt=normal(3, shape.keys), norm=SimpleNamespace(weight=normal(4, shape.value_dim), eps=EPS),
-                           gate=matrix(5, shape.values, shape.value_dim) if shape.narrow else None,
-                           rate=matrix(6, shape.keys, shape.key_dim) if shape.narrow else None)
+                           gate=matrix(5, shape.values, shape.value_dim) if shape.low_rank_gates else None,
+                           rate=matrix(6, shape.keys, shape.key_dim) if shape.low_rank_gates else None)
 
 
 def kda_inputs(shape: KdaShape, products: list[np.ndarray]) -> None:
@@ -113,11 +113,11 @@ def kda_inputs(shape: KdaShape, products: list[np.ndarray]) -> None:
 
 def kda_expected(shape: KdaShape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
     qkv, z, a, b = given
-    if shape.narrow:
+    if shape.low_rank_gates:
         z, a = (reference.linear(x, each.weight.parts["data"], None) for x, each in ((z, w.gate), (a, w.rate)))
     mixed = reference_delta.convolve(qkv, np.zeros((shape.taps - 1, shape.channels)), w.conv)
     q, k, v = (part.reshape(len(qkv), shape.key_heads, -1) for part in np.split(mixed, 3, axis=1))
-    out, state = reference_delta.recur(q, k, v, *reference_delta.channel_gates(a, b, w.decay, w.dt, shape.bound),
+    out, state = reference_delta.recur(q, k, v, *reference_delta.channel_gates(a, b, w.decay, w.dt, shape.decay_bound),
                                        np.zeros((shape.value_heads, shape.value_dim, shape.key_dim)))
     return reference_delta.sigmoid_norm(out, z.reshape(v.shape), w.norm.weight, EPS).reshape(len(qkv), -1), state.reshape(-1)
 

@@ -62,8 +62,9 @@ def paging(folder: Path, slots: int, policy: str = "lru", direct: bool = True, k
     asked = EngineOptions(device="cpu", **options)
     prepared = prepare(folder, asked)
     prepared = replace(prepared, placement=replace(prepared.placement, kv_pages=kv_pages))
-    own = prepared.config.mixture
-    parts = expert_layout(check_tensors(prepared.config, prepared.store, prepared.container), own.experts, own.per_token, prepared.store)
+    own = prepared.config.moe
+    parts = expert_layout(check_tensors(prepared.config, prepared.store, prepared.container), own.num_experts, own.experts_per_token,
+                          prepared.store)
     assert slots <= len(parts.parts), f"{slots} slots for {len(parts.parts)} experts"
     engine = Engine(replace(prepared, streaming=PagedExperts(parts, slots, PolicyChoice(policy, 0.5), direct=direct)))
     for _ in engine.model.load():

@@ -75,7 +75,7 @@ def test_sixteen_bits_of_cache_hold_places_and_fewer_are_refused(folders: dict[s
 
 def test_plans_count_what_heads_are_wider(folders: dict[str, Path]) -> None:
     engine = resident(folders["whole"])
-    assert engine.cache.layouts[0].head_dim == 80 and engine.config.made_dim == engine.config.narrow == 64
+    assert engine.cache.layouts[0].head_dim == 80 and engine.config.projected_head_dim == engine.config.v_head_dim == 64
     pages = engine.cache.shape.pages * engine.cache.sealed_nbytes
     assert engine.prepared.placement.kv_bytes == sum(map(len, engine.cache.slots.memory)) + pages
     assert engine.backends["cpu"].workspace.nbytes <= prepare(folders["whole"], engine.prepared.options).placement.workspace_bytes
@@ -93,7 +93,7 @@ def test_values_narrower_than_keys(tmp_path: Path) -> None:
     engine = resident(tmp_path / "whole", kv="8bit")
     pages = engine.cache.shape.pages * engine.cache.sealed_nbytes
     assert engine.prepared.placement.kv_bytes == sum(map(len, engine.cache.slots.memory)) + pages
-    assert engine.config.narrow == 20 and {layout.head_dim for layout in engine.cache.layouts} == {32}
+    assert engine.config.v_head_dim == 20 and {layout.head_dim for layout in engine.cache.layouts} == {32}
     engine.close()
 
 
@@ -111,7 +111,7 @@ def test_a_bloom_of_the_model_without_its_head(tmp_path: Path) -> None:
 def test_slopes_are_those_of_transformers(heads: int) -> None:
     (of_mpt,) = build_mpt_alibi_tensor(heads, 9)[:, 0].diff(dim=1)[:, :1].T.tolist()
     of_bloom = build_alibi_tensor(torch.ones(1, 9), heads, torch.float64)[:, 0].diff(dim=1)[:, 0].tolist()
-    assert np.allclose(mpt.slopes(heads), of_mpt, rtol=1e-5) and np.allclose(bloom.slopes(heads), of_bloom, rtol=1e-5)
+    assert np.allclose(mpt.alibi_slopes(heads), of_mpt, rtol=1e-5) and np.allclose(bloom.alibi_slopes(heads), of_bloom, rtol=1e-5)
 
 
 def test_what_stands_in_front_makes_slopes_of_places() -> None:
@@ -132,9 +132,9 @@ def test_heads_become_wider_and_narrower(tokens: int) -> None:
     x, norm = rng.standard_normal((tokens, 96), np.float32), Norm("layer", *rng.standard_normal((2, 96)).astype(np.float32), 1e-5)
     for registry in (None, default_registry("reference")):
         ops = CpuOps(pool, sizes, registry)
-        behind, plain = ops.widened_heads(y, heads, wide, front, 0), ops.widened_heads(y, heads, wide, None, 1)
-        back = ops.narrowed_heads(behind, heads, depth)
-        renormed = ops.renormed(ops.from_host(x), norm)
+        behind, plain = ops.pad_heads(y, heads, wide, front, 0), ops.pad_heads(y, heads, wide, None, 1)
+        back = ops.unpad_heads(behind, heads, depth)
+        renormed = ops.norm_stream(ops.from_host(x), norm)
         ops.flush()
         split = behind.reshape(tokens, heads, wide)
         assert np.array_equal(split[..., wide - depth :], y.reshape(tokens, heads, depth)) and (split[..., : wide - depth] == front).all()
@@ -146,8 +146,8 @@ def test_heads_become_wider_and_narrower(tokens: int) -> None:
 
 def test_published_configs() -> None:
     made = parse_config(MPT, strict=True)
-    assert (made.head_dim, made.made_dim, made.attn_scale, made.max_position_embeddings) == (144, 128, 128**-0.5, 2048)
-    assert len(made.slopes) == 32 and made.intermediate_size == 16_384 and made.tie_word_embeddings and made.hidden_act == "gelu"
+    assert (made.head_dim, made.projected_head_dim, made.attn_scale, made.max_position_embeddings) == (144, 128, 128**-0.5, 2048)
+    assert len(made.alibi_slopes) == 32 and made.intermediate_size == 16_384 and made.tie_word_embeddings and made.hidden_act == "gelu"
     made = parse_config(BLOOM, strict=True)
     assert (made.head_dim, made.num_hidden_layers, made.num_attention_heads) == (80, 24, 16)
     assert made.eos_token_ids == (2,) and made.hidden_act == "gelu_tanh" and made.qkv_bias

@@ -55,17 +55,17 @@ def stages(ops: object, of: Model, tokens: int, host: bool = True) -> list[np.nd
     take = (lambda array: array[:tokens].copy()) if host else (lambda array: ops.on.to_device(array[:tokens]))
     copy = (lambda array: array.copy()) if host else (lambda array: ops.on.to_host(array).copy())
     x, own, outs, seen = take(of.x), take(of.own), [], []
-    outs.append(copy(ops.predicted(x, of.streams)))
+    outs.append(copy(ops.altup_predict(x, of.streams)))
     outs.append(copy(x))
-    outs.append(copy(ops.corrected(x, own, of.streams)))
+    outs.append(copy(ops.altup_correct(x, own, of.streams)))
     outs.append(copy(x))
-    ops.spread_inputs(x, own, of.inputs, take(of.given), "gelu_tanh", lambda value: seen.append(copy(value)))
+    ops.altup_add_input(x, own, of.inputs, take(of.given), "gelu_tanh", lambda value: seen.append(copy(value)))
     outs.append(copy(x))
-    n = ops.low_rank(take(of.own), of.norms[3], of.low, lambda value: seen.append(copy(value)))
+    n = ops.low_rank_branch(take(of.own), of.norms[3], of.low, lambda value: seen.append(copy(value)))
     outs.append(copy(n))
-    outs.append(copy(ops.added(take(of.own), n, 0.3)))
+    outs.append(copy(ops.add_scaled(take(of.own), n, 0.3)))
     mlp = of.norms[3], of.gate, of.up, of.down, "gelu_tanh", CUT
-    outs.append(copy(ops.cut_mlp(take(of.own), *mlp, lambda value: seen.append(copy(value)), of.norms[4])))
+    outs.append(copy(ops.cutoff_mlp(take(of.own), *mlp, lambda value: seen.append(copy(value)), of.norms[4])))
     return outs + seen
 
 
@@ -149,7 +149,7 @@ def test_what_is_not_finite_stays_so(registry: str | None, pool: ThreadPool) -> 
     """A run says so: gates that are cut to zero would hide it."""
     ops, of = CpuOps(pool, DIMS, registry and default_registry(registry)), Model()
     of.own[1, 5] = np.nan
-    mlp = ops.cut_mlp(of.own[:3].copy(), of.norms[3], of.gate, of.up, of.down, "gelu_tanh", CUT)
+    mlp = ops.cutoff_mlp(of.own[:3].copy(), of.norms[3], of.gate, of.up, of.down, "gelu_tanh", CUT)
     assert np.isnan(mlp[1]).all() and np.isfinite(mlp[[0, 2]]).all()
     entered = ops.enter_streams(of.own[:3].copy(), of.enter, 1 + len(of.enter))
     assert np.isnan(entered[1]).any() and np.isfinite(entered[[0, 2]]).all()

@@ -91,7 +91,7 @@ def test_both_backends_run_the_mlp() -> None:
 
 def test_the_published_config_is_known_to_the_last_key() -> None:
     config = parse_config({**LLAMA, **PUBLISHED}, strict=True)
-    assert config.hidden_act == "xielu" and config.qk_norm and config.curves == () and config.rope.kind == "llama3"
+    assert config.hidden_act == "xielu" and config.qk_norm and config.activation_params == () and config.rope.kind == "llama3"
     silent = {key: value for key, value in {**LLAMA, **PUBLISHED}.items() if not key.startswith("rope_")}
     assert parse_config(silent, strict=True).ropes == config.ropes, "as transformers takes for granted"
     assert parse_config({**silent, "rope_theta": 12_000_000}, strict=True).ropes == config.ropes
@@ -169,9 +169,9 @@ def test_a_file_states_its_curves_and_becomes_a_folder(tmp_path: Path) -> None:
         own = [float(tensors[f"model.layers.{layer}.mlp.act_fn.{end}"][0]) for layer in range(3)]
         assert np.allclose(fields[f"xielu.{end}"].contents(), own, rtol=1e-6)
     config = read_config(path, strict=True)
-    assert len(config.curves) == 3 and config.warnings == ()
+    assert len(config.activation_params) == 3 and config.warnings == ()
     run(path, tmp_path / "folder", options("8bit"))
     raw = json.loads((tmp_path / "folder" / "config.json").read_text())
-    assert parse_config(raw, strict=True).curves == config.curves
+    assert parse_config(raw, strict=True).activation_params == config.activation_params
     ids = list(range(5, 60))
     assert np.square(scores(tmp_path / "folder", ids) - scores(path, ids)).mean() < 1e-2 * np.square(scores(path, ids)).mean()

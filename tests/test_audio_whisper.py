@@ -61,7 +61,7 @@ def ready(samples: np.ndarray) -> torch.Tensor:
 def test_the_published_config_is_read() -> None:
     made = parse_config(PUBLISHED, strict=True)
     assert (made.family, made.num_hidden_layers, made.max_position_embeddings, made.intermediate_size) == ("whisper", 64, 448, 5120)
-    assert made.cross_layers == tuple(range(1, 64, 2)) and made.tie_word_embeddings and made.eos_token_ids == (50257,)
+    assert made.cross_attention_layers == tuple(range(1, 64, 2)) and made.tie_word_embeddings and made.eos_token_ids == (50257,)
     with pytest.raises(EffllmError, match="decoder_layers"):
         parse_config({**PUBLISHED, "decoder_layers": 0})
 

@@ -66,8 +66,8 @@ def both(put: object, tokens: int, ops: object) -> tuple[np.ndarray, np.ndarray,
     y, low = rng.standard_normal((tokens, HIDDEN), np.float32), rng.standard_normal((tokens, QUERIES), np.float32)
     norm = Norm("rms", put(1 + rng.standard_normal(QUERIES).astype(np.float32) / 3), None, 1e-6)
     left, behind = put(y.copy()), put(low.copy())
-    opened_rows = ops.gated_rows(left, gates)
-    doubled = ops.normed_beside(behind, norm)
+    opened_rows = ops.gate_rows(left, gates)
+    doubled = ops.norm_and_concat(behind, norm)
     if hasattr(ops, "flush"):
         ops.flush()
     return tuple(np.asarray(each) for each in (opened_rows, doubled, behind))
@@ -96,14 +96,14 @@ def test_gates_and_latents_twice_are_what_they_say(tokens: int) -> None:
 
 def test_published_keys_are_known_and_defaults_are_those_of_transformers() -> None:
     config = parse_config(PUBLISHED, strict=True)
-    assert config.warnings == () and (config.norms_gated, config.gates_apart) == (16, True)
-    assert config.mixture.layers == {1, 2, 3} and config.mixture.apart and config.indexed.shape.heads == 16
-    assert (config.mixture.groups, config.mixture.kept_groups) == (1, 1) and not config.indexed.neighbours
+    assert config.warnings == () and (config.gated_norm_rank, config.output_gate) == (16, True)
+    assert config.moe.layers == {1, 2, 3} and config.moe.parallel_to_mlp and config.indexer.shape.heads == 16
+    assert (config.moe.num_groups, config.moe.top_groups) == (1, 1) and not config.indexer.interleaved_rope
     full = CONFIG_MAPPING["axk2"]()
     silent, said = parse_config({"model_type": "axk2"}), parse_config(json.loads(full.to_json_string()), strict=True)
-    assert replace(silent, dtype=said.dtype) == said and said.num_hidden_layers == 48 and said.latent == LatentShape(128, 64, 32, 64, 384)
+    assert replace(silent, dtype=said.dtype) == said and said.num_hidden_layers == 48 and said.mla == LatentShape(128, 64, 32, 64, 384)
     grouped = parse_config({**PUBLISHED, "n_group": 8, "topk_group": 4}, strict=True)
-    assert (grouped.mixture.groups, grouped.mixture.kept_groups) == (8, 4)
+    assert (grouped.moe.num_groups, grouped.moe.top_groups) == (8, 4)
     rules = families.get("axk2").layer_tensors(config, 1)
     assert rules["q_b"].shape == (6 * 96, 768) and rules["attn_gate"].shape == (6 * 64, 768)
     assert rules["post_norm_in"].shape == (16, 96) and "post_norm_in" not in families.get("axk2").layer_tensors(config, 0)

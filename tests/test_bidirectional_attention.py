@@ -116,7 +116,7 @@ def test_gguf_files_hold_them_too(tmp_path: Path) -> None:
     for kind, near in (("F32", 1e-4), ("Q8_0", 0.2)):
         path = as_gguf(folder, tmp_path / f"{kind}.gguf", kind)
         *_, engine = open_engine(path, EngineOptions(ctx=128))
-        assert pooling_of(path) == MEAN and engine.config.both_ways and engine.config.windows == (9,) * 5 + (None,)
+        assert pooling_of(path) == MEAN and engine.config.bidirectional and engine.config.windows == (9,) * 5 + (None,)
         own, theirs = made(engine, ids_of(60), dense_of(path, WIDTH)), through_dense(folder, mean_of(folder, ids_of(60)))
         engine.close()
         assert np.abs(own - theirs).max() < near * np.abs(theirs).max(), kind
@@ -142,7 +142,7 @@ def test_decoders_that_were_made_to_see_both_ways(tmp_path: Path, kind: str) -> 
     model = turned_both_ways(tmp_path / "model", kind)
     assert not read_config(model, strict=True).warnings
     *_, engine = open_engine(model, EngineOptions(ctx=256))
-    assert engine.config.both_ways
+    assert engine.config.bidirectional
     for count in (1, 9, 40, 250):
         theirs = mean_of(model, ids_of(count))
         own = made(engine, ids_of(count))
@@ -154,7 +154,7 @@ def test_decoders_that_were_made_to_see_both_ways(tmp_path: Path, kind: str) -> 
         config.write_text(json.dumps({**{key: each for key, each in stated.items() if key != "is_causal"}, "model_type": "llama_bidirec",
                                       "architectures": ["LlamaBidirectionalModel"], "pooling": "avg", "temperature": 0.02,
                                       "auto_map": {"AutoModel": "llama_bidirectional_model.LlamaBidirectionalModel"}}))
-        assert read_config(model, strict=True).both_ways
+        assert read_config(model, strict=True).bidirectional
 
 
 @pytest.mark.parametrize(("kind", "window", "said"), [

@@ -87,7 +87,7 @@ def test_values_are_those_of_the_model(case: tuple[str, Path]) -> None:
             got = Weight.low_bit(stored.spec, stored.shape, store.read(store.tensors[own])).to_f32()
             assert stored.spec == ternary.spec_of(values.shape[1])
             assert np.allclose(got, values, rtol=0 if name in EXACT else 1 / 3_400, atol=0)
-    assert is_low_bit(folder) and is_rounded(folder) and read_config(folder, strict=True).one_scale
+    assert is_low_bit(folder) and is_rounded(folder) and read_config(folder, strict=True).per_token_scale
 
 
 def test_logits_are_those_of_transformers(case: tuple[str, Path]) -> None:
@@ -138,7 +138,7 @@ def test_a_conversion_keeps_the_ternary_values(spec: str, section: dict[str, obj
         for name, stored in ours.tensors.items():
             assert theirs.tensors[name].spec == stored.spec
             assert np.array_equal(first.read(first.tensors[name]), second.read(second.tensors[name]))
-    assert read_config(tmp_path / "made").one_scale
+    assert read_config(tmp_path / "made").per_token_scale
     engine = opened(tmp_path / "made")
     assert np.isfinite(np.concatenate([found for _, found in engine.score(text(9))])).all()
     engine.close()

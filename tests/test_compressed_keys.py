@@ -38,8 +38,8 @@ from effllm.runtime.rope import RopeTable
 CTX, TEXT, HEADS, WIDTH, TURNED, WINDOW = 384, 300, 18, 32, 8, 40
 TABLE = RopeTable((10_000.0 ** -(np.arange(TURNED // 2) / (TURNED // 2))).astype(np.float32), 1.0, TURNED)
 FEW = CompressedShape(WIDTH, 4, True, TURNED, 16, WINDOW, (WIDTH,), (3,), 3 * 2 * (WIDTH + 16))
-MANY = CompressedShape(WIDTH, 16, False, TURNED, 0, WINDOW, (WIDTH,), (), FEW.room)
-SHAPES = {"four, chosen": (FEW, IndexShape(3, 16, TURNED, 20, rate=4)), "sixteen": (MANY, None)}
+MANY = CompressedShape(WIDTH, 16, False, TURNED, 0, WINDOW, (WIDTH,), (), FEW.state_size)
+SHAPES = {"four, chosen": (FEW, IndexShape(3, 16, TURNED, 20, tokens_per_key=4)), "sixteen": (MANY, None)}
 
 
 def normal(seed: int, *size: int) -> np.ndarray:
@@ -52,11 +52,12 @@ class Text:
     def __init__(self, name: str) -> None:
         self.shape, self.index = SHAPES[name]
         self.q, self.k = normal(1, TEXT, HEADS * WIDTH), normal(2, TEXT, WIDTH).astype(np.float16).astype(np.float32)
-        self.products = [normal(3 + i, TEXT, width) for i, width in enumerate(self.shape.series)]
+        self.products = [normal(3 + i, TEXT, width) for i, width in enumerate(self.shape.pooled_products)]
         self.sinks = normal(8, HEADS)
-        bias, parts = normal(9, self.shape.rate, self.shape.parts * WIDTH), self.shape.parts * self.shape.index
+        bias, parts = normal(9, self.shape.tokens_per_key,
+                             self.shape.rows_per_token * WIDTH), self.shape.rows_per_token * self.shape.index_dim
         norm = Norm("rms", 1 + 0.1 * normal(10, WIDTH), None, 1e-6)
-        index = (normal(11, self.shape.rate, parts), Norm("rms", np.ones(16, np.float32), None, 1e-6)) if parts else (None, None)
+        index = (normal(11, self.shape.tokens_per_key, parts), Norm("rms", np.ones(16, np.float32), None, 1e-6)) if parts else (None, None)
         self.w = Compressor((), bias, norm, *index)
         if self.index is not None:
             self.by, self.weights = normal(12, TEXT, 48), normal(13, TEXT, 3)
@@ -91,9 +92,9 @@ class Text:
         """What the references make of so many tokens: keys, or those of the index."""
         rows, weights = (product[:tokens] for product in self.products[2 * place : 2 * place + 2])
         bias, norm = ((self.w.bias, self.w.norm), (self.w.index_bias, self.w.index_norm))[place]
-        width = rows.shape[1] // self.shape.parts
-        made, *_ = meaning.compress(rows, weights, bias, 0, self.shape.rate, np.zeros((self.shape.parts, 3, width)))
-        places = np.arange(len(made)) * self.shape.rate
+        width = rows.shape[1] // self.shape.rows_per_token
+        made, *_ = meaning.compress(rows, weights, bias, 0, self.shape.tokens_per_key, np.zeros((self.shape.rows_per_token, 3, width)))
+        places = np.arange(len(made)) * self.shape.tokens_per_key
         return meaning.finished(made, (norm.kind, norm.weight, None, norm.eps), *TABLE.turns(places))
 
     def meant(self, tokens: int) -> np.ndarray:
@@ -101,10 +102,11 @@ class Text:
         if self.index is not None:
             found = reference_indexer.scores(self.by[:tokens], self.keys(tokens, 1), self.weights[:tokens], 0, self.index)
             chosen = reference_indexer.choose(found, self.index)
-            seen = reference_indexer.seen(chosen, tokens // self.index.rate, 1, self.index)[:, 0]
-            seen |= ((np.arange(tokens) + 1) // self.index.rate <= self.index.chosen)[:, None]
+            seen = reference_indexer.seen(chosen, tokens // self.index.tokens_per_key, 1, self.index)[:, 0]
+            seen |= ((np.arange(tokens) + 1) // self.index.tokens_per_key <= self.index.top_k)[:, None]
         q = self.q[:tokens].reshape(tokens, HEADS, WIDTH)
-        return meaning.attend(q, self.k[:tokens], self.keys(tokens), 0, np.arange(tokens), self.shape.rate, WIDTH**-0.5, WINDOW, self.sinks,
+        return meaning.attend(q, self.k[:tokens], self.keys(tokens), 0, np.arange(tokens), self.shape.tokens_per_key, WIDTH**-0.5, WINDOW,
+                              self.sinks,
                               seen).reshape(tokens, -1)
 
 
@@ -143,7 +145,7 @@ def test_kernels_compute_their_meaning(pool: ThreadPool, name: str, stored: int,
     for cuts in ([TEXT], [130, 1, 1, 8, 1, 3, 100, TEXT - 244]):
         cache = text.cache(pool, stored, only=only)
         found, keys = text.through(cache, *cuts), cache.choosing[0].keys
-        assert np.abs(keys.rows[: TEXT // text.shape.rate] - text.keys(TEXT)).max() < close
+        assert np.abs(keys.rows[: TEXT // text.shape.tokens_per_key] - text.keys(TEXT)).max() < close
         if text.index is not None:
             assert np.abs(cache.choosing[0].index.keys(TEXT // 4) - text.keys(TEXT, 1)).max() < close
         if stored == F32:  # of rounded keys others may be chosen
@@ -163,7 +165,8 @@ def test_neither_threads_nor_pieces_change_a_bit(name: str) -> None:
     for threads, cuts, sink in ((1, [TEXT], 64), (3, [140, *[1] * 20, 5, 2, TEXT - 167], 64), (2, [TEXT], 0), (2, [TEXT], 128)):
         pool = ThreadPool(threads)
         cache = text.cache(pool, F16, sink)
-        found.append((text.through(cache, *cuts), cache.choosing[0].keys.rows[: TEXT // text.shape.rate].copy(), *cache.states.read(TEXT)))
+        found.append((text.through(cache, *cuts), cache.choosing[0].keys.rows[: TEXT // text.shape.tokens_per_key].copy(),
+                      *cache.states.read(TEXT)))
         pool.close()
     for other in found[1:]:
         assert all(np.array_equal(one, each) for one, each in zip(found[0], other, strict=True))
@@ -218,7 +221,7 @@ def test_bytes_of_tokens_are_read_and_written_as_they_lie(pool: ThreadPool) -> N
                 data = kept.read(begin, end)
                 assert data.nbytes == (end - begin) * kept.token_nbytes
                 empty.write(begin, data)
-            whole = 250 // text.shape.rate * text.shape.rate
+            whole = 250 // text.shape.tokens_per_key * text.shape.tokens_per_key
             assert np.array_equal(empty.read(0, whole), kept.read(0, whole)) and kept.read(0, whole).any()
 
 
@@ -255,14 +258,14 @@ def test_streams_are_mixed_as_transformers_does(pool: ThreadPool, count: int, on
     flat = ops.workspace.take("x", tokens, count * width)
     flat[:] = x.reshape(tokens, -1)
     with ops.collecting():
-        own = ops.gathered(flat, hypers[0])
+        own = ops.read_streams(flat, hypers[0])
         ops.flush()
         assert np.abs(own - collapsed[0].numpy()).max() < 1e-5
-        ops.mixed(flat, branch, hypers[0])
+        ops.write_streams(flat, branch, hypers[0])
         ops.flush()
         assert np.abs(flat.reshape(x.shape) - behind[0].numpy()).max() < 1e-5
         flat[:] = x.reshape(tokens, -1)
-        found = ops.gathered(flat, hypers[1])
+        found = ops.read_streams(flat, hypers[1])
         ops.flush()
         assert np.abs(found - left[0].numpy()).max() < 1e-5
 
@@ -279,14 +282,15 @@ def test_tails_turn_in_their_places_and_back(pool: ThreadPool, only: str | None)
     y, places = normal(5, 9, 60), np.arange(40, 49)
     cos, sin = TABLE.turns(places)
     expected = meaning.turned_tails(y.reshape(9, 3, 20), cos, sin).reshape(9, -1)
-    found = ops.turn_tails(y.copy(), 3, 20, places, TABLE)
+    found = ops.rope_tails(y.copy(), 3, 20, places, TABLE)
     assert np.abs(found - expected).max() < 1e-6 and np.array_equal(found.reshape(9, 3, 20)[..., :12], y.reshape(9, 3, 20)[..., :12])
-    assert np.abs(found - y).max() > 0.1 and np.abs(ops.turn_tails(found, 3, 20, places, TABLE, True) - y).max() < 1e-6
+    assert np.abs(found - y).max() > 0.1 and np.abs(ops.rope_tails(found, 3, 20, places, TABLE, True) - y).max() < 1e-6
 
 
 def test_what_is_counted_of_keys_is_what_they_take() -> None:
     assert FEW.token_nbytes(F16) * 4 == WIDTH * 2 and MANY.token_nbytes(F32) * 16 == WIDTH * 4
     assert MANY.keys_nbytes(33, F16) == 3 * WIDTH * 2 and MANY.keys(33) == 2
-    own = IndexShape(3, 16, 8, 20, rate=4)
-    assert own.whole == 83 and own.nbytes(513, F16) == 2 * own.block_nbytes(F16) and replace(own, rate=1).whole == 20
+    own = IndexShape(3, 16, 8, 20, tokens_per_key=4)
+    assert own.dense_tokens == 83 and own.nbytes(513, F16) == 2 * own.block_nbytes(F16) and replace(own,
+                                                                                                    tokens_per_key=1).dense_tokens == 20
     assert FEW.own_floats == 3 * 2 * 48 and MANY.own_floats == 96

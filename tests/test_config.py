@@ -274,21 +274,21 @@ def test_mixtures(family: str) -> None:
     small = {**LLAMA, "model_type": family, "eos_token_id": 7}
     for name in ("num_experts", "num_local_experts"):  # transformers 5 writes the second where 4 wrote the first
         config = parse_config({**small, name: 6, "num_experts_per_tok": 3}, strict=True)
-        assert (config.mixture.experts, config.mixture.per_token, config.mixture.layers) == (6, 3, frozenset(range(4)))
-        assert config.mixture.renormalise == (family == "mixtral")
+        assert (config.moe.num_experts, config.moe.experts_per_token, config.moe.layers) == (6, 3, frozenset(range(4)))
+        assert config.moe.renormalise == (family == "mixtral")
     refused({**small, "num_experts": 6, "num_local_experts": 5, "num_experts_per_tok": 3}, "num_local_experts 5", "6")
     refused({**small, "num_experts": 6, "num_experts_per_tok": 7}, "num_experts_per_tok 7", "6 experts")
     refused({**small, "num_experts": 0}, "num_experts")
     refused({**small, "num_experts": 1 << 20}, "num_experts")
     refused({**small, "mlp_bias": True}, "mlp_bias", "not supported")
     if family != "mixtral":
-        assert parse_config({**small, "norm_topk_prob": True}).mixture.renormalise
+        assert parse_config({**small, "norm_topk_prob": True}).moe.renormalise
         refused({**small, "norm_topk_prob": 1}, "norm_topk_prob")
 
 
 def test_layers_without_experts() -> None:
     def layers(**changes: object) -> set[int]:
-        return set(parse_config({**LLAMA, "model_type": "qwen3_moe", **changes}, strict=True).mixture.layers)
+        return set(parse_config({**LLAMA, "model_type": "qwen3_moe", **changes}, strict=True).moe.layers)
 
     assert layers() == {0, 1, 2, 3} and layers(mlp_only_layers=None) == {0, 1, 2, 3}
     assert layers(decoder_sparse_step=2) == {1, 3} and layers(mlp_only_layers=[0, 3]) == {1, 2}

@@ -134,11 +134,11 @@ def test_layers_of_cohere2_turn_where_they_have_a_window() -> None:
 
 def test_experts_of_k_exaone_begin_where_it_says() -> None:
     base = {**LLAMA, "model_type": "exaone_moe"}
-    assert parse_config(base).mixture.layers == {1, 2, 3} and parse_config({**base, "first_k_dense_replace": 3}).mixture.layers == {3}
-    assert parse_config({**base, "first_last_k_dense_replace": 2}, strict=True).mixture.layers == {2, 3}, "as it was called before"
-    assert parse_config({**base, "first_last_k_dense_replace": 2, "first_k_dense_replace": 0}).mixture.layers == {0, 1, 2, 3}
+    assert parse_config(base).moe.layers == {1, 2, 3} and parse_config({**base, "first_k_dense_replace": 3}).moe.layers == {3}
+    assert parse_config({**base, "first_last_k_dense_replace": 2}, strict=True).moe.layers == {2, 3}, "as it was called before"
+    assert parse_config({**base, "first_last_k_dense_replace": 2, "first_k_dense_replace": 0}).moe.layers == {0, 1, 2, 3}
     listed = parse_config({**base, "mlp_layer_types": ["sparse", "dense"] * 2}, strict=True)
-    assert listed.mixture.layers == {0, 2} and listed.mixture.shared_width == 1024
+    assert listed.moe.layers == {0, 2} and listed.moe.shared_expert_dim == 1024
     refused({**base, "mlp_layer_types": ["sparse", "dense"] * 2, "first_k_dense_replace": 1}, "first_k_dense_replace")
     rule = families.get("exaone_moe").layer_tensors(listed, 0)["correction"]
     assert rule.name == "model.layers.0.mlp.e_score_correction_bias" and rule.also == ("model.layers.0.mlp.gate.e_score_correction_bias",)
@@ -149,7 +149,7 @@ def test_a_share_of_a_head_turns_in_minimax() -> None:
     assert parse_config(base).rope.partial_rotary_factor == 1.0 and parse_config(base).rope.theta == 5e6
     assert parse_config({**base, "rotary_dim": 4}).rope.partial_rotary_factor == 0.25
     assert parse_config({**base, "rotary_dim": 4, "partial_rotary_factor": 0.5}).rope.partial_rotary_factor == 0.5
-    assert parse_config(base).mixture.sigmoid and parse_config(base).mixture.corrected
+    assert parse_config(base).moe.sigmoid and parse_config(base).moe.correction_bias
 
 
 @pytest.mark.parametrize(("family", "changes", "said"), [

@@ -68,10 +68,11 @@ OCR = {
 
 def test_deepseek_ocr_2() -> None:
     made = parse_config(OCR, strict=True)
-    own = made.mixture
-    assert made.family == "deepseek_ocr2_text" and (made.head_dim, made.num_key_value_heads, made.latent) == (128, 10, None)
-    assert (own.experts, own.per_token, own.width, own.shared_width, own.layers) == (64, 6, 896, 1792, frozenset(range(1, 12)))
-    assert not (own.renormalise or own.sigmoid or own.corrected or made.tie_word_embeddings) and made.eos_token_ids == (1,)
+    own = made.moe
+    assert made.family == "deepseek_ocr2_text" and (made.head_dim, made.num_key_value_heads, made.mla) == (128, 10, None)
+    assert (own.num_experts, own.experts_per_token, own.expert_dim, own.shared_expert_dim, own.layers) == (64, 6, 896, 1792,
+                                                                                                           frozenset(range(1, 12)))
+    assert not (own.renormalise or own.sigmoid or own.correction_bias or made.tie_word_embeddings) and made.eos_token_ids == (1,)
 
 
 def test_the_first_layer_has_no_experts_where_deepseek_ocr_2_lists_none() -> None:
@@ -97,10 +98,10 @@ def test_unlimited_ocr() -> None:
     older = parse_config(UNLIMITED, strict=True)
     newer = parse_config({"model_type": "unlimited_ocr", "text_config": {"model_type": "unlimited_ocr_text", "dtype": "bfloat16"}},
                          strict=True)
-    assert older == newer and older.written_window == 128 and older.windows == (None,) * 12 and not older.tie_word_embeddings
-    assert older.mixture == parse_config(OCR, strict=True).mixture and older.max_position_embeddings == 32_768
+    assert older == newer and older.answer_window == 128 and older.windows == (None,) * 12 and not older.tie_word_embeddings
+    assert older.moe == parse_config(OCR, strict=True).moe and older.max_position_embeddings == 32_768
     wide = {**UNLIMITED, "sliding_window": 64}
-    assert parse_config(wide, strict=True).written_window == 64
+    assert parse_config(wide, strict=True).answer_window == 64
 
 
 # DeepSeek-OCR and its successor state a type that DeepSeek-VL2 has too, and say twice what their text model is.
@@ -140,9 +141,9 @@ def test_what_deepseek_ocr_2_may_not_have_is_named(key: str, value: object) -> N
 
 
 def test_dbrx() -> None:
-    made, own = parse_config(DBRX, strict=True), parse_config(DBRX, strict=True).mixture
+    made, own = parse_config(DBRX, strict=True), parse_config(DBRX, strict=True).moe
     assert (made.hidden_size, made.num_hidden_layers, made.num_key_value_heads, made.head_dim) == (6144, 40, 8, 128)
-    assert (own.experts, own.per_token, own.width, own.renormalise) == (16, 4, 10_752, True)
+    assert (own.num_experts, own.experts_per_token, own.expert_dim, own.renormalise) == (16, 4, 10_752, True)
     assert made.clip_qkv == 8 and made.rope.theta == 500_000 and made.max_position_embeddings == 32_768
     rules = dbrx.layer_tensors(made, 3)
     joint = "transformer.blocks.3.norm_attn_norm.attn.Wqkv.weight"
@@ -152,16 +153,16 @@ def test_dbrx() -> None:
 def test_minimax_text_01() -> None:
     made = parse_config(MINIMAX, strict=True)
     assert made.family == "minimax" and made.attention_layers == tuple(range(7, 80, 8))
-    assert made.state == LightningShape(64, 128) and made.state.nbytes > 4 * 4 * 64 * 128 * 128
+    assert made.recurrent == LightningShape(64, 128) and made.recurrent.nbytes > 4 * 4 * 64 * 128 * 128
     assert made.ropes[7].partial_rotary_factor == 0.5 and made.ropes[0] is None
-    assert made.factor("kept.mlp") == 3.5565588200778455 and made.factor("o") == made.mixture.factor == 1 / 3.5565588200778455
+    assert made.multiplier("kept.mlp") == 3.5565588200778455 and made.multiplier("o") == made.moe.routed_scale == 1 / 3.5565588200778455
     rules = minimax.layer_tensors(made, 0)
     assert rules["state_in"].shape == (3 * 8192, 6144) and "q" not in rules and rules["router"].shape == (32, 6144)
 
 
 def test_minimax_is_what_transformers_takes_where_a_config_is_silent() -> None:
     silent = parse_config({"model_type": "minimax", "architectures": ["MiniMaxForCausalLM"]}, strict=True)
-    assert silent.attention_layers == tuple(range(0, 32, 2)) and silent.mixture.factor == 1.0 and silent.factor("kept.full") == 1.0
+    assert silent.attention_layers == tuple(range(0, 32, 2)) and silent.moe.routed_scale == 1.0 and silent.multiplier("kept.full") == 1.0
     assert silent.rope.theta == 1e6 and silent.rope.partial_rotary_factor == 1.0
 
 

@@ -45,12 +45,13 @@ def test_published_configs_are_known_to_the_last_key(raw):
 
 def test_layers_are_what_is_published():
     small, large = parse_config(E2B), parse_config(E4B)
-    assert (small.streams, small.low_rank, small.input_width, small.input_vocab, small.vocab_size) == (4, 64, 256, 262144, 262400)
+    assert (small.residual_streams, small.low_rank_dim, small.per_layer_input_dim, small.per_layer_input_vocab, small.vocab_size) == (
+        4, 64, 256, 262144, 262400)
     assert small.attention_layers == tuple(range(20)) and small.kv_sources[18:26] == (18, 19, 18, 18, 18, 18, 19, 18)
     assert large.attention_layers == tuple(range(20)) and large.windows[3:5] == (512, None)
-    assert small.ffn_of(0) == 8192 and large.widest == 16384 and not large.layer_ffn
-    assert [small.cut_of(layer) for layer in (9, 10)] == [pytest.approx(1.6448536), None]
-    assert small.embedding_multiplier == float(torch.tensor(2048**0.5).to(torch.bfloat16)) and small.input_multiplier == 16.0
+    assert small.intermediate_size_of(0) == 8192 and large.widest_intermediate == 16384 and not large.layer_intermediate_sizes
+    assert [small.gate_cutoff_of(layer) for layer in (9, 10)] == [pytest.approx(1.6448536), None]
+    assert small.embedding_multiplier == float(torch.tensor(2048**0.5).to(torch.bfloat16)) and small.per_layer_input_multiplier == 16.0
 
 
 @pytest.mark.parametrize(("raw", "published"), [(E2B, 4.46), (E4B, 6.87)])
@@ -69,11 +70,11 @@ def test_defaults_are_those_of_transformers():
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "head_dim",
                  "num_key_value_heads", "final_logit_softcapping"):
         assert getattr(config, name) == getattr(theirs, name), name
-    assert [config.ffn_of(layer) for layer in range(35)] == theirs.intermediate_size
-    assert [each is not None for each in config.cuts] == [each > 0 for each in theirs.activation_sparsity_pattern]
-    assert (config.streams, config.low_rank) == (theirs.altup_num_inputs, theirs.laurel_rank)
+    assert [config.intermediate_size_of(layer) for layer in range(35)] == theirs.intermediate_size
+    assert [each is not None for each in config.gate_cutoffs] == [each > 0 for each in theirs.activation_sparsity_pattern]
+    assert (config.residual_streams, config.low_rank_dim) == (theirs.altup_num_inputs, theirs.laurel_rank)
     few = {"model_type": "gemma3n_text", "num_hidden_layers": 10, "num_kv_shared_layers": 0}
-    assert not parse_config(few).cuts and not any(Gemma3nTextConfig(**few).activation_sparsity_pattern)
+    assert not parse_config(few).gate_cutoffs and not any(Gemma3nTextConfig(**few).activation_sparsity_pattern)
 
 
 def test_positions_are_those_of_transformers():
@@ -87,7 +88,7 @@ def test_a_cut_is_where_transformers_has_it():
     normal = torch.distributions.normal.Normal(0, 1)
     shares = [0.95, 0.5, 0.1, 0.0, 0.999]
     config = parse_config({**E2B, "activation_sparsity_pattern": shares + [0.0] * 25})
-    for own, share in zip(config.cuts, shares):
+    for own, share in zip(config.gate_cutoffs, shares):
         assert own is None if not share else own == pytest.approx(float(normal.icdf(torch.tensor(share))), rel=1e-5, abs=1e-5)
 
 

@@ -58,21 +58,24 @@ def test_published_configs_are_known_to_the_last_key(raw):
 
 def test_layers_are_of_two_kinds():
     small, large, mixture = (parse_config(raw) for raw in (E2B, LARGE, MIXTURE))
-    assert [small.heads_of(layer) for layer in (3, 4)] == [(1, 256), (1, 512)] and small.windows[3:5] == (512, None)
+    assert [small.kv_heads_of(layer) for layer in (3, 4)] == [(1, 256), (1, 512)] and small.windows[3:5] == (512, None)
     assert small.attention_layers == tuple(range(15)) and small.kv_sources[14:21] == (14, 13, 13, 13, 13, 14, 13)
-    assert [small.ffn_of(layer) for layer in (14, 15)] == [6144, 12288] and small.widest == 12288
-    assert (small.input_width, small.input_vocab, small.input_multiplier) == (256, 262144, 16.0) and not small.keys_as_values
+    assert [small.intermediate_size_of(layer) for layer in (14, 15)] == [6144, 12288] and small.widest_intermediate == 12288
+    assert (small.per_layer_input_dim, small.per_layer_input_vocab, small.per_layer_input_multiplier) == (256, 262144,
+                                                                                                          16.0) and not small.k_eq_v_layers
     assert small.embedding_multiplier == float(torch.tensor(1536**0.5).to(torch.bfloat16)) and small.final_logit_softcapping == 30.0
-    assert [large.heads_of(layer) for layer in (4, 5)] == [(16, 256), (4, 512)] and not large.kv_sources and not large.input_width
-    assert large.keys_as_values == tuple(range(5, 60, 6)) and large.mixture is None
-    assert (mixture.mixture.experts, mixture.mixture.per_token, mixture.mixture.width, mixture.mixture.apart) == (128, 8, 704, True)
-    assert parse_config(E4B).ffn_of(41) == 10240 and parse_config(E4B).kv_sources[23:30] == (23, 22, 22, 22, 22, 22, 23)
+    assert [large.kv_heads_of(layer) for layer in (4, 5)] == [(16, 256),
+                                                              (4, 512)] and not large.kv_sources and not large.per_layer_input_dim
+    assert large.k_eq_v_layers == tuple(range(5, 60, 6)) and large.moe is None
+    assert (mixture.moe.num_experts, mixture.moe.experts_per_token, mixture.moe.expert_dim, mixture.moe.parallel_to_mlp) == (128, 8, 704,
+                                                                                                                             True)
+    assert parse_config(E4B).intermediate_size_of(41) == 10240 and parse_config(E4B).kv_sources[23:30] == (23, 22, 22, 22, 22, 22, 23)
 
 
 @pytest.mark.parametrize("raw", [E2B, E4B, LARGE, MIXTURE])
 def test_heads_of_published_models_can_be_packed(raw):
     """As docs/memory.md says: 4.51 bits a number, whichever of both sizes."""
-    heads = parse_config(raw).cache_heads
+    heads = parse_config(raw).cache_kv_heads
     layouts = [each.layout(*own) for each, own in zip(layer_codecs(codec("4bit"), heads), heads, strict=True)]
     assert {size for _, size in heads} == {256, 512} == {layout.head_dim for layout in layouts}
     assert all(4.5 < layout.records[0].packed_bits < 4.51 for layout in layouts)
@@ -81,21 +84,21 @@ def test_heads_of_published_models_can_be_packed(raw):
 def test_defaults_are_those_of_transformers():
     config, theirs = parse_config({"model_type": "gemma4_text"}), Gemma4TextConfig()
     assert config.windows == tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types)
-    assert [config.heads_of(layer) for layer in (4, 5)] == [(4, 256), (4, 512)] and config.input_width == 256
+    assert [config.kv_heads_of(layer) for layer in (4, 5)] == [(4, 256), (4, 512)] and config.per_layer_input_dim == 256
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings"):
         assert getattr(config, name) == getattr(theirs, name), name
     last = parse_config({**LARGE, "layer_types": ["sliding_attention"] * 60})
     assert last.windows[-2:] == (1024, None)  # whatever is stated
     alone = parse_config({**LARGE, "layer_types": ["full_attention"] * 60})
-    assert set(alone.cache_heads) == {(4, 512)}
+    assert set(alone.cache_kv_heads) == {(4, 512)}
 
 
 def test_positions_are_those_of_transformers():
     config, theirs = parse_config(E2B), Gemma4TextRotaryEmbedding(Gemma4TextConfig(**E2B))
     for layer, kind in ((0, "sliding_attention"), (4, "full_attention")):
-        table = rope_table(config.ropes[layer], config.heads_of(layer)[1], 1024, 131072)
+        table = rope_table(config.ropes[layer], config.kv_heads_of(layer)[1], 1024, 131072)
         assert np.allclose(table.inv_freq, getattr(theirs, f"{kind}_inv_freq").numpy(), rtol=1e-6, atol=0)
-        assert table.rotary_dim == config.heads_of(layer)[1] and table.attention_scaling == 1.0
+        assert table.rotary_dim == config.kv_heads_of(layer)[1] and table.attention_scaling == 1.0
     assert (rope_table(config.ropes[4], 512, 1024, 131072).inv_freq > 0).sum() == 64
     halved = {**ROPES, "full_attention": {**ROPES["full_attention"], "factor": 8.0}}
     stretched = rope_table(parse_config({**E2B, "rope_parameters": halved}).ropes[4], 512, 1024, 131072)

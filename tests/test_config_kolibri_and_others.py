@@ -36,9 +36,10 @@ def test_kolibri_1() -> None:
     made = parse_config(KOLIBRI, strict=True)
     assert made.windows == (513, 513, 513, 513, None) * 10 and [rope is None for rope in made.ropes] == [False] * 4 + [True] + (
         [False] * 4 + [True]) * 9
-    own = made.mixture
-    assert (own.experts, own.per_token, own.width, made.intermediate_size) == (384, 6, 512, 512)
-    assert own.of_logits and own.corrected and own.routing.of_logits and not own.renormalise and own.layers == frozenset(range(50))
+    own = made.moe
+    assert (own.num_experts, own.experts_per_token, own.expert_dim, made.intermediate_size) == (384, 6, 512, 512)
+    assert own.correction_on_logits and own.correction_bias and own.routing.correction_on_logits and not own.renormalise
+    assert own.layers == frozenset(range(50))
 
 
 def test_kolibri_1_is_what_transformers_takes_where_a_config_is_silent() -> None:
@@ -65,9 +66,10 @@ def test_mimo_v2_flash() -> None:
     made = parse_config(MIMO, strict=True)
     full = [layer for layer, window in enumerate(made.windows) if window is None]
     assert full == [0, 5, 11, 17, 23, 29, 35, 41, 47] and made.windows[1] == 129
-    assert [made.heads_of(layer) for layer in (0, 1)] == [(4, 192), (8, 192)] and made.narrow == 128 and made.factor("v") == 0.707
+    assert [made.kv_heads_of(layer) for layer in (0, 1)] == [(4, 192),
+                                                             (8, 192)] and made.v_head_dim == 128 and made.multiplier("v") == 0.707
     assert [(rope.theta, int(192 * rope.partial_rotary_factor)) for rope in made.ropes[:2]] == [(5e6, 64), (1e4, 64)]
-    assert made.mixture.layers == frozenset(range(1, 48)) and (made.mixture.factor, made.mixture.shared_width) == (1.0, None)
+    assert made.moe.layers == frozenset(range(1, 48)) and (made.moe.routed_scale, made.moe.shared_expert_dim) == (1.0, None)
     rules = mimo_v2_flash.layer_tensors(made, 1)
     assert (rules["v"].shape, rules["o"].shape, rules["sinks"].shape) == ((1024, 4096), (4096, 8192), (64,))
     assert "sinks" not in mimo_v2_flash.layer_tensors(made, 0)

@@ -35,18 +35,19 @@ FLINT = {"architectures": ["FlintForCausalLM"], "model_type": "flint", "tie_word
 
 def test_laguna() -> None:
     made = parse_config(XS, strict=True)
-    assert [made.queries_of(layer) for layer in range(5)] == [48, 64, 64, 64, 48] and made.num_attention_heads == 48
+    assert [made.query_heads_of(layer) for layer in range(5)] == [48, 64, 64, 64, 48] and made.num_attention_heads == 48
     assert [window is None for window in made.windows] == [True, False, False, False] * 10 and made.windows[1] == 512
     wide, near = made.ropes[:2]
     assert (wide.theta, wide.kind, wide.partial_rotary_factor) == (500_000.0, "yarn", 0.5)
     assert (near.theta, near.kind, near.partial_rotary_factor) == (10_000.0, "default", 1.0)
-    assert made.gates_apart and made.gates_softplus and made.gates_whole and not parse_config({**XS, "gating": "per-element"}).gates_whole
-    assert made.mixture.layers == frozenset(range(1, LAYERS)) and (made.mixture.factor, made.mixture.shared_width) == (2.5, 512)
+    assert made.output_gate and made.output_gate_softplus and made.output_gate_per_head
+    assert not parse_config({**XS, "gating": "per-element"}).output_gate_per_head
+    assert made.moe.layers == frozenset(range(1, LAYERS)) and (made.moe.routed_scale, made.moe.shared_expert_dim) == (2.5, 512)
     assert made.eos_token_ids == (2, 24)
 
 
 def test_laguna_with_as_many_heads_in_each_layer() -> None:
-    assert parse_config({**XS, "num_attention_heads_per_layer": [48] * LAYERS}, strict=True).layer_queries == ()
+    assert parse_config({**XS, "num_attention_heads_per_layer": [48] * LAYERS}, strict=True).layer_query_heads == ()
 
 
 @pytest.mark.parametrize(("key", "value"), [
@@ -61,8 +62,10 @@ def test_what_laguna_may_not_have_is_named(key: str, value: object) -> None:
 
 def test_mamba2() -> None:
     made = parse_config(CODESTRAL, strict=True)
-    assert (made.state.heads, made.state.values, made.state.groups, made.state.depth, made.state.taps) == (128, 8192, 8, 128, 4)
-    assert made.state_layers == made.without_mlp == tuple(range(64)) and made.attention_layers == () and made.eos_token_ids == (0,)
+    assert (made.recurrent.heads, made.recurrent.values, made.recurrent.groups, made.recurrent.depth, made.recurrent.taps) == (
+        128, 8192, 8, 128, 4)
+    assert made.recurrent_layers == made.layers_without_mlp == tuple(range(64)) and made.attention_layers == ()
+    assert made.eos_token_ids == (0,)
 
 
 @pytest.mark.parametrize(("key", "value"), [
@@ -77,7 +80,7 @@ def test_flint_is_what_transformers_takes_where_a_config_is_silent() -> None:
     full = [layer for layer, window in enumerate(made.windows) if window is None]
     assert full[:5] == [0, 1, 5, 9, 13] and full[-1] == 48 and made.windows[2] == 513
     assert all((rope is None) == (window is None) for rope, window in zip(made.ropes, made.windows))
-    assert made.mixture.layers == frozenset(range(2, 49)) and not made.mixture.corrected and made.mixture.shared_width == 1024
+    assert made.moe.layers == frozenset(range(2, 49)) and not made.moe.correction_bias and made.moe.shared_expert_dim == 1024
 
 
 @pytest.mark.parametrize(("key", "value"), [

@@ -68,10 +68,10 @@ def published(name: str, **changes: object) -> dict[str, object]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_known_to_the_last_key(name: str) -> None:
     config = parse_config(published(name), strict=True)
-    assert config.warnings == () and config.latent.key == config.head_dim == 576 and config.num_key_value_heads == 1
-    assert config.latent.query_rank == PUBLISHED[name]["q_lora_rank"] and config.mixture.sigmoid == ("V2" not in name)
-    assert (config.mixture.groups, config.mixture.kept_groups) == {"V2": (6, 3), "V3": (4, 2)}.get(name, (1, 1))
-    assert config.rope.neighbours and config.mixture.layers == frozenset(range(PUBLISHED[name]["first_k_dense_replace"], 4))
+    assert config.warnings == () and config.mla.key == config.head_dim == 576 and config.num_key_value_heads == 1
+    assert config.mla.query_rank == PUBLISHED[name]["q_lora_rank"] and config.moe.sigmoid == ("V2" not in name)
+    assert (config.moe.num_groups, config.moe.top_groups) == {"V2": (6, 3), "V3": (4, 2)}.get(name, (1, 1))
+    assert config.rope.neighbours and config.moe.layers == frozenset(range(PUBLISHED[name]["first_k_dense_replace"], 4))
 
 
 def test_kimi_is_read_as_what_it_is() -> None:
@@ -94,7 +94,7 @@ def test_absent_keys_have_the_defaults_of_transformers(family: str) -> None:
     full = json.loads(WRITERS[family](**more).to_json_string())
     bare = parse_config({**more, "model_type": family})
     assert replace(bare, warnings=(), dtype="") == replace(parse_config(full, strict=True), warnings=(), dtype="")
-    latent = bare.latent
+    latent = bare.mla
     assert (latent.rank, latent.nope, latent.rope, latent.value, latent.query_rank) == tuple(
         full[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"))
 
@@ -135,7 +135,7 @@ def test_a_token_must_find_its_experts_in_the_groups_that_are_kept() -> None:
 def test_layers_without_experts() -> None:
     def sparse(**changes: object) -> list[int]:
         found: ModelConfig = parse_config(published("GLM-4.7-Flash", **changes))
-        return sorted(found.mixture.layers)
+        return sorted(found.moe.layers)
 
     assert sparse() == [1, 2, 3] == sparse(first_k_dense_replace=None)
     assert sparse(first_k_dense_replace=None, mlp_layer_types=["sparse", "dense", "sparse", "dense"]) == [0, 2]

@@ -12,7 +12,7 @@ from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_
 
 from effllm.runtime import families
 from effllm.runtime.config import parse_config
-from effllm.runtime.moe_config import Mixture
+from effllm.runtime.moe_config import MoEConfig
 from effllm.runtime.rope import rope_table
 
 # What the published checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
@@ -169,7 +169,7 @@ def test_layers_of_nemotron_h_are_halves() -> None:
     earlier = {key: value for key, value in base.items() if key != "head_dim"} | {"attention_head_dim": 128}
     assert parse_config(earlier, strict=True) == parse_config(base), "Nemotron H 8B says it by another name"
     config = parse_config({**base, "num_hidden_layers": 9, "hybrid_override_pattern": "M-MM*-*M-"}, strict=True)
-    assert config.num_hidden_layers == 6 and config.state_layers == (0, 1, 2, 5) and config.without_mlp == (1, 2, 4)
+    assert config.num_hidden_layers == 6 and config.recurrent_layers == (0, 1, 2, 5) and config.layers_without_mlp == (1, 2, 4)
     kinds = ["mamba", "mlp", "mamba", "mamba", "attention", "mlp", "attention", "mamba", "mlp"]
     assert parse_config({**base, "num_hidden_layers": 9, "hybrid_override_pattern": None, "layers_block_type": kinds}) == config
 
@@ -189,38 +189,39 @@ def test_multipliers_of_falcon_h1() -> None:
     base = {**LLAMA, "model_type": "falcon_h1", **PUBLISHED["falcon_h1"]}
     config = parse_config(base, strict=True)
     assert config.attn_scale == pytest.approx(0.390625 / 8) and config.logits_scaling == pytest.approx(25.6)
-    assert dict(config.factors) == pytest.approx({
+    assert dict(config.multipliers) == pytest.approx({
         "o": 0.9375, "state_out": 0.23570226, "post_norm": 0.88388348, "down": 0.5859375 / 0.88388348, "state_gate": 1.25 * 0.35355339,
         "state_in.values": 0.3125, "state_in.b": 1.25 * 0.35355339, "state_in.c": 0.625, "state_rate": 1.25 * 0.35355339})
     plain = parse_config({key: value for key, value in base.items() if "multiplier" not in key}, strict=True)
-    assert plain.factors == () and plain.attn_scale is None and plain.attention_layers == plain.state_layers == (0, 1, 2, 3)
-    assert not plain.state.normed and plain.state.values == 1536
+    assert plain.multipliers == () and plain.attn_scale is None and plain.attention_layers == plain.recurrent_layers == (0, 1, 2, 3)
+    assert not plain.recurrent.normed and plain.recurrent.values == 1536
 
 
 def test_mixtures_of_nemotron_h() -> None:
     """As Nemotron 3 Nano is published."""
     base = {**LLAMA, "model_type": "nemotron_h", **PUBLISHED["nemotron_h"], **NEMOTRON_3}
     config = parse_config(base, strict=True)
-    assert config.warnings == () and config.num_hidden_layers == 29 and len(config.state_layers) == 23 and config.hidden_act == "relu2"
-    assert config.mixture == Mixture(128, 6, 1856, True, frozenset(set(range(29)) - set(config.without_mlp)), sigmoid=True, factor=2.5,
-                                     corrected=True, shared_width=3712, gated=False) and len(config.without_mlp) == 6
+    assert config.warnings == () and config.num_hidden_layers == 29 and len(config.recurrent_layers) == 23 and config.hidden_act == "relu2"
+    assert config.moe == MoEConfig(128, 6, 1856, True, frozenset(set(range(29)) - set(config.layers_without_mlp)), sigmoid=True,
+                                   routed_scale=2.5,
+                                 correction_bias=True, shared_expert_dim=3712, gated=False) and len(config.layers_without_mlp) == 6
     both = parse_config({**base, "num_hidden_layers": 4, "hybrid_override_pattern": "*EM-"}, strict=True)
-    assert both.mixture.layers == {0} and both.state_layers == (1,) and both.without_mlp == ()
+    assert both.moe.layers == {0} and both.recurrent_layers == (1,) and both.layers_without_mlp == ()
     ahead = {**base, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
     assert parse_config(ahead, strict=True) == config, "as Nemotron 3.5 Lightning"
     larger = parse_config({**ahead, "hidden_size": 4096, "moe_latent_size": 1024, "moe_intermediate_size": 2688}, strict=True)
-    assert (larger.mixture.latent, larger.mixture.apart) == (1024, True), "as Nemotron 3 Super"
+    assert (larger.moe.latent_dim, larger.moe.parallel_to_mlp) == (1024, True), "as Nemotron 3 Super"
     for key, value in (("moe_latent_size", 2689), ("n_shared_experts", 2), ("n_group", 3), ("num_local_experts", 4)):
         refused({**base, key: value}, key)
     dense = {**base, "hybrid_override_pattern": "MM*-", "num_hidden_layers": 4}
-    assert parse_config({**dense, "moe_latent_size": 7, "n_shared_experts": 3}).mixture is None, "nobody visits them"
+    assert parse_config({**dense, "moe_latent_size": 7, "n_shared_experts": 3}).moe is None, "nobody visits them"
 
 
 def test_dense_ones_of_granite_4_visit_no_experts() -> None:
     """As the published ones say it: 350M, 1B and micro, with h in their name and without."""
     base = {**LLAMA, "model_type": "granitemoehybrid", **PUBLISHED["granitemoehybrid"], "num_local_experts": 0}
     config = parse_config({**base, "num_experts_per_tok": 0}, strict=True)
-    assert config.mixture is None and config == parse_config(base, strict=True)
+    assert config.moe is None and config == parse_config(base, strict=True)
     refused({**base, "num_experts_per_tok": -1}, "num_experts_per_tok")
     refused({**base, "num_local_experts": 64, "num_experts_per_tok": 0}, "num_experts_per_tok")
 
@@ -379,7 +380,7 @@ def test_qwen3_5_is_read_as_its_text_part() -> None:
     config = parse_config({**written, "architectures": ["Qwen3_5ForConditionalGeneration"]}, strict=True)
     assert replace(config, warnings=()) == parse_config(json.loads(text.to_json_string()), strict=True)
     assert config.warnings == ("'qwen3_5' takes images too: effllm reads its text part, qwen3_5_text",)
-    assert config.attention_layers == (3,) and config.state_layers == (0, 1, 2) and not config.tie_word_embeddings
+    assert config.attention_layers == (3,) and config.recurrent_layers == (0, 1, 2) and not config.tie_word_embeddings
     assert config.rope.partial_rotary_factor == 0.25 and [rope is None for rope in config.ropes] == [True, True, True, False]
     unsaid = {key: value for key, value in written.items() if key != "tie_word_embeddings"}
     assert not parse_config(unsaid, strict=True).tie_word_embeddings, "as in transformers, the outer object decides"

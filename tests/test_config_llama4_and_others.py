@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from effllm import UsageError
 from effllm.runtime import families
 from effllm.runtime.config import parse_config
-from effllm.runtime.moe_config import Mixture
+from effllm.runtime.moe_config import MoEConfig
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.rope import rope_table, rope_tables
 from effllm.runtime.stores.composite import SIZE_KEYS, SIZES, text_model_config
@@ -204,7 +204,7 @@ def test_qwen3_next_has_a_layer_to_draft_by_whatever_its_config_says() -> None:
     base = {**LLAMA, "model_type": "qwen3_next"}
     config = parse_config(base)
     assert config.mtp_layers == 1
-    assert config.mixture == Mixture(512, 10, 512, True, frozenset(range(4)), shared_width=512, shared_scaled=True)
+    assert config.moe == MoEConfig(512, 10, 512, True, frozenset(range(4)), shared_expert_dim=512, shared_expert_gate=True)
     assert config.attention_layers == (3,) and config.rope.partial_rotary_factor == 0.25
     assert parse_config({**base, "mtp_num_hidden_layers": 0}).mtp_layers == 0
 
@@ -315,7 +315,7 @@ def test_sizes_that_a_text_part_leaves_out_are_those_of_its_class(text: dict[str
     theirs = CONFIG_MAPPING[text["model_type"]](**{key: value for key, value in text.items() if key != "model_type"})
     config = parse_config({"model_type": kind, "vision_config": {}, "text_config": text, "tie_word_embeddings": False,
                            **{key: text[key] for key in ("vocab_size",) if key in text}}, strict=True)
-    keys = [key for key in SIZE_KEYS if key != "intermediate_size" or config.mixture is None]
+    keys = [key for key in SIZE_KEYS if key != "intermediate_size" or config.moe is None]
     assert [getattr(config, key) for key in keys] == [getattr(theirs, key) for key in keys]
     assert config.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     if kind == "llava":  # an older form, without such a part
@@ -347,23 +347,24 @@ def test_a_context_beyond_what_is_seen_at_once_is_refused_by_the_number(tmp_path
 def test_llama_4_runs_as_far_as_every_token_sees_all_before_it(changes: dict[str, object], most: int | None, key: str) -> None:
     base = {**SEEING["llama4"]["text_config"], "max_position_embeddings": 262144, **changes}
     config = parse_config(base, strict=True)
-    assert config.most_tokens == most and config.context_length == (most or 262144)
+    assert config.max_supported_tokens == most and config.context_length == (most or 262144)
     assert [key in said and str(most) in said for said in config.warnings] == [True] * (most is not None)
 
 
 def test_layers_of_llama_4() -> None:
     base = {**SEEING["llama4"]["text_config"]}
     config = parse_config(base, strict=True)
-    assert [rope is not None for rope in config.ropes] == [True, True, True, False] and config.qk_norm_unit and config.layer_ffn == ()
-    assert config.mixture == Mixture(16, 1, 88, False, frozenset(range(4)), sigmoid=True, of_inputs=True, shared_width=88)
+    assert [rope is not None for rope in config.ropes] == [True, True, True,
+                                                           False] and config.qk_norm_unweighted and config.layer_intermediate_sizes == ()
+    assert config.moe == MoEConfig(16, 1, 88, False, frozenset(range(4)), sigmoid=True, weights_scale_inputs=True, shared_expert_dim=88)
     other = parse_config({**base, "no_rope_layers": [1, 0, 1, 1], "interleave_moe_layer_step": 2, "use_qk_norm": False})
-    assert [rope is not None for rope in other.ropes] == [True, False, True, True] and not other.qk_norm_unit
-    assert other.mixture.layers == {1, 3} and other.layer_ffn == (16384, 88, 16384, 88)
+    assert [rope is not None for rope in other.ropes] == [True, False, True, True] and not other.qk_norm_unweighted
+    assert other.moe.layers == {1, 3} and other.layer_intermediate_sizes == (16384, 88, 16384, 88)
     refused({**base, "layer_types": ["sliding_attention"] * 4}, "layer_types")
     refused({**base, "num_local_experts": 0, "moe_layers": [1]}, "num_local_experts", "moe_layers")
     for said in ({"moe_layers": []}, {"interleave_moe_layer_step": 0}, {"num_local_experts": 0, "num_experts_per_tok": 0}):
         dense = parse_config({**base, **said}, strict=True)
-        assert dense.mixture is None and dense.layer_ffn == (16384,) * 4, said
+        assert dense.moe is None and dense.layer_intermediate_sizes == (16384,) * 4, said
     table = rope_table(config.rope, 128, 8000, 8000)
     theirs = ROPE_INIT_FUNCTIONS["llama3"](Llama4TextConfig(head_dim=128, rope_parameters={**base["rope_scaling"], "rope_theta": 5e5}),
                                            torch.device("cpu"))[0].numpy()

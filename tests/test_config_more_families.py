@@ -6,7 +6,7 @@ from config_samples import LLAMA, refused
 
 from effllm.runtime import families
 from effllm.runtime.config import parse_config
-from effllm.runtime.moe_config import Mixture
+from effllm.runtime.moe_config import MoEConfig
 
 PUBLISHED = {
     "granitemoeshared": {
@@ -87,14 +87,14 @@ def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) 
 
 def test_hunyuan_says_of_every_layer_what_holds_of_all() -> None:
     config = parse_config(base("hunyuan_v1_moe"), strict=True)
-    assert config.mixture == Mixture(64, 8, 3072, True, frozenset(range(4)), shared_width=3072) and config.qk_norm
+    assert config.moe == MoEConfig(64, 8, 3072, True, frozenset(range(4)), shared_expert_dim=3072) and config.qk_norm
     numbers = {"moe_topk": 8, "moe_intermediate_size": 3072, "num_shared_expert": 1}
     assert parse_config({**base("hunyuan_v1_moe"), **numbers}, strict=True) == config
 
 
 def test_command_r_plus_norms_every_head_by_weights_of_its_own() -> None:
     config = parse_config(base("cohere"), strict=True)
-    assert config.qk_norm and config.qk_norm_each and config.norm_kind == "layer"
+    assert config.qk_norm and config.qk_norm_per_head and config.norm_kind == "layer"
     rules = families.get("cohere").layer_tensors(config, 0)
     assert rules["q_norm"].shape == (12, 16) and rules["k_norm"].shape == (4, 16)
     refused({**base("cohere"), "use_qk_norm": "yes"}, "use_qk_norm")
@@ -112,21 +112,22 @@ def test_what_turns_of_a_head_where_nothing_is_said() -> None:
 
 def test_a_shared_expert_of_no_width_is_none() -> None:
     config = parse_config({**base("granitemoeshared"), "shared_intermediate_size": 0}, strict=True)
-    assert config.mixture.shared_width is None and config.intermediate_size == config.mixture.width
+    assert config.moe.shared_expert_dim is None and config.intermediate_size == config.moe.expert_dim
     assert not any(role.startswith("shared.") for role in families.get("granitemoeshared").layer_tensors(config, 0))
     shared = parse_config(base("granitemoeshared"), strict=True)
-    assert shared.mixture.shared_width == shared.intermediate_size == 1024 and shared.mixture.factor == 0.22
+    assert shared.moe.shared_expert_dim == shared.intermediate_size == 1024 and shared.moe.routed_scale == 0.22
 
 
 def test_blocks_of_llama_nemotron() -> None:
     config = parse_config(base("nemotron_nas"), strict=True)
-    assert config.without_attention == (1, 3) and config.attention_layers == (0, 2) and config.without_mlp == (3,)
-    assert [config.ffn_of(layer) for layer in range(3)] == [14_336, 5632, 28_672] and config.head_dim == 128
-    assert [config.heads_of(layer) for layer in (0, 2)] == [(8, 128), (16, 128)] and config.intermediate_size == 28_672
+    assert config.layers_without_attention == (1, 3) and config.attention_layers == (0, 2) and config.layers_without_mlp == (3,)
+    assert [config.intermediate_size_of(layer) for layer in range(3)] == [14_336, 5632, 28_672] and config.head_dim == 128
+    assert [config.kv_heads_of(layer) for layer in (0, 2)] == [(8, 128), (16, 128)] and config.intermediate_size == 28_672
     block = {"attention": {"no_op": False, "num_key_value_heads": 8},
              "ffn": {"hidden_act": "silu", "no_op": False, "intermediate_size": 100}}
     named = parse_config({**base("nemotron_nas"), "block_configs": [block] * 4}, strict=True)
-    assert named.num_key_value_heads == 8 and named.intermediate_size == 100 and not (named.layer_ffn or named.layer_heads)
+    assert named.num_key_value_heads == 8 and named.intermediate_size == 100 and not (named.layer_intermediate_sizes
+                                                                                      or named.layer_kv_heads)
     for half, key, value in (("attention", "replace_with_linear", True), ("attention", "window_length", 8192), ("ffn", "sparsify", [1]),
                              ("attention", "num_sink_tokens", 4), ("attention", "no_op", 1), ("attention", "num_key_value_heads", 7),
                              ("ffn", "intermediate_size", -1), ("ffn", "gates", 2), ("ffn", "hidden_act", "gelu")):

@@ -31,8 +31,8 @@ def test_muse_glimmer() -> None:
     made = parse_config(MUSE, strict=True)
     assert made.windows == (2048, 2048, 2048, None) * 13 and [rope is None for rope in made.ropes] == [False, False, False, True] * 13
     assert made.attn_scale == pytest.approx(3.87 / 128**0.5) and made.logits_scaling == pytest.approx(26**0.5) and made.rope.theta == 5e5
-    assert (made.norm_kind, made.last_norm, made.norm_eps, made.behind_eps) == ("rms+1", "rms", 1e-5, 1e-8)
-    assert made.qk_norm_unit and made.qk_norm_still and not made.qk_norm and made.gates_apart and not made.tie_word_embeddings
+    assert (made.norm_kind, made.final_norm_kind, made.norm_eps, made.post_norm_eps) == ("rms+1", "rms", 1e-5, 1e-8)
+    assert made.qk_norm_unweighted and made.qk_norm_without_rope and not made.qk_norm and made.output_gate and not made.tie_word_embeddings
 
 
 def test_muse_glimmer_is_what_transformers_takes_where_a_config_is_silent() -> None:
@@ -57,7 +57,7 @@ def test_a_folder_made_of_a_file_is_the_model_of_the_file(tmp_path: Path) -> Non
     run(tmp_path / "m.gguf", tmp_path / "8bit", options("8bit"))
     assert json.loads((tmp_path / "8bit" / "config.json").read_text())["qk_norm_stored"] is True
     made, whole = read_config(tmp_path / "8bit", strict=True), read_config(source)
-    assert made.qk_norm and not made.qk_norm_unit and made.attn_scale * 2.5 == pytest.approx(whole.attn_scale)
+    assert made.qk_norm and not made.qk_norm_unweighted and made.attn_scale * 2.5 == pytest.approx(whole.attn_scale)
     ids = list(range(5, 80))
     expected, rounded = scores(source, ids), scores(tmp_path / "8bit", ids)
     assert abs(rounded - expected).mean() < 0.03 * abs(expected).max()

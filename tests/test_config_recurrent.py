@@ -60,12 +60,12 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
 
 def test_what_kimi_linear_says_in_either_dialect() -> None:
     config = parse_config({"model_type": "kimi_linear", **PUBLISHED["kimi_linear"]})
-    assert config.state == KdaShape.of(32, 128, 4) and config.context_length == 1 << 20 and config.rope is None
+    assert config.recurrent == KdaShape.of(32, 128, 4) and config.context_length == 1 << 20 and config.rope is None
     assert config.attention_layers == tuple(layer - 1 for layer in ATTENDING)
-    own = config.mixture
-    assert (own.experts, own.per_token, own.width, own.shared_width, own.factor) == (256, 8, 1024, 1024, 2.446)
-    assert own.layers == frozenset(range(1, 27)) and own.renormalise and own.sigmoid and own.corrected
-    assert config.latent.key == 576 and config.attn_scale == pytest.approx(192**-0.5)
+    own = config.moe
+    assert (own.num_experts, own.experts_per_token, own.expert_dim, own.shared_expert_dim, own.routed_scale) == (256, 8, 1024, 1024, 2.446)
+    assert own.layers == frozenset(range(1, 27)) and own.renormalise and own.sigmoid and own.correction_bias
+    assert config.mla.key == 576 and config.attn_scale == pytest.approx(192**-0.5)
     other = {key: value for key, value in PUBLISHED["kimi_linear"].items() if key not in ("linear_attn_config", "first_k_dense_replace")}
     kinds = ["full_attention" if layer in ATTENDING else "linear_attention" for layer in range(1, 28)]
     for name, called in (("max_position_embeddings", "model_max_length"), ("n_group", "num_expert_group"),
@@ -78,22 +78,23 @@ def test_what_kimi_linear_says_in_either_dialect() -> None:
 
 def test_what_jamba_says() -> None:
     config = parse_config({"model_type": "jamba", **PUBLISHED["jamba"]})
-    assert config.state == Mamba1Shape(8192, 16, 256, 4, normed=True) and config.attention_layers == (4, 12, 20, 28)
-    assert config.mixture.layers == frozenset(range(1, 32, 2)) and not config.mixture.renormalise and config.mixture.width == 14336
+    assert config.recurrent == Mamba1Shape(8192, 16, 256, 4, normed=True) and config.attention_layers == (4, 12, 20, 28)
+    assert config.moe.layers == frozenset(range(1, 32, 2)) and not config.moe.renormalise and config.moe.expert_dim == 14336
     assert config.rope is None and config.eos_token_ids == (2, 518)
     alone = parse_config({"model_type": "jamba", **PUBLISHED["jamba"], "num_experts": 1, "mamba_dt_rank": "auto", "hidden_size": 4160})
-    assert alone.mixture is None and alone.state.rank == 260
+    assert alone.moe is None and alone.recurrent.rank == 260
     refused({"model_type": "jamba", **PUBLISHED["jamba"], "num_hidden_layers": 4}, "attn_layer_offset")
 
 
 def test_what_state_spaces_alone_say() -> None:
     config = parse_config({"model_type": "mamba", **PUBLISHED["mamba"]})
-    assert config.state == Mamba1Shape(1536, 16, 48, 4) and config.attention_layers == () and config.tie_word_embeddings
-    assert config.without_mlp == config.state_layers == tuple(range(24)) and config.context_length == 1 << 20
+    assert config.recurrent == Mamba1Shape(1536, 16, 48, 4) and config.attention_layers == () and config.tie_word_embeddings
+    assert config.layers_without_mlp == config.recurrent_layers == tuple(range(24)) and config.context_length == 1 << 20
     falcon = parse_config({"model_type": "falcon_mamba", **PUBLISHED["falcon_mamba"]})
-    assert falcon.state == Mamba1Shape(8192, 16, 256, 4, normed=True) and falcon.state_norm_eps == 1e-6 and not falcon.tie_word_embeddings
+    assert falcon.recurrent == Mamba1Shape(8192, 16, 256, 4,
+                                           normed=True) and falcon.recurrent_norm_eps == 1e-6 and not falcon.tie_word_embeddings
     bare = parse_config({"model_type": "mamba", "hidden_size": 500})
-    assert bare.state == Mamba1Shape(1000, 16, 32, 4) and bare.vocab_size == 50280
+    assert bare.recurrent == Mamba1Shape(1000, 16, 32, 4) and bare.vocab_size == 50280
 
 
 @pytest.mark.parametrize(("family", "key", "value"), [

@@ -104,9 +104,9 @@ def test_what_is_left_out_is_what_transformers_takes(family: str, changes: dict[
     bare = {"model_type": family, **sizes, **changes}
     silent, said = parse_config(bare), parse_config(json.loads(full.to_json_string()), strict=True)
     # Two numbers that a config leaves out are those that its vocabulary has no place for.
-    same = ("windows", "ropes", "norm_eps", "tie_word_embeddings", "max_position_embeddings", "mixture", "head_dim", "num_key_value_heads",
-            "attn_scale", "embedding_multiplier", "residual_multiplier", "logits_scaling", "latent", "intermediate_size", "layer_ffn",
-            "hidden_act", "qk_norm", "qkv_bias", "norm_kind")
+    same = ("windows", "ropes", "norm_eps", "tie_word_embeddings", "max_position_embeddings", "moe", "head_dim", "num_key_value_heads",
+            "attn_scale", "embedding_multiplier", "residual_multiplier", "logits_scaling", "mla", "intermediate_size",
+            "layer_intermediate_sizes", "hidden_act", "qk_norm", "qkv_bias", "norm_kind")
     assert {name: getattr(silent, name) for name in same} == {name: getattr(said, name) for name in same}
     assert silent.eos_token_ids == tuple(each for each in said.eos_token_ids if each < full.vocab_size)
     kinds = getattr(full, "layer_types", None) or ["full_attention"] * full.num_hidden_layers
@@ -157,7 +157,7 @@ def test_kimi_k2_5_is_read_as_its_text_part() -> None:
         "bos_token_id": 1, "eos_token_id": 2, "ignore_index": -100, "media_placeholder_token_id": 9, "model_type": "kimi_k25",
         "pad_token_id": 0, "text_config": inner, "use_unified_vision_chunk": True, "video_placeholder": "<v>", "vision_config": {}}
     config = parse_config(raw, strict=True)
-    assert config.family == "deepseek_v3" and not config.tie_word_embeddings and config.mixture.experts == 8
+    assert config.family == "deepseek_v3" and not config.tie_word_embeddings and config.moe.num_experts == 8
     assert len(config.warnings) == 1 and "takes images too" in config.warnings[0]
     refused({**raw, "auto_map": {"AutoModel": "modeling_other.Other"}}, "auto_map")
 

@@ -17,17 +17,17 @@ def test_how_tokens_choose_what_they_see() -> None:
     base = {**LLAMA, "model_type": "deepseek_v32", **PUBLISHED["deepseek_v32"], "max_position_embeddings": 163840, "index_topk": 2048,
             "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}}
     config = parse_config(base, strict=True)
-    assert (config.context_length, config.most_tokens, config.warnings) == (163840, None, ()) and config.mixture.layers == {3}
-    own = config.indexed
-    assert own.shape == IndexShape(64, 128, 64, 2048) and own.sources == (0, 1, 2, 3) and not own.neighbours
+    assert (config.context_length, config.max_supported_tokens, config.warnings) == (163840, None, ()) and config.moe.layers == {3}
+    own = config.indexer
+    assert own.shape == IndexShape(64, 128, 64, 2048) and own.source_layers == (0, 1, 2, 3) and not own.interleaved_rope
     kinds = ["dense", "sparse", "dense", "sparse"]
-    assert parse_config({**base, "mlp_layer_types": kinds}).mixture.layers == {1, 3}
+    assert parse_config({**base, "mlp_layer_types": kinds}).moe.layers == {1, 3}
     without = {key: value for key, value in base.items() if key != "index_topk"}
-    assert parse_config(without).indexed.shape.chosen == 2048
+    assert parse_config(without).indexer.shape.top_k == 2048
     small = {"index_topk": 7, "index_n_heads": 3, "index_head_dim": 80}
-    assert parse_config({**base, **small}).indexed.shape == IndexShape(3, 80, 64, 7)
+    assert parse_config({**base, **small}).indexer.shape == IndexShape(3, 80, 64, 7)
     short = without_index(config)
-    assert (short.indexed, short.most_tokens, short.context_length) == (None, 2048, 2048)
+    assert (short.indexer, short.max_supported_tokens, short.context_length) == (None, 2048, 2048)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "glm5_next_text", "hy_v4", "qwen4_exp_text"])
@@ -51,10 +51,11 @@ def test_kinds_of_layers_by_their_earlier_names(family: str) -> None:
 def test_layers_that_share_a_choice(changes: dict[str, object], sources: tuple[int, ...]) -> None:
     """As transformers reads them."""
     base = {**LLAMA, "model_type": "glm_moe_dsa", **PUBLISHED["glm_moe_dsa"], **changes}
-    own = parse_config(base, strict=True).indexed
+    own = parse_config(base, strict=True).indexer
     theirs = CONFIG_MAPPING["glm_moe_dsa"](**{key: value for key, value in base.items() if key not in ("model_type", "architectures")})
-    kinds = ["full" if source == layer else "shared" for layer, source in enumerate(own.sources)]
-    assert own.sources == sources and kinds == theirs.indexer_types and own.neighbours and own.shape == IndexShape(32, 128, 64, 2048)
+    kinds = ["full" if source == layer else "shared" for layer, source in enumerate(own.source_layers)]
+    assert own.source_layers == sources and kinds == theirs.indexer_types and own.interleaved_rope and own.shape == IndexShape(32, 128, 64,
+                                                                                                                               2048)
 
 
 # As it is published, shortened by most of its layers.
@@ -78,19 +79,21 @@ def test_minimax_3_as_it_is_published(whole: bool) -> None:
     raw = {"model_type": "minimax_m3_vl", "architectures": ["MiniMaxM3SparseForConditionalGeneration"], "text_config": MINIMAX_3,
            "vision_config": {}, "img_token_compression_config": {}, "image_token_index": 200025, "projector_hidden_size": 6144}
     config = parse_config(raw if whole else MINIMAX_3, strict=True)
-    own, mixture = config.indexed, config.mixture
-    assert own.shape == IndexShape(4, 128, 64, 16, PAGE, True, 1) and own.shape.whole == 2048 and own.shape.groups == 4
-    assert own.sources == (None, None, 2, 3, 4) and mixture.layers == {2, 3, 4} and own.norm == ("rms+1", 1e-6)
-    assert (config.intermediate_size, mixture.width, mixture.shared_width, config.hidden_act) == (12288, 3072, 3072, "clamped_swish")
+    own, mixture = config.indexer, config.moe
+    assert own.shape == IndexShape(4, 128, 64, 16, PAGE, True, 1) and own.shape.dense_tokens == 2048 and own.shape.groups == 4
+    assert own.source_layers == (None, None, 2, 3, 4) and mixture.layers == {2, 3, 4} and own.norm == ("rms+1", 1e-6)
+    assert (config.intermediate_size, mixture.expert_dim, mixture.shared_expert_dim, config.hidden_act) == (12288, 3072, 3072,
+                                                                                                            "clamped_swish")
     assert config.ropes[0].partial_rotary_factor == 0.5 and config.norm_kind == "rms+1" and not config.tie_word_embeddings
     theirs = CONFIG_MAPPING["minimax_m3_vl_text"](**{key: value for key, value in MINIMAX_3.items() if key != "model_type"})
-    assert [kind == "minimax_m3_sparse" for kind in theirs.layer_types] == [source is not None for source in own.sources]
-    assert (theirs.index_topk_blocks, theirs.index_block_size, theirs.index_local_blocks) == (16, own.shape.grain, own.shape.near)
+    assert [kind == "minimax_m3_sparse" for kind in theirs.layer_types] == [source is not None for source in own.source_layers]
+    assert (theirs.index_topk_blocks, theirs.index_block_size, theirs.index_local_blocks) == (16, own.shape.block_size,
+                                                                                              own.shape.local_blocks)
     plain = {key: value for key, value in MINIMAX_3.items() if key != "sparse_attention_config"}
-    assert parse_config(plain).indexed is None
+    assert parse_config(plain).indexer is None
     listed = {**plain, "layer_types": ["full_attention", "minimax_m3_sparse"] + ["full_attention"] * 3, "index_topk_blocks": 3,
               "index_block_size": 32, "index_n_heads": 4, "index_head_dim": 64, "index_local_blocks": 0}
-    assert parse_config(listed).indexed.shape == IndexShape(4, 64, 64, 3, 32, True, 0)
+    assert parse_config(listed).indexer.shape == IndexShape(4, 64, 64, 3, 32, True, 0)
 
 
 @pytest.mark.parametrize(("key", "value"), [

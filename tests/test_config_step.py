@@ -37,21 +37,22 @@ STEP = {
 def test_step_3_5() -> None:
     made = parse_config(STEP, strict=True)
     assert made.windows == tuple(None if kind == GLOBAL else 512 for kind in KINDS[:45])
-    assert made.layer_queries == tuple(64 if kind == GLOBAL else 96 for kind in KINDS[:45]) and made.num_key_value_heads == 8
+    assert made.layer_query_heads == tuple(64 if kind == GLOBAL else 96 for kind in KINDS[:45]) and made.num_key_value_heads == 8
     wide, near = made.ropes[0], made.ropes[1]
     assert (wide.kind, wide.theta, wide.partial_rotary_factor, wide.params["high_freq_factor"]) == ("llama3", 5e6, 0.5, 32.0)
     assert (near.kind, near.theta, near.partial_rotary_factor) == ("default", 1e4, 1.0)
-    own = made.mixture
-    assert (own.experts, own.per_token, own.factor, own.layers) == (288, 8, 3.0, frozenset(range(3, 45))) and own.corrected and own.sigmoid
-    assert made.gate_bounds == ((None, None),) * 43 + ((7.0, None), (7.0, 16.0)) and made.mtp_layers == 3
-    assert made.gates_apart and made.gates_whole and made.norm_kind == "rms+1" and made.qk_norm
+    own = made.moe
+    assert (own.num_experts, own.experts_per_token, own.routed_scale, own.layers) == (288, 8, 3.0, frozenset(range(3, 45)))
+    assert own.correction_bias and own.sigmoid
+    assert made.gate_limits == ((None, None),) * 43 + ((7.0, None), (7.0, 16.0)) and made.mtp_layers == 3
+    assert made.output_gate and made.output_gate_per_head and made.norm_kind == "rms+1" and made.qk_norm
 
 
 def test_what_transformers_makes_of_it_is_the_same() -> None:
     theirs = CONFIG_MAPPING["step3p5"](**{key: value for key, value in STEP.items() if key not in ("auto_map", "model_type")}).to_dict()
     outer = {"architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7", "vision_config": {}, "dtype": "bfloat16"}
     made, plain = parse_config({**outer, "text_config": theirs}), parse_config(STEP)
-    for name in ("windows", "ropes", "layer_queries", "mixture", "gate_bounds", "max_position_embeddings", "norm_eps", "vocab_size"):
+    for name in ("windows", "ropes", "layer_query_heads", "moe", "gate_limits", "max_position_embeddings", "norm_eps", "vocab_size"):
         assert getattr(made, name) == getattr(plain, name), name
 
 
@@ -86,7 +87,7 @@ def test_lists_of_a_file_continue_for_the_layers_behind() -> None:
     assert (raw["num_attention_heads"], raw["num_sliding_attention_heads"], raw["swiglu_limits"]) == (64, 96, [0.0, 0.0, 7.0, 0.0])
     sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 88, "n_routed_experts": 8, "num_key_value_heads": 8}
     made = parse_config({**raw, **sizes, "norm_expert_weight": True, "model_type": "step3p5"}, strict=True)
-    assert made.layer_queries == (64, 96, 96) and made.mtp_layers == 1 and made.gate_bounds[2] == (7.0, None)
+    assert made.layer_query_heads == (64, 96, 96) and made.mtp_layers == 1 and made.gate_limits[2] == (7.0, None)
     assert len(made.ropes[0].params["long_factor"]) == 32 and (made.ropes[1].theta, made.ropes[1].partial_rotary_factor) == (1e4, 1.0)
 
 

@@ -68,7 +68,7 @@ def test_what_is_left_out_is_what_transformers_takes(family: str, changes: dict[
     assert silent.windows == said.windows and silent.ropes == said.ropes and silent.norm_eps == said.norm_eps == full.rms_norm_eps
     assert silent.tie_word_embeddings == said.tie_word_embeddings == full.tie_word_embeddings
     assert silent.eos_token_ids == tuple(each for each in said.eos_token_ids if each < full.vocab_size)
-    assert silent.max_position_embeddings == full.max_position_embeddings and silent.mixture == said.mixture
+    assert silent.max_position_embeddings == full.max_position_embeddings and silent.moe == said.moe
     kinds = full.layer_types if family != "helium" else ["full_attention"] * 4
     assert silent.windows == tuple(full.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -92,7 +92,7 @@ def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) 
 
 def test_layers_of_lfm3() -> None:
     config = parse_config(base("lfm3"), strict=True)
-    assert config.windows == (None, 256, None, None) and config.state_layers == (0, 3) and config.state.taps == 7
+    assert config.windows == (None, 256, None, None) and config.recurrent_layers == (0, 3) and config.recurrent.taps == 7
     assert [rope and (rope.kind, rope.theta) for rope in config.ropes] == [None, ("default", 1e4), ("proportional", 1e6), None]
     rules = [families.get("lfm3").layer_tensors(config, layer) for layer in (0, 1)]
     assert rules[1]["attn_gate"].shape == (6, 96) and "q" not in rules[0] and rules[0]["state_conv"].shape == (96, 1, 7)
@@ -110,4 +110,4 @@ def test_layers_of_granite_swash() -> None:
     nowhere = parse_config({**base("granite_swa"), "layer_rope_theta": [0] * 4}, strict=True)
     assert nowhere.ropes == (None,) * 4
     mixture = parse_config(base("granitemoe_swa"), strict=True)
-    assert mixture.mixture.shared_width is None and mixture.mixture.factor == 0.22 and None not in mixture.ropes
+    assert mixture.moe.shared_expert_dim is None and mixture.moe.routed_scale == 0.22 and None not in mixture.ropes

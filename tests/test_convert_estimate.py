@@ -16,7 +16,7 @@ from effllm.runtime.conversion import convert_estimate
 from effllm.runtime.conversion.convert_estimate import Costs, text_operations, total, visit_operations
 from effllm.runtime.conversion.convert_plan import ConversionPlan, plan_conversion
 from effllm.runtime.families import expert_role
-from effllm.runtime.moe_config import Mixture
+from effllm.runtime.moe_config import MoEConfig
 from effllm.runtime.planning.timing import median_times
 
 COSTS = Costs(depth=256, input_s=1e-4, weight_s=4e-7, factor_s=1e-3, plain_s=1e-8, rate=1e11)
@@ -173,6 +173,6 @@ def test_what_experts_read_is_summed_later(plan: ConversionPlan) -> None:
     """Two experts, of which a token visits one: gate and up read the same, down its own."""
     of = {job.role: job for job in plan.jobs if job.key == 0}
     experts = [replace(of[role], role=expert_role(expert, role)) for expert in (0, 1) for role in ("gate", "up", "down")]
-    mixed = replace(plan, jobs=tuple(experts), config=replace(plan.config, mixture=Mixture(2, 1, 768, True, frozenset({0}))))
+    mixed = replace(plan, jobs=tuple(experts), config=replace(plan.config, moe=MoEConfig(2, 1, 768, True, frozenset({0}))))
     assert visit_operations(mixed) == 256**2 + 768**2
     assert visit_operations(plan) == 0

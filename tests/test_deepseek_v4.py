@@ -58,7 +58,7 @@ def test_what_is_chosen_of_many_keys_is_as_good_as_the_oracles(model: tuple[Path
     """Of a prompt and of single tokens behind it; without the choice, or without any part of what is the family's, logits are others."""
     folder, theirs = model
     engine, tokens, steps = opened(folder, kv="32bit"), 330, 20
-    whole, config = engine.config.indexed.shape.whole, engine.config
+    whole, config = engine.config.indexer.shape.dense_tokens, engine.config
     assert whole == 83 and sum(each.index is not None for each in engine.cache.choosing.values()) == 2
     with noted(engine) as chosen:
         anew(engine, IDS[:tokens])
@@ -67,11 +67,12 @@ def test_what_is_chosen_of_many_keys_is_as_good_as_the_oracles(model: tuple[Path
         assert held == 2 * (tokens + steps - whole)
     assert_close(rows, expected[tokens:], lambda: oracle(theirs, IDS[: tokens + steps])[tokens:])
     engine.close()
-    own = config.compressed
+    own = config.compressed_attention
     shorter = tuple(shape and replace(shape, window=39) for shape in own.shapes)
-    for taken in ({"indexed": replace(config.indexed, shape=replace(config.indexed.shape, chosen=CTX))},
-                  {"compressed": replace(own, rounds=1)}, {"compressed": replace(own, least=1e-2)}, {"windows": (39,) * 4},
-                  {"compressed": replace(own, shapes=shorter), "windows": (39,) * 4}):
+    for taken in ({"indexer": replace(config.indexer, shape=replace(config.indexer.shape, top_k=CTX))},
+                  {"compressed_attention": replace(own, sinkhorn_iterations=1)}, {"compressed_attention": replace(own, sinkhorn_eps=1e-2)},
+                  {"windows": (39,) * 4},
+                  {"compressed_attention": replace(own, shapes=shorter), "windows": (39,) * 4}):
         other = opened_as(folder, replace(config, **taken))
         anew(other, IDS[:tokens])
         found = one_by_one(other, IDS[tokens : tokens + steps])
@@ -130,7 +131,7 @@ def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
         engine.forward_logits([1])
         assert cache.allocated_nbytes <= engine.placement.kv_bytes and cache.seen_nbytes < cache.read_nbytes / 2
         wanted = forecast.work(engine.prepared, engine.model.tensors)
-        token, own = cache.sealed_nbytes // 128, engine.config.compressed.shapes
+        token, own = cache.sealed_nbytes // 128, engine.config.compressed_attention.shapes
         keys, index = [shape.token_nbytes(1) for shape in own if shape is not None], 8
         assert wanted.kv_at(500) == token * 40 + (keys[0] + keys[2]) * 83 + keys[1] * 500 + 2 * 500 * index
         assert all(len(buffer) == workspace.floats[name] for name, buffer in workspace._buffers.items())
@@ -211,17 +212,18 @@ def test_a_config_is_read_as_transformers_does() -> None:
     kinds = {WINDOWED: None, CHOOSES: 4, HEAVY: 128}
     for raw, theirs in ((PUBLISHED, own), ({"model_type": "deepseek_v4"}, DeepseekV4Config())):
         made = parse_config(raw, strict=True)
-        assert [shape and shape.rate for shape in made.compressed.shapes] == [kinds[kind] for kind in theirs.layer_types]
-        assert made.mixture.picked == {i for i, kind in enumerate(theirs.mlp_layer_types) if kind == "hash_moe"} == {0, 1, 2}
-        assert made.indexed.shape == IndexShape(64, 128, 64, 512, rate=4) and made.streams == 4 and made.head_dim == 512
-        assert (made.mixture.experts, made.mixture.per_token, made.mixture.factor, made.mixture.roots) == (256, 6, 1.5, True)
+        assert [shape and shape.tokens_per_key for shape in made.compressed_attention.shapes] == [kinds[kind]
+                                                                                                  for kind in theirs.layer_types]
+        assert made.moe.hash_routed_layers == {i for i, kind in enumerate(theirs.mlp_layer_types) if kind == "hash_moe"} == {0, 1, 2}
+        assert made.indexer.shape == IndexShape(64, 128, 64, 512, tokens_per_key=4) and made.residual_streams == 4 and made.head_dim == 512
+        assert (made.moe.num_experts, made.moe.experts_per_token, made.moe.routed_scale, made.moe.sqrt_softplus) == (256, 6, 1.5, True)
         for layer, kind in enumerate(theirs.layer_types):
             section = theirs.rope_parameters["main" if kind == WINDOWED else "compress"]
             assert (made.ropes[layer].kind, made.ropes[layer].theta) == (section["rope_type"], section["rope_theta"])
     far = config.ropes[2]
     assert far.kind == "yarn" and far.params["attention_factor"] == 1.0 and far.partial_rotary_factor == 0.125
-    assert config.compressed.shapes[2].token_nbytes(1) == 256 and config.compressed.shapes[3].token_nbytes(1) == 8
-    assert config.state.room == 3840 and config.context_length == 1048576
+    assert config.compressed_attention.shapes[2].token_nbytes(1) == 256 and config.compressed_attention.shapes[3].token_nbytes(1) == 8
+    assert config.recurrent.state_size == 3840 and config.context_length == 1048576
 
 
 @pytest.mark.parametrize(("key", "value"), [

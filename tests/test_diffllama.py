@@ -53,7 +53,7 @@ def test_pairs_of_values_match_their_meaning(tokens: int) -> None:
     sizes = Dims(96, 6, heads, 2 * depth, 64, 300, chunk=64, ctx=128, rows=8, value_width=depth, differential=True)
     v = rng.standard_normal((tokens, heads * depth), np.float32)
     fast, exact = CpuOps(pool, sizes), CpuOps(pool, sizes, default_registry("reference"))
-    found = [ops.paired_heads(v.copy(), heads, depth) for ops in (fast, exact)]
+    found = [ops.pair_heads(v.copy(), heads, depth) for ops in (fast, exact)]
     fast.flush()
     pool.close()
     split = v.reshape(tokens, heads, depth)
@@ -69,7 +69,7 @@ def test_without_a_difference_the_model_is_another(folder: Path, tmp_path: Path)
     wanted = [float(((each.lambda_q1 * each.lambda_k1).sum().exp() - (each.lambda_q2 * each.lambda_k2).sum().exp()).detach())
               + each.lambda_init for each in own]
     with engine.model.layer(1) as w:
-        assert np.isclose(w.difference, wanted[1], rtol=1e-5) and np.allclose(w.attn_sub_norm.weight, 1 - own[1].lambda_init)
+        assert np.isclose(w.differential_lambda, wanted[1], rtol=1e-5) and np.allclose(w.attn_sub_norm.weight, 1 - own[1].lambda_init)
     assert [share_of(layer) for layer in range(3)] == [each.lambda_init for each in own] and share_of(0) == pytest.approx(0.2)
     expected, usual = oracle(theirs, ids), engine.model.records.layer
     assert_close(np.concatenate([logits.copy() for _, logits in engine.score(ids)]), expected)
@@ -112,7 +112,7 @@ def test_a_profile_weighs_values_by_what_both_halves_go_through(engine: Engine) 
         o = w.o.weight.to_f32().astype(np.float64).reshape(128, 2, 64)
         for head in range(2):
             assert np.allclose(found[head], o[:, head].T @ o[:, head], rtol=1e-4, atol=1e-6)
-            assert np.allclose(found[2 + head], found[head] * w.difference**2, rtol=1e-4, atol=1e-6)
+            assert np.allclose(found[2 + head], found[head] * w.differential_lambda**2, rtol=1e-4, atol=1e-6)
     assert found.shape == (4, 64, 64)
 
 
@@ -151,8 +151,9 @@ def test_what_a_config_says_by_saying_nothing() -> None:
     theirs = CONFIG_MAPPING["diffllama"]()
     made = parse_config({"model_type": "diffllama", "architectures": ["DiffLlamaForCausalLM"]}, strict=True)
     assert (made.hidden_size, made.num_hidden_layers, made.num_attention_heads) == (2048, 16, 32) and made.norm_eps == theirs.rms_norm_eps
-    assert (made.made_dim, made.head_dim, made.num_key_value_heads) == (theirs.head_dim, 2 * theirs.head_dim, theirs.num_key_value_heads)
-    assert made.attn_scale == theirs.head_dim**-0.5 and made.rotary_width == theirs.head_dim
+    assert (made.projected_head_dim, made.head_dim, made.num_key_value_heads) == (theirs.head_dim, 2 * theirs.head_dim,
+                                                                                  theirs.num_key_value_heads)
+    assert made.attn_scale == theirs.head_dim**-0.5 and made.rotary_head_dim == theirs.head_dim
     whole = partial(parse_config, strict=True)
     assert whole({**theirs.to_dict(), "architectures": ["DiffLlamaForCausalLM"], "dtype": "float32"}) == made
 

@@ -50,7 +50,7 @@ def test_numbers_of_keys_match_their_meaning(tokens: int) -> None:
     sizes = Dims(96, 6, heads, wide, 64, 300, chunk=64, ctx=128, rows=8, value_width=16)
     k, says, rates = (rng.standard_normal(shape, np.float32) for shape in ((tokens, heads * wide), (tokens, heads), heads))
     fast, exact = CpuOps(pool, sizes), CpuOps(pool, sizes, default_registry("reference"))
-    found = [ops.marked_heads(k.copy(), says, heads, wide, rates).reshape(tokens, heads, wide) for ops in (fast, exact)]
+    found = [ops.dynamic_mask_heads(k.copy(), says, heads, wide, rates).reshape(tokens, heads, wide) for ops in (fast, exact)]
     fast.flush()
     pool.close()
     wanted = k.reshape(tokens, heads, wide).copy()
@@ -105,8 +105,8 @@ def test_what_a_config_says_by_saying_nothing() -> None:
     """As transformers' own class has it; beyond what is seen whatever it says the model is not run."""
     theirs, bare = CONFIG_MAPPING["doge"](), {"model_type": "doge", "architectures": ["DogeForCausalLM"]}
     made = parse_config(bare, strict=True)
-    assert (made.hidden_size, made.num_hidden_layers, made.made_dim) == (theirs.hidden_size, theirs.num_hidden_layers, 128)
-    assert made.head_dim == 144 and made.attn_scale == 128**-0.5 and made.rotary_width == 128
+    assert (made.hidden_size, made.num_hidden_layers, made.projected_head_dim) == (theirs.hidden_size, theirs.num_hidden_layers, 128)
+    assert made.head_dim == 144 and made.attn_scale == 128**-0.5 and made.rotary_head_dim == 128
     assert parse_config({**theirs.to_dict(), "architectures": ["DogeForCausalLM"], "dtype": "float32"}, strict=True) == made
     assert made.context_length == 2048 and parse_config({**bare, "keep_window_size": 512}).context_length == 512
 

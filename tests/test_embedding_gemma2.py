@@ -66,7 +66,7 @@ def assert_near(own: np.ndarray, other: np.ndarray, share: float = 1e-4) -> None
 
 def test_vectors_are_those_of_transformers(model: Path, engine: Engine) -> None:
     """Of texts shorter and longer than a window and than a pass of other models, as the model is published: inside one with a tower."""
-    assert pooling_of(model) == MEAN and engine.config.both_ways and {*engine.config.windows} == {9, None}
+    assert pooling_of(model) == MEAN and engine.config.bidirectional and {*engine.config.windows} == {9, None}
     assert [each.matrix.shape for each in dense_layers_of(engine)] == [(INNER, WIDTH)]
     for count in LENGTHS:
         assert_near(made(engine, ids_of(count)), theirs(model, ids_of(count)))
@@ -209,12 +209,12 @@ def test_configs_as_transformers_writes_them() -> None:
     text = json.loads(EmbeddingGemma2TextConfig().to_json_string())
     assert set(text["layer_types"]) == {LOCAL, GLOBAL}
     config = parse_config(text, strict=True)
-    assert config.both_ways and config.layer_heads[4:6] == ((2, 256), (1, 512)) and config.windows[4:6] == (513, None)
-    assert (config.input_width, config.input_vocab, config.vector_width, config.attn_scale) == (512, 0, 768, 1.0)
+    assert config.bidirectional and config.layer_kv_heads[4:6] == ((2, 256), (1, 512)) and config.windows[4:6] == (513, None)
+    assert (config.per_layer_input_dim, config.per_layer_input_vocab, config.pooled_dim, config.attn_scale) == (512, 0, 768, 1.0)
     assert [config.ropes[layer].theta for layer in (4, 5)] == [1e4, 1e6]
     assert parse_config({"model_type": "embedding_gemma2_text"}, strict=True) == config
     whole = parse_config(json.loads(EmbeddingGemma2Config(text_config=text).to_json_string()), strict=True)
-    assert whole.layer_heads == config.layer_heads and not whole.warnings
+    assert whole.layer_kv_heads == config.layer_kv_heads and not whole.warnings
     for towers, said in (({"vision_config": {}}, "images too"), ({"audio_config": {}}, "images and audio too")):
         (warning,) = parse_config({"model_type": "embedding_gemma2", "text_config": text, **towers}, strict=True).warnings
         assert said in warning

@@ -175,7 +175,7 @@ def test_the_config_that_was_published_first_is_the_same_model(made: Made, tmp_p
         **ready, "image_processor_type": "Ernie4_5_VLImageProcessor", "min_pixels": sizes["shortest_edge"],
         "max_pixels": sizes["longest_edge"]}))
     assert np.array_equal(scored(opened(folder), folder), scored(opened(made.folder), made.folder))
-    assert parse_config(json.loads((folder / "config.json").read_text()), strict=True).mixture == read_config(made.folder).mixture
+    assert parse_config(json.loads((folder / "config.json").read_text()), strict=True).moe == read_config(made.folder).moe
 
 
 @pytest.mark.parametrize(("key", "value"), [
@@ -188,9 +188,10 @@ def test_what_it_may_not_have_is_named(key: str, value: object) -> None:
 
 def test_what_a_config_does_not_say_is_the_published_model() -> None:
     own = parse_config({"model_type": FAMILY, "text_config": {"model_type": f"{FAMILY}_text"}, "vision_config": {}}, strict=True)
-    mixture = own.mixture
-    assert (mixture.experts, mixture.per_token, mixture.width, mixture.seen_width, mixture.shared_width) == (64, 6, 1536, 512, 3072)
-    assert mixture.layers == frozenset(range(1, 28)) and mixture.seen_words == frozenset(range(101_304, 101_308))
+    mixture = own.moe
+    assert (mixture.num_experts, mixture.experts_per_token, mixture.expert_dim, mixture.vision_expert_dim,
+            mixture.shared_expert_dim) == (64, 6, 1536, 512, 3072)
+    assert mixture.layers == frozenset(range(1, 28)) and mixture.vision_token_ids == frozenset(range(101_304, 101_308))
     assert own.rope.theta == 500_000 and own.rope.neighbours and own.tie_word_embeddings and own.vocab_size == 103_424
 
 
@@ -208,12 +209,12 @@ def test_show_tells_of_both_sorts(made: Made, person: Person) -> None:
 
 def test_what_a_word_reads_is_without_the_experts_of_images(made: Made) -> None:
     engine = opened(made.folder)
-    own = engine.config.mixture
+    own = engine.config.moe
     with TensorStore.open(made.folder) as store:
         sizes = [sum(info.nbytes for name, info in store.tensors.items() if f".experts.{number}." in name)
-                 for number in range(2 * own.experts)]
+                 for number in range(2 * own.num_experts)]
         rest = sum(info.nbytes for name, info in store.tensors.items()
                    if name.startswith(("model.layers.", "model.embed", "model.norm")) and ".mlp.experts." not in name)
-    routers = 2 * len(own.layers) * own.experts * 4 * (engine.config.hidden_size + 1) // 2
-    assert engine.model.bytes_per_pass == rest - routers + sum(sizes[: own.experts]) * own.per_token // own.experts
+    routers = 2 * len(own.layers) * own.num_experts * 4 * (engine.config.hidden_size + 1) // 2
+    assert engine.model.bytes_per_pass == rest - routers + sum(sizes[: own.num_experts]) * own.experts_per_token // own.num_experts
     engine.close()

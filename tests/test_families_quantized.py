@@ -147,8 +147,8 @@ def test_calibration_sees_what_a_run_sees(source: Path, engine: Engine) -> None:
             continue
         with engine.model.pager.lease(found.key) as raw:
             weights = engine.model._lease(found.key, raw)
-        of_attention = () if found.key in engine.config.without_attention else ("block_in",)
-        of_mlp = () if found.key in engine.config.without_mlp else ("mlp_in", "mlp_hidden")
+        of_attention = () if found.key in engine.config.layers_without_attention else ("block_in",)
+        of_mlp = () if found.key in engine.config.layers_without_mlp else ("mlp_in", "mlp_hidden")
         assert {tap for key, tap in seen if key == found.key} & READS.keys() >= {*of_attention, *of_mlp}
         for tap, roles in READS.items():
             if (inputs := seen.get((found.key, tap))) is None:
@@ -175,10 +175,10 @@ def test_smoothing_changes_no_answer(source: Path, engine: Engine) -> None:
                 own = SMOOTHED.get(source.name, PLAIN)
                 if not any(job.key == found.key and job.role == "input_norm" for job in plan.jobs):
                     own = own - {"input_norm", "q", "k"}  # nothing stands before what they read
-                beside = plan.config.states_beside  # whose state reads what q, k and v do
-                own = own - {"input_norm", "q", "k"} if beside else own & MLP if found.key in plan.config.state_layers else own
-                own = own & MLP if found.key in plan.config.without_attention else own
-                assert roles == own - (MLP if found.key in plan.config.without_mlp else set())
+                beside = plan.config.parallel_hybrid  # whose state reads what q, k and v do
+                own = own - {"input_norm", "q", "k"} if beside else own & MLP if found.key in plan.config.recurrent_layers else own
+                own = own & MLP if found.key in plan.config.layers_without_attention else own
+                assert roles == own - (MLP if found.key in plan.config.layers_without_mlp else set())
                 with engine.model.pager.lease(found.key) as raw:
                     for name, values in changed.items():
                         moved = max(moved, np.abs(raw[name].view(np.float32) - values.reshape(-1)).max())

@@ -24,7 +24,7 @@ def test_the_reference_is_what_transformers_computes(shape: DeltaShape) -> None:
     if shape.tiled:  # there heads of values that read one of keys lie side by side
         q, k = (side.repeat(1, 1, shape.value_heads // shape.key_heads, 1) for side in (q, k))
     g = -t(w.decay) * torch.nn.functional.softplus(t(a) + t(w.dt))
-    out, last = oracle.torch_recurrent_gated_delta_rule(q, k, v, g[None], shape.writes * t(b).sigmoid()[None], output_final_state=True,
+    out, last = oracle.torch_recurrent_gated_delta_rule(q, k, v, g[None], shape.beta_scale * t(b).sigmoid()[None], output_final_state=True,
                                                         use_qk_l2norm_in_kernel=True)
     norm = oracle.Qwen3_5RMSNormGated(shape.value_dim, EPS)
     norm.weight.data = t(w.norm.weight)
@@ -42,7 +42,7 @@ def test_the_reference_by_channel_is_what_transformers_computes(shape: KdaShape)
     q, k, v = (side.unflatten(1, (shape.key_heads, -1))[None] for side in mixed.chunk(3, dim=1))
     steps = (made(of_a, w.rate) + torch.from_numpy(w.dt)).unflatten(1, (shape.key_heads, -1))
     rates = torch.from_numpy(w.decay).double()[:, None]
-    g = -rates * torch.nn.functional.softplus(steps) if shape.bound is None else shape.bound * torch.sigmoid(rates * steps)
+    g = -rates * torch.nn.functional.softplus(steps) if shape.decay_bound is None else shape.decay_bound * torch.sigmoid(rates * steps)
     out, last = kimi.recurrent_kimi_delta_attention(q, k, v, g[None], b.sigmoid()[None], None, True, use_qk_l2norm_in_kernel=True)
     norm = kimi.KimiLinearRMSNormGated(shape.value_dim, EPS)
     norm.weight.data = torch.from_numpy(w.norm.weight)

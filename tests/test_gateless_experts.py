@@ -264,7 +264,7 @@ def test_a_converted_folder_holds_two_matrices_an_expert_side_by_side(folder: Pa
     config, container = read_config(tmp_path / "out"), read_container(tmp_path / "out")
     with TensorStore.open(tmp_path / "out") as store:
         tensors = check_tensors(config, store, container)
-        for layer in config.mixture.layers:
+        for layer in config.moe.layers:
             for expert in range(12):
                 up, down = (tensors[layer][expert_role(expert, role)].info for role in ("up", "down"))
                 assert up.offset + up.nbytes <= down.offset < up.offset + up.nbytes + 64 and up.file == down.file

@@ -157,8 +157,8 @@ def test_a_prompt_cannot_continue_from_what_is_gone(model, engine):
 
 def test_the_exact_window_holds_what_is_written(model):
     raw = read_json(model[0] / "config.json")
-    assert parse_config(raw).written_window == model[2]
-    assert parse_config({**raw, "text_config": {**raw["text_config"], "layer_types": ["full_attention"] * 3}}).written_window is None
+    assert parse_config(raw).answer_window == model[2]
+    assert parse_config({**raw, "text_config": {**raw["text_config"], "layer_types": ["full_attention"] * 3}}).answer_window is None
     assert CacheShape(512).written is None
 
 

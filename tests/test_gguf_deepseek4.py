@@ -102,7 +102,7 @@ def file(folder: Path) -> Path:
 def test_a_file_is_the_folder_that_it_was_made_from(folder: Path, file: Path) -> None:
     """To the bit: the same config but for what files do not say, and the same answers."""
     ours, theirs = read_config(file, strict=True), read_config(folder)
-    for name in ("compressed", "indexed", "mixture", "ropes", "windows", "streams", "head_dim", "hidden_act"):
+    for name in ("compressed_attention", "indexer", "moe", "ropes", "windows", "residual_streams", "head_dim", "hidden_act"):
         assert getattr(ours, name) == getattr(theirs, name), name
     engines = [opened(each, kv="16bit") for each in (file, folder)]
     rows = [anew(each, IDS[:300]) for each in engines]

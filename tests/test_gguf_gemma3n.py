@@ -61,7 +61,7 @@ def converted(folder: Path, out: Path, change: Change = lambda keys, tensors: No
     config, tensors = read_config(folder), {}
     stored = load_file(folder / "model.safetensors")
     for role, part in (("altup_projections", "altup_proj"), ("altup_unembed_projections", "altup_unembd_proj")):
-        names = [f"model.{role}.{i}.weight" for i in range(config.streams - 1)]
+        names = [f"model.{role}.{i}.weight" for i in range(config.residual_streams - 1)]
         tensors[f"{part}.weight"] = torch.stack([stored.pop(name) for name in names]).numpy()
     tensors |= {in_file(name): tensor.numpy() for name, tensor in stored.items()}
     if (short := config.vocab_size - len(tensors["per_layer_token_embd.weight"])) > 0:  # words of what sees and hears
@@ -76,10 +76,10 @@ def converted(folder: Path, out: Path, change: Change = lambda keys, tensors: No
         "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": float(config.norm_eps),
         "attention.sliding_window": 40, "attention.sliding_window_pattern": [window is not None for window in config.windows],
-        "attention.shared_kv_layers": 2.0, "feed_forward_length": list(map(config.ffn_of, range(layers))),
-        "embedding_length_per_layer_input": config.input_width, "final_logit_softcapping": 3.0, "rope.freq_base": 1e6,
+        "attention.shared_kv_layers": 2.0, "feed_forward_length": list(map(config.intermediate_size_of, range(layers))),
+        "embedding_length_per_layer_input": config.per_layer_input_dim, "final_logit_softcapping": 3.0, "rope.freq_base": 1e6,
         "altup.num_inputs": 4, "altup.active_idx": 0,
-        "activation_sparsity_scale": [-math.inf if each is None else each for each in config.cuts]}
+        "activation_sparsity_scale": [-math.inf if each is None else each for each in config.gate_cutoffs]}
     change(keys, tensors)
     writer = gguf.GGUFWriter(out, "gemma3n")
     kinds = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
@@ -110,11 +110,12 @@ def converted(folder: Path, out: Path, change: Change = lambda keys, tensors: No
 def test_files_of_converters_are_the_same_models(folder, tmp_path):
     path = converted(folder, tmp_path / "m.gguf")
     ours, theirs = read_config(path, strict=True), read_config(folder)
-    for field in ("kv_sources", "layer_ffn", "windows", "input_width", "input_vocab", "streams", "low_rank", "final_logit_softcapping",
+    for field in ("kv_sources", "layer_intermediate_sizes", "windows", "per_layer_input_dim", "per_layer_input_vocab",
+                  "residual_streams", "low_rank_dim", "final_logit_softcapping",
                   "attn_scale", "embedding_multiplier"):
         assert getattr(ours, field) == getattr(theirs, field), field
-    assert [each is None for each in ours.cuts] == [each is None for each in theirs.cuts]
-    assert np.allclose(*([each or 0.0 for each in own.cuts] for own in (ours, theirs)), atol=1e-6)
+    assert [each is None for each in ours.gate_cutoffs] == [each is None for each in theirs.gate_cutoffs]
+    assert np.allclose(*([each or 0.0 for each in own.gate_cutoffs] for own in (ours, theirs)), atol=1e-6)
     wanted = scores(folder, IDS)
     assert np.abs(scores(path, IDS) - wanted).max() < 2e-4 * np.abs(wanted).max()
 
@@ -139,7 +140,7 @@ def test_what_files_leave_out_is_what_readers_take(folder, tmp_path):
                  "altup.lr_multiplier": 1.0, "attention.shared_kv_layers": 1}
 
     config = read_config(converted(folder, tmp_path / "m.gguf", change), strict=True)
-    assert config.windows == (40,) * 4 + (None, 40) and config.ffn_of(2) == 96 and config.head_dim == 32
+    assert config.windows == (40,) * 4 + (None, 40) and config.intermediate_size_of(2) == 96 and config.head_dim == 32
     assert [config.ropes[layer].theta for layer in (0, 4)] == [20_000.0, 1e6] and config.kv_sources[5] == 3
     assert read_config(converted(folder, tmp_path / "n.gguf"), strict=True).ropes[0].theta == 10_000.0
 

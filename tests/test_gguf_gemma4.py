@@ -61,9 +61,10 @@ def test_files_of_converters_are_the_same_models(name, tmp_path):
     theirs = copied(path, tmp_path / "theirs.gguf", by_converter)
     assert np.array_equal(scores(theirs, IDS), scores(path, IDS))
     ours, folder = read_config(theirs, strict=True), read_config(source)
-    for field in ("kv_sources", "layer_ffn", "keys_as_values", "windows", "input_width", "mixture", "final_logit_softcapping"):
+    for field in ("kv_sources", "layer_intermediate_sizes", "k_eq_v_layers", "windows", "per_layer_input_dim", "moe",
+                  "final_logit_softcapping"):
         assert getattr(ours, field) == getattr(folder, field), field
-    assert [ours.heads_of(layer) for layer in range(4)] == [folder.heads_of(layer) for layer in range(4)]
+    assert [ours.kv_heads_of(layer) for layer in range(4)] == [folder.kv_heads_of(layer) for layer in range(4)]
     assert [rope.params for rope in ours.ropes] == [rope.params for rope in folder.ropes]
 
 

@@ -58,7 +58,7 @@ def in_file(layer: str, rest: str, values: np.ndarray) -> dict[str, np.ndarray]:
 def converted(folder: Path, out: Path, change: Change = lambda keys, tensors: None, blocks: str = "F16") -> Path:
     """A file of the model, its large matrices in blocks of a type."""
     config, tensors, experts = read_config(folder), {}, {}
-    own, index, mixture = config.latent, config.indexed.shape, config.mixture
+    own, index, mixture = config.mla, config.indexer.shape, config.moe
     for name, tensor in load_file(folder / "model.safetensors").items():
         values, name = tensor.float().numpy(), name.removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
         if name in OUTER:
@@ -78,18 +78,21 @@ def converted(folder: Path, out: Path, change: Change = lambda keys, tensors: No
     layers = config.num_hidden_layers
     keys: dict[str, object] = {
         "context_length": 512, "embedding_length": config.hidden_size, "block_count": layers, "feed_forward_length": 96,
-        "attention.head_count": 4, "attention.head_count_kv": [int(layer not in config.state_layers) for layer in range(layers)],
+        "attention.head_count": 4, "attention.head_count_kv": [int(layer not in config.recurrent_layers) for layer in range(layers)],
         "attention.layer_norm_rms_epsilon": float(config.norm_eps), "attention.layer_norm_epsilon": 1e-6, "attention.key_length": own.key,
         "attention.value_length": own.rank, "attention.key_length_mla": own.nope, "attention.value_length_mla": own.value,
         "attention.kv_lora_rank": own.rank, "attention.q_lora_rank": own.query_rank, "rope.dimension_count": 0,
-        "ssm.conv_kernel": config.state.taps, "kda.head_dim": config.state.key_dim, "kda.gate_lower_bound": config.state.bound,
-        "expert_count": mixture.experts, "expert_used_count": mixture.per_token, "expert_feed_forward_length": mixture.width,
-        "expert_shared_count": mixture.shared_width // mixture.width, "leading_dense_block_count": min(mixture.layers),
-        "expert_weights_scale": mixture.factor, "expert_weights_norm": mixture.renormalise, "expert_gating_func": 2,
+        "ssm.conv_kernel": config.recurrent.taps, "kda.head_dim": config.recurrent.key_dim,
+        "kda.gate_lower_bound": config.recurrent.decay_bound,
+        "expert_count": mixture.num_experts, "expert_used_count": mixture.experts_per_token,
+        "expert_feed_forward_length": mixture.expert_dim,
+        "expert_shared_count": mixture.shared_expert_dim // mixture.expert_dim, "leading_dense_block_count": min(mixture.layers),
+        "expert_weights_scale": mixture.routed_scale, "expert_weights_norm": mixture.renormalise, "expert_gating_func": 2,
         "swiglu_clamp_exp": [10.0] * layers, "attention.indexer.head_count": index.heads, "attention.indexer.key_length": index.width,
-        "attention.indexer.top_k": index.chosen * index.rate, "attention.indexer.kpool": index.rate,
-        "attention.indexer.kpool_select_tail": True, "hyper_connection.count": config.streams,
-        "hyper_connection.sinkhorn_iterations": config.mix_rounds, "hyper_connection.epsilon": config.mix_least, "vocab_size": 4096}
+        "attention.indexer.top_k": index.top_k * index.tokens_per_key, "attention.indexer.kpool": index.tokens_per_key,
+        "attention.indexer.kpool_select_tail": True, "hyper_connection.count": config.residual_streams,
+        "hyper_connection.sinkhorn_iterations": config.sinkhorn_iterations, "hyper_connection.epsilon": config.sinkhorn_eps,
+        "vocab_size": 4096}
     change(keys, tensors)
     writer = gguf.GGUFWriter(out, "glm5-next")
     kinds = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32,
@@ -126,10 +129,11 @@ def test_files_of_converters_are_the_same_models(folder: Path, tmp_path: Path) -
     for name, change in (("plain", lambda keys, tensors: None), ("one", in_one)):
         path = converted(folder, tmp_path / f"{name}.gguf", change)
         ours = read_config(path, strict=True)
-        assert dataclasses.replace(ours.mixture, factor=theirs.mixture.factor) == theirs.mixture
-        for field in ("state", "state_layers", "latent", "streams", "mix_rounds", "indexed", "hidden_act", "num_hidden_layers"):
+        assert dataclasses.replace(ours.moe, routed_scale=theirs.moe.routed_scale) == theirs.moe
+        for field in ("recurrent", "recurrent_layers", "mla", "residual_streams", "sinkhorn_iterations", "indexer", "hidden_act",
+                      "num_hidden_layers"):
             assert getattr(ours, field) == getattr(theirs, field), field
-        assert ours.mixes == pytest.approx(theirs.mixes)
+        assert ours.sinkhorn == pytest.approx(theirs.sinkhorn)
         assert np.abs(scores(path, IDS) - wanted).max() < 1e-3 * np.abs(wanted).max()
 
 

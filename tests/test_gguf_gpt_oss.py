@@ -42,7 +42,7 @@ def test_experts_stay_what_they_are(folder: Path, tmp_path: Path) -> None:
     assert {kinds[name] for name in ("blk.0.ffn_up_exps.bias", "blk.0.attn_sinks.weight", "blk.0.ffn_gate_inp.bias")} == {"F32"}
     assert kinds["blk.0.attn_q.weight"] == "Q8_0"
     ours, theirs = read_config(path, strict=True), read_config(folder)
-    for field in ("ropes", "windows", "mixture", "hidden_act", "o_bias", "qkv_bias", "head_dim"):
+    for field in ("ropes", "windows", "moe", "hidden_act", "o_bias", "qkv_bias", "head_dim"):
         assert getattr(ours, field) == getattr(theirs, field), field
     assert np.array_equal(paged(path, 12), resident(path))
 

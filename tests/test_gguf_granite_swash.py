@@ -44,8 +44,8 @@ def test_a_file_says_what_the_config_of_its_folder_does(files: dict[str, tuple[M
     file = changed(header)
     for field in ("family", "windows", "ropes", "intermediate_size", "hidden_act", "qkv_bias", "tie_word_embeddings"):
         assert getattr(file, field) == getattr(folder, field), field
-    assert not file.warnings and (file.mixture is None) == (name == DENSE)
-    assert name == DENSE or file.mixture.shared_width == folder.mixture.shared_width == 64
+    assert not file.warnings and (file.moe is None) == (name == DENSE)
+    assert name == DENSE or file.moe.shared_expert_dim == folder.moe.shared_expert_dim == 64
 
 
 def test_what_a_file_leaves_out(files: dict[str, tuple[ModelConfig, GgufHeader]]) -> None:

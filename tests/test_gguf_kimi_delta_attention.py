@@ -74,7 +74,7 @@ def in_file(arch: str, layer: str, rest: str, values: np.ndarray) -> tuple[str, 
 def converted(folder: Path, out: Path, change: Change = lambda keys, tensors: None, blocks: str = "F16", opened: bool = False) -> Path:
     """A file of the model, its matrices in blocks of a type; of what these stand for where it is `opened`."""
     arch, config, tensors, experts = folder.name, read_config(folder), {}, {}
-    own = config.latent
+    own = config.mla
     for name, tensor in load_file(folder / "model.safetensors").items():
         values = tensor.to(torch.float32).numpy()
         if name in OUTER:
@@ -91,20 +91,20 @@ def converted(folder: Path, out: Path, change: Change = lambda keys, tensors: No
             name, values = in_file(arch, layer, rest, values)
             tensors[name] = values
     tensors |= {name: np.stack([found[i] for i in range(len(found))]) for name, found in experts.items()}
-    mixture, layers = config.mixture, config.num_hidden_layers
+    mixture, layers = config.moe, config.num_hidden_layers
     keys: dict[str, object] = {
         "context_length": 512, "embedding_length": 64, "block_count": layers, "feed_forward_length": 96, "attention.head_count": 4,
-        "attention.head_count_kv": [int(layer not in config.state_layers) for layer in range(layers)],
+        "attention.head_count_kv": [int(layer not in config.recurrent_layers) for layer in range(layers)],
         "attention.layer_norm_rms_epsilon": float(config.norm_eps), "attention.key_length": own.key, "attention.key_length_mla": own.query,
         "attention.value_length_mla": own.value, "attention.kv_lora_rank": own.rank, "rope.dimension_count": own.rope,
-        "ssm.conv_kernel": config.state.taps, "kda.head_dim": config.state.key_dim, "expert_count": mixture.experts,
-        "expert_used_count": mixture.per_token, "expert_feed_forward_length": mixture.width, "expert_shared_count": 2,
-        "leading_dense_block_count": min(mixture.layers), "expert_weights_scale": mixture.factor, "expert_gating_func": 2,
+        "ssm.conv_kernel": config.recurrent.taps, "kda.head_dim": config.recurrent.key_dim, "expert_count": mixture.num_experts,
+        "expert_used_count": mixture.experts_per_token, "expert_feed_forward_length": mixture.expert_dim, "expert_shared_count": 2,
+        "leading_dense_block_count": min(mixture.layers), "expert_weights_scale": mixture.routed_scale, "expert_gating_func": 2,
         "rope.freq_base": float(config.rope.theta) if config.rope else 10_000.0, "vocab_size": 4096}
     if arch == "bailingmoe3":
-        keys |= {"kda.gate_lower_bound": config.state.bound, "kda.safe_gate": True, "expert_group_count": mixture.groups,
-                 "expert_group_used_count": mixture.kept_groups, "expert_weights_norm": True,
-                 "expert_shared_feed_forward_length": mixture.shared_width}
+        keys |= {"kda.gate_lower_bound": config.recurrent.decay_bound, "kda.safe_gate": True, "expert_group_count": mixture.num_groups,
+                 "expert_group_used_count": mixture.top_groups, "expert_weights_norm": True,
+                 "expert_shared_feed_forward_length": mixture.shared_expert_dim}
     change(keys, tensors)
     writer = gguf.GGUFWriter(out, arch)
     kinds = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32,
@@ -137,9 +137,9 @@ def converted(folder: Path, out: Path, change: Change = lambda keys, tensors: No
 def test_files_of_converters_are_the_same_models(folder: Path, tmp_path: Path) -> None:
     path = converted(folder, tmp_path / "m.gguf")
     ours, theirs = read_config(path, strict=True), read_config(folder)
-    assert dataclasses.replace(ours.mixture, factor=theirs.mixture.factor) == theirs.mixture
-    assert ours.mixture.factor == pytest.approx(theirs.mixture.factor)
-    for field in ("state", "state_layers", "latent", "attn_scale", "gates_apart", "gates_whole", "num_key_value_heads"):
+    assert dataclasses.replace(ours.moe, routed_scale=theirs.moe.routed_scale) == theirs.moe
+    assert ours.moe.routed_scale == pytest.approx(theirs.moe.routed_scale)
+    for field in ("recurrent", "recurrent_layers", "mla", "attn_scale", "output_gate", "output_gate_per_head", "num_key_value_heads"):
         assert getattr(ours, field) == getattr(theirs, field), field
     assert [rope and rope.theta for rope in ours.ropes] == [rope and rope.theta for rope in theirs.ropes]
     wanted = scores(folder, IDS)
@@ -153,7 +153,7 @@ def test_blocks_are_multiplied_as_they_lie(kind: str, folder: Path, tmp_path: Pa
     found = []
     for file in (path, wide):
         *_, engine = open_engine(file, EngineOptions(device="cpu", kv="32bit", ctx=128, threads=1, exact=True))
-        layer = engine.config.state_layers[0]
+        layer = engine.config.recurrent_layers[0]
         kept = {role for role, tensor in engine.model.tensors[layer].items() if not tensor.spec.is_raw}
         assert {"state_in", "state_gate", "state_out"} <= kept or file == wide and not kept
         found.append(np.concatenate([rows.copy() for _, rows in engine.score(IDS)]))
@@ -164,7 +164,7 @@ def test_blocks_are_multiplied_as_they_lie(kind: str, folder: Path, tmp_path: Pa
 def test_bounds_of_gates_are_those_of_a_folder(folder: Path, tmp_path: Path) -> None:
     """Of Ling's files; Kimi's have none."""
     if folder.name != "bailingmoe3":
-        assert not read_config(folder).gate_bounds
+        assert not read_config(folder).gate_limits
         return
     lists = {"swiglu_clamp_exp": [0.0, 0.0, 0.5, 0.0, 0.25, 0.0], "swiglu_clamp_shexp": [0.0, 0.5, 0.0, 0.0, 0.25, 0.0]}
     path = converted(folder, tmp_path / "m.gguf", lambda keys, tensors: keys.update(lists))
@@ -173,7 +173,7 @@ def test_bounds_of_gates_are_those_of_a_folder(folder: Path, tmp_path: Path) -> 
     raw = json.loads((bounded / "config.json").read_text())
     (bounded / "config.json").write_text(json.dumps({**raw, "expert_swiglu_limit_list": lists["swiglu_clamp_exp"],
                                                      "share_expert_swiglu_limit_list": lists["swiglu_clamp_shexp"]}))
-    assert read_config(path).gate_bounds == read_config(bounded).gate_bounds
+    assert read_config(path).gate_limits == read_config(bounded).gate_limits
     ours, plain = scores(path, IDS), scores(converted(folder, tmp_path / "plain.gguf"), IDS)
     assert np.abs(ours - scores(bounded, IDS)).max() < 2e-4 * np.abs(ours).max() < np.abs(ours - plain).max()
 
@@ -181,7 +181,7 @@ def test_bounds_of_gates_are_those_of_a_folder(folder: Path, tmp_path: Path) -> 
 def test_parts_of_other_types_are_widened(folder: Path, tmp_path: Path) -> None:
     """As where values of a layer have more bits than its keys: exactly what the file holds, in 16 bits."""
     wanted = scores(converted(folder, tmp_path / "a.gguf"), IDS)
-    layer = read_config(folder).state_layers[0]
+    layer = read_config(folder).recurrent_layers[0]
 
     def mixed(keys: dict, tensors: dict) -> None:
         name = f"blk.{layer}.attn_v.weight"

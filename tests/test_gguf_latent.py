@@ -80,7 +80,7 @@ def test_an_older_file_answers_as_transformers_does(tmp_path: Path, name: str) -
     path, theirs = older(tmp_path, name)
     config, source = read_config(path, strict=True), read_config(tmp_path / "source")
     assert config.family == ("deepseek_v2" if name == "deepseek_v2" else "deepseek_v3")
-    assert (config.latent, config.mixture, config.num_hidden_layers) == (source.latent, source.mixture, 3)
+    assert (config.mla, config.moe, config.num_hidden_layers) == (source.mla, source.moe, 3)
     assert config.attn_scale == pytest.approx(source.attn_scale)
     for length in (1, 7, 100):
         ids = text(theirs, length)
@@ -95,16 +95,16 @@ def test_scores_that_a_file_does_not_name_are_those_that_its_tensors_correct(tmp
         (tmp_path / name).mkdir()
         path, _ = older(tmp_path / name, name, expert_gating_func=gating)
         found, source = read_config(path), read_config(tmp_path / name / "source")
-        assert found.mixture == source.mixture
+        assert found.moe == source.moe
         # What comes first of a file that is not here yet names no tensors.
-        assert _config(path, dict(read_header(path).metadata), source.vocab_size, None).mixture == source.mixture
+        assert _config(path, dict(read_header(path).metadata), source.vocab_size, None).moe == source.moe
 
 
 def test_a_factor_of_experts_that_a_file_leaves_out_is_one(tmp_path: Path) -> None:
     """As llama.cpp takes it; in a config.json an absent one is the published model's."""
     path, _ = older(tmp_path, "deepseek_v3")
     path.write_bytes(path.read_bytes().replace(b"expert_weights_scale", b"expert_weights_other"))
-    assert read_config(path).mixture.factor == 1.0 != read_config(tmp_path / "source").mixture.factor
+    assert read_config(path).moe.routed_scale == 1.0 != read_config(tmp_path / "source").moe.routed_scale
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
@@ -148,7 +148,7 @@ def test_halves_of_blocks_mean_what_they_meant(tmp_path: Path) -> None:
         meant = before.read(before.tensors[name]).view(np.float16).astype(np.float32).reshape(info.shape)
         assert 0 < np.abs(whole - meant).max() < 0.01 * np.abs(meant).max()
         pieces = [store.read(info, begin, begin + 37).view(np.float32) for begin in range(0, info.shape[0] - 37, 37)]
-        assert np.array_equal(np.concatenate(pieces), whole.reshape(-1)[: 37 * len(pieces) * config.latent.rank])
+        assert np.array_equal(np.concatenate(pieces), whole.reshape(-1)[: 37 * len(pieces) * config.mla.rank])
 
 
 @pytest.mark.parametrize(("key", "value", "said"), [
@@ -185,8 +185,8 @@ def test_a_file_has_the_widths_and_the_mixture_of_its_folder(tmp_path: Path) -> 
     path = exported(source, tmp_path / "m.gguf")
     *_, engine = open_engine(path, EngineOptions(device="cpu", kv="16bit", ctx=128))
     try:
-        assert engine.config.latent == read_config(source).latent
-        assert engine.config.mixture == read_config(source).mixture
+        assert engine.config.mla == read_config(source).mla
+        assert engine.config.moe == read_config(source).moe
         list(engine.prefill(list(range(5, 60))))
         assert np.isfinite(engine._logits).all()
     finally:

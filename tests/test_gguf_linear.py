@@ -70,8 +70,8 @@ def changed(writer: gguf.GGUFWriter, key: str, value: object) -> None:
 def test_a_file_answers_as_its_folder_and_transformers(folders: dict[str, Path], tmp_path: Path, family: str) -> None:
     write(folders[family], tmp_path / "m.gguf")
     config, folder = read_config(tmp_path / "m.gguf", strict=True), read_config(folders[family])
-    assert replace(config.state, tiled=False) == folder.state and config.state.tiled and not config.warnings
-    for name in ("family", "mixture", "state_layers", "gated_queries", "norm_kind", "head_dim", "tie_word_embeddings"):
+    assert replace(config.recurrent, tiled=False) == folder.recurrent and config.recurrent.tiled and not config.warnings
+    for name in ("family", "moe", "recurrent_layers", "output_gate_in_q", "norm_kind", "head_dim", "tie_word_embeddings"):
         assert getattr(config, name) == getattr(folder, name), name
     got = logits(tmp_path / "m.gguf")
     assert near(got, logits(folders[family]), 2e-5)
@@ -89,7 +89,7 @@ def test_the_order_of_heads_is_what_the_file_means(folders: dict[str, Path], tmp
 def test_as_many_heads_of_values_as_of_keys_have_no_other_order(tmp_path: Path) -> None:
     saved(replace(CASES[DENSE], changes={**CASES[DENSE].changes, "linear_num_key_heads": 6}), tmp_path / "source")
     write(tmp_path / "source", tmp_path / "m.gguf")
-    assert read_config(tmp_path / "m.gguf").state == read_config(tmp_path / "source").state
+    assert read_config(tmp_path / "m.gguf").recurrent == read_config(tmp_path / "source").recurrent
     assert near(logits(tmp_path / "m.gguf"), logits(tmp_path / "source"), 2e-5)
 
 
@@ -115,7 +115,7 @@ def test_matrices_in_blocks(folders: dict[str, Path], tmp_path: Path, family: st
 
 def test_a_file_may_say_that_its_heads_were_not_moved(folders: dict[str, Path], tmp_path: Path) -> None:
     write(folders[DENSE], tmp_path / "m.gguf", moves=False, change=lambda writer: changed(writer, "ssm.v_head_reordered", False))
-    assert read_config(tmp_path / "m.gguf", strict=True).state == read_config(folders[DENSE]).state
+    assert read_config(tmp_path / "m.gguf", strict=True).recurrent == read_config(folders[DENSE]).recurrent
     assert near(logits(tmp_path / "m.gguf"), logits(folders[DENSE]), 2e-5)
 
 
@@ -126,7 +126,7 @@ def test_early_files_of_qwen3_next_are_joined_as_its_folders(tmp_path: Path, kin
     meant = write(tmp_path / "source", tmp_path / "m.gguf", kind, moves=False,
                   change=lambda writer: changed(writer, "rope.dimension_sections", None))
     config = read_config(tmp_path / "m.gguf", strict=True)
-    assert config.family == "qwen3_next" and config.state == read_config(tmp_path / "source").state and config.mtp_layers == 0
+    assert config.family == "qwen3_next" and config.recurrent == read_config(tmp_path / "source").recurrent and config.mtp_layers == 0
     (tmp_path / "folder").mkdir()
     save_file({name: np.ascontiguousarray(values, np.float32) for name, values in meant.items()}, tmp_path / "folder" / "model.safetensors")
     (tmp_path / "folder" / "config.json").write_bytes((tmp_path / "source" / "config.json").read_bytes())
@@ -173,7 +173,7 @@ def behind(writer: gguf.GGUFWriter) -> None:
 def test_what_changes_nothing(folders: dict[str, Path], tmp_path: Path, family: str, change: Callable[[gguf.GGUFWriter], None]) -> None:
     write(folders[family], tmp_path / "m.gguf", change=change)
     config = read_config(tmp_path / "m.gguf", strict=True)
-    assert config.num_hidden_layers == 5 and config.state_layers == (0, 1, 3, 4)
+    assert config.num_hidden_layers == 5 and config.recurrent_layers == (0, 1, 3, 4)
     assert near(logits(tmp_path / "m.gguf"), logits(folders[family]), 2e-5)
 
 
@@ -186,7 +186,7 @@ def test_what_a_file_leaves_out_is_what_llamacpp_takes_for_granted(folders: dict
     write(folders[DENSE], tmp_path / "m.gguf", change=without)
     config = read_config(tmp_path / "m.gguf", strict=True)
     assert (config.num_key_value_heads, config.head_dim, config.rope.partial_rotary_factor, config.rope.theta) == (4, 64, 1.0, 10_000.0)
-    assert config.state_layers == (0, 1, 2, 4)
+    assert config.recurrent_layers == (0, 1, 2, 4)
 
 
 @pytest.mark.parametrize("key, value, said", [

@@ -54,7 +54,7 @@ def test_a_mixture_answers_as_transformers_does(tmp_path: Path, family: str) -> 
     model = written(case, tmp_path / "source")
     write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, counts(MIXTURES[family][1]))
     config = read_config(tmp_path / "m.gguf", strict=True)
-    assert (config.family, config.mixture) == (family, read_config(tmp_path / "source").mixture)
+    assert (config.family, config.moe) == (family, read_config(tmp_path / "source").moe)
     for length in (1, 7, 200):
         ids = text(model, length)
         expected = oracle(model, ids)
@@ -95,7 +95,7 @@ def test_what_a_file_leaves_out_is_what_llamacpp_takes_for_granted(tmp_path: Pat
 
     write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, without)
     config = read_config(tmp_path / "m.gguf", strict=True)
-    found = {"norm_topk_prob": config.mixture.renormalise, "partial_rotary_factor": config.rope.partial_rotary_factor,
+    found = {"norm_topk_prob": config.moe.renormalise, "partial_rotary_factor": config.rope.partial_rotary_factor,
              "rope_theta": config.rope.theta}
     assert found[said] == {"norm_topk_prob": False, "partial_rotary_factor": 1.0, "rope_theta": 10_000.0}[said]
 
@@ -118,13 +118,13 @@ def test_scores_that_a_file_does_not_correct_are_not_corrected(tmp_path: Path) -
     arch, case = MIXTURES["ernie4_5_moe"]
     saved(case, tmp_path / "source")
     write_model(tmp_path / "source", tmp_path / "whole.gguf", "F32", arch, counts(case))
-    assert read_config(tmp_path / "whole.gguf", strict=True).mixture.corrected
+    assert read_config(tmp_path / "whole.gguf", strict=True).moe.correction_bias
     tensors = load_file(tmp_path / "source" / "model.safetensors")
     kept = {name: values for name, values in tensors.items() if not name.endswith("e_score_correction_bias")}
     assert len(kept) < len(tensors)
     save_file(kept, tmp_path / "source" / "model.safetensors")
     write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, counts(case))
-    assert not read_config(tmp_path / "m.gguf", strict=True).mixture.corrected
+    assert not read_config(tmp_path / "m.gguf", strict=True).moe.correction_bias
     assert np.isfinite(logits(tmp_path / "m.gguf", list(range(40)))).all()
 
 

@@ -39,7 +39,7 @@ def test_no_key_is_ignored(headers: dict[str, GgufHeader], name: str) -> None:
 def test_lists_of_mimo_continue_for_layers_that_guess_ahead(headers: dict[str, GgufHeader], tmp_path: Path) -> None:
     header = headers["mimo_v2_flash"]
     plain = read(header)
-    assert [plain.heads_of(layer)[0] for layer in range(3)] == [2, 4, 4] and plain.windows == (None, 24, 24)
+    assert [plain.kv_heads_of(layer)[0] for layer in range(3)] == [2, 4, 4] and plain.windows == (None, 24, 24)
     longer = {"block_count": 4, "nextn_predict_layers": 1, "attention__head_count_kv": np.array([2, 4, 4, 4]),
               "attention__sliding_window_pattern": np.array([0, 1, 1, 1])}
     assert read(header, **longer) == plain
@@ -49,7 +49,7 @@ def test_lists_of_mimo_continue_for_layers_that_guess_ahead(headers: dict[str, G
     behind = {name: replace(header.tensors["blk.1.attn_q.weight"], name=name) for name in added}
     file = GgufFile(replace(header, tensors=header.tensors | behind), {}, architecture(header.path, "mimo2"), {})
     assert set(map_tensors(file, plain, "f16", False).tensors) == held
-    assert read(header, attention__value_scale=None).factors == ()
+    assert read(header, attention__value_scale=None).multipliers == ()
     assert Reader(header.path).fields["mimo2.attention.value_length"].contents() == 16
 
 

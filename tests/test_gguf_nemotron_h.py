@@ -29,8 +29,8 @@ def test_blocks_are_those_of_the_checkpoint(tmp_path: Path, name: str) -> None:
              for heads, width in zip(stated["attention.head_count_kv"], stated["feed_forward_length"])]
     assert "".join(kinds) == ("MEM*E*EM" if name == MIXED else "M-M*-M") and stated["block_count"] == len(kinds)
     own = read_config(source, strict=True)
-    assert config.mixture == own.mixture and config.state == own.state and config.state_layers == own.state_layers
-    assert config.without_mlp == own.without_mlp and config.norm_eps == pytest.approx(own.norm_eps) and config.warnings == ()
+    assert config.moe == own.moe and config.recurrent == own.recurrent and config.recurrent_layers == own.recurrent_layers
+    assert config.layers_without_mlp == own.layers_without_mlp and config.norm_eps == pytest.approx(own.norm_eps) and config.warnings == ()
     tensors = {tensor.name for tensor in reader.tensors}
     assert all(f"blk.{block}.attn_norm.weight" in tensors for block in range(len(kinds)))
     assert ("blk.1.ffn_up_exps.weight" in tensors) == (name == MIXED) and not any("gate_exps" in tensor for tensor in tensors)

@@ -75,12 +75,12 @@ def test_deepseek_ocr(tmp_path: Path) -> None:
     """A file says that no channel turns, as latent attention has none to turn apart; all of them do."""
     config = pages(tmp_path, rope__dimension_count=0)
     told = read_config(tmp_path / "source", strict=True)
-    assert (config.family, config.mixture, config.head_dim, config.rope) == (told.family, told.mixture, told.head_dim, told.rope)
+    assert (config.family, config.moe, config.head_dim, config.rope) == (told.family, told.moe, told.head_dim, told.rope)
     np.testing.assert_array_equal(logits(tmp_path / "m.gguf"), logits(tmp_path / "source"))
 
 
 def test_unlimited_ocr_is_a_deepseek_ocr_with_a_window(tmp_path: Path) -> None:
-    assert pages(tmp_path, attention__sliding_window=40).written_window == 40
+    assert pages(tmp_path, attention__sliding_window=40).answer_window == 40
     with pytest.raises(CheckpointError, match="expert_gating_func"):
         pages(tmp_path, expert_gating_func=2)
     with pytest.raises(CheckpointError, match="dimension_count 8"):

@@ -44,10 +44,10 @@ def changed(files: dict[str, tuple[ModelConfig, GgufHeader]], name: str, key: st
 @pytest.mark.parametrize("name", [CONV, MOE, MAMBA, MIXED, JAMBA, ALONE, NORMED])
 def test_a_file_says_what_the_config_of_its_folder_does(files: dict[str, tuple[ModelConfig, GgufHeader]], name: str) -> None:
     folder, file = files[name][0], changed(files, name)
-    if folder.mixture is not None:  # factors are of 32 bits there
-        assert file.mixture.factor == pytest.approx(folder.mixture.factor)
-        file = replace(file, mixture=replace(file.mixture, factor=folder.mixture.factor))
-    for field in ("family", "state", "state_layers", "mixture", "intermediate_size", "ropes", "qk_norm", "norm_eps", "attn_scale",
+    if folder.moe is not None:  # factors are of 32 bits there
+        assert file.moe.routed_scale == pytest.approx(folder.moe.routed_scale)
+        file = replace(file, moe=replace(file.moe, routed_scale=folder.moe.routed_scale))
+    for field in ("family", "recurrent", "recurrent_layers", "moe", "intermediate_size", "ropes", "qk_norm", "norm_eps", "attn_scale",
                   "residual_multiplier", "embedding_multiplier", "logits_scaling", "num_key_value_heads", "tie_word_embeddings"):
         assert getattr(file, field) == pytest.approx(getattr(folder, field)) if isinstance(getattr(folder, field), float) \
             else getattr(file, field) == getattr(folder, field), field
@@ -58,8 +58,8 @@ def test_what_a_file_may_leave_out(files: dict[str, tuple[ModelConfig, GgufHeade
     """As llama.cpp takes it then."""
     assert changed(files, MAMBA, "rope.scaling.finetuned").rope is not None
     assert changed(files, MIXED, "rope.scaling.finetuned").rope is not None and files[MIXED][0].rope is None
-    assert changed(files, MOE, "expert_gating_func").mixture.sigmoid
-    assert changed(files, CONV, "attention.head_count_kv", [2, 2, 0]).state_layers == (2,)
+    assert changed(files, MOE, "expert_gating_func").moe.sigmoid
+    assert changed(files, CONV, "attention.head_count_kv", [2, 2, 0]).recurrent_layers == (2,)
     assert changed(files, JAMBA, "attention.head_count_kv", [2, 0, 0, 0]).attention_layers == (0,)
 
 

@@ -31,14 +31,14 @@ def read(header: GgufHeader, **changes: object) -> ModelConfig:
 
 def test_files_say_which_layers_choose(headers: dict[str, GgufHeader]) -> None:
     header = headers["glm_moe_dsa"]
-    assert read(header).indexed.sources == GLM_5
+    assert read(header).indexer.source_layers == GLM_5
     types = np.array([1, 0, 1, 1], np.int32)
     behind = read(header, block_count=4, nextn_predict_layers=1, attention__indexer__types=types)  # the last guesses ahead
-    assert (behind.indexed.sources, behind.num_hidden_layers, behind.mtp_layers) == (GLM_5, 3, 1)
-    assert read(header, attention__indexer__types=None).indexed.sources == (0, 1, 2)  # GLM 5 and 5.1
+    assert (behind.indexer.source_layers, behind.num_hidden_layers, behind.mtp_layers) == (GLM_5, 3, 1)
+    assert read(header, attention__indexer__types=None).indexer.source_layers == (0, 1, 2)  # GLM 5 and 5.1
     early = read(header, attention__indexer__types=None, context_length=1 << 20, block_count=8)
-    assert early.indexed.sources == EARLY
-    assert read(headers["deepseek_v32"]).indexed.sources == (0, 1, 2)
+    assert early.indexer.source_layers == EARLY
+    assert read(headers["deepseek_v32"]).indexer.source_layers == (0, 1, 2)
 
 
 @pytest.mark.parametrize(("name", "changes", "said"), [

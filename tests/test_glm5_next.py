@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMod
 def test_keys_of_pools_match_the_reference_wherever_a_text_is_cut(stored: int) -> None:
     """And are the same bits however the tokens came."""
     rng, pool, width, rate, tokens = np.random.default_rng(1), ThreadPool(2), 24, 5, 203
-    shape = IndexShape(2, width, 0, 4, rate=rate, means=True, weighed=True)
+    shape = IndexShape(2, width, 0, 4, tokens_per_key=rate, pooled=True, weighted_pooling=True)
     sizes = Dims(64, 4, 1, 16, 64, 300, chunk=256, ctx=256, rows=8, index=shape)
     given = rng.standard_normal((tokens, 2 * width), np.float32) * np.where(np.arange(2 * width) < width, 1, 6).astype(np.float32)
     norm = Norm("layer", *rng.standard_normal((2, width), np.float32), 1e-6)
@@ -116,7 +116,7 @@ def test_what_is_chosen_of_many_pools_is_as_good_as_the_oracles(model: tuple[Pat
     """Of a prompt and of single tokens behind it; without the choice logits are others."""
     folder, theirs = model
     engine, tokens, steps = opened(folder, kv="32bit"), 330, 20
-    whole, config = engine.config.indexed.shape.whole, engine.config
+    whole, config = engine.config.indexer.shape.dense_tokens, engine.config
     assert whole == 87 and len(engine.cache.choosing) == 1
     with noted(engine) as (chosen,):
         anew(engine, IDS[:tokens])
@@ -125,7 +125,7 @@ def test_what_is_chosen_of_many_pools_is_as_good_as_the_oracles(model: tuple[Pat
         assert held == tokens + steps - whole
     assert_close(rows, expected[tokens:], lambda: oracle(theirs, IDS[: tokens + steps])[tokens:])
     engine.close()
-    other = opened_as(folder, replace(config, indexed=replace(config.indexed, shape=replace(config.indexed.shape, chosen=CTX))))
+    other = opened_as(folder, replace(config, indexer=replace(config.indexer, shape=replace(config.indexer.shape, top_k=CTX))))
     anew(other, IDS[:tokens])
     found = one_by_one(other, IDS[tokens : tokens + steps])
     other.close()
@@ -197,7 +197,7 @@ def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
 
 def test_where_all_tokens_are_seen_there_is_no_indexer(folder: Path, engine: Engine) -> None:
     short = opened(folder, ctx=87)
-    assert short.config.indexed is None and not short.cache.choosing
+    assert short.config.indexer is None and not short.cache.choosing
     assert np.array_equal(anew(short, IDS[:80]), anew(engine, IDS[:80]))
     short.close()
     with pytest.raises(UsageError, match="this model uses sparse attention") as caught:
@@ -210,12 +210,13 @@ def test_what_a_config_says_by_saying_nothing() -> None:
     inside = {"model_type": "glm5_next_text"}
     raw = {"model_type": "glm5_next", "architectures": ["Glm5NextForConditionalGeneration"], "text_config": inside, "vision_config": {}}
     config, theirs = parse_config(raw, strict=True), CONFIG_MAPPING["glm5_next_text"]()
-    assert config.latent == LatentShape(512, 256, 0, 256, 1536) and config.state == KdaShape.of(64, 128, 4, bound=-5.0)
-    assert config.state_layers == tuple(i for i, kind in enumerate(theirs.layer_types) if kind == "linear_attention")
-    assert config.indexed.shape == IndexShape(32, 128, 0, 128, rate=16, means=True, weighed=True) and config.indexed.shape.whole == 2063
-    assert config.mixture.layers == {i for i, kind in enumerate(theirs.mlp_layer_types) if kind == "sparse"}
-    assert (config.mixture.experts, config.mixture.per_token, config.mixture.factor, config.streams) == (288, 8, 2.5, 4)
-    assert config.mixes == (20, 1e-6) and config.latent_eps == config.norm_eps == 1e-5 and not config.tie_word_embeddings
+    assert config.mla == LatentShape(512, 256, 0, 256, 1536) and config.recurrent == KdaShape.of(64, 128, 4, decay_bound=-5.0)
+    assert config.recurrent_layers == tuple(i for i, kind in enumerate(theirs.layer_types) if kind == "linear_attention")
+    assert config.indexer.shape == IndexShape(32, 128, 0, 128, tokens_per_key=16, pooled=True,
+                                              weighted_pooling=True) and config.indexer.shape.dense_tokens == 2063
+    assert config.moe.layers == {i for i, kind in enumerate(theirs.mlp_layer_types) if kind == "sparse"}
+    assert (config.moe.num_experts, config.moe.experts_per_token, config.moe.routed_scale, config.residual_streams) == (288, 8, 2.5, 4)
+    assert config.sinkhorn == (20, 1e-6) and config.mla_norm_eps == config.norm_eps == 1e-5 and not config.tie_word_embeddings
     assert len(config.warnings) == 1 and config.warnings[0].startswith("'glm5_next' takes images too")
     flat = parse_config({"model_type": "glm5_next", "architectures": ["Glm5NextForConditionalGeneration"], "num_hidden_layers": 45}, True)
     assert replace(flat, warnings=()) == replace(config, warnings=())

@@ -26,7 +26,7 @@ from effllm.kernels.layout import F16, F32
 from effllm.kernels.ngram_shape import NgramShape, WithNgrams
 from effllm.kernels.state_shape import NO_SLOT
 from effllm.quant.compressed_attention_weights import Compressor
-from effllm.quant.recurrent_weights import Cca, Ngrams
+from effllm.quant.recurrent_weights import Cca, NgramWeights
 from effllm.quant.weight import Norm
 from effllm.runtime.kv.states import controls
 from effllm.runtime.rope import RopeTable
@@ -144,7 +144,7 @@ def test_n_grams_on_torch_match_the_reference() -> None:
     windows = np.lib.stride_tricks.sliding_window_view(np.concatenate([[end] * 2, ids]), shape.size)
 
     def passed(layer: OnTorch, begin: int, end_: int) -> None:
-        own = Ngrams(None, None, *layer.put(taps), *(Norm("rms+1", each, None, 1e-6) for each in layer.put(*norms)))
+        own = NgramWeights(None, None, *layer.put(taps), *(Norm("rms+1", each, None, 1e-6) for each in layer.put(*norms)))
         assert np.array_equal(layer.states.words(ids[begin:end_], end), windows[begin:end_])
         given = (torch.from_numpy(each[begin:end_].copy()) for each in (x, keys, values))
         found = layer.states.add_ngrams(next(given), list(given), own)
@@ -173,29 +173,31 @@ TURNED = RopeTable((10_000.0 ** -(np.arange(4) / 4)).astype(np.float32), 1.0, 8)
 OF_FOUR = CompressedShape(32, 4, True, 8, 16, 40, (32,), (3,), 3 * 2 * (32 + 16))
 
 
-@pytest.mark.parametrize("shape", [OF_FOUR, CompressedShape(32, 16, False, 8, 0, 40, (32,), (), OF_FOUR.room)], ids=["four", "sixteen"])
+@pytest.mark.parametrize("shape", [OF_FOUR, CompressedShape(32, 16, False, 8, 0, 40, (32,), (), OF_FOUR.state_size)],
+                         ids=["four", "sixteen"])
 def test_keys_of_several_tokens_on_torch_match_the_reference(shape: CompressedShape) -> None:
     """Wherever a text is cut, behind what was kept on the way and behind a draft that was taken back; keys of the index too."""
-    rng, tokens, index = np.random.default_rng(4), 70, IndexShape(3, 16, 8, 20, rate=4)
-    products = [rng.standard_normal((tokens, width), np.float32) for width in shape.series]
-    biases = [rng.standard_normal((shape.rate, shape.parts * width), np.float32) for width in (shape.width, shape.index) if width]
-    norms = [1 + rng.standard_normal(width, np.float32) / 8 for width in (shape.width, shape.index)]
+    rng, tokens, index = np.random.default_rng(4), 70, IndexShape(3, 16, 8, 20, tokens_per_key=4)
+    products = [rng.standard_normal((tokens, width), np.float32) for width in shape.pooled_products]
+    biases = [rng.standard_normal((shape.tokens_per_key, shape.rows_per_token * width), np.float32) for width in (shape.width,
+                                                                                                                  shape.index_dim) if width]
+    norms = [1 + rng.standard_normal(width, np.float32) / 8 for width in (shape.width, shape.index_dim)]
 
     def meant(place: int) -> np.ndarray:
-        width = (shape.width, shape.index)[place]
-        made, *_ = reference_compressed.compress(*products[2 * place : 2 * place + 2], biases[place], 0, shape.rate,
-                                                 np.zeros((shape.parts, 3, width)))
-        turns = TURNED.turns(np.arange(len(made)) * shape.rate)
+        width = (shape.width, shape.index_dim)[place]
+        made, *_ = reference_compressed.compress(*products[2 * place : 2 * place + 2], biases[place], 0, shape.tokens_per_key,
+                                                 np.zeros((shape.rows_per_token, 3, width)))
+        turns = TURNED.turns(np.arange(len(made)) * shape.tokens_per_key)
         return reference_compressed.finished(made, ("rms", norms[place], None, 1e-6), *turns)
 
     def passed(layer: OnTorch, keys: tuple, begin: int, end: int) -> None:
         own = Compressor((), layer.put(biases[0])[0], Norm("rms", *layer.put(norms[0]), None, 1e-6),
-                         *((layer.put(biases[1])[0], Norm("rms", *layer.put(norms[1]), None, 1e-6)) if shape.index else (None, None)))
+                         *((layer.put(biases[1])[0], Norm("rms", *layer.put(norms[1]), None, 1e-6)) if shape.index_dim else (None, None)))
         layer.states.compress([torch.from_numpy(each[begin:end].copy()) for each in products], own, begin, TURNED, *keys)
 
     def opened_keys(layer: OnTorch) -> tuple:
         keys = layer.ops.compressed_keys(shape, np.zeros(shape.keys_nbytes(128, F32), np.uint8), F32)
-        return keys, layer.ops.index_layer(index, np.zeros(index.nbytes(128, F32), np.uint8), F32) if shape.index else None
+        return keys, layer.ops.index_layer(index, np.zeros(index.nbytes(128, F32), np.uint8), F32) if shape.index_dim else None
 
     def check(keys: tuple) -> None:
         for place, own in enumerate(keys):
@@ -221,8 +223,8 @@ def test_keys_of_several_tokens_on_torch_match_the_reference(shape: CompressedSh
     keys = opened_keys(layer)
     layer.begin()
     passed(layer, keys, 56, 70)
-    first = -(-56 // shape.rate)
-    assert np.allclose(keys[0].rows[first : 70 // shape.rate].numpy(), meant(0)[first:], atol=2e-5)
+    first = -(-56 // shape.tokens_per_key)
+    assert np.allclose(keys[0].rows[first : 70 // shape.tokens_per_key].numpy(), meant(0)[first:], atol=2e-5)
     other = OnTorch(shape)
     keys = opened_keys(other)
     other.begin(hold=False)
@@ -236,7 +238,7 @@ def test_keys_of_several_tokens_on_torch_match_the_reference(shape: CompressedSh
 
 def test_a_choice_on_torch_is_the_references() -> None:
     """By whole numbers, of which many are equal, in pieces as small as memory may ask for."""
-    shape, rng, tokens, begin = IndexShape(3, 16, 8, 5, rate=4), np.random.default_rng(7), 90, 13
+    shape, rng, tokens, begin = IndexShape(3, 16, 8, 5, tokens_per_key=4), np.random.default_rng(7), 90, 13
     keys, q = rng.integers(-2, 3, ((begin + tokens) // 4, 16)).astype(np.float32), rng.integers(-2, 3, (tokens, 48)).astype(np.float32)
     weights = rng.integers(-2, 3, (tokens, 3)).astype(np.float32)
     index = TorchOps("cpu").index_layer(shape, np.zeros(shape.nbytes(128, F16), np.uint8), F16)
@@ -245,7 +247,7 @@ def test_a_choice_on_torch_is_the_references() -> None:
     chosen = reference_indexer.choose(reference_indexer.scores(q, keys, weights, begin, shape), shape)
     closed = np.arange(len(keys)) < ((begin + np.arange(tokens) + 1) // 4)[:, None]
     assert np.array_equal(found.numpy(), reference_indexer.seen(chosen, len(keys), 1, shape)[:, 0] & closed)
-    assert index.choose(torch.from_numpy(q[:10]), torch.from_numpy(weights[:10]), 13) is None and shape.whole == 23
+    assert index.choose(torch.from_numpy(q[:10]), torch.from_numpy(weights[:10]), 13) is None and shape.dense_tokens == 23
 
 
 def test_layers_that_choose_among_keys_of_several_tokens_answer_as_on_the_cpu(tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def test_layers_that_choose_among_keys_of_several_tokens_answer_as_on_the_cpu(tm
     for layers in (0, 2, 4):
         engine, _ = opened(tmp_path, simulated(1 << 30) if layers else None, gpu_layers=layers, exact=True, kv="32bit")
         try:
-            assert engine.config.indexed.shape.whole == 43 and engine.placement.devices.count("cuda") == layers
+            assert engine.config.indexer.shape.dense_tokens == 43 and engine.placement.devices.count("cuda") == layers
             list(engine.prefill(ids))
             rows = [engine.forward_logits([token])[0].copy() for token in (3, 4)]
             engine.reset()

@@ -86,10 +86,10 @@ def test_streams_that_are_kept_are_what_they_say(count: int, tokens: int) -> Non
     try:
         for registry in (None, default_registry("reference")):
             ops, own = CpuOps(pool, sizes, registry), x.copy()
-            got = ops.gathered(own, hyper)
+            got = ops.read_streams(own, hyper)
             ops.flush()
             np.testing.assert_allclose(got, read, rtol=2e-4, atol=2e-4)
-            ops.mixed(own, branch.copy(), hyper)
+            ops.write_streams(own, branch.copy(), hyper)
             ops.flush()
             np.testing.assert_allclose(own.reshape(split.shape), behind, rtol=2e-4, atol=2e-4)
     finally:
@@ -98,12 +98,12 @@ def test_streams_that_are_kept_are_what_they_say(count: int, tokens: int) -> Non
 
 def test_published_keys_are_known_and_defaults_are_those_of_transformers() -> None:
     config = parse_config(PUBLISHED, strict=True)
-    assert config.warnings == () and config.indexed.sources == (0, 1, 1, 1) and config.indexed.neighbours
-    assert (config.streams, config.streams_kept, config.mixes) == (4, True, (0, 1e-6))
-    assert config.mixture.layers == {1, 2, 3} and config.rope.neighbours and config.hidden_act == "silu"
+    assert config.warnings == () and config.indexer.source_layers == (0, 1, 1, 1) and config.indexer.interleaved_rope
+    assert (config.residual_streams, config.unmixed_streams, config.sinkhorn) == (4, True, (0, 1e-6))
+    assert config.moe.layers == {1, 2, 3} and config.rope.neighbours and config.hidden_act == "silu"
     silent, said = parse_config({"model_type": "hy_v4"}), parse_config(json.loads(CONFIG_MAPPING["hy_v4"]().to_json_string()), strict=True)
     assert replace(silent, dtype=said.dtype) == said and said.num_hidden_layers == 34 and said.context_length == 262_144
-    assert [each for each, source in enumerate(said.indexed.sources) if source == each] == [0, *range(1, 34, 4)]
+    assert [each for each, source in enumerate(said.indexer.source_layers) if source == each] == [0, *range(1, 34, 4)]
     rules = families.get("hy_v4").layer_tensors(config, 1)
     assert rules["attn_gate"].shape == (6 * 256, 96) and rules["sinks"].shape == (6,) and rules["attn_mix"].shape == (8, 4 * 96)
     assert "index_q" not in families.get("hy_v4").layer_tensors(config, 2)
@@ -122,7 +122,7 @@ def test_what_the_makers_config_says_beside_that() -> None:
     switched = {"enable_ihc": True, "enable_lm_head_fp32": True, "gated_mla": True, "gating_type": "elementwise", "learnable_sink": True}
     assert parse_config({**PUBLISHED, **switched}, strict=True) == parse_config(PUBLISHED)
     halves = parse_config({**PUBLISHED, "rope_interleave": False}, strict=True)  # as transformers
-    assert not halves.rope.neighbours and not halves.indexed.neighbours
+    assert not halves.rope.neighbours and not halves.indexer.interleaved_rope
 
 
 def test_each_of_its_names_is_the_same_model(folder: Path, tmp_path: Path) -> None:

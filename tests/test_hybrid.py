@@ -171,12 +171,12 @@ def test_the_plan_counts_what_is_allocated(folder: Path, kv: str) -> None:
     try:
         cache, config, placement = engine.cache, engine.config, engine.placement
         paged = len(config.attention_layers)
-        stateful = len(config.state_layers)
+        stateful = len(config.recurrent_layers)
         others = {"lfm3": (2, 2), "mamba": (0, 4), "mamba2": (0, 4), "rwkv7": (0, 4)}
-        assert (paged, stateful) == others.get(folder.name, (4, 4) if config.states_beside else (1, 3))
+        assert (paged, stateful) == others.get(folder.name, (4, 4) if config.parallel_hybrid else (1, 3))
         states = sum(layer._slots.nbytes + layer.recent.nbytes for layer in cache.states.layers)
-        assert cache.states.nbytes == states == stateful * config.state.nbytes
-        assert all(0 <= layer.recent.nbytes - 4 * MAX_DECODE_TOKENS * config.state.recent < 64 for layer in cache.states.layers)
+        assert cache.states.nbytes == states == stateful * config.recurrent.nbytes
+        assert all(0 <= layer.recent.nbytes - 4 * MAX_DECODE_TOKENS * config.recurrent.recent < 64 for layer in cache.states.layers)
         exact, sealed = sum(map(len, cache.slots.memory)), cache.shape.pages * cache.sealed_nbytes
         assert placement.kv_bytes == exact + sealed + cache.states.nbytes
         assert placement.kv_bytes_per_token == -(-cache.sealed_nbytes // PAGE)
@@ -197,8 +197,8 @@ def test_layers_of_both_kinds_on_a_gpu(folder: Path, small: Path) -> None:
             engine, said = with_card(path, simulated(512 << 20), gpu_layers=layers, kv="32bit", ctx=CTX, exact=True)
             placement, config = engine.placement, engine.config
             on_card = [layer for layer in range(config.num_hidden_layers) if placement.devices[layer] == "cuda"]
-            states = sum(layer in config.state_layers for layer in on_card) * config.state.nbytes
-            pages = placement.kv_bytes - len(config.state_layers) * config.state.nbytes
+            states = sum(layer in config.recurrent_layers for layer in on_card) * config.recurrent.nbytes
+            pages = placement.kv_bytes - len(config.recurrent_layers) * config.recurrent.nbytes
             pages = pages * sum(layer in config.attention_layers for layer in on_card) // max(1, len(config.attention_layers))
             assert len(on_card) == layers and placement.gpu.kv_bytes == states + pages
             found = logits(engine)
@@ -288,7 +288,7 @@ def test_rollback_slots_are_bounded(engine: Engine) -> None:
     for length in range(100, 600, 90):
         read(engine, IDS[:length])
         answer(engine, 3)
-    assert len(engine.cache.states._kept) <= engine.config.state.rollback_slots
+    assert len(engine.cache.states._kept) <= engine.config.recurrent.rollback_slots
 
 
 def test_a_state_does_not_become_compressed_tensors(folder: Path, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_forecast_counts_states_beside_attention(folder: Path) -> None:
     prepared.store.close()
     config = prepared.config
     assert asked.windows == tuple(config.windows[layer] for layer in config.attention_layers) and asked.layers == 4
-    assert asked.state_bytes == len(config.state_layers) * 12 * config.state.state_floats
+    assert asked.state_bytes == len(config.recurrent_layers) * 12 * config.recurrent.state_floats
     assert asked.bytes_per_token == sum(part.nbytes for part in asked.parts)
     rates = Rates(1e6, 0.0, 0.0, {part.kind: KindRate(1e6, 1e12) for part in asked.parts}, {asked.kv: KindRate(1e12, 1e12)})
     without = replace(asked, state_bytes=0)

@@ -253,7 +253,7 @@ def test_multipliers_that_are_in_the_weights_are_not_multiplied_again() -> None:
            "vocab_size": 300, "mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_norm_before_gate": False,
            "embedding_multiplier": 5.7, "key_multiplier": 0.4, "mlp_multipliers": [0.9, 0.6]}
     config = parse_config(raw | {"quantization": {"bits": 4, "group_size": 64}})
-    assert config.embedding_multiplier == 1.0 and config.factors == () and parse_config(raw).factors
+    assert config.embedding_multiplier == 1.0 and config.multipliers == () and parse_config(raw).multipliers
     assert config.attn_scale == parse_config({key: value for key, value in raw.items() if "multiplier" not in key}).attn_scale
 
 
@@ -261,7 +261,7 @@ def test_gpt_oss_says_twice_how_it_was_quantized() -> None:
     section = {"bits": 4, "group_size": 32, "mode": "mxfp4"}
     raw = {"model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
            "num_key_value_heads": 2, "vocab_size": 300, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
-    assert parse_config(raw | {"quantization": section, "quantization_config": section}).experts_stored is None
+    assert parse_config(raw | {"quantization": section, "quantization_config": section}).expert_format is None
     with pytest.raises(ConfigError, match="quant_method"):
         parse_config(raw | {"quantization_config": section})
 

@@ -123,7 +123,7 @@ def test_clipping_matches_the_reference(pool, tokens):
     for registry in (None, default_registry("reference")):
         out = y.copy()
         ops = CpuOps(pool, DIMS, registry)
-        ops.clipped(out, 0.7)
+        ops.clip(out, 0.7)
         ops.flush()
         assert np.array_equal(out, np.clip(y, np.float32(-0.7), np.float32(0.7)), equal_nan=True)
         assert np.isnan(out[0, 0]) and (np.abs(out[0, 1:]) <= np.float32(0.7)).all()

@@ -136,7 +136,7 @@ def test_auto_takes_the_fewest_bits_that_keep_the_answers(folder: Path) -> None:
 
 
 def test_auto_sends_nobody_to_record_a_profile_that_no_cache_can_use(tmp_path: Path) -> None:
-    config, said = replace(own := parse_config(published("GLM-4.7-Flash")), latent=replace(own.latent, rank=1024), head_dim=1088), []
+    config, said = replace(own := parse_config(published("GLM-4.7-Flash")), mla=replace(own.mla, rank=1024), head_dim=1088), []
     with TensorStore.open(FABLE) as store:
         assert resolve_auto("auto", profile_for("auto", tmp_path, config, store, said.append), said.append) == "16bit"
     assert len(said) == 1 and "this model has 1088" in said[0] and "kv-profile" not in said[0]

@@ -113,7 +113,7 @@ def test_bits_depend_neither_on_threads_nor_on_the_tokens_beside(name: str, stor
 def test_experts_of_groups_that_are_not_kept_are_not_chosen(corrected: bool) -> None:
     """The kernel, torch and the reference, and the rule itself told once more in words of its own."""
     groups, size, kept, top, tokens, depth = 4, 3, 2, 4, 40, 24
-    routing = Routing(top, corrected, sigmoid=corrected, factor=2.5, groups=groups, kept_groups=kept)
+    routing = Routing(top, corrected, sigmoid=corrected, routed_scale=2.5, num_groups=groups, top_groups=kept)
     correction = rows(1, groups * size, seed=1)[0] if corrected else None
     router = Linear(Weight.raw("f32", (groups * size, depth), rows(groups * size, depth, seed=2)))
     made = [Expert(*(Linear(Weight.raw("f32", shape, rows(*shape, seed=10 * e + i)))

@@ -185,11 +185,11 @@ def test_a_profile_weighs_values_by_what_latents_go_through(folder: Path, tmp_pa
     engine = opened(folder, kv="32bit", chunk=CTX)
     try:
         *_, profile = record(engine, Numbers(), "x" * 3000, "some weights", seconds=1e6)
-        own, heads = engine.config.latent, engine.config.num_attention_heads
+        own, heads = engine.config.mla, engine.config.num_attention_heads
         error = np.random.default_rng(1).standard_normal((3, own.key)).astype(np.float32)
         with engine.model.layer(1) as weights:
             grams = _grams(weights, None, engine.config, 1)
-            values = reference_latent.values(np.tile(error, heads), heads, own, weights.latent.expand.to_f32()).reshape(3, heads, -1)
+            values = reference_latent.values(np.tile(error, heads), heads, own, weights.mla.expand.to_f32()).reshape(3, heads, -1)
             o = weights.o.weight.to_f32().reshape(-1, heads, own.value)
             moved = np.square(np.einsum("thv,dhv->thd", values, o)).sum(-1)
         assert np.allclose(np.einsum("ti,hij,tj->th", error, grams, error), moved, rtol=1e-3)
@@ -280,7 +280,7 @@ def test_what_is_stored_and_what_its_numbers_mean(folder: Path, tmp_path: Path) 
 def test_calibration_sees_every_matrix_and_smoothing_changes_nothing_but_rounding(folder: Path) -> None:
     engine, plan = opened(folder, kv="32bit"), plan_conversion(folder, options("4bit").recipe)
     before, pool = read(engine, IDS[:200]), ThreadPool(2)
-    queries = {"q"} if plan.config.latent.query_rank is None else {"q_a", "q_b"}
+    queries = {"q"} if plan.config.mla.query_rank is None else {"q_a", "q_b"}
     with plan.store:
         converter = Converter(plan, "smooth", SimpleNamespace(finished=set()), pool, IDS)
         for found in calibrate(folder, IDS[:200]):
@@ -289,7 +289,7 @@ def test_calibration_sees_every_matrix_and_smoothing_changes_nothing_but_roundin
             assert {"kv_a", "o", *queries} <= set(found.roles) and "kv_b" not in found.roles
             changed = converter._equalised(found)
             roles = {job.role for job in plan.jobs if job.name in changed}
-            dense = set() if found.key in plan.config.mixture.layers else {"post_norm", "gate", "up", "down"}
+            dense = set() if found.key in plan.config.moe.layers else {"post_norm", "gate", "up", "down"}
             assert roles == {"input_norm", "kv_a"} | queries | ({"q_a_norm"} if "q_a" in queries else set()) | dense
             with engine.model.pager.lease(found.key) as raw:
                 for name, values in changed.items():
@@ -306,6 +306,6 @@ def test_show_says_what_is_kept_of_a_token(folder: Path, tmp_path: Path, person)
     (model / "tokenizer.json").write_bytes((FABLE / "tokenizer.json").read_bytes())
     (said,) = [line for line in person.types("show", model).out.splitlines() if line.startswith("attention")]
     config = prepare(folder, EngineOptions(ctx=1)).config
-    assert said.endswith(f"from a latent of {config.latent.rank}; {config.latent.key} values cached per token")
+    assert said.endswith(f"from a latent of {config.mla.rank}; {config.mla.key} values cached per token")
     shown = json.loads(person.types("show", model, "--json").out)
-    assert shown["latent_attention"]["cached"] == config.latent.key
+    assert shown["latent_attention"]["cached"] == config.mla.key

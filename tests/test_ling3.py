@@ -83,13 +83,13 @@ def test_what_follows_a_part_of_a_text_is_what_follows_the_whole(tmp_path: Path)
 
 def test_the_published_configs() -> None:
     tiny, flash = (parse_config(raw, strict=True) for raw in (TINY, FLASH))
-    assert tiny.state == KdaShape.of(16, 128, 4, narrow=False, bound=-5.0) and flash.state.key_heads == 32
-    assert tiny.latent.query_rank == 256 and flash.latent.query_rank is None and tiny.attn_scale == 192**-0.5
-    assert [layer for layer in range(24) if layer not in tiny.state_layers] == [3, 7, 11, 15, 19, 23]
-    assert [layer for layer in range(42) if layer not in flash.state_layers] == [5, 11, 17, 23, 29, 35, 41]
-    assert min(tiny.mixture.layers) == 1 and min(flash.mixture.layers) == 2 and tiny.mixture.shared_width == 512
-    assert (tiny.mixture.groups, tiny.mixture.kept_groups, tiny.mixture.factor) == (8, 4, 2.5) and tiny.rope.theta == 6e6
-    assert tiny.gates_apart and tiny.gates_whole and tiny.mtp_layers == 1 and tiny.context_length == 131_072
+    assert tiny.recurrent == KdaShape.of(16, 128, 4, low_rank_gates=False, decay_bound=-5.0) and flash.recurrent.key_heads == 32
+    assert tiny.mla.query_rank == 256 and flash.mla.query_rank is None and tiny.attn_scale == 192**-0.5
+    assert [layer for layer in range(24) if layer not in tiny.recurrent_layers] == [3, 7, 11, 15, 19, 23]
+    assert [layer for layer in range(42) if layer not in flash.recurrent_layers] == [5, 11, 17, 23, 29, 35, 41]
+    assert min(tiny.moe.layers) == 1 and min(flash.moe.layers) == 2 and tiny.moe.shared_expert_dim == 512
+    assert (tiny.moe.num_groups, tiny.moe.top_groups, tiny.moe.routed_scale) == (8, 4, 2.5) and tiny.rope.theta == 6e6
+    assert tiny.output_gate and tiny.output_gate_per_head and tiny.mtp_layers == 1 and tiny.context_length == 131_072
 
 
 @pytest.mark.parametrize(("key", "value"), [
@@ -140,12 +140,12 @@ def test_gates_of_some_layers_have_bounds(tmp_path: Path) -> None:
 def test_flash_has_the_bounds_that_it_states() -> None:
     lists = {"expert_swiglu_limit_list": [0.0] * 40 + [4, 7.0], "share_expert_swiglu_limit_list": [0.0] * 41 + [5.0]}
     made = parse_config({**FLASH, **lists}, strict=True)
-    assert made.gate_bounds == ((None, None),) * 40 + ((4.0, None), (7.0, 5.0))
-    assert (made.act_of(39), made.act_of(41), made.act_of(41, shared=True)) == ("silu", capped_silu(7.0), capped_silu(5.0))
+    assert made.gate_limits == ((None, None),) * 40 + ((4.0, None), (7.0, 5.0))
+    assert (made.expert_act(39), made.expert_act(41), made.expert_act(41, shared=True)) == ("silu", capped_silu(7.0), capped_silu(5.0))
     for name, wrong in (("expert_swiglu_limit_list", [7.0] + [0.0] * 41), ("expert_swiglu_limit_list", [-1.0] * 42),
                         ("share_expert_swiglu_limit_list", [0.0] * 7)):
         refused({**FLASH, name: wrong}, name)
 
 
 def test_gates_that_are_not_clamped_may_be_listed() -> None:
-    assert parse_config({**TINY, "expert_swiglu_limit_list": [0.0] * 24}, strict=True).state.bound == -5.0
+    assert parse_config({**TINY, "expert_swiglu_limit_list": [0.0] * 24}, strict=True).recurrent.decay_bound == -5.0

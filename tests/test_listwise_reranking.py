@@ -144,11 +144,11 @@ def test_a_file_ranks_by_the_matrices_that_lie_beside_it(model: Path, replies: S
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (plain / name).write_bytes((model / name).read_bytes())
     list(export_gguf(plain, file, "F16", "a name"))
-    assert not read_config(file).ranks_lists
+    assert not read_config(file).listwise_reranker
     save_file({"projector.0.weight": matrices["projector.0.weight"]}, tmp_path / "projector.safetensors")
-    assert not read_config(file).ranks_lists
+    assert not read_config(file).listwise_reranker
     save_file(matrices, tmp_path / "projector.safetensors")
-    assert read_config(file, strict=True).ranks_lists
+    assert read_config(file, strict=True).listwise_reranker
     *_, engine = open_engine(file, EngineOptions(ctx=1024, kv="32bit"))
     *_, ranked = ServedModel(engine, Tokenizer.load(file, engine.config)).rank(QUERY, DOCUMENTS)
     engine.close()
@@ -156,7 +156,7 @@ def test_a_file_ranks_by_the_matrices_that_lie_beside_it(model: Path, replies: S
     assert ranked.scores == pytest.approx(wanted.scores, abs=2e-3)
     person = Person(tmp_path, "http://127.0.0.1:9")
     made = person.types("quantize", file, "-o", tmp_path / "b", "--bits", "8", "--no-kv-profile")
-    assert made.code == 0 and read_config(tmp_path / "b").ranks_lists, made.err
+    assert made.code == 0 and read_config(tmp_path / "b").listwise_reranker, made.err
     save_file({name: each[:-1] for name, each in matrices.items()}, tmp_path / "projector.safetensors")
     with pytest.raises(CheckpointError, match="projector.0.weight"):
         list(open_engine(file, EngineOptions(ctx=1024)))
@@ -186,7 +186,7 @@ def test_it_writes_nothing_and_its_files_belong_together(model: Path, replies: S
     assert isinstance(replies.ranking, ListwiseReranker)
     stated = json.loads((model / "config.json").read_text())
     config = parse_config(stated, strict=True)
-    assert config.ranks_lists and (config.vector_inner, config.vector_width) == (32, 512) and not config.writes
+    assert config.listwise_reranker and (config.pooled_inner_dim, config.pooled_dim) == (32, 512) and not config.is_generative
     refused({**stated, "model_type": "llama"}, "JinaForRanking")
     refused({**stated, "architectures": ["Qwen3ForCausalLM"]}, "auto_map")
     person = Person(tmp_path, "http://127.0.0.1:9")

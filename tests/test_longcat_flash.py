@@ -34,10 +34,11 @@ PUBLISHED = {
 
 def test_the_published_config() -> None:
     made = parse_config(PUBLISHED, strict=True)
-    own = made.mixture
-    assert made.num_hidden_layers == 56 and own.layers == frozenset(range(0, 56, 2)) and made.streams == 2
-    assert (own.experts, own.handed, own.per_token, own.factor) == (512, 256, 12, 6.0) and own.corrected and not own.sigmoid
-    assert dict(made.factors) == {"q_a_norm": 2.0, "kv_a_norm": 12**0.5} and made.attn_scale == 192**-0.5 and made.rope.theta == 1e7
+    own = made.moe
+    assert made.num_hidden_layers == 56 and own.layers == frozenset(range(0, 56, 2)) and made.residual_streams == 2
+    assert (own.num_experts, own.zero_experts, own.experts_per_token, own.routed_scale) == (512, 256, 12,
+                                                                                            6.0) and own.correction_bias and not own.sigmoid
+    assert dict(made.multipliers) == {"q_a_norm": 2.0, "kv_a_norm": 12**0.5} and made.attn_scale == 192**-0.5 and made.rope.theta == 1e7
 
 
 @pytest.mark.parametrize(("key", "value"), [
@@ -55,7 +56,7 @@ def test_what_is_passed_on_matches_the_definition(handed: int, threads: int) -> 
     ops = CpuOps(pool, replace(dims(experts=EXPERTS + handed), parallel_experts=True))
     layer = Layer(experts=EXPERTS + handed)
     layer.experts = layer.experts[:EXPERTS]
-    routing = Routing(TOP, False, factor=2.0, handed=handed)
+    routing = Routing(TOP, False, routed_scale=2.0, zero_experts=handed)
     try:
         for tokens in (1, 3, 70):
             x, seen = inputs(tokens, seed=tokens), []

@@ -43,7 +43,7 @@ def test_queries_that_grow_match_the_reference(tokens: int) -> None:
     scales, offsets = rng.standard_normal((2, HEADS), np.float32)
     positions = np.arange(70, 70 + tokens)
     fast, exact = CpuOps(pool, sizes), CpuOps(pool, sizes, default_registry("reference"))
-    found = [ops.grown_heads(x.copy(), HEADS, DEPTH, positions, LOG_POSITIONS, (scales, offsets)) for ops in (fast, exact)]
+    found = [ops.scale_queries(x.copy(), HEADS, DEPTH, positions, LOG_POSITIONS, (scales, offsets)) for ops in (fast, exact)]
     fast.flush()
     pool.close()
     factors = np.log(positions + 1.0)[:, None] * scales + offsets
@@ -56,11 +56,11 @@ def test_what_a_config_says_by_saying_nothing() -> None:
     config = parse_config({"model_type": "mistral_large4", "architectures": ["MistralLarge4ForConditionalGeneration"], "text_config": {
         "model_type": "mistral_large4_text"}, "vision_config": {"model_type": "pixtral"}}, strict=True)
     theirs = CONFIG_MAPPING["mistral_large4_text"]()
-    assert config.num_hidden_layers == 72 and config.mixture.layers == {*range(1, 72)} and config.final_logit_softcapping == 30.0
+    assert config.num_hidden_layers == 72 and config.moe.layers == {*range(1, 72)} and config.final_logit_softcapping == 30.0
     assert [rope is not None for rope in config.ropes] == list(map(bool, theirs.no_rope_layers))
-    assert (config.latent_of(0), config.latent_of(3)) == (LatentShape(512, 64, 64, 128), LatentShape(512, 128, 0, 128))
-    assert (config.heads_of(0), config.heads_of(3), config.kv_sources) == ((1, 576), (1, 512), ())
-    assert config.indexed.shape.whole == 2048 and config.context_length == theirs.max_position_embeddings == 2**20
+    assert (config.mla_of(0), config.mla_of(3)) == (LatentShape(512, 64, 64, 128), LatentShape(512, 128, 0, 128))
+    assert (config.kv_heads_of(0), config.kv_heads_of(3), config.kv_sources) == ((1, 576), (1, 512), ())
+    assert config.indexer.shape.dense_tokens == 2048 and config.context_length == theirs.max_position_embeddings == 2**20
     assert {key: config.rope.params[key] for key in ("factor", "original_max_position_embeddings", "attention_factor")} == {
         key: theirs.rope_parameters[key] for key in ("factor", "original_max_position_embeddings", "attention_factor")}
     assert len(config.warnings) == 1 and config.warnings[0].startswith("'mistral_large4' takes images too")
@@ -126,7 +126,7 @@ def test_latents_that_are_shared_by_turns_stay_in_memory(folder: Path, tmp_path:
     with pytest.raises(UsageError, match="share keys and values") as caught:
         prepare(folder, options)
     assert "--kv-ram" in caught.value.hint
-    assert read_config(folder).shares_by_turns and not parse_config(SIZES).shares_by_turns
+    assert read_config(folder).interleaves_shared_kv and not parse_config(SIZES).interleaves_shared_kv
     preset = prepare(folder, replace(options, from_settings=frozenset({"kv_ram"})))
     assert preset.options.kv_ram is None and any("--kv-ram" in notice for notice in map(str, preset.notices))
     preset.store.close()
@@ -134,6 +134,6 @@ def test_latents_that_are_shared_by_turns_stay_in_memory(folder: Path, tmp_path:
 
 def test_a_folder_says_which_layers_have_what(folder: Path) -> None:
     config = read_config(folder)
-    assert config.attention_layers == (0, 1, 4) and config.indexed.sources == (0, 0, 2, 3, 3)
+    assert config.attention_layers == (0, 1, 4) and config.indexer.source_layers == (0, 0, 2, 3, 3)
     assert json.loads((folder / "config.json").read_text())["text_config"]["no_rope_layers"] == [1, 0, 1, 0, 1]
     assert replace(config, kv_sources=()).attention_layers == (0, 1, 2, 3, 4)

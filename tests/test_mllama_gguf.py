@@ -61,7 +61,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object]:
 def test_a_text_is_read_as_by_transformers(made, tmp_path: Path) -> None:
     path = file_of(made[0], tmp_path / "model.gguf")
     config = read_config(path)
-    assert config.cross_layers == tuple(TEXT["cross_attention_layers"]) and config.vocab_size == 4096 and config.words_beside == 8
+    assert config.cross_attention_layers == tuple(TEXT["cross_attention_layers"])
+    assert config.vocab_size == 4096 and config.extra_embeddings == 8
     assert any("for images or audio, which are ignored" in each for each in config.warnings)
     engine = list(open_engine(path, EngineOptions(kv="32bit", device="cpu", ctx=512, exact=True, spec="off")))[-1]
     ids = list(range(5, 60))

@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory):
 def test_the_published_config() -> None:
     config = parse_config(PUBLISHED, strict=True)
     assert config.warnings == () and config.windows == (None, *(64, 64, None) * 7)
-    assert {rope.theta for rope in config.ropes} == {160_000.0} and config.head_act == "gelu" and config.head_bias
+    assert {rope.theta for rope in config.ropes} == {160_000.0} and config.head_transform_act == "gelu" and config.head_bias
     local = parse_config({key: value for key, value in PUBLISHED.items() if key != "local_rope_theta"}).ropes
     assert [rope.theta for rope in local[:3]] == [160_000.0, 10_000.0, 10_000.0]
 

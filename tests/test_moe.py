@@ -98,9 +98,9 @@ def test_routing_by_hand() -> None:
     assert np.allclose(route(logits, Routing(2, False))[1], [[4 / 8, 2 / 8], [0.25, 0.25]])
     roots = np.sqrt(np.log1p(np.exp(logits)))
     rows = np.where([[True, False, False, True], [False, True, True, False]], 0.0, -np.inf)  # each token's own corrections
-    chosen, shares = route(logits, Routing(2, True, factor=1.5, roots=True), rows)
+    chosen, shares = route(logits, Routing(2, True, routed_scale=1.5, sqrt_softplus=True), rows)
     assert chosen.tolist() == [[0, 3], [1, 2]] and np.allclose(shares, 0.75)
-    assert np.allclose(route(logits, Routing(2, False, roots=True))[1][0], roots[0, [1, 2]])
+    assert np.allclose(route(logits, Routing(2, False, sqrt_softplus=True))[1][0], roots[0, [1, 2]])
     offsets, tokens, places = visits(np.array([[1, 2], [0, 1], [1, 3]]), 5)
     assert offsets.tolist() == [0, 1, 4, 5, 6, 6] and tokens.tolist() == [1, 0, 1, 2, 0, 2] and places.tolist() == [[1, 4], [0, 2], [3, 5]]
 

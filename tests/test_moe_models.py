@@ -277,7 +277,8 @@ def test_the_named_shapes_are_those_of_the_models() -> None:
         rules = [*family.outer_tensors(config).items()]
         rules += [item for layer in range(config.num_hidden_layers) for item in family.layer_tensors(config, layer).items()]
         weights = sum(prod(rule.shape) for _, rule in rules)
-        visited = sum(prod(rule.shape) * (config.mixture.per_token / config.mixture.experts if families.expert_of(role) is not None else 1)
+        visited = sum(prod(rule.shape) * (config.moe.experts_per_token / config.moe.num_experts if families.expert_of(role) is not None
+                                          else 1)
                       for role, rule in rules)
         assert abs(weights / total - 1) < 0.02 and abs(visited / active - 1) < 0.05
 

@@ -142,7 +142,7 @@ def test_a_model_whose_tokens_choose_what_they_see(choosing: Engine, settings: S
         found.append((one, answer(choosing, [*IDS[:100], *IDS[300:330]], 40, settings)))
     assert found[0] == found[1] and with_drafts.counts.drafted > 10
     (index,) = own._cache.indexes
-    assert own._cache.n > 70 == choosing.config.indexed.shape.whole
+    assert own._cache.n > 70 == choosing.config.indexer.shape.dense_tokens
     scored = len(index.memory) // index.shape.block_nbytes(index.stored) * PAGE  # by each of a few tokens, with room for guesses
     assert FEW * scored <= choosing.backends["cpu"].workspace.floats["index scores"]
 

@@ -236,7 +236,7 @@ def test_what_is_reported_and_counted(checkpoint: tuple[Path, object]) -> None:
     assert engine.model.bytes_per_pass < engine.model.nbytes
     engine.close()
     assert is_low_bit(folder) and not is_low_bit(folder, False) and "low-bit" in kernel_kinds(Needs(True), EngineOptions())
-    assert read_config(folder, strict=True).experts_stored == "mxfp4:32"
+    assert read_config(folder, strict=True).expert_format == "mxfp4:32"
     with pytest.raises(UsageError, match="--load mmap"):
         prepare(folder, EngineOptions(device="cpu", load="mmap"))
     with open_store(folder) as store:

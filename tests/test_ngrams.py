@@ -29,12 +29,12 @@ from effllm.kernels.workspace import Dims
 from effllm.offload.memory import anonymous
 from effllm.quant.compressed_attention_weights import GatedResidual
 from effllm.quant.kv import RawCodec
-from effllm.quant.recurrent_weights import Ngrams as Weights
+from effllm.quant.recurrent_weights import NgramWeights as Weights
 from effllm.quant.weight import Linear, Norm, Weight
 from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 from effllm.runtime.kv.states import controls
-from effllm.runtime.ngrams import Ngrams, primes_from
+from effllm.runtime.ngrams import NgramConfig, primes_from
 from effllm.runtime.rope import RopeTable
 
 COUNT, WIDTH, ROWS, TEXT, END = 3, 20, 24, 60, 7
@@ -42,7 +42,7 @@ SIZES = {"hidden_size": WIDTH, "hc_count": COUNT, "hc_lowrank": 9, "ple_layer_id
          "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 8, "vocab_size": 300, "eos_token_id": END,
          "num_hidden_layers": 4, "ngram_size": 3}
 SHAPE = NgramShape(COUNT, WIDTH, 4, 3, ROWS)
-OWN = Ngrams((1, 2), SHAPE, 3, 50, 8, 1234, END, 300, 4)
+OWN = NgramConfig((1, 2), SHAPE, 3, 50, 8, 1234, END, 300, 4)
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -99,16 +99,17 @@ def test_rows_are_numbered_as_transformers_does(ids: list[int], place: int) -> N
     theirs = numbering(place)
     theirs(torch.tensor([ids]), None)
     every = np.concatenate([np.full(2, END), np.array(ids, np.int64)])
-    found = OWN.numbers(place + 1, np.lib.stride_tricks.sliding_window_view(every, 3))
+    found = OWN.row_ids(place + 1, np.lib.stride_tricks.sliding_window_view(every, 3))
     assert np.array_equal(found, theirs.ngram_embedding.numbers[0].numpy())
 
 
 def test_what_a_config_says_of_tables_is_what_transformers_makes_of_it() -> None:
     for place, layer in enumerate(OWN.layers):
         theirs = Qwen4ExpTextNGramEmbedding(Qwen4ExpTextConfig(**SIZES), ROWS, layer, place)
-        assert OWN.multipliers(layer) == tuple(theirs.layer_multipliers.tolist()) and OWN.sizes(layer) == tuple(theirs.head_vocab_sizes)
-        assert (OWN.rows_of(layer), OWN.width) == tuple(theirs.ngram_embedding.weight.shape)
-        assert sum(OWN.part_rows(layer)) == OWN.rows_of(layer) and len(OWN.part_rows(layer)) == 4
+        assert OWN.multipliers(layer) == tuple(theirs.layer_multipliers.tolist())
+        assert OWN.table_sizes(layer) == tuple(theirs.head_vocab_sizes)
+        assert (OWN.num_rows(layer), OWN.width) == tuple(theirs.ngram_embedding.weight.shape)
+        assert sum(OWN.shard_rows(layer)) == OWN.num_rows(layer) and len(OWN.shard_rows(layer)) == 4
     assert primes_from(20_000_000, 2) == (20_000_003, 20_000_023) and primes_from(2, 3) == (2, 3, 5)
 
 
@@ -131,10 +132,10 @@ def test_streams_after_gates_are_those_of_transformers(pool: ThreadPool, only: s
             read, _, shares = (each.numpy() for each in theirs(torch.from_numpy(x)))
         expected = x.reshape(tokens, COUNT, WIDTH) + shares[..., None] * branch[:, None]
         with ops.collecting():
-            own = ops.gathered(x, residual)
+            own = ops.read_streams(x, residual)
             ops.flush()
             assert np.abs(own - read).max() < 1e-5 * np.abs(read).max()
-            ops.mixed(x, branch, residual)
+            ops.write_streams(x, branch, residual)
         assert np.abs(x.reshape(expected.shape) - expected).max() < 1e-5 * np.abs(expected).max()
 
 
@@ -181,7 +182,7 @@ def test_what_n_grams_add_is_what_transformers_adds_however_a_text_is_cut(pool: 
 # ---- keys that are means
 
 
-INDEX = IndexShape(6, 16, 8, 5, rate=4, means=True)
+INDEX = IndexShape(6, 16, 8, 5, tokens_per_key=4, pooled=True)
 TABLE = RopeTable((10_000.0 ** (-np.arange(4) / 4)).astype(np.float32), 1.0, 8)
 CLOSING = Norm("rms+1", normal(8, 16), None, 1e-6), TABLE
 
@@ -216,7 +217,7 @@ def test_blocks_are_chosen_by_means_wherever_a_text_is_cut(pool: ThreadPool, sto
         assert np.array_equal(again, whole) and np.array_equal(keys_again, made)
     found = reference_indexer.scores(by, made, None, 0, INDEX)
     seen = reference_indexer.seen(reference_indexer.choose(found, INDEX), tokens, 2, INDEX)[:, 0]
-    late = np.arange(tokens) >= INDEX.whole
+    late = np.arange(tokens) >= INDEX.dense_tokens
     causal = np.arange(tokens) <= np.arange(tokens)[:, None]
     counts = (seen & causal)[late].sum(1)
     assert np.array_equal(counts, 20 + (np.arange(tokens)[late] + 1) % 4)

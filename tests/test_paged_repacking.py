@@ -91,8 +91,8 @@ def test_a_damaged_expert_is_named_when_it_is_needed(source: Path, tmp_path: Pat
     """As a whole load does, and no other expert suffers."""
     write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", counts(QWEN))
     prepared = prepare(tmp_path / "m.gguf", EngineOptions(device="cpu", ctx=256))
-    tensors, own = check_tensors(prepared.config, prepared.store, prepared.container), prepared.config.mixture
-    parts = expert_layout(tensors, own.experts, own.per_token, prepared.store)
+    tensors, own = check_tensors(prepared.config, prepared.store, prepared.container), prepared.config.moe
+    parts = expert_layout(tensors, own.num_experts, own.experts_per_token, prepared.store)
     piece = parts.parts[0].repack_plan.pieces()[0]
     prepared.store.close()
     with (tmp_path / "m.gguf").open("r+b") as file:

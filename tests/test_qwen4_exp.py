@@ -88,7 +88,7 @@ def test_what_is_chosen_of_many_blocks_is_as_good_as_the_oracles(model: tuple[Pa
     """Of a prompt and of single tokens behind it; without the choice, or without any part of what is the family's, logits are others."""
     folder, theirs = model
     engine, tokens, steps = opened(folder, kv="32bit"), 330, 20
-    whole, config = engine.config.indexed.shape.whole, engine.config
+    whole, config = engine.config.indexer.shape.dense_tokens, engine.config
     assert whole == 83 and len(engine.cache.choosing) == 1
     with noted(engine) as (chosen,):
         anew(engine, IDS[:tokens])
@@ -98,8 +98,8 @@ def test_what_is_chosen_of_many_blocks_is_as_good_as_the_oracles(model: tuple[Pa
     assert_close(rows, expected[tokens:], lambda: oracle(theirs, IDS[: tokens + steps])[tokens:])
     engine.close()
     own = config.ngrams
-    for taken in ({"indexed": replace(config.indexed, shape=replace(config.indexed.shape, chosen=CTX))},
-                  {"ngrams": replace(own, end=8)}):
+    for taken in ({"indexer": replace(config.indexer, shape=replace(config.indexer.shape, top_k=CTX))},
+                  {"ngrams": replace(own, eos_token_id=8)}):
         other = opened_as(folder, replace(config, **taken))
         anew(other, IDS[:tokens])
         found = one_by_one(other, IDS[tokens : tokens + steps])
@@ -142,8 +142,8 @@ def test_the_plan_counts_what_is_allocated_and_no_table(folder: Path) -> None:
         held = sum(map(len, cache.slots.memory)) + cache.shape.pages * cache.sealed_nbytes + cache.states.nbytes
         held += sum(len(each.memory) + each.rows.nbytes for each in cache.indexes)
         assert held - 128 * 4 * sum(cache.index_sizes) <= engine.placement.kv_bytes <= held + 128 * sum(cache.index_sizes)
-        assert cache.states.nbytes == 3 * engine.config.state.nbytes + own.shape.nbytes
-        table = own.rows_of(1) * own.width * 4
+        assert cache.states.nbytes == 3 * engine.config.recurrent.nbytes + own.shape.nbytes
+        table = own.num_rows(1) * own.width * 4
         assert engine.model.nbytes - table == engine.placement.weights_bytes and weight_tiers(engine.prepared).disk == table
         assert any("table of n-grams" in said and "6 rows" in said for said in engine.prepared.notices)
         read(engine, IDS[:500])
@@ -198,7 +198,7 @@ def test_what_chosen_blocks_cannot_have_is_refused(folder: Path, asked: dict[str
 
 def test_where_all_tokens_are_seen_there_is_no_indexer(folder: Path, engine: Engine) -> None:
     short = opened(folder, ctx=83)
-    assert short.config.indexed is None and not short.cache.choosing
+    assert short.config.indexer is None and not short.cache.choosing
     assert np.array_equal(anew(short, IDS[:80]), anew(engine, IDS[:80]))
     short.close()
     with pytest.raises(UsageError, match="this model uses sparse attention") as caught:
@@ -241,17 +241,18 @@ def test_a_config_is_read_as_transformers_does() -> None:
     made, theirs = parse_config(PUBLISHED), Qwen4ExpTextConfig(**inside)
     assert len(made.warnings) == 1 and made.warnings[0].startswith("'qwen4_exp' takes images too")
     assert parse_config({**inside, "architectures": ["Qwen4ExpForCausalLM"]}, strict=True) == replace(made, warnings=())
-    assert [layer in made.state_layers for layer in range(48)] == [kind == "linear_attention" for kind in theirs.layer_types]
-    assert made.indexed.shape == IndexShape(8, 128, 64, 512, rate=4, means=True) and made.indexed.shape.whole == 2051
-    assert (made.streams, made.mix_rank, made.last_norm, made.mtp_layers) == (4, 320, "none", 0)
+    assert [layer in made.recurrent_layers for layer in range(48)] == [kind == "linear_attention" for kind in theirs.layer_types]
+    assert made.indexer.shape == IndexShape(8, 128, 64, 512, tokens_per_key=4, pooled=True) and made.indexer.shape.dense_tokens == 2051
+    assert (made.residual_streams, made.residual_gate_rank, made.final_norm_kind, made.mtp_layers) == (4, 320, "none", 0)
     own = made.ngrams
-    assert (own.layers, own.tables, own.width, own.end) == ((1,), 16, 160, 248044) and own.rows_of(1) * own.width == 51_200_245_760
-    assert own.shape.slot_floats * 4 == 9 * 10_240 * 4 + 64 and made.state.sigmoid
+    assert (own.layers, own.tables, own.width, own.eos_token_id) == ((1,), 16, 160,
+                                                                     248044) and own.num_rows(1) * own.width == 51_200_245_760
+    assert own.shape.slot_floats * 4 == 9 * 10_240 * 4 + 64 and made.recurrent.sigmoid_gate
     least = {"model_type": "qwen4_exp_text", **{key: value for key, value in inside.items() if key.startswith("indexer_")},
              "indexer_head_dim": 256}
     made, theirs = parse_config(least, strict=True), Qwen4ExpTextConfig(**least)
-    assert [layer in made.state_layers for layer in range(40)] == [kind == "linear_attention" for kind in theirs.layer_types]
-    assert made.ngrams is None and not made.state.sigmoid and made.mixture.experts == theirs.num_experts
+    assert [layer in made.recurrent_layers for layer in range(40)] == [kind == "linear_attention" for kind in theirs.layer_types]
+    assert made.ngrams is None and not made.recurrent.sigmoid_gate and made.moe.num_experts == theirs.num_experts
     for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"):
         assert getattr(made, name) == getattr(theirs, name)
     assert made.rope.partial_rotary_factor == 1.0 and made.rope.theta == 10_000.0

@@ -38,7 +38,7 @@ def test_whatever_a_cache_is_asked_to_be_answers_are_the_same(alone: Path, kv: s
 def test_a_context_takes_no_more_memory_the_longer_it_is(alone: Path) -> None:
     plans = [prepare(alone, EngineOptions(device="cpu", ctx=ctx)).placement for ctx in (256, 640)]
     assert plans[0].kv_bytes == plans[1].kv_bytes and plans[0].kv_bytes_per_token == 0
-    assert plans[0].kv_bytes == len(read_config(alone).state_layers) * read_config(alone).state.nbytes
+    assert plans[0].kv_bytes == len(read_config(alone).recurrent_layers) * read_config(alone).recurrent.nbytes
 
 
 def test_packing_what_is_not_there_is_remarked(alone: Path, person) -> None:

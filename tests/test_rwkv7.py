@@ -142,13 +142,13 @@ def test_a_folder_in_the_names_of_early_checkpoints(folder: Path, tmp_path: Path
 
 def test_the_published_config_is_known_to_the_last_key() -> None:
     config = parse_config(PUBLISHED, strict=True)
-    assert config.state == Rwkv7Shape(32, 64, (96, 96, 64, 256), 64 * 1e-5) and config.attention_layers == () and not config.warnings
+    assert config.recurrent == Rwkv7Shape(32, 64, (96, 96, 64, 256), 64 * 1e-5) and config.attention_layers == () and not config.warnings
     assert config.intermediate_size == 8192 and config.context_length == 1 << 20 and config.eos_token_ids == (0,)
     silent = {key: value for key, value in PUBLISHED.items() if not key.endswith(("_dim", "_size", "num_heads", "_ratio"))}
     made = parse_config({**silent, "hidden_size": 1024})
-    assert made.state.ranks == (64, 64, 16, 128) and made.intermediate_size == 4096 and made.vocab_size == 32_000
+    assert made.recurrent.ranks == (64, 64, 16, 128) and made.intermediate_size == 4096 and made.vocab_size == 32_000
     null = dict.fromkeys(("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim"))
-    assert parse_config({**silent, **null, "hidden_size": 1024}).state.ranks == (64, 64, 64, 160)
+    assert parse_config({**silent, **null, "hidden_size": 1024}).recurrent.ranks == (64, 64, 64, 160)
 
 
 @pytest.mark.parametrize(("key", "value"), [
@@ -165,8 +165,8 @@ def test_a_file_means_what_its_folder_does(folder: Path, file: Path) -> None:
     ids = np.random.default_rng(4).integers(0, 300, 50).tolist()
     assert np.array_equal(scored(file, ids), scored(folder, ids))
     own, other = read_config(folder), read_config(file)
-    assert other.state.ranks == own.state.ranks and other.norms_biased and not other.warnings
-    assert other.state.eps == pytest.approx(64e-5) and (other.streams, other.hidden_act) == (2, "relu2")
+    assert other.recurrent.ranks == own.recurrent.ranks and other.norm_bias and not other.warnings
+    assert other.recurrent.eps == pytest.approx(64e-5) and (other.residual_streams, other.hidden_act) == (2, "relu2")
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])

@@ -282,7 +282,8 @@ def test_errors_have_their_statuses(server: Served, guarded: Served) -> None:
     assert error_of(server.ask("POST", "/api/show", {})) == "model is missing"
     assert server.ask("GET", "/api/chat").status == 405 and "takes POST" in error_of(server.ask("GET", "/api/chat"))
     assert server.ask("POST", "/api/nothing", {}).status == 404 and "/api/chat" in error_of(server.ask("POST", "/api/nothing", {}))
-    assert error_of(server.ask("POST", "/api/chat", {}, Host="a.example")) and error_of(server.ask("GET", "/api/tags", Origin="http://a.example"))
+    assert error_of(server.ask("POST", "/api/chat", {}, Host="a.example")) and error_of(server.ask("GET", "/api/tags",
+                                                                                                   Origin="http://a.example"))
     for headers in ({}, {"Authorization": "Bearer no"}):
         reply = guarded.ask("GET", "/api/tags", **headers)
         assert reply.status == 401 and "the key is missing or wrong" in error_of(reply)

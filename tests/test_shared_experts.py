@@ -32,8 +32,9 @@ TOKENS = (1, 3, MOST_COLUMNS, MOST_COLUMNS + 1, 70)
 SHARED_WIDTH = 211
 NEAR = "near"  # whose choice nothing corrects
 ROUTINGS = {"sigmoid": Routing(TOP, True, True, 1.7), "no sum of 1": Routing(TOP, False, True, 0.4), "softmax": Routing(TOP, True),
-            "scaled softmax": Routing(TOP, False, False, 2.5), "of inputs": Routing(TOP, False, True, inputs=True),
-            "of logits": Routing(TOP, False, True, 0.7, of_logits=True), NEAR: Routing(TOP, False, factor=1.3, near=0.6)}
+            "scaled softmax": Routing(TOP, False, False, 2.5), "of inputs": Routing(TOP, False, True, weights_scale_inputs=True),
+            "of logits": Routing(TOP, False, True, 0.7, correction_on_logits=True),
+            NEAR: Routing(TOP, False, routed_scale=1.3, sparsemixer_margin=0.6)}
 
 
 class Shared(Layer):
@@ -75,9 +76,10 @@ def test_a_correction_chooses_and_does_not_weigh() -> None:
     assert np.allclose(route(logits, Routing(2, False, True))[1], [[0.8, 2 / 3]])
     assert np.allclose(route(logits, Routing(1, False), np.array([0.0, 0.0, 9.0, 0.0]))[1], [[0.25]])
     logits = np.array([[8.0, 7.0, 9.0]])  # whose scores are alike, and so the correction would choose alone
-    assert route(logits, Routing(1, False, True, of_logits=True), np.array([1.5, 2.0, 0.0]))[0].tolist() == [[0]]
+    assert route(logits, Routing(1, False, True, correction_on_logits=True), np.array([1.5, 2.0, 0.0]))[0].tolist() == [[0]]
     assert route(logits, Routing(1, False, True), np.array([1.5, 2.0, 0.0]))[0].tolist() == [[1]]
-    near = Routing(2, False, near=0.5)  # of 4, 3 and 1 the second lies within half of the first, the third within half of neither
+    near = Routing(2, False,
+                   sparsemixer_margin=0.5)  # of 4, 3 and 1 the second lies within half of the first, the third within half of neither
     assert np.allclose(route(np.array([[4.0, 3.0, 1.0]]), near)[1], [[1 / (1 + np.exp(-1)), 1.0]])
     assert np.allclose(route(np.array([[1.0, 1.0, 1.0]]), near)[1], [[1 / 3, 1 / 2]]), "of equal ones the lower counts as the larger"
     assert np.array_equal(route(np.full((1, 3), -1e4), Routing(2, True, True))[1], [[0.0, 0.0]]), "no share of nothing"
@@ -177,10 +179,10 @@ def test_calibration_shows_what_a_shared_expert_reads(name: str, tmp_path: Path)
     config = read_config(tmp_path)
     found = [each for each in calibrate(tmp_path, text(model, 600)) if isinstance(each, LayerStats) and each.key != "outer"]
     for each in found:
-        assert ("shared.gate" in each.roles) == (each.key in config.mixture.layers)
+        assert ("shared.gate" in each.roles) == (each.key in config.moe.layers)
         if "shared.gate" in each.roles:
             assert each.roles["shared.gate"] is each.roles["shared.up"] and each.roles["shared.gate"].tokens == 600
-            assert each.roles["shared.down"].hessian.shape == (config.mixture.shared_width,) * 2
+            assert each.roles["shared.down"].hessian.shape == (config.moe.shared_expert_dim,) * 2
             assert {"shared.gate", "shared.up", "shared.down", "q", "experts.0.gate"} <= set(each.roles) and "gate" not in set(each.roles)
             assert len(each.roles) == len(list(each.roles))
 
@@ -205,34 +207,35 @@ def test_a_converted_model_is_near_the_published_one(name: str, method: str, tmp
 
 def test_what_a_config_says() -> None:
     glm = {**LLAMA, "model_type": "glm4_moe", "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    own = parse_config(glm, strict=True).mixture
-    assert (own.experts, own.per_token, own.width, own.shared_width, own.layers) == (6, 2, 24, 24, frozenset({1, 2, 3}))
-    assert own.routing == Routing(2, True, True) and own.corrected and not own.shared_scaled
+    own = parse_config(glm, strict=True).moe
+    assert (own.num_experts, own.experts_per_token, own.expert_dim, own.shared_expert_dim, own.layers) == (6, 2, 24, 24,
+                                                                                                           frozenset({1, 2, 3}))
+    assert own.routing == Routing(2, True, True) and own.correction_bias and not own.shared_expert_gate
     assert parse_config(glm).ropes[0].partial_rotary_factor == 0.5
     assert parse_config({**glm, "partial_rotary_factor": 1.0}).ropes[0].partial_rotary_factor == 1.0
-    assert parse_config({**glm, "n_shared_experts": 3}).mixture.shared_width == 72
-    assert parse_config({**glm, "first_k_dense_replace": 0}).mixture.layers == frozenset(range(4))
+    assert parse_config({**glm, "n_shared_experts": 3}).moe.shared_expert_dim == 72
+    assert parse_config({**glm, "first_k_dense_replace": 0}).moe.layers == frozenset(range(4))
     for changes, *said in (({"n_group": 2}, "n_group"), ({"topk_group": 4}, "topk_group"), ({"first_k_dense_replace": 5}, "first_k_dense"),
                           ({"routed_scaling_factor": 0}, "routed_scaling_factor"), ({"num_experts_per_tok": 7}, "7", "6 experts"),
                           ({"n_shared_experts": 0}, "n_shared_experts"),
                           ({"num_nextn_predict_layers": 2**31}, "num_nextn_predict_layers")):
         refused({**glm, **changes}, *said)
     qwen = {**LLAMA, "model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 48}
-    own = parse_config(qwen, strict=True).mixture
-    assert (own.shared_width, own.shared_scaled, own.corrected, own.routing) == (48, True, False, Routing(2, False))
+    own = parse_config(qwen, strict=True).moe
+    assert (own.shared_expert_dim, own.shared_expert_gate, own.correction_bias, own.routing) == (48, True, False, Routing(2, False))
     assert parse_config(qwen).qkv_bias and not parse_config({**qwen, "qkv_bias": False}).qkv_bias
     refused({**qwen, "use_sliding_window": True}, "use_sliding_window")
     dots = {**LLAMA, "model_type": "dots1", "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "sliding_window": None}
-    assert replace(parse_config(dots, strict=True).mixture, factor=2.0).routing.factor == 2.0
+    assert replace(parse_config(dots, strict=True).moe, routed_scale=2.0).routing.routed_scale == 2.0
     refused({**dots, "moe_layer_freq": 2}, "moe_layer_freq")
     refused({**LLAMA, "model_type": "granitemoe", "mlp_bias": True}, "mlp_bias")
     ernie = {**LLAMA, "model_type": "ernie4_5_moe", "moe_num_experts": 6, "moe_k": 2, "moe_norm_min": 1e-12,
              "_attn_implementation": "eager"}
-    own = parse_config({**ernie, "moe_layer_interval": 2}, strict=True).mixture
-    assert (own.layers, own.shared_width, own.routing) == (frozenset({1, 3}), 3072, Routing(2, True))
+    own = parse_config({**ernie, "moe_layer_interval": 2}, strict=True).moe
+    assert (own.layers, own.shared_expert_dim, own.routing) == (frozenset({1, 3}), 3072, Routing(2, True))
     code = {"AutoConfig": "configuration_ernie4_5_moe.Ernie4_5_MoeConfig",
             "AutoModelForCausalLM": "modeling_ernie4_5_moe.Ernie4_5_MoeForCausalLM"}
-    assert parse_config({**ernie, "auto_map": code}, strict=True).mixture.experts == 6
+    assert parse_config({**ernie, "auto_map": code}, strict=True).moe.num_experts == 6
     refused({**ernie, "auto_map": {"AutoModel": "modeling_ernie4_6.Other"}}, "auto_map")
     for changes in ({"use_bias": True}, {"moe_norm_min": 0.5}, {"moe_gate": "sinkhorn"}):
         refused({**ernie, **changes}, *changes)

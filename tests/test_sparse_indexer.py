@@ -20,9 +20,9 @@ from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 
 CTX, TEXT = 768, 700
 # One choice for all heads by tokens, as DeepSeek's, whose keys are values; a choice for each head of keys by blocks, as MiniMax's.
-TOKENS, BLOCKS = IndexShape(9, 40, 16, 100), IndexShape(2, 24, 8, 3, grain=64, each=True, near=1)
+TOKENS, BLOCKS = IndexShape(9, 40, 16, 100), IndexShape(2, 24, 8, 3, block_size=64, per_head=True, local_blocks=1)
 CASES = {"tokens, keys are values": (TOKENS, 13, 1, 72, True), "tokens": (TOKENS, 4, 2, 24, False), "blocks": (BLOCKS, 6, 2, 80, False),
-         "blocks of a page, near ones": (IndexShape(3, 16, 4, 4, grain=PAGE, each=True, near=2), 6, 3, 64, False)}
+         "blocks of a page, near ones": (IndexShape(3, 16, 4, 4, block_size=PAGE, per_head=True, local_blocks=2), 6, 3, 64, False)}
 
 
 class Text:
@@ -54,7 +54,7 @@ class Text:
                 cache.begin(piece)
                 q, k, v, *index = (np.ascontiguousarray(part[span]) for part in (self.q, self.k, self.v, *self.index))
                 layer = cache.layer(0)
-                layer.choose(*index[:2], None if self.shape.each else index[2])
+                layer.choose(*index[:2], None if self.shape.per_head else index[2])
                 out.append(layer.attend(q, k, v).copy())
                 cache.commit()
         return np.concatenate(out)
@@ -62,7 +62,7 @@ class Text:
     def meant(self, tokens: int) -> np.ndarray:
         """The same by the references."""
         own, (q, k, weights) = self.shape, (part[:tokens] for part in self.index)
-        chosen = meaning.choose(meaning.scores(q, k, None if own.each else weights, 0, own), own)
+        chosen = meaning.choose(meaning.scores(q, k, None if own.per_head else weights, 0, own), own)
         seen = meaning.seen(chosen, tokens, self.kv_heads, own)
         q, k, v = (part[:tokens].reshape(tokens, -1, self.depth) for part in (self.q, self.k, self.v))
         return reference.attend(q, k, v, 0, np.arange(tokens), self.depth**-0.5, None, None, seen=seen).reshape(tokens, -1)
@@ -76,7 +76,7 @@ def test_the_meaning_of_a_choice() -> None:
     assert found.tolist() == [[[3.0, 5.0, 2.0, 5.0]]] and meaning.choose(found, own).tolist() == [[[1, 3]]]
     assert meaning.scores(q, k, weights, 1, own)[0, 0].tolist() == [3.0, 5.0, -np.inf, -np.inf]
     assert meaning.choose(np.array([[[1.0, 2.0, 1.0, 1.0]]]), own).tolist() == [[[0, 1]]]
-    blocks = IndexShape(1, 1, 0, 2, grain=2, each=True, near=1)
+    blocks = IndexShape(1, 1, 0, 2, block_size=2, per_head=True, local_blocks=1)
     found = meaning.scores(np.ones((1, 1)), np.array([[1.0], [4.0], [2.0], [3.0], [-9.0]]), None, 4, blocks)
     assert found.tolist() == [[[4.0, 3.0, np.inf]]] and meaning.choose(found, blocks).tolist() == [[[0, 2]]]
 
@@ -91,7 +91,7 @@ def test_attention_over_what_is_chosen(pool: ThreadPool, name: str, stored: int,
     whole = reference.attend(*(part.reshape(TEXT, -1, text.depth) for part in (text.q, text.k, text.v)), 0, np.arange(TEXT),
                              text.depth**-0.5, None, None).reshape(TEXT, -1)
     differs = np.abs(whole - meant).max(1) > 1e-3
-    assert not differs[: text.shape.whole].any() and differs[text.shape.whole + PAGE :].all()
+    assert not differs[: text.shape.dense_tokens].any() and differs[text.shape.dense_tokens + PAGE :].all()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -101,7 +101,7 @@ def test_neither_threads_nor_pieces_change_a_bit(name: str) -> None:
     for threads, cuts, sink in ((1, [TEXT], 64), (2, [TEXT], 64), (3, [400, *[1] * 9, 5, 2, TEXT - 416], 64), (2, [TEXT], 0),
                                 (2, [TEXT], 128)):
         pool = ThreadPool(threads)
-        found.append(text.through(text.cache(pool, F16, sink), *cuts)[text.shape.whole :])
+        found.append(text.through(text.cache(pool, F16, sink), *cuts)[text.shape.dense_tokens :])
         pool.close()
     assert all(np.array_equal(found[0], other) for other in found[1:])
 
@@ -127,4 +127,4 @@ def test_scores_that_are_not_finite_choose_as_many(pool: ThreadPool) -> None:
     text.index[0][200, 0] = np.inf
     cache = text.cache(pool)
     text.through(cache, 250)
-    assert all(len(set(units)) == text.shape.chosen and units.max() < 250 for units in cache.chosen.units[-20:])
+    assert all(len(set(units)) == text.shape.top_k and units.max() < 250 for units in cache.chosen.units[-20:])

@@ -56,7 +56,7 @@ def test_what_is_chosen_of_many_is_as_good_as_the_oracles(model: tuple[Path, Pre
     folder, theirs = model
     engine, tokens, steps = opened(folder, kv="32bit"), 330, 40
     share_angles(engine, theirs)
-    whole, layers = engine.config.indexed.shape.whole, len(engine.cache.indexes)
+    whole, layers = engine.config.indexer.shape.dense_tokens, len(engine.cache.indexes)
     with noted(engine) as chosen:
         scored = np.concatenate([logits.copy() for _, logits in engine.score(IDS[:tokens])])
         expected, held = guided(theirs, IDS[:tokens], chosen)
@@ -69,16 +69,16 @@ def test_what_is_chosen_of_many_is_as_good_as_the_oracles(model: tuple[Path, Pre
         expected, held = guided(theirs, IDS[: tokens + steps], chosen)
         assert held == layers * (tokens + steps - whole)
     assert_close(rows, expected[tokens:])
-    config, own, shape = engine.config, engine.config.indexed, engine.config.indexed.shape
+    config, own, shape = engine.config, engine.config.indexer, engine.config.indexer.shape
     engine.close()
-    for taken in (replace(own, shape=replace(shape, chosen=CTX)), replace(own, shape=replace(shape, chosen=shape.chosen - 1)),
-                  replace(own, neighbours=not own.neighbours), replace(own, norm=("rms", own.norm[1])),
-                  *([replace(own, shape=replace(shape, near=0))] if shape.near else [])):
-        other = opened_as(folder, replace(config, indexed=taken))
+    for taken in (replace(own, shape=replace(shape, top_k=CTX)), replace(own, shape=replace(shape, top_k=shape.top_k - 1)),
+                  replace(own, interleaved_rope=not own.interleaved_rope), replace(own, norm=("rms", own.norm[1])),
+                  *([replace(own, shape=replace(shape, local_blocks=0))] if shape.local_blocks else [])):
+        other = opened_as(folder, replace(config, indexer=taken))
         found = np.concatenate([logits.copy() for _, logits in other.score(IDS[:tokens])])
         other.close()
         off = np.abs(found - expected[:tokens]).max(1) / np.abs(expected).max()
-        assert off[: min(whole, taken.shape.whole) - 1].max() < 1e-3 < off[whole + 1 :].max(), taken
+        assert off[: min(whole, taken.shape.dense_tokens) - 1].max() < 1e-3 < off[whole + 1 :].max(), taken
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_session_continues_with_the_same_bits_and_lends_its_beginning(engine: 
     assert held > 250 and "restored" in said[0]
     engine.set_tokens(prompt[:held], num_fresh_tokens=held)
     assert np.array_equal(read(engine, prompt), whole) and engine.num_cached_tokens == held
-    short = opened(folder, ctx=engine.config.indexed.shape.whole)
+    short = opened(folder, ctx=engine.config.indexer.shape.dense_tokens)
     with pytest.raises(UsageError, match="in which tokens see chosen ones, this run has one in which they see all") as caught:
         refuse_other(store.read("tale"), identity(short))
     assert "the -c of then" in caught.value.hint
@@ -178,11 +178,11 @@ def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
         engine.forward_logits([1])
         assert cache.index_nbytes == 512 * sum(cache.index_sizes) and cache.allocated_nbytes <= engine.placement.kv_bytes
         assert cache.seen_nbytes < cache.read_nbytes
-        wanted, own = forecast.work(engine.prepared, engine.model.tensors), engine.config.indexed
-        seeing, whole = sum(source is not None for source in own.sources), own.shape.whole
-        token, keys = cache.sealed_nbytes // (128 * len(own.sources)), sum(cache.index_sizes)
-        assert wanted.kv_at(500) == token * (seeing * whole + (len(own.sources) - seeing) * 500) + 500 * keys
-        assert wanted.kv_at(10) == 10 * (token * len(own.sources) + keys)
+        wanted, own = forecast.work(engine.prepared, engine.model.tensors), engine.config.indexer
+        seeing, whole = sum(source is not None for source in own.source_layers), own.shape.dense_tokens
+        token, keys = cache.sealed_nbytes // (128 * len(own.source_layers)), sum(cache.index_sizes)
+        assert wanted.kv_at(500) == token * (seeing * whole + (len(own.source_layers) - seeing) * 500) + 500 * keys
+        assert wanted.kv_at(10) == 10 * (token * len(own.source_layers) + keys)
         assert all(len(buffer) == workspace.floats[name] for name, buffer in workspace._buffers.items())
     finally:
         engine.close()
@@ -193,10 +193,10 @@ def test_what_chooses_stays_as_it_is_in_a_converted_folder(folder: Path, tmp_pat
     made, plan = read_container(tmp_path / "4bit"), plan_conversion(folder, options("4bit").recipe)
     plan.store.close()
     kept = {job.role for job in plan.jobs if made.tensors[job.name].spec.is_raw and len(job.shape) == 2}
-    assert kept == ({"router", "index_q", "index_k"} if plan.config.latent is None else
+    assert kept == ({"router", "index_q", "index_k"} if plan.config.mla is None else
                     {"router", "index_q", "index_k", "index_weights", "kv_b", *(
-                        f"{norm}_{end}" for norm in ("input_norm", "post_norm") for end in ("in", "out") if plan.config.norms_gated),
-                     *(("attn_mix", "mlp_mix", "leave_mix") if plan.config.streams_kept else ())})
+                        f"{norm}_{end}" for norm in ("input_norm", "post_norm") for end in ("in", "out") if plan.config.gated_norm_rank),
+                     *(("attn_mix", "mlp_mix", "leave_mix") if plan.config.unmixed_streams else ())})
     engine = opened(tmp_path / "4bit")
     read(engine, IDS[:300])
     assert np.isfinite(engine.forward_logits([3])).all() and engine.cache.chosen is not None
@@ -206,7 +206,7 @@ def test_what_chooses_stays_as_it_is_in_a_converted_folder(folder: Path, tmp_pat
 @pytest.mark.parametrize(("asked", "flag"), [({"kv": "4bit"}, "--kv 4bit"), ({"kv_ram": "1M"}, "--kv-ram"), ({"kv_read": "sparse"},
                                              "--kv-read sparse"), ({"device": "cuda"}, "--device cuda"), ({"gpu_layers": 2}, "-ngl 2")])
 def test_what_a_choice_cannot_have_is_refused_beyond_what_all_see(folder: Path, asked: dict[str, object], flag: str) -> None:
-    most = prepare(folder, EngineOptions(device="cpu")).config.indexed.shape.whole
+    most = prepare(folder, EngineOptions(device="cpu")).config.indexer.shape.dense_tokens
     with pytest.raises(UsageError, match=f"beyond {most} tokens") as caught:
         prepare(folder, EngineOptions(ctx=most + 1, **{"device": "cpu", **asked}))
     assert caught.value.message.startswith(flag) and f"-c {most}" in caught.value.hint
@@ -226,9 +226,9 @@ def test_what_gives_way_to_a_choice_is_reported(folder: Path, tmp_path: Path, mo
 
 
 def test_in_a_context_that_all_see_the_model_runs_as_one_without_a_choice(folder: Path) -> None:
-    whole = opened(folder).config.indexed.shape.whole
+    whole = opened(folder).config.indexer.shape.dense_tokens
     one, other = opened(folder), opened(folder, ctx=whole, strict=True, kv="16bit")
-    assert other.config.indexed is None and other.config.context_length == whole and not other.cache.indexes
+    assert other.config.indexer is None and other.config.context_length == whole and not other.cache.indexes
     assert np.array_equal(read(one, IDS[: whole - 10]), read(other, IDS[: whole - 10]))
     one.close()
     other.close()

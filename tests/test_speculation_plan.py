@@ -70,7 +70,7 @@ def test_a_mixture_from_the_disk_never_drafts() -> None:
     slots = replace(prepared.placement, residency=None, expert_slots=40)
     assert decide(EngineOptions(draft="small"), prepared.config, slots, None)[1] == (MIXTURE,)
     neurons = replace(prepared.placement, slots=(4,))
-    assert decide(EngineOptions(spec="lookup"), replace(prepared.config, mixture=None), neurons, None)[1] == (NEURONS,)
+    assert decide(EngineOptions(spec="lookup"), replace(prepared.config, moe=None), neurons, None)[1] == (NEURONS,)
     assert decide(EngineOptions(draft="small"), prepared.config, prepared.placement, None)[1] == (NO_DRAFT,), "a GPU that takes no layer"
     on_card = replace(prepared.placement, devices=("cpu", "cuda"))
     assert not decide(EngineOptions(spec="lookup"), prepared.config, on_card, None)[0]

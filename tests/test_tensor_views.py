@@ -120,4 +120,4 @@ def test_another_height_is_refused(folder: Path, tmp_path: Path) -> None:
     assert caught.value.hint
     with pytest.raises(EffllmError, match="mmap"):
         check_mapping(folder)
-    assert read_config(folder).state_layers == (0, 1, 2)
+    assert read_config(folder).recurrent_layers == (0, 1, 2)

@@ -234,11 +234,11 @@ def test_published_configs_are_known_to_the_last_key():
            "model_type": "molmo2", "text_config": text, "tie_word_embeddings": False, "use_frame_special_tokens": True,
            "vit_config": {"model_type": "molmo2"}}
     config = parse_config(raw, strict=True)
-    assert (config.family, config.words_beside, config.tie_word_embeddings, config.norm_eps) == ("molmo2_text", 128, False, 1e-6)
+    assert (config.family, config.extra_embeddings, config.tie_word_embeddings, config.norm_eps) == ("molmo2_text", 128, False, 1e-6)
     olmo = {**text, "norm_after": True, "qk_norm_type": "olmo", "layer_norm_eps": 1e-5, "rope_scaling_layers": [3, 7],
             "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}}
     config = parse_config({**raw, "text_config": olmo}, strict=True)
-    assert config.qk_norm_whole and config.norm_eps == 1e-5
+    assert config.qk_norm_full_width and config.norm_eps == 1e-5
     assert [layer for layer, each in enumerate(config.ropes) if each.kind == "yarn"] == [3, 7] and config.ropes[0].theta == 1e6
     with pytest.raises(EffllmError, match="norm_after = true is not supported"):
         parse_config({**raw, "text_config": {**olmo, "qk_norm_type": "qwen3"}})

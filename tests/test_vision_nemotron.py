@@ -82,7 +82,7 @@ def test_the_config_that_was_published_is_the_same_model(omni, tmp_path):
         "norm_std": [0.5, 0.25, 0.5]}))
     config = read_config(folder, strict=True)
     same = read_config(omni[0], strict=True)
-    assert (config.family, config.mixture, config.state_layers) == (same.family, same.mixture, same.state_layers)
+    assert (config.family, config.moe, config.recurrent_layers) == (same.family, same.moe, same.recurrent_layers)
     sight = opened(folder)
     assert sight.scale.mean == (0.4, 0.5, 0.6) and len(sight.encode(PICTURES["tall"], EncodingJob()).rows) == sight.token_count(150, 37) - 2
     assert np.abs(sight.values(PICTURES["odd"]) - opened(omni[0]).values(PICTURES["odd"])).max() > 0.01

@@ -100,7 +100,7 @@ def test_a_prompt_of_text_alone_sees_what_is_before_it(seen, engine):
 
 def test_passes_are_as_long_as_prompts(seen):
     config = read_config(seen[0])
-    assert config.prefixed
+    assert config.prefix_lm
     assert single_pass_options(config, EngineOptions(ctx=1000, encoder_path=str(seen[0]))).chunk == 1024
     assert single_pass_options(config, EngineOptions(ctx=1000)).chunk == 512
 

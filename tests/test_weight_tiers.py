@@ -75,8 +75,8 @@ def test_rows_of_an_embedding_are_on_the_disk(tmp_path: Path) -> None:
 def test_experts_are_in_slots_or_on_the_disk(tmp_path: Path, slots: int) -> None:
     saved(Case("mixtral", {"tie_word_embeddings": False}), tmp_path)
     prepared = prepare(tmp_path, ASKED)
-    own, tensors = prepared.config.mixture, check_tensors(prepared.config, prepared.store, prepared.container)
-    parts = expert_layout(tensors, own.experts, own.per_token, prepared.store)
+    own, tensors = prepared.config.moe, check_tensors(prepared.config, prepared.store, prepared.container)
+    parts = expert_layout(tensors, own.num_experts, own.experts_per_token, prepared.store)
     tiers = weight_tiers(replace(prepared, streaming=PagedExperts(parts, slots, PolicyChoice("lru", 0.5))))
     expert = sum(own.nbytes for own in parts.parts[0].ranges)
     rows = 0 if not parts.tables else tensors["outer"]["embed"].nbytes

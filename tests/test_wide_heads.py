@@ -54,7 +54,7 @@ def rows_of(engine: Engine, ids: list[int], prompt: int) -> np.ndarray:
 
 
 def test_threads_change_no_bit(folder: Path, engine: Engine) -> None:
-    assert max(size for _, size in engine.config.cache_heads) in (512, 576)
+    assert max(size for _, size in engine.config.cache_kv_heads) in (512, 576)
     found = rows_of(engine, IDS[:460], 450)
     assert engine.cache.sealed > 1
     for threads in (1, 3):

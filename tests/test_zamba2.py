@@ -76,7 +76,7 @@ def test_plans_count_blocks_once_and_what_is_read_of_them_as_often_as_it_is(fold
     engine = resident(folders["whole"])
     config, cache, outer = engine.config, engine.cache, engine.model.tensors["outer"]
     pages = sum(map(len, cache.slots.memory)) + cache.shape.pages * cache.sealed_nbytes
-    assert engine.prepared.placement.kv_bytes == pages + config.num_hidden_layers * config.state.nbytes
+    assert engine.prepared.placement.kv_bytes == pages + config.num_hidden_layers * config.recurrent.nbytes
     assert config.attention_layers == (1, 3, 4) and len(cache.layouts) == 3
     assert engine.backends["cpu"].workspace.nbytes <= prepare(folders["whole"], engine.prepared.options).placement.workspace_bytes
     names = [tensor.name for roles in engine.model.tensors.values() for tensor in roles.values()]
@@ -124,10 +124,10 @@ def test_stages_match_the_reference(tokens: int) -> None:
         ops.flush()
         assert np.array_equal(taken, x[:, :hidden])
         (made,) = ops.norm_linear(streams, wide, [first])
-        ops.widened(streams, wide, beside, made)
+        ops.add_low_rank(streams, wide, beside, made)
         ops.flush()
         added = made.copy()
-        given = ops.lent_mlp(taken, narrow, gate, up, down, "gelu", own)
+        given = ops.shared_block_mlp(taken, narrow, gate, up, down, "gelu", own)
         ops.flush()
         given = given.copy()
         ops.add_to_first(streams, read, out)
@@ -159,17 +159,18 @@ def gelu(values: np.ndarray) -> np.ndarray:
 
 def test_the_published_1_2b() -> None:
     made = parse_config(ZAMBA, strict=True)
-    assert (made.head_dim, made.num_key_value_heads, made.attn_scale, made.streams, made.low_rank) == (128, 32, 64**-0.5, 2, 128)
-    assert made.attends_beside == made.attention_layers == (5, 11, 17, 23, 29, 35) and made.shared_blocks == 1
-    assert made.state_layers == made.without_mlp == tuple(range(38)) and made.attention_branches and made.hidden_act == "gelu"
-    assert (made.state.heads, made.state.head_dim, made.state.depth, made.state.groups) == (64, 64, 128, 1)
-    assert [rope is not None for rope in made.ropes] == [layer in made.attends_beside for layer in range(38)]
+    assert (made.head_dim, made.num_key_value_heads, made.attn_scale, made.residual_streams, made.low_rank_dim) == (128, 32, 64**-0.5, 2,
+                                                                                                                    128)
+    assert made.hybrid_layers == made.attention_layers == (5, 11, 17, 23, 29, 35) and made.num_shared_blocks == 1
+    assert made.recurrent_layers == made.layers_without_mlp == tuple(range(38)) and made.shared_attention_lora and made.hidden_act == "gelu"
+    assert (made.recurrent.heads, made.recurrent.head_dim, made.recurrent.depth, made.recurrent.groups) == (64, 64, 128, 1)
+    assert [rope is not None for rope in made.ropes] == [layer in made.hybrid_layers for layer in range(38)]
 
 
 def test_what_a_silent_config_means() -> None:
     made = parse_config({"model_type": "zamba2", "architectures": ZAMBA["architectures"]}, strict=True)
-    assert made.attends_beside == (6, 12, 18, 24, 30, 36, 42, 47, 51) and made.intermediate_size == 10_240 and not made.attention_branches
-    assert set(made.ropes) == {None} and made.state.head_dim == 640 and made.tie_word_embeddings
+    assert made.hybrid_layers == (6, 12, 18, 24, 30, 36, 42, 47, 51) and made.intermediate_size == 10_240 and not made.shared_attention_lora
+    assert set(made.ropes) == {None} and made.recurrent.head_dim == 640 and made.tie_word_embeddings
 
 
 @pytest.mark.parametrize(("key", "value"), [

@@ -88,7 +88,7 @@ def test_streams_that_are_multiplied_and_moved_match_the_reference(tokens: int) 
     x, branch, own = *rng.standard_normal((2, tokens, width), np.float32), ResidualScale(*rng.standard_normal((3, width), np.float32))
     fast, exact = CpuOps(pool, sizes), CpuOps(pool, sizes, default_registry("reference"))
     for each in (branch, None):
-        made, wanted = (ops.rescaled(x.copy(), each, own) for ops in (fast, exact))
+        made, wanted = (ops.scaled_residual(x.copy(), each, own) for ops in (fast, exact))
         fast.flush()
         assert np.allclose(made, wanted, atol=1e-5)
         assert np.allclose(wanted, own.scales * x + own.offsets + (0 if each is None else own.branch_scales * each), atol=1e-5)
@@ -184,7 +184,7 @@ def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
     try:
         cache = engine.cache
         held = sum(map(len, cache.slots.memory)) + cache.shape.pages * cache.sealed_nbytes + cache.states.nbytes
-        assert held == engine.placement.kv_bytes and cache.states.nbytes == 3 * engine.config.state.nbytes
+        assert held == engine.placement.kv_bytes and cache.states.nbytes == 3 * engine.config.recurrent.nbytes
         read(engine, IDS[:500])
         engine.forward_logits([1])
         workspace = engine.backends["cpu"].workspace
@@ -230,8 +230,8 @@ PUBLISHED = {
 
 def test_a_config_is_known_to_the_last_key_and_what_it_leaves_out_is_what_its_class_has() -> None:
     config, theirs = parse_config(PUBLISHED, strict=True), CONFIG_MAPPING["zaya"]()
-    assert config.state == CcaShape(8, 2, 128, 2, 2) and config.mixture.experts == theirs.num_experts and config.mixture.handed == 1
-    assert config.warnings == () and config.tie_word_embeddings and config.router_rank == theirs.router_hidden_size == 256
+    assert config.recurrent == CcaShape(8, 2, 128, 2, 2) and config.moe.num_experts == theirs.num_experts and config.moe.zero_experts == 1
+    assert config.warnings == () and config.tie_word_embeddings and config.router_mlp_dim == theirs.router_hidden_size == 256
     assert {rope.theta for rope in config.ropes} == {5e6} and config.rope.partial_rotary_factor == 0.5
     silent = parse_config({"model_type": "zaya", "architectures": ["ZayaForCausalLM"]}, strict=True)
     assert replace(silent, dtype=config.dtype) == config

@@ -63,7 +63,7 @@ ROWS = {"rotate": (row_ops.rotate, row_ops.rotate_reference, "native code for an
         "add": (row_ops.add, row_ops.add_reference, "native code for branches with a scale or norm of their own"),
         "curve": (row_ops.curve, row_ops.curve_reference, "native code, a row at a time, with per-layer parameters"),
         "scale": (row_ops.scale, row_ops.scale_reference, "native code for copies and scaled streams"),
-        "clip": (row_ops.clip, row_ops.clip_reference, "native code, row by row"),
+        "clip": (row_ops.clip_native, row_ops.clip_reference, "native code, row by row"),
         "part": (row_ops.part, row_ops.part_reference, "native code for queries interleaved with gates"),
         "resize heads": (head_widths.resize, head_widths.resize_reference, "native code, head by head"),
         "grow heads": (row_ops.grow, row_ops.grow_reference, "native code, head by head"),

@@ -42,7 +42,7 @@ def wide_floats(dims: Dims) -> int:
 wide_workspace = hyper_connections.plan_workspace
 
 
-def turn_tails(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable,
+def rope_tails(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable,
                back: bool = False) -> np.ndarray:
     """See `BlockOps`."""
     angles = cached_angles(ops, ops._angles, positions, table)
@@ -103,7 +103,7 @@ class CompressedStates(Slots):
         """Implements `rebuild_slot`, which has set the slots: recomputes from logged rows."""
         head = self.recent[: loops.HEAD].view(np.int64)
         position, had, at, products = int(head[0]), int(head[1]), loops.HEAD, []
-        for width in self.shape.series:
+        for width in self.shape.pooled_products:
             products.append(self.recent[at : at + had * width].reshape(had, width)[:tokens])
             at += had * width
         self.run(self, products, self.last[0], position, None, *self.last[1:])
@@ -115,20 +115,20 @@ def compress(states: CompressedStates, products: Sequence[np.ndarray], w: Compre
     ops, shape, tokens = states.ops, states.shape, len(products[0])
     block = np.zeros(loops.SLOTS, np.int64)
     own = ((products[:2], w.bias, shape.width, w.norm, address(keys.memory)),
-           (products[2:], w.index_bias, shape.index, w.index_norm, 0 if index is None else address(index.memory)))
+           (products[2:], w.index_bias, shape.index_dim, w.index_norm, 0 if index is None else address(index.memory)))
     for at, (pair, bias, width, norm, memory) in zip((0, loops.SERIES), own):
         if width:
             block[at : at + loops.SERIES] = *map(ops.at, pair), address(bias), width, address(norm.weight), memory
-    turned = KeyAngles(table, shape.rate, position, tokens)
+    turned = KeyAngles(table, shape.tokens_per_key, position, tokens)
     recent = address(states.recent) if table is not None and tokens <= MAX_DECODE_TOKENS else 0
-    block[loops.TOKENS :] = (tokens, position, shape.rate, shape.parts, address(states._slots), 4 * shape.slot_floats,
+    block[loops.TOKENS :] = (tokens, position, shape.tokens_per_key, shape.rows_per_token, address(states._slots), 4 * shape.slot_floats,
                              address(states._pass_slots), *turned.at, shape.rope, keys.stored, recent, table is None, ops.scratch,
                              ops.scratch_stride, 0)
     block.view(np.float64)[loops.EPS] = w.norm.eps
     for kept in (block, turned.cos, turned.sin):
         ops.keep_alive(kept)
     ops.refresh(partial(_move, block, turned))
-    ops.run(loops.compress, address(block), tokens * sum(shape.series) >= SHARE_FROM)
+    ops.run(loops.compress, address(block), tokens * sum(shape.pooled_products) >= SHARE_FROM)
 
 
 def _move(block: np.ndarray, turned: KeyAngles, position: int) -> None:
@@ -152,9 +152,9 @@ def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.
                                     q.shape[1] // pages.layout.head_dim)
     block[attention.SINKS] = address(sinks)
     lead = int(blocks[1, attention.FIRST]) if len(blocks) > 1 and blocks[1, attention.FIRST] != PAGE else 0
-    units = (0, 0, 0) if chosen is None else (address(chosen.units), chosen.shape.chosen, chosen.first)
+    units = (0, 0, 0) if chosen is None else (address(chosen.units), chosen.shape.top_k, chosen.first)
     at_once = attending.heads_per_job(q.shape[1] // pages.layout.head_dim, len(q), ops.pool.workers)
-    block[attending.KEYS :] = address(keys.memory), keys.shape.rate, *units, lead, at_once
+    block[attending.KEYS :] = address(keys.memory), keys.shape.tokens_per_key, *units, lead, at_once
     ops.keep_alive(block)
     if len(q) > MAX_DECODE_TOKENS:
         ops.never_replay()
@@ -165,8 +165,8 @@ def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.
 class WideOps:
     """Ops of `CpuOps` used by these models only."""
 
-    compressed_keys, turn_tails = compressed_keys, turn_tails
-    gathered, mixed = hyper_connections.gathered, hyper_connections.mixed
+    compressed_keys, rope_tails = compressed_keys, rope_tails
+    read_streams, write_streams = hyper_connections.read_streams, hyper_connections.write_streams
     grouped_linear, picked_experts = hyper_connections.grouped_linear, hyper_connections.picked_experts
     ngram_rows, ngram_products = ngrams.ngram_rows, ngrams.ngram_products
 
@@ -189,25 +189,25 @@ def compress_reference(states: CompressedStates, products: Sequence[np.ndarray],
                        keys: CompressedKeys, index: LayerIndex | None) -> None:
     states.ops.flush()
     shape, pass_slots = states.shape, states._pass_slots
-    parts, size, first = shape.parts, 3 * shape.parts * shape.width, position // shape.rate
+    parts, size, first = shape.rows_per_token, 3 * shape.rows_per_token * shape.width, position // shape.tokens_per_key
     if table is not None and len(products[0]) <= MAX_DECODE_TOKENS:
         states.recent[: loops.HEAD].view(np.int64)[:] = position, len(products[0])
         kept = np.concatenate([product.reshape(-1) for product in products])
         states.recent[loops.HEAD :][: len(kept)] = kept
     source = np.zeros_like(states.state_in(0)) if pass_slots[FROM] == NO_SLOT else states.state_in(pass_slots[FROM]).copy()
     series = (slice(0, size), products[:2], w.bias, w.norm, shape.width), (slice(size, shape.own_floats), products[2:], w.index_bias,
-                                                                           w.index_norm, shape.index)
+                                                                           w.index_norm, shape.index_dim)
     for place, (own, pair, bias, norm, width) in enumerate(series):
         if not width:
             continue
-        made, behind, between = meaning.compress(*pair, bias, position, shape.rate, source[own].reshape(parts, 3, width),
+        made, behind, between = meaning.compress(*pair, bias, position, shape.tokens_per_key, source[own].reshape(parts, 3, width),
                                                  int(pass_slots[AFTER]) or None)
         states.state_in(pass_slots[TO])[own] = behind.reshape(-1)
         if pass_slots[AFTER]:
             states.state_in(pass_slots[KEPT])[own] = between.reshape(-1)
         if table is None or not len(made):
             continue
-        turns = table.turns((first + np.arange(len(made))) * shape.rate)
+        turns = table.turns((first + np.arange(len(made))) * shape.tokens_per_key)
         made = meaning.finished(made, (norm.kind, norm.weight, None, norm.eps), *turns)
         if place == 0:
             keys.rows[first : first + len(made)] = made
@@ -225,5 +225,6 @@ def attend_reference(pages: LayerPages, q: np.ndarray, position: int, blocks: np
         seen = np.ones((len(q), closed), bool)
         seen[chosen.first :] = reference_indexer.seen(chosen.units.reshape(len(q) - chosen.first, 1, -1), closed, 1, chosen.shape)[:, 0]
     split = q.reshape(len(q), -1, pages.layout.head_dim)
-    out[:] = meaning.attend(split, near[:, 0], keys.rows[:closed], position, at, keys.shape.rate, pages.scale, pages.window, sinks,
+    out[:] = meaning.attend(split, near[:, 0], keys.rows[:closed], position, at, keys.shape.tokens_per_key, pages.scale, pages.window,
+                            sinks,
                             seen).reshape(out.shape)

@@ -31,7 +31,7 @@ class DeltaStates(RecurrentStates):
         super().__init__(ops, shape, memory, pass_slots, self.op, self.kernels, (shape.value_heads, shape.value_dim, shape.key_dim))
         self.reference = self.meaning
         self.block[loops.KEY_HEADS : loops.TILED + 1] = (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.tiled)
-        self.block.view(np.float64)[loops.WRITES] = shape.writes
+        self.block.view(np.float64)[loops.WRITES] = shape.beta_scale
 
     @property
     def meaning(self) -> Callable[..., None]:
@@ -56,15 +56,15 @@ def run(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: n
     at = address(block)
     ops.run(loops.mix_inputs, at, tokens * shape.channels >= SHARE_FROM, block)
     ops.run(loops.recur, at, tokens * shape.state_floats >= SHARE_FROM, block)
-    ops.run((kda_loops if shape.sigmoid else loops).gated_norm, at, tokens * shape.values >= SHARE_FROM, block)
+    ops.run((kda_loops if shape.sigmoid_gate else loops).gated_norm, at, tokens * shape.values >= SHARE_FROM, block)
 
 
 def run_reference(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: GatedDelta,
                   out: np.ndarray) -> None:
     states.ops.flush()
-    read(states, qkv, reference.gates(a, b, w.decay, w.dt, states.shape.writes), w, out)
+    read(states, qkv, reference.gates(a, b, w.decay, w.dt, states.shape.beta_scale), w, out)
     heads = out.reshape(len(out), states.shape.value_heads, -1)
-    norm = reference.sigmoid_norm if states.shape.sigmoid else reference.gated_norm
+    norm = reference.sigmoid_norm if states.shape.sigmoid_gate else reference.gated_norm
     heads[:] = norm(heads, z.reshape(heads.shape), w.norm.weight, w.norm.eps)
 
 

@@ -40,7 +40,7 @@ def read(ops: CpuOps, x: np.ndarray, residual: GatedResidual) -> np.ndarray:
     if (outs := ops._remembered(normed, None, says, linear.PLAIN, "none")) is None:
         outs = [take("low mix", len(x), residual.down.weight.shape[0]), take("said", len(x), count)][: len(says)]
         ops._matrix(normed, None, list(says), outs, linear.PLAIN, "none")
-    low = ops.scaled(outs[0], 1 / count)
+    low = ops.scale_in_place(outs[0], 1 / count)
     ops.gate(low, None, "silu")
     if (made := ops._remembered(low, None, (residual.up,), linear.PLAIN, "none")) is None:
         made = [take("opened", *x.shape)]

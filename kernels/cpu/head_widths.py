@@ -61,7 +61,7 @@ def resize_heads(args, worker, counter):
 
 
 @kernel()
-def pair_heads(args, worker, counter):
+def pair_head_rows(args, worker, counter):
     """Values of two heads side by side, for each of two half heads. Blocks are tokens."""
     a = i64_at(args)
     heads, depth, half = a[HEADS], a[DEPTH], a[HEADS] // 2
@@ -91,7 +91,7 @@ def mark_heads(args, worker, counter):
             f32_at(a[M_Y] + 4 * (t * heads + head) * a[M_WIDE])[0] = exp(rates[head] * softplus(says[head]))
 
 
-def marked_heads(ops: CpuOps, y: np.ndarray, says: np.ndarray, heads: int, wide: int, rates: np.ndarray) -> np.ndarray:
+def dynamic_mask_heads(ops: CpuOps, y: np.ndarray, says: np.ndarray, heads: int, wide: int, rates: np.ndarray) -> np.ndarray:
     """See `BlockOps`."""
     ops.registry.select(Call("mark heads")).candidate.run(ops, y, says, heads, wide, rates)
     return y
@@ -107,7 +107,7 @@ def mark_reference(ops: CpuOps, y: np.ndarray, says: np.ndarray, heads: int, wid
     y.reshape(len(y), heads, wide)[..., 0] = np.exp(rates * np.logaddexp(0, says.astype(np.float64)))
 
 
-def paired_heads(ops: CpuOps, y: np.ndarray, heads: int, depth: int) -> np.ndarray:
+def pair_heads(ops: CpuOps, y: np.ndarray, heads: int, depth: int) -> np.ndarray:
     """See `BlockOps`."""
     out = ops.workspace.take("wide2", len(y), 2 * heads * depth)
     ops.registry.select(Call("pair heads")).candidate.run(ops, y, out, heads, depth)
@@ -116,7 +116,7 @@ def paired_heads(ops: CpuOps, y: np.ndarray, heads: int, depth: int) -> np.ndarr
 
 def pair(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, depth: int) -> None:
     ops.args[: DEPTH + 1] = ops.at(y), ops.at(out), len(y), heads, depth
-    ops.run(pair_heads, ops.where, out.size >= SHARE_FROM, ops.args)
+    ops.run(pair_head_rows, ops.where, out.size >= SHARE_FROM, ops.args)
 
 
 def pair_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, depth: int) -> None:
@@ -125,14 +125,14 @@ def pair_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, dept
     out[:] = np.tile(sides.swapaxes(1, 2), (1, 2, 1, 1)).reshape(out.shape)
 
 
-def widened_heads(ops: CpuOps, y: np.ndarray, heads: int, wide: int, front: np.ndarray | None, which: int) -> np.ndarray:
+def pad_heads(ops: CpuOps, y: np.ndarray, heads: int, wide: int, front: np.ndarray | None, which: int) -> np.ndarray:
     """See `BlockOps`."""
     out = ops.workspace.take(f"wide{which}", len(y), heads * wide)
     ops.registry.select(Call("resize heads")).candidate.run(ops, y, out, heads, front)
     return out
 
 
-def narrowed_heads(ops: CpuOps, y: np.ndarray, heads: int, narrow: int) -> np.ndarray:
+def unpad_heads(ops: CpuOps, y: np.ndarray, heads: int, narrow: int) -> np.ndarray:
     """See `BlockOps`."""
     out = ops.workspace.take("narrow", len(y), heads * narrow)
     ops.registry.select(Call("resize heads")).candidate.run(ops, y, out, heads, None)
@@ -152,7 +152,7 @@ def resize_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, fr
     new[..., more:] = old[..., less:]
 
 
-def renormed(ops: CpuOps, x: np.ndarray, norm: Norm) -> np.ndarray:
+def norm_stream(ops: CpuOps, x: np.ndarray, norm: Norm) -> np.ndarray:
     """See `BlockOps`."""
     before, scale = ops.workspace.take("y0", *x.shape), ops.registry.select(Call("scale")).candidate.run
     scale(ops, x, before, 1.0)

@@ -34,7 +34,7 @@ def scratch_floats(dims: Dims) -> int:
     return dims.streams * loops.BLOCK if dims.grouped_width or dims.mixes_streams else 0
 
 
-def gathered(ops: CpuOps, x: np.ndarray, hyper: HyperConnection | GatedResidual | StreamMean) -> np.ndarray:
+def read_streams(ops: CpuOps, x: np.ndarray, hyper: HyperConnection | GatedResidual | StreamMean) -> np.ndarray:
     """See `BlockOps`."""
     if hyper.is_gated:
         return gated_residuals.read(ops, x, hyper)
@@ -48,7 +48,7 @@ def gathered(ops: CpuOps, x: np.ndarray, hyper: HyperConnection | GatedResidual 
     return own
 
 
-def mixed(ops: CpuOps, x: np.ndarray, branch: np.ndarray, hyper: HyperConnection | GatedResidual) -> np.ndarray:
+def write_streams(ops: CpuOps, x: np.ndarray, branch: np.ndarray, hyper: HyperConnection | GatedResidual) -> np.ndarray:
     """See `BlockOps`."""
     if hyper.is_gated:
         return gated_residuals.write(ops, x, branch, hyper)
@@ -88,8 +88,8 @@ def picked_experts(ops: CpuOps, ids: np.ndarray, picks: Mapping[int, np.ndarray]
 
 def _fill(ops: CpuOps, x: np.ndarray, own: np.ndarray, said: np.ndarray, hyper: HyperConnection) -> None:
     ops.args[: loops.SLOTS] = (ops.at(x), ops.at(own), len(x), hyper.count, own.shape[1], ops.at(said), address(hyper.scale),
-                               address(hyper.base), hyper.rounds, hyper.leaves, 0, ops.scratch, ops.scratch_stride)
-    ops.reals[loops.LEAST] = hyper.least
+                               address(hyper.base), hyper.sinkhorn_iterations, hyper.is_final, 0, ops.scratch, ops.scratch_stride)
+    ops.reals[loops.LEAST] = hyper.sinkhorn_eps
 
 
 def gather(ops: CpuOps, x: np.ndarray, own: np.ndarray, said: np.ndarray, hyper: HyperConnection) -> None:
@@ -108,10 +108,10 @@ def mix(ops: CpuOps, x: np.ndarray, branch: np.ndarray, said: np.ndarray, hyper:
 def gather_reference(ops: CpuOps, x: np.ndarray, own: np.ndarray, said: np.ndarray, hyper: HyperConnection) -> None:
     ops.flush()
     split = x.reshape(len(x), hyper.count, -1)
-    if hyper.leaves:
-        own[:] = meaning.left(split, said, hyper.scale, hyper.base, hyper.least)
+    if hyper.is_final:
+        own[:] = meaning.left(split, said, hyper.scale, hyper.base, hyper.sinkhorn_eps)
         return
-    reads, writes, mixes = meaning.numbers(said, hyper.scale, hyper.base, hyper.count, hyper.least, hyper.rounds)
+    reads, writes, mixes = meaning.numbers(said, hyper.scale, hyper.base, hyper.count, hyper.sinkhorn_eps, hyper.sinkhorn_iterations)
     own[:] = meaning.gathered(split, reads)
     said[:] = np.concatenate([reads, writes, mixes.reshape(len(x), -1)], 1)
 
@@ -120,4 +120,4 @@ def mix_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray, said: np.ndarr
     ops.flush()
     split, count = x.reshape(len(x), hyper.count, -1), hyper.count
     _, writes, mixes = np.split(said, [count, 2 * count], axis=1)
-    split[:] = meaning.mixed(split, branch, writes, mixes.reshape(len(x), *((count, count) if hyper.rounds else (0, 0))))
+    split[:] = meaning.mixed(split, branch, writes, mixes.reshape(len(x), *((count, count) if hyper.sinkhorn_iterations else (0, 0))))

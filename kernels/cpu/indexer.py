@@ -34,12 +34,12 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
         return {}
     # What is multiplied beside the products of attention: keys and weights, or the queries of heads that choose for themselves and keys.
     beside = states.plan_workspace(dims, chunk) | latent.plan_workspace(dims, chunk)
-    widths = {"y3": own.heads * own.width, "y4": own.width} if own.each or own.means else {"y2": own.width, "y3": own.heads}
-    if dims.latent is not None and own.means:
-        widths = {"y2": own.row, "y3": own.heads}
+    widths = {"y3": own.heads * own.width, "y4": own.width} if own.per_head or own.pooled else {"y2": own.width, "y3": own.heads}
+    if dims.latent is not None and own.pooled:
+        widths = {"y2": own.pool_row, "y3": own.heads}
     if dims.latent is not None and dims.latent.query_rank is None:  # whose queries are made of a row that was normed; some layers lack y1
         widths = {"normed": dims.hidden, "y1": own.width, "y2": max(own.width, own.heads), "y3": own.heads}
-    return {"index scores": FEW * own.groups * _row(own, _keys(dims)), "chosen": chunk * own.groups * own.listed,
+    return {"index scores": FEW * own.groups * _row(own, _keys(dims)), "chosen": chunk * own.groups * own.selected,
             **{name: max(chunk * width, beside.get(name, 0)) for name, width in widths.items()}}
 
 
@@ -60,17 +60,17 @@ def scratch_floats(dims: Dims) -> int:
 def partials_floats(dims: Dims) -> int:
     """Floats for a token's partials over its selection."""
     own = dims.index
-    return 0 if own is None or own.rate > 1 and not own.means else _tiles(own) * dims.heads * (dims.head_dim + 2)
+    return 0 if own is None or own.tokens_per_key > 1 and not own.pooled else _tiles(own) * dims.heads * (dims.head_dim + 2)
 
 
 def _tiles(shape: IndexShape) -> int:
     """Tiles needed for a selection's tokens."""
-    return -(-shape.listed * shape.spread // PAGE)
+    return -(-shape.selected * shape.unit_tokens // PAGE)
 
 
 def _row(shape: IndexShape, keys: int) -> int:
     """Floats of a token's scores for one selection among `keys` keys."""
-    return -(-keys // PAGE) * PAGE if not shape.each else shape.units(keys) + 1
+    return -(-keys // PAGE) * PAGE if not shape.per_head else shape.units(keys) + 1
 
 
 @dataclass(frozen=True)
@@ -93,21 +93,21 @@ class LayerIndex:
     """The index keys of one layer in uint8 `memory` (`shape.nbytes`), in the type `stored`."""
 
     def __init__(self, ops: CpuOps, shape: IndexShape, memory: np.ndarray, stored: int) -> None:
-        keys = len(memory) // (1 + shape.rate * shape.means * (1 + shape.weighed))
+        keys = len(memory) // (1 + shape.tokens_per_key * shape.pooled * (1 + shape.weighted_pooling))
         self.ops, self.shape, self.memory, self.stored = ops, shape, memory[:keys], stored
-        self.rows = memory[keys:].view(np.float32 if stored == F32 else np.float16).reshape(-1, shape.row)  # of means
+        self.rows = memory[keys:].view(np.float32 if stored == F32 else np.float16).reshape(-1, shape.pool_row)  # of means
         kind = "f32" if stored == F32 else "f16"
         self._choose = ops.registry.select(Call("choose", kind)).candidate.run
-        self._note_means = ops.registry.select(Call("note pools" if shape.weighed else "note means", kind)).candidate.run
+        self._note_means = ops.registry.select(Call("note pools" if shape.weighted_pooling else "note means", kind)).candidate.run
 
     def room(self, tokens: int) -> np.ndarray:
         """Buffer for the selection of this many tokens, int32 [T, groups * listed]."""
-        return self.ops.workspace.take("chosen", tokens, self.shape.groups * self.shape.listed).view(np.int32)
+        return self.ops.workspace.take("chosen", tokens, self.shape.groups * self.shape.selected).view(np.int32)
 
     def note(self, k: np.ndarray, position: int, closing: tuple[Norm, RopeTable] | tuple[Norm, np.ndarray] | None = None) -> None:
         """Keep keys [T, width] of the tokens from `position` on; of means what they are made of, [T, row], and those that are whole, by
         `closing`."""
-        if self.shape.means:
+        if self.shape.pooled:
             self._note_means(self, k, position, closing)
             return
         ops, block = self.ops, np.zeros(loops.NOTE_SLOTS, np.int64)
@@ -119,8 +119,8 @@ class LayerIndex:
     def choose(self, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray | None = None) -> Chosen | None:
         """The selection of tokens from `position` on, by q [T, heads * width] and weights [T, heads], in `out` if given; None if each sees
         everything before it. Their own keys have been stored already."""
-        ops, shape, first = self.ops, self.shape, max(0, self.shape.whole - position)
-        if first and position + len(q) + PAGE > shape.whole:
+        ops, shape, first = self.ops, self.shape, max(0, self.shape.dense_tokens - position)
+        if first and position + len(q) + PAGE > shape.dense_tokens:
             ops.never_replay()  # the next pass may have to choose
         if first >= len(q):
             return None
@@ -139,7 +139,7 @@ class LayerIndex:
 
     def unseen_nbytes(self, tokens: int) -> int:
         """Bytes of the rows that means of this many tokens are built from; later tokens do not read them once the keys are complete."""
-        return self.shape.means * tokens * self.rows.itemsize * self.shape.row
+        return self.shape.pooled * tokens * self.rows.itemsize * self.shape.pool_row
 
     def keys(self, count: int) -> np.ndarray:
         """The first keys as stored, [count, width]."""
@@ -150,25 +150,25 @@ class LayerIndex:
         """Bytes of the keys of tokens [begin, end), token by token, a copy; each token has its share of a key of several tokens. They are
         followed by the rows that means are built from."""
         found = self._read_keys(begin, end)
-        return np.concatenate([found, self.rows[begin:end].view(np.uint8).reshape(-1)]) if self.shape.means else found
+        return np.concatenate([found, self.rows[begin:end].view(np.uint8).reshape(-1)]) if self.shape.pooled else found
 
     def write(self, begin: int, data: np.ndarray) -> None:
         """Write back what `read` returned, from `begin` on."""
         tokens = len(data) // self.token_nbytes
         keys = tokens * self.shape.scored_nbytes(self.stored)
         self._write_keys(begin, data[:keys])
-        if self.shape.means:
+        if self.shape.pooled:
             self.rows[begin : begin + tokens].view(np.uint8).reshape(-1)[:] = data[keys:]
 
     def _read_keys(self, begin: int, end: int) -> np.ndarray:
-        rate, nbytes = self.shape.rate, self.shape.scored_nbytes(self.stored)
+        rate, nbytes = self.shape.tokens_per_key, self.shape.scored_nbytes(self.stored)
         first, last = begin // rate, -(-end // rate)
         rows = np.ascontiguousarray(self._rows(first, last)).view(np.uint8).reshape(-1)
         at = (begin - first * rate) * nbytes
         return rows[at : at + (end - begin) * nbytes]
 
     def _write_keys(self, begin: int, data: np.ndarray) -> None:
-        blocks, rate, nbytes = self._blocks(), self.shape.rate, self.shape.scored_nbytes(self.stored)
+        blocks, rate, nbytes = self._blocks(), self.shape.tokens_per_key, self.shape.scored_nbytes(self.stored)
         first, last = begin // rate, -(-(begin + len(data) // nbytes) // rate)
         rows = np.ascontiguousarray(self._rows(first, last))
         at = (begin - first * rate) * nbytes
@@ -196,8 +196,8 @@ def choose(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, positio
     ops, shape, block = index.ops, index.shape, np.zeros(loops.SLOTS, np.int64)
     row = _row(shape, len(index.memory) // shape.block_nbytes(index.stored) * PAGE)
     block[:] = (ops.at(q), 0 if weights is None else ops.at(weights), len(q), position, address(out), shape.heads, shape.width,
-                shape.chosen, shape.grain, shape.each, shape.near, address(index.memory), index.stored,
-                address(ops.workspace.take("index scores", 1)), row, ops.scratch, ops.scratch_stride, shape.rate, shape.listed)
+                shape.top_k, shape.block_size, shape.per_head, shape.local_blocks, address(index.memory), index.stored,
+                address(ops.workspace.take("index scores", 1)), row, ops.scratch, ops.scratch_stride, shape.tokens_per_key, shape.selected)
     ops.keep_alive(block)
     if len(q) > FEW:
         ops.run(loops.select_prefill, address(block))
@@ -209,15 +209,15 @@ def choose(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, positio
 
 def choose_reference(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray) -> None:
     index.ops.flush()
-    found = meaning.scores(q, index.keys((position + len(q)) // index.shape.rate), weights, position, index.shape)
+    found = meaning.scores(q, index.keys((position + len(q)) // index.shape.tokens_per_key), weights, position, index.shape)
     out[:] = meaning.choose(found, index.shape, position).reshape(out.shape)
 
 
 def note_means(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, RopeTable]) -> None:
     """Run the kernel: a key's tokens are one block of work. `closing`: norm and rotation of complete means."""
     ops, shape, (norm, table) = index.ops, index.shape, closing
-    block, turned = np.zeros(loops.MEAN_SLOTS, np.int64), KeyAngles(table, shape.rate, position, len(k))
-    block[:] = (ops.at(k), len(k), position, shape.width, index.stored, address(index.memory), address(index.rows), shape.rate,
+    block, turned = np.zeros(loops.MEAN_SLOTS, np.int64), KeyAngles(table, shape.tokens_per_key, position, len(k))
+    block[:] = (ops.at(k), len(k), position, shape.width, index.stored, address(index.memory), address(index.rows), shape.tokens_per_key,
                 address(norm.weight), *turned.at, 2 * turned.cos.shape[1], ops.scratch, ops.scratch_stride, 0)
     block.view(np.float64)[loops.M_EPS] = norm.eps
     for kept in (block, turned.cos, turned.sin):
@@ -233,7 +233,7 @@ def note_means(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[N
 
 def note_means_reference(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, RopeTable]) -> None:
     index.ops.flush()
-    rate, (norm, table), first = index.shape.rate, closing, position // index.shape.rate
+    rate, (norm, table), first = index.shape.tokens_per_key, closing, position // index.shape.tokens_per_key
     index.rows[position : position + len(k)] = k
     last = (position + len(k)) // rate
     if last > first:
@@ -248,7 +248,7 @@ def note_pools(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[N
     at each place [rate, width] of a pool."""
     ops, shape, (norm, places), loops = index.ops, index.shape, closing, indexer_pooling
     block = np.zeros(loops.POOL_SLOTS, np.int64)
-    block[:] = (ops.at(k), len(k), position, shape.width, index.stored, address(index.memory), address(index.rows), shape.rate,
+    block[:] = (ops.at(k), len(k), position, shape.width, index.stored, address(index.memory), address(index.rows), shape.tokens_per_key,
                 address(norm.weight), address(norm.bias), address(places), ops.scratch, ops.scratch_stride, 0)
     block.view(np.float64)[loops.P_EPS] = norm.eps
     ops.keep_alive(block)
@@ -258,7 +258,7 @@ def note_pools(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[N
 
 def note_pools_reference(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, np.ndarray]) -> None:
     index.ops.flush()
-    rate, width, (norm, places), first = index.shape.rate, index.shape.width, closing, position // index.shape.rate
+    rate, width, (norm, places), first = index.shape.tokens_per_key, index.shape.width, closing, position // index.shape.tokens_per_key
     own = index.rows[position : position + len(k)]
     own[:, :width] = reference.normalise(k[:, :width].astype(np.float64), norm.kind, norm.weight, norm.bias, norm.eps)
     own[:, width:] = k[:, width:] + places.reshape(rate, width)[np.arange(position, position + len(k)) % rate]
@@ -287,7 +287,7 @@ def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.
                                     width // pages.layout.head_dim)
     block[attention.SINKS] = address(sinks)
     lead = int(blocks[1, attention.FIRST]) if len(blocks) > 1 and blocks[1, attention.FIRST] != PAGE else 0
-    block[sparse_attention_loops.UNITS :] = address(chosen.units), shape.listed, shape.groups, shape.spread, lead, same
+    block[sparse_attention_loops.UNITS :] = address(chosen.units), shape.selected, shape.groups, shape.unit_tokens, lead, same
     if len(q) > FEW:
         ops.never_replay()
         ops.keep_alive(block)
@@ -297,7 +297,7 @@ def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.
         call = block.copy()
         call[attention.Q], call[attention.OUT] = ops.at(q) + 4 * t * width, ops.at(out) + 4 * t * width
         call[attention.TOKENS], call[attention.POSITION] = 1, position + t
-        call[sparse_attention_loops.UNITS] += 4 * t * shape.groups * shape.listed
+        call[sparse_attention_loops.UNITS] += 4 * t * shape.groups * shape.selected
         ops.keep_alive(call)
         ops.refresh(lambda position, call=call, t=t: call.__setitem__(attention.POSITION, position + t))
         ops.run(sparse_attention_loops.attend_sparse_decode, address(call))

@@ -30,15 +30,15 @@ class KdaStates(DeltaStates):
     def mix(self, products: list[np.ndarray], w: Kda, out: np.ndarray | None = None) -> np.ndarray:
         qkv, z, a, b = products
         out = self.mixed(len(qkv)) if out is None else out
-        if self.shape.narrow:
+        if self.shape.low_rank_gates:
             (z,), (a,) = self.widen(0, z, (w.gate,)), self.widen(1, a, (w.rate,))
-        self.block.view(np.float64)[kda_loops.BOUND] = self.shape.bound or 0.0
+        self.block.view(np.float64)[kda_loops.BOUND] = self.shape.decay_bound or 0.0
         self.run(self, qkv, z, b, a, w, out)
         return out
 
 
 def run_reference(states: KdaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Kda, out: np.ndarray) -> None:
     states.ops.flush()
-    delta.read(states, qkv, reference.channel_gates(a, b, w.decay, w.dt, states.shape.bound), w, out)
+    delta.read(states, qkv, reference.channel_gates(a, b, w.decay, w.dt, states.shape.decay_bound), w, out)
     heads = out.reshape(len(out), states.shape.value_heads, -1)
     heads[:] = reference.sigmoid_norm(heads, z.reshape(heads.shape), w.norm.weight, w.norm.eps)

@@ -88,7 +88,7 @@ class Stage:
 
 
 class Prepared:
-    """Mixture stages and tables cached by a model's ops, keyed by the identity of a layer's experts."""
+    """Expert stages and tables cached by a model's ops, keyed by the identity of a layer's experts."""
 
     def __init__(self) -> None:
         self.tables: dict[int, Table] = {}
@@ -202,7 +202,7 @@ def routed_stage(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts
     before, reads = (None, said) if said is not None else (norm if apart is None else apart.router_norm, x)
     if ops._remembered(reads, before, (router,), linear.PLAIN, "none") is None:
         few = len(x) <= table(ops, experts, asked[1]).columns  # then all tokens of a stage are routed as one alone would be
-        logits = ops.workspace.take("routes", len(x), len(experts) + asked[0].handed)
+        logits = ops.workspace.take("routes", len(x), len(experts) + asked[0].zero_experts)
         ops._matrix(reads, before, [router], [logits], linear.PLAIN, "none", int(few))
     stage = ops.mixtures.stages.get((id(experts), len(x)))
     known = stage is not None and stage.x is x and stage.norm is norm and stage.router is router and stage.correction is correction
@@ -215,7 +215,7 @@ def routed_stage(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts
 
 def of_products(norm: Norm, asked: Asked) -> Norm | None:
     """The norm at the start of the experts' products; none if their inputs are normed while being gathered."""
-    return None if asked[0].inputs else norm
+    return None if asked[0].weights_scale_inputs else norm
 
 
 def _products(ops: CpuOps, norm: Norm | None, experts: Sequence[Expert], stage: Stage, act: str) -> None:
@@ -244,18 +244,18 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
               correction: np.ndarray | None, apart: ParallelExperts | None, table: Table) -> Stage:
     """The jobs of a stage up to where Python is needed; cached for few tokens."""
     routing, act = asked
-    if routing.inputs and (norm.kind != "rms" or apart is not None):
+    if routing.weights_scale_inputs and (norm.kind != "rms" or apart is not None):
         raise ValueError("expert weights on inputs require an RMS norm")
-    if routing.near is not None and (correction is not None or routing.kept_groups < routing.groups):
+    if routing.sparsemixer_margin is not None and (correction is not None or routing.top_groups < routing.num_groups):
         raise ValueError("expert weights by near logits require selection by logits")
-    if routing.of_logits and (not routing.sigmoid or routing.kept_groups < routing.groups):
+    if routing.correction_on_logits and (not routing.sigmoid or routing.top_groups < routing.num_groups):
         raise ValueError("logit corrections require sigmoid scores and no groups")
-    if routing.handed and (norm.kind != "rms" or routing.inputs):
+    if routing.zero_experts and (norm.kind != "rms" or routing.weights_scale_inputs):
         raise ValueError("identity experts require an RMS norm and weights on outputs")
-    gathered, norm = (norm, None) if routing.inputs else (None, norm)
-    top_k = routing.per_token
+    gathered, norm = (norm, None) if routing.weights_scale_inputs else (None, norm)
+    top_k = routing.experts_per_token
     (tokens, depth), made, width = x.shape, len(experts), table.width
-    count = made + routing.handed
+    count = made + routing.zero_experts
     visits, few, take = tokens * top_k, tokens <= table.columns, ops.workspace.take
     numbers = take("visits", 2 * (3 * visits + count + 1)).view(np.int64)
     chosen, places, owners, offsets = np.split(numbers, [visits, 2 * visits, 3 * visits])
@@ -271,19 +271,19 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
     block = np.array([ops.at(x), tokens, depth, count, top_k, routing.renormalise, ops.at(logits), address(chosen), ops.at(shares),
                       address(offsets), address(places), address(owners), ops.at(rows), ops.at(hidden), width,
                       address(table.gated) * few, address(table.down), address(heads), products, blocks, counters,
-                      kernels.ROOTS if routing.roots else kernels.OF_LOGITS if routing.of_logits else routing.sigmoid,
-                      address(correction), 0, routing.groups, routing.kept_groups, 0 if apart is None else address(apart.scales),
+                      kernels.ROOTS if routing.sqrt_softplus else kernels.OF_LOGITS if routing.correction_on_logits else routing.sigmoid,
+                      address(correction), 0, routing.num_groups, routing.top_groups, 0 if apart is None else address(apart.scales),
                       0 if apart is None else ops.at(take("sum", tokens, depth)),
                       0 if gathered is None else address(gathered.weight), 0, 0,
                       0 if correction is None or correction.ndim == 1 else 4 * count, made,
-                      address(norm.weight) if routing.handed else 0, 0], np.int64)
-    block.view(np.float64)[kernels.FACTOR] = routing.factor
+                      address(norm.weight) if routing.zero_experts else 0, 0], np.int64)
+    block.view(np.float64)[kernels.FACTOR] = routing.routed_scale
     block.view(np.float64)[kernels.EPS] = 0.0 if gathered is None else gathered.eps
-    block.view(np.float64)[kernels.NEAR] = -1.0 if routing.near is None else routing.near
-    block.view(np.float64)[kernels.HANDED_EPS] = norm.eps if routing.handed else 0.0
+    block.view(np.float64)[kernels.NEAR] = -1.0 if routing.sparsemixer_margin is None else routing.sparsemixer_margin
+    block.view(np.float64)[kernels.HANDED_EPS] = norm.eps if routing.zero_experts else 0.0
     where = address(block)
     jobs = [(kernels.route_tokens, where, not few), (kernels.group_visits, where, False)]
-    if tokens > 1 or not few or routing.inputs or routing.handed:  # one token alone is read where it lies
+    if tokens > 1 or not few or routing.weights_scale_inputs or routing.zero_experts:  # one token alone is read where it lies
         jobs.append((kernels.gather_rows, where, not few))
     if few:
         second = products + 8 * (1 + 3 * most)

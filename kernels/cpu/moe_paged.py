@@ -79,7 +79,7 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPag
     for job in before:
         ops.run(*job)
     with ops.deferring() as routing:
-        ahead = _note_next(ops, x, pages, asked[0].handed) if len(x) == 1 else []
+        ahead = _note_next(ops, x, pages, asked[0].zero_experts) if len(x) == 1 else []
         beside = shared_hidden(ops, x, norm, shared, asked[1])
     if len(x) <= stage.table.columns:
         ops.host_step(partial(_few, ops, stage, pages, grouping, routing, ahead))
@@ -139,7 +139,7 @@ def _few(ops: CpuOps, stage: Stage, pages: ExpertPages, grouping: Iterable[tuple
 def _note_products(ops: CpuOps, stage: Stage, experts: Iterable[int], number: Mapping[int, int]) -> None:
     """Enqueue both products of some visited experts as two jobs, with one in between if they have no gates; `number`: their places among
     the visited."""
-    most = min(len(stage.table.experts) + stage.asked[0].handed, len(stage.chosen))
+    most = min(len(stage.table.experts) + stage.asked[0].zero_experts, len(stage.chosen))
     blocks, counters = stage.lists
     for which, records in enumerate((stage.table.gated, stage.table.down)):
         entries = [0]

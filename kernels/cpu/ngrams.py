@@ -20,7 +20,7 @@ from .row_ops import SHARE_FROM
 from .states import LayerStates, Slots
 
 if TYPE_CHECKING:
-    from ...quant.recurrent_weights import Ngrams
+    from ...quant.recurrent_weights import NgramWeights
     from ...quant.weight import Weight
     from .ops import CpuOps
 
@@ -51,7 +51,7 @@ class NgramStates(Slots):
             self._ids[: len(ids)], self._before = ids, before
         return np.lib.stride_tricks.sliding_window_view(every, behind + 1)
 
-    def add(self, x: np.ndarray, products: Sequence[np.ndarray], w: Ngrams) -> np.ndarray:
+    def add(self, x: np.ndarray, products: Sequence[np.ndarray], w: NgramWeights) -> np.ndarray:
         """x [T, S * D] plus the tokens' n-gram values, in place; advances the state."""
         self.run(self, x, *products, w)
         return x
@@ -74,7 +74,7 @@ class CpuStatesWithNgrams(StatesWithNgrams):
         self.mixed = own.mixed
 
 
-def ngram_products(ops: CpuOps, rows: np.ndarray, w: Ngrams) -> list[np.ndarray]:
+def ngram_products(ops: CpuOps, rows: np.ndarray, w: NgramWeights) -> list[np.ndarray]:
     """See `BlockOps`."""
     if (outs := ops._remembered(rows, None, (w.key, w.value), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take(name, len(rows), each.weight.shape[0]) for name, each in (("ngram keys", w.key), ("beside", w.value))]
@@ -96,7 +96,7 @@ def ngram_rows(ops: CpuOps, numbers: np.ndarray, table: Weight, place: int) -> n
 # -- what runs them -----------------------------------------------------------------------------------------------------------------------
 
 
-def run(states: NgramStates, x: np.ndarray, keys: np.ndarray, values: np.ndarray, w: Ngrams) -> None:
+def run(states: NgramStates, x: np.ndarray, keys: np.ndarray, values: np.ndarray, w: NgramWeights) -> None:
     ops, block, shape, tokens = states.ops, states.block, states.shape, len(x)
     take = ops.workspace.take
     made, mixed, gates = take("normed streams", *x.shape), take("opened", *x.shape), take("said", tokens, shape.count)
@@ -109,7 +109,7 @@ def run(states: NgramStates, x: np.ndarray, keys: np.ndarray, values: np.ndarray
     ops.run(loops.add_values, address(block), x.size >= SHARE_FROM, block)
 
 
-def run_reference(states: NgramStates, x: np.ndarray, keys: np.ndarray, values: np.ndarray, w: Ngrams) -> None:
+def run_reference(states: NgramStates, x: np.ndarray, keys: np.ndarray, values: np.ndarray, w: NgramWeights) -> None:
     states.ops.flush()
     shape = states.shape
     streams = x.reshape(len(x), shape.count, -1)

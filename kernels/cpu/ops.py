@@ -161,7 +161,7 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
         the input of `down`."""
         hidden = self.gated_hidden(x, norm, gate, up, act)
         if within is not None:
-            self.normed(hidden, within)
+            self.norm_in_place(hidden, within)
         if see is not None:
             see(hidden)
         return self.linear_add(hidden, down, x, after, factor)
@@ -203,20 +203,20 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
     mlp_and_experts, expert_branch = moe.mlp_and_experts, moe.expert_branch
     moe = moe.moe
     layer_inputs = per_layer_inputs.layer_inputs
-    add_inputs = per_layer_inputs.add_inputs
+    add_per_layer_input = per_layer_inputs.add_per_layer_input
     enter_streams, leave_streams = streams.enter_streams, streams.leave_streams
-    predicted, corrected, spread_inputs = streams.predicted, streams.corrected, streams.spread_inputs
-    low_rank, added, cut_mlp = streams.low_rank, streams.added, streams.cut_mlp
-    first_stream, add_to_first, widened, lent_mlp = streams.first_stream, streams.add_to_first, streams.widened, streams.lent_mlp
-    second_stream, put_stream = streams.second_stream, streams.put_stream
+    altup_predict, altup_correct, altup_add_input = streams.altup_predict, streams.altup_correct, streams.altup_add_input
+    low_rank_branch, add_scaled, cutoff_mlp = streams.low_rank_branch, streams.add_scaled, streams.cutoff_mlp
+    first_stream, second_stream, put_stream = streams.first_stream, streams.second_stream, streams.put_stream
+    add_to_first, add_low_rank, shared_block_mlp = streams.add_to_first, streams.add_low_rank, streams.shared_block_mlp
     kept = row_ops.kept
-    copied, scaled, clipped, normed = row_ops.copied, row_ops.scaled, row_ops.clipped, row_ops.norm_rows
-    part_queries, gate_heads = row_ops.part_queries, row_ops.gate_heads
-    grown_heads, normed_apart = row_ops.grown_heads, row_ops.normed_apart
-    rescaled, routed_by, paired_heads = residual_scaling.rescaled, residual_scaling.routed_by, widths.paired_heads
-    gated_rows, normed_beside = residual_scaling.gated_rows, residual_scaling.normed_beside
-    marked_heads = widths.marked_heads
-    widened_heads, narrowed_heads, renormed = widths.widened_heads, widths.narrowed_heads, widths.renormed
+    copy, scale_in_place, clip, norm_in_place = row_ops.copy, row_ops.scale_in_place, row_ops.clip, row_ops.norm_rows
+    split_query_gates, gate_heads = row_ops.split_query_gates, row_ops.gate_heads
+    scale_queries, norm = row_ops.scale_queries, row_ops.norm
+    scaled_residual, router_mlp, pair_heads = residual_scaling.scaled_residual, residual_scaling.router_mlp, widths.pair_heads
+    gate_rows, norm_and_concat = residual_scaling.gate_rows, residual_scaling.norm_and_concat
+    dynamic_mask_heads = widths.dynamic_mask_heads
+    pad_heads, unpad_heads, norm_stream = widths.pad_heads, widths.unpad_heads, widths.norm_stream
     bundled_mlp = bundled_mlp.bundled_mlp
     latent_keys, latent_queries, latent_values = latent.latent_keys, latent.latent_queries, latent.latent_values
     state_layer, index_layer = states.state_layer, indexer.index_layer

@@ -54,8 +54,8 @@ def _rows(ops: CpuOps, ids: np.ndarray, table: Weight, scale: float, out: np.nda
     ops.flush()
 
 
-def add_inputs(ops: CpuOps, x: np.ndarray, inputs: PerLayerInput, given: np.ndarray, act: str,
-               see: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
+def add_per_layer_input(ops: CpuOps, x: np.ndarray, inputs: PerLayerInput, given: np.ndarray, act: str,
+                        see: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
     """See `BlockOps`."""
     if (outs := ops._remembered(x, None, (inputs.gate,), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take("gate", len(x), inputs.gate.weight.shape[0])]

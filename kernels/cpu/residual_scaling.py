@@ -60,13 +60,13 @@ def carry_rows(args, worker, counter):
             kept[i] = y[i]
 
 
-def rescaled(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: ResidualScale) -> np.ndarray:
+def scaled_residual(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: ResidualScale) -> np.ndarray:
     """See `BlockOps`."""
     ops.registry.select(Call("rescale")).candidate.run(ops, x, branch, own)
     return x
 
 
-def routed_by(ops: CpuOps, x: np.ndarray, norm: Norm, path: RouterMlp, streams: np.ndarray) -> np.ndarray:
+def router_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, path: RouterMlp, streams: np.ndarray) -> np.ndarray:
     """See `BlockOps`."""
     (y,) = ops.norm_linear(x, norm, [path.into])
     ops.registry.select(Call("carry")).candidate.run(ops, y, streams, x.shape[1], path.share)
@@ -76,13 +76,13 @@ def routed_by(ops: CpuOps, x: np.ndarray, norm: Norm, path: RouterMlp, streams: 
     return said
 
 
-def gated_rows(ops: CpuOps, y: np.ndarray, gates: LowRank) -> np.ndarray:
+def gate_rows(ops: CpuOps, y: np.ndarray, gates: LowRank) -> np.ndarray:
     """See `BlockOps`."""
     (opened,) = ops.norm_linear(ops.gated_hidden(y, None, None, gates.into, "silu"), None, [gates.out])
     return ops.gate_heads(y, opened, 1, y.shape[1])
 
 
-def normed_beside(ops: CpuOps, y: np.ndarray, norm: Norm) -> np.ndarray:
+def norm_and_concat(ops: CpuOps, y: np.ndarray, norm: Norm) -> np.ndarray:
     """See `BlockOps`."""
     width = y.shape[1]
     out, put = ops.workspace.take("doubled", len(y), 2 * width), ops.registry.select(Call("carry")).candidate.run

@@ -283,7 +283,7 @@ def add_reference(ops: CpuOps, branch: np.ndarray, norm: Norm | None, stream: np
     stream[:] = reference.add_branch(stream, branch, norm and (norm.kind, norm.weight, norm.bias, norm.eps), factor)
 
 
-def copied(ops: CpuOps, y: np.ndarray) -> np.ndarray:
+def copy(ops: CpuOps, y: np.ndarray) -> np.ndarray:
     """See `BlockOps`."""
     out = ops.workspace.take("y2", *y.shape)
     ops.registry.select(Call("scale")).candidate.run(ops, y, out, 1.0)
@@ -295,7 +295,7 @@ def kept(ops: CpuOps, x: np.ndarray, place: int, places: int) -> None:
     ops.registry.select(Call("scale")).candidate.run(ops, x, ops.workspace.take("between", places, *x.shape)[place], 1.0)
 
 
-def scaled(ops: CpuOps, x: np.ndarray, factor: float) -> np.ndarray:
+def scale_in_place(ops: CpuOps, x: np.ndarray, factor: float) -> np.ndarray:
     """See `BlockOps`."""
     ops.registry.select(Call("scale")).candidate.run(ops, x, x, factor)
     return x
@@ -313,20 +313,20 @@ def scale_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, factor: float) 
     np.multiply(y, np.float32(factor), out=out)
 
 
-def normed_apart(ops: CpuOps, x: np.ndarray, norm: Norm) -> np.ndarray:
+def norm(ops: CpuOps, x: np.ndarray, norm: Norm) -> np.ndarray:
     """See `BlockOps`."""
     out = ops.workspace.take("normed", *x.shape)
     ops.registry.select(Call("scale")).candidate.run(ops, x, out, 1.0)
     return norm_rows(ops, out, norm)
 
 
-def clipped(ops: CpuOps, y: np.ndarray, limit: float) -> np.ndarray:
+def clip(ops: CpuOps, y: np.ndarray, limit: float) -> np.ndarray:
     """See `BlockOps`."""
     ops.registry.select(Call("clip")).candidate.run(ops, y, limit)
     return y
 
 
-def clip(ops: CpuOps, y: np.ndarray, limit: float) -> None:
+def clip_native(ops: CpuOps, y: np.ndarray, limit: float) -> None:
     ops.args[:L_LIMIT] = ops.at(y), *y.shape
     ops.reals[L_LIMIT] = limit
     ops.run(clip_rows, ops.where, y.size >= SHARE_FROM, ops.args)
@@ -337,7 +337,7 @@ def clip_reference(ops: CpuOps, y: np.ndarray, limit: float) -> None:
     np.clip(y, np.float32(-limit), np.float32(limit), out=y)
 
 
-def part_queries(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int) -> np.ndarray:
+def split_query_gates(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int) -> np.ndarray:
     """See `BlockOps`."""
     out = ops.workspace.take("queries", len(y), heads * head_dim)
     ops.registry.select(Call("part")).candidate.run(ops, y, out, heads, head_dim)
@@ -350,8 +350,8 @@ def gate_heads(ops: CpuOps, x: np.ndarray, y: np.ndarray, heads: int, head_dim: 
     return x
 
 
-def grown_heads(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, places: RopeTable,
-                growth: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+def scale_queries(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, places: RopeTable,
+                  growth: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     """See `BlockOps`."""
     ops.registry.select(Call("grow heads")).candidate.run(
         ops, y, heads, head_dim, cached_angles(ops, ops._angles, positions, places), growth)

@@ -90,8 +90,8 @@ def mean_stream(ops: CpuOps, x: np.ndarray, count: int) -> np.ndarray:
     taken(ops, x, one, 0)
     for which in range(1, count):
         taken(ops, x, other, which)
-        ops.added(one, other, 1.0)
-    return ops.scaled(one, 1 / count)
+        ops.add_scaled(one, other, 1.0)
+    return ops.scale_in_place(one, 1 / count)
 
 
 def put_stream(ops: CpuOps, x: np.ndarray, y: np.ndarray, which: int) -> np.ndarray:
@@ -107,7 +107,7 @@ def add_to_first(ops: CpuOps, x: np.ndarray, y: np.ndarray, each: Linear) -> np.
     return x
 
 
-def widened(ops: CpuOps, x: np.ndarray, norm: Norm, low: LowRank, out: np.ndarray) -> np.ndarray:
+def add_low_rank(ops: CpuOps, x: np.ndarray, norm: Norm, low: LowRank, out: np.ndarray) -> np.ndarray:
     """See `BlockOps`."""
     if (outs := ops._remembered(x, norm, (low.into,), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take("low rank", len(x), low.into.weight.shape[0])]
@@ -115,14 +115,14 @@ def widened(ops: CpuOps, x: np.ndarray, norm: Norm, low: LowRank, out: np.ndarra
     return ops.linear_add(outs[0], low.out, out)
 
 
-def lent_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, own: Sequence[LowRank],
-             see: See = None) -> np.ndarray:
+def shared_block_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, own: Sequence[LowRank],
+                     see: See = None) -> np.ndarray:
     """See `BlockOps`."""
     if (outs := ops._remembered(x, norm, (gate, up), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take(name, len(x), gate.weight.shape[0]) for name in ("gate", "up")]
         ops._matrix(x, norm, [gate, up], outs, linear.PLAIN, "none")
     for low, out in zip(own, outs, strict=bool(own)):
-        widened(ops, x, norm, low, out)
+        add_low_rank(ops, x, norm, low, out)
     ops.gate(*outs, act)
     if see is not None:
         see(outs[0])
@@ -130,21 +130,21 @@ def lent_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, d
     return branch
 
 
-def predicted(ops: CpuOps, x: np.ndarray, streams: AltUp) -> np.ndarray:
+def altup_predict(ops: CpuOps, x: np.ndarray, streams: AltUp) -> np.ndarray:
     """See `BlockOps`."""
     own = ops.workspace.take("stream", len(x), x.shape[1] // streams.count)
     ops.registry.select(Call("predict")).candidate.run(ops, x, own, streams)
     return own
 
 
-def corrected(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: AltUp) -> np.ndarray:
+def altup_correct(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: AltUp) -> np.ndarray:
     """See `BlockOps`."""
     ops.registry.select(Call("correct")).candidate.run(ops, x, own, streams)
     return own
 
 
-def spread_inputs(ops: CpuOps, x: np.ndarray, own: np.ndarray, inputs: PerLayerInput, given: np.ndarray, act: str,
-                  see: See = None) -> np.ndarray:
+def altup_add_input(ops: CpuOps, x: np.ndarray, own: np.ndarray, inputs: PerLayerInput, given: np.ndarray, act: str,
+                    see: See = None) -> np.ndarray:
     """See `BlockOps`."""
     if (outs := ops._remembered(own, None, (inputs.gate,), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take("gate", len(own), inputs.gate.weight.shape[0])]
@@ -157,7 +157,7 @@ def spread_inputs(ops: CpuOps, x: np.ndarray, own: np.ndarray, inputs: PerLayerI
     return x
 
 
-def low_rank(ops: CpuOps, x: np.ndarray, norm: Norm, low: LowRank, see: See = None) -> np.ndarray:
+def low_rank_branch(ops: CpuOps, x: np.ndarray, norm: Norm, low: LowRank, see: See = None) -> np.ndarray:
     """See `BlockOps`."""
     n = ops.workspace.take("beside", *x.shape)
     ops.registry.select(Call("scale")).candidate.run(ops, x, n, 1.0)
@@ -170,14 +170,14 @@ def low_rank(ops: CpuOps, x: np.ndarray, norm: Norm, low: LowRank, see: See = No
     return ops.linear_add(outs[0], low.out, n, low.after)
 
 
-def added(ops: CpuOps, x: np.ndarray, y: np.ndarray, factor: float) -> np.ndarray:
+def add_scaled(ops: CpuOps, x: np.ndarray, y: np.ndarray, factor: float) -> np.ndarray:
     """See `BlockOps`."""
     ops._add_with(ops, y, None, x, factor)
     return x
 
 
-def cut_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, deviations: float, see: See = None,
-            after: Norm | None = None) -> np.ndarray:
+def cutoff_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, deviations: float, see: See = None,
+               after: Norm | None = None) -> np.ndarray:
     """See `BlockOps`."""
     if (outs := ops._remembered(x, norm, (gate, up), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take(name, len(x), gate.weight.shape[0]) for name in ("gate", "up")]

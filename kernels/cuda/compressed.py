@@ -56,7 +56,7 @@ class TorchKeys:
     def put(self, made: torch.Tensor, first: int, norm: Norm, table: RopeTable) -> None:
         """Store keys [n, width] from number `first` on: normed, then rotated by the position of each one's first token."""
         if len(made):
-            cos, sin = (self.to_device(each[:, None]) for each in table.turns((first + np.arange(len(made))) * self.shape.rate))
+            cos, sin = (self.to_device(each[:, None]) for each in table.turns((first + np.arange(len(made))) * self.shape.tokens_per_key))
             kept = turned_tails(normalise(made, norm)[:, None], cos, sin)[:, 0]
             self.rows[first : first + len(made)] = (kept if self.stored == F32 else saturated(kept)).to(self.rows.dtype)
 
@@ -69,16 +69,16 @@ class TorchIndex(TorchKeys):
     def choose(self, q: torch.Tensor, weights: torch.Tensor, position: int, out: None = None) -> torch.Tensor | None:
         """bool [T, keys]: which keys tokens from `position` on see, by q [T, heads * width] and weights [T, heads]; None if each sees
         everything before it. `out`: used on the CPU only."""
-        shape, tokens, closed = self.shape, len(q), (position + len(q)) // self.shape.rate
-        if position + tokens <= shape.whole:
+        shape, tokens, closed = self.shape, len(q), (position + len(q)) // self.shape.tokens_per_key
+        if position + tokens <= shape.dense_tokens:
             return None
         keys, split = self.rows[:closed].float(), q.view(tokens, shape.heads, shape.width)
-        there = closed_keys(torch.arange(position, position + tokens, device=q.device), shape.rate, 0, closed)
+        there = closed_keys(torch.arange(position, position + tokens, device=q.device), shape.tokens_per_key, 0, closed)
         seen, step = torch.zeros_like(there), max(1, MAX_SCORES // (shape.heads * closed))
         for begin in range(0, tokens, step):
             own = slice(begin, begin + step)
             worth = torch.bmm(weights[own, None], (split[own] @ keys.T).relu_())[:, 0].masked_fill_(~there[own], -torch.inf)
-            best = worth.sort(dim=1, descending=True, stable=True).indices[:, : shape.chosen]  # of equal ones the earlier
+            best = worth.sort(dim=1, descending=True, stable=True).indices[:, : shape.top_k]  # of equal ones the earlier
             seen[own].scatter_(1, best, True)
         return seen.logical_and_(there)
 
@@ -102,7 +102,7 @@ def turned_tails(y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return y
 
 
-def turn_tails(ops: TorchOps, y: torch.Tensor, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable,
+def rope_tails(ops: TorchOps, y: torch.Tensor, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable,
                back: bool = False) -> torch.Tensor:
     """See `BlockOps`."""
     cos, sin = ops._cos_sin(positions, table)
@@ -123,7 +123,7 @@ class TorchCompressed(TorchSlots):
 
     def __init__(self, shape: CompressedShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
         super().__init__(shape, memory, pass_slots, linear)
-        sizes = [MAX_DECODE_TOKENS * width for width in shape.series]
+        sizes = [MAX_DECODE_TOKENS * width for width in shape.pooled_products]
         self._kept = [series.view(MAX_DECODE_TOKENS, -1) for series in self.recent[: sum(sizes)].split(sizes)]
         self._last: tuple[Compressor, int] | None = None  # by what the last pass of few tokens was taken in, and where it began
 
@@ -138,7 +138,7 @@ class TorchCompressed(TorchSlots):
         state = self._begun(source)
         for end, slot in ((after, kept), (tokens, target)):
             if end > at:
-                first = (position + at) // self.shape.rate
+                first = (position + at) // self.shape.tokens_per_key
                 made, state = self._taken([each[at:end] for each in products], w, position + at, state)
                 keys.put(made[0], first, w.norm, table)
                 if index is not None:
@@ -160,11 +160,11 @@ class TorchCompressed(TorchSlots):
     def _taken(self, products: Sequence[torch.Tensor], w: Compressor, position: int,
                state: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Completed keys, and index keys, before their norms, and the state after these tokens."""
-        shape, size = self.shape, 3 * self.shape.parts * self.shape.width
+        shape, size = self.shape, 3 * self.shape.rows_per_token * self.shape.width
         made, behind = [], []
         for own, bias, pair in ((state[:size], w.bias, products[:2]), (state[size:], w.index_bias, products[2:])):
             if pair:
-                keys, ways = compressed(*pair, bias.view(shape.rate, -1), position, own.view(shape.parts, 3, -1))
+                keys, ways = compressed(*pair, bias.view(shape.tokens_per_key, -1), position, own.view(shape.rows_per_token, 3, -1))
                 made.append(keys)
                 behind.append(ways.flatten())
         return made, torch.cat(behind)

@@ -39,10 +39,10 @@ class TorchDelta(TorchRecurrent):
         qkv, z, b, a = products
         mixed = functional.silu(self.convolve(qkv, w.conv))
         gates = torch.cat([torch.exp(-w.decay * functional.softplus(a + w.dt, threshold=80.0)),
-                           self.shape.writes * torch.sigmoid(b)], dim=1)
+                           self.shape.beta_scale * torch.sigmoid(b)], dim=1)
         out = self.recurred(qkv, mixed, gates)
         out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm.eps) * w.norm.weight
-        return out.flatten(1).mul_(torch.sigmoid(z) if self.shape.sigmoid else functional.silu(z))
+        return out.flatten(1).mul_(torch.sigmoid(z) if self.shape.sigmoid_gate else functional.silu(z))
 
     def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Convolution outputs [T, channels], gates [T, 2 * G] -> (head outputs [T, G, dv], state after them)."""

@@ -28,14 +28,14 @@ class TorchKda(TorchDelta):
     def mix(self, products: list[torch.Tensor], w: Kda) -> torch.Tensor:
         """As `kernels/cpu/kda.py`."""
         (qkv, z, a, b), shape = products, self.shape
-        if shape.narrow:
+        if shape.low_rank_gates:
             z, a = self.linear(z, w.gate), self.linear(a, w.rate)
         mixed = functional.silu(self.convolve(qkv, w.conv))
         steps = (a + w.dt).unflatten(1, (shape.key_heads, -1))
-        if shape.bound is None:
+        if shape.decay_bound is None:
             logs = -w.decay[:, None] * functional.softplus(steps, threshold=80.0)
         else:
-            logs = shape.bound * torch.sigmoid(w.decay[:, None] * steps)
+            logs = shape.decay_bound * torch.sigmoid(w.decay[:, None] * steps)
         gates = torch.cat([logs.flatten(1), torch.sigmoid(b)], dim=1)
         out = self.recurred(qkv, mixed, gates)
         out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm.eps) * w.norm.weight

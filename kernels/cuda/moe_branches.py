@@ -42,11 +42,11 @@ def expert_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, router: Linear, ex
     reads = ops.stages.normalise(x, apart.router_norm) if said is None else said
     chosen, shares = routed(ops._linear(reads, router), routing, correction)
     total = torch.zeros_like(x)
-    ops._visited(total, n, chosen, shares * apart.scales[chosen], experts, act, see, beside, handed=routing.handed)
+    ops._visited(total, n, chosen, shares * apart.scales[chosen], experts, act, see, beside, handed=routing.zero_experts)
     return total if shared is None else ops.linear_add(beside, shared.down, total, None, shared.factor)
 
 
-def routed_by(ops: TorchOps, x: torch.Tensor, norm: Norm, path: RouterMlp, streams: torch.Tensor) -> torch.Tensor:
+def router_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, path: RouterMlp, streams: torch.Tensor) -> torch.Tensor:
     """See `BlockOps`."""
     y = ops._linear(ops.stages.normalise(x, norm), path.into)
     kept = streams[:, x.shape[1] :][:, : y.shape[1]]

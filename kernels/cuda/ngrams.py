@@ -17,7 +17,7 @@ from .states import TorchSlots
 from .stream_mixing import normed_streams
 
 if TYPE_CHECKING:
-    from ...quant.recurrent_weights import Ngrams
+    from ...quant.recurrent_weights import NgramWeights
     from .states import Linears
     from .torch_ops import TorchOps
 
@@ -44,7 +44,7 @@ class TorchNgrams(TorchSlots):
             self._every = every
         return np.lib.stride_tricks.sliding_window_view(every, behind + 1)
 
-    def add(self, x: torch.Tensor, products: Sequence[torch.Tensor], w: Ngrams) -> torch.Tensor:
+    def add(self, x: torch.Tensor, products: Sequence[torch.Tensor], w: NgramWeights) -> torch.Tensor:
         """As `kernels/cpu/ngrams.py`."""
         (keys, values), shape, tokens = products, self.shape, len(x)
         count = shape.count
@@ -70,6 +70,6 @@ class TorchNgrams(TorchSlots):
         self._words_of(slot).copy_(torch.from_numpy(words.astype(np.int32)))
 
 
-def ngram_products(ops: TorchOps, rows: torch.Tensor, w: Ngrams) -> list[torch.Tensor]:
+def ngram_products(ops: TorchOps, rows: torch.Tensor, w: NgramWeights) -> list[torch.Tensor]:
     """See `BlockOps`."""
     return [ops._linear(rows, each) for each in (w.key, w.value)]

@@ -174,7 +174,7 @@ class TorchLayerPages:
         near = merged_blocks(split, *self._gather(blocks[span, SEALED], table[:, INDEX]), table[:, FIRST], table[:, COUNT], positions,
                              self.scale, self.window, self.softcap)
         rows = keys.rows[: shape.keys(position + tokens)]
-        return finish(with_keys(near, split, rows, positions, shape.rate, self.scale, seen), tokens, 1, sinks)
+        return finish(with_keys(near, split, rows, positions, shape.tokens_per_key, self.scale, seen), tokens, 1, sinks)
 
     def _gather(self, is_sealed: np.ndarray, index: torch.Tensor) -> Iterator[torch.Tensor]:
         """K, then V, of the blocks in order: one copy per run of sealed or exact blocks."""

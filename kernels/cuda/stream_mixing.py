@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .torch_ops import TorchOps
 
 
-def gathered(ops: TorchOps, x: torch.Tensor, hyper: HyperConnection | GatedResidual) -> torch.Tensor:
+def read_streams(ops: TorchOps, x: torch.Tensor, hyper: HyperConnection | GatedResidual) -> torch.Tensor:
     """See `BlockOps`."""
     if hyper.is_gated:
         return _gated(ops, x, hyper)
@@ -22,7 +22,7 @@ def gathered(ops: TorchOps, x: torch.Tensor, hyper: HyperConnection | GatedResid
     return torch.bmm(reads[:, None], x.unflatten(1, (hyper.count, -1)))[:, 0]
 
 
-def mixed(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor, hyper: HyperConnection | GatedResidual) -> torch.Tensor:
+def write_streams(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor, hyper: HyperConnection | GatedResidual) -> torch.Tensor:
     """See `BlockOps`."""
     split, (writes, *others) = x.view(len(x), hyper.count, -1), ops.said
     if not others:
@@ -34,8 +34,8 @@ def mixed(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor, hyper: HyperConn
 
 def _numbers(say: torch.Tensor, hyper: HyperConnection) -> tuple[torch.Tensor, ...]:
     """`reference_hyper_connections.numbers` on tensors, without the mixing matrix if streams are not mixed."""
-    count, least = hyper.count, hyper.least
-    sizes = (count, count, count**2) if hyper.rounds else (count, count)
+    count, least = hyper.count, hyper.sinkhorn_eps
+    sizes = (count, count, count**2) if hyper.sinkhorn_iterations else (count, count)
     reads, writes, *mixes = (part * hyper.scale[place] + base for place, (part, base) in enumerate(zip(
         *(each.split(sizes, -1) for each in (say, hyper.base)), strict=True)))
     reads, writes = torch.sigmoid(reads) + least, 2 * torch.sigmoid(writes)
@@ -43,7 +43,7 @@ def _numbers(say: torch.Tensor, hyper: HyperConnection) -> tuple[torch.Tensor, .
         return reads, writes + least
     shares = mixes[0].unflatten(1, (count, count)).softmax(-1) + least
     shares = shares / (shares.sum(-2, keepdim=True) + least)
-    for _ in range(hyper.rounds - 1):
+    for _ in range(hyper.sinkhorn_iterations - 1):
         shares = shares / (shares.sum(-1, keepdim=True) + least)
         shares = shares / (shares.sum(-2, keepdim=True) + least)
     return reads, writes, shares

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 See = Callable[[torch.Tensor], None] | None
 
 
-def predicted(ops: TorchOps, x: torch.Tensor, streams: AltUp) -> torch.Tensor:
+def altup_predict(ops: TorchOps, x: torch.Tensor, streams: AltUp) -> torch.Tensor:
     """See `BlockOps`."""
     split = x.view(len(x), streams.count, -1)
     shares = _shares(ops, split[:, 0].contiguous(), streams, streams.predict).view(-1, streams.count, streams.count)
@@ -22,7 +22,7 @@ def predicted(ops: TorchOps, x: torch.Tensor, streams: AltUp) -> torch.Tensor:
     return split[:, 0].clone()
 
 
-def corrected(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, streams: AltUp) -> torch.Tensor:
+def altup_correct(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, streams: AltUp) -> torch.Tensor:
     """See `BlockOps`."""
     split, shares = x.view(len(x), streams.count, -1), _shares(ops, own, streams, streams.correct)
     split.addcmul_(shares[..., None] + 1, (own - split[:, 0])[:, None])
@@ -34,8 +34,8 @@ def _shares(ops: TorchOps, rows: torch.Tensor, streams: AltUp, coefficients: tor
     return said @ coefficients.T
 
 
-def spread_inputs(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, inputs: PerLayerInput, given: torch.Tensor, act: str,
-                  see: See = None) -> torch.Tensor:
+def altup_add_input(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, inputs: PerLayerInput, given: torch.Tensor, act: str,
+                    see: See = None) -> torch.Tensor:
     """See `BlockOps`."""
     hidden = ops.stages.gated(ops._linear(own, inputs.gate), given, act)
     if see is not None:
@@ -45,7 +45,7 @@ def spread_inputs(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, inputs: Per
     return x
 
 
-def low_rank(ops: TorchOps, x: torch.Tensor, norm: Norm, low: LowRank, see: See = None) -> torch.Tensor:
+def low_rank_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, low: LowRank, see: See = None) -> torch.Tensor:
     """See `BlockOps`."""
     n = ops.stages.normalise(x, norm)
     hidden = ops._linear(n, low.into)
@@ -54,7 +54,7 @@ def low_rank(ops: TorchOps, x: torch.Tensor, norm: Norm, low: LowRank, see: See 
     return n + ops.stages.normalise(ops._linear(hidden, low.out), low.after)
 
 
-def added(ops: TorchOps, x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
+def add_scaled(ops: TorchOps, x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
     """See `BlockOps`."""
     return x.add_(y, alpha=factor)
 
@@ -82,13 +82,13 @@ def add_to_first(ops: TorchOps, x: torch.Tensor, y: torch.Tensor, each: Linear) 
     return x
 
 
-def widened(ops: TorchOps, x: torch.Tensor, norm: Norm, low: LowRank, out: torch.Tensor) -> torch.Tensor:
+def add_low_rank(ops: TorchOps, x: torch.Tensor, norm: Norm, low: LowRank, out: torch.Tensor) -> torch.Tensor:
     """See `BlockOps`."""
     return out.add_(ops._linear(ops._linear(ops.stages.normalise(x, norm), low.into), low.out))
 
 
-def lent_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, own: Sequence[LowRank],
-             see: See = None) -> torch.Tensor:
+def shared_block_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, own: Sequence[LowRank],
+                     see: See = None) -> torch.Tensor:
     """See `BlockOps`."""
     n = ops.stages.normalise(x, norm)
     made = [ops._linear(n, each) for each in (gate, up)]
@@ -100,8 +100,8 @@ def lent_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear, up: Linea
     return ops._linear(hidden, down)
 
 
-def cut_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, deviations: float,
-            see: See = None, after: Norm | None = None) -> torch.Tensor:
+def cutoff_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, deviations: float,
+               see: See = None, after: Norm | None = None) -> torch.Tensor:
     """See `BlockOps`."""
     n = ops.stages.normalise(x, norm)
     gates = ops._linear(n, gate)

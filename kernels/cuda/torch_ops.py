@@ -151,7 +151,7 @@ class TorchOps(lora.AdapterScales):
         n = self.stages.normalise(x, norm)
         beside = None if shared is None else self.shared_hidden(n, shared, act)
         chosen, shares = routed(self._linear(n, router), routing, correction)
-        self._visited(x, n, chosen, shares, experts, act, see, beside, routing.inputs, routing.handed)
+        self._visited(x, n, chosen, shares, experts, act, see, beside, routing.weights_scale_inputs, routing.zero_experts)
         return x if beside is None else self.linear_add(beside, shared.down, x, None, shared.factor)
 
     def _visited(self, into: torch.Tensor, n: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Sequence[Expert], act: str,
@@ -188,59 +188,59 @@ class TorchOps(lora.AdapterScales):
         hidden = self._inside(n, shared, shared.act or act)
         return hidden if shared.scale is None else hidden * self._linear(n, shared.scale).sigmoid()
 
-    mlp_and_experts, expert_branch, routed_by = moe_branches.mlp_and_experts, moe_branches.expert_branch, moe_branches.routed_by
-    gathered, mixed, ngram_products = stream_mixing.gathered, stream_mixing.mixed, ngrams.ngram_products
-    turn_tails, grouped_linear = compressed.turn_tails, compressed.grouped_linear
+    mlp_and_experts, expert_branch, router_mlp = moe_branches.mlp_and_experts, moe_branches.expert_branch, moe_branches.router_mlp
+    read_streams, write_streams, ngram_products = stream_mixing.read_streams, stream_mixing.write_streams, ngrams.ngram_products
+    rope_tails, grouped_linear = compressed.rope_tails, compressed.grouped_linear
     compressed_keys, index_layer = compressed.compressed_keys, compressed.index_layer
 
-    def add_inputs(self, x: torch.Tensor, inputs: PerLayerInput, given: torch.Tensor, act: str,
-                   see: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+    def add_per_layer_input(self, x: torch.Tensor, inputs: PerLayerInput, given: torch.Tensor, act: str,
+                            see: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
         """See `BlockOps`."""
         hidden = self.stages.gated(self._linear(x, inputs.gate), given, act)
         return self._down(hidden, inputs.out, x, see, inputs.after, 1.0)
 
-    predicted, corrected, spread_inputs = streams.predicted, streams.corrected, streams.spread_inputs
-    low_rank, added, cut_mlp = streams.low_rank, streams.added, streams.cut_mlp
-    first_stream, add_to_first, widened, lent_mlp = streams.first_stream, streams.add_to_first, streams.widened, streams.lent_mlp
-    second_stream, put_stream = streams.second_stream, streams.put_stream
+    altup_predict, altup_correct, altup_add_input = streams.altup_predict, streams.altup_correct, streams.altup_add_input
+    low_rank_branch, add_scaled, cutoff_mlp = streams.low_rank_branch, streams.add_scaled, streams.cutoff_mlp
+    first_stream, second_stream, put_stream = streams.first_stream, streams.second_stream, streams.put_stream
+    add_to_first, add_low_rank, shared_block_mlp = streams.add_to_first, streams.add_low_rank, streams.shared_block_mlp
 
-    widened_heads, narrowed_heads, renormed = head_widths.widened_heads, head_widths.narrowed_heads, head_widths.renormed
-    paired_heads, marked_heads, rescaled = head_widths.paired_heads, head_widths.marked_heads, head_widths.rescaled
+    pad_heads, unpad_heads, norm_stream = head_widths.pad_heads, head_widths.unpad_heads, head_widths.norm_stream
+    pair_heads, dynamic_mask_heads, scaled_residual = head_widths.pair_heads, head_widths.dynamic_mask_heads, head_widths.scaled_residual
 
-    def copied(self, y: torch.Tensor) -> torch.Tensor:
+    def copy(self, y: torch.Tensor) -> torch.Tensor:
         """See `BlockOps`."""
         return y.clone()
 
-    def scaled(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+    def scale_in_place(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         """See `BlockOps`."""
         return x.mul_(factor)
 
-    def normed(self, y: torch.Tensor, norm: Norm) -> torch.Tensor:
+    def norm_in_place(self, y: torch.Tensor, norm: Norm) -> torch.Tensor:
         """See `BlockOps`."""
         return y.copy_(self.stages.normalise(y, norm))
 
-    def normed_apart(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """See `BlockOps`."""
         return self.stages.normalise(x, norm)
 
-    def gated_rows(self, y: torch.Tensor, gates: LowRank) -> torch.Tensor:
+    def gate_rows(self, y: torch.Tensor, gates: LowRank) -> torch.Tensor:
         """See `BlockOps`."""
         inner = torch.nn.functional.silu(self._linear(y, gates.into))
         return y.mul_(torch.sigmoid(self._linear(inner, gates.out)))
 
-    def normed_beside(self, y: torch.Tensor, norm: Norm) -> torch.Tensor:
+    def norm_and_concat(self, y: torch.Tensor, norm: Norm) -> torch.Tensor:
         """See `BlockOps`."""
         out = torch.cat([self.stages.normalise(y, norm), y], 1)
         y.copy_(out[:, : y.shape[1]])
         return out
 
-    def grown_heads(self, y: torch.Tensor, heads: int, head_dim: int, positions: np.ndarray, places: RopeTable,
-                    growth: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def scale_queries(self, y: torch.Tensor, heads: int, head_dim: int, positions: np.ndarray, places: RopeTable,
+                      growth: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """See `BlockOps`."""
         logs, _ = self._cos_sin(positions, places)  # [T, 1, 1]
         return y.view(len(y), heads, head_dim).mul_((logs[..., 0] * growth[0] + growth[1])[..., None]).view_as(y)
 
-    def clipped(self, y: torch.Tensor, limit: float) -> torch.Tensor:
+    def clip(self, y: torch.Tensor, limit: float) -> torch.Tensor:
         """See `BlockOps`."""
         return y.clamp_(-limit, limit)
 
@@ -258,7 +258,7 @@ class TorchOps(lora.AdapterScales):
             groups.copy_(self.stages.normalise(groups, norm))
         return y if table is None else self.stages.rotated(y, heads, head_dim, *self._cos_sin(positions, table), table.neighbours)
 
-    def part_queries(self, y: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+    def split_query_gates(self, y: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
         """See `BlockOps`."""
         return y.view(len(y), heads, 2, head_dim)[:, :, 0].flatten(1)
 

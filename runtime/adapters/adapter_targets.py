@@ -99,11 +99,11 @@ def transposed_weights(config: ModelConfig) -> set[str]:
 
 def _tiled(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Which row, and which column, of a checkpoint each of a matrix is in a model that has them in the order of a GGUF file."""
-    if not isinstance(config.state, DeltaShape) or not config.state.tiled:
+    if not isinstance(config.recurrent, DeltaShape) or not config.recurrent.tiled:
         return None, None
     from ..gguf.recurrent_layers import order
 
-    return order(role, replace(config, state=replace(config.state, tiled=False)))
+    return order(role, replace(config, recurrent=replace(config.recurrent, tiled=False)))
 
 
 def _inside(config: ModelConfig) -> dict[str, tuple[str, slice | np.ndarray]]:

@@ -132,9 +132,9 @@ def _check(config: ModelConfig, gate_sparsity: float | None) -> None:
     if gate_sparsity is None and config.hidden_act not in SPARSE:
         raise UsageError(f"--bundle-ffn: {config.hidden_act} is never exactly zero, so every token would read all neurons",
                          f"it serves models of {' or '.join(SPARSE)}, such as fable-relu; --gate-sparsity 0.5 skips half, with loss")
-    if config.mixture is not None:
+    if config.moe is not None:
         raise UsageError("--bundle-ffn: the experts of a mixture are read as a whole", "leave it out")
-    if config.family in WHOLE or config.side_by_side:
+    if config.family in WHOLE or config.parallel_block:
         raise UsageError(f"--bundle-ffn: MLPs of the {config.family} family are read as a whole in this version", "leave it out")
     if config.intermediate_size % FFN_MULTIPLE or config.hidden_size % WIDTH_MULTIPLE:
         raise UsageError(f"--bundle-ffn takes {FFN_MULTIPLE} neurons and {WIDTH_MULTIPLE} channels at a time, this model has "

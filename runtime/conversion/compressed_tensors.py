@@ -112,10 +112,10 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     if not (is_named := needs_cleanup(out, MARKER)):
         check_target(out, None)
     config, bits = read_config(source), KINDS[kind]
-    why = NOT_WRITTEN.get(config.family) or (RECURRENT if config.state is not None else "")
-    if config.ranks_lists:
+    why = NOT_WRITTEN.get(config.family) or (RECURRENT if config.recurrent is not None else "")
+    if config.listwise_reranker:
         why = "no other tool is known to load its listwise ranking head"
-    if config.family in STACKED and config.qk_norm_each:
+    if config.family in STACKED and config.qk_norm_per_head:
         why = "other tools expect separate norms for each head"
     if why:
         raise UsageError(f"{config.family} models cannot be exported as compressed-tensors: {why}",

@@ -106,7 +106,7 @@ def text_operations(plan: ConversionPlan) -> float:
     with themselves wherever they are read."""
     config, matrices = plan.config, [job for job in plan.jobs if kind_of(job.role) in TAPS and len(job.shape) == 2]
     inputs = {_inputs(job): _visited(plan, job) * job.shape[1] ** 2 for job in matrices}
-    heads = sum(map(config.queries_of, range(config.num_hidden_layers)))
+    heads = sum(map(config.query_heads_of, range(config.num_hidden_layers)))
     attention = 2 * heads * config.head_dim * min(WINDOW, config.context_length)
     return sum(2 * _visited(plan, job) * prod(job.shape) for job in matrices) + sum(inputs.values()) + attention + config.hidden_size ** 2
 
@@ -129,7 +129,7 @@ def _inputs(job: Job) -> tuple[object, ...]:
 
 def _visited(plan: ConversionPlan, job: Job) -> float:
     """The share of tokens that read a tensor."""
-    return 1.0 if expert_of(job.role) is None else plan.config.mixture.visited
+    return 1.0 if expert_of(job.role) is None else plan.config.moe.visit_rate
 
 
 def _rows(sample: Job) -> int:

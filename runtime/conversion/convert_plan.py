@@ -175,7 +175,7 @@ def plan_conversion(folder: Path, recipe: Recipe, keep: bool = True, whole: bool
         raise UsageError(f"{folder} is quantized already ({made.spec_text})", ORIGINAL)
     config = read_config(folder)
     stays = keep and not recipe.base.is_raw and recipe.base.bits >= KEPT_BITS
-    trained = keep and config.one_scale and not recipe.base.is_raw  # to be ternary: nothing else is as true and as small
+    trained = keep and config.per_token_scale and not recipe.base.is_raw  # to be ternary: nothing else is as true and as small
     store = open_store(folder, wide="f32", kept=lambda name: (stays or trained) and recipe.ruled(name) is None, whole=whole)
     try:
         jobs = tuple(_jobs(with_own_layer(config, store, getattr(store, "container", None)), recipe, store))

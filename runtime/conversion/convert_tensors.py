@@ -71,8 +71,9 @@ class Converter:
         # Norms of linear attention, and what decays it, are often kept in float32 beside others.
         norms = [job.source.scheme for job in jobs.values() if job.group == OTHER and not job.role.startswith("delta_")]
         stored = norms[0] if norms else "f32"  # a layer may have neither norms nor biases
-        layout = methods.Layout(config.queries_of(found.key), *config.heads_of(found.key), config.norm_kind, stored, config.hidden_act,
-                                config.values_normed or config.clip_qkv is not None)
+        layout = methods.Layout(config.query_heads_of(found.key), *config.kv_heads_of(found.key), config.norm_kind, stored,
+                                config.hidden_act,
+                                config.v_norm or config.clip_qkv is not None)
         tensors = {role: finite(job, whole(self.plan.store, job)) for role, job in jobs.items()}
         specs = {role: job.spec for role, job in jobs.items() if job.group != OTHER}
         changed = self._method.equalise(tensors, found.roles, specs, layout, self._pool)

@@ -33,11 +33,12 @@ def config(keys: Keys) -> ModelConfig:
 
     dense, width = keys.integer("num_dense_layers", 1, low=0, high=layers), keys.integer("moe_intermediate_size", 1408, high=2**22)
     of_all = width * keys.integer("num_shared_experts", 2, high=MOST_EXPERTS)
-    own = mixture(keys, 64, 6, width, True, range(dense, layers), sigmoid=True, corrected=True, factor=keys.number("route_scale", 1.0),
-                  apart=True)
+    own = mixture(keys, 64, 6, width, True, range(dense, layers), sigmoid=True, correction_bias=True,
+                  routed_scale=keys.number("route_scale", 1.0),
+                  parallel_to_mlp=True)
     turned = [own is not None for own in windows]
-    return decoder_config(keys, base, windows=windows, turned=turned, qkv_bias=bias, o_bias=bias, qk_norm=True, gates_apart=True,
-                          mixture=own, layer_ffn=(ffn,) * dense + (of_all,) * (layers - dense),
+    return decoder_config(keys, base, windows=windows, turned=turned, qkv_bias=bias, o_bias=bias, qk_norm=True, output_gate=True,
+                          moe=own, layer_intermediate_sizes=(ffn,) * dense + (of_all,) * (layers - dense),
                           embedding_multiplier=hidden**0.5 if keys.flag("mup_enabled", False) else 1.0)
 
 
@@ -47,7 +48,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     names = {"o_norm": "post_attention_layernorm", "post_norm": "pre_mlp_layernorm", "down_norm": "post_mlp_layernorm"}
     rules |= {role: TensorRule(f"{prefix}{name}.weight", (hidden,)) for role, name in names.items()}
     rules["attn_gate"] = TensorRule(f"{prefix}self_attn.gate_proj.weight", (config.num_attention_heads * config.head_dim, hidden))
-    if layer not in config.mixture.layers:
+    if layer not in config.moe.layers:
         return rules
     rules |= mixture_tensors(config, f"{prefix}mlp.", NAMES, correction="expert_bias")
     rules["router"] = TensorRule(f"{prefix}mlp.router.gate.weight", rules["router"].shape)

@@ -38,7 +38,7 @@ def config(keys: Keys) -> ModelConfig:
     above, below = (_numbers(keys, name, made.num_hidden_layers) for name in CURVES)
     if (above is None) != (below is None):
         raise ConfigError(f"config.json: {CURVES[above is not None]} is missing")
-    return replace(made, hidden_act=ACT, curves=() if above is None else tuple(zip(above, below)))
+    return replace(made, hidden_act=ACT, activation_params=() if above is None else tuple(zip(above, below)))
 
 
 def _numbers(keys: Keys, name: str, layers: int) -> list[float] | None:
@@ -55,7 +55,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     prefix = f"model.layers.{layer}."
     rules |= {"input_norm": TensorRule(f"{prefix}attention_layernorm.weight", rules["input_norm"].shape),
               "post_norm": TensorRule(f"{prefix}feedforward_layernorm.weight", rules["post_norm"].shape)}
-    if config.curves:
+    if config.activation_params:
         return rules
     return rules | {"curve_above": TensorRule(f"{prefix}mlp.act_fn.alpha_p", (1,)),
                     "curve_below": TensorRule(f"{prefix}mlp.act_fn.alpha_n", (1,))}
@@ -65,7 +65,7 @@ def _second_half(x: object, at: Layer) -> object:
     """An MLP without gates, whose curve each layer has learned."""
     w = at.w
     at.tap("mlp_in", x)
-    x = at.ops.mlp(x, w.post_norm, w.up, w.down, "none", at.see("mlp_hidden"), curve=w.curve)
+    x = at.ops.mlp(x, w.post_norm, w.up, w.down, "none", at.see("mlp_hidden"), curve=w.xielu)
     at.tap("block_out", x)
     return x
 

@@ -31,15 +31,15 @@ def config(keys: Keys) -> ModelConfig:
     layers, ffn = base.size(keys, "num_hidden_layers"), base.size(keys, "intermediate_size")
     own = grouped(keys, corrected(keys, layers, 192, 8, 1, True, 2.5, 2048), 8, 4)
     sparse = sparse_behind(keys, layers, 1)
-    of_all = tuple((own.shared_width or 0) if layer in sparse else ffn for layer in range(layers))
-    return latent_config(keys, base, WIDTHS, QUERY_RANK, keys.flag("rope_interleave", True), layer_ffn=of_all,
-                         mixture=replace(own, layers=sparse, apart=True, shared_width=None))
+    of_all = tuple((own.shared_expert_dim or 0) if layer in sparse else ffn for layer in range(layers))
+    return latent_config(keys, base, WIDTHS, QUERY_RANK, keys.flag("rope_interleave", True), layer_intermediate_sizes=of_all,
+                         moe=replace(own, layers=sparse, parallel_to_mlp=True, shared_expert_dim=None))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role: what is shared is the MLP of a layer with experts."""
     rules, prefix = latent_tensors(config, layer, llama.layer_tensors(config, layer)), f"model.layers.{layer}."
-    if layer not in config.mixture.layers:
+    if layer not in config.moe.layers:
         return rules
     found = mixture_tensors(config, f"{prefix}mlp.", NAMES)
     if "correction" in found:

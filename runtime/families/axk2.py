@@ -32,24 +32,24 @@ def config(keys: Keys) -> ModelConfig:
     if (groups is None) != (kept is None):
         raise ConfigError(f"config.json: n_group is {show(groups)} and topk_group {show(kept)}", "models state both, or neither")
     own = corrected(keys, base.size(keys, "num_hidden_layers"), 128, 8, 1, True, 2.5, 512)
-    made = indexed_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, False, own=replace(own, apart=True))
+    made = indexed_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, False, own=replace(own, parallel_to_mlp=True))
     if made.o_bias:
         raise ConfigError("config.json: attention_bias = true is not supported for axk2 models",
                           "this family runs only with attention_bias = false")
     rank = keys.integer("gated_norm_rank", 16, high=made.hidden_size)
-    return replace(made, gates_apart=True, norms_gated=rank)
+    return replace(made, output_gate=True, gated_norm_rank=rank)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    rules, prefix, own = deepseek_v32.layer_tensors(config, layer), f"model.layers.{layer}.", config.latent
+    rules, prefix, own = deepseek_v32.layer_tensors(config, layer), f"model.layers.{layer}.", config.mla
     twice = 2 * own.query_rank
     for role, name, each in (("q_b", "q_proj", own.query), ("attn_gate", "g_proj", own.value)):
         rules[role] = TensorRule(f"{prefix}self_attn.{name}.weight", (config.num_attention_heads * each, twice))
     for role, name in {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}.items():
-        if role == "post_norm" and layer not in config.mixture.layers:
+        if role == "post_norm" and layer not in config.moe.layers:
             continue
         rules[role] = TensorRule(f"{prefix}{name}.norm.weight", (config.hidden_size,))
-        narrow, wide = (config.norms_gated, config.hidden_size), (config.hidden_size, config.norms_gated)
+        narrow, wide = (config.gated_norm_rank, config.hidden_size), (config.hidden_size, config.gated_norm_rank)
         for end, published, called, shape in (("in", "W_down", "mlp.fc1", narrow), ("out", "W_up", "mlp.fc2", wide)):
             also = (f"{prefix}{name}.{called}.weight",)
             rules[f"{role}_{end}"] = TensorRule(f"{prefix}{name}.{published}.weight", shape, also, plain=True)
@@ -58,7 +58,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
     """What makes queries and what makes gates -> as in `tensor_views`: of every head a query's rows and then those of its gate."""
-    own, prefix = config.latent, f"model.layers.{layer}.self_attn."
+    own, prefix = config.mla, f"model.layers.{layer}.self_attn."
     rows = np.arange(config.num_attention_heads * (own.query + own.value)).reshape(config.num_attention_heads, -1)
     return {f"{prefix}q_proj.weight": (f"{prefix}q_b_proj.weight", rows[:, : own.query].reshape(-1)),
             f"{prefix}g_proj.weight": (f"{prefix}q_b_proj.weight", rows[:, own.query :].reshape(-1))}
@@ -70,16 +70,16 @@ def block(x: object, at: Layer) -> object:
     q_in doubled_in, what queries and gates of what is attended to are made of."""
     ops, w, config = at.ops, at.w, at.config
     before, between = w.norm_gates
-    y = ops.gated_rows(ops.normed_apart(x, w.input_norm), before)
+    y = ops.gate_rows(ops.norm(x, w.input_norm), before)
     attended = attended_to(y, at)
     x = ops.linear_add(attended, w.o, last_of(x, len(attended)))
     if not w.experts:
         return feed_forward(x, at)
-    y = ops.gated_rows(ops.normed_apart(x, w.post_norm), between)
+    y = ops.gate_rows(ops.norm(x, w.post_norm), between)
     at.tap("mlp_in", y)
-    branch = ops.expert_branch(y, w.apart.norm, w.router, w.experts, w.apart, config.mixture.routing, config.hidden_act,
-                               at.see("visits"), w.correction, w.shared)
-    x = ops.added(x, branch, 1.0)
+    branch = ops.expert_branch(y, w.parallel_experts.norm, w.router, w.experts, w.parallel_experts, config.moe.routing, config.hidden_act,
+                               at.see("visits"), w.correction_bias, w.shared_expert)
+    x = ops.add_scaled(x, branch, 1.0)
     at.tap("block_out", x)
     return x
 
@@ -88,15 +88,15 @@ def attended_to(y: object, at: Layer) -> object:
     """What o reads, [T, H * value]."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     at.tap("block_in", y)
-    own, shape, heads = w.latent, config.latent, config.num_attention_heads
-    beside = () if w.index is None else (w.index.k, w.index.weights)
+    own, shape, heads = w.mla, config.mla, config.num_attention_heads
+    beside = () if w.indexer is None else (w.indexer.k, w.indexer.weights)
     latent, low, *said = ops.norm_linear(y, None, [own.kv_down, own.q_down, *beside])
     k = ops.rope_heads(ops.latent_keys(latent, shape, own.kv_norm), 1, shape.key, positions, rope, None)
-    both = ops.normed_beside(low, own.q_norm)  # [T, 2 * rank], and the first half in the place of low
+    both = ops.norm_and_concat(low, own.q_norm)  # [T, 2 * rank], and the first half in the place of low
     at.tap("doubled_in", both)
-    if w.index is not None:  # before the layer's own queries take the place of its
-        (chosen_by,) = ops.norm_linear(low, None, [w.index.q])
-        choose(ops, w.index, chosen_by, *said, kv, positions, rope, config.indexed.shape)
+    if w.indexer is not None:  # before the layer's own queries take the place of its
+        (chosen_by,) = ops.norm_linear(low, None, [w.indexer.q])
+        choose(ops, w.indexer, chosen_by, *said, kv, positions, rope, config.indexer.shape)
     q, gates = ops.norm_linear(both, None, [own.q, w.attn_gate])
     q = ops.rope_heads(ops.latent_queries(q, heads, shape, own.expand), heads, shape.key, positions, rope, None)
     at.tap_heads(q, k, k)

@@ -57,17 +57,17 @@ def config(keys: Keys) -> ModelConfig:
     shape = KdaShape.of(*(keys.integer(own, keys.integer(name, usual, high=high), high=high) for own, name, usual, high in (
         ("linear_num_heads", "num_attention_heads", heads, 4096), ("linear_head_dim", "head_dim", 128, 1024),
         ("linear_conv_kernel_dim", "short_conv_kernel_size", 4, 64))),
-        narrow=False, bound=-float(bound) if keys.flag("kda_safe_gate", True) else None)
+        low_rank_gates=False, decay_bound=-float(bound) if keys.flag("kda_safe_gate", True) else None)
     width = keys.integer("moe_intermediate_size", 768, high=2**22)
     shared = keys.integer("moe_shared_expert_intermediate_size", width, high=2**22)
     sparse = sparse_behind(keys, layers, 2)
-    own = mixture(named, 512, 8, width, named.flag("norm_topk_prob", True), sparse, sigmoid=True, corrected=True,
-                  factor=keys.number("routed_scaling_factor", 2.5),
-                  shared_width=shared * named.integer("n_shared_experts", 1, low=0, high=MOST_EXPERTS) or None)
+    own = mixture(named, 512, 8, width, named.flag("norm_topk_prob", True), sparse, sigmoid=True, correction_bias=True,
+                  routed_scale=keys.number("routed_scaling_factor", 2.5),
+                  shared_expert_dim=shared * named.integer("n_shared_experts", 1, low=0, high=MOST_EXPERTS) or None)
     ahead = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
-    made = latent_config(named, base, WIDTHS, None, True, mixture=grouped(named, own, 8, 4), state=shape, gates_apart=True,
-                         gates_whole=True, state_layers=_linear(keys, layers), mtp_layers=ahead,
-                         gate_bounds=bounds_by_layer(keys, CLAMPS, sparse, layers, ahead))
+    made = latent_config(named, base, WIDTHS, None, True, moe=grouped(named, own, 8, 4), recurrent=shape, output_gate=True,
+                         output_gate_per_head=True, recurrent_layers=_linear(keys, layers), mtp_layers=ahead,
+                         gate_limits=bounds_by_layer(keys, CLAMPS, sparse, layers, ahead))
     if made.qkv_bias:
         raise ConfigError("config.json: attention_bias = true is not supported for bailing_hybrid models",
                           "this family runs only with attention_bias = false")
@@ -88,9 +88,9 @@ def _linear(keys: Keys, layers: int) -> tuple[int, ...]:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
-    own, hidden, prefix = config.state, config.hidden_size, f"model.layers.{layer}.{PLACE}."
+    own, hidden, prefix = config.recurrent, config.hidden_size, f"model.layers.{layer}.{PLACE}."
     rules = expert_tensors(config, layer, "mlp", NAMES, correction="gate.expert_bias")
-    if layer not in config.state_layers:
+    if layer not in config.recurrent_layers:
         rules = latent_tensors(config, layer, rules)
         rules = {role: replace(rule, name=rule.name.replace(".self_attn.", f".{PLACE}.")) for role, rule in rules.items()}
         return rules | {"attn_gate": TensorRule(f"{prefix}g_proj.weight", (config.num_attention_heads, hidden)),

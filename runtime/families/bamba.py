@@ -36,7 +36,7 @@ def config(keys: Keys) -> ModelConfig:
     shape, states = mamba_shape(keys, made), tuple(layer for layer in range(layers) if layer not in attending)
     if states:
         check_shape(keys, made, shape)
-    return replace(made, state=shape if states else None, state_layers=states)
+    return replace(made, recurrent=shape if states else None, recurrent_layers=states)
 
 
 def _attending(keys: Keys, layers: int) -> frozenset[int]:
@@ -57,7 +57,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     for role, rule in llama.layer_tensors(config, layer).items():
         first, dot, rest = rule.name.removeprefix(prefix).partition(".")
         rules[role] = replace(rule, name=f"{prefix}{NAMES.get(first, first)}{dot}{rest}")
-    if layer not in config.state_layers:
+    if layer not in config.recurrent_layers:
         return rules
     return {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name} | mamba_tensors(config, f"{prefix}mamba.")
 

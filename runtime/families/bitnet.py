@@ -22,7 +22,7 @@ def config(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=2048, num_key_value_heads=5, bos=128_000, eos=(128_001,), norm_eps=1e-5, theta=500_000.0,
                     act=("hidden_act", "relu2"), sizes=SIZES)
-    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, one_scale=True)
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, per_token_scale=True)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -68,7 +68,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
     """Names of a layer's q, k and v, biases too -> that of what they lie in, and their rows there: heads have all three one by one."""
-    prefix, (heads, depth) = f"{BEFORE}h.{layer}.", (config.num_attention_heads, config.made_dim)
+    prefix, (heads, depth) = f"{BEFORE}h.{layer}.", (config.num_attention_heads, config.projected_head_dim)
     rows = np.arange(heads * 3 * depth).reshape(heads, 3, depth)
     return {f"{prefix}self_attention.{name}.{kind}": (f"{prefix}{JOINT}.{kind}", rows[:, i].reshape(-1))
             for i, name in enumerate(PARTS.values()) for kind in ("weight", "bias")}

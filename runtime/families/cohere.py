@@ -20,7 +20,7 @@ THETA = 500_000.0  # of this family alone, not of Cohere 2
 
 def config(keys: Keys) -> ModelConfig:
     normed = keys.flag("use_qk_norm", False)
-    return cohere_config(keys, THETA, qk_norm=normed, qk_norm_each=normed)
+    return cohere_config(keys, THETA, qk_norm=normed, qk_norm_per_head=normed)
 
 
 def cohere_config(keys: Keys, theta: float = 10_000.0, **features: object) -> ModelConfig:

@@ -49,7 +49,7 @@ def config(keys: Keys) -> ModelConfig:
     if keys.flag("tie_word_embeddings", False):
         raise ConfigError("config.json: tie_word_embeddings = true is not supported for dbrx models", "this family unties its output head")
     said = keys.saying(**sizes, hidden_act="silu", intermediate_size=width, num_key_value_heads=attends.integer("kv_n_heads", 1, high=4096))
-    return decoder_config(said, base, ropes, norm_kind="layer", clip_qkv=attends.number("clip_qkv", None), mixture=own)
+    return decoder_config(said, base, ropes, norm_kind="layer", clip_qkv=attends.number("clip_qkv", None), moe=own)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

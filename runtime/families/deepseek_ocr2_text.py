@@ -32,7 +32,7 @@ def with_mixture(keys: Keys, base: Defaults, per_token: object, width: int, **fe
     own = shared_mixture(keys, layers, 64, per_token, 0, False, width, 2)
     own = replace(by_method(keys, own), layers=sparse_behind(keys, layers, 1))
     bias = keys.flag("attention_bias", False)
-    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, mixture=own, **features)
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, moe=own, **features)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

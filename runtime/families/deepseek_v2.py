@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..config import Defaults, ModelConfig
 from ..config_reader import REQUIRED, ConfigError, Keys, show
-from ..moe_config import Mixture
+from ..moe_config import MoEConfig
 from . import deepseek_v3
 from .deepseek_v3 import grouped, latent_config, refuse_other_code
 from .glm4_moe import shared_mixture
@@ -21,10 +21,10 @@ def config(keys: Keys) -> ModelConfig:
     refuse_other_code(keys, CODE)
     base = Defaults(max_position_embeddings=2048, sizes=SIZES, bos=1, eos=(2,))
     own = by_method(keys, shared_mixture(keys, base.size(keys, "num_hidden_layers"), 64, REQUIRED, 0, False, 1407, 2))
-    return latent_config(keys, base, deepseek_v3.WIDTHS, deepseek_v3.QUERY_RANK, True, mixture=own)
+    return latent_config(keys, base, deepseek_v3.WIDTHS, deepseek_v3.QUERY_RANK, True, moe=own)
 
 
-def by_method(keys: Keys, own: Mixture) -> Mixture:
+def by_method(keys: Keys, own: MoEConfig) -> MoEConfig:
     """The mixture with groups of experts, where the config chooses experts by them. Raises ConfigError."""
     keys.knows("n_group", "topk_group")
     method = keys.text("topk_method", GREEDY)

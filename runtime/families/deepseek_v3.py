@@ -17,7 +17,7 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from ..layer import Layer, last_of
-from ..moe_config import Mixture
+from ..moe_config import MoEConfig
 from ..weights.index_weights import choose
 from . import TensorRule
 from .glm4_moe import corrected
@@ -43,7 +43,7 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=4096, sizes=SIZES, bos=0, eos=(1,))
     layers = base.size(keys, "num_hidden_layers")
     own = grouped(keys, corrected(keys, layers, 256, 8, 3, True, 2.5, 2048), 8, 4)
-    made = latent_config(keys, base, WIDTHS, QUERY_RANK, keys.flag("rope_interleave", True), mixture=own)
+    made = latent_config(keys, base, WIDTHS, QUERY_RANK, keys.flag("rope_interleave", True), moe=own)
     return replace(made, mtp_layers=mtp_layers(keys))
 
 
@@ -52,17 +52,18 @@ def mtp_layers(keys: Keys) -> int:
     return keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 1, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
 
 
-def grouped(keys: Keys, own: Mixture, groups: int, kept: int) -> Mixture:
+def grouped(keys: Keys, own: MoEConfig, groups: int, kept: int) -> MoEConfig:
     """The mixture with what a config says of groups of experts; `groups` and `kept` are the defaults."""
-    groups, kept = keys.integer("n_group", groups, high=own.experts), keys.integer("topk_group", kept, high=own.experts)
-    if own.experts % groups or kept > groups:
-        raise ConfigError(f"config.json: n_group {groups} and topk_group {kept} do not fit {own.experts} experts",
+    groups, kept = keys.integer("n_group", groups, high=own.num_experts), keys.integer("topk_group", kept, high=own.num_experts)
+    if own.num_experts % groups or kept > groups:
+        raise ConfigError(f"config.json: n_group {groups} and topk_group {kept} do not fit {own.num_experts} experts",
                           "n_group must divide the number of experts, and topk_group must not exceed it")
-    if kept * (own.experts // groups) < own.per_token:
-        raise ConfigError(f"config.json: num_experts_per_tok {own.per_token} is more than topk_group {kept} of {groups} groups hold")
-    if kept < groups and own.corrected and own.experts == groups:
+    if kept * (own.num_experts // groups) < own.experts_per_token:
+        raise ConfigError(f"config.json: num_experts_per_tok {own.experts_per_token} is more than topk_group {kept} of {groups} groups "
+                          "hold")
+    if kept < groups and own.correction_bias and own.num_experts == groups:
         raise ConfigError(f"config.json: n_group {groups} leaves one expert in a group, whose score is the sum of two")
-    return replace(own, groups=groups, kept_groups=kept)
+    return replace(own, num_groups=groups, top_groups=kept)
 
 
 def latent_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank: int | None, neighbours: bool | None,
@@ -86,7 +87,7 @@ def latent_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_r
         turned = None if neighbours is SILENT else rope_config(keys, rope, positions, base.theta, neighbours=neighbours)
         return (turned,) * layers
 
-    made = decoder_config(cached, base, ropes, qkv_bias=biased, o_bias=biased, latent=shape, **features)
+    made = decoder_config(cached, base, ropes, qkv_bias=biased, o_bias=biased, mla=shape, **features)
     return replace(made, attn_scale=shape.query**-0.5 * sharpening(made.rope))
 
 
@@ -112,7 +113,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def latent_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
     """Tensors of one layer by role: those of latent attention in the place of attention's."""
-    own, heads, hidden, prefix = config.latent_of(layer), config.num_attention_heads, config.hidden_size, f"model.layers.{layer}.self_attn."
+    own, heads, hidden, prefix = config.mla_of(layer), config.num_attention_heads, config.hidden_size, f"model.layers.{layer}.self_attn."
     rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
     found = {"kv_a": ("kv_a_proj_with_mqa", own.key, hidden), "kv_a_norm": ("kv_a_layernorm", own.rank),
              "kv_b": ("kv_b_proj", heads * own.made, own.rank), "o": ("o_proj", hidden, heads * own.value)}
@@ -138,8 +139,8 @@ def attended_to(x: object, at: Layer) -> object:
     """What o reads, [T, H * value], of what a layer reads."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     at.tap("block_in", x)
-    own, shape, heads = w.latent, config.latent, config.num_attention_heads
-    beside = () if w.index is None else (w.index.k, w.index.weights)
+    own, shape, heads = w.mla, config.mla, config.num_attention_heads
+    beside = () if w.indexer is None else (w.indexer.k, w.indexer.weights)
     if w.attn_gate is not None:
         beside += (w.attn_gate,)  # [T, H] or [T, H * value], of what is attended to
     if own.q_down is None:
@@ -149,9 +150,9 @@ def attended_to(x: object, at: Layer) -> object:
     k = ops.rope_heads(ops.latent_keys(latent, shape, own.kv_norm), 1, shape.key, positions, rope, None)
     if own.q_down is not None:
         at.tap("q_in", q)
-        if w.index is not None:  # before the queries take the place of its own
-            (chosen_by,) = ops.norm_linear(q, own.q_norm, [w.index.q])
-            choose(ops, w.index, chosen_by, *gated[:2], kv, positions, rope, config.indexed.shape)
+        if w.indexer is not None:  # before the queries take the place of its own
+            (chosen_by,) = ops.norm_linear(q, own.q_norm, [w.indexer.q])
+            choose(ops, w.indexer, chosen_by, *gated[:2], kv, positions, rope, config.indexer.shape)
         (q,) = ops.norm_linear(q, own.q_norm, [own.q])
     q = ops.rope_heads(ops.latent_queries(q, heads, shape, own.expand), heads, shape.key, positions, rope, None)
     if rope is not None and rope.queries is not None:

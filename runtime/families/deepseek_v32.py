@@ -9,8 +9,8 @@ from dataclasses import replace
 from ...kernels.indexer_shape import IndexShape
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
-from ..indexer_config import Indexed, sources_of
-from ..moe_config import Mixture
+from ..indexer_config import IndexerConfig, sources_of
+from ..moe_config import MoEConfig
 from . import TensorRule, deepseek_v3
 from .deepseek_v3 import QUERY_RANK, SIZES, WIDTHS, grouped, latent_config, mtp_layers
 from .glm4_moe import corrected
@@ -30,7 +30,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def indexed_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank: int, groups: tuple[int, int], heads: int,
-                   neighbours: bool, chooses: Sequence[bool] | None = None, own: Mixture | None = None,
+                   neighbours: bool, chooses: Sequence[bool] | None = None, own: MoEConfig | None = None,
                    turned: bool = True) -> ModelConfig:
     """What a config with an indexer says, from keys with these defaults; `groups` of experts, and how many of them a token's are in;
     `heads` of indexers and which of their channels turn together. `chooses`: by layer whether it has one, None where all do. `own`: the
@@ -38,31 +38,31 @@ def indexed_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_
     layers = base.size(keys, "num_hidden_layers")
     keys.kinds("layer_types", layers, (INDEXED,))
     own = sparse(keys, layers, own or corrected(keys, layers, 256, 8, 3, True, 2.5, 2048))
-    made = latent_config(keys, base, widths, query_rank, turned, mixture=grouped(keys, own, *groups))
-    rope, rank = made.latent.rope, made.latent.query_rank
+    made = latent_config(keys, base, widths, query_rank, turned, moe=grouped(keys, own, *groups))
+    rope, rank = made.mla.rope, made.mla.query_rank
     width, count = keys.integer("index_head_dim", 128, high=1024), keys.integer("index_topk", CHOSEN, high=2**27)
     if width < rope or rank is None:
         raise ConfigError(f"config.json: index_head_dim {width} with qk_rope_head_dim {rope} and q_lora_rank {show(rank)} is not supported",
                           "index queries are projected from q_lora_rank dimensions, and a part of each is rotated")
     shape = IndexShape(keys.integer("index_n_heads", heads, high=1024), width, rope, count)
-    own = Indexed(shape, sources_of(chooses or [True] * layers), neighbours, ("layer", EPS))
-    return replace(made, mtp_layers=mtp_layers(keys), indexed=own)
+    own = IndexerConfig(shape, sources_of(chooses or [True] * layers), neighbours, ("layer", EPS))
+    return replace(made, mtp_layers=mtp_layers(keys), indexer=own)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    rules, own = deepseek_v3.layer_tensors(config, layer), None if config.indexed is None else config.indexed.of(layer)
+    rules, own = deepseek_v3.layer_tensors(config, layer), None if config.indexer is None else config.indexer.shape_of(layer)
     if own is None:
         return rules
     prefix, hidden = f"model.layers.{layer}.self_attn.indexer.", config.hidden_size
     # As they are: they decide what is seen, and are a hundredth of a layer.
-    return rules | {"index_q": TensorRule(f"{prefix}wq_b.weight", (own.heads * own.width, config.latent.query_rank), plain=True),
+    return rules | {"index_q": TensorRule(f"{prefix}wq_b.weight", (own.heads * own.width, config.mla.query_rank), plain=True),
                     "index_k": TensorRule(f"{prefix}wk.weight", (own.width, hidden), plain=True),
                     "index_k_norm": TensorRule(f"{prefix}k_norm.weight", (own.width,)),
                     "index_k_norm_bias": TensorRule(f"{prefix}k_norm.bias", (own.width,)),
                     "index_weights": TensorRule(f"{prefix}weights_proj.weight", (own.heads, hidden), plain=True)}
 
 
-def sparse(keys: Keys, layers: int, own: Mixture) -> Mixture:
+def sparse(keys: Keys, layers: int, own: MoEConfig) -> MoEConfig:
     """The mixture in the layers that mlp_layer_types says, where it is there."""
     kinds = keys.words("mlp_layer_types", layers)
     return own if kinds is None else replace(own, layers=sparse_of(kinds))

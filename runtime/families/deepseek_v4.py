@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from ...kernels.compressed_shape import CompressedShape
 from ...kernels.indexer_shape import IndexShape
 from ...kernels.layout import SILU_LIMIT
-from ..compressed_config import Compressed
+from ..compressed_config import CompressedAttentionConfig
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import MAX_POSITIONS, RopeConfig, rope_of
-from ..indexer_config import Indexed
+from ..indexer_config import IndexerConfig
 from ..layer import Layer, last_of, narrowing
-from ..moe_config import Mixture
+from ..moe_config import MoEConfig
 from . import TensorRule
 from .mixtral import MOST_EXPERTS, mixture, mixture_tensors
 
@@ -62,15 +62,16 @@ def config(keys: Keys) -> ModelConfig:
         near, far = _ropes(keys, head_dim, positions)
         return tuple(near if kind == NEAR else far for kind in kinds)
 
-    made = decoder_config(keys, base, ropes, windows=(window,) * layers, mixture=_mixture(keys, layers),
-                          streams=keys.integer("hc_mult", 4, low=2, high=16))
+    made = decoder_config(keys, base, ropes, windows=(window,) * layers, moe=_mixture(keys, layers),
+                          residual_streams=keys.integer("hc_mult", 4, low=2, high=16))
     if made.num_key_value_heads != 1 or made.hidden_act != "silu":
         raise ConfigError(f"config.json: num_key_value_heads {made.num_key_value_heads} with hidden_act {made.hidden_act} is not supported "
                           "for deepseek_v4 models", "one KV head, and silu")
     own, indexed = _compressed(keys, made, kinds, rates, window)
     shapes = [shape for shape in own.shapes if shape is not None]
-    return replace(made, hidden_act="clamped_silu", compressed=own, indexed=indexed, state=max(shapes, key=lambda each: sum(each.products)),
-                   state_layers=tuple(layer for layer, shape in enumerate(own.shapes) if shape), attends_beside=tuple(range(layers)))
+    return replace(made, hidden_act="clamped_silu", compressed_attention=own, indexer=indexed,
+                   recurrent=max(shapes, key=lambda each: sum(each.products)),
+                   recurrent_layers=tuple(layer for layer, shape in enumerate(own.shapes) if shape), hybrid_layers=tuple(range(layers)))
 
 
 def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
@@ -113,22 +114,23 @@ def _ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, RopeC
                  for name, section, theta in ((MAIN, own, thetas[0]), (LONG, far, thetas[1])))
 
 
-def _mixture(keys: Keys, layers: int) -> Mixture:
+def _mixture(keys: Keys, layers: int) -> MoEConfig:
     width, shared = keys.integer("moe_intermediate_size", 2048, high=2**22), keys.integer("n_shared_experts", 1, high=MOST_EXPERTS)
     first = keys.integer("num_hash_layers", 3, low=0, high=MAX_LAYERS)
     kinds = keys.kinds("mlp_layer_types", layers, (PICKED, ROUTED)) or (PICKED,) * min(first, layers) + (ROUTED,) * (layers - first)
-    return mixture(keys, 256, 6, width, True, range(layers), "n_routed_experts", factor=keys.number("routed_scaling_factor", 1.5),
-                   corrected=True, apart=True, roots=True, shared_width=width * shared,
-                   picked=frozenset(layer for layer, kind in enumerate(kinds) if kind == PICKED))
+    return mixture(keys, 256, 6, width, True, range(layers), "n_routed_experts", routed_scale=keys.number("routed_scaling_factor", 1.5),
+                   correction_bias=True, parallel_to_mlp=True, sqrt_softplus=True, shared_expert_dim=width * shared,
+                   hash_routed_layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == PICKED))
 
 
 def _compressed(keys: Keys, made: ModelConfig, kinds: tuple[str, ...], rates: Mapping[str, int],
-                window: int) -> tuple[Compressed, Indexed | None]:
+                window: int) -> tuple[CompressedAttentionConfig, IndexerConfig | None]:
     """The keys of layers, and how they are chosen."""
     rank, heads, width = keys.integer("q_lora_rank", 1024, high=2**16), made.num_attention_heads, made.head_dim
     groups, inner = keys.integer("o_groups", 8, high=4096), keys.integer("o_lora_rank", 1024, high=2**16)
     index = IndexShape(keys.integer("index_n_heads", 64, high=1024), keys.integer("index_head_dim", 128, high=1024),
-                       int(width * made.ropes[0].partial_rotary_factor), keys.integer("index_topk", 512, high=2**27), rate=rates[CHOSEN])
+                       int(width * made.ropes[0].partial_rotary_factor), keys.integer("index_topk", 512, high=2**27),
+                       tokens_per_key=rates[CHOSEN])
     if heads % groups:
         raise ConfigError(f"config.json: num_attention_heads {heads} is not a multiple of o_groups {groups}")
     if width % rates[HEAVY] or width % rates[CHOSEN] or index.width % rates[CHOSEN] or index.width < index.rope or min(rates.values()) < 2:
@@ -139,38 +141,39 @@ def _compressed(keys: Keys, made: ModelConfig, kinds: tuple[str, ...], rates: Ma
     of_kind = {NEAR: None, CHOSEN: CompressedShape(width, rates[CHOSEN], True, index.rope, index.width, window, first, behind, 0),
                HEAVY: CompressedShape(width, rates[HEAVY], False, index.rope, 0, window, first, (), 0)}
     room = max(of_kind[kind].own_floats for kind in set(kinds) - {NEAR})
-    of_kind |= {kind: replace(shape, room=room) for kind, shape in of_kind.items() if shape is not None}
-    own = Compressed(tuple(of_kind[kind] for kind in kinds), rank, groups, inner, keys.integer("hc_sinkhorn_iters", 20, high=1000),
+    of_kind |= {kind: replace(shape, state_size=room) for kind, shape in of_kind.items() if shape is not None}
+    own = CompressedAttentionConfig(tuple(of_kind[kind] for kind in kinds), rank, groups, inner,
+                                    keys.integer("hc_sinkhorn_iters", 20, high=1000),
                      keys.number("hc_eps", 1e-6))
     sources = tuple(layer if kind == CHOSEN else None for layer, kind in enumerate(kinds))
-    return own, Indexed(index, sources, True, ("rms", made.norm_eps)) if CHOSEN in kinds else None
+    return own, IndexerConfig(index, sources, True, ("rms", made.norm_eps)) if CHOSEN in kinds else None
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role, under the published names."""
-    own, hidden, width, prefix = config.compressed, config.hidden_size, config.head_dim, f"model.layers.{layer}."
-    heads, inside = config.num_attention_heads, config.num_attention_heads * width // own.groups
+    own, hidden, width, prefix = config.compressed_attention, config.hidden_size, config.head_dim, f"model.layers.{layer}."
+    heads, inside = config.num_attention_heads, config.num_attention_heads * width // own.output_groups
     sizes = {"input_norm": ("attn_norm.weight", hidden), "post_norm": ("ffn_norm.weight", hidden), "k": ("attn.wkv.weight", width, hidden),
              "k_norm": ("attn.norm.weight", width), "q_a": ("attn.wq_a.weight", own.query_rank, hidden),
              "q_a_norm": ("attn.q_norm.weight", own.query_rank), "q_b": ("attn.wq_b.weight", heads * width, own.query_rank),
-             "sinks": ("attn.attn_sink", heads), "o": ("attn.wo_b.weight", hidden, own.groups * own.group_rank)}
+             "sinks": ("attn.attn_sink", heads), "o": ("attn.wo_b.weight", hidden, own.output_groups * own.output_group_rank)}
     rules = {role: TensorRule(prefix + name, tuple(shape)) for role, (name, *shape) in sizes.items()}
     rules["k_norm"] = replace(rules["k_norm"], also=(f"{prefix}attn.kv_norm.weight",))  # as published; transformers writes the other
     whole = f"{prefix}attn.wo_a.weight"
-    for group in range(own.groups):
-        place = (whole, group * own.group_rank, own.groups * own.group_rank)
-        rules[f"groups.{group}.o_in"] = TensorRule(f"{prefix}attn.wo_a.{group}.weight", (own.group_rank, inside), part_of=place)
+    for group in range(own.output_groups):
+        place = (whole, group * own.output_group_rank, own.output_groups * own.output_group_rank)
+        rules[f"groups.{group}.o_in"] = TensorRule(f"{prefix}attn.wo_a.{group}.weight", (own.output_group_rank, inside), part_of=place)
     if (shape := own.shapes[layer]) is not None:
         rules |= _key_tensors(f"{prefix}attn.compressor.", ("key_rows", "key_weights", "key_bias", "key_norm"), shape, shape.width, hidden)
-    if config.indexed is not None and (index := config.indexed.of(layer)) is not None:
+    if config.indexer is not None and (index := config.indexer.shape_of(layer)) is not None:
         place, roles = f"{prefix}attn.indexer.", ("index_rows", "index_row_weights", "index_bias", "index_norm")
         rules |= _key_tensors(f"{place}compressor.", roles, shape, index.width, hidden)
         rules |= {"index_q": TensorRule(f"{place}wq_b.weight", (index.heads * index.width, own.query_rank), plain=True),
                   "index_weights": TensorRule(f"{place}weights_proj.weight", (index.heads, hidden), plain=True)}
     for role, name in (("attn_mix", "hc_attn"), ("mlp_mix", "hc_ffn")):
-        rules |= mix_tensors(config, role, [f"{prefix}{name}_{part}" for part in ("fn", "base", "scale")], 2 + config.streams, 3)
+        rules |= mix_tensors(config, role, [f"{prefix}{name}_{part}" for part in ("fn", "base", "scale")], 2 + config.residual_streams, 3)
     experts = mixture_tensors(config, f"{prefix}ffn.", NAMES, correction="gate.bias")
-    if layer in config.mixture.picked:
+    if layer in config.moe.hash_routed_layers:
         experts.pop("correction", None)
     return rules | experts
 
@@ -178,16 +181,17 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 def _key_tensors(place: str, roles: tuple[str, ...], shape: CompressedShape, width: int, hidden: int) -> dict[str, TensorRule]:
     """What makes keys of several tokens, `width` wide. As they are: they decide what is seen, and are little of a layer."""
     rows, weights, bias, norm = roles
-    made = shape.parts * width
+    made = shape.rows_per_token * width
     return {rows: TensorRule(f"{place}wkv.weight", (made, hidden), plain=True),
             weights: TensorRule(f"{place}wgate.weight", (made, hidden), plain=True),
-            bias: TensorRule(f"{place}ape", (shape.rate, made), coefficients=True), norm: TensorRule(f"{place}norm.weight", (width,))}
+            bias: TensorRule(f"{place}ape", (shape.tokens_per_key, made), coefficients=True),
+            norm: TensorRule(f"{place}norm.weight", (width,))}
 
 
 def mix_tensors(config: ModelConfig, role: str, names: list[str], each: int, scales: int,
                  also: tuple[str, ...] = ()) -> dict[str, TensorRule]:
     """What a token says of its streams: so many numbers `each`."""
-    count = config.streams
+    count = config.residual_streams
     shapes = (count * each, count * config.hidden_size), (count * each,), (scales,)
     others = [(name,) for name in also] or [()] * 3
     return {role + end: TensorRule(name, shape, other, plain=len(shape) > 1)
@@ -195,13 +199,14 @@ def mix_tensors(config: ModelConfig, role: str, names: list[str], each: int, sca
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    table, own = (config.vocab_size, config.hidden_size), config.mixture
+    table, own = (config.vocab_size, config.hidden_size), config.moe
     rules = {"embed": TensorRule("model.embed_tokens.weight", table, ("embed.weight",)),
              "norm": TensorRule("model.norm.weight", (config.hidden_size,))}
     rules |= mix_tensors(config, "leave_mix", [f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")], 1, 1,
                           ("hc_head_fn", "hc_head_base", "hc_head_scale"))
-    rules |= {f"picks.{layer}": TensorRule(f"model.layers.{layer}.ffn.gate.tid2eid", (config.vocab_size, own.per_token), coefficients=True)
-              for layer in sorted(own.picked)}
+    rules |= {f"picks.{layer}": TensorRule(f"model.layers.{layer}.ffn.gate.tid2eid", (config.vocab_size, own.experts_per_token),
+                                           coefficients=True)
+              for layer in sorted(own.hash_routed_layers)}
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("head.weight", table, ("lm_head.weight",))}
 
 
@@ -210,7 +215,7 @@ def block(x: object, at: Layer, picked: object | None = None) -> object:
     """As `llama.block`, of streams x [T, S * D]; `picked`: corrections of scores [T, E] where a table says who visits whom. Taps see what a
     branch reads where they see x of other families, but for block_out; q_in before the norm between q_a and q_b; attn_out before o."""
     w = at.w
-    own = w.wide
+    own = w.compressed_attention
     x = written(at.ops, x, attention(x, at), w.o, own.around_attention)
     picked = None if picked is None else last_of(picked, len(x))
     return second_half(x, at, own.around_mlp, at.config.hidden_act, picked)
@@ -220,23 +225,23 @@ def written(ops: BlockOps, x: object, gave: object, last: Linear, around: HyperC
     """Streams x behind a branch whose `last` matrix reads what it `gave`: of as many tokens, the last ones, as that is of."""
     if len(gave) < len(x):
         x = last_of(x, len(gave))
-        ops.gathered(x, around)  # how these are written to: what the branch began with noted it of all
+        ops.read_streams(x, around)  # how these are written to: what the branch began with noted it of all
     (branch,) = ops.norm_linear(gave, None, [last])
-    return ops.mixed(x, branch, around)
+    return ops.write_streams(x, branch, around)
 
 
 def second_half(x: object, at: Layer, around: HyperConnection | GatedResidual, act: str, picked: object | None = None) -> object:
     """The second half of a block of streams; `act`: the activation of experts, `picked`: what corrects their scores in the layer's
     place."""
     ops, w, config = at.ops, at.w, at.config
-    own = ops.gathered(x, around)
+    own = ops.read_streams(x, around)
     at.tap("mlp_in", own)
     if w.experts:
-        branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, act,
-                                   at.see("visits"), w.correction if picked is None else picked, w.shared)
+        branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.parallel_experts, config.moe.routing, act,
+                                   at.see("visits"), w.correction_bias if picked is None else picked, w.shared_expert)
     else:
-        branch = ops.lent_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), at.see("mlp_hidden"))
-    x = ops.mixed(x, branch, around)
+        branch = ops.shared_block_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), at.see("mlp_hidden"))
+    x = ops.write_streams(x, branch, around)
     at.tap("block_out", x)
     return x
 
@@ -244,25 +249,25 @@ def second_half(x: object, at: Layer, around: HyperConnection | GatedResidual, a
 def attention(x: object, at: Layer) -> object:
     """What o reads, [T, N]."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
-    own, maker, heads, width = w.wide, w.wide.compressor, config.num_attention_heads, config.head_dim
-    y = ops.gathered(x, own.around_attention)
+    own, maker, heads, width = w.compressed_attention, w.compressed_attention.compressor, config.num_attention_heads, config.head_dim
+    y = ops.read_streams(x, own.around_attention)
     at.tap("block_in", y)
-    beside = () if maker is None else (*maker.products, *(() if w.index is None else (w.index.weights,)))
+    beside = () if maker is None else (*maker.products, *(() if w.indexer is None else (w.indexer.weights,)))
     k, low, *made = ops.norm_linear(y, w.input_norm, [w.k, own.q_down, *beside])
     at.tap("q_in", low)
     if maker is not None:
         kv.compress(made[: len(maker.products)], maker, rope)
-    k = ops.rope_heads(ops.copied(k), 1, width, positions, None, w.k_norm)  # before queries take its place
-    k = ops.turn_tails(k, 1, width, positions, rope)
-    if w.index is not None:
-        shape = config.indexed.shape
-        (by,) = ops.norm_linear(low, own.q_norm, [w.index.q])
-        kv.choose(ops.turn_tails(by, shape.heads, shape.width, positions, rope), None, made[-1])
+    k = ops.rope_heads(ops.copy(k), 1, width, positions, None, w.k_norm)  # before queries take its place
+    k = ops.rope_tails(k, 1, width, positions, rope)
+    if w.indexer is not None:
+        shape = config.indexer.shape
+        (by,) = ops.norm_linear(low, own.q_norm, [w.indexer.q])
+        kv.choose(ops.rope_tails(by, shape.heads, shape.width, positions, rope), None, made[-1])
     (q,) = ops.norm_linear(low, own.q_norm, [own.q])
-    q = ops.turn_tails(ops.rope_heads(q, heads, width, positions, None, own.heads_norm), heads, width, positions, rope)
+    q = ops.rope_tails(ops.rope_heads(q, heads, width, positions, None, own.heads_norm), heads, width, positions, rope)
     at.tap_heads(q, k, k)
     attended = kv.attend(q, k, k, w.sinks)
-    attended = ops.turn_tails(attended, heads, width, last_of(positions, len(attended)), rope, True)
+    attended = ops.rope_tails(attended, heads, width, last_of(positions, len(attended)), rope, True)
     gave = ops.grouped_linear(attended, own.groups)
     at.tap("attn_out", gave)
     return gave

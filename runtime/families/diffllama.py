@@ -26,18 +26,18 @@ def config(keys: Keys) -> ModelConfig:
     """Raises ConfigError."""
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=2048, norm_eps=1e-5, bos=1, eos=(2,), sizes=SIZES)
-    made = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, differs=True)
+    made = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, differential_attention=True)
     if made.num_key_value_heads % 2 or made.head_dim > MOST_DIM:
         raise ConfigError(f"config.json: num_key_value_heads {made.num_key_value_heads} with head_dim {made.head_dim} is not supported for "
                           "diffllama models", f"heads come in pairs, at most {MOST_DIM} wide")
-    return replace(made, attn_scale=made.head_dim**-0.5, value_dim=made.head_dim, head_dim=2 * made.head_dim)
+    return replace(made, attn_scale=made.head_dim**-0.5, v_head_dim=made.head_dim, head_dim=2 * made.head_dim)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
-    rules = llama.layer_tensors(replace(config, head_dim=config.made_dim), layer)
+    rules = llama.layer_tensors(replace(config, head_dim=config.projected_head_dim), layer)
     own = (f"lambda_{name}" for name in ("q1", "k1", "q2", "k2"))
-    return rules | {role: TensorRule(f"model.layers.{layer}.self_attn.{role}", (config.made_dim,)) for role in own}
+    return rules | {role: TensorRule(f"model.layers.{layer}.self_attn.{role}", (config.projected_head_dim,)) for role in own}
 
 
 def share_of(layer: int) -> float:
@@ -50,14 +50,14 @@ def block(x: object, at: Layer) -> object:
     """As `llama.block`."""
     ops, w, positions, rope, config = at.ops, at.w, at.positions, at.rope, at.config
     at.tap("block_in", x)
-    heads, kv_heads, narrow, wide = config.num_attention_heads, config.num_key_value_heads, config.made_dim, config.head_dim
+    heads, kv_heads, narrow, wide = config.num_attention_heads, config.num_key_value_heads, config.projected_head_dim, config.head_dim
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])  # [T, H * narrow], [T, KVH * narrow] twice
-    q = ops.widened_heads(ops.rope_heads(q, heads, narrow, positions, rope, None), heads, wide, None, 0)
-    k = ops.widened_heads(ops.rope_heads(k, kv_heads, narrow, positions, rope, None), kv_heads, wide, None, 1)
-    v = ops.paired_heads(v, kv_heads, narrow)
+    q = ops.pad_heads(ops.rope_heads(q, heads, narrow, positions, rope, None), heads, wide, None, 0)
+    k = ops.pad_heads(ops.rope_heads(k, kv_heads, narrow, positions, rope, None), kv_heads, wide, None, 1)
+    v = ops.pair_heads(v, kv_heads, narrow)
     at.tap_heads(q, k, v)
     attended = at.kv.attend(q, k, v)  # [T, H * wide]
-    own = ops.added(ops.first_stream(attended, 2), ops.second_stream(attended, 2), -w.difference)
+    own = ops.add_scaled(ops.first_stream(attended, 2), ops.second_stream(attended, 2), -w.differential_lambda)
     own = ops.rope_heads(own, heads // 2, wide, last_of(positions, len(own)), None, w.attn_sub_norm)
     at.tap("attn_out", own)
     return feed_forward(ops.linear_add(own, w.o, last_of(x, len(own))), at)

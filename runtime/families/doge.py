@@ -28,17 +28,17 @@ def config(keys: Keys) -> ModelConfig:
     for name in OF_MIXTURES:
         keys.integer(name, None)
     made = decoder_config(keys, Defaults(max_position_embeddings=2048, sizes=SIZES), qkv_bias=bias, o_bias=bias, qk_norm=True,
-                          mlp_bias=keys.flag("mlp_bias", False), keys_marked=True,
-                          most_tokens=keys.integer("keep_window_size", 2048, high=2**27))
+                          mlp_bias=keys.flag("mlp_bias", False), dynamic_mask=True,
+                          max_supported_tokens=keys.integer("keep_window_size", 2048, high=2**27))
     wide = -(-(made.head_dim + 1) // EVEN) * EVEN
-    return replace(made, attn_scale=made.head_dim**-0.5, value_dim=made.head_dim, head_dim=wide)
+    return replace(made, attn_scale=made.head_dim**-0.5, v_head_dim=made.head_dim, head_dim=wide)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
-    rules, prefix = llama.layer_tensors(replace(config, head_dim=config.made_dim), layer), f"model.layers.{layer}."
+    rules, prefix = llama.layer_tensors(replace(config, head_dim=config.projected_head_dim), layer), f"model.layers.{layer}."
     heads, hidden = config.num_key_value_heads, config.hidden_size
-    rules |= {"mark": TensorRule(f"{prefix}self_attn.dt_proj.weight", (heads, heads * config.made_dim), plain=True),
+    rules |= {"mark": TensorRule(f"{prefix}self_attn.dt_proj.weight", (heads, heads * config.projected_head_dim), plain=True),
               "mark_rate": TensorRule(f"{prefix}self_attn.A", (heads,)), "attn_scale": TensorRule(f"{prefix}input_residual", (hidden,)),
               "mlp_scale": TensorRule(f"{prefix}post_attention_residual", (hidden,))}
     return rules | ({"mark_bias": TensorRule(f"{prefix}self_attn.dt_proj.bias", (heads,))} if config.qkv_bias else {})
@@ -49,21 +49,21 @@ def block(x: object, at: Layer) -> object:
     """As `llama.block`."""
     ops, w, positions, rope, config = at.ops, at.w, at.positions, at.rope, at.config
     at.tap("block_in", x)
-    heads, kv_heads, narrow, wide = config.num_attention_heads, config.num_key_value_heads, config.made_dim, config.head_dim
+    heads, kv_heads, narrow, wide = config.num_attention_heads, config.num_key_value_heads, config.projected_head_dim, config.head_dim
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
-    q = ops.widened_heads(ops.rope_heads(q, heads, narrow, positions, rope, w.q_norm), heads, wide, w.fronts[0], 0)
-    k = ops.widened_heads(ops.rope_heads(k, kv_heads, narrow, positions, rope, w.k_norm), kv_heads, wide, None, 1)
-    (says,) = ops.norm_linear(v, None, [w.mark[0]])  # [T, KVH]
-    k = ops.marked_heads(k, says, kv_heads, wide, w.mark[1])
-    v = ops.widened_heads(v, kv_heads, wide, None, 2)
+    q = ops.pad_heads(ops.rope_heads(q, heads, narrow, positions, rope, w.q_norm), heads, wide, w.alibi_channels[0], 0)
+    k = ops.pad_heads(ops.rope_heads(k, kv_heads, narrow, positions, rope, w.k_norm), kv_heads, wide, None, 1)
+    (says,) = ops.norm_linear(v, None, [w.dynamic_mask[0]])  # [T, KVH]
+    k = ops.dynamic_mask_heads(k, says, kv_heads, wide, w.dynamic_mask[1])
+    v = ops.pad_heads(v, kv_heads, wide, None, 2)
     at.tap_heads(q, k, v)
-    attended = ops.narrowed_heads(at.kv.attend(q, k, v), heads, narrow)
+    attended = ops.unpad_heads(at.kv.attend(q, k, v), heads, narrow)
     x = last_of(x, len(attended))
     at.tap("attn_out", attended)
     (branch,) = ops.norm_linear(attended, None, [w.o])
-    x = ops.rescaled(x, branch, w.rescales[0])
+    x = ops.scaled_residual(x, branch, w.residual_scales[0])
     at.tap("mlp_in", x)
-    branch = ops.lent_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), at.see("mlp_hidden"))
-    x = ops.rescaled(x, branch, w.rescales[1])
+    branch = ops.shared_block_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), at.see("mlp_hidden"))
+    x = ops.scaled_residual(x, branch, w.residual_scales[1])
     at.tap("block_out", x)
     return x

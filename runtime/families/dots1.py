@@ -24,4 +24,4 @@ def config(keys: Keys) -> ModelConfig:
     sizes = {"vocab_size": 152_064, "hidden_size": 4608, "intermediate_size": 10_944, "num_hidden_layers": 62, "num_attention_heads": 32}
     base = Defaults(max_position_embeddings=2048, num_key_value_heads=32, sizes=sizes)
     return decoder_config(keys, base, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True,
-                          mixture=corrected(keys, layers, REQUIRED, REQUIRED, 0, False))
+                          moe=corrected(keys, layers, REQUIRED, REQUIRED, 0, False))

@@ -39,10 +39,10 @@ def config(keys: Keys) -> ModelConfig:
         return ropes_by_kind(keys, kinds, ROPES, head_dim, positions)
 
     return decoder_config(
-        keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, attn_scale=1.0, values_normed=True,
-        embedding_multiplier=embedding_multiplier(keys, hidden), layer_heads=heads if {*heads} != {usual} else (),
-        input_width=keys.integer("hidden_size_per_layer_input", 512, high=MOST_INPUTS), layers_scaled=True, both_ways=True,
-        vector_width=keys.integer("embedding_dim", 768, high=MOST_NUMBERS))
+        keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, attn_scale=1.0, v_norm=True,
+        embedding_multiplier=embedding_multiplier(keys, hidden), layer_kv_heads=heads if {*heads} != {usual} else (),
+        per_layer_input_dim=keys.integer("hidden_size_per_layer_input", 512, high=MOST_INPUTS), layer_scalars=True, bidirectional=True,
+        pooled_dim=keys.integer("embedding_dim", 768, high=MOST_NUMBERS))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -56,5 +56,5 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     given = gemma4_text.given_outside(config)
     rules = {role: replace(given[role], name=given[role].name.replace("model.", "model.ple.", 1)) for role in ("layer_proj", "layer_norm")}
-    rules["vector"] = TensorRule("model.embedding_projection.weight", (config.vector_width, config.hidden_size), plain=True)
+    rules["vector"] = TensorRule("model.embedding_projection.weight", (config.pooled_dim, config.hidden_size), plain=True)
     return inside_others(llama.outer_tensors(config) | rules)

@@ -29,14 +29,14 @@ def config(keys: Keys) -> ModelConfig:
     # The number of a token's experts goes by a name of its own.
     per_token = keys.integer("moe_k", 6, high=MOST_EXPERTS)
     own = mixture(keys, 64, per_token, width, True, sparse if kinds is None else sparse_of(kinds), "moe_num_experts",
-                  corrected=keys.flag("moe_use_aux_free", True), shared_width=width * shared if shared else None)
+                  correction_bias=keys.flag("moe_use_aux_free", True), shared_expert_dim=width * shared if shared else None)
     sizes = {"vocab_size": 103_424, "hidden_size": 2560, "intermediate_size": 12_288, "num_hidden_layers": 28, "num_attention_heads": 20}
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, bos=1, eos=(2,), norm_eps=1e-5, tied=True, sizes=sizes)
-    return replace(ernie_config(keys, base), mixture=own, mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))
+    return replace(ernie_config(keys, base), moe=own, mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     rules = expert_tensors(config, layer, "mlp", NAMES, correction="moe_statics.e_score_correction_bias")
     if "correction" in rules:
-        rules["correction"] = replace(rules["correction"], shape=(1, config.mixture.experts))
+        rules["correction"] = replace(rules["correction"], shape=(1, config.moe.num_experts))
     return rules

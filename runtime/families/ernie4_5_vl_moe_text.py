@@ -39,11 +39,11 @@ def config(keys: Keys) -> ModelConfig:
     shared = keys.integer("moe_num_shared_experts", 2, low=0, high=MOST_EXPERTS)
     per_token = keys.integer("moe_k", 6, high=MOST_EXPERTS)
     around = frozenset(keys.integer(name, usual, low=0) for name, usual in WORDS.items())
-    own = mixture(keys.saying(moe_num_experts=experts), 64, per_token, width, True, sparse, "moe_num_experts", corrected=True,
-                  shared_width=width * shared if shared else None, seen_width=seen, seen_words=around)
+    own = mixture(keys.saying(moe_num_experts=experts), 64, per_token, width, True, sparse, "moe_num_experts", correction_bias=True,
+                  shared_expert_dim=width * shared if shared else None, vision_expert_dim=seen, vision_token_ids=around)
     sizes = {"vocab_size": 103_424, "hidden_size": 2560, "intermediate_size": 12_288, "num_hidden_layers": 28, "num_attention_heads": 20}
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, eos=(2,), norm_eps=1e-5, tied=True, sizes=sizes)
-    return replace(ernie_config(keys, base), mixture=own)
+    return replace(ernie_config(keys, base), moe=own)
 
 
 def _pair(keys: Keys, name: str, usual: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
@@ -67,25 +67,25 @@ def _as_published(keys: Keys, layers: int) -> tuple[str, ...]:
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Experts for pictures have the numbers behind those for words; the corrections of both sorts are rows of one tensor."""
     rules = expert_tensors(config, layer, "mlp", NAMES, correction=CORRECTIONS)
-    own, hidden, place = config.mixture, config.hidden_size, f"model.layers.{layer}.mlp."
+    own, hidden, place = config.moe, config.hidden_size, f"model.layers.{layer}.mlp."
     if layer not in own.layers:
         return rules
     for row, before in enumerate(("", SEEN)):
-        rules[f"{before}router"] = TensorRule(f"{place}routers.{row}.weight", (own.experts, hidden))
-        if own.corrected:
-            rules[f"{before}correction"] = TensorRule(f"{place}{CORRECTIONS}.{row}", (1, own.experts),
+        rules[f"{before}router"] = TensorRule(f"{place}routers.{row}.weight", (own.num_experts, hidden))
+        if own.correction_bias:
+            rules[f"{before}correction"] = TensorRule(f"{place}{CORRECTIONS}.{row}", (1, own.num_experts),
                                                       part_of=(place + CORRECTIONS, row, 2))
-    for expert in range(own.experts):
+    for expert in range(own.num_experts):
         for role, name in NAMES.items():
-            shape = (hidden, own.seen_width) if role == "down" else (own.seen_width, hidden)
-            rules[SEEN + expert_role(expert, role)] = TensorRule(f"{place}experts.{own.experts + expert}.{name}.weight", shape)
+            shape = (hidden, own.vision_expert_dim) if role == "down" else (own.vision_expert_dim, hidden)
+            rules[SEEN + expert_role(expert, role)] = TensorRule(f"{place}experts.{own.num_experts + expert}.{name}.weight", shape)
     return rules
 
 
 def turned_columns(config: ModelConfig, layer: int) -> dict[str, tuple[str, int]]:
     """Routers lie inputs before outputs."""
     place = f"model.layers.{layer}.mlp."
-    return {f"{place}routers.{row}.weight": (place + name, 0) for row, name in enumerate(ROUTERS) if layer in config.mixture.layers}
+    return {f"{place}routers.{row}.weight": (place + name, 0) for row, name in enumerate(ROUTERS) if layer in config.moe.layers}
 
 
 @narrowing
@@ -98,12 +98,13 @@ def block(x: object, at: Layer, seen: Sequence[bool] | None = None) -> object:
     if w.router is None:
         x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.see("mlp_hidden"))
     elif seen is None:
-        x = ops.moe(x, w.post_norm, w.router, w.experts, config.mixture.routing, config.act_of(layer), at.see("visits"),
-                    w.correction, w.shared)
+        x = ops.moe(x, w.post_norm, w.router, w.experts, config.moe.routing, config.expert_act(layer), at.see("visits"),
+                    w.correction_bias, w.shared_expert)
     else:
         for begin, end, is_seen in _runs(last_of(seen, len(x))):
-            router, experts, correction = w.seen if is_seen else (w.router, w.experts, w.correction)
-            ops.moe(x[begin:end], w.post_norm, router, experts, config.mixture.routing, config.act_of(layer), None, correction, w.shared)
+            router, experts, correction = w.vision_experts if is_seen else (w.router, w.experts, w.correction_bias)
+            ops.moe(x[begin:end], w.post_norm, router, experts, config.moe.routing, config.expert_act(layer), None, correction,
+                    w.shared_expert)
     at.tap("block_out", x)
     return x
 

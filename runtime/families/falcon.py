@@ -43,8 +43,8 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=2048, bos=11, eos=(11,), tied=True, act=("activation", "gelu"), eps_key="layer_norm_epsilon",
                     norm_eps=1e-5, sizes=SIZES)
     bias = keys.flag("bias", False)
-    return decoder_config(keys.saying(**sizes), base, qkv_bias=bias, o_bias=bias, mlp_bias=bias, norm_kind="layer", side_by_side=beside,
-                          norms_apart=norms == 2)
+    return decoder_config(keys.saying(**sizes), base, qkv_bias=bias, o_bias=bias, mlp_bias=bias, norm_kind="layer", parallel_block=beside,
+                          parallel_block_norms=norms == 2)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -52,9 +52,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"model.layers.{layer}."
     kv = config.num_key_value_heads * config.head_dim
     norms = {"input_norm": "input_layernorm"}
-    if config.norms_apart:
+    if config.parallel_block_norms:
         norms = {"input_norm": "ln_attn", "mlp_norm": "input_layernorm"}  # ln_mlp as it is published
-    elif not config.side_by_side:
+    elif not config.parallel_block:
         norms["post_norm"] = "post_attention_layernorm"
     rules = {role: TensorRule(f"{prefix}{name}.weight", (hidden,)) for role, name in norms.items()}
     rules |= {f"{role}_bias": biased(rules[role]) for role in norms}
@@ -64,7 +64,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         rules[role] = TensorRule(f"{prefix}{name}.weight", shapes[role])
         if config.mlp_bias:
             rules[f"{role}_bias"] = TensorRule(f"{prefix}{name}.bias", shapes[role][:1])
-    own = {"input_layernorm": "ln_mlp"} if config.norms_apart else {}
+    own = {"input_layernorm": "ln_mlp"} if config.parallel_block_norms else {}
     return {role: replace(rule, also=(_published(rule.name, own),)) for role, rule in rules.items()}
 
 

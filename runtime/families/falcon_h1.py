@@ -35,9 +35,9 @@ def config(keys: Keys) -> ModelConfig:
     factors = {"o": attention * own["attention_out_multiplier"], "state_out": own["ssm_out_multiplier"], "post_norm": gate,
                "down": down / gate, "state_gate": z, "state_in.values": values, "state_in.b": b, "state_in.c": c, "state_rate": steps}
     shape = state_shape(keys, keys.integer("hidden_size", 4096, high=2**20))
-    made = decoder_config(keys, USUAL, state=shape, state_layers=layers, states_beside=True,
+    made = decoder_config(keys, USUAL, recurrent=shape, recurrent_layers=layers, parallel_hybrid=True,
                           embedding_multiplier=own["embedding_multiplier"], logits_scaling=1 / own["lm_head_multiplier"],
-                          factors=tuple((role, factor) for role, factor in factors.items() if factor != 1.0))
+                          multipliers=tuple((role, factor) for role, factor in factors.items() if factor != 1.0))
     demand_silu(keys, made.hidden_act, "its state spaces use it too")
     scale = attention**2 * own["key_multiplier"]
     return made if scale == 1.0 else replace(made, attn_scale=scale * made.head_dim**-0.5)
@@ -103,12 +103,12 @@ def block(x: object, at: Layer) -> object:
     at.tap_heads(q, k, v)
     attended = kv.attend(q, k, v, None)
     at.tap("attn_out", attended)
-    mixed = kv.mix(ops.norm_linear(x, w.input_norm, w.state.products), w.state.own)
+    mixed = kv.mix(ops.norm_linear(x, w.input_norm, w.recurrent.products), w.recurrent.own)
     at.tap("state_out", mixed)
-    x = ops.linear_add(mixed, w.state.out, last_of(x, len(mixed)), None, config.factor("state_out"))
-    x = ops.linear_add(attended, w.o, x, None, config.factor("o"))
+    x = ops.linear_add(mixed, w.recurrent.out, last_of(x, len(mixed)), None, config.multiplier("state_out"))
+    x = ops.linear_add(attended, w.o, x, None, config.multiplier("o"))
     at.tap("mlp_in", x)
-    see, factor = at.see("mlp_hidden"), config.factor("down")
+    see, factor = at.see("mlp_hidden"), config.multiplier("down")
     x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see, None, factor)
     at.tap("block_out", x)
     return x

@@ -27,9 +27,9 @@ def config(keys: Keys) -> ModelConfig:
     step = keys.integer("decoder_sparse_step", 1, high=2048)
     sparse = [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]
     own = mixture(keys, 256, 6, keys.integer("moe_intermediate_size", 512, high=2**22), keys.flag("norm_topk_prob", True), sparse,
-                  sigmoid=True, shared_width=keys.integer("shared_expert_intermediate_size", 1024, high=2**22))
+                  sigmoid=True, shared_expert_dim=keys.integer("shared_expert_intermediate_size", 1024, high=2**22))
     turned = [own is not None for own in windows]
-    return decoder_config(keys, base, windows=windows, turned=turned, qkv_bias=bias, o_bias=bias, qk_norm=True, mixture=own)
+    return decoder_config(keys, base, windows=windows, turned=turned, qkv_bias=bias, o_bias=bias, qk_norm=True, moe=own)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -31,7 +31,7 @@ def config(keys: Keys) -> ModelConfig:
         thetas = keys.number("rope_theta", 1_000_000.0, above=1.0), keys.number("rope_local_base_freq", 10_000.0, above=1.0)
         return ropes_by_window(keys, head_dim, positions, thetas, features["windows"])
 
-    return decoder_config(keys, base, ropes, **features, qk_norm=True, both_ways=both_ways,
+    return decoder_config(keys, base, ropes, **features, qk_norm=True, bidirectional=both_ways,
                           final_logit_softcapping=softcap(keys, "final_logit_softcapping", None))
 
 

@@ -48,12 +48,14 @@ def config(keys: Keys) -> ModelConfig:
 
     return decoder_config(
         keys.saying(intermediate_size=max(widths)), base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, attn_scale=1.0,
-        values_normed=True, embedding_multiplier=embedding_multiplier(keys, hidden),
+        v_norm=True, embedding_multiplier=embedding_multiplier(keys, hidden),
         final_logit_softcapping=softcap(keys, "final_logit_softcapping", 30.0), kv_sources=sources if shared else (),
-        layer_ffn=widths if len(set(widths)) > 1 else (), input_width=width,
-        input_vocab=keys.integer("vocab_size_per_layer_input", 262_144, high=2**24), input_multiplier=embedding_multiplier(keys, width),
-        streams=keys.integer("altup_num_inputs", 4, low=2, high=MOST_STREAMS), low_rank=keys.integer("laurel_rank", 64, high=MOST_RANK),
-        cuts=_cuts(keys, layers))
+        layer_intermediate_sizes=widths if len(set(widths)) > 1 else (), per_layer_input_dim=width,
+        per_layer_input_vocab=keys.integer("vocab_size_per_layer_input", 262_144, high=2**24),
+        per_layer_input_multiplier=embedding_multiplier(keys, width),
+        residual_streams=keys.integer("altup_num_inputs", 4, low=2, high=MOST_STREAMS),
+        low_rank_dim=keys.integer("laurel_rank", 64, high=MOST_RANK),
+        gate_cutoffs=_cuts(keys, layers))
 
 
 def _widths(keys: Keys, layers: int) -> tuple[int, ...]:
@@ -82,7 +84,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     rules, prefix, hidden = gemma2.layer_tensors(config, layer), f"model.layers.{layer}.", config.hidden_size
     for role in not_made(config, layer):
         rules.pop(role, None)
-    count, rank = config.streams, config.low_rank
+    count, rank = config.residual_streams, config.low_rank_dim
     more = {"low_in": ("laurel.linear_left.weight", rank, hidden), "low_out": ("laurel.linear_right.weight", hidden, rank),
             "low_norm": ("laurel.post_laurel_norm.weight", hidden), "stream_norm": ("altup.router_norm.weight", hidden),
             "stream_scale": ("altup.correct_output_scale", hidden), **given_tensors(config)}
@@ -97,7 +99,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     square = (config.hidden_size, config.hidden_size)
     names = {"enter": "altup_projections", "leave": "altup_unembed_projections"}
     rules = {f"streams.{i}.{role}": TensorRule(f"model.{name}.{i - 1}.weight", square)
-             for role, name in names.items() for i in range(1, config.streams)}
+             for role, name in names.items() for i in range(1, config.residual_streams)}
     return inside_others(llama.outer_tensors(config) | given_outside(config) | rules)
 
 
@@ -106,19 +108,19 @@ def block(x: object, at: Layer, inputs: object) -> object:
     """As `gemma4_text.block`, of streams x [T, S * D]. Taps see the one that the layer works on where they see x of other families, but for
     block_out; before `low_out` low_hidden."""
     ops, w, config = at.ops, at.w, at.config
-    own = ops.predicted(x, w.streams)
-    beside = ops.low_rank(own, w.input_norm, w.low_rank, at.see("low_hidden"))
+    own = ops.altup_predict(x, w.altup)
+    beside = ops.low_rank_branch(own, w.input_norm, w.low_rank, at.see("low_hidden"))
     own = attention(own, at)
     x, beside, inputs = (last_of(each, len(own)) for each in (x, beside, inputs))
-    own = ops.added(ops.scaled(own, HALF), beside, HALF)
-    cut = config.cut_of(at.number)
+    own = ops.add_scaled(ops.scale_in_place(own, HALF), beside, HALF)
+    cut = config.gate_cutoff_of(at.number)
     if cut is None:
         own = mlp_or_experts(own, at)
     else:
         at.tap("mlp_in", own)
-        own = ops.cut_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, cut, at.see("mlp_hidden"), w.down_norm)
-    own = ops.corrected(x, own, w.streams)
+        own = ops.cutoff_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, cut, at.see("mlp_hidden"), w.down_norm)
+    own = ops.altup_correct(x, own, w.altup)
     at.tap("inputs_in", own)
-    x = ops.spread_inputs(x, own, w.inputs, inputs, config.hidden_act, at.see("inputs_hidden"))
+    x = ops.altup_add_input(x, own, w.per_layer_input, inputs, config.hidden_act, at.see("inputs_hidden"))
     at.tap("block_out", x)
     return x

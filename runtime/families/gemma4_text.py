@@ -13,7 +13,7 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import REQUIRED, ConfigError, Keys, show
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_kind
 from ..layer import Layer, last_of, narrowing
-from ..moe_config import Mixture
+from ..moe_config import MoEConfig
 from . import TensorRule, expert_role, gemma2, inside_others, llama
 from .gemma2 import ACT, embedding_multiplier, softcap
 from .llama import attention, mlp_or_experts
@@ -62,13 +62,15 @@ def config(keys: Keys) -> ModelConfig:
         return made
 
     return decoder_config(
-        keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, attn_scale=1.0, values_normed=True,
+        keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, attn_scale=1.0, v_norm=True,
         embedding_multiplier=embedding_multiplier(keys, hidden), final_logit_softcapping=softcap(keys, "final_logit_softcapping", None),
-        layer_heads=heads if set(heads) != {_usual(keys)} else (), kv_sources=sources if shared else (),
-        layer_ffn=tuple(ffn * (1 + (layer >= layers - shared)) for layer in range(layers)) if doubled else (), input_width=width,
-        input_vocab=rows if width else 0, input_multiplier=embedding_multiplier(keys, width) if width else 1.0, layers_scaled=True,
-        keys_as_values=tuple(layer for layer, kind in enumerate(kinds) if kind == GLOBAL) if as_values else (),
-        mixture=mixture)
+        layer_kv_heads=heads if set(heads) != {_usual(keys)} else (), kv_sources=sources if shared else (),
+        layer_intermediate_sizes=tuple(ffn * (1 + (layer >= layers - shared)) for layer in range(layers)) if doubled else (),
+        per_layer_input_dim=width,
+        per_layer_input_vocab=rows if width else 0, per_layer_input_multiplier=embedding_multiplier(keys, width) if width else 1.0,
+        layer_scalars=True,
+        k_eq_v_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == GLOBAL) if as_values else (),
+        moe=mixture)
 
 
 def _usual(keys: Keys) -> tuple[int, int]:
@@ -117,31 +119,32 @@ def sources_of(kinds: list[str], first: int) -> tuple[int, ...]:
     return tuple(layer if layer < first else last[kind] for layer, kind in enumerate(kinds))
 
 
-def _mixture(keys: Keys, layers: int, routed: bool) -> Mixture | None:
+def _mixture(keys: Keys, layers: int, routed: bool) -> MoEConfig | None:
     experts, per_token, width = (keys.integer(name, REQUIRED if routed else None, high=most) for name, most in (
         ("num_experts", MOST_EXPERTS), ("top_k_experts", MOST_EXPERTS), ("moe_intermediate_size", 2**22)))
     if not routed:
         return None
     if per_token > experts:
         raise ConfigError(f"config.json: top_k_experts {per_token} is more than the {experts} experts there are")
-    return Mixture(experts, per_token, width, True, frozenset(range(layers)), apart=True)
+    return MoEConfig(experts, per_token, width, True, frozenset(range(layers)), parallel_to_mlp=True)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
-    rules, prefix, hidden, own = gemma2.layer_tensors(config, layer), f"model.layers.{layer}.", config.hidden_size, config.mixture
+    rules, prefix, hidden, own = gemma2.layer_tensors(config, layer), f"model.layers.{layer}.", config.hidden_size, config.moe
     for role in not_made(config, layer):
         rules.pop(role, None)
-    more = {"layer_scale": ("layer_scalar", 1), **(given_tensors(config) if config.input_width else {})}
+    more = {"layer_scale": ("layer_scalar", 1), **(given_tensors(config) if config.per_layer_input_dim else {})}
     if own is not None:
-        more |= {"router": ("router.proj.weight", own.experts, hidden), "router_scale": ("router.scale", hidden),
-                 "expert_scales": ("router.per_expert_scale", own.experts), "expert_norm": ("pre_feedforward_layernorm_2.weight", hidden),
+        more |= {"router": ("router.proj.weight", own.num_experts, hidden), "router_scale": ("router.scale", hidden),
+                 "expert_scales": ("router.per_expert_scale", own.num_experts),
+                 "expert_norm": ("pre_feedforward_layernorm_2.weight", hidden),
                  "experts_after": ("post_feedforward_layernorm_2.weight", hidden),
                  "mlp_after": ("post_feedforward_layernorm_1.weight", hidden)}
     rules |= {role: TensorRule(prefix + name, tuple(shape)) for role, (name, *shape) in more.items()}
-    for expert in range(own.experts if own else 0):
+    for expert in range(own.num_experts if own else 0):
         for role, name in NAMES.items():
-            shape = (hidden, own.width) if role == "down" else (own.width, hidden)
+            shape = (hidden, own.expert_dim) if role == "down" else (own.expert_dim, hidden)
             rules[expert_role(expert, role)] = TensorRule(f"{prefix}experts.{expert}.{name}.weight", shape)
     return inside_others(rules)
 
@@ -150,26 +153,26 @@ def not_made(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """The roles of attention that a layer lacks."""
     if config.kv_sources and config.kv_sources[layer] != layer:
         return "k", "v", "k_norm", "k_bias", "v_bias"
-    return ("v", "v_bias") if layer in config.keys_as_values else ()
+    return ("v", "v_bias") if layer in config.k_eq_v_layers else ()
 
 
 def given_tensors(config: ModelConfig) -> dict[str, tuple[str | int, ...]]:
     """By role the name in a layer, and the shape, of what takes what it is given of a token."""
-    width, hidden = config.input_width, config.hidden_size
+    width, hidden = config.per_layer_input_dim, config.hidden_size
     return {"input_gate": ("per_layer_input_gate.weight", width, hidden), "input_out": ("per_layer_projection.weight", hidden, width),
             "input_after": ("post_per_layer_input_norm.weight", hidden)}
 
 
 def given_outside(config: ModelConfig) -> dict[str, TensorRule]:
     """What makes what layers are given of a token."""
-    every = config.num_hidden_layers * config.input_width
-    return {"layer_embed": TensorRule("model.embed_tokens_per_layer.weight", (config.input_vocab, every)),
+    every = config.num_hidden_layers * config.per_layer_input_dim
+    return {"layer_embed": TensorRule("model.embed_tokens_per_layer.weight", (config.per_layer_input_vocab, every)),
             "layer_proj": TensorRule("model.per_layer_model_projection.weight", (every, config.hidden_size)),
-            "layer_norm": TensorRule("model.per_layer_projection_norm.weight", (config.input_width,))}
+            "layer_norm": TensorRule("model.per_layer_projection_norm.weight", (config.per_layer_input_dim,))}
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    return inside_others(llama.outer_tensors(config) | (given_outside(config) if config.input_width else {}))
+    return inside_others(llama.outer_tensors(config) | (given_outside(config) if config.per_layer_input_dim else {}))
 
 
 @narrowing
@@ -179,10 +182,10 @@ def block(x: object, at: Layer, inputs: object | None = None) -> object:
     ops, w = at.ops, at.w
     x = attention(x, at)
     x = mlp_or_experts(x, at)
-    if w.inputs is not None:
+    if w.per_layer_input is not None:
         at.tap("inputs_in", x)
-        x = ops.add_inputs(x, w.inputs, last_of(inputs, len(x)), at.config.hidden_act, at.see("inputs_hidden"))
-    if w.scale != 1.0:
-        x = ops.scaled(x, w.scale)
+        x = ops.add_per_layer_input(x, w.per_layer_input, last_of(inputs, len(x)), at.config.hidden_act, at.see("inputs_hidden"))
+    if w.layer_scalar != 1.0:
+        x = ops.scale_in_place(x, w.layer_scalar)
     at.tap("block_out", x)
     return x

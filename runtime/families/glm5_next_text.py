@@ -13,9 +13,9 @@ from ...kernels.kda_shape import KdaShape
 from ...kernels.layout import SILU_LIMIT
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
-from ..indexer_config import Indexed
+from ..indexer_config import IndexerConfig
 from ..layer import Layer, narrowing
-from ..moe_config import Mixture
+from ..moe_config import MoEConfig
 from . import TensorRule, deepseek_v32, glm_moe_dsa, kimi_linear
 from .deepseek_v3 import SILENT, attended_to, grouped, latent_config, latent_tensors, mtp_layers
 from .deepseek_v4 import mix_tensors, second_half, written
@@ -50,21 +50,21 @@ def config(keys: Keys) -> ModelConfig:
     if not 0 < len(states) < layers:
         raise ConfigError(f"config.json: layer_types without {LINEAR if not states else INDEXED} is not supported",
                           "this family has layers of both kinds")
-    made = latent_config(keys, base, WIDTHS, 1536, SILENT, mixture=_mixture(keys, layers), state=_linear(keys), state_layers=states,
-                         streams=keys.integer("hc_mult", 4, low=2, high=16),
-                         mix_rounds=keys.integer("hc_sinkhorn_iters", 20, high=1000), mix_least=keys.number("hc_eps", 1e-6))
-    own = made.latent
+    made = latent_config(keys, base, WIDTHS, 1536, SILENT, moe=_mixture(keys, layers), recurrent=_linear(keys), recurrent_layers=states,
+                         residual_streams=keys.integer("hc_mult", 4, low=2, high=16),
+                         sinkhorn_iterations=keys.integer("hc_sinkhorn_iters", 20, high=1000), sinkhorn_eps=keys.number("hc_eps", 1e-6))
+    own = made.mla
     if made.hidden_act != "silu" or own.query_rank is None or own.rope:
         raise ConfigError(f"config.json: hidden_act {made.hidden_act} with q_lora_rank {show(own.query_rank)} and qk_rope_head_dim "
                           f"{own.rope} is not supported for glm5_next_text models",
                           "silu, queries projected from q_lora_rank dimensions, no positions")
-    return replace(made, hidden_act="clamped_silu", latent_eps=made.norm_eps, mtp_layers=mtp_layers(keys),
-                   indexed=_indexed(keys, made, kinds))
+    return replace(made, hidden_act="clamped_silu", mla_norm_eps=made.norm_eps, mtp_layers=mtp_layers(keys),
+                   indexer=_indexed(keys, made, kinds))
 
 
-def _mixture(keys: Keys, layers: int) -> Mixture:
+def _mixture(keys: Keys, layers: int) -> MoEConfig:
     own = corrected(keys, layers, 288, 8, min(DENSE_FIRST, layers), True, 2.5, 2048)
-    return replace(sparse(keys, layers, grouped(keys, own, 1, 1)), apart=True)
+    return replace(sparse(keys, layers, grouped(keys, own, 1, 1)), parallel_to_mlp=True)
 
 
 def _linear(keys: Keys) -> KdaShape:
@@ -85,44 +85,44 @@ def _linear(keys: Keys) -> KdaShape:
     if lowest is not None and (isinstance(lowest, bool) or not isinstance(lowest, int | float) or not -1e3 < lowest < 0):
         raise ConfigError(f"config.json: linear_lower_bound or gate_lower_bound = {show(lowest)} is not supported",
                           "a number below 0, or null for no bound")
-    return KdaShape.of(heads, width, taps, bound=None if lowest is None else float(lowest))
+    return KdaShape.of(heads, width, taps, decay_bound=None if lowest is None else float(lowest))
 
 
-def _indexed(keys: Keys, made: ModelConfig, kinds: tuple[str, ...]) -> Indexed:
+def _indexed(keys: Keys, made: ModelConfig, kinds: tuple[str, ...]) -> IndexerConfig:
     """What chooses; a layer shares the choice of the one right before it alone."""
     rate, count = keys.integer("index_kpool", 16, high=4096), keys.integer("index_topk", deepseek_v32.CHOSEN, high=2**27)
     if rate < 2 or count % rate:
         raise ConfigError(f"config.json: index_kpool {rate} with index_topk {count} is not supported",
                           "pools of two tokens or more, whose number divides index_topk")
     shape = IndexShape(keys.integer("index_n_heads", 32, high=1024), keys.integer("index_head_dim", 128, high=1024), 0, count // rate,
-                       rate=rate, means=True, weighed=True)
+                       tokens_per_key=rate, pooled=True, weighted_pooling=True)
     chooses, sources = choosing(keys, len(kinds)), []
     for layer, kind in enumerate(kinds):
         if kind != LINEAR and not chooses[layer] and (not layer or sources[-1] is None):
             raise ConfigError(f"config.json: indexer_types has shared for layer {layer}, which is not supported",
                               "a shared layer reuses the selection of the layer before it")
         sources.append(None if kind == LINEAR else layer if chooses[layer] else sources[-1])
-    return Indexed(shape, tuple(sources), False, ("layer", EPS))
+    return IndexerConfig(shape, tuple(sources), False, ("layer", EPS))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
     prefix, hidden = f"model.layers.{layer}.", config.hidden_size
     rules = expert_tensors(config, layer, "mlp", NAMES)
-    if layer in config.state_layers:
-        rules = linear_tensors(config, layer, rules, (config.state.value_heads,))
+    if layer in config.recurrent_layers:
+        rules = linear_tensors(config, layer, rules, (config.recurrent.value_heads,))
     else:
         rules = latent_tensors(config, layer, rules)
-    if config.indexed is not None and (own := config.indexed.of(layer)) is not None:
+    if config.indexer is not None and (own := config.indexer.shape_of(layer)) is not None:
         place = f"{prefix}self_attn.indexer."
-        rules |= {"index_q": TensorRule(f"{place}wq_b.weight", (own.heads * own.width, config.latent.query_rank), plain=True),
-                  "index_k": TensorRule(f"{place}{JOINED}", (own.row, hidden), plain=True),
+        rules |= {"index_q": TensorRule(f"{place}wq_b.weight", (own.heads * own.width, config.mla.query_rank), plain=True),
+                  "index_k": TensorRule(f"{place}{JOINED}", (own.pool_row, hidden), plain=True),
                   "index_k_norm": TensorRule(f"{place}k_norm.weight", (own.width,)),
                   "index_k_norm_bias": TensorRule(f"{place}k_norm.bias", (own.width,)),
-                  "index_places": TensorRule(f"{place}index_kpool_compress_ape", (own.rate, own.width), coefficients=True),
+                  "index_places": TensorRule(f"{place}index_kpool_compress_ape", (own.tokens_per_key, own.width), coefficients=True),
                   "index_weights": TensorRule(f"{place}weights_proj.weight", (own.heads, hidden), plain=True)}
     for role, name in (("attn_mix", "hc_attn"), ("mlp_mix", "hc_ffn")):
-        rules |= mix_tensors(config, role, [f"{prefix}{name}_{part}" for part in ("fn", "base", "scale")], 2 + config.streams, 3)
+        rules |= mix_tensors(config, role, [f"{prefix}{name}_{part}" for part in ("fn", "base", "scale")], 2 + config.residual_streams, 3)
     return rules
 
 
@@ -131,9 +131,9 @@ JOINED = "wk_and_gate.weight"  # index keys, and below them what tokens say of t
 
 def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
     """Names of a layer's tensors that are stored in parts -> those of the parts, with their rows."""
-    if layer in config.state_layers:
+    if layer in config.recurrent_layers:
         return kimi_linear.joined_rows(config, layer)
-    if config.indexed is None or (own := config.indexed.of(layer)) is None:
+    if config.indexer is None or (own := config.indexer.shape_of(layer)) is None:
         return {}
     place = f"model.layers.{layer}.self_attn.indexer."
     return {f"{place}{JOINED}": ((f"{place}wk.weight", own.width), (f"{place}index_kpool_compress_gate", own.width))}
@@ -143,11 +143,11 @@ def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, i
 def block(x: object, at: Layer) -> object:
     """As `llama.block`, of streams x [T, S * D]. Taps see what a branch reads where they see x of other families, but for block_out."""
     ops, w = at.ops, at.w
-    around_attention, around_mlp = w.around
-    own = ops.gathered(x, around_attention)
-    if w.state is not None:
+    around_attention, around_mlp = w.gated_residuals
+    own = ops.read_streams(x, around_attention)
+    if w.recurrent is not None:
         at.tap("block_in", own)
-        gave, last = at.kv.mix(ops.norm_linear(own, w.input_norm, w.state.products), w.state.own), w.state.out
+        gave, last = at.kv.mix(ops.norm_linear(own, w.input_norm, w.recurrent.products), w.recurrent.own), w.recurrent.out
         at.tap("state_out", gave)
     else:
         gave, last = attended_to(own, at), w.o

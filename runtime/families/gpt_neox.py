@@ -38,7 +38,7 @@ def config(keys: Keys) -> ModelConfig:
                     norm_eps=1e-5, sizes=SIZES)
     bias = keys.flag("attention_bias", True)
     made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, mlp_bias=True, norm_kind="layer",
-                          side_by_side=keys.flag("use_parallel_residual", True))
+                          parallel_block=keys.flag("use_parallel_residual", True))
     if (stated := keys.integer("head_dim", made.head_dim)) != made.head_dim:
         raise ConfigError(f"config.json: head_dim = {stated} is not supported for gpt_neox models",
                           f"heads of this family add up to hidden_size, {made.head_dim} each")
@@ -51,7 +51,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     matrices = {**{role: (f"attention.{name}", hidden, hidden, config.qkv_bias) for role, name in PARTS.items()},
                 "o": ("attention.dense", hidden, hidden, config.o_bias), "up": ("mlp.dense_h_to_4h", ffn, hidden, True),
                 "down": ("mlp.dense_4h_to_h", hidden, ffn, True)}
-    norms = {"input_norm": "input_layernorm", "mlp_norm" if config.side_by_side else "post_norm": "post_attention_layernorm"}
+    norms = {"input_norm": "input_layernorm", "mlp_norm" if config.parallel_block else "post_norm": "post_attention_layernorm"}
     rules = {role: TensorRule(f"{prefix}{name}.weight", (hidden,)) for role, name in norms.items()}
     rules |= {f"{role}_bias": biased(rules[role]) for role in norms}
     for role, (name, out, width, has_bias) in matrices.items():
@@ -83,5 +83,5 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
 @narrowing
 def block(x: object, at: Layer) -> object:
     """x[T, D] -> x[T, D], with the taps of `llama.block`."""
-    run = cohere.block if at.config.side_by_side else opt.block
+    run = cohere.block if at.config.parallel_block else opt.block
     return run(x, at)

@@ -18,8 +18,8 @@ REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None
 
 def config(keys: Keys) -> ModelConfig:
     base, layers = granite.multiplied(keys, granite.USUAL), keys.integer("num_hidden_layers", high=MAX_LAYERS)
-    own = mixture(keys, 8, 2, base.intermediate_size, True, range(layers), factor=base.residual_multiplier)
-    return replace(base, mixture=own)
+    own = mixture(keys, 8, 2, base.intermediate_size, True, range(layers), routed_scale=base.residual_multiplier)
+    return replace(base, moe=own)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -34,12 +34,13 @@ def config(keys: Keys) -> ModelConfig:
         keys.integer("num_experts", None, low=0), keys.integer("num_experts_per_tok", 2, low=0)  # of none
         own = None
     else:
-        own = mixture(keys, 8, 2, width, True, range(layers), factor=base.residual_multiplier, shared_width=base.intermediate_size)
+        own = mixture(keys, 8, 2, width, True, range(layers), routed_scale=base.residual_multiplier,
+                      shared_expert_dim=base.intermediate_size)
     states = tuple(layer for layer, kind in enumerate(kinds) if kind == MAMBA)
     if states:
         check_shape(keys, base, shape)
     return replace(base, ropes=tuple(base.ropes[layer] if turns == "rope" and layer not in states else None for layer in range(layers)),
-                   mixture=own, state=shape if states else None, state_layers=states)
+                   moe=own, recurrent=shape if states else None, recurrent_layers=states)
 
 
 def mamba_shape(keys: Keys, base: ModelConfig) -> Mamba2Shape:
@@ -74,7 +75,7 @@ def check_shape(keys: Keys, base: ModelConfig, shape: Mamba2Shape) -> None:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    mixed, prefix = config.mixture is not None, f"model.layers.{layer}."
+    mixed, prefix = config.moe is not None, f"model.layers.{layer}."
     if mixed:
         rules = expert_tensors(config, layer, "block_sparse_moe", NAMES)
     else:
@@ -83,14 +84,14 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     for i, role in enumerate(("gate", "up")):
         rules[under + role] = replace(rules[under + role], part_of=(f"{prefix}shared_mlp.input_linear.weight", i * width, 2 * width))
     rules[f"{under}down"] = replace(rules[f"{under}down"], name=f"{prefix}shared_mlp.output_linear.weight")
-    if layer not in config.state_layers:
+    if layer not in config.recurrent_layers:
         return rules
     return {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name} | mamba_tensors(config, f"{prefix}mamba.")
 
 
 def mamba_tensors(config: ModelConfig, prefix: str) -> dict[str, TensorRule]:
     """Tensors of state spaces by role: the first product is stored as one matrix."""
-    own, hidden = config.state, config.hidden_size
+    own, hidden = config.recurrent, config.hidden_size
     heights = {"state_gate": own.values, "state_in": own.channels, "state_rate": own.heads}
     whole, first, rules = sum(heights.values()), 0, {}
     for role, rows in heights.items():

@@ -15,10 +15,11 @@ LIKE = granitemoe
 def config(keys: Keys) -> ModelConfig:
     layers, shared = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.integer("shared_intermediate_size", 0, low=0, high=2**22)
     base = granite.multiplied(keys, granite.USUAL)
-    own = mixture(keys, 8, 2, base.intermediate_size, True, range(layers), factor=base.residual_multiplier, shared_width=shared or None)
-    return replace(base, intermediate_size=shared or base.intermediate_size, mixture=own)
+    own = mixture(keys, 8, 2, base.intermediate_size, True, range(layers), routed_scale=base.residual_multiplier,
+                  shared_expert_dim=shared or None)
+    return replace(base, intermediate_size=shared or base.intermediate_size, moe=own)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    made = granitemoe if config.mixture.shared_width is None else granitemoehybrid
+    made = granitemoe if config.moe.shared_expert_dim is None else granitemoehybrid
     return made.layer_tensors(config, layer)

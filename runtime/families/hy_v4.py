@@ -52,18 +52,18 @@ def config(keys: Keys) -> ModelConfig:
     usual = [layer % EVERY == 1 or not layer for layer in range(layers)]
     chooses = choosing(keys, layers) if keys.holds("indexer_types") else usual
     own, neighbours = corrected(keys, layers, 256, 8, 1, True, 2.827, 768), keys.flag("rope_interleave", True)
-    made = indexed_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, neighbours, chooses, replace(own, apart=True), neighbours)
+    made = indexed_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, neighbours, chooses, replace(own, parallel_to_mlp=True), neighbours)
     if made.o_bias or made.hidden_act != "silu":
         raise ConfigError(f"config.json: attention_bias = {show(made.o_bias)} with hidden_act = {made.hidden_act} is not supported for "
                           "hy_v4 models", "no biases, and silu")
-    return replace(made, gates_apart=True, streams=keys.integer("hc_mult", 4, low=2, high=16), streams_kept=True,
-                   mix_least=keys.number("hc_eps", 1e-6))
+    return replace(made, output_gate=True, residual_streams=keys.integer("hc_mult", 4, low=2, high=16), unmixed_streams=True,
+                   sinkhorn_eps=keys.number("hc_eps", 1e-6))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     rules, prefix = deepseek_v32.layer_tensors(config, layer), f"model.layers.{layer}."
     heads, hidden = config.num_attention_heads, config.hidden_size
-    rules |= {"attn_gate": TensorRule(f"{prefix}self_attn.gate_proj.weight", (heads * config.latent.value, hidden)),
+    rules |= {"attn_gate": TensorRule(f"{prefix}self_attn.gate_proj.weight", (heads * config.mla.value, hidden)),
               "sinks": TensorRule(f"{prefix}self_attn.sinks", (heads,))}
     for role, name in CALLED.items():
         if role in rules:
@@ -75,7 +75,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
     """What makes index queries and keys, with the channels that turn in front -> as in `tensor_views`."""
-    if config.indexed is None or (own := config.indexed.of(layer)) is None:
+    if config.indexer is None or (own := config.indexer.shape_of(layer)) is None:
         return {}
     prefix, turned = f"model.layers.{layer}.self_attn.indexer.", np.roll(np.arange(own.width), own.rope)
     rows = {"index_q": (np.arange(own.heads)[:, None] * own.width + turned).reshape(-1)}
@@ -91,7 +91,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 def block(x: object, at: Layer) -> object:
     """As `llama.block`, of streams x [T, S * D]. Taps see what a branch reads where they see x of other families, but for block_out."""
     ops, w = at.ops, at.w
-    around_attention, around_mlp = w.around
-    own = ops.gathered(x, around_attention)
+    around_attention, around_mlp = w.gated_residuals
+    own = ops.read_streams(x, around_attention)
     x = written(ops, x, attended_to(own, at), w.o, around_attention)
     return second_half(x, at, around_mlp, BOUNDED)

@@ -35,13 +35,13 @@ def config(keys: Keys) -> ModelConfig:
     only = 1 in (keys.integer("num_experts", None), keys.integer("num_local_experts", None))  # which is an MLP
     own = mixture(keys.saying(num_experts_per_tok=1) if only else keys, 16, 2, width, False, mixed)
     own = None if only or not mixed else own
-    made = decoder_config(keys, base, lambda *_: (None,) * layers, mixture=own,
-                          state_layers=tuple(layer for layer in range(layers) if layer not in attending))
+    made = decoder_config(keys, base, lambda *_: (None,) * layers, moe=own,
+                          recurrent_layers=tuple(layer for layer in range(layers) if layer not in attending))
     demand_silu(keys, made.hidden_act, "its state spaces use it too")
     shape = Mamba1Shape(keys.integer("mamba_expand", 2, high=64) * made.hidden_size, keys.integer("mamba_d_state", 16, high=4096),
                         rank(keys, "mamba_dt_rank", made.hidden_size), keys.integer("mamba_d_conv", 4, high=64),
                         keys.flag("mamba_conv_bias", True), normed=True)
-    return replace(made, state=shape if made.state_layers else None)
+    return replace(made, recurrent=shape if made.recurrent_layers else None)
 
 
 def _every(keys: Keys, name: str, period: int, offset: int, layers: int) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ def rank(keys: Keys, name: str, hidden: int) -> int:
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role: those of a state space in the place of attention's where it is one."""
     prefix = f"model.layers.{layer}."
-    if config.mixture is not None and layer in config.mixture.layers:
+    if config.moe is not None and layer in config.moe.layers:
         rules = expert_tensors(config, layer, "feed_forward", NAMES)
         rules["router"] = replace(rules["router"], name=f"{prefix}feed_forward.router.weight")
     else:
@@ -70,7 +70,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
                  for role, rule in llama.layer_tensors(config, layer).items()}
     for role, name in NORMS.items():
         rules[role] = replace(rules[role], name=f"{prefix}{name}.weight")
-    if layer not in config.state_layers:
+    if layer not in config.recurrent_layers:
         return rules
     return {role: rule for role, rule in rules.items() if expert_of(role) is not None or ".self_attn." not in rule.name} | space_tensors(
         config, f"{prefix}mamba.")
@@ -79,7 +79,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 def space_tensors(config: ModelConfig, prefix: str, weighed: bool = True) -> dict[str, TensorRule]:
     """Tensors of a state space by role: the first product is stored as one matrix, and so is what reads the convolution. `weighed`: norms,
     where there are some, have weights."""
-    own, hidden = config.state, config.hidden_size
+    own, hidden = config.recurrent, config.hidden_size
     first, second = (f"{prefix}{name}.weight" for name in ("in_proj", "x_proj"))
     low, keys = own.rank, 2 * own.depth
     rules = {"state_in": TensorRule(f"{prefix}in_x.weight", (own.values, hidden), part_of=(first, 0, 2 * own.values)),

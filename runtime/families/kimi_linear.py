@@ -43,10 +43,11 @@ def config(keys: Keys) -> ModelConfig:
     layers = base.size(keys, "num_hidden_layers")
     shape, states = _linear(keys, layers)
     width, most = keys.integer("moe_intermediate_size", 1024, high=2**22), MOST_EXPERTS
-    own = mixture(named, 256, 8, width, named.flag("norm_topk_prob", True), sparse_behind(keys, layers, 1), sigmoid=True, corrected=True,
-                  factor=keys.number("routed_scaling_factor", 2.446),
-                  shared_width=width * named.integer("n_shared_experts", 1, high=most))
-    made = latent_config(named, base, WIDTHS, None, SILENT, mixture=grouped(named, own, 1, 1), state=shape, state_layers=states)
+    own = mixture(named, 256, 8, width, named.flag("norm_topk_prob", True), sparse_behind(keys, layers, 1), sigmoid=True,
+                  correction_bias=True,
+                  routed_scale=keys.number("routed_scaling_factor", 2.446),
+                  shared_expert_dim=width * named.integer("n_shared_experts", 1, high=most))
+    made = latent_config(named, base, WIDTHS, None, SILENT, moe=grouped(named, own, 1, 1), recurrent=shape, recurrent_layers=states)
     demand_silu(keys, made.hidden_act, "its linear attention uses it too")
     return made
 
@@ -83,14 +84,14 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
             rules[shared] = replace(rules[shared], name=f"{prefix}block_sparse_moe.shared_experts.{role}_proj.weight")
         elif role in rules:
             rules[role] = replace(rules[role], also=(rules[role].name.replace(".mlp.", ".block_sparse_moe."),))
-    if layer not in config.state_layers:
+    if layer not in config.recurrent_layers:
         return latent_tensors(config, layer, rules)
-    return linear_tensors(config, layer, rules, (1, 1, config.state.value_heads, 1))
+    return linear_tensors(config, layer, rules, (1, 1, config.recurrent.value_heads, 1))
 
 
 def linear_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRule], decay: tuple[int, ...]) -> dict[str, TensorRule]:
     """Tensors of one layer by role: those of linear attention in the place of attention's. `decay`: the shape of its decays."""
-    prefix, own, hidden = f"model.layers.{layer}.", config.state, config.hidden_size
+    prefix, own, hidden = f"model.layers.{layer}.", config.recurrent, config.hidden_size
     rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
     for role, (name, *shape) in {
             "state_in": ("qkv_proj.weight", own.channels, hidden), "state_gate": ("g_a_proj.weight", own.value_dim, hidden),

@@ -27,10 +27,10 @@ def config(keys: Keys) -> ModelConfig:
     windows = windows_of(keys, window, [LOCAL if (layer + 1) % EVERY else GLOBAL for layer in range(layers)])
 
     own = mixture(keys, 384, 6, keys.integer("moe_intermediate_size", 512, high=2**22), keys.flag("norm_topk_prob", False), range(layers),
-                  sigmoid=True, corrected=True, of_logits=True, apart=True)
+                  sigmoid=True, correction_bias=True, correction_on_logits=True, parallel_to_mlp=True)
     of_all = keys.saying(intermediate_size=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
     turned = [window is None or own is not None for own in windows]
-    return decoder_config(of_all, base, windows=windows, turned=turned, qk_norm=True, mixture=own)
+    return decoder_config(of_all, base, windows=windows, turned=turned, qk_norm=True, moe=own)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

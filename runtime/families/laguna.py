@@ -44,12 +44,12 @@ def config(keys: Keys) -> ModelConfig:
     if (dense := keys.layers("mlp_only_layers", layers)) and dense != frozenset(range(layers)) - sparse:
         raise ConfigError("config.json: mlp_only_layers disagrees with mlp_layer_types, one dense layer by default",
                           "mlp_layer_types takes precedence: remove the other key")
-    own = mixture(keys, 256, 8, keys.integer("moe_intermediate_size", 512, high=2**22), True, sparse, sigmoid=True, corrected=True,
-                  factor=keys.number("moe_routed_scaling_factor", 1.0),
-                  shared_width=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
-    made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, gates_apart=True,
-                          gates_softplus=True, gates_whole=_gates(keys, layers) == WHOLE, mixture=own)
-    return replace(made, layer_queries=queries_by_layer(keys, made, "num_attention_heads_per_layer"))
+    own = mixture(keys, 256, 8, keys.integer("moe_intermediate_size", 512, high=2**22), True, sparse, sigmoid=True, correction_bias=True,
+                  routed_scale=keys.number("moe_routed_scaling_factor", 1.0),
+                  shared_expert_dim=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
+    made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, output_gate=True,
+                          output_gate_softplus=True, output_gate_per_head=_gates(keys, layers) == WHOLE, moe=own)
+    return replace(made, layer_query_heads=queries_by_layer(keys, made, "num_attention_heads_per_layer"))
 
 
 def _gates(keys: Keys, layers: int) -> str:
@@ -81,7 +81,7 @@ def queries_by_layer(keys: Keys, made: ModelConfig, name: str) -> tuple[int, ...
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role, under the published names before those of transformers."""
     rules, prefix = expert_tensors(config, layer, "mlp", NAMES, "shared_expert"), f"model.layers.{layer}."
-    gates = config.queries_of(layer) * (1 if config.gates_whole else config.head_dim)
+    gates = config.query_heads_of(layer) * (1 if config.output_gate_per_head else config.head_dim)
     rules["attn_gate"] = TensorRule(f"{prefix}self_attn.g_proj.weight", (gates, config.hidden_size))
     if "correction" in rules:
         rules["correction"] = replace(rules["correction"], name=prefix + PUBLISHED, also=(rules["correction"].name,))

@@ -56,14 +56,14 @@ def conv_config(keys: Keys, base: Defaults, attending: bool, **features: object)
         raise ConfigError("config.json: layer_types without attention are not supported", f"at least one layer must be {FULL}")
 
     made = decoder_config(keys, base, turned=[kind == FULL for kind in kinds], qk_norm=True,
-                          state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == CONV), **features)
+                          recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == CONV), **features)
     demand_silu(keys, made.hidden_act)
     for name, ours in WIDTHS.items():
         if keys.integer(name, getattr(made, ours)) != getattr(made, ours):
             raise ConfigError(f"config.json: {name} is {keys.raw[name]} and {ours} {getattr(made, ours)}, which should be the same",
                               "no published model of this family has two widths")
     shape = ConvShape(made.hidden_size, keys.integer("conv_L_cache", 3, high=64))
-    return replace(made, state=shape if CONV in kinds else None,
+    return replace(made, recurrent=shape if CONV in kinds else None,
                    tie_word_embeddings=keys.flag("tie_embedding", made.tie_word_embeddings))
 
 
@@ -76,10 +76,10 @@ def conv_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRule
     """Tensors of one layer by role, under a family's `names`: those of a convolution in the place of attention's where it has that."""
     prefix, hidden = f"model.layers.{layer}.", config.hidden_size
     found = {role: replace(rule, name=_named(rule.name, names)) for role, rule in rules.items()
-             if layer not in config.state_layers or ".self_attn." not in rule.name}
-    if layer in config.state_layers:
+             if layer not in config.recurrent_layers or ".self_attn." not in rule.name}
+    if layer in config.recurrent_layers:
         found |= {"state_in": TensorRule(f"{prefix}conv.in_proj.weight", (3 * hidden, hidden)),
-                  "state_conv": TensorRule(f"{prefix}conv.conv.weight", (hidden, 1, config.state.taps)),
+                  "state_conv": TensorRule(f"{prefix}conv.conv.weight", (hidden, 1, config.recurrent.taps)),
                   "state_out": TensorRule(f"{prefix}conv.out_proj.weight", (hidden, hidden))}
     return found
 

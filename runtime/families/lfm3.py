@@ -42,20 +42,20 @@ def config(keys: Keys) -> ModelConfig:
         return ropes_by_kind(keys, kinds, ROPES, head_dim, positions, THETA, unturned=CONV)
 
     made = decoder_config(keys, base, ropes, windows=tuple(window if kind == LOCAL else None for kind in kinds), qkv_bias=bias, o_bias=bias,
-                          qk_norm=True, gates_apart=keys.flag("use_attention_gate", True),
-                          branches_normed=keys.flag("use_sandwich_norm", True),
-                          state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == CONV))
-    return replace(made, state=ConvShape(made.hidden_size, keys.integer("conv_L_cache", TAPS, high=64)) if CONV in kinds else None)
+                          qk_norm=True, output_gate=keys.flag("use_attention_gate", True),
+                          branch_post_norms=keys.flag("use_sandwich_norm", True),
+                          recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == CONV))
+    return replace(made, recurrent=ConvShape(made.hidden_size, keys.integer("conv_L_cache", TAPS, high=64)) if CONV in kinds else None)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role: those of a convolution in the place of attention's where it has that."""
     prefix, rules = f"model.layers.{layer}.", llama.layer_tensors(config, layer)
-    if config.branches_normed:
+    if config.branch_post_norms:
         rules |= {role: TensorRule(f"{prefix}{name}.weight", (config.hidden_size,))
                   for role, name in (("o_norm", "post_operator_norm"), ("down_norm", "post_ffn_norm"))}
     rules = conv_tensors(config, layer, rules, NAMES)
-    if config.gates_apart and layer not in config.state_layers:
+    if config.output_gate and layer not in config.recurrent_layers:
         rules["attn_gate"] = TensorRule(f"{prefix}self_attn.gate_proj.weight", (config.num_attention_heads, config.hidden_size),
                                         (f"{prefix}self_attn.g_proj.weight",))
     return rules

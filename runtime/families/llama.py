@@ -25,9 +25,9 @@ def config(keys: Keys) -> ModelConfig:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role, `[N, K]` as stored."""
-    hidden, ffn, (kv_heads, head_dim) = config.hidden_size, config.ffn_of(layer), config.heads_of(layer)
-    q, kv = config.queries_of(layer) * head_dim, kv_heads * head_dim
-    queries = 2 * q if config.gated_queries else q
+    hidden, ffn, (kv_heads, head_dim) = config.hidden_size, config.intermediate_size_of(layer), config.kv_heads_of(layer)
+    q, kv = config.query_heads_of(layer) * head_dim, kv_heads * head_dim
+    queries = 2 * q if config.output_gate_in_q else q
     linears = {  # role: name, out, in, has a bias
         "q": ("self_attn.q_proj", queries, hidden, config.qkv_bias), "k": ("self_attn.k_proj", kv, hidden, config.qkv_bias),
         "v": ("self_attn.v_proj", kv, hidden, config.qkv_bias), "o": ("self_attn.o_proj", hidden, q, config.o_bias),
@@ -36,9 +36,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     }
     norms = {"input_norm": ("input_layernorm", hidden), "post_norm": ("post_attention_layernorm", hidden)}
     if config.qk_norm:
-        widths = (q, kv) if config.qk_norm_whole else (head_dim, head_dim)
+        widths = (q, kv) if config.qk_norm_full_width else (head_dim, head_dim)
         norms |= {"q_norm": ("self_attn.q_norm", widths[0]), "k_norm": ("self_attn.k_norm", widths[1])}
-    own = {"q_norm": (config.queries_of(layer), head_dim), "k_norm": (kv_heads, head_dim)} if config.qk_norm_each else {}
+    own = {"q_norm": (config.query_heads_of(layer), head_dim), "k_norm": (kv_heads, head_dim)} if config.qk_norm_per_head else {}
     prefix = f"model.layers.{layer}."
     rules = {role: TensorRule(f"{prefix}{name}.weight", own.get(role, (size,))) for role, (name, size) in norms.items()}
     for role, (name, out, width, biased) in linears.items():
@@ -50,11 +50,11 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     """Embedding, last norm and, unless tied to the embedding, the head; of a model that ranks lists what makes vectors of states."""
-    table, inner = (config.vocab_size, config.hidden_size), config.vector_inner
+    table, inner = (config.vocab_size, config.hidden_size), config.pooled_inner_dim
     rules = {"embed": TensorRule("model.embed_tokens.weight", table), "norm": TensorRule("model.norm.weight", (config.hidden_size,))}
-    if config.ranks_lists:
+    if config.listwise_reranker:
         rules |= {"vector_in": TensorRule("projector.0.weight", (inner, config.hidden_size), plain=True),
-                  "vector": TensorRule("projector.2.weight", (config.vector_width, inner), plain=True)}
+                  "vector": TensorRule("projector.2.weight", (config.pooled_dim, inner), plain=True)}
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 
@@ -69,12 +69,13 @@ def mlp_or_experts(x: object, at: Layer) -> object:
     """What adds to x behind attention. Of experts beside an MLP a tap sees mlp_hidden before `down`, then the visits."""
     ops, w, config = at.ops, at.w, at.config
     at.tap("mlp_in", x)
-    if w.apart is not None:
-        x = ops.mlp_and_experts(x, w.post_norm, w.gate, w.up, w.down, w.router, w.experts, w.apart, config.mixture.routing,
-                                config.hidden_act, at.see("mlp_hidden"), at.see("visits"), w.down_norm, w.correction)
+    if w.parallel_experts is not None:
+        x = ops.mlp_and_experts(x, w.post_norm, w.gate, w.up, w.down, w.router, w.experts, w.parallel_experts, config.moe.routing,
+                                config.hidden_act, at.see("mlp_hidden"), at.see("visits"), w.down_norm, w.correction_bias)
     elif w.experts:
-        x = ops.moe(x, w.post_norm, w.router, w.experts, config.mixture.routing, config.act_of(at.number), at.see("visits"), w.correction,
-                    w.shared)
+        x = ops.moe(x, w.post_norm, w.router, w.experts, config.moe.routing, config.expert_act(at.number), at.see("visits"),
+                    w.correction_bias,
+                    w.shared_expert)
     else:
         see, factor = at.see("mlp_hidden"), config.residual_multiplier
         if w.bundles is not None:
@@ -88,23 +89,23 @@ def attention(x: object, at: Layer) -> object:
     """The first half of a block."""
     ops, w, positions, rope, config, layer = at.ops, at.w, at.positions, at.rope, at.config, at.number
     at.tap("block_in", x)
-    heads, (kv_heads, head_dim) = config.queries_of(layer), config.heads_of(layer)
+    heads, (kv_heads, head_dim) = config.query_heads_of(layer), config.kv_heads_of(layer)
     # [T, H * head_dim], and if they are the layer's own [T, KVH * head_dim] twice
     made = ops.norm_linear(x, w.input_norm, [each for each in (w.q, w.k, w.v, w.attn_gate) if each is not None])
     for each in made if config.clip_qkv is not None else ():
-        ops.clipped(each, config.clip_qkv)
+        ops.clip(each, config.clip_qkv)
     gated = made[0 if w.attn_gate is None else -1]  # of the queries, if they have gates
     q, k, v = (*made[: 3 if w.attn_gate is None else -1], None, None)[:3]
     if k is not None and v is None:
-        v = ops.copied(k)
-    if config.gated_queries:
-        q = ops.part_queries(q, heads, head_dim)
-    if config.slopes:
+        v = ops.copy(k)
+    if config.output_gate_in_q:
+        q = ops.split_query_gates(q, heads, head_dim)
+    if config.alibi_slopes:
         q, k, rope = *placed(q, k, at, kv_heads, head_dim), None
-    if config.narrow:
-        v = ops.widened_heads(v, kv_heads, head_dim, None, 2)
-        if config.factors:
-            ops.scaled(v, config.factor("v"))
+    if config.v_head_dim:
+        v = ops.pad_heads(v, kv_heads, head_dim, None, 2)
+        if config.multipliers:
+            ops.scale_in_place(v, config.multiplier("v"))
     turned = rope if rope is None else rope.queries or rope
     q = ops.rope_heads(q, heads, head_dim, positions, turned, w.q_norm)
     at.tap("q", q)
@@ -118,21 +119,21 @@ def attention(x: object, at: Layer) -> object:
         at.tap("sinks", w.sinks)
     attended = at.kv.attend(q, k, v, w.sinks)  # [T, H * head_dim], or of the last tokens alone
     x = last_of(x, len(attended))
-    if config.narrow:
-        attended = ops.narrowed_heads(attended, heads, config.narrow)
-    if config.gated_queries or config.gates_apart:
-        attended = ops.gate_heads(attended, last_of(gated, len(attended)), heads, head_dim, config.gates_softplus)
+    if config.v_head_dim:
+        attended = ops.unpad_heads(attended, heads, config.v_head_dim)
+    if config.output_gate_in_q or config.output_gate:
+        attended = ops.gate_heads(attended, last_of(gated, len(attended)), heads, head_dim, config.output_gate_softplus)
     if w.attn_sub_norm is not None:
-        attended = ops.normed(attended, w.attn_sub_norm)
+        attended = ops.norm_in_place(attended, w.attn_sub_norm)
     at.tap("attn_out", attended)
     return ops.linear_add(attended, w.o, x, w.o_norm, config.residual_multiplier)
 
 
 def placed(q: object, k: object, at: Layer, kv_heads: int, head_dim: int) -> tuple[object, object]:
     """Queries and keys [T, H * head_dim] that score higher the later a key stands."""
-    of_queries, of_keys = at.w.fronts
-    q = at.ops.widened_heads(q, len(of_queries), head_dim, of_queries, 0)
-    k = at.ops.widened_heads(k, kv_heads, head_dim, of_keys, 1)
+    of_queries, of_keys = at.w.alibi_channels
+    q = at.ops.pad_heads(q, len(of_queries), head_dim, of_queries, 0)
+    k = at.ops.pad_heads(k, kv_heads, head_dim, of_keys, 1)
     return q, at.ops.rope_heads(k, kv_heads, head_dim, at.positions, at.rope, None)
 
 
@@ -141,9 +142,9 @@ def state_layer(x: object, at: Layer) -> object:
     attn_out."""
     ops, w = at.ops, at.w
     at.tap("block_in", x)
-    mixed = at.kv.mix(ops.norm_linear(x, w.input_norm, w.state.products), w.state.own)  # [T, values]
+    mixed = at.kv.mix(ops.norm_linear(x, w.input_norm, w.recurrent.products), w.recurrent.own)  # [T, values]
     at.tap("state_out", mixed)
-    return ops.linear_add(mixed, w.state.out, last_of(x, len(mixed)), w.o_norm, at.config.residual_multiplier)
+    return ops.linear_add(mixed, w.recurrent.out, last_of(x, len(mixed)), w.o_norm, at.config.residual_multiplier)
 
 
 def in_halves(attend: Block, go_on: Block = feed_forward) -> Block:
@@ -154,7 +155,7 @@ def in_halves(attend: Block, go_on: Block = feed_forward) -> Block:
 
     @narrowing
     def block(x: object, at: Layer) -> object:
-        return go_on(attend(x, at) if at.w.state is None else state_layer(x, at), at)
+        return go_on(attend(x, at) if at.w.recurrent is None else state_layer(x, at), at)
 
     return block
 
@@ -164,7 +165,7 @@ def behind_entry_norm(run: Block) -> Block:
 
     @narrowing
     def block(x: object, at: Layer) -> object:
-        return run(x if at.w.entry_norm is None else at.ops.renormed(x, at.w.entry_norm), at)
+        return run(x if at.w.entry_norm is None else at.ops.norm_stream(x, at.w.entry_norm), at)
 
     return block
 

@@ -37,13 +37,14 @@ def config(keys: Keys) -> ModelConfig:
     keys.knows("num_experts_per_tok", "num_local_experts")
     own = None
     if sparse:
-        own = mixture(keys, 16, 1, width, False, sparse, "num_local_experts", sigmoid=True, of_inputs=True, shared_width=width)
+        own = mixture(keys, 16, 1, width, False, sparse, "num_local_experts", sigmoid=True, weights_scale_inputs=True,
+                      shared_expert_dim=width)
     dense = keys.integer("intermediate_size_mlp", 16_384, high=2**22)
     keys.kinds("layer_types", layers, KINDS)
 
     most, said = _most_tokens(keys)
-    made = decoder_config(keys, base, turned=turned, qkv_bias=bias, o_bias=bias, mixture=own, qk_norm_unit=keys.flag("use_qk_norm", True),
-                          most_tokens=most, layer_ffn=() if len(sparse) == layers else tuple(
+    made = decoder_config(keys, base, turned=turned, qkv_bias=bias, o_bias=bias, moe=own, qk_norm_unweighted=keys.flag("use_qk_norm", True),
+                          max_supported_tokens=most, layer_intermediate_sizes=() if len(sparse) == layers else tuple(
                               width if layer in sparse else dense for layer in range(layers)))
     if most is None or most >= made.max_position_embeddings:
         return made
@@ -76,7 +77,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     prefix = f"model.layers.{layer}."
     rules = {role: TensorRule(rule.name.replace(".mlp.", ".feed_forward."), rule.shape)
              for role, rule in llama.layer_tensors(config, layer).items()}
-    if config.mixture is None or layer not in config.mixture.layers:
+    if config.moe is None or layer not in config.moe.layers:
         return rules
     found = mixture_tensors(config, f"{prefix}feed_forward.", NAMES, "shared_expert")
     found["router"] = TensorRule(f"{prefix}feed_forward.router.weight", found["router"].shape)

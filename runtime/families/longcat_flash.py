@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys
 from ..layer import Layer, last_of, narrowing
-from ..moe_config import Mixture
+from ..moe_config import MoEConfig
 from . import TensorRule, llama
 from .deepseek_v3 import attention, latent_config, latent_tensors, refuse_other_code
 from .mixtral import MOST_EXPERTS, mixture_tensors
@@ -36,26 +36,26 @@ def config(keys: Keys) -> ModelConfig:
                        high=MOST["intermediate_size"])
     of_all = keys.saying(num_hidden_layers=2 * pairs, intermediate_size=ffn)
     base = Defaults(max_position_embeddings=131_072, sizes=SIZES, bos=1, eos=(2,), norm_eps=1e-5, theta=1e7)
-    made = latent_config(of_all, base, WIDTHS, QUERY_RANK, True, mixture=_mixture(keys, pairs), streams=STREAMS)
-    own, hidden = made.latent, made.hidden_size
+    made = latent_config(of_all, base, WIDTHS, QUERY_RANK, True, moe=_mixture(keys, pairs), residual_streams=STREAMS)
+    own, hidden = made.mla, made.hidden_size
     if (stated := keys.integer("qk_head_dim", own.query)) != own.query:
         raise ConfigError(f"config.json: qk_head_dim = {stated} is not supported for longcat_flash models",
                           f"it is the sum of qk_nope_head_dim and qk_rope_head_dim, {own.query}")
     if own.query_rank is None:
         raise ConfigError("config.json: q_lora_rank = null is not supported for longcat_flash models",
                           "this family projects queries from a latent")
-    return replace(made, factors=(("q_a_norm", (hidden / own.query_rank) ** 0.5), ("kv_a_norm", (hidden / own.rank) ** 0.5)))
+    return replace(made, multipliers=(("q_a_norm", (hidden / own.query_rank) ** 0.5), ("kv_a_norm", (hidden / own.rank) ** 0.5)))
 
 
-def _mixture(keys: Keys, pairs: int) -> Mixture:
+def _mixture(keys: Keys, pairs: int) -> MoEConfig:
     """The experts of every second layer, the first of a pair. Raises ConfigError."""
     experts, handed = (keys.integer("n_routed_experts", 512, high=MOST_EXPERTS), keys.integer("zero_expert_num", 256, low=0,
                                                                                               high=MOST_EXPERTS))
     top = keys.integer("moe_topk", 12, high=MOST_EXPERTS)
     if top > experts + handed:
         raise ConfigError(f"config.json: moe_topk {top} is more than the {experts + handed} experts there are")
-    return Mixture(experts, top, keys.integer("expert_ffn_hidden_size", 2048, high=2**22), False, frozenset(range(0, 2 * pairs, 2)),
-                   factor=keys.number("routed_scaling_factor", 6.0), corrected=True, apart=True, handed=handed)
+    return MoEConfig(experts, top, keys.integer("expert_ffn_hidden_size", 2048, high=2**22), False, frozenset(range(0, 2 * pairs, 2)),
+                   routed_scale=keys.number("routed_scaling_factor", 6.0), correction_bias=True, parallel_to_mlp=True, zero_experts=handed)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -68,12 +68,12 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         name = rule.name.removeprefix(before)
         part = next(part for part in parts if name.startswith(part))
         rules[role] = replace(rule, name=within + parts[part] + name.removeprefix(part))
-    if layer not in config.mixture.layers:
+    if layer not in config.moe.layers:
         return rules
-    own = config.mixture
-    found, chosen = mixture_tensors(config, f"{within}mlp.", NAMES), own.experts + own.handed
+    own = config.moe
+    found, chosen = mixture_tensors(config, f"{within}mlp.", NAMES), own.num_experts + own.zero_experts
     router = {"router": ("classifier.weight", (chosen, config.hidden_size)),
-              **({"correction": ("e_score_correction_bias", (chosen,))} if own.corrected else {})}
+              **({"correction": ("e_score_correction_bias", (chosen,))} if own.correction_bias else {})}
     return rules | found | {role: TensorRule(f"{within}mlp.router.{name}", shape) for role, (name, shape) in router.items()}
 
 
@@ -85,12 +85,12 @@ def block(x: object, at: Layer) -> object:
     x = last_of(x, len(own))
     at.tap("mlp_in", own)
     if w.experts:
-        sum_of_experts = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, config.hidden_act,
-                                           at.see("visits"), w.correction)
+        sum_of_experts = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.parallel_experts, config.moe.routing, config.hidden_act,
+                                           at.see("visits"), w.correction_bias)
         x = ops.put_stream(x, sum_of_experts, 1)
     own = ops.gated_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.see("mlp_hidden"))
     if not w.experts:
-        own = ops.added(own, ops.second_stream(x, STREAMS), 1.0)
+        own = ops.add_scaled(own, ops.second_stream(x, STREAMS), 1.0)
     x = ops.put_stream(x, own, 0)
     at.tap("block_out", x)
     return x

@@ -40,10 +40,10 @@ def spaces_config(keys: Keys, norm_eps: float | None) -> ModelConfig:
     shape = Mamba1Shape(width, keys.integer("state_size", 16, high=4096),
                         rank(keys, "time_step_rank", hidden), keys.integer("conv_kernel", 4, high=64), keys.flag("use_conv_bias", True),
                         norm_eps is not None)
-    made = decoder_config(keys.saying(**ABSENT), base, lambda *_: (None,) * layers, state=shape, state_layers=tuple(range(layers)),
-                          without_mlp=tuple(range(layers)))
+    made = decoder_config(keys.saying(**ABSENT), base, lambda *_: (None,) * layers, recurrent=shape, recurrent_layers=tuple(range(layers)),
+                          layers_without_mlp=tuple(range(layers)))
     demand_silu(keys, made.hidden_act)
-    return replace(made, state_norm_eps=norm_eps)
+    return replace(made, recurrent_norm_eps=norm_eps)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -28,8 +28,8 @@ def config(keys: Keys) -> ModelConfig:
     if shape.heads % shape.groups:
         raise ConfigError(f"config.json: num_heads {shape.heads} is not a multiple of n_groups {shape.groups}")
     check_steps(keys)
-    made = decoder_config(keys.saying(**ABSENT), base, lambda *_: (None,) * layers, state=shape, state_layers=tuple(range(layers)),
-                          without_mlp=tuple(range(layers)))
+    made = decoder_config(keys.saying(**ABSENT), base, lambda *_: (None,) * layers, recurrent=shape, recurrent_layers=tuple(range(layers)),
+                          layers_without_mlp=tuple(range(layers)))
     demand_silu(keys, made.hidden_act)
     return made
 

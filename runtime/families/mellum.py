@@ -30,4 +30,4 @@ def config(keys: Keys) -> ModelConfig:
         theta = keys.number("rope_theta", None, above=1.0)
         return ropes_by_window(keys, head_dim, positions, THETAS if theta is None else (theta, theta), windows)
 
-    return decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, mixture=own)
+    return decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, moe=own)

@@ -59,16 +59,16 @@ def config(keys: Keys) -> ModelConfig:
     named = keys if sparse is None or keys.holds("mlp_layer_types") else keys.saying(
         mlp_layer_types=[SPARSE if each else DENSE for each in sparse])
     own = mixture(keys, 256, 8, keys.integer("moe_intermediate_size", 2048, high=2**22), keys.flag("norm_topk_prob", True),
-                  sparse_layers(named, layers), "n_routed_experts", sigmoid=True, corrected=True,
-                  factor=keys.number("routed_scaling_factor", 1.0))
+                  sparse_layers(named, layers), "n_routed_experts", sigmoid=True, correction_bias=True,
+                  routed_scale=keys.number("routed_scaling_factor", 1.0))
     of_all = keys.saying(rms_norm_eps=keys.number("rms_norm_eps", keys.number("layernorm_epsilon", EPS)))
     made = decoder_config(of_all, base, ropes, windows=windows, qkv_bias=keys.flag("attention_bias", False),
-                          mixture=grouped(keys, own, 1, 1))
+                          moe=grouped(keys, own, 1, 1))
     value, scale = keys.integer("v_head_dim", 128, high=1024), keys.number("attention_value_scale", SCALE)
     if value > made.head_dim or value % 2:
         raise ConfigError(f"config.json: v_head_dim {show(value)} is not supported with a head_dim of {made.head_dim}",
                           "values of this family are no wider than keys")
-    return replace(made, value_dim=value, factors=(("v", scale),) if scale != 1.0 else (), layer_heads=tuple(
+    return replace(made, v_head_dim=value, multipliers=(("v", scale),) if scale != 1.0 else (), layer_kv_heads=tuple(
         (2 * kv if kind == LOCAL else kv, made.head_dim) for kind in kinds))
 
 
@@ -87,8 +87,9 @@ def _sections(keys: Keys) -> dict[str, dict[str, object]]:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
-    rules, prefix, (kv_heads, _) = expert_tensors(config, layer, "mlp", NAMES), f"model.layers.{layer}.self_attn.", config.heads_of(layer)
-    value = config.narrow
+    rules, prefix, (kv_heads, _) = expert_tensors(config, layer, "mlp",
+                                                  NAMES), f"model.layers.{layer}.self_attn.", config.kv_heads_of(layer)
+    value = config.v_head_dim
     rules["v"] = replace(rules["v"], shape=(kv_heads * value, config.hidden_size))
     rules["o"] = replace(rules["o"], shape=(config.hidden_size, config.num_attention_heads * value))
     if "v_bias" in rules:

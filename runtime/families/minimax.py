@@ -57,10 +57,10 @@ def config(keys: Keys) -> ModelConfig:
     kept = {KEPT[FULL]: shares["full"][0], KEPT[LINEAR]: shares["linear"][0], KEPT_MLP: shares["mlp"][0]}
     heads = base.size(keys, "num_attention_heads")
     head_dim = keys.integer("head_dim", base.size(keys, "hidden_size") // heads, high=1024)
-    own = mixture(keys, 8, 2, base.size(keys, "intermediate_size"), True, range(layers), factor=added["mlp"])
-    made = decoder_config(keys, base, ropes, mixture=own, state=LightningShape(heads, head_dim), state_norm_eps=STATE_EPS,
-                          state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
-                          factors=tuple({**kept, "o": added["full"], "state_out": added["linear"]}.items()))
+    own = mixture(keys, 8, 2, base.size(keys, "intermediate_size"), True, range(layers), routed_scale=added["mlp"])
+    made = decoder_config(keys, base, ropes, moe=own, recurrent=LightningShape(heads, head_dim), recurrent_norm_eps=STATE_EPS,
+                          recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+                          multipliers=tuple({**kept, "o": added["full"], "state_out": added["linear"]}.items()))
     demand_silu(keys, made.hidden_act, "its linear attention uses it too")
     return made
 
@@ -86,9 +86,9 @@ def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role: norms of the stream itself, before either branch."""
-    rules, own, prefix = expert_tensors(config, layer, "block_sparse_moe", NAMES), config.state, f"model.layers.{layer}."
+    rules, own, prefix = expert_tensors(config, layer, "block_sparse_moe", NAMES), config.recurrent, f"model.layers.{layer}."
     rules["entry_norm"], rules["middle_norm"] = rules.pop("input_norm"), rules.pop("post_norm")
-    if layer not in config.state_layers:
+    if layer not in config.recurrent_layers:
         return rules
     hidden = config.hidden_size
     rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
@@ -101,9 +101,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
     """The name of what goes into a layer's state and reads it -> that of what it is stored as, and its rows there: heads have queries, keys
     and values one by one."""
-    if layer not in config.state_layers:
+    if layer not in config.recurrent_layers:
         return {}
-    heads, depth, prefix = config.state.heads, config.state.head_dim, f"model.layers.{layer}."
+    heads, depth, prefix = config.recurrent.heads, config.recurrent.head_dim, f"model.layers.{layer}."
     rows = np.arange(heads * 3 * depth).reshape(heads, 3, depth)
     return {prefix + OWN: (prefix + JOINT, np.concatenate([rows[:, part].reshape(-1) for part in (2, 1, 0)]))}
 
@@ -112,12 +112,12 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
 def block(x: object, at: Layer) -> object:
     """x[T, D] -> x[T, D], with the taps of `llama.block`, of which block_in and mlp_in see what is normed already."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
-    x = ops.renormed(x, w.entry_norm)
+    x = ops.norm_stream(x, w.entry_norm)
     at.tap("block_in", x)
-    if w.state is not None:
-        mixed = kv.mix(ops.norm_linear(x, w.input_norm, w.state.products), w.state.own)
+    if w.recurrent is not None:
+        mixed = kv.mix(ops.norm_linear(x, w.input_norm, w.recurrent.products), w.recurrent.own)
         at.tap("state_out", mixed)
-        x = ops.linear_add(mixed, w.state.out, last_of(x, len(mixed)), None, config.factor("state_out"))
+        x = ops.linear_add(mixed, w.recurrent.out, last_of(x, len(mixed)), None, config.multiplier("state_out"))
     else:
         q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
         q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
@@ -125,15 +125,15 @@ def block(x: object, at: Layer) -> object:
         at.tap_heads(q, k, v)
         attended = kv.attend(q, k, v)
         at.tap("attn_out", attended)
-        x = ops.linear_add(attended, w.o, last_of(x, len(attended)), None, config.factor("o"))
-    x = _kept(ops, x, config.factor(KEPT[FULL if w.state is None else LINEAR]))
-    x = ops.renormed(x, w.middle_norm)
+        x = ops.linear_add(attended, w.o, last_of(x, len(attended)), None, config.multiplier("o"))
+    x = _kept(ops, x, config.multiplier(KEPT[FULL if w.recurrent is None else LINEAR]))
+    x = ops.norm_stream(x, w.middle_norm)
     at.tap("mlp_in", x)
-    x = ops.moe(x, w.post_norm, w.router, w.experts, config.mixture.routing, config.hidden_act, at.see("visits"))
-    x = _kept(ops, x, config.factor(KEPT_MLP))
+    x = ops.moe(x, w.post_norm, w.router, w.experts, config.moe.routing, config.hidden_act, at.see("visits"))
+    x = _kept(ops, x, config.multiplier(KEPT_MLP))
     at.tap("block_out", x)
     return x
 
 
 def _kept(ops: BlockOps, x: object, factor: float) -> object:
-    return x if factor == 1.0 else ops.scaled(x, factor)
+    return x if factor == 1.0 else ops.scale_in_place(x, factor)

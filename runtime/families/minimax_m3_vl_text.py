@@ -10,7 +10,7 @@ from ...kernels.layout import PAGE, SWISH_LIMIT, SWISH_SLOPE
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
-from ..indexer_config import Indexed
+from ..indexer_config import IndexerConfig
 from ..layer import Layer, last_of, narrowing
 from ..weights.index_weights import choose
 from . import TensorRule, llama, mixtral, qwen3_moe
@@ -50,13 +50,13 @@ def config(keys: Keys) -> ModelConfig:
         return (made,) * layers
 
     width, shared = base.size(keys, "intermediate_size"), keys.integer("shared_intermediate_size", 3072, high=2**22)
-    own = mixture(keys, 128, 4, width, True, _sparse(keys, layers), "num_local_experts", sigmoid=True, corrected=True,
-                  factor=keys.number("routed_scaling_factor", 2.0), shared_width=shared)
+    own = mixture(keys, 128, 4, width, True, _sparse(keys, layers), "num_local_experts", sigmoid=True, correction_bias=True,
+                  routed_scale=keys.number("routed_scaling_factor", 2.0), shared_expert_dim=shared)
     dense = keys.saying(intermediate_size=keys.integer("dense_intermediate_size", 12_288, high=2**22))
-    made = decoder_config(dense, base, ropes, qk_norm=True, norm_kind="rms+1", mixture=own)
+    made = decoder_config(dense, base, ropes, qk_norm=True, norm_kind="rms+1", moe=own)
     if made.hidden_act != "silu":
         raise keys.fail("hidden_act", "swigluoai or silu, which mean the clamped SwiGLU of this family")
-    return replace(made, hidden_act="clamped_swish", indexed=_indexed(keys, section, made))
+    return replace(made, hidden_act="clamped_swish", indexer=_indexed(keys, section, made))
 
 
 def _sparse(keys: Keys, layers: int) -> list[int]:
@@ -66,7 +66,7 @@ def _sparse(keys: Keys, layers: int) -> list[int]:
     return [layer for layer, own in enumerate(has) if own]
 
 
-def _indexed(keys: Keys, section: Keys, made: ModelConfig) -> Indexed | None:
+def _indexed(keys: Keys, section: Keys, made: ModelConfig) -> IndexerConfig | None:
     """What chooses, from keys in a section or beside it, of which those inside win."""
     usual = {"index_n_heads": 4, "index_head_dim": 128, "index_block_size": PAGE, "index_topk_blocks": 16, "index_local_blocks": 1}
     found = {name: section.integer(inside, keys.integer(name, usual[name], low=0, high=2**20), low=0, high=2**20)
@@ -89,14 +89,14 @@ def _indexed(keys: Keys, section: Keys, made: ModelConfig) -> Indexed | None:
                           f"and index_local_blocks {near} are not supported together",
                           f"as many heads as num_key_value_heads, at least as wide as the rotated part, blocks that divide {PAGE}")
     shape = IndexShape(heads, width, rope, most, block, True, near)
-    return Indexed(shape, tuple(layer if own else None for layer, own in enumerate(chooses)), False, ("rms+1", made.norm_eps))
+    return IndexerConfig(shape, tuple(layer if own else None for layer, own in enumerate(chooses)), False, ("rms+1", made.norm_eps))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role, under the published names, and those of transformers."""
     prefix, hidden = f"model.layers.{layer}.", config.hidden_size
     rules = llama.layer_tensors(config, layer)
-    if layer in config.mixture.layers:
+    if layer in config.moe.layers:
         for role in NAMES:
             del rules[role]
         rules |= _experts(config, prefix)
@@ -104,7 +104,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         both = (f"{prefix}mlp.gate_up_proj.weight", 2 * config.intermediate_size)
         rules |= {role: replace(rules[role], part_of=(both[0], place * config.intermediate_size, both[1]))
                   for place, role in enumerate(("gate", "up"))}
-    own = None if config.indexed is None else config.indexed.of(layer)
+    own = None if config.indexer is None else config.indexer.shape_of(layer)
     if own is not None:
         for role, size in (("q", own.heads * own.width), ("k", own.width)):
             for kind, shape in (("proj", (size, hidden)), ("norm", (own.width,))):
@@ -117,7 +117,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 def _experts(config: ModelConfig, prefix: str) -> dict[str, TensorRule]:
     """Router and experts, and the one that every token visits, whose gate and up transformers joins."""
     published = mixture_tensors(config, f"{prefix}{MOE}.", mixtral.NAMES, correction="e_score_correction_bias")
-    usual, width = mixture_tensors(config, f"{prefix}{MLP}.", NAMES), config.mixture.shared_width
+    usual, width = mixture_tensors(config, f"{prefix}{MLP}.", NAMES), config.moe.shared_expert_dim
     found = {}
     for role, rule in published.items():
         name = usual[role].name if role.startswith("shared.") else rule.name
@@ -137,12 +137,12 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 def block(x: object, at: Layer) -> object:
     """As `llama.block`."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
-    if w.index is None:
+    if w.indexer is None:
         return llama.block(x, at)
     at.tap("block_in", x)
-    heads, (kv_heads, head_dim) = config.num_attention_heads, config.heads_of(at.number)
-    q, k, v, *index = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v, w.index.q, w.index.k])
-    choose(ops, w.index, *index, None, kv, positions, rope, config.indexed.shape)
+    heads, (kv_heads, head_dim) = config.num_attention_heads, config.kv_heads_of(at.number)
+    q, k, v, *index = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v, w.indexer.q, w.indexer.k])
+    choose(ops, w.indexer, *index, None, kv, positions, rope, config.indexer.shape)
     q = ops.rope_heads(q, heads, head_dim, positions, rope, w.q_norm)
     k = ops.rope_heads(k, kv_heads, head_dim, positions, rope, w.k_norm)
     at.tap_heads(q, k, v)

@@ -28,8 +28,8 @@ def config(keys: Keys) -> ModelConfig:
     section = dict(keys.section("rope_scaling") or keys.section("rope_parameters") or YARN)
     share = section.pop(SHARE, None)
     stated = keys.saying(rope_scaling=None, rope_parameters=section)
-    made = latent_config(stated, base, WIDTHS, 1024, keys.flag("rope_interleave", True), mixture=own)
-    part = made.latent.rope / (made.latent.rope + made.latent.nope)
+    made = latent_config(stated, base, WIDTHS, 1024, keys.flag("rope_interleave", True), moe=own)
+    part = made.mla.rope / (made.mla.rope + made.mla.nope)
     if share not in (None, part):
         name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
         raise ConfigError(f"config.json: {name}.{SHARE} = {show(share)} is not supported",

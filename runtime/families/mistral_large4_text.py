@@ -13,7 +13,7 @@ from dataclasses import replace
 from ...kernels.indexer_shape import IndexShape
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
-from ..indexer_config import Indexed, sources_of
+from ..indexer_config import IndexerConfig, sources_of
 from ..layer import Layer, last_of
 from ..rope import LOG_POSITIONS
 from ..weights.index_weights import choose
@@ -42,9 +42,9 @@ def config(keys: Keys) -> ModelConfig:
     keys.kinds("layer_types", layers, (INDEXED,))
     stated = keys if keys.section("rope_scaling") or keys.section("rope_parameters") else keys.saying(rope_parameters=YARN)
     mixture = sparse(keys, layers, shared_mixture(keys, layers, 128, 4, 1, True, 6144, 1))
-    made = latent_config(stated, base, WIDTHS, None, True, mixture=mixture, queries_grow=True, frequencies_learned=True,
+    made = latent_config(stated, base, WIDTHS, None, True, moe=mixture, query_position_scaling=True, learned_rope_alpha=True,
                          final_logit_softcapping=keys.number("final_logit_softcapping", 30.0))
-    turned, own = rotated_layers(keys.saying(num_hidden_layers=layers)), made.latent
+    turned, own = rotated_layers(keys.saying(num_hidden_layers=layers)), made.mla
     for key, value, stated in (("attention_bias", made.o_bias, made.o_bias), ("q_lora_rank", own.query_rank is not None, own.query_rank)):
         if value:
             raise ConfigError(f"config.json: {key} = {show(stated)} is not supported for mistral_large4_text models",
@@ -57,9 +57,9 @@ def config(keys: Keys) -> ModelConfig:
     still = replace(own, nope=own.query, rope=0)
     latents = tuple(own if each else still for each in turned)
     ropes = tuple(rope if each else None for rope, each in zip(made.ropes, turned, strict=True))
-    return replace(made, latent_eps=made.norm_eps, ropes=ropes,
-                   layer_latents=latents, layer_heads=tuple((1, each.key) for each in latents), kv_sources=_sources(keys, turned),
-                   indexed=Indexed(index, sources_of(choosing(keys, layers)), True, ("layer", EPS)))
+    return replace(made, mla_norm_eps=made.norm_eps, ropes=ropes,
+                   layer_mla=latents, layer_kv_heads=tuple((1, each.key) for each in latents), kv_sources=_sources(keys, turned),
+                   indexer=IndexerConfig(index, sources_of(choosing(keys, layers)), True, ("layer", EPS)))
 
 
 def _sources(keys: Keys, turned: Sequence[bool]) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     rules |= {"grow_scale": TensorRule(f"{prefix}softmax_scaling.scale", (heads,)),
               "grow_offset": TensorRule(f"{prefix}softmax_scaling.bias", (heads,))}
     if "index_q" in rules:
-        own, prefix = config.indexed.shape, f"{prefix}indexer."
+        own, prefix = config.indexer.shape, f"{prefix}indexer."
         rules |= {"index_q": replace(rules["index_q"], shape=(own.heads * own.width, hidden)),
                   "index_entered": TensorRule(f"{prefix}q_input_norm.weight", (hidden,)),
                   "index_entered_bias": TensorRule(f"{prefix}q_input_norm.bias", (hidden,)),
@@ -92,27 +92,27 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    return llama.outer_tensors(config) | {"rope_alpha": TensorRule("model.rotary_emb.alpha", (config.latent.rope // 2,))}
+    return llama.outer_tensors(config) | {"rope_alpha": TensorRule("model.rotary_emb.alpha", (config.mla.rope // 2,))}
 
 
 def attention(x: object, at: Layer) -> object:
     """As `deepseek_v3.attention`; a layer without latents of its own attends to those that an earlier one has cached."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     at.tap("block_in", x)
-    own, shape, heads = w.latent, config.latent_of(at.number), config.num_attention_heads
+    own, shape, heads = w.mla, config.mla_of(at.number), config.num_attention_heads
     y, norm, beside = x, w.input_norm, ()
-    if w.index is not None:  # whose queries read the row once it is normed
-        y, norm, beside = ops.normed_apart(x, w.input_norm), None, (w.index.k, w.index.weights)
+    if w.indexer is not None:  # whose queries read the row once it is normed
+        y, norm, beside = ops.norm(x, w.input_norm), None, (w.indexer.k, w.indexer.weights)
     latents = () if own.kv_down is None else (own.kv_down,)
     q, *made = ops.norm_linear(y, norm, [own.q, *latents, *beside])  # [T, H * (nope + rope)], [T, rank + rope]
     k = ops.rope_heads(ops.latent_keys(made.pop(0), shape, own.kv_norm), 1, shape.key, positions, rope, None) if latents else None
-    q = ops.grown_heads(q, heads, shape.query, positions, LOG_POSITIONS, w.grows)
+    q = ops.scale_queries(q, heads, shape.query, positions, LOG_POSITIONS, w.query_scaling)
     q = ops.rope_heads(ops.latent_queries(q, heads, shape, own.expand), heads, shape.key, positions, rope, None)
-    if w.index is not None:  # where the layer's own queries were made
-        (chosen_by,) = ops.norm_linear(y, w.index.entered, [w.index.q])
-        chosen_by = ops.grown_heads(chosen_by, config.indexed.shape.heads, config.indexed.shape.width, positions, LOG_POSITIONS,
-                                    w.index.grows)
-        choose(ops, w.index, chosen_by, *made, kv, positions, rope, config.indexed.shape)
+    if w.indexer is not None:  # where the layer's own queries were made
+        (chosen_by,) = ops.norm_linear(y, w.indexer.input_norm, [w.indexer.q])
+        chosen_by = ops.scale_queries(chosen_by, config.indexer.shape.heads, config.indexer.shape.width, positions, LOG_POSITIONS,
+                                      w.indexer.query_scaling)
+        choose(ops, w.indexer, chosen_by, *made, kv, positions, rope, config.indexer.shape)
     at.tap("q", q)
     if k is not None:
         at.tap("k", k)

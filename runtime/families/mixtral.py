@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from ..moe_config import Mixture
+from ..moe_config import MoEConfig
 from . import TensorRule, expert_role, llama
 
 KEYS_HARMLESS = frozenset({"router_jitter_noise"})  # of training
@@ -20,13 +20,13 @@ def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
     own = mixture(keys, 8, 2, keys.integer("intermediate_size", high=2**22), True, range(layers))
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,), norm_eps=1e-5, theta=1e6)
-    return decoder_config(keys, base, windows=(keys.integer("sliding_window", None),) * layers, mixture=own)
+    return decoder_config(keys, base, windows=(keys.integer("sliding_window", None),) * layers, moe=own)
 
 
 def mixture(keys: Keys, experts: int, per_token: int, width: int, renormalise: bool, layers: Iterable[int], name: str = "num_experts",
-            **features: object) -> Mixture:
+            **features: object) -> MoEConfig:
     """The experts that a config states under either of the two names of their number, of which `name` is the family's; `experts` and
-    `per_token` are the defaults, `features` other fields of a Mixture."""
+    `per_token` are the defaults, `features` other fields of a MoEConfig."""
     local = keys.integer("num_local_experts", None, high=MOST_EXPERTS)
     experts = keys.integer(name, local or experts, high=MOST_EXPERTS)
     if local not in (None, experts):
@@ -34,7 +34,7 @@ def mixture(keys: Keys, experts: int, per_token: int, width: int, renormalise: b
     per_token = keys.integer("num_experts_per_tok", per_token, high=MOST_EXPERTS)
     if per_token > experts:
         raise ConfigError(f"config.json: num_experts_per_tok {per_token} is more than the {experts} experts there are")
-    return Mixture(experts, per_token, width, renormalise, frozenset(layers), **features)
+    return MoEConfig(experts, per_token, width, renormalise, frozenset(layers), **features)
 
 
 def bounds_by_layer(keys: Keys, names: tuple[str, str], sparse: frozenset[int], layers: int,
@@ -66,7 +66,7 @@ def expert_tensors(config: ModelConfig, layer: int, place: str, names: Mapping[s
     """A layer's tensors with router and experts at `place` where the layer has them. `names`: an expert's gate, up and down there;
     `shared`: what the one that all tokens visit is called."""
     rules = llama.layer_tensors(config, layer)
-    if layer not in config.mixture.layers:
+    if layer not in config.moe.layers:
         return rules
     for role in names:
         del rules[role]
@@ -76,19 +76,19 @@ def expert_tensors(config: ModelConfig, layer: int, place: str, names: Mapping[s
 def mixture_tensors(config: ModelConfig, prefix: str, names: Mapping[str, str], shared: str = "shared_experts",
                     correction: str = "gate.e_score_correction_bias") -> dict[str, TensorRule]:
     """Router and experts alone, which have the matrices that have `names`."""
-    own, hidden = config.mixture, config.hidden_size
+    own, hidden = config.moe, config.hidden_size
 
     def matrices(width: int, read: int = hidden) -> dict[str, tuple[int, int]]:
         return {role: (read, width) if role == "down" else (width, read) for role in names}
 
-    rules = {"router": TensorRule(f"{prefix}gate.weight", (own.experts, hidden))}
-    if own.corrected:
-        rules["correction"] = TensorRule(prefix + correction, (own.experts,))
-    for role, shape in matrices(own.shared_width).items() if own.shared_width else ():
+    rules = {"router": TensorRule(f"{prefix}gate.weight", (own.num_experts, hidden))}
+    if own.correction_bias:
+        rules["correction"] = TensorRule(prefix + correction, (own.num_experts,))
+    for role, shape in matrices(own.shared_expert_dim).items() if own.shared_expert_dim else ():
         rules[f"shared.{role}"] = TensorRule(f"{prefix}{shared}.{names[role]}.weight", shape)
-    if own.shared_scaled:
+    if own.shared_expert_gate:
         rules["shared.scale"] = TensorRule(f"{prefix}{shared}_gate.weight", (1, hidden))
-    for expert in range(own.experts):
-        for role, shape in matrices(own.width, own.latent or hidden).items():
+    for expert in range(own.num_experts):
+        for role, shape in matrices(own.expert_dim, own.latent_dim or hidden).items():
             rules[expert_role(expert, role)] = TensorRule(f"{prefix}experts.{expert}.{names[role]}.weight", shape)
     return rules

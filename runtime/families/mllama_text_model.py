@@ -35,12 +35,12 @@ def config(keys: Keys) -> ModelConfig:
     if len(found) == layers:
         raise ConfigError("config.json: cross_attention_layers names every layer", "at least one layer must have attention to the text")
     # Whatever is said, the head is one of its own.
-    return replace(made, cross_layers=tuple(sorted(found)), tie_word_embeddings=False, words_beside=WORDS_BESIDE)
+    return replace(made, cross_attention_layers=tuple(sorted(found)), tie_word_embeddings=False, extra_embeddings=WORDS_BESIDE)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     rules = llama.layer_tensors(config, layer)
-    if layer not in config.cross_layers:
+    if layer not in config.cross_attention_layers:
         return rules
     prefix = f"model.layers.{layer}."
     for role in ("q", "k", "v", "o"):
@@ -53,7 +53,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     """Embedding, which has rows for words that are never written, last norm and head."""
     rules = llama.outer_tensors(config)
-    embed = TensorRule(rules["embed"].name, (config.vocab_size + config.words_beside, config.hidden_size))
+    embed = TensorRule(rules["embed"].name, (config.vocab_size + config.extra_embeddings, config.hidden_size))
     return rules | {"embed": embed}
 
 
@@ -61,7 +61,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 def block(x: object, at: Layer) -> object:
     """`llama.block`; of a layer that attends to pictures a tap sees what goes into its matrices but k and v, of tokens that see some."""
     ops, w, kv, config = at.ops, at.w, at.kv, at.config
-    if w.shares is None:
+    if w.cross_attention_gates is None:
         return llama.block(x, at)
     for look in kv.looks:
         with kv.within(look, w):
@@ -71,8 +71,8 @@ def block(x: object, at: Layer) -> object:
             q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, at.positions, None, w.q_norm)
             attended = kv.attend(q, look.pictures)
             at.tap("attn_out", attended)
-            own = ops.linear_add(attended, w.o, own, None, w.shares[0])
+            own = ops.linear_add(attended, w.o, own, None, w.cross_attention_gates[0])
             at.tap("mlp_in", own)
-            ops.gated_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.see("mlp_hidden"), None, w.shares[1])
+            ops.gated_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.see("mlp_hidden"), None, w.cross_attention_gates[1])
     at.tap("block_out", x)
     return x

@@ -46,9 +46,9 @@ def config(keys: Keys) -> ModelConfig:
                     act=("hidden_activation", "gelu"), sizes=SIZES)
     bias, biases = keys.flag("attention_bias", False), keys.flag("norm_bias", False)
     return decoder_config(
-        keys, base, ropes, windows=windows, norm_kind="layer", norms_biased=biases, qkv_bias=bias, o_bias=bias,
+        keys, base, ropes, windows=windows, norm_kind="layer", norm_bias=biases, qkv_bias=bias, o_bias=bias,
         mlp_bias=keys.flag("mlp_bias", False), head_bias=keys.flag("decoder_bias", True),
-        head_act=keys.choice("classifier_activation", ACTS, "gelu"), head_in_bias=keys.flag("classifier_bias", False))
+        head_transform_act=keys.choice("classifier_activation", ACTS, "gelu"), head_transform_bias=keys.flag("classifier_bias", False))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -75,7 +75,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     rules = with_biases(config, {
         "embed": TensorRule("model.embeddings.tok_embeddings.weight", table), "norm": TensorRule("model.final_norm.weight", (hidden,)),
         "head_in": dense, "head_norm": TensorRule("lm_head.norm.weight", (hidden,))})
-    if config.head_in_bias:
+    if config.head_transform_bias:
         rules["head_in_bias"] = biased(dense)
     if config.head_bias:
         rules["head_bias"] = TensorRule("decoder.bias", (config.vocab_size,))
@@ -84,7 +84,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 def with_biases(config: ModelConfig, rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
     """The same tensors with those of norms, where a config says that these have some."""
-    norms = [role for role in rules if role == "norm" or role.endswith("_norm")] if config.norms_biased else []
+    norms = [role for role in rules if role == "norm" or role.endswith("_norm")] if config.norm_bias else []
     return {**rules, **{f"{role}_bias": biased(rules[role]) for role in norms}}
 
 

@@ -34,15 +34,15 @@ def config(keys: Keys) -> ModelConfig:
     if behind != whole:
         raise ConfigError(f"config.json: norm_after = {str(behind).lower()} is not supported for molmo2_text models with this qk_norm_type",
                           "post-norms go with QK norms over all heads (olmo), pre-norms with one for each head (qwen3)")
-    made = decoder_config(keys, base, ropes, qk_norm=True, qk_norm_whole=whole)
+    made = decoder_config(keys, base, ropes, qk_norm=True, qk_norm_full_width=whole)
     eps = keys.number("layer_norm_eps", keys.number("rms_norm_eps", base.norm_eps))
-    return replace(made, norm_eps=eps, words_beside=keys.integer("additional_vocab_size", 128, low=0, high=1 << 16))
+    return replace(made, norm_eps=eps, extra_embeddings=keys.integer("additional_vocab_size", 128, low=0, high=1 << 16))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role: where heads are normed together, the two norms of width D are behind the branches."""
     rules = joined(llama.layer_tensors(config, layer), layer, FUSED)
-    if config.qk_norm_whole:
+    if config.qk_norm_full_width:
         rules |= {"o_norm": rules.pop("input_norm"), "down_norm": rules.pop("post_norm")}
     return rules
 
@@ -50,10 +50,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     """Embedding, which has rows for words that are never written, last norm and head."""
     rules = llama.outer_tensors(config)
-    return rules | {"embed": TensorRule(EMBEDDING, (config.vocab_size + config.words_beside, config.hidden_size))}
+    return rules | {"embed": TensorRule(EMBEDDING, (config.vocab_size + config.extra_embeddings, config.hidden_size))}
 
 
 def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
     """The embedding -> the two tensors in which it is stored, with their rows; said of the first layer, before which it is."""
-    heights = config.vocab_size, config.words_beside
+    heights = config.vocab_size, config.extra_embeddings
     return {} if layer else {EMBEDDING: tuple(zip(TABLES, heights, strict=True))}

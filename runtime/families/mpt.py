@@ -54,7 +54,8 @@ def config(keys: Keys) -> ModelConfig:
 def attending(made: ModelConfig, by_head: tuple[float, ...], scale: float | None = None) -> ModelConfig:
     """The same model with slopes, whose heads are wider in attention."""
     wide = -(-(made.head_dim + 2) // EVEN) * EVEN
-    return replace(made, slopes=by_head, attn_scale=made.head_dim**-0.5 if scale is None else scale, head_dim=wide, value_dim=made.head_dim)
+    return replace(made, alibi_slopes=by_head, attn_scale=made.head_dim**-0.5 if scale is None else scale, head_dim=wide,
+                   v_head_dim=made.head_dim)
 
 
 def slopes(heads: int) -> tuple[float, ...]:

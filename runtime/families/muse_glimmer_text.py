@@ -36,9 +36,9 @@ def config(keys: Keys) -> ModelConfig:
         return tuple(rope if turned else None for turned in _turned(keys, usual, rope))
 
     scale = keys.number("qk_scale_factor", SCALE)
-    made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, norm_kind="rms+1", last_norm="rms",
-                          behind_eps=keys.number("post_norm_eps", BEHIND_EPS), embedding_normed=True, gates_apart=True,
-                          qk_norm=stored, qk_norm_unit=not stored, qk_norm_still=True,
+    made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, norm_kind="rms+1", final_norm_kind="rms",
+                          post_norm_eps=keys.number("post_norm_eps", BEHIND_EPS), embedding_norm=True, output_gate=True,
+                          qk_norm=stored, qk_norm_unweighted=not stored, qk_norm_without_rope=True,
                           logits_scaling=1 / keys.number("output_multiplier", MULTIPLIER),
                           final_logit_softcapping=gemma2.softcap(keys, "final_logit_softcapping", CAP))
     return replace(made, attn_scale=scale * made.head_dim**-0.5)

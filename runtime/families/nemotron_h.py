@@ -14,7 +14,7 @@ from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..layer import Layer
-from ..moe_config import Mixture
+from ..moe_config import MoEConfig
 from . import TensorRule, llama, opt
 from .deepseek_v3 import grouped
 from .granitemoehybrid import check_steps, mamba_tensors
@@ -58,8 +58,8 @@ def config(keys: Keys) -> ModelConfig:
         raise ConfigError(f"config.json: mamba_hidden_act = {show(act)} is not supported", "known: silu")
     states, sparse, alone = (tuple(layer for layer, kind in enumerate(layers) if kind in kinds) for kinds in (STATES, SPARSE, ALONE))
     experts = mixture_of(keys, sparse)
-    made = decoder_config(stated, USUAL, state=shape if states else None, state_layers=states, without_mlp=alone,
-                          mixture=experts if sparse else None)
+    made = decoder_config(stated, USUAL, recurrent=shape if states else None, recurrent_layers=states, layers_without_mlp=alone,
+                          moe=experts if sparse else None)
     if (own := keys.integer("attention_head_dim", made.head_dim, high=1024)) != made.head_dim:
         raise ConfigError(f"config.json: attention_head_dim is {own} and head_dim {made.head_dim}, which should be the same",
                           "published models of this family have heads of 128")
@@ -86,7 +86,7 @@ def pattern(keys: Keys) -> str:
     return text
 
 
-def mixture_of(keys: Keys, layers: tuple[int, ...]) -> Mixture:
+def mixture_of(keys: Keys, layers: tuple[int, ...]) -> MoEConfig:
     """What a config says of experts, which are those of `layers`. Raises ConfigError."""
     shared, latent = keys.integer("n_shared_experts", 1, low=0, high=4096), keys.integer("moe_latent_size", None, high=2**22)
     if layers and shared != 1:
@@ -97,15 +97,15 @@ def mixture_of(keys: Keys, layers: tuple[int, ...]) -> Mixture:
         raise ConfigError(f"config.json: moe_latent_size = {latent} is more than hidden_size {hidden}",
                           "experts of published models read a narrower latent")
     own = mixture(keys, 8, 2, keys.integer("moe_intermediate_size", 7688, high=2**22), keys.flag("norm_topk_prob", True), layers,
-                  "n_routed_experts", sigmoid=True, corrected=True, apart=latent is not None, latent=latent or 0,
-                  factor=keys.number("routed_scaling_factor", 1.0), gated=False,
-                  shared_width=keys.integer("moe_shared_expert_intermediate_size", 7688, high=2**22))
+                  "n_routed_experts", sigmoid=True, correction_bias=True, parallel_to_mlp=latent is not None, latent_dim=latent or 0,
+                  routed_scale=keys.number("routed_scaling_factor", 1.0), gated=False,
+                  shared_expert_dim=keys.integer("moe_shared_expert_intermediate_size", 7688, high=2**22))
     return grouped(keys, own, 1, 1)
 
 
 def first_half(config: ModelConfig, layer: int) -> int:
     """Where checkpoints count what is the first half of a layer here; the other, if there is one, is the next."""
-    return 2 * layer - sum(each < layer for each in config.without_mlp)
+    return 2 * layer - sum(each < layer for each in config.layers_without_mlp)
 
 
 def in_second_half(role: str) -> bool:
@@ -117,19 +117,19 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     first = first_half(config, layer)
     rules = llama.layer_tensors(config, layer)
     found = {"input_norm": TensorRule(f"model.layers.{first}.norm.weight", (config.hidden_size,))}
-    if layer in config.state_layers:
+    if layer in config.recurrent_layers:
         found |= mamba_tensors(config, f"model.layers.{first}.mixer.")
     else:
         found |= {role: TensorRule(f"model.layers.{first}.mixer.{role}_proj.weight", rules[role].shape) for role in ("q", "k", "v", "o")}
-    if layer not in config.without_mlp:
+    if layer not in config.layers_without_mlp:
         found |= {"post_norm": TensorRule(f"model.layers.{first + 1}.norm.weight", (config.hidden_size,))}
-    if config.mixture is not None and layer in config.mixture.layers:
+    if config.moe is not None and layer in config.moe.layers:
         prefix = f"model.layers.{first + 1}.mixer."
         found |= mixture_tensors(config, prefix, NAMES)
-        if latent := config.mixture.latent:
+        if latent := config.moe.latent_dim:
             found |= {"experts_in": TensorRule(f"{prefix}fc1_latent_proj.weight", (latent, config.hidden_size)),
                       "experts_out": TensorRule(f"{prefix}fc2_latent_proj.weight", (config.hidden_size, latent))}
-    elif layer not in config.without_mlp:
+    elif layer not in config.layers_without_mlp:
         found |= {role: TensorRule(f"model.layers.{first + 1}.mixer.{role}_proj.weight", rules[role].shape) for role in ("up", "down")}
     return found
 
@@ -143,11 +143,11 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 def _second_half(x: object, at: Layer) -> object:
     """Experts, an MLP, or nothing."""
     w = at.w
-    if w.between is not None:
+    if w.latent_projections is not None:
         return narrowed_experts(x, at)
     if w.experts:
         return feed_forward(x, at)
-    if at.number not in at.config.without_mlp:
+    if at.number not in at.config.layers_without_mlp:
         return opt.feed_forward(x, at)  # of two matrices, without a gate
     at.tap("block_out", x)
     return x
@@ -158,14 +158,14 @@ def narrowed_experts(x: object, at: Layer) -> object:
     experts_out, what goes into the experts and comes out of them all, and shared_hidden."""
     ops, w, config = at.ops, at.w, at.config
     at.tap("mlp_in", x)
-    y, act = ops.normed_apart(x, w.post_norm), config.hidden_act
-    (narrow,) = ops.norm_linear(y, None, [w.between.into])
+    y, act = ops.norm(x, w.post_norm), config.hidden_act
+    (narrow,) = ops.norm_linear(y, None, [w.latent_projections.into])
     at.tap("experts_in", narrow)
-    narrow = ops.expert_branch(narrow, w.apart.norm, w.router, w.experts, w.apart, config.mixture.routing, act,
-                               at.see("visits"), w.correction, None, y)
+    narrow = ops.expert_branch(narrow, w.parallel_experts.norm, w.router, w.experts, w.parallel_experts, config.moe.routing, act,
+                               at.see("visits"), w.correction_bias, None, y)
     at.tap("experts_out", narrow)
-    x = ops.mlp(x, w.post_norm, w.shared.up, w.shared.down, act, at.see("shared_hidden"))
-    x = ops.linear_add(narrow, w.between.out, x)
+    x = ops.mlp(x, w.post_norm, w.shared_expert.up, w.shared_expert.down, act, at.see("shared_hidden"))
+    x = ops.linear_add(narrow, w.latent_projections.out, x)
     at.tap("block_out", x)
     return x
 

@@ -37,10 +37,11 @@ def config(keys: Keys) -> ModelConfig:
     stated = keys.saying(num_key_value_heads=max(groups), intermediate_size=max(widths))
     bias = keys.flag("attention_bias", False)
     made = decoder_config(stated, Defaults(max_position_embeddings=2048, bos=1, eos=(2,)), qkv_bias=bias, o_bias=bias,
-                          mlp_bias=keys.flag("mlp_bias", False), without_attention=tuple(i for i, each in enumerate(groups) if not each),
-                          without_mlp=tuple(i for i, each in enumerate(widths) if not each),
-                          layer_ffn=tuple(each or max(widths) for each in widths) if len({*widths} - {0}) > 1 else (),
-                          layer_heads=tuple((each or max(groups), keys.integer("head_dim", None) or hidden // heads) for each in groups)
+                          mlp_bias=keys.flag("mlp_bias", False),
+                          layers_without_attention=tuple(i for i, each in enumerate(groups) if not each),
+                          layers_without_mlp=tuple(i for i, each in enumerate(widths) if not each),
+                          layer_intermediate_sizes=tuple(each or max(widths) for each in widths) if len({*widths} - {0}) > 1 else (),
+                          layer_kv_heads=tuple((each or max(groups), keys.integer("head_dim", None) or hidden // heads) for each in groups)
                           if len({*groups} - {0}) > 1 else ())
     return made
 
@@ -71,9 +72,9 @@ def _size(block: object, number: int, half: str, heads: int, hidden: int) -> int
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     rules, gone = llama.layer_tensors(config, layer), ()
-    if layer in config.without_attention:
+    if layer in config.layers_without_attention:
         gone = ("input_norm", "q", "k", "v", "o")
-    if layer in config.without_mlp:
+    if layer in config.layers_without_mlp:
         gone = (*gone, "post_norm", "gate", "up", "down")
     return {role: rule for role, rule in rules.items() if role.removesuffix("_bias") not in gone}
 

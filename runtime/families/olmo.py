@@ -15,7 +15,7 @@ SIZES = {"vocab_size": 50_304, "hidden_size": 4096, "intermediate_size": 11_008,
 def config(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=2048, eos=(50_279,), eps_key="layer_norm_eps", norm_eps=1e-5, sizes=SIZES)
-    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, norm_kind="layer", norms_unit=True,
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, norm_kind="layer", unweighted_norms=True,
                           clip_qkv=keys.number("clip_qkv", None))
 
 

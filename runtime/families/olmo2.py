@@ -12,7 +12,7 @@ REFUSED_UNLESS = {"clip_qkv": None, "layer_types": None, "mlp_bias": False, "sli
 def config(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=2048, eos=(50_279,), norm_eps=1e-5)
-    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_whole=True)
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_full_width=True)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -33,7 +33,7 @@ def config(keys: Keys) -> ModelConfig:
     key_dim = keys.integer("linear_key_head_dim", None, high=1024) or max(1, int(0.75 * hidden / key_heads))
     shape = DeltaShape(key_heads, keys.integer("linear_num_value_heads", heads, high=4096), key_dim,
                        keys.integer("linear_value_head_dim", 2 * key_dim, high=2048), keys.integer("linear_conv_kernel_dim", 4, high=64),
-                       writes=2.0 if keys.flag("linear_allow_neg_eigval", True) else 1.0)
+                       beta_scale=2.0 if keys.flag("linear_allow_neg_eigval", True) else 1.0)
     if shape.value_heads % shape.key_heads:
         raise ConfigError(f"config.json: linear_num_value_heads {shape.value_heads} is not a multiple of linear_num_key_heads "
                           f"{shape.key_heads}")
@@ -44,8 +44,8 @@ def config(keys: Keys) -> ModelConfig:
         rope = rope_config(keys, head_dim, positions)
         return tuple(rope if turns and kind == FULL else None for kind in kinds)
 
-    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_whole=True, state=shape,
-                          state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR), state_norm_eps=STATE_EPS)
+    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_full_width=True, recurrent=shape,
+                          recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR), recurrent_norm_eps=STATE_EPS)
     demand_silu(keys, made.hidden_act, "its linear attention uses it too")
     return made
 
@@ -70,8 +70,8 @@ def demand_both(kinds: tuple[str, ...]) -> tuple[str, ...]:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role: norms behind the branches, but of linear attention before them."""
-    own, hidden, prefix = config.state, config.hidden_size, f"model.layers.{layer}."
-    if layer in config.state_layers:
+    own, hidden, prefix = config.recurrent, config.hidden_size, f"model.layers.{layer}."
+    if layer in config.recurrent_layers:
         rules = {role: rule for role, rule in llama.layer_tensors(config, layer).items() if ".self_attn." not in rule.name}
     else:
         rules = olmo2.layer_tensors(config, layer)
@@ -79,7 +79,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         name = rule.name.removeprefix(prefix).removesuffix(".weight")
         if name in PUBLISHED:
             rules[role] = TensorRule(rule.name, rule.shape, also=(f"{prefix}{PUBLISHED[name]}.weight",))
-    if layer not in config.state_layers:
+    if layer not in config.recurrent_layers:
         return rules
     for role, (name, *shape) in {
             "state_in": ("qkv_proj.weight", own.channels, hidden), "state_gate": ("g_proj.weight", own.values, hidden),
@@ -94,7 +94,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 def joined_rows(config: ModelConfig, layer: int, place: str = "linear_attn") -> dict[str, tuple[tuple[str, int], ...]]:
     """Names of a layer's tensors that are stored in parts -> those of the parts, with their rows. `place`: what a layer calls its linear
     attention."""
-    own, prefix = config.state, f"model.layers.{layer}.{place}."
+    own, prefix = config.recurrent, f"model.layers.{layer}.{place}."
     heights = own.keys, own.keys, own.values
     return {f"{prefix}{whole}.weight": tuple((f"{prefix}{part}_{name}.weight", height) for part, height in zip(PARTS, heights, strict=True))
-            for whole, name in (("qkv_proj", "proj"), ("conv1d", "conv1d"))} if layer in config.state_layers else {}
+            for whole, name in (("qkv_proj", "proj"), ("conv1d", "conv1d"))} if layer in config.recurrent_layers else {}

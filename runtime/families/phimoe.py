@@ -25,9 +25,9 @@ def config(keys: Keys) -> ModelConfig:
     refuse_other_code(keys, CODE)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,), norm_eps=1e-5, sizes=SIZES)
     layers, width = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS), base.size(keys, "intermediate_size")
-    own = mixture(keys, 16, 2, width, False, range(layers), near=2 * keys.number("router_jitter_noise", JITTER))
-    if own.per_token != 2:
-        raise ConfigError(f"config.json: num_experts_per_tok = {own.per_token} is not supported for phimoe models",
+    own = mixture(keys, 16, 2, width, False, range(layers), sparsemixer_margin=2 * keys.number("router_jitter_noise", JITTER))
+    if own.experts_per_token != 2:
+        raise ConfigError(f"config.json: num_experts_per_tok = {own.experts_per_token} is not supported for phimoe models",
                           "this family routes each token to two experts")
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
@@ -35,7 +35,7 @@ def config(keys: Keys) -> ModelConfig:
 
     bias = keys.flag("attention_bias", False)
     return decoder_config(keys, base, ropes, windows=(keys.integer("sliding_window", None),) * layers, qkv_bias=bias, o_bias=bias,
-                          norm_kind="layer", mixture=own, head_bias=keys.flag("lm_head_bias", False))
+                          norm_kind="layer", moe=own, head_bias=keys.flag("lm_head_bias", False))
 
 
 def _rope(keys: Keys, head_dim: int, positions: int) -> RopeConfig:

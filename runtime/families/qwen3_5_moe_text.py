@@ -23,10 +23,10 @@ def mixed_config(keys: Keys, experts: int, per_token: int, ahead: int = 0) -> Mo
     """What a config says where nothing says how many experts there are, how many a token visits, and of layers to draft by: these."""
     layers, most = keys.integer("num_hidden_layers", high=MAX_LAYERS), 2**22
     own = mixture(keys, experts, per_token, keys.integer("moe_intermediate_size", WIDTH, high=most), True, range(layers),
-                  shared_width=keys.integer("shared_expert_intermediate_size", WIDTH, high=most), shared_scaled=True)
+                  shared_expert_dim=keys.integer("shared_expert_intermediate_size", WIDTH, high=most), shared_expert_gate=True)
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=2, head_dim=256, ffn_key="moe_intermediate_size",
                     sizes={"moe_intermediate_size": WIDTH})
-    return hybrid_config(keys, base, ahead, mixture=own)
+    return hybrid_config(keys, base, ahead, moe=own)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

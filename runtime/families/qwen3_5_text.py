@@ -41,8 +41,8 @@ def hybrid_config(keys: Keys, base: Defaults, ahead: int = 0, share: float = ROT
                           f"{shape.key_heads}")
 
     base, turned = replace(base, rope={"partial": True, "share": share}), [kind == FULL for kind in kinds]
-    made = decoder_config(keys, base, turned=turned, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1", gated_queries=True,
-                          state=shape, state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+    made = decoder_config(keys, base, turned=turned, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1", output_gate_in_q=True,
+                          recurrent=shape, recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
                           mtp_layers=keys.integer("mtp_num_hidden_layers", ahead, low=0, high=MAX_LAYERS), **features)
     demand_silu(keys, made.hidden_act, "its linear attention uses it too")
     return made
@@ -64,8 +64,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def hybrid_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
     """Tensors of one layer by role: those of linear attention in the place of attention's where it has that."""
-    own = config.state
-    if layer in config.state_layers:
+    own = config.recurrent
+    if layer in config.recurrent_layers:
         prefix, hidden = f"model.layers.{layer}.linear_attn.", config.hidden_size
         rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
         for role, (name, *shape) in {

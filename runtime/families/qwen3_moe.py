@@ -21,7 +21,7 @@ def config(keys: Keys) -> ModelConfig:
     own = mixture(keys, 128, 8, keys.integer("moe_intermediate_size", 768, high=2**22), keys.flag("norm_topk_prob", False),
                   sparse_layers(keys))
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=4)
-    return decoder_config(keys, base, windows=(qwen_window(keys),) * layers, qkv_bias=bias, o_bias=bias, qk_norm=True, mixture=own)
+    return decoder_config(keys, base, windows=(qwen_window(keys),) * layers, qkv_bias=bias, o_bias=bias, qk_norm=True, moe=own)
 
 
 def sparse_layers(keys: Keys) -> list[int]:

@@ -42,7 +42,7 @@ def parted_rows(shape: DeltaShape) -> dict[str, tuple[str, np.ndarray]]:
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
     """Names of a layer's matrices that lie in one another -> as in `tensor_views`."""
-    if layer not in config.state_layers:
+    if layer not in config.recurrent_layers:
         return {}
     prefix = f"model.layers.{layer}.linear_attn."
-    return {f"{prefix}{own}.weight": (f"{prefix}{whole}.weight", rows) for own, (whole, rows) in parted_rows(config.state).items()}
+    return {f"{prefix}{own}.weight": (f"{prefix}{whole}.weight", rows) for own, (whole, rows) in parted_rows(config.recurrent).items()}

@@ -14,9 +14,9 @@ from ...kernels.indexer_shape import IndexShape
 from ...kernels.ngram_shape import NgramShape
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, is_count, show
-from ..indexer_config import Indexed
+from ..indexer_config import IndexerConfig
 from ..layer import Layer, last_of, narrowing
-from ..ngrams import Ngrams, role_of
+from ..ngrams import NgramConfig, role_of
 from ..weights.index_weights import choose
 from . import TensorRule, llama, qwen3_5_moe_text
 from .deepseek_v4 import second_half, written
@@ -37,21 +37,23 @@ PLE = "ple.ple_embedding.ngram_embedding"
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=2, head_dim=256, ffn_key="moe_intermediate_size", sizes=SIZES)
     layers, most = base.size(keys, "num_hidden_layers"), 2**22
-    own = mixture(keys, 512, 10, base.size(keys, "moe_intermediate_size"), keys.flag("norm_topk_prob", True), range(layers), apart=True,
-                  shared_width=keys.integer("shared_expert_intermediate_size", 512, high=most), shared_scaled=True)
+    own = mixture(keys, 512, 10, base.size(keys, "moe_intermediate_size"), keys.flag("norm_topk_prob", True), range(layers),
+                  parallel_to_mlp=True,
+                  shared_expert_dim=keys.integer("shared_expert_intermediate_size", 512, high=most), shared_expert_gate=True)
     kinds = keys.kinds("layer_types", layers, (FULL, LINEAR, CHOOSING))
     if kinds is not None:
         keys = keys.saying(layer_types=[FULL if kind == CHOOSING else kind for kind in kinds])
     gate = keys.text("output_gate_type", None) or "silu"
     if gate not in GATES:
         raise keys.fail("output_gate_type", " or ".join(GATES))
-    made = hybrid_config(keys.saying(num_hidden_layers=layers), base, share=1.0, mixture=own, last_norm="none",
-                         streams=keys.integer("hc_count", 4, low=2, high=16), mix_rank=keys.integer("hc_lowrank", 320, high=2**16))
-    made = replace(made, state=replace(made.state, sigmoid=GATES[gate]), mtp_layers=0)
-    return replace(made, indexed=_indexed(keys, made), ngrams=_ngrams(keys, made))
+    made = hybrid_config(keys.saying(num_hidden_layers=layers), base, share=1.0, moe=own, final_norm_kind="none",
+                         residual_streams=keys.integer("hc_count", 4, low=2, high=16),
+                         residual_gate_rank=keys.integer("hc_lowrank", 320, high=2**16))
+    made = replace(made, recurrent=replace(made.recurrent, sigmoid_gate=GATES[gate]), mtp_layers=0)
+    return replace(made, indexer=_indexed(keys, made), ngrams=_ngrams(keys, made))
 
 
-def _indexed(keys: Keys, made: ModelConfig) -> Indexed:
+def _indexed(keys: Keys, made: ModelConfig) -> IndexerConfig:
     """What chooses, of which all has to be said."""
     heads, kv_heads, width, budget, rate = (keys.integer(f"indexer_{name}", high=high) for name, high in (
         ("n_heads", 1024), ("kv_heads", 1024), ("head_dim", 1024), ("budget", 2**27), ("compress_ratio", 4096)))
@@ -60,17 +62,17 @@ def _indexed(keys: Keys, made: ModelConfig) -> Indexed:
         raise ConfigError(f"config.json: indexer_kv_heads {kv_heads}, indexer_head_dim {width}, indexer_budget {budget} and "
                           f"indexer_compress_ratio {rate} are not supported together",
                           f"one head of keys at least {rope} wide, blocks of two tokens or more that divide its width and the budget")
-    shape = IndexShape(heads, width, rope, budget // rate, rate=rate, means=True)
-    sources = tuple(None if layer in made.state_layers else layer for layer in range(made.num_hidden_layers))
-    return Indexed(shape, sources, False, ("rms+1", made.norm_eps))
+    shape = IndexShape(heads, width, rope, budget // rate, tokens_per_key=rate, pooled=True)
+    sources = tuple(None if layer in made.recurrent_layers else layer for layer in range(made.num_hidden_layers))
+    return IndexerConfig(shape, sources, False, ("rms+1", made.norm_eps))
 
 
-def _ngrams(keys: Keys, made: ModelConfig) -> Ngrams | None:
+def _ngrams(keys: Keys, made: ModelConfig) -> NgramConfig | None:
     """The layers that are given rows of n-grams, if any are."""
     keys.knows("ple_layer_ids")
     stated = keys.raw.get("ple_layer_ids") or []
     size, each = keys.integer("ngram_size", 3, low=2, high=16), keys.integer("heads_per_ngram", 8, high=64)
-    shape = NgramShape(made.streams, made.hidden_size, keys.integer("ple_conv_kernel_size", 4, low=2, high=64), size,
+    shape = NgramShape(made.residual_streams, made.hidden_size, keys.integer("ple_conv_kernel_size", 4, low=2, high=64), size,
                        keys.integer("ple_embed_dim", made.hidden_size, high=2**20))
     numbers = (keys.integer("ngram_vocab_size_base", 20_000_000, low=2, high=MOST_ROWS),
                keys.integer("make_ngram_vocab_size_divisible_by", 128, high=2**20), keys.integer("seed", 1234, low=0, high=2**62))
@@ -80,7 +82,7 @@ def _ngrams(keys: Keys, made: ModelConfig) -> Ngrams | None:
     if not stated:
         return None
     layers = tuple(sorted({own - 1 for own in stated}))
-    if (stray := next((own for own in layers if own not in made.state_layers), None)) is not None:
+    if (stray := next((own for own in layers if own not in made.recurrent_layers), None)) is not None:
         raise ConfigError(f"config.json: ple_layer_ids holds {stray + 1}, a layer of another kind than {LINEAR}: this is not supported")
     if len(layers) * each * size > MOST_TABLES:
         raise ConfigError(f"config.json: ple_layer_ids and heads_per_ngram ask for more than {MOST_TABLES} tables of n-grams")
@@ -92,18 +94,18 @@ def _ngrams(keys: Keys, made: ModelConfig) -> Ngrams | None:
     if not is_count(end) or end >= made.vocab_size:
         raise ConfigError(f"config.json: eos_token_id {show(ends)} with ple_layer_ids is not supported",
                           "n-grams restart after the first token that it names")
-    return Ngrams(layers, shape, each, *numbers, end, made.vocab_size, parts)
+    return NgramConfig(layers, shape, each, *numbers, end, made.vocab_size, parts)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
-    prefix, hidden, wide = f"model.layers.{layer}.", config.hidden_size, config.streams * config.hidden_size
+    prefix, hidden, wide = f"model.layers.{layer}.", config.hidden_size, config.residual_streams * config.hidden_size
     rules = hybrid_tensors(config, layer, expert_tensors(config, layer, "mlp", NAMES, shared="shared_expert"))
     for role in ("input_norm", "post_norm"):
         del rules[role]
     for role, name in (("attn_mix", "attn"), ("mlp_mix", "mlp")):
         rules |= _mix_tensors(config, role, f"{prefix}{name}_hyper_connection.")
-    if config.indexed is not None and (own := config.indexed.of(layer)) is not None:
+    if config.indexer is not None and (own := config.indexer.shape_of(layer)) is not None:
         place, queries = f"{prefix}self_attn.indexer.", own.heads * own.width
         whole = f"{place}index_qk_proj.weight", queries + own.width
         rules |= {"index_q": TensorRule(f"{place}index_q_proj.weight", (queries, hidden), part_of=(whole[0], 0, whole[1]), plain=True),
@@ -121,11 +123,11 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def _mix_tensors(config: ModelConfig, role: str, place: str) -> dict[str, TensorRule]:
     """What a token's streams say of what a branch reads of them, and of what each gets of it."""
-    wide, rank = config.streams * config.hidden_size, config.mix_rank
+    wide, rank = config.residual_streams * config.hidden_size, config.residual_gate_rank
     return {f"{role}.mix_norm": TensorRule(f"{place}hc_norm.weight", (wide,)),
             f"{role}.mix_down": TensorRule(f"{place}input_mix_weight_down.weight", (rank, wide)),
             f"{role}.mix_up": TensorRule(f"{place}input_mix_weight_up.weight", (wide, rank)),
-            f"{role}.mix_in": TensorRule(f"{place}block_inject_weight.weight", (config.streams, wide), plain=True)}
+            f"{role}.mix_in": TensorRule(f"{place}block_inject_weight.weight", (config.residual_streams, wide), plain=True)}
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
@@ -134,7 +136,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
         del rules[role]
     own = config.ngrams
     for layer in () if own is None else own.layers:
-        rules[role_of(layer)] = TensorRule(f"model.layers.{layer}.{PLE}.weight", (own.rows_of(layer), own.width), plain=True)
+        rules[role_of(layer)] = TensorRule(f"model.layers.{layer}.{PLE}.weight", (own.num_rows(layer), own.width), plain=True)
     return rules
 
 
@@ -144,7 +146,7 @@ def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, i
     if own is None or layer not in own.layers:
         return {}
     place = f"model.layers.{layer}.{PLE}."
-    return {f"{place}weight": tuple((f"{place}shard_{part}.weight", rows) for part, rows in enumerate(own.part_rows(layer)))}
+    return {f"{place}weight": tuple((f"{place}shard_{part}.weight", rows) for part, rows in enumerate(own.shard_rows(layer)))}
 
 
 @narrowing
@@ -152,14 +154,14 @@ def block(x: object, at: Layer, rows: object | None = None) -> object:
     """As `llama.block`, of streams x [T, S * D]; `rows` [T, E]: what tokens have in a table of n-grams. Taps see what a branch reads where
     they see x of other families, but for block_out."""
     ops, w, kv = at.ops, at.w, at.kv
-    around_attention, around_mlp = w.around
+    around_attention, around_mlp = w.gated_residuals
     if w.ngrams is not None:
         at.tap("ngrams_in", rows)
         x = kv.add_ngrams(x, ops.ngram_products(rows, w.ngrams), w.ngrams)
-    own = ops.gathered(x, around_attention)
+    own = ops.read_streams(x, around_attention)
     at.tap("block_in", own)
-    if w.state is not None:
-        gave, last = kv.mix(ops.norm_linear(own, None, w.state.products), w.state.own), w.state.out
+    if w.recurrent is not None:
+        gave, last = kv.mix(ops.norm_linear(own, None, w.recurrent.products), w.recurrent.own), w.recurrent.out
         at.tap("state_out", gave)
     else:
         gave, last = attention(own, at), w.o
@@ -171,12 +173,12 @@ def block(x: object, at: Layer, rows: object | None = None) -> object:
 def attention(x: object, at: Layer) -> object:
     """What o reads, [T, H * head_dim], of what a branch reads."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
-    heads, (kv_heads, head_dim) = config.num_attention_heads, config.heads_of(at.number)
-    index = () if w.index is None else (w.index.q, w.index.k)
+    heads, (kv_heads, head_dim) = config.num_attention_heads, config.kv_heads_of(at.number)
+    index = () if w.indexer is None else (w.indexer.q, w.indexer.k)
     gated, k, v, *by = ops.norm_linear(x, None, [w.q, w.k, w.v, *index])
     if by:
-        choose(ops, w.index, *by, None, kv, positions, rope, config.indexed.shape)
-    q = ops.rope_heads(ops.part_queries(gated, heads, head_dim), heads, head_dim, positions, rope, w.q_norm)
+        choose(ops, w.indexer, *by, None, kv, positions, rope, config.indexer.shape)
+    q = ops.rope_heads(ops.split_query_gates(gated, heads, head_dim), heads, head_dim, positions, rope, w.q_norm)
     k = ops.rope_heads(k, kv_heads, head_dim, positions, rope, w.k_norm)
     at.tap_heads(q, k, v)
     attended = kv.attend(q, k, v)

@@ -46,8 +46,8 @@ def config(keys: Keys) -> ModelConfig:
     shape = _shape(keys, hidden, layers, keys.number("norm_eps", base.norm_eps))
     every = tuple(range(layers))
     of_all = keys.saying(**ABSENT, head_dim=2, intermediate_size=ffn, hidden_act=ACT, max_position_embeddings=base.max_position_embeddings)
-    return decoder_config(of_all, base, state=shape, state_layers=every, norm_kind="layer", norms_biased=keys.flag("norm_bias", True),
-                          streams=STREAMS, low_rank=max(shape.ranks))
+    return decoder_config(of_all, base, recurrent=shape, recurrent_layers=every, norm_kind="layer", norm_bias=keys.flag("norm_bias", True),
+                          residual_streams=STREAMS, low_rank_dim=max(shape.ranks))
 
 
 def _shape(keys: Keys, hidden: int, layers: int, eps: float) -> Rwkv7Shape:
@@ -84,7 +84,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         ("state_out", "attn.o_proj", hidden, hidden), ("up", "ffn.key", ffn, hidden), ("down", "ffn.value", hidden, ffn))}
     if layer == 0:
         rules["entry_norm"] = TensorRule(f"{prefix}pre_norm.weight", (hidden,))
-    for letter, rank in zip("wavg", config.state.ranks, strict=True):
+    for letter, rank in zip("wavg", config.recurrent.ranks, strict=True):
         if letter == "v" and layer == 0:
             continue
         before = f"{prefix}attn.{letter}_lora.lora."
@@ -97,13 +97,13 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
                                               part_of=(f"{prefix}attn.x_x", place, len(LETTERS)))
     rules |= {role: TensorRule(f"{prefix}{name}", (hidden,)) for role, name in (
         ("shift_up", "ffn.x_k"), ("state_direction", "attn.k_k"), ("state_remains", "attn.k_a"), ("state_bonus", "attn.r_k"))}
-    return _with_biases(rules, ("state_norm", *(("input_norm", "post_norm", "entry_norm") if config.norms_biased else ())))
+    return _with_biases(rules, ("state_norm", *(("input_norm", "post_norm", "entry_norm") if config.norm_bias else ())))
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     table = (config.vocab_size, config.hidden_size)
     rules = {"embed": TensorRule("model.embeddings.weight", table), "norm": TensorRule("model.norm.weight", (config.hidden_size,))}
-    rules = _with_biases(rules, ("norm",) if config.norms_biased else ())
+    rules = _with_biases(rules, ("norm",) if config.norm_bias else ())
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 
@@ -118,20 +118,20 @@ def block(x: object, at: Layer) -> object:
     ops, w, kv = at.ops, at.w, at.kv
     own = ops.first_stream(x, STREAMS)
     if w.entry_norm is not None:
-        own = ops.renormed(own, w.entry_norm)
+        own = ops.norm_stream(own, w.entry_norm)
     at.tap("block_in", own)
-    rows = kv.shifted(own, w.input_norm, w.state.own.shift, 0)
+    rows = kv.shifted(own, w.input_norm, w.recurrent.own.shift, 0)
     for name, place in READ.items():
         at.tap(name, rows[place])
     first = ops.second_stream(x, STREAMS) if at.number else None
-    products = kv.products(rows, w.state.products, w.state.own, first)  # [T, D] each
+    products = kv.products(rows, w.recurrent.products, w.recurrent.own, first)  # [T, D] each
     if first is None:
         x = ops.put_stream(x, products[2], 1)
-    mixed = kv.mix(products, w.state.own)
+    mixed = kv.mix(products, w.recurrent.own)
     at.tap("state_out", mixed)
-    own = ops.linear_add(mixed, w.state.out, own)
+    own = ops.linear_add(mixed, w.recurrent.out, own)
     at.tap("mlp_in", own)
-    (row,) = kv.shifted(own, w.post_norm, w.state.own.channel_shift, 1)
+    (row,) = kv.shifted(own, w.post_norm, w.recurrent.own.channel_shift, 1)
     at.tap("shifted_in", row)
     own = ops.mlp_branch(row, w.up, w.down, at.config.hidden_act, own, at.see("mlp_hidden"))
     x = ops.put_stream(x, own, 0)

@@ -21,4 +21,4 @@ def config(keys: Keys) -> ModelConfig:
     own = corrected(keys, base.size(keys, "num_hidden_layers"), 128, 8, 0, True, width=1280)
     if 0 not in own.layers:
         raise keys.fail("first_k_dense_replace", "0: every layer of this family has experts")
-    return decoder_config(keys, base, qkv_bias=keys.flag("attention_bias", False), mixture=own)
+    return decoder_config(keys, base, qkv_bias=keys.flag("attention_bias", False), moe=own)

@@ -24,15 +24,15 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=4096, num_key_value_heads=32, bos=0, eos=(0,), eps_key="layer_norm_eps", norm_eps=1e-5,
                     sizes=SIZES, rope={"partial": True, "share": SHARE})
     each = keys.flag("qk_layernorm", False)
-    return decoder_config(keys, base, qkv_bias=keys.flag("use_qkv_bias", False), norm_kind="layer", qk_norm=each, qk_norm_each=each,
-                          side_by_side=keys.flag("use_parallel_residual", False))
+    return decoder_config(keys, base, qkv_bias=keys.flag("use_qkv_bias", False), norm_kind="layer", qk_norm=each, qk_norm_per_head=each,
+                          parallel_block=keys.flag("use_parallel_residual", False))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     rules = llama.layer_tensors(config, layer)
-    if config.side_by_side:
+    if config.parallel_block:
         del rules["post_norm"]
-    for role, name in HEAD_NORMS.items() if config.qk_norm_each else ():
+    for role, name in HEAD_NORMS.items() if config.qk_norm_per_head else ():
         rules[role] = TensorRule(f"model.layers.{layer}.self_attn.{name}.weight", rules[role].shape)
     return normed(rules)
 
@@ -42,13 +42,13 @@ def stacked_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
     heads = {"q_norm": config.num_attention_heads, "k_norm": config.num_key_value_heads}
     places = {role: f"model.layers.{layer}.self_attn.{name}" for role, name in HEAD_NORMS.items()}
     return {f"{place}.weight": tuple(f"{place}.norms.{head}.weight" for head in range(heads[role]))
-            for role, place in places.items()} if config.qk_norm_each else {}
+            for role, place in places.items()} if config.qk_norm_per_head else {}
 
 
 @narrowing
 def block(x: object, at: Layer) -> object:
     """As Llama's block, or Cohere's."""
-    run = cohere.block if at.config.side_by_side else llama.block
+    run = cohere.block if at.config.parallel_block else llama.block
     return run(x, at)
 
 

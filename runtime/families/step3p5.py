@@ -53,14 +53,14 @@ def config(keys: Keys) -> ModelConfig:
         return tuple(made[kind] for kind in kinds)
 
     own = mixture(keys, 288, 8, keys.integer("moe_intermediate_size", 1280, high=2**22), True, sparse, "n_routed_experts", sigmoid=True,
-                  corrected=True, factor=keys.number("moe_router_scaling_factor", 1.0),
-                  shared_width=keys.integer("share_expert_dim", 1280, high=2**22))
+                  correction_bias=True, routed_scale=keys.number("moe_router_scaling_factor", 1.0),
+                  shared_expert_dim=keys.integer("share_expert_dim", 1280, high=2**22))
     made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1",
-                          gates_apart=True, gates_whole=True, mixture=own, mtp_layers=ahead,
-                          gate_bounds=bounds_by_layer(keys, BOUNDS, sparse, layers))
+                          output_gate=True, output_gate_per_head=True, moe=own, mtp_layers=ahead,
+                          gate_limits=bounds_by_layer(keys, BOUNDS, sparse, layers))
     narrow, scale = _heads(keys, made), keys.number("query_pre_attn_scalar", None)
     queries = tuple(made.num_attention_heads if own is None else narrow for own in windows)
-    return replace(made, layer_queries=queries if len({*queries, made.num_attention_heads}) > 1 else (),
+    return replace(made, layer_query_heads=queries if len({*queries, made.num_attention_heads}) > 1 else (),
                    attn_scale=None if scale is None else scale**-0.5)
 
 
@@ -120,4 +120,4 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     prefix = f"model.layers.{layer}."
     rules = expert_tensors(config, layer, "moe", NAMES, correction="router_bias")
     rules = {role: replace(rule, name=rule.name.replace(".moe.shared_experts.", ".share_expert.")) for role, rule in rules.items()}
-    return rules | {"attn_gate": TensorRule(f"{prefix}self_attn.g_proj.weight", (config.queries_of(layer), config.hidden_size))}
+    return rules | {"attn_gate": TensorRule(f"{prefix}self_attn.g_proj.weight", (config.query_heads_of(layer), config.hidden_size))}

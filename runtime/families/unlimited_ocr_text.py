@@ -21,4 +21,4 @@ def config(keys: Keys) -> ModelConfig:
     if kinds not in ({BY_PROMPT}, {FULL}):
         raise ConfigError(f"config.json: layer_types holds {', '.join(sorted(kinds))}, but all layers must be of one type",
                           f"known: {BY_PROMPT} in all of them, or {FULL}")
-    return with_mixture(keys, base, 6, 896, written_window=window if kinds == {BY_PROMPT} else None)
+    return with_mixture(keys, base, 6, 896, answer_window=window if kinds == {BY_PROMPT} else None)

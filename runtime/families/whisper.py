@@ -36,13 +36,13 @@ def config(keys: Keys) -> ModelConfig:
     layers = said["num_hidden_layers"] = 2 * said["num_hidden_layers"]
     scaled = keys.flag("scale_embedding", False)
     return decoder_config(keys.saying(**said), USUAL, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer", position_offset=0,
-                          without_mlp=tuple(range(0, layers, 2)), cross_layers=tuple(range(1, layers, 2)),
+                          layers_without_mlp=tuple(range(0, layers, 2)), cross_attention_layers=tuple(range(1, layers, 2)),
                           embedding_multiplier=said["hidden_size"] ** 0.5 if scaled else 1.0)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of half of a stored layer by role, `[N, K]` as stored."""
-    hidden, ffn, at_sound = config.hidden_size, config.intermediate_size, layer in config.cross_layers
+    hidden, ffn, at_sound = config.hidden_size, config.intermediate_size, layer in config.cross_attention_layers
     own = "encoder_attn" if at_sound else "self_attn"
     linears = {role: (f"{own}.{role}_proj", hidden, hidden) for role in "qkv"} | {"o": (f"{own}.out_proj", hidden, hidden)}
     norms = {"input_norm": f"{own}_layer_norm"}
@@ -76,7 +76,7 @@ def _norm(role: str, name: str, width: int) -> dict[str, TensorRule]:
 def block(x: object, at: Layer) -> object:
     """`opt.block` in two; a tap sees what goes into the matrices at the sound but k and v, of tokens that hear one."""
     ops, w, kv, config = at.ops, at.w, at.kv, at.config
-    if at.number not in config.cross_layers:
+    if at.number not in config.cross_attention_layers:
         x = attention(x, at)
         at.tap("block_out", x)
         return x

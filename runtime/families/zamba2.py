@@ -40,17 +40,18 @@ def config(keys: Keys) -> ModelConfig:
 
     every = tuple(range(layers))
     made = decoder_config(
-        keys.saying(head_dim=width, intermediate_size=ffn), base, turned=turned, attn_scale=(width / 2) ** -0.5, state_layers=every,
-        without_mlp=every, attends_beside=hybrid, shared_blocks=min(keys.integer("num_mem_blocks", 1, high=len(every)), len(hybrid)),
-        attention_branches=keys.flag("use_shared_attention_adapter", False), streams=STREAMS,
-        low_rank=keys.integer("adapter_rank", 128, high=2**16))
+        keys.saying(head_dim=width, intermediate_size=ffn), base, turned=turned, attn_scale=(width / 2) ** -0.5, recurrent_layers=every,
+        layers_without_mlp=every, hybrid_layers=hybrid, num_shared_blocks=min(keys.integer("num_mem_blocks", 1, high=len(every)),
+                                                                              len(hybrid)),
+        shared_attention_lora=keys.flag("use_shared_attention_adapter", False), residual_streams=STREAMS,
+        low_rank_dim=keys.integer("adapter_rank", 128, high=2**16))
     if not made.tie_word_embeddings:  # as transformers has it, layers share nothing then
         raise ConfigError("config.json: tie_word_embeddings = false is not supported for zamba2 models",
                           "published models of this family tie their output head")
-    if made.attention_branches and made.num_key_value_heads != heads:
+    if made.shared_attention_lora and made.num_key_value_heads != heads:
         raise ConfigError(f"config.json: num_key_value_heads {made.num_key_value_heads} is not supported with use_shared_attention_adapter",
                           f"its adapters are for {heads}, the number of query heads")
-    return replace(made, state=_shape(keys, hidden), state_norm_eps=None if made.norm_eps == EPS else EPS)
+    return replace(made, recurrent=_shape(keys, hidden), recurrent_norm_eps=None if made.norm_eps == EPS else EPS)
 
 
 def _stated(keys: Keys, name: str, whole: int, parts: int, by: str) -> int:
@@ -87,18 +88,18 @@ def _hybrid(keys: Keys, layers: int) -> tuple[int, ...]:
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
     prefix, hidden = f"model.layers.{layer}.", config.hidden_size
-    inner = f"{prefix}mamba_decoder." if layer in config.attends_beside else prefix
+    inner = f"{prefix}mamba_decoder." if layer in config.hybrid_layers else prefix
     rules = {"input_norm": TensorRule(f"{inner}input_layernorm.weight", (hidden,))} | mamba_tensors(config, f"{inner}mamba.")
-    if layer not in config.attends_beside:
+    if layer not in config.hybrid_layers:
         return rules
-    number, rank, ffn = config.attends_beside.index(layer), config.low_rank, config.intermediate_size
+    number, rank, ffn = config.hybrid_layers.index(layer), config.low_rank_dim, config.intermediate_size
     shared = _place(config, block_of(config, layer))
     rules["lent_out"] = TensorRule(f"{prefix}linear.weight", (hidden, hidden))
     beside = f"{shared}feed_forward.gate_up_proj_adapter_list.{number}."
     rules["mlp_low"] = TensorRule(f"{beside}0.weight", (rank, hidden))
     for i, role in enumerate(WIDE):
         rules[role] = TensorRule(f"{beside}{role}.weight", (ffn, rank), part_of=(f"{beside}1.weight", i * ffn, 2 * ffn))
-    for role in ATTENTION if config.attention_branches else ():
+    for role in ATTENTION if config.shared_attention_lora else ():
         beside = f"{shared}self_attn.linear_{role}_adapter_list.{number}."
         rules |= {f"{role}_low": TensorRule(f"{beside}0.weight", (rank, 2 * hidden)),
                   f"{role}_wide": TensorRule(f"{beside}1.weight", (config.num_attention_heads * config.head_dim, rank))}
@@ -107,14 +108,14 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def _place(config: ModelConfig, block: int) -> str:
     """Where a shared block lies: in the first layer that it is lent to."""
-    return f"model.layers.{config.attends_beside[block]}.shared_transformer."
+    return f"model.layers.{config.hybrid_layers[block]}.shared_transformer."
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     rules, hidden, ffn = llama.outer_tensors(config), config.hidden_size, config.intermediate_size
     rules["norm"] = replace(rules["norm"], name="model.final_layernorm.weight")
     q, kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    for block in range(config.shared_blocks):
+    for block in range(config.num_shared_blocks):
         at = _place(config, block)
         joined = f"{at}feed_forward.gate_up_proj.weight"
         own = {"input_norm": TensorRule(f"{at}input_layernorm.weight", (2 * hidden,)),
@@ -132,15 +133,15 @@ def block(x: object, at: Layer) -> object:
     """Streams x[T, 2 * D] -> x[T, 2 * D]. A tap sees in block_in what the state space reads, and of a shared block q, k, v, attn_out and,
     before the layer's own matrix, lent_in."""
     ops, w = at.ops, at.w
-    own = ops.first_stream(x, at.config.streams)
-    if w.lent is not None:
+    own = ops.first_stream(x, at.config.residual_streams)
+    if w.shared_block is not None:
         given = _shared(x, at)
         at.tap("lent_in", given)
-        own = ops.linear_add(given, w.lent.out, own)
+        own = ops.linear_add(given, w.shared_block.out, own)
     at.tap("block_in", own)
-    mixed = at.kv.mix(ops.norm_linear(own, w.input_norm, w.state.products), w.state.own)
+    mixed = at.kv.mix(ops.norm_linear(own, w.input_norm, w.recurrent.products), w.recurrent.own)
     at.tap("state_out", mixed)
-    x = ops.add_to_first(x, mixed, w.state.out)
+    x = ops.add_to_first(x, mixed, w.recurrent.out)
     at.tap("block_out", x)
     return x
 
@@ -148,10 +149,10 @@ def block(x: object, at: Layer) -> object:
 def _shared(x: object, at: Layer) -> object:
     """What the block that the layer is lent makes of both streams, [T, D]."""
     ops, w, positions, rope, config = at.ops, at.w, at.positions, at.rope, at.config
-    lent, block = w.lent, w.lent.block
+    lent, block = w.shared_block, w.shared_block.block
     made = ops.norm_linear(x, block.input_norm, [block.q, block.k, block.v])
     for low, out in zip(lent.attention, made):
-        ops.widened(x, block.input_norm, low, out)
+        ops.add_low_rank(x, block.input_norm, low, out)
     q, k, v = made
     q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
     k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, None)
@@ -159,4 +160,4 @@ def _shared(x: object, at: Layer) -> object:
     attended = at.kv.attend(q, k, v)
     at.tap("attn_out", attended)
     (given,) = ops.norm_linear(attended, None, [block.o])
-    return ops.lent_mlp(given, block.mlp_norm, block.gate, block.up, block.down, config.hidden_act, lent.mlp)
+    return ops.shared_block_mlp(given, block.mlp_norm, block.gate, block.up, block.down, config.hidden_act, lent.mlp)

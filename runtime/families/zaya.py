@@ -40,18 +40,19 @@ def config(keys: Keys) -> ModelConfig:
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         return ropes_by_kind(keys, kinds, ROPES, head_dim, positions, partial=True)
 
-    experts = replace(mixture(keys, 16, 1, base.size(keys, "moe_intermediate_size"), False, range(layers), corrected=True, apart=True),
-                      handed=1, idle=True)
+    experts = replace(mixture(keys, 16, 1, base.size(keys, "moe_intermediate_size"), False, range(layers), correction_bias=True,
+                              parallel_to_mlp=True),
+                      zero_experts=1, zero_experts_drop=True)
     made = decoder_config(_without_kind(keys), base, ropes, windows=tuple(window if kind == LOCAL else None for kind in kinds),
-                          mixture=experts, streams=STREAMS, router_rank=keys.integer("router_hidden_size", 256, high=2**16),
-                          head_bias=keys.flag("lm_head_bias", False), states_beside=True, state_layers=tuple(range(layers)))
+                          moe=experts, residual_streams=STREAMS, router_mlp_dim=keys.integer("router_hidden_size", 256, high=2**16),
+                          head_bias=keys.flag("lm_head_bias", False), parallel_hybrid=True, recurrent_layers=tuple(range(layers)))
     shape = CcaShape(made.num_attention_heads, made.num_key_value_heads, made.head_dim,
                      *(keys.integer(name, 2, high=16) for name in ("cca_time0", "cca_time1")))
-    if experts.per_token != 1 or made.router_rank > made.hidden_size or shape.taps < 2 or made.hidden_act != "silu":
-        raise ConfigError(f"config.json: num_experts_per_tok {experts.per_token}, router_hidden_size {made.router_rank}, cca_time0 "
-                          f"{shape.first}, cca_time1 {shape.second} and hidden_act {made.hidden_act} are not supported together",
+    if experts.experts_per_token != 1 or made.router_mlp_dim > made.hidden_size or shape.taps < 2 or made.hidden_act != "silu":
+        raise ConfigError(f"config.json: num_experts_per_tok {experts.experts_per_token}, router_hidden_size {made.router_mlp_dim}, "
+                          f"cca_time0 {shape.first}, cca_time1 {shape.second} and hidden_act {made.hidden_act} are not supported together",
                           "one expert a token, a router no wider than hidden_size, two tokens or more, silu")
-    return replace(made, state=shape)
+    return replace(made, recurrent=shape)
 
 
 def _without_kind(keys: Keys) -> Keys:
@@ -64,9 +65,9 @@ def _without_kind(keys: Keys) -> Keys:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
-    own, hidden, rank, prefix = config.state, config.hidden_size, config.router_rank, f"model.layers.{layer}."
+    own, hidden, rank, prefix = config.recurrent, config.hidden_size, config.router_mlp_dim, f"model.layers.{layer}."
     attention, router = f"{prefix}self_attn.", f"{prefix}mlp.gate."
-    choices = config.mixture.experts + config.mixture.handed
+    choices = config.moe.num_experts + config.moe.zero_experts
     rules = {"input_norm": TensorRule(f"{prefix}input_layernorm.weight", (hidden,)),
              "post_norm": TensorRule(f"{prefix}post_attention_layernorm.weight", (hidden,)),
              "o": TensorRule(f"{attention}o_proj.weight", (hidden, own.values)),
@@ -100,7 +101,7 @@ JOINED = "in_proj.weight"
 
 def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
     """The product that reads a layer's input -> the tensors in which it is stored, with their rows."""
-    own, prefix = config.state, f"model.layers.{layer}.self_attn.qkv_proj."
+    own, prefix = config.recurrent, f"model.layers.{layer}.self_attn.qkv_proj."
     heights = own.values, own.convolved - own.values, own.half, own.half
     return {f"{prefix}{JOINED}": tuple((f"{prefix}{part}.weight", height) for part, height in zip(PARTS, heights, strict=True))}
 
@@ -115,11 +116,11 @@ def block(x: object, at: Layer) -> object:
     """Streams x[T, 2 * D] -> x[T, 2 * D], with the taps of `llama.block` over what a layer works on."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     own = ops.first_stream(x, STREAMS)
-    if w.entered is not None:
-        own = ops.rescaled(own, None, w.entered)
+    if w.input_scale is not None:
+        own = ops.scaled_residual(own, None, w.input_scale)
     at.tap("block_in", own)
-    (made,) = ops.norm_linear(own, w.input_norm, w.state.products)
-    q, k, v = kv.convolved(made, w.state.own)
+    (made,) = ops.norm_linear(own, w.input_norm, w.recurrent.products)
+    q, k, v = kv.convolved(made, w.recurrent.own)
     q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
     k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, None)
     at.tap_heads(q, k, v)
@@ -127,12 +128,12 @@ def block(x: object, at: Layer) -> object:
     x, own = last_of(x, len(attended)), last_of(own, len(attended))
     at.tap("attn_out", attended)
     (branch,) = ops.norm_linear(attended, None, [w.o])
-    own = ops.rescaled(own, branch, w.rescales[0])
+    own = ops.scaled_residual(own, branch, w.residual_scales[0])
     at.tap("mlp_in", own)
-    said = ops.routed_by(own, w.post_norm, w.path, x)
-    branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, config.hidden_act,
-                               at.see("visits"), w.correction, None, said)
-    own = ops.rescaled(own, branch, w.rescales[1])
+    said = ops.router_mlp(own, w.post_norm, w.router_mlp, x)
+    branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.parallel_experts, config.moe.routing, config.hidden_act,
+                               at.see("visits"), w.correction_bias, None, said)
+    own = ops.scaled_residual(own, branch, w.residual_scales[1])
     x = ops.put_stream(x, own, 0)
     at.tap("block_out", x)
     return x

@@ -112,7 +112,7 @@ class EmbeddingRequests:
     @cached_property
     def ranking(self) -> Reranker | ListwiseReranker:
         """The reranker. Raises UsageError for a model that is none."""
-        if self.config.ranks_lists:
+        if self.config.listwise_reranker:
             from .listwise_reranker import listwise_of
 
             return listwise_of(self.tokenizer)

@@ -83,7 +83,7 @@ def _deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: Tensor
 
     if pair.keys() != {"a", "b"}:
         raise refuse(f"holds only one of the two LoRA matrices of {shown(name)}")
-    names = own_names(name, found, config.mixture.experts if config.mixture else 0)
+    names = own_names(name, found, config.moe.num_experts if config.moe else 0)
     if names is None or not shapes.keys() >= {*names}:
         raise refuse(f"changes {shown(name)}, which is not supported")
     alpha = header.metadata.get(ALPHA, 0.0)
@@ -92,7 +92,7 @@ def _deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: Tensor
     a, b = (_values(path, store, pair[part]) for part in "ab")
     if name == TABLE and a.ndim == b.ndim == 2:
         a, b = np.ascontiguousarray(b.T), a
-    said, count = f"{list(a.shape)} and {list(b.shape)}", config.mixture.experts if config.mixture else 1
+    said, count = f"{list(a.shape)} and {list(b.shape)}", config.moe.num_experts if config.moe else 1
     experts = count if a.ndim == 3 and len(names) % count == 0 else 1
     a, b = (each if each.ndim == 3 else each[None] for each in (a, b))
     ranks, heights = {a.shape[-2], b.shape[-1]}, [shapes[each][0] for each in names[: len(names) // experts]]

@@ -59,15 +59,15 @@ def with_curves(config: ModelConfig, tensors: Mapping[int | str, Mapping[str, Mo
         return config, dict(tensors)
     layers = range(config.num_hidden_layers)
     read = lambda tensor: float(as_float32(tensor, {tensor.name: store.read(tensor.info)})[0])  # noqa: E731
-    curves = config.curves or tuple(tuple(read(tensors[layer][role]) for role in CURVE) for layer in layers)
+    curves = config.activation_params or tuple(tuple(read(tensors[layer][role]) for role in CURVE) for layer in layers)
     left = {key: {role: tensor for role, tensor in roles.items() if role not in CURVE} for key, roles in tensors.items()}
-    return replace(config, curves=curves), left
+    return replace(config, activation_params=curves), left
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """The keys of activations, which stand below no architecture's name."""
     if config.family != FAMILY:
         return {}
-    columns = [np.array(column, np.float32) for column in zip(*config.curves)]
+    columns = [np.array(column, np.float32) for column in zip(*config.activation_params)]
     usual = {key: np.full(config.num_hidden_layers, value, np.float32) for key, value in USUAL.items()}
     return dict(zip(LISTS, columns, strict=True)) | usual

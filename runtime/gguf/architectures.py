@@ -354,9 +354,9 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
 
 def file_architecture(config: ModelConfig) -> str:
     """What the file of a model is called, of a family that has files."""
-    if config.family == nemotron_h.FAMILY and config.mixture is not None:
+    if config.family == nemotron_h.FAMILY and config.moe is not None:
         return nemotron_h.MIXED
-    return "granitehybrid" if config.family == "granitemoehybrid" and config.state is not None else BY_FAMILY[config.family]
+    return "granitehybrid" if config.family == "granitemoehybrid" and config.recurrent is not None else BY_FAMILY[config.family]
 
 
 def architecture(path: object, name: object) -> Architecture:

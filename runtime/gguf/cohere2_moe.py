@@ -44,27 +44,28 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys beside those of every mixture, without the architecture's prefix."""
-    own = config.mixture
+    own = config.moe
     dense = sum(layer not in own.layers for layer in range(config.num_hidden_layers))
     keys: dict[str, Value] = {
         "attention.sliding_window": next((each for each in config.windows if each is not None), 0),
         "attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.int32),
-        "feed_forward_length": config.ffn_of(0), "expert_feed_forward_length": own.width, "leading_dense_block_count": dense,
+        "feed_forward_length": config.intermediate_size_of(0), "expert_feed_forward_length": own.expert_dim,
+        "leading_dense_block_count": dense,
         "expert_gating_func": 2 if own.sigmoid else 1, "expert_weights_norm": own.renormalise,
         "logit_scale": float(1 / config.logits_scaling), "attention.layer_norm_epsilon": float(config.norm_eps)}
     if config.norm_kind == "rms":
         keys[RMS] = float(config.norm_eps)
-    if own.shared_width:
-        keys |= {"expert_shared_count": own.shared_width // own.width, "expert_shared_feed_forward_length": own.shared_width}
+    if own.shared_expert_dim:
+        keys |= {"expert_shared_count": own.shared_expert_dim // own.expert_dim, "expert_shared_feed_forward_length": own.shared_expert_dim}
     return keys
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    own = config.mixture
+    own = config.moe
     dense = sum(layer not in own.layers for layer in range(config.num_hidden_layers))
     turned = [each is not None or layer < dense for layer, each in enumerate(config.windows)]
     yield set(config.windows) == {None}, "has no window"
     yield own.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts after others"
     yield turned != [each is not None for each in config.ropes], "rotates other layers than those with a window and dense ones"
-    yield bool(own.shared_width) and config.factor("shared.down") == 1.0, "adds the shared expert to the sum of the others"
+    yield bool(own.shared_expert_dim) and config.multiplier("shared.down") == 1.0, "adds the shared expert to the sum of the others"

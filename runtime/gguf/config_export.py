@@ -16,7 +16,7 @@ from ... import EffllmError
 from ...offload.gguf_header import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
-from ..moe_config import Mixture
+from ..moe_config import MoEConfig
 from ..rope import RopeTable, rope_table
 from . import (
     apertus,
@@ -142,15 +142,15 @@ def _export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield config.hidden_act != act and family != bitnet.FAMILY, f"has {config.hidden_act} where {act} is meant"
     yield from _export_limits_of_windows(config)
     yield from _export_limits_of_scales(config)
-    yield config.both_ways, "uses bidirectional attention"
-    yield config.ranks_lists, "has a listwise ranking head"
+    yield config.bidirectional, "uses bidirectional attention"
+    yield config.listwise_reranker, "has a listwise ranking head"
     yield from _export_limits_of_layers(config)
     yield from recurrent_layers.export_limits(config)
     if family == deci.FAMILY:
         yield from deci.export_limits(config)
     if family == minicpm3.FAMILY:
         yield from minicpm3.export_limits(config)
-    elif config.latent is not None:
+    elif config.mla is not None:
         yield from latent_attention.export_limits(config, 1.0 if config.rope is None else _table(config).attention_scaling)
         if BY_FAMILY[family] in (latent_attention.NAME, latent_attention.GROWN):
             yield from latent_attention.unread(config)
@@ -209,10 +209,10 @@ def _export_limits_of_layers(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield any(rope.kind != "default" for rope in local), "scales RoPE in layers with a window"
     yield family in EVEN_HEADS and config.head_dim * config.num_attention_heads != config.hidden_size, \
         f"has {config.num_attention_heads} heads of {config.head_dim} for a width of {config.hidden_size}"
-    yield family in CONVOLVED and config.state is None, "has no convolution"
-    yield family == "granitemoehybrid" and config.state is None and config.mixture is not None, "has experts but no state-space layers"
-    yield family in (nemotron_h.FAMILY, jamba.FAMILY) and config.state is None, "has no state space"
-    yield family == "falcon" and not config.side_by_side, "has its MLP after attention instead of beside it"
+    yield family in CONVOLVED and config.recurrent is None, "has no convolution"
+    yield family == "granitemoehybrid" and config.recurrent is None and config.moe is not None, "has experts but no state-space layers"
+    yield family in (nemotron_h.FAMILY, jamba.FAMILY) and config.recurrent is None, "has no state space"
+    yield family == "falcon" and not config.parallel_block, "has its MLP after attention instead of beside it"
     yield family == "gpt2" and config.attn_scale is not None, "does not scale its scores by head_dim"
 
 
@@ -232,8 +232,8 @@ def _export_limits_of_positions(config: ModelConfig) -> Iterator[tuple[bool, str
 
 
 def _export_limits_of_experts(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    family, mixture = config.family, config.mixture
-    yield family == "bailing_moe_v2" and not mixture.shared_width, "has no shared expert"
+    family, mixture = config.family, config.moe
+    yield family == "bailing_moe_v2" and not mixture.shared_expert_dim, "has no shared expert"
     if family == llama4.FAMILY:
         yield from llama4.export_limits(config)
     elif mixture is not None and family not in SAYING_WHERE:
@@ -266,11 +266,12 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
         "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads, ARCHITECTURES[arch].epsilon: float(config.norm_eps),
-        "attention.key_length": config.made_dim, "attention.value_length": config.narrow or config.head_dim,
-        "rope.dimension_count": int(config.made_dim * config.rope.partial_rotary_factor), "rope.freq_base": float(config.rope.theta),
+        "attention.key_length": config.projected_head_dim, "attention.value_length": config.v_head_dim or config.head_dim,
+        "rope.dimension_count": int(config.projected_head_dim * config.rope.partial_rotary_factor),
+        "rope.freq_base": float(config.rope.theta),
         "vocab_size": config.vocab_size}
     keys |= _of_family(config) | recurrent_layers.export_keys(config) | _rope(config) | ({UNTURNED: False} if unturned else {})
-    if config.latent is not None:
+    if config.mla is not None:
         keys |= (minicpm3 if config.family == minicpm3.FAMILY else latent_attention).export_keys(config)
     left_out = rwkv7.NOWHERE if config.family == rwkv7.FAMILY else ()
     return out | {f"{arch}.{key}": value for key, value in keys.items() if key not in left_out} | apertus.export_keys(config)
@@ -289,7 +290,7 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
         local = next((rope for rope, own in zip(config.ropes, config.windows) if own is not None), config.rope)
         keys["rope.freq_base_swa"] = float(local.theta)
     if config.family == "gpt_neox":
-        keys["use_parallel_residual"] = config.side_by_side
+        keys["use_parallel_residual"] = config.parallel_block
     if config.family == "mpt":
         keys |= transformer_names.STATED_ALIBI
     if config.clip_qkv is not None:
@@ -304,50 +305,50 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
                  "logit_scale": float(config.logits_scaling)}
     if config.rope.params.get(GROWTH):
         keys["attention.temperature_scale"] = float(config.rope.params[GROWTH])
-    if config.mixture is not None:
-        keys |= _of_mixture(config, config.mixture)
+    if config.moe is not None:
+        keys |= _of_mixture(config, config.moe)
     own = STATED.get(config.family)
     return keys if own is None else keys | own.export_keys(config)
 
 
-def _of_mixture(config: ModelConfig, mixture: Mixture) -> dict[str, Value]:
-    keys: dict[str, Value] = {"expert_count": mixture.experts, "expert_used_count": mixture.per_token}
+def _of_mixture(config: ModelConfig, mixture: MoEConfig) -> dict[str, Value]:
+    keys: dict[str, Value] = {"expert_count": mixture.num_experts, "expert_used_count": mixture.experts_per_token}
     if config.family in (gpt_oss.FAMILY, mellum.FAMILY, "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", *LEADING_DENSE):
-        keys["expert_feed_forward_length"] = mixture.width
+        keys["expert_feed_forward_length"] = mixture.expert_dim
     if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"):
-        keys["expert_shared_feed_forward_length"] = mixture.shared_width
+        keys["expert_shared_feed_forward_length"] = mixture.shared_expert_dim
     if config.family in LEADING_DENSE and config.family not in CONVOLVED:
-        keys |= {"expert_shared_count": (mixture.shared_width or 0) // mixture.width,
+        keys |= {"expert_shared_count": (mixture.shared_expert_dim or 0) // mixture.expert_dim,
                  "leading_dense_block_count": min(mixture.layers, default=config.num_hidden_layers)}
     if config.family == "afmoe":  # of which what all tokens visit is an MLP
-        keys["expert_shared_count"] = config.ffn_of(config.num_hidden_layers - 1) // mixture.width
+        keys["expert_shared_count"] = config.intermediate_size_of(config.num_hidden_layers - 1) // mixture.expert_dim
     if config.family == "hunyuan_v1_moe":
-        keys |= {"expert_feed_forward_length": mixture.width, "expert_shared_count": 1,
-                 "expert_shared_feed_forward_length": mixture.shared_width}
+        keys |= {"expert_feed_forward_length": mixture.expert_dim, "expert_shared_count": 1,
+                 "expert_shared_feed_forward_length": mixture.shared_expert_dim}
     if config.family in ("granitemoeshared", granite_swash.MIXED):
-        keys |= {"feed_forward_length": mixture.width, "expert_shared_feed_forward_length": mixture.shared_width or 0}
+        keys |= {"feed_forward_length": mixture.expert_dim, "expert_shared_feed_forward_length": mixture.shared_expert_dim or 0}
     if config.family == "minimax_m2":
-        keys |= {"expert_feed_forward_length": mixture.width, "expert_gating_func": SIGMOID}
+        keys |= {"expert_feed_forward_length": mixture.expert_dim, "expert_gating_func": SIGMOID}
     if config.family == "exaone_moe":
-        keys |= {"expert_shared_feed_forward_length": mixture.shared_width, "expert_group_count": mixture.groups,
-                 "expert_group_used_count": mixture.kept_groups}
+        keys |= {"expert_shared_feed_forward_length": mixture.shared_expert_dim, "expert_group_count": mixture.num_groups,
+                 "expert_group_used_count": mixture.top_groups}
     if config.family in STATED_SUM:
-        keys |= {"expert_gating_func": SIGMOID if mixture.sigmoid else 1, "expert_weights_scale": float(mixture.factor),
+        keys |= {"expert_gating_func": SIGMOID if mixture.sigmoid else 1, "expert_weights_scale": float(mixture.routed_scale),
                  "expert_weights_norm": mixture.renormalise}
     if config.family == "bailing_moe_v2":  # whose shared experts are one here
-        keys |= {"expert_shared_count": 1, "expert_shared_feed_forward_length": mixture.shared_width,
-                 "expert_group_count": mixture.groups, "expert_group_used_count": mixture.kept_groups}
+        keys |= {"expert_shared_count": 1, "expert_shared_feed_forward_length": mixture.shared_expert_dim,
+                 "expert_group_count": mixture.num_groups, "expert_group_used_count": mixture.top_groups}
     if config.family == kimi_delta_attention.LING_FAMILY:  # SHARED is how wide all are together
         keys["expert_shared_count"] = 1
     if config.family == "hy_v3":
-        keys["expert_shared_feed_forward_length"] = mixture.shared_width
+        keys["expert_shared_feed_forward_length"] = mixture.shared_expert_dim
     if config.family == "ernie4_5_moe":
-        keys |= {"interleave_moe_layer_step": 1, "expert_shared_feed_forward_length": mixture.shared_width or 0}
+        keys |= {"interleave_moe_layer_step": 1, "expert_shared_feed_forward_length": mixture.shared_expert_dim or 0}
     return keys
 
 
 def _table(config: ModelConfig) -> RopeTable:
-    return rope_table(config.rope, config.rotary_width, config.max_position_embeddings, config.max_position_embeddings)
+    return rope_table(config.rope, config.rotary_head_dim, config.max_position_embeddings, config.max_position_embeddings)
 
 
 def _rope(config: ModelConfig) -> dict[str, Value]:

@@ -45,12 +45,13 @@ def _by_layer(header: GgufHeader, key: str, layers: object) -> list[int]:
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    yield any(config.attends(layer) for layer in config.without_mlp), "has attention in a layer without an MLP, which llama.cpp leaves out"
+    yield any(config.has_attention(layer)
+              for layer in config.layers_without_mlp), "has attention in a layer without an MLP, which llama.cpp leaves out"
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its own, without the architecture's prefix."""
     layers = range(config.num_hidden_layers)
-    return {QUERIES: np.array([config.attends(layer) and config.num_attention_heads for layer in layers], np.int32),
-            GROUPS: np.array([config.attends(layer) and config.heads_of(layer)[0] for layer in layers], np.int32),
-            WIDTHS: np.array([layer not in config.without_mlp and config.ffn_of(layer) for layer in layers], np.int32)}
+    return {QUERIES: np.array([config.has_attention(layer) and config.num_attention_heads for layer in layers], np.int32),
+            GROUPS: np.array([config.has_attention(layer) and config.kv_heads_of(layer)[0] for layer in layers], np.int32),
+            WIDTHS: np.array([layer not in config.layers_without_mlp and config.intermediate_size_of(layer) for layer in layers], np.int32)}

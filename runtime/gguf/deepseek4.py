@@ -64,4 +64,4 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
 def groups_in(name: str, config: ModelConfig) -> tuple[str, ...]:
     """What every group of heads has of a matrix before o."""
     layer = name.split(".")[1]
-    return tuple(f"model.layers.{layer}.attn.wo_a.{group}.weight" for group in range(config.compressed.groups))
+    return tuple(f"model.layers.{layer}.attn.wo_a.{group}.weight" for group in range(config.compressed_attention.output_groups))

@@ -213,7 +213,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
     layers = [(key, roles) for key, roles in tensors.items() if key != "outer"]
     for key, roles in (("outer", outer), *layers, (config.num_hidden_layers, beside)):
         if config.family == deci.FAMILY and key != "outer":
-            heads["k"] = config.heads_of(key)[0] if key < config.num_hidden_layers else 0
+            heads["k"] = config.kv_heads_of(key)[0] if key < config.num_hidden_layers else 0
         grouped: dict[str, list[tuple[str, ModelTensor]]] = {}
         for role, tensor in roles.items():
             if role in found.parts:
@@ -221,7 +221,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
                 continue
             shared = role in EXPERT and "router" in roles and config.family in SHARED_AS_MLP
             own = file_part(f"shared.{role}" if shared else role, found)
-            if config.family == "falcon" and config.norms_apart and role.startswith("input_norm"):
+            if config.family == "falcon" and config.parallel_block_norms and role.startswith("input_norm"):
                 own = "attn_norm_2"
             end = "bias" if role.endswith("_bias") or role == "correction" else "weight"
             block = "" if key == "outer" or f"{own}.{end}" in found.outer else f"blk.{nemotron_h.block_of(config, key, role)}."
@@ -235,7 +235,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             own, finer = "F32", role == "kv_b" or (bool(found.parts) and role in kimi_delta_attention.FINER)
             if matrix in MATRICES or finer:
                 own = "Q8_0" if kind == "Q4_0" and (role in HEADS or finer or is_table(role)) else kind
-                if first.spec.scheme == "mxfp" or (config.experts_stored and expert_of(role) is not None):
+                if first.spec.scheme == "mxfp" or (config.expert_format and expert_of(role) is not None):
                     own = MXFP4  # which files have too: nothing is rounded
                 own = own if first.shape[1] % BLOCK == 0 else "F16"
             shape = (sum(tensor.shape[0] for _, tensor in members), *first.shape[1:])
@@ -250,7 +250,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
                        found.norm_offset if grown and first.name not in found.as_is else 0.0, *recurrent_layers.order(role, config),
                        recurrent_layers.side(config) if role == "state_decay" else 0.0,
                        factors=tuple(factors.get(role, 1.0) for role, _ in members) if factors else (),
-                       turns=first.shape[0] // config.state.key_heads if name.endswith(linear_attention.IN_TURN) else 0)
+                       turns=first.shape[0] // config.recurrent.key_heads if name.endswith(linear_attention.IN_TURN) else 0)
 
 
 def _in_parts(block: str, role: str, tensor: ModelTensor, parts: Iterable[tuple[str, tuple[str, int]]], kind: str) -> Iterator[_Job]:
@@ -265,7 +265,7 @@ def _in_parts(block: str, role: str, tensor: ModelTensor, parts: Iterable[tuple[
 
 def _halves(block: str, tensor: ModelTensor, config: ModelConfig, kind: str) -> Iterator[_Job]:
     """The matrix that latent attention shares out among heads; as finely as the embedding, as llama.cpp's own files have it."""
-    own, heads = config.latent, config.num_attention_heads
+    own, heads = config.mla, config.num_attention_heads
     for part, shape in zip(latent_attention.HALVES, ((heads, own.rank, own.nope), (heads, own.value, own.rank))):
         stored = ("Q8_0" if kind == "Q4_0" else kind) if shape[-1] % BLOCK == 0 else "F16"
         yield _Job(PlannedTensor(block + part, stored, shape), (tensor,), half=(config, part))
@@ -274,7 +274,7 @@ def _halves(block: str, tensor: ModelTensor, config: ModelConfig, kind: str) -> 
 def _notices(config: ModelConfig, jobs: list[_Job], kind: str, quantized: bool) -> Iterator[Notice]:
     if any(job.planned.type == MXFP4 for job in jobs):
         yield Notice("experts stay in MXFP4, as they were published")
-    if quantized and not config.experts_stored:
+    if quantized and not config.expert_format:
         yield Notice("the source is quantized already: its errors and those of the new type add up")
     if kind == "Q4_0":
         yield Notice("the embedding and the head are written as Q8_0, where errors weigh most")
@@ -304,7 +304,7 @@ def _pieces(store: TensorStore, job: _Job) -> Iterator[np.ndarray]:
             continue
         step = max(1, BLOCK_NBYTES // 4 // max(1, prod(tensor.shape[1:])))
         if job.half is not None:
-            step = max(1, step // job.half[0].latent.made) * job.half[0].latent.made
+            step = max(1, step // job.half[0].mla.made) * job.half[0].mla.made
         if job.heads:  # whole heads, within which rows move
             per = rows // job.heads
             step = max(1, step // per) * per

@@ -39,17 +39,17 @@ def factors(config: ModelConfig) -> Mapping[str, float | np.ndarray]:
         return {}
     roles = ("o", "down", "post_norm", "state_out", "state_gate", "state_rate")
     scale = 1.0 if config.attn_scale is None else config.attn_scale * config.head_dim**0.5
-    return {**{role: config.factor(role) for role in roles}, "q": scale, "state_in": channel_factors(config),
+    return {**{role: config.multiplier(role) for role in roles}, "q": scale, "state_in": channel_factors(config),
             "embed": config.embedding_multiplier, "head": 1 / config.logits_scaling}
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of state spaces, without the architecture's prefix."""
-    own = config.state
+    own = config.recurrent
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.group_count": own.groups, "ssm.time_step_rank": own.heads,
             "ssm.inner_size": own.values}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    yield not config.state.biased, "has convolutions without biases"  # for which llama.cpp looks all the same
+    yield not config.recurrent.biased, "has convolutions without biases"  # for which llama.cpp looks all the same

@@ -32,7 +32,7 @@ STACKED = {"altup_proj.weight": "model.altup_projections", "altup_unembd_proj.we
 
 def stacked(name: str, config: ModelConfig) -> tuple[str, ...] | None:
     """The names of the matrices that lie one after the other in a tensor of STACKED; None of a model with one stream."""
-    return tuple(f"{STACKED[name]}.{i}.weight" for i in range(config.streams - 1)) or None
+    return tuple(f"{STACKED[name]}.{i}.weight" for i in range(config.residual_streams - 1)) or None
 
 
 def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:

@@ -101,18 +101,18 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of the family, without the architecture's prefix."""
     wide = next(layer for layer, window in enumerate(config.windows) if window is None)
     narrow = next(layer for layer, window in enumerate(config.windows) if window is not None)
-    (_, long), (_, short) = config.heads_of(wide), config.heads_of(narrow)
+    (_, long), (_, short) = config.kv_heads_of(wide), config.kv_heads_of(narrow)
     layers = range(config.num_hidden_layers)
     lengths = dict(zip(LENGTHS, (long, short) * 2, strict=True))
     keys: dict[str, Value] = {
         "attention.key_length": long, "attention.key_length_swa": short, **lengths,
         "rope.freq_base_swa": float(config.ropes[narrow].theta),
         "attention.shared_kv_layers": config.num_hidden_layers - len(config.attention_layers),
-        "embedding_length_per_layer_input": config.input_width,
+        "embedding_length_per_layer_input": config.per_layer_input_dim,
         "attention.sliding_window_pattern": np.array([config.windows[layer] is not None for layer in layers], np.int32),
-        "attention.head_count_kv": np.array([config.heads_of(layer)[0] for layer in layers], np.int32),
-        "feed_forward_length": np.array([config.ffn_of(layer) for layer in layers], np.int32)}
-    return keys if config.mixture is None else {**keys, "expert_feed_forward_length": config.mixture.width}
+        "attention.head_count_kv": np.array([config.kv_heads_of(layer)[0] for layer in layers], np.int32),
+        "feed_forward_length": np.array([config.intermediate_size_of(layer) for layer in layers], np.int32)}
+    return keys if config.moe is None else {**keys, "expert_feed_forward_length": config.moe.expert_dim}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
@@ -127,13 +127,14 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     shared = {(config.windows[layer] is None, source) for layer, source in enumerate(config.kv_sources) if layer >= first}
     # llama.cpp takes the last two layers with their own for one with a window and one without, in this order.
     yield bool(shared - {(True, first - 1), (False, first - 2)}), "shares keys and values of other layers than the last two that have some"
-    yield bool(config.input_width) and config.input_vocab != config.vocab_size, "has another vocabulary in what layers are given"
+    other_vocab = bool(config.per_layer_input_dim) and config.per_layer_input_vocab != config.vocab_size
+    yield other_vocab, "has another vocabulary in what layers are given"
 
 
 def divisors(config: ModelConfig) -> np.ndarray:
     """Of the rotary frequencies of layers without a window, float32 [half of a head]."""
     wide = next(layer for layer, window in enumerate(config.windows) if window is None)
-    half = config.heads_of(wide)[1] // 2
+    half = config.kv_heads_of(wide)[1] // 2
     turned = int(config.ropes[wide].params[TURNED] * half)
     return np.where(np.arange(half) < turned, 1.0, STILL).astype("<f4")
 

@@ -61,7 +61,7 @@ def metadata(encoders: Sights, name: str) -> dict[str, Value]:
 def _demand_usual_eyes(eyes: Eyes) -> None:
     keys = eyes.tower_config
     usual = (eyes.joined, eyes.count, keys.number("rms_norm_eps"), eyes.theta(THETA), keys.raw.get("hidden_activation"),
-             eyes.bidirectional) == (JOINED, COUNT, EPS, THETA, "gelu_pytorch_tanh", not eyes.config.input_width)
+             eyes.bidirectional) == (JOINED, COUNT, EPS, THETA, "gelu_pytorch_tanh", not eyes.config.per_layer_input_dim)
     if not usual or any(eyes.scale.mean) or set(eyes.scale.std) != {1.0}:
         raise UsageError("its vision tower differs from other Gemma 4 models in more than sizes, which an mmproj file cannot state", AWAY)
 

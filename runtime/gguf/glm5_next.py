@@ -84,14 +84,14 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of what this family has, without the architecture's prefix."""
-    own, layers = config.indexed, config.num_hidden_layers
+    own, layers = config.indexer, config.num_hidden_layers
     return kimi_delta_attention.export_keys(config) | sparse_indexer.export_keys(config) | {
-        "attention.indexer.kpool": own.shape.rate, TAIL: True, INDEX_EPSILON: float(own.norm[1]), "hyper_connection.count":
-        config.streams, "hyper_connection.sinkhorn_iterations": config.mix_rounds,
-        "hyper_connection.epsilon": float(config.mix_least), **{key: np.full(layers, SILU_LIMIT, np.float32) for key in CLAMPS}}
+        "attention.indexer.kpool": own.shape.tokens_per_key, TAIL: True, INDEX_EPSILON: float(own.norm[1]), "hyper_connection.count":
+        config.residual_streams, "hyper_connection.sinkhorn_iterations": config.sinkhorn_iterations,
+        "hyper_connection.epsilon": float(config.sinkhorn_eps), **{key: np.full(layers, SILU_LIMIT, np.float32) for key in CLAMPS}}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
     yield from kimi_delta_attention.export_limits(config)
-    yield config.streams != STREAMS, f"has {config.streams} streams of a token, of which llama.cpp runs {STREAMS}"
+    yield config.residual_streams != STREAMS, f"has {config.residual_streams} streams of a token, of which llama.cpp runs {STREAMS}"

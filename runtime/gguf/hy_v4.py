@@ -40,7 +40,8 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of streams, without the architecture's prefix."""
-    return {"hyper_connection.count": config.streams, "hyper_connection.epsilon": float(config.mix_least), "hyper_connection.magnitude":
+    return {"hyper_connection.count": config.residual_streams, "hyper_connection.epsilon": float(config.sinkhorn_eps),
+            "hyper_connection.magnitude":
             float(REFUSED_UNLESS[MAGNITUDE]), CLAMP: np.full(config.num_hidden_layers, SILU_LIMIT, np.float32)}
 
 

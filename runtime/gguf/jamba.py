@@ -72,7 +72,7 @@ def _every(path: object, name: str, own: Sequence[int], layers: int) -> dict[str
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its states, without the architecture's prefix."""
-    own = config.state
-    heads = [0 if layer in config.state_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
+    own = config.recurrent
+    heads = [0 if layer in config.recurrent_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.time_step_rank": own.rank, "ssm.inner_size": own.values,
             "attention.head_count_kv": np.array(heads, np.int32)}

@@ -96,29 +96,30 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of such layers, and of what else these families have, without the architecture's prefix."""
-    own, mixture = config.state, config.mixture
-    heads = [0 if layer in config.state_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
-    keys = {"attention.head_count_kv": np.array(heads, np.int32), TAPS: own.taps, WIDTH: own.key_dim, "expert_group_count": mixture.groups,
-            "expert_group_used_count": mixture.kept_groups}
-    if own.bound is not None:
-        keys[BOUND] = float(own.bound)
+    own, mixture = config.recurrent, config.moe
+    heads = [0 if layer in config.recurrent_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
+    keys = {"attention.head_count_kv": np.array(heads, np.int32), TAPS: own.taps, WIDTH: own.key_dim,
+            "expert_group_count": mixture.num_groups,
+            "expert_group_used_count": mixture.top_groups}
+    if own.decay_bound is not None:
+        keys[BOUND] = float(own.decay_bound)
     if config.family == LING_FAMILY:
-        keys |= {SAFE: True, SHARED: mixture.shared_width}
+        keys |= {SAFE: True, SHARED: mixture.shared_expert_dim}
         layers = range(config.num_hidden_layers)
-        keys |= {key: np.array([config.gate_bounds[layer][which] or 0.0 for layer in layers], np.float32)
-                 for which, key in enumerate(CLAMPS) if config.gate_bounds}
+        keys |= {key: np.array([config.gate_limits[layer][which] or 0.0 for layer in layers], np.float32)
+                 for which, key in enumerate(CLAMPS) if config.gate_limits}
     return keys
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    own = config.state
+    own = config.recurrent
     yield own.value_heads != config.num_attention_heads, \
         f"has {own.value_heads} heads of linear attention beside {config.num_attention_heads} of attention"
-    yield not config.mixture.shared_width, "has no shared expert"
-    yield config.family == KIMI_FAMILY and not config.mixture.renormalise, "does not normalize its expert weights"
+    yield not config.moe.shared_expert_dim, "has no shared expert"
+    yield config.family == KIMI_FAMILY and not config.moe.renormalise, "does not normalize its expert weights"
     if config.family == LING_FAMILY:
-        yield own.bound is None, "has decays without a bound"
+        yield own.decay_bound is None, "has decays without a bound"
         yield config.rope.kind != "default", f"has rotary positions of kind {config.rope.kind}"
 
 

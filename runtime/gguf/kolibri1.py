@@ -35,8 +35,8 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
 def export_keys(config: ModelConfig) -> Mapping[str, Value]:
     """Metadata keys beside those of every mixture, without the architecture's prefix."""
     return {"attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.int32),
-            "expert_feed_forward_length": config.mixture.width, SHARED: config.intermediate_size, COUNT: 1, SCORES: SIGMOID,
-            "expert_weights_norm": config.mixture.renormalise}
+            "expert_feed_forward_length": config.moe.expert_dim, SHARED: config.intermediate_size, COUNT: 1, SCORES: SIGMOID,
+            "expert_weights_norm": config.moe.renormalise}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:

@@ -73,11 +73,12 @@ def two_tables(header: GgufHeader, raw: dict[str, object]) -> None:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys beside those of every mixture, without the architecture's prefix."""
-    own = config.mixture
+    own = config.moe
     keys: dict[str, Value] = {
-        SHARED: own.shared_width, "expert_shared_count": 1, "expert_feed_forward_length": own.width, "leading_dense_block_count": min(
+        SHARED: own.shared_expert_dim, "expert_shared_count": 1, "expert_feed_forward_length": own.expert_dim,
+        "leading_dense_block_count": min(
             own.layers, default=config.num_hidden_layers),
-        QUERIES: np.array([config.queries_of(layer) for layer in range(config.num_hidden_layers)], np.int32)}
+        QUERIES: np.array([config.query_heads_of(layer) for layer in range(config.num_hidden_layers)], np.int32)}
     local = next((rope for rope, window in zip(config.ropes, config.windows) if window is not None), None)
     if local is not None:
         keys |= {PATTERN: _every(config), THETA: float(local.theta), TURNED: int(config.head_dim * local.partial_rotary_factor)}

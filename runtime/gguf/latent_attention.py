@@ -103,14 +103,14 @@ def sharpened(prefix: str, data: Mapping[str, Value], section: dict[str, object]
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of latent attention, without the architecture's prefix, of a model that has it."""
-    own, mixture = config.latent, config.mixture
+    own, mixture = config.mla, config.moe
     keys: dict[str, Value] = {
         "attention.kv_lora_rank": own.rank, "attention.value_length": own.rank, "attention.key_length_mla": own.query,
         "attention.value_length_mla": own.value, "rope.dimension_count": own.rope}
     if own.query_rank is not None:
         keys["attention.q_lora_rank"] = own.query_rank
-    if mixture.kept_groups < mixture.groups:
-        keys |= {"expert_group_count": mixture.groups, "expert_group_used_count": mixture.kept_groups}
+    if mixture.top_groups < mixture.num_groups:
+        keys |= {"expert_group_count": mixture.num_groups, "expert_group_used_count": mixture.top_groups}
     if (all_dim := config.rope.params.get("mscale_all_dim")) is not None:
         keys["rope.scaling.yarn_log_multiplier"] = MSCALE * all_dim
     if config.rope.params.get(GROWTH):  # without it llama.cpp aborts
@@ -123,12 +123,12 @@ def export_limits(config: ModelConfig, scaling: float) -> Iterator[tuple[bool, s
     `scaling`."""
     yield config.rope is not None and not config.rope.neighbours, "rotates its heads by halves"
     yield not math.isclose(scaling, 1.0, rel_tol=1e-6), f"has positions that are scaled by {scaling:.4g}"
-    yield not config.mixture.sigmoid and config.mixture.kept_groups < config.mixture.groups, "chooses groups only by their best expert"
+    yield not config.moe.sigmoid and config.moe.top_groups < config.moe.num_groups, "chooses groups only by their best expert"
 
 
 def unread(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what llama.cpp does not read) of a file of `NAME`: by layers alone it knows how queries are made."""
-    layers, ranked = config.num_hidden_layers, config.latent.query_rank is not None
+    layers, ranked = config.num_hidden_layers, config.mla.query_rank is not None
     at_once = layers in (26, 27) or (layers, config.vocab_size) == KANANA
     yield at_once and ranked, f"projects queries through q_lora_rank: with {layers} layers llama.cpp expects a direct projection"
     yield not at_once and not ranked, f"projects queries directly: with {layers} layers llama.cpp requires a q_lora_rank"
@@ -173,7 +173,7 @@ class Halves:
 
 def halves(path: object, name: str, found: Mapping[str, GgufTensor], config: ModelConfig) -> Halves:
     """Both halves of a layer's matrix. Raises CheckpointError where one is missing or has another shape than the config says."""
-    own, heads = config.latent, config.num_attention_heads
+    own, heads = config.mla, config.num_attention_heads
     shapes = {HALVES[0]: (heads, own.rank, own.nope), HALVES[1]: (heads, own.value, own.rank)}
     for part, shape in shapes.items():
         if part not in found:
@@ -190,7 +190,7 @@ def _flat(tensor: GgufTensor) -> GgufTensor:
 
 def half_of(values: np.ndarray, config: ModelConfig, part: str) -> np.ndarray:
     """Rows of whole heads of the matrix, float32, as a file's tensor `part` has them: rows of keys turned over, or of values."""
-    own = config.latent
+    own = config.mla
     split = values.reshape(-1, own.made, own.rank)
     half = split[:, : own.nope].swapaxes(1, 2) if part == HALVES[0] else split[:, own.nope :]
     return np.ascontiguousarray(half).reshape(-1, half.shape[-1])

@@ -89,7 +89,7 @@ def _check_behind(header: GgufHeader, key: str, first: int, blocks: int) -> None
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of linear attention, without the architecture's prefix, of a model that has it."""
-    own, pairs = config.state, int(config.head_dim * config.rope.partial_rotary_factor) // 2
+    own, pairs = config.recurrent, int(config.head_dim * config.rope.partial_rotary_factor) // 2
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.key_dim, "ssm.group_count": own.key_heads,
             "ssm.time_step_rank": own.value_heads, "ssm.inner_size": own.values, "full_attention_interval": interval(config),
             **({} if config.family == FAMILY else
@@ -103,7 +103,7 @@ def interval(config: ModelConfig) -> int:
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express of a model with linear attention."""
-    every, own = interval(config), config.state
+    every, own = interval(config), config.recurrent
     yield config.attention_layers != tuple(range(every - 1, config.num_hidden_layers, every)), \
         f"has attention elsewhere than in every {every}th layer"
     yield own.key_dim != own.value_dim, f"has heads of values of {own.value_dim} beside heads of keys of {own.key_dim}"
@@ -113,13 +113,13 @@ def joined_rows(names: Sequence[str], config: ModelConfig) -> list[np.ndarray] |
     """The rows of each of several matrices in the one tensor in which they are joined by heads of keys; None where they are not."""
     if config.family != FAMILY or len(names) != 2 or ".linear_attn." not in names[0]:
         return None
-    places = qwen3_next.parted_rows(config.state)
+    places = qwen3_next.parted_rows(config.recurrent)
     return [places[name.rpartition(".linear_attn.")[2].removesuffix(".weight")][1] for name in names]
 
 
 def order(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Which row, and which column, of a tensor of a checkpoint each of a file's is; None where they lie as they do there."""
-    shape = config.state
+    shape = config.recurrent
     if config.family == FAMILY or shape.tiled or shape.value_heads == shape.key_heads:
         return None, None
     heads = np.arange(shape.value_heads).reshape(shape.key_heads, -1).T.reshape(-1)

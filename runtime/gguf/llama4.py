@@ -37,23 +37,24 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
 
 def _step(config: ModelConfig) -> int:
     """One layer in so many has experts, if it is as files say it."""
-    return min(config.mixture.layers, default=0) + 1
+    return min(config.moe.layers, default=0) + 1
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of the family, without the architecture's prefix."""
-    return {"feed_forward_length": max(config.layer_ffn, default=config.intermediate_size), "interleave_moe_layer_step": _step(config),
-            "expert_feed_forward_length": config.mixture.width}
+    return {"feed_forward_length": max(config.layer_intermediate_sizes, default=config.intermediate_size),
+            "interleave_moe_layer_step": _step(config),
+            "expert_feed_forward_length": config.moe.expert_dim}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    layers, own = range(config.num_hidden_layers), config.mixture
+    layers, own = range(config.num_hidden_layers), config.moe
     yield own is None, "has no experts"
     step = _step(config)
     yield own.layers != frozenset(layers[step - 1 :: step]), f"has experts elsewhere than in every {step}th layer"
     yield [rope is not None for rope in config.ropes] != [(layer + 1) % TURNED_EVERY != 0 for layer in layers], \
         f"does not leave out RoPE in exactly every {TURNED_EVERY}th layer"
-    yield config.qk_norm_unit != (own.experts != UNNORMED), \
-        f"has {own.experts} experts and {'norms' if config.qk_norm_unit else 'no norms'} of queries and keys"
-    yield config.most_tokens not in (LENGTH - 1, LENGTH), f"has other chunks of text than of {LENGTH}"
+    yield config.qk_norm_unweighted != (own.num_experts != UNNORMED), \
+        f"has {own.num_experts} experts and {'norms' if config.qk_norm_unweighted else 'no norms'} of queries and keys"
+    yield config.max_supported_tokens not in (LENGTH - 1, LENGTH), f"has other chunks of text than of {LENGTH}"

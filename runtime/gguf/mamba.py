@@ -45,7 +45,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its states, without the architecture's prefix."""
-    own = config.state
+    own = config.recurrent
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.time_step_rank": own.rank, "ssm.inner_size": own.values,
             NORMS: own.normed, "attention.head_count": 0, "attention.head_count_kv": 0, "feed_forward_length": 0}
 
@@ -53,4 +53,4 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
     yield from jamba.export_limits(config)
-    yield config.state.normed and config.state_norm_eps != EPS, f"norms its steps with an epsilon of {config.state_norm_eps}"
+    yield config.recurrent.normed and config.recurrent_norm_eps != EPS, f"norms its steps with an epsilon of {config.recurrent_norm_eps}"

@@ -37,7 +37,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its states, without the architecture's prefix."""
-    own = config.state
+    own = config.recurrent
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.group_count": own.groups, "ssm.time_step_rank": own.heads,
             "ssm.inner_size": own.values, "attention.head_count": 0, "attention.head_count_kv": 0, "feed_forward_length": 0}
 

@@ -61,16 +61,17 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys beside those of every model, without the architecture's prefix."""
     local = next((rope for rope, window in zip(config.ropes, config.windows) if window is not None), config.rope)
     layers = range(config.num_hidden_layers)
-    return {KV: np.array([config.heads_of(layer)[0] for layer in layers], np.int32), VALUE: config.narrow, SCALE: config.factor("v"),
-            THETA: float(local.theta), "expert_feed_forward_length": config.mixture.width,
+    return {KV: np.array([config.kv_heads_of(layer)[0] for layer in layers], np.int32), VALUE: config.v_head_dim,
+            SCALE: config.multiplier("v"),
+            THETA: float(local.theta), "expert_feed_forward_length": config.moe.expert_dim,
             "attention.sliding_window_pattern": np.array([window is not None for window in config.windows], np.bool_)}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes for granted."""
-    own = config.mixture
+    own = config.moe
     yield set(config.windows) == {None}, "has no window"
     yield any(rope.kind != "default" for rope in config.ropes), "scales its RoPE"
-    yield own.factor != 1.0, f"scales its expert weights by {own.factor:g}"
+    yield own.routed_scale != 1.0, f"scales its expert weights by {own.routed_scale:g}"
     yield not own.renormalise, "does not normalize its expert weights"
-    yield own.kept_groups < own.groups, "chooses groups of experts"
+    yield own.top_groups < own.num_groups, "chooses groups of experts"

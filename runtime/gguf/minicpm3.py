@@ -34,14 +34,14 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of latent attention, without the architecture's prefix."""
-    own = config.latent
+    own = config.mla
     return {"attention.kv_lora_rank": own.rank, "attention.q_lora_rank": own.query_rank, "attention.key_length": own.query,
             "attention.value_length": own.value, "attention.head_count_kv": config.num_attention_heads, "rope.dimension_count": own.rope}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    own, added = config.latent, DEPTH / math.sqrt(config.num_hidden_layers)
+    own, added = config.mla, DEPTH / math.sqrt(config.num_hidden_layers)
     yield config.rope.kind == "llama3", "has rotary positions of kind llama3"
     yield own.query_rank is None, "projects its queries directly"
     yield own.value * config.num_attention_heads != config.hidden_size, f"has values of {own.value}"

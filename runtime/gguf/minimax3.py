@@ -48,17 +48,19 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys beside those of every model, without the architecture's prefix."""
-    own, index = config.mixture, config.indexed.shape
-    return {"expert_feed_forward_length": own.width, SHARED: 1, DENSE: min(own.layers), "expert_weights_scale": float(own.factor),
+    own, index = config.moe, config.indexer.shape
+    return {"expert_feed_forward_length": own.expert_dim, SHARED: 1, DENSE: min(own.layers),
+            "expert_weights_scale": float(own.routed_scale),
             "expert_weights_norm": True, "expert_gating_func": SIGMOID, **dict(zip((f"attention.indexer.{key}" for key in OF_INDEX), (
-                index.heads, index.width, index.chosen, index.grain, index.near), strict=True))}
+                index.heads, index.width, index.top_k, index.block_size, index.local_blocks), strict=True))}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes for granted."""
-    own, layers = config.mixture, config.num_hidden_layers
+    own, layers = config.moe, config.num_hidden_layers
     experts = set(range(min(own.layers, default=layers), layers))
     yield not experts or set(own.layers) != experts, "has layers without experts"
-    yield own.shared_width != own.width, f"has an expert of {own.shared_width} numbers shared by all tokens beside experts of {own.width}"
-    yield config.indexed is None or {layer for layer, gguf in enumerate(config.indexed.sources) if gguf is not None} != experts, \
+    yield (own.shared_expert_dim != own.expert_dim,
+           f"has an expert of {own.shared_expert_dim} numbers shared by all tokens beside experts of {own.expert_dim}")
+    yield config.indexer is None or {layer for layer, gguf in enumerate(config.indexer.source_layers) if gguf is not None} != experts, \
         "has sparse attention in other layers than those with experts"

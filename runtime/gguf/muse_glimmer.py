@@ -51,4 +51,4 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield set(config.windows) == {None}, "has no window"
     yield [rope is None for rope in config.ropes] != [window is None for window in config.windows], \
         "rotates other layers than those with a window"
-    yield config.behind_eps != BEHIND_EPS, f"has post-norms with an epsilon of {config.behind_eps}"
+    yield config.post_norm_eps != BEHIND_EPS, f"has post-norms with an epsilon of {config.post_norm_eps}"

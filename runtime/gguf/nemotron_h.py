@@ -86,7 +86,7 @@ def block_of(config: ModelConfig, layer: int, role: str) -> int:
     """The block of a file that holds a tensor of a layer."""
     if config.family != FAMILY:
         return layer
-    return nemotron_h.first_half(config, layer) + (layer not in config.without_mlp and nemotron_h.in_second_half(role))
+    return nemotron_h.first_half(config, layer) + (layer not in config.layers_without_mlp and nemotron_h.in_second_half(role))
 
 
 def is_behind(name: str, config: ModelConfig) -> bool:
@@ -99,27 +99,28 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its own, without the architecture's prefix, or otherwise than other families have them."""
     blocks = nemotron_h.first_half(config, config.num_hidden_layers)
     heads, widths = np.zeros(blocks, np.int32), np.zeros(blocks, np.int32)
-    own, mixture = config.state, config.mixture
+    own, mixture = config.recurrent, config.moe
     for layer in range(config.num_hidden_layers):
         first = nemotron_h.first_half(config, layer)
-        heads[first] = 0 if layer in config.state_layers else config.num_key_value_heads
-        if layer not in config.without_mlp:
-            widths[first + 1] = config.intermediate_size if mixture is None else mixture.width
+        heads[first] = 0 if layer in config.recurrent_layers else config.num_key_value_heads
+        if layer not in config.layers_without_mlp:
+            widths[first + 1] = config.intermediate_size if mixture is None else mixture.expert_dim
     keys: dict[str, Value] = {"block_count": blocks, "attention.head_count_kv": heads, "feed_forward_length": widths,
                               "ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.group_count": own.groups,
                               "ssm.time_step_rank": own.heads, "ssm.inner_size": own.values,
                               "attention.layer_norm_epsilon": float(config.norm_eps)}  # for which llama.cpp looks too
     if mixture is None:
         return keys
-    if mixture.latent:
-        keys[LATENT] = mixture.latent
-    return keys | {"expert_feed_forward_length": mixture.width, "expert_shared_feed_forward_length": mixture.shared_width,
-                   "expert_shared_count": 1, "expert_weights_norm": mixture.renormalise, "expert_weights_scale": float(mixture.factor),
-                   "expert_group_count": mixture.groups, "expert_group_used_count": mixture.kept_groups}
+    if mixture.latent_dim:
+        keys[LATENT] = mixture.latent_dim
+    return keys | {"expert_feed_forward_length": mixture.expert_dim, "expert_shared_feed_forward_length": mixture.shared_expert_dim,
+                   "expert_shared_count": 1, "expert_weights_norm": mixture.renormalise,
+                   "expert_weights_scale": float(mixture.routed_scale),
+                   "expert_group_count": mixture.num_groups, "expert_group_used_count": mixture.top_groups}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    own = config.mixture
-    yield own is not None and len(own.layers) + len(config.without_mlp) < config.num_hidden_layers, "has MLPs beside experts"
-    yield own is not None and own.kept_groups < own.groups, "chooses experts by groups"
+    own = config.moe
+    yield own is not None and len(own.layers) + len(config.layers_without_mlp) < config.num_hidden_layers, "has MLPs beside experts"
+    yield own is not None and own.top_groups < own.num_groups, "chooses experts by groups"

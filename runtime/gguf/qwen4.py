@@ -105,7 +105,7 @@ def check_numbers(header: GgufHeader, name: str, config: ModelConfig) -> None:
     """Raises CheckpointError where a file numbers its n-grams otherwise than its config says."""
     own = config.ngrams
     for layer in () if own is None else own.layers:
-        for key, meant in ((MULTIPLIERS, own.multipliers(layer)), (HEIGHTS, own.sizes(layer))):
+        for key, meant in ((MULTIPLIERS, own.multipliers(layer)), (HEIGHTS, own.table_sizes(layer))):
             if not np.array_equal(np.atleast_1d(header.metadata.get(f"{name}.{key}", 0)).astype(object), np.array(meant, object)):
                 raise CheckpointError(f"{header.path} states {name}.{key} that do not follow from the seed {SEED}, which is not supported",
                                       ORIGINAL)
@@ -118,25 +118,26 @@ def table_name(name: str, config: ModelConfig) -> tuple[str, ...] | None:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of what this family has, without the architecture's prefix."""
-    index, own, mixture = config.indexed.shape, config.ngrams, config.mixture
-    ratios = [0 if layer in config.state_layers else index.rate for layer in range(config.num_hidden_layers)]
-    keys = {"hyper_connection.count": config.streams, "hyper_connection.low_rank": config.mix_rank, RATIOS: np.array(ratios, np.uint32),
+    index, own, mixture = config.indexer.shape, config.ngrams, config.moe
+    ratios = [0 if layer in config.recurrent_layers else index.tokens_per_key for layer in range(config.num_hidden_layers)]
+    keys = {"hyper_connection.count": config.residual_streams, "hyper_connection.low_rank": config.residual_gate_rank,
+            RATIOS: np.array(ratios, np.uint32),
             "attention.indexer.head_count": index.heads, "attention.indexer.key_length": index.width, "attention.indexer.top_k":
-            index.chosen * index.rate, "expert_feed_forward_length": mixture.width, "expert_shared_feed_forward_length":
-            mixture.shared_width}
+            index.top_k * index.tokens_per_key, "expert_feed_forward_length": mixture.expert_dim, "expert_shared_feed_forward_length":
+            mixture.shared_expert_dim}
     if own is None:
         return keys
-    layer, firsts = own.layers[0], np.cumsum([0, *own.sizes(own.layers[0])[:-1]])
-    return keys | {LAYERS: np.array([layer], np.uint32), "ple.ngram_size": own.shape.size, "ple.heads_per_ngram": own.each,
+    layer, firsts = own.layers[0], np.cumsum([0, *own.table_sizes(own.layers[0])[:-1]])
+    return keys | {LAYERS: np.array([layer], np.uint32), "ple.ngram_size": own.shape.size, "ple.heads_per_ngram": own.tables_per_order,
                    "ple.conv_kernel": own.shape.kernel, WIDTH: own.width, MULTIPLIERS: np.array(own.multipliers(layer), np.uint64),
-                   FIRSTS: firsts.astype(np.uint64), HEIGHTS: np.array(own.sizes(layer), np.uint64), END: own.end}
+                   FIRSTS: firsts.astype(np.uint64), HEIGHTS: np.array(own.table_sizes(layer), np.uint64), END: own.eos_token_id}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
     own = config.ngrams
-    yield config.indexed is None, "has no indexer"
-    yield not config.state.sigmoid, "has gates that are no sigmoids"
+    yield config.indexer is None, "has no indexer"
+    yield not config.recurrent.sigmoid_gate, "has gates that are no sigmoids"
     yield own is not None and len(own.layers) > 1, "has n-grams in several layers"
     yield own is not None and own.shape.rows != config.hidden_size, "has rows of n-grams that are not as wide as the model together"
     yield own is not None and own.seed != SEED, f"hashes n-grams with another seed than {SEED}"

@@ -53,23 +53,23 @@ def layers_without(path: Path, key: str, value: np.ndarray, layers: object, kind
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its states, without the architecture's prefix."""
-    return {} if config.state is None else _says(config).export_keys(config)
+    return {} if config.recurrent is None else _says(config).export_keys(config)
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what files cannot say of its states)."""
-    if config.state is not None:
+    if config.recurrent is not None:
         yield from _says(config).export_limits(config)
 
 
 def _says(config: ModelConfig) -> ModuleType:
     """What files say of its states."""
-    return BY_FAMILY.get(config.family) or SAYS[type(config.state)]
+    return BY_FAMILY.get(config.family) or SAYS[type(config.recurrent)]
 
 
 def order(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Which row, and which column, of a tensor of a checkpoint each of a file's is; None where they lie as they do there."""
-    return linear_attention.order(role, config) if isinstance(config.state, DeltaShape) else (None, None)
+    return linear_attention.order(role, config) if isinstance(config.recurrent, DeltaShape) else (None, None)
 
 
 def side(config: ModelConfig) -> float:
@@ -79,12 +79,12 @@ def side(config: ModelConfig) -> float:
 
 def shape_in_file(role: str, config: ModelConfig, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of a tensor of a checkpoint."""
-    if role in ("state_conv", "ngram_conv") and not isinstance(config.state, KdaShape):
+    if role in ("state_conv", "ngram_conv") and not isinstance(config.recurrent, KdaShape):
         return shape[0], shape[-1]
-    if isinstance(config.state, Mamba2Shape) and role in ("state_decay", "state_skip"):
+    if isinstance(config.recurrent, Mamba2Shape) and role in ("state_decay", "state_skip"):
         return *shape, 1
-    if isinstance(config.state, Mamba2Shape) and role == "state_norm":
-        return config.state.groups, shape[0] // config.state.groups
+    if isinstance(config.recurrent, Mamba2Shape) and role == "state_norm":
+        return config.recurrent.groups, shape[0] // config.recurrent.groups
     if config.family == kimi_delta_attention.LING_FAMILY and role == "state_decay":
         return *shape, 1
     if role.startswith("shift_") and role != "shift_up":

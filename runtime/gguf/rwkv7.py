@@ -66,7 +66,7 @@ def is_left_out(name: str, config: ModelConfig) -> bool:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its states, without the architecture's prefix."""
-    own = config.state
+    own = config.recurrent
     ranks = dict(zip(("decay", "iclr", "value_residual_mix", "gate"), own.ranks, strict=True))
     return {"wkv.head_size": own.head_dim, **{f"attention.{name}_lora_rank": rank for name, rank in ranks.items()}, SHIFTS: 2,
             "attention.head_count": 0, "attention.head_count_kv": 0}
@@ -74,13 +74,13 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    yield not np.isclose(config.state.eps, USUAL_EPS, rtol=1e-4), \
-        f"has an epsilon of {config.state.eps:g} behind its recurrence instead of {USUAL_EPS:g}"
-    yield not config.norms_biased, "has norms without biases"
+    yield not np.isclose(config.recurrent.eps, USUAL_EPS, rtol=1e-4), \
+        f"has an epsilon of {config.recurrent.eps:g} behind its recurrence instead of {USUAL_EPS:g}"
+    yield not config.norm_bias, "has norms without biases"
 
 
 def unread(config: ModelConfig) -> dict[str, np.ndarray]:
     """The shares of the first layer's values by name, float32: nothing reads them, and llama.cpp asks for them, as wide as rates."""
-    hidden, rank = config.hidden_size, config.state.ranks[1]
+    hidden, rank = config.hidden_size, config.recurrent.ranks[1]
     shapes = (hidden,), (rank, hidden), (hidden, rank)
     return {f"blk.0.time_mix_v{number}.weight": np.zeros(shape, "<f4") for number, shape in enumerate(shapes)}

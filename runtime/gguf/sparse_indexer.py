@@ -39,17 +39,17 @@ def add_sharing(header: GgufHeader, name: str, raw: dict[str, object], blocks: o
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of an indexer, without the architecture's prefix; none of a model without one."""
-    if (own := config.indexed) is None:
+    if (own := config.indexer) is None:
         return {}
     keys: dict[str, Value] = {"attention.indexer.head_count": own.shape.heads, "attention.indexer.key_length": own.shape.width,
-                              "attention.indexer.top_k": own.shape.chosen * own.shape.rate}
+                              "attention.indexer.top_k": own.shape.top_k * own.shape.tokens_per_key}
     return keys if config.family == FAMILIES["deepseek32"] else keys | {TYPES: np.array(
-        [layer in config.state_layers or own.of(layer) is not None for layer in range(config.num_hidden_layers)], np.int32)}
+        [layer in config.recurrent_layers or own.shape_of(layer) is not None for layer in range(config.num_hidden_layers)], np.int32)}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes otherwise."""
-    rope, width = config.rope, config.indexed.shape.width
+    rope, width = config.rope, config.indexer.shape.width
     yield width % TURNED != 0, f"has index keys of {width} numbers, of which llama.cpp rotates {TURNED} at a time"
     yield rope.kind == "yarn" and (config.family != FAMILIES["deepseek32"] or rope.params.get("mscale_all_dim") != 1), \
         "scales its index scores differently from llama.cpp"

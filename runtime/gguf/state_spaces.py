@@ -56,18 +56,18 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of state spaces, without the architecture's prefix, of a model that has them."""
-    own = config.state
-    heads = [0 if layer in config.state_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
+    own = config.recurrent
+    heads = [0 if layer in config.recurrent_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
     keys: dict[str, Value] = {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.group_count": own.groups,
                               "ssm.time_step_rank": own.heads, "ssm.inner_size": own.values,
                               "attention.head_count_kv": np.array(heads, np.int32)}
-    if config.mixture is not None:
-        keys |= {"feed_forward_length": config.mixture.width, "expert_shared_feed_forward_length": config.mixture.shared_width}
+    if config.moe is not None:
+        keys |= {"feed_forward_length": config.moe.expert_dim, "expert_shared_feed_forward_length": config.moe.shared_expert_dim}
     return keys
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express of a model with state spaces."""
-    yield config.state.values != EXPANDS * config.hidden_size, \
-        f"has state spaces of {config.state.values} channels for a width of {config.hidden_size}"
-    yield not config.state.biased, "has convolutions without biases"  # for which llama.cpp looks all the same
+    yield config.recurrent.values != EXPANDS * config.hidden_size, \
+        f"has state spaces of {config.recurrent.values} channels for a width of {config.hidden_size}"
+    yield not config.recurrent.biased, "has convolutions without biases"  # for which llama.cpp looks all the same

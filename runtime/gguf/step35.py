@@ -73,15 +73,17 @@ def filled(divisors: np.ndarray, config: ModelConfig) -> np.ndarray:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys beside those of every mixture, without the architecture's prefix."""
-    own, layers = config.mixture, range(config.num_hidden_layers)
+    own, layers = config.moe, range(config.num_hidden_layers)
     local = next(rope for rope, window in zip(config.ropes, config.windows) if window is not None)
     keys: dict[str, Value] = {
-        QUERIES: np.array([config.queries_of(layer) for layer in layers], np.int32), "attention.sliding_window_pattern": np.array(
-            [each is not None for each in config.windows], np.bool_), "expert_feed_forward_length": own.width, SHARED: own.shared_width,
-        "expert_gating_func": SIGMOID, "expert_weights_norm": True, "expert_weights_scale": float(own.factor), "leading_dense_block_count":
+        QUERIES: np.array([config.query_heads_of(layer) for layer in layers], np.int32), "attention.sliding_window_pattern": np.array(
+            [each is not None for each in config.windows], np.bool_), "expert_feed_forward_length": own.expert_dim,
+            SHARED: own.shared_expert_dim,
+        "expert_gating_func": SIGMOID, "expert_weights_norm": True, "expert_weights_scale": float(own.routed_scale),
+        "leading_dense_block_count":
         min(own.layers, default=config.num_hidden_layers), "rope.dimension_count": config.head_dim, THETA: float(local.theta)}
-    return keys | {key: np.array([config.gate_bounds[layer][which] or 0.0 for layer in layers], np.float32)
-                   for which, key in enumerate(CLAMPS) if config.gate_bounds}
+    return keys | {key: np.array([config.gate_limits[layer][which] or 0.0 for layer in layers], np.float32)
+                   for which, key in enumerate(CLAMPS) if config.gate_limits}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:

@@ -50,7 +50,7 @@ class GgufStore(ConvertingStore):
         found = map_tensors(file, config, wide, low_bit)
         self._sources, self._halves, self._joined, self._scales = found.sources, found.halves, found.split_matrices, found.scales
         opened = dict(file.opened)
-        if config.ranks_lists:
+        if config.listwise_reranker:
             beside = listwise.open_ranking_file(self._path)
             found.tensors |= beside.tensors
             opened |= beside.take_files()

@@ -74,7 +74,7 @@ def map_tensors(file: GgufFile, config: ModelConfig, wide: str, low_bit: bool) -
     """Map the tensors of a file for a model of this config; `wide` and `low_bit` as of `GgufStore`. Raises CheckpointError for unknown,
     missing or misshapen tensors."""
     rules = _rules(config)
-    scales = tensor_scales(file.header, file.opened, config.mixture.experts if config.mixture else 0)
+    scales = tensor_scales(file.header, file.opened, config.moe.num_experts if config.moe else 0)
     found = TensorMapping(frozenset(rule.name for rule in rules if rule.plain or rule.coefficients), scales)
     _Reading(file, config, wide.upper(), low_bit, {rule.name: rule.shape for rule in rules}, found).read()
     return found
@@ -125,8 +125,8 @@ class _Reading:
     def _names(self, name: str) -> tuple[str, ...] | None:
         """What a checkpoint calls a tensor of the file, or what lies in it; None where it knows none such."""
         config = self.config
-        names = own_names(name, self.file.found, config.mixture.experts if config.mixture else 0)
-        if name.endswith(f".{BEFORE_O}") and config.compressed is not None:
+        names = own_names(name, self.file.found, config.moe.num_experts if config.moe else 0)
+        if name.endswith(f".{BEFORE_O}") and config.compressed_attention is not None:
             names = groups_in(name, config)
         if name in STACKED:
             names = stacked(name, config)
@@ -149,7 +149,7 @@ class _Reading:
 
     def _half_of(self, name: str) -> str | None:
         """Which half a tensor is, of what latent attention has as one matrix."""
-        return None if self.config.latent is None else next((part for part in HALVES if name.endswith(part)), None)
+        return None if self.config.mla is None else next((part for part in HALVES if name.endswith(part)), None)
 
     def _scales(self, name: str) -> np.ndarray:
         return self.found.scales.get(name, NO_SCALE)
@@ -199,7 +199,7 @@ class _Reading:
         config, found, wanted = self.config, self.file.found, self.wanted
         heights, stated = [tensor.shape[0] // len(names)] * len(names), [wanted[name][0] for name in names]
         if len(names) == 3 and ".q_proj." in names[0]:  # and k and v
-            heights = [count * config.made_dim for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+            heights = [count * config.projected_head_dim for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
         elif sum(stated) == tensor.shape[0]:  # parts of state spaces differ
             heights = stated
         if sum(heights) != tensor.shape[0]:
@@ -252,4 +252,4 @@ def heads_of(name: str, config: ModelConfig) -> int:
         return config.num_attention_heads
     if ".k_proj." not in name:
         return 0
-    return config.heads_of(int(name.split(".")[2]))[0] if config.family == deci.FAMILY else config.num_key_value_heads
+    return config.kv_heads_of(int(name.split(".")[2]))[0] if config.family == deci.FAMILY else config.num_key_value_heads

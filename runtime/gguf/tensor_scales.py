@@ -38,7 +38,7 @@ def is_scale(name: str, header: GgufHeader) -> bool:
 def is_weight(name: str, config: ModelConfig, header: GgufHeader) -> bool:
     """Is a tensor one of a model's layers or of what surrounds them, and not read by itself: divisors of rotary positions, scales in NVFP4,
     matrices behind the mean of models that make vectors?"""
-    return name not in DIVISORS and not (config.both_ways and name in DENSE.values()) and not is_scale(name, header)
+    return name not in DIVISORS and not (config.bidirectional and name in DENSE.values()) and not is_scale(name, header)
 
 
 def tensor_scales(header: GgufHeader, opened: Mapping[Path, OpenFile], experts: int) -> dict[str, np.ndarray]:

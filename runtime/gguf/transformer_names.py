@@ -89,8 +89,9 @@ STATED_ALIBI: dict[str, Value] = {STEEPEST: float(mpt.STEEPEST)}
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes for granted."""
-    width = config.made_dim * config.num_attention_heads
-    yield width != config.hidden_size, f"has {config.num_attention_heads} heads of {config.made_dim} for a width of {config.hidden_size}"
-    yield config.attn_scale not in (None, config.made_dim**-0.5), "does not scale its scores by head_dim"
-    yield config.family == "dbrx" and not config.mixture.renormalise, "does not normalize its expert weights"
+    width = config.projected_head_dim * config.num_attention_heads
+    heads = f"{config.num_attention_heads} heads of {config.projected_head_dim}"
+    yield width != config.hidden_size, f"has {heads} for a width of {config.hidden_size}"
+    yield config.attn_scale not in (None, config.projected_head_dim**-0.5), "does not scale its scores by head_dim"
+    yield config.family == "dbrx" and not config.moe.renormalise, "does not normalize its expert weights"
     yield config.family == "dbrx" and config.clip_qkv is None, "does not cut what attention reads"

@@ -46,7 +46,7 @@ class Gemma4(VisionTower):
         self.demand_same(keys, patch_size=self.patch, pooling_kernel_size=self.joined)
         text = self.root_config.section("text_config")
         # A GGUF file does not say it: so it is in all models but those whose layers have inputs of their own.
-        usual = self.SEES if text is not None else None if self.config.input_width else "vision"
+        usual = self.SEES if text is not None else None if self.config.per_layer_input_dim else "vision"
         self.bidirectional = (text or {}).get("use_bidirectional_attention", usual) == "vision"
         demand_padding(self.root_config, self.config)
         self.most_patches = self.count * self.joined**2
@@ -150,7 +150,7 @@ class Gemma4(VisionTower):
 def demand_padding(outer: Keys, config: ModelConfig) -> None:
     """Raises ConfigError for a model whose layers are told of rows in place of embeddings by another word than the one that is here."""
     text = Keys(outer.section("text_config") or {}, "config.json: text_config")
-    if config.input_width and text.integer("pad_token_id", 0, low=0) != 0:
+    if config.per_layer_input_dim and text.integer("pad_token_id", 0, low=0) != 0:
         raise text.fail("pad_token_id", "0, the token id that stands for images and audio")
 
 

@@ -338,7 +338,7 @@ def open_media(model: Path, config: ModelConfig, mmproj: str | None = None, thre
     try:
         media = MediaCache(*_senses(model, config, mmproj))
     except EffllmError as error:
-        if mmproj is not None and not config.cross_layers:  # cross-attention models have no mmproj, and text works without
+        if mmproj is not None and not config.cross_attention_layers:  # cross-attention models have no mmproj, and text works without
             raise
         either = (IMAGE_INPUT, AUDIO_INPUT) if is_gguf(model) else (IMAGE_INPUT,)  # a GGUF file alone does not say which modalities it has
         return MediaCache(dict.fromkeys(modalities_of(raw_config(model)) or either, error))

@@ -73,7 +73,7 @@ def mmproj_encoders(model: Path, config: ModelConfig, named: Path | None) -> tup
     if not is_gguf(model):
         raise UsageError(f"--mmproj is for GGUF files, and {model} is a folder, which contains its towers",
                          "leave it out")
-    if config.cross_layers:
+    if config.cross_attention_layers:
         raise UsageError(f"{model.name} supports only text: the tower that its layers cross-attend to is read from a folder",
                          "for images use the folder of the original checkpoint, or one made by effllm quantize")
     path = named or (model if read_header(model).sees else find_projector(model))

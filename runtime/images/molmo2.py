@@ -165,7 +165,7 @@ class Molmo2(VisionTower):
 
     def table(self, weights: Weights) -> dict[str, np.ndarray]:
         """What each word of a picture is before its rows are added."""
-        count, hidden = self.config.vocab_size + self.config.words_beside, self.config.hidden_size
+        count, hidden = self.config.vocab_size + self.config.extra_embeddings, self.config.hidden_size
         height = weights.shape_of(BESIDE, 2)[0]
         found, first = weights.numbers(BESIDE, height, hidden), count - height
         numbers = {word: self.token_id(word) for word in (PATCH, COLUMN, BEGIN, SMALL, END)}

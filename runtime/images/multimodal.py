@@ -72,11 +72,11 @@ class MultimodalInputs:
 
     def reads_bidirectionally(self, ids: Sequence[int]) -> bool:
         """Whether a prompt is processed in one bidirectional pass (prefix LM): a cached prefix was computed with another ending."""
-        return self.config.prefixed and any(token >= FIRST_MEDIA_ID for token in ids)
+        return self.config.prefix_lm and any(token >= FIRST_MEDIA_ID for token in ids)
 
     def watched(self) -> VisibleImages | None:
         """The images that tokens to append cross-attend to, in models with cross-attention layers."""
-        if self.media is None or not self.config.cross_layers:
+        if self.media is None or not self.config.cross_attention_layers:
             return None
         if self._watched is None or self._watched.tokens is not self.tokens:
             self._watched = VisibleImages(self.tokens)

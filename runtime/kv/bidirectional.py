@@ -34,7 +34,7 @@ Ends = Mapping["int | None", tuple[np.ndarray, "np.ndarray | None"]]
 def attention_ends(config: ModelConfig, cache: KVCache, tokens: int, shown: MediaEmbeddings | None) -> Ends | None:
     """By window (None: full attention), the last position int64 [T] that each token of the pass attends to, and which tokens those before
     them see, int64 [T] or None for all. A window that is missing, or None for everything, means causal attention."""
-    if config.both_ways:
+    if config.bidirectional:
         last = cache.n + tokens - 1
         at = np.arange(cache.n, last + 1, dtype=np.int64)
         return {window: (np.full(tokens, last, np.int64) if window is None else np.minimum(at + window - 1, last), None)
@@ -48,10 +48,10 @@ def attention_ends(config: ModelConfig, cache: KVCache, tokens: int, shown: Medi
 def single_pass_options(config: ModelConfig, options: EngineOptions) -> EngineOptions:
     """The options of a model with bidirectional attention over all tokens, or over those of a prompt or of its images: chunks as long as
     the context. Raises UsageError for options that this rules out, unless they are the user's settings for all models."""
-    if (config.prefixed or config.family in TOGETHER) and options.encoder_path is not None:
+    if (config.prefix_lm or config.family in TOGETHER) and options.encoder_path is not None:
         longest = min(config.context_length, AUTO_CTX) if options.ctx is None else options.ctx
         return replace(options, chunk=max(options.chunk, -(-longest // PAGE) * PAGE))
-    if not config.both_ways:
+    if not config.bidirectional:
         return options
     packed = options.kv != AUTO and codec(options.kv).is_packed
     found = {"kv": (WHOLE, f"--kv {options.kv}", packed), "kv_ram": (None, "--kv-ram", options.kv_ram is not None),
@@ -71,8 +71,8 @@ def single_pass_options(config: ModelConfig, options: EngineOptions) -> EngineOp
 
 def require_text_generation(config: ModelConfig) -> None:
     """Raises UsageError for a model that does not generate text."""
-    if config.ranks_lists:
+    if config.listwise_reranker:
         raise UsageError("this is a reranker, which does not generate text", "effllm serve MODEL answers /v1/rerank")
-    if config.both_ways:
+    if config.bidirectional:
         raise UsageError("this is an embedding model, which does not generate text",
                          'effllm embed MODEL "a text"')

@@ -79,11 +79,11 @@ class CacheBytes:
     def _hidden_nbytes(self, place: int, choosing: TokenSelection) -> int:
         """Bytes that a layer holds and one more token does not read: unselected tokens and, with compressed keys, tokens before the
         window."""
-        whole = self.indexes[0].shape.whole if choosing.keys is None else choosing.keys.shape.window
+        whole = self.indexes[0].shape.dense_tokens if choosing.keys is None else choosing.keys.shape.window
         hidden = max(0, self.n - whole) * self.layouts[place].token_nbytes
         if choosing.keys is None or choosing.index is None:
             return hidden + (0 if choosing.index is None else choosing.index.unseen_nbytes(self.n))
-        return hidden + choosing.keys.nbytes(max(0, self.n - choosing.index.shape.whole))
+        return hidden + choosing.keys.nbytes(max(0, self.n - choosing.index.shape.dense_tokens))
 
     @property
     def own_layouts(self) -> Sequence[PageLayout]:

@@ -67,12 +67,12 @@ LayerSpec = "AttnSpec | SharedPages | StateShape | Both | Nothing"  # what a lay
 
 def attention_specs(config: ModelConfig) -> list[AttnSpec]:
     """The attention of each layer that has its own keys and values."""
-    own = config.indexed
-    return [AttnSpec(config.queries_of(layer), kv_heads, head_dim, head_dim**-0.5 if config.attn_scale is None else config.attn_scale,
-                     config.windows[layer], config.attn_logit_softcapping, own.of(layer) if own else None,
-                     own is not None and own.sources[layer] is not None, config.latent is not None,
-                     config.compressed.shapes[layer] if config.compressed else None)
-            for layer, (kv_heads, head_dim) in zip(config.attention_layers, config.cache_heads, strict=True)]
+    own = config.indexer
+    return [AttnSpec(config.query_heads_of(layer), kv_heads, head_dim, head_dim**-0.5 if config.attn_scale is None else config.attn_scale,
+                     config.windows[layer], config.attn_logit_softcapping, own.shape_of(layer) if own else None,
+                     own is not None and own.source_layers[layer] is not None, config.mla is not None,
+                     config.compressed_attention.shapes[layer] if config.compressed_attention else None)
+            for layer, (kv_heads, head_dim) in zip(config.attention_layers, config.cache_kv_heads, strict=True)]
 
 
 def layer_specs(config: ModelConfig) -> list[LayerSpec]:
@@ -80,20 +80,21 @@ def layer_specs(config: ModelConfig) -> list[LayerSpec]:
     paged = dict(zip(config.attention_layers, attention_specs(config), strict=True))
     found: list[LayerSpec] = []
     for layer in range(config.num_hidden_layers):
-        if layer in config.cross_layers or layer in config.without_attention:
+        if layer in config.cross_attention_layers or layer in config.layers_without_attention:
             found.append(NoCache())
-        elif layer not in config.state_layers:
+        elif layer not in config.recurrent_layers:
             found.append(paged.get(layer) or _shared(config, layer))
         else:
             own = shape_of(config, layer)
-            found.append(AttentionAndState(paged[layer], own) if config.attends(layer) else own)
+            found.append(AttentionAndState(paged[layer], own) if config.has_attention(layer) else own)
     return found
 
 
 def _shared(config: ModelConfig, layer: int) -> SharedPages:
-    own = config.indexed
-    return SharedPages(config.kv_sources[layer], own.of(layer) if own else None, own is not None and own.sources[layer] is not None,
-                       config.latent is not None)
+    own = config.indexer
+    return SharedPages(config.kv_sources[layer], own.shape_of(layer) if own else None,
+                       own is not None and own.source_layers[layer] is not None,
+                       config.mla is not None)
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,8 @@ class CacheShape:
 def index_nbytes(config: ModelConfig, kv: RawCodec | PackedFormat) -> tuple[int, ...]:
     """Bytes of index keys and compressed keys per page of tokens, by layer; 0 for layers without."""
     stored, layers = index_type(kv), range(config.num_hidden_layers)
-    shapes = config.compressed.shapes if config.compressed else (None,) * len(layers)
-    return tuple(keys_nbytes(shapes[layer], config.indexed and config.indexed.of(layer), stored, PAGE) for layer in layers)
+    shapes = config.compressed_attention.shapes if config.compressed_attention else (None,) * len(layers)
+    return tuple(keys_nbytes(shapes[layer], config.indexer and config.indexer.shape_of(layer), stored, PAGE) for layer in layers)
 
 
 def index_type(kv: RawCodec | PackedFormat) -> int:

@@ -38,13 +38,13 @@ Rows = Callable[[int], np.ndarray]  # an image's id -> the rows that layers atte
 
 def pages_per_sequence(config: ModelConfig) -> int:
     """Pages for a sequence; 0 for a model without cross-attention layers."""
-    return (OF_SOUNDS if config.family == "whisper" else SLOTS) if config.cross_layers else 0
+    return (OF_SOUNDS if config.family == "whisper" else SLOTS) if config.cross_attention_layers else 0
 
 
 def cross_attention_nbytes(config: ModelConfig, kv: RawCodec | PackedFormat, sequences: int) -> int:
     """Bytes over all layers for `sequences` sequences."""
     layout = PageLayout(config.num_key_value_heads, config.head_dim, index_type(kv))
-    return len(config.cross_layers) * sequences * pages_per_sequence(config) * layout.layer_page_nbytes
+    return len(config.cross_attention_layers) * sequences * pages_per_sequence(config) * layout.layer_page_nbytes
 
 
 @dataclass
@@ -99,7 +99,7 @@ class CrossAttentionCache:
         self.host, self.config, self.layers = host, config, {}
         codec, self.slots = RawCodec(index_type(kv)), pages_per_sequence(config)
         layout = codec.layout(config.num_key_value_heads, config.head_dim)
-        for layer in config.cross_layers:  # backed by the system on first write
+        for layer in config.cross_attention_layers:  # backed by the system on first write
             exact = anonymous(sequences * self.slots * layout.layer_page_nbytes)
             scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
             self.layers[layer]: LayerPages = host.kv_layer(layout, exact, exact[:0], scale, None, None, codec)

@@ -109,7 +109,7 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     version = raw.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version not in BITS:
         raise UsageError(f"{target} is of version {version!r}, this effllm reads {VERSION}", again)
-    shapes, stated = config.cache_heads, _stated(config.cache_heads)
+    shapes, stated = config.cache_kv_heads, _stated(config.cache_kv_heads)
     theirs = {key: raw.get(key) for key in stated}
     if theirs != stated:
         raise UsageError(f"{target} is of another model: {_described(theirs)}, this one has {_described(stated)}", again)

@@ -32,19 +32,19 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
              source: str = "the text") -> Iterator[Progress | Notice | Profile]:
     """Record the profile of the model at `path` and write it beside the weights; yields the Profile last. Raises as `record`."""
     config = read_config(path)
-    if not config.cache_heads:
+    if not config.cache_kv_heads:
         raise UsageError("this model has no keys and values to profile",
                          "its recurrent states take the same memory at any length")
-    if config.compressed is not None or config.keys_marked:
-        why = "have a score bias" if config.keys_marked else "are compressed over several tokens"
+    if config.compressed_attention is not None or config.dynamic_mask:
+        why = "have a score bias" if config.dynamic_mask else "are compressed over several tokens"
         raise UsageError(f"keys of this model {why} and are never packed", "a profile only helps caches that can be packed")
     try:
-        codec(FORMAT).layers(config.cache_heads)
+        codec(FORMAT).layers(config.cache_kv_heads)
     except UsageError as error:  # the usual hint, other bits, does not apply here
         raise UsageError(error.message, "a profile only helps caches that can be packed") from error
     refuse_unwritable(path)
     # For sparse attention, limit the context to where it selects everything.
-    ctx = min(WINDOW, config.context_length, *(() if config.indexed is None else (config.indexed.shape.whole,)))
+    ctx = min(WINDOW, config.context_length, *(() if config.indexer is None else (config.indexer.shape.dense_tokens,)))
     tokenizer, weights, engine = Tokenizer.load(path, config), identity_of(path), None
     # Exact products: the 8-bit activations of low-bit weights round differently after any change, which on fable at 4 bits looks like a
     # hundred times the damage of a 4-bit cache. Validation should see only the cache.

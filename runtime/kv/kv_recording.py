@@ -75,7 +75,7 @@ class _Recording:
         self.engine, self.cut, self.clock, self.until, self.seconds = engine, cut, clock, until, seconds
         self.readings = [AttentionParams(spec.scale, spec.window, spec.softcap) for spec in attention_specs(config)]
         self.places = {layer: place for place, layer in enumerate(config.attention_layers)}  # layers with keys and values, in order
-        self.moments = [Moments(*heads) for heads in config.cache_heads]
+        self.moments = [Moments(*heads) for heads in config.cache_kv_heads]
         self.grams: dict[int, np.ndarray] = {}
         self.sinks: dict[int, np.ndarray | None] = {}
         self.kept: list[list[tuple[np.ndarray, ...]]] = []
@@ -109,7 +109,7 @@ class _Recording:
             yield Notice(f"recording stopped at its time limit, {self.seconds:g} s, after {done} of {sum(map(len, self.cut))} "
                          "tokens")
         bases = [KVBasis.from_moments(*moments.means) if moments.windows else KVBasis.plain(*heads)
-                 for moments, heads in zip(self.moments, self.engine.config.cache_heads, strict=True)]
+                 for moments, heads in zip(self.moments, self.engine.config.cache_kv_heads, strict=True)]
         costs: list[tuple[np.ndarray, np.ndarray] | None] = [None] * layers
         yield from self._try(bases, costs, reached)
         profile = Profile(tuple(bases), tuple(costs), weights, max(done, len(self.cut[0])))
@@ -151,14 +151,14 @@ class _Recording:
             if not np.isfinite(self._tapped[name]).all():
                 self._refuse(f"{TAPPED[name]} of layer {layer} are NaN or infinite on this text")
         config, tapped = self.engine.config, self._tapped
-        if name != ("block_out" if layer in config.without_mlp else "mlp_in"):  # where attention's output has been added
+        if name != ("block_out" if layer in config.layers_without_mlp else "mlp_in"):  # where attention's output has been added
             return
         power = float(np.square(value, dtype=np.float64).sum(1).mean())
         if place not in self.grams:
             with self.engine.model.layer(layer) as weights:
                 self.grams[place] = _grams(weights, tapped["attn_out"], config, layer)
                 self.sinks[place] = None if weights.sinks is None else np.array(weights.sinks, np.float32)
-        tokens, size = len(tapped["q"]), config.heads_of(layer)[1]
+        tokens, size = len(tapped["q"]), config.kv_heads_of(layer)[1]
         first = AttentionParams(1.0).first_packed_query()
         rows = np.unique(np.linspace(first, tokens - 1, ROWS).astype(np.int64))
         q = np.ascontiguousarray(tapped["q"].reshape(tokens, -1, size)[rows].swapaxes(0, 1))
@@ -185,17 +185,17 @@ class _Recording:
 def _grams(weights: LayerWeights, attended: np.ndarray, config: ModelConfig, layer: int) -> np.ndarray:
     """W_oᵀ W_o of each query head, float64 [heads, D, D], including what stands between W_o and the residual stream; for latent attention,
     W_o is the latent's up-projection, and rotary channels do not contribute."""
-    o, heads = weights.o.weight.to_f32(), config.queries_of(layer)
-    scale = np.float64(config.residual_multiplier * config.factor("o"))
+    o, heads = weights.o.weight.to_f32(), config.query_heads_of(layer)
+    scale = np.float64(config.residual_multiplier * config.multiplier("o"))
     if weights.o_norm is not None and weights.o_norm.kind != "none":
         branch = attended @ o.T
         scale = scale / np.sqrt(np.square(branch, dtype=np.float64).mean())
         if weights.o_norm.weight is not None:
             o = o * (weights.o_norm.weight + np.float32(weights.o_norm.kind == "rms+1"))[:, None]
-    parts = np.ascontiguousarray(o.reshape(len(o), heads // (2 if config.differs else 1), -1).swapaxes(0, 1))
-    if config.differs:  # differential attention: the second half of the heads is subtracted from the first
-        parts = np.concatenate([parts, np.float32(weights.difference) * parts])
-    if (own := config.latent_of(layer)) is not None:
-        values = weights.latent.expand.to_f32().reshape(heads, own.made, own.rank)[:, own.nope :]
+    parts = np.ascontiguousarray(o.reshape(len(o), heads // (2 if config.differential_attention else 1), -1).swapaxes(0, 1))
+    if config.differential_attention:  # differential attention: the second half of the heads is subtracted from the first
+        parts = np.concatenate([parts, np.float32(weights.differential_lambda) * parts])
+    if (own := config.mla_of(layer)) is not None:
+        values = weights.mla.expand.to_f32().reshape(heads, own.made, own.rank)[:, own.nope :]
         parts = np.pad(parts @ values, ((0, 0), (0, 0), (own.rope, 0)))
     return (parts.swapaxes(1, 2) @ parts).astype(np.float64) * scale**2

@@ -21,11 +21,11 @@ def profile_for(name: str, folder: Path | None, config: ModelConfig, store: Tens
     """The model's profile if the cache `name` needs one; its absence is reported to `remark`. Raises UsageError as `load_profile`."""
     if folder is None or (name != AUTO and not codec(name).is_packed):
         return None
-    if not config.cache_heads:
+    if not config.cache_kv_heads:
         remark(f"--kv {name}: this model has no keys and values, and its recurrent states are not quantized")
         return None
     profile = load_profile(folder, config, store)
-    if profile is None and name == AUTO and (said := unpackable(config.cache_heads)):
+    if profile is None and name == AUTO and (said := unpackable(config.cache_kv_heads)):
         remark(f"--kv auto: {said}; keys and values stay at {UNPACKED}")
     elif profile is None:
         then = f"keys and values stay at {UNPACKED}" if name == AUTO else "every head gets the same bits"

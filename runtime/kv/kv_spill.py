@@ -64,7 +64,7 @@ def disk_tier(prepared: Prepared, cancelled: Callable[[], bool]) -> DiskTier | N
         return None
     config, on_host = prepared.config, placement.devices.count("cpu")
     codecs = prepared.codecs[: sum(layer < on_host for layer in config.attention_layers)]
-    layouts = [codec(options.kv).layout(*heads) for heads in config.cache_heads[: len(codecs)]]
+    layouts = [codec(options.kv).layout(*heads) for heads in config.cache_kv_heads[: len(codecs)]]
     fixed, page = cache_nbytes(codecs, layouts, shape)
     fixed += sum(states_nbytes(config)[:on_host])
     # The ring was planned for the requested context, and so was what lies beside it: no more than the plan leaves.

@@ -87,7 +87,7 @@ def _with(profile: Profile, found: Iterable[KvValidation]) -> Profile:
 
 def _open(engine: Engine, name: str, profile: Profile | None) -> KVCache:
     config, kv = engine.config, codec(name)
-    codecs = layer_codecs(kv, config.cache_heads, profile)
+    codecs = layer_codecs(kv, config.cache_kv_heads, profile)
     backends = [engine.backends[device] for device in engine.placement.devices]
     sinks, newest = SINK_SPLITS[0] if profile is None else profile.ends
     return build_cache(backends, layer_specs(config), kv, replace(engine.prepared.shape, sink=sinks, window=newest), codecs)

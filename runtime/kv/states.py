@@ -46,12 +46,12 @@ class ShiftedStates(LayerStates, Protocol):
 
 def states_nbytes(config: ModelConfig) -> tuple[int, ...]:
     """Bytes of the state of every layer, 0 for attention layers."""
-    return tuple(shape_of(config, layer).nbytes if layer in config.state_layers else 0 for layer in range(config.num_hidden_layers))
+    return tuple(shape_of(config, layer).nbytes if layer in config.recurrent_layers else 0 for layer in range(config.num_hidden_layers))
 
 
 def shape_of(config: ModelConfig, layer: int) -> StateShape | WithNgrams | None:
     """The state shape of a layer."""
-    own = config.compressed.shapes[layer] if config.compressed else config.state
+    own = config.compressed_attention.shapes[layer] if config.compressed_attention else config.recurrent
     beside = None if config.ngrams is None else config.ngrams.shape_of(layer)
     return own if beside is None else WithNgrams(own, beside)
 

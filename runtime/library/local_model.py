@@ -151,7 +151,7 @@ def _taken(model: Path, config: ModelConfig | EncoderConfig | DraftShape, projec
 def _writes(config: EncoderConfig | ModelConfig | DraftShape) -> bool:
     from ..config import ModelConfig
 
-    return isinstance(config, ModelConfig) and config.writes
+    return isinstance(config, ModelConfig) and config.is_generative
 
 
 def _text(value: object) -> str | None:

@@ -80,7 +80,7 @@ class Scoring:
         LOGIT_ROWS rows at once. `wanted`: how many of the last tokens' states are needed, which spares the others the last layers; None
         for all."""
         self.reset()
-        both_ways = self.model.config.both_ways
+        both_ways = self.model.config.bidirectional
         for piece in (len(ids),) if both_ways else self._passes(len(ids), pages or self.prepared.chunk // PAGE):
             end = len(self.tokens) + piece
             x = self._forward(ids[end - piece : end], prompt=True, num_states=wanted if wanted is None or end == len(ids) else 0)
@@ -89,7 +89,7 @@ class Scoring:
     def alone(self, tokens: int) -> bool:
         """Whether a text of this length is one pass from an empty cache, so that `together` may batch it."""
         self.reset()
-        return self.model.config.both_ways or next(self._passes(tokens, self.prepared.chunk // PAGE)) == tokens
+        return self.model.config.bidirectional or next(self._passes(tokens, self.prepared.chunk // PAGE)) == tokens
 
     def together(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """The last hidden states float32 [n, D] of several texts in one batched pass; views. Requires `supports_varlen`."""

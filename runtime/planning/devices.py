@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ...kernels.cuda.device import Device
     from ...kernels.threads import ThreadPool
     from ...offload.placement import Placement
-    from ..moe_config import Mixture
+    from ..moe_config import MoEConfig
     from ..prepare import EngineOptions
     from ..tensors import ModelTensor
 
@@ -105,7 +105,7 @@ def gpu_nbytes(tensor: ModelTensor) -> int:
     return allocation(tensor.nbytes if tensor.is_matrix else 4 * prod(tensor.shape))
 
 
-def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, workers: int, link: float) -> CopiedLayers | None:
+def copied(tensors: Tensors, dims: Dims, own: MoEConfig | None, exact: bool, workers: int, link: float) -> CopiedLayers | None:
     """Host layers that long passes copy to the GPU, and from how many tokens on; None if that never pays.
 
     `link`: bytes per second to the GPU. The CPU's rates come from an earlier `plan` or `doctor`, or from typical figures, which alone never
@@ -115,7 +115,7 @@ def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, worke
     layers = [roles for key, roles in tensors.items() if key != "outer"]
     heaviest = max(layers, key=lambda roles: carried_places(roles)[1])
     nbytes = carried_places(heaviest)[1]
-    visited = 1.0 if own is None or not own.layers else own.visited
+    visited = 1.0 if own is None or not own.layers else own.visit_rate
     products = round(sum(prod(tensor.shape) * (1.0 if expert_of(role) is None else visited)
                          for role, tensor in heaviest.items() if tensor.is_matrix))
     kind = kind_of_weight(max(matrices(heaviest), key=lambda tensor: tensor.nbytes).spec, exact)

@@ -46,7 +46,7 @@ class ExpectedStore:
         if formats is None and not of_codes:
             groups.append(mtp_rules(config))
         recipe = None if spec is None else Recipe(spec)
-        experts_stored = QuantSpec.parse(config.experts_stored) if spec is None and config.experts_stored else None
+        experts_stored = QuantSpec.parse(config.expert_format) if spec is None and config.expert_format else None
         stored: dict[str, StoredTensor] = {}
         for role, rule in ((role, rule) for rules in groups for role, rule in rules.items()):
             low = recipe is not None and len(rule.shape) == 2 and families.kind_of(role) in MATRICES

@@ -111,7 +111,7 @@ def kind_of_weight(spec: QuantSpec, exact: bool = False) -> str:
 def work(prepared: Prepared, tensors: Tensors) -> Work:
     """What one token asks of this machine."""
     config, options, placement = prepared.config, prepared.options, prepared.placement
-    own, outer = config.mixture, tensors["outer"]
+    own, outer = config.moe, tensors["outer"]
     nbytes: dict[tuple[str, bool, bool], float] = defaultdict(float)
     products: dict[tuple[str, bool, bool], float] = defaultdict(float)
     ends: dict[tuple[str, bool, bool], float] = defaultdict(float)
@@ -128,7 +128,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
             routed = expert_of(role) is not None
             lent = role.startswith(BLOCKS)
             kind = kind_of_weight(tensor.spec, options.exact), key == "outer" and not lent, routed
-            share = own.visited if own and routed else 1.0
+            share = own.visit_rate if own and routed else 1.0
             share = active if role == BUNDLES else uses(config, role) if lent else share
             nbytes[kind] += share * tensor.nbytes
             if len(tensor.shape) == 2:
@@ -144,8 +144,8 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
     return Work(
         parts=tuple(WeightCost(each[0], round(nbytes[each]), round(products[each]), *each[1:], round(ends[each]),
                          spared[each] / max(1.0, products[each])) for each in nbytes), kept=KEPT, alone=attending_alone(config),
-        **attention_work(prepared), kv=options.kv, stateful=sum(not config.attends(layer) for layer in config.state_layers),
-        state_bytes=0 if config.state is None else STATE_TRAFFIC * config.state.state_floats * len(config.state_layers),
+        **attention_work(prepared), kv=options.kv, stateful=sum(not config.has_attention(layer) for layer in config.recurrent_layers),
+        state_bytes=0 if config.recurrent is None else STATE_TRAFFIC * config.recurrent.state_floats * len(config.recurrent_layers),
         streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),
         # Streamed bytes include alignment: if everything streams, that is more than the weights.
         load=max(0, placement.weights_bytes - placement.streamed_bytes - round(window.get("neurons", 0))) if paged is None
@@ -157,18 +157,18 @@ def attention_work(prepared: Prepared) -> dict[str, object]:
     """Attention's contribution to `Work`: layers listed individually where they differ, those that re-read another layer's keys and values
     included; an indexer counts as one more layer, which sees all tokens."""
     config, every = prepared.config, prepared.placement.kv_bytes_per_token // prepared.options.parallel  # per sequence
-    attending = [layer for layer in range(config.num_hidden_layers) if config.attends(layer)]
-    widths = tuple(2 * config.queries_of(layer) * config.heads_of(layer)[1] for layer in attending)
+    attending = [layer for layer in range(config.num_hidden_layers) if config.has_attention(layer)]
+    widths = tuple(2 * config.query_heads_of(layer) * config.kv_heads_of(layer)[1] for layer in attending)
     found = {"attention_width": max(widths, default=0), "windows": tuple(config.windows[layer] for layer in attending), "kv_bytes": every}
-    if config.compressed is not None:
+    if config.compressed_attention is not None:
         kv = codec(prepared.options.kv)
-        pages = page_sizes(prepared.codecs, [kv.layout(*heads) for heads in config.cache_heads])
+        pages = page_sizes(prepared.codecs, [kv.layout(*heads) for heads in config.cache_kv_heads])
         return found | _compressed_work(config, widths, [page // PAGE for page in pages], index_type(kv))
-    if config.indexed is not None:
+    if config.indexer is not None:
         return found | _chosen_work(config, attending, widths, every, index_type(codec(prepared.options.kv)))
-    if not config.layer_heads and not config.kv_sources and not config.layer_queries:
+    if not config.layer_kv_heads and not config.kv_sources and not config.layer_query_heads:
         return found
-    pages = page_sizes(prepared.codecs, [codec(prepared.options.kv).layout(*heads) for heads in config.cache_heads])
+    pages = page_sizes(prepared.codecs, [codec(prepared.options.kv).layout(*heads) for heads in config.cache_kv_heads])
     own = {layer: round(every * page / sum(pages)) for layer, page in zip(config.attention_layers, pages, strict=True)}
     kept = tuple(own[config.kv_sources[layer] if config.kv_sources else layer] for layer in attending)
     return {**found, "kv_bytes": sum(kept), "kv_layers": kept, "widths": widths}
@@ -177,11 +177,11 @@ def attention_work(prepared: Prepared) -> dict[str, object]:
 def _chosen_work(config: ModelConfig, attending: Sequence[int], widths: tuple[int, ...], every: int,
                  stored: int) -> dict[str, object]:
     """Of sparse-attention layers and their indexers."""
-    own, shape = config.indexed, config.indexed.shape
-    choose = [layer for layer in attending if own.of(layer) is not None]
+    own, shape = config.indexer, config.indexer.shape
+    choose = [layer for layer in attending if own.shape_of(layer) is not None]
     index = shape.scored_nbytes(stored)
     each = (every - shape.token_nbytes(stored) * len(choose)) // len(attending)
-    windows = tuple(config.windows[layer] if own.sources[layer] is None else shape.whole for layer in attending)
+    windows = tuple(config.windows[layer] if own.source_layers[layer] is None else shape.dense_tokens for layer in attending)
     return {"windows": windows + (None,) * len(choose), "kv_layers": (each,) * len(attending) + (index,) * len(choose),
             "widths": widths + (shape.heads * shape.width,) * len(choose)}
 
@@ -190,16 +190,16 @@ def _compressed_work(config: ModelConfig, widths: tuple[int, ...], tokens: Seque
     """Of layers with compressed keys beside a window (`tokens`: bytes of their tokens): compressed keys count as one more layer, of as many
     tokens as are attended to, and their indexer as another, which sees all."""
     windows, kept, wide = list(config.windows), list(tokens), list(widths)
-    for layer, shape in enumerate(config.compressed.shapes):
-        index = None if config.indexed is None else config.indexed.of(layer)
+    for layer, shape in enumerate(config.compressed_attention.shapes):
+        index = None if config.indexer is None else config.indexer.shape_of(layer)
         if shape is not None:
-            windows.append(None if index is None else index.whole)
+            windows.append(None if index is None else index.dense_tokens)
             kept.append(shape.token_nbytes(stored))
-            wide.append(widths[layer] // shape.rate)
+            wide.append(widths[layer] // shape.tokens_per_key)
         if index is not None:
             windows.append(None)
             kept.append(index.token_nbytes(stored))
-            wide.append(index.heads * index.width // index.rate)
+            wide.append(index.heads * index.width // index.tokens_per_key)
     return {"windows": tuple(windows), "kv_layers": tuple(kept), "widths": tuple(wide), "kv_bytes": sum(kept)}
 
 

@@ -94,7 +94,7 @@ def _formats(specs: Iterable[QuantSpec]) -> frozenset[str]:
 
 def layer_needs(config: ModelConfig) -> Needs:
     """Of the layers, whatever format their weights have."""
-    return Needs(mixers=has_mixers(config), experts=config.mixture is not None)
+    return Needs(mixers=has_mixers(config), experts=config.moe is not None)
 
 
 def format_needs(text: str | None) -> Needs:
@@ -111,8 +111,8 @@ def format_needs(text: str | None) -> Needs:
 
 def has_mixers(config: ModelConfig) -> bool:
     """Whether any layer has a state, latent attention, narrowed heads, sparse attention or several residual streams."""
-    chooses = config.latent is not None or config.indexed is not None
-    return config.state is not None or chooses or config.streams > 0 or config.narrow > 0
+    chooses = config.mla is not None or config.indexer is not None
+    return config.recurrent is not None or chooses or config.residual_streams > 0 or config.v_head_dim > 0
 
 
 def folder_needs(folder: Path) -> Needs:

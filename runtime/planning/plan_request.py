@@ -99,8 +99,8 @@ def cache_layout(options: EngineOptions, folder: Path | None, config: ModelConfi
     kv = codec(options.kv)
     if profile is not None and kv.is_packed and not options.force:
         refuse_broken(options.kv, profile)
-    if kv.is_packed and (config.slopes or config.keys_marked):
-        why = "scores of this model grow with a key's position" if config.slopes else "every key of this model has a score bias"
+    if kv.is_packed and (config.alibi_slopes or config.dynamic_mask):
+        why = "scores of this model grow with a key's position" if config.alibi_slopes else "every key of this model has a score bias"
         raise UsageError(f"--kv {options.kv}: {why}, which packed caches do not support", "--kv 16bit")
     if not kv.is_packed:
         for name in ("kv_sink", "kv_window"):
@@ -108,9 +108,9 @@ def cache_layout(options: EngineOptions, folder: Path | None, config: ModelConfi
                 notify(Fallback(f"--{name.replace('_', '-')} has no effect: at --kv {options.kv} every token is exact"))
         options = replace(options, kv_sink=None, kv_window=None)  # page positions are unaffected too, by which a saved session is found
     sinks, window = exact_ends(options, profile if kv.is_packed else None, notify)
-    codecs, layouts = layer_codecs(kv, config.cache_heads, profile), tuple(kv.layout(*heads) for heads in config.cache_heads)
+    codecs, layouts = layer_codecs(kv, config.cache_kv_heads, profile), tuple(kv.layout(*heads) for heads in config.cache_kv_heads)
     return options, CacheLayout(kv, tuple(codecs), layouts, CacheShape(1, sinks).sinks, window, states_nbytes(config),
-                              config.attention_layers, index_nbytes(config, kv), config.written_window)
+                              config.attention_layers, index_nbytes(config, kv), config.answer_window)
 
 
 def exact_ends(options: EngineOptions, profile: Profile | None = None, notify: Callable[[str], None] = str) -> tuple[int, int]:
@@ -160,8 +160,8 @@ class OffloadLayouts:
 
 def offload_layouts(tensors: Tensors, config: ModelConfig, store: TensorStore, folder: Path | None) -> OffloadLayouts:
     """The ways in which a model's weights can be read piecemeal."""
-    mixture = config.mixture
-    experts = expert_layout(tensors, mixture.experts, mixture.per_token, store) if mixture else None
+    mixture = config.moe
+    experts = expert_layout(tensors, mixture.num_experts, mixture.experts_per_token, store) if mixture else None
     if experts is not None:
         return OffloadLayouts(experts)
     parts, neurons = plan_layout(tensors, store), bundle_places(tensors, store) if len(tensors) > 1 else ()
@@ -209,12 +209,12 @@ class PlanRequest:
         workspace, spill_workspace = self._workspace(shape, bool(cache.kv.policy)), self._workspace(shape, True)
 
         def copied() -> CopiedLayers | None:
-            if options.load != "ram" or self.bundled or config.state is not None or self.link is None:
+            if options.load != "ram" or self.bundled or config.recurrent is not None or self.link is None:
                 return None  # states stay with their layers
-            return devices.copied(self.tensors, dims, config.mixture, options.exact, self.workers, self.link)
+            return devices.copied(self.tensors, dims, config.moe, options.exact, self.workers, self.link)
 
         spill = None
-        can_spill = options.parallel == 1 and config.indexed is None and not config.shares_by_turns and not self.reads.cache
+        can_spill = options.parallel == 1 and config.indexer is None and not config.interleaves_shared_kv and not self.reads.cache
         if cache.codecs and not cache.kv.policy and can_spill:
             spill = kv_spill.spill_request(options, cache.codecs, cache.layouts, shape, spill_workspace - workspace, sum(cache.states))
         device, gpu_layers, gpu_host_nbytes = "cpu", None, 0

@@ -72,8 +72,9 @@ def dropped_settings(folder: Path, options: EngineOptions, own: Collection[str] 
 def check_context(options: EngineOptions, config: ModelConfig) -> None:
     """Raises UsageError for a context beyond what the model was trained for, unless it is forced and possible."""
     learned, most = config.position_offset is not None, config.context_length
-    if options.ctx is not None and config.most_tokens is not None and options.ctx > config.most_tokens:
-        raise UsageError(f"a context of {options.ctx} is more than the {config.most_tokens} tokens that this model attends to at once",
+    if options.ctx is not None and config.max_supported_tokens is not None and options.ctx > config.max_supported_tokens:
+        raise UsageError(f"a context of {options.ctx} is more than the {config.max_supported_tokens} tokens that this model attends to at "
+                         "once",
                          f"at most {most}: beyond that it attends to a part of the text, which is not supported", "ctx")
     if options.ctx is not None and options.ctx > most and (learned or not options.force):
         raise UsageError(f"a context of {options.ctx} is more than the {most} positions that the model was trained for",
@@ -105,15 +106,15 @@ def resolve_sparse_attention(config: ModelConfig, options: EngineOptions, notice
         if options.device != "cpu" and options.gpu_layers != 0 and DRIVER.exists():
             notices.append(Fallback(f"the GPU is not used: {said}"))
         return config, replace(options, device="cpu")
-    if config.compressed is not None:
+    if config.compressed_attention is not None:
         why, said, instead = "keys are compressed over several tokens", "this model attends to compressed keys", ""
-    elif config.indexed is None:
+    elif config.indexer is None:
         return config, options
     else:
-        whole = config.indexed.shape.whole
+        whole = config.indexer.shape.dense_tokens
         if options.ctx is not None and options.ctx <= whole:
             config = without_index(config)
-            if config.shares_by_turns:
+            if config.interleaves_shared_kv:
                 found = {"kv_ram": (None, "--kv-ram", options.kv_ram is not None)}
                 why = "layers of this model share keys and values, and these stay in memory"
                 options = _without(options, found, why, "", notices)
@@ -122,7 +123,7 @@ def resolve_sparse_attention(config: ModelConfig, options: EngineOptions, notice
     packed = options.kv != AUTO and codec(options.kv).is_packed
     found = {"kv": (UNPACKED, f"--kv {options.kv}", packed), "kv_ram": (None, "--kv-ram", options.kv_ram is not None),
              "kv_read": ("exact", "--kv-read sparse", options.kv_read == "sparse")}
-    said, by_token = f"{said}, with an unpacked cache in memory", config.compressed is None
+    said, by_token = f"{said}, with an unpacked cache in memory", config.compressed_attention is None
     if by_token:
         found |= on_cpu
         said, instead = f"{said}, on the CPU", f"; or -c {whole}, where attention is full"

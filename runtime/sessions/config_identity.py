@@ -30,22 +30,85 @@ class FirstForm:
 
 FIRST_FORMS = {
     "ModelConfig": FirstForm(
-        renamed={"state": "delta", "state_layers": "delta_layers"},
-        original=frozenset({
-            "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_norm_whole", "norm_kind", "attn_scale", "attn_logit_softcapping",
-            "final_logit_softcapping", "embedding_multiplier", "residual_multiplier", "logits_scaling", "position_offset", "mixture",
-            "experts_stored"}),
-        together=(("state", "state_layers", "gated_queries"),)),
-    "Mixture": FirstForm(together=(
-        ("sigmoid", "factor", "corrected", "shared_width", "shared_scaled"), ("groups", "kept_groups"), ("roots", "picked"),
-        ("seen_width", "seen_words"))),
-    "KdaShape": FirstForm(together=(("narrow", "bound"),)),
-    "IndexShape": FirstForm(original=frozenset({"grain", "each", "near"})),
-    "LatentShape": FirstForm(original=frozenset({"query_rank"})),
-    "LightningShape": FirstForm(original=frozenset({"taps"})),
-    "Mamba1Shape": FirstForm(original=frozenset({"biased", "normed"})),
-    "Mamba2Shape": FirstForm(original=frozenset({"biased"})),
-    "Rwkv7Shape": FirstForm(original=frozenset({"eps", "taps"})),
+        renamed={
+            "qk_norm_full_width": "qk_norm_whole", "qk_norm_per_head": "qk_norm_each",
+            "qk_norm_unweighted": "qk_norm_unit", "qk_norm_without_rope": "qk_norm_still", "v_norm": "values_normed",
+            "layer_query_heads": "layer_queries", "layer_kv_heads": "layer_heads", "k_eq_v_layers": "keys_as_values",
+            "v_head_dim": "value_dim", "alibi_slopes": "slopes", "query_position_scaling": "queries_grow",
+            "learned_rope_alpha": "frequencies_learned", "output_gate": "gates_apart", "output_gate_in_q": "gated_queries",
+            "output_gate_per_head": "gates_whole", "output_gate_softplus": "gates_softplus", "differential_attention": "differs",
+            "dynamic_mask": "keys_marked", "bidirectional": "both_ways", "prefix_lm": "prefixed", "answer_window": "written_window",
+            "cross_attention_layers": "cross_layers", "layers_without_attention": "without_attention", "mla": "latent",
+            "layer_mla": "layer_latents", "mla_norm_eps": "latent_eps", "indexer": "indexed", "compressed_attention": "compressed",
+            "recurrent": "delta", "recurrent_layers": "delta_layers", "recurrent_norm_eps": "state_norm_eps",
+            "parallel_hybrid": "states_beside", "hybrid_layers": "attends_beside", "num_shared_blocks": "shared_blocks",
+            "shared_attention_lora": "attention_branches", "layer_intermediate_sizes": "layer_ffn", "layers_without_mlp": "without_mlp",
+            "activation_params": "curves", "gate_cutoffs": "cuts", "gate_limits": "gate_bounds", "moe": "mixture",
+            "expert_format": "experts_stored", "router_mlp_dim": "router_rank", "per_token_scale": "one_scale",
+            "norm_bias": "norms_biased", "unweighted_norms": "norms_unit", "post_norm_eps": "behind_eps", "final_norm_kind": "last_norm",
+            "gated_norm_rank": "norms_gated", "branch_post_norms": "branches_normed", "parallel_block": "side_by_side",
+            "parallel_block_norms": "norms_apart", "layer_scalars": "layers_scaled", "multipliers": "factors", "low_rank_dim": "low_rank",
+            "residual_streams": "streams", "residual_gate_rank": "mix_rank", "sinkhorn_iterations": "mix_rounds",
+            "sinkhorn_eps": "mix_least", "unmixed_streams": "streams_kept", "embedding_norm": "embedding_normed",
+            "extra_embeddings": "words_beside", "per_layer_input_dim": "input_width", "per_layer_input_vocab": "input_vocab",
+            "per_layer_input_multiplier": "input_multiplier", "head_transform_act": "head_act", "head_transform_bias": "head_in_bias",
+            "pooled_dim": "vector_width", "pooled_inner_dim": "vector_inner", "listwise_reranker": "ranks_lists",
+            "max_supported_tokens": "most_tokens"},
+        original=frozenset({"qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_norm_full_width", "norm_kind", "attn_scale",
+            "attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier", "residual_multiplier", "logits_scaling",
+            "position_offset", "moe", "expert_format"}),
+        together=(("recurrent", "recurrent_layers", "output_gate_in_q"),)),
+    "MoEConfig": FirstForm(
+        name="Mixture",
+        renamed={
+            "num_experts": "experts", "experts_per_token": "per_token", "expert_dim": "width", "routed_scale": "factor",
+            "correction_bias": "corrected", "shared_expert_dim": "shared_width", "shared_expert_gate": "shared_scaled",
+            "num_groups": "groups", "top_groups": "kept_groups", "parallel_to_mlp": "apart", "weights_scale_inputs": "of_inputs",
+            "sparsemixer_margin": "near", "correction_on_logits": "of_logits", "sqrt_softplus": "roots", "hash_routed_layers": "picked",
+            "zero_experts": "handed", "zero_experts_drop": "idle", "latent_dim": "latent", "vision_expert_dim": "seen_width",
+            "vision_token_ids": "seen_words"},
+        together=(("sigmoid", "routed_scale", "correction_bias", "shared_expert_dim", "shared_expert_gate"), ("num_groups", "top_groups"),
+                  ("sqrt_softplus", "hash_routed_layers"), ("vision_expert_dim", "vision_token_ids"))),
+    "CompressedAttentionConfig": FirstForm(
+        name="Compressed",
+        renamed={
+            "output_groups": "groups", "output_group_rank": "group_rank", "sinkhorn_iterations": "rounds",
+            "sinkhorn_eps": "least"}),
+    "IndexerConfig": FirstForm(
+        name="Indexed",
+        renamed={
+            "source_layers": "sources", "interleaved_rope": "neighbours"}),
+    "NgramConfig": FirstForm(
+        name="Ngrams",
+        renamed={
+            "tables_per_order": "each", "min_rows": "least", "row_multiple": "multiple", "eos_token_id": "end",
+            "vocab_size": "words", "num_shards": "parts"}),
+    "IndexShape": FirstForm(
+        renamed={
+            "top_k": "chosen", "block_size": "grain", "per_head": "each", "local_blocks": "near",
+            "tokens_per_key": "rate", "pooled": "means", "weighted_pooling": "weighed"},
+        original=frozenset({"block_size", "per_head", "local_blocks"})),
+    "CompressedShape": FirstForm(
+        renamed={
+            "tokens_per_key": "rate", "index_dim": "index", "leading_products": "first", "trailing_products": "behind",
+            "state_size": "room"}),
+    "DeltaShape": FirstForm(
+        renamed={
+            "beta_scale": "writes", "sigmoid_gate": "sigmoid"}),
+    "KdaShape": FirstForm(
+        renamed={
+            "beta_scale": "writes", "sigmoid_gate": "sigmoid", "low_rank_gates": "narrow", "decay_bound": "bound"},
+        together=(("low_rank_gates", "decay_bound"),)),
+    "LatentShape": FirstForm(
+        original=frozenset({"query_rank"})),
+    "LightningShape": FirstForm(
+        original=frozenset({"taps"})),
+    "Mamba1Shape": FirstForm(
+        original=frozenset({"biased", "normed"})),
+    "Mamba2Shape": FirstForm(
+        original=frozenset({"biased"})),
+    "Rwkv7Shape": FirstForm(
+        original=frozenset({"eps", "taps"})),
 }
 
 

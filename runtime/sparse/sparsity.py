@@ -93,7 +93,7 @@ def is_trace(path: Path) -> bool:
 
 def require_sparse(config: ModelConfig, container: Container | None) -> None:
     """Raises UsageError for a model without sparsity."""
-    if config.mixture is not None:
+    if config.moe is not None:
         raise UsageError("a mixture of experts skips whole experts, not neurons",
                          f"a dense model of {' or '.join(SPARSE)}, such as fable-relu")
     if config.hidden_act not in SPARSE and not is_lossy(container):

@@ -78,17 +78,18 @@ def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target:
     require_match(config.vocab_size == target.vocab_size, folder, "a vocabulary of", config.vocab_size, target.vocab_size)
     for layer, window in enumerate(config.windows):
         alike = [each for each in target.attention_layers if (target.windows[each] is None) == (window is None)]
-        has, wants = [target.heads_of(each) for each in alike[-1:]], config.heads_of(layer)
+        has, wants = [target.kv_heads_of(each) for each in alike[-1:]], config.kv_heads_of(layer)
         require_match(has == [wants], folder, "key-value heads and their size of", wants, has[0] if has else "none")
         sources.append(alike[-1])
     centroids = _centroids(keys, config.vocab_size)
     lists = () if centroids is None else (numbers_info(store, ORDER, config.vocab_size),)
     rules = {layer: gemma4_text.layer_tensors(config, layer) for layer in range(config.num_hidden_layers)}
     store, tensors = read_as(run.spec, store, {"outer": _outer(config, backbone, centroids), **rules})
-    heads = [config.heads_of(layer) for layer in range(config.num_hidden_layers)]
+    heads = [config.kv_heads_of(layer) for layer in range(config.num_hidden_layers)]
     rows = max(config.vocab_size, backbone, centroids.groups if centroids else 0)
     # One token at a time. `spilled_kv` is of pages of two kinds as well, through which attention goes in turns.
-    dims = Dims(config.hidden_size, config.num_attention_heads, *heads[0], config.widest, rows, 1, run.ctx, 1, packed_kv=run.packed,
+    dims = Dims(config.hidden_size, config.num_attention_heads, *heads[0], config.widest_intermediate, rows, 1, run.ctx, 1,
+                packed_kv=run.packed,
                 spilled_kv=run.in_turns, other_heads=tuple(sorted({*heads} - {heads[0]})), mtp_inputs=2 * backbone)
     return Assistant(folder, store, config, tensors, dims, run.workers, DraftInputs(cache=True), lists,
                      4 * FEW * backbone, tuple(sources), centroids)

@@ -74,7 +74,8 @@ def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target:
     reads, scored = keys.integer("target_hidden_size", hidden, high=2**20), keys.integer("draft_vocab_size", vocabulary, high=vocabulary)
     require_match(reads == target.hidden_size, folder, "a hidden size of", reads, target.hidden_size)
     require_match(vocabulary == target.vocab_size, folder, "a vocabulary of", vocabulary, target.vocab_size)
-    require_match(not target.streams and target.embedding_multiplier == 1.0, folder, "one stream and embeddings", "as they are stored",
+    require_match(not target.residual_streams and target.embedding_multiplier == 1.0, folder, "one stream and embeddings",
+                  "as they are stored",
                   f"others ({target.family})")
     layers = _layers(keys, target.num_hidden_layers)
     require_match(all(layer < target.num_hidden_layers for layer in layers), folder, "more layers than", max(layers, default=0),
@@ -84,8 +85,8 @@ def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target:
     outer = _outer(config, scored, reads, len(layers), _says(keys, "norm_before_fc"), _says(keys, "fc_norm"))
     rules = {"outer": outer, **{layer: _layer(keys, config, layer) for layer in range(config.num_hidden_layers)}}
     store, tensors = read_as(run.spec, store, rules)
-    heads, kept = config.heads_of(0), tuple(dict.fromkeys(layers))
-    dims = Dims(hidden, config.num_attention_heads, *heads, config.widest, scored, PAGE, cache_shape(run.ctx).ctx, 1,
+    heads, kept = config.kv_heads_of(0), tuple(dict.fromkeys(layers))
+    dims = Dims(hidden, config.num_attention_heads, *heads, config.widest_intermediate, scored, PAGE, cache_shape(run.ctx).ctx, 1,
                 mtp_inputs=max(2 * hidden, len(layers) * reads))
     nbytes = layer_cache_nbytes(heads, run.ctx, config.num_hidden_layers) + NUMBER * scored * len(lists)
     return Eagle3(folder, store, config, tensors, dims, run.workers, DraftInputs(kept), lists, nbytes, tuple(map(kept.index, layers)),
@@ -170,7 +171,7 @@ class Eagle3Drafts(StateDrafts):
         self._own, self._model, config = own, model, own.config
         self._weights = TrainedDraftWeights(own, model.backends["cpu"].pool)
         host = self._weights.host
-        (kv_heads, size), count = config.heads_of(0), config.num_hidden_layers
+        (kv_heads, size), count = config.kv_heads_of(0), config.num_hidden_layers
         self._ropes, self._frequent = rope_tables(config, cache_shape(own.ctx).ctx), FrequentHead()
         self._kept, self._first = np.empty((0, 0, 0), np.float32), 0  # states of the pass in hand, and where in it the piece in hand begins
         specs = [AttnSpec(config.num_attention_heads, kv_heads, size, size**-0.5, config.windows[layer]) for layer in range(count)]
@@ -240,7 +241,7 @@ class Eagle3Drafts(StateDrafts):
 
     def _run(self, ids: Sequence[int], states: np.ndarray) -> np.ndarray:
         own, host, tokens, w = self._own.config, self._host, known_tokens(ids), self._layers[0]
-        width, (kv_heads, size) = own.hidden_size, own.heads_of(0)
+        width, (kv_heads, size) = own.hidden_size, own.kv_heads_of(0)
         joined = host.workspace.take("joined", len(tokens), 2 * width)
         if self._embed is None:
             with self._model.outer() as outer:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 def own_cache_nbytes(config: ModelConfig, ctx: int) -> int:
     """Bytes of the layer's KV cache, and of its indexer's keys if it has one."""
     layer = like(config)
-    index = None if config.indexed is None else config.indexed.of(layer)
+    index = None if config.indexer is None else config.indexer.shape_of(layer)
     chosen_by = 0 if index is None else index.nbytes(cache_shape(ctx).ctx, index_type(codec(KV)))
-    return layer_cache_nbytes(config.heads_of(layer), ctx) + chosen_by
+    return layer_cache_nbytes(config.kv_heads_of(layer), ctx) + chosen_by
 
 
 class OwnDrafts(StateDrafts):

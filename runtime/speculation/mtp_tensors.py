@@ -50,9 +50,9 @@ PLACES: Mapping[str, MtpNames] = {"qwen3_5_text": APART, "qwen3_5_moe_text": APA
 def like(config: ModelConfig) -> int:
     """The layer of the model that the MTP block resembles: the last one with keys and values, without experts where the block has none,
     and with an indexer of its own where some have one; -1 if there is none."""
-    dense, chosen = PLACES[config.family].dense and config.mixture is not None, config.indexed
-    return next((layer for layer in reversed(config.attention_layers) if (not dense or layer not in config.mixture.layers)
-                 and (chosen is None or chosen.sources[layer] in (None, layer))), -1)
+    dense, chosen = PLACES[config.family].dense and config.moe is not None, config.indexer
+    return next((layer for layer in reversed(config.attention_layers) if (not dense or layer not in config.moe.layers)
+                 and (chosen is None or chosen.source_layers[layer] in (None, layer))), -1)
 
 
 def block_name(config: ModelConfig) -> str:

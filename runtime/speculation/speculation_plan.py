@@ -72,7 +72,7 @@ def reads_of(draft: Prepared | TrainedDraft | None) -> DraftInputs:
 def wants_own_layer(options: EngineOptions, config: ModelConfig, draft: Prepared | TrainedDraft | None, uses_gpu: bool) -> bool:
     """Should the run use the model's own MTP layer, if stored and if it fits? For MoE models only on request: every drafted token reads
     experts of its own. Not with parallel answers: it follows one sequence."""
-    asked = options.spec == "mtp" or options.spec == "auto" and draft is None and config.mixture is None
+    asked = options.spec == "mtp" or options.spec == "auto" and draft is None and config.moe is None
     return asked and not uses_gpu and options.parallel == 1
 
 
@@ -94,8 +94,8 @@ def decide(options: EngineOptions, config: ModelConfig, placement: Placement, dr
     `own_nbytes`: what that layer takes in the plan, None if it is not part of it."""
     asked = options.spec in ("lookup", "mtp") or options.draft is not None
     away = placement.residency or placement.expert_slots
-    refused = (ON_GPU if "cuda" in placement.devices else MIXTURE if config.mixture is not None and away
-               else NEURONS if placement.slots else REPLACED if config.written_window is not None
+    refused = (ON_GPU if "cuda" in placement.devices else MIXTURE if config.moe is not None and away
+               else NEURONS if placement.slots else REPLACED if config.answer_window is not None
                else PICKED if placement.kv_pages is not None and options.kv_read == "sparse" else "")
     if refused and draft is not None:
         draft.store.close()

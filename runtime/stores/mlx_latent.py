@@ -57,7 +57,7 @@ class Heads:
 def latent_rules(config: ModelConfig) -> Iterator[TensorRule]:
     """Both parts of every layer, as if they were matrices of the model."""
     for whole in _names(config):
-        own, heads, before = config.latent, config.num_attention_heads, whole.removesuffix("kv_b_proj.weight")
+        own, heads, before = config.mla, config.num_attention_heads, whole.removesuffix("kv_b_proj.weight")
         yield TensorRule(before + KEYS, (heads * own.rank, own.nope), plain=True)
         yield TensorRule(before + VALUES, (heads * own.value, own.rank), plain=True)
 
@@ -73,13 +73,13 @@ def with_heads_joined(store: TensorStore, config: ModelConfig) -> TensorStore:
         if stray := next((info for info in both if info.shape != rules[info.name].shape), None):
             raise CheckpointError(f"tensor {stray.name} has shape {list(stray.shape)}, the config says {list(rules[stray.name].shape)}",
                                   "the config and the weights are of different models")
-        parts[whole] = (config.num_attention_heads * config.latent.made, config.latent.rank), Heads(*both, config.latent)
+        parts[whole] = (config.num_attention_heads * config.mla.made, config.mla.rank), Heads(*both, config.mla)
     return ViewStore(store, parts) if parts else store
 
 
 def _names(config: ModelConfig) -> Iterator[str]:
     """What the matrix of each layer is called."""
-    if config.latent is None:
+    if config.mla is None:
         return
     family = families.get(config.family)
     for layer in range(config.num_hidden_layers):

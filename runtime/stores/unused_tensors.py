@@ -62,9 +62,9 @@ def unused_tensors(config: ModelConfig, store: TensorStore, read: Iterable[Tenso
         left = [info for info in left if not SENSES[config.family].fullmatch(info.name)]
     if config.family == BEHIND_DENSE[0]:
         left = [info for info in left if not BEHIND_DENSE[1].fullmatch(info.name)]
-    if config.mixture is not None and config.mixture.handed:
-        left = [info for info in left if not ((found := HANDED.fullmatch(info.name)) and int(found[1]) >= config.mixture.experts)]
-    if config.most_tokens is not None or config.indexed is not None:
+    if config.moe is not None and config.moe.zero_experts:
+        left = [info for info in left if not ((found := HANDED.fullmatch(info.name)) and int(found[1]) >= config.moe.num_experts)]
+    if config.max_supported_tokens is not None or config.indexer is not None:
         left = [info for info in left if not INDEXER.fullmatch(info.name)]
     behind = tuple(f"model.layers.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))
     return tuple(info.name for info in left if not info.name.startswith(behind) and not _of_others(config, info.name)

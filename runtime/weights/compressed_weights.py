@@ -23,19 +23,19 @@ PICKS = "picks."  # prefix of hash-routing tables' roles, before the layer numbe
 def hyper_weights(found: RoleSource, role: str) -> HyperConnection:
     """Hyper-connection parameters of a branch, or of the merge after the last layer."""
     config = found.config
-    return HyperConnection(config.streams, found.ones(config.streams * config.hidden_size), found.linear(role),
+    return HyperConnection(config.residual_streams, found.ones(config.residual_streams * config.hidden_size), found.linear(role),
                            found.vector(f"{role}_base"),
-                 found.vector(f"{role}_scale"), *config.mixes, role == LEAVES)
+                 found.vector(f"{role}_scale"), *config.sinkhorn, role == LEAVES)
 
 
 def hyper_around(found: RoleSource) -> tuple[HyperConnection, ...] | None:
     """Hyper-connections of both branches of a layer, in a model without compressed keys."""
-    return tuple(hyper_weights(found, role) for role in HYPER) if found.config.says_mixes else None
+    return tuple(hyper_weights(found, role) for role in HYPER) if found.config.has_hyper_connections else None
 
 
 def wide_weights(found: RoleSource) -> CompressedAttention | None:
     """Attention of a layer with compressed keys, and the hyper-connections of both branches."""
-    config, linear, own = found.config, found.linear, found.config.compressed
+    config, linear, own = found.config, found.linear, found.config.compressed_attention
     if own is None:
         return None
 
@@ -44,10 +44,10 @@ def wide_weights(found: RoleSource) -> CompressedAttention | None:
 
     shape, made = own.shapes[found.layer], None
     if shape is not None:
-        names = ("key_rows", "key_weights", *(("index_rows", "index_row_weights") if shape.index else ()))
-        index = (found.vector("index_bias"), norm("index_norm")) if shape.index else (None, None)
+        names = ("key_rows", "key_weights", *(("index_rows", "index_row_weights") if shape.index_dim else ()))
+        index = (found.vector("index_bias"), norm("index_norm")) if shape.index_dim else (None, None)
         made = Compressor(tuple(map(linear, names)), found.vector("key_bias"), norm("key_norm"), *index)
-    groups = tuple(linear(f"groups.{group}.o_in") for group in range(own.groups))
+    groups = tuple(linear(f"groups.{group}.o_in") for group in range(own.output_groups))
     mixes = tuple(hyper_weights(found, role) for role in HYPER)
     return CompressedAttention(linear("q_a"), norm("q_a_norm"), linear("q_b"), found.ones(config.head_dim), groups, made, *mixes)
 
@@ -55,12 +55,12 @@ def wide_weights(found: RoleSource) -> CompressedAttention | None:
 def hash_routing(config: ModelConfig, tables: Mapping[int, tuple[ModelTensor, np.ndarray]]) -> dict[int, np.ndarray]:
     """Hash-routed experts: by layer, the experts that each vocabulary entry visits, int64 [V, k], validated. Raises CheckpointError for
     experts that do not exist, or duplicates."""
-    own, found = config.mixture, {}
+    own, found = config.moe, {}
     for layer, (tensor, values) in tables.items():
         table = found[layer] = values.reshape(tensor.shape).astype(np.int64)
-        if (table != values.reshape(tensor.shape)).any() or table.min() < 0 or table.max() >= own.experts:
-            damaged(tensor.info.file, f"holds {shown(tensor.name)} of experts beyond the {own.experts} there are")
-        if own.per_token > 1 and not np.diff(np.sort(table, axis=1), axis=1).all():
+        if (table != values.reshape(tensor.shape)).any() or table.min() < 0 or table.max() >= own.num_experts:
+            damaged(tensor.info.file, f"holds {shown(tensor.name)} of experts beyond the {own.num_experts} there are")
+        if own.experts_per_token > 1 and not np.diff(np.sort(table, axis=1), axis=1).all():
             damaged(tensor.info.file, f"holds {shown(tensor.name)}, where a token visits an expert twice")
     return found
 

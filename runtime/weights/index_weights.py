@@ -20,7 +20,7 @@ def index_weights(found: RoleSource) -> Indexer | None:
     """The indexer of a layer."""
     if "index_q" not in found.roles:
         return None
-    linear, vector, (kind, eps) = found.linear, found.vector, found.config.indexed.norm
+    linear, vector, (kind, eps) = found.linear, found.vector, found.config.indexer.norm
 
     def norm(role: str) -> Norm | None:
         return Norm(kind, vector(role), vector(f"{role}_bias"), eps) if role in found.roles else None
@@ -39,10 +39,10 @@ def choose(ops: BlockOps, w: Indexer, q: object, k: object, weights: object | No
     """Select what the tokens of a pass attend to: products with the index matrices, normed and rotated in place; keys that are means over
     several tokens are normed and rotated once complete."""
     table = None if rope is None else rope.index
-    if shape.weighed:
-        kv.choose(ops.rope_heads(q, shape.heads, shape.width, positions, table, w.q_norm), k, weights, (w.k_norm, w.places))
+    if shape.weighted_pooling:
+        kv.choose(ops.rope_heads(q, shape.heads, shape.width, positions, table, w.q_norm), k, weights, (w.k_norm, w.pool_bias))
         return
-    if shape.means:
+    if shape.pooled:
         kv.choose(ops.rope_heads(q, shape.heads, shape.width, positions, table, w.q_norm), k, weights, (w.k_norm, table))
         return
     k = ops.rope_heads(k, 1, shape.width, positions, table, w.k_norm)

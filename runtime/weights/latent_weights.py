@@ -19,8 +19,8 @@ def latent_weights(found: RoleSource) -> Latent | None:
         return None
 
     def norm(role: str) -> Norm:
-        weight, factor = found.vector(role), config.factor(role)
-        return Norm("rms", weight if factor == 1.0 else weight * factor, None, EPS if config.latent_eps is None else config.latent_eps)
+        weight, factor = found.vector(role), config.multiplier(role)
+        return Norm("rms", weight if factor == 1.0 else weight * factor, None, EPS if config.mla_norm_eps is None else config.mla_norm_eps)
 
     q_norm, kv_norm = norm("q_a_norm") if "q_a" in roles else None, norm("kv_a_norm") if "kv_a" in roles else None
     return Latent(linear("q_a"), q_norm, linear("q_b") or linear("q"), linear("kv_a"), kv_norm, linear("kv_b").weight)

@@ -104,7 +104,7 @@ def check_numbers(config: ModelConfig, store: TensorStore) -> None:
     """Raises CheckpointError if a checkpoint numbers its n-gram words or rows differently from its config."""
     own = config.ngrams
     for layer in own.layers:
-        sizes = own.sizes(layer)
+        sizes = own.table_sizes(layer)
         firsts = tuple(sum(sizes[:place]) for place in range(len(sizes)))
         for name, expected in (("layer_multipliers", own.multipliers(layer)), ("ngram_heads_vocab_sizes", sizes),
                                ("ngram_heads_offsets", firsts)):

@@ -85,7 +85,7 @@ class RoleSource:
         """Of the model's kind; per head if its weight has two dimensions."""
         if role not in self.roles:
             return None
-        eps = self.config.behind_eps if role in BEHIND else None
+        eps = self.config.post_norm_eps if role in BEHIND else None
         return build_norm(self.config, self.shaped(role) if len(self.roles[role].shape) > 1 else self.vector(role),
                          self.vector(f"{role}_bias"), eps=eps)
 

@@ -33,20 +33,20 @@ def blocks_of(roles: Mapping[str, ModelTensor]) -> dict[str, ModelTensor]:
 
 def block_of(config: ModelConfig, layer: int) -> int:
     """The shared block that a layer uses; layers alternate between them."""
-    return config.attends_beside.index(layer) % config.shared_blocks
+    return config.hybrid_layers.index(layer) % config.num_shared_blocks
 
 
 def uses(config: ModelConfig, role: str) -> int:
     """How often a token reads a tensor outside the layers."""
     if not role.startswith(BLOCKS):
         return 1
-    return sum(role.startswith(block_role(block_of(config, layer), "")) for layer in config.attends_beside)
+    return sum(role.startswith(block_role(block_of(config, layer), "")) for layer in config.hybrid_layers)
 
 
 def shared_blocks(found: RoleSource) -> tuple[SharedBlock, ...]:
     """The shared blocks, from tensors outside the layers."""
     made = []
-    for number in range(found.config.shared_blocks):
+    for number in range(found.config.num_shared_blocks):
         own = {role: found.linear(block_role(number, role)) for role in MATRICES}
         made.append(SharedBlock(found.norm(block_role(number, "input_norm")), mlp_norm=found.norm(block_role(number, "post_norm")), **own))
     return tuple(made)

@@ -72,22 +72,22 @@ class StoreReads:
         streams."""
         states = self._read_embeddings(windows)
         made = [states @ matrix.T for matrix in self._read_streams("enter")]
-        if self.config.streams and not made:
-            return np.tile(states, self.config.streams)
+        if self.config.residual_streams and not made:
+            return np.tile(states, self.config.residual_streams)
         return entered(states, np.stack(made)).astype(np.float32).reshape(len(states), -1) if made else states
 
     def read_left(self, states: np.ndarray) -> np.ndarray:
         """The input of the last norm, from final states [tokens, S * D]: float32 [tokens, D]."""
-        if self.config.mix_rank:
-            return self._read_gated(states.reshape(len(states), self.config.streams, -1))
-        if self.config.mix_rounds:
-            return states.reshape(len(states), self.config.streams, -1).mean(1)
+        if self.config.residual_gate_rank:
+            return self._read_gated(states.reshape(len(states), self.config.residual_streams, -1))
+        if self.config.sinkhorn_iterations:
+            return states.reshape(len(states), self.config.residual_streams, -1).mean(1)
         if LEAVES in self.tensors["outer"]:
             matrix, base, scale = (self._read_whole(LEAVES + end) for end in ("", "_base", "_scale"))
-            split = states.reshape(len(states), self.config.streams, -1)
+            split = states.reshape(len(states), self.config.residual_streams, -1)
             say = reference_hyper_connections.said(split, matrix, self.config.norm_eps)
-            return reference_hyper_connections.left(split, say, scale, base, self.config.mixes[1]).astype(np.float32)
-        first, *others = np.split(states, max(1, self.config.streams), axis=1)
+            return reference_hyper_connections.left(split, say, scale, base, self.config.sinkhorn[1]).astype(np.float32)
+        first, *others = np.split(states, max(1, self.config.residual_streams), axis=1)
         made = [other @ matrix.T for other, matrix in zip(others, self._read_streams("leave"))]
         return left(first, np.stack(made)).astype(np.float32) if made else first
 
@@ -95,11 +95,11 @@ class StoreReads:
         """Streams [tokens, S, D] merged by per-channel gates."""
         norm, down, up = (self._read_whole(f"{residual_weights.LEAVES}.{part}") for part in ("mix_norm", "mix_down", "mix_up"))
         normed = reference_gated_residuals.normed(streams, norm, self.config.norm_eps, residual_weights.KIND)
-        opened = reference_gated_residuals.gates(normed.reshape(len(streams), -1) @ down.T, up, self.config.streams)
+        opened = reference_gated_residuals.gates(normed.reshape(len(streams), -1) @ down.T, up, self.config.residual_streams)
         return reference_gated_residuals.read(normed, opened).astype(np.float32)
 
     def _read_streams(self, role: str) -> Iterator[np.ndarray]:
-        for each in (f"streams.{i}.{role}" for i in range(1, self.config.streams)):
+        for each in (f"streams.{i}.{role}" for i in range(1, self.config.residual_streams)):
             if each in self.tensors["outer"]:
                 yield self._read_whole(each)
 
@@ -119,13 +119,13 @@ class StoreReads:
         config, roles = self.config, self.tensors["outer"]
         if config.ngrams is not None and layer in config.ngrams.layers:
             own, behind = config.ngrams, config.ngrams.shape.size
-            every = np.concatenate([np.full(behind - 1, own.end, np.int64), ids])
-            numbers = own.numbers(layer, np.lib.stride_tricks.sliding_window_view(every, behind))
+            every = np.concatenate([np.full(behind - 1, own.eos_token_id, np.int64), ids])
+            numbers = own.row_ids(layer, np.lib.stride_tricks.sliding_window_view(every, behind))
             return self._read_rows(role_of(layer), numbers.reshape(-1)).reshape(len(ids), -1)
-        width, role = config.input_width, f"{PICKS}{layer}"
+        width, role = config.per_layer_input_dim, f"{PICKS}{layer}"
         if role in roles:
             table = hash_routing(config, {layer: (roles[role], self._read_whole(role))})[layer]
-            return routing_correction(table[ids], config.mixture.experts)
+            return routing_correction(table[ids], config.moe.num_experts)
         if not width:
             return None
         own = slice(layer * width, (layer + 1) * width)
@@ -135,7 +135,8 @@ class StoreReads:
         made = normalise(made, "rms", weight, None, config.norm_eps).astype(np.float32)
         if "layer_embed" not in roles:
             return made
-        rows = self._read_rows("layer_embed", clip_to_table(ids, config.input_vocab))[:, own] * np.float32(config.input_multiplier)
+        rows = self._read_rows("layer_embed", clip_to_table(ids, config.per_layer_input_vocab))[:, own]
+        rows = rows * np.float32(config.per_layer_input_multiplier)
         return (made + rows) * np.float32(0.5**0.5)
 
     def _read_rows(self, role: str, ids: np.ndarray) -> np.ndarray:

@@ -99,7 +99,7 @@ def curve_of(found: RoleSource) -> XieluParams | None:
     """The activation of a layer with learned parameters, which are stored before a softplus."""
     if found.config.hidden_act != CURVED:
         return None
-    stored = found.config.curves[found.layer] if found.config.curves else map(found.number, CURVE)
+    stored = found.config.activation_params[found.layer] if found.config.activation_params else map(found.number, CURVE)
     above, below = (float(np.logaddexp(0.0, each)) for each in stored)
     return XieluParams(above, CURVE_SLOPE + below)
 
@@ -122,43 +122,48 @@ class WeightRecords:
         config, roles = self.config, self.tensors[key]
         found = RoleSource(config, key, roles, raw, ops, self.streamed, self.adapters, place, looked_up)
         linear, vector, norm = found.linear, found.vector, found.norm
-        input_norm = norm("input_norm") or (found.ones(config.hidden_size, kind=config.norm_kind) if config.norms_unit else Norm("none"))
+        input_norm = norm("input_norm") or (found.ones(config.hidden_size,
+                                                       kind=config.norm_kind) if config.unweighted_norms else Norm("none"))
         post_norm = norm("post_norm") or norm("mlp_norm") or input_norm
-        if (factor := config.factor("post_norm")) != 1.0:
+        if (factor := config.multiplier("post_norm")) != 1.0:
             post_norm = replace(post_norm, weight=found.put(found.values("post_norm") * np.float32(factor)))
         mixture = mixture_weights(found, post_norm, self.paging if ops is self.host else None)
-        unit = found.ones(config.heads_of(key)[1]) if config.qk_norm_unit and (config.ropes[key] or config.qk_norm_still) else None
-        entered = found.ones(config.hidden_size) if config.embedding_normed and key == 0 else None
+        unit = found.ones(config.kv_heads_of(key)[1]) if config.qk_norm_unweighted and (config.ropes[key]
+                                                                                        or config.qk_norm_without_rope) else None
+        entered = found.ones(config.hidden_size) if config.embedding_norm and key == 0 else None
         return LayerWeights(
             **vars(mixture), input_norm=input_norm, post_norm=post_norm, q=linear("q"), k=linear("k"), v=linear("v"), o=linear("o"),
             q_norm=norm("q_norm") or unit, k_norm=norm("k_norm") or unit, gate=linear("gate"), up=linear("up"), down=linear("down"),
             o_norm=norm("o_norm"), down_norm=norm("down_norm"), sinks=vector("sinks"), bundles=self._bundles(found),
-            state=state_weights(found), latent=latent_weights(found), index=index_weights(found), grows=growth(found),
-            entered=rescale(found, "entry"),
-            rescales=tuple(rescale(found, what) for what in ("attn", "mlp")) if RESCALED in roles else None,
-            v_norm=found.ones(config.heads_of(key)[1]) if config.values_normed and "k" in roles else None,
-            scale=found.number("layer_scale") if "layer_scale" in roles else None, curve=curve_of(found),
-            inputs=PerLayerInput(*map(linear, GIVEN), norm("input_after")) if GIVEN[0] in roles else None, attn_gate=linear("attn_gate"),
-            streams=AltUp(config.streams, norm("stream_norm"), *map(found.shaped, STREAMS), vector("stream_scale"))
+            recurrent=state_weights(found), mla=latent_weights(found), indexer=index_weights(found), query_scaling=growth(found),
+            input_scale=rescale(found, "entry"),
+            residual_scales=tuple(rescale(found, what) for what in ("attn", "mlp")) if RESCALED in roles else None,
+            v_norm=found.ones(config.kv_heads_of(key)[1]) if config.v_norm and "k" in roles else None,
+            layer_scalar=found.number("layer_scale") if "layer_scale" in roles else None, xielu=curve_of(found),
+            per_layer_input=PerLayerInput(*map(linear, GIVEN), norm("input_after")) if GIVEN[0] in roles else None,
+            attn_gate=linear("attn_gate"),
+            altup=AltUp(config.residual_streams, norm("stream_norm"), *map(found.shaped, STREAMS), vector("stream_scale"))
             if STREAMS[0] in roles else None,
-            low_rank=found.low_rank("low_in", "low_out", "low_norm"), difference=difference(found) if config.differs else 0.0,
-            attn_sub_norm=found.ones(config.head_dim, 1 - share_of(key)) if config.differs else norm("attn_sub_norm"),
-            ffn_sub_norm=norm("ffn_sub_norm"), lent=block_of_layer(found, self.blocks(ops)) if LENT_OUT in roles else None,
-            fronts=self._fronts(ops) if config.slopes or config.keys_marked else None,
-            mark=(linear("mark"), vector("mark_rate")) if "mark" in roles else None,
+            low_rank=found.low_rank("low_in", "low_out", "low_norm"),
+            differential_lambda=difference(found) if config.differential_attention else 0.0,
+            attn_sub_norm=found.ones(config.head_dim, 1 - share_of(key)) if config.differential_attention else norm("attn_sub_norm"),
+            ffn_sub_norm=norm("ffn_sub_norm"), shared_block=block_of_layer(found, self.blocks(ops)) if LENT_OUT in roles else None,
+            alibi_channels=self._fronts(ops) if config.alibi_slopes or config.dynamic_mask else None,
+            dynamic_mask=(linear("mark"), vector("mark_rate")) if "mark" in roles else None,
             norm_gates=tuple(found.low_rank(f"{role}_in", f"{role}_out") for role in ("input_norm", "post_norm")),
-            entry_norm=norm("entry_norm") or entered, middle_norm=norm("middle_norm"), wide=wide_weights(found),
-            around=residual_weights.residuals_around(found) or hyper_around(found), ngrams=residual_weights.ngram_weights(found),
-            shares=tuple(math.tanh(found.number(role)) for role in SHARES) if SHARES[0] in roles else None)
+            entry_norm=norm("entry_norm") or entered, middle_norm=norm("middle_norm"), compressed_attention=wide_weights(found),
+            gated_residuals=residual_weights.residuals_around(found) or hyper_around(found), ngrams=residual_weights.ngram_weights(found),
+            cross_attention_gates=tuple(math.tanh(found.number(role)) for role in SHARES) if SHARES[0] in roles else None)
 
     def _fronts(self, ops: object) -> tuple[object, object]:
         """Per-head query and key prefixes of position-dependent scores, on a backend."""
         config = self.config
-        if config.keys_marked:
-            ones = np.zeros((config.num_attention_heads, config.head_dim - config.made_dim), np.float32)
+        if config.dynamic_mask:
+            ones = np.zeros((config.num_attention_heads, config.head_dim - config.projected_head_dim), np.float32)
             ones[:, 0] = 1 / config.attn_scale
             return ops.put(ones, "f32").reshape(ones.shape), None
-        fronts = alibi_channels(config.slopes, config.num_key_value_heads, config.attn_scale, config.head_dim - config.made_dim)
+        fronts = alibi_channels(config.alibi_slopes, config.num_key_value_heads, config.attn_scale,
+                                config.head_dim - config.projected_head_dim)
         return tuple(ops.put(each, "f32") for each in fronts)
 
     def blocks(self, ops: object, raw: Mapping[str, np.ndarray] | None = None) -> tuple[SharedBlock, ...]:
@@ -193,16 +198,17 @@ class WeightRecords:
     def last_norm(self, raw: Mapping[str, np.ndarray]) -> Norm:
         """The final norm, on the host."""
         config, found = self.config, self._outside(raw)
-        if config.last_norm == "none":
+        if config.final_norm_kind == "none":
             return Norm("none")
-        if config.norms_unit:
+        if config.unweighted_norms:
             return found.ones(config.hidden_size, kind=config.norm_kind)
-        return build_norm(config, found.vector("norm"), found.vector("norm_bias"), config.last_norm)
+        return build_norm(config, found.vector("norm"), found.vector("norm_bias"), config.final_norm_kind)
 
     def before_head(self, raw: Mapping[str, np.ndarray]) -> PreHead | None:
         """What lies between the last norm and the head, if anything."""
         found = self._outside(raw)
-        return PreHead(found.linear("head_in"), self.config.head_act, found.norm("head_norm")) if "head_in" in found.roles else None
+        return PreHead(found.linear("head_in"), self.config.head_transform_act,
+                       found.norm("head_norm")) if "head_in" in found.roles else None
 
     def head_bias(self, raw: Mapping[str, np.ndarray]) -> object | None:
         """The bias of the head, on the host."""
@@ -221,12 +227,12 @@ class WeightRecords:
 
         embed, inputs = table("embed"), None
         head = weight("head") or (weight("embed") if fetched("embed") else embed)
-        if config.shared_blocks:
+        if config.num_shared_blocks:
             self.blocks(self.host, raw)  # which layers use from there
         if "layer_proj" in roles:
             own = Norm("rms", found.vector("layer_norm"), None, config.norm_eps)
             inputs = table("layer_embed") if "layer_embed" in roles else None, Linear(weight("layer_proj")), own
-        streams = (tuple(Linear(weight(each)) for i in range(1, config.streams) if (each := f"streams.{i}.{role}") in roles)
+        streams = (tuple(Linear(weight(each)) for i in range(1, config.residual_streams) if (each := f"streams.{i}.{role}") in roles)
                    for role in ("enter", "leave"))
         return OuterWeights(embed, weight("positions"), self.last_norm(raw), Linear(head, self.head_bias(raw)), inputs, *streams,
                             self._own_layer(raw), self._leaves(found), self._picks(found), self.before_head(raw), self._ngrams())
@@ -239,10 +245,10 @@ class WeightRecords:
         return {layer: NgramTable(self.tensors["outer"][role_of(layer)], self.store).weight for layer in own.layers}
 
     def _leaves(self, found: RoleSource) -> HyperConnection | GatedResidual | StreamMean | None:
-        if self.config.mix_rank:
+        if self.config.residual_gate_rank:
             return residual_weights.residual(found, residual_weights.LEAVES)
-        if self.config.mix_rounds:
-            return StreamMean(self.config.streams)
+        if self.config.sinkhorn_iterations:
+            return StreamMean(self.config.residual_streams)
         return hyper_weights(found, LEAVES) if LEAVES in found.roles else None
 
     def _picks(self, found: RoleSource) -> dict[int, np.ndarray]:
