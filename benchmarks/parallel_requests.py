@@ -41,7 +41,7 @@ def run(engines: list[Engine], prompts: list[list[int]], tokens: int) -> tuple[f
         rounds.begin(i, written(engine, tokens))
     started = time.perf_counter()
     while len(rounds):
-        for key, step in rounds.round():
+        for key, step in rounds.step():
             if isinstance(step, Exception):
                 raise step
             if step is not None:

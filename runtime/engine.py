@@ -227,7 +227,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
                 self.cache.commit(seal=False)
         self.tokens.extend(ids)
         if self.batched_passes is not None and prompt:
-            self.batched_passes.read(len(ids), time.perf_counter() - started)
+            self.batched_passes.record_prefill(len(ids), time.perf_counter() - started)
         return states
 
     @contextmanager
@@ -293,7 +293,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
     def _next_logits(self, token: int, num_left: int | None) -> Generator[Yield, None, np.ndarray]:
         """Run `token`; returns the logits after it, float32 [V]. `num_left`: tokens that may still be generated (None: no limit)."""
         if self.batched_passes is not None:
-            return (yield from self.batched_passes.after(self, token, num_left))
+            return (yield from self.batched_passes.decode(self, token, num_left))
         if self.speculation is not None:
             return self.speculation.after(self, token, num_left)
         with self._timed_pass():

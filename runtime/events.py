@@ -16,18 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a long operation: `done` of `total` in `unit` (bytes, kernels, tokens). `detail` names the current item, a tensor for
-    example.
-
-    `rate`: units per second of late, if the operation knows it better than done over time, as when it was resumed.
-    """
+    """Progress of a long operation: `done` of `total` in `unit` (bytes, kernels, tokens)."""
 
     phase: str
     done: int
     total: int
     unit: str
-    detail: str = ""
-    rate: float | None = None
+    detail: str = ""  # the current item, a tensor for example
+    rate: float | None = None  # recent units per second, if known better than `done` over time, as after a resumed download
 
 
 @dataclass(frozen=True)
@@ -43,10 +39,12 @@ class Notice:
 
 @dataclass(frozen=True)
 class Yield:
-    """A cooperative yield of an answer that runs beside others. `want`: the token it waits for (`batching.py`); None if it has a prefill
-    chunk to run next. Only the scheduler sees it."""
+    """A cooperative yield of an answer that runs beside others; only the scheduler sees it.
 
-    want: object | None = None
+    `pending`: the token whose pass it waits for (`batching.py`); None if it has a prefill chunk to run next.
+    """
+
+    pending: object | None = None
 
 
 @dataclass(frozen=True)
@@ -59,47 +57,40 @@ class PromptRead:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """New text of the answer. `kind` is answer or thinking; `tokens` have its log-probabilities, if requested."""
+    """New text of the answer."""
 
     text: str
-    kind: str = "answer"
-    tokens: tuple[TokenLogprobs, ...] = ()
+    kind: str = "answer"  # answer or thinking
+    tokens: tuple[TokenLogprobs, ...] = ()  # its log-probabilities, if requested
 
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call: `arguments` is the text of a JSON object, `id` the model's own id, if any."""
+    """A tool call."""
 
     name: str
-    arguments: str
-    id: str = ""
+    arguments: str  # the text of a JSON object
+    id: str = ""  # the model's own, if any
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What an answer cost. Times in seconds, rates in tokens per second, sizes in bytes.
-
-    Of the prompt, `cached_tokens` were in the KV cache and `read_tokens` were prefilled; their sum is less than the prompt where its middle
-    was dropped or prefill was cancelled. `planned_bytes`: what the plan allows the process with a full context; `peak_rss_bytes`: its peak.
-
-    `ttft_s` counts from the request, or for `run` from the start of the process; `decode_tps` includes sampling and text. `disk_bytes_read`
-    and `disk_wait_s` (time stalled on it) count from opening the model. `speculation`: passes, tokens drafted and accepted, why none were;
-    None without. `stop_string`: the one that ended it. `is_whole`: whether it satisfies its constraint, None without one.
-    """
+    """What an answer cost. Times in seconds, rates in tokens per second, sizes in bytes."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     seed: int
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int  # of the prompt, in the KV cache already
+    # Of the prompt, prefilled. With `cached_tokens` fewer than the prompt if its middle was dropped or prefill was cancelled.
     read_tokens: int
     load_s: float
-    ttft_s: float
+    ttft_s: float  # time to first token, from the request, or for `run` from the start of the process
     prefill_s: float
-    decode_s: float
+    decode_s: float  # sampling and detokenizing included
     peak_rss_bytes: int
-    planned_bytes: int
+    planned_bytes: int  # what the plan allows the process with a full context
     weights_bytes: int
     kv_bytes: int
     kv_bits_per_value: float
@@ -107,16 +98,16 @@ class Stats:
     kv_packed: bool
     exact_tokens: int
     packed_tokens: int
-    disk_bytes_read: int
-    disk_wait_s: float
+    disk_bytes_read: int  # since the model was opened
+    disk_wait_s: float  # time stalled on the disk, since the model was opened
     placement: Mapping[str, object]
     context_used: int
     context_max: int
     truncated: bool
-    speculation: Mapping[str, object] | None = None
+    speculation: Mapping[str, object] | None = None  # passes, tokens drafted and accepted, why none were; None without speculation
     reasoning_tokens: int = 0
-    stop_string: str | None = None
-    is_whole: bool | None = None
+    stop_string: str | None = None  # the one that ended the answer
+    is_whole: bool | None = None  # whether the answer satisfies its constraint; None without one
 
     @property
     def prefill_tps(self) -> float:
@@ -151,10 +142,10 @@ class Done:
 
 @dataclass(frozen=True)
 class Embedded:
-    """Embeddings float32 [D] of length 1, and the tokens of all texts together."""
+    """Embeddings of all texts of a request."""
 
-    vectors: Sequence[np.ndarray]
-    tokens: int
+    vectors: Sequence[np.ndarray]  # float32 [D], length 1
+    tokens: int  # of all texts together
 
 
 @dataclass(frozen=True)
@@ -167,10 +158,10 @@ class Ranked:
 
 @dataclass(frozen=True)
 class SlotDone:
-    """A slot was saved, restored or erased: tokens, bytes on disk, seconds."""
+    """A slot was saved, restored or erased."""
 
     tokens: int
-    nbytes: int = 0
+    nbytes: int = 0  # on disk
     seconds: float = 0.0
 
 

@@ -125,7 +125,8 @@ class Prefill:
             is_fresh = (self.num_fresh_tokens == len(self.tokens)
                         and same_as_uncached(self.cache, pass_tokens, self.prepared.chunk, self.model.copied_from))
             is_alone = self.batched_passes is None or self.bidirectional
-            for piece, num_deferred in self.split_at_images([(pass_tokens, 0)] if is_alone else self.batched_passes.pieces(pass_tokens)):
+            for piece, num_deferred in self.split_at_images([(pass_tokens, 0)] if is_alone
+                                                            else self.batched_passes.prefill_chunks(pass_tokens)):
                 yield piece, num_deferred, is_fresh
 
     def _passes(self, tokens: int, pages: int | None = None) -> Iterator[int]:

@@ -197,7 +197,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     notices += [warning for warning in config.warnings if not (media_nbytes and TEXT_ONLY_WARNING in warning)]
     notices += [*store.notices, *too_many_threads(options.threads), *unused_tensor_notices(config, store, tensors),
                 *table_notices(config, tensors["outer"])]
-    options = drop_unsupported(parallel.fitted(options, notices), folder, config, store, notices, container)
+    options = drop_unsupported(parallel.check_options(options, notices), folder, config, store, notices, container)
     if options.spec == "mtp":
         demand_own_layer(config, store, container)
     gpu = devices.gpu(options, notices)

@@ -269,7 +269,7 @@ class Session:
         self._cancelled, self.open_calls = False, []
         prompt = self._prompt()
         if not resumed:
-            prompt = self._prompts.going_on(prompt, said)
+            prompt = self._prompts.with_answer_prefix(prompt, said)
         if self.raw and not self._said_raw:
             self._said_raw = True
             yield self._fallback(NO_TEMPLATE)
@@ -279,18 +279,18 @@ class Session:
         if not self._said_limit and self.max_reasoning_tokens is not None and not self.tokenizer.thinks:
             self._said_limit = True
             yield Notice(NOTHING_TO_LIMIT)
-        if self._prompts.folds and not self._said_folds:
+        if self._prompts.folds_system and not self._said_folds:
             self._said_folds = True
             yield self._fallback(NO_SYSTEM_ROLE)
         if not resumed:
-            yield from self._prompts.encode(prompt, self.engine, lambda: self._cancelled)
-        ids = resumed.ids if resumed else self._prompts.encoded(prompt)
+            yield from self._prompts.encode_media(prompt, self.engine, lambda: self._cancelled)
+        ids = resumed.ids if resumed else self._prompts.tokenize(prompt)
         first = resumed.prompt if resumed else len(ids)
         think, marks, self._answered = self._reading(ids,
                                                      resumed), None if resumed or not self.tools else self._turns.calling.marks, None
         answer = yield from self._answer(ids, said, think, self.messages, resumed is not None, marks)
         made = [*ids[first:], *self.stats.token_ids[: len(self.stats.token_ids) - (self.stats.finish_reason == "stop")]]
-        self._prompts.hold(prompt, ids[:first], made, answer.text if resumed else answer.text[len(said) :])
+        self._prompts.record_cached(prompt, ids[:first], made, answer.text if resumed else answer.text[len(said) :])
         if self.messages[-1]["role"] == "assistant":
             self._counted = list(self.messages), self.system, len(self.engine.tokens)
             said_so = Answered(list(self.messages), self.system, ids[:first] + made, first, answer.think)
@@ -305,7 +305,7 @@ class Session:
         """The rendered history; with `reply`, up to where the answer begins."""
         prompts, options = self._prompts, {"add_generation_prompt": reply}
         if self.tools is None and not any(message["role"] == "tool" for message in self.messages):
-            return prompts.rendered(self.messages, self.system, self.think, options)
+            return prompts.render(self.messages, self.system, self.think, options)
         return self._turns.rendered(prompts, self.messages, self.system, self.think, options, self.tools)
 
     @cached_property
@@ -339,15 +339,15 @@ class Session:
                         self.ignore_eos, self._held, self.think != "off", self.raw, said, marks,
                         max_reasoning_tokens=self.max_reasoning_tokens)
         try:
-            yield from answer.written(ids, inside)
+            yield from answer.generate(ids, inside)
         finally:
             if history is not None and answer.calls:
-                message, self.open_calls = self._turns.calling_message(answer.text, "".join(answer.thought), answer.calls)
+                message, self.open_calls = self._turns.calling_message(answer.text, "".join(answer.reasoning_parts), answer.calls)
                 history.append(message)
             elif history is not None and (answer.tokens or said):
                 history.append({"role": "assistant", "content": answer.text})
         self.stats, self.from_process_start = answer.cost(self.from_process_start), False
-        yield from answer.remarks()
+        yield from answer.closing_notices()
         yield Done(self.stats)
         return answer
 
@@ -360,7 +360,7 @@ class Session:
     @property
     def spoken(self) -> TokenizedText | None:
         """How the text so far was tokenized, where that is known."""
-        text, ids = self._prompts.held
+        text, ids = self._prompts.cached
         last = self._answered
         whole = last is not None and last.think is None and last.ids == ids and (last.messages, last.system) == (self.messages, self.system)
         return TokenizedText(text, tuple(ids), last.prompt if whole else None) if text else None
@@ -368,7 +368,7 @@ class Session:
     def take_up(self, messages: list[Message], system: str | None, spoken: TokenizedText | None = None) -> None:
         """Replace the conversation by this one."""
         self.messages, self.system = messages, system
-        self._prompts.held = ("", []) if spoken is None else (spoken.text, list(spoken.ids))
+        self._prompts.cached = ("", []) if spoken is None else (spoken.text, list(spoken.ids))
         self._answered = None
         if spoken is not None and spoken.prompt is not None:
             self._answered = Answered(list(messages), system, list(spoken.ids), spoken.prompt, None)

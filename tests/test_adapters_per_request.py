@@ -231,7 +231,7 @@ def test_answers_at_once_have_each_its_own(pair: tuple[str, ...]) -> None:
     assert tokens_of(ends) == alone and all(done.stats.cached_tokens == 0 for done in ends.values())
     ends, _ = written(replies, {key: start() for key, start in ask.items()})
     assert tokens_of(ends) == alone and all(done.stats.cached_tokens > 300 for done in ends.values())
-    replies.usual = CHOICES[2]
+    replies.default_scales = CHOICES[2]
     ends, _ = written(replies, {"None": ask["None"]()})
     assert tokens_of(ends)["None"] == alone[str(CHOICES[2])] and ends["None"].stats.cached_tokens > 300
     same, _ = written(replies, {"one": ask["None"](), "other": ask["None"]()})  # which is lent where the choice is the same

@@ -39,17 +39,17 @@ class Spoken:
 
 def written(pieces: Sequence[str], think=None, stops: Sequence[str] = (), calls: CallFilter | None = None, tells: int | None = None):
     """An answer of these token strings, which ends where its stop strings or its calls say; with each event that came."""
-    answer = SimpleNamespace(think=calls or think, stops=tuple(stops), said="", indent=0, sampler=SimpleNamespace(logprobs=tells),
-                             shown=[""],
-                             thought=[], calls=[], marks=None if calls is None else {})
+    answer = SimpleNamespace(think=calls or think, stops=tuple(stops), answer_prefix="", indent=0, sampler=SimpleNamespace(logprobs=tells),
+                             content_parts=[""], reasoning_parts=[], calls=[], visible_tokens=None if calls is None else {})
     text, events = AnswerText(answer, Spoken()), []
     for number, piece in enumerate(pieces):
-        events += text.took(SimpleNamespace(token=piece, finish=None, logprobs=TokenLogprobs(number, 0.0)))
+        events += text.push(SimpleNamespace(token=piece, finish=None, logprobs=TokenLogprobs(number, 0.0)))
         if text.is_over:
             break
-    events += text.ended()
-    return SimpleNamespace(answer="".join(answer.shown), thought="".join(answer.thought), calls=answer.calls, events=events, text=text,
-                           stopped_by=text.stops.matched)
+    events += text.flush()
+    return SimpleNamespace(answer="".join(answer.content_parts), thought="".join(answer.reasoning_parts), calls=answer.calls, events=events,
+                           text=text,
+                           stopped_by=text.stop_filter.matched)
 
 
 def calling(format: str, most: int | None = 1, think=None) -> CallFilter:

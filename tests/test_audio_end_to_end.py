@@ -39,8 +39,8 @@ def test_logits_after_audio_are_those_of_transformers(hearing):
             heard = engine.media.add(samples)
             engine.reset()
             prompt = f"Once {heard.mark} was a fox in the wood."
-            list(prompts.encode(prompt, engine, lambda: False))
-            ids = prompts.encoded(prompt)
+            list(prompts.encode_media(prompt, engine, lambda: False))
+            ids = prompts.tokenize(prompt)
             ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
             told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
             with torch.inference_mode():
@@ -99,8 +99,8 @@ def test_audio_input_trained_as_an_adapter_requires_the_adapter(tmp_path):
             engine.media = open_media(tmp_path, engine.config)
             prompts = PromptBuilder(Tokenizer.load(tmp_path, engine.config), media=engine.media)
             prompt = f"Once {engine.media.add(samples).mark} was a fox."
-            list(prompts.encode(prompt, engine, lambda: False))
-            ids = prompts.encoded(prompt)
+            list(prompts.encode_media(prompt, engine, lambda: False))
+            ids = prompts.tokenize(prompt)
             if not options.lora:
                 with pytest.raises(UsageError, match="needs its published LoRA adapter") as refused:
                     list(engine.score(ids))

@@ -94,8 +94,8 @@ def test_logits_after_audio_are_those_of_transformers(gemma):
         heard = engine.media.add(samples)
         prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         prompt = f"Once {heard.mark} was a fox."
-        list(prompts.encode(prompt, engine, lambda: False))
-        told = prompts.encoded(prompt)
+        list(prompts.encode_media(prompt, engine, lambda: False))
+        told = prompts.tokenize(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(told)])
     finally:
         engine.close()

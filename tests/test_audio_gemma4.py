@@ -72,9 +72,9 @@ def logits_behind(folder, samples, points):
         heard, seen = engine.media.add(samples), engine.media.add(points)
         prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         prompt = f"Once {heard.mark} was {seen.mark} a fox."
-        said = [str(each) for each in prompts.encode(prompt, engine, lambda: False)]
+        said = [str(each) for each in prompts.encode_media(prompt, engine, lambda: False)]
         assert any("encoding the audio clip" in each for each in said) and any("encoding the image" in each for each in said)
-        told = prompts.encoded(prompt)
+        told = prompts.tokenize(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(told)])
         assert [engine.media.is_causal(each.ids()[1]) for each in (heard, seen)] == [True, not seen.encoded.bidirectional]
     finally:

@@ -118,8 +118,8 @@ def test_logits_after_both_are_those_of_transformers(omni):
         for marks in ([ear.mark], [eye.mark, ear.mark]):
             engine.reset()
             prompt = f"Once {' and '.join(marks)} was a fox in the wood."
-            list(prompts.encode(prompt, engine, lambda: False))
-            told = prompts.encoded(prompt)
+            list(prompts.encode_media(prompt, engine, lambda: False))
+            told = prompts.tokenize(prompt)
             ours = np.concatenate([logits.copy() for _, logits in engine.score(told)])
             rows = [place for place, token in enumerate(told) if token >= 1 << 40]
             kinds = [FIRST] * (len(marks) == 2) * (len(rows) - len(ear.encoded.rows)) + [AUDIO] * len(ear.encoded.rows)

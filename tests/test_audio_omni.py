@@ -89,8 +89,8 @@ def test_logits_after_both_are_those_of_transformers(omni):
                 kinds.append((given, AUDIO if modality is AUDIO_INPUT else FIRST))
             prompt = f"Once {' and '.join(marks)} was a fox."
             engine.reset()
-            list(prompts.encode(prompt, engine, lambda: False))
-            told = prompts.encoded(prompt)
+            list(prompts.encode_media(prompt, engine, lambda: False))
+            told = prompts.tokenize(prompt)
             ours = np.concatenate([logits.copy() for _, logits in engine.score(told)])
             rows = [place for place, token in enumerate(told) if token >= 1 << 40]
             for place, kind in zip(rows, [kind for given, kind in kinds for _ in given.encoded.rows], strict=True):

@@ -74,8 +74,8 @@ def test_logits_after_audio_are_those_of_transformers(asr: tuple[Path, PreTraine
         prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         samples = sound(2.41)
         prompt = f"Once {engine.media.add(samples).mark} was a fox in the wood."
-        list(prompts.encode(prompt, engine, lambda: False))
-        ids = prompts.encoded(prompt)
+        list(prompts.encode_media(prompt, engine, lambda: False))
+        ids = prompts.tokenize(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     finally:
         engine.close()

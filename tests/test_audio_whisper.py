@@ -107,7 +107,7 @@ def test_what_it_writes_is_what_transformers_writes(whisper: tuple[Path, Whisper
         samples = sound(0.8, seed=3)
         heard, hearing = engine.media.add(samples), engine.media.encoders[AUDIO_INPUT]
         messages = transcription_messages(hearing, replies.tokenizer.added, heard.mark, language, None, translates)
-        *_, done = replies.reply(messages, replace(GREEDY, translates=translates))
+        *_, done = replies.reply(messages, replace(GREEDY, translate=translates))
         assert isinstance(done, Done)
         ours = [START, *([DE, TRANSLATE if translates else TRANSCRIBE, UNTIMED] if language else []), *done.stats.token_ids]
         with torch.inference_mode():

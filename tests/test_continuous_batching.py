@@ -15,7 +15,7 @@ from effllm import EffllmError, UsageError
 from effllm.runtime.constraints.constraint import read_grammar_flag
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Done, Event, TextDelta
-from effllm.runtime.generation.batching import MOST, open_sequences
+from effllm.runtime.generation.batching import MAX_PASS_TOKENS, open_sequences
 from effllm.runtime.generation.parallel import drafts_nbytes
 from effllm.runtime.generation.scheduler import Scheduler
 from effllm.runtime.generation.served_model import GenerationOptions, ServedModel
@@ -77,7 +77,7 @@ def written(replies: ServedModel, wanted: dict[str, Iterator[Event]], rounds: Sc
         rounds.begin(key, events)
     ends, came = {}, []
     while len(rounds):
-        for key, event in rounds.round():
+        for key, event in rounds.step():
             if isinstance(event, Done | Exception):
                 ends[key] = event
             came.append((key, event))
@@ -134,7 +134,7 @@ def test_an_answer_drafts_while_it_is_alone(replies):
         rounds = rounds_of(replies)
         rounds.begin("tells", started("tells"))
         for _ in range(begins):
-            list(rounds.round())
+            list(rounds.step())
         ends, _ = written(replies, {"comes": started("comes"), "reads": started("reads")}, rounds)
         assert tokens_of(ends) == expected
         assert 0 < ends["tells"].stats.speculation["accepted"] < len(expected["tells"])
@@ -168,14 +168,14 @@ def test_passes_are_of_all_and_come_again(replies, monkeypatch):
 
 def test_more_than_a_pass_takes_go_in_groups():
     engine = opened()
-    engines, _ = open_sequences(engine, MOST + 2)
+    engines, _ = open_sequences(engine, MAX_PASS_TOKENS + 2)
     replies = ServedModel(engine, Tokenizer.load(FABLE, engine.config), None, engines[1:])
-    wanted = {str(i): lambda i=i: replies.complete("The fox " * (i + 1), wish(max_tokens=12)) for i in range(MOST + 2)}
+    wanted = {str(i): lambda i=i: replies.complete("The fox " * (i + 1), wish(max_tokens=12)) for i in range(MAX_PASS_TOKENS + 2)}
     alone = one_by_one(replies, wanted)
     try:
         assert tokens_of(written(replies, {key: start() for key, start in wanted.items()})[0]) == alone
-        with pytest.raises(RuntimeError, match=f"more than {MOST + 2} answers"):
-            held = [replies.complete("The sea", wish()) for _ in range(MOST + 3)]
+        with pytest.raises(RuntimeError, match=f"more than {MAX_PASS_TOKENS + 2} answers"):
+            held = [replies.complete("The sea", wish()) for _ in range(MAX_PASS_TOKENS + 3)]
             for each in held:
                 next(each)
     finally:
@@ -187,7 +187,7 @@ def test_one_writes_while_another_reads(replies):
     rounds = rounds_of(replies)
     rounds.begin("writes", replies.complete("The sea", wish(max_tokens=400)))
     for _ in range(5):
-        list(rounds.round())
+        list(rounds.step())
     _, came = written(replies, {"reads": replies.complete(FOX * 55, wish(max_tokens=5))}, rounds)
     first = next(index for index, (key, event) in enumerate(came) if key == "reads" and isinstance(event, TextDelta))
     before = [key for key, _ in came[:first]]
@@ -203,14 +203,14 @@ def test_pieces_of_a_prompt_leave_what_its_chunks_do(engines, length, monkeypatc
     for engine in engines:  # none copies what another has read
         monkeypatch.setattr(engine, "extend_prefix", lambda ids, held: (held, []))
     ids = [5 + (7 * i * i + i // 3) % 900 for i in range(length)]
-    monkeypatch.setattr(shares, "is_alone", True)
+    monkeypatch.setattr(shares, "is_single", True)
     one.reset()
     assert len(list(one.prefill(ids))) < 3
     expected = one._logits.copy()
-    monkeypatch.setattr(shares, "is_alone", False)
+    monkeypatch.setattr(shares, "is_single", False)
     for tokens_per_s in (0.0, 150.0, 333.0):
-        monkeypatch.setattr(shares, "read", lambda tokens, seconds: None)
-        monkeypatch.setattr(shares, "_rate", tokens_per_s)
+        monkeypatch.setattr(shares, "record_prefill", lambda tokens, seconds: None)
+        monkeypatch.setattr(shares, "_prefill_tps", tokens_per_s)
         other.reset()
         assert len(list(other.prefill(ids))) >= length // 200 - 1
         assert np.array_equal(other._logits, expected) and other.num_fresh_tokens == one.num_fresh_tokens
@@ -226,23 +226,23 @@ def test_a_prompt_that_is_left_amid_a_chunk_continues_as_if_it_were_not(engines,
     for engine in engines:  # none copies what another has read
         monkeypatch.setattr(engine, "extend_prefix", lambda ids, held: (held, []))
     ids = [5 + (7 * i * i + i // 3) % 900 for i in range(1000)]
-    monkeypatch.setattr(shares, "is_alone", True)
+    monkeypatch.setattr(shares, "is_single", True)
     one.reset()
     list(one.prefill(ids))
     expected = one._logits.copy()
-    monkeypatch.setattr(shares, "is_alone", False)
+    monkeypatch.setattr(shares, "is_single", False)
     for pieces in (3, 5):
         other.reset()
-        monkeypatch.setattr(shares, "_rate", 0.0)
-        monkeypatch.setattr(shares, "read", lambda tokens, seconds: None)
+        monkeypatch.setattr(shares, "_prefill_tps", 0.0)
+        monkeypatch.setattr(shares, "record_prefill", lambda tokens, seconds: None)
         reading = other.prefill(ids)
         for _ in range(pieces):
             next(reading)
         reading.close()
-        monkeypatch.setattr(shares, "is_alone", True)
+        monkeypatch.setattr(shares, "is_single", True)
         list(other.prefill(ids))
         assert np.array_equal(other._logits, expected) and other.num_cached_tokens > 0
-        monkeypatch.setattr(shares, "is_alone", False)
+        monkeypatch.setattr(shares, "is_single", False)
 
 
 def test_an_answer_that_is_left_and_one_that_fails_end_alone(replies):
@@ -304,7 +304,7 @@ def test_a_beginning_that_another_has_read_is_copied(replies):
     alone = one_by_one(replies, wanted)
     rounds = rounds_of(replies)
     rounds.begin("first", wanted["king"]())
-    while not any(isinstance(event, TextDelta) for _, event in list(rounds.round())):
+    while not any(isinstance(event, TextDelta) for _, event in list(rounds.step())):
         continue
     ends, _ = written(replies, {"second": wanted["sea"]()}, rounds)
     assert (ends["second"].stats.token_ids, ends["first"].stats.token_ids) == (alone["sea"], alone["king"])

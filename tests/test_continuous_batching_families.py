@@ -28,7 +28,7 @@ def assert_rows_alone(engine: Engine) -> None:
         rng, passes = np.random.default_rng(0), engine.batched_passes
         for length, one, other in zip(LENGTHS, together, alone, strict=True):
             ids = rng.integers(0, rows, length).tolist()
-            for reads, passes.is_alone in ((one, False), (other, True)):  # in pieces, and in chunks
+            for reads, passes.is_single in ((one, False), (other, True)):  # in pieces, and in chunks
                 list(reads.prefill(ids))
         assert not said and passes.most > 1
         for step in range(STEPS):

@@ -108,7 +108,7 @@ def test_a_text_that_is_refused_costs_no_pass(tmp_path: Path) -> None:
         with pytest.raises(kind):
             list(replies.embed([TEXTS[0], last]))
         assert engine.tokens == [5, 6, 7]
-    *_, embedded = replies.embed(TEXTS, cut=True)
+    *_, embedded = replies.embed(TEXTS, truncate=True)
     assert (len(embedded.vectors), embedded.tokens) == (2, len(replies.tokenizer.encode(TEXTS[0])) + 256) and engine.tokens == []
     engine.close()
 

@@ -258,7 +258,7 @@ def test_texts_and_ids(bert: Path) -> None:
     assert encodings.tokenizer.encode(TEXTS[0])[::len(encodings.tokenizer.encode(TEXTS[0])) - 1] == [2, 3]
     with pytest.raises(ContextOverflow, match="a text has 302 tokens and the context holds 256"):
         [*encodings.embed(["fox " * 300])]
-    *_, cut = encodings.embed(["fox " * 300], cut=True)
+    *_, cut = encodings.embed(["fox " * 300], truncate=True)
     assert cut.tokens == 256
     with pytest.raises(UsageError, match="outside the vocabulary"):
         [*encodings.embed([[5, 4000]])]

@@ -73,8 +73,8 @@ def ids_of(engine: Engine, folder: Path) -> list[int]:
     engine.media = open_media(folder, engine.config)
     prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
     prompt = PROMPT.format(*(media_marker(engine.media.add(PICTURES[name]).digest) for name in ("tall", "wide")))
-    list(prompts.encode(prompt, engine, lambda: False))
-    return prompts.encoded(prompt)
+    list(prompts.encode_media(prompt, engine, lambda: False))
+    return prompts.tokenize(prompt)
 
 
 def opened(folder: Path, **asked: object) -> Engine:

@@ -68,9 +68,9 @@ def ids_of(session, text, *points) -> list[int]:
     """The prompt of a question; its images are the conversation's."""
     prompts = PromptBuilder(session.tokenizer, media=session.engine.media)
     content = "\n".join([*(media_marker(session.picture(each).digest) for each in points), text])
-    prompt = prompts.rendered([{"role": "user", "content": content}], None)
-    list(prompts.encode(prompt, session.engine, lambda: False))
-    return prompts.encoded(prompt)
+    prompt = prompts.render([{"role": "user", "content": content}], None)
+    list(prompts.encode_media(prompt, session.engine, lambda: False))
+    return prompts.tokenize(prompt)
 
 
 def told_to_transformers(sight, ids, points) -> dict:

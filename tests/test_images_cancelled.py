@@ -90,7 +90,7 @@ def test_others_are_answered_while_an_image_is_encoded_which_happens_once(made) 
     patience.start()
     try:
         while len(rounds):
-            for key, event in rounds.round():
+            for key, event in rounds.step():
                 assert not isinstance(event, Exception), event
                 if isinstance(event, Done):
                     ends[key], seen[key] = event.stats, sight.seen

@@ -116,8 +116,8 @@ def test_a_text_is_read_the_same_token_by_token_and_continues_in_order(folder):
         pictures = [engine.media.add(PICTURES[name]) for name in ("photo", "tall")]
         prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         prompt = f"Once {pictures[0].mark}\n{pictures[1].mark} was a fox."
-        list(prompts.encode(prompt, engine, lambda: False))
-        ids = prompts.encoded(prompt)
+        list(prompts.encode_media(prompt, engine, lambda: False))
+        ids = prompts.tokenize(prompt)
         whole, one = (np.concatenate([logits.copy() for _, logits in engine.score(ids, by_token=each)]) for each in (False, True))
         assert_close(one, whole)
     finally:

@@ -145,7 +145,7 @@ def test_sequences_side_by_side_have_each_their_own_places(made, session):
     _, _, engine = made
     engines, _ = open_sequences(engine, 2)
     try:
-        replies = ServedModel(engines[0], session.tokenizer, beside=engines[1:])
+        replies = ServedModel(engines[0], session.tokenizer, other_engines=engines[1:])
         wish = GenerationOptions(SamplerSettings(temperature=0), max_tokens=8, ignore_eos=True)
         prompts = [prompt_of(session, "Who?", picture(seed, *size)) for seed, size in ((5, (81, 61)), (6, (40, 120)))]
         alone = []
@@ -166,7 +166,7 @@ def test_sequences_side_by_side_have_each_their_own_places(made, session):
                 assert want.error is None
                 want.engine._logits = want.logits.copy()
         assert [list(each) for each in zip(*found, strict=True)] == [each[:6] for each in alone]
-        assert replies.sees
+        assert replies.accepts_images
     finally:
         engine.batched_passes = None
         engines[1].cache.close()

@@ -54,8 +54,8 @@ def hold_a_picture(model: Path, family: str, transformer: torch.nn.Module) -> No
         picture = engine.media.add(points)
         prompts = PromptBuilder(Tokenizer.load(model, engine.config), media=engine.media)
         prompt = f"Once {media_marker(picture.digest)} was a fox in the wood."
-        list(prompts.encode(prompt, engine, lambda: False))
-        ids = prompts.encoded(prompt)
+        list(prompts.encode_media(prompt, engine, lambda: False))
+        ids = prompts.tokenize(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     finally:
         engine.close()

@@ -74,7 +74,7 @@ def test_conversations_that_take_turns_are_what_they_are_alone(engine, tmp_path)
             assert talk.go_on(one, message) == answers[turn]
             assert turn == 0 or engine.num_cached_tokens == held[turn] > WORTH
     # one session for each, that of a beginning goes when what goes on from it is saved
-    assert len([name for name in one.kept.sessions.store.names() if name.startswith(PREFIX)]) == 2
+    assert len([name for name in one.prompt_cache.sessions.store.names() if name.startswith(PREFIX)]) == 2
 
 
 def test_the_next_process_continues(engine, tmp_path):
@@ -92,7 +92,7 @@ def test_a_short_prompt_and_one_that_continues_are_not_kept(engine, tmp_path):
     long = Talk(FOX)
     long.go_on(one)
     long.go_on(one, "Go on.")
-    assert not one.kept.sessions.store.names()
+    assert not one.prompt_cache.sessions.store.names()
 
 
 def test_a_completion_is_kept_by_its_tokens(engine, tmp_path):
@@ -117,7 +117,7 @@ def test_a_cache_larger_than_all_may_take_leaves_nothing(engine, tmp_path):
     talk.go_on(one)
     other = Talk(SEA)
     other.go_on(one)
-    assert not one.kept.sessions.store.names() and any("--session-disk" in line for line in other.said)
+    assert not one.prompt_cache.sessions.store.names() and any("--session-disk" in line for line in other.said)
 
 
 def test_a_folder_that_takes_nothing_costs_reading_alone(engine, tmp_path):
@@ -139,13 +139,13 @@ def test_prompts_that_made_room_for_others_leave_nothing(engine, tmp_path):
     one = replies(engine, tmp_path)
     Talk(FOX).go_on(one)
     Talk(SEA).go_on(one)
-    store = one.kept.sessions.store
+    store = one.prompt_cache.sessions.store
     one, said = replies(engine, tmp_path, budget=int(store.nbytes() * 1.9)), []
     for about in (FOX, SEA, "A bird sang in the tree. " * 50, FOX, SEA, FOX):
         talk = Talk(about)
         talk.go_on(one)
         said += talk.said
-        assert len(store.names()) == len(one.kept._all()) <= 1
+        assert len(store.names()) == len(one.prompt_cache._all()) <= 1
     assert store.names() and not [line for line in said if "--session-disk" in line or "the prompt is read" in line]
 
 
@@ -154,15 +154,15 @@ def test_what_is_looked_for_has_a_bound_and_the_newest_is_found(engine, tmp_path
     for talk in talks:
         talk.go_on(one)
     Talk("The end.").go_on(one)
-    assert len(one.kept._all()) == 3
+    assert len(one.prompt_cache._all()) == 3
     monkeypatch.setattr(prompt_cache, "MOST_TOKENS", 900)  # of two
     again = replies(engine, tmp_path)
-    assert len(again.kept._all()) == 2
+    assert len(again.prompt_cache._all()) == 2
     for talk, is_found in ((talks[2], True), (talks[0], False)):
         talk.go_on(again, "Go on.")
         assert (engine.num_cached_tokens > WORTH) == is_found
     Talk("The end.").go_on(again)
-    assert len(again.kept._all()) == 2 and sum(len(each.tokens) for each in again.kept._all().values()) <= 900
+    assert len(again.prompt_cache._all()) == 2 and sum(len(each.tokens) for each in again.prompt_cache._all().values()) <= 900
 
 
 def test_a_prompt_with_an_image_is_kept_as_any_other(engine, tmp_path):
@@ -172,4 +172,4 @@ def test_a_prompt_with_an_image_is_kept_as_any_other(engine, tmp_path):
     engine.tokens[300] = FIRST_MEDIA_ID | 1 << 30
     Talk(SEA).go_on(one)
     (saved,) = tmp_path.glob(f"{PREFIX}*")
-    assert one.kept.sessions.store.read(saved.stem).cache.tokens[300] == FIRST_MEDIA_ID | 1 << 30
+    assert one.prompt_cache.sessions.store.read(saved.stem).cache.tokens[300] == FIRST_MEDIA_ID | 1 << 30

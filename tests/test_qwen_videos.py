@@ -133,8 +133,8 @@ def told(prompts, engine, shown, words=("Once ", " was a fox in the wood.")):
     """Ids of a prompt with videos, each after its text."""
     marks = [f"{caption}<|vision_start|>{film.mark}<|vision_end|>" for caption, film in shown]
     prompt = "".join(marks).join(words)
-    list(prompts.encode(prompt, engine, lambda: False))
-    return prompts.encoded(prompt)
+    list(prompts.encode_media(prompt, engine, lambda: False))
+    return prompts.tokenize(prompt)
 
 
 @pytest.mark.parametrize(("count", "step"), [(3, 1.0), (6, 0.4), (8, 6.1)])

@@ -206,12 +206,12 @@ def test_images_are_made_one_after_the_other_and_only_so_many_wait(monkeypatch):
     running, most, cache = [], [], MediaCache({})
 
     class Seer:
-        sees = True
+        accepts_images = True
 
-        def demand_sight(self) -> MediaCache:
+        def require_vision(self) -> MediaCache:
             return cache
 
-        def picture(self, data: bytes, where: str) -> MediaItem:
+        def add_image(self, data: bytes, where: str) -> MediaItem:
             running.append(where)
             most.append(len(running))
             time.sleep(0.01)

@@ -275,7 +275,7 @@ def test_others_write_while_a_prompt_is_scored(tokenizer: Tokenizer) -> None:
     rounds = rounds_of(replies)
     rounds.begin("writes", replies.complete("The sea", wish()))
     for _ in range(5):
-        list(rounds.round())
+        list(rounds.step())
     _, came = written(replies, {"scores": replies.complete(FOX * 55, scored)}, rounds)
     assert len(alone) > 700 and numbers(came) == alone
     keys = [key for key, event in came if isinstance(event, Progress | TextDelta)]

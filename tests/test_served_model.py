@@ -55,7 +55,7 @@ def read_by_model(replies, monkeypatch, *messages, template=SHOW_CONTENT, **more
     """The prompt that is made of messages by a template."""
     replies.tokenizer.template = ChatTemplate(template)
     seen = []
-    monkeypatch.setattr(replies._prompts, "encoded", lambda prompt: seen.append(prompt) or [1, 2, 3])
+    monkeypatch.setattr(replies._prompts, "tokenize", lambda prompt: seen.append(prompt) or [1, 2, 3])
     list(replies.reply(messages, replace(GREEDY, max_tokens=0), **more))
     return seen[0]
 
@@ -106,7 +106,7 @@ def test_messages_and_variables_reach_the_template_as_they_are(replies, monkeypa
     wish, variables = replace(GREEDY, think="off", max_tokens=0), {"mood": "good"}
     replies.tokenizer.template = ChatTemplate(SHOW_ALL)
     seen = []
-    monkeypatch.setattr(replies._prompts, "encoded", lambda prompt: seen.append(json.loads(prompt)) or [1])
+    monkeypatch.setattr(replies._prompts, "tokenize", lambda prompt: seen.append(json.loads(prompt)) or [1])
     list(replies.reply(messages, wish, None, variables))
     list(replies.reply(messages, wish, None, {"enable_thinking": True, "mood": "bad"}))
     assert seen[0]["messages"] == [{**messages[0], "content": "one\ntwo"}, *messages[1:]] and seen[0]["tools"] is None

@@ -88,10 +88,10 @@ def test_a_prompt_is_the_one_that_it_was_trained_on(pages, count):
     prompts, shown = PromptBuilder(words, media=media), [media.add(PICTURES[name]) for name in ("tiny", "gray")[:count]]
     list(media.encode(shown))
     asked = "".join(media_marker(each.digest) for each in shown) + "Free OCR."
-    text = prompts.rendered([{"role": "user", "content": asked}], None)
+    text = prompts.render([{"role": "user", "content": asked}], None)
     begin = words.special_tokens.get("bos_token", "")
     assert text == begin + "".join(f"{media_marker(each.digest)}\n" for each in shown) + "Free OCR."
-    assert sum(token >= 1 << 40 for token in prompts.encoded(text)) == sum(len(each.encoded.rows) for each in shown)
+    assert sum(token >= 1 << 40 for token in prompts.tokenize(text)) == sum(len(each.encoded.rows) for each in shown)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_a_prompt_of_unlimited_ocr(unlimited):
     media, words = open_media(folder, config), Tokenizer.load(folder, config)
     shown = [media.add(PICTURES[name]) for name in ("tiny", "gray")]
     asked = "".join(media_marker(each.digest) for each in shown) + "Multi page parsing."
-    text = PromptBuilder(words, media=media).rendered([{"role": "user", "content": asked}], None)
+    text = PromptBuilder(words, media=media).render([{"role": "user", "content": asked}], None)
     assert text == words.special_tokens.get("bos_token", "") + asked
 
 
@@ -181,7 +181,7 @@ def test_deepseek_ocr_sees_as_unlimited_ocr(unlimited, tmp_path, name):
     held_against(opened(tmp_path), PICTURES[name], model, ready)
     words = Tokenizer.load(tmp_path, read_config(tmp_path))
     shown = open_media(tmp_path, read_config(tmp_path)).add(PICTURES["tiny"])
-    text = PromptBuilder(words, media=open_media(tmp_path, read_config(tmp_path))).rendered(
+    text = PromptBuilder(words, media=open_media(tmp_path, read_config(tmp_path))).render(
         [{"role": "user", "content": f"{media_marker(shown.digest)}Free OCR."}], None)
     assert text == f"{words.special_tokens.get('bos_token', '')}{media_marker(shown.digest)}\nFree OCR."
 

@@ -42,8 +42,8 @@ def test_logits_after_images_are_those_of_transformers(family, shown, tmp_path):
         prompts = PromptBuilder(Tokenizer.load(tmp_path, engine.config), media=engine.media)
         around = ("<|IMAGE_START|>", "<|IMAGE_END|>") if family == "ernie4_5_vl_moe" else ("", "")  # which visit experts of images too
         prompt = "Once " + "and ".join(f"{media_marker(each.digest).join(around)} was a fox in the wood " for each in pictures) + "."
-        list(prompts.encode(prompt, engine, lambda: False))
-        ids = prompts.encoded(prompt)
+        list(prompts.encode_media(prompt, engine, lambda: False))
+        ids = prompts.tokenize(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     finally:
         engine.close()

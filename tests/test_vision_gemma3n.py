@@ -98,8 +98,8 @@ def test_logits_after_an_image_are_those_of_transformers(gemma):
         photo = engine.media.add(PICTURES["photo"])
         prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         prompt = f"Once {photo.mark} was a fox."
-        list(prompts.encode(prompt, engine, lambda: False))
-        ids = prompts.encoded(prompt)
+        list(prompts.encode_media(prompt, engine, lambda: False))
+        ids = prompts.tokenize(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     finally:
         engine.close()

@@ -47,7 +47,7 @@ def test_a_prompt_is_the_one_that_it_was_trained_on(got, pages, asked):
     points = [PICTURES[name] for name in ("photo", "tall")[:pages]]
     shown = [media.add(each) for each in points]
     list(media.encode(shown))
-    ids = prompts.encoded(prompts.rendered([{"role": "user", "content": "".join(media_marker(each.digest) for each in shown) + asked}],
+    ids = prompts.tokenize(prompts.render([{"role": "user", "content": "".join(media_marker(each.digest) for each in shown) + asked}],
                                            None))
     _, text, *_ = GotOcr2Processor(processor, words_of(folder)).prepare_inputs_layout(
         images=points[0] if pages == 1 else [points], format="format" in asked, multi_page=pages > 1, images_kwargs={})

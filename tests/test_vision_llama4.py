@@ -63,8 +63,8 @@ def test_logits_after_an_image_are_those_of_transformers(llama):
         picture = engine.media.add(PICTURES["photo"])
         prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         prompt = f"Once {media_marker(picture.digest)} was a fox in the wood."
-        list(prompts.encode(prompt, engine, lambda: False))
-        ids = prompts.encoded(prompt)
+        list(prompts.encode_media(prompt, engine, lambda: False))
+        ids = prompts.tokenize(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     finally:
         engine.close()

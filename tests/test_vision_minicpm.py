@@ -53,11 +53,11 @@ def test_images_are_numbered_through_a_conversation(sliced):
     begin = f"One {photo.mark} and {tall.mark} two"
     counted = prompts.count(begin)
     list(media.encode([photo, tall]))
-    ids = prompts.encoded(begin)
+    ids = prompts.tokenize(begin)
     assert counted == len(ids)
-    prompts.held = (begin, ids)
+    prompts.cached = (begin, ids)
     end = words.decode([min(words.stop_ids)], skip_special_tokens=False)
-    on = prompts.encoded(f"{begin}{end} and once more {photo.mark} .")
+    on = prompts.tokenize(f"{begin}{end} and once more {photo.mark} .")
     text = words.decode([token for token in on if token < 1 << 40], skip_special_tokens=False)
     assert on[: len(ids)] == ids
     numbers = [int(part.partition("</image_id>")[0]) for part in text.split("<image_id>")[1:]]

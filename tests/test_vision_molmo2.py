@@ -170,8 +170,8 @@ def reading(molmo):
     def read(prompt: str, anew: bool = False) -> tuple[np.ndarray, int]:
         if anew:
             engine.reset()
-        list(prompts.encode(prompt, engine, lambda: False))
-        list(engine.prefill(prompts.encoded(prompt)))
+        list(prompts.encode_media(prompt, engine, lambda: False))
+        list(engine.prefill(prompts.tokenize(prompt)))
         return engine._logits.copy(), engine.num_cached_tokens
 
     yield engine, read
@@ -208,7 +208,7 @@ def test_a_pass_holds_all_images_and_what_is_between(molmo, reading):
         narrow.media = engine.media
         prompts = PromptBuilder(Tokenizer.load(molmo[0], narrow.config), media=engine.media)
         with pytest.raises(UsageError, match="the images, with the text between them, take [0-9]+ tokens that attend to each other"):
-            list(narrow.prefill(prompts.encoded(f"Once {one} was {'a fox ' * 130}and {other} was")))
+            list(narrow.prefill(prompts.tokenize(f"Once {one} was {'a fox ' * 130}and {other} was")))
     finally:
         narrow.close()
 

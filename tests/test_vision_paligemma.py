@@ -60,9 +60,9 @@ def test_rows(seen, name):
 def asked(engine, folder: Path, question: str, *names: str) -> list[int]:
     prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
     marks = "".join(media_marker(engine.media.add(PICTURES[name]).digest) for name in names)
-    prompt = prompts.rendered([{"role": "user", "content": marks + question}], None)
-    list(prompts.encode(prompt, engine, lambda: False))
-    return prompts.encoded(prompt)
+    prompt = prompts.render([{"role": "user", "content": marks + question}], None)
+    list(prompts.encode_media(prompt, engine, lambda: False))
+    return prompts.tokenize(prompt)
 
 
 def test_a_prompt_is_the_one_that_it_was_trained_on(seen, engine):

@@ -30,7 +30,7 @@ class Adapters:
 
     def __init__(self, served: ServedModel, reserved: Container[str]) -> None:
         self._served = served
-        adapted = served.adapted
+        adapted = served.adapters
         self.names, self._scales = adapted.names, adapted.scales
         self._by_name = {name: number for number, name in enumerate(adapted.names) if name not in reserved}
 
@@ -40,12 +40,12 @@ class Adapters:
     async def listed(self, request: Request) -> Response:
         """List the adapters. The path is the adapter's name, as no response names a folder of this machine."""
         return json_response([{"id": number, "path": name, "scale": scale}
-                              for number, (name, scale) in enumerate(zip(self.names, self._served.usual, strict=True))])
+                              for number, (name, scale) in enumerate(zip(self.names, self._served.default_scales, strict=True))])
 
     async def set(self, request: Request) -> Response:
         """Set the scales of requests that do not state any."""
         payload = await asyncio.to_thread(parse, Scales, await read_body(request))
-        self._served.usual = self._chosen(payload.root, "")
+        self._served.default_scales = self._chosen(payload.root, "")
         return json_response({"success": True})
 
     def called(self, model: str | None) -> str | None:
@@ -69,7 +69,7 @@ class Adapters:
         """The scales for a request that names this model. If that is an adapter, it has its initial scale, or 1 if that was 0, and all
         others have 0."""
         if (name := self.called(model)) is None:
-            return self._served.usual
+            return self._served.default_scales
         return tuple((scale or 1.0) if number == self._by_name[name] else 0.0 for number, scale in enumerate(self._scales))
 
     def _chosen(self, payload: Iterable[Scale], where: str) -> AdapterScales:

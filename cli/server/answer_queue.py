@@ -151,5 +151,5 @@ class AnswerQueue:
                     is_open = False
                 elif not job.is_abandoned:
                     rounds.begin(job, job.events())
-            for job, item in rounds.round():
+            for job, item in rounds.step():
                 job.deliver(item)

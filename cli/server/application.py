@@ -255,7 +255,7 @@ class GenerationService(SingleModelService):
         """Check several prompts before the first is answered. Raises Problem that names one that does not fit."""
         for number, prompt in enumerate(prompts if len(prompts) > 1 else ()):
             try:
-                await asyncio.to_thread(self.served.demand_room, prompt, options)
+                await asyncio.to_thread(self.served.check_length, prompt, options)
             except EffllmError as error:
                 problem = problem_of(error, f"prompt[{number}]")
                 problem.message = f"prompt[{number}]: {problem.message}"
@@ -281,10 +281,10 @@ class GenerationService(SingleModelService):
             return partial(self.served.complete, prompt, options)
         if options.echo or not isinstance(prompt, str):
             raise Problem(400, "suffix needs a text prompt without echo", param="suffix")
-        if await asyncio.to_thread(lambda: self.served.marks) is None:
+        if await asyncio.to_thread(lambda: self.served.fim_tokens) is None:
             raise Problem(400, NO_INSERT.format(self.name), param="suffix", code="unsupported_parameter")
-        around = await asyncio.to_thread(self.served.around, InfillContext(prompt, suffix), options.max_tokens, False)
-        return partial(self.served.complete, around.ids, options, lasting=around.lasting)
+        around = await asyncio.to_thread(self.served.build_infill_prompt, InfillContext(prompt, suffix), options.max_tokens, False)
+        return partial(self.served.complete, around.ids, options, cacheable_tokens=around.lasting)
 
     async def load_media(self, sent: Iterable[MediaPart], files: Iterable[documents.DocumentPart] = ()) -> tuple[MediaItem, ...]:
         """Load the media of a request, which are replaced by markers in its messages; document files are replaced by their text. Raises

@@ -48,7 +48,7 @@ def options_of(payload: GenerationRequest, defaults: Defaults, tokenizer: Tokeni
                    constraint=requested_form(payload, options.constraint),
                    stops=options.stops if payload.stop is None else _stops(payload.stop),
                    ignore_eos=options.ignore_eos if payload.ignore_eos is None else payload.ignore_eos, logprobs=_tells(payload),
-                   echo=isinstance(payload, CompletionRequest) and bool(payload.echo), anew=payload.cache_prompt is False)
+                   echo=isinstance(payload, CompletionRequest) and bool(payload.echo), skip_cache=payload.cache_prompt is False)
 
 
 def _tells(payload: GenerationRequest) -> int | None:

@@ -92,9 +92,9 @@ class LlamaPaths(TokenPaths):
             if count not in (None, 1):
                 raise Problem(400, f"{field} is not supported; {LEAVE_OUT}", param=field, code="unsupported_parameter")
         served, options = service.served, await self._options(payload)
-        if await asyncio.to_thread(lambda: served.marks) is None:
+        if await asyncio.to_thread(lambda: served.fim_tokens) is None:
             raise Problem(501, NO_MARKS.format(service.name), UNSUPPORTED, code="not_supported", hint=A_CODER)
-        prompt = await asyncio.to_thread(served.around, payload.gap, options.max_tokens, True)
+        prompt = await asyncio.to_thread(served.build_infill_prompt, payload.gap, options.max_tokens, True)
         if prompt.is_cut:
             service.note(CUT)
         return await self._answer(request, payload, [prompt.ids], options, prompt.lasting, prompt.is_cut)
@@ -103,13 +103,13 @@ class LlamaPaths(TokenPaths):
         payload = await self._service.payload(request, ChatRequest)
         media_items = await self._service.load_media(in_chat(payload))
         prepared = await self._service.prepare(payload, messages_of(payload), media_items=media_items)
-        said = partial(self._service.served.rendered, prepared.messages, prepared.options.think, prepared.tools, prepared.variables)
+        said = partial(self._service.served.render_prompt, prepared.messages, prepared.options.think, prepared.tools, prepared.variables)
         return json_response({"prompt": describe_markers(await asyncio.to_thread(said))})
 
     async def props(self, request: Request) -> Response:
         service = self._service
         tokenizer, options = service.served.tokenizer, service.defaults.options
-        params = generation_settings(replace(options, choice=service.served.usual), True)
+        params = generation_settings(replace(options, choice=service.served.default_scales), True)
         usual = {"id": 0, "n_ctx": service.served.engine.n_ctx, "is_processing": False, "params": params}
         template = "" if tokenizer.template is None else tokenizer.template.source
         special = tokenizer.special_tokens
@@ -118,7 +118,7 @@ class LlamaPaths(TokenPaths):
                               "model_alias": service.name,
                               "model_path": service.name, "chat_template": template, "bos_token": special.get("bos_token", ""),
                               "eos_token": special.get("eos_token", ""),
-                              "modalities": {"vision": service.served.sees, "audio": service.served.hears},
+                              "modalities": {"vision": service.served.accepts_images, "audio": service.served.accepts_audio},
                               "build_info": FINGERPRINT, "is_sleeping": False})
 
     async def slots(self, request: Request) -> Response:
@@ -150,7 +150,7 @@ class LlamaPaths(TokenPaths):
                                               bool(payload.return_tokens),
                                               tokenizer if payload.n_probs else None, is_cut)
                 serializers.append(LlamaSerializer(service.called(payload.model), settings))
-                starts.append(partial(service.served.complete, prompt, own, lasting=lasting))
+                starts.append(partial(service.served.complete, prompt, own, cacheable_tokens=lasting))
         return await service.answer(request, payload, serializers[0] if len(serializers) == 1 else LlamaListSerializer(serializers),
                                     in_sequence(starts))
 

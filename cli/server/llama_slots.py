@@ -87,7 +87,7 @@ class LlamaSlots:
 
     async def _done(self, request: Request, number: int, act: Callable[[Slot], Iterator[Event]], word: str) -> SlotDone | None:
         service, record = self._service, request.scope[RECORD]
-        reader = EventReader(service.answer_queue.submit(partial(service.served.at_slot, number, act)), service.note, record)
+        reader = EventReader(service.answer_queue.submit(partial(service.served.run_on_slot, number, act)), service.note, record)
         if (done := await result_of(request, reader, SlotDone)) is not None:
             record.summary = f"{done.tokens} tokens {word}"
         return done

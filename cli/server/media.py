@@ -133,12 +133,12 @@ class MediaLoader:
     async def samples(self, data: bytes, where: str) -> np.ndarray:
         """The samples of an uploaded audio file, float32 [n]."""
         async with self._turn:
-            return await asyncio.to_thread(_named, where, lambda: self._served.samples(data, where))
+            return await asyncio.to_thread(_named, where, lambda: self._served.audio_samples(data, where))
 
 
 def _taken(sent: Iterable[MediaPart], served: ServedModel, note: Callable[[str], None]) -> tuple[MediaItem, ...]:
     pictures, points, samples = [], 0, 0
-    if served.sees and served.demand_sight().pending_nbytes() > MAX_WAITING_NBYTES:
+    if served.accepts_images and served.require_vision().pending_nbytes() > MAX_WAITING_NBYTES:
         raise Problem(503, "too many large images are waiting to be encoded", BUSY, code="queue_full", headers={"retry-after": "1"},
                       hint=RETRY)
     for each in sent:
@@ -168,10 +168,10 @@ def _one(sent: MediaPart, served: ServedModel) -> list[tuple[str, MediaItem]]:
     """The items made of it, each with the text that precedes it. Raises Problem that begins with its place."""
     def taken() -> list[tuple[str, MediaItem]]:
         if sent.modality is AUDIO_INPUT:
-            served.demand_hearing()
-            return [("", served.sound(_bytes_of(sent), sent.where))]
-        served.demand_sight()
-        return served.video(_bytes_of(sent), sent.where) if sent.moves else [("", served.picture(_bytes_of(sent), sent.where))]
+            served.require_audio()
+            return [("", served.add_audio(_bytes_of(sent), sent.where))]
+        served.require_vision()
+        return served.add_video(_bytes_of(sent), sent.where) if sent.moves else [("", served.add_image(_bytes_of(sent), sent.where))]
 
     return _named(sent.where, taken)
 

@@ -150,7 +150,8 @@ class ModelFiles:
 def files_of_engine(served: ServedModel) -> ModelFiles:
     prepared = served.engine.prepared
     noted = prepared.container and prepared.container.licence
-    return ModelFiles(prepared.folder, served.engine.config, served.tokenizer, served.engine.n_ctx, noted, served.sees, served.hears)
+    return ModelFiles(prepared.folder, served.engine.config, served.tokenizer, served.engine.n_ctx, noted, served.accepts_images,
+                      served.accepts_audio)
 
 
 def files_of_folder(folder: Path, context: int | None) -> ModelFiles:

@@ -55,7 +55,7 @@ class RerankPaths:
         payload, service, record = await self._service.payload(request, RerankRequest), self._service, request.scope[RECORD]
         served = service.served
         try:
-            await asyncio.to_thread(lambda: served.ranking)
+            await asyncio.to_thread(lambda: served.reranker)
         except UsageError as error:
             raise Problem(501, message_of(error), UNSUPPORTED, code="not_supported") from error
         field = "documents" if payload.documents is not None or payload.texts is None else "texts"

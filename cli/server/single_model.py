@@ -121,7 +121,7 @@ class SingleModelService:
         """The entry of the model in lists of models, or of one of its adapters, whose parent is the model."""
         served, name = self.served, adapter or self.name
         extra = {} if adapter is None else {"parent": self.name}
-        if inputs := [name for name, is_supported in (("vision", served.sees), ("audio", served.hears)) if is_supported]:
+        if inputs := [name for name, is_supported in (("vision", served.accepts_images), ("audio", served.accepts_audio)) if is_supported]:
             extra["capabilities"] = ["completion", *inputs]
         meta = {"n_ctx": served.n_ctx, "n_ctx_train": served.config.context_length, "n_vocab": served.config.vocab_size}
         return {"id": name, "object": "model", "created": self._created, "owned_by": "effllm", "max_model_len": served.n_ctx,

@@ -23,24 +23,24 @@ SHORTEST_S, WIDE = 10.0, ("F", "W")
 
 @dataclass(frozen=True)
 class Transcriber:
-    """Transcribes with a model: `language` None for automatic detection; `hint`: words that may occur; `translates` into English. Raises
+    """Transcribes with a model: `language` None for automatic detection; `hint`: words that may occur; `translate` into English. Raises
     UsageError for what the model cannot do."""
 
     replies: ServedModel
     language: str | None = None
     hint: str | None = None
-    translates: bool = False
+    translate: bool = False
 
     def __post_init__(self) -> None:
         self.messages("")
 
     @property
     def hearing(self) -> AudioTower:
-        return self.replies.demand_hearing().encoders[AUDIO_INPUT]
+        return self.replies.require_audio().encoders[AUDIO_INPUT]
 
     def messages(self, mark: str) -> list[dict[str, str]]:
         """The chat about the clip of a marker."""
-        return transcription_messages(self.hearing, self.replies.tokenizer.added, mark, self.language, self.hint, self.translates)
+        return transcription_messages(self.hearing, self.replies.tokenizer.added, mark, self.language, self.hint, self.translate)
 
     @property
     def takes_words(self) -> bool:
@@ -54,16 +54,17 @@ class Transcriber:
             most /= 2
         return split_at_pauses(samples, min(most, TIMED_S) if timed else most)
 
-    def answer(self, piece: AudioChunk, wish: GenerationOptions, before: Sequence[dict[str, Any]] = (),
+    def answer(self, chunk: AudioChunk, options: GenerationOptions, before: Sequence[dict[str, Any]] = (),
                variables: dict[str, Any] | None = None,
                cancelled: Callable[[], bool] = lambda: False) -> Iterator[Event]:
         """The answer about a chunk after the messages `before`. Its rows are released afterwards."""
-        sound = (media := self.replies.demand_hearing()).add(piece.samples)
+        clip = (media := self.replies.require_audio()).add(chunk.samples)
         if self.replies.engine.batched_passes is None:  # of each of many pieces nobody wants to know how long it is
-            yield from (each for each in media.encode([sound], cancelled) if isinstance(each, Progress))
-        wish = replace(wish, think="off" if self.replies.tokenizer.thinks else wish.think, constraint=None, translates=self.translates,
-                       shifts=False)
-        yield from self.replies.reply([*before, *self.messages(sound.mark)], wish, None, variables, cancelled)
+            yield from (each for each in media.encode([clip], cancelled) if isinstance(each, Progress))
+        options = replace(options, think="off" if self.replies.tokenizer.thinks else options.think, constraint=None,
+                          translate=self.translate,
+                       may_shift=False)
+        yield from self.replies.reply([*before, *self.messages(clip.mark)], options, None, variables, cancelled)
 
     def transcript(self, pieces: Sequence[AudioChunk]) -> Transcript:
         """An empty transcript for the answers about these chunks."""

@@ -131,13 +131,13 @@ class Encoder:
         """Dimension of an embedding."""
         return self.config.hidden_size if self._pooling is None else self._pooling.width(self.config.hidden_size)
 
-    def demand_vectors(self) -> None:
+    def require_embeddings(self) -> None:
         """Raises UsageError where the model makes no embeddings."""
         if self._pooling is None:
             raise UsageError("this model is a reranker and makes no embeddings",
                              "use POST /v1/rerank, or serve an embedding model")
 
-    def demand_ranking(self) -> None:
+    def require_ranking(self) -> None:
         """Raises UsageError where the model has no ranking head."""
         if self._head is None:
             raise UsageError("this model is not a reranker: it has no ranking head",
@@ -147,14 +147,14 @@ class Encoder:
                 task: str | None = None) -> Generator[Progress | Yield, None, list[np.ndarray] | None]:
         """An embedding float32 [D] for each text's token ids, with the adapter of `task` if the model has it; None where cancelled. Raises
         UsageError where the model makes no embeddings."""
-        self.demand_vectors()
+        self.require_embeddings()
         stack = self._tasks.get(task, self._stack)
         return (yield from self._each(rows, None, self._pooling, "embedding", cancelled, stack))
 
     def scores(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]],
                cancelled: Callable[[], bool]) -> Generator[Progress | Yield, None, list[float] | None]:
         """Sigmoid of the ranking head's logit for each text pair, 0 to 1; None where cancelled. Raises UsageError without such a head."""
-        self.demand_ranking()
+        self.require_ranking()
         return (yield from self._each(rows, types, lambda states: sigmoid(self._head.logit(states)), "ranking", cancelled))
 
     def _each(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None, make: Callable[[np.ndarray], Made],

@@ -1,7 +1,8 @@
 """One answer: prompt tokens in, a stream of events out.
 
 Drives the engine's decode loop, detokenizes, separates reasoning and tool calls from content, and stops at a stop string, an end-of-turn
-token, a token limit, or when cancelled. The history and what happens to the answer are the session's concern."""
+token, a token limit, or when cancelled. The session or server decides what becomes of the answer.
+"""
 
 from __future__ import annotations
 
@@ -32,127 +33,121 @@ Reasoning = ThinkFilter | ChannelFilter
 
 @dataclass
 class Answer:
-    """The settings and the state of one answer.
-
-    Limits: `stops` are stop strings, `ends` stop tokens beside the model's own; `max_tokens` and `max_reasoning_tokens` (None: no limit);
-    after `max_seconds` from the first token it ends once it has a complete line; it ends before a line indented by fewer than `indent`
-    blanks. `cancelled` is polled between tokens and between chunks of the prompt. `shifts`: a full context may shift, if the run does.
-
-    `compiled` is the constraint on its text; `may_reason`: reasoning may come first. `infill_sampling`: llama.cpp's infill sampler picks
-    tokens, unless there is a constraint. `raw`: the prompt is plain text to continue, not a rendered chat. `translates`: speech is
-    translated into English, by models that transcribe.
-
-    `said` is the prefill: the beginning of an answer that is continued. Filled while it runs: `shown` and `thought` (text), `calls`,
-    `tokens` as sampled, including the one that ended it, `reasoned` (how many of them were reasoning), `stopped_by` (the stop string, if
-    one ended it) and `is_exact` (detokenizing `tokens` gives exactly the text). `think` parses reasoning, and tool calls, of which `marks`
-    are the special tokens.
-    """
+    """Settings and state of one answer: `generate` runs it, `cost` and `closing_notices` report on it afterwards."""
 
     engine: Engine
     tokenizer: Tokenizer
     sampler: Sampler
-    think: Reasoning | CallFilter | None
-    stops: tuple[str, ...]
-    max_tokens: int | None
-    cancelled: Callable[[], bool]
+    think: Reasoning | CallFilter | None  # parser of reasoning and tool calls; after `generate`, in its final state
+    stops: tuple[str, ...]  # stop strings
+    max_tokens: int | None  # None: no limit
+    cancelled: Callable[[], bool]  # polled between tokens and between chunks of the prompt
     ignore_eos: bool = False
-    compiled: CompiledConstraint | None = None
-    may_reason: bool = True
-    raw: bool = False
-    said: str = ""
-    marks: Mapping[int, str] | None = None
-    ends: frozenset[int] = frozenset()
-    max_seconds: float | None = None
-    indent: int = 0
-    infill_sampling: bool = False
-    max_reasoning_tokens: int | None = None
-    translates: bool = False
-    shifts: bool = True
+    constraint: CompiledConstraint | None = None  # on the answer's text
+    allow_reasoning: bool = True  # reasoning may precede constrained text
+    is_raw: bool = False  # the prompt is plain text to continue, not a rendered chat
+    answer_prefix: str = ""  # the beginning of an answer that is continued
+    visible_tokens: Mapping[int, str] | None = None  # special tokens that mark tool calls: emitted as text
+    extra_stop_ids: frozenset[int] = frozenset()  # stop tokens in addition to the model's own
+    max_seconds: float | None = None  # this long after the first token, end at the next complete line
+    indent: int = 0  # end before a line that is indented by fewer spaces
+    infill_sampling: bool = False  # llama.cpp's infill sampler picks tokens, unless there is a constraint
+    max_reasoning_tokens: int | None = None  # None: no limit
+    translate: bool = False  # a transcribing model translates speech into English
+    may_shift: bool = True  # a full context may drop its middle, if the run allows it
     calls: list[Call] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    shown: list[str] = field(default_factory=list)
-    thought: list[str] = field(default_factory=list)
-    reasoned: int = 0
+    tokens: list[int] = field(default_factory=list)  # as sampled, including the one that ended the answer
+    content_parts: list[str] = field(default_factory=list)  # the first is the prefix
+    reasoning_parts: list[str] = field(default_factory=list)
+    reasoning_token_count: int = 0  # of `tokens`
     finish: str = "length"
-    stopped_by: str | None = None
-    is_exact: bool = False
+    stop_string: str | None = None  # the one that ended the answer
+    is_exact: bool = False  # detokenizing `tokens` gives exactly the text
 
     @property
     def text(self) -> str:
         """The content of the answer, without reasoning, with the prefill."""
-        return "".join(self.shown)
+        return "".join(self.content_parts)
 
     @property
-    def _sure(self) -> InfillSampler:
-        from ..sampling.infill_sampler import InfillSampler  # of few answers
+    def _infill_sampler(self) -> InfillSampler:
+        from ..sampling.infill_sampler import InfillSampler  # few answers need it
 
-        return InfillSampler(self.tokenizer, self.tokenizer.stop_ids | self.ends, self.sampler.settings)
+        return InfillSampler(self.tokenizer, self.tokenizer.stop_ids | self.extra_stop_ids, self.sampler.settings)
 
-    def _thought_limit(self, otherwise: Callable[[np.ndarray], None] | None) -> ReasoningBudget | None:
+    def _reasoning_budget(self, inner_filter: Callable[[np.ndarray], None] | None) -> ReasoningBudget | None:
         if self.max_reasoning_tokens is None:
             return None
-        from ..sampling.reasoning_budget import ReasoningBudget  # of few answers
+        from ..sampling.reasoning_budget import ReasoningBudget  # few answers need it
 
-        return ReasoningBudget(self.max_reasoning_tokens, self.tokenizer, self.think, otherwise)
+        return ReasoningBudget(self.max_reasoning_tokens, self.tokenizer, self.think, inner_filter)
 
-    def written(self, ids: list[int], inside: bool = False) -> Iterator[Event]:
-        """Prefill the prompt `ids` and generate the answer; `inside`: the prompt ends within the answer."""
-        self._begin(ids)
-        self.shown = [self.said]
-        text = AnswerText(self, self.tokenizer.stream(ids if self.raw or self.said or inside else (), self.marks))
-        limit = self._narrow(ids, inside)
+    def generate(self, prompt_ids: list[int], continues_answer: bool = False) -> Iterator[Event]:
+        """Prefill the prompt and generate the answer. `continues_answer`: the prompt ends within the answer."""
+        self._start_counters(prompt_ids)
+        self.content_parts = [self.answer_prefix]
+        text = AnswerText(self,
+                          self.tokenizer.stream(prompt_ids if self.is_raw or self.answer_prefix or continues_answer else (),
+                                                self.visible_tokens))
+        budget = self._set_logits_filter(prompt_ids, continues_answer)
         try:
-            yield from self._read(ids)
+            yield from self._prefill(prompt_ids)
             if self.finish != "cancelled" and self.max_tokens != 0:
-                yield from self._write(text, limit)
-            yield from text.ended()
-            if text.is_over and self.finish in ("length", "context"):  # which came to light behind its last token
+                yield from self._decode(text, budget)
+            yield from text.flush()
+            if text.is_over and self.finish in ("length", "context"):  # flushing completed a stop string or a tool call
                 self.finish = "stop"
-            if limit and limit.is_exhausted:
+            if budget and budget.is_exhausted:
                 yield Notice(f"reasoning was ended after {self.max_reasoning_tokens} tokens (--reasoning-budget)")
-        except KeyboardInterrupt:  # a pass was left in its middle: what the cache holds is not known
+        except KeyboardInterrupt:  # in the middle of a pass: the cache is in an unknown state
             self.engine.reset()
             raise
-        self.think, self.is_exact, self.stopped_by = text.think, not text.stops.hit, text.stops.matched
+        self.think, self.is_exact, self.stop_string = text.think, not text.stop_filter.hit, text.stop_filter.matched
 
-    def _begin(self, ids: list[int]) -> None:
-        """Take the readings from which costs are counted."""
+    def _start_counters(self, prompt_ids: list[int]) -> None:
+        """Record the counters that `cost` subtracts."""
         engine = self.engine
-        self._ids, self._started, self._first_at = ids, time.monotonic(), None
-        self._read_before, self._cpu_before = engine.disk_traffic, hardware.cpu_time()
-        self._before = engine.prefill_s, engine.decode_s, engine.passes_s
-        self._drafted = engine.speculation and engine.speculation.counts
+        self._prompt_ids, self._started, self._first_token_at = prompt_ids, time.monotonic(), None
+        self._disk_before, self._cpu_before = engine.disk_traffic, hardware.cpu_time()
+        self._seconds_before = engine.prefill_s, engine.decode_s, engine.passes_s
+        self._draft_counts_before = engine.speculation and engine.speculation.counts
 
     @property
-    def _written_down(self) -> Callable[[np.ndarray], None] | None:
-        """The logits filter of a model that only transcribes speech."""
-        hearing = self.engine.media and self.engine.media.encoders.get(AUDIO_INPUT)
-        if not hearing or hearing.constrain_logits is None:
+    def _transcription_filter(self) -> Callable[[np.ndarray], None] | None:
+        """Logits filter of a model that only transcribes speech, None for other models."""
+        audio_encoder = self.engine.media and self.engine.media.encoders.get(AUDIO_INPUT)
+        if not audio_encoder or audio_encoder.constrain_logits is None:
             return None
-        return lambda logits: hearing.constrain_logits([*self._ids, *self.tokens], self.translates, logits)
+        return lambda logits: audio_encoder.constrain_logits([*self._prompt_ids, *self.tokens], self.translate, logits)
 
     @property
     def _may_shift(self) -> bool:
         """Whether the context may shift. Not while transcribing: a model that repeats itself would never end."""
-        return self.shifts and self._written_down is None
+        return self.may_shift and self._transcription_filter is None
 
-    def _narrow(self, ids: list[int], inside: bool) -> ReasoningBudget | None:
-        """Set the sampler's logits filter: constraint, infill sampling, reasoning budget."""
-        held = self._held = self.compiled and self.compiled.begin(self.said, self.raw or inside, self.think, self.may_reason,
-                                                                  ids if inside else ())
-        narrow = held.mask_logits if held else self._sure.mask_logits if self.infill_sampling else self._written_down
-        limit = None if self.think is None else self._thought_limit(narrow)
-        self.sampler.mask_logits = limit.mask_logits if limit else narrow
+    def _set_logits_filter(self, prompt_ids: list[int], continues_answer: bool) -> ReasoningBudget | None:
+        """Set the sampler's logits filter (constraint, infill sampling or transcription, within a reasoning budget) and return the
+        budget."""
+        constraint = self._constraint_state = self.constraint and self.constraint.begin(
+            self.answer_prefix, self.is_raw or continues_answer, self.think, self.allow_reasoning, prompt_ids if continues_answer else ())
+        if constraint:
+            logits_filter = constraint.mask_logits
+        elif self.infill_sampling:
+            logits_filter = self._infill_sampler.mask_logits
+        else:
+            logits_filter = self._transcription_filter
+        budget = None if self.think is None else self._reasoning_budget(logits_filter)
+        self.sampler.mask_logits = budget.mask_logits if budget else logits_filter
         if self.engine.speculation is not None:
-            self.engine.speculation.forced = held and held.forced
-        return limit
+            self.engine.speculation.forced = constraint and constraint.forced
+        return budget
 
-    def _read(self, ids: list[int]) -> Iterator[Event]:
+    def _prefill(self, prompt_ids: list[int]) -> Iterator[Event]:
         """Prefill, chunk by chunk."""
         engine = self.engine
         if engine.batched_passes is not None:
-            yield from engine.batched_passes.waits(engine, ids, self.cancelled)
-        for progress in engine.prefill(ids):
+            yield from engine.batched_passes.wait_for_shared_prefix(engine, prompt_ids, self.cancelled)
+        for progress in engine.prefill(prompt_ids):
             yield progress
             if engine.batched_passes is not None and isinstance(progress, Progress):
                 yield Yield()
@@ -160,67 +155,74 @@ class Answer:
                 break
         self.finish = "cancelled" if self.cancelled() else self.finish
         if engine.truncated:
-            yield Notice(f"the prompt of {len(ids)} tokens is longer than the context: its middle was dropped (--overflow shift)")
-        self._read_before, self._cpu_before = engine.disk_traffic, hardware.cpu_time()
+            yield Notice(f"the prompt of {len(prompt_ids)} tokens is longer than the context: its middle was dropped (--overflow shift)")
+        self._disk_before, self._cpu_before = engine.disk_traffic, hardware.cpu_time()
 
-    def _write(self, text: AnswerText, limit: ReasoningBudget | None) -> Iterator[Event]:
+    def _decode(self, text: AnswerText, budget: ReasoningBudget | None) -> Iterator[Event]:
         """Decode token by token until one ends the answer."""
-        engine, held, dropped = self.engine, self._held, self.engine.truncated
-        stop_ids = self.tokenizer.stop_ids | self.ends
-        for step in engine.generate(self.sampler, self.max_tokens, stop_ids, self.ignore_eos and not held, self._may_shift):
+        engine, constraint, truncation_reported = self.engine, self._constraint_state, self.engine.truncated
+        stop_ids = self.tokenizer.stop_ids | self.extra_stop_ids
+        for step in engine.generate(self.sampler, self.max_tokens, stop_ids, self.ignore_eos and not constraint, self._may_shift):
             if isinstance(step, Yield):
                 yield step
                 continue
             self.tokens.append(step.token)
-            self._first_at = self._first_at or time.monotonic()
-            if limit:
-                limit.accept(step.token)
-            yield from text.took(step)
-            self.reasoned += text.reasons
-            if held:
-                held.took(step.token, text.is_thought)
+            self._first_token_at = self._first_token_at or time.monotonic()
+            if budget:
+                budget.accept(step.token)
+            yield from text.push(step)
+            self.reasoning_token_count += text.is_reasoning_token
+            if constraint:
+                constraint.took(step.token, text.is_reasoning_text)
             yield from (Notice(line) for line in engine.announcements())
-            if engine.truncated and not dropped:
-                dropped = True
+            if engine.truncated and not truncation_reported:
+                truncation_reported = True
                 yield Notice("the context is full: its middle was dropped to continue (--overflow shift)")
-            if self._ends_with(step, text):
+            if self._is_last(step, text):
                 return
         self.finish = "cancelled" if self.cancelled() else self.finish
 
-    def _ends_with(self, step: Step, text: AnswerText) -> bool:
-        """Is this the last token? `finish` then says why."""
-        given_up, at_end = self.cancelled(), text.is_over
-        self.finish = "stop" if at_end else "cancelled" if given_up else step.finish or self.finish
-        is_late = text.has_line and self.max_seconds is not None and time.monotonic() - self._first_at >= self.max_seconds
-        return at_end or given_up or step.finish is not None or text.indented.hit or is_late
+    def _is_last(self, step: Step, text: AnswerText) -> bool:
+        """Whether this token ends the answer; sets `finish` to the reason."""
+        is_cancelled, is_over = self.cancelled(), text.is_over
+        if is_over:
+            self.finish = "stop"
+        elif is_cancelled:
+            self.finish = "cancelled"
+        else:
+            self.finish = step.finish or self.finish
+        is_late = text.has_complete_line and self.max_seconds is not None and time.monotonic() - self._first_token_at >= self.max_seconds
+        return is_over or is_cancelled or step.finish is not None or text.indent_stop.hit or is_late
 
-    def cost(self, from_process_start: bool = False, explained: bool = True) -> Stats:
-        """What the finished answer cost. `from_process_start`: time to first token counts from there. `explained`: with why it was
+    def cost(self, from_process_start: bool = False, explain: bool = True) -> Stats:
+        """What the finished answer cost. `from_process_start`: time to first token counts from there. `explain`: with why it was
         slower than predicted."""
         engine = self.engine
         origin = time.monotonic() - hardware.process_age() if from_process_start else self._started
-        ttft = (self._first_at or time.monotonic()) - origin
-        prefill, decode, passes = (now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.passes_s), self._before))
-        drafted = self._drafted and engine.speculation.counts.since(self._drafted)
+        ttft = (self._first_token_at or time.monotonic()) - origin
+        prefill, decode, passes = (now - then for now,
+                                   then in zip((engine.prefill_s, engine.decode_s, engine.passes_s), self._seconds_before))
+        drafted = self._draft_counts_before and engine.speculation.counts.since(self._draft_counts_before)
         from ..planning.forecast_outcome import engine_costs, outcome  # not on the way to the first token
 
-        found = outcome(engine, engine.num_cached_tokens + engine.num_prefilled_tokens, engine.num_cached_tokens, len(self.tokens),
-                        prefill, decode, passes, drafted,
-                        engine.disk_traffic.since(self._read_before), hardware.cpu_time().since(self._cpu_before), explained)
+        outcome_report = outcome(engine, engine.num_cached_tokens + engine.num_prefilled_tokens, engine.num_cached_tokens, len(self.tokens),
+                                 prefill, decode, passes, drafted,
+                        engine.disk_traffic.since(self._disk_before), hardware.cpu_time().since(self._cpu_before), explain)
+        constraint = self._constraint_state
         return Stats(
-            text="".join(self.shown[1:]), token_ids=tuple(self.tokens), seed=self.sampler.seed, prompt_tokens=len(self._ids),
+            text="".join(self.content_parts[1:]), token_ids=tuple(self.tokens), seed=self.sampler.seed, prompt_tokens=len(self._prompt_ids),
             finish_reason="length" if self.finish == "context" else self.finish, prefill_s=prefill, decode_s=decode,
             ttft_s=ttft, speculation=drafted and drafted.to_json(),
-            reasoning_tokens=self.reasoned, stop_string=self.stopped_by, is_whole=self._held.is_whole if self._held else None,
-            **engine_costs(engine, found))
+            reasoning_tokens=self.reasoning_token_count, stop_string=self.stop_string, is_whole=constraint.is_whole if constraint else None,
+            **engine_costs(engine, outcome_report))
 
-    def remarks(self) -> Iterator[Notice]:
+    def closing_notices(self) -> Iterator[Notice]:
         """Notices about how it ended."""
         engine = self.engine
-        if self._held and self.finish != "cancelled" and not self._held.is_whole:
-            yield Notice(f"the answer ended before it was complete: it does not match {self.compiled.source.flag}")
+        if self._constraint_state and self.finish != "cancelled" and not self._constraint_state.is_whole:
+            yield Notice(f"the answer ended before it was complete: it does not match {self.constraint.source.flag}")
         if self.finish == "context":
-            ways = ["-c for a larger one"] if engine.n_ctx < engine.config.context_length else []
-            ways += ["--overflow shift to go on"] if self._may_shift else []
-            more = f" ({', '.join(ways)})" if ways else ""
-            yield Notice(f"the context of {engine.n_ctx} tokens is full: the answer stops here{more}")
+            hints = ["-c for a larger one"] if engine.n_ctx < engine.config.context_length else []
+            hints += ["--overflow shift to go on"] if self._may_shift else []
+            hint_text = f" ({', '.join(hints)})" if hints else ""
+            yield Notice(f"the context of {engine.n_ctx} tokens is full: the answer stops here{hint_text}")

@@ -19,89 +19,96 @@ if TYPE_CHECKING:
 
 
 class AnswerText:
-    """Splits the text of `answer` by its `think` parser, stop strings and indentation, into its `shown`, `thought` and `calls`. Stop
-    strings are searched in the content as generated, tool calls included, but not in reasoning. `has_line`: it has a complete line. For
-    the last token, `is_thought`: the text it completed is reasoning; `reasons`: so is the token itself. `think`, in the end, is in the
-    state after the last token."""
+    """Splits the text of `answer` by its parser, stop strings and indentation, into its `content_parts`, `reasoning_parts` and `calls`.
+
+    Stop strings are searched in the content as generated, tool calls included, but not in reasoning.
+    `has_complete_line`: the content has a complete line.
+    `is_reasoning_text`: the text that the last token completed is reasoning; `is_reasoning_token`: so is the token itself.
+    `think`: after `flush`, in the state after the last token.
+    """
 
     def __init__(self, answer: Answer, stream: TextStream) -> None:
         self.think, self._stream = answer.think, stream
-        self._apart, self._calls = (answer.think, None) if answer.marks is None else (answer.think.think, answer.think)
-        self.stops, self.indented = StopStrings(answer.stops, answer.said), IndentStop(answer.indent)
-        self.has_line = self.is_thought = self.reasons = False
-        self._trail = None if answer.sampler.logprobs is None else LogprobTrail()
-        self._made = self._through = self._waiting = 0  # letters: all, those that are through the stop strings, those that these hold
-        self._shown = answer.shown
-        self._into = {"answer": answer.shown, "thinking": answer.thought, "call": answer.calls}
+        self._reasoning_filter, self._call_filter = (answer.think, None) if answer.visible_tokens is None else (answer.think.think,
+                                                                                                                answer.think)
+        self.stop_filter, self.indent_stop = StopStrings(answer.stops, answer.answer_prefix), IndentStop(answer.indent)
+        self.has_complete_line = self.is_reasoning_text = self.is_reasoning_token = False
+        self._logprob_trail = None if answer.sampler.logprobs is None else LogprobTrail()
+        # Characters: generated, reported to the logprob trail, and held back by the stop filters.
+        self._received = self._released = self._held_back = 0
+        self._content = answer.content_parts
+        self._lists = {"answer": answer.content_parts, "thinking": answer.reasoning_parts, "call": answer.calls}
 
-    def took(self, step: Step) -> Iterator[TextDelta | Call]:
-        """Take a token, return what is now certain; the token that ends the text has no text."""
-        think, trail, ends = self.think, self._trail, step.finish == "stop"
-        text, at_answer = "" if ends else self._stream.push(step.token), think is None or think.at_answer
-        may_open = think is not None and think.may_open
-        parts = self._noted(self._read(self._told_apart(text)))
-        self.is_thought = think is not None and not think.at_answer
-        self.reasons = self.is_thought or not at_answer
-        self.has_line = self.has_line or "\n" in text
-        if trail and not ends:
-            was_thought = self.is_thought or not (at_answer or may_open)
-            trail.add(step.logprobs, text, None if may_open and think.may_open else "thinking" if was_thought else "answer")
+    def push(self, step: Step) -> Iterator[TextDelta | Call]:
+        """Add a token; returns the events that are now certain. The token that ends the answer has no text."""
+        think, logprob_trail, is_stop_token = self.think, self._logprob_trail, step.finish == "stop"
+        text, was_content = "" if is_stop_token else self._stream.push(step.token), think is None or think.at_answer
+        could_open = think is not None and think.may_open
+        parts = self._record(self._parse_calls(self._split(text)))
+        self.is_reasoning_text = think is not None and not think.at_answer
+        self.is_reasoning_token = self.is_reasoning_text or not was_content
+        self.has_complete_line = self.has_complete_line or "\n" in text
+        if logprob_trail and not is_stop_token:
+            is_reasoning = self.is_reasoning_text or not (was_content or could_open)
+            logprob_trail.add(step.logprobs, text, None if could_open and think.may_open else "thinking" if is_reasoning else "answer")
         return self._events(parts)
 
     @property
     def is_over(self) -> bool:
         """Has it reached a stop string, or the allowed number of tool calls?"""
-        return self.stops.hit or self._calls is not None and self._calls.is_full
+        return self.stop_filter.hit or self._call_filter is not None and self._call_filter.is_full
 
-    def ended(self) -> Iterator[TextDelta | Call]:
+    def flush(self) -> Iterator[TextDelta | Call]:
         """Flush the text that was held back."""
-        parts = self._read(self._told_apart("" if self.stops.hit else self._stream.flush()))
-        apart, self.think = self._apart, copy.copy(self.think)
-        rest = self._cut(apart.flush()) if apart else []
-        if not self.stops.hit:
-            rest += [("answer", held)] if (held := self.indented.push(self.stops.flush()) + self.indented.flush()) else []
-            self._waiting = 0
-        parts += self._read(rest) + (self._calls.rest() if self._calls else [])
-        return self._events(self._noted(parts))
+        parts = self._parse_calls(self._split("" if self.stop_filter.hit else self._stream.flush()))
+        reasoning_filter, self.think = self._reasoning_filter, copy.copy(self.think)
+        last_parts = self._apply_stops(reasoning_filter.flush()) if reasoning_filter else []
+        if not self.stop_filter.hit:
+            last_parts += [("answer", text)] if (text := self.indent_stop.push(self.stop_filter.flush()) + self.indent_stop.flush()) else []
+            self._held_back = 0
+        parts += self._parse_calls(last_parts) + (self._call_filter.rest() if self._call_filter else [])
+        return self._events(self._record(parts))
 
-    def _told_apart(self, text: str) -> list[Part]:
+    def _split(self, text: str) -> list[Part]:
         """Split text into reasoning and content, the latter as far as stop strings and indentation release it."""
-        self._made += len(text)
-        return self._cut(self._apart.push(text) if self._apart else [("answer", text)] if text else [])
+        self._received += len(text)
+        return self._apply_stops(self._reasoning_filter.push(text) if self._reasoning_filter else [("answer", text)] if text else [])
 
-    def _cut(self, parts: list[Part]) -> list[Part]:
-        made = []
+    def _apply_stops(self, parts: list[Part]) -> list[Part]:
+        released = []
         for kind, part in parts:
             if kind == "answer":
-                self._waiting += len(part)
-                part = self.indented.push(self.stops.push(part))
-                self._waiting -= len(part)
-            if part and (kind == "answer" or not self.stops.hit):
-                made.append((kind, part))
-        return made
+                self._held_back += len(part)
+                part = self.indent_stop.push(self.stop_filter.push(part))
+                self._held_back -= len(part)
+            if part and (kind == "answer" or not self.stop_filter.hit):
+                released.append((kind, part))
+        return released
 
-    def _read(self, parts: list[Part]) -> list[tuple[str, str | Call]]:
-        return self._calls.read(parts) if self._calls else parts
+    def _parse_calls(self, parts: list[Part]) -> list[tuple[str, str | Call]]:
+        return self._call_filter.read(parts) if self._call_filter else parts
 
-    def _noted(self, parts: list[tuple[str, str | Call]]) -> list[tuple[str, str | Call]]:
-        """Record parts. The prefill loses half a character that is now complete, and the beginning of a stop string."""
-        shown = self._shown
-        shown[0] = shown[0].removesuffix(self._stream.taken_back)
-        shown[0] = shown[0][: len(shown[0]) - self.stops.overlap]
-        self._stream.taken_back, self.stops.overlap = "", 0
+    def _record(self, parts: list[tuple[str, str | Call]]) -> list[tuple[str, str | Call]]:
+        """Append parts to the answer's lists. The answer's prefix loses an incomplete character that is now complete, and the beginning of
+        a stop string.
+        """
+        content = self._content
+        content[0] = content[0].removesuffix(self._stream.taken_back)
+        content[0] = content[0][: len(content[0]) - self.stop_filter.overlap]
+        self._stream.taken_back, self.stop_filter.overlap = "", 0
         for kind, part in parts:
-            self._into[kind].append(part)
+            self._lists[kind].append(part)
         return parts
 
     def _events(self, parts: list[tuple[str, str | Call]]) -> Iterator[TextDelta | Call]:
-        if not self._trail:
+        if not self._logprob_trail:
             return map(_event, parts)
-        behind = self._apart.waiting if self._waiting and self._apart else 0  # what comes behind letters that wait
-        more = max(0, self._made - self._waiting - behind - self._through)
-        self._through += more
-        return self._trail.events(parts, more)
+        filtered = self._reasoning_filter.waiting if self._held_back and self._reasoning_filter else 0
+        newly_released = max(0, self._received - self._held_back - filtered - self._released)
+        self._released += newly_released
+        return self._logprob_trail.events(parts, newly_released)
 
 
 def _event(part: tuple[str, str | Call]) -> TextDelta | Call:
-    kind, found = part
-    return found if isinstance(found, Call) else TextDelta(found, kind)
+    kind, content = part
+    return content if isinstance(content, Call) else TextDelta(content, kind)

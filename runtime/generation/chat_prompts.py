@@ -22,21 +22,21 @@ class ChatPrompts:
 
     tokenizer: Tokenizer
     _prompts: PromptBuilder
-    _other_prompts: Callable[[], PromptBuilder]
-    _demand_near: Callable[[str], None]
+    _new_prompt_builder: Callable[[], PromptBuilder]
+    _check_length: Callable[[str], None]
 
     def count(self, messages: Sequence[Message], think: str = "auto", tools: Tools | None = None,
               variables: Mapping[str, Any] | None = None) -> int:
-        """How many tokens the prompt of these messages has, see `rendered`."""
-        prompt = self.rendered(messages, think, tools, variables)
-        self._demand_near(prompt)
-        return self._other_prompts().count(prompt)
+        """Number of tokens of the prompt of these messages, see `render_prompt`."""
+        prompt = self.render_prompt(messages, think, tools, variables)
+        self._check_length(prompt)
+        return self._new_prompt_builder().count(prompt)
 
-    def rendered(self, messages: Sequence[Message], think: str = "auto", tools: Tools | None = None,
+    def render_prompt(self, messages: Sequence[Message], think: str = "auto", tools: Tools | None = None,
                  variables: Mapping[str, Any] | None = None) -> str:
-        """The prompt text of these messages; safe from any thread while others are answered. Raises EffllmError as `reply` does."""
-        prompts = self._other_prompts()
-        return prompts.going_on(*self._asking(prompts, messages, think, tools, variables))
+        """The prompt text of these messages; safe from any thread while other requests are answered. Raises EffllmError as `reply` does."""
+        prompts = self._new_prompt_builder()
+        return prompts.with_answer_prefix(*self._build_prompt(prompts, messages, think, tools, variables))
 
     @cached_property
     def _calling(self) -> ToolCalling:
@@ -44,52 +44,52 @@ class ChatPrompts:
 
         return ToolCalling(self.tokenizer)
 
-    def _asking(self, prompts: PromptBuilder, messages: Sequence[Message], think: str, tools: Tools | None,
+    def _build_prompt(self, prompts: PromptBuilder, messages: Sequence[Message], think: str, tools: Tools | None,
                 variables: Mapping[str, Any] | None) -> tuple[str, str]:
-        """(prompt, the prefill of the answer). Raises EffllmError if there is no prompt."""
+        """(prompt, beginning of its answer). Raises EffllmError if these messages make no prompt."""
         try:
-            return self._asked(prompts, messages, think, tools, variables or {})
+            return self._render_messages(prompts, messages, think, tools, variables or {})
         except UsageError:
             from ..tool_calls.tool_messages import has_tool_images, with_images_in_user_message
 
             if not has_tool_images(messages):
                 raise
-        return self._asked(prompts, with_images_in_user_message(messages), think, tools, variables or {})
+        return self._render_messages(prompts, with_images_in_user_message(messages), think, tools, variables or {})
 
-    def _asked(self, prompts: PromptBuilder, messages: Sequence[Message], think: str, tools: Tools | None,
+    def _render_messages(self, prompts: PromptBuilder, messages: Sequence[Message], think: str, tools: Tools | None,
                variables: Mapping[str, Any]) -> tuple[str, str]:
         if tools or any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
-            messages, told = self._calling.prepared(messages, tools)
-            variables = {**told, **variables}
-        system, beside, rest = self._apart(messages)
-        said = ""
-        if rest and rest[-1]["role"] == "assistant" and not rest[-1].get("tool_calls"):
-            said = rest.pop()["content"] or ""
-        if not rest and not system:
+            messages, tool_variables = self._calling.prepared(messages, tools)
+            variables = {**tool_variables, **variables}
+        system, system_extras, others = self._split_system(messages)
+        answer_prefix = ""
+        if others and others[-1]["role"] == "assistant" and not others[-1].get("tool_calls"):
+            answer_prefix = others.pop()["content"] or ""
+        if not others and not system:
             raise UsageError("there are no messages", "send at least one that has text")
-        return prompts.rendered(rest, system, think, variables, beside), said
+        return prompts.render(others, system, think, variables, system_extras), answer_prefix
 
-    def _apart(self, messages: Sequence[Message]) -> tuple[str | None, dict[str, Any], list[dict[str, Any]]]:
+    def _split_system(self, messages: Sequence[Message]) -> tuple[str | None, dict[str, Any], list[dict[str, Any]]]:
         """Split into the system prompt, other keys of its message, and the remaining messages with their content as plain text."""
         template = "" if self.tokenizer.template is None else self.tokenizer.template.source
         rest = [{key: value for key, value in message.items() if value is not None} | {"content": whole_text(message.get("content"))}
                 for message in messages]
         for message in rest:
-            if message["content"] is None and not message.get("tool_calls"):  # an empty answer, as some clients send it back
+            if message["content"] is None and not message.get("tool_calls"):  # some clients send back an empty answer so
                 message["content"] = ""
             if message["role"] == DEVELOPER and DEVELOPER not in template:
                 message["role"] = SYSTEM
-        said, beside = [], {}
+        system_texts, extras = [], {}
         while rest and rest[0]["role"] == SYSTEM:
             first = rest.pop(0)
-            said.append(first.pop("content") or "")
-            beside |= {key: value for key, value in first.items() if key not in ("role", "name")}
-        return "\n\n".join(filter(None, said)) or None, beside, rest
+            system_texts.append(first.pop("content") or "")
+            extras |= {key: value for key, value in first.items() if key not in ("role", "name")}
+        return "\n\n".join(filter(None, system_texts)) or None, extras, rest
 
     def _fallbacks(self, think: str) -> Iterator[str]:
         if self._prompts.raw:
             yield NO_TEMPLATE
-        if why := self.tokenizer.unmoved(think):
-            yield f"--think {think} has no effect: {why}"
-        if self._prompts.folds:
+        if reason := self.tokenizer.unmoved(think):
+            yield f"--think {think} has no effect: {reason}"
+        if self._prompts.folds_system:
             yield NO_SYSTEM_ROLE

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from .listwise_reranker import ListwiseReranker
     from .reranker import Reranker
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 def never() -> bool:
     return False
 
 
-def known(ids: Sequence[int], rows: int) -> list[int]:
+def check_token_ids(ids: Sequence[int], rows: int) -> list[int]:
     """Token ids sent by a client. Raises UsageError for an id outside a vocabulary of `rows`."""
     if bad := [token for token in ids if not 0 <= token < rows]:
         raise UsageError(f"token id {bad[0]} is outside the vocabulary of {rows}", "send ids of this model's tokenizer")
@@ -42,9 +42,9 @@ class EmbeddingRequests:
 
     engine: Engine
     tokenizer: Tokenizer
-    usual: AdapterScales
-    slot_for: Callable[[str | list[int], AdapterScales], AbstractContextManager[Slot]]
-    demand_known: Callable[[Sequence[int]], list[int]]
+    default_scales: AdapterScales
+    acquire_slot: Callable[[str | list[int], AdapterScales], AbstractContextManager[Slot]]
+    check_token_ids: Callable[[Sequence[int]], list[int]]
 
     @property
     def config(self) -> ModelConfig:
@@ -55,62 +55,64 @@ class EmbeddingRequests:
         return self.engine.n_ctx
 
     @property
-    def adapted(self) -> LoadedAdapters:
+    def adapters(self) -> LoadedAdapters:
         """The LoRA adapters of the run."""
         return self.engine.prepared.adapters
 
-    def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never,
+    def embed(self, texts: Sequence[str | Sequence[int]], truncate: bool = False, cancelled: Callable[[], bool] = never,
               choice: AdapterScales | None = None, prompt_name: str | None = None) -> Iterator[Event]:
-        """One vector per text, after the prompt of that name or the model's default one; token ids are taken as they are. With `cut`, a
-        text longer than the context loses its end, except for EOS. `choice`: adapter scales. Raises EffllmError for a model that is no
-        embedding model, or for texts that have no vector."""
+        """One vector per text, after the prompt of that name or the model's default one; token ids are taken as they are.
+
+        `truncate`: a text longer than the context loses its end, except for EOS. `choice`: adapter scales. Raises EffllmError for a model
+        that is no embedding model, or for texts that have no vector.
+        """
         from .embedding import demand_room, vectors
 
-        pooling, room, before = self._pooling, self.engine.n_ctx, self.embedding_prompts.before(prompt_name)
+        pooling, n_ctx, prefix = self._pooling, self.engine.n_ctx, self.embedding_prompts.before(prompt_name)
         dense = self._dense
         rows: list[list[int]] = []
-        for text in texts:  # all of them before the first costs a pass, and what the cache holds
-            ids = self._ended(before + text) if isinstance(text, str) else self.demand_known(text)
-            if cut and len(ids) > room:
-                yield Notice(f"a text of {len(ids)} tokens is cut: the context is {room} tokens (-c)")
-                ends = self._ends if isinstance(text, str) else []
-                ids = ids[: room - len(ends)] + ends
-            demand_room(ids, room)
+        for text in texts:  # all are checked before the first pass, which would drop the cached sequence
+            ids = self._with_eos(prefix + text) if isinstance(text, str) else self.check_token_ids(text)
+            if truncate and len(ids) > n_ctx:
+                yield Notice(f"a text of {len(ids)} tokens is cut: the context is {n_ctx} tokens (-c)")
+                suffix = self._eos_suffix if isinstance(text, str) else []
+                ids = ids[: n_ctx - len(suffix)] + suffix
+            demand_room(ids, n_ctx)
             rows.append(ids)
             if cancelled():
                 return
             yield Yield()
-        made = yield from self._each(choice, lambda engine: vectors(engine, rows, pooling, cancelled, dense))
-        if made is not None:
-            yield Embedded(made, sum(map(len, rows)))
+        embeddings = yield from self._run_on_slot(choice, lambda engine: vectors(engine, rows, pooling, cancelled, dense))
+        if embeddings is not None:
+            yield Embedded(embeddings, sum(map(len, rows)))
 
     def rank(self, query: str, documents: Sequence[str], instruction: str | None = None, cancelled: Callable[[], bool] = never,
              choice: AdapterScales | None = None) -> Iterator[Event]:
         """Relevance of each document to the query, optionally under an `instruction`. Raises EffllmError for a model that is no
         reranker."""
-        ranking, rows = self.ranking, []
-        for ids in ranking.prompts(query, documents, instruction, self.engine.n_ctx):
+        reranker, rows = self.reranker, []
+        for ids in reranker.prompts(query, documents, instruction, self.engine.n_ctx):
             rows.append(ids)
             if cancelled():
                 return
             yield Yield()
-        made = yield from self._each(choice, lambda engine: ranking.scores(engine, rows, cancelled))
-        if made is not None:
-            yield Ranked(made, sum(map(len, rows)))
+        scores = yield from self._run_on_slot(choice, lambda engine: reranker.scores(engine, rows, cancelled))
+        if scores is not None:
+            yield Ranked(scores, sum(map(len, rows)))
 
-    def _each(self, choice: AdapterScales | None,
-              read: Callable[[Engine], Generator[Event, None, Made | None]]) -> Generator[Event, None, Made | None]:
+    def _run_on_slot(self, choice: AdapterScales | None,
+              read: Callable[[Engine], Generator[Event, None, Result | None]]) -> Generator[Event, None, Result | None]:
         """Run `read` on one slot; None if cancelled."""
-        choice = self.usual if choice is None else choice
-        with self.slot_for([], choice) as own:
-            if own.kept is not None:
-                yield from own.kept.switch_to(None, [], own.prompts, choice=choice)  # keeps what is lost here
-            own.engine.choose(choice)
-            own.prompts.held, own.prompt = ("", []), 0
-            return (yield from read(own.engine))
+        choice = self.default_scales if choice is None else choice
+        with self.acquire_slot([], choice) as slot:
+            if slot.prompt_cache is not None:
+                yield from slot.prompt_cache.switch_to(None, [], slot.prompts, choice=choice)  # saves the sequence that is dropped here
+            slot.engine.choose(choice)
+            slot.prompts.cached, slot.prompt_tokens = ("", []), 0
+            return (yield from read(slot.engine))
 
     @cached_property
-    def ranking(self) -> Reranker | ListwiseReranker:
+    def reranker(self) -> Reranker | ListwiseReranker:
         """The reranker. Raises UsageError for a model that is none."""
         if self.config.listwise_reranker:
             from .listwise_reranker import listwise_of
@@ -145,12 +147,12 @@ class EmbeddingRequests:
         return pooling_of(self.engine.prepared.folder)
 
     @cached_property
-    def _ends(self) -> list[int]:
+    def _eos_suffix(self) -> list[int]:
         from .embedding import ending
 
         return ending(self.engine.prepared.folder, self.tokenizer)
 
-    def _ended(self, text: str) -> list[int]:
+    def _with_eos(self, text: str) -> list[int]:
         """Token ids of a text, with EOS where the model expects one."""
         ids = self.tokenizer.encode(text)
-        return ids if ids[-1:] == self._ends else ids + self._ends
+        return ids if ids[-1:] == self._eos_suffix else ids + self._eos_suffix

@@ -27,51 +27,51 @@ class Scheduler(Generic[Key]):
     def __init__(self, passes: BatchedPasses | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._passes, self._clock = passes, clock
         self._events: dict[Key, Iterator[Event]] = {}
-        self._reading: deque[Key] = deque()
-        self._writing: deque[tuple[Key, PendingToken]] = deque()
-        self._owed_s = 0.0  # decode time owed since the last prefill chunk
+        self._prefilling: deque[Key] = deque()
+        self._decoding: deque[tuple[Key, PendingToken]] = deque()
+        self._decode_owed_s = 0.0  # decode time owed since the last prefill chunk
 
     def __len__(self) -> int:
         return len(self._events)
 
     def begin(self, key: Key, events: Iterator[Event]) -> None:
-        """Add an answer; it does nothing before its turn."""
+        """Add an answer; it starts at its first turn."""
         self._events[key] = events
-        self._reading.append(key)
+        self._prefilling.append(key)
 
-    def round(self) -> Iterator[tuple[Key, Event | Exception | None]]:
+    def step(self) -> Iterator[tuple[Key, Event | Exception | None]]:
         """Run one turn: yields (key, event), and (key, exception or None) at the end of an answer."""
         started = self._clock()
-        if self._reading and (not self._writing or self._owed_s <= 0):
-            yield from self._goes_on(self._reading.popleft())
-            self._owed_s = self._clock() - started
-        elif self._writing:
-            together = [self._writing.popleft() for _ in range(min(self._passes.most, len(self._writing)))]
-            self._passes.run([want for _, want in together])
-            for key, _ in together:
-                yield from self._goes_on(key)
-            self._owed_s -= self._clock() - started
+        if self._prefilling and (not self._decoding or self._decode_owed_s <= 0):
+            yield from self._advance(self._prefilling.popleft())
+            self._decode_owed_s = self._clock() - started
+        elif self._decoding:
+            batch = [self._decoding.popleft() for _ in range(min(self._passes.max_tokens, len(self._decoding)))]
+            self._passes.run([pending for _, pending in batch])
+            for key, _ in batch:
+                yield from self._advance(key)
+            self._decode_owed_s -= self._clock() - started
 
-    def _goes_on(self, key: Key) -> Iterator[tuple[Key, Event | Exception | None]]:
+    def _advance(self, key: Key) -> Iterator[tuple[Key, Event | Exception | None]]:
         """Run an answer to the end of its turn."""
-        last: Exception | None = None
+        failure: Exception | None = None
         if self._passes is not None:
-            self._passes.is_alone = len(self._events) == 1
+            self._passes.is_single = len(self._events) == 1
         try:
             for event in self._events[key]:
                 if not isinstance(event, Yield):
                     yield key, event
-                elif event.want is None:
-                    self._reading.append(key)
+                elif event.pending is None:
+                    self._prefilling.append(key)
                     return
                 else:
-                    self._writing.append((key, event.want))
+                    self._decoding.append((key, event.pending))
                     return
-        except Exception as error:  # of any kind: the others go on
-            last = error
+        except Exception as error:  # whatever it is, the other answers continue
+            failure = error
         except GeneratorExit:
             raise
         except BaseException as error:  # a native library's panic must end neither the others nor the server
-            last = RuntimeError(f"{type(error).__name__}: {error}")
+            failure = RuntimeError(f"{type(error).__name__}: {error}")
         del self._events[key]
-        yield key, last
+        yield key, failure

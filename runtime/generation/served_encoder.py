@@ -14,19 +14,19 @@ from ..encoders.encoder_config import EncoderConfig
 from ..events import Embedded, Event, Notice, Ranked, Yield
 from .embedding import demand_room, normalized
 from .embedding_prompts import EmbeddingPrompts, prompts_of
-from .embedding_requests import known, never
+from .embedding_requests import check_token_ids, never
 
 if TYPE_CHECKING:
     from ..adapters.adapter_selection import AdapterScales
 
-LONGER = "shorten it: this is what the model takes"
+TOO_LONG_HINT = "shorten it: this is what the model takes"
 NO_INSTRUCTION = "this model does not take an instruction"
 
 
 class ServedEncoder:
     """One encoder, without adapters or images."""
 
-    adapted, usual, sees, hears = NO_ADAPTERS, (), False, False
+    adapters, default_scales, accepts_images, accepts_audio = NO_ADAPTERS, (), False, False
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder, self.tokenizer = encoder, encoder.tokenizer
@@ -51,49 +51,53 @@ class ServedEncoder:
         return replace(found, named={**dict(self.config.tasks), **found.named})
 
     @property
-    def ranking(self) -> None:
+    def reranker(self) -> None:
         """Raises UsageError for a model that is no reranker."""
-        self.encoder.demand_ranking()
+        self.encoder.require_ranking()
 
-    def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never,
+    def embed(self, texts: Sequence[str | Sequence[int]], truncate: bool = False, cancelled: Callable[[], bool] = never,
               choice: AdapterScales | None = None, prompt_name: str | None = None) -> Iterator[Event]:
-        """One vector of each text, behind the prompt of that name or the model's usual one, or of token ids as they stand, of length 1; a
-        prompt that is called as a task of the model's has its adapter with it. Of
-        a text that is longer than the model takes, its end is left out with `cut`, but for the token that ends every text. Raises
-        EffllmError where the model makes none, or of these none."""
-        self.encoder.demand_vectors()
-        rows, before = [], self.embedding_prompts.before(prompt_name)
+        """One vector of length 1 per text, after the prompt of that name or the model's default one; token ids are taken as they are.
+
+        A prompt name that is one of the model's tasks selects the task's adapter too. `truncate`: a text longer than the model takes loses
+        its end, except for the final special token. Raises EffllmError for a model that is no embedding model, or for texts that have no
+        vector.
+        """
+        self.encoder.require_embeddings()
+        rows, prefix = [], self.embedding_prompts.before(prompt_name)
         for text in texts:
-            ids = self.tokenizer.encode(before + text) if isinstance(text, str) else known(text, self.config.vocab_size)
-            if cut and len(ids) > self.n_ctx:
+            ids = self.tokenizer.encode(prefix + text) if isinstance(text, str) else check_token_ids(text, self.config.vocab_size)
+            if truncate and len(ids) > self.n_ctx:
                 yield Notice(f"a text of {len(ids)} tokens is cut: the model takes {self.n_ctx} at most")
-                ends = ids[-1:] if isinstance(text, str) else []
-                ids = ids[: self.n_ctx - len(ends)] + ends
-            demand_room(ids, self.n_ctx, LONGER)
+                suffix = ids[-1:] if isinstance(text, str) else []
+                ids = ids[: self.n_ctx - len(suffix)] + suffix
+            demand_room(ids, self.n_ctx, TOO_LONG_HINT)
             rows.append(ids)
             if cancelled():
                 return
             yield Yield()
-        made = yield from self.encoder.vectors(rows, cancelled, prompt_name or self.embedding_prompts.usual)
-        if made is not None:
-            yield Embedded([normalized(each) for each in made], sum(map(len, rows)))
+        vectors = yield from self.encoder.vectors(rows, cancelled, prompt_name or self.embedding_prompts.usual)
+        if vectors is not None:
+            yield Embedded([normalized(each) for each in vectors], sum(map(len, rows)))
 
     def rank(self, query: str, documents: Sequence[str], instruction: str | None = None, cancelled: Callable[[], bool] = never,
              choice: AdapterScales | None = None) -> Iterator[Event]:
-        """How well each document answers a query, 0 to 1. Marks that are written in them are letters. Raises EffllmError where the model
-        was not made for it, or one of these has no room."""
-        self.encoder.demand_ranking()
+        """Relevance of each document to the query, 0 to 1. Special tokens written in them are plain text.
+
+        Raises EffllmError for a model that is no reranker, and for a pair that is too long.
+        """
+        self.encoder.require_ranking()
         if instruction is not None:
             raise UsageError(NO_INSTRUCTION, "leave it out")
-        rows, kinds, letters = [], [], self.tokenizer.of_letters
+        rows, segment_rows, plain_tokenizer = [], [], self.tokenizer.of_letters
         for document in documents:
-            ids, types = letters.pair(query, document)
-            demand_room(ids, self.n_ctx, LONGER)
+            ids, segments = plain_tokenizer.pair(query, document)
+            demand_room(ids, self.n_ctx, TOO_LONG_HINT)
             rows.append(ids)
-            kinds.append(types)
+            segment_rows.append(segments)
             if cancelled():
                 return
             yield Yield()
-        made = yield from self.encoder.scores(rows, kinds, cancelled)
-        if made is not None:
-            yield Ranked(made, sum(map(len, rows)))
+        scores = yield from self.encoder.scores(rows, segment_rows, cancelled)
+        if scores is not None:
+            yield Ranked(scores, sum(map(len, rows)))

@@ -32,7 +32,7 @@ from ..tokens.infill import FimTokens, InfillContext, InfillPrompt, find_fim_tok
 from ..tokens.plain_text import PlainText
 from .answer import Answer, Reasoning
 from .chat_prompts import ChatPrompts, Message
-from .embedding_requests import EmbeddingRequests, known, never
+from .embedding_requests import EmbeddingRequests, check_token_ids, never
 from .slot import Slot
 
 if TYPE_CHECKING:
@@ -45,306 +45,324 @@ if TYPE_CHECKING:
     from ..tool_calls.filter import CallFilter
     from ..tool_calls.tool_calling import Tools
 
-COUNTED = 1 << 20  # characters; a shorter prompt is always tokenized, so that errors can state its exact length
-SHRINKS = 4  # times by which normalization may shorten a text before it is tokenized, a generous bound
-USUAL = 256  # tokens reserved for an infill completion without a limit
+ALWAYS_TOKENIZED_CHARS = 1 << 20  # a shorter prompt is always tokenized, so that errors can state its exact length
+MAX_SHRINK = 4  # factor by which normalization may shorten a text before it is tokenized, a generous bound
+DEFAULT_INFILL_TOKENS = 256  # tokens reserved for an infill completion without a limit
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How one request is answered. `think`: auto leaves reasoning to the model, on and off ask the chat template for it. `stops` are
-    stop strings; `max_tokens` and `max_reasoning_tokens`: None for no limit; `ignore_eos` goes on after the end-of-text token.
-    `logprobs`: report the log-probability of each token and of this many top alternatives, None for none. `echo`: return the prompt
-    first, with its log-probabilities. `max_seconds`: after this long from the first token, end at the next complete line. `indent`: end
-    before a line that is indented by fewer blanks. `infill_sampling`: llama.cpp's infill sampler, unless there is a `constraint`.
-    `choice`: the scale of each LoRA adapter, None for `ServedModel.usual`. `translates`, `shifts`: see `Answer`. `anew`: reuse nothing
-    of the KV cache for the prompt."""
+    """How one request is answered."""
 
     settings: SamplerSettings
-    think: str = "auto"
-    stops: tuple[str, ...] = ()
-    max_tokens: int | None = None
-    ignore_eos: bool = False
+    think: str = "auto"  # auto leaves reasoning to the model, on and off ask the chat template for it
+    stops: tuple[str, ...] = ()  # stop strings
+    max_tokens: int | None = None  # None: no limit
+    ignore_eos: bool = False  # continue after the end-of-text token
     constraint: Constraint | None = None
-    logprobs: int | None = None
-    echo: bool = False
-    max_seconds: float | None = None
-    indent: int = 0
-    infill_sampling: bool = False
-    choice: AdapterScales | None = None
-    max_reasoning_tokens: int | None = None
-    translates: bool = False
-    shifts: bool = True
-    anew: bool = False
+    logprobs: int | None = None  # log-probabilities of each token and of this many top alternatives; None: none are reported
+    echo: bool = False  # return the prompt first, with its log-probabilities
+    max_seconds: float | None = None  # this long after the first token, end at the next complete line
+    indent: int = 0  # end before a line that is indented by fewer spaces
+    infill_sampling: bool = False  # llama.cpp's infill sampler, unless there is a constraint
+    choice: AdapterScales | None = None  # the scale of each LoRA adapter, None for `ServedModel.default_scales`
+    max_reasoning_tokens: int | None = None  # None: no limit
+    translate: bool = False  # a transcribing model translates speech into English
+    may_shift: bool = True  # a full context may drop its middle, if the run allows it
+    skip_cache: bool = False  # reuse no cached prefix for the prompt
 
 
 class ServedModel(ChatPrompts, EmbeddingRequests):
-    """One model with a slot for `engine` and one for each engine of `beside`, so that as many requests run at once. A request's
-    `cancelled` is polled between tokens, between chunks of the prompt and while waiting for the disk. `usual`: adapter scales of
-    requests that name none."""
+    """One model with a slot for `engine` and one for each of `other_engines`: as many requests run at once.
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, kept: PromptCache | None = None, beside: Iterable[Engine] = ()) -> None:
-        self.engine, self.tokenizer, self.kept = engine, tokenizer, kept
-        self.usual = engine.adapter_scales
-        self._prompts = self._other_prompts()
-        self._slots = [Slot(engine, self._prompts, kept),
-                           *(Slot(each, self._other_prompts(), kept and kept.beside(each)) for each in beside)]
-        self._answers = 0
-        self._vocabulary: CompiledConstraint | None = None
+    A request's `cancelled` is polled between tokens, between chunks of the prompt and while waiting for the disk. `default_scales`: adapter
+    scales of requests that name none.
+    """
 
-    def _other_prompts(self) -> PromptBuilder:
-        """Which know of no text that is held."""
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, prompt_cache: PromptCache | None = None,
+                 other_engines: Iterable[Engine] = ()) -> None:
+        self.engine, self.tokenizer, self.prompt_cache = engine, tokenizer, prompt_cache
+        self.default_scales = engine.adapter_scales
+        self._prompts = self._new_prompt_builder()
+        self._slots = [Slot(engine, self._prompts, prompt_cache),
+                           *(Slot(other, self._new_prompt_builder(), prompt_cache and prompt_cache.beside(other))
+                             for other in other_engines)]
+        self._request_count = 0
+        self._compiled: CompiledConstraint | None = None
+
+    def _new_prompt_builder(self) -> PromptBuilder:
+        """One that knows of no cached text."""
         return PromptBuilder(self.tokenizer, media=self.engine.media)
 
-    def picture(self, data: bytes, source: str) -> MediaItem:
-        """The picture in the bytes of a file, from any thread; it is at hand as long as the caller holds it. Raises UsageError that begins
-        with its `source`."""
-        return self.demand_sight().add(decode_image(data, source))
+    def add_image(self, data: bytes, source: str) -> MediaItem:
+        """Decode the bytes of an image file; safe from any thread. The item is available as long as the caller holds it. Raises UsageError
+        that begins with its `source`.
+        """
+        return self.require_vision().add(decode_image(data, source))
 
-    def video(self, data: bytes, source: str) -> list[tuple[str, MediaItem]]:
-        """As `picture`, of moments of a video: what stands before each, and the picture."""
-        return self.demand_sight().add_video(decode_video(data, source))
+    def add_video(self, data: bytes, source: str) -> list[tuple[str, MediaItem]]:
+        """As `add_image`, for frames of a video: (text before the frame, frame)."""
+        return self.require_vision().add_video(decode_video(data, source))
 
-    def sound(self, data: bytes, source: str) -> MediaItem:
-        """As `picture`, of a sound."""
-        return self.demand_hearing().add(self.samples(data, source))
+    def add_audio(self, data: bytes, source: str) -> MediaItem:
+        """As `add_image`, for an audio clip."""
+        return self.require_audio().add(self.audio_samples(data, source))
 
-    def samples(self, data: bytes, source: str) -> np.ndarray:
+    def audio_samples(self, data: bytes, source: str) -> np.ndarray:
         """Decoded audio samples, float32 [n]. Raises EffllmError for a model without audio input."""
-        self.demand_hearing()
+        self.require_audio()
         return decode_audio(data, source)
 
-    def demand_sight(self) -> MediaCache:
-        """Raises EffllmError for a model that takes no pictures, or whose pictures are not read here."""
+    def require_vision(self) -> MediaCache:
+        """The media cache. Raises EffllmError for a model without image input, or whose images are not supported."""
         return require_media(self.engine.media)
 
-    def demand_hearing(self) -> MediaCache:
-        """Raises EffllmError for a model without audio input."""
+    def require_audio(self) -> MediaCache:
+        """The media cache. Raises EffllmError for a model without audio input."""
         return require_media(self.engine.media, AUDIO_INPUT)
 
     @property
-    def sees(self) -> bool:
+    def accepts_images(self) -> bool:
         """Whether the model takes images."""
-        return self._takes(IMAGE_INPUT)
+        return self._accepts(IMAGE_INPUT)
 
     @property
-    def hears(self) -> bool:
+    def accepts_audio(self) -> bool:
         """Whether the model takes audio."""
-        return self._takes(AUDIO_INPUT)
+        return self._accepts(AUDIO_INPUT)
 
-    def _takes(self, modality: Modality) -> bool:
+    def _accepts(self, modality: Modality) -> bool:
         media = self.engine.media
         return media is not None and modality in media.encoders
 
     def reply(self, messages: Sequence[Message], options: GenerationOptions, tools: Tools | None = None,
               variables: Mapping[str, Any] | None = None, cancelled: Callable[[], bool] = never) -> Iterator[Event]:
-        """Answer a conversation. Messages are dicts of `role`, `content` (text, a list of `{"type": "text", "text": ...}` parts, or None)
-        and any other key that the chat template reads (`reasoning_content`, `name`), passed through as it is; so are `variables`, which
-        override what `think` sets. Leading system messages become one system prompt. A final assistant message is continued. With `tools`
-        the answer may contain tool calls, each an event of its own; earlier ones (`tool_calls`, and the role tool with `tool_call_id`) are
-        rendered as the template wants them.
+        """Answer a conversation.
+
+        `messages`: dicts of `role`, `content` (text, a list of `{"type": "text", "text": ...}` parts, or None) and any other key that the
+        chat template reads (`reasoning_content`, `name`). Leading system messages become one system prompt; a final assistant message is
+        continued.
+        `tools`: the answer may contain calls of them, each an event of its own; earlier calls (`tool_calls`, and the role tool with
+        `tool_call_id`) are rendered as the template expects them.
+        `variables`: template variables, which override what `options.think` sets.
 
         Raises EffllmError before the first event if these messages cannot be answered.
         """
-        prompt, said = self._asking(self._prompts, messages, options.think, tools, variables)
-        calling = self._calling if tools else None
+        prompt, answer_prefix = self._build_prompt(self._prompts, messages, options.think, tools, variables)
+        tool_calling = self._calling if tools else None
         if tools:
-            options = replace(options, stops=options.stops + calling.stops(), constraint=calling.constraint(tools, options.constraint))
-        for fallback in [*self._fallbacks(options.think), *(calling.fallbacks(tools) if tools else ())]:
+            options = replace(options, stops=options.stops + tool_calling.stops(),
+                              constraint=tool_calling.constraint(tools, options.constraint))
+        for fallback in [*self._fallbacks(options.think), *(tool_calling.fallbacks(tools) if tools else ())]:
             if self.engine.options.strict:
                 refuse_fallbacks([Fallback(fallback)])
             yield Notice(fallback)
-        prompt = self._prompts.going_on(prompt, said)
-        self._demand_near(prompt)
+        prompt = self._prompts.with_answer_prefix(prompt, answer_prefix)
+        self._check_length(prompt)
         choice = self._choice(options)
-        yield from self._looked(prompt, cancelled)
-        with self.slot_for(prompt, choice) as own:
-            ids = own.encoded(prompt, choice)
-            if own.kept is not None:
-                ids = yield from own.kept.switch_to(prompt, ids, own.prompts, choice=choice)
-            own.engine.choose(choice)
-            own.begin(options.anew)
-            ids = own.encoded(prompt, choice) if options.anew else ids
-            own.prompt = len(ids)
-            think, marks = self.tokenizer.reasoning(ids, tools is not None), None
+        yield from self._encode_media(prompt, cancelled)
+        with self.acquire_slot(prompt, choice) as slot:
+            ids = slot.tokenize(prompt, choice)
+            if slot.prompt_cache is not None:
+                ids = yield from slot.prompt_cache.switch_to(prompt, ids, slot.prompts, choice=choice)
+            slot.engine.choose(choice)
+            slot.begin(options.skip_cache)
+            ids = slot.tokenize(prompt, choice) if options.skip_cache else ids
+            slot.prompt_tokens = len(ids)
+            think, visible_tokens = self.tokenizer.reasoning(ids, tools is not None), None
             if tools:
-                think, marks = calling.reading(think, tools), calling.marks
-            answer = yield from self._answer(own.engine, ids, options, cancelled, think, said, self._prompts.raw, marks)
-            own.prompts.hold(prompt, ids, answer.tokens[: len(answer.tokens) - (answer.finish == "stop")], answer.text[len(said) :])
+                think, visible_tokens = tool_calling.reading(think, tools), tool_calling.marks
+            answer = yield from self._answer(slot.engine, ids, options, cancelled, think, answer_prefix, self._prompts.raw, visible_tokens)
+            slot.prompts.record_cached(prompt, ids, answer.tokens[: len(answer.tokens) - (answer.finish == "stop")],
+                                       answer.text[len(answer_prefix) :])
 
-    def _looked(self, prompt: str, cancelled: Callable[[], bool]) -> Iterator[Event]:
-        """See the pictures of a prompt, between whose pieces others go on where there are some: a tower takes seconds."""
-        for event in self._other_prompts().encode(prompt, self.engine, cancelled):
+    def _encode_media(self, prompt: str, cancelled: Callable[[], bool]) -> Iterator[Event]:
+        """Encode the media of a prompt. Other answers run between the chunks, since a tower takes seconds."""
+        for event in self._new_prompt_builder().encode_media(prompt, self.engine, cancelled):
             yield event
             if self.engine.batched_passes is not None and isinstance(event, Progress):
                 yield Yield()
 
     def complete(self, prompt: str | Sequence[int], options: GenerationOptions, cancelled: Callable[[], bool] = never,
-                 lasting: int | None = None) -> Iterator[Event]:
-        """Continue text or token ids without a chat template; reasoning is part of the text. In an infill prompt (from `around`, or with
-        the client's own markers) the other infill tokens end the completion. `lasting`: prompt tokens worth saving when another prompt
-        takes the slot, None for all. Raises EffllmError before the first event."""
-        ids = self._ids(prompt)
-        ends = self.marks.ends if self.marks is not None and self.marks.prefix in ids else frozenset()
+                 cacheable_tokens: int | None = None) -> Iterator[Event]:
+        """Continue text or token ids without a chat template; reasoning is part of the text.
+
+        In an infill prompt (from `build_infill_prompt`, or with the client's own markers) the other infill tokens end the completion.
+        `cacheable_tokens`: prompt tokens worth saving when another prompt takes the slot, None for all. Raises EffllmError before the first
+        event.
+        """
+        ids = self._token_ids(prompt)
+        extra_stop_ids = self.fim_tokens.ends if self.fim_tokens is not None and self.fim_tokens.prefix in ids else frozenset()
         choice = self._choice(options)
-        with self.slot_for(ids, choice) as own:
-            if own.kept is not None:
-                ids = yield from own.kept.switch_to(None, ids, own.prompts, lasting, choice)
-            own.engine.choose(choice)
-            own.begin(options.anew)
-            own.prompt = len(ids) if lasting is None else lasting
+        with self.acquire_slot(ids, choice) as slot:
+            if slot.prompt_cache is not None:
+                ids = yield from slot.prompt_cache.switch_to(None, ids, slot.prompts, cacheable_tokens, choice)
+            slot.engine.choose(choice)
+            slot.begin(options.skip_cache)
+            slot.prompt_tokens = len(ids) if cacheable_tokens is None else cacheable_tokens
             is_scored = options.echo and options.logprobs is not None
             if options.echo:
-                yield from self._echoed(own.engine, prompt, ids, options, cancelled)
-            yield from self._answer(own.engine, ids, options, cancelled, None, raw=True, is_scored=is_scored, ends=ends)
+                yield from self._echo_prompt(slot.engine, prompt, ids, options, cancelled)
+            yield from self._answer(slot.engine, ids, options, cancelled, None, is_raw=True, is_scored=is_scored,
+                                    extra_stop_ids=extra_stop_ids)
 
-    def demand_room(self, prompt: str | Sequence[int], options: GenerationOptions) -> None:
+    def check_length(self, prompt: str | Sequence[int], options: GenerationOptions) -> None:
         """Raises what `complete` would for a prompt that cannot be continued; safe from any thread."""
-        count, engine = len(self._ids(prompt)), self.engine
-        may_shift = (engine.options.overflow == "shift" and engine.n_ctx >= MIN_SHIFT_CTX
-                     and not (options.echo and options.logprobs is not None))
-        if count >= engine.n_ctx and not may_shift:
-            raise context_overflow(count, engine.n_ctx, engine.config.context_length)
+        tokens, engine = len(self._token_ids(prompt)), self.engine
+        may_shift = engine.options.overflow == "shift" and engine.n_ctx >= MIN_SHIFT_CTX and not (options.echo
+                                                                                                  and options.logprobs is not None)
+        if tokens >= engine.n_ctx and not may_shift:
+            raise context_overflow(tokens, engine.n_ctx, engine.config.context_length)
 
-    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a raw prompt. Raises UsageError, and ContextOverflow for a text that is far too long."""
         if not prompt:
             raise UsageError("the prompt is empty", "send at least one character or token")
         if not isinstance(prompt, str):
-            return self.demand_known(prompt)
-        self._demand_near(prompt)
+            return self.check_token_ids(prompt)
+        self._check_length(prompt)
         return self.tokenizer.encode(prompt)
 
     @cached_property
-    def marks(self) -> FimTokens | None:
+    def fim_tokens(self) -> FimTokens | None:
         """The model's tokens for filling in the middle, None where it has none."""
         return find_fim_tokens(self.tokenizer.vocabulary(), self.tokenizer.special_tokens)
 
     @cached_property
-    def _plain(self) -> PlainText:
-        return PlainText(self.tokenizer, self.marks.ends)
+    def _plain_text(self) -> PlainText:
+        return PlainText(self.tokenizer, self.fim_tokens.ends)
 
-    def around(self, gap: InfillContext, most: int | None, may_cut: bool) -> InfillPrompt:
-        """The prompt that asks for what belongs into a gap, of `most` tokens; from any thread. Of what has no room the farthest is left out
-        where that `may_cut`. Raises UsageError for a model that does not know how, ContextOverflow."""
-        if self.marks is None:
+    def build_infill_prompt(self, gap: InfillContext, max_tokens: int | None, may_cut: bool) -> InfillPrompt:
+        """The prompt that asks for the text of a gap; safe from any thread.
+
+        `max_tokens`: tokens reserved for the completion, None for the default. `may_cut`: text far from the gap is dropped if there is no
+        room. Raises UsageError for a model without fill-in-the-middle tokens, ContextOverflow.
+        """
+        if self.fim_tokens is None:
             raise UsageError("this model has no fill-in-the-middle tokens", "use a model that was trained for it")
-        if may_cut:  # before megabytes are tokenized
-            far = self.engine.n_ctx * self._longest
-            gap = InfillContext(gap.prefix[-far:], gap.suffix[:far], gap.begun, tuple((name, text[-far:]) for name, text in gap.files))
-        self._demand_near(gap.begun if may_cut else gap.prefix + gap.suffix)
-        begins = self.tokenizer.encode("a")[:1] == [self.tokenizer.bos_id]
-        return infill_prompt(self.marks, gap, self._plain.first, self._plain.going_on, self.tokenizer.bos_id if begins else None,
-                         self.engine.n_ctx, USUAL if most is None else most, may_cut)
+        if may_cut:  # so that megabytes are not tokenized only to be dropped
+            max_chars = self.engine.n_ctx * self._max_token_chars
+            gap = InfillContext(gap.prefix[-max_chars:], gap.suffix[:max_chars], gap.begun,
+                                tuple((name, text[-max_chars:]) for name, text in gap.files))
+        self._check_length(gap.begun if may_cut else gap.prefix + gap.suffix)
+        has_bos = self.tokenizer.encode("a")[:1] == [self.tokenizer.bos_id]
+        return infill_prompt(self.fim_tokens, gap, self._plain_text.first, self._plain_text.going_on, self.tokenizer.bos_id if has_bos
+                             else None,
+                         self.engine.n_ctx, DEFAULT_INFILL_TOKENS if max_tokens is None else max_tokens, may_cut)
 
-    def _echoed(self, engine: Engine, prompt: str | Sequence[int], ids: list[int], options: GenerationOptions,
+    def _echo_prompt(self, engine: Engine, prompt: str | Sequence[int], ids: list[int], options: GenerationOptions,
                 cancelled: Callable[[], bool]) -> Iterator[Event]:
-        """The text of the prompt, with log-probabilities if requested: then the whole prompt is prefilled from its first token."""
-        room, may_shift = engine.n_ctx, engine.options.overflow == "shift" and options.logprobs is None
-        if len(ids) >= room and not may_shift:  # before anything is sent
-            raise ContextOverflow(f"the prompt has {len(ids)} tokens and the context holds {room}", "shorten it")
+        """The text of the prompt, with log-probabilities if requested: the whole prompt is then prefilled from its first token."""
+        n_ctx, may_shift = engine.n_ctx, engine.options.overflow == "shift" and options.logprobs is None
+        if len(ids) >= n_ctx and not may_shift:  # an error must come before the first event
+            raise ContextOverflow(f"the prompt has {len(ids)} tokens and the context holds {n_ctx}", "shorten it")
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, False)
         if options.logprobs is None:
             yield TextDelta(text)
             return
         engine.cancelled = cancelled
-        found = [TokenLogprobs(ids[0], None)]
+        logprobs = [TokenLogprobs(ids[0], None)]
         for start, logits in engine.score(ids):
             engine.demand_finite(logits)
-            found += [token_logprobs(row, token, options.logprobs) for row, token in zip(logits, ids[start + 1 :])]
+            logprobs += [token_logprobs(row, token, options.logprobs) for row, token in zip(logits, ids[start + 1 :])]
             yield Progress("reading the prompt", start + len(logits), len(ids), "tokens")
             if cancelled():
                 return
-            if engine.batched_passes is not None and start + len(logits) == len(engine.tokens):  # logits were read
+            if engine.batched_passes is not None and start + len(logits) == len(engine.tokens):  # the pass is finished
                 yield Yield()
-        is_added = isinstance(prompt, str) and ids[0] == self.tokenizer.bos_id and ids[0] not in self.tokenizer.encode(prompt, False)[:1]
-        yield TextDelta(text, tokens=tuple(found[is_added:]))
+        has_added_bos = isinstance(prompt, str) and ids[0] == self.tokenizer.bos_id and ids[0] not in self.tokenizer.encode(prompt,
+                                                                                                                            False)[:1]
+        yield TextDelta(text, tokens=tuple(logprobs[has_added_bos:]))
 
-    def demand_known(self, ids: Sequence[int]) -> list[int]:
+    def check_token_ids(self, ids: Sequence[int]) -> list[int]:
         """Token ids sent by a client. Raises UsageError for an id outside the vocabulary."""
-        return known(ids, self.engine.config.vocab_size)
+        return check_token_ids(ids, self.engine.config.vocab_size)
 
     def _choice(self, options: GenerationOptions) -> AdapterScales:
-        return self.usual if options.choice is None else options.choice
+        return self.default_scales if options.choice is None else options.choice
 
     @contextmanager
-    def slot_for(self, prompt: str | list[int], choice: AdapterScales) -> Iterator[Slot]:
-        """A free slot for this prompt: the one that saves most prefill, else the least recently used. Raises RuntimeError if none is
+    def acquire_slot(self, prompt: str | list[int], choice: AdapterScales) -> Iterator[Slot]:
+        """A free slot for this prompt: the one with the most reusable tokens, else the least recently used. Raises RuntimeError if none is
         free."""
-        free = [each for each in self._slots if each.is_free]
+        free = [slot for slot in self._slots if slot.is_free]
         if not free:
             raise RuntimeError(f"more than {len(self._slots)} answers at once")
         if len(free) > 1:
-            plain = prompt if isinstance(prompt, list) else self._other_prompts().encoded(prompt)
-            free.sort(key=lambda each: (-each.saves(prompt, plain, choice), each.used))
-        with self._taken(free[0]) as own:
-            yield own
+            fresh_ids = prompt if isinstance(prompt, list) else self._new_prompt_builder().tokenize(prompt)
+            free.sort(key=lambda slot: (-slot.reusable_tokens(prompt, fresh_ids, choice), slot.last_request))
+        with self._occupy(free[0]) as slot:
+            yield slot
 
-    def _taken(self, own: Slot) -> AbstractContextManager[Slot]:
-        self._answers += 1
-        return own.taken(self._answers)
+    def _occupy(self, slot: Slot) -> AbstractContextManager[Slot]:
+        self._request_count += 1
+        return slot.occupy(self._request_count)
 
-    def at_slot(self, number: int, act: Callable[[Slot], Iterator[Event]], cancelled: Callable[[], bool] = never) -> Iterator[Event]:
-        """Run `act` on a slot, after the request that occupies it."""
-        own = self._slots[number]
-        while not own.is_free:
+    def run_on_slot(self, number: int, action: Callable[[Slot], Iterator[Event]], cancelled: Callable[[], bool] = never) -> Iterator[Event]:
+        """Run `action` on a slot, after the request that occupies it."""
+        slot = self._slots[number]
+        while not slot.is_free:
             if cancelled():
                 return
             yield Yield()
-        with self._taken(own):
-            yield from act(own)
+        with self._occupy(slot):
+            yield from action(slot)
 
     def _answer(self, engine: Engine, ids: list[int], options: GenerationOptions, cancelled: Callable[[], bool],
-                think: Reasoning | CallFilter | None, said: str = "", raw: bool = False, marks: Mapping[int, str] | None = None,
-                is_scored: bool = False, ends: frozenset[int] = frozenset()) -> Generator[Event, None, Answer]:
+                think: Reasoning | CallFilter | None, answer_prefix: str = "", is_raw: bool = False,
+                visible_tokens: Mapping[int, str] | None = None,
+                is_scored: bool = False, extra_stop_ids: frozenset[int] = frozenset()) -> Generator[Event, None, Answer]:
         engine.cancelled = cancelled
         sampler = Sampler(options.settings, engine.config.vocab_size, breakers_of(self.tokenizer, options.settings))
         sampler.logprobs = options.logprobs
         answer = Answer(engine, self.tokenizer, sampler, think, options.stops, options.max_tokens, cancelled, options.ignore_eos,
-                        self._held_to(options.constraint), options.think != "off", raw, said, marks, ends, options.max_seconds,
+                        self._compile(options.constraint), options.think != "off", is_raw, answer_prefix, visible_tokens, extra_stop_ids,
+                        options.max_seconds,
                         options.indent,
-                        options.infill_sampling, options.max_reasoning_tokens, options.translates, options.shifts)
+                        options.infill_sampling, options.max_reasoning_tokens, options.translate, options.may_shift)
         try:
-            is_read = False
-            for event in answer.written(ids):
-                if not is_read and isinstance(event, TextDelta | Call):
+            is_prefilled = False
+            for event in answer.generate(ids):
+                if not is_prefilled and isinstance(event, TextDelta | Call):
                     yield PromptRead(len(ids), engine.num_cached_tokens)
-                    is_read = True
+                    is_prefilled = True
                 yield event
         except EffllmError:
             raise
-        except Exception:  # a pass was interrupted, by a disk error for example: the cache is in an unknown state
+        except Exception:  # a pass was interrupted, for example by a disk error: the cache is in an unknown state
             engine.reset()
             raise
-        stats = answer.cost(explained=False)  # clients do not ask why, and the next request waits
-        if is_scored:  # its cached tokens were prefilled for this answer
+        stats = answer.cost(explain=False)  # clients do not ask why, and the next request waits
+        if is_scored:  # the tokens in the cache were prefilled by this request
             stats = replace(stats, cached_tokens=0)
-        if not is_read:
+        if not is_prefilled:
             yield PromptRead(stats.prompt_tokens, stats.cached_tokens)
-        yield from answer.remarks()
+        yield from answer.closing_notices()
         yield Done(stats)
         return answer
 
     @cached_property
-    def _longest(self) -> int:
+    def _max_token_chars(self) -> int:
         """Characters of the longest token."""
         return max(map(len, self.tokenizer.vocabulary()))
 
-    def _demand_near(self, text: str) -> None:
+    def _check_length(self, text: str) -> None:
         """Raises ContextOverflow for a text too long at any tokenization: tokenizing 30 MB would take a gigabyte."""
-        room = self.engine.n_ctx
-        if self.engine.options.overflow == "shift" or len(text) <= COUNTED or len(text) <= SHRINKS * room * self._longest:
+        n_ctx = self.engine.n_ctx
+        if self.engine.options.overflow == "shift" or len(text) <= ALWAYS_TOKENIZED_CHARS:
             return
-        least = len(text) // self._longest
-        raise ContextOverflow(f"the prompt has at least {least} tokens and the context holds {room}", "shorten it")
+        if len(text) <= MAX_SHRINK * n_ctx * self._max_token_chars:
+            return
+        min_tokens = len(text) // self._max_token_chars
+        raise ContextOverflow(f"the prompt has at least {min_tokens} tokens and the context holds {n_ctx}", "shorten it")
 
-    def _held_to(self, constraint: Constraint | None) -> CompiledConstraint | None:
+    def _compile(self, constraint: Constraint | None) -> CompiledConstraint | None:
         if constraint is None:
             return None
-        known = self._vocabulary
-        self._vocabulary = known.holding(constraint) if known else constraint.opened(self.tokenizer, self.engine.config.vocab_size)
-        return self._vocabulary
+        compiled = self._compiled
+        self._compiled = compiled.holding(constraint) if compiled else constraint.opened(self.tokenizer, self.engine.config.vocab_size)
+        return self._compiled
 
     def slots(self) -> list[tuple[bool, int]]:
-        """For each slot: is it busy, and how many tokens it holds."""
-        return [(not each.is_free, len(each.engine.tokens)) for each in self._slots]
+        """For each slot: whether it is busy, and how many tokens it holds."""
+        return [(not slot.is_free, len(slot.engine.tokens)) for slot in self._slots]

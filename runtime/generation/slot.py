@@ -17,50 +17,52 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..sessions.prompt_cache import PromptCache
 
-LITTLE = 4  # times that what is held of a prompt is more than what it takes the place of, where it goes on from there
+MIN_GAIN = 4  # a slot's cached prefix is reused in place if it has this many times the tokens that are evicted
 
 
 @dataclass
 class Slot:
-    """`prompts` knows the cached tokens as text; `prompt`: prompt tokens of the last request; `used`: the number of the last request,
-    counted over all slots."""
+    """One sequence of the server and its state between requests."""
 
     engine: Engine
-    prompts: PromptBuilder
-    kept: PromptCache | None
-    prompt: int = 0
-    used: int = 0
+    prompts: PromptBuilder  # knows the cached tokens as text
+    prompt_cache: PromptCache | None  # saves sequences that another request evicts, None if that is off
+    prompt_tokens: int = 0  # of the last request
+    last_request: int = 0  # its number, counted over all slots
     is_free: bool = True
 
     @contextmanager
-    def taken(self, used: int) -> Iterator[Slot]:
-        """Context manager: the slot is busy with request number `used`."""
-        self.is_free, self.used = False, used
+    def occupy(self, request_number: int) -> Iterator[Slot]:
+        """Context manager: the slot is busy with a request."""
+        self.is_free, self.last_request = False, request_number
         try:
             yield self
         finally:
             self.is_free = True
 
-    def saves(self, prompt: str | list[int], plain: list[int], choice: AdapterScales) -> int:
-        """How many tokens of a prompt are cached here. 0 if using them would evict another request's prompt whose prefix can be copied
-        instead, or if they were computed with other adapter scales. `plain`: token ids of the prompt if nothing is reused."""
-        engine, ids = self.engine, plain
+    def reusable_tokens(self, prompt: str | list[int], fresh_ids: list[int], choice: AdapterScales) -> int:
+        """How many tokens of a prompt are cached here. `fresh_ids`: its token ids if nothing is reused.
+
+        0 if they were computed with other adapter scales, or if using them would evict another request's prompt although the common prefix
+        can be copied instead.
+        """
+        engine, ids = self.engine, fresh_ids
         if engine.adapter_scales != choice:
             return 0
         if isinstance(prompt, str):
-            ids = self.prompts.behind(self.prompts.held, prompt) or plain
-        has = engine.cache.reach(min(common_prefix(engine.tokens, ids), len(ids) - 1))
-        lost = min(self.prompt, len(engine.tokens)) - has
-        return has if lost < min(WORTH, has / LITTLE) else 0
+            ids = self.prompts.extend(self.prompts.cached, prompt) or fresh_ids
+        reusable = engine.cache.reach(min(common_prefix(engine.tokens, ids), len(ids) - 1))
+        evicted = min(self.prompt_tokens, len(engine.tokens)) - reusable
+        return reusable if evicted < min(WORTH, reusable / MIN_GAIN) else 0
 
-    def begin(self, anew: bool) -> None:
-        """Before a request; `anew`: reuse no cached prefix, of this slot or of another."""
-        self.engine.may_share_prefix = not anew
-        if anew:
+    def begin(self, skip_cache: bool) -> None:
+        """Prepare for a request. `skip_cache`: reuse no cached prefix, of this slot or of another."""
+        self.engine.may_share_prefix = not skip_cache
+        if skip_cache:
             self.engine.reset()
-            self.prompts.held = "", []
+            self.prompts.cached = "", []
 
-    def encoded(self, prompt: str, choice: AdapterScales) -> list[int]:
+    def tokenize(self, prompt: str, choice: AdapterScales) -> list[int]:
         """Token ids of a prompt, continuing the cached ones where they match."""
-        fresh = PromptBuilder(self.prompts.tokenizer, media=self.prompts.media)
-        return (self.prompts if self.engine.adapter_scales == choice else fresh).encoded(prompt)
+        uncached = PromptBuilder(self.prompts.tokenizer, media=self.prompts.media)
+        return (self.prompts if self.engine.adapter_scales == choice else uncached).tokenize(prompt)

@@ -106,7 +106,7 @@ class PromptCache:
             found = None
         if found is not None and known - held >= WORTH and (yield from self._restore(found)):
             ids = own.tolist()
-            prompts.held = found.text, found.ids.tolist()
+            prompts.cached = found.text, found.ids.tolist()
         self._prompt = len(ids) if lasting is None else lasting
         return ids
 
@@ -119,7 +119,7 @@ class PromptCache:
         for kept in self._all().values():
             if kept.adapted_by != adapted_by:
                 continue
-            rest = None if prompt is None else prompts.rest(kept.text, prompt)
+            rest = None if prompt is None else prompts.added_ids(kept.text, prompt)
             own = plain if rest is None else kept.ids + _packed(rest)
             known = common_prefix(kept.tokens, own)
             if self.engine.cache.states is not None and known < len(kept.tokens):
@@ -159,7 +159,7 @@ class PromptCache:
         """Save the current cache, replacing entries that it continues."""
         tokens = tuple(self.engine.tokens)
         packed = _packed(tokens)
-        spoken = known_tokenization(tokens, *prompts.held)
+        spoken = known_tokenization(tokens, *prompts.cached)
         if (large := self.engine.cache.read_nbytes) > self.sessions.budget:
             yield Notice(f"a prompt's cache of {format_size(large)} exceeds --session-disk {format_size(self.sessions.budget)}: it is "
                          "recomputed if the conversation continues")

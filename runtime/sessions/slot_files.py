@@ -55,7 +55,7 @@ class SlotFiles:
             raise UsageError(f"it would take the folder of {FLAG} to {format_size(needed)}, and --session-disk is "
                              f"{format_size(self.budget)}", "remove files there, or serve with a larger --session-disk")
         saved, chosen = None, {CHOSEN: list(engine.adapter_scales)} if engine.adapter_scales else {}
-        for event in self.sessions.keep(engine, name, known_tokenization(engine.tokens, *slot.prompts.held), {**NO_TEXT, **chosen}):
+        for event in self.sessions.keep(engine, name, known_tokenization(engine.tokens, *slot.prompts.cached), {**NO_TEXT, **chosen}):
             if isinstance(event, SavedSession):
                 saved = event
             else:
@@ -79,18 +79,18 @@ class SlotFiles:
         if cache is not None and len(cache.tokens) > engine.n_ctx:  # before the current cache is dropped
             raise ContextOverflow(f"{name!r} holds {len(cache.tokens)} tokens and the context {engine.n_ctx}",
                                   f"serve with -c {len(cache.tokens) + 1} or more")
-        if slot.kept is not None:
-            yield from slot.kept.switch_to(None, [], slot.prompts, choice=choice)
+        if slot.prompt_cache is not None:
+            yield from slot.prompt_cache.switch_to(None, [], slot.prompts, choice=choice)
         engine.choose(choice)
-        slot.prompts.held, slot.prompt = ("", []), 0
+        slot.prompts.cached, slot.prompt_tokens = ("", []), 0
         if cache is None:
             engine.reset()
         else:
             with _called(name), self.store.reading():
                 yield from restore_cache(engine, self.store, saved)
-            slot.prompt = len(cache.tokens)
+            slot.prompt_tokens = len(cache.tokens)
             if cache.spoken is not None:
-                slot.prompts.held = cache.spoken.text, list(cache.spoken.ids)
+                slot.prompts.cached = cache.spoken.text, list(cache.spoken.ids)
         yield self._done(saved, began)
 
     def _choice(self, saved: SavedSession, engine: Engine) -> AdapterScales:
@@ -126,7 +126,7 @@ def erase(slot: Slot) -> Iterator[Event]:
     """Clear a slot; what was saved of it stays."""
     tokens = len(slot.engine.tokens)
     slot.engine.reset()
-    slot.prompts.held, slot.prompt = ("", []), 0
+    slot.prompts.cached, slot.prompt_tokens = ("", []), 0
     yield SlotDone(tokens)
 
 

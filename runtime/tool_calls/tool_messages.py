@@ -57,7 +57,7 @@ class ToolMessages:
             system = text_of(first.get("content")) or None
             beside = {key: value for key, value in first.items() if key not in ("role", "content")}
         made = [{**each, "content": each.get("content")} for each in made]
-        return prompts.rendered(made, system, think, {**options, **variables}, beside)
+        return prompts.render(made, system, think, {**options, **variables}, beside)
 
     def _cut(self, value: Any) -> Any:
         if isinstance(value, str):
