@@ -21,7 +21,7 @@ import torch
 from transformers import Qwen3Config, Qwen3Model
 
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
-from effllm.runtime.generation.embedding import LAST, vectors
+from effllm.runtime.generation.embedding import LAST, embed_texts
 from report import Figure, parser_of, publish
 
 VOCAB, NEAR = 151669, 0.99  # NEAR: how near vectors of random weights in 16 bits are by two ways of computing
@@ -43,7 +43,7 @@ def made(folder: Path, layers: int, threads: int) -> tuple[Engine, Qwen3Model]:
 
 
 def ours(engine: Engine, rows: list[list[int]]) -> np.ndarray:
-    reading = vectors(engine, rows, LAST, lambda: False)
+    reading = embed_texts(engine, rows, LAST, lambda: False)
     while True:
         try:
             next(reading)

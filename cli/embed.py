@@ -56,7 +56,7 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
           json: Json = False) -> None:
     """Compute embeddings of texts, or rank texts by similarity to a query."""
     from ..runtime.events import Embedded
-    from ..runtime.generation.embedding import shortest_floats, truncated
+    from ..runtime.generation.embedding import shortest_floats, truncate_dimensions
 
     screen = Screen(context.obj)
     if out is None:
@@ -77,10 +77,10 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
         names = replies.embedding_prompts
         asked, told = (prompt_name, prompt_name) if question is None else (names.query, prompt_name or names.document)
         made = final_result(replies.embed(lines, prompt_name=told), screen, Embedded)
-        vectors, tokens = truncated(made.vectors, dimensions), made.tokens
+        vectors, tokens = truncate_dimensions(made.vectors, dimensions), made.tokens
         if question is not None:
             nearest = final_result(replies.embed([question], prompt_name=asked), screen, Embedded)
-            show_nearest(question, lines, vectors, truncated(nearest.vectors, dimensions)[0], screen, json)
+            show_nearest(question, lines, vectors, truncate_dimensions(nearest.vectors, dimensions)[0], screen, json)
             return
     if out is not None:
         write_array(Path(out), vectors)
@@ -111,10 +111,10 @@ def open_embedder(context: typer.Context, found: ModelRef, engine: EngineFlags, 
         check_encoder_flags(context, found, OWN)
         yield ServedEncoder(opened(found, engine, screen))
         return
-    from ..runtime.generation.embedding import pooling_of
+    from ..runtime.generation.embedding import read_pooling_mode
     from ..runtime.generation.served_model import ServedModel
 
-    pooling_of(found.folder)  # a model not made for it is refused before its weights are read
+    read_pooling_mode(found.folder)  # a model not made for it is refused before its weights are read
     options = engine.options()
     with quantized_on_load(found, weights, screen, options) as ref, open_model(ref, options, screen) as at_hand:
         yield ServedModel(at_hand.engine, at_hand.tokenizer)

@@ -13,7 +13,7 @@ from packaged_embedder import FABLE
 
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.events import Progress
-from effllm.runtime.generation.embedding import LAST, MEAN, vector, vectors
+from effllm.runtime.generation.embedding import LAST, MEAN, embed_text, embed_texts
 from effllm.runtime.generation.reranker import Reranker, scores
 from effllm.runtime.kv.varlen_cache import RAW, VarlenCache, kernel_boundaries, plan_batches, supports_varlen
 from effllm.runtime.last_layers import KEPT
@@ -47,8 +47,8 @@ def engine():
 
 
 def assert_same(engine: Engine, rows: list[list[int]], way: str) -> None:
-    alone = [made(vector(engine, row, way, never)) for row in rows]
-    for own, other in zip(made(vectors(engine, rows, way, never)), alone, strict=True):
+    alone = [made(embed_text(engine, row, way, never)) for row in rows]
+    for own, other in zip(made(embed_texts(engine, rows, way, never)), alone, strict=True):
         assert np.array_equal(own, other)
 
 
@@ -95,10 +95,10 @@ def test_so_have_those_of_models_that_see_both_ways(tmp_path: Path) -> None:
 
 def test_what_is_told_of_them(engine: Engine) -> None:
     rows = texts((40,) * 40)
-    told = [each for each in vectors(engine, rows, LAST, never) if isinstance(each, Progress)]
+    told = [each for each in embed_texts(engine, rows, LAST, never) if isinstance(each, Progress)]
     assert told and all(each.total == 40 and each.phase == "embedding" for each in told)
     asked = iter([False])
-    assert made(vectors(engine, rows, LAST, lambda: next(asked, True))) is None and engine.tokens == []
+    assert made(embed_texts(engine, rows, LAST, lambda: next(asked, True))) is None and engine.tokens == []
     with pytest.raises(ValueError, match="3 tokens for texts of 9"):
         VarlenCache(engine.cache, engine.config, (4, 5)).begin(3)
     engine.reset()

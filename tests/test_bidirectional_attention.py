@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from effllm import EffllmError, UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
-from effllm.runtime.generation.embedding import MEAN, dense_of, pooling_of, vector
+from effllm.runtime.generation.embedding import MEAN, embed_text, read_dense_layers, read_pooling_mode
 
 LENGTHS = (1, 2, 9, 10, 40, 300, 512)
 
@@ -38,7 +38,7 @@ def ids_of(count: int) -> list[int]:
 
 
 def made(engine: Engine, ids: list[int], dense: tuple = ()) -> np.ndarray:
-    steps = vector(engine, ids, MEAN, lambda: False, dense)
+    steps = embed_text(engine, ids, MEAN, lambda: False, dense)
     while True:
         try:
             next(steps)
@@ -54,8 +54,8 @@ def through_dense(folder: Path, mean: np.ndarray) -> np.ndarray:
 
 def test_vectors_are_those_of_transformers(model: Path, engine: Engine) -> None:
     """With windows of an odd and an even width, shorter and longer texts than they, of more tokens than a pass of other models takes."""
-    dense = dense_of(model, WIDTH)
-    assert pooling_of(model) == MEAN and [each.matrix.shape for each in dense] == [(INNER, WIDTH), (WIDTH, INNER)]
+    dense = read_dense_layers(model, WIDTH)
+    assert read_pooling_mode(model) == MEAN and [each.matrix.shape for each in dense] == [(INNER, WIDTH), (WIDTH, INNER)]
     for count in LENGTHS:
         own, theirs = made(engine, ids_of(count), dense), through_dense(model, mean_of(model, ids_of(count)))
         assert np.abs(own - theirs).max() < 1e-4 * np.abs(theirs).max(), count
@@ -101,10 +101,10 @@ def test_matrices_go_along_where_a_model_is_made_smaller(model: Path, tmp_path: 
     out = tmp_path / "b"
     assert person.types("quantize", model, "-o", out, "--bits", "8", "--no-kv-profile").code == 0
     assert person.types("verify", out).code == 0
-    for own, whole in zip(dense_of(out, WIDTH), dense_of(model, WIDTH), strict=True):
+    for own, whole in zip(read_dense_layers(out, WIDTH), read_dense_layers(model, WIDTH), strict=True):
         assert np.array_equal(own.matrix, whole.matrix)
     *_, small = open_engine(out, EngineOptions(ctx=128))
-    own, theirs = made(small, ids_of(60), dense_of(out, WIDTH)), through_dense(model, mean_of(model, ids_of(60)))
+    own, theirs = made(small, ids_of(60), read_dense_layers(out, WIDTH)), through_dense(model, mean_of(model, ids_of(60)))
     small.close()
     assert own @ theirs > 0.99
 
@@ -116,11 +116,11 @@ def test_gguf_files_hold_them_too(tmp_path: Path) -> None:
     for kind, near in (("F32", 1e-4), ("Q8_0", 0.2)):
         path = as_gguf(folder, tmp_path / f"{kind}.gguf", kind)
         *_, engine = open_engine(path, EngineOptions(ctx=128))
-        assert pooling_of(path) == MEAN and engine.config.bidirectional and engine.config.windows == (9,) * 5 + (None,)
-        own, theirs = made(engine, ids_of(60), dense_of(path, WIDTH)), through_dense(folder, mean_of(folder, ids_of(60)))
+        assert read_pooling_mode(path) == MEAN and engine.config.bidirectional and engine.config.windows == (9,) * 5 + (None,)
+        own, theirs = made(engine, ids_of(60), read_dense_layers(path, WIDTH)), through_dense(folder, mean_of(folder, ids_of(60)))
         engine.close()
         assert np.abs(own - theirs).max() < near * np.abs(theirs).max(), kind
-    assert dense_of(as_gguf(folder, tmp_path / "bare.gguf", dense=False), WIDTH) == ()
+    assert read_dense_layers(as_gguf(folder, tmp_path / "bare.gguf", dense=False), WIDTH) == ()
 
 
 @pytest.mark.parametrize(("change", "said"), [
@@ -132,7 +132,7 @@ def test_matrices_that_do_not_run(tmp_path: Path, change: object, said: str) -> 
     folder = both_ways(tmp_path / "model")
     change(folder)
     with pytest.raises(EffllmError, match=said) as refused:
-        dense_of(folder, WIDTH)
+        read_dense_layers(folder, WIDTH)
     assert refused.value.hint
 
 

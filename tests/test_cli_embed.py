@@ -16,7 +16,7 @@ from effllm.cli.embed import write_array
 from effllm.cli.environment import Environment
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.generation.embedding_prompts import prompts_of
+from effllm.runtime.generation.embedding_prompts import read_embedding_prompts
 from effllm.runtime.tokenizer import Tokenizer
 
 PROMPTS = "config_sentence_transformers.json"
@@ -96,19 +96,19 @@ def test_a_prompt_by_its_name(model: Path) -> None:
 
 
 def test_prompts_that_files_state(tmp_path: Path) -> None:
-    prompts = prompts_of(FABLE)
-    assert prompts.before(None) == "" and prompts.query is prompts.document is None
+    prompts = read_embedding_prompts(FABLE)
+    assert prompts.prefix(None) == "" and prompts.query is prompts.document is None
     folder = embedder(tmp_path / "a", {"pooling_mode_mean_tokens": True, "include_prompt": False})
     (folder / PROMPTS).write_text(json.dumps({"prompts": {"passage": "p: ", "none": ""}, "default_prompt_name": "passage"}))
-    prompts = prompts_of(folder)
-    assert (prompts.query, prompts.document, prompts.before("none")) == ("passage", "passage", "")
+    prompts = read_embedding_prompts(folder)
+    assert (prompts.query, prompts.document, prompts.prefix("none")) == ("passage", "passage", "")
     with pytest.raises(Exception, match="excluded from pooling"):
-        prompts.before(None)
+        prompts.prefix(None)
     for wrong in ([], {"prompts": 7}, {"prompts": {"a": 7}}, {"prompts": {"a": "x"}, "default_prompt_name": "b"},
                   {"prompts": {}, "default_prompt_name": []}):
         (folder / PROMPTS).write_text(json.dumps(wrong))
         with pytest.raises(ConfigError, match="prompts are texts by name"):
-            prompts_of(folder)
+            read_embedding_prompts(folder)
 
 
 @pytest.mark.parametrize(("words", "given", "said", "code"), [

@@ -16,7 +16,7 @@ from packaged_embedder import ENDS, FABLE, MODULES, embedder, expected
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
-from effllm.runtime.generation.embedding import LAST, MEAN, normalized, pooling_of, vector
+from effllm.runtime.generation.embedding import LAST, MEAN, embed_text, normalized, read_pooling_mode
 from effllm.runtime.generation.served_model import ServedModel
 from effllm.runtime.tokenizer import Tokenizer
 
@@ -42,10 +42,10 @@ def made(steps: Generator) -> np.ndarray | None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_vector_is_that_of_transformers(engine: Engine, text: str, way: str) -> None:
     ids = Tokenizer.load(FABLE, read_config(FABLE)).encode(text)
-    own, theirs = made(vector(engine, ids, way, lambda: False)), expected(FABLE, ids, way)
+    own, theirs = made(embed_text(engine, ids, way, lambda: False)), expected(FABLE, ids, way)
     assert own.dtype == np.float32 and own.shape == (256,) and abs(np.linalg.norm(own) - 1) < 1e-6
     assert own @ theirs > 0.99999 and np.abs(own - theirs).max() < 1e-3
-    assert engine.tokens == [] and np.array_equal(made(vector(engine, ids, way, lambda: False)), own)
+    assert engine.tokens == [] and np.array_equal(made(embed_text(engine, ids, way, lambda: False)), own)
 
 
 def test_the_family_that_embeddings_are_made_of(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_the_family_that_embeddings_are_made_of(tmp_path: Path) -> None:
     *_, engine = open_engine(tmp_path, EngineOptions())
     for count in (1, 9, 300):
         ids = [(7 * each + 3) % 301 for each in range(count)]
-        own, theirs = made(vector(engine, ids, LAST, lambda: False)), expected(tmp_path, ids)
+        own, theirs = made(embed_text(engine, ids, LAST, lambda: False)), expected(tmp_path, ids)
         assert own @ theirs > 0.99999 and np.abs(own - theirs).max() < 1e-3
     engine.close()
 
@@ -76,9 +76,9 @@ def test_gguf_files_say_it_themselves(tmp_path: Path) -> None:
             writer.add_add_eos_token(name == "LAST")
 
         fable_gguf(path, "F32", made_for_it)
-    assert pooling_of(kinds["LAST"]) == LAST and pooling_of(kinds["MEAN"]) == MEAN
+    assert read_pooling_mode(kinds["LAST"]) == LAST and read_pooling_mode(kinds["MEAN"]) == MEAN
     with pytest.raises(UsageError, match="its file states no pooling"):
-        pooling_of(kinds["NONE"])
+        read_pooling_mode(kinds["NONE"])
     with pytest.raises(EffllmError, match="pooling_type = 2 is not supported"):
         [*open_engine(kinds["CLS"], EngineOptions())]
     *_, engine = open_engine(kinds["LAST"], EngineOptions())
@@ -94,8 +94,8 @@ def test_gguf_files_say_it_themselves(tmp_path: Path) -> None:
 def test_what_has_no_vector(engine: Engine) -> None:
     for ids in ([], [5] * 1025):
         with pytest.raises(ContextOverflow, match=f"a text has {len(ids)} tokens and the context holds 1024"):
-            made(vector(engine, ids, LAST, lambda: False))
-    assert made(vector(engine, [5] * 9, LAST, lambda: True)) is None and engine.tokens == []
+            made(embed_text(engine, ids, LAST, lambda: False))
+    assert made(embed_text(engine, [5] * 9, LAST, lambda: True)) is None and engine.tokens == []
     assert np.array_equal(normalized(np.zeros(3)), np.zeros(3))
 
 
@@ -117,8 +117,9 @@ def test_a_text_that_is_refused_costs_no_pass(tmp_path: Path) -> None:
     (packaged_embedder.LAST, LAST), ({"pooling_mode_mean_tokens": True}, MEAN), ({"pooling_mode": "mean"}, MEAN),
     ({"pooling_mode": "lasttoken", "embedding_dimension": 4}, LAST)])
 def test_ways_that_files_state(tmp_path: Path, pooling: object, way: str) -> None:
-    assert pooling_of(embedder(tmp_path / "a", pooling)) == way
-    assert pooling_of(embedder(tmp_path / "b", pooling, [{"type": "sentence_transformers.sentence_transformer.modules.Pooling"}])) == way
+    assert read_pooling_mode(embedder(tmp_path / "a", pooling)) == way
+    assert read_pooling_mode(embedder(tmp_path / "b", pooling,
+                                      [{"type": "sentence_transformers.sentence_transformer.modules.Pooling"}])) == way
 
 
 @pytest.mark.parametrize(("pooling", "modules", "said"), [
@@ -129,24 +130,24 @@ def test_ways_that_files_state(tmp_path: Path, pooling: object, way: str) -> Non
     (packaged_embedder.LAST, ["x"], "through a module None"), (packaged_embedder.LAST, 7, "through a module None")])
 def test_ways_that_do_not_run(tmp_path: Path, pooling: object, modules: object, said: str) -> None:
     with pytest.raises(UsageError, match=said) as caught:
-        pooling_of(embedder(tmp_path / "a", pooling, modules))
+        read_pooling_mode(embedder(tmp_path / "a", pooling, modules))
     assert "qwen3-embedding" in caught.value.hint
 
 
 def test_models_that_say_nothing_or_nonsense(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not an embedding model"):
-        pooling_of(FABLE)
+        read_pooling_mode(FABLE)
     folder = embedder(tmp_path / "a")
     (folder / "1_Pooling" / "config.json").write_text("{")
     with pytest.raises(EffllmError, match="cannot be read as JSON"):
-        pooling_of(folder)
+        read_pooling_mode(folder)
 
 
 def test_it_goes_along_where_a_model_is_made_smaller(tmp_path: Path) -> None:
     person = Person(tmp_path, "http://127.0.0.1:9")
     for source, out in ((embedder(tmp_path / "a"), tmp_path / "b"), (tmp_path / "a", tmp_path / "c")):
         assert person.types("quantize", source, "-o", out, "--bits", "8", "--no-kv-profile").code == 0
-        assert pooling_of(out) == LAST and person.types("verify", out).code == 0
+        assert read_pooling_mode(out) == LAST and person.types("verify", out).code == 0
 
 
 def test_it_comes_with_a_download(tmp_path: Path) -> None:
@@ -160,4 +161,4 @@ def test_it_comes_with_a_download(tmp_path: Path) -> None:
         commit = hub.repos["org/name"].commit
     pulled = tmp_path / "hf" / "hub" / "models--org--name" / "snapshots" / commit
     kept = tmp_path / "data" / "effllm" / "models" / "org--name" / commit / "4bit"
-    assert pooling_of(pulled) == pooling_of(kept) == LAST and not (pulled / "2_Normalize").exists()
+    assert read_pooling_mode(pulled) == read_pooling_mode(kept) == LAST and not (pulled / "2_Normalize").exists()

@@ -18,7 +18,7 @@ from effllm import EffllmError, UsageError
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_rope import GLOBAL, LOCAL
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
-from effllm.runtime.generation.embedding import MEAN, dense_layers_of, pooling_of, vector, vectors
+from effllm.runtime.generation.embedding import MEAN, all_dense_layers, embed_text, embed_texts, read_pooling_mode
 from effllm.runtime.generation.served_model import ServedModel
 from effllm.runtime.kv.bidirectional import LONGEST, single_pass_options
 from effllm.runtime.kv.varlen_cache import supports_varlen
@@ -52,7 +52,7 @@ def finished(steps: object) -> object:
 
 
 def made(engine: Engine, ids: list[int]) -> np.ndarray:
-    return finished(vector(engine, ids, MEAN, lambda: False, dense_layers_of(engine)))
+    return finished(embed_text(engine, ids, MEAN, lambda: False, all_dense_layers(engine)))
 
 
 def theirs(folder: Path, ids: list[int]) -> np.ndarray:
@@ -66,8 +66,8 @@ def assert_near(own: np.ndarray, other: np.ndarray, share: float = 1e-4) -> None
 
 def test_vectors_are_those_of_transformers(model: Path, engine: Engine) -> None:
     """Of texts shorter and longer than a window and than a pass of other models, as the model is published: inside one with a tower."""
-    assert pooling_of(model) == MEAN and engine.config.bidirectional and {*engine.config.windows} == {9, None}
-    assert [each.matrix.shape for each in dense_layers_of(engine)] == [(INNER, WIDTH)]
+    assert read_pooling_mode(model) == MEAN and engine.config.bidirectional and {*engine.config.windows} == {9, None}
+    assert [each.matrix.shape for each in all_dense_layers(engine)] == [(INNER, WIDTH)]
     for count in LENGTHS:
         assert_near(made(engine, ids_of(count)), theirs(model, ids_of(count)))
 
@@ -75,7 +75,7 @@ def test_vectors_are_those_of_transformers(model: Path, engine: Engine) -> None:
 def test_several_texts_share_a_pass_and_have_the_bits_of_each_alone(engine: Engine) -> None:
     rows = [ids_of(length)[::-1] for length in (1, 3, 3, 9, 17, 40, 40, 100, 300)]
     assert supports_varlen(engine)
-    together = finished(vectors(engine, rows, MEAN, lambda: False, dense_layers_of(engine)))
+    together = finished(embed_texts(engine, rows, MEAN, lambda: False, all_dense_layers(engine)))
     for row, own in zip(rows, together, strict=True):
         assert np.array_equal(own, made(engine, row))
 
@@ -114,10 +114,10 @@ def test_a_folder_of_few_bits(model: Path, tmp_path: Path) -> None:
     assert made_smaller.code == 0 and f'effllm embed {out} "a text"' in made_smaller.err
     assert person.types("verify", out).code == 0 and person.types("plan", out).code == 0
     *_, small = open_engine(out, EngineOptions(ctx=128))
-    dense, stored = dense_layers_of(small), load_file(model / "model.safetensors")
+    dense, stored = all_dense_layers(small), load_file(model / "model.safetensors")
     assert np.array_equal(dense[0].matrix, stored["language_model.embedding_projection.weight"])
     own, rows = made(small, ids_of(60)), [ids_of(length) for length in (3, 20, 40)]
-    for row, each in zip(rows, finished(vectors(small, rows, MEAN, lambda: False, dense)), strict=True):
+    for row, each in zip(rows, finished(embed_texts(small, rows, MEAN, lambda: False, dense)), strict=True):
         assert np.array_equal(each, made(small, row))
     small.close()
     assert own @ theirs(model, ids_of(60)) > 0.99
@@ -185,7 +185,7 @@ def test_gguf_files(tmp_path: Path) -> None:
     for kind, near in (("F32", 0.0), ("Q8_0", 0.2)):
         path = as_file(folder, tmp_path / f"{kind}.gguf", kind)
         *_, engine = open_engine(path, EngineOptions(ctx=128, strict=True))
-        assert pooling_of(path) == MEAN and not engine.config.warnings and engine.config.windows == read_config(folder).windows
+        assert read_pooling_mode(path) == MEAN and not engine.config.warnings and engine.config.windows == read_config(folder).windows
         for count, own in zip((1, 60), whole, strict=True):
             assert np.abs(made(engine, ids_of(count)) - own).max() <= near * np.abs(own).max(), kind
         tokenizer = Tokenizer.load(path, engine.config)

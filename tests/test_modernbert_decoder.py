@@ -64,7 +64,7 @@ def test_calibration_sees_what_the_head_reads(made) -> None:
 
 def test_vectors_are_what_lies_before_that_matrix(made) -> None:
     from effllm.runtime.engine import open_engine
-    from effllm.runtime.generation.embedding import MEAN, vectors
+    from effllm.runtime.generation.embedding import MEAN, embed_texts
     from effllm.runtime.prepare import EngineOptions
 
     model, folder = made
@@ -72,7 +72,7 @@ def test_vectors_are_what_lies_before_that_matrix(made) -> None:
     *_, engine = open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=64, threads=1))
     try:
         try:
-            steps = vectors(engine, [ids], MEAN, lambda: False)
+            steps = embed_texts(engine, [ids], MEAN, lambda: False)
             while True:
                 next(steps)
         except StopIteration as end:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...runtime.events import Embedded
-from ...runtime.generation.embedding import shortest_floats, truncated
+from ...runtime.generation.embedding import shortest_floats, truncate_dimensions
 from .answer_queue import AnswerQueue
 from .bodies import read_request
 from .gemini_models import EMBEDDED
@@ -108,13 +108,13 @@ class EmbeddingPaths:
             raise Problem(400, "input is empty", param="input", hint="send a string, or a list of strings")
 
         def told(embedded: Embedded) -> dict[str, object]:
-            vectors = truncated(embedded.vectors, payload.dimensions)
+            vectors = truncate_dimensions(embedded.vectors, payload.dimensions)
             return {"object": "list", "model": self._adapters.called(payload.model) or self._name,
                     "usage": {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens},
                     "data": [{"object": "embedding", "index": at, "embedding": written(each)} for at, each in enumerate(vectors)]}
 
         name = payload.prompt_name
-        if name is None and payload.task in self._served.embedding_prompts.named:
+        if name is None and payload.task in self._served.embedding_prompts.prefixes:
             name = payload.task
         return await self._answer(request, payload.model, texts, False, told, name)
 
@@ -141,7 +141,7 @@ class EmbeddingPaths:
         waited = waited_ns(request.headers)
 
         def told(embedded: Embedded) -> dict[str, object]:
-            vectors = truncated(embedded.vectors, payload.dimensions)
+            vectors = truncate_dimensions(embedded.vectors, payload.dimensions)
             return {"model": payload.model or self._name, "embeddings": [shortest_floats(each) for each in vectors],
                     "load_duration": waited,
                     "total_duration": waited + round((time.monotonic() - began) * NS), "prompt_eval_count": embedded.tokens}
@@ -182,7 +182,7 @@ class EmbeddingPaths:
         prompt = {True: prompts.query, False: prompts.document}.get(task)
 
         def answer(embedded: Embedded) -> dict[str, object]:
-            return told([{"values": shortest_floats(each)} for each in truncated(embedded.vectors, width)])
+            return told([{"values": shortest_floats(each)} for each in truncate_dimensions(embedded.vectors, width)])
 
         return await self._answer(request, name, texts, True, answer, prompt)
 

@@ -222,12 +222,12 @@ def capabilities(files: ModelFiles) -> list[str]:
     if isinstance(files.config, EncoderConfig):
         return ["rerank" if files.config.ranks else "embedding"]
     folder, tokenizer = files.folder, files.tokenizer
-    from ...runtime.generation.embedding import pooling_of
+    from ...runtime.generation.embedding import read_pooling_mode
     from ...runtime.tokens.infill import find_fim_tokens
     from ...runtime.tool_calls.tool_calling import ToolCalling
 
     try:
-        pooling_of(folder)
+        read_pooling_mode(folder)
         embeds = True
     except EffllmError:
         embeds = False

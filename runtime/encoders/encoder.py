@@ -222,9 +222,9 @@ def open_encoder(plan: EncoderPlan, tokenizer: Tokenizer) -> Iterator[Progress |
 def _demand_finite(values: np.ndarray | float) -> None:
     """Raises EffllmError for NaN or infinity."""
     if not np.isfinite(values).all():
-        from ..generation.embedding import not_finite
+        from ..generation.embedding import not_finite_error
 
-        raise not_finite()
+        raise not_finite_error()
 
 
 def sigmoid(x: float) -> float:

@@ -14,7 +14,7 @@ from ... import UsageError
 from ...offload.safetensors_header import is_gguf
 from ..config_reader import ConfigError, read_json, show
 from ..files.bounded_read import JSON_NBYTES, read_bounded
-from ..generation.dense import Dense, dense_of_folder
+from ..generation.dense import Dense, dense_layers_of_folder
 from ..hub import MODULES, POOLING, POOLING_KEPT
 
 POOLING_MODES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -65,7 +65,7 @@ def read_pooling(folder: Path, hidden: int) -> Pooling:
     for kind, _ in modules:
         if kind not in ("transformer", "pooling", "normalize", "dense"):
             raise UsageError(f"this model's embeddings go through module {show(kind)}, which is not supported", OTHERS)
-    return Pooling(_way(stated), dense_of_folder(folder, [place for kind, place in modules if kind == "dense"], hidden))
+    return Pooling(_way(stated), dense_layers_of_folder(folder, [place for kind, place in modules if kind == "dense"], hidden))
 
 
 def _way(stated: Mapping[str, object]) -> str:

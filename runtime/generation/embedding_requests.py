@@ -66,9 +66,9 @@ class EmbeddingRequests:
         `truncate`: a text longer than the context loses its end, except for EOS. `choice`: adapter scales. Raises EffllmError for a model
         that is no embedding model, or for texts that have no vector.
         """
-        from .embedding import demand_room, vectors
+        from .embedding import check_length, embed_texts
 
-        pooling, n_ctx, prefix = self._pooling, self.engine.n_ctx, self.embedding_prompts.before(prompt_name)
+        pooling, n_ctx, prefix = self._pooling, self.engine.n_ctx, self.embedding_prompts.prefix(prompt_name)
         dense = self._dense
         rows: list[list[int]] = []
         for text in texts:  # all are checked before the first pass, which would drop the cached sequence
@@ -77,12 +77,12 @@ class EmbeddingRequests:
                 yield Notice(f"a text of {len(ids)} tokens is cut: the context is {n_ctx} tokens (-c)")
                 suffix = self._eos_suffix if isinstance(text, str) else []
                 ids = ids[: n_ctx - len(suffix)] + suffix
-            demand_room(ids, n_ctx)
+            check_length(ids, n_ctx)
             rows.append(ids)
             if cancelled():
                 return
             yield Yield()
-        embeddings = yield from self._run_on_slot(choice, lambda engine: vectors(engine, rows, pooling, cancelled, dense))
+        embeddings = yield from self._run_on_slot(choice, lambda engine: embed_texts(engine, rows, pooling, cancelled, dense))
         if embeddings is not None:
             yield Embedded(embeddings, sum(map(len, rows)))
 
@@ -115,19 +115,19 @@ class EmbeddingRequests:
     def reranker(self) -> Reranker | ListwiseReranker:
         """The reranker. Raises UsageError for a model that is none."""
         if self.config.listwise_reranker:
-            from .listwise_reranker import listwise_of
+            from .listwise_reranker import read_listwise_reranker
 
-            return listwise_of(self.tokenizer)
-        from .reranker import ranking_of
+            return read_listwise_reranker(self.tokenizer)
+        from .reranker import read_reranker
 
-        return ranking_of(self.engine.prepared.folder, self.tokenizer)
+        return read_reranker(self.engine.prepared.folder, self.tokenizer)
 
     @cached_property
     def embedding_prompts(self) -> EmbeddingPrompts:
         """The prompts (instruction prefixes) that the model was trained with."""
-        from .embedding_prompts import prompts_of
+        from .embedding_prompts import read_embedding_prompts
 
-        return prompts_of(self.engine.prepared.folder)
+        return read_embedding_prompts(self.engine.prepared.folder)
 
     @property
     def vector_width(self) -> int:
@@ -136,21 +136,21 @@ class EmbeddingRequests:
 
     @cached_property
     def _dense(self) -> tuple[Dense, ...]:
-        from .embedding import dense_layers_of
+        from .embedding import all_dense_layers
 
-        return dense_layers_of(self.engine)
+        return all_dense_layers(self.engine)
 
     @cached_property
     def _pooling(self) -> str:
-        from .embedding import pooling_of
+        from .embedding import read_pooling_mode
 
-        return pooling_of(self.engine.prepared.folder)
+        return read_pooling_mode(self.engine.prepared.folder)
 
     @cached_property
     def _eos_suffix(self) -> list[int]:
-        from .embedding import ending
+        from .embedding import eos_suffix
 
-        return ending(self.engine.prepared.folder, self.tokenizer)
+        return eos_suffix(self.engine.prepared.folder, self.tokenizer)
 
     def _with_eos(self, text: str) -> list[int]:
         """Token ids of a text, with EOS where the model expects one."""

@@ -17,12 +17,12 @@ from ...kernels.reference import normalise
 from ..engine import Engine
 from ..events import Progress, Yield
 from ..tokenizer import Tokenizer
-from .embedding import demand_room, dense_layers_of, prefill_texts
+from .embedding import all_dense_layers, check_length, prefill_texts
 from .prompt_segments import Segment, encode_segments
 
-ENDS_DOCUMENT, ENDS_QUERY = "<|embed_token|>", "<|rerank_token|>"
-MOST = 125  # documents of a text
-# The model's own prompt, which is part of its format as a chat template would be: it was trained on these words, and no file has them.
+DOCUMENT_MARKER, QUERY_MARKER = "<|embed_token|>", "<|rerank_token|>"
+MAX_DOCUMENTS = 125  # of one prompt
+# The prompt that the model was trained with; no file of the model has it.
 SYSTEM = ("<|im_start|>system\nYou are a search relevance expert who can determine a ranking of the passages based on how relevant they "
           "are to the query. If the query is a question, how relevant a passage is depends on how well it answers the question. If not, "
           "try to analyze the intent of the query and assess how well each passage satisfies the intent. If an instruction is provided, "
@@ -34,63 +34,65 @@ ANSWER = "\n</query><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 @dataclass(frozen=True)
 class ListwiseReranker:
-    """The marker tokens after a document and after the query."""
+    """A model that ranks all documents of a prompt against each other."""
 
-    document: int
-    query: int
+    document_marker: int  # id of the token after a document
+    query_marker: int  # id of the token after the query
     tokenizer: Tokenizer
 
-    def prompts(self, query: str, documents: Sequence[str], instruction: str | None, room: int) -> Iterator[list[int]]:
-        """Token ids of each text, which has as many of the documents, in order, as a context of `room` tokens holds. Raises
-        ContextOverflow for one that has no room by itself."""
-        around, with_one = (len(self._asked(query, each, instruction)) for each in ((), ("",)))
-        sizes = [len(self.tokenizer.encode(each, False)) + with_one - around for each in documents]
-        done = 0
-        while done < len(documents):
-            count, tokens = 1, around + sizes[done]
-            while count < MOST and done + count < len(documents) and tokens + sizes[done + count] <= room:
-                tokens += sizes[done + count]
-                count += 1
-            ids = self._asked(query, documents[done : done + count], instruction)
-            while len(ids) > room and count > 1:  # numbers grow, and what stands together may be cut otherwise
-                count -= 1
-                ids = self._asked(query, documents[done : done + count], instruction)
-            demand_room(ids, room)
-            yield ids
-            done += count
+    def prompts(self, query: str, documents: Sequence[str], instruction: str | None, n_ctx: int) -> Iterator[list[int]]:
+        """Token ids of each prompt, which has as many of the documents, in order, as fit a context of `n_ctx` tokens.
 
-    def _asked(self, query: str, documents: Sequence[str], instruction: str | None) -> list[int]:
+        Raises ContextOverflow for a document that does not fit even alone.
+        """
+        frame_tokens, one_empty = (len(self._prompt_ids(query, each, instruction)) for each in ((), ("",)))
+        sizes = [len(self.tokenizer.encode(each, False)) + one_empty - frame_tokens for each in documents]
+        first = 0
+        while first < len(documents):
+            count, tokens = 1, frame_tokens + sizes[first]
+            while count < MAX_DOCUMENTS and first + count < len(documents) and tokens + sizes[first + count] <= n_ctx:
+                tokens += sizes[first + count]
+                count += 1
+            ids = self._prompt_ids(query, documents[first : first + count], instruction)
+            while len(ids) > n_ctx and count > 1:  # the sum of parts is an estimate: ids get longer, and texts may merge differently
+                count -= 1
+                ids = self._prompt_ids(query, documents[first : first + count], instruction)
+            check_length(ids, n_ctx)
+            yield ids
+            first += count
+
+    def _prompt_ids(self, query: str, documents: Sequence[str], instruction: str | None) -> list[int]:
         parts: list[Segment] = [(SYSTEM + TASK.format(len(documents)), False), (query, True), ("\n", False)]
         if instruction:
             parts += [("<instruct>\n", False), (instruction, True), ("\n</instruct>\n", False)]
         for number, document in enumerate(documents):
-            parts += [(f'<passage id="{number}">\n', False), (document, True), (f"{ENDS_DOCUMENT}\n</passage>\n", False)]
-        parts += [("<query>\n", False), (query, True), (ENDS_QUERY + ANSWER, False)]
+            parts += [(f'<passage id="{number}">\n', False), (document, True), (f"{DOCUMENT_MARKER}\n</passage>\n", False)]
+        parts += [("<query>\n", False), (query, True), (QUERY_MARKER + ANSWER, False)]
         return encode_segments(parts, self.tokenizer)
 
     def scores(self, engine: Engine, texts: Sequence[Sequence[int]],
                cancelled: Callable[[], bool]) -> Generator[Yield | Progress, None, list[float] | None]:
         """Cosine of each document with the query, -1 to 1; None if cancelled. The engine's sequence is dropped. Raises EffllmError for
         NaN."""
-        norm, dense = engine.model.read_norm(), dense_layers_of(engine)
-        marks = [np.isin(ids, (self.document, self.query)) for ids in texts]
-        found: list[list[np.ndarray]] = [[] for _ in texts]
-        read = [0] * len(texts)
+        norm, dense = engine.model.read_norm(), all_dense_layers(engine)
+        marker_masks = [np.isin(ids, (self.document_marker, self.query_marker)) for ids in texts]
+        projected: list[list[np.ndarray]] = [[] for _ in texts]
+        read_tokens = [0] * len(texts)
 
-        def see(place: int, states: np.ndarray, _: bool) -> None:
-            own = states[marks[place][read[place] : read[place] + len(states)]]
-            read[place] += len(states)
-            engine.demand_finite(own)
-            for row in normalise(own, norm.kind, norm.weight, norm.bias, norm.eps):
-                for each in dense:
-                    row = each(row)
-                found[place].append(row)
+        def on_states(index: int, states: np.ndarray, _: bool) -> None:
+            marker_states = states[marker_masks[index][read_tokens[index] : read_tokens[index] + len(states)]]
+            read_tokens[index] += len(states)
+            engine.demand_finite(marker_states)
+            for row in normalise(marker_states, norm.kind, norm.weight, norm.bias, norm.eps):
+                for layer in dense:
+                    row = layer(row)
+                projected[index].append(row)
 
-        if not (yield from prefill_texts(engine, texts, "ranking", cancelled, see)):
+        if not (yield from prefill_texts(engine, texts, "ranking", cancelled, on_states)):
             return None
-        documents = [np.stack(each[:-1]).astype(np.float64) for each in found]
-        queries = [each[-1].astype(np.float64) for each in found]
-        weights = [(1 + _cosines(*each).max()) / 2 for each in zip(documents, queries, strict=True)]
+        documents = [np.stack(part[:-1]).astype(np.float64) for part in projected]
+        queries = [part[-1].astype(np.float64) for part in projected]
+        weights = [(1 + _cosines(*part).max()) / 2 for part in zip(documents, queries, strict=True)]
         query = np.average(queries, axis=0, weights=weights) if sum(weights) else queries[0]
         return _cosines(np.concatenate(documents), query).tolist()
 
@@ -101,10 +103,11 @@ def _cosines(documents: np.ndarray, query: np.ndarray) -> np.ndarray:
     return documents @ query / np.where(lengths, lengths, 1)
 
 
-def listwise_of(tokenizer: Tokenizer) -> ListwiseReranker:
+def read_listwise_reranker(tokenizer: Tokenizer) -> ListwiseReranker:
     """The reranker of a model with such a projector. Raises UsageError if the vocabulary lacks the markers."""
     added = tokenizer.added
-    if ENDS_DOCUMENT not in added or ENDS_QUERY not in added:
-        raise UsageError(f"this model ranks documents by the tokens {ENDS_DOCUMENT} and {ENDS_QUERY}, which its tokenizer does not have",
+    if DOCUMENT_MARKER not in added or QUERY_MARKER not in added:
+        raise UsageError(f"this model ranks documents by the tokens {DOCUMENT_MARKER} and {QUERY_MARKER}, "
+                         "which its tokenizer does not have",
                          "its files belong to different models: download it again")
-    return ListwiseReranker(added[ENDS_DOCUMENT], added[ENDS_QUERY], tokenizer)
+    return ListwiseReranker(added[DOCUMENT_MARKER], added[QUERY_MARKER], tokenizer)

@@ -12,8 +12,8 @@ from ..adapters.loaded_adapters import NO_ADAPTERS
 from ..encoders.encoder import Encoder
 from ..encoders.encoder_config import EncoderConfig
 from ..events import Embedded, Event, Notice, Ranked, Yield
-from .embedding import demand_room, normalized
-from .embedding_prompts import EmbeddingPrompts, prompts_of
+from .embedding import check_length, normalized
+from .embedding_prompts import EmbeddingPrompts, read_embedding_prompts
 from .embedding_requests import check_token_ids, never
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class ServedEncoder:
     @cached_property
     def embedding_prompts(self) -> EmbeddingPrompts:
         """The prompts (instruction prefixes) that the model was trained with."""
-        found = prompts_of(self.encoder.folder)
-        return replace(found, named={**dict(self.config.tasks), **found.named})
+        found = read_embedding_prompts(self.encoder.folder)
+        return replace(found, prefixes={**dict(self.config.tasks), **found.prefixes})
 
     @property
     def reranker(self) -> None:
@@ -64,19 +64,19 @@ class ServedEncoder:
         vector.
         """
         self.encoder.require_embeddings()
-        rows, prefix = [], self.embedding_prompts.before(prompt_name)
+        rows, prefix = [], self.embedding_prompts.prefix(prompt_name)
         for text in texts:
             ids = self.tokenizer.encode(prefix + text) if isinstance(text, str) else check_token_ids(text, self.config.vocab_size)
             if truncate and len(ids) > self.n_ctx:
                 yield Notice(f"a text of {len(ids)} tokens is cut: the model takes {self.n_ctx} at most")
                 suffix = ids[-1:] if isinstance(text, str) else []
                 ids = ids[: self.n_ctx - len(suffix)] + suffix
-            demand_room(ids, self.n_ctx, TOO_LONG_HINT)
+            check_length(ids, self.n_ctx, TOO_LONG_HINT)
             rows.append(ids)
             if cancelled():
                 return
             yield Yield()
-        vectors = yield from self.encoder.vectors(rows, cancelled, prompt_name or self.embedding_prompts.usual)
+        vectors = yield from self.encoder.vectors(rows, cancelled, prompt_name or self.embedding_prompts.default_name)
         if vectors is not None:
             yield Embedded([normalized(each) for each in vectors], sum(map(len, rows)))
 
@@ -92,7 +92,7 @@ class ServedEncoder:
         rows, segment_rows, plain_tokenizer = [], [], self.tokenizer.of_letters
         for document in documents:
             ids, segments = plain_tokenizer.pair(query, document)
-            demand_room(ids, self.n_ctx, TOO_LONG_HINT)
+            check_length(ids, self.n_ctx, TOO_LONG_HINT)
             rows.append(ids)
             segment_rows.append(segments)
             if cancelled():
