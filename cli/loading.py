@@ -244,7 +244,7 @@ def open_model(ref: ModelRef, options: EngineOptions, screen: Screen, with_media
     """A context that yields a model with its weights loaded, and closes it at the end. `with_media`: reserve memory for the media encoders,
     if the model has any. In a worker, the memory is negotiated with the router first."""
     tokenizer = tokenizer_of(ref, options)
-    for remark in tokenizer.remarks:
+    for remark in tokenizer.warnings:
         screen.note(remark)
     if with_media:
         options = replace(options, encoder_path=str(ref.whole), mmproj=ref.mmproj)
@@ -282,7 +282,7 @@ def tokenizer_of(ref: ModelRef, options: EngineOptions) -> Tokenizer:
         chat_format = None
     if chat_format is not None:
         install_template(tokenizer, chat_format)
-        tokenizer.remarks = (*tokenizer.remarks, f"the file has no chat template: using that of {chat_format}, which matches Ollama's")
+        tokenizer.warnings = (*tokenizer.warnings, f"the file has no chat template: using that of {chat_format}, which matches Ollama's")
     return tokenizer
 
 

@@ -71,7 +71,7 @@ def opened(ref: ModelRef, engine: EngineFlags, screen: Screen) -> Encoder:
     options, router_link = options_of(engine), screen.environment.router_link
     plan = plan_encoder(ref.folder, options)
     tokenizer = tokenizer_of(ref.folder, plan.config)
-    for remark in (*plan.notices, *tokenizer.remarks):
+    for remark in (*plan.notices, *tokenizer.warnings):
         screen.note(remark)
     if router_link is not None:
         options = router_link.negotiate_memory(options, lambda options: plan_encoder(ref.folder, options).total_bytes)

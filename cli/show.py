@@ -141,7 +141,7 @@ def _document(facts: ModelInfo) -> dict[str, object]:
             "stored": facts.stored, **_shape(config), "windows": facts.windows, "chat_template": facts.tokenizer.template is not None,
             "reasoning": facts.tokenizer.thinks, "tools": calls.format.name if calls and calls.knows_tools else None,
             "infill": facts.infill is not None, "images": taken(IMAGE_INPUT), "audio": taken(AUDIO_INPUT),
-            "warnings": [*config.warnings, *facts.tokenizer.remarks],
+            "warnings": [*config.warnings, *facts.tokenizer.warnings],
             "quantized": None if container is None else {"spec": container.spec_text, "bits_per_weight": container.bits_per_weight,
                                                          "source": dict(container.source), "method": dict(container.method),
                                                          "calibration": dict(container.calibration)}}
@@ -176,7 +176,7 @@ def _lines(facts: ModelInfo, screen: Screen) -> None:
 
     config, container, ref, tokenizer = facts.config, facts.container, facts.ref, facts.tokenizer
     calls, infill, state = facts.calls, facts.infill, config.recurrent
-    for warning in (*(each for each in config.warnings if not (facts.encoders and TEXT_ONLY_WARNING in each)), *tokenizer.remarks):
+    for warning in (*(each for each in config.warnings if not (facts.encoders and TEXT_ONLY_WARNING in each)), *tokenizer.warnings):
         screen.note(warning)
     screen.pairs([pair for pair in (
         ("model", f"{facts.name}, {config.family}"),

@@ -273,7 +273,7 @@ class Session:
         if self.raw and not self._said_raw:
             self._said_raw = True
             yield self._fallback(NO_TEMPLATE)
-        if not self._said_think and (why := self.tokenizer.unmoved(self.think)):
+        if not self._said_think and (why := self.tokenizer.unsupported_think(self.think)):
             self._said_think = True
             yield self._fallback(f"--think {self.think} has no effect: {why}")
         if not self._said_limit and self.max_reasoning_tokens is not None and not self.tokenizer.thinks:

@@ -28,7 +28,7 @@ LIST = '[TOOL_CALLS][{"name": "time", "arguments": {}}, {"name": "time", "argume
 class Spoken:
     """A stream whose tokens are the texts themselves."""
 
-    taken_back = ""
+    retracted = ""
 
     def push(self, text: str) -> str:
         return text
@@ -64,8 +64,8 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 CHANNELS = ("<|channel|>analysis<|message|>Q: is it END?<|end|><|start|>assistant<|channel|>final<|message|>It is.END Not"
             "<|return|>")
 CASES = [("<think>Q: is it END?</think>\n\nIt is.END Not", ThinkFilter),
-         ("Q: is it END?</think>It is.END Not", lambda: ThinkFilter(started=True)),
-         ("<think>Q: is it END?</think><answer>It is.END Not</answer>", lambda: ThinkFilter(answers=WRAPPED)),
+         ("Q: is it END?</think>It is.END Not", lambda: ThinkFilter(starts_inside=True)),
+         ("<think>Q: is it END?</think><answer>It is.END Not</answer>", lambda: ThinkFilter(answer_tags=WRAPPED)),
          (CHANNELS, lambda: ChannelFilter("<|start|>assistant"))]
 
 

@@ -34,7 +34,7 @@ def test_vectors_are_those_of_the_folder(bert: Path, tmp_path: Path, kind: str, 
         assert np.linalg.norm(made - wanted) <= error * np.linalg.norm(wanted)
     for text in (*TEXTS, *LONG):
         assert own.tokenizer.encode(text) == other.tokenizer.encode(text)
-        assert own.tokenizer.pair(text, "a fox") == other.tokenizer.pair(text, "a fox")
+        assert own.tokenizer.encode_pair(text, "a fox") == other.tokenizer.encode_pair(text, "a fox")
 
 
 def test_nomic(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_tokenizer_that_merges_bytes(tmp_path: Path) -> None:
     own, other = opened(write_encoder(folder, tmp_path / "m.gguf", "modern-bert")), opened(folder)
     for text in (*TEXTS, *LONG, "  caf\u00e9 12 <|user|>"):
         assert own.tokenizer.encode(text) == other.tokenizer.encode(text)
-        assert own.tokenizer.pair(text, "a fox") == other.tokenizer.pair(text, "a fox")
+        assert own.tokenizer.encode_pair(text, "a fox") == other.tokenizer.encode_pair(text, "a fox")
 
 
 def test_a_head_that_ranks(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_xlm_roberta(tmp_path: Path, head: str, pooling: str) -> None:
     own, other = opened(write_encoder(folder, tmp_path / "m.gguf", pooling=pooling)), opened(folder)
     for text in (*TEXTS, "the  fox\n is 3", "foxking thefox"):
         assert own.tokenizer.encode(text) == other.tokenizer.encode(text)
-        assert own.tokenizer.pair(text, "a fox") == other.tokenizer.pair(text, "a fox")
+        assert own.tokenizer.encode_pair(text, "a fox") == other.tokenizer.encode_pair(text, "a fox")
     assert own.n_ctx == other.n_ctx == 398
     if more:
         made, wanted = ([*ServedEncoder(each).rank(TEXTS[1], [TEXTS[0], TEXTS[2]])][-1].scores for each in (own, other))
@@ -112,7 +112,7 @@ def test_relatives_of_bert(tmp_path: Path, kind: str) -> None:
         assert (made == wanted).all()
     for text in TEXTS:
         assert own.tokenizer.encode(text) == other.tokenizer.encode(text)
-    (ids, _), (single, _) = own.tokenizer.pair(TEXTS[0], "a fox"), other.tokenizer.pair(TEXTS[0], "a fox")
+    (ids, _), (single, _) = own.tokenizer.encode_pair(TEXTS[0], "a fox"), other.tokenizer.encode_pair(TEXTS[0], "a fox")
     assert len(ids) == len(single) + (kind == "roberta") and ids.count(ids[-1]) == 2 + (kind == "roberta")
 
 

@@ -66,7 +66,7 @@ def test_scores_are_those_of_the_model_it_is(tmp_path: Path) -> None:
     *_, ranked = encodings.rank(TEXTS[1], documents)
     model.double()
     for document, score in zip(documents, ranked.scores, strict=True):
-        ids, _ = encodings.tokenizer.pair(TEXTS[1], document)
+        ids, _ = encodings.tokenizer.encode_pair(TEXTS[1], document)
         with torch.no_grad():
             logit = model(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits[0, 0]
         assert score == pytest.approx(float(torch.sigmoid(logit)), abs=2e-6)
@@ -186,7 +186,7 @@ def test_llama_cpp_ranks_by_the_same_file(tmp_path: Path, monkeypatch: pytest.Mo
                                                                    pooling_type=llama_cpp.LLAMA_POOLING_TYPE_RANK, n_threads=2)
     *_, ranked = encodings.rank(TEXTS[1], [TEXTS[0], TEXTS[2]])
     for document, score in zip((TEXTS[0], TEXTS[2]), ranked.scores, strict=True):
-        ids, _ = encodings.tokenizer.pair(TEXTS[1], document)
+        ids, _ = encodings.tokenizer.encode_pair(TEXTS[1], document)
         monkeypatch.setattr(peer, "tokenize", lambda _, ids=ids: ids)
         logit = peer.embed(document)[0]
         assert 1 / (1 + np.exp(-logit)) == pytest.approx(score, abs=2e-3)

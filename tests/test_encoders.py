@@ -123,7 +123,7 @@ def test_gte_as_it_is_published(tmp_path: Path, head: str) -> None:
     encoder, row = opened(folder), rows_of((30,))[0]
     if encoder.config.ranks:
         *_, ranked = ServedEncoder(encoder).rank(TEXTS[1], [TEXTS[0]])
-        ids, _ = ServedEncoder(encoder).tokenizer.pair(TEXTS[1], TEXTS[0])
+        ids, _ = ServedEncoder(encoder).tokenizer.encode_pair(TEXTS[1], TEXTS[0])
         with torch.no_grad():
             logit = model.double()(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits[0, 0]
         assert ranked.scores[0] == pytest.approx(float(torch.sigmoid(logit)), abs=2e-6)
@@ -235,12 +235,12 @@ def test_scores_are_the_sigmoid_of_the_head(kind: str, tmp_path: Path) -> None:
     for document, score in zip((TEXTS[0], TEXTS[2], None), ranked.scores, strict=True):
         if document is None:  # a mark in a document is letters, which this vocabulary has not
             continue
-        ids, types = encodings.tokenizer.pair(TEXTS[1], document)
+        ids, types = encodings.tokenizer.encode_pair(TEXTS[1], document)
         told = {"token_type_ids": torch.tensor([types])} if kind in ("bert", "electra", "ernie") else {}
         with torch.no_grad():
             logit = model(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **told).logits[0, 0]
         assert score == pytest.approx(float(torch.sigmoid(logit)), abs=2e-6)
-    ids, _ = encodings.tokenizer.of_letters.pair(TEXTS[1], "a [SEP] b")
+    ids, _ = encodings.tokenizer.without_special_tokens.encode_pair(TEXTS[1], "a [SEP] b")
     assert ids.count(WORDS.index("[SEP]")) == 2
     with pytest.raises(UsageError, match="does not take an instruction"):
         next(encodings.rank("a", ["b"], "Find boats."))

@@ -18,7 +18,7 @@ from effllm.runtime.gguf.store import read_header
 from effllm.runtime.gguf.tokenizer import backend, load_tokenizer, read_vocabulary
 from effllm.runtime.gguf.tokenizer_export import tokenizer_metadata
 from effllm.runtime.tokenizer import Tokenizer
-from effllm.runtime.tokens.infill import HERE, MIN_AROUND, PROJECT, SNIPPET, InfillContext, find_fim_tokens, infill_prompt
+from effllm.runtime.tokens.infill import CURRENT_FILE, MIN_CONTEXT_TOKENS, PROJECT, SNIPPET, InfillContext, find_fim_tokens, infill_prompt
 from effllm.runtime.tokens.plain_text import PlainText
 from effllm.runtime.tokens.stream_filters import IndentStop
 
@@ -85,21 +85,22 @@ def test_files_may_state_tokens_of_any_name() -> None:
 def test_what_is_begun_belongs_to_the_prefix_and_text_begins_once() -> None:
     prompt = asked(QWEN, InfillContext("a\n", "\nb", "  c"), bos=7)
     assert spelled(prompt.ids[1:]) == "<|fim_prefix|>a\n  c<|fim_suffix|>\nb<|fim_middle|>" and prompt.ids[0] == 7
-    assert prompt.lasting == 1 and not prompt.is_cut
+    assert prompt.cacheable == 1 and not prompt.is_truncated
     assert spelled(asked(QWEN, InfillContext("", "")).ids) == "<|fim_prefix|><|fim_suffix|><|fim_middle|>"
 
 
 @pytest.mark.parametrize(("names", "said"), [
-    (OF_QWEN, f"<|repo_name|>{PROJECT}\n<|file_sep|>a.py\nx = 1\n<|file_sep|>b.py\ny = 1\n<|file_sep|>{HERE}\n"),
+    (OF_QWEN, f"<|repo_name|>{PROJECT}\n<|file_sep|>a.py\nx = 1\n<|file_sep|>b.py\ny = 1\n<|file_sep|>{CURRENT_FILE}\n"),
     ((*STARCODER, "<repo_name>", "<file_sep>"), f"<repo_name>{PROJECT}<file_sep>x = 1\n<file_sep>y = 1\n<file_sep>"),
-    ((*STARCODER, "<reponame>", "<filename>"), f"<reponame>{PROJECT}\n<filename>a.py\nx = 1\n<filename>b.py\ny = 1\n<filename>{HERE}\n"),
+    ((*STARCODER, "<reponame>", "<filename>"),
+     f"<reponame>{PROJECT}\n<filename>a.py\nx = 1\n<filename>b.py\ny = 1\n<filename>{CURRENT_FILE}\n"),
     (OF_QWEN[:3], f"{SNIPPET}x = 1\n{SNIPPET}y = 1\n")])
 def test_other_files_come_first(names: tuple[str, ...], said: str) -> None:
     known = numbered(*names)
     gap = InfillContext("before", "behind", files=(("a.py", "x = 1\n"), ("b.py", "y = 1\n")))
     prompt = asked(known, gap)
     assert spelled(prompt.ids, known) == f"{said}{names[0]}before{names[1]}behind{names[2]}"
-    assert prompt.lasting == prompt.ids.index(known[names[0]])
+    assert prompt.cacheable == prompt.ids.index(known[names[0]])
     assert spelled(asked(known, InfillContext("before", "behind")).ids, known).startswith(names[0])
 
 
@@ -117,12 +118,12 @@ def test_what_is_nearest_has_room(before: int, behind: int, files: int) -> None:
     prefix, suffix = own.removesuffix("<|fim_middle|>").split("!!<|fim_suffix|>")
     assert gap.prefix.endswith(prefix) and gap.suffix.startswith(suffix)
     whole = (len(prefix), len(suffix)) == (before, behind) and said.count("<|file_sep|>") == files + bool(files)
-    assert prompt.is_cut != whole
+    assert prompt.is_truncated != whole
     if (len(prefix), len(suffix)) != (before, behind):
         assert len(prompt.ids) + answer > room * 0.85, "what room there is is used"
         assert len(suffix) == behind or len(suffix) * 3 >= len(prefix) or len(prefix) == before
     if files == 40:
-        assert "<|file_sep|>39.py\n" in said and "<|file_sep|>0.py\n" not in said and prompt.lasting <= room - MIN_AROUND
+        assert "<|file_sep|>39.py\n" in said and "<|file_sep|>0.py\n" not in said and prompt.cacheable <= room - MIN_CONTEXT_TOKENS
 
 
 def test_a_key_pressed_moves_neither_files_nor_the_cut() -> None:
@@ -152,9 +153,9 @@ def test_what_may_not_be_cut_is_refused() -> None:
 def test_the_tokens_of_codellamas_authors() -> None:
     """What the tokenizer of their repository makes of its first example of infilling."""
     plain = PlainText(load_tokenizer(VOCABS[0] / "llama-spm.gguf", 32_016))
-    assert plain.first('def remove_non_ascii(s: str) -> str:\n    """ ') == [
+    assert plain.encode_start('def remove_non_ascii(s: str) -> str:\n    """ ') == [
         822, 3349, 29918, 5464, 29918, 294, 18869, 29898, 29879, 29901, 851, 29897, 1599, 851, 29901, 13, 1678, 9995, 29871]
-    assert plain.going_on("\n    return result\n") == [13, 1678, 736, 1121, 13]
+    assert plain.encode_continuation("\n    return result\n") == [13, 1678, 736, 1121, 13]
 
 
 @needs_vocabularies
@@ -167,11 +168,11 @@ def test_marks_in_a_text_are_letters(name: str) -> None:
     smile = tokenizer.encode("\u263a", False)
     known = {tokenizer.added[text] for text in written if text in tokenizer.added}
     for text in ("a", " ", "", "\n\n", *written, f"x{written[0]}{written[-1]} y\n", "".join(written), f"é{written[0][1:]}"):
-        for ids in (plain.first(text), plain.going_on(text)):
+        for ids in (plain.encode_start(text), plain.encode_continuation(text)):
             assert known.isdisjoint(ids), text
             said = tokenizer.decode([*smile, *ids], False).removeprefix("\u263a")
             assert said.strip() == (text.replace("\u2581", " ") if name == "llama-spm" else text).strip()
-    assert plain.going_on("def f(x):") == tokenizer.encode("\u263adef f(x):", False)[len(smile) :]
+    assert plain.encode_continuation("def f(x):") == tokenizer.encode("\u263adef f(x):", False)[len(smile) :]
 
 
 def test_a_gguf_file_states_its_tokens(tmp_path: Path) -> None:
@@ -293,6 +294,6 @@ def test_llama_cpp_makes_the_same_tokens_of_texts_that_hold_marks() -> None:
         for text in ("def f(x):\n    return x\n", "a b  c", "  x", "x = '' # é\n"):
             made = peer.llama_tokenize(peer.llama_model_get_vocab(model), text.encode(), len(text.encode()),
                                        room.ctypes.data_as(peer.llama_token_p), len(room), False, False)
-            assert plain.going_on(text) == room[:made].tolist()
+            assert plain.encode_continuation(text) == room[:made].tolist()
     finally:
         peer.llama_model_free(model)

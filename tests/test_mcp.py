@@ -22,7 +22,7 @@ from effllm.runtime.mcp.client import Cancelled, Client, ServerFailed
 from effllm.runtime.mcp.configuration import ServerEntry, read_configuration
 from effllm.runtime.mcp.results import ToolResult, parse_result, sanitized
 from effllm.runtime.mcp.toolbox import Toolbox
-from effllm.runtime.tokens.plain_text import CUT
+from effllm.runtime.tokens.plain_text import TOKEN_BREAK
 
 SERVER = str(Path(__file__).resolve().parent / "tool_server.py")
 
@@ -299,10 +299,10 @@ def test_images_are_passed_on():
     assert parse_result({"content": [{"type": "image", "data": PIXEL}]}).pictures[0].startswith(b"\x89PNG")
 
 
-@given(st.text() | st.lists(st.sampled_from(["\x1b[31m", BEGIN, END, CUT, "\x07", "a", "\udc80", "\r"])).map("".join))
+@given(st.text() | st.lists(st.sampled_from(["\x1b[31m", BEGIN, END, TOKEN_BREAK, "\x07", "a", "\udc80", "\r"])).map("".join))
 def test_nothing_that_a_tool_says_is_a_command(text):
     said = sanitized(text)
-    assert not {*said} & {BEGIN, END, CUT, "\x1b", "\x07", "\r"} and sanitized(said) == said
+    assert not {*said} & {BEGIN, END, TOKEN_BREAK, "\x1b", "\x07", "\r"} and sanitized(said) == said
     said.encode()
 
 

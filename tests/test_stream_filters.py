@@ -124,7 +124,7 @@ think_texts = st.lists(st.sampled_from(["<think>", "</think>", "<thi", "</", "a"
 @given(cut(think_texts), st.booleans())
 def test_thinking_does_not_depend_on_the_pieces(text_and_pieces, started):
     text, pieces = text_and_pieces
-    block = ThinkFilter(started=started)
+    block = ThinkFilter(starts_inside=started)
     parts = [part for piece in pieces for part in block.push(piece)] + block.flush()
     thinking, answer = split_thinking(text, started)
     assert "".join(t for kind, t in parts if kind == "thinking") == thinking
@@ -146,7 +146,7 @@ def test_an_answer_about_tags_is_an_answer():
 
 @pytest.mark.parametrize(("text", "started"), [("<think>on and on", False), ("on and on", True)])
 def test_thinking_that_never_ends_is_no_answer(text, started):
-    block = ThinkFilter(started=started)
+    block = ThinkFilter(starts_inside=started)
     assert "".join(part for kind, part in block.push(text) + block.flush() if kind == "answer") == ""
 
 

@@ -74,7 +74,7 @@ def parts_of(filter: ThinkFilter, pieces: list[str]) -> dict[str, str]:
 ])
 def test_tags_around_an_answer_are_no_part_of_it(text: str, said: dict[str, str]) -> None:
     def made(pieces: list[str]) -> dict[str, str]:
-        return parts_of(ThinkFilter(answers=ANSWER_TAGS), pieces)
+        return parts_of(ThinkFilter(answer_tags=ANSWER_TAGS), pieces)
 
     assert made([text]) == made(list(text)) == said
     assert all(made([text[:at], text[at:]]) == said for at in range(len(text)))
@@ -90,7 +90,7 @@ def test_apriel_says_where_its_answer_begins(tmp_path: Path, closes: str) -> Non
     template = "{{ messages[0].content }}<|begin_assistant|>\nHere are my reasoning steps:\n"
     made = Tokenizer.load(save(tmp_path, byte_level(special("[BEGIN FINAL RESPONSE]")), chat_template=template), CONFIG)
     prompt = made.encode_chat([{"role": "user", "content": "Hi"}])
-    assert made.thinks and made.opens_thinking(prompt) and made.unmoved("off")
+    assert made.thinks and made.opens_thinking(prompt) and made.unsupported_think("off")
     text = f"1. so\n[BEGIN FINAL RESPONSE]\n[yes]\n{closes}"
     stream = made.stream()
     pieces = [*map(stream.push, made.encode(text)), stream.flush()]
@@ -137,7 +137,7 @@ def test_the_reasoning_option_has_the_name_that_the_template_knows(tmp_path: Pat
                                                                    unmoved: bool) -> None:
     made = Tokenizer.load(copy_of_fable(tmp_path, tokenizer_config={"chat_template": template}), CONFIG)
     assert (made.thinking(True), made.thinking(False), made.no_think) == (on, off, "")
-    assert not made.unmoved("on") and not made.unmoved("auto") and ("no switch" in made.unmoved("off")) == unmoved
+    assert not made.unsupported_think("on") and not made.unsupported_think("auto") and ("no switch" in made.unsupported_think("off")) == unmoved
 
 
 NANO = """{% set ns = namespace(enable_thinking=true) %}{% for m in messages %}{% if '/no_think' in m.content %}
@@ -200,4 +200,4 @@ def test_apertus_thinks_on_an_inner_part(tmp_path: Path) -> None:
     stream = made.stream()
     pieces = [*map(stream.push, made.encode("<|inner_prefix|>so<|inner_suffix|>yes")), stream.flush()]
     assert parts_of(made.reasoning(made.encode("Hi")), pieces) == {"thinking": "so", "answer": "yes"}
-    assert made.thinks and made.thinking(False) == {"enable_thinking": False} and not made.unmoved("off")
+    assert made.thinks and made.thinking(False) == {"enable_thinking": False} and not made.unsupported_think("off")

@@ -22,7 +22,7 @@ from effllm.runtime.gguf.tokenizer import backend, read_vocabulary
 from effllm.runtime.gguf.tokenizer_export import tokenizer_metadata
 from effllm.runtime.tokenizer import Tokenizer, TokenizerError
 from effllm.runtime.tokens import tiktoken_vocabulary
-from effllm.runtime.tokens.tiktoken_vocabulary import FIRST_SPECIAL, TEMPLATES, VocabularyError, _spelling, read_tiktoken
+from effllm.runtime.tokens.tiktoken_vocabulary import DEFAULT_SPECIAL_TOKENS, TEMPLATES, VocabularyError, _byte_level_speller, read_tiktoken
 
 FABLE = Path(__file__).parents[1] / "models" / "fable"
 CONFIG = replace(read_config(FABLE), vocab_size=4000)
@@ -38,7 +38,7 @@ KIMI_SETTINGS = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenToken
 @cache
 def ranks() -> dict[bytes, int]:
     """Byte strings that cross the borders of words, so that a wrong cut changes the tokens."""
-    bytes_of = {text: bytes([byte]) for byte in range(256) for text in [_spelling()(bytes([byte]))]}
+    bytes_of = {text: bytes([byte]) for byte in range(256) for text in [_byte_level_speller()(bytes([byte]))]}
     made = Backend(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=1500, initial_alphabet=list(bytes_of), show_progress=False,
@@ -71,7 +71,7 @@ def tekken(version: str = "v7", **changes: object) -> dict[str, object]:
                           "default_num_special_tokens": SPECIAL, "version": version}, "vocab": entries}
     if version != "v3":
         content["special_tokens"] = [{"rank": rank, "token_str": name, "is_control": True}
-                                     for rank, name in enumerate([*FIRST_SPECIAL, "[THINK]", "[/THINK]"])]
+                                     for rank, name in enumerate([*DEFAULT_SPECIAL_TOKENS, "[THINK]", "[/THINK]"])]
     return content | changes
 
 
@@ -145,10 +145,10 @@ def test_a_folder_without_a_template_is_asked_as_its_version_is(tmp_path: Path, 
     made = Tokenizer.load(write_tekken(tmp_path, tekken(version)), CONFIG)
     roles = zip(("system", "user", "assistant", "user"), ("Be brief.", "a", "b", "c"))
     assert made.render_chat([{"role": role, "content": content} for role, content in roles]) == said
-    assert made.thinks == (version in ("v11", "v13")) and len(made.remarks) == 1 and "template" in made.remarks[0]
+    assert made.thinks == (version in ("v11", "v13")) and len(made.warnings) == 1 and "template" in made.warnings[0]
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     own = Tokenizer.load(tmp_path, CONFIG)
-    assert own.render_chat([{"role": "user", "content": "x"}]) == "x!" and not own.remarks
+    assert own.render_chat([{"role": "user", "content": "x"}]) == "x!" and not own.warnings
 
 
 def test_other_versions_have_no_template_of_ours(tmp_path: Path) -> None:
@@ -193,11 +193,11 @@ def test_ranks_without_their_pattern_are_refused(tmp_path: Path) -> None:
 
 
 def test_tokens_that_would_take_minutes_to_cut_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiktoken_vocabulary, "MOST_WORK", 10_000)
+    monkeypatch.setattr(tiktoken_vocabulary, "MAX_SPLIT_NBYTES", 10_000)
     with pytest.raises(TokenizerError, match="exceed the size limits of a vocabulary"):
         Tokenizer.load(write_tekken(tmp_path, tekken()), CONFIG)
     monkeypatch.undo()
-    monkeypatch.setattr(tiktoken_vocabulary, "MOST_CUTS", 100)
+    monkeypatch.setattr(tiktoken_vocabulary, "MAX_MERGES", 100)
     with pytest.raises(TokenizerError, match="more than 100 merges"):
         Tokenizer.load(tmp_path, CONFIG)
 
@@ -208,13 +208,13 @@ def test_a_conversion_that_cuts_words_as_others_do_is_mended(mistral: Tokenizer,
     raw["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = LLAMA3_WORDS
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     made = Tokenizer.load(tmp_path, CONFIG)
-    assert len(made.remarks) == 1 and "Mistral" in made.remarks[0] and json.loads(made.to_json())["pre_tokenizer"] != raw["pre_tokenizer"]
+    assert len(made.warnings) == 1 and "Mistral" in made.warnings[0] and json.loads(made.to_json())["pre_tokenizer"] != raw["pre_tokenizer"]
     for text in TEXTS:
         assert made.encode(text, add_special_tokens=False) == mistral.encode(text, add_special_tokens=False)
     raw["model"]["vocab"]["\u0100"], raw["model"]["vocab"]["\u0101"] = raw["model"]["vocab"]["\u0101"], raw["model"]["vocab"]["\u0100"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     other = Tokenizer.load(tmp_path, CONFIG)
-    assert not other.remarks and json.loads(other.to_json())["pre_tokenizer"] == raw["pre_tokenizer"]
+    assert not other.warnings and json.loads(other.to_json())["pre_tokenizer"] == raw["pre_tokenizer"]
 
 
 @pytest.mark.parametrize(("pre", "mended"), [("pixtral", True), ("llama-bpe", True), ("tekken", False), ("qwen2", False)])

@@ -169,9 +169,9 @@ def resumed(tokenizer, ids, at):
     stream, pieces = tokenizer.stream(ids[:at]), []
     for token in ids[at:]:
         pieces.append(stream.push(token))
-        before, stream.taken_back = before.removesuffix(stream.taken_back), ""
+        before, stream.retracted = before.removesuffix(stream.retracted), ""
     pieces.append(stream.flush())
-    return before.removesuffix(stream.taken_back) + "".join(pieces), pieces
+    return before.removesuffix(stream.retracted) + "".join(pieces), pieces
 
 
 @given(st.text("a 🦊é日\ufffd\n", max_size=8), st.data())

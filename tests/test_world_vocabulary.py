@@ -18,7 +18,7 @@ from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.gguf.folder_files import folder_texts
 from effllm.runtime.hub import WORLD
 from effllm.runtime.tokenizer import Tokenizer
-from effllm.runtime.tokens.rwkv_vocabulary import ASKED, DEEPEST, rwkv_tokenizer, unescape_bytes
+from effllm.runtime.tokens.rwkv_vocabulary import MAX_REGEX_DEPTH, WORLD_TEMPLATE, rwkv_tokenizer, unescape_bytes
 from effllm.runtime.tokens.token_bytes import token_bytes_of
 
 # Texts of the vocabulary's words and of their beginnings, and of anything.
@@ -69,7 +69,8 @@ def test_any_bytes_come_back(tokenizer: Tokenizer, some: bytes) -> None:
     assert tokenizer.decode(numbers) == some.decode("utf-8", "replace")
 
 
-@given(st.sets(st.text("ab-]", min_size=2, max_size=2 * DEEPEST + 3) | st.integers(2, 3 * DEEPEST).map("a".__mul__), max_size=40),
+@given(st.sets(st.text("ab-]", min_size=2, max_size=2 * MAX_REGEX_DEPTH + 3) | st.integers(2, 3 * MAX_REGEX_DEPTH).map("a".__mul__),
+               max_size=40),
        st.lists(st.text("ab-]c", max_size=60), min_size=1, max_size=4))
 def test_any_vocabulary_finds_its_longest_words(words: set[str], texts: list[str]) -> None:
     """Also where words lie in one another more deeply than groups of an expression do."""
@@ -111,7 +112,7 @@ def test_a_folder_that_is_made_of_a_file_cuts_and_ends_as_it_does(folder: Path, 
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     again = Tokenizer.load(tmp_path, read_config(tmp_path))
     assert again.encode("User: 中文 the\n\n") == of_file.encode("User: 中文 the\n\n")
-    assert again.stop_ids == of_file.stop_ids and again.template.source == ASKED
+    assert again.stop_ids == of_file.stop_ids and again.template.source == WORLD_TEMPLATE
 
 
 @settings(max_examples=20)

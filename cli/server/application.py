@@ -284,7 +284,7 @@ class GenerationService(SingleModelService):
         if await asyncio.to_thread(lambda: self.served.fim_tokens) is None:
             raise Problem(400, NO_INSERT.format(self.name), param="suffix", code="unsupported_parameter")
         around = await asyncio.to_thread(self.served.build_infill_prompt, InfillContext(prompt, suffix), options.max_tokens, False)
-        return partial(self.served.complete, around.ids, options, cacheable_tokens=around.lasting)
+        return partial(self.served.complete, around.ids, options, cacheable_tokens=around.cacheable)
 
     async def load_media(self, sent: Iterable[MediaPart], files: Iterable[documents.DocumentPart] = ()) -> tuple[MediaItem, ...]:
         """Load the media of a request, which are replaced by markers in its messages; document files are replaced by their text. Raises

@@ -50,7 +50,7 @@ class TokenPaths:
         tokenizer = self._service.served.tokenizer
 
         def told() -> Response:  # in a thread: megabytes take seconds, and streams have to go on
-            ids = (tokenizer if payload.parse_special else tokenizer.of_letters).encode(payload.content, payload.add_special)
+            ids = (tokenizer if payload.parse_special else tokenizer.without_special_tokens).encode(payload.content, payload.add_special)
             spelled = token_bytes_of(tokenizer)
             return json_response({"tokens": [{"id": each, "piece": piece(spelled(each))} for each in ids] if payload.with_pieces else ids})
 
@@ -95,9 +95,9 @@ class LlamaPaths(TokenPaths):
         if await asyncio.to_thread(lambda: served.fim_tokens) is None:
             raise Problem(501, NO_MARKS.format(service.name), UNSUPPORTED, code="not_supported", hint=A_CODER)
         prompt = await asyncio.to_thread(served.build_infill_prompt, payload.gap, options.max_tokens, True)
-        if prompt.is_cut:
+        if prompt.is_truncated:
             service.note(CUT)
-        return await self._answer(request, payload, [prompt.ids], options, prompt.lasting, prompt.is_cut)
+        return await self._answer(request, payload, [prompt.ids], options, prompt.cacheable, prompt.is_truncated)
 
     async def apply_template(self, request: Request) -> Response:
         payload = await self._service.payload(request, ChatRequest)

@@ -23,7 +23,7 @@ import numpy as np
 from ... import EffllmError, UsageError
 from ...offload.safetensors_header import shown
 from ..files.bounded_read import JSON_NBYTES, read_text
-from ..tokens.text_stream import UNFINISHED
+from ..tokens.text_stream import REPLACEMENT_CHAR
 from .gbnf import RULE, SHALLOWER, GbnfError, place, to_lark
 from .multiple_of import MULTIPLE
 from .schema_cost import too_expensive
@@ -87,7 +87,7 @@ class Constraint:
             raise EffllmError(f"{self.flag} does not work with this tokenizer: {_line(error)}", "leave it out") from None
         tokens = {text: number for text, number in tokens.items() if number < model_rows}
         tags = tokenizer.think_tags
-        opening = None if tags is None or tokenizer.channels else tokens.get(tags.marks[0])
+        opening = None if tags is None or tokenizer.channels else tokens.get(tags.tokens[0])
         return CompiledConstraint(self, made, model_rows, frozenset(ends), opening, _shown_bare(tokenizer, tokens))
 
 
@@ -233,7 +233,7 @@ class CompiledConstraint:
         matcher = library.LLMatcher(self._tokenizer, self.source.grammar, log_level=0, limits=limits)
         if matcher.is_error():
             self.refuse(matcher)
-        half = _half(self._tokenizer.decode_bytes([*before[-4:]])) if said.endswith(UNFINISHED) else b""
+        half = _half(self._tokenizer.decode_bytes([*before[-4:]])) if said.endswith(REPLACEMENT_CHAR) else b""
         begun = (said[:-1] if half else said).encode("utf-8", "replace").decode()
         tokens = [*self._tokenizer.greedy_tokenize(begun), *self._tokenizer.tokenize_bytes(half)]  # as letters, also what a mark is called
         if tokens and not matcher.consume_tokens(tokens):

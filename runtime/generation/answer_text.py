@@ -93,9 +93,9 @@ class AnswerText:
         a stop string.
         """
         content = self._content
-        content[0] = content[0].removesuffix(self._stream.taken_back)
+        content[0] = content[0].removesuffix(self._stream.retracted)
         content[0] = content[0][: len(content[0]) - self.stop_filter.overlap]
-        self._stream.taken_back, self.stop_filter.overlap = "", 0
+        self._stream.retracted, self.stop_filter.overlap = "", 0
         for kind, part in parts:
             self._lists[kind].append(part)
         return parts
@@ -103,7 +103,7 @@ class AnswerText:
     def _events(self, parts: list[tuple[str, str | Call]]) -> Iterator[TextDelta | Call]:
         if not self._logprob_trail:
             return map(_event, parts)
-        filtered = self._reasoning_filter.waiting if self._held_back and self._reasoning_filter else 0
+        filtered = self._reasoning_filter.held_back_count if self._held_back and self._reasoning_filter else 0
         newly_released = max(0, self._received - self._held_back - filtered - self._released)
         self._released += newly_released
         return self._logprob_trail.events(parts, newly_released)

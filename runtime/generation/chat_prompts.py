@@ -89,7 +89,7 @@ class ChatPrompts:
     def _fallbacks(self, think: str) -> Iterator[str]:
         if self._prompts.raw:
             yield NO_TEMPLATE
-        if reason := self.tokenizer.unmoved(think):
+        if reason := self.tokenizer.unsupported_think(think):
             yield f"--think {think} has no effect: {reason}"
         if self._prompts.folds_system:
             yield NO_SYSTEM_ROLE

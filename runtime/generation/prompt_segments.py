@@ -16,4 +16,4 @@ def encode_segments(segments: Sequence[Segment], tokenizer: Tokenizer) -> list[i
         return tokenizer.encode("".join(text for text, _ in segments), False)
     plain_text = PlainText(tokenizer)
     return [token for text, is_untrusted in segments
-            for token in (plain_text.going_on(text) if is_untrusted else tokenizer.encode(text, False))]
+            for token in (plain_text.encode_continuation(text) if is_untrusted else tokenizer.encode(text, False))]

@@ -89,9 +89,9 @@ class ServedEncoder:
         self.encoder.require_ranking()
         if instruction is not None:
             raise UsageError(NO_INSTRUCTION, "leave it out")
-        rows, segment_rows, plain_tokenizer = [], [], self.tokenizer.of_letters
+        rows, segment_rows, plain_tokenizer = [], [], self.tokenizer.without_special_tokens
         for document in documents:
-            ids, segments = plain_tokenizer.pair(query, document)
+            ids, segments = plain_tokenizer.encode_pair(query, document)
             check_length(ids, self.n_ctx, TOO_LONG_HINT)
             rows.append(ids)
             segment_rows.append(segments)

@@ -242,11 +242,12 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
             raise UsageError("this model has no fill-in-the-middle tokens", "use a model that was trained for it")
         if may_cut:  # so that megabytes are not tokenized only to be dropped
             max_chars = self.engine.n_ctx * self._max_token_chars
-            gap = InfillContext(gap.prefix[-max_chars:], gap.suffix[:max_chars], gap.begun,
+            gap = InfillContext(gap.prefix[-max_chars:], gap.suffix[:max_chars], gap.middle,
                                 tuple((name, text[-max_chars:]) for name, text in gap.files))
-        self._check_length(gap.begun if may_cut else gap.prefix + gap.suffix)
+        self._check_length(gap.middle if may_cut else gap.prefix + gap.suffix)
         has_bos = self.tokenizer.encode("a")[:1] == [self.tokenizer.bos_id]
-        return infill_prompt(self.fim_tokens, gap, self._plain_text.first, self._plain_text.going_on, self.tokenizer.bos_id if has_bos
+        return infill_prompt(self.fim_tokens, gap, self._plain_text.encode_start, self._plain_text.encode_continuation,
+                             self.tokenizer.bos_id if has_bos
                              else None,
                          self.engine.n_ctx, DEFAULT_INFILL_TOKENS if max_tokens is None else max_tokens, may_cut)
 

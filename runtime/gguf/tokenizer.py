@@ -19,9 +19,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from ...offload.gguf_header import GgufHeader, shown_value
 from ...offload.safetensors_header import shown
 from ..templates.template import FOR_TOOLS, ChatTemplate
-from ..tokenizer import END_OF_TURN, END_TAG, TEKKEN_REMARK, TEKKEN_SIGNS, TokenizerError
+from ..tokenizer import END_OF_TURN, END_TAG, TEKKEN_PROBES, TEKKEN_WARNING, TokenizerError
 from ..tokenizer import Tokenizer as ModelTokenizer
-from ..tokens.rwkv_vocabulary import ASKED, FORMAT, gguf_tokens, rwkv_tokenizer
+from ..tokens.rwkv_vocabulary import WORLD_FORMAT, WORLD_TEMPLATE, gguf_tokens, rwkv_tokenizer
 from .pre_tokenizers import LLAMA3_WORDS, SPLITTERS, pre_tokenizer
 from .store import read_header
 
@@ -110,13 +110,13 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     template = data.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise fail("tokenizer.chat_template", "a text")
-    template = ASKED if template == FORMAT else template
+    template = WORLD_TEMPLATE if template == WORLD_FORMAT else template
     name = str(data.get("general.name")).lower()  # of a Phi 3 that was written as another architecture
     swallows = model == "llama" and (data.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name)
-    mistral = len(tokens) > max(TEKKEN_SIGNS) and all(tokens[number] == text for number, text in TEKKEN_SIGNS.items())
+    mistral = len(tokens) > max(TEKKEN_PROBES) and all(tokens[number] == text for number, text in TEKKEN_PROBES.items())
     remarks = ()
     if model == "gpt2" and mistral and SPLITTERS[pre].patterns == (LLAMA3_WORDS,):
-        pre, remarks = "tekken", (TEKKEN_REMARK.format(path.name),)
+        pre, remarks = "tekken", (TEKKEN_WARNING.format(path.name),)
     return Vocabulary(path, model, pre, tokens, kinds, scores, merges, ids, data.get("tokenizer.ggml.add_bos_token", default) is True,
                       data.get("tokenizer.ggml.add_space_prefix", True) is not False, template, swallows, remarks,
                       for_tools if isinstance(for_tools := data.get(f"tokenizer.chat_template.{FOR_TOOLS}"), str) else None)

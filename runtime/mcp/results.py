@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..images.media_markers import BEGIN, END
-from ..tokens.plain_text import CUT
+from ..tokens.plain_text import TOKEN_BREAK
 from ..tokens.terminal_text import sanitize
 
 NOTHING = "(nothing)"
-OWN_LETTERS = dict.fromkeys(map(ord, (BEGIN, END, CUT)), "\ufffd")  # by which texts here say where pictures are, and where marks are cut
+# by which texts here say where pictures are, and where marks are cut
+OWN_LETTERS = dict.fromkeys(map(ord, (BEGIN, END, TOKEN_BREAK)), "\ufffd")
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ def perplexity(engine: Engine, tokenizer: Tokenizer, text: str, ctx: int,
 def refuse_other_tokenizer(folder: Path, against: Path) -> None:
     """Raises UsageError, naming the first differing token, for models with different tokenizers, whose distributions cannot be compared.
     A token that only one of them names is no difference: GGUF files name padding tokens."""
-    own, other = (Tokenizer.load(each, read_config(each)).plain_tokens() for each in (folder, against))
+    own, other = (Tokenizer.load(each, read_config(each)).base_tokens() for each in (folder, against))
     number = min((number for number in own.keys() & other.keys() if own[number] != other[number]), default=None)
     if number is not None:
         raise UsageError(f"{against} has another tokenizer than {folder}: token {number} is {other[number]!r} and {own[number]!r}",

@@ -14,7 +14,7 @@ from ..images.media_markers import ADJACENT_MARKER, BEGIN, MARKER, Message, Rend
 from ..images.media_markers import render_with_media as with_marks
 from ..prefill_chunks import context_overflow
 from ..tokenizer import Tokenizer
-from ..tokens.plain_text import CUT, PlainText
+from ..tokens.plain_text import TOKEN_BREAK, PlainText
 from .template import TemplateRefused
 
 if TYPE_CHECKING:
@@ -172,10 +172,10 @@ class PromptBuilder:
 
     def _text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text without media; no token spans a CUT."""
-        first, *parts = text.split(CUT)
+        first, *parts = text.split(TOKEN_BREAK)
         ids = self.tokenizer.encode(first, add_special_tokens=add_special_tokens)
         plain_text = PlainText(self.tokenizer) if parts else None
-        return ids + [token for part in parts for token in plain_text.behind(part)]
+        return ids + [token for part in parts for token in plain_text.encode_after(part)]
 
     def extend(self, cached: tuple[str, list[int]], prompt: str) -> list[int] | None:
         """Token ids of a prompt that extends cached text and ids; None for one that does not."""

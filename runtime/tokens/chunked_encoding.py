@@ -16,11 +16,11 @@ import tokenizers
 Result = TypeVar("Result")
 
 CHUNK_CHARS = 1 << 17  # characters
-AT_ONCE = 4  # pieces, which the library encodes side by side
-AROUND = 400  # characters on either side of a cut that are looked at
-WITHIN = 4096  # characters before the end of a piece in which a cut is looked for
-TRIES = 20
-LIKELY = re.compile(r"(?<=\S) (?=[^\W\d_])|(?<=\S)\n(?=\S)|(?<=\n)(?=[^\W\d_])")
+BATCH_CHUNKS = 4  # the library encodes so many in parallel
+CONTEXT_CHARS = 400  # on either side of a split, within which tokens must not change
+SEARCH_CHARS = 4096  # before the end of a chunk, in which a split is searched
+MAX_CANDIDATES = 20
+CANDIDATE = re.compile(r"(?<=\S) (?=[^\W\d_])|(?<=\S)\n(?=\S)|(?<=\n)(?=[^\W\d_])")
 
 
 def encode_in_chunks(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> Generator[int, None, list[int]]:
@@ -32,16 +32,19 @@ def encode_in_chunks(backend: tokenizers.Tokenizer, text: str, add_special_token
         return backend.encode(part, add_special_tokens=False).ids
 
     ids: list[int] = []
-    done, waiting = 0, split_text(text, plain)
-    while some := list(islice(waiting, AT_ONCE)):
-        ids += _ids(backend, some)
-        done += sum(map(len, some))
+    done, chunks = 0, split_text(text, plain)
+    while batch := list(islice(chunks, BATCH_CHUNKS)):
+        ids += _encode_batch(backend, batch)
+        done += sum(map(len, batch))
         yield done
     if not add_special_tokens:
         return ids
-    bare, whole = plain("a"), backend.encode("a", add_special_tokens=True).ids
-    at = next((at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare), None)
-    return backend.encode(text, add_special_tokens=True).ids if at is None else whole[:at] + ids + whole[at + len(bare) :]
+    without_special, with_special = plain("a"), backend.encode("a", add_special_tokens=True).ids
+    start = next((start for start in range(len(with_special) - len(without_special) + 1)
+                  if with_special[start : start + len(without_special)] == without_special), None)
+    if start is None:
+        return backend.encode(text, add_special_tokens=True).ids
+    return with_special[:start] + ids + with_special[start + len(without_special) :]
 
 
 def exhaust(steps: Generator[object, None, Result]) -> Result:
@@ -53,30 +56,30 @@ def exhaust(steps: Generator[object, None, Result]) -> Result:
             return stop.value
 
 
-def _ids(backend: tokenizers.Tokenizer, texts: list[str]) -> list[int]:
-    return [token for made in backend.encode_batch_fast(texts, add_special_tokens=False) for token in made.ids]
+def _encode_batch(backend: tokenizers.Tokenizer, texts: list[str]) -> list[int]:
+    return [token for encoding in backend.encode_batch_fast(texts, add_special_tokens=False) for token in encoding.ids]
 
 
 def split_text(text: str, encode: Callable[[str], list[int]]) -> Iterator[str]:
     """The chunks of `text`, about CHUNK_CHARS characters each where it can be split."""
-    begin, target = 0, CHUNK_CHARS
+    start, target = 0, CHUNK_CHARS
     while target < len(text):
-        cut = _place(text, begin, target, encode)
-        if cut is not None:
-            yield text[begin : cut[0]]
-            begin = cut[1]
+        split = _find_split(text, start, target, encode)
+        if split is not None:
+            yield text[start : split[0]]
+            start = split[1]
         target += CHUNK_CHARS
-    yield text[begin:]
+    yield text[start:]
 
 
-def _place(text: str, begin: int, end: int, encode: Callable[[str], list[int]]) -> tuple[int, int] | None:
+def _find_split(text: str, begin: int, end: int, encode: Callable[[str], list[int]]) -> tuple[int, int] | None:
     """(end of a chunk at or before `end`, start of the next) such that no token changes; tries the last few candidates."""
-    start = max(begin + 1, end - WITHIN)
-    found = [match.start() for match in LIKELY.finditer(text, start, end)]
-    for at in reversed(found[-TRIES:]):
-        left = text[max(begin, at - AROUND) : at]
-        whole, head = encode(left + text[at : at + AROUND]), encode(left)
-        for skipped in (0, 1) if text[at] == " " else (0,):
-            if whole == head + encode(text[at + skipped : at + AROUND]):
-                return at, at + skipped
+    start = max(begin + 1, end - SEARCH_CHARS)
+    candidates = [match.start() for match in CANDIDATE.finditer(text, start, end)]
+    for position in reversed(candidates[-MAX_CANDIDATES:]):
+        left = text[max(begin, position - CONTEXT_CHARS) : position]
+        together, left_ids = encode(left + text[position : position + CONTEXT_CHARS]), encode(left)
+        for skipped in (0, 1) if text[position] == " " else (0,):
+            if together == left_ids + encode(text[position + skipped : position + CONTEXT_CHARS]):
+                return position, position + skipped
     return None

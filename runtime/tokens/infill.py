@@ -38,129 +38,133 @@ KNOWN_FIM_NAMES = (FimNames("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
          FimNames("<|prefix|>", "<|suffix|>", "<|middle|>"))  # Falcon H1 Coder
 # Roles in tokenizer_config.json, and of GGUF files (`fim_pre_token_id` and so on) as read here.
 TOKEN_ROLES = ("prefix_token", "suffix_token", "middle_token", "fim_pad_token", "fim_rep_token", "fim_sep_token")
-REPOSITORIES = ("<|fim_repo|>", "<|repo_name|>", "<repo_name>", "<fim-repo>", "<REPO>", "<reponame>")
-FILES = ("<|file_sep|>", "<file_sep>", "<filename>")
-# A vocabulary with StarCoder's names and these tokens is Mellum's, which puts the suffix first.
-OF_MELLUM = ("<fim_prefix>", "<filename>", "</assistant>")
+REPOSITORY_TOKENS = ("<|fim_repo|>", "<|repo_name|>", "<repo_name>", "<fim-repo>", "<REPO>", "<reponame>")
+FILE_TOKENS = ("<|file_sep|>", "<file_sep>", "<filename>")
+# A vocabulary that has StarCoder's names and these tokens is Mellum's, which puts the suffix first.
+MELLUM_TOKENS = ("<fim_prefix>", "<filename>", "</assistant>")
 # These end a completion too: the model starts another file, or pads.
 END_TOKENS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>", "<EOT>", "<|EOT|>", "<|file_separator|>", "<|endoftext|>")
-NAMELESS = "<file_sep>"  # StarCoder 2 was trained with half of its files unnamed, and the names elsewhere
-PROJECT, HERE = "myproject", "filename"  # llama.cpp's defaults
+UNNAMED_FILE_TOKEN = "<file_sep>"  # no file name follows it: StarCoder 2 was trained with half of its files unnamed
+PROJECT, CURRENT_FILE = "myproject", "filename"  # llama.cpp's defaults
 SNIPPET = "\n\n--- snippet ---\n\n"  # before each other file, without a file token; as llama.cpp
-SHARE = 4  # the suffix may take 1 / SHARE of the room
-STEPS = 8  # a long prefix is cut in steps of 1 / STEPS of the room, so that most keystrokes keep the cached prefix
-MIN_AROUND = 4096  # tokens reserved around the gap; other files may take the rest
-ROOM_TO_WRITE = 512  # tokens that other files leave for the completion
+SUFFIX_SHARE = 4  # the suffix may take 1 / SHARE of the room
+PREFIX_STEPS = 8  # a long prefix is cut in steps of 1 / STEPS of the room, so that most keystrokes keep the cached prefix
+MIN_CONTEXT_TOKENS = 4096  # tokens reserved around the gap; other files may take the rest
+COMPLETION_TOKENS = 512  # tokens that other files leave for the completion
 
 
 @dataclass(frozen=True)
 class FimTokens:
-    """FIM tokens of one vocabulary. `ends`: end a completion, beside the usual end tokens. `repository` and `file` precede the project name
-    and each file name; None without one."""
+    """FIM tokens of one vocabulary, by id."""
 
     prefix: int
     suffix: int
     middle: int | None
     suffix_first: bool
-    ends: frozenset[int]
-    repository: int | None = None
-    file: int | None = None
+    ends: frozenset[int]  # end a completion, in addition to the usual end tokens
+    repository: int | None = None  # precedes the project name
+    file: int | None = None  # precedes each file name
     names_files: bool = True
 
 
 @dataclass(frozen=True)
 class InfillContext:
-    """A gap: text before and after it, the beginning of its completion (`begun`), and other files as (name, text)."""
+    """A gap in a text."""
 
     prefix: str
     suffix: str
-    begun: str = ""
-    files: tuple[tuple[str, str], ...] = ()
+    middle: str = ""  # the beginning of the completion
+    files: tuple[tuple[str, str], ...] = ()  # other files as (name, text)
 
 
 @dataclass(frozen=True)
 class InfillPrompt:
-    """Token ids, of which the first `lasting` are other files: the rest changes at the next keystroke, so only these are worth caching.
-    `is_cut`: text was dropped to fit."""
+    """The token ids of a prompt."""
 
     ids: list[int]
-    lasting: int = 0
-    is_cut: bool = False
+    cacheable: int = 0  # the first so many are other files: the rest changes with the next keystroke, so only these are worth saving
+    is_truncated: bool = False  # text was dropped to fit
 
 
-def find_fim_tokens(numbers: Mapping[str, int], stated: Mapping[str, str]) -> FimTokens | None:
-    """The FIM tokens of a vocabulary (text -> id); None for a model without. `stated`: role -> text by the model's files."""
-    said = [stated.get(role, "") for role in TOKEN_ROLES]
-    names = next((each for each in KNOWN_FIM_NAMES if all(part in numbers for part in (each.prefix, each.suffix, each.middle) if part)),
+def find_fim_tokens(vocabulary: Mapping[str, int], special_tokens: Mapping[str, str]) -> FimTokens | None:
+    """The FIM tokens of a vocabulary (text -> id); None for a model without. `special_tokens`: role -> text by the model's files."""
+    role_texts = [special_tokens.get(role, "") for role in TOKEN_ROLES]
+    names = next((each for each in KNOWN_FIM_NAMES if all(part in vocabulary for part in (each.prefix, each.suffix, each.middle) if part)),
                  None)
-    if all(part in numbers for part in said[:3]):
-        first = next((each.suffix_first for each in KNOWN_FIM_NAMES if each.prefix == said[0]), False)
-        names = FimNames(*said[:3], first) if names is None or names.prefix != said[0] else names
+    if all(part in vocabulary for part in role_texts[:3]):
+        suffix_first_ = next((each.suffix_first for each in KNOWN_FIM_NAMES if each.prefix == role_texts[0]), False)
+        names = FimNames(*role_texts[:3], suffix_first_) if names is None or names.prefix != role_texts[0] else names
     if names is None:
         return None
-    suffix_first = names.suffix_first or all(part in numbers for part in OF_MELLUM)
-    repository = next((each for each in (said[4], *REPOSITORIES) if each in numbers), None)
-    file = next((each for each in (said[5], *FILES) if each in numbers), None)
-    ends = (names.prefix, names.suffix, names.middle, said[3], repository, file, *END_TOKENS)
-    return FimTokens(numbers[names.prefix], numbers[names.suffix], numbers[names.middle] if names.middle else None, suffix_first,
-                 frozenset(numbers[each] for each in ends if each in numbers), numbers.get(repository), numbers.get(file), file != NAMELESS)
+    suffix_first = names.suffix_first or all(part in vocabulary for part in MELLUM_TOKENS)
+    repository = next((each for each in (role_texts[4], *REPOSITORY_TOKENS) if each in vocabulary), None)
+    file = next((each for each in (role_texts[5], *FILE_TOKENS) if each in vocabulary), None)
+    ends = (names.prefix, names.suffix, names.middle, role_texts[3], repository, file, *END_TOKENS)
+    return FimTokens(vocabulary[names.prefix], vocabulary[names.suffix], vocabulary[names.middle] if names.middle else None, suffix_first,
+                 frozenset(vocabulary[each] for each in ends if each in vocabulary), vocabulary.get(repository), vocabulary.get(file),
+                     file != UNNAMED_FILE_TOKEN)
 
 
-def infill_prompt(marks: FimTokens, gap: InfillContext, first: Encode, going_on: Encode, bos: int | None, room: int, answer: int,
-                  may_cut: bool) -> InfillPrompt:
-    """The prompt for a gap in a context of `room` tokens, of which `answer` are to be generated.
+def infill_prompt(fim: FimTokens, gap: InfillContext, encode_start: Encode, encode_continuation: Encode, bos: int | None, n_ctx: int,
+                  completion_tokens: int,
+                  may_truncate: bool) -> InfillPrompt:
+    """The prompt for a gap in a context of `n_ctx` tokens, of which `completion_tokens` are reserved for the answer.
 
-    `first` tokenizes a text at its beginning, `going_on` a continuation. What does not fit is dropped if `may_cut`: other files from the
-    first on, then the start of the prefix and the end of the suffix. Raises ContextOverflow.
+    `encode_start` tokenizes a text at its beginning, `encode_continuation` one that continues another.
+    `may_truncate`: what does not fit is dropped, other files from the first on, then the start of the prefix and the end of the suffix.
+    Raises ContextOverflow.
     """
     start = [] if bos is None else [bos]
-    prefix, suffix = first(gap.prefix) if gap.prefix else [], going_on(gap.suffix)
-    begun = (going_on if gap.prefix else first)(gap.begun)
-    overhead = len(start) + (2 if marks.middle is None else 3) + len(begun)
-    files, dropped = _files(marks, gap.files, going_on, room - min(room // 2, MIN_AROUND) - min(room // 8, ROOM_TO_WRITE), may_cut)
-    around = room - overhead - len(files) - max(1, min(answer, room // 2))
-    whole = overhead + len(files) + len(prefix) + len(suffix)
-    if not may_cut and whole >= room:
-        raise ContextOverflow(f"the prompt has {whole} tokens and the context holds {room}", "shorten it")
-    if is_long := may_cut and len(prefix) + len(suffix) > around:
-        if around < 0:
-            raise ContextOverflow(f"the begun completion has {len(begun)} tokens and the context holds {room}", "shorten it")
-        prefix, suffix = _near(prefix, suffix, around)
-    before, behind = [marks.prefix, *prefix, *begun], [marks.suffix, *suffix]
-    parts = behind + before if marks.suffix_first else before + behind
-    return InfillPrompt([*start, *files, *parts, *([] if marks.middle is None else [marks.middle])], len(start) + len(files),
-                        dropped or is_long)
+    prefix, suffix = encode_start(gap.prefix) if gap.prefix else [], encode_continuation(gap.suffix)
+    middle = (encode_continuation if gap.prefix else encode_start)(gap.middle)
+    frame_tokens = len(start) + (2 if fim.middle is None else 3) + len(middle)
+    files, files_dropped = _files(fim, gap.files, encode_continuation,
+                                  n_ctx - min(n_ctx // 2, MIN_CONTEXT_TOKENS) - min(n_ctx // 8, COMPLETION_TOKENS), may_truncate)
+    budget = n_ctx - frame_tokens - len(files) - max(1, min(completion_tokens, n_ctx // 2))
+    total = frame_tokens + len(files) + len(prefix) + len(suffix)
+    if not may_truncate and total >= n_ctx:
+        raise ContextOverflow(f"the prompt has {total} tokens and the context holds {n_ctx}", "shorten it")
+    if is_truncated := may_truncate and len(prefix) + len(suffix) > budget:
+        if budget < 0:
+            raise ContextOverflow(f"the begun completion has {len(middle)} tokens and the context holds {n_ctx}", "shorten it")
+        prefix, suffix = _truncate_around_gap(prefix, suffix, budget)
+    prefix_part, suffix_part = [fim.prefix, *prefix, *middle], [fim.suffix, *suffix]
+    parts = suffix_part + prefix_part if fim.suffix_first else prefix_part + suffix_part
+    return InfillPrompt([*start, *files, *parts, *([] if fim.middle is None else [fim.middle])], len(start) + len(files),
+                        files_dropped or is_truncated)
 
 
-def _near(prefix: list[int], suffix: list[int], room: int) -> tuple[list[int], list[int]]:
+def _truncate_around_gap(prefix: list[int], suffix: list[int], budget: int) -> tuple[list[int], list[int]]:
     """End of the prefix and start of the suffix that fit together."""
-    behind = min(len(suffix), max(room // SHARE, room - len(prefix)))
-    before = min(len(prefix), room - behind)
-    if before < len(prefix):
-        step = max(1, before // STEPS)
-        before = max(0, len(prefix) - -(-(len(prefix) - before) // step) * step)
-    return prefix[len(prefix) - before :], suffix[:behind]
+    suffix_tokens = min(len(suffix), max(budget // SUFFIX_SHARE, budget - len(prefix)))
+    prefix_tokens = min(len(prefix), budget - suffix_tokens)
+    if prefix_tokens < len(prefix):
+        step = max(1, prefix_tokens // PREFIX_STEPS)
+        prefix_tokens = max(0, len(prefix) - -(-(len(prefix) - prefix_tokens) // step) * step)
+    return prefix[len(prefix) - prefix_tokens :], suffix[:suffix_tokens]
 
 
-def _files(marks: FimTokens, files: Sequence[tuple[str, str]], encode: Encode, room: int, may_cut: bool) -> tuple[list[int], bool]:
-    """Other files and the header of the gap's file, in at most so many tokens if `may_cut`, and whether any were dropped. The budget does
-    not depend on the gap, so that the same files fit the next request."""
+def _files(fim: FimTokens, files: Sequence[tuple[str, str]], encode: Encode, budget: int, may_truncate: bool) -> tuple[list[int], bool]:
+    """(other files and the header of the gap's file, whether any were dropped), in at most `budget` tokens if `may_truncate`.
+
+    The budget does not depend on the gap, so that the same files fit the next request.
+    """
     if not files:
         return [], False
-    head = [] if marks.repository is None else [marks.repository, *encode(f"{PROJECT}\n" if marks.names_files else PROJECT)]
-    tail = _named(marks, HERE, encode) if marks.file is not None else []
-    kept, left = [], room - len(head) - len(tail)
+    header = [] if fim.repository is None else [fim.repository, *encode(f"{PROJECT}\n" if fim.names_files else PROJECT)]
+    current_header = _file_header(fim, CURRENT_FILE, encode) if fim.file is not None else []
+    kept, tokens_left = [], budget - len(header) - len(current_header)
     for name, text in reversed(files):
-        begin = encode(SNIPPET) if marks.file is None else _named(marks, name, encode)
-        ids = [*begin, *encode(text)]
-        if may_cut and len(ids) > left:
-            if not kept and left > len(begin):  # the newest is truncated to the remaining room
-                kept.append([*begin, *ids[len(ids) - (left - len(begin)) :]])
-            return [*head, *(token for each in reversed(kept) for token in each), *tail] if kept else [], True
+        file_header = encode(SNIPPET) if fim.file is None else _file_header(fim, name, encode)
+        ids = [*file_header, *encode(text)]
+        if may_truncate and len(ids) > tokens_left:
+            if not kept and tokens_left > len(file_header):  # the newest is truncated to the remaining room
+                kept.append([*file_header, *ids[len(ids) - (tokens_left - len(file_header)) :]])
+            return [*header, *(token for file_ids in reversed(kept) for token in file_ids), *current_header] if kept else [], True
         kept.append(ids)
-        left -= len(ids)
-    return [*head, *(token for each in reversed(kept) for token in each), *tail], False
+        tokens_left -= len(ids)
+    return [*header, *(token for file_ids in reversed(kept) for token in file_ids), *current_header], False
 
 
-def _named(marks: FimTokens, name: str, encode: Encode) -> list[int]:
-    return [marks.file, *(encode(f"{name}\n") if marks.names_files else [])]
+def _file_header(fim: FimTokens, name: str, encode: Encode) -> list[int]:
+    return [fim.file, *(encode(f"{name}\n") if fim.names_files else [])]

@@ -20,14 +20,14 @@ from ..files.bounded_read import TOKENIZER_NBYTES, read_bounded
 from ..gguf.tokenizer import CONTROL, NORMAL, UNUSED, USER, Vocabulary, backend
 from .tiktoken_vocabulary import FileTokenizer, VocabularyError
 
-# Numbers of fields: of the model, of a piece, of what it was trained with, of what is done to a text first.
+# Protobuf field numbers: of the model, of a piece, of the trainer spec (MODEL_TYPE, SPECIAL_IDS) and of the normalizer spec.
 PIECES, TRAINER, NORMALIZER = 1, 2, 3
 TEXT, SCORE, KIND = 1, 2, 3
 MODEL_TYPE, BPE = 3, 2
-IDS = {"unknown": (40, 0), "bos": (41, 1), "eos": (42, 2), "padding": (43, -1)}  # role -> field, and what is meant where it is absent
-CHARACTERS, PREFIX, FEWER_SPACES = 2, 3, 4
-VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5  # how a field is written
-MOST_TOKENS = 1 << 22
+SPECIAL_IDS = {"unknown": (40, 0), "bos": (41, 1), "eos": (42, 2), "padding": (43, -1)}  # role -> (field, default)
+CHARSMAP, ADD_DUMMY_PREFIX, REMOVE_EXTRA_WHITESPACES = 2, 3, 4
+VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5  # wire types
+MAX_TOKENS = 1 << 22
 Field = tuple[int, int, Any]
 
 
@@ -35,15 +35,15 @@ def read_sentencepiece(path: Path, settings: Mapping[str, Any]) -> FileTokenizer
     """The tokenizer of a tokenizer.model; `settings`: tokenizer_config.json next to it. Raises VocabularyError, OSError."""
     data = read_bounded(path, TOKENIZER_NBYTES)
     pieces, trainer, normalizer = [], {}, {}
-    for number, how, value in _fields(data):
-        if how != BYTES:
+    for number, wire_type, value in _fields(data):
+        if wire_type != BYTES:
             continue
         if number == PIECES:
-            pieces.append(dict(_numbered(value)))
+            pieces.append(dict(_fields_by_number(value)))
         elif number == TRAINER:
-            trainer |= dict(_numbered(value))
+            trainer |= dict(_fields_by_number(value))
         elif number == NORMALIZER:
-            normalizer |= dict(_numbered(value))
+            normalizer |= dict(_fields_by_number(value))
     if not pieces:
         raise VocabularyError("it holds no pieces")
     if trainer.get(MODEL_TYPE, 1) != BPE:
@@ -55,43 +55,43 @@ def read_sentencepiece(path: Path, settings: Mapping[str, Any]) -> FileTokenizer
         raise VocabularyError("one of its pieces lacks a text or a score") from None
     kinds = [piece.get(KIND, NORMAL) for piece in pieces]
     _add(tokens, kinds, scores, _added(path, settings))
-    found = {role: _signed(trainer.get(field, usual)) for role, (field, usual) in IDS.items()}
-    ids = {role: number for role, number in found.items() if 0 <= number < len(pieces)}
-    prefix = normalizer.get(PREFIX, 1) == 1
-    made = Vocabulary(path, "llama", "", tokens, np.array(kinds), np.array(scores), [], ids, True, prefix, None)
-    own = backend(made)
-    if first := _normalizers(normalizer):
-        own.normalizer = normalizers.Sequence([*first, own.normalizer])
-    return FileTokenizer(path, own, made.special_tokens, True)
+    stated_ids = {role: _signed(trainer.get(field, default)) for role, (field, default) in SPECIAL_IDS.items()}
+    ids = {role: number for role, number in stated_ids.items() if 0 <= number < len(pieces)}
+    has_prefix = normalizer.get(ADD_DUMMY_PREFIX, 1) == 1
+    vocabulary = Vocabulary(path, "llama", "", tokens, np.array(kinds), np.array(scores), [], ids, True, has_prefix, None)
+    tokenizer = backend(vocabulary)
+    if steps := _normalizers(normalizer):
+        tokenizer.normalizer = normalizers.Sequence([*steps, tokenizer.normalizer])
+    return FileTokenizer(path, tokenizer, vocabulary.special_tokens, True)
 
 
-def _normalizers(said: Mapping[int, Any]) -> list[normalizers.Normalizer]:
+def _normalizers(spec: Mapping[int, Any]) -> list[normalizers.Normalizer]:
     """Normalization before spaces are escaped."""
     steps = []
-    if said.get(CHARACTERS):
-        steps.append(normalizers.Precompiled(bytes(said[CHARACTERS])))
-    if said.get(FEWER_SPACES, 1) == 1:
+    if spec.get(CHARSMAP):
+        steps.append(normalizers.Precompiled(bytes(spec[CHARSMAP])))
+    if spec.get(REMOVE_EXTRA_WHITESPACES, 1) == 1:
         steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     return steps
 
 
 def _added(path: Path, settings: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
     """Id -> (text, is special) of added tokens. Raises VocabularyError."""
-    stated = settings.get("added_tokens_decoder")
-    found = {}
-    for number, entry in (stated if isinstance(stated, dict) else {}).items():
+    entries = settings.get("added_tokens_decoder")
+    added = {}
+    for number, entry in (entries if isinstance(entries, dict) else {}).items():
         if isinstance(entry, dict) and isinstance(entry.get("content"), str) and number.isdecimal() and len(number) < 10:
-            found[int(number)] = entry["content"], entry.get("special") is True
-    older = path.with_name("added_tokens.json")
-    if not found and older.exists():
+            added[int(number)] = entry["content"], entry.get("special") is True
+    older_file = path.with_name("added_tokens.json")
+    if not added and older_file.exists():
         try:
-            listed = json.loads(read_bounded(older, TOKENIZER_NBYTES))
+            content = json.loads(read_bounded(older_file, TOKENIZER_NBYTES))
         except ValueError as error:
-            raise VocabularyError(f"{older.name} beside it is not JSON: {str(error)[:80]}") from None
-        found = {number: (text, True) for text, number in listed.items() if type(number) is int} if isinstance(listed, dict) else {}
-    if any(not 0 <= number < MOST_TOKENS for number in found):
+            raise VocabularyError(f"{older_file.name} beside it is not JSON: {str(error)[:80]}") from None
+        added = {number: (text, True) for text, number in content.items() if type(number) is int} if isinstance(content, dict) else {}
+    if any(not 0 <= number < MAX_TOKENS for number in added):
         raise VocabularyError("an added token has an id out of range")
-    return found
+    return added
 
 
 def _add(tokens: list[str], kinds: list[int], scores: list[float], added: Mapping[int, tuple[str, bool]]) -> None:
@@ -104,7 +104,7 @@ def _add(tokens: list[str], kinds: list[int], scores: list[float], added: Mappin
         tokens[number], kinds[number] = text, CONTROL if special else USER
 
 
-def _numbered(data: bytes) -> Iterator[tuple[int, Any]]:
+def _fields_by_number(data: bytes) -> Iterator[tuple[int, Any]]:
     return ((number, value) for number, _, value in _fields(data))
 
 
@@ -119,22 +119,22 @@ def _fields(data: bytes) -> Iterator[Field]:
     at, end = 0, len(data)
     while at < end:
         key, at = _varint(data, at)
-        how = key & 7
-        if how == VARINT:
+        wire_type = key & 7
+        if wire_type == VARINT:
             value, at = _varint(data, at)
-        elif how in (EIGHT, FOUR):
-            width = 8 if how == EIGHT else 4
+        elif wire_type in (EIGHT, FOUR):
+            width = 8 if wire_type == EIGHT else 4
             if at + width > end:
                 raise VocabularyError("it ends within a number")
-            value, at = struct.unpack_from("<d" if how == EIGHT else "<f", data, at)[0], at + width
-        elif how == BYTES:
+            value, at = struct.unpack_from("<d" if wire_type == EIGHT else "<f", data, at)[0], at + width
+        elif wire_type == BYTES:
             length, at = _varint(data, at)
             if at + length > end:
                 raise VocabularyError("it ends within a piece")
             value, at = data[at : at + length], at + length
         else:
             raise VocabularyError("it is not a valid SentencePiece model")
-        yield key >> 3, how, value
+        yield key >> 3, wire_type, value
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -10,27 +10,30 @@ from collections.abc import Sequence
 from ... import UsageError
 
 
-def partial_suffix(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest suffix of `text` that is the beginning, but not the whole, of one of `marks`."""
-    longest = min(len(text), max(map(len, marks), default=0))
+def partial_suffix(text: str, markers: Sequence[str]) -> int:
+    """Length of the longest suffix of `text` that is the beginning, but not the whole, of one of `markers`."""
+    longest = min(len(text), max(map(len, markers), default=0))
     for length in range(longest, 0, -1):
-        if any(len(mark) > length and mark.startswith(text[-length:]) for mark in marks):
+        if any(len(marker) > length and marker.startswith(text[-length:]) for marker in markers):
             return length
     return 0
 
 
 class StopStrings:
-    """Ends the text at the first complete stop string, which is never shown. `said`: preceding text that was shown already; a stop string
-    may begin in it, and `overlap` is then how much of it has to be taken back."""
+    """Ends the text at the first complete stop string, which is never shown.
 
-    def __init__(self, stops: Sequence[str], said: str = "") -> None:
+    `shown_text`: preceding text that was shown already. A stop string may begin in it; `overlap` is then how many of its characters have to
+    be taken back.
+    """
+
+    def __init__(self, stops: Sequence[str], shown_text: str = "") -> None:
         if any(not stop for stop in stops):
             raise UsageError("a stop string is empty", "give --stop at least one character")
         self.stops = tuple(dict.fromkeys(stops))
         self.matched: str | None = None
         self.overlap = 0
-        self._said = said[len(said) - partial_suffix(said, self.stops) :]
-        self._held = ""
+        self._shown_tail = shown_text[len(shown_text) - partial_suffix(shown_text, self.stops) :]
+        self._held_back = ""
 
     @property
     def hit(self) -> bool:
@@ -40,48 +43,50 @@ class StopStrings:
         """The text that is safe to show now; empty after a match."""
         if self.hit:
             return ""
-        known, text = len(self._said), self._said + self._held + text
-        found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop, max(0, known - len(stop) + 1))) >= 0]
-        if found:
-            _, begin, self.matched = min(found)
-            self._held, self.overlap = "", max(0, known - begin)
-            return text[known:begin]
+        shown_chars, text = len(self._shown_tail), self._shown_tail + self._held_back + text
+        matches = [(start + len(stop), start, stop) for stop in self.stops
+                   if (start := text.find(stop, max(0, shown_chars - len(stop) + 1))) >= 0]
+        if matches:
+            _, match_start, self.matched = min(matches)
+            self._held_back, self.overlap = "", max(0, shown_chars - match_start)
+            return text[shown_chars:match_start]
         cut = len(text) - partial_suffix(text, self.stops)
-        self._said, self._held = text[cut:known], text[max(cut, known) :]
-        return text[known : max(cut, known)]
+        self._shown_tail, self._held_back = text[cut:shown_chars], text[max(cut, shown_chars) :]
+        return text[shown_chars : max(cut, shown_chars)]
 
     def flush(self) -> str:
         """End of the text: what was held back belongs to the answer."""
-        text, self._held = self._held, ""
+        text, self._held_back = self._held_back, ""
         return text
 
 
 class IndentStop:
-    """Ends the text before a line, other than the first, that is indented by fewer than `least` spaces: it is outside the block being
-    completed. Blank lines do not count."""
+    """Ends the text before a line, other than the first, that is indented by fewer than `min_indent` spaces: it is outside the block being
+    completed. Blank lines do not count.
+    """
 
-    def __init__(self, least: int) -> None:
-        self._least, self._held, self._at_line, self.hit = least, "", False, False
+    def __init__(self, min_indent: int) -> None:
+        self._min_indent, self._held_back, self._at_line_start, self.hit = min_indent, "", False, False
 
     def push(self, text: str) -> str:
         """The text inside the block; empty after its end."""
-        if not self._least:
+        if not self._min_indent:
             return text
-        done, text, self._held = "", self._held + text, ""
+        released, text, self._held_back = "", self._held_back + text, ""
         while text and not self.hit:
-            if self._at_line:
-                inside = text.lstrip(" \t\n")
-                if not inside:  # it may be the end
-                    self._held = text
+            if self._at_line_start:
+                body = text.lstrip(" \t\n")
+                if not body:  # it may be the end
+                    self._held_back = text
                     break
-                margin = text[: len(text) - len(inside)]
-                self.hit, self._at_line = len(margin.rpartition("\n")[2]) < self._least, False
-                done, text = (done, "") if self.hit else (done + margin, inside)
+                whitespace = text[: len(text) - len(body)]
+                self.hit, self._at_line_start = len(whitespace.rpartition("\n")[2]) < self._min_indent, False
+                released, text = (released, "") if self.hit else (released + whitespace, body)
             line, end, text = text.partition("\n")
-            done, self._at_line = done + line + end, bool(end)
-        return done
+            released, self._at_line_start = released + line + end, bool(end)
+        return released
 
     def flush(self) -> str:
         """End of the text: held-back whitespace belongs to it."""
-        text, self._held = "" if self.hit else self._held, ""
+        text, self._held_back = "" if self.hit else self._held_back, ""
         return text

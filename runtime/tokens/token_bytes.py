@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ..sampling.dry import Breakers
     from ..tokenizer import Tokenizer
 
-SPACE, WORD = "\u0120", "\u2581"  # how a space is written in the tokens of bytes, and in those of SentencePiece
+SPACE, WORD = "\u0120", "\u2581"  # a space in byte-level vocabularies, and in SentencePiece's
 _KNOWN: WeakKeyDictionary[Tokenizer, TokenBytes] = WeakKeyDictionary()
 
 
@@ -28,18 +28,18 @@ class TokenBytes:
         self._texts = {number: text for text, number in tokenizer.vocabulary().items()}
         self._added = frozenset(tokenizer.added.values())
         space = tokenizer.vocabulary().get(SPACE)
-        self.breakers: dict[tuple[str, ...], Breakers] = {}  # by their texts
-        of_bytes = space is not None and tokenizer.decode([space], False) == " "
-        self._of_letters = {letter: byte for byte, letter in byte_to_unicode().items()} if of_bytes else None
+        self.breakers: dict[tuple[str, ...], Breakers] = {}  # by the breakers' texts
+        is_byte_level = space is not None and tokenizer.decode([space], False) == " "
+        self._byte_of_char = {letter: byte for byte, letter in byte_to_unicode().items()} if is_byte_level else None
 
     def __call__(self, token: int) -> bytes:
         """The bytes of a token; empty for an id without text, such as padding of the embedding table."""
         text = self._texts.get(token, "")
         if token in self._added:
             return text.encode()
-        if self._of_letters is not None:
-            own = [self._of_letters.get(ord(letter)) for letter in text]
-            return text.encode("utf-8", "replace") if None in own else bytes(own)
+        if self._byte_of_char is not None:
+            token_bytes = [self._byte_of_char.get(ord(letter)) for letter in text]
+            return text.encode("utf-8", "replace") if None in token_bytes else bytes(token_bytes)
         if len(text) == 6 and text[:3] == "<0x" and text[5] == ">":
             return bytes.fromhex(text[3:5])
         return text.replace(WORD, " ").encode("utf-8", "replace")

@@ -86,11 +86,11 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
 def normalizer_growth(normalizer: Mapping[str, Any]) -> float:
     """Upper bound of how many characters a normalizer makes of one. A few lines of it could exhaust memory."""
     if normalizer.get("type") == "Sequence":
-        total, made = 1.0, ""
-        for each in _steps(normalizer):
-            own, pattern = normalizer_growth(each), each.get("pattern", {}).get("String") if each.get("type") == "Replace" else None
-            apart = pattern and pattern not in made  # it replaces nothing that another one made
-            total, made = max(total, own) if apart else total * own, made + 2 * str(each.get("content", ""))
+        total, produced = 1.0, ""
+        for step in _steps(normalizer):
+            growth, pattern = normalizer_growth(step), step.get("pattern", {}).get("String") if step.get("type") == "Replace" else None
+            is_independent = pattern and pattern not in produced  # it matches nothing that an earlier step produced
+            total, produced = max(total, growth) if is_independent else total * growth, produced + 2 * str(step.get("content", ""))
         return total
     if normalizer.get("type") == "Prepend":
         return max(1.0, len(normalizer["prepend"]) / 1024)
@@ -113,8 +113,8 @@ def as_tokenizer_error(error: BaseException, what: str) -> BaseException:
     """What to raise for an error of the tokenizers library, which raises plain Exception, or panics with a BaseException."""
     if not isinstance(error, Exception) and not is_panic(error):
         return error
-    said = " ".join(str(error).split())
-    return TokenizerError(f"{what}: {said[:200]}", REFETCH)
+    message = " ".join(str(error).split())
+    return TokenizerError(f"{what}: {message[:200]}", REFETCH)
 
 
 def _without_tokenizer(folder: Path) -> str:

@@ -9,34 +9,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 STDERR = 2
-_ONE_AT_A_TIME = threading.Lock()  # two that put stderr back in the wrong order would lose it
+_LOCK = threading.Lock()  # two threads that restored stderr in the wrong order would lose it
 
 
 @contextmanager
 def silence_panic() -> Iterator[None]:
-    """The library writes to file descriptor 2 itself, so that is redirected meanwhile; other output is passed on."""
-    with _ONE_AT_A_TIME:
+    """Context manager: capture file descriptor 2, to which the library writes; output is passed on unless the library panicked."""
+    with _LOCK:
         try:
-            own, kept = os.dup(STDERR), tempfile.TemporaryFile()
-        except OSError:  # no stderr, or no space: then it is printed
+            stderr_copy, captured = os.dup(STDERR), tempfile.TemporaryFile()
+        except OSError:  # no stderr, or no disk space: the backtrace is printed
             yield
             return
         has_panicked = False
         try:
-            os.dup2(kept.fileno(), STDERR)
+            os.dup2(captured.fileno(), STDERR)
             yield
         except BaseException as error:
             has_panicked = is_panic(error)
             raise
         finally:
-            os.dup2(own, STDERR)
-            os.close(own)
-            with kept:
-                kept.seek(0)
-                if not has_panicked and (said := kept.read()):
-                    os.write(STDERR, said)
+            os.dup2(stderr_copy, STDERR)
+            os.close(stderr_copy)
+            with captured:
+                captured.seek(0)
+                if not has_panicked and (output := captured.read()):
+                    os.write(STDERR, output)
 
 
 def is_panic(error: BaseException) -> bool:
-    """The panic is a BaseException of a type that cannot be imported."""
+    """Whether an error is the library's panic: a BaseException of a type that cannot be imported."""
     return not isinstance(error, Exception) and type(error).__name__ == "PanicException"

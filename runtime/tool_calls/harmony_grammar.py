@@ -19,7 +19,7 @@ class HarmonyGrammar:
 
     def __init__(self, words: Mapping[str, int], guidance: Mapping[str, Any]) -> None:
         self._guidance = guidance
-        self._start, self._channel, self._message, self._end = (f"<[{words[mark]}]>" for mark in ChannelFilter.MARKS)
+        self._start, self._channel, self._message, self._end = (f"<[{words[mark]}]>" for mark in ChannelFilter.MARKERS)
         self._json = f'(" json" | " " <[{words[CONSTRAIN]}]> "json")?' if CONSTRAIN in words else '" json"?'
 
     def holds_text(self, grammar: str) -> bool:

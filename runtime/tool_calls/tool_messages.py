@@ -47,7 +47,7 @@ class ToolMessages:
 
     def _rendered(self, prompts: PromptBuilder, messages: Sequence[Message], system: str | None, think: str, options: Mapping[str, Any],
                   tools: Tools | None) -> str:
-        cut = [{**each, "content": self._plain.cut(each["content"])} if each["role"] == TOOL else each for each in messages]
+        cut = [{**each, "content": self._plain.break_tokens(each["content"])} if each["role"] == TOOL else each for each in messages]
         said = [{"role": SYSTEM[0], "content": system}] if system else []
         told_of = Tools(tuple(map(self._cut, tools.functions))) if tools else None
         made, variables = self.calling.prepared([*said, *cut], told_of)
@@ -61,9 +61,9 @@ class ToolMessages:
 
     def _cut(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._plain.cut(value)
+            return self._plain.break_tokens(value)
         if isinstance(value, Mapping):
-            return {self._plain.cut(key): self._cut(each) for key, each in value.items()}
+            return {self._plain.break_tokens(key): self._cut(each) for key, each in value.items()}
         return [self._cut(each) for each in value] if isinstance(value, list) else value
 
     @staticmethod
