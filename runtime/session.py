@@ -286,8 +286,8 @@ class Session:
             yield from self._prompts.encode_media(prompt, self.engine, lambda: self._cancelled)
         ids = resumed.ids if resumed else self._prompts.tokenize(prompt)
         first = resumed.prompt if resumed else len(ids)
-        think, marks, self._answered = self._reading(ids,
-                                                     resumed), None if resumed or not self.tools else self._turns.calling.marks, None
+        think, self._answered = self._reading(ids, resumed), None
+        marks = None if resumed or not self.tools else self._turns.calling.visible_tokens
         answer = yield from self._answer(ids, said, think, self.messages, resumed is not None, marks)
         made = [*ids[first:], *self.stats.token_ids[: len(self.stats.token_ids) - (self.stats.finish_reason == "stop")]]
         self._prompts.record_cached(prompt, ids[:first], made, answer.text if resumed else answer.text[len(said) :])
@@ -320,7 +320,7 @@ class Session:
         if resumed:
             return copy.copy(resumed.think)
         think = self.tokenizer.reasoning(ids, self.tools is not None)
-        return think if self.tools is None else self._turns.calling.reading(think, self.tools)
+        return think if self.tools is None else self._turns.calling.call_filter(think, self.tools)
 
     @property
     def _held(self) -> CompiledConstraint | None:

@@ -8,7 +8,7 @@ from test_tool_call_generation import ASKED, CHANNELS, FABLE, HERMES, marked
 
 from effllm import UsageError
 from effllm.runtime.config import read_config
-from effllm.runtime.tool_calls.tool_calling import FREE_UNHELD, ToolCalling, tools_of
+from effllm.runtime.tool_calls.tool_calling import UNCONSTRAINED_TEXT, ToolCalling, tools_of
 
 GIVEN = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 FREE = {"type": "function", "function": {"name": "patch", "parameters": GIVEN, "strict": True, "grammar": r"""start: LINE+
@@ -27,8 +27,8 @@ def test_free_text_is_held_to_its_grammar_within_a_call(engine, template):
     marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
     tokenizer = marked(engine, HERMES) if template == "in text" else marked(engine, CHANNELS, *marks)
     calling, tools = ToolCalling(tokenizer), tools_of([FREE], "required")
-    assert calling.fallbacks(tools) == [] and calling.fallbacks(tools_of([FREE, ROUND])) == [FREE_UNHELD.format("list")]
-    assert "LINE" not in json.dumps(calling.prepared([ASKED], tools)), "what it is held to is not what the model is told"
+    assert calling.fallbacks(tools) == [] and calling.fallbacks(tools_of([FREE, ROUND])) == [UNCONSTRAINED_TEXT.format("list")]
+    assert "LINE" not in json.dumps(calling.prepare([ASKED], tools)), "what it is held to is not what the model is told"
 
     def written(text):
         """Whether the model may end its answer behind a call with it. Raises where it may not write it at all."""
@@ -65,14 +65,14 @@ def test_free_text_is_held_to_its_grammar_between_tags(engine, call, words, arou
     begin, end = HERMES.index("<tool_call>"), HERMES.index("</tool_call>") + len("</tool_call>")
     tokenizer = marked(engine, HERMES[:begin] + call + HERMES[end:], *words)
     calling, tools = ToolCalling(tokenizer), tools_of([FREE], "required")
-    assert calling.fallbacks(tools) == [] and calling.fallbacks(tools_of([FREE, ROUND])) == [FREE_UNHELD.format("list")]
+    assert calling.fallbacks(tools) == [] and calling.fallbacks(tools_of([FREE, ROUND])) == [UNCONSTRAINED_TEXT.format("list")]
 
     def written(text):
         held = calling.constraint(tools, None).opened(tokenizer, tokenizer.vocab_size).begin()
         tokens = tokenizer.encode(around[0] + text + around[1], add_special_tokens=False)
         for token in tokens:
             held.took(token, False)
-        stream, filter = tokenizer.stream((), calling.marks), calling.reading(None, tools)
+        stream, filter = tokenizer.stream((), calling.visible_tokens), calling.call_filter(None, tools)
         found = [part for token in tokens for part in filter.push(stream.push(token))] + filter.push(stream.flush()) + filter.flush()
         (kind, made), = found
         assert kind == "call" and made.name == "patch" and json.loads(made.arguments) == {"input": text}

@@ -59,8 +59,8 @@ def test_a_form_of_no_type(odd: object) -> None:
 def test_calls_that_are_no_list_and_answers_to_none(tokenizer: Tokenizer, odd: object) -> None:
     calling = ToolCalling(tokenizer)
     with pytest.raises(UsageError, match=r"messages\[1\]\.tool_calls"):
-        calling.prepared([USER, {**called(), "tool_calls": odd}], None)
-    told, _ = calling.prepared([USER, called(), {"role": "tool", "tool_call_id": odd, "content": "yes"}], None)
+        calling.prepare([USER, {**called(), "tool_calls": odd}], None)
+    told, _ = calling.prepare([USER, called(), {"role": "tool", "tool_call_id": odd, "content": "yes"}], None)
     assert "yes" in told[-1]["content"], "as one that names no call"
 
 

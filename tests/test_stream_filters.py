@@ -208,7 +208,7 @@ def test_reasoning_streams_piece_by_piece():
     assert block.flush() == [("answer", "<|")]
 
 
-channel_texts = st.lists(st.sampled_from([*ChannelFilter.MARKS, "assistant", "analysis", "final", " to=f", "a", " ", "<|", "|>", "\n",
+channel_texts = st.lists(st.sampled_from([*ChannelFilter.MARKERS, "assistant", "analysis", "final", " to=f", "a", " ", "<|", "|>", "\n",
                                           THOUGHT, FINAL, "x" * 100]), max_size=16).map("".join)
 
 

@@ -11,7 +11,7 @@ from effllm.runtime.events import Call
 from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.tool_calls import call_style
 from effllm.runtime.tool_calls.call_style import detect_style
-from effllm.runtime.tool_calls.messages import functions, parameters_of, prepared
+from effllm.runtime.tool_calls.messages import parameters_of, prepare_messages, validate_tools
 from effllm.runtime.tool_calls.reader import CallReader
 
 # Our own templates, each with the way of published ones to tell of tools and to write a call.
@@ -66,7 +66,7 @@ TEMPLATES = {
     "Llama 3": chat('{% if m.tool_calls | length != 1 %}{{ raise_exception("one call at once") }}{% endif %}{"name": "{{ name }}", '
                     '"parameters": {{ args | tojson }}}'),
 }
-TOOLS = functions([{"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": {
+TOOLS = validate_tools([{"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": {
     "type": "object", "properties": {"place": {"type": "string"}, "days": {"type": "integer"}}}}}])
 ARGUMENTS = {"place": "Köln <b>", "days": 3}
 CALLED = [{"role": "user", "content": "Rain?"},
@@ -80,9 +80,9 @@ def test_the_template_shows_the_format(name: str) -> None:
     """What a client sends back reaches the model in the very words that the reader takes for the same call."""
     template = ChatTemplate(TEMPLATES[name])
     call_style = detect_style(template.render)
-    assert (call_style.format.name, call_style.writes, call_style.role) == (name, True, "tool")
+    assert (call_style.format.name, call_style.renders_calls, call_style.role) == (name, True, "tool")
     assert call_style.variable == ("" if name.startswith("DeepSeek") else "tools")
-    messages, options = prepared(CALLED, TOOLS, call_style)
+    messages, options = prepare_messages(CALLED, TOOLS, call_style)
     text = template.render(messages, **options)
     assert "Tells it." in text and "none" in text
     answer = text[text.rindex("Rain?") :].partition("tool\n")[0]
@@ -95,13 +95,13 @@ def test_the_template_shows_the_format(name: str) -> None:
 
 def test_what_templates_want_of_messages() -> None:
     styles = {name: detect_style(ChatTemplate(source).render) for name, source in TEMPLATES.items()}
-    assert [name for name, call_style in styles.items() if call_style.short] == ["Mistral", "Mistral 3"]
-    assert [name for name, call_style in styles.items() if call_style.numbered] == ["Kimi K2"]
-    assert [name for name, call_style in styles.items() if call_style.as_text or call_style.content is None] == ["DeepSeek V3"]
+    assert [name for name, call_style in styles.items() if call_style.short_ids] == ["Mistral", "Mistral 3"]
+    assert [name for name, call_style in styles.items() if call_style.numbered_ids] == ["Kimi K2"]
+    assert [name for name, call_style in styles.items() if call_style.arguments_as_text or call_style.content is None] == ["DeepSeek V3"]
     for name, expected in (("Kimi K2", "functions.weather:0"), ("Hermes", "call_77")):
-        messages, _ = prepared(CALLED, TOOLS, styles[name])
+        messages, _ = prepare_messages(CALLED, TOOLS, styles[name])
         assert messages[1]["tool_calls"][0]["id"] == messages[2]["tool_call_id"] == expected and messages[2]["name"] == "weather"
-    messages, _ = prepared(CALLED, TOOLS, styles["Mistral"])
+    messages, _ = prepare_messages(CALLED, TOOLS, styles["Mistral"])
     assert messages[1]["tool_calls"][0]["id"] == messages[2]["tool_call_id"] and len(messages[2]["tool_call_id"]) == 9
 
 
@@ -114,9 +114,9 @@ def test_marks_in_the_vocabulary_or_in_what_the_model_is_told() -> None:
             ([], "{% if xml_tools %}{{ xml_tools | tojson }} in <tool_call></tool_call>{% endif %}", "Hermes", "<tool_call>\n{")):
         template = ChatTemplate(told + silent.replace("tools", "unknown" if "xml" in told else "tools"))
         call_style = detect_style(template.render, words)
-        assert (call_style.format.name, call_style.writes, call_style.role) == (name, False, "tool")
+        assert (call_style.format.name, call_style.renders_calls, call_style.role) == (name, False, "tool")
         assert call_style.variable == ("xml_tools" if "xml" in told else "tools")
-        messages, options = prepared(CALLED, TOOLS, call_style)
+        messages, options = prepare_messages(CALLED, TOOLS, call_style)
         text = template.render(messages, **options)
         assert "Tells it." in text and said in text and "tool\nnone" in text
 
@@ -129,9 +129,9 @@ def test_templates_without_tools(source: str) -> None:
     """A system prompt tells of them, calls are the assistant's words and what they gave back a user's, together with what follows."""
     template = ChatTemplate(source)
     call_style = detect_style(template.render)
-    assert (call_style.format.name, call_style.knows_tools, call_style.writes, call_style.role) == ("Hermes", False, False, "")
+    assert (call_style.format.name, call_style.knows_tools, call_style.renders_calls, call_style.role) == ("Hermes", False, False, "")
     said = [{"role": "system", "content": "Be kind."}, *CALLED, CALLED[2], {"role": "user", "content": "Sure?"}]
-    messages, options = prepared(said, TOOLS, call_style)
+    messages, options = prepare_messages(said, TOOLS, call_style)
     text = template.render(messages, **options)
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"] and not options
     assert messages[0]["content"].startswith("Be kind.\n\n") and "Tells it." in text and call_style.sample in text
@@ -146,11 +146,11 @@ def test_templates_without_tools(source: str) -> None:
                                   {"type": "function", "function": {"name": 'f"'}}])
 def test_what_is_no_function_is_refused(tool: Any) -> None:
     with pytest.raises(UsageError, match=r"tools\[0\]"):
-        functions([tool])
+        validate_tools([tool])
 
 
 def test_functions_without_words_get_empty_ones() -> None:
-    tool, = functions([{"function": {"name": "f"}}])
+    tool, = validate_tools([{"function": {"name": "f"}}])
     assert tool["function"] == {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -160,13 +160,13 @@ def test_functions_without_words_get_empty_ones() -> None:
 def test_calls_that_are_none_are_refused(call: Any, said: str) -> None:
     call_style = detect_style(ChatTemplate(TEMPLATES["Hermes"]).render)
     with pytest.raises(UsageError, match=said):
-        prepared([{"role": "assistant", "tool_calls": [call]}], [], call_style)
+        prepare_messages([{"role": "assistant", "tool_calls": [call]}], [], call_style)
 
 
 def test_calls_without_identifiers_are_answered_in_order() -> None:
     call_style = detect_style(ChatTemplate(TEMPLATES["Mistral"]).render)
     calls = [{"function": {"name": name, "arguments": ""}} for name in ("one", "two")]
-    messages, _ = prepared([{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "1"},
+    messages, _ = prepare_messages([{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "1"},
                             {"role": "tool", "content": "2"}], [], call_style)
     ids = [call["id"] for call in messages[0]["tool_calls"]]
     assert len({*ids}) == 2 and [(message["tool_call_id"], message["name"]) for message in messages[1:]] == [*zip(ids, ("one", "two"))]
@@ -176,9 +176,9 @@ def test_calls_without_identifiers_are_answered_in_order() -> None:
 def test_templates_that_write_one_call_a_message() -> None:
     """Several calls of a message are told one by one, each with what it gave back."""
     call_style = detect_style(ChatTemplate(TEMPLATES["Llama 3"]).render)
-    assert call_style.single and not detect_style(ChatTemplate(TEMPLATES["Hermes"]).render).single
+    assert call_style.one_call_per_message and not detect_style(ChatTemplate(TEMPLATES["Hermes"]).render).one_call_per_message
     calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in ("one", "two")]
-    messages, _ = prepared([{"role": "user", "content": "Both."}, {"role": "assistant", "content": "So.", "tool_calls": calls},
+    messages, _ = prepare_messages([{"role": "user", "content": "Both."}, {"role": "assistant", "content": "So.", "tool_calls": calls},
                             {"role": "tool", "tool_call_id": "two", "content": "2"},
                             {"role": "tool", "tool_call_id": "one", "content": "1"},
                             {"role": "user", "content": "Thanks."}], TOOLS, call_style)
@@ -198,7 +198,7 @@ def test_tools_in_the_message_of_the_system(key: str, role: str, words: list[str
     assert (call_style.format.name, call_style.variable, call_style.key, call_style.role, call_style.knows_tools) == (name, "", key, role,
                                                                                                                       True)
     for system in ([], [{"role": "system", "content": "Be kind."}]):
-        messages, options = prepared([*system, *CALLED], TOOLS, call_style)
+        messages, options = prepare_messages([*system, *CALLED], TOOLS, call_style)
         text = template.render(messages, **options)
         assert not options and [message["role"] for message in messages] == ["system", "user", "assistant", role]
         assert "Tells it." in text and ("Be kind." in text) == bool(system)
@@ -211,7 +211,7 @@ def test_a_mark_in_the_vocabulary_of_a_template_without_tools() -> None:
 
 
 def test_a_template_without_an_end_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_style, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(call_style, "MAX_PROBE_S", 0.5)
     template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", seconds=1.0)
     begin = time.thread_time()
     assert not detect_style(template.render).knows_tools and time.thread_time() - begin < 3
@@ -220,7 +220,7 @@ def test_a_template_without_an_end_is_not_asked_for_ever(monkeypatch: pytest.Mon
 def test_a_machine_that_does_other_work_is_no_template_without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found is held for as long as the model is: a server that stood still meanwhile had no tools until its end."""
     template, stands = ChatTemplate(TEMPLATES["Hermes"]), [1.1]
-    monkeypatch.setattr(call_style, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(call_style, "MAX_PROBE_S", 1.0)
 
     def slowly(*given: object, **more: object) -> str:
         time.sleep(stands.pop() if stands else 0)

@@ -18,7 +18,7 @@ from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.tokenizer import Tokenizer
 from effllm.runtime.tool_calls.call_style import ARGUMENTS, NAME, TOOL
-from effllm.runtime.tool_calls.tool_calling import NO_TOOLS, UNHELD, ToolCalling, tools_of
+from effllm.runtime.tool_calls.tool_calling import NO_TOOLS, UNCONSTRAINED_ARGUMENTS, ToolCalling, tools_of
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 WISH = GenerationOptions(SamplerSettings(temperature=0), max_tokens=160)
@@ -123,7 +123,7 @@ def test_calls_amid_text(replies, monkeypatch):
     answering(replies, monkeypatch, f"I look.\n{call}\n{call}")
     events = [*replies.reply([ASKED], WISH, tools_of([TIME]))]
     assert calls_of(events) == [("time.now", {})] * 2 and said_in(events) == "I look."
-    events = [*replies.reply([ASKED], WISH, tools_of([TIME], several=False))]
+    events = [*replies.reply([ASKED], WISH, tools_of([TIME], parallel=False))]
     assert calls_of(events) == [("time.now", {})] and events[-1].stats.finish_reason == "stop"
     events = [*replies.reply([ASKED], WISH)]
     assert not calls_of(events) and said_in(events) == f"I look.\n{call}\n{call}"
@@ -160,7 +160,7 @@ def marked(engine, template, *words):
      "<tool_call|>", ["<|tool_call>", "<tool_call|>", '<|"|>'], []),
     ('<function name="{{ c.function.name }}">{% for key, value in c.function.arguments.items() %}<param name="{{ key }}">'
      "{% if value is string %}<![CDATA[{{ value }}]]>{% else %}{{ value }}{% endif %}</param>{% endfor %}</function>",
-     ["</param>", "</function>"], [UNHELD]),
+     ["</param>", "</function>"], [UNCONSTRAINED_ARGUMENTS]),
     ("[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}[ARGS]{{ c.function.arguments | tojson }}",
      ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"], []),
 ])
@@ -169,12 +169,12 @@ def test_marks_that_are_tokens(engine, call, words, told):
     begin, end = HERMES.index("<tool_call>"), HERMES.index("</tool_call>") + len("</tool_call>")
     tokenizer = marked(engine, HERMES[:begin] + call + HERMES[end:], *words)
     calling = ToolCalling(tokenizer)
-    assert set(words) == set(calling.marks.values())
+    assert set(words) == set(calling.visible_tokens.values())
     tools = tools_of([TOOL], "required")
     assert calling.fallbacks(tools) == told
     sample = calling.style.sample.replace("call_a1b2c3d4e5f6a7b8c9d0e1f2", "a1b2c3d4e")
     tokens = tokenizer.encode(sample, add_special_tokens=False)
-    stream, filter = tokenizer.stream((), calling.marks), calling.reading(None, tools)
+    stream, filter = tokenizer.stream((), calling.visible_tokens), calling.call_filter(None, tools)
     found = [part for token in tokens for part in filter.push(stream.push(token))] + filter.push(stream.flush()) + filter.flush()
     (kind, made), = found
     assert kind == "call" and (made.name, json.loads(made.arguments)) == (NAME, ARGUMENTS)
@@ -203,8 +203,8 @@ def test_channels(engine):
         for calls in (True, False):
             prompt = tokenizer.encode("<|start|>assistant", add_special_tokens=False)
             think = tokenizer.reasoning(prompt, calls)
-            filter = calling.reading(think, tools)
-            stream = tokenizer.stream((), calling.marks)
+            filter = calling.call_filter(think, tools)
+            stream = tokenizer.stream((), calling.visible_tokens)
             parts = [part for token in tokenizer.encode(text, add_special_tokens=False) for part in filter.push(stream.push(token))]
             parts += filter.flush()
             assert "".join(part for kind, part in parts if kind == "thinking").startswith("Hm.")
@@ -259,7 +259,7 @@ def test_strict_functions_are_held_to_their_schema_once_a_call_has_begun(engine,
     calling = ToolCalling(tokenizer)
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     assert calling.constraint(tools_of([WEATHER]), None) is None
-    assert "strict" not in json.dumps(calling.prepared([ASKED], tools_of([strict]))[1])
+    assert "strict" not in json.dumps(calling.prepare([ASKED], tools_of([strict]))[1])
     form = calling.constraint(tools_of([strict, TIME]), None).opened(tokenizer, tokenizer.vocab_size)
     for text, whole in (('Hm <b>. <tool_call>\n{"name": "weather", "arguments": {"place": "Oslo", "days": 2}}\n</tool_call>', True),
                         ("Only words, {1}.", True), ('<tool_call>\n{"name": "time.now", "arguments": {}}\n</tool_call>\n', True),
@@ -312,7 +312,7 @@ def test_arguments_between_tags_are_held_to_the_schema(engine, name, words):
 
     def said(arguments, function="plan-it"):
         message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": function, "arguments": json.dumps(arguments)}}]}
-        messages, _ = calling.prepared([ASKED, message], None)
+        messages, _ = calling.prepare([ASKED, message], None)
         text = tokenizer.render_chat(messages, add_generation_prompt=False)
         return text[text.rindex("assistant: ") + len("assistant: ") :].rstrip("\n")
 

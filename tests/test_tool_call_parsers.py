@@ -24,7 +24,7 @@ def parts_of(format: Format | str, pieces: Sequence[str], tools: Mapping[str, An
     reader = CallReader(BY_NAME[format] if isinstance(format, str) else format, tools)
     parts = [part for piece in pieces for part in reader.push(piece)] + reader.flush()
     calls = [part for part in parts if isinstance(part, Call)]
-    assert reader.count == len(calls)
+    assert reader.call_count == len(calls)
     return "".join(part for part in parts if isinstance(part, str)), [(call.name, json.loads(call.arguments)) for call in calls]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ... import EffllmError
 from ...runtime.constraints.constraint import lark_constraint
-from ...runtime.tool_calls.cursor import Mismatch, parsed
+from ...runtime.tool_calls.cursor import Mismatch, parse_json
 from ...runtime.tool_calls.free_text import FREE, within_json
 from .problems import Problem, problem_of
 
@@ -83,7 +83,7 @@ def call_of(call: object, where: str) -> object:
 def input_of(arguments: str) -> str:
     """The free text in a call's arguments, or the arguments themselves where the model did not wrap it."""
     try:
-        value = parsed(arguments)
+        value = parse_json(arguments)
     except Mismatch:
         return arguments
     text = value.get(FREE) if isinstance(value, dict) else None

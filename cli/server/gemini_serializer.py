@@ -12,7 +12,7 @@ from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.sampling.logprobs import TokenLogprobs
 from ...runtime.tokenizer import Tokenizer
 from ...runtime.tokens.token_bytes import token_bytes_of
-from ...runtime.tool_calls.cursor import parsed
+from ...runtime.tool_calls.cursor import parse_json
 from .logprobs import spelled
 from .multiple_answers import AnswerEnded, total_stats
 from .problems import Problem
@@ -59,7 +59,7 @@ class GeminiSerializer(AnswerSerializer):
             return [self._chunk(self._last(now, event.stats))]
         if isinstance(event, Call):
             called = now.calls.add(event)["id"]
-            part = {"functionCall": {"id": called, "name": event.name, "args": parsed(event.arguments)}}
+            part = {"functionCall": {"id": called, "name": event.name, "args": parse_json(event.arguments)}}
         elif event.kind == "answer":
             part = {"text": event.text}
             now.tokens += event.tokens

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...runtime.tool_calls.cursor import Mismatch, parsed
+from ...runtime.tool_calls.cursor import Mismatch, parse_json
 from .problems import Problem
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
@@ -58,7 +58,7 @@ def text_at(item: dict[str, Any], name: str, where: str) -> str:
 def parse_object(text: str, where: str) -> dict[str, Any]:
     """A JSON object from its text. Raises Problem that names it."""
     try:
-        value = parsed(text) if text.strip() else {}
+        value = parse_json(text) if text.strip() else {}
     except Mismatch:
         value = None
     if not isinstance(value, dict):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
-from ...runtime.tool_calls.cursor import parsed
+from ...runtime.tool_calls.cursor import parse_json
 from .messages_requests import CountTokensRequest
 from .problems import Problem
 from .serializers import AnswerSerializer
@@ -103,7 +103,7 @@ class MessageSerializer(AnswerSerializer):
         at = len(self.blocks)
         made = [{"type": "content_block_start", "index": at, "content_block": block},
                 self._delta("input_json_delta", "partial_json", call.arguments), {"type": "content_block_stop", "index": at}]
-        self.blocks.append({**block, "input": parsed(call.arguments)})
+        self.blocks.append({**block, "input": parse_json(call.arguments)})
         return made
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.tokenizer import Tokenizer
-from ...runtime.tool_calls.cursor import parsed
+from ...runtime.tool_calls.cursor import parse_json
 from .logprobs import LogprobList
 from .problems import Problem
 from .serializers import AnswerSerializer
@@ -73,7 +73,7 @@ class OllamaSerializer(AnswerSerializer, Protocol):
 
     def _call(self, call: dict[str, Any], number: int) -> dict[str, Any]:
         function = call["function"]
-        return {"id": call["id"], "function": {"index": number, "name": function["name"], "arguments": parsed(function["arguments"])}}
+        return {"id": call["id"], "function": {"index": number, "name": function["name"], "arguments": parse_json(function["arguments"])}}
 
     def _cost(self, stats: Stats) -> dict[str, object]:
         return {"done_reason": "stop" if stats.finish_reason == "stop" else "length",

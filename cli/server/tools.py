@@ -34,7 +34,7 @@ def requested_tools(payload: ChatRequest) -> Tools | None:
     if choice == NONE:
         return None
     try:
-        return tools if tools.called else None
+        return tools if tools.callable_functions else None
     except UsageError as error:
         raise problem_of(error, "tool_choice") from error
 

@@ -66,7 +66,7 @@ class AnswerText:
         if not self.stop_filter.hit:
             last_parts += [("answer", text)] if (text := self.indent_stop.push(self.stop_filter.flush()) + self.indent_stop.flush()) else []
             self._held_back = 0
-        parts += self._parse_calls(last_parts) + (self._call_filter.rest() if self._call_filter else [])
+        parts += self._parse_calls(last_parts) + (self._call_filter.flush_calls() if self._call_filter else [])
         return self._events(self._record(parts))
 
     def _split(self, text: str) -> list[Part]:

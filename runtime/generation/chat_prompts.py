@@ -59,7 +59,7 @@ class ChatPrompts:
     def _render_messages(self, prompts: PromptBuilder, messages: Sequence[Message], think: str, tools: Tools | None,
                variables: Mapping[str, Any]) -> tuple[str, str]:
         if tools or any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
-            messages, tool_variables = self._calling.prepared(messages, tools)
+            messages, tool_variables = self._calling.prepare(messages, tools)
             variables = {**tool_variables, **variables}
         system, system_extras, others = self._split_system(messages)
         answer_prefix = ""

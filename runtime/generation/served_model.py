@@ -171,7 +171,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
             slot.prompt_tokens = len(ids)
             think, visible_tokens = self.tokenizer.reasoning(ids, tools is not None), None
             if tools:
-                think, visible_tokens = tool_calling.reading(think, tools), tool_calling.marks
+                think, visible_tokens = tool_calling.call_filter(think, tools), tool_calling.visible_tokens
             answer = yield from self._answer(slot.engine, ids, options, cancelled, think, answer_prefix, self._prompts.raw, visible_tokens)
             slot.prompts.record_cached(prompt, ids, answer.tokens[: len(answer.tokens) - (answer.finish == "stop")],
                                        answer.text[len(answer_prefix) :])

@@ -30,7 +30,8 @@ MAX_MERGES = 1 << 23
 MAX_SPLIT_NBYTES = 1 << 30  # total length of all splits; published vocabularies have a hundredth of it
 # Special tokens of the first versions, whose tekken.json does not list them.
 DEFAULT_SPECIAL_TOKENS = ("<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] "
-                          "[TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]").split()
+                          "[TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] "
+                          "[SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]").split()
 ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 # Names of the Python code whose patterns are known.
 KNOWN_PROGRAMS = {TIKTOKEN: ("tokenization_kimi", "tokenization_moonshot"), HUNYUAN: ("tokenization_hy",)}

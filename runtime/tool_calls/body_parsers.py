@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..events import Call
-from .cursor import Cursor, Mismatch, arguments_of, written
+from .cursor import Cursor, Mismatch, arguments_as_json, to_json
 from .schema import Tools, parse_literal, typed_argument
 
-NAMES = ("name", "tool_name", "function", "tool")
-ARGUMENTS = ("arguments", "parameters", "args", "input")
-IDS = ("id", "tool_call_id")
-QUOTED = ("<![CDATA[", "]]>")  # around values, as XML has it
+NAME_KEYS = ("name", "tool_name", "function", "tool")
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
+ID_KEYS = ("id", "tool_call_id")
+CDATA = ("<![CDATA[", "]]>")  # around values, as XML has it
 
 
-def _wrong() -> Any:
+def _mismatch() -> Any:
     raise Mismatch
 
 
 def _close(cursor: Cursor, close: Sequence[str]) -> None:
     """Consume a closing marker, or the end of the text; an empty marker makes it optional."""
-    cursor.blanks()
-    if close and not cursor.at_end() and not cursor.takes(*close) and "" not in close:
+    cursor.skip_whitespace()
+    if close and not cursor.at_end() and not cursor.take_any(*close) and "" not in close:
         raise Mismatch
 
 
@@ -36,44 +36,43 @@ def call_of(value: Any) -> Call:
     if not isinstance(value, dict):
         raise Mismatch
     inner = value.get("function")
-    known = inner if isinstance(inner, dict) else value
-    name = next((known[key] for key in NAMES if isinstance(known.get(key), str)), "")
+    function = inner if isinstance(inner, dict) else value
+    name = next((function[key] for key in NAME_KEYS if isinstance(function.get(key), str)), "")
     if not name:
         raise Mismatch
-    arguments = next((known[key] for key in ARGUMENTS if key in known), None)
-    return Call(name, arguments_of(arguments), next((value[key] for key in IDS if isinstance(value.get(key), str)), ""))
+    arguments = next((function[key] for key in ARGUMENT_KEYS if key in function), None)
+    return Call(name, arguments_as_json(arguments), next((value[key] for key in ID_KEYS if isinstance(value.get(key), str)), ""))
 
 
 @dataclass(frozen=True)
 class JsonObjects:
-    """JSON objects with name and arguments, or lists of them. `keyed`: an object is {name: arguments}. An empty string in `close` makes
-    the closing marker optional."""
+    """JSON objects with name and arguments, or lists of them."""
 
-    close: tuple[str, ...] = ()
-    keyed: bool = False
+    close: tuple[str, ...] = ()  # closing markers; an empty one makes them optional
+    name_as_key: bool = False  # an object is {name: arguments}
 
     def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
         calls: list[Call] = []
         while True:
-            cursor.blanks()
+            cursor.skip_whitespace()
             value = cursor.json()
             for each in value if isinstance(value, list) else [value]:
-                calls.append(self._keyed(each) if self.keyed else call_of(each))
+                calls.append(self._keyed(each) if self.name_as_key else call_of(each))
             if not self.close:
                 break
-            cursor.blanks()
+            cursor.skip_whitespace()
             if cursor.at_end() or cursor.text[cursor.at] not in "{[,;":
                 break
-            cursor.takes(",", ";")
+            cursor.take_any(",", ";")
         _close(cursor, self.close)
-        return calls or _wrong()
+        return calls or _mismatch()
 
     @staticmethod
     def _keyed(value: Any) -> Call:
         if not isinstance(value, dict) or len(value) != 1:
             raise Mismatch
         (name, arguments), = value.items()
-        return Call(name, arguments_of(arguments))
+        return Call(name, arguments_as_json(arguments))
 
 
 @dataclass(frozen=True)
@@ -82,61 +81,56 @@ class BareJson:
 
     def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
         cursor.at -= 1  # the brace is the mark
-        begin = cursor.text[cursor.at : cursor.at + 64]
-        key = begin[1:].lstrip()
+        head = cursor.text[cursor.at : cursor.at + 64]
+        key = head[1:].lstrip()
         key, quote = key[1:].partition('"')[::2] if key[:1] == '"' else ("", "x" * bool(key))
-        if quote and not key or not any(known.startswith(key) for known in ("type", *NAMES, *ARGUMENTS)):
+        if quote and not key or not any(name.startswith(key) for name in ("type", *NAME_KEYS, *ARGUMENT_KEYS)):
             raise Mismatch
         call = call_of(cursor.json())
         if call.name not in tools:
             raise Mismatch
         end = cursor.at
-        cursor.blanks()
-        if cursor.at == len(cursor.text) or not cursor.takes(";", ","):
+        cursor.skip_whitespace()
+        if cursor.at == len(cursor.text) or not cursor.take_any(";", ","):
             cursor.at = end
         return [call]
 
 
 @dataclass(frozen=True)
 class NamedJson:
-    """A name, a separator, and JSON arguments.
+    """A name, a separator, and JSON arguments."""
 
-    `between`: markers of which one follows the name, an empty one if optional. `lead` may come before the name. `id` follows the name and
-    precedes the call's id; `named` follows the id where that comes first, before the name; with `numbered` the name is part of the id:
-    functions.NAME:0. `fence` may surround the arguments.
-    """
-
-    between: tuple[str, ...] = ("",)
+    between: tuple[str, ...] = ("",)  # markers of which one follows the name, an empty one if optional
     close: tuple[str, ...] = ()
-    lead: tuple[str, ...] = ()
-    fence: tuple[str, str] = ("", "")
-    id: str = ""
-    named: str = ""
-    numbered: bool = False
+    lead: tuple[str, ...] = ()  # may precede the name
+    fence: tuple[str, str] = ("", "")  # may surround the arguments
+    id: str = ""  # follows the name and precedes the call's id
+    named: str = ""  # follows the id, where that comes before the name
+    numbered: bool = False  # the name is part of the id: functions.NAME:0
 
     def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
-        cursor.blanks()
-        cursor.takes(*self.lead)
-        name, called = cursor.name(), ""
+        cursor.skip_whitespace()
+        cursor.take_any(*self.lead)
+        name, call_id = cursor.name(), ""
         if self.named:
             cursor.take(self.named)
-            name, called = cursor.name(), name
+            name, call_id = cursor.name(), name
         if self.numbered:
-            name, called = name.rpartition(":")[0].removeprefix("functions.") or name, name
-        cursor.blanks()
-        if cursor.takes(self.id):
-            called = cursor.name()
-            cursor.blanks()
-        if not cursor.takes(*self.between) and "" not in self.between:
+            name, call_id = name.rpartition(":")[0].removeprefix("functions.") or name, name
+        cursor.skip_whitespace()
+        if cursor.take_any(self.id):
+            call_id = cursor.name()
+            cursor.skip_whitespace()
+        if not cursor.take_any(*self.between) and "" not in self.between:
             raise Mismatch
-        cursor.blanks()
-        fenced = cursor.takes(self.fence[0])
-        cursor.blanks()
-        if cursor.takes(*self.close):  # no arguments at all
-            return [Call(name, written({}), called)]
-        call = Call(name, arguments_of(cursor.json()), called)
-        cursor.blanks()
-        if fenced and not cursor.at_end() and not cursor.takes(self.fence[1]):
+        cursor.skip_whitespace()
+        is_fenced = cursor.take_any(self.fence[0])
+        cursor.skip_whitespace()
+        if cursor.take_any(*self.close):  # no arguments at all
+            return [Call(name, to_json({}), call_id)]
+        call = Call(name, arguments_as_json(cursor.json()), call_id)
+        cursor.skip_whitespace()
+        if is_fenced and not cursor.at_end() and not cursor.take_any(self.fence[1]):
             raise Mismatch
         _close(cursor, self.close)
         return [call]
@@ -144,44 +138,43 @@ class NamedJson:
 
 @dataclass(frozen=True)
 class TaggedArguments:
-    """A name, then each argument between tags, its value as text. `key` opens an argument, `behind_key` follows its name, `value`
-    precedes its value if there is more, `end` closes the argument, `close` the call."""
+    """A name, then each argument between tags, its value as text."""
 
-    behind_name: tuple[str, ...]
-    key: str
-    behind_key: str
-    end: str
-    close: tuple[str, ...]
-    value: str = ""
-    texts: tuple[str, str] = ("", "")  # how `behind_key` says that the value is text, and that it is JSON
-    line_feeds: bool = True  # one before and one behind a value are no part of it
+    after_name: tuple[str, ...]
+    key: str  # opens an argument
+    after_key: str  # follows the argument's name
+    end: str  # closes the argument
+    close: tuple[str, ...]  # closes the call
+    value: str = ""  # precedes the argument's value, if more than `after_key` does
+    type_suffixes: tuple[str, str] = ("", "")  # suffixes of the tag: the value is text, the value is JSON
+    strip_line_feeds: bool = True  # one before and one after a value are not part of it
 
     def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
-        cursor.blanks()
+        cursor.skip_whitespace()
         name = cursor.name()
-        if not cursor.takes(*self.behind_name) and "" not in self.behind_name:
+        if not cursor.take_any(*self.after_name) and "" not in self.after_name:
             raise Mismatch
         arguments: dict[str, Any] = {}
         while True:
-            cursor.blanks()
-            if cursor.takes(*self.close):
-                return [Call(name, written(arguments))]
+            cursor.skip_whitespace()
+            if cursor.take_any(*self.close):
+                return [Call(name, to_json(arguments))]
             cursor.take(self.key)
-            key, bare = self._key(cursor)
+            key, is_text = self._key(cursor)
             value = self._value(cursor)
-            arguments[key] = value if bare else parse_literal(value) if bare is False else typed_argument(value, tools, name, key)
+            arguments[key] = value if is_text else parse_literal(value) if is_text is False else typed_argument(value, tools, name, key)
 
     def _key(self, cursor: Cursor) -> tuple[str, bool | None]:
         """The name of an argument, and whether its value is a string, if stated."""
-        head = cursor.until(self.behind_key)
+        head = cursor.take_until(self.after_key)
         bare = None
-        for said, is_text in zip(self.texts, (True, False)):
-            if said and head.endswith(said):
-                head, bare = head.removesuffix(said), is_text
+        for suffix, means_text in zip(self.type_suffixes, (True, False)):
+            if suffix and head.endswith(suffix):
+                head, bare = head.removesuffix(suffix), means_text
         if not head or "\n" in head.strip():
             raise Mismatch
         if self.value:
-            cursor.blanks()
+            cursor.skip_whitespace()
             cursor.take(self.value)
         return head.strip(), bare
 
@@ -191,14 +184,14 @@ class TaggedArguments:
         while True:
             end = cursor.text.find(self.end, at)
             if end < 0:
-                raise cursor.short()
+                raise cursor.truncated()
             rest = Cursor(cursor.text, end + len(self.end), cursor.ended)
-            rest.blanks()
-            if rest.at_end() or rest.takes(self.key, *self.close):
+            rest.skip_whitespace()
+            if rest.at_end() or rest.take_any(self.key, *self.close):
                 break
             at = end + len(self.end)
         cursor.at = end + len(self.end)
         text = cursor.text[begin:end]
-        if text.startswith(QUOTED[0]) and text.endswith(QUOTED[1]):
-            return text[len(QUOTED[0]) : -len(QUOTED[1])]
-        return text.removeprefix("\n").removesuffix("\n") if self.line_feeds else text
+        if text.startswith(CDATA[0]) and text.endswith(CDATA[1]):
+            return text[len(CDATA[0]) : -len(CDATA[1])]
+        return text.removeprefix("\n").removesuffix("\n") if self.strip_line_feeds else text

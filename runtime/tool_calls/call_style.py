@@ -27,129 +27,130 @@ ARGUMENTS = {"place": "Oslo", "days": 3}
 PROPERTIES = {"place": {"type": "string", "description": "where"}, "days": {"type": "integer", "description": "how many"}}
 TOOL = {"type": "function", "function": {"name": NAME, "description": "Look up the weather.", "parameters": {
     "type": "object", "properties": PROPERTIES, "required": ["place", "days"]}}}
-KNOWN = {NAME: TOOL["function"]["parameters"]}
-VARIABLES = ("tools", "xml_tools")  # under which templates look for tools
-KEYS = ("tools", "functions")  # and under which in the system's message, as JSON text
-ROLES = ("tool", "environment", "function")  # of what tools give back
+TOOL_SCHEMAS = {NAME: TOOL["function"]["parameters"]}
+TOOL_VARIABLES = ("tools", "xml_tools")  # template variables for the tools
+SYSTEM_MESSAGE_KEYS = ("tools", "functions")  # keys of the system message for the tools, as JSON text
+TOOL_ROLES = ("tool", "environment", "function")  # of tool results
 USER = {"role": "user", "content": "What is the weather?"}
-PATIENCE_S = 5.0  # of the processor, for all that a template is asked
+MAX_PROBE_S = 5.0  # CPU time of all test renderings of a template
 
 
 @dataclass(frozen=True)
 class CallStyle:
-    """How a model calls tools.
+    """How a model calls tools, and the message layout its template expects."""
 
-    `variable`: the template variable that takes the tools, or `key`: the key of the system message that does; both are empty if the
-    template knows no tools and the system prompt must describe them. `writes`: it renders tool calls itself, with arguments as JSON text if
-    `as_text`, else as an object, and with `content` beside a call without text; otherwise the format renders them as text. Call ids are
-    functions.NAME:0 etc. if `numbered`, nine alphanumeric characters if `short`, else anything. `single`: one call per message. `role`: the
-    role of tool results, if any. `sample`: a call as the model reads one.
-    """
-
-    format: Format
+    format: Format  # of a call in the model's text
+    # Template variable that takes the tools. If it and `key` are empty, the template knows no tools, and the system prompt has to describe
+    # them.
     variable: str = ""
-    key: str = ""
-    writes: bool = False
-    as_text: bool = False
-    content: str | None = ""
-    numbered: bool = False
-    short: bool = False
-    single: bool = False
-    role: str = ""
-    sample: str = ""
+    key: str = ""  # key of the system message that takes the tools
+    renders_calls: bool = False  # the template renders tool calls; otherwise `format` writes them as text
+    arguments_as_text: bool = False  # the template wants arguments as JSON text, not as an object
+    content: str | None = ""  # the content beside a call without text
+    numbered_ids: bool = False  # call ids are functions.NAME:0, functions.NAME:1, ...
+    short_ids: bool = False  # call ids have nine alphanumeric characters
+    one_call_per_message: bool = False
+    role: str = ""  # of tool results, empty if the template has none
+    sample: str = ""  # a call as the model writes it
 
     @property
     def knows_tools(self) -> bool:
         return bool(self.variable or self.key)
 
 
-def told(tools: Sequence[Mapping[str, Any]]) -> str:
+def tools_as_json(tools: Sequence[Mapping[str, Any]]) -> str:
     """Tools as text for a key of the system message."""
     return json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
 
 
 @dataclass(frozen=True)
 class _Template:
-    """A template with one tool, passed in a variable or in a key of the system message. Not rendered after `latest` (CPU time of the
-    thread)."""
+    """A template with one tool, passed in a variable or in a key of the system message. `deadline`: CPU time of the thread, after which it
+    is not rendered.
+    """
 
     render: Render
-    latest: float
+    deadline: float
     variable: str = ""
     key: str = ""
 
-    def text(self, messages: Sequence[Mapping[str, Any]], reply: bool = True) -> str:
+    def text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The rendered messages, empty if the template rejects them."""
-        if time.thread_time() > self.latest:
+        if time.thread_time() > self.deadline:
             return ""
-        given = {self.variable: [TOOL]} if self.variable else {}
+        variables = {self.variable: [TOOL]} if self.variable else {}
         if self.key:
-            messages = [{"role": "system", "content": "Be kind.", self.key: told([TOOL])}, *messages]
+            messages = [{"role": "system", "content": "Be kind.", self.key: tools_as_json([TOOL])}, *messages]
         try:
-            return self.render(messages, add_generation_prompt=reply, **given)
+            return self.render(messages, add_generation_prompt=add_generation_prompt, **variables)
         except TemplateError:
             return ""
 
-    def written(self, message: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[str]:
-        """What it renders for a message: after the question, and after the generation prompt. Markers may begin alike there, but a call
-        without marker is only recognised at the beginning of an answer."""
-        for messages in ([USER, message], [USER, message, answer]):  # some want what the tool gave back
-            if whole := self.text(messages, False):
-                yield whole[whole.rfind(USER["content"]) + len(USER["content"]) :]
-                yield whole[len(os.path.commonprefix([self.text([USER]), whole])) :]
+    def renderings(self, message: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[str]:
+        """What the template renders for a message: the text after the question, and the text after the generation prompt.
+
+        Markers may begin alike in both, but a call without marker is only recognised at the beginning of an answer.
+        """
+        for messages in ([USER, message], [USER, message, answer]):  # some templates require the tool result
+            if rendered := self.text(messages, False):
+                yield rendered[rendered.rfind(USER["content"]) + len(USER["content"]) :]
+                yield rendered[len(os.path.commonprefix([self.text([USER]), rendered])) :]
                 return
 
     def role_of(self, *messages: Mapping[str, Any], name: str) -> str:
         """The role with which a tool result reaches the prompt."""
         answer = {"content": RESULT, "name": NAME, "tool_call_id": name}
-        return next((role for role in ROLES if RESULT in self.text([USER, *messages, {"role": role, **answer}])), "")
+        return next((role for role in TOOL_ROLES if RESULT in self.text([USER, *messages, {"role": role, **answer}])), "")
 
 
-def detect_style(render: Render, words: Collection[str] = ()) -> CallStyle:
-    """The style of a model; `words` are the added tokens of its vocabulary."""
-    plain = _Template(render, time.thread_time() + PATIENCE_S)
-    ways = [*(replace(plain, variable=name) for name in VARIABLES), *(replace(plain, key=name) for name in KEYS)]
-    template = next((way for way in ways if NAME in way.text([USER])), plain)
-    for as_text, content, called in product((False, True), ("", None), (LONG_ID, ID, f"functions.{NAME}:0")):
-        call = {"id": called, "type": "function", "function": {"name": NAME, "arguments": json.dumps(ARGUMENTS) if as_text else ARGUMENTS}}
+def detect_style(render: Render, added_tokens: Collection[str] = ()) -> CallStyle:
+    """The style of a model; `added_tokens` are the added tokens of its vocabulary."""
+    without_tools = _Template(render, time.thread_time() + MAX_PROBE_S)
+    candidates = [*(replace(without_tools, variable=name) for name in TOOL_VARIABLES),
+                  *(replace(without_tools, key=name) for name in SYSTEM_MESSAGE_KEYS)]
+    template = next((candidate for candidate in candidates if NAME in candidate.text([USER])), without_tools)
+    for arguments_as_text, content, call_id in product((False, True), ("", None), (LONG_ID, ID, f"functions.{NAME}:0")):
+        call = {"id": call_id, "type": "function",
+                "function": {"name": NAME, "arguments": json.dumps(ARGUMENTS) if arguments_as_text else ARGUMENTS}}
         message = {"role": "assistant", "content": content, "tool_calls": [call]}
-        answer = {"role": ROLES[0], "content": RESULT, "name": NAME, "tool_call_id": called}
-        for text in template.written(message, answer):
-            if (format := _reading(text)) is not None:
-                both = {**message, "tool_calls": [call, {**call, "id": called.replace("a1", "b2").replace(":0", ":1")}]}
-                single = not any(_reading(text, 2) for text in template.written(both, answer))
-                return CallStyle(format, template.variable, template.key, True, as_text, content, called not in (ID, LONG_ID), called == ID,
-                                 single, template.role_of(message, name=called), _sample(format, text))
-    told_of = template.text([USER]) if template.variable or template.key else ""
-    format = _marked(told_of, words)
-    if format is None or not told_of:  # if it tells of calls, then in a form that is not known here
+        answer = {"role": TOOL_ROLES[0], "content": RESULT, "name": NAME, "tool_call_id": call_id}
+        for text in template.renderings(message, answer):
+            if (format := _parsing_format(text)) is not None:
+                two_calls = {**message, "tool_calls": [call, {**call, "id": call_id.replace("a1", "b2").replace(":0", ":1")}]}
+                one_call_per_message = not any(_parsing_format(text, 2) for text in template.renderings(two_calls, answer))
+                return CallStyle(format, template.variable, template.key, True, arguments_as_text, content, call_id not in (ID, LONG_ID),
+                                 call_id == ID,
+                                 one_call_per_message, template.role_of(message, name=call_id), _sample(format, text))
+    tool_prompt = template.text([USER]) if template.variable or template.key else ""
+    format = _format_by_marker(tool_prompt, added_tokens)
+    if format is None or not tool_prompt:  # if the template describes calls, then in an unknown format
         format = format or HERMES
         return CallStyle(format, sample=format.write([(NAME, ARGUMENTS)]))
     role = template.role_of({"role": "assistant", "content": "Yes."}, name=ID)
     return CallStyle(format, template.variable, template.key, role=role, sample=format.write([(NAME, ARGUMENTS)]))
 
 
-def _reading(text: str, times: int = 1) -> Format | None:
-    """The format that parses the call from a text, `times` times, and leaves the least text."""
-    found = []
+def _parsing_format(text: str, count: int = 1) -> Format | None:
+    """The format that parses the call from a text, `count` times, and leaves the least text; None if none does."""
+    matches = []
     for format in FORMATS:
-        reader = CallReader(format, KNOWN)
+        reader = CallReader(format, TOOL_SCHEMAS)
         parts = [*reader.push(text), *reader.flush()]
         calls = [part for part in parts if isinstance(part, Call)]
-        if [(call.name, json.loads(call.arguments)) for call in calls] == [(NAME, ARGUMENTS)] * times:
-            found.append((sum(len(part) for part in parts if isinstance(part, str)), format))
-    return min(found, key=lambda each: each[0])[1] if found else None
+        if [(call.name, json.loads(call.arguments)) for call in calls] == [(NAME, ARGUMENTS)] * count:
+            matches.append((sum(len(part) for part in parts if isinstance(part, str)), format))
+    return min(matches, key=lambda each: each[0])[1] if matches else None
 
 
 def _sample(format: Format, text: str) -> str:
     """The call within a text, from its marker on."""
-    reader = CallReader(format, KNOWN)
-    begin = min(at for mark in format.opens if (at := text.find(mark)) >= 0)
-    behind = "".join(part for part in [*reader.push(text[begin:]), *reader.flush()] if isinstance(part, str))
-    return text[begin:].removesuffix(behind).rstrip()
+    reader = CallReader(format, TOOL_SCHEMAS)
+    start = min(at for mark in format.opens if (at := text.find(mark)) >= 0)
+    rest = "".join(part for part in [*reader.push(text[start:]), *reader.flush()] if isinstance(part, str))
+    return text[start:].removesuffix(rest).rstrip()
 
 
-def _marked(prompt: str, words: Collection[str]) -> Format | None:
+def _format_by_marker(prompt: str, added_tokens: Collection[str]) -> Format | None:
     """The format whose marker is in a prompt with tools, or in the vocabulary."""
-    return next((format for known in (prompt, words) for format in FORMATS
-                 if format.write and any(mark in known for mark in format.open)), None)
+    return next((format for haystack in (prompt, added_tokens) for format in FORMATS
+                 if format.write and any(mark in haystack for mark in format.open)), None)

@@ -12,7 +12,7 @@ from typing import Any
 
 _NAME = re.compile(r"[\w.:/-]+")
 _BLANKS = re.compile(r"\s*")
-_JSON_PARTS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\]]', re.DOTALL)  # a lone quote begins a string that is cut
+_JSON_PARTS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\]]', re.DOTALL)  # a lone quote begins an unfinished string
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
@@ -25,55 +25,55 @@ class Mismatch(Exception):
 
 
 class Cursor:
-    """`at` is an index into `text`; every method advances it, or raises Incomplete or Mismatch."""
+    """A position `at` in `text`. Every method advances it, or raises Incomplete or Mismatch."""
 
     def __init__(self, text: str, at: int = 0, ended: bool = False) -> None:
         self.text, self.at, self.ended = text, at, ended
 
-    def short(self) -> Exception:
+    def truncated(self) -> Exception:
         """The exception at the end of the text."""
         return Mismatch() if self.ended else Incomplete()
 
-    def take(self, mark: str) -> None:
-        if self.text.startswith(mark, self.at):
-            self.at += len(mark)
-        elif len(self.text) - self.at < len(mark) and mark.startswith(self.text[self.at :]):
-            raise self.short()
+    def take(self, marker: str) -> None:
+        if self.text.startswith(marker, self.at):
+            self.at += len(marker)
+        elif len(self.text) - self.at < len(marker) and marker.startswith(self.text[self.at :]):
+            raise self.truncated()
         else:
             raise Mismatch
 
-    def takes(self, *marks: str) -> bool:
+    def take_any(self, *markers: str) -> bool:
         """Consume one of the markers if present; an empty one is ignored."""
-        short = None
-        for mark in filter(None, marks):
+        incomplete = None
+        for marker in filter(None, markers):
             try:
-                self.take(mark)
+                self.take(marker)
                 return True
             except Incomplete as error:
-                short = error
+                incomplete = error
             except Mismatch:
                 continue
-        if short:
-            raise short
+        if incomplete:
+            raise incomplete
         return False
 
-    def blanks(self) -> None:
+    def skip_whitespace(self) -> None:
         self.at = _BLANKS.match(self.text, self.at).end()
 
     def name(self) -> str:
         """A function or argument name."""
-        found = _NAME.match(self.text, self.at)
-        if found and (self.ended or found.end() < len(self.text)):
-            self.at = found.end()
-            return found.group()
-        raise self.short() if found or self.at == len(self.text) else Mismatch
+        match = _NAME.match(self.text, self.at)
+        if match and (self.ended or match.end() < len(self.text)):
+            self.at = match.end()
+            return match.group()
+        raise self.truncated() if match or self.at == len(self.text) else Mismatch
 
-    def until(self, mark: str) -> str:
+    def take_until(self, marker: str) -> str:
         """The text before a marker, which is consumed too."""
-        end = self.text.find(mark, self.at)
+        end = self.text.find(marker, self.at)
         if end < 0:
-            raise self.short()
-        text, self.at = self.text[self.at : end], end + len(mark)
+            raise self.truncated()
+        text, self.at = self.text[self.at : end], end + len(marker)
         return text
 
     def at_end(self) -> bool:
@@ -87,26 +87,26 @@ class Cursor:
     def json(self) -> Any:
         """A JSON object, array or string."""
         if self.at == len(self.text):
-            raise self.short()
+            raise self.truncated()
         if self.text[self.at] not in '{["':
             raise Mismatch
         depth = 0
         for part in _JSON_PARTS.finditer(self.text, self.at):
-            if (mark := part.group()) == '"':
-                raise self.short()
-            depth += mark in "{["
-            depth -= mark in "}]"
+            if (token := part.group()) == '"':
+                raise self.truncated()
+            depth += token in "{["
+            depth -= token in "}]"
             if not depth:
-                value, self.at = parsed(self.text[self.at : part.end()]), part.end()
+                value, self.at = parse_json(self.text[self.at : part.end()]), part.end()
                 return value
-        raise self.short()
+        raise self.truncated()
 
 
 def _no_json(word: str) -> Any:
     raise ValueError(f"{word} is not JSON")
 
 
-def parsed(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """JSON as models write it: line feeds within strings are allowed. Raises Mismatch."""
     try:
         return json.loads(text, strict=False, parse_constant=_no_json)
@@ -114,7 +114,7 @@ def parsed(text: str) -> Any:
         raise Mismatch from None
 
 
-def written(value: Any) -> str:
+def to_json(value: Any) -> str:
     """A value as JSON, non-ASCII kept where it is valid UTF-8. Raises Mismatch for NaN and infinity."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -123,10 +123,10 @@ def written(value: Any) -> str:
     return json.dumps(value) if _SURROGATE.search(text) else text
 
 
-def arguments_of(value: Any) -> str:
+def arguments_as_json(value: Any) -> str:
     """Call arguments as JSON text: from an object, nothing, or an object encoded as text. Raises Mismatch."""
     if isinstance(value, str):
-        value = parsed(value) if value.strip() else {}
+        value = parse_json(value) if value.strip() else {}
     if value is not None and not isinstance(value, dict):
         raise Mismatch
-    return written(value or {})
+    return to_json(value or {})

@@ -6,20 +6,22 @@ from ..events import Call
 from ..tokens.reasoning import ChannelFilter, Part, ThinkFilter
 from .reader import CallReader
 
-CALL = "call"  # the kind of a part that is one
+CALL = "call"  # kind of a part that is a tool call
 
 
 class CallFilter:
-    """`think` separates reasoning, None for models that do not reason; `reader` parses calls. `is_full` after `most` calls: text after
-    them is dropped, and further calls that ended with the same token."""
+    """`think` separates reasoning, None for models that do not reason; `reader` parses calls.
 
-    def __init__(self, think: ThinkFilter | ChannelFilter | None, reader: CallReader, most: int | None = None) -> None:
-        self.think, self.reader, self.most = think, reader, most
-        self._told = 0  # calls
+    `is_full`: `max_calls` calls were emitted; later text is dropped, and so are further calls that ended with the same token.
+    """
+
+    def __init__(self, think: ThinkFilter | ChannelFilter | None, reader: CallReader, max_calls: int | None = None) -> None:
+        self.think, self.reader, self.max_calls = think, reader, max_calls
+        self._call_count = 0  # calls
 
     @property
     def is_full(self) -> bool:
-        return self.most is not None and self._told >= self.most
+        return self.max_calls is not None and self._call_count >= self.max_calls
 
     @property
     def at_answer(self) -> bool:
@@ -41,24 +43,24 @@ class CallFilter:
 
     def flush(self) -> list[Part | tuple[str, Call]]:
         """The end of the text."""
-        return [*self.read(self.think.flush() if self.think else []), *self.rest()]
+        return [*self.read(self.think.flush() if self.think else []), *self.flush_calls()]
 
     def read(self, parts: list[Part]) -> list[Part | tuple[str, Call]]:
         """Parts from `think`, with tool calls parsed."""
-        made: list[Part | tuple[str, Call]] = []
+        parsed: list[Part | tuple[str, Call]] = []
         for kind, text in parts:
-            made += self._parts(self.reader.push(text)) if kind == "answer" else [] if self.is_full else [(kind, text)]
-        return made
+            parsed += self._emit(self.reader.push(text)) if kind == "answer" else [] if self.is_full else [(kind, text)]
+        return parsed
 
-    def rest(self) -> list[Part | tuple[str, Call]]:
+    def flush_calls(self) -> list[Part | tuple[str, Call]]:
         """What is left at the end of the answer."""
-        return self._parts(self.reader.flush())
+        return self._emit(self.reader.flush())
 
-    def _parts(self, found: list[str | Call]) -> list[Part | tuple[str, Call]]:
-        made: list[Part | tuple[str, Call]] = []
-        for each in found:
+    def _emit(self, parsed: list[str | Call]) -> list[Part | tuple[str, Call]]:
+        parts: list[Part | tuple[str, Call]] = []
+        for each in parsed:
             if self.is_full:
                 break
-            self._told += isinstance(each, Call)
-            made.append((CALL, each) if isinstance(each, Call) else ("answer", each))
-        return made
+            self._call_count += isinstance(each, Call)
+            parts.append((CALL, each) if isinstance(each, Call) else ("answer", each))
+        return parts

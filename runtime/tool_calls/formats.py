@@ -12,7 +12,7 @@ from typing import Any
 
 from ..events import Call
 from .body_parsers import BareJson, JsonObjects, NamedJson, TaggedArguments
-from .cursor import Cursor, Mismatch, written
+from .cursor import Cursor, Mismatch, to_json
 from .gemma import GemmaCall
 from .harmony import HarmonyCall
 from .python_calls import PythonCalls
@@ -42,15 +42,15 @@ class Format:
 
     def read(self, cursor: Cursor, tools: Tools) -> list[Call]:
         """The calls that begin here. Raises Incomplete or Mismatch."""
-        if cursor.takes(*self.section):
-            cursor.blanks()
-        if not cursor.takes(*self.open):
+        if cursor.take_any(*self.section):
+            cursor.skip_whitespace()
+        if not cursor.take_any(*self.open):
             raise Mismatch
         return self.body(cursor, tools)
 
 
 def _object(call: Written) -> str:
-    return written({"name": call[0], "arguments": call[1]})
+    return to_json({"name": call[0], "arguments": call[1]})
 
 
 def _hermes(calls: Sequence[Written]) -> str:
@@ -70,18 +70,18 @@ def _python(open: str, between: str, close: str) -> Callable[[Sequence[Written]]
 
 
 _PARAMETERS = TaggedArguments((">",), "<parameter=", ">", "</parameter>", ("</function>",))
-_VALUES = TaggedArguments(("",), "<arg_key>", "</arg_key>", "</arg_value>", ("</tool_call>",), "<arg_value>", line_feeds=False)
-_DSML = TaggedArguments(('">',), '<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>", ("</｜DSML｜invoke>",), line_feeds=False,
-                        texts=('" string="true', '" string="false'))
+_VALUES = TaggedArguments(("",), "<arg_key>", "</arg_key>", "</arg_value>", ("</tool_call>",), "<arg_value>", strip_line_feeds=False)
+_DSML = TaggedArguments(('">',), '<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>", ("</｜DSML｜invoke>",), strip_line_feeds=False,
+                        type_suffixes=('" string="true', '" string="false'))
 _HUNYUAN = TaggedArguments(("<tool_sep:opensource>",), "<arg_key:opensource>", "</arg_key:opensource>", "</arg_value:opensource>",
-                           ("</tool_call:opensource>",), "<arg_value:opensource>", line_feeds=False)
+                           ("</tool_call:opensource>",), "<arg_value:opensource>", strip_line_feeds=False)
 _FENCE = ("```json", "```")
 
 # Of formats that read the same text the first counts; those without a mark come last.
 FORMATS = (
     Format("Hermes", ("<tool_call>",), JsonObjects(("</tool_call>",)), write=_hermes),
     Format("Qwen 3 Coder", ("<function=",), _PARAMETERS, ("<tool_call>",), ("</tool_call>",)),
-    Format("Seed", ("<function=",), replace(_PARAMETERS, line_feeds=False), ("<seed:tool_call>",), ("</seed:tool_call>",)),
+    Format("Seed", ("<function=",), replace(_PARAMETERS, strip_line_feeds=False), ("<seed:tool_call>",), ("</seed:tool_call>",)),
     Format("GLM", ("<tool_call>",), _VALUES),
     Format("Hunyuan 3", ("<tool_call:opensource>",), _HUNYUAN, ("<tool_calls:opensource>",), ("</tool_calls:opensource>",)),
     Format("Mistral", ("[TOOL_CALLS]",), JsonObjects()),
@@ -94,7 +94,7 @@ FORMATS = (
     Format("DeepSeek V3.2", ('<｜DSML｜invoke name="',), _DSML, ("<｜DSML｜function_calls>",), ("</｜DSML｜function_calls>",)),
     Format("DeepSeek V4", ('<｜DSML｜invoke name="',), _DSML, ("<｜DSML｜tool_calls>",), ("</｜DSML｜tool_calls>",)),
     Format("MiniMax M2", ('<invoke name="',),
-           TaggedArguments(('">',), '<parameter name="', '">', "</parameter>", ("</invoke>",), line_feeds=False),
+           TaggedArguments(('">',), '<parameter name="', '">', "</parameter>", ("</invoke>",), strip_line_feeds=False),
            ("<minimax:tool_call>",), ("</minimax:tool_call>",)),
     Format("harmony", ("to=functions.",), HarmonyCall()),
     Format("Gemma 4", ("<|tool_call>call:",), GemmaCall()),
@@ -107,7 +107,7 @@ FORMATS = (
            write=_python("<|tool_call_start|>[", ", ", "]<|tool_call_end|>")),
     Format("OLMo 3", ("<function_calls>",), PythonCalls(("</function_calls>",)),
            write=_python("<function_calls>\n", "\n", "\n</function_calls>")),
-    Format("Apertus", ("<|tools_prefix|>",), JsonObjects(("<|tools_suffix|>",), keyed=True)),
+    Format("Apertus", ("<|tools_prefix|>",), JsonObjects(("<|tools_suffix|>",), name_as_key=True)),
     Format("Nemotron", ("<TOOLCALL>",), JsonObjects(("</TOOLCALL>",)), write=_listed("<TOOLCALL>", "</TOOLCALL>")),
     Format("Hunyuan", ("<tool_call>",), NamedJson(close=("</tool_call>",), fence=_FENCE), ("<tool_calls>",), ("</tool_calls>",)),
     Format("tool_calls", ("<tool_calls>",), JsonObjects(("</tool_calls>",)), write=_listed("<tool_calls>", "</tool_calls>")),
@@ -115,7 +115,7 @@ FORMATS = (
            ("<|tool_calls|>",)),
     Format("Functionary", ("<function=",), NamedJson((">",), ("</function>",))),
     Format("MiniCPM", ('<function name="',),
-           TaggedArguments(('">',), '<param name="', '">', "</param>", ("</function>",), line_feeds=False)),
+           TaggedArguments(('">',), '<param name="', '">', "</param>", ("</function>",), strip_line_feeds=False)),
     Format("GigaChat", ("<|function_call|>",), JsonObjects()),
     Format("Phi 4 mini", ("functools",), JsonObjects(), write=_listed("functools", "")),
     Format("Llama 3", ("{",), BareJson(), ("<|python_tag|>",), bare=True),

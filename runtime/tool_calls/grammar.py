@@ -33,7 +33,7 @@ class CallGrammar:
         self._before, rest = sample[:at], sample[at + len(NAME) :]
         begin, end = _json_arguments(rest)
         self._tags = None if end else tag_rules(rest)
-        self.holds = end > 0 or self._tags is not None  # are arguments held to their schema?
+        self.constrains_arguments = end > 0 or self._tags is not None  # whether arguments can be constrained to their schema
         self._between, self._behind = (rest[:begin], rest[end:]) if end else (rest[:1], "")
         self._marks = [number for word, number in words.items() if word in rest]
 
@@ -41,11 +41,11 @@ class CallGrammar:
     def _lark(self) -> Lark:
         return Lark(self._literal, lambda text: next((word for word in self.words if word in text), None), GUIDANCE)
 
-    def holds_text(self, grammar: str) -> bool:
+    def can_constrain_text(self, grammar: str) -> bool:
         """Whether free text can be constrained to its grammar. Raises UsageError for unsupported syntax."""
         if self._tags is not None:
-            return self._tags.holds(grammar, self._lark)
-        return self.holds and within_json(grammar) is not None
+            return self._tags.can_constrain_text(grammar, self._lark)
+        return self.constrains_arguments and within_json(grammar) is not None
 
     @property
     def mark(self) -> str:
@@ -76,13 +76,13 @@ class CallGrammar:
             if self._tags:
                 lines += self._tags.rules(f"{rule}_args", function["parameters"], self._lark, grammar=function.get("grammar"))
                 parts.append(f"{rule}_args")
-            elif self.holds:
+            elif self.constrains_arguments:
                 lines.append(f"{rule}_args: {arguments(function, GUIDANCE)}")
                 parts += [self._literal(self._between), f"{rule}_args", self._literal(self._behind)]
             else:
                 parts += [self._literal(self._between), "rest"]
             lines.append(f"{rule}: {' '.join(filter(None, parts))}")
-        if not self.holds:
+        if not self.constrains_arguments:
             lines.append(f"rest: ({' | '.join(['letters', *(f'<[{number}]>' for number in self._marks)])})*")
         return "\n".join([*lines, f"letters: {FREE}"])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..events import Call
-from .cursor import Cursor, Mismatch, arguments_of
+from .cursor import Cursor, Mismatch, arguments_as_json
 from .schema import Tools
 
 MESSAGE = "<|message|>"
@@ -15,12 +15,12 @@ class HarmonyCall:
 
     def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
         name = cursor.name()
-        if "\n" in cursor.until(MESSAGE):
+        if "\n" in cursor.take_until(MESSAGE):
             raise Mismatch
-        cursor.blanks()
-        empty = cursor.at_end() or cursor.takes(*ENDS)
-        call = Call(name, arguments_of({} if empty else cursor.json()))
-        cursor.blanks()
-        if not empty and not cursor.at_end() and not cursor.takes(*ENDS):
+        cursor.skip_whitespace()
+        empty = cursor.at_end() or cursor.take_any(*ENDS)
+        call = Call(name, arguments_as_json({} if empty else cursor.json()))
+        cursor.skip_whitespace()
+        if not empty and not cursor.at_end() and not cursor.take_any(*ENDS):
             raise Mismatch
         return [call]

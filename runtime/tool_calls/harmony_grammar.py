@@ -15,14 +15,14 @@ CONSTRAIN = "<|constrain|>"
 class HarmonyGrammar:
     """Like CallGrammar. `words` contains the channel tokens."""
 
-    holds = True
+    constrains_arguments = True
 
     def __init__(self, words: Mapping[str, int], guidance: Mapping[str, Any]) -> None:
         self._guidance = guidance
         self._start, self._channel, self._message, self._end = (f"<[{words[mark]}]>" for mark in ChannelFilter.MARKERS)
         self._json = f'(" json" | " " <[{words[CONSTRAIN]}]> "json")?' if CONSTRAIN in words else '" json"?'
 
-    def holds_text(self, grammar: str) -> bool:
+    def can_constrain_text(self, grammar: str) -> bool:
         return within_json(grammar) is not None
 
     def must_call(self, tools: Sequence[Mapping[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..events import Call
-from .cursor import Cursor, Mismatch, written
+from .cursor import Cursor, Mismatch, to_json
 from .schema import Tools
 
 LONGEST_SOURCE = 1 << 20  # characters
@@ -24,7 +24,7 @@ class PythonCalls:
     bracket: str = ""  # the mark is a bracket itself
 
     def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
-        cursor.blanks()
+        cursor.skip_whitespace()
         begin = cursor.at - len(self.bracket)
         if self.close:
             text = self._until_close(cursor, tools)
@@ -43,7 +43,7 @@ class PythonCalls:
             found = [(place, mark) for mark in self.close if (place := cursor.text.find(mark, at)) >= 0]
             if not found:
                 if not cursor.ended:
-                    raise cursor.short()
+                    raise cursor.truncated()
                 text, cursor.at = cursor.text[begin:], len(cursor.text)
                 return text
             end, mark = min(found)
@@ -105,7 +105,7 @@ def _end_of_python(cursor: Cursor, begin: int) -> int:
             if not depth:
                 return at + 1
         at += 1
-    raise cursor.short()
+    raise cursor.truncated()
 
 
 def _python_calls(node: ast.expr) -> list[Call]:
@@ -117,7 +117,7 @@ def _python_calls(node: ast.expr) -> list[Call]:
     for each in node.keywords:
         value = _python_value(each.value)
         arguments |= {each.arg: value} if each.arg is not None else value if isinstance(value, dict) else _wrong()
-    return [Call(_dotted(node.func), written(arguments))]
+    return [Call(_dotted(node.func), to_json(arguments))]
 
 
 def _dotted(node: ast.expr) -> str:

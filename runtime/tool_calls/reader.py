@@ -14,9 +14,9 @@ from .cursor import Cursor, Incomplete, Mismatch
 from .formats import Format
 from .schema import Tools
 
-SHORT = 512  # characters; a longer call is looked at anew only where a piece has a letter with which one may end
-ENDS = frozenset("}])>|]")
-TRIES = 64  # marks behind which no call came; a text of so many is no call at all
+RESCAN_CHARS = 512  # a call longer than this is parsed again only when new text contains a character that may end a call
+CALL_END_CHARS = frozenset("}])>|]")
+MAX_FALSE_MARKERS = 64  # opening markers without a call in one text; with more, the rest is taken as content
 
 
 class CallReader:
@@ -24,81 +24,81 @@ class CallReader:
 
     def __init__(self, format: Format, tools: Tools) -> None:
         self.format, self.tools = format, tools
-        self.count = 0  # calls so far
-        self._held = ""
-        self._said = False  # has content come that is no white space?
-        self._behind = False  # was a call the last that came?
+        self.call_count = 0  # calls so far
+        self._held_back = ""
+        self._has_content = False  # content other than whitespace was emitted
+        self._after_call = False  # the last part was a call
 
     @property
     def at_call(self) -> bool:
         """Has a call begun that is not complete?"""
-        return bool(self._held) and self._mark() >= 0
+        return bool(self._held_back) and self._call_start() >= 0
 
     def push(self, text: str) -> list[str | Call]:
         """Add text; returns what is certain, in order."""
-        waits = len(self._held) > SHORT and self.at_call and ENDS.isdisjoint(text)
-        self._held += text
+        waits = len(self._held_back) > RESCAN_CHARS and self.at_call and CALL_END_CHARS.isdisjoint(text)
+        self._held_back += text
         return [] if waits else [*self._read(ended=False)]
 
     def flush(self) -> list[str | Call]:
         """The end of the text."""
         return [*self._read(ended=True)]
 
-    def _mark(self) -> int:
-        """Where a call may begin in the held text, -1 if nowhere."""
+    def _call_start(self) -> int:
+        """Position in the held-back text where a call may begin, -1 if there is none."""
         opens = self.format.opens
         if self.format.bare:
-            blanks = len(self._held) - len(self._held.lstrip())
-            return blanks if not self._said and self._held.startswith(opens, blanks) else -1
-        return min((at for mark in opens if (at := self._held.find(mark)) >= 0), default=-1)
+            whitespace = len(self._held_back) - len(self._held_back.lstrip())
+            return whitespace if not self._has_content and self._held_back.startswith(opens, whitespace) else -1
+        return min((start for mark in opens if (start := self._held_back.find(mark)) >= 0), default=-1)
 
     def _read(self, ended: bool) -> Iterator[str | Call]:
-        tries = 0
+        false_markers = 0
         while self._is_open(ended):
-            at = self._mark()
-            if at < 0 or tries == TRIES:
-                yield from self._content(len(self._held) if ended or at >= 0 else self._certain())
+            start = self._call_start()
+            if start < 0 or false_markers == MAX_FALSE_MARKERS:
+                yield from self._release(len(self._held_back) if ended or start >= 0 else self._content_length())
                 return
-            cursor = Cursor(self._held, at, ended)
+            cursor = Cursor(self._held_back, start, ended)
             try:
                 calls = self.format.read(cursor, self.tools)
             except Incomplete:
-                yield from self._content(len(self._held[:at].rstrip()))
+                yield from self._release(len(self._held_back[:start].rstrip()))
                 return
             except Mismatch:
-                tries += 1
-                yield from self._content(at + 1)
+                false_markers += 1
+                yield from self._release(start + 1)
                 continue
-            yield from self._content(len(self._held[:at].rstrip()))
-            self._held = self._held[len(self._held) - len(cursor.text) + cursor.at :]
-            self._behind = True
-            self.count += len(calls)
+            yield from self._release(len(self._held_back[:start].rstrip()))
+            self._held_back = self._held_back[len(self._held_back) - len(cursor.text) + cursor.at :]
+            self._after_call = True
+            self.call_count += len(calls)
             yield from calls
 
     def _is_open(self, ended: bool) -> bool:
         """Is there text to parse? White space after a call is dropped, and section closers."""
-        while self._behind:
-            self._held = self._held.lstrip()
-            closer = next((mark for mark in self.format.closers if self._held.startswith(mark)), None)
-            if closer is None and any(mark.startswith(self._held) for mark in self.format.closers):
-                self._held = "" if ended else self._held
+        while self._after_call:
+            self._held_back = self._held_back.lstrip()
+            closer = next((mark for mark in self.format.closers if self._held_back.startswith(mark)), None)
+            if closer is None and any(mark.startswith(self._held_back) for mark in self.format.closers):
+                self._held_back = "" if ended else self._held_back
                 return False
             if closer is None:
                 break
-            self._held = self._held[len(closer) :]
-        return bool(self._held)
+            self._held_back = self._held_back[len(closer) :]
+        return bool(self._held_back)
 
-    def _certain(self) -> int:
-        """How much of a text without marker cannot be the beginning of one, or white space before one."""
-        opens, text = self.format.opens, self._held
+    def _content_length(self) -> int:
+        """How much of a text without marker is certainly content: neither the beginning of a marker nor whitespace before one."""
+        opens, text = self.format.opens, self._held_back
         if self.format.bare:
             body = text.lstrip()
-            return 0 if not self._said and any(mark.startswith(body) for mark in opens) else len(text)
+            return 0 if not self._has_content and any(mark.startswith(body) for mark in opens) else len(text)
         return len(text[: len(text) - partial_suffix(text, opens)].rstrip())
 
-    def _content(self, length: int) -> Iterator[str]:
+    def _release(self, length: int) -> Iterator[str]:
         """Release this much of the held text as content."""
-        text, self._held = self._held[:length], self._held[length:]
+        text, self._held_back = self._held_back[:length], self._held_back[length:]
         if text:
-            self._said, self._behind = self._said or bool(text.strip()), False
+            self._has_content, self._after_call = self._has_content or bool(text.strip()), False
             yield text

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .cursor import Mismatch, parsed
+from .cursor import Mismatch, parse_json
 
 Tools = Mapping[str, Mapping[str, Any]]  # name of a function -> JSON schema of its arguments
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
@@ -37,7 +37,7 @@ def typed_argument(text: str, tools: Tools, name: str, key: str) -> Any:
 def parse_literal(text: str) -> Any:
     """Parse a JSON or Python literal. Raises Mismatch."""
     try:
-        return parsed(text)
+        return parse_json(text)
     except Mismatch:
         try:
             value = ast.literal_eval(text.strip())

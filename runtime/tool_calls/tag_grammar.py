@@ -72,7 +72,7 @@ class TagRules:
                 lines.append(f"{name}_{kind}_{number}: {literal(opening + told)} {value} {name}_rest_{number + 1}{skipped}")
         return lines
 
-    def holds(self, grammar: str, lark: Lark) -> bool:
+    def can_constrain_text(self, grammar: str, lark: Lark) -> bool:
         """Whether free text can be constrained to the grammar here. Raises UsageError for unsupported syntax."""
         return self._free(grammar, lark) is not None
 

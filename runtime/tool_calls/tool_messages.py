@@ -50,7 +50,7 @@ class ToolMessages:
         cut = [{**each, "content": self._plain.break_tokens(each["content"])} if each["role"] == TOOL else each for each in messages]
         said = [{"role": SYSTEM[0], "content": system}] if system else []
         told_of = Tools(tuple(map(self._cut, tools.functions))) if tools else None
-        made, variables = self.calling.prepared([*said, *cut], told_of)
+        made, variables = self.calling.prepare([*said, *cut], told_of)
         beside: dict[str, Any] = {}
         if made and made[0]["role"] in SYSTEM:
             first = made.pop(0)
