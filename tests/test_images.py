@@ -129,7 +129,7 @@ def test_a_second_question_about_an_image_reads_and_sees_nothing_again(session):
 
 def test_of_the_smallest_images_not_more_are_kept_than_there_is_room_for(monkeypatch):
     """Each is looked up and let go at the same cost, however many came before."""
-    monkeypatch.setattr(albums, "KEPT", 100 * albums.BESIDE)
+    monkeypatch.setattr(albums, "MAX_RETAINED_NBYTES", 100 * albums.ITEM_OVERHEAD_NBYTES)
     media = MediaCache({})
     points = [np.array([[[number % 256, number // 256, 7]]], np.uint8) for number in range(500)]
     held = media.add(points[0])
@@ -221,7 +221,7 @@ def test_an_image_that_does_not_fit_is_not_encoded(session):
 def test_rows_are_kept_while_somebody_holds_their_image(monkeypatch, made):
     sight = TorchSight(made[1])
     media = MediaCache({IMAGE_INPUT: sight})
-    monkeypatch.setattr(albums, "KEPT", 1)
+    monkeypatch.setattr(albums, "MAX_RETAINED_NBYTES", 1)
     held = media.add(picture(1))
     list(media.encode([held]))
     list(media.encode([media.add(picture(seed)) for seed in (2, 3)]))

@@ -43,7 +43,7 @@ def backends() -> list[Backend]:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("CHUNK_CHARS", 24), ("AROUND", 60), ("AT_ONCE", 2)):
+    for name, value in (("CHUNK_CHARS", 24), ("CONTEXT_CHARS", 60), ("BATCH_CHUNKS", 2)):
         monkeypatch.setattr(chunked_encoding, name, value)
 
 

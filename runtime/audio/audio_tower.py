@@ -1,6 +1,6 @@
-"""Base classes of audio towers, and of those with Whisper's encoder over windows of a log-mel spectrogram.
+"""Base classes of audio towers: one for all, one for those with Whisper's encoder over windows of a log-mel spectrogram.
 
-A family is a class with `tokens` (what a clip of so many samples becomes in the prompt) and `load` (weights to a function that computes
+A family is a class with `tokens` (what a clip of a number of samples becomes in the prompt) and `load` (weights to a function that computes
 rows); its module binds it to `encoder`.
 """
 
@@ -19,14 +19,20 @@ from ..images.tower_ops import ROWS
 from .log_mel import WHISPER, log_mel_of
 from .whisper_encoder import WhisperSizes
 
-Windows = list[tuple[np.ndarray, int]]  # spectrograms float32 [frames, bands], and how many of the frames are of the sound
+Windows = list[tuple[np.ndarray, int]]  # (spectrogram float32 [frames, bands], how many of its frames are audio, not padding)
 
 
 class AudioTower(Tower):
-    """A `MediaEncoder` for audio. `EXTRACTORS`: supported feature extractor types; `most_seconds`: the longest clip; `needs_adapter` and
-    `placeholder_id` as in `EncodedMedia`. `asks_to_transcribe`: the prompt the model was trained to transcribe with; `transcribes`: a token
-    that requests transcription, at the start of the answer. `heads_text`: in ASR-only models, the token after which the transcript begins,
-    with the language before it; `languages`: codes -> names of the supported ones."""
+    """A `MediaEncoder` for audio.
+
+    `EXTRACTORS`: supported feature extractor types.
+    `most_seconds`: the longest clip.
+    `needs_adapter`, `placeholder_id`: as in `EncodedMedia`.
+    `asks_to_transcribe`: the prompt that the model was trained to transcribe with.
+    `transcribes`: a token at the start of the answer that requests transcription.
+    `heads_text`: in ASR-only models, the token after which the transcript begins, with the language before it.
+    `languages`: codes -> names of the supported languages.
+    """
 
     EXTRACTORS: tuple[str, ...] = WHISPER
     SECTION = "audio_config"
@@ -50,9 +56,9 @@ class AudioTower(Tower):
         rows, tokens, _ = self.run_tower(picture, work)
         return EncodedMedia(rows, tokens, needs_adapter=self.needs_adapter, placeholder_id=self.placeholder_id)
 
-    def unlike(self, made: str, taken: str) -> ConfigError:
-        """The error for a spectrogram of another shape than the tower takes."""
-        return ConfigError(f"{self.source.model}: the audio preprocessor makes {made}, but the tower takes {taken}")
+    def unlike(self, produced: str, expected: str) -> ConfigError:
+        """The error for a spectrogram whose shape is not what the tower takes."""
+        return ConfigError(f"{self.source.model}: the audio preprocessor makes {produced}, but the tower takes {expected}")
 
     def demand_length(self, samples: int) -> None:
         """Raises UsageError for a clip that is too long."""
@@ -70,23 +76,23 @@ class WhisperTower(AudioTower):
             raise self.unlike(f"{self.log_mel.frames} frames of {self.log_mel.bands} bands",
                               f"{2 * self.sizes.places} of {self.sizes.bands}")
 
-    def values(self, taken: np.ndarray) -> Windows:
+    def values(self, samples: np.ndarray) -> Windows:
         """Spectrogram of each window, each normalized by its own maximum."""
-        length, found = self.log_mel.samples, []
-        for begin in range(0, len(taken), length):
-            part = taken[begin : begin + length]
-            found.append((self.log_mel(np.pad(part, (0, length - len(part)))), self.frames_of(len(part))))
-        return found
+        length, windows = self.log_mel.samples, []
+        for start in range(0, len(samples), length):
+            window = samples[start : start + length]
+            windows.append((self.log_mel(np.pad(window, (0, length - len(window)))), self.frames_of(len(window))))
+        return windows
 
     def frames_of(self, samples: int) -> int:
-        """Number of frames of a window that so many samples fill."""
+        """Number of spectrogram frames of a number of samples."""
         return -(-samples // self.log_mel.hop)
 
     def workspace_floats(self) -> int:
         """The largest matrices, the activations of a layer, its row blocks, and what the convolutions read."""
         width = self.sizes.width
         matrices, layer = 12 * width**2, 6 * self.sizes.places * width
-        pieces = 16 * width * ROWS * self.workers
-        read = 4 * self.log_mel.frames * (self.sizes.bands + width)
-        whole = 2 * int(self.most_seconds * SAMPLE_RATE) // self.log_mel.hop * (self.sizes.bands + width)
-        return matrices + layer + pieces + read + whole
+        row_blocks = 16 * width * ROWS * self.workers
+        conv_inputs = 4 * self.log_mel.frames * (self.sizes.bands + width)
+        spectrograms = 2 * int(self.most_seconds * SAMPLE_RATE) // self.log_mel.hop * (self.sizes.bands + width)
+        return matrices + layer + row_blocks + conv_inputs + spectrograms

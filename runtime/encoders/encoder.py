@@ -29,36 +29,35 @@ from .ranking_head import RankingHead
 from .task_adapters import task_stacks
 from .weights import STORED, FolderTensors, Tensors
 
-AT_ONCE = 4096  # tokens that go through the layers together, or one text
-TABLES = ("embeddings.", "_embd.", "token_types.")  # in the names of tensors that stay as they are stored
+BATCH_TOKENS = 4096  # a batch has at most so many tokens, or one text
+STORED_TENSORS = ("embeddings.", "_embd.", "token_types.")  # in the names of tensors that stay as they are stored
 NO_TASKS: Mapping[str | None, Stack] = {}
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
 class EncoderOptions:
-    """`ctx`: most tokens of a text, None for the model's maximum; `gives_way`: set for all models, so it is capped at that. `ram`: such as
-    "6G"; `threads` None: one per core."""
+    """Options of a run."""
 
-    ctx: int | None = None
-    threads: int | None = None
-    ram: str | None = None
+    ctx: int | None = None  # maximum tokens of a text, None for the model's maximum
+    threads: int | None = None  # None: one per core
+    ram: str | None = None  # such as "6G"
     strict: bool = False
-    gives_way: bool = False
+    gives_way: bool = False  # `ctx` is a setting for all models, so it is capped at the model's maximum
 
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """What is known before weights are read. In bytes: `weights` in memory, `states`: peak of activations, `baseline` of the process."""
+    """What is known before weights are read."""
 
     folder: Path
     config: EncoderConfig
-    context: int
+    context: int  # maximum tokens of a text
     threads: int
-    weights: int
-    states: int
-    baseline: int
-    budget: int
+    weights: int  # bytes in memory
+    states: int  # bytes: peak of the activations
+    baseline: int  # bytes of the process without a model
+    budget: int  # bytes available
     notices: tuple[str, ...] = ()
 
     @property
@@ -77,9 +76,9 @@ def tensors_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
     if is_gguf(folder):
         from ..gguf.store import read_header
 
-        return {name: (each.type, each.shape, each.nbytes) for name, each in read_header(folder).tensors.items()}
+        return {name: (info.type, info.shape, info.nbytes) for name, info in read_header(folder).tensors.items()}
     with TensorStore.open(folder) as store:
-        return {name: (each.dtype, each.shape, each.nbytes) for name, each in store.tensors.items() if each.dtype in STORED}
+        return {name: (info.dtype, info.shape, info.nbytes) for name, info in store.tensors.items() if info.dtype in STORED}
 
 
 def tokenizer_of(folder: Path, config: EncoderConfig) -> Tokenizer:
@@ -96,22 +95,22 @@ def plan_encoder(folder: Path, options: EncoderOptions) -> EncoderPlan:
     config = read_encoder_config(folder, options.strict)
     context, notices = options.ctx or config.context_length, list(config.warnings)
     if context > config.context_length:
-        said = f"-c {context} is more than the {config.context_length} tokens that this model takes"
+        message = f"-c {context} is more than the {config.context_length} tokens that this model takes"
         if not options.gives_way:
-            raise UsageError(said, "leave out -c")
+            raise UsageError(message, "leave out -c")
         context = config.context_length
-        notices.append(f"{said}: ignored, since it is a setting for all models")
-    weights = sum(nbytes if kind in STORED and any(part in name for part in TABLES) else 4 * int(np.prod(shape, dtype=np.int64))
+        notices.append(f"{message}: ignored, since it is a setting for all models")
+    weights = sum(nbytes if kind in STORED and any(part in name for part in STORED_TENSORS) else 4 * int(np.prod(shape, dtype=np.int64))
                   for name, (kind, shape, nbytes) in tensors_of(folder).items()) + config.made_nbytes
     threads = min(MAX_WORKERS, options.threads or hardware.cpu_threads())
-    rows = max(AT_ONCE, context)
-    states = 4 * rows * (6 * config.hidden_size) + threads * 4 * 384 * (2 * config.intermediate_size + 2 * context)
+    tokens = max(BATCH_TOKENS, context)
+    states = 4 * tokens * (6 * config.hidden_size) + threads * 4 * 384 * (2 * config.intermediate_size + 2 * context)
     budget = parse_size(options.ram) if options.ram else hardware.memory_available() + hardware.rss()
-    made = EncoderPlan(folder, config, context, threads, weights, states, hardware.rss(), budget, tuple(notices))
-    if made.total_bytes > budget:
-        raise DoesNotFit(f"{format_size(made.total_bytes)} of memory are needed, {format_size(weights)} for weights, and there are only "
+    plan = EncoderPlan(folder, config, context, threads, weights, states, hardware.rss(), budget, tuple(notices))
+    if plan.total_bytes > budget:
+        raise DoesNotFit(f"{format_size(plan.total_bytes)} of memory are needed, {format_size(weights)} for weights, and there are only "
                          f"{format_size(budget)}", "an encoder's weights are never offloaded: use a smaller model, or raise --ram")
-    return made
+    return plan
 
 
 class Encoder:
@@ -157,17 +156,19 @@ class Encoder:
         self.require_ranking()
         return (yield from self._each(rows, types, lambda states: sigmoid(self._head.logit(states)), "ranking", cancelled))
 
-    def _each(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None, make: Callable[[np.ndarray], Made],
+    def _each(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None, reduce: Callable[[np.ndarray], Made],
               phase: str, cancelled: Callable[[], bool],
               stack: Stack | None = None) -> Generator[Progress | Yield, None, list[Made] | None]:
         """Results per text, in order; texts are batched by length."""
-        order, made, done = sorted(range(len(rows)), key=lambda at: len(rows[at])), {}, 0
-        while done < len(order):
-            some, tokens = [], 0
-            while done + len(some) < len(order) and (not some or tokens + len(rows[order[done + len(some)]]) <= AT_ONCE):
-                some.append(order[done + len(some)])
-                tokens += len(rows[some[-1]])
-            batch = Batch.of([rows[at] for at in some], types and [types[at] for at in some])
+        order, results, num_done = sorted(range(len(rows)), key=lambda index: len(rows[index])), {}, 0
+        while num_done < len(order):
+            batch_indexes, tokens = [], 0
+            for index in order[num_done:]:
+                if batch_indexes and tokens + len(rows[index]) > BATCH_TOKENS:
+                    break
+                batch_indexes.append(index)
+                tokens += len(rows[index])
+            batch = Batch.of([rows[index] for index in batch_indexes], types and [types[index] for index in batch_indexes])
             try:
                 with WorkerPool(self.plan.threads, EncodingRequest(cancelled)) as pool:
                     states = (stack or self._stack).states(batch, pool)
@@ -175,12 +176,12 @@ class Encoder:
                 return None
             _demand_finite(states)
             with np.errstate(over="ignore", invalid="ignore"):
-                made |= {at: make(states[own]) for at, own in zip(some, batch.texts, strict=True)}
-            for at in some:  # what lies behind the layers may be damaged too
-                _demand_finite(made[at])
-            done += len(some)
-            yield Progress(phase, done, len(order), "texts") if done < len(order) else Yield()
-        return [made[at] for at in range(len(rows))]
+                results |= {index: reduce(states[span]) for index, span in zip(batch_indexes, batch.texts, strict=True)}
+            for index in batch_indexes:  # pooling and ranking head may be damaged too
+                _demand_finite(results[index])
+            num_done += len(batch_indexes)
+            yield Progress(phase, num_done, len(order), "texts") if num_done < len(order) else Yield()
+        return [results[index] for index in range(len(rows))]
 
 
 class EncodingRequest(EncodingJob):

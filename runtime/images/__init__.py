@@ -57,33 +57,27 @@ MLX_VISION_PREFIXES: Mapping[str, str] = {"gemma3": "vision_tower.", "qwen2_5_vl
 
 @dataclass(frozen=True)
 class EncodedMedia:
-    """What an encoder makes of one image, video or audio clip.
+    """What an encoder returns for one image, video or audio clip."""
 
-    `rows`: float32 [n, hidden], which replace embeddings. `tokens`: what the placeholder in the prompt expands to, vocabulary ids and
-    ROW_PLACEHOLDER where a row goes. `grid`: rows and columns for families whose rotary positions are two-dimensional, else None. `framed`:
-    so many rows at either end are positioned like text. `bidirectional`: tokens of one image attend to each other, later ones included;
-    `together`: those of all images of a prompt do; `in_windows`: only in sliding-window layers. `deep`: float32 [layers, n, hidden], of
-    which the k-th is added to the hidden states after layer k of the text model (DeepStack, Qwen 3 VL), or after layer `behind`[k].
-    `needs_adapter`: the model reads these rows through the LoRA adapter it was published with. `numbered`: tokens before an image by how
-    many images precede it, or None. `stated`: the layout tag that each row's token id carries (`canvas.py`), or None. `pace`: positions per
-    second of video; None where each frame is one position after the last. `placeholder_id`: in families that cross-attend to the rows, the
-    token id that stands in the prompt.
-    """
-
-    rows: np.ndarray
+    rows: np.ndarray  # float32 [n, hidden]: they replace the embeddings of the placeholder's tokens
+    # What the placeholder in the prompt expands to: vocabulary ids, and ROW_PLACEHOLDER for each row.
     tokens: tuple[int, ...]
+    # Rows and columns, for families with two-dimensional rotary positions; None for others.
     grid: tuple[int, int] | None = None
-    bidirectional: bool = False
-    in_windows: bool = False
+    bidirectional: bool = False  # tokens of one image attend to each other, later ones included
+    in_windows: bool = False  # bidirectional attention only in sliding-window layers
+    # float32 [layers, n, hidden]: the k-th is added to the hidden states after layer k of the text model, or after layer `behind`[k]
+    # (DeepStack, Qwen 3 VL).
     deep: np.ndarray | None = None
-    needs_adapter: bool = False
+    needs_adapter: bool = False  # the text model reads the rows through the LoRA adapter it was published with
     behind: tuple[int, ...] | None = None
+    # Function of the number of images before this one: tokens that precede it. None: there are none.
     numbered: Callable[[int], tuple[int, ...]] | None = None
-    placeholder_id: int | None = None
-    framed: int = 0
-    stated: tuple[int, ...] | None = None
-    together: bool = False
-    pace: float | None = None
+    placeholder_id: int | None = None  # in families that cross-attend to the rows: the token id in the prompt
+    framed: int = 0  # so many rows at either end have positions like text
+    stated: tuple[int, ...] | None = None  # the layout tag in each row's token id (`canvas.py`)
+    together: bool = False  # tokens of all images of a prompt attend to each other
+    pace: float | None = None  # positions per second of video; None: each frame is one position after the last
 
 
 class EncodingJob:
@@ -103,20 +97,15 @@ class EncodingCancelled(Exception):
 
 
 class MediaEncoder(Protocol):
-    """Encodes the media of one `modality` for one model.
-
-    `placeholder`: the text by which the chat template marks an item; `written`: the placeholder with the text around it, for templates
-    without media support. `threads`: None for as many as pay off. `together`: all images of a prompt attend to each other. `bordered`: two
-    adjacent images share the token between them, and text after an image begins with a space. `constrain_logits`: for speech-to-text
-    models, masks in place the tokens that may not follow `ids`; arguments are ids, whether it translates, and logits [V].
-    """
+    """Encodes the media of one modality for one model."""
 
     modality: Modality
-    placeholder: str
-    written: str
-    threads: int | None
-    together: bool
-    bordered: bool
+    placeholder: str  # the text by which the chat template marks an item
+    written: str  # the placeholder with the text around it, for templates without media support
+    threads: int | None  # None for as many as pay off
+    together: bool  # all images of a prompt attend to each other
+    bordered: bool  # adjacent images share the token between them, and text after an image begins with a space
+    # Of speech-to-text models: masks in place the tokens that may not follow. Arguments: ids so far, whether to translate, logits [V].
     constrain_logits: Callable[[Sequence[int], bool, np.ndarray], None] | None
 
     def encode(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
@@ -138,16 +127,16 @@ def encoders_of(folder: Path, config: ModelConfig) -> dict[Modality, MediaEncode
     """The encoders of a model folder by modality, or for each the error why it cannot be used; empty for a text-only model. Raises
     UsageError for a multimodal model whose towers are not supported."""
     raw = raw_config(folder)
-    kind, found = model_type_of(folder), {}
+    model_type, encoders = model_type_of(folder), {}
     for modality in modalities_of(raw):
         try:
-            found[modality] = encoder_of(folder, config, modality)
+            encoders[modality] = encoder_of(folder, config, modality)
         except EffllmError as error:
-            found[modality] = error
-    if not found and kind in COMPOSITE:
-        whose = f"{kind} models that MLX quantized" if is_mlx_quantized(raw) else f"{kind} models"
-        raise UsageError(f"images are not supported for {whose}", "text-only works; docs/models.md lists the families with vision")
-    return found
+            encoders[modality] = error
+    if not encoders and model_type in COMPOSITE:
+        models = f"{model_type} models that MLX quantized" if is_mlx_quantized(raw) else f"{model_type} models"
+        raise UsageError(f"images are not supported for {models}", "text-only works; docs/models.md lists the families with vision")
+    return encoders
 
 
 def encoder_of(folder: Path, config: ModelConfig, modality: Modality) -> MediaEncoder:
@@ -177,12 +166,12 @@ def is_mlx_quantized(raw: Mapping[str, object]) -> bool:
 
 def input_modalities(raw: Mapping[str, object]) -> str:
     """The modalities beside text that a config.json describes, as a phrase, supported or not; empty for none."""
-    if raw.get("vision_config", raw) is None and raw.get("audio_config", raw) is None:  # which says that there is no tower
+    if raw.get("vision_config", raw) is None and raw.get("audio_config", raw) is None:  # an explicit null: there is no tower
         return ""
     modalities = modalities_of(raw)
-    seen = not modalities or IMAGE_INPUT in modalities
-    heard = AUDIO_INPUT in modalities or any(raw.get(key) is not None for key in SECTIONS)
-    return " and ".join([*("images",) * seen, *("audio",) * heard])
+    has_images = not modalities or IMAGE_INPUT in modalities
+    has_audio = AUDIO_INPUT in modalities or any(raw.get(key) is not None for key in SECTIONS)
+    return " and ".join([*("images",) * has_images, *("audio",) * has_audio])
 
 
 def model_type_of(folder: Path) -> str | None:

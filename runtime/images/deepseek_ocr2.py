@@ -20,7 +20,7 @@ from .tower_layers import LayerNames, LayerShape, load_blocks, qkv_names
 from .tower_ops import ACTIVATIONS, BATCH_PATCHES, Block, Matrix, Norm, Rope, WorkerPool, inverse_frequencies, matmul
 from .tower_source import FolderSource
 from .tower_weights import Weights
-from .vision_tower import MOST_LAYERS, MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
+from .vision_tower import MAX_LAYERS, MAX_WIDTH, Rows, VisionTower, check_aspect_ratio
 from .vision_transformer import layer_count
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class TiledPages(VisionTower):
     def widths(self) -> list[int]:
         """Of what the two convolutions behind SAM make."""
         found = self.tower_config.raw.get("downsample_channels", self.WIDTHS)
-        if not isinstance(found, list) or len(found) != TWICE or not all(type(each) is int and 0 < each <= MOST_WIDTH for each in found):
+        if not isinstance(found, list) or len(found) != TWICE or not all(type(each) is int and 0 < each <= MAX_WIDTH for each in found):
             raise self.tower_config.fail("downsample_channels", "two widths")
         return found
 
@@ -94,7 +94,7 @@ class TiledPages(VisionTower):
     def workspace_floats(self) -> int:
         """Of what comes behind SAM too: its largest matrices, and six rows for each of so many that go through it at once."""
         keys = Keys({**self.ENCODER, **self.encoder.raw}, self.encoder.where)
-        width, inner = keys.integer("hidden_size", high=MOST_WIDTH), keys.integer("intermediate_size")
+        width, inner = keys.integer("hidden_size", high=MAX_WIDTH), keys.integer("intermediate_size")
         at_once = max(BATCH_PATCHES, 2 * self.across(self.whole) ** 2)
         return super().workspace_floats() + 4 * width**2 + 3 * width * inner + 6 * at_once * width
 
@@ -174,8 +174,8 @@ class Reading:
     def of(cls, weights: Weights, encoder: DeepseekOcr2) -> Reading:
         stated = {key: value for key, value in encoder.encoder.raw.items() if value is not None}
         keys, name = Keys({**ENCODER, **stated}, encoder.encoder.where), "vision_tower.vision_encoder."
-        width, inner = keys.integer("hidden_size", high=MOST_WIDTH), keys.integer("intermediate_size")
-        count, heads = keys.integer("num_hidden_layers", high=MOST_LAYERS), keys.integer("num_attention_heads", high=1024)
+        width, inner = keys.integer("hidden_size", high=MAX_WIDTH), keys.integer("intermediate_size")
+        count, heads = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.integer("num_attention_heads", high=1024)
         groups, eps = keys.integer("num_key_value_heads", heads, high=1024), keys.number("rms_norm_eps")
         if width != encoder.widths[-1]:
             raise keys.fail("hidden_size", f"the {encoder.widths[-1]} of downsample_channels")

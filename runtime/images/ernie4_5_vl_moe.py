@@ -9,7 +9,7 @@ from .qwen_patches import THETA, QwenPatches
 from .tower_layers import FUSED_QKV, LayerShape, load_blocks, run_blocks
 from .tower_ops import ACTIVATIONS, Matrix, Norm, WorkerPool, gelu, matmul, mlp
 from .tower_weights import Weights
-from .vision_tower import MOST_LAYERS, MOST_WIDTH, Rows
+from .vision_tower import MAX_LAYERS, MAX_WIDTH, Rows
 
 PUBLISHED = "DFNRope_vision_transformer"  # what the tower was called first, which states its FFN as so many times its width
 NAME, RESAMPLER = "vision_model.", "resampler_model."
@@ -27,7 +27,7 @@ class Ernie45Vl(QwenPatches):
     def load(self, weights: Weights) -> Rows:
         keys, width, hidden = self.tower_config, self.width, self.config.hidden_size
         together = width * self.joined**2
-        stated = keys.integer("intermediate_size", high=MOST_WIDTH)
+        stated = keys.integer("intermediate_size", high=MAX_WIDTH)
         inner = keys.integer("mlp_ratio", 4, high=64) * width if self.tower == PUBLISHED else stated
         frames, eps = keys.integer("temporal_merge_size", high=16), keys.number("rms_norm_eps")
         curve = keys.choice("hidden_act", ACTIVATIONS, "quick_gelu")
@@ -38,7 +38,7 @@ class Ernie45Vl(QwenPatches):
             return (weights.matrix(f"{own}0", together, depth), weights.matrix(f"{own}2", together, together),
                     weights.layer_norm(f"{own}3", together, eps))
 
-        blocks = load_blocks(weights, f"{NAME}blocks.", keys.integer("depth", high=MOST_LAYERS), FUSED_QKV,
+        blocks = load_blocks(weights, f"{NAME}blocks.", keys.integer("depth", high=MAX_LAYERS), FUSED_QKV,
                              LayerShape(width, inner, self.heads, curve, eps))
         norm = weights.layer_norm(f"{NAME}ln", width, eps)
         spatial, (first, *behind) = joining("spatial_linear", together), joining("temporal_linear", frames * together)

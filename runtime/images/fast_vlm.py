@@ -16,7 +16,7 @@ from .modality import IMAGE_INPUT
 from .tower_ops import ROWS
 from .tower_source import FolderSource
 from .tower_weights import Weights
-from .vision_tower import MOST_LAYERS, MOST_WIDTH, Rows, VisionTower
+from .vision_tower import MAX_LAYERS, MAX_WIDTH, Rows, VisionTower
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -47,7 +47,7 @@ class FastVlm(OfOneSize):
             raise UsageError("its tower holds the separate branches of training, which are not supported",
                              "use the model as published, with its branches fused (inference_mode: true); text-only works")
         self.layers, self.widths = (_stages(said, name, usual, high) for name, usual, high in
-                                    zip(("layers", "embed_dims"), ARCHITECTURES[named], (MOST_LAYERS, MOST_WIDTH), strict=True))
+                                    zip(("layers", "embed_dims"), ARCHITECTURES[named], (MAX_LAYERS, MAX_WIDTH), strict=True))
         if any(self.widths[stage] % HEAD for stage in ATTENDING) or any(wide % slim for slim, wide in zip(self.widths, self.widths[1:],
                                                                                                         strict=False)):
             raise said.fail("embed_dims", f"widths of which each is a multiple of the one before, the last two of {HEAD}")
@@ -104,7 +104,7 @@ class Published(FolderSource):
         self.published = keys = Keys(self.config)
         keys.choice("mm_projector_type", {MLP: MLP}, MLP)
         self.config = {"model_type": "fast_vlm", "vision_config": {
-            "hidden_size": keys.integer("mm_hidden_size", 3072, high=MOST_WIDTH), "model_args": {"inference_mode": True}}}
+            "hidden_size": keys.integer("mm_hidden_size", 3072, high=MAX_WIDTH), "model_args": {"inference_mode": True}}}
 
     def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
         """The side of pictures is what the tower's name says."""

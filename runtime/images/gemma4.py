@@ -15,7 +15,7 @@ from .preprocessor import BICUBIC, resized
 from .tower_layers import run_blocks
 from .tower_ops import ACTIVATIONS, Block, Matrix, Norm, Rope, WorkerPool, inverse_frequencies, matmul
 from .tower_weights import Weights
-from .vision_tower import MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
+from .vision_tower import MAX_WIDTH, Rows, VisionTower, check_aspect_ratio
 from .vision_transformer import layer_count
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Gemma4(VisionTower):
 
     def load(self, weights: Weights) -> Rows:
         keys, width, patch = self.tower_config, self.width, self.patch
-        eps, inner, channels = keys.number("rms_norm_eps"), keys.integer("intermediate_size", high=MOST_WIDTH), self.heads * self.head
+        eps, inner, channels = keys.number("rms_norm_eps"), keys.integer("intermediate_size", high=MAX_WIDTH), self.heads * self.head
         curve = keys.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
         clipped = keys.flag("use_clipped_linears", False)
         places = keys.integer("position_embedding_size", high=1 << 20)

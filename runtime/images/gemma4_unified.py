@@ -10,7 +10,7 @@ from ..config_reader import ConfigError, Keys
 from .gemma4 import Gemma4
 from .tower_ops import Norm, WorkerPool, matmul
 from .tower_weights import Weights
-from .vision_tower import MOST_WIDTH, Rows
+from .vision_tower import MAX_WIDTH, Rows
 
 NORM_EPS = 1e-5
 USUAL = {"patch_size": 16, "pooling_kernel_size": 3, "mm_embed_dim": 3840, "mm_posemb_size": 1120, "output_proj_dims": 3840,
@@ -29,7 +29,7 @@ class Gemma4Unified(Gemma4):
 
     @cached_property
     def width(self) -> int:
-        return self.tower_config.integer("mm_embed_dim", high=MOST_WIDTH)
+        return self.tower_config.integer("mm_embed_dim", high=MAX_WIDTH)
 
     def load(self, weights: Weights) -> Rows:
         keys, width, unit, name = self.tower_config, self.width, self.patch * self.joined, "vision_embedder."

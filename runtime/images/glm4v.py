@@ -14,7 +14,7 @@ from .qwen_patches import QwenPatches
 from .tower_layers import run_blocks
 from .tower_ops import ACTIVATIONS, Block, Matrix, Norm, WorkerPool, gelu, matmul
 from .tower_weights import Weights
-from .vision_tower import MOST_LAYERS, Rows, check_aspect_ratio
+from .vision_tower import MAX_LAYERS, Rows, check_aspect_ratio
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -69,7 +69,7 @@ class Glm4v(QwenPatches):
                          weights.matrix(f"{own}mlp.down_proj", width, inner, self.biased_ffn and biased), curve, self.heads, gate=gate,
                          own_norms=self.head_norms(weights, own, eps))
 
-        blocks = [block(number) for number in range(keys.integer("depth", high=MOST_LAYERS))]
+        blocks = [block(number) for number in range(keys.integer("depth", high=MAX_LAYERS))]
         after = weights.rms_norm("visual.post_layernorm", width, eps)
         joining, project = weights.matrix("visual.downsample", hidden, width * unit), weights.matrix("visual.merger.proj", hidden, hidden)
         norm = weights.layer_norm("visual.merger.post_projection_norm", hidden, NORM_EPS)

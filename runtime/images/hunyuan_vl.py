@@ -15,7 +15,7 @@ from .qwen_patches import QwenPatches
 from .tower_layers import SEPARATE_QKV, LayerShape, load_blocks, run_blocks
 from .tower_ops import ACTIVATIONS, WorkerPool, matmul, patches_of
 from .tower_weights import Weights
-from .vision_tower import MOST_LAYERS, Rows
+from .vision_tower import MAX_LAYERS, Rows
 
 USUAL = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16, "patch_size": 16,
          "max_image_size": 2048, "spatial_merge_size": 2, "temporal_patch_size": 1, "rms_norm_eps": 1e-5, "hidden_act": "gelu",
@@ -62,7 +62,7 @@ class HunyuanVl(QwenPatches):
         before = keys.integer("places_before", 1, low=0, high=1)  # of a row that there is no longer, which files leave out
         table = weights.numbers(f"{name}embeddings.position_embedding.weight", edge**2 + before, width)[before:].reshape(edge, edge, width)
 
-        blocks = load_blocks(weights, f"{name}layers.", keys.integer("num_hidden_layers", high=MOST_LAYERS), LAYER,
+        blocks = load_blocks(weights, f"{name}layers.", keys.integer("num_hidden_layers", high=MAX_LAYERS), LAYER,
                              LayerShape(width, inner, self.heads, curve, eps, bias=(True, True)))
         own = f"{name}patch_merger."
         before, after = weights.rms_norm(f"{own}before_rms", width, eps), weights.rms_norm(f"{own}after_rms", hidden, eps)

@@ -15,7 +15,7 @@ from .preprocessor import BILINEAR, HALF, resized, sides
 from .tower_layers import run_blocks
 from .tower_ops import ACTIVATIONS, BATCH_PATCHES, Activation, Matrix, Norm, WorkerPool, attend, matmul, patches_of
 from .tower_weights import Weights
-from .vision_tower import MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
+from .vision_tower import MAX_WIDTH, Rows, VisionTower, check_aspect_ratio
 from .vision_transformer import IDEFICS, load_transformer
 
 AROUND = "<fake_token_around_image>"
@@ -150,7 +150,7 @@ class Idefics2(VisionTower):
         if heads % groups:
             raise keys.fail("num_key_value_heads", f"a number that divides {heads}")
         # where a config leaves out how wide it is, what its norms add is the text part's
-        eps = keys.number("rms_norm_eps") if keys.integer("hidden_size", high=MOST_WIDTH) == hidden else self.config.norm_eps
+        eps = keys.number("rms_norm_eps") if keys.integer("hidden_size", high=MAX_WIDTH) == hidden else self.config.norm_eps
         curve = keys.choice("hidden_act", ACTIVATIONS, "silu")
 
         def layer(number: int) -> Asking:

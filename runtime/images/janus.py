@@ -12,7 +12,7 @@ from .preprocessor import resized
 from .tower_layers import SEPARATE_QKV, LayerShape, load_blocks, run_blocks
 from .tower_ops import ACTIVATIONS, WorkerPool, matmul, patches_of
 from .tower_weights import Weights
-from .vision_tower import MOST_LAYERS, Rows, VisionTower, check_aspect_ratio
+from .vision_tower import MAX_LAYERS, Rows, VisionTower, check_aspect_ratio
 
 USUAL = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 384, "patch_size": 16, "hidden_act": "gelu",
          "layer_norm_eps": 1e-6, "mlp_ratio": 4.0, "depth": 2}
@@ -54,7 +54,7 @@ class Janus(VisionTower):
         eps, curve = keys.number("layer_norm_eps"), keys.choice("hidden_act", ACTIVATIONS, "gelu")
         patches = weights.matrix(f"{name}embeddings.patch_embedding", width, 3 * self.patch**2)
         places = weights.numbers(f"{name}embeddings.position_embedding.weight", self.most_patches, width)
-        blocks = load_blocks(weights, f"{name}encoder.layers.", keys.integer("num_hidden_layers", high=MOST_LAYERS), LAYER,
+        blocks = load_blocks(weights, f"{name}encoder.layers.", keys.integer("num_hidden_layers", high=MAX_LAYERS), LAYER,
                              LayerShape(width, int(width * keys.number("mlp_ratio")), self.heads, curve, eps))
         after = weights.layer_norm(f"{name}post_layernorm", width, eps)
         project = weights.two_layers("aligner.", (width, hidden, hidden), curve, True, ("fc1", "hidden_layers.0"))

@@ -14,7 +14,7 @@ from .preprocessor import BICUBIC, HALF, resized, sides
 from .tower_layers import LayerNames, LayerShape, load_blocks, run_blocks
 from .tower_ops import ACTIVATIONS, Rope, WorkerPool, gelu, inverse_frequencies, matmul, merge_patches, patches_of
 from .tower_weights import Weights
-from .vision_tower import MOST_LAYERS, MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
+from .vision_tower import MAX_LAYERS, MAX_WIDTH, Rows, VisionTower, check_aspect_ratio
 
 USUAL = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16, "patch_size": 14,
          "hidden_act": "gelu_pytorch_tanh", "pos_emb_height": 64, "pos_emb_width": 64, "merge_kernel_size": [2, 2]}
@@ -88,7 +88,7 @@ class KimiK25(VisionTower):
 
     def load(self, weights: Weights) -> Rows:
         keys, width, hidden, side, patch = self.tower_config, self.width, self.config.hidden_size, self.joined, self.patch
-        inner, places = keys.integer("intermediate_size", high=MOST_WIDTH), keys.integer("pos_emb_height")
+        inner, places = keys.integer("intermediate_size", high=MAX_WIDTH), keys.integer("pos_emb_height")
         curve = keys.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")
         name = "vision_tower.encoder."
         first = next((each for each in ("vision_tower.", name) if weights.has(f"{each}patch_embed.proj.weight")), "vision_tower.")
@@ -97,7 +97,7 @@ class KimiK25(VisionTower):
         shape = (places, places, width) if weights.dimensions(learned) > 2 else (places**2, width)  # the second in files of Kimi-VL
         table = weights.numbers(learned, *shape).reshape(places, places, width)
 
-        blocks = load_blocks(weights, f"{name}blocks.", keys.integer("num_hidden_layers", high=MOST_LAYERS), LAYER,
+        blocks = load_blocks(weights, f"{name}blocks.", keys.integer("num_hidden_layers", high=MAX_LAYERS), LAYER,
                              LayerShape(width, inner, self.heads, curve, EPS, neighbours=True))
         after = weights.layer_norm(f"{name}final_layernorm", width, EPS)
         before, behind, parts = self.PROJECTOR

@@ -14,7 +14,7 @@ from .preprocessor import BILINEAR, HALF, resized, tiles_of
 from .tower_layers import LayerNames, LayerShape, load_blocks, qkv_names, run_blocks
 from .tower_ops import BATCH_PATCHES, Rope, WorkerPool, gelu, inverse_frequencies, matmul, merge_tile_patches, patches_of
 from .tower_weights import Weights
-from .vision_tower import MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
+from .vision_tower import MAX_WIDTH, Rows, VisionTower, check_aspect_ratio
 from .vision_transformer import layer_count
 
 EPS, THETA = 1e-5, 10_000.0
@@ -93,7 +93,7 @@ class Llama4(VisionTower):
 
     def load(self, weights: Weights) -> Rows:
         keys, width, patch, name = self.tower_config, self.width, self.patch, "vision_model."
-        inner, count = keys.integer("intermediate_size", high=MOST_WIDTH), self.across**2
+        inner, count = keys.integer("intermediate_size", high=MAX_WIDTH), self.across**2
         embedding = weights.matrix(f"{name}patch_embedding.linear", width, 3 * patch * patch, bias=False)
         last = weights.numbers(f"{name}class_embedding", width)
         places = weights.numbers(f"{name}positional_embedding_vlm", count + 1, width)

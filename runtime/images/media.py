@@ -1,12 +1,11 @@
-"""The images, videos and audio in the prompts of one model, and the token ids that stand for them. What is said of images holds for all
-media.
+"""The media of one model's prompts, and the token ids that represent them. "Image" stands for all media here.
 
 A row of an image is a token with an id beyond every vocabulary: a number made from a hash of its pixels, its column count where that
 matters, and the row index. So everything that compares tokens (KV cache reuse, saved sessions, drafts) distinguishes images, and recognizes
 one that is sent again, without knowing about images. Only the embedding lookup resolves such ids, and text statistics skip them.
 
 Encoded rows live as long as a `MediaItem` is referenced: by the messages of a conversation, or by a request. Of unreferenced items the
-newest stay, up to KEPT bytes, because API clients resend every image with each request.
+newest are retained, up to MAX_RETAINED_NBYTES, because API clients resend every image with each request.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
     from .video_file import Frame
 
-KEPT = 256 << 20  # bytes of rows kept for unreferenced items
-BESIDE = 2048  # bytes of overhead counted per item: otherwise tiny ones would be kept without limit
-LOOK_S = 0.1  # seconds between progress updates
+MAX_RETAINED_NBYTES = 256 << 20  # bytes of rows kept for unreferenced items
+ITEM_OVERHEAD_NBYTES = 2048  # bytes of overhead counted per item: otherwise tiny ones would be kept without limit
+PROGRESS_S = 0.1  # seconds between progress updates
 
 
 class Ops(Protocol):
@@ -51,16 +50,15 @@ class Ops(Protocol):
 
 @dataclass(eq=False)
 class MediaItem:
-    """One image, video or audio clip. `digest`: a hash of its data and `size`, which is (height, width), (frames, height, width) or
-    (samples,). `points`: uint8 [height, width, 3], [frames, height, width, 3] or float32 [samples], dropped once it is `encoded`.
-    `frame_interval`: seconds between the frames of a video."""
+    """One image, video or audio clip."""
 
-    digest: str
-    size: tuple[int, ...]
+    digest: str  # a hash of its data and size
+    size: tuple[int, ...]  # (height, width), (frames, height, width) or (samples,)
     modality: Modality
+    # uint8 [height, width, 3] or [frames, height, width, 3], or float32 [samples]; None once it is encoded.
     points: np.ndarray | None = field(repr=False)
     encoded: EncodedMedia | None = field(default=None, repr=False)
-    frame_interval: float = 0.0
+    frame_interval: float = 0.0  # seconds between the frames of a video
 
     @property
     def mark(self) -> str:
@@ -78,19 +76,22 @@ class MediaItem:
         return sum(each.nbytes for each in kept if each is not None)
 
     def ids(self, before: int = 0, within: bytes = b"") -> list[int]:
-        """Token ids of an encoded item that follows `before` others, vocabulary tokens around it included. `within`: of images that attend
-        to each other, a hash of the text they span. The ids carry it, so that a cache entry computed among other images is not reused."""
+        """Token ids of an encoded item that follows `before` others, vocabulary tokens around it included.
+
+        `within`: a hash of the text that images with mutual attention span. The ids carry it, so that a cache entry computed among other
+        images is not reused.
+        """
         row, ids, columns = 0, list(self.encoded.numbered(before) if self.encoded.numbered
                                     else ()), self.encoded.grid[1] if self.encoded.grid else 0
-        placed = range(self.encoded.framed, len(self.encoded.rows) - self.encoded.framed)
+        tagged_rows = range(self.encoded.framed, len(self.encoded.rows) - self.encoded.framed)
         for token in self.encoded.tokens:
             if token == ROW_PLACEHOLDER:
-                said = self.encoded.stated[row] if self.encoded.stated else columns if row in placed else 0
-                if (later := self._later(row)) is not None:
-                    said = FRAME_STEP + min(later, (1 << COLUMN_BITS) - 1 - FRAME_STEP)
+                tag = self.encoded.stated[row] if self.encoded.stated else columns if row in tagged_rows else 0
+                if (offset := self._later(row)) is not None:
+                    tag = FRAME_STEP + min(offset, (1 << COLUMN_BITS) - 1 - FRAME_STEP)
                 if within:
-                    said = int.from_bytes(within[(at := 2 * row % len(within)) : at + 2]) & (1 << COLUMN_BITS) - 1
-                token, row = media_token_id(self.number, said, row), row + 1
+                    tag = int.from_bytes(within[(at := 2 * row % len(within)) : at + 2]) & (1 << COLUMN_BITS) - 1
+                token, row = media_token_id(self.number, tag, row), row + 1
             ids.append(token)
         return ids
 
@@ -105,28 +106,26 @@ class MediaItem:
 
 @dataclass(frozen=True)
 class MediaEmbeddings:
-    """What a forward pass needs of its media. `places` int64 [n]: where `rows` float32 [n, hidden] replace embeddings. `deep` float32
-    [layers, n, hidden] or None: added there after each of the first layers, or after those in `behind`. `reach` int64 [T]: how many later
-    tokens each token attends to; None for none. `in_windows`: only in sliding-window layers. `among` int64 [T]: which tokens earlier ones
-    attend to; None for all."""
+    """What a forward pass needs of its media."""
 
-    places: np.ndarray
-    rows: np.ndarray
+    places: np.ndarray  # int64 [n]: positions in the pass where `rows` replace embeddings
+    rows: np.ndarray  # float32 [n, hidden]
+    # float32 [layers, n, hidden]: added there after each of the first layers, or after those in `behind`.
     deep: np.ndarray | None = None
-    reach: np.ndarray | None = None
-    in_windows: bool = False
+    reach: np.ndarray | None = None  # int64 [T]: how many later tokens each token attends to; None for causal attention
+    in_windows: bool = False  # `reach` applies only in sliding-window layers
     behind: tuple[int, ...] | None = None
-    among: np.ndarray | None = None
+    among: np.ndarray | None = None  # int64 [T]: which tokens earlier ones attend to; None for all
 
     def ends(self, first: int) -> tuple[np.ndarray, bool] | None:
         """The last position that each token attends to and `in_windows`, for a pass that begins at position `first`; None for causal
         attention. Raises RuntimeError for a pass that ends inside an image."""
         if self.reach is None:
             return None
-        seen = np.arange(len(self.reach)) + self.reach
-        if seen.max() >= len(seen):
+        last = np.arange(len(self.reach)) + self.reach
+        if last.max() >= len(last):
             raise RuntimeError("a pass ends inside an image whose tokens see each other")
-        return first + seen, self.in_windows
+        return first + last, self.in_windows
 
     def put(self, x: np.ndarray) -> None:
         """Write the rows into embeddings x [T, D], in place."""
@@ -143,20 +142,23 @@ class MediaEmbeddings:
 
 
 class MediaCache:
-    """The media of one model with their encodings. `encoders` by modality; `refused`: modalities of the model that cannot be used here,
-    with the error. `axes` as in `mrope_axes`, `markers` as in `canvas_markers`. `bidirectional`: an encoded image has tokens that attend to
-    each other. Items may be added from any thread; the thread that generates encodes them."""
+    """The media of one model with their encodings. Items may be added from any thread; the thread that generates encodes them.
+
+    `encoders`: by modality; `refused`: modalities of the model that cannot be used here, with the error.
+    `axes` as in `mrope_axes`, `markers` as in `canvas_markers`.
+    `bidirectional`: an encoded image has tokens that attend to each other.
+    """
 
     def __init__(self, modalities: Mapping[Modality, MediaEncoder | EffllmError], axes: np.ndarray | None = None,
                  markers: tuple[int, ...] = ()) -> None:
-        self.refused = {modality: found for modality, found in modalities.items() if isinstance(found, EffllmError)}
-        self.encoders: dict[Modality, MediaEncoder] = {modality: found for modality,
-                                                       found in modalities.items() if modality not in self.refused}
+        self.refused = {modality: encoder for modality, encoder in modalities.items() if isinstance(encoder, EffllmError)}
+        self.encoders: dict[Modality, MediaEncoder] = {modality: encoder for modality,
+                                                       encoder in modalities.items() if modality not in self.refused}
         self.axes, self.markers, self.bidirectional = axes, markers, False
         self._lock = threading.Lock()
         self._known: WeakValueDictionary[str, MediaItem] = WeakValueDictionary()
         self._numbered: WeakValueDictionary[int, MediaItem] = WeakValueDictionary()
-        self._kept: OrderedDict[str, tuple[MediaItem, int]] = OrderedDict()  # with the bytes counted for it
+        self._kept: OrderedDict[str, tuple[MediaItem, int]] = OrderedDict()  # newest last, with the bytes counted for each
         self._kept_nbytes = 0
         self._looks = threading.Lock()
 
@@ -235,7 +237,7 @@ class MediaCache:
                 while True:  # at least one event, even if encoding is immediate
                     work.is_cancelled = work.is_cancelled or left()
                     yield Progress(phase, min(work.done, work.total), work.total, "layers")
-                    if wait([looking], LOOK_S).done:
+                    if wait([looking], PROGRESS_S).done:
                         return looking.result()
             except EncodingCancelled:
                 return None
@@ -320,9 +322,9 @@ class MediaCache:
     def _keep(self, picture: MediaItem) -> None:
         """Mark as newest and evict the oldest beyond KEPT bytes. Call with the lock held."""
         _, before = self._kept.pop(picture.digest, (None, 0))
-        self._kept[picture.digest] = picture, (nbytes := BESIDE + picture.nbytes)
+        self._kept[picture.digest] = picture, (nbytes := ITEM_OVERHEAD_NBYTES + picture.nbytes)
         self._kept_nbytes += nbytes - before
-        while self._kept_nbytes > KEPT and len(self._kept) > 1:
+        while self._kept_nbytes > MAX_RETAINED_NBYTES and len(self._kept) > 1:
             self._kept_nbytes -= self._kept.popitem(last=False)[1][1]
 
 

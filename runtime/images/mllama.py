@@ -16,7 +16,7 @@ from .preprocessor import BILINEAR, HALF, resized
 from .tower_layers import LayerNames, LayerShape, load_blocks, qkv_names
 from .tower_ops import ACTIVATIONS, WorkerPool, matmul, patches_of, to_float32
 from .tower_weights import Weights
-from .vision_tower import MOST_LAYERS, MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
+from .vision_tower import MAX_LAYERS, MAX_WIDTH, Rows, VisionTower, check_aspect_ratio
 
 EPS = 1e-5  # of the norms around the layers
 LAYER = LayerNames(("input_layernorm", "post_attention_layernorm"), qkv_names("self_attn.{}_proj"), "self_attn.o_proj",
@@ -52,12 +52,12 @@ class Mllama(VisionTower):
         stated = self.tower_config.raw.get("supported_aspect_ratios")
         if stated is not None and stated != [list(each) for each in self.shapes]:
             raise self.tower_config.fail("supported_aspect_ratios", f"all shapes of {self.most} tiles, in their order")
-        self.layers, self.last = (self.tower_config.integer(name, high=MOST_LAYERS) for name in ("num_hidden_layers", "num_global_layers"))
+        self.layers, self.last = (self.tower_config.integer(name, high=MAX_LAYERS) for name in ("num_hidden_layers", "num_global_layers"))
         found = self.tower_config.raw.get("intermediate_layers_indices")
         if not isinstance(found, list) or not all(type(each) is int and 0 <= each < self.layers for each in found):
             raise self.tower_config.fail("intermediate_layers_indices", f"some of {self.layers} layers")
         self.taken: list[int] = found
-        if self.tower_config.integer("vision_output_dim", high=MOST_WIDTH) != (1 + len(found)) * self.width:
+        if self.tower_config.integer("vision_output_dim", high=MAX_WIDTH) != (1 + len(found)) * self.width:
             raise self.tower_config.fail("vision_output_dim", f"{1 + len(found)} times {self.width}")
         self.most_patches = self.most * self.filled
 
@@ -119,7 +119,7 @@ class Mllama(VisionTower):
 
     def load(self, weights: Weights) -> Rows:
         keys, width, patch, count, most, name = self.tower_config, self.width, self.patch, self.count, self.most, "vision_model."
-        inner, eps = keys.integer("intermediate_size", high=MOST_WIDTH), keys.number("norm_eps")
+        inner, eps = keys.integer("intermediate_size", high=MAX_WIDTH), keys.number("norm_eps")
         curve = keys.choice("hidden_act", ACTIVATIONS, "gelu")
         shapes = len(self.shapes) + 1
         embedding = weights.matrix(f"{name}patch_embedding", width, 3 * patch * patch, bias=False)

@@ -17,7 +17,7 @@ from .preprocessor import BILINEAR, HALF
 from .tower_layers import LayerNames, LayerShape, load_blocks, qkv_names
 from .tower_ops import ACTIVATIONS, BATCH_PATCHES, Matrix, WorkerPool
 from .tower_weights import Weights
-from .vision_tower import MOST_LAYERS, MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
+from .vision_tower import MAX_LAYERS, MAX_WIDTH, Rows, VisionTower, check_aspect_ratio
 from .vision_transformer import VisionTransformer
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Molmo2(VisionTower):
     @cached_property
     def layers(self) -> tuple[int, ...]:
         """Which layers' results are put together: numbers of them, 0 is what goes in."""
-        count, found = self.tower_config.integer("num_hidden_layers", high=MOST_LAYERS), self.adapter.raw["vision_feature_layer"]
+        count, found = self.tower_config.integer("num_hidden_layers", high=MAX_LAYERS), self.adapter.raw["vision_feature_layer"]
         if not isinstance(found, list) or not 1 <= len(found) <= 16 or any(
                 type(each) is not int or not -count <= each < count for each in found):
             raise self.adapter.fail("vision_feature_layer", f"a list of layers, each less than {count}")
@@ -128,7 +128,7 @@ class Molmo2(VisionTower):
     def load(self, weights: Weights) -> Rows:
         tower, hidden = self.transformer(weights), self.config.hidden_size
         keys, wide = self.adapter, self.width * len(self.layers)
-        inner, inside = keys.integer("intermediate_size", high=MOST_WIDTH), keys.integer("hidden_size", high=MOST_WIDTH)
+        inner, inside = keys.integer("intermediate_size", high=MAX_WIDTH), keys.integer("hidden_size", high=MAX_WIDTH)
         heads, depth = _heads(keys)
         queries, keys_, values, out = (weights.matrix(f"{POOL}w{name}", *shape).to_float32() for name, shape in (
             *((name, (heads * depth, wide)) for name in "qkv"), ("o", (inside, heads * depth))))
@@ -177,7 +177,7 @@ class Molmo2(VisionTower):
     def transformer(self, weights: Weights) -> VisionTransformer:
         """Patches lie there point by point, colours innermost."""
         keys, width, patch = self.tower_config, self.width, self.patch
-        inner = keys.integer("intermediate_size", high=MOST_WIDTH)
+        inner = keys.integer("intermediate_size", high=MAX_WIDTH)
         heads, depth = _heads(keys)
         eps, curve = keys.number("layer_norm_eps"), keys.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")
         embedding = weights.matrix(f"{VIT}patch_embedding", width, 3 * patch**2)

@@ -14,7 +14,7 @@ from .preprocessor import resized_in_floats
 from .tower_layers import FUSED_QKV, LayerShape, load_blocks, run_blocks
 from .tower_ops import ACTIVATIONS, WorkerPool, matmul, merge_patches, patches_of
 from .tower_weights import Weights
-from .vision_tower import MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
+from .vision_tower import MAX_WIDTH, Rows, VisionTower, check_aspect_ratio
 from .vision_transformer import layer_count
 
 USUAL = {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16, "mlp_ratio": 4.0, "hidden_act": "gelu",
@@ -96,7 +96,7 @@ class NemotronHOmni(VisionTower):
         blocks = load_blocks(weights, f"{NAME}blocks.", layer_count(self), FUSED_QKV, LayerShape(width, inner, self.heads, curve, eps),
                              more=more)
         together = width * side**2
-        middle = self.root_config.integer("projector_hidden_size", 4096, high=MOST_WIDTH)
+        middle = self.root_config.integer("projector_hidden_size", 4096, high=MAX_WIDTH)
         norm = weights.rms_norm("mlp1.0", together, PROJECTOR_EPS)
         project = weights.two_layers("mlp1.", (together, middle, hidden), relu_squared, False, ("1", "3"))
 

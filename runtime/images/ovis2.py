@@ -14,7 +14,7 @@ from .preprocessor import resized, tiles_of
 from .tower_layers import LayerNames, LayerShape, load_blocks, qkv_names, run_blocks
 from .tower_ops import ACTIVATIONS, BATCH_PATCHES, Norm, WorkerPool, matmul, merge_tile_patches, patches_of, to_float32
 from .tower_weights import Weights
-from .vision_tower import MOST_LAYERS, Rows
+from .vision_tower import MAX_LAYERS, Rows
 
 BEGIN, GRID, COLUMN, ROW, END = range(5)  # of the words that are no parts of a picture, in the order of the vocabulary
 LAYER = LayerNames(("rms_norm1", "rms_norm2"), qkv_names("attention.{}_proj"), "attention.out_proj",
@@ -137,7 +137,7 @@ class Ovis2(FittedTiles):
         embedding = weights.matrix(f"{name}embeddings.patch_embedding", width, 3 * self.patch**2, bias=True)
         places = weights.numbers(f"{name}embeddings.position_embedding.weight", self.across**2, width)
         before, after = weights.rms_norm(f"{name}embeddings.rms_norm", width, eps), weights.rms_norm(f"{name}rms_norm", width, eps)
-        blocks = load_blocks(weights, f"{name}encoder.layers.", keys.integer("num_hidden_layers", high=MOST_LAYERS), LAYER,
+        blocks = load_blocks(weights, f"{name}encoder.layers.", keys.integer("num_hidden_layers", high=MAX_LAYERS), LAYER,
                              LayerShape(width, inner, self.heads, curve, eps, False, (keys.flag("qkv_bias"), keys.flag("mlp_bias"))))
         table = weights.stored("visual_embeddings_table.weight", words, hidden)
         vocabulary = Vocabulary(weights.stored("vision_tower.head_linear.weight", words - count, width * self.joined**2),

@@ -12,7 +12,7 @@ from ..config_reader import Keys
 from .tower_layers import FUSED_QKV, LayerShape, load_blocks, run_blocks
 from .tower_ops import BATCH_PATCHES, Block, Matrix, Norm, Rope, WorkerPool, gelu, inverse_frequencies, matmul, patches_of
 from .tower_weights import Weights
-from .vision_tower import MOST_LAYERS, MOST_WIDTH
+from .vision_tower import MAX_LAYERS, MAX_WIDTH
 
 EPS, THETA = 1e-5, 10_000.0
 LARGE = {"embed_dim": 1024, "depth": 24, "num_heads": 16, "mlp_ratio": 4.0, "patch_size": 14, "img_size": 336, "class_token": True,
@@ -67,7 +67,7 @@ class PerceptionEncoder:
 
 def load_encoder(weights: Weights, name: str, says: Keys, first: int) -> PerceptionEncoder:
     """The tower whose tensors begin with `name`; places count from `first`."""
-    width, heads, patch = (says.integer(key, high=high) for key, high in (("embed_dim", MOST_WIDTH), ("num_heads", 1024),
+    width, heads, patch = (says.integer(key, high=high) for key, high in (("embed_dim", MAX_WIDTH), ("num_heads", 1024),
                                                                           ("patch_size", 1 << 10)))
     across, lead = side_of(says, "img_size", 1 << 14) // patch, int(says.flag("class_token"))
     inner, head = int(width * says.number("mlp_ratio")), width // heads
@@ -80,7 +80,7 @@ def load_encoder(weights: Weights, name: str, says: Keys, first: int) -> Percept
         weights.matrix(f"{name}patch_embed.proj", width, 3 * patch**2, bias=False),
         weights.numbers(f"{name}cls_token", 1, 1, width)[0] if lead else np.empty((0, width), np.float32),
         weights.numbers(f"{name}pos_embed", 1, across**2 + lead, width)[0], weights.layer_norm(f"{name}norm_pre", width, EPS),
-        load_blocks(weights, f"{name}blocks.", says.integer("depth", high=MOST_LAYERS), FUSED_QKV,
+        load_blocks(weights, f"{name}blocks.", says.integer("depth", high=MAX_LAYERS), FUSED_QKV,
                     LayerShape(width, inner, heads, gelu, EPS, bias=(True, None), neighbours=True), more=more),
         weights.layer_norm(f"{name}norm", width, EPS) if says.flag("use_post_transformer_norm") else None,
         rope_of(across, side_of(says, "ref_feat_shape", 1 << 14), first, lead, head), patch)

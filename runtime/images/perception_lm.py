@@ -13,7 +13,7 @@ from .perception_encoder import ARCHITECTURES, ARGUMENTS, load_encoder, side_of
 from .preprocessor import BICUBIC, HALF, resized, tiles_of
 from .tower_ops import BATCH_PATCHES, WorkerPool, gelu
 from .tower_weights import Weights
-from .vision_tower import MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
+from .vision_tower import MAX_WIDTH, Rows, VisionTower, check_aspect_ratio
 
 BOTH = "thumb+tile"  # the whole picture, and tiles of it
 
@@ -52,7 +52,7 @@ class PerceptionLm(VisionTower):
 
     @cached_property
     def width(self) -> int:
-        return self.says.integer("embed_dim", high=MOST_WIDTH)
+        return self.says.integer("embed_dim", high=MAX_WIDTH)
 
     @cached_property
     def heads(self) -> int:

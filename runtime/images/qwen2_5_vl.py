@@ -10,7 +10,7 @@ from .qwen_patches import QwenPatches, frames_at
 from .tower_layers import FUSED_QKV, LayerShape, load_blocks, qkv_names
 from .tower_ops import ACTIVATIONS, Matrix, Span, WorkerPool, gelu
 from .tower_weights import Weights
-from .vision_tower import MOST_LAYERS, Rows
+from .vision_tower import MAX_LAYERS, Rows
 
 EPS = 1e-6
 USUAL = {"depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
@@ -34,7 +34,7 @@ class Qwen25Vl(QwenPatches):
         keys, width, hidden = self.tower_config, self.width, self.config.hidden_size
         inner, together = keys.integer("intermediate_size"), width * self.joined**2
         curve = keys.choice("hidden_act", ACTIVATIONS, "silu")
-        depth = keys.integer("depth", high=MOST_LAYERS)
+        depth = keys.integer("depth", high=MAX_LAYERS)
         whole = keys.layers("fullatt_block_indexes", depth)
         side = keys.integer("window_size", high=1 << 14) // self.joined // self.patch
         if side < 1:

@@ -10,7 +10,7 @@ from .qwen_patches import QwenPatches, frames_at
 from .tower_layers import FUSED_QKV, LayerShape, load_blocks, run_blocks
 from .tower_ops import ACTIVATIONS, WorkerPool, gelu
 from .tower_weights import Weights
-from .vision_tower import MOST_LAYERS, MOST_WIDTH, Rows
+from .vision_tower import MAX_LAYERS, MAX_WIDTH, Rows
 
 EPS = 1e-6
 USUAL = {"depth": 32, "embed_dim": 1280, "hidden_act": "quick_gelu", "mlp_ratio": 4, "num_heads": 16, "patch_size": 14}
@@ -24,7 +24,7 @@ class Qwen2Vl(QwenPatches):
 
     @cached_property
     def width(self) -> int:
-        return self.tower_config.integer("embed_dim", high=MOST_WIDTH)
+        return self.tower_config.integer("embed_dim", high=MAX_WIDTH)
 
     def load(self, weights: Weights) -> Rows:
         keys, width, hidden = self.tower_config, self.width, self.config.hidden_size
@@ -32,7 +32,7 @@ class Qwen2Vl(QwenPatches):
         curve = keys.choice("hidden_act", ACTIVATIONS, "quick_gelu")
         embedded = self.embedded(weights, bias=False)
 
-        blocks = load_blocks(weights, "visual.blocks.", keys.integer("depth", high=MOST_LAYERS), FUSED_QKV,
+        blocks = load_blocks(weights, "visual.blocks.", keys.integer("depth", high=MAX_LAYERS), FUSED_QKV,
                              LayerShape(width, inner, self.heads, curve, EPS))
         norm = weights.layer_norm("visual.merger.ln_q", width, EPS)
         project = weights.two_layers("visual.merger.mlp.", (together, together, hidden), gelu, parts=("0", "2"))

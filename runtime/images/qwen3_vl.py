@@ -14,7 +14,7 @@ from .qwen_patches import QwenPatches, frames_at
 from .tower_layers import FUSED_QKV, LayerShape, load_blocks
 from .tower_ops import ACTIVATIONS, WorkerPool, gelu
 from .tower_weights import Weights
-from .vision_tower import MOST_LAYERS, Rows
+from .vision_tower import MAX_LAYERS, Rows
 
 if TYPE_CHECKING:
     from .video_file import Frame
@@ -55,7 +55,7 @@ class Qwen3Vl(QwenPatches):
         keys, width, hidden = self.tower_config, self.width, self.config.hidden_size
         inner, together = keys.integer("intermediate_size"), width * self.joined**2
         curve = keys.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")
-        depth = keys.integer("depth", high=MOST_LAYERS)
+        depth = keys.integer("depth", high=MAX_LAYERS)
         numbers = sorted(keys.layers("deepstack_visual_indexes", depth))
         side = int(keys.integer("num_position_embeddings", high=1 << 20) ** 0.5)
         embedded = self.embedded(weights, bias=True)

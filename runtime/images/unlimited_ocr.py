@@ -13,7 +13,7 @@ from .preprocessor import resized
 from .tower_layers import SEPARATE_QKV, LayerShape, load_blocks, run_blocks
 from .tower_ops import ACTIVATIONS, BATCH_PATCHES, Matrix, WorkerPool, matmul
 from .tower_weights import Weights
-from .vision_tower import MOST_LAYERS, MOST_WIDTH, Rows
+from .vision_tower import MAX_LAYERS, MAX_WIDTH, Rows
 from .vision_transformer import CLIP, layer_count
 
 NAMES = ("vision_tower.vision_encoder.", "encoder.layers"), ("vision_model.", "transformer.layers")  # the second as it was published
@@ -77,8 +77,8 @@ class Clip:
         stated = {key: value for key, value in encoder.encoder.raw.items() if value is not None}
         keys = Keys({**LARGE, **stated}, encoder.encoder.where)
         name, layers = next((each for each in NAMES if weights.has(f"{each[0]}pre_layrnorm.weight")), NAMES[0])
-        self.width, inner = keys.integer("hidden_size", high=MOST_WIDTH), keys.integer("intermediate_size")
-        count, heads, eps = keys.integer("num_hidden_layers", high=MOST_LAYERS), keys.integer("num_attention_heads", high=1024), \
+        self.width, inner = keys.integer("hidden_size", high=MAX_WIDTH), keys.integer("intermediate_size")
+        count, heads, eps = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.integer("num_attention_heads", high=1024), \
             keys.number("layer_norm_eps")
         if self.width != encoder.widths[-1] or self.width % heads:
             raise keys.fail("hidden_size", f"the {encoder.widths[-1]} of downsample_channels, and a multiple of {heads} heads")

@@ -25,24 +25,27 @@ if TYPE_CHECKING:
 
 __all__ = ["Family", "Rows", "VisionTower"]
 
-MOST_LAYERS, MOST_WIDTH, MOST_ASPECT = 512, 1 << 16, 200
+MAX_LAYERS, MAX_WIDTH, MAX_ASPECT = 512, 1 << 16, 200
 
 
 class VisionTower(Tower):
-    """A `MediaEncoder` for images. `PROCESSORS`: supported image processor types; `LOOK`: their default mean, standard deviation and
-    resampling filter. An image is normalized by `scale` and resized by `resample`."""
+    """A `MediaEncoder` for images. An image is normalized by `scale` and resized by the filter `resample`.
+
+    `PROCESSORS`: supported image processor types.
+    `LOOK`: their default mean, standard deviation and resampling filter.
+    """
 
     PROCESSORS: tuple[str, ...]
     LOOK: tuple[Sequence[float], Sequence[float], int] = (CLIP_MEAN, CLIP_STD, BICUBIC)
     SECTION = "vision_config"
-    HEADS, TURNED = "num_attention_heads", 1  # config key of the head count; the head size is a multiple of TURNED
+    HEADS, TURNED = "num_attention_heads", 1  # config key of the head count; the head size must be a multiple of TURNED
     modality = IMAGE_INPUT
     placeholder = "<image>"
     bidirectional = in_windows = False
     behind: tuple[int, ...] | None = None  # as of `EncodedMedia`
     framed = 0
-    most_patches: int  # patches in the tower at once
-    whole_patches = 0  # patches of all parts of an image
+    most_patches: int  # maximum number of patches in the tower at once
+    whole_patches = 0  # patches of all tiles of an image, 0 for `most_patches`
 
     def read_preprocessor(self) -> Keys:
         self._spelled: dict[str, tuple[int, ...]] = {}
@@ -70,7 +73,7 @@ class VisionTower(Tower):
         return [(f"<{each.second:.1f} seconds>", each.points, 0.0) for each in frames]
 
     def spelled(self, text: str, word: str) -> tuple[int, ...]:
-        """Tokens of an image's text form, in which `word` stands for a row. Cached by text: images of one shape share it."""
+        """Tokens of an image's text form, in which `word` stands for a row. Cached by text, because images of one shape share it."""
         if text not in self._spelled:
             number = self.token_id(word)
             self._spelled[text] = tuple(ROW_PLACEHOLDER if token == number else token for token in
@@ -94,14 +97,14 @@ class VisionTower(Tower):
     def workspace_floats(self) -> int:
         """The largest matrices, the activations of a layer, its row blocks, and inputs and outputs."""
         matrices, layer = 12 * self.width**2, 6 * self.most_patches * self.width
-        pieces = 16 * self.width * ROWS * self.workers
-        return matrices + layer + pieces + (self.whole_patches or self.most_patches) * (3 * self.patch**2 + 2 * self.width)
+        row_blocks = 16 * self.width * ROWS * self.workers
+        return matrices + layer + row_blocks + (self.whole_patches or self.most_patches) * (3 * self.patch**2 + 2 * self.width)
 
     # -- config fields of towers ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def width(self) -> int:
-        return self.tower_config.integer("hidden_size", high=MOST_WIDTH)
+        return self.tower_config.integer("hidden_size", high=MAX_WIDTH)
 
     @cached_property
     def heads(self) -> int:
@@ -112,9 +115,9 @@ class VisionTower(Tower):
             raise self.tower_config.fail(self.HEADS, f"a divisor of {self.width} that leaves heads room for two-dimensional positions")
         return heads
 
-    def demand_side(self, keys: Keys, usual: int, name: str = "size") -> None:
+    def demand_side(self, keys: Keys, default: int, name: str = "size") -> None:
         """Raises ConfigError for a preprocessor whose output size is not the tower's."""
-        if square(keys, name, {"height": usual, "width": usual}) != (self.side, self.side):
+        if square(keys, name, {"height": default, "width": default}) != (self.side, self.side):
             raise keys.fail(name, f"the {self.side} × {self.side} that the tower takes")
 
     def demand_same(self, keys: Keys, **own: int) -> None:
@@ -123,10 +126,10 @@ class VisionTower(Tower):
             if keys.integer(name, value) != value:
                 raise keys.fail(name, f"{value}, as in config.json")
 
-    def theta(self, usual: float) -> float:
+    def theta(self, default: float) -> float:
         """RoPE base of the tower."""
-        stated = Keys(self.tower_config.section("rope_parameters") or {}, "config.json: vision_config: rope_parameters")
-        return stated.number("rope_theta", None) or self.tower_config.number("rope_theta", usual)
+        rope_parameters = Keys(self.tower_config.section("rope_parameters") or {}, "config.json: vision_config: rope_parameters")
+        return rope_parameters.number("rope_theta", None) or self.tower_config.number("rope_theta", default)
 
     @cached_property
     def patch(self) -> int:
@@ -147,5 +150,5 @@ class VisionTower(Tower):
 
 def check_aspect_ratio(height: int, width: int) -> None:
     """Raises UsageError for an image so elongated that its shorter side would vanish."""
-    if max(height, width) > MOST_ASPECT * min(height, width):
+    if max(height, width) > MAX_ASPECT * min(height, width):
         raise UsageError(f"an image of {width} × {height} is too elongated for this model", "crop or split it")

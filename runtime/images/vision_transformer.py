@@ -12,7 +12,7 @@ from ..config_reader import ConfigError
 from .tower_layers import SEPARATE_QKV, LayerShape, load_blocks
 from .tower_ops import ACTIVATIONS, BATCH_PATCHES, Block, Matrix, Norm, WorkerPool, patches_of
 from .tower_weights import Weights
-from .vision_tower import MOST_LAYERS, VisionTower
+from .vision_tower import MAX_LAYERS, VisionTower
 
 CLIP: Mapping[str, object] = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224, "patch_size": 32,
@@ -81,7 +81,7 @@ def load_transformer(weights: Weights, encoder: VisionTower, name: str, finished
 
 
 def layer_count(encoder: VisionTower) -> int:
-    return encoder.tower_config.integer("num_hidden_layers", high=MOST_LAYERS)
+    return encoder.tower_config.integer("num_hidden_layers", high=MAX_LAYERS)
 
 
 def drops_first(encoder: VisionTower, usual: str) -> bool:
