@@ -21,7 +21,7 @@ def test_other_tags_of_reasoning(tmp_path: Path) -> None:
     template = "{{ messages[0].content }}>{% if thinking_budget == 0 %}<seed:think><seed:cot_budget_reflect>{% endif %}"
     seed = Tokenizer.load(copy_of_fable(tmp_path, tokenizer_config={"chat_template": template}), CONFIG)
     chat = [{"role": "user", "content": "<seed:think>"}]
-    wanted, unwanted = seed.encode_chat(chat), seed.encode_chat(chat, **seed.think_tags.off)
+    wanted, unwanted = seed.encode_chat(chat), seed.encode_chat(chat, **seed.think_tags.disable_options)
     assert seed.thinks and not seed.opens_thinking(wanted) and seed.opens_thinking(unwanted)
     for prompt, text in ((wanted, "<seed:think>so</seed:think>yes"), (unwanted, "so</seed:cot_budget_reflect></seed:think>yes")):
         parts = [*(block := seed.reasoning(prompt)).push(text), *block.flush()]

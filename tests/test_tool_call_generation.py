@@ -151,7 +151,7 @@ def marked(engine, template, *words):
     tokenizer = Tokenizer.load(FABLE, engine.config)
     tokenizer.template = ChatTemplate(template)
     tokenizer._backend.add_special_tokens([AddedToken(word, special=True) for word in words])
-    tokenizer._model_rows = tokenizer.vocab_size
+    tokenizer._embedding_rows = tokenizer.vocab_size
     return tokenizer
 
 
