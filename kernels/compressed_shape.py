@@ -1,8 +1,8 @@
 """Layout of compressed attention keys (DeepSeek-AI 2026, V4), each built from several tokens, and of keys still being accumulated. Pure
 arithmetic, no arrays.
 
-Every `rate` consecutive tokens yield one key, which is the value too: per channel, the average of the tokens' rows under a softmax over
-per-token logits plus a bias for the token's place in the key. With `overlaps`, a key also covers the `rate` tokens before its own, for
+Every `tokens_per_key` consecutive tokens yield one key, which is the value too: per channel, the average of the tokens' rows under a softmax over
+per-token logits plus a bias for the token's place in the key. With `overlaps`, a key also covers as many tokens before its own, for
 which each token provides a second row, stored in front of the one for its own key.
 
 A key is complete once its last token is known. Until then the state holds an online softmax per channel: running maximum, sum of
@@ -24,22 +24,20 @@ from .state_shape import StateShape
 
 @dataclass(frozen=True)
 class CompressedShape(StateShape):
-    """`width`: channels of a key, of which the last `rope` turn; `rate`: tokens of one; `index`: channels of the key beside it by which it
-    is chosen, 0 for none. `window`: tokens that are seen one by one. `first`: widths of a layer's first products that are none of these, in
-    front of them, and `behind` the one behind. `room`: floats of a state, alike in all layers of a model."""
+    """Widths of a layer's compressed keys, and of the state of those that are incomplete."""
 
     title: ClassVar[str] = "compressed keys"
     rollback_slots: ClassVar[int] = 6
     taps: ClassVar[int] = 1
-    width: int
+    width: int  # channels of a key
     tokens_per_key: int
-    overlaps: bool
-    rope: int
-    index_dim: int
-    window: int
-    leading_products: tuple[int, ...]
-    trailing_products: tuple[int, ...]
-    state_size: int
+    overlaps: bool  # a key covers the tokens of the one before it too
+    rope: int  # last channels of a key, which are rotated
+    index_dim: int  # channels of the index key beside it; 0: none
+    window: int  # tokens that are seen one by one
+    leading_products: tuple[int, ...]  # widths of the layer's other projections in front of those of the keys
+    trailing_products: tuple[int, ...]  # ... and behind them
+    state_size: int  # floats of a state, equal in all layers of a model
 
     @property
     def rows_per_token(self) -> int:

@@ -16,8 +16,8 @@ from .state_shape import CHUNK_TOKENS, StateShape
 class DeltaShape(StateShape):
     """Numbers of key (and query) heads and of value heads, their widths, and the taps of the convolution over all of them.
 
-    Value heads that share a key head are adjacent; with `tiled` they cycle through all key heads instead, as in GGUF files. `writes`:
-    factor applied to betas. `sigmoid`: output gates are plain sigmoids.
+    Value heads that share a key head are adjacent; with `tiled` they cycle through all key heads instead, as in GGUF files. `beta_scale`:
+    factor applied to betas. `sigmoid_gate`: output gates are plain sigmoids.
     """
 
     title: ClassVar[str] = "linear attention"

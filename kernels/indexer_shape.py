@@ -1,14 +1,14 @@
 """Layout of a lightning indexer (DeepSeek-AI 2025, V3.2): a small attention whose scores select which earlier tokens the main attention
 sees. Defines the widths and the key storage. Pure arithmetic, no arrays.
 
-Every token, or every `rate` tokens, has one key of `width` numbers, stored by position: block b holds the keys from PAGE * b on as [width,
+Every token, or every `tokens_per_key` tokens, has one key of `width` numbers, stored by position: block b holds the keys from PAGE * b on as [width,
 PAGE], so that one query element multiplies many keys at once. Index keys are never packed, sealed or moved.
 
-Selection is in units of `grain` consecutive tokens. Each query selects its own `chosen` units, in ascending order.
+Selection is in units of `block_size` consecutive tokens. Each query selects its own `top_k` units, in ascending order.
 
-Keys of `rate` tokens may be their `means` (Qwen 4, QSA). A unit is then these tokens. Tokens after the last complete unit have no key yet
+Keys of several tokens may be `pooled`, the mean of them (Qwen 4, QSA). A unit is then these tokens. Tokens after the last complete unit have no key yet
 and are always visible: they form one extra unit at the end of every selection. Behind the key blocks lie the tokens' contributions to their
-means, [tokens, row], from which an incomplete key is rebuilt wherever a text is cut. With `weighed` means (GLM 5.3) a row holds the values
+means, [tokens, row], from which an incomplete key is rebuilt wherever a text is cut. With `weighted_pooling` (GLM 5.3) a row holds the values
 and one logit per channel; a softmax of the logits over the tokens gives the weights.
 """
 
@@ -21,22 +21,19 @@ from .layout import PAGE, STORED_BYTES
 
 @dataclass(frozen=True)
 class IndexShape:
-    """`heads`: of index queries. `chosen`: units that a token sees; `grain`: tokens of one. `rope`: how many channels turn with positions.
-    `each`: every head chooses for a head of keys and values of its own, a unit by its best token; otherwise one choice is made for all, by
-    the sum over heads of what is above zero, each times a weight of the token's. `near`: units that are chosen whatever they score, the
-    token's own and those before it. `rate`: tokens of a key, which is seen once its last one is there; then a unit is a
-    key, or where these are `means` the tokens of one, which may be `weighed`."""
+    """Widths of an indexer and the units in which it selects."""
 
-    heads: int
-    width: int
-    rope: int
-    top_k: int
-    block_size: int = 1
-    per_head: bool = False
-    local_blocks: int = 0
-    tokens_per_key: int = 1
-    pooled: bool = False
-    weighted_pooling: bool = False
+    heads: int  # of index queries
+    width: int  # channels of an index key
+    rope: int  # channels that are rotated
+    top_k: int  # units that a query selects
+    block_size: int = 1  # tokens per unit
+    per_head: bool = False  # every head selects for a key-value head of its own, a unit by its best token; else one selection for all, by
+    # the sum over heads of positive scores, each times a weight that the token provides
+    local_blocks: int = 0  # units that are always selected: the token's own and those before it
+    tokens_per_key: int = 1  # a key is visible once its last token is; a unit is then a key, or with `pooled` the tokens of one
+    pooled: bool = False  # a key is the mean of its tokens' rows
+    weighted_pooling: bool = False  # ... under a softmax of logits that the tokens provide
 
     @property
     def groups(self) -> int:

@@ -16,8 +16,8 @@ CHUNK_TOKENS = 16  # tokens of a prompt that torch processes at once; small, sin
 
 @dataclass(frozen=True)
 class KdaShape(DeltaShape):
-    """As many heads of keys as of values, of one width. `narrow`: the input is made as narrow as that first, and decays and gates come of
-    what is left, else they are made at once. `bound`: the logarithm of a decay is between it and 0, None for no bound."""
+    """As many key heads as value heads, of one width. `low_rank_gates`: gates and decays are made by two matrices, through a narrow
+    intermediate; else by one. `decay_bound`: lower bound of a decay's logarithm, None for no bound."""
 
     title: ClassVar[str] = "linear attention by channel"
     low_rank_gates: bool = True

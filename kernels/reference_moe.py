@@ -34,30 +34,26 @@ class Routed:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a token's `per_token` experts are selected and weighted: by largest score, where scores are the softmax of the router's logits
-    or, with `sigmoid`, the sigmoid of each, with `roots` the square root of its softplus. An expert's weight is its score, with
-    `renormalise` divided by the sum over those selected, times `factor`. A correction is added to scores, with `of_logits` to logits.
+    """How a token's experts are selected and weighted: by largest score, where scores are the softmax of the router's logits, or one of the
+    functions below. An expert's weight is its score. A correction, if the layer has one, is added to the scores for selection only.
 
-    With `inputs` weights multiply the experts' inputs, not their outputs. With `near` an expert's weight is its share of the exponentials
-    of only those logits that are no larger and close to it: at most `near` times their magnitude, or its own if that is larger, below it.
-
-    Experts are in consecutive `groups`; if fewer are kept, a token's experts come from the `kept_groups` best groups: by the sum of the top
-    two scores if selection uses corrected scores, else by the top score.
-
-    The last `handed` candidates have no matrices: they pass on their input, norm(x).
+    Experts are in consecutive groups. If fewer than all are kept, a token's experts come from the best groups: by the sum of the top two
+    scores if selection uses corrected scores, else by the top score.
     """
 
     experts_per_token: int
-    renormalise: bool
-    sigmoid: bool = False
-    routed_scale: float = 1.0
+    renormalise: bool  # weights are divided by their sum over the selected experts
+    sigmoid: bool = False  # scores are sigmoids of the logits
+    routed_scale: float = 1.0  # multiplies the weights
     num_groups: int = 1
-    top_groups: int = 1
-    weights_scale_inputs: bool = False
+    top_groups: int = 1  # groups that are kept
+    weights_scale_inputs: bool = False  # weights multiply the experts' inputs, not their outputs
+    # A weight is the expert's share of the exponentials of only those logits that are no larger than its own and close to it: below it by at
+    # most this fraction of their magnitude, or of its own if that is larger (SparseMixer). None: all logits.
     sparsemixer_margin: float | None = None
-    correction_on_logits: bool = False
-    sqrt_softplus: bool = False
-    zero_experts: int = 0
+    correction_on_logits: bool = False  # the correction is added to the logits
+    sqrt_softplus: bool = False  # scores are square roots of softplus of the logits
+    zero_experts: int = 0  # so many last candidates have no matrices: they return their input, norm(x)
 
 
 def scores(logits: np.ndarray, routing: Routing) -> np.ndarray:
@@ -99,7 +95,7 @@ def route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None = 
 
 
 def near_shares(logits: np.ndarray, chosen: np.ndarray, near: float) -> np.ndarray:
-    """Weights [T, k] under `Routing.near`; among equal logits the lower expert counts as the larger."""
+    """Weights [T, k] under `Routing.sparsemixer_margin`; among equal logits the lower expert counts as the larger."""
     own = np.take_along_axis(logits, chosen, 1)[..., None]  # [T, k, 1]
     every, numbers = logits[:, None], np.arange(logits.shape[1])
     lower = (every < own) | (every == own) & (numbers >= chosen[..., None])

@@ -1,5 +1,4 @@
-"""Models whose layers see, beyond a window, keys that are made of several tokens (`kernels/compressed_shape.py`), and mix several streams
-of a token by numbers of its own (`kernels/reference_hyper_connections.py`)."""
+"""Config of compressed attention (`kernels/compressed_shape.py`) with hyper-connections (`kernels/reference_hyper_connections.py`)."""
 
 from __future__ import annotations
 
@@ -13,18 +12,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompressedAttentionConfig:
-    """`shapes`: by layer the keys that it makes, None where it sees a window alone. `query_rank`: of what queries are made from. What is
-    attended to goes through a matrix for each of `groups` of heads first, to `group_rank` numbers each. `rounds`: of dividing by rows and
-    columns of what mixes streams, and `least`, which is added to what is divided by."""
+    """Attention over a window, and beyond it over keys made of several tokens each."""
 
-    shapes: tuple[CompressedShape | None, ...]
-    query_rank: int
-    output_groups: int
-    output_group_rank: int
-    sinkhorn_iterations: int
-    sinkhorn_eps: float
+    shapes: tuple[CompressedShape | None, ...]  # by layer; None: the layer sees only its window
+    query_rank: int  # width of the latent that queries are made from
+    output_groups: int  # groups of heads whose attention output goes through a matrix of its own
+    output_group_rank: int  # width of that matrix's output
+    sinkhorn_iterations: int  # of the matrix that mixes the residual streams: normalizations by rows and columns
+    sinkhorn_eps: float  # is added to the sums that these divide by
 
 
 def keys_nbytes(shape: CompressedShape | None, index: IndexShape | None, stored: int, tokens: int) -> int:
-    """Bytes of what so many tokens leave beside a layer's pages: keys of several of them, and those by which tokens or keys are chosen."""
+    """Bytes that so many tokens add beside a layer's pages: compressed keys and index keys."""
     return tokens * sum(each.token_nbytes(stored) for each in (shape, index) if each is not None)

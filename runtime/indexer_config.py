@@ -1,4 +1,4 @@
-"""Models whose tokens choose what they see: which layers choose, and by what (`kernels/indexer_shape.py`)."""
+"""Config of sparse attention by an indexer (`kernels/indexer_shape.py`)."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class IndexerConfig:
-    """`sources`: by layer the one whose choice its tokens see, which may be itself, None for all tokens. `neighbours`: which channels of
-    what chooses turn together (`RopeConfig`). `norm`: the kind of norm and the epsilon of keys, and of queries where they have one."""
+    """Which layers have an indexer, which selects the tokens that attention sees, and what it is made of."""
 
     shape: IndexShape
-    source_layers: tuple[int | None, ...]
-    interleaved_rope: bool
-    norm: tuple[str, float]
+    source_layers: tuple[int | None, ...]  # by layer: the layer whose selection it uses, which may be itself; None: it sees all tokens
+    interleaved_rope: bool  # which channels of index queries and keys are rotated together (`RopeConfig`)
+    norm: tuple[str, float]  # kind and epsilon of the norm of index keys, and of index queries where they have one
 
     def shape_of(self, layer: int) -> IndexShape | None:
-        """What chooses in a layer, None where nothing does."""
+        """The indexer of a layer; None if it has none of its own."""
         return self.shape if self.source_layers[layer] == layer else None
 
     def rope_table(self, table: RopeTable) -> RopeTable:
-        """The rotary table of what chooses, from that of its layer."""
+        """The indexer's rotary table, from that of its layer."""
         return replace(table, neighbours=self.interleaved_rope, queries=None)
 
 
 def without_index(config: ModelConfig) -> ModelConfig:
-    """The model as far as every token sees all before it, where that is what its indexers choose."""
+    """The same model limited to the context length up to which its indexers select every token."""
     return replace(config, indexer=None, max_supported_tokens=config.indexer.shape.dense_tokens)
 
 
 def sources_of(chooses: Sequence[bool]) -> tuple[int | None, ...]:
-    """By layer the one whose choice it shares, of those that choose for themselves."""
+    """`source_layers`, from whether each layer has an indexer of its own."""
     found, last = [], None
     for layer, own in enumerate(chooses):
         last = layer if own else last

@@ -40,74 +40,64 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A layer's parameters on one backend. Biases sit in their `Linear`; `q_norm` and `k_norm` are over head_dim, or over all heads.
+    """A layer's parameters on one backend; None for what the layer does not have. Biases sit in their `Linear`. H query heads, KVH key-value
+    heads, E experts, D the model's width."""
 
-    A norm of kind none stands for an input_norm that the family lacks, post_norm is the one that the MLP reads. `gate` None: the MLP has
-    none. A layer with experts has neither gate, up nor down. `attn_sub_norm`, `ffn_sub_norm`: of what goes into o and down. `sinks`:
-    float32 [H]; `correction`: [E]. `bundles` take the place of down, and with a gate of up; `state` that of q, k, v and o, `latent` that of
-    q, k and v. `v_norm`: over head_dim, of values; `scale`: a number that multiplies what leaves the layer; `curve`: an activation with
-    numbers of the layer's own; `fronts`: what stands in front of queries [H, F] and keys [KVH, F] whose scores grow with a
-    place; `entry_norm`: of what enters the first layer, or
-    each, in its place, as `middle_norm` is of what lies between the branches. `index`: what chooses the tokens that are seen. `wide`:
-    attention with keys of several tokens, in the place of q, and what mixes streams. `shares`: of a layer that attends to pictures, what
-    its attention and its MLP are multiplied by. `around`: how attention, or a state, and the MLP meet the streams of a token; `ngrams`:
-    what is made of rows of n-grams. `grows`: scales and offsets [H] by which queries grow with their place. `entered`: what enters the
-    first layer, and `rescales` how the stream meets both branches, where channels are multiplied and moved; `path`: what stands before the
-    router. `difference`: how much of what the second half of the heads attends to is taken from what the first does. `mark`: what makes
-    the number of a key of its value, and a rate for each head. `norm_gates`: what says, of what input_norm and what post_norm gives,
-    how much of each channel is read; None for one that has no such gates. `seen`: router, experts and correction of rows of pictures, where
-    words have others. `between`: what makes of a token the numbers that experts read, and widens what they give.
-    """
-
-    input_norm: Norm
+    input_norm: Norm  # of kind none where the family has no such norm
     q: Linear | None
     k: Linear | None
     v: Linear | None
-    q_norm: Norm | None
+    q_norm: Norm | None  # over head_dim, or over all heads
     k_norm: Norm | None
     o: Linear | None
-    post_norm: Norm
-    gate: Linear | None
+    post_norm: Norm  # what the MLP reads
+    gate: Linear | None  # None: the MLP has no gate. A layer with experts has neither gate, up nor down
     up: Linear | None
     down: Linear | None
+
+    # Attention
+    v_norm: Norm | None = None  # over head_dim
+    sinks: object | None = None  # float32 [H]
+    attn_gate: Linear | None = None
+    attn_sub_norm: Norm | None = None  # of the input of `o`
+    query_scaling: tuple[object, object] | None = None  # scales and offsets [H] of queries by their position
+    alibi_channels: tuple[object, object] | None = None  # constant channels in front of queries [H, F] and keys [KVH, F]
+    dynamic_mask: tuple[Linear, object] | None = None  # makes a key's bias from its value; a rate for each head
+    differential_lambda: float = 0.0  # share of the second half of the heads that is subtracted from the first
+    mla: Latent | None = None  # in place of q, k and v
+    indexer: Indexer | None = None
+    compressed_attention: CompressedAttention | None = None  # in place of q; also mixes the residual streams
+    cross_attention_gates: tuple[float, float] | None = None  # of attention to images, and of that layer's MLP
+    recurrent: StateWeights | None = None  # in place of q, k, v and o
+    shared_block: SharedBlockUse | None = None
+
+    # MLP and experts
+    ffn_sub_norm: Norm | None = None  # of the input of `down`
+    xielu: XieluParams | None = None
+    bundles: Bundles | None = None  # in place of down, and with a gate of up
+    router: Linear | None = None
+    router_mlp: RouterMlp | None = None  # precedes the router
+    correction_bias: object | None = None  # [E]
+    experts: tuple[Expert, ...] = ()
+    shared_expert: SharedExpert | None = None
+    parallel_experts: ParallelExperts | None = None  # experts beside an MLP
+    latent_projections: LowRank | None = None  # to the width that experts read, and back
+    vision_experts: tuple[Linear, tuple[Expert, ...], object | None] | None = None  # router, experts and correction of image rows
+
+    # Norms and the residual stream
     o_norm: Norm | None = None
     down_norm: Norm | None = None
-    sinks: object | None = None
-    router: Linear | None = None
-    experts: tuple[Expert, ...] = ()
-    correction_bias: object | None = None
-    shared_expert: SharedExpert | None = None
-    bundles: Bundles | None = None
-    recurrent: StateWeights | None = None
-    mla: Latent | None = None
-    v_norm: Norm | None = None
-    layer_scalar: float | None = None
-    xielu: XieluParams | None = None
-    per_layer_input: PerLayerInput | None = None
-    parallel_experts: ParallelExperts | None = None
-    attn_gate: Linear | None = None
-    altup: AltUp | None = None
+    entry_norm: Norm | None = None  # replaces the stream that enters the layer by its norm
+    middle_norm: Norm | None = None  # ... the stream between the two branches
+    norm_gates: tuple[LowRank | None, LowRank | None] = (None, None)  # of the outputs of input_norm and post_norm, channel by channel
+    input_scale: ResidualScale | None = None  # of the first layer's input
+    residual_scales: tuple[ResidualScale, ResidualScale] | None = None  # how the stream takes in both branches
+    layer_scalar: float | None = None  # multiplies the layer's output
     low_rank: LowRank | None = None
-    attn_sub_norm: Norm | None = None
-    ffn_sub_norm: Norm | None = None
-    shared_block: SharedBlockUse | None = None
-    alibi_channels: tuple[object, object] | None = None
-    entry_norm: Norm | None = None
-    middle_norm: Norm | None = None
-    indexer: Indexer | None = None
-    compressed_attention: CompressedAttention | None = None
-    cross_attention_gates: tuple[float, float] | None = None
-    gated_residuals: tuple[GatedResidual, GatedResidual] | None = None
+    per_layer_input: PerLayerInput | None = None
+    altup: AltUp | None = None
+    gated_residuals: tuple[GatedResidual, GatedResidual] | None = None  # how attention (or a state) and the MLP read and write the streams
     ngrams: NgramWeights | None = None
-    query_scaling: tuple[object, object] | None = None
-    input_scale: ResidualScale | None = None
-    residual_scales: tuple[ResidualScale, ResidualScale] | None = None
-    router_mlp: RouterMlp | None = None
-    differential_lambda: float = 0.0
-    dynamic_mask: tuple[Linear, object] | None = None
-    norm_gates: tuple[LowRank | None, LowRank | None] = (None, None)
-    vision_experts: tuple[Linear, tuple[Expert, ...], object | None] | None = None
-    latent_projections: LowRank | None = None
 
 
 Tap = Callable[[str, int, object], None]

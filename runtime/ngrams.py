@@ -46,19 +46,17 @@ def away_nbytes(roles: Mapping[str, ModelTensor]) -> int:
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """`layers`: those that are given rows, rising; `shape`: what they remember. `each`: tables of every length of n-gram; `least`: rows
-    that a table has at least; a layer's rows together are a multiple of `multiple`. `end`: the word that ends a text; `words`: how many
-    there are; `parts`: tensors in which a layer's tables are stored."""
+    """N-gram embeddings: which layers have them, and how their tables are laid out."""
 
-    layers: tuple[int, ...]
-    shape: NgramShape
-    tables_per_order: int
-    min_rows: int
-    row_multiple: int
+    layers: tuple[int, ...]  # ascending
+    shape: NgramShape  # the state that such a layer keeps
+    tables_per_order: int  # for every n from 2 on
+    min_rows: int  # of a table
+    row_multiple: int  # the rows of a layer's tables together are a multiple of this
     seed: int
-    eos_token_id: int
+    eos_token_id: int  # n-grams do not reach across it
     vocab_size: int
-    num_shards: int
+    num_shards: int  # tensors in which a layer's tables are stored
 
     def shape_of(self, layer: int) -> NgramShape | None:
         return self.shape if layer in self.layers else None
