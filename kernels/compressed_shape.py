@@ -1,9 +1,9 @@
 """Layout of compressed attention keys (DeepSeek-AI 2026, V4), each built from several tokens, and of keys still being accumulated. Pure
 arithmetic, no arrays.
 
-Every `tokens_per_key` consecutive tokens yield one key, which is the value too: per channel, the average of the tokens' rows under a softmax over
-per-token logits plus a bias for the token's place in the key. With `overlaps`, a key also covers as many tokens before its own, for
-which each token provides a second row, stored in front of the one for its own key.
+Every `tokens_per_key` consecutive tokens yield one key, which is the value too: per channel, the average of the tokens' rows under a
+softmax over per-token logits plus a bias for the token's place in the key. With `overlaps`, a key also covers as many tokens before its
+own, for which each token provides a second row, stored in front of the one for its own key.
 
 A key is complete once its last token is known. Until then the state holds an online softmax per channel: running maximum, sum of
 exponentials, and weighted sum. With overlap there are two keys in progress, the one completed next and the one after it:

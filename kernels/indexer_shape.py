@@ -1,15 +1,15 @@
 """Layout of a lightning indexer (DeepSeek-AI 2025, V3.2): a small attention whose scores select which earlier tokens the main attention
 sees. Defines the widths and the key storage. Pure arithmetic, no arrays.
 
-Every token, or every `tokens_per_key` tokens, has one key of `width` numbers, stored by position: block b holds the keys from PAGE * b on as [width,
-PAGE], so that one query element multiplies many keys at once. Index keys are never packed, sealed or moved.
+Every token, or every `tokens_per_key` tokens, has one key of `width` numbers, stored by position: block b holds the keys from PAGE * b on
+as [width, PAGE], so that one query element multiplies many keys at once. Index keys are never packed, sealed or moved.
 
 Selection is in units of `block_size` consecutive tokens. Each query selects its own `top_k` units, in ascending order.
 
-Keys of several tokens may be `pooled`, the mean of them (Qwen 4, QSA). A unit is then these tokens. Tokens after the last complete unit have no key yet
-and are always visible: they form one extra unit at the end of every selection. Behind the key blocks lie the tokens' contributions to their
-means, [tokens, row], from which an incomplete key is rebuilt wherever a text is cut. With `weighted_pooling` (GLM 5.3) a row holds the values
-and one logit per channel; a softmax of the logits over the tokens gives the weights.
+Keys of several tokens may be `pooled`, the mean of them (Qwen 4, QSA). A unit is then these tokens. Tokens after the last complete unit
+have no key yet and are always visible: they form one extra unit at the end of every selection. Behind the key blocks lie the tokens'
+contributions to their means, [tokens, row], from which an incomplete key is rebuilt wherever a text is cut. With `weighted_pooling` (GLM
+5.3) a row holds the values and one logit per channel; a softmax of the logits over the tokens gives the weights.
 """
 
 from __future__ import annotations

@@ -86,13 +86,13 @@ def add_branch(stream: np.ndarray, branch: np.ndarray, norm: tuple | None, facto
     return stream + factor * (branch if norm is None else normalise(branch, *norm))
 
 
-def rotate_heads(y: np.ndarray, cos: np.ndarray, sin: np.ndarray, neighbours: bool = False) -> np.ndarray:
+def rotate_heads(y: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool = False) -> np.ndarray:
     """Rotary embedding of y[T, H, D] by cos, sin [T, R/2]: channels i and i + R/2 of the first R are rotated together, the rest unchanged.
-    With `neighbours` the pairs are 2i and 2i + 1, and come out as i and i + R/2."""
+    With `interleaved` the pairs are 2i and 2i + 1, and come out as i and i + R/2."""
     y = y.astype(np.float64)
     half = cos.shape[1]
     low, high, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
-    if neighbours:
+    if interleaved:
         low, high = y[..., : 2 * half : 2], y[..., 1 : 2 * half : 2]
     c, s = cos[:, None].astype(np.float64), sin[:, None].astype(np.float64)
     return np.concatenate([low * c - high * s, high * c + low * s, rest], -1)

@@ -48,8 +48,8 @@ class Routing:
     num_groups: int = 1
     top_groups: int = 1  # groups that are kept
     weights_scale_inputs: bool = False  # weights multiply the experts' inputs, not their outputs
-    # A weight is the expert's share of the exponentials of only those logits that are no larger than its own and close to it: below it by at
-    # most this fraction of their magnitude, or of its own if that is larger (SparseMixer). None: all logits.
+    # A weight is the expert's share of the exponentials of only those logits that are no larger than its own and close to it: below it by
+    # at most this fraction of their magnitude, or of its own if that is larger (SparseMixer). None: all logits.
     sparsemixer_margin: float | None = None
     correction_on_logits: bool = False  # the correction is added to the logits
     sqrt_softplus: bool = False  # scores are square roots of softplus of the logits

@@ -34,31 +34,31 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"  # types of layers that ma
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary positions as the checkpoint states them; `rope.rope_table` turns them into frequencies. `params` by ROPE_KEYS, and GROWTH.
-    `neighbours`: interleaved, channels 2i and 2i + 1 are rotated together, not i and i + half. `backwards`: rotated by the negative
+    `interleaved`: channels 2i and 2i + 1 are rotated together, not i and i + half. `backwards`: rotated by the negative
     angles."""
 
     theta: float
     kind: str
     params: Mapping[str, object]
     partial_rotary_factor: float = 1.0
-    neighbours: bool = False
+    interleaved: bool = False
     backwards: bool = False
 
 
 def rope_config(keys: Keys, head_dim: int, positions: int, theta: float = 10_000.0, partial: bool = False,
                 aliases: Mapping[str, str] = NO_ALIASES, trained: int | None = None, share: float = 1.0,
-                neighbours: bool = False) -> RopeConfig:
+                interleaved: bool = False) -> RopeConfig:
     """Rotary settings from either dialect; the older section wins where both are filled, and a value inside it over the one beside it, as
     in transformers. `theta` is the family's default; `partial`: it may rotate a part of each head, `share` where nothing says so;
     `aliases`: its other names of kinds; `trained`: positions that its models were trained with where nothing beside the section says so,
-    whatever is in it; `neighbours` as in the result."""
+    whatever is in it; `interleaved` as in the result."""
     outer_theta = keys.number("rope_theta", theta, above=1.0)
     older, newer = keys.section("rope_scaling"), keys.section("rope_parameters")
     name = _section(keys.raw)
     original = keys.integer("original_max_position_embeddings", trained, high=MAX_POSITIONS)
     turned = keys.number("partial_rotary_factor", share) if partial else None
     inner = Keys({"partial_rotary_factor": turned, **(older or newer or {})}, f"config.json: {name}")
-    return replace(rope_of(inner, head_dim, positions, outer_theta, original, partial, aliases), neighbours=neighbours)
+    return replace(rope_of(inner, head_dim, positions, outer_theta, original, partial, aliases), interleaved=interleaved)
 
 
 def rope_of(inner: Keys, head_dim: int, positions: int, theta: float, original: int | None = None, partial: bool = False,

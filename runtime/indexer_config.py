@@ -28,7 +28,7 @@ class IndexerConfig:
 
     def rope_table(self, table: RopeTable) -> RopeTable:
         """The indexer's rotary table, from that of its layer."""
-        return replace(table, neighbours=self.interleaved_rope, queries=None)
+        return replace(table, interleaved=self.interleaved_rope, queries=None)
 
 
 def without_index(config: ModelConfig) -> ModelConfig:

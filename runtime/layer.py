@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A layer's parameters on one backend; None for what the layer does not have. Biases sit in their `Linear`. H query heads, KVH key-value
-    heads, E experts, D the model's width."""
+    """A layer's parameters on one backend; None for what the layer does not have. Biases sit in their `Linear`. H query heads, KVH
+    key-value heads, E experts, D the model's width."""
 
     input_norm: Norm  # of kind none where the family has no such norm
     q: Linear | None

@@ -28,7 +28,7 @@ class RopeTable:
     """Channel i is rotated with channel i + rotary_dim/2 by `position * inv_freq[i]`, for negative frequencies the other way round; cos and
     sin are multiplied by `attention_scaling`.
 
-    `neighbours`: interleaved, channel 2i is rotated with 2i + 1, and the result is stored as i and i + rotary_dim/2, for queries and keys
+    `interleaved`: channel 2i is rotated with 2i + 1, and the result is stored as i and i + rotary_dim/2, for queries and keys
     alike, so that dot products are the same and code that stores keys sees one order. `growth` (beta, n): at position p also scaled by 1 +
     beta ln(1 + p // n). `queries`: the table of queries if it differs; for latent attention the one applied after it. `index`: that of an
     indexer, which may pair other channels.
@@ -39,7 +39,7 @@ class RopeTable:
     rotary_dim: int
     growth: tuple[float, int] | None = None
     queries: RopeTable | None = None
-    neighbours: bool = False
+    interleaved: bool = False
     index: RopeTable | None = None
 
     def scale(self, positions: np.ndarray) -> np.ndarray:
@@ -114,7 +114,7 @@ def rope_table(config: RopeConfig, head_dim: int, ctx: int, max_position_embeddi
         inv_freq, scaling = F32(1.0) / (np.array(factors, F32) * _periods(theta, dim)), _longrope_scaling(params)
     else:
         raise KeyError(config.kind)
-    table = RopeTable((-inv_freq if config.backwards else inv_freq).astype(F32), float(scaling), dim, neighbours=config.neighbours)
+    table = RopeTable((-inv_freq if config.backwards else inv_freq).astype(F32), float(scaling), dim, interleaved=config.interleaved)
     if params.get(GROWTH):
         return replace(table, queries=replace(table, growth=(params[GROWTH], params["original_max_position_embeddings"])))
     return table

@@ -33,8 +33,8 @@ def between(capability: int) -> None:
         made(triton_stages._normalise, capability, N=2048, KIND=kind, BIAS=with_bias)
     for act in ACTIVATIONS.values():
         made(triton_stages._gate, capability, N=triton_stages.VALUES, ACT=act)
-    for neighbours in (False, True):
-        made(triton_stages._rotate, capability, N=32, NEIGHBOURS=neighbours)
+    for interleaved in (False, True):
+        made(triton_stages._rotate, capability, N=32, NEIGHBOURS=interleaved)
     for halves in (True, False):
         made(triton_stages._write, capability, N=64, HALVES=halves, PARTS=1, ROWS=128)
         made(triton_attention._partials, capability, GROUP=4, R=triton_attention.ROWS, C=triton_attention.CHANNELS, HALVES=halves,

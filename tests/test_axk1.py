@@ -28,7 +28,7 @@ def test_the_published_config() -> None:
     own = made.moe
     assert (own.num_experts, own.experts_per_token, own.num_groups, own.top_groups, own.layers) == (192, 8, 8, 4, frozenset(range(1, 61)))
     assert own.parallel_to_mlp and own.correction_bias and own.sigmoid and own.shared_expert_dim is None
-    assert made.layer_intermediate_sizes == (18_432, *[2048] * 60) and made.mla.query_rank == 1536 and made.rope.neighbours
+    assert made.layer_intermediate_sizes == (18_432, *[2048] * 60) and made.mla.query_rank == 1536 and made.rope.interleaved
 
 
 @pytest.mark.parametrize(("key", "value"), [

@@ -122,7 +122,7 @@ def test_alpha_makes_the_base_larger_whatever_the_length() -> None:
 def test_layers_of_cohere2_turn_where_they_have_a_window() -> None:
     def layers(**changes: object) -> list[tuple[bool, int | None]]:
         config = parse_config({**LLAMA, "model_type": "cohere2", **changes}, strict=True)
-        assert all(rope is None or rope.neighbours for rope in config.ropes)
+        assert all(rope is None or rope.interleaved for rope in config.ropes)
         return [(rope is not None, window) for rope, window in zip(config.ropes, config.windows, strict=True)]
 
     near, far = (True, 32), (False, None)

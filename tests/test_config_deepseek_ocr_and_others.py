@@ -176,7 +176,7 @@ def test_phi_4_multimodal() -> None:
 def test_north_micro() -> None:
     made = parse_config(COMPASS, strict=True)
     assert made.windows == (4096, 4096, 4096, None) and [rope is None for rope in made.ropes] == [False] * 3 + [True]
-    assert made.rope.theta == 50_000 and not made.rope.neighbours and made.logits_scaling == 1.0
+    assert made.rope.theta == 50_000 and not made.rope.interleaved and made.logits_scaling == 1.0
     inside = {"model_type": "cohere_compass", "text_config": COMPASS, "vision_config": {}, "image_token_id": 7}
     assert replace(parse_config(inside, strict=True), warnings=()) == made
 

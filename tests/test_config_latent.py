@@ -71,7 +71,7 @@ def test_published_configs_are_known_to_the_last_key(name: str) -> None:
     assert config.warnings == () and config.mla.key == config.head_dim == 576 and config.num_key_value_heads == 1
     assert config.mla.query_rank == PUBLISHED[name]["q_lora_rank"] and config.moe.sigmoid == ("V2" not in name)
     assert (config.moe.num_groups, config.moe.top_groups) == {"V2": (6, 3), "V3": (4, 2)}.get(name, (1, 1))
-    assert config.rope.neighbours and config.moe.layers == frozenset(range(PUBLISHED[name]["first_k_dense_replace"], 4))
+    assert config.rope.interleaved and config.moe.layers == frozenset(range(PUBLISHED[name]["first_k_dense_replace"], 4))
 
 
 def test_kimi_is_read_as_what_it_is() -> None:

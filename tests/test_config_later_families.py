@@ -307,9 +307,9 @@ def test_biases_of_seed_oss() -> None:
 def test_ernie_turns_neighbours_and_has_biases_everywhere_or_nowhere() -> None:
     base = {**LLAMA, "model_type": "ernie4_5"}
     config = parse_config(base, strict=True)
-    assert {(rope.neighbours, rope.theta) for rope in config.ropes} == {(True, 5e5)} and config.tie_word_embeddings
-    assert not parse_config({**LLAMA, "rope_theta": 5e5}).rope.neighbours
-    assert rope_table(config.rope, 128, 2048, 2048).neighbours
+    assert {(rope.interleaved, rope.theta) for rope in config.ropes} == {(True, 5e5)} and config.tie_word_embeddings
+    assert not parse_config({**LLAMA, "rope_theta": 5e5}).rope.interleaved
+    assert rope_table(config.rope, 128, 2048, 2048).interleaved
     roles = families.get("ernie4_5").layer_tensors(parse_config({**base, "use_bias": True}), 0)
     assert {role for role in roles if role.endswith("_bias")} == {f"{role}_bias" for role in ("q", "k", "v", "o", "gate", "up", "down")}
 
@@ -320,7 +320,7 @@ def test_half_of_a_head_turns_in_glm_unless_something_else_is_said(family: str) 
 
     def share(**changes: object) -> float:
         rope = parse_config({**base, **changes}, strict=True).rope
-        assert rope.neighbours
+        assert rope.interleaved
         return rope.partial_rotary_factor
 
     section = {"rope_type": "linear", "factor": 2.0}

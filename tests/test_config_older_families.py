@@ -51,7 +51,7 @@ def test_what_they_say() -> None:
     made = {family: parse_config(raw) for family, raw in PUBLISHED.items()}
     assert [each.intermediate_size for each in made.values()] == [16_384, 4096, 3072, 16_384, 24_576]
     assert made["persimmon"].rope.theta == 25_000.0 and made["persimmon"].rope.partial_rotary_factor == 0.5 and made["persimmon"].qk_norm
-    assert made["gptj"].rope.neighbours and made["gptj"].rope.partial_rotary_factor == 0.25 and made["gptj"].head_bias
+    assert made["gptj"].rope.interleaved and made["gptj"].rope.partial_rotary_factor == 0.25 and made["gptj"].head_bias
     assert made["gpt_neo"].windows == (None, 256) * 6 and made["gpt_neo"].attn_scale == 1.0
     starcoder = made["gpt_bigcode"]
     assert (starcoder.num_key_value_heads, starcoder.head_dim, starcoder.context_length, starcoder.hidden_act) == (1, 128, 8192, "gelu")

@@ -192,7 +192,7 @@ def test_what_a_config_does_not_say_is_the_published_model() -> None:
     assert (mixture.num_experts, mixture.experts_per_token, mixture.expert_dim, mixture.vision_expert_dim,
             mixture.shared_expert_dim) == (64, 6, 1536, 512, 3072)
     assert mixture.layers == frozenset(range(1, 28)) and mixture.vision_token_ids == frozenset(range(101_304, 101_308))
-    assert own.rope.theta == 500_000 and own.rope.neighbours and own.tie_word_embeddings and own.vocab_size == 103_424
+    assert own.rope.theta == 500_000 and own.rope.interleaved and own.tie_word_embeddings and own.vocab_size == 103_424
 
 
 def test_sections_of_rows_and_columns_that_differ_are_refused(made: Made) -> None:

@@ -100,7 +100,7 @@ def test_published_keys_are_known_and_defaults_are_those_of_transformers() -> No
     config = parse_config(PUBLISHED, strict=True)
     assert config.warnings == () and config.indexer.source_layers == (0, 1, 1, 1) and config.indexer.interleaved_rope
     assert (config.residual_streams, config.unmixed_streams, config.sinkhorn) == (4, True, (0, 1e-6))
-    assert config.moe.layers == {1, 2, 3} and config.rope.neighbours and config.hidden_act == "silu"
+    assert config.moe.layers == {1, 2, 3} and config.rope.interleaved and config.hidden_act == "silu"
     silent, said = parse_config({"model_type": "hy_v4"}), parse_config(json.loads(CONFIG_MAPPING["hy_v4"]().to_json_string()), strict=True)
     assert replace(silent, dtype=said.dtype) == said and said.num_hidden_layers == 34 and said.context_length == 262_144
     assert [each for each, source in enumerate(said.indexer.source_layers) if source == each] == [0, *range(1, 34, 4)]
@@ -122,7 +122,7 @@ def test_what_the_makers_config_says_beside_that() -> None:
     switched = {"enable_ihc": True, "enable_lm_head_fp32": True, "gated_mla": True, "gating_type": "elementwise", "learnable_sink": True}
     assert parse_config({**PUBLISHED, **switched}, strict=True) == parse_config(PUBLISHED)
     halves = parse_config({**PUBLISHED, "rope_interleave": False}, strict=True)  # as transformers
-    assert not halves.rope.neighbours and not halves.indexer.interleaved_rope
+    assert not halves.rope.interleaved and not halves.indexer.interleaved_rope
 
 
 def test_each_of_its_names_is_the_same_model(folder: Path, tmp_path: Path) -> None:

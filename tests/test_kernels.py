@@ -165,10 +165,10 @@ def test_tiles_longer_than_a_depth_block():
                                   Norm("rms", np.linspace(0.5, 2, HEADS * HEAD_DIM, dtype=np.float32), eps=1e-6)),
                          ids=("plain", "each head", "all heads"))
 @pytest.mark.parametrize("rotary", (HEAD_DIM, HEAD_DIM - 8))
-@pytest.mark.parametrize("neighbours", (False, True))
-def test_rope_heads_match_the_reference(pool, norm, rotary, neighbours):
+@pytest.mark.parametrize("interleaved", (False, True))
+def test_rope_heads_match_the_reference(pool, norm, rotary, interleaved):
     rng = np.random.default_rng(4)
-    table = RopeTable((1 / 10_000 ** (np.arange(0, rotary, 2) / rotary)).astype(np.float32), 1.25, rotary, neighbours=neighbours)
+    table = RopeTable((1 / 10_000 ** (np.arange(0, rotary, 2) / rotary)).astype(np.float32), 1.25, rotary, interleaved=interleaved)
     y = rng.standard_normal((40, HEADS * HEAD_DIM), np.float32)
     positions = np.arange(7, 47)
     fast = CpuOps(pool, DIMS).rope_heads(y.copy(), HEADS, HEAD_DIM, positions, table, norm)
@@ -191,7 +191,7 @@ def test_neighbours_are_turned_into_the_order_of_halves(pool, rotary):
     before = np.ascontiguousarray(y.reshape(600, HEADS, HEAD_DIM)[..., place]).reshape(y.shape)
     for registry in (None, default_registry("reference")):
         ops = CpuOps(pool, DIMS, registry)
-        found = ops.rope_heads(y.copy(), HEADS, HEAD_DIM, positions, replace(table, neighbours=True), None)
+        found = ops.rope_heads(y.copy(), HEADS, HEAD_DIM, positions, replace(table, interleaved=True), None)
         assert np.array_equal(found, ops.rope_heads(before.copy(), HEADS, HEAD_DIM, positions, table, None))
         assert np.array_equal(found[0], before[0])
 

@@ -179,20 +179,20 @@ def test_logits(ops: TorchOps, softcap: float | None, scale: float) -> None:
 
 @pytest.mark.parametrize("rotary", [None, 8, 16])
 @pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize("neighbours", [False, True])
-def test_rope_heads(ops: TorchOps, rotary: int | None, with_norm: bool, neighbours: bool) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_heads(ops: TorchOps, rotary: int | None, with_norm: bool, interleaved: bool) -> None:
     """Whole and partial rotation, attention scaling, per-head norm; two tables in turn must not be confused."""
     heads, width, positions = 3, 16, np.array([0, 5, 6, 1000], np.int64)
     norm, meaning = norm_pair(ops, "rms", width)
     for scaling in (1.0, 1.25):
         y = normal(11, len(positions), heads * width)
         frequencies = (10_000.0 ** (-np.arange(0, rotary or 0, 2) / (rotary or 1))).astype(np.float32)
-        table = None if rotary is None else RopeTable(frequencies, scaling, rotary, neighbours=neighbours)
+        table = None if rotary is None else RopeTable(frequencies, scaling, rotary, interleaved=interleaved)
         split = y.reshape(len(positions), heads, width)
         expected = reference.normalise(split, *meaning) if with_norm else split.astype(np.float64)
         if table is not None:
             angles = (positions.astype(np.float32)[:, None] * table.inv_freq).astype(np.float64)
-            expected = reference.rotate_heads(expected, np.cos(angles) * scaling, np.sin(angles) * scaling, neighbours)
+            expected = reference.rotate_heads(expected, np.cos(angles) * scaling, np.sin(angles) * scaling, interleaved)
         held = ops.from_host(y)
         result = ops.rope_heads(held, heads, width, positions, table, norm if with_norm else None)
         assert result is held

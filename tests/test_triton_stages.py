@@ -50,13 +50,13 @@ def test_gates(act: str) -> None:
 
 
 @pytest.mark.parametrize("depth, turned", [(64, 64), (96, 96), (80, 20)])
-@pytest.mark.parametrize("neighbours", [False, True])
-def test_rotary_positions(depth: int, turned: int, neighbours: bool) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_positions(depth: int, turned: int, interleaved: bool) -> None:
     ours, torchs = both()
     y, cos, sin = random(ours, 3, 5 * depth), random(ours, 3, 1, turned // 2, seed=1), random(ours, 3, 1, turned // 2, seed=2)
     found = y.clone()
-    assert ours.stages.rotated(found, 5, depth, cos, sin, neighbours) is found
-    close(found, torchs.stages.rotated(y.clone(), 5, depth, cos, sin, neighbours), ours)
+    assert ours.stages.rotated(found, 5, depth, cos, sin, interleaved) is found
+    close(found, torchs.stages.rotated(y.clone(), 5, depth, cos, sin, interleaved), ours)
 
 
 @pytest.mark.parametrize("layout, group, tokens, window, cap, with_sinks", [

@@ -223,10 +223,10 @@ def rotate(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles
     head."""
     args, width = ops.args, head_dim if norm is None else norm.weight.shape[-1]
     each = 0 if norm is None or norm.weight.ndim == 1 else 4 * width
-    neighbours = angles.table is not None and angles.table.neighbours
+    interleaved = angles.table is not None and angles.table.interleaved
     *own, ops.reals[R_EPS] = (0, 0, 0, 0.0) if norm is None else (NORMS[norm.kind], address(norm.weight), address(norm.bias), norm.eps)
     args[:R_EPS] = (ops.at(y), len(y), heads, head_dim, 2 * angles.cos.shape[1], *angles.at, *own, width,
-                    ops.scratch if neighbours else 0, ops.scratch_stride, each)
+                    ops.scratch if interleaved else 0, ops.scratch_stride, each)
     ops.run(rope_heads, ops.where, y.size >= SHARE_FROM, args)
 
 
@@ -243,7 +243,7 @@ def rotate_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angl
         groups = y.reshape(len(y), -1, norm.weight.shape[-1])
         groups[:] = reference.normalise(groups, norm.kind, norm.weight, norm.bias, norm.eps)
     split = y.reshape(len(y), heads, head_dim)
-    split[:] = reference.rotate_heads(split, angles.cos, angles.sin, angles.table is not None and angles.table.neighbours)
+    split[:] = reference.rotate_heads(split, angles.cos, angles.sin, angles.table is not None and angles.table.interleaved)
 
 
 def gate(ops: CpuOps, gated: np.ndarray, up: np.ndarray | None, act: str) -> None:

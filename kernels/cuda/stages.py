@@ -47,13 +47,13 @@ class Stages:
                                 lambda: (ours(gate.clone()), _gated(gate.clone(), up, act)))
 
     def rotated(self, y: torch.Tensor, heads: int, head_dim: int, cos: torch.Tensor, sin: torch.Tensor,
-                neighbours: bool = False) -> torch.Tensor:
+                interleaved: bool = False) -> torch.Tensor:
         """Rotary position on y[T, heads * head_dim] by angles [T, 1, R/2], in place, as in `reference.rotate_heads`."""
-        by_torch = lambda of: _rotated(of, heads, head_dim, cos, sin, neighbours)  # noqa: E731
+        by_torch = lambda of: _rotated(of, heads, head_dim, cos, sin, interleaved)  # noqa: E731
         if len(y) > FEW or not y.is_contiguous():
             return by_torch(y)
-        ours = lambda of: _kernels().rotate(of, heads, head_dim, cos, sin, neighbours)  # noqa: E731
-        return self._one.chosen(("rope", cos.shape[-1], neighbours), "turns positions", lambda: ours(y), lambda: by_torch(y),
+        ours = lambda of: _kernels().rotate(of, heads, head_dim, cos, sin, interleaved)  # noqa: E731
+        return self._one.chosen(("rope", cos.shape[-1], interleaved), "turns positions", lambda: ours(y), lambda: by_torch(y),
                                 lambda: (ours(y.clone()), by_torch(y.clone())))
 
 
@@ -93,9 +93,9 @@ def _clamped_swish(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(SWISH_SLOPE * x)
 
 
-def _rotated(y: torch.Tensor, heads: int, head_dim: int, cos: torch.Tensor, sin: torch.Tensor, neighbours: bool) -> torch.Tensor:
+def _rotated(y: torch.Tensor, heads: int, head_dim: int, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     split, half = y.view(len(y), heads, head_dim), cos.shape[-1]
-    both = (split[..., : 2 * half : 2], split[..., 1 : 2 * half : 2]) if neighbours else (split[..., :half], split[..., half : 2 * half])
+    both = (split[..., : 2 * half : 2], split[..., 1 : 2 * half : 2]) if interleaved else (split[..., :half], split[..., half : 2 * half])
     low, high = (side.clone() for side in both)
     split[..., :half] = low * cos - high * sin
     split[..., half : 2 * half] = high * cos + low * sin

@@ -256,7 +256,7 @@ class TorchOps(lora.AdapterScales):
         if norm is not None:
             groups = y.view(len(y), -1, norm.weight.shape[-1])
             groups.copy_(self.stages.normalise(groups, norm))
-        return y if table is None else self.stages.rotated(y, heads, head_dim, *self._cos_sin(positions, table), table.neighbours)
+        return y if table is None else self.stages.rotated(y, heads, head_dim, *self._cos_sin(positions, table), table.interleaved)
 
     def split_query_gates(self, y: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
         """See `BlockOps`."""

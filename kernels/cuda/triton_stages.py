@@ -126,10 +126,10 @@ def gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
     return gate
 
 
-def rotate(y: torch.Tensor, heads: int, depth: int, cos: torch.Tensor, sin: torch.Tensor, neighbours: bool) -> torch.Tensor:
+def rotate(y: torch.Tensor, heads: int, depth: int, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """Contiguous y [T, heads * depth] rotated by angles [T, 1, R/2], in place."""
     half = cos.shape[-1]
-    _rotate[len(y), heads](y, cos, sin, heads, depth, half, N=triton.next_power_of_2(half), NEIGHBOURS=neighbours, num_warps=1)
+    _rotate[len(y), heads](y, cos, sin, heads, depth, half, N=triton.next_power_of_2(half), NEIGHBOURS=interleaved, num_warps=1)
     return y
 
 

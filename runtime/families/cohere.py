@@ -28,7 +28,7 @@ def cohere_config(keys: Keys, theta: float = 10_000.0, **features: object) -> Mo
     one."""
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=8192, bos=5, eos=(255_001,), eps_key="layer_norm_eps", norm_eps=1e-5, tied=True, sizes=SIZES,
-                    theta=theta, rope={"neighbours": True})
+                    theta=theta, rope={"interleaved": True})
     made = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, norm_kind="layer",
                           logits_scaling=1 / keys.number("logit_scale", LOGIT_SCALE), **features)
     if made.head_dim * made.num_attention_heads != made.hidden_size:

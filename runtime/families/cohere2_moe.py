@@ -25,7 +25,7 @@ def config(keys: Keys) -> ModelConfig:
     keys.knows("layer_norm_eps")
     rms = keys.number("rms_norm_eps", None) is not None
     base = Defaults(max_position_embeddings=8192, head_dim=128, bos=5, eos=(255_001,), eps_key="rms_norm_eps" if rms else "layer_norm_eps",
-                    norm_eps=1e-5, tied=True, sizes=cohere.SIZES, rope={"neighbours": True})
+                    norm_eps=1e-5, tied=True, sizes=cohere.SIZES, rope={"interleaved": True})
     layers, width, bias = base.size(keys, "num_hidden_layers"), base.size(keys, "intermediate_size"), keys.flag("attention_bias", False)
     first = keys.integer("first_k_dense_replace", 0, low=0, high=layers)
     sparse = frozenset(range(first, layers) if keys.words("mlp_layer_types", layers) is None else sparse_layers(keys, layers))

@@ -66,10 +66,10 @@ def grouped(keys: Keys, own: MoEConfig, groups: int, kept: int) -> MoEConfig:
     return replace(own, num_groups=groups, top_groups=kept)
 
 
-def latent_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank: int | None, neighbours: bool | None,
+def latent_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank: int | None, interleaved: bool | None,
                   **features: object) -> ModelConfig:
     """What a config of latent attention says; `widths` and `query_rank` are defaults, `features` what the family decides besides.
-    `neighbours`: which channels turn together, SILENT where none do."""
+    `interleaved`: which channels turn together, SILENT where none do."""
     rank, nope, rope, value = (keys.integer(name, default, min(default, 1), MOST_WIDTH) for name, default in widths.items())
     from_rank = keys.integer("q_lora_rank", query_rank if "q_lora_rank" not in keys.raw else None, high=2**16)
     layers, heads = base.size(keys, "num_hidden_layers"), base.size(keys, "num_attention_heads")
@@ -84,7 +84,7 @@ def latent_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_r
     cached = keys.saying(num_key_value_heads=1, head_dim=shape.key)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        turned = None if neighbours is SILENT else rope_config(keys, rope, positions, base.theta, neighbours=neighbours)
+        turned = None if interleaved is SILENT else rope_config(keys, rope, positions, base.theta, interleaved=interleaved)
         return (turned,) * layers
 
     made = decoder_config(cached, base, ropes, qkv_bias=biased, o_bias=biased, mla=shape, **features)

@@ -30,7 +30,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def indexed_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank: int, groups: tuple[int, int], heads: int,
-                   neighbours: bool, chooses: Sequence[bool] | None = None, own: MoEConfig | None = None,
+                   interleaved: bool, chooses: Sequence[bool] | None = None, own: MoEConfig | None = None,
                    turned: bool = True) -> ModelConfig:
     """What a config with an indexer says, from keys with these defaults; `groups` of experts, and how many of them a token's are in;
     `heads` of indexers and which of their channels turn together. `chooses`: by layer whether it has one, None where all do. `own`: the
@@ -45,7 +45,7 @@ def indexed_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_
         raise ConfigError(f"config.json: index_head_dim {width} with qk_rope_head_dim {rope} and q_lora_rank {show(rank)} is not supported",
                           "index queries are projected from q_lora_rank dimensions, and a part of each is rotated")
     shape = IndexShape(keys.integer("index_n_heads", heads, high=1024), width, rope, count)
-    own = IndexerConfig(shape, sources_of(chooses or [True] * layers), neighbours, ("layer", EPS))
+    own = IndexerConfig(shape, sources_of(chooses or [True] * layers), interleaved, ("layer", EPS))
     return replace(made, mtp_layers=mtp_layers(keys), indexer=own)
 
 

@@ -2,7 +2,7 @@
 output, times a learned number per layer, is subtracted from the first's, and the difference is normed.
 
 Both heads of a pair read values of two heads of keys side by side, so values are twice as wide as keys. Attention takes heads of one width:
-queries and keys stand behind zeros there (`widened_heads`).
+queries and keys stand behind zeros there (`pad_heads`).
 """
 
 from __future__ import annotations

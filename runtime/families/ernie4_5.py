@@ -20,7 +20,7 @@ def config(keys: Keys) -> ModelConfig:
 def ernie_config(keys: Keys, base: Defaults, bias: bool = False) -> ModelConfig:
     """What dense ones and mixtures have in common."""
     refuse_other_code(keys)
-    return decoder_config(keys, replace(base, theta=THETA, rope={"neighbours": True}), qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+    return decoder_config(keys, replace(base, theta=THETA, rope={"interleaved": True}), qkv_bias=bias, o_bias=bias, mlp_bias=bias)
 
 
 def refuse_other_code(keys: Keys) -> None:

@@ -15,7 +15,7 @@ ENDS = (151_329, 151_336, 151_338)
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, eos=ENDS, norm_eps=1.5625e-7,
-                    rope={"partial": True, "share": SHARE, "neighbours": True})
+                    rope={"partial": True, "share": SHARE, "interleaved": True})
     return decoder_config(keys, base, qkv_bias=keys.flag("attention_bias", True))
 
 

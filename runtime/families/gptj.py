@@ -34,7 +34,7 @@ def config(keys: Keys) -> ModelConfig:
                               "rotary_dim must be even, and at most the head dimension")
         share = rotary / head_dim
         share = share if int(head_dim * share) == rotary else math.nextafter(share, 1.0)
-        return (RopeConfig(THETA, "default", {}, share, neighbours=True),) * keys.integer("num_hidden_layers")
+        return (RopeConfig(THETA, "default", {}, share, interleaved=True),) * keys.integer("num_hidden_layers")
 
     base = Defaults(max_position_embeddings=2048, bos=50_256, eos=(50_256,), act=("activation_function", "gelu_new"), grouped=False,
                     eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 50_400})

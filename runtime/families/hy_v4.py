@@ -51,8 +51,8 @@ def config(keys: Keys) -> ModelConfig:
     keys.knows("swiglu_limit")
     usual = [layer % EVERY == 1 or not layer for layer in range(layers)]
     chooses = choosing(keys, layers) if keys.holds("indexer_types") else usual
-    own, neighbours = corrected(keys, layers, 256, 8, 1, True, 2.827, 768), keys.flag("rope_interleave", True)
-    made = indexed_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, neighbours, chooses, replace(own, parallel_to_mlp=True), neighbours)
+    own, interleaved = corrected(keys, layers, 256, 8, 1, True, 2.827, 768), keys.flag("rope_interleave", True)
+    made = indexed_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, interleaved, chooses, replace(own, parallel_to_mlp=True), interleaved)
     if made.o_bias or made.hidden_act != "silu":
         raise ConfigError(f"config.json: attention_bias = {show(made.o_bias)} with hidden_act = {made.hidden_act} is not supported for "
                           "hy_v4 models", "no biases, and silu")

@@ -28,7 +28,7 @@ LENGTH = 8192  # of a chunk, and from which on queries grow
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, bos=1, eos=(2,), norm_eps=1e-5, theta=5e5,
-                    rope={"neighbours": True}, sizes=SIZES)
+                    rope={"interleaved": True}, sizes=SIZES)
     layers, width, bias = base.size(keys, "num_hidden_layers"), base.size(keys, "intermediate_size"), keys.flag("attention_bias", False)
     listed = keys.raw.get("no_rope_layers")
     if isinstance(listed, list):  # the published ones without experts list more layers than they have

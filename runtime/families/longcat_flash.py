@@ -1,7 +1,7 @@
 """LongCat Flash (560B-A27B): a checkpoint layer is two blocks of MLA and MLP; its experts read the first MLP's input, and their sum is
 added after the second MLP (shortcut-connected MoE). Some experts are identity functions.
 
-A block is a layer here, and the sum on its way a second stream of a token (`ModelConfig.streams`).
+A block is a layer here, and the sum on its way a second stream of a token (`ModelConfig.residual_streams`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 with the previous token); time mixing keeps a matrix-valued state per head, channel mixing is an ungated MLP.
 
 The first layer's values reach all others, which are made of them in shares of their own: they are a second stream of a token
-(`ModelConfig.streams`). A config has to have heads and a width of one: there is one of each, as small as they can be, and no layer has
-them.
+(`ModelConfig.residual_streams`). A config has to have heads and a width of one: there is one of each, as small as they can be, and no layer
+has them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Zamba 2 (1.2B, 2.7B, 7B): Mamba 2 in every layer, some preceded by a shared block of attention and MLP.
 
 Of such blocks there are one or two, which take turns. One reads the stream and the embedding beside it, twice the model's width, so the two
-are two streams of a token here (`ModelConfig.streams`). What it gives goes through a matrix of the layer's own and is added to what the
-state space reads, not to the stream. A layer has branches of low rank beside the block's matrices; these, and the blocks, lie under the
-names of the first layer that a block is lent to. Steps are not kept above time_step_min, as in `nemotron_h.py`.
+are two streams of a token here (`ModelConfig.residual_streams`). What it gives goes through a matrix of the layer's own and is added to
+what the state space reads, not to the stream. A layer has branches of low rank beside the block's matrices; these, and the blocks, lie
+under the names of the first layer that a block is lent to. Steps are not kept above time_step_min, as in `nemotron_h.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 (`kernels/cca_shape.py`), and a MoE with at most one of sixteen experts per token, picked by a small router network that builds on the
 previous layer's router. The residual stream and the branches have learned per-channel scales and offsets.
 
-What routers begin with lies in a second stream of a token (`ModelConfig.streams`), so code that cuts or carries streams need not know it.
+What routers begin with lies in a second stream of a token (`ModelConfig.residual_streams`), so code that cuts or carries streams need not
+know it.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 def export_limits(config: ModelConfig, scaling: float) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express of a model with latent attention, cos and sin of which are times
     `scaling`."""
-    yield config.rope is not None and not config.rope.neighbours, "rotates its heads by halves"
+    yield config.rope is not None and not config.rope.interleaved, "rotates its heads by halves"
     yield not math.isclose(scaling, 1.0, rel_tol=1e-6), f"has positions that are scaled by {scaling:.4g}"
     yield not config.moe.sigmoid and config.moe.top_groups < config.moe.num_groups, "chooses groups only by their best expert"
 

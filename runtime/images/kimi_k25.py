@@ -98,7 +98,7 @@ class KimiK25(VisionTower):
         table = weights.numbers(learned, *shape).reshape(places, places, width)
 
         blocks = load_blocks(weights, f"{name}blocks.", keys.integer("num_hidden_layers", high=MAX_LAYERS), LAYER,
-                             LayerShape(width, inner, self.heads, curve, EPS, neighbours=True))
+                             LayerShape(width, inner, self.heads, curve, EPS, interleaved=True))
         after = weights.layer_norm(f"{name}final_layernorm", width, EPS)
         before, behind, parts = self.PROJECTOR
         norm = weights.layer_norm(before, width, self.projector_eps)

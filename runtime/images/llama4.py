@@ -98,7 +98,7 @@ class Llama4(VisionTower):
         last = weights.numbers(f"{name}class_embedding", width)
         places = weights.numbers(f"{name}positional_embedding_vlm", count + 1, width)
         blocks = load_blocks(weights, f"{name}model.layers.", layer_count(self), LAYER,
-                             LayerShape(width, inner, self.heads, gelu, EPS, bias=(True, True), neighbours=True))
+                             LayerShape(width, inner, self.heads, gelu, EPS, bias=(True, True), interleaved=True))
         before, after = (weights.layer_norm(f"{name}layernorm_{each}", width, EPS) for each in ("pre", "post"))
         together, first, second = width * self.joined**2, keys.integer("projector_input_dim"), keys.integer("projector_output_dim")
         adapt = weights.two_layers(f"{name}vision_adapter.mlp.", (together, first, second), gelu, False, ("fc1", "fc2"))

@@ -81,7 +81,7 @@ def load_encoder(weights: Weights, name: str, says: Keys, first: int) -> Percept
         weights.numbers(f"{name}cls_token", 1, 1, width)[0] if lead else np.empty((0, width), np.float32),
         weights.numbers(f"{name}pos_embed", 1, across**2 + lead, width)[0], weights.layer_norm(f"{name}norm_pre", width, EPS),
         load_blocks(weights, f"{name}blocks.", says.integer("depth", high=MAX_LAYERS), FUSED_QKV,
-                    LayerShape(width, inner, heads, gelu, EPS, bias=(True, None), neighbours=True), more=more),
+                    LayerShape(width, inner, heads, gelu, EPS, bias=(True, None), interleaved=True), more=more),
         weights.layer_norm(f"{name}norm", width, EPS) if says.flag("use_post_transformer_norm") else None,
         rope_of(across, side_of(says, "ref_feat_shape", 1 << 14), first, lead, head), patch)
 

@@ -34,7 +34,7 @@ SEPARATE_QKV = LayerNames(("layer_norm1", "layer_norm2"), qkv_names("self_attn.{
 @dataclass(frozen=True)
 class LayerShape:
     """Shape of all layers of a tower. `inner`: FFN width; `through`: total width of all heads, 0 for `width`. Norms are RMS norms unless
-    `centered`. `bias`: of attention and of the FFN: with, without, or None for as stored. `neighbours`: rotary pairs are adjacent channels
+    `centered`. `bias`: of attention and of the FFN: with, without, or None for as stored. `interleaved`: rotary pairs are adjacent channels
     (GPT-J style) in queries and keys."""
 
     width: int
@@ -45,7 +45,7 @@ class LayerShape:
     centered: bool = True
     bias: tuple[bool | None, bool | None] = (None, None)
     through: int = 0
-    neighbours: bool = False
+    interleaved: bool = False
 
     def norm(self, weights: Weights, name: str) -> Norm:
         return (weights.layer_norm if self.centered else weights.rms_norm)(name, self.width, self.eps)
@@ -67,7 +67,7 @@ def load_blocks(weights: Weights, name: str, count: int, stored: LayerNames, sha
 
     def block(own: str) -> Block:
         queries, keys, values = seen(own)
-        if shape.neighbours:
+        if shape.interleaved:
             queries, keys = (each.halved(shape.heads) for each in (queries, keys))
         sides = ((shape.inner, width), (width, shape.inner), (shape.inner, width))
         up, down, *gate = (weights.matrix(own + each, *side, ffn_bias) for each, side in zip(stored.ffn, sides, strict=False))

@@ -72,7 +72,7 @@ def identity(engine: Engine) -> dict[str, object]:
     for table in engine.model.ropes:
         positions.update(b"-" if table is None else table.inv_freq.astype("<f4").tobytes())
         positions.update(b"" if table is None else f"{table.attention_scaling} {table.rotary_dim}".encode())
-        positions.update(b"neighbours" if table is not None and table.neighbours else b"")
+        positions.update(b"neighbours" if table is not None and table.interleaved else b"")
         positions.update(b"" if table is None or table.queries is None else f"{table.queries.growth}".encode())
     packed = engine.cache.is_packed
     return {**folder_identity(prepared.folder), "kv": engine.options.kv, "basis": basis.hexdigest()[:32], "sink": shape.sinks,
