@@ -42,7 +42,7 @@ def open_tools(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Screen
     if flags.mcp is None:
         yield None
         return
-    from ..runtime.mcp.agent_loop import MOST_ROUNDS
+    from ..runtime.mcp.agent_loop import MAX_ROUNDS
     from ..runtime.mcp.configuration import read_configuration
     from ..runtime.mcp.toolbox import Toolbox
     from ..runtime.tool_calls.tool_calling import ToolCalling
@@ -61,7 +61,7 @@ def open_tools(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Screen
     with closing(Toolbox(entries, screen.environment.variables, engine.strict)) as toolbox:
         for notice in toolbox.start():
             screen.note(notice.text)
-        yield ToolSession(toolbox, screen, flags.mcp, flags.yes_tools, flags.tool_rounds or MOST_ROUNDS)
+        yield ToolSession(toolbox, screen, flags.mcp, flags.yes_tools, flags.tool_rounds or MAX_ROUNDS)
 
 
 class ToolSession:

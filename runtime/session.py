@@ -103,7 +103,7 @@ class Session:
 
     def hold_to(self, constraint: Constraint | None) -> None:
         """Constrain answers from now on, None to stop. Raises EffllmError, and then nothing changes."""
-        self._compiled = constraint and constraint.opened(self.tokenizer, self.engine.config.vocab_size)
+        self._compiled = constraint and constraint.compile(self.tokenizer, self.engine.config.vocab_size)
 
     @property
     def used(self) -> int:
@@ -328,7 +328,9 @@ class Session:
         constraint = self._turns.calling.constraint(self.tools, self.constraint) if self.tools else self.constraint
         if constraint is None or constraint == self.constraint:
             return self._compiled if constraint else None
-        return self._compiled.holding(constraint) if self._compiled else constraint.opened(self.tokenizer, self.engine.config.vocab_size)
+        if self._compiled:
+            return self._compiled.compile_other(constraint)
+        return constraint.compile(self.tokenizer, self.engine.config.vocab_size)
 
     # -- the answer ------------------------------------------------------------------------------------------------------------
 

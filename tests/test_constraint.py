@@ -166,7 +166,7 @@ def narrowed(constraint, rows: int) -> set[int]:
 
 def allowed_after(vocabulary, text: str, inside: bool = True) -> set[int]:
     logits = np.zeros(vocabulary._tokenizer.vocab_size, np.float32)
-    vocabulary.begin(text, inside=inside).mask_logits(logits)
+    vocabulary.begin(text, continues_text=inside).mask_logits(logits)
     return set(np.flatnonzero(logits == 0).tolist())
 
 
@@ -174,7 +174,7 @@ def allowed_after(vocabulary, text: str, inside: bool = True) -> set[int]:
 def test_the_tokens_that_may_come_are_those_that_a_search_finds(engine, tokenizer, before):
     """Every token that goes on with one of the answers, and the end where one is whole."""
     answers = ["yes", "yesterday", "no", "no, no, never"]
-    vocabulary = read_grammar_flag('root ::= "yes" | "yesterday" | "no" | "no, no, never"').opened(tokenizer,
+    vocabulary = read_grammar_flag('root ::= "yes" | "yesterday" | "no" | "no, no, never"').compile(tokenizer,
                                                                                                             engine.config.vocab_size)
     expected = set(vocabulary.ends) if before in answers else set()
     for number in tokenizer.vocabulary().values():
@@ -185,7 +185,7 @@ def test_the_tokens_that_may_come_are_those_that_a_search_finds(engine, tokenize
 
 
 def test_tokens_that_are_not_allowed_have_no_chance_and_broken_logits_show(engine, tokenizer):
-    vocabulary = read_grammar_flag('root ::= "yes" | "no"').opened(tokenizer, engine.config.vocab_size)
+    vocabulary = read_grammar_flag('root ::= "yes" | "no"').compile(tokenizer, engine.config.vocab_size)
     sampler = Sampler(SamplerSettings(temperature=5.0, top_k=0, top_p=1.0, min_p=0.0, seed=3), engine.config.vocab_size)
     sampler.mask_logits = vocabulary.begin().mask_logits
     logits = np.random.default_rng(0).standard_normal(engine.config.vocab_size).astype(np.float32) * 5
@@ -199,14 +199,14 @@ def test_tokens_that_are_not_allowed_have_no_chance_and_broken_logits_show(engin
 def test_the_blank_that_a_text_loses_where_it_begins_is_allowed():
     """Models of SentencePiece begin an answer with a blank that nobody sees."""
     tokenizer = load_tokenizer(SPM[0], 32_000)
-    vocabulary, tokens = read_schema_flag("json").opened(tokenizer, 32_000), tokenizer.vocabulary()
+    vocabulary, tokens = read_schema_flag("json").compile(tokenizer, 32_000), tokenizer.vocabulary()
     assert allowed_after(vocabulary, "", inside=False) >= {tokens["{"], tokens["▁{"]} and tokens["▁{"] not in allowed_after(vocabulary, "")
     held = vocabulary.begin()
     for token in tokenizer.encode('{"a": "fox"}', add_special_tokens=False):  # the first is ▁{
         logits = np.zeros(32_000, np.float32)
         held.mask_logits(logits)
         assert logits[token] == 0
-        held.took(token, False)
+        held.accept(token, False)
     assert held.is_whole
 
 
@@ -217,11 +217,11 @@ def test_a_multiple_is_written_in_tokens_of_many_digits(more):
     """GPT-2 has 1,700 of them: to see where all lead took more than the library's own limit, and ended the answer with an error."""
     tokenizer, schema, of = load_tokenizer(GPT2[0], 50_257), json.dumps({"type": "integer", **more}), more["multipleOf"]
     forms = read_schema_flag(schema), lark_constraint(f"start: %json {schema}", "--grammar", "numbers")
-    for vocabulary, number in zip([form.opened(tokenizer, 50_257) for form in forms], (7 * of, 12 * of), strict=True):
+    for vocabulary, number in zip([form.compile(tokenizer, 50_257) for form in forms], (7 * of, 12 * of), strict=True):
         held = vocabulary.begin()
         for token in tokenizer.encode(str(number), add_special_tokens=False):
             assert token in narrowed(held, 50_257)
-            held.took(token, False)
+            held.accept(token, False)
         assert held.is_whole and narrowed(held, 50_257) >= tokenizer.stop_ids
         assert not vocabulary.begin(str(number // 10)).is_whole
 
@@ -304,10 +304,10 @@ def test_on_channels_the_last_message_alone_is_held(engine, tmp_path):
 def test_a_vocabulary_of_more_tokens_than_the_model_has_rows(engine, tokenizer, fewer):
     """Text models of vision-language models have no row for the image token."""
     rows = engine.config.vocab_size - fewer
-    held = read_schema_flag(FOX).opened(tokenizer, rows).begin()
+    held = read_schema_flag(FOX).compile(tokenizer, rows).begin()
     for token in tokenizer.encode('"fox"', add_special_tokens=False):
         assert token in narrowed(held, rows)
-        held.took(token, False)
+        held.accept(token, False)
         assert all(each < rows for each in held.forced(8))
     assert held.is_whole and narrowed(held, rows) == {end for end in tokenizer.stop_ids if end < rows}
 
@@ -317,11 +317,11 @@ def test_a_vocabulary_of_more_tokens_than_the_model_has_rows(engine, tokenizer, 
 def test_which_token_comes_first_does_not_matter():
     """Vocabularies are in no order, a token of blanks alone and one of nothing too."""
     tokenizer = load_tokenizer(SPM[0], 32_000)
-    expected = read_schema_flag("json").opened(tokenizer, 32_000).bare
+    expected = read_schema_flag("json").compile(tokenizer, 32_000).without_space
     for first in ("▁▁▁▁", "▁", "▁the", ""):
         words = {first: tokenizer.vocabulary().get(first, 31_999), **tokenizer.vocabulary()}
         tokenizer.vocabulary = lambda words=words: words
-        assert read_schema_flag("json").opened(tokenizer, 32_000).bare.items() >= expected.items() and len(expected) > 5000
+        assert read_schema_flag("json").compile(tokenizer, 32_000).without_space.items() >= expected.items() and len(expected) > 5000
 
 
 @pytest.mark.parametrize("tokens", range(1, 12))
@@ -336,7 +336,7 @@ def test_an_answer_that_was_cut_in_a_character_continues(plain, tokenizer, token
 
 
 def test_an_answer_that_speaks_of_a_mark_continues(engine, tokenizer):
-    vocabulary = read_schema_flag('{"type": "string"}').opened(tokenizer, engine.config.vocab_size)
+    vocabulary = read_schema_flag('{"type": "string"}').compile(tokenizer, engine.config.vocab_size)
     assert vocabulary.begin('"it ends by <|end|>"').is_whole
     with pytest.raises(EffllmError, match="so far does not match"):
         vocabulary.begin('"it ends"<|end|>')

@@ -87,7 +87,7 @@ def test_hints_of_a_file_that_is_not_there_say_what_else_could_be_written():
 def test_what_a_form_that_cannot_be_met_says_is_short(engine, tokenizer):
     for form in (grammar_constraint("start: A\nA: /a/ & /b/", "--grammar", "it"), read_schema_flag('{"$ref": "#"}')):
         with pytest.raises(EffllmError) as refused:
-            narrowed(form.opened(tokenizer, engine.config.vocab_size).begin(), engine.config.vocab_size)
+            narrowed(form.compile(tokenizer, engine.config.vocab_size).begin(), engine.config.vocab_size)
         assert len(refused.value.message) < 120 and refused.value.message.endswith(": nothing can come next")
 
 
@@ -102,7 +102,7 @@ def test_what_servers_are_sent_is_the_schema_in_it(around):
 
 def test_a_property_of_that_name_is_none(engine, tokenizer):
     """`schema` beside a type is a word that JSON Schema does not know, and passes over."""
-    form = read_schema_flag('{"type": "integer", "schema": {"type": "boolean"}}').opened(tokenizer, engine.config.vocab_size)
+    form = read_schema_flag('{"type": "integer", "schema": {"type": "boolean"}}').compile(tokenizer, engine.config.vocab_size)
     assert tokenizer.vocabulary()["7"] in narrowed(form.begin(), engine.config.vocab_size)
 
 
@@ -146,7 +146,7 @@ INT64, FLOAT64 = 2**63 - 1, 1.7976931348623157e308
     ({"type": "number", "minimum": -FLOAT64, "maximum": FLOAT64}, ["-2.5", "1000000000000000000"], ["x"]),
     ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 3.4028234663852886e38}, ["0.25"], ["-1"])])
 def test_bounds_are_those_of_types_or_a_little_within(engine, tokenizer, bounds, within, beyond):
-    form = read_schema_flag(json.dumps(bounds)).opened(tokenizer, engine.config.vocab_size)
+    form = read_schema_flag(json.dumps(bounds)).compile(tokenizer, engine.config.vocab_size)
     assert all(form.begin(text).is_whole for text in within)
     for text in beyond:
         try:
@@ -166,7 +166,7 @@ def test_bounds_that_are_read_as_written_are_left_and_values_are_no_bounds():
 def test_additional_items_beside_the_first_ones_say_nothing(engine, tokenizer):
     """The first ones were left out together with them."""
     schema = {"type": "array", "prefixItems": [{"const": "a"}], "additionalItems": {"const": "b"}, "minItems": 1, "maxItems": 2}
-    form = read_schema_flag(json.dumps(schema)).opened(tokenizer, engine.config.vocab_size)
+    form = read_schema_flag(json.dumps(schema)).compile(tokenizer, engine.config.vocab_size)
     assert form.begin('["a"]').is_whole and form.begin('["a", 5]').is_whole
     for text in ('["b"]', "[5]"):
         with pytest.raises(UsageError, match="so far does not match"):

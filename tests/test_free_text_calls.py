@@ -35,9 +35,9 @@ def test_free_text_is_held_to_its_grammar_within_a_call(engine, template):
         arguments = json.dumps({"input": text})
         call = f'<tool_call>\n{{"name": "patch", "arguments": {arguments}}}\n</tool_call>' if template == "in text" else \
             f" to=functions.patch<|channel|>commentary json<|message|>{arguments}"
-        held = calling.constraint(tools, None).opened(tokenizer, tokenizer.vocab_size).begin()
+        held = calling.constraint(tools, None).compile(tokenizer, tokenizer.vocab_size).begin()
         for token in tokenizer.encode(call, add_special_tokens=False):
-            held.took(token, False)
+            held.accept(token, False)
         return held.is_whole
 
     assert written('+say "so" \\ here\n-\n')
@@ -68,10 +68,10 @@ def test_free_text_is_held_to_its_grammar_between_tags(engine, call, words, arou
     assert calling.fallbacks(tools) == [] and calling.fallbacks(tools_of([FREE, ROUND])) == [UNCONSTRAINED_TEXT.format("list")]
 
     def written(text):
-        held = calling.constraint(tools, None).opened(tokenizer, tokenizer.vocab_size).begin()
+        held = calling.constraint(tools, None).compile(tokenizer, tokenizer.vocab_size).begin()
         tokens = tokenizer.encode(around[0] + text + around[1], add_special_tokens=False)
         for token in tokens:
-            held.took(token, False)
+            held.accept(token, False)
         stream, filter = tokenizer.stream((), calling.visible_tokens), calling.call_filter(None, tools)
         found = [part for token in tokens for part in filter.push(stream.push(token))] + filter.push(stream.flush()) + filter.flush()
         (kind, made), = found

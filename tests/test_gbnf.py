@@ -20,7 +20,7 @@ __all__ = ["engine", "tokenizer"]  # fixtures
 
 @pytest.fixture
 def opened(engine, tokenizer):
-    return lambda grammar: read_grammar_flag(grammar).opened(tokenizer, engine.config.vocab_size)
+    return lambda grammar: read_grammar_flag(grammar).compile(tokenizer, engine.config.vocab_size)
 
 
 def is_of(vocabulary: CompiledConstraint, tokenizer, text: str) -> bool:
@@ -31,7 +31,7 @@ def is_of(vocabulary: CompiledConstraint, tokenizer, text: str) -> bool:
         held.mask_logits(logits)
         if logits[token] != 0:
             return False
-        held.took(token, False)
+        held.accept(token, False)
     return held.is_whole
 
 

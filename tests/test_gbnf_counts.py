@@ -7,7 +7,7 @@ from test_constraint import engine, tokenizer
 
 from effllm import UsageError
 from effllm.runtime.constraints.constraint import grammar_constraint, located_in_gbnf
-from effllm.runtime.constraints.gbnf import GbnfError, place, to_lark
+from effllm.runtime.constraints.gbnf import GbnfError, gbnf_position, to_lark
 from effllm.runtime.constraints.gbnf_repeats import Repeat
 
 __all__ = ["engine", "tokenizer"]  # fixtures
@@ -60,10 +60,10 @@ def test_a_count_of_none_is_nothing() -> None:
 
 
 def test_an_answer_of_counts_of_counts_is_not_interrupted(tokenizer) -> None:
-    held = grammar_constraint(NESTED, "--grammar", "it").opened(tokenizer, tokenizer.vocab_size).begin()
+    held = grammar_constraint(NESTED, "--grammar", "it").compile(tokenizer, tokenizer.vocab_size).begin()
     (letter,) = tokenizer.encode("a", add_special_tokens=False)
     for _ in range(2000):
-        held.took(letter, free=False)
+        held.accept(letter, free=False)
     assert held.is_whole
 
 
@@ -77,10 +77,10 @@ def test_a_count_that_is_too_large_is_refused_by_its_place() -> None:
 def test_places_are_those_of_the_grammar_that_was_written() -> None:
     text = 'root ::= x "c"\n# x and y\nx ::= "a"{3} y\ny ::= "b" x | "d"\n'
     lark = to_lark(text, as_one=False)
-    stands = {part: place(text, lark, 1 + next(at for at, line in enumerate(lark.splitlines()) if part in line and ": " in line))
+    stands = {part: gbnf_position(text, lark, 1 + next(at for at, line in enumerate(lark.splitlines()) if part in line and ": " in line))
               for part in ("/c/", "/a/", "/b/", "/d/", "r1_x: ")}
     assert stands == {"/c/": (1, "root"), "/a/": (3, "x"), "/b/": (4, "y"), "/d/": (4, "y"), "r1_x: ": (3, "x")}
-    assert place(text, lark, 1) is None and place(text, lark, 99) is None
+    assert gbnf_position(text, lark, 1) is None and gbnf_position(text, lark, 99) is None
     line = 1 + next(at for at, each in enumerate(lark.splitlines()) if "/a/" in each and ": " in each)
     told = UsageError(f"--grammar: it: {line}(24): no such number (at \"}}\" ('}}')) 2 | start: r0_root 3 | x", "correct it")
     assert located_in_gbnf(told, text, lark).message == "--grammar: it: line 3, in the rule x: no such number"

@@ -178,9 +178,9 @@ def test_marks_that_are_tokens(engine, call, words, told):
     found = [part for token in tokens for part in filter.push(stream.push(token))] + filter.push(stream.flush()) + filter.flush()
     (kind, made), = found
     assert kind == "call" and (made.name, json.loads(made.arguments)) == (NAME, ARGUMENTS)
-    held = calling.constraint(tools, None).opened(tokenizer, tokenizer.vocab_size).begin()
+    held = calling.constraint(tools, None).compile(tokenizer, tokenizer.vocab_size).begin()
     for token in tokens:
-        held.took(token, False)
+        held.accept(token, False)
     assert held.is_whole
 
 
@@ -216,7 +216,7 @@ def test_channels(engine):
 def took_all(held, tokens) -> bool:
     """Is the text of the tokens whole, if it may be?"""
     for token in tokens:
-        held.took(token, True)
+        held.accept(token, True)
     return held.is_whole
 
 
@@ -241,8 +241,9 @@ def test_turns_of_channels_are_held_as_a_whole(engine):
         texts += [(thought + final, (may, strict), (must,)), ("<|channel|>final<|message|>Yes.", (strict,), (must, may))]
         for text, fits, others in texts:
             for form in (*fits, *others):
-                held = form.opened(tokenizer, tokenizer.vocab_size).begin(think=tokenizer.reasoning(tokenizer.encode("<|start|>assistant")))
-                assert not held.free
+                held = form.compile(tokenizer,
+                                    tokenizer.vocab_size).begin(think=tokenizer.reasoning(tokenizer.encode("<|start|>assistant")))
+                assert not held.is_free
 
                 tokens = tokenizer.encode(text, add_special_tokens=False)
                 if form in fits:
@@ -260,7 +261,7 @@ def test_strict_functions_are_held_to_their_schema_once_a_call_has_begun(engine,
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     assert calling.constraint(tools_of([WEATHER]), None) is None
     assert "strict" not in json.dumps(calling.prepare([ASKED], tools_of([strict]))[1])
-    form = calling.constraint(tools_of([strict, TIME]), None).opened(tokenizer, tokenizer.vocab_size)
+    form = calling.constraint(tools_of([strict, TIME]), None).compile(tokenizer, tokenizer.vocab_size)
     for text, whole in (('Hm <b>. <tool_call>\n{"name": "weather", "arguments": {"place": "Oslo", "days": 2}}\n</tool_call>', True),
                         ("Only words, {1}.", True), ('<tool_call>\n{"name": "time.now", "arguments": {}}\n</tool_call>\n', True),
                         ('<tool_call>\n{"name": "weather", "arguments": {"place": "Rome"', False),
@@ -268,12 +269,12 @@ def test_strict_functions_are_held_to_their_schema_once_a_call_has_begun(engine,
         matcher = form.begin()
         if whole:
             for token in tokenizer.encode(text, add_special_tokens=False):
-                matcher.took(token, False)
+                matcher.accept(token, False)
             assert matcher.is_whole
         else:
             with pytest.raises(EffllmError):
                 for token in tokenizer.encode(text, add_special_tokens=False):
-                    matcher.took(token, False)
+                    matcher.accept(token, False)
 
 
 ITEMS = "{% for key, value in c.function.arguments.items() %}"
@@ -308,7 +309,7 @@ def test_arguments_between_tags_are_held_to_the_schema(engine, name, words):
     tokenizer = marked(engine, HERMES[:begin] + TAGGED[name] + HERMES[end:], *words)
     calling, tools = ToolCalling(tokenizer), tools_of([MANY, TIME], "required")
     assert calling.style.format.name == name and not calling.fallbacks(tools)
-    form = calling.constraint(tools, None).opened(tokenizer, tokenizer.vocab_size)
+    form = calling.constraint(tools, None).compile(tokenizer, tokenizer.vocab_size)
 
     def said(arguments, function="plan-it"):
         message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": function, "arguments": json.dumps(arguments)}}]}
@@ -319,7 +320,7 @@ def test_arguments_between_tags_are_held_to_the_schema(engine, name, words):
     def held(text):
         matcher = form.begin()
         for token in tokenizer.encode(text, add_special_tokens=False):
-            matcher.took(token, False)
+            matcher.accept(token, False)
         return matcher.is_whole
 
     note = 'a <b> 12 "x"' if name == "LFM2" else 'a <b>\n12 "x"\n'  # whose template writes lines in quotes that Python has for one

@@ -11,23 +11,23 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from .gbnf_repeats import LARGEST, Repeat
+from .gbnf_repeats import MAX_REPEAT, Repeat
 
-RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # what GBNF has and Lark has not
+RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # GBNF syntax that Lark does not have
 TERMINAL = re.compile(r"T\d+")
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 BLANK, BLANK_LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 TIMES = re.compile(r"\{[ \t\r\n]*(\d+)[ \t\r\n]*(?:(,)[ \t\r\n]*(\d*)[ \t\r\n]*)?\}")
 ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([\"\\\[\]nrt]))")
-LETTERS = {"n": "\n", "r": "\r", "t": "\t"}
+ESCAPED_CHARS = {"n": "\n", "r": "\r", "t": "\t"}
 NOTHING, ANY = '""', "/(?s:.)/"
 ROOT = "root"
-MOST = "*+?"
-NEVER = re.compile(r"[*?]|\{0+[,}]")  # how often a part may come that may be absent
-DEEPEST = 500  # rules in one another: llguidance takes the program's stack for each, and has no limit of its own
+REPEAT_SIGNS = "*+?"
+OPTIONAL_REPEAT = re.compile(r"[*?]|\{0+[,}]")  # repeats that allow zero times
+MAX_RULE_DEPTH = 500  # nesting of rules: llguidance recurses on the program's stack, and has no limit of its own
 
 
-SHALLOWER = "nest parentheses less deeply: move what they hold into a rule"
+SHALLOWER_HINT = "nest parentheses less deeply: move what they hold into a rule"
 ENDLESS_HINT = "add an alternative that does not recurse"
 
 
@@ -41,11 +41,12 @@ class GbnfError(ValueError):
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a rule's syntax tree. `kind`: "text" (a terminal in Lark notation), "rule" (a reference), "all" (sequence) or "one"
-    (alternatives) of `parts`, "times" (a repeat of one part, `text` says how often)."""
+    """A node of a rule's syntax tree."""
 
+    # "text" (a terminal in Lark notation), "rule" (a reference), "all" (sequence of `parts`), "one" (alternatives), "times" (a repeat of
+    # one part).
     kind: str
-    text: str = ""
+    text: str = ""  # of a terminal; the name of a rule; how often a part is repeated
     parts: tuple[Node, ...] = ()
 
     def names(self) -> Iterator[str]:
@@ -55,14 +56,14 @@ class Node:
         for part in self.parts:
             yield from part.names()
 
-    def ends(self, ending: Container[str]) -> bool:
-        """Can it match a finite text, given the rules that can?"""
+    def is_finite(self, finite: Container[str]) -> bool:
+        """Whether it can match a finite text, given the rules that can."""
         if self.kind == "rule":
-            return self.text in ending
-        if self.kind == "times" and NEVER.match(self.text):
+            return self.text in finite
+        if self.kind == "times" and OPTIONAL_REPEAT.match(self.text):
             return True
-        held = [part.ends(ending) for part in self.parts]
-        return any(held) if self.kind == "one" and held else all(held)
+        part_finite = [part.is_finite(finite) for part in self.parts]
+        return any(part_finite) if self.kind == "one" and part_finite else all(part_finite)
 
 
 def to_lark(text: str, as_one: bool = True) -> str:
@@ -75,65 +76,65 @@ def to_lark(text: str, as_one: bool = True) -> str:
             for other in rule.names():
                 if other not in rules:
                     raise GbnfError(f"the rule {name} refers to {other}, which is not defined")
-        return _Writer(_counted(rules)).written(as_one)
+        return _Writer(_merge_repeats(rules)).write(as_one)
     except RecursionError:
-        raise GbnfError("it is nested too deeply", SHALLOWER) from None
+        raise GbnfError("it is nested too deeply", SHALLOWER_HINT) from None
 
 
-def _counted(rules: Mapping[str, Node]) -> dict[str, Node]:
+def _merge_repeats(rules: Mapping[str, Node]) -> dict[str, Node]:
     """The rules with nested repeats merged where one repeat says the same, also across a rule reference."""
-    made: dict[str, Node] = {}
-    at: set[str] = set()
+    merged: dict[str, Node] = {}
+    open_rules: set[str] = set()
 
     def rule(name: str) -> Node:
-        if name not in made:
-            at.add(name)
-            made[name] = node(rules[name])
-            at.discard(name)
-        return made[name]
+        if name not in merged:
+            open_rules.add(name)
+            merged[name] = node(rules[name])
+            open_rules.discard(name)
+        return merged[name]
 
-    def node(given: Node) -> Node:
-        parts = tuple(map(node, given.parts))
-        if given.kind != "times":
-            return replace(given, parts=parts)
+    def node(original: Node) -> Node:
+        parts = tuple(map(node, original.parts))
+        if original.kind != "times":
+            return replace(original, parts=parts)
         inner = parts[0]
-        if inner.kind == "rule" and inner.text not in at and rules[inner.text].kind == "times":
+        if inner.kind == "rule" and inner.text not in open_rules and rules[inner.text].kind == "times":
             inner = rule(inner.text)
-        count = Repeat.read(given.text)
-        if inner.kind == "times" and (one := count.of(Repeat.read(inner.text))) is not None:
-            count, parts = one, inner.parts
+        count = Repeat.read(original.text)
+        if inner.kind == "times" and (combined := count.of(Repeat.read(inner.text))) is not None:
+            count, parts = combined, inner.parts
         return Node("text", NOTHING) if count.most == 0 else Node("times", str(count), parts)
 
     return {name: rule(name) for name in rules}
 
 
-def place(text: str, lark: str, line: int) -> tuple[int, str] | None:
+def gbnf_position(text: str, lark: str, line: int) -> tuple[int, str] | None:
     """Map a line of the generated Lark back to GBNF: (line, rule name), None for a line of neither."""
-    rules = _counted(_Parser(text).rules())
+    rules = _merge_repeats(_Parser(text).rules())
     lines = lark.splitlines()
     name = lines[line - 1].partition(":")[0] if 0 < line <= len(lines) else ""
-    if TERMINAL.fullmatch(name):  # a part of the first rule that has it
+    if TERMINAL.fullmatch(name):  # attributed to the first rule that contains it
         name = next((each.partition(":")[0] for each in lines if re.search(rf"\b{name}\b", each.partition(":")[2])), "")
-    found = re.match(r"[rR](\d+)_", name)
-    order, _ = _Writer(rules)._reached()
-    if found is None or int(found[1]) >= len(order):
+    match = re.match(r"[rR](\d+)_", name)
+    order, _ = _Writer(rules)._reachable_rules()
+    if match is None or int(match[1]) >= len(order):
         return None
-    own = order[int(found[1])]
-    stands = [*re.finditer(rf"^[ \t]*{re.escape(own)}[ \t]*::=", text, re.MULTILINE)]
-    return (text.count("\n", 0, stands[-1].start()) + 1, own) if stands else None
+    rule = order[int(match[1])]
+    definitions = [*re.finditer(rf"^[ \t]*{re.escape(rule)}[ \t]*::=", text, re.MULTILINE)]
+    return (text.count("\n", 0, definitions[-1].start()) + 1, rule) if definitions else None
 
 
-def endless(rules: Mapping[str, Node], order: Iterable[str]) -> str | None:
+def find_endless_rule(rules: Mapping[str, Node], order: Iterable[str]) -> str | None:
     """The first rule that matches no finite text, on which llguidance may not terminate; None if there is none."""
-    ending: set[str] = set()
-    left, before = [*order], -1
-    while len(left) != before:
-        before = len(left)
-        for name in left:
-            if rules[name].ends(ending):
-                ending.add(name)
-        left = [name for name in left if name not in ending]
-    return next(iter(left), None)
+    finite: set[str] = set()
+    remaining, before = [*order], -1
+    while len(remaining) != before:
+        before = len(remaining)
+        for name in remaining:
+            if rules[name].is_finite(finite):
+                finite.add(name)
+        remaining = [name for name in remaining if name not in finite]
+    return next(iter(remaining), None)
 
 
 @dataclass
@@ -152,21 +153,21 @@ class _Parser:
                 self._refuse("expected ::=")
             self.at += 3
             self._skip(BLANK_LINES)
-            found[name] = self._one(nested=False)
+            found[name] = self._alternatives(nested=False)
             if self.at < len(self.text) and self.text[self.at] not in "\r\n":
                 self._refuse("expected the end of the line")
             self._skip(BLANK_LINES)
         return found
 
-    def _one(self, nested: bool) -> Node:
-        parts = [self._all(nested)]
+    def _alternatives(self, nested: bool) -> Node:
+        parts = [self._sequence(nested)]
         while self.text.startswith("|", self.at):
             self.at += 1
             self._skip(BLANK_LINES)
-            parts.append(self._all(nested))
+            parts.append(self._sequence(nested))
         return parts[0] if len(parts) == 1 else Node("one", parts=tuple(parts))
 
-    def _all(self, nested: bool) -> Node:
+    def _sequence(self, nested: bool) -> Node:
         parts: list[Node] = []
         blank = BLANK_LINES if nested else BLANK
         while (char := self.text[self.at : self.at + 1]) and char not in "|)\r\n":
@@ -180,11 +181,11 @@ class _Parser:
             elif char == "(":
                 self.at += 1
                 self._skip(BLANK_LINES)
-                parts.append(self._one(nested=True))
+                parts.append(self._alternatives(nested=True))
                 if not self.text.startswith(")", self.at):
                     self._refuse("expected a closing parenthesis")
                 self.at += 1
-            elif parts and (char in MOST or char == "{"):
+            elif parts and (char in REPEAT_SIGNS or char == "{"):
                 parts[-1] = Node("times", self._times(char), (parts[-1],))
             else:
                 parts.append(Node("rule", self._name()))
@@ -192,14 +193,14 @@ class _Parser:
         return parts[0] if len(parts) == 1 else Node("all", parts=tuple(parts))
 
     def _times(self, char: str) -> str:
-        if char in MOST:
+        if char in REPEAT_SIGNS:
             self.at += 1
             return char
         found = TIMES.match(self.text, self.at)
         if found is None or (found[3] and int(found[1]) > int(found[3])):
             self._refuse("expected a repeat count, as {2} or {2,} or {2,4}")
-        if int(found[3] or found[1]) > LARGEST:
-            self._refuse(f"expected a count of at most {LARGEST}")
+        if int(found[3] or found[1]) > MAX_REPEAT:
+            self._refuse(f"expected a count of at most {MAX_REPEAT}")
         self.at = found.end()
         return f"{{{int(found[1])}{',' if found[2] else ''}{found[3] or ''}}}"
 
@@ -239,7 +240,7 @@ class _Parser:
         if not 0 <= number <= 0x10FFFF or 0xD800 <= number < 0xE000:
             self._refuse("there is no such character")
         self.at = found.end()
-        return LETTERS.get(found[4], found[4]) if found[4] else chr(number)
+        return ESCAPED_CHARS.get(found[4], found[4]) if found[4] else chr(number)
 
     def _name(self) -> str:
         found = NAME.match(self.text, self.at)
@@ -267,71 +268,72 @@ class _Writer:
     rules: dict[str, Node]
     terminals: dict[str, str] = field(default_factory=dict)  # text -> name
 
-    def written(self, as_one: bool) -> str:
-        order, recurs = self._reached()
-        self._demand_ends(order)
-        whole = as_one and not recurs
+    def write(self, as_one: bool) -> str:
+        order, is_recursive = self._reachable_rules()
+        self._check_finite(order)
+        is_terminal = as_one and not is_recursive
         self._names = {name: f"r{number}_{re.sub('[^a-z0-9]', '_', name.lower())}" for number, name in enumerate(order)}
-        if whole:
+        if is_terminal:
             self._names = {name: made.upper() for name, made in self._names.items()}
         lines = [f"start: {self._names[ROOT]}"]
-        lines += [f"{self._names[name]}: {self._plain(self.rules[name]) if whole else self._cut(self.rules[name])}" for name in order]
+        lines += [f"{self._names[name]}: {self._as_terminal(self.rules[name]) if is_terminal else self._as_rule(self.rules[name])}"
+                  for name in order]
         lines += [f"{name}: {text}" for text, name in self.terminals.items()]
         return "%llguidance {}\n" + "\n".join(lines) + "\n"
 
-    def _reached(self) -> tuple[list[str], bool]:
+    def _reachable_rules(self) -> tuple[list[str], bool]:
         """The rules reachable from root, and whether any is recursive."""
         found: dict[str, None] = {}
-        above, left, recurs = [""], [iter((ROOT,))], False
-        while left:
-            name = next(left[-1], None)
+        path, stack, is_recursive = [""], [iter((ROOT,))], False
+        while stack:
+            name = next(stack[-1], None)
             if name is None:
-                left.pop()
-                above.pop()
+                stack.pop()
+                path.pop()
             elif name in found:
-                recurs = recurs or name in above
+                is_recursive = is_recursive or name in path
             else:
                 found[name] = None
-                above.append(name)
-                left.append(iter(dict.fromkeys(self.rules[name].names())))
-            if len(above) > DEEPEST:
-                raise GbnfError(f"rules are nested more than {DEEPEST} deep", "make fewer rules refer to one another")
-        return [*found], recurs
+                path.append(name)
+                stack.append(iter(dict.fromkeys(self.rules[name].names())))
+            if len(path) > MAX_RULE_DEPTH:
+                raise GbnfError(f"rules are nested more than {MAX_RULE_DEPTH} deep", "make fewer rules refer to one another")
+        return [*found], is_recursive
 
-    def _demand_ends(self, order: list[str]) -> None:
-        if (name := endless(self.rules, order[::-1])) is not None:
+    def _check_finite(self, order: list[str]) -> None:
+        if (name := find_endless_rule(self.rules, order[::-1])) is not None:
             raise GbnfError(f"the rule {name} never ends: each of its alternatives recurses", ENDLESS_HINT)
 
-    def _plain(self, node: Node) -> str:
+    def _as_terminal(self, node: Node) -> str:
         """A node as a regular terminal."""
         if node.kind == "text":
             return node.text
         if node.kind == "rule":
             return self._names[node.text]
         if node.kind == "times":
-            return f"({self._plain(node.parts[0])}){node.text}"
-        said = (" " if node.kind == "all" else " | ").join(map(self._plain, node.parts))
+            return f"({self._as_terminal(node.parts[0])}){node.text}"
+        said = (" " if node.kind == "all" else " | ").join(map(self._as_terminal, node.parts))
         return f"({said})" if said else NOTHING
 
-    def _cut(self, node: Node) -> str:
+    def _as_rule(self, node: Node) -> str:
         """A node with its reference-free parts as terminals; adjacent ones are joined."""
         if next(node.names(), None) is None:
-            return self.terminals.setdefault(self._plain(node), f"T{len(self.terminals)}")
+            return self.terminals.setdefault(self._as_terminal(node), f"T{len(self.terminals)}")
         if node.kind == "rule":
             return self._names[node.text]
         if node.kind == "times":
-            return f"({self._cut(node.parts[0])}){node.text}"
+            return f"({self._as_rule(node.parts[0])}){node.text}"
         if node.kind == "one":
-            return f"({' | '.join(map(self._cut, node.parts))})"
-        made: list[str] = []
-        row: list[Node] = []
+            return f"({' | '.join(map(self._as_rule, node.parts))})"
+        written: list[str] = []
+        terminal_parts: list[Node] = []
         for part in (*node.parts, None):
             if part is not None and next(part.names(), None) is None:
-                row.append(part)
+                terminal_parts.append(part)
                 continue
-            if row:
-                made.append(self._cut(Node("all", parts=tuple(row))))
-            row = []
+            if terminal_parts:
+                written.append(self._as_rule(Node("all", parts=tuple(terminal_parts))))
+            terminal_parts = []
             if part is not None:
-                made.append(self._cut(part))
-        return f"({' '.join(made)})"
+                written.append(self._as_rule(part))
+        return f"({' '.join(written)})"

@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 
-LARGEST = 2**31 - 1  # that llguidance reads
+MAX_REPEAT = 2**31 - 1  # that llguidance reads
 SIGNS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 NUMBERS = re.compile(r"\{(\d+)(,?)(\d*)\}")
 
@@ -40,14 +40,14 @@ class Repeat:
         most = None if None in (self.most, inner.most) else self.most * inner.most
         if self.most == 0 or inner.most == 0:
             most = 0
-        made = Repeat(self.least * inner.least, most)
-        if max(made.least, made.most or 0) > LARGEST:
+        product = Repeat(self.least * inner.least, most)
+        if max(product.least, product.most or 0) > MAX_REPEAT:
             return None
-        # From one number of times to the next: where there is no gap behind the first two, there is none behind later ones.
+        # Totals of `times` repetitions must join those of `times + 1`. If they do for the first two numbers, they do for all later ones.
         steps = [times for times in (self.least, self.least + 1) if self.most is None or times < self.most]
-        return made if all(inner.goes_on(times) for times in steps) else None
+        return product if all(inner.has_no_gap(times) for times in steps) else None
 
-    def goes_on(self, times: int) -> bool:
-        """Do the totals of one repetition more begin no later than where those of `times` end?"""
+    def has_no_gap(self, times: int) -> bool:
+        """Whether the totals of `times + 1` repetitions begin no later than right after those of `times` end."""
         most = math.inf if self.most is None and times else times * (self.most or 0)
         return (times + 1) * self.least <= most + 1

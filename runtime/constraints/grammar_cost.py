@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .gbnf import DEEPEST, ENDLESS_HINT, Node, endless
+from .gbnf import ENDLESS_HINT, MAX_RULE_DEPTH, Node, find_endless_rule
 from .lark_notation import IGNORED, START, Rule
 
 MOST_STEPS = 1000  # rules and parentheses in one another: the 8 MB of a stack end at some 3,000
@@ -28,13 +28,14 @@ def too_much_of_rules(rules: Mapping[str, Rule]) -> tuple[str, str] | None:
     """(what is too expensive, hint), None if nothing is. Embedded schemas are judged separately."""
     starts = [name for name in (f"0:{START}", f"0:{IGNORED}") if name in rules]
     if any(_is_deep(rules, start) for start in starts):
-        return f"rules are nested more than {DEEPEST} deep, or {MOST_STEPS} with parentheses", "make fewer rules refer to one another"
+        return (f"rules are nested more than {MAX_RULE_DEPTH} deep, or {MOST_STEPS} with parentheses",
+                "make fewer rules refer to one another")
     parts = sum(token.kind != "mark" for name, rule in rules.items() if not _is_terminal(name) for token in rule.tokens)
     if parts > MOST_PARTS:
         return f"its rules have {parts} parts, more than the {MOST_PARTS} allowed", 'put word lists into a terminal, as WORD: "a" | "b"'
     order = _reached(rules, starts)
     nodes = {name: rules[name].parts(rules) for name in order}
-    if (name := endless(nodes, order)) is not None:
+    if (name := find_endless_rule(nodes, order)) is not None:
         return f"the rule {name.partition(':')[2]} never ends: each of its alternatives recurses", ENDLESS_HINT
     return _too_much_at_once(nodes) if any(token.text in "&~" for rule in rules.values() for token in rule.tokens) else None
 
@@ -64,7 +65,7 @@ def _is_deep(rules: Mapping[str, Rule], start: str) -> bool:
         left = [(start, 1, 1)]
         while left:
             name, depth, steps = left.pop()
-            if depth > DEEPEST or steps > MOST_STEPS:
+            if depth > MAX_RULE_DEPTH or steps > MOST_STEPS:
                 return True
             if name not in met:
                 met.add(name)

@@ -173,7 +173,7 @@ class Answer:
             yield from text.push(step)
             self.reasoning_token_count += text.is_reasoning_token
             if constraint:
-                constraint.took(step.token, text.is_reasoning_text)
+                constraint.accept(step.token, text.is_reasoning_text)
             yield from (Notice(line) for line in engine.announcements())
             if engine.truncated and not truncation_reported:
                 truncation_reported = True

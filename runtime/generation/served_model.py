@@ -361,7 +361,10 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
         if constraint is None:
             return None
         compiled = self._compiled
-        self._compiled = compiled.holding(constraint) if compiled else constraint.opened(self.tokenizer, self.engine.config.vocab_size)
+        if compiled:
+            self._compiled = compiled.compile_other(constraint)
+        else:
+            self._compiled = constraint.compile(self.tokenizer, self.engine.config.vocab_size)
         return self._compiled
 
     def slots(self) -> list[tuple[bool, int]]:

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from ...offload.gguf_header import GgufHeader, shown_value
 from ...offload.safetensors_header import shown
-from ..templates.template import FOR_TOOLS, ChatTemplate
+from ..templates.template import TOOL_TEMPLATE, ChatTemplate
 from ..tokenizer import END_OF_TURN, END_TAG, TEKKEN_PROBES, TEKKEN_WARNING, TokenizerError
 from ..tokenizer import Tokenizer as ModelTokenizer
 from ..tokens.rwkv_vocabulary import WORLD_FORMAT, WORLD_TEMPLATE, gguf_tokens, rwkv_tokenizer
@@ -119,7 +119,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
         pre, remarks = "tekken", (TEKKEN_WARNING.format(path.name),)
     return Vocabulary(path, model, pre, tokens, kinds, scores, merges, ids, data.get("tokenizer.ggml.add_bos_token", default) is True,
                       data.get("tokenizer.ggml.add_space_prefix", True) is not False, template, swallows, remarks,
-                      for_tools if isinstance(for_tools := data.get(f"tokenizer.chat_template.{FOR_TOOLS}"), str) else None)
+                      for_tools if isinstance(for_tools := data.get(f"tokenizer.chat_template.{TOOL_TEMPLATE}"), str) else None)
 
 
 def backend(vocabulary: Vocabulary) -> Tokenizer:

@@ -18,9 +18,9 @@ from .client import Cancelled
 from .results import ToolResult
 from .toolbox import Tool, Toolbox, arguments_of
 
-MOST_ROUNDS = 25
-ANSWER_TOKENS = 512  # that are kept free for an answer behind what a tool gave back, at most a quarter of the context
-SHORTEST = 16  # tokens of a result that are worth telling
+MAX_ROUNDS = 25
+ANSWER_TOKENS = 512  # reserved for the answer after a tool result, at most a quarter of the context
+MIN_RESULT_TOKENS = 16  # a shorter part of a result is not worth including
 REFUSED = "Error: the user did not allow this call."
 STOPPED = "Error: the user stopped this before it ran."
 GIVEN_UP = "Error: the user stopped this before it returned anything."
@@ -35,7 +35,7 @@ class Generating:
 
 @dataclass
 class ApprovalRequest:
-    """May this tool be called? The caller sets `is_allowed`; `is_over` stops the loop."""
+    """Asks whether a tool may be called. The caller sets `is_allowed`; `is_over` stops the loop."""
 
     call: Call
     tool: Tool
@@ -102,17 +102,20 @@ class ToolRefresh(Cancellable):
 Step = Generating | ToolRefresh | ApprovalRequest | ToolExecution | ToolReported | Notice
 
 
-def agent_loop(session: Session, events: Iterator[Event], box: Toolbox, most: int = MOST_ROUNDS) -> Iterator[Step]:
-    """The steps of an answer of `session`, begun by `events`, that may call the tools of `box` in at most `most` rounds. Close the
-    generator."""
+def agent_loop(session: Session, events: Iterator[Event], box: Toolbox, max_rounds: int = MAX_ROUNDS) -> Iterator[Step]:
+    """The steps of an answer of `session`, begun by `events`, that may call the tools of `box` in at most `max_rounds` rounds.
+
+    The caller must close the generator.
+    """
     try:
         yield from _listed(session, box)
         yield Generating(events)
-        done = 0
+        rounds = 0
         while session.open_calls:
             is_over = session.was_cancelled
-            if done == most and not is_over:
-                yield Notice(f"the answer reached the limit of {most} tool rounds: no more tools are called (--tool-rounds N allows more)")
+            if rounds == max_rounds and not is_over:
+                yield Notice(f"the answer reached the limit of {max_rounds} tool rounds: no more tools are called "
+                             "(--tool-rounds N allows more)")
                 is_over = True
             for call in list(session.open_calls):
                 if is_over:
@@ -124,19 +127,19 @@ def agent_loop(session: Session, events: Iterator[Event], box: Toolbox, most: in
                     yield append_result(session, call, None, f"Error: there is no tool {call.name}; there are: {known}")
                     continue
                 if tool.name not in box.approved:
-                    question = ApprovalRequest(call, tool)
-                    yield question
-                    is_over = question.is_over
-                    if not question.is_allowed:
+                    request = ApprovalRequest(call, tool)
+                    yield request
+                    is_over = request.is_over
+                    if not request.is_allowed:
                         yield append_result(session, call, tool, STOPPED if is_over else REFUSED)
                         continue
-                running = ToolExecution(call, tool, box)
-                yield running
-                is_over = running.is_cancelled
-                yield append_result(session, call, tool, GIVEN_UP, running.found)
+                execution = ToolExecution(call, tool, box)
+                yield execution
+                is_over = execution.is_cancelled
+                yield append_result(session, call, tool, GIVEN_UP, execution.found)
             if is_over:
                 return
-            done += 1
+            rounds += 1
             yield from _listed(session, box)
             session.tools = box.tools
             yield Generating(session.go_on())
@@ -152,35 +155,36 @@ def _listed(session: Session, box: Toolbox) -> Iterator[Step]:
         session.tools = box.tools
 
 
-def append_result(session: Session, call: Call, tool: Tool | None, otherwise: str, found: ToolResult | None = None) -> ToolReported:
+def append_result(session: Session, call: Call, tool: Tool | None, error_text: str, found: ToolResult | None = None) -> ToolReported:
     """Append a tool result to the history, truncated to the context."""
     if found is None:
-        session.take_result(call, otherwise)
-        return ToolReported(call, tool, otherwise)
-    text, remarks, pictures = found.text, [], []
+        session.take_result(call, error_text)
+        return ToolReported(call, tool, error_text)
+    text, remarks, images = found.text, [], []
     for number, data in enumerate(found.pictures, 1):
         try:
-            pictures.append(session.picture(decode_image(data, f"image {number} of {call.name}")))
-        except EffllmError as error:  # a model that takes none, or what is none
+            images.append(session.picture(decode_image(data, f"image {number} of {call.name}")))
+        except EffllmError as error:  # the model takes no images, or the data is not an image
             remarks.append(f"image {number} of {call.name} is left out: {error.message}")
             text += f"\n[image {number} is left out: {error.message}]"
-    text, left = truncated_to_context(session, text)
-    if left:
-        remarks.append(f"the context has room for only part of the result of {call.name}: {left} tokens are left out (-c for a larger one)")
-    session.take_result(call, text, pictures)
+    text, dropped_tokens = truncated_to_context(session, text)
+    if dropped_tokens:
+        remarks.append(f"the context has room for only part of the result of {call.name}: {dropped_tokens} tokens are left out "
+                       "(-c for a larger one)")
+    session.take_result(call, text, images)
     return ToolReported(call, tool, text, found, tuple(remarks))
 
 
 def truncated_to_context(session: Session, text: str) -> tuple[str, int]:
     """As much of a text as the context has room for, with a remark on what is missing; and its number of tokens."""
-    whole = session.count(text)
-    room = session.n_ctx - session.used - min(ANSWER_TOKENS, session.n_ctx // 4)
+    total = session.count(text)
+    available = session.n_ctx - session.used - min(ANSWER_TOKENS, session.n_ctx // 4)
     if session.engine.options.overflow == "shift":
-        room = max(room, session.n_ctx // 4)
-    if whole <= max(0, room - SHORTEST):
+        available = max(available, session.n_ctx // 4)
+    if total <= max(0, available - MIN_RESULT_TOKENS):
         return text, 0
-    kept = text[: len(text) * max(0, room - 2 * SHORTEST) // max(1, whole)]
-    while kept and session.count(kept) > room - 2 * SHORTEST:
+    kept = text[: len(text) * max(0, available - 2 * MIN_RESULT_TOKENS) // max(1, total)]
+    while kept and session.count(kept) > available - 2 * MIN_RESULT_TOKENS:
         kept = kept[: len(kept) * 7 // 8]
-    left = whole - session.count(kept) if kept else whole
-    return f"{kept}\n[shortened: {left} of {whole} tokens are left out, since the context is full]".lstrip("\n"), left
+    dropped = total - session.count(kept) if kept else total
+    return f"{kept}\n[shortened: {dropped} of {total} tokens are left out, since the context is full]".lstrip("\n"), dropped

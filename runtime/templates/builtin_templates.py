@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 _PARTS = """{%- set parts = [{'type': 'text', 'text': message['content']}] if message['content'] is string else message['content'] -%}"""
 _TEXT = """{%- for part in parts if part['type'] == 'text' -%}{{ part['text'] }}{%- endfor -%}"""
-# PaliGemma: pictures, the word that begins a text, what is asked, and the end of its line.
+# PaliGemma: images, BOS, the question, and a newline.
 PREFIX = """{%- for message in messages -%}
 {%- if message['role'] == 'system' -%}{{ raise_exception('there is no system role') }}{%- endif -%}
 """ + _PARTS + """
@@ -15,7 +15,7 @@ PREFIX = """{%- for message in messages -%}
 """ + _TEXT + """
 {{ '\\n' }}
 {%- endfor -%}"""
-# BLIP-2: pictures, the word that begins a text, and a question and its answer in turns; nothing asked, it says what is to be seen.
+# BLIP-2: images, BOS, then questions and answers in turns; without a question, the model describes the image.
 QUESTION = """{%- for message in messages -%}
 {%- if message['role'] == 'system' -%}{{ raise_exception('there is no system role') }}{%- endif -%}
 """ + _PARTS + """
@@ -25,7 +25,7 @@ QUESTION = """{%- for message in messages -%}
 {%- if message['role'] == 'assistant' -%}{{ ' ' + asked + ' ' }}
 {%- elif asked -%}{{ 'Question: ' + asked + ' Answer:' }}{%- endif -%}
 {%- endfor -%}"""
-# GOT-OCR 2: one system's message, pages between two words, and what is asked (OCR:, OCR with format:) between two spaces.
+# GOT-OCR 2: a system message, pages between two special tokens, and the request (OCR:, OCR with format:) between two spaces.
 PAGES = """{%- if messages[0]['role'] != 'system' -%}
 {{ '<|im_start|>system\\nYou should follow the instructions carefully and explain your answers in detail.<|im_end|>' }}
 {%- endif -%}
@@ -38,7 +38,7 @@ PAGES = """{%- if messages[0]['role'] != 'system' -%}
 {{ (' ' if pages else '') + '<|im_end|>' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
-# DeepSeek-OCR 1 and 2: the word that begins a text, each page on a line of its own, and what is asked (Free OCR.); no words for turns.
+# DeepSeek-OCR 1 and 2: BOS, each page on a line of its own, and the request (Free OCR.); turns have no tokens.
 LINES = """{%- for message in messages -%}
 {%- if message['role'] == 'system' -%}{{ raise_exception('there is no system role') }}{%- endif -%}
 {%- if loop.first -%}{{ bos_token }}{%- endif -%}
@@ -46,9 +46,9 @@ LINES = """{%- for message in messages -%}
 {%- for part in parts -%}{{ '<image>\\n' if part['type'] == 'image' else part['text'] }}{%- endfor -%}
 {%- if message['role'] == 'assistant' -%}{{ eos_token }}{%- endif -%}
 {%- endfor -%}"""
-# Unlimited OCR: the same with pages one behind the other, and what is asked (document parsing., Multi page parsing.) behind them.
-BESIDE = LINES.replace("'<image>\\n'", "'<image>'")
-# Whisper: the sound, and what an answer begins with.
+# Unlimited OCR: as above, but with all pages on one line, followed by the request (document parsing., Multi page parsing.).
+SAME_LINE = LINES.replace("'<image>\\n'", "'<image>'")
+# Whisper: the audio, and the beginning of the answer.
 SOUND = """{%- for message in messages -%}
 {%- if message['role'] == 'system' -%}{{ raise_exception('there is no system role') }}{%- endif -%}
 """ + _PARTS + """
@@ -56,4 +56,4 @@ SOUND = """{%- for message in messages -%}
 {%- if message['role'] == 'assistant' -%}""" + _TEXT + """{%- endif -%}
 {%- endfor -%}"""
 BUILTIN_TEMPLATES: Mapping[str | None, str] = {"blip-2": QUESTION, "deepseek_ocr": LINES, "deepseek_ocr2": LINES, "got_ocr2": PAGES,
-                                     "paligemma": PREFIX, "unlimited_ocr": BESIDE, "whisper": SOUND}  # by model type
+                                     "paligemma": PREFIX, "unlimited_ocr": SAME_LINE, "whisper": SOUND}  # by model type

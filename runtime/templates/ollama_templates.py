@@ -19,21 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Format:
-    """A prompt format. A Go template of it contains all of `marks` and none of `without`. `turn`: each message, with {role} and {text};
-    `answer`: the generation prompt. `roles`: other role names; `turns`: by role, in place of `turn`. `system`: text around a system prompt
-    that is merged into the first user message; None where it has a turn."""
+    """A prompt format."""
 
-    marks: tuple[str, ...]
-    turn: str
-    answer: str
-    without: tuple[str, ...] = ()
-    roles: Mapping[str, str] | None = None
-    turns: Mapping[str, str] | None = None
-    system: tuple[str, str] | None = None
+    markers: tuple[str, ...]  # a Go template of this format contains all of them
+    turn: str  # of each message, with {role} and {text}
+    answer: str  # the generation prompt
+    excluded: tuple[str, ...] = ()  # a Go template of this format contains none of them
+    roles: Mapping[str, str] | None = None  # names of roles that differ from the usual ones
+    turns: Mapping[str, str] | None = None  # by role, in place of `turn`
+    system: tuple[str, str] | None = None  # text around a system prompt that is merged into the first user message; None if it has a turn
 
 
 _MODEL = {"assistant": "model"}
-# The first that fits, so the more peculiar marks come first.
+# The first match counts, so formats with more specific markers come first.
 FORMATS: Mapping[str, Format] = {
     "Phi 4": Format(("<|im_start|>", "<|im_sep|>"), "<|im_start|>{role}<|im_sep|>{text}<|im_end|>", "<|im_start|>assistant<|im_sep|>"),
     "ChatML": Format(("<|im_start|>", "<|im_end|>"), "<|im_start|>{role}\n{text}<|im_end|>\n", "<|im_start|>assistant\n"),
@@ -51,29 +49,29 @@ FORMATS: Mapping[str, Format] = {
                       system=("<<SYS>>\n", "\n<</SYS>>\n\n")),
     "Mistral": Format(("[INST]", "[/INST]"), "", "", turns={"user": "[INST] {text}[/INST]", "assistant": " {text}</s>"},
                       system=("", "\n\n")),
-    "Phi 3": Format(("<|user|>", "<|end|>"), "<|{role}|>\n{text}<|end|>\n", "<|assistant|>\n", without=("<|channel|>",)),
+    "Phi 3": Format(("<|user|>", "<|end|>"), "<|{role}|>\n{text}<|end|>\n", "<|assistant|>\n", excluded=("<|channel|>",)),
     "Zephyr": Format(("<|user|>", "</s>"), "<|{role}|>\n{text}</s>\n", "<|assistant|>\n"),
 }
 
 
 def detect_format(source: str) -> str | None:
     """The format of an Ollama template; None for an unknown one."""
-    return next((name for name, each in FORMATS.items() if all(mark in source for mark in each.marks)
-                 and not any(mark in source for mark in each.without)), None)
+    return next((name for name, format in FORMATS.items() if all(marker in source for marker in format.markers)
+                 and not any(marker in source for marker in format.excluded)), None)
 
 
 def install_template(tokenizer: Tokenizer, name: str) -> None:
     """Set the chat template of a tokenizer that has none."""
-    begins = "{{- bos_token -}}" if tokenizer.encode("") and "bos_token" in tokenizer.special_tokens else ""
-    tokenizer.template = ChatTemplate(begins + jinja_source(name), tokenizer.special_tokens)
+    bos = "{{- bos_token -}}" if tokenizer.encode("") and "bos_token" in tokenizer.special_tokens else ""
+    tokenizer.template = ChatTemplate(bos + jinja_source(name), tokenizer.special_tokens)
 
 
 def jinja_source(name: str) -> str:
     """The chat template of a format."""
-    each = FORMATS[name]
-    roles, parts = each.roles or {}, []
-    turns = each.turns or {role: each.turn.replace("{role}", roles.get(role, role)) for role in ("system", "user", "assistant")}
-    if each.system is not None:
+    format = FORMATS[name]
+    roles, parts = format.roles or {}, []
+    turns = format.turns or {role: format.turn.replace("{role}", roles.get(role, role)) for role in ("system", "user", "assistant")}
+    if format.system is not None:
         turns = {role: turn for role, turn in turns.items() if role != "system"}
         parts.append("{%- set first = messages[0]['content'] if messages and messages[0]['role'] == 'system' else '' -%}"
                      "{%- set told = messages[1:] if first else messages -%}")
@@ -81,15 +79,15 @@ def jinja_source(name: str) -> str:
         parts.append("{%- set told = messages -%}")
     parts.append("{%- for message in told -%}")
     for number, (role, turn) in enumerate(turns.items()):
-        before, _, behind = turn.partition("{text}")
+        before, _, after = turn.partition("{text}")
         text = "message['content']"
-        if each.system is not None and role == "user":
-            around = f"{_quoted(each.system[0])} ~ first ~ {_quoted(each.system[1])}"
-            text = f"(({around}) if loop.first and first else '') ~ ({text})"
+        if format.system is not None and role == "user":
+            system_text = f"{_quoted(format.system[0])} ~ first ~ {_quoted(format.system[1])}"
+            text = f"(({system_text}) if loop.first and first else '') ~ ({text})"
         parts.append(f"{{%- {'elif' if number else 'if'} message['role'] == '{role}' -%}}"
-                     f"{{{{- {_quoted(before)} ~ ({text}) ~ {_quoted(behind)} -}}}}")
+                     f"{{{{- {_quoted(before)} ~ ({text}) ~ {_quoted(after)} -}}}}")
     parts.append("{%- else -%}{{- raise_exception('this template has no turn for ' ~ message['role']) -}}{%- endif -%}{%- endfor -%}")
-    parts.append(f"{{%- if add_generation_prompt -%}}{{{{- {_quoted(each.answer)} -}}}}{{%- endif -%}}" if each.answer else "")
+    parts.append(f"{{%- if add_generation_prompt -%}}{{{{- {_quoted(format.answer)} -}}}}{{%- endif -%}}" if format.answer else "")
     return "".join(parts)
 
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from .template_sandbox import TemplateEnvironment
 
 SOURCE_LIMIT = 64_000  # characters; compiling that many takes a second, and published templates have a third of it
-FOR_TOOLS = "tool_use"  # what the one for tools is called among several
+TOOL_TEMPLATE = "tool_use"  # name of the template for tools in a list of templates
 RENDER_SECONDS = 2.0
-MESSAGES = 100  # the time limit grows by its base per so many: Gemma 4's template is quadratic in messages
+MESSAGES_PER_LIMIT = 100  # the time limit grows by RENDER_SECONDS per so many messages: Gemma 4's template is quadratic in them
 RAW_HINT = 'complete without a template: effllm run MODEL --raw "…"'
 
 
@@ -39,8 +39,10 @@ class TemplateRefused(TemplateError):
 
 
 class ChatTemplate:
-    """A chat template with its special tokens. Thread-safe; renders one at a time. `for_tools`: another template, used when there are
-    tools."""
+    """A chat template with its special tokens. Thread-safe; renders one at a time.
+
+    `seconds`: CPU time allowed per render and MESSAGES_PER_LIMIT messages. `for_tools`: another template, used when there are tools.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None, seconds: float = RENDER_SECONDS,
                  for_tools: str | None = None) -> None:
@@ -49,8 +51,8 @@ class ChatTemplate:
                 f"the model's chat template has {len(source):,} characters, more than the {SOURCE_LIMIT:,} allowed", RAW_HINT
             )
         self.source, self.special_tokens, self.seconds = source, dict(special_tokens or {}), seconds
-        taken = for_tools is not None and len(for_tools) <= SOURCE_LIMIT
-        self.for_tools = ChatTemplate(for_tools, special_tokens, seconds) if taken else None
+        has_tool_template = for_tools is not None and len(for_tools) <= SOURCE_LIMIT
+        self.for_tools = ChatTemplate(for_tools, special_tokens, seconds) if has_tool_template else None
         self._lock = threading.Lock()
         self._compiled: tuple[TemplateEnvironment, Template] | None = None
 
@@ -64,9 +66,9 @@ class ChatTemplate:
         """The prompt text. `messages` are dicts with role and content; `options` reach the template as variables (enable_thinking, …)."""
         if tools and self.for_tools:
             return self.for_tools.render(messages, add_generation_prompt, tools, **options)
-        names = {"documents": None, **self.special_tokens, **options, "messages": list(messages), "tools": tools}
+        variables = {"documents": None, **self.special_tokens, **options, "messages": list(messages), "tools": tools}
         try:
-            text = json.dumps(names | {"add_generation_prompt": add_generation_prompt})
+            text = json.dumps(variables | {"add_generation_prompt": add_generation_prompt})
         except (TypeError, ValueError) as error:
             raise TemplateError(f"chat messages must be plain text, numbers, lists and mappings: {error}") from None
         # The round trip leaves only exact built-in types: an object with methods of its own would be a hole in the sandbox.
@@ -85,19 +87,19 @@ class ChatTemplate:
         except Exception:  # untrusted code, as in `_render`
             return frozenset()
 
-    def _render(self, names: dict[str, Any], weight: int) -> str:
+    def _render(self, variables: dict[str, Any], num_chars: int) -> str:
         from .template_limits import LimitExceeded, Meter
         from .template_sandbox import Refusal, TemplateEnvironment
 
         try:
             environment, template = self._compiled or (TemplateEnvironment(), None)
-            seconds = self.seconds * (1 + len(names["messages"]) / MESSAGES)
-            environment.meter = Meter(weight, seconds)
+            seconds = self.seconds * (1 + len(variables["messages"]) / MESSAGES_PER_LIMIT)
+            environment.meter = Meter(num_chars, seconds)
             if template is None:
                 template = environment.load(self.source)
-                environment.meter = Meter(weight, seconds)
+                environment.meter = Meter(num_chars, seconds)
                 self._compiled = environment, template
-            return "".join(template.root_render_func(template.new_context(names)))
+            return "".join(template.root_render_func(template.new_context(variables)))
         except Refusal as error:
             raise TemplateRefused(f"the model's chat template refuses these messages: {_one_line(error)}", RAW_HINT) from None
         except LimitExceeded as error:
@@ -151,7 +153,7 @@ def _from_entry(config: Any, path: Path) -> tuple[str | None, str | None]:
     if isinstance(entry, list):
         named = {str(e.get("name")): e.get("template") for e in entry if isinstance(e, Mapping)}
         entry = named.get("default", next(iter(named.values()), None))
-        for_tools = named.get(FOR_TOOLS)
+        for_tools = named.get(TOOL_TEMPLATE)
     if entry is not None and not isinstance(entry, str):
         raise TemplateError(f"chat_template in {path} is neither text nor a list of named templates", RAW_HINT)
     return entry, for_tools if isinstance(for_tools, str) else None

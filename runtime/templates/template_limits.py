@@ -24,8 +24,11 @@ class LimitExceeded(Exception):
 
 
 class Meter:
-    """Limits of one render, in its thread. `input_weight`: weight of the messages, with which limits grow. `seconds` of CPU time: other
-    load on the machine, or a suspended process, does not count."""
+    """Limits of one render, in its thread.
+
+    `input_weight`: weight of the messages, with which limits grow.
+    `seconds`: CPU time; other load on the machine, or a suspended process, does not count.
+    """
 
     __slots__ = ("began", "budget", "deadline", "seconds", "value_limit")
 
@@ -37,7 +40,7 @@ class Meter:
 
     def step(self) -> None:
         """Called at each operation; between two steps only bounded work happens."""
-        if time.perf_counter() > self.deadline:  # which is sooner asked than what it had of the processor
+        if time.perf_counter() > self.deadline:  # reading this clock is cheaper than reading the CPU time
             left = self.began + self.seconds - time.thread_time()
             if left <= 0:
                 raise LimitExceeded(f"it ran longer than {self.seconds:g} s (an endless loop?)")
@@ -73,7 +76,7 @@ class Meter:
                 self.require(total)
         return total
 
-    def made(self, value: Any) -> Any:
+    def charge(self, value: Any) -> Any:
         """Account for a new value (top level only: its parts were counted when they were created) and return it."""
         kind = type(value)
         if kind is str:
@@ -87,10 +90,10 @@ class Meter:
             raise LimitExceeded("it builds more text than any conversation needs")
         return value
 
-    def made_tree(self, value: Any) -> Any:
-        """As `made`, for a container whose elements may repeat: weighs the whole tree."""
+    def charge_tree(self, value: Any) -> Any:
+        """As `charge`, for a container whose elements may repeat: weighs the whole tree."""
         self.weigh(value)
-        return self.made(value)
+        return self.charge(value)
 
 
 # ---- operators ----------------------------------------------------------------------------------------------------------
@@ -113,7 +116,7 @@ def binary(meter: Meter, sign: str, left: Any, right: Any) -> Any:
     if a in VIEWS or b in VIEWS or isinstance(left, (set, frozenset)) or isinstance(right, (set, frozenset)):
         raise LimitExceeded(f"it applies {sign} to a view of a mapping")
     if sign == "%" and a is str:
-        return meter.made(percent(meter, left, right))
+        return meter.charge(percent(meter, left, right))
     if sign == "**" and isinstance(left, int) and isinstance(right, int) and right > 0 and left.bit_length() * right > INT_BITS:
         raise LimitExceeded(f"it computes an integer of more than {INT_BITS:,} bits")
     if sign == "*":
@@ -124,7 +127,7 @@ def binary(meter: Meter, sign: str, left: Any, right: Any) -> Any:
     elif sign == "+" and a is b is str:
         meter.require(len(left) + len(right))
     result = OPERATORS[sign](left, right)
-    return meter.made_tree(result) if type(result) in (list, tuple) else meter.made(result)
+    return meter.charge_tree(result) if type(result) in (list, tuple) else meter.charge(result)
 
 
 def percent(meter: Meter, text: str, values: Any) -> str:
@@ -145,7 +148,7 @@ def concat(meter: Meter, parts: Iterable[Any], separator: str = "") -> str:
         total += len(text) + len(separator)
         meter.require(total)
         texts.append(text)
-    return meter.made(separator.join(texts))
+    return meter.charge(separator.join(texts))
 
 
 def tojson(
@@ -173,7 +176,7 @@ def _scan(meter: Meter, text: str, needle: Any = "", *_: Any) -> None:
 
 def _split(meter: Meter, text: str, sep: Any = None, *_: Any, **__: Any) -> None:
     _scan(meter, text, sep)
-    meter.made(text)
+    meter.charge(text)
 
 
 def replace_size(meter: Meter, text: str, old: str, new: str, count: int | None = -1, *_: Any) -> None:
@@ -209,7 +212,7 @@ def call_method(meter: Meter, target: Any, name: str, args: tuple, kwargs: dict)
         return concat(meter, *args, separator=target, **kwargs)
     if kind is str and name in STR_METHODS:
         STR_METHODS[name](meter, target, *args, **kwargs)
-        return meter.made(getattr(target, name)(*args, **kwargs))
+        return meter.charge(getattr(target, name)(*args, **kwargs))
     if name in METHODS.get(kind, ()):
-        return meter.made(getattr(target, name)(*args, **kwargs))
+        return meter.charge(getattr(target, name)(*args, **kwargs))
     raise LimitExceeded(f"it calls .{name}() of {'text' if kind is str else kind.__name__}, which templates may not use")

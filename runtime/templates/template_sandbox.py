@@ -146,7 +146,7 @@ class StringFormat:
     def __call__(self, *args: Any, **kwargs: Any) -> str:
         if self.mapping:
             (kwargs,), args = args, ()
-        return self.environment.meter.made(MeteredFormatter(self.environment).vformat(self.text, args, kwargs))
+        return self.environment.meter.charge(MeteredFormatter(self.environment).vformat(self.text, args, kwargs))
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -167,7 +167,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             "strftime_now": _strftime_now,
         }
         self.callables = tuple(self.globals.values())
-        own = {
+        metered_filters = {
             "center": self._center,
             "e": _escape,
             "escape": _escape,
@@ -182,8 +182,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             "tojson": self._tojson,
             "trim": self._trim,
         }
-        copied = {name: DEFAULT_FILTERS[name] for name in COPIED.split()}
-        self.filters = {name: self._metered_filter(name, function) for name, function in (copied | own).items()}
+        jinja_filters = {name: DEFAULT_FILTERS[name] for name in COPIED.split()}
+        self.filters = {name: self._metered_filter(name, function) for name, function in (jinja_filters | metered_filters).items()}
         self.tests = {name: self._metered_test(test) for name, test in DEFAULT_TESTS.items()}
 
     def load(self, source: str) -> Template:
@@ -203,7 +203,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def guard_output(self, value: Any) -> str:
         self.meter.step()
-        return self.meter.made(str(value))
+        return self.meter.charge(str(value))
 
     def guard_concat(self, *parts: Any) -> str:
         self.meter.step()
@@ -211,11 +211,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def guard_literal(self, value: Any) -> Any:
         self.meter.step()
-        return self.meter.made_tree(value)
+        return self.meter.charge_tree(value)
 
     def guard_slice(self, value: Any) -> Any:
         self.meter.step()
-        return self.meter.made(value)
+        return self.meter.charge(value)
 
     # ---- the hooks of Jinja's sandbox ----
 
@@ -227,7 +227,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
         if attribute.startswith("_") or not (type(obj) in READABLE or isinstance(obj, Undefined)):
             raise SecurityError(f"it reads the attribute {attribute[:40]!r} of {type(obj).__name__}, which templates may not")
-        return super().unsafe_undefined(obj, attribute)  # a method that modifies, named like a key: an error only when it is called
+        return super().unsafe_undefined(obj, attribute)  # a mutating method may share its name with a key: an error only when it is called
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         if isinstance(value, types.BuiltinMethodType) and type(value.__self__) is str and value.__name__ in ("format", "format_map"):
@@ -260,7 +260,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             raise SecurityError(f"it calls a {kind.__name__}, which templates may not")
         self.meter.weigh([args, {name: value for name, value in kwargs.items() if name not in JINJA_EXTRA}])
         result = super().call(context, obj, *args, **kwargs)
-        return self.meter.made_tree(result) if obj is dict else self.meter.made(result)
+        return self.meter.charge_tree(result) if obj is dict else self.meter.charge(result)
 
     # ---- filters and tests ----
 
@@ -272,7 +272,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             if isinstance(result, Iterator):  # Jinja's lazy filters: run them now, while the meter looks
                 result = list(islice(result, self.meter.value_limit + 1))
                 self.meter.require(len(result))
-            return self.meter.made(result) if name in SHARING else self.meter.made_tree(result)
+            return self.meter.charge(result) if name in SHARING else self.meter.charge_tree(result)
 
         return run
 
