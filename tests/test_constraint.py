@@ -176,7 +176,7 @@ def test_the_tokens_that_may_come_are_those_that_a_search_finds(engine, tokenize
     answers = ["yes", "yesterday", "no", "no, no, never"]
     vocabulary = read_grammar_flag('root ::= "yes" | "yesterday" | "no" | "no, no, never"').compile(tokenizer,
                                                                                                             engine.config.vocab_size)
-    expected = set(vocabulary.ends) if before in answers else set()
+    expected = set(vocabulary.stop_ids) if before in answers else set()
     for number in tokenizer.vocabulary().values():
         text = tokenizer.decode([number], skip_special_tokens=True)
         if text and any(answer.startswith(before + text) for answer in answers):
