@@ -40,18 +40,18 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, model
     from ..runtime.hub import shown_licence
     from ..runtime.library.aliases import check_alias, own_aliases, own_file, packaged, remove_alias, write_alias
     from ..runtime.library.listing import entry_for
-    from .modelfile import own_table
+    from .modelfile import find_settings_table
 
     screen = Screen(context.obj)
     variables = screen.environment.variables
     if modelfile is not None:
-        said = adopted(screen, name, model, modelfile, rm)
+        message = import_from_modelfile(screen, name, model, modelfile, rm)
     elif rm:
         if name is None or model is not None:
             raise UsageError("--rm takes one NAME", "effllm alias --rm NAME")
-        file = own_table(name, screen.environment)
+        file = find_settings_table(name, screen.environment)
         remove_alias(variables, name)
-        said = f"{name} is no longer an alias" + (f"; settings of that name stay in {file}" if file else "")
+        message = f"{name} is no longer an alias" + (f"; settings of that name stay in {file}" if file else "")
     elif name is not None:
         if model is None:
             raise UsageError("MODEL is missing", f"effllm alias {name} MODEL; without a name, effllm alias lists yours")
@@ -60,32 +60,32 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, model
         check_alias(name)
         entry = entry_for(name, model, variables)
         write_alias(variables, entry)
-        said = f"{name} is {entry.stands_for}" + (f"@{entry.revision}" if entry.revision != "main" else "")
+        message = f"{name} is {entry.stands_for}" + (f"@{entry.revision}" if entry.revision != "main" else "")
         if any(each.alias == name for each in packaged()):
-            said += f"; it hides the built-in name, which `effllm alias --rm {name}` restores"
+            message += f"; it hides the built-in name, which `effllm alias --rm {name}` restores"
     else:
-        said = f"stored in {own_file(variables)}"
-    own = own_aliases(variables)
-    if name is None and not own:
-        said = f"no aliases yet: effllm alias NAME MODEL adds one, {said}"
+        message = f"stored in {own_file(variables)}"
+    aliases = own_aliases(variables)
+    if name is None and not aliases:
+        message = f"no aliases yet: effllm alias NAME MODEL adds one, {message}"
     if json:
-        entries = {entry.alias: entry.to_yaml() | {"licence": entry.licence} for entry in own}
+        entries = {entry.alias: entry.to_yaml() | {"licence": entry.licence} for entry in aliases}
         screen.json({"file": str(own_file(variables)), "aliases": entries})
         return
-    if name is None and (own or screen.report_width is None):  # a heading alone is for scripts
+    if name is None and (aliases or screen.report_width is None):  # a heading alone is for scripts
         screen.table(("alias", "model", "licence"),
-                     [(entry.alias, entry.stands_for, shown_licence(entry.licence)) for entry in own])
-    screen.note(said)
+                     [(entry.alias, entry.stands_for, shown_licence(entry.licence)) for entry in aliases])
+    screen.note(message)
 
 
-def adopted(screen: Screen, name: str | None, model: str | None, modelfile: str, rm: bool) -> str:
-    """Import a Modelfile; returns the final message. What was left out of it has been reported before."""
-    from .modelfile import adopt, own_table
+def import_from_modelfile(screen: Screen, name: str | None, model: str | None, modelfile: str, rm: bool) -> str:
+    """Import a Modelfile, with a note for each ignored instruction. Returns the final message."""
+    from .modelfile import find_settings_table, import_modelfile
 
     if name is None or model is not None or rm:
         raise UsageError("--modelfile takes only a NAME: its FROM names the model", "effllm alias NAME --modelfile FILE")
-    entry, left = adopt(name, Path(modelfile), screen.environment)
-    for each in left:
-        screen.note(each)
-    where = own_table(name, screen.environment)
-    return f"{name} is {entry.stands_for}" + (f'; its settings are in {where}, below [model."{name}"]' if where else "")
+    entry, ignored = import_modelfile(name, Path(modelfile), screen.environment)
+    for note in ignored:
+        screen.note(note)
+    settings_file = find_settings_table(name, screen.environment)
+    return f"{name} is {entry.stands_for}" + (f'; its settings are in {settings_file}, below [model."{name}"]' if settings_file else "")

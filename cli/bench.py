@@ -38,8 +38,8 @@ Output = Annotated[Literal["md", "json", "csv"], flag(OUTPUT, "-o --output", "md
 Rows = Annotated[bool, flag(OUTPUT, "--json", "", "print one JSON array, as -o json does")]
 
 
-SETUP = ("model", "size", "params", "backend", "threads", "kv")  # columns of what was measured, not of what came
-SPARE = ("memory", "read", "of the roof", "predicted")  # columns that a narrow terminal drops, first one first; --json has all
+SETUP_COLUMNS = ("model", "size", "params", "backend", "threads", "kv")  # describe the test, not its result
+OPTIONAL_COLUMNS = ("memory", "read", "of the roof", "predicted")  # dropped in this order in a narrow terminal; --json has all
 
 
 def register(app: typer.Typer) -> None:
@@ -60,16 +60,16 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
         raise UsageError("give a model or --synthetic SHAPE", "effllm bench fable")
     if json and output == "csv":
         raise UsageError("--json and -o csv are different formats", "give one of them")
-    asked = {"prompt": counts("-p", prompt), "gen": counts("-n", gen), "depth": counts("-d", depth), "repetitions": repetitions,
-             "columns": columns}
+    values = {"prompt": parse_counts("-p", prompt), "gen": parse_counts("-n", gen), "depth": parse_counts("-d", depth),
+              "repetitions": repetitions, "columns": columns}
     engine = resolve_draft(engine, screen)
-    options = BenchOptions(**{name: value for name, value in asked.items() if value is not None})
-    with preparation(model, synthetic, context_for(engine.options(), options), weights, screen) as (prepare, kinds):
-        opened = final_result(open_prepared(prepare, kinds), screen, Engine)
+    options = BenchOptions(**{name: value for name, value in values.items() if value is not None})
+    with prepare_bench(model, synthetic, context_for(engine.options(), options), weights, screen) as (prepare, kinds):
+        loaded_engine = final_result(open_prepared(prepare, kinds), screen, Engine)
         try:
-            rows = list(show_progress(measure(opened, options, model or f"{synthetic} (random)"), screen, BenchRow))
+            rows = list(show_progress(measure(loaded_engine, options, model or f"{synthetic} (random)"), screen, BenchRow))
         finally:
-            opened.close()
+            loaded_engine.close()
     if json or output == "json":
         screen.json([row.to_json() for row in rows])
     elif output == "csv":
@@ -78,20 +78,20 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
         write_table(rows, screen)
 
 
-def counts(name: str, given: str | None) -> tuple[int, ...] | None:
-    """Comma-separated numbers, as in llama-bench."""
-    if given is None:
+def parse_counts(name: str, text: str | None) -> tuple[int, ...] | None:
+    """Parse comma-separated numbers, as in llama-bench; None if there are none. Raises UsageError."""
+    if text is None:
         return None
-    numbers = given.split(",")
+    numbers = text.split(",")
     if not all(number.strip().isdecimal() for number in numbers):
-        raise UsageError(f"{name} {given!r} is not a number of tokens", f"{name} 512, or several: {name} 128,512")
+        raise UsageError(f"{name} {text!r} is not a number of tokens", f"{name} 512, or several: {name} 128,512")
     return tuple(map(int, numbers))
 
 
 @contextmanager
-def preparation(model: str | None, synthetic: str | None, options: EngineOptions, weights: WeightFlags,
+def prepare_bench(model: str | None, synthetic: str | None, options: EngineOptions, weights: WeightFlags,
                 screen: Screen) -> Iterator[tuple[Callable[[], Prepared], Sequence[str]]]:
-    """The plan of the model, and the kinds of kernels that it will need."""
+    """A context that yields a function which plans the model, and the kinds of kernels that it needs."""
     from ..runtime.measuring.bench import prepare_synthetic
     from ..runtime.measuring.synthetic import synthetic_config
     from ..runtime.planning.compile_kernels import check_before_compiling
@@ -106,7 +106,7 @@ def preparation(model: str | None, synthetic: str | None, options: EngineOptions
         return
     if weights.keep and "keep" not in weights.from_settings:
         raise UsageError("random weights are not saved", "drop --keep")
-    bits = requested_bits(synthetic, None, weights)  # judged before kernels are compiled for it
+    bits = requested_bits(synthetic, None, weights)  # checked before kernels are compiled for it
     needs = format_needs(bits) | layer_needs(synthetic_config(synthetic))
     yield lambda: prepare_synthetic(synthetic, options, bits), kernel_kinds(needs, options)
 
@@ -116,33 +116,36 @@ def write_table(rows: Sequence[BenchRow], screen: Screen) -> None:
     from ..offload.size import format_size
 
     # As in llama-bench, options that differ from the defaults get a column.
-    asked = {name: [str(getattr(row, field)) for row in rows]
-             for name, field, usual in (("ngl", "n_gpu_layers", 0), ("columns", "columns", 1))
-             if any(getattr(row, field) != usual for row in rows)}
-    cells = [("model", "size", "params", "backend", "threads", *asked, "kv", "test", "t/s", "predicted", "read", "of the roof", "memory")]
+    option_columns = {name: [str(getattr(row, field)) for row in rows]
+             for name, field, default in (("ngl", "n_gpu_layers", 0), ("columns", "columns", 1))
+             if any(getattr(row, field) != default for row in rows)}
+    cells = [("model", "size", "params", "backend", "threads", *option_columns, "kv", "test", "t/s", "predicted", "read", "of the roof",
+              "memory")]
     for index, row in enumerate(rows):
         cells.append((row.model_type, format_size(row.model_size), f"{row.model_n_params / 1e6:.2f} M", row.backends, str(row.n_threads),
-                      *(column[index] for column in asked.values()), row.type_k, row.test, f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
+                      *(column[index] for column in option_columns.values()), row.type_k, row.test,
+                      f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
                       "" if row.predicted_ts is None else f"{row.predicted_ts:.2f}",
                       f"{format_size(round(row.read_bandwidth))}/s" if row.n_gen else "",
                       f"{100 * row.roof_fraction:.0f}%" if row.n_gen else "", format_size(row.peak_rss_bytes)))
-    lines = ruled(cells)
-    if screen.report_width is not None and len(lines[0]) > screen.report_width:  # what all rows have alike stands above them, once
-        alike = [at for at, heading in enumerate(cells[0]) if heading in (*SETUP, *asked) and len({line[at] for line in cells[1:]}) == 1]
-        screen.sentence(" · ".join(f"{cells[0][at]} {cells[1][at]}" for at in alike).removeprefix("model "))
-        screen.line()  # before which a page would read a table as prose
-        cells = [tuple(cell for at, cell in enumerate(line) if at not in alike) for line in cells]
-        lines = ruled(cells)
-        for heading in SPARE:
+    lines = markdown_lines(cells)
+    if screen.report_width is not None and len(lines[0]) > screen.report_width:  # constant columns become a sentence above the table
+        constant = [index for index, heading in enumerate(cells[0])
+                    if heading in (*SETUP_COLUMNS, *option_columns) and len({line[index] for line in cells[1:]}) == 1]
+        screen.sentence(" · ".join(f"{cells[0][index]} {cells[1][index]}" for index in constant).removeprefix("model "))
+        screen.line()  # Markdown needs an empty line before a table
+        cells = [tuple(cell for index, cell in enumerate(line) if index not in constant) for line in cells]
+        lines = markdown_lines(cells)
+        for heading in OPTIONAL_COLUMNS:
             if len(lines[0]) > screen.report_width:
-                gone = cells[0].index(heading)
-                cells = [line[:gone] + line[gone + 1 :] for line in cells]
-                lines = ruled(cells)
+                dropped = cells[0].index(heading)
+                cells = [line[:dropped] + line[dropped + 1 :] for line in cells]
+                lines = markdown_lines(cells)
     for line in lines:
         screen.line(line)
 
 
-def ruled(cells: Sequence[Sequence[str]]) -> list[str]:
+def markdown_lines(cells: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a Markdown table with aligned columns; the first of `cells` are the headings."""
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     lines = ["| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import UsageError
-from .eval import named, read_text
+from .eval import read_text, source_name
 from .flags import add_command, flag
 from .loading import final_result, find_model, open_with_progress
 from .options import OUTPUT, TEXT, Json, Model, Sample, Threads
@@ -58,38 +58,38 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
     try:
         ids = Tokenizer.load(ref.folder, engine.config).encode(content)[: tokens or sparsity.TOKENS]
         inputs: list | None = None if predictor is None else []
-        recorded = final_result(sparsity.record(engine, ids, inputs), screen, sparsity.Trace)
-        together = neurons_per_read(engine.model.tensors, engine.config)
+        activations = final_result(sparsity.record(engine, ids, inputs), screen, sparsity.Trace)
+        group_size = neurons_per_read(engine.model.tensors, engine.config)
     finally:
         engine.close()
     if trace is not None:
-        recorded.save(Path(trace))
-    found = sparsity.summarize(recorded, together)
+        activations.save(Path(trace))
+    summary = sparsity.summarize(activations, group_size)
     if predictor is not None:
-        trained, rates = final_result(activation_predictors.train(recorded, inputs, predictor), screen, tuple)
+        trained, rates = final_result(activation_predictors.train(activations, inputs, predictor), screen, tuple)
         trained.save(ref.folder)
-        found = replace(found, predictor=rates)
-    file = sparsity_file.save(found, ref.folder)
+        summary = replace(summary, predictor=rates)
+    file = sparsity_file.save(summary, ref.folder)
     if json:
-        screen.json(found.to_json() | {"file": str(file), "neurons": recorded.neurons, "together": together})
+        screen.json(summary.to_json() | {"file": str(file), "neurons": activations.neurons, "together": group_size})
     else:
-        say(found, file, "the sample" if text is None else named(text), screen)
+        print_report(summary, file, "the sample" if text is None else source_name(text), screen)
 
 
-def say(found: Sparsity, file: Path, source: str, screen: Screen) -> None:
-    whole = sum(found.active) / len(found.active)
-    screen.pairs((("recorded on", f"{found.tokens} tokens of {source}"), ("kept in", str(file)),
-                  ("active", f"{whole:.1%} of the neurons; by layer {', '.join(f'{share:.1%}' for share in found.active)}"),
-                  *predicted(found)))
-    screen.table(("in memory", "read per token"), [(f"{share:.0%} of up and down", f"{found.missed_at(share):.2%} of them")
-                                                   for share in sorted(found.missed)], right=(1,))
+def print_report(summary: Sparsity, file: Path, source: str, screen: Screen) -> None:
+    mean_active = sum(summary.active) / len(summary.active)
+    screen.pairs((("recorded on", f"{summary.tokens} tokens of {source}"), ("kept in", str(file)),
+                  ("active", f"{mean_active:.1%} of the neurons; by layer {', '.join(f'{share:.1%}' for share in summary.active)}"),
+                  *predictor_accuracy(summary)))
+    screen.table(("in memory", "read per token"), [(f"{share:.0%} of up and down", f"{summary.missed_at(share):.2%} of them")
+                                                   for share in sorted(summary.missed)], right=(1,))
 
 
-def predicted(found: Sparsity) -> list[tuple[str, str]]:
+def predictor_accuracy(summary: Sparsity) -> list[tuple[str, str]]:
     """The accuracy of the predictors on held-out text."""
-    rates = found.predictor
+    rates = summary.predictor
     if rates is None:
         return []
     return [("predicted", f"rank {rates.rank} misses {rates.missed:.1%} of the active neurons and predicts "
                           f"{sum(rates.named) / len(rates.named):.1%} of all as active; recall by layer: "
-                          f"{', '.join(f'{own:.0%}' for own in rates.recall)}")]
+                          f"{', '.join(f'{recall:.0%}' for recall in rates.recall)}")]

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ..runtime.planning.roofs import Roofs
 
 TRIAL = ("run", "fable", "--raw", "Once upon a time", "-n", "8", "--temp", "0", "--device", "cpu", "--json")
-# A run whose settings are those that are built in: no file of this folder or of this person is read.
-PLAIN_RUN = """
+# A run with built-in settings: no settings file is read.
+TRIAL_PROGRAM = """
 import sys
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
@@ -38,7 +38,7 @@ environment.settings = {}
 sys.exit(main(sys.argv[1:], environment))
 """
 TRIAL_TIMEOUT_S = 300
-MOST_DISTURBED = 4  # these figures are named even where others were measured against other programs
+MAX_DISTURBED = 4  # disturbed measurements that are named
 
 Probe = Annotated[bool, flag(OUTPUT, "--probe", "", "measure memory, kernels and disk again")]
 NoProbe = Annotated[bool, flag(OUTPUT, "--no-probe", "", "measure nothing: show what is known")]
@@ -62,7 +62,7 @@ def doctor(context: typer.Context, warm: Warm = False, probe: Probe = False, no_
         raise UsageError("--probe and --no-probe contradict each other", "give one of them")
     if warm:
         list(show_progress(warm_up(workers), screen, type(None)))
-    report = diagnose(measured(screen, workers, probe, no_probe), screen.environment.variables)
+    report = diagnose(measure_rates(screen, workers, probe, no_probe), screen.environment.variables)
     works, verdict = trial()
     if json:
         screen.json({**report.to_json(), "trial": {"ok": works, "message": verdict}})
@@ -72,36 +72,36 @@ def doctor(context: typer.Context, warm: Warm = False, probe: Probe = False, no_
     return 0 if works else 1
 
 
-def measured(screen: Screen, threads: int, again: bool, never: bool) -> Roofs:
-    """This machine's measured rates for so many threads, after measuring missing ones, or all of them `again`."""
+def measure_rates(screen: Screen, threads: int, remeasure: bool, no_probe: bool) -> Roofs:
+    """The measured rates of this machine for that many threads. Missing ones are measured now, unless `no_probe`; with `remeasure`, all."""
     from ..runtime.planning import roofs
     from ..runtime.planning.diagnose import roofs_wanted
 
     wanted = roofs_wanted(screen.environment.variables, threads)
-    known = roofs.known(wanted)
-    lacking = roofs.everything(wanted, known) if again else None if never else roofs.missing(wanted, known)
-    return known if lacking is None else final_result(roofs.probe(lacking, known), screen, roofs.Roofs)
+    stored = roofs.known(wanted)
+    missing = roofs.everything(wanted, stored) if remeasure else None if no_probe else roofs.missing(wanted, stored)
+    return stored if missing is None else final_result(roofs.probe(missing, stored), screen, roofs.Roofs)
 
 
 def trial() -> tuple[bool, str]:
     """Let the packaged model generate a few words, ignoring the user's settings. Returns (success, message)."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("EFFLLM_")}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("EFFLLM_")}
     try:
-        ran = subprocess.run([sys.executable, "-P", "-c", PLAIN_RUN, *TRIAL], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                             timeout=TRIAL_TIMEOUT_S, check=False, env=own)
+        process = subprocess.run([sys.executable, "-P", "-c", TRIAL_PROGRAM, *TRIAL], stdin=subprocess.DEVNULL, capture_output=True,
+                                 text=True, timeout=TRIAL_TIMEOUT_S, check=False, env=variables)
     except subprocess.TimeoutExpired:
         return False, f"fable did not answer in {TRIAL_TIMEOUT_S} s"
-    if ran.returncode < 0:
-        return False, ended_by(-ran.returncode)
-    if ran.returncode:
-        said = [line for line in ran.stderr.splitlines() if line.startswith("effllm: ")] or ran.stderr.strip().splitlines()[-1:]
-        return False, f"fable did not answer: {said[-1].removeprefix('effllm: ') if said else 'no message'}"
-    figures = jsonlib.loads(ran.stdout)
+    if process.returncode < 0:
+        return False, describe_signal(-process.returncode)
+    if process.returncode:
+        errors = [line for line in process.stderr.splitlines() if line.startswith("effllm: ")] or process.stderr.strip().splitlines()[-1:]
+        return False, f"fable did not answer: {errors[-1].removeprefix('effllm: ') if errors else 'no message'}"
+    figures = jsonlib.loads(process.stdout)
     return True, f"fable wrote {len(figures['token_ids'])} tokens, the first after {figures['timings']['ttft_s']:.2f} s: effllm works here"
 
 
-def ended_by(number: int) -> str:
-    """What the signal that ended the trial means."""
+def describe_signal(number: int) -> str:
+    """The signal that killed the trial, and its likely cause."""
     name = signal.Signals(number).name if number in {each.value for each in signal.Signals} else f"signal {number}"
     causes = {"SIGILL": "a kernel uses an instruction that this processor lacks",
               "SIGKILL": "the system killed it, usually for lack of memory (or another program did)"}
@@ -115,9 +115,9 @@ def show_report(screen: Screen, report: Diagnosis) -> None:
     limit = f", limited to {format_size(machine.memory_limit)}" if machine.memory_limit else ""
     quota = f", quota of {machine.cpu_quota:g} CPUs" if machine.cpu_quota else ""
     libraries = ", ".join(f"{name} {number}" for name, number in report.libraries.items())
-    gpu = cards(machine)
+    gpus = describe_gpus(machine)
     if machine.gpus and not report.torch:
-        gpu += ", not used: torch is not installed (pip install 'effllm[cuda]')"
+        gpus += ", not used: torch is not installed (pip install 'effllm[cuda]')"
     if report.cache_folder is None:
         cache = "cannot be written, or its disk is full: kernels are compiled at every start"
     else:
@@ -130,7 +130,7 @@ def show_report(screen: Screen, report: Diagnosis) -> None:
         ("instructions", " ".join(machine.simd) or "none known"),
         ("memory", f"{format_size(machine.memory_total)}, {format_size(machine.memory_available)} available{limit}"),
         ("huge pages", machine.huge_pages),
-        ("GPU", gpu),
+        ("GPU", gpus),
         ("kernel cache", cache),
     ))
     screen.line()
@@ -148,39 +148,40 @@ def show_report(screen: Screen, report: Diagnosis) -> None:
 
 def show_kernels(screen: Screen, kernels: Sequence[KernelChoice]) -> None:
     """At a terminal, operations with a single fast kernel that runs share one row, to keep the report short."""
-    usual = [each for each in kernels if each.chosen == "compiled" and not each.fallback] if screen.report_width is not None else []
-    rows = [(each.op, each.stored, str(each.columns), each.chosen, reason(each)) for each in kernels if each not in usual]
-    if usual:
-        rows.append((f"{len(usual)} others", "", "", "compiled", "native code"))
+    ordinary = [each for each in kernels if each.chosen == "compiled" and not each.fallback] if screen.report_width is not None else []
+    rows = [(each.op, each.stored, str(each.columns), each.chosen, reason(each)) for each in kernels if each not in ordinary]
+    if ordinary:
+        rows.append((f"{len(ordinary)} others", "", "", "compiled", "native code"))
     fitted_table(screen, ("kernel", "stored", "tokens", "runs as", "because"), rows, ("tokens",), spare=("because",))
-    if usual:
+    if ordinary:
         screen.sentence("effllm doctor | less -S shows every one, and why it was chosen")
 
 
-def cards(machine: Machine) -> str:
+def describe_gpus(machine: Machine) -> str:
     """GPUs with their memory, where known."""
     from ..offload.size import format_size
 
     def memory(nbytes: int | None) -> str:
         return "unknown" if nbytes is None else format_size(nbytes)
 
-    return ", ".join(f"{card.name} (memory {memory(card.memory)}, free {memory(card.free)})" for card in machine.gpus) or "none found"
+    return ", ".join(f"{gpu.name} (memory {memory(gpu.memory)}, free {memory(gpu.free)})" for gpu in machine.gpus) or "none found"
 
 
-def show_roofs(screen: Screen, known: Roofs) -> None:
+def show_roofs(screen: Screen, roofs: Roofs) -> None:
     """The rates that predictions are based on."""
     from ..offload.size import format_size
 
-    machine = known.machine
+    machine = roofs.machine
     if machine is None:
         screen.pairs([("speed", "not measured with these kernels and this many threads; the same command without --no-probe measures it")])
         return
     screen.line(f"speed with {machine.threads} thread{'' if machine.threads == 1 else 's'}, measured {machine.date}")
-    between = "" if machine.choice_s is None else f"; {1e6 * machine.choice_s:.0f} us between tokens"
-    alone = "" if machine.memory_alone is None else f", one thread alone {machine.memory_alone / 1e9:.1f}"
+    between_tokens = "" if machine.choice_s is None else f"; {1e6 * machine.choice_s:.0f} us between tokens"
+    single_thread = "" if machine.memory_alone is None else f", one thread alone {machine.memory_alone / 1e9:.1f}"
     screen.pairs((
-        ("memory", f"reads {machine.memory / 1e9:.1f} GB/s at best, {machine.memory_usual / 1e9:.1f} usually{alone}"),
-        ("one token", f"{1e6 * machine.token_s:.0f} us, and {1e6 * machine.layer_s:.0f} us per layer, besides reading weights{between}"),
+        ("memory", f"reads {machine.memory / 1e9:.1f} GB/s at best, {machine.memory_usual / 1e9:.1f} usually{single_thread}"),
+        ("one token", f"{1e6 * machine.token_s:.0f} us, and {1e6 * machine.layer_s:.0f} us per layer, besides reading weights"
+                      f"{between_tokens}"),
         *((f"attention, {kv}", f"one token {rate.decode / 1e9:.1f}, deep in a context {(rate.deep or rate.decode) / 1e9:.1f}, a prompt "
            f"{rate.prefill / 1e9:.1f} billion products/s")
           for kv, rate in machine.attention.items())))
@@ -189,19 +190,19 @@ def show_roofs(screen: Screen, known: Roofs) -> None:
     screen.table(("weights", "one token, GB/s", "of the memory", "a prompt, billion products/s"), rows, right=(1, 2, 3))
     if machine.disturbed:
         share, names = round(100 * max(machine.disturbed.values())), [name.removeprefix("kind ") for name in machine.disturbed]
-        more = f" and {len(names) - MOST_DISTURBED} more" if len(names) > MOST_DISTURBED else ""
+        rest = f" and {len(names) - MAX_DISTURBED} more" if len(names) > MAX_DISTURBED else ""
         screen.sentence(f"other programs had up to {share}% of the cores' time when these were measured: "
-                        f"{', '.join(names[:MOST_DISTURBED])}{more}; once they are done, effllm doctor --probe measures them again")
-    if known.disk is None:
+                        f"{', '.join(names[:MAX_DISTURBED])}{rest}; once they are done, effllm doctor --probe measures them again")
+    if roofs.disk is None:
         screen.line("disk: not measured")
         return
-    found = known.disk.disk
-    how = "direct reads" if found.direct else "buffered reads, the file system refuses direct ones: some may come from memory"
-    screen.sentence(f"disk {found.device} ({found.file_system}), {how}, on a file of {format_size(known.disk.file_bytes)}, "
-                    f"{known.disk.date}")
-    depths = sorted({read.depth for read in found.reads})
-    sizes = sorted({read.nbytes for read in found.reads})
-    rate = {(read.nbytes, read.depth): read.rate for read in found.reads}
+    disk = roofs.disk.disk
+    read_mode = "direct reads" if disk.direct else "buffered reads, the file system refuses direct ones: some may come from memory"
+    screen.sentence(f"disk {disk.device} ({disk.file_system}), {read_mode}, on a file of {format_size(roofs.disk.file_bytes)}, "
+                    f"{roofs.disk.date}")
+    depths = sorted({read.depth for read in disk.reads})
+    sizes = sorted({read.nbytes for read in disk.reads})
+    rate = {(read.nbytes, read.depth): read.rate for read in disk.reads}
     screen.table(("reads of", *(f"{depth} at once" for depth in depths)),
                  [(format_size(size), *(f"{rate[size, depth] / 1e9:.2f} GB/s" for depth in depths)) for size in sizes],
                  right=range(1, len(depths) + 1))
@@ -219,6 +220,6 @@ def show_measured(screen: Screen, measured: tuple[Measurement, ...]) -> None:
 
 
 def reason(choice: KernelChoice) -> str:
-    """Why this kernel runs; where a slower one was chosen, or for decoding low-bit weights, also why the faster ones were not."""
-    told = choice.fallback or (choice.op == "low-bit matrix" and choice.columns == 1)
-    return "; ".join((choice.because, *(f"{name}: {why}" for name, why in (choice.declined if told else ()))))
+    """Why this kernel runs. For a fallback, and for decoding low-bit weights, also why the other ones do not."""
+    shows_declined = choice.fallback or (choice.op == "low-bit matrix" and choice.columns == 1)
+    return "; ".join((choice.because, *(f"{name}: {why}" for name, why in (choice.declined if shows_declined else ()))))

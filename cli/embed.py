@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import UsageError, not_written, typed
-from .eval import named, read_text
+from .eval import read_text, source_name
 from .flags import add_command, flag
 from .loading import final_result, find_model_variant, open_model, quantized_on_load
 from .options import OUTPUT, TEXT, EngineFlags, Json, Model, WeightFlags
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from ..runtime.generation.served_encoder import ServedEncoder
     from ..runtime.generation.served_model import ServedModel
 
-OWN = frozenset(("model", "texts", "file", "prompt_name", "rank", "dimensions", "out"))  # flags that say nothing of how a model runs
-ARRAY, ELSEWHERE = ".npy", "choose another path with -o"
+# Parameters of this command that do not affect how a model runs.
+EMBED_PARAMETERS = frozenset(("model", "texts", "file", "prompt_name", "rank", "dimensions", "out"))
+ARRAY_SUFFIX, OTHER_PATH_HINT = ".npy", "choose another path with -o"
 EXAMPLES = """examples
 
   effllm embed Qwen/Qwen3-Embedding-0.6B "The fox is king." "The sea was calm." --rank "Who rules?"
@@ -63,24 +64,24 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
         screen.environment.require_stdout()
     elif rank is not None:
         raise UsageError("--rank prints texts and -o writes vectors", "give one of them")
-    elif not out.endswith(ARRAY):
-        raise UsageError(f"-o {out} is not a NumPy file", f"-o {typed(out + ARRAY)}; without -o, JSON lines go to standard output")
+    elif not out.endswith(ARRAY_SUFFIX):
+        raise UsageError(f"-o {out} is not a NumPy file", f"-o {typed(out + ARRAY_SUFFIX)}; without -o, JSON lines go to standard output")
     else:
         check_writable(Path(out))
-    lines = texts_of(model, texts, file, screen)
+    lines = read_texts(model, texts, file, screen)
     question = None if rank is None else check_encoding(rank, "--rank")
     if question is not None and not question.strip():
         raise UsageError("--rank needs a question", 'effllm embed MODEL -f FILE --rank "your question"')
-    with open_embedder(context, find_model_variant(model, screen), engine, weights, screen) as replies:
-        if dimensions is not None and not 1 <= dimensions <= replies.vector_width:
-            raise UsageError(f"--dimensions {dimensions} is not 1 to {replies.vector_width}", "leave it out for all")
-        names = replies.embedding_prompts
-        asked, told = (prompt_name, prompt_name) if question is None else (names.query, prompt_name or names.document)
-        made = final_result(replies.embed(lines, prompt_name=told), screen, Embedded)
-        vectors, tokens = truncate_dimensions(made.vectors, dimensions), made.tokens
+    with open_embedder(context, find_model_variant(model, screen), engine, weights, screen) as embedder:
+        if dimensions is not None and not 1 <= dimensions <= embedder.vector_width:
+            raise UsageError(f"--dimensions {dimensions} is not 1 to {embedder.vector_width}", "leave it out for all")
+        names = embedder.embedding_prompts
+        query_prompt, text_prompt = (prompt_name, prompt_name) if question is None else (names.query, prompt_name or names.document)
+        embedded = final_result(embedder.embed(lines, prompt_name=text_prompt), screen, Embedded)
+        vectors, tokens = truncate_dimensions(embedded.vectors, dimensions), embedded.tokens
         if question is not None:
-            nearest = final_result(replies.embed([question], prompt_name=asked), screen, Embedded)
-            show_nearest(question, lines, vectors, truncate_dimensions(nearest.vectors, dimensions)[0], screen, json)
+            nearest = final_result(embedder.embed([question], prompt_name=query_prompt), screen, Embedded)
+            print_ranking(question, lines, vectors, truncate_dimensions(nearest.vectors, dimensions)[0], screen, json)
             return
     if out is not None:
         write_array(Path(out), vectors)
@@ -99,28 +100,28 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
 
 
 @contextmanager
-def open_embedder(context: typer.Context, found: ModelRef, engine: EngineFlags, weights: WeightFlags,
+def open_embedder(context: typer.Context, requested: ModelRef, engine: EngineFlags, weights: WeightFlags,
             screen: Screen) -> Iterator[ServedModel | ServedEncoder]:
-    """The loaded model as a source of embeddings."""
+    """A context that yields the loaded model, which computes embeddings."""
     from ..runtime.encoders import is_encoder
 
-    if is_encoder(found.folder):
+    if is_encoder(requested.folder):
         from ..runtime.generation.served_encoder import ServedEncoder
-        from .serve_encoder import check_encoder_flags, opened
+        from .serve_encoder import check_encoder_flags, open_encoder_with_progress
 
-        check_encoder_flags(context, found, OWN)
-        yield ServedEncoder(opened(found, engine, screen))
+        check_encoder_flags(context, requested, EMBED_PARAMETERS)
+        yield ServedEncoder(open_encoder_with_progress(requested, engine, screen))
         return
     from ..runtime.generation.embedding import read_pooling_mode
     from ..runtime.generation.served_model import ServedModel
 
-    read_pooling_mode(found.folder)  # a model not made for it is refused before its weights are read
+    read_pooling_mode(requested.folder)  # raises for a model without pooling, before its weights are read
     options = engine.options()
-    with quantized_on_load(found, weights, screen, options) as ref, open_model(ref, options, screen) as at_hand:
-        yield ServedModel(at_hand.engine, at_hand.tokenizer)
+    with quantized_on_load(requested, weights, screen, options) as ref, open_model(ref, options, screen) as opened:
+        yield ServedModel(opened.engine, opened.tokenizer)
 
 
-def texts_of(model: str, texts: Sequence[str] | None, file: str | None, screen: Screen) -> list[str]:
+def read_texts(model: str, texts: Sequence[str] | None, file: str | None, screen: Screen) -> list[str]:
     """The texts to embed. Raises UsageError if there are none, and for an empty one."""
     stdin = screen.environment.stdin
     if texts and file is not None:
@@ -132,17 +133,18 @@ def texts_of(model: str, texts: Sequence[str] | None, file: str | None, screen: 
     if file is None and not is_piped(stdin):
         raise UsageError("there are no texts", f'effllm embed {typed(model)} "a text", or -f FILE with one a line')
     source = file or "-"
-    lines = [line.removesuffix("\r") for line in read_text(source, screen, "-f").split("\n")]  # other ends of lines may stand within a text
+    lines = [line.removesuffix("\r") for line in read_text(source, screen, "-f").split("\n")]  # other line separators may be part of a text
     while lines and not lines[-1].strip():
         lines.pop()
     if (empty := next((number for number, each in enumerate(lines, 1) if not each.strip()), None)) is not None:
-        raise UsageError(f"line {empty} of {named(source)} is empty", "each line gives one vector: remove the empty line")
+        raise UsageError(f"line {empty} of {source_name(source)} is empty", "each line gives one vector: remove the empty line")
     return lines
 
 
-def show_nearest(question: str, lines: Sequence[str], vectors: Sequence[np.ndarray], near: np.ndarray, screen: Screen, json: bool) -> None:
-    """The texts by similarity, nearest first; ties keep their order."""
-    scores = [float(each @ near) for each in vectors]
+def print_ranking(question: str, lines: Sequence[str], vectors: Sequence[np.ndarray], query_vector: np.ndarray, screen: Screen,
+                  json: bool) -> None:
+    """Print the texts by similarity, nearest first; ties keep their order."""
+    scores = [float(each @ query_vector) for each in vectors]
     order = sorted(range(len(lines)), key=lambda index: -scores[index])
     if json:
         screen.json({"query": question, "results": [{"index": index, "score": scores[index], "text": lines[index]} for index in order]})
@@ -157,7 +159,7 @@ def check_writable(path: Path) -> None:
     try:
         check_writable(path)
     except OSError as error:
-        raise not_written(error, f"{path} cannot be written", ELSEWHERE, f"make room there, or {ELSEWHERE}") from error
+        raise not_written(error, f"{path} cannot be written", OTHER_PATH_HINT, f"make room there, or {OTHER_PATH_HINT}") from error
 
 
 def write_array(path: Path, vectors: Sequence[np.ndarray]) -> None:
@@ -172,4 +174,4 @@ def write_array(path: Path, vectors: Sequence[np.ndarray]) -> None:
             form.write_array_header_1_0(file, form.header_data_from_array_1_0(array))
             file.write(memoryview(array).cast("B"))
     except OSError as error:
-        raise not_written(error, f"{path} cannot be written", ELSEWHERE, f"make room there, or {ELSEWHERE}") from error
+        raise not_written(error, f"{path} cannot be written", OTHER_PATH_HINT, f"make room there, or {OTHER_PATH_HINT}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from .list_ import counted
+from .list_ import format_parameters
 from .screen import Screen
 from .serve_encoder import options_of
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def show_encoder(model: str, ref: ModelRef, screen: Screen, json: bool) -> None:
-    """Raises what reading the headers raises, and UsageError if nothing states what the model outputs."""
+    """Print what an encoder is. Raises what reading the headers raises, and UsageError if nothing states what the model outputs."""
     from ..offload.size import format_size
     from ..runtime.encoders.encoder import headers, tokenizer_of
     from ..runtime.hub import shown_licence
@@ -44,7 +44,7 @@ def show_encoder(model: str, ref: ModelRef, screen: Screen, json: bool) -> None:
         ("from", f"{ref.repo}@{ref.revision}" if ref.repo else ""),
         ("folder" if ref.folder.is_dir() else "file", str(ref.folder)),
         ("licence", shown_licence(licence, "not stated")),
-        ("parameters", f"{counted(parameters)}, stored as {', '.join(stored)}, {format_size(nbytes)}"),
+        ("parameters", f"{format_parameters(parameters)}, stored as {', '.join(stored)}, {format_size(nbytes)}"),
         ("layers", f"{config.num_hidden_layers}, hidden {config.hidden_size}, feed-forward {config.intermediate_size}"),
         ("attention", f"{config.num_attention_heads} heads of {config.head_dim}"),
         ("makes", makes),
@@ -55,7 +55,7 @@ def show_encoder(model: str, ref: ModelRef, screen: Screen, json: bool) -> None:
 
 
 def plan_encoder(model: str, ref: ModelRef, engine: RunFlags, screen: Screen, json: bool) -> None:
-    """What serving it takes. Raises DoesNotFit."""
+    """Print the plan of serving an encoder. Raises DoesNotFit."""
     from ..offload.size import format_size
     from ..runtime.encoders import encoder
 

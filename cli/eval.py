@@ -80,10 +80,10 @@ def ppl(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
     screen = Screen(context.obj)
     screen.environment.require_stdout()
     content = read_text(text, screen)
-    found = find_model_variant(model, screen)
-    options = windowed(found, engine, screen)
-    with quantized_on_load(found, weights, screen, options) as ref, open_model(ref, options, screen) as at_hand:
-        result = final_result(perplexity(at_hand.engine, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text)), screen,
+    requested = find_model_variant(model, screen)
+    options = window_options(requested, engine, screen)
+    with quantized_on_load(requested, weights, screen, options) as ref, open_model(ref, options, screen) as opened:
+        result = final_result(perplexity(opened.engine, opened.tokenizer, content, opened.engine.n_ctx, source_name(text)), screen,
                              PerplexityResult)
     if json:
         screen.json(result.to_json())
@@ -104,19 +104,19 @@ def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
     screen = Screen(context.obj)
     screen.environment.require_stdout()
     content = read_text(text, screen)
-    found = find_model_variant(model, screen)
-    reference_ref = find_model(against, screen) if against else found  # a model at --bits is held against itself as it is stored
-    options = windowed(found, engine, screen)
-    read_config(reference_ref.folder, options.strict)  # an unknown key may change its numbers
+    requested = find_model_variant(model, screen)
+    reference_ref = find_model(against, screen) if against else requested  # with --bits, the reference is the model as stored
+    options = window_options(requested, engine, screen)
+    read_config(reference_ref.folder, options.strict)  # with --strict, an unknown key of the reference is an error too
     if against:
-        refuse_other_tokenizer(found.folder, reference_ref.folder)
-    with quantized_on_load(found, weights, screen, options) as ref, open_model(ref, options, screen) as at_hand:
-        own = replace(reference_options(options, at_hand.engine, reference_ref.folder == ref.folder),
-                      lora=())  # what adapters do is measured
-        reference = final_result(open_reference(reference_ref.folder, own, at_hand.engine), screen, Engine)
+        refuse_other_tokenizer(requested.folder, reference_ref.folder)
+    with quantized_on_load(requested, weights, screen, options) as ref, open_model(ref, options, screen) as opened:
+        options_of_reference = replace(reference_options(options, opened.engine, reference_ref.folder == ref.folder),
+                      lora=())  # the reference has no adapters: their effect is measured
+        reference = final_result(open_reference(reference_ref.folder, options_of_reference, opened.engine), screen, Engine)
         try:
-            comparing = compare(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text), by_token)
-            result, packed = final_result(comparing, screen, KldResult), at_hand.engine.cache.is_packed
+            comparing = compare(opened.engine, reference, opened.tokenizer, content, opened.engine.n_ctx, source_name(text), by_token)
+            result, packed = final_result(comparing, screen, KldResult), opened.engine.cache.is_packed
         finally:
             reference.close()
     if json:
@@ -124,13 +124,13 @@ def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
         return
     screen.pairs((
         ("tokens", str(result.tokens)),
-        ("reference", f"{reference_ref.text}, its cache at {own.kv}"),
+        ("reference", f"{reference_ref.text}, its cache at {options_of_reference.kv}"),
         ("perplexity", f"{result.ppl:.4f}, reference {result.ppl_ref:.4f}"),
         ("KL divergence", f"mean {result.kld_mean:.3g}, median {result.kld_median:.3g}"),
         ("", f"99% below {result.kld_p99:.3g}, 99.9% below {result.kld_p999:.3g}"),
         ("noise floor", f"mean {result.floor_kld_mean:.3g} (the reference against itself)"),
         ("same top token", f"{100 * result.same_top:.2f}%"),
-        ("cache", bits_of(result, packed)),
+        ("cache", describe_bits(result, packed)),
         ("weights", f"{result.weight_bits_per_value:.3g} bits per value"),
     ))
 
@@ -150,9 +150,9 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
     content = built_in_text() if text is None else read_text(text, screen)
     ref = find_model(model, screen)
     require_place_beside(ref.folder, screen.environment.variables)
-    made = final_result(recorded(ref.folder, content, seconds or SECONDS, threads, "the sample" if text is None else named(text)), screen,
-                       Profile)
-    facts = report(made, ref.folder)
+    source = "the sample" if text is None else source_name(text)
+    profile = final_result(recorded(ref.folder, content, seconds or SECONDS, threads, source), screen, Profile)
+    facts = report(profile, ref.folder)
     if json:
         screen.json(facts)
         return
@@ -160,11 +160,11 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
         (f"{mean} bits", f"K {low_k} to {high_k}, V {low_v} to {high_v}; " + (
             "no layer in the sample reads packed pages" if gain is None else f"noise {gain:.2f} times that of uniform bits"))
         for mean, ((low_k, high_k), (low_v, high_v), gain) in facts["presets"].items()),
-        ("stay exact", "the first {} tokens and the newest {}".format(*made.ends)),
+        ("stay exact", "the first {} tokens and the newest {}".format(*profile.ends)),
         *((f"{check['bits']} bits checked", f"KL divergence {check['kld']:.2g}, {check['flips']:.2%} of the top tokens changed")
           for check in facts["checks"]),
-        ("--kv auto", f"{made.auto}bit" if made.auto is not None else "16bit: none of the bit widths checked preserved its output"
-         if made.checks else "16bit: nothing was checked")))
+        ("--kv auto", f"{profile.auto}bit" if profile.auto is not None else "16bit: none of the bit widths checked preserved its output"
+         if profile.checks else "16bit: nothing was checked")))
 
 
 def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags, weights: WeightFlags, samples: Samples = 8,
@@ -180,14 +180,14 @@ def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags
     if samples < 1:
         raise UsageError(f"--samples {samples} is too few", "at least 1")
     content = read_text(text, screen)
-    found = find_model_variant(model, screen)
-    options = windowed(found, engine, screen)
-    with quantized_on_load(found, weights, screen, options) as ref, open_model(ref, options, screen) as at_hand:
-        own = reference_options(options, at_hand.engine, True)
-        reference = final_result(open_reference(ref.folder, own, at_hand.engine), screen, Engine)
+    requested = find_model_variant(model, screen)
+    options = window_options(requested, engine, screen)
+    with quantized_on_load(requested, weights, screen, options) as ref, open_model(ref, options, screen) as opened:
+        options_of_reference = reference_options(options, opened.engine, True)
+        reference = final_result(open_reference(ref.folder, options_of_reference, opened.engine), screen, Engine)
         try:
-            asking = ask(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, samples, named(text))
-            result, packed = final_result(asking, screen, RecallResult), at_hand.engine.cache.is_packed
+            running = ask(opened.engine, reference, opened.tokenizer, content, opened.engine.n_ctx, samples, source_name(text))
+            result, packed = final_result(running, screen, RecallResult), opened.engine.cache.is_packed
         finally:
             reference.close()
     if json:
@@ -198,28 +198,28 @@ def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags
         unsure = "" if row.comparable else ": the model itself is uncertain here"
         rows.append((f"facts in the first {row.spread:.0%}",
                      f"{row.right:.1%} of {row.tokens} tokens right, {row.right_exact:.1%} with an exact cache{unsure}"))
-    screen.pairs((*rows, ("cache", bits_of(result, packed))))
+    screen.pairs((*rows, ("cache", describe_bits(result, packed))))
 
 
-def bits_of(result: KldResult | RecallResult, packed: bool) -> str:
-    """Bits per value of the cache under test; without packing, that of the plain cache."""
+def describe_bits(result: KldResult | RecallResult, packed: bool) -> str:
+    """Bits per value of the measured cache as text, with those of its packed part."""
     return f"{result.kv_bits_per_value:.3g} bits per value overall" + (f", {result.packed_bits:.3g} packed" if packed else "")
 
 
-def windowed(ref: ModelRef, engine: EngineFlags, screen: Screen) -> EngineOptions:
+def window_options(ref: ModelRef, engine: EngineFlags, screen: Screen) -> EngineOptions:
     """Engine options with the window as context: -c, else WINDOW or the model's context if that is shorter."""
     from ..runtime.measuring.evaluate import windowed_options
 
     options, notices = windowed_options(engine.options(), ref.folder, WINDOW)
-    for each in notices:
-        screen.note(each)
+    for notice in notices:
+        screen.note(notice)
     return options
 
 
 def reference_options(options: EngineOptions, measured: Engine, same_weights: bool) -> EngineOptions:
-    """The options of the reference run: an exact cache, with the same chunks as the measured run, which its sink and window decide. Flags
-    that only concern the other run are dropped, so that they are not reported as useless, `strict` included: placement does not change
-    results."""
+    """The options of the reference run: an exact cache, with the sink and window of the measured run so that prompts are split into the
+    same chunks. Flags that only concern the measured run are dropped, as they would be reported as useless; so is `strict`, since placement
+    does not change results."""
     from dataclasses import replace
 
     ends = {"kv_sink": measured.cache.shape.sinks, "kv_window": measured.prepared.window}
@@ -232,9 +232,9 @@ def read_text(source: str, screen: Screen, flag: str = "--text") -> str:
     """The text to score. Raises UsageError, naming the file and the `flag`, if it is missing, empty or not text."""
     text = read_stream(screen.environment.stdin) if source == "-" else read_file(Path(source), flag)
     if not text.strip():
-        raise UsageError(f"{named(source)} is empty", f"{flag} takes the path of a text file, or - for standard input")
+        raise UsageError(f"{source_name(source)} is empty", f"{flag} takes the path of a text file, or - for standard input")
     return text
 
 
-def named(source: str) -> str:
+def source_name(source: str) -> str:
     return "standard input" if source == "-" else source

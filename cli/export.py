@@ -57,7 +57,7 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
         if format or type or force:
             raise UsageError("--lora makes a folder like the model's; another format is made from that folder",
                              f"effllm export {typed(model)} -o DIR --lora {typed(lora)}, then effllm export DIR -o {typed(out)}")
-        merged_folder(find_model(model, screen).folder, Path(os.path.expanduser(lora)), Path(out), screen, json)
+        merge_adapter(find_model(model, screen).folder, Path(os.path.expanduser(lora)), Path(out), screen, json)
         return
     if format == "compressed-tensors" and force:
         raise UsageError("--force replaces a GGUF file, not a folder", "give another folder with -o")
@@ -75,15 +75,15 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
     if mmproj:
         from ..runtime.gguf.projector_export import export_projector
 
-        writing = export_projector(ref.folder, Path(out), name, force)
+        export_events = export_projector(ref.folder, Path(out), name, force)
     else:
-        writing = export_gguf(ref.folder, Path(out), (type or "F16").upper(), name, force, licence=ref.licence)
-    made = final_result(writing, screen, Exported)
+        export_events = export_gguf(ref.folder, Path(out), (type or "F16").upper(), name, force, licence=ref.licence)
+    exported = final_result(export_events, screen, Exported)
     if json:
-        screen.json(made.to_json())
+        screen.json(exported.to_json())
     else:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in made.types.items())
-        screen.note(f"{made.path}: {format_size(made.nbytes)}, {made.tensors} tensors ({kinds})")
+        kinds = ", ".join(f"{count} {kind}" for kind, count in exported.types.items())
+        screen.note(f"{exported.path}: {format_size(exported.nbytes)}, {exported.tensors} tensors ({kinds})")
     from ..runtime.gguf.projector_export import exportable_projector
 
     if not (mmproj or json) and (modality := exportable_projector(ref.folder)) is not None:
@@ -91,17 +91,17 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
         screen.note(f"this is the text part; to export the {modality.tower}: effllm export {typed(model)} -o {typed(beside)} --mmproj")
 
 
-def merged_folder(source: Path, adapter: Path, out: Path, screen: Screen, json: bool) -> None:
+def merge_adapter(source: Path, adapter: Path, out: Path, screen: Screen, json: bool) -> None:
     """A copy of the model with the adapter merged."""
     from ..offload.size import format_size
     from ..runtime.adapters.merge import Merged, merge
-    from .quantize import remember, run_command
+    from .quantize import register_finished, run_command
 
     with resumable(screen, out):
-        made = final_result(merge(source, adapter, out), screen, Merged)
-    remember(made.folder, screen)
+        merged = final_result(merge(source, adapter, out), screen, Merged)
+    register_finished(merged.folder, screen)
     if json:
-        screen.json(made.to_json())
+        screen.json(merged.to_json())
     else:
-        screen.note(f"{made.folder}: {format_size(made.nbytes)}, {made.changed} of {made.tensors} tensors changed; "
-                    f"{run_command(made.folder)}")
+        screen.note(f"{merged.folder}: {format_size(merged.nbytes)}, {merged.changed} of {merged.tensors} tensors changed; "
+                    f"{run_command(merged.folder)}")

@@ -14,7 +14,7 @@ from .screen import Screen
 
 All = Annotated[bool, flag(OUTPUT, "-a --all", "", "also show names of models that are not downloaded")]
 Long = Annotated[bool, flag(OUTPUT, "-l --long", "", "show each model's revision, and whether it has a chat template")]
-SHOWN = 12  # digits of a commit
+COMMIT_DIGITS = 12  # digits of a commit
 
 
 def register(app: typer.Typer) -> None:
@@ -31,9 +31,9 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
     screen = Screen(context.obj)
     screen.environment.require_stdout()
     variables = screen.environment.variables
-    here, incomplete = local_models(variables), incomplete_models(variables)
-    unreadable = unreadable_models(variables, here)
-    names = {model.name for model in here}
+    local, incomplete = local_models(variables), incomplete_models(variables)
+    unreadable = unreadable_models(variables, local)
+    names = {model.name for model in local}
     absent = [entry for entry in catalog(variables) if entry.alias not in names and entry.repo] if all else []
     if json:
         screen.json({
@@ -42,7 +42,7 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
                         "revision": model.revision, "chat_template": model.has_template, "source": model.source,
                         "input_modalities": ["text", *model.takes], "folder": str(model.folder),
                         "mmproj": model.mmproj and str(model.mmproj)}
-                       for model in here],
+                       for model in local],
             "incomplete": [{"name": each.name, "bytes_here": each.held, "bytes_total": each.size} for each in incomplete],
             "unreadable": [{"name": each.name, "folder": str(each.folder), "why": each.why} for each in unreadable],
             "absent": [{"name": entry.alias, "repo": entry.repo, "parameters": entry.params, "size_bytes": entry.size_bytes,
@@ -50,24 +50,25 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
         return
     if long:
         screen.table(("model", "revision", "template", "licence", "from"),
-                     [(model.name, shortened(model.revision), "yes" if model.has_template else "none", shown_licence(model.licence),
+                     [(model.name, short_revision(model.revision), "yes" if model.has_template else "none", shown_licence(model.licence),
                        model.source)
-                      for model in here])
+                      for model in local])
     else:
-        more = any(model.takes for model in here)  # else a column of nothing
-        # Names are typed, so they stay whole; they tell where most models are from, and --long tells it of all.
-        fitted_table(screen, ("model", "family", "parameters", "bits", "size", "context", *(("input",) if more else ()), "licence", "from"),
-                     [(model.name, model.family, counted(model.params), f"{model.bits:.3g}", format_size(model.size_bytes),
-                       str(model.context), *((", ".join(("text", *model.takes)),) if more else ()), shown_licence(model.licence),
-                       model.source) for model in here], ("parameters", "bits", "size", "context"), spare=("from", "family"))
+        shows_inputs = any(model.takes for model in local)  # otherwise the column would be empty
+        # Names stay whole, since users type them. The column "from" may be dropped: --long has it.
+        headings = ("model", "family", "parameters", "bits", "size", "context", *(("input",) if shows_inputs else ()), "licence", "from")
+        fitted_table(screen, headings,
+                     [(model.name, model.family, format_parameters(model.params), f"{model.bits:.3g}", format_size(model.size_bytes),
+                       str(model.context), *((", ".join(("text", *model.takes)),) if shows_inputs else ()), shown_licence(model.licence),
+                       model.source) for model in local], ("parameters", "bits", "size", "context"), spare=("from", "family"))
     if incomplete:
         screen.line()
         screen.table(("incomplete", "here", "of"), [(each.name, format_size(each.held), format_size(each.size)) for each in incomplete],
                      right=(1, 2))
         if any(each.is_pulled for each in incomplete):
             screen.note("`effllm pull NAME` continues an incomplete download, `effllm rm NAME` removes it")
-        if made := [each.name for each in incomplete if not each.is_pulled]:
-            screen.note(f"{', '.join(made)}: run the same command to continue, `effllm rm NAME` removes it")
+        if unfinished := [each.name for each in incomplete if not each.is_pulled]:
+            screen.note(f"{', '.join(unfinished)}: run the same command to continue, `effllm rm NAME` removes it")
     for each in unreadable:
         screen.note(f"{each.name} cannot run: {each.why}; `effllm rm {typed(each.name)}` removes it")
     if absent:
@@ -75,18 +76,18 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
         fitted_table(screen, ("not here", "repository", "parameters", "size", "licence", ""),
                      [(entry.alias, entry.repo or "", entry.params, format_size(entry.size_bytes), shown_licence(entry.licence),
                        "gated" if entry.gated else "") for entry in absent],
-                     ("parameters", "size"), spare=("repository",))  # a name is all that is typed
+                     ("parameters", "size"), spare=("repository",))
         screen.note("`effllm plan NAME` says whether one fits this machine; `effllm pull NAME` downloads it, and with --bits 4 keeps it in "
                     "about a quarter of the size; gated: the publisher requires you to accept its terms first")
     else:
         screen.note("`effllm list --all` also shows the names of models that are not downloaded; `effllm pull MODEL` fetches one")
 
 
-def shortened(revision: str | None) -> str:
+def short_revision(revision: str | None) -> str:
     """The beginning of a commit hash, or of what identifies local source files."""
-    return (revision or "")[:SHOWN] if revision is None or not revision.startswith("local-") else revision
+    return (revision or "")[:COMMIT_DIGITS] if revision is None or not revision.startswith("local-") else revision
 
 
-def counted(parameters: int) -> str:
+def format_parameters(parameters: int) -> str:
     """5.8M, 1.10B."""
     return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"

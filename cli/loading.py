@@ -79,13 +79,13 @@ def find_or_absent(model: str, screen: Screen, yes: bool) -> ModelRef | Absent:
 def pull_if_absent(resolved: ModelRef | Absent, weights: WeightFlags, options: EngineOptions, screen: Screen, yes: bool) -> ModelRef:
     """The model, downloaded now if it is missing and the user agrees. `options`: of the run, which is planned before the download."""
     from ..runtime.catalog import Absent
-    from .pull import offer
+    from .pull import offer_download
 
     if not isinstance(resolved, Absent):
         return resolved
     bits = requested_bits(resolved.reference.text, resolved.reference.variant, weights)
     options = replace(options, draft=None)  # its vocabulary can only be compared after the download
-    return offer(resolved, bits, "bits" in weights.from_settings and resolved.reference.variant is None, screen, yes, options)
+    return offer_download(resolved, bits, "bits" in weights.from_settings and resolved.reference.variant is None, screen, yes, options)
 
 
 def with_mmproj(ref: ModelRef, mmproj: str | None, screen: Screen) -> ModelRef:

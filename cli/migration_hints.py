@@ -160,8 +160,8 @@ def command_hint(word: str, variables: Mapping[str, str]) -> str:
 
 def subcommand_hint(group: str, word: str) -> str:
     """`command_hint` for a command of a group: `effllm config set`."""
-    known = BENEATH.get(group, {})
-    return known.get(word, known.get("", ""))
+    hints = BENEATH.get(group, {})
+    return hints.get(word, hints.get("", ""))
 
 
 def is_model(word: str, variables: Mapping[str, str]) -> bool:
@@ -179,8 +179,8 @@ def flag_hint(command: Any, name: str) -> str:
     """The hint for an unknown flag; empty if there is none."""
     if name in ("-v", "-V") and "--version" in flags_of(command):
         return "use effllm --version"
-    if getattr(command, "commands", None) and (known := misplaced_flag_hint(name)):
-        return known
+    if getattr(command, "commands", None) and (hint := misplaced_flag_hint(name)):
+        return hint
     if any({name, SAME.get(name)} & {*flags_of(each)} for each in getattr(command, "commands", {}).values()):
         return f"flags go after the command: effllm COMMAND {name}"
     if name in NAMES_MODEL and any(parameter.name in ("model", "models") for parameter in command.params):
@@ -188,9 +188,9 @@ def flag_hint(command: Any, name: str) -> str:
     elsewhere = {**(INSTEAD if command.name in ("run", "chat", "serve") else {}), **OF_COMMAND.get(command.name, {})}
     if name in elsewhere:
         return elsewhere[name]
-    here = CALLED.get(name)
-    if here is not None and here in flags_of(command):
-        return f"use {here}: {command_path(command)} --help"
+    ours = CALLED.get(name)
+    if ours is not None and ours in flags_of(command):
+        return f"use {ours}: {command_path(command)} --help"
     return TOKEN if name in ("--token", "--hf-token", "-hft") else ""
 
 
@@ -201,7 +201,7 @@ def misplaced_flag_hint(name: str) -> str:
     return INSTEAD[name] if name in BEFORE else ""
 
 
-def intended_variable(name: str, own: Collection[str] = ()) -> str:
+def intended_variable(name: str, preferred: Collection[str] = ()) -> str:
     """The variable meant by a flag's short name (`ctx`, `N`), by another program's name (`num_ctx`), or by a misspelling; if several flags
     share the name, the one among `own`. Empty if none is close."""
     from difflib import get_close_matches
@@ -209,12 +209,14 @@ def intended_variable(name: str, own: Collection[str] = ()) -> str:
     from .env_variables import SECOND, VARIABLES
 
     dashed = name.lower().replace("_", "-")
-    here = SAME.get(f"--{dashed}") or SAME.get(f"-{dashed}") or CALLED.get(f"--{dashed}") or dashed
-    here = here.lstrip("-").upper().replace("-", "_")
-    found = [variable for short, variable in SECOND if short == here]
+    ours = SAME.get(f"--{dashed}") or SAME.get(f"-{dashed}") or CALLED.get(f"--{dashed}") or dashed
+    ours = ours.lstrip("-").upper().replace("-", "_")
+    candidates = [variable for short, variable in SECOND if short == ours]
     # Compared without the common prefix. The closest match of a name is itself.
-    found = found or [f"EFFLLM_{each}" for each in get_close_matches(here, [each.removeprefix("EFFLLM_") for each in VARIABLES], 1)]
-    return next((variable for variable in found if variable in own), found[0] if found else "")
+    if not candidates:
+        matches = get_close_matches(ours, [each.removeprefix("EFFLLM_") for each in VARIABLES], 1)
+        candidates = [f"EFFLLM_{match}" for match in matches]
+    return next((variable for variable in candidates if variable in preferred), candidates[0] if candidates else "")
 
 
 def command_path(command: Any) -> str:
@@ -249,32 +251,32 @@ def translate_flags(command: Any, line: Sequence[str]) -> list[str]:
     return words
 
 
-def check_bits(command: Any, given: str) -> None:
+def check_bits(command: Any, text: str) -> None:
     """Raises UsageError if --bits is not a number (a format belongs elsewhere), or not a supported number of bits."""
-    if given in ("16", "32") and command.name != "quantize":
-        raise UsageError(f"{BITS} is 8, 6, 5, 4, 3 or 2, not {given}", f"leave out {BITS}: the weights stay as they are stored")
-    if not given.removeprefix("-").isdigit():
+    if text in ("16", "32") and command.name != "quantize":
+        raise UsageError(f"{BITS} is 8, 6, 5, 4, 3 or 2, not {text}", f"leave out {BITS}: the weights stay as they are stored")
+    if not text.removeprefix("-").isdigit():
         elsewhere = f"{command_path(command)} MODEL -o DIR --spec SPEC" if "--spec" in flags_of(command) and command.name == "quantize" \
             else f"{command_path(command)} MODEL:ternary"
-        raise UsageError(f"{BITS} is 8, 6, 5, 4, 3 or 2, not {given!r}", f"ternary and other formats: {elsewhere}")
+        raise UsageError(f"{BITS} is 8, 6, 5, 4, 3 or 2, not {text!r}", f"ternary and other formats: {elsewhere}")
 
 
-def own_name(command: Any, known: Mapping[str, bool], word: str) -> str:
+def own_name(command: Any, flags: Mapping[str, bool], word: str) -> str:
     name, equals, value = word.partition("=")
-    if name in known:
+    if name in flags:
         return word
-    if len(name.split()) > 1 and word[:2] not in known and command.name == "run":
+    if len(name.split()) > 1 and word[:2] not in flags and command.name == "run":
         raise UsageError(f"no such option: {word}", f"put -- before a prompt that begins with a dash: effllm run MODEL -- {typed(word)}")
     if name.startswith("--"):
         dashed = name.replace("_", "-")
         meant = SAME.get(dashed, dashed)
-        return f"{meant}{equals}{value}" if meant in known else word
-    if SAME.get(name) in known:
+        return f"{meant}{equals}{value}" if meant in flags else word
+    if SAME.get(name) in flags:
         return SAME[name] + equals + value
     long = f"-{name}".replace("_", "-")
     if len(name) > 2 and (name in NAMES_MODEL or name in INSTEAD or name in CALLED):
         raise UsageError(f"no such option: {name}", flag_hint(command, name) or f"{command_path(command)} --help")
-    if len(name) > 2 and SAME.get(long, long) in known:
+    if len(name) > 2 and SAME.get(long, long) in flags:
         raise UsageError(f"no such option: {name}", f"with two dashes: {SAME.get(long, long)}")
     return word
 

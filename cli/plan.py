@@ -64,27 +64,27 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, para
         raise UsageError(f"-p {prompt} is out of range", "1 or more tokens")
     flags = resolve_draft(engine, screen)
     try:
-        if is_encoder((found := find_model_variant(model, screen)).folder):
+        if is_encoder((ref := find_model_variant(model, screen)).folder):
             from .encoder_info import plan_encoder
 
-            plan_encoder(model, found, engine, screen, json)
+            plan_encoder(model, ref, engine, screen, json)
             return
-        coming, prepared = None, prepared_for(model, weights, flags, screen, parallel, mmproj)
+        pull_plan, prepared = None, prepared_for(model, weights, flags, screen, parallel, mmproj)
     except Absent as absent:
-        coming = plan_before_pull(absent, weights, flags, screen, parallel)
-        prepared = coming.run.prepared
+        pull_plan = plan_before_pull(absent, weights, flags, screen, parallel)
+        prepared = pull_plan.run.prepared
     begun_s = time.process_time()  # what a run's imports and opening take too, without waiting for a cold disk
     if prompt is not None and prepared is not None and prompt >= prepared.placement.ctx:
         raise UsageError(f"-p {prompt} leaves no room for an answer in the context of {prepared.placement.ctx} tokens",
                          "a shorter prompt, or -c for a larger context")
-    known = machine_roofs(prepared, screen, no_probe, coming and coming.folder)
-    found, better = replace(forecast.forecast(prepared, known, prompt), begun_s=begun_s), forecast.suggest(prepared, known)
+    roofs = machine_roofs(prepared, screen, no_probe, pull_plan and pull_plan.folder)
+    prediction, suggestion = replace(forecast.forecast(prepared, roofs, prompt), begun_s=begun_s), forecast.suggest(prepared, roofs)
     for notice in prepared.notices:
         screen.note(notice)
     if json:
-        screen.json(report(model, prepared, known, found, better) | {"pull": coming and coming.to_json()})
+        screen.json(report(model, prepared, roofs, prediction, suggestion) | {"pull": pull_plan and pull_plan.to_json()})
     else:
-        screen.pairs(lines(model, prepared, known, found, better, coming, min(BAR, screen.environment.width - MARGIN)))
+        screen.pairs(lines(model, prepared, roofs, prediction, suggestion, pull_plan, min(BAR, screen.environment.width - MARGIN)))
 
 
 def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen, parallel: int = 1,
@@ -110,7 +110,7 @@ def plan_before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen
     from ..runtime import session  # noqa: F401  (a run has it in memory when it plans)
     from ..runtime.pull.client import Client
     from ..runtime.pull.plan import run_target
-    from .pull import plan_with_notice, say_left_out
+    from .pull import note_ignored_bits, plan_with_notice
 
     variables, reference = screen.environment.variables, absent.reference
     spec = requested_bits(reference.text, reference.variant, weights)
@@ -118,13 +118,13 @@ def plan_before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen
     if client.offline:
         raise absent
     try:
-        wish = run_target(reference, variables, spec, "bits" in weights.from_settings and reference.variant is None)
-        plan = plan_with_notice(wish, client, screen, engine.options(parallel=parallel))
+        target = run_target(reference, variables, spec, "bits" in weights.from_settings and reference.variant is None)
+        plan = plan_with_notice(target, client, screen, engine.options(parallel=parallel))
     except DownloadFailed as error:
         screen.note(error.message)
         absent.hint = f"check the network, then {absent.hint}"
         raise absent from error
-    say_left_out(wish, plan, screen)
+    note_ignored_bits(target, plan, screen)
     run = plan.run
     if run.prepared is None and run.memory is not None:
         raise DoesNotFit(run.memory.reason, run.memory.hint)
@@ -135,12 +135,12 @@ def plan_before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen
     return plan
 
 
-def machine_roofs(prepared: Prepared, screen: Screen, no_probe: bool, coming: Path | None = None) -> Roofs:
+def machine_roofs(prepared: Prepared, screen: Screen, no_probe: bool, download_folder: Path | None = None) -> Roofs:
     """The measured rates of this machine; missing ones are measured first. `coming`: where a model will be that is not here."""
     from ..runtime.planning import forecast, roofs
     from ..runtime.pull.run_estimate import nearest
 
-    wanted = forecast.wanted(prepared)
-    known = roofs.known(wanted if coming is None else replace(wanted, file=nearest(coming)))
-    lacking = None if no_probe or "cuda" in prepared.placement.devices else roofs.missing(wanted, known)
-    return known if lacking is None else final_result(roofs.probe(lacking, known), screen, roofs.Roofs)
+    measurements = forecast.wanted(prepared)
+    stored = roofs.known(measurements if download_folder is None else replace(measurements, file=nearest(download_folder)))
+    missing = None if no_probe or "cuda" in prepared.placement.devices else roofs.missing(measurements, stored)
+    return stored if missing is None else final_result(roofs.probe(missing, stored), screen, roofs.Roofs)

@@ -20,22 +20,22 @@ MAX_RANGES = 4  # of layers; where tiers alternate more often, counts are shown 
 WEIGHTS, CACHE, OTHER, FREE = "█", "▓", "▒", "·"
 
 
-def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better: Suggestion | None) -> dict[str, object]:
+def report(model: str, prepared: Prepared, roofs: Roofs, forecast: Forecast, suggestion: Suggestion | None) -> dict[str, object]:
     """The document of `--json`; its keys are stable. `weights_bytes` of a tier: memory taken, or bytes read per token; `tensor_bytes`: the
     tensors stored there. With sparse reading, the cache bytes per token from the disk are the maximum."""
     from ..runtime.adapters.dora import resolve_lengths_s
     from ..runtime.planning.chosen_kernels import chosen_kernels
     from ..runtime.weights.weight_tiers import weight_tiers
 
-    placement, work = prepared.placement, found.work
+    placement, work = prepared.placement, forecast.work
 
-    def told(prediction: Prediction | None, tokens: int = 1) -> dict[str, object] | None:
+    def prediction_json(prediction: Prediction | None, tokens: int = 1) -> dict[str, object] | None:
         return prediction and {"seconds": prediction.seconds, "tokens_per_s": tokens * prediction.tokens_per_s, "error": prediction.error,
                                "limit": prediction.limit, "disk_s": prediction.disk_s, "memory_s": prediction.memory_s,
                                "processor_s": prediction.processor_s}
 
     residency, drafting, paged = placement.residency, prepared.speculation, placement.expert_slots is not None and prepared.streaming
-    held, lies = placement.pinned_bytes, weight_tiers(prepared)
+    pinned_bytes, tensor_bytes = placement.pinned_bytes, weight_tiers(prepared)
     return {
         "model": model, "ctx": placement.ctx, "parallel": prepared.options.parallel, "kv": prepared.options.kv,
         "devices": devices(placement),
@@ -44,20 +44,22 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
         "vram_bytes": placement.budget.vram, "notes": list(placement.notes), "layers": list(placement.tiers),
         "copied_from_tokens": placement.copied_from,
         "experts": paged.to_json() if paged else None,
-        "tiers": {"memory": {"weights_bytes": paged.held_nbytes if paged else held, "tensor_bytes": lies.memory,
-                             "always_bytes": lies.always, "ring_bytes": residency.ring_nbytes if residency else 0,
+        "tiers": {"memory": {"weights_bytes": paged.held_nbytes if paged else pinned_bytes, "tensor_bytes": tensor_bytes.memory,
+                             "always_bytes": tensor_bytes.always, "ring_bytes": residency.ring_nbytes if residency else 0,
                              "kv_bytes": placement.host_kv_bytes,
                              "other_bytes": placement.workspace_bytes + placement.baseline_bytes},
-                  "disk": {"weights_bytes": paged.away_nbytes if paged else placement.streamed_bytes, "tensor_bytes": lies.disk,
+                  "disk": {"weights_bytes": paged.away_nbytes if paged else placement.streamed_bytes, "tensor_bytes": tensor_bytes.disk,
                            "neuron_bytes": work.neurons, "kv_bytes": placement.kv_disk_bytes},
-                  "gpu": {"total_bytes": placement.vram_bytes, "weights_bytes": placement.gpu.weights_bytes, "tensor_bytes": lies.gpu,
-                          "kv_bytes": placement.gpu.kv_bytes, "other_bytes": placement.gpu.workspace_bytes,
+                  "gpu": {"total_bytes": placement.vram_bytes, "weights_bytes": placement.gpu.weights_bytes,
+                          "tensor_bytes": tensor_bytes.gpu, "kv_bytes": placement.gpu.kv_bytes,
+                          "other_bytes": placement.gpu.workspace_bytes,
                           "copied_layers_bytes": placement.gpu.buffers_bytes, "head_bytes": placement.gpu.head_bytes}},
         "per_token": {"weights_bytes": work.bytes_per_token, "disk_bytes": work.streamed + round(work.missed), "kv_bytes_at_full_context":
                       work.kv_at(placement.ctx), "kv_disk_bytes_at_full_context": work.kv_disk_bytes(placement.ctx)},
-        "prediction": {"start": told(found.start), "full_context": told(found.full), "prompt": told(found.prompt, found.prompt_tokens),
-                       "prompt_tokens": found.prompt_tokens, "load_s": found.load_s, "program_s": found.begun_s,
-                       "unknown": found.reason or None},
+        "prediction": {"start": prediction_json(forecast.start), "full_context": prediction_json(forecast.full),
+                       "prompt": prediction_json(forecast.prompt, forecast.prompt_tokens), "prompt_tokens": forecast.prompt_tokens,
+                       "load_s": forecast.load_s, "program_s": forecast.begun_s,
+                       "unknown": forecast.reason or None},
         "kernels": [each.to_json() for each in chosen_kernels(prepared)],
         "speculation": {"lookup": drafting.lookup, "draft": prepared.options.draft if drafting.draft else None,
                         "draft_bytes": drafting.draft_nbytes, "draft_bits": drafting.draft_bits or None, "mtp": drafting.mtp,
@@ -65,10 +67,10 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
         "adapters": {"names": list(prepared.adapters.names), "matrices": len(prepared.adapters.weights), "rank": prepared.adapters.rank,
                      "bytes": prepared.adapters.nbytes, "measuring_s": resolve_lengths_s(prepared)},
         "media_bytes": sum(prepared.media_nbytes.values()),
-        "suggestion": better and {"flag": better.flag, "tokens_per_s": better.tokens_per_s, "gain": better.gain,
-                                  "full_context": better.full},
-        "machine": known.machine and {"date": known.machine.date, "memory_bytes_per_s": known.machine.memory},
-        "disk": known.disk and {"date": known.disk.date, "bytes_per_s": known.disk.disk.stream_rate, "direct": known.disk.disk.direct},
+        "suggestion": suggestion and {"flag": suggestion.flag, "tokens_per_s": suggestion.tokens_per_s, "gain": suggestion.gain,
+                                  "full_context": suggestion.full},
+        "machine": roofs.machine and {"date": roofs.machine.date, "memory_bytes_per_s": roofs.machine.memory},
+        "disk": roofs.disk and {"date": roofs.disk.date, "bytes_per_s": roofs.disk.disk.stream_rate, "direct": roofs.disk.disk.direct},
     }
 
 
@@ -87,9 +89,9 @@ def lines(model: str, prepared: Prepared, roofs: Roofs, prediction: Forecast, su
     lines = [("model", f"{model} ({prepared.config.family})")]
     if pull_plan is not None:
         from ..runtime.hub import shown_licence
-        from .pull import suffix
+        from .pull import reproducing_flags
 
-        lines.append(("not here", f"effllm pull {pull_plan.wish.reference.text}{suffix(pull_plan)} downloads "
+        lines.append(("not here", f"effllm pull {pull_plan.wish.reference.text}{reproducing_flags(pull_plan)} downloads "
                                   f"{format_size(pull_plan.to_load)}, keeps {format_size(pull_plan.kept_bytes)}; licence "
                                   f"{shown_licence(pull_plan.licence, 'not stated')}{', gated' if pull_plan.repository.gated else ''}"))
     lines += [("fits", verdict(prepared, prediction)), *tiers(prepared, work, roofs, width)]
@@ -144,13 +146,13 @@ def tiers(prepared: Prepared, work: Work, roofs: Roofs, width: int = BAR, disk: 
     other = placement.workspace_bytes + placement.baseline_bytes
     paged = placement.expert_slots is not None and prepared.streaming
     each = f" for each of {prepared.options.parallel} answers" if prepared.options.parallel > 1 else ""
-    held = paged.held_nbytes if paged else placement.pinned_bytes + (residency.ring_nbytes if residency else 0)
+    weights_bytes = paged.held_nbytes if paged else placement.pinned_bytes + (residency.ring_nbytes if residency else 0)
     lines = [
         ("context", f"{placement.ctx} of {prepared.config.context_length} tokens{each}, cache at {prepared.options.kv}"),
         ("layers", where(placement)), *on_gpu(placement, width),
-        ("memory", f"{bar(((WEIGHTS, held), (CACHE, placement.host_kv_bytes), (OTHER, other)), budget.ram, width)} "
+        ("memory", f"{bar(((WEIGHTS, weights_bytes), (CACHE, placement.host_kv_bytes), (OTHER, other)), budget.ram, width)} "
                    f"{format_size(placement.total_bytes)} of {format_size(budget.ram)}"),
-        ("", f"{WEIGHTS} weights {format_size(held)}  {CACHE} cache {format_size(placement.host_kv_bytes)}  {OTHER} workspace "
+        ("", f"{WEIGHTS} weights {format_size(weights_bytes)}  {CACHE} cache {format_size(placement.host_kv_bytes)}  {OTHER} workspace "
              f"{format_size(placement.workspace_bytes)}, program {format_size(placement.baseline_bytes)}  {FREE} free"),
     ]
     if residency is not None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..runtime.pull.pull import Pulled
 
 NETWORK = "network"
-MARGIN = 10  # columns of the names of a plan's lines
+NAME_WIDTH = 10  # columns of the names of a plan's lines
 EXAMPLES = """examples
 
   effllm pull tinyllama
@@ -65,33 +65,34 @@ def pull(context: typer.Context, model: AbsentModel, bits: Bits = None, keep: Ke
     if reference.program is not None:
         raise UsageError(f"{model} belongs to another program, but pull downloads from the hub",
                          f"ollama pull {typed(reference.of_program)}" if reference.program == "ollama" else "give an alias or org/repo")
-    gives_way = bits is not None and not is_typed(context, "bits")
-    if gives_way and reference.file is not None and reference.variant is None:
+    from_settings = bits is not None and not is_typed(context, "bits")
+    if from_settings and reference.file is not None and reference.variant is None:
         screen.note(f"{model}: a single file is pulled without quantizing: bits of {origin(screen.environment, 'bits')} is ignored")
-    bits = None if gives_way and (reference.variant or reference.file) else bits  # also to a name that states a format
-    if bits is None and not keep and (here := without_hub(reference, variables)) is not None:
-        say_without_hub(here, screen, json)
+    bits = None if from_settings and (reference.variant or reference.file) else bits  # a format or file in the name overrides settings
+    if bits is None and not keep and (local := find_local_alias(reference, variables)) is not None:
+        print_local_alias(local, screen, json)
         return
     keep = keep and (is_typed(context, "keep") or bits is not None or reference.variant is not None)
-    wish = replace(pull_target(reference, variables, chosen_bits(reference.variant, bits, keep, model), keep), gives_way=gives_way)
+    quantize_to = requested_format(reference.variant, bits, keep, model)
+    target = replace(pull_target(reference, variables, quantize_to, keep), gives_way=from_settings)
     client = Client(variables, offline)
-    if client.offline and (here := present(wish, screen)) is not None:
-        say_done(here, None, None, screen, json)
+    if client.offline and (local := find_local(target, screen)) is not None:
+        print_result(local, None, None, screen, json)
         return
-    plan = plan_with_notice(wish, client, screen)
-    say_left_out(wish, plan, screen)
+    plan = plan_with_notice(target, client, screen)
+    note_ignored_bits(target, plan, screen)
     if not json:
-        show_plan(measured(plan, screen, at_all=not dry_run), screen)
+        show_plan(with_speed(plan, screen, may_measure=not dry_run), screen)
     if dry_run:
         if json:
             screen.json(plan.to_json())
         return
     confirm_memory(plan, screen, yes)
-    pulled = fetch(plan, client, screen)
-    say_done(pulled.folder, pulled, plan, screen, json)
+    pulled = download(plan, client, screen)
+    print_result(pulled.folder, pulled, plan, screen, json)
 
 
-def without_hub(reference: Reference, variables: Mapping[str, str]) -> CatalogEntry | None:
+def find_local_alias(reference: Reference, variables: Mapping[str, str]) -> CatalogEntry | None:
     """The alias of a model in a local folder, which needs no download."""
     from ..runtime.catalog import catalog, find_entry
 
@@ -100,40 +101,40 @@ def without_hub(reference: Reference, variables: Mapping[str, str]) -> CatalogEn
     return entry if entry is not None and entry.repo is None else None
 
 
-def say_without_hub(entry: CatalogEntry, screen: Screen, json: bool) -> None:
+def print_local_alias(entry: CatalogEntry, screen: Screen, json: bool) -> None:
     from ..runtime.catalog import resolve
 
     folder = resolve(entry.alias, screen.environment.variables).folder
     if json:
         screen.json({"folder": str(folder), "bytes_loaded": 0, "seconds": 0.0, "plan": None})
     else:
-        place = f"it is {entry.library or f'at {folder}'}" if entry.own else "it comes with effllm"
-        screen.note(f"{entry.alias} needs no download: {place}; effllm run {entry.alias}")
+        origin_text = f"it is {entry.library or f'at {folder}'}" if entry.own else "it comes with effllm"
+        screen.note(f"{entry.alias} needs no download: {origin_text}; effllm run {entry.alias}")
 
 
-def chosen_bits(variant: str | None, bits: int | None, keep: bool, model: str) -> str | None:
-    """The format of the name or of --bits, checked."""
+def requested_format(variant: str | None, bits: int | None, keep: bool, model: str) -> str | None:
+    """The format to quantize to, from the name or --bits; None for none. Raises UsageError if they differ, and for --keep without one."""
     if keep and bits is None and variant is None:
         raise UsageError("--keep keeps the published weights beside what --bits makes", f"effllm pull {typed(model)} --bits 4 --keep")
-    given = f"{bits}bit" if bits is not None else None
-    if variant and given and variant != given:
+    from_bits = f"{bits}bit" if bits is not None else None
+    if variant and from_bits and variant != from_bits:
         raise UsageError(f"{model} and --bits {bits} disagree", "give one of them")
-    return variant or given
+    return variant or from_bits
 
 
-def present(wish: PullTarget, screen: Screen) -> Path | None:
-    """The folder of a model that needs no network, None if something is missing. What --bits asks for is quantized if all published weights
-    are here."""
+def find_local(target: PullTarget, screen: Screen) -> Path | None:
+    """The folder of a model without using the network; None if something is missing. If all published weights are local, they are quantized
+    to --bits."""
     from ..runtime.catalog import resolve
 
-    reference, variables = wish.reference, screen.environment.variables
+    reference, variables = target.reference, screen.environment.variables
     try:
-        if wish.bits is None or wish.keep:
+        if target.bits is None or target.keep:
             ref = resolve(f"{reference.base}:{reference.file}" if reference.file else reference.base, variables)
-            if ref.notice:  # another format of it
+            if ref.notice:  # only another format is here
                 return None
-        if wish.bits is not None:
-            ref = resolve(f"{reference.base}:{wish.bits}", variables)
+        if target.bits is not None:
+            ref = resolve(f"{reference.base}:{target.bits}", variables)
     except ModelNotFound:
         return None
     return ref.folder if ref.variant is None else quantize_cached(ref, screen)
@@ -149,76 +150,77 @@ def quantize_cached(ref: ModelRef, screen: Screen) -> Path:
     return final_result(on_load.quantize_on_load(request, request.folder), screen, Converted).folder
 
 
-def plan_with_notice(wish: PullTarget, client: Client, screen: Screen, options: EngineOptions | None = None) -> PullPlan:
-    """`plan_pull`, with a line on a terminal until the hub has answered. Raises what that raises."""
+def plan_with_notice(target: PullTarget, client: Client, screen: Screen, options: EngineOptions | None = None) -> PullPlan:
+    """`plan_pull`, with a status line until the hub has answered. Raises what `plan_pull` raises."""
     from ..runtime.pull.plan import plan_pull
 
-    with nullcontext() if client.offline else screen.waiting(f"asking {client.host} for {wish.reference.base}"):
-        return plan_pull(wish, client, screen.environment.variables, options)
+    with nullcontext() if client.offline else screen.waiting(f"asking {client.host} for {target.reference.base}"):
+        return plan_pull(target, client, screen.environment.variables, options)
 
 
-def fetch(plan: PullPlan, client: Client, screen: Screen) -> Pulled:
-    """Run the plan with progress; Ctrl-C says how to continue."""
+def download(plan: PullPlan, client: Client, screen: Screen) -> Pulled:
+    """Run the plan with progress. After Ctrl-C a note says how to continue."""
     from ..runtime.pull.pull import Pulled, pull_model
 
     try:
         return final_result(pull_model(plan, client, screen.environment.variables), screen, Pulled)
     except KeyboardInterrupt:
-        screen.note(f"stopped; the partial download is kept. effllm pull {plan.wish.reference.text}{suffix(plan)} continues from here")
+        command = f"effllm pull {plan.wish.reference.text}{reproducing_flags(plan)}"
+        screen.note(f"stopped; the partial download is kept. {command} continues from here")
         raise
 
 
-def measured(plan: PullPlan, screen: Screen, at_all: bool = True) -> PullPlan:
-    """The plan with a predicted speed: an unmeasured machine is measured once, in some seconds; if that would begin by compiling kernels,
-    or not `at_all`, only memory is shown."""
+def with_speed(plan: PullPlan, screen: Screen, may_measure: bool = True) -> PullPlan:
+    """The plan with a predicted speed, for terminals only. A machine that was not measured yet is measured now, in some seconds; without
+    `may_measure`, or if kernels would have to be compiled for that, the speed is estimated from memory bandwidth."""
     from ..runtime.planning import roofs
     from ..runtime.pull.run_estimate import missing_measurement, rough_estimate, with_roofs
 
     if not screen.environment.is_interactive:
         return plan
-    asked = missing_measurement(plan.run) if at_all else None
-    if asked is None:
+    measurement = missing_measurement(plan.run) if may_measure else None
+    if measurement is None:
         return replace(plan, run=rough_estimate(plan.run))
     screen.note("measuring this machine once, to say how fast the model will be")
-    known = final_result(roofs.probe(asked, plan.run.known), screen, roofs.Roofs)
-    return replace(plan, run=with_roofs(plan.run, known))
+    measured_roofs = final_result(roofs.probe(measurement, plan.run.known), screen, roofs.Roofs)
+    return replace(plan, run=with_roofs(plan.run, measured_roofs))
 
 
-def suffix(plan: PullPlan) -> str:
+def reproducing_flags(plan: PullPlan) -> str:
     """The flags that reproduce the plan."""
-    wish = plan.wish
-    bits = f" --bits {wish.bits.removesuffix('bit')}" if wish.bits and not wish.reference.variant else ""
-    return bits + (" --keep" if wish.keep else "")
+    target = plan.wish
+    bits = f" --bits {target.bits.removesuffix('bit')}" if target.bits and not target.reference.variant else ""
+    return bits + (" --keep" if target.keep else "")
 
 
 def show_plan(plan: PullPlan, screen: Screen) -> None:
-    """The plan on stderr: stdout is for the answer of `run`, and for --json."""
+    """Show the plan on stderr; stdout is for the answer of `run` and for --json."""
     from ..offload.size import format_size
     from ..runtime.hub import shown_licence
     from .plan_report import BAR, tiers
 
-    repository, wish, run = plan.repository, plan.wish, plan.run
+    repository, target, run = plan.repository, plan.wish, plan.run
     if repository.repo != repository.asked:
         screen.note(f"{repository.asked} is called {repository.repo} now")
-    other = f"; about the same size without a gate: {plan.alternative}" if plan.alternative else ""
-    gate = f", gated: your token must have access{other}" if repository.gated else ""
-    made = f" at {wish.bits}" if wish.bits else ""
-    lines = [("model", f"{repository.repo} at {repository.commit[:12]}" + (f" ({wish.entry.alias})" if wish.entry else "")),
+    alternative = f"; about the same size without a gate: {plan.alternative}" if plan.alternative else ""
+    gate = f", gated: your token must have access{alternative}" if repository.gated else ""
+    format_text = f" at {target.bits}" if target.bits else ""
+    lines = [("model", f"{repository.repo} at {repository.commit[:12]}" + (f" ({target.entry.alias})" if target.entry else "")),
              ("licence", f"{shown_licence(plan.licence, 'not stated')}{gate}"),
              ("download", remaining_bytes(plan)),
-             ("kept", f"{format_size(plan.kept_bytes)}{made} in {plan.folder}"),
+             ("kept", f"{format_size(plan.kept_bytes)}{format_text} in {plan.folder}"),
              ("disk", f"{format_size(plan.disk_bytes)} needed at most, {format_size(plan.disk_free)} free")]
-    if wish.reference.file is not None:
+    if target.reference.file is not None:
         lines.insert(1, ("file", plan.files[0].name))
     if plan.sees is not None:
         lines.append(("images", f"{format_size(plan.sees.size)} of the download is its projector, {plan.sees.name}"))
-    if wish.on_load:
-        lines.append(("on load", f"quantized to {wish.on_load}"))
+    if target.on_load:
+        lines.append(("on load", f"quantized to {target.on_load}"))
     if plan.smaller is not None:
         bits, nbytes = plan.smaller
         lines.append(("smaller", f"--bits {bits} keeps {format_size(nbytes)} of it"))
     if run.prepared is not None:
-        lines += tiers(run.prepared, run.forecast.work, run.known, min(BAR, screen.environment.width - MARGIN), "read")
+        lines += tiers(run.prepared, run.forecast.work, run.known, min(BAR, screen.environment.width - NAME_WIDTH), "read")
     elif run.memory is not None:
         lines.append(("memory", f"does not fit now: {run.memory.reason}"))
     if run.memory is None and run.unknown:
@@ -233,11 +235,11 @@ def show_plan(plan: PullPlan, screen: Screen) -> None:
     if plan.lacks_tokenizer:
         lines.append(("tokenizer", "none: there is no tokenizer.json, so it will not run until one is put beside the weights"))
     for name, text in lines:
-        screen.note(f"{name:<{MARGIN}}{text}", MARGIN)
+        screen.note(f"{name:<{NAME_WIDTH}}{text}", NAME_WIDTH)
 
 
 def remaining_bytes(plan: PullPlan) -> str:
-    """The bytes still to download, with the total if some are here."""
+    """The bytes still to download as text, with the total if some are here."""
     from ..offload.size import format_size, plural
 
     files = plural(len(plan.files), "file")
@@ -250,19 +252,20 @@ def remaining_bytes(plan: PullPlan) -> str:
     return f"{format_size(plan.to_load)} of {format_size(plan.total_bytes)} in {files}, the others are downloaded already"
 
 
-def confirm_memory(plan: PullPlan, screen: Screen, yes: bool, anyway: str = "-y downloads it anyway") -> None:
-    """Ask before downloading a model that could not run here; `anyway`: the flag that answers yes."""
+def confirm_memory(plan: PullPlan, screen: Screen, yes: bool, override_hint: str = "-y downloads it anyway") -> None:
+    """Ask before downloading a model that could not run here. `override_hint`: how to download it without being asked. Raises DoesNotFit
+    after a no, or if nobody can be asked."""
     memory = plan.run.memory
     if memory is None or memory.fits or yes:
         return
     smaller = "" if plan.wish.bits or plan.wish.reference.file else f"effllm pull {plan.wish.reference.text} --bits 4 may fit; "
     if not screen.environment.is_interactive:
-        raise DoesNotFit(f"{plan.wish.reference.text} would not run here: {memory.reason}", smaller + anyway)
+        raise DoesNotFit(f"{plan.wish.reference.text} would not run here: {memory.reason}", smaller + override_hint)
     if not screen.confirm("It would not run on this machine now. Download it anyway?"):
-        raise DoesNotFit("nothing was downloaded", smaller + anyway)
+        raise DoesNotFit("nothing was downloaded", smaller + override_hint)
 
 
-def say_done(folder: object, pulled: Pulled | None, plan: PullPlan | None, screen: Screen, json: bool) -> None:
+def print_result(folder: object, pulled: Pulled | None, plan: PullPlan | None, screen: Screen, json: bool) -> None:
     from ..offload.size import format_size
 
     if json:
@@ -276,16 +279,21 @@ def say_done(folder: object, pulled: Pulled | None, plan: PullPlan | None, scree
                     + (f":{plan.wish.bits}" if plan.wish.bits and not plan.wish.reference.variant else ""))
 
 
-def say_left_out(wish: PullTarget, plan: PullPlan, screen: Screen) -> None:
+def note_ignored_bits(target: PullTarget, plan: PullPlan, screen: Screen) -> None:
     """Note that the default bits of the settings are ignored, if the plan ignores them."""
-    if (wish.bits or wish.on_load) and not (plan.wish.bits or plan.wish.on_load):
-        how = plan.made_at or "by another tool"
-        screen.note_once(f"{wish.reference.text} is quantized already ({how}): bits of {origin(screen.environment, 'bits')} is ignored")
+    if (target.bits or target.on_load) and not (plan.wish.bits or plan.wish.on_load):
+        quantization = plan.made_at or "by another tool"
+        screen.note_once(f"{target.reference.text} is quantized already ({quantization}): "
+                         f"bits of {origin(screen.environment, 'bits')} is ignored")
 
 
-def offer(absent: Absent, bits: str | None, gives_way: bool, screen: Screen, yes: bool, options: EngineOptions) -> ModelRef:
-    """The model after a download that the user agreed to, by an answer or by -y; without either the original error is raised. `bits`
-    `gives_way` if it comes from settings. `options`: of the run to follow. -y does not download what could not run."""
+def offer_download(absent: Absent, bits: str | None, from_settings: bool, screen: Screen, yes: bool, options: EngineOptions) -> ModelRef:
+    """Download a missing model if the user agrees, and return it; else `absent` is raised.
+
+    bits: the format to quantize to; from_settings: it is a default, ignored for a model that is quantized already.
+    yes: agree without being asked, unless the model could not run here.
+    options: of the run that follows.
+    """
     from ..runtime.catalog import resolve
     from ..runtime.pull.client import Client
     from ..runtime.pull.plan import run_target
@@ -294,13 +302,13 @@ def offer(absent: Absent, bits: str | None, gives_way: bool, screen: Screen, yes
     client = Client(variables)
     if not yes and not screen.environment.is_interactive:
         raise absent
-    wish = run_target(absent.reference, variables, bits, gives_way)
-    plan = plan_with_notice(wish, client, screen, options)
-    say_left_out(wish, plan, screen)
-    show_plan(measured(plan, screen), screen)
+    target = run_target(absent.reference, variables, bits, from_settings)
+    plan = plan_with_notice(target, client, screen, options)
+    note_ignored_bits(target, plan, screen)
+    show_plan(with_speed(plan, screen), screen)
     if plan.run.memory is not None and not plan.run.memory.fits:
-        confirm_memory(plan, screen, False, f"effllm pull {plan.wish.reference.text}{suffix(plan)} -y downloads it anyway")
+        confirm_memory(plan, screen, False, f"effllm pull {plan.wish.reference.text}{reproducing_flags(plan)} -y downloads it anyway")
     elif not yes and not screen.confirm("Download it?"):
         raise absent
-    fetch(plan, client, screen)
+    download(plan, client, screen)
     return resolve(absent.reference.text, variables)

@@ -11,7 +11,7 @@ import typer
 
 from .. import EffllmError, UsageError, typed
 from ..runtime.conversion import METHODS, PLAIN
-from .eval import WINDOW, named, read_text
+from .eval import WINDOW, read_text, source_name
 from .flags import add_command, flag, is_typed
 from .loading import final_result, find_model, open_with_progress, resumable
 from .options import OUTPUT, Json, Model, Threads
@@ -75,18 +75,18 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
         raise UsageError("--calib - and --eval - cannot both read standard input", "put one of the texts into a file")
     if dry_run and eval is not None:
         raise UsageError("--dry-run writes nothing that --eval could score", "leave one of them out")
-    text = None if eval is None else to_score(eval, ref, screen)
-    bits, spec, target = typed_first(context, screen, bundle_ffn and is_typed(context, "bundle_ffn"), bits=bits, spec=spec, target=target)
+    text = None if eval is None else read_eval_text(eval, ref, screen)
+    bits, spec, target = prefer_typed(context, screen, bundle_ffn and is_typed(context, "bundle_ffn"), bits=bits, spec=spec, target=target)
     if gate_rule is not None and gate_sparsity is None:
         raise UsageError("--gate-rule needs --gate-sparsity", "give both, with --bundle-ffn")
     if bundle_ffn:
         check_bundling(bits, spec, target, tensor_type, method, calib if gate_sparsity is None else None, calib_tokens, dry_run)
         sample = None if calib is None else read_text(calib, screen, "--calib")
-        promise(Path(out), screen)
-        made = bundled(ref, Path(out), force, gate_sparsity, gate_rule, sample, screen)
-        remember(made.folder, screen)  # before what may take a minute, and is left with Ctrl-C
-        profiled = None if no_kv_profile else profile(made.folder, sample, calib, threads, screen)
-        report(made, profiled, ref, text, threads, screen, json)
+        register_unfinished(Path(out), screen)
+        converted = bundle_model(ref, Path(out), force, gate_sparsity, gate_rule, sample, screen)
+        register_finished(converted.folder, screen)  # before the profile, which takes a minute and may be stopped by Ctrl-C
+        profile_s = None if no_kv_profile else record_kv_profile(converted.folder, sample, calib, threads, screen)
+        report(converted, profile_s, ref, text, threads, screen, json)
         return
     if gate_sparsity is not None:
         raise UsageError("--gate-sparsity needs --bundle-ffn", "effllm quantize MODEL -o DIR --bundle-ffn --gate-sparsity 0.5")
@@ -97,32 +97,32 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
         check_target(Path(out).absolute(), force)
         plan = plan_conversion(ref.folder, options.recipe, options.target is None)
         with plan.store:
-            calibration(plan, options)  # what a run would refuse, its plan refuses
-            if options.target is not None:  # the formats are found by measuring; sizes alone need no kernel
+            calibration(plan, options)  # raises what a run would raise
+            if options.target is not None:  # formats are chosen by measured error, which needs kernels
                 plan = final_result(resolve_plan(plan, options), screen, ConversionPlan)
-            say_plan(plan, screen, json)
+            print_plan(plan, screen, json)
         return
-    promise(Path(out), screen)
+    register_unfinished(Path(out), screen)
     with resumable(screen, Path(out)):
-        made = final_result(convert(ref.folder, Path(out), options), screen, Converted)
-    remember(made.folder, screen)
-    profiled = None if no_kv_profile else profile(made.folder, sample, calib, threads, screen)
-    report(made, profiled, ref, text, threads, screen, json)
+        converted = final_result(convert(ref.folder, Path(out), options), screen, Converted)
+    register_finished(converted.folder, screen)
+    profile_s = None if no_kv_profile else record_kv_profile(converted.folder, sample, calib, threads, screen)
+    report(converted, profile_s, ref, text, threads, screen, json)
 
 
-def report(made: Converted, profiled: float | None, ref: ModelRef, text: str | None, threads: int | None, screen: Screen,
+def report(converted: Converted, profile_s: float | None, ref: ModelRef, text: str | None, threads: int | None, screen: Screen,
            json: bool) -> None:
-    """Score the new model if asked, and say what it is."""
-    quality = None if text is None else measured(ref, made, text, threads, screen)
+    """Score the new model with `text`, if there is one, and print the result."""
+    quality = None if text is None else measure_quality(ref, converted, text, threads, screen)
     if json:
-        screen.json(made.to_json() | ({} if quality is None else {"eval": quality.to_json()}))
+        screen.json(converted.to_json() | ({} if quality is None else {"eval": quality.to_json()}))
     else:
-        say_result(made, profiled, quality, screen)
+        print_result(converted, profile_s, quality, screen)
 
 
-def typed_first(context: typer.Context, screen: Screen, bundles: bool, **sizes: object) -> tuple[Any, ...]:
-    """A size set by a variable is ignored with a note if another was typed, `--bundle-ffn` included."""
-    typed = ["--bundle-ffn"] * bundles + [f"--{name}" for name in sizes if sizes[name] is not None and is_typed(context, name)]
+def prefer_typed(context: typer.Context, screen: Screen, is_bundling: bool, **sizes: object) -> tuple[Any, ...]:
+    """The values of `sizes`. One from a variable is ignored with a note if another size or --bundle-ffn was typed."""
+    typed = ["--bundle-ffn"] * is_bundling + [f"--{name}" for name in sizes if sizes[name] is not None and is_typed(context, name)]
     for name, value in sizes.items():
         if typed and value is not None and not is_typed(context, name):
             parameter = next(each for each in context.command.params if each.name == name)
@@ -132,15 +132,15 @@ def typed_first(context: typer.Context, screen: Screen, bundles: bool, **sizes: 
 
 
 def check_bundling(*others: object) -> None:
-    """--bundle-ffn keeps values, so flags that choose others contradict it."""
-    bits, *rest = others
-    if bits not in (None, 16) or any(rest):
+    """Raises UsageError for flags that change values, which --bundle-ffn keeps. `others`: the value of --bits, then those of the flags."""
+    bits, *other_flags = others
+    if bits not in (None, 16) or any(other_flags):
         raise UsageError("--bundle-ffn keeps the weights as they are and goes with no other format, method or --dry-run",
                          "effllm quantize MODEL -o DIR --bundle-ffn, where MODEL may be quantized except for its neurons: "
                          "--tensor-type '(up|down)_proj=bf16'")
 
 
-def bundled(ref: ModelRef, out: Path, replace: bool, gate_sparsity: float | None, gate_rule: str | None, text: str | None,
+def bundle_model(ref: ModelRef, out: Path, replace: bool, gate_sparsity: float | None, gate_rule: str | None, text: str | None,
             screen: Screen) -> Converted:
     """The copy with bundled FFN weights."""
     from ..runtime.conversion.bundle_ffn import bundle
@@ -152,8 +152,8 @@ def bundled(ref: ModelRef, out: Path, replace: bool, gate_sparsity: float | None
 
 
 def conversion_options(ref: ModelRef, bits: int | None, spec: str | None, rules: Sequence[str] | None, target: str | None,
-                       **given: object) -> ConvertOptions:
-    """Flags -> options, all values checked before the model is read."""
+                       **options: object) -> ConvertOptions:
+    """The options for the flags, checked before the model is read. Raises UsageError."""
     from ..runtime.convert import ConvertOptions, recipe_of, target_of
 
     sizes = [flag for flag, value in (("--bits", bits), ("--spec", spec), ("--target", target)) if value is not None]
@@ -161,13 +161,13 @@ def conversion_options(ref: ModelRef, bits: int | None, spec: str | None, rules:
         raise UsageError(f"{' and '.join(sizes)} each set the size", "give one of them")
     if not sizes:
         raise UsageError("give --bits N, --spec SPEC or --target BPW", "effllm quantize MODEL -o DIR --bits 4")
-    # --target starts from the default bits; a number that was typed is checked as it is, 0 too.
+    # --target starts from the default bits. A typed number is checked as it is, also 0.
     base = spec if spec is not None else "4bit" if bits is None else f"{bits}bit"
-    recipe = recipe_of(base, rules or (), given["method"])
-    goal = None if target is None else target_of(target)
-    said = " ".join([str(recipe.base) if goal is None else f"{goal:g}bpw", *(rules or ())])
-    return ConvertOptions(recipe, said, target=goal, source=source_of(ref),
-                          **{key: value for key, value in given.items() if value is not None})
+    recipe = recipe_of(base, rules or (), options["method"])
+    target_bpw = None if target is None else target_of(target)
+    description = " ".join([str(recipe.base) if target_bpw is None else f"{target_bpw:g}bpw", *(rules or ())])
+    return ConvertOptions(recipe, description, target=target_bpw, source=source_of(ref),
+                          **{key: value for key, value in options.items() if value is not None})
 
 
 def source_of(ref: ModelRef) -> dict[str, object]:
@@ -179,15 +179,15 @@ def source_of(ref: ModelRef) -> dict[str, object]:
     return {key: value for key, value in source.items() if value is not None}
 
 
-def promise(folder: Path, screen: Screen) -> None:
+def register_unfinished(folder: Path, screen: Screen) -> None:
     """Register the folder for `effllm list` before it is complete, so that a kill cannot leave an unregistered one."""
     from ..runtime.library.storage import register
 
-    with suppress(EffllmError):  # which is told when there is something to show
+    with suppress(EffllmError):  # reported by `register_finished`
         register(screen.environment.variables, folder, is_made=False)
 
 
-def remember(folder: Path, screen: Screen) -> None:
+def register_finished(folder: Path, screen: Screen) -> None:
     """Register the folder for `effllm list`. A failure does not fail the conversion."""
     from ..runtime.library.storage import register
 
@@ -197,9 +197,9 @@ def remember(folder: Path, screen: Screen) -> None:
         screen.note(f"effllm list will not show it: {error.message}")
 
 
-def profile(folder: Path, text: str | None, calib: str | None, threads: int | None, screen: Screen) -> float | None:
-    """Record the KV cache profile of the new model, on the text of --calib, else on the sample; returns the seconds it took, None if there
-    is no profile. A failure does not fail the conversion."""
+def record_kv_profile(folder: Path, text: str | None, calib: str | None, threads: int | None, screen: Screen) -> float | None:
+    """Record the KV cache profile of the new model on the text of --calib, else on the sample. Returns the seconds it took, None if there
+    is no profile. A failure is only noted."""
     from time import monotonic
 
     from ..runtime.calibrate import built_in_text
@@ -209,13 +209,13 @@ def profile(folder: Path, text: str | None, calib: str | None, threads: int | No
 
     if not read_config(folder).cache_kv_heads:
         return None
-    begun = monotonic()
+    started = monotonic()
     screen.note(f"the weights are done; recording where a packed KV cache needs its bits, for about {SECONDS:.0f} s at most "
                 "(--no-kv-profile skips this)")
-    source = "the sample" if calib is None else named(calib)
+    source = "the sample" if calib is None else source_name(calib)
     try:
         final_result(recorded(folder, built_in_text() if text is None else text, threads=threads, source=source), screen, Profile)
-        return monotonic() - begun
+        return monotonic() - started
     except EffllmError as error:
         screen.note(f"no profile for --kv: {error.message}")
         return None
@@ -224,19 +224,19 @@ def profile(folder: Path, text: str | None, calib: str | None, threads: int | No
         raise
 
 
-def to_score(source: str, ref: ModelRef, screen: Screen) -> str:
-    """The text of --eval. Raises UsageError for one that is too short to score, before the work."""
+def read_eval_text(source: str, ref: ModelRef, screen: Screen) -> str:
+    """The text of --eval. Raises UsageError for one that is too short to score."""
     from ..runtime.config import read_config
     from ..runtime.measuring.evaluate import windows
     from ..runtime.tokenizer import Tokenizer
 
     content, config = read_text(source, screen, "--eval"), read_config(ref.folder)
-    windows(Tokenizer.load(ref.folder, config), content, min(WINDOW, config.max_position_embeddings), named(source), "--eval")
+    windows(Tokenizer.load(ref.folder, config), content, min(WINDOW, config.max_position_embeddings), source_name(source), "--eval")
     return content
 
 
-def measured(ref: ModelRef, made: Converted, text: str, threads: int | None, screen: Screen) -> KldResult | None:
-    """Perplexity and KL divergence of the new model against the old one. A failure does not fail the conversion."""
+def measure_quality(ref: ModelRef, converted: Converted, text: str, threads: int | None, screen: Screen) -> KldResult | None:
+    """Perplexity and KL divergence of the new model against the old one; None after a failure, which is only noted."""
     from ..runtime.config import read_config
     from ..runtime.engine import EngineOptions
     from ..runtime.measuring.evaluate import KldResult, kld
@@ -246,7 +246,7 @@ def measured(ref: ModelRef, made: Converted, text: str, threads: int | None, scr
     options = EngineOptions(threads=threads, kv="32bit", ctx=min(WINDOW, config.max_position_embeddings))
     try:
         tokenizer = Tokenizer.load(ref.folder, config)
-        engine = open_with_progress(made.folder, options, screen)
+        engine = open_with_progress(converted.folder, options, screen)
         try:
             reference = open_with_progress(ref.folder, options, screen)
             try:
@@ -260,8 +260,8 @@ def measured(ref: ModelRef, made: Converted, text: str, threads: int | None, scr
         return None
 
 
-def say_plan(plan: ConversionPlan, screen: Screen, json: bool) -> None:
-    """Sizes by class of tensors; writes nothing."""
+def print_plan(plan: ConversionPlan, screen: Screen, json: bool) -> None:
+    """Print the planned sizes by class of tensors."""
     from ..offload.size import format_size
 
     rows = plan.rows()
@@ -280,25 +280,27 @@ def say_plan(plan: ConversionPlan, screen: Screen, json: bool) -> None:
     screen.line(f"{len(plan.files)} file{'s' if len(plan.files) > 1 else ''} of {format_size(plan.file_nbytes)}; nothing was written")
 
 
-def say_result(made: Converted, profiled: float | None, quality: KldResult | None, screen: Screen) -> None:
+def print_result(converted: Converted, profile_s: float | None, quality: KldResult | None, screen: Screen) -> None:
     from ..offload.size import format_size
     from ..runtime.conversion.convert_estimate import human_time
 
     screen.table(("tensors", "format", "before", "after", "bits", "error"),
                  [(row.size.name, ", ".join(row.size.specs), format_size(row.size.before), format_size(row.size.after),
-                   f"{row.size.bits_per_weight:.2f}", "" if row.error_db is None else f"{row.error_db:.1f} dB") for row in made.classes]
-                 + [("all", "", format_size(made.before), format_size(made.after), f"{made.bits_per_weight:.2f}", "")], right=(2, 3, 4, 5))
+                   f"{row.size.bits_per_weight:.2f}", "" if row.error_db is None else f"{row.error_db:.1f} dB")
+                  for row in converted.classes]
+                 + [("all", "", format_size(converted.before), format_size(converted.after), f"{converted.bits_per_weight:.2f}", "")],
+                 right=(2, 3, 4, 5))
     if quality is not None:
         screen.line()
         screen.pairs((("perplexity", f"{quality.ppl_ref:.4f} before, {quality.ppl:.4f} after"),
                       ("KL divergence", f"mean {quality.kld_mean:.3g}, median {quality.kld_median:.3g}, 99% below {quality.kld_p99:.3g}"),
                       ("same top token", f"{100 * quality.same_top:.2f}%")))
-    took = f"made in {human_time(made.seconds)}" + ("" if profiled is None else f", the profile of its KV cache in {human_time(profiled)}")
-    screen.note(f"{made.folder}: {took}; {run_command(made.folder)}")
+    profile_time = "" if profile_s is None else f", the profile of its KV cache in {human_time(profile_s)}"
+    screen.note(f"{converted.folder}: made in {human_time(converted.seconds)}{profile_time}; {run_command(converted.folder)}")
 
 
 def run_command(folder: Path) -> str:
-    """The command for what the model is made for."""
+    """The command that uses a model of this kind."""
     from ..runtime.config import read_config
 
     config = read_config(folder)

@@ -44,12 +44,12 @@ def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes =
             screen.line(str(path))
         screen.note(f"{size} would be freed; nothing was removed")
         return
-    require_idle(removal)  # before a question whose answer would come to nothing
+    require_idle(removal)  # before the question: a model in use cannot be removed
     if not yes:
-        what = asked_about(removal, size)
+        question = removal_question(removal, size)
         if not screen.environment.is_interactive:
-            raise UsageError(what, f"-y removes it: effllm rm {typed(model)} -y")
-        if not screen.confirm(f"{what}. Remove it?", default=False):
+            raise UsageError(question, f"-y removes it: effllm rm {typed(model)} -y")
+        if not screen.confirm(f"{question}. Remove it?", default=False):
             screen.note("nothing was removed")
             if json:
                 screen.json({**removal.to_json(), "removed": False})
@@ -59,14 +59,14 @@ def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes =
         screen.json({**removal.to_json(), "removed": True})
     else:
         part = "the partial download was removed" if removal.was_pulled else "the unfinished folder was removed"
-        what = part if removal.is_part else "removed"
-        screen.note(f"{removal.folder}: {what}, {size} freed")
+        question = part if removal.is_part else "removed"
+        screen.note(f"{removal.folder}: {question}, {size} freed")
 
 
-def asked_about(removal: Removal, size: str) -> str:
-    """The question: what is removed, and whose it is."""
+def removal_question(removal: Removal, size: str) -> str:
+    """The question: what is removed, and who else uses it."""
     from ..runtime.library.remove import SHARED
 
     part = f", partly {'downloaded' if removal.was_pulled else 'made'}," if removal.is_part else ""
-    whose = "is in the hub cache, which other programs share" if removal.owner == SHARED else "would be deleted"
-    return f"{removal.folder} ({size}){part} {whose}"
+    consequence = "is in the hub cache, which other programs share" if removal.owner == SHARED else "would be deleted"
+    return f"{removal.folder} ({size}){part} {consequence}"

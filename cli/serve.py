@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from .server.streams import RequestRecord
 
 SERVER = "server"
-MOST_SHOWN, MOST_SAID = 100, 200  # columns of a path, and of why a request was refused
+MAX_PATH, MAX_REASON = 100, 200  # columns of a path, and of why a request was refused
 EXAMPLES = """examples
 
   effllm serve fable
@@ -201,15 +201,15 @@ def serve_model(ref: ModelRef, options: EngineOptions, server_options: ServerOpt
         default_generation = default_options(answer, settings, constraint, opened.tokenizer.thinks, screen)
         engines = parallel_engines(opened.engine, parallel, screen, resources)
         answer_queue = AnswerQueue(server_options.queue, parallel, Scheduler(opened.engine.batched_passes))
-        prompt_cache = kept_prompts(opened.engine, ref, session_flags, slot_options.keep_prompts, screen, resources)
+        prompt_cache = open_prompt_cache(opened.engine, ref, session_flags, slot_options.keep_prompts, screen, resources)
         served = ServedModel(opened.engine, opened.tokenizer, prompt_cache, engines[1:])
         service = GenerationService(served, answer_queue, server_options.name, screen.note_once, server_options.other_names,
                                     server_options.shows_page, defaults=Defaults(default_generation, answer.system),
                                     slot_files=slot_files(slot_options.slots_folder, opened.engine, ref, session_flags))
         context = service.served.n_ctx
         description = f"context {context} tokens" + (f" each, {parallel} answers at once" if parallel > 1 else "")
-        ready = partial(say_ready, screen, server_options, description, context, opened.engine.placement.total_bytes, parallel)
-        guard = Guard(service.application(), server_options.rules, partial(say_request, screen, server_options.quiet))
+        ready = partial(report_ready, screen, server_options, description, context, opened.engine.placement.total_bytes, parallel)
+        guard = Guard(service.application(), server_options.rules, partial(log_request, screen, server_options.quiet))
         serve_http(guard, server_options.listening, answer_queue, ready, screen.note_once)
         if not answer_queue.join(GRACE_S):
             resources.close()
@@ -249,7 +249,7 @@ def access_rules(listening: socket, host: str, api_key: str | None, cors: list[s
     return rules
 
 
-def say_ready(screen: Screen, server_options: ServerOptions, description: str, context: int, nbytes: int, parallel: int) -> None:
+def report_ready(screen: Screen, server_options: ServerOptions, description: str, context: int, nbytes: int, parallel: int) -> None:
     """Report that the model is served: to the router, else to the user."""
     if (router_link := screen.environment.router_link) is not None:
         router_link.report_listening(server_options.listening.getsockname()[1], context, nbytes, parallel)
@@ -258,7 +258,7 @@ def say_ready(screen: Screen, server_options: ServerOptions, description: str, c
 
     url = url_of(server_options.listening)
     screen.note(f"{url} serves {server_options.name}, {description}; Ctrl-C stops it")
-    say_page(screen, url, server_options.shows_page)
+    note_page(screen, url, server_options.shows_page)
     if server_options.json:
         screen.json({"url": url, "model": server_options.name, "context": context, "parallel": parallel})
     start_log(screen)
@@ -272,19 +272,19 @@ def start_log(screen: Screen) -> None:
         screen.is_log = screen.environment.variables.get("JOURNAL_STREAM") != f"{status.st_dev}:{status.st_ino}"
 
 
-def say_page(screen: Screen, url: str, is_shown: bool) -> None:
+def note_page(screen: Screen, url: str, is_shown: bool) -> None:
     if is_shown:
         screen.note(f"{url.removesuffix('v1')} is the chat page")
 
 
-def say_request(screen: Screen, quiet: bool, method: str, path: str, status: int, record: RequestRecord) -> None:
+def log_request(screen: Screen, quiet: bool, method: str, path: str, status: int, record: RequestRecord) -> None:
     """Write the log line of a request; `quiet` omits successful ones. Files of the chat page are not logged, nor are requests that a worker
     logs."""
     if record.is_page_asset or record.is_proxied:
         return
-    results = [text for text in (record.stats and cost(record.stats), record.summary) if text]
-    parts = [f"{method} {truncate(path, MOST_SHOWN)} {status}", *(f"{text}, {format_elapsed(record.seconds)}" for text in results)]
-    parts += [truncate(text, MOST_SAID) for text in (record.end_reason, record.problem) if text]
+    results = [text for text in (record.stats and format_cost(record.stats), record.summary) if text]
+    parts = [f"{method} {truncate(path, MAX_PATH)} {status}", *(f"{text}, {format_elapsed(record.seconds)}" for text in results)]
+    parts += [truncate(text, MAX_REASON) for text in (record.end_reason, record.problem) if text]
     if record.problem or not quiet:
         screen.note(" · ".join(parts))
 
@@ -293,7 +293,7 @@ def format_elapsed(seconds: float) -> str:
     return f"{rounded(seconds, 2)} s" if seconds < 60 else duration(seconds)
 
 
-def cost(stats: Stats) -> str:
+def format_cost(stats: Stats) -> str:
     """`57 tokens in (40 cached), 120 tokens out, 35 tokens/s`"""
     cached = f" ({stats.cached_tokens} cached)" if stats.cached_tokens else ""
     rate = f", {rounded(stats.decode_tps)} tokens/s" if stats.decode_tps else ""
@@ -332,7 +332,7 @@ def parallel_engines(engine: Engine, sequences: int, screen: Screen, resources: 
     return engines
 
 
-def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, permanent: bool, screen: Screen,
+def open_prompt_cache(engine: Engine, ref: ModelRef, flags: SessionFlags, permanent: bool, screen: Screen,
                  resources: ExitStack) -> PromptCache | None:
     """The store of prompt caches that other answers displace: a temporary folder, removed by `resources`, or if `permanent` the folder of
     the sessions. None if it is turned off, or not possible with the engine's options."""

@@ -29,20 +29,20 @@ def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, serve
     router_link = screen.environment.router_link
     check_encoder_flags(context, ref, None if router_link is None else frozenset(each.name for each in context.command.params))
     from ..runtime.generation.served_encoder import ServedEncoder
-    from .serve import say_ready, say_request
+    from .serve import log_request, report_ready
     from .server.answer_queue import AnswerQueue
     from .server.encoder_service import EncoderService
     from .server.guard import Guard
     from .server.http_server import GRACE_S, exit_now, serve_http
 
-    encoder = opened(ref, engine, screen)
+    encoder = open_encoder_with_progress(ref, engine, screen)
     answer_queue = AnswerQueue(server_options.queue)
     service = EncoderService(ServedEncoder(encoder), answer_queue, server_options.name, screen.note_once, server_options.other_names, False)
 
     description = "ranks documents" if encoder.ranks else f"computes embeddings of {encoder.width} dimensions"
-    ready = partial(say_ready, screen, server_options, f"which {description}, texts of up to {encoder.n_ctx} tokens", encoder.n_ctx,
+    ready = partial(report_ready, screen, server_options, f"which {description}, texts of up to {encoder.n_ctx} tokens", encoder.n_ctx,
                     encoder.plan.total_bytes, 1)
-    guard = Guard(service.application(), server_options.rules, partial(say_request, screen, server_options.quiet))
+    guard = Guard(service.application(), server_options.rules, partial(log_request, screen, server_options.quiet))
     serve_http(guard, server_options.listening, answer_queue, ready, screen.note_once)
     if not answer_queue.join(GRACE_S):
         exit_now()
@@ -64,7 +64,7 @@ def options_of(engine: EngineFlags) -> EncoderOptions:
     return EncoderOptions(engine.ctx, engine.threads, engine.ram, engine.strict, "ctx" in engine.from_settings)
 
 
-def opened(ref: ModelRef, engine: EngineFlags, screen: Screen) -> Encoder:
+def open_encoder_with_progress(ref: ModelRef, engine: EngineFlags, screen: Screen) -> Encoder:
     """The loaded encoder. In a worker, the memory is negotiated with the router first."""
     from ..runtime.encoders.encoder import Encoder, open_encoder, plan_encoder, tokenizer_of
 

@@ -19,7 +19,7 @@ from .flags import flags_of, is_typed, long_name
 from .loading import check_flags, find_model_variant, requested_bits
 from .options import CONTRADICTIONS, AnswerFlags, RunFlags, SamplingFlags, SessionFlags, WeightFlags
 from .screen import Screen, truncate
-from .serve import access_rules, say_page, say_request, slot_folder, start_log
+from .serve import access_rules, log_request, note_page, slot_folder, start_log
 
 if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
@@ -34,7 +34,7 @@ SINGLE_MODEL_HINTS = {
     "name": "each model has its own name", "draft": "a draft model belongs to one model: effllm serve MODEL --draft SMALL-MODEL",
     "mmproj": "a projector belongs to one model, and is found beside it automatically: effllm serve MODEL --mmproj FILE",
     "lora": "an adapter belongs to one model: effllm serve MODEL --lora ADAPTER"}
-MOST_NAMED = 10
+MAX_NAMED = 10
 GRACE_S = 2.0  # for workers to end their streams when the router ends
 
 
@@ -65,7 +65,7 @@ def serve_router(context: typer.Context, router_options: RouterOptions, answer: 
             raise UsageError(f"--{name} is for a server of one model", hint)
     if context.params["name"] is not None:
         screen.note("EFFLLM_NAME is ignored: each model has its own name")
-    keep_alive_s, load_timeout_s = timeouts_of(router_options)
+    keep_alive_s, load_timeout_s = parse_timeouts(router_options)
     check_flags(answer, sampling, engine, session_flags)
     # The folder is only checked here: each worker gets the flag.
     slot_folder(slot_save_path, engine.options(overflow=answer.overflow, parallel=router_options.parallel), screen)
@@ -99,15 +99,15 @@ def serve_router(context: typer.Context, router_options: RouterOptions, answer: 
 
         def ready() -> None:
             url = url_of(bound_socket)
-            rest = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-            screen.note(f"{url} serves {', '.join(names[:MOST_NAMED])}{rest}, each loaded when a request names it; Ctrl-C stops it")
-            say_page(screen, url, router_options.shows_page)
+            rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+            screen.note(f"{url} serves {', '.join(names[:MAX_NAMED])}{rest}, each loaded when a request names it; Ctrl-C stops it")
+            note_page(screen, url, router_options.shows_page)
             if router_options.json:
                 screen.json({"url": url, "models": names})
             start_log(screen)
 
         router = Router(registry, pool, key, engine.ctx, router_options.shows_page)
-        serve_http(Guard(router.application(), rules, partial(say_request, screen, router_options.quiet)), bound_socket, pool, ready,
+        serve_http(Guard(router.application(), rules, partial(log_request, screen, router_options.quiet)), bound_socket, pool, ready,
                    screen.note_once, pool.closed, GRACE_S)
     return 0
 
@@ -125,17 +125,18 @@ def unique_models(models: Sequence[ModelRef], screen: Screen) -> list[ModelRef]:
     return [ref for ref in models if ref in by_path.values() or len(all_parts(ref.folder.name)) == 1]
 
 
-def timeouts_of(router_options: RouterOptions) -> tuple[float, float]:
+def parse_timeouts(router_options: RouterOptions) -> tuple[float, float]:
     """--keep-alive and --load-timeout in seconds. Raises UsageError for these and --max-models."""
     from .server.keep_alive import NEVER
 
     if router_options.max_models is not None and router_options.max_models < 1:
         raise UsageError(f"--max-models {router_options.max_models} is out of range", "1 or more; left out, as many as fit into memory")
-    keep_alive_s = seconds("--keep-alive", router_options.keep_alive, KEEP_ALIVE, "0 unloads at once, -1 never")
-    return keep_alive_s, seconds("--load-timeout", router_options.load_timeout, LOAD_TIMEOUT, "-1 forever") or NEVER  # 0, as Ollama has it
+    keep_alive_s = parse_seconds("--keep-alive", router_options.keep_alive, KEEP_ALIVE, "0 unloads at once, -1 never")
+    load_timeout_s = parse_seconds("--load-timeout", router_options.load_timeout, LOAD_TIMEOUT, "-1 forever")
+    return keep_alive_s, load_timeout_s or NEVER  # 0 is no limit, as in Ollama
 
 
-def seconds(flag: str, text: str | None, default: str, hint: str) -> float:
+def parse_seconds(flag: str, text: str | None, default: str, hint: str) -> float:
     """The value of a duration flag in seconds, `default` if it was not given. Raises UsageError."""
     from .server.keep_alive import parse_keep_alive
 

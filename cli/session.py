@@ -23,10 +23,10 @@ EXAMPLES = """examples
 """
 
 COLUMNS = ("session", "model", "messages", "tokens", "cache", "size", "its own", "saved", "begins")
-NUMBERS = ("messages", "tokens", "size", "its own")
-SECONDARY = ("its own", "cache", "tokens", "size")  # columns that a narrow terminal drops first; --json has all
-MORE = " ..."
-LEAST_WORDS = 20  # columns that suffice to recognize a conversation
+NUMBER_COLUMNS = ("messages", "tokens", "size", "its own")
+OPTIONAL_COLUMNS = ("its own", "cache", "tokens", "size")  # columns that a narrow terminal drops first; --json has all
+ELLIPSIS = " ..."
+MIN_TEXT_WIDTH = 20  # columns by which a conversation is recognized
 
 Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="names of sessions", autocompletion=complete_session,
                                             show_default=False)]
@@ -49,48 +49,48 @@ def list_sessions(context: typer.Context, json: Json = False) -> None:
     screen = Screen(context.obj)
     screen.environment.require_stdout()
     store = SessionStore(screen.environment.sessions_folder)
-    found, now = store.listed(), time.time()
+    sessions, now = store.listed(), time.time()
     if json:
         screen.json({"folder": str(store.folder), "bytes": store.nbytes(), "sessions": [
             {"name": each.name, "model": each.model, "messages": each.messages, "tokens": each.tokens, "kv": each.kv or None,
              "size_bytes": each.nbytes, "own_bytes": each.own_nbytes, "saved": each.saved, "begins": each.begins,
              "problem": each.problem or None}
-            for each in found]})
+            for each in sessions]})
         return
     rows = [(each.name, each.model, str(each.messages), str(each.tokens), each.kv or "-", format_size(each.nbytes),
              format_size(each.own_nbytes), f"{duration(max(0.0, now - each.saved))} ago", each.begins)
-            for each in found if not each.problem]
-    columns, rows = within(screen.report_width, COLUMNS, rows)
+            for each in sessions if not each.problem]
+    columns, rows = fit_columns(screen.report_width, COLUMNS, rows)
     if rows or screen.report_width is None:  # a heading alone is for scripts
-        screen.table(columns, rows, right=[index for index, name in enumerate(columns) if name in NUMBERS])
-    for each in found:
+        screen.table(columns, rows, right=[index for index, name in enumerate(columns) if name in NUMBER_COLUMNS])
+    for each in sessions:
         if each.problem:
             screen.note(each.problem)
-    screen.note(f"{format_size(store.nbytes())} in {store.folder}" if found else
+    screen.note(f"{format_size(store.nbytes())} in {store.folder}" if sessions else
                 "no session is saved: effllm run MODEL --session NAME saves one")
 
 
-def within(width: int | None, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Columns and rows for a terminal of `width` columns, all of them for None: the last column is cut to the remaining width, and
-    SECONDARY columns are dropped in a narrow one."""
+def fit_columns(width: int | None, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Columns and rows that fit a terminal of that width; None for any. Optional columns are dropped until the last one has room, which is
+    then shortened."""
     if width is None or not rows:
         return columns, [*rows]
     kept = [*range(len(columns))]
-    for name in ("", *SECONDARY):
+    for name in ("", *OPTIONAL_COLUMNS):
         kept = [index for index in kept if columns[index] != name]
-        left = width - sum(2 + max(cell_width(row[index]) for row in (columns, *rows)) for index in kept[:-1])
-        if left >= LEAST_WORDS:
+        available = width - sum(2 + max(cell_width(row[index]) for row in (columns, *rows)) for index in kept[:-1])
+        if available >= MIN_TEXT_WIDTH:
             break
     shown = [[row[index] for index in kept] for row in rows]
-    return [columns[index] for index in kept], [[*row, shortened(last, max(left, LEAST_WORDS))] for *row, last in shown]
+    return [columns[index] for index in kept], [[*row, shorten(last, max(available, MIN_TEXT_WIDTH))] for *row, last in shown]
 
 
-def shortened(text: str, width: int) -> str:
-    """As many of its first words as fit in `width` columns."""
+def shorten(text: str, width: int) -> str:
+    """The first words of a text that fit in `width` columns."""
     if cell_width(text) <= width:
         return text
-    start = truncate(text, width - len(MORE))
-    return f"{start.rpartition(' ')[0] or start}{MORE}"
+    start = truncate(text, width - len(ELLIPSIS))
+    return f"{start.rpartition(' ')[0] or start}{ELLIPSIS}"
 
 
 def rm(context: typer.Context, names: Names, cache: Cache = False, yes: Yes = False, json: Json = False) -> None:
@@ -103,10 +103,10 @@ def rm(context: typer.Context, names: Names, cache: Cache = False, yes: Yes = Fa
     store = SessionStore(screen.environment.sessions_folder)
     store.demand(names)
     if not cache and not yes:
-        what = f"{', '.join(names)}: {'this conversation' if len(names) == 1 else 'these conversations'} would be lost"
+        question = f"{', '.join(names)}: {'this conversation' if len(names) == 1 else 'these conversations'} would be lost"
         if not screen.environment.is_interactive:
-            raise UsageError(what, f"-y removes {'it' if len(names) == 1 else 'them'}: {rm_command(*names, more='-y')}")
-        if not screen.confirm(f"{what}. Remove?", default=False):
+            raise UsageError(question, f"-y removes {'it' if len(names) == 1 else 'them'}: {rm_command(*names, more='-y')}")
+        if not screen.confirm(f"{question}. Remove?", default=False):
             screen.note("nothing was removed")
             if json:
                 screen.json({"removed": [], "cache_only": cache, "freed_bytes": 0})

@@ -9,7 +9,7 @@ import typer
 
 from .. import EffllmError, typed
 from .flags import add_command, flag
-from .list_ import counted
+from .list_ import format_parameters
 from .loading import find_model, tokenizer_of, with_mmproj
 from .options import OUTPUT, Json, Mmproj, Model
 from .screen import Screen
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..runtime.tokens.infill import FimTokens
     from ..runtime.tool_calls.call_style import CallStyle
 
-UNLIMITED = "1000T"  # planning a run checks the headers; whether the run fits does not matter here
+UNLIMITED_RAM = "1000T"  # the headers are checked by planning a run, and whether it fits does not matter here
 
 Template = Annotated[bool, flag(OUTPUT, "--template", "", "print the model's chat template, and nothing else")]
 
@@ -38,21 +38,20 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is shown of a model. `parameters` and `nbytes` (of its weights) are counted from headers; `stored`: types and formats of its
-    tensors; `infill`: its FIM tokens."""
+    """What is shown of a model."""
 
     name: str
     ref: ModelRef
     config: ModelConfig
-    container: Container | None
-    media: MediaCache | None
+    container: Container | None  # how effllm quantized it, None if it did not
+    media: MediaCache | None  # its image and audio encoders
     tokenizer: Tokenizer
-    calls: CallStyle | None
+    calls: CallStyle | None  # tool calls of its template
     infill: FimTokens | None
     licence: str | None
-    parameters: int
-    nbytes: int
-    stored: list[str]
+    parameters: int  # counted from headers
+    nbytes: int  # of its weights
+    stored: list[str]  # types and formats of its tensors
 
     @property
     def encoders(self) -> Mapping[Modality, MediaEncoder]:
@@ -82,17 +81,17 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, template: 
         show_encoder(model, ref, screen, json)
         return
     if template:
-        _template(model, ref, screen, json)
+        _print_template(model, ref, screen, json)
         return
-    facts = _facts(model, with_mmproj(ref, mmproj, screen))
+    info = _read_info(model, with_mmproj(ref, mmproj, screen))
     if json:
-        screen.json(_document(facts))
+        screen.json(_to_json(info))
     else:
-        _lines(facts, screen)
+        _print_info(info, screen)
 
 
-def _template(name: str, ref: ModelRef, screen: Screen, json: bool) -> None:
-    """The source of the chat template, to be read or saved."""
+def _print_template(name: str, ref: ModelRef, screen: Screen, json: bool) -> None:
+    """Print the source of the chat template."""
     from ..runtime.engine import EngineOptions
 
     template = tokenizer_of(ref, EngineOptions()).template
@@ -104,8 +103,8 @@ def _template(name: str, ref: ModelRef, screen: Screen, json: bool) -> None:
         screen.environment.write(template.source.rstrip("\n") + "\n")
 
 
-def _facts(name: str, ref: ModelRef) -> ModelInfo:
-    """Raises what a run of the model would raise for its headers."""
+def _read_info(name: str, ref: ModelRef) -> ModelInfo:
+    """Read the facts from the headers. Raises what a run of the model would raise for them."""
     from ..runtime.config import read_config
     from ..runtime.engine import EngineOptions, prepare
     from ..runtime.images.media import open_media
@@ -114,7 +113,7 @@ def _facts(name: str, ref: ModelRef) -> ModelInfo:
     from ..runtime.tokens.infill import find_fim_tokens
     from ..runtime.tool_calls.tool_calling import ToolCalling
 
-    prepared = prepare(ref.folder, EngineOptions(device="cpu", ctx=1, ram=UNLIMITED))
+    prepared = prepare(ref.folder, EngineOptions(device="cpu", ctx=1, ram=UNLIMITED_RAM))
     config, container = read_config(ref.folder), prepared.container
     groups = check_tensors(config, prepared.store, container)
     tensors = [tensor for roles in groups.values() for tensor in roles.values()]
@@ -126,28 +125,29 @@ def _facts(name: str, ref: ModelRef) -> ModelInfo:
                      prepared.store.nbytes, sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors}))
 
 
-def _document(facts: ModelInfo) -> dict[str, object]:
+def _to_json(info: ModelInfo) -> dict[str, object]:
     from ..runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT
 
-    config, container, ref, calls = facts.config, facts.container, facts.ref, facts.calls
+    config, container, ref, calls = info.config, info.container, info.ref, info.calls
 
-    def taken(modality: Modality) -> dict[str, object] | None:
-        if (sight := facts.encoders.get(modality)) is None:
+    def encoder_json(modality: Modality) -> dict[str, object] | None:
+        if (encoder := info.encoders.get(modality)) is None:
             return None
-        return {"placeholder": sight.placeholder, "bytes": sight.bytes_needed()}
+        return {"placeholder": encoder.placeholder, "bytes": encoder.bytes_needed()}
 
-    return {"model": facts.name, "folder": str(ref.folder), "repo": ref.repo, "revision": ref.revision, "licence": facts.licence,
-            "family": config.family, "parameters": facts.parameters, "bits_per_weight": round(facts.bits, 4), "size_bytes": facts.nbytes,
-            "stored": facts.stored, **_shape(config), "windows": facts.windows, "chat_template": facts.tokenizer.template is not None,
-            "reasoning": facts.tokenizer.thinks, "tools": calls.format.name if calls and calls.knows_tools else None,
-            "infill": facts.infill is not None, "images": taken(IMAGE_INPUT), "audio": taken(AUDIO_INPUT),
-            "warnings": [*config.warnings, *facts.tokenizer.warnings],
+    return {"model": info.name, "folder": str(ref.folder), "repo": ref.repo, "revision": ref.revision, "licence": info.licence,
+            "family": config.family, "parameters": info.parameters, "bits_per_weight": round(info.bits, 4), "size_bytes": info.nbytes,
+            "stored": info.stored, **_shape_to_json(config), "windows": info.windows,
+            "chat_template": info.tokenizer.template is not None, "reasoning": info.tokenizer.thinks,
+            "tools": calls.format.name if calls and calls.knows_tools else None,
+            "infill": info.infill is not None, "images": encoder_json(IMAGE_INPUT), "audio": encoder_json(AUDIO_INPUT),
+            "warnings": [*config.warnings, *info.tokenizer.warnings],
             "quantized": None if container is None else {"spec": container.spec_text, "bits_per_weight": container.bits_per_weight,
                                                          "source": dict(container.source), "method": dict(container.method),
                                                          "calibration": dict(container.calibration)}}
 
 
-def _shape(config: ModelConfig) -> dict[str, object]:
+def _shape_to_json(config: ModelConfig) -> dict[str, object]:
     """The architecture from the config, for --json."""
     experts, state, latent = config.moe, config.recurrent, config.mla
     return {"context": config.context_length, "num_hidden_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
@@ -169,34 +169,34 @@ def _shape(config: ModelConfig) -> dict[str, object]:
             "recurrent_state": None if state is None else {"kind": state.title, "layers": len(config.recurrent_layers)}}
 
 
-def _lines(facts: ModelInfo, screen: Screen) -> None:
+def _print_info(info: ModelInfo, screen: Screen) -> None:
     from ..offload.size import format_size
     from ..runtime.hub import shown_licence
     from ..runtime.prepare import TEXT_ONLY_WARNING
 
-    config, container, ref, tokenizer = facts.config, facts.container, facts.ref, facts.tokenizer
-    calls, infill, state = facts.calls, facts.infill, config.recurrent
-    for warning in (*(each for each in config.warnings if not (facts.encoders and TEXT_ONLY_WARNING in each)), *tokenizer.warnings):
+    config, container, ref, tokenizer = info.config, info.container, info.ref, info.tokenizer
+    calls, infill, state = info.calls, info.infill, config.recurrent
+    for warning in (*(each for each in config.warnings if not (info.encoders and TEXT_ONLY_WARNING in each)), *tokenizer.warnings):
         screen.note(warning)
     screen.pairs([pair for pair in (
-        ("model", f"{facts.name}, {config.family}"),
+        ("model", f"{info.name}, {config.family}"),
         ("from", f"{ref.repo}@{ref.revision}" if ref.repo else ""),
         ("folder" if ref.folder.is_dir() else "file", str(ref.folder)),
-        ("licence", shown_licence(facts.licence, "not stated")),
-        ("parameters", f"{counted(facts.parameters)}, stored as {', '.join(facts.stored)}, {format_size(facts.nbytes)}"),
+        ("licence", shown_licence(info.licence, "not stated")),
+        ("parameters", f"{format_parameters(info.parameters)}, stored as {', '.join(info.stored)}, {format_size(info.nbytes)}"),
         ("quantized", "" if container is None else f"{container.spec_text}, {container.bits_per_weight:.2f} bits per weight, by "
                                                    f"{container.method.get('name', '?')} from {container.source.get('model', '?')}"),
-        ("layers", f"{config.num_hidden_layers} of width {config.hidden_size}" + _inside(config)),
+        ("layers", f"{config.num_hidden_layers} of width {config.hidden_size}" + _intermediate_size(config)),
         ("experts", _experts(config)),
         ("attention", _attention(config)),
         ("" if state is None else state.title, "" if state is None else f"{len(config.recurrent_layers)} layers, {state.described()}"),
-        ("window", ", ".join(f"{window} tokens" for window in facts.windows)),
+        ("window", ", ".join(f"{window} tokens" for window in info.windows)),
         ("context", f"{config.context_length} tokens, {_positions(config)}"),
         ("vocabulary", f"{config.vocab_size} tokens"),
         ("chat", "has a template" + (", reasons first" if tokenizer.thinks else "") if tokenizer.template else "base model, no template"),
         ("tools", "" if calls is None else f"calls in the format of {calls.format.name}" if calls.knows_tools else "not in the template"),
-        *((modality.plural, f"supported, as {sight.placeholder}; the {modality.tower} takes {format_size(sight.bytes_needed())}")
-          for modality, sight in facts.encoders.items()),
+        *((modality.plural, f"supported, as {encoder.placeholder}; the {modality.tower} takes {format_size(encoder.bytes_needed())}")
+          for modality, encoder in info.encoders.items()),
         ("infill", "" if infill is None else f"supported ({tokenizer.decode([infill.prefix], False)})"),
     ) if pair[1]])
 
@@ -205,10 +205,10 @@ def _experts(config: ModelConfig) -> str:
     experts = config.moe
     if experts is None:
         return ""
-    said = f"{experts.experts_per_token} of {experts.num_experts} per token, of width {experts.expert_dim}, in {len(experts.layers)} layers"
-    said += f", with {experts.zero_experts} identity experts" if experts.zero_experts else ""
-    said += f", plus a shared one of width {experts.shared_expert_dim}" if experts.shared_expert_dim else ""
-    return said + (f"; as many of width {experts.vision_expert_dim} for image tokens" if experts.vision_expert_dim else "")
+    text = f"{experts.experts_per_token} of {experts.num_experts} per token, of width {experts.expert_dim}, in {len(experts.layers)} layers"
+    text += f", with {experts.zero_experts} identity experts" if experts.zero_experts else ""
+    text += f", plus a shared one of width {experts.shared_expert_dim}" if experts.shared_expert_dim else ""
+    return text + (f"; as many of width {experts.vision_expert_dim} for image tokens" if experts.vision_expert_dim else "")
 
 
 def _positions(config: ModelConfig) -> str:
@@ -218,7 +218,7 @@ def _positions(config: ModelConfig) -> str:
     return "no positions" if config.position_offset is None else "learned positions"
 
 
-def _inside(config: ModelConfig) -> str:
+def _intermediate_size(config: ModelConfig) -> str:
     """The intermediate size of the MLPs, if any."""
     return "" if len(config.layers_without_mlp) == config.num_hidden_layers else f", feed-forward {config.intermediate_size}"
 
@@ -228,19 +228,19 @@ def _attention(config: ModelConfig) -> str:
     if not config.attention_layers:
         return "none"
     if config.mla is not None:
-        own = config.mla
-        return (f"{config.num_attention_heads} heads with keys of {own.query} and values of {own.value}, from a latent of {own.rank}; "
-                f"{own.key} values cached per token" + _chosen(config))
+        mla = config.mla
+        return (f"{config.num_attention_heads} heads with keys of {mla.query} and values of {mla.value}, from a latent of {mla.rank}; "
+                f"{mla.key} values cached per token" + _sparse_attention(config))
     queries = sorted({*config.layer_query_heads} or {config.num_attention_heads})
-    said = f"{' or '.join(map(str, queries))} query and {config.num_key_value_heads} key-value heads of {config.head_dim}"
-    usual = config.num_key_value_heads, config.head_dim
-    for other in sorted({*config.layer_kv_heads} - {usual}):
-        said += f", in {config.layer_kv_heads.count(other)} layers {other[0]} of {other[1]}"
-    without = len(config.kv_sources) - len(config.attention_layers) if config.kv_sources else 0
-    return said + (f"; {without} layers share the KV cache of others" if without else "") + _chosen(config)
+    text = f"{' or '.join(map(str, queries))} query and {config.num_key_value_heads} key-value heads of {config.head_dim}"
+    default_heads = config.num_key_value_heads, config.head_dim
+    for other in sorted({*config.layer_kv_heads} - {default_heads}):
+        text += f", in {config.layer_kv_heads.count(other)} layers {other[0]} of {other[1]}"
+    shared = len(config.kv_sources) - len(config.attention_layers) if config.kv_sources else 0
+    return text + (f"; {shared} layers share the KV cache of others" if shared else "") + _sparse_attention(config)
 
 
-def _chosen(config: ModelConfig) -> str:
+def _sparse_attention(config: ModelConfig) -> str:
     """The number of tokens that sparse attention selects."""
     if config.compressed_attention is not None:
         rates = sorted({shape.tokens_per_key for shape in config.compressed_attention.shapes if shape is not None})

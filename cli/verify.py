@@ -12,7 +12,7 @@ from .loading import final_result, find_model
 from .options import Json, Model
 from .screen import Screen
 
-NAMED = 3  # damaged tensors that the error names
+MAX_NAMED = 3  # damaged tensors named in the error
 EXAMPLES = """examples
 
   effllm verify ./my-model-4bit
@@ -40,10 +40,10 @@ def verify(context: typer.Context, model: Model, json: Json = False) -> None:
     if json:
         screen.json(result.to_json())
     if result.damaged:
-        more = f" and {len(result.damaged) - NAMED} more" if len(result.damaged) > NAMED else ""
+        more = f" and {len(result.damaged) - MAX_NAMED} more" if len(result.damaged) > MAX_NAMED else ""
         verb = "are" if len(result.damaged) > 1 else "is"
         is_ours = Path(__file__).resolve().parents[1] in folder.resolve().parents
-        raise Damaged(f"{folder} is damaged: {', '.join(result.damaged[:NAMED])}{more} {verb} not as written",
+        raise Damaged(f"{folder} is damaged: {', '.join(result.damaged[:MAX_NAMED])}{more} {verb} not as written",
                       "reinstall effllm, which includes it" if is_ours else "quantize or download it again")
     if not json:
         beside = f" and {plural(result.files, 'file')} beside them" if result.files else ""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from library_trees import OllamaTree, put, state
 
 from effllm import EffllmError, ModelNotFound, UsageError, __version__
-from effllm.cli.ollama_parameters import WORDS, as_setting, in_toml, settings_of
+from effllm.cli.ollama_parameters import SETTING_NAMES, as_setting, settings_of, to_toml
 from effllm.cli.server.model_registry import ModelRegistry
 from effllm.cli.server.problems import Problem
 from effllm.cli.settings import known_settings
@@ -152,7 +152,7 @@ def test_a_run_takes_what_ollama_says_beneath_what_the_user_does(person: Person,
 
 
 def test_words_of_ollama_are_settings() -> None:
-    assert set(WORDS.values()) <= known_settings().keys()
+    assert set(SETTING_NAMES.values()) <= known_settings().keys()
     assert as_setting("top_k", "40", "x") == ("top-k", 40) and as_setting("top_k", 40.0, "x") == ("top-k", 40)
     assert as_setting("stop", "<|end|>", "x") == ("stop", ["<|end|>"]) and as_setting("temperature", 1, "x") == ("temp", 1.0)
     for name, said in (("num_gpu", 1), ("temperature", "hot"), ("top_p", 7), ("stop", ""), ("num_ctx", -5)):
@@ -165,7 +165,7 @@ def test_words_of_ollama_are_settings() -> None:
 def test_a_value_is_read_back_as_it_was(value: object) -> None:
     import tomllib
 
-    assert tomllib.loads(f"a = {in_toml(value)}")["a"] == value
+    assert tomllib.loads(f"a = {to_toml(value)}")["a"] == value
 
 
 def test_a_server_of_several_takes_ollamas_own_names(person: Person, tree: OllamaTree) -> None:

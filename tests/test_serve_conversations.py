@@ -66,10 +66,10 @@ def test_what_cannot_be_had_is_named(server: Served) -> None:
 
 def test_those_that_were_used_last_are_held() -> None:
     item = {"role": "user", "content": "x" * 900}
-    held = Conversations(3 * Conversations().begin([item], {}).nbytes)
-    first, second, third = (held.begin([item], {}) for _ in range(3))
-    assert held.before(ResponsesRequest(conversation=first.id))[0]["content"][0]["text"] == item["content"]
-    held.begin([item], {})
+    held = Conversations(3 * Conversations().create([item], {}).nbytes)
+    first, second, third = (held.create([item], {}) for _ in range(3))
+    assert held.history(ResponsesRequest(conversation=first.id))[0]["content"][0]["text"] == item["content"]
+    held.create([item], {})
     with pytest.raises(Problem, match="create a new one"):
         held.find(second.id)
     assert [held.find(each.id).id for each in (first, third)] == [first.id, third.id]
@@ -77,6 +77,6 @@ def test_those_that_were_used_last_are_held() -> None:
         held.add(first.id, [item] * 3)
     assert len(held.find(first.id).items) == 1
     held.drop(third.id)
-    held.answered(third.id, [item])
+    held.append_answer(third.id, [item])
     with pytest.raises(Problem, match="create a new one"):
         held.find(third.id)

@@ -12,7 +12,7 @@ from test_serve_units import STATS, Client
 
 from effllm.cli.server import documents, media, streams
 from effllm.cli.server.answer_queue import AnswerQueue
-from effllm.cli.server.gemini_requests import CALLED, CountTokensRequest, GenerateContentRequest, chat_of
+from effllm.cli.server.gemini_requests import FIELD_NAMES, CountTokensRequest, GenerateContentRequest, chat_of
 from effllm.cli.server.gemini_schema import schema_of
 from effllm.cli.server.gemini_serializer import GeminiSerializer
 from effllm.cli.server.generation_options import apply_reasoning
@@ -62,7 +62,7 @@ def test_a_conversation_is_that_of_chat_completions() -> None:
     assert (options.think, options.max_reasoning_tokens) == ("on", 9)
     with pytest.raises(Problem, match="functionCall belongs to the model"):
         chat_of(asked({"functionCall": {"name": "f"}}), "m")
-    assert CALLED["max_tokens"] == "generationConfig.maxOutputTokens"
+    assert FIELD_NAMES["max_tokens"] == "generationConfig.maxOutputTokens"
     assert parse(CountTokensRequest, b"{}").about.contents == []
 
 
@@ -88,7 +88,7 @@ def test_files_of_each_kind_find_who_reads_them() -> None:
                  {"functionResponse": {"name": "f", "response": {}, "parts": [{"inlineData": {"mimeType": "image/png", "data": data}}]}},
                  {"inlineData": {"mimeType": "application/pdf", "data": data, "displayName": "a.pdf"}})
     seen, read = [*media.in_contents(body)], [*documents.in_contents(body)]
-    assert [(each.noun, each.by_tool, each.where.rpartition(".")[2]) for each in seen] == [
+    assert [(each.noun, each.from_tool, each.where.rpartition(".")[2]) for each in seen] == [
         ("image", False, "parts[0]"), ("audio clip", False, "parts[1]"), ("video", False, "parts[2]"), ("image", False, "parts[3]"),
         ("image", True, "parts[0]")]
     assert media._bytes_of(seen[0]) == b"\xff\xfe?>" and (read[0].name, len(read)) == ("a.pdf", 1)
@@ -129,7 +129,7 @@ def test_what_was_reasoned_said_and_called_is_in_order() -> None:
 @pytest.mark.parametrize(("kind", "in_list"), [(EventStream, False), (ListStream, True)])
 def test_a_wait_is_a_piece_without_words_and_a_failure_ends_the_stream(monkeypatch, kind: type[EventStream], in_list: bool) -> None:
     """Older programs of it take what begins with no `data:` for the beginning of a piece, and wait for its end."""
-    for name in ("KEEP_ALIVE_S", "PROGRESS_S"):
+    for name in ("KEEP_ALIVE_S", "COMMENT_INTERVAL_S"):
         monkeypatch.setattr(streams, name, 0.02)
     going = threading.Event()
 

@@ -37,14 +37,15 @@ def responses(text: str) -> ResponseStore:
     for _ in range(400):
         asked = ResponsesRequest.model_validate_json(sent({"input": [{"role": "user", "content": text}]}))
         item = {"id": uuid.uuid4().hex, "type": "message", "content": [{"type": "output_text", "text": text, "annotations": []}]}
-        kept.keep(asked, kept.own(asked), json.loads(sent({"id": uuid.uuid4().hex, "output": [item], "usage": {"input_tokens": 9999}})))
+        response = json.loads(sent({"id": uuid.uuid4().hex, "output": [item], "usage": {"input_tokens": 9999}}))
+        kept.keep(asked, kept.input_items(asked), response)
     return kept
 
 
 def conversations(text: str) -> Conversations:
     held = Conversations(MOST)
     for _ in range(40):
-        begun = held.begin([], {"of": "a test"})
+        begun = held.create([], {"of": "a test"})
         for _ in range(10):
             held.add(begun.id, json.loads(sent([{"role": "user", "content": text}])))
     return held

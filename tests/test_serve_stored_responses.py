@@ -56,30 +56,30 @@ def test_the_newest_are_kept_as_far_as_there_is_room() -> None:
     kept = ResponseStore(3 * (ENTRY_NBYTES + nbytes_of([*own, response("r0", {"id": "0", "text": "y" * 90})])))
     for number in range(5):
         asked = ResponsesRequest(input=own[0]["content"], previous_response_id=f"r{number - 1}" if number == 4 else None)
-        kept.keep(asked, kept.own(asked), response(f"r{number}", {"id": str(number), "text": "y" * 90}))
+        kept.keep(asked, kept.input_items(asked), response(f"r{number}", {"id": str(number), "text": "y" * 90}))
     kept.keep(ResponsesRequest(input="x", store=False), own, response("never", {"id": "never"}))
     kept.keep(ResponsesRequest(input="x"), [{"role": "user", "content": "x" * 9000}], response("large", {"id": "large"}))
     for name in ("r2", "r3", "r4"):
         asked = ResponsesRequest(input="so", previous_response_id=name)
-        assert kept.whole(asked, kept.own(asked)).input[-1] == {"role": "user", "content": "so"}
-        assert kept.own(ResponsesRequest(input=[{"id": name[1:]}])) == [{"id": name[1:], "text": "y" * 90}]
-    assert len(kept.whole(asked, kept.own(asked)).input) == 5
+        assert kept.with_history(asked, kept.input_items(asked)).input[-1] == {"role": "user", "content": "so"}
+        assert kept.input_items(ResponsesRequest(input=[{"id": name[1:]}])) == [{"id": name[1:], "text": "y" * 90}]
+    assert len(kept.with_history(asked, kept.input_items(asked)).input) == 5
     for name in ("r0", "r1", "never", "large"):
         with pytest.raises(Problem, match="send the whole conversation"):
-            kept.whole(ResponsesRequest(input="so", previous_response_id=name), own)
+            kept.with_history(ResponsesRequest(input="so", previous_response_id=name), own)
         with pytest.raises(Problem, match="send the whole conversation"):
-            kept.own(ResponsesRequest(input=[{"id": name.removeprefix("r")}]))
+            kept.input_items(ResponsesRequest(input=[{"id": name.removeprefix("r")}]))
 
 
 def test_what_is_kept_is_what_was_sent() -> None:
     """Placeholders stand for images in the answer, not in what is stored."""
     picture = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
     kept, asked = ResponseStore(), ResponsesRequest(input=[picture])
-    own = kept.own(asked)
-    kept.whole(asked, own).input[0]["content"][0] = {"type": "text", "text": "mark"}
+    own = kept.input_items(asked)
+    kept.with_history(asked, own).input[0]["content"][0] = {"type": "text", "text": "mark"}
     kept.keep(asked, own, response("r"))
-    assert kept.whole(ResponsesRequest(input="so", previous_response_id="r"), []).input == [picture]
-    assert kept.whole(ResponsesRequest(input=QUESTION), own).input == QUESTION
+    assert kept.with_history(ResponsesRequest(input="so", previous_response_id="r"), []).input == [picture]
+    assert kept.with_history(ResponsesRequest(input=QUESTION), own).input == QUESTION
 
 
 def test_a_response_is_told_again_until_it_is_forgotten(server: Served) -> None:

@@ -14,7 +14,7 @@ from effllm.cli.server.openai_requests import ChatRequest, messages_of, parse
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.responses_requests import ResponsesRequest
 from effllm.cli.server.responses_requests import chat_of as response_of
-from effllm.cli.server.structured_output import requested_form
+from effllm.cli.server.structured_output import requested_constraint
 from effllm.cli.server.tools import requested_tools
 from effllm.runtime.config import read_config
 from effllm.runtime.generation.served_model import GenerationOptions
@@ -52,7 +52,7 @@ def test_a_part_of_no_type(odd: object) -> None:
 @pytest.mark.parametrize("odd", ODD, ids=repr)
 def test_a_form_of_no_type(odd: object) -> None:
     with pytest.raises(Problem, match="response_format.type has to be text, json_object or json_schema"):
-        requested_form(chat(response_format={"type": odd, "value": "x"}), None)
+        requested_constraint(chat(response_format={"type": odd, "value": "x"}), None)
 
 
 @pytest.mark.parametrize("odd", [odd for odd in ODD if odd], ids=repr)

@@ -11,7 +11,7 @@ from hub_user import Terminal
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.cli.screen import cell_width
-from effllm.cli.session import COLUMNS, within
+from effllm.cli.session import COLUMNS, fit_columns
 from effllm.runtime.sessions.session_format import SavedSession
 from effllm.runtime.sessions.session_store import SessionStore
 
@@ -48,7 +48,7 @@ SAID = ("Tell me of the   fox\n", "Und dann? " * 30, "然后呢" * 40)
 def test_a_narrow_terminal_does_without_other_columns_first(width: int | None, columns: int) -> None:
     begins = [SavedSession("x", "m", 0.0, {"messages": [{"role": "user", "content": said}]}, None).begins for said in SAID]
     rows = [("tale", "fable", "4", "102", "16bit", "262.61 KiB", "262.61 KiB", "3:20 min ago", said) for said in begins]
-    kept, shown = within(width, COLUMNS, rows)
+    kept, shown = fit_columns(width, COLUMNS, rows)
     assert len(kept) == columns and {"session", "model", "messages", "saved", "begins"} <= {*kept}
     assert all(len(row) == columns for row in shown) and shown[0][-1] == "Tell me of the fox"
     if width is None:

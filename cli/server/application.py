@@ -55,7 +55,7 @@ from .problems import LEAVE_OUT, MESSAGES, OLLAMA, Problem, problem_of
 from .response_store import ResponseStore
 from .responses_paths import ResponsesPaths
 from .responses_requests import ResponsesRequest, ToolNames
-from .responses_serializer import CUT, DONE, ResponseSerializer
+from .responses_serializer import COMPLETED, INCOMPLETE, ResponseSerializer
 from .serializers import AnswerSerializer, ChatSerializer, CompletionSerializer, TextSerializer
 from .single_model import CHAT_PATHS, COMPLETION_PATHS, COUNT_TOKENS_PATHS, SingleModelService
 from .streams import EventReader, EventStream, LineStream, ListStream, RequestRecord, json_response, whole_response
@@ -131,18 +131,18 @@ class GenerationService(SingleModelService):
             raise Problem(400, NEEDS_STORE, param="store", hint=LEAVE_OUT)
         self._background.check_finished(payload.previous_response_id)
         new_items = self._stored.input_items(payload)
-        items = [*self._conversations.before(payload), *new_items]
+        items = [*self._conversations.history(payload), *new_items]
         full_request = self._stored.with_history(payload, items)
         answer, names = await self.prepare_response(full_request)
         start = await self._start_with_compaction(full_request, items, answer)
 
         def keep(response: dict[str, Any], events: EventLog | None = None) -> None:
             self._stored.keep(payload, items, response, events)
-            if payload.conversation_id is not None and response["status"] in (DONE, CUT):
-                self._conversations.answered(payload.conversation_id, [*new_items, *response["output"]])
+            if payload.conversation_id is not None and response["status"] in (COMPLETED, INCOMPLETE):
+                self._conversations.append_answer(payload.conversation_id, [*new_items, *response["output"]])
 
-        serializer = ResponseSerializer(self.called(payload.model), payload, names, self.served.tokenizer if payload.tells else None,
-                                        None if payload.background else keep)
+        tokenizer = self.served.tokenizer if payload.wants_logprobs else None
+        serializer = ResponseSerializer(self.called(payload.model), payload, names, tokenizer, None if payload.background else keep)
         if not payload.background:
             return await self.answer(request, payload, serializer, start)
         reader = EventReader(self.answer_queue.submit(start), self.note, RequestRecord(), self.metrics.add)
@@ -175,12 +175,12 @@ class GenerationService(SingleModelService):
         """Prepare a Responses request. Returns the client's names of its tools, too."""
         media_items = await self.load_media(media.in_responses(payload), documents.in_responses(payload))
         chat, messages, names = await asyncio.to_thread(responses_requests.chat_of, payload)  # it parses the grammars of tools
-        return await self.prepare(chat, messages, responses_requests.CALLED, media_items), names
+        return await self.prepare(chat, messages, responses_requests.FIELD_NAMES, media_items), names
 
     async def compact(self, request: Request) -> Response:
         payload = await self.payload(request, ResponsesRequest)
         new_items = self._stored.input_items(payload)
-        input_items = self._stored.with_history(payload, [*self._conversations.before(payload), *new_items]).input
+        input_items = self._stored.with_history(payload, [*self._conversations.history(payload), *new_items]).input
         if not (items := new_items if isinstance(input_items, str) else input_items):
             raise Problem(400, "input is missing", param="input", hint="send the conversation to compact")
         serializer = CompactionSerializer(deepcopy(verbatim_items(items)))
@@ -191,7 +191,7 @@ class GenerationService(SingleModelService):
         payload = await self.payload(request, MessagesRequest)
         continued = self._threads.whole(payload)
         media_items = await self.load_media(media.in_messages(continued), documents.in_messages(continued))
-        answer = await self.prepare(*messages_requests.chat_of(continued), messages_requests.CALLED, media_items)
+        answer = await self.prepare(*messages_requests.chat_of(continued), messages_requests.FIELD_NAMES, media_items)
         serializer = MessageSerializer(self.called(payload.model), payload, partial(self._threads.keep, payload, continued))
         return await self.answer(request, payload, serializer, partial(self.reply, answer))
 
@@ -202,14 +202,14 @@ class GenerationService(SingleModelService):
 
     async def count_response(self, request: Request) -> Response:
         payload = await self.payload(request, ResponsesRequest)
-        items = [*self._conversations.before(payload), *self._stored.input_items(payload)]
+        items = [*self._conversations.history(payload), *self._stored.input_items(payload)]
         prepared, _ = await self.prepare_response(self._stored.with_history(payload, items))
         return await self._counted(prepared)
 
     async def count_tokens(self, request: Request) -> Response:
         payload = self._threads.whole(await self.payload(request, CountTokensRequest))
         media_items = await self.load_media(media.in_messages(payload), documents.in_messages(payload))
-        return await self._counted(await self.prepare(*messages_requests.chat_of(payload), messages_requests.CALLED, media_items), {})
+        return await self._counted(await self.prepare(*messages_requests.chat_of(payload), messages_requests.FIELD_NAMES, media_items), {})
 
     async def _counted(self, prepared: PreparedRequest, extra_fields: Mapping[str, str] = COUNT_OF_OPENAI) -> Response:
         """A response with the number of prompt tokens and `extra_fields`."""
@@ -225,7 +225,7 @@ class GenerationService(SingleModelService):
         if not payload.messages:
             return json_response(serializer.loaded())
         media_items = await self.load_media(media.in_ollama_chat(payload))
-        answer = await self.prepare(*ollama_requests.chat_of(payload), ollama_requests.CALLED, media_items)
+        answer = await self.prepare(*ollama_requests.chat_of(payload), ollama_requests.FIELD_NAMES, media_items)
         return await self.answer(request, payload, serializer, partial(self.reply, answer))
 
     async def ollama_generate(self, request: Request) -> Response:
@@ -236,9 +236,9 @@ class GenerationService(SingleModelService):
             return json_response(serializer.loaded())
         media_items = await self.load_media(media.in_ollama_text(payload))
         if payload.raw or payload.suffix:
-            options = await self._options(ollama_requests.raw_completion(payload), ollama_requests.CALLED_RAW)
+            options = await self._options(ollama_requests.raw_completion(payload), ollama_requests.RAW_FIELD_NAMES)
             return await self.answer(request, payload, serializer, await self._start_completion(payload.prompt, payload.suffix, options))
-        answer = await self.prepare(*ollama_requests.generate_as_chat(payload), ollama_requests.CALLED, media_items)
+        answer = await self.prepare(*ollama_requests.generate_as_chat(payload), ollama_requests.FIELD_NAMES, media_items)
         return await self.answer(request, payload, serializer, partial(self.reply, answer))
 
     async def text(self, request: Request) -> Response:

@@ -15,7 +15,7 @@ from ...runtime.events import Call, Done, PromptRead, Stats, TextDelta
 from .event_log import EventLog, EventLogs, event_gone
 from .multiple_answers import AnswerEnded
 from .problems import Problem, problem_of
-from .responses_serializer import GOES_ON, QUEUED, ResponseSerializer
+from .responses_serializer import IN_PROGRESS, QUEUED, ResponseSerializer
 from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, EventReader, encode_chunks, unless_disconnected
 
 BACKGROUND_HEADER = "x-effllm-held"  # header: id of a background response, which tells the router to keep the model loaded
@@ -68,7 +68,7 @@ class BackgroundResponse:
         try:
             while not isinstance(event := await reader.next(), Done):
                 if self._state == QUEUED:
-                    self._state = GOES_ON
+                    self._state = IN_PROGRESS
                     self._publish(serializer.begun())
                 if isinstance(event, PromptRead | TextDelta | Call | AnswerEnded):
                     self._publish(serializer.add(event))

@@ -24,33 +24,33 @@ from .responses_serializer import new_id, usage
 from .serializers import AnswerSerializer
 
 COMPACT = ("/v1/responses/compact", "/responses/compact")
-MOST_TOKENS = 2048  # of a summary, unless the request sets a limit
-MAX_FILL = 0.75  # share of the context, the highest threshold: the summary has to fit beside it
-MADE = ("function_call", "custom_tool_call", "reasoning")  # items of a model before tool outputs
-STAYING = ("user", "system", "developer")  # roles whose messages are kept verbatim
+MAX_SUMMARY_TOKENS = 2048  # unless the request sets a limit
+MAX_FILL = 0.75  # the highest threshold, as a share of the context: the summary has to fit too
+MODEL_ITEMS = ("function_call", "custom_tool_call", "reasoning")  # items of the model that precede tool outputs
+VERBATIM_ROLES = ("user", "system", "developer")  # roles whose messages are kept verbatim
 SUMMARY_PROMPT = (
     "Write down what was said so far, so that the conversation can go on from your notes alone: what is wanted, what was found out and "
     "decided, what was done and what is left, with names, numbers and file names as they were. Write nothing else.")
 
 
-def summary_request(payload: ResponsesRequest, items: Sequence[dict[str, Any]], most: int | None = None) -> ResponsesRequest:
-    """A request for a summary of these items, in at most so many tokens, without reasoning unless the request asks for it."""
+def summary_request(payload: ResponsesRequest, items: Sequence[dict[str, Any]], max_tokens: int | None = None) -> ResponsesRequest:
+    """A request for a summary of these items in at most `max_tokens`, without reasoning unless the original request asks for it."""
     return payload.model_copy(update={
         "input": [*items, {"role": "user", "content": SUMMARY_PROMPT}], "tools": None, "tool_choice": None, "text": None, "stream": False,
         "reasoning": payload.reasoning or Reasoning(effort="none"),
-        "max_output_tokens": MOST_TOKENS if most is None else most})
+        "max_output_tokens": MAX_SUMMARY_TOKENS if max_tokens is None else max_tokens})
 
 
 def verbatim_items(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items that stay as they were: clients look for what their user said."""
-    return [item for item in items if item_type(item) == "message" and item.get("role") in STAYING]
+    """The items that are kept verbatim: clients look for the messages of their user."""
+    return [item for item in items if item_type(item) == "message" and item.get("role") in VERBATIM_ROLES]
 
 
 class CompactionSerializer(AnswerSerializer):
-    """`stays`: the items before the compaction item."""
+    """Serializes the result of /compact. `kept_items`: the items before the compaction item."""
 
-    def __init__(self, stays: Sequence[dict[str, Any]]) -> None:
-        self.id, self._stays, self._texts = new_id("resp"), stays, []
+    def __init__(self, kept_items: Sequence[dict[str, Any]]) -> None:
+        self.id, self._kept_items, self._texts = new_id("resp"), kept_items, []
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
         if isinstance(event, TextDelta) and event.kind == "answer":
@@ -61,11 +61,11 @@ class CompactionSerializer(AnswerSerializer):
         text = summary_text(self._texts)
         made = {"id": new_id("cmp"), "type": COMPACTION, "encrypted_content": encode_summary(text)}
         return {"id": self.id, "object": "response.compaction", "created_at": int(time.time()),
-                "output": [*named_items(self._stays, self.id), made], "usage": usage(stats)}
+                "output": [*named_items(self._kept_items, self.id), made], "usage": usage(stats)}
 
 
 def summary_text(texts: Sequence[str]) -> str:
-    """Raises Problem if there is none."""
+    """The text of a summary from its chunks. Raises Problem for an empty one."""
     if not (text := "".join(texts).strip()):
         raise Problem(500, "the model wrote an empty summary", FAILED, code="empty_compaction",
                       hint="send the whole conversation, or only its newest part")
@@ -73,53 +73,56 @@ def summary_text(texts: Sequence[str]) -> str:
 
 
 def summary_max_tokens(n_ctx: int) -> int:
-    """Tokens for a summary of a conversation that fills its context, so that an answer has room after it."""
-    return min(MOST_TOKENS, int((1 - MAX_FILL) * n_ctx))
+    """The maximum length of a summary of a conversation that fills the context, so that there is room for an answer."""
+    return min(MAX_SUMMARY_TOKENS, int((1 - MAX_FILL) * n_ctx))
 
 
 def compaction_threshold(payload: ResponsesRequest, n_ctx: int) -> int | None:
     """The number of prompt tokens above which the conversation is compacted; None for no limit. Raises Problem."""
-    most = None
+    threshold = None
     for number, each in enumerate(payload.context_management or ()):
         where = f"context_management[{number}]"
         if each.get("type") != COMPACTION:
             raise Problem(400, f"{where}.type has to be {COMPACTION}, not {each.get('type')!r:.40}", param=f"{where}.type")
-        stated = each.get("compact_threshold")
-        if stated is not None and (not isinstance(stated, int) or isinstance(stated, bool) or stated < 1):
+        requested = each.get("compact_threshold")
+        if requested is not None and (not isinstance(requested, int) or isinstance(requested, bool) or requested < 1):
             raise Problem(400, f"{where}.compact_threshold has to be a number of tokens, 1 or more", param=f"{where}.compact_threshold")
-        most = min(int(MAX_FILL * n_ctx), stated or n_ctx)
-    return most
+        threshold = min(int(MAX_FILL * n_ctx), requested or n_ctx)
+    return threshold
 
 
 def latest_turn(items: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """The items at the end that the answer is about: the newest messages or tool outputs, with the calls of these outputs."""
-    at = len(items)
-    while at and (item_type(items[at - 1]) in OUTPUTS or item_type(items[at - 1]) == "message" and items[at - 1].get("role") in STAYING):
-        at -= 1
-    if any(item_type(item) in OUTPUTS for item in items[at:]):
-        while at and item_type(items[at - 1]) in MADE:
-            at -= 1
-    return items[at:]
+    """The items at the end that are to be answered: the newest messages or tool outputs, with the calls of these outputs."""
+    def is_input(item: dict[str, Any]) -> bool:
+        return item_type(item) in OUTPUTS or item_type(item) == "message" and item.get("role") in VERBATIM_ROLES
+
+    start = len(items)
+    while start and is_input(items[start - 1]):
+        start -= 1
+    if any(item_type(item) in OUTPUTS for item in items[start:]):
+        while start and item_type(items[start - 1]) in MODEL_ITEMS:
+            start -= 1
+    return items[start:]
 
 
-def compacted(payload: ResponsesRequest, items: Sequence[dict[str, Any]], place: str) -> ResponsesRequest | None:
-    """The request with its earlier items replaced by a compaction item, whose text is to be put in place of `place`. None if there is
-    nothing to summarize."""
-    own = latest_turn(items)
-    before = items[history_start([*items]) : len(items) - len(own)]
-    if all(is_system_message(item) or item_type(item) == COMPACTION for item in before):
+def compacted(payload: ResponsesRequest, items: Sequence[dict[str, Any]], placeholder: str) -> ResponsesRequest | None:
+    """The request with its earlier items replaced by a compaction item with the text `placeholder`, which `with_summary` replaces. None if
+    there is nothing to summarize."""
+    latest = latest_turn(items)
+    earlier = items[history_start([*items]) : len(items) - len(latest)]
+    if all(is_system_message(item) or item_type(item) == COMPACTION for item in earlier):
         return None
-    systems = [item for item in items[: len(items) - len(own)] if is_system_message(item)]
-    return payload.model_copy(update={"input": [*systems, {"type": COMPACTION, "encrypted_content": encode_summary(place, alone=True)},
-                                                *own]})
+    systems = [item for item in items[: len(items) - len(latest)] if is_system_message(item)]
+    summary = {"type": COMPACTION, "encrypted_content": encode_summary(placeholder, alone=True)}
+    return payload.model_copy(update={"input": [*systems, summary, *latest]})
 
 
-def after_summary(notes: Start, answer: Callable[[str], Start]) -> Start:
-    """Generate a summary by `notes`, then the answer to the compacted request."""
+def after_summary(summarize: Start, answer: Callable[[str], Start]) -> Start:
+    """The start of a summary, and after it of the answer to the compacted request."""
 
     def begin(cancelled: Callable[[], bool]) -> Iterator[Event | AnswerEnded]:
         texts: list[str] = []
-        for event in notes(cancelled):
+        for event in summarize(cancelled):
             if isinstance(event, TextDelta):
                 texts += [event.text] if event.kind == "answer" else []
             elif isinstance(event, Done) and not cancelled():
@@ -132,11 +135,11 @@ def after_summary(notes: Start, answer: Callable[[str], Start]) -> Start:
     return begin
 
 
-def with_summary(messages: Sequence[dict[str, Any]], place: str, text: str) -> list[dict[str, Any]]:
+def with_summary(messages: Sequence[dict[str, Any]], placeholder: str, text: str) -> list[dict[str, Any]]:
     """The messages of a `compacted` request, with the summary in place of the placeholder."""
-    def of(content: Any) -> Any:
+    def replaced(content: Any) -> Any:
         if isinstance(content, list):
-            return [{**part, "text": of(part["text"])} if isinstance(part.get("text"), str) else part for part in content]
-        return content.replace(place, text) if isinstance(content, str) else content
+            return [{**part, "text": replaced(part["text"])} if isinstance(part.get("text"), str) else part for part in content]
+        return content.replace(placeholder, text) if isinstance(content, str) else content
 
-    return [{**message, "content": of(message.get("content"))} for message in messages]
+    return [{**message, "content": replaced(message.get("content"))} for message in messages]

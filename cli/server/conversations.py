@@ -14,12 +14,12 @@ from .response_store import Item, named_items
 from .responses_requests import ResponsesRequest
 from .store_limits import ENTRY_NBYTES, MAX_STORE_NBYTES, nbytes_of
 
-LOST = "the least recently used are dropped first: create a new one"
+DROPPED_HINT = "the least recently used are dropped first: create a new one"
 
 
 @dataclass
 class Conversation:
-    """`metadata`: the client's own, returned as it was sent."""
+    """A stored conversation. `metadata` is returned as the client sent it."""
 
     id: str
     metadata: dict[str, str]
@@ -27,37 +27,37 @@ class Conversation:
     items: list[Item] = field(default_factory=list)
     nbytes: int = 0
 
-    def told(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         return {"id": self.id, "object": "conversation", "created_at": self.created, "metadata": self.metadata}
 
 
 class Conversations:
-    """At most `most` bytes in all."""
+    """The stored conversations, `max_nbytes` in all."""
 
-    def __init__(self, most: int = MAX_STORE_NBYTES) -> None:
-        self._most = most
-        self._held: dict[str, Conversation] = {}  # by id, least recently used first
+    def __init__(self, max_nbytes: int = MAX_STORE_NBYTES) -> None:
+        self._max_nbytes = max_nbytes
+        self._conversations: dict[str, Conversation] = {}  # by id, least recently used first
 
-    def begin(self, items: Sequence[Item], metadata: Mapping[str, str]) -> Conversation:
-        """Raises Problem for items larger than the limit."""
-        made = Conversation(f"conv_{uuid.uuid4().hex}", dict(metadata), nbytes=nbytes_of(metadata) + ENTRY_NBYTES)
-        self._held[made.id] = made
+    def create(self, items: Sequence[Item], metadata: Mapping[str, str]) -> Conversation:
+        """Store a new conversation. Raises Problem for items larger than the limit."""
+        conversation = Conversation(f"conv_{uuid.uuid4().hex}", dict(metadata), nbytes=nbytes_of(metadata) + ENTRY_NBYTES)
+        self._conversations[conversation.id] = conversation
         try:
-            self.add(made.id, items)
+            self.add(conversation.id, items)
         except Problem:
-            del self._held[made.id]
+            del self._conversations[conversation.id]
             raise
-        return made
+        return conversation
 
     def find(self, name: str, param: str | None = None) -> Conversation:
-        """`param`: the request field that names it, None if the path does. Raises Problem if it is not stored."""
-        if (found := self._held.pop(name, None)) is None:
-            raise Problem(400 if param else 404, f"conversation {name!r:.60} does not exist, or no longer: {LOST}", param=param,
+        """The conversation of that id. `param`: the request field that names it, None for the path. Raises Problem if it is not stored."""
+        if (conversation := self._conversations.pop(name, None)) is None:
+            raise Problem(400 if param else 404, f"conversation {name!r:.60} does not exist, or no longer: {DROPPED_HINT}", param=param,
                           code="conversation_not_found")
-        self._held[name] = found
-        return found
+        self._conversations[name] = conversation
+        return conversation
 
-    def before(self, payload: ResponsesRequest) -> Sequence[Item]:
+    def history(self, payload: ResponsesRequest) -> Sequence[Item]:
         """The items of the conversation that a request continues, none if it names none. Raises Problem."""
         if payload.conversation_id is None:
             return ()
@@ -66,51 +66,52 @@ class Conversations:
         return (*self.find(payload.conversation_id, "conversation").items,)
 
     def add(self, name: str, items: Sequence[Item]) -> list[Item]:
-        """Append items, each with an id; least recently used conversations make room. Raises Problem."""
-        held = self.find(name)
+        """Append items, and return them with ids. Least recently used conversations are dropped for them. Raises Problem."""
+        conversation = self.find(name)
         added = named_items(items, f"_{uuid.uuid4().hex}")
-        more = sum(map(nbytes_of, added))
-        if held.nbytes + more > self._most:
-            raise Problem(400, f"the conversation would exceed {self._most >> 20} MiB: create a new one", code="conversation_too_large")
-        held.items += added
-        held.nbytes += more
-        while sum(each.nbytes for each in self._held.values()) > self._most:
-            del self._held[next(iter(self._held))]
+        nbytes = sum(map(nbytes_of, added))
+        if conversation.nbytes + nbytes > self._max_nbytes:
+            raise Problem(400, f"the conversation would exceed {self._max_nbytes >> 20} MiB: create a new one",
+                          code="conversation_too_large")
+        conversation.items += added
+        conversation.nbytes += nbytes
+        while sum(each.nbytes for each in self._conversations.values()) > self._max_nbytes:
+            del self._conversations[next(iter(self._conversations))]
         return added
 
-    def answered(self, name: str, items: Sequence[Item]) -> None:
-        """Append what a request said and was answered, if its conversation still exists."""
-        if name in self._held:
+    def append_answer(self, name: str, items: Sequence[Item]) -> None:
+        """Append the items of a request and of its answer, if the conversation still exists."""
+        if name in self._conversations:
             self.add(name, items)
 
-    def item(self, name: str, called: str) -> Item:
-        """Raises Problem for an unknown item."""
-        found = next((each for each in self.find(name).items if each["id"] == called), None)
+    def item(self, name: str, item_id: str) -> Item:
+        """The item of that id. Raises Problem for an unknown one."""
+        found = next((each for each in self.find(name).items if each["id"] == item_id), None)
         if found is None:
-            raise Problem(404, f"item {called!r:.60} is not in this conversation", code="item_not_found")
+            raise Problem(404, f"item {item_id!r:.60} is not in this conversation", code="item_not_found")
         return found
 
-    def drop_item(self, name: str, called: str) -> Conversation:
-        """Raises Problem for an unknown item."""
-        found, held = self.item(name, called), self.find(name)
-        held.items.remove(found)
-        held.nbytes -= nbytes_of(found)
-        return held
+    def drop_item(self, name: str, item_id: str) -> Conversation:
+        """Remove an item. Raises Problem for an unknown one."""
+        item, conversation = self.item(name, item_id), self.find(name)
+        conversation.items.remove(item)
+        conversation.nbytes -= nbytes_of(item)
+        return conversation
 
     def drop(self, name: str) -> None:
-        """Raises Problem for an unknown conversation."""
-        del self._held[self.find(name).id]
+        """Remove a conversation. Raises Problem for an unknown one."""
+        del self._conversations[self.find(name).id]
 
-    def changed(self, name: str, metadata: dict[str, str]) -> Conversation:
+    def set_metadata(self, name: str, metadata: dict[str, str]) -> Conversation:
         """Replace its metadata. Raises Problem."""
-        held = self.find(name)
-        held.nbytes += nbytes_of(metadata) - nbytes_of(held.metadata)
-        held.metadata = metadata
-        return held
+        conversation = self.find(name)
+        conversation.nbytes += nbytes_of(metadata) - nbytes_of(conversation.metadata)
+        conversation.metadata = metadata
+        return conversation
 
 
 def page_of(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of a list of items, by its query: newest first unless `order` is asc, `limit` items `after` an id. Raises Problem."""
+    """A page of items by the query: newest first unless `order` is asc, `limit` items `after` an id. Raises Problem."""
     order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
     if order not in ("asc", "desc"):
         raise Problem(400, f"order has to be asc or desc, not {order!r:.40}", param="order")
@@ -118,10 +119,10 @@ def page_of(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:
         raise Problem(400, f"limit has to be 1 to 100, not {limit!r:.40}", param="limit")
     rest = [*items] if order == "asc" else [*reversed(items)]
     if after:
-        at = next((at for at, each in enumerate(rest) if each["id"] == after), None)
-        if at is None:
+        index = next((index for index, each in enumerate(rest) if each["id"] == after), None)
+        if index is None:
             raise Problem(400, f"after: there is no item {after!r:.60} in this list", param="after")
-        rest = rest[at + 1 :]
+        rest = rest[index + 1 :]
     data = rest[: int(limit)]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(rest) > len(data)}

@@ -22,9 +22,9 @@ WORDS = {"lark": "grammar in Lark's notation", "regex": "regular expression"}
 
 def function_of(name: str, description: object, format: object, where: str) -> dict[str, Any]:
     """A custom tool as a function. `format`: as in Responses, or as in chats, where the grammar is a nested object. Raises Problem."""
-    made = {"name": name, "description": description, "parameters": FREE_TEXT, "strict": False}
+    function = {"name": name, "description": description, "parameters": FREE_TEXT, "strict": False}
     if format is None or isinstance(format, dict) and format.get("type") == "text":
-        return made
+        return function
     inner = format.get("grammar", format) if isinstance(format, dict) and format.get("type") == "grammar" else None
     syntax, text = (inner.get("syntax"), inner.get("definition")) if isinstance(inner, dict) else (None, None)
     if syntax not in SYNTAXES or not isinstance(text, str) or not text.strip():
@@ -37,7 +37,7 @@ def function_of(name: str, description: object, format: object, where: str) -> d
     except EffllmError as error:
         raise problem_of(error, where) from error
     head = f"{description}\n\n" if description else ""
-    return {**made, "description": TOLD.format(head, WORDS[syntax], text), "strict": True, "grammar": grammar}
+    return {**function, "description": TOLD.format(head, WORDS[syntax], text), "strict": True, "grammar": grammar}
 
 
 def regex_grammar(pattern: str) -> str:
@@ -74,10 +74,10 @@ def call_of(call: object, where: str) -> object:
     """A tool call sent back in a chat, that of a custom tool as a function call. Raises Problem."""
     if not is_custom(call):
         return call
-    own = call.get(CUSTOM)
-    if not isinstance(own, dict) or not isinstance(own.get("name"), str) or not isinstance(own.get(FREE), str):
+    custom = call.get(CUSTOM)
+    if not isinstance(custom, dict) or not isinstance(custom.get("name"), str) or not isinstance(custom.get(FREE), str):
         raise Problem(400, f"{where}.{CUSTOM} has a name and an {FREE}", param=f"{where}.{CUSTOM}")
-    return {"id": call.get("id"), "type": "function", "function": {"name": own["name"], "arguments": {FREE: own[FREE]}}}
+    return {"id": call.get("id"), "type": "function", "function": {"name": custom["name"], "arguments": {FREE: custom[FREE]}}}
 
 
 def input_of(arguments: str) -> str:

@@ -16,7 +16,7 @@ from ... import EffllmError
 from ...runtime.files.pdf_pages import is_pdf, pages_of
 from .content_parts import of_chat, of_messages, of_responses
 from .gemini_requests import attached_files
-from .media import BLANKS, LEFT_NOTE, LEFT_OUT, TYPES
+from .media import OMITTED, OMITTED_NOTE, TYPES, WHITESPACE
 from .problems import Problem, problem_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .responses_requests import ResponsesRequest
 
 NOT_FETCHED = "files are not fetched from URLs: send it in the request, as {}"
-NONE_KEPT = "file ids are not supported, as no files are stored: send it in the request, as {}"
+NO_STORED_FILES = "file ids are not supported, as no files are stored: send it in the request, as {}"
 AS_DATA, AS_SOURCE = "file_data, data:application/pdf;base64,...", '{"type": "base64", "media_type": "application/pdf", "data": ...}'
 AS_INLINE = 'inlineData: {"mimeType": "application/pdf", "data": ...}'
 MAX_CACHED_CHARS = 1 << 20  # characters of texts cached for clients that resend a file with each question
@@ -34,31 +34,31 @@ MAX_CACHED_CHARS = 1 << 20  # characters of texts cached for clients that resend
 
 @dataclass(frozen=True)
 class DocumentPart:
-    """A file in a request, in base64 or as a data URL; `put` replaces it. `by_tool`: a tool returned it."""
+    """A file in a request."""
 
-    data: object
+    data: object  # base64 or a data URL
     name: str
-    where: str
-    put: Callable[[str], None]
-    by_tool: bool = False
+    where: str  # its field, for errors
+    put: Callable[[str], None]  # replaces it by a text
+    from_tool: bool = False  # a tool returned it: an error becomes a text instead of refusing the request
 
 
 def in_chat(payload: ChatRequest) -> Iterator[DocumentPart]:
     """Chat completions: `{"type": "file", "file": {"filename", "file_data": "data:application/pdf;base64,..."}}`."""
-    for parts, where, by_tool in of_chat(payload):
-        yield from _in_parts(parts, "file", where, by_tool)
+    for parts, where, from_tool in of_chat(payload):
+        yield from _in_parts(parts, "file", where, from_tool)
 
 
 def in_responses(payload: ResponsesRequest) -> Iterator[DocumentPart]:
     """Responses: `{"type": "input_file", "filename", "file_data"}` in messages and tool outputs."""
-    for parts, where, by_tool in of_responses(payload):
-        yield from _in_parts(parts, "input_file", where, by_tool)
+    for parts, where, from_tool in of_responses(payload):
+        yield from _in_parts(parts, "input_file", where, from_tool)
 
 
 def in_messages(payload: CountTokensRequest) -> Iterator[DocumentPart]:
     """Anthropic's messages: documents with a base64 source, which becomes a text source; titles are kept."""
-    for blocks, where, by_tool in of_messages(payload):
-        yield from _in_blocks(blocks, where, by_tool)
+    for blocks, where, from_tool in of_messages(payload):
+        yield from _in_blocks(blocks, where, from_tool)
 
 
 def in_contents(payload: GenerateContentRequest) -> Iterator[DocumentPart]:
@@ -67,20 +67,21 @@ def in_contents(payload: GenerateContentRequest) -> Iterator[DocumentPart]:
         if each.kind not in TYPES:
             is_address = each.text[:5].lower() != "data:" and each.part.inline_data is None
             data = Problem(400, f"{each.where}: {NOT_FETCHED.format(AS_INLINE)}", param=each.where) if is_address else each.text
-            yield DocumentPart(data, each.name, each.where, each.put, each.by_tool)
+            yield DocumentPart(data, each.name, each.where, each.put, each.from_tool)
 
 
 class DocumentReader:
-    """Reads the files of requests, one at a time, each in a process. `note` gets a line about files of tools that are left out."""
+    """Reads the files of requests, one at a time, each in a process. `note` is called with a line about each file of a tool that is left
+    out."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
-        self._note, self._turn = note, asyncio.Lock()
-        self._held: dict[bytes, str] = {}  # by SHA-256 of the file, least recently used first
+        self._note, self._lock = note, asyncio.Lock()
+        self._cache: dict[bytes, str] = {}  # by SHA-256 of the file, least recently used first
 
     async def all(self, sent: Iterable[DocumentPart]) -> None:
         """Replace the files of a request by their texts. Raises Problem that names the field."""
         for each in sent:
-            async with self._turn:
+            async with self._lock:
                 try:
                     text = await asyncio.to_thread(self._text, each)
                 except EffllmError as error:
@@ -90,27 +91,27 @@ class DocumentReader:
                 else:
                     each.put("\n".join(filter(None, (each.name, text))))
                     continue
-            if not each.by_tool:
+            if not each.from_tool:
                 raise problem
-            why = "file", problem.message.removeprefix(f"{each.where}: ").removeprefix(f"{each.where} ")
-            each.put(LEFT_OUT.format(*why))
-            self._note(LEFT_NOTE.format(*why))
+            reason = "file", problem.message.removeprefix(f"{each.where}: ").removeprefix(f"{each.where} ")
+            each.put(OMITTED.format(*reason))
+            self._note(OMITTED_NOTE.format(*reason))
 
     def _text(self, sent: DocumentPart) -> str:
-        """Raises Problem and UsageError that begin with the place of the file."""
+        """The text of a file, from the cache if it was sent before. Raises Problem and UsageError that begin with its field."""
         data = _bytes_of(sent)
         key = hashlib.sha256(data).digest()
-        text = self._held.pop(key, None)
+        text = self._cache.pop(key, None)
         if text is None:
             text = _pages(pages_of(data, sent.where)) if is_pdf(data) else _plain(data, sent.where)
-        self._held[key] = text
-        while sum(map(len, self._held.values())) > MAX_CACHED_CHARS:
-            del self._held[next(iter(self._held))]
+        self._cache[key] = text
+        while sum(map(len, self._cache.values())) > MAX_CACHED_CHARS:
+            del self._cache[next(iter(self._cache))]
         return text
 
 
 def _pages(pages: list[str]) -> str:
-    """Numbered pages, as clients ask about a page by number."""
+    """The pages as one text, numbered so that questions can refer to them."""
     return pages[0] if len(pages) == 1 else "\n\n".join(f"Page {number}:\n{page}" for number, page in enumerate(pages, 1))
 
 
@@ -124,7 +125,7 @@ def _plain(data: bytes, where: str) -> str:
     raise Problem(400, f"{where} is neither a PDF nor UTF-8 text", param=where, hint="send its content as text")
 
 
-def _in_parts(content: object, kind: str, where: str, by_tool: bool) -> Iterator[DocumentPart]:
+def _in_parts(content: object, kind: str, where: str, from_tool: bool) -> Iterator[DocumentPart]:
     for at, part in enumerate(content if isinstance(content, list) else ()):
         if not isinstance(part, dict) or part.get("type") != kind:
             continue
@@ -134,19 +135,20 @@ def _in_parts(content: object, kind: str, where: str, by_tool: bool) -> Iterator
         def put(text: str, at: int = at, parts: list[Any] = content) -> None:
             parts[at] = {"type": "text", "text": text}
 
-        yield DocumentPart(_given(file, place), file["filename"] if isinstance(file.get("filename"), str) else "", place, put, by_tool)
+        name = file["filename"] if isinstance(file.get("filename"), str) else ""
+        yield DocumentPart(_file_data(file, place), name, place, put, from_tool)
 
 
-def _given(file: dict[str, Any], where: str) -> object:
+def _file_data(file: dict[str, Any], where: str) -> object:
     """The data of a file, or the problem with one that has none."""
     if file.get("file_data") is None:
-        for field, said in (("file_url", NOT_FETCHED), ("file_id", NONE_KEPT)):
+        for field, said in (("file_url", NOT_FETCHED), ("file_id", NO_STORED_FILES)):
             if file.get(field):
                 return Problem(400, f"{where}: {said.format(AS_DATA)}", param=where)
     return file.get("file_data")
 
 
-def _in_blocks(content: object, where: str, by_tool: bool) -> Iterator[DocumentPart]:
+def _in_blocks(content: object, where: str, from_tool: bool) -> Iterator[DocumentPart]:
     for at, block in enumerate(content if isinstance(content, list) else ()):
         source = block.get("source") if isinstance(block, dict) and block.get("type") == "document" else None
         kind, place = source.get("type") if isinstance(source, dict) else None, f"{where}[{at}]"
@@ -156,13 +158,13 @@ def _in_blocks(content: object, where: str, by_tool: bool) -> Iterator[DocumentP
         def put(text: str, block: dict[str, Any] = block) -> None:
             block["source"] = {"type": "text", "media_type": "text/plain", "data": text}
 
-        said = {"url": NOT_FETCHED, "file": NONE_KEPT}.get(kind)
+        said = {"url": NOT_FETCHED, "file": NO_STORED_FILES}.get(kind)
         data = source.get("data") if said is None else Problem(400, f"{place}: {said.format(AS_SOURCE)}", param=place)
-        yield DocumentPart(data, "", place, put, by_tool)
+        yield DocumentPart(data, "", place, put, from_tool)
 
 
 def _bytes_of(sent: DocumentPart) -> bytes:
-    """Raises Problem for what is neither base64 nor a data URL."""
+    """The bytes of a file. Raises Problem for anything but base64 and data URLs."""
     text, where = sent.data, sent.where
     if isinstance(text, Problem):
         raise text
@@ -170,7 +172,7 @@ def _bytes_of(sent: DocumentPart) -> bytes:
     if comma and not head.rstrip().lower().endswith(";base64"):
         return unquote_to_bytes(rest)
     try:
-        data = base64.b64decode(rest.translate(BLANKS), validate=True) if isinstance(rest, str) else b""
+        data = base64.b64decode(rest.translate(WHITESPACE), validate=True) if isinstance(rest, str) else b""
     except (binascii.Error, ValueError):
         data = b""
     if not data:

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 MAX_TEXTS = 2048  # texts of a request, as at OpenAI
 FLOAT, BASE64 = "float", "base64"
 # Google's task type -> whether its text is a query (True) or a document (False).
-ASKING = {**dict.fromkeys(("RETRIEVAL_QUERY", "CODE_RETRIEVAL_QUERY", "QUESTION_ANSWERING", "FACT_VERIFICATION"), True),
+IS_QUERY = {**dict.fromkeys(("RETRIEVAL_QUERY", "CODE_RETRIEVAL_QUERY", "QUESTION_ANSWERING", "FACT_VERIFICATION"), True),
           "RETRIEVAL_DOCUMENT": False}
-LARGEST_INTEGER = 32760.0
+MAX_INTEGER = 32760.0
 NO_NORM = "embd_normalize has to be the number of a norm, 0 or more: vectors cannot be left unnormalized"
 Texts = list[str] | list[list[int]] | list[str | list[int]]
 
@@ -85,11 +85,12 @@ class LlamaEmbeddingRequest(Body):
 
 
 class EmbeddingPaths:
-    """Embeds texts by one model. `note` gets the engine's notices; `demand` raises Problem for another model's name."""
+    """The embedding endpoints of one model. `note` is called with the engine's notices; `demand` raises Problem for the name of another
+    model."""
 
     def __init__(self, served: ServedModel | ServedEncoder, answer_queue: AnswerQueue, name: str, note: Callable[[str], None],
                  demand: Callable[[str, str | None], None], adapters: Adapters) -> None:
-        self._served, self._answer_queue, self._name, self._note, self._demand = served, answer_queue, name, note, demand
+        self._served, self._answer_queue, self._name, self._note, self._check_model = served, answer_queue, name, note, demand
         self._adapters = adapters
 
     def routes(self) -> list[Route]:
@@ -100,62 +101,63 @@ class EmbeddingPaths:
         return [Route(path, answer, methods=["POST"]) for path, answer in answers.items()]
 
     async def openai(self, request: Request) -> Response:
-        payload = await self._asked(request, EmbeddingsRequest)
-        written = self._written(payload.encoding_format)
+        payload = await self._payload(request, EmbeddingsRequest)
+        encode = self._vector_encoder(payload.encoding_format)
         texts = texts_of(payload.input, "input")
-        self._demand_width(payload.dimensions)
+        self._check_dimensions(payload.dimensions)
         if not texts:
             raise Problem(400, "input is empty", param="input", hint="send a string, or a list of strings")
 
-        def told(embedded: Embedded) -> dict[str, object]:
+        def to_response(embedded: Embedded) -> dict[str, object]:
             vectors = truncate_dimensions(embedded.vectors, payload.dimensions)
             return {"object": "list", "model": self._adapters.called(payload.model) or self._name,
                     "usage": {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens},
-                    "data": [{"object": "embedding", "index": at, "embedding": written(each)} for at, each in enumerate(vectors)]}
+                    "data": [{"object": "embedding", "index": index, "embedding": encode(each)} for index, each in enumerate(vectors)]}
 
         name = payload.prompt_name
         if name is None and payload.task in self._served.embedding_prompts.prefixes:
             name = payload.task
-        return await self._answer(request, payload.model, texts, False, told, name)
+        return await self._answer(request, payload.model, texts, False, to_response, name)
 
     async def llama(self, request: Request) -> Response:
-        """Always a list; each text has a list of vectors, as llama-server may return one per token."""
-        payload = await self._asked(request, LlamaEmbeddingRequest)
+        """llama-server's format: always a list, with a list of vectors per text, as it may return one per token."""
+        payload = await self._payload(request, LlamaEmbeddingRequest)
         if payload.embd_normalize < 0:
             raise Problem(400, NO_NORM, param="embd_normalize")
-        written = self._written(payload.encoding_format)
+        encode = self._vector_encoder(payload.encoding_format)
         field = "content" if payload.content is not None or payload.input is None else "input"
         texts = await asyncio.to_thread(prompts_in, getattr(payload, field), self._served.tokenizer, field)
-        demand_texts(texts, field)
+        check_texts(texts, field)
 
-        def told(embedded: Embedded) -> list[dict[str, object]]:
-            return [{"index": at, "embedding": [written(normed(each, payload.embd_normalize))]} for at, each in enumerate(embedded.vectors)]
+        def to_response(embedded: Embedded) -> list[dict[str, object]]:
+            return [{"index": index, "embedding": [encode(normalized(each, payload.embd_normalize))]}
+                    for index, each in enumerate(embedded.vectors)]
 
-        return await self._answer(request, payload.model, texts, False, told)
+        return await self._answer(request, payload.model, texts, False, to_response)
 
     async def ollama(self, request: Request) -> Response:
-        """Texts that are too long are truncated unless `truncate` is false, as at Ollama."""
-        payload, began = await self._asked(request, OllamaEmbedRequest), time.monotonic()
+        """Ollama's format. Texts that are too long are truncated unless `truncate` is false."""
+        payload, started = await self._payload(request, OllamaEmbedRequest), time.monotonic()
         texts = texts_of(payload.input, "input") if payload.input else []
-        self._demand_width(payload.dimensions)
+        self._check_dimensions(payload.dimensions)
         waited = waited_ns(request.headers)
 
-        def told(embedded: Embedded) -> dict[str, object]:
+        def to_response(embedded: Embedded) -> dict[str, object]:
             vectors = truncate_dimensions(embedded.vectors, payload.dimensions)
             return {"model": payload.model or self._name, "embeddings": [shortest_floats(each) for each in vectors],
                     "load_duration": waited,
-                    "total_duration": waited + round((time.monotonic() - began) * NS), "prompt_eval_count": embedded.tokens}
+                    "total_duration": waited + round((time.monotonic() - started) * NS), "prompt_eval_count": embedded.tokens}
 
         if not texts:
-            return json_response(told(Embedded([], 0)))
-        return await self._answer(request, payload.model, texts, payload.truncate is not False, told)
+            return json_response(to_response(Embedded([], 0)))
+        return await self._answer(request, payload.model, texts, payload.truncate is not False, to_response)
 
     async def single(self, request: Request) -> Response:
-        payload = await self._asked(request, OllamaEmbeddingRequest)
+        payload = await self._payload(request, OllamaEmbeddingRequest)
         if not payload.prompt:
             return json_response({"embedding": []})
-        told = lambda embedded: {"embedding": shortest_floats(embedded.vectors[0])}  # noqa: E731
-        return await self._answer(request, payload.model, [payload.prompt], True, told)
+        to_response = lambda embedded: {"embedding": shortest_floats(embedded.vectors[0])}  # noqa: E731
+        return await self._answer(request, payload.model, [payload.prompt], True, to_response)
 
     async def gemini(self, request: Request) -> Response:
         return await self._gemini(request, [await read_request(request, EmbedContentRequest)], "",
@@ -166,83 +168,83 @@ class EmbeddingPaths:
         return await self._gemini(request, payload, "requests[{}].", lambda vectors: {"embeddings": vectors})
 
     async def _gemini(self, request: Request, payload: list[EmbedContentRequest], where: str,
-                      told: Callable[[list[dict[str, object]]], dict[str, object]]) -> Response:
-        """Task types map to prompts of models that have such; all texts of a batch have to have the same one."""
-        self._demand(name := request.path_params["name"], "model")
+                      to_response: Callable[[list[dict[str, object]]], dict[str, object]]) -> Response:
+        """Google's format. Task types map to the prompts of a model, if it has any; all texts of a batch need the same one."""
+        self._check_model(name := request.path_params["name"], "model")
         if not payload:
             raise Problem(400, "requests is empty", param="requests", hint="send one for each text")
-        texts = [text_of(each.content, f"{where.format(at)}content") for at, each in enumerate(payload)]
-        demand_texts(texts, "content" if not where else "requests")
+        texts = [text_of(each.content, f"{where.format(index)}content") for index, each in enumerate(payload)]
+        check_texts(texts, "content" if not where else "requests")
         for field in ("task_type", "output_dimensionality"):
             if len({getattr(each, field) for each in payload}) > 1:
                 raise Problem(400, f"the requests differ in {to_camel(field)}", param="requests", hint=SEND_SEPARATELY)
-        self._demand_width(width := payload[0].output_dimensionality or None)
+        self._check_dimensions(width := payload[0].output_dimensionality or None)
         prompts = self._served.embedding_prompts
-        task = ASKING.get(payload[0].task_type or "")
+        task = IS_QUERY.get(payload[0].task_type or "")
         prompt = {True: prompts.query, False: prompts.document}.get(task)
 
-        def answer(embedded: Embedded) -> dict[str, object]:
-            return told([{"values": shortest_floats(each)} for each in truncate_dimensions(embedded.vectors, width)])
+        def respond(embedded: Embedded) -> dict[str, object]:
+            return to_response([{"values": shortest_floats(each)} for each in truncate_dimensions(embedded.vectors, width)])
 
-        return await self._answer(request, name, texts, True, answer, prompt)
+        return await self._answer(request, name, texts, True, respond, prompt)
 
-    async def _asked(self, request: Request, kind: type[Kind]) -> Kind:
+    async def _payload(self, request: Request, kind: type[Kind]) -> Kind:
         payload = await read_request(request, kind)
         if payload.model:
-            self._demand(payload.model, "model")
+            self._check_model(payload.model, "model")
         return payload
 
     @staticmethod
-    def _written(encoding: str | None) -> Callable[[np.ndarray], object]:
+    def _vector_encoder(encoding: str | None) -> Callable[[np.ndarray], object]:
         if encoding not in (None, FLOAT, BASE64):
             raise Problem(400, f"encoding_format has to be float or base64, not {encoding!r:.40}", param="encoding_format")
-        return in_base64 if encoding == BASE64 else shortest_floats
+        return encode_base64 if encoding == BASE64 else shortest_floats
 
-    def _demand_width(self, dimensions: int | None) -> None:
+    def _check_dimensions(self, dimensions: int | None) -> None:
         """Raises Problem for more dimensions than a vector has."""
         width = self._served.vector_width if dimensions is not None else 0
         if dimensions is not None and not 1 <= dimensions <= width:
             raise Problem(400, f"dimensions has to be 1 to {width}, not {dimensions}", param="dimensions")
 
-    async def _answer(self, request: Request, model: str | None, texts: Texts, cut: bool,
-                      told: Callable[[Embedded], object], prompt_name: str | None = None) -> Response:
-        """Raises Problem; an empty response if the client has disconnected."""
+    async def _answer(self, request: Request, model: str | None, texts: Texts, truncate: bool,
+                      to_response: Callable[[Embedded], object], prompt_name: str | None = None) -> Response:
+        """Respond with the embeddings of texts; with an empty response if the client has disconnected. Raises Problem."""
         record, choice = request.scope[RECORD], self._adapters.choice_of(model)
-        payload = partial(self._served.embed, texts, cut, choice=choice, prompt_name=prompt_name)
+        payload = partial(self._served.embed, texts, truncate, choice=choice, prompt_name=prompt_name)
         reader = EventReader(self._answer_queue.submit(payload), self._note, record)
         if (embedded := await result_of(request, reader, Embedded)) is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         record.summary = f"{embedded.tokens} tokens in, {len(texts)} vector{'' if len(texts) == 1 else 's'}"
-        # In a thread: megabytes of JSON take seconds, and streams have to go on.
-        return await asyncio.to_thread(lambda: json_response(told(embedded)))
+        # In a thread: megabytes of JSON take seconds, which would hold up the streams of other requests.
+        return await asyncio.to_thread(lambda: json_response(to_response(embedded)))
 
 
-def texts_of(given: object, where: str) -> Texts:
+def texts_of(value: object, where: str) -> Texts:
     """The texts of a request, or their token ids: one or a list. Raises Problem."""
-    texts = [given] if isinstance(given, str) or isinstance(given, list) and given and all(type(each) is int for each in given) else given
+    texts = [value] if isinstance(value, str) or isinstance(value, list) and value and all(type(each) is int for each in value) else value
     if not isinstance(texts, list) or not (all(isinstance(each, str) for each in texts) or all(
             isinstance(each, list) and all(type(token) is int for token in each) for each in texts)):
         raise Problem(400, f"{where} has to be a string, a list of strings, or token ids", param=where)
-    demand_texts(texts, where)
+    check_texts(texts, where)
     return texts
 
 
-def demand_texts(texts: Texts, where: str) -> None:
+def check_texts(texts: Texts, where: str) -> None:
     """Raises Problem for too many texts, or an empty one."""
     if len(texts) > MAX_TEXTS:
         raise Problem(400, f"{where} has {len(texts)} texts, at most {MAX_TEXTS} are accepted", param=where, hint=SEND_SEPARATELY)
-    if (empty := next((at for at, each in enumerate(texts) if not each), None)) is not None:
+    if (empty := next((index for index, each in enumerate(texts) if not each), None)) is not None:
         raise Problem(400, f"{where}[{empty}] is empty", param=where, hint="leave it out")
 
 
-def normed(vector: np.ndarray, norm: int) -> np.ndarray:
+def normalized(vector: np.ndarray, norm: int) -> np.ndarray:
     """The vector scaled to length 1 by the p-norm of that number; 0 scales its largest component to llama.cpp's integer range."""
     if norm == 2:
         return vector
     sizes = abs(vector.astype("f8"))
-    length = sizes.max() / LARGEST_INTEGER if norm == 0 else (sizes ** norm).sum() ** (1 / norm)
+    length = sizes.max() / MAX_INTEGER if norm == 0 else (sizes ** norm).sum() ** (1 / norm)
     return (vector / length).astype("f4") if length else vector
 
 
-def in_base64(vector: np.ndarray) -> str:
+def encode_base64(vector: np.ndarray) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -30,10 +30,10 @@ def parts_of(content_type: str, body: bytes) -> dict[str, bytes]:
     pieces = (b"\r\n" + body).split(line, MOST_PARTS + 1)
     if len(pieces) < 3 or not pieces[-1].startswith(b"--"):
         raise Problem(400, f"the body is not a complete form with at most {MOST_PARTS} parts: send it again")
-    found: dict[str, bytes] = {}
+    parts: dict[str, bytes] = {}
     for name, content in map(_part, pieces[1:-1]):
-        found[name] = b"%s,%s" % (found[name], content) if name.endswith("[]") and name in found else content
-    return found
+        parts[name] = b"%s,%s" % (parts[name], content) if name.endswith("[]") and name in parts else content
+    return parts
 
 
 def _part(piece: bytes) -> tuple[str, bytes]:

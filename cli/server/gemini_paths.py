@@ -13,7 +13,7 @@ from starlette.routing import Route
 from . import documents, media
 from .bodies import read_request
 from .gemini_models import COUNTED, GENERATED, in_list
-from .gemini_requests import CALLED, CountTokensRequest, GenerateContentRequest, chat_of
+from .gemini_requests import FIELD_NAMES, CountTokensRequest, GenerateContentRequest, chat_of
 from .gemini_serializer import GeminiSerializer
 from .multiple_answers import choice_count, in_sequence, with_seeds
 from .openai_requests import ChatRequest
@@ -36,9 +36,10 @@ class GeminiPaths:
     async def generate(self, streams: bool, request: Request) -> Response:
         payload, service = await read_request(request, GenerateContentRequest), self._service
         chat, prepared = await self._wanted(request, payload, streams)
-        each, told_by = choice_count(chat.n, field=CALLED["n"]), None if prepared.options.logprobs is None else service.served.tokenizer
-        starts = [partial(service.reply, replace(prepared, options=options)) for options in with_seeds(prepared.options, each)]
-        serializer = GeminiSerializer(service.called(chat.model), in_list(request), payload.shows_thoughts, told_by)
+        num_choices = choice_count(chat.n, field=FIELD_NAMES["n"])
+        tokenizer = None if prepared.options.logprobs is None else service.served.tokenizer
+        starts = [partial(service.reply, replace(prepared, options=options)) for options in with_seeds(prepared.options, num_choices)]
+        serializer = GeminiSerializer(service.called(chat.model), in_list(request), payload.shows_thoughts, tokenizer)
         return await service.answer(request, chat, serializer, in_sequence(starts))
 
     async def count(self, request: Request) -> Response:
@@ -52,4 +53,4 @@ class GeminiPaths:
         service.check_model(name := request.path_params["name"], "model")
         held = await service.load_media(media.in_contents(payload), documents.in_contents(payload))
         chat, messages = chat_of(payload, name, streams)
-        return chat, await service.prepare(chat, messages, CALLED, held)
+        return chat, await service.prepare(chat, messages, FIELD_NAMES, held)

@@ -25,14 +25,16 @@ SAME = {"temperature": "temperature", "top_p": "topP", "top_k": "topK", "seed": 
 OTHERS = {"max_tokens": "maxOutputTokens", "stop": "stopSequences", "n": "candidateCount", "top_logprobs": "logprobs",
           "structured_outputs": "responseSchema", "response_format": "responseSchema", "thinking_budget": "thinkingConfig.thinkingBudget",
           "reasoning_effort": "thinkingConfig.thinkingLevel"}
-CALLED = {"tool_choice": "toolConfig.functionCallingConfig", **{name: f"{CONFIG}.{called}" for name, called in {**SAME, **OTHERS}.items()}}
+# Our field names -> Google's.
+FIELD_NAMES = {"tool_choice": "toolConfig.functionCallingConfig",
+               **{name: f"{CONFIG}.{field}" for name, field in {**SAME, **OTHERS}.items()}}
 JSON_TYPE, ENUM_TYPE, PLAIN = "application/json", "text/x.enum", "text/plain"
-UNSAID = "THINKING_LEVEL_UNSPECIFIED"
-SAID = ("output", "result")  # keys whose value is the whole response of a function
+UNSPECIFIED_LEVEL = "THINKING_LEVEL_UNSPECIFIED"
+RESPONSE_KEYS = ("output", "result")  # keys whose value is the whole response of a function
 URL_SAFE = str.maketrans("-_", "+/")  # URL-safe base64, which Google's servers accept as well
 
 
-def listed(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
@@ -62,7 +64,7 @@ class FunctionResponse(GeminiModel):
     id: str | None = None
     name: str = ""
     response: dict[str, Any] | None = None
-    parts: Annotated[list[Part] | None, BeforeValidator(listed)] = None
+    parts: Annotated[list[Part] | None, BeforeValidator(as_list)] = None
 
 
 class Part(GeminiModel):
@@ -79,7 +81,7 @@ class Part(GeminiModel):
 
 class Content(GeminiModel):
     role: str | None = None
-    parts: Annotated[list[Part] | None, BeforeValidator(listed)] = None
+    parts: Annotated[list[Part] | None, BeforeValidator(as_list)] = None
 
 
 class ThinkingConfig(GeminiModel):
@@ -119,7 +121,7 @@ class FunctionDeclaration(GeminiModel):
 
 
 class Tool(GeminiModel):
-    function_declarations: Annotated[list[FunctionDeclaration] | None, BeforeValidator(listed)] = None
+    function_declarations: Annotated[list[FunctionDeclaration] | None, BeforeValidator(as_list)] = None
 
 
 class FunctionCallingConfig(GeminiModel):
@@ -135,10 +137,10 @@ class GenerateContentRequest(GeminiModel):
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"cachedContent": ("",), "cached_content": ("",)}
     alternatives: ClassVar[Mapping[str, str]] = dict.fromkeys(unsupported, "common prefixes of prompts are cached automatically")
 
-    contents: Annotated[list[Content], BeforeValidator(listed)]
+    contents: Annotated[list[Content], BeforeValidator(as_list)]
     system_instruction: Content | None = None
     generation_config: GenerationConfig | None = None
-    tools: Annotated[list[Tool] | None, BeforeValidator(listed)] = None
+    tools: Annotated[list[Tool] | None, BeforeValidator(as_list)] = None
     tool_config: ToolConfig | None = None
 
     @property
@@ -153,7 +155,7 @@ class GenerateContentRequest(GeminiModel):
 class CountTokensRequest(GeminiModel):
     """Contents, or a whole request, to count the tokens of."""
 
-    contents: Annotated[list[Content] | None, BeforeValidator(listed)] = None
+    contents: Annotated[list[Content] | None, BeforeValidator(as_list)] = None
     generate_content_request: GenerateContentRequest | None = None
 
     @property
@@ -169,25 +171,25 @@ class EmbedContentRequest(GeminiModel):
 
 
 class BatchEmbedContentsRequest(GeminiModel):
-    requests: Annotated[list[EmbedContentRequest], BeforeValidator(listed)]
+    requests: Annotated[list[EmbedContentRequest], BeforeValidator(as_list)]
 
 
 @dataclass(frozen=True)
 class AttachedFile:
-    """A file in a part, in base64 or as a URL. `by_tool`: a function returned it."""
+    """A file in a part, in base64 or as a URL. `from_tool`: a function returned it."""
 
     part: Part
     where: str
-    by_tool: bool = False
+    from_tool: bool = False
 
     @property
     def kind(self) -> str:
         """The main type of its MIME type, such as image."""
-        return self._held.mime_type.partition("/")[0].lower()
+        return self._content.mime_type.partition("/")[0].lower()
 
     @property
     def text(self) -> str:
-        held = self._held
+        held = self._content
         return held.data.translate(URL_SAFE) if isinstance(held, Blob) else held.file_uri
 
     @property
@@ -195,7 +197,7 @@ class AttachedFile:
         return (self.part.inline_data and self.part.inline_data.display_name) or ""
 
     @property
-    def _held(self) -> Blob | FileData:
+    def _content(self) -> Blob | FileData:
         return self.part.inline_data or self.part.file_data
 
     def put(self, text: str) -> None:
@@ -212,7 +214,7 @@ def attached_files(payload: GenerateContentRequest) -> Iterator[AttachedFile]:
                 yield AttachedFile(part, where)
             for inner, other in enumerate(part.function_response and part.function_response.parts or ()):
                 if other.inline_data or other.file_data:
-                    yield AttachedFile(other, f"{where}.functionResponse.parts[{inner}]", by_tool=True)
+                    yield AttachedFile(other, f"{where}.functionResponse.parts[{inner}]", from_tool=True)
 
 
 def chat_of(payload: GenerateContentRequest, model: str, stream: bool = False) -> tuple[ChatRequest, list[dict[str, Any]]]:
@@ -220,13 +222,14 @@ def chat_of(payload: GenerateContentRequest, model: str, stream: bool = False) -
     config = payload.config
     refuse_unsupported(config, f"{CONFIG}.")
     thinking = config.thinking_config or ThinkingConfig()
-    level = thinking.thinking_level if thinking.thinking_level != UNSAID else None
-    own = {"model": model, "stream": stream, "max_tokens": config.max_output_tokens, "n": config.candidate_count or None,
+    level = thinking.thinking_level if thinking.thinking_level != UNSPECIFIED_LEVEL else None
+    translated = {"model": model, "stream": stream, "max_tokens": config.max_output_tokens, "n": config.candidate_count or None,
            "logprobs": config.response_logprobs, "top_logprobs": config.logprobs, "thinking_budget": thinking.thinking_budget,
-           "reasoning_effort": level and level.lower(), "tools": [*_functions(payload)], "tool_choice": _choice(payload), **_form(config)}
+           "reasoning_effort": level and level.lower(), "tools": [*_functions(payload)], "tool_choice": _choice(payload),
+           **_response_format(config)}
     if config.stop_sequences:
-        own["stop"] = config.stop_sequences
-    return ChatRequest.model_construct(messages=[], **{name: getattr(config, name) for name in SAME}, **own), _messages(payload)
+        translated["stop"] = config.stop_sequences
+    return ChatRequest.model_construct(messages=[], **{name: getattr(config, name) for name in SAME}, **translated), _messages(payload)
 
 
 def text_of(content: Content, where: str) -> str:
@@ -237,7 +240,7 @@ def text_of(content: Content, where: str) -> str:
     return "\n".join(part.text for part in parts)
 
 
-def _form(config: GenerationConfig) -> dict[str, Any]:
+def _response_format(config: GenerationConfig) -> dict[str, Any]:
     kind, schema = config.response_mime_type or PLAIN, config.response_json_schema
     if schema is None and config.response_schema is not None:
         schema = schema_of(config.response_schema, f"{CONFIG}.responseSchema")
@@ -248,8 +251,8 @@ def _form(config: GenerationConfig) -> dict[str, Any]:
         raise Problem(400, f"a schema goes with {place} {JSON_TYPE}", param=place)
     if kind == ENUM_TYPE:
         return {"structured_outputs": {"choice": (schema or {}).get("enum") or []}}
-    form = {"type": "json_object"} if schema is None else {"type": "json_schema", "json_schema": {"schema": schema}}
-    return {} if kind == PLAIN else {"response_format": form}
+    response_format = {"type": "json_object"} if schema is None else {"type": "json_schema", "json_schema": {"schema": schema}}
+    return {} if kind == PLAIN else {"response_format": response_format}
 
 
 def _functions(payload: GenerateContentRequest) -> Iterator[dict[str, Any]]:
@@ -271,56 +274,56 @@ def _choice(payload: GenerateContentRequest) -> str | dict[str, Any] | None:
     config = payload.tool_config and payload.tool_config.function_calling_config
     if config is None:
         return None
-    mode, place = MODES.get((config.mode or "").upper()), f"{CALLED['tool_choice']}.mode"
+    mode, place = MODES.get((config.mode or "").upper()), f"{FIELD_NAMES['tool_choice']}.mode"
     if mode is None:
         raise Problem(400, f"{place} has to be AUTO, ANY, VALIDATED or NONE, not {config.mode!r:.40}", param=place)
     if not config.allowed_function_names or mode == "none":
         return mode
-    named = [{"type": "function", "function": {"name": name}} for name in config.allowed_function_names]
-    return {"type": ALLOWED, ALLOWED: {"mode": mode, "tools": named}}
+    functions = [{"type": "function", "function": {"name": name}} for name in config.allowed_function_names]
+    return {"type": ALLOWED, ALLOWED: {"mode": mode, "tools": functions}}
 
 
 def _messages(payload: GenerateContentRequest) -> list[dict[str, Any]]:
     """Raises Problem. A function response without an id belongs to the first unanswered call of that function."""
-    turns, waiting = MessageBuilder(), dict[str, str]()
+    builder, unanswered = MessageBuilder(), dict[str, str]()
     if not payload.contents:
         raise Problem(400, "contents is empty", param="contents", hint='send {"role": "user", "parts": [{"text": "..."}]}')
     if payload.system_instruction and (text := text_of(payload.system_instruction, "systemInstruction")):
-        turns.say(SYSTEM, [text])
+        builder.add_text(SYSTEM, [text])
     for number, content in enumerate(payload.contents):
         if content.role not in ROLES:
             place = f"contents[{number}].role"
             raise Problem(400, f"{place} has to be user or model, not {content.role!r:.40}", param=place)
         for at, part in enumerate(content.parts or ()):
-            _add(turns, ROLES[content.role], part, f"contents[{number}].parts[{at}]", waiting)
-    return turns.messages
+            _add(builder, ROLES[content.role], part, f"contents[{number}].parts[{at}]", unanswered)
+    return builder.messages
 
 
-def _add(turns: MessageBuilder, role: str, part: Part, where: str, waiting: dict[str, str]) -> None:
-    """One part. `waiting`: names of the called functions without a response yet, by call id."""
+def _add(builder: MessageBuilder, role: str, part: Part, where: str, unanswered: dict[str, str]) -> None:
+    """Add one part. `unanswered`: names of the called functions without a response yet, by call id."""
     if part.text is not None:
-        turns.think(part.text) if part.thought and role == ASSISTANT else turns.say(role, [part.text])
+        builder.add_reasoning(part.text) if part.thought and role == ASSISTANT else builder.add_text(role, [part.text])
     elif (call := part.function_call) is not None and role == ASSISTANT:
-        called = call.id or f"call_{where}"
-        waiting[called] = call.name
-        turns.call(called, call.name, call.args or {})
+        call_id = call.id or f"call_{where}"
+        unanswered[call_id] = call.name
+        builder.add_call(call_id, call.name, call.args or {})
     elif (result := part.function_response) is not None and role == USER:
-        called = result.id or next((each for each, name in waiting.items() if name == result.name), result.name)
-        waiting.pop(called, None)
-        turns.give_back(called, filter(None, [_said(result.response or {}), *(each.text for each in result.parts or ())]))
+        call_id = result.id or next((each for each, name in unanswered.items() if name == result.name), result.name)
+        unanswered.pop(call_id, None)
+        builder.add_result(call_id, filter(None, [_response_text(result.response or {}), *(each.text for each in result.parts or ())]))
     elif (code := part.executable_code or part.code_execution_result) is not None and role == ASSISTANT:  # run by Google's server
-        turns.say(role, [str(code.get("code") or code.get("output") or "")])
+        builder.add_text(role, [str(code.get("code") or code.get("output") or "")])
     elif call is not None or part.function_response is not None:
         raise Problem(400, f"{where}: functionCall belongs to the model, functionResponse to the user", param=where)
     elif part.thought_signature is None:
         raise Problem(400, f"{where} has no text, inlineData, functionCall or functionResponse", param=where)
 
 
-def _said(response: dict[str, Any]) -> str:
-    """A function's response as the model reads it: only the text where there is nothing else."""
+def _response_text(response: dict[str, Any]) -> str:
+    """A function's response for the model: only its text if it has nothing else."""
     if len(response) == 1:
         (name, value), = response.items()
-        if name in SAID or name == "error":
+        if name in RESPONSE_KEYS or name == "error":
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             return f"Error: {text}" if name == "error" else text
     return json.dumps(response, ensure_ascii=False)

@@ -14,16 +14,16 @@ WORDS = {"any_of": "anyOf", "property_ordering": "propertyOrdering", **{name[:3]
 UNSAID = "TYPE_UNSPECIFIED"
 
 
-def schema_of(given: Any, where: str) -> dict[str, Any]:
+def schema_of(source: Any, where: str) -> dict[str, Any]:
     """The schema as a JSON schema. Raises Problem for what is no object."""
-    if not isinstance(given, Mapping):
+    if not isinstance(source, Mapping):
         raise Problem(400, f"{where} has to be a schema, an object", param=where)
-    told = {WORDS.get(name, name): value for name, value in given.items() if value is not None}
-    made = {name: _of(name, value, where) for name, value in told.items() if name not in OWN and value != UNSAID}
-    if isinstance(order := told.get("propertyOrdering"), list) and isinstance(own := made.get("properties"), dict):
-        first = [each for each in order if isinstance(each, str) and each in own]
-        made["properties"] = {name: own[name] for name in dict.fromkeys([*first, *own])}
-    return _or_null(made) if told.get("nullable") is True else made
+    fields = {WORDS.get(name, name): value for name, value in source.items() if value is not None}
+    schema = {name: _of(name, value, where) for name, value in fields.items() if name not in OWN and value != UNSAID}
+    if isinstance(order := fields.get("propertyOrdering"), list) and isinstance(properties := schema.get("properties"), dict):
+        first = [each for each in order if isinstance(each, str) and each in properties]
+        schema["properties"] = {name: properties[name] for name in dict.fromkeys([*first, *properties])}
+    return _or_null(schema) if fields.get("nullable") is True else schema
 
 
 def _of(name: str, value: Any, where: str) -> Any:

@@ -31,9 +31,9 @@ class Candidate:
 
     def add(self, part: dict[str, Any]) -> None:
         """Consecutive text of one kind is one part."""
-        before = self.parts[-1] if self.parts else {}
-        if "text" in part and "text" in before and part.get("thought") == before.get("thought"):
-            before["text"] += part["text"]
+        previous = self.parts[-1] if self.parts else {}
+        if "text" in part and "text" in previous and part.get("thought") == previous.get("thought"):
+            previous["text"] += part["text"]
         else:
             self.parts.append({**part})
 
@@ -52,24 +52,24 @@ class GeminiSerializer(AnswerSerializer):
     def add(self, event: PromptRead | TextDelta | Call | AnswerEnded) -> list[dict[str, object]]:
         if isinstance(event, PromptRead):
             return []
-        now = self._candidates[-1]
+        candidate = self._candidates[-1]
         if isinstance(event, AnswerEnded):
             self._ended.append(event.stats)
-            self._candidates.append(Candidate(now.index + 1))
-            return [self._chunk(self._last(now, event.stats))]
+            self._candidates.append(Candidate(candidate.index + 1))
+            return [self._chunk(self._last(candidate, event.stats))]
         if isinstance(event, Call):
-            called = now.calls.add(event)["id"]
-            part = {"functionCall": {"id": called, "name": event.name, "args": parse_json(event.arguments)}}
+            call_id = candidate.calls.add(event)["id"]
+            part = {"functionCall": {"id": call_id, "name": event.name, "args": parse_json(event.arguments)}}
         elif event.kind == "answer":
             part = {"text": event.text}
-            now.tokens += event.tokens
+            candidate.tokens += event.tokens
         elif self._shows_thoughts:
             part = {"text": event.text, "thought": True}
         else:
             return []
-        now.add(part)
+        candidate.add(part)
         tokens = event.tokens if isinstance(event, TextDelta) and event.kind == "answer" else ()
-        return [self._chunk({**self._told(tokens), **_candidate(now.index, [part])})]
+        return [self._chunk({**self._told(tokens), **_candidate(candidate.index, [part])})]
 
     def waiting(self) -> list[dict[str, object]]:
         """An empty thought, which no client shows."""
@@ -81,7 +81,7 @@ class GeminiSerializer(AnswerSerializer):
 
     def whole(self, stats: Stats) -> dict[str, object]:
         self._ended.append(stats)
-        candidates = [{**_candidate(each.index, each.parts), **self._told(each.tokens), **_ended(own)}
+        candidates = [{**_candidate(each.index, each.parts), **self._told(each.tokens), **_finish_reason(own)}
                       for each, own in zip(self._candidates, self._ended, strict=True)]
         return {**self._chunk(*candidates), "usageMetadata": usage(self._ended)}
 
@@ -92,7 +92,7 @@ class GeminiSerializer(AnswerSerializer):
         return {"candidates": [*candidates], "modelVersion": self.model, "responseId": self.id}
 
     def _last(self, candidate: Candidate, stats: Stats) -> dict[str, object]:
-        return {**_candidate(candidate.index, []), **_ended(stats)}
+        return {**_candidate(candidate.index, []), **_finish_reason(stats)}
 
     def _told(self, tokens: Sequence[TokenLogprobs]) -> dict[str, object]:
         """Log-probabilities of tokens, if asked for."""
@@ -114,14 +114,15 @@ def _candidate(index: int, parts: list[dict[str, Any]]) -> dict[str, object]:
     return {"content": {"parts": parts or [{"text": ""}], "role": "model"}, "index": index}
 
 
-def _ended(stats: Stats) -> dict[str, object]:
+def _finish_reason(stats: Stats) -> dict[str, object]:
     return {"finishReason": "STOP" if stats.finish_reason == "stop" else "MAX_TOKENS"}
 
 
 def usage(ended: Sequence[Stats]) -> dict[str, object]:
     """Prompt tokens are counted once, however many answers there are."""
-    prompt, all_of_them = ended[0], total_stats(ended)
-    made, thought = len(all_of_them.token_ids), all_of_them.reasoning_tokens
+    prompt, total = ended[0], total_stats(ended)
+    num_tokens, num_reasoning_tokens = len(total.token_ids), total.reasoning_tokens
     cached = {"cachedContentTokenCount": prompt.cached_tokens} if prompt.cached_tokens else {}
-    return {"promptTokenCount": prompt.prompt_tokens, **cached, "candidatesTokenCount": made - thought,
-            **({"thoughtsTokenCount": thought} if thought else {}), "totalTokenCount": prompt.prompt_tokens + made}
+    thoughts = {"thoughtsTokenCount": num_reasoning_tokens} if num_reasoning_tokens else {}
+    return {"promptTokenCount": prompt.prompt_tokens, **cached, "candidatesTokenCount": num_tokens - num_reasoning_tokens, **thoughts,
+            "totalTokenCount": prompt.prompt_tokens + num_tokens}

@@ -14,7 +14,7 @@ from ...runtime.tokens.stream_filters import StopStrings
 from .openai_requests import ChatRequest, CompletionRequest, GenerationRequest
 from .problems import Problem
 from .reasoning import reasoning_settings
-from .structured_output import requested_form
+from .structured_output import requested_constraint
 
 # Field of a request -> field of SamplerSettings, including the names that other servers use.
 SAMPLING = {"repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n", **{
@@ -45,7 +45,7 @@ def options_of(payload: GenerationRequest, defaults: Defaults, tokenizer: Tokeni
     options = defaults.options
     return replace(options, settings=_biased(payload, _settings(payload, options.settings), tokenizer),
                    max_tokens=_length(payload, options.max_tokens),
-                   constraint=requested_form(payload, options.constraint),
+                   constraint=requested_constraint(payload, options.constraint),
                    stops=options.stops if payload.stop is None else _stops(payload.stop),
                    ignore_eos=options.ignore_eos if payload.ignore_eos is None else payload.ignore_eos, logprobs=_tells(payload),
                    echo=isinstance(payload, CompletionRequest) and bool(payload.echo), skip_cache=payload.cache_prompt is False)

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from .application import GenerationService
     from .single_model import SingleModelService
 
-NO_MARKS = "Infill is not supported by this model: {} has no tokens for filling in the middle"  # clients match this text
-CUT = "infill context exceeds the model's context: only what is nearest to the gap is read (-c for a larger one)"
-A_CODER = "models for code have them, as Qwen 2.5 Coder"
+NO_INFILL = "Infill is not supported by this model: {} has no tokens for filling in the middle"  # clients match this text
+CONTEXT_CUT = "infill context exceeds the model's context: only what is nearest to the gap is read (-c for a larger one)"
+CODE_MODELS_HINT = "models for code have them, as Qwen 2.5 Coder"
 
 NOT_CHANGED = "only POST /lora-adapters changes server settings: set generation options in each request"
 
@@ -49,12 +49,12 @@ class TokenPaths:
         payload = await read_request(request, Tokenize)
         tokenizer = self._service.served.tokenizer
 
-        def told() -> Response:  # in a thread: megabytes take seconds, and streams have to go on
+        def respond() -> Response:  # in a thread: megabytes take seconds, and streams have to go on
             ids = (tokenizer if payload.parse_special else tokenizer.without_special_tokens).encode(payload.content, payload.add_special)
             spelled = token_bytes_of(tokenizer)
             return json_response({"tokens": [{"id": each, "piece": piece(spelled(each))} for each in ids] if payload.with_pieces else ids})
 
-        return await asyncio.to_thread(told)
+        return await asyncio.to_thread(respond)
 
     async def detokenize(self, request: Request) -> Response:
         payload = await read_request(request, Detokenize)
@@ -93,28 +93,28 @@ class LlamaPaths(TokenPaths):
                 raise Problem(400, f"{field} is not supported; {LEAVE_OUT}", param=field, code="unsupported_parameter")
         served, options = service.served, await self._options(payload)
         if await asyncio.to_thread(lambda: served.fim_tokens) is None:
-            raise Problem(501, NO_MARKS.format(service.name), UNSUPPORTED, code="not_supported", hint=A_CODER)
+            raise Problem(501, NO_INFILL.format(service.name), UNSUPPORTED, code="not_supported", hint=CODE_MODELS_HINT)
         prompt = await asyncio.to_thread(served.build_infill_prompt, payload.gap, options.max_tokens, True)
         if prompt.is_truncated:
-            service.note(CUT)
+            service.note(CONTEXT_CUT)
         return await self._answer(request, payload, [prompt.ids], options, prompt.cacheable, prompt.is_truncated)
 
     async def apply_template(self, request: Request) -> Response:
         payload = await self._service.payload(request, ChatRequest)
         media_items = await self._service.load_media(in_chat(payload))
         prepared = await self._service.prepare(payload, messages_of(payload), media_items=media_items)
-        said = partial(self._service.served.render_prompt, prepared.messages, prepared.options.think, prepared.tools, prepared.variables)
-        return json_response({"prompt": describe_markers(await asyncio.to_thread(said))})
+        render = partial(self._service.served.render_prompt, prepared.messages, prepared.options.think, prepared.tools, prepared.variables)
+        return json_response({"prompt": describe_markers(await asyncio.to_thread(render))})
 
     async def props(self, request: Request) -> Response:
         service = self._service
         tokenizer, options = service.served.tokenizer, service.defaults.options
         params = generation_settings(replace(options, choice=service.served.default_scales), True)
-        usual = {"id": 0, "n_ctx": service.served.engine.n_ctx, "is_processing": False, "params": params}
+        default_slot = {"id": 0, "n_ctx": service.served.engine.n_ctx, "is_processing": False, "params": params}
         template = "" if tokenizer.template is None else tokenizer.template.source
         special = tokenizer.special_tokens
         # No answer names a folder of this machine, so the path is the name.
-        return json_response({"default_generation_settings": usual, "total_slots": service.answer_queue.parallel,
+        return json_response({"default_generation_settings": default_slot, "total_slots": service.answer_queue.parallel,
                               "model_alias": service.name,
                               "model_path": service.name, "chat_template": template, "bos_token": special.get("bos_token", ""),
                               "eos_token": special.get("eos_token", ""),
@@ -137,20 +137,20 @@ class LlamaPaths(TokenPaths):
         return replace(options, choice=self._service.adapters.choice(payload))
 
     async def _answer(self, request: Request, payload: LlamaCompletionRequest, prompts: list[str | list[int]], options: GenerationOptions,
-                      lasting: int | None = None, is_cut: bool = False) -> Response:
+                      cacheable_tokens: int | None = None, is_cut: bool = False) -> Response:
         """One answer, or a list: `n` to each prompt."""
         service, tokenizer = self._service, self._service.served.tokenizer
         serializers, starts = [], []
         variants = with_seeds(options, payload.answers(len(prompts)))
         for prompt in prompts:
             text = prompt if isinstance(prompt, str) else await asyncio.to_thread(tokenizer.decode, prompt, False)
-            for own in variants:
-                settings = LlamaAnswerContext(generation_settings(own, bool(payload.stream), payload.grammar or ""), text,
+            for variant in variants:
+                settings = LlamaAnswerContext(generation_settings(variant, bool(payload.stream), payload.grammar or ""), text,
                                               None if not payload.response_fields else tuple(payload.response_fields),
                                               bool(payload.return_tokens),
                                               tokenizer if payload.n_probs else None, is_cut)
                 serializers.append(LlamaSerializer(service.called(payload.model), settings))
-                starts.append(partial(service.served.complete, prompt, own, cacheable_tokens=lasting))
+                starts.append(partial(service.served.complete, prompt, variant, cacheable_tokens=cacheable_tokens))
         return await service.answer(request, payload, serializers[0] if len(serializers) == 1 else LlamaListSerializer(serializers),
                                     in_sequence(starts))
 

@@ -21,15 +21,14 @@ NOT_REPORTED = ("repetition_penalty",)  # of the names that a request may use
 
 @dataclass(frozen=True)
 class LlamaAnswerContext:
-    """What an answer is reported with: its `prompt` as text, only the `fields` that were asked for, `tokens`: token ids; `tokenizer`: for
-    log-probabilities; `is_cut`: part of the prompt was left out."""
+    """What is reported with an answer."""
 
-    values: Mapping[str, object]
+    values: Mapping[str, object]  # generation settings
     prompt: str = ""
-    fields: tuple[str, ...] | None = None
-    tokens: bool = False
-    tokenizer: Tokenizer | None = None
-    is_cut: bool = False
+    fields: tuple[str, ...] | None = None  # the requested fields of the response, None for all
+    tokens: bool = False  # include token ids
+    tokenizer: Tokenizer | None = None  # to include log-probabilities
+    is_cut: bool = False  # part of the prompt was left out
 
 
 def generation_settings(options: GenerationOptions, stream: bool, grammar: str = "") -> dict[str, object]:
@@ -54,18 +53,18 @@ class LlamaSerializer(AnswerSerializer):
         if not isinstance(event, TextDelta):
             return []
         self.text += event.text
-        told = self._rows.told(event.tokens) if self._rows else []
-        self._told += told
+        logprobs = self._rows.to_json(event.tokens) if self._rows else []
+        self._told += logprobs
         tokens = [each.token for each in event.tokens] if self.settings.tokens else []
         self._sent += len(tokens)
-        return [{"index": self.index, "content": event.text, "tokens": tokens, "stop": False, **_chances(told)}]
+        return [{"index": self.index, "content": event.text, "tokens": tokens, "stop": False, **_probabilities(logprobs)}]
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
-        """With the tokens that have no text: the one that ended the answer, and those of a stop string."""
+        """The last chunk, with the tokens that have no text: the one that ended the answer, and those of a stop string."""
         return [self._end("", list(stats.token_ids[self._sent :]) if self.settings.tokens else [], stats)]
 
     def whole(self, stats: Stats) -> dict[str, object]:
-        return self._end(self.text, list(stats.token_ids) if self.settings.tokens else [], stats, **_chances(self._told))
+        return self._end(self.text, list(stats.token_ids) if self.settings.tokens else [], stats, **_probabilities(self._told))
 
     def _end(self, content: str, tokens: list[int], stats: Stats, **more: object) -> dict[str, object]:
         settings = self.settings
@@ -74,7 +73,7 @@ class LlamaSerializer(AnswerSerializer):
                  "generation_settings": {**settings.values, "seed": stats.seed}, "prompt": settings.prompt,
                  "has_new_line": "\n" in self.text, "truncated": settings.is_cut or stats.truncated, "stop_type": stop_type(stats),
                  "stopping_word": stats.stop_string or "", "tokens_cached": stats.context_used, "timings": timings(stats), **more}
-        return ended if settings.fields is None else chosen(ended, settings.fields)
+        return ended if settings.fields is None else select_fields(ended, settings.fields)
 
 
 class LlamaListSerializer(AnswerSerializer):
@@ -108,20 +107,20 @@ def stop_type(stats: Stats) -> str:
     return "limit" if stats.finish_reason == "length" else "none"
 
 
-def chosen(ended: Mapping[str, object], fields: Iterable[str]) -> dict[str, object]:
-    """The fields of an answer that were asked for; `timings/prompt_n` is one inside another. Unknown ones are left out."""
-    found = {}
+def select_fields(ended: Mapping[str, object], fields: Iterable[str]) -> dict[str, object]:
+    """The requested fields of an answer; `timings/prompt_n` is a nested one. Unknown ones are left out."""
+    selected = {}
     for field in fields:
         value: object = ended
         for name in field.split("/"):
             value = value.get(name) if isinstance(value, Mapping) else None
         if value is not None:
-            found[field] = value
-    return found
+            selected[field] = value
+    return selected
 
 
-def _chances(told: list[dict[str, object]]) -> dict[str, object]:
-    return {"completion_probabilities": told} if told else {}
+def _probabilities(logprobs: list[dict[str, object]]) -> dict[str, object]:
+    return {"completion_probabilities": logprobs} if logprobs else {}
 
 
 class LlamaLogprobs(LogprobList):

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from .application import GenerationService
 
 NO_FOLDER = f"this server does not save slots: start it with {FLAG} DIR"
-A_NAME = "filename has to be a file name: no /, no \\, no dot or dash at its beginning, 100 bytes at most"
-ACTION = "action has to be save, restore or erase"
+FILENAME_RULE = "filename has to be a file name: no /, no \\, no dot or dash at its beginning, 100 bytes at most"
+ACTION_RULE = "action has to be save, restore or erase"
 
 
 class SlotRequest(Body):
@@ -68,22 +68,23 @@ class LlamaSlots:
             service.check_model(name, "model")
         number, last = request.path_params["id_slot"], service.answer_queue.parallel - 1
         if not number.isascii() or not number.isdecimal() or int(number) > last:
-            there = f"0 to {last}" if last else "0 alone"
-            raise Problem(400, f"there is no slot {number!r:.20}: {there} (--parallel)", param="id_slot")
+            valid = f"0 to {last}" if last else "0 alone"
+            raise Problem(400, f"there is no slot {number!r:.20}: {valid} (--parallel)", param="id_slot")
         if action == "erase":
             done = await self._done(request, int(number), erase, "erased")
-            return gone() if done is None else json_response({"id_slot": int(number), "n_erased": done.tokens})
-        if (way := ACTIONS.get(action or "")) is None:
-            raise Problem(400, ACTION, param="action")
+            return client_disconnected() if done is None else json_response({"id_slot": int(number), "n_erased": done.tokens})
+        if (handler := ACTIONS.get(action or "")) is None:
+            raise Problem(400, ACTION_RULE, param="action")
         if self._files is None:
             raise Problem(501, NO_FOLDER, UNSUPPORTED, code="not_supported")
         if payload.filename is None or not is_valid_name(payload.filename):
-            raise Problem(400, A_NAME, param="filename")
-        done = await self._done(request, int(number), lambda slot: way.begin(self._files, slot, payload.filename), way.done)
+            raise Problem(400, FILENAME_RULE, param="filename")
+        done = await self._done(request, int(number), lambda slot: handler.begin(self._files, slot, payload.filename), handler.done)
         if done is None:
-            return gone()
-        return json_response({"id_slot": int(number), "filename": payload.filename, way.tokens: done.tokens, way.nbytes: done.nbytes,
-                              "timings": {way.ms: round(done.seconds * 1000, 3)}})
+            return client_disconnected()
+        return json_response({"id_slot": int(number), "filename": payload.filename, handler.tokens: done.tokens,
+                              handler.nbytes: done.nbytes,
+                              "timings": {handler.ms: round(done.seconds * 1000, 3)}})
 
     async def _done(self, request: Request, number: int, act: Callable[[Slot], Iterator[Event]], word: str) -> SlotDone | None:
         service, record = self._service, request.scope[RECORD]
@@ -93,5 +94,5 @@ class LlamaSlots:
         return done
 
 
-def gone() -> Response:
+def client_disconnected() -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -40,16 +40,15 @@ class UnloadRequest(Body):
 
 @dataclass(frozen=True)
 class LmStudioModel:
-    """A model as LM Studio describes it. `takes_tools`: it has a chat template; `most`: its maximum context length; `context`: the one it
-    has."""
+    """A model as LM Studio describes it."""
 
     model: ModelEntry
-    writes: bool
+    writes: bool  # generates text
     has_vision: bool
-    takes_tools: bool
+    takes_tools: bool  # has a chat template
     state: str
-    most: int | None
-    context: int | None
+    max_context: int | None  # tokens
+    context: int | None  # tokens it is served with
 
     @property
     def publisher(self) -> str:
@@ -62,23 +61,23 @@ class LmStudioModel:
 
     def card(self) -> dict[str, object]:
         """As in the lists of v0."""
-        model, can = self.model, [word for word, does in (("tool_use", self.takes_tools), ("vision", self.has_vision)) if does]
-        told = {"id": model.name, "object": "model", "type": "embeddings" if not self.writes else "vlm" if self.has_vision else "llm",
+        model, capability_names = self.model, [word for word, does in (("tool_use", self.takes_tools), ("vision", self.has_vision)) if does]
+        fields = {"id": model.name, "object": "model", "type": "embeddings" if not self.writes else "vlm" if self.has_vision else "llm",
                 "publisher": self.publisher, "arch": model.family, "compatibility_type": self.format, "quantization": model.stored,
-                "state": self.state, "max_context_length": self.most}
-        return {**told, **({"loaded_context_length": self.context} if self.state == LOADED else {}), "capabilities": can}
+                "state": self.state, "max_context_length": self.max_context}
+        return {**fields, **({"loaded_context_length": self.context} if self.state == LOADED else {}), "capabilities": capability_names}
 
     def card_1(self) -> dict[str, object]:
         """As in the lists of v1."""
         model = self.model
         bits = round(8 * model.nbytes / model.parameters, 2) if model.parameters else None
-        own = {"architecture": model.family, "description": None, "capabilities": {
+        details = {"architecture": model.family, "description": None, "capabilities": {
             "vision": self.has_vision, "trained_for_tool_use": self.takes_tools}} if self.writes else {}
         loaded = [{"id": model.name, "config": {"context_length": self.context}}] if self.state == LOADED else []
         return {"type": self.kind, "publisher": self.publisher, "key": model.name, "display_name": model.name,
                 "quantization": {"name": model.stored, "bits_per_weight": bits}, "size_bytes": model.nbytes,
-                "params_string": model.details["parameter_size"], "loaded_instances": loaded, "max_context_length": self.most,
-                "format": self.format, **own}
+                "params_string": model.details["parameter_size"], "loaded_instances": loaded, "max_context_length": self.max_context,
+                "format": self.format, **details}
 
     @property
     def kind(self) -> str:
@@ -106,10 +105,10 @@ class ModelPaths(ABC):
 
     async def load(self, request: Request) -> Response:
         """The load configuration is ignored: the server's flags decide."""
-        payload, began = await read_request(request, ModelRequest), time.monotonic()
-        held = await self.loaded(payload.model)
-        config = {"load_config": {"context_length": held.context}} if payload.echo_load_config else {}
-        return json_response({"type": held.kind, "instance_id": held.model.name, "load_time_seconds": time.monotonic() - began,
+        payload, started = await read_request(request, ModelRequest), time.monotonic()
+        model = await self.loaded(payload.model)
+        config = {"load_config": {"context_length": model.context}} if payload.echo_load_config else {}
+        return json_response({"type": model.kind, "instance_id": model.model.name, "load_time_seconds": time.monotonic() - started,
                               "status": LOADED, **config})
 
     async def unload(self, request: Request) -> Response:
@@ -122,8 +121,8 @@ class ModelPaths(ABC):
         try:
             await self.one(name)
         except Problem as problem:
-            said = f"{problem.message}; requests cannot download models: effllm pull {typed(untagged(name))} on the command line"
-            raise Problem(problem.status, said, param=problem.param, code=problem.code) from problem
+            message = f"{problem.message}; requests cannot download models: effllm pull {typed(untagged(name))} on the command line"
+            raise Problem(problem.status, message, param=problem.param, code=problem.code) from problem
         return json_response({"status": "already_downloaded"})
 
     async def downloads(self, request: Request) -> Response:
@@ -150,17 +149,17 @@ class ModelPaths(ABC):
 
 
 class LmStudioService(ModelPaths):
-    """One model. `about` reads its files; `demand` raises Problem for another model's name."""
+    """The endpoints of one model. `about` reads its files; `demand` raises Problem for the name of another model."""
 
     def __init__(self, about: Callable[[], tuple[ModelEntry, ModelFiles]], demand: Callable[[str], None]) -> None:
         self._about, self._demand = about, demand
 
     async def all(self) -> list[LmStudioModel]:
-        return [await asyncio.to_thread(self._held)]
+        return [await asyncio.to_thread(self._describe)]
 
     async def one(self, name: str) -> LmStudioModel:
         self._demand(name)
-        return await asyncio.to_thread(self._held)
+        return await asyncio.to_thread(self._describe)
 
     async def loaded(self, name: str) -> LmStudioModel:
         return await self.one(name)
@@ -170,7 +169,7 @@ class LmStudioService(ModelPaths):
         raise Problem(501, "the served model stays loaded until the server ends", UNSUPPORTED, code="not_supported",
                       hint="effllm serve without MODEL loads and unloads models by name")
 
-    def _held(self) -> LmStudioModel:
+    def _describe(self) -> LmStudioModel:
         model, files = self._about()
         writes = not {"embedding", "rerank"} & {*capabilities(files)}
         return LmStudioModel(model, writes, files.has_vision, writes and files.tokenizer.template is not None, LOADED,
@@ -186,23 +185,23 @@ class LmStudioRouter(ModelPaths):
 
     async def all(self) -> list[LmStudioModel]:
         states = await self._router.states()
-        return await asyncio.to_thread(lambda: [self._held(each) for each in states])
+        return await asyncio.to_thread(lambda: [self._describe(each) for each in states])
 
     async def one(self, name: str) -> LmStudioModel:
-        return await asyncio.to_thread(self._held, self._router.state(await self._router.resolve(name)))
+        return await asyncio.to_thread(self._describe, self._router.state(await self._router.resolve(name)))
 
     async def loaded(self, name: str) -> LmStudioModel:
         model = await self._router.resolve(name)
         loaded = await self._router.pool.acquire(model)
         try:
-            return await asyncio.to_thread(self._held, self._router.state(model))
+            return await asyncio.to_thread(self._describe, self._router.state(model))
         finally:
             self._router.pool.release(loaded)
 
     async def end(self, name: str) -> str:
         return (await self._router.unload_when_idle(name, "instance_id")).name
 
-    def _held(self, state: ModelState) -> LmStudioModel:
+    def _describe(self, state: ModelState) -> LmStudioModel:
         facts = state.model.facts
         now = LOADED if state.loaded_at is not None else LOADING if state.is_loading else NOT_LOADED
         if facts is None:  # its files are broken, or gone

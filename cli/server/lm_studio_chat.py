@@ -127,11 +127,11 @@ def arranged(items: Sequence[Item]) -> list[Item]:
     return [*systems[-1:], *(item for item in items if not is_system_message(item))]
 
 
-def _part(given: dict[str, Any], where: str) -> dict[str, Any]:
-    if given.get("type") in ("message", *TEXTS) and isinstance(text := given.get("content", given.get("text")), str):
+def _part(item: dict[str, Any], where: str) -> dict[str, Any]:
+    if item.get("type") in ("message", *TEXTS) and isinstance(text := item.get("content", item.get("text")), str):
         return {"type": "input_text", "text": text}
-    if given.get("type") == "image" and isinstance(given.get("data_url"), str):
-        return {"type": "input_image", "image_url": given["data_url"]}
+    if item.get("type") == "image" and isinstance(item.get("data_url"), str):
+        return {"type": "input_image", "image_url": item["data_url"]}
     raise Problem(400, f"{where} has to be of type message, with its content, or image, with a data_url", param=where)
 
 

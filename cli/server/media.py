@@ -1,4 +1,4 @@
-"""Images, videos and audio in requests of each API: their bytes come with the request, and marks take their places in its messages."""
+"""Images, videos and audio in requests of each API. Their bytes come with the request, whose messages get markers instead."""
 
 from __future__ import annotations
 
@@ -33,34 +33,33 @@ if TYPE_CHECKING:
     from .openai_requests import ChatRequest
     from .responses_requests import ResponsesRequest
 
-Made = TypeVar("Made")
-BLANKS = str.maketrans("", "", " \r\n\t")
+Result = TypeVar("Made")
+WHITESPACE = str.maketrans("", "", " \r\n\t")
 MAX_WAITING_NBYTES = 1 << 30  # bytes of pixels that wait to be encoded: a request of some thousand bytes may decode to 192 million
 AUDIO_NOT_FETCHED = "audio is not fetched from URLs: send it base64-encoded in the request, as data of input_audio"
 VIDEO = "video_url"  # vLLM's, in chat completions
 KINDS = {"image_url": IMAGE_INPUT, "input_image": IMAGE_INPUT, "image": IMAGE_INPUT, VIDEO: IMAGE_INPUT, "input_audio": AUDIO_INPUT,
          "audio_url": AUDIO_INPUT}  # of parts
 TYPES = {"image": IMAGE_INPUT, "video": IMAGE_INPUT, "audio": AUDIO_INPUT}  # by main MIME type
-LEFT_OUT, LEFT_NOTE = "[{} left out: {}]", "{} in a tool result left out (the model is told so): {}"
+OMITTED, OMITTED_NOTE = "[{} left out: {}]", "{} in a tool result left out (the model is told so): {}"
 NOT_FETCHED = "images are not fetched from URLs: send it in the request, as data:image/png;base64,..."
 VIDEOS_NOT_FETCHED = "videos are not fetched from URLs: send it in the request, as data:video/mp4;base64,..."
 
 
 @dataclass(frozen=True)
 class MediaPart:
-    """An image, a video or audio in a request; `text` gives it in base64 or as a URL, `put` replaces it. `by_tool`: a tool returned it, so
-    what cannot be used is named in its place instead of refused. `moves`: it is a video, of which images are made."""
+    """An image, a video or audio in a request."""
 
-    text: Callable[[], object]
-    where: str
-    put: Callable[[str], None]
+    text: Callable[[], object]  # returns it in base64 or as a URL
+    where: str  # its field, for errors
+    put: Callable[[str], None]  # replaces it by a text
     modality: Modality = IMAGE_INPUT
-    by_tool: bool = False
-    moves: bool = False
+    from_tool: bool = False  # a tool returned it: an error becomes a text instead of refusing the request
+    is_video: bool = False  # its frames are the images
 
     @property
     def noun(self) -> str:
-        return "video" if self.moves else self.modality.noun
+        return "video" if self.is_video else self.modality.noun
 
 
 def in_chat(payload: ChatRequest) -> Iterator[MediaPart]:
@@ -86,7 +85,7 @@ def in_contents(payload: GenerateContentRequest) -> Iterator[MediaPart]:
     """Google's API: `{"inlineData": {"mimeType": "image/png", "data": ...}}` among parts and inside function responses."""
     for each in attached_files(payload):
         if (modality := TYPES.get(each.kind)) is not None:
-            yield MediaPart(partial(getattr, each, "text"), each.where, each.put, modality, each.by_tool, each.kind == "video")
+            yield MediaPart(partial(getattr, each, "text"), each.where, each.put, modality, each.from_tool, each.kind == "video")
 
 
 def in_ollama_chat(payload: OllamaChatRequest) -> Iterator[MediaPart]:
@@ -95,7 +94,7 @@ def in_ollama_chat(payload: OllamaChatRequest) -> Iterator[MediaPart]:
         images, turn.images = turn.images or [], None
         marks: list[str] = []
         for at, image in enumerate(images):
-            yield MediaPart(partial(str, image), f"messages[{number}].images[{at}]", marks.append, by_tool=turn.role.lower() == TOOL)
+            yield MediaPart(partial(str, image), f"messages[{number}].images[{at}]", marks.append, from_tool=turn.role.lower() == TOOL)
         if isinstance(turn.content, list):
             turn.content[:0] = [{"type": "text", "text": each} for each in marks]
         elif marks:
@@ -115,43 +114,43 @@ def in_ollama_text(payload: OllamaGenerateRequest) -> Iterator[MediaPart]:
 
 
 class MediaLoader:
-    """Decodes the media of requests to one model, one request at a time, which bounds the decoders' memory and leaves threads to other
+    """Decodes the media of requests to one model, one request at a time: this bounds the decoders' memory and leaves threads to other
     requests. Raises Problem that names the field."""
 
     def __init__(self, served: ServedModel, note: Callable[[str], None]) -> None:
-        """`note` gets a line about media of tools that are left out."""
-        self._served, self._note, self._turn = served, note, asyncio.Lock()
+        """`note` is called with a line about each item of a tool that is left out."""
+        self._served, self._note, self._lock = served, note, asyncio.Lock()
 
     async def all(self, sent: Iterable[MediaPart]) -> tuple[MediaItem, ...]:
-        """The media of a request, to be held by whoever answers it; marks take their places."""
+        """The media of a request, replaced by markers in it. The caller keeps them until the answer has ended."""
         rest = iter(sent)
         if (first := next(rest, None)) is None:
             return ()
-        async with self._turn:
-            return await asyncio.to_thread(_taken, chain([first], rest), self._served, self._note)
+        async with self._lock:
+            return await asyncio.to_thread(_load_all, chain([first], rest), self._served, self._note)
 
     async def samples(self, data: bytes, where: str) -> np.ndarray:
-        """The samples of an uploaded audio file, float32 [n]."""
-        async with self._turn:
-            return await asyncio.to_thread(_named, where, lambda: self._served.audio_samples(data, where))
+        """Decode an uploaded audio file to samples, float32 [n]."""
+        async with self._lock:
+            return await asyncio.to_thread(_with_location, where, lambda: self._served.audio_samples(data, where))
 
 
-def _taken(sent: Iterable[MediaPart], served: ServedModel, note: Callable[[str], None]) -> tuple[MediaItem, ...]:
-    pictures, points, samples = [], 0, 0
+def _load_all(sent: Iterable[MediaPart], served: ServedModel, note: Callable[[str], None]) -> tuple[MediaItem, ...]:
+    items, points, samples = [], 0, 0
     if served.accepts_images and served.require_vision().pending_nbytes() > MAX_WAITING_NBYTES:
         raise Problem(503, "too many large images are waiting to be encoded", BUSY, code="queue_full", headers={"retry-after": "1"},
                       hint=RETRY)
     for each in sent:
         try:
-            found = _one(each, served)
+            loaded = _load(each, served)
         except Problem as problem:
-            if not each.by_tool:
+            if not each.from_tool:
                 raise
-            why = each.noun, problem.message.removeprefix(f"{each.where}: ")
-            each.put(LEFT_OUT.format(*why))
-            note(LEFT_NOTE.format(*why))
+            reason = each.noun, problem.message.removeprefix(f"{each.where}: ")
+            each.put(OMITTED.format(*reason))
+            note(OMITTED_NOTE.format(*reason))
             continue
-        size = sum(prod(picture.size) for _, picture in found)
+        size = sum(prod(picture.size) for _, picture in loaded)
         points, samples = (points + size, samples) if each.modality is IMAGE_INPUT else (points, samples + size)
         if samples > MOST_SECONDS * SAMPLE_RATE:
             raise Problem(400, f"{each.where}: the audio in this request is longer than {MOST_SECONDS // 60} minutes in all: shorten it",
@@ -159,25 +158,25 @@ def _taken(sent: Iterable[MediaPart], served: ServedModel, note: Callable[[str],
         if points > MOST_POINTS:
             raise Problem(400, f"{each.where}: the images in this request have more than {MOST_POINTS:,} pixels in all: make them smaller",
                           param=each.where)
-        each.put("\n".join(piece for words, picture in found for piece in (words, picture.mark) if piece))
-        pictures += (picture for _, picture in found)
-    return tuple(pictures)
+        each.put("\n".join(piece for words, picture in loaded for piece in (words, picture.mark) if piece))
+        items += (picture for _, picture in loaded)
+    return tuple(items)
 
 
-def _one(sent: MediaPart, served: ServedModel) -> list[tuple[str, MediaItem]]:
-    """The items made of it, each with the text that precedes it. Raises Problem that begins with its place."""
+def _load(sent: MediaPart, served: ServedModel) -> list[tuple[str, MediaItem]]:
+    """(preceding text, item) of each image or clip in a part. Raises Problem that begins with its field."""
     def taken() -> list[tuple[str, MediaItem]]:
         if sent.modality is AUDIO_INPUT:
             served.require_audio()
             return [("", served.add_audio(_bytes_of(sent), sent.where))]
         served.require_vision()
-        return served.add_video(_bytes_of(sent), sent.where) if sent.moves else [("", served.add_image(_bytes_of(sent), sent.where))]
+        return served.add_video(_bytes_of(sent), sent.where) if sent.is_video else [("", served.add_image(_bytes_of(sent), sent.where))]
 
-    return _named(sent.where, taken)
+    return _with_location(sent.where, taken)
 
 
-def _named(where: str, taken: Callable[[], Made]) -> Made:
-    """The result of `taken`. Raises Problem that begins with the place."""
+def _with_location(where: str, taken: Callable[[], Result]) -> Result:
+    """The result of a function. Raises Problem that begins with the field `where`."""
     try:
         return taken()
     except EffllmError as error:
@@ -187,7 +186,7 @@ def _named(where: str, taken: Callable[[], Made]) -> Made:
         raise problem from error
 
 
-def _in_parts(content: object, where: str, by_tool: bool = False) -> Iterator[MediaPart]:
+def _in_parts(content: object, where: str, from_tool: bool = False) -> Iterator[MediaPart]:
     for at, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in KINDS:
@@ -196,7 +195,7 @@ def _in_parts(content: object, where: str, by_tool: bool = False) -> Iterator[Me
         def put(text: str, at: int = at, parts: list[Any] = content) -> None:
             parts[at] = {"type": "text", "text": text}
 
-        yield MediaPart(partial(_text_of, part, kind, f"{where}[{at}]"), f"{where}[{at}]", put, KINDS[kind], by_tool, kind == VIDEO)
+        yield MediaPart(partial(_text_of, part, kind, f"{where}[{at}]"), f"{where}[{at}]", put, KINDS[kind], from_tool, kind == VIDEO)
 
 
 def _text_of(part: dict[str, Any], kind: str, where: str) -> object:
@@ -217,21 +216,21 @@ def _text_of(part: dict[str, Any], kind: str, where: str) -> object:
 
 
 def _bytes_of(sent: MediaPart) -> bytes:
-    """Raises Problem for what is neither base64 nor a data URL of it."""
+    """The bytes of a part. Raises Problem for anything but base64 and data URLs."""
     text, where = sent.text(), sent.where
     scheme = text[:16].strip().lower() if isinstance(text, str) else ""
     if scheme.startswith(("http:", "https:", "file:", "ftp:")):
-        unfetched = VIDEOS_NOT_FETCHED if sent.moves else NOT_FETCHED if sent.modality is IMAGE_INPUT else AUDIO_NOT_FETCHED
+        unfetched = VIDEOS_NOT_FETCHED if sent.is_video else NOT_FETCHED if sent.modality is IMAGE_INPUT else AUDIO_NOT_FETCHED
         raise Problem(400, f"{where}: {unfetched}", param=where)
     if scheme.startswith("data:"):
         head, comma, text = text.partition(",")
         text = unquote(text) if comma and head.rstrip().lower().endswith(";base64") else None
     try:
-        data = base64.b64decode(text.translate(BLANKS), validate=True) if isinstance(text, str) else b""
+        data = base64.b64decode(text.translate(WHITESPACE), validate=True) if isinstance(text, str) else b""
     except (binascii.Error, ValueError):
         data = b""
     if not data:
-        shown = f"data:{'video/mp4' if sent.moves else 'image/png'};base64,..."
+        shown = f"data:{'video/mp4' if sent.is_video else 'image/png'};base64,..."
         form = shown if sent.modality is IMAGE_INPUT else '{"data": ...} of input_audio'
         raise Problem(400, f"{where} is not a base64-encoded {sent.noun}: send it as {form}", param=where)
     return data

@@ -13,35 +13,35 @@ SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 
 
 class MessageBuilder:
-    """`messages`: those so far."""
+    """Builds `messages` from parts that are added in order."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
 
-    def say(self, role: str, texts: Iterable[str]) -> None:
+    def add_text(self, role: str, texts: Iterable[str]) -> None:
         """Add texts of a role. After the first message, those of the system become the user's: most templates only allow a system message
         at the beginning."""
         if role == SYSTEM and any(message["role"] != SYSTEM for message in self.messages):
             role = USER
-        self._turn(role)["content"] += [{"type": "text", "text": text} for text in texts]
+        self._message(role)["content"] += [{"type": "text", "text": text} for text in texts]
 
-    def think(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         """Add reasoning of the assistant."""
-        message = self._turn(ASSISTANT)
-        before = message.get("reasoning_content")
-        message["reasoning_content"] = f"{before}\n{text}" if before else text
+        message = self._message(ASSISTANT)
+        previous = message.get("reasoning_content")
+        message["reasoning_content"] = f"{previous}\n{text}" if previous else text
 
-    def call(self, called: str, name: str, arguments: dict[str, Any]) -> None:
+    def add_call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
         """Add a function call of the assistant."""
-        call = {"id": called, "type": "function", "function": {"name": name, "arguments": arguments}}
-        self._turn(ASSISTANT).setdefault("tool_calls", []).append(call)
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._message(ASSISTANT).setdefault("tool_calls", []).append(call)
 
-    def give_back(self, called: str, texts: Iterable[str]) -> None:
+    def add_result(self, call_id: str, texts: Iterable[str]) -> None:
         """Add the result of a call."""
-        self.messages.append({"role": TOOL, "tool_call_id": called, "content": "\n".join(texts)})
+        self.messages.append({"role": TOOL, "tool_call_id": call_id, "content": "\n".join(texts)})
 
-    def _turn(self, role: str) -> dict[str, Any]:
-        """The message to which the next part of this role belongs."""
+    def _message(self, role: str) -> dict[str, Any]:
+        """The message to which the next part of this role is added."""
         if not self.messages or self.messages[-1]["role"] != role:
             self.messages.append({"role": role, "content": []})
         return self.messages[-1]

@@ -16,55 +16,57 @@ from .store_limits import ENTRY_NBYTES, MAX_STORE_NBYTES, nbytes_of
 
 @dataclass(frozen=True)
 class ThreadTurn:
-    """A request's messages and its answer, after the answer `before`, if it continued one. `system` and `tools` are those of the whole
-    thread."""
+    """The messages of a request and its answer."""
 
-    before: str | None
+    previous_id: str | None  # the answer that it continues
     turns: Sequence[Turn]
-    system: Any
+    system: Any  # of the whole thread, as are the tools
     tools: list[Tool] | None
     nbytes: int
 
 
 class MessageThreads:
-    def __init__(self, most: int = MAX_STORE_NBYTES) -> None:
-        self._most, self._nbytes = most, 0
-        self._held: dict[str, ThreadTurn] = {}  # by answer id, the oldest first
+    """The stored threads, `max_nbytes` in all."""
+
+    def __init__(self, max_nbytes: int = MAX_STORE_NBYTES) -> None:
+        self._max_nbytes, self._nbytes = max_nbytes, 0
+        self._turns: dict[str, ThreadTurn] = {}  # by answer id, the oldest first
 
     def whole(self, payload: CountTokensRequest) -> CountTokensRequest:
-        """The request with its history, copied, since marks will replace its media. Raises Problem for an answer that is not stored."""
+        """A copy of the request with its history, in which media are replaced by markers. Raises Problem for an answer that is not
+        stored."""
         thread = payload.thread
         if thread is None:
             return payload
         if thread.type == CREATE:
             return payload.model_copy(update={"messages": deepcopy(payload.messages)})
-        held = self._find(thread.previous_message_id)
+        previous = self._find(thread.previous_message_id)
         for name in ("system", "tools"):
-            if (value := getattr(payload, name)) is not None and value != getattr(held, name):
+            if (value := getattr(payload, name)) is not None and value != getattr(previous, name):
                 raise Problem(400, f"{name} differs from that of the thread: leave it out, or start a new thread", param=name,
                               code=THREAD_MISMATCH)
         turns, name = [*payload.messages], thread.previous_message_id
         while name is not None:
-            each = self._find(name)
-            turns, name = [*each.turns, *turns], each.before
-        return payload.model_copy(update={"messages": deepcopy(turns), "system": held.system, "tools": held.tools})
+            stored = self._find(name)
+            turns, name = [*stored.turns, *turns], stored.previous_id
+        return payload.model_copy(update={"messages": deepcopy(turns), "system": previous.system, "tools": previous.tools})
 
     def keep(self, payload: CountTokensRequest, whole: CountTokensRequest, name: str, blocks: Sequence[dict[str, Any]]) -> None:
-        """Store an answer that has ended, if its request is part of a thread; the oldest make room."""
+        """Store an answer that has ended, if its request is part of a thread. The oldest ones are dropped for it."""
         if payload.thread is None:
             return
         turns = (*payload.messages, Turn(role="assistant", content=[*blocks]))
         own = [whole.system, [tool.model_dump() for tool in whole.tools or ()]] if payload.thread.type == CREATE else []
         nbytes = nbytes_of([*(turn.model_dump() for turn in turns), *own]) + ENTRY_NBYTES * len(turns)
-        if nbytes > self._most:
+        if nbytes > self._max_nbytes:
             return
-        self._held[name] = ThreadTurn(payload.thread.previous_message_id, turns, whole.system, whole.tools, nbytes)
+        self._turns[name] = ThreadTurn(payload.thread.previous_message_id, turns, whole.system, whole.tools, nbytes)
         self._nbytes += nbytes
-        while self._nbytes > self._most:
-            self._nbytes -= self._held.pop(next(iter(self._held))).nbytes
+        while self._nbytes > self._max_nbytes:
+            self._nbytes -= self._turns.pop(next(iter(self._turns))).nbytes
 
     def _find(self, name: str | None) -> ThreadTurn:
-        if (held := self._held.get(name or "")) is None:
+        if (held := self._turns.get(name or "")) is None:
             raise Problem(404, f"thread.previous_message_id: {name!r:.60} is not stored, or no longer: start a thread with the whole "
                                "conversation", param="thread.previous_message_id", code=THREAD_NOT_FOUND)
         return held

@@ -15,13 +15,13 @@ from .problems import Problem
 
 ROLES = (USER, ASSISTANT, SYSTEM)
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-CALLED = {"stop": "stop_sequences", "response_format": "output_config.format"}
+FIELD_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
 CREATE = "create"
 ENABLED, DISABLED = "enabled", "disabled"
-RUN, RESULT = ("server_tool_use", "mcp_tool_use"), "_tool_result"  # blocks of server-side tools
+SERVER_TOOL_USES, RESULT_SUFFIX = ("server_tool_use", "mcp_tool_use"), "_tool_result"  # blocks of server-side tools
 SEARCH = "tool_search_tool_"  # tool search, which defers tool definitions: here all of them are in the prompt
-READABLE = ("title", "url", "text", "data", "stdout", "stderr", "tool_name", "error_code", "source", "content", "tool_references")
-OWN = ("custom", "function")  # types of client-side tools with a schema
+READABLE_FIELDS = ("title", "url", "text", "data", "stdout", "stderr", "tool_name", "error_code", "source", "content", "tool_references")
+CLIENT_TOOL_TYPES = ("custom", "function")  # types of client-side tools with a schema
 ATTRIBUTION = "x-anthropic-billing-header:"  # differs in each request, so it would defeat the prompt cache
 
 
@@ -81,34 +81,34 @@ def chat_of(payload: CountTokensRequest) -> tuple[ChatRequest, list[dict[str, An
         raise Problem(400, f"max_tokens has to be 0 or more, not {payload.max_tokens}", param="max_tokens")
     config, choice = payload.output_config or OutputConfig(), payload.tool_choice
     common = {name: getattr(payload, name) for name in GenerationRequest.model_fields}
-    told = [(tool, f"tools[{number}]") for number, tool in enumerate(payload.tools or ()) if not (tool.type or "").startswith(SEARCH)]
-    own = {"messages": [], "tools": [_function(tool, where) for tool, where in told],
+    tools = [(tool, f"tools[{number}]") for number, tool in enumerate(payload.tools or ()) if not (tool.type or "").startswith(SEARCH)]
+    translated = {"messages": [], "tools": [_function(tool, where) for tool, where in tools],
            "thinking": payload.thinking, "tool_choice": choice and _choice(choice),
            "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
            "chat_template_kwargs": {**_thinking(payload.thinking, config.effort), **(payload.chat_template_kwargs or {})}}
     if payload.stop_sequences is not None:
-        own["stop"] = payload.stop_sequences
-    if form := config.format or payload.output_format:
-        own["response_format"] = form
-    return ChatRequest.model_construct(**{**common, **own}), _messages(payload)
+        translated["stop"] = payload.stop_sequences
+    if response_format := config.format or payload.output_format:
+        translated["response_format"] = response_format
+    return ChatRequest.model_construct(**{**common, **translated}), _messages(payload)
 
 
 def _thinking(thinking: Thinking | None, effort: str | None) -> dict[str, Any]:
-    """Template variables for reasoning. Effort alone does not ask for reasoning, unlike in chat completions; clients always send one."""
+    """Template variables for reasoning. Unlike in chat completions, effort alone does not ask for reasoning: clients always send it."""
     kind, place = thinking and thinking.type, "output_config.effort"
     if kind not in (None, ENABLED, DISABLED, "adaptive", "between_tools"):
         raise Problem(400, f"thinking.type has to be enabled, adaptive, between_tools or disabled, not {kind!r:.40}", param="thinking.type")
     if effort is not None and effort not in EFFORTS:
         raise Problem(400, f"{place} has to be one of {', '.join(EFFORTS)}, not {effort!r:.40}", param=place)
-    told = {} if effort is None else {"reasoning_effort": OF_HARMONY.get(effort, effort)}
-    return {**told, "enable_thinking": kind == ENABLED} if kind in (ENABLED, DISABLED) else told
+    variables = {} if effort is None else {"reasoning_effort": OF_HARMONY.get(effort, effort)}
+    return {**variables, "enable_thinking": kind == ENABLED} if kind in (ENABLED, DISABLED) else variables
 
 
 def _function(tool: Tool, where: str) -> dict[str, Any]:
     if (known := KNOWN.get(tool.type or "")) is not None:
         return {"type": "function", "function": {"name": tool.name, "description": known[0], "parameters": known[1],
                                                  "strict": tool.strict is True}}
-    if tool.type is not None and tool.type not in OWN:
+    if tool.type is not None and tool.type not in CLIENT_TOOL_TYPES:
         raise Problem(400, f"{where}: tools of type {tool.type} are not supported, those of your own with an input_schema are", param=where)
     if tool.input_schema is None:
         raise Problem(400, f"{where}.input_schema is missing", param=f"{where}.input_schema")
@@ -126,78 +126,78 @@ def _choice(choice: Choice) -> str | dict[str, Any]:
 
 
 def _messages(payload: CountTokensRequest) -> list[dict[str, Any]]:
-    turns = MessageBuilder()
+    builder = MessageBuilder()
     system = [text for text in texts_of(payload.system or [], "system") if not text.startswith(ATTRIBUTION)]
     if system:
-        turns.say(SYSTEM, system)
+        builder.add_text(SYSTEM, system)
     for number, turn in enumerate(payload.messages):
         where = f"messages[{number}]"
         if turn.role not in ROLES:
             raise Problem(400, f"{where}.role has to be user or assistant, not {turn.role!r:.40}", param=f"{where}.role")
         if not isinstance(turn.content, list):
-            turns.say(turn.role, texts_of(turn.content, f"{where}.content"))
+            builder.add_text(turn.role, texts_of(turn.content, f"{where}.content"))
             continue
         for at, block in enumerate(turn.content):
-            _add(turns, turn.role, block, f"{where}.content[{at}]")
-    return turns.messages
+            _add(builder, turn.role, block, f"{where}.content[{at}]")
+    return builder.messages
 
 
-def _add(turns: MessageBuilder, role: str, block: object, where: str) -> None:
+def _add(builder: MessageBuilder, role: str, block: object, where: str) -> None:
     """One content block of a message."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind in ("document", "search_result") and role == USER:
-        turns.say(role, _read(block, where))
+        builder.add_text(role, _read(block, where))
     elif kind == "tool_use" and role == ASSISTANT:
         given = block.get("input")
         if not isinstance(given, dict):
             raise Problem(400, f"{where}.input has to be an object", param=f"{where}.input")
-        turns.call(text_at(block, "id", where), text_at(block, "name", where), given)
+        builder.add_call(text_at(block, "id", where), text_at(block, "name", where), given)
     elif kind == "tool_result" and role == USER:
         texts = _texts(block.get("content") or [], f"{where}.content")
-        turns.give_back(text_at(block, "tool_use_id", where), ["Error: " + "\n".join(texts)] if block.get("is_error") else texts)
-    elif kind in RUN and role == ASSISTANT:  # a tool that another server ran, and its result
+        builder.add_result(text_at(block, "tool_use_id", where), ["Error: " + "\n".join(texts)] if block.get("is_error") else texts)
+    elif kind in SERVER_TOOL_USES and role == ASSISTANT:  # a tool that another server ran, and its result
         given = block.get("input")
-        turns.call(text_at(block, "id", where), text_at(block, "name", where), given if isinstance(given, dict) else {})
-    elif isinstance(kind, str) and kind.endswith(RESULT) and role == ASSISTANT:
-        turns.give_back(text_at(block, "tool_use_id", where), [*_said(block.get("content"))])
+        builder.add_call(text_at(block, "id", where), text_at(block, "name", where), given if isinstance(given, dict) else {})
+    elif isinstance(kind, str) and kind.endswith(RESULT_SUFFIX) and role == ASSISTANT:
+        builder.add_result(text_at(block, "tool_use_id", where), [*_readable_texts(block.get("content"))])
     elif kind == "compaction" and role == ASSISTANT:  # a summary of earlier messages
-        turns.say(role, [*_said(block.get("content"))])
+        builder.add_text(role, [*_readable_texts(block.get("content"))])
     elif kind == "thinking" and role == ASSISTANT:
-        turns.think(text_at(block, "thinking", where))
+        builder.add_reasoning(text_at(block, "thinking", where))
     elif kind == "redacted_thinking" and role == ASSISTANT:  # encrypted by another server
         return
     elif kind in ("tool_use", "tool_result", "thinking", "redacted_thinking"):
         raise Problem(400, f"{where}: blocks of type {kind} do not belong to the {role}", param=where)
     else:
-        turns.say(role, [text_of(block, where)])
+        builder.add_text(role, [text_of(block, where)])
 
 
-def _said(content: object) -> Iterator[str]:
-    """The readable texts in the result of a server tool, whichever fields it has."""
+def _readable_texts(content: object) -> Iterator[str]:
+    """The readable texts in the result of a server-side tool, whatever its format."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, list):
         for each in content:
-            yield from _said(each)
+            yield from _readable_texts(each)
     elif isinstance(content, dict) and content.get("type") != "base64":
-        for name in READABLE:
-            yield from _said(content.get(name))
+        for name in READABLE_FIELDS:
+            yield from _readable_texts(content.get(name))
 
 
 def _texts(content: object, where: str) -> list[str]:
     """The content of a tool result: texts, with titles where it has them."""
     if not isinstance(content, list):
         return texts_of(content, where)
-    made: list[str] = []
+    texts: list[str] = []
     for at, block in enumerate(content):
         kind, place = block.get("type") if isinstance(block, dict) else None, f"{where}[{at}]"
         if kind in ("document", "search_result"):
-            made += _read(block, place)
+            texts += _read(block, place)
         elif kind == "tool_reference":  # a tool found by tool search
-            made.append(text_at(block, "tool_name", place))
+            texts.append(text_at(block, "tool_name", place))
         else:
-            made.append(text_of(block, place))
-    return made
+            texts.append(text_of(block, place))
+    return texts
 
 
 def _read(block: dict[str, Any], where: str) -> list[str]:

@@ -61,10 +61,10 @@ class MessageSerializer(AnswerSerializer):
         return self._message(self.blocks, *self._why(stats), usage_of(stats))
 
     def _ended(self) -> list[dict[str, object]]:
-        made = self._close()
+        events = self._close()
         if self._keep is not None:
             self._keep(self.id, self.blocks)
-        return made
+        return events
 
     def failed(self, problem: Problem) -> list[dict[str, object]]:
         return [problem.to_anthropic()]
@@ -94,27 +94,27 @@ class MessageSerializer(AnswerSerializer):
             return []
         (kind, texts), self._open = self._open, None
         signed = [self._delta(f"{SIGNATURE}_delta", SIGNATURE, SIGNED)] if kind == THINKING else []
-        made = [*signed, {"type": "content_block_stop", "index": len(self.blocks)}]
+        events = [*signed, {"type": "content_block_stop", "index": len(self.blocks)}]
         self.blocks.append(_block(kind, "".join(texts), SIGNED))
-        return made
+        return events
 
     def _called(self, call: Call) -> list[dict[str, object]]:
         block = {"type": TOOL_USE, "id": self._calls.add(call)["id"], "name": call.name, "input": {}}
-        at = len(self.blocks)
-        made = [{"type": "content_block_start", "index": at, "content_block": block},
-                self._delta("input_json_delta", "partial_json", call.arguments), {"type": "content_block_stop", "index": at}]
+        index = len(self.blocks)
+        events = [{"type": "content_block_start", "index": index, "content_block": block},
+                self._delta("input_json_delta", "partial_json", call.arguments), {"type": "content_block_stop", "index": index}]
         self.blocks.append({**block, "input": parse_json(call.arguments)})
-        return made
+        return events
 
 
 def _block(kind: str, text: str, signed: str) -> dict[str, object]:
     return {"type": THINKING, THINKING: text, SIGNATURE: signed} if kind == THINKING else {"type": TEXT, TEXT: text}
 
 
-def usage(prompt: int, cached: int, made: int = 0, reasoned: int = 0) -> dict[str, object]:
-    """Cached prompt tokens are reported apart from the others."""
-    return {"input_tokens": prompt - cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached, "output_tokens": made,
-            "output_tokens_details": {"thinking_tokens": reasoned}}
+def usage(prompt: int, cached: int, output_tokens: int = 0, reasoning_tokens: int = 0) -> dict[str, object]:
+    """Anthropic's `usage`, in which cached prompt tokens are not part of the input tokens."""
+    return {"input_tokens": prompt - cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached,
+            "output_tokens": output_tokens, "output_tokens_details": {"thinking_tokens": reasoning_tokens}}
 
 
 def usage_of(stats: Stats) -> dict[str, object]:

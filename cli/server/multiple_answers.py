@@ -64,10 +64,10 @@ def total_stats(stats: Sequence[Stats]) -> Stats:
 
 
 class MultipleAnswers(AnswerSerializer):
-    """Serializes `count` answers, `each` of them to one prompt, with a serializer from `make` for each."""
+    """Serializes `count` answers, `per_prompt` of them to each prompt, with a serializer from `make` for each."""
 
-    def __init__(self, make: Callable[[], CompletionSerializer], count: int, each: int) -> None:
-        self._answers, self._each, self._ended = [make() for _ in range(count)], each, []
+    def __init__(self, make: Callable[[], CompletionSerializer], count: int, per_prompt: int) -> None:
+        self._answers, self._per_prompt, self._ended = [make() for _ in range(count)], per_prompt, []
         for index, answer in enumerate(self._answers):
             answer.index, answer.id, answer.created = index, self._answers[0].id, self._answers[0].created
 
@@ -82,8 +82,8 @@ class MultipleAnswers(AnswerSerializer):
         return self._now.add(event) if not isinstance(event, AnswerEnded) else [self._end(event.stats), *self._now.first()]
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
-        chunks, own = [self._end(stats)], self._answers[0]
-        return [*chunks, own.chunk(None, usage=self._usage())] if own.include_usage else chunks
+        chunks, first = [self._end(stats)], self._answers[0]
+        return [*chunks, first.chunk(None, usage=self._usage())] if first.include_usage else chunks
 
     def whole(self, stats: Stats) -> dict[str, object]:
         self._ended.append(stats)
@@ -98,5 +98,5 @@ class MultipleAnswers(AnswerSerializer):
 
     def _usage(self) -> dict[str, object]:
         """Prompt tokens are counted once per prompt, however many answers it has."""
-        prompts = total_stats(self._ended[:: self._each])
+        prompts = total_stats(self._ended[:: self._per_prompt])
         return usage(replace(total_stats(self._ended), prompt_tokens=prompts.prompt_tokens, cached_tokens=prompts.cached_tokens))

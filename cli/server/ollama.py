@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # Anthropic's API, and compare version numbers.
 VERSION = "0.14.2"
 AT_TERMINAL = "models are created, renamed and removed on the command line: effllm {}"
-INSTEAD = {"create": AT_TERMINAL.format("quantize, effllm alias"), "blobs/{digest}": AT_TERMINAL.format("quantize, effllm alias"),
+COMMAND_HINTS = {"create": AT_TERMINAL.format("quantize, effllm alias"), "blobs/{digest}": AT_TERMINAL.format("quantize, effllm alias"),
            "copy": AT_TERMINAL.format("alias NAME MODEL"), "delete": AT_TERMINAL.format("rm MODEL"),
            "push": "effllm uploads no models: effllm export MODEL -o FILE writes one for other programs"}
 METHODS = ["GET", "POST", "PUT", "DELETE"]
@@ -53,14 +53,14 @@ class OllamaModels:
 
     def __init__(self, name: str, served: ServedModel | ServedEncoder, defaults: Defaults | None,
                  demand: Callable[[str, str | None], None]) -> None:
-        self._name, self._served, self._defaults, self._demand = name, served, defaults, demand
+        self._name, self._served, self._defaults, self._check_model = name, served, defaults, demand
         self._since = time.time()
 
     def routes(self) -> list[Route]:
         return [Route(f"{OLLAMA}version", version, methods=["GET"]), Route(f"{OLLAMA}tags", self.tags, methods=["GET"]),
                 Route(f"{OLLAMA}ps", self.running, methods=["GET"]), Route(f"{OLLAMA}show", self.show, methods=["POST"]),
-                *common_routes(self._demand_here), *LmStudioService(self.about, self._demand).routes(),
-                *GeminiModels(self.about, self._demand).routes()]
+                *common_routes(self._check_model_async), *LmStudioService(self.about, self._check_model).routes(),
+                *GeminiModels(self.about, self._check_model).routes()]
 
     async def tags(self, request: Request) -> Response:
         return json_response(tags_response([await self._model()]))
@@ -69,29 +69,29 @@ class OllamaModels:
         return json_response(ps_response([running_model(await self._model(), self._served.engine, self._since)]))
 
     async def show(self, request: Request) -> Response:
-        self._demand(await named(request), "model")
-        return json_response(await asyncio.to_thread(lambda: self._shown))
+        self._check_model(await requested_name(request), "model")
+        return json_response(await asyncio.to_thread(lambda: self._show_json))
 
-    async def _demand_here(self, name: str) -> None:
-        self._demand(name, "model")
+    async def _check_model_async(self, name: str) -> None:
+        self._check_model(name, "model")
 
     async def _model(self) -> ModelEntry:
-        return await asyncio.to_thread(lambda: self._listed)
+        return await asyncio.to_thread(lambda: self._entry)
 
     @cached_property
-    def _shown(self) -> dict[str, object]:
+    def _show_json(self) -> dict[str, object]:
         return show_response(*self.about(), self._defaults)
 
     def about(self) -> tuple[ModelEntry, ModelFiles]:
         """Its list entry and what its files state, read once."""
-        return self._listed, self._files
+        return self._entry, self._files
 
     @cached_property
     def _files(self) -> ModelFiles:
         return files_of_engine(self._served)
 
     @cached_property
-    def _listed(self) -> ModelEntry:
+    def _entry(self) -> ModelEntry:
         return engine_entry(self._name, self._served.engine)
 
 
@@ -107,7 +107,7 @@ class OllamaEncoder(OllamaModels):
         return json_response(ps_response([held]))
 
     @cached_property
-    def _shown(self) -> dict[str, object]:
+    def _show_json(self) -> dict[str, object]:
         return show_response(*self.about())
 
     @cached_property
@@ -116,14 +116,14 @@ class OllamaEncoder(OllamaModels):
         return ModelFiles(encoder.folder, encoder.config, encoder.tokenizer, encoder.n_ctx)
 
     @cached_property
-    def _listed(self) -> ModelEntry:
+    def _entry(self) -> ModelEntry:
         return encoder_entry(self._name, self._served.encoder.folder)
 
 
 def common_routes(demand: Callable[[str], Awaitable[None]]) -> list[Route]:
     """Endpoints that would change models. `demand` raises Problem for a model that is not here."""
     return [Route(f"{OLLAMA}pull", partial(_pull, demand), methods=["POST"]),
-            *(Route(OLLAMA + path, partial(_not_here, path), methods=METHODS) for path in INSTEAD)]
+            *(Route(OLLAMA + path, partial(_not_served, path), methods=METHODS) for path in COMMAND_HINTS)]
 
 
 async def version(request: Request) -> Response:
@@ -132,16 +132,16 @@ async def version(request: Request) -> Response:
 
 async def _pull(demand: Callable[[str], Awaitable[None]], request: Request) -> Response:
     """Succeeds for a model that is here; requests never download one."""
-    name = await named(request)
+    name = await requested_name(request)
     try:
         await demand(name)
     except Problem as problem:
-        said = f"{problem.message}; requests cannot download models: effllm pull {typed(untagged(name))} on the command line"
-        raise Problem(problem.status, said, param=problem.param, code=problem.code) from problem
+        message = f"{problem.message}; requests cannot download models: effllm pull {typed(untagged(name))} on the command line"
+        raise Problem(problem.status, message, param=problem.param, code=problem.code) from problem
     return json_response({"status": "success"})
 
 
-async def named(request: Request) -> str:
+async def requested_name(request: Request) -> str:
     """The model that a request names. Raises Problem."""
     payload = await read_request(request, ModelRequest)
     if not payload.about:
@@ -149,5 +149,5 @@ async def named(request: Request) -> str:
     return payload.about
 
 
-async def _not_here(path: str, request: Request) -> Response:
-    raise Problem(501, INSTEAD[path], code="not_served")
+async def _not_served(path: str, request: Request) -> Response:
+    raise Problem(501, COMMAND_HINTS[path], code="not_served")

@@ -25,21 +25,22 @@ if TYPE_CHECKING:
     from ...runtime.tokenizer import Tokenizer
     from .generation_options import Defaults
 
-COLUMNS = 30  # of the name of a parameter
-SMALL, SMALL_NBYTES = ("*.json", "*.jinja", "1_Pooling/*.json"), 1 << 20  # files that say how a model answers; of larger ones the size does
+NAME_WIDTH = 30  # of the name of a parameter
+# Files that determine a model's answers; of larger ones only the size is hashed.
+HASHED_PATTERNS, MAX_HASHED_NBYTES = ("*.json", "*.jinja", "1_Pooling/*.json"), 1 << 20
 
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A model in lists. `stored`: the format of most of its weights; `changed`: modification time of its files, in seconds."""
+    """A model in lists."""
 
     name: str
     family: str
     parameters: int
-    stored: str
+    stored: str  # the format of most of its weights
     nbytes: int
     digest: str
-    changed: float
+    changed: float  # modification time of its files, seconds since 1970
     is_gguf: bool = False
 
     @property
@@ -56,13 +57,13 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class RunningModel:
-    """A loaded model: bytes in memory and on the GPU, bytes on the GPU alone, context length, and when it expires, in seconds."""
+    """A loaded model."""
 
     model: ModelEntry
-    nbytes: int
-    vram: int
-    context: int
-    until: float
+    nbytes: int  # in memory and on the GPU
+    vram: int  # bytes on the GPU alone
+    context: int  # tokens
+    expires_at: float  # seconds since 1970
 
 
 def engine_entry(name: str, engine: Engine) -> ModelEntry:
@@ -104,13 +105,13 @@ def digest_of(folder: Path, variant: str = "") -> str:
     format quantized to on load. Clients take equal digests for the same model. Raises EffllmError, OSError."""
     from ...runtime.kv.kv_profile_file import identity_of
 
-    made = hashlib.sha256(f"{identity_of(folder)} {variant}".encode())
-    files = [folder] if folder.is_file() else sorted(each for pattern in SMALL for each in folder.glob(pattern))
+    digest = hashlib.sha256(f"{identity_of(folder)} {variant}".encode())
+    files = [folder] if folder.is_file() else sorted(each for pattern in HASHED_PATTERNS for each in folder.glob(pattern))
     for path in files:
         nbytes = path.stat().st_size
-        made.update(f"{path.name} {nbytes}".encode())
-        made.update(path.read_bytes() if nbytes <= SMALL_NBYTES else b"")
-    return made.hexdigest()
+        digest.update(f"{path.name} {nbytes}".encode())
+        digest.update(path.read_bytes() if nbytes <= MAX_HASHED_NBYTES else b"")
+    return digest.hexdigest()
 
 
 def running_model(model: ModelEntry, engine: Engine, now: float) -> RunningModel:
@@ -127,7 +128,7 @@ def tags_response(models: Iterable[ModelEntry]) -> dict[str, object]:
 def ps_response(models: Iterable[RunningModel]) -> dict[str, object]:
     """The response of /api/ps."""
     return {"models": [{**_card(each.model), "size": each.nbytes, "size_vram": each.vram, "context_length": each.context,
-                        "expires_at": timestamp(each.until)} for each in models]}
+                        "expires_at": timestamp(each.expires_at)} for each in models]}
 
 
 def _card(model: ModelEntry) -> dict[str, object]:
@@ -149,13 +150,13 @@ class ModelFiles:
 
 def files_of_engine(served: ServedModel) -> ModelFiles:
     prepared = served.engine.prepared
-    noted = prepared.container and prepared.container.licence
-    return ModelFiles(prepared.folder, served.engine.config, served.tokenizer, served.engine.n_ctx, noted, served.accepts_images,
+    licence = prepared.container and prepared.container.licence
+    return ModelFiles(prepared.folder, served.engine.config, served.tokenizer, served.engine.n_ctx, licence, served.accepts_images,
                       served.accepts_audio)
 
 
 def files_of_folder(folder: Path, context: int | None) -> ModelFiles:
-    """Those of a model that is not loaded: `context`, or its own. Raises EffllmError."""
+    """What the files of a model that is not loaded state. `context`: None for its own. Raises EffllmError."""
     from ...runtime.config import read_config
     from ...runtime.encoders import is_encoder
     from ...runtime.encoders.encoder import tokenizer_of
@@ -169,11 +170,11 @@ def files_of_folder(folder: Path, context: int | None) -> ModelFiles:
         config = read_encoder_config(folder)
         return ModelFiles(folder, config, tokenizer_of(folder, config), context or config.context_length)
     config, container = read_config(folder), None if folder.is_file() else read_container(folder)
-    noted = container and container.licence
+    licence = container and container.licence
     media = open_media(folder, config)
-    taken = media.encoders if media is not None else {}
-    return ModelFiles(folder, config, Tokenizer.load(folder, config), context or config.context_length, noted, IMAGE_INPUT in taken,
-                      AUDIO_INPUT in taken)
+    encoders = media.encoders if media is not None else {}
+    return ModelFiles(folder, config, Tokenizer.load(folder, config), context or config.context_length, licence, IMAGE_INPUT in encoders,
+                      AUDIO_INPUT in encoders)
 
 
 def show_response(model: ModelEntry, files: ModelFiles, defaults: Defaults | None = None) -> dict[str, object]:
@@ -182,41 +183,41 @@ def show_response(model: ModelEntry, files: ModelFiles, defaults: Defaults | Non
     from ...runtime.source import licence_of
 
     config, template = files.config, files.tokenizer.template
-    about = {"context_length": files.context, "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers,
+    shape = {"context_length": files.context, "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers,
              "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
              "attention.head_count_kv": config.num_key_value_heads, "vocab_size": config.vocab_size}
     kind = config.family
-    found = {"license": files.licence or licence_of(files.folder), "system": defaults and defaults.system,
+    texts = {"license": files.licence or licence_of(files.folder), "system": defaults and defaults.system,
              "template": template and template.source}
-    return {**{key: value for key, value in found.items() if value}, "parameters": _parameters(files.context,
+    return {**{key: value for key, value in texts.items() if value}, "parameters": _parameters(files.context,
                                                                                                defaults and defaults.options),
             "details": model.details, "modified_at": timestamp(model.changed), "capabilities": capabilities(files),
             **thinking(files.tokenizer),
             "model_info": {"general.architecture": kind, "general.basename": Path(model.name).name,
-                           "general.parameter_count": model.parameters, **{f"{kind}.{key}": value for key, value in about.items()}}}
+                           "general.parameter_count": model.parameters, **{f"{kind}.{key}": value for key, value in shape.items()}}}
 
 
 def _parameters(context: int, options: GenerationOptions | None) -> str:
     """Default options, one per line; clients read context and stop strings from there."""
-    said = {"num_ctx": context}
+    values = {"num_ctx": context}
     if options is not None:
-        said["num_predict"] = options.max_tokens
-        said |= {option: getattr(options.settings, SAMPLING[option]) for option in SAME if option in SAMPLING}
+        values["num_predict"] = options.max_tokens
+        values |= {option: getattr(options.settings, SAMPLING[option]) for option in SAME if option in SAMPLING}
     stops = options.stops if options else ()
-    lines = [(key, value) for key, value in said.items() if value is not None] + [("stop", json.dumps(stop)) for stop in stops]
-    return "\n".join(f"{key:<{COLUMNS}}{value}" for key, value in lines)
+    lines = [(key, value) for key, value in values.items() if value is not None] + [("stop", json.dumps(stop)) for stop in stops]
+    return "\n".join(f"{key:<{NAME_WIDTH}}{value}" for key, value in lines)
 
 
 def thinking(tokenizer: Tokenizer) -> dict[str, object]:
-    """The values that `think` may have for a reasoning model: a switch, or levels for gpt-oss, which always reasons."""
+    """The values of `think` for a reasoning model: false and true, or levels for gpt-oss, which always reasons."""
     if not tokenizer.thinks:
         return {}
-    values, usual = (LEVELS[:3], "medium") if tokenizer.channels else ((False, True), True)
-    return {"thinking": {"values": [*values], "default": usual}}
+    values, default = (LEVELS[:3], "medium") if tokenizer.channels else ((False, True), True)
+    return {"thinking": {"values": [*values], "default": default}}
 
 
 def capabilities(files: ModelFiles) -> list[str]:
-    """What a model was made for. Tools are listed if its template knows them, though any model can be given tools."""
+    """What a model can do, by Ollama's names. Tools are listed if its template supports them, though any model can be given tools."""
     from ...runtime.encoders.encoder_config import EncoderConfig
 
     if isinstance(files.config, EncoderConfig):
@@ -232,7 +233,7 @@ def capabilities(files: ModelFiles) -> list[str]:
     except EffllmError:
         embeds = False
     knows_tools = tokenizer.template is not None and ToolCalling(tokenizer).style.knows_tools
-    inserts = find_fim_tokens(tokenizer.vocabulary(), tokenizer.special_tokens) is not None
-    return ["completion", *(["tools"] if knows_tools else []), *(["insert"] if inserts else []),
+    has_infill = find_fim_tokens(tokenizer.vocabulary(), tokenizer.special_tokens) is not None
+    return ["completion", *(["tools"] if knows_tools else []), *(["insert"] if has_infill else []),
             *(["thinking"] if tokenizer.thinks else []), *(["embedding"] if embeds else []), *(["vision"] if files.has_vision else []),
             *(["audio"] if files.hears else [])]

@@ -24,8 +24,8 @@ from .problems import Problem
 
 LATEST = ":latest"  # appended by its clients to a name without a tag
 JSON = "json"
-WAITED = "x-effllm-waited"  # header set by the router: nanoseconds that a request waited for its model
-MOST_DIGITS = 18
+WAITED_HEADER = "x-effllm-waited"  # header set by the router: nanoseconds that a request waited for its model
+MAX_DIGITS = 18
 LEVELS = ("low", "medium", "high", "max")
 IN_CHAT = "/api/chat takes a conversation"
 
@@ -54,8 +54,8 @@ class Options(Body):
 
 
 SAME = tuple(name for name in Options.model_fields if name in GenerationRequest.model_fields)  # same names as in chat completions
-CALLED = {"response_format": "format", **{name: f"options.{name}" for name in SAME}}
-CALLED_RAW = {**CALLED, "logprobs": "top_logprobs"}  # a number in completions
+FIELD_NAMES = {"response_format": "format", **{name: f"options.{name}" for name in SAME}}
+RAW_FIELD_NAMES = {**FIELD_NAMES, "logprobs": "top_logprobs"}  # a number in completions
 
 
 class OllamaRequest(Body):
@@ -115,8 +115,8 @@ def untagged(name: str) -> str:
 
 def waited_ns(headers: Mapping[str, str]) -> int:
     """How long the router held the request while its model was loading; 0 without a router."""
-    said = headers.get(WAITED, "")
-    return int(said) if said.isdecimal() and len(said) <= MOST_DIGITS else 0
+    text = headers.get(WAITED_HEADER, "")
+    return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else 0
 
 
 def check_request(payload: OllamaRequest, name: str, thinks: bool, context: int) -> str | None:
@@ -163,12 +163,12 @@ def _common(payload: OllamaRequest) -> dict[str, Any]:
     """The fields that all requests share."""
     options = payload.options or Options()
     refuse_unsupported(options, "options.")
-    most = options.num_predict
-    return {**{name: getattr(options, name) for name in SAME}, "model": payload.model, "response_format": _form(payload.format),
-            "max_tokens": NO_LIMIT if most is not None and most <= 0 else most}
+    num_predict = options.num_predict
+    return {**{name: getattr(options, name) for name in SAME}, "model": payload.model, "response_format": _response_format(payload.format),
+            "max_tokens": NO_LIMIT if num_predict is not None and num_predict <= 0 else num_predict}
 
 
-def _form(format: object) -> dict[str, Any] | None:
+def _response_format(format: object) -> dict[str, Any] | None:
     """The format as a `response_format`."""
     if format is None or format == "":
         return None
@@ -180,8 +180,8 @@ def _form(format: object) -> dict[str, Any] | None:
 
 
 def _messages(turns: list[Turn]) -> list[dict[str, Any]]:
-    """Messages with ids for tool calls, which Ollama's have not: a tool result belongs to the first unanswered call of that tool."""
-    made, called, unanswered = [], 0, {}
+    """The messages with ids for tool calls, which Ollama's lack: a tool result belongs to the first unanswered call of that tool."""
+    messages, num_calls, unanswered = [], 0, {}
     for number, turn in enumerate(turns):
         role, where = turn.role.lower(), f"messages[{number}]"
         if role not in ROLES:
@@ -193,14 +193,14 @@ def _messages(turns: list[Turn]) -> list[dict[str, Any]]:
             message["tool_calls"] = []
             for call in turn.tool_calls:
                 if isinstance(call, dict):
-                    call = {"id": f"call_{called}", "type": "function", **call}
-                    called += 1
+                    call = {"id": f"call_{num_calls}", "type": "function", **call}
+                    num_calls += 1
                     function = call.get("function")
                     unanswered[str(call["id"])] = function.get("name") if isinstance(function, dict) else None
                 message["tool_calls"].append(call)
         if role == TOOL:
-            answers = turn.tool_call_id or next((id for id, name in unanswered.items() if name == turn.tool_name), None)
-            unanswered.pop(answers, None)
-            message |= {key: value for key, value in (("tool_call_id", answers), ("name", turn.tool_name)) if value}
-        made.append(message)
-    return made
+            call_id = turn.tool_call_id or next((id for id, name in unanswered.items() if name == turn.tool_name), None)
+            unanswered.pop(call_id, None)
+            message |= {key: value for key, value in (("tool_call_id", call_id), ("name", turn.tool_name)) if value}
+        messages.append(message)
+    return messages

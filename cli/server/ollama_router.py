@@ -13,7 +13,7 @@ from starlette.routing import Route
 from .gemini_models import GeminiRouter
 from .keep_alive import FOREVER_S
 from .lm_studio import LmStudioRouter
-from .ollama import common_routes, named, version
+from .ollama import common_routes, requested_name, version
 from .ollama_models import ModelEntry, RunningModel, digest_and_mtime, files_of_folder, ps_response, show_response, tags_response
 from .problems import OLLAMA
 from .streams import json_response
@@ -44,7 +44,7 @@ class OllamaRouter:
 
     async def show(self, request: Request) -> Response:
         """Loads nothing: clients ask it of every model."""
-        state = self._router.state(await self._router.resolve(await named(request)))
+        state = self._router.state(await self._router.resolve(await requested_name(request)))
         return json_response(await asyncio.to_thread(lambda: show_response(entry_of(state),
                                                                            files_of_folder(state.model.folder, state.context))))
 

@@ -38,38 +38,38 @@ class OllamaSerializer(AnswerSerializer, Protocol):
         self.texts: dict[str, str] = {}  # by kind
         self.calls = CallList()
 
-    def said(self, answer: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, object]:
+    def message_fields(self, answer: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, object]:
         """The fields of an object with this part of the answer."""
 
     def loaded(self, reason: str = LOAD) -> dict[str, object]:
         """The response to a request that only loads or unloads the model."""
-        return self._chunk(self.said(), done=True, done_reason=reason)
+        return self._chunk(self.message_fields(), done=True, done_reason=reason)
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
         if isinstance(event, PromptRead):
             return []
         if isinstance(event, Call):
-            return [self._chunk(self.said(calls=[self._call(self.calls.add(event), len(self.calls.made) - 1)]))]
+            return [self._chunk(self.message_fields(calls=[self._call(self.calls.add(event), len(self.calls.made) - 1)]))]
         self.texts[event.kind] = self.texts.get(event.kind, "") + event.text
-        told = self._tokens.told(event.tokens) if self._tokens else []
-        self._told += told
-        return [self._chunk(self.said(**{event.kind: event.text}), **_logprobs(told))]
+        logprobs = self._tokens.to_json(event.tokens) if self._tokens else []
+        self._told += logprobs
+        return [self._chunk(self.message_fields(**{event.kind: event.text}), **_logprobs(logprobs))]
 
     def waiting(self) -> list[dict[str, object]]:
-        return [self._chunk(self.said())]
+        return [self._chunk(self.message_fields())]
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
-        return [self._chunk(self.said(), done=True, **self._cost(stats))]
+        return [self._chunk(self.message_fields(), done=True, **self._cost(stats))]
 
     def whole(self, stats: Stats) -> dict[str, object]:
         calls = [self._call(call, number) for number, call in enumerate(self.calls.made)]
-        return self._chunk(self.said(**self.texts, calls=calls), done=True, **self._cost(stats), **_logprobs(self._told))
+        return self._chunk(self.message_fields(**self.texts, calls=calls), done=True, **self._cost(stats), **_logprobs(self._told))
 
     def failed(self, problem: Problem) -> list[dict[str, object]]:
         return [problem.to_ollama()]
 
-    def _chunk(self, said: dict[str, object], done: bool = False, **more: object) -> dict[str, object]:
-        return {"model": self.model, "created_at": timestamp(), **said, "done": done, **more}
+    def _chunk(self, message_fields: dict[str, object], done: bool = False, **extra: object) -> dict[str, object]:
+        return {"model": self.model, "created_at": timestamp(), **message_fields, "done": done, **extra}
 
     def _call(self, call: dict[str, Any], number: int) -> dict[str, Any]:
         function = call["function"]
@@ -82,15 +82,15 @@ class OllamaSerializer(AnswerSerializer, Protocol):
                 "eval_count": len(stats.token_ids), "eval_duration": round(stats.decode_s * NS)}
 
 
-def _logprobs(told: list[dict[str, object]]) -> dict[str, object]:
+def _logprobs(logprobs: list[dict[str, object]]) -> dict[str, object]:
     """Log-probabilities of reasoning and answer, in order; left out where there are none."""
-    return {"logprobs": told} if told else {}
+    return {"logprobs": logprobs} if logprobs else {}
 
 
 class OllamaChatSerializer(OllamaSerializer):
     """/api/chat."""
 
-    def said(self, answer: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, object]:
+    def message_fields(self, answer: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, object]:
         more = {"thinking": thinking} if thinking else {}
         return {"message": {"role": "assistant", "content": answer, **more, **({"tool_calls": calls} if calls else {})}}
 
@@ -98,5 +98,5 @@ class OllamaChatSerializer(OllamaSerializer):
 class OllamaGenerateSerializer(OllamaSerializer):
     """/api/generate."""
 
-    def said(self, answer: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, object]:
+    def message_fields(self, answer: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, object]:
         return {"response": answer, **({"thinking": thinking} if thinking else {})}

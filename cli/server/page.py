@@ -31,14 +31,14 @@ def is_page(path: str, headers: Headers) -> bool:
     return path.startswith(f"/{FOLDER}/") or path == "/" and "text/html" in headers.get("accept", "")
 
 
-def routes(greeting: str, shown: bool) -> list[Route]:
+def routes(greeting: str, shows_page: bool) -> list[Route]:
     """`greeting`: what clients get at `/`, and browsers too where no page is `shown`."""
-    front = Route("/", partial(_front, greeting, shown), methods=["GET"])
-    return [front, Route(f"/{FOLDER}/{{name}}", _part, methods=["GET"])] if shown else [front]
+    front = Route("/", partial(_front, greeting, shows_page), methods=["GET"])
+    return [front, Route(f"/{FOLDER}/{{name}}", _part, methods=["GET"])] if shows_page else [front]
 
 
-async def _front(greeting: str, shown: bool, request: Request) -> Response:
-    answer = _file(FRONT, request) if shown and is_page("/", request.headers) else PlainTextResponse(greeting)
+async def _front(greeting: str, shows_page: bool, request: Request) -> Response:
+    answer = _file(FRONT, request) if shows_page and is_page("/", request.headers) else PlainTextResponse(greeting)
     answer.headers["vary"] = "accept"
     return answer
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import h11
 
-from .ollama_requests import WAITED
+from .ollama_requests import WAITED_HEADER
 
 ADDRESS = "127.0.0.1"
 READ_NBYTES = 1 << 16  # bytes read at once
@@ -17,7 +17,7 @@ READ_NBYTES = 1 << 16  # bytes read at once
 HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"date"))
 # Request headers that the router has checked, or replaces.
 REPLACED = frozenset((b"host", b"origin", b"authorization", b"x-api-key", b"x-goog-api-key", b"content-length", b"expect",
-                      b"sec-fetch-site", b"sec-fetch-mode", WAITED.encode()))
+                      b"sec-fetch-site", b"sec-fetch-mode", WAITED_HEADER.encode()))
 Headers = Iterable[tuple[bytes, bytes]]
 
 
@@ -44,7 +44,7 @@ async def proxied(port: int, key: str, method: str, target: bytes, headers: Head
     connection = h11.Connection(h11.CLIENT)
     try:
         own = [(b"host", f"{ADDRESS}:{port}".encode()), (b"authorization", f"Bearer {key}".encode()), (b"connection", b"close"),
-               (b"content-length", str(len(body)).encode()), (WAITED.encode(), str(waited_ns).encode())]
+               (b"content-length", str(len(body)).encode()), (WAITED_HEADER.encode(), str(waited_ns).encode())]
         kept = [(name, value) for name, value in headers if name.lower() not in HOP_BY_HOP | REPLACED]
         for event in (h11.Request(method=method, target=target, headers=own + kept), h11.Data(data=body), h11.EndOfMessage()):
             writer.write(connection.send(event))

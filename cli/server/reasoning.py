@@ -31,12 +31,12 @@ def reasoning_settings(payload: ChatRequest, variables: Mapping[str, Any]) -> Re
     """Template `variables` of the request take precedence. Raises Problem that names the field."""
     budget, reasoning, thinking = _budget(payload), payload.reasoning, payload.thinking
     effort = payload.reasoning_effort or (reasoning and reasoning.effort) or (payload.think if isinstance(payload.think, str) else None)
-    said = [variables.get(name) for name in SWITCHES]
-    said += [payload.enable_thinking, payload.think, reasoning and reasoning.enabled]
-    said += [{OFF: False, ON: True}.get(thinking.type) if thinking else None, None if effort is None else effort != NONE]
+    switches = [variables.get(name) for name in SWITCHES]
+    switches += [payload.enable_thinking, payload.think, reasoning and reasoning.enabled]
+    switches += [{OFF: False, ON: True}.get(thinking.type) if thinking else None, None if effort is None else effort != NONE]
     if budget == 0:  # no reasoning is none that is cut off
-        said.append(False)
-    return ReasoningSettings(next((each for each in said if isinstance(each, bool)), None), effort, budget)
+        switches.append(False)
+    return ReasoningSettings(next((each for each in switches if isinstance(each, bool)), None), effort, budget)
 
 
 def _budget(payload: ChatRequest) -> int | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .single_model import SingleModelService
 
 PATHS = ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking", "/v2/rerank")
-A_LIST = "{} has to be a list of non-empty strings"
+LIST_RULE = "{} has to be a list of non-empty strings"
 
 
 class RerankRequest(Body):
@@ -62,33 +62,33 @@ class RerankPaths:
         documents = documents_of(getattr(payload, field), field)
         if not payload.query:
             raise Problem(400, "query is empty", param="query", hint="it is the text that documents are ranked by")
-        most = next((each for each in ("top_n", "top_k") if getattr(payload, each) is not None), "top_n")
-        if (count := getattr(payload, most)) is not None and count < 1:
-            raise Problem(400, f"{most} has to be 1 or more, not {count}", param=most)
+        limit_field = next((each for each in ("top_n", "top_k") if getattr(payload, each) is not None), "top_n")
+        if (count := getattr(payload, limit_field)) is not None and count < 1:
+            raise Problem(400, f"{limit_field} has to be 1 or more, not {count}", param=limit_field)
         start = partial(served.rank, payload.query, documents, payload.instruction, choice=service.adapters.choice_of(payload.model))
         ranked = await result_of(request, EventReader(service.answer_queue.submit(start), service.note, record), Ranked)
         if ranked is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         record.summary = f"{ranked.tokens} tokens in, {len(documents)} document{'' if len(documents) == 1 else 's'} ranked"
-        order = sorted(range(len(documents)), key=lambda at: -ranked.scores[at])[:count]
+        order = sorted(range(len(documents)), key=lambda index: -ranked.scores[index])[:count]
         if field == "texts":
-            return json_response([{"index": at, "score": ranked.scores[at], **({"text": documents[at]} if payload.return_text else {})}
-                                  for at in order])
-        results = [{"index": at, "relevance_score": ranked.scores[at],
-                    **({"document": {"text": documents[at]}} if payload.return_documents else {})} for at in order]
+            return json_response([{"index": index, "score": ranked.scores[index],
+                                   **({"text": documents[index]} if payload.return_text else {})} for index in order])
+        results = [{"index": index, "relevance_score": ranked.scores[index],
+                    **({"document": {"text": documents[index]}} if payload.return_documents else {})} for index in order]
         data = [{**each,
                  "document": documents[each["index"]]} if payload.return_documents else each for each in results]  # as at Voyage
         return json_response({"model": service.called(payload.model), "object": "list", "results": results, "data": data,
                               "usage": {"prompt_tokens": ranked.tokens, "total_tokens": ranked.tokens}})
 
 
-def documents_of(given: list[Any] | None, field: str) -> list[str]:
+def documents_of(values: list[Any] | None, field: str) -> list[str]:
     """The texts of documents, each a string or an object with `text`. Raises Problem."""
-    if not given:
-        raise Problem(400, f"{field} is missing" if given is None else f"{field} is empty", param=field, hint=A_LIST.format(field))
-    texts = [each.get("text") if isinstance(each, dict) else each for each in given]
+    if not values:
+        raise Problem(400, f"{field} is missing" if values is None else f"{field} is empty", param=field, hint=LIST_RULE.format(field))
+    texts = [each.get("text") if isinstance(each, dict) else each for each in values]
     if not all(isinstance(each, str) and each for each in texts):
-        raise Problem(400, A_LIST.format(field), param=field)
+        raise Problem(400, LIST_RULE.format(field), param=field)
     if len(texts) > MAX_TEXTS:
         raise Problem(400, f"{field} has {len(texts)} texts, at most {MAX_TEXTS} are accepted", param=field, hint=SEND_SEPARATELY)
     return texts

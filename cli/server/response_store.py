@@ -11,7 +11,7 @@ from typing import Any
 
 from .event_log import EventLog
 from .problems import Problem
-from .responses_requests import COMPACTION, NOT_KEPT, ResponsesRequest
+from .responses_requests import COMPACTION, RESEND_HINT, ResponsesRequest
 from .store_limits import ENTRY_NBYTES, MAX_STORE_NBYTES, nbytes_of
 
 REFERENCE = "item_reference"
@@ -62,7 +62,7 @@ class ResponseStore:
         while name is not None:
             stored = self._responses.get(name)
             if stored is None:
-                raise Problem(400, f"previous_response_id: {name!r:.60} is not stored, or no longer: {NOT_KEPT}",
+                raise Problem(400, f"previous_response_id: {name!r:.60} is not stored, or no longer: {RESEND_HINT}",
                               param="previous_response_id", code="previous_response_not_found")
             items = [*stored.input_items, *stored.output_items, *items]
             name = stored.previous_id
@@ -120,7 +120,7 @@ class ResponseStore:
             return item
         found = self._items.get(item["id"]) if isinstance(item.get("id"), str) else None
         if found is None:
-            raise Problem(400, f"{where} is not stored, or no longer: {NOT_KEPT}", param=where, code="item_not_found")
+            raise Problem(400, f"{where} is not stored, or no longer: {RESEND_HINT}", param=where, code="item_not_found")
         return found
 
 

@@ -26,8 +26,8 @@ STORED_PATHS = (f"{RESPONSES}/{{name}}", f"{RESPONSES}/{{name}}/input_items", f"
                 f"{CONVERSATIONS}/{{name}}/items/{{item}}")  # named without their model
 CANCEL = f"{RESPONSES}/{{name}}/cancel"
 END = f"{RESPONSES}/{{name}}/end"  # for the router, which keeps a model loaded until then
-MOST_ITEMS = 20  # of one request, as OpenAI has it
-MOST_METADATA = 16
+MAX_ITEMS = 20  # of one request, as OpenAI has it
+MAX_METADATA = 16
 
 
 class ConversationRequest(Body):
@@ -100,14 +100,14 @@ class ResponsesPaths:
 
     async def begin(self, request: Request) -> Response:
         payload = await read_request(request, ConversationRequest)
-        return json_response(self._conversations.begin(checked_items(payload.items or []), metadata_of(payload)).told())
+        return json_response(self._conversations.create(checked_items(payload.items or []), metadata_of(payload)).to_json())
 
     async def conversation(self, request: Request) -> Response:
-        return json_response(self._conversations.find(request.path_params["name"]).told())
+        return json_response(self._conversations.find(request.path_params["name"]).to_json())
 
     async def change(self, request: Request) -> Response:
         payload = await read_request(request, ConversationRequest)
-        return json_response(self._conversations.changed(request.path_params["name"], metadata_of(payload)).told())
+        return json_response(self._conversations.set_metadata(request.path_params["name"], metadata_of(payload)).to_json())
 
     async def drop(self, request: Request) -> Response:
         self._conversations.drop(name := request.path_params["name"])
@@ -124,13 +124,13 @@ class ResponsesPaths:
         return json_response(self._conversations.item(request.path_params["name"], request.path_params["item"]))
 
     async def drop_item(self, request: Request) -> Response:
-        return json_response(self._conversations.drop_item(request.path_params["name"], request.path_params["item"]).told())
+        return json_response(self._conversations.drop_item(request.path_params["name"], request.path_params["item"]).to_json())
 
 
 def checked_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Items that a conversation may hold, checked now rather than when it is continued. Raises Problem."""
-    if len(items) > MOST_ITEMS:
-        raise Problem(400, f"at most {MOST_ITEMS} items are accepted: send the others in another request", param="items")
+    if len(items) > MAX_ITEMS:
+        raise Problem(400, f"at most {MAX_ITEMS} items are accepted: send the others in another request", param="items")
     check_items(items)
     return items
 
@@ -146,6 +146,6 @@ def first_event(said: str | None) -> int:
 
 def metadata_of(payload: ConversationRequest) -> dict[str, str]:
     """Raises Problem for too many pairs."""
-    if len(payload.metadata or {}) > MOST_METADATA:
-        raise Problem(400, f"metadata may have at most {MOST_METADATA} pairs", param="metadata")
+    if len(payload.metadata or {}) > MAX_METADATA:
+        raise Problem(400, f"metadata may have at most {MAX_METADATA} pairs", param="metadata")
     return payload.metadata or {}

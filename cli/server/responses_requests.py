@@ -18,12 +18,12 @@ from .problems import LEAVE_OUT, Problem
 from .tools import ALLOWED
 
 ROLES = {"user": USER, "assistant": ASSISTANT, "system": SYSTEM, "developer": SYSTEM}
-CALLED = {"max_tokens": "max_output_tokens", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
-TYPES = ("description", str, "a text"), ("parameters", dict, "a JSON schema"), ("strict", bool, "true or false")  # of tools
+FIELD_NAMES = {"max_tokens": "max_output_tokens", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
+TOOL_FIELDS = ("description", str, "a text"), ("parameters", dict, "a JSON schema"), ("strict", bool, "true or false")  # of tools
 OUTPUTS = ("function_call_output", "custom_tool_call_output")  # tool outputs
 COMPACTION = "compaction"  # an item with a summary of earlier ones
-ITEMS = ("message", "function_call", "custom_tool_call", "reasoning", COMPACTION, *OUTPUTS)
-NOT_KEPT = "send the whole conversation as input"
+ITEM_TYPES = ("message", "function_call", "custom_tool_call", "reasoning", COMPACTION, *OUTPUTS)
+RESEND_HINT = "send the whole conversation as input"
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -63,7 +63,7 @@ class ResponsesRequest(GenerationRequest):
         return self.conversation.id if isinstance(self.conversation, Conversation) else self.conversation
 
     @property
-    def tells(self) -> bool:
+    def wants_logprobs(self) -> bool:
         """Whether log-probabilities are asked for."""
         return LOGPROBS in (self.include or ())
 
@@ -83,24 +83,24 @@ class ToolNames:
 
 def chat_of(payload: ResponsesRequest) -> tuple[ChatRequest, list[dict[str, Any]], ToolNames]:
     """The request as one of chat completions, its messages, and the names of its tools. Raises Problem."""
-    if payload.top_logprobs and not payload.tells:
+    if payload.top_logprobs and not payload.wants_logprobs:
         raise Problem(400, f"top_logprobs goes with {LOGPROBS} in include", param="top_logprobs")
     names = ToolNames()
     common = {name: getattr(payload, name) for name in GenerationRequest.model_fields}
-    own = {"messages": [], "tools": _functions(payload.tools or [], names), "tool_choice": _choice(payload.tool_choice),
+    translated = {"messages": [], "tools": _functions(payload.tools or [], names), "tool_choice": _choice(payload.tool_choice),
            "parallel_tool_calls": payload.parallel_tool_calls, "chat_template_kwargs": payload.chat_template_kwargs,
            "reasoning": payload.reasoning, "reasoning_effort": payload.reasoning and payload.reasoning.effort,
-           "logprobs": payload.tells, "top_logprobs": payload.top_logprobs}
+           "logprobs": payload.wants_logprobs, "top_logprobs": payload.top_logprobs}
     if payload.max_output_tokens is not None:
-        own["max_tokens"] = payload.max_output_tokens
+        translated["max_tokens"] = payload.max_output_tokens
     if payload.text is not None and payload.text.format is not None:
-        own["response_format"] = payload.text.format
-    return ChatRequest.model_construct(**{**common, **own}), _messages(payload), names
+        translated["response_format"] = payload.text.format
+    return ChatRequest.model_construct(**{**common, **translated}), _messages(payload), names
 
 
 def _functions(tools: list[dict[str, Any]], names: ToolNames, space: str = "", where: str = "tools") -> list[dict[str, Any]]:
     """Tools as in chat completions. Raises Problem for server-side ones."""
-    made: list[dict[str, Any]] = []
+    functions: list[dict[str, Any]] = []
     for number, tool in enumerate(tools):
         place = f"{where}[{number}]"
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -112,22 +112,22 @@ def _functions(tools: list[dict[str, Any]], names: ToolNames, space: str = "", w
             inner = tool.get("tools")
             if not isinstance(inner, list):
                 raise Problem(400, f"{place}.tools has to be a list of functions", param=f"{place}.tools")
-            made += _functions(inner, names, name, f"{place}.tools")
+            functions += _functions(inner, names, name, f"{place}.tools")
             continue
-        for key, item_type, called in TYPES:
+        for key, item_type, expected in TOOL_FIELDS:
             if tool.get(key) is not None and not isinstance(tool[key], item_type):
-                raise Problem(400, f"{place}.{key} has to be {called}", param=f"{place}.{key}")
-        known = ToolNames.inside(space, name)
+                raise Problem(400, f"{place}.{key} has to be {expected}", param=f"{place}.{key}")
+        model_name = ToolNames.inside(space, name)
         if space:
-            names.spaces[known] = space, name
+            names.spaces[model_name] = space, name
         if kind == "custom":
-            names.free.add(known)
-            function = function_of(known, tool.get("description"), tool.get("format"), f"{place}.format")
+            names.free.add(model_name)
+            function = function_of(model_name, tool.get("description"), tool.get("format"), f"{place}.format")
         else:
-            function = {"name": known, "description": tool.get("description"), "parameters": tool.get("parameters"),
+            function = {"name": model_name, "description": tool.get("description"), "parameters": tool.get("parameters"),
                         "strict": tool.get("strict") is True}
-        made.append({"type": "function", "function": function})
-    return made
+        functions.append({"type": "function", "function": function})
+    return functions
 
 
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
@@ -140,11 +140,11 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
 
 
 def _messages(payload: ResponsesRequest) -> list[dict[str, Any]]:
-    turns = MessageBuilder()
+    builder = MessageBuilder()
     if payload.instructions:
-        turns.say(SYSTEM, [payload.instructions])
+        builder.add_text(SYSTEM, [payload.instructions])
     if isinstance(payload.input, str):
-        turns.say(USER, [payload.input])
+        builder.add_text(USER, [payload.input])
     elif payload.input is None:
         raise Problem(400, "input is missing", param="input")
     elif not isinstance(payload.input, list):
@@ -157,15 +157,15 @@ def _messages(payload: ResponsesRequest) -> list[dict[str, Any]]:
             if not isinstance(item, dict):
                 raise Problem(400, f"input[{number}] is not an item", param=f"input[{number}]",
                               hint='an item is an object, as {"role": "user", "content": "..."}')
-            _add(turns, item, f"input[{number}]")
-    return turns.messages
+            _add(builder, item, f"input[{number}]")
+    return builder.messages
 
 
 def history_start(items: list[Any]) -> int:
     """Index of the last item that replaces all before it, system prompts excepted; 0 if there is none."""
-    alone = (at for at, item in enumerate(items) if isinstance(item, dict) and item.get("type") == COMPACTION
+    replacing = (index for index, item in enumerate(items) if isinstance(item, dict) and item.get("type") == COMPACTION
              and replaces_history(item.get("encrypted_content")))
-    return max(alone, default=0)
+    return max(replacing, default=0)
 
 
 def is_system_message(item: Any) -> bool:
@@ -175,7 +175,7 @@ def is_system_message(item: Any) -> bool:
 def check_items(items: list[dict[str, Any]]) -> None:
     """Raises Problem for items of an unsupported type."""
     for number, item in enumerate(items):
-        if (kind := item_type(item)) not in ITEMS:
+        if (kind := item_type(item)) not in ITEM_TYPES:
             raise Problem(400, f"items[{number}]: items of type {kind} are not supported", param=f"items[{number}]", hint=LEAVE_OUT)
 
 
@@ -183,29 +183,29 @@ def item_type(item: dict[str, Any]) -> Any:
     return item.get("type") or ("message" if "role" in item else None)
 
 
-def _add(turns: MessageBuilder, item: dict[str, Any], where: str) -> None:
+def _add(builder: MessageBuilder, item: dict[str, Any], where: str) -> None:
     """One input item."""
     kind = item_type(item)
     if kind == "message":
         role = text_at(item, "role", where)
         if role not in ROLES:
             raise Problem(400, f"{where}.role has to be one of {', '.join(ROLES)}, not {role!r:.40}", param=f"{where}.role")
-        turns.say(ROLES[role], texts_of(item.get("content"), f"{where}.content"))
+        builder.add_text(ROLES[role], texts_of(item.get("content"), f"{where}.content"))
     elif kind in ("function_call", "custom_tool_call"):
         name = ToolNames.inside(item.get("namespace"), text_at(item, "name", where))
         given = {FREE: text_at(item, FREE, where)} if kind == "custom_tool_call" else \
             parse_object(text_at(item, "arguments", where), f"{where}.arguments")
-        turns.call(text_at(item, "call_id", where), name, given)
+        builder.add_call(text_at(item, "call_id", where), name, given)
     elif kind in OUTPUTS:
-        turns.give_back(text_at(item, "call_id", where), texts_of(item.get("output"), f"{where}.output"))
+        builder.add_result(text_at(item, "call_id", where), texts_of(item.get("output"), f"{where}.output"))
     elif kind == COMPACTION:
-        has_begun = any(message["role"] == USER for message in turns.messages)  # templates expect a user message first
-        turns.say(ASSISTANT if has_begun else USER, [decode_summary(item.get("encrypted_content"), where)])
+        has_begun = any(message["role"] == USER for message in builder.messages)  # templates expect a user message first
+        builder.add_text(ASSISTANT if has_begun else USER, [decode_summary(item.get("encrypted_content"), where)])
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary")
         parts = parts if isinstance(parts, list) else []
         texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
         if texts:
-            turns.think("\n".join(texts))
+            builder.add_reasoning("\n".join(texts))
     else:
         raise Problem(400, f"{where}: items of type {kind} are not supported", param=where, hint=LEAVE_OUT)

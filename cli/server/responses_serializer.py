@@ -20,21 +20,21 @@ from .responses_requests import COMPACTION, ResponsesRequest, ToolNames
 from .serializers import AnswerSerializer
 from .tools import CallList
 
-DONE, CUT = "completed", "incomplete"
-QUEUED, GOES_ON, CANCELLED = "queued", "in_progress", "cancelled"  # states of a background response
+COMPLETED, INCOMPLETE = "completed", "incomplete"
+QUEUED, IN_PROGRESS, CANCELLED = "queued", "in_progress", "cancelled"  # states of a background response
 
 
 @dataclass(frozen=True)
 class ItemKind:
-    """A kind of text item: its name and that of its part, the part's place in it, and the names of the events of part and text."""
+    """A kind of text item."""
 
-    prefix: str
-    item: str
-    part: str
-    place: str
-    index: str
-    part_event: str
-    text_event: str
+    prefix: str  # of its id
+    item: str  # type of the item
+    part: str  # type of its part
+    place: str  # field of the item with the parts
+    index: str  # field of events with the number of the part
+    part_event: str  # prefix of events about the part
+    text_event: str  # prefix of events about the text
 
 
 MESSAGE = ItemKind("msg", "message", "output_text", "content", "content_index", "response.content_part", "response.output_text")
@@ -48,8 +48,13 @@ def new_id(prefix: str) -> str:
 
 
 class ResponseSerializer(AnswerSerializer):
-    """`payload`: the request, which the response repeats; `names`: the client's names of tools. With a `tokenizer` log-probabilities are
-    included; `keep` is called with the response when it has ended."""
+    """Serializes an answer as a response.
+
+    payload: the request, whose fields the response repeats.
+    names: the client's names of tools.
+    tokenizer: to include log-probabilities, None for none.
+    keep: called with the response when it has ended.
+    """
 
     named, terminator, starts_early = True, b"", True
 
@@ -67,13 +72,13 @@ class ResponseSerializer(AnswerSerializer):
 
     def first(self) -> list[dict[str, object]]:
         if not self.payload.background:
-            return [self._event("response.created", response=self.response(GOES_ON)), *self.begun()]
+            return [self._event("response.created", response=self.response(IN_PROGRESS)), *self.begun()]
         response = self.response(QUEUED)
         return [self._event("response.created", response=response), self._event("response.queued", response=response)]
 
     def begun(self) -> list[dict[str, object]]:
         """The event at the start of generation."""
-        return [self._event("response.in_progress", response=self.response(GOES_ON))]
+        return [self._event("response.in_progress", response=self.response(IN_PROGRESS))]
 
     def add(self, event: PromptRead | TextDelta | Call | AnswerEnded) -> list[dict[str, object]]:
         if isinstance(event, PromptRead):
@@ -84,11 +89,11 @@ class ResponseSerializer(AnswerSerializer):
             return [*self._close(), *self._called(event)]
         kind = MESSAGE if event.kind == "answer" else self.thinking
         chunks = [] if self._open and self._open[0] is kind else [*self._close(), *self._begin(kind)]
-        _, called, texts = self._open
+        _, item_id, texts = self._open
         texts.append(event.text)
-        told = self._tokens.told(event.tokens) if self._tokens and kind is MESSAGE else []
-        self._told += told
-        return [*chunks, self._event(f"{kind.text_event}.delta", delta=event.text, **self._at(kind, called), **_logprobs(kind, told))]
+        logprobs = self._tokens.to_json(event.tokens) if self._tokens and kind is MESSAGE else []
+        self._told += logprobs
+        return [*chunks, self._event(f"{kind.text_event}.delta", delta=event.text, **self._at(kind, item_id), **_logprobs(kind, logprobs))]
 
     def waiting(self) -> list[dict[str, object]]:
         return [self._event("keepalive")]
@@ -110,33 +115,33 @@ class ResponseSerializer(AnswerSerializer):
         return response
 
     def sends_error_event(self, problem: Problem) -> bool:
-        """A full context, as in OpenAI's streams: clients shorten the conversation on that event."""
+        """True for a full context, as in OpenAI's streams: clients shorten the conversation after that event."""
         return problem.code == TOO_LONG
 
     def failed(self, problem: Problem) -> list[dict[str, object]]:
-        begun = [] if self._events else self.first()
-        self._close(CUT)
+        events = [] if self._events else self.first()
+        self._close(INCOMPLETE)
         error = {"code": problem.code or problem.type, "message": problem.client_message}
-        return [*begun, self._event("response.failed", response={**self.response("failed"), "error": error})]
+        return [*events, self._event("response.failed", response={**self.response("failed"), "error": error})]
 
     def cancelled(self) -> dict[str, object]:
         """The response as it was when it was cancelled."""
-        self._close(CUT)
+        self._close(INCOMPLETE)
         return self.response(CANCELLED)
 
     def aborted(self, problem: Problem) -> list[dict[str, object]]:
-        """For the router, which does not know the response."""
+        """An error event without the response, which the router does not have."""
         return [self._event("error", code=problem.code or problem.type, message=problem.message, param=problem.param)]
 
     def response(self, status: str, stats: Stats | None = None) -> dict[str, object]:
         """The response as it is now."""
-        payload, reasoning, named = self.payload, self.payload.reasoning, self.payload.conversation_id
+        payload, reasoning, conversation_id = self.payload, self.payload.reasoning, self.payload.conversation_id
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status, "model": self.model, "output": [*self.items],
-            "completed_at": int(time.time()) if status == DONE else None, "background": self.payload.background is True, "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == CUT else None, "instructions": payload.instructions,
+            "completed_at": int(time.time()) if status == COMPLETED else None, "background": self.payload.background is True, "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == INCOMPLETE else None, "instructions": payload.instructions,
             "max_output_tokens": payload.max_output_tokens, "metadata": payload.metadata or {},
-            "previous_response_id": payload.previous_response_id, "conversation": named and {"id": named},
+            "previous_response_id": payload.previous_response_id, "conversation": conversation_id and {"id": conversation_id},
             "parallel_tool_calls": payload.parallel_tool_calls is not False, "service_tier": "default", "store": payload.store is not False,
             "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
             "text": {"format": payload.text and payload.text.format or {"type": "text"}}, "temperature": payload.temperature,
@@ -148,51 +153,51 @@ class ResponseSerializer(AnswerSerializer):
         self._events += 1
         return {"type": kind, "sequence_number": self._events - 1, **fields}
 
-    def _at(self, kind: ItemKind, called: str) -> dict[str, object]:
+    def _at(self, kind: ItemKind, item_id: str) -> dict[str, object]:
         """The position of a part."""
-        return {"item_id": called, "output_index": len(self.items), kind.index: 0}
+        return {"item_id": item_id, "output_index": len(self.items), kind.index: 0}
 
-    def _item(self, kind: ItemKind, called: str, status: str, parts: list[dict[str, object]]) -> dict[str, Any]:
-        own = {"role": "assistant"} if kind is MESSAGE else {"summary": [], "content": [], "encrypted_content": None}
-        return {"id": called, "type": kind.item, "status": status, **own, kind.place: parts}
+    def _item(self, kind: ItemKind, item_id: str, status: str, parts: list[dict[str, object]]) -> dict[str, Any]:
+        fields = {"role": "assistant"} if kind is MESSAGE else {"summary": [], "content": [], "encrypted_content": None}
+        return {"id": item_id, "type": kind.item, "status": status, **fields, kind.place: parts}
 
     def _begin(self, kind: ItemKind) -> list[dict[str, object]]:
-        called = new_id(kind.prefix)
-        self._open = kind, called, []
-        return [self._event("response.output_item.added", output_index=len(self.items), item=self._item(kind, called, GOES_ON, [])),
-                self._event(f"{kind.part_event}.added", part=_part(kind, "", []), **self._at(kind, called))]
+        item_id = new_id(kind.prefix)
+        self._open = kind, item_id, []
+        return [self._event("response.output_item.added", output_index=len(self.items), item=self._item(kind, item_id, IN_PROGRESS, [])),
+                self._event(f"{kind.part_event}.added", part=_part(kind, "", []), **self._at(kind, item_id))]
 
-    def _close(self, status: str = DONE) -> list[dict[str, object]]:
+    def _close(self, status: str = COMPLETED) -> list[dict[str, object]]:
         """Events that end the open item, if any."""
         if self._open is None:
             return []
-        kind, called, texts = self._open
-        self._open, text, at = None, "".join(texts), self._at(kind, called)
-        told, self._told = self._told, []
-        part = _part(kind, text, told)
-        item = self._item(kind, called, status, [part])
-        made = [self._event(f"{kind.text_event}.done", text=text, **at, **_logprobs(kind, told)),
-                self._event(f"{kind.part_event}.done", part=part, **at),
+        kind, item_id, texts = self._open
+        self._open, text, position = None, "".join(texts), self._at(kind, item_id)
+        logprobs, self._told = self._told, []
+        part = _part(kind, text, logprobs)
+        item = self._item(kind, item_id, status, [part])
+        events = [self._event(f"{kind.text_event}.done", text=text, **position, **_logprobs(kind, logprobs)),
+                self._event(f"{kind.part_event}.done", part=part, **position),
                 self._event("response.output_item.done", output_index=len(self.items), item=item)]
         self.items.append(item)
-        return made
+        return events
 
     def _called(self, call: Call) -> list[dict[str, object]]:
         space, name = self.names.spaces.get(call.name, (None, call.name))
         is_free = call.name in self.names.free
         prefix, kind, place = ("ctc", "custom_tool_call", "input") if is_free else ("fc", "function_call", "arguments")
-        told = input_of(call.arguments) if is_free else call.arguments
-        called, at = new_id(prefix), len(self.items)
-        item = {"id": called, "type": kind, "status": GOES_ON, "call_id": self._calls.add(call)["id"], "name": name, place: "",
+        arguments = input_of(call.arguments) if is_free else call.arguments
+        item_id, index = new_id(prefix), len(self.items)
+        item = {"id": item_id, "type": kind, "status": IN_PROGRESS, "call_id": self._calls.add(call)["id"], "name": name, place: "",
                 **({"namespace": space} if space else {})}
-        done = {**item, "status": DONE, place: told}
-        event, where = f"response.{kind}_{place}", {"item_id": called, "output_index": at}
-        made = [self._event("response.output_item.added", output_index=at, item=item),
-                self._event(f"{event}.delta", delta=told, **where),
-                self._event(f"{event}.done", **{place: told}, **where, **({} if is_free else {"name": name})),
-                self._event("response.output_item.done", output_index=at, item=done)]
-        self.items.append(done)
-        return made
+        completed = {**item, "status": COMPLETED, place: arguments}
+        event, where = f"response.{kind}_{place}", {"item_id": item_id, "output_index": index}
+        events = [self._event("response.output_item.added", output_index=index, item=item),
+                self._event(f"{event}.delta", delta=arguments, **where),
+                self._event(f"{event}.done", **{place: arguments}, **where, **({} if is_free else {"name": name})),
+                self._event("response.output_item.done", output_index=index, item=completed)]
+        self.items.append(completed)
+        return events
 
     def _shortened(self, notes: str) -> list[dict[str, object]]:
         """The compaction item that replaces earlier items, after which the answer follows."""
@@ -201,21 +206,21 @@ class ResponseSerializer(AnswerSerializer):
         return [self._event(f"response.output_item.{each}", output_index=at, item=item) for each in ("added", "done")]
 
 
-def _part(kind: ItemKind, text: str, told: list[dict[str, object]]) -> dict[str, object]:
-    own = {"annotations": []} if kind is MESSAGE else {}
-    return {"type": kind.part, "text": text, **own, **_logprobs(kind, told)}
+def _part(kind: ItemKind, text: str, logprobs: list[dict[str, object]]) -> dict[str, object]:
+    extra = {"annotations": []} if kind is MESSAGE else {}
+    return {"type": kind.part, "text": text, **extra, **_logprobs(kind, logprobs)}
 
 
-def _logprobs(kind: ItemKind, told: list[dict[str, object]]) -> dict[str, object]:
-    return {"logprobs": told} if kind is MESSAGE else {}
+def _logprobs(kind: ItemKind, logprobs: list[dict[str, object]]) -> dict[str, object]:
+    return {"logprobs": logprobs} if kind is MESSAGE else {}
 
 
 def status_of(stats: Stats) -> str:
-    return DONE if stats.finish_reason == "stop" else CUT
+    return COMPLETED if stats.finish_reason == "stop" else INCOMPLETE
 
 
 def usage(stats: Stats) -> dict[str, object]:
-    made = len(stats.token_ids)
+    num_tokens = len(stats.token_ids)
     return {"input_tokens": stats.prompt_tokens, "input_tokens_details": {"cached_tokens": stats.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": made, "output_tokens_details": {"reasoning_tokens": stats.reasoning_tokens},
-            "total_tokens": stats.prompt_tokens + made}
+            "output_tokens": num_tokens, "output_tokens_details": {"reasoning_tokens": stats.reasoning_tokens},
+            "total_tokens": stats.prompt_tokens + num_tokens}

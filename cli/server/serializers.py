@@ -140,7 +140,7 @@ class ChatSerializer(CompletionSerializer):
         """The log-probabilities of a chunk, recorded for the whole answer."""
         if self.tokenizer is None:
             return None
-        logprobs = LogprobList(self.tokenizer).told(event.tokens)
+        logprobs = LogprobList(self.tokenizer).to_json(event.tokens)
         self.logprobs.setdefault(name, []).extend(logprobs)
         return {"content": None, name: logprobs, "refusal": None}
 
@@ -166,7 +166,7 @@ class TextSerializer(CompletionSerializer):
         self._columns, self._parts = self.tokenizer and LogprobColumns(self.tokenizer), []
 
     def choice_of(self, event: TextDelta) -> dict[str, object]:
-        logprobs = self._columns and self._columns.told(event.tokens, event.text)
+        logprobs = self._columns and self._columns.to_json(event.tokens, event.text)
         self._parts += [logprobs] if logprobs else []
         return {"text": event.text, "logprobs": logprobs, "finish_reason": None}
 

@@ -22,41 +22,43 @@ from .problems import LEAVE_ONE_OUT, Problem, problem_of
 
 FORMAT, GRAMMAR, STRUCTURED = "response_format", "grammar", "structured_outputs"
 THE_SCHEMA, THE_GRAMMAR, THE_REGEX, THE_CHOICES = "the schema", "the grammar", "the regular expression", "the choices"
-BY_ITSELF = {"json_schema": "json", GRAMMAR: GRAMMAR, "regex": "regex", "ebnf": GRAMMAR}  # field -> kind: llama.cpp's and SGLang's
-OF_SPACES = ("whitespace_pattern", "disable_any_whitespace", "disable_fallback", "disable_additional_properties")  # vLLM's, ignored
+DIRECT_FIELDS = {"json_schema": "json", GRAMMAR: GRAMMAR, "regex": "regex", "ebnf": GRAMMAR}  # field -> kind: llama.cpp's and SGLang's
+IGNORED_FIELDS = ("whitespace_pattern", "disable_any_whitespace", "disable_fallback", "disable_additional_properties")  # vLLM's, ignored
 VALUES = {"json": ("value",), "regex": ("value", "pattern"), GRAMMAR: (GRAMMAR, "value")}  # types that others have beside OpenAI's
 KINDS = ("json", "json_object", "regex", "choice", GRAMMAR)  # of vLLM's fields
 
 
-def requested_form(payload: GenerationRequest, otherwise: Constraint | None) -> Constraint | None:
-    """The constraint that a request asks for, else that of the command line. `{"type": "text"}` is unconstrained, whatever the command line
-    says. Objects may only have the properties that a schema names, as in llama-server: schemas generated from classes do not forbid others,
-    and small models invent them. Raises Problem that names the field."""
-    given = [*_given(payload)]
-    if len(given) > 1:
-        (first, *_), (second, *_) = given[:2]
+def requested_constraint(payload: GenerationRequest, default: Constraint | None) -> Constraint | None:
+    """The constraint that a request asks for, else `default`, that of the command line. `{"type": "text"}` asks for none.
+
+    Objects may only have the properties that a schema names, as in llama-server: schemas generated from classes do not forbid others, and
+    small models invent them. Raises Problem that names the field.
+    """
+    requested = [*_requested(payload)]
+    if len(requested) > 1:
+        (first, *_), (second, *_) = requested[:2]
         raise Problem(400, f"{first} and {second} both constrain the answer", param=second, hint=LEAVE_ONE_OUT)
-    if not given:
-        return None if payload.response_format is not None else otherwise
-    field, kind, value = given[0]
+    if not requested:
+        return None if payload.response_format is not None else default
+    field, kind, value = requested[0]
     try:
-        return _form(field, kind, value)
+        return _constraint(field, kind, value)
     except EffllmError as error:
         raise problem_of(error, field) from error
 
 
-def _given(payload: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
-    """Field, kind and value of each constraint that is asked for."""
-    if payload.response_format is not None and (named := _of_format(payload.response_format)) is not None:
+def _requested(payload: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
+    """(field, kind, value) of each constraint that a request asks for."""
+    if payload.response_format is not None and (named := _parse_response_format(payload.response_format)) is not None:
         yield FORMAT, *named
-    for field, kind in BY_ITSELF.items():
+    for field, kind in DIRECT_FIELDS.items():
         if (value := getattr(payload, field)) not in (None, ""):
             yield field, kind, value
     for key, value in (payload.structured_outputs or {}).items():
         if value not in (None, False, ""):
             if key in KINDS:
                 yield f"{STRUCTURED}.{key}", key, value
-            elif key not in OF_SPACES:
+            elif key not in IGNORED_FIELDS:
                 raise Problem(400, f"{STRUCTURED}.{key} is not supported: {', '.join(KINDS)} are", param=f"{STRUCTURED}.{key}",
                               code="unsupported_parameter")
     for kind in KINDS:
@@ -64,27 +66,27 @@ def _given(payload: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
             yield f"guided_{kind}", kind, value
 
 
-def _of_format(wanted: Mapping[str, Any]) -> tuple[str, Any] | None:
+def _parse_response_format(response_format: Mapping[str, Any]) -> tuple[str, Any] | None:
     """Kind and value of a `response_format`; None if it asks for nothing."""
-    kind = wanted.get("type")
+    kind = response_format.get("type")
     names = VALUES.get(kind, ()) if isinstance(kind, str) else ()
     if kind == "text":
         return None
     if kind == "json_object":
-        schema = wanted.get("schema") or wanted.get("value")
+        schema = response_format.get("schema") or response_format.get("value")
         return ("json", schema) if schema else ("json_object", True)
-    if (value := next((wanted[name] for name in names if wanted.get(name)), None)) is not None:
+    if (value := next((response_format[name] for name in names if response_format.get(name)), None)) is not None:
         return kind, value
     if kind == "json_schema":
-        inner = wanted.get("json_schema")
-        schema = inner.get("schema") if isinstance(inner, dict) else wanted.get("schema")
+        inner = response_format.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, dict) else response_format.get("schema")
         if not isinstance(schema, dict):
             raise Problem(400, f"{FORMAT}.json_schema.schema is missing", param=f"{FORMAT}.json_schema.schema")
         return "json", schema
     raise Problem(400, f"{FORMAT}.type has to be text, json_object or json_schema, not {kind!r:.40}", param=f"{FORMAT}.type")
 
 
-def _form(field: str, kind: str, value: Any) -> Constraint:
+def _constraint(field: str, kind: str, value: Any) -> Constraint:
     if kind == "json_object":
         return schema_constraint({"type": "object"}, field, ANY_OBJECT)
     if kind == "json":

@@ -15,13 +15,13 @@ from .openai_requests import ChatRequest
 from .problems import Problem, problem_of
 
 NONE, ALLOWED = "none", "allowed_tools"
-KEPT_ID = re.compile(r"[A-Za-z0-9]{9,40}")  # call ids of a model that are kept, as they are likely to be unique
+UNIQUE_ID = re.compile(r"[A-Za-z0-9]{9,40}")  # call ids of a model that are likely to be unique, and therefore kept
 
 
 def requested_tools(payload: ChatRequest) -> Tools | None:
     """The tools that an answer may call; None if it may call none. Raises Problem that names the field."""
-    functions, wanted = _allowed(payload)
-    choice = _choice(wanted)
+    functions, requested = _allowed(payload)
+    choice = _choice(requested)
     if not functions:
         if choice not in (AUTO, NONE):
             raise Problem(400, "tool_choice requires a call, but there are no tools", param="tool_choice",
@@ -40,20 +40,20 @@ def requested_tools(payload: ChatRequest) -> Tools | None:
 
 
 def _allowed(payload: ChatRequest) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None]:
-    """The tools that may be called, and the tool choice. Tools that `allowed_tools` excludes are not shown to the model, which would call
-    them. Raises Problem."""
+    """(the tools that may be called, the tool choice). Tools excluded by `allowed_tools` are not shown to the model, which would call them
+    otherwise. Raises Problem."""
     tools, choice = in_chat(payload.tools or []), payload.tool_choice
     if not isinstance(choice, dict) or choice.get("type") != ALLOWED:
         return tools, choice
-    said = choice.get(ALLOWED)
-    said = said if isinstance(said, dict) else {}
-    mode, listed = said.get("mode", AUTO), said.get("tools")
-    if mode not in (AUTO, REQUIRED) or not isinstance(listed, list):
+    allowed = choice.get(ALLOWED)
+    allowed = allowed if isinstance(allowed, dict) else {}
+    mode, allowed_tools = allowed.get("mode", AUTO), allowed.get("tools")
+    if mode not in (AUTO, REQUIRED) or not isinstance(allowed_tools, list):
         raise Problem(400, f"tool_choice.{ALLOWED} has a mode, auto or required, and a list of tools", param=f"tool_choice.{ALLOWED}")
-    names = {_name(each) for each in listed}
+    names = {_name(each) for each in allowed_tools}
     known = {_name(each) for each in tools}
-    if lost := sorted(str(name) for name in names - known):
-        raise Problem(400, f"tool_choice allows {lost[0]:.40}, which is not one of the tools", param=f"tool_choice.{ALLOWED}")
+    if unknown := sorted(str(name) for name in names - known):
+        raise Problem(400, f"tool_choice allows {unknown[0]:.40}, which is not one of the tools", param=f"tool_choice.{ALLOWED}")
     return [each for each in tools if _name(each) in names], mode
 
 
@@ -83,9 +83,9 @@ class CallList:
 
     def add(self, call: Call) -> dict[str, object]:
         """Add a call; returns it as part of a message."""
-        taken = {each["id"] for each in self.made}
-        called = call.id if KEPT_ID.fullmatch(call.id) and call.id not in taken else new_id()
-        own = {"type": CUSTOM, CUSTOM: {"name": call.name, FREE: input_of(call.arguments)}} if call.name in self.free else \
+        used_ids = {each["id"] for each in self.made}
+        call_id = call.id if UNIQUE_ID.fullmatch(call.id) and call.id not in used_ids else new_id()
+        body = {"type": CUSTOM, CUSTOM: {"name": call.name, FREE: input_of(call.arguments)}} if call.name in self.free else \
             {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        self.made.append({"id": called, **own})
+        self.made.append({"id": call_id, **body})
         return self.made[-1]

@@ -64,8 +64,8 @@ class TranscriptSerializer(AnswerSerializer):
         return _chunk(self._written.ended(stats.token_ids))
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
-        held = self._ended(stats)
-        return [*held, {"type": "transcript.text.done", "text": self._written.text, "usage": usage(total_stats(self._costs))}]
+        events = self._ended(stats)
+        return [*events, {"type": "transcript.text.done", "text": self._written.text, "usage": usage(total_stats(self._costs))}]
 
     def whole(self, stats: Stats) -> dict[str, object]:
         self._ended(stats)

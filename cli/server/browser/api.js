@@ -21,51 +21,51 @@ export class Api {
     return (await this.#json("api/show", { model })).capabilities ?? [];
   }
 
-  // Yields { remark } for the server's notices while the request waits, and { piece } for each object of the stream. Throws Failure.
-  async *chat(asked, signal) {
-    const response = await this.#ask("v1/chat/completions", { ...asked, stream: true }, signal);
+  // Yields { notice } for the server's comments while the request waits, and { chunk } for each object of the stream. Throws Failure.
+  async *chat(payload, signal) {
+    const response = await this.#request("v1/chat/completions", { ...payload, stream: true }, signal);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-    let rest = "";
+    let buffer = "";
     for (;;) {
       const { value, done } = await reader.read();
       if (done) throw new Failure("the connection closed before the answer was complete");
-      rest += value;
-      const lines = rest.split("\n");
-      rest = lines.pop();
+      buffer += value;
+      const lines = buffer.split("\n");
+      buffer = lines.pop();
       for (const line of lines) {
-        if (line.startsWith(":")) yield { remark: line.slice(1).trim() };
+        if (line.startsWith(":")) yield { notice: line.slice(1).trim() };
         if (!line.startsWith("data:")) continue;
         const data = line.slice("data:".length).trim();
         if (data === "[DONE]") return;
-        const piece = JSON.parse(data);
-        if (piece.error) throw new Failure(said(piece), piece.error.code);
-        yield { piece };
+        const chunk = JSON.parse(data);
+        if (chunk.error) throw new Failure(messageOf(chunk), chunk.error.code);
+        yield { chunk };
       }
     }
   }
 
-  async #json(path, asked) {
-    return (await this.#ask(path, asked)).json();
+  async #json(path, payload) {
+    return (await this.#request(path, payload)).json();
   }
 
-  async #ask(path, asked, signal) {
-    const headers = asked === undefined ? {} : { "content-type": "application/json" };
+  async #request(path, payload, signal) {
+    const headers = payload === undefined ? {} : { "content-type": "application/json" };
     if (this.key) headers.authorization = `Bearer ${this.key}`;
-    const method = asked === undefined ? "GET" : "POST";
+    const method = payload === undefined ? "GET" : "POST";
     let response;
     try {
-      response = await fetch(path, { method, headers, body: asked && JSON.stringify(asked), signal, credentials: "omit" });
+      response = await fetch(path, { method, headers, body: payload && JSON.stringify(payload), signal, credentials: "omit" });
     } catch (error) {
       if (error.name === "AbortError") throw error;
       throw new Failure("the server does not answer: is effllm serve still running?");
     }
     if (response.ok) return response;
     const problem = await response.json().catch(() => null);
-    throw new Failure(said(problem) ?? `the server answers ${response.status}`, response.status);
+    throw new Failure(messageOf(problem) ?? `the server answers ${response.status}`, response.status);
   }
 }
 
-// The one-line message of an error, in whichever form an API has it.
-function said(problem) {
+// The message of an error response, in the format of any API.
+function messageOf(problem) {
   return typeof problem?.error === "string" ? problem.error : problem?.error?.message;
 }

@@ -1,18 +1,18 @@
 // Files sent with a message: images and videos where the model takes images, audio where it takes audio, and text as part of the message.
 
-import { fitting } from "./audio.js";
+import { fitForRequest } from "./audio.js";
 import { element } from "./thread.js";
-import { isVideo, moments } from "./videos.js";
+import { isVideo, sampleFrames } from "./videos.js";
 
-const LARGEST_TEXT = 1 << 20, LARGEST_PICTURE = 20 << 20, LARGEST_SOUND = 256 << 20, LARGEST_VIDEO = 2 ** 31; // bytes
+const MAX_TEXT = 1 << 20, MAX_IMAGE = 20 << 20, MAX_AUDIO = 256 << 20, MAX_VIDEO = 2 ** 31; // bytes
 
 export class Attachments {
   #list;
 
   constructor(list) {
     this.#list = list;
-    this.sees = this.hears = false;
-    this.tell = () => {}; // progress of a file that takes a while
+    this.takesImages = this.takesAudio = false;
+    this.onProgress = () => {}; // progress of a file that takes a while
     this.files = [];
   }
 
@@ -25,26 +25,26 @@ export class Attachments {
   }
 
   async #read(file) {
-    const isPicture = file.type.startsWith("image/"), isSound = file.type.startsWith("audio/"), moves = isVideo(file);
-    if ((isPicture || moves) && !this.sees) throw new Error(`${file.name}: this model does not support images`);
-    if (isSound && !this.hears) throw new Error(`${file.name}: this model does not support audio`);
-    const most = isPicture ? LARGEST_PICTURE : isSound ? LARGEST_SOUND : moves ? LARGEST_VIDEO : LARGEST_TEXT;
-    if (file.size > most) throw new Error(`${file.name} is too large`);
-    if (isPicture) return { pictures: [{ picture: await dataUrl(file) }] };
-    if (moves) return { pictures: await moments(file, (done, all) => this.tell(`${file.name}: frame ${done} of ${all}`)) };
-    return isSound ? { sound: await dataUrl(await fitting(file)) } : { text: await textOf(file) };
+    const isImage = file.type.startsWith("image/"), isAudio = file.type.startsWith("audio/"), isVideoFile = isVideo(file);
+    if ((isImage || isVideoFile) && !this.takesImages) throw new Error(`${file.name}: this model does not support images`);
+    if (isAudio && !this.takesAudio) throw new Error(`${file.name}: this model does not support audio`);
+    const limit = isImage ? MAX_IMAGE : isAudio ? MAX_AUDIO : isVideoFile ? MAX_VIDEO : MAX_TEXT;
+    if (file.size > limit) throw new Error(`${file.name} is too large`);
+    if (isImage) return { pictures: [{ picture: await dataUrl(file) }] };
+    if (isVideoFile) return { pictures: await sampleFrames(file, (done, all) => this.onProgress(`${file.name}: frame ${done} of ${all}`)) };
+    return isAudio ? { sound: await dataUrl(await fitForRequest(file)) } : { text: await readText(file) };
   }
 
   // The message with this text and the attached files, which are cleared.
-  taken(text) {
-    const texts = this.files.filter((each) => each.text !== undefined).map((each) => quoted(each.name, each.text));
-    const shown = this.files.flatMap((each) => each.pictures ?? []);
-    const pictures = shown.map((each) => each.picture), captions = shown.map((each) => each.caption ?? "");
+  takeMessage(text) {
+    const texts = this.files.filter((each) => each.text !== undefined).map((each) => fenced(each.name, each.text));
+    const images = this.files.flatMap((each) => each.pictures ?? []);
+    const pictures = images.map((each) => each.picture), captions = images.map((each) => each.caption ?? "");
     const sounds = this.files.filter((each) => each.sound).map((each) => each.sound);
     this.files = [];
     this.#show();
-    const seen = pictures.length ? { pictures, ...(captions.some(Boolean) ? { captions } : {}) } : {}, heard = sounds.length ? { sounds } : {};
-    return { role: "user", content: [...texts, text].join("\n\n").trim(), ...seen, ...heard };
+    const imageFields = pictures.length ? { pictures, ...(captions.some(Boolean) ? { captions } : {}) } : {}, audioFields = sounds.length ? { sounds } : {};
+    return { role: "user", content: [...texts, text].join("\n\n").trim(), ...imageFields, ...audioFields };
   }
 
   #show() {
@@ -57,13 +57,13 @@ export class Attachments {
   }
 }
 
-function quoted(name, text) {
+function fenced(name, text) {
   const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((each) => each.length));
   const fence = "`".repeat(longest + 1);
   return `${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
 }
 
-async function textOf(file) {
+async function readText(file) {
   try {
     return new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
   } catch {

@@ -10,26 +10,26 @@ export class Conversations {
   #database;
 
   static async open() {
-    const opened = new Conversations();
-    const asked = indexedDB.open(NAME, 1);
-    asked.onupgradeneeded = () => asked.result.createObjectStore(STORE, { keyPath: "id" });
-    opened.#database = await done(asked);
-    return opened;
+    const created = new Conversations();
+    const request = indexedDB.open(NAME, 1);
+    request.onupgradeneeded = () => request.result.createObjectStore(STORE, { keyPath: "id" });
+    created.#database = await resultOf(request);
+    return created;
   }
 
   // Latest first.
   async all() {
-    const found = await done(this.#store("readonly").getAll());
-    return found.sort((one, other) => other.changed - one.changed);
+    const stored = await resultOf(this.#store("readonly").getAll());
+    return stored.sort((one, other) => other.changed - one.changed);
   }
 
-  async keep(conversation) {
+  async save(conversation) {
     conversation.changed = Date.now();
-    await done(this.#store("readwrite").put(conversation));
+    await resultOf(this.#store("readwrite").put(conversation));
   }
 
-  async forget(id) {
-    await done(this.#store("readwrite").delete(id));
+  async remove(id) {
+    await resultOf(this.#store("readwrite").delete(id));
   }
 
   #store(mode) {
@@ -37,7 +37,7 @@ export class Conversations {
   }
 }
 
-export function begun() {
+export function newConversation() {
   return { id: newId(), title: "", changed: Date.now(), messages: [] };
 }
 
@@ -58,23 +58,23 @@ export function toFile(conversation, system) {
 
 // Throws an Error with a one-line message for the user.
 export function fromFile(text, name) {
-  let read = null;
+  let saved = null;
   try {
-    read = JSON.parse(text);
+    saved = JSON.parse(text);
   } catch {
     // no JSON: reported below
   }
   const isMessage = (each) => typeof each?.role === "string" && typeof each.content === "string";
-  if (read?.format !== FORMAT || read.version !== VERSION || !Array.isArray(read.messages) || !read.messages.every(isMessage)) {
+  if (saved?.format !== FORMAT || saved.version !== VERSION || !Array.isArray(saved.messages) || !saved.messages.every(isMessage)) {
     throw new Error(`${name} is not a saved conversation: load a file written by Save here, or by /save in effllm chat`);
   }
-  const messages = read.messages.filter((each) => each.role !== "system").map(({ role, content }) => ({ role, content }));
-  return { ...begun(), title: titleOf(messages), messages };
+  const messages = saved.messages.filter((each) => each.role !== "system").map(({ role, content }) => ({ role, content }));
+  return { ...newConversation(), title: titleOf(messages), messages };
 }
 
-function done(asked) {
+function resultOf(request) {
   return new Promise((resolve, reject) => {
-    asked.onsuccess = () => resolve(asked.result);
-    asked.onerror = () => reject(asked.error);
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
   });
 }

@@ -2,13 +2,13 @@
 
 import { Api } from "./api.js";
 import { Attachments } from "./attachments.js";
-import { Conversations, begun, fromFile, titleOf, toFile } from "./conversations.js";
+import { Conversations, newConversation, fromFile, titleOf, toFile } from "./conversations.js";
 import { fit } from "./images.js";
 import { Settings } from "./settings.js";
 import { Thread, element } from "./thread.js";
 
 const UNAUTHORIZED = 401;
-const CUT = "The answer was cut off: the token limit was reached, or the context is full.";
+const CUT_OFF = "The answer was cut off: the token limit was reached, or the context is full.";
 const byId = (id) => document.getElementById(id);
 const api = new Api();
 const settings = new Settings(byId("settings"), () => {
@@ -16,12 +16,12 @@ const settings = new Settings(byId("settings"), () => {
   refresh();
 });
 const attachments = new Attachments(byId("attached"));
-attachments.tell = say;
-const thread = new Thread(byId("thread"), { edit, again, remove });
+attachments.onProgress = showStatus;
+const thread = new Thread(byId("thread"), { edit, regenerate, remove });
 let conversations = null; // null: this browser cannot store any
-let current = begun();
-let stopping = null; // aborts the answer being generated
-let known = null; // the model whose capabilities these are
+let current = newConversation();
+let abortController = null; // aborts the answer being generated
+let describedModel = null; // the model whose capabilities these are
 let capabilities = [];
 
 // ---- models
@@ -34,24 +34,24 @@ async function refresh() {
       const loaded = each.status && each.status.value !== "unloaded" ? ` (${each.status.value})` : "";
       return element("option", { value: each.id, selected: each.id === chosen }, each.id + loaded);
     }));
-    if (!models.length) return say("no text model is on this machine yet: effllm pull MODEL", true);
-    if (chosen !== known) await choose(chosen);
-    if (byId("state").classList.contains("wrong")) say("");
+    if (!models.length) return showStatus("no text model is on this machine yet: effllm pull MODEL", true);
+    if (chosen !== describedModel) await selectModel(chosen);
+    if (byId("state").classList.contains("wrong")) showStatus("");
   } catch (error) {
-    failed(error);
+    showError(error);
   }
 }
 
-async function choose(model) {
-  settings.model = known = model;
+async function selectModel(model) {
+  settings.model = describedModel = model;
   capabilities = await api.capabilities(model).catch(() => []);
-  attachments.sees = capabilities.includes("vision");
-  attachments.hears = capabilities.includes("audio");
+  attachments.takesImages = capabilities.includes("vision");
+  attachments.takesAudio = capabilities.includes("audio");
 }
 
 // ---- conversations
 
-async function showList() {
+async function showConversations() {
   const all = conversations ? await conversations.all() : [];
   byId("conversations").replaceChildren(...all.map((each) => {
     const button = (name, className, title, run) => element("button", { type: "button", className, title, onclick: run }, name);
@@ -68,26 +68,26 @@ function open(conversation) {
   document.body.classList.remove("side");
   byId("menu").ariaExpanded = "false";
   thread.show(current.messages, "Conversations stay in this browser and on the server's machine.");
-  showList();
+  showConversations();
   byId("text").focus();
 }
 
-async function keep() {
+async function saveCurrent() {
   if (!conversations) return;
   current.title ||= titleOf(current.messages);
   try {
-    await conversations.keep(current);
+    await conversations.save(current);
   } catch (error) {
-    say(`this browser cannot save the conversation: ${error.message}`, true);
+    showStatus(`this browser cannot save the conversation: ${error.message}`, true);
   }
-  await showList();
+  await showConversations();
 }
 
 async function forget(conversation) {
   if (!confirm(`Delete “${conversation.title}”?`)) return;
-  await conversations.forget(conversation.id);
-  if (conversation.id === current.id) open(begun());
-  else await showList();
+  await conversations.remove(conversation.id);
+  if (conversation.id === current.id) open(newConversation());
+  else await showConversations();
 }
 
 function download(conversation) {
@@ -105,9 +105,9 @@ async function send(message) {
 }
 
 async function edit(index) {
-  if (stopping) return;
+  if (abortController) return;
   thread.edit(current.messages[index], index, async (text) => {
-    if (!text.trim() || stopping) return;
+    if (!text.trim() || abortController) return;
     const changed = { ...current.messages[index], content: text };
     current.messages.length = index;
     thread.show(current.messages, "");
@@ -115,106 +115,106 @@ async function edit(index) {
   });
 }
 
-async function again(index) {
-  if (stopping) return;
+async function regenerate(index) {
+  if (abortController) return;
   current.messages.length = index;
   thread.show(current.messages, "");
   await answer();
 }
 
 async function remove(index) {
-  if (stopping) return;
+  if (abortController) return;
   current.messages.length = index;
   thread.show(current.messages, "");
-  if (current.messages.length || !conversations) return keep();
-  await conversations.forget(current.id);
-  open(begun());
+  if (current.messages.length || !conversations) return saveCurrent();
+  await conversations.remove(current.id);
+  open(newConversation());
 }
 
 // Generates the answer to the conversation's last message.
 async function answer() {
   const conversation = current, message = { role: "assistant", content: "" }, index = conversation.messages.length;
-  const asked = { model: byId("model").value, messages: systemOf(), ...settings.fields(capabilities.includes("thinking")) };
-  const said = [...conversation.messages];
+  const payload = { model: byId("model").value, messages: systemMessages(), ...settings.fields(capabilities.includes("thinking")) };
+  const history = [...conversation.messages];
   conversation.messages.push(message);
   thread.add(message, index);
-  const own = stopping = new AbortController();
-  busy(true);
-  let drawn = 0;
+  const controller = abortController = new AbortController();
+  setBusy(true);
+  let frameRequest = 0;
   const draw = () => {
-    drawn = 0;
+    frameRequest = 0;
     if (conversation === current) thread.update(message, index);
   };
   try {
-    say("reading");
-    if (await fit(said)) say("reading (images scaled down to fit a request)");
-    asked.messages.push(...inTurns(said));
-    for await (const { remark, piece } of api.chat(asked, own.signal)) {
-      if (remark) say(remark);
-      const choice = piece?.choices?.[0];
+    showStatus("reading");
+    if (await fit(history)) showStatus("reading (images scaled down to fit a request)");
+    payload.messages.push(...mergeTurns(history));
+    for await (const { notice, chunk } of api.chat(payload, controller.signal)) {
+      if (notice) showStatus(notice);
+      const choice = chunk?.choices?.[0];
       if (!choice) continue;
       message.reasoning = (message.reasoning ?? "") + (choice.delta.reasoning_content ?? "") || undefined;
       message.content += choice.delta.content ?? "";
-      if (choice.delta.content || choice.delta.reasoning_content) say("writing");
-      if (piece.timings) message.cost = costOf(piece.timings);
-      if (choice.finish_reason === "length") message.problem = CUT;
-      drawn ||= requestAnimationFrame(draw);
+      if (choice.delta.content || choice.delta.reasoning_content) showStatus("writing");
+      if (chunk.timings) message.cost = costOf(chunk.timings);
+      if (choice.finish_reason === "length") message.problem = CUT_OFF;
+      frameRequest ||= requestAnimationFrame(draw);
     }
-    say("");
+    showStatus("");
   } catch (error) {
-    if (error.name === "AbortError") say("stopped");
+    if (error.name === "AbortError") showStatus("stopped");
     else {
       message.problem = error.message;
-      failed(error);
+      showError(error);
     }
   } finally {
-    cancelAnimationFrame(drawn);
+    cancelAnimationFrame(frameRequest);
     draw();
-    if (stopping === own) {
-      stopping = null;
-      busy(false);
+    if (abortController === controller) {
+      abortController = null;
+      setBusy(false);
     }
   }
   if (!message.content && !message.reasoning && !message.problem) conversation.messages.splice(index, 1); // stopped before it began
   if (conversation === current) {
     if (conversation.messages.length === index) thread.show(conversation.messages, "");
-    await keep();
-  } else if (conversations) await conversations.keep(conversation).then(showList);
+    await saveCurrent();
+  } else if (conversations) await conversations.save(conversation).then(showConversations);
   await refresh(); // which models are loaded
 }
 
-function systemOf() {
+function systemMessages() {
   return settings.values.system ? [{ role: "system", content: settings.values.system }] : [];
 }
 
 // The messages of a request. Consecutive user messages are merged: templates require alternating turns.
-function inTurns(messages) {
+function mergeTurns(messages) {
   const turns = [];
   for (const { role, content, pictures = [], captions = [], sounds = [] } of messages) {
-    const parts = [...asPictures(pictures, captions), ...sounds.map(asSound)];
+    const parts = [...imageParts(pictures, captions), ...sounds.map(audioPart)];
     if (!content && !parts.length) continue;
     const last = turns.at(-1);
     if (last?.role !== role) turns.push({ role, content, parts });
     else turns[turns.length - 1] = { role, content: `${last.content}\n\n${content}`, parts: [...last.parts, ...parts] };
   }
-  return turns.map(({ role, content, parts }) => ({ role, content: parts.length ? [...parts, asText(content)] : content }));
+  return turns.map(({ role, content, parts }) => ({ role, content: parts.length ? [...parts, textPart(content)] : content }));
 }
 
 // Frames of a video each after its timestamp, on lines of their own, as the server has them for a video that it is sent.
-function asPictures(urls, captions) {
+function imageParts(urls, captions) {
   return urls.flatMap((url, place) => {
     const picture = { type: "image_url", image_url: { url } }, caption = captions[place];
-    return caption ? [asText(`${captions[place - 1] ? "\n" : ""}${caption}\n`), picture] : [picture];
+    return caption ? [textPart(`${captions[place - 1] ? "\n" : ""}${caption}\n`), picture] : [picture];
   });
 }
 
 // OpenAI names two formats; the server detects the format from the bytes.
-function asSound(url) {
+function audioPart(url) {
   const [head, data] = url.split(",");
   return { type: "input_audio", input_audio: { data, format: /mpeg|mp3/.test(head) ? "mp3" : "wav" } };
 }
 
-function asText(text) {
+function textPart(text) {
   return { type: "text", text };
 }
 
@@ -224,23 +224,23 @@ function costOf(timings) {
 }
 
 function stop() {
-  stopping?.abort();
+  abortController?.abort();
 }
 
 // ---- status line
 
-function busy(is) {
-  byId("send").hidden = is;
-  byId("stop").hidden = !is;
+function setBusy(isBusy) {
+  byId("send").hidden = isBusy;
+  byId("stop").hidden = !isBusy;
 }
 
-function say(text, wrong = false) {
+function showStatus(text, wrong = false) {
   byId("state").textContent = byId("state").title = text;
   byId("state").classList.toggle("wrong", wrong);
 }
 
-function failed(error) {
-  say(error.message, true);
+function showError(error) {
+  showStatus(error.message, true);
   if (error.status === UNAUTHORIZED && !byId("settings").open) settings.askForKey();
 }
 
@@ -249,13 +249,13 @@ function failed(error) {
 async function attach(files) {
   try {
     await attachments.add(files);
-    say("");
+    showStatus("");
   } catch (error) {
-    say(error.message, true);
+    showStatus(error.message, true);
   }
 }
 
-function grow() {
+function resizeInput() {
   const field = byId("text");
   field.style.height = "auto";
   field.style.height = `${field.scrollHeight + 2}px`;
@@ -264,12 +264,12 @@ function grow() {
 byId("composer").addEventListener("submit", async (event) => {
   event.preventDefault();
   const text = byId("text").value.trim();
-  if (stopping || !text && !attachments.files.length) return;
+  if (abortController || !text && !attachments.files.length) return;
   byId("text").value = "";
-  grow();
-  await send(attachments.taken(text));
+  resizeInput();
+  await send(attachments.takeMessage(text));
 });
-byId("text").addEventListener("input", grow);
+byId("text").addEventListener("input", resizeInput);
 byId("text").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
@@ -290,9 +290,9 @@ for (const kind of ["dragover", "dragleave", "drop"]) {
   });
 }
 byId("stop").addEventListener("click", stop);
-byId("new").addEventListener("click", () => open(begun()));
+byId("new").addEventListener("click", () => open(newConversation()));
 byId("open-settings").addEventListener("click", () => settings.open());
-byId("model").addEventListener("change", (event) => choose(event.target.value));
+byId("model").addEventListener("change", (event) => selectModel(event.target.value));
 byId("attach").addEventListener("click", () => byId("attach-file").click());
 byId("attach-file").addEventListener("change", async (event) => {
   await attach(event.target.files);
@@ -304,9 +304,9 @@ byId("load-file").addEventListener("change", async (event) => {
   event.target.value = "";
   try {
     open(fromFile(await file.text(), file.name));
-    await keep();
+    await saveCurrent();
   } catch (error) {
-    say(error.message, true);
+    showStatus(error.message, true);
   }
 });
 byId("menu").addEventListener("click", () => {
@@ -315,7 +315,7 @@ byId("menu").addEventListener("click", () => {
 try {
   conversations = await Conversations.open();
 } catch {
-  say("this browser cannot save conversations: they are lost when the page is closed", true);
+  showStatus("this browser cannot save conversations: they are lost when the page is closed", true);
 }
 api.key = settings.key;
 open(current);

@@ -1,6 +1,6 @@
 // Generation options, stored in this browser. The server's API key is kept for as long as the tab lives.
 
-const NAME = "effllm.settings", KEY = "effllm.key";
+const STORAGE_KEY = "effllm.settings", API_KEY_STORAGE = "effllm.key";
 const NUMBERS = ["temperature", "top_p", "max_tokens"];
 
 export class Settings {
@@ -8,18 +8,18 @@ export class Settings {
     this.dialog = dialog;
     this.form = dialog.querySelector("form");
     try {
-      this.values = JSON.parse(localStorage.getItem(NAME) ?? "{}");
+      this.values = JSON.parse(localStorage.getItem(STORAGE_KEY) ?? "{}");
     } catch {
       this.values = {}; // of another version
     }
     dialog.addEventListener("close", () => {
-      this.#take();
+      this.#readForm();
       changed();
     });
   }
 
   get key() {
-    return sessionStorage.getItem(KEY) ?? "";
+    return sessionStorage.getItem(API_KEY_STORAGE) ?? "";
   }
 
   get model() {
@@ -27,15 +27,15 @@ export class Settings {
   }
 
   set model(name) {
-    this.#keep({ ...this.values, model: name });
+    this.#store({ ...this.values, model: name });
   }
 
   // A request was refused for its API key, or was sent without one.
   askForKey() {
     this.open("key");
-    const asks = this.form.querySelector("#asks");
-    asks.textContent = this.key ? "Wrong API key." : "This server needs an API key (--api-key).";
-    asks.hidden = false;
+    const notice = this.form.querySelector("#asks");
+    notice.textContent = this.key ? "Wrong API key." : "This server needs an API key (--api-key).";
+    notice.hidden = false;
   }
 
   open(focus) {
@@ -45,23 +45,23 @@ export class Settings {
     if (focus) this.form.elements[focus].focus();
   }
 
-  // The request fields of these options; `thinks`: whether the model reasons.
-  fields(thinks) {
-    const said = {};
-    for (const name of NUMBERS) if (this.values[name] !== undefined) said[name] = Number(this.values[name]);
-    if (thinks && this.values.thinking) said.chat_template_kwargs = { enable_thinking: this.values.thinking === "on" };
-    return said;
+  // The request fields of these options; `reasons`: whether the model supports reasoning.
+  fields(reasons) {
+    const requestFields = {};
+    for (const name of NUMBERS) if (this.values[name] !== undefined) requestFields[name] = Number(this.values[name]);
+    if (reasons && this.values.thinking) requestFields.chat_template_kwargs = { enable_thinking: this.values.thinking === "on" };
+    return requestFields;
   }
 
-  #take() {
+  #readForm() {
     const values = { model: this.model };
     for (const [name, value] of new FormData(this.form)) if (name !== "key" && String(value).trim()) values[name] = value;
-    sessionStorage.setItem(KEY, this.form.elements.key.value.trim());
-    this.#keep(values);
+    sessionStorage.setItem(API_KEY_STORAGE, this.form.elements.key.value.trim());
+    this.#store(values);
   }
 
-  #keep(values) {
+  #store(values) {
     this.values = values;
-    localStorage.setItem(NAME, JSON.stringify(values));
+    localStorage.setItem(STORAGE_KEY, JSON.stringify(values));
   }
 }

@@ -1,19 +1,19 @@
-// The messages of a conversation as the user sees them. `acts` has the callbacks of a message's buttons: { edit, again, remove }.
+// Shows the messages of a conversation. `actions` has the callbacks of a message's buttons: { edit, regenerate, remove }.
 
 import { show } from "./markdown.js";
 
-const NEAR = 80; // pixels from the end, within which the view scrolls with a growing answer
+const FOLLOW_WITHIN = 80; // pixels from the end, within which the view scrolls with a growing answer
 
 export class Thread {
   #element;
-  #acts;
+  #actions;
 
-  constructor(element, acts) {
+  constructor(element, actions) {
     this.#element = element;
-    this.#acts = acts;
+    this.#actions = actions;
     element.addEventListener("click", (event) => {
       const button = event.target.closest("[data-copies]");
-      if (button) copied(button, button.dataset.copies);
+      if (button) copyText(button, button.dataset.copies);
     });
   }
 
@@ -22,61 +22,61 @@ export class Thread {
     this.#element.replaceChildren();
     if (!messages.length) this.#element.append(element("p", { className: "greeting" }, greeting));
     messages.forEach((message, index) => this.#add(message, index));
-    this.#toEnd();
+    this.#scrollToEnd();
   }
 
   add(message, index) {
     if (index === 0) this.#element.replaceChildren();
     this.#add(message, index);
-    this.#toEnd();
+    this.#scrollToEnd();
   }
 
   // A message that has grown, or is complete.
   update(message, index) {
-    const follows = this.#element.scrollHeight - this.#element.scrollTop - this.#element.clientHeight < NEAR;
-    fill(this.#element.children[index], message);
-    if (follows) this.#toEnd();
+    const isAtEnd = this.#element.scrollHeight - this.#element.scrollTop - this.#element.clientHeight < FOLLOW_WITHIN;
+    render(this.#element.children[index], message);
+    if (isAtEnd) this.#scrollToEnd();
   }
 
   // Edits a message in a text field, until it is sent or cancelled.
   edit(message, index, send) {
     const body = this.#element.children[index].querySelector(".body");
     const field = element("textarea", { value: message.content, ariaLabel: "The message, changed" });
-    const leave = () => this.#element.children[index].replaceWith(this.#made(message, index));
-    const sent = element("button", { type: "button", onclick: () => send(field.value) }, "Send");
-    const left = element("button", { type: "button", onclick: leave }, "Cancel");
+    const cancel = () => this.#element.children[index].replaceWith(this.#create(message, index));
+    const sendButton = element("button", { type: "button", onclick: () => send(field.value) }, "Send");
+    const cancelButton = element("button", { type: "button", onclick: cancel }, "Cancel");
     field.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") leave();
+      if (event.key === "Escape") cancel();
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send(field.value);
     });
-    body.replaceChildren(field, element("div", { className: "row" }, sent, left));
+    body.replaceChildren(field, element("div", { className: "row" }, sendButton, cancelButton));
     field.focus();
   }
 
   #add(message, index) {
-    this.#element.append(this.#made(message, index));
+    this.#element.append(this.#create(message, index));
   }
 
-  #made(message, index) {
-    const own = message.role === "user";
+  #create(message, index) {
+    const isUser = message.role === "user";
     const act = (name, title, run) => element("button", { type: "button", title, onclick: run }, name);
-    const acts = element("div", { className: "acts" }, element("span", { className: "cost" }),
-      element("button", { type: "button", onclick: (event) => copied(event.target, message.content) }, "Copy"),
-      own ? act("Edit", "Edit and continue from here", () => this.#acts.edit(index))
-        : act("Again", "Regenerate this answer", () => this.#acts.again(index)),
-      act("Delete", "Delete this and all later messages", () => this.#acts.remove(index)));
-    const made = element("article", { className: `message ${own ? "user" : "assistant"}` }, element("div", { className: "body" }), acts);
-    made.setAttribute("aria-label", own ? "You" : "The model");
-    fill(made, message);
-    return made;
+    const actions = element("div", { className: "acts" }, element("span", { className: "cost" }),
+      element("button", { type: "button", onclick: (event) => copyText(event.target, message.content) }, "Copy"),
+      isUser ? act("Edit", "Edit and continue from here", () => this.#actions.edit(index))
+        : act("Again", "Regenerate this answer", () => this.#actions.regenerate(index)),
+      act("Delete", "Delete this and all later messages", () => this.#actions.remove(index)));
+    const created = element("article", { className: `message ${isUser ? "user" : "assistant"}` }, element("div", { className: "body" }), actions);
+    created.setAttribute("aria-label", isUser ? "You" : "The model");
+    render(created, message);
+    return created;
   }
 
-  #toEnd() {
+  #scrollToEnd() {
     this.#element.scrollTop = this.#element.scrollHeight;
   }
 }
 
-function fill(article, message) {
+function render(article, message) {
   const body = article.querySelector(".body");
   article.querySelector(".cost").textContent = message.cost ?? "";
   if (message.role === "user") {
@@ -91,31 +91,31 @@ function fill(article, message) {
     return;
   }
   if (message.reasoning) {
-    const details = part(body, "details", "reasoning", () => [element("summary", {}), element("div", { className: "prose" })]);
+    const details = childOf(body, "details", "reasoning", () => [element("summary", {}), element("div", { className: "prose" })]);
     details.querySelector("summary").textContent = message.content ? "Reasoning" : "Reasoning…";
     show(details.querySelector(".prose"), message.reasoning);
   }
-  if (message.content) show(part(body, "div", "answer prose"), message.content);
-  if (message.problem) part(body, "p", "problem").textContent = message.problem;
+  if (message.content) show(childOf(body, "div", "answer prose"), message.content);
+  if (message.problem) childOf(body, "p", "problem").textContent = message.problem;
 }
 
 // The only child of a class, created on first use.
-function part(body, kind, className, children = () => []) {
-  const found = [...body.children].find((each) => each.className === className);
-  if (found) return found;
-  const made = element(kind, { className }, ...children());
-  body.append(made);
-  return made;
+function childOf(body, kind, className, children = () => []) {
+  const existing = [...body.children].find((each) => each.className === className);
+  if (existing) return existing;
+  const created = element(kind, { className }, ...children());
+  body.append(created);
+  return created;
 }
 
 export function element(kind, properties, ...children) {
-  const made = Object.assign(document.createElement(kind), properties);
-  made.append(...children);
-  return made;
+  const created = Object.assign(document.createElement(kind), properties);
+  created.append(...children);
+  return created;
 }
 
 // The clipboard API exists only in secure contexts; elsewhere a selection is copied.
-async function copied(button, text) {
+async function copyText(button, text) {
   const label = button.textContent;
   let done = true;
   if (navigator.clipboard) {
