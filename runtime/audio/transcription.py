@@ -15,24 +15,26 @@ IN_LANGUAGE, HINTED = " It is in {}.", " Words that may be in it, or what came b
 NAMED, NOBODY = "language ", "None"  # preamble of models that name the language; its value for silence
 
 
-def transcription_messages(hearing: AudioTower, words: Container[str], mark: str, language: str | None = None, hint: str | None = None,
+def transcription_messages(hearing: AudioTower, added_tokens: Container[str], marker: str, language: str | None = None,
+                           hint: str | None = None,
                  translates: bool = False) -> list[dict[str, str]]:
-    """Messages that ask for a transcript of the clip with marker `mark`. `words`: the model's added tokens; `language`: code or name;
+    """Messages that ask for a transcript of the clip with marker `marker`. `added_tokens`: the model's added tokens; `language`: code or
+    name;
     `hint` is used where the family has a place for it. Raises UsageError for what an ASR-only model cannot do."""
     if hearing.heads_text:
-        return _to_one_that_does_nothing_else(hearing, mark, language, hint, translates)
+        return _asr_only_messages(hearing, marker, language, hint, translates)
     if hearing.constrain_logits is not None:
-        said = hearing.begun(translates, language and language_code(hearing, language))
-        return [{"role": "user", "content": mark}, *([{"role": "assistant", "content": said}] if said else [])]
-    if hearing.transcribes in words and not translates:
+        answer_prefix = hearing.begun(translates, language and language_code(hearing, language))
+        return [{"role": "user", "content": marker}, *([{"role": "assistant", "content": answer_prefix}] if answer_prefix else [])]
+    if hearing.transcribes in added_tokens and not translates:
         code = f"lang:{language}" if language else ""
-        return [{"role": "user", "content": mark}, {"role": "assistant", "content": f"{code}{hearing.transcribes}"}]
-    asks = TRANSLATES if translates else hearing.asks_to_transcribe
-    asks += IN_LANGUAGE.format(language) if language and not translates else ""
-    return [{"role": "user", "content": mark + asks + (HINTED.format(hint) if hint else "")}]
+        return [{"role": "user", "content": marker}, {"role": "assistant", "content": f"{code}{hearing.transcribes}"}]
+    request = TRANSLATES if translates else hearing.asks_to_transcribe
+    request += IN_LANGUAGE.format(language) if language and not translates else ""
+    return [{"role": "user", "content": marker + request + (HINTED.format(hint) if hint else "")}]
 
 
-def _to_one_that_does_nothing_else(hearing: AudioTower, mark: str, language: str | None, hint: str | None,
+def _asr_only_messages(hearing: AudioTower, mark: str, language: str | None, hint: str | None,
                                    translates: bool) -> list[dict[str, str]]:
     """For ASR-only models: the hint is the system prompt, and the language a prefix of the answer."""
     if translates:
