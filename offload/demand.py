@@ -38,39 +38,32 @@ class Experts:
     slot_nbytes: int
 
     @property
-    def least(self) -> int:
+    def min_slots(self) -> int:
         """The fewest useful slots, those of two tokens; below that no policy helps."""
         return min(self.count, 2 * self.per_token * self.layers)
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a model asks for, in bytes; the KV figures are sums over all layers.
+    """What a model needs, in bytes. KV figures without "layers" in their name are sums over all layers."""
 
-    `blocks`: weights that can be streamed, in order of use; empty if none can. `same`: which blocks are identical, as in `choose_pinned`.
-    `always`: what stays in memory when they stream. `experts`: a mixture's experts, where they can be read individually; `always` is then
-    everything else. `units`: per layer, neurons read on demand; they are in neither. `gpu_workspace`: workspace on a GPU (None: as on the
-    host). `kv_layers`: cache bytes per token of each layer, rounded up, where layers differ; `kv_fixed_layers`: `kv_fixed` by layer,
-    likewise. `kv_sinks`: tokens before the first page; `kv_page`: bytes of a page, 0 for the sum of its tokens; `texts`: how many sequences
-    share all of it."""
-
-    baseline: int
+    baseline: int  # the process without the model
     workspace: int
     weights: tuple[BlockBytes, ...]
     kv_bytes_per_token: int
-    kv_fixed: int
+    kv_fixed: int  # cache bytes whatever the context length
     layers: int
-    blocks: tuple[int, ...] = ()
-    same: tuple[int, ...] = ()
-    always: int = 0
-    experts: Experts | None = None
-    units: tuple[Units, ...] = ()
-    gpu_workspace: int | None = None
-    kv_layers: tuple[int, ...] = ()
-    kv_fixed_layers: tuple[int, ...] = ()
-    kv_sinks: int = 0
-    kv_page: int = 0
-    texts: int = 1
+    blocks: tuple[int, ...] = ()  # weights that can be streamed, in order of use; empty if none can
+    copy_of: tuple[int, ...] = ()  # which blocks are identical, as in `choose_pinned`
+    always_nbytes: int = 0  # weights that stay in memory when blocks, experts or neurons are read from disk
+    experts: Experts | None = None  # a mixture's experts, if they can be read individually
+    units: tuple[Units, ...] = ()  # per layer, neurons read on demand; in neither `blocks` nor `always_nbytes`
+    gpu_workspace: int | None = None  # None: as on the host
+    kv_layers: tuple[int, ...] = ()  # cache bytes per token of each layer, rounded up; empty if layers do not differ
+    kv_fixed_layers: tuple[int, ...] = ()  # `kv_fixed` of each layer
+    kv_sinks: int = 0  # tokens before the first page
+    kv_page: int = 0  # bytes of a page; 0: the sum of its tokens
+    sequences: int = 1  # how many share the plan, each with its own cache
 
     def __post_init__(self) -> None:
         above = sum(self.kv_layers) - self.kv_bytes_per_token
@@ -114,20 +107,20 @@ def with_slack(nbytes: int) -> int:
     return -(-nbytes * 105 // 100)
 
 
-def largest(is_good: Callable[[int], bool], most: int, quantum: int) -> int:
-    """`most`, or the largest multiple of `quantum` below it for which `is_good` holds, or 0."""
-    if is_good(most):
-        return most
-    fits, fails = 0, -(-most // quantum)
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        if is_good(middle * quantum):
-            fits = middle
+def largest(fits: Callable[[int], bool], limit: int, quantum: int) -> int:
+    """`limit` if it fits, else the largest multiple of `quantum` below it that does, or 0."""
+    if fits(limit):
+        return limit
+    low, high = 0, -(-limit // quantum)  # in quanta: low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle * quantum):
+            low = middle
         else:
-            fails = middle
-    return fits * quantum
+            high = middle
+    return low * quantum
 
 
 def describe_ctx(demand: Demand, ctx: int) -> str:
     """A context length for messages: its tokens, and how many sequences share them."""
-    return f"{ctx} tokens" if demand.texts == 1 else f"{demand.texts} times {ctx} tokens"
+    return f"{ctx} tokens" if demand.sequences == 1 else f"{demand.sequences} times {ctx} tokens"

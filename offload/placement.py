@@ -12,23 +12,22 @@ from dataclasses import dataclass
 from .. import DoesNotFit
 from .size import format_size
 
-RING_NBYTES = 64 << 20  # at most
-# Every byte of the ring is a byte not pinned: a small share of what streams, but enough reads to keep a disk busy.
-RING_LEAST, RING_SHARE = 16 << 20, 8
-LEAST_SHARE = 16  # minimum share of a layer's units with slots, whatever the budget
+RING_NBYTES = 64 << 20  # the largest ring
+# The ring's bytes cannot be pinned, so it is a small share of what streams, but large enough to keep the disk busy.
+MIN_RING_NBYTES, RING_DIVISOR = 16 << 20, 8
+MIN_SLOT_DIVISOR = 16  # a layer has slots for at least this fraction of its units, whatever the budget
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Indices of pinned and streamed blocks, in order of use, and their bytes. Weights that belong to no block (norms, biases, row scales)
-    always stay in memory and are not counted. `ring_nbytes`: buffer for streamed blocks; 0 if nothing streams, else room for two of the
-    largest, so that one is read while another is used."""
+    """Which blocks of weights are pinned and which are streamed. Weights that belong to no block (norms, biases, row scales) always stay in
+    memory and are not counted."""
 
-    pinned: tuple[int, ...]
+    pinned: tuple[int, ...]  # indices of blocks, in order of use
     streamed: tuple[int, ...]
     pinned_nbytes: int
     streamed_nbytes: int
-    ring_nbytes: int
+    ring_nbytes: int  # buffer for streamed blocks: room for two of the largest, so that one is read while another is used; 0 without any
 
     @property
     def nbytes(self) -> int:
@@ -46,45 +45,40 @@ class Budget:
 
 @dataclass(frozen=True)
 class GpuBytes:
-    """Bytes on a GPU: weights (`head_bytes` of which the host holds too), cache, workspace with `buffers` for copied layers."""
+    """Bytes on a GPU."""
 
-    weights_bytes: int = 0
+    weights_bytes: int = 0  # including the head
     kv_bytes: int = 0
-    workspace_bytes: int = 0
-    buffers_bytes: int = 0
-    head_bytes: int = 0
+    workspace_bytes: int = 0  # including the buffers
+    buffers_bytes: int = 0  # for host layers that are copied to the GPU
+    head_bytes: int = 0  # the head's weights, which the host holds too
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A plan that fits. `devices` has one entry per layer; `total_bytes` is host memory and `vram_bytes` GPU memory, slack included; the
-    weights and KV figures are sums over both. `residency`: which blocks stream; None if none does. `always_bytes`: memory for what stays
-    when others stream (`Demand.always`), 0 if everything fits. `slots`: units in memory per layer; empty if all fit, or there are none.
-    `expert_slots`: experts in memory, if not all fit. `kv_pages`: pages of the cache in memory, None for all; `kv_bytes` counts those in
-    memory, `kv_disk_bytes` those on disk with a full context. `gpu`: the GPU's part of the sums. `disk_layers`: layers of which a token
-    reads from disk. `copied_from`: passes of at least this many tokens copy the host's layers to the GPU (None: none do)."""
+    """A plan that fits. The weights and KV figures are sums over host and GPU; what is on the host alone is a property."""
 
-    devices: tuple[str, ...]
+    devices: tuple[str, ...]  # "cpu" or "cuda" for each layer
     ctx: int
     weights_bytes: int
-    kv_bytes: int
+    kv_bytes: int  # with pages on disk, those in memory
     workspace_bytes: int
     baseline_bytes: int
-    total_bytes: int
+    total_bytes: int  # host memory, slack included
     budget: Budget
     notes: tuple[str, ...] = ()
-    vram_bytes: int = 0
-    residency: Residency | None = None
+    vram_bytes: int = 0  # GPU memory, slack included
+    residency: Residency | None = None  # which blocks stream; None if none does
     kv_bytes_per_token: int = 0
-    slots: tuple[int, ...] = ()
-    window_bytes: int = 0
-    expert_slots: int | None = None
-    kv_pages: int | None = None
-    kv_disk_bytes: int = 0
+    slots: tuple[int, ...] = ()  # neurons in memory, per layer; empty if all fit, or are not read individually
+    window_bytes: int = 0  # memory for those neurons
+    expert_slots: int | None = None  # experts in memory; None if all fit
+    kv_pages: int | None = None  # pages of the cache in memory; None: all
+    kv_disk_bytes: int = 0  # pages on disk when the context is full
     gpu: GpuBytes = GpuBytes()
-    disk_layers: tuple[int, ...] = ()
-    copied_from: int | None = None
-    always_bytes: int = 0
+    disk_layers: tuple[int, ...] = ()  # layers of which a token reads weights from disk
+    copied_from: int | None = None  # passes of at least this many tokens copy host layers to the GPU; None: none does
+    always_bytes: int = 0  # weights that stay in memory while others stream (`Demand.always_nbytes`); 0 if everything fits
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -101,8 +95,9 @@ class Placement:
     def pinned_bytes(self) -> int:
         """Host memory that holds weights from pass to pass: all that are not on the GPU if nothing streams, else what always stays, the
         pinned blocks and the neuron window, without the ring. Experts are counted by their pager."""
-        kept = self.always_bytes + self.window_bytes
-        return self.host_weights_bytes if self.residency is None else self.residency.pinned_nbytes + kept
+        if self.residency is None:
+            return self.host_weights_bytes
+        return self.residency.pinned_nbytes + self.always_bytes + self.window_bytes
 
     @property
     def host_kv_bytes(self) -> int:
@@ -115,19 +110,19 @@ class Placement:
         return self.residency.streamed_nbytes if self.residency else 0
 
 
-def choose_pinned(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES, same: Sequence[int] = ()) -> Residency:
-    """Pin as many bytes of `blocks` (bytes each, in order of use) as `budget` holds beside a ring of at most `ring` bytes, with the
-    streamed ones spread evenly. Everything is pinned if everything fits. `same`: for each block, the first one with the same bytes, where a
-    pass uses some several times: it is pinned once, or read each time.
+def choose_pinned(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES, copy_of: Sequence[int] = ()) -> Residency:
+    """Pin as many bytes of `blocks` as `budget` holds beside a ring of at most `ring` bytes, with the streamed ones spread evenly.
 
-    Raises DoesNotFit if `budget` holds no ring, ValueError for a block larger than half of `ring`."""
-    if same:
-        own = first_copies(same)
-        once = choose_pinned([blocks[index] for index in own], budget, ring)
-        away = {own[index] for index in once.streamed}
-        read = tuple(index for index, first in enumerate(same) if first in away)
-        kept = tuple(index for index, first in enumerate(same) if first not in away)
-        return Residency(kept, read, once.pinned_nbytes, sum(blocks[index] for index in read), once.ring_nbytes)
+    `blocks`: bytes of each, in order of use. `copy_of`: for each block the first one with the same bytes, where a pass uses some several
+    times; a repeated block is pinned once, or read each time. Raises DoesNotFit if `budget` holds no ring, ValueError for a block larger
+    than half of `ring`."""
+    if copy_of:
+        originals = first_copies(copy_of)
+        distinct = choose_pinned([blocks[index] for index in originals], budget, ring)
+        streamed_originals = {originals[index] for index in distinct.streamed}
+        streamed = tuple(index for index, first in enumerate(copy_of) if first in streamed_originals)
+        pinned = tuple(index for index, first in enumerate(copy_of) if first not in streamed_originals)
+        return Residency(pinned, streamed, distinct.pinned_nbytes, sum(blocks[index] for index in streamed), distinct.ring_nbytes)
     total, largest = sum(blocks), max(blocks, default=0)
     if total <= budget:
         return Residency(tuple(range(len(blocks))), (), total, 0, 0)
@@ -136,104 +131,112 @@ def choose_pinned(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES, s
     if 2 * largest > budget:
         raise DoesNotFit(f"{format_size(budget)} for weights cannot hold a ring of two blocks of {format_size(largest)}",
                          f"--ram with {-(-(2 * largest - budget) // 2**20)}Mi more")
-    held = min(ring, budget, max(2 * largest, RING_LEAST, (total - budget) // RING_SHARE))
-    room, wanted = budget - held, total - (budget - held)
-    while (pinned := total - sum(blocks[index] for index in _spread(blocks, wanted))) > room:
-        wanted += pinned - room
-    streamed, spare = set(_spread(blocks, wanted)), room - pinned
-    # What is left of the budget is less than a block or two: take the largest that fit, to read not a megabyte more than necessary.
+    ring_nbytes = min(ring, budget, max(2 * largest, MIN_RING_NBYTES, (total - budget) // RING_DIVISOR))
+    room, target = budget - ring_nbytes, total - (budget - ring_nbytes)
+    while (pinned_nbytes := total - sum(blocks[index] for index in _evenly_spread(blocks, target))) > room:
+        target += pinned_nbytes - room
+    streamed, spare = set(_evenly_spread(blocks, target)), room - pinned_nbytes
+    # What is left of the budget is less than a block or two: pin the largest that fit, to read as little as possible.
     for index in sorted(streamed, key=lambda index: (-blocks[index], index)):
         if blocks[index] <= spare:
             streamed.remove(index)
             spare -= blocks[index]
-    kept = tuple(index for index in range(len(blocks)) if index not in streamed)
-    read = sum(blocks[index] for index in streamed)
-    return Residency(kept, tuple(sorted(streamed)), total - read, read, min(held, max(read, 2 * largest)))
+    pinned = tuple(index for index in range(len(blocks)) if index not in streamed)
+    streamed_nbytes = sum(blocks[index] for index in streamed)
+    return Residency(pinned, tuple(sorted(streamed)), total - streamed_nbytes, streamed_nbytes,
+                     min(ring_nbytes, max(streamed_nbytes, 2 * largest)))
 
 
-def least_budget(blocks: Sequence[int], same: Sequence[int] = ()) -> int:
+def least_budget(blocks: Sequence[int], copy_of: Sequence[int] = ()) -> int:
     """The smallest budget that `choose_pinned` accepts: the ring alone, or everything where that is less."""
-    return min(sum(blocks[index] for index in first_copies(same)) if same else sum(blocks), 2 * max(blocks))
+    return min(sum(blocks[index] for index in first_copies(copy_of)) if copy_of else sum(blocks), 2 * max(blocks))
 
 
-def first_copies(same: Sequence[int]) -> list[int]:
-    """The blocks that are not a repetition of an earlier one."""
-    return [index for index, first in enumerate(same) if index == first]
+def min_streaming_nbytes(blocks: Sequence[int], copy_of: Sequence[int] = ()) -> int:
+    """Memory for the blocks under `least_budget`."""
+    return choose_pinned(blocks, least_budget(blocks, copy_of), copy_of=copy_of).nbytes
+
+
+def first_copies(copy_of: Sequence[int]) -> list[int]:
+    """The blocks that are not a copy of an earlier one."""
+    return [index for index, first in enumerate(copy_of) if index == first]
 
 
 @dataclass(frozen=True)
 class Units:
-    """What can be read on demand in a layer: how many units, and bytes of each. `missed`, if measured: (share of slots, share of units that
-    a token then reads), ascending."""
+    """What can be read on demand in a layer, such as neurons."""
 
     count: int
-    nbytes: int
-    missed: tuple[tuple[float, float], ...] = ()
+    nbytes: int  # of each
+    miss_rates: tuple[tuple[float, float], ...] = ()  # if measured: (share of slots, share of units that a token then reads), ascending
 
     @property
-    def least(self) -> int:
+    def min_slots(self) -> int:
         """The fewest slots: two groups of a prompt, and as many as a token of a sparse model is likely to use."""
-        return min(self.count, max(2, -(-self.count // LEAST_SHARE)))
+        return min(self.count, max(2, -(-self.count // MIN_SLOT_DIVISOR)))
 
 
 def slots_for(layers: Sequence[Units], budget: int) -> tuple[int, ...]:
     """Slots of each layer for `budget` bytes, at least the minimum and at most its units: the same share for all layers, or, where miss
     rates were measured, most where they save most."""
-    if layers and all(layer.missed for layer in layers):
-        return _slots_by_need(layers, budget)
-    whole = sum(layer.count * layer.nbytes for layer in layers)
-    return tuple(min(layer.count, max(layer.least, budget * layer.count // max(1, whole))) for layer in layers)
+    if layers and all(layer.miss_rates for layer in layers):
+        return _slots_by_miss_rate(layers, budget)
+    total = sum(layer.count * layer.nbytes for layer in layers)
+    return tuple(min(layer.count, max(layer.min_slots, budget * layer.count // max(1, total))) for layer in layers)
 
 
-def _slots_by_need(layers: Sequence[Units], budget: int) -> tuple[int, ...]:
-    """Starting from the minimum, repeatedly grow the layer that saves most reads per byte by one measured step; the rest by size."""
-    slots = [layer.least for layer in layers]
-    left = budget - sum(own * layer.nbytes for own, layer in zip(slots, layers, strict=True))
+def _slots_by_miss_rate(layers: Sequence[Units], budget: int) -> tuple[int, ...]:
+    """Starting from the minimum, repeatedly grow the layer that saves most reads per byte by one measured step. What is then left of the
+    budget goes to the layers with the highest miss rates."""
+    slots = [layer.min_slots for layer in layers]
+    left = budget - sum(count * layer.nbytes for count, layer in zip(slots, layers, strict=True))
     while True:
-        best, gain = None, 0.0
+        best, best_gain = None, 0.0
         for index, layer in enumerate(layers):
-            now = _missed(layer, slots[index])
-            for share, missed in (*layer.missed, (1.0, 0.0)):
-                more = min(layer.count, round(share * layer.count)) - slots[index]
-                if 0 < more * layer.nbytes <= left and (now - missed) * layer.count / more > gain:
-                    best, gain = (index, more), (now - missed) * layer.count / more
+            current = _miss_rate(layer, slots[index])
+            for share, miss_rate in (*layer.miss_rates, (1.0, 0.0)):
+                added = min(layer.count, round(share * layer.count)) - slots[index]
+                if 0 < added * layer.nbytes <= left and (current - miss_rate) * layer.count / added > best_gain:
+                    best, best_gain = (index, added), (current - miss_rate) * layer.count / added
         if best is None:
             break
-        slots[best[0]] += best[1]
-        left -= best[1] * layers[best[0]].nbytes
-    for index in sorted(range(len(layers)), key=lambda index: -_missed(layers[index], slots[index])):
-        more = max(0, min(layers[index].count - slots[index], left // layers[index].nbytes))
-        slots[index] += more
-        left -= more * layers[index].nbytes
+        index, added = best
+        slots[index] += added
+        left -= added * layers[index].nbytes
+    for index in sorted(range(len(layers)), key=lambda index: -_miss_rate(layers[index], slots[index])):
+        added = max(0, min(layers[index].count - slots[index], left // layers[index].nbytes))
+        slots[index] += added
+        left -= added * layers[index].nbytes
     return tuple(slots)
 
 
-def _missed(layer: Units, slots: int) -> float:
-    """Share of the units that a token reads, interpolated linearly."""
-    share, before = slots / layer.count, (0.0, layer.missed[0][1])
-    for known in (*layer.missed, (1.0, 0.0)):
-        if share <= known[0]:
-            width = known[0] - before[0]
-            return before[1] + (known[1] - before[1]) * (share - before[0]) / width if width else known[1]
-        before = known
+def _miss_rate(layer: Units, slots: int) -> float:
+    """Share of the units that a token reads with this many slots, interpolated linearly."""
+    share = slots / layer.count
+    low_share, low_rate = 0.0, layer.miss_rates[0][1]
+    for high_share, high_rate in (*layer.miss_rates, (1.0, 0.0)):
+        if share <= high_share:
+            width = high_share - low_share
+            return low_rate + (high_rate - low_rate) * (share - low_share) / width if width else high_rate
+        low_share, low_rate = high_share, high_rate
     return 0.0
 
 
-def _spread(blocks: Sequence[int], wanted: int) -> list[int]:
-    """About `wanted` bytes of blocks, evenly spread: a block is taken when the share owed reaches half of it."""
+def _evenly_spread(blocks: Sequence[int], target: int) -> list[int]:
+    """About `target` bytes of blocks, evenly spread: a block is taken when the share owed reaches half of it."""
     total, owed, taken = sum(blocks), 0, []
     for index, nbytes in enumerate(blocks):
-        owed += min(wanted, total) * nbytes
+        owed += min(target, total) * nbytes
         if nbytes and 2 * owed >= total * nbytes:
             taken.append(index)
             owed -= total * nbytes
     return taken
 
 
-def split_evenly(nbytes: int, most: int, multiple: int = 1) -> list[int]:
-    """`nbytes` split into the fewest nearly equal pieces of at most `most` bytes, all but the last multiples of `multiple` (a row)."""
-    count = -(-nbytes // (most // multiple * multiple))
+def split_evenly(nbytes: int, max_nbytes: int, multiple: int = 1) -> list[int]:
+    """`nbytes` split into the fewest nearly equal pieces of at most `max_nbytes`, all but the last multiples of `multiple` (a row)."""
+    count = -(-nbytes // (max_nbytes // multiple * multiple))
     if count < 2:
         return [nbytes] if nbytes else []
-    each = -(-nbytes // (count * multiple)) * multiple
-    return [each] * ((nbytes - 1) // each) + [(nbytes - 1) % each + 1]
+    piece = -(-nbytes // (count * multiple)) * multiple
+    return [piece] * ((nbytes - 1) // piece) + [(nbytes - 1) % piece + 1]

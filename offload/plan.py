@@ -108,9 +108,9 @@ def _largest_ctx(demand: Demand, budget: Budget, count: int, ctx_max: int, quant
 def split_of(demand: Demand, count: int, ctx: int, quantum: int) -> Split:
     """The byte counts with the last `count` layers on the GPU and a context of `ctx` tokens."""
     first = demand.layers - count
-    everything = sum(block.nbytes for block in demand.weights)
+    total_nbytes = sum(block.nbytes for block in demand.weights)
     moved = [block for block in demand.weights if block.layer is not None and block.layer >= first]
-    weights = everything - sum(block.nbytes for block in moved), sum(block.nbytes_on_gpu for block in moved)
+    weights = total_nbytes - sum(block.nbytes for block in moved), sum(block.nbytes_on_gpu for block in moved)
     kv, kv_gpu = kv_nbytes(demand, ctx, quantum), gpu_kv_nbytes(demand, count, ctx, quantum)
     ram = with_slack(demand.baseline + demand.workspace + weights[0] + kv - kv_gpu)
     vram = with_slack(gpu_workspace(demand) + weights[1] + kv_gpu) if count else 0
@@ -134,25 +134,25 @@ def _notes(demand: Demand, split: Split, ctx_max: int, ctx_wanted: int | None) -
 
 def does_not_fit(demand: Demand, budget: Budget, split: Split, ctx_max: int, quantum: int) -> DoesNotFit:
     """The error for the memory that runs out first, with the nearest request that fits."""
-    side, where = (0, "memory") if split.ram > budget.ram else (1, "GPU memory")
-    needs, limit = ((split.ram, budget.ram), (split.vram, budget.vram))[side]
-    weights, kv = split.weights[side], split.kv[side]
+    tier, where = (0, "memory") if split.ram > budget.ram else (1, "GPU memory")
+    needs, limit = ((split.ram, budget.ram), (split.vram, budget.vram))[tier]
+    weights, kv = split.weights[tier], split.kv[tier]
     message = (f"needs {format_size(needs)} of {where} (weights {format_size(weights)} + KV cache {format_size(kv)} for "
                f"{describe_ctx(demand, split.ctx)} + overhead {format_size(needs - weights - kv)}), the budget is {format_size(limit)}")
     hint, shorter = _nearest(demand, budget, split, ctx_max, quantum)
-    return DoesNotFit(message, hint) if side else MemoryTooSmall(message, hint, split.ram, shorter)
+    return DoesNotFit(message, hint) if tier else MemoryTooSmall(message, hint, split.ram, shorter)
 
 
 def _nearest(demand: Demand, budget: Budget, split: Split, ctx_max: int, quantum: int) -> tuple[str, int]:
     """The nearest request that fits: a shorter context (and how long, else 0), else another number of GPU layers, else the memory it
     takes."""
-    smaller = _largest_ctx(demand, replace(budget, ram=budget.ram - SPARE), split.gpu_layers, min(ctx_max, split.ctx), quantum)
+    shorter_ctx = _largest_ctx(demand, replace(budget, ram=budget.ram - SPARE), split.gpu_layers, min(ctx_max, split.ctx), quantum)
     ram, vram = f"--ram {ram_argument(split.ram)}", f"--vram {-(-split.vram // 2**20)}Mi"
-    short = " and ".join([ram] * (split.ram > budget.ram) + [vram] * (split.vram > budget.vram))
-    if smaller:
-        return f"-c {smaller} fits; {split.ctx} tokens take {short}", smaller
+    flags = " and ".join([ram] * (split.ram > budget.ram) + [vram] * (split.vram > budget.vram))
+    if shorter_ctx:
+        return f"-c {shorter_ctx} fits; {split.ctx} tokens take {flags}", shorter_ctx
     counts = range(demand.layers, -1, -1) if budget.vram else range(0)
     count = next((n for n in counts if _fits(split_of(demand, n, split.ctx, quantum), budget)), None)
     if count is not None:
         return f"-ngl {count} fits" if count else "--device cpu fits", 0
-    return f"no context fits: it takes {short}, or a smaller model", 0
+    return f"no context fits: it takes {flags}, or a smaller model", 0

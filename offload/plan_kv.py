@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from .. import DoesNotFit, MemoryTooSmall
 from .demand import Demand, kv_pages, largest, page_nbytes, with_slack
 from .notes import Fallback
-from .placement import Budget, Placement, Residency, choose_pinned, least_budget
+from .placement import Budget, Placement, Residency, choose_pinned, min_streaming_nbytes
 from .plan import is_resident, plan
 from .size import SPARE, format_size, ram_argument
 
@@ -20,21 +20,20 @@ PAGE = 128  # tokens
 
 @dataclass(frozen=True)
 class Spill:
-    """What spilled pages need, in bytes: `ring` (memory for reads and for a page being written) and more workspace. `ram`: limit of cache
-    memory, None for what is left; `disk`: limit of the file; `where`: what set that limit; `capped`: it was requested. `picks`: a token
-    reads few of the pages."""
+    """What spilling pages of the KV cache to a file takes, in bytes."""
 
-    ring: int
-    workspace: int
-    ram: int | None
-    disk: int
-    where: str
-    picks: bool = False
-    capped: bool = False
+    ring: int  # memory for reads and for a page being written
+    workspace: int  # more workspace than without spilling
+    ram: int | None  # limit of memory for the cache; None: what is left
+    disk: int  # limit of the file
+    limit_source: str  # for messages, what limits the file: a phrase such as "--disk allows"
+    is_sparse: bool = False  # a token reads few of the pages
+    is_requested: bool = False  # the limit of the file was requested
 
 
-class _Short(DoesNotFit):
-    """Refused; the hint is an alternative to a shorter context. `least`: the memory that it takes; None if the disk is too small."""
+class _SpillDoesNotFit(DoesNotFit):
+    """No plan with spilled pages fits. The hint is an alternative to a shorter context; `least`: the memory that the plan takes, None
+    if the disk is too small."""
 
     def __init__(self, message: str, hint: str, least: int | None = None) -> None:
         super().__init__(message, hint)
@@ -47,26 +46,26 @@ def plan_tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | N
     Raises DoesNotFit and UsageError as `plan` does, DoesNotFit also if the disk or `spill.ram` is too small, with the longest context that
     would fit."""
     try:
-        return _tiers(demand, budget, ctx_max, ctx_wanted, spill)
-    except _Short as short:
-        more = f", or {short.hint}" if short.hint.startswith("--") else ""
-        longest = _longest(demand, budget, ctx_max, ctx_wanted or ctx_max, spill)
-        hint = f"-c {longest} fits{more}" if longest else short.hint
-        if short.least is None:
-            raise DoesNotFit(short.message, hint) from None
-        raise MemoryTooSmall(short.message, hint, short.least, longest) from None
+        return _plan(demand, budget, ctx_max, ctx_wanted, spill)
+    except _SpillDoesNotFit as error:
+        alternative = f", or {error.hint}" if error.hint.startswith("--") else ""
+        longest = _longest_ctx(demand, budget, ctx_max, ctx_wanted or ctx_max, spill)
+        hint = f"-c {longest} fits{alternative}" if longest else error.hint
+        if error.least is None:
+            raise DoesNotFit(error.message, hint) from None
+        raise MemoryTooSmall(error.message, hint, error.least, longest) from None
 
 
-def _longest(demand: Demand, budget: Budget, ctx_max: int, ctx: int, spill: Spill) -> int:
+def _longest_ctx(demand: Demand, budget: Budget, ctx_max: int, ctx: int, spill: Spill) -> int:
     """The longest context shorter than `ctx` that can be planned when requested, with SPARE; 0 for none."""
-    within = replace(budget, ram=budget.ram - SPARE)
+    reduced = replace(budget, ram=budget.ram - SPARE)
 
     def length(pages: int) -> int:
         return min(ctx_max, demand.kv_sinks + pages * PAGE)
 
     def is_planned(pages: int) -> bool:
         try:
-            return bool(_tiers(demand, within, ctx_max, length(pages), spill))
+            return bool(_plan(demand, reduced, ctx_max, length(pages), spill))
         except DoesNotFit:
             return False
 
@@ -75,16 +74,16 @@ def _longest(demand: Demand, budget: Budget, ctx_max: int, ctx: int, spill: Spil
     return length(pages) if pages else 0
 
 
-def _tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, spill: Spill | None) -> Placement:
+def _plan(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, spill: Spill | None) -> Placement:
     ctx = ctx_wanted or (ctx_max if spill is not None and spill.ram is not None else 0)
     if spill is not None and not budget.vram and ctx and demand.kv_bytes_per_token:
-        placed = _spilled(demand, budget, ctx_max, ctx_wanted, ctx, spill)
-        if placed is not None:
-            return placed
+        spilled = _spilled(demand, budget, ctx_max, ctx_wanted, ctx, spill)
+        if spilled is not None:
+            return spilled
     return plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
 
 
-def _whole(demand: Demand, budget: Budget, ctx_max: int, ctx: int | None) -> Placement | None:
+def _unspilled(demand: Demand, budget: Budget, ctx_max: int, ctx: int | None) -> Placement | None:
     """The plan with the whole cache in memory; None if there is none."""
     try:
         return plan(demand, budget, ctx_max, ctx, "cpu", None, PAGE)
@@ -95,128 +94,134 @@ def _whole(demand: Demand, budget: Budget, ctx_max: int, ctx: int | None) -> Pla
 def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, spill: Spill) -> Placement | None:
     """The plan with pages on disk; None if there is a better one without, or none at all."""
     page, total = page_nbytes(demand, PAGE), kv_pages(demand, ctx, PAGE)
-    most = total
+    max_pages = total
     if spill.ram is None:
         if spill.ring + spill.workspace >= total * page or is_resident(demand, budget, ctx_max, ctx, PAGE):
             return None
     else:
         is_whole = spill.ram >= demand.kv_fixed + total * page
-        if is_whole and (whole := _whole(demand, budget, ctx_max, ctx_wanted)) is not None:  # if memory holds that much too
-            return whole
-        most = (spill.ram - demand.kv_fixed - spill.ring) // page
-        if most < 0 and is_whole:
+        if is_whole and (unspilled := _unspilled(demand, budget, ctx_max, ctx_wanted)) is not None:  # if memory holds that much too
+            return unspilled
+        max_pages = (spill.ram - demand.kv_fixed - spill.ring) // page
+        if max_pages < 0 and is_whole:
             return None  # reading from disk would take more memory than that
-        if most < 0:
+        if max_pages < 0:
             needed = demand.kv_fixed + spill.ring
             raise DoesNotFit(f"--kv-ram {format_size(spill.ram)} is too small: {format_size(needed)} of the cache must be in memory in "
                              f"any case ({format_size(demand.kv_fixed)} for sink and window tokens, {format_size(spill.ring)} for read "
                              "buffers)", f"--kv-ram {-(-needed // 2**20)}Mi")
-    kept = 0 if ctx_wanted is None else min(most, max(0, total - spill.disk // page))  # pages that the disk cannot take
-    read = () if kept == total else (f"{format_size((total - kept) * page)} of the KV cache" if kept else "the KV cache",)
-    least = demand.baseline + demand.workspace + spill.workspace + demand.kv_fixed + spill.ring
+    min_pages = 0 if ctx_wanted is None else min(max_pages, max(0, total - spill.disk // page))  # pages that the disk cannot take
+    streamed_parts: tuple[str, ...] = ()  # for the message
+    if min_pages < total:
+        streamed_parts = (f"{format_size((total - min_pages) * page)} of the KV cache" if min_pages else "the KV cache",)
+    fixed_nbytes = demand.baseline + demand.workspace + spill.workspace + demand.kv_fixed + spill.ring
     weights = sum(block.nbytes for block in demand.weights)
-    if with_slack(least + weights) <= budget.ram:
-        pages = min(most, total, (budget.ram * 100 // 105 - least - weights) // page)
-        if pages >= kept or not (demand.blocks or demand.experts):
-            return _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, None, with_slack(least + weights + pages * page))
+    if with_slack(fixed_nbytes + weights) <= budget.ram:
+        pages = min(max_pages, total, (budget.ram * 100 // 105 - fixed_nbytes - weights) // page)
+        if pages >= min_pages or not (demand.blocks or demand.experts):
+            return _placement(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, None,
+                              with_slack(fixed_nbytes + weights + pages * page))
     if demand.experts or demand.units:
-        return _beside(demand, budget, ctx_max, ctx_wanted, ctx, most, kept, spill)
+        return _with_slots(demand, budget, ctx_max, ctx_wanted, ctx, max_pages, min_pages, spill)
     if not demand.blocks:
-        return _without(demand, budget, ctx_max, ctx_wanted, with_slack(least + weights + kept * page), read, spill)
+        needed = with_slack(fixed_nbytes + weights + min_pages * page)
+        return _refuse_or_unspilled(demand, budget, ctx_max, ctx_wanted, needed, streamed_parts, spill)
     if spill.ram is None:
-        if (whole := _whole(demand, budget, ctx_max, ctx_wanted)) is not None:
-            return whole
-        most = kept
-    ring = demand.always + choose_pinned(demand.blocks, least_budget(demand.blocks, demand.same), same=demand.same).nbytes
-    pages = min(most, ((budget.ram - ring) * 100 // 105 - least) // page)
-    if with_slack(least) + ring > budget.ram:
-        return _without(demand, budget, ctx_max, ctx_wanted, with_slack(least + kept * page) + ring, ("weights", *read), spill)
-    fixed = with_slack(least + pages * page)
-    residency = choose_pinned(demand.blocks, budget.ram - fixed - demand.always, same=demand.same)
-    return _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, residency, fixed + demand.always + residency.nbytes)
+        if (unspilled := _unspilled(demand, budget, ctx_max, ctx_wanted)) is not None:
+            return unspilled
+        max_pages = min_pages
+    ring = demand.always_nbytes + min_streaming_nbytes(demand.blocks, demand.copy_of)
+    pages = min(max_pages, ((budget.ram - ring) * 100 // 105 - fixed_nbytes) // page)
+    if with_slack(fixed_nbytes) + ring > budget.ram:
+        needed = with_slack(fixed_nbytes + min_pages * page) + ring
+        return _refuse_or_unspilled(demand, budget, ctx_max, ctx_wanted, needed, ("weights", *streamed_parts), spill)
+    fixed = with_slack(fixed_nbytes + pages * page)
+    residency = choose_pinned(demand.blocks, budget.ram - fixed - demand.always_nbytes, copy_of=demand.copy_of)
+    return _placement(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, residency, fixed + demand.always_nbytes + residency.nbytes)
 
 
-def _beside(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, most: int, kept: int,
+def _with_slots(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, max_pages: int, min_pages: int,
             spill: Spill) -> Placement:
-    """The plan where experts or neurons take what memory the cache leaves, which has as many of `most` pages as fit beside the minimum of
-    them. If the cache has no explicit limit, it is spilled only if it does not fit otherwise, except the `kept` pages that the disk cannot
-    take."""
+    """The plan for experts or neurons read on demand: as many of `max_pages` pages as fit beside the minimum of slots, and slots in what
+    memory is left. If the cache has no explicit limit, it is spilled only if it does not fit otherwise, except the `min_pages` pages that
+    the disk cannot take."""
     page = page_nbytes(demand, PAGE)
 
-    def held(pages: int) -> Placement:
-        own = replace(demand, workspace=demand.workspace + spill.workspace, kv_bytes_per_token=0, kv_page=0, kv_layers=(),
+    def planned(pages: int) -> Placement:
+        base = replace(demand, workspace=demand.workspace + spill.workspace, kv_bytes_per_token=0, kv_page=0, kv_layers=(),
                       kv_fixed=demand.kv_fixed + spill.ring + pages * page)  # constant in the context length, for every layer
-        return plan(own, budget, max(ctx_max, ctx), ctx, "cpu", None, PAGE)
+        return plan(base, budget, max(ctx_max, ctx), ctx, "cpu", None, PAGE)
 
     def fits(pages: int) -> bool:
         try:
-            return bool(held(pages))
+            return bool(planned(pages))
         except DoesNotFit:
             return False
 
     if spill.ram is None:
-        if (whole := _whole(demand, budget, ctx_max, ctx_wanted)) is not None:
-            return whole
-        most = kept
-    pages = largest(fits, most, 1)
+        if (unspilled := _unspilled(demand, budget, ctx_max, ctx_wanted)) is not None:
+            return unspilled
+        max_pages = min_pages
+    pages = largest(fits, max_pages, 1)
     try:
-        own = held(pages if pages or fits(0) else kept)
+        base = planned(pages if pages or fits(0) else min_pages)
     except DoesNotFit as error:
-        raise _Short(error.message, error.hint, error.least if isinstance(error, MemoryTooSmall) else None) from None
-    placed = _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, own.residency, own.total_bytes)
+        raise _SpillDoesNotFit(error.message, error.hint, error.least if isinstance(error, MemoryTooSmall) else None) from None
+    placed = _placement(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, base.residency, base.total_bytes)
     if placed.kv_pages is None:
         return placed  # another plan, with slots for its own cache
-    return replace(placed, slots=own.slots, window_bytes=own.window_bytes, expert_slots=own.expert_slots, always_bytes=own.always_bytes,
-                   notes=own.notes + placed.notes)
+    return replace(placed, slots=base.slots, window_bytes=base.window_bytes, expert_slots=base.expert_slots, always_bytes=base.always_bytes,
+                   notes=base.notes + placed.notes)
 
 
-def _without(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, needed: int,
-             read: tuple[str, ...], spill: Spill) -> Placement:
-    """The plan without spilled pages, when they take too much as well. Raises DoesNotFit."""
-    if (alone := _in_memory(demand, budget, ctx_max, ctx_wanted, spill)) is not None:
-        return alone
-    even = f" even with {' and '.join(read)} read from the disk for every token" if read else ""
-    raise _Short(f"needs {format_size(needed)} of memory{even}, the budget is {format_size(budget.ram)}",
+def _refuse_or_unspilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, needed: int,
+             streamed_parts: tuple[str, ...], spill: Spill) -> Placement:
+    """The plan without spilled pages, for when spilling takes too much memory too. Raises DoesNotFit if there is none."""
+    if (unspilled := _unspilled_within_limit(demand, budget, ctx_max, ctx_wanted, spill)) is not None:
+        return unspilled
+    with_disk = f" even with {' and '.join(streamed_parts)} read from the disk for every token" if streamed_parts else ""
+    raise _SpillDoesNotFit(f"needs {format_size(needed)} of memory{with_disk}, the budget is {format_size(budget.ram)}",
                  f"it takes --ram {ram_argument(needed)}, or a smaller model", needed)
 
 
-def _in_memory(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, spill: Spill) -> Placement | None:
+def _unspilled_within_limit(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, spill: Spill) -> Placement | None:
     """The plan with no page on disk and at most `spill.ram` of cache, for `ctx_wanted` or else the longest context; None if there is
     none."""
     pages = None if spill.ram is None else (spill.ram - demand.kv_fixed) // page_nbytes(demand, PAGE)
     if pages is not None and pages < 1:
         return None
-    placed = _whole(demand, budget, ctx_max, ctx_wanted)
+    placed = _unspilled(demand, budget, ctx_max, ctx_wanted)
     if placed is None or pages is None or kv_pages(demand, placed.ctx, PAGE) <= pages:
         return placed
-    most = demand.kv_sinks + pages * PAGE
-    if ctx_wanted is not None or (placed := _whole(demand, budget, ctx_max, most)) is None:
+    max_ctx = demand.kv_sinks + pages * PAGE
+    if ctx_wanted is not None or (placed := _unspilled(demand, budget, ctx_max, max_ctx)) is None:
         return None
-    return replace(placed, notes=(*placed.notes, Fallback(f"context {most} of the model's {ctx_max}: the most that --kv-ram holds; with "
-                                                          f"pages on the disk it is no longer, {spill.where} {format_size(spill.disk)}")))
+    return replace(placed, notes=(*placed.notes, Fallback(f"context {max_ctx} of the model's {ctx_max}: the most that --kv-ram holds; with "
+                                                          "pages on the disk it is no longer, "
+                                                          f"{spill.limit_source} {format_size(spill.disk)}")))
 
 
-def _placed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, pages: int, spill: Spill,
+def _placement(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, pages: int, spill: Spill,
             residency: Residency | None, total_bytes: int) -> Placement:
     """The placement with `pages` pages in memory. If no context was requested and the disk is so small that memory alone holds a longer
     one, that one. Raises DoesNotFit if the disk is too small for a requested context."""
     page = page_nbytes(demand, PAGE)
     on_disk = kv_pages(demand, ctx, PAGE) - pages
     if on_disk * page > spill.disk:
-        fitting = min(ctx_max, demand.kv_sinks + (pages + spill.disk // page) * PAGE)
-        alone = _in_memory(demand, budget, ctx_max, None, spill) if ctx_wanted is None else None
-        if alone is not None and (alone.ctx >= fitting or spill.disk < page):
-            return alone
+        max_ctx = min(ctx_max, demand.kv_sinks + (pages + spill.disk // page) * PAGE)
+        unspilled = _unspilled_within_limit(demand, budget, ctx_max, None, spill) if ctx_wanted is None else None
+        if unspilled is not None and (unspilled.ctx >= max_ctx or spill.disk < page):
+            return unspilled
         if ctx_wanted is not None or spill.disk < page:
             # One page more: the process's own memory differs between runs.
-            more = f"--disk {ram_argument((on_disk + 1) * page)}" if spill.capped else "--spill-dir DIR for another disk"
-            raise _Short(f"{format_size(on_disk * page)} of the KV cache for {ctx} tokens would be on disk, {spill.where} "
-                         f"{format_size(spill.disk)}", more)
-        ctx, on_disk = fitting, kv_pages(demand, fitting, PAGE) - pages
-    held = demand.kv_fixed + spill.ring + pages * page
-    read = "of which a token reads few pages" if spill.picks else "read for every token"
-    notes = [Fallback(f"with a full context {format_size(on_disk * page)} of the KV cache are on disk, {read}; {format_size(held)} of "
-                      "it stay in memory")]
+            remedy = f"--disk {ram_argument((on_disk + 1) * page)}" if spill.is_requested else "--spill-dir DIR for another disk"
+            raise _SpillDoesNotFit(f"{format_size(on_disk * page)} of the KV cache for {ctx} tokens would be on disk, {spill.limit_source} "
+                         f"{format_size(spill.disk)}", remedy)
+        ctx, on_disk = max_ctx, kv_pages(demand, max_ctx, PAGE) - pages
+    memory_nbytes = demand.kv_fixed + spill.ring + pages * page
+    how_read = "of which a token reads few pages" if spill.is_sparse else "read for every token"
+    notes = [Fallback(f"with a full context {format_size(on_disk * page)} of the KV cache are on disk, {how_read}; "
+                      f"{format_size(memory_nbytes)} of it stay in memory")]
     if residency is not None and residency.streamed and not demand.units:
         notes.append(Fallback(f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory either and are read for every "
                               "token too"))
@@ -224,6 +229,7 @@ def _placed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
         notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was trained for")
     elif ctx_wanted is None and ctx < ctx_max:
         notes.append(Fallback(f"context {ctx} of the model's {ctx_max}: the most that the disk holds"))
-    return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), held, demand.workspace + spill.workspace,
-                     demand.baseline, total_bytes, budget, tuple(notes), 0, residency, demand.kv_bytes_per_token, kv_pages=pages,
-                     kv_disk_bytes=on_disk * page, always_bytes=0 if residency is None else demand.always)
+    return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), memory_nbytes,
+                     demand.workspace + spill.workspace, demand.baseline, total_bytes, budget, tuple(notes), 0, residency,
+                     demand.kv_bytes_per_token, kv_pages=pages, kv_disk_bytes=on_disk * page,
+                     always_bytes=0 if residency is None else demand.always_nbytes)

@@ -89,7 +89,7 @@ def test_what_stays_of_them_stays_once(folder: Path, monkeypatch: pytest.MonkeyP
         cut = stream_layout.plan_layout(check_tensors(read_config(folder), store), store)
     once = sum(cut.sizes[index] for index in first_copies(cut.same))
     assert len(cut.parts) > len(first_copies(cut.same)) > 4 and once < sum(cut.sizes)
-    assert choose_pinned(cut.sizes, once, same=cut.same).pinned_nbytes == once and least_budget(cut.sizes, cut.same) < once
+    assert choose_pinned(cut.sizes, once, copy_of=cut.same).pinned_nbytes == once and least_budget(cut.sizes, cut.same) < once
     found = choose_pinned(cut.sizes, once * 3 // 4, 4 * max(cut.sizes), cut.same)
     away = {cut.same[index] for index in found.streamed}
     assert found.streamed and not away & {cut.same[index] for index in found.pinned} and found.nbytes <= once * 3 // 4

@@ -19,7 +19,7 @@ EXPERTS = Experts(layers=20, count=20 * 32, per_token=4, slot_nbytes=2 * MB)
 def demand(experts: Experts = EXPERTS, kv: int = 10_000, always: int = 150 * MB) -> Demand:
     weights = (BlockBytes("outer", 30 * MB + always), *(BlockBytes(str(i), 64 * MB) for i in range(experts.layers)))
     return Demand(baseline=80 * MB, workspace=20 * MB, weights=weights, kv_bytes_per_token=kv, kv_fixed=0, layers=experts.layers,
-                  always=always, experts=experts)
+                  always_nbytes=always, experts=experts)
 
 
 def test_what_fits_is_not_paged() -> None:
@@ -40,7 +40,7 @@ def test_fewer_slots_than_two_tokens_need_are_refused_with_the_number() -> None:
     with pytest.raises(DoesNotFit) as caught:
         plan(demand(), Budget(560 * MB), 4096, 512)
     held = (560 * MB - (-(-(100 * MB + 512 * 10_000) * 105 // 100) + 150 * MB)) // (2 * MB)
-    assert held < EXPERTS.least == 160
+    assert held < EXPERTS.min_slots == 160
     assert f"hold {held} of 640 experts" in caught.value.message and "it takes 160, 8 a layer" in caught.value.message
     needed = int(caught.value.hint.split("--ram ")[1].split("Mi")[0]) << 20
     assert plan(demand(), Budget(needed), 4096, 512).expert_slots >= 160
@@ -61,7 +61,7 @@ def test_a_shorter_context_that_fits_is_named() -> None:
 
 
 def test_a_mixture_of_few_experts_needs_no_more_than_there_are() -> None:
-    assert Experts(4, 4 * 8, 6, MB).least == 32 and EXPERTS.least == 2 * 4 * 20
+    assert Experts(4, 4 * 8, 6, MB).min_slots == 32 and EXPERTS.min_slots == 2 * 4 * 20
 
 
 @given(st.integers(500, 1500), st.integers(1, 32))
@@ -72,7 +72,7 @@ def test_slots_are_never_too_many_nor_too_few(budget: int, top: int) -> None:
     except DoesNotFit:
         return
     assert placed.total_bytes <= budget * MB
-    assert placed.expert_slots is None or experts.least <= placed.expert_slots <= experts.count
+    assert placed.expert_slots is None or experts.min_slots <= placed.expert_slots <= experts.count
 
 
 # ---- how fast

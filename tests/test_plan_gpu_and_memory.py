@@ -22,7 +22,7 @@ def asked(ram: int, vram: int, ctx: int | None = 1024, layers: int | None = None
     def host(above: int) -> Demand:
         left = LAYERS - above
         weights = (BlockBytes("outer", OUTER), *(BlockBytes(str(i), LAYER) for i in range(left)))
-        cut = {"blocks": (LAYER // 2,) * (2 * left), "always": OUTER} if streams and left else {}
+        cut = {"blocks": (LAYER // 2,) * (2 * left), "always_nbytes": OUTER} if streams and left else {}
         return Demand(100 * MIB, 10 * MIB, weights, PER_TOKEN * left, MIB * left, left, gpu_workspace=20 * MIB,
                       kv_layers=(PER_TOKEN,) * left, **cut)
 

@@ -16,14 +16,14 @@ from effllm.offload.size import parse_size
 
 MB = 10**6
 BLOCK = 8 * MB
-SPILL = Spill(ring=20 * MB, workspace=5 * MB, ram=None, disk=10**12, where="/spill has")
+SPILL = Spill(ring=20 * MB, workspace=5 * MB, ram=None, disk=10**12, limit_source="/spill has")
 
 
 def demand(layers: int = 20, kv: int = 100_000, blocks: bool = True) -> Demand:
     """800 MB of layers, 40 MB around them; the cache's bytes of each layer rounded up, as a run states them."""
     weights = (BlockBytes("outer", 40 * MB), *(BlockBytes(str(i), 5 * BLOCK) for i in range(layers)))
     return Demand(baseline=80 * MB, workspace=20 * MB, weights=weights, kv_bytes_per_token=kv, kv_fixed=7 * MB, layers=layers,
-                  blocks=(BLOCK,) * (layers * 5) if blocks else (), always=10 * MB, kv_layers=(-(-kv // layers),) * layers)
+                  blocks=(BLOCK,) * (layers * 5) if blocks else (), always_nbytes=10 * MB, kv_layers=(-(-kv // layers),) * layers)
 
 
 def tiers(ram: int, ctx: int | None, spill: Spill | None = SPILL, **more: object) -> Placement:
@@ -98,7 +98,7 @@ def test_memory_for_the_cache_that_is_not_there_refuses_no_context(blocks: bool)
 
 def test_the_disk_is_a_budget_too() -> None:
     with pytest.raises(DoesNotFit, match="622.56 MiB of .* 16384 tokens would be on disk, --disk allows 95.37 MiB") as caught:
-        tiers(1200, 16_384, replace(SPILL, disk=100 * MB, where="--disk allows"))
+        tiers(1200, 16_384, replace(SPILL, disk=100 * MB, limit_source="--disk allows"))
     ctx = int(caught.value.hint.split("-c ")[1].split()[0])
     assert tiers(1200, ctx, replace(SPILL, disk=100 * MB)).ctx == ctx
     placed = tiers(3000, None, replace(SPILL, ram=100 * MB, disk=100 * MB))
@@ -107,7 +107,7 @@ def test_the_disk_is_a_budget_too() -> None:
 
 
 def test_a_disk_that_was_capped_is_told_by_how_much_and_a_full_one_by_another() -> None:
-    capped = replace(SPILL, ram=100 * MB, disk=1000, where="--disk allows", capped=True)
+    capped = replace(SPILL, ram=100 * MB, disk=1000, limit_source="--disk allows", is_requested=True)
     with pytest.raises(DoesNotFit) as caught:
         tiers(3000, 32_768, capped)
     assert caught.value.hint.startswith("-c 896 fits, or --disk "), "what memory holds alone"
@@ -119,14 +119,14 @@ def test_a_disk_that_was_capped_is_told_by_how_much_and_a_full_one_by_another() 
         tiers(3000, None, small)
     assert caught.value.hint.startswith("--disk "), "no page in memory, and none on the disk"
     with pytest.raises(DoesNotFit) as caught:
-        tiers(3000, None, replace(small, where="/spill has", capped=False))
+        tiers(3000, None, replace(small, limit_source="/spill has", is_requested=False))
     assert caught.value.hint == "--spill-dir DIR for another disk"
 
 
 @pytest.mark.parametrize("disk,ctx,pages", ((1000, 960, None), (26 * MB, 960, None), (39 * MB, 1088, 5), (64 * MB, 1344, 5)))
 def test_a_small_disk_makes_no_context_shorter_than_memory_alone_holds(disk: int, ctx: int, pages: int | None) -> None:
     """100 MB hold seven pages behind 64 tokens, or five beside what pages of the disk are read with."""
-    spill, sinks = replace(SPILL, ram=100 * MB, disk=disk, where="--disk allows", capped=True), replace(demand(), kv_sinks=64)
+    spill, sinks = replace(SPILL, ram=100 * MB, disk=disk, limit_source="--disk allows", is_requested=True), replace(demand(), kv_sinks=64)
 
     def placed(asked: int | None) -> Placement:
         return plan_tiers(sinks, Budget(3000 * MB), 32_768, asked, spill)
@@ -170,7 +170,7 @@ UNITS = (Units(4096, 8192),) * 20
 
 def shared(ram: int, ctx: int | None, spill: Spill, **more: object) -> Placement:
     """800 MB of layers, of which 640 MB are experts or neurons."""
-    whole = {**{"blocks": () if "experts" in more else (BLOCK,) * 20, "always": 200 * MB}, **more}
+    whole = {**{"blocks": () if "experts" in more else (BLOCK,) * 20, "always_nbytes": 200 * MB}, **more}
     return plan_tiers(replace(demand(), **whole), Budget(ram * MB), 32_768, ctx, spill)
 
 
@@ -211,7 +211,7 @@ def parts_of(placed: Placement) -> int:
 
 @pytest.mark.parametrize("kind,ram,cap", (({"experts": EXPERTS}, 540, 60), ({"experts": EXPERTS}, 620, 200), ({"units": UNITS}, 580, 60)))
 def test_a_plan_that_leaves_the_disk_alone_adds_up(kind: dict[str, object], ram: int, cap: int) -> None:
-    placed = shared(ram, None, replace(SPILL, ram=cap * MB, disk=0, where="--disk allows", capped=True), **kind)
+    placed = shared(ram, None, replace(SPILL, ram=cap * MB, disk=0, limit_source="--disk allows", is_requested=True), **kind)
     assert placed.kv_pages is None and placed.total_bytes == parts_of(placed) <= ram * MB
     assert sum("experts stay" in note or "neurons are on the disk" in note for note in placed.notes) == 1
 

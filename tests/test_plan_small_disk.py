@@ -20,10 +20,11 @@ from effllm.offload.size import SPARE, parse_size
 from effllm.runtime.planning import process_memory
 from effllm.runtime.prepare import EngineOptions, prepare
 
-SMALL = replace(SPILL, where="--disk allows", capped=True)
+SMALL = replace(SPILL, limit_source="--disk allows", is_requested=True)
 PAGE_NBYTES = 100_000 * PAGE
-KINDS = {"streams": demand(), "fits": demand(blocks=False), "experts": replace(demand(blocks=False), always=200 * MB, experts=EXPERTS),
-         "neurons": replace(demand(), blocks=(BLOCK,) * 20, always=200 * MB, units=UNITS)}
+KINDS = {"streams": demand(), "fits": demand(blocks=False),
+         "experts": replace(demand(blocks=False), always_nbytes=200 * MB, experts=EXPERTS),
+         "neurons": replace(demand(), blocks=(BLOCK,) * 20, always_nbytes=200 * MB, units=UNITS)}
 
 
 def placed(whole: Demand, ram: int, ctx: int | None, spill: Spill | None) -> Placement:

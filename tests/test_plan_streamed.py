@@ -19,7 +19,7 @@ def demand(layers: int = 20, blocks: int = 5, always: int = 10 * MB, kv: int = 1
     """Layers of `blocks` blocks; the embedding (30 MB) is neither in memory nor among the blocks when weights stream."""
     weights = (BlockBytes("outer", 30 * MB + always), *(BlockBytes(str(i), blocks * BLOCK) for i in range(layers)))
     return Demand(baseline=80 * MB, workspace=20 * MB, weights=weights, kv_bytes_per_token=kv, kv_fixed=0, layers=layers,
-                  blocks=(BLOCK,) * (layers * blocks), always=always)
+                  blocks=(BLOCK,) * (layers * blocks), always_nbytes=always)
 
 
 def test_what_fits_does_not_stream() -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[int | str, Mapping[str, "ModelTensor"]]
 DRIVER = Path("/dev/nvidiactl")
-USUAL = 20e9, 8e9  # products per second and thread, memory bytes per second: if the CPU was not measured
+DEFAULT_CPU_RATES = 20e9, 8e9  # of a CPU that was not measured: products per second and thread, memory bytes per second
 DOCTOR = "effllm doctor shows what it found"
 
 
@@ -44,16 +44,16 @@ def gpu(options: EngineOptions, notices: list[str]) -> Device | None:
     """The GPU of a run, None for CPU only; auto uses one only if it exists and torch is installed.
 
     Raises UsageError if one was requested and does not exist, or is ruled out by another option."""
-    asked = f"-ngl {options.gpu_layers}" if options.gpu_layers else f"--vram {options.vram}" if options.vram else ""
+    flag_given = f"-ngl {options.gpu_layers}" if options.gpu_layers else f"--vram {options.vram}" if options.vram else ""
     if options.device == "cpu":
-        if asked:
-            raise UsageError(f"{asked} requires a GPU, which --device cpu rules out", "drop one of the two")
+        if flag_given:
+            raise UsageError(f"{flag_given} requires a GPU, which --device cpu rules out", "drop one of the two")
         return None
     if options.gpu_layers == 0:
-        if flag := "--device cuda" if options.device == "cuda" else asked:
+        if flag := "--device cuda" if options.device == "cuda" else flag_given:
             raise UsageError(f"-ngl 0 rules out the GPU that {flag} asks for", "drop one of the two")
         return None
-    flag = "--device cuda" if options.device == "cuda" else asked
+    flag = "--device cuda" if options.device == "cuda" else flag_given
     torch, driver = find_spec("torch") is not None, DRIVER.exists()
     if not torch and (flag or driver):
         if flag:
@@ -62,16 +62,16 @@ def gpu(options: EngineOptions, notices: list[str]) -> Device | None:
     if not torch or not (flag or driver):
         return None
     try:
-        gpu, why = detect_gpu(), "torch finds no GPU here"
+        gpu, reason = detect_gpu(), "torch finds no GPU here"
     except DoesNotFit as error:
-        gpu, why = None, error.message
+        gpu, reason = None, error.message
     except RuntimeError as error:  # for a driver, GPU or torch that do not match
-        gpu, why = None, str(error).splitlines()[0]
+        gpu, reason = None, str(error).splitlines()[0]
     if gpu is None and flag:
-        raise UsageError(f"{flag}: {why}", f"--device cpu, and {DOCTOR}" if flag.startswith("--device") else
+        raise UsageError(f"{flag}: {reason}", f"--device cpu, and {DOCTOR}" if flag.startswith("--device") else
                          f"leave out {flag.split()[0]}: without it the CPU runs all layers; {DOCTOR}")
     if gpu is None:
-        notices.append(Fallback(f"a GPU is here and cannot be used: running on the CPU ({why})"))
+        notices.append(Fallback(f"a GPU is here and cannot be used: running on the CPU ({reason})"))
     return gpu
 
 
@@ -85,15 +85,16 @@ def detect_gpu() -> Device | None:
 def vram(options: EngineOptions, gpu_device: Device, notices: list[str]) -> int:
     """Bytes of GPU memory to use: as requested, at most what is free."""
     free = gpu_device.free()
-    asked = parse_size(options.vram) if options.vram else free
-    if asked > free:
+    requested = parse_size(options.vram) if options.vram else free
+    if requested > free:
         notices.append(f"--vram {options.vram}: the GPU has {format_size(free)} free, using that")
-    return min(asked, free)
+    return min(requested, free)
 
 
 def blocks(tensors: Tensors, dims: Dims, packed_kv: bool) -> tuple[BlockBytes, ...]:
     """Weights by layer, with their size on a GPU: vectors are float32 there, and a packed cache has its basis rotations."""
-    bases = (2 * allocation(4 * own.heads * own.head_dim**2) + allocation(4 * own.heads * own.head_dim) for own in dims.per_layer_kind)
+    bases = (2 * allocation(4 * shape.heads * shape.head_dim**2) + allocation(4 * shape.heads * shape.head_dim)
+             for shape in dims.per_layer_kind)
     basis = max(bases) if packed_kv else 0
     return tuple(BlockBytes(str(key), sum(tensor.nbytes for tensor in roles.values() if not tensor.turn),
                             basis + sum(map(gpu_nbytes, roles.values())))
@@ -105,25 +106,26 @@ def gpu_nbytes(tensor: ModelTensor) -> int:
     return allocation(tensor.nbytes if tensor.is_matrix else 4 * prod(tensor.shape))
 
 
-def copied(tensors: Tensors, dims: Dims, own: MoEConfig | None, exact: bool, workers: int, link: float) -> CopiedLayers | None:
-    """Host layers that long passes copy to the GPU, and from how many tokens on; None if that never pays.
+def copied(tensors: Tensors, dims: Dims, mixture: MoEConfig | None, exact: bool, workers: int, link: float) -> CopiedLayers | None:
+    """Host layers that long passes copy to the GPU; None if that is never faster.
 
-    `link`: bytes per second to the GPU. The CPU's rates come from an earlier `plan` or `doctor`, or from typical figures, which alone never
-    cause copies for a single token."""
+    `link`: bytes per second to the GPU. The CPU's rates come from an earlier `plan` or `doctor`. Without them typical rates are assumed,
+    but then single tokens never cause copies."""
     from .forecast import kind_of_weight
 
     layers = [roles for key, roles in tensors.items() if key != "outer"]
     heaviest = max(layers, key=lambda roles: carried_places(roles)[1])
     nbytes = carried_places(heaviest)[1]
-    visited = 1.0 if own is None or not own.layers else own.visit_rate
+    visited = 1.0 if mixture is None or not mixture.layers else mixture.visit_rate
     products = round(sum(prod(tensor.shape) * (1.0 if expert_of(role) is None else visited)
                          for role, tensor in heaviest.items() if tensor.is_matrix))
     kind = kind_of_weight(max(matrices(heaviest), key=lambda tensor: tensor.nbytes).spec, exact)
     machine = roofs.known(roofs.RoofsWanted(workers)).machine
     rate = None if machine is None else machine.kinds.get(kind)
-    border = max(4 * own.head_dim * (2 * own.heads + 2 * own.kv_heads) for own in dims.per_layer_kind)
-    rates = LinkRates(USUAL[0] * workers, USUAL[1], link) if rate is None else LinkRates(rate.prefill, rate.decode, link)
-    tokens = copied_from(nbytes, products, border, rates)
+    token_nbytes = max(4 * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) for shape in dims.per_layer_kind)
+    products_s, memory_s = (DEFAULT_CPU_RATES[0] * workers, DEFAULT_CPU_RATES[1]) if rate is None else (rate.prefill, rate.decode)
+    rates = LinkRates(products_s, memory_s, link)
+    tokens = copied_from(nbytes, products, token_nbytes, rates)
     tokens = tokens if rate is not None or tokens is None else max(2, tokens)
     vectors = sum(gpu_nbytes(tensor) for roles in layers for tensor in roles.values() if not tensor.is_matrix)
     return None if tokens is None or tokens > dims.chunk else CopiedLayers(nbytes, tokens, vectors)
@@ -139,7 +141,7 @@ def workspace(tensors: Tensors, dims: Dims) -> int:
 
 
 def not_free(placement: Placement, mapped: bool) -> list[str]:
-    """The notice for a plan that needs more memory than is available now; `mapped` weights can be dropped."""
+    """The notice for a plan that needs more memory than is available now; none if the weights are `mapped`, which the system can drop."""
     free = hardware.memory_available() + hardware.rss() - hardware.rss_files()
     if placement.total_bytes - hardware.rss_files() <= free or mapped:
         return []
@@ -149,7 +151,7 @@ def not_free(placement: Placement, mapped: bool) -> list[str]:
 
 def backends_of(devices: Sequence[str], widths: Dims, pool: ThreadPool, exact: bool, gpu_device: Device | None,
                 by_neuron: bool = False) -> dict[str, object]:
-    """The backends of `devices`, and the CPU's, which the embedding and the head may need. `by_neuron`: see `default_registry`."""
+    """Ops by device name, for `devices` and for the CPU, where the embedding runs. `by_neuron`: see `default_registry`."""
     from ...kernels.cpu.candidates import default_registry
     from ...kernels.cpu.ops import CpuOps
 

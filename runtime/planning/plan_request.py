@@ -242,11 +242,11 @@ class PlanRequest:
                 weights=tuple(block for block in weights if block.layer is None or block.layer < layers),
                 kv_bytes_per_token=sum(layer_token[:layers]) if gpu_layers else -(-per_page // PAGE),
                 kv_fixed=sum(layer_fixed[:layers]) if gpu_layers else fixed, kv_fixed_layers=layer_fixed[:layers], layers=layers,
-                blocks=() if parts is None else parts.sizes, same=() if parts is None else parts.same,
-                always=layouts.always_nbytes, units=layouts.units,
+                blocks=() if parts is None else parts.sizes, copy_of=() if parts is None else parts.same,
+                always_nbytes=layouts.always_nbytes, units=layouts.units,
                 experts=layouts.experts and layouts.experts.demand, gpu_workspace=gpu_workspace,
                 kv_layers=() if cache.kv.policy else layer_token[:layers], kv_sinks=cache.sinks,
-                kv_page=sum(layer_page[:layers]) if gpu_layers else per_page, texts=sequences)
+                kv_page=sum(layer_page[:layers]) if gpu_layers else per_page, sequences=sequences)
 
         return demand
 
