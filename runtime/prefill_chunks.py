@@ -110,7 +110,7 @@ def reusable_tokens(cache: KVCache, held: Sequence[int], ids: Sequence[int], num
     an uncached prefill would use: a few tokens at the end of a long chunk would otherwise get the decode kernels, whose rounding differs,
     with low-bit weights so much that a repeated prompt got another answer. A few tokens at the beginning of a chunk are re-run if it is
     unknown which kernel they used, or if the whole chunk is short."""
-    common, sinks = min(common_prefix(held, ids), len(ids) - 1, cache.lasting), cache.shape.sinks
+    common, sinks = min(common_prefix(held, ids), len(ids) - 1, cache.resumable), cache.shape.sinks
     begin, end = _chunk_begin(common, sinks, chunk), common + next(chunk_lengths(common, len(ids), sinks, chunk))
     if common <= num_fresh and end - begin > FEW:
         reused = min(common, max(begin, end - FEW - 1))

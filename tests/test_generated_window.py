@@ -72,7 +72,7 @@ def test_an_answer_sees_the_prompt_and_its_own_last_tokens(model, engine, length
     everything = oracle(theirs, ids)[length - 1 : -1]
     apart = np.abs(everything - wanted).max(-1) > 1e-3 * np.abs(everything).max()
     assert not apart[: window + 1].any() and apart[window + 2 :].any()  # a window that is not there shows
-    assert engine.cache.n == len(ids) - 1 and engine.cache.lasting == length
+    assert engine.cache.n == len(ids) - 1 and engine.cache.resumable == length
 
 
 def test_greedy_tokens_and_what_continues_from_them(model, engine):
@@ -86,7 +86,7 @@ def test_greedy_tokens_and_what_continues_from_them(model, engine):
     assert stepped(theirs, prompt, answer).argmax(-1).tolist() == answer
     on = prompt + answer + text(theirs, 25)
     list(engine.prefill(on))
-    assert engine.num_cached_tokens == len(prompt) and engine.cache.lasting == len(on)
+    assert engine.num_cached_tokens == len(prompt) and engine.cache.resumable == len(on)
     assert_close(engine._logits[None], oracle(theirs, on)[-1:])
     few = on + answer[: window - 1]
     list(engine.prefill(on))
@@ -176,7 +176,7 @@ def test_a_session_is_saved_as_far_as_its_last_prompt(model, engine, tmp_path):
     try:
         with store.reading():
             list(restore_cache(other, store, store.read("one")))
-        assert other.tokens == ids[:200] and other.cache.lasting == 200
+        assert other.tokens == ids[:200] and other.cache.resumable == 200
         found = []
         for each in (engine, other):
             list(each.prefill([*ids, 7]))
@@ -237,9 +237,9 @@ def test_whatever_comes_the_last_token_sees_the_prompt_and_the_window(ops, steps
         assert np.allclose(out, (shares / shares.sum(-1, keepdims=True) @ values[seen]).reshape(-1), atol=2e-5)
 
     for kind, count in (("prompt", 1), *steps):
-        assert cache.lasting == (len(keys) if len(keys) - read <= window else read)
+        assert cache.resumable == (len(keys) if len(keys) - read <= window else read)
         if kind == "back" or kind == "prompt":
-            held = cache.truncate(min(count if kind == "back" else len(keys), cache.lasting))
+            held = cache.truncate(min(count if kind == "back" else len(keys), cache.resumable))
             assert held == min(count if kind == "back" else len(keys), len(keys) if len(keys) - read <= window else read)
             keys, values, read = keys[:held], values[:held], min(read, held)
         if kind != "back" and len(keys) + count <= CONTEXT:

@@ -288,7 +288,7 @@ def test_rollback_slots_are_bounded(engine: Engine) -> None:
     for length in range(100, 600, 90):
         read(engine, IDS[:length])
         answer(engine, 3)
-    assert len(engine.cache.states._kept) <= engine.config.recurrent.rollback_slots
+    assert len(engine.cache.states._checkpoints) <= engine.config.recurrent.rollback_slots
 
 
 def test_a_state_does_not_become_compressed_tensors(folder: Path, tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_which_pages_get_more_bits_depends_on_positions_not_on_cuts(engine):
                 engine.model.forward(np.array(ids[at : at + piece]), engine.cache)
                 at += piece
         kinds.append(list(engine.cache._kinds))
-        assert engine.cache.sealed == 4 and engine.cache.better
+        assert engine.cache.sealed == 4 and engine.cache.upgraded_codecs
     assert kinds[0] == kinds[1] == kinds[2] and kinds[0].count(2) in (1, 2)
     attention = engine.cache.probes
     assert len(attention._rows) <= 4 * PROBES  # rows of pages long sealed are forgotten

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 
 
 class CacheBytes:
-    """Size properties of `KVCache`, whose fields these are: exact-token layouts and page codecs by layer; `better`: codecs of pages that a
-    policy upgrades."""
+    """Size properties of `KVCache`, a mixin with its fields."""
 
     codecs: Sequence[RawCodec | PackedCodec]
-    better: Sequence[PackedCodec]
+    upgraded_codecs: Sequence[PackedCodec]
     layouts: Sequence[PageLayout]
     states: States | None
     indexes: Sequence[LayerIndex | CompressedKeys]
@@ -49,8 +48,8 @@ class CacheBytes:
         return [index.token_nbytes for index in self.indexes]
 
     @property
-    def _better_nbytes(self) -> int:
-        return sum(page_sizes(self.better, self.own_layouts)) if self.better else 0
+    def _upgraded_nbytes(self) -> int:
+        return sum(page_sizes(self.upgraded_codecs, self.own_layouts)) if self.upgraded_codecs else 0
 
     @property
     def allocated_nbytes(self) -> int:
@@ -98,8 +97,8 @@ class CacheBytes:
     @property
     def _packed_nbytes(self) -> int:
         """Bytes of sealed pages, all layers."""
-        better = self._kinds.count(2)
-        return (self.sealed - better) * self.sealed_nbytes + better * self._better_nbytes
+        upgraded = self._kinds.count(2)
+        return (self.sealed - upgraded) * self.sealed_nbytes + upgraded * self._upgraded_nbytes
 
     @property
     def is_packed(self) -> bool:

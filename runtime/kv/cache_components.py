@@ -23,23 +23,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """Where the tokens of one forward pass go: first position, exact slot and row of each token, and the blocks they attend to."""
+    """Where the tokens of one forward pass are stored, and what they attend to."""
 
-    position: int
-    positions: np.ndarray
-    slots: np.ndarray
-    rows: np.ndarray
-    blocks: np.ndarray
+    position: int  # of the first token
+    positions: np.ndarray  # int64 [T]
+    slots: np.ndarray  # exact slot of each token, int64 [T]
+    rows: np.ndarray  # row within the slot, int64 [T]
+    blocks: np.ndarray  # int64 [blocks, 4], see `cache.py`
 
 
 @dataclass(frozen=True)
 class TokenSelection:
-    """Sparse attention of a layer. `index`: the indexer, None if the layer reuses an earlier layer's selection. `latent`: keys double as
-    values. `keys`: compressed keys to select from, where these are not single tokens; without an indexer all of them are attended to."""
+    """Sparse attention of a layer."""
 
-    index: LayerIndex | None
-    latent: bool
-    keys: CompressedKeys | None = None
+    index: LayerIndex | None  # the indexer; None: the layer reuses an earlier layer's selection, or attends to all of `keys`
+    latent: bool  # keys double as values
+    keys: CompressedKeys | None = None  # compressed keys of several tokens each, to select from
 
 
 class LayerPages(Protocol):

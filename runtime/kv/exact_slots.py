@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 
 
 class ExactSlots:
-    """`of`: the slot of each open page; the sinks' (page -1) is the last and may have fewer parts. `free`: unused slots. `used`: how many
-    parts of a slot hold tokens, or have held some and were not released. `memory`: bytes of all slots of a layer, laid out as in `layouts`;
-    none if they are on a device."""
+    """Slots of exact tokens, in every layer with pages.
+
+    `of`: the slot of each open page. The sinks are page -1; their slot is the last one and may have fewer parts.
+    `free`: unused slots. `used`: how many parts of a slot hold tokens, or held some and have not been released since.
+    `memory`: bytes of all slots, by layer, laid out as in `layouts`; empty if they are on a GPU.
+    """
 
     def __init__(self, shape: CacheShape, layouts: Sequence[PageLayout], memory: Sequence[np.ndarray]) -> None:
         self._shape, self._layouts, self.memory = shape, layouts, memory

@@ -15,32 +15,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """A block's view of the cache. `states`: of a layer that has some beside its keys and values; `choosing`: of one with sparse attention.
-    `last`: only this many of the pass's tokens attend, the last ones; None for all."""
+    """A block's view of the cache of one layer."""
 
     pages: LayerPages
     cache: KVCache
-    states: LayerStates | None = None
-    choosing: TokenSelection | None = None
-    last: int | None = None
+    states: LayerStates | None = None  # of a layer that has a recurrent state in addition to keys and values
+    choosing: TokenSelection | None = None  # of a layer with sparse attention
+    last: int | None = None  # only this many of the pass's tokens attend, the last ones; None: all
 
     def attend(self, q: object, k: object | None, v: object | None, sinks: object | None = None, out: object | None = None) -> object:
-        """Append k, v `[T, KVH * D]` at the step's positions (None if an earlier layer did), then attend with q `[T, H * D]` -> `[T, H *
-        D]`. `sinks`: a logit per head that joins the softmax without a value, float32 `[H]`; unrelated to the sink tokens that the cache
-        keeps exact. `out`: where the result goes, on the CPU; None for the backend's own buffer."""
-        step, more = self.cache.step, () if out is None else (out,)
+        """Append k, v `[T, KVH * D]` at the step's positions, then attend with q `[T, H * D]` -> `[T, H * D]`.
+
+        `k`, `v`: None if an earlier layer appended them. `sinks`: float32 `[H]`, a logit per head that joins the softmax without a value
+        (unrelated to the sink tokens that the cache keeps exact). `out`: where the result goes, on the CPU; None: the backend's buffer."""
+        step, output = self.cache.step, () if out is None else (out,)
         if k is not None:
             self.pages.write(k, v, step.slots, step.rows)
         q = q if self.last is None else q[-self.last :]
-        given = q, step.position + len(step.slots) - len(q), step.blocks, sinks
+        arguments = q, step.position + len(step.slots) - len(q), step.blocks, sinks
         if self.choosing is not None and self.choosing.keys is not None:
             chosen = None if self.choosing.index is None else self._chosen(len(q))
-            return self.pages.attend_compressed(*given, self.choosing.keys, chosen, *more)
+            return self.pages.attend_compressed(*arguments, self.choosing.keys, chosen, *output)
         if self.choosing is not None and (chosen := self._chosen(len(q))) is not None:
-            return self.pages.attend_chosen(*given, chosen, self.choosing.latent, *more)
-        if (ends := self.cache.ends) is not None and (seen := ends.get(self.pages.window)) is not None:
-            return self.pages.attend(*given, out, *(each if each is None else each[-len(q) :] for each in seen))
-        return self.pages.attend(*given, *more)
+            return self.pages.attend_chosen(*arguments, chosen, self.choosing.latent, *output)
+        if (ends := self.cache.ends) is not None and (visible := ends.get(self.pages.window)) is not None:
+            return self.pages.attend(*arguments, out, *(bound if bound is None else bound[-len(q) :] for bound in visible))
+        return self.pages.attend(*arguments, *output)
 
     def _chosen(self, tokens: int) -> object | None:
         """What the last `tokens` of the step attend to."""
@@ -52,9 +52,10 @@ class LayerCache:
         self.states.compress(products, w, self.cache.step.position, table, self.choosing.keys, self.choosing.index)
 
     def choose(self, q: object, k: object | None, weights: object | None, closing: object | None = None, out: object | None = None) -> None:
-        """Select what the step's tokens attend to, here and in later layers that share the selection: index queries q `[T, heads * width]`,
-        keys k `[T, width]` (None if `compress` has made them), weights `[T, heads]`. `closing`: norm and rotary table of keys that are
-        means."""
+        """Select what the step's tokens attend to, here and in later layers that share the selection.
+
+        Index queries q `[T, heads * width]`, keys k `[T, width]` (None if `compress` has made them), weights `[T, heads]`. `closing`: norm
+        and rotary table of keys that are means of several tokens."""
         position, index = self.cache.step.position, self.choosing.index
         if k is not None:
             index.note(k, position, closing)

@@ -55,7 +55,7 @@ class Scoring:
         require_text_generation(self.model.config)
         if not 0 < len(ids) <= self.n_ctx:
             raise ContextOverflow(f"{len(ids)} tokens to score in a context of {self.n_ctx}")
-        held = self.cache.truncate(min(common_prefix(self.tokens, ids), known, self.cache.lasting)) if known else 0
+        held = self.cache.truncate(min(common_prefix(self.tokens, ids), known, self.cache.resumable)) if known else 0
         if held:
             self.set_tokens(ids[:held], min(self.num_fresh_tokens, held))
         else:

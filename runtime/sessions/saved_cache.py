@@ -139,10 +139,10 @@ def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object],
                spoken: TokenizedText | None) -> Iterator[Progress | SavedCache]:
     """Write the cache's contents, while `store.writing`; yields its description last, if it holds anything. Raises OSError; PagesLost,
     after the description of what precedes the first lost page, if anything does."""
-    if engine.cache.lasting < engine.cache.n == len(engine.tokens):  # what lies after the last page would be lost on resuming
-        engine.set_tokens(engine.tokens[: (kept := engine.cache.truncate(engine.cache.lasting))], min(engine.num_fresh_tokens, kept))
+    if engine.cache.resumable < engine.cache.n == len(engine.tokens):  # what lies after the last page would be lost on resuming
+        engine.set_tokens(engine.tokens[: (kept := engine.cache.truncate(engine.cache.resumable))], min(engine.num_fresh_tokens, kept))
     cache, tokens, anew = engine.cache, engine.tokens, engine.num_fresh_tokens  # captured first: the engine's shrink once a page is lost
-    if not tokens or cache.n != len(tokens) or cache.better:  # pages of mixed precision are recomputed instead
+    if not tokens or cache.n != len(tokens) or cache.upgraded_codecs:  # pages of mixed precision are recomputed instead
         return
     keys = page_keys(own, tokens, cache.shape.sinks, cache.sealed)
     total, pages = cache.sealed * cache.kept_nbytes, []

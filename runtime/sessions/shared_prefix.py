@@ -44,7 +44,7 @@ def copy_prefix(engine: Engine, others: Sequence[Engine], ids: Sequence[int], he
 def _lends(engine: Engine) -> bool:
     """Whether pages can be shared: recurrent states exist only after the last token, and a policy's choice of upgraded pages is not
     copied."""
-    return engine.may_share_prefix and engine.cache.states is None and not engine.cache.better
+    return engine.may_share_prefix and engine.cache.states is None and not engine.cache.upgraded_codecs
 
 
 def _pages(engine: Engine, other: Engine, ids: Sequence[int]) -> int:

@@ -152,7 +152,7 @@ class DraftModel:
         for done, total in self._engine.model.load():
             yield Progress("loading the draft model", done, total, "bytes")
         if (states := self._engine.cache.states) is not None:
-            states.guesses = True
+            states.is_draft = True
 
     def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
         """Draft what a run with these settings finds likeliest."""
