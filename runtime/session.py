@@ -38,30 +38,34 @@ if TYPE_CHECKING:
     from .tool_calls.tool_calling import Tools
     from .tool_calls.tool_messages import ToolMessages
 
-SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
-SUMMARY_TOKENS = 2048  # that a summary may have, its reasoning included, where answers have fewer
-CALLED_LAST = "(stopped here)"  # what the assistant said where it called tools and was not let go on: templates want roles to take turns
+SUMMARY_PROMPT = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
+MAX_SUMMARY_TOKENS = 2048  # of a summary with its reasoning, if --max-tokens is lower
+# Stands in for an answer that was stopped after its tool calls: chat templates expect roles to alternate.
+INTERRUPTED_REPLY = "(stopped here)"
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Answered:
-    """How the last answer came about, to continue it: `ids` are its prompt and all its tokens, the first `prompt` of them the prompt."""
+class LastAnswer:
+    """The state after the last answer, needed to continue it token by token."""
 
     messages: list[Message]
     system: str | None
-    ids: list[int]
-    prompt: int
-    think: Reasoning | None
+    ids: list[int]  # of the prompt and the answer
+    prompt: int  # how many of them are the prompt
+    think: Reasoning | None  # the reasoning parser, as the answer left it
 
 
 class Session:
-    """`think`: auto leaves reasoning to the model, on and off ask the chat template for it. `stops` are stop strings, `constraint`
-    constrains answers, `max_reasoning_tokens` limits the reasoning of each (None: no limit).
+    """A conversation with one engine.
 
-    Messages are dicts with `role` and `content`; the system prompt is kept apart in `system`. An answer may call `tools`: its message then
-    has `tool_calls`, and the caller returns a result for each of the `open_calls` (`take_result`), then calls `go_on`.
+    `system`: the system prompt, which is not among `messages`. Messages are dicts with `role` and `content`.
+    `think`: on and off ask the chat template for reasoning or none; auto leaves it to the model.
+    `stops`: stop strings. `raw`: no chat template. `constraint`: what answers must match.
+    `max_tokens` and `max_reasoning_tokens`: limits of each answer and of its reasoning, None: no limit.
     `from_process_start`: the first answer's time to first token counts from the start of the process, for one-shot commands.
+    An answer may call `tools`. Its message then has `tool_calls`, and the caller adds a result for each of the `open_calls`
+    (`take_result`), then calls `go_on`.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: SamplerSettings, system: str | None = None, think: str = "auto",
@@ -70,7 +74,7 @@ class Session:
         self.engine, self.tokenizer, self.system, self.think, self.stops = engine, tokenizer, system, think, tuple(stops)
         self.max_tokens, self.ignore_eos, self.max_reasoning_tokens = max_tokens, ignore_eos, max_reasoning_tokens
         self._prompts = PromptBuilder(tokenizer, raw, engine.media)
-        self._pictures: set[MediaItem] = set()  # whose rows may be wanted again while the conversation lives
+        self._media_items: set[MediaItem] = set()  # references that keep their encoded rows while the conversation lives
         self.raw = self._prompts.raw
         self.settings = settings
         self.hold_to(constraint)
@@ -80,11 +84,11 @@ class Session:
         self.stats: Stats | None = None
         self._cancelled = False
         self.from_process_start = from_process_start
-        self._said_raw, self._said_think, self._said_limit = raw, False, False
+        self._warned_no_template, self._warned_think, self._warned_limit = raw, False, False
         engine.cancelled = lambda: self._cancelled
-        self._said_folds = False
-        self._answered: Answered | None = None
-        self._counted: tuple[list[Message], str | None, int] = ([], system, 0)
+        self._warned_no_system_role = False
+        self._last_answer: LastAnswer | None = None
+        self._token_count: tuple[list[Message], str | None, int] = ([], system, 0)
 
     @property
     def settings(self) -> SamplerSettings:
@@ -92,26 +96,26 @@ class Session:
 
     @settings.setter
     def settings(self, settings: SamplerSettings) -> None:
-        """New settings start a new sampler; the old random state ends with it."""
+        """Start a new sampler, with a new random state."""
         self._settings = settings
         self._sampler = Sampler(settings, self.engine.config.vocab_size, breakers_of(self.tokenizer, settings))
 
     @property
     def constraint(self) -> Constraint | None:
-        """What answers are held to."""
+        """What answers must match."""
         return self._compiled and self._compiled.source
 
     def hold_to(self, constraint: Constraint | None) -> None:
-        """Constrain answers from now on, None to stop. Raises EffllmError, and then nothing changes."""
-        self._compiled = constraint and constraint.compile(self.tokenizer, self.engine.config.vocab_size)
+        """Constrain answers from now on; None: no longer. Raises EffllmError, and then nothing changes."""
+        self._compiled = constraint and constraint.opened(self.tokenizer, self.engine.config.vocab_size)
 
     @property
     def used(self) -> int:
-        """Context tokens that the conversation fills: after an answer those in the KV cache; counted anew if the history was changed
-        since (undo, load, another system prompt)."""
+        """Context tokens that the conversation takes: after an answer those in the KV cache. If the history was changed since (undo, load,
+        another system prompt), they are counted again."""
         if not self.messages:
             return 0
-        messages, system, tokens = self._counted
+        messages, system, tokens = self._token_count
         if messages != self.messages or system != self.system:
             tokens = self._count()
         return tokens
@@ -119,9 +123,9 @@ class Session:
     def _count(self) -> int:
         try:
             tokens = self._prompts.count(self._prompt(reply=False))
-        except EffllmError:  # a history that the template refuses is told when it is answered
+        except EffllmError:  # the template refuses this history; the error is reported by the next answer
             tokens = sum(len(self.tokenizer.encode(message["content"], add_special_tokens=False)) for message in self.messages)
-        self._counted = list(self.messages), self.system, tokens
+        self._token_count = list(self.messages), self.system, tokens
         return tokens
 
     def count(self, text: str) -> int:
@@ -133,21 +137,21 @@ class Session:
         return self.engine.n_ctx
 
     def demand_sight(self, modality: Modality = IMAGE_INPUT) -> None:
-        """Raises EffllmError for a model that takes no pictures, or no sounds, or whose are not read here."""
+        """Raises EffllmError if the model takes no input of this modality, or none that this program supports."""
         require_media(self.engine.media, modality)
 
     def picture(self, points: np.ndarray) -> MediaItem:
-        """The picture of points uint8 [height, width, 3], or the sound of samples float32 [n], for `ask`; its rows are kept while the
-        conversation lives. Raises EffllmError."""
-        made = require_media(self.engine.media, modality_of(points)).add(points)
-        self._pictures.add(made)
-        return made
+        """An image of uint8 pixels [height, width, 3] or a sound of float32 samples [n], as input for `ask`. Its encoded rows are kept for
+        the whole conversation. Raises EffllmError."""
+        item = require_media(self.engine.media, modality_of(points)).add(points)
+        self._media_items.add(item)
+        return item
 
     def film(self, frames: Sequence[Frame]) -> list[tuple[str, MediaItem]]:
-        """As `picture`, of moments of a video: what stands before each, and the picture, or what is seen as one."""
-        made = require_media(self.engine.media).add_video(frames)
-        self._pictures.update(each for _, each in made)
-        return made
+        """As `picture`, for frames of a video: (the text before it, the item) for each frame or group of frames."""
+        items = require_media(self.engine.media).add_video(frames)
+        self._media_items.update(each for _, each in items)
+        return items
 
     def cancel(self) -> None:
         """Stop the running answer after the current token. Safe in a signal handler."""
@@ -160,20 +164,20 @@ class Session:
 
     # -- turns -----------------------------------------------------------------------------------------------------------------
 
-    def ask(self, text: str, shown: Sequence[MediaItem | str] = ()) -> Iterator[Event]:
-        """One turn: append the user's message, with what is `shown` before its words: pictures that it is about, and words before each;
-        answer it. A prompt that cannot be answered leaves the history as it was."""
-        if not text.strip() and not shown:
+    def ask(self, text: str, media: Sequence[MediaItem | str] = ()) -> Iterator[Event]:
+        """One turn: append the user's message and answer it. `media`: images, sounds and the text between them, which precede `text`. A
+        prompt that cannot be answered leaves the history as it was."""
+        if not text.strip() and not media:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
-        before = list(self.messages)
-        self._pictures.update(each for each in shown if not isinstance(each, str))
-        if before and before[-1]["role"] == "tool":
-            self.messages.append({"role": "assistant", "content": CALLED_LAST})
-        pieces = [each if isinstance(each, str) else each.mark for each in shown]
-        self.messages.append({"role": "user", "content": "\n".join([*pieces, *([text] if text.strip() else [])])})
-        yield from self._guarded(before)
-        if self.messages and self.messages[-1]["role"] == "user":  # nothing was said: two questions in a row would confuse a template
-            self.messages = before
+        previous = list(self.messages)
+        self._media_items.update(each for each in media if not isinstance(each, str))
+        if previous and previous[-1]["role"] == "tool":
+            self.messages.append({"role": "assistant", "content": INTERRUPTED_REPLY})
+        parts = [each if isinstance(each, str) else each.mark for each in media]
+        self.messages.append({"role": "user", "content": "\n".join([*parts, *([text] if text.strip() else [])])})
+        yield from self._restoring_on_failure(previous)
+        if self.messages and self.messages[-1]["role"] == "user":  # no answer: templates expect roles to alternate
+            self.messages = previous
 
     def complete(self, text: str) -> Iterator[Event]:
         """Continue a text as it is, without chat template and history."""
@@ -186,23 +190,23 @@ class Session:
     def take_result(self, call: Call, text: str, pictures: Sequence[MediaItem] = ()) -> None:
         """Add the result of one of the pending tool calls, to be sent with the next turn."""
         self.open_calls.remove(call)
-        self._pictures.update(pictures)
-        self.messages.append(self._turns.result(call, "\n".join([text, *(each.mark for each in pictures)])))
+        self._media_items.update(pictures)
+        self.messages.append(self._tool_messages.result(call, "\n".join([text, *(each.mark for each in pictures)])))
 
     def go_on(self) -> Iterator[Event]:
         """Answer after tool results."""
-        yield from self._guarded(list(self.messages))
+        yield from self._restoring_on_failure(list(self.messages))
 
     def regenerate(self) -> Iterator[Event]:
         """Answer the last user message again; the random state advances, so the answer may differ."""
         if not any(message["role"] == "user" for message in self.messages):
             raise UsageError("nothing to answer again", "ask something first")
-        before, last = list(self.messages), self._answered
+        before, last_answer = list(self.messages), self._last_answer
         while self.messages[-1]["role"] != "user":
             self.messages.pop()
-        yield from self._guarded(before)
-        if self.messages[-1]["role"] == "user":  # stopped before anything was said: the answer of before stands
-            self.messages, self._answered = before, last
+        yield from self._restoring_on_failure(before)
+        if self.messages[-1]["role"] == "user":  # stopped before any text: keep the previous answer
+            self.messages, self._last_answer = before, last_answer
 
     def continue_(self) -> Iterator[Event]:
         """Continue the last answer where it was cut off, or after the tool calls it made."""
@@ -211,23 +215,23 @@ class Session:
             return
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise UsageError("there is no answer to continue", "ask something first")
-        before, last = list(self.messages), self._answered
-        resumed = last if last and last.messages == before and last.system == self.system else None
-        said = self.messages.pop()["content"]
-        yield from self._guarded(before, said, resumed)
-        if self.messages[-1]["role"] == "user":  # stopped before anything was added
-            self.messages, self._answered = before, last
+        before, last_answer = list(self.messages), self._last_answer
+        resumable = last_answer if last_answer and last_answer.messages == before and last_answer.system == self.system else None
+        prefix = self.messages.pop()["content"]
+        yield from self._restoring_on_failure(before, prefix, resumable)
+        if self.messages[-1]["role"] == "user":  # stopped before any text
+            self.messages, self._last_answer = before, last_answer
 
-    def _guarded(self, before: list[Message], said: str = "", resumed: Answered | None = None) -> Iterator[Event]:
-        """A turn that restores the history if it cannot begin, or ends before any text."""
+    def _restoring_on_failure(self, before: list[Message], prefix: str = "", last_answer: LastAnswer | None = None) -> Iterator[Event]:
+        """`_turn`, restoring the `before` history if the turn cannot begin or ends before any text."""
         try:
-            yield from self._turn(said, resumed)
+            yield from self._turn(prefix, last_answer)
         except EffllmError:
-            self.messages, self._answered, self.open_calls = before, resumed, []
+            self.messages, self._last_answer, self.open_calls = before, last_answer, []
             raise
         except BaseException:
             if not self.messages or self.messages[-1]["role"] == "user":
-                self.messages, self._answered = before, resumed
+                self.messages, self._last_answer = before, last_answer
             raise
 
     def undo(self) -> bool:
@@ -241,7 +245,7 @@ class Session:
     def clear(self) -> None:
         """Clear the history; the system prompt stays."""
         self.messages = []
-        self._pictures.clear()
+        self._media_items.clear()
         self.engine.reset()
 
     def compact(self) -> Iterator[Event]:
@@ -249,52 +253,62 @@ class Session:
         that hits the limit is discarded."""
         if not self.messages:
             raise UsageError("there is nothing to summarise", "ask something first")
-        before, constraint, most, tools = list(self.messages), self._compiled, self.max_tokens, self.tools
-        self._compiled, self.max_tokens, self.tools = None, most and max(most, SUMMARY_TOKENS), None
-        self.messages.append({"role": "user", "content": SUMMARISE})
-        finished = False
+        before, constraint, max_tokens, tools = list(self.messages), self._compiled, self.max_tokens, self.tools
+        self._compiled, self.max_tokens, self.tools = None, max_tokens and max(max_tokens, MAX_SUMMARY_TOKENS), None
+        self.messages.append({"role": "user", "content": SUMMARY_PROMPT})
+        is_complete = False
         try:
             yield from self._turn()
-            finished = self.stats is not None and self.stats.finish_reason == "stop" and bool(self.messages[-1]["content"].strip())
+            is_complete = self.stats is not None and self.stats.finish_reason == "stop" and bool(self.messages[-1]["content"].strip())
         finally:
-            self._compiled, self.max_tokens, self.tools = constraint, most, tools
-            summary = self.messages[-1]["content"].strip() if finished else ""
-            self.messages = [{"role": "user", "content": SUMMARISE}, {"role": "assistant", "content": summary}] if finished else before
-        if not finished:
+            self._compiled, self.max_tokens, self.tools = constraint, max_tokens, tools
+            summary = self.messages[-1]["content"].strip() if is_complete else ""
+            if is_complete:
+                self.messages = [{"role": "user", "content": SUMMARY_PROMPT}, {"role": "assistant", "content": summary}]
+            else:
+                self.messages = before
+        if not is_complete:
             yield Notice("no summary was completed: the history is unchanged")
 
-    def _turn(self, said: str = "", resumed: Answered | None = None) -> Iterator[Event]:
-        """Answer `messages`; `said` is the prefill. With `resumed`, its own tokens are continued, reasoning included; otherwise the
-        prefill's text is tokenized again."""
+    def _turn(self, prefix: str = "", last_answer: LastAnswer | None = None) -> Iterator[Event]:
+        """Answer `messages`, beginning with `prefix`. With `last_answer`, the token ids of that answer are continued, reasoning included;
+        otherwise the text of `prefix` is tokenized."""
         self._cancelled, self.open_calls = False, []
         prompt = self._prompt()
-        if not resumed:
-            prompt = self._prompts.with_answer_prefix(prompt, said)
-        if self.raw and not self._said_raw:
-            self._said_raw = True
-            yield self._fallback(NO_TEMPLATE)
-        if not self._said_think and (why := self.tokenizer.unsupported_think(self.think)):
-            self._said_think = True
-            yield self._fallback(f"--think {self.think} has no effect: {why}")
-        if not self._said_limit and self.max_reasoning_tokens is not None and not self.tokenizer.thinks:
-            self._said_limit = True
-            yield Notice(NOTHING_TO_LIMIT)
-        if self._prompts.folds_system and not self._said_folds:
-            self._said_folds = True
-            yield self._fallback(NO_SYSTEM_ROLE)
-        if not resumed:
+        if not last_answer:
+            prompt = self._prompts.with_answer_prefix(prompt, prefix)
+        yield from self._new_warnings()
+        if not last_answer:
             yield from self._prompts.encode_media(prompt, self.engine, lambda: self._cancelled)
-        ids = resumed.ids if resumed else self._prompts.tokenize(prompt)
-        first = resumed.prompt if resumed else len(ids)
-        think, self._answered = self._reading(ids, resumed), None
-        marks = None if resumed or not self.tools else self._turns.calling.visible_tokens
-        answer = yield from self._answer(ids, said, think, self.messages, resumed is not None, marks)
-        made = [*ids[first:], *self.stats.token_ids[: len(self.stats.token_ids) - (self.stats.finish_reason == "stop")]]
-        self._prompts.record_cached(prompt, ids[:first], made, answer.text if resumed else answer.text[len(said) :])
+        ids = last_answer.ids if last_answer else self._prompts.tokenize(prompt)
+        prompt_length = last_answer.prompt if last_answer else len(ids)
+        parser = self._output_parser(ids, last_answer)
+        marks = None if last_answer or not self.tools else self._tool_messages.calling.visible_tokens
+        self._last_answer = None
+        answer = yield from self._answer(ids, prefix, parser, self.messages, last_answer is not None, marks)
+        has_stop_token = self.stats.finish_reason == "stop"
+        answer_ids = [*ids[prompt_length:], *self.stats.token_ids[: len(self.stats.token_ids) - has_stop_token]]
+        self._prompts.record_cached(prompt, ids[:prompt_length], answer_ids, answer.text if last_answer else answer.text[len(prefix) :])
         if self.messages[-1]["role"] == "assistant":
-            self._counted = list(self.messages), self.system, len(self.engine.tokens)
-            said_so = Answered(list(self.messages), self.system, ids[:first] + made, first, answer.think)
-            self._answered = said_so if answer.is_exact and self.tools is None else None
+            self._token_count = list(self.messages), self.system, len(self.engine.tokens)
+            if answer.is_exact and self.tools is None:
+                self._last_answer = LastAnswer(list(self.messages), self.system, ids[:prompt_length] + answer_ids, prompt_length,
+                                               answer.think)
+
+    def _new_warnings(self) -> Iterator[Notice]:
+        """Notices about settings without effect on this model, each once per session."""
+        if self.raw and not self._warned_no_template:
+            self._warned_no_template = True
+            yield self._fallback(NO_TEMPLATE)
+        if not self._warned_think and (reason := self.tokenizer.unsupported_think(self.think)):
+            self._warned_think = True
+            yield self._fallback(f"--think {self.think} has no effect: {reason}")
+        if not self._warned_limit and self.max_reasoning_tokens is not None and not self.tokenizer.thinks:
+            self._warned_limit = True
+            yield Notice(NOTHING_TO_LIMIT)
+        if self._prompts.folds_system and not self._warned_no_system_role:
+            self._warned_no_system_role = True
+            yield self._fallback(NO_SYSTEM_ROLE)
 
     def _fallback(self, text: str) -> Notice:
         if self.engine.options.strict:
@@ -306,26 +320,26 @@ class Session:
         prompts, options = self._prompts, {"add_generation_prompt": reply}
         if self.tools is None and not any(message["role"] == "tool" for message in self.messages):
             return prompts.render(self.messages, self.system, self.think, options)
-        return self._turns.rendered(prompts, self.messages, self.system, self.think, options, self.tools)
+        return self._tool_messages.rendered(prompts, self.messages, self.system, self.think, options, self.tools)
 
     @cached_property
-    def _turns(self) -> ToolMessages:
+    def _tool_messages(self) -> ToolMessages:
         """Tool messages, for conversations that have any."""
         from .tool_calls.tool_messages import ToolMessages
 
         return ToolMessages(self.tokenizer)
 
-    def _reading(self, ids: list[int], resumed: Answered | None) -> Reasoning | CallFilter | None:
+    def _output_parser(self, ids: list[int], last_answer: LastAnswer | None) -> Reasoning | CallFilter | None:
         """The parser that separates reasoning and tool calls from content."""
-        if resumed:
-            return copy.copy(resumed.think)
-        think = self.tokenizer.reasoning(ids, self.tools is not None)
-        return think if self.tools is None else self._turns.calling.call_filter(think, self.tools)
+        if last_answer:
+            return copy.copy(last_answer.think)
+        reasoning = self.tokenizer.reasoning(ids, self.tools is not None)
+        return reasoning if self.tools is None else self._tool_messages.calling.call_filter(reasoning, self.tools)
 
     @property
-    def _held(self) -> CompiledConstraint | None:
+    def _answer_constraint(self) -> CompiledConstraint | None:
         """The compiled constraint of an answer: tool calls, or else the session's constraint."""
-        constraint = self._turns.calling.constraint(self.tools, self.constraint) if self.tools else self.constraint
+        constraint = self._tool_messages.calling.constraint(self.tools, self.constraint) if self.tools else self.constraint
         if constraint is None or constraint == self.constraint:
             return self._compiled if constraint else None
         if self._compiled:
@@ -334,19 +348,19 @@ class Session:
 
     # -- the answer ------------------------------------------------------------------------------------------------------------
 
-    def _answer(self, ids: list[int], said: str, think: Reasoning | CallFilter | None, history: list[Message] | None = None,
-                inside: bool = False, marks: Mapping[int, str] | None = None) -> Generator[Event, None, Answer]:
-        """Prefill and stream the answer; `inside`: the prompt ends within the answer."""
+    def _answer(self, ids: list[int], prefix: str, think: Reasoning | CallFilter | None, history: list[Message] | None = None,
+                is_continued: bool = False, marks: Mapping[int, str] | None = None) -> Generator[Event, None, Answer]:
+        """Prefill and stream the answer; `is_continued`: the prompt ends within the answer."""
         answer = Answer(self.engine, self.tokenizer, self._sampler, think, self.stops, self.max_tokens, lambda: self._cancelled,
-                        self.ignore_eos, self._held, self.think != "off", self.raw, said, marks,
+                        self.ignore_eos, self._answer_constraint, self.think != "off", self.raw, prefix, marks,
                         max_reasoning_tokens=self.max_reasoning_tokens)
         try:
-            yield from answer.generate(ids, inside)
+            yield from answer.generate(ids, is_continued)
         finally:
             if history is not None and answer.calls:
-                message, self.open_calls = self._turns.calling_message(answer.text, "".join(answer.reasoning_parts), answer.calls)
+                message, self.open_calls = self._tool_messages.calling_message(answer.text, "".join(answer.reasoning_parts), answer.calls)
                 history.append(message)
-            elif history is not None and (answer.tokens or said):
+            elif history is not None and (answer.tokens or prefix):
                 history.append({"role": "assistant", "content": answer.text})
         self.stats, self.from_process_start = answer.cost(self.from_process_start), False
         yield from answer.closing_notices()
@@ -361,19 +375,19 @@ class Session:
 
     @property
     def spoken(self) -> TokenizedText | None:
-        """How the text so far was tokenized, where that is known."""
+        """The token ids of the text so far, if known: tokenizing it again could give others."""
         text, ids = self._prompts.cached
-        last = self._answered
+        last = self._last_answer
         whole = last is not None and last.think is None and last.ids == ids and (last.messages, last.system) == (self.messages, self.system)
         return TokenizedText(text, tuple(ids), last.prompt if whole else None) if text else None
 
     def take_up(self, messages: list[Message], system: str | None, spoken: TokenizedText | None = None) -> None:
-        """Replace the conversation by this one."""
+        """Replace the conversation by this one, restored from a file."""
         self.messages, self.system = messages, system
         self._prompts.cached = ("", []) if spoken is None else (spoken.text, list(spoken.ids))
-        self._answered = None
+        self._last_answer = None
         if spoken is not None and spoken.prompt is not None:
-            self._answered = Answered(list(messages), system, list(spoken.ids), spoken.prompt, None)
+            self._last_answer = LastAnswer(list(messages), system, list(spoken.ids), spoken.prompt, None)
 
     def save(self, path: Path) -> None:
         """Write the conversation as JSON, atomically."""

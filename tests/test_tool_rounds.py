@@ -22,7 +22,7 @@ from effllm.runtime.mcp.configuration import ServerEntry
 from effllm.runtime.mcp.toolbox import Toolbox
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
-from effllm.runtime.session import CALLED_LAST, Session
+from effllm.runtime.session import INTERRUPTED_REPLY, Session
 from effllm.runtime.sessions.conversation_file import parse_conversation
 from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.tokenizer import Tokenizer
@@ -129,7 +129,7 @@ def test_a_call_is_asked_for(session, box):
     text, steps = carried_out(session, box, "both", lambda question: (False, True))
     assert told(steps) == [STOPPED, STOPPED] and text == "I look." and roles(session)[-1] == "tool"
     list(session.ask("What now?"))
-    assert session.messages[-3] == {"role": "assistant", "content": CALLED_LAST}, "roles take turns"
+    assert session.messages[-3] == {"role": "assistant", "content": INTERRUPTED_REPLY}, "roles take turns"
 
 
 def test_a_call_that_is_abandoned_ends_the_answer_and_continue_continues(session, box, monkeypatch):
