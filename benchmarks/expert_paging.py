@@ -203,22 +203,22 @@ def measure(folder: Path, ram: int, tokens: int, threads: int | None) -> dict[st
     pager, config = engine.model.pager, engine.config
     for _ in timed(engine, range(WARM)):
         continue
-    before, tally = [], pager.tally
-    before = [tally.uses, tally.hits, tally.ready, tally.guessed, tally.useful, tally.wasted, pager.disk_nbytes]
+    before, tally = [], pager.stats
+    before = [tally.uses, tally.hits, tally.ready, tally.prefetched, tally.prefetch_hits, tally.prefetch_misses, pager.disk_nbytes]
     misses: list[list[int]] = []
     visit = pager.visit
 
     def seen(layer: int, needed: list[int], counts: object = None) -> object:
         base = layer * pager.experts
         misses.append([key for key in range(base, base + pager.experts) if key - base in needed
-                       and (key not in pager.pool or key in pager._guessed or key in pager._tickets)])
+                       and (key not in pager.pool or key in pager._prefetched or key in pager._tickets)])
         return visit(layer, needed, counts)
 
     pager.visit = seen
     found = list(timed(engine, range(WARM, WARM + tokens)))
     del pager.visit
     uses, hits, ready, guessed, useful, wasted, read = (now - then for now, then in zip(
-        (tally.uses, tally.hits, tally.ready, tally.guessed, tally.useful, tally.wasted, pager.disk_nbytes), before))
+        (tally.uses, tally.hits, tally.ready, tally.prefetched, tally.prefetch_hits, tally.prefetch_misses, pager.disk_nbytes), before))
     trace = pager.trace()[:WARM + tokens]
     still = []
     for _ in range(AGAIN):  # the same token: its experts are there, and what is waited for is its row of the embedding

@@ -90,7 +90,7 @@ def measure(folder: Path, ram: int | None, tokens: int) -> dict[str, object]:
     found = {"seconds": median(seconds[settled]), "read": sum(read[settled]) / len(read[settled]), "first_s": seconds[0],
              "prefill_s": prefill_s, "logits": sums, "peak": peak_rss()}
     if placement.slots:
-        used = pager.used
+        used = pager.stats
         found |= {"used": used.used, "missed": used.missed, "neurons": sum(place.nbytes for place in prepared.streaming.windows.places)}
     engine.close()
     return found

@@ -26,21 +26,20 @@ from .streaming_pager import Part, StreamingPager, reads_of, views
 
 ONE_READ_NBYTES = 4 << 20  # an expert of up to this size is a single read, a larger one several in parallel
 TRACE_TOKENS = 512  # newest tokens kept in the trace
-AHEAD = 6  # prefetches in flight, at most
+MAX_PREFETCHES = 6  # prefetches in flight, at most
 
 
 @dataclass
 class ExpertStats:
-    """Counters of single-token visits: `uses`; `hits` (already cached); `ready` (available without waiting, cached or prefetched); what
-    became of prefetches; `chunk_reads`: reads for prefill."""
+    """Counters of experts used by single tokens, and of reads for prefill."""
 
     uses: int = 0
-    hits: int = 0
-    ready: int = 0
-    guessed: int = 0
-    useful: int = 0
-    wasted: int = 0
-    chunk_reads: int = 0
+    hits: int = 0  # were in memory, not by a prefetch
+    ready: int = 0  # were available without waiting, cached or prefetched
+    prefetched: int = 0
+    prefetch_hits: int = 0  # prefetched and then used
+    prefetch_misses: int = 0  # prefetched and evicted without being used
+    chunk_reads: int = 0  # for prefill
 
     @property
     def hit_rate(self) -> float:
@@ -48,7 +47,8 @@ class ExpertStats:
 
     def to_json(self) -> dict[str, object]:
         return {"needed": self.uses, "found": self.hits, "hit_rate": self.hit_rate if self.uses else None, "ready": self.ready,
-                "read_for_prompts": self.chunk_reads, "guessed": self.guessed, "guesses_used": self.useful, "guesses_wasted": self.wasted}
+                "read_for_prompts": self.chunk_reads, "guessed": self.prefetched, "guesses_used": self.prefetch_hits,
+                "guesses_wasted": self.prefetch_misses}
 
 @dataclass(frozen=True)
 class VisitSlots:
@@ -60,8 +60,10 @@ class VisitSlots:
 
 
 class ExpertPager(StreamingPager):
-    """`parts` are the experts, `experts` per layer, layer after layer; `slots` of them fit in memory, at least twice the `per_token` of all
-    layers. Prefetching looks up to `farthest` layers ahead. Otherwise as `StreamingPager`, without other parts."""
+    """A `StreamingPager` without streamed parts, whose experts share slots in memory.
+
+    `parts`: the experts, `experts` per layer, layer after layer; a key is an index into them. `slots`: how many fit in memory, at least
+    twice the `per_token` of all layers. Prefetching looks up to `farthest` layers ahead."""
 
     stays = True
     reads_with = AsyncReader
@@ -72,56 +74,57 @@ class ExpertPager(StreamingPager):
         super().__init__(store, always, (), Residency((), (), 0, 0, 0), cancelled, direct)
         self.experts, self.per_token, self.layers = experts, per_token, len(parts) // experts
         self.slot_nbytes = max(part.nbytes for part in parts)
-        self.pool, self.tally = ExpertSlots(slots, policy), ExpertStats()
+        self.pool, self.stats = ExpertSlots(slots, policy), ExpertStats()
         self.memory = anonymous(slots * self.slot_nbytes)
         self._staging = StagingBuffers(plan_staging(parts))
         self.nbytes += self.memory.nbytes + self._staging.nbytes
-        self._experts_of = tuple(parts)
-        self._least = min(len(parts), 2 * per_token * self.layers)
-        self._width, self._residents = min(2 * per_token, experts), [0] * self.layers  # transient slots; experts per layer
-        self._count(slots)
-        self._tickets: dict[int, Ticket] = {}  # keys being read
-        self.foresight = ExpertPredictor(per_token, farthest)
-        self._guessed: set[int] = set()  # prefetched keys that have not been used yet
-        self._on_guess: list[int] = []  # those of them that may still be in flight
-        self._busy: frozenset[int] = frozenset()  # keys of the current visit whose products may not have run
-        self._passage: list[int] = []  # transient slots for a chunk's experts
-        self._through: list[int] = []  # experts of the visit that pass through those
-        self._passing: dict[int, Ticket] = {}  # those of them being read
-        self._stuck: list[tuple[int, Ticket]] = []  # slots that a cancelled read still writes to
+        self._expert_parts = tuple(parts)
+        self._min_slots = min(len(parts), 2 * per_token * self.layers)
+        self._max_transient, self._resident_counts = min(2 * per_token, experts), [0] * self.layers  # transient slots; experts per layer
+        self._set_slots(slots)
+        self._tickets: dict[int, Ticket] = {}  # reads by key, until the key is used
+        self.predictor = ExpertPredictor(per_token, farthest)
+        self._prefetched: set[int] = set()  # prefetched keys that have not been used yet
+        self._prefetches: list[int] = []  # those of them that may still be in flight
+        self._busy: frozenset[int] = frozenset()  # keys of the current visit, whose products may not have run
+        # In a prefill chunk, experts beyond a layer's share pass through a few slots.
+        self._transient_slots: list[int] = []
+        self._transient_experts: list[int] = []  # of the current visit
+        self._transient_reads: dict[int, Ticket] = {}  # by expert
+        self._cancelled_reads: list[tuple[int, Ticket]] = []  # slots that a cancelled read still writes to
         self._layer = 0
         self._trace = np.zeros((TRACE_TOKENS, self.layers, per_token), np.uint16)
         self._tokens = 0
 
     def views(self, key: int, slot: int) -> tuple[np.ndarray, ...]:
         """The tensors of an expert in a slot, as uint8 arrays."""
-        part = self._experts_of[key]
+        part = self._expert_parts[key]
         return views(self.memory, part, part.laid_out(slot * self.slot_nbytes)[1])
 
     def places(self, key: int) -> tuple[int, ...]:
         """The offsets of an expert's tensors within a slot."""
-        return tuple(self._experts_of[key].laid_out()[1])
+        return tuple(self._expert_parts[key].laid_out()[1])
 
     # -- a visit ---------------------------------------------------------------------------------------------------------------
 
     def visit(self, layer: int, needed: Sequence[int], tokens: np.ndarray | None = None) -> VisitSlots:
         """Start reading those of a layer's `needed` experts that are not in memory. `tokens` [experts]: how many tokens of a chunk go to
         each; None for a single token. Experts of earlier visits may be evicted."""
-        base, one = layer * self.experts, tokens is None
+        base, is_decode = layer * self.experts, tokens is None
         self._reader.poll()
         if layer > self._layer:  # keep prefetches for layers still to come
-            self._settle(frozenset(base + expert for expert in needed), base + self.experts)
+            self._finish_last_visit(frozenset(base + expert for expert in needed), base + self.experts)
         else:
-            self._settle(frozenset(base + expert for expert in needed))
-            self.foresight.forget()
+            self._finish_last_visit(frozenset(base + expert for expert in needed))
+            self.predictor.forget()
         self._layer = layer
         self.pool.policy.enter(layer)
-        if one:
+        if is_decode:
             self._record(layer, needed)
-            self.foresight.judge(layer, needed)
-            self.pool.free += self._passage
-            self._passage = []
-        slots, ready, coming, missing, guessed = {}, [], [], [], self.tally.useful
+            self.predictor.judge(layer, needed)
+            self.pool.free += self._transient_slots
+            self._transient_slots = []
+        slots, ready, coming, missing, hits_before = {}, [], [], [], self.stats.prefetch_hits
         for expert in needed:
             key = base + expert
             slot = self.pool.find(key)
@@ -129,72 +132,73 @@ class ExpertPager(StreamingPager):
                 missing.append(expert)
                 continue
             slots[expert] = slot
-            if key in self._guessed:
-                self._guessed.remove(key)
-                self.tally.useful += 1
+            if key in self._prefetched:
+                self._prefetched.remove(key)
+                self.stats.prefetch_hits += 1
             ticket = self._tickets.get(key)
             if ticket is not None and not ticket.left and ticket.error is None:
                 del self._tickets[key]
                 ticket = None
             (ready if ticket is None else coming).append(expert)
-        if one:
-            self.tally.uses += len(needed)
-            self.tally.hits += len(needed) - len(missing) - (self.tally.useful - guessed)
-            self.tally.ready += len(ready)
+        if is_decode:
+            self.stats.uses += len(needed)
+            self.stats.hits += len(needed) - len(missing) - (self.stats.prefetch_hits - hits_before)
+            self.stats.ready += len(ready)
             for expert in missing:
-                slots[expert] = self._bring(base + expert, urgent=True)
+                slots[expert] = self._load_expert(base + expert, urgent=True)
             return VisitSlots(slots, ready, coming + missing)
-        while len(ready) + len(coming) > self._room:  # transient slots are needed too
+        while len(ready) + len(coming) > self._max_chunk_resident:  # transient slots are needed too
             missing.append((ready or coming).pop())
-            self._give_back(base + missing[-1])
-        self.tally.chunk_reads += len(missing)
+            self._evict(base + missing[-1])
+        self.stats.chunk_reads += len(missing)
         missing.sort(key=lambda expert: (-int(tokens[expert]), expert))
-        stay = max(0, min(len(self.pool.free) + len(self._passage) - self._width, self._share - self._residents[layer]))
-        for expert in reversed(missing[:stay]):  # the most used come last, and so count as the most recent
+        num_free = len(self.pool.free) + len(self._transient_slots) - self._max_transient
+        num_kept = max(0, min(num_free, self._layer_share - self._resident_counts[layer]))
+        for expert in reversed(missing[:num_kept]):  # the most used last, so that they count as most recent
             coming.append(expert)
-            slots[expert] = self._bring(base + expert, urgent=True)
-        self._pass_through(missing[stay:], slots)
-        return VisitSlots(slots, ready, coming + missing[stay:])
+            slots[expert] = self._load_expert(base + expert, urgent=True)
+        self._pass_through(missing[num_kept:], slots)
+        return VisitSlots(slots, ready, coming + missing[num_kept:])
 
     def wait(self, expert: int) -> None:
         """Block until an expert of the visit is in memory. The products of those before it must have run."""
         key = self._layer * self.experts + expert
-        if expert not in self._passing:
+        if expert not in self._transient_reads:
             try:
                 self._turns.wait(self._tickets[key])
             except CheckpointError:
-                self._give_back(key)
+                self._evict(key)
                 raise
             del self._tickets[key]
             return
-        place = self._through.index(expert)
-        following = place - 1 + len(self._passage)  # into the slot of the previous one, which has been multiplied
-        if place and following < len(self._through):
-            self._ask(following)
-        self._turns.wait(self._passing[expert])
+        place = self._transient_experts.index(expert)
+        following = place - 1 + len(self._transient_slots)  # into the slot of the previous one, which has been multiplied
+        if place and following < len(self._transient_experts):
+            self._read_transient(following)
+        self._turns.wait(self._transient_reads[expert])
 
     def _pass_through(self, through: Sequence[int], slots: dict[int, int]) -> None:
         """Assign transient slots round robin, and start the first read of each."""
-        while len(self._passage) < min(len(through), self._width):
-            self._passage.append(self._free_slot(self._busy))
-        self._through = list(through)
+        while len(self._transient_slots) < min(len(through), self._max_transient):
+            self._transient_slots.append(self._free_slot(self._busy))
+        self._transient_experts = list(through)
         for place, expert in enumerate(through):
-            slots[expert] = self._passage[place % len(self._passage)]
-        for place in range(min(len(through), len(self._passage))):
-            self._ask(place)
+            slots[expert] = self._transient_slots[place % len(self._transient_slots)]
+        for place in range(min(len(through), len(self._transient_slots))):
+            self._read_transient(place)
 
-    def _ask(self, place: int) -> None:
+    def _read_transient(self, place: int) -> None:
         """Read an expert over the previous one in its transient slot."""
-        expert, slot = self._through[place], self._passage[place % len(self._passage)]
-        self._passing[expert] = self._read(self._layer * self.experts + expert, slot, urgent=True)
+        expert, slot = self._transient_experts[place], self._transient_slots[place % len(self._transient_slots)]
+        self._transient_reads[expert] = self._read(self._layer * self.experts + expert, slot, urgent=True)
 
     # -- slots -----------------------------------------------------------------------------------------------------------------
 
-    def _bring(self, key: int, urgent: bool, spared: frozenset[int] | None = None) -> int:
-        """Give a key a slot and read it; keys in `spared` (default: the visit's) are not evicted."""
-        self.pool.free.append(self._free_slot(self._busy if spared is None else spared))
+    def _load_expert(self, key: int, urgent: bool, protected: frozenset[int] | None = None) -> int:
+        """Give a key a slot and read it; keys in `protected` (default: the visit's) are not evicted."""
+        self.pool.free.append(self._free_slot(self._busy if protected is None else protected))
         slot, _ = self.pool.take(key, ())
-        self._residents[key // self.experts] += 1
+        self._resident_counts[key // self.experts] += 1
         self._tickets[key] = self._read(key, slot, urgent)
         return slot
 
@@ -205,118 +209,118 @@ class ExpertPager(StreamingPager):
                 return self.pool.free.pop()
             victim = self.pool.policy.victim(busy)
             if victim is not None:
-                self._give_back(victim)
+                self._evict(victim)
             else:
                 with suppress(CheckpointError):  # all remaining slots are held by cancelled reads
-                    self._turns.wait(self._stuck[0][1])
-                self._reclaim()
+                    self._turns.wait(self._cancelled_reads[0][1])
+                self._reclaim_slots()
 
-    def _give_back(self, key: int) -> None:
+    def _evict(self, key: int) -> None:
         """Evict a key; its slot is free once no read writes to it."""
         slot, ticket = self.pool.drop(key), self._tickets.pop(key, None)
-        self._residents[key // self.experts] -= 1
-        if key in self._guessed:
-            self._guessed.remove(key)
-            self.tally.wasted += 1
-        self._let_go(slot, ticket)
+        self._resident_counts[key // self.experts] -= 1
+        if key in self._prefetched:
+            self._prefetched.remove(key)
+            self.stats.prefetch_misses += 1
+        self._free_when_idle(slot, ticket)
 
-    def _let_go(self, slot: int, ticket: Ticket | None) -> None:
+    def _free_when_idle(self, slot: int, ticket: Ticket | None) -> None:
         if ticket is not None:
             self._reader.drop(ticket)
         if ticket is not None and ticket.left:
-            self._stuck.append((slot, ticket))
+            self._cancelled_reads.append((slot, ticket))
         else:
             self.pool.free.append(slot)
 
-    def _count(self, slots: int) -> None:
+    def _set_slots(self, slots: int) -> None:
         self.slots = slots
-        self._room = max(0, slots - self._width)  # the most that a chunk's experts may occupy besides the transient slots
-        self._share = self._room // self.layers
+        self._max_chunk_resident = max(0, slots - self._max_transient)  # slots for a chunk's experts besides the transient ones
+        self._layer_share = self._max_chunk_resident // self.layers
 
     def shed(self) -> int:
         """Between passes, release half of the slots, down to the experts of two tokens; returns the bytes released."""
-        self._settle(frozenset())
-        self.pool.free += self._passage
-        self._passage, gone = [], []
-        for _ in range(self.slots - max(self._least, self.slots // 2)):
+        self._finish_last_visit(frozenset())
+        self.pool.free += self._transient_slots
+        self._transient_slots, released = [], []
+        for _ in range(self.slots - max(self._min_slots, self.slots // 2)):
             if not self.pool.free and (victim := self.pool.policy.victim(())) is not None:
-                self._give_back(victim)
+                self._evict(victim)
             if not self.pool.free:  # a cancelled read still writes to the slot
                 break
-            gone.append(self.pool.free.pop())
-        for slot in gone:
+            released.append(self.pool.free.pop())
+        for slot in released:
             discard(self.memory[slot * self.slot_nbytes : (slot + 1) * self.slot_nbytes])
-        self._count(self.slots - len(gone))
-        return len(gone) * self.slot_nbytes
+        self._set_slots(self.slots - len(released))
+        return len(released) * self.slot_nbytes
 
-    def _settle(self, busy: frozenset[int], later: int = 0) -> None:
+    def _finish_last_visit(self, busy: frozenset[int], first_later: int = 0) -> None:
         """Finish the last visit, which may have been aborted; cancel prefetches that have not begun and are not needed, except keys from
-        `later` on (if not 0)."""
-        for expert, ticket in self._passing.items():
-            slot = self._passage[self._through.index(expert) % len(self._passage)] if ticket.left else -1
+        `first_later` on (if not 0)."""
+        for expert, ticket in self._transient_reads.items():
+            slot = self._transient_slots[self._transient_experts.index(expert) % len(self._transient_slots)] if ticket.left else -1
             self._reader.drop(ticket)
             if ticket.left:
-                self._stuck.append((slot, ticket))
-        for slot in {slot for slot, _ in self._stuck}.intersection(self._passage):
-            self._passage.remove(slot)
-        self._passing, self._through, self._busy = {}, [], busy
-        guesses, self._on_guess = self._on_guess, []
-        for key in guesses:
-            ticket = self._tickets.get(key) if key in self._guessed else None
+                self._cancelled_reads.append((slot, ticket))
+        for slot in {slot for slot, _ in self._cancelled_reads}.intersection(self._transient_slots):
+            self._transient_slots.remove(slot)
+        self._transient_reads, self._transient_experts, self._busy = {}, [], busy
+        prefetches, self._prefetches = self._prefetches, []
+        for key in prefetches:
+            ticket = self._tickets.get(key) if key in self._prefetched else None
             if ticket is None:
                 continue  # used since, or cancelled
-            if ticket.left and key not in busy and not 0 < later <= key:
-                asked = ticket.left
+            if ticket.left and key not in busy and not 0 < first_later <= key:
+                pending = ticket.left
                 self._reader.drop(ticket)
-                if ticket.left < asked:  # some of its reads were cancelled; little is lost
-                    self._guessed.remove(key)
-                    self.tally.guessed -= 1
-                    self._give_back(key)
+                if ticket.left < pending:  # some of its reads were cancelled; little is lost
+                    self._prefetched.remove(key)
+                    self.stats.prefetched -= 1
+                    self._evict(key)
                     continue
             if ticket.left:
-                self._on_guess.append(key)
+                self._prefetches.append(key)
             elif ticket.error is None:
                 del self._tickets[key]  # as if it had always been there; an error is raised when it is used
-        self._reclaim()
+        self._reclaim_slots()
 
-    def _reclaim(self) -> None:
-        self.pool.free += [slot for slot, ticket in self._stuck if not ticket.left]
-        self._stuck = [each for each in self._stuck if each[1].left]
+    def _reclaim_slots(self) -> None:
+        self.pool.free += [slot for slot, ticket in self._cancelled_reads if not ticket.left]
+        self._cancelled_reads = [each for each in self._cancelled_reads if each[1].left]
 
     def _read(self, key: int, slot: int, urgent: bool) -> Ticket:
-        part = self._experts_of[key]
+        part = self._expert_parts[key]
         extents, places = part.laid_out(slot * self.slot_nbytes)
-        most = ONE_READ_NBYTES if max((each.nbytes for each in extents), default=0) <= ONE_READ_NBYTES else READ_NBYTES
-        jobs = [*reads_of(extents, self.memory, most), *part.repack_jobs(self.memory, places, self._staging)]
+        max_nbytes = ONE_READ_NBYTES if max((each.nbytes for each in extents), default=0) <= ONE_READ_NBYTES else READ_NBYTES
+        jobs = [*reads_of(extents, self.memory, max_nbytes), *part.repack_jobs(self.memory, places, self._staging)]
         return self._reader.submit(jobs, urgent)
 
     # -- prefetching -------------------------------------------------------------------------------------------------------------
 
-    def guesses(self, layer: int) -> int:
+    def prefetch_distance(self, layer: int) -> int:
         """How many layers ahead it is worth predicting."""
         if len(self.pool) >= self.layers * self.experts:
             return 0
-        within = range(1, min(self.foresight.farthest, self.layers - 1 - layer) + 1)
-        return max((distance for distance in within if self.foresight.worth(distance)), default=0)
+        within = range(1, min(self.predictor.farthest, self.layers - 1 - layer) + 1)
+        return max((distance for distance in within if self.predictor.worth(distance)), default=0)
 
     def look_ahead(self, layer: int, distance: int, likely: Sequence[int]) -> None:
         """Prefetch experts that the layer `distance` ahead will probably need, likeliest first, behind all demand reads and only while few
         prefetches are in flight."""
         keys = [layer * self.experts + expert for expert in likely]
         missing = [key not in self.pool for key in keys]
-        self.foresight.guess(layer, distance, [expert if gone else None for expert, gone in zip(likely, missing, strict=True)])
-        spared = self._busy.union(keys)
-        room = AHEAD - sum(1 for key in self._on_guess if key in self._tickets and self._tickets[key].left)
-        for key, gone in zip(keys[: self.foresight.worth(distance)], missing):
-            if not gone:
+        self.predictor.guess(layer, distance, [expert if is_missing else None for expert, is_missing in zip(likely, missing, strict=True)])
+        protected = self._busy.union(keys)
+        num_allowed = MAX_PREFETCHES - sum(1 for key in self._prefetches if key in self._tickets and self._tickets[key].left)
+        for key, is_missing in zip(keys[: self.predictor.worth(distance)], missing):
+            if not is_missing:
                 continue
-            if room <= 0 or (not self.pool.free and self.pool.policy.victim(spared) is None):
+            if num_allowed <= 0 or (not self.pool.free and self.pool.policy.victim(protected) is None):
                 return
-            self._bring(key, urgent=False, spared=spared)
-            self._guessed.add(key)
-            self._on_guess.append(key)
-            self.tally.guessed += 1
-            room -= 1
+            self._load_expert(key, urgent=False, protected=protected)
+            self._prefetched.add(key)
+            self._prefetches.append(key)
+            self.stats.prefetched += 1
+            num_allowed -= 1
 
     # -- the trace -------------------------------------------------------------------------------------------------------------
 

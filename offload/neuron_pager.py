@@ -26,16 +26,16 @@ from .resident_pager import ReadingPager
 from .streaming_pager import StreamingPager
 
 THREADS = 8  # small reads want a deeper queue than large ones
-MOST_TOGETHER = 16  # reads per thread at a time
-MOST_VECTORS = 256  # slots filled by one read
+MAX_BATCHED_READS = 16  # that a thread takes from the queue at a time
+MAX_VECTORS = 256  # slots filled by one read
 GROUP_NBYTES = 8 << 20  # of a prompt's neurons at a time
 MOST_TOKENS = 64  # tokens of a window that are tracked individually; older ones are merged
-NONE = np.zeros(0, np.int64)
+NO_NEURONS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
 class BundlePlace:
-    """Where a layer's bundles lie: `count` neurons of `stride` bytes from `offset` of a file, a multiple of BLOCK."""
+    """Where a layer's bundles are stored: `count` neurons of `stride` bytes from `offset` of a file, a multiple of BLOCK."""
 
     file: Path
     offset: int
@@ -62,11 +62,11 @@ class BundlePlace:
 
 @dataclass(frozen=True)
 class Batch:
-    """Active neurons, ascending, whose bundles stay in memory until the next batch: `ready` at once, `late` after `wait`."""
+    """Active neurons whose bundles stay in memory until the next batch."""
 
-    neurons: np.ndarray
-    ready: np.ndarray
-    late: np.ndarray
+    neurons: np.ndarray  # ascending
+    ready: np.ndarray  # those in memory
+    late: np.ndarray  # those in memory after `wait`
     last: bool
     addresses: Callable[[np.ndarray], np.ndarray]
     wait: Callable[[], None]
@@ -80,7 +80,7 @@ class ResidentBundles:
         self._base = memory.ctypes.data
 
     def few(self, active: np.ndarray) -> Iterator[Batch]:
-        yield Batch(active, active, NONE, True, self._addresses, _nothing)
+        yield Batch(active, active, NO_NEURONS, True, self._addresses, _nothing)
 
     def groups(self) -> Iterator[tuple[int, int, int, int]]:
         """(first, neurons, address, stride in bytes) of runs that together cover all neurons."""
@@ -94,23 +94,23 @@ class ResidentBundles:
 
 @dataclass
 class WindowStats:
-    """Decode counters over all layers: units used, units missed, layer passes, and units prefetched on a prediction."""
+    """Decode counters over all layers."""
 
-    used: int = 0
-    missed: int = 0
-    passes: int = 0
-    expected: int = 0
+    used: int = 0  # units
+    missed: int = 0  # units that were not in memory
+    passes: int = 0  # of a layer
+    expected: int = 0  # units prefetched on a prediction
 
 
 @dataclass
 class Window:
-    """Which units a layer's slots hold. `uses`: by how many tokens of the window; `free`: a stack of free slots."""
+    """Which units a layer's slots hold."""
 
-    slot_of: np.ndarray
-    uses: np.ndarray
-    free: np.ndarray
-    top: int
-    tokens: deque[np.ndarray] = field(default_factory=deque)
+    slot_of: np.ndarray  # by unit, -1: not in memory
+    use_counts: np.ndarray  # by unit: how many tokens of the window use it
+    free: np.ndarray  # a stack of free slots: its first `num_free` entries
+    num_free: int
+    tokens: deque[np.ndarray] = field(default_factory=deque)  # the units of each token of the window, oldest first
 
     @classmethod
     def empty(cls, units: int, slots: int) -> Window:
@@ -120,28 +120,28 @@ class Window:
         """Make `units` (distinct, at most as many as slots) the newest token's; returns the missing ones, ascending, each with a slot
         assigned."""
         missing = units[self.slot_of[units] < 0]
-        self.uses[units] += 1
+        self.use_counts[units] += 1
         self.tokens.append(units)
         if len(self.tokens) > MOST_TOKENS:
             self._join_oldest()
-        while self.top < len(missing):
+        while self.num_free < len(missing):
             self._forget_oldest()
-        self.top -= len(missing)
-        self.slot_of[missing] = self.free[self.top : self.top + len(missing)]
+        self.num_free -= len(missing)
+        self.slot_of[missing] = self.free[self.num_free : self.num_free + len(missing)]
         return missing
 
     def _join_oldest(self) -> None:
         first, second = self.tokens.popleft(), self.tokens.popleft()
-        self.uses[np.intersect1d(first, second, assume_unique=True)] -= 1
+        self.use_counts[np.intersect1d(first, second, assume_unique=True)] -= 1
         self.tokens.appendleft(np.union1d(first, second))
 
     def _forget_oldest(self) -> None:
         units = self.tokens.popleft()
-        self.uses[units] -= 1
-        gone = units[self.uses[units] == 0]
-        self.free[self.top : self.top + len(gone)] = self.slot_of[gone]
-        self.top += len(gone)
-        self.slot_of[gone] = -1
+        self.use_counts[units] -= 1
+        evicted = units[self.use_counts[units] == 0]
+        self.free[self.num_free : self.num_free + len(evicted)] = self.slot_of[evicted]
+        self.num_free += len(evicted)
+        self.slot_of[evicted] = -1
 
 
 class NeuronPager(ReadingPager):
@@ -157,14 +157,14 @@ class NeuronPager(ReadingPager):
         self.load, self.lease, self.part, self.fetch = rest.load, rest.lease, rest.part, rest.fetch
         self.check_unchanged, self.resident_arrays = rest.check_unchanged, rest.resident_arrays
         self.load_nbytes = rest.load_nbytes
-        own_nbytes = sum(own * place.unit for own, place in zip(slots, places, strict=True))
-        self.nbytes = rest.nbytes + own_nbytes
-        memory, at = anonymous(own_nbytes), 0
+        window_nbytes = sum(count * place.unit for count, place in zip(slots, places, strict=True))
+        self.nbytes = rest.nbytes + window_nbytes
+        memory, at = anonymous(window_nbytes), 0
         self.layers: list[WindowedBundles] = []
-        self.used = WindowStats()
-        for own, place in zip(slots, places, strict=True):
-            self.layers.append(WindowedBundles(self, place, memory[at : at + own * place.unit], own))
-            at += own * place.unit
+        self.stats = WindowStats()
+        for count, place in zip(slots, places, strict=True):
+            self.layers.append(WindowedBundles(self, place, memory[at : at + count * place.unit], count))
+            at += count * place.unit
         for layer, following in zip(self.layers, self.layers[1:], strict=False):
             layer.following = following
 
@@ -195,9 +195,9 @@ class WindowedBundles:
         self._pager, self._place, self._slots = pager, place, slots
         self._memory, self._base = memoryview(memory), memory.ctypes.data
         self._window = Window.empty(place.units, slots)
-        self._ahead: list[tuple[int, int, Ticket]] = []  # groups of a prompt in flight: first unit, units
-        self._late: Ticket | None = None  # missing units that have not been waited for yet
-        self._coming: tuple[np.ndarray, Ticket] | None = None  # prefetched units in flight
+        self._group_reads: list[tuple[int, int, Ticket]] = []  # groups of a prompt in flight: first unit, units
+        self._demand_reads: Ticket | None = None  # missing units that have not been waited for yet
+        self._prefetch: tuple[np.ndarray, Ticket] | None = None  # prefetched units in flight
         self.following: WindowedBundles | None = None
 
     # -- decode ------------------------------------------------------------------------------------------------------------------
@@ -205,54 +205,54 @@ class WindowedBundles:
     def expect(self, neurons: np.ndarray) -> None:
         """Prefetch missing units of neurons, likeliest first, that the next `few` may ask for; at most half of the slots. Demand reads go
         first."""
-        self._settle()
-        of = neurons // self._place.together
-        units = np.unique(of[np.sort(np.unique(of, return_index=True)[1])][: self._slots // 2])
+        self._cancel_pending()
+        unit_of = neurons // self._place.together
+        units = np.unique(unit_of[np.sort(np.unique(unit_of, return_index=True)[1])][: self._slots // 2])
         missing = self._window.use(units)
-        self._pager.used.expected += len(missing)
+        self._pager.stats.expected += len(missing)
         if len(missing):
-            self._coming = missing, self._pager.submit(self._reads(missing), False, MOST_TOGETHER // 4)
+            self._prefetch = missing, self._pager.submit(self._reads(missing), False, MAX_BATCHED_READS // 4)
 
     def few(self, active: np.ndarray) -> Iterator[Batch]:
         """See `kernels/cpu/bundled_mlp.py`."""
-        self._settle(expected=False)
-        of = active // self._place.together
-        units = np.unique(of) if self._place.together > 1 else active
-        self._pager.used.used += len(units)
-        self._pager.used.passes += 1
+        self._cancel_pending(expected=False)
+        unit_of = active // self._place.together
+        units = np.unique(unit_of) if self._place.together > 1 else active
+        self._pager.stats.used += len(units)
+        self._pager.stats.passes += 1
         for begin in range(0, max(1, len(units)), self._slots):
-            here = units[begin : begin + self._slots]
+            batch_units = units[begin : begin + self._slots]
             last = begin + self._slots >= len(units)
-            own = active if last and not begin else active[(of >= here[0]) & (of <= here[-1])]
-            yield self._bring(here, own, last)
+            neurons = active if last and not begin else active[(unit_of >= batch_units[0]) & (unit_of <= batch_units[-1])]
+            yield self._load_batch(batch_units, neurons, last)
 
-    def _bring(self, units: np.ndarray, neurons: np.ndarray, last: bool) -> Batch:
-        of = neurons // self._place.together
-        if self._coming is not None and int((self._window.slot_of[units] < 0).sum()) > self._window.top:
-            self._arrive()  # slots are about to be reassigned, and no read may write into one that is
-        held = self._window.slot_of[of] >= 0
-        if self._coming is not None:
-            held &= ~np.isin(of, self._coming[0], assume_unique=False)
+    def _load_batch(self, units: np.ndarray, neurons: np.ndarray, last: bool) -> Batch:
+        unit_of = neurons // self._place.together
+        if self._prefetch is not None and int((self._window.slot_of[units] < 0).sum()) > self._window.num_free:
+            self._wait_for_prefetch()  # slots are about to be reassigned, and no read may write into one that is
+        is_ready = self._window.slot_of[unit_of] >= 0
+        if self._prefetch is not None:
+            is_ready &= ~np.isin(unit_of, self._prefetch[0], assume_unique=False)
         missing = self._window.use(units)
-        self._pager.used.missed += len(missing)
+        self._pager.stats.missed += len(missing)
         if len(missing):
             reads = self._reads(missing)
-            self._late = self._pager.submit(reads, True, max(1, min(MOST_TOGETHER, len(reads) // (2 * THREADS))))
-        elif self._coming is None:
-            return Batch(neurons, neurons, NONE, last, self._addresses, _nothing)
-        return Batch(neurons, neurons[held], neurons[~held], last, self._addresses, self._wait)
+            self._demand_reads = self._pager.submit(reads, True, max(1, min(MAX_BATCHED_READS, len(reads) // (2 * THREADS))))
+        elif self._prefetch is None:
+            return Batch(neurons, neurons, NO_NEURONS, last, self._addresses, _nothing)
+        return Batch(neurons, neurons[is_ready], neurons[~is_ready], last, self._addresses, self._wait)
 
     def _wait(self) -> None:
-        if self._late is not None:
-            self._pager.wait(self._late)
-            self._late = None
-        self._arrive()
+        if self._demand_reads is not None:
+            self._pager.wait(self._demand_reads)
+            self._demand_reads = None
+        self._wait_for_prefetch()
 
-    def _arrive(self) -> None:
+    def _wait_for_prefetch(self) -> None:
         """Wait for prefetched units."""
-        if self._coming is not None:
-            self._pager.wait(self._coming[1])
-            self._coming = None
+        if self._prefetch is not None:
+            self._pager.wait(self._prefetch[1])
+            self._prefetch = None
 
     def _addresses(self, neurons: np.ndarray) -> np.ndarray:
         place = self._place
@@ -266,7 +266,7 @@ class WindowedBundles:
         end, numbers = place.offset + place.nbytes, units.tolist()
         reads, begin = [], 0
         for i in range(1, len(numbers) + 1):
-            if i < len(numbers) and numbers[i] == numbers[i - 1] + 1 and i - begin < MOST_VECTORS:
+            if i < len(numbers) and numbers[i] == numbers[i - 1] + 1 and i - begin < MAX_VECTORS:
                 continue
             offset = place.offset + numbers[begin] * size
             reads.append(Read(place.file, offset, views[begin], min((i - begin) * size, end - offset), tuple(views[begin + 1 : i])))
@@ -278,62 +278,64 @@ class WindowedBundles:
     def groups(self) -> Iterator[tuple[int, int, int, int]]:
         """See `ResidentBundles.groups`."""
         place = self._place
-        if not self._ahead or self._ahead[0][0] or self._ahead[0][2].error is not None:  # left over from an interrupted pass
+        # Unless the pager of the layer before has begun; what an interrupted pass left is started over.
+        if not self._group_reads or self._group_reads[0][0] or self._group_reads[0][2].error is not None:
             self.begin_groups()
-        while self._ahead:
-            first, units, ticket = self._ahead[0]
+        while self._group_reads:
+            first, units, ticket = self._group_reads[0]
             self._pager.wait(ticket)
             neurons = first * place.together
-            yield (neurons, min(units * place.together, place.count - neurons), self._base + self._half(first) * place.unit, place.stride)
-            self._ahead.pop(0)
-            self._ask(first + 2 * self._each)
-            if not self._ahead and self.following is not None:
+            count = min(units * place.together, place.count - neurons)
+            yield neurons, count, self._base + self._group_slot(first) * place.unit, place.stride
+            self._group_reads.pop(0)
+            self._read_group(first + 2 * self._group_units)
+            if not self._group_reads and self.following is not None:
                 self.following.begin_groups()
 
     def begin_groups(self) -> None:
         """Start reading the first groups for a prompt."""
-        self._settle()
+        self._cancel_pending()
         self._window = Window.empty(self._place.units, self._slots)
-        self._ask(0)
-        self._ask(self._each)
+        self._read_group(0)
+        self._read_group(self._group_units)
 
     @property
-    def _each(self) -> int:
+    def _group_units(self) -> int:
         """Units per group: half of the slots, or as many as are read together."""
         return max(1, min(self._slots // 2, GROUP_NBYTES // self._place.unit))
 
-    def _half(self, first: int) -> int:
+    def _group_slot(self, first: int) -> int:
         """The first slot of the group that begins at unit `first`."""
-        return first // self._each % 2 * self._each
+        return first // self._group_units % 2 * self._group_units
 
-    def _ask(self, first: int) -> None:
+    def _read_group(self, first: int) -> None:
         place, size = self._place, self._place.unit
         if first >= place.units:
             return
-        units = min(self._each, place.units - first)
-        at, offset = self._half(first) * size, place.offset + first * size
+        units = min(self._group_units, place.units - first)
+        at, offset = self._group_slot(first) * size, place.offset + first * size
         needed = min(units * size, place.offset + place.nbytes - offset)
         reads = [Read(place.file, offset + begin, self._memory[at + begin : at + min(begin + READ_NBYTES, units * size)],
                       min(READ_NBYTES, needed - begin)) for begin in range(0, needed, READ_NBYTES)]
-        self._ahead.append((first, units, self._pager.submit(reads, False)))
+        self._group_reads.append((first, units, self._pager.submit(reads, False)))
 
-    def _settle(self, expected: bool = True) -> None:
+    def _cancel_pending(self, expected: bool = True) -> None:
         """Cancel what an interrupted pass left behind: unclaimed groups, units that did not arrive; with `expected`, also prefetched units
         that were not used."""
-        expected = expected or self._late is not None or bool(self._ahead)
-        if self._late is not None or self._ahead or (expected and self._coming is not None):
+        expected = expected or self._demand_reads is not None or bool(self._group_reads)
+        if self._demand_reads is not None or self._group_reads or (expected and self._prefetch is not None):
             self._window = Window.empty(self._place.units, self._slots)
         # Each is dropped only once nothing of it writes any more: if interrupted here, the next pass has to wait for the rest. Prefetched
         # units come first, because the others imply that they have to go.
-        if expected and self._coming is not None:
-            self._pager.give_up(self._coming[1])
-            self._coming = None
-        while self._ahead:
-            self._pager.give_up(self._ahead[0][2])
-            del self._ahead[0]
-        if self._late is not None:
-            self._pager.give_up(self._late)
-            self._late = None
+        if expected and self._prefetch is not None:
+            self._pager.give_up(self._prefetch[1])
+            self._prefetch = None
+        while self._group_reads:
+            self._pager.give_up(self._group_reads[0][2])
+            del self._group_reads[0]
+        if self._demand_reads is not None:
+            self._pager.give_up(self._demand_reads)
+            self._demand_reads = None
 
 
 def _nothing() -> None:

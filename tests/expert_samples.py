@@ -68,10 +68,10 @@ def use(pager: ExpertPager, layer: int, needed: Sequence[int], counts: np.ndarra
 def sound(pager: ExpertPager) -> None:
     """Asserts that every slot is accounted for exactly once."""
     held = list(pager.pool._slots.values())
-    everywhere = [*held, *pager.pool.free, *pager._passage, *(slot for slot, _ in pager._stuck)]
+    everywhere = [*held, *pager.pool.free, *pager._transient_slots, *(slot for slot, _ in pager._cancelled_reads)]
     assert len(set(everywhere)) == len(everywhere) == pager.slots and max(everywhere) < pager.memory.nbytes // pager.slot_nbytes
-    assert pager._residents == [sum(key // EXPERTS == layer for key in pager.pool._slots) for layer in range(LAYERS)]
-    assert pager._guessed <= set(pager.pool._slots)
+    assert pager._resident_counts == [sum(key // EXPERTS == layer for key in pager.pool._slots) for layer in range(LAYERS)]
+    assert pager._prefetched <= set(pager.pool._slots)
 
 
 def threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,13 +192,13 @@ def test_what_the_window_holds_is_not_read_again(records: Path) -> None:
     with Opened(records, "large", 8) as opened:
         opened.use([1, 5, 9])
         opened.use([5, 9, 20])
-        assert opened.pager.used == WindowStats(6, 4, 2)
+        assert opened.pager.stats == WindowStats(6, 4, 2)
         assert opened.pager.traffic.nbytes == 4 * 4096
         opened.use([30, 31, 32, 33, 34])  # 1 goes: no token of the window but the first had it
         opened.use([5, 9, 20])
-        assert opened.pager.used.missed == 9
+        assert opened.pager.stats.missed == 9
         opened.use([1])
-        assert opened.pager.used.missed == 10
+        assert opened.pager.stats.missed == 10
 
 
 def test_neighbours_come_in_one_read(records: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_window_of_many_tokens_stays_short(records: Path) -> None:
         for token in range(500):
             opened.use([token % 7, 20 + token % 60])
         assert len(opened.layer._window.tokens) <= MOST_TOKENS
-        assert opened.pager.used.missed == 67
+        assert opened.pager.stats.missed == 67
 
 
 def test_a_wait_that_is_ended_leaves_nothing_wrong(records: Path) -> None:

@@ -138,7 +138,7 @@ def test_layers_on_a_gpu_have_both_sorts(made: Made) -> None:
 def test_experts_of_words_that_are_read_from_the_disk_give_the_same_bits(made: Made) -> None:
     whole = scored(opened(made.folder), made.folder)
     engine = paging(made.folder, 5, kv="32bit", ctx=512, exact=True)
-    assert engine.model.pager.tally is not None
+    assert engine.model.pager.stats is not None
     assert np.array_equal(scored(engine, made.folder), whole)
 
 

@@ -53,7 +53,7 @@ def test_whatever_is_needed_in_whatever_order(tmp_path_factory: pytest.TempPathF
             else:
                 use(pager, layer, needed, counts)
                 sound(pager)
-                for distance in range(1, pager.guesses(layer) + 1):
+                for distance in range(1, pager.prefetch_distance(layer) + 1):
                     pager.look_ahead(layer + distance, distance, sorted(experts)[:TOP])
             sound(pager)
         pager.close()
@@ -63,7 +63,7 @@ def test_whatever_is_needed_in_whatever_order(tmp_path_factory: pytest.TempPathF
 def test_half_of_the_slots_are_given_back_and_never_the_last_ones(store: TensorStore, name: str) -> None:
     every = LAYERS * EXPERTS
     pager = opened(store, every, name)
-    pager._least = 2 * TOP  # of fewer layers, so that there is something to halve
+    pager._min_slots = 2 * TOP  # of fewer layers, so that there is something to halve
     for layer in range(LAYERS):
         for first in range(0, EXPERTS, TOP):
             use(pager, layer, range(first, first + TOP))
@@ -86,12 +86,12 @@ def test_a_chunk_reads_each_expert_at_most_once_and_keeps_what_it_visits_most(st
     for layer in range(LAYERS):
         counts = np.array([5, 1, 9, 2, 8, 3])
         use(pager, layer, range(EXPERTS), counts)
-    assert pager.tally.chunk_reads == LAYERS * EXPERTS
+    assert pager.stats.chunk_reads == LAYERS * EXPERTS
     kept = [sorted(key % EXPERTS for key in pager.pool._slots if key // EXPERTS == layer) for layer in range(LAYERS)]
     assert kept == [[2, 4]] * LAYERS, "those to which most tokens go, as many of each layer as its share is"
-    before = pager.tally.chunk_reads
+    before = pager.stats.chunk_reads
     use(pager, 0, range(EXPERTS), np.ones(EXPERTS, int))
-    assert pager.tally.chunk_reads - before == EXPERTS - len(kept[0])
+    assert pager.stats.chunk_reads - before == EXPERTS - len(kept[0])
     pager.close()
 
 

@@ -24,7 +24,7 @@ def store(tmp_path: Path) -> Iterator[TensorStore]:
 def foreseeing(store: TensorStore) -> ExpertPager:
     """A pager that trusts six guesses a layer, with a slot for all experts but one."""
     pager = opened(store, LAYERS * EXPERTS - 1, farthest=2)
-    pager.foresight = ExpertPredictor(EXPERTS, 2)
+    pager.predictor = ExpertPredictor(EXPERTS, 2)
     use(pager, 0, (0, 1))
     return pager
 
@@ -52,23 +52,23 @@ def test_what_is_waited_for_comes_before_what_is_guessed(store: TensorStore, mon
         pager.wait(expert)
         check(pager, EXPERTS + expert, brought.slots[expert])
     use(pager, 2, (4, 5))
-    assert pager.tally.guessed == EXPERTS and pager.tally.useful == 2
+    assert pager.stats.prefetched == EXPERTS and pager.stats.prefetch_hits == 2
     sound(pager)
     pager.close()
 
 
 def test_few_guesses_are_on_their_way_at_a_time(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_pager, "AHEAD", 4)
+    monkeypatch.setattr(expert_pager, "MAX_PREFETCHES", 4)
     gate, pager = Gate(monkeypatch), foreseeing(store)
     guess_all(gate, pager, 2, 2)
     pager.look_ahead(1, 1, [4, 5])
-    assert pager.tally.guessed == 4
+    assert pager.stats.prefetched == 4
     gate.shut = False
     gate.free.release(100)
     for ticket in list(pager._tickets.values()):
         pager._reader.wait(ticket)
     pager.look_ahead(1, 1, [4, 5])
-    assert pager.tally.guessed == 6
+    assert pager.stats.prefetched == 6
     pager.close()
 
 
@@ -82,10 +82,10 @@ def test_guesses_that_have_come_cost_nothing_more(store: TensorStore, monkeypatc
         for ticket in list(pager._tickets.values()):
             pager._reader.wait(ticket)
         use(pager, 0, (0, 1))
-        assert not pager._tickets and not pager._on_guess and not dropped
-    assert len(pager._guessed) == 6
+        assert not pager._tickets and not pager._prefetches and not dropped
+    assert len(pager._prefetched) == 6
     brought = use(pager, 1, (2, 5))
-    assert sorted(brought.ready) == [2, 5] and pager.tally.useful == 2
+    assert sorted(brought.ready) == [2, 5] and pager.stats.prefetch_hits == 2
     sound(pager)
     pager.close()
 
@@ -98,7 +98,7 @@ def test_guesses_that_have_not_begun_give_way(store: TensorStore, monkeypatch: p
     gate, pager = Gate(monkeypatch), foreseeing(store)
     guess_all(gate, pager, 2, 2)
     pager.visit(next_visit, needed)
-    assert pager.tally.guessed == left and len(pager._guessed) == left - (2 if next_visit == 2 else 0)
+    assert pager.stats.prefetched == left and len(pager._prefetched) == left - (2 if next_visit == 2 else 0)
     gate.shut = False
     gate.free.release(100)
     use(pager, next_visit, needed)
@@ -112,34 +112,34 @@ def test_guesses_are_counted_and_judged(store: TensorStore) -> None:
     for key in list(pager._tickets):
         pager._reader.wait(pager._tickets[key])
     brought = use(pager, 1, (0, 2))
-    assert 0 in brought.ready and pager.tally.useful == 1 and pager.tally.hits == 0, "a guess is no hit"
-    assert pager.tally.ready == 1, "but it was there in time; what was missing was not"
+    assert 0 in brought.ready and pager.stats.prefetch_hits == 1 and pager.stats.hits == 0, "a guess is no hit"
+    assert pager.stats.ready == 1, "but it was there in time; what was missing was not"
     for layer in (2, 0, 1):  # everything else goes through, until the other guess is driven out
         for pair in ((2, 3), (4, 5), (0, 2), (3, 4)):
             use(pager, layer, pair)
-    assert pager.tally.wasted == 1 and pager.tally.to_json()["guesses_wasted"] == 1
+    assert pager.stats.prefetch_misses == 1 and pager.stats.to_json()["guesses_wasted"] == 1
     pager.close()
 
 
 def test_nothing_is_asked_of_later_layers_where_it_would_not_be_used(store: TensorStore) -> None:
     """Past the last layer, as far as guesses were wrong, and with everything in memory."""
     pager = opened(store, farthest=2)
-    assert [pager.guesses(layer) for layer in range(LAYERS)] == [2, 1, 0]
+    assert [pager.prefetch_distance(layer) for layer in range(LAYERS)] == [2, 1, 0]
     for _ in range(20):
-        pager.foresight.guess(2, 2, [0])
-        pager.foresight.judge(2, [5])
-    assert [pager.guesses(layer) for layer in range(LAYERS)] == [1, 1, 0]
-    pager.foresight = ExpertPredictor(TOP, 2)
+        pager.predictor.guess(2, 2, [0])
+        pager.predictor.judge(2, [5])
+    assert [pager.prefetch_distance(layer) for layer in range(LAYERS)] == [1, 1, 0]
+    pager.predictor = ExpertPredictor(TOP, 2)
     for _ in range(20):
-        pager.foresight.guess(2, 1, [0])
-        pager.foresight.judge(2, [5])
-    assert [pager.guesses(layer) for layer in range(LAYERS)] == [2, 0, 0], "the farther one may still be worth it"
+        pager.predictor.guess(2, 1, [0])
+        pager.predictor.judge(2, [5])
+    assert [pager.prefetch_distance(layer) for layer in range(LAYERS)] == [2, 0, 0], "the farther one may still be worth it"
     everything = opened(store, LAYERS * EXPERTS)
     for layer in range(LAYERS):
         use(everything, layer, range(EXPERTS), np.ones(EXPERTS, int))
     for layer in range(LAYERS):
         for pair in ((0, 1), (2, 3), (4, 5)):
             use(everything, layer, pair)
-    assert everything.guesses(0) == 0, "nothing is left to be read"
+    assert everything.prefetch_distance(0) == 0, "nothing is left to be read"
     pager.close()
     everything.close()

@@ -39,7 +39,7 @@ def story(engine: Engine, count: int = 200) -> np.ndarray:
 def test_a_window_of_any_size_gives_the_bits_of_the_model_in_memory(share: float, neurons: Path) -> None:
     engine = windowed(neurons, round(share * 192))  # 192 blocks of four neurons a layer
     made = story(engine)
-    used = engine.model.pager.used
+    used = engine.model.pager.stats
     assert 0 < used.missed < used.used
     assert np.array_equal(made, story(resident(MODEL)))
     assert all(len(layer._window.tokens) <= MOST_TOKENS for layer in engine.model.pager.layers)

@@ -294,12 +294,12 @@ def test_a_paged_expert_is_one_read_of_two_matrices(tmp_path: Path) -> None:
     pager, tensors, before = engine.model.pager, engine.model.tensors, engine.model.pager.traffic.reads
     for _ in engine.score(list(range(40)), pages=8):
         continue
-    chunks = pager.tally.chunk_reads
+    chunks = pager.stats.chunk_reads
     assert pager.traffic.reads - before == chunks + 1 <= 25, "and rows of the embedding"
     for at in range(20):
         engine.forward_logits([at])
-    tally, read = pager.tally, pager.traffic.reads - before - chunks - 21
-    assert tally.uses == 20 * 2 * 3 and tally.uses - tally.hits <= read <= tally.uses - tally.hits + tally.guessed + tally.wasted
+    tally, read = pager.stats, pager.traffic.reads - before - chunks - 21
+    assert tally.uses == 20 * 2 * 3 and 0 <= read - (tally.uses - tally.hits) <= tally.prefetched + tally.prefetch_misses
     nbytes = sum(tensors[0][expert_role(0, role)].nbytes for role in ("up", "down"))
     assert nbytes <= engine.prepared.streaming.parts.read_nbytes < nbytes + 4096, "whole blocks of the file, and no third matrix"
     assert engine.prepared.streaming.work.experts == 12 and engine.prepared.streaming.parts.demand.slot_nbytes >= nbytes

@@ -124,7 +124,7 @@ def test_experts_from_the_disk_give_the_same_bits(bits, folders):
     whole = found_by(resident(folder))
     engine = paging(folder, 12, ctx=384, kv="16bit")
     assert np.array_equal(logits(engine), whole)
-    assert 0 < engine.model.pager.tally.hits < engine.model.pager.tally.uses
+    assert 0 < engine.model.pager.stats.hits < engine.model.pager.stats.uses
     engine.close()
 
 

@@ -128,7 +128,7 @@ def test_experts_from_the_disk_give_the_same_bits(folder: Path, small: Path) -> 
     for path in (folder, small):
         engines = opened(path), paging(path, 14, ctx=CTX, chunk=128)
         found = [rows_of(each, 300, 320) for each in engines]
-        assert 0 < engines[1].model.pager.tally.hits < engines[1].model.pager.tally.uses
+        assert 0 < engines[1].model.pager.stats.hits < engines[1].model.pager.stats.uses
         for each in engines:
             each.close()
         assert np.array_equal(*found)

@@ -80,8 +80,8 @@ def test_the_plan_counts_every_byte(source: Path, tmp_path: Path) -> None:
     assert pager.memory.nbytes == SLOTS * parts.demand.slot_nbytes
     before = pager.traffic.nbytes
     logits(engine, 20, 4)
-    arrived = pager.tally.chunk_reads + pager.tally.uses - pager.tally.hits + pager.tally.wasted
-    assert 0 < pager.traffic.nbytes - before <= (arrived + pager.tally.guessed) * (parts.read_nbytes + 16 * 4096)
+    arrived = pager.stats.chunk_reads + pager.stats.uses - pager.stats.hits + pager.stats.prefetch_misses
+    assert 0 < pager.traffic.nbytes - before <= (arrived + pager.stats.prefetched) * (parts.read_nbytes + 16 * 4096)
     said = " ".join(streams.notices)
     assert "repacked each time it is read" in said and format_size(parts.demand.slot_nbytes) in said
     engine.close()

@@ -78,9 +78,9 @@ def test_reading_ahead_changes_no_bit(trained: tuple[Path, activation_predictors
     guessing = windowed(folder, slots)
     guessing.model.predictors = made
     assert np.array_equal(logits(guessing), want)
-    assert plain.model.pager.used.expected == 0 < guessing.model.pager.used.expected
+    assert plain.model.pager.stats.expected == 0 < guessing.model.pager.stats.expected
     if slots == 100:
-        assert guessing.model.pager.used.missed < plain.model.pager.used.missed
+        assert guessing.model.pager.stats.missed < plain.model.pager.stats.missed
     for engine in (plain, guessing):
         engine.close()
 

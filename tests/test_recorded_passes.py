@@ -125,7 +125,7 @@ def test_experts_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ids = tokens(disk, 150)
     counted = Counted(disk, monkeypatch)
     assert np.array_equal(answer(disk, ids), answer(memory, ids))
-    tally, layers = disk.model.pager.tally, disk.config.num_hidden_layers
+    tally, layers = disk.model.pager.stats, disk.config.num_hidden_layers
     assert 0 < tally.hits < tally.uses == 150 * 2 * disk.model.pager.layers
     assert counted.count <= 4 * layers
     for engine in (memory, disk):

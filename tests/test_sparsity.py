@@ -129,7 +129,7 @@ def test_a_trace_is_what_ran_and_its_replay_what_a_window_read(tmp_path: Path, f
     engine = windowed(out, 6, kv="32bit")
     for at in range(250):
         engine.forward_logits(ids[at : at + 1])
-    missed = engine.model.pager.used.missed
+    missed = engine.model.pager.stats.missed
     engine.close()
     assert missed > 0
     expected = sum(sparsity.missed_units(replace_tokens(trace, 250), layer, 6, 16).sum() for layer in range(len(trace.layers)))

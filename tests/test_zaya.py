@@ -173,7 +173,7 @@ def test_weights_and_experts_from_the_disk_give_the_same_bits(folder: Path, monk
     monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1024)
     engines = opened(folder), streaming(folder, keep=3, ctx=CTX, chunk=128), paging(folder, 3, ctx=CTX, chunk=128)
     found = [rows_of(each, 300, 320) for each in engines]
-    assert engines[2].model.pager.tally.hits > 0
+    assert engines[2].model.pager.stats.hits > 0
     for each in engines:
         each.close()
     assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])

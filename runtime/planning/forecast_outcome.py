@@ -114,7 +114,7 @@ def placed(engine: Engine, found: Outcome) -> dict[str, object]:
             "tensor_bytes": weight_tiers(engine.prepared, engine.model.tensors).to_json(), **found.to_json()}
     if isinstance(streams, PagedExperts):
         made["pinned_bytes"] = engine.model.pager.nbytes
-        made["experts"] = {**streams.to_json(), "slots": engine.model.pager.slots, **engine.model.pager.tally.to_json()}
+        made["experts"] = {**streams.to_json(), "slots": engine.model.pager.slots, **engine.model.pager.stats.to_json()}
     if engine.cache.pool.picks:
         slots = engine.cache.pool.stream.slots
         made["kv_read"] = {name: sum(getattr(each, name) for each in slots) for name in ("among", "asked", "found")}

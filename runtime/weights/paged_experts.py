@@ -247,7 +247,7 @@ class LayerExperts(ExpertPages):
         return Visit(brought.slots, brought.ready, brought.coming, self._pager.wait)
 
     def next_routers(self) -> Sequence[tuple[Norm, Linear]]:
-        return [(each.norm, each.router) for each in self._following(self._pager.guesses(self._index))]
+        return [(each.norm, each.router) for each in self._following(self._pager.prefetch_distance(self._index))]
 
     def look_ahead(self, logits: Sequence[np.ndarray]) -> None:
         top = self._pager.per_token
