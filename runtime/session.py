@@ -107,7 +107,7 @@ class Session:
 
     def hold_to(self, constraint: Constraint | None) -> None:
         """Constrain answers from now on; None: no longer. Raises EffllmError, and then nothing changes."""
-        self._compiled = constraint and constraint.opened(self.tokenizer, self.engine.config.vocab_size)
+        self._compiled = constraint and constraint.compile(self.tokenizer, self.engine.config.vocab_size)
 
     @property
     def used(self) -> int:
