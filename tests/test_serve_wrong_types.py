@@ -73,7 +73,7 @@ def test_numbers_that_json_has_not(tokenizer: Tokenizer, number: str) -> None:
         requested_tools(parse(ChatRequest, text.encode()))
     for arguments in (f'{{"a": {number}}}', {"a": float(number)}):
         with pytest.raises(UsageError, match=r"messages\[0\]\.tool_calls\[0\]\.function\.arguments is not a JSON object"):
-            ToolCalling(tokenizer).prepared([called(function={"name": "weather", "arguments": arguments})], None)
+            ToolCalling(tokenizer).prepare([called(function={"name": "weather", "arguments": arguments})], None)
 
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
@@ -84,9 +84,9 @@ def test_calls_of_ollamas_programs(tokenizer: Tokenizer, odd: object) -> None:
         _, messages = chat_of(asked)
         if message["tool_calls"][0]["id"] == "a":
             with pytest.raises(UsageError, match=r"messages\[1\]\.tool_calls\[0\] has no function with a name"):
-                ToolCalling(tokenizer).prepared(messages, None)
+                ToolCalling(tokenizer).prepare(messages, None)
         else:
-            assert "yes" in ToolCalling(tokenizer).prepared(messages, None)[0][-1]["content"]
+            assert "yes" in ToolCalling(tokenizer).prepare(messages, None)[0][-1]["content"]
 
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
