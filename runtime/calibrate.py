@@ -27,7 +27,7 @@ from .config import ModelConfig, read_config
 from .conversion.calibration_stats import LEAST_VISITS, ExpertStats, StatsAccumulator, expert_stats
 from .conversion.convert_stream import DAMAGED
 from .events import Notice, Progress
-from .families import EXPERT, SHARED, kind_of
+from .families import EXPERT_ROLES, SHARED_EXPERT_ROLES, base_role
 from .kv.cache_builder import build_cache
 from .kv.cache_shape import CacheShape, LayerSpec, SharedPages, layer_specs
 from .layer import Layer, LayerWeights
@@ -52,7 +52,7 @@ READS = {"block_in": ("q", "k", "v", "kv_a", "q_a", "attn_gate", "state_in", "st
          "experts_out": ("experts_out",)}  # tap -> roles
 DOUBLED_READS = {"doubled_in": ("q_b", "attn_gate")}  # where both are made of a latent, normed and as it is
 SHIFTED_READS = {"shifted_in": ("up",)}  # where an MLP reads each token on its way to the one before
-SHARED_READS = {"mlp_in": SHARED[:2], "shared_hidden": SHARED[2:3]}  # those of a shared expert
+SHARED_READS = {"mlp_in": SHARED_EXPERT_ROLES[:2], "shared_hidden": SHARED_EXPERT_ROLES[2:3]}  # those of a shared expert
 NORMS = {"block_in": "input_norm", "q_in": "mla.q_norm", "mlp_in": "post_norm"}  # a tap before a norm
 GATED = {"block_in": 0, "mlp_in": 1}  # and those that come behind norm and gates, where a layer has such gates
 WIDE = {"q_in": "compressed_attention.q_norm"}  # where attention is of another kind
@@ -195,12 +195,12 @@ class Calibration:
                 if weights.down is None:  # and no MLP beside them
                     reads.remove(("mlp_hidden", READS["mlp_hidden"]))
             del weights, cache
-            known = self.model.tensors[layer].keys() | {kind_of(role) for role in self.model.tensors[layer]}
+            known = self.model.tensors[layer].keys() | {base_role(role) for role in self.model.tensors[layer]}
             by_role = {role: found[name] for name, roles in reads for role in roles if role in known}
             if own is None:
                 yield LayerStats(layer, by_role)
             else:
-                own.usual = {role: found[name] for role, name in zip(EXPERT, entered, strict=True)}
+                own.usual = {role: found[name] for role, name in zip(EXPERT_ROLES, entered, strict=True)}
                 own.shared = {role: stats for role, stats in by_role.items() if role in self.model.tensors[layer]}
                 scarce += own.scarce
                 yield LayerStats(layer, own, own.scarce)

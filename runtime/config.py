@@ -25,10 +25,10 @@ from .stores.composite import INNER, OUTER_CLASSES, text_model_config, unknown_o
 ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
         "relu2": "relu2"}
 MAX_LAYERS = 2048
-MAX_EXPERTS = 2**16  # of all layers: each takes memory before a tensor is looked for
-MOST = {"hidden_size": 2**20,
-        **dict.fromkeys(("intermediate_size", "block_ff_dim", "ffn_dim", "shared_intermediate_size", "moe_intermediate_size"), 2**22),
-        "num_hidden_layers": MAX_LAYERS, "num_attention_heads": 4096, "vocab_size": 2**24}
+MAX_TOTAL_EXPERTS = 2**16  # of all layers: each takes memory before a tensor is looked for
+MAX_SIZES = {"hidden_size": 2**20,
+             **dict.fromkeys(("intermediate_size", "block_ff_dim", "ffn_dim", "shared_intermediate_size", "moe_intermediate_size"), 2**22),
+             "num_hidden_layers": MAX_LAYERS, "num_attention_heads": 4096, "vocab_size": 2**24}
 DTYPES = ("float32", "float16", "bfloat16")
 GENERATOR, SEVERAL = "ForCausalLM", "ForConditionalGeneration"  # endings of architectures: text alone, and with images
 BARE = "Model"  # of those that make vectors and have no head
@@ -63,7 +63,7 @@ class Defaults:
 
     def size(self, keys: Keys, name: str) -> int:
         """A width or count; required if the family has no default."""
-        return keys.integer(name, self.sizes.get(name, REQUIRED), high=MOST[name])
+        return keys.integer(name, self.sizes.get(name, REQUIRED), high=MAX_SIZES[name])
 
 
 def read_config(folder: Path, strict: bool = False) -> ModelConfig:
@@ -89,10 +89,10 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     refuse_alone(raw)
     architectures = raw.get("architectures") or []
     composite = str(raw.get("model_type")) in families.COMPOSITE
-    suffix = SEVERAL if composite and raw.get("model_type") not in families.NAMED_ALONE else GENERATOR
-    made = families.of_its_family(raw)
+    suffix = SEVERAL if composite and raw.get("model_type") not in families.CAUSAL_LM_COMPOSITES else GENERATOR
+    made = families.resolve_model_type(raw)
     sees_both_ways = made.get("is_causal") is False and made.get("model_type") in BOTH_WAYS
-    vectors = sees_both_ways or raw.get("use_bidirectional_attention") is True or families.makes_vectors(made)
+    vectors = sees_both_ways or raw.get("use_bidirectional_attention") is True or families.is_embedding_model(made)
     ranks_lists = architectures == [LISTWISE] and made.get("model_type") == "qwen3"
     kind = str(raw.get("model_type"))
     first = OUTER_CLASSES.get(kind, (GENERATOR,) if kind in INNER else ())  # as their own code called them
@@ -161,7 +161,7 @@ def _text_part(raw: Mapping[str, object], strict: bool) -> ModelConfig:
     kind = raw["model_type"]
     beside = input_modalities(raw)
     said = (f"{show(kind)} takes {beside} too: effllm reads its text part, {config.family}",) if beside else ()
-    return replace(config, prefix_lm=kind in families.PREFIXED,
+    return replace(config, prefix_lm=kind in families.PREFIX_LM,
                    warnings=(*said, *config.warnings, *_judge_unknown(unknown_outer_keys(raw, KEYS_HARMLESS), strict)))
 
 
@@ -199,7 +199,7 @@ def decoder_config(keys: Keys, defaults: Defaults, ropes: Ropes | None = None, t
         by_layer = (rope,) * layers if turned is None else tuple(rope if turns else None for turns in turned)
     fields = {"windows": (None,) * layers, "ropes": by_layer, **features}
     mixture = features.get("moe")
-    if mixture is not None and layers * mixture.num_experts > MAX_EXPERTS:
+    if mixture is not None and layers * mixture.num_experts > MAX_TOTAL_EXPERTS:
         raise ConfigError(f"config.json: {layers} layers of {mixture.num_experts} experts are more than any model has")
     return ModelConfig(
         family=keys.text("model_type"), vocab_size=vocab, hidden_size=hidden, intermediate_size=defaults.size(keys, defaults.ffn_key),

@@ -16,7 +16,7 @@ from .files.bounded_read import IrregularFile, read_bounded
 
 ADAPTER = "adapter_config.json"  # what stands in the place of config.json beside a LoRA adapter
 FILE_LIMIT = 10 * 2**20
-LEAST, MOST = 1e-30, 1e30  # of a positive number: its inverse is a float32 too
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # of a positive number: its inverse is a float32 too
 REQUIRED = object()
 # What published configs call kinds of layers -> what transformers calls them now, and takes those for.
 RENAMED_KINDS = {"attention": "full_attention", "mamba": "linear_attention", **dict.fromkeys(
@@ -138,9 +138,9 @@ class Keys:
         value = self._get(name, default)
         if value is default:
             return value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not max(above, LEAST) < value < MOST:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not max(above, MIN_NUMBER) < value < MAX_NUMBER:
             extreme = isinstance(value, int | float) and not isinstance(value, bool) and value > above
-            raise self.fail(name, f"a number from {LEAST:g} to {MOST:g}" if extreme else f"a number above {above:g}")
+            raise self.fail(name, f"a number from {MIN_NUMBER:g} to {MAX_NUMBER:g}" if extreme else f"a number above {above:g}")
         return float(value)
 
     def flag(self, name: str, default: object = REQUIRED) -> bool:
@@ -173,7 +173,8 @@ class Keys:
         value = self._get(name, REQUIRED)
         if not isinstance(value, list) or len(value) != length:
             raise self.fail(name, f"a list of {length} numbers")
-        if any(isinstance(v, bool) or not isinstance(v, (int, float)) or not (LEAST < v < MOST or or_zero and v == 0) for v in value):
+        if any(isinstance(v, bool) or not isinstance(v, (int, float)) or not (MIN_NUMBER < v < MAX_NUMBER or or_zero and v == 0)
+               for v in value):
             raise self.fail(name, f"a list of {length} {'numbers of 0 or more' if or_zero else 'positive numbers'}")
         return tuple(float(v) for v in value)
 

@@ -25,8 +25,8 @@ ROPE_KEYS: Mapping[str, frozenset[str]] = {
 }
 # max_position_embeddings repeats what stands beside the section; mrope says which channels turn by which of a picture's positions
 ROPE_HARMLESS = frozenset({"finetuned", "max_position_embeddings", "mrope_interleaved", "mrope_section", "xdrope_section"})
-TURNED = "partial_rotary_factor"  # of a proportional table: the share of the pairs of channels that turn
-GROWTH = "llama_4_scaling_beta"  # how much queries grow with their position, of families that read it
+ROTATED_SHARE = "partial_rotary_factor"  # of a proportional table: the share of the pairs of channels that turn
+QUERY_SCALING_BETA = "llama_4_scaling_beta"  # how much queries grow with their position, of families that read it
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 GLOBAL, LOCAL = "full_attention", "sliding_attention"  # types of layers that may have positions of their own
 
@@ -58,11 +58,11 @@ def rope_config(keys: Keys, head_dim: int, positions: int, theta: float = 10_000
     original = keys.integer("original_max_position_embeddings", trained, high=MAX_POSITIONS)
     turned = keys.number("partial_rotary_factor", share) if partial else None
     inner = Keys({"partial_rotary_factor": turned, **(older or newer or {})}, f"config.json: {name}")
-    return replace(rope_of(inner, head_dim, positions, outer_theta, original, partial, aliases), interleaved=interleaved)
+    return replace(rope_from_section(inner, head_dim, positions, outer_theta, original, partial, aliases), interleaved=interleaved)
 
 
-def rope_of(inner: Keys, head_dim: int, positions: int, theta: float, original: int | None = None, partial: bool = False,
-            aliases: Mapping[str, str] = NO_ALIASES) -> RopeConfig:
+def rope_from_section(inner: Keys, head_dim: int, positions: int, theta: float, original: int | None = None, partial: bool = False,
+                      aliases: Mapping[str, str] = NO_ALIASES) -> RopeConfig:
     """Rotary settings from one section. `theta` and `original` (trained positions) are those stated beside it."""
     kind = inner.raw.get("rope_type") or inner.raw.get("type") or "default"
     if any(isinstance(value, dict) for value in inner.raw.values()):
@@ -74,7 +74,7 @@ def rope_of(inner: Keys, head_dim: int, positions: int, theta: float, original: 
     if kind == "proportional":  # pairs of channels that do not turn belong to the whole head all the same
         if share > 1.0:
             raise ConfigError(f"{inner.where}.partial_rotary_factor = {show(share)} is not supported", "it must be at most 1")
-        return RopeConfig(inner.number("rope_theta", theta, above=1.0), kind, {"factor": inner.number("factor", 1.0), TURNED: share})
+        return RopeConfig(inner.number("rope_theta", theta, above=1.0), kind, {"factor": inner.number("factor", 1.0), ROTATED_SHARE: share})
     if share != 1.0 and not partial:
         raise ConfigError(f"{inner.where}.partial_rotary_factor = {show(share)} is not supported", "this family rotates whole heads")
     rotary = int(head_dim * share)
@@ -98,13 +98,14 @@ def ropes_by_window(keys: Keys, head_dim: int, positions: int, thetas: tuple[flo
         raise ConfigError("config.json: rope_parameters has no sections for full_attention and sliding_attention",
                           "this family has one section for each layer type")
     everywhere = {**(sections.get(GLOBAL) or {}), **(keys.section("rope_scaling") or {})}
-    whole = rope_of(Keys(everywhere, f"config.json: rotary positions of {GLOBAL}"), head_dim, positions, thetas[0])
-    local = rope_of(Keys(sections.get(LOCAL) or {}, f"config.json: rotary positions of {LOCAL}"), head_dim, positions, thetas[1])
+    whole = rope_from_section(Keys(everywhere, f"config.json: rotary positions of {GLOBAL}"), head_dim, positions, thetas[0])
+    local = rope_from_section(Keys(sections.get(LOCAL) or {}, f"config.json: rotary positions of {LOCAL}"), head_dim, positions, thetas[1])
     return tuple(whole if window is None else local for window in windows)
 
 
-def ropes_by_kind(keys: Keys, kinds: Sequence[str], usual: Mapping[str, Mapping[str, object]], widths: Mapping[str, int] | int,
-                  positions: int, theta: float = 10_000.0, partial: bool = False, unturned: str = "") -> tuple[RopeConfig | None, ...]:
+def ropes_by_layer_type(keys: Keys, kinds: Sequence[str], usual: Mapping[str, Mapping[str, object]], widths: Mapping[str, int] | int,
+                        positions: int, theta: float = 10_000.0, partial: bool = False, unturned: str = "") -> tuple[RopeConfig | None,
+                                                                                                                     ...]:
     """Rotary positions of layers by their kind, of families that have a section for each kind but `unturned`; `usual` where a config has
     none, `theta` where a section states none. `widths`: of heads, where they differ by kind. `partial`: not all of a head need turn."""
     refuse_outside_sections(keys)
@@ -114,7 +115,7 @@ def ropes_by_kind(keys: Keys, kinds: Sequence[str], usual: Mapping[str, Mapping[
         if not isinstance(section, dict):
             raise ConfigError(f"config.json: rope_parameters has no section for {kind}", "this family has one section for each layer type")
         width = widths if isinstance(widths, int) else widths[kind]
-        made[kind] = rope_of(Keys(section, f"config.json: rotary positions of {kind}"), width, positions, theta, partial=partial)
+        made[kind] = rope_from_section(Keys(section, f"config.json: rotary positions of {kind}"), width, positions, theta, partial=partial)
     return tuple(made.get(kind) for kind in kinds)
 
 

@@ -38,7 +38,7 @@ def narrows(config: ModelConfig, layer: int) -> bool:
 
 def spares(config: ModelConfig, layer: int, role: str) -> bool:
     """Does a matrix of a layer run only for the last tokens of a prompt?"""
-    return narrows(config, layer) and (layer >= first_alone(config) or families.kind_of(role) in BEHIND)
+    return narrows(config, layer) and (layer >= first_alone(config) or families.base_role(role) in BEHIND)
 
 
 def attending_alone(config: ModelConfig) -> int:

@@ -20,7 +20,7 @@ from . import families
 from .adapters.loaded_adapters import NO_ADAPTERS, LoadedAdapters
 from .cache import KVCache
 from .config import ModelConfig
-from .families import SEEN, expert_of
+from .families import VISION_PREFIX, expert_of
 from .images.media import MediaEmbeddings
 from .images.vision_experts import vision_routing
 from .kv.bidirectional import attention_ends
@@ -29,7 +29,7 @@ from .kv.layer_cache import for_last_tokens
 from .last_layers import first_alone, kept_of, narrows
 from .layer import Layer, LayerWeights, Tap, last_of, no_tap
 from .ngrams import away_nbytes, held, is_table
-from .rope import learned, rope_tables
+from .rope import rope_tables, with_learned_frequencies
 from .sparse.activation_predictors import FEW, Predictors
 from .speculation.mtp_tensors import MTP
 from .stores.container import Container
@@ -64,7 +64,7 @@ class Model(StoreReads):
         self.ropes = rope_tables(config, ctx)
         if config.learned_rope_alpha:
             alpha = self.tensors["outer"]["rope_alpha"]
-            self.ropes = learned(self.ropes, as_float32(alpha, {alpha.name: store.read(alpha.info)}))
+            self.ropes = with_learned_frequencies(self.ropes, as_float32(alpha, {alpha.name: store.read(alpha.info)}))
         host_infos = {key: [tensor.info for tensor in (held(roles) if key == "outer" else roles).values()]
                       for key, roles in self.tensors.items() if key == "outer" or devices[key] == "cpu"}
         self.pager = ResidentPager(store, host_infos, mmap=mmap) if streaming is None else streaming.pager(store)
@@ -111,7 +111,7 @@ class Model(StoreReads):
         stored = mixture.num_experts + mixture.zero_experts if mixture else 0
         nbytes += sum((uses(self.config, role) - 1) * tensor.nbytes for role, tensor in blocks_of(outer).items())
         nbytes += sum(tensor.nbytes for _, tensor in layer_tensors if tensor.turn)
-        nbytes -= sum(tensor.nbytes for role, tensor in layer_tensors if role.startswith(SEEN))
+        nbytes -= sum(tensor.nbytes for role, tensor in layer_tensors if role.startswith(VISION_PREFIX))
         return nbytes - (expert_nbytes * (stored - mixture.experts_per_token) // stored if expert_nbytes else 0)
 
     @property

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .config_rope import GROWTH, TURNED, RopeConfig
+from .config_rope import QUERY_SCALING_BETA, ROTATED_SHARE, RopeConfig
 
 if TYPE_CHECKING:
     from .config import ModelConfig
@@ -107,7 +107,7 @@ def rope_table(config: RopeConfig, head_dim: int, ctx: int, max_position_embeddi
     elif config.kind == "yarn":
         inv_freq, scaling = _yarn(theta, dim, params), _yarn_scaling(params)
     elif config.kind == "proportional":
-        turned = int(params[TURNED] * dim // 2)
+        turned = int(params[ROTATED_SHARE] * dim // 2)
         inv_freq = np.concatenate([_plain(theta, dim)[:turned], np.zeros(dim // 2 - turned, F32)]) / F32(params["factor"])
     elif config.kind == "longrope":
         factors = params["long_factor" if ctx > params["original_max_position_embeddings"] else "short_factor"]
@@ -115,8 +115,8 @@ def rope_table(config: RopeConfig, head_dim: int, ctx: int, max_position_embeddi
     else:
         raise KeyError(config.kind)
     table = RopeTable((-inv_freq if config.backwards else inv_freq).astype(F32), float(scaling), dim, interleaved=config.interleaved)
-    if params.get(GROWTH):
-        return replace(table, queries=replace(table, growth=(params[GROWTH], params["original_max_position_embeddings"])))
+    if params.get(QUERY_SCALING_BETA):
+        return replace(table, queries=replace(table, growth=(params[QUERY_SCALING_BETA], params["original_max_position_embeddings"])))
     return table
 
 
@@ -185,7 +185,7 @@ def _longrope_scaling(params: Mapping[str, object]) -> float:
     return math.sqrt(1 + math.log(factor) / math.log(params["original_max_position_embeddings"])) if factor > 1 else 1.0
 
 
-def growing(growth: tuple[float, int], width: int) -> RopeTable:
+def query_scaling_table(growth: tuple[float, int], width: int) -> RopeTable:
     """A table that rotates nothing and scales the whole query: for latent attention, where only a part of it is rotated."""
     return RopeTable(np.zeros(width // 2, F32), 1.0, width, growth)
 
@@ -203,7 +203,7 @@ def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
         if (id(rope), size) not in made:
             table = rope_table(rope, size, ctx, config.max_position_embeddings)
             if config.mla is not None and table.queries is not None:
-                table = replace(table, queries=growing(table.queries.growth, config.mla.key))
+                table = replace(table, queries=query_scaling_table(table.queries.growth, config.mla.key))
             if config.indexer is not None:
                 table = replace(table, index=config.indexer.rope_table(table))
             made[id(rope), size] = table
@@ -212,7 +212,7 @@ def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
     return [of_layer(layer, rope) for layer, rope in enumerate(config.ropes)]
 
 
-def learned(tables: Sequence[RopeTable | None], alpha: np.ndarray) -> list[RopeTable | None]:
+def with_learned_frequencies(tables: Sequence[RopeTable | None], alpha: np.ndarray) -> list[RopeTable | None]:
     """Tables whose frequencies are multiplied by the exponential of learned values; layers that share a table still do."""
     factors, made = np.exp(alpha), {}
 

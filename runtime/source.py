@@ -12,7 +12,7 @@ from .. import EffllmError, UsageError
 from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.safetensors_header import is_gguf, shown
 from .config_reader import read_model
-from .families import BY_PREFIX
+from .families import PREFIX_STRIPPED
 from .hub import stated_licence
 from .stores.canonical_names import canonicalize_names, canonicalize_text_names, split_groups
 from .stores.composite import text_model_config
@@ -62,7 +62,7 @@ def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[st
     """The store under the names and layouts that families expect; the config was checked when it was read."""
     outer = read_model(store.folder)
     raw = text_model_config(outer)
-    if outer.get("model_type") in BY_PREFIX:
+    if outer.get("model_type") in PREFIX_STRIPPED:
         canonicalize_text_names(store)
     if outer.get("model_type") in TURNED:
         from .stores.transposed_experts import with_transposed_experts
@@ -131,8 +131,8 @@ def _of_mlx(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Call
     rules = {**{f"outer.{role}": rule for role, rule in outer_rules(config, store.tensors).items()},
              **{f"{layer}.{role}": rule for layer in range(config.num_hidden_layers)
                 for role, rule in family.layer_tensors(config, layer).items()}}
-    codes = {rule.name for role, rule in rules.items() if families.kind_of(role) in FROM_MLX and not rule.plain}
-    exact = {rule.name for role, rule in rules.items() if families.kind_of(role) in EXACT_OF_MLX}
+    codes = {rule.name for role, rule in rules.items() if families.base_role(role) in FROM_MLX and not rule.plain}
+    exact = {rule.name for role, rule in rules.items() if families.base_role(role) in EXACT_OF_MLX}
     every = [*rules.values(), *latent_rules(config)]
     made = MlxStore(store, str(raw.get("model_type")), wide, every, codes, exact, kept, places(config))
     return with_heads_joined(made, config)
@@ -159,7 +159,7 @@ def _linears(path: Path, section: Mapping[str, object]) -> frozenset[str]:
     config, named = read_config(path), left_out(section)
     rules = (families.get(config.family).layer_tensors(config, layer) for layer in range(config.num_hidden_layers))
     return frozenset(rule.name for each in rules for role, rule in each.items()
-                     if families.kind_of(role) in LINEARS and not any(is_named(module, rule.name) for module in named))
+                     if families.base_role(role) in LINEARS and not any(is_named(module, rule.name) for module in named))
 
 
 def _parted(path: Path) -> frozenset[str]:

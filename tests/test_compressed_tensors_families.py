@@ -19,7 +19,7 @@ from effllm.quant.imports.compressed_tensors import quantize_groups
 from effllm.runtime.conversion.compressed_tensors import export_compressed, reader
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
-from effllm.runtime.families import FAMILIES, MAKING_VECTORS, RENAMED
+from effllm.runtime.families import EMBEDDING_FAMILIES, FAMILIES, MODEL_TYPE_ALIASES
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import folder_files, open_store
@@ -205,9 +205,9 @@ def test_a_folder_names_the_class_that_reads_it_though_its_source_does_not(tmp_p
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     apart = ("deepseek_ocr2_text", "ernie4_5_vl_moe_text", "glm5_next_text", "gpt_oss", "mistral4", "mistral_large4_text",
-             "mllama_text_model", "molmo2_text", "muse_glimmer_text", "rwkv7", "step3p5", "unlimited_ocr_text", *LIKE, *MAKING_VECTORS)
+             "mllama_text_model", "molmo2_text", "muse_glimmer_text", "rwkv7", "step3p5", "unlimited_ocr_text", *LIKE, *EMBEDDING_FAMILIES)
     read = [family for family in FAMILIES if family not in apart]
-    spelled = {family: kind for kind, family in RENAMED.items() if "-" in kind}  # which a file's name has not
+    spelled = {family: kind for kind, family in MODEL_TYPE_ALIASES.items() if "-" in kind}  # which a file's name has not
     wanted = {family: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[spelled.get(family, family)] for family in read}
     assert {family: reader(family) for family in read} == wanted
     *_, made = export_gguf(FABLE, tmp_path / "m.gguf", "F16", "a name")

@@ -169,7 +169,7 @@ def test_the_families_are_the_files_of_their_folder() -> None:
 
 def test_an_unknown_family_is_named_with_where_others_are_found() -> None:
     error = refused({**LLAMA, "model_type": "gpt2\x1b[2J"}, "'gpt2\\x1b[2J'")
-    assert error.hint == families.OTHERS
+    assert error.hint == families.UNKNOWN_FAMILY_HINT
     refused(SMALL, "model_type is missing")
     refused({**LLAMA, "model_type": "../cache"}, "not supported")
     refused({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification")

@@ -26,7 +26,7 @@ from effllm.cli.environment import Environment
 from effllm.cli.errors import INTERRUPTED
 from effllm.cli.screen import Screen
 from effllm.runtime.conversion import compressed_tensors
-from effllm.runtime.families import COMPOSITE, FAMILIES, RENAMED
+from effllm.runtime.families import COMPOSITE, FAMILIES, MODEL_TYPE_ALIASES
 from effllm.runtime.gguf import config_export
 from effllm.runtime.gguf.architectures import BY_FAMILY
 from effllm.runtime.kv import kv_profile_run
@@ -101,13 +101,14 @@ SECOND = {  # architectures of other models of the family
 def test_the_table_of_models_has_every_family() -> None:
     rows = models_listed()
     named = [kind for row in rows for kind in quoted(row[2])]
-    assert {*named} == {*FAMILIES, *COMPOSITE, *RENAMED}, "the third column of the table in docs/models.md, against runtime/families/"
+    assert {*named} == {*FAMILIES, *COMPOSITE, *MODEL_TYPE_ALIASES}, (
+        "the third column of the table in docs/models.md, against runtime/families/")
     assert all(named.count(name) == 1 for name in FAMILIES)
     for _, _, kinds, files, _ in rows:
         families = {*quoted(kinds)} & {*FAMILIES}
         own = {BY_FAMILY[name] for name in families if name in BY_FAMILY} | {SECOND[name] for name in families if name in SECOND}
         assert families and {*quoted(files)} == own, kinds
-        meant = {RENAMED.get(each, each) for kind in quoted(kinds) for each in COMPOSITE.get(kind, (kind,))[:1]}
+        meant = {MODEL_TYPE_ALIASES.get(each, each) for kind in quoted(kinds) for each in COMPOSITE.get(kind, (kind,))[:1]}
         assert meant <= {*FAMILIES} and meant & families, kinds
 
 

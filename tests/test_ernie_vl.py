@@ -27,7 +27,7 @@ from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import TensorStore
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.families import SEEN, expert_of
+from effllm.runtime.families import VISION_PREFIX, expert_of
 from effllm.runtime.images.media import open_media
 from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.images.mrope import FIRST_MEDIA_ID, section_axes
@@ -149,8 +149,8 @@ def test_both_sorts_are_quantized_and_no_router(made: Made, tmp_path: Path, meth
     engine = opened(tmp_path / "out")
     roles = engine.model.tensors[1]
     low = {role for role, tensor in roles.items() if not tensor.spec.is_raw}
-    assert {role for role in roles if role.startswith(f"{SEEN}experts.") or expert_of(role) is not None} <= low
-    assert low.isdisjoint({"router", f"{SEEN}router", "correction", f"{SEEN}correction"})
+    assert {role for role in roles if role.startswith(f"{VISION_PREFIX}experts.") or expert_of(role) is not None} <= low
+    assert low.isdisjoint({"router", f"{VISION_PREFIX}router", "correction", f"{VISION_PREFIX}correction"})
     ours = scored(engine, tmp_path / "out")
     scale = made.logits.std()
     assert 1e-4 < np.abs(ours - made.logits).mean() / scale < 0.1

@@ -29,7 +29,7 @@ from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.families import FAMILIES, MAKING_VECTORS, RENAMED
+from effllm.runtime.families import EMBEDDING_FAMILIES, FAMILIES, MODEL_TYPE_ALIASES
 from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
@@ -188,5 +188,5 @@ def test_the_cases_are_what_they_say(tmp_path: Path) -> None:
     windowed, full = (written(CASES[f"mistral, {name}"], tmp_path / name) for name in ("window over pages", "no window"))
     difference = np.abs(oracle(windowed, ids) - oracle(full, ids)).max(axis=1)
     assert difference[:150].max() < 1e-4 and difference[150:].max() > 0.1
-    tried = {RENAMED.get(case.family, case.family) for case in CASES.values()}
-    assert tried == {*FAMILIES} - {*MAKING_VECTORS}, "CASES of family_models.py"
+    tried = {MODEL_TYPE_ALIASES.get(case.family, case.family) for case in CASES.values()}
+    assert tried == {*FAMILIES} - {*EMBEDDING_FAMILIES}, "CASES of family_models.py"

@@ -12,7 +12,7 @@ from test_imported import written
 
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.config import read_config
-from effllm.runtime.families import TensorRule, kind_of
+from effllm.runtime.families import TensorRule, base_role
 from effllm.runtime.planning.expected_store import ExpectedStore
 from effllm.runtime.pull.plan import _is_quantized
 from effllm.runtime.pull.remote_gguf_header import RemoteGguf
@@ -122,7 +122,7 @@ def test_a_file_is_quantized_where_most_of_it_is(kinds: tuple[str, ...], expecte
     """Types follow from a file's length, which a writer's padding changes a little."""
 
     def formats(role: str, rule: TensorRule) -> QuantSpec | None:
-        return QuantSpec(8, 32, "block") if kind_of(role) in kinds and len(rule.shape) == 2 else None
+        return QuantSpec(8, 32, "block") if base_role(role) in kinds and len(rule.shape) == 2 else None
 
     config = read_config(FABLE)
     assert _is_quantized(RemoteGguf(config, ExpectedStore(config, formats=formats)), None) is expected

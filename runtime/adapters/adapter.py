@@ -24,7 +24,7 @@ from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.safetensors_header import TensorInfo, shown
 from ...quant.weight import RAW_NUMPY, to_f32
 from ..config_reader import ADAPTER as STATED
-from ..config_reader import MOST, read_json
+from ..config_reader import MAX_NUMBER, read_json
 
 PEFT, MLX = "adapter_model.safetensors", "adapters.safetensors"
 DAMAGED = "the adapter is damaged: download it again"
@@ -261,7 +261,7 @@ def _demand_known(stated: Mapping[str, object], folder: Path, is_mlx: bool) -> N
 
 def _is_number(value: object) -> bool:
     """Neither NaN nor infinity, nor a whole number that no float is as large as."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
 
 
 def is_quick(pattern: str) -> bool:

@@ -29,7 +29,7 @@ from ...quant.weight import RAW_NUMPY
 from ..config import ModelConfig, read_config
 from ..convert import ClassResult, Converted, check_space, check_target, companion_files
 from ..events import Notice, Progress
-from ..families import kind_of
+from ..families import base_role
 from ..files.model_folder_files import already_complete
 from ..planning.expected_store import RAW
 from ..source import folder_files, open_store
@@ -249,7 +249,7 @@ def _stored(jobs: Iterable[BundleJob], store: TensorStore) -> int:
 
 def _rows(jobs: tuple[BundleJob, ...], store: TensorStore) -> Iterator[SizeRow]:
     for name in (*MATRICES, OTHER, ROLE):
-        own = [job for job in jobs if (kind if (kind := kind_of(job.role)) in (*MATRICES, ROLE) else OTHER) == name]
+        own = [job for job in jobs if (kind if (kind := base_role(job.role)) in (*MATRICES, ROLE) else OTHER) == name]
         if own:
             yield SizeRow(name, len(own), sum(prod(tensor.shape) for job in own for tensor in job.sources), _stored(own, store),
                           sum(job.stored.nbytes for job in own), tuple(dict.fromkeys(str(job.stored.spec) for job in own)))

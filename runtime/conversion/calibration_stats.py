@@ -10,7 +10,7 @@ import numpy as np
 from ...kernels.blas import one_thread
 from ...kernels.reference_moe import Routed
 from ...quant.stats import Stats
-from ..families import EXPERT, expert_of, expert_role, kind_of
+from ..families import EXPERT_ROLES, base_role, expert_of, expert_role
 from ..layer import LayerWeights
 
 SMALL = 1 << 30  # multiplications of a product that one thread makes
@@ -62,9 +62,9 @@ class ExpertStats(Mapping):
             return self.shared[role]
         if not expert < self.experts:
             raise KeyError(role)
-        tap = "mlp_hidden" if kind_of(role) == "down" else "mlp_in"
+        tap = "mlp_hidden" if base_role(role) == "down" else "mlp_in"
         if self._last.get(tap, (-1, None))[0] != expert:
-            self._last[tap] = expert, self._of_expert(expert, tap) or self.usual[kind_of(role)]
+            self._last[tap] = expert, self._of_expert(expert, tap) or self.usual[base_role(role)]
         return self._last[tap][1]
 
     def _of_expert(self, expert: int, tap: str) -> Stats | None:
@@ -91,4 +91,4 @@ def expert_stats(weights: LayerWeights) -> ExpertStats | None:
     """None for a layer without experts."""
     if not weights.experts:
         return None
-    return ExpertStats(len(weights.experts), EXPERT if weights.experts[0].gate is not None else EXPERT[1:])
+    return ExpertStats(len(weights.experts), EXPERT_ROLES if weights.experts[0].gate is not None else EXPERT_ROLES[1:])

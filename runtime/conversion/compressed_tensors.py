@@ -26,7 +26,7 @@ from .. import families
 from ..config import GENERATOR, OLDER, ModelConfig, read_config
 from ..convert import check_space, check_target, companion_files
 from ..events import Notice, Progress
-from ..families import RENAMED, kind_of
+from ..families import MODEL_TYPE_ALIASES, base_role
 from ..files.model_folder_files import already_complete
 from ..images import input_modalities
 from ..source import folder_files, is_rounded, open_store
@@ -55,7 +55,7 @@ SPELLED = {"axk1": "AXK1", "axk2": "AXK2", "bitnet": "BitNet", "codegen": "CodeG
            "ModernBertDecoder", "nanochat": "NanoChat", "nemotron_nas": "DeciLM", "opt": "OPT", "qwen3_5_moe_text": "Qwen3_5Moe",
            "qwen3_5_text": "Qwen3_5", "qwen4_exp_text": "Qwen4Exp", "smollm3": "SmolLM3", "stablelm": "StableLm",
            "vaultgemma": "VaultGemma"}
-DASHED = {family: kind for kind, family in RENAMED.items() if "-" in kind}  # whose files here are not called as configs call them
+DASHED = {family: kind for kind, family in MODEL_TYPE_ALIASES.items() if "-" in kind}  # whose files have another name
 NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"), "other tools expect fused experts"),
                **dict.fromkeys(("axk2", "deepseek_v32", "deepseek_v4", "glm5_next_text", "glm_moe_dsa", "hy_v4",
                                 "minimax_m3_vl_text", "mistral_large4_text", "qwen4_exp_text"),
@@ -204,7 +204,7 @@ def _items(config: ModelConfig, store: TensorStore, bits: int) -> Iterator[_Item
             joined.setdefault(name, []).append((first, role))
         for name, parts in joined.items():
             roles = tuple(role for _, role in sorted(parts))
-            linear = all(kind_of(role) in LINEARS for role in roles)
+            linear = all(base_role(role) in LINEARS for role in roles)
             yield _Item(name, roles, tuple(found[role] for role in roles), bits if linear else 0)
 
 

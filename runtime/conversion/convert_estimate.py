@@ -22,7 +22,7 @@ from ...quant.pack import pack
 from ...quant.spec import QuantSpec
 from ...quant.stats import Stats
 from ..calibrate import READS, SHORTEST, WINDOW, text_costs
-from ..families import expert_of, kind_of
+from ..families import base_role, expert_of
 from ..planning.timing import median_times
 from .convert_plan import ConversionPlan, Job
 from .convert_stream import BLOCK_NBYTES, Block, read_rows, widened
@@ -104,7 +104,7 @@ def _text_s(plan: ConversionPlan, ids: Sequence[int], threads: int | None, rate:
 def text_operations(plan: ConversionPlan) -> float:
     """Multiplications and additions of a token of the text: matrices of layers, attention within a window, half of a product of the inputs
     with themselves wherever they are read."""
-    config, matrices = plan.config, [job for job in plan.jobs if kind_of(job.role) in TAPS and len(job.shape) == 2]
+    config, matrices = plan.config, [job for job in plan.jobs if base_role(job.role) in TAPS and len(job.shape) == 2]
     inputs = {_inputs(job): _visited(plan, job) * job.shape[1] ** 2 for job in matrices}
     heads = sum(map(config.query_heads_of, range(config.num_hidden_layers)))
     attention = 2 * heads * config.head_dim * min(WINDOW, config.context_length)
@@ -119,12 +119,12 @@ def visit_operations(plan: ConversionPlan) -> float:
 
 def _seen(plan: ConversionPlan, job: Job) -> bool:
     """Does the text show a tensor's inputs? An embedding's where it is the head too, and none of what stands before o."""
-    return kind_of(job.role) != "o_in" and job.role != "embed" or all(other.role != "head" for other in plan.jobs)
+    return base_role(job.role) != "o_in" and job.role != "embed" or all(other.role != "head" for other in plan.jobs)
 
 
 def _inputs(job: Job) -> tuple[object, ...]:
     """What tensors that read the same inputs have in common."""
-    return job.key, expert_of(job.role), TAPS.get(kind_of(job.role), job.role)
+    return job.key, expert_of(job.role), TAPS.get(base_role(job.role), job.role)
 
 
 def _visited(plan: ConversionPlan, job: Job) -> float:

@@ -20,7 +20,7 @@ from ...offload.shards import Planned, PlannedFile, plan_files
 from ...quant.recipe import Recipe
 from ...quant.spec import QuantSpec
 from ..config import ModelConfig, read_config
-from ..families import expert_of, kind_of
+from ..families import base_role, expert_of
 from ..ngrams import ROLE as NGRAMS
 from ..source import is_low_bit, open_store
 from ..speculation.mtp_tensors import JOIN
@@ -71,7 +71,7 @@ class Job:
     @property
     def group(self) -> str:
         """The line of a table that it counts in."""
-        return kind if (kind := kind_of(self.role)) in MATRICES else OTHER
+        return kind if (kind := base_role(self.role)) in MATRICES else OTHER
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class ConversionPlan:
             said.add((job.shape, max(32, job.spec.group)))
             stored = padded(job.shape, job.spec.scheme, job.spec.group)
             if stored != job.shape:
-                yield (f"{kind_of(job.role)} of {job.shape[0]} x {job.shape[1]} is padded to {stored[0]} x {stored[1]}: rows come in "
+                yield (f"{base_role(job.role)} of {job.shape[0]} x {job.shape[1]} is padded to {stored[0]} x {stored[1]}: rows come in "
                        f"blocks of 16, inputs in groups of {max(32, job.spec.group)}")
         if self.unused:
             more = f" and {len(self.unused) - 1} more" if len(self.unused) > 1 else ""
@@ -189,7 +189,7 @@ def plan_conversion(folder: Path, recipe: Recipe, keep: bool = True, whole: bool
 
 
 def _check_rules(recipe: Recipe, jobs: Sequence[Job]) -> None:
-    names = [job.name for job in jobs if kind_of(job.role) in MATRICES and len(job.shape) == 2]
+    names = [job.name for job in jobs if base_role(job.role) in MATRICES and len(job.shape) == 2]
     for pattern, _ in recipe.rules:
         if not any(re.search(pattern, name) for name in names):
             if stays := next((job.name for job in jobs if re.search(pattern, job.name)), None):
@@ -211,7 +211,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], recipe: Recipe
 
 
 def _place(role: str) -> tuple[int, int, int, str]:
-    kind, expert = kind_of(role), expert_of(role)
+    kind, expert = base_role(role), expert_of(role)
     known = MATRICES.index(kind) if kind in MATRICES else len(MATRICES)
     return (0, 0, known, role) if expert is None else (1, expert, known, role)
 
@@ -220,7 +220,7 @@ def _spec(job: Job, recipe: Recipe) -> QuantSpec:
     """What a tensor becomes. A matrix that stays raw, but is codes in the files, takes no more than in a run of them."""
     if len(job.shape) != 2 or not job.source.is_raw:
         return job.source
-    if kind_of(job.role) in MATRICES:
+    if base_role(job.role) in MATRICES:
         return recipe.spec_for(job.name, job.shape, job.role)
     return HALF if job.source == WIDENED and job.stored_nbytes < job.info.nbytes else job.source
 

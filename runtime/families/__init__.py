@@ -79,11 +79,11 @@ FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "axk2", "bailing_hybrid", "bail
             "ouro", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
             "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "rwkv7", "seed_oss", "smollm3", "solar_open", "stablelm",
             "starcoder2", "step3p5", "unlimited_ocr_text", "vaultgemma", "whisper", "youtu", "zamba2", "zaya")
-MAKING_VECTORS = ("embedding_gemma2_text",)  # whose tokens see both ways whatever a config says: they write nothing
+EMBEDDING_FAMILIES = ("embedding_gemma2_text",)  # whose tokens see both ways whatever a config says: they write nothing
 # As transformers calls it, and as its checkpoints were published; and with those of which the text part alone is read.
 NEMOTRON_OMNI = ("nemotron_h_omni", "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Omni_Reasoning_V3")
-NEMOTRON_SEEING = (*NEMOTRON_OMNI, "NemotronH_Nano_VL_V2")
-HYPERCLOVAX_SEEING = ("hyperclovax_vision_v2", "vlm")  # the same
+NEMOTRON_VISION = (*NEMOTRON_OMNI, "NemotronH_Nano_VL_V2")
+HYPERCLOVAX_VISION = ("hyperclovax_vision_v2", "vlm")  # the same
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "blip-2": ("opt",), "cohere2_vision": ("cohere2", "cohere2_moe"),
     "cohere_compass": ("cohere_compass_text",), **dict.fromkeys(("deepseek_ocr", "deepseek_ocr2"), ("deepseek_ocr2_text",)),
@@ -97,7 +97,7 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "glm5_next": ("glm5_next_text",), "granite4_vision": ("granite4_vision_text", "granite"),
     "got_ocr2": ("qwen2",), "granite_docling": ("granite_docling_text",),
     "granite_speech": ("granite",), "hunyuan_vl": ("hunyuan_vl_text",),
-    **dict.fromkeys(HYPERCLOVAX_SEEING, ("hyperclovax",)),
+    **dict.fromkeys(HYPERCLOVAX_VISION, ("hyperclovax",)),
     "idefics2": ("mistral",), "idefics3": ("llama",), "internvl": ("qwen2", "qwen3", "llama", "qwen3_moe"),
     "internvl_chat": ("qwen2", "qwen3", "llama", "qwen3_moe", "internlm2"),
     "deepseek_vl": ("llama",), "janus": ("llama",),
@@ -107,7 +107,7 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "llava_onevision": ("qwen2",), "llava_qwen2": ("qwen2",), "minicpmv4_6": ("qwen3_5_text",), "minicpmv4_7": ("qwen3_5_text",),
     "minimax_m3_vl": ("minimax_m3_vl_text",), "mistral3": ("mistral", "ministral3", "mistral4"),
     "mistral_large4": ("mistral_large4_text",), "mllama": ("mllama_text_model",), "molmo2": ("molmo2_text",),
-    "muse_glimmer": ("muse_glimmer_text",), **dict.fromkeys(NEMOTRON_SEEING, ("nemotron_h",)), "ovis2": ("qwen2",),
+    "muse_glimmer": ("muse_glimmer_text",), **dict.fromkeys(NEMOTRON_VISION, ("nemotron_h",)), "ovis2": ("qwen2",),
     "paddleocr_vl": ("paddleocr_vl_text",), "paligemma": ("gemma", "gemma2"), "perception_lm": ("llama",),
     "qianfan_ocr": ("qwen3",), "qwen2_5_omni": ("qwen2_5_omni_text",), "qwen2_5_vl": ("qwen2_5_vl_text",),
     "qwen2_audio": ("qwen2",), "qwen2_vl": ("qwen2_vl_text",), "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
@@ -116,18 +116,20 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "qwen4_exp": ("qwen4_exp_text",),
     "smolvlm": ("llama",), "step3p7": ("step3p5",), "voxtral": ("llama",)}
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
-BY_PREFIX = (*NEMOTRON_SEEING, *HYPERCLOVAX_SEEING, "audioflamingo3", "aya_vision", "blip-2", "cohere2_vision", "cohere_compass",
-             "deepseek_ocr", "deepseek_ocr2", "deepseek_vl", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "glm46v",
-             "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmasr", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech",
-             "hunyuan_vl", "idefics2", "idefics3", "internvl", "internvl_chat", "janus", "kimi_k25", "kimi_vl", "lfm2_vl", "lfm3_vl",
-             "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision", "llava_qwen2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
-             "minimax_m3_vl", "mistral_large4", "mllama", "muse_glimmer", "ovis2", "paddleocr_vl", "paligemma", "perception_lm",
-             "qianfan_ocr", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe", "qwen3_vl",
-             "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7", "unlimited_ocr", "voxtral")
-NAMED_ALONE = ("llava_qwen2",)  # whose architectures are called as those of text
-PREFIXED = ("paligemma",)  # whose prompts with pictures see both ways
+PREFIX_STRIPPED = (*NEMOTRON_VISION, *HYPERCLOVAX_VISION, "audioflamingo3", "aya_vision", "blip-2", "cohere2_vision", "cohere_compass",
+                   "deepseek_ocr", "deepseek_ocr2", "deepseek_vl", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "glm46v",
+                   "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmasr", "got_ocr2", "granite4_vision", "granite_docling",
+                   "granite_speech",
+                   "hunyuan_vl", "idefics2", "idefics3", "internvl", "internvl_chat", "janus", "kimi_k25", "kimi_vl", "lfm2_vl", "lfm3_vl",
+                   "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision", "llava_qwen2", "minicpm_ocr", "minicpmv4_6",
+                   "minicpmv4_7",
+                   "minimax_m3_vl", "mistral_large4", "mllama", "muse_glimmer", "ovis2", "paddleocr_vl", "paligemma", "perception_lm",
+                   "qianfan_ocr", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe", "qwen3_vl",
+                   "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7", "unlimited_ocr", "voxtral")
+CAUSAL_LM_COMPOSITES = ("llava_qwen2",)  # whose architectures are called as those of text
+PREFIX_LM = ("paligemma",)  # whose prompts with pictures see both ways
 # A `model_type` -> the family that it is, and what its configs say by saying nothing.
-RENAMED: Mapping[str, str] = {
+MODEL_TYPE_ALIASES: Mapping[str, str] = {
     "AXK1": "axk1",
     "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text",
     "glm4v_moe_text": "glm4_moe", "glm4v_text": "glm4",
@@ -141,7 +143,7 @@ RENAMED: Mapping[str, str] = {
     "qwen3_vl_text": "qwen3"}
 _QWEN2_VL = {"bos_token_id": 151_643, "eos_token_id": 151_645, "max_window_layers": 80, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
              "rope_theta": 1e6}
-UNSAID: Mapping[str, Mapping[str, object]] = {
+MODEL_TYPE_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262_144, "sliding_window": 1024},
     "glm4v_moe_text": {"attention_bias": True, "max_position_embeddings": 65_536, "num_nextn_predict_layers": 0, "vocab_size": 151_424},
     "glm4v_text": {"head_dim": None, "max_position_embeddings": 32_768, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
@@ -160,11 +162,12 @@ UNSAID: Mapping[str, Mapping[str, object]] = {
     "qwen3_vl_moe_text": {"max_position_embeddings": 128_000, "moe_intermediate_size": 1408, "norm_topk_prob": True,
                           "num_experts_per_tok": 4, "num_key_value_heads": 16, "rope_theta": 500_000.0},
     "qwen3_vl_text": {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}}
-PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")  # of checkpoints that take images: older, newer, no head
-HEADS = ("language_model.lm_head.weight",)
-EXPERT = ("gate", "up", "down")  # roles of a gated MLP
-SHARED = ("shared.gate", "shared.up", "shared.down", "shared.scale")  # roles, of which the last may be absent
-SEEN = "seen."  # before roles of a router, its experts and its correction, of rows of pictures, where words have others
+# Prefixes of the text part's tensors in multimodal checkpoints: older, newer, without a head.
+MULTIMODAL_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")
+MULTIMODAL_HEADS = ("language_model.lm_head.weight",)
+EXPERT_ROLES = ("gate", "up", "down")  # roles of a gated MLP
+SHARED_EXPERT_ROLES = ("shared.gate", "shared.up", "shared.down", "shared.scale")  # roles, of which the last may be absent
+VISION_PREFIX = "seen."  # before roles of a router, its experts and its correction, of rows of pictures, where words have others
 
 
 @dataclass(frozen=True)
@@ -185,13 +188,15 @@ class TensorRule:
     optional: bool = False
 
 
-def inside_others(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
+def with_multimodal_names(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
     """The same tensors, also under the prefixes of checkpoints that take images."""
-    return {role: replace(rule, also=tuple(prefix + rule.name.removeprefix("model.") for prefix in PREFIXES) if role != "head" else HEADS)
-            for role, rule in rules.items()}
+    def names(role: str, rule: TensorRule) -> tuple[str, ...]:
+        return MULTIMODAL_HEADS if role == "head" else tuple(prefix + rule.name.removeprefix("model.") for prefix in MULTIMODAL_PREFIXES)
+
+    return {role: replace(rule, also=names(role, rule)) for role, rule in rules.items()}
 
 
-def joined(rules: Mapping[str, TensorRule], layer: int, inside: Mapping[str, tuple[str, ...]]) -> dict[str, TensorRule]:
+def fused(rules: Mapping[str, TensorRule], layer: int, inside: Mapping[str, tuple[str, ...]]) -> dict[str, TensorRule]:
     """The same tensors of a layer where some of them are stored as one matrix, by the name of which `inside` lists their roles."""
     found = dict(rules)
     for name, roles in inside.items():
@@ -201,12 +206,12 @@ def joined(rules: Mapping[str, TensorRule], layer: int, inside: Mapping[str, tup
     return found
 
 
-def is_side_by_side(roles: Collection[str]) -> bool:
+def is_parallel_block(roles: Collection[str]) -> bool:
     """Whether attention and MLP of a layer both read what came into it, under one norm or under input_norm and mlp_norm."""
     return "input_norm" in roles and "post_norm" not in roles
 
 
-def is_for_pictures(roles: Collection[str]) -> bool:
+def is_cross_attention(roles: Collection[str]) -> bool:
     """Whether a layer attends to pictures alone, and is left out of a text without."""
     return "attn_share" in roles
 
@@ -218,7 +223,7 @@ def expert_role(expert: int, role: str) -> str:
 
 def expert_roles(expert: int) -> list[str]:
     """The roles of an expert's matrices, as an `Expert` has them; not every mixture has gates."""
-    return [expert_role(expert, role) for role in EXPERT]
+    return [expert_role(expert, role) for role in EXPERT_ROLES]
 
 
 def expert_of(role: str) -> int | None:
@@ -226,7 +231,7 @@ def expert_of(role: str) -> int | None:
     return int(role.split(".")[1]) if role.startswith("experts.") else None
 
 
-def kind_of(role: str) -> str:
+def base_role(role: str) -> str:
     """A role without its expert: gate for `experts.7.gate`."""
     return role.rpartition(".")[2]
 
@@ -250,25 +255,25 @@ class Family:
 
 
 # Where a family is not known: two hundred names would say less.
-OTHERS = "effllm search WORDS finds models that run here, docs/models.md has all families; a newer effllm may have more"
+UNKNOWN_FAMILY_HINT = "effllm search WORDS finds models that run here, docs/models.md has all families; a newer effllm may have more"
 
 
-def of_its_family(raw: Mapping[str, object]) -> dict[str, object]:
+def resolve_model_type(raw: Mapping[str, object]) -> dict[str, object]:
     """A config as its family spells it, where its `model_type` is another name of it."""
     kind = str(raw.get("model_type"))
-    return {**UNSAID.get(kind, {}), **raw, "model_type": RENAMED[kind]} if kind in RENAMED else dict(raw)
+    return {**MODEL_TYPE_DEFAULTS.get(kind, {}), **raw, "model_type": MODEL_TYPE_ALIASES[kind]} if kind in MODEL_TYPE_ALIASES else dict(raw)
 
 
-def makes_vectors(raw: Mapping[str, object]) -> bool:
+def is_embedding_model(raw: Mapping[str, object]) -> bool:
     """Whether a config is of a family, by itself or inside others, that does nothing else."""
     kind = str(raw.get("model_type"))
-    return {kind, *COMPOSITE.get(kind, ())} & {*MAKING_VECTORS} != set()
+    return {kind, *COMPOSITE.get(kind, ())} & {*EMBEDDING_FAMILIES} != set()
 
 
 def get(model_type: str) -> Family:
     """The family of a `model_type`. Raises ConfigError naming it."""
     if model_type not in FAMILIES:
-        raise ConfigError(f"model type {show(model_type)} is not supported", OTHERS)
+        raise ConfigError(f"model type {show(model_type)} is not supported", UNKNOWN_FAMILY_HINT)
     return _members(model_type)
 
 

@@ -10,9 +10,9 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import GLOBAL, LOCAL
 from . import TensorRule, llama
-from .deepseek_v3 import refuse_other_code
-from .mixtral import MOST_EXPERTS, mixture, mixture_tensors
-from .qwen2 import windows_of
+from .deepseek_v3 import check_auto_map
+from .mixtral import MAX_EXPERTS, moe_config, moe_tensors
+from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
 KEYS_HARMLESS = frozenset({"load_balance_coeff", "use_grouped_mm"})  # of training, and how it is computed
@@ -24,18 +24,18 @@ CODE = r"(configuration|modeling)_afmoe\.Afmoe\w+"  # of the published ones, whi
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=16_384, head_dim=128, norm_eps=1e-5, sizes=SIZES)
     layers, hidden, ffn = (base.size(keys, name) for name in ("num_hidden_layers", "hidden_size", "intermediate_size"))
     bias, every = keys.flag("attention_bias", False), keys.integer("global_attn_every_n_layers", 4, high=MAX_LAYERS)
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 1024)
-    windows = windows_of(keys, window, [LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)])
+    windows = layer_windows(keys, window, [LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)])
 
     dense, width = keys.integer("num_dense_layers", 1, low=0, high=layers), keys.integer("moe_intermediate_size", 1408, high=2**22)
-    of_all = width * keys.integer("num_shared_experts", 2, high=MOST_EXPERTS)
-    own = mixture(keys, 64, 6, width, True, range(dense, layers), sigmoid=True, correction_bias=True,
-                  routed_scale=keys.number("route_scale", 1.0),
-                  parallel_to_mlp=True)
+    of_all = width * keys.integer("num_shared_experts", 2, high=MAX_EXPERTS)
+    own = moe_config(keys, 64, 6, width, True, range(dense, layers), sigmoid=True, correction_bias=True,
+                     routed_scale=keys.number("route_scale", 1.0),
+                     parallel_to_mlp=True)
     turned = [own is not None for own in windows]
     return decoder_config(keys, base, windows=windows, turned=turned, qkv_bias=bias, o_bias=bias, qk_norm=True, output_gate=True,
                           moe=own, layer_intermediate_sizes=(ffn,) * dense + (of_all,) * (layers - dense),
@@ -50,6 +50,6 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     rules["attn_gate"] = TensorRule(f"{prefix}self_attn.gate_proj.weight", (config.num_attention_heads * config.head_dim, hidden))
     if layer not in config.moe.layers:
         return rules
-    rules |= mixture_tensors(config, f"{prefix}mlp.", NAMES, correction="expert_bias")
+    rules |= moe_tensors(config, f"{prefix}mlp.", NAMES, correction="expert_bias")
     rules["router"] = TensorRule(f"{prefix}mlp.router.gate.weight", rules["router"].shape)
     return rules | {role: TensorRule(f"{prefix}mlp.shared_experts.{name}.weight", rules[role].shape) for role, name in NAMES.items()}

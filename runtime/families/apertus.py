@@ -10,7 +10,7 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..layer import Layer
 from . import TensorRule, llama
-from .llama import attention, in_halves
+from .llama import attention, decoder_block
 
 CURVES = ("xielu_alpha_p", "xielu_alpha_n")  # of a config that was made of a GGUF file: what checkpoints hold as tensors
 KEYS_HARMLESS = frozenset({"post_norm", "qk_norm"})
@@ -70,4 +70,4 @@ def _second_half(x: object, at: Layer) -> object:
     return x
 
 
-block = in_halves(attention, _second_half)
+block = decoder_block(attention, _second_half)

@@ -11,10 +11,10 @@ from dataclasses import replace
 from ..config import Defaults, ModelConfig
 from ..config_reader import Keys
 from . import TensorRule, deepseek_v3, llama
-from .deepseek_v3 import NAMES, grouped, latent_config, latent_tensors, refuse_other_code
-from .glm4_moe import corrected
-from .glm4_moe_lite import sparse_behind
-from .mixtral import mixture_tensors
+from .deepseek_v3 import NAMES, check_auto_map, mla_config, mla_tensors, with_expert_groups
+from .glm4_moe import deepseek_moe_config
+from .glm4_moe_lite import sparse_layers_after
+from .mixtral import moe_tensors
 
 LIKE = deepseek_v3
 KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS | {"num_mtp_layers", "num_nextn_predict_layers"}
@@ -26,22 +26,22 @@ QUERY_RANK = 1536
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=32_768, sizes=SIZES, bos=163_691, eos=(163_691,))
     layers, ffn = base.size(keys, "num_hidden_layers"), base.size(keys, "intermediate_size")
-    own = grouped(keys, corrected(keys, layers, 192, 8, 1, True, 2.5, 2048), 8, 4)
-    sparse = sparse_behind(keys, layers, 1)
+    own = with_expert_groups(keys, deepseek_moe_config(keys, layers, 192, 8, 1, True, 2.5, 2048), 8, 4)
+    sparse = sparse_layers_after(keys, layers, 1)
     of_all = tuple((own.shared_expert_dim or 0) if layer in sparse else ffn for layer in range(layers))
-    return latent_config(keys, base, WIDTHS, QUERY_RANK, keys.flag("rope_interleave", True), layer_intermediate_sizes=of_all,
-                         moe=replace(own, layers=sparse, parallel_to_mlp=True, shared_expert_dim=None))
+    return mla_config(keys, base, WIDTHS, QUERY_RANK, keys.flag("rope_interleave", True), layer_intermediate_sizes=of_all,
+                      moe=replace(own, layers=sparse, parallel_to_mlp=True, shared_expert_dim=None))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role: what is shared is the MLP of a layer with experts."""
-    rules, prefix = latent_tensors(config, layer, llama.layer_tensors(config, layer)), f"model.layers.{layer}."
+    rules, prefix = mla_tensors(config, layer, llama.layer_tensors(config, layer)), f"model.layers.{layer}."
     if layer not in config.moe.layers:
         return rules
-    found = mixture_tensors(config, f"{prefix}mlp.", NAMES)
+    found = moe_tensors(config, f"{prefix}mlp.", NAMES)
     if "correction" in found:
         found["correction"] = replace(found["correction"], optional=True)
     norm = TensorRule(f"{prefix}post_mlp_layernorm.weight", (config.hidden_size,), also=(f"{prefix}mlp.post_mlp_layernorm.weight",))

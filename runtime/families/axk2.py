@@ -16,8 +16,8 @@ from ..config_reader import ConfigError, Keys, show
 from ..layer import Layer, last_of, narrowing
 from ..weights.index_weights import choose
 from . import TensorRule, deepseek_v32
-from .deepseek_v32 import indexed_config
-from .glm4_moe import corrected
+from .deepseek_v32 import sparse_mla_config
+from .glm4_moe import deepseek_moe_config
 from .llama import feed_forward
 
 LIKE = deepseek_v32
@@ -31,8 +31,8 @@ def config(keys: Keys) -> ModelConfig:
     groups, kept = keys.raw.get("n_group"), keys.raw.get("topk_group")
     if (groups is None) != (kept is None):
         raise ConfigError(f"config.json: n_group is {show(groups)} and topk_group {show(kept)}", "models state both, or neither")
-    own = corrected(keys, base.size(keys, "num_hidden_layers"), 128, 8, 1, True, 2.5, 512)
-    made = indexed_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, False, own=replace(own, parallel_to_mlp=True))
+    own = deepseek_moe_config(keys, base.size(keys, "num_hidden_layers"), 128, 8, 1, True, 2.5, 512)
+    made = sparse_mla_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, False, own=replace(own, parallel_to_mlp=True))
     if made.o_bias:
         raise ConfigError("config.json: attention_bias = true is not supported for axk2 models",
                           "this family runs only with attention_bias = false")
@@ -71,7 +71,7 @@ def block(x: object, at: Layer) -> object:
     ops, w, config = at.ops, at.w, at.config
     before, between = w.norm_gates
     y = ops.gate_rows(ops.norm(x, w.input_norm), before)
-    attended = attended_to(y, at)
+    attended = attention_output(y, at)
     x = ops.linear_add(attended, w.o, last_of(x, len(attended)))
     if not w.experts:
         return feed_forward(x, at)
@@ -84,7 +84,7 @@ def block(x: object, at: Layer) -> object:
     return x
 
 
-def attended_to(y: object, at: Layer) -> object:
+def attention_output(y: object, at: Layer) -> object:
     """What o reads, [T, H * value]."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     at.tap("block_in", y)

@@ -14,10 +14,10 @@ from ...kernels.kda_shape import KdaShape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, demand_silu
 from ..config_reader import ConfigError, Keys, show
 from . import TensorRule, kimi_linear, llama, olmo_hybrid
-from .deepseek_v3 import grouped, latent_config, latent_tensors, refuse_other_code
-from .glm4_moe_lite import sparse_behind
+from .deepseek_v3 import check_auto_map, mla_config, mla_tensors, with_expert_groups
+from .glm4_moe_lite import sparse_layers_after
 from .kimi_linear import CALLED
-from .mixtral import MOST_EXPERTS, bounds_by_layer, expert_tensors, mixture
+from .mixtral import MAX_EXPERTS, expert_tensors, gate_limits, moe_config
 from .qwen3_5_text import FULL, LINEAR
 from .qwen3_moe import NAMES
 
@@ -41,7 +41,7 @@ NO_BOUND = 0.0
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     keys.number("partial_rotary_factor", None)  # of a head, of which a part is set apart that turns as a whole
     if any(EARLIER in str(name) for name in keys.raw.get("architectures") or ()):
         raise ConfigError(f"config.json: architectures {show(keys.raw['architectures'])} is not supported for bailing_hybrid models",
@@ -60,14 +60,14 @@ def config(keys: Keys) -> ModelConfig:
         low_rank_gates=False, decay_bound=-float(bound) if keys.flag("kda_safe_gate", True) else None)
     width = keys.integer("moe_intermediate_size", 768, high=2**22)
     shared = keys.integer("moe_shared_expert_intermediate_size", width, high=2**22)
-    sparse = sparse_behind(keys, layers, 2)
-    own = mixture(named, 512, 8, width, named.flag("norm_topk_prob", True), sparse, sigmoid=True, correction_bias=True,
-                  routed_scale=keys.number("routed_scaling_factor", 2.5),
-                  shared_expert_dim=shared * named.integer("n_shared_experts", 1, low=0, high=MOST_EXPERTS) or None)
+    sparse = sparse_layers_after(keys, layers, 2)
+    own = moe_config(named, 512, 8, width, named.flag("norm_topk_prob", True), sparse, sigmoid=True, correction_bias=True,
+                     routed_scale=keys.number("routed_scaling_factor", 2.5),
+                     shared_expert_dim=shared * named.integer("n_shared_experts", 1, low=0, high=MAX_EXPERTS) or None)
     ahead = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
-    made = latent_config(named, base, WIDTHS, None, True, moe=grouped(named, own, 8, 4), recurrent=shape, output_gate=True,
-                         output_gate_per_head=True, recurrent_layers=_linear(keys, layers), mtp_layers=ahead,
-                         gate_limits=bounds_by_layer(keys, CLAMPS, sparse, layers, ahead))
+    made = mla_config(named, base, WIDTHS, None, True, moe=with_expert_groups(named, own, 8, 4), recurrent=shape, output_gate=True,
+                      output_gate_per_head=True, recurrent_layers=_linear(keys, layers), mtp_layers=ahead,
+                      gate_limits=gate_limits(keys, CLAMPS, sparse, layers, ahead))
     if made.qkv_bias:
         raise ConfigError("config.json: attention_bias = true is not supported for bailing_hybrid models",
                           "this family runs only with attention_bias = false")
@@ -91,7 +91,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     own, hidden, prefix = config.recurrent, config.hidden_size, f"model.layers.{layer}.{PLACE}."
     rules = expert_tensors(config, layer, "mlp", NAMES, correction="gate.expert_bias")
     if layer not in config.recurrent_layers:
-        rules = latent_tensors(config, layer, rules)
+        rules = mla_tensors(config, layer, rules)
         rules = {role: replace(rule, name=rule.name.replace(".self_attn.", f".{PLACE}.")) for role, rule in rules.items()}
         return rules | {"attn_gate": TensorRule(f"{prefix}g_proj.weight", (config.num_attention_heads, hidden)),
                         "o": replace(rules["o"], name=f"{prefix}dense.weight", also=(f"{prefix}o_proj.weight",))}

@@ -8,9 +8,9 @@ from dataclasses import replace
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
-from . import TensorRule, joined, llama
-from .deepseek_v3 import grouped, refuse_other_code
-from .mixtral import MOST_EXPERTS, expert_tensors, mixture
+from . import TensorRule, fused, llama
+from .deepseek_v3 import check_auto_map, with_expert_groups
+from .mixtral import MAX_EXPERTS, expert_tensors, moe_config
 from .qwen3_moe import NAMES
 
 # Of training, and windows that are not used.
@@ -25,7 +25,7 @@ JOINED = {"attention.query_key_value": ("q", "k", "v")}
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     layers, width = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.integer("moe_intermediate_size", high=2**22)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
@@ -34,12 +34,13 @@ def config(keys: Keys) -> ModelConfig:
 
     first = keys.integer("first_k_dense_replace", 0, low=0, high=layers)
     shared = keys.integer("moe_shared_expert_intermediate_size", width, high=2**22) * keys.integer("num_shared_experts", 0, low=0,
-                                                                                                   high=MOST_EXPERTS)
-    own = mixture(keys, 16, 2, width, keys.flag("norm_topk_prob", True), range(first, layers), sigmoid=True,
-                  shared_expert_dim=shared or None,
-                  correction_bias=keys.flag("moe_router_enable_expert_bias", True), routed_scale=keys.number("routed_scaling_factor", 1.0))
+                                                                                                   high=MAX_EXPERTS)
+    own = moe_config(keys, 16, 2, width, keys.flag("norm_topk_prob", True), range(first, layers), sigmoid=True,
+                     shared_expert_dim=shared or None,
+                     correction_bias=keys.flag("moe_router_enable_expert_bias", True),
+                     routed_scale=keys.number("routed_scaling_factor", 1.0))
     base = Defaults(max_position_embeddings=16_384)
-    return decoder_config(keys, base, ropes, qk_norm=True, moe=grouped(keys, own, 1, 1),
+    return decoder_config(keys, base, ropes, qk_norm=True, moe=with_expert_groups(keys, own, 1, 1),
                           mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))
 
 
@@ -47,7 +48,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     rules, prefix = expert_tensors(config, layer, "mlp", NAMES, correction="gate.expert_bias"), f"model.layers.{layer}.attention."
     for role, name in ATTENTION.items():
         rules[role] = replace(rules[role], name=f"{prefix}{name}.weight")
-    return joined(rules, layer, JOINED)
+    return fused(rules, layer, JOINED)
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:

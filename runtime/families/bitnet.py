@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, llama
-from .deepseek_v3 import refuse_other_code
+from .deepseek_v3 import check_auto_map
 
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 128_256, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 30, "num_attention_heads": 20}
@@ -18,7 +18,7 @@ SUB_NORMS = {"o": "attn_sub_norm", "down": "ffn_sub_norm"}  # matrix -> the role
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=2048, num_key_value_heads=5, bos=128_000, eos=(128_001,), norm_eps=1e-5, theta=500_000.0,
                     act=("hidden_act", "relu2"), sizes=SIZES)

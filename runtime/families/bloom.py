@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, MAX_SIZES, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import MAX_POSITIONS
 from . import TensorRule, opt
-from .llama import behind_entry_norm
+from .llama import with_entry_norm
 from .mpt import STEEPEST, attending
-from .stablelm import biased
+from .stablelm import bias_rule
 
 # Of training and of programs, and what other families call by these names.
 KEYS_HARMLESS = frozenset({
@@ -23,13 +23,13 @@ KEYS_HARMLESS = frozenset({
     "num_key_value_heads", "offset_alibi", "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling",
     "rope_theta", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact"})
 REFUSED_UNLESS = {"apply_residual_connection_post_layernorm": False, "layer_types": None, "n_inner": None, "sliding_window": None}
-BEFORE = "transformer."
+PREFIX = "transformer."
 PARTS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}  # once they are apart
 JOINT = "self_attention.query_key_value"
 
 
 def config(keys: Keys) -> ModelConfig:
-    usual = {"hidden_size": ("n_embed", 64, MOST["hidden_size"]), "num_hidden_layers": ("n_layer", 2, MAX_LAYERS),
+    usual = {"hidden_size": ("n_embed", 64, MAX_SIZES["hidden_size"]), "num_hidden_layers": ("n_layer", 2, MAX_LAYERS),
              "num_attention_heads": ("n_head", 8, 4096), "max_position_embeddings": ("seq_length", 2048, MAX_POSITIONS)}
     sizes = {name: keys.integer(own, keys.integer(name, default, high=most), high=most) for name, (own, default, most) in usual.items()}
     keys.integer("intermediate_size", None)  # four times the width, whatever it says
@@ -37,10 +37,10 @@ def config(keys: Keys) -> ModelConfig:
                     grouped=False, eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 250_880})
     of_all = keys.saying(**sizes, intermediate_size=4 * sizes["hidden_size"], hidden_act="gelu_pytorch_tanh")
     made = decoder_config(of_all, base, norm_kind="layer", qkv_bias=True, o_bias=True, mlp_bias=True)
-    return attending(made, slopes(made.num_attention_heads))
+    return attending(made, alibi_slopes(made.num_attention_heads))
 
 
-def slopes(heads: int) -> tuple[float, ...]:
+def alibi_slopes(heads: int) -> tuple[float, ...]:
     """Of each head. Where these are no power of two, those beyond the power below have every second one of the next power's."""
     power = 1 << heads.bit_length() - 1
     every = 0.5 ** (np.arange(1, 2 * power + 1) * (STEEPEST / (2 * power)))
@@ -49,29 +49,29 @@ def slopes(heads: int) -> tuple[float, ...]:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role, `[N, K]` as the store gives them."""
-    hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"{BEFORE}h.{layer}."
+    hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"{PREFIX}h.{layer}."
     matrices = {**{role: (f"self_attention.{name}", hidden, hidden) for role, name in PARTS.items()},
                 "o": ("self_attention.dense", hidden, hidden), "up": ("mlp.dense_h_to_4h", ffn, hidden),
                 "down": ("mlp.dense_4h_to_h", hidden, ffn)}
     norms = {"input_norm": f"{prefix}input_layernorm", "post_norm": f"{prefix}post_attention_layernorm",
-             **({"entry_norm": f"{BEFORE}word_embeddings_layernorm"} if layer == 0 else {})}
+             **({"entry_norm": f"{PREFIX}word_embeddings_layernorm"} if layer == 0 else {})}
     rules = {role: TensorRule(f"{name}.weight", (hidden,)) for role, name in norms.items()}
     rules |= {role: TensorRule(f"{prefix}{name}.weight", (out, width)) for role, (name, out, width) in matrices.items()}
-    return rules | {f"{role}_bias": biased(rule) for role, rule in rules.items()}
+    return rules | {f"{role}_bias": bias_rule(rule) for role, rule in rules.items()}
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    table, norm = (config.vocab_size, config.hidden_size), TensorRule(f"{BEFORE}ln_f.weight", (config.hidden_size,))
-    rules = {"embed": TensorRule(f"{BEFORE}word_embeddings.weight", table), "norm": norm, "norm_bias": biased(norm)}
+    table, norm = (config.vocab_size, config.hidden_size), TensorRule(f"{PREFIX}ln_f.weight", (config.hidden_size,))
+    rules = {"embed": TensorRule(f"{PREFIX}word_embeddings.weight", table), "norm": norm, "norm_bias": bias_rule(norm)}
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
     """Names of a layer's q, k and v, biases too -> that of what they lie in, and their rows there: heads have all three one by one."""
-    prefix, (heads, depth) = f"{BEFORE}h.{layer}.", (config.num_attention_heads, config.projected_head_dim)
+    prefix, (heads, depth) = f"{PREFIX}h.{layer}.", (config.num_attention_heads, config.projected_head_dim)
     rows = np.arange(heads * 3 * depth).reshape(heads, 3, depth)
     return {f"{prefix}self_attention.{name}.{kind}": (f"{prefix}{JOINT}.{kind}", rows[:, i].reshape(-1))
             for i, name in enumerate(PARTS.values()) for kind in ("weight", "bias")}
 
 
-block = behind_entry_norm(opt.block)
+block = with_entry_norm(opt.block)

@@ -10,7 +10,7 @@ import numpy as np
 from ..config import ModelConfig
 from ..config_reader import ConfigError, Keys
 from . import gptj
-from .gpt2 import BEFORE
+from .gpt2 import PREFIX
 
 LIKE = gptj
 PARTS, ORDER = 4, ("q", "v", "k")  # of the matrix, and what each holds one behind the other
@@ -27,6 +27,6 @@ def config(keys: Keys) -> ModelConfig:
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
     """Names of a layer's q, k and v -> that of what they lie in, and their rows there."""
-    prefix = f"{BEFORE}h.{layer}.attn."
+    prefix = f"{PREFIX}h.{layer}.attn."
     rows = np.arange(3 * config.hidden_size).reshape(PARTS, len(ORDER), -1)
     return {f"{prefix}{role}_proj.weight": (f"{prefix}qkv_proj.weight", rows[:, i].reshape(-1)) for i, role in enumerate(ORDER)}

@@ -8,7 +8,7 @@ from ..config_reader import Keys
 from ..config_rope import GLOBAL, LOCAL
 from . import cohere
 from .cohere import cohere_config
-from .qwen2 import windows_of
+from .qwen2 import layer_windows
 
 LIKE = cohere
 # The published ones say the pattern by another name too, and which cache they would like.
@@ -23,6 +23,6 @@ def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", cohere.SIZES["num_hidden_layers"], high=MAX_LAYERS)
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else USUAL_WINDOW)
     every = keys.integer("sliding_window_pattern", USUAL_EVERY)
-    windows = windows_of(keys, window, tuple(LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)))
+    windows = layer_windows(keys, window, tuple(LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)))
 
     return cohere_config(keys, windows=windows, turned=[own is not None for own in windows])

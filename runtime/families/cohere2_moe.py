@@ -8,8 +8,8 @@ from ..config_reader import Keys
 from ..config_rope import GLOBAL, LOCAL
 from . import TensorRule, cohere
 from .glm4_moe_lite import sparse_layers
-from .mixtral import MOST_EXPERTS, expert_tensors, mixture
-from .qwen2 import windows_of
+from .mixtral import MAX_EXPERTS, expert_tensors, moe_config
+from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
 LIKE = cohere
@@ -33,13 +33,13 @@ def config(keys: Keys) -> ModelConfig:
                                                                         ("sliding_window_pattern", 4)))
     kinds = [*(GLOBAL if (i + 1) % dense_every == 0 else LOCAL for i in range(first)),
              *(GLOBAL if (i + 1) % every == 0 else LOCAL for i in range(layers - first))]
-    windows = windows_of(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096), kinds)
+    windows = layer_windows(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096), kinds)
 
-    shared = keys.integer("num_shared_experts", 0, low=0, high=MOST_EXPERTS)
+    shared = keys.integer("num_shared_experts", 0, low=0, high=MAX_EXPERTS)
     averaged = keys.choice("shared_expert_combination_strategy", SUMS, "average") == "average" and shared > 0
     sigmoid, summed = keys.choice("expert_selection_fn", CHOICES, "softmax") == "sigmoid", keys.flag("norm_topk_prob", True)
-    own = mixture(keys, 8, 2, width, summed or not sigmoid, sparse, sigmoid=sigmoid, routed_scale=HALF if averaged else 1.0,
-                  shared_expert_dim=width * shared or None)
+    own = moe_config(keys, 8, 2, width, summed or not sigmoid, sparse, sigmoid=sigmoid, routed_scale=HALF if averaged else 1.0,
+                     shared_expert_dim=width * shared or None)
     dense = keys.integer("prefix_dense_intermediate_size", width, high=2**22)
     turned = [own is not None or layer not in sparse and dense_every == 1 for layer, own in enumerate(windows)]
     return decoder_config(keys, base, windows=windows, turned=turned, qkv_bias=bias, o_bias=bias, norm_kind="rms" if rms else "layer",

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from ..config import MAX_LAYERS, MAX_POSITIONS, ModelConfig
 from ..config_reader import ConfigError, Keys
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_of
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_from_section
 from . import cohere
 from .cohere import cohere_config
-from .qwen2 import windows_of
+from .qwen2 import layer_windows
 
 LIKE = cohere
 # `pooling` is of models that classify; transformers too passes over a rope_theta beside the sections, and over a pattern where no types of
@@ -27,7 +27,7 @@ NEEDED = "this family has one section for each layer type, or null for none"
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", cohere.SIZES["num_hidden_layers"], high=MAX_LAYERS)
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else USUAL_WINDOW)
-    windows = windows_of(keys, window, (GLOBAL,) * layers)
+    windows = layer_windows(keys, window, (GLOBAL,) * layers)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
         sections = keys.section("rope_parameters") or {}
@@ -52,4 +52,4 @@ def _of_kind(sections: Mapping[str, object], kind: str, head_dim: int, positions
     own = sections[kind]
     if own is not None and not isinstance(own, dict):
         raise ConfigError(f"{where} are no section", NEEDED)
-    return None if own is None else rope_of(Keys(own, where), head_dim, positions, 10_000.0, original)
+    return None if own is None else rope_from_section(Keys(own, where), head_dim, positions, 10_000.0, original)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
-from .qwen2 import windows_of
+from .qwen2 import layer_windows
 
 REFUSED_UNLESS = {"attention_bias": False}
 WINDOW, EVERY, THETA = 8192, 4, 1_000_000.0  # where a config says nothing: the first of so many layers has no window
@@ -24,4 +24,4 @@ def config(keys: Keys) -> ModelConfig:
 
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, bos=128_000, eos=(128_001, 128_008, 128_009),
                     norm_eps=1e-5)
-    return decoder_config(keys, base, ropes, windows=windows_of(keys, window, usual), mlp_bias=keys.flag("mlp_bias", False))
+    return decoder_config(keys, base, ropes, windows=layer_windows(keys, window, usual), mlp_bias=keys.flag("mlp_bias", False))

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import MAX_LAYERS, MAX_POSITIONS, MOST, Defaults, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, MAX_POSITIONS, MAX_SIZES, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama
-from .deepseek_v3 import refuse_other_code
-from .mixtral import mixture, mixture_tensors
+from .deepseek_v3 import check_auto_map
+from .mixtral import moe_config, moe_tensors
 
 KEYS_HARMLESS = frozenset({"emb_pdrop", "rms_norm_eps"})
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
@@ -26,8 +26,8 @@ PLACES = {"o": "norm_attn_norm.attn.out_proj", "input_norm": "norm_attn_norm.nor
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
-    usual = {"hidden_size": ("d_model", 2048, MOST["hidden_size"]), "num_hidden_layers": ("n_layers", 24, MAX_LAYERS),
+    check_auto_map(keys, CODE)
+    usual = {"hidden_size": ("d_model", 2048, MAX_SIZES["hidden_size"]), "num_hidden_layers": ("n_layers", 24, MAX_LAYERS),
              "num_attention_heads": ("n_heads", 16, 4096), "max_position_embeddings": ("max_seq_len", 2048, MAX_POSITIONS)}
     sizes = {name: keys.integer(own, default, high=most) for name, (own, default, most) in usual.items()}
     attends, feeds = (Keys(keys.section(name) or {}, f"config.json: {name}") for name in ("attn_config", "ffn_config"))
@@ -44,7 +44,7 @@ def config(keys: Keys) -> ModelConfig:
         return (rope_config(keys, head_dim, positions, theta),) * sizes["num_hidden_layers"]
 
     width = feeds.integer("ffn_hidden_size", 3584, high=2**22)
-    own = mixture(experts, 4, 1, width, power is not None, range(sizes["num_hidden_layers"]), "num_local_experts")
+    own = moe_config(experts, 4, 1, width, power is not None, range(sizes["num_hidden_layers"]), "num_local_experts")
     base = Defaults(max_position_embeddings=2048, eps_key=None, norm_eps=1e-5, sizes={"vocab_size": 32_000})  # torch's epsilon
     if keys.flag("tie_word_embeddings", False):
         raise ConfigError("config.json: tie_word_embeddings = true is not supported for dbrx models", "this family unties its output head")
@@ -62,7 +62,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
                                  part_of=(f"{prefix}{JOINT}.weight", first, sum(sizes)))
         first += rows
     rules |= {role: replace(rules[role], name=f"{prefix}{place}.weight") for role, place in PLACES.items()}
-    rules |= mixture_tensors(config, f"{prefix}ffn.", NAMES)
+    rules |= moe_tensors(config, f"{prefix}ffn.", NAMES)
     return rules | {"router": replace(rules["router"], name=f"{prefix}ffn.router.layer.weight")}
 
 

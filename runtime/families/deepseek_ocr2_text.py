@@ -9,8 +9,8 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import REQUIRED, Keys
 from . import TensorRule
 from .deepseek_v2 import by_method
-from .glm4_moe import shared_mixture
-from .glm4_moe_lite import sparse_behind
+from .glm4_moe import shared_moe_config
+from .glm4_moe_lite import sparse_layers_after
 from .mixtral import expert_tensors
 from .qwen3_moe import NAMES
 
@@ -29,8 +29,8 @@ def config(keys: Keys) -> ModelConfig:
 def with_mixture(keys: Keys, base: Defaults, per_token: object, width: int, **features: object) -> ModelConfig:
     """`per_token` and the `width` inside an expert are defaults; `features` are what the family decides besides."""
     layers = base.size(keys, "num_hidden_layers")
-    own = shared_mixture(keys, layers, 64, per_token, 0, False, width, 2)
-    own = replace(by_method(keys, own), layers=sparse_behind(keys, layers, 1))
+    own = shared_moe_config(keys, layers, 64, per_token, 0, False, width, 2)
+    own = replace(by_method(keys, own), layers=sparse_layers_after(keys, layers, 1))
     bias = keys.flag("attention_bias", False)
     return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, moe=own, **features)
 

@@ -6,8 +6,8 @@ from ..config import Defaults, ModelConfig
 from ..config_reader import REQUIRED, ConfigError, Keys, show
 from ..moe_config import MoEConfig
 from . import deepseek_v3
-from .deepseek_v3 import grouped, latent_config, refuse_other_code
-from .glm4_moe import shared_mixture
+from .deepseek_v3 import check_auto_map, mla_config, with_expert_groups
+from .glm4_moe import shared_moe_config
 
 LIKE = deepseek_v3
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax",
@@ -18,10 +18,10 @@ GREEDY, LIMITED = "greedy", "group_limited_greedy"
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=2048, sizes=SIZES, bos=1, eos=(2,))
-    own = by_method(keys, shared_mixture(keys, base.size(keys, "num_hidden_layers"), 64, REQUIRED, 0, False, 1407, 2))
-    return latent_config(keys, base, deepseek_v3.WIDTHS, deepseek_v3.QUERY_RANK, True, moe=own)
+    own = by_method(keys, shared_moe_config(keys, base.size(keys, "num_hidden_layers"), 64, REQUIRED, 0, False, 1407, 2))
+    return mla_config(keys, base, deepseek_v3.WIDTHS, deepseek_v3.QUERY_RANK, True, moe=own)
 
 
 def by_method(keys: Keys, own: MoEConfig) -> MoEConfig:
@@ -30,4 +30,4 @@ def by_method(keys: Keys, own: MoEConfig) -> MoEConfig:
     method = keys.text("topk_method", GREEDY)
     if method not in (GREEDY, LIMITED):
         raise ConfigError(f"config.json: topk_method {show(method)} is not supported", f"known: {GREEDY}, {LIMITED}")
-    return grouped(keys, own, 1, 1) if method == LIMITED else own
+    return with_expert_groups(keys, own, 1, 1) if method == LIMITED else own

@@ -20,8 +20,8 @@ from ..layer import Layer, last_of
 from ..moe_config import MoEConfig
 from ..weights.index_weights import choose
 from . import TensorRule
-from .glm4_moe import corrected
-from .llama import in_halves
+from .glm4_moe import deepseek_moe_config
+from .llama import decoder_block
 from .mixtral import expert_tensors
 from .qwen3_moe import NAMES
 
@@ -32,18 +32,18 @@ REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "
 SIZES = {"vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432, "num_hidden_layers": 61, "num_attention_heads": 128}
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 QUERY_RANK = 1536
-MOST_WIDTH = 1024
-SILENT = None  # in the place of how channels turn: attention knows no positions
+MAX_LATENT_DIM = 1024
+NO_ROPE = None  # in the place of how channels turn: attention knows no positions
 # Of the published ones, which became part of transformers.
 CODE = r"(configuration|modeling)_(deepseek(_v3)?\.DeepseekV3|kimi_(k25|vl)\.Kimi(K25|VL))\w+"
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=4096, sizes=SIZES, bos=0, eos=(1,))
     layers = base.size(keys, "num_hidden_layers")
-    own = grouped(keys, corrected(keys, layers, 256, 8, 3, True, 2.5, 2048), 8, 4)
-    made = latent_config(keys, base, WIDTHS, QUERY_RANK, keys.flag("rope_interleave", True), moe=own)
+    own = with_expert_groups(keys, deepseek_moe_config(keys, layers, 256, 8, 3, True, 2.5, 2048), 8, 4)
+    made = mla_config(keys, base, WIDTHS, QUERY_RANK, keys.flag("rope_interleave", True), moe=own)
     return replace(made, mtp_layers=mtp_layers(keys))
 
 
@@ -52,7 +52,7 @@ def mtp_layers(keys: Keys) -> int:
     return keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 1, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
 
 
-def grouped(keys: Keys, own: MoEConfig, groups: int, kept: int) -> MoEConfig:
+def with_expert_groups(keys: Keys, own: MoEConfig, groups: int, kept: int) -> MoEConfig:
     """The mixture with what a config says of groups of experts; `groups` and `kept` are the defaults."""
     groups, kept = keys.integer("n_group", groups, high=own.num_experts), keys.integer("topk_group", kept, high=own.num_experts)
     if own.num_experts % groups or kept > groups:
@@ -66,32 +66,32 @@ def grouped(keys: Keys, own: MoEConfig, groups: int, kept: int) -> MoEConfig:
     return replace(own, num_groups=groups, top_groups=kept)
 
 
-def latent_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank: int | None, interleaved: bool | None,
-                  **features: object) -> ModelConfig:
+def mla_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank: int | None, interleaved: bool | None,
+               **features: object) -> ModelConfig:
     """What a config of latent attention says; `widths` and `query_rank` are defaults, `features` what the family decides besides.
     `interleaved`: which channels turn together, SILENT where none do."""
-    rank, nope, rope, value = (keys.integer(name, default, min(default, 1), MOST_WIDTH) for name, default in widths.items())
+    rank, nope, rope, value = (keys.integer(name, default, min(default, 1), MAX_LATENT_DIM) for name, default in widths.items())
     from_rank = keys.integer("q_lora_rank", query_rank if "q_lora_rank" not in keys.raw else None, high=2**16)
     layers, heads = base.size(keys, "num_hidden_layers"), base.size(keys, "num_attention_heads")
     shape = LatentShape(rank, nope, rope, value, from_rank)
     if (stated := keys.integer("num_key_value_heads", heads, high=4096)) != heads:
         raise ConfigError(f"config.json: num_key_value_heads {stated} is not num_attention_heads {heads}",
                           "every head has its own keys and values")
-    if rope % 2 or shape.key > MOST_WIDTH:
+    if rope % 2 or shape.key > MAX_LATENT_DIM:
         raise ConfigError(f"config.json: kv_lora_rank {rank} with qk_rope_head_dim {rope} is not supported",
-                          f"the latter must be even, and both together at most {MOST_WIDTH}")
+                          f"the latter must be even, and both together at most {MAX_LATENT_DIM}")
     biased = keys.flag("attention_bias", False)
     cached = keys.saying(num_key_value_heads=1, head_dim=shape.key)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        turned = None if interleaved is SILENT else rope_config(keys, rope, positions, base.theta, interleaved=interleaved)
+        turned = None if interleaved is NO_ROPE else rope_config(keys, rope, positions, base.theta, interleaved=interleaved)
         return (turned,) * layers
 
     made = decoder_config(cached, base, ropes, qkv_bias=biased, o_bias=biased, mla=shape, **features)
-    return replace(made, attn_scale=shape.query**-0.5 * sharpening(made.rope))
+    return replace(made, attn_scale=shape.query**-0.5 * yarn_score_scale(made.rope))
 
 
-def sharpening(rope: RopeConfig | None) -> float:
+def yarn_score_scale(rope: RopeConfig | None) -> float:
     """What yarn multiplies scores by, beside what it does to cos and sin."""
     if rope is None:
         return 1.0
@@ -99,7 +99,7 @@ def sharpening(rope: RopeConfig | None) -> float:
     return (0.1 * all_dim * math.log(factor) + 1.0) ** 2 if all_dim and factor > 1 else 1.0
 
 
-def refuse_other_code(keys: Keys, code: str) -> None:
+def check_auto_map(keys: Keys, code: str) -> None:
     """Raises ConfigError unless the code that a checkpoint brings is what became part of transformers, as `code` matches, or cuts text."""
     for task, name in (keys.section("auto_map") or {}).items():
         if task != "AutoTokenizer" and not re.fullmatch(code, str(name)):
@@ -108,10 +108,10 @@ def refuse_other_code(keys: Keys, code: str) -> None:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    return latent_tensors(config, layer, expert_tensors(config, layer, "mlp", NAMES))
+    return mla_tensors(config, layer, expert_tensors(config, layer, "mlp", NAMES))
 
 
-def latent_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
+def mla_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
     """Tensors of one layer by role: those of latent attention in the place of attention's."""
     own, heads, hidden, prefix = config.mla_of(layer), config.num_attention_heads, config.hidden_size, f"model.layers.{layer}.self_attn."
     rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
@@ -131,11 +131,11 @@ def latent_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]
 
 def attention(x: object, at: Layer) -> object:
     """The first half of a block. q and k are those of latents, which are v too; a tap sees q_in before the norm between q_a and q_b."""
-    attended = attended_to(x, at)
+    attended = attention_output(x, at)
     return at.ops.linear_add(attended, at.w.o, last_of(x, len(attended)), None, at.config.residual_multiplier)
 
 
-def attended_to(x: object, at: Layer) -> object:
+def attention_output(x: object, at: Layer) -> object:
     """What o reads, [T, H * value], of what a layer reads."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     at.tap("block_in", x)
@@ -165,4 +165,4 @@ def attended_to(x: object, at: Layer) -> object:
     return attended
 
 
-block = in_halves(attention)
+block = decoder_block(attention)

@@ -12,40 +12,40 @@ from ..config_reader import ConfigError, Keys, show
 from ..indexer_config import IndexerConfig, sources_of
 from ..moe_config import MoEConfig
 from . import TensorRule, deepseek_v3
-from .deepseek_v3 import QUERY_RANK, SIZES, WIDTHS, grouped, latent_config, mtp_layers
-from .glm4_moe import corrected
-from .glm4_moe_lite import sparse_of
+from .deepseek_v3 import QUERY_RANK, SIZES, WIDTHS, mla_config, mtp_layers, with_expert_groups
+from .glm4_moe import deepseek_moe_config
+from .glm4_moe_lite import sparse_layers_of
 
 LIKE = deepseek_v3
 # Of GLM 5's layers, some of which share a choice.
 KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS | {"index_skip_topk_offset", "index_topk_freq", "index_topk_pattern", "indexer_types"}
 REFUSED_UNLESS = {**{key: value for key, value in deepseek_v3.REFUSED_UNLESS.items() if key != "layer_types"},
                   "indexer_rope_interleave": False, "rope_interleave": True}
-CHOSEN, INDEXED, EPS = 2048, "indexed_attention", 1e-6
+INDEX_TOPK, INDEXED, INDEX_NORM_EPS = 2048, "indexed_attention", 1e-6
 
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=163_840, sizes=SIZES, bos=0, eos=(1,))
-    return indexed_config(keys, base, WIDTHS, QUERY_RANK, (8, 4), 64, False)
+    return sparse_mla_config(keys, base, WIDTHS, QUERY_RANK, (8, 4), 64, False)
 
 
-def indexed_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank: int, groups: tuple[int, int], heads: int,
-                   interleaved: bool, chooses: Sequence[bool] | None = None, own: MoEConfig | None = None,
-                   turned: bool = True) -> ModelConfig:
+def sparse_mla_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank: int, groups: tuple[int, int], heads: int,
+                      interleaved: bool, chooses: Sequence[bool] | None = None, own: MoEConfig | None = None,
+                      turned: bool = True) -> ModelConfig:
     """What a config with an indexer says, from keys with these defaults; `groups` of experts, and how many of them a token's are in;
     `heads` of indexers and which of their channels turn together. `chooses`: by layer whether it has one, None where all do. `own`: the
     experts, where they are not as V3's by default. `turned`: whether neighbouring channels of heads turn together."""
     layers = base.size(keys, "num_hidden_layers")
     keys.kinds("layer_types", layers, (INDEXED,))
-    own = sparse(keys, layers, own or corrected(keys, layers, 256, 8, 3, True, 2.5, 2048))
-    made = latent_config(keys, base, widths, query_rank, turned, moe=grouped(keys, own, *groups))
+    own = with_mlp_layer_types(keys, layers, own or deepseek_moe_config(keys, layers, 256, 8, 3, True, 2.5, 2048))
+    made = mla_config(keys, base, widths, query_rank, turned, moe=with_expert_groups(keys, own, *groups))
     rope, rank = made.mla.rope, made.mla.query_rank
-    width, count = keys.integer("index_head_dim", 128, high=1024), keys.integer("index_topk", CHOSEN, high=2**27)
+    width, count = keys.integer("index_head_dim", 128, high=1024), keys.integer("index_topk", INDEX_TOPK, high=2**27)
     if width < rope or rank is None:
         raise ConfigError(f"config.json: index_head_dim {width} with qk_rope_head_dim {rope} and q_lora_rank {show(rank)} is not supported",
                           "index queries are projected from q_lora_rank dimensions, and a part of each is rotated")
     shape = IndexShape(keys.integer("index_n_heads", heads, high=1024), width, rope, count)
-    own = IndexerConfig(shape, sources_of(chooses or [True] * layers), interleaved, ("layer", EPS))
+    own = IndexerConfig(shape, sources_of(chooses or [True] * layers), interleaved, ("layer", INDEX_NORM_EPS))
     return replace(made, mtp_layers=mtp_layers(keys), indexer=own)
 
 
@@ -62,7 +62,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
                     "index_weights": TensorRule(f"{prefix}weights_proj.weight", (own.heads, hidden), plain=True)}
 
 
-def sparse(keys: Keys, layers: int, own: MoEConfig) -> MoEConfig:
+def with_mlp_layer_types(keys: Keys, layers: int, own: MoEConfig) -> MoEConfig:
     """The mixture in the layers that mlp_layer_types says, where it is there."""
     kinds = keys.words("mlp_layer_types", layers)
-    return own if kinds is None else replace(own, layers=sparse_of(kinds))
+    return own if kinds is None else replace(own, layers=sparse_layers_of(kinds))

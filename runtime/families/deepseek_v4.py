@@ -18,12 +18,12 @@ from ...kernels.layout import SILU_LIMIT
 from ..compressed_config import CompressedAttentionConfig
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from ..config_rope import MAX_POSITIONS, RopeConfig, rope_of
+from ..config_rope import MAX_POSITIONS, RopeConfig, rope_from_section
 from ..indexer_config import IndexerConfig
 from ..layer import Layer, last_of, narrowing
 from ..moe_config import MoEConfig
 from . import TensorRule
-from .mixtral import MOST_EXPERTS, mixture, mixture_tensors
+from .mixtral import MAX_EXPERTS, moe_config, moe_tensors
 
 if TYPE_CHECKING:
     from ...quant.compressed_attention_weights import GatedResidual, HyperConnection
@@ -109,18 +109,19 @@ def _ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, RopeC
         if far.get("rope_type", far.get("type")) == "yarn":
             far = {"attention_factor": 1.0} | far  # cos and sin keep their size
         own = {"rope_theta": thetas[0]}
-    return tuple(rope_of(Keys({"partial_rotary_factor": share, **section}, f"config.json: rotary positions of {name}"), head_dim, positions,
-                         theta, original if name == LONG else None, partial=True)
+    return tuple(rope_from_section(Keys({"partial_rotary_factor": share, **section}, f"config.json: rotary positions of {name}"), head_dim,
+                                   positions,
+                                   theta, original if name == LONG else None, partial=True)
                  for name, section, theta in ((MAIN, own, thetas[0]), (LONG, far, thetas[1])))
 
 
 def _mixture(keys: Keys, layers: int) -> MoEConfig:
-    width, shared = keys.integer("moe_intermediate_size", 2048, high=2**22), keys.integer("n_shared_experts", 1, high=MOST_EXPERTS)
+    width, shared = keys.integer("moe_intermediate_size", 2048, high=2**22), keys.integer("n_shared_experts", 1, high=MAX_EXPERTS)
     first = keys.integer("num_hash_layers", 3, low=0, high=MAX_LAYERS)
     kinds = keys.kinds("mlp_layer_types", layers, (PICKED, ROUTED)) or (PICKED,) * min(first, layers) + (ROUTED,) * (layers - first)
-    return mixture(keys, 256, 6, width, True, range(layers), "n_routed_experts", routed_scale=keys.number("routed_scaling_factor", 1.5),
-                   correction_bias=True, parallel_to_mlp=True, sqrt_softplus=True, shared_expert_dim=width * shared,
-                   hash_routed_layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == PICKED))
+    return moe_config(keys, 256, 6, width, True, range(layers), "n_routed_experts", routed_scale=keys.number("routed_scaling_factor", 1.5),
+                      correction_bias=True, parallel_to_mlp=True, sqrt_softplus=True, shared_expert_dim=width * shared,
+                      hash_routed_layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == PICKED))
 
 
 def _compressed(keys: Keys, made: ModelConfig, kinds: tuple[str, ...], rates: Mapping[str, int],
@@ -171,8 +172,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         rules |= {"index_q": TensorRule(f"{place}wq_b.weight", (index.heads * index.width, own.query_rank), plain=True),
                   "index_weights": TensorRule(f"{place}weights_proj.weight", (index.heads, hidden), plain=True)}
     for role, name in (("attn_mix", "hc_attn"), ("mlp_mix", "hc_ffn")):
-        rules |= mix_tensors(config, role, [f"{prefix}{name}_{part}" for part in ("fn", "base", "scale")], 2 + config.residual_streams, 3)
-    experts = mixture_tensors(config, f"{prefix}ffn.", NAMES, correction="gate.bias")
+        rules |= hyper_connection_tensors(config, role, [f"{prefix}{name}_{part}" for part in ("fn", "base", "scale")],
+                                          2 + config.residual_streams, 3)
+    experts = moe_tensors(config, f"{prefix}ffn.", NAMES, correction="gate.bias")
     if layer in config.moe.hash_routed_layers:
         experts.pop("correction", None)
     return rules | experts
@@ -188,7 +190,7 @@ def _key_tensors(place: str, roles: tuple[str, ...], shape: CompressedShape, wid
             norm: TensorRule(f"{place}norm.weight", (width,))}
 
 
-def mix_tensors(config: ModelConfig, role: str, names: list[str], each: int, scales: int,
+def hyper_connection_tensors(config: ModelConfig, role: str, names: list[str], each: int, scales: int,
                  also: tuple[str, ...] = ()) -> dict[str, TensorRule]:
     """What a token says of its streams: so many numbers `each`."""
     count = config.residual_streams
@@ -202,7 +204,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     table, own = (config.vocab_size, config.hidden_size), config.moe
     rules = {"embed": TensorRule("model.embed_tokens.weight", table, ("embed.weight",)),
              "norm": TensorRule("model.norm.weight", (config.hidden_size,))}
-    rules |= mix_tensors(config, "leave_mix", [f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")], 1, 1,
+    rules |= hyper_connection_tensors(config, "leave_mix", [f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")], 1, 1,
                           ("hc_head_fn", "hc_head_base", "hc_head_scale"))
     rules |= {f"picks.{layer}": TensorRule(f"model.layers.{layer}.ffn.gate.tid2eid", (config.vocab_size, own.experts_per_token),
                                            coefficients=True)
@@ -216,12 +218,12 @@ def block(x: object, at: Layer, picked: object | None = None) -> object:
     branch reads where they see x of other families, but for block_out; q_in before the norm between q_a and q_b; attn_out before o."""
     w = at.w
     own = w.compressed_attention
-    x = written(at.ops, x, attention(x, at), w.o, own.around_attention)
+    x = write_branch(at.ops, x, attention(x, at), w.o, own.around_attention)
     picked = None if picked is None else last_of(picked, len(x))
-    return second_half(x, at, own.around_mlp, at.config.hidden_act, picked)
+    return stream_mlp(x, at, own.around_mlp, at.config.hidden_act, picked)
 
 
-def written(ops: BlockOps, x: object, gave: object, last: Linear, around: HyperConnection | GatedResidual) -> object:
+def write_branch(ops: BlockOps, x: object, gave: object, last: Linear, around: HyperConnection | GatedResidual) -> object:
     """Streams x behind a branch whose `last` matrix reads what it `gave`: of as many tokens, the last ones, as that is of."""
     if len(gave) < len(x):
         x = last_of(x, len(gave))
@@ -230,7 +232,7 @@ def written(ops: BlockOps, x: object, gave: object, last: Linear, around: HyperC
     return ops.write_streams(x, branch, around)
 
 
-def second_half(x: object, at: Layer, around: HyperConnection | GatedResidual, act: str, picked: object | None = None) -> object:
+def stream_mlp(x: object, at: Layer, around: HyperConnection | GatedResidual, act: str, picked: object | None = None) -> object:
     """The second half of a block of streams; `act`: the activation of experts, `picked`: what corrects their scores in the layer's
     place."""
     ops, w, config = at.ops, at.w, at.config

@@ -19,11 +19,11 @@ def config(keys: Keys) -> ModelConfig:
 
 def ernie_config(keys: Keys, base: Defaults, bias: bool = False) -> ModelConfig:
     """What dense ones and mixtures have in common."""
-    refuse_other_code(keys)
+    check_auto_map(keys)
     return decoder_config(keys, replace(base, theta=THETA, rope={"interleaved": True}), qkv_bias=bias, o_bias=bias, mlp_bias=bias)
 
 
-def refuse_other_code(keys: Keys) -> None:
+def check_auto_map(keys: Keys) -> None:
     """Raises ConfigError unless the code that a checkpoint brings is what became part of transformers: the first ones published have it."""
     for task, name in (keys.section("auto_map") or {}).items():
         if task != "AutoTokenizer" and not re.fullmatch(r"(configuration|modeling)_ernie4_5(_moe)?\.Ernie4_5_\w+", str(name)):

@@ -8,8 +8,8 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig
 from ..config_reader import Keys
 from . import TensorRule
 from .ernie4_5 import ernie_config
-from .glm4_moe_lite import sparse_of
-from .mixtral import MOST_EXPERTS, expert_tensors, mixture
+from .glm4_moe_lite import sparse_layers_of
+from .mixtral import MAX_EXPERTS, expert_tensors, moe_config
 from .qwen3_moe import NAMES
 
 KEYS_HARMLESS = frozenset({"moe_capacity"})  # of training
@@ -23,13 +23,13 @@ def config(keys: Keys) -> ModelConfig:
     first, last = keys.integer("moe_layer_start_index", 1, low=0), keys.integer("moe_layer_end_index", -1, low=-1)
     every = keys.integer("moe_layer_interval", 1, high=MAX_LAYERS)
     width = keys.integer("moe_intermediate_size", 1536, high=2**22)
-    shared = keys.integer("moe_num_shared_experts", 2, low=0, high=MOST_EXPERTS)
+    shared = keys.integer("moe_num_shared_experts", 2, low=0, high=MAX_EXPERTS)
     sparse = [layer for layer in range(layers) if (layer + 1) % every == 0 and first <= layer <= (layers - 1 if last == -1 else last)]
     kinds = keys.words("mlp_layer_types", layers)
     # The number of a token's experts goes by a name of its own.
-    per_token = keys.integer("moe_k", 6, high=MOST_EXPERTS)
-    own = mixture(keys, 64, per_token, width, True, sparse if kinds is None else sparse_of(kinds), "moe_num_experts",
-                  correction_bias=keys.flag("moe_use_aux_free", True), shared_expert_dim=width * shared if shared else None)
+    per_token = keys.integer("moe_k", 6, high=MAX_EXPERTS)
+    own = moe_config(keys, 64, per_token, width, True, sparse if kinds is None else sparse_layers_of(kinds), "moe_num_experts",
+                     correction_bias=keys.flag("moe_use_aux_free", True), shared_expert_dim=width * shared if shared else None)
     sizes = {"vocab_size": 103_424, "hidden_size": 2560, "intermediate_size": 12_288, "num_hidden_layers": 28, "num_attention_heads": 20}
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, bos=1, eos=(2,), norm_eps=1e-5, tied=True, sizes=sizes)
     return replace(ernie_config(keys, base), moe=own, mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))

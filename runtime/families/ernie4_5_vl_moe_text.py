@@ -12,11 +12,11 @@ from dataclasses import replace
 from ..config import MAX_LAYERS, Defaults, ModelConfig
 from ..config_reader import Keys
 from ..layer import Layer, last_of, narrowing
-from . import SEEN, TensorRule, expert_role
+from . import VISION_PREFIX, TensorRule, expert_role
 from .ernie4_5 import ernie_config
-from .glm4_moe_lite import DENSE, SPARSE, sparse_of
+from .glm4_moe_lite import DENSE, SPARSE, sparse_layers_of
 from .llama import attention
-from .mixtral import MOST_EXPERTS, expert_tensors, mixture
+from .mixtral import MAX_EXPERTS, expert_tensors, moe_config
 from .qwen3_moe import NAMES
 
 # Words around pictures, and around videos, whose experts are those of pictures.
@@ -31,16 +31,16 @@ CORRECTIONS, ROUTERS = "moe_statics.e_score_correction_bias", ("gate.weight", "g
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", 28, high=MAX_LAYERS)
     keys.knows("moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index")
-    sparse = sparse_of(keys.words("mlp_layer_types", layers) or _as_published(keys, layers))
+    sparse = sparse_layers_of(keys.words("mlp_layer_types", layers) or _as_published(keys, layers))
     width, seen = _pair(keys, "moe_intermediate_size", (1536, 512))
     experts, others = _pair(keys, "moe_num_experts", 64)
     if experts != others:
         raise keys.fail("moe_num_experts", "as many experts for images as for words")
-    shared = keys.integer("moe_num_shared_experts", 2, low=0, high=MOST_EXPERTS)
-    per_token = keys.integer("moe_k", 6, high=MOST_EXPERTS)
+    shared = keys.integer("moe_num_shared_experts", 2, low=0, high=MAX_EXPERTS)
+    per_token = keys.integer("moe_k", 6, high=MAX_EXPERTS)
     around = frozenset(keys.integer(name, usual, low=0) for name, usual in WORDS.items())
-    own = mixture(keys.saying(moe_num_experts=experts), 64, per_token, width, True, sparse, "moe_num_experts", correction_bias=True,
-                  shared_expert_dim=width * shared if shared else None, vision_expert_dim=seen, vision_token_ids=around)
+    own = moe_config(keys.saying(moe_num_experts=experts), 64, per_token, width, True, sparse, "moe_num_experts", correction_bias=True,
+                     shared_expert_dim=width * shared if shared else None, vision_expert_dim=seen, vision_token_ids=around)
     sizes = {"vocab_size": 103_424, "hidden_size": 2560, "intermediate_size": 12_288, "num_hidden_layers": 28, "num_attention_heads": 20}
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, eos=(2,), norm_eps=1e-5, tied=True, sizes=sizes)
     return replace(ernie_config(keys, base), moe=own)
@@ -70,7 +70,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     own, hidden, place = config.moe, config.hidden_size, f"model.layers.{layer}.mlp."
     if layer not in own.layers:
         return rules
-    for row, before in enumerate(("", SEEN)):
+    for row, before in enumerate(("", VISION_PREFIX)):
         rules[f"{before}router"] = TensorRule(f"{place}routers.{row}.weight", (own.num_experts, hidden))
         if own.correction_bias:
             rules[f"{before}correction"] = TensorRule(f"{place}{CORRECTIONS}.{row}", (1, own.num_experts),
@@ -78,7 +78,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     for expert in range(own.num_experts):
         for role, name in NAMES.items():
             shape = (hidden, own.vision_expert_dim) if role == "down" else (own.vision_expert_dim, hidden)
-            rules[SEEN + expert_role(expert, role)] = TensorRule(f"{place}experts.{own.num_experts + expert}.{name}.weight", shape)
+            rules[VISION_PREFIX + expert_role(expert, role)] = TensorRule(f"{place}experts.{own.num_experts + expert}.{name}.weight", shape)
     return rules
 
 

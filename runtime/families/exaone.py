@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from . import TensorRule, llama
-from .deepseek_v3 import refuse_other_code
+from .deepseek_v3 import check_auto_map
 
 KEYS_HARMLESS = frozenset({"embed_dropout", "hidden_act", "rms_norm_eps", "rotary"})
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
@@ -20,7 +20,7 @@ OUTER = {"embed": ("transformer.wte.weight",), "norm": ("transformer.ln_f.weight
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     layers, also = keys.integer("num_layers", None), keys.integer("num_hidden_layers", None)
     if layers is not None and also not in (None, layers):
         raise ConfigError(f"config.json: num_layers is {layers} and num_hidden_layers {also}, which should be the same")

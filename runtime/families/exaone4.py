@@ -7,7 +7,7 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import GLOBAL, LOCAL
 from . import olmo2
-from .qwen2 import windows_of
+from .qwen2 import layer_windows
 
 LIKE = olmo2
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False}
@@ -19,7 +19,7 @@ def config(keys: Keys) -> ModelConfig:
     if isinstance(listed, list) and len(listed) == layers + max(ahead, 1):  # as published folders of 4.5 list the one behind the last too
         keys = keys.saying(layer_types=listed[:layers])
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
-    windows = windows_of(keys, window, usual_layers(keys, layers, window))
+    windows = layer_windows(keys, window, usual_layers(keys, layers, window))
 
     base = Defaults(max_position_embeddings=2048, num_key_value_heads=32, bos=0, eos=(2,), norm_eps=1e-5)
     turned = [window is None or own is not None for own in windows]

@@ -8,11 +8,11 @@ from dataclasses import replace
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule
-from .deepseek_v3 import grouped
+from .deepseek_v3 import with_expert_groups
 from .exaone4 import usual_layers
 from .glm4_moe_lite import sparse_layers
-from .mixtral import MOST_EXPERTS, expert_tensors, mixture
-from .qwen2 import windows_of
+from .mixtral import MAX_EXPERTS, expert_tensors, moe_config
+from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
 # Which layers have experts is said in a second way, as numbers.
@@ -25,16 +25,16 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=2048, num_key_value_heads=32, bos=1, eos=(53,), norm_eps=1e-5, sizes=SIZES)
     layers = base.size(keys, "num_hidden_layers")
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
-    windows = windows_of(keys, window, usual_layers(keys, layers, window))
+    windows = layer_windows(keys, window, usual_layers(keys, layers, window))
 
     width, earlier = keys.integer("moe_intermediate_size", 1024, high=2**22), keys.integer("first_last_k_dense_replace", 1, low=0)
     first = keys.integer("first_k_dense_replace", min(earlier, layers), low=0, high=layers)
     sparse = range(first, layers) if keys.words("mlp_layer_types", layers) is None else sparse_layers(keys, layers)
-    own = mixture(keys, 64, 8, width, keys.flag("norm_topk_prob", True), sparse, sigmoid=True, correction_bias=True,
-                  routed_scale=keys.number("routed_scaling_factor", 2.5),
-                  shared_expert_dim=width * keys.integer("num_shared_experts", 1, high=MOST_EXPERTS))
+    own = moe_config(keys, 64, 8, width, keys.flag("norm_topk_prob", True), sparse, sigmoid=True, correction_bias=True,
+                     routed_scale=keys.number("routed_scaling_factor", 2.5),
+                     shared_expert_dim=width * keys.integer("num_shared_experts", 1, high=MAX_EXPERTS))
     turned = [window is None or own is not None for own in windows]
-    return decoder_config(keys, base, windows=windows, turned=turned, qk_norm=True, moe=grouped(keys, own, 1, 1),
+    return decoder_config(keys, base, windows=windows, turned=turned, qk_norm=True, moe=with_expert_groups(keys, own, 1, 1),
                           mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))
 
 

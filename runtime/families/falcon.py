@@ -11,8 +11,8 @@ import numpy as np
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from . import TensorRule, gpt_neox
-from .deepseek_v3 import refuse_other_code
-from .stablelm import biased
+from .deepseek_v3 import check_auto_map
+from .stablelm import bias_rule
 
 LIKE = gpt_neox
 # What other families call by these names, transformers passes over in this one.
@@ -20,7 +20,7 @@ KEYS_HARMLESS = frozenset({"apply_residual_connection_post_layernorm", "hidden_a
 REFUSED_UNLESS = {"alibi": False, "layer_types": None, "sliding_window": None}
 SIZES = {"vocab_size": 65_024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71}
 CODE = r"(configuration|modeling)_(falcon|RW)\.(Falcon|RW)\w+"  # of what became part of transformers
-BEFORE = "transformer."
+PREFIX = "transformer."
 # Once they are apart, and as they are stored.
 PARTS = {"q": "self_attention.q_proj", "k": "self_attention.k_proj", "v": "self_attention.v_proj"}
 NAMES = {"o": "self_attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
@@ -28,7 +28,7 @@ JOINT = "self_attention.query_key_value"
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     hidden, heads = (keys.integer(name, SIZES[name], high=2**20) for name in ("hidden_size", "num_attention_heads"))
     keys.knows("multi_query")  # of the older architecture alone
     newer, beside = keys.flag("new_decoder_architecture", False), keys.flag("parallel_attn", True)
@@ -57,7 +57,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     elif not config.parallel_block:
         norms["post_norm"] = "post_attention_layernorm"
     rules = {role: TensorRule(f"{prefix}{name}.weight", (hidden,)) for role, name in norms.items()}
-    rules |= {f"{role}_bias": biased(rules[role]) for role in norms}
+    rules |= {f"{role}_bias": bias_rule(rules[role]) for role in norms}
     shapes = {**dict.fromkeys(("q", "o"), (hidden, hidden)), **dict.fromkeys(("k", "v"), (kv, hidden)), "up": (ffn, hidden), "down":
               (hidden, ffn)}
     for role, name in {**PARTS, **NAMES}.items():
@@ -69,21 +69,21 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def _published(name: str, own: Mapping[str, str]) -> str:
-    return ".".join(own.get(part, part) for part in name.replace("model.layers.", f"{BEFORE}h.", 1).split("."))
+    return ".".join(own.get(part, part) for part in name.replace("model.layers.", f"{PREFIX}h.", 1).split("."))
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     table, norm = (config.vocab_size, config.hidden_size), TensorRule("model.norm.weight", (config.hidden_size,),
-                                                                      also=(f"{BEFORE}ln_f.weight",))
-    rules = {"embed": TensorRule("model.embed_tokens.weight", table, also=(f"{BEFORE}word_embeddings.weight",)), "norm": norm,
-             "norm_bias": TensorRule("model.norm.bias", norm.shape, also=(f"{BEFORE}ln_f.bias",))}
+                                                                      also=(f"{PREFIX}ln_f.weight",))
+    rules = {"embed": TensorRule("model.embed_tokens.weight", table, also=(f"{PREFIX}word_embeddings.weight",)), "norm": norm,
+             "norm_bias": TensorRule("model.norm.bias", norm.shape, also=(f"{PREFIX}ln_f.bias",))}
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
     """Names of a layer's q, k and v, biases too -> that of what they lie in, and their rows there: of every head of keys its queries, then
     itself and the values."""
-    prefix, groups = f"{BEFORE}h.{layer}.", config.num_key_value_heads
+    prefix, groups = f"{PREFIX}h.{layer}.", config.num_key_value_heads
     queries = config.num_attention_heads // groups
     rows = np.arange(groups * (queries + 2) * config.head_dim).reshape(groups, queries + 2, config.head_dim)
     parts = {"q": rows[:, :queries], "k": rows[:, queries], "v": rows[:, queries + 1]}

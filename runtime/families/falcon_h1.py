@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config, demand_silu
-from ..config_reader import MOST, ConfigError, Keys, show
+from ..config_reader import MAX_NUMBER, ConfigError, Keys, show
 from ..layer import Layer, last_of, narrowing
 from . import TensorRule, llama
 from .granitemoehybrid import check_steps, mamba_tensors
@@ -23,7 +23,7 @@ KEYS_HARMLESS = frozenset({"layers_block_type", "mamba_chunk_size", "mlp_expansi
 REFUSED_UNLESS = {"attention_bias": False, "attn_layer_indices": None, "layer_types": None, "mamba_proj_bias": False, "mamba_use_mlp": True,
                   "mlp_bias": False, "projectors_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 128_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
-USUAL = Defaults(max_position_embeddings=8192, num_key_value_heads=8, bos=1, eos=(2,), norm_eps=1e-5, sizes=SIZES)
+DEFAULTS = Defaults(max_position_embeddings=8192, num_key_value_heads=8, bos=1, eos=(2,), norm_eps=1e-5, sizes=SIZES)
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -35,7 +35,7 @@ def config(keys: Keys) -> ModelConfig:
     factors = {"o": attention * own["attention_out_multiplier"], "state_out": own["ssm_out_multiplier"], "post_norm": gate,
                "down": down / gate, "state_gate": z, "state_in.values": values, "state_in.b": b, "state_in.c": c, "state_rate": steps}
     shape = state_shape(keys, keys.integer("hidden_size", 4096, high=2**20))
-    made = decoder_config(keys, USUAL, recurrent=shape, recurrent_layers=layers, parallel_hybrid=True,
+    made = decoder_config(keys, DEFAULTS, recurrent=shape, recurrent_layers=layers, parallel_hybrid=True,
                           embedding_multiplier=own["embedding_multiplier"], logits_scaling=1 / own["lm_head_multiplier"],
                           multipliers=tuple((role, factor) for role, factor in factors.items() if factor != 1.0))
     demand_silu(keys, made.hidden_act, "its state spaces use it too")
@@ -45,7 +45,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def multiplier(name: str, value: float) -> float:
     """A number that something is multiplied by. Raises ConfigError."""
-    if not 0 < value < MOST:
+    if not 0 < value < MAX_NUMBER:
         raise ConfigError(f"config.json: {name} holds {show(value)}, expected numbers above 0")
     return float(value)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, olmo2
-from .mixtral import mixture, mixture_tensors
+from .mixtral import moe_config, moe_tensors
 from .qwen3_moe import NAMES
 
 REFUSED_UNLESS = {"clip_qkv": None, "layer_types": None, "mlp_bias": False, "sliding_window": None}
@@ -16,10 +16,10 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=4096, eos=(100_257,), theta=500_000.0, sizes=SIZES)
     layers, ffn = (base.size(keys, name) for name in ("num_hidden_layers", "intermediate_size"))
     bias = keys.flag("attention_bias", False)
-    own = mixture(keys, 7, 5, ffn, keys.flag("norm_topk_prob", False), range(layers), parallel_to_mlp=True)
+    own = moe_config(keys, 7, 5, ffn, keys.flag("norm_topk_prob", False), range(layers), parallel_to_mlp=True)
     return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_full_width=True, moe=own)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     rules = {role: rule for role, rule in olmo2.layer_tensors(config, layer).items() if role not in NAMES}
-    return rules | mixture_tensors(config, f"model.layers.{layer}.mlp.", NAMES)
+    return rules | moe_tensors(config, f"model.layers.{layer}.mlp.", NAMES)

@@ -14,7 +14,7 @@ from ...quant.weight import from_f32, to_f32
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config, stored_dtype
 from ..config_reader import Keys
 from . import TensorRule, llama
-from .qwen2 import windows_of
+from .qwen2 import layer_windows
 
 # An old hidden_act is passed over for hidden_activation, sliding_window_size for sliding_window.
 KEYS_HARMLESS = frozenset({"cache_implementation", "hidden_act", "sliding_window_size"})
@@ -36,7 +36,7 @@ def gemma_features(keys: Keys, usual: Sequence[str], hidden: int) -> dict[str, o
     """What Gemma 2 and 3 have in common, as fields of a ModelConfig. `usual`: the layers' types where the config lists none."""
     bias = keys.flag("attention_bias", False)
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
-    return {"windows": windows_of(keys, window, usual), "qkv_bias": bias, "o_bias": bias, "norm_kind": "rms+1",
+    return {"windows": layer_windows(keys, window, usual), "qkv_bias": bias, "o_bias": bias, "norm_kind": "rms+1",
             "attn_scale": keys.number("query_pre_attn_scalar", 256.0) ** -0.5, "embedding_multiplier": embedding_multiplier(keys, hidden)}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_window
-from . import TensorRule, gemma2, inside_others, llama
+from . import TensorRule, gemma2, llama, with_multimodal_names
 from .gemma2 import ACT, gemma_features, softcap
 
 # what stands in _sliding_window_pattern is written next to the layer_types that it made
@@ -36,8 +36,8 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    return inside_others(gemma2.layer_tensors(config, layer))
+    return with_multimodal_names(gemma2.layer_tensors(config, layer))
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    return inside_others(llama.outer_tensors(config))
+    return with_multimodal_names(llama.outer_tensors(config))

@@ -15,11 +15,11 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys, is_count
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_window
 from ..layer import Layer, last_of, narrowing
-from . import TensorRule, gemma2, inside_others, llama
+from . import TensorRule, gemma2, llama, with_multimodal_names
 from .gemma2 import ACT, embedding_multiplier, softcap
-from .gemma4_text import MOST_INPUTS, given_outside, given_tensors, not_made, sources_of
+from .gemma4_text import MAX_PER_LAYER_INPUT_DIM, absent_roles, kv_sources, per_layer_input_outer_tensors, per_layer_input_tensors
 from .llama import attention, mlp_or_experts
-from .qwen2 import windows_of
+from .qwen2 import layer_windows
 
 # A clip and a multiplier of what was learned.
 KEYS_HARMLESS = frozenset({"altup_coef_clip", "altup_lr_multiplier", "cache_implementation", "hidden_act",
@@ -36,11 +36,11 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=2, head_dim=256, bos=2, eos=(1,), tied=True, act=ACT, sizes=SIZES)
     layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
     kinds = list(keys.words("layer_types", layers) or [LOCAL if (layer + 1) % PATTERN else GLOBAL for layer in range(layers)])
-    windows = windows_of(keys.saying(layer_types=kinds), keys.integer("sliding_window", 512), kinds)
+    windows = layer_windows(keys.saying(layer_types=kinds), keys.integer("sliding_window", 512), kinds)
     shared = keys.integer("num_kv_shared_layers", 15, low=0, high=layers)
-    sources = sources_of(kinds, layers - shared)
+    sources = kv_sources(kinds, layers - shared)
     widths, bias = _widths(keys, layers), keys.flag("attention_bias", False)
-    width = keys.integer("hidden_size_per_layer_input", 256, high=MOST_INPUTS)
+    width = keys.integer("hidden_size_per_layer_input", 256, high=MAX_PER_LAYER_INPUT_DIM)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         thetas = keys.number("rope_theta", 1_000_000.0, above=1.0), keys.number("rope_local_base_freq", 10_000.0, above=1.0)
@@ -82,17 +82,17 @@ def _cuts(keys: Keys, layers: int) -> tuple[float | None, ...]:
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
     rules, prefix, hidden = gemma2.layer_tensors(config, layer), f"model.layers.{layer}.", config.hidden_size
-    for role in not_made(config, layer):
+    for role in absent_roles(config, layer):
         rules.pop(role, None)
     count, rank = config.residual_streams, config.low_rank_dim
     more = {"low_in": ("laurel.linear_left.weight", rank, hidden), "low_out": ("laurel.linear_right.weight", hidden, rank),
             "low_norm": ("laurel.post_laurel_norm.weight", hidden), "stream_norm": ("altup.router_norm.weight", hidden),
-            "stream_scale": ("altup.correct_output_scale", hidden), **given_tensors(config)}
+            "stream_scale": ("altup.correct_output_scale", hidden), **per_layer_input_tensors(config)}
     small = {"stream_router": ("altup.modality_router.weight", count, hidden),
              "predict": ("altup.prediction_coefs.weight", count**2, count), "correct": ("altup.correction_coefs.weight", count, count)}
     rules |= {role: TensorRule(prefix + name, tuple(shape)) for role, (name, *shape) in more.items()}
     rules |= {role: TensorRule(prefix + name, tuple(shape), coefficients=True) for role, (name, *shape) in small.items()}
-    return inside_others(rules)
+    return with_multimodal_names(rules)
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
@@ -100,7 +100,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     names = {"enter": "altup_projections", "leave": "altup_unembed_projections"}
     rules = {f"streams.{i}.{role}": TensorRule(f"model.{name}.{i - 1}.weight", square)
              for role, name in names.items() for i in range(1, config.residual_streams)}
-    return inside_others(llama.outer_tensors(config) | given_outside(config) | rules)
+    return with_multimodal_names(llama.outer_tensors(config) | per_layer_input_outer_tensors(config) | rules)
 
 
 @narrowing

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import REQUIRED, ConfigError, Keys, show
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_kind
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_layer_type
 from ..layer import Layer, last_of, narrowing
 from ..moe_config import MoEConfig
-from . import TensorRule, expert_role, gemma2, inside_others, llama
+from . import TensorRule, expert_role, gemma2, llama, with_multimodal_names
 from .gemma2 import ACT, embedding_multiplier, softcap
 from .llama import attention, mlp_or_experts
-from .mixtral import MOST_EXPERTS
-from .qwen2 import windows_of
+from .mixtral import MAX_EXPERTS
+from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
 # A pattern is written next to the layer_types that it made, and a first name of moe_intermediate_size stands in the published configs.
@@ -29,7 +29,7 @@ SIZES = {"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, 
 PATTERN = 6  # one layer in so many has no window, where the config lists no types
 ROPES = {GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
          LOCAL: {"rope_type": "default", "rope_theta": 10_000.0}}
-MOST_INPUTS = 4096
+MAX_PER_LAYER_INPUT_DIM = 4096
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -41,13 +41,13 @@ def config(keys: Keys) -> ModelConfig:
     layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
     kinds = list(keys.words("layer_types", layers) or [LOCAL if (layer + 1) % PATTERN else GLOBAL for layer in range(layers)])
     kinds[-1] = GLOBAL  # whatever is stated
-    windows = windows_of(keys.saying(layer_types=kinds), keys.integer("sliding_window", 512), kinds)
+    windows = layer_windows(keys.saying(layer_types=kinds), keys.integer("sliding_window", 512), kinds)
     heads = _heads(keys, kinds)
     shared = keys.integer("num_kv_shared_layers", 0, low=0, high=layers)
-    sources = sources_of(kinds, layers - shared)
+    sources = kv_sources(kinds, layers - shared)
     doubled = keys.flag("use_double_wide_mlp", False) and shared > 0
     ffn, bias = base.size(keys, "intermediate_size"), keys.flag("attention_bias", False)
-    width = keys.integer("hidden_size_per_layer_input", 256, low=0, high=MOST_INPUTS)
+    width = keys.integer("hidden_size_per_layer_input", 256, low=0, high=MAX_PER_LAYER_INPUT_DIM)
     rows = keys.integer("vocab_size_per_layer_input", SIZES["vocab_size"], high=2**24)
     if width and rows < (tokens := base.size(keys, "vocab_size")):
         raise ConfigError(f"config.json: vocab_size_per_layer_input = {rows} is not supported for a vocabulary of {tokens} tokens",
@@ -56,7 +56,7 @@ def config(keys: Keys) -> ModelConfig:
     mixture = _mixture(keys, layers, routed)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        made = ropes_by_kind(keys, kinds, ROPES, {kind: size for kind, (_, size) in zip(kinds, heads)}, positions)
+        made = ropes_by_layer_type(keys, kinds, ROPES, {kind: size for kind, (_, size) in zip(kinds, heads)}, positions)
         if stray := sorted((keys.section("rope_parameters") or {}).keys() - {GLOBAL, LOCAL}):
             raise ConfigError(f"config.json: rope_parameters holds {show(stray[0])}", f"known: {GLOBAL}, {LOCAL}")
         return made
@@ -80,10 +80,11 @@ def _usual(keys: Keys) -> tuple[int, int]:
 def _heads(keys: Keys, kinds: list[str]) -> tuple[tuple[int, int], ...]:
     usual, fewer = _usual(keys), keys.integer("num_global_key_value_heads", None, high=4096)
     wide = (keys.flag("attention_k_eq_v", False) and fewer) or usual[0], keys.integer("global_head_dim", 512, high=1024)
-    return heads_by_kind(keys, kinds, usual, wide, SIZES["num_attention_heads"])
+    return kv_heads_by_layer_type(keys, kinds, usual, wide, SIZES["num_attention_heads"])
 
 
-def heads_by_kind(keys: Keys, kinds: list[str], usual: tuple[int, int], wide: tuple[int, int], queries: int) -> tuple[tuple[int, int], ...]:
+def kv_heads_by_layer_type(keys: Keys, kinds: list[str], usual: tuple[int, int], wide: tuple[int, int],
+                           queries: int) -> tuple[tuple[int, int], ...]:
     """(key-value heads, their size) by layer: one of its own that `per_layer_config` has, where there is none what is stated of layers
     without windows, `wide`, else `usual`. `queries`: how many query heads there are where a config is silent."""
     query, own = keys.integer("num_attention_heads", queries, high=4096), keys.section("per_layer_config")
@@ -110,7 +111,7 @@ def heads_by_kind(keys: Keys, kinds: list[str], usual: tuple[int, int], wide: tu
     return tuple(found)
 
 
-def sources_of(kinds: list[str], first: int) -> tuple[int, ...]:
+def kv_sources(kinds: list[str], first: int) -> tuple[int, ...]:
     """By layer whose keys and values it attends to; from `first` on those of the last one of its kind before that."""
     last = {kind: layer for layer, kind in enumerate(kinds[:first])}
     if missing := sorted(set(kinds) - last.keys()):
@@ -121,7 +122,7 @@ def sources_of(kinds: list[str], first: int) -> tuple[int, ...]:
 
 def _mixture(keys: Keys, layers: int, routed: bool) -> MoEConfig | None:
     experts, per_token, width = (keys.integer(name, REQUIRED if routed else None, high=most) for name, most in (
-        ("num_experts", MOST_EXPERTS), ("top_k_experts", MOST_EXPERTS), ("moe_intermediate_size", 2**22)))
+        ("num_experts", MAX_EXPERTS), ("top_k_experts", MAX_EXPERTS), ("moe_intermediate_size", 2**22)))
     if not routed:
         return None
     if per_token > experts:
@@ -132,9 +133,9 @@ def _mixture(keys: Keys, layers: int, routed: bool) -> MoEConfig | None:
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
     rules, prefix, hidden, own = gemma2.layer_tensors(config, layer), f"model.layers.{layer}.", config.hidden_size, config.moe
-    for role in not_made(config, layer):
+    for role in absent_roles(config, layer):
         rules.pop(role, None)
-    more = {"layer_scale": ("layer_scalar", 1), **(given_tensors(config) if config.per_layer_input_dim else {})}
+    more = {"layer_scale": ("layer_scalar", 1), **(per_layer_input_tensors(config) if config.per_layer_input_dim else {})}
     if own is not None:
         more |= {"router": ("router.proj.weight", own.num_experts, hidden), "router_scale": ("router.scale", hidden),
                  "expert_scales": ("router.per_expert_scale", own.num_experts),
@@ -146,24 +147,24 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         for role, name in NAMES.items():
             shape = (hidden, own.expert_dim) if role == "down" else (own.expert_dim, hidden)
             rules[expert_role(expert, role)] = TensorRule(f"{prefix}experts.{expert}.{name}.weight", shape)
-    return inside_others(rules)
+    return with_multimodal_names(rules)
 
 
-def not_made(config: ModelConfig, layer: int) -> tuple[str, ...]:
+def absent_roles(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """The roles of attention that a layer lacks."""
     if config.kv_sources and config.kv_sources[layer] != layer:
         return "k", "v", "k_norm", "k_bias", "v_bias"
     return ("v", "v_bias") if layer in config.k_eq_v_layers else ()
 
 
-def given_tensors(config: ModelConfig) -> dict[str, tuple[str | int, ...]]:
+def per_layer_input_tensors(config: ModelConfig) -> dict[str, tuple[str | int, ...]]:
     """By role the name in a layer, and the shape, of what takes what it is given of a token."""
     width, hidden = config.per_layer_input_dim, config.hidden_size
     return {"input_gate": ("per_layer_input_gate.weight", width, hidden), "input_out": ("per_layer_projection.weight", hidden, width),
             "input_after": ("post_per_layer_input_norm.weight", hidden)}
 
 
-def given_outside(config: ModelConfig) -> dict[str, TensorRule]:
+def per_layer_input_outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     """What makes what layers are given of a token."""
     every = config.num_hidden_layers * config.per_layer_input_dim
     return {"layer_embed": TensorRule("model.embed_tokens_per_layer.weight", (config.per_layer_input_vocab, every)),
@@ -172,7 +173,8 @@ def given_outside(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    return inside_others(llama.outer_tensors(config) | (given_outside(config) if config.per_layer_input_dim else {}))
+    return with_multimodal_names(llama.outer_tensors(config)
+                                 | (per_layer_input_outer_tensors(config) if config.per_layer_input_dim else {}))
 
 
 @narrowing

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import TensorRule, joined, llama
+from . import TensorRule, fused, llama
 
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 FUSED = {"mlp.gate_up_proj": ("gate", "up")}
@@ -20,4 +20,4 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    return joined(llama.layer_tensors(config, layer), layer, FUSED)
+    return fused(llama.layer_tensors(config, layer), layer, FUSED)

@@ -9,7 +9,7 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import REQUIRED, Keys
 from ..moe_config import MoEConfig
 from . import TensorRule
-from .mixtral import MOST_EXPERTS, expert_tensors, mixture
+from .mixtral import MAX_EXPERTS, expert_tensors, moe_config
 from .qwen3_moe import NAMES
 
 KEYS_HARMLESS = frozenset({"num_mtp_layers"})
@@ -22,28 +22,29 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, norm_eps=1e-5, sizes=sizes,
                     rope={"partial": True, "share": ROTARY})
     return decoder_config(keys, base, qkv_bias=keys.flag("attention_bias", False), qk_norm=keys.flag("use_qk_norm", False),
-                          moe=corrected(keys, base.size(keys, "num_hidden_layers"), 128, 8, 1, True),
+                          moe=deepseek_moe_config(keys, base.size(keys, "num_hidden_layers"), 128, 8, 1, True),
                           mtp_layers=keys.integer("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS))
 
 
-def corrected(keys: Keys, layers: int, experts: object, per_token: object, dense: int, renormalise: bool, factor: float = 1.0,
-              width: int = 1408) -> MoEConfig:
+def deepseek_moe_config(keys: Keys, layers: int, experts: object, per_token: object, dense: int, renormalise: bool, factor: float = 1.0,
+                        width: int = 1408) -> MoEConfig:
     """The mixture that DeepSeek V3 brought (arXiv:2412.19437), with one group of experts; `experts`, `per_token`, `dense`, the first layers
     without experts, `factor` and `width` are defaults."""
-    made = shared_mixture(keys, layers, experts, per_token, dense, keys.flag("norm_topk_prob", renormalise), width,
-                          REQUIRED if experts is REQUIRED else 1, factor)
+    made = shared_moe_config(keys, layers, experts, per_token, dense, keys.flag("norm_topk_prob", renormalise), width,
+                             REQUIRED if experts is REQUIRED else 1, factor)
     return replace(made, sigmoid=True, correction_bias=True)
 
 
-def shared_mixture(keys: Keys, layers: int, experts: object, per_token: object, dense: int, renormalise: bool, width: int, shared: object,
-                   factor: float = 1.0) -> MoEConfig:
+def shared_moe_config(keys: Keys, layers: int, experts: object, per_token: object, dense: int, renormalise: bool, width: int,
+                      shared: object,
+                      factor: float = 1.0) -> MoEConfig:
     """Experts in all layers but the first ones, beside some that every token visits, which are one; as in `corrected`, and the defaults of
     a width inside an expert and of how many are `shared`."""
     width = keys.integer("moe_intermediate_size", width, high=2**22)
     first = keys.integer("first_k_dense_replace", dense, low=0, high=layers)
-    shared = keys.integer("n_shared_experts", shared, high=MOST_EXPERTS)
-    return mixture(keys, experts, per_token, width, renormalise, range(first, layers), "n_routed_experts",
-                   routed_scale=keys.number("routed_scaling_factor", factor), shared_expert_dim=width * shared)
+    shared = keys.integer("n_shared_experts", shared, high=MAX_EXPERTS)
+    return moe_config(keys, experts, per_token, width, renormalise, range(first, layers), "n_routed_experts",
+                      routed_scale=keys.number("routed_scaling_factor", factor), shared_expert_dim=width * shared)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from ..config import MAX_LAYERS, Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from . import deepseek_v3
-from .deepseek_v3 import grouped, latent_config, mtp_layers
-from .glm4_moe import corrected
+from .deepseek_v3 import mla_config, mtp_layers, with_expert_groups
+from .glm4_moe import deepseek_moe_config
 
 LIKE = deepseek_v3
 SIZES = {"vocab_size": 154_880, "hidden_size": 2048, "intermediate_size": 10_240, "num_hidden_layers": 47, "num_attention_heads": 20}
@@ -19,14 +19,14 @@ DENSE, SPARSE = "dense", "sparse"
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=202_752, norm_eps=1e-5, sizes=SIZES, bos=0, eos=(1,))
     layers = base.size(keys, "num_hidden_layers")
-    own = replace(corrected(keys, layers, 64, 4, 1, True, 1.8, 1536), layers=sparse_layers(keys, layers))
-    made = latent_config(keys, base, WIDTHS, 768, keys.flag("rope_interleave", True), moe=grouped(keys, own, 1, 1))
+    own = replace(deepseek_moe_config(keys, layers, 64, 4, 1, True, 1.8, 1536), layers=sparse_layers(keys, layers))
+    made = mla_config(keys, base, WIDTHS, 768, keys.flag("rope_interleave", True), moe=with_expert_groups(keys, own, 1, 1))
     return replace(made, mtp_layers=mtp_layers(keys))
 
 
 def sparse_layers(keys: Keys, layers: int) -> frozenset[int]:
     """The layers with experts: those that mlp_layer_types says, else all but the first."""
-    found = sparse_of(keys.words("mlp_layer_types", layers) or (DENSE, *[SPARSE] * (layers - 1)))
+    found = sparse_layers_of(keys.words("mlp_layer_types", layers) or (DENSE, *[SPARSE] * (layers - 1)))
     first = keys.integer("first_k_dense_replace", None, low=0, high=layers)
     if first is not None and found != frozenset(range(first, layers)):
         raise ConfigError(f"config.json: first_k_dense_replace {first} disagrees with mlp_layer_types, one dense layer by default",
@@ -34,13 +34,13 @@ def sparse_layers(keys: Keys, layers: int) -> frozenset[int]:
     return found
 
 
-def sparse_behind(keys: Keys, layers: int, dense: int) -> frozenset[int]:
+def sparse_layers_after(keys: Keys, layers: int, dense: int) -> frozenset[int]:
     """The layers with experts: those that mlp_layer_types says, else all but as many as first_k_dense_replace says, by default `dense`."""
     first = keys.integer("first_k_dense_replace", dense, low=0, high=MAX_LAYERS)
-    return sparse_of(keys.words("mlp_layer_types", layers) or tuple(DENSE if layer < first else SPARSE for layer in range(layers)))
+    return sparse_layers_of(keys.words("mlp_layer_types", layers) or tuple(DENSE if layer < first else SPARSE for layer in range(layers)))
 
 
-def sparse_of(kinds: tuple[str, ...]) -> frozenset[int]:
+def sparse_layers_of(kinds: tuple[str, ...]) -> frozenset[int]:
     """The layers whose MLP is SPARSE. Raises ConfigError for a kind that is not known."""
     for kind in kinds:
         if kind not in (DENSE, SPARSE):

@@ -17,11 +17,11 @@ from ..indexer_config import IndexerConfig
 from ..layer import Layer, narrowing
 from ..moe_config import MoEConfig
 from . import TensorRule, deepseek_v32, glm_moe_dsa, kimi_linear
-from .deepseek_v3 import SILENT, attended_to, grouped, latent_config, latent_tensors, mtp_layers
-from .deepseek_v4 import mix_tensors, second_half, written
-from .deepseek_v32 import EPS, INDEXED, sparse
-from .glm4_moe import corrected
-from .glm_moe_dsa import choosing
+from .deepseek_v3 import NO_ROPE, attention_output, mla_config, mla_tensors, mtp_layers, with_expert_groups
+from .deepseek_v4 import hyper_connection_tensors, stream_mlp, write_branch
+from .deepseek_v32 import INDEX_NORM_EPS, INDEXED, with_mlp_layer_types
+from .glm4_moe import deepseek_moe_config
+from .glm_moe_dsa import indexer_layers
 from .kimi_linear import linear_tensors
 from .mixtral import expert_tensors
 from .qwen3_5_text import FULL, LINEAR
@@ -50,9 +50,9 @@ def config(keys: Keys) -> ModelConfig:
     if not 0 < len(states) < layers:
         raise ConfigError(f"config.json: layer_types without {LINEAR if not states else INDEXED} is not supported",
                           "this family has layers of both kinds")
-    made = latent_config(keys, base, WIDTHS, 1536, SILENT, moe=_mixture(keys, layers), recurrent=_linear(keys), recurrent_layers=states,
-                         residual_streams=keys.integer("hc_mult", 4, low=2, high=16),
-                         sinkhorn_iterations=keys.integer("hc_sinkhorn_iters", 20, high=1000), sinkhorn_eps=keys.number("hc_eps", 1e-6))
+    made = mla_config(keys, base, WIDTHS, 1536, NO_ROPE, moe=_mixture(keys, layers), recurrent=_linear(keys), recurrent_layers=states,
+                      residual_streams=keys.integer("hc_mult", 4, low=2, high=16),
+                      sinkhorn_iterations=keys.integer("hc_sinkhorn_iters", 20, high=1000), sinkhorn_eps=keys.number("hc_eps", 1e-6))
     own = made.mla
     if made.hidden_act != "silu" or own.query_rank is None or own.rope:
         raise ConfigError(f"config.json: hidden_act {made.hidden_act} with q_lora_rank {show(own.query_rank)} and qk_rope_head_dim "
@@ -63,8 +63,8 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _mixture(keys: Keys, layers: int) -> MoEConfig:
-    own = corrected(keys, layers, 288, 8, min(DENSE_FIRST, layers), True, 2.5, 2048)
-    return replace(sparse(keys, layers, grouped(keys, own, 1, 1)), parallel_to_mlp=True)
+    own = deepseek_moe_config(keys, layers, 288, 8, min(DENSE_FIRST, layers), True, 2.5, 2048)
+    return replace(with_mlp_layer_types(keys, layers, with_expert_groups(keys, own, 1, 1)), parallel_to_mlp=True)
 
 
 def _linear(keys: Keys) -> KdaShape:
@@ -90,19 +90,19 @@ def _linear(keys: Keys) -> KdaShape:
 
 def _indexed(keys: Keys, made: ModelConfig, kinds: tuple[str, ...]) -> IndexerConfig:
     """What chooses; a layer shares the choice of the one right before it alone."""
-    rate, count = keys.integer("index_kpool", 16, high=4096), keys.integer("index_topk", deepseek_v32.CHOSEN, high=2**27)
+    rate, count = keys.integer("index_kpool", 16, high=4096), keys.integer("index_topk", deepseek_v32.INDEX_TOPK, high=2**27)
     if rate < 2 or count % rate:
         raise ConfigError(f"config.json: index_kpool {rate} with index_topk {count} is not supported",
                           "pools of two tokens or more, whose number divides index_topk")
     shape = IndexShape(keys.integer("index_n_heads", 32, high=1024), keys.integer("index_head_dim", 128, high=1024), 0, count // rate,
                        tokens_per_key=rate, pooled=True, weighted_pooling=True)
-    chooses, sources = choosing(keys, len(kinds)), []
+    chooses, sources = indexer_layers(keys, len(kinds)), []
     for layer, kind in enumerate(kinds):
         if kind != LINEAR and not chooses[layer] and (not layer or sources[-1] is None):
             raise ConfigError(f"config.json: indexer_types has shared for layer {layer}, which is not supported",
                               "a shared layer reuses the selection of the layer before it")
         sources.append(None if kind == LINEAR else layer if chooses[layer] else sources[-1])
-    return IndexerConfig(shape, tuple(sources), False, ("layer", EPS))
+    return IndexerConfig(shape, tuple(sources), False, ("layer", INDEX_NORM_EPS))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -112,7 +112,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     if layer in config.recurrent_layers:
         rules = linear_tensors(config, layer, rules, (config.recurrent.value_heads,))
     else:
-        rules = latent_tensors(config, layer, rules)
+        rules = mla_tensors(config, layer, rules)
     if config.indexer is not None and (own := config.indexer.shape_of(layer)) is not None:
         place = f"{prefix}self_attn.indexer."
         rules |= {"index_q": TensorRule(f"{place}wq_b.weight", (own.heads * own.width, config.mla.query_rank), plain=True),
@@ -122,7 +122,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
                   "index_places": TensorRule(f"{place}index_kpool_compress_ape", (own.tokens_per_key, own.width), coefficients=True),
                   "index_weights": TensorRule(f"{place}weights_proj.weight", (own.heads, hidden), plain=True)}
     for role, name in (("attn_mix", "hc_attn"), ("mlp_mix", "hc_ffn")):
-        rules |= mix_tensors(config, role, [f"{prefix}{name}_{part}" for part in ("fn", "base", "scale")], 2 + config.residual_streams, 3)
+        rules |= hyper_connection_tensors(config, role, [f"{prefix}{name}_{part}" for part in ("fn", "base", "scale")],
+                                          2 + config.residual_streams, 3)
     return rules
 
 
@@ -150,6 +151,6 @@ def block(x: object, at: Layer) -> object:
         gave, last = at.kv.mix(ops.norm_linear(own, w.input_norm, w.recurrent.products), w.recurrent.own), w.recurrent.out
         at.tap("state_out", gave)
     else:
-        gave, last = attended_to(own, at), w.o
-    x = written(ops, x, gave, last, around_attention)
-    return second_half(x, at, around_mlp, at.config.hidden_act)
+        gave, last = attention_output(own, at), w.o
+    x = write_branch(ops, x, gave, last, around_attention)
+    return stream_mlp(x, at, around_mlp, at.config.hidden_act)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from . import deepseek_v32
-from .deepseek_v32 import indexed_config
+from .deepseek_v32 import sparse_mla_config
 
 LIKE = deepseek_v32
-SHARING = frozenset({"index_skip_topk_offset", "index_topk_freq", "index_topk_pattern", "indexer_types"})
-KEYS_HARMLESS = deepseek_v32.KEYS_HARMLESS - SHARING
+INDEXER_LAYER_KEYS = frozenset({"index_skip_topk_offset", "index_topk_freq", "index_topk_pattern", "indexer_types"})
+KEYS_HARMLESS = deepseek_v32.KEYS_HARMLESS - INDEXER_LAYER_KEYS
 REFUSED_UNLESS = {**deepseek_v32.REFUSED_UNLESS, "indexer_rope_interleave": True}
 SIZES = {"vocab_size": 154_880, "hidden_size": 6144, "intermediate_size": 12_288, "num_hidden_layers": 78, "num_attention_heads": 64}
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
@@ -18,12 +18,12 @@ FULL, SHARED = "full", "shared"
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=202_752, norm_eps=1e-5, sizes=SIZES, bos=0, eos=(1,))
-    return indexed_config(keys, base, WIDTHS, 2048, (1, 1), 32, True, choosing(keys, base.size(keys, "num_hidden_layers")))
+    return sparse_mla_config(keys, base, WIDTHS, 2048, (1, 1), 32, True, indexer_layers(keys, base.size(keys, "num_hidden_layers")))
 
 
-def choosing(keys: Keys, layers: int) -> list[bool]:
+def indexer_layers(keys: Keys, layers: int) -> list[bool]:
     """By layer whether it chooses for itself: by its own word, by a letter each, or every so many behind the first."""
-    keys.knows(*SHARING)
+    keys.knows(*INDEXER_LAYER_KEYS)
     letters = isinstance(keys.raw.get("index_topk_pattern"), str)
     pattern = keys.text("index_topk_pattern") if letters else keys.words("index_topk_pattern", layers)
     kinds = keys.words("indexer_types", layers)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, gpt2
-from .gpt2 import BEFORE, sized
+from .gpt2 import PREFIX, with_gpt2_sizes
 
 LIKE = gpt2
 # How scores are computed, and what the program did that the models were published with.
@@ -19,14 +19,14 @@ REFUSED_UNLESS = {"layer_types": None, "multi_query": True, "sliding_window": No
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=1024, bos=50_256, eos=(50_256,), tied=True, act=("activation_function", "gelu_pytorch_tanh"),
                     rotary=False, eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 50_257})
-    one = sized(keys).saying(num_key_value_heads=1, head_dim=None)
+    one = with_gpt2_sizes(keys).saying(num_key_value_heads=1, head_dim=None)
     return decoder_config(one, base, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer", position_offset=0,
                           attn_scale=None if keys.flag("scale_attn_weights", True) else 1.0)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
-    hidden, ffn, kv, prefix = config.hidden_size, config.intermediate_size, config.head_dim, f"{BEFORE}h.{layer}."
+    hidden, ffn, kv, prefix = config.hidden_size, config.intermediate_size, config.head_dim, f"{PREFIX}h.{layer}."
     rules = {}
     for role, name, shape in (("input_norm", "ln_1", (hidden,)), ("post_norm", "ln_2", (hidden,)), ("o", "attn.c_proj", (hidden, hidden)),
                               ("up", "mlp.c_fc", (ffn, hidden)), ("down", "mlp.c_proj", (hidden, ffn))):

@@ -3,11 +3,11 @@ unscaled attention scores."""
 
 from __future__ import annotations
 
-from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, MAX_SIZES, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from . import TensorRule, gpt2
-from .gpt2 import BEFORE
-from .stablelm import biased
+from .gpt2 import PREFIX
+from .stablelm import bias_rule
 
 LIKE = gpt2
 # Of training and of classifiers; what other families call by these names, transformers passes over in this one.
@@ -26,9 +26,9 @@ def config(keys: Keys) -> ModelConfig:
     """Raises ConfigError. Sizes have names of their own, beside which the usual ones may stand."""
     layers = keys.integer("num_layers", keys.integer("num_hidden_layers", 24, high=MAX_LAYERS), high=MAX_LAYERS)
     heads = keys.integer("num_heads", keys.integer("num_attention_heads", 16, high=4096), high=4096)
-    hidden, window = keys.integer("hidden_size", 2048, high=MOST["hidden_size"]), keys.integer("window_size", 256)
+    hidden, window = keys.integer("hidden_size", 2048, high=MAX_SIZES["hidden_size"]), keys.integer("window_size", 256)
     sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": hidden, "intermediate_size": keys.integer(
-        "intermediate_size", 4 * hidden, high=MOST["intermediate_size"])}
+        "intermediate_size", 4 * hidden, high=MAX_SIZES["intermediate_size"])}
     base = Defaults(max_position_embeddings=2048, bos=50_256, eos=(50_256,), tied=True, act=("activation_function", "gelu_new"),
                     rotary=False, grouped=False, eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 50_257})
     return decoder_config(keys.saying(**sizes), base, windows=tuple(window if kind == "local" else None for kind in _kinds(keys, layers)),
@@ -54,8 +54,8 @@ def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
-    hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"{BEFORE}h.{layer}."
+    hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"{PREFIX}h.{layer}."
     shapes = {"up": (ffn, hidden), "down": (hidden, ffn)}
     rules = {role: TensorRule(f"{prefix}{name}.weight", shapes.get(role, (hidden, hidden))) for role, name in MATRICES.items()}
     rules |= {role: TensorRule(f"{prefix}{name}.weight", (hidden,)) for role, name in NORMS.items()}
-    return rules | {f"{role}_bias": biased(rules[role]) for role in ("o", "up", "down", *NORMS)}
+    return rules | {f"{role}_bias": bias_rule(rules[role]) for role in ("o", "up", "down", *NORMS)}

@@ -16,7 +16,7 @@ from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from ..layer import Layer, narrowing
 from . import TensorRule, cohere, opt
-from .stablelm import biased
+from .stablelm import bias_rule
 
 # What other families call by these names, transformers passes over in this one.
 KEYS_HARMLESS = frozenset({"attention_probs_dropout_prob", "custom_pipelines", "gradient_checkpointing", "hidden_dropout_prob",
@@ -53,7 +53,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
                 "down": ("mlp.dense_4h_to_h", hidden, ffn, True)}
     norms = {"input_norm": "input_layernorm", "mlp_norm" if config.parallel_block else "post_norm": "post_attention_layernorm"}
     rules = {role: TensorRule(f"{prefix}{name}.weight", (hidden,)) for role, name in norms.items()}
-    rules |= {f"{role}_bias": biased(rules[role]) for role in norms}
+    rules |= {f"{role}_bias": bias_rule(rules[role]) for role in norms}
     for role, (name, out, width, has_bias) in matrices.items():
         rules[role] = TensorRule(f"{prefix}{name}.weight", (out, width))
         if has_bias:
@@ -68,7 +68,7 @@ def published(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     table, norm = (config.vocab_size, config.hidden_size), TensorRule("model.final_layer_norm.weight", (config.hidden_size,))
-    rules = published({"embed": TensorRule("model.embed_in.weight", table), "norm": norm, "norm_bias": biased(norm)})
+    rules = published({"embed": TensorRule("model.embed_in.weight", table), "norm": norm, "norm_bias": bias_rule(norm)})
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("embed_out.weight", table, also=("lm_head.weight",))}
 
 

@@ -12,10 +12,10 @@ from dataclasses import replace
 from ...kernels.layout import SWISH_LIMIT, SWISH_SLOPE
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from ..config_rope import MAX_POSITIONS, RopeConfig, rope_of
+from ..config_rope import MAX_POSITIONS, RopeConfig, rope_from_section
 from . import TensorRule, expert_role
-from .mixtral import expert_tensors, mixture
-from .qwen2 import windows_of
+from .mixtral import expert_tensors, moe_config
+from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
 # The first two repeat what num_experts_per_tok and the rotary section say.
@@ -35,12 +35,12 @@ def config(keys: Keys) -> ModelConfig:
         older, newer = keys.section("rope_scaling"), keys.section("rope_parameters")
         original = keys.integer("original_max_position_embeddings", None, high=MAX_POSITIONS)
         section = Keys(older or newer or YARN, "config.json: rotary positions")
-        return (rope_of(section, head_dim, positions, keys.number("rope_theta", THETA, above=1.0), original),) * layers
+        return (rope_from_section(section, head_dim, positions, keys.number("rope_theta", THETA, above=1.0), original),) * layers
 
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=64, norm_eps=1e-5)
-    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, moe=mixture(keys, 128, 4, width, True, range(layers)),
-                          windows=windows_of(keys, window, ["full_attention" if layer % 2 else "sliding_attention"
-                                                            for layer in range(layers)]))
+    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, moe=moe_config(keys, 128, 4, width, True, range(layers)),
+                          windows=layer_windows(keys, window, ["full_attention" if layer % 2 else "sliding_attention"
+                                                               for layer in range(layers)]))
     if made.hidden_act != "silu":
         raise keys.fail("hidden_act", "silu, which means the clamped SwiGLU of this family")
     return replace(made, hidden_act="clamped_swish", expert_format=stored(keys.section("quantization_config")))

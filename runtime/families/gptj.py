@@ -9,8 +9,8 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig
 from . import TensorRule, cohere
-from .gpt2 import BEFORE, sized
-from .stablelm import biased
+from .gpt2 import PREFIX, with_gpt2_sizes
+from .stablelm import bias_rule
 
 LIKE = cohere
 # Of training and of classifiers; what other families call by these names, transformers passes over in this one.
@@ -38,20 +38,20 @@ def config(keys: Keys) -> ModelConfig:
 
     base = Defaults(max_position_embeddings=2048, bos=50_256, eos=(50_256,), act=("activation_function", "gelu_new"), grouped=False,
                     eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 50_400})
-    return decoder_config(sized(keys, SIZES), base, ropes, mlp_bias=True, norm_kind="layer", head_bias=True)
+    return decoder_config(with_gpt2_sizes(keys, SIZES), base, ropes, mlp_bias=True, norm_kind="layer", head_bias=True)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role: one norm for both branches."""
-    hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"{BEFORE}h.{layer}."
+    hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"{PREFIX}h.{layer}."
     shapes = {"up": (ffn, hidden), "down": (hidden, ffn)}
     rules = {role: TensorRule(f"{prefix}{name}.weight", shapes.get(role, (hidden, hidden))) for role, name in MATRICES.items()}
     rules["input_norm"] = TensorRule(f"{prefix}ln_1.weight", (hidden,))
-    return rules | {f"{role}_bias": biased(rules[role]) for role in ("input_norm", "up", "down")}
+    return rules | {f"{role}_bias": bias_rule(rules[role]) for role in ("input_norm", "up", "down")}
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    table, norm = (config.vocab_size, config.hidden_size), TensorRule(f"{BEFORE}ln_f.weight", (config.hidden_size,))
-    rules = {"embed": TensorRule(f"{BEFORE}wte.weight", table), "norm": norm, "norm_bias": biased(norm),
+    table, norm = (config.vocab_size, config.hidden_size), TensorRule(f"{PREFIX}ln_f.weight", (config.hidden_size,))
+    rules = {"embed": TensorRule(f"{PREFIX}wte.weight", table), "norm": norm, "norm_bias": bias_rule(norm),
              "head_bias": TensorRule("lm_head.bias", (config.vocab_size,))}
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}

@@ -8,14 +8,14 @@ from ..config_reader import Keys
 REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 
 
-USUAL = Defaults(max_position_embeddings=2048, bos=1, eos=(2,))
+DEFAULTS = Defaults(max_position_embeddings=2048, bos=1, eos=(2,))
 
 
 def config(keys: Keys) -> ModelConfig:
-    return multiplied(keys, USUAL, mlp_bias=keys.flag("mlp_bias", False))
+    return granite_config(keys, DEFAULTS, mlp_bias=keys.flag("mlp_bias", False))
 
 
-def multiplied(keys: Keys, usual: Defaults, mlp_bias: bool = False) -> ModelConfig:
+def granite_config(keys: Keys, usual: Defaults, mlp_bias: bool = False) -> ModelConfig:
     """A Granite model's config; an absent attention_multiplier is 1, not the usual root of the head dimension."""
     bias = keys.flag("attention_bias", False)
     return decoder_config(

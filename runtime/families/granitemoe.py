@@ -10,15 +10,15 @@ from dataclasses import replace
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_reader import Keys
 from . import TensorRule, granite
-from .mixtral import expert_tensors, mixture
+from .mixtral import expert_tensors, moe_config
 from .qwen3_moe import NAMES
 
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 
 
 def config(keys: Keys) -> ModelConfig:
-    base, layers = granite.multiplied(keys, granite.USUAL), keys.integer("num_hidden_layers", high=MAX_LAYERS)
-    own = mixture(keys, 8, 2, base.intermediate_size, True, range(layers), routed_scale=base.residual_multiplier)
+    base, layers = granite.granite_config(keys, granite.DEFAULTS), keys.integer("num_hidden_layers", high=MAX_LAYERS)
+    own = moe_config(keys, 8, 2, base.intermediate_size, True, range(layers), routed_scale=base.residual_multiplier)
     return replace(base, moe=own)
 
 

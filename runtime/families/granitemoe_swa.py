@@ -11,8 +11,8 @@ REFUSED_UNLESS = {"mlp_bias": False}
 
 
 def config(keys: Keys) -> ModelConfig:
-    return granite_swa.seeing(keys, granitemoeshared.config(keys))
+    return granite_swa.with_windows_and_ropes(keys, granitemoeshared.config(keys))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    return granitemoeshared.layer_tensors(config, layer) | granite_swa.sinks(config, layer)
+    return granitemoeshared.layer_tensors(config, layer) | granite_swa.sink_tensors(config, layer)

@@ -10,7 +10,7 @@ from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import MAX_LAYERS, ModelConfig, demand_silu
 from ..config_reader import ConfigError, Keys, show
 from . import TensorRule, granite, llama
-from .mixtral import expert_tensors, mixture
+from .mixtral import expert_tensors, moe_config
 from .qwen3_moe import NAMES
 
 KEYS_HARMLESS = frozenset({"init_method", "mamba_chunk_size"})
@@ -28,14 +28,15 @@ def config(keys: Keys) -> ModelConfig:
     turns = keys.text("position_embedding_type", None)
     if turns not in (None, "nope", "rope"):
         raise ConfigError(f"config.json: position_embedding_type {show(turns)} is not supported", "known: rope, and nope or null for none")
-    base = granite.multiplied(keys, replace(granite.USUAL, ffn_key="shared_intermediate_size", sizes={"shared_intermediate_size": 1024}))
+    base = granite.granite_config(keys,
+                                  replace(granite.DEFAULTS, ffn_key="shared_intermediate_size", sizes={"shared_intermediate_size": 1024}))
     width, shape = keys.integer("intermediate_size", 11_008, high=2**22), mamba_shape(keys, base)
     if keys.integer("num_local_experts", 8, low=0) == 0:
         keys.integer("num_experts", None, low=0), keys.integer("num_experts_per_tok", 2, low=0)  # of none
         own = None
     else:
-        own = mixture(keys, 8, 2, width, True, range(layers), routed_scale=base.residual_multiplier,
-                      shared_expert_dim=base.intermediate_size)
+        own = moe_config(keys, 8, 2, width, True, range(layers), routed_scale=base.residual_multiplier,
+                         shared_expert_dim=base.intermediate_size)
     states = tuple(layer for layer, kind in enumerate(kinds) if kind == MAMBA)
     if states:
         check_shape(keys, base, shape)

@@ -9,7 +9,7 @@ from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from ..layer import Layer, last_of
 from . import TensorRule, llama
-from .llama import in_halves
+from .llama import decoder_block
 
 # The published ones list what models of the family that take images have, and what a head is as wide as, a second time.
 KEYS_HARMLESS = frozenset({
@@ -76,4 +76,4 @@ def attention(x: object, at: Layer) -> object:
     return ops.linear_add(attended, w.o, last_of(x, len(attended)))
 
 
-block = in_halves(attention)
+block = decoder_block(attention)

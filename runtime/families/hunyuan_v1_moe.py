@@ -7,9 +7,9 @@ from dataclasses import replace
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from . import TensorRule, hunyuan_v1_dense
-from .deepseek_v3 import refuse_other_code
+from .deepseek_v3 import check_auto_map
 from .hunyuan_v1_dense import attention_names
-from .mixtral import MOST_EXPERTS, expert_tensors, mixture
+from .mixtral import MAX_EXPERTS, expert_tensors, moe_config
 from .qwen3_moe import NAMES
 
 LIKE = hunyuan_v1_dense
@@ -24,7 +24,7 @@ REFUSED_UNLESS = {
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, r"(configuration_hunyuan|modeling_hunyuan|hunyuan)\.HunYuan\w+")
+    check_auto_map(keys, r"(configuration_hunyuan|modeling_hunyuan|hunyuan)\.HunYuan\w+")
     factor = keys.raw.get("routed_scaling_factor") if keys.holds("routed_scaling_factor") else None
     if factor and factor != 1.0:  # their first code says false for none
         raise ConfigError(f"config.json: routed_scaling_factor = {show(factor)} is not supported for hunyuan_v1_moe models",
@@ -34,7 +34,7 @@ def config(keys: Keys) -> ModelConfig:
         if (stated := same_for_all(keys, name, layers, only)) != only:
             raise ConfigError(f"config.json: {name} is {stated}, which is not supported for hunyuan_v1_moe models",
                               "published models have one shared expert, and experts as wide as intermediate_size")
-    own = mixture(keys, 1, same_for_all(keys, "moe_topk", layers, 1), width, True, range(layers), shared_expert_dim=width)
+    own = moe_config(keys, 1, same_for_all(keys, "moe_topk", layers, 1), width, True, range(layers), shared_expert_dim=width)
     return replace(hunyuan_v1_dense.config(keys), moe=own)
 
 
@@ -45,7 +45,7 @@ def same_for_all(keys: Keys, name: str, layers: int, default: int) -> int:
         return keys.integer(name, default, high=2**22)
     if len(stated) != layers or any(type(each) is not int or each != stated[0] for each in stated):
         raise keys.fail(name, f"one number for all of {layers} layers")
-    return keys.saying(**{name: stated[0]}).integer(name, high=MOST_EXPERTS if name != "moe_intermediate_size" else 2**22)
+    return keys.saying(**{name: stated[0]}).integer(name, high=MAX_EXPERTS if name != "moe_intermediate_size" else 2**22)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

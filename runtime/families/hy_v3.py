@@ -7,9 +7,9 @@ from dataclasses import replace
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule
-from .deepseek_v3 import refuse_other_code
+from .deepseek_v3 import check_auto_map
 from .glm4_moe_lite import sparse_layers
-from .mixtral import MOST_EXPERTS, expert_tensors, mixture
+from .mixtral import MAX_EXPERTS, expert_tensors, moe_config
 from .qwen3_moe import NAMES
 
 KEYS_HARMLESS = frozenset({"enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine", "expert_hidden_dim",
@@ -25,15 +25,15 @@ OTHER_NAMES = {"mlp.router.gate.weight": "mlp.gate.weight", "mlp.expert_bias": "
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, norm_eps=1e-5, theta=11_158_840.0, sizes=SIZES)
     layers, bias = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False)
     width = keys.integer("moe_intermediate_size", 1536, high=2**22)
     first = keys.integer("first_k_dense_replace", 1, low=0, high=layers)
     sparse = range(first, layers) if keys.words("mlp_layer_types", layers) is None else sparse_layers(keys, layers)
-    own = mixture(keys, 192, 8, width, True, sparse, sigmoid=True, correction_bias=True,
-                  routed_scale=keys.number("router_scaling_factor", 2.826),
-                  shared_expert_dim=width * keys.integer("num_shared_experts", 1, high=MOST_EXPERTS))
+    own = moe_config(keys, 192, 8, width, True, sparse, sigmoid=True, correction_bias=True,
+                     routed_scale=keys.number("router_scaling_factor", 2.826),
+                     shared_expert_dim=width * keys.integer("num_shared_experts", 1, high=MAX_EXPERTS))
     return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, qk_norm=True, moe=own,
                           mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))
 

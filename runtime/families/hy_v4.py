@@ -20,11 +20,11 @@ from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from ..layer import Layer, narrowing
 from . import TensorRule, deepseek_v32, llama
-from .deepseek_v3 import attended_to
-from .deepseek_v4 import mix_tensors, second_half, written
-from .deepseek_v32 import indexed_config
-from .glm4_moe import corrected
-from .glm_moe_dsa import choosing
+from .deepseek_v3 import attention_output
+from .deepseek_v4 import hyper_connection_tensors, stream_mlp, write_branch
+from .deepseek_v32 import sparse_mla_config
+from .glm4_moe import deepseek_moe_config
+from .glm_moe_dsa import indexer_layers
 
 LIKE = deepseek_v32
 KEYS_HARMLESS = deepseek_v32.KEYS_HARMLESS - {"indexer_types"} | {"learnable_sink_init", "enable_lm_head_fp32"}  # of training
@@ -50,9 +50,10 @@ def config(keys: Keys) -> ModelConfig:
                           f"this family runs only with swiglu_limit = {SILU_LIMIT}")
     keys.knows("swiglu_limit")
     usual = [layer % EVERY == 1 or not layer for layer in range(layers)]
-    chooses = choosing(keys, layers) if keys.holds("indexer_types") else usual
-    own, interleaved = corrected(keys, layers, 256, 8, 1, True, 2.827, 768), keys.flag("rope_interleave", True)
-    made = indexed_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, interleaved, chooses, replace(own, parallel_to_mlp=True), interleaved)
+    chooses = indexer_layers(keys, layers) if keys.holds("indexer_types") else usual
+    own, interleaved = deepseek_moe_config(keys, layers, 256, 8, 1, True, 2.827, 768), keys.flag("rope_interleave", True)
+    made = sparse_mla_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, interleaved, chooses, replace(own, parallel_to_mlp=True),
+                             interleaved)
     if made.o_bias or made.hidden_act != "silu":
         raise ConfigError(f"config.json: attention_bias = {show(made.o_bias)} with hidden_act = {made.hidden_act} is not supported for "
                           "hy_v4 models", "no biases, and silu")
@@ -69,7 +70,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         if role in rules:
             rules[role] = replace(rules[role], name=f"{prefix}self_attn.indexer.{name}")
     for role, name in (("attn_mix", "attn_hc"), ("mlp_mix", "ffn_hc")):
-        rules |= mix_tensors(config, role, [f"{prefix}{name}.{part}" for part in ("fn", "base", "scale")], 2, 2)
+        rules |= hyper_connection_tensors(config, role, [f"{prefix}{name}.{part}" for part in ("fn", "base", "scale")], 2, 2)
     return rules
 
 
@@ -84,7 +85,7 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     names = [f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")]
-    return llama.outer_tensors(config) | mix_tensors(config, "leave_mix", names, 1, 1)
+    return llama.outer_tensors(config) | hyper_connection_tensors(config, "leave_mix", names, 1, 1)
 
 
 @narrowing
@@ -93,5 +94,5 @@ def block(x: object, at: Layer) -> object:
     ops, w = at.ops, at.w
     around_attention, around_mlp = w.gated_residuals
     own = ops.read_streams(x, around_attention)
-    x = written(ops, x, attended_to(own, at), w.o, around_attention)
-    return second_half(x, at, around_mlp, BOUNDED)
+    x = write_branch(ops, x, attention_output(own, at), w.o, around_attention)
+    return stream_mlp(x, at, around_mlp, BOUNDED)

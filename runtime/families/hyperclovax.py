@@ -7,8 +7,8 @@ from dataclasses import replace
 from ..config import Defaults, ModelConfig
 from ..config_reader import Keys
 from . import TensorRule, granite, llama
-from .deepseek_v3 import refuse_other_code
-from .granite import multiplied
+from .deepseek_v3 import check_auto_map
+from .granite import granite_config
 
 LIKE = granite
 KEYS_HARMLESS = frozenset({"activation_function", "attn_pdrop", "embd_pdrop", "end_token_id", "summary_first_dropout"})
@@ -18,8 +18,8 @@ AFTER = {"o_norm": "post_norm1", "down_norm": "post_norm2"}
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
-    made = multiplied(keys, Defaults(max_position_embeddings=2048, bos=1, eos=(2,)), mlp_bias=keys.flag("mlp_bias", False))
+    check_auto_map(keys, CODE)
+    made = granite_config(keys, Defaults(max_position_embeddings=2048, bos=1, eos=(2,)), mlp_bias=keys.flag("mlp_bias", False))
     scale = keys.number("attention_multiplier", None)  # absent it is the usual root, where Granite's is 1
     return replace(made, attn_scale=scale, logits_scaling=1 / made.logits_scaling)
 

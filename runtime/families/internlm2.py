@@ -8,7 +8,7 @@ import numpy as np
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, llama
-from .deepseek_v3 import refuse_other_code
+from .deepseek_v3 import check_auto_map
 
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 103_168, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -21,7 +21,7 @@ JOINT = "attention.wqkv"
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,), sizes=SIZES)
     bias = keys.flag("bias", True)
     return decoder_config(keys, base, qkv_bias=bias, o_bias=bias)

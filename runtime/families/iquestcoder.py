@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import llama
-from .deepseek_v3 import refuse_other_code
+from .deepseek_v3 import check_auto_map
 
 KEYS_HARMLESS = frozenset({"max_window_layers"})
 REFUSED_UNLESS = {**llama.REFUSED_UNLESS, "clip_qkv": None, "use_sliding_window": False}
@@ -14,7 +14,7 @@ CODE = r"(configuration|modeling)_iquestcoder\.IQuestCoder\w+"  # of the publish
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, bos=1, eos=(2,), norm_eps=1e-5, sizes=SIZES)
     return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias", False))

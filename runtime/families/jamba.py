@@ -13,7 +13,7 @@ from ...kernels.mamba1_shape import Mamba1Shape
 from ..config import Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import ConfigError, Keys
 from . import TensorRule, expert_of, llama
-from .mixtral import expert_tensors, mixture
+from .mixtral import expert_tensors, moe_config
 from .qwen3_moe import NAMES
 
 # Of training, of programs, of what follows from others, and of positions that nothing has.
@@ -33,7 +33,7 @@ def config(keys: Keys) -> ModelConfig:
         raise ConfigError(f"config.json: attn_layer_offset leaves no attention layer among {layers}, which is not supported",
                           "at least one layer must have attention")
     only = 1 in (keys.integer("num_experts", None), keys.integer("num_local_experts", None))  # which is an MLP
-    own = mixture(keys.saying(num_experts_per_tok=1) if only else keys, 16, 2, width, False, mixed)
+    own = moe_config(keys.saying(num_experts_per_tok=1) if only else keys, 16, 2, width, False, mixed)
     own = None if only or not mixed else own
     made = decoder_config(keys, base, lambda *_: (None,) * layers, moe=own,
                           recurrent_layers=tuple(layer for layer in range(layers) if layer not in attending))

@@ -14,9 +14,9 @@ from ...kernels.kda_shape import KdaShape
 from ..config import Defaults, ModelConfig, demand_silu
 from ..config_reader import ConfigError, Keys, show
 from . import TensorRule, deepseek_v3, olmo_hybrid
-from .deepseek_v3 import SILENT, grouped, latent_config, latent_tensors, refuse_other_code
-from .glm4_moe_lite import sparse_behind
-from .mixtral import MOST_EXPERTS, NAMES, expert_tensors, mixture
+from .deepseek_v3 import NO_ROPE, check_auto_map, mla_config, mla_tensors, with_expert_groups
+from .glm4_moe_lite import sparse_layers_after
+from .mixtral import MAX_EXPERTS, NAMES, expert_tensors, moe_config
 from .qwen3_5_text import FULL, LINEAR
 
 LIKE = deepseek_v3
@@ -37,17 +37,18 @@ CODE = r"(configuration|modeling)_kimi\.KimiLinear\w+"  # of the published ones,
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     named = keys.saying(**{name: keys.raw[own] for name, own in CALLED.items() if keys.holds(own)})
     base = Defaults(max_position_embeddings=1_048_576, norm_eps=1e-5, sizes=SIZES, bos=163_584, eos=(163_586,))
     layers = base.size(keys, "num_hidden_layers")
     shape, states = _linear(keys, layers)
-    width, most = keys.integer("moe_intermediate_size", 1024, high=2**22), MOST_EXPERTS
-    own = mixture(named, 256, 8, width, named.flag("norm_topk_prob", True), sparse_behind(keys, layers, 1), sigmoid=True,
-                  correction_bias=True,
-                  routed_scale=keys.number("routed_scaling_factor", 2.446),
-                  shared_expert_dim=width * named.integer("n_shared_experts", 1, high=most))
-    made = latent_config(named, base, WIDTHS, None, SILENT, moe=grouped(named, own, 1, 1), recurrent=shape, recurrent_layers=states)
+    width, most = keys.integer("moe_intermediate_size", 1024, high=2**22), MAX_EXPERTS
+    own = moe_config(named, 256, 8, width, named.flag("norm_topk_prob", True), sparse_layers_after(keys, layers, 1), sigmoid=True,
+                     correction_bias=True,
+                     routed_scale=keys.number("routed_scaling_factor", 2.446),
+                     shared_expert_dim=width * named.integer("n_shared_experts", 1, high=most))
+    made = mla_config(named, base, WIDTHS, None, NO_ROPE, moe=with_expert_groups(named, own, 1, 1), recurrent=shape,
+                      recurrent_layers=states)
     demand_silu(keys, made.hidden_act, "its linear attention uses it too")
     return made
 
@@ -85,7 +86,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         elif role in rules:
             rules[role] = replace(rules[role], also=(rules[role].name.replace(".mlp.", ".block_sparse_moe."),))
     if layer not in config.recurrent_layers:
-        return latent_tensors(config, layer, rules)
+        return mla_tensors(config, layer, rules)
     return linear_tensors(config, layer, rules, (1, 1, config.recurrent.value_heads, 1))
 
 

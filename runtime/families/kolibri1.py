@@ -10,8 +10,8 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import GLOBAL, LOCAL
 from . import TensorRule, llama
-from .mixtral import mixture, mixture_tensors
-from .qwen2 import windows_of
+from .mixtral import moe_config, moe_tensors
+from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
 KEYS_HARMLESS = frozenset({"head_dtype"})  # of programs
@@ -24,10 +24,11 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=262_144, num_key_value_heads=4, head_dim=128, sizes=SIZES)
     layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 513)
-    windows = windows_of(keys, window, [LOCAL if (layer + 1) % EVERY else GLOBAL for layer in range(layers)])
+    windows = layer_windows(keys, window, [LOCAL if (layer + 1) % EVERY else GLOBAL for layer in range(layers)])
 
-    own = mixture(keys, 384, 6, keys.integer("moe_intermediate_size", 512, high=2**22), keys.flag("norm_topk_prob", False), range(layers),
-                  sigmoid=True, correction_bias=True, correction_on_logits=True, parallel_to_mlp=True)
+    own = moe_config(keys, 384, 6, keys.integer("moe_intermediate_size", 512, high=2**22), keys.flag("norm_topk_prob", False),
+                     range(layers),
+                     sigmoid=True, correction_bias=True, correction_on_logits=True, parallel_to_mlp=True)
     of_all = keys.saying(intermediate_size=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
     turned = [window is None or own is not None for own in windows]
     return decoder_config(of_all, base, windows=windows, turned=turned, qk_norm=True, moe=own)
@@ -39,7 +40,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     behind = {"o_norm": ("post_self_attn_layernorm", "post_attn_norm"), "down_norm": ("post_mlp_layernorm", "post_ffn_norm")}
     rules |= {role: TensorRule(f"{prefix}{name}.weight", hidden, also=(f"{prefix}{published}.weight",))
               for role, (name, published) in behind.items()}
-    rules |= mixture_tensors(config, f"{prefix}mlp.", NAMES)
+    rules |= moe_tensors(config, f"{prefix}mlp.", NAMES)
     if "correction" in rules:
         rules["correction"] = TensorRule(rules["correction"].name, rules["correction"].shape, also=(f"{prefix}moe.router.expert_bias",))
     return rules | {role: TensorRule(f"{prefix}mlp.shared_experts.{name}.weight", rules[role].shape) for role, name in NAMES.items()}

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_kind
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_layer_type
 from . import TensorRule
-from .deepseek_v3 import refuse_other_code
+from .deepseek_v3 import check_auto_map
 from .glm4_moe_lite import sparse_layers
-from .mixtral import expert_tensors, mixture
-from .qwen2 import windows_of
+from .mixtral import expert_tensors, moe_config
+from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
 # What other programs read in the place of the sections of rotary positions.
@@ -29,24 +29,24 @@ PUBLISHED = "mlp.experts.e_score_correction_bias"  # where the correction lies t
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     keys.number("partial_rotary_factor", None)  # each section has its own
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, sizes=SIZES)
     layers, bias = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False)
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 512, low=0) or None
-    windows = windows_of(keys, window, [GLOBAL] * layers)
+    windows = layer_windows(keys, window, [GLOBAL] * layers)
     kinds = tuple(GLOBAL if own is None else LOCAL for own in windows)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        return ropes_by_kind(keys, kinds, ROPES, head_dim, positions, partial=True)
+        return ropes_by_layer_type(keys, kinds, ROPES, head_dim, positions, partial=True)
 
     sparse = sparse_layers(keys, layers)
     if (dense := keys.layers("mlp_only_layers", layers)) and dense != frozenset(range(layers)) - sparse:
         raise ConfigError("config.json: mlp_only_layers disagrees with mlp_layer_types, one dense layer by default",
                           "mlp_layer_types takes precedence: remove the other key")
-    own = mixture(keys, 256, 8, keys.integer("moe_intermediate_size", 512, high=2**22), True, sparse, sigmoid=True, correction_bias=True,
-                  routed_scale=keys.number("moe_routed_scaling_factor", 1.0),
-                  shared_expert_dim=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
+    own = moe_config(keys, 256, 8, keys.integer("moe_intermediate_size", 512, high=2**22), True, sparse, sigmoid=True, correction_bias=True,
+                     routed_scale=keys.number("moe_routed_scaling_factor", 1.0),
+                     shared_expert_dim=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
     made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, output_gate=True,
                           output_gate_softplus=True, output_gate_per_head=_gates(keys, layers) == WHOLE, moe=own)
     return replace(made, layer_query_heads=queries_by_layer(keys, made, "num_attention_heads_per_layer"))

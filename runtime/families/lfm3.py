@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...kernels.conv_shape import ConvShape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_kind
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_layer_type
 from . import TensorRule, lfm2, llama
 from .lfm2 import CONV, conv_tensors
 
@@ -39,7 +39,7 @@ def config(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        return ropes_by_kind(keys, kinds, ROPES, head_dim, positions, THETA, unturned=CONV)
+        return ropes_by_layer_type(keys, kinds, ROPES, head_dim, positions, THETA, unturned=CONV)
 
     made = decoder_config(keys, base, ropes, windows=tuple(window if kind == LOCAL else None for kind in kinds), qkv_bias=bias, o_bias=bias,
                           qk_norm=True, output_gate=keys.flag("use_attention_gate", True),

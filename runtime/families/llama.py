@@ -101,7 +101,7 @@ def attention(x: object, at: Layer) -> object:
     if config.output_gate_in_q:
         q = ops.split_query_gates(q, heads, head_dim)
     if config.alibi_slopes:
-        q, k, rope = *placed(q, k, at, kv_heads, head_dim), None
+        q, k, rope = *add_alibi_channels(q, k, at, kv_heads, head_dim), None
     if config.v_head_dim:
         v = ops.pad_heads(v, kv_heads, head_dim, None, 2)
         if config.multipliers:
@@ -129,7 +129,7 @@ def attention(x: object, at: Layer) -> object:
     return ops.linear_add(attended, w.o, x, w.o_norm, config.residual_multiplier)
 
 
-def placed(q: object, k: object, at: Layer, kv_heads: int, head_dim: int) -> tuple[object, object]:
+def add_alibi_channels(q: object, k: object, at: Layer, kv_heads: int, head_dim: int) -> tuple[object, object]:
     """Queries and keys [T, H * head_dim] that score higher the later a key stands."""
     of_queries, of_keys = at.w.alibi_channels
     q = at.ops.pad_heads(q, len(of_queries), head_dim, of_queries, 0)
@@ -137,7 +137,7 @@ def placed(q: object, k: object, at: Layer, kv_heads: int, head_dim: int) -> tup
     return q, at.ops.rope_heads(k, kv_heads, head_dim, at.positions, at.rope, None)
 
 
-def state_layer(x: object, at: Layer) -> object:
+def recurrent_mixer(x: object, at: Layer) -> object:
     """The first half of a block that remembers in a state. A tap sees state_out, before that matrix, in the place of q, k, v and
     attn_out."""
     ops, w = at.ops, at.w
@@ -147,7 +147,7 @@ def state_layer(x: object, at: Layer) -> object:
     return ops.linear_add(mixed, w.recurrent.out, last_of(x, len(mixed)), w.o_norm, at.config.residual_multiplier)
 
 
-def in_halves(attend: Block, go_on: Block = feed_forward) -> Block:
+def decoder_block(attend: Block, go_on: Block = feed_forward) -> Block:
     """A block of two halves: attention, or of a layer with a state `state_layer`, and what reads that.
 
     x[T, D] -> x[T, D]. A tap sees views that the next op may overwrite: block_in and mlp_in before their norms, q and k after the rotation,
@@ -155,12 +155,12 @@ def in_halves(attend: Block, go_on: Block = feed_forward) -> Block:
 
     @narrowing
     def block(x: object, at: Layer) -> object:
-        return go_on(attend(x, at) if at.w.recurrent is None else state_layer(x, at), at)
+        return go_on(attend(x, at) if at.w.recurrent is None else recurrent_mixer(x, at), at)
 
     return block
 
 
-def behind_entry_norm(run: Block) -> Block:
+def with_entry_norm(run: Block) -> Block:
     """A block before which what enters the first layer is normed in its place."""
 
     @narrowing
@@ -170,4 +170,4 @@ def behind_entry_norm(run: Block) -> Block:
     return block
 
 
-block = in_halves(attention)
+block = decoder_block(attention)

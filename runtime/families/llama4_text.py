@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from . import TensorRule, hunyuan_v1_dense, llama
-from .mixtral import mixture, mixture_tensors
+from .mixtral import moe_config, moe_tensors
 from .qwen3_moe import NAMES
 from .smollm3 import rotated_layers
 
@@ -37,8 +37,8 @@ def config(keys: Keys) -> ModelConfig:
     keys.knows("num_experts_per_tok", "num_local_experts")
     own = None
     if sparse:
-        own = mixture(keys, 16, 1, width, False, sparse, "num_local_experts", sigmoid=True, weights_scale_inputs=True,
-                      shared_expert_dim=width)
+        own = moe_config(keys, 16, 1, width, False, sparse, "num_local_experts", sigmoid=True, weights_scale_inputs=True,
+                         shared_expert_dim=width)
     dense = keys.integer("intermediate_size_mlp", 16_384, high=2**22)
     keys.kinds("layer_types", layers, KINDS)
 
@@ -79,6 +79,6 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
              for role, rule in llama.layer_tensors(config, layer).items()}
     if config.moe is None or layer not in config.moe.layers:
         return rules
-    found = mixture_tensors(config, f"{prefix}feed_forward.", NAMES, "shared_expert")
+    found = moe_tensors(config, f"{prefix}feed_forward.", NAMES, "shared_expert")
     found["router"] = TensorRule(f"{prefix}feed_forward.router.weight", found["router"].shape)
     return {role: rule for role, rule in rules.items() if role not in NAMES} | found

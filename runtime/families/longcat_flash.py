@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig
+from ..config import MAX_LAYERS, MAX_SIZES, Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys
 from ..layer import Layer, last_of, narrowing
 from ..moe_config import MoEConfig
 from . import TensorRule, llama
-from .deepseek_v3 import attention, latent_config, latent_tensors, refuse_other_code
-from .mixtral import MOST_EXPERTS, mixture_tensors
+from .deepseek_v3 import attention, check_auto_map, mla_config, mla_tensors
+from .mixtral import MAX_EXPERTS, moe_tensors
 from .qwen3_moe import NAMES
 
 KEYS_HARMLESS = frozenset({"attention_method"})
@@ -29,14 +29,15 @@ STREAMS = 2  # what layers work on, and a sum that waits
 
 def config(keys: Keys) -> ModelConfig:
     """Raises ConfigError."""
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     pairs = keys.integer("num_layers", keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS) // 2,
                          high=MAX_LAYERS // 2)
-    ffn = keys.integer("ffn_hidden_size", keys.integer("intermediate_size", SIZES["intermediate_size"], high=MOST["intermediate_size"]),
-                       high=MOST["intermediate_size"])
+    ffn = keys.integer("ffn_hidden_size",
+                       keys.integer("intermediate_size", SIZES["intermediate_size"], high=MAX_SIZES["intermediate_size"]),
+                       high=MAX_SIZES["intermediate_size"])
     of_all = keys.saying(num_hidden_layers=2 * pairs, intermediate_size=ffn)
     base = Defaults(max_position_embeddings=131_072, sizes=SIZES, bos=1, eos=(2,), norm_eps=1e-5, theta=1e7)
-    made = latent_config(of_all, base, WIDTHS, QUERY_RANK, True, moe=_mixture(keys, pairs), residual_streams=STREAMS)
+    made = mla_config(of_all, base, WIDTHS, QUERY_RANK, True, moe=_mixture(keys, pairs), residual_streams=STREAMS)
     own, hidden = made.mla, made.hidden_size
     if (stated := keys.integer("qk_head_dim", own.query)) != own.query:
         raise ConfigError(f"config.json: qk_head_dim = {stated} is not supported for longcat_flash models",
@@ -49,9 +50,9 @@ def config(keys: Keys) -> ModelConfig:
 
 def _mixture(keys: Keys, pairs: int) -> MoEConfig:
     """The experts of every second layer, the first of a pair. Raises ConfigError."""
-    experts, handed = (keys.integer("n_routed_experts", 512, high=MOST_EXPERTS), keys.integer("zero_expert_num", 256, low=0,
-                                                                                              high=MOST_EXPERTS))
-    top = keys.integer("moe_topk", 12, high=MOST_EXPERTS)
+    experts, handed = (keys.integer("n_routed_experts", 512, high=MAX_EXPERTS), keys.integer("zero_expert_num", 256, low=0,
+                                                                                             high=MAX_EXPERTS))
+    top = keys.integer("moe_topk", 12, high=MAX_EXPERTS)
     if top > experts + handed:
         raise ConfigError(f"config.json: moe_topk {top} is more than the {experts + handed} experts there are")
     return MoEConfig(experts, top, keys.integer("expert_ffn_hidden_size", 2048, high=2**22), False, frozenset(range(0, 2 * pairs, 2)),
@@ -60,7 +61,7 @@ def _mixture(keys: Keys, pairs: int) -> MoEConfig:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role: of a half of what checkpoints call a layer."""
-    rules = latent_tensors(config, layer, llama.layer_tensors(config, layer))
+    rules = mla_tensors(config, layer, llama.layer_tensors(config, layer))
     before, within, half = f"model.layers.{layer}.", f"model.layers.{layer // 2}.", layer % 2
     parts = {"self_attn.": f"self_attn.{half}.", "mlp.": f"mlps.{half}.", "input_layernorm.": f"input_layernorm.{half}.",
              "post_attention_layernorm.": f"post_attention_layernorm.{half}."}
@@ -71,7 +72,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     if layer not in config.moe.layers:
         return rules
     own = config.moe
-    found, chosen = mixture_tensors(config, f"{within}mlp.", NAMES), own.num_experts + own.zero_experts
+    found, chosen = moe_tensors(config, f"{within}mlp.", NAMES), own.num_experts + own.zero_experts
     router = {"router": ("classifier.weight", (chosen, config.hidden_size)),
               **({"correction": ("e_score_correction_bias", (chosen,))} if own.correction_bias else {})}
     return rules | found | {role: TensorRule(f"{within}mlp.router.{name}", shape) for role, (name, shape) in router.items()}

@@ -13,7 +13,7 @@ from ..config_reader import Keys
 from ..layer import Layer, narrowing
 from . import TensorRule
 from .jamba import rank, space_tensors
-from .llama import state_layer
+from .llama import recurrent_mixer
 
 # Of training, of programs, of what is said twice, and of attention, which nothing has.
 KEYS_HARMLESS = frozenset({
@@ -62,6 +62,6 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 @narrowing
 def block(x: object, at: Layer) -> object:
     """x[T, D] -> x[T, D], with the taps of a state alone."""
-    x = state_layer(x, at)
+    x = recurrent_mixer(x, at)
     at.tap("block_out", x)
     return x

@@ -6,9 +6,9 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import RopeConfig, ropes_by_window
 from . import qwen3_moe
-from .glm4_moe_lite import SPARSE, sparse_of
-from .mixtral import mixture
-from .qwen2 import windows_of
+from .glm4_moe_lite import SPARSE, sparse_layers_of
+from .mixtral import moe_config
+from .qwen2 import layer_windows
 
 LIKE = qwen3_moe
 # Of layers that predict a token ahead, which are not read.
@@ -22,9 +22,10 @@ THETAS = 500_000.0, 10_000.0  # of layers without and with a window, where a con
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, head_dim=128, sizes=SIZES)
     layers, bias = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False)
-    windows = windows_of(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else 1024), ["full_attention"] * layers)
-    sparse = sparse_of(keys.words("mlp_layer_types", layers) or (SPARSE,) * layers)
-    own = mixture(keys, 64, 8, keys.integer("moe_intermediate_size", 896, high=2**22), keys.flag("norm_topk_prob", True), sparse)
+    windows = layer_windows(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else 1024),
+                            ["full_attention"] * layers)
+    sparse = sparse_layers_of(keys.words("mlp_layer_types", layers) or (SPARSE,) * layers)
+    own = moe_config(keys, 64, 8, keys.integer("moe_intermediate_size", 896, high=2**22), keys.flag("norm_topk_prob", True), sparse)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         theta = keys.number("rope_theta", None, above=1.0)

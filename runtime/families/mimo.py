@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from .deepseek_v3 import refuse_other_code
+from .deepseek_v3 import check_auto_map
 from .qwen2 import qwen_windows
 
 REFUSED_UNLESS = {"attention_bias": True, "mlp_bias": False, "use_mrope": False}
@@ -12,7 +12,7 @@ CODE = r"(configuration|modeling)_mimo\.MiMo\w+"
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=32)
     return decoder_config(keys, base, windows=qwen_windows(keys), qkv_bias=True,
                           mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_of
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_from_section
 from . import TensorRule
-from .deepseek_v3 import grouped, refuse_other_code
+from .deepseek_v3 import check_auto_map, with_expert_groups
 from .glm4_moe_lite import DENSE, SPARSE, sparse_layers
-from .mixtral import expert_tensors, mixture
-from .qwen2 import windows_of
+from .mixtral import expert_tensors, moe_config
+from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
 # Of programs and of layers that guess ahead; attention to chunks is that of windows.
@@ -34,7 +34,7 @@ EPS, SCALE, WINDOW = 1e-5, 0.707, 129
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, head_dim=192, bos=1, norm_eps=EPS, sizes=SIZES)
     for name, (of, times) in MAX_DECODE_TOKENS.items():
         if (found := keys.integer(name, None)) not in (None, times * keys.integer(of, USUAL[of])):
@@ -48,22 +48,23 @@ def config(keys: Keys) -> ModelConfig:
     marked, sparse = keys.switches("hybrid_layer_pattern", layers), keys.switches("moe_layer_freq", layers)
     if keys.words("layer_types", layers) is None and marked is not None:
         usual = [LOCAL if each else GLOBAL for each in marked]
-    windows = windows_of(keys, window, usual)
+    windows = layer_windows(keys, window, usual)
     kinds = tuple(GLOBAL if own is None else LOCAL for own in windows)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        made = {kind: rope_of(Keys(section, f"config.json: rotary positions of {kind}"), head_dim, positions, THETAS[kind], partial=True)
+        made = {kind: rope_from_section(Keys(section, f"config.json: rotary positions of {kind}"), head_dim, positions, THETAS[kind],
+                                        partial=True)
                 for kind, section in _sections(keys).items()}
         return tuple(made[kind] for kind in kinds)
 
     named = keys if sparse is None or keys.holds("mlp_layer_types") else keys.saying(
         mlp_layer_types=[SPARSE if each else DENSE for each in sparse])
-    own = mixture(keys, 256, 8, keys.integer("moe_intermediate_size", 2048, high=2**22), keys.flag("norm_topk_prob", True),
-                  sparse_layers(named, layers), "n_routed_experts", sigmoid=True, correction_bias=True,
-                  routed_scale=keys.number("routed_scaling_factor", 1.0))
+    own = moe_config(keys, 256, 8, keys.integer("moe_intermediate_size", 2048, high=2**22), keys.flag("norm_topk_prob", True),
+                     sparse_layers(named, layers), "n_routed_experts", sigmoid=True, correction_bias=True,
+                     routed_scale=keys.number("routed_scaling_factor", 1.0))
     of_all = keys.saying(rms_norm_eps=keys.number("rms_norm_eps", keys.number("layernorm_epsilon", EPS)))
     made = decoder_config(of_all, base, ropes, windows=windows, qkv_bias=keys.flag("attention_bias", False),
-                          moe=grouped(keys, own, 1, 1))
+                          moe=with_expert_groups(keys, own, 1, 1))
     value, scale = keys.integer("v_head_dim", 128, high=1024), keys.number("attention_value_scale", SCALE)
     if value > made.head_dim or value % 2:
         raise ConfigError(f"config.json: v_head_dim {show(value)} is not supported with a head_dim of {made.head_dim}",

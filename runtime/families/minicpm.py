@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from .deepseek_v3 import refuse_other_code
+from .deepseek_v3 import check_auto_map
 from .minicpm3 import scaled
 
 KEYS_HARMLESS = frozenset({"mup_denominator"})  # of training
@@ -20,7 +20,7 @@ SIZES = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008,
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,), tied=True, sizes=SIZES)
     bias = keys.flag("attention_bias", False)
     made = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, **scaled(keys, base, 1.0, 1.0, 1))

@@ -7,7 +7,7 @@ import math
 from ..config import Defaults, ModelConfig
 from ..config_reader import Keys
 from . import TensorRule, deepseek_v3, llama
-from .deepseek_v3 import latent_config, latent_tensors, refuse_other_code
+from .deepseek_v3 import check_auto_map, mla_config, mla_tensors
 
 LIKE = deepseek_v3
 KEYS_HARMLESS = frozenset({"qk_head_dim"})  # a sum of two that are read
@@ -18,11 +18,11 @@ RANK = 768
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=32_768, sizes=SIZES, bos=1, eos=(2,), tied=True, norm_eps=1e-5)
     value = base.size(keys, "hidden_size") // base.size(keys, "num_attention_heads")
     widths = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": value}
-    return latent_config(keys, base, widths, RANK, False, **scaled(keys, base, 12.0, 1.4, 256))
+    return mla_config(keys, base, widths, RANK, False, **scaled(keys, base, 12.0, 1.4, 256))
 
 
 def scaled(keys: Keys, base: Defaults, embedding: float, depth: float, width: int) -> dict[str, float]:
@@ -35,4 +35,4 @@ def scaled(keys: Keys, base: Defaults, embedding: float, depth: float, width: in
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    return latent_tensors(config, layer, llama.layer_tensors(config, layer))
+    return mla_tensors(config, layer, llama.layer_tensors(config, layer))

@@ -18,8 +18,8 @@ from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from ..layer import Layer, last_of, narrowing
 from . import TensorRule
-from .deepseek_v3 import refuse_other_code
-from .mixtral import NAMES, expert_tensors, mixture
+from .deepseek_v3 import check_auto_map
+from .mixtral import NAMES, expert_tensors, moe_config
 from .olmo_hybrid import FULL, LINEAR, demand_both
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ KEPT_MLP = "kept.mlp"
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,), norm_eps=1e-5, sizes=SIZES)
     layers = base.size(keys, "num_hidden_layers")
     kinds = _kinds(keys, layers)
@@ -57,7 +57,7 @@ def config(keys: Keys) -> ModelConfig:
     kept = {KEPT[FULL]: shares["full"][0], KEPT[LINEAR]: shares["linear"][0], KEPT_MLP: shares["mlp"][0]}
     heads = base.size(keys, "num_attention_heads")
     head_dim = keys.integer("head_dim", base.size(keys, "hidden_size") // heads, high=1024)
-    own = mixture(keys, 8, 2, base.size(keys, "intermediate_size"), True, range(layers), routed_scale=added["mlp"])
+    own = moe_config(keys, 8, 2, base.size(keys, "intermediate_size"), True, range(layers), routed_scale=added["mlp"])
     made = decoder_config(keys, base, ropes, moe=own, recurrent=LightningShape(heads, head_dim), recurrent_norm_eps=STATE_EPS,
                           recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
                           multipliers=tuple({**kept, "o": added["full"], "state_out": added["linear"]}.items()))

@@ -6,8 +6,8 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule
-from .deepseek_v3 import refuse_other_code
-from .mixtral import NAMES, expert_tensors, mixture
+from .deepseek_v3 import check_auto_map
+from .mixtral import NAMES, expert_tensors, moe_config
 
 # Of training, of the family's first model, whose layers were of two kinds, and of multi-token prediction, whose weights are not published.
 KEYS_HARMLESS = frozenset({
@@ -22,7 +22,7 @@ THETA = 5e6
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=196_608, num_key_value_heads=8, head_dim=128, bos=200_034, eos=(200_020,), sizes=SIZES)
     layers = base.size(keys, "num_hidden_layers")
     kinds = keys.switches("attn_type_list", layers)
@@ -34,7 +34,7 @@ def config(keys: Keys) -> ModelConfig:
         share = keys.integer("rotary_dim", head_dim, low=2, high=head_dim) / head_dim
         return (rope_config(keys, head_dim, positions, THETA, partial=True, share=share),) * layers
 
-    own = mixture(keys, 256, 8, base.size(keys, "intermediate_size"), True, range(layers), sigmoid=True, correction_bias=True)
+    own = moe_config(keys, 256, 8, base.size(keys, "intermediate_size"), True, range(layers), sigmoid=True, correction_bias=True)
     return decoder_config(keys, base, ropes, qk_norm=True, qk_norm_full_width=True, moe=own)
 
 

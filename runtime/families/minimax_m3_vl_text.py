@@ -16,7 +16,7 @@ from ..weights.index_weights import choose
 from . import TensorRule, llama, mixtral, qwen3_moe
 from .glm4_moe_lite import DENSE, SPARSE
 from .llama import feed_forward
-from .mixtral import mixture, mixture_tensors
+from .mixtral import moe_config, moe_tensors
 
 # Of training, and of layers that guess ahead, which are left out.
 KEYS_HARMLESS = frozenset({"mtp_transformer_layers", "num_mtp_modules", "num_nextn_predict_layers", "router_jitter_noise", "use_mtp"})
@@ -50,8 +50,8 @@ def config(keys: Keys) -> ModelConfig:
         return (made,) * layers
 
     width, shared = base.size(keys, "intermediate_size"), keys.integer("shared_intermediate_size", 3072, high=2**22)
-    own = mixture(keys, 128, 4, width, True, _sparse(keys, layers), "num_local_experts", sigmoid=True, correction_bias=True,
-                  routed_scale=keys.number("routed_scaling_factor", 2.0), shared_expert_dim=shared)
+    own = moe_config(keys, 128, 4, width, True, _sparse(keys, layers), "num_local_experts", sigmoid=True, correction_bias=True,
+                     routed_scale=keys.number("routed_scaling_factor", 2.0), shared_expert_dim=shared)
     dense = keys.saying(intermediate_size=keys.integer("dense_intermediate_size", 12_288, high=2**22))
     made = decoder_config(dense, base, ropes, qk_norm=True, norm_kind="rms+1", moe=own)
     if made.hidden_act != "silu":
@@ -116,8 +116,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def _experts(config: ModelConfig, prefix: str) -> dict[str, TensorRule]:
     """Router and experts, and the one that every token visits, whose gate and up transformers joins."""
-    published = mixture_tensors(config, f"{prefix}{MOE}.", mixtral.NAMES, correction="e_score_correction_bias")
-    usual, width = mixture_tensors(config, f"{prefix}{MLP}.", NAMES), config.moe.shared_expert_dim
+    published = moe_tensors(config, f"{prefix}{MOE}.", mixtral.NAMES, correction="e_score_correction_bias")
+    usual, width = moe_tensors(config, f"{prefix}{MLP}.", NAMES), config.moe.shared_expert_dim
     found = {}
     for role, rule in published.items():
         name = usual[role].name if role.startswith("shared.") else rule.name

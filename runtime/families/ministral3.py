@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import GROWTH, MAX_POSITIONS, RopeConfig, rope_of
+from ..config_rope import MAX_POSITIONS, QUERY_SCALING_BETA, RopeConfig, rope_from_section
 from . import mistral
 
 LIKE = mistral
 YARN = {"rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384, "mscale": 1.0,
-        "mscale_all_dim": 1.0, GROWTH: 0.1}  # where a config has no section of rotary positions
+        "mscale_all_dim": 1.0, QUERY_SCALING_BETA: 0.1}  # where a config has no section of rotary positions
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -27,7 +27,7 @@ def config(keys: Keys) -> ModelConfig:
         stated = older or (YARN if keys.raw.get("rope_parameters") is None else newer or {})
         inner = Keys(stated, f"config.json: {'rope_scaling' if older else 'rope_parameters'}")
         original = keys.integer("original_max_position_embeddings", None, high=MAX_POSITIONS)
-        rope = rope_of(inner, head_dim, positions, keys.number("rope_theta", 10_000.0, above=1.0), original)
+        rope = rope_from_section(inner, head_dim, positions, keys.number("rope_theta", 10_000.0, above=1.0), original)
         return (grown(rope, inner),) * layers
 
     base = Defaults(max_position_embeddings=262_144, num_key_value_heads=8, head_dim=128, bos=1, eos=(2,), norm_eps=1e-5)
@@ -37,7 +37,7 @@ def config(keys: Keys) -> ModelConfig:
 def grown(rope: RopeConfig, inner: Keys) -> RopeConfig:
     """Positions with what their section says of queries."""
     length = "original_max_position_embeddings"
-    if inner.raw.get(GROWTH) == 0:
-        return replace(rope, params={**rope.params, GROWTH: 0.0})
+    if inner.raw.get(QUERY_SCALING_BETA) == 0:
+        return replace(rope, params={**rope.params, QUERY_SCALING_BETA: 0.0})
     every = rope.params.get(length) or inner.integer(length, high=MAX_POSITIONS)
-    return replace(rope, params={**rope.params, length: every, GROWTH: inner.number(GROWTH)})
+    return replace(rope, params={**rope.params, length: every, QUERY_SCALING_BETA: inner.number(QUERY_SCALING_BETA)})

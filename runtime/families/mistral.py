@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import TensorRule, inside_others, llama
+from . import TensorRule, llama, with_multimodal_names
 
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
 
@@ -20,8 +20,8 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    return inside_others(llama.layer_tensors(config, layer))
+    return with_multimodal_names(llama.layer_tensors(config, layer))
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    return inside_others(llama.outer_tensors(config))
+    return with_multimodal_names(llama.outer_tensors(config))

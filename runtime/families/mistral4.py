@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
-from ..config_rope import GROWTH
-from . import TensorRule, deepseek_v3, inside_others, llama
-from .deepseek_v3 import latent_config
-from .glm4_moe import shared_mixture
+from ..config_rope import QUERY_SCALING_BETA
+from . import TensorRule, deepseek_v3, llama, with_multimodal_names
+from .deepseek_v3 import mla_config
+from .glm4_moe import shared_moe_config
 from .ministral3 import grown
 
 LIKE = deepseek_v3
@@ -18,29 +18,29 @@ REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "n_group": 1, "sliding
 SIZES = {"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32}
 WIDTHS = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192, "mscale": 1.0,
-        "mscale_all_dim": 1.0, GROWTH: 0.1}  # where a config has no section of rotary positions
+        "mscale_all_dim": 1.0, QUERY_SCALING_BETA: 0.1}  # where a config has no section of rotary positions
 SHARE = "partial_rotary_factor"  # of a head: the part of it that latent attention sets apart, which is stated too
 
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=2**20, sizes=SIZES, bos=1, eos=(2,))
-    own = shared_mixture(keys, base.size(keys, "num_hidden_layers"), 128, 4, 0, keys.flag("norm_topk_prob", True), 2048, 1)
+    own = shared_moe_config(keys, base.size(keys, "num_hidden_layers"), 128, 4, 0, keys.flag("norm_topk_prob", True), 2048, 1)
     section = dict(keys.section("rope_scaling") or keys.section("rope_parameters") or YARN)
     share = section.pop(SHARE, None)
     stated = keys.saying(rope_scaling=None, rope_parameters=section)
-    made = latent_config(stated, base, WIDTHS, 1024, keys.flag("rope_interleave", True), moe=own)
+    made = mla_config(stated, base, WIDTHS, 1024, keys.flag("rope_interleave", True), moe=own)
     part = made.mla.rope / (made.mla.rope + made.mla.nope)
     if share not in (None, part):
         name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
         raise ConfigError(f"config.json: {name}.{SHARE} = {show(share)} is not supported",
                           f"the rotated part of a head is {part:g}, by the widths of its parts")
     inner = Keys(section, "config.json: rotary positions")
-    return replace(made, ropes=(grown(made.ropes[0], inner),) * len(made.ropes)) if GROWTH in section else made
+    return replace(made, ropes=(grown(made.ropes[0], inner),) * len(made.ropes)) if QUERY_SCALING_BETA in section else made
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    return inside_others(deepseek_v3.layer_tensors(config, layer))
+    return with_multimodal_names(deepseek_v3.layer_tensors(config, layer))
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    return inside_others(llama.outer_tensors(config))
+    return with_multimodal_names(llama.outer_tensors(config))

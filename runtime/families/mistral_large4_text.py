@@ -18,11 +18,11 @@ from ..layer import Layer, last_of
 from ..rope import LOG_POSITIONS
 from ..weights.index_weights import choose
 from . import TensorRule, deepseek_v3, deepseek_v32, glm_moe_dsa, llama
-from .deepseek_v3 import latent_config
-from .deepseek_v32 import EPS, INDEXED, sparse
-from .glm4_moe import shared_mixture
-from .glm_moe_dsa import choosing
-from .llama import in_halves
+from .deepseek_v3 import mla_config
+from .deepseek_v32 import INDEX_NORM_EPS, INDEXED, with_mlp_layer_types
+from .glm4_moe import shared_moe_config
+from .glm_moe_dsa import indexer_layers
+from .llama import decoder_block
 from .smollm3 import rotated_layers
 
 LIKE = deepseek_v3
@@ -41,15 +41,15 @@ def config(keys: Keys) -> ModelConfig:
     layers = base.size(keys, "num_hidden_layers")
     keys.kinds("layer_types", layers, (INDEXED,))
     stated = keys if keys.section("rope_scaling") or keys.section("rope_parameters") else keys.saying(rope_parameters=YARN)
-    mixture = sparse(keys, layers, shared_mixture(keys, layers, 128, 4, 1, True, 6144, 1))
-    made = latent_config(stated, base, WIDTHS, None, True, moe=mixture, query_position_scaling=True, learned_rope_alpha=True,
-                         final_logit_softcapping=keys.number("final_logit_softcapping", 30.0))
+    mixture = with_mlp_layer_types(keys, layers, shared_moe_config(keys, layers, 128, 4, 1, True, 6144, 1))
+    made = mla_config(stated, base, WIDTHS, None, True, moe=mixture, query_position_scaling=True, learned_rope_alpha=True,
+                      final_logit_softcapping=keys.number("final_logit_softcapping", 30.0))
     turned, own = rotated_layers(keys.saying(num_hidden_layers=layers)), made.mla
     for key, value, stated in (("attention_bias", made.o_bias, made.o_bias), ("q_lora_rank", own.query_rank is not None, own.query_rank)):
         if value:
             raise ConfigError(f"config.json: {key} = {show(stated)} is not supported for mistral_large4_text models",
                               "this family projects queries directly from the layer's input, and has no biases")
-    width, count = keys.integer("index_head_dim", 128, high=1024), keys.integer("index_topk", deepseek_v32.CHOSEN, high=2**27)
+    width, count = keys.integer("index_head_dim", 128, high=1024), keys.integer("index_topk", deepseek_v32.INDEX_TOPK, high=2**27)
     if width < own.rope:
         raise ConfigError(f"config.json: index_head_dim {width} with qk_rope_head_dim {own.rope} is not supported",
                           "a part of each index query is rotated")
@@ -59,7 +59,7 @@ def config(keys: Keys) -> ModelConfig:
     ropes = tuple(rope if each else None for rope, each in zip(made.ropes, turned, strict=True))
     return replace(made, mla_norm_eps=made.norm_eps, ropes=ropes,
                    layer_mla=latents, layer_kv_heads=tuple((1, each.key) for each in latents), kv_sources=_sources(keys, turned),
-                   indexer=IndexerConfig(index, sources_of(choosing(keys, layers)), True, ("layer", EPS)))
+                   indexer=IndexerConfig(index, sources_of(indexer_layers(keys, layers)), True, ("layer", INDEX_NORM_EPS)))
 
 
 def _sources(keys: Keys, turned: Sequence[bool]) -> tuple[int, ...]:
@@ -122,4 +122,4 @@ def attention(x: object, at: Layer) -> object:
     return ops.linear_add(attended, w.o, last_of(x, len(attended)), None, config.residual_multiplier)
 
 
-block = in_halves(attention)
+block = decoder_block(attention)

@@ -12,33 +12,33 @@ from . import TensorRule, expert_role, llama
 KEYS_HARMLESS = frozenset({"router_jitter_noise"})  # of training
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
 NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
-MOST_EXPERTS = 4096
-MOST_BOUND = 1e6  # of gates, as large as none gets
+MAX_EXPERTS = 4096
+MAX_GATE_LIMIT = 1e6  # of gates, as large as none gets
 
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
-    own = mixture(keys, 8, 2, keys.integer("intermediate_size", high=2**22), True, range(layers))
+    own = moe_config(keys, 8, 2, keys.integer("intermediate_size", high=2**22), True, range(layers))
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,), norm_eps=1e-5, theta=1e6)
     return decoder_config(keys, base, windows=(keys.integer("sliding_window", None),) * layers, moe=own)
 
 
-def mixture(keys: Keys, experts: int, per_token: int, width: int, renormalise: bool, layers: Iterable[int], name: str = "num_experts",
-            **features: object) -> MoEConfig:
+def moe_config(keys: Keys, experts: int, per_token: int, width: int, renormalise: bool, layers: Iterable[int], name: str = "num_experts",
+               **features: object) -> MoEConfig:
     """The experts that a config states under either of the two names of their number, of which `name` is the family's; `experts` and
     `per_token` are the defaults, `features` other fields of a MoEConfig."""
-    local = keys.integer("num_local_experts", None, high=MOST_EXPERTS)
-    experts = keys.integer(name, local or experts, high=MOST_EXPERTS)
+    local = keys.integer("num_local_experts", None, high=MAX_EXPERTS)
+    experts = keys.integer(name, local or experts, high=MAX_EXPERTS)
     if local not in (None, experts):
         raise ConfigError(f"config.json: {name} is {experts} and num_local_experts {local}, which should be the same")
-    per_token = keys.integer("num_experts_per_tok", per_token, high=MOST_EXPERTS)
+    per_token = keys.integer("num_experts_per_tok", per_token, high=MAX_EXPERTS)
     if per_token > experts:
         raise ConfigError(f"config.json: num_experts_per_tok {per_token} is more than the {experts} experts there are")
     return MoEConfig(experts, per_token, width, renormalise, frozenset(layers), **features)
 
 
-def bounds_by_layer(keys: Keys, names: tuple[str, str], sparse: frozenset[int], layers: int,
-                    behind: int = 0) -> tuple[tuple[float | None, float | None], ...]:
+def gate_limits(keys: Keys, names: tuple[str, str], sparse: frozenset[int], layers: int,
+                behind: int = 0) -> tuple[tuple[float | None, float | None], ...]:
     """How far gates of experts, and of what every token visits, go in each layer, as two lists say: 0 and null stand for no bound; empty
     where none has one. Lists may go on for as many layers `behind`. Raises ConfigError."""
     columns = []
@@ -46,7 +46,7 @@ def bounds_by_layer(keys: Keys, names: tuple[str, str], sparse: frozenset[int], 
         keys.knows(name)
         stated = keys.raw.get(name) or [None] * layers
         if not isinstance(stated, list) or len(stated) not in (layers, layers + behind) or not all(
-                each is None or type(each) in (int, float) and 0 <= each < MOST_BOUND for each in stated):
+                each is None or type(each) in (int, float) and 0 <= each < MAX_GATE_LIMIT for each in stated):
             raise keys.fail(name, f"a number of 0 or more, or null, for each of {layers} layers")
         columns.append([float(each) if each else None for each in stated[:layers]])
         if dense := [layer for layer in range(layers) if layer not in sparse and columns[-1][layer]]:
@@ -70,11 +70,11 @@ def expert_tensors(config: ModelConfig, layer: int, place: str, names: Mapping[s
         return rules
     for role in names:
         del rules[role]
-    return rules | mixture_tensors(config, f"model.layers.{layer}.{place}.", names, shared, correction)
+    return rules | moe_tensors(config, f"model.layers.{layer}.{place}.", names, shared, correction)
 
 
-def mixture_tensors(config: ModelConfig, prefix: str, names: Mapping[str, str], shared: str = "shared_experts",
-                    correction: str = "gate.e_score_correction_bias") -> dict[str, TensorRule]:
+def moe_tensors(config: ModelConfig, prefix: str, names: Mapping[str, str], shared: str = "shared_experts",
+                correction: str = "gate.e_score_correction_bias") -> dict[str, TensorRule]:
     """Router and experts alone, which have the matrices that have `names`."""
     own, hidden = config.moe, config.hidden_size
 

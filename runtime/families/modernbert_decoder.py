@@ -10,9 +10,9 @@ from ..config import ACTS, MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_window
 from . import TensorRule, llama
-from .llama import behind_entry_norm
-from .qwen2 import windows_of
-from .stablelm import biased
+from .llama import with_entry_norm
+from .qwen2 import layer_windows
+from .stablelm import bias_rule
 
 # Of training and of classifiers, and what other families call by these names.
 KEYS_HARMLESS = frozenset({
@@ -36,7 +36,7 @@ def config(keys: Keys) -> ModelConfig:
     if (stated := keys.integer("sliding_window", half)) != half:
         raise ConfigError(f"config.json: sliding_window = {show(stated)} beside local_attention = {2 * half} is not supported",
                           "a window of this family is half of local_attention")
-    windows = windows_of(keys, half, [LOCAL if layer % every else GLOBAL for layer in range(layers)])
+    windows = layer_windows(keys, half, [LOCAL if layer % every else GLOBAL for layer in range(layers)])
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         thetas = (keys.number("global_rope_theta", THETAS[0], above=1.0), keys.number("local_rope_theta", THETAS[1], above=1.0))
@@ -62,7 +62,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
             rules[f"{role}_bias"] = replace(rules[f"{role}_bias"], part_of=(f"{prefix}mlp.Wi.bias", at * rows, 2 * rows))
     for role in MATRICES:
         if f"{role}_bias" in rules:
-            rules[f"{role}_bias"] = biased(rules[role])
+            rules[f"{role}_bias"] = bias_rule(rules[role])
     if layer == 0:
         del rules["input_norm"]
         rules["entry_norm"] = TensorRule("model.embeddings.norm.weight", (hidden,))
@@ -76,7 +76,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
         "embed": TensorRule("model.embeddings.tok_embeddings.weight", table), "norm": TensorRule("model.final_norm.weight", (hidden,)),
         "head_in": dense, "head_norm": TensorRule("lm_head.norm.weight", (hidden,))})
     if config.head_transform_bias:
-        rules["head_in_bias"] = biased(dense)
+        rules["head_in_bias"] = bias_rule(dense)
     if config.head_bias:
         rules["head_bias"] = TensorRule("decoder.bias", (config.vocab_size,))
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("decoder.weight", table)}
@@ -85,7 +85,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 def with_biases(config: ModelConfig, rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
     """The same tensors with those of norms, where a config says that these have some."""
     norms = [role for role in rules if role == "norm" or role.endswith("_norm")] if config.norm_bias else []
-    return {**rules, **{f"{role}_bias": biased(rules[role]) for role in norms}}
+    return {**rules, **{f"{role}_bias": bias_rule(rules[role]) for role in norms}}
 
 
-block = behind_entry_norm(llama.block)
+block = with_entry_norm(llama.block)

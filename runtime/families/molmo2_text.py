@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
-from . import TensorRule, joined, llama
+from . import TensorRule, fused, llama
 
 KEYS_HARMLESS = frozenset({"embedding_dropout", "residual_dropout"})
 REFUSED_UNLESS = {"attention_bias": False, "qkv_bias": False, "use_qk_norm": True}
@@ -41,7 +41,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role: where heads are normed together, the two norms of width D are behind the branches."""
-    rules = joined(llama.layer_tensors(config, layer), layer, FUSED)
+    rules = fused(llama.layer_tensors(config, layer), layer, FUSED)
     if config.qk_norm_full_width:
         rules |= {"o_norm": rules.pop("input_norm"), "down_norm": rules.pop("post_norm")}
     return rules

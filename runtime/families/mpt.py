@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, MAX_SIZES, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import MAX_POSITIONS
 from . import TensorRule, opt
-from .deepseek_v3 import refuse_other_code
+from .deepseek_v3 import check_auto_map
 
 LIKE = opt
 # Of training, of programs, and what other families call by these names.
@@ -34,8 +34,8 @@ NAMES = {"o": "attn.out_proj", "up": "ffn.up_proj", "down": "ffn.down_proj"}
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
-    usual = {"hidden_size": ("d_model", 2048, MOST["hidden_size"]), "num_hidden_layers": ("n_layers", 24, MAX_LAYERS),
+    check_auto_map(keys, CODE)
+    usual = {"hidden_size": ("d_model", 2048, MAX_SIZES["hidden_size"]), "num_hidden_layers": ("n_layers", 24, MAX_LAYERS),
              "num_attention_heads": ("n_heads", 16, 4096), "max_position_embeddings": ("max_seq_len", 2048, MAX_POSITIONS)}
     sizes = {name: keys.integer(own, keys.integer(name, default, high=most), high=most) for name, (own, default, most) in usual.items()}
     keys.integer("intermediate_size", None)  # four times the width, whatever it says

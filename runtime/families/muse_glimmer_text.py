@@ -13,8 +13,8 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
 from . import TensorRule, gemma2, llama
-from .llama import behind_entry_norm
-from .qwen2 import windows_of
+from .llama import with_entry_norm
+from .qwen2 import layer_windows
 
 STORED = "qk_norm_stored"  # norms of heads have weights, as in GGUF files
 KEYS_HARMLESS = frozenset({"cache_implementation", "hidden_act"})
@@ -29,7 +29,7 @@ def config(keys: Keys) -> ModelConfig:
                     act=("hidden_activation", "silu"), sizes=SIZES)
     layers, bias, stored = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False), keys.flag(STORED, False)
     usual = [GLOBAL if (layers - 1 - layer) % EVERY == 0 else LOCAL for layer in range(layers)]
-    windows = windows_of(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW), usual)
+    windows = layer_windows(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW), usual)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
         rope = rope_config(keys, head_dim, positions)
@@ -62,4 +62,4 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     return gemma2.layer_tensors(config, layer) | {"attn_gate": TensorRule(f"model.layers.{layer}.self_attn.gate_proj.weight", gates)}
 
 
-block = behind_entry_norm(llama.block)
+block = with_entry_norm(llama.block)

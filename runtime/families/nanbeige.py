@@ -6,8 +6,8 @@ from __future__ import annotations
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from . import TensorRule, llama
-from .deepseek_v3 import refuse_other_code
-from .llama import behind_entry_norm
+from .deepseek_v3 import check_auto_map
+from .llama import with_entry_norm
 
 # Of what is refused: rows of n-grams, loops through some layers alone, streams, attention to layers before.
 KEYS_HARMLESS = frozenset({
@@ -24,7 +24,7 @@ CODE = r"(configuration|modeling)_nanbeige\.Nanbeige\w+"
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,))
     made = looped(keys, base, keys.integer("num_loops", 1, high=MAX_LAYERS), qkv_bias=bias, o_bias=bias)
@@ -51,4 +51,4 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     return again(config, layer, llama.layer_tensors(config, layer % config.stored_layers))
 
 
-block = behind_entry_norm(llama.block)
+block = with_entry_norm(llama.block)

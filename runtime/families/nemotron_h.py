@@ -16,10 +16,10 @@ from ..config_reader import ConfigError, Keys, show
 from ..layer import Layer
 from ..moe_config import MoEConfig
 from . import TensorRule, llama, opt
-from .deepseek_v3 import grouped
+from .deepseek_v3 import with_expert_groups
 from .granitemoehybrid import check_steps, mamba_tensors
-from .llama import attention, feed_forward, in_halves
-from .mixtral import mixture, mixture_tensors
+from .llama import attention, decoder_block, feed_forward
+from .mixtral import moe_config, moe_tensors
 
 # Of training, of layers for multi-token prediction, of other names' features, and of speed.
 KEYS_HARMLESS = frozenset({
@@ -96,11 +96,11 @@ def mixture_of(keys: Keys, layers: tuple[int, ...]) -> MoEConfig:
     if layers and (latent or 0) > hidden:
         raise ConfigError(f"config.json: moe_latent_size = {latent} is more than hidden_size {hidden}",
                           "experts of published models read a narrower latent")
-    own = mixture(keys, 8, 2, keys.integer("moe_intermediate_size", 7688, high=2**22), keys.flag("norm_topk_prob", True), layers,
-                  "n_routed_experts", sigmoid=True, correction_bias=True, parallel_to_mlp=latent is not None, latent_dim=latent or 0,
-                  routed_scale=keys.number("routed_scaling_factor", 1.0), gated=False,
-                  shared_expert_dim=keys.integer("moe_shared_expert_intermediate_size", 7688, high=2**22))
-    return grouped(keys, own, 1, 1)
+    own = moe_config(keys, 8, 2, keys.integer("moe_intermediate_size", 7688, high=2**22), keys.flag("norm_topk_prob", True), layers,
+                     "n_routed_experts", sigmoid=True, correction_bias=True, parallel_to_mlp=latent is not None, latent_dim=latent or 0,
+                     routed_scale=keys.number("routed_scaling_factor", 1.0), gated=False,
+                     shared_expert_dim=keys.integer("moe_shared_expert_intermediate_size", 7688, high=2**22))
+    return with_expert_groups(keys, own, 1, 1)
 
 
 def first_half(config: ModelConfig, layer: int) -> int:
@@ -125,7 +125,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         found |= {"post_norm": TensorRule(f"model.layers.{first + 1}.norm.weight", (config.hidden_size,))}
     if config.moe is not None and layer in config.moe.layers:
         prefix = f"model.layers.{first + 1}.mixer."
-        found |= mixture_tensors(config, prefix, NAMES)
+        found |= moe_tensors(config, prefix, NAMES)
         if latent := config.moe.latent_dim:
             found |= {"experts_in": TensorRule(f"{prefix}fc1_latent_proj.weight", (latent, config.hidden_size)),
                       "experts_out": TensorRule(f"{prefix}fc2_latent_proj.weight", (config.hidden_size, latent))}
@@ -170,4 +170,4 @@ def narrowed_experts(x: object, at: Layer) -> object:
     return x
 
 
-block = in_halves(attention, _second_half)
+block = decoder_block(attention, _second_half)

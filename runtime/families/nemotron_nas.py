@@ -10,7 +10,7 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..layer import Layer, narrowing
 from . import TensorRule, llama
-from .deepseek_v3 import refuse_other_code
+from .deepseek_v3 import check_auto_map
 from .llama import feed_forward
 
 ATTENTION, INSIDE = "attention", "ffn"
@@ -24,7 +24,7 @@ CODE = r"(configuration|modeling)_decilm\.DeciLM\w+"  # which the checkpoints br
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     layers, heads, hidden = (keys.integer(name, None, high=high) for name, high in (
         ("num_hidden_layers", MAX_LAYERS), ("num_attention_heads", 4096), ("hidden_size", 2**20)))
     blocks = keys.raw["block_configs"] if keys.holds("block_configs") else None

@@ -8,7 +8,7 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, is_flat, ropes_by_window
 from . import olmo2
-from .qwen2 import windows_of
+from .qwen2 import layer_windows
 
 LIKE = olmo2
 KEYS_HARMLESS = frozenset({"original_max_position_embeddings"})  # what holds stands in the sections of rotary positions
@@ -20,7 +20,7 @@ EVERY = 4  # of so many layers the last sees everything, where none are listed
 def config(keys: Keys) -> ModelConfig:
     bias, layers = keys.flag("attention_bias", False), keys.integer("num_hidden_layers", high=MAX_LAYERS)
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
-    windows = windows_of(keys, window, [LOCAL if (layer + 1) % EVERY else GLOBAL for layer in range(layers)])
+    windows = layer_windows(keys, window, [LOCAL if (layer + 1) % EVERY else GLOBAL for layer in range(layers)])
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         return ropes_by_window(keys, head_dim, positions, (_theta(keys, windows), THETA), windows, flat=True)

@@ -10,7 +10,7 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..layer import Layer
 from . import TensorRule
-from .llama import attention, in_halves
+from .llama import attention, decoder_block
 
 # What rotary families call by these names, transformers passes over in this one.
 KEYS_HARMLESS = frozenset({
@@ -78,4 +78,4 @@ def _norm(role: str, name: str, width: int) -> dict[str, TensorRule]:
     return {role: _rule(f"{name}.weight", (width,)), f"{role}_bias": _rule(f"{name}.bias", (width,))}
 
 
-block = in_halves(attention, feed_forward)
+block = decoder_block(attention, feed_forward)

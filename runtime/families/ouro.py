@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..config import MAX_LAYERS, Defaults, ModelConfig
 from ..config_reader import Keys
 from . import TensorRule, llama, nanbeige
-from .deepseek_v3 import refuse_other_code
+from .deepseek_v3 import check_auto_map
 from .nanbeige import again, looped
 
 LIKE = nanbeige
@@ -23,7 +23,7 @@ BEHIND = {"o_norm": "input_layernorm_2", "down_norm": "post_attention_layernorm_
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=32)
     return looped(keys, base, keys.integer("total_ut_steps", 4, high=MAX_LAYERS))
 

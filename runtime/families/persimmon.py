@@ -11,7 +11,7 @@ import numpy as np
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, llama, opt
-from .stablelm import biased
+from .stablelm import bias_rule
 
 LIKE = opt
 # What other families call by these names, transformers passes over in this one.
@@ -40,12 +40,12 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         rules[role] = TensorRule(f"{prefix}{name}.weight", rules[role].shape)
     for role, name in HEAD_NORMS.items() if config.qk_norm else ():
         rules[role] = TensorRule(f"{prefix}self_attn.{name}.weight", rules[role].shape)
-    return rules | {f"{role}_bias": biased(rule) for role, rule in rules.items()}
+    return rules | {f"{role}_bias": bias_rule(rule) for role, rule in rules.items()}
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     rules, norm = llama.outer_tensors(config), TensorRule("model.final_layernorm.weight", (config.hidden_size,))
-    return rules | {"norm": norm, "norm_bias": biased(norm)}
+    return rules | {"norm": norm, "norm_bias": bias_rule(norm)}
 
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:

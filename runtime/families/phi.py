@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, cohere, llama
-from .deepseek_v3 import refuse_other_code
-from .stablelm import biased
+from .deepseek_v3 import check_auto_map
+from .stablelm import bias_rule
 
 LIKE = cohere
 KEYS_HARMLESS = frozenset({"embd_pdrop", "rms_norm_eps"})
@@ -18,7 +18,7 @@ NAMES = {"o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}  # as the c
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,), act=("hidden_act", "gelu_new"), eps_key="layer_norm_eps",
                     norm_eps=1e-5, sizes=SIZES, rope={"partial": True, "share": SHARE})
     return decoder_config(keys, base, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer")
@@ -31,10 +31,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         del rules[role]
     for role, name in NAMES.items():
         rules[role] = TensorRule(f"{prefix}{name}.weight", rules[role].shape)
-        rules[f"{role}_bias"] = biased(rules[role])
-    return rules | {"input_norm_bias": biased(rules["input_norm"])}
+        rules[f"{role}_bias"] = bias_rule(rules[role])
+    return rules | {"input_norm_bias": bias_rule(rules["input_norm"])}
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     rules, norm = llama.outer_tensors(config), TensorRule("model.final_layernorm.weight", (config.hidden_size,))
-    return rules | {"norm": norm, "norm_bias": biased(norm), "head_bias": TensorRule("lm_head.bias", (config.vocab_size,))}
+    return rules | {"norm": norm, "norm_bias": bias_rule(norm), "head_bias": TensorRule("lm_head.bias", (config.vocab_size,))}

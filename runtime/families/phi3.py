@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import TensorRule, joined, llama
-from .deepseek_v3 import refuse_other_code
+from . import TensorRule, fused, llama
+from .deepseek_v3 import check_auto_map
 
 KEYS_HARMLESS = frozenset({"embd_pdrop"})
 REFUSED_UNLESS = {"attention_bias": False, "full_attn_mod": 1, "interpolate_factor": 1, "layer_types": None, "lm_head_bias": False,
@@ -27,10 +27,10 @@ def config(keys: Keys) -> ModelConfig:
 
 def phi_config(keys: Keys, base: Defaults, code: str) -> ModelConfig:
     """What a config of these blocks says; the published ones bring the `code` that became part of transformers."""
-    refuse_other_code(keys, code)
+    check_auto_map(keys, code)
     base = replace(base, rope={"partial": True, "aliases": LONGROPE, "trained": TRAINED})
     return decoder_config(keys, base, windows=(keys.integer("sliding_window", None),) * base.size(keys, "num_hidden_layers"))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    return joined(llama.layer_tensors(config, layer), layer, FUSED)
+    return fused(llama.layer_tensors(config, layer), layer, FUSED)

@@ -9,8 +9,8 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, mixtral, stablelm
-from .deepseek_v3 import refuse_other_code
-from .mixtral import mixture
+from .deepseek_v3 import check_auto_map
+from .mixtral import moe_config
 
 LIKE = mixtral
 KEYS_HARMLESS = frozenset({"input_jitter_noise"})  # of training
@@ -22,10 +22,10 @@ MSCALES = ("short_mscale", "long_mscale")  # of rotary positions
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,), norm_eps=1e-5, sizes=SIZES)
     layers, width = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS), base.size(keys, "intermediate_size")
-    own = mixture(keys, 16, 2, width, False, range(layers), sparsemixer_margin=2 * keys.number("router_jitter_noise", JITTER))
+    own = moe_config(keys, 16, 2, width, False, range(layers), sparsemixer_margin=2 * keys.number("router_jitter_noise", JITTER))
     if own.experts_per_token != 2:
         raise ConfigError(f"config.json: num_experts_per_tok = {own.experts_per_token} is not supported for phimoe models",
                           "this family routes each token to two experts")

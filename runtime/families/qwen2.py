@@ -24,11 +24,11 @@ def qwen_windows(keys: Keys) -> tuple[int | None, ...]:
     """Each layer's window: as `layer_types` says, else sliding from layer `max_window_layers` on; none unless `use_sliding_window`."""
     layers, window = keys.integer("num_hidden_layers", high=MAX_LAYERS), qwen_window(keys)
     first = keys.integer("max_window_layers", 28, low=0)
-    return windows_of(keys, window, ["full_attention" if layer < first or window is None else "sliding_attention"
-                                     for layer in range(layers)])
+    return layer_windows(keys, window, ["full_attention" if layer < first or window is None else "sliding_attention"
+                                        for layer in range(layers)])
 
 
-def windows_of(keys: Keys, window: int | None, usual: Sequence[str]) -> tuple[int | None, ...]:
+def layer_windows(keys: Keys, window: int | None, usual: Sequence[str]) -> tuple[int | None, ...]:
     """Each layer's window by its type: as `layer_types` says, where that is absent as is `usual` for the family."""
     kinds = keys.kinds("layer_types", len(usual), ("full_attention", "sliding_attention")) or tuple(usual)
     if window is None and "sliding_attention" in kinds:

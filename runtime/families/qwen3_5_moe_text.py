@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config import MAX_LAYERS, Defaults, ModelConfig
 from ..config_reader import Keys
 from . import TensorRule, qwen3_5_text
-from .mixtral import expert_tensors, mixture
+from .mixtral import expert_tensors, moe_config
 from .qwen3_5_text import hybrid_config, hybrid_tensors
 from .qwen3_moe import NAMES
 
@@ -22,8 +22,8 @@ def config(keys: Keys) -> ModelConfig:
 def mixed_config(keys: Keys, experts: int, per_token: int, ahead: int = 0) -> ModelConfig:
     """What a config says where nothing says how many experts there are, how many a token visits, and of layers to draft by: these."""
     layers, most = keys.integer("num_hidden_layers", high=MAX_LAYERS), 2**22
-    own = mixture(keys, experts, per_token, keys.integer("moe_intermediate_size", WIDTH, high=most), True, range(layers),
-                  shared_expert_dim=keys.integer("shared_expert_intermediate_size", WIDTH, high=most), shared_expert_gate=True)
+    own = moe_config(keys, experts, per_token, keys.integer("moe_intermediate_size", WIDTH, high=most), True, range(layers),
+                     shared_expert_dim=keys.integer("shared_expert_intermediate_size", WIDTH, high=most), shared_expert_gate=True)
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=2, head_dim=256, ffn_key="moe_intermediate_size",
                     sizes={"moe_intermediate_size": WIDTH})
     return hybrid_config(keys, base, ahead, moe=own)

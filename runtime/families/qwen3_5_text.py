@@ -14,7 +14,7 @@ from dataclasses import replace
 from ...kernels.delta_shape import DeltaShape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import ConfigError, Keys
-from . import TensorRule, inside_others, llama
+from . import TensorRule, llama, with_multimodal_names
 
 KEYS_HARMLESS = frozenset({"mamba_ssm_dtype", "mlp_only_layers", "mtp_use_dedicated_embeddings", "unsloth_fixed_mtp"})
 REFUSED_UNLESS = {"attn_output_gate": True, "mlp_bias": False, "output_gate_type": "swish", "sliding_window": None}
@@ -75,8 +75,8 @@ def hybrid_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]
                 "state_dt": ("dt_bias", own.value_heads), "state_norm": ("norm.weight", own.value_dim),
                 "state_out": ("out_proj.weight", hidden, own.values)}.items():
             rules[role] = TensorRule(prefix + name, tuple(shape))
-    return inside_others(rules)
+    return with_multimodal_names(rules)
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    return inside_others(llama.outer_tensors(config))
+    return with_multimodal_names(llama.outer_tensors(config))

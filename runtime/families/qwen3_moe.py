@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule
-from .mixtral import expert_tensors, mixture
+from .mixtral import expert_tensors, moe_config
 from .qwen2 import qwen_window
 
 # Without layer_types the window is that of all layers or of none; max_window_layers is written and not read.
@@ -18,8 +18,8 @@ NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 def config(keys: Keys) -> ModelConfig:
     layers, bias = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.flag("attention_bias", False)
-    own = mixture(keys, 128, 8, keys.integer("moe_intermediate_size", 768, high=2**22), keys.flag("norm_topk_prob", False),
-                  sparse_layers(keys))
+    own = moe_config(keys, 128, 8, keys.integer("moe_intermediate_size", 768, high=2**22), keys.flag("norm_topk_prob", False),
+                     sparse_layers(keys))
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=4)
     return decoder_config(keys, base, windows=(qwen_window(keys),) * layers, qkv_bias=bias, o_bias=bias, qk_norm=True, moe=own)
 

@@ -19,8 +19,8 @@ from ..layer import Layer, last_of, narrowing
 from ..ngrams import NgramConfig, role_of
 from ..weights.index_weights import choose
 from . import TensorRule, llama, qwen3_5_moe_text
-from .deepseek_v4 import second_half, written
-from .mixtral import expert_tensors, mixture
+from .deepseek_v4 import stream_mlp, write_branch
+from .mixtral import expert_tensors, moe_config
 from .qwen3_5_text import FULL, LINEAR, hybrid_config, hybrid_tensors
 from .qwen3_moe import NAMES
 
@@ -37,9 +37,9 @@ PLE = "ple.ple_embedding.ngram_embedding"
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=2, head_dim=256, ffn_key="moe_intermediate_size", sizes=SIZES)
     layers, most = base.size(keys, "num_hidden_layers"), 2**22
-    own = mixture(keys, 512, 10, base.size(keys, "moe_intermediate_size"), keys.flag("norm_topk_prob", True), range(layers),
-                  parallel_to_mlp=True,
-                  shared_expert_dim=keys.integer("shared_expert_intermediate_size", 512, high=most), shared_expert_gate=True)
+    own = moe_config(keys, 512, 10, base.size(keys, "moe_intermediate_size"), keys.flag("norm_topk_prob", True), range(layers),
+                     parallel_to_mlp=True,
+                     shared_expert_dim=keys.integer("shared_expert_intermediate_size", 512, high=most), shared_expert_gate=True)
     kinds = keys.kinds("layer_types", layers, (FULL, LINEAR, CHOOSING))
     if kinds is not None:
         keys = keys.saying(layer_types=[FULL if kind == CHOOSING else kind for kind in kinds])
@@ -166,8 +166,8 @@ def block(x: object, at: Layer, rows: object | None = None) -> object:
     else:
         gave, last = attention(own, at), w.o
         at.tap("attn_out", gave)
-    x = written(ops, x, gave, last, around_attention)
-    return second_half(x, at, around_mlp, at.config.hidden_act)
+    x = write_branch(ops, x, gave, last, around_attention)
+    return stream_mlp(x, at, around_mlp, at.config.hidden_act)
 
 
 def attention(x: object, at: Layer) -> object:

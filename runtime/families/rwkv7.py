@@ -13,7 +13,7 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..layer import Layer
 from . import TensorRule
-from .deepseek_v3 import refuse_other_code
+from .deepseek_v3 import check_auto_map
 
 # Of training, of programs, and of attention, which nothing has.
 KEYS_HARMLESS = frozenset({
@@ -35,7 +35,7 @@ RANKS = {"decay_low_rank_dim": (64, 2.5), "a_low_rank_dim": (64, 2.5), "v_low_ra
 
 def config(keys: Keys) -> ModelConfig:
     """How long a text may be it does not say, whatever length it was trained with: a state is as large behind any."""
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=1 << 20, bos=1, eos=(2,), eps_key="norm_eps", norm_eps=1e-5, sizes=SIZES, rotary=False)
     hidden, layers = (base.size(keys, name) for name in ("hidden_size", "num_hidden_layers"))
     usual = -(-int(hidden * keys.number("hidden_ratio", 4.0)) // 32) * 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from .qwen2 import windows_of
+from .qwen2 import layer_windows
 
 KEYS_HARMLESS = frozenset({"max_window_layers"})
 REFUSED_UNLESS = {}
@@ -18,7 +18,7 @@ def config(keys: Keys) -> ModelConfig:
 
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=4, bos=128_000, eos=(128_001,), tied=True, theta=THETA)
     usual = ["full_attention" if here or window is None else "sliding_attention" for here in rotated]
-    return decoder_config(keys, base, turned=rotated, windows=windows_of(keys, window, usual), qkv_bias=bias, o_bias=bias,
+    return decoder_config(keys, base, turned=rotated, windows=layer_windows(keys, window, usual), qkv_bias=bias, o_bias=bias,
                           mlp_bias=keys.flag("mlp_bias", False))
 
 

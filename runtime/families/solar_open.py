@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import glm4_moe
-from .deepseek_v3 import refuse_other_code
-from .glm4_moe import corrected
+from .deepseek_v3 import check_auto_map
+from .glm4_moe import deepseek_moe_config
 
 LIKE = glm4_moe
 KEYS_HARMLESS = glm4_moe.KEYS_HARMLESS | {"intermediate_size", "num_nextn_predict_layers"}
@@ -15,10 +15,10 @@ CODE = r"(configuration|modeling)_solar_open\.SolarOpen\w+"  # of the published 
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, norm_eps=1e-5, sizes=SIZES, theta=1e6,
                     ffn_key="moe_intermediate_size")
-    own = corrected(keys, base.size(keys, "num_hidden_layers"), 128, 8, 0, True, width=1280)
+    own = deepseek_moe_config(keys, base.size(keys, "num_hidden_layers"), 128, 8, 0, True, width=1280)
     if 0 not in own.layers:
         raise keys.fail("first_k_dense_replace", "0: every layer of this family has experts")
     return decoder_config(keys, base, qkv_bias=keys.flag("attention_bias", False), moe=own)

@@ -54,14 +54,14 @@ def block(x: object, at: Layer) -> object:
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     rules = llama.outer_tensors(config)
-    return rules | {"norm_bias": biased(rules["norm"])}
+    return rules | {"norm_bias": bias_rule(rules["norm"])}
 
 
 def normed(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
     """The tensors of a layer with biases of its norms before attention and MLP."""
-    return {**rules, **{f"{role}_bias": biased(rules[role]) for role in ("input_norm", "post_norm") if role in rules}}
+    return {**rules, **{f"{role}_bias": bias_rule(rules[role]) for role in ("input_norm", "post_norm") if role in rules}}
 
 
-def biased(norm: TensorRule) -> TensorRule:
+def bias_rule(norm: TensorRule) -> TensorRule:
     """The bias of a norm, or of a matrix."""
     return TensorRule(norm.name.removesuffix("weight") + "bias", norm.shape[:1])

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from ..config import MAX_LAYERS, MAX_POSITIONS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_of
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_from_section
 from . import TensorRule
-from .deepseek_v3 import refuse_other_code
-from .glm4_moe_lite import DENSE, SPARSE, sparse_of
-from .mixtral import bounds_by_layer, expert_tensors, mixture
-from .qwen2 import windows_of
+from .deepseek_v3 import check_auto_map
+from .glm4_moe_lite import DENSE, SPARSE, sparse_layers_of
+from .mixtral import expert_tensors, gate_limits, moe_config
+from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
 # Names of older configs, those of code that checkpoints brought, by those of transformers.
@@ -37,27 +37,27 @@ FIRST_SPARSE = 3
 
 
 def config(keys: Keys) -> ModelConfig:
-    refuse_other_code(keys, CODE)
+    check_auto_map(keys, CODE)
     keys.knows(*CALLED, *LISTS, OTHER, ENUM, "rope_scaling")
     layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
     ahead = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
     keys = keys.saying(**_as_transformers(keys, layers, ahead))
     base = Defaults(max_position_embeddings=128_000, num_key_value_heads=8, head_dim=128, norm_eps=1e-5, sizes=SIZES)
-    windows = windows_of(keys, keys.integer("sliding_window", None), [GLOBAL] * layers)
+    windows = layer_windows(keys, keys.integer("sliding_window", None), [GLOBAL] * layers)
     usual = tuple(DENSE if layer < FIRST_SPARSE else SPARSE for layer in range(layers))
-    bias, sparse = keys.flag("attention_bias", False), sparse_of(keys.words("mlp_layer_types", layers) or usual)
+    bias, sparse = keys.flag("attention_bias", False), sparse_layers_of(keys.words("mlp_layer_types", layers) or usual)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         kinds = tuple(GLOBAL if own is None else LOCAL for own in windows)
         made = {kind: _rope(keys, kind, kinds.index(kind), head_dim, positions) for kind in dict.fromkeys(kinds)}
         return tuple(made[kind] for kind in kinds)
 
-    own = mixture(keys, 288, 8, keys.integer("moe_intermediate_size", 1280, high=2**22), True, sparse, "n_routed_experts", sigmoid=True,
-                  correction_bias=True, routed_scale=keys.number("moe_router_scaling_factor", 1.0),
-                  shared_expert_dim=keys.integer("share_expert_dim", 1280, high=2**22))
+    own = moe_config(keys, 288, 8, keys.integer("moe_intermediate_size", 1280, high=2**22), True, sparse, "n_routed_experts", sigmoid=True,
+                     correction_bias=True, routed_scale=keys.number("moe_router_scaling_factor", 1.0),
+                     shared_expert_dim=keys.integer("share_expert_dim", 1280, high=2**22))
     made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1",
                           output_gate=True, output_gate_per_head=True, moe=own, mtp_layers=ahead,
-                          gate_limits=bounds_by_layer(keys, BOUNDS, sparse, layers))
+                          gate_limits=gate_limits(keys, BOUNDS, sparse, layers))
     narrow, scale = _heads(keys, made), keys.number("query_pre_attn_scalar", None)
     queries = tuple(made.num_attention_heads if own is None else narrow for own in windows)
     return replace(made, layer_query_heads=queries if len({*queries, made.num_attention_heads}) > 1 else (),
@@ -112,7 +112,8 @@ def _rope(keys: Keys, kind: str, first: int, head_dim: int, positions: int) -> R
             ("rope_theta", keys.raw.get("rope_theta")), ("partial_rotary_factor", keys.raw.get("partial_rotary_factors")))
             if value is not None} | ((keys.section("rope_scaling") or {}) if kind == GLOBAL else {})
     original = keys.integer("original_max_position_embeddings", None, high=MAX_POSITIONS)
-    return rope_of(Keys(section, f"config.json: rotary positions of {kind}"), head_dim, positions, 10_000.0, original, partial=True)
+    return rope_from_section(Keys(section, f"config.json: rotary positions of {kind}"), head_dim, positions, 10_000.0, original,
+                             partial=True)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

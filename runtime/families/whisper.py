@@ -6,7 +6,7 @@ without a sound the second is an MLP alone. Keys and values of a sound are made 
 
 from __future__ import annotations
 
-from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, MAX_SIZES, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..layer import Layer, narrowing
 from . import TensorRule
@@ -31,7 +31,7 @@ USUAL = Defaults(max_position_embeddings=448, bos=50_256, eos=(50_256,), tied=Tr
 
 
 def config(keys: Keys) -> ModelConfig:
-    most = {**MOST, "num_hidden_layers": MAX_LAYERS // 2, "max_position_embeddings": 1 << 20}
+    most = {**MAX_SIZES, "num_hidden_layers": MAX_LAYERS // 2, "max_position_embeddings": 1 << 20}
     said = {name: keys.integer(own, usual, high=most[name]) for name, (own, usual) in SIZES.items()}
     layers = said["num_hidden_layers"] = 2 * said["num_hidden_layers"]
     scaled = keys.flag("scale_embedding", False)

@@ -13,10 +13,10 @@ from dataclasses import replace
 from ...kernels.cca_shape import CcaShape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from ..config_rope import RopeConfig, ropes_by_kind
+from ..config_rope import RopeConfig, ropes_by_layer_type
 from ..layer import Layer, last_of, narrowing
 from . import TensorRule, llama
-from .mixtral import mixture, mixture_tensors
+from .mixtral import moe_config, moe_tensors
 from .qwen3_moe import NAMES
 
 KEYS_HARMLESS = frozenset({"intermediate_size"})  # of no layer
@@ -39,10 +39,10 @@ def config(keys: Keys) -> ModelConfig:
         raise ConfigError(f"config.json: layer_types holds {LOCAL} without a sliding_window")
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        return ropes_by_kind(keys, kinds, ROPES, head_dim, positions, partial=True)
+        return ropes_by_layer_type(keys, kinds, ROPES, head_dim, positions, partial=True)
 
-    experts = replace(mixture(keys, 16, 1, base.size(keys, "moe_intermediate_size"), False, range(layers), correction_bias=True,
-                              parallel_to_mlp=True),
+    experts = replace(moe_config(keys, 16, 1, base.size(keys, "moe_intermediate_size"), False, range(layers), correction_bias=True,
+                                 parallel_to_mlp=True),
                       zero_experts=1, zero_experts_drop=True)
     made = decoder_config(_without_kind(keys), base, ropes, windows=tuple(window if kind == LOCAL else None for kind in kinds),
                           moe=experts, residual_streams=STREAMS, router_mlp_dim=keys.integer("router_hidden_size", 256, high=2**16),
@@ -78,7 +78,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
              "state_heads": TensorRule(f"{attention}qkv_proj.conv_qk_grouped.weight", (own.convolved, own.depth, own.second)),
              "state_heads_bias": TensorRule(f"{attention}qkv_proj.conv_qk_grouped.bias", (own.convolved,)),
              "state_temps": TensorRule(f"{attention}qk_norm.temp", (own.kv_heads,)),
-             **mixture_tensors(config, f"{prefix}mlp.", NAMES),
+             **moe_tensors(config, f"{prefix}mlp.", NAMES),
              "correction": TensorRule(f"{router}balancing_biases", (choices,)),
              "router_in": TensorRule(f"{router}down_proj.weight", (rank, hidden), plain=True),
              "router_in_bias": TensorRule(f"{router}down_proj.bias", (rank,)),

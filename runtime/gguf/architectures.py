@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...offload.safetensors_header import CheckpointError, shown
-from ..config_rope import GROWTH
+from ..config_rope import QUERY_SCALING_BETA
 from ..encoders import FILES, refuse_writing
-from ..families import FAMILIES, OTHERS, deepseek_v4, internlm2, mixtral, ouro, qwen3_moe
+from ..families import FAMILIES, UNKNOWN_FAMILY_HINT, deepseek_v4, internlm2, mixtral, ouro, qwen3_moe
 from ..families.hunyuan_v1_dense import STRETCH
 from . import (
     apertus,
@@ -174,7 +174,7 @@ ARCHITECTURES = {
                                         layer_names={**_GLM_NAMES, **latent_attention.NAMES}),
     latent_attention.GROWN: Architecture(latent_attention.GROWN_FAMILY, experts=("mlp", qwen3_moe.NAMES),
                                          required=latent_attention.REQUIRED, keys={
-                                             **_GLM_COUNTS, **latent_attention.KEYS, latent_attention.GROWING: GROWTH},
+                                             **_GLM_COUNTS, **latent_attention.KEYS, latent_attention.GROWING: QUERY_SCALING_BETA},
                                          read=latent_attention.READ, layer_names={**_GLM_NAMES, **latent_attention.NAMES}),
     **{name: Architecture(family, experts=("mlp", qwen3_moe.NAMES), required=(*latent_attention.REQUIRED, *sparse_indexer.KEYS), keys={
         **_GLM_COUNTS, **latent_attention.KEYS, **sparse_indexer.KEYS}, read=latent_attention.READ | {sparse_indexer.TYPES},
@@ -271,7 +271,7 @@ ARCHITECTURES = {
                                       **kimi_delta_attention.SAID[kimi_delta_attention.LING]),
     glm5_next.NAME: Architecture(glm5_next.FAMILY, experts=("mlp", qwen3_moe.NAMES), **glm5_next.SAID),
     gpt_oss.NAME: Architecture(gpt_oss.FAMILY, experts=("mlp", qwen3_moe.NAMES), **gpt_oss.SAID),
-    "mistral3": Architecture("ministral3", interleaved=True, keys={"attention.temperature_scale": GROWTH}),
+    "mistral3": Architecture("ministral3", interleaved=True, keys={"attention.temperature_scale": QUERY_SCALING_BETA}),
     "granite": Architecture("granite", interleaved=True, keys=_GRANITE_SCALES),
     "granitemoe": Architecture("granitemoe", interleaved=True, experts=("block_sparse_moe", qwen3_moe.NAMES), layer_names={
         part: own for part, own in state_spaces.NAMES.items() if part.endswith("_shexp")}, keys={
@@ -371,5 +371,5 @@ def architecture(path: object, name: object) -> Architecture:
                               "beside it, or named with --mmproj FILE")
     refuse_writing({"model_type": FILES.get(name)})
     if name not in ARCHITECTURES or ARCHITECTURES[name].family not in FAMILIES:
-        raise CheckpointError(f"{path} is of architecture {shown(name)}, which is not supported", OTHERS)
+        raise CheckpointError(f"{path} is of architecture {shown(name)}, which is not supported", UNKNOWN_FAMILY_HINT)
     return ARCHITECTURES[name]

@@ -18,7 +18,7 @@ from ...offload.gguf_header import GgufHeader, GgufTensor, Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
 from ..config import ModelConfig, parse_config
-from ..config_rope import GROWTH
+from ..config_rope import QUERY_SCALING_BETA
 from . import (
     deci,
     gemma3n,
@@ -156,7 +156,7 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
             heads = raw["num_attention_heads"]
             width = raw.get("head_dim") or (raw["hidden_size"] // heads if type(heads) is int and heads > 0 else 0)
             mrope_sections.check(header, name, int(width * raw.get("partial_rotary_factor", 1.0)) // 2, mrope_sections.IN_TURN[name])
-    growth = raw.pop(GROWTH, None)
+    growth = raw.pop(QUERY_SCALING_BETA, None)
     raw |= {} if name in TWO_KINDS else _rope(header, name, raw, factors)
     if name in TWO_TABLES:
         TWO_TABLES[name](header, raw)
@@ -216,7 +216,7 @@ def _grow(header: GgufHeader, name: str, raw: dict[str, object], growth: object)
     if length not in (None, own):
         raise CheckpointError(f"{header.path} states {name}.{GROWTH_LENGTH} {shown_value(length)} beside an original length of "
                               f"{shown_value(own)}, which is not supported", yarn.ORIGINAL)
-    section[GROWTH] = growth
+    section[QUERY_SCALING_BETA] = growth
 
 
 def _refuse(header: GgufHeader, name: str, found: Architecture) -> None:

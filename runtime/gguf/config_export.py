@@ -15,7 +15,7 @@ import numpy as np
 from ... import EffllmError
 from ...offload.gguf_header import Value
 from ..config import ModelConfig
-from ..config_rope import GROWTH, RopeConfig
+from ..config_rope import QUERY_SCALING_BETA, RopeConfig
 from ..moe_config import MoEConfig
 from ..rope import RopeTable, rope_table
 from . import (
@@ -303,8 +303,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
     if config.family == "minicpm":
         keys |= {"embedding_scale": float(config.embedding_multiplier), "residual_scale": float(config.residual_multiplier),
                  "logit_scale": float(config.logits_scaling)}
-    if config.rope.params.get(GROWTH):
-        keys["attention.temperature_scale"] = float(config.rope.params[GROWTH])
+    if config.rope.params.get(QUERY_SCALING_BETA):
+        keys["attention.temperature_scale"] = float(config.rope.params[QUERY_SCALING_BETA])
     if config.moe is not None:
         keys |= _of_mixture(config, config.moe)
     own = STATED.get(config.family)

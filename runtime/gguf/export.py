@@ -28,7 +28,7 @@ from ...quant.weight import RAW_NUMPY, Weight, from_f32, to_f32
 from ..config import ModelConfig, read_config
 from ..conversion.convert_plan import MATRICES
 from ..events import Notice, Progress
-from ..families import EXPERT, SHARED, expert_of, kind_of
+from ..families import EXPERT_ROLES, SHARED_EXPERT_ROLES, base_role, expert_of
 from ..files.model_folder_files import describe_existing, require_folder
 from ..ngrams import is_table
 from ..sampling.generation_config import read_generation_config
@@ -66,7 +66,7 @@ OTHER_PLACE = "choose another path with -o"
 MXFP4 = "MXFP4"
 BLOCK, HEADS = 32, ("embed", "layer_embed", "head")
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
-VECTORS = (SHARED[3], "correction")  # roles of rows that files hold as vectors
+VECTORS = (SHARED_EXPERT_ROLES[3], "correction")  # roles of rows that files hold as vectors
 # Their files hold a head, also where it is the embedding.
 HEADED = ("apertus", "bailingmoe2", "glm5-next", "gptneox", hy_v4.NAME, "kimi-linear", "mellum", "muse-glimmer", "nemotron", "olmo2",
           "olmoe", "phi2", "stablelm", "step35")
@@ -219,7 +219,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             if role in found.parts:
                 yield from _in_parts(f"blk.{key}.", role, tensor, zip(found.parts[role], joined[tensor.name], strict=True), kind)
                 continue
-            shared = role in EXPERT and "router" in roles and config.family in SHARED_AS_MLP
+            shared = role in EXPERT_ROLES and "router" in roles and config.family in SHARED_AS_MLP
             own = file_part(f"shared.{role}" if shared else role, found)
             if config.family == "falcon" and config.parallel_block_norms and role.startswith("input_norm"):
                 own = "attn_norm_2"
@@ -231,7 +231,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             if role == "kv_b" and config.family != "minicpm3":
                 yield from _halves(f"blk.{key}", first, config, kind)
                 continue
-            matrix = kind_of(role)
+            matrix = base_role(role)
             own, finer = "F32", role == "kv_b" or (bool(found.parts) and role in kimi_delta_attention.FINER)
             if matrix in MATRICES or finer:
                 own = "Q8_0" if kind == "Q4_0" and (role in HEADS or finer or is_table(role)) else kind
@@ -255,7 +255,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
 
 def _in_parts(block: str, role: str, tensor: ModelTensor, parts: Iterable[tuple[str, tuple[str, int]]], kind: str) -> Iterator[_Job]:
     """A tensor that files hold as several; `parts`: what each is called there, and in a checkpoint with how many rows."""
-    begin, matrix = 0, kind_of(role) in MATRICES
+    begin, matrix = 0, base_role(role) in MATRICES
     for name, (_, rows) in parts:
         stored = "F32" if not matrix else kind if tensor.shape[1] % BLOCK == 0 else "F16"
         planned = PlannedTensor(f"{block}{name}.weight", stored, (rows, *tensor.shape[1:]))

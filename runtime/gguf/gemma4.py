@@ -10,7 +10,7 @@ import numpy as np
 from ...offload.gguf_header import GgufHeader, Value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
-from ..config_rope import GLOBAL, LOCAL, TURNED
+from ..config_rope import GLOBAL, LOCAL, ROTATED_SHARE
 
 NAME, FAMILY = "gemma4", "gemma4_text"
 # Below the architecture's name -> config.json.
@@ -87,7 +87,8 @@ def add_gemma4(header: GgufHeader, raw: dict[str, object], kinds: list[str], div
         if len(divisors) != wide // 2 or (divisors[:count] != 1.0).any() or (divisors[count:] < STILL / 1e9).any():
             damaged(header.path, "has RoPE frequency factors that neither keep nor disable a channel pair")
         turned = count / len(divisors)
-    raw["rope_parameters"] = {GLOBAL: {"rope_type": "proportional", TURNED: turned, "rope_theta": raw.pop("rope_theta", 1_000_000.0)},
+    raw["rope_parameters"] = {GLOBAL: {"rope_type": "proportional", ROTATED_SHARE: turned,
+                                       "rope_theta": raw.pop("rope_theta", 1_000_000.0)},
                               LOCAL: {"rope_type": "default", "rope_theta": raw.pop("rope_local_base_freq", 10_000.0)}}
 
 
@@ -135,6 +136,6 @@ def divisors(config: ModelConfig) -> np.ndarray:
     """Of the rotary frequencies of layers without a window, float32 [half of a head]."""
     wide = next(layer for layer, window in enumerate(config.windows) if window is None)
     half = config.kv_heads_of(wide)[1] // 2
-    turned = int(config.ropes[wide].params[TURNED] * half)
+    turned = int(config.ropes[wide].params[ROTATED_SHARE] * half)
     return np.where(np.arange(half) < turned, 1.0, STILL).astype("<f4")
 

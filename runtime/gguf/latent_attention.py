@@ -20,7 +20,7 @@ from ...kernels.latent_shape import LatentShape
 from ...offload.gguf_header import GgufTensor, Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
-from ..config_rope import GROWTH
+from ..config_rope import QUERY_SCALING_BETA
 from . import sparse_indexer
 from .family_context import FamilyContext, drop_mtp_layers
 
@@ -113,7 +113,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
         keys |= {"expert_group_count": mixture.num_groups, "expert_group_used_count": mixture.top_groups}
     if (all_dim := config.rope.params.get("mscale_all_dim")) is not None:
         keys["rope.scaling.yarn_log_multiplier"] = MSCALE * all_dim
-    if config.rope.params.get(GROWTH):  # without it llama.cpp aborts
+    if config.rope.params.get(QUERY_SCALING_BETA):  # without it llama.cpp aborts
         keys["attention.temperature_length"] = int(config.rope.params["original_max_position_embeddings"])
     return keys | sparse_indexer.export_keys(config)
 

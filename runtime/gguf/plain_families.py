@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ...offload.safetensors_header import damaged
-from ..config_rope import GROWTH, LOCAL
+from ..config_rope import LOCAL, QUERY_SCALING_BETA
 from . import gpt_oss, transformer_names
 from .family_context import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, USUAL_THETA, USUAL_WINDOW, FamilyContext
 
@@ -31,9 +31,9 @@ def _looped(gguf: FamilyContext, raw: Raw) -> None:
 
 
 def _ministral3(gguf: FamilyContext, raw: Raw) -> None:
-    if not raw.get(GROWTH):  # as files of Mistral Small have none
+    if not raw.get(QUERY_SCALING_BETA):  # as files of Mistral Small have none
         raw |= {"model_type": "mistral"}
-        raw.pop(GROWTH, None)
+        raw.pop(QUERY_SCALING_BETA, None)
     raw["sliding_window"] = gguf.window
 
 

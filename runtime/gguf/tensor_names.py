@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..families import expert_of, kind_of
+from ..families import base_role, expert_of
 from ..ngrams import is_table
 from . import latent_attention, linear_attention, nextn
 from .architecture import CORRECTION, LAYER, OUTER, ROUTER, SHARE, SHARED_EXPERT, Architecture
@@ -69,6 +69,6 @@ def file_part(role: str, found: Architecture) -> str:
     """What a tensor of a role is called in a file, without its layer and kind. Raises KeyError for a role that files do not have."""
     if is_table(role):
         return TABLE
-    plain = (role if expert_of(role) is None else kind_of(role)).removesuffix("_bias")
+    plain = (role if expert_of(role) is None else base_role(role)).removesuffix("_bias")
     own = found.roles.get(role) or found.roles.get(plain) or ROLES[plain]
     return f"{own}_exps" if expert_of(role) is not None else own

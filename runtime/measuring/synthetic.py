@@ -73,7 +73,7 @@ class SyntheticStore:
         recipe = None if spec is None else Recipe(spec)
         offset = 0
         for role, rule in rules:
-            low = recipe is not None and families.kind_of(role) in MATRICES
+            low = recipe is not None and families.base_role(role) in MATRICES
             own = recipe.spec_for(rule.name, rule.shape, role) if low else QuantSpec.raw("bf16")
             stored[rule.name] = StoredTensor(rule.name, own, tuple(rule.shape), 0)
             nbytes = own.nbytes(rule.shape)

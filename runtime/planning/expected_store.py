@@ -49,7 +49,7 @@ class ExpectedStore:
         experts_stored = QuantSpec.parse(config.expert_format) if spec is None and config.expert_format else None
         stored: dict[str, StoredTensor] = {}
         for role, rule in ((role, rule) for rules in groups for role, rule in rules.items()):
-            low = recipe is not None and len(rule.shape) == 2 and families.kind_of(role) in MATRICES
+            low = recipe is not None and len(rule.shape) == 2 and families.base_role(role) in MATRICES
             own = recipe.spec_for(rule.name, rule.shape, role) if low else QuantSpec.raw("f16") if of_codes and rule.plain else raw
             if experts_stored is not None and families.expert_of(role) is not None and len(rule.shape) == 2:
                 own = experts_stored

@@ -35,7 +35,7 @@ from ...offload.size import format_size, parse_size, ram_argument
 from ...quant.kv import codec
 from ...quant.spec import QuantSpec
 from ..config import ModelConfig, read_config
-from ..families import SEEN, expert_of
+from ..families import VISION_PREFIX, expert_of
 from ..kv.cache_shape import index_type, page_sizes
 from ..last_layers import KEPT, attending_alone, spares
 from ..ngrams import is_table
@@ -123,7 +123,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
         for role, tensor in roles.items():
             if key == "outer" and (role.startswith(MTP) or is_table(role) or role in ("positions", *TABLES) and role != head):
                 continue  # used by drafts, or read row by row
-            if role.startswith(SEEN):
+            if role.startswith(VISION_PREFIX):
                 continue  # only rows of images use them
             routed = expert_of(role) is not None
             lent = role.startswith(BLOCKS)

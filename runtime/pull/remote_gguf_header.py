@@ -19,7 +19,7 @@ from ...quant.spec import QuantSpec
 from ..config import ModelConfig
 from ..conversion.convert_plan import MATRICES
 from ..encoders import FILES
-from ..families import TensorRule, kind_of
+from ..families import TensorRule, base_role
 from ..gguf.architectures import architecture
 from ..gguf.config import SCALING, config_json, parsed, required
 from ..planning.expected_store import ExpectedStore
@@ -93,11 +93,11 @@ def _store(config: ModelConfig, nbytes: int, kept: bool) -> ExpectedStore:
     matrices: list[tuple[str, TensorRule]] = []
 
     def collect(role: str, rule: TensorRule) -> None:
-        if kind_of(role) in MATRICES and len(rule.shape) == 2:
+        if base_role(role) in MATRICES and len(rule.shape) == 2:
             matrices.append((role, rule))
 
     ExpectedStore(config, formats=collect)
-    types = assign_types([(kind_of(role), rule.shape) for role, rule in matrices], nbytes) if kept else None
+    types = assign_types([(base_role(role), rule.shape) for role, rule in matrices], nbytes) if kept else None
     widened = QuantSpec.raw("f16")
     specs = {rule.name: widened if types is None else NATIVE.get(types[i]) for i, (_, rule) in enumerate(matrices)}
     return ExpectedStore(config, formats=lambda role, rule: specs.get(rule.name))

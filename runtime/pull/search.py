@@ -15,7 +15,7 @@ from ...offload import hardware
 from ...offload.safetensors_header import DTYPE_BITS
 from ..config_reader import is_count, of_class, show
 from ..encoders import ENCODERS, FILES
-from ..families import COMPOSITE, FAMILIES, RENAMED, makes_vectors
+from ..families import COMPOSITE, FAMILIES, MODEL_TYPE_ALIASES, is_embedding_model
 from ..gguf.architectures import ARCHITECTURES
 from ..hub import is_repo
 from ..stores.import_config import METHODS, MLX, MLX_FAMILIES
@@ -49,7 +49,7 @@ class SearchResult:
     gated: bool
     downloads: int
     likes: int
-    makes_vectors: bool
+    is_embedding_model: bool
     why_not: str
 
     def fits(self, memory: int) -> str:
@@ -118,7 +118,7 @@ def _nbytes(parameters: object) -> int | None:
 
 
 def _reads_alone(kind: str, form: str) -> bool:
-    return kind in FILES if form == GGUF else kind in ENCODERS or makes_vectors({"model_type": kind})
+    return kind in FILES if form == GGUF else kind in ENCODERS or is_embedding_model({"model_type": kind})
 
 
 def _why_not(kind: str, form: str, method: str) -> str:
@@ -126,9 +126,9 @@ def _why_not(kind: str, form: str, method: str) -> str:
         return "neither safetensors nor GGUF"
     if not kind:
         return "its type is not stated"
-    known: Sequence[Mapping[str, object]] = (ARCHITECTURES, FILES) if form == GGUF else (FAMILIES, COMPOSITE, RENAMED, ENCODERS)
+    known: Sequence[Mapping[str, object]] = (ARCHITECTURES, FILES) if form == GGUF else (FAMILIES, COMPOSITE, MODEL_TYPE_ALIASES, ENCODERS)
     if not any(kind in each for each in known):
         return f"type {kind} is not supported"
-    if method == MLX and not {RENAMED.get(each, each) for each in COMPOSITE.get(kind, (kind,))} & {*MLX_FAMILIES}:
+    if method == MLX and not {MODEL_TYPE_ALIASES.get(each, each) for each in COMPOSITE.get(kind, (kind,))} & {*MLX_FAMILIES}:
         return f"MLX-quantized weights are not supported for {kind} models"
     return f"quantized by {method}, which is not read" if method and method not in READ else ""

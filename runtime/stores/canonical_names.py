@@ -16,7 +16,7 @@ from ...offload.checkpoint import TensorStore
 from ...offload.safetensors_header import TensorInfo, damaged, shown
 from .. import families
 from ..families import gpt2
-from ..families.mixtral import MOST_EXPERTS
+from ..families.mixtral import MAX_EXPERTS
 from .native_names import TRANSLATED, translated
 
 THINKER = "thinker."  # before all that writes, of models that speak
@@ -86,7 +86,7 @@ def alone(name: str) -> str:
 
 def canonicalize_names(store: TensorStore, model_type: object) -> None:
     """Rename a store's tensors as the family of a `model_type` names them. Raises CheckpointError."""
-    model_type = families.RENAMED.get(str(model_type), str(model_type))
+    model_type = families.MODEL_TYPE_ALIASES.get(str(model_type), str(model_type))
     if model_type in TRANSLATED:
         names = ((translated(name, model_type), info) for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
@@ -94,7 +94,7 @@ def canonicalize_names(store: TensorStore, model_type: object) -> None:
         names = ((BASE + name if name.startswith(INSIDE) else name, info) for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
     if model_type in WITHOUT_BEFORE:
-        names = ((gpt2.BEFORE + name if name.startswith(WITHOUT_BEFORE[model_type]) else name, info) for name, info in
+        names = ((gpt2.PREFIX + name if name.startswith(WITHOUT_BEFORE[model_type]) else name, info) for name, info in
                  store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
     if model_type in ("falcon_mamba", "mamba", "mamba2", "nemotron_h"):
@@ -172,7 +172,7 @@ def _apart(tensors: Mapping[str, TensorInfo], family: str, joint: FusedExperts) 
             yield replace(info, name=f"{layer}{place}gate.weight") if layer != name and layer in layers else info
             continue
         parts, shape = PARTS[found.group(2)], info.shape
-        if len(shape) != 3 or 0 in shape or shape[0] > MOST_EXPERTS or shape[1] % len(parts) or info.nbytes % (shape[0] * shape[1]):
+        if len(shape) != 3 or 0 in shape or shape[0] > MAX_EXPERTS or shape[1] % len(parts) or info.nbytes % (shape[0] * shape[1]):
             damaged(info.file, f"holds {shown(name)} as {info.dtype} {list(shape)}")
         rows, nbytes = shape[1] // len(parts), info.nbytes // (shape[0] * len(parts))
         for i in range(shape[0] * len(parts)):

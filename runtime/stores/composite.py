@@ -43,18 +43,18 @@ UNTIED = ("deepseek_ocr", "deepseek_ocr2", "glm5_next", "idefics2", "mistral_lar
 AS_INSIDE = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision", "internvl_chat",
              "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "kimi_vl", "llama4", "llava",
              "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "perception_lm", "qwen2_5_vl",
-             "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral", *families.HYPERCLOVAX_SEEING,
-             *families.NEMOTRON_SEEING)
+             "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral", *families.HYPERCLOVAX_VISION,
+             *families.NEMOTRON_VISION)
 # Whose checkpoints bring code that became part of transformers.
 KNOWN_CODE = ("deepseek_ocr", "deepseek_ocr2", "ernie4_5_moe_vl", "internvl_chat", "llava_qwen2", "molmo2", "paddleocr_vl",
-              "unlimited_ocr", *families.HYPERCLOVAX_SEEING, *families.NEMOTRON_SEEING)
+              "unlimited_ocr", *families.HYPERCLOVAX_VISION, *families.NEMOTRON_VISION)
 # What outer objects of some say of all parts together.
 OF_ALL: Mapping[str, frozenset[str]] = {
     "internvl_chat": frozenset({
         "dynamic_image_size", "force_image_size", "hidden_size", "llm_config", "max_dynamic_patch", "min_dynamic_patch",
         "output_attentions", "pad2square", "ps_version", "select_layer", "system_message", "template", "use_backbone_lora",
         "use_llm_lora", "use_thumbnail"}),
-    **dict.fromkeys(families.NEMOTRON_SEEING, frozenset({
+    **dict.fromkeys(families.NEMOTRON_VISION, frozenset({
         "force_image_size", "image_tag_type", "img_context_token", "img_context_token_id", "img_end_token", "img_start_token", "llm_config",
         "max_num_tiles", "norm_mean", "norm_std", "ps_version", "sound_config", "sound_context_token", "sound_context_token_id", "template",
         "video_context_token", "video_context_token_id", "video_pruning_rate", "video_temporal_patch_size", "vision_hidden_size",
@@ -96,10 +96,10 @@ ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whet
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
 # What the text part's object was called in first configs; and what the outer class was called where that says no task.
 INNER = {**dict.fromkeys(("deepseek_ocr", "deepseek_ocr2", "unlimited_ocr"), "language_config"),
-         **dict.fromkeys(("internvl_chat", *families.NEMOTRON_SEEING), "llm_config")}
+         **dict.fromkeys(("internvl_chat", *families.NEMOTRON_VISION), "llm_config")}
 # A type that is several makers' -> the class of the one that is known, by which it is told.
 OF_CLASS = {"vlm": "HCXVisionV2"}
-OUTER_CLASSES = {"internvl_chat": ("InternVLChatModel",), **dict.fromkeys(families.NEMOTRON_SEEING, ("Reasoning_V3", "VL_V2")),
+OUTER_CLASSES = {"internvl_chat": ("InternVLChatModel",), **dict.fromkeys(families.NEMOTRON_VISION, ("Reasoning_V3", "VL_V2")),
                  "vlm": (f"{OF_CLASS['vlm']}ForCausalLM",), "whisper": ("WhisperForConditionalGeneration",)}
 # Which may say of the text part all in the outer object.
 FLAT = ("ernie4_5_moe_vl", "glm5_next", "hunyuan_vl", "llava_qwen2", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
@@ -135,7 +135,7 @@ def text_model_config(raw: Mapping[str, object]) -> dict[str, object]:
     kind = str(raw.get("model_type"))
     known = families.COMPOSITE.get(kind)
     if known is None:
-        return families.of_its_family(raw)
+        return families.resolve_model_type(raw)
     if kind in OF_CLASS and OF_CLASS[kind] not in f"{raw.get('architectures')} {raw.get('auto_map')}":
         raise ConfigError(f"config.json: model_type {show(kind)} is used by several publishers, and architectures is "
                           f"{show(raw.get('architectures'))}", f"of those, {OF_CLASS[kind]}ForCausalLM (HyperCLOVA X SEED) is supported")
@@ -154,7 +154,7 @@ def text_model_config(raw: Mapping[str, object]) -> dict[str, object]:
         stated["tie_word_embeddings"] = True
     unsaid = dict(zip(SIZE_KEYS, SIZES.get(str(family), ()), strict=False)) if inner else {}
     unsaid |= UNSAID_INSIDE.get(kind, {})
-    return families.of_its_family({**unsaid, **inner, **stated, "model_type": family, "architectures": None})
+    return families.resolve_model_type({**unsaid, **inner, **stated, "model_type": family, "architectures": None})
 
 
 def unknown_outer_keys(raw: Mapping[str, object], harmless: Collection[str]) -> list[str]:
@@ -174,8 +174,8 @@ def _inside(raw: Mapping[str, object]) -> dict[str, object]:
             inner = {"sliding_window": raw.get("sliding_window"), **inner, "model_type": families.COMPOSITE[kind][0]}
     if inner is None and kind in FLAT:
         inner = {key: value for key, value in raw.items() if key not in OUTER_HARMLESS | OF_ALL.get(str(kind), frozenset())}
-    inner = {key: value for key, value in (inner or {}).items() if key not in OF_IMAGES or kind not in families.BY_PREFIX}
-    if kind in families.PREFIXED:  # that of prompts with pictures
+    inner = {key: value for key, value in (inner or {}).items() if key not in OF_IMAGES or kind not in families.PREFIX_STRIPPED}
+    if kind in families.PREFIX_LM:  # that of prompts with pictures
         inner.pop("use_bidirectional_attention", None)
     if kind in ONE_BIAS and (biased := inner.pop(ONE_BIAS[kind], None)) is not None:
         inner |= {"attention_bias": biased, "mlp_bias": biased}

@@ -14,7 +14,7 @@ from math import prod
 from ...offload.checkpoint import TensorStore
 from ...offload.safetensors_header import CheckpointError, TensorInfo, damaged, shown
 from ..config_reader import Keys
-from ..families.mixtral import MOST_EXPERTS
+from ..families.mixtral import MAX_EXPERTS
 from .transposed_experts import LastExpert, TransposedExpert, TransposedExpertStore
 
 JOINT = re.compile(r"(.+\.ffn\.experts\.)mlp\.(w1|v1|w2)")
@@ -36,7 +36,7 @@ def with_dbrx_experts(store: TensorStore, raw: Mapping[str, object]) -> TensorSt
     for name, found in joint:
         info = store.tensors[name]
         experts = info.shape[0] // width
-        if len(info.shape) != 2 or experts * width != info.shape[0] or not 0 < experts <= MOST_EXPERTS or info.nbytes % prod(info.shape):
+        if len(info.shape) != 2 or experts * width != info.shape[0] or not 0 < experts <= MAX_EXPERTS or info.nbytes % prod(info.shape):
             damaged(info.file, f"holds {shown(name)} as {info.dtype} {list(info.shape)}")
         nbytes, cube = info.nbytes // experts, replace(info, shape=(experts, width, info.shape[1]))
         for expert in range(experts):

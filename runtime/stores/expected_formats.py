@@ -11,7 +11,7 @@ from ...quant.imports import bitsandbytes, fp8, groups, mxfp4, nvfp4, ternary
 from ...quant.spec import QuantSpec
 from .. import families
 from ..config import ModelConfig
-from ..families import TensorRule, expert_of, kind_of
+from ..families import TensorRule, base_role, expert_of
 from .import_config import (
     BYTES,
     EXACT_OF_MLX,
@@ -48,7 +48,7 @@ def expected_formats(section: Mapping[str, object]) -> Formats:
     each, named = [_of_one_kind({**plain, "lm_head": True}) for plain in kinds.sections], left_out(section)
 
     def formats(role: str, rule: TensorRule) -> QuantSpec | None:
-        place = kinds.place(rule.name.removesuffix(".weight"), kind_of(role) != "head")
+        place = kinds.place(rule.name.removesuffix(".weight"), base_role(role) != "head")
         return None if place is None or any(is_named(module, rule.name) for module in named) else each[place](role, rule)
 
     return formats
@@ -74,7 +74,7 @@ def _of_one_kind(section: Mapping[str, object]) -> Formats:
     named = left_out(section)
 
     def formats(role: str, rule: TensorRule) -> QuantSpec | None:
-        own = kind_of(role)
+        own = base_role(role)
         head = own == "head" and section.get("lm_head") is True
         if not head and (own not in LINEARS or len(rule.shape) != 2) or any(is_named(each, rule.name) for each in named):
             return None
@@ -112,8 +112,8 @@ def _of_mlx(section: Mapping[str, object]) -> Formats:
     def formats(role: str, rule: TensorRule) -> QuantSpec | None:
         if len(rule.shape) != 2 or form is None or rule.shape[1] % form.group:
             return None
-        if kind_of(role) not in FROM_MLX or rule.plain:
-            return EXACT if kind_of(role) in EXACT_OF_MLX else WIDENED
+        if base_role(role) not in FROM_MLX or rule.plain:
+            return EXACT if base_role(role) in EXACT_OF_MLX else WIDENED
         return form.spec or WIDENED
 
     return formats

@@ -28,7 +28,7 @@ from ...offload.streaming_pager import Range
 from ...quant.imports import mxfp4
 from ...quant.imports.repack import put_mxfp4
 from ...quant.weight import from_f32
-from ..families.mixtral import MOST_EXPERTS
+from ..families.mixtral import MAX_EXPERTS
 from .container import Container, StoredTensor
 from .converting_store import ARRANGED_NBYTES, ConvertingStore, scratch_nbytes, steps
 
@@ -90,7 +90,7 @@ class GptOssExpertStore(ConvertingStore):
                 continue
             scales = store.tensors.get(f"{place}.{joint}_scales") if kind == "_blocks" else None
             experts, outputs, inputs = self._shape(info, kind, scales)
-            if experts > MOST_EXPERTS:
+            if experts > MAX_EXPERTS:
                 damaged(info.file, f"holds {shown(name)} of {experts} experts")
             packed += [] if scales is None else [info, scales]
             names = PARTS[joint]

@@ -18,7 +18,7 @@ from ...offload.repack import Repack, RepackStep, staging_buffer
 from ...offload.safetensors_header import CheckpointError, TensorInfo, damaged, shown
 from ...offload.streaming_pager import Range
 from .. import families
-from ..families.mixtral import MOST_EXPERTS
+from ..families.mixtral import MAX_EXPERTS
 from .canonical_names import EXPERTS, PARTS
 from .tensor_views import TensorView, ViewStore
 
@@ -114,7 +114,7 @@ def with_transposed_experts(store: TensorStore, raw: Mapping[str, object], alway
         each = JOINT.fullmatch(name)
         if each is None:
             continue
-        if len(info.shape) != 3 or 0 in info.shape or info.shape[0] > MOST_EXPERTS or info.nbytes % np.prod(info.shape, dtype=np.int64):
+        if len(info.shape) != 3 or 0 in info.shape or info.shape[0] > MAX_EXPERTS or info.nbytes % np.prod(info.shape, dtype=np.int64):
             damaged(info.file, f"holds {shown(name)} as {info.dtype} {list(info.shape)}")
         parts, (experts, inputs, outputs) = PARTS[each[2]], info.shape
         down = len(parts) == 1

@@ -19,7 +19,7 @@ from ...offload.safetensors_header import TensorInfo, shown
 from ...offload.shards import PAD
 from ...quant.weight import RAW_NUMPY, to_f32
 from ..config import ModelConfig
-from ..families import COMPOSITE, RENAMED
+from ..families import COMPOSITE, MODEL_TYPE_ALIASES
 from ..tensors import ModelTensor
 from .import_config import IGNORED
 
@@ -56,7 +56,7 @@ def unused_tensors(config: ModelConfig, store: TensorStore, read: Iterable[Tenso
     used = {(info.file, info.offset) for info in read}  # the first part of a tensor that is split begins where it does
     left = [info for info in store.tensors.values() if (info.file, info.offset) not in used]
     left = [info for info in left if not info.name.startswith(PAD) and not HARMLESS.fullmatch(info.name)]
-    if config.family in {RENAMED.get(each, each) for inner in COMPOSITE.values() for each in inner}:
+    if config.family in {MODEL_TYPE_ALIASES.get(each, each) for inner in COMPOSITE.values() for each in inner}:
         left = [info for info in left if not SIGHT.fullmatch(info.name)]
     if config.family in SENSES:
         left = [info for info in left if not SENSES[config.family].fullmatch(info.name)]

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...kernels.reference_moe import ranks
 from ...quant.weight import Expert, Norm, ParallelExperts, RouterMlp, SharedExpert
-from ..families import SEEN, SHARED, expert_roles
+from ..families import SHARED_EXPERT_ROLES, VISION_PREFIX, expert_roles
 
 if TYPE_CHECKING:
     from ...quant.weight import Linear, LowRank
@@ -48,8 +48,8 @@ def mixture_weights(found: RoleSource, post_norm: Norm, paging: Paging | None) -
                                None if config.router_mlp_dim or config.gated_norm_rank or own.latent_dim else router,
                                lambda logits: ranks(logits, own.routing, correction))
     seen = None
-    if f"{SEEN}router" in found.roles:
-        seen = found.linear(f"{SEEN}router"), _experts(found, SEEN), found.vector(f"{SEEN}correction")
+    if f"{VISION_PREFIX}router" in found.roles:
+        seen = found.linear(f"{VISION_PREFIX}router"), _experts(found, VISION_PREFIX), found.vector(f"{VISION_PREFIX}correction")
     between = found.low_rank("experts_in", "experts_out")
     return MixtureWeights(router, correction, experts, _shared(found), apart, _path(found), seen, between)
 
@@ -71,10 +71,10 @@ def _apart(found: RoleSource, post_norm: Norm) -> ParallelExperts:
 
 
 def _shared(found: RoleSource) -> SharedExpert | None:
-    if SHARED[1] not in found.roles:
+    if SHARED_EXPERT_ROLES[1] not in found.roles:
         return None
-    factor = found.config.residual_multiplier * found.config.multiplier(SHARED[2])
-    return SharedExpert(*map(found.linear, SHARED), factor, found.config.expert_act(found.layer, shared=True))
+    factor = found.config.residual_multiplier * found.config.multiplier(SHARED_EXPERT_ROLES[2])
+    return SharedExpert(*map(found.linear, SHARED_EXPERT_ROLES), factor, found.config.expert_act(found.layer, shared=True))
 
 
 def _path(found: RoleSource) -> RouterMlp | None:

@@ -19,7 +19,7 @@ from ...kernels.cpu import lut_layout
 from ...kernels.layout import align
 from ...offload.notes import Fallback, refuse_fallbacks
 from ..events import Notice, Progress
-from ..families import kind_of
+from ..families import base_role
 from ..model import Model
 from ..prepare import Prepared, worker_count
 from ..tensors import ModelTensor
@@ -127,5 +127,5 @@ def _weights(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelT
     """The low-bit weights of host layers, each with the reason why lookup is ruled out, if it is."""
     for layer, device in enumerate(prepared.placement.devices):
         for role, tensor in tensors[layer].items() if device == "cpu" else ():
-            if kind_of(role) in ROLES and not tensor.spec.is_raw and not tensor.turn:
+            if base_role(role) in ROLES and not tensor.spec.is_raw and not tensor.turn:
                 yield tensor, lut_layout.declines(tensor.spec.scheme, tensor.spec.bits, tensor.spec.group, tensor.shape[0])

@@ -29,7 +29,7 @@ from ...offload.resident_pager import resident_nbytes
 from ...offload.size import format_size
 from ...offload.streaming_pager import FETCH_NBYTES, Part, Range
 from ...quant.weight import Expert, Linear, Norm, Weight
-from ..families import EXPERT, expert_of, expert_roles, kind_of
+from ..families import EXPERT_ROLES, base_role, expert_of, expert_roles
 from ..ngrams import held
 from . import expert_trace
 from .stream_layout import TABLES, fixed_part
@@ -196,7 +196,7 @@ def _part(matrices: Sequence[ModelTensor], store: TensorStore) -> Part | None:
 
 
 def _stays(role: str) -> bool:
-    return expert_of(role) is None or kind_of(role) not in EXPERT
+    return expert_of(role) is None or base_role(role) not in EXPERT_ROLES
 
 
 def _lies_straight(tensor: ModelTensor, store: TensorStore) -> bool:
@@ -222,7 +222,7 @@ class LayerExperts(ExpertPages):
                  following: Callable[[int], Sequence[_Following]]) -> None:
         self._pager, self._index, self._following = pager, index, following
         self._matrices = [tuple(roles[role] for role in expert_roles(expert) if role in roles) for expert in range(pager.experts)]
-        self._without_gate = len(self._matrices[0]) < len(EXPERT)
+        self._without_gate = len(self._matrices[0]) < len(EXPERT_ROLES)
         self._biases = [tuple(bias(role) for role in expert_roles(expert)) for expert in range(pager.experts)]
         self.slots_begin, self.slot_nbytes = address(pager.memory), pager.slot_nbytes
 

@@ -21,7 +21,7 @@ from ...offload.checkpoint import TensorInfo, TensorStore
 from ...offload.placement import split_evenly
 from ...offload.resident_pager import resident_nbytes, unshared
 from ...offload.streaming_pager import FETCH_NBYTES, Part, Range, same_parts
-from ..families import expert_of, is_for_pictures, is_side_by_side
+from ..families import expert_of, is_cross_attention, is_parallel_block
 from ..ngrams import held
 from ..sparse.neuron_bundles import ROLE as BUNDLES
 from ..speculation.mtp_tensors import MTP
@@ -88,7 +88,7 @@ def plan_layout(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: T
         return StreamLayout((), {}, always, frozenset(), "")
     maker = _Cut(store, PART_NBYTES * (2 if total > LARGE_NBYTES else 1))
     outer = tensors["outer"]
-    for key in sorted(key for key in tensors if key != "outer" and not is_for_pictures(tensors[key])):
+    for key in sorted(key for key in tensors if key != "outer" and not is_cross_attention(tensors[key])):
         for stage in stages_of(tensors[key]):
             present = [tensors[key][role] for role in stage if role in tensors[key]]
             maker.stage(present, together="gate" in stage and len(present) == 2)
@@ -119,7 +119,7 @@ def stages_of(roles: Collection[str]) -> tuple[tuple[str, ...], ...]:
     if "input_norm_in" in roles:
         return tuple(("q_b", "attn_gate") if stage == ("q_b",) else tuple(role for role in stage if role != "attn_gate")
                      for stage in STAGES)
-    if not is_side_by_side(roles):
+    if not is_parallel_block(roles):
         return STAGES
     return (*(stage for stage in STAGES if stage != ("o",)), ("o",))
 
