@@ -38,17 +38,17 @@ def adapter(folder: Path, rank: int, has_lengths: bool = False) -> Path:
     attention = {"q_proj": (hidden, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, hidden)}
     mlp = {"gate_proj": (config.intermediate_size, hidden), "up_proj": (config.intermediate_size, hidden),
            "down_proj": (hidden, config.intermediate_size)}
-    made = {}
+    tensors = {}
     for layer in range(config.num_hidden_layers):
         for block, matrices in (("self_attn", attention), ("mlp", mlp)):
             for name, (rows, depth) in matrices.items():
                 for which, shape in (("A", (rank, depth)), ("B", (rows, rank))):
                     values = 0.01 * rng.standard_normal(shape, np.float32)
-                    made[f"base_model.model.model.layers.{layer}.{block}.{name}.lora_{which}.weight"] = values.astype(np.float16)
+                    tensors[f"base_model.model.model.layers.{layer}.{block}.{name}.lora_{which}.weight"] = values.astype(np.float16)
                 if has_lengths:
-                    made[f"base_model.model.model.layers.{layer}.{block}.{name}.lora_magnitude_vector"] = np.ones(rows, np.float32)
+                    tensors[f"base_model.model.model.layers.{layer}.{block}.{name}.lora_magnitude_vector"] = np.ones(rows, np.float32)
     folder.mkdir()
-    save_file(made, folder / "adapter_model.safetensors")
+    save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
     return folder
 
@@ -82,29 +82,30 @@ def main() -> int:
     parser.add_argument("--dora", type=int, nargs="*", default=[16], metavar="RANK")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     ids, figures = np.random.default_rng(0).integers(0, 32000, PROMPT).tolist(), []
-    plain, _ = opened(asked.bits)
+    plain, _ = opened(options.bits)
     with tempfile.TemporaryDirectory() as folder:
-        for rank, has_lengths in [*((rank, False) for rank in asked.ranks), *((rank, True) for rank in asked.dora)]:
+        for rank, has_lengths in [*((rank, False) for rank in options.ranks), *((rank, True) for rank in options.dora)]:
             called = f"{'dora_' * has_lengths}{rank}"
-            beside, measuring = opened(asked.bits, adapter(Path(folder) / called, rank, has_lengths))
-            rounds = [[seconds(engine, ids) for engine in (plain, beside)] for _ in range(asked.rounds + 1)][1:]  # the first wakes them
-            share = beside.prepared.adapters.nbytes / plain.model.bytes_per_pass
-            machine = f"{SHAPE} at {asked.bits} bits, {cpu_threads()} threads, {asked.rounds} rounds"
+            adapted, measuring = opened(options.bits, adapter(Path(folder) / called, rank, has_lengths))
+            rounds = [[seconds(engine, ids) for engine in (plain, adapted)] for _ in range(options.rounds + 1)][1:]  # the first wakes them
+            share = adapted.prepared.adapters.nbytes / plain.model.bytes_per_pass
+            machine = f"{SHAPE} at {options.bits} bits, {cpu_threads()} threads, {options.rounds} rounds"
             conditions = f"{'DoRA, ' * has_lengths}rank {rank}, {machine}"
-            for place, name, what in ((1, "token", "a token"), (0, "prompt", f"a prompt of {PROMPT} tokens")):
+            for index, name, description in ((1, "token", "a token"), (0, "prompt", f"a prompt of {PROMPT} tokens")):
                 key = f"{name}_{called}"
-                pairs = [(one[place], other[place]) for one, other in rounds]
-                figures += [Figure(f"{key}_ratio", f"{what}: its rate with the adapter", conditions, median(a / b for a, b in pairs), "×"),
-                            Figure(f"{key}_plain", f"{what}, without", conditions, 1e3 * median(a for a, _ in pairs), "ms"),
-                            Figure(f"{key}_beside", f"{what}, with", conditions, 1e3 * median(b for _, b in pairs), "ms")]
+                pairs = [(one[index], other[index]) for one, other in rounds]
+                figures += [Figure(f"{key}_ratio", f"{description}: its rate with the adapter", conditions,
+                                   median(a / b for a, b in pairs), "×"),
+                            Figure(f"{key}_plain", f"{description}, without", conditions, 1e3 * median(a for a, _ in pairs), "ms"),
+                            Figure(f"{key}_beside", f"{description}, with", conditions, 1e3 * median(b for _, b in pairs), "ms")]
             figures.append(Figure(f"bytes_{called}", "its bytes, of those of a token", conditions, 100 * share, "%"))
             if has_lengths:
                 figures.append(Figure(f"measuring_{called}", "measuring rows at the start", conditions, measuring, "s"))
-            beside.close()
+            adapted.close()
     plain.close()
-    publish("adapters", "Adapters", INTRO, figures, keep=not asked.no_results)
+    publish("adapters", "Adapters", INTRO, figures, keep=not options.no_results)
     return 0
 
 

@@ -114,13 +114,13 @@ def watch(command: Sequence[str]) -> Cost:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace") as process:
         peak = anonymous = 0
         while process.poll() is None:
-            held = _memory(process.pid)
-            peak, anonymous = max(peak, held.get("VmHWM", 0)), max(anonymous, held.get("RssAnon", 0))
+            memory = _memory(process.pid)
+            peak, anonymous = max(peak, memory.get("VmHWM", 0)), max(anonymous, memory.get("RssAnon", 0))
             time.sleep(POLL_S)
         seconds = time.perf_counter() - started
-        said = process.stderr.read()
+        error_output = process.stderr.read()
     if process.returncode:
-        raise RuntimeError(f"{' '.join(command[:4])} …: {said[-2000:]}")
+        raise RuntimeError(f"{' '.join(command[:4])} …: {error_output[-2000:]}")
     return Cost(seconds, peak, anonymous)
 
 
@@ -130,7 +130,7 @@ def _memory(pid: int) -> dict[str, int]:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return {}
-    return {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if name[:2] in ("Vm", "Rs")}
+    return {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines) if name[:2] in ("Vm", "Rs")}
 
 
 def quantize_peer(folder: Path, target: Path, ftype: str, threads: int) -> Cost:
@@ -206,8 +206,8 @@ class OwnSide:
         self.clear = self.engine.reset
 
     def forward(self, count: int) -> None:
-        held = len(self.engine.tokens)
-        self.engine.forward_logits(self.ids[held : held + count])
+        num_tokens = len(self.engine.tokens)
+        self.engine.forward_logits(self.ids[num_tokens : num_tokens + count])
 
     def prefill(self, count: int) -> float:
         self.clear()
@@ -231,13 +231,13 @@ class OwnSide:
     def facts(self) -> dict[str, float]:
         """Bytes: read per pass, the plan's total and its parts; operations in a token's matrix products, for a dense model."""
         model, placement, config = self.engine.model, self.engine.placement, self.engine.config
-        held = {"bytes_per_pass": model.bytes_per_pass, "nbytes": model.nbytes, "planned": placement.total_bytes,
-                "baseline": placement.baseline_bytes}
+        facts = {"bytes_per_pass": model.bytes_per_pass, "nbytes": model.nbytes, "planned": placement.total_bytes,
+                 "baseline": placement.baseline_bytes}
         if config.moe is not None:
-            return held
+            return facts
         heads = config.num_attention_heads + config.num_key_value_heads
         attention, ffn = 2 * config.hidden_size * heads * config.head_dim, 3 * config.hidden_size * config.intermediate_size
-        return {**held, "operations": 2 * config.num_hidden_layers * (attention + ffn), "ffn_operations": 2 * FFN_TOKENS * ffn}
+        return {**facts, "operations": 2 * config.num_hidden_layers * (attention + ffn), "ffn_operations": 2 * FFN_TOKENS * ffn}
 
     def close(self) -> None:
         self.engine.close()
@@ -266,10 +266,10 @@ def _answer(side: PeerSide | OwnSide, name: str, *arguments: int) -> object:
         case "clear":
             return side.clear()
         case "forward":  # times, tokens each
-            times, count, *rest = arguments
+            times, count, *rest_arguments = arguments
             started = time.perf_counter()
             for _ in range(times):
-                side.forward(count, *rest)
+                side.forward(count, *rest_arguments)
             return time.perf_counter() - started
         case "peak":
             return hardware.peak_rss()
@@ -309,4 +309,4 @@ class Child:
 
 def file_nbytes(path: Path) -> int:
     """Bytes of a file, or of the safetensors in a folder."""
-    return sum(os.stat(each).st_size for each in ([path] if path.is_file() else path.glob("*.safetensors")))
+    return sum(os.stat(file).st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))

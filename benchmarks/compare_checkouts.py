@@ -24,7 +24,7 @@ from report import Figure, parser_of, publish
 
 HERE = Path(__file__).resolve().parent
 PROMPT = 17  # tokens from which a pass is a prompt: no draft is longer
-TURN = 8  # passes of a turn at a depth
+PASSES_PER_ROUND = 8  # passes of a turn at a depth
 # Answers every line of its input, a number of tokens, with the seconds that they took and the tokens that were held before; "begin" reads
 # the text of `depth` tokens into an empty cache.
 SIDE = """
@@ -62,7 +62,7 @@ class Side:
     """One checkout's process."""
 
     def __init__(self, checkout: Path, model: str, threads: int, depth: int, ctx: int, kv: str) -> None:
-        numbers = map(str, (threads, PROMPT, depth, TURN, ctx))
+        numbers = map(str, (threads, PROMPT, depth, PASSES_PER_ROUND, ctx))
         command = [sys.executable, "-c", SIDE, str(HERE), model, *numbers, kv]
         self._child = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(checkout.parent)}, stdin=subprocess.PIPE,
                                        stdout=subprocess.PIPE, text=True)
@@ -80,8 +80,8 @@ class Side:
     def _ask(self, order: str) -> tuple[float, int]:
         self._child.stdin.write(f"{order}\n")
         self._child.stdin.flush()
-        seconds, held = self._child.stdout.readline().split()
-        return float(seconds), int(held)
+        seconds, num_tokens = self._child.stdout.readline().split()
+        return float(seconds), int(num_tokens)
 
     def close(self) -> None:
         with self._child:  # until it has ended
@@ -103,17 +103,19 @@ def main() -> None:
         sys.exit(f"{options.other} is no checkout in a folder called {HERE.parent.name}")
     described = subprocess.run(["git", "describe", "--always", "--abbrev=10"], cwd=other, capture_output=True, text=True, check=True)
     before = described.stdout.strip()
-    ctx = options.depth + (options.rounds + 1) * TURN * max(options.tokens) if options.depth else max(CTX, max(options.tokens) + 1)
+    ctx = max(CTX, max(options.tokens) + 1)
+    if options.depth:
+        ctx = options.depth + (options.rounds + 1) * PASSES_PER_ROUND * max(options.tokens)
     model = options.model if options.model.startswith("synthetic:") else str(Path(options.model).resolve())
-    sides = [Side(each, model, options.threads, options.depth, ctx, options.kv) for each in (other, HERE.parent)]
+    sides = [Side(checkout, model, options.threads, options.depth, ctx, options.kv) for checkout in (other, HERE.parent)]
     figures, target = [], f", for {os.environ['NUMBA_CPU_NAME']}" if "NUMBA_CPU_NAME" in os.environ else ""
     for tokens in options.tokens:
         if options.depth:
             for side in sides:
                 side.begin()
-        turns = [[side.seconds(tokens) for side in sides] for _ in range(options.rounds + 1)][1:]  # the first wakes the threads
-        rounds = [[seconds for seconds, _ in turn] for turn in turns]
-        first, last = turns[0][0][1], turns[-1][0][1] + TURN * tokens
+        rounds_of_sides = [[side.seconds(tokens) for side in sides] for _ in range(options.rounds + 1)][1:]  # the first wakes the threads
+        rounds = [[seconds for seconds, _ in times] for times in rounds_of_sides]
+        first, last = rounds_of_sides[0][0][1], rounds_of_sides[-1][0][1] + PASSES_PER_ROUND * tokens
         where = f"{f', at depths of {first} to {last} tokens' if options.depth else ''}, --kv {options.kv}"
         conditions = f"{Path(model).name}, {options.threads} threads, {options.rounds} rounds{where}{target}"
         figures += [Figure(f"ratio_{tokens}", f"{tokens} tokens, against {before}", conditions, median(a / b for a, b in rounds), "×"),

@@ -103,7 +103,7 @@ def counted(threads: int) -> str:
 
 
 def middle(rounds: Sequence[Round], name: str) -> float:
-    return median(each[name] for each in rounds)
+    return median(times[name] for times in rounds)
 
 
 def best_peer(rounds: Sequence[Round], peers: Sequence[str]) -> str:
@@ -115,24 +115,24 @@ def speed(bits: str, ours: Path | str, folder: Path, schedule: Schedule, roof: R
     """All figures of one bit width: ratios first, then what they are made of."""
     sides = [Child(name, "peer", peer_file(folder, name, threads), threads) for name in PEERS[bits]]
     sides.append(Child(OWN, "own", ours, threads))
-    own, peers = sides[-1], list(PEERS[bits])
+    our_side, peers = sides[-1], list(PEERS[bits])
     measured: dict[str, list[Round]] = {}
-    for what, one_round, count in (("decode", decode_round, schedule.decode), ("columns", columns_round, schedule.decode),
-                                   ("prefill", prefill_round, schedule.prefill)):
-        measured[what] = [one_round(sides, roof, turn) for turn in range(count + 1)][1:]  # the first round warms up
-    facts, name = own.ask("facts"), f"{bits} bits"
-    shares = list(product_shares(bits, own, facts, yardsticks, schedule)) if "operations" in facts else []
+    for phase, one_round, count in (("decode", decode_round, schedule.decode), ("columns", columns_round, schedule.decode),
+                                    ("prefill", prefill_round, schedule.prefill)):
+        measured[phase] = [one_round(sides, roof, index) for index in range(count + 1)][1:]  # the first round warms up
+    facts, name = our_side.ask("facts"), f"{bits} bits"
+    shares = list(product_shares(bits, our_side, facts, yardsticks, schedule)) if "operations" in facts else []
     peaks = {side.name: side.ask("peak") for side in sides}
     for side in sides:
         side.close()
-    for what, work in (("decode", TOKENS), ("prefill", PROMPT)):
-        rounds = measured[what]
+    for phase, work in (("decode", TOKENS), ("prefill", PROMPT)):
+        rounds = measured[phase]
         best = best_peer(rounds, peers)
         conditions = f"{name}, {len(rounds)} rounds of {work} tokens, {counted(threads)}"
-        yield Figure(f"{what}_{bits}_ratio", f"{what} against {best}", conditions, median(r[best] / r[OWN] for r in rounds), "×")
-        yield from (Figure(f"{what}_{bits}_{peer.lower()}_tps", f"{what}, {peer}", conditions, work / middle(rounds, peer), "tokens/s")
+        yield Figure(f"{phase}_{bits}_ratio", f"{phase} against {best}", conditions, median(r[best] / r[OWN] for r in rounds), "×")
+        yield from (Figure(f"{phase}_{bits}_{peer.lower()}_tps", f"{phase}, {peer}", conditions, work / middle(rounds, peer), "tokens/s")
                     for peer in peers)
-        yield Figure(f"{what}_{bits}_tps", f"{what}, {OWN}", conditions, work / middle(rounds, OWN), "tokens/s")
+        yield Figure(f"{phase}_{bits}_tps", f"{phase}, {OWN}", conditions, work / middle(rounds, OWN), "tokens/s")
     yield from roof_shares(bits, facts, measured, threads)
     yield from shares
     planned = f"baseline {facts['baseline'] / 1e6:.0f} MB, plan {facts['planned'] / 1e6:.0f} MB"
@@ -140,21 +140,21 @@ def speed(bits: str, ours: Path | str, folder: Path, schedule: Schedule, roof: R
     yield from (Figure(f"memory_{bits}_{side.lower()}_mb", f"peak memory, {side}", name, peak / 1e6, "MB") for side, peak in peaks.items())
 
 
-def product_shares(bits: str, own: Child, facts: dict[str, float], yardsticks: Yardsticks, schedule: Schedule) -> Iterator[Figure]:
+def product_shares(bits: str, ours: Child, facts: dict[str, float], yardsticks: Yardsticks, schedule: Schedule) -> Iterator[Figure]:
     """effllm against the faster library's product of the same size, by turns. Where the CPU has no VNNI torch multiplies int8 by a plain
     loop, and float32 is the faster one."""
-    for key, what, order, operations, count, passes in (
+    for key, description, order, operations, count, passes in (
             ("prefill", "whole prefill, operations of its matrices", ("prefill", PROMPT), PROMPT * facts["operations"],
              schedule.prefill, 1),
             ("ffn", "a layer's FFN products for 512 tokens", ("ffn",), facts["ffn_operations"], 2 * schedule.decode, PASSES_OF_PRODUCTS)):
         rounds = []
         for _ in range(count + 1):
-            rates = {each: yardsticks.rate(each) for each in yardsticks.names}
+            rates = {name: yardsticks.rate(name) for name in yardsticks.names}
             time.sleep(0.05)  # threads of those libraries spin for a while
-            rounds.append(rates | {OWN: operations / min(own.ask(*order) for _ in range(passes))})
+            rounds.append(rates | {OWN: operations / min(ours.ask(*order) for _ in range(passes))})
         del rounds[0]
-        best = max(yardsticks.names, key=lambda each: middle(rounds, each))
-        yield Figure(f"{key}_{bits}_product", f"{what}, against {PRODUCTS[best]}",
+        best = max(yardsticks.names, key=lambda name: middle(rounds, name))
+        yield Figure(f"{key}_{bits}_product", f"{description}, against {PRODUCTS[best]}",
                      f"{bits} bits, {middle(rounds, OWN) / 1e9:.0f} and {middle(rounds, best) / 1e9:.0f} GOP/s",
                      median(r[OWN] / r[best] for r in rounds), "×")
 
@@ -178,11 +178,11 @@ def roof_shares(bits: str, facts: dict[str, float], measured: dict[str, list[Rou
 
 def alone(shape: str, bits: str, schedule: Schedule, roof: Roof, threads: int) -> Iterator[Figure]:
     """A shape's decode against the memory roofline, with random low-bit weights in memory."""
-    own = Child(OWN, "own", f"synthetic:{shape}:{bits}", threads)
-    measured = {"decode": [decode_round([own], roof, turn) for turn in range(schedule.decode + 1)][1:],
-                "columns": [columns_round([own], roof, turn) for turn in range(schedule.decode + 1)][1:]}
-    facts, peak = own.ask("facts"), own.ask("peak")
-    own.close()
+    ours = Child(OWN, "own", f"synthetic:{shape}:{bits}", threads)
+    measured = {"decode": [decode_round([ours], roof, index) for index in range(schedule.decode + 1)][1:],
+                "columns": [columns_round([ours], roof, index) for index in range(schedule.decode + 1)][1:]}
+    facts, peak = ours.ask("facts"), ours.ask("peak")
+    ours.close()
     for figure in roof_shares(bits, facts, measured, threads):
         yield Figure(f"{shape}_{figure.key}", f"{shape}: {figure.what}", figure.conditions, figure.value, figure.unit)
     rate = TOKENS / middle(measured["decode"], OWN)
@@ -200,15 +200,15 @@ def quantizing(folder: Path, work: Path, schedule: Schedule, threads: int, extra
         target = work / "quantized"
         costs[OWN].append(quantize_own(folder, target, "4", ("--method", "rtn", "--threads", str(threads), *extra)))
         shutil.rmtree(target)
-    times = {side: median(cost.seconds for cost in each) for side, each in costs.items()}
+    times = {side: median(cost.seconds for cost in cost_list) for side, cost_list in costs.items()}
     conditions = f"{folder.name.removeprefix('random-')}, bf16 to 4 bits, {counted(threads)}, median of {schedule.quantize}"
     yield Figure("quantize_ratio", "quantizing, time over llama-quantize's", conditions, times[OWN] / times["Q4_K_M"], "×")
-    for side, each in costs.items():
+    for side, cost_list in costs.items():
         yield Figure(f"quantize_{side.lower()}_s", f"quantizing, {side}", conditions, times[side], "s")
         yield Figure(f"quantize_{side.lower()}_peak_mb", f"quantizing, {side}, peak memory", conditions,
-                     max(cost.peak_nbytes for cost in each) / 1e6, "MB")
+                     max(cost.peak_nbytes for cost in cost_list) / 1e6, "MB")
         yield Figure(f"quantize_{side.lower()}_anonymous_mb", f"quantizing, {side}, peak without mapped files", conditions,
-                     max(cost.anonymous_nbytes for cost in each) / 1e6, "MB")
+                     max(cost.anonymous_nbytes for cost in cost_list) / 1e6, "MB")
 
 
 def main() -> int:
@@ -224,14 +224,14 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
     parser.add_argument("--results", metavar="NAME", help="keep them under this name (compare-llamacpp, with a shape that was given)")
     arguments = parser.parse_args()
-    given = dict(item.split("=", 1) for item in arguments.ours)
+    rates_given = dict(item.split("=", 1) for item in arguments.ours)
     schedule, threads = QUICK if arguments.quick else Schedule(), arguments.threads
     folder = random_folder(arguments.shape, arguments.work, arguments.layers)
     roof = Roof(threads)
     yardsticks = Yardsticks(roofline_compute.GEMM, threads)
     figures: list[Figure] = []
     for bits in arguments.bits:
-        ours = given.get(bits) or own_folder(folder, bits, threads, arguments.quantize_args)
+        ours = rates_given.get(bits) or own_folder(folder, bits, threads, arguments.quantize_args)
         figures += speed(bits, ours, folder, schedule, roof, threads, yardsticks)
         figures.append(Figure(f"file_{bits}_mb", f"file, {OWN}", f"{bits} bits", file_nbytes(Path(ours)) / 1e6, "MB"))
         figures += [Figure(f"file_{name.lower()}_mb", f"file, {name}", "", file_nbytes(peer_file(folder, name, threads)) / 1e6, "MB")
@@ -243,9 +243,9 @@ def main() -> int:
     yardsticks.close()
     figures += [Figure("roof_gbps", "memory read", f"{counted(threads)}, 1 GiB, at the end", roof() / 1e9, "GB/s")]
     roof.close()
-    what = folder.name.removeprefix("random-")
-    intro = f"Shape: {what}. {INTRO}{OF_PRODUCTS if read_config(folder).moe is None else OF_MIXTURES}"
-    publish(arguments.results or result_name("compare-llamacpp", what), "Low-bit weights against llama.cpp", intro, figures,
+    shape_name = folder.name.removeprefix("random-")
+    intro = f"Shape: {shape_name}. {INTRO}{OF_PRODUCTS if read_config(folder).moe is None else OF_MIXTURES}"
+    publish(arguments.results or result_name("compare-llamacpp", shape_name), "Low-bit weights against llama.cpp", intro, figures,
             keep=not arguments.no_results)
     return 0
 

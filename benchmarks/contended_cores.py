@@ -59,16 +59,16 @@ def one_round(sides: Sequence[Child]) -> dict[str, dict[str, float]]:
 def figures(sides: Sequence[Child], own: Sequence[str], count: int, rounds: int, about: str) -> Iterator[Figure]:
     """`own`: names of our sides, the one with most threads first."""
     with busy(count):
-        taken = [one_round(sides[:: 1 if turn % 2 else -1]) for turn in range(rounds + 1)][1:]
-    beside = f"{count} busy process{'es' * (count != 1)}"
-    conditions = f"{about}, {beside}, {rounds} rounds"
-    for what, work in (("decode", TOKENS), ("prompt", PROMPT)):
-        times = {side.name: [each[what][side.name] for each in taken] for side in sides}
+        rounds_taken = [one_round(sides[:: 1 if index % 2 else -1]) for index in range(rounds + 1)][1:]
+    load = f"{count} busy process{'es' * (count != 1)}"
+    conditions = f"{about}, {load}, {rounds} rounds"
+    for phase, work in (("decode", TOKENS), ("prompt", PROMPT)):
+        times = {side.name: [result[phase][side.name] for result in rounds_taken] for side in sides}
         peer = min((name for name in times if name not in own), key=lambda name: median(times[name]))
         ratio = median(theirs / ours for theirs, ours in zip(times[peer], times[own[0]], strict=True))
-        yield Figure(f"{what}_{count}_ratio", f"{what}, {own[0]} against {peer}", conditions, ratio, "×")
-        yield from (Figure(f"{what}_{count} {name}", f"{what}, {name}", conditions, work / median(each), "tokens/s")
-                    for name, each in times.items())
+        yield Figure(f"{phase}_{count}_ratio", f"{phase}, {own[0]} against {peer}", conditions, ratio, "×")
+        yield from (Figure(f"{phase}_{count} {name}", f"{phase}, {name}", conditions, work / median(seconds), "tokens/s")
+                    for name, seconds in times.items())
 
 
 def main() -> None:
@@ -83,10 +83,10 @@ def main() -> None:
     folder = random_folder(SHAPE, options.work)
     ours, theirs = own_folder(folder, options.bits, all_cores), peer_file(folder, PEERS[options.bits], all_cores)
     called = {count: f"{count} thread{'s' * (count > 1)}" for count in counts}
-    own = [f"effllm, {called[count]}" for count in counts]
-    sides = [Child(name, "own", ours, count) for name, count in zip(own, counts, strict=True)]
+    sides_ours = [f"effllm, {called[count]}" for count in counts]
+    sides = [Child(name, "own", ours, count) for name, count in zip(sides_ours, counts, strict=True)]
     sides += [Child(f"llama.cpp, {called[count]}", "peer", theirs, count) for count in counts]
-    measured = [each for count in options.busy for each in figures(sides, own, count, options.rounds, f"{options.bits} bits")]
+    measured = [figure for count in options.busy for figure in figures(sides, sides_ours, count, options.rounds, f"{options.bits} bits")]
     for side in sides:
         side.close()
     publish("busy-machine", "A busy machine", INTRO, measured, keep=not options.no_results)

@@ -30,7 +30,7 @@ INTRO = ("A decoder of {layers} layers of 1,024 channels, 16 heads, 8 of keys, a
          "all sides by turns, medians of {rounds} behind one that is not counted.")
 
 
-def made(folder: Path, layers: int, threads: int) -> tuple[Engine, Qwen3Model]:
+def make_models(folder: Path, layers: int, threads: int) -> tuple[Engine, Qwen3Model]:
     torch.manual_seed(0)
     config = Qwen3Config(vocab_size=VOCAB, hidden_size=1024, intermediate_size=3072, num_hidden_layers=layers, num_attention_heads=16,
                          num_key_value_heads=8, head_dim=128, max_position_embeddings=32768, tie_word_embeddings=True)
@@ -73,24 +73,24 @@ def main() -> None:
     threads, draw, (low, high) = options.threads, np.random.default_rng(0), options.tokens
     torch.set_num_threads(threads)
     rows = [draw.integers(1, VOCAB, draw.integers(low, high + 1)).tolist() for _ in range(options.texts)]
-    with tempfile.TemporaryDirectory() as place, torch.inference_mode():
-        engine, model = made(Path(place), options.layers, threads)
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        engine, model = make_models(Path(folder), options.layers, threads)
         sides = {"ours": lambda: ours(engine, rows), "one": lambda: one_by_one(engine, rows), "torch": lambda: theirs(model, rows)}
-        found: dict[str, list[float]] = {name: [] for name in sides}
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(1 + options.rounds):
             results = {}
             for name, read in sides.items():
                 started = perf_counter()
                 results[name] = read()
-                found[name].append(perf_counter() - started)
+                seconds[name].append(perf_counter() - started)
         engine.close()
     assert np.array_equal(results["ours"], results["one"]), "a text beside others has another vector"
     assert (results["ours"] * results["torch"]).sum(1).min() > NEAR, "the sides make other vectors"
-    took = {name: median(each[1:]) for name, each in found.items()}
+    took = {name: median(times[1:]) for name, times in seconds.items()}
     where = f"{options.texts} texts"
     figures = [Figure("ratio_one", "as fast as one by one", where, took["one"] / took["ours"], "x"),
                Figure("ratio_torch", "as fast as torch", where, took["torch"] / took["ours"], "x"),
-               *(Figure(name, said, where, options.texts / took[name], "texts/s") for name, said in
+               *(Figure(name, label, where, options.texts / took[name], "texts/s") for name, label in
                  (("ours", "effllm, several in a pass"), ("one", "effllm, one by one"), ("torch", "transformers and torch, bfloat16")))]
     intro = INTRO.format(layers=options.layers, texts=options.texts, low=low, high=high, threads=threads, rounds=options.rounds)
     publish("decoder-texts", "Embedding of texts by a decoder", intro, figures, not options.no_results)

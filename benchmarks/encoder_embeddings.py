@@ -31,7 +31,7 @@ INTRO = ("An encoder of 6 layers of 384 channels, 12 heads and an inner layer of
          "of {rounds} behind one that is not counted.")
 
 
-def made(folder: Path, threads: int) -> tuple[Encoder, BertModel]:
+def make_models(folder: Path, threads: int) -> tuple[Encoder, BertModel]:
     torch.manual_seed(0)
     config = BertConfig(vocab_size=VOCAB, hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=12)
     model = BertModel(config).eval()
@@ -69,26 +69,26 @@ def main() -> None:
     options = parser.parse_args()
     threads, figures, draw = options.threads, [], np.random.default_rng(0)
     torch.set_num_threads(threads)
-    with tempfile.TemporaryDirectory() as place, torch.inference_mode():
-        encoder, model = made(Path(place), threads)
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        encoder, model = make_models(Path(folder), threads)
         for count in options.texts:
             low, high = options.tokens
             rows = [draw.integers(1, VOCAB, draw.integers(low, high + 1)).tolist() for _ in range(count)]
             sides = {"ours": lambda rows=rows: ours(encoder, rows), "torch": lambda rows=rows: theirs(model, rows)}
-            found: dict[str, list[float]] = {name: [] for name in sides}
+            seconds: dict[str, list[float]] = {name: [] for name in sides}
             vectors = {}
             for _ in range(1 + options.rounds):
                 for name, read in sides.items():
                     sleep(IDLE_S)
                     started = perf_counter()
                     vectors[name] = read()
-                    found[name].append(perf_counter() - started)
+                    seconds[name].append(perf_counter() - started)
             assert np.abs(vectors["ours"] - vectors["torch"]).max() < 1e-4, "the sides make other vectors"
-            took = {name: median(each[1:]) for name, each in found.items()}
+            took = {name: median(times[1:]) for name, times in seconds.items()}
             where = f"{count} text{'' if count == 1 else 's'} at once"
             figures.append(Figure(f"ratio_{count}", "as fast as torch", where, took["torch"] / took["ours"], "x"))
-            figures += [Figure(f"{name}_{count}", said, where, count / took[name], "texts/s")
-                        for name, said in (("ours", "effllm"), ("torch", "transformers and torch"))]
+            figures += [Figure(f"{name}_{count}", label, where, count / took[name], "texts/s")
+                        for name, label in (("ours", "effllm"), ("torch", "transformers and torch"))]
     intro = INTRO.format(low=options.tokens[0], high=options.tokens[1], threads=threads, rounds=options.rounds)
     publish("encoder-texts", "Embedding of texts", intro, figures, not options.no_results)
 

@@ -130,11 +130,13 @@ def make_gguf(folder: Path, path: Path) -> None:
     table, q, kv = (raw["vocab_size"], depth), heads * size, kv_heads * size
     shapes: dict[str, tuple[int, ...]] = {"token_embd": table, "output_norm": (depth,), "output": table}
     for layer in range(raw["num_hidden_layers"]):
-        own = {"attn_norm": (depth,), "attn_q": (q, depth), "attn_k": (kv, depth), "attn_v": (kv, depth), "attn_q_norm": (size,),
-               "attn_k_norm": (size,), "attn_output": (depth, q), "ffn_norm": (depth,),
-               "ffn_gate_inp": (experts, depth), "ffn_gate_exps": (experts, wide, depth), "ffn_up_exps": (experts, wide, depth),
-               "ffn_down_exps": (experts, depth, wide)}
-        shapes |= {f"blk.{layer}.{name}": shape for name, shape in own.items()}
+        tensors_of_layer = {"attn_norm": (depth,), "attn_q": (q, depth), "attn_k": (kv, depth), "attn_v": (kv, depth),
+                            "attn_q_norm": (size,),
+                            "attn_k_norm": (size,), "attn_output": (depth, q), "ffn_norm": (depth,),
+                            "ffn_gate_inp": (experts, depth), "ffn_gate_exps": (experts, wide, depth),
+                            "ffn_up_exps": (experts, wide, depth),
+                            "ffn_down_exps": (experts, depth, wide)}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in tensors_of_layer.items()}
     plain = {name for name, shape in shapes.items() if len(shape) == 1 or name.endswith("gate_inp")}
     for name, shape in shapes.items():
         count = int(np.prod(shape))
@@ -176,9 +178,9 @@ def timed(engine: Engine, ids: range | list[int]) -> Iterator[tuple[float, float
 def promised(folder: Path, ram: int) -> float:
     """Tokens per second predicted by `plan`."""
     prepared = prepare(folder, EngineOptions(device="cpu", ram=str(ram), ctx=512))
-    made = promise(prepared)
+    promised = promise(prepared)
     prepared.store.close()
-    return made.start.tokens_per_s
+    return promised.start.tokens_per_s
 
 
 def alone(engine: Engine, misses: list[list[int]], trace: np.ndarray) -> float:
@@ -215,7 +217,7 @@ def measure(folder: Path, ram: int, tokens: int, threads: int | None) -> dict[st
         return visit(layer, needed, counts)
 
     pager.visit = seen
-    found = list(timed(engine, range(WARM, WARM + tokens)))
+    timings = list(timed(engine, range(WARM, WARM + tokens)))
     del pager.visit
     uses, hits, ready, guessed, useful, wasted, read = (now - then for now, then in zip(
         (tally.uses, tally.hits, tally.ready, tally.prefetched, tally.prefetch_hits, tally.prefetch_misses, pager.disk_nbytes), before))
@@ -223,8 +225,8 @@ def measure(folder: Path, ram: int, tokens: int, threads: int | None) -> dict[st
     still = []
     for _ in range(AGAIN):  # the same token: its experts are there, and what is waited for is its row of the embedding
         missed = tally.uses - tally.hits
-        ((taken, waited),) = timed(engine, [WARM + tokens])
-        still += [taken - waited] if tally.uses - tally.hits == missed else []
+        ((last_seconds, waited),) = timed(engine, [WARM + tokens])
+        still += [last_seconds - waited] if tally.uses - tally.hits == missed else []
     slots, experts, layers = pager.memory.nbytes // pager.slot_nbytes, pager.experts, pager.layers
     rates = {name: replay(trace, experts, slots, name, WARM) for name in POLICIES}
     best = belady(trace, experts, slots, WARM)
@@ -232,9 +234,10 @@ def measure(folder: Path, ram: int, tokens: int, threads: int | None) -> dict[st
     disk = alone(engine, misses, trace) / tokens
     routed = layers * config.moe.experts_per_token * pager.slot_nbytes
     dense = median(still) * (1 - routed / engine.model.bytes_per_pass)
-    seconds = sum(each for each, _ in found) / tokens
+    seconds = sum(seconds_of_token for seconds_of_token, _ in timings) / tokens
     predicted = engine.prepared.streaming.choice.hit_rate
-    result = {"seconds": seconds, "median_s": median(each for each, _ in found), "waited_s": sum(waited for _, waited in found) / tokens,
+    result = {"seconds": seconds, "median_s": median(seconds_of_token for seconds_of_token, _ in timings),
+              "waited_s": sum(waited for _, waited in timings) / tokens,
               "disk_s": disk, "dense_s": dense, "resident_s": median(still), "hit_rate": hits / uses, "ready": ready / uses,
               "expected_hit_rate": predicted, "belady": best, "slots": slots, "experts": experts * layers,
               "read_gb": read / tokens / 1e9, "demanded": demanded / tokens,
@@ -274,54 +277,57 @@ def main() -> int:
     parser.add_argument("--publish", metavar="NAME", help="keep the result under this name")
     parser.add_argument("--alone", choices=("own", "peer"), help=argparse.SUPPRESS)
     parser.add_argument("--ram", type=int, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.make:
-        make(asked.make, asked.layers, asked.folder)
-        if asked.gguf:
-            make_gguf(asked.folder, asked.gguf)
+    options = parser.parse_args()
+    if options.make:
+        make(options.make, options.layers, options.folder)
+        if options.gguf:
+            make_gguf(options.folder, options.gguf)
         return 0
-    if asked.alone:
-        print(json.dumps(peer(asked.gguf) if asked.alone == "peer" else measure(asked.folder, asked.ram, asked.tokens, asked.threads)))
+    if options.alone:
+        print(json.dumps(peer(options.gguf) if options.alone == "peer"
+                         else measure(options.folder, options.ram, options.tokens, options.threads)))
         return 0
-    ram = round(asked.part * sum(path.stat().st_size for path in asked.folder.glob("*.safetensors")))
+    ram = round(options.part * sum(path.stat().st_size for path in options.folder.glob("*.safetensors")))
     with tempfile.TemporaryDirectory() as cache:  # a person's traces are not this benchmark's
         (Path(cache) / "effllm").mkdir()
         (Path(cache) / "effllm" / "kernels").symlink_to(cache_root() / "kernels")
         os.environ["XDG_CACHE_HOME"] = cache
-        arguments = [str(asked.folder), "--alone", "own", "--ram", str(ram), *(["--threads", str(asked.threads)] if asked.threads else [])]
-        limit = ram if asked.gguf else None
+        arguments = [str(options.folder), "--alone", "own", "--ram", str(ram),
+                     *(["--threads", str(options.threads)] if options.threads else [])]
+        limit = ram if options.gguf else None
         child([*arguments, "--tokens", "8"], limit, __file__)  # shows the model's routing
-        expected = promised(asked.folder, ram)
-        own = child([*arguments, "--tokens", str(asked.tokens)], limit, __file__)
-    print(json.dumps(own), file=sys.stderr, flush=True)
-    under = f"{asked.folder.name}, {own['model_gb']:.1f} GB in {own['ram_gb']:.2f} GB"
-    bound = 1 / (own["disk_s"] + own["dense_s"])
+        expected = promised(options.folder, ram)
+        ours = child([*arguments, "--tokens", str(options.tokens)], limit, __file__)
+    print(json.dumps(ours), file=sys.stderr, flush=True)
+    under = f"{options.folder.name}, {ours['model_gb']:.1f} GB in {ours['ram_gb']:.2f} GB"
+    bound = 1 / (ours["disk_s"] + ours["dense_s"])
     figures = [
-        Figure("tokens_per_s", "decode", under, 1 / own["seconds"], "tokens/s"),
-        Figure("bound", "1 / (disk + dense)", f"{1000 * own['disk_s']:.0f} + {1000 * own['dense_s']:.0f} ms", bound, "tokens/s"),
-        Figure("share", "decode over 1 / (disk + dense)", under, 1 / own["seconds"] / bound, ""),
+        Figure("tokens_per_s", "decode", under, 1 / ours["seconds"], "tokens/s"),
+        Figure("bound", "1 / (disk + dense)", f"{1000 * ours['disk_s']:.0f} + {1000 * ours['dense_s']:.0f} ms", bound, "tokens/s"),
+        Figure("share", "decode over 1 / (disk + dense)", under, 1 / ours["seconds"] / bound, ""),
         Figure("share_of_all", "decode over 1 / (disk + a token in memory)", under,
-               (own["disk_s"] + own["resident_s"]) / own["seconds"], ""),
+               (ours["disk_s"] + ours["resident_s"]) / ours["seconds"], ""),
         Figure("predicted_tokens_per_s", "predicted before the run", under, expected, "tokens/s"),
-        Figure("resident_s", "a token whose experts are all in memory", under, 1000 * own["resident_s"], "ms"),
-        Figure("hit_rate", "hit rate", f"{own['slots']:.0f} of {own['experts']:.0f} experts in memory, {POLICIES[int(own['policy'])]}",
-               own["hit_rate"], ""),
-        Figure("ready", "there when they were needed", "with those that had come on a guess", own["ready"], ""),
-        *(Figure(f"replay_{name}", f"hit rate of {name}", "replayed on the same trace", own[f"replay_{name}"], "") for name in POLICIES),
-        Figure("belady", "hit rate of the optimum", "knowing the future of the same trace", own["belady"], ""),
-        Figure("expected_hit_rate", "hit rate expected", "before the run, from the tokens of another", own["expected_hit_rate"], ""),
-        Figure("disk_gbps", "disk", "such reads alone", own["disk_gbps"], "GB/s"),
-        Figure("read_mb", "read per token", f"{own['demanded']:.1f} experts asked for", 1000 * own["read_gb"], "MB"),
-        Figure("guessed", "experts read ahead, per token", f"{own['useful']:.0f} used, {own['wasted']:.0f} driven out unused",
-               own["guessed"] / asked.tokens, ""),
-        Figure("peak_gb", "most memory held", f"budget {format_size(ram)}", own["peak_gb"], "GB"),
+        Figure("resident_s", "a token whose experts are all in memory", under, 1000 * ours["resident_s"], "ms"),
+        Figure("hit_rate", "hit rate", f"{ours['slots']:.0f} of {ours['experts']:.0f} experts in memory, {POLICIES[int(ours['policy'])]}",
+               ours["hit_rate"], ""),
+        Figure("ready", "there when they were needed", "with those that had come on a guess", ours["ready"], ""),
+        *(Figure(f"replay_{name}", f"hit rate of {name}", "replayed on the same trace", ours[f"replay_{name}"], "") for name in POLICIES),
+        Figure("belady", "hit rate of the optimum", "knowing the future of the same trace", ours["belady"], ""),
+        Figure("expected_hit_rate", "hit rate expected", "before the run, from the tokens of another", ours["expected_hit_rate"], ""),
+        Figure("disk_gbps", "disk", "such reads alone", ours["disk_gbps"], "GB/s"),
+        Figure("read_mb", "read per token", f"{ours['demanded']:.1f} experts asked for", 1000 * ours["read_gb"], "MB"),
+        Figure("guessed", "experts read ahead, per token", f"{ours['useful']:.0f} used, {ours['wasted']:.0f} driven out unused",
+               ours["guessed"] / options.tokens, ""),
+        Figure("peak_gb", "most memory held", f"budget {format_size(ram)}", ours["peak_gb"], "GB"),
     ]
-    if asked.gguf:
-        theirs = child([str(asked.folder), "--alone", "peer", "--gguf", str(asked.gguf)], ram, __file__)
+    if options.gguf:
+        theirs = child([str(options.folder), "--alone", "peer", "--gguf", str(options.gguf)], ram, __file__)
         where = f"memory cgroup of {format_size(ram)}, {theirs['tokens']:.0f} tokens after {theirs['warm']:.0f}"
         figures += [Figure("peer_tokens_per_s", "llama.cpp, mapped file", where, 1 / theirs["seconds"], "tokens/s"),
-                    Figure("against_peer", "decode over llama.cpp", under, theirs["seconds"] / own["seconds"], "x")]
-    publish(f"experts-{asked.publish}" if asked.publish else "experts", "Experts from the disk", INTRO, figures, keep=bool(asked.publish))
+                    Figure("against_peer", "decode over llama.cpp", under, theirs["seconds"] / ours["seconds"], "x")]
+    publish(f"experts-{options.publish}" if options.publish else "experts", "Experts from the disk", INTRO, figures,
+            keep=bool(options.publish))
     return 0
 
 

@@ -55,22 +55,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", choices=SHAPES)
     parser.add_argument("folder", nargs="?", type=Path)
-    asked = parser.parse_args()
-    if asked.folder is None:
+    options = parser.parse_args()
+    if options.folder is None:
         print("\n".join(SHAPES))
         return 0
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, given = SHAPES[asked.name]
-    config = AutoConfig.for_model(kind, **{"vocab_size": VOCAB, "max_position_embeddings": CTX, **given})
+    kind, overrides = SHAPES[options.name]
+    config = AutoConfig.for_model(kind, **{"vocab_size": VOCAB, "max_position_embeddings": CTX, **overrides})
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(asked.folder)
+    model.save_pretrained(options.folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        (asked.folder / file).write_bytes((TOKENIZER / file).read_bytes())
-    print(f"{asked.folder}: {sum(each.numel() for each in model.parameters()) / 1e9:.2f} billion weights")
+        (options.folder / file).write_bytes((TOKENIZER / file).read_bytes())
+    print(f"{options.folder}: {sum(parameter.numel() for parameter in model.parameters()) / 1e9:.2f} billion weights")
     return 0
 
 

@@ -31,9 +31,9 @@ from reference_rates import PASSES, Yardsticks
 from report import Figure, publish
 
 FORMATS = ("codebook4:16", "codebook3:16", "codebook2:16", "affine4:64", "symmetric8:32", "symmetric6:32")
-WAYS = {gemm.SCALED: "row's int8", gemm.GROUPED: "exact groups"}
+METHODS = {gemm.SCALED: "row's int8", gemm.GROUPED: "exact groups"}
 # Two more of codes of up to four bits on AVX2; elsewhere they are those above, whose names stay.
-NAMES = {gemm.STEPPED: "levels as bytes times steps", gemm.NARROW_CODES: "exact groups as bytes", **WAYS}
+NAMES = {gemm.STEPPED: "levels as bytes times steps", gemm.NARROW_CODES: "exact groups as bytes", **METHODS}
 # Inputs and turns of the tile that is measured alone.
 ALONE, TURNS = 256, 4000
 INTRO = ("Random weights and activations. A product counts as 2 x tokens x inputs x outputs operations; packing the activations and "
@@ -74,20 +74,20 @@ def random_weight(spec: QuantSpec, shape: tuple[int, int]) -> np.ndarray:
 class Product:
     """One format in one way, ready to run."""
 
-    def __init__(self, spec: QuantSpec, blob: np.ndarray, x: np.ndarray, outputs: int, way: int, pool: ThreadPool) -> None:
-        self.spec, self.way, self.pool = spec, way, pool
+    def __init__(self, spec: QuantSpec, blob: np.ndarray, x: np.ndarray, outputs: int, method: int, pool: ThreadPool) -> None:
+        self.spec, self.method, self.pool = spec, method, pool
         tokens, inputs = x.shape
         nbytes, at, base = gemm.gemm_scratch(tokens, inputs), spec.sections((outputs, inputs)), blob.ctypes.data
-        panels, scratch = aligned(gemm.panel_nbytes(tokens, inputs, way)), aligned(nbytes * pool.workers)
+        panels, scratch = aligned(gemm.panel_nbytes(tokens, inputs, method)), aligned(nbytes * pool.workers)
         out = aligned(4*tokens*outputs).view(np.float32).reshape(tokens, outputs)
         at_once = gemm.stripes_at_once(outputs, 0, pool.workers)
-        head = [tokens, inputs, 0, 0, 0, 0, scratch.ctypes.data, nbytes, 0, 0, way, at_once, 1]
+        head = [tokens, inputs, 0, 0, 0, 0, scratch.ctypes.data, nbytes, 0, 0, method, at_once, 1]
         fields = [base + max(0, at_) for at_ in (at.codes, at.scales, at.zeros, at.row_scales, at.tables)]
         fields += [0, spec.bits, SCHEMES[spec.scheme], spec.group, 0, outputs, 0, out.ctypes.data, outputs]
         self._pack = np.array([x.ctypes.data, *head, *fields], np.int64)
         self._pack[gemm.FIRST + gemm.OUT] = panels.ctypes.data
         self._multiply = np.array([panels.ctypes.data, *head, *fields], np.int64)
-        self._kept = blob, x, panels, scratch, out
+        self._kept_alive = blob, x, panels, scratch, out
 
     def seconds(self) -> tuple[float, float]:
         """Of packing the activations, and of the product."""
@@ -126,18 +126,18 @@ def main() -> int:
     for text in arguments.formats:
         spec = QuantSpec.parse(text)
         blob = random_weight(spec, (outputs, inputs))
-        own = gemm.way_of(spec.bits, spec.scheme)
-        ways = (*WAYS, *([] if own in WAYS else [own])) if arguments.both_ways else (own,)
-        products += [Product(spec, blob, x, outputs, way, pool) for way in ways]
+        usual_method = gemm.method_of(spec.bits, spec.scheme)
+        methods = (*METHODS, *([] if usual_method in METHODS else [usual_method])) if arguments.both_ways else (usual_method,)
+        products += [Product(spec, blob, x, outputs, method, pool) for method in methods]
     rates: dict[str, list[float]] = {name: [] for name in ("tile", *yardsticks.names, *map(name_of, products), "packing")}
     for round_ in range(arguments.rounds + 1):
-        found = {"tile": max(tile_rate(pool) for _ in range(PASSES)), **{name: yardsticks.rate(name) for name in yardsticks.names}}
+        peak_rates = {"tile": max(tile_rate(pool) for _ in range(PASSES)), **{name: yardsticks.rate(name) for name in yardsticks.names}}
         for product in products:
             packing, seconds = min((product.seconds() for _ in range(PASSES)), key=sum)
-            found[name_of(product)] = 2 * tokens * inputs * outputs / (packing + seconds)
-            found["packing"] = packing
+            peak_rates[name_of(product)] = 2 * tokens * inputs * outputs / (packing + seconds)
+            peak_rates["packing"] = packing
         if round_:  # the first one compiles and warms up
-            for name, value in found.items():
+            for name, value in peak_rates.items():
                 rates[name].append(value)
     yardsticks.close()
     pool.close()
@@ -146,29 +146,29 @@ def main() -> int:
 
 
 def name_of(product: Product) -> str:
-    return f"{product.spec} {NAMES[product.way]}"
+    return f"{product.spec} {NAMES[product.method]}"
 
 
 def figures(arguments: argparse.Namespace, rates: dict[str, list[float]], products: list[Product]) -> list[Figure]:
     conditions = f"{arguments.shape.replace('x', '×')}, {arguments.threads} threads"
     middle = {name: median(values) for name, values in rates.items()}
     alone = f"{INSTRUCTION_SET}, {arguments.threads} threads, from L1"
-    found = [Figure("tile_gops", "register tile alone", alone, middle["tile"] / 1e9, "GOP/s"),
-             Figure("fp32_gflops", "fp32 GEMM", f"{conditions}, NumPy", middle["fp32"] / 1e9, "GFLOP/s")]
+    results = [Figure("tile_gops", "register tile alone", alone, middle["tile"] / 1e9, "GOP/s"),
+               Figure("fp32_gflops", "fp32 GEMM", f"{conditions}, NumPy", middle["fp32"] / 1e9, "GFLOP/s")]
     if "int_mm" in rates:
-        found.append(Figure("int_mm_gops", "int8 GEMM", f"{conditions}, torch._int_mm", middle["int_mm"] / 1e9, "GOP/s"))
+        results.append(Figure("int_mm_gops", "int8 GEMM", f"{conditions}, torch._int_mm", middle["int_mm"] / 1e9, "GOP/s"))
     else:
         sys.stderr.write("torch is not installed: no comparison with torch._int_mm\n")
     for product in products:
         name = name_of(product)
         key = name.replace(" ", "_").replace("'", "")
-        found.append(Figure(f"{key}_gops", name, conditions, middle[name] / 1e9, "GOP/s"))
-        for yardstick, what in (("tile", "the tile alone"), ("int_mm", "torch._int_mm")):
+        results.append(Figure(f"{key}_gops", name, conditions, middle[name] / 1e9, "GOP/s"))
+        for yardstick, description in (("tile", "the tile alone"), ("int_mm", "torch._int_mm")):
             if yardstick in rates:
-                ratio = median(own / other for own, other in zip(rates[name], rates[yardstick]))
-                found.append(Figure(f"{key}_by_{yardstick}", f"{name} / {what}", conditions, ratio, "×"))
-    found.append(Figure("packing_ms", "packing the activations", conditions, 1e3 * middle["packing"], "ms"))
-    return found
+                ratio = median(ours / other for ours, other in zip(rates[name], rates[yardstick]))
+                results.append(Figure(f"{key}_by_{yardstick}", f"{name} / {description}", conditions, ratio, "×"))
+    results.append(Figure("packing_ms", "packing the activations", conditions, 1e3 * middle["packing"], "ms"))
+    return results
 
 
 if __name__ == "__main__":

@@ -30,20 +30,20 @@ INTRO = ("Random weights, the same on all sides, all run by effllm; 16-bit KV ca
 def figures_of(sides: Sequence[Child], schedule: Schedule, roof: Roof, threads: int) -> Iterator[Figure]:
     """Decode and prefill of every side, and their ratios to the folder."""
     facts = {side.name: side.ask("facts") for side in sides}
-    for what, one_round, count, work in (("decode", decode_round, schedule.decode, TOKENS),
-                                         ("prefill", prefill_round, schedule.prefill, PROMPT)):
-        rounds = [one_round(sides, roof, turn) for turn in range(count + 1)][1:]  # the first round warms up
+    for phase, one_round, count, work in (("decode", decode_round, schedule.decode, TOKENS),
+                                          ("prefill", prefill_round, schedule.prefill, PROMPT)):
+        rounds = [one_round(sides, roof, index) for index in range(count + 1)][1:]  # the first round warms up
         conditions = f"{len(rounds)} rounds of {work} tokens, {counted(threads)}"
         for side in sides:
             key = side.name.split()[0].lower()
-            yield Figure(f"{what}_{key}_tps", f"{what}, {side.name}", conditions, work / middle(rounds, side.name), "tokens/s")
+            yield Figure(f"{phase}_{key}_tps", f"{phase}, {side.name}", conditions, work / middle(rounds, side.name), "tokens/s")
             if side.name != OWN:
-                yield Figure(f"{what}_{key}_ratio", f"{what}, {side.name} against {OWN}", conditions,
-                             median(each[OWN] / each[side.name] for each in rounds), "×")
-            if what == "decode":
+                yield Figure(f"{phase}_{key}_ratio", f"{phase}, {side.name} against {OWN}", conditions,
+                             median(times[OWN] / times[side.name] for times in rounds), "×")
+            if phase == "decode":
                 nbytes = facts[side.name]["bytes_per_pass"]
                 yield Figure(f"decode_{key}_roof", f"decode, {side.name}, share of the read roof", f"{nbytes / 1e9:.3f} GB a token",
-                             median(nbytes * TOKENS / each[side.name] / each["roof"] for each in rounds), "")
+                             median(nbytes * TOKENS / times[side.name] / times["roof"] for times in rounds), "")
 
 
 def main() -> int:

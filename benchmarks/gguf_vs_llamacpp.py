@@ -26,22 +26,24 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--name", help="of the result, by default that of the file")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    asked = parser.parse_args()
-    schedule, roof = QUICK if asked.quick else FULL, Roof(asked.threads)
-    sides, figures = [Child(name, kind, asked.file, asked.threads) for name, kind in ((OWN, "own"), (PEER, "peer"))], []
-    for what, one_round, count, work in (("decode", decode_round, schedule.decode, TOKENS),
-                                         ("prefill", prefill_round, schedule.prefill, PROMPT)):
-        rounds = [one_round(sides, roof, turn) for turn in range(count + 1)][1:]  # the first round warms up
-        conditions = f"{len(rounds)} rounds of {work} tokens, {counted(asked.threads)}"
-        figures += [Figure(f"{what}_tps_{side.name.replace('.', '')}", f"{what}, {side.name}", conditions, work / middle(rounds, side.name),
+    options = parser.parse_args()
+    schedule, roof = QUICK if options.quick else FULL, Roof(options.threads)
+    sides, figures = [Child(name, kind, options.file, options.threads) for name, kind in ((OWN, "own"), (PEER, "peer"))], []
+    for phase, one_round, count, work in (("decode", decode_round, schedule.decode, TOKENS),
+                                          ("prefill", prefill_round, schedule.prefill, PROMPT)):
+        rounds = [one_round(sides, roof, index) for index in range(count + 1)][1:]  # the first round warms up
+        conditions = f"{len(rounds)} rounds of {work} tokens, {counted(options.threads)}"
+        figures += [Figure(f"{phase}_tps_{side.name.replace('.', '')}", f"{phase}, {side.name}", conditions,
+                           work / middle(rounds, side.name),
                            "tokens/s") for side in sides]
-        figures.append(Figure(f"{what}_ratio", f"{what}, {OWN} against {PEER}", conditions,
-                              median(each[PEER] / each[OWN] for each in rounds), "×"))
+        figures.append(Figure(f"{phase}_ratio", f"{phase}, {OWN} against {PEER}", conditions,
+                              median(times[PEER] / times[OWN] for times in rounds), "×"))
     for side in (*sides, roof):
         side.close()
-    figures.append(Figure("file_mb", "file", "", file_nbytes(asked.file) / 1e6, "MB"))
-    publish(f"same-file-{asked.name or asked.file.stem}", f"{asked.name or asked.file.stem} in effllm and llama.cpp", INTRO, figures,
-            keep=not asked.no_results)
+    figures.append(Figure("file_mb", "file", "", file_nbytes(options.file) / 1e6, "MB"))
+    publish(f"same-file-{options.name or options.file.stem}", f"{options.name or options.file.stem} in effllm and llama.cpp", INTRO,
+            figures,
+            keep=not options.no_results)
     return 0
 
 

@@ -75,24 +75,24 @@ def measured(shape: str, bits: str, rounds: int) -> Iterator[Figure]:
     seconds: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
     for number in range(rounds + 1):
         for side, engine in engines.items():
-            found = turn(engine, ids)
+            timing = turn(engine, ids)
             if number:  # the first compiles, and is not counted
-                seconds[side].append(found)
+                seconds[side].append(timing)
         print(f"{bits}: round {number} of {rounds}", file=sys.stderr)
     conditions = f"{shape}, {bits}, {rounds} rounds of {TOKENS} tokens"
-    declined = sorted({reason for reason in engines["card"].backends["cuda"].one.declined.values() if reason})
+    declined = sorted({reason for reason in engines["card"].backends["cuda"].kernel_choice.declined.values() if reason})
     for which, (name, count) in enumerate((("prompt", PROMPT), ("token", 1))):
         for other in ("torch", "cpu"):
-            ratio = median(theirs[which] / own[which] for own, theirs in zip(seconds["card"], seconds[other], strict=True))
+            ratio = median(theirs[which] / ours[which] for ours, theirs in zip(seconds["card"], seconds[other], strict=True))
             yield Figure(f"{bits}_{name}_against_{other}", f"{name}s against {SIDES[other]}", conditions, ratio, "×")
-        for side, what in SIDES.items():
-            rate = count / median(own[which] for own in seconds[side])
-            said = f" ({'; '.join(declined)})" if declined and side == "card" else ""
-            yield Figure(f"{bits}_{name}_{side}_tps", f"{name}s, {what}{said}", conditions, rate, "tokens/s")
-    nbytes, most = engines["card"].model.bytes_per_pass, roof(engines["card"])
-    token = median(own[1] for own in seconds["card"])
-    read = f"{nbytes / 1e9:.3f} GB, {most / 1e9:.0f} GB/s"
-    yield Figure(f"{bits}_roof", "a token, share of the card's roof", read, nbytes / token / most, "")
+        for side, description in SIDES.items():
+            rate = count / median(ours[which] for ours in seconds[side])
+            note = f" ({'; '.join(declined)})" if declined and side == "card" else ""
+            yield Figure(f"{bits}_{name}_{side}_tps", f"{name}s, {description}{note}", conditions, rate, "tokens/s")
+    nbytes, peak_rate = engines["card"].model.bytes_per_pass, roof(engines["card"])
+    token = median(ours[1] for ours in seconds["card"])
+    read = f"{nbytes / 1e9:.3f} GB, {peak_rate / 1e9:.0f} GB/s"
+    yield Figure(f"{bits}_roof", "a token, share of the card's roof", read, nbytes / token / peak_rate, "")
     for engine in engines.values():
         engine.close()
 

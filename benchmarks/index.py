@@ -69,11 +69,11 @@ class Table:
     def rows(self, results: Sequence[Result]) -> Iterator[list[str]]:
         for kind in self.kinds:
             for result in results:
-                found = [(result.figures.get(key.replace("*", kind)), show) for key, show in self.columns.values()]
-                if found[0][0] is not None:
+                cells = [(result.figures.get(key.replace("*", kind)), show) for key, show in self.columns.values()]
+                if cells[0][0] is not None:
                     first = [*([kind.replace("_", ", ")] if self.kind else []), *([result.name.removeprefix(PREFIX)] if self.named else []),
                              result.processor, f"[{result.date}]({result.file})"]
-                    yield first + ["" if value is None else show(value) for value, show in found]
+                    yield first + ["" if value is None else show(value) for value, show in cells]
 
     def text(self, results: Sequence[Result]) -> str:
         heads = [*filter(None, (self.kind, self.named)), "machine", "result", *self.columns]
@@ -200,12 +200,13 @@ def page(folder: Path = RESULTS) -> str:
     results.sort(key=lambda result: [*PROCESSORS.values(), UNKNOWN].index(result.processor))
     parts, others = [INTRO], {result.file: result for result in results}
     for table in TABLES:
-        own = [result for result in results if re.fullmatch(table.names, result.name)]
-        if any(table.rows(own)):
-            parts.append(table.text(own))
-            for result in own:
+        matching = [result for result in results if re.fullmatch(table.names, result.name)]
+        if any(table.rows(matching)):
+            parts.append(table.text(matching))
+            for result in matching:
                 others.pop(result.file, None)
-    rows = [f"| {own.title} | {own.name} | {own.processor} | [{own.date}]({own.file}) |" for own in others.values()]
+    rows = [f"| {matching.title} | {matching.name} | {matching.processor} | [{matching.date}]({matching.file}) |"
+            for matching in others.values()]
     heads = ["## Others", "", "| what | benchmark | machine | result |", "| --- | --- | --- | --- |"]
     return "\n\n".join([*parts, "\n".join([*heads, *sorted(rows)])]) + "\n"
 

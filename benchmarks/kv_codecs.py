@@ -84,13 +84,13 @@ def affine(x: Tensor, bits: int, grid: Grid, searched: bool = True, zeros: bool 
     """Groups on the last axis; of V `[window, head, page, token, group, channel]`, `top` where other groups have a part in it. What comes
     back is what `quant.kv_grid` stores."""
     if grid.steps is None:
-        least, most = torch.tensor(-128.0), torch.tensor(127.0)
+        minimum, maximum = torch.tensor(-128.0), torch.tensor(127.0)
     else:
-        most = page_top(x, bits) if top is None else top
-        least = most - grid.steps
+        maximum = page_top(x, bits) if top is None else top
+        minimum = maximum - grid.steps
     shape = x.shape[:-1]
     ends = [np.ascontiguousarray(end.squeeze(-1).expand(shape).reshape(-1).numpy() if end.ndim else np.full(x.numel() // x.shape[-1], end),
-                                 np.float32) for end in (least, most)]
+                                 np.float32) for end in (minimum, maximum)]
     steps = tried(bits, grid.octave) if searched else range(1)
     rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1]).numpy())
     out = np.empty_like(rows)
@@ -111,8 +111,8 @@ class Packed:
     def packed_bits(self) -> float:
         """Bits per value of sealed records, headers and padding to 64 bytes included, the mean over layers and heads."""
         size = self.bases[0].k_scale.shape[1]
-        each = [Stages(*pair).packed_bits(size) for layer in self.bits for pair in layer]
-        return sum(each) / len(each)
+        bits_of_heads = [Stages(*pair).packed_bits(size) for layer in self.bits for pair in layer]
+        return sum(bits_of_heads) / len(bits_of_heads)
 
     def keys(self, layer: int, before: Tensor, turn: Callable) -> Tensor:
         basis, x = self.bases[layer], turn(before)

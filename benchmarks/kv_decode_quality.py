@@ -32,9 +32,9 @@ def scores(folder: Path, kv: str, windows: Sequence[Sequence[int]], by_token: bo
 
 def measured(folder: Path, windows: Sequence[Sequence[int]]) -> Iterator[tuple[str, Score, Score]]:
     """One setting, page by page and token by token."""
-    wanted = scores(folder, "32bit", windows)
+    expected = scores(folder, "32bit", windows)
     for kv in OURS:
-        yield kv, *(scored(wanted, scores(folder, kv, windows, by_token)) for by_token in (False, True))
+        yield kv, *(scored(expected, scores(folder, kv, windows, by_token)) for by_token in (False, True))
 
 
 def main() -> None:

@@ -41,13 +41,13 @@ def main() -> None:
     options = parser.parse_args()
     rounds, ctx = (3 if options.quick else 7), options.depth + SLACK
     folder = random_folder(options.shape, options.work)
-    own = own_folder(folder, "4", options.threads)
+    our_folder = own_folder(folder, "4", options.threads)
     peer = peer_file(folder, "Q4_0", options.threads)
-    sides = [Child(f"effllm --kv {kv}", "own", own, options.threads, ctx, kv) for kv in options.kv]
+    sides = [Child(f"effllm --kv {kv}", "own", our_folder, options.threads, ctx, kv) for kv in options.kv]
     sides += [Child(f"llama.cpp {name}", "peer", peer, options.threads, ctx, PEERS[name])
               for name in options.peers]
     prompts = {side.name: options.depth / side.ask("prefill", options.depth) for side in sides}
-    twins = [Child(f"{side.name}, depth 0", "own", own, options.threads, SLACK, kv) for side, kv in zip(sides, options.kv)]
+    twins = [Child(f"{side.name}, depth 0", "own", our_folder, options.threads, SLACK, kv) for side, kv in zip(sides, options.kv)]
     roof = Roof(options.threads)
     rates, roofs = take_turns([*sides, *twins], rounds, roof)
     facts = sides[0].ask("facts")
@@ -66,10 +66,10 @@ def main() -> None:
     prompt = f"a prompt of {options.depth} tokens, once"
     figures += [Figure(f"prompt {name}", name, prompt, rate, "tok/s") for name, rate in prompts.items()]
     for side, twin in zip(sides, twins):
-        kept = median(a / b for a, b in zip(rates[side.name], rates[twin.name], strict=True))
+        kept_share = median(a / b for a, b in zip(rates[side.name], rates[twin.name], strict=True))
         share = median(rate * facts["bytes_per_pass"] / read for rate, read in zip(rates[twin.name], roofs[twin.name], strict=True))
         read = median(roofs[twin.name])
-        figures += [Figure(f"kept {side.name}", side.name, "of its rate at depth 0", kept, "x"),
+        figures += [Figure(f"kept {side.name}", side.name, "of its rate at depth 0", kept_share, "x"),
                     Figure(f"roof {side.name}", twin.name, f"of the read roof, {read / 1e9:.1f} GB/s", share, "x")]
     publish(result_name(f"kv-depth-{options.depth}", options.shape), "Decode deep in a context", INTRO.format(shape=options.shape), figures,
             keep=not options.no_results)

@@ -35,25 +35,25 @@ def opened(folder: Path, options: EngineOptions, plain: bool) -> Engine:
 
 
 def scored(folder: Path, text: str, ctx: int, threads: int, plain: bool) -> dict[tuple[int, int], KldResult]:
-    tokenizer, found = Tokenizer.load(folder, read_config(folder)), {}
+    tokenizer, scores = Tokenizer.load(folder, read_config(folder)), {}
     reference = opened(folder, EngineOptions(device="cpu", threads=threads, kv="32bit", ctx=ctx), plain)
     for k in WIDTHS:
         for v in WIDTHS:
             engine = opened(folder, EngineOptions(device="cpu", threads=threads, kv=f"k{k}v{v}", ctx=ctx, force=True), plain)
-            *_, found[k, v] = kld(engine, reference, tokenizer, text, ctx)
+            *_, scores[k, v] = kld(engine, reference, tokenizer, text, ctx)
             engine.close()
     reference.close()
-    return found
+    return scores
 
 
-def matrix(found: dict[tuple[int, int], KldResult]) -> str:
-    rows = [f"| K {k} | " + " | ".join(f"{found[k, v].kld_mean:.2g}" for v in WIDTHS) + " |" for k in WIDTHS]
+def matrix(scores: dict[tuple[int, int], KldResult]) -> str:
+    rows = [f"| K {k} | " + " | ".join(f"{scores[k, v].kld_mean:.2g}" for v in WIDTHS) + " |" for k in WIDTHS]
     return "\n".join(["| | " + " | ".join(f"V {v}" for v in WIDTHS) + " |", "|---|" + "---:|" * len(WIDTHS), *rows])
 
 
-def picture(found: dict[tuple[int, int], KldResult], title: str) -> str:
+def picture(scores: dict[tuple[int, int], KldResult], title: str) -> str:
     """The matrix as SVG; shades by the logarithm."""
-    values = {pair: log10(max(result.kld_mean, 1e-12)) for pair, result in found.items()}
+    values = {pair: log10(max(result.kld_mean, 1e-12)) for pair, result in scores.items()}
     low, high = min(values.values()), max(values.values())
     size = MARGIN + CELL * len(WIDTHS) + 8
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size} {size + 24}" font-family="ui-sans-serif, sans-serif"',
@@ -69,7 +69,7 @@ def picture(found: dict[tuple[int, int], KldResult], title: str) -> str:
             shade = [round(255 + share * (full - 255)) for full in (128, 24, 48)]
             x = MARGIN + CELL * j
             parts.append(f'<rect x="{x}" y="{y}" width="{CELL - 2}" height="{CELL - 2}" fill="rgb({shade[0]},{shade[1]},{shade[2]})"/>')
-            parts.append(_text(x + CELL / 2, y + CELL / 2 + 5, f"{found[k, v].kld_mean:.1e}", "white" if share > 0.55 else "black"))
+            parts.append(_text(x + CELL / 2, y + CELL / 2 + 5, f"{scores[k, v].kld_mean:.1e}", "white" if share > 0.55 else "black"))
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -86,14 +86,14 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="without the model's profile")
     options = parser.parse_args()
     text = first_windows(options.model, options.text.read_text(encoding="utf-8"), options.ctx, options.windows)
-    found = scored(options.model, text, options.ctx, options.threads, options.plain)
+    scores = scored(options.model, text, options.ctx, options.threads, options.plain)
     name, keep = options.model.name + ("-plain" if options.plain else ""), not options.no_results
-    figures = [Figure(f"k{k}v{v}", f"k{k}v{v}", f"{each.packed_bits:.2f} bits a value packed, {1 - each.same_top:.2%} of tokens changed",
-                      each.kld_mean, "nats") for (k, v), each in found.items()]
-    intro = f"{INTRO} {found[8, 8].tokens} tokens.\n\n{matrix(found)}"
+    figures = [Figure(f"k{k}v{v}", f"k{k}v{v}", f"{score.packed_bits:.2f} bits a value packed, {1 - score.same_top:.2%} of tokens changed",
+                      score.kld_mean, "nats") for (k, v), score in scores.items()]
+    intro = f"{INTRO} {scores[8, 8].tokens} tokens.\n\n{matrix(scores)}"
     if publish(f"kv-grid-{name}", f"Bits of keys and values: {name}", intro, figures, keep):
-        place = RESULTS / f"kv-grid-{name}-{machine_slug()}.svg"
-        place.write_text(picture(found, f"KL divergence by bits of K and V: {name}"), encoding="utf-8")
+        picture_file = RESULTS / f"kv-grid-{name}-{machine_slug()}.svg"
+        picture_file.write_text(picture(scores, f"KL divergence by bits of K and V: {name}"), encoding="utf-8")
 
 
 def first_windows(folder: Path, text: str, ctx: int, count: int) -> str:

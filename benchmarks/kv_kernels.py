@@ -75,7 +75,7 @@ def main() -> None:
     names = [f"{bits}bit" for bits in options.bits] + ["16bit"]
     caches, sealing, sizes = {}, {}, {}
     for name in names:
-        page = sum(each.layout(heads.kv, heads.dim).layer_page_nbytes for each in opened(pool, name, 1, heads).codecs)
+        page = sum(codec.layout(heads.kv, heads.dim).layer_page_nbytes for codec in opened(pool, name, 1, heads).codecs)
         layers = max(2, GIB // (page * TOKENS // PAGE) // (4 if options.quick else 1))
         cache = caches[name] = opened(pool, name, layers, heads)
         sealing[name] = [1e3 * seconds * LAYERS / layers for seconds in filled(cache, layers, heads)]

@@ -57,10 +57,10 @@ def counted(kv: str, ctx: int, threads: int) -> dict[str, int]:
         read(engine, engine.tokens + engine.tokens[: ctx - 1 - cache.n])
     if cache.n != ctx - 1:
         raise RuntimeError(f"{cache.n} tokens are held, not {ctx - 1}")
-    found = {"planned": engine.placement.kv_bytes, "set_aside": cache.pool.nbytes + sum(map(len, cache.slots.memory)),
-             "used": cache.allocated_nbytes, "rss": rss(), "rss_short": short}
+    counts = {"planned": engine.placement.kv_bytes, "set_aside": cache.pool.nbytes + sum(map(len, cache.slots.memory)),
+              "used": cache.allocated_nbytes, "rss": rss(), "rss_short": short}
     engine.close()
-    return found
+    return counts
 
 
 def child(kv: str, ctx: int, threads: int) -> dict[str, int]:
@@ -70,19 +70,20 @@ def child(kv: str, ctx: int, threads: int) -> dict[str, int]:
 
 
 def figures(kv: str, long: int, threads: int) -> Iterator[Figure]:
-    few, many = (child(kv, ctx, threads) for ctx in (SHORT, long))
-    grown = {name: many[name] - few[name] for name in many}
+    short_run, long_run = (child(kv, ctx, threads) for ctx in (SHORT, long))
+    grown = {name: long_run[name] - short_run[name] for name in long_run}
     planned, name = grown["planned"], f"--kv {kv}"
     yield Figure(f"{kv}_set_aside_off", f"{name}: set aside less planned", f"{SHORT} tokens and {long}, the larger of the two",
-                 max(abs(each["set_aside"] - each["planned"]) for each in (few, many)), "bytes")
-    yield Figure(f"{kv}_planned_mib", f"{name}: planned for {long} tokens", "first and newest tokens exact", many["planned"] / MIB, "MiB")
-    yield Figure(f"{kv}_used_mib", f"{name}: used by {long - 1} tokens", "", many["used"] / MIB, "MiB")
+                 max(abs(run["set_aside"] - run["planned"]) for run in (short_run, long_run)), "bytes")
+    yield Figure(f"{kv}_planned_mib", f"{name}: planned for {long} tokens", "first and newest tokens exact", long_run["planned"] / MIB,
+                 "MiB")
+    yield Figure(f"{kv}_used_mib", f"{name}: used by {long - 1} tokens", "", long_run["used"] / MIB, "MiB")
     yield Figure(f"{kv}_grown_planned_mib", f"{name}: {SHORT} to {long} tokens, by the plan", "", planned / MIB, "MiB")
     yield Figure(f"{kv}_grown_rss_mib", f"{name}: {SHORT} to {long} tokens, RSS", "two processes, contexts full", grown["rss"] / MIB, "MiB")
     yield Figure(f"{kv}_off_mb", f"{name}: RSS less the plan", "of that growth", (grown["rss"] - planned) / 1e6, "MB")
     yield Figure(f"{kv}_off", f"{name}: RSS over the plan", "of that growth", grown["rss"] / planned, "×")
     yield Figure(f"{kv}_within_mib", f"{name}: {SHORT - 1} to {long - 1} tokens in one context", f"RSS, one process, context of {long}",
-                 (many["rss"] - many["rss_short"]) / MIB, "MiB")
+                 (long_run["rss"] - long_run["rss_short"]) / MIB, "MiB")
 
 
 def main() -> None:
@@ -90,13 +91,13 @@ def main() -> None:
     parser.add_argument("--kv", nargs="+", default=["16bit", "8bit", "4bit", "2bit"])
     parser.add_argument("--ctx", type=int, default=LONG)
     parser.add_argument("--one", nargs=2, metavar=("KV", "CTX"), help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.one:
-        kv, ctx = asked.one
-        print(json.dumps(counted(kv, int(ctx), asked.threads)))
+    options = parser.parse_args()
+    if options.one:
+        kv, ctx = options.one
+        print(json.dumps(counted(kv, int(ctx), options.threads)))
         return
-    found = [figure for kv in asked.kv for figure in figures(kv, asked.ctx, asked.threads)]
-    publish("kv-memory", "Memory of the KV cache", INTRO.format(short=SHORT, long=asked.ctx), found, keep=not asked.no_results)
+    results = [figure for kv in options.kv for figure in figures(kv, options.ctx, options.threads)]
+    publish("kv-memory", "Memory of the KV cache", INTRO.format(short=SHORT, long=options.ctx), results, keep=not options.no_results)
 
 
 if __name__ == "__main__":

@@ -98,25 +98,26 @@ def repeat_page(engine: Engine) -> None:
 
 def turn(engine: Engine, ids: Sequence[int]) -> tuple[list[float], float, float]:
     """Seconds of every token, bytes read per token, and the share of selected pages already in memory; the cache is restored afterwards."""
-    stream, held, seconds = engine.cache.pool.stream, engine.cache.n, []
+    stream, position, seconds = engine.cache.pool.stream, engine.cache.n, []
     slots, nbytes = stream.slots if stream else [], engine.cache.pool.traffic.nbytes
-    asked, found = sum(each.asked for each in slots), sum(each.found for each in slots)
+    num_asked, num_found = sum(slot_counts.asked for slot_counts in slots), sum(slot_counts.found for slot_counts in slots)
     for token in ids:
         started = time.perf_counter()
         engine.forward_logits([token])
         seconds.append(time.perf_counter() - started)
-    engine.cache.truncate(held)
-    del engine.tokens[held:]
-    asked, found = sum(each.asked for each in slots) - asked, sum(each.found for each in slots) - found
-    return seconds, (engine.cache.pool.traffic.nbytes - nbytes) / len(ids), found / max(1, asked)
+    engine.cache.truncate(position)
+    del engine.tokens[position:]
+    num_asked = sum(slot_counts.asked for slot_counts in slots) - num_asked
+    num_found = sum(slot_counts.found for slot_counts in slots) - num_found
+    return seconds, (engine.cache.pool.traffic.nbytes - nbytes) / len(ids), num_found / max(1, num_asked)
 
 
 def alike() -> list[int]:
     """Tokens that often repeat the previous one."""
     ids = TOKENS.integers(0, ROWS, ALIKE)
     stays = TOKENS.random(ALIKE) < STAYS
-    for place in range(1, ALIKE):
-        ids[place] = ids[place - 1] if stays[place] else ids[place]
+    for index in range(1, ALIKE):
+        ids[index] = ids[index - 1] if stays[index] else ids[index]
     return ids.tolist()
 
 
@@ -154,27 +155,27 @@ def speed(ctx: int, rounds: int, folder: str | None, keep: bool) -> None:
     cache = sides["exact"].cache
     page, on_disk = sum(cache.pool.page_nbytes), cache.sealed - cache.pool.first
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    shares, of_disk, kept, rates, read, same = [], [], [], [], [], []
+    shares, of_disk, ratios, rates, read, same = [], [], [], [], [], []
     for number in range(rounds + 1):
         rate = disk_rate(sides["exact"])
         ids = TOKENS.integers(0, ROWS, TURN).tolist()
-        found = {name: turn(engine, ids) for name, engine in sides.items()}
+        results = {name: turn(engine, ids) for name, engine in sides.items()}
         rate = (rate + disk_rate(sides["exact"])) / 2
         ids = alike()
-        in_memory, few = (turn(sides[name], ids) for name in ("memory", "sparse"))
+        in_memory, sparse_run = (turn(sides[name], ids) for name in ("memory", "sparse"))
         if not number:  # wakes the threads, fills slots
             continue
-        same.append((sum(in_memory[0]) / sum(few[0]), few[1] / (cache.sealed * page), few[2]))
-        for name, (each, *_) in found.items():
-            seconds[name].append(median(each))
+        same.append((sum(in_memory[0]) / sum(sparse_run[0]), sparse_run[1] / (cache.sealed * page), sparse_run[2]))
+        for name, (values, *_) in results.items():
+            seconds[name].append(median(values))
         rates.append(rate)
-        own = {name: each[-1] for name, each in seconds.items()}
-        of_disk.append(on_disk * page / rate / own["exact"])
-        shares.append(max(on_disk * page / rate, own["memory"]) / own["exact"])
-        kept.append(own["memory"] / own["sparse"])
-        read.append(found["sparse"][1] / (cache.sealed * page))
+        last = {name: values[-1] for name, values in seconds.items()}
+        of_disk.append(on_disk * page / rate / last["exact"])
+        shares.append(max(on_disk * page / rate, last["memory"]) / last["exact"])
+        ratios.append(last["memory"] / last["sparse"])
+        read.append(results["sparse"][1] / (cache.sealed * page))
     under = f"{format_size(total)} of cache, {format_size(total // 2)} of memory for it, {cache.n} tokens"
-    few = sides["sparse"].placement
+    sparse_run = sides["sparse"].placement
     same_kept, same_read, same_found = (median(column) for column in zip(*same, strict=True))
     figures = [Figure("exact_share", "all pages read: of what the slower of disk and processor allows", under, median(shares), ""),
                Figure("exact_of_disk", "all pages read: of the disk's rate", under, median(of_disk), ""),
@@ -184,9 +185,9 @@ def speed(ctx: int, rounds: int, folder: str | None, keep: bool) -> None:
                Figure("predicted_disk_ms", "of that, the disk", "a token", 1e3 * expected.disk_s, "ms"),
                Figure("predicted_processor_ms", "of that, the processor", "a token, beside the disk", 1e3 * expected.processor_s, "ms"),
                Figure("memory_tps", "all in memory", f"{cache.n} tokens", 1 / median(seconds["memory"]), "tokens/s"),
-               Figure("sparse_kept", "few picked: of the rate in memory", under, median(kept), ""),
+               Figure("sparse_kept", "few picked: of the rate in memory", under, median(ratios), ""),
                Figure("sparse_tps", "few picked", f"at most {kv_spill.picked_pages(sides['sparse'].prepared.shape.pages)} pages a layer, "
-                      f"{few.kv_pages} in memory", 1 / median(seconds["sparse"]), "tokens/s"),
+                      f"{sparse_run.kv_pages} in memory", 1 / median(seconds["sparse"]), "tokens/s"),
                Figure("sparse_read", "few picked: read from the disk", "share of the cache's bytes a token", median(read), ""),
                Figure("alike_kept", "few picked, tokens alike: of the rate in memory", f"{100 * same_found:.0f}% of the pages were there",
                       same_kept, ""),
@@ -223,12 +224,12 @@ def quality(text: Path, count: int, keep: bool) -> None:
     first = cache.shape.sinks + cache.shape.window + PAGE * (cache.pool.first + 1)
     for window in cut:
         scored = {name: single_tokens(engine, window, 1) for name, engine in engines.items()}
-        wanted = scored["exact"][first:]
+        expected = scored["exact"][first:]
         for name in cost:
-            cost[name].append(float((np.exp(wanted) * (wanted - scored[name][first:])).sum(-1).mean()))
+            cost[name].append(float((np.exp(expected) * (expected - scored[name][first:])).sum(-1).mean()))
         print(cost["codec"][-1], cost["sparse"][-1], file=sys.stderr, flush=True)
     slots = cache.pool.stream.slots
-    share = sum(each.asked for each in slots) / max(1, sum(each.among for each in slots))
+    share = sum(counts.asked for counts in slots) / max(1, sum(counts.among for counts in slots))
     codec, sparse = (sum(cost[name]) / len(cut) for name in ("codec", "sparse"))
     under = f"fable, {len(cut)} windows of 2048 tokens"
     figures = [Figure("codec_kld", "4-bit pages, all read", under, codec, "nats"),
@@ -236,7 +237,7 @@ def quality(text: Path, count: int, keep: bool) -> None:
                Figure("added", "what picking adds", "share of what the codec costs", sparse / codec - 1, ""),
                Figure("pages", "pages picked", "share of those on the disk", share, ""),
                Figure("found", "pages that were there", "share of those picked",
-                      sum(each.found for each in slots) / max(1, sum(each.asked for each in slots)), "")]
+                      sum(counts.found for counts in slots) / max(1, sum(counts.asked for counts in slots)), "")]
     for engine in engines.values():
         engine.close()
     publish("kv-tiers-quality", "What picking pages costs", QUALITY, figures, keep=keep)
@@ -252,12 +253,12 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--picked", type=int, default=kv_spill.LEAST_PICKED, help="most pages of a layer for a token, with --quality")
     parser.add_argument("--publish", action="store_true", help="keep the result")
-    asked = parser.parse_args()
-    if asked.quality:
-        kv_spill.LEAST_PICKED = asked.picked
-        quality(asked.text, asked.windows, asked.publish)
+    options = parser.parse_args()
+    if options.quality:
+        kv_spill.LEAST_PICKED = options.picked
+        quality(options.text, options.windows, options.publish)
     else:
-        speed(asked.ctx, asked.rounds, asked.spill_dir, asked.publish)
+        speed(options.ctx, options.rounds, options.spill_dir, options.publish)
 
 
 if __name__ == "__main__":

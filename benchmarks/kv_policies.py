@@ -35,15 +35,15 @@ def main() -> None:
             alike: KldResult | None = None
             for kv in (options.kv, *(f"{options.kv}+{name}" for name in POLICIES)):
                 engine = opened(folder, EngineOptions(device="cpu", threads=options.threads, kv=kv, ctx=options.ctx, force=True), plain)
-                *_, found = kld(engine, reference, tokenizer, cut, options.ctx)
+                *_, result = kld(engine, reference, tokenizer, cut, options.ctx)
                 engine.close()
                 name = f"{folder.name}, {kv}{', without profile' if plain else ''}"
-                lines.append(f"| {folder.name} | {kv}{', without profile' if plain else ''} | {found.packed_bits:.3f} | {found.tokens} | "
-                             f"{found.kld_mean:.2e} | {found.kld_p99:.2e} | {found.same_top:.2%} |")
+                lines.append(f"| {folder.name} | {kv}{', without profile' if plain else ''} | {result.packed_bits:.3f} | {result.tokens} | "
+                             f"{result.kld_mean:.2e} | {result.kld_p99:.2e} | {result.same_top:.2%} |")
                 if alike is None:
-                    alike = found
+                    alike = result
                     continue
-                ratio = found.kld_mean / alike.kld_mean * 4 ** (found.packed_bits - alike.packed_bits)
+                ratio = result.kld_mean / alike.kld_mean * 4 ** (result.packed_bits - alike.packed_bits)
                 figures.append(Figure(name.replace(", ", "_").replace(" ", "_"), f"{name}: KLD over that of {options.kv}",
                                       f"{options.windows} windows of {options.ctx}, at equal bits", ratio, "×"))
         reference.close()

@@ -17,7 +17,7 @@ from kv_grid import opened
 from report import Figure, parser_of, publish
 
 
-def asked(folder: Path, text: str, ctx: int, kv: str) -> RecallResult:
+def recall_of(folder: Path, text: str, ctx: int, kv: str) -> RecallResult:
     engines = [opened(folder, EngineOptions(device="cpu", threads=1, kv=each, ctx=ctx, force=True), False) for each in (kv, "32bit")]
     try:
         *_, result = recall(*engines, Tokenizer.load(folder, read_config(folder)), text, ctx)
@@ -40,13 +40,13 @@ def main() -> None:
     for folder in options.models:
         for ctx in options.ctx:
             for kv in options.kv:
-                for row in asked(folder, text, ctx, kv).rows:
+                for row in recall_of(folder, text, ctx, kv).rows:
                     counts = "yes" if row.comparable else f"no: below {SURE:.0%}"
                     lines.append(f"| {folder.name} | {ctx} | {row.spread:.0%} | {kv} | {row.tokens} | {row.right:.2%} | "
                                  f"{row.right_exact:.2%} | {counts} |")
                     if row.comparable:
-                        what = f"{folder.name}, {kv}, {ctx} tokens, facts within {row.spread:.0%}"
-                        figures.append(Figure(f"{folder.name}_{ctx}_{row.spread:g}_{kv}", what, f"{row.tokens} tokens asked",
+                        description = f"{folder.name}, {kv}, {ctx} tokens, facts within {row.spread:.0%}"
+                        figures.append(Figure(f"{folder.name}_{ctx}_{row.spread:g}_{kv}", description, f"{row.tokens} tokens asked",
                                               row.right / row.right_exact, "of the exact cache's"))
     intro = f"{' '.join(__doc__.split(chr(10) * 2)[1].split())}\n\n" + "\n".join(lines)
     publish("kv-recall", "Recall over packed pages", intro, figures, keep=not options.no_results)

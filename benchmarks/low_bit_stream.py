@@ -44,13 +44,14 @@ class Stream:
         blocks = np.zeros((copies, linear.FIRST + FIELDS), np.int64)
         blocks[:, : linear.FIRST] = [x.ctypes.data, tokens, inputs, 0, 0, 0, 0, scratch.ctypes.data, scratch_nbytes, linear.PLAIN, 0, 1]
         for block, copy in zip(blocks, memory, strict=True):
-            codes, scales, zeros, row_scales, tables = (copy.ctypes.data + place if place >= 0 else 0 for place in (
+            codes, scales, zeros, row_scales, tables = (copy.ctypes.data + section_offset if section_offset >= 0 else 0
+                                                        for section_offset in (
                 at.codes, at.scales, at.zeros, at.row_scales, at.tables))
             block[linear.FIRST :] = [codes, kind_of(spec.bits, SCHEMES[spec.scheme]), rows, 0, out.ctypes.data, rows, at.depth // TILE,
                                      (spec.group // TILE).bit_length() - 1, scales, zeros, row_scales, tables, 0, 0,
                                      table_at(kind_of(spec.bits, SCHEMES[spec.scheme]), (spec.group // TILE).bit_length() - 1)]
         self._jobs = np.array([(packed.packed_columns.address, block.ctypes.data, 1) for block in blocks], np.int64)
-        self._kept = memory, x, out, scratch, blocks
+        self._kept_alive = memory, x, out, scratch, blocks
 
     def rate(self) -> float:
         """Bytes of weights per second."""
@@ -70,14 +71,14 @@ def main() -> None:
         streams = [Stream(pool, QuantSpec.parse(text), shape, options.tokens) for shape in SHAPES]
         rates, roofs = [[] for _ in SHAPES], [[] for _ in SHAPES]
         for _ in range(options.rounds):
-            for stream, own, read in zip(streams, rates, roofs, strict=True):
+            for stream, rate, read in zip(streams, rates, roofs, strict=True):
                 before = roof()
-                own.append(stream.rate())
+                rate.append(stream.rate())
                 read.append(max(before, roof()))
-        for (rows, inputs), own, read in zip(SHAPES, rates, roofs, strict=True):
-            share = median(a / b for a, b in zip(own, read, strict=True))
+        for (rows, inputs), rate, read in zip(SHAPES, rates, roofs, strict=True):
+            share = median(a / b for a, b in zip(rate, read, strict=True))
             figures.append(Figure(f"{text}_{rows}x{inputs}", f"{text}, {rows} x {inputs}, of the read roof",
-                                  f"{median(own) / 1e9:.1f} of {median(read) / 1e9:.1f} GB/s, {options.threads} threads", share, "x"))
+                                  f"{median(rate) / 1e9:.1f} of {median(read) / 1e9:.1f} GB/s, {options.threads} threads", share, "x"))
     pool.close()
     roof.close()
     publish("low-bit-stream", "Low-bit weights from memory", INTRO, figures, keep=not options.no_results)

@@ -66,9 +66,9 @@ def measure(rounds: int) -> None:
                 trial = KernelBenchmark(pool, bits, group, rows, depth, nbytes, scheme)
                 rates = trial.rates(("dot", "lut"), rounds)
                 ratio = median(lut / dot for dot, lut in zip(rates["dot"], rates["lut"], strict=True))
-                found = Result(INSTRUCTION_SET, form, rows, depth, threads, median(rates["dot"]), median(rates["lut"]), ratio,
-                               trial.nbytes / trial.weights)
-                sys.stdout.write(f"{json.dumps(asdict(found))}\n")
+                result = Result(INSTRUCTION_SET, form, rows, depth, threads, median(rates["dot"]), median(rates["lut"]), ratio,
+                                trial.nbytes / trial.weights)
+                sys.stdout.write(f"{json.dumps(asdict(result))}\n")
                 sys.stdout.flush()
         pool.close()
 

@@ -63,13 +63,13 @@ def probe(engine: Engine) -> float:
     """Bytes per second of direct reads of what a token streams, in order, with the concurrency of a run and nothing computed meanwhile. As
     many reads again are queued, as in a run: a thread that has finished one finds the next."""
     streams, store = engine.prepared.streaming, engine.model.store
-    places = [(own.file, at) for part in streams.residency.streamed for own in streams.parts.parts[part].ranges
-              for at in range(own.offset // BLOCK * BLOCK, own.offset + own.nbytes - READ_NBYTES + 1, READ_NBYTES)]
-    first = random.randrange(len(places))
+    extents = [(byte_range.file, at) for part in streams.residency.streamed for byte_range in streams.parts.parts[part].ranges
+               for at in range(byte_range.offset // BLOCK * BLOCK, byte_range.offset + byte_range.nbytes - READ_NBYTES + 1, READ_NBYTES)]
+    first = random.randrange(len(extents))
     slots = 2 * THREADS
     reader, memory = Reader({file: store.descriptor(file) for file in store.files}), memoryview(anonymous(slots * READ_NBYTES))
     waiting, started, done = [], time.perf_counter(), 0
-    for number, (path, at) in enumerate(places[first:] + places[:first]):
+    for number, (path, at) in enumerate(extents[first:] + extents[:first]):
         if len(waiting) == slots:
             reader.wait(waiting.pop(0))
         if time.perf_counter() - started > PROBE_S:
@@ -111,7 +111,7 @@ def measure(folder: Path, ram: str, tokens: int, rounds: int, threads: int | Non
     needed, ring = engine.model.bytes_per_pass, placement.residency.ring_nbytes
     room = placement.budget.ram - placement.baseline_bytes - placement.kv_bytes - placement.workspace_bytes - ring - FETCH_NBYTES
     # The first token after a probe finds the ring full; a token in a row pays for all that it streams.
-    steady = [second for place, second in enumerate(seconds) if place % tokens]
+    steady = [second for index, second in enumerate(seconds) if index % tokens]
     result = {"disk_gbps": median(rates) / 1e9, "needed_gb": needed / 1e9, "memory_gb": room / 1e9,
               "read_per_token_gb": read / 1e9,
               "seconds_per_token": median(steady), "waited_s": median(waits), "tokens_per_s": 1 / median(steady), "prefill32_s": prefill_s,
@@ -134,16 +134,16 @@ def peer(path: Path, tokens: int) -> dict[str, float]:
     return {"tokens_per_s": tokens / (time.perf_counter() - started)}
 
 
-def alone(asked: argparse.Namespace) -> dict[str, float]:
+def alone(options: argparse.Namespace) -> dict[str, float]:
     """One side, in this process."""
-    if asked.alone == "peer":
-        return peer(asked.folder, asked.tokens)
-    if asked.alone == "accelerate":
+    if options.alone == "peer":
+        return peer(options.folder, options.tokens)
+    if options.alone == "accelerate":
         from offload_accelerate import accelerate
 
-        evict(sorted(asked.folder.glob("*.safetensors")))  # what another process has read is in nobody's budget
-        return accelerate(asked.folder, asked.room, asked.tokens)
-    return measure(asked.folder, asked.ram, asked.tokens, asked.rounds, asked.threads)
+        evict(sorted(options.folder.glob("*.safetensors")))  # what another process has read is in nobody's budget
+        return accelerate(options.folder, options.room, options.tokens)
+    return measure(options.folder, options.ram, options.tokens, options.rounds, options.threads)
 
 
 @contextmanager
@@ -182,53 +182,56 @@ def main() -> int:
     parser.add_argument("--room", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--publish", metavar="NAME", help="keep the result under this name")
     parser.add_argument("--alone", choices=("own", "peer", "accelerate"), help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.make:
-        make(asked.make, asked.folder, asked.bits)
+    options = parser.parse_args()
+    if options.make:
+        make(options.make, options.folder, options.bits)
         return 0
-    if asked.alone:
-        print(json.dumps(alone(asked)))
+    if options.alone:
+        print(json.dumps(alone(options)))
         return 0
-    limit = parse_size(asked.ram) if asked.peer or asked.accelerate else None
-    more = ["--threads", str(asked.threads)] if asked.threads else []
-    own = child([str(asked.folder), "--alone", "own", "--ram", asked.ram, "--tokens", str(asked.tokens), "--rounds", str(asked.rounds),
-                 *more], limit)
-    under = f"{asked.folder.name} in {asked.ram}"
-    figures = [Figure("tokens_per_s", "decode", under, own["tokens_per_s"], "tokens/s"),
-               Figure("roof_tokens_per_s", "B / (W - M)", f"W {own['needed_gb']:.2f} GB, M {own['memory_gb']:.2f} GB",
-                      own["roof_tokens_per_s"], "tokens/s"),
-               Figure("share", "decode over B / (W - M)", under, own["share"], ""),
+    limit = parse_size(options.ram) if options.peer or options.accelerate else None
+    more = ["--threads", str(options.threads)] if options.threads else []
+    ours = child([str(options.folder), "--alone", "own", "--ram", options.ram, "--tokens", str(options.tokens), "--rounds",
+                  str(options.rounds),
+                  *more], limit)
+    under = f"{options.folder.name} in {options.ram}"
+    figures = [Figure("tokens_per_s", "decode", under, ours["tokens_per_s"], "tokens/s"),
+               Figure("roof_tokens_per_s", "B / (W - M)", f"W {ours['needed_gb']:.2f} GB, M {ours['memory_gb']:.2f} GB",
+                      ours["roof_tokens_per_s"], "tokens/s"),
+               Figure("share", "decode over B / (W - M)", under, ours["share"], ""),
                Figure("disk_gbps", "B", f"direct reads of what a token streams, {format_size(READ_NBYTES)}, {THREADS} at once",
-                      own["disk_gbps"], "GB/s"),
-               Figure("read_per_token_gb", "read per token", under, own["read_per_token_gb"], "GB"),
-               Figure("waited", "waiting for the disk", "share of a token", own["waited_s"] / own["seconds_per_token"], ""),
-               Figure("prefill32_s", "prompt of 32 tokens", under, own["prefill32_s"], "s"),
-               Figure("peak_gb", "most memory held", f"budget {own['budget_gb']:.2f} GB", own["peak_gb"], "GB")]
-    if asked.prompts:
+                      ours["disk_gbps"], "GB/s"),
+               Figure("read_per_token_gb", "read per token", under, ours["read_per_token_gb"], "GB"),
+               Figure("waited", "waiting for the disk", "share of a token", ours["waited_s"] / ours["seconds_per_token"], ""),
+               Figure("prefill32_s", "prompt of 32 tokens", under, ours["prefill32_s"], "s"),
+               Figure("peak_gb", "most memory held", f"budget {ours['budget_gb']:.2f} GB", ours["peak_gb"], "GB")]
+    if options.prompts:
         with short_of_memory(limit) as enter:
-            prompts = by_turns(asked.folder, asked.ram, asked.threads, enter)
+            prompts = by_turns(options.folder, options.ram, options.threads, enter)
         for tokens, prompt in prompts.items():
             figures += [Figure(f"prompt{tokens}_s", f"prompt of {tokens} tokens", under, prompt.streamed_s, "s"),
                         Figure(f"prompt{tokens}_share", "over the longer of a pass over the disk and the same in memory, by turns",
                                f"{prompt.pass_s:.2f} s and {prompt.resident_s:.2f} s", prompt.share, "x")]
-    if asked.peer:
-        if not asked.peer.exists():
+    if options.peer:
+        if not options.peer.exists():
             from llamacpp_files import write_gguf
 
-            write_gguf(asked.folder, asked.peer, "bf16")
-        theirs = child([str(asked.peer), "--alone", "peer", "--tokens", str(min(asked.tokens, 3))], limit)
-        figures.append(Figure("peer_tokens_per_s", "llama.cpp, mapped file", f"{asked.peer.name}, memory cgroup of {asked.ram}",
+            write_gguf(options.folder, options.peer, "bf16")
+        theirs = child([str(options.peer), "--alone", "peer", "--tokens", str(min(options.tokens, 3))], limit)
+        figures.append(Figure("peer_tokens_per_s", "llama.cpp, mapped file", f"{options.peer.name}, memory cgroup of {options.ram}",
                               theirs["tokens_per_s"], "tokens/s"))
-        figures.append(Figure("against_peer", "decode over llama.cpp", under, own["tokens_per_s"] / theirs["tokens_per_s"], "x"))
-    if asked.accelerate:
-        theirs = child([str(asked.folder), "--alone", "accelerate", "--tokens", str(min(asked.tokens, 3)), "--room",
-                        str(round(own["memory_gb"] * 1e9))], limit)
+        figures.append(Figure("against_peer", "decode over llama.cpp", under, ours["tokens_per_s"] / theirs["tokens_per_s"], "x"))
+    if options.accelerate:
+        theirs = child([str(options.folder), "--alone", "accelerate", "--tokens", str(min(options.tokens, 3)), "--room",
+                        str(round(ours["memory_gb"] * 1e9))], limit)
         figures += [Figure("accelerate_tokens_per_s", "transformers with accelerate's disk offload",
-                           f"{theirs['disk_gb']:.2f} GB of weights on the disk, cgroup of {asked.ram}", theirs["tokens_per_s"], "tokens/s"),
+                           f"{theirs['disk_gb']:.2f} GB of weights on the disk, cgroup of {options.ram}", theirs["tokens_per_s"],
+                           "tokens/s"),
                     Figure("accelerate_gbps", "its reads", "weights on the disk over the time of a token", theirs["read_gbps"], "GB/s"),
                     Figure("against_accelerate", "decode over transformers and accelerate", under,
-                           own["tokens_per_s"] / theirs["tokens_per_s"], "x")]
-    publish(f"offload-{asked.publish}" if asked.publish else "offload", "Weights from the disk", INTRO, figures, keep=bool(asked.publish))
+                           ours["tokens_per_s"] / theirs["tokens_per_s"], "x")]
+    publish(f"offload-{options.publish}" if options.publish else "offload", "Weights from the disk", INTRO, figures,
+            keep=bool(options.publish))
     return 0
 
 

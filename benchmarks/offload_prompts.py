@@ -66,11 +66,11 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ram")
     parser.add_argument("--threads", type=int)
-    asked = parser.parse_args()
-    if asked.ram:
-        evict(sorted(asked.folder.glob("*.safetensors")))
-    *_, engine = open_engine(asked.folder, EngineOptions(device="cpu", ram=asked.ram, ctx=CTX, threads=asked.threads))
-    assert isinstance(engine, Engine) and (engine.prepared.streaming is not None) == bool(asked.ram)
+    options = parser.parse_args()
+    if options.ram:
+        evict(sorted(options.folder.glob("*.safetensors")))
+    *_, engine = open_engine(options.folder, EngineOptions(device="cpu", ram=options.ram, ctx=CTX, threads=options.threads))
+    assert isinstance(engine, Engine) and (engine.prepared.streaming is not None) == bool(options.ram)
 
     def seconds(tokens: int) -> float:
         engine.reset()

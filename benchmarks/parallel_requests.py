@@ -34,7 +34,7 @@ def written(engine: Engine, tokens: int):
 
 def run(engines: list[Engine], prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
     """Seconds from the first token to the last of all sequences after their prompts, and what each generated."""
-    rounds, said = Scheduler(engines[0].batched_passes), [[] for _ in engines]
+    rounds, tokens_of = Scheduler(engines[0].batched_passes), [[] for _ in engines]
     for i, (engine, prompt) in enumerate(zip(engines, prompts, strict=True)):
         list(engine.prefill(prompt))
         engine._logits = engine._logits.copy()  # a view, which the next prompt takes back
@@ -45,23 +45,25 @@ def run(engines: list[Engine], prompts: list[list[int]], tokens: int) -> tuple[f
             if isinstance(step, Exception):
                 raise step
             if step is not None:
-                said[key].append(step.token)
-    return time.perf_counter() - started, said
+                tokens_of[key].append(step.token)
+    return time.perf_counter() - started, tokens_of
 
 
 def measured(options: argparse.Namespace, depth: int) -> list[Figure]:
     """Figures after prompts of `depth` tokens."""
-    asked = EngineOptions(device="cpu", kv=options.kv, ctx=depth + options.tokens + 1, threads=options.threads, parallel=max(COUNTS),
-                          spec="off")
+    engine_options = EngineOptions(device="cpu", kv=options.kv, ctx=depth + options.tokens + 1, threads=options.threads,
+                                   parallel=max(COUNTS),
+                                   spec="off")
     spec = f"{options.bits}bit" if options.bits < 16 else None
-    engine = list(open_prepared(lambda: prepare_synthetic(options.shape, asked, spec), kernel_kinds(Needs(spec is not None), asked)))[-1]
-    engines, said = open_sequences(engine, max(COUNTS))
-    if said:
-        raise SystemExit("\n".join(map(str, said)))
+    engine = list(open_prepared(lambda: prepare_synthetic(options.shape, engine_options, spec),
+                                kernel_kinds(Needs(spec is not None), engine_options)))[-1]
+    engines, labels = open_sequences(engine, max(COUNTS))
+    if labels:
+        raise SystemExit("\n".join(map(str, labels)))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, engine.config.vocab_size, depth).tolist() for _ in engines]
     for _ in range(2):  # from the second time on a prompt's last token alone is read again, by another kernel
-        alone = [run([each], [prompt], options.tokens)[1][0] for each, prompt in zip(engines, prompts, strict=True)]
+        alone = [run([sequence], [prompt], options.tokens)[1][0] for sequence, prompt in zip(engines, prompts, strict=True)]
     figures, conditions = [], f"{spec or 'bf16'}, {depth} tokens deep, {options.threads} threads, {options.rounds} rounds"
     for count in COUNTS:
         rounds = []
@@ -73,8 +75,9 @@ def measured(options: argparse.Namespace, depth: int) -> list[Figure]:
         key = f"{count}_at_{depth}"
         if count > 1:
             figures.append(Figure(f"ratio_{key}", f"{count} at once, against one after the other", conditions,
-                                  median(together / one for one, together in rounds), "×"))
-        figures.append(Figure(key, f"{count} at once, together", conditions, median(together for _, together in rounds), "tokens/s"))
+                                  median(parallel_seconds / one for one, parallel_seconds in rounds), "×"))
+        figures.append(Figure(key, f"{count} at once, together", conditions, median(parallel_seconds for _, parallel_seconds in rounds),
+                              "tokens/s"))
     engine.close()
     return figures
 

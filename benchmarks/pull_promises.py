@@ -36,8 +36,8 @@ WEIGHTS = ".safetensors"
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """The folder's weights in shards, with the packaged model's tokenizer."""
-    own = {path.name: path.read_bytes() for path in FABLE.iterdir() if path.name.startswith("tokenizer")}
-    return own | {name: data for name, data in sharded(folder, SHARDS).items() if name.endswith((WEIGHTS, ".json"))}
+    tokenizer_files = {path.name: path.read_bytes() for path in FABLE.iterdir() if path.name.startswith("tokenizer")}
+    return tokenizer_files | {name: data for name, data in sharded(folder, SHARDS).items() if name.endswith((WEIGHTS, ".json"))}
 
 
 def allocated(folder: Path) -> int:
@@ -46,28 +46,28 @@ def allocated(folder: Path) -> int:
     for where, _, names in os.walk(folder):
         for name in names:
             try:
-                found = os.lstat(os.path.join(where, name))
+                status = os.lstat(os.path.join(where, name))
             except FileNotFoundError:
                 continue
-            total += 512 * found.st_blocks
+            total += 512 * status.st_blocks
     return total
 
 
 def ended(process: subprocess.Popen) -> None:
-    _, said = process.communicate()
+    _, error_output = process.communicate()
     if process.returncode != 0:
-        raise SystemExit(f"the pull ended with {process.returncode}: {said[-500:]}")
+        raise SystemExit(f"the pull ended with {process.returncode}: {error_output[-500:]}")
 
 
 def peak_of(process: subprocess.Popen, folder: Path) -> int:
     """The most that a folder takes while a process runs."""
-    reader, most = threading.Thread(target=ended, args=(process,)), 0
+    reader, peak = threading.Thread(target=ended, args=(process,)), 0
     reader.start()
     while reader.is_alive():
-        most = max(most, allocated(folder))
+        peak = max(peak, allocated(folder))
         time.sleep(0.02)
     reader.join()
-    return most
+    return peak
 
 
 def planned_and_kept(hub: Hub, person: Person) -> Iterator[Figure]:
@@ -76,9 +76,9 @@ def planned_and_kept(hub: Hub, person: Person) -> Iterator[Figure]:
     conditions = f"{total / 1e9:.2f} GB in {SHARDS} shards"
     hub.forget()
     process = person.starts("pull", REPO, "--bits", "4", "--dry-run", "--json")
-    out, said = process.communicate()
+    out, error_output = process.communicate()
     if process.returncode != 0:
-        raise SystemExit(said)
+        raise SystemExit(error_output)
     plan = json.loads(out)
     yield Figure("plan_kb", "read before the first byte of weights is asked for", f"plan for 4 bits, {conditions}",
                  plan["bytes_read_for_plan"] / 1e3, "kB")
@@ -115,28 +115,28 @@ def killed(hub: Hub, person: Person, kills: int) -> Iterator[Figure]:
         with (snapshot / name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").digest() != hashlib.sha256(data).digest():
                 raise SystemExit(f"{name} came out wrong after {struck} kills")
-    again = served() - total
+    loaded_again = served() - total
     conditions = f"{total / 1e9:.2f} GB, {struck} kills at random points, every sha256 right"
-    yield Figure("twice_mb", "sent twice for a kill, all connections", conditions, again / max(1, struck) / 1e6, "MB")
+    yield Figure("twice_mb", "sent twice for a kill, all connections", conditions, loaded_again / max(1, struck) / 1e6, "MB")
     yield Figure("twice_ranges", "the same, of one range", f"{transfer.RANGE_NBYTES / 1e6:.1f} MB",
-                 again / max(1, struck) / transfer.RANGE_NBYTES, "")
+                 loaded_again / max(1, struck) / transfer.RANGE_NBYTES, "")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--discard", action="store_true", help="print, and keep no results")
-    given = parser.parse_args()
+    options = parser.parse_args()
     source = random_folder(SHAPE, user_cache_path("effllm") / "benchmarks")
     figures = []
     with tempfile.TemporaryDirectory(prefix="effllm-pull-") as home, running() as hub:
         hub.add(REPO, files=files_of(source))
         person = Person(Path(home), hub.endpoint)
-        for part in (planned_and_kept(hub, person), killed(hub, person, given.kills)):
+        for part in (planned_and_kept(hub, person), killed(hub, person, options.kills)):
             for figure in part:
                 print(f"{figure.what}, {figure.conditions}: {figure.value:.4g} {figure.unit}", file=sys.stderr, flush=True)
                 figures.append(figure)
-    publish("pull-promises", "What a pull promises", __doc__.split("\n\n")[1], figures, keep=not given.discard)
+    publish("pull-promises", "What a pull promises", __doc__.split("\n\n")[1], figures, keep=not options.discard)
 
 
 if __name__ == "__main__":

@@ -69,12 +69,12 @@ def ours_unchecked(endpoint: str, cache: Path) -> None:
 
 @contextmanager
 def replaced(name: str, other: Callable) -> Iterator[None]:
-    usual = getattr(running_hash, name)
+    original = getattr(running_hash, name)
     setattr(running_hash, name, other)
     try:
         yield
     finally:
-        setattr(running_hash, name, usual)
+        setattr(running_hash, name, original)
 
 
 def theirs(endpoint: str, cache: Path) -> None:
@@ -112,23 +112,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--discard", action="store_true", help="print, and keep no results")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.serve:
-        serve(given.nbytes)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.nbytes)
         return
-    command = [sys.executable, __file__, "--serve", "--nbytes", str(given.nbytes)]
+    command = [sys.executable, __file__, "--serve", "--nbytes", str(options.nbytes)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         endpoint = server.stdout.readline().strip()
         took: dict[Callable, list[float]] = {ours: [], ours_sha256: [], ours_unchecked: [], theirs: [], theirs_checked: []}
-        for _ in range(given.rounds):
+        for _ in range(options.rounds):
             for pull in took:
                 took[pull].append(seconds(pull, endpoint))
         server.stdin.close()
-    rates = {pull: given.nbytes / 1e9 / fmean(sorted(times)[: (len(times) + 1) // 2]) for pull, times in took.items()}
-    size = f"{given.nbytes / 1e9:g} GB over the loopback, better half of {given.rounds} rounds"
-    way = "Xet" if running_hash.can_xet() and running_hash.sha256_is_slow() else "sha256"
+    rates = {pull: options.nbytes / 1e9 / fmean(sorted(times)[: (len(times) + 1) // 2]) for pull, times in took.items()}
+    size = f"{options.nbytes / 1e9:g} GB over the loopback, better half of {options.rounds} rounds"
+    hash_name = "Xet" if running_hash.can_xet() and running_hash.sha256_is_slow() else "sha256"
     publish("pull-rate", "Download rate", __doc__.split("\n\n")[1], [
-        Figure("effllm_gbps", f"effllm pull, checked by {way}", size, rates[ours], "GB/s"),
+        Figure("effllm_gbps", f"effllm pull, checked by {hash_name}", size, rates[ours], "GB/s"),
         Figure("effllm_sha256_gbps", "effllm pull, checked by sha256", size, rates[ours_sha256], "GB/s"),
         Figure("effllm_unchecked_gbps", "effllm pull without a check", size, rates[ours_unchecked], "GB/s"),
         Figure("huggingface_hub_gbps", "huggingface_hub, length checked", size, rates[theirs], "GB/s"),
@@ -136,7 +136,7 @@ def main() -> None:
         Figure("sha256_gbps", "sha256 alone", "one core, from memory", hash_rate() / 1e9, "GB/s"),
         Figure("ratio", "effllm / huggingface_hub", "same rounds", rates[ours] / rates[theirs], "x"),
         Figure("ratio_checked", "effllm / huggingface_hub with its sha256", "same rounds", rates[ours] / rates[theirs_checked], "x"),
-    ], keep=not given.discard)
+    ], keep=not options.discard)
 
 
 if __name__ == "__main__":

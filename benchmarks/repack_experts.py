@@ -24,7 +24,7 @@ from effllm.quant.weight import from_f32
 
 SHAPES = ((768, 2048), (768, 2048), (2048, 768))
 STEP, GROUP, BLOCK = 1 << 17, 128, 128  # weights that NumPy decodes at once, so that what is between stays in a cache
-Way = Callable[[], object]
+Candidate = Callable[[], object]
 RNG = np.random.default_rng(0)
 
 
@@ -42,7 +42,7 @@ def halves(*shape: int) -> np.ndarray:
     return (RNG.random(shape, np.float32) / 100 + np.float32(0.001)).astype(np.float16).astype(np.float32)
 
 
-def of_blocks(kind: str, shape: tuple[int, int]) -> tuple[Way, Way, int]:
+def of_blocks(kind: str, shape: tuple[int, int]) -> tuple[Candidate, Candidate, int]:
     """(NumPy version, compiled version, bytes of file) for a matrix of GGUF blocks."""
     spec, nbytes = NATIVE[kind], DECODERS[kind][0]
     raw = RNG.integers(0, 60, (shape[0], shape[1] // (256 if spec.scheme in ("super", "signed") else 32) * nbytes), np.uint8)
@@ -58,22 +58,22 @@ def of_blocks(kind: str, shape: tuple[int, int]) -> tuple[Way, Way, int]:
     return numpy, lambda: put_gguf_blocks(blob, kind, shape, 0, raw), raw.nbytes
 
 
-def of_pairs(shape: tuple[int, int]) -> tuple[Way, Way, int]:
+def of_pairs(shape: tuple[int, int]) -> tuple[Candidate, Candidate, int]:
     """MXFP4 as in gpt-oss; gate and up rows alternate, so every other row is used."""
     blocks, scales = (RNG.integers(0, 200, (2 * shape[0], width), np.uint8)[::2] for width in (shape[1] // 2, shape[1] // 32))
     blob = np.zeros(MXFP4.nbytes(shape), np.uint8)
 
     def numpy() -> None:
         for begin, end in steps(shape):
-            own = blocks[begin:end].reshape(end - begin, -1, 16)
-            codes = mxfp4.unpack_pairs(own).reshape(end - begin, -1)
+            pairs = blocks[begin:end].reshape(end - begin, -1, 16)
+            codes = mxfp4.unpack_pairs(pairs).reshape(end - begin, -1)
             put_rows(blob, MXFP4, shape, begin, Codes(codes, scales[begin:end], None, np.full(end - begin, 0.5, np.float32), MXFP))
             put_tables(blob, MXFP4, shape, MXFP)
 
     return numpy, lambda: put_mxfp4(blob, shape, 0, blocks, scales), blocks.size + scales.size
 
 
-def of_words(layout: str, bits: int, shape: tuple[int, int]) -> tuple[Way, Way, int]:
+def of_words(layout: str, bits: int, shape: tuple[int, int]) -> tuple[Candidate, Candidate, int]:
     """Packed words with half-precision scales and zero points per group."""
     (n, k), spec = shape, QuantSpec(bits, GROUP, "offset")
     count, blob = k // GROUP, np.zeros(spec.nbytes(shape), np.uint8)
@@ -104,7 +104,7 @@ def of_words(layout: str, bits: int, shape: tuple[int, int]) -> tuple[Way, Way, 
     return numpy, compiled, codes.nbytes + zeros.nbytes + scales.nbytes // 2
 
 
-def of_floats(shape: tuple[int, int]) -> tuple[Way, Way, int]:
+def of_floats(shape: tuple[int, int]) -> tuple[Candidate, Candidate, int]:
     """FP8 in blocks of 128 x 128, widened to half precision."""
     codes, scales = RNG.integers(0, 120, shape, np.uint8), halves(shape[0] // BLOCK, shape[1] // BLOCK)
     out = np.zeros((shape[0], 2 * shape[1]), np.uint8)
@@ -117,14 +117,14 @@ def of_floats(shape: tuple[int, int]) -> tuple[Way, Way, int]:
     return numpy, lambda: put_fp8_as_halves(out.reshape(-1), codes, scales, (BLOCK, BLOCK)), codes.nbytes + scales.nbytes
 
 
-def best(way: Way, times: int) -> float:
-    way()  # compiles, or loads what is compiled
-    found = []
+def best(candidate: Candidate, times: int) -> float:
+    candidate()  # compiles, or loads what is compiled
+    seconds = []
     for _ in range(times):
         started = perf_counter()
-        way()
-        found.append(perf_counter() - started)
-    return min(found)
+        candidate()
+        seconds.append(perf_counter() - started)
+    return min(seconds)
 
 
 def main() -> None:

@@ -47,12 +47,12 @@ class Figure:
 def commit() -> str:
     """The commit of this checkout, marked if files differ from it; results just written by another benchmark do not count."""
     def git(*arguments: str) -> str:
-        made = subprocess.run(["git", *arguments], cwd=RESULTS.parent.parent, capture_output=True, text=True, check=False)
-        return made.stdout.strip()
+        result = subprocess.run(["git", *arguments], cwd=RESULTS.parent.parent, capture_output=True, text=True, check=False)
+        return result.stdout.strip()
 
-    here = git("describe", "--always", "--abbrev=10")
+    description = git("describe", "--always", "--abbrev=10")
     differs = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
-    return here + ("-dirty" if differs else "") or "none"
+    return description + ("-dirty" if differs else "") or "none"
 
 
 def context() -> dict[str, str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from report import Figure
 
-TURNS, MODELS = 10, 20
+REPEATS, MODELS = 10, 20
 PACKAGED = Path(__file__).resolve().parent.parent / "models" / "fable"
 BARE_APP = '''
 import typer
@@ -48,17 +48,17 @@ def measure() -> Iterator[Figure]:
         completing = of_models | {"_EFFLLM_COMPLETE": "complete_bash", "COMP_WORDS": "effllm run org/", "COMP_CWORD": "2"}
         commands = {"typer": ([sys.executable, str(script), "--help"], {}), "effllm": ([effllm, "--help"], {}),
                     "list": ([effllm, "list"], of_models), "completion": ([effllm], completing)}
-        taken: dict[str, list[float]] = {name: [] for name in commands}
-        for turn in range(TURNS + 1):
+        seconds_by_command: dict[str, list[float]] = {name: [] for name in commands}
+        for index in range(REPEATS + 1):
             for name, (command, env) in commands.items():
                 seconds = _seconds(command, env)
-                if turn:  # the first time the disk is read
-                    taken[name].append(seconds)
-    said = {"typer": "start of a bare Typer app", "effllm": "start of effllm", "list": f"`list` of {MODELS} models and the packaged one",
-            "completion": "a model's name completed"}
-    for name, times in taken.items():
-        conditions = f"{'--help in ' if name in ('typer', 'effllm') else ''}a fresh process, median of {TURNS}"
-        yield Figure(f"start_ms_{name}", said[name], conditions, statistics.median(times) * 1e3, "ms")
+                if index:  # the first time the disk is read
+                    seconds_by_command[name].append(seconds)
+    labels = {"typer": "start of a bare Typer app", "effllm": "start of effllm", "list": f"`list` of {MODELS} models and the packaged one",
+              "completion": "a model's name completed"}
+    for name, times in seconds_by_command.items():
+        conditions = f"{'--help in ' if name in ('typer', 'effllm') else ''}a fresh process, median of {REPEATS}"
+        yield Figure(f"start_ms_{name}", labels[name], conditions, statistics.median(times) * 1e3, "ms")
 
 
 def _cache(folder: Path) -> Path:

@@ -38,16 +38,16 @@ def main() -> None:
     from benchmark_processes import own_folder, random_folder, result_name
 
     folder = random_folder(options.shape, options.work)
-    own = own_folder(folder, "4", options.threads)
+    model_folder = own_folder(folder, "4", options.threads)
     ctx = options.tokens + 16
-    asked = EngineOptions(device="cpu", kv=options.kv, ctx=ctx, threads=options.threads)
-    first, second = (list(open_engine(own, asked))[-1] for _ in range(2))
+    engine_options = EngineOptions(device="cpu", kv=options.kv, ctx=ctx, threads=options.threads)
+    first, second = (list(open_engine(model_folder, engine_options))[-1] for _ in range(2))
     ids = np.random.default_rng(0).integers(0, first.config.vocab_size, options.tokens + 1).tolist()
     started = time.perf_counter()
     prefill(first, ids[:-1])
     read_s = time.perf_counter() - started
-    with tempfile.TemporaryDirectory(dir=options.work) as place:
-        store = SessionStore(Path(place) / "sessions")
+    with tempfile.TemporaryDirectory(dir=options.work) as work_folder:
+        store = SessionStore(Path(work_folder) / "sessions")
         started = time.perf_counter()
         save(first, store)
         save_s = time.perf_counter() - started

@@ -51,20 +51,21 @@ class Side:
     """A layer that holds `depth` tokens."""
 
     def __init__(self, shape: Shape, depth: int, pool: ThreadPool) -> None:
-        self.shape, ctx, own = shape, depth + 2 * PAGE, shape.index
-        self.ops = CpuOps(pool, Dims(PAGE, shape.heads, shape.kv_heads, shape.head_dim, PAGE, PAGE, PAGE, ctx, 1, index=own))
-        spec = AttnSpec(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, None, None, own, True, shape.latent)
+        self.shape, ctx, index_shape = shape, depth + 2 * PAGE, shape.index
+        self.ops = CpuOps(pool, Dims(PAGE, shape.heads, shape.kv_heads, shape.head_dim, PAGE, PAGE, PAGE, ctx, 1, index=index_shape))
+        spec = AttnSpec(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, None, None, index_shape, True, shape.latent)
         self.cache = build_cache([self.ops], [spec], RawCodec(F16), CacheShape(ctx, chunk=PAGE))
         self.cache.adopt(depth, self.cache.shape.sealed_at(depth))
         self.layer = self.cache.layer(0)
-        self.whole = replace(self.layer, choosing=None)
+        self.dense = replace(self.layer, choosing=None)
         rng = np.random.default_rng(0)
         drawn = rng.standard_normal(1 << 20).astype(np.float16)
         for memory in (self.layer.pages.exact, self.layer.pages.sealed, self.layer.choosing.index.memory):
             halves = memory.view(np.float16)
             for at in range(0, len(halves), len(drawn)):
                 halves[at : at + len(drawn)] = drawn[: len(halves) - at]
-        widths = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, own.heads * own.width, own.width, own.heads)
+        widths = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, index_shape.heads * index_shape.width, index_shape.width,
+                  index_shape.heads)
         self.q, self.k, *self.index = (rng.standard_normal((1, width), np.float32) for width in widths)
 
     def seconds(self, chooses: bool, attends: bool) -> float:
@@ -75,7 +76,7 @@ class Side:
             if chooses:
                 self.layer.choose(*self.index[:2], None if self.shape.index.per_head else self.index[2])
             if attends:
-                (self.layer if chooses else self.whole).attend(self.q, self.k, self.k)
+                (self.layer if chooses else self.dense).attend(self.q, self.k, self.k)
         return perf_counter() - started
 
 
@@ -88,13 +89,13 @@ def main() -> None:
     pool, figures = ThreadPool(options.threads), []
     for name in options.shape:
         for depth in options.depth:
-            side, found = Side(SHAPES[name], depth, pool), []
+            side, timings = Side(SHAPES[name], depth, pool), []
             for _ in range(WARM + options.rounds):
-                found.append([side.seconds(*asked) for asked in ((False, True), (True, True), (True, False))])
-            every, chosen, choice = (1000 * median(each) for each in zip(*found[WARM:], strict=True))
+                timings.append([side.seconds(*flags) for flags in ((False, True), (True, True), (True, False))])
+            dense, chosen, choice = (1000 * median(times) for times in zip(*timings[WARM:], strict=True))
             where = f"{depth:,} tokens held"
-            figures += [Figure(f"ratio_{name}_{depth}", f"{name}: seeing all, of choosing", where, every / chosen, "x"),
-                        Figure(f"all_{name}_{depth}", f"{name}: seeing all", where, every, "ms"),
+            figures += [Figure(f"ratio_{name}_{depth}", f"{name}: seeing all, of choosing", where, dense / chosen, "x"),
+                        Figure(f"all_{name}_{depth}", f"{name}: seeing all", where, dense, "ms"),
                         Figure(f"chosen_{name}_{depth}", f"{name}: choosing, and seeing what is chosen", where, chosen, "ms"),
                         Figure(f"choice_{name}_{depth}", f"{name}: choosing alone", where, choice, "ms")]
     pool.close()

@@ -151,15 +151,15 @@ def say(engine: Engine, speculation: object, sampler: object, most: int, spent: 
 
 def repeating(engine: Engine, vocabulary: Path, seconds: float) -> dict[str, Spent]:
     """The exchanges, replayed."""
-    tokenizer, found, speculation = Tokenizer.load(vocabulary, engine.config), {}, engine.speculation
+    tokenizer, results, speculation = Tokenizer.load(vocabulary, engine.config), {}, engine.speculation
     for exchange in EXCHANGES:
         prompt, answer = tokenizer.encode(exchange.prompt), tokenizer.encode(exchange.answer, add_special_tokens=False)
         for _ in engine.prefill(prompt):
             continue
-        spent = found[exchange.name] = Spent()
+        spent = results[exchange.name] = Spent()
         say(engine, speculation, Replay(len(prompt), answer), len(answer), spent, time.monotonic() + seconds / len(EXCHANGES))
         print(f"{exchange.name}: {len(answer)} tokens, {spent.counts}, {spent.gain:.2f} x", file=sys.stderr, flush=True)
-    return found
+    return results
 
 
 def stories(engine: Engine, seconds: float) -> Spent:
@@ -168,8 +168,8 @@ def stories(engine: Engine, seconds: float) -> Spent:
     tokenizer = Tokenizer.load(FABLE, read_config(FABLE))
     for number, story in enumerate(STORIES):
         prompt = tokenizer.encode_chat([{"role": "user", "content": story}], add_generation_prompt=True)
-        for each in (engine, small):
-            for _ in each.prefill(prompt):
+        for model_engine in (engine, small):
+            for _ in model_engine.prefill(prompt):
                 continue
         engine._logits = small._logits
         sampler = Sampler(SamplerSettings(temperature=0.8, top_k=40, seed=number), small.config.vocab_size)
@@ -198,23 +198,24 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=150.0, help="for each set")
     parser.add_argument("--sets", default="repeating,stories")
     parser.add_argument("--publish", metavar="NAME", help="keep the result under this name")
-    asked = parser.parse_args()
-    sets = asked.sets.split(",")
-    if "repeating" in sets and not asked.vocabulary:
+    options = parser.parse_args()
+    sets = options.sets.split(",")
+    if "repeating" in sets and not options.vocabulary:
         parser.error("the repeating set needs a --vocabulary")
-    figures, ram = [], None if asked.in_memory else asked.ram
+    figures, ram = [], None if options.in_memory else options.ram
     if "repeating" in sets:
-        with closing(target(asked.folder, ram)) as engine:
-            found = repeating(engine, asked.vocabulary, asked.seconds)
-        for name, spent in found.items():
+        with closing(target(options.folder, ram)) as engine:
+            results = repeating(engine, options.vocabulary, options.seconds)
+        for name, spent in results.items():
             figures += told(name.split()[0], name, spent)
         figures.append(Figure("repeating_gain", "repeating set: with over without", "geometric mean",
-                              geometric_mean(spent.gain for spent in found.values()), "x"))
+                              geometric_mean(spent.gain for spent in results.values()), "x"))
     if "stories" in sets:
-        with closing(target(asked.folder, ram)) as engine:  # what was learned of another vocabulary is no guess here
-            figures += told("stories", "stories", stories(engine, asked.seconds))
-    publish(f"speculation-{asked.publish}" if asked.publish else "speculation", f"Speculation: {asked.folder.name} in {ram or 'memory'}",
-            INTRO.format(where=FROM_DISK if ram else ", in memory"), figures, keep=bool(asked.publish))
+        with closing(target(options.folder, ram)) as engine:  # what was learned of another vocabulary is no guess here
+            figures += told("stories", "stories", stories(engine, options.seconds))
+    publish(f"speculation-{options.publish}" if options.publish else "speculation",
+            f"Speculation: {options.folder.name} in {ram or 'memory'}",
+            INTRO.format(where=FROM_DISK if ram else ", in memory"), figures, keep=bool(options.publish))
     return 0
 
 

@@ -18,18 +18,18 @@ def of_store(store: SyntheticStore) -> list[Planned]:
 
 
 def write_folder(folder: Path, config: Mapping[str, object], groups: Sequence[Sequence[Planned]],
-                 made: Callable[[str], np.ndarray]) -> None:
-    """Write tensors, each group one record, and the config; `made` gives a tensor's values in the order of its bytes. The files are on the
-    disk when this returns, so that a benchmark of the disk does not share it with them."""
+                 generated: Callable[[str], np.ndarray]) -> None:
+    """Write tensors, each group one record, and the config; `generated` gives a tensor's values in the order of its bytes. The files are on
+    the disk when this returns, so that a benchmark of the disk does not share it with them."""
     folder.mkdir(parents=True, exist_ok=True)
     names, files = {tensor.name for group in groups for tensor in group}, plan_files(groups, {})
     for file in files:
         with (folder / file.name).open("wb") as out:
             out.write(file.head)
-            for name, place in file.places.items():
+            for name, place_in_file in file.places.items():
                 if name in names:
-                    out.seek(place)
-                    out.write(np.ascontiguousarray(made(name)).data)
+                    out.seek(place_in_file)
+                    out.write(np.ascontiguousarray(generated(name)).data)
             out.truncate(file.size)
             os.fsync(out.fileno())
     if len(files) > 1:

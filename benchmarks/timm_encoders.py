@@ -37,7 +37,7 @@ from report import Figure, parser_of, publish
 
 ENCODER = "vit_pe_lang_large_patch14_448"
 PREFIX, ROWS = "vision_tower.timm_model.", 16  # rows of a picture in a row and in a column
-Look = Callable[[np.ndarray, WorkerPool], np.ndarray]
+Encode = Callable[[np.ndarray, WorkerPool], np.ndarray]
 # Operators of torchvision that it describes when it is imported and nothing here calls: beside a torch for CPUs its own are not loaded.
 UNUSED = ("nms", "qnms", "roi_align", "_roi_align_backward", "roi_pool", "_roi_pool_backward", "ps_roi_align", "_ps_roi_align_backward",
           "ps_roi_pool", "_ps_roi_pool_backward", "qroi_align", "deform_conv2d", "_deform_conv2d_backward")
@@ -54,19 +54,19 @@ class Tower:
     timm: str
     options: dict[str, object]
     side: int
-    read: Callable[[Weights], Look]
+    read: Callable[[Weights], Encode]
 
 
-def read_fastvit(weights: Weights) -> Look:
+def read_fastvit(weights: Weights) -> Encode:
     return load_fastvit(weights, PREFIX, *ARCHITECTURES["fastvit_mci3"]).seen
 
 
-def read_mobilenet(weights: Weights) -> Look:
+def read_mobilenet(weights: Weights) -> Encode:
     tower = load_mobilenet(weights, PREFIX)
     return lambda values, pool: tower(values, ROWS, pool)
 
 
-def read_encoder(weights: Weights) -> Look:
+def read_encoder(weights: Weights) -> Encode:
     says, first = ENCODERS[ENCODER]
     tower = load_encoder(weights, PREFIX, Keys(says), first)
     return lambda values, pool: tower.seen([values], pool)
@@ -86,15 +86,15 @@ def made(tower: Tower) -> torch.nn.Module:
     torch.manual_seed(0)
     model = timm.create_model(tower.timm, num_classes=0, **tower.options).eval()
     with torch.no_grad():
-        for each in [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.ndim)]:
-            each.add_(torch.rand_like(each) * 0.02)
+        for tensor in [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.ndim)]:
+            tensor.add_(torch.rand_like(tensor) * 0.02)
     return model
 
 
-def read(model: torch.nn.Module, tower: Tower) -> Look:
-    with tempfile.TemporaryDirectory() as place:
-        save_file({PREFIX + name: each.contiguous() for name, each in model.state_dict().items()}, Path(place) / "model.safetensors")
-        with Weights(TensorStore.open(Path(place)), "the module") as weights:
+def read(model: torch.nn.Module, tower: Tower) -> Encode:
+    with tempfile.TemporaryDirectory() as folder:
+        save_file({PREFIX + name: tensor.contiguous() for name, tensor in model.state_dict().items()}, Path(folder) / "model.safetensors")
+        with Weights(TensorStore.open(Path(folder)), "the module") as weights:
             return tower.read(weights)
 
 
@@ -108,31 +108,31 @@ def main() -> None:
     tower, threads = TOWERS[tag], cpu_threads()
     torch.set_num_threads(threads)
     model = made(tower)
-    own, values = read(model, tower), np.random.default_rng(0).random((tower.side, tower.side, 3), np.float32)
+    our_encoder, values = read(model, tower), np.random.default_rng(0).random((tower.side, tower.side, 3), np.float32)
 
     def ours() -> np.ndarray:
         with WorkerPool(threads, EncodingJob()) as pool:
-            return own(values, pool)
+            return our_encoder(values, pool)
 
     def theirs() -> np.ndarray:
         with torch.inference_mode():
-            found = model.forward_features(torch.from_numpy(values).permute(2, 0, 1)[None])
-        return found[0, model.num_prefix_tokens :].numpy() if found.ndim == 3 else found.flatten(2)[0].T.numpy()
+            seconds = model.forward_features(torch.from_numpy(values).permute(2, 0, 1)[None])
+        return seconds[0, model.num_prefix_tokens :].numpy() if seconds.ndim == 3 else seconds.flatten(2)[0].T.numpy()
 
     sides, took, rows = {"ours": ours, "torch": theirs}, {"ours": [], "torch": []}, {}
     for _ in range(1 + options.rounds):
-        for name, look in sides.items():
+        for name, encode in sides.items():
             started = perf_counter()
-            rows[name] = look()
+            rows[name] = encode()
             took[name].append(perf_counter() - started)
     worst = np.abs(rows["ours"] - rows["torch"]).max() / np.abs(rows["torch"]).max()
     assert worst < 1e-4, f"the sides see something else: {worst:.2g} of the largest"
-    found = {name: median(each[1:]) for name, each in took.items()}
+    seconds = {name: median(times[1:]) for name, times in took.items()}
     when = f"{tower.side:,} points a side"
     intro = INTRO.format(what=tower.what, side=f"{tower.side:,}", threads=threads, rounds=options.rounds, worst=worst)
-    publish(tag, tower.title, intro, [Figure("ratio", "torch's time by ours", when, found["torch"] / found["ours"], "x"),
-                                      Figure("ours", "ours", when, found["ours"], "s"),
-                                      Figure("torch", "timm's module in torch", when, found["torch"], "s")], not options.no_results)
+    publish(tag, tower.title, intro, [Figure("ratio", "torch's time by ours", when, seconds["torch"] / seconds["ours"], "x"),
+                                      Figure("ours", "ours", when, seconds["ours"], "s"),
+                                      Figure("torch", "timm's module in torch", when, seconds["torch"], "s")], not options.no_results)
 
 
 if __name__ == "__main__":

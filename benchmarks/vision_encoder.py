@@ -53,25 +53,25 @@ def measured(patches: int, layers: int, rounds: int) -> dict[str, float]:
     side = round(patches**0.5) * PATCH
     points = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
     values = torch.from_numpy(points.astype(np.float32)).permute(2, 0, 1)[None] / 127.5 - 1
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as temporary:
         sides, rows = {}, {}
         for name, stored in STORED.items():
-            folder = Path(place) / name
+            folder = Path(temporary) / name
             model = made(folder, patches, layers, stored)
             sight = encoder_of(folder, read_config(folder), IMAGE_INPUT)
             sides[name] = lambda sight=sight: sight.encode(points, EncodingJob()).rows
             if name == "f32":
                 sides["torch"] = lambda model=model: model.get_image_features(pixel_values=values).pooler_output[0].numpy()
-        found: dict[str, list[float]] = {name: [] for name in sides}
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
         with torch.inference_mode():
             for _ in range(1 + rounds):
-                for name, look in sides.items():
+                for name, encode in sides.items():
                     started = perf_counter()
-                    rows[name] = look()
-                    found[name].append(perf_counter() - started)
+                    rows[name] = encode()
+                    seconds[name].append(perf_counter() - started)
     worst = np.abs(rows["f32"] - rows["torch"]).max() / np.abs(rows["torch"]).max()
     assert worst < 1e-3, f"the sides see something else: {worst:.2g} of the largest"
-    return {name: median(each[1:]) for name, each in found.items()}
+    return {name: median(times[1:]) for name, times in seconds.items()}
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def main() -> None:
     for patches, layers in zip(options.patches, options.layers, strict=True):
         took, where = measured(patches, layers, options.rounds), f"{patches:,} patches, {layers} layers"
         figures.append(Figure(f"ratio_{patches}", "torch in float32, of float32 weights", where, took["torch"] / took["f32"], "x"))
-        figures += [Figure(f"{name}_{patches}", said, where, took[name], "s") for name, said in
+        figures += [Figure(f"{name}_{patches}", label, where, took[name], "s") for name, label in
                     (("f32", "float32 weights"), ("bf16", "bfloat16 weights"), ("torch", "torch in float32"))]
     publish("picture-towers", "Towers that look at pictures", INTRO.format(threads=threads, rounds=options.rounds), figures,
             not options.no_results)

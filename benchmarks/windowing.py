@@ -62,10 +62,10 @@ def budget(folder: Path, share: float) -> int:
     tensors = check_tensors(prepared.config, prepared.store, prepared.container)
     neurons = sum(tensor.nbytes for roles in tensors.values() for role, tensor in roles.items() if role == "bundles")
     prepared.store.close()
-    most = prepared.placement.total_bytes - neurons
-    tried = prepare(folder, replace(options, ram=str(most)))
+    limit = prepared.placement.total_bytes - neurons
+    tried = prepare(folder, replace(options, ram=str(limit)))
     tried.store.close()
-    return most + round(share * neurons) - tried.placement.window_bytes
+    return limit + round(share * neurons) - tried.placement.window_bytes
 
 
 def measure(folder: Path, ram: int | None, tokens: int) -> dict[str, object]:
@@ -87,21 +87,21 @@ def measure(folder: Path, ram: int | None, tokens: int) -> dict[str, object]:
         sums.append(hashlib.sha256(np.ascontiguousarray(logits)).hexdigest())
     settled = slice(len(seconds) // 2, None)
     prepared, placement = engine.prepared, engine.placement
-    found = {"seconds": median(seconds[settled]), "read": sum(read[settled]) / len(read[settled]), "first_s": seconds[0],
-             "prefill_s": prefill_s, "logits": sums, "peak": peak_rss()}
+    results = {"seconds": median(seconds[settled]), "read": sum(read[settled]) / len(read[settled]), "first_s": seconds[0],
+               "prefill_s": prefill_s, "logits": sums, "peak": peak_rss()}
     if placement.slots:
         used = pager.stats
-        found |= {"used": used.used, "missed": used.missed, "neurons": sum(place.nbytes for place in prepared.streaming.windows.places)}
+        results |= {"used": used.used, "missed": used.missed, "neurons": sum(part.nbytes for part in prepared.streaming.windows.places)}
     engine.close()
-    return found
+    return results
 
 
 def predicted(folder: Path, ram: int) -> float:
     """Tokens per second predicted by `plan`, from rates measured now."""
     prepared = prepare(folder, EngineOptions(device="cpu", ctx=CTX, ram=str(ram)))
-    made = promise(prepared)
+    promised = promise(prepared)
     prepared.store.close()
-    return made.start.tokens_per_s
+    return promised.start.tokens_per_s
 
 
 def child(folder: Path, ram: int | None, tokens: int) -> dict[str, object]:
@@ -120,21 +120,21 @@ def main() -> int:
     parser.add_argument("--publish", action="store_true")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--ram", type=int, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.make:
-        make(asked.make, asked.folder)
+    options = parser.parse_args()
+    if options.make:
+        make(options.make, options.folder)
         return 0
-    if asked.alone:
-        print(json.dumps(measure(asked.folder, asked.ram, asked.tokens)))
+    if options.alone:
+        print(json.dumps(measure(options.folder, options.ram, options.tokens)))
         return 0
-    ram = budget(asked.folder / "bundled", asked.share)
-    promised = predicted(asked.folder / "bundled", ram)
-    windowed = child(asked.folder / "bundled", ram, asked.tokens)
-    dense = child(asked.folder / "plain", ram, asked.dense_tokens)
-    same = [windowed["logits"][: asked.dense_tokens] == dense["logits"]]
-    if asked.resident:
-        same.append(child(asked.folder / "plain", None, asked.tokens)["logits"] == windowed["logits"])
-    under = f"{asked.share:.0%} of up and down in memory"
+    ram = budget(options.folder / "bundled", options.share)
+    promised = predicted(options.folder / "bundled", ram)
+    windowed = child(options.folder / "bundled", ram, options.tokens)
+    dense = child(options.folder / "plain", ram, options.dense_tokens)
+    same = [windowed["logits"][: options.dense_tokens] == dense["logits"]]
+    if options.resident:
+        same.append(child(options.folder / "plain", None, options.tokens)["logits"] == windowed["logits"])
+    under = f"{options.share:.0%} of up and down in memory"
     figures = [
         Figure("windowed_tokens_per_s", "windowed", under, 1 / windowed["seconds"], "tokens/s"),
         Figure("dense_tokens_per_s", "streamed whole", f"the same budget, {ram / 1e9:.2f} GB", 1 / dense["seconds"], "tokens/s"),
@@ -145,12 +145,12 @@ def main() -> int:
         Figure("hits", "active neurons found in memory", under, 100 * (1 - windowed["missed"] / max(1, windowed["used"])), "%"),
         Figure("first_s", "first token after a prompt", "an empty window", windowed["first_s"], "s"),
         Figure("prefill_s", f"prompt of {PROMPT} tokens", "everything read once", windowed["prefill_s"], "s"),
-        Figure("identical", "logits bit-identical", f"runs, of {len(same)}: streamed, in memory"[: None if asked.resident else -11],
+        Figure("identical", "logits bit-identical", f"runs, of {len(same)}: streamed, in memory"[: None if options.resident else -11],
                sum(same), ""),
         Figure("predicted_tokens_per_s", "predicted before the run", under, promised, "tokens/s"),
         Figure("peak_gb", "most memory held, windowed", f"budget {ram / 1e9:.3f} GB", windowed["peak"] / 1e9, "GB"),
     ]
-    publish("windowing", "Neurons read when they are active", INTRO, figures, keep=asked.publish)
+    publish("windowing", "Neurons read when they are active", INTRO, figures, keep=options.publish)
     return 0 if all(same) else 1
 
 

@@ -51,7 +51,7 @@ class LazyFunction:
 
     @cached_property
     def _for_python(self) -> Callable:
-        return compiler().njit(error_model="numpy")(lambda *given: self(*given))
+        return compiler().njit(error_model="numpy")(lambda *arguments: self(*arguments))
 
     def __call__(self, *args: object) -> object:
         return self._for_python(*args)

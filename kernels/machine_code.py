@@ -93,7 +93,7 @@ def compile_object(body: Callable, signature: str, fastmath: set[str] | bool, na
 
 def _entry(body: str, signature: str, name: str) -> str:
     """LLVM IR of a C function that calls a Numba function: pointers for the result and the exception come first, then the arguments."""
-    result, arguments = (LLVM_TYPES[parse_signature(signature)[0]], [LLVM_TYPES[each] for each in parse_signature(signature)[1]])
+    result, arguments = (LLVM_TYPES[parse_signature(signature)[0]], [LLVM_TYPES[argument] for argument in parse_signature(signature)[1]])
     parameters = "".join(f", {kind} %a{index}" for index, kind in enumerate(arguments))
     result_type = "ptr" if result == "void" else result
     value = "ret void" if result == "void" else f"%value = load {result_type}, ptr %result\n  ret {result} %value"

@@ -18,8 +18,8 @@ class StatesWithNgrams:
         self.words, self.add_ngrams, self.mix = ngrams.words, ngrams.add, own.mix
 
     def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
-        for each in (self.own, self.ngrams):
-            each.rebuild_slot(source, target, tokens)
+        for states in (self.own, self.ngrams):
+            states.rebuild_slot(source, target, tokens)
 
     def read_slot(self, slot: int) -> np.ndarray:
         return np.concatenate([self.own.read_slot(slot), self.ngrams.read_slot(slot)])

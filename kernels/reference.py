@@ -21,7 +21,7 @@ def widen(data: np.ndarray, stored: str) -> np.ndarray:
         return (data.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     return (data.view(np.float16) if stored == "f16" else data).astype(np.float64)
 
-CURVE_SLOPE, CURVE_EDGE = 0.5, -1e-6  # of xIELU: beta and eps, which every model has
+CURVE_SLOPE, CURVE_EDGE = 0.5, -1e-6  # beta and eps of xIELU, the same in every model
 
 def normalise(x: np.ndarray, kind: str, weight: np.ndarray | None, bias: np.ndarray | None, eps: float) -> np.ndarray:
     """x[..., K] normalized over the last axis; `kind`: rms, rms+1 (weight stored minus one), layer, none."""
@@ -43,8 +43,8 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.nda
 
 
 def activate(x: np.ndarray, kind: str) -> np.ndarray:
-    """silu, gelu (exact), gelu_tanh, relu, relu2 (its square), none; clamped_swish, clamped_silu and a silu with a bound are the half of a
-    gate, see `gated`."""
+    """silu, gelu (exact), gelu_tanh, relu, relu2 (its square), none; clamped_swish, clamped_silu and silu with a bound apply to gates, see
+    `gated`."""
     if (bound := bound_of(kind)) is not None:
         return np.minimum(activate(x, "silu"), bound)
     if kind == "silu":
@@ -71,8 +71,8 @@ def curved(x: np.ndarray, above: float, below: float) -> np.ndarray:
 
 
 def gated(gate: np.ndarray, up: np.ndarray, kind: str) -> np.ndarray:
-    """act(gate) * up; clamped_swish keeps `up` within its limit on both sides and adds 1 to it, clamped_silu and a silu with a bound keep
-    it within theirs."""
+    """act(gate) * up. clamped_swish clamps `up` to its limit on both sides and adds 1 to it; clamped_silu and silu with a bound clamp `up`
+    to theirs."""
     if (bound := bound_of(kind)) is not None:
         return activate(gate, kind) * np.clip(up, -bound, bound)
     if kind == "clamped_silu":
@@ -128,8 +128,8 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, first: np
         hidden |= first[None] <= at - window
     hidden = hidden[None] if seen is None else hidden[None] | ~np.repeat(seen, group, axis=1).swapaxes(0, 1)
     scores = np.where(hidden, -np.inf, scores)
-    beside = np.full(heads, -np.inf) if sinks is None else sinks.astype(np.float64)
-    top = np.maximum(scores.max(-1, keepdims=True), beside[:, None, None])
+    sink_logits = np.full(heads, -np.inf) if sinks is None else sinks.astype(np.float64)
+    top = np.maximum(scores.max(-1, keepdims=True), sink_logits[:, None, None])
     weights = np.exp(scores - top)
-    total = weights.sum(-1, keepdims=True) + np.exp(beside[:, None, None] - top)
+    total = weights.sum(-1, keepdims=True) + np.exp(sink_logits[:, None, None] - top)
     return (weights / total @ v.swapaxes(0, 1)).swapaxes(0, 1)

@@ -15,20 +15,20 @@ def mix(x: np.ndarray, before: np.ndarray, taps: np.ndarray, bias: np.ndarray, b
     `before` [taps - 1, channels]: taps [first, convolved] and `bias`, by_head [convolved, second, depth] and `head_bias`, temps [kv_heads].
     """
     tokens, depth, group = len(x), shape.depth, shape.heads // shape.kv_heads
-    whole = np.concatenate([before, x[:, : shape.channels]]).astype(np.float64)
-    rows = whole[:, : shape.convolved]
+    inputs = np.concatenate([before, x[:, : shape.channels]]).astype(np.float64)
+    rows = inputs[:, : shape.convolved]
     count = len(rows) - shape.first + 1
     once = bias + sum(taps[tap] * rows[tap : tap + count] for tap in range(shape.first))
     split = once.reshape(count, -1, depth)
     weights = by_head.reshape(-1, depth, shape.second, depth)
     twice = head_bias + sum(np.einsum("hoi,thi->tho", weights[:, :, tap], split[tap : tap + tokens]).reshape(tokens, -1)
                             for tap in range(shape.second))
-    own = x[:, : shape.convolved].astype(np.float64).reshape(tokens, -1, depth)
-    q, k = own[:, : shape.heads], own[:, shape.heads :]
-    beside = 0.5 * (q + np.repeat(k, group, 1))
-    made = twice.reshape(tokens, -1, depth)
-    q = made[:, : shape.heads] + beside
-    k = made[:, shape.heads :] + beside.reshape(tokens, shape.kv_heads, group, depth).mean(2)
-    q, k = (each * depth**0.5 / np.maximum(np.linalg.norm(each, axis=2, keepdims=True), EPS) for each in (q, k))
-    delayed = whole[len(before) - 1 :][:tokens, shape.convolved :]
+    unconvolved = x[:, : shape.convolved].astype(np.float64).reshape(tokens, -1, depth)
+    q, k = unconvolved[:, : shape.heads], unconvolved[:, shape.heads :]
+    residual = 0.5 * (q + np.repeat(k, group, 1))
+    convolved = twice.reshape(tokens, -1, depth)
+    q = convolved[:, : shape.heads] + residual
+    k = convolved[:, shape.heads :] + residual.reshape(tokens, shape.kv_heads, group, depth).mean(2)
+    q, k = (heads * depth**0.5 / np.maximum(np.linalg.norm(heads, axis=2, keepdims=True), EPS) for heads in (q, k))
+    delayed = inputs[len(before) - 1 :][:tokens, shape.convolved :]
     return q.reshape(tokens, -1), (k * temps[:, None]).reshape(tokens, -1), np.concatenate([x[:, shape.channels :], delayed], 1)

@@ -12,39 +12,40 @@ def empty(width: int) -> np.ndarray:
     return np.zeros((3, width))
 
 
-def taken_in(way: np.ndarray, row: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Accumulator `way` [3, width] after one more token's row and logit, [width] each."""
-    before = np.where(way[1] > 0, way[0], -np.inf)
-    most = np.maximum(before, weight)
-    kept, new = np.exp(before - most), np.exp(weight - most)
-    return np.stack([most, way[1] * kept + new, way[2] * kept + new * row])
+def taken_in(accumulator: np.ndarray, row: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Accumulator `accumulator` [3, width] after one more token's row and logit, [width] each."""
+    before = np.where(accumulator[1] > 0, accumulator[0], -np.inf)
+    maximum = np.maximum(before, weight)
+    old_factor, new_factor = np.exp(before - maximum), np.exp(weight - maximum)
+    return np.stack([maximum, accumulator[1] * old_factor + new_factor, accumulator[2] * old_factor + new_factor * row])
 
 
-def compress(rows: np.ndarray, weights: np.ndarray, bias: np.ndarray, position: int, rate: int, ways: np.ndarray,
+def compress(rows: np.ndarray, weights: np.ndarray, bias: np.ndarray, position: int, rate: int, accumulators: np.ndarray,
              after: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(completed keys [n, width], accumulators after the last token, accumulators after `after` tokens) from rows and logits [T, parts *
-    width] of tokens from `position` on, before the norm; `bias` [rate, parts * width], `ways` [parts, 3, width]: the accumulators of the
-    next key and, with overlap, of the one after it."""
-    parts, width = len(ways), ways.shape[-1]
-    ways, keys, between = ways.astype(np.float64), [], ways
+    width] of tokens from `position` on, before the norm; `bias` [rate, parts * width], `accumulators` [parts, 3, width]: the accumulators
+    of the next key and, with overlap, of the one after it."""
+    parts, width = len(accumulators), accumulators.shape[-1]
+    accumulators, keys, between = accumulators.astype(np.float64), [], accumulators
     for t in range(len(rows)):
-        place = (position + t) % rate
-        row, weight = (each.astype(np.float64).reshape(parts, width) for each in (rows[t], weights[t] + bias[place]))
-        own = parts - 1  # a token's row for its own key is the last one
-        ways = np.stack([taken_in(ways[0], row[own], weight[own]), *(taken_in(each, row[0], weight[0]) for each in ways[1:])])
-        if place == rate - 1:
-            keys.append(ways[0, 2] / ways[0, 1])
-            ways = np.stack([*ways[1:], empty(width)])
+        index = (position + t) % rate
+        row, weight = (values.astype(np.float64).reshape(parts, width) for values in (rows[t], weights[t] + bias[index]))
+        own_part = parts - 1  # a token's row for its own key is the last one
+        accumulators = np.stack([taken_in(accumulators[0], row[own_part], weight[own_part]),
+                                 *(taken_in(values, row[0], weight[0]) for values in accumulators[1:])])
+        if index == rate - 1:
+            keys.append(accumulators[0, 2] / accumulators[0, 1])
+            accumulators = np.stack([*accumulators[1:], empty(width)])
         if t + 1 == after:
-            between = ways
-    return np.array(keys).reshape(-1, width), ways, between
+            between = accumulators
+    return np.array(keys).reshape(-1, width), accumulators, between
 
 
 def turned_tails(y: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """y [T, H, D] with rotary embedding on the last channels, in adjacent pairs and in place, by cos and sin [T, R / 2]."""
     y = y.astype(np.float64)
-    turned = 2 * cos.shape[1]
-    rest, tail = y[..., : y.shape[-1] - turned], y[..., y.shape[-1] - turned :]
+    num_rotary = 2 * cos.shape[1]
+    rest, tail = y[..., : y.shape[-1] - num_rotary], y[..., y.shape[-1] - num_rotary :]
     low, high = tail[..., ::2], tail[..., 1::2]
     c, s = cos[:, None].astype(np.float64), sin[:, None].astype(np.float64)
     return np.concatenate([rest, np.stack([low * c - high * s, high * c + low * s], -1).reshape(tail.shape)], -1)

@@ -11,5 +11,5 @@ import numpy as np
 def mix(b: np.ndarray, c: np.ndarray, x: np.ndarray, before: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """c times the causal convolution of b * x [T, C], following `before` [taps - 1, C]: weight [taps, C], the last tap for the token
     itself."""
-    taps, whole = len(weight), np.concatenate([before, b.astype(np.float64) * x])
-    return c * sum(weight[tap] * whole[tap : tap + len(x)] for tap in range(taps))
+    taps, inputs = len(weight), np.concatenate([before, b.astype(np.float64) * x])
+    return c * sum(weight[tap] * inputs[tap : tap + len(x)] for tap in range(taps))

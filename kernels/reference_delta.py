@@ -12,16 +12,16 @@ import numpy as np
 
 from .reference import activate, normalise
 
-KEY_EPS = 1e-6  # beside the squares of a query or key
+KEY_EPS = 1e-6  # added to the squared norm of a query or key
 
 
 def convolve(x: np.ndarray, before: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     """SiLU of the causal depthwise convolution of x [T, C], following `before` [taps - 1, C]: weight [taps, C], the last tap for the token
     itself; `bias` [C]."""
     taps = len(weight)
-    whole = np.concatenate([before, x]).astype(np.float64)
-    made = sum(weight[tap] * whole[tap : tap + len(x)] for tap in range(taps))
-    return activate(made if bias is None else made + bias, "silu")
+    inputs = np.concatenate([before, x]).astype(np.float64)
+    sums = sum(weight[tap] * inputs[tap : tap + len(x)] for tap in range(taps))
+    return activate(sums if bias is None else sums + bias, "silu")
 
 
 def unit(heads: np.ndarray) -> np.ndarray:
@@ -40,16 +40,16 @@ def channel_gates(a: np.ndarray, b: np.ndarray, decay: np.ndarray, dt: np.ndarra
     """As `gates`, but a and dt, [T, G * dk] and [G * dk], have an entry per key channel; so do the decays [T, G * dk]. With a `bound` below
     0 they are exp(bound * sigmoid(decay * (a + dt)))."""
     rate = np.repeat(decay, a.shape[1] // len(decay))
-    made, beta = gates(a, b, rate, dt)
-    return (made if bound is None else np.exp(bound * np.exp(-np.logaddexp(0, -rate * (a.astype(np.float64) + dt))))), beta
+    decays, beta = gates(a, b, rate, dt)
+    return (decays if bound is None else np.exp(bound * np.exp(-np.logaddexp(0, -rate * (a.astype(np.float64) + dt))))), beta
 
 
 def recur(q: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, beta: np.ndarray,
           state: np.ndarray, tiled: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """q, k [T, H, dk], v [T, G, dv], decay [T, G] or, per channel, [T, G * dk], beta [T, G] -> (outputs [T, G, dv], state after the last
     token)."""
-    heads, own = np.arange(v.shape[1]), k.shape[1]
-    reads = heads % own if tiled else heads * own // len(heads)
+    heads, key_heads = np.arange(v.shape[1]), k.shape[1]
+    reads = heads % key_heads if tiled else heads * key_heads // len(heads)
     q, k = (unit(side.astype(np.float64))[:, reads] for side in (q, k))
     q, s, out = q * q.shape[-1] ** -0.5, state.astype(np.float64), np.zeros(v.shape)
     decay = decay.reshape(*beta.shape, 1, -1)

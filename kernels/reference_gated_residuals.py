@@ -18,13 +18,13 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 def normed(streams: np.ndarray, weight: np.ndarray, eps: float, kind: str = "rms+1") -> np.ndarray:
     """Every stream after its norm; weight [S * D]."""
-    own = weight.reshape(streams.shape[1:])
-    return np.stack([normalise(streams[:, s], kind, own[s], None, eps) for s in range(len(own))], 1)
+    weights = weight.reshape(streams.shape[1:])
+    return np.stack([normalise(streams[:, s], kind, weights[s], None, eps) for s in range(len(weights))], 1)
 
 
-def gates(said: np.ndarray, up: np.ndarray, count: int) -> np.ndarray:
-    """Gate logits per channel and stream [T, S * D], from the low-rank projection `said` [T, R] and `up` [S * D, R]."""
-    return activate(said.astype(np.float64) / count, "silu") @ up.astype(np.float64).T
+def gates(projected: np.ndarray, up: np.ndarray, count: int) -> np.ndarray:
+    """Gate logits per channel and stream [T, S * D], from the low-rank projection `projected` [T, R] and `up` [S * D, R]."""
+    return activate(projected.astype(np.float64) / count, "silu") @ up.astype(np.float64).T
 
 
 def read(streams: np.ndarray, opened: np.ndarray) -> np.ndarray:
@@ -32,6 +32,6 @@ def read(streams: np.ndarray, opened: np.ndarray) -> np.ndarray:
     return (sigmoid(opened).reshape(streams.shape) * streams.astype(np.float64)).mean(1)
 
 
-def written(streams: np.ndarray, branch: np.ndarray, said: np.ndarray) -> np.ndarray:
-    """Streams after a branch's output [T, D] has been added with weights `said` [T, S]."""
-    return streams.astype(np.float64) + 2 * sigmoid(said / streams.shape[1])[..., None] * branch[:, None].astype(np.float64)
+def written(streams: np.ndarray, branch: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """Streams after a branch's output [T, D] has been added with weights `logits` [T, S]."""
+    return streams.astype(np.float64) + 2 * sigmoid(logits / streams.shape[1])[..., None] * branch[:, None].astype(np.float64)

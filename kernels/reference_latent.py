@@ -16,13 +16,13 @@ def keys(y: np.ndarray, shape: LatentShape, norm: tuple[str, np.ndarray, np.ndar
 def queries(y: np.ndarray, heads: int, shape: LatentShape, expand: np.ndarray) -> np.ndarray:
     """y [T, heads * (nope + rope)] -> [T, heads * (rope + rank)]: queries whose scores with latents equal those of y with the keys that
     `expand` [heads * (nope + value), rank] would make of the latents."""
-    split, own = y.reshape(len(y), heads, shape.query).astype(np.float64), expand.reshape(heads, shape.made, shape.rank)
-    taken = np.einsum("thn,hnr->thr", split[..., : shape.nope], own[:, : shape.nope])
-    return np.concatenate([split[..., shape.nope :], taken], axis=2).reshape(len(y), -1)
+    split, per_head = y.reshape(len(y), heads, shape.query).astype(np.float64), expand.reshape(heads, shape.made, shape.rank)
+    absorbed = np.einsum("thn,hnr->thr", split[..., : shape.nope], per_head[:, : shape.nope])
+    return np.concatenate([split[..., shape.nope :], absorbed], axis=2).reshape(len(y), -1)
 
 
 def values(x: np.ndarray, heads: int, shape: LatentShape, expand: np.ndarray) -> np.ndarray:
     """x [T, heads * (rope + rank)], sums of cached keys -> [T, heads * value]: the same sums over the values that `expand` would make of
     them."""
-    split, own = x.reshape(len(x), heads, shape.key).astype(np.float64), expand.reshape(heads, shape.made, shape.rank)
-    return np.einsum("thr,hvr->thv", split[..., shape.rope :], own[:, shape.nope :]).reshape(len(x), -1)
+    split, per_head = x.reshape(len(x), heads, shape.key).astype(np.float64), expand.reshape(heads, shape.made, shape.rank)
+    return np.einsum("thr,hvr->thv", split[..., shape.rope :], per_head[:, shape.nope :]).reshape(len(x), -1)

@@ -4,13 +4,13 @@ Sums within a group are exact integers; float32 additions happen in the same ord
 A weight is given as `values` v int16 [N, K], `factors` f float32 [N, G] of its groups and `rows` float32 [N]: w = row * f * v. `minima`
 float32 [N, G], where given, are subtracted from f * v, via the sums of the quantized activations. Shapes: T tokens, N out, K in, G groups.
 
-    up to 16 tokens    `packed_linear`    a scale per token and 32 inputs
-    more, from 5 bits  `grouped_linear`   the same, but for outliers (and all formats of super-blocks; on AVX2 linear codes of any width)
-    more, to 4 bits    `scaled_linear`    weights as int8 of their row's range, a scale per token and 128 inputs
-    the same on AVX2   `stepped_linear`   codebooks as they are, a scale per token and 128 inputs
-    more, with AMX     `halves_linear`    other codes than those, as 16 bits of a row's range in 512 inputs and of a token's
-    floats, up to 16   `float_linear`     activations as they are, as in the next
-    floats, more       `exact_linear`     weights as float32
+    up to 16 tokens    `packed_linear`    an activation scale per token and 32 inputs
+    more, from 5 bits  `grouped_linear`   the same except for outliers (also all formats of super-blocks; on AVX2 linear codes of any width)
+    more, to 4 bits    `scaled_linear`    weights as int8 of their row's range, an activation scale per token and 128 inputs
+    the same on AVX2   `stepped_linear`   codebooks unchanged, an activation scale per token and 128 inputs
+    more, with AMX     `halves_linear`    other codes as 16 bits of a row's range in 512 inputs, activations as 16 bits of a token's range
+    fp8, up to 16      `float_linear`     activations in float32
+    fp8, more          `exact_linear`     weights and activations in float32
 
 With `one_scale` (`Dims.one_scale`, for ternary weights) a token's activations share one scale.
 """
@@ -44,7 +44,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
     The product is exact in float64. The sum is rounded to odd there, so that rounding to float32 gives the correctly rounded result.
     """
-    with np.errstate(invalid="ignore"):  # NaN and infinities go through
+    with np.errstate(invalid="ignore"):  # NaN and infinities pass through
         product = np.multiply(a, b, dtype=F64)
         c = np.broadcast_to(np.asarray(c, F64), product.shape)
         total = product + c
@@ -198,13 +198,13 @@ def _grouped(codes: np.ndarray, scales: np.ndarray, values: np.ndarray, factors:
     for index in range(scales.shape[1]):
         starts = [k for k in range(index * TILE, (index + 1) * TILE, size) if k // group < factors.shape[1]]
         sums = [codes[:, k : k + size] @ values[:, k : k + size].T for k in starts]
-        own = [factors[:, k // group] for k in starts]
+        factors_of_tile = [factors[:, k // group] for k in starts]
         if whole:
-            parts = [sum(each * factor for each, factor in zip(sums, own)).astype(F32)]
+            parts = [sum(dots * factor for dots, factor in zip(sums, factors_of_tile)).astype(F32)]
             if supers is not None:
                 parts = [parts[0] * supers[:, index * TILE // SUPER_BLOCK]]
         else:
-            parts = [each.astype(F32) * factor for each, factor in zip(sums, own)]
+            parts = [dots.astype(F32) * factor for dots, factor in zip(sums, factors_of_tile)]
         if minima is not None:
             totals = [codes[:, k : k + size].sum(1, keepdims=True).astype(F32) for k in starts]
             parts = [fma(-minima[:, k // group], total, part) for k, total, part in zip(starts, totals, parts)]

@@ -20,8 +20,9 @@ def steps(raw: np.ndarray, decay: np.ndarray, dt: np.ndarray) -> tuple[np.ndarra
 def recur(x: np.ndarray, b: np.ndarray, c: np.ndarray, decay: np.ndarray, step: np.ndarray, skip: np.ndarray,
           state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """x [T, H, P], b and c [T, G, N], decay and step [T, H], skip [H] -> (outputs [T, H, P], state after the last token)."""
-    own = np.arange(x.shape[1]) * b.shape[1] // x.shape[1]
-    x, b, c, s, out = x.astype(np.float64), b.astype(np.float64)[:, own], c.astype(np.float64)[:, own], state.astype(np.float64), []
+    group_of = np.arange(x.shape[1]) * b.shape[1] // x.shape[1]
+    x, b, c = x.astype(np.float64), b.astype(np.float64)[:, group_of], c.astype(np.float64)[:, group_of]
+    s, out = state.astype(np.float64), []
     for t in range(len(x)):
         s = s * decay[t][:, None, None] + (step[t][:, None] * x[t])[:, :, None] * b[t][:, None]
         out.append(np.einsum("hpn,hn->hp", s, c[t]) + skip[:, None] * x[t])

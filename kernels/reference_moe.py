@@ -69,15 +69,15 @@ def scores(logits: np.ndarray, routing: Routing) -> np.ndarray:
 def ranks(logits: np.ndarray, routing: Routing, correction: np.ndarray | None) -> np.ndarray:
     """What experts are selected by, [..., E]: without a correction the logits, which differ where scores have saturated; -inf for experts
     in groups that are not kept."""
-    by = logits if correction is None else (logits if routing.correction_on_logits else scores(logits, routing)) + correction
+    criterion = logits if correction is None else (logits if routing.correction_on_logits else scores(logits, routing)) + correction
     if routing.top_groups == routing.num_groups:
-        return by
-    grouped = by.reshape(*by.shape[:-1], routing.num_groups, -1)
-    of_group = np.sort(grouped, -1)[..., -1 if correction is None else -2 :].sum(-1)
-    left_out = np.argsort(-of_group, -1, kind="stable")[..., routing.top_groups :]
-    kept = np.ones(of_group.shape, bool)
-    np.put_along_axis(kept, left_out, False, -1)
-    return np.where(kept[..., None], grouped, -np.inf).reshape(by.shape)
+        return criterion
+    grouped = criterion.reshape(*criterion.shape[:-1], routing.num_groups, -1)
+    group_score = np.sort(grouped, -1)[..., -1 if correction is None else -2 :].sum(-1)
+    left_out = np.argsort(-group_score, -1, kind="stable")[..., routing.top_groups :]
+    is_kept = np.ones(group_score.shape, bool)
+    np.put_along_axis(is_kept, left_out, False, -1)
+    return np.where(is_kept[..., None], grouped, -np.inf).reshape(criterion.shape)
 
 
 def route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -86,8 +86,8 @@ def route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None = 
     `correction` [E], or [T, E] if per token, is added to scores (or logits) for selection only, not for the weights (auxiliary-loss-free
     load balancing: L. Wang et al. 2024, arXiv:2408.15664).
     """
-    by = ranks(logits, routing, correction)
-    chosen = np.sort(np.argsort(-by, axis=1, kind="stable")[:, : routing.experts_per_token], axis=1)
+    criterion = ranks(logits, routing, correction)
+    chosen = np.sort(np.argsort(-criterion, axis=1, kind="stable")[:, : routing.experts_per_token], axis=1)
     if routing.sparsemixer_margin is not None:
         return chosen, routing.routed_scale * near_shares(logits, chosen, routing.sparsemixer_margin)
     shares = np.take_along_axis(scores(logits, routing), chosen, 1)
@@ -96,20 +96,20 @@ def route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None = 
 
 def near_shares(logits: np.ndarray, chosen: np.ndarray, near: float) -> np.ndarray:
     """Weights [T, k] under `Routing.sparsemixer_margin`; among equal logits the lower expert counts as the larger."""
-    own = np.take_along_axis(logits, chosen, 1)[..., None]  # [T, k, 1]
-    every, numbers = logits[:, None], np.arange(logits.shape[1])
-    lower = (every < own) | (every == own) & (numbers >= chosen[..., None])
-    counted = lower & (own - every <= near * np.maximum(np.abs(every), own))
-    return 1 / (np.exp(np.where(counted, every - own, -np.inf))).sum(-1)
+    chosen_logits = np.take_along_axis(logits, chosen, 1)[..., None]  # [T, k, 1]
+    all_logits, numbers = logits[:, None], np.arange(logits.shape[1])
+    lower = (all_logits < chosen_logits) | (all_logits == chosen_logits) & (numbers >= chosen[..., None])
+    counted = lower & (chosen_logits - all_logits <= near * np.maximum(np.abs(all_logits), chosen_logits))
+    return 1 / (np.exp(np.where(counted, all_logits - chosen_logits, -np.inf))).sum(-1)
 
 
 def visits(chosen: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(offsets, tokens, places): places int64 [T, k] is the visit of each selection; the others are as in `Routed`."""
     order = np.argsort(chosen.reshape(-1), kind="stable")
-    places = np.empty(order.size, np.int64)
-    places[order] = np.arange(order.size)
+    visit_of = np.empty(order.size, np.int64)
+    visit_of[order] = np.arange(order.size)
     offsets = np.searchsorted(chosen.reshape(-1)[order], np.arange(experts + 1))
-    return offsets.astype(np.int64), order // chosen.shape[1], places.reshape(chosen.shape)
+    return offsets.astype(np.int64), order // chosen.shape[1], visit_of.reshape(chosen.shape)
 
 
 def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], routing: Routing, act: str,
@@ -123,7 +123,7 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
     down(act(gate(weight * n)) * up(weight * n)).
     """
     n = reference.normalise(x, *_norm(norm))
-    apply = lambda values, each: reference.linear(values, each.weight.to_f32(), each.bias)  # noqa: E731
+    apply = lambda values, linear: reference.linear(values, linear.weight.to_f32(), linear.bias)  # noqa: E731
 
     def inside(values: np.ndarray, expert: Expert, act: str = act) -> np.ndarray:
         up = apply(values, expert.up)
@@ -133,27 +133,27 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
     chosen, shares = route(apply(reads, router), routing, correction)
     if apart is not None:
         shares = shares * apart.scales[chosen]
-    offsets, tokens, places = visits(chosen, len(experts) + routing.zero_experts)
-    of_visit = np.empty(tokens.size)
-    of_visit[places] = shares
+    offsets, tokens, visit_of = visits(chosen, len(experts) + routing.zero_experts)
+    visit_weight = np.empty(tokens.size)
+    visit_weight[visit_of] = shares
     out, hidden = x.astype(np.float64) * (apart is None), []
     for expert, begin, end in zip(experts, offsets[:-1], offsets[1:]):
         if begin == end:
             continue
-        rows, own = tokens[begin:end], of_visit[begin:end, None]
-        hidden.append(inside(n[rows] * own if routing.weights_scale_inputs else n[rows], expert))
-        out[rows] += (1.0 if routing.weights_scale_inputs else own) * apply(hidden[-1], expert.down)
+        rows, weights = tokens[begin:end], visit_weight[begin:end, None]
+        hidden.append(inside(n[rows] * weights if routing.weights_scale_inputs else n[rows], expert))
+        out[rows] += (1.0 if routing.weights_scale_inputs else weights) * apply(hidden[-1], expert.down)
     begin, offsets = offsets[len(experts)], offsets[: len(experts) + 1]
-    np.add.at(out, tokens[begin:], of_visit[begin:, None] * n[tokens[begin:]])  # what is handed on
-    of_all = None
+    np.add.at(out, tokens[begin:], visit_weight[begin:, None] * n[tokens[begin:]])  # experts without matrices
+    shared_input = None
     if shared is not None:
-        of_all = inside(n, shared, shared.act or act)
+        shared_input = inside(n, shared, shared.act or act)
         if shared.scale is not None:
-            of_all = of_all / (1 + np.exp(-apply(n, shared.scale)))
-        out += shared.factor * apply(of_all, shared.down)
-        of_all = of_all.astype(np.float32)
+            shared_input = shared_input / (1 + np.exp(-apply(n, shared.scale)))
+        out += shared.factor * apply(shared_input, shared.down)
+        shared_input = shared_input.astype(np.float32)
     inner = np.concatenate(hidden) if hidden else np.zeros((0, experts[0].up.weight.shape[0]))
-    return out, Routed(offsets, tokens, inner.astype(np.float32), of_all)
+    return out, Routed(offsets, tokens, inner.astype(np.float32), shared_input)
 
 
 def _norm(norm: Norm) -> tuple[str, np.ndarray | None, np.ndarray | None, float]:

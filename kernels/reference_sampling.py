@@ -37,19 +37,19 @@ def penalise_repeats(logits: np.ndarray, tokens: Sequence[int], multiplier: floa
     `breakers`, and breakers themselves are not penalized.
     """
     tokens, result = list(tokens), np.array(logits, np.float64)
-    broken = [begin for begin in range(len(tokens)) if any(tokens[begin : begin + len(each)] == list(each) for each in breakers)]
-    most = len(tokens)
+    broken = [begin for begin in range(len(tokens)) if any(tokens[begin : begin + len(breaker)] == list(breaker) for breaker in breakers)]
+    max_length = len(tokens)
     if broken:
         begin = broken[-1]
-        most -= begin + max(len(each) for each in breakers if tokens[begin : begin + len(each)] == list(each))
+        max_length -= begin + max(len(breaker) for breaker in breakers if tokens[begin : begin + len(breaker)] == list(breaker))
     longest: dict[int, int] = {}
-    for place in range(1, len(tokens)):
+    for index in range(1, len(tokens)):
         length = 0
-        while length < min(place, most) and tokens[place - 1 - length] == tokens[-1 - length]:
+        while length < min(index, max_length) and tokens[index - 1 - length] == tokens[-1 - length]:
             length += 1
-        longest[tokens[place]] = max(longest.get(tokens[place], 0), length)
+        longest[tokens[index]] = max(longest.get(tokens[index], 0), length)
     for token, length in longest.items():
-        if length >= allowed and 0 <= token < len(result) and [token] not in [list(each) for each in breakers]:
+        if length >= allowed and 0 <= token < len(result) and [token] not in [list(breaker) for breaker in breakers]:
             result[token] -= multiplier * float(base) ** (length - allowed)
     return result
 

@@ -17,17 +17,17 @@ def said(x: np.ndarray, norm: tuple[str, np.ndarray, np.ndarray | None, float], 
     return np.tanh(normalise(x, *norm) @ router.astype(np.float64).T / x.shape[1])
 
 
-def predicted(streams: np.ndarray, say: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
+def predicted(streams: np.ndarray, router_outputs: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
     """Every stream plus a linear combination of all of them, [T, S, D]; `coefficients` [S * S, S]."""
     count = streams.shape[1]
-    shares = (say @ coefficients.astype(np.float64).T).reshape(-1, count, count)
+    shares = (router_outputs @ coefficients.astype(np.float64).T).reshape(-1, count, count)
     return streams + np.einsum("tij,tjd->tid", shares, streams.astype(np.float64))
 
 
-def corrected(streams: np.ndarray, own: np.ndarray, say: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
-    """Every stream plus a multiple of the difference between `own` [T, D] and the first stream; `coefficients` [S, S]."""
-    shares = 1 + say @ coefficients.astype(np.float64).T
-    return streams + shares[..., None] * (own.astype(np.float64) - streams[:, 0])[:, None]
+def corrected(streams: np.ndarray, active: np.ndarray, router_outputs: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
+    """Every stream plus a multiple of the difference between `active` [T, D] and the first stream; `coefficients` [S, S]."""
+    shares = 1 + router_outputs @ coefficients.astype(np.float64).T
+    return streams + shares[..., None] * (active.astype(np.float64) - streams[:, 0])[:, None]
 
 
 def entered(x: np.ndarray, branches: np.ndarray) -> np.ndarray:
@@ -41,8 +41,8 @@ def left(first: np.ndarray, branches: np.ndarray) -> np.ndarray:
 
 
 def _matched(branch: np.ndarray, like: np.ndarray) -> np.ndarray:
-    wide, wanted = branch.astype(np.float64), np.square(like.astype(np.float64)).mean(-1, keepdims=True)
-    return wide * np.sqrt(wanted / np.maximum(np.square(wide).mean(-1, keepdims=True), MIN_MEAN_SQUARE))
+    wide, target = branch.astype(np.float64), np.square(like.astype(np.float64)).mean(-1, keepdims=True)
+    return wide * np.sqrt(target / np.maximum(np.square(wide).mean(-1, keepdims=True), MIN_MEAN_SQUARE))
 
 
 def cut(gates: np.ndarray, deviations: float) -> np.ndarray:

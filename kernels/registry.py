@@ -60,7 +60,7 @@ class Registry:
     @property
     def ops(self) -> list[str]:
         """Ops that have candidates, in registration order."""
-        return list(dict.fromkeys(each.op for each in self.candidates))
+        return list(dict.fromkeys(candidate.op for candidate in self.candidates))
 
     def select(self, call: Call) -> Choice:
         """The first candidate that does not decline. Raises LookupError with every reason when all do."""

@@ -104,7 +104,7 @@ class Sealer:
         block[:] = (size, exact.stored, exact.record_nbytes, exact.side_nbytes, exact.rows, exact.part_nbytes,
                     reciprocals, k_matrix, matrix.shape[2], v_matrix, mean_at if k_mean.size else 0, widths_at, tails_at,
                     address(self._tables), records_at, 0)
-        block.view(np.float64)[kernel.LONE] = LONE_PAIR
+        block.view(np.float64)[kernel.DOMINANT_PAIR_RATIO] = LONE_PAIR
         self._held += held
         return block
 
@@ -122,7 +122,7 @@ class DeferredCodec:
 
 def _tables(octave: int, units: int, least_zero: int, most_zero: int) -> np.ndarray:
     """int32 [MOST_BITS + 1, TABLE_SLOTS] by bits: `kv_grid`'s search as the kernel's loops read it."""
-    table = np.zeros((kernel.MOST_BITS + 1, loops.TABLE_SLOTS), np.int32)
+    table = np.zeros((kernel.MAX_BITS + 1, loops.TABLE_SLOTS), np.int32)
     for bits in WIDTHS:
         tried = kv_grid.tried(bits, octave)
         table[bits, [loops.ABOVE, loops.TRIES, loops.ASIDE, loops.COARSE]] = -tried[0], len(tried), kv_grid.ZEROS[bits], 8 // octave // 2

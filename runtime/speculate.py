@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..kernels.cpu.ops import FEW
+from ..kernels.cpu.ops import FEW_TOKENS
 from ..offload.notes import Fallback
 from .speculation.draft_length import COMPUTING, STEADY, WAITING, AcceptanceRates, DraftThresholds, PassCosts, best_length
 from .speculation.draft_model import KIND, DraftModel
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .sampling.dry import Breakers
     from .speculation.drafts import ModelDrafts
 
-COLUMNS = FEW  # the most tokens of a pass that are multiplied and attend as one token does
+COLUMNS = FEW_TOKENS  # the most tokens of a pass that are multiplied and attend as one token does
 TOO_SHORT = "the answer ended while passes of one token were timed"
 NO_GUESS = "nothing in the text repeated"
 UNLIKELY = "no draft was likely enough to pay off"

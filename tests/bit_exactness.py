@@ -42,21 +42,21 @@ def rows_of(engine: Engine, held: int, end: int) -> np.ndarray:
 
 
 def assert_threads_and_chunks_change_nothing(folder: Path, end: int = 450, ways: Sequence[dict[str, int]] = WAYS) -> None:
-    found = []
-    for asked in ways:
-        engine = opened(folder, **asked)
-        found.append(rows_of(engine, 430, end))
+    results = []
+    for settings in ways:
+        engine = opened(folder, **settings)
+        results.append(rows_of(engine, 430, end))
         engine.close()
-    assert all(np.array_equal(found[0], other) for other in found[1:])
+    assert all(np.array_equal(results[0], other) for other in results[1:])
 
 
 def assert_a_prompt_ends_as_a_whole_one(engine: Engine, ids: Sequence[int], behind: int = 3) -> None:
     """As if all of it went through every layer, the last of `ids` being what comes `behind` it: the last layers run for its last tokens
     alone, and not a bit of what comes next depends on that."""
-    run, widths, ends, told, length = engine.model.forward, ([], []), [], {"num_states": None}, len(ids) - behind
+    run, widths, ends, seen_state, length = engine.model.forward, ([], []), [], {"num_states": None}, len(ids) - behind
 
     def forward(*args: object, **rest: object) -> np.ndarray:
-        widths[len(ends)].append(len(x := run(*args, **rest | told)))
+        widths[len(ends)].append(len(x := run(*args, **rest | seen_state)))
         return x
 
     with patch.object(engine.model, "forward", forward):
@@ -64,9 +64,9 @@ def assert_a_prompt_ends_as_a_whole_one(engine: Engine, ids: Sequence[int], behi
             engine.reset()
             list(engine.prefill(ids[:length]))
             ends.append([engine._logits.copy(), *(engine.forward_logits([token])[0].copy() for token in ids[length:])])
-            told.clear()
-    most = KEPT if any(narrows(engine.config, layer) for layer in range(engine.config.num_hidden_layers)) else length
-    assert np.array_equal(*ends) and sum(widths[0]) == length + behind and widths[1] == [min(most, each) for each in widths[0]]
+            seen_state.clear()
+    limit = KEPT if any(narrows(engine.config, layer) for layer in range(engine.config.num_hidden_layers)) else length
+    assert np.array_equal(*ends) and sum(widths[0]) == length + behind and widths[1] == [min(limit, width) for width in widths[0]]
 
 
 def assert_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int, count: int = 21) -> None:
@@ -95,11 +95,11 @@ def assert_drafts_change_nothing(engine: Engine, held: int, right: float) -> Non
 
 def assert_another_question_reads_that_alone(engine: Engine) -> None:
     """Behind a prompt that was read and answered: a state is kept a little before the end of it."""
-    whole = anew(engine, [*IDS[:380], *IDS[500:520]])
+    fresh_logits = anew(engine, [*IDS[:380], *IDS[500:520]])
     anew(engine, IDS[:400])
     answer(engine, 10)
-    here = read(engine, [*IDS[:380], *IDS[500:520]])
-    assert engine.num_cached_tokens == 368 and np.abs(here - whole).max() < 0.02 * np.abs(whole).max()
+    continued_logits = read(engine, [*IDS[:380], *IDS[500:520]])
+    assert engine.num_cached_tokens == 368 and np.abs(continued_logits - fresh_logits).max() < 0.02 * np.abs(fresh_logits).max()
 
 
 def assert_company_changes_nothing(folder: Path, prompts: Sequence[list[int]]) -> None:
@@ -109,12 +109,12 @@ def assert_company_changes_nothing(folder: Path, prompts: Sequence[list[int]]) -
     for prompt in prompts:
         anew(engine, prompt)
         alone.append([engine.forward_logits([token])[0].copy() for token in IDS[500:540]])
-    engines, said = open_sequences(engine, len(prompts))
-    assert not said
-    for each, prompt in zip(engines, prompts, strict=True):
-        anew(each, prompt)
+    engines, labels = open_sequences(engine, len(prompts))
+    assert not labels
+    for sequence, prompt in zip(engines, prompts, strict=True):
+        anew(sequence, prompt)
     for step, token in enumerate(IDS[500:540]):
-        wants = [PendingToken(each, token) for each in engines]
+        wants = [PendingToken(sequence, token) for sequence in engines]
         engine.batched_passes.run(wants)
         for want, rows in zip(wants, alone, strict=True):
             assert want.error is None and np.array_equal(want.logits, rows[step])

@@ -56,7 +56,7 @@ def logits(engine: Engine, prompt: int = 150, answer: int = 12) -> np.ndarray:
     """Logits of a prompt in chunks, then token by token, then a few at once, a prompt again, and one more token."""
     ids = np.random.default_rng(7).integers(0, engine.config.vocab_size, prompt + answer + 40).tolist()
     engine.reset()
-    rows = [found.copy() for _, found in engine.score(ids[:prompt])]
+    rows = [logits_row.copy() for _, logits_row in engine.score(ids[:prompt])]
     rows += [engine.forward_logits(ids[at : at + 1]).copy() for at in range(prompt, prompt + answer)]
     at = prompt + answer
     for count in (7, 20, 1):
@@ -74,11 +74,11 @@ def resident(folder: Path, **asked: object) -> Engine:
 def windowed(folder: Path, slots: int, keep: int = 1, direct: bool = True, **asked: object) -> Engine:
     """`slots` units of every layer in memory; of everything else every `keep`-th part."""
     options = EngineOptions(device="cpu", ctx=256, **asked)
-    made = streams(folder, options, keep, direct=direct)
+    pager = streams(folder, options, keep, direct=direct)
     prepared = prepare(folder, options)
-    found = bundle_places(check_tensors(prepared.config, prepared.store, prepared.container), prepared.store)
-    windows = NeuronWindows(found, tuple(min(slots, place.units) for place in found))
-    engine = Engine(replace(prepared, streaming=replace(made, windows=windows)))
+    places = bundle_places(check_tensors(prepared.config, prepared.store, prepared.container), prepared.store)
+    windows = NeuronWindows(places, tuple(min(slots, bundle_place.units) for bundle_place in places))
+    engine = Engine(replace(prepared, streaming=replace(pager, windows=windows)))
     for _ in engine.model.load():
         continue
     return engine

@@ -39,7 +39,7 @@ def between(capability: int) -> None:
         made(triton_stages._write, capability, N=64, HALVES=halves, PARTS=1, ROWS=128)
         made(triton_attention._partials, capability, GROUP=4, R=triton_attention.ROWS, C=triton_attention.CHANNELS, HALVES=halves,
              CAPPED=halves, PRECISION="tf32x3")
-        made(triton_attention._merge, capability, GROUP=4, D=64, TOGETHER=triton_attention.TOGETHER, SINKS=halves)
+        made(triton_attention._merge, capability, GROUP=4, D=64, TOGETHER=triton_attention.PAGES_AT_ONCE, SINKS=halves)
 
 
 def main(capability: int, texts: list[str]) -> None:
@@ -50,7 +50,7 @@ def main(capability: int, texts: list[str]) -> None:
         spec = QuantSpec.parse(text)
         kind = {"BITS": spec.bits, "FIRST": tiles.PLANES[spec.bits][0], "GROUP": spec.group, "SCHEME": tiles.SCHEMES[spec.scheme],
                 "ASM": True}
-        made(own._open, capability, V=own.OPENED, **kind)
+        made(own._open, capability, V=own.TILES_PER_PROGRAM, **kind)
         if spec.outliers:
             made(own._correct, capability, O=own.OUTLIERS)
         for tokens in (1, 8):

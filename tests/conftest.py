@@ -56,9 +56,9 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ThreadPool]:
     """Two kernel threads."""
-    made = ThreadPool(2)
-    yield made
-    made.close()
+    threads = ThreadPool(2)
+    yield threads
+    threads.close()
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +73,11 @@ def folders_of_nobody() -> Iterator[None]:
     """Isolated folders: models, aliases and stored conversations written by tests are visible to tests only. The cache of compiled kernels
     is the machine's."""
     before = {name: os.environ.get(name) for name in (*VARIABLES, NO_PROFILE)}
-    with tempfile.TemporaryDirectory(prefix="effllm-tests-") as place:
-        os.environ.update({name: str(Path(place) / name) for name in VARIABLES})
+    with tempfile.TemporaryDirectory(prefix="effllm-tests-") as folder:
+        os.environ.update({name: str(Path(folder) / name) for name in VARIABLES})
         os.environ[NO_PROFILE] = "1"
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(ollama, "SERVICE", Path(place) / "no-service")
+            patched.setattr(ollama, "SERVICE", Path(folder) / "no-service")
             patched.delenv("OLLAMA_MODELS", raising=False)
             yield
     for name, value in before.items():
@@ -110,18 +110,18 @@ def terminals_are_those_of_tests() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def measured_by_nobody(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clean format search cache for every test."""
-    place: list[Path] = []
+    folders: list[Path] = []
     monkeypatch.setattr(bit_search_cache, "folder",
-                        lambda: place[0] if place else place.append(tmp_path_factory.mktemp("damage")) or place[0])
+                        lambda: folders[0] if folders else folders.append(tmp_path_factory.mktemp("damage")) or folders[0])
 
 
 @pytest.fixture(scope="session", autouse=True)
 def signals_are_heard() -> Iterator[None]:
     """Restores signal handling, so that programs started by tests can be ended: what a shell starts in the background ignores Ctrl-C, what
     `nohup` starts ignores hangups, and children inherit both."""
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
-    before = {number: signal.getsignal(number) for number in usual}
-    for number, handler in usual.items():
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.getsignal(number) for number in defaults}
+    for number, handler in defaults.items():
         if before[number] is signal.SIG_IGN:
             signal.signal(number, handler)
     yield
@@ -161,10 +161,10 @@ def kernels_are_compiled_once() -> None:
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, ThreadPool]]:
     """Thread pools by number of workers."""
-    made = {workers: ThreadPool(workers) for workers in (1, 2, 3)}
-    yield made
-    for each in made.values():
-        each.close()
+    pools_by_size = {workers: ThreadPool(workers) for workers in (1, 2, 3)}
+    yield pools_by_size
+    for thread_pool in pools_by_size.values():
+        thread_pool.close()
 
 
 @pytest.fixture

@@ -91,11 +91,11 @@ def originals(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 def check_whole(folder: Path, source: Path) -> Container:
     """Every checksum, every recorded error and every raw byte of a converted folder, recomputed from its files."""
-    made = read_container(folder)
+    container = read_container(folder)
     before = dict(originals(source))
     with TensorStore.open(folder) as store:
-        check_stored(made, store)
-        for name, stored in made.tensors.items():
+        check_stored(container, store)
+        for name, stored in container.tensors.items():
             raw = store.read(store.tensors[name])
             assert zlib.crc32(raw) == stored.crc32, name
             if stored.spec.is_raw:
@@ -108,4 +108,4 @@ def check_whole(folder: Path, source: Path) -> Container:
             if squares and error:
                 assert abs(10 * np.log10(error / squares) - stored.error_db) < 0.01, name
                 assert error < squares, name
-    return made
+    return container

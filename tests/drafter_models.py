@@ -82,24 +82,24 @@ def guessed_by(target: nn.Module, draft: nn.Module, ids: list[int], tokens: int,
     that ends at the place of the last."""
     with torch.inference_mode():
         out = target(torch.tensor([ids[:-1]]), output_hidden_states=True, return_shared_kv_states=True, use_cache=False)
-        shared = {kind: tuple(each for each in pair) for kind, pair in out.shared_kv_states.items()}
+        shared = {kind: tuple(tensor for tensor in pair) for kind, pair in out.shared_kv_states.items()}
         near = min(window - 1, len(ids) - 1)
-        shared["sliding_attention"] = tuple(each[:, :, -near:] for each in shared["sliding_attention"])
+        shared["sliding_attention"] = tuple(tensor[:, :, -near:] for tensor in shared["sliding_attention"])
     return guessed_from(target, draft, shared, out.hidden_states[-1][:, -1:], ids, tokens)
 
 
 def guessed_from(target: nn.Module, draft: nn.Module, shared: dict[str, tuple[torch.Tensor, torch.Tensor]], state: torch.Tensor,
                  ids: list[int], tokens: int) -> list[torch.Tensor]:
     """The same from keys and values [1, heads, tokens, size] and a state [1, 1, D] of the target."""
-    token, found = ids[-1], []
+    token, guessed = ids[-1], []
     with torch.inference_mode():
         for _ in range(tokens):
             embedded = target.get_input_embeddings()(torch.tensor([[token]]))
-            made = draft(inputs_embeds=torch.cat([embedded, state], -1), position_ids=torch.tensor([[len(ids) - 1]]),
-                         shared_kv_states=shared, attention_mask=None)
-            found.append(made.logits[0, 0].double())
-            state, token = made.last_hidden_state, int(found[-1].argmax())
-    return found
+            output = draft(inputs_embeds=torch.cat([embedded, state], -1), position_ids=torch.tensor([[len(ids) - 1]]),
+                           shared_kv_states=shared, attention_mask=None)
+            guessed.append(output.logits[0, 0].double())
+            state, token = output.last_hidden_state, int(guessed[-1].argmax())
+    return guessed
 
 
 @dataclass
@@ -119,29 +119,29 @@ class Head:
 
     def scores(self, ids: list[int], tokens: int) -> list[torch.Tensor]:
         """Of each of so many guesses behind a text, of which the target has read all but the last, float64 [draft vocabulary]."""
-        found, text = [], list(ids)
+        scores, text = [], list(ids)
         with torch.inference_mode():
-            seen = []
-            places = [self.target.model.layers[each] for each in self.reads] if "fc" in self.parts else [self.target.model.norm]
-            hooks = [place.register_forward_pre_hook(lambda module, args: seen.append(args[0])) for place in places]
+            captured = []
+            modules = [self.target.model.layers[layer] for layer in self.reads] if "fc" in self.parts else [self.target.model.norm]
+            hooks = [hooked.register_forward_pre_hook(lambda module, args: captured.append(args[0])) for hooked in modules]
             self.target(torch.tensor([ids[:-1]]), use_cache=False)
             for hook in hooks:
                 hook.remove()
-            states = self._joined(seen)
+            states = self._joined(captured)
             for _ in range(tokens):
-                made = self._layer(self.embed(torch.tensor([text[1:]])), states)
-                found.append(self.parts["lm_head"](self.parts["norm"](made[:, -1]))[0])
-                place = int(found[-1].argmax())
-                text.append(place + int(self.offsets[place]))
-                fed = self.parts["norm"](made[:, -1:]) if self.fed_normed else made[:, -1:]
+                hidden = self._layer(self.embed(torch.tensor([text[1:]])), states)
+                scores.append(self.parts["lm_head"](self.parts["norm"](hidden[:, -1]))[0])
+                hooked = int(scores[-1].argmax())
+                text.append(hooked + int(self.offsets[hooked]))
+                fed = self.parts["norm"](hidden[:, -1:]) if self.fed_normed else hidden[:, -1:]
                 states = torch.cat([states, fed], 1)
-        return found
+        return scores
 
-    def _joined(self, seen: list[torch.Tensor]) -> torch.Tensor:
+    def _joined(self, captured: list[torch.Tensor]) -> torch.Tensor:
         if "fc" not in self.parts:
-            return self.target.model.norm(seen[0])
-        norms = [self.parts.get(f"fc_norm.{at}", nn.Identity()) for at in range(len(seen))]
-        joined = torch.cat([norm(each) for norm, each in zip(norms, seen, strict=True)], -1)
+            return self.target.model.norm(captured[0])
+        norms = [self.parts.get(f"fc_norm.{at}", nn.Identity()) for at in range(len(captured))]
+        joined = torch.cat([norm(state) for norm, state in zip(norms, captured, strict=True)], -1)
         return self.parts["fc"](self.parts.get("input_norm", nn.Identity())(joined))
 
     def _layer(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -149,11 +149,11 @@ class Head:
         joined = torch.cat([self.layer.input_layernorm(embedded), normed], -1)
         count = joined.shape[1]
         mask = torch.full((count, count), -torch.inf, dtype=torch.float64).triu(1)[None, None]
-        turns = self.rotary(joined, torch.arange(count)[None])
-        x = (normed if self.normed else states) + self.layer.self_attn(joined, position_embeddings=turns, attention_mask=mask)[0]
+        angles = self.rotary(joined, torch.arange(count)[None])
+        x = (normed if self.normed else states) + self.layer.self_attn(joined, position_embeddings=angles, attention_mask=mask)[0]
         x = x + self.layer.mlp(self.layer.post_attention_layernorm(x))
         for layer in self.more:
-            x = layer(x, position_embeddings=turns, attention_mask=mask)
+            x = layer(x, position_embeddings=angles, attention_mask=mask)
         return x
 
 
@@ -176,7 +176,7 @@ def saved_head(folder: Path, width: int, vocabulary: int, scored: int = 120, hid
     config = made_of(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=72, num_hidden_layers=layers, num_attention_heads=4,
                      num_key_value_heads=2, head_dim=16, max_position_embeddings=768, rms_norm_eps=1e-5, attn_implementation="eager")
     torch.manual_seed(6)
-    layer, more = layer_type(config, 0), tuple(layer_type(config, each).double().eval() for each in range(1, layers))
+    layer, more = layer_type(config, 0), tuple(layer_type(config, layer_index).double().eval() for layer_index in range(1, layers))
     for name in ("q_proj", "k_proj", "v_proj"):
         setattr(layer.self_attn, name, nn.Linear(2 * hidden, getattr(layer.self_attn, name).out_features, bias=False))
     parts = {"fc": nn.Linear(3 * width, hidden, bias=False), "lm_head": nn.Linear(hidden, scored, bias=False),
@@ -189,18 +189,19 @@ def saved_head(folder: Path, width: int, vocabulary: int, scored: int = 120, hid
         parts.pop("fc")
     embed = nn.Embedding(vocabulary, hidden) if narrow else None
     with torch.no_grad():
-        for parameter in (each for part in (layer, *more, *parts.values()) for each in part.parameters()):
+        for parameter in (layer_index for part in (layer, *more, *parts.values()) for layer_index in part.parameters()):
             parameter.add_(0.3 * torch.randn_like(parameter)) if parameter.ndim == 1 else parameter.normal_(0, 0.2)
-    said = torch.randperm(vocabulary)[:scored].sort().values
-    offsets = said - torch.arange(scored)
+    draft_vocabulary = torch.randperm(vocabulary)[:scored].sort().values
+    offsets = draft_vocabulary - torch.arange(scored)
     prefix = "layers.0." if newer else "midlayer."
     tensors = {f"{prefix}{name}": value for name, value in layer.state_dict().items()}
     tensors |= {f"{prefix if name == 'hidden_norm' else ''}{name}.weight": part.weight for name, part in parts.items()}
-    tensors |= {f"layers.{at}.{name}": value.float() for at, own in enumerate(more, 1) for name, value in own.state_dict().items()}
+    tensors |= {f"layers.{at}.{name}": value.float() for at, extra_layer in enumerate(more, 1) for name,
+                value in extra_layer.state_dict().items()}
     if narrow:
         tensors["embed_tokens.weight"] = embed.weight
     if scored != vocabulary:
-        tensors |= {"d2t": offsets, "t2d": torch.isin(torch.arange(vocabulary), said)}
+        tensors |= {"d2t": offsets, "t2d": torch.isin(torch.arange(vocabulary), draft_vocabulary)}
     folder.mkdir(parents=True)
     tensors = {name: value.detach().clone().contiguous() for name, value in tensors.items()}
     if pickled:
@@ -212,7 +213,7 @@ def saved_head(folder: Path, width: int, vocabulary: int, scored: int = 120, hid
              **{name: True for name, is_set in flags.items() if is_set},
              **({} if joins else {"eagle_config": {"use_aux_hidden_state": False}}), **stated}
     inner = {key: value for key, value in config.to_dict().items() if key != "architectures"}
-    made = {**outer, "speculators_model_type": "eagle3", "transformer_layer_config": inner} if newer else {**inner, **outer}
-    (folder / "config.json").write_text(json.dumps(made))
+    head_config = {**outer, "speculators_model_type": "eagle3", "transformer_layer_config": inner} if newer else {**inner, **outer}
+    (folder / "config.json").write_text(json.dumps(head_config))
     return Head(layer.double().eval(), LlamaRotaryEmbedding(config), {name: part.double() for name, part in parts.items()}, offsets, normed,
                 embed.double() if narrow else None, more=more, fed_normed=fed_normed)

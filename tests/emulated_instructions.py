@@ -27,10 +27,10 @@ def pretend(name: str) -> None:
 
     real = int8_ir.function
 
-    def function(builder: ir.IRBuilder, result: ir.Type, arguments: list[ir.Type], wanted: str) -> ir.Function:
-        short = wanted.removeprefix("llvm.x86.avx512.").removeprefix("llvm.aarch64.neon.")
-        if short == wanted:
-            return real(builder, result, arguments, wanted)
+    def function(builder: ir.IRBuilder, result: ir.Type, arguments: list[ir.Type], llvm_name: str) -> ir.Function:
+        short = llvm_name.removeprefix("llvm.x86.avx512.").removeprefix("llvm.aarch64.neon.")
+        if short == llvm_name:
+            return real(builder, result, arguments, llvm_name)
         return _defined(builder.module, f"emulated.{short}", result, arguments, EMULATED[short])
 
     int8_ir.function = function
@@ -40,11 +40,11 @@ def pretend(name: str) -> None:
 def _defined(module: ir.Module, name: str, result: ir.Type, arguments: list[ir.Type], body: Callable) -> ir.Function:
     if name in module.globals:
         return module.globals[name]
-    made = ir.Function(module, ir.FunctionType(result, arguments), name)
-    made.linkage = "internal"
-    builder = ir.IRBuilder(made.append_basic_block("entry"))
-    builder.ret(body(builder, *made.args))
-    return made
+    emulated = ir.Function(module, ir.FunctionType(result, arguments), name)
+    emulated.linkage = "internal"
+    builder = ir.IRBuilder(emulated.append_basic_block("entry"))
+    builder.ret(body(builder, *emulated.args))
+    return emulated
 
 
 def _native(builder: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
@@ -52,8 +52,8 @@ def _native(builder: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.avx2.{name}"), values)
 
 
-def _picked(builder: ir.IRBuilder, vector: ir.Value, places: list[int]) -> ir.Value:
-    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, len(places)), places))
+def _picked(builder: ir.IRBuilder, vector: ir.Value, indices: list[int]) -> ir.Value:
+    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, len(indices)), indices))
 
 
 def _halved(name: str, element: ir.Type, count: int) -> Callable:
@@ -62,8 +62,9 @@ def _halved(name: str, element: ir.Type, count: int) -> Callable:
     def body(builder: ir.IRBuilder, *values: ir.Value) -> ir.Value:
         halves = []
         for half in (0, 1):
-            own = [_picked(builder, value, [half * value.type.count // 2 + i for i in range(value.type.count // 2)]) for value in values]
-            halves.append(_native(builder, name, ir.VectorType(element, count), *own))
+            half_vectors = [_picked(builder, value, [half * value.type.count // 2 + i for i in range(value.type.count // 2)])
+                            for value in values]
+            halves.append(_native(builder, name, ir.VectorType(element, count), *half_vectors))
         return builder.shuffle_vector(*halves, ir.Constant(ir.VectorType(I32, 2 * count), list(range(2 * count))))
 
     return body
@@ -79,40 +80,41 @@ def _dot_product(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir
     return sums
 
 
-def _permuted(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
+def _permuted(builder: ir.IRBuilder, table: ir.Value, indices: ir.Value) -> ir.Value:
     """vpermd over 16 words, from the 8-word form: bit 3 of an index selects the half of the table."""
-    words, found = ir.VectorType(I32, 8), []
+    words, results = ir.VectorType(I32, 8), []
     low, high = (_picked(builder, table, list(range(8 * half, 8 * half + 8))) for half in (0, 1))
     for half in (0, 1):
-        own = _picked(builder, places, list(range(8 * half, 8 * half + 8)))
-        upper = builder.icmp_unsigned("!=", builder.and_(own, ir.Constant(words, [8] * 8)), ir.Constant(words, [0] * 8))
-        found.append(builder.select(upper, _native(builder, "permd", words, high, own), _native(builder, "permd", words, low, own)))
-    return builder.shuffle_vector(*found, ir.Constant(ir.VectorType(I32, 16), list(range(16))))
+        half_indices = _picked(builder, indices, list(range(8 * half, 8 * half + 8)))
+        upper = builder.icmp_unsigned("!=", builder.and_(half_indices, ir.Constant(words, [8] * 8)), ir.Constant(words, [0] * 8))
+        results.append(builder.select(upper, _native(builder, "permd", words, high, half_indices),
+                                      _native(builder, "permd", words, low, half_indices)))
+    return builder.shuffle_vector(*results, ir.Constant(ir.VectorType(I32, 16), list(range(16))))
 
 
 def _pairs(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
     """vpdpwssd: to each 32-bit sum, the products of two pairs of signed 16-bit numbers."""
     count = 2 * sums.type.count
     wide, words = ir.VectorType(I32, count), ir.VectorType(I16, count)
-    products = builder.mul(*(builder.sext(builder.bitcast(each, words), wide) for each in (a, b)))
+    products = builder.mul(*(builder.sext(builder.bitcast(vector, words), wide) for vector in (a, b)))
     for i in range(2):
         sums = builder.add(sums, _picked(builder, products, list(range(i, count, 2))))
     return sums
 
 
-def _permuted_floats(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
+def _permuted_floats(builder: ir.IRBuilder, table: ir.Value, indices: ir.Value) -> ir.Value:
     """vpermps over 16 floats, via `_permuted`."""
     words = ir.VectorType(I32, 16)
-    return builder.bitcast(_permuted(builder, builder.bitcast(table, words), places), table.type)
+    return builder.bitcast(_permuted(builder, builder.bitcast(table, words), indices), table.type)
 
 
-def _permuted_bytes(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
+def _permuted_bytes(builder: ir.IRBuilder, table: ir.Value, indices: ir.Value) -> ir.Value:
     """vpermb over 64 bytes: the low six bits of an index count."""
-    found = ir.Constant(table.type, ir.Undefined)
+    result = ir.Constant(table.type, ir.Undefined)
     for i in range(64):
-        place = builder.and_(builder.zext(builder.extract_element(places, I32(i)), I32), I32(63))
-        found = builder.insert_element(found, builder.extract_element(table, place), I32(i))
-    return found
+        index = builder.and_(builder.zext(builder.extract_element(indices, I32(i)), I32), I32(63))
+        result = builder.insert_element(result, builder.extract_element(table, index), I32(i))
+    return result
 
 
 def _chosen(builder: ir.IRBuilder, one: ir.Value, other: ir.Value, mask: ir.Value, truth: ir.Value) -> ir.Value:
@@ -120,12 +122,12 @@ def _chosen(builder: ir.IRBuilder, one: ir.Value, other: ir.Value, mask: ir.Valu
     return builder.or_(builder.and_(one, mask), builder.and_(other, builder.not_(mask)))
 
 
-def _table(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
+def _table(builder: ir.IRBuilder, table: ir.Value, indices: ir.Value) -> ir.Value:
     """tbl: 16-byte tables, zero for indices beyond them."""
     kind = ir.FunctionType(table.type, [table.type] * 2)
-    found = builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.ssse3.pshuf.b.128"), [table, places])
-    inside = builder.icmp_unsigned("<", places, ir.Constant(places.type, [16] * 16))
-    return builder.select(inside, found, ir.Constant(table.type, [0] * 16))
+    result = builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.ssse3.pshuf.b.128"), [table, indices])
+    inside = builder.icmp_unsigned("<", indices, ir.Constant(indices.type, [16] * 16))
+    return builder.select(inside, result, ir.Constant(table.type, [0] * 16))
 
 
 def _signed_dots(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:

@@ -17,7 +17,7 @@ from effllm.kernels.workspace import address
 
 SHAPES = ((64, 4), (128, 3), (80, 6), (20, 1), (256, 8))  # head size, query heads of a KV head
 LEAD, CHUNK, CHUNKS = 2, chunk_softmax.CHUNK, chunk_softmax.CHUNKS
-MOST_WORKERS, GUARD = 3, 64  # that share the scratch of a sample; floats behind each one's
+MAX_WORKERS, GUARD = 3, 64  # that share the scratch of a sample; floats behind each one's
 
 
 @compiler().njit("float32(int64, int64, int64)", error_model="numpy")
@@ -57,16 +57,16 @@ def check_sums() -> None:
         sides, far = rng.integers(0, 256, (pairs, PAGE)).astype(np.uint8), rng.integers(0, 256, PAGE).astype(np.uint8)
         sides[:, 0], sides[:, 1], far[:2] = 255, 0, 255
         tables, ones, zeros = np.zeros((4, pairs, TABLE), np.uint8), np.ones(4, np.float32), np.zeros(4, np.float32)
-        found, alone = np.zeros((2, 4, PAGE), np.float32)
+        results, alone = np.zeros((2, 4, PAGE), np.float32)
         for row in range(4):
             step = make_tables(address(queries[row]), address(tables[row]), depth)
             np.testing.assert_allclose(step, rounded(queries[row])[1], rtol=1e-6)
         at, counted = (address(sides), address(far)), (address(ones), address(zeros))
-        scores_of_four(*at, address(tables), *counted, address(found), pairs)
+        scores_of_four(*at, address(tables), *counted, address(results), pairs)
         for row in range(4):
             scores_of_one(*at, address(tables[row]), *counted, address(alone[row]), pairs)
-        wanted = np.stack([rounded(query)[0] for query in queries]) @ signs(sides, depth).T * far
-        assert np.array_equal(found, wanted) and np.array_equal(alone, wanted)
+        expected = np.stack([rounded(query)[0] for query in queries]) @ signs(sides, depth).T * far
+        assert np.array_equal(results, expected) and np.array_equal(alone, expected)
         for bad in (np.nan, np.inf):
             queries[0, depth - 1] = bad
             assert np.isnan(make_tables(address(queries[0]), address(tables[0]), depth))
@@ -80,18 +80,18 @@ class Pages:
         self.depth, self.group, self.kv_heads, self.pages, self.softcap = depth, group, kv_heads, pages, softcap
         shape, pairs = (kv_heads, pages), -(-depth // 8)
         self.q = rng.standard_normal((kv_heads, group, depth)).astype(np.float32)
-        self.sides, self.far = (rng.integers(0, 256, (*shape, *own, PAGE)).astype(np.uint8) for own in ((pairs,), ()))
-        self.means, self.values = (rng.integers(-127, 128, (*shape, *own, depth)).astype(np.int8) for own in ((), (CHUNKS,)))
+        self.sides, self.far = (rng.integers(0, 256, (*shape, *inner, PAGE)).astype(np.uint8) for inner in ((pairs,), ()))
+        self.means, self.values = (rng.integers(-127, 128, (*shape, *inner, depth)).astype(np.int8) for inner in ((), (CHUNKS,)))
         self.steps = (0.01 * rng.random((*shape, kernels.STEP_SLOTS))).astype(np.float32)
-        self.turn = np.pad(selective.key_basis(depth), ((0, 0), (0, -depth % selective.TILE_COLUMNS)))
+        self.rotation = np.pad(selective.key_basis(depth), ((0, 0), (0, -depth % selective.TILE_COLUMNS)))
         self.picked, self.blocks = np.zeros(pages, np.uint8), LEAD + pages + 1
         self.partials = np.full((kv_heads, self.blocks, group, depth + 2), 7.0, np.float32)
         self.block = np.zeros(kernels.ESTIMATE_SLOTS, np.int64)
-        room = attend_decode_scratch(1, kv_heads * group, kv_heads, depth)  # what a run gives them
-        self.scratch = np.full((MOST_WORKERS, room + GUARD), 5.0, np.float32)
+        scratch_floats = attend_decode_scratch(1, kv_heads * group, kv_heads, depth)  # what a run gives them
+        self.scratch = np.full((MAX_WORKERS, scratch_floats + GUARD), 5.0, np.float32)
         slots = {kernels.E_Q: self.q, kernels.E_PARTIALS: self.partials, kernels.E_PICKED: self.picked, kernels.E_SIDES: self.sides,
                  kernels.E_FAR: self.far, kernels.E_MEANS: self.means, kernels.E_VALUES: self.values, kernels.E_STEPS: self.steps,
-                 kernels.E_TURN: self.turn, kernels.E_SCRATCH: self.scratch}
+                 kernels.E_TURN: self.rotation, kernels.E_SCRATCH: self.scratch}
         for slot, array in slots.items():
             self.block[slot] = address(array)
         self.block[kernels.E_HEADS], self.block[kernels.E_KV_HEADS], self.block[kernels.E_DIM] = kv_heads * group, kv_heads, depth
@@ -101,7 +101,7 @@ class Pages:
         self.block.view(np.float64)[[kernels.E_SCALE, kernels.E_SOFTCAP]] = depth**-0.5, softcap
 
     def run(self, pool: ThreadPool) -> None:
-        assert pool.workers <= MOST_WORKERS
+        assert pool.workers <= MAX_WORKERS
         pool.run(kernels.estimate_pages, address(self.block))
         self.promised = self.partials[:, LEAD : LEAD + self.pages].copy()
         pool.run(kernels.estimate_outputs, address(self.block))
@@ -109,40 +109,41 @@ class Pages:
 
     def scores(self) -> np.ndarray:
         """[KVH, pages, rows, PAGE], by the definition."""
-        turned = self.q.astype(np.float64) @ self.turn[:, : self.depth]
-        whole = np.stack([[number * step for number, step in map(rounded, head)] for head in turned])
+        rotated = self.q.astype(np.float64) @ self.rotation[:, : self.depth]
+        rounded_queries = np.stack([[number * step for number, step in map(rounded, head)] for head in rotated])
         far = self.steps[..., 0, None].astype(np.float64) * self.far
-        sums = np.einsum("hrd,hptd->hprt", whole, signs(self.sides, self.depth)) * far[:, :, None]
-        means = np.einsum("hrd,hpd->hpr", turned, self.steps[..., 1, None].astype(np.float64) * self.means)
+        sums = np.einsum("hrd,hptd->hprt", rounded_queries, signs(self.sides, self.depth)) * far[:, :, None]
+        means = np.einsum("hrd,hpd->hpr", rotated, self.steps[..., 1, None].astype(np.float64) * self.means)
         scores = self.depth**-0.5 * (sums + means[..., None])
         return self.softcap * np.tanh(scores / self.softcap) if self.softcap else scores
 
 
 def check_pages(pool: ThreadPool, depth: int, group: int, softcap: float = 0.0) -> None:
     """Masses of pages, and the outputs of those that are not read; the partials of the others and of other blocks stay what they are."""
-    own = Pages(depth, group, softcap=softcap)
-    own.picked[[1, 4, *range(8, 16)]] = 1  # some of a run, all of one
-    own.run(pool)
-    scores = own.scores()
-    most = scores.max(-1)
-    weights = np.exp(scores - most[..., None])
-    np.testing.assert_allclose(own.promised[..., depth], most, atol=2e-5)
-    np.testing.assert_allclose(own.promised[..., depth + 1], weights.sum(-1), rtol=1e-4)
-    rest = own.partials.astype(np.float64)
-    assert (rest[:, [0, 1, -1]] == 7).all() and np.array_equal(rest[:, LEAD:-1][:, own.picked > 0], own.promised[:, own.picked > 0])
-    values = own.steps[..., kernels.VALUE_STEPS :, None].astype(np.float64) * own.values
+    pages = Pages(depth, group, softcap=softcap)
+    pages.picked[[1, 4, *range(8, 16)]] = 1  # some of a run, all of one
+    pages.run(pool)
+    scores = pages.scores()
+    maxima = scores.max(-1)
+    weights = np.exp(scores - maxima[..., None])
+    np.testing.assert_allclose(pages.promised[..., depth], maxima, atol=2e-5)
+    np.testing.assert_allclose(pages.promised[..., depth + 1], weights.sum(-1), rtol=1e-4)
+    partials = pages.partials.astype(np.float64)
+    assert (partials[:, [0, 1, -1]] == 7).all() and np.array_equal(partials[:, LEAD:-1][:, pages.picked > 0],
+                                                                   pages.promised[:, pages.picked > 0])
+    values = pages.steps[..., kernels.VALUE_STEPS :, None].astype(np.float64) * pages.values
     outputs = np.einsum("hprc,hpcd->hprd", weights.reshape(*weights.shape[:-1], CHUNKS, CHUNK).sum(-1), values)
-    for begin in range(0, own.pages, kernels.RUN):
-        unread = [page for page in range(begin, min(begin + kernels.RUN, own.pages)) if not own.picked[page]]
+    for begin in range(0, pages.pages, kernels.RUN):
+        unread = [page for page in range(begin, min(begin + kernels.RUN, pages.pages)) if not pages.picked[page]]
         if not unread:
             continue
-        top = most[:, unread].max(1)
-        factor = np.exp(most[:, unread] - top[:, None])
-        found = rest[:, LEAD + unread[0]]
-        np.testing.assert_allclose(found[..., depth], top, atol=2e-5)
-        np.testing.assert_allclose(found[..., depth + 1], (weights.sum(-1)[:, unread] * factor).sum(1), rtol=1e-4)
-        np.testing.assert_allclose(found[..., :depth], (outputs[:, unread] * factor[..., None]).sum(1), atol=2e-4)
-        assert all((rest[:, LEAD + page, :, depth + 1] == 0).all() for page in unread[1:])
+        top = maxima[:, unread].max(1)
+        factor = np.exp(maxima[:, unread] - top[:, None])
+        estimates = partials[:, LEAD + unread[0]]
+        np.testing.assert_allclose(estimates[..., depth], top, atol=2e-5)
+        np.testing.assert_allclose(estimates[..., depth + 1], (weights.sum(-1)[:, unread] * factor).sum(1), rtol=1e-4)
+        np.testing.assert_allclose(estimates[..., :depth], (outputs[:, unread] * factor[..., None]).sum(1), atol=2e-4)
+        assert all((partials[:, LEAD + page, :, depth + 1] == 0).all() for page in unread[1:])
 
 
 def check_all() -> None:
@@ -156,8 +157,8 @@ def check_all() -> None:
 
 def bits(workers: int) -> bytes:
     """The kernels' output bits for one sample, with this many threads."""
-    pool, own = ThreadPool(workers), Pages(64, 4)
-    own.picked[5:9] = 1
-    own.run(pool)
+    pool, pages = ThreadPool(workers), Pages(64, 4)
+    pages.picked[5:9] = 1
+    pages.run(pool)
     pool.close()
-    return own.promised[..., -2:].tobytes() + own.partials.tobytes()
+    return pages.promised[..., -2:].tobytes() + pages.partials.tobytes()

@@ -41,23 +41,23 @@ def typed(*argv: object, card: SimulatedDevice | None = None) -> tuple[int, str,
     """The code of a command, and what it wrote."""
     environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
     with card_here(card):
-        code = main([str(each) for each in argv], environment)
+        code = main([str(argument) for argument in argv], environment)
     return code, environment.stdout.getvalue(), environment.stderr.getvalue()
 
 
-def opened(folder: Path, card: SimulatedDevice | None, **asked: object) -> tuple[Engine, list[str]]:
+def opened(folder: Path, card: SimulatedDevice | None, **options_given: object) -> tuple[Engine, list[str]]:
     """An engine, and the notices while opening it."""
-    options = EngineOptions(**{"ctx": CTX, "threads": 1, "device": "auto" if card else "cpu", **asked})
+    options = EngineOptions(**{"ctx": CTX, "threads": 1, "device": "auto" if card else "cpu", **options_given})
     with card_here(card):
-        *said, engine = open_engine(folder, options)
-    return engine, [event.text for event in said if isinstance(event, Notice)]
+        *notices, engine = open_engine(folder, options)
+    return engine, [event.text for event in notices if isinstance(event, Notice)]
 
 
 def logits(engine: Engine, tokens: int = 330, prompt: int = 300) -> np.ndarray:
     """Logits of a prompt in chunks and of single tokens after it; the engine is closed."""
     ids = np.random.default_rng(3).integers(0, engine.config.vocab_size, tokens).tolist()
     try:
-        rows = [found.copy() for _, found in engine.score(ids[:prompt])]
+        rows = [logits_row.copy() for _, logits_row in engine.score(ids[:prompt])]
         rows += [engine.forward_logits([token]).copy() for token in ids[prompt:]]
     finally:
         engine.close()
@@ -66,6 +66,6 @@ def logits(engine: Engine, tokens: int = 330, prompt: int = 300) -> np.ndarray:
 
 def divergence(ours: np.ndarray, theirs: np.ndarray) -> float:
     """Mean KL divergence of `ours` from `theirs`, in nats per token."""
-    p, q = (np.exp(each - each.max(-1, keepdims=True), dtype=np.float64) for each in (theirs, ours))
+    p, q = (np.exp(logits_ - logits_.max(-1, keepdims=True), dtype=np.float64) for logits_ in (theirs, ours))
     p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
     return float((p * np.log(p / q)).sum(-1).mean())

@@ -8,8 +8,8 @@ import numpy as np
 
 from effllm.kernels import reference
 from effllm.kernels.cpu.kv.decode import MEAN_K, MEAN_V
-from effllm.kernels.cpu.kv.prefill import AS_THEY_LIE, ROWS_OF_EIGHT, ROWS_OF_EIGHT_WIDE
-from effllm.kernels.cpu.kv.scratch_layout import EIGHT
+from effllm.kernels.cpu.kv.prefill import MULTIPLIES_PACKED, ROWS_OF_EIGHT, ROWS_OF_EIGHT_WIDE
+from effllm.kernels.cpu.kv.scratch_layout import HAS_EIGHT_ROW_TILES
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
@@ -39,8 +39,8 @@ def moments_basis(kv_heads: int, head_dim: int, profile: int = 7, seed: int = 3,
 
 def form_of(kv: str) -> RawCodec | PackedFormat:
     """`codec`, and the 10 bits that only a profile gives: of both sides, or as k10v2 and its like."""
-    if found := re.fullmatch(r"(10)bit|k(10|\d)v(10|\d)", kv):
-        both, bits_k, bits_v = found.groups()
+    if match := re.fullmatch(r"(10)bit|k(10|\d)v(10|\d)", kv):
+        both, bits_k, bits_v = match.groups()
         return PackedFormat(int(both or bits_k), int(both or bits_v))
     return codec(kv)
 
@@ -89,9 +89,9 @@ class Stream:
             values.append(v[:count].astype(np.float32))
             at.append(first + np.arange(count))
         q = self.q[span].reshape(span.stop - span.start, self.heads, -1)
-        made = reference.attend(q, np.concatenate(keys), np.concatenate(values), step.position, np.concatenate(at), pages.scale,
-                                pages.window, pages.softcap, self.sinks)
-        return made.reshape(len(q), -1)
+        result = reference.attend(q, np.concatenate(keys), np.concatenate(values), step.position, np.concatenate(at), pages.scale,
+                                  pages.window, pages.softcap, self.sinks)
+        return result.reshape(len(q), -1)
 
 
 def uneven_error(pool: ThreadPool, heads: int) -> float:
@@ -110,8 +110,8 @@ def uneven_error(pool: ThreadPool, heads: int) -> float:
 
 def worst_error(pool: ThreadPool, kv: str, **options) -> float:
     """`excess` of a prompt or of single tokens behind it, the worse of both."""
-    heads, made = options.get("heads", 8), moments_basis(options.get("kv_heads", 2), options.get("head_dim", 64))
-    basis = options.pop("basis", made)
+    heads, kv_basis = options.get("heads", 8), moments_basis(options.get("kv_heads", 2), options.get("head_dim", 64))
+    basis = options.pop("basis", kv_basis)
     packed = Stream(packed_cache(pool, kv, basis=basis, **options), heads, 420)
     exact = Stream(packed_cache(pool, "32bit", **options), heads, 420)
     for stream in (packed, exact):
@@ -144,9 +144,9 @@ def check_wide(pool: ThreadPool) -> None:
         basis = moments_basis(1, head_dim, of=4 * head_dim)
         for kv in ("8bit", "4bit", "k2v10"):
             assert worst_error(pool, kv, heads=heads, kv_heads=1, head_dim=head_dim, basis=basis) < 5e-3, (kv, heads, head_dim)
-    wanted = (("10bit", 8, 512, 1e-3), ("8bit", 3, 576, 3.5e-4), ("6bit", 16, 512, 3.5e-4), ("4bit", 2, 512, 0.025))
-    for kv, heads, head_dim, most in wanted:
-        assert fine_error(pool, kv, heads, 1, head_dim) < most, (kv, heads, head_dim)
+    cases = (("10bit", 8, 512, 1e-3), ("8bit", 3, 576, 3.5e-4), ("6bit", 16, 512, 3.5e-4), ("4bit", 2, 512, 0.025))
+    for kv, heads, head_dim, limit in cases:
+        assert fine_error(pool, kv, heads, 1, head_dim) < limit, (kv, heads, head_dim)
     for kv, head_dim, heads, sign in (("8bit", 512, 4, -1), ("8bit", 512, 8, 1), ("10bit", 576, 8, -1), ("10bit", 576, 4, 1)):
         assert extreme_error(pool, kv, head_dim, heads, sign) < 1e-4, (kv, head_dim, heads, sign)
 
@@ -156,7 +156,7 @@ def as_they_lie(kv: str, group: int) -> bool:
     """
     form, tile = form_of(kv), 8 if group > 4 else 4
     eighths = ROWS_OF_EIGHT if form.bits_k <= MEAN_K and form.bits_v <= MEAN_V else ROWS_OF_EIGHT_WIDE
-    return AS_THEY_LIE and 8 * group >= eighths * (-(-group // tile) * tile)
+    return MULTIPLIES_PACKED and 8 * group >= eighths * (-(-group // tile) * tile)
 
 
 def excess(packed: Stream, exact: Stream, kv: str, span: slice, lie: bool) -> float:
@@ -179,9 +179,9 @@ def fine_error(pool: ThreadPool, kv: str, heads: int = 8, kv_heads: int = 2, hea
     return relative(stream.out[400:], stream.want[400:])
 
 
-def relative(found: np.ndarray, wanted: np.ndarray) -> float:
+def relative(result: np.ndarray, expected: np.ndarray) -> float:
     """Root mean square of the difference divided by that of the expected output."""
-    return float(np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()))
+    return float(np.sqrt(np.square(result - expected).mean() / np.square(expected).mean()))
 
 
 def check_largest_products() -> None:
@@ -191,7 +191,7 @@ def check_largest_products() -> None:
 
     @compiler().njit("void(int64,int64,int64,int64,int64)", error_model="numpy")
     def keys(codes, widths, queries, terms, out):
-        for unit in range(0, PAGE // int8_products.UNIT, int8_products.UNITS_AT_ONCE):
+        for unit in range(0, PAGE // int8_products.UNIT_TOKENS, int8_products.UNITS_AT_ONCE):
             int8_products.dot_units_4(codes, widths, queries, terms, unit, out, 4, codes, 0)
 
     @compiler().njit("void(int64,int64,int64,int64,int64,int64)", error_model="numpy")
@@ -201,13 +201,13 @@ def check_largest_products() -> None:
     terms = np.repeat(np.array([1, 0], np.float32), 4)
     for fill in (0, 255):
         codes = np.full(4 * 16 * PAGE, fill, np.uint8)
-        for bits in range(1, int8_products.MOST_K + 1):
+        for bits in range(1, int8_products.MAX_K_BITS + 1):
             widths = np.full(16, bits, np.uint8)
             for query in (-127, 127):
                 queries, out = np.full((16, 4, 4), query, np.int8), np.full((4, PAGE), np.nan, np.float32)
                 keys(codes.ctypes.data, widths.ctypes.data, queries.ctypes.data, terms.ctypes.data, out.ctypes.data)
                 assert (out == 64 * query * (fill & (1 << bits) - 1)).all(), (bits, fill, query)
-        for bits in range(1, int8_products.MOST_V + 1):
+        for bits in range(1, int8_products.MAX_V_BITS + 1):
             up, less = int8_products.value_zero(bits)
             for zero in (-less, (15 << up) - less):
                 weights, zeros, out = np.full((4, PAGE), 255, np.uint8), np.full(PAGE, zero, np.int8), np.zeros((4, 16), np.float32)
@@ -232,7 +232,7 @@ def check_largest_digits(rows: int) -> None:
         scale(queries, scales, high, low, words, quads)
         if parts > groups:
             scale_coarse(queries, scales + 8 * quads, high + many, low + many, words + 2 * many, quads)
-        for unit in range(PAGE // int8_products.UNIT):
+        for unit in range(PAGE // int8_products.UNIT_TOKENS):
             first = high if int16_products.DIGITS else words
             dot_unit(codes, widths, starts, first, low, terms, terms + 64, unit, out, groups, parts - groups, codes, 0)
 
@@ -259,30 +259,30 @@ def check_largest_digits(rows: int) -> None:
                 scales[quads:] >>= 2
                 high, low, words = (np.zeros((2 * quads, rows, 4), kind) for kind in (np.int8, np.int8, np.int16))
                 out = np.full((rows, PAGE), np.nan, np.float32)
-                keys(*(each.ctypes.data for each in (queries, scales, high, low, words, codes, widths, starts, terms, out)), parts)
+                keys(*(array.ctypes.data for array in (queries, scales, high, low, words, codes, widths, starts, terms, out)), parts)
                 scaled = (query * scales[::quads, 0].astype(int) + (1 << 14)) >> 15
                 scaled += scaled & 255 == 128
                 scaled[1] = (scaled[1] + 128) & -256
-                each = 256 * high[: 4 * parts].astype(int) + low[: 4 * parts]
-                assert (each.reshape(parts // groups, -1) == scaled[: parts // groups, None]).all() and low.min() > -128, query
+                array = 256 * high[: 4 * parts].astype(int) + low[: 4 * parts]
+                assert (array.reshape(parts // groups, -1) == scaled[: parts // groups, None]).all() and low.min() > -128, query
                 want = scaled[0] * (fill & (1 << min(bits, 8)) - 1) + (scaled[1] * (fill & 3) if bits > 8 else 0)
                 assert abs(4 * quads * want) < 1 << 31 and (out == np.float32(4 * quads * want)).all(), (bits, fill, query)
-            most = 32766
-            lower = np.full((rows, PAGE), most & 127, np.uint8)
-            weights = np.full((rows, PAGE), most >> 7, np.uint8) if int16_products.DIGITS else np.full((rows, PAGE), most, np.int16)
+            largest = 32766
+            lower = np.full((rows, PAGE), largest & 127, np.uint8)
+            weights = np.full((rows, PAGE), largest >> 7, np.uint8) if int16_products.DIGITS else np.full((rows, PAGE), largest, np.int16)
             factors = np.repeat(np.array([0, 1], np.float32), rows)
             if bits > 8:
                 out = np.ones((rows, 16), np.float32)
-                rest_of_values(*(each.ctypes.data for each in (codes, weights, out, factors[rows:])))
-                assert (out == np.float32(1 + (most & -128) * PAGE * (2 * (fill & 3) - 3))).all(), fill
+                rest_of_values(*(array.ctypes.data for array in (codes, weights, out, factors[rows:])))
+                assert (out == np.float32(1 + (largest & -128) * PAGE * (2 * (fill & 3) - 3))).all(), fill
                 continue
             up, less = int16_products.value_zero(bits)
             for zero in (-less, (15 << up) - less):
                 zeros, out = np.full(PAGE, zero, np.int8), np.zeros((rows, 16), np.float32)
                 multiple = int8_products.value_multiple(bits)
-                values(codes.ctypes.data, bits, multiple, *(each.ctypes.data for each in (zeros, weights, lower, out, factors)))
+                values(codes.ctypes.data, bits, multiple, *(array.ctypes.data for array in (zeros, weights, lower, out, factors)))
                 code = (fill & (1 << bits) - 1) - (1 << bits - 1)
-                assert zero == np.int8(zero) and (out == np.float32(most * PAGE * ((code << multiple) + zero))).all(), (bits, fill, zero)
+                assert zero == np.int8(zero) and (out == np.float32(largest * PAGE * ((code << multiple) + zero))).all(), (bits, fill, zero)
 
 
 def check_unknown_scores(rows: int) -> None:
@@ -307,20 +307,20 @@ def check_unknown_scores(rows: int) -> None:
     low, rise, up = np.zeros(PAGE, np.float32), np.ones(PAGE, np.float32), np.full(PAGE, softmax_weights.UP, np.uint16)
     fractions, tables, out = np.full(PAGE, 65535, np.uint16), softmax_weights.tables(), np.zeros(3 * rows * PAGE, np.uint8)
     tokens = [slice(token, token + 1) for token in range(PAGE)]
-    for kernel, raised, off, places in ((weigh, up, 3e-3, []), (weigh_digits, rise, 1e-4, tokens)):
-        for index, place in enumerate((slice(0, 0), slice(0, PAGE), *places)):
-            own, (tops, totals) = scores.copy(), np.zeros((2, rows), np.float32)
-            own[index % rows, place] = np.nan if index // rows % 2 else -np.nan
-            kernel(*(each.ctypes.data for each in (own, low, raised, fractions, tables, out, tops, totals)))
-            unknown = np.isnan(own).any(1)
-            assert np.isnan(totals[unknown]).all(), (kernel, place)
-            assert np.allclose(totals[~unknown], want[~unknown], rtol=off), (kernel, place)
+    for kernel, raised, off, nan_slices in ((weigh, up, 3e-3, []), (weigh_digits, rise, 1e-4, tokens)):
+        for index, nan_slice in enumerate((slice(0, 0), slice(0, PAGE), *nan_slices)):
+            scores_with_nan, (tops, totals) = scores.copy(), np.zeros((2, rows), np.float32)
+            scores_with_nan[index % rows, nan_slice] = np.nan if index // rows % 2 else -np.nan
+            kernel(*(array.ctypes.data for array in (scores_with_nan, low, raised, fractions, tables, out, tops, totals)))
+            unknown = np.isnan(scores_with_nan).any(1)
+            assert np.isnan(totals[unknown]).all(), (kernel, nan_slice)
+            assert np.allclose(totals[~unknown], want[~unknown], rtol=off), (kernel, nan_slice)
 
 
 def check_all() -> None:
     """Every width and a few shapes on this instruction set."""
     check_largest_products()
-    for rows in (4, 8) if EIGHT else (4,):
+    for rows in (4, 8) if HAS_EIGHT_ROW_TILES else (4,):
         check_largest_digits(rows)
         check_unknown_scores(rows)
     pool = ThreadPool(2)

@@ -43,23 +43,24 @@ def random_codes(rng: np.random.Generator, spec: QuantSpec, shape: tuple[int, in
     zeros = rng.integers(0, 256 if every_scale else 1 << spec.bits, (rows, groups)).astype(np.uint8) if with_zeros else None
     supers = minima = None
     if spec.scheme in ("super", "nibble", "signed", "table"):
-        most = {"super": 63, "nibble": 15}.get(spec.scheme, 0)
-        halves = rng.standard_normal((rows, -(-depth // 256), 2 if most else 1), np.float32)
+        max_code = {"super": 63, "nibble": 15}.get(spec.scheme, 0)
+        halves = rng.standard_normal((rows, -(-depth // 256), 2 if max_code else 1), np.float32)
         supers = np.ldexp(halves, rng.integers(-20 if every_scale else -8, 0, halves.shape)).astype(np.float16).view(np.uint16)
-        scales = (scales & most) if most else scales.view(np.int8)
-        minima = rng.integers(0, most + 1, scales.shape, np.uint8) if most else None
+        scales = (scales & max_code) if max_code else scales.view(np.int8)
+        minima = rng.integers(0, max_code + 1, scales.shape, np.uint8) if max_code else None
         if spec.scheme == "table":  # what keeps products with any level exact
             scales = (scales.astype(np.int16) % 65 - 32).astype(np.int8)
     if spec.scheme == "minimum":
         minima = (rng.standard_normal(scales.shape, np.float32) * 8).astype(np.float16).view(np.uint16)
     count = round(rows * depth * spec.outliers)
-    places = np.sort(rng.choice(rows * depth, count, replace=False))
-    sparse = Sparse((places // depth).astype(np.uint32), (places % depth).astype(np.uint32), bf16(rng.standard_normal(count, np.float32)))
-    made = rng.integers(0, 3 if spec.scheme == "ternary" else 1 << spec.bits, shape).astype(np.uint8)
-    own = rng.standard_normal(rows, np.float32) / 256
+    positions = np.sort(rng.choice(rows * depth, count, replace=False))
+    sparse = Sparse((positions // depth).astype(np.uint32), (positions % depth).astype(np.uint32),
+                    bf16(rng.standard_normal(count, np.float32)))
+    codes = rng.integers(0, 3 if spec.scheme == "ternary" else 1 << spec.bits, shape).astype(np.uint8)
+    row_scales = rng.standard_normal(rows, np.float32) / 256
     if spec.scheme == "float":  # but for NaN
-        made[(made & 127) == 127] ^= 1
-    return Codes(codes=made, scales=scales, zeros=zeros, rows=own if row_nbytes(spec.scheme) == 4 else bf16(own),
+        codes[(codes & 127) == 127] ^= 1
+    return Codes(codes=codes, scales=scales, zeros=zeros, rows=row_scales if row_nbytes(spec.scheme) == 4 else bf16(row_scales),
                  levels=np.sort(rng.integers(-2 * wide, 2 * wide, 1 << spec.bits)).astype(np.int8) if wide else None,
                  steps=np.sort(rng.integers(1, 128, 16)).astype(np.uint8) if book else None, sparse=sparse if spec.outliers else None,
                  supers=supers, minima=minima)
@@ -68,9 +69,9 @@ def random_codes(rng: np.random.Generator, spec: QuantSpec, shape: tuple[int, in
 def low_bit(codes: Codes, spec: QuantSpec, behind: int = 0) -> Weight:
     """A weight whose blob begins on a cache line, as loaders place it, or so many bytes behind one."""
     packed = pack(codes, spec)
-    room = np.zeros(packed.size + 64 + behind, np.uint8)
-    start = -room.ctypes.data % 64 + behind
-    blob = room[start : start + packed.size]
+    buffer = np.zeros(packed.size + 64 + behind, np.uint8)
+    start = -buffer.ctypes.data % 64 + behind
+    blob = buffer[start : start + packed.size]
     blob[:] = packed
     return Weight.low_bit(spec, codes.codes.shape, blob)
 
@@ -100,10 +101,10 @@ def many(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None =
     if by_halves(spec):
         return definition.halves_linear(x, dequantize(codes, spec), bias)
     parts = (x, values(codes, spec), factors_of(codes), codes.rows, spec.group)
-    way = gemm.way_of(spec.bits, spec.scheme)
-    if way == gemm.STEPPED != gemm.SCALED:
+    method = gemm.method_of(spec.bits, spec.scheme)
+    if method == gemm.STEPPED != gemm.SCALED:
         return definition.stepped_linear(*parts, outliers=_outliers(codes), bias=bias)
-    if way != gemm.SCALED:
+    if method != gemm.SCALED:
         return definition.grouped_linear(*parts, outliers=_outliers(codes), bias=bias, minima=minimum_values(codes), one_scale=one_scale)
     most, shift = _range(codes, spec)
     return definition.scaled_linear(*parts, most=most, shift=shift, outliers=_outliers(codes), bias=bias, one_scale=one_scale)
@@ -113,7 +114,7 @@ def by_halves(spec: QuantSpec) -> bool:
     """Does a matrix unit here multiply prefill of this format as two-byte numbers?"""
     from effllm.kernels.cpu import amx, gemm_amx
 
-    return amx.AMX and spec.scheme != "float" and gemm_amx.way_of(spec.bits, spec.scheme, bool(spec.outliers)) == gemm_amx.HALVES
+    return amx.AMX and spec.scheme != "float" and gemm_amx.method_of(spec.bits, spec.scheme, bool(spec.outliers)) == gemm_amx.HALVES
 
 
 def _outliers(codes: Codes) -> definition.Outliers | None:
@@ -147,7 +148,7 @@ def digests() -> dict[str, str]:
     from effllm.kernels.cpu.ops import CpuOps  # the other users of this file compile nothing
     from effllm.kernels.threads import ThreadPool
 
-    found, pool = {}, ThreadPool(1)
+    digests_by_format, pool = {}, ThreadPool(1)
     ops = CpuOps(pool, dims_for(300, 50))
     for text in FORMATS + WITH_OUTLIERS:
         rng, spec, few, many = np.random.default_rng(seed_of(text)), QuantSpec.parse(text), hashlib.sha256(), hashlib.sha256()
@@ -155,19 +156,19 @@ def digests() -> dict[str, str]:
         for columns in (1, 5, 19):
             x = rng.standard_normal((columns, 300), np.float32)
             out = np.zeros((columns, 50), np.float32)
-            ops._matrix(x, NO_NORM, [gate, up], [out], 2, "relu")
+            ops._run_stage(x, NO_NORM, [gate, up], [out], 2, "relu")
             for y in (*ops.norm_linear(x, NO_NORM, [gate, up]), out):
                 (few if columns < 19 else many).update(y.tobytes())
         few.update(ops.logits(rng.standard_normal((9, 300), np.float32), NO_NORM, gate).tobytes())
         few.update(ops.embed(np.array([0, 17, 49]), gate.weight, 0.5).tobytes())
-        found[text] = few.hexdigest()[:16]
-        ways = {gemm.STEPPED: "by steps", gemm.SCALED: "rows scaled"}  # the same number but for AVX2
-        way = ways.get(gemm.way_of(spec.bits, spec.scheme), "groups apart")
+        digests_by_format[text] = few.hexdigest()[:16]
+        method_names = {gemm.STEPPED: "by steps", gemm.SCALED: "rows scaled"}  # the same number but for AVX2
+        method_name = method_names.get(gemm.method_of(spec.bits, spec.scheme), "groups apart")
         if by_halves(spec):
-            way = "halves"
-        found[f"{text}, {way}"] = many.hexdigest()[:16]
+            method_name = "halves"
+        digests_by_format[f"{text}, {method_name}"] = many.hexdigest()[:16]
     pool.close()
-    return found
+    return digests_by_format
 
 
 if __name__ == "__main__":

@@ -90,16 +90,16 @@ def _write_text(folder: Path, path: Path, arch: str, config: Mapping[str, object
     raw = dict(config["text_config"])
     rope = raw.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
-    made = path.parent / "text"
-    made.mkdir()
-    (made / "config.json").write_text(json.dumps({**raw, "rope_theta": rope.get("rope_theta", 10000.0)}))
+    text_path = path.parent / "text"
+    text_path.mkdir()
+    (text_path / "config.json").write_text(json.dumps({**raw, "rope_theta": rope.get("rope_theta", 10000.0)}))
     tensors = {}
     for name, values in load_file(folder / "model.safetensors").items():
-        if any(_usual(name).startswith(each) for each in OF_TOWER):
+        if any(_usual(name).startswith(prefix) for prefix in OF_TOWER):
             continue
-        before = next((each for each in OF_TEXT if name.startswith(each)), None)
+        before = next((prefix for prefix in OF_TEXT if name.startswith(prefix)), None)
         tensors["lm_head.weight" if name.endswith("lm_head.weight") else "model." + name.removeprefix(before)] = values
-    save_file(tensors, made / "model.safetensors")
+    save_file(tensors, text_path / "model.safetensors")
 
     def change(writer: gguf.GGUFWriter) -> None:
         for key, value in _tokenizer(folder, read_config(folder)).items():
@@ -114,7 +114,7 @@ def _write_text(folder: Path, path: Path, arch: str, config: Mapping[str, object
         if arch == "gemma3":
             writer.add_sliding_window(raw["sliding_window"])
 
-    write_model(made, path, "F32", arch, change=change)
+    write_model(text_path, path, "F32", arch, change=change)
 
 
 def put(writer: gguf.GGUFWriter, key: str, value: object) -> None:
@@ -218,9 +218,9 @@ def _more(projector: str, config: Mapping[str, object], vision: Mapping[str, obj
         return {**curve, **points, "vision.attention.layer_norm_epsilon": vision["rms_norm_eps"], "vision.image_size":
                 vision["max_image_size"], "vision.spatial_merge_size": vision["spatial_merge_size"]}
     if projector in ("exaone4_5", "qwen2.5vl_merger"):
-        every = vision["fullatt_block_indexes"][0] + 1
+        interval = vision["fullatt_block_indexes"][0] + 1
         grouped = {"vision.attention.head_count_kv": vision.get("num_key_value_heads")}
-        return {**curve, **points, **grouped, "vision.n_wa_pattern": every, "vision.window_size": vision["window_size"]}
+        return {**curve, **points, **grouped, "vision.n_wa_pattern": interval, "vision.window_size": vision["window_size"]}
     if projector in ("paddleocr", "qwen2vl_merger"):
         return {**curve, **points} if projector == "paddleocr" else points
     deep = [number in vision["deepstack_visual_indexes"] for number in range(vision["depth"])]
@@ -315,9 +315,9 @@ def _written(own: str, values: np.ndarray, projector: str, config: Mapping[str, 
 
 def columns_first(values: np.ndarray, heads: int) -> np.ndarray:
     """Rows of queries and keys, of which pairs turn by column and by line in turns, with those that turn by column first in each head."""
-    queries, keys, rest = np.split(values, 3)
-    return np.concatenate([*(each.reshape(heads, -1, 2, 2, *each.shape[1:]).swapaxes(1, 2).reshape(each.shape) for each in (queries, keys)),
-                           rest])
+    queries, keys, values_rest = np.split(values, 3)
+    return np.concatenate([*(side.reshape(heads, -1, 2, 2, *side.shape[1:]).swapaxes(1, 2).reshape(side.shape) for side in (queries, keys)),
+                           values_rest])
 
 
 def _by_early_converter(own: str, values: np.ndarray, blocks: int) -> Iterator[tuple[str, np.ndarray]]:

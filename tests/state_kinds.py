@@ -114,7 +114,7 @@ def kda_inputs(shape: KdaShape, products: list[np.ndarray]) -> None:
 def kda_expected(shape: KdaShape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
     qkv, z, a, b = given
     if shape.low_rank_gates:
-        z, a = (reference.linear(x, each.weight.parts["data"], None) for x, each in ((z, w.gate), (a, w.rate)))
+        z, a = (reference.linear(x, linear.weight.parts["data"], None) for x, linear in ((z, w.gate), (a, w.rate)))
     mixed = reference_delta.convolve(qkv, np.zeros((shape.taps - 1, shape.channels)), w.conv)
     q, k, v = (part.reshape(len(qkv), shape.key_heads, -1) for part in np.split(mixed, 3, axis=1))
     out, state = reference_delta.recur(q, k, v, *reference_delta.channel_gates(a, b, w.decay, w.dt, shape.decay_bound),
@@ -182,7 +182,7 @@ def mamba_1_inputs(shape: Mamba1Shape, products: list[np.ndarray]) -> None:
 def mamba_1_expected(shape: Mamba1Shape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
     x, z = given
     mixed = reference_delta.convolve(x, np.zeros((shape.taps - 1, shape.channels)), w.conv, w.bias)
-    times = lambda values, each: reference.linear(values, each.weight.parts["data"], None)  # noqa: E731
+    times = lambda values, linear: reference.linear(values, linear.weight.parts["data"], None)  # noqa: E731
     normed = lambda values, own: values if own is None else reference.normalise(values, own.kind, own.weight, None, own.eps)  # noqa: E731
     steps = reference_mamba1.steps(times(normed(times(mixed, w.rate), w.rate_norm), w.steps), w.dt)
     b, c = np.split(times(mixed, w.keys), 2, axis=1)
@@ -206,8 +206,8 @@ def rwkv_inputs(shape: Rwkv7Shape, products: list[np.ndarray]) -> None:
 
 def rwkv_expected(shape: Rwkv7Shape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
     r, k, v, decay, rate, gate = given
-    k, *made = reference_rwkv7.gates(k, decay, rate, w.direction, w.remains, shape.heads)
-    out, state = reference_rwkv7.recur(r, k, v, *made, np.zeros((shape.heads, shape.head_dim, shape.head_dim)))
+    k, *gates = reference_rwkv7.gates(k, decay, rate, w.direction, w.remains, shape.heads)
+    out, state = reference_rwkv7.recur(r, k, v, *gates, np.zeros((shape.heads, shape.head_dim, shape.head_dim)))
     return reference_rwkv7.finished(out, r, k, v, gate, w.bonus, w.norm.weight, w.norm.bias, shape.eps, shape.heads), state.reshape(-1)
 
 
@@ -226,9 +226,9 @@ def weights(shape: StateShape) -> SimpleNamespace:
 
 def inputs(shape: StateShape, tokens: int) -> Arrays:
     """A text's projections."""
-    found = [normal(10 + i, tokens, width) for i, width in enumerate(shape.products)]
-    KINDS[type(shape)].more(shape, found)
-    return tuple(found)
+    products = [normal(10 + i, tokens, width) for i, width in enumerate(shape.products)]
+    KINDS[type(shape)].more(shape, products)
+    return tuple(products)
 
 
 def expected(shape: StateShape, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
@@ -240,8 +240,8 @@ class Layer:
     """A layer on a backend, run pass by pass from the beginning."""
 
     def __init__(self, ops: object, shape: StateShape) -> None:
-        self.ops, self.shape, self.told = ops, shape, controls()
-        self.states = ops.state_layer(shape, np.zeros(shape.nbytes, np.uint8), self.told)
+        self.ops, self.shape, self.pass_slots = ops, shape, controls()
+        self.states = ops.state_layer(shape, np.zeros(shape.nbytes, np.uint8), self.pass_slots)
         self.w = self._put(weights(shape))
         self.slot = NO_SLOT
 
@@ -260,7 +260,7 @@ class Layer:
 
     def run(self, given: Arrays, after: int = 0, hold: bool = True) -> np.ndarray:
         target = 1 if self.slot == 0 else 0
-        self.told[FROM], self.told[TO], self.told[AFTER], self.told[KEPT] = self.slot, target, after, 3
+        self.pass_slots[FROM], self.pass_slots[TO], self.pass_slots[AFTER], self.pass_slots[KEPT] = self.slot, target, after, 3
         there = [x.copy() if self.ops.name == "cpu" else torch.from_numpy(x) for x in given]
         out = np.array(self.ops.to_host(self.states.mix(there, self.w)))
         self.slot = target if hold else self.slot

@@ -81,8 +81,8 @@ def test_a_choice_is_a_run_that_was_started_so(base: Path, pair: tuple[str, ...]
 def test_nothing_of_any_is_a_run_without(base: Path, pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits, since no thin product is made."""
     engine, made = opened(base, *pair, kv="16bit"), []
-    thin = lora._into
-    monkeypatch.setattr(lora, "_into", lambda *asked: made.append(1) or thin(*asked))
+    thin = lora._into_products
+    monkeypatch.setattr(lora, "_into_products", lambda *asked: made.append(1) or thin(*asked))
     logits_of(engine, (0.5, 0.0))
     counted = len(made)
     ours = logits_of(engine, (0.0, 0.0))

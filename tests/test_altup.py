@@ -9,7 +9,7 @@ import pytest
 from effllm.kernels import reference
 from effllm.kernels import reference_streams as meaning
 from effllm.kernels.cpu.candidates import default_registry
-from effllm.kernels.cpu.ops import FEW, CpuOps
+from effllm.kernels.cpu.ops import FEW_TOKENS, CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
@@ -17,7 +17,7 @@ from effllm.quant.weight import AltUp, Linear, LowRank, Norm, PerLayerInput, Wei
 
 D, S, F, P, R = 96, 3, 137, 24, 20
 DIMS = Dims(D, 4, 2, 24, F, 301, chunk=192, ctx=256, rows=8, streams=S, low_rank=R)
-TOKENS = (1, 2, FEW, FEW + 1, 130)
+TOKENS = (1, 2, FEW_TOKENS, FEW_TOKENS + 1, 130)
 CUT = 0.4
 
 
@@ -140,7 +140,7 @@ def test_neither_threads_nor_other_tokens_change_a_bit() -> None:
         pool.close()
     for other in found[1:]:
         assert all(np.array_equal(a, b) for tokens in TOKENS for a, b in zip(found[0][tokens], other[tokens], strict=True))
-    for few, whole in ((1, FEW), (FEW + 1, 130)):
+    for few, whole in ((1, FEW_TOKENS), (FEW_TOKENS + 1, 130)):
         assert all(np.array_equal(a, b[:few]) for a, b in zip(found[0][few], found[0][whole], strict=True))
 
 

@@ -40,7 +40,7 @@ def test_every_row_of_two_checkouts_begins_at_the_depth_asked_for(script, monkey
             self.held = self.depth
 
         def seconds(self, tokens: int) -> tuple[float, int]:
-            before, self.held = self.held, self.held + two.TURN * tokens
+            before, self.held = self.held, self.held + two.PASSES_PER_ROUND * tokens
             assert self.depth <= before and self.held <= self.ctx
             return 1.0, before
 

@@ -20,7 +20,7 @@ from saved_models import saved
 
 from effllm import UsageError
 from effllm.kernels import warm
-from effllm.kernels.cpu.bundles import MOST_LANES
+from effllm.kernels.cpu.bundles import MAX_LANES
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.offload.direct_io import Interrupted
 from effllm.offload.neuron_pager import MOST_TOKENS, BundlePlace, NeuronPager, WindowStats
@@ -80,7 +80,7 @@ def test_a_folder_holds_every_neuron_once_and_verifies(folders) -> None:
 
 
 def test_a_bundled_folder_runs_on_every_instruction_set() -> None:
-    assert FFN_MULTIPLE % MOST_LANES == 0 and FFN_MULTIPLE % (4 * 16) == 0  # four registers of 16 floats: the widest there are
+    assert FFN_MULTIPLE % MAX_LANES == 0 and FFN_MULTIPLE % (4 * 16) == 0  # four registers of 16 floats: the widest there are
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------------------

@@ -186,8 +186,8 @@ def test_how_many_heads_are_a_job_changes_no_bit(pool: ThreadPool, monkeypatch: 
 def test_workers_have_jobs_and_jobs_have_room(heads: int, tokens: int, workers: int) -> None:
     """No fewer heads than share a tile well, unless there are none."""
     most = compressed_attention.heads_per_job(heads, tokens, workers)
-    fewest = min(heads, compressed_attention.FEWEST_AT_ONCE)
-    assert fewest <= most <= min(heads, compressed_attention.MOST_AT_ONCE)
+    fewest = min(heads, compressed_attention.MIN_HEADS_AT_ONCE)
+    assert fewest <= most <= min(heads, compressed_attention.MAX_HEADS_AT_ONCE)
     assert most == fewest or tokens * -(-heads // most) >= workers
     assert compressed_attention.heads_per_job(64, 1, 2) == 32 and compressed_attention.heads_per_job(64, 128, 16) == 64
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from effllm.kernels.cpu.attention_decode import FEW_BLOCKS, MOST_ROWS, most_tokens, partials_floats
-from effllm.kernels.cpu.ops import FEW, CpuOps
+from effllm.kernels.cpu.attention_decode import FEW_BLOCKS, MAX_QUERY_ROWS, max_tokens, partials_floats
+from effllm.kernels.cpu.ops import FEW_TOKENS, CpuOps
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
@@ -42,15 +42,15 @@ def test_a_token_has_the_bits_that_it_has_alone(heads: int, kv_heads: int, depth
     rng = np.random.default_rng(begun)
     cache = opened(heads, kv_heads, depth, kv, window, softcap)
     filled(cache, rng, begun)
-    cache.begin(FEW)
+    cache.begin(FEW_TOKENS)
     pages, step = cache.layer(0).pages, cache.step
-    k, v = (rng.standard_normal((FEW, kv_heads * depth), np.float32) for _ in range(2))
+    k, v = (rng.standard_normal((FEW_TOKENS, kv_heads * depth), np.float32) for _ in range(2))
     pages.write(k, v, step.slots, step.rows)
-    q, sinks = rng.standard_normal((FEW, heads * depth), np.float32), rng.standard_normal(heads).astype(np.float32)
-    alone = np.concatenate([pages.attend(q[t : t + 1], step.position + t, step.blocks, sinks).copy() for t in range(FEW)])
-    for tokens in range(2, FEW + 1):
+    q, sinks = rng.standard_normal((FEW_TOKENS, heads * depth), np.float32), rng.standard_normal(heads).astype(np.float32)
+    alone = np.concatenate([pages.attend(q[t : t + 1], step.position + t, step.blocks, sinks).copy() for t in range(FEW_TOKENS)])
+    for tokens in range(2, FEW_TOKENS + 1):
         assert np.array_equal(pages.attend(q[:tokens], step.position, step.blocks, sinks), alone[:tokens])
-    assert np.isfinite(alone).all() and (begun == 0 or len(np.unique(alone[:, 0])) == FEW)
+    assert np.isfinite(alone).all() and (begun == 0 or len(np.unique(alone[:, 0])) == FEW_TOKENS)
     pages.ops.pool.close()
 
 
@@ -58,9 +58,9 @@ def test_a_token_has_the_bits_that_it_has_alone(heads: int, kv_heads: int, depth
 @pytest.mark.parametrize("blocks", [3, FEW_BLOCKS, 5 * FEW_BLOCKS, 100 * FEW_BLOCKS])
 def test_partials_never_outgrow_their_room(heads: int, blocks: int) -> None:
     layout = opened(heads, 4, 64, "16bit", None, None).layer(0).pages.layout
-    room = partials_floats(FEW, heads, 64, blocks)
+    room = partials_floats(FEW_TOKENS, heads, 64, blocks)
     for used in {1, 2, blocks // 9 + 1, blocks // 2 + 1, blocks}:
-        tokens = most_tokens(room, heads, layout, used)
-        assert 1 <= tokens and tokens * used * heads * (64 + 2) <= room and (tokens - 1) * heads // 4 < MOST_ROWS
+        tokens = max_tokens(room, heads, layout, used)
+        assert 1 <= tokens and tokens * used * heads * (64 + 2) <= room and (tokens - 1) * heads // 4 < MAX_QUERY_ROWS
         if used <= min(blocks, FEW_BLOCKS):
-            assert tokens >= FEW
+            assert tokens >= FEW_TOKENS

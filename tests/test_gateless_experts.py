@@ -22,7 +22,7 @@ from effllm.kernels import reference, reference_moe
 from effllm.kernels.cpu import moe
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
-from effllm.kernels.cpu.packed import MOST_COLUMNS
+from effllm.kernels.cpu.packed import MAX_COLUMNS
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.reference_moe import Routed, Routing
 from effllm.kernels.threads import ThreadPool
@@ -38,7 +38,7 @@ from effllm.runtime.stores.container import read_container
 from effllm.runtime.tensors import check_tensors
 
 NARROWED = "nemotron_h, experts of fewer numbers"
-TOKENS = (1, 2, 5, MOST_COLUMNS, MOST_COLUMNS + 1, 70, CHUNK)
+TOKENS = (1, 2, 5, MAX_COLUMNS, MAX_COLUMNS + 1, 70, CHUNK)
 SHARED_WIDTH = 211
 ROUTING = Routing(TOP, True, True, 2.5)
 STORED = (("f32",), ("bf16",), ("codebook4:16",), ("affine3:64",), ("symmetric8:32",), ("ternary:128",), ("codebook4:16", "bf16"))
@@ -100,13 +100,13 @@ def test_raw_weights_match_the_definition(ops: CpuOps, stored: tuple[str, ...], 
         assert np.array_equal(seen[0].offsets, routed.offsets) and np.array_equal(seen[0].tokens, routed.tokens)
         for own, theirs in ((seen[0].hidden, routed.hidden), (seen[0].shared, routed.shared)):
             assert np.abs(own - theirs).max() <= 1e-5 * np.abs(theirs).max()
-        if tokens <= MOST_COLUMNS:
+        if tokens <= MAX_COLUMNS:
             assert np.array_equal(layer.of(ops, x, act), ours), "a stage that is remembered"
 
 
 @pytest.mark.parametrize("stored", STORED, ids="+".join)
 def test_products_are_those_of_the_other_ops(ops: CpuOps, stored: tuple[str, ...]) -> None:
-    """Bit for bit: `_matrix` on each expert's rows, an activation, `_matrix` again, in the numerics of as many columns as tokens."""
+    """Bit for bit: `_run_stage` on each expert's rows, an activation, `_run_stage` again, in the numerics of as many columns as tokens."""
     layer = Gateless(stored)
     layer.shared = None
     for tokens in TOKENS:
@@ -119,9 +119,9 @@ def test_products_are_those_of_the_other_ops(ops: CpuOps, stored: tuple[str, ...
         for expert, begin, end in zip(layer.experts, offsets[:-1], offsets[1:]):
             rows, hidden = np.ascontiguousarray(x[owners[begin:end]]), np.zeros((end - begin, WIDTH), np.float32)
             if begin < end:
-                ops._matrix(rows, layer.norm, [expert.up], [hidden], 0, "none", tokens)
+                ops._run_stage(rows, layer.norm, [expert.up], [hidden], 0, "none", tokens)
                 hidden[:] = np.maximum(hidden, 0) * np.maximum(hidden, 0)
-                ops._matrix(hidden, None, [expert.down], [results[begin:end]], 0, "none", tokens)
+                ops._run_stage(hidden, None, [expert.down], [results[begin:end]], 0, "none", tokens)
         for visit in np.argsort(places):
             out[owners[visit]] = np.float64(shares[visit]) * results[visit] + out[owners[visit]]
         assert np.array_equal(ours, out), tokens

@@ -151,7 +151,7 @@ def test_codes_of_up_to_four_bits_as_bytes_give_what_the_groups_give(pools, text
         each, x = Operand(text, (rows, depth), bias=index == 1), sample(tokens, depth)
         got, = product(pools[1 + index], x, [each], gemm.NARROW_CODES)
         assert np.array_equal(got, each.definition(x, gemm.GROUPED))
-    assert gemm.way_of(spec.bits, spec.scheme) == (gemm.NARROW_CODES if INSTRUCTION_SET == "avx2" else gemm.SCALED)
+    assert gemm.method_of(spec.bits, spec.scheme) == (gemm.NARROW_CODES if INSTRUCTION_SET == "avx2" else gemm.SCALED)
 
 
 @pytest.mark.parametrize("x", (1.0, -1.0))
@@ -171,7 +171,7 @@ def test_the_largest_sums_of_bytes_fit_16_bits(pools, text, x):
 @pytest.mark.parametrize("text", CODEBOOKS)
 def test_levels_as_bytes_take_their_steps_along(pools, text):
     spec = QuantSpec.parse(text)
-    assert gemm.way_of(spec.bits, spec.scheme) == gemm.STEPPED and (gemm.STEPPED != gemm.SCALED) == (INSTRUCTION_SET == "avx2")
+    assert gemm.method_of(spec.bits, spec.scheme) == gemm.STEPPED and (gemm.STEPPED != gemm.SCALED) == (INSTRUCTION_SET == "avx2")
     shapes = ((17, 33, 1), (1, 300, 50), (TOKENS + 1, 128, 64), (40, 2 * gemm.SPAN + 200, 3 * gemm.BLOCK_ROWS + 5))
     for index, (tokens, depth, rows) in enumerate(shapes):
         each, x = Operand(text, (rows, depth), bias=index == 1), sample(tokens, depth)
@@ -232,7 +232,7 @@ def test_powers_of_two_for_scales_are_multiplied_as_they_are(pools):
         each, x = Operand(EXPONENTS, (rows, depth), bias=index == 1), sample(tokens, depth)
         got, = product(pools[1 + index], x, [each], gemm.GROUPED)
         assert np.array_equal(got, each.definition(x, gemm.GROUPED))
-    assert gemm.way_of(4, "mxfp") == gemm.GROUPED
+    assert gemm.method_of(4, "mxfp") == gemm.GROUPED
 
 
 @pytest.mark.parametrize("way", WAYS, ids=("scaled", "grouped"))

@@ -40,7 +40,7 @@ TEXTS = {gemm_amx.BYTES: ("codebook4:16", "affine4:128"), gemm_amx.HALVES: ("cod
 
 
 def way_of(each: Operand) -> int:
-    return gemm_amx.way_of(each.spec.bits, each.spec.scheme, bool(each.spec.outliers))
+    return gemm_amx.method_of(each.spec.bits, each.spec.scheme, bool(each.spec.outliers))
 
 
 def defined(each: Operand, x: np.ndarray, way: int) -> np.ndarray:

@@ -61,7 +61,7 @@ def test_queries_that_grow_do_so_in_recorded_passes(tmp_path: Path) -> None:
     engine, _ = opened(tmp_path, simulated(), gpu_layers=3)
     repeats = engine.backends["cuda"].repeats
     found = answers(engine)
-    assert not repeats.broken and all(known.replay is not None for known in repeats._known.values())
+    assert not repeats.broken and all(known.replay is not None for known in repeats._graphs.values())
     assert divergence(found, answers(opened(tmp_path, None)[0])) < 1e-6
 
 
@@ -165,5 +165,5 @@ def test_a_pass_that_breaks_off_is_no_reason_to_record_none(layer: int, monkeypa
     monkeypatch.undo()
     for token in (5, 6, 7):
         engine.forward_logits([token])
-    assert repeats.broken == "" and engine.announcements() == [] and repeats._known[1].replay is not None
+    assert repeats.broken == "" and engine.announcements() == [] and repeats._graphs[1].replay is not None
     engine.close()

@@ -69,7 +69,7 @@ def test_what_it_takes_of_the_gpu_was_planned(tmp_path: Path) -> None:
         card = simulated(1 << 40)
         engine, _ = opened(folder, card)
         own = engine.placement.gpu
-        assert 0.98 * (own.weights_bytes + own.kv_bytes) <= card.most <= own.weights_bytes + own.kv_bytes
+        assert 0.98 * (own.weights_bytes + own.kv_bytes) <= card.peak <= own.weights_bytes + own.kv_bytes
         with watched() as seen:
             list(engine.score(list(range(5, 305))))
         assert seen.most <= own.workspace_bytes

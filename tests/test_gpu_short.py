@@ -26,7 +26,7 @@ def test_a_gpu_that_is_nearly_full_is_left_alone() -> None:
     """Nothing asked for it: the CPU answers, with a notice; the transfer rate is not measured, which would take GPU memory."""
     card = simulated(16 << 20, LINK)
     code, out, err = typed("run", FABLE, "Once", "-n", 4, "--seed", 1, card=card)
-    assert code == 0 and out and "no layer fits on the GPU: one takes" in err and "running on the CPU" in err and card.most == 0
+    assert code == 0 and out and "no layer fits on the GPU: one takes" in err and "running on the CPU" in err and card.peak == 0
 
 
 class Costly(SimulatedDevice):
@@ -54,8 +54,8 @@ def test_memory_of_libraries_that_are_not_loaded_is_not_planned(vram: int) -> No
 def test_no_room_to_measure_is_no_room_for_copies() -> None:
     card = simulated(1 << 30, LINK)
     placed = planned(FABLE, card, gpu_layers=1)
-    assert placed.placement.copied_from is not None and card.most == 32 << 20
-    card.held = card.memory - placed.placement.vram_bytes
+    assert placed.placement.copied_from is not None and card.peak == 32 << 20
+    card.allocated = card.memory - placed.placement.vram_bytes
     card.link_rate = lambda: card.take(card.memory)
     assert planned(FABLE, card, gpu_layers=1).placement.copied_from is None
 

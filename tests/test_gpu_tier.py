@@ -69,7 +69,7 @@ def test_layers_on_the_gpu_answer_alike_and_the_stream_crosses_once(count: int, 
 def test_every_cache_lives_where_its_layer_is_computed(kv: str) -> None:
     card = simulated()
     engine, _ = opened(FABLE, card, gpu_layers=3, kv=kv)
-    weights = card.held - sum(pages.exact.nbytes + pages.sealed.nbytes for pages in on_card(engine))
+    weights = card.allocated - sum(pages.exact.nbytes + pages.sealed.nbytes for pages in on_card(engine))
     assert len(on_card(engine)) == 3 and weights >= engine.placement.gpu.weights_bytes - (1 << 20)
     assert sum(pages.exact.nbytes + on_card_sealed(pages) for pages in on_card(engine)) <= engine.placement.gpu.kv_bytes
     assert divergence(logits(engine), on_cpu(kv=kv)) < 1e-4
@@ -166,7 +166,7 @@ def test_what_the_gpu_holds_was_planned(large: Path) -> None:
         engine, _ = opened(large, card, gpu_layers=2, kv=kv)
         own = engine.placement.gpu
         engine.close()
-        assert 0.98 * (own.weights_bytes + own.kv_bytes) <= card.most <= own.weights_bytes + own.kv_bytes
+        assert 0.98 * (own.weights_bytes + own.kv_bytes) <= card.peak <= own.weights_bytes + own.kv_bytes
 
 
 def test_a_gpu_that_filled_up_meanwhile_is_one_line(large: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_gpu_that_filled_up_meanwhile_is_one_line(large: Path) -> None:
     card.memory = 1 << 40
     asked()[0].close()
     gc.collect()
-    assert card.held == 0, "what was taken is given back when an engine is closed"
+    assert card.allocated == 0, "what was taken is given back when an engine is closed"
 
 
 # -- what a user is told -----------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_long_passes_copy_the_hosts_layers(folder: str, tmp_path: Path) -> None:
     engine, said = opened(path, card, gpu_layers=1, exact=folder == "4bit")
     placement, host = engine.placement, engine.config.num_hidden_layers - 1
     assert placement.copied_from is not None and 1 <= placement.copied_from <= 128 and any("copy the CPU's layers" in line for line in said)
-    assert placement.gpu.buffers_bytes <= placement.gpu.workspace_bytes and card.most <= placement.vram_bytes
+    assert placement.gpu.buffers_bytes <= placement.gpu.workspace_bytes and card.peak <= placement.vram_bytes
     long = sum(piece >= placement.copied_from for piece in engine.cache.pieces(300))
     found, matrices = logits(engine), [own.nbytes for layer in range(host) for own in engine.model.tensors[layer].values()
                                        if len(own.shape) > 1]
@@ -285,9 +285,9 @@ def test_closing_waits_for_a_copy_that_nobody_came_for() -> None:
     uploader = engine.model.uploader
     with uploader.layer(0):
         uploader._next[1].result()
-        assert uploader._lane._begun, "the layer after it is on its way"
+        assert uploader._lane._pending, "the layer after it is on its way"
     engine.close()
-    assert not uploader._lane._begun
+    assert not uploader._lane._pending
 
 
 def test_what_is_cheaper() -> None:

@@ -83,13 +83,13 @@ class OnTorch:
     """A layer's states on the GPU, pass by pass from the start of a text."""
 
     def __init__(self, shape: CcaShape | CompressedShape | WithNgrams) -> None:
-        self.ops, self.told = TorchOps("cpu"), controls()
-        self.states = self.ops.state_layer(shape, np.zeros(shape.nbytes, np.uint8), self.told)
+        self.ops, self.pass_slots = TorchOps("cpu"), controls()
+        self.states = self.ops.state_layer(shape, np.zeros(shape.nbytes, np.uint8), self.pass_slots)
         self.slot = NO_SLOT
 
     def begin(self, after: int = 0, hold: bool = True) -> None:
         target = 1 if self.slot == 0 else 0
-        self.told[:] = self.slot, target, after, 3
+        self.pass_slots[:] = self.slot, target, after, 3
         self.slot = target if hold else self.slot
 
     def put(self, *arrays: np.ndarray) -> list[torch.Tensor]:

@@ -124,7 +124,8 @@ def check_loops() -> None:
     for text, loop in compiled_loops().items():
         spec = QuantSpec.parse(text)
         made = replace(random_codes(rng, spec, (rows, depth)), rows=np.ones(rows, np.float32))
-        packed_activations.make_seeds(packed_matrix.seeds_way(spec.scheme, spec.group), totals.ctypes.data, seeds.ctypes.data, depth // 32)
+        packed_activations.make_seeds(packed_matrix.seed_scaling(spec.scheme, spec.group), totals.ctypes.data, seeds.ctypes.data,
+                                      depth // 32)
         weight = low_bit(made, spec)
         at, zeros = spec.sections((rows, depth)), np.full(16, LEVEL_SHIFT if spec.scheme == "nvfp" else 1 << (spec.bits - 1), np.uint8)
         streams = np.arange(packed_loops.STREAMS)

@@ -12,7 +12,7 @@ from effllm.kernels import reference
 from effllm.kernels.cpu.arithmetic import exp, narrow_half, softplus, widen_half
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.linear_amx import AMX_FLOATS
-from effllm.kernels.cpu.ops import FEW, CpuOps
+from effllm.kernels.cpu.ops import FEW_TOKENS, CpuOps
 from effllm.kernels.layout import capped_silu
 from effllm.kernels.registry import Call
 from effllm.kernels.threads import ThreadPool
@@ -23,7 +23,7 @@ from effllm.runtime.rope import RopeTable
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 96, 6, 2, 24, 137, 301
 DIMS = Dims(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, chunk=256, ctx=512, rows=64)
 AFTER = Norm("rms+1", np.linspace(-0.5, 0.5, HIDDEN, dtype=np.float32), eps=1e-6)
-TOKENS = (1, 2, FEW, FEW + 1, 33, 130)
+TOKENS = (1, 2, FEW_TOKENS, FEW_TOKENS + 1, 33, 130)
 
 
 @pytest.fixture(scope="module", params=(1, 2, 3), ids=lambda workers: f"{workers} threads")
@@ -143,7 +143,7 @@ def test_results_do_not_depend_on_threads_or_on_few_columns(stored):
         for tokens in TOKENS:
             assert all(np.array_equal(a, b) for a, b in zip(results[0][tokens], other[tokens], strict=True))
     # a token's row has the same bits whatever came with it: among few tokens, and among many
-    for few, whole in ((1, FEW), (FEW + 1, 130)):
+    for few, whole in ((1, FEW_TOKENS), (FEW_TOKENS + 1, 130)):
         for a, b in zip(results[0][few][:7], results[0][whole][:7], strict=True):
             assert np.array_equal(a, b[:few])
 
@@ -288,8 +288,8 @@ assert len(said) == 2 and "half by shifts" in said[0] and not ops.registry.annou
 
 def test_a_choice_says_why():
     registry = default_registry()
-    choice = registry.select(Call("matrix", "f32", FEW + 1))
-    assert choice.candidate.name == "register tiles" and choice.declined == (("few columns", f"more than {FEW} columns"),) + (
+    choice = registry.select(Call("matrix", "f32", FEW_TOKENS + 1))
+    assert choice.candidate.name == "register tiles" and choice.declined == (("few columns", f"more than {FEW_TOKENS} columns"),) + (
         (("float tiles, amx", "not bf16, which AMX multiplies"),) if AMX_FLOATS else ())
     odd = registry.select(Call("matrix", "int3", 1))
     assert odd.candidate.name == "NumPy reference" and "no kernel for int3" in str(odd)

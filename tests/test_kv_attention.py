@@ -10,10 +10,10 @@ from test_instruction_sets import X86, child, runs_here
 
 from effllm import UsageError
 from effllm.kernels.compile import cpu_features
-from effllm.kernels.cpu.attention import TALL_FROM, TALL_ROWS
+from effllm.kernels.cpu.attention import LONG_CHUNK_TOKENS, LONG_TILE_ROWS
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
 from effllm.kernels.cpu.kv.prefill import prefill_scratch
-from effllm.kernels.cpu.kv.scratch_layout import EIGHT, decode_scratch, query_places, tile_rows
+from effllm.kernels.cpu.kv.scratch_layout import HAS_EIGHT_ROW_TILES, decode_scratch, query_places, tile_rows
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.quant.kv import codec
@@ -170,7 +170,8 @@ def test_taller_tiles_of_a_long_chunk_change_no_bits(pool, heads, window):
         stream = Stream(packed_cache(pool, "16bit", heads, 2, window=window, shape=shape), heads, 900)
         stream.run(400, compare=False)
         longest = max(stream.cache.pieces(500))
-        assert (longest >= TALL_FROM and longest % TALL_ROWS) if chunk == 512 else longest < TALL_FROM, "the last of tall ones is not full"
+        assert (longest >= LONG_CHUNK_TOKENS and longest
+                % LONG_TILE_ROWS) if chunk == 512 else longest < LONG_CHUNK_TOKENS, "the last of tall ones is not full"
         stream.run(500)
         outs.append(stream.out[400:])
         assert relative(outs[-1], stream.want[400:]) < 1e-5
@@ -182,7 +183,7 @@ def test_taller_tiles_read_packed_pages(pool, kv, heads):
     shape = CacheShape(1024, sink=64, window=16, chunk=512)
     stream = Stream(packed_cache(pool, kv, heads, 2, shape=shape), heads, 900)
     stream.run(400, compare=False)
-    assert max(stream.cache.pieces(500)) >= TALL_FROM and stream.cache.sealed
+    assert max(stream.cache.pieces(500)) >= LONG_CHUNK_TOKENS and stream.cache.sealed
     stream.run(500)
     assert relative(stream.out[400:], stream.want[400:]) < (0.03 if as_they_lie(kv, heads // 2) else 1e-3)
 
@@ -294,7 +295,7 @@ def test_the_largest_products_there_are():
     kv_samples.check_largest_digits(4)
 
 
-@pytest.mark.parametrize("rows", (4, 8) if EIGHT else (4,))
+@pytest.mark.parametrize("rows", (4, 8) if HAS_EIGHT_ROW_TILES else (4,))
 def test_scores_that_are_not_finite_show(rows):
     kv_samples.check_unknown_scores(rows)
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from effllm.kernels import reference_latent as reference
-from effllm.kernels.cpu.attention import QUERY_TILE, WIDE_QUERY, _height_of, attend_prefill_state
+from effllm.kernels.cpu.attention import QUERY_TILE, WIDE_QUERY_VALUES, _tile_height, attend_prefill_state
 from effllm.kernels.cpu.candidates import default_registry
-from effllm.kernels.cpu.inner_loops import LOW_ROWS, TILE_ROWS
-from effllm.kernels.cpu.ops import FEW, CpuOps
+from effllm.kernels.cpu.inner_loops import DECODE_TILE_ROWS, TILE_ROWS
+from effllm.kernels.cpu.ops import FEW_TOKENS, CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.latent_shape import LatentShape
 from effllm.kernels.layout import F16
@@ -26,7 +26,7 @@ from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 SHAPES = {"usual": (LatentShape(512, 128, 64, 128), 2), "odd": (LatentShape(74, 21, 6, 37, 40), 5),
           "of GLM": (LatentShape(512, 192, 64, 256), 3),
           "narrow": (LatentShape(3, 1, 2, 1), 1), "one more than strips": (LatentShape(129, 5, 2, 65), 2)}
-TOKENS = (1, 2, FEW, FEW + 1, 12, 13, 50)
+TOKENS = (1, 2, FEW_TOKENS, FEW_TOKENS + 1, 12, 13, 50)
 
 
 def drawn(shape: LatentShape, heads: int, stored: str) -> tuple[Weight, np.ndarray]:
@@ -97,12 +97,12 @@ def test_bits_depend_neither_on_threads_nor_on_the_tokens_beside(name: str, stor
     for threads in (1, 3):
         ops = ops_of(shape, heads, threads)
         whole = ops.latent_queries(q, heads, shape, weight).copy(), ops.latent_values(sums, heads, shape, weight).copy()
-        for begin, end in ((0, 1), (3, 3 + FEW), (7, 7 + FEW + 1), (20, 49)):
+        for begin, end in ((0, 1), (3, 3 + FEW_TOKENS), (7, 7 + FEW_TOKENS + 1), (20, 49)):
             assert (ops.latent_queries(q[begin:end].copy(), heads, shape, weight) == whole[0][begin:end]).all()
-            if end - begin > FEW:
+            if end - begin > FEW_TOKENS:
                 assert (ops.latent_values(sums[begin:end].copy(), heads, shape, weight) == whole[1][begin:end]).all()
-        few = ops.latent_values(sums[:FEW].copy(), heads, shape, weight).copy()
-        alone = np.concatenate([ops.latent_values(sums[t : t + 1].copy(), heads, shape, weight).copy() for t in range(FEW)])
+        few = ops.latent_values(sums[:FEW_TOKENS].copy(), heads, shape, weight).copy()
+        alone = np.concatenate([ops.latent_values(sums[t : t + 1].copy(), heads, shape, weight).copy() for t in range(FEW_TOKENS)])
         assert (few == alone).all()
         found.append((*whole, few))
         ops.close()
@@ -129,7 +129,7 @@ def test_experts_of_groups_that_are_not_kept_are_not_chosen(corrected: bool) -> 
     chosen, shares = route(logits, routing, correction)
     assert (route(logits, Routing(top, corrected, corrected, 2.5), correction)[0] != chosen).any()
     expected = None
-    for count in (1, FEW, tokens):
+    for count in (1, FEW_TOKENS, tokens):
         ops = CpuOps(ThreadPool(2), Dims(depth, 1, 1, 32, 64, 11, tokens, 512, 1, groups * size, top, 8))
         seen = []
         stream = ops.workspace.take("x", count, depth)
@@ -173,7 +173,7 @@ def test_routers_choose_as_those_of_transformers() -> None:
 @pytest.mark.parametrize(("heads", "depth"), [(20, 576), (33, 130), (128, 40)])
 def test_attention_of_one_wide_head_with_many_queries(heads: int, depth: int) -> None:
     """Prompts, whose tiles are lower then, and single tokens over several pages, against the reference; in few tokens the bits of one."""
-    assert heads * depth > WIDE_QUERY and _height_of(heads, depth, 512) < QUERY_TILE
+    assert heads * depth > WIDE_QUERY_VALUES and _tile_height(heads, depth, 512) < QUERY_TILE
     draw, found = np.random.default_rng(2), {}
     keys, queries = draw.standard_normal((300, depth)).astype(np.float32), draw.standard_normal((300, heads * depth)).astype(np.float32)
     shape = CacheShape(320, sink=64, window=128, chunk=192)
@@ -194,7 +194,7 @@ def test_attention_of_one_wide_head_with_many_queries(heads: int, depth: int) ->
 
 def test_memory_between_turns_is_counted_by_the_tiles_that_there_are() -> None:
     dims = Dims(8, 20, 1, 576, 8, 8, chunk=100, ctx=320, rows=1, spilled_kv=True)
-    height = _height_of(20, 576, 512)
+    height = _tile_height(20, 576, 512)
     assert height == 9 and attend_prefill_state(100, dims) >= -(-100 // height) * height * 20 * (576 + 4)
 
 
@@ -204,8 +204,8 @@ def test_memory_between_turns_holds_every_chunk_up_to_the_longest(group: int, pa
     """Whichever height the tiles of a shorter one have."""
     def floats(chunk: int, tokens: int) -> int:
         dims = Dims(8, 2 * group, 2, 64, 8, 8, chunk=chunk, ctx=1024, rows=1, spilled_kv=True, packed_kv=packed)
-        height = _height_of(group, 0 if packed else 64, tokens)
-        unit = TILE_ROWS * LOW_ROWS if packed else TILE_ROWS
+        height = _tile_height(group, 0 if packed else 64, tokens)
+        unit = TILE_ROWS * DECODE_TILE_ROWS if packed else TILE_ROWS
         rows = -(-height * group // unit) * unit
         assert attend_prefill_state(chunk, dims) >= 2 * -(-tokens // height) * rows * (2 * 64 + 6 if packed else 64 + 4)
         return attend_prefill_state(chunk, dims)

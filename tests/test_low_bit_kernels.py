@@ -35,7 +35,7 @@ SHAPES = ((1, 1), (16, 32), (17, 33), (31, 100), (50, 257))
 @pytest.fixture(autouse=True)
 def always_shared(monkeypatch):
     """However small, a job goes to every thread."""
-    monkeypatch.setattr(stages, "SHARE_FROM", 0)
+    monkeypatch.setattr(stages, "MIN_PARALLEL_SIZE", 0)
 
 
 def product(cpu: CpuOps, x: np.ndarray, each: Linear) -> np.ndarray:
@@ -214,7 +214,7 @@ def test_results_are_added_to_what_is_there(pools, text):
     cpu, each = CpuOps(pools[3], dims_for(90, 40)), Linear(low_bit(codes, spec), bias)
     for count in (1, 3, 16, 20):
         x, residual = (rng.standard_normal((count, width), np.float32) for width in (90, 40))
-        want = residual + (few if count <= packed.MOST_COLUMNS else many)(x, codes, spec, bias)
+        want = residual + (few if count <= packed.MAX_COLUMNS else many)(x, codes, spec, bias)
         assert cpu.linear_add(x, each, residual) is residual and same(residual, want)
 
 
@@ -237,10 +237,10 @@ def test_gate_and_up_of_any_two_formats(pools, pair):
     for count, act in ((1, "silu"), (2, "gelu"), (16, "gelu_tanh"), (19, "silu")):
         x = rng.standard_normal((count, depth), np.float32) / 64
         out = np.zeros((count, rows), np.float32)
-        cpu._matrix(x, NO_NORM, [each for each, _ in made], [out], linear.GATED, act)
+        cpu._run_stage(x, NO_NORM, [each for each, _ in made], [out], linear.GATED, act)
         gate, up = (want(x) for _, want in made)
         assert close(out, reference.activate(gate.astype(np.float64), act) * up)
-        cpu._matrix(x, NO_NORM, [each for each, _ in made], [out], linear.GATED, "relu")
+        cpu._run_stage(x, NO_NORM, [each for each, _ in made], [out], linear.GATED, "relu")
         exact = not any(QuantSpec.parse(text).is_raw for text in pair)
         assert (same if exact else close)(out, np.maximum(gate, np.float32(0)) * up)
 
@@ -253,7 +253,7 @@ def test_a_gated_column_has_the_same_bits_beside_any_others(pools, act):
     x, found = rng.standard_normal((16, depth), np.float32) / 64, {}
     for count in COLUMNS:
         found[count] = np.zeros((count, rows), np.float32)
-        cpu._matrix(np.ascontiguousarray(x[:count]), NO_NORM, both, [found[count]], linear.GATED, act)
+        cpu._run_stage(np.ascontiguousarray(x[:count]), NO_NORM, both, [found[count]], linear.GATED, act)
     assert all(same(found[count], found[16][:count]) for count in COLUMNS)
 
 
@@ -265,7 +265,7 @@ def _linear(rng: np.random.Generator, text: str, rows: int, depth: int):
         return Linear(weight, bias), lambda x: reference.linear(x, weight.to_f32(), bias).astype(np.float32)
     codes = random_codes(rng, spec, (rows, depth))
     each = Linear(low_bit(codes, spec), bias)
-    return each, lambda x: (few if len(x) <= packed.MOST_COLUMNS else many)(x, codes, spec, bias)
+    return each, lambda x: (few if len(x) <= packed.MAX_COLUMNS else many)(x, codes, spec, bias)
 
 
 @pytest.mark.parametrize("workers", (1, 2, 3))

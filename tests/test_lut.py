@@ -40,7 +40,7 @@ def pools():
 @pytest.fixture(autouse=True)
 def always_shared(monkeypatch):
     """However small, a job goes to every thread."""
-    monkeypatch.setattr(stages, "SHARE_FROM", 0)
+    monkeypatch.setattr(stages, "MIN_PARALLEL_SIZE", 0)
 
 
 def moved(pool: ThreadPool, weight: Weight) -> Weight:
@@ -166,7 +166,7 @@ def test_stages_give_the_same_bits_in_either_order_and_mixed(pools, count):
         linears = [Linear(moved(pools[0], weight) if order else weight, np.ones(96, np.float32))
                    for weight, order in zip(plain, orders, strict=True)]
         gated = np.zeros((count, 96), np.float32)
-        cpu._matrix(x, norm, linears[:2], [gated], linear.GATED, "silu")
+        cpu._run_stage(x, norm, linears[:2], [gated], linear.GATED, "silu")
         added = cpu.linear_add(x, linears[2], np.full((count, 96), 0.5, np.float32))
         results.append([y.copy() for y in (*cpu.norm_linear(x, norm, linears), gated, added)])
     for other in results[1:]:
@@ -210,7 +210,7 @@ def check_loops() -> None:
         weight, codes = low_bit(made, spec), in_lookup_order(made.codes, spec.bits)
         at, blocks, zeros = spec.sections((rows, depth)), np.arange(rows // 16), np.full(16, 1 << (spec.bits - 1), np.uint8)
         step = depth // spec.group * 16
-        table = np.concatenate([codes.ctypes.data + np.arange(lut_loops.ABREAST) * depth * 4 * spec.bits,
+        table = np.concatenate([codes.ctypes.data + np.arange(lut_loops.PAIRS_AT_ONCE) * depth * 4 * spec.bits,
                                 weight.address + at.scales + blocks * step,
                                 weight.address + at.zeros + blocks * step if at.zeros >= 0 else np.full(len(blocks), zeros.ctypes.data)])
         of_x = np.array([column.ctypes.data, scales.ctypes.data, seeds, seeds + 8 * (depth // 32)])

@@ -15,8 +15,8 @@ from low_bit_samples import low_bit, random_codes
 
 from effllm.kernels import reference, reference_moe
 from effllm.kernels.cpu.candidates import default_registry
-from effllm.kernels.cpu.ops import FEW, CpuOps
-from effllm.kernels.cpu.packed import MOST_COLUMNS
+from effllm.kernels.cpu.ops import FEW_TOKENS, CpuOps
+from effllm.kernels.cpu.packed import MAX_COLUMNS
 from effllm.kernels.layout import capped_silu
 from effllm.kernels.reference_moe import Routed, Routing, route, visits
 from effllm.kernels.registry import Call
@@ -28,7 +28,7 @@ from effllm.quant.weight import Expert, Linear, Norm, Weight, from_f32
 
 DEPTH, WIDTH, EXPERTS, TOP = 96, 137, 9, 3
 CHUNK = 256
-TOKENS = (1, 2, FEW, FEW + 1, MOST_COLUMNS, MOST_COLUMNS + 1, 70, CHUNK)
+TOKENS = (1, 2, FEW_TOKENS, FEW_TOKENS + 1, MAX_COLUMNS, MAX_COLUMNS + 1, 70, CHUNK)
 LOW_BITS = ("codebook4:16", "affine3:64", "symmetric8:32", "codebook2:16", "ternary:128", "float8:64")
 
 
@@ -143,8 +143,8 @@ def by_other_ops(ops: CpuOps, layer: Layer, x: np.ndarray) -> np.ndarray:
     for expert, begin, end in zip(layer.experts, offsets[:-1], offsets[1:]):
         rows, hidden = np.ascontiguousarray(x[tokens[begin:end]]), np.zeros((end - begin, WIDTH), np.float32)
         if begin < end:
-            ops._matrix(rows, layer.norm, [expert.gate, expert.up], [hidden], 2, "silu", len(x))
-            ops._matrix(hidden, None, [expert.down], [results[begin:end]], 0, "none", len(x))
+            ops._run_stage(rows, layer.norm, [expert.gate, expert.up], [hidden], 2, "silu", len(x))
+            ops._run_stage(hidden, None, [expert.down], [results[begin:end]], 0, "none", len(x))
     for visit in np.argsort(places):
         out[tokens[visit]] = np.float64(shares[visit]) * results[visit] + out[tokens[visit]]  # as a fused multiplication and addition
     return out
@@ -163,7 +163,7 @@ def test_products_are_those_of_the_other_ops(pool, stored) -> None:
 def test_low_bit_weights_are_near_the_definition(pool, stored) -> None:
     """As near as activations of eight bits allow."""
     layer, ops = Layer((stored,)), CpuOps(pool, dims())
-    for tokens in (1, MOST_COLUMNS, 70):
+    for tokens in (1, MAX_COLUMNS, 70):
         x = inputs(tokens)
         expected = layer.expected(x)[0]
         added, error = expected - x, layer.run(ops, x) - expected
@@ -202,7 +202,7 @@ def test_odd_shapes(tokens, depth, width, experts, seed, data) -> None:
 @pytest.mark.parametrize("stored", [("bf16",), ("codebook4:16",), ("symmetric8:32",)], ids="+".join)
 def test_a_result_depends_on_neither_threads_nor_neighbours(stored) -> None:
     layer, x = Layer(stored), inputs(CHUNK)
-    few = FEW if stored == ("bf16",) else MOST_COLUMNS
+    few = FEW_TOKENS if stored == ("bf16",) else MAX_COLUMNS
     results = []
     for workers in (1, 2, 4):
         pool = ThreadPool(workers)

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from speculative_runs import answer
 from test_speculation import GREEDY, SEEDED, Silent, Ticks
 
-from effllm.kernels.cpu.ops import FEW
+from effllm.kernels.cpu.ops import FEW_TOKENS
 from effllm.kernels.layout import PAGE
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.engine import Engine
@@ -59,7 +59,7 @@ def test_an_answer_through_which_nobody_asks_is_what_it_is_without(engine: Engin
     begun(engine, speculation)
     assert answer(engine, IDS[:37], 400, settings) == wanted
     own = speculation._model
-    assert own._cache.n >= 37 + PAGE and own._waiting < PAGE + FEW
+    assert own._cache.n >= 37 + PAGE and own._waiting < PAGE + FEW_TOKENS
     text = [*IDS[:37], *wanted, *IDS[300:450]]
     assert own._waiting + engine.prepared.shape.chunk > len(own._states)
     here = own_logits(engine, text)
@@ -144,7 +144,7 @@ def test_a_model_whose_tokens_choose_what_they_see(choosing: Engine, settings: S
     (index,) = own._cache.indexes
     assert own._cache.n > 70 == choosing.config.indexer.shape.dense_tokens
     scored = len(index.memory) // index.shape.block_nbytes(index.stored) * PAGE  # by each of a few tokens, with room for guesses
-    assert FEW * scored <= choosing.backends["cpu"].workspace.floats["index scores"]
+    assert FEW_TOKENS * scored <= choosing.backends["cpu"].workspace.floats["index scores"]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ COLUMNS = (1, 2, 5, 8, 16)
 
 @pytest.fixture(autouse=True)
 def always_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "SHARE_FROM", 0)
+    monkeypatch.setattr(stages, "MIN_PARALLEL_SIZE", 0)
 
 
 def columns(count: int, depth: int, seed: int = 0) -> np.ndarray:

@@ -19,7 +19,7 @@ from test_moe import CHUNK, DEPTH, EXPERTS, TOP, WIDTH, Layer, close, inputs, li
 from effllm.kernels import reference, reference_moe
 from effllm.kernels.cpu import moe
 from effllm.kernels.cpu.ops import CpuOps
-from effllm.kernels.cpu.packed import MOST_COLUMNS
+from effllm.kernels.cpu.packed import MAX_COLUMNS
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.reference_moe import Routed, Routing, route
 from effllm.kernels.threads import ThreadPool
@@ -28,7 +28,7 @@ from effllm.quant.weight import Linear, Norm, SharedExpert, Weight
 from effllm.runtime.calibrate import LayerStats, calibrate
 from effllm.runtime.config import parse_config, read_config
 
-TOKENS = (1, 3, MOST_COLUMNS, MOST_COLUMNS + 1, 70)
+TOKENS = (1, 3, MAX_COLUMNS, MAX_COLUMNS + 1, 70)
 SHARED_WIDTH = 211
 NEAR = "near"  # whose choice nothing corrects
 ROUTINGS = {"sigmoid": Routing(TOP, True, True, 1.7), "no sum of 1": Routing(TOP, False, True, 0.4), "softmax": Routing(TOP, True),
@@ -126,7 +126,7 @@ def test_scores_that_are_all_next_to_one(ops, corrected: bool) -> None:
 @pytest.mark.parametrize("stored", ["codebook4:16", "symmetric8:32", "affine3:64"])
 def test_low_bit_weights_are_near_the_definition(ops, stored: str) -> None:
     layer = Shared((stored,), True, True)
-    for tokens in (1, MOST_COLUMNS, 70):
+    for tokens in (1, MAX_COLUMNS, 70):
         x = inputs(tokens)
         expected = layer.meant(x, ROUTINGS["sigmoid"])[0]
         assert np.square(layer.routed(ops, x, ROUTINGS["sigmoid"]) - expected).sum() < 1e-3 * np.square(expected - x).sum()

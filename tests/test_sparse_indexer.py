@@ -8,7 +8,7 @@ import pytest
 from effllm.kernels import reference
 from effllm.kernels import reference_indexer as meaning
 from effllm.kernels.cpu.candidates import default_registry
-from effllm.kernels.cpu.ops import FEW, CpuOps
+from effllm.kernels.cpu.ops import FEW_TOKENS, CpuOps
 from effllm.kernels.indexer_shape import IndexShape
 from effllm.kernels.layout import F16, F32, PAGE
 from effllm.kernels.threads import ThreadPool
@@ -86,7 +86,7 @@ def test_the_meaning_of_a_choice() -> None:
 def test_attention_over_what_is_chosen(pool: ThreadPool, name: str, stored: int, only: str | None) -> None:
     text = Text(name)
     meant = text.meant(TEXT)
-    for cuts in ([TEXT], [300, 1, 1, FEW, 1, 150, TEXT - 461]) if only is None else ([TEXT],):
+    for cuts in ([TEXT], [300, 1, 1, FEW_TOKENS, 1, 150, TEXT - 461]) if only is None else ([TEXT],):
         assert np.abs(text.through(text.cache(pool, stored, only=only), *cuts) - meant).max() < 1e-5
     whole = reference.attend(*(part.reshape(TEXT, -1, text.depth) for part in (text.q, text.k, text.v)), 0, np.arange(TEXT),
                              text.depth**-0.5, None, None).reshape(TEXT, -1)

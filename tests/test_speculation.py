@@ -16,7 +16,7 @@ from saved_models import saved
 from streamed_models import streaming
 
 import effllm
-from effllm.kernels.cpu.ops import FEW
+from effllm.kernels.cpu.ops import FEW_TOKENS
 from effllm.runtime import speculate
 from effllm.runtime.engine import Engine, Step, open_engine
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -161,7 +161,7 @@ def wide_and_narrow(engine: Engine, start: int, tokens: int) -> tuple[np.ndarray
 
 
 def test_a_pass_is_as_wide_as_the_kernels_of_a_few_tokens() -> None:
-    assert COLUMNS == FEW == 8
+    assert COLUMNS == FEW_TOKENS == 8
 
 
 @pytest.mark.parametrize("kind", ("raw", "packed", "all"))

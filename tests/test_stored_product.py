@@ -108,7 +108,7 @@ def test_a_model_is_multiplied_by_them(made: str, tmp_path: Path) -> None:
         run(tmp_path / "wide", folder := tmp_path / made, options(made))
     card = SimulatedDevice(link=1.0, compiles=True)
     engine, _ = opened(folder, card)
-    several, own, one = opened(folder, simulated())[0], engine.backends["cuda"].products, engine.backends["cuda"].one
+    several, own, one = opened(folder, simulated())[0], engine.backends["cuda"].products, engine.backends["cuda"].kernel_choice
     found, want = (logits(each, 12, 9) for each in (engine, several))
     assert divergence(found, want) < 1e-9 and not np.array_equal(found, want)
     assert {known[-1] for known in own.kinds} == ({1} if made == "wide" else {1, 16})

@@ -12,7 +12,7 @@ import effllm
 from effllm.kernels.compile import Kernel
 from effllm.kernels.cpu import gemm, gemm_amx, linear, linear_amx, packed
 from effllm.kernels.cpu.jobs import Jobs
-from effllm.kernels.cpu.low_bit import FINE_COLUMNS, MOST_MATRICES
+from effllm.kernels.cpu.low_bit import FINE_COLUMNS, MAX_MATRICES
 from effllm.offload.read_ahead import ReadAhead
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.planning.plan_request import LOGIT_ROWS
@@ -123,8 +123,8 @@ def test_parts_that_stay_are_few_jobs(way: str, folders: dict[str, Path], noted:
               for stage in stream_layout.STAGES if stage[0] in tensors]
     stages.append([outer.get("head", outer["embed"]).name])
     matrices = [sum(len(slices[name]) for name in stage) for stage in stages]
-    *jobs, of_head = (-(-count // MOST_MATRICES) for count in matrices)
-    assert max(matrices) > MOST_MATRICES
+    *jobs, of_head = (-(-count // MAX_MATRICES) for count in matrices)
+    assert max(matrices) > MAX_MATRICES
     if fine := noted[packed.packed_columns]:  # a head of integers, by kernels of few columns
         apart = sum(tensors["v"].spec != tensors["q"].spec for key, tensors in engine.model.tensors.items() if key != "outer")
         assert fine == 2 * of_head * LOGIT_ROWS // FINE_COLUMNS and together == sum(jobs) + apart

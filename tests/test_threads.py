@@ -361,7 +361,7 @@ def test_jobs_that_are_noted_aside_run_when_they_are_asked_for() -> None:
             jobs.run(count_blocks, args.ctypes.data)
         jobs.flush()
         assert done.tolist() == [1, 1, 1] and own == [(count_blocks.address, args.ctypes.data, True)]
-        jobs.note(own)
+        jobs.enqueue(own)
         jobs.flush(lambda: done.__iadd__(0))
         assert done.tolist() == [2, 2, 2]
         jobs.run(count_blocks, args.ctypes.data)

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 from effllm.kernels.cuda.device import CudaDevice, SimulatedDevice
-from effllm.kernels.cuda.kernel_choice import FEW
+from effllm.kernels.cuda.kernel_choice import FEW_TOKENS
 from effllm.kernels.cuda.pages import TorchLayerPages
 from effllm.kernels.cuda.stages import ACTIVATE
 from effllm.kernels.cuda.torch_ops import TorchOps
@@ -19,7 +19,7 @@ from effllm.quant.weight import Norm
 def both() -> tuple[TorchOps, TorchOps]:
     """Kernels of ours, and torch's operations, on one kind of device."""
     pair = [TorchOps(CudaDevice() if torch.cuda.is_available() else SimulatedDevice(compiles=True)) for _ in range(2)]
-    pair[1].one.broken = "not asked"
+    pair[1].kernel_choice.broken = "not asked"
     return tuple(pair)
 
 
@@ -29,7 +29,7 @@ def random(ops: TorchOps, *shape: int, seed: int = 0) -> torch.Tensor:
 
 def close(found: torch.Tensor, wanted: torch.Tensor, ops: TorchOps) -> None:
     assert ((found - wanted).abs().max() / wanted.abs().max()).item() <= 2e-6
-    assert ops.one.declined and not any(ops.one.declined.values()) and not ops.one.broken
+    assert ops.kernel_choice.declined and not any(ops.kernel_choice.declined.values()) and not ops.kernel_choice.broken
 
 
 @pytest.mark.parametrize("kind, with_bias, width", [("rms", False, 96), ("rms+1", False, 64), ("layer", True, 80), ("layer", False, 33)])
@@ -90,11 +90,11 @@ def test_pages_are_written_and_read(layout: PageLayout, group: int, tokens: int,
     q, sinks = random(ours, tokens, width * group, seed=50) / 9, random(ours, layout.kv_heads * group, seed=51) if with_sinks else None
     found, wanted = (own.attend(q, 128 * sealed + 70 - tokens, blocks, sinks) for own in pages)
     close(found, wanted, ours)
-    assert {"write", "attend"} <= {kind[0] for kind in ours.one.declined}
+    assert {"write", "attend"} <= {kind[0] for kind in ours.kernel_choice.declined}
 
 
 def fill(own: TorchLayerPages, k: torch.Tensor, v: torch.Tensor, slot: int) -> None:
     """In steps that a kernel is for."""
-    for begin in range(0, len(k), FEW):
-        some = slice(begin, begin + FEW)
+    for begin in range(0, len(k), FEW_TOKENS):
+        some = slice(begin, begin + FEW_TOKENS)
         own.write(k[some], v[some], np.full(len(k[some]), slot, np.int64), np.arange(begin, begin + len(k[some])))

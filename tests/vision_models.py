@@ -129,38 +129,40 @@ def _are_tensors(value: object) -> bool:
 def held_against(sight: MediaEncoder, picture: np.ndarray, model: PreTrainedModel, ready: Mapping[str, torch.Tensor]) -> np.ndarray:
     """Our rows, checked against transformers' encoder on its processor's output `ready`."""
     with torch.inference_mode():
-        found = model.model.get_image_features(**{key: value if _are_tensors(value) else torch.as_tensor(np.asarray(value))
-                                                  for key, value in ready.items()})
-    wanted = found.pooler_output
-    wanted = np.concatenate([each.reshape(-1, each.shape[-1]).numpy() for each in wanted])
-    seen = sight.encode(picture, EncodingJob())
-    assert seen.rows.dtype == np.float32 and seen.rows.shape == wanted.shape
-    assert np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
-    before = seen.numbered(0) if seen.numbered else ()
-    assert len(before) + len(seen.tokens) == sight.token_count(*picture.shape[:2]) and seen.tokens.count(ROW_PLACEHOLDER) == len(seen.rows)
-    return seen
+        output = model.model.get_image_features(**{key: value if _are_tensors(value) else torch.as_tensor(np.asarray(value))
+                                                   for key, value in ready.items()})
+    expected = output.pooler_output
+    expected = np.concatenate([features.reshape(-1, features.shape[-1]).numpy() for features in expected])
+    encoded = sight.encode(picture, EncodingJob())
+    assert encoded.rows.dtype == np.float32 and encoded.rows.shape == expected.shape
+    assert np.abs(encoded.rows - expected).max() < 2e-5 * np.abs(expected).max()
+    before = encoded.numbered(0) if encoded.numbered else ()
+    assert len(before) + len(encoded.tokens) == sight.token_count(*picture.shape[:2])
+    assert encoded.tokens.count(ROW_PLACEHOLDER) == len(encoded.rows)
+    return encoded
 
 
 class Lfm2Ready:
     """In place of a preprocessor of transformers that asks for torchvision: what ours makes, in its form."""
 
     def __init__(self, **says: object) -> None:
-        self.says = {"image_processor_type": "Lfm2VlImageProcessorFast", "encoder_patch_size": 8, "downsample_factor": 2, "tile_size": 64,
-                     "min_tiles": 2, "max_tiles": 4, "min_image_tokens": 4, "max_image_tokens": 16, "max_pixels_tolerance": 2.0, **says}
+        self.settings = {"image_processor_type": "Lfm2VlImageProcessorFast", "encoder_patch_size": 8, "downsample_factor": 2,
+                         "tile_size": 64,
+                         "min_tiles": 2, "max_tiles": 4, "min_image_tokens": 4, "max_image_tokens": 16, "max_pixels_tolerance": 2.0, **says}
 
     def save_pretrained(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "preprocessor_config.json").write_text(json.dumps(self.says))
+        (folder / "preprocessor_config.json").write_text(json.dumps(self.settings))
 
     def __call__(self, picture: np.ndarray, **_: object) -> dict[str, torch.Tensor]:
         parts = opened(self.folder).values(picture)
         grids = [(len(part) // 8, part.shape[1] // 8) for part in parts]
         cut = [part.reshape(rows, 8, columns, 8, 3).swapaxes(1, 2).reshape(rows * columns, -1)
                for part, (rows, columns) in zip(parts, grids, strict=True)]
-        most = max(map(len, cut))
-        return {"pixel_values": torch.tensor(np.stack([np.pad(each, ((0, most - len(each)), (0, 0))) for each in cut])),
+        longest = max(map(len, cut))
+        return {"pixel_values": torch.tensor(np.stack([np.pad(patches, ((0, longest - len(patches)), (0, 0))) for patches in cut])),
                 "spatial_shapes": torch.tensor(grids),
-                "pixel_attention_mask": torch.tensor(np.stack([np.arange(most) < len(each) for each in cut]).astype(np.int32))}
+                "pixel_attention_mask": torch.tensor(np.stack([np.arange(longest) < len(patches) for patches in cut]).astype(np.int32))}
 
 
 class Llama4Ready:
@@ -208,9 +210,9 @@ class UnlimitedOcrReady(DeepseekOcr2ImageProcessorPil):
     """Unlimited OCR's, whose module asks for torchvision: DeepSeek-OCR 2's, of which it was made, and which tiles there are."""
 
     def __call__(self, pictures: object, **options: object) -> BatchFeature:
-        ready, lone = super().__call__(pictures, **options), isinstance(pictures, np.ndarray)
-        grids = [get_optimal_tiled_canvas(each.shape[:2], (self.tile_size,) * 2, self.min_patches, self.max_patches)
-                 for each in ([pictures] if lone else pictures)]
+        ready, is_single = super().__call__(pictures, **options), isinstance(pictures, np.ndarray)
+        grids = [get_optimal_tiled_canvas(picture.shape[:2], (self.tile_size,) * 2, self.min_patches, self.max_patches)
+                 for picture in ([pictures] if is_single else pictures)]
         ready["num_local_patches"] = [int(count) for count in ready["num_local_patches"]]
         ready["patches_grid"] = [list(grid) if count else [1, 1] for grid, count in zip(grids, ready["num_local_patches"], strict=True)]
         return ready
@@ -244,18 +246,18 @@ class KimiReady:
     """Kimi K2.5's, whose module asks for torchvision: its sizes, which are read from that module's text, filled up with black."""
 
     def __init__(self, **says: object) -> None:
-        self.says = {"image_processor_type": "Kimi_K25ImageProcessor", "merge_size": 2, **says}
+        self.settings = {"image_processor_type": "Kimi_K25ImageProcessor", "merge_size": 2, **says}
 
     def save_pretrained(self, folder: Path) -> None:
-        (folder / "preprocessor_config.json").write_text(json.dumps(self.says))
+        (folder / "preprocessor_config.json").write_text(json.dumps(self.settings))
 
     def __call__(self, picture: np.ndarray, **_: object) -> dict[str, torch.Tensor]:
-        size, patch = navit_resize()(*picture.shape[:2], self.says["patch_size"], 2, self.says["max_patches"],
-                                     self.says["size"]["max_height"]), self.says["patch_size"]
+        size, patch = navit_resize()(*picture.shape[:2], self.settings["patch_size"], 2, self.settings["max_patches"],
+                                     self.settings["size"]["max_height"]), self.settings["patch_size"]
         (high, wide), (rows, columns) = size[0], (side // patch for side in size[1])
-        whole = np.zeros((*size[1], 3), np.float32)
-        whole[:high, :wide] = Image.fromarray(picture).resize((wide, high), Image.Resampling.BICUBIC)
-        cut = (whole / 127.5 - 1).reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, patch, patch)
+        canvas = np.zeros((*size[1], 3), np.float32)
+        canvas[:high, :wide] = Image.fromarray(picture).resize((wide, high), Image.Resampling.BICUBIC)
+        cut = (canvas / 127.5 - 1).reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, patch, patch)
         return {"pixel_values": torch.from_numpy(np.ascontiguousarray(cut)), "image_grid_thw": torch.tensor([[1, rows, columns]])}
 
 
@@ -298,47 +300,48 @@ class NemotronReady:
     """Nemotron 3 Nano Omni's, whose module needs torchvision: sizes by its own function, images resized by torch."""
 
     def __init__(self, **says: object) -> None:
-        self.says = {"image_processor_type": "NemotronH_Omni_Reasoning_V3ImageProcessor", "patch_size": 8, "min_num_patches": 40,
-                     "max_num_patches": 120, "max_model_len": 16_384, **says}
+        self.settings = {"image_processor_type": "NemotronH_Omni_Reasoning_V3ImageProcessor", "patch_size": 8, "min_num_patches": 40,
+                         "max_num_patches": 120, "max_model_len": 16_384, **says}
 
     def save_pretrained(self, folder: Path) -> None:
-        (folder / "preprocessor_config.json").write_text(json.dumps(self.says))
+        (folder / "preprocessor_config.json").write_text(json.dumps(self.settings))
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        least, most, room = (self.says[name] for name in ("min_num_patches", "max_num_patches", "max_model_len"))
-        most = max(min(max(4 * (room - 4), least), most), least)
-        own = _read_functions("nemotron_h_omni", ("get_patch_grid_size",))
-        return own(height, width, self.says["patch_size"], 2, least, most)
+        min_patches, max_patches, max_length = (self.settings[name] for name in ("min_num_patches", "max_num_patches", "max_model_len"))
+        max_patches = max(min(max(4 * (max_length - 4), min_patches), max_patches), min_patches)
+        functions = _read_functions("nemotron_h_omni", ("get_patch_grid_size",))
+        return functions(height, width, self.settings["patch_size"], 2, min_patches, max_patches)
 
     def __call__(self, picture: np.ndarray, **_: object) -> dict[str, torch.Tensor]:
-        side, (rows, columns) = self.says["patch_size"], self.grid(*picture.shape[:2])
+        side, (rows, columns) = self.settings["patch_size"], self.grid(*picture.shape[:2])
         points = torch.tensor(picture).permute(2, 0, 1)[None].float()
         if points.shape[2:] != (rows * side, columns * side):
             points = torch.nn.functional.interpolate(points, (rows * side, columns * side), mode="bicubic", antialias=True)
-        mean, std = (torch.tensor(each)[:, None, None] for each in (CLIP_MEAN, CLIP_STD))
-        made = ((points / 255 - mean) / std).reshape(3, rows, side, columns, side)
-        return {"pixel_values": made.permute(1, 3, 0, 2, 4).reshape(rows * columns, -1), "image_grid_hw": torch.tensor([[rows, columns]])}
+        mean, std = (torch.tensor(values)[:, None, None] for values in (CLIP_MEAN, CLIP_STD))
+        patches = ((points / 255 - mean) / std).reshape(3, rows, side, columns, side)
+        return {"pixel_values": patches.permute(1, 3, 0, 2, 4).reshape(rows * columns, -1),
+                "image_grid_hw": torch.tensor([[rows, columns]])}
 
 
 class PerceptionReady:
     """Perception LM's, whose module asks for torchvision: what ours makes, in its form, of the tiles that its own functions choose."""
 
     def __init__(self, **says: object) -> None:
-        self.says = {"image_processor_type": "PerceptionLMImageProcessorFast", "tile_size": 32, "max_num_tiles": 4, **says}
+        self.settings = {"image_processor_type": "PerceptionLMImageProcessorFast", "tile_size": 32, "max_num_tiles": 4, **says}
 
     def save_pretrained(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "preprocessor_config.json").write_text(json.dumps(self.says))
+        (folder / "preprocessor_config.json").write_text(json.dumps(self.settings))
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Columns and rows."""
-        own = _read_class("perception_lm", "PerceptionLMImageProcessor")()
-        own.max_num_tiles = self.says["max_num_tiles"]
-        sizes = {"img_width": width, "img_height": height, "tile_size": self.says["tile_size"]}
-        return own._fit_image_to_canvas(**sizes) or own._find_closest_aspect_ratio(**sizes)
+        processor = _read_class("perception_lm", "PerceptionLMImageProcessor")()
+        processor.max_num_tiles = self.settings["max_num_tiles"]
+        sizes = {"img_width": width, "img_height": height, "tile_size": self.settings["tile_size"]}
+        return processor._fit_image_to_canvas(**sizes) or processor._find_closest_aspect_ratio(**sizes)
 
     def __call__(self, picture: np.ndarray, **_: object) -> dict[str, torch.Tensor]:
-        side, (columns, rows) = self.says["tile_size"], self.grid(*picture.shape[:2])
+        side, (columns, rows) = self.settings["tile_size"], self.grid(*picture.shape[:2])
         whole, large = (np.asarray(Image.fromarray(picture).resize(size, Image.Resampling.BICUBIC))
                         for size in ((side, side), (columns * side, rows * side)))
         cut = large.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)

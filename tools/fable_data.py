@@ -115,10 +115,10 @@ class Corpus:
                 if not passage:
                     break
                 question = self._question(passage, first=turn == 0)
-                asked = self._user_turn(question)
+                user_turn = self._user_turn(question)
                 answer = self.encode("\n" + passage) + [self.special["<|end|>"]]
-                ids += asked + answer
-                weights += [0.3] * len(asked) + [1.0] * len(answer)
+                ids += user_turn + answer
+                weights += [0.3] * len(user_turn) + [1.0] * len(answer)
             ids.append(self.special["<|endoftext|>"])
             weights.append(0.0)
         return ids[: n + 1], weights[: n + 1]
@@ -143,27 +143,27 @@ class Corpus:
         base = self.window(n)
         far = int(n * spread)
         subjects = random.sample([(owner, name) for owner in FACT_OWNERS for name in FACT_NAMES], random.choice([1, 2, 3, 4]))
-        places = sorted(random.sample(range(0, max(len(subjects) + 1, far - QUESTION_ROOM)), len(subjects)))
+        positions = sorted(random.sample(range(0, max(len(subjects) + 1, far - QUESTION_ROOM)), len(subjects)))
         ids: list[int] = []
         weights: list[float] = []
         facts: list[tuple[str, str, str]] = []
         last = 0
-        for (owner, name), at in zip(subjects, places, strict=True):
+        for (owner, name), at in zip(subjects, positions, strict=True):
             value = "".join(random.choice("0123456789") for _ in range(random.choice([3, 4, 5])))
             fact = self.encode(f"\n\nThe {name} of the {owner} is {value}.\n\n")
             ids += base[last:at] + fact
             weights += [0.5] * (at - last) + [0.1] * len(fact)
             facts.append((owner, name, value))
             last = at
-        rest = base[last : max(last, far - QUESTION_ROOM)]
-        ids += rest
-        weights += [0.5] * len(rest)
+        filler = base[last : max(last, far - QUESTION_ROOM)]
+        ids += filler
+        weights += [0.5] * len(filler)
         while len(ids) < n - 30:
             owner, name, value = random.choice(facts)
-            asked = self._user_turn(f"What is the {name} of the {owner}?") + self.encode(f"\nThe {name} of the {owner} is")
+            user_turn = self._user_turn(f"What is the {name} of the {owner}?") + self.encode(f"\nThe {name} of the {owner} is")
             answer = self.encode(f" {value}.") + [self.special["<|end|>"]]
-            ids += asked + answer
-            weights += [0.05] * len(asked) + [ANSWER_WEIGHT] * len(answer)
+            ids += user_turn + answer
+            weights += [0.05] * len(user_turn) + [ANSWER_WEIGHT] * len(answer)
             if random.random() < 0.5 or spread > 0.9:
                 gap = base[: random.randrange(5, 60)]
                 ids += gap

@@ -72,7 +72,7 @@ def write_sparse_card(model: Model, base: Model, corpus: Corpus, name: str, seen
     """`write_card` for a model made sparse from `base`, called `name`; `weight` is the final weight of the sparsity loss."""
     shape = model.shape
     half = shape.context // 2
-    before, after = (perplexity(each, corpus, half, 60, device) for each in (base, model))
+    before, after = (perplexity(checkpoint, corpus, half, 60, device) for checkpoint in (base, model))
     zeros = sparsity(model, corpus, half, 30, device)
     layers = " | ".join(str(layer) for layer in range(shape.layers))
     shares = " | ".join(f"{share:.1%}" for share in zeros)

@@ -165,10 +165,10 @@ def recall_accuracy(model: Model, corpus: Corpus, n: int, spread: float, samples
     for _ in range(samples):
         ids, weights = corpus.recall(n, spread)
         row = torch.tensor(ids)
-        asked = (torch.tensor(weights)[1:] >= ANSWER_WEIGHT) & torch.isin(row[1:], digits)
+        is_answer = (torch.tensor(weights)[1:] >= ANSWER_WEIGHT) & torch.isin(row[1:], digits)
         predicted = model(row[None, :-1].to(device))[0].argmax(-1).cpu()
-        right += (predicted[asked] == row[1:][asked]).sum().item()
-        seen += asked.sum().item()
+        right += (predicted[is_answer] == row[1:][is_answer]).sum().item()
+        seen += is_answer.sum().item()
     random.setstate(before[0])
     np.random.set_state(before[1])
     return right / max(1, seen)

@@ -33,29 +33,29 @@ def record(commands: list[str], folder: Path, home: Path) -> str:
     variables |= {"HOME": str(home), "TERM": "xterm-256color", "PS1": PROMPT, "COLUMNS": str(COLUMNS)}
     shell = pexpect.spawn("bash", ["--norc", "--noprofile", "--noediting"], cwd=folder, env=variables, dimensions=(ROWS, COLUMNS),
                           encoding="utf-8", timeout=HOUR)
-    seen = io.StringIO()
-    shell.logfile_read = seen
+    output = io.StringIO()
+    shell.logfile_read = output
     shell.expect_exact(PROMPT)
     for command in commands:
         shell.sendline(command)
         shell.expect_exact(PROMPT)
         status = command_status(shell)
         if status:
-            sys.exit(f"{command!r} ended with {status}:\n{seen.getvalue()}")
+            sys.exit(f"{command!r} ended with {status}:\n{output.getvalue()}")
     shell.logfile_read = None
     shell.sendeof()
     shell.expect(pexpect.EOF)
-    return seen.getvalue()
+    return output.getvalue()
 
 
 def command_status(shell: pexpect.spawn) -> int:
     """The exit code of the previous command, queried without leaving a trace in the recording."""
-    kept, shell.logfile_read = shell.logfile_read, None
+    logfile, shell.logfile_read = shell.logfile_read, None
     shell.sendline("echo status=$?")
     shell.expect(r"status=(\d+)\r\n")
     status = int(shell.match[1])
     shell.expect_exact(PROMPT)
-    shell.logfile_read = kept
+    shell.logfile_read = logfile
     return status
 
 
@@ -65,8 +65,8 @@ def shown(raw: str) -> Text:
     for line in raw.replace(PROMPT, "$ ").replace("\r\n", "\n").split("\n")[:-1]:  # the last is a prompt at which nothing was typed
         last = re.sub(r"\x1b\[[0-9;]*[A-HJ-KSTfhl]", "\r", line).rsplit("\r", 1)[-1]
         lines.append(last)
-    whole = [Text.from_ansi(line) for line in lines]
-    return Text("\n").join(piece for line in whole for piece in line.divide(range(COLUMNS, max(len(line), 1), COLUMNS)))
+    texts = [Text.from_ansi(line) for line in lines]
+    return Text("\n").join(piece for line in texts for piece in line.divide(range(COLUMNS, max(len(line), 1), COLUMNS)))
 
 
 def svg(text: Text, title: str) -> str:
@@ -84,10 +84,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path.cwd())
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--title", default="effllm")
-    asked = parser.parse_args()
-    text = shown(record(asked.commands, asked.folder, asked.home))
-    asked.out.with_suffix(".txt").write_text(text.plain.rstrip() + "\n", encoding="utf-8")
-    asked.out.with_suffix(".svg").write_text(svg(text, asked.title), encoding="utf-8")
+    options = parser.parse_args()
+    text = shown(record(options.commands, options.folder, options.home))
+    options.out.with_suffix(".txt").write_text(text.plain.rstrip() + "\n", encoding="utf-8")
+    options.out.with_suffix(".svg").write_text(svg(text, options.title), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 WHO = ("fox king queen giant witch miller prince wolf bear raven fisherman tailor dragon cat mouse soldier shepherd princess goose "
        "dwarf bird boy girl woman man hen horse tree river castle").split()
-ASKED = ("Tell me a story about the {} and the {}.", "What happened to the {} and the {}?", "Please write about the {} and the {}.")
+PROMPTS = ("Tell me a story about the {} and the {}.", "What happened to the {} and the {}?", "Please write about the {} and the {}.")
 GUESSES = 4  # that follow one another in training
 RATE, WARM_UP = 2e-3, 20
 CLIP = 1.0
@@ -46,16 +46,17 @@ class Head(nn.Module):
         self.fc = nn.Linear(len(layers) * width, width, bias=False)
         self.input_norm, self.hidden_norm = LlamaRMSNorm(width, config.rms_norm_eps), LlamaRMSNorm(width, config.rms_norm_eps)
         self.post_norm, self.norm = LlamaRMSNorm(width, config.rms_norm_eps), LlamaRMSNorm(width, config.rms_norm_eps)
-        own = last.self_attn
-        self.q, self.k, self.v = (nn.Linear(2 * width, each.out_features, bias=False) for each in (own.q_proj, own.k_proj, own.v_proj))
-        self.o, self.mlp = nn.Linear(own.o_proj.in_features, width, bias=False), LlamaMLP(config)
+        attention = last.self_attn
+        self.q, self.k, self.v = (nn.Linear(2 * width, projection.out_features, bias=False)
+                                  for projection in (attention.q_proj, attention.k_proj, attention.v_proj))
+        self.o, self.mlp = nn.Linear(attention.o_proj.in_features, width, bias=False), LlamaMLP(config)
         self.lm_head, self.rotary = nn.Linear(width, len(said), bias=False), LlamaRotaryEmbedding(config)
         with torch.no_grad():
             self.fc.weight.normal_(0, 0.01)[:, -width:] += torch.eye(width)
-            for mine, theirs in ((self.q, own.q_proj), (self.k, own.k_proj), (self.v, own.v_proj)):
+            for mine, theirs in ((self.q, attention.q_proj), (self.k, attention.k_proj), (self.v, attention.v_proj)):
                 mine.weight[:, :width].normal_(0, 0.02)
                 mine.weight[:, width:] = theirs.weight
-            self.o.load_state_dict(own.o_proj.state_dict())
+            self.o.load_state_dict(attention.o_proj.state_dict())
             self.mlp.load_state_dict(last.mlp.state_dict())
             for mine, theirs in ((self.hidden_norm, last.input_layernorm), (self.post_norm, last.post_attention_layernorm),
                                  (self.norm, model.model.norm)):
@@ -66,27 +67,27 @@ class Head(nn.Module):
         """Scores [B, T, N] of what follows each token [B, T, D], by the model's states [B, T, 3D], then by the head's own of one guess
         before, of two, and so on."""
         count = embedded.shape[1]
-        turns = self.rotary(embedded, torch.arange(count)[None])
-        x, known, found = self.fc(states), [], []
-        while len(found) < GUESSES:
+        angles = self.rotary(embedded, torch.arange(count)[None])
+        x, cache, outputs = self.fc(states), [], []
+        while len(outputs) < GUESSES:
             joined = torch.cat([self.input_norm(embedded), self.hidden_norm(x)], -1)
             q, k, v = (part(joined).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
-            q, k = apply_rotary_pos_emb(q, k, *turns)
+            q, k = apply_rotary_pos_emb(q, k, *angles)
             groups = q.shape[1] // k.shape[1]
-            known.append((repeat_kv(k, groups), repeat_kv(v, groups)))
-            x = x + self.o(self._attended(q, known).transpose(1, 2).flatten(2))
+            cache.append((repeat_kv(k, groups), repeat_kv(v, groups)))
+            x = x + self.o(self._attended(q, cache).transpose(1, 2).flatten(2))
             x = x + self.mlp(self.post_norm(x))
-            found.append(self.lm_head(self.norm(x)))
+            outputs.append(self.lm_head(self.norm(x)))
             x = F.pad(x[:, :-1], (0, 0, 1, 0))  # a guess goes on from what was made one token before
-        return found
+        return outputs
 
-    def _attended(self, q: Tensor, known: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _attended(self, q: Tensor, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Of guess number g a token sees the model's states up to g tokens before it, and one row of each guess between."""
-        guess, count, scale = len(known) - 1, q.shape[2], self.head_dim**-0.5
-        keys, values = known[0]
+        guess, count, scale = len(cache) - 1, q.shape[2], self.head_dim**-0.5
+        keys, values = cache[0]
         hidden = torch.ones(count, count, dtype=torch.bool).triu(1 - guess)
         scores = [(q @ keys.transpose(2, 3) * scale).masked_fill(hidden, -1e9)]
-        moved = [[F.pad(part, (0, 0, guess - at, 0))[:, :, :count] for part in known[at]] for at in range(1, guess + 1)]
+        moved = [[F.pad(part, (0, 0, guess - at, 0))[:, :, :count] for part in cache[at]] for at in range(1, guess + 1)]
         scores += [(q * k).sum(-1, keepdim=True) * scale for k, _ in moved]
         weights = torch.cat(scores, -1).softmax(-1)
         out = weights[..., :count] @ values
@@ -97,17 +98,18 @@ class Head(nn.Module):
         names = {"fc": "fc", "norm": "norm", "lm_head": "lm_head", "hidden_norm": "midlayer.hidden_norm", "input_norm":
                  "midlayer.input_layernorm", "post_norm": "midlayer.post_attention_layernorm", "mlp.gate_proj": "midlayer.mlp.gate_proj",
                  "mlp.up_proj": "midlayer.mlp.up_proj", "mlp.down_proj": "midlayer.mlp.down_proj",
-                 **{each: f"midlayer.self_attn.{each}_proj" for each in "qkvo"}}
+                 **{role: f"midlayer.self_attn.{role}_proj" for role in "qkvo"}}
         tensors = {f"{names[name.removesuffix('.weight')]}.weight": value.detach().to(torch.bfloat16).contiguous()
                    for name, value in self.state_dict().items()}
         tensors["d2t"] = self.said - torch.arange(len(self.said))
         tensors["t2d"] = torch.isin(torch.arange(self.config.vocab_size), self.said)
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        kept = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
-                "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
+        config_keys = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+                       "hidden_act",
+                       "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
         config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
-                  **{key: getattr(self.config, key) for key in kept}, "tie_word_embeddings": False,
+                  **{key: getattr(self.config, key) for key in config_keys}, "tie_word_embeddings": False,
                   "rope_theta": self.config.rope_parameters["rope_theta"], "draft_vocab_size": len(self.said),
                   "eagle_aux_hidden_state_layer_ids": list(self.layers), "torch_dtype": "bfloat16"}
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -115,23 +117,23 @@ class Head(nn.Module):
 
 def prompts(count: int) -> list[str]:
     """Prompts for tales, as fable was trained on them."""
-    return [random.choice(ASKED).format(*random.sample(WHO, 2)) for _ in range(count)]
+    return [random.choice(PROMPTS).format(*random.sample(WHO, 2)) for _ in range(count)]
 
 
 @torch.inference_mode()
 def answers(model: nn.Module, tokenizer: object, count: int, tokens: int, batch: int = 256) -> Tensor:
     """The model's answers to `count` prompts, int64 [count, tokens] including the prompts."""
-    found = []
+    results = []
     for begin in range(0, count, batch):
-        asked = [tokenizer.apply_chat_template([{"role": "user", "content": each}], add_generation_prompt=True, tokenize=False)
-                 for each in prompts(min(batch, count - begin))]
-        ids = [tokenizer(each, add_special_tokens=False).input_ids for each in asked]
-        least = min(map(len, ids))
-        made = model.generate(torch.tensor([each[-least:] for each in ids]), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                              min_new_tokens=tokens - least, max_new_tokens=tokens - least, eos_token_id=None, pad_token_id=0)
-        found.append(made)
+        chats = [tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+                 for text in prompts(min(batch, count - begin))]
+        ids = [tokenizer(text, add_special_tokens=False).input_ids for text in chats]
+        shortest = min(map(len, ids))
+        generated = model.generate(torch.tensor([text[-shortest:] for text in ids]), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                                   min_new_tokens=tokens - shortest, max_new_tokens=tokens - shortest, eos_token_id=None, pad_token_id=0)
+        results.append(generated)
         print(f"answers: {begin + len(ids)} of {count}", flush=True)
-    return torch.cat(found)
+    return torch.cat(results)
 
 
 @torch.inference_mode()
@@ -155,17 +157,18 @@ def trained(model: nn.Module, text: Tensor, minutes: float, layers: tuple[int, .
             return head
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1, (step + 1) / WARM_UP) * (1 - share)
-        embedded, states, logits = (each.clone() for each in seen(model, layers, text[torch.randint(len(text), (batch,))]))
-        wanted, found = logits[..., head.said].softmax(-1), head.said_behind(embedded, states)
-        losses = [-(wanted * each.log_softmax(-1)).sum(-1)[:, guess:].mean() for guess, each in enumerate(found)]
+        embedded, states, logits = (tensor.clone() for tensor in seen(model, layers, text[torch.randint(len(text), (batch,))]))
+        expected, predicted = logits[..., head.said].softmax(-1), head.said_behind(embedded, states)
+        losses = [-(expected * tensor.log_softmax(-1)).sum(-1)[:, guess:].mean() for guess, tensor in enumerate(predicted)]
         sum(losses).backward()
         nn.utils.clip_grad_norm_(head.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
         if step % 25 == 0:
             likeliest = logits.argmax(-1)
-            right = [(head.said[each.argmax(-1)] == likeliest)[:, guess:].float().mean().item() for guess, each in enumerate(found)]
-            print(f"{share:4.0%} step {step}: loss {losses[0].item():.3f}, right {' '.join(f'{each:.2f}' for each in right)}", flush=True)
+            right = [(head.said[tensor.argmax(-1)] == likeliest)[:, guess:].float().mean().item() for guess, tensor in enumerate(predicted)]
+            print(f"{share:4.0%} step {step}: loss {losses[0].item():.3f}, right {' '.join(f'{tensor:.2f}' for tensor in right)}",
+                  flush=True)
 
 
 def main() -> None:
@@ -179,16 +182,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", help="those before which states are read (a low one, one in the middle, the last)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of torch; matrices of a small model are not worth more")
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
-    torch.manual_seed(asked.seed)
-    random.seed(asked.seed)
-    model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32).eval().requires_grad_(False)
-    tokenizer = AutoTokenizer.from_pretrained(asked.model)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    random.seed(options.seed)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval().requires_grad_(False)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
     count = model.config.num_hidden_layers
-    layers = tuple(asked.layers or (min(2, count - 1), count // 2, count - 1))
-    text = answers(model, tokenizer, asked.answers, asked.tokens)
-    trained(model, text, asked.minutes, layers, asked.vocabulary).save(asked.out)
+    layers = tuple(options.layers or (min(2, count - 1), count // 2, count - 1))
+    text = answers(model, tokenizer, options.answers, options.tokens)
+    trained(model, text, options.minutes, layers, options.vocabulary).save(options.out)
 
 
 if __name__ == "__main__":

@@ -131,8 +131,8 @@ class Trainer:
         """The sparsity loss of nonzero gates; its weight grows while the share of zeros is behind the target, and shrinks when ahead."""
         zeros = sum((gate.detach() == 0).float().mean().item() for gate in gates) / len(gates)
         self.zeros = zeros if not self.zeros else 0.9 * self.zeros + 0.1 * zeros
-        behind = RELU_ALONE + (self.goal - RELU_ALONE) * ramp - self.zeros
-        self.pressure = min(MOST_PRESSURE, max(LEAST_PRESSURE, self.pressure * math.exp(PRESSURE_GAIN * behind)))
+        shortfall = RELU_ALONE + (self.goal - RELU_ALONE) * ramp - self.zeros
+        self.pressure = min(MOST_PRESSURE, max(LEAST_PRESSURE, self.pressure * math.exp(PRESSURE_GAIN * shortfall)))
         return self.pressure * crowding(gates)
 
     def _loss(self, rows: Tensor, weight: Tensor, gates: list[Tensor] | None) -> Tensor:
@@ -142,8 +142,8 @@ class Trainer:
         if self.teacher is not None:
             with torch.no_grad():
                 targets = self.teacher(rows[:, :-1]).float().flatten(0, 1).softmax(-1)
-        each = F.cross_entropy(logits.float().flatten(0, 1), targets, reduction="none")
-        return (each * weight[:, 1:].flatten()).sum()
+        losses = F.cross_entropy(logits.float().flatten(0, 1), targets, reduction="none")
+        return (losses * weight[:, 1:].flatten()).sum()
 
     def _set_rate(self, rate: float) -> None:
         for optimizer, full in self.optimizers:
@@ -171,22 +171,22 @@ def train(trainer: Trainer, corpus: Corpus, budget: Budget, stages: list[Stage],
     """Train until the budget is spent, saving now and then; returns the number of tokens seen. `rate` and `ramp`: the share of the full
     rates, and of the way to the goal of zeros, that a progress asks for."""
     start, start_processor = time.time(), time.process_time()
-    step = seen = 0
+    step = num_tokens = 0
     smooth: float | None = None
     while (progress := budget.progress(time.time() - start, time.process_time() - start_processor)) < 1:
         stage = next(stage for stage in stages if progress < stage.until)
         ids, weights = corpus.batch(max(1, stage.tokens // stage.context), stage.context, stage.mix)
         loss = trainer.step(ids, weights, rate(step, progress), ramp(progress))
         step += 1
-        seen += ids.shape[0] * stage.context
+        num_tokens += ids.shape[0] * stage.context
         smooth = loss if smooth is None else 0.97 * smooth + 0.03 * loss
         if step % 10 == 0:
-            line = f"{time.time() - start:6.0f} s  {progress:4.0%}  step {step}  {seen / 1e6:.1f}M tokens  loss {smooth:.3f}"
+            line = f"{time.time() - start:6.0f} s  {progress:4.0%}  step {step}  {num_tokens / 1e6:.1f}M tokens  loss {smooth:.3f}"
             pressed = "" if trainer.goal is None else f"  zeros {trainer.zeros:.3f}  pressure {trainer.pressure:.4f}"
             print(line + pressed, flush=True)
         if step % 40 == 0:
             save()
-    return seen
+    return num_tokens
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -244,15 +244,16 @@ def main() -> int:
     def save(card: str = "# Training is under way\n") -> None:
         export(model, tokenizer, arguments.out, card)
 
-    begun = teacher is not None and load(arguments.base).shape.act == model.shape.act  # it was pressed before: no way back to the start
+    # it was pressed before: no way back to the start
+    is_pressed = teacher is not None and load(arguments.base).shape.act == model.shape.act
     trainer = Trainer(model, device, teacher, arguments.sparsity, arguments.pressure)
-    seen = train(trainer, corpus, budget, stages, rate, lambda progress: 1.0 if begun else min(1.0, progress / 0.4), save)
+    num_tokens = train(trainer, corpus, budget, stages, rate, lambda progress: 1.0 if is_pressed else min(1.0, progress / 0.4), save)
     model.eval()
     save()
     if arguments.sparsity is None:
-        card = write_card(model, corpus, minutes, seen, device)
+        card = write_card(model, corpus, minutes, num_tokens, device)
     else:
-        card = write_sparse_card(model, teacher, corpus, (arguments.teacher or arguments.base).name, seen, trainer.pressure, device)
+        card = write_sparse_card(model, teacher, corpus, (arguments.teacher or arguments.base).name, num_tokens, trainer.pressure, device)
     save(card)
     print(card)
     return 0

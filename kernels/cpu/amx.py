@@ -18,19 +18,19 @@ from .intrinsics import F32, I64
 from .ir_loop import Loop
 
 AMX = INSTRUCTION_SET == "avx512" and {"amx-tile", "amx-int8"} <= cpu_features()
-SIDE, INPUTS = 16, 64  # rows of a tile; bytes of a row, inputs of one instruction
-TILE_NBYTES = SIDE * INPUTS
-STEP_NBYTES = 2 * TILE_NBYTES  # of a panel: 64 inputs of 32 tokens, or of 16 tokens with two bytes each
-QUAD_NBYTES = 2 * INPUTS  # of two row blocks, which are multiplied together
-PAIR_SPAN = INT16_GROUP  # inputs that the weights of 32 rows and a panel have in the first-level cache
-BLOCK = 128  # inputs of a token that share a scale, where it is a byte
+AMX_ROWS, INPUTS = 16, 64  # tokens or weight rows of a tile; inputs (bytes) of a tile's row, taken by one instruction
+TILE_NBYTES = AMX_ROWS * INPUTS
+STEP_NBYTES = 2 * TILE_NBYTES  # of a panel, per 64 inputs: those of 32 tokens in one byte each, or of 16 tokens in two
+QUAD_NBYTES = 2 * INPUTS  # of a pair of row blocks, which are multiplied together
+PAIR_SPAN = INT16_GROUP  # inputs for which the weights of 32 rows and a panel fit into the L1 cache
+BLOCK = 128  # inputs of a token that share a scale, with one byte each
 CONFIG_NBYTES = 64
-SUMS, LEFT, RIGHT = (0, 1, 2, 3), (4, 5), (6, 7)  # tiles: sums, activations, weights
+SUMS, LEFT, RIGHT = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers of sums, activations and weights
 STAGE_NBYTES = len(SUMS) * TILE_NBYTES
 
 
 def call(builder: ir.IRBuilder, name: str, *values: ir.Value) -> None:
-    builder.call(function(builder, ir.VoidType(), [each.type for each in values], f"llvm.x86.{name}"), values)
+    builder.call(function(builder, ir.VoidType(), [value.type for value in values], f"llvm.x86.{name}"), values)
 
 
 def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
@@ -58,7 +58,7 @@ def store_tiles(builder: ir.IRBuilder, stage: ir.Value) -> None:
 @llvm_intrinsic
 def configure(builder, scratch):
     """Configure all tiles as 16 rows of 64 bytes. scratch: CONFIG_NBYTES bytes."""
-    shape = [1, *[0] * 15, *[INPUTS, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8]
+    shape = [1, *[0] * 15, *[INPUTS, 0] * 8, *[0] * 16, *[AMX_ROWS] * 8, *[0] * 8]
     store(builder, ir.Constant(ir.VectorType(I8, CONFIG_NBYTES), shape), scratch)
     call(builder, "ldtilecfg", _pointer(builder, scratch))
 
@@ -80,13 +80,13 @@ def _step_of_bytes(builder: ir.IRBuilder, weights: ir.Value, panel: ir.Value) ->
 
 def _merge_tokens(builder: ir.IRBuilder, stage: ir.Value, scales: ir.Value, out: ir.Value, pitch: ir.Value, half: int) -> None:
     """out[token][32 rows] += scale * sum for the first or second 16 of 32 tokens."""
-    for token in range(SIDE):
-        scale = splat(builder, load(builder, offset(builder, scales, 4 * (SIDE * half + token)), F32, 4), FLOATS)
-        at = builder.add(out, builder.mul(pitch, I64(SIDE * half + token)))
+    for token in range(AMX_ROWS):
+        scale = splat(builder, load(builder, offset(builder, scales, 4 * (AMX_ROWS * half + token)), F32, 4), FLOATS)
+        at = builder.add(out, builder.mul(pitch, I64(AMX_ROWS * half + token)))
         for row in (0, 1):
-            own = load(builder, offset(builder, stage, TILE_NBYTES * (2 * half + row) + INPUTS * token), WORDS, 4)
-            place = offset(builder, at, INPUTS * row)
-            store(builder, fma(builder, builder.sitofp(own, FLOATS), scale, load(builder, place, FLOATS, 4)), place, 4)
+            words = load(builder, offset(builder, stage, TILE_NBYTES * (2 * half + row) + INPUTS * token), WORDS, 4)
+            address = offset(builder, at, INPUTS * row)
+            store(builder, fma(builder, builder.sitofp(words, FLOATS), scale, load(builder, address, FLOATS, 4)), address, 4)
 
 
 @llvm_intrinsic
@@ -103,15 +103,15 @@ def product_of_bytes(builder, weights, scales, panel, blocks, stage, out, pitch)
     store_tiles(builder, stage)
     with builder.if_then(builder.icmp_signed(">", blocks, I64(1))):
         loop = Loop(builder, builder.sub(blocks, I64(1)), [further(further(weights)), scales, further(further(panel))], "blocks")
-        own, before, x = loop.values
+        weights_at, before, x = loop.values
         zero_tiles(builder)
         for half in (0, 1):
-            _step_of_bytes(builder, own, x)
+            _step_of_bytes(builder, weights_at, x)
             _merge_tokens(builder, stage, before, out, pitch, half)
-            own, x = further(own), further(x)
+            weights_at, x = further(weights_at), further(x)
         store_tiles(builder, stage)
-        loop.end([own, offset(builder, before, 8 * SIDE), x])
-    last = builder.add(scales, builder.mul(builder.sub(blocks, I64(1)), I64(8 * SIDE)))
+        loop.end([weights_at, offset(builder, before, 8 * AMX_ROWS), x])
+    last = builder.add(scales, builder.mul(builder.sub(blocks, I64(1)), I64(8 * AMX_ROWS)))
     for half in (0, 1):
         _merge_tokens(builder, stage, last, out, pitch, half)
 
@@ -131,13 +131,13 @@ def product_of_halves(builder, weights, second, panel, steps, stage):
     load_tile(builder, lower, offset(builder, panel, TILE_NBYTES))
     for row in (0, 1):
         main, fine = SUMS[2 * row], SUMS[2 * row + 1]
-        own = offset(builder, weights, INPUTS * row)
-        load_tile(builder, RIGHT[0], own, QUAD_NBYTES)
+        row_at = offset(builder, weights, INPUTS * row)
+        load_tile(builder, RIGHT[0], row_at, QUAD_NBYTES)
         _multiply(builder, main, upper, RIGHT[0])
         _multiply(builder, fine, lower, RIGHT[0])
-        load_tile(builder, RIGHT[1], builder.add(own, second), QUAD_NBYTES)
+        load_tile(builder, RIGHT[1], builder.add(row_at, second), QUAD_NBYTES)
         _multiply(builder, fine, upper, RIGHT[1])
-    loop.end([offset(builder, weights, QUAD_NBYTES * SIDE), offset(builder, panel, STEP_NBYTES)])
+    loop.end([offset(builder, weights, QUAD_NBYTES * AMX_ROWS), offset(builder, panel, STEP_NBYTES)])
     store_tiles(builder, stage)
 
 
@@ -146,9 +146,9 @@ def add_halves(builder, stage, scales, factors, out, pitch):
     """out[16][32] (float32, tokens `pitch` bytes apart) += (256 * first + second) * row factor * token scale, from the output of
     `product_of_halves`. scales: float32 [16]; factors: float32 [32]."""
     rows = [load(builder, offset(builder, factors, INPUTS * v), FLOATS, 4) for v in (0, 1)]
-    loop = Loop(builder, I64(SIDE), [stage, out], "tokens")
+    loop = Loop(builder, I64(AMX_ROWS), [stage, out], "tokens")
     stage, out = loop.values
-    scale = splat(builder, load(builder, builder.add(scales, builder.mul(loop.turn, I64(4))), F32, 4), FLOATS)
+    scale = splat(builder, load(builder, builder.add(scales, builder.mul(loop.index, I64(4))), F32, 4), FLOATS)
     for v in (0, 1):
         main, fine = (builder.sitofp(load(builder, offset(builder, stage, TILE_NBYTES * (2 * v + i)), WORDS, 4), FLOATS)
                       for i in (0, 1))

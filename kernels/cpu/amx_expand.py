@@ -10,7 +10,7 @@ from numpy import int64
 from ..lazy_numba import inlined
 from ..tiles import CODEBOOK, TILE
 from ..tiles import ROWS as TILE_ROWS
-from .amx import INPUTS, PAIR_SPAN, QUAD_NBYTES, SIDE, STEP_NBYTES
+from .amx import AMX_ROWS, INPUTS, PAIR_SPAN, QUAD_NBYTES, STEP_NBYTES
 from .amx_int16 import pack_rows
 from .gemm_dequantize import expand_f32
 from .gemm_formats import (
@@ -34,11 +34,11 @@ from .gemm_tiles import STRIPE
 from .intrinsics import f32_at
 
 SPAN = PAIR_SPAN
-PAIR = 2 * SIDE  # rows that are multiplied together
+PAIR = 2 * AMX_ROWS  # rows multiplied together
 PAIR_NBYTES = PAIR * SPAN
 PLANE_NBYTES = STRIPE * SPAN
-FLOATS_PITCH = 4 * SPAN + 64  # rows as floats that do not meet in the same sets of a cache
-FLOATS_NBYTES = TILE_ROWS * FLOATS_PITCH + 4 * SIDE + STEP_NBYTES  # of `expand_wide`
+FLOATS_PITCH = 4 * SPAN + 64  # row stride in floats, padded so that rows do not map to the same cache sets
+FLOATS_NBYTES = TILE_ROWS * FLOATS_PITCH + 4 * AMX_ROWS + STEP_NBYTES  # scratch of `expand_wide`
 
 
 @inlined()

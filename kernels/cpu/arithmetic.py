@@ -51,13 +51,13 @@ LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.44269504088896341), np.float32(0.6933593
 P0, P1, P2, P3, P4, P5 = (np.float32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5))
 L1, L2, L3, L4, L5, L6, L7 = (np.float32(1 / n) for n in range(3, 17, 2))
 ONE, HALF, ZERO = np.float32(1.0), np.float32(0.5), np.float32(0.0)
-LEAST_BITS = np.float32(MIN_ABSMAX).view(np.uint32)
+MIN_ABSMAX_BITS = np.float32(MIN_ABSMAX).view(np.uint32)
 EXP_LOW, EXP_HIGH = np.float32(-87.3), np.float32(88.3)
 HALF_MAX, HALF_SCALE = np.float32(65504.0), np.float32(2.0**112)
 INV_SQRT2, TANH_INNER, GELU_CUBE = np.float32(math.sqrt(0.5)), np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715)
 INFINITY, MINUS_INF = np.float32(np.inf), np.float32(-np.inf)
 SLOPE, LIMIT, OTHER_LIMIT = np.float32(SWISH_SLOPE), np.float32(SWISH_LIMIT), np.float32(SILU_LIMIT)
-KIND = (1 << CAP_SHIFT) - 1  # the bits of an activation's number that tell which it is
+KIND = (1 << CAP_SHIFT) - 1  # the bits of an activation's number that hold its kind
 
 
 @inlined({"contract"})
@@ -87,8 +87,8 @@ def softplus(x):
 @inlined()
 def _capped(gate, up, bound):
     """silu(gate) * up with both clamped to the bound."""
-    own, low = gate / (ONE + exp(-gate)), -bound if up < -bound else up
-    return (bound if own > bound else own) * (bound if low > bound else low)
+    activated, low = gate / (ONE + exp(-gate)), -bound if up < -bound else up
+    return (bound if activated > bound else activated) * (bound if low > bound else low)
 
 
 @inlined()
@@ -114,8 +114,8 @@ def activate(x, kind):
         bounded = LIMIT if x > LIMIT else x
         return bounded / (ONE + exp(-SLOPE * bounded))
     if kind & KIND == CAPPED_SILU:
-        own, bound = x / (ONE + exp(-x)), _bound(kind)
-        return bound if own > bound else own
+        activated, bound = x / (ONE + exp(-x)), _bound(kind)
+        return bound if activated > bound else activated
     if kind == CLAMPED_SILU:
         bounded = OTHER_LIMIT if x > OTHER_LIMIT else x
         return bounded / (ONE + exp(-bounded))
@@ -193,7 +193,7 @@ else:
         if magnitude >= uint32(0x477FE000):
             return uint16(sign | uint32(0x7BFF))
         if magnitude < uint32(0x38800000):
-            # Subnormal: adding 0.5 makes the hardware round the low bits away, to even.
+            # Subnormal: adding 0.5 makes the hardware round the low bits to even.
             shifted = f32_to_bits(bits_to_f32(magnitude) + HALF) - uint32(0x3F000000)
             return uint16(sign | shifted)
         rounded = magnitude + uint32(0xFFF) + ((magnitude >> uint32(13)) & uint32(1))
@@ -345,7 +345,7 @@ def least_of(row, count, norm):
     as stored in an argument block, says that they share one scale; else 0."""
     if norm < ONE_SCALE:
         return int64(0)
-    value, top = u32_at(row), LEAST_BITS
+    value, top = u32_at(row), MIN_ABSMAX_BITS
     for i in range(count):
         top = max(top, value[i] & np.uint32(0x7FFFFFFF))
     return int64(top)

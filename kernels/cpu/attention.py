@@ -22,28 +22,29 @@ from ..layout import F32, HEADER_NBYTES, PAGE
 from ..lazy_numba import inlined
 from ..workspace import Dims
 from .arithmetic import MINUS_INF, ONE, ZERO, exp, expand, narrow_half
-from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, product
+from .inner_loops import DECODE_TILE_ROWS, TILE_COLUMNS, TILE_ROWS, product
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at
 from .softmax import softmax_row
 
-# Slots of the argument block of the attend kernels.
-# these change from call to call; FROM and TO bound the rows of the table that a call sees
+# Slots of the argument block of the attend kernels. The first row changes from call to call; FROM and TO bound the rows of the block table
+# that a call processes.
 Q, OUT, TOKENS, POSITION, BLOCKS, TABLE, HEADS, FROM, TO = range(9)
 KV_HEADS, HEAD_DIM, SCALE, WINDOW, SOFTCAP, DTYPE, SCRATCH, SCRATCH_STRIDE, PARTIALS = range(9, 18)
-EXACT, PAGES, PAGE_STRIDE, HEAD_STRIDE, SIDE, ROWS, PART_STRIDE = range(18, 25)  # ROWS: tokens of a part of a page
+EXACT, PAGES, PAGE_STRIDE, HEAD_STRIDE, SIDE, ROWS, PART_STRIDE = range(18, 25)  # ROWS: tokens in a part of a page
 SINKS = 25  # address of a float32 logit per query head, 0 for none
-STATE = 26  # where `attend_prefill` keeps what it has so far, when several calls see the table between them; 0 for one
-ENDS = 27  # address of the last position int64 that each query sees, for `attend_prefill` alone; 0: its own
-# Address of an int64 per token of the call, by ENDS: is it one that queries before it see? 0: all are.
-AMONG, ATTEND_SLOTS = 28, 29
+STATE = 26  # address of the state of `attend_prefill` between calls, if a table is processed in several; 0 for a single call
+LAST_VISIBLE = 27  # address of the last visible position int64 of each query, for `attend_prefill` only; 0: its own position
+# With LAST_VISIBLE, address of an int64 per token of the call: is the token visible to earlier queries? 0: all are.
+VISIBLE, ATTEND_SLOTS = 28, 29
 # Columns of the block table: sealed or exact, index of the page or slot, first position, tokens held.
 SEALED, INDEX, FIRST, COUNT, COLUMNS = range(5)
-SKIPPED = -1  # for SEALED: a row whose partial stays what it is
+SKIPPED = -1  # value of SEALED for a row whose partial is left unchanged
 QUERY_TILE = 32
-UNSEEN = float32(-1e30)  # a score that weighs nothing beside any other
-# Where few queries share a KV head, a long chunk's tiles are taller: a block is widened, or a packed page opened, once for each.
-TALL_ROWS, TALL_FROM = 128, 256  # query rows of such a tile, tokens of the chunk
-WIDE_QUERY, WIDE_ROWS = 4096, 192  # from how many numbers of a token's queries on a prompt's tiles are lower, and the rows they have then
+MASKED_SCORE = float32(-1e30)  # has no weight next to any real score
+# If few query heads share a KV head, tiles of long chunks have more tokens, so that a block is widened or unpacked less often.
+LONG_TILE_ROWS, LONG_CHUNK_TOKENS = 128, 256  # query rows of such a tile; chunks from this many tokens on
+# From this many query values per token on, prefill tiles have fewer tokens, and at most this many query rows.
+WIDE_QUERY_VALUES, WIDE_TILE_ROWS = 4096, 192
 
 
 @inlined()
@@ -66,7 +67,7 @@ def _cap(score, softcap):
     """softcap * tanh(score / softcap)."""
     if softcap == ZERO:
         return score
-    doubled = exp(min((score + score) / softcap, float32(80.0)))  # in this order: what is no number stays none
+    doubled = exp(min((score + score) / softcap, float32(80.0)))  # in this order NaN stays NaN
     return softcap * (ONE - float32(2.0) / (doubled + ONE))
 
 
@@ -107,44 +108,44 @@ def _load_queries(a, query, kv, begin_token, rows, padded):
 
 
 @inlined()
-def _load_parts(a, source, count, item, keys, values, broad):
+def _load_parts(a, source, count, item, keys, values, padded_depth):
     """`_load_block` for a slot in parts. Keys of a part without tokens are skipped: their scores are masked."""
     depth, part = a[HEAD_DIM], a[ROWS]
     for begin in range(0, count, part):
         for i in range(depth):
             expand(source + i * part * item, a[DTYPE], keys + 4 * (i * PAGE + begin), part)
         for j in range(begin, min(count, begin + part)):
-            expand(source + a[SIDE] + (j - begin) * depth * item, a[DTYPE], values + 4 * j * broad, depth)
-            row = f32_at(values + 4 * j * broad)
-            for i in range(depth, broad):
+            expand(source + a[SIDE] + (j - begin) * depth * item, a[DTYPE], values + 4 * j * padded_depth, depth)
+            row = f32_at(values + 4 * j * padded_depth)
+            for i in range(depth, padded_depth):
                 row[i] = ZERO
         source += a[PART_STRIDE]
-    rest = f32_at(values)
-    for i in range(count * broad, PAGE * broad):
-        rest[i] = ZERO
+    padding = f32_at(values)
+    for i in range(count * padded_depth, PAGE * padded_depth):
+        padding[i] = ZERO
 
 
 @inlined()
-def _load_block(a, entry, kv, keys, values, broad):
-    """A block of one KV head as float32: K in stored order, V with rows `broad` apart, zero beyond the held tokens."""
+def _load_block(a, entry, kv, keys, values, padded_depth):
+    """A block of one KV head as float32: K in stored order, V with rows `padded_depth` apart, zero beyond the held tokens."""
     depth = a[HEAD_DIM]
     item = 4 if a[DTYPE] == F32 else 2
     source = _keys_of(a, entry, kv)
     if a[ROWS] != PAGE:
-        _load_parts(a, source, entry[COUNT], item, keys, values, broad)
+        _load_parts(a, source, entry[COUNT], item, keys, values, padded_depth)
         return
     expand(source, a[DTYPE], keys, depth * PAGE)
-    if broad == depth:
+    if padded_depth == depth:
         expand(source + a[SIDE], a[DTYPE], values, depth * entry[COUNT])
-        rest = f32_at(values)
+        padding = f32_at(values)
         for i in range(depth * entry[COUNT], depth * PAGE):
-            rest[i] = ZERO
+            padding[i] = ZERO
         return
     for j in range(PAGE):
         if j < entry[COUNT]:
-            expand(source + a[SIDE] + j * depth * item, a[DTYPE], values + 4 * j * broad, depth)
-        row = f32_at(values + 4 * j * broad)
-        for i in range(depth if j < entry[COUNT] else 0, broad):
+            expand(source + a[SIDE] + j * depth * item, a[DTYPE], values + 4 * j * padded_depth, depth)
+        row = f32_at(values + 4 * j * padded_depth)
+        for i in range(depth if j < entry[COUNT] else 0, padded_depth):
             row[i] = ZERO
 
 
@@ -182,7 +183,7 @@ def _merge(o, m, l, part, part_m, part_l, depth):
         for i in range(depth):
             o[i] = part[i]
         return part_m, part_l
-    keep, take = ONE, ONE  # of the larger maximum, e**0; where one is no number, the other's factor is none
+    keep, take = ONE, ONE  # factor of the larger maximum: e**0; if one maximum is NaN, both factors become NaN
     if m >= part_m:
         take = exp(part_m - m)
     else:
@@ -193,12 +194,13 @@ def _merge(o, m, l, part, part_m, part_l, depth):
 
 
 @inlined()
-def _merge_rows(rows, depth, outputs, stats, part, broad, found):
-    """Merge a block's partial float32 [rows, wide D] into outputs [rows, D]: their (m, l) at `stats`, the block's at `found`."""
-    running, own = f32_at(stats), f32_at(found)
+def _merge_rows(rows, depth, outputs, stats, part, padded_depth, block_stats):
+    """Merge a block's partial float32 [rows, wide D] into outputs [rows, D]: their (m, l) at `stats`, the block's at `block_stats`."""
+    running, block = f32_at(stats), f32_at(block_stats)
     for r in range(rows):
-        m, l = _merge(f32_at(outputs + 4 * r * depth), running[2 * r], running[2 * r + 1], f32_at(part + 4 * r * broad), own[2 * r],
-                      own[2 * r + 1], depth)
+        m, l = _merge(f32_at(outputs + 4 * r * depth), running[2 * r], running[2 * r + 1], f32_at(part + 4 * r * padded_depth),
+                      block[2 * r],
+                      block[2 * r + 1], depth)
         running[2 * r], running[2 * r + 1] = m, l
 
 
@@ -216,43 +218,44 @@ def query_tile(job, kv_heads, tokens, height=QUERY_TILE):
     return job % kv_heads, tile, tile * height, min(height, tokens - tile * height)
 
 
-def _height_of(group: int, depth: int, tokens: int) -> int:
+def _tile_height(group: int, depth: int, tokens: int) -> int:
     """Tokens per tile for a chunk: fewer if a KV head has so many queries that QUERY_TILE of them would overflow the caches and leave
     threads idle. For packed pages never fewer, indicated by a depth of 0."""
-    if group * depth > WIDE_QUERY:
-        return max(1, min(QUERY_TILE, WIDE_ROWS // group))
-    return max(QUERY_TILE, TALL_ROWS // group) if tokens >= TALL_FROM else QUERY_TILE
+    if group * depth > WIDE_QUERY_VALUES:
+        return max(1, min(QUERY_TILE, WIDE_TILE_ROWS // group))
+    return max(QUERY_TILE, LONG_TILE_ROWS // group) if tokens >= LONG_CHUNK_TOKENS else QUERY_TILE
 
 
-tile_height = inlined()(_height_of)
+tile_height = inlined()(_tile_height)
 
 
 @inlined()
-def _sees(a, token):
+def _last_visible(a, token):
     """The last position that a query sees."""
-    return a[POSITION] + token if a[ENDS] == 0 else i64_at(a[ENDS])[token]
+    return a[POSITION] + token if a[LAST_VISIBLE] == 0 else i64_at(a[LAST_VISIBLE])[token]
 
 
 @inlined()
-def _hide(a, scores, first, position, end):
+def _mask_scores(a, scores, first, position, end):
     """Mask scores float32 [PAGE] of a query at `position`, up to row `end`: those of later rows that it may not see become hugely negative.
     A block without visible rows then has no weight next to the query's own."""
-    row, among = f32_at(scores), i64_at(a[AMONG])
+    row, visible = f32_at(scores), i64_at(a[VISIBLE])
     for j in range(max(0, position + 1 - first), end):
-        if among[first + j - a[POSITION]] == 0:
-            row[j] = UNSEEN
+        if visible[first + j - a[POSITION]] == 0:
+            row[j] = MASKED_SCORE
 
 
 @inlined()
-def _weigh(a, entry, scores, begin_token, group, rows, padded, scale, found):
-    """Scores [padded, PAGE] of a block, to be multiplied by `scale` -> weights, with their (m, l) at `found`; padding rows see nothing."""
-    first, count, stats = entry[FIRST], entry[COUNT], f32_at(found)
+def _block_weights(a, entry, scores, begin_token, group, rows, padded, scale, block_stats):
+    """Scores [padded, PAGE] of a block, to be multiplied by `scale` -> weights, with their (m, l) at `block_stats`; padding rows see
+    nothing."""
+    first, count, stats = entry[FIRST], entry[COUNT], f32_at(block_stats)
     for r in range(padded):
         token = begin_token + r // group
-        last = _sees(a, begin_token + min(r, rows - 1) // group)
+        last = _last_visible(a, begin_token + min(r, rows - 1) // group)
         begin, end = _begin(first, count, a[POSITION] + token, a[WINDOW]), _end(first, count, last)
-        if a[AMONG] != 0 and r < rows:
-            _hide(a, scores + 4 * r * PAGE, first, a[POSITION] + token, end)
+        if a[VISIBLE] != 0 and r < rows:
+            _mask_scores(a, scores + 4 * r * PAGE, first, a[POSITION] + token, end)
         stats[2 * r], stats[2 * r + 1] = _softmax_row(scores + 4 * r * PAGE, begin, end if r < rows else 0, scale)
 
 
@@ -280,69 +283,69 @@ def attend_prefill(args, worker, counter):
     tokens, heads, kv_heads, depth = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM]
     group = heads // kv_heads
     scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
-    broad = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
+    padded_depth = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
     height = tile_height(group, depth, tokens)
     capacity = (height * group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     query = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     keys = query + 4 * capacity * depth
     values = keys + 4 * depth * PAGE
-    scores = values + 4 * PAGE * broad
+    scores = values + 4 * PAGE * padded_depth
     part = scores + 4 * capacity * PAGE
     tiles = (tokens + height - 1) // height
     while True:
         job = fetch_add(counter, 1)
         if job >= kv_heads * tiles:
             return
-        kv, tile, begin_token, here = query_tile(job, kv_heads, tokens, height)
-        rows = here * group
+        kv, tile, begin_token, tile_tokens = query_tile(job, kv_heads, tokens, height)
+        rows = tile_tokens * group
         padded = (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-        o = part + 4 * capacity * broad
+        o = part + 4 * capacity * padded_depth
         if a[STATE] != 0:
             o = a[STATE] + 4 * (kv * tiles + tile) * capacity * (depth + 4)
         stats = o + 4 * capacity * depth
-        found = stats + 8 * capacity
+        block_stats = stats + 8 * capacity
         _load_queries(a, query, kv, begin_token, rows, padded)
         if a[FROM] == 0:
             for r in range(rows):
                 f32_at(stats)[2 * r], f32_at(stats)[2 * r + 1] = MINUS_INF, ZERO
         position = a[POSITION] + begin_token
-        farthest = _sees(a, begin_token)
-        for token in range(begin_token + 1, begin_token + here):
-            farthest = max(farthest, _sees(a, token))
+        last_visible = _last_visible(a, begin_token)
+        for token in range(begin_token + 1, begin_token + tile_tokens):
+            last_visible = max(last_visible, _last_visible(a, token))
         for block in range(a[FROM], a[TO]):
             entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
             first, count = entry[FIRST], entry[COUNT]
-            if not _visible(first, count, position, farthest - position + 1, a[WINDOW]):
+            if not _visible(first, count, position, last_visible - position + 1, a[WINDOW]):
                 continue
-            _load_block(a, entry, kv, keys, values, broad)
-            seen = _end(first, count, farthest)  # what lies behind weighs exactly nothing
-            columns = (seen + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
+            _load_block(a, entry, kv, keys, values, padded_depth)
+            visible_rows = _end(first, count, last_visible)  # weights of later rows are exactly zero
+            columns = (visible_rows + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
             product(query, 4 * depth, keys, 4 * PAGE, scores, 4 * PAGE, padded, columns, depth)
-            _weigh(a, entry, scores, begin_token, group, rows, padded, _capped(scores, padded, scale, softcap), found)
-            product(scores, 4 * PAGE, values, 4 * broad, part, 4 * broad, padded, broad, seen)
-            _merge_rows(rows, depth, o, stats, part, broad, found)
+            _block_weights(a, entry, scores, begin_token, group, rows, padded, _capped(scores, padded, scale, softcap), block_stats)
+            product(scores, 4 * PAGE, values, 4 * padded_depth, part, 4 * padded_depth, padded, padded_depth, visible_rows)
+            _merge_rows(rows, depth, o, stats, part, padded_depth, block_stats)
         if a[TO] >= a[BLOCKS]:
             _write_rows(a, kv, begin_token, rows, o, stats)
 
 
 def attend_prefill_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
     """Floats of scratch per worker for `attend_prefill`."""
-    broad, group = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, heads // kv_heads
-    capacity = -(-_height_of(group, head_dim, TALL_FROM) * group // TILE_ROWS) * TILE_ROWS
-    return capacity * (2 * head_dim + broad + PAGE + 4) + PAGE * (head_dim + broad)
+    padded_depth, group = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, heads // kv_heads
+    capacity = -(-_tile_height(group, head_dim, LONG_CHUNK_TOKENS) * group // TILE_ROWS) * TILE_ROWS
+    return capacity * (2 * head_dim + padded_depth + PAGE + 4) + PAGE * (head_dim + padded_depth)
 
 
 def attend_prefill_state(tokens: int, dims: Dims) -> int:
     """Floats that a prefill chunk of up to `tokens` tokens keeps between calls, here or in `kv/prefill.py`."""
-    group, unit, most = dims.heads // dims.kv_heads, TILE_ROWS * LOW_ROWS if dims.packed_kv else TILE_ROWS, 0
-    for count in {tokens, min(tokens, TALL_FROM - 1)}:  # of a height more tokens need more
-        height = _height_of(group, 0 if dims.packed_kv else dims.head_dim, count)
-        most = max(most, -(-count // height) * (-(-height * group // unit) * unit))
-    return dims.kv_heads * most * (2 * dims.head_dim + 6 if dims.packed_kv else dims.head_dim + 4)
+    group, unit, max_rows = dims.heads // dims.kv_heads, TILE_ROWS * DECODE_TILE_ROWS if dims.packed_kv else TILE_ROWS, 0
+    for count in {tokens, min(tokens, LONG_CHUNK_TOKENS - 1)}:  # longer chunks have taller tiles, which may need less
+        height = _tile_height(group, 0 if dims.packed_kv else dims.head_dim, count)
+        max_rows = max(max_rows, -(-count // height) * (-(-height * group // unit) * unit))
+    return dims.kv_heads * max_rows * (2 * dims.head_dim + 6 if dims.packed_kv else dims.head_dim + 4)
 
 
-# Slots of `write_kv`: K and V [T, kv_heads * head_dim]; SLOTS and ROWS say per token which exact slot and which row of it.
-W_K, W_V, W_TOKENS, W_SLOTS, W_ROWS = range(5)  # these change from call to call
+# Slots of `write_kv`: K and V [T, kv_heads * head_dim]; W_SLOTS and W_ROWS: exact slot and row of each token.
+W_K, W_V, W_TOKENS, W_SLOTS, W_ROWS = range(5)  # change from call to call
 W_HEADS, W_DIM, W_DTYPE, W_EXACT, W_PAGE_STRIDE, W_HEAD_STRIDE, W_SIDE, W_ROWS_OF_PART, W_PART_STRIDE, WRITE_SLOTS = range(5, 15)
 
 
@@ -356,7 +359,7 @@ def write_kv(args, worker, counter):
         begin = PAGE * fetch_add(counter, 1)
         if begin >= a[W_TOKENS]:
             return
-        for head in range(heads):  # all tokens of one first: the lines that their keys share stay in the cache
+        for head in range(heads):  # all tokens of a head first: their keys share cache lines
             for t in range(begin, min(begin + PAGE, a[W_TOKENS])):
                 row = i64_at(a[W_ROWS])[t]
                 page = a[W_EXACT] + i64_at(a[W_SLOTS])[t] * a[W_PAGE_STRIDE] + row // part * a[W_PART_STRIDE] + HEADER_NBYTES
@@ -369,7 +372,7 @@ def write_kv(args, worker, counter):
                         wide_k[i * part + row], wide_v[row * depth + i] = k[i], v[i]
                 else:
                     narrow_k, narrow_v = u16_at(keys), u16_at(values + 2 * row * depth)
-                    for i in range(depth):  # vectors; keys go channel by channel, one by one
+                    for i in range(depth):  # V is contiguous and vectorizes; K is written channel by channel
                         narrow_v[i] = narrow_half(v[i])
                     for i in range(depth):
                         narrow_k[i * part + row] = narrow_half(k[i])

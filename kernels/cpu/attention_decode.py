@@ -49,14 +49,14 @@ from .attention import (
     _with_sink,
     sealed_rows,
 )
-from .inner_loops import LOW_ROWS, TILE_COLUMNS, VECTOR
+from .inner_loops import DECODE_TILE_ROWS, TILE_COLUMNS, VECTOR
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
-from .page_products import stored_outputs, stored_scores, turn_rows
+from .page_products import stored_outputs, stored_scores, transpose_rows
 from .work_distribution import first_region, take_block
 
-RUN = 4  # page blocks that a worker takes at a time: all but the first are asked for before they are needed
-MOST_ROWS = 64  # queries that a page is multiplied with while it is in the first-level cache
-FEW_BLOCKS = 36  # blocks of a table, 4,608 tokens, up to which all of a few tokens have room for partials
+RUN = 4  # page blocks of a block of work; all but the first are prefetched
+MAX_QUERY_ROWS = 64  # query rows multiplied by a page while it is in the L1 cache
+FEW_BLOCKS = 36  # up to this many table blocks (4,608 tokens) there is space for the partials of several tokens
 
 
 @inlined()
@@ -79,21 +79,21 @@ def _scores_of(a, entry, kv, query, rows, count, scores):
 
 
 @inlined()
-def _outputs_of(a, entry, kv, weights, rows, count, values, broad, out, ahead):
+def _outputs_of(a, entry, kv, weights, rows, count, values, padded_depth, out, ahead):
     """Weights times the values of a block -> [rows, broad]; as much from `ahead` on is prefetched meanwhile. `values`: scratch for values
     whose rows are not whole vectors."""
     depth, part, item, source = a[HEAD_DIM], a[ROWS], 4 if a[DTYPE] == F32 else 2, _keys_of(a, entry, kv) + a[SIDE]
-    _clear(out, rows * broad)
+    _clear(out, rows * padded_depth)
     for begin in range(0, count, part):
-        here, dtype, at, stride, columns = min(part, count - begin), a[DTYPE], source, depth * item, depth
+        part_tokens, dtype, at, stride, columns = min(part, count - begin), a[DTYPE], source, depth * item, depth
         if depth % VECTOR != 0:
-            dtype, at, stride, columns = F32, values, 4 * broad, broad
-            for j in range(here):
-                row = f32_at(values + 4 * j * broad)
-                expand(source + j * depth * item, a[DTYPE], values + 4 * j * broad, depth)
-                for i in range(depth, broad):
+            dtype, at, stride, columns = F32, values, 4 * padded_depth, padded_depth
+            for j in range(part_tokens):
+                row = f32_at(values + 4 * j * padded_depth)
+                expand(source + j * depth * item, a[DTYPE], values + 4 * j * padded_depth, depth)
+                for i in range(depth, padded_depth):
                     row[i] = ZERO
-        stored_outputs(weights + 4 * begin, at, stride, dtype, out, 4 * broad, rows, columns, here, ahead)
+        stored_outputs(weights + 4 * begin, at, stride, dtype, out, 4 * padded_depth, rows, columns, part_tokens, ahead)
         source, ahead = source + a[PART_STRIDE], ahead + depth * part * item
 
 
@@ -101,22 +101,22 @@ def _outputs_of(a, entry, kv, weights, rows, count, values, broad, out, ahead):
 def attend_decode(args, worker, counter):
     """Partials for few tokens. Blocks of work: a KV head and RUN page blocks. Without PAGES, sealed blocks are left to another kernel.
 
-    Scratch per worker, float32: Q[rows, D], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D]; rows in multiples of LOW_ROWS.
+    Scratch per worker, float32: Q[rows, D], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D]; rows in multiples of DECODE_TILE_ROWS.
     """
     a = i64_at(args)
-    tokens, heads, kv_heads, depth, seen = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[TO] - a[FROM]
+    tokens, heads, kv_heads, depth, num_blocks = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[TO] - a[FROM]
     group = heads // kv_heads
     rows = tokens * group
-    padded = (rows + LOW_ROWS - 1) // LOW_ROWS * LOW_ROWS
-    broad = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
+    padded = (rows + DECODE_TILE_ROWS - 1) // DECODE_TILE_ROWS * DECODE_TILE_ROWS
+    padded_depth = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
     scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
     query = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     values = query + 4 * padded * depth
-    scores = values + 4 * PAGE * broad
+    scores = values + 4 * PAGE * padded_depth
     part = scores + 4 * padded * PAGE
     sealed_from, sealed_to = (a[TO], a[TO]) if a[PAGES] else sealed_rows(a)
-    seen -= sealed_to - sealed_from
-    runs, loaded = (seen + RUN - 1) // RUN, -1
+    num_blocks -= sealed_to - sealed_from
+    runs, loaded = (num_blocks + RUN - 1) // RUN, -1
     region, ended = first_region(worker), int64(0)
     while True:
         job, region, ended = take_block(counter, region, ended, kv_heads * runs)
@@ -125,10 +125,10 @@ def attend_decode(args, worker, counter):
         kv, begin = job // runs, job % runs * RUN
         if loaded != kv:
             _load_queries(a, part, kv, 0, rows, padded)
-            turn_rows(part, padded, depth, query)
+            transpose_rows(part, padded, depth, query)
             loaded = kv
-        for place in range(begin, min(begin + RUN, seen)):
-            block = a[FROM] + place
+        for index in range(begin, min(begin + RUN, num_blocks)):
+            block = a[FROM] + index
             if block >= sealed_from:
                 block += sealed_to - sealed_from
             entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
@@ -141,7 +141,7 @@ def attend_decode(args, worker, counter):
                     f32_at(partial)[r * (depth + 2) + depth] = MINUS_INF
                     f32_at(partial)[r * (depth + 2) + depth + 1] = ZERO
                 continue
-            last = block + 1 >= a[TO] or block + 1 == sealed_from  # nothing is known to come
+            last = block + 1 >= a[TO] or block + 1 == sealed_from  # the following block is not known
             following = entry if last else i64_at(a[TABLE] + 8 * COLUMNS * (block + 1))
             _scores_of(a, entry, kv, query, padded, count, scores)
             left = _capped(scores, padded, scale, softcap)
@@ -152,9 +152,9 @@ def attend_decode(args, worker, counter):
                 if r < rows:
                     o = f32_at(partial + 4 * r * (depth + 2))
                     o[depth], o[depth + 1] = m, l
-            _outputs_of(a, entry, kv, scores, padded, count, values, broad, part, _keys_of(a, following, kv))
+            _outputs_of(a, entry, kv, scores, padded, count, values, padded_depth, part, _keys_of(a, following, kv))
             for r in range(rows):
-                o, source = f32_at(partial + 4 * r * (depth + 2)), f32_at(part + 4 * r * broad)
+                o, source = f32_at(partial + 4 * r * (depth + 2)), f32_at(part + 4 * r * padded_depth)
                 for i in range(depth):
                     o[i] = source[i]
 
@@ -182,7 +182,7 @@ def merge_decode(args, worker, counter):
             o[i] = o[i] / l
 
 
-def most_tokens(floats: int, heads: int, layout: PageLayout, blocks: int) -> int:
+def max_tokens(floats: int, heads: int, layout: PageLayout, blocks: int) -> int:
     """Number of tokens whose partials fit into `floats`, among those that `attend_decode` takes at once; at least 1."""
     return max(1, min(_tokens_of_rows(heads // layout.kv_heads), floats // (heads * blocks * (layout.head_dim + 2))))
 
@@ -193,12 +193,12 @@ def partials_floats(tokens: int, heads: int, head_dim: int, blocks: int) -> int:
 
 
 def _tokens_of_rows(group: int) -> int:
-    return max(1, MOST_ROWS // group)
+    return max(1, MAX_QUERY_ROWS // group)
 
 
 def attend_decode_scratch(tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
     """Floats of scratch per worker for `attend_decode`, which takes fewer tokens at once if query heads share a KV head."""
     tokens = min(tokens, _tokens_of_rows(heads // kv_heads))
-    broad = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
-    rows = -(-tokens * (heads // kv_heads) // LOW_ROWS) * LOW_ROWS
-    return rows * (head_dim + PAGE + broad) + PAGE * broad
+    padded_depth = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
+    rows = -(-tokens * (heads // kv_heads) // DECODE_TILE_ROWS) * DECODE_TILE_ROWS
+    return rows * (head_dim + PAGE + padded_depth) + PAGE * padded_depth

@@ -22,8 +22,8 @@ def _add_scaled(convert, item: int):
         """sums[i] = fma(weights[i], factor, sums[i]) for `vectors` >= 1 times VECTOR values; addresses, and a float32."""
         scale = splat(builder, factor, FLOATS)
         loop = Loop(builder, vectors, [], "scaled")
-        place = builder.add(sums, builder.mul(loop.turn, I64(4 * VECTOR)))
-        value = convert(builder, builder.add(weights, builder.mul(loop.turn, I64(item * VECTOR))))
+        place = builder.add(sums, builder.mul(loop.index, I64(4 * VECTOR)))
+        value = convert(builder, builder.add(weights, builder.mul(loop.index, I64(item * VECTOR))))
         store(builder, fma(builder, value, scale, load(builder, place, FLOATS, 4)), place, 4)
         loop.end([])
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ...quant.weight import Bundles, Linear, Norm
     from .ops import CpuOps
 
-FEW = 8  # as for whole matrices: more tokens take the tiles of a prompt
+FEW_TOKENS = 8  # as for whole matrices: more tokens use the tiled kernels
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
@@ -30,18 +30,18 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     if not dims.bundled:
         return {}
     columns = -(-chunk // TILE_COLUMNS) * TILE_COLUMNS
-    return {"lanes": max(FEW * kernels.MOST_LANES * dims.hidden, (dims.hidden + TILE_ROWS) * columns)}
+    return {"lanes": max(FEW_TOKENS * kernels.MAX_LANES * dims.hidden, (dims.hidden + TILE_ROWS) * columns)}
 
 
 def bundled_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, bundles: Bundles, act: str,
                 see: Callable[[np.ndarray], None] | None = None, after: Norm | None = None, factor: float = 1.0) -> np.ndarray:
     """`CpuOps.gated_mlp` with `up` and `down` in bundles; `CpuOps.mlp` if they hold no `up`, and `gate` is its matrix. In place."""
-    if (outs := ops._remembered(x, norm, (gate,), linear.PLAIN, "none")) is None:
+    if (outs := ops._run_cached(x, norm, (gate,), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take("gate", len(x), gate.weight.shape[0])]
-        ops._matrix(x, norm, [gate], outs, linear.PLAIN, "none")
+        ops._run_stage(x, norm, [gate], outs, linear.PLAIN, "none")
     plain = after is not None or factor != 1.0
     out = ops.workspace.take("y0", *x.shape) if plain else x
-    run = _few if len(x) <= FEW else _many
+    run = _few if len(x) <= FEW_TOKENS else _many
     run(ops, x, norm, outs[0], bundles, act, out, linear.PLAIN if plain else linear.ADD)
     if see is not None:
         see(outs[0])
@@ -86,20 +86,20 @@ def _many(ops: CpuOps, x: np.ndarray, norm: Norm, hidden: np.ndarray, bundles: B
     columns = -(-tokens // TILE_COLUMNS) * TILE_COLUMNS
     if bundles.has_up:
         panels = ops.workspace.take("panels", columns, depth)
-        ops.fill(ops.at(x), tokens, depth, norm, linear.PLAIN, act, (), ())
-        ops.args[linear.FIRST + linear.OUT] = ops.at(panels)
-        ops.run(linear.pack_columns, ops.where, True, ops.args)
+        ops.fill(ops.address_of(x), tokens, depth, norm, linear.PLAIN, act, (), ())
+        ops.args[linear.FIRST + linear.OUT] = ops.address_of(panels)
+        ops.run(linear.pack_columns, ops.args_address, True, ops.args)
     else:
         panels = None
     if panels is None or bundles.thresholds is not None:
         _activate(ops, hidden, bundles, act)
         act = "none"
     block = _fill(ops, x, None, hidden, bundles, act, out, mode)
-    block[kernels.X] = 0 if panels is None else ops.at(panels)
-    block[kernels.PANELS] = ops.at(ops.workspace.take("up", columns, hidden.shape[1]))
+    block[kernels.X] = 0 if panels is None else ops.address_of(panels)
+    block[kernels.PANELS] = ops.address_of(ops.workspace.take("up", columns, hidden.shape[1]))
     block[kernels.BEGINS] = 1
-    for first, count, place, pitch in bundles.holder.groups():
-        block[kernels.COUNT], block[kernels.PLACES], block[kernels.NEURONS], block[kernels.PITCH] = count, place, first, pitch
+    for first, count, group_address, pitch in bundles.holder.groups():
+        block[kernels.COUNT], block[kernels.ADDRESSES], block[kernels.NEURONS], block[kernels.PITCH] = count, group_address, first, pitch
         block[kernels.ENDS] = first + count == hidden.shape[1]
         for kernel in ((kernels.group_up,) if bundles.has_up else ()) + (kernels.pack_group, kernels.group_down):
             ops.run(kernel, address(block), True, block)
@@ -111,17 +111,17 @@ def _fill(ops: CpuOps, x: np.ndarray, norm: Norm | None, hidden: np.ndarray, bun
           mode: int) -> np.ndarray:
     """The argument block of these kernels, except for the neurons."""
     tokens, depth = x.shape
-    ops.fill(ops.at(x), tokens, depth, norm, mode, act, (), ())
+    ops.fill(ops.address_of(x), tokens, depth, norm, mode, act, (), ())
     block = ops.args[: kernels.SLOTS].copy()
     block[kernels.DTYPE : kernels.FFN + 1] = STORED_TYPES[bundles.scheme], bundles.offset, bundles.width, hidden.shape[1]
-    block[kernels.HIDDEN], block[kernels.LANES] = ops.at(hidden), address(ops.workspace.take("lanes", 1))
-    block[kernels.OUT], block[kernels.OUT_STRIDE] = ops.at(out), out.strides[0] // 4
+    block[kernels.HIDDEN], block[kernels.LANES] = ops.address_of(hidden), address(ops.workspace.take("lanes", 1))
+    block[kernels.OUT], block[kernels.OUT_STRIDE] = ops.address_of(out), out.strides[0] // 4
     block[kernels.UP_BIAS], block[kernels.DOWN_BIAS] = address(bundles.up_bias), address(bundles.down_bias)
     return block
 
 
-def _neurons(ops: CpuOps, block: np.ndarray, neurons: np.ndarray, places: np.ndarray) -> None:
+def _neurons(ops: CpuOps, block: np.ndarray, neurons: np.ndarray, addresses: np.ndarray) -> None:
     """Set the neurons of a batch; the arrays are kept alive until the collected jobs have run."""
-    block[kernels.COUNT], block[kernels.PLACES], block[kernels.NEURONS] = len(neurons), address(places), address(neurons)
+    block[kernels.COUNT], block[kernels.ADDRESSES], block[kernels.NEURONS] = len(neurons), address(addresses), address(neurons)
     ops.keep_alive(neurons)
-    ops.keep_alive(places)
+    ops.keep_alive(addresses)

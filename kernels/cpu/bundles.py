@@ -42,16 +42,16 @@ from .linear import (
     biased,
 )
 
-# What a bundle is: stored type, bytes from its beginning to its column of `down`, values of that column; and how many neurons there are.
+# Of a bundle: stored type, bytes before its column of `down`, number of values of that column; then the number of neurons.
 DTYPE, OFFSET, WIDTH, FFN = range(FIRST, FIRST + 4)
-# The neurons of a batch: how many, their addresses and indices (int64 each). Of a group: its first one and the bytes between two.
-COUNT, PLACES, NEURONS, PITCH = range(FIRST + 4, FIRST + 8)
-# Activations [TOKENS, FFN], gates that become what goes into `down`; the lanes of sums; the output; biases (0: none).
+# The neurons of a batch: count, addresses and indices (int64 each). Of a group: its first neuron and the bytes between neurons.
+COUNT, ADDRESSES, NEURONS, PITCH = range(FIRST + 4, FIRST + 8)
+# Activations [TOKENS, FFN], where gates are replaced by the input of `down`; sums per lane; output; biases (0: none).
 HIDDEN, LANES, OUT, OUT_STRIDE, UP_BIAS, DOWN_BIAS, BEGINS, ENDS, PANELS = range(FIRST + 8, FIRST + 17)
 SLOTS = FIRST + 17
 
 UP_BLOCK, OUT_BLOCK = 16, 256
-MOST_LANES = max(FEW_STEP, MANY_STEP)  # neurons come in multiples of it: a rest would be summed in another order
+MAX_LANES = max(FEW_STEP, MANY_STEP)  # neurons come in multiples of it, since a remainder would be summed in a different order
 
 
 @kernel()
@@ -62,7 +62,7 @@ def active_up(args, worker, counter):
     scratch = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     table = scratch + 4 * SUMS
     sums, pointers = f32_at(scratch), i64_at(table)
-    places, neurons, hidden = i64_at(a[PLACES]), i64_at(a[NEURONS]), f32_at(a[HIDDEN])
+    addresses, neurons, hidden = i64_at(a[ADDRESSES]), i64_at(a[NEURONS]), f32_at(a[HIDDEN])
     streams = FEW_ROWS if depth < LONG_DEPTH else MANY_ROWS
     x = a[X]
     ready = a[NORM] == 0
@@ -79,7 +79,7 @@ def active_up(args, worker, counter):
         end = min(begin + UP_BLOCK, count)
         for first in range(begin, end, streams):
             for i in range(streams):
-                pointers[i] = places[min(first + i, end - 1)]
+                pointers[i] = addresses[min(first + i, end - 1)]
             for t in range(tokens):
                 dot(table, streams, dtype, x + 4 * t * depth, depth, scratch)
                 for i in range(min(streams, end - first)):
@@ -94,30 +94,30 @@ def active_down(args, worker, counter):
     a = i64_at(args)
     tokens, dtype, count, width = a[TOKENS], a[DTYPE], a[COUNT], a[WIDTH]
     item = 4 if dtype == F32 else 2
-    places, neurons, hidden = i64_at(a[PLACES]), i64_at(a[NEURONS]), f32_at(a[HIDDEN])
-    lanes = FEW_STEP if FEW_ROWS == (FEW_ROWS if a[FFN] < LONG_DEPTH else MANY_ROWS) else MANY_STEP  # as `dot` tells them apart
+    addresses, neurons, hidden = i64_at(a[ADDRESSES]), i64_at(a[NEURONS]), f32_at(a[HIDDEN])
+    lanes = FEW_STEP if FEW_ROWS == (FEW_ROWS if a[FFN] < LONG_DEPTH else MANY_ROWS) else MANY_STEP  # chosen as in `dot`
     scratch = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     out = f32_at(a[OUT])
     while True:
         first = fetch_add(counter, 1) * OUT_BLOCK
         if first >= width:
             return
-        here = min(OUT_BLOCK, width - first)
+        num_outputs = min(OUT_BLOCK, width - first)
         if a[BEGINS] != 0:
             for row in range(tokens * lanes):
                 sums = f32_at(a[LANES] + 4 * (row * width + first))
-                for n in range(here):
+                for n in range(num_outputs):
                     sums[n] = float32(0.0)
         for i in range(count):
-            column, neuron = places[i] + a[OFFSET] + first * item, neurons[i]
+            column, neuron = addresses[i] + a[OFFSET] + first * item, neurons[i]
             for t in range(tokens):
                 value = hidden[t * a[FFN] + neuron]
                 if value != float32(0.0):
-                    add_scaled(column, dtype, value, a[LANES] + 4 * ((t * lanes + neuron % lanes) * width + first), here // VECTOR)
+                    add_scaled(column, dtype, value, a[LANES] + 4 * ((t * lanes + neuron % lanes) * width + first), num_outputs // VECTOR)
         if a[ENDS] != 0:
             for t in range(tokens):
                 sums = f32_at(a[LANES] + 4 * (t * lanes * width + first))
-                for n in range(here):
+                for n in range(num_outputs):
                     for lane in range(lanes):
                         f32_at(scratch)[lane] = sums[lane * width + n]
                     value = biased(sum_of_four(scratch) if lanes == 4 * VECTOR else sum_of_two(scratch), a[DOWN_BIAS], first + n)
@@ -128,7 +128,7 @@ def active_down(args, worker, counter):
 @kernel()
 def group_up(args, worker, counter):
     """HIDDEN[t, n] = act(HIDDEN[t, n]) * (up[n] . x[t]) for a group of COUNT neurons from NEURONS on, PITCH bytes apart, starting at
-    PLACES.
+    ADDRESSES.
 
     X are packed panels. Blocks are MANY_BLOCK neurons; scratch as for `linear.many_columns`.
     """
@@ -149,7 +149,7 @@ def group_up(args, worker, counter):
         for start in range(0, depth, DEPTH_BLOCK):
             span = min(DEPTH_BLOCK, depth - start)
             for row in range(rows):
-                expand(a[PLACES] + (first + row) * a[PITCH] + start * item, dtype, wide + 4 * row * DEPTH_BLOCK, span)
+                expand(a[ADDRESSES] + (first + row) * a[PITCH] + start * item, dtype, wide + 4 * row * DEPTH_BLOCK, span)
             _blank(wide, rows, tiles, span)
             for panel in range(panels):
                 b = a[X] + 4 * (panel * depth + start) * TILE_COLUMNS
@@ -182,13 +182,13 @@ def pack_group(args, worker, counter):
         panel = fetch_add(counter, 1)
         if panel >= panels:
             return
-        here = min(TILE_COLUMNS, tokens - panel * TILE_COLUMNS)
+        panel_tokens = min(TILE_COLUMNS, tokens - panel * TILE_COLUMNS)
         source = f32_at(a[HIDDEN] + 4 * (panel * TILE_COLUMNS * a[FFN] + a[NEURONS]))
         out = f32_at(a[PANELS] + 4 * panel * count * TILE_COLUMNS)
         for k in range(count):
-            for t in range(here):
+            for t in range(panel_tokens):
                 out[k * TILE_COLUMNS + t] = source[t * a[FFN] + k]
-            for t in range(here, TILE_COLUMNS):
+            for t in range(panel_tokens, TILE_COLUMNS):
                 out[k * TILE_COLUMNS + t] = float32(0.0)
 
 
@@ -201,7 +201,7 @@ def group_down(args, worker, counter):
     columns = panels * TILE_COLUMNS
     item = 4 if dtype == F32 else 2
     wide = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
-    turned, out = f32_at(wide), f32_at(a[OUT])
+    transposed, out = f32_at(wide), f32_at(a[OUT])
     while True:
         first = fetch_add(counter, 1) * MANY_BLOCK
         if first >= width:
@@ -212,9 +212,9 @@ def group_down(args, worker, counter):
         for start in range(0, count, DEPTH_BLOCK):
             span = min(DEPTH_BLOCK, count - start)
             for k in range(span):
-                column = a[PLACES] + (start + k) * a[PITCH] + a[OFFSET] + first * item
+                column = a[ADDRESSES] + (start + k) * a[PITCH] + a[OFFSET] + first * item
                 for row in range(rows):
-                    turned[row * DEPTH_BLOCK + k] = widen(column, dtype, row)
+                    transposed[row * DEPTH_BLOCK + k] = widen(column, dtype, row)
             _blank(wide, rows, tiles, span)
             for panel in range(panels):
                 b = a[PANELS] + 4 * (panel * count + start) * TILE_COLUMNS

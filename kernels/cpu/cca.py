@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the buffers, none without such layers."""
-    own = dims.state
-    return {"made q": chunk * own.values, **dict.fromkeys(("made k", "made v"), chunk * 2 * own.half)} if isinstance(own, CcaShape) else {}
+    shape = dims.state
+    if not isinstance(shape, CcaShape):
+        return {}
+    return {"made q": chunk * shape.values, **dict.fromkeys(("made k", "made v"), chunk * 2 * shape.half)}
 
 
 def scratch_floats(dims: Dims) -> int:
@@ -41,8 +43,8 @@ class CcaStates(Slots):
 
     def places(self, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Destination of queries, keys and values of this many tokens."""
-        own, take = self.shape, self.ops.workspace.take
-        return take("made q", tokens, own.values), take("made k", tokens, 2 * own.half), take("made v", tokens, 2 * own.half)
+        shape, take = self.shape, self.ops.workspace.take
+        return take("made q", tokens, shape.values), take("made k", tokens, 2 * shape.half), take("made v", tokens, 2 * shape.half)
 
     def convolved(self, product: np.ndarray, w: Cca, outs: tuple[np.ndarray, ...] | None = None) -> tuple[np.ndarray, ...]:
         """Queries [T, heads * depth], keys and values [T, kv_heads * depth] from a projection [T, channels + half], in `outs` if given;
@@ -61,22 +63,22 @@ class CcaStates(Slots):
 
 
 def run(states: CcaStates, product: np.ndarray, w: Cca, outs: tuple[np.ndarray, ...]) -> None:
-    ops, block, own, tokens = states.ops, states.block, states.shape, len(product)
+    ops, block, shape, tokens = states.ops, states.block, states.shape, len(product)
     raw = address(states._raw) if tokens <= MAX_DECODE_TOKENS else 0
-    block[X:MEMORY] = ops.at(product), tokens, 0, raw, address(w.conv), address(w.bias)
-    block[loops.HEADS :] = (own.heads, own.kv_heads, own.depth, own.first, own.second, product.shape[1], address(w.by_head),
-                            address(w.head_bias), address(w.temps), *map(ops.at, outs), ops.scratch, ops.scratch_stride)
+    block[X:MEMORY] = ops.address_of(product), tokens, 0, raw, address(w.conv), address(w.bias)
+    block[loops.HEADS :] = (shape.heads, shape.kv_heads, shape.depth, shape.first, shape.second, product.shape[1], address(w.by_head),
+                            address(w.head_bias), address(w.temps), *map(ops.address_of, outs), ops.scratch, ops.scratch_stride)
     ops.run(loops.convolve_heads, address(block), True, block)
 
 
 def run_reference(states: CcaStates, product: np.ndarray, w: Cca, outs: tuple[np.ndarray, ...]) -> None:
     states.ops.flush()
-    own, raw = states.shape, states.log_buffers(len(product))
-    inputs = product[:, : own.channels]
-    found = reference.mix(product, states.last_inputs(states.pass_slots()[0], inputs[:0]), w.conv.reshape(own.first, -1), w.bias,
-                          w.by_head.reshape(own.convolved, own.second, own.depth), w.head_bias, w.temps, own)
-    for out, made in zip(outs, found, strict=True):
-        out[:] = made
+    shape, raw = states.shape, states.log_buffers(len(product))
+    inputs = product[:, : shape.channels]
+    results = reference.mix(product, states.last_inputs(states.pass_slots()[0], inputs[:0]), w.conv.reshape(shape.first, -1), w.bias,
+                            w.by_head.reshape(shape.convolved, shape.second, shape.depth), w.head_bias, w.temps, shape)
+    for out, result in zip(outs, results, strict=True):
+        out[:] = result
     states.keep_inputs(inputs)
     if raw is not None:
         raw[:] = inputs

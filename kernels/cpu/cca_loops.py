@@ -17,8 +17,8 @@ from .arithmetic import dot_of, squares_of
 from .conv_loops import BIAS, CHANNELS, CONTROL, CONV, MEMORY, OWN, RAW, SLOT, TAPS, TOKENS, X, add_tap, copy, input_of
 from .intrinsics import f32_at, fetch_add, i64_at
 
-# Behind those of `conv_loops`, of which X is [TOKENS, WIDE] and MIXED is not used: BY_HEAD [CONVOLVED, SECOND, DEPTH] and its biases, TEMPS
-# [KV_HEADS], Q, K and V. Scratch of a worker: a group's channels, SECOND times.
+# Slots after those of `conv_loops`, of which X is [TOKENS, WIDE] and MIXED is unused: BY_HEAD [CONVOLVED, SECOND, DEPTH] and its biases,
+# TEMPS [KV_HEADS], Q, K and V. Scratch of a worker: a group's channels, SECOND times.
 HEADS, KV_HEADS, DEPTH, FIRST, SECOND, WIDE, BY_HEAD, HEAD_BIAS, TEMPS, Q, K, V, SCRATCH, STRIDE, SLOTS = range(OWN, OWN + 15)
 HALF, SHORTEST = float32(0.5), float32(EPS)
 
@@ -43,12 +43,12 @@ def _head(a, t, head, scratch, out):
     depth, first, second, base = a[DEPTH], a[FIRST], a[SECOND], head * a[DEPTH]
     convolved = (a[HEADS] + a[KV_HEADS]) * depth
     for tap in range(second):
-        made = scratch + 4 * tap * depth
-        copy(a[BIAS] + 4 * base, made, depth)
+        output = scratch + 4 * tap * depth
+        copy(a[BIAS] + 4 * base, output, depth)
         for i in range(first):
             source = _input(a, t - (second - 1) + tap - (first - 1) + i)
             if source != 0:
-                add_tap(made, a[CONV] + 4 * (i * convolved + base), source + 4 * base, depth)
+                add_tap(output, a[CONV] + 4 * (i * convolved + base), source + 4 * base, depth)
     y, bias, x = f32_at(out), f32_at(a[HEAD_BIAS] + 4 * base), f32_at(scratch)
     for o in range(depth):
         y[o] = bias[o] + dot_of(f32_at(a[BY_HEAD] + 4 * (base + o) * second * depth), x, second * depth)
@@ -90,20 +90,20 @@ def convolve_heads(args, worker, counter):
             if control[AFTER] > 0:
                 _keep(a, control[KEPT], control[AFTER])
             continue
-        t, own = block // kv_heads, block % kv_heads
-        if own == 0:
+        t, kv_head = block // kv_heads, block % kv_heads
+        if kv_head == 0:
             _values(a, t)
-        key = a[K] + 4 * (t * kv_heads + own) * depth
-        _head(a, t, heads + own, scratch, key)
+        key = a[K] + 4 * (t * kv_heads + kv_head) * depth
+        _head(a, t, heads + kv_head, scratch, key)
         row, share = a[X] + 4 * t * a[WIDE], HALF / float32(group)
-        y, x = f32_at(key), f32_at(row + 4 * (heads + own) * depth)
-        for head in range(own * group, (own + 1) * group):
+        y, x = f32_at(key), f32_at(row + 4 * (heads + kv_head) * depth)
+        for head in range(kv_head * group, (kv_head + 1) * group):
             query = a[Q] + 4 * (t * heads + head) * depth
             _head(a, t, head, scratch, query)
             z, q = f32_at(query), f32_at(row + 4 * head * depth)
             for i in range(depth):
-                beside = q[i] + x[i]
-                z[i] += HALF * beside
-                y[i] += share * beside
+                residual = q[i] + x[i]
+                z[i] += HALF * residual
+                y[i] += share * residual
             _stretch(query, depth, float32(1.0))
-        _stretch(key, depth, f32_at(a[TEMPS])[own])
+        _stretch(key, depth, f32_at(a[TEMPS])[kv_head])

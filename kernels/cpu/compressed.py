@@ -20,7 +20,7 @@ from . import attention, hyper_connections, ngrams
 from . import compressed_attention as attending
 from . import compressed_loops as loops
 from .rotary_angles import Angles, KeyAngles, cached_angles
-from .row_ops import SHARE_FROM
+from .row_ops import MIN_PARALLEL_SIZE
 from .states import Slots
 
 if TYPE_CHECKING:
@@ -118,28 +118,28 @@ def compress(states: CompressedStates, products: Sequence[np.ndarray], w: Compre
            (products[2:], w.index_bias, shape.index_dim, w.index_norm, 0 if index is None else address(index.memory)))
     for at, (pair, bias, width, norm, memory) in zip((0, loops.SERIES), own):
         if width:
-            block[at : at + loops.SERIES] = *map(ops.at, pair), address(bias), width, address(norm.weight), memory
-    turned = KeyAngles(table, shape.tokens_per_key, position, tokens)
+            block[at : at + loops.SERIES] = *map(ops.address_of, pair), address(bias), width, address(norm.weight), memory
+    angles = KeyAngles(table, shape.tokens_per_key, position, tokens)
     recent = address(states.recent) if table is not None and tokens <= MAX_DECODE_TOKENS else 0
     block[loops.TOKENS :] = (tokens, position, shape.tokens_per_key, shape.rows_per_token, address(states._slots), 4 * shape.slot_floats,
-                             address(states._pass_slots), *turned.at, shape.rope, keys.stored, recent, table is None, ops.scratch,
+                             address(states._pass_slots), *angles.at, shape.rope, keys.stored, recent, table is None, ops.scratch,
                              ops.scratch_stride, 0)
     block.view(np.float64)[loops.EPS] = w.norm.eps
-    for kept in (block, turned.cos, turned.sin):
-        ops.keep_alive(kept)
-    ops.refresh(partial(_move, block, turned))
-    ops.run(loops.compress, address(block), tokens * sum(shape.pooled_products) >= SHARE_FROM)
+    for array in (block, angles.cos, angles.sin):
+        ops.keep_alive(array)
+    ops.refresh(partial(_move, block, angles))
+    ops.run(loops.compress, address(block), tokens * sum(shape.pooled_products) >= MIN_PARALLEL_SIZE)
 
 
-def _move(block: np.ndarray, turned: KeyAngles, position: int) -> None:
+def _move(block: np.ndarray, angles: KeyAngles, position: int) -> None:
     block[loops.POSITION] = position
-    turned.move(position)
+    angles.move(position)
 
 
 def attend(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, keys: CompressedKeys,
            chosen: Chosen | None, out: np.ndarray) -> None:
-    """Attention of tokens from `position` on over tokens within the window and over `keys`, restricted to those `chosen` per token, if
-    given."""
+    """Attention of tokens from `position` on, over tokens within the window and over `keys`; `chosen`: the keys selected per token, None
+    for all."""
     call = Call("attend compressed", "f32" if pages.layout.stored == F32 else "f16")
     pages.ops.registry.select(call).candidate.run(pages, q, position, blocks, sinks, keys, chosen, out)
 
@@ -148,16 +148,16 @@ def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.
                     chosen: Chosen | None, out: np.ndarray) -> None:
     ops, block = pages.ops, np.zeros(attending.COMPRESSED_SLOTS, np.int64)
     block[: attention.ATTEND_SLOTS] = pages._attend[: attention.ATTEND_SLOTS]
-    block[: attention.HEADS + 1] = (ops.at(q), ops.at(out), len(q), position, len(blocks), address(blocks),
+    block[: attention.HEADS + 1] = (ops.address_of(q), ops.address_of(out), len(q), position, len(blocks), address(blocks),
                                     q.shape[1] // pages.layout.head_dim)
     block[attention.SINKS] = address(sinks)
-    lead = int(blocks[1, attention.FIRST]) if len(blocks) > 1 and blocks[1, attention.FIRST] != PAGE else 0
+    sink_tokens = int(blocks[1, attention.FIRST]) if len(blocks) > 1 and blocks[1, attention.FIRST] != PAGE else 0
     units = (0, 0, 0) if chosen is None else (address(chosen.units), chosen.shape.top_k, chosen.first)
     at_once = attending.heads_per_job(q.shape[1] // pages.layout.head_dim, len(q), ops.pool.workers)
-    block[attending.KEYS :] = address(keys.memory), keys.shape.tokens_per_key, *units, lead, at_once
+    block[attending.KEYS :] = address(keys.memory), keys.shape.tokens_per_key, *units, sink_tokens, at_once
     ops.keep_alive(block)
     if len(q) > MAX_DECODE_TOKENS:
-        ops.never_replay()
+        ops.discard_recording()
     ops.refresh(partial(block.__setitem__, attention.POSITION))
     ops.run(attending.attend_compressed, address(block))
 
@@ -175,8 +175,8 @@ class WideOps:
 
 
 def turn(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, back: bool) -> None:
-    ops.args[: loops.T_SLOTS] = ops.at(y), len(y), heads, head_dim, 2 * angles.cos.shape[1], *angles.at, back
-    ops.run(loops.turn_tails, ops.where, y.size >= SHARE_FROM, ops.args)
+    ops.args[: loops.T_SLOTS] = ops.address_of(y), len(y), heads, head_dim, 2 * angles.cos.shape[1], *angles.at, back
+    ops.run(loops.turn_tails, ops.args_address, y.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
 def turn_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, back: bool) -> None:
@@ -192,39 +192,40 @@ def compress_reference(states: CompressedStates, products: Sequence[np.ndarray],
     parts, size, first = shape.rows_per_token, 3 * shape.rows_per_token * shape.width, position // shape.tokens_per_key
     if table is not None and len(products[0]) <= MAX_DECODE_TOKENS:
         states.recent[: loops.HEAD].view(np.int64)[:] = position, len(products[0])
-        kept = np.concatenate([product.reshape(-1) for product in products])
-        states.recent[loops.HEAD :][: len(kept)] = kept
+        log = np.concatenate([product.reshape(-1) for product in products])
+        states.recent[loops.HEAD :][: len(log)] = log
     source = np.zeros_like(states.state_in(0)) if pass_slots[FROM] == NO_SLOT else states.state_in(pass_slots[FROM]).copy()
     series = (slice(0, size), products[:2], w.bias, w.norm, shape.width), (slice(size, shape.own_floats), products[2:], w.index_bias,
                                                                            w.index_norm, shape.index_dim)
-    for place, (own, pair, bias, norm, width) in enumerate(series):
+    for series_index, (part, pair, bias, norm, width) in enumerate(series):
         if not width:
             continue
-        made, behind, between = meaning.compress(*pair, bias, position, shape.tokens_per_key, source[own].reshape(parts, 3, width),
-                                                 int(pass_slots[AFTER]) or None)
-        states.state_in(pass_slots[TO])[own] = behind.reshape(-1)
+        new_keys, accumulators, between = meaning.compress(*pair, bias, position, shape.tokens_per_key,
+                                                           source[part].reshape(parts, 3, width),
+                                                           int(pass_slots[AFTER]) or None)
+        states.state_in(pass_slots[TO])[part] = accumulators.reshape(-1)
         if pass_slots[AFTER]:
-            states.state_in(pass_slots[KEPT])[own] = between.reshape(-1)
-        if table is None or not len(made):
+            states.state_in(pass_slots[KEPT])[part] = between.reshape(-1)
+        if table is None or not len(new_keys):
             continue
-        turns = table.turns((first + np.arange(len(made))) * shape.tokens_per_key)
-        made = meaning.finished(made, (norm.kind, norm.weight, None, norm.eps), *turns)
-        if place == 0:
-            keys.rows[first : first + len(made)] = made
+        angles = table.turns((first + np.arange(len(new_keys))) * shape.tokens_per_key)
+        new_keys = meaning.finished(new_keys, (norm.kind, norm.weight, None, norm.eps), *angles)
+        if series_index == 0:
+            keys.rows[first : first + len(new_keys)] = new_keys
         else:
-            at, held = first + np.arange(len(made)), index.memory.view(keys.rows.dtype).reshape(-1, width, PAGE)
-            held[at // PAGE, :, at % PAGE] = made
+            at, index_keys = first + np.arange(len(new_keys)), index.memory.view(keys.rows.dtype).reshape(-1, width, PAGE)
+            index_keys[at // PAGE, :, at % PAGE] = new_keys
 
 
 def attend_reference(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, keys: CompressedKeys,
                      chosen: Chosen | None, out: np.ndarray) -> None:
     pages.ops.flush()
     near, _, at = pages.gathered(blocks)
-    closed, seen = keys.shape.keys(position + len(q)), None
+    closed, visible = keys.shape.keys(position + len(q)), None
     if chosen is not None:
-        seen = np.ones((len(q), closed), bool)
-        seen[chosen.first :] = reference_indexer.seen(chosen.units.reshape(len(q) - chosen.first, 1, -1), closed, 1, chosen.shape)[:, 0]
+        visible = np.ones((len(q), closed), bool)
+        visible[chosen.first :] = reference_indexer.seen(chosen.units.reshape(len(q) - chosen.first, 1, -1), closed, 1, chosen.shape)[:, 0]
     split = q.reshape(len(q), -1, pages.layout.head_dim)
     out[:] = meaning.attend(split, near[:, 0], keys.rows[:closed], position, at, keys.shape.tokens_per_key, pages.scale, pages.window,
                             sinks,
-                            seen).reshape(out.shape)
+                            visible).reshape(out.shape)

@@ -45,64 +45,64 @@ from .attention import (
 from .inner_loops import TILE_COLUMNS, TILE_ROWS, product
 from .intrinsics import f32_at, f64_at, fetch_add, i32_at, i64_at
 
-# Slots behind those of `attention.py`: KEYS of RATE tokens each; UNITS int32 [tokens, COUNT] of those that have more than COUNT closed
-# ones, 0 for none, where all are seen; the first FIRST tokens see all. LEAD tokens lie before the first page. AT_ONCE heads of a token are
-# a job.
-KEYS, RATE, UNITS, COUNT, FIRST, LEAD, AT_ONCE, COMPRESSED_SLOTS = range(ATTEND_SLOTS, ATTEND_SLOTS + 8)
-MOST_AT_ONCE, FEWEST_AT_ONCE = 64, 16  # heads of a query that share a tile that is brought
+# Slots after those of `attention.py`. KEYS: of RATE tokens each. UNITS int32 [tokens, COUNT]: keys selected for tokens that see more than
+# COUNT complete keys, 0 if every token sees all; the first FIRST tokens see all. SINK_TOKENS: tokens before the first page. HEADS_AT_ONCE:
+# heads of a token per job.
+KEYS, RATE, UNITS, COUNT, FIRST, SINK_TOKENS, HEADS_AT_ONCE, COMPRESSED_SLOTS = range(ATTEND_SLOTS, ATTEND_SLOTS + 8)
+MAX_HEADS_AT_ONCE, MIN_HEADS_AT_ONCE = 64, 16  # heads of a query that share a gathered tile of keys
 KEY_ROWS = (PAGE + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-TURN = 16  # numbers that are turned at once: a cache line
+TRANSPOSE_WIDTH = 16  # values transposed at once: a cache line
 
 
 @inlined()
-def _bring_tokens(a, first, seen, values, broad):
+def _gather_tokens(a, first, count, values, padded_depth):
     """Consecutive tokens from `first` on as float32 rows."""
-    depth, part, item, lead = a[HEAD_DIM], a[ROWS], 4 if a[DTYPE] == F32 else 2, a[LEAD]
-    for j in range(seen):
+    depth, part, item, sink_tokens = a[HEAD_DIM], a[ROWS], 4 if a[DTYPE] == F32 else 2, a[SINK_TOKENS]
+    for j in range(count):
         at, block, row = first + j, 0, first + j
-        if at >= lead:
-            block, row = (at - lead) // PAGE + (1 if lead > 0 else 0), (at - lead) % PAGE
+        if at >= sink_tokens:
+            block, row = (at - sink_tokens) // PAGE + (1 if sink_tokens > 0 else 0), (at - sink_tokens) % PAGE
         entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
         base = a[PAGES] if entry[SEALED] else a[EXACT]
         source = base + entry[INDEX] * a[PAGE_STRIDE] + row // part * a[PART_STRIDE] + HEADER_NBYTES
-        expand(source + a[SIDE] + row % part * depth * item, a[DTYPE], values + 4 * j * broad, depth)
+        expand(source + a[SIDE] + row % part * depth * item, a[DTYPE], values + 4 * j * padded_depth, depth)
 
 
 @inlined()
-def _bring_keys(a, units, first, seen, values, broad):
+def _gather_keys(a, units, first, count, values, padded_depth):
     """Keys from number `first` on, or of those selected, as float32 rows."""
     depth, item = a[HEAD_DIM], 4 if a[DTYPE] == F32 else 2
-    for j in range(seen):
+    for j in range(count):
         key = first + j
         if units != 0:
             key = i32_at(units)[key]
-        expand(a[KEYS] + key * depth * item, a[DTYPE], values + 4 * j * broad, depth)
+        expand(a[KEYS] + key * depth * item, a[DTYPE], values + 4 * j * padded_depth, depth)
 
 
 @inlined()
-def _turned_queries(source, here, depth, queries, columns):
+def _transposed_queries(source, num_heads, depth, queries, columns):
     """Transpose rows [here, depth] -> QUERIES [depth, columns], zero-padded."""
-    for begin in range(0, depth, TURN):
-        end = min(depth, begin + TURN)
-        for r in range(here):
-            own, turned = f32_at(source + 4 * r * depth), f32_at(queries)
+    for begin in range(0, depth, TRANSPOSE_WIDTH):
+        end = min(depth, begin + TRANSPOSE_WIDTH)
+        for r in range(num_heads):
+            source_row, transposed = f32_at(source + 4 * r * depth), f32_at(queries)
             for i in range(begin, end):
-                turned[i * columns + r] = own[i]
+                transposed[i * columns + r] = source_row[i]
     for i in range(depth):
-        rest = f32_at(queries + 4 * i * columns)
-        for r in range(here, columns):
-            rest[r] = ZERO
+        padding = f32_at(queries + 4 * i * columns)
+        for r in range(num_heads, columns):
+            padding[r] = ZERO
 
 
 @inlined()
-def _turned_scores(found, seen, here, columns, scores):
-    """Transpose scores by key [seen, columns] -> rows of PAGE, one for each of `here` heads."""
-    for begin in range(0, here, TURN):
-        end = min(here, begin + TURN)
-        for j in range(seen):
-            own, turned = f32_at(found + 4 * j * columns), f32_at(scores)
+def _transposed_scores(products, count, num_heads, columns, scores):
+    """Transpose scores by key [seen, columns] -> rows of PAGE, one for each of `num_heads` heads."""
+    for begin in range(0, num_heads, TRANSPOSE_WIDTH):
+        end = min(num_heads, begin + TRANSPOSE_WIDTH)
+        for j in range(count):
+            product, score_row = f32_at(products + 4 * j * columns), f32_at(scores)
             for r in range(begin, end):
-                turned[r * PAGE + j] = own[r]
+                score_row[r * PAGE + j] = product[r]
 
 
 @kernel({"contract"})
@@ -114,29 +114,30 @@ def attend_compressed(args, worker, counter):
     values.
     """
     a, reals = i64_at(args), f64_at(args)
-    heads, depth, most = a[HEADS], a[HEAD_DIM], a[AT_ONCE]
-    broad, columns = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS, (most + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
-    padded = (most + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    heads, depth, heads_at_once = a[HEADS], a[HEAD_DIM], a[HEADS_AT_ONCE]
+    padded_depth = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
+    columns = (heads_at_once + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
+    padded = (heads_at_once + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     queries = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     values = queries + 4 * depth * columns
-    found = values + 4 * KEY_ROWS * broad
-    scores = found + 4 * KEY_ROWS * columns
+    products = values + 4 * KEY_ROWS * padded_depth
+    scores = products + 4 * KEY_ROWS * columns
     part = scores + 4 * padded * PAGE
-    stats = f32_at(part + 4 * padded * broad)
-    o = part + 4 * padded * (broad + 2)
+    stats = f32_at(part + 4 * padded * padded_depth)
+    o = part + 4 * padded * (padded_depth + 2)
     total = f32_at(o + 4 * padded * depth)
-    groups = (heads + most - 1) // most
-    rest = f32_at(values)
-    for i in range(KEY_ROWS * broad):  # what no key fills is multiplied too, and left
-        rest[i] = ZERO
+    groups = (heads + heads_at_once - 1) // heads_at_once
+    padding = f32_at(values)
+    for i in range(KEY_ROWS * padded_depth):  # unused key rows are multiplied too, and their results ignored
+        padding[i] = ZERO
     while True:
         job = fetch_add(counter, 1)
         if job >= groups * a[TOKENS]:
             return
-        t, begin = job // groups, job % groups * most
-        here, position = min(most, heads - begin), a[POSITION] + t
-        _turned_queries(a[Q] + 4 * (t * heads + begin) * depth, here, depth, queries, columns)
-        for r in range(here):
+        t, begin = job // groups, job % groups * heads_at_once
+        num_heads, position = min(heads_at_once, heads - begin), a[POSITION] + t
+        _transposed_queries(a[Q] + 4 * (t * heads + begin) * depth, num_heads, depth, queries, columns)
+        for r in range(num_heads):
             total[2 * r], total[2 * r + 1] = MINUS_INF, ZERO
         near = min(position + 1, a[WINDOW])
         closed, units = (position + 1) // a[RATE], 0
@@ -145,24 +146,24 @@ def attend_compressed(args, worker, counter):
         windows = (near + PAGE - 1) // PAGE
         for tile in range(windows + (closed + PAGE - 1) // PAGE):
             if tile < windows:
-                seen = min(PAGE, near - tile * PAGE)
-                _bring_tokens(a, position + 1 - near + tile * PAGE, seen, values, broad)
+                count = min(PAGE, near - tile * PAGE)
+                _gather_tokens(a, position + 1 - near + tile * PAGE, count, values, padded_depth)
             else:
                 first = (tile - windows) * PAGE
-                seen = min(PAGE, closed - first)
-                _bring_keys(a, units, first, seen, values, broad)
-            rows = (seen + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-            product(values, 4 * broad, queries, 4 * columns, found, 4 * columns, rows, columns, depth)
-            _turned_scores(found, seen, here, columns, scores)
-            left = _capped(scores, here, float32(reals[SCALE]), float32(reals[SOFTCAP]))
+                count = min(PAGE, closed - first)
+                _gather_keys(a, units, first, count, values, padded_depth)
+            rows = (count + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+            product(values, 4 * padded_depth, queries, 4 * columns, products, 4 * columns, rows, columns, depth)
+            _transposed_scores(products, count, num_heads, columns, scores)
+            left = _capped(scores, num_heads, float32(reals[SCALE]), float32(reals[SOFTCAP]))
             for r in range(padded):
-                stats[2 * r], stats[2 * r + 1] = _softmax_row(scores + 4 * r * PAGE, 0, seen if r < here else 0, left)
-            product(scores, 4 * PAGE, values, 4 * broad, part, 4 * broad, padded, broad, seen)
-            for r in range(here):
-                m, l = _merge(f32_at(o + 4 * r * depth), total[2 * r], total[2 * r + 1], f32_at(part + 4 * r * broad), stats[2 * r],
+                stats[2 * r], stats[2 * r + 1] = _softmax_row(scores + 4 * r * PAGE, 0, count if r < num_heads else 0, left)
+            product(scores, 4 * PAGE, values, 4 * padded_depth, part, 4 * padded_depth, padded, padded_depth, count)
+            for r in range(num_heads):
+                m, l = _merge(f32_at(o + 4 * r * depth), total[2 * r], total[2 * r + 1], f32_at(part + 4 * r * padded_depth), stats[2 * r],
                               stats[2 * r + 1], depth)
                 total[2 * r], total[2 * r + 1] = m, l
-        for r in range(here):
+        for r in range(num_heads):
             target, result = f32_at(a[OUT] + 4 * (t * heads + begin + r) * depth), f32_at(o + 4 * r * depth)
             l = _with_sink(a, begin + r, total[2 * r], total[2 * r + 1])
             for i in range(depth):
@@ -171,15 +172,15 @@ def attend_compressed(args, worker, counter):
 
 def heads_per_job(heads: int, tokens: int, workers: int) -> int:
     """Heads per job: all that share the gathered rows, unless that leaves a worker idle. A head's bits do not depend on it."""
-    most = min(heads, MOST_AT_ONCE)
-    while most > FEWEST_AT_ONCE and tokens * -(-heads // most) < workers:
-        most = max(FEWEST_AT_ONCE, most // 2)
-    return most
+    max_heads = min(heads, MAX_HEADS_AT_ONCE)
+    while max_heads > MIN_HEADS_AT_ONCE and tokens * -(-heads // max_heads) < workers:
+        max_heads = max(MIN_HEADS_AT_ONCE, max_heads // 2)
+    return max_heads
 
 
 def scratch_floats(heads: int, head_dim: int) -> int:
     """Floats of scratch per worker."""
-    most = min(heads, MOST_AT_ONCE)
-    broad, columns = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, -(-most // TILE_COLUMNS) * TILE_COLUMNS
-    padded = -(-most // TILE_ROWS) * TILE_ROWS
-    return head_dim * columns + KEY_ROWS * (broad + columns) + padded * (PAGE + broad + head_dim + 4)
+    max_heads = min(heads, MAX_HEADS_AT_ONCE)
+    padded_depth, columns = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, -(-max_heads // TILE_COLUMNS) * TILE_COLUMNS
+    padded = -(-max_heads // TILE_ROWS) * TILE_ROWS
+    return head_dim * columns + KEY_ROWS * (padded_depth + columns) + padded * (PAGE + padded_depth + head_dim + 4)

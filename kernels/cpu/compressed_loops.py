@@ -16,63 +16,64 @@ from ..state_shape import AFTER, FROM, KEPT, TO
 from .arithmetic import MINUS_INF, ZERO, exp, narrow_half, normalise_here
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at
 
-# Slots. Of TOKENS from POSITION on, RATE a key, PARTS rows of a token: two SERIES of argument (keys, and from SERIES slots on those of an
-# index, of width 0 where there is none), each ROWS and WEIGHTS [TOKENS, PARTS * WIDTH], BIAS [RATE, PARTS * WIDTH], NORM [WIDTH], KEYS,
-# where they are kept. MEMORY: states of SLOT bytes, CONTROL: which of them. COS and SIN [keys, TURNED / 2] of the places of those that may
-# close. RECENT: where rows and weights of few tokens are kept behind POSITION and TOKENS, 0 for nowhere; STATES: the states alone are made.
+# Slots. TOKENS from POSITION on, RATE per key, PARTS rows per token. Two series of arguments, for keys and, from SERIES slots on, for index
+# keys (width 0: none), each with ROWS and WEIGHTS [TOKENS, PARTS * WIDTH], BIAS [RATE, PARTS * WIDTH], NORM [WIDTH] and KEYS, the storage
+# of complete keys. MEMORY: states of SLOT bytes; CONTROL: the slots of the pass. COS and SIN [keys, NUM_ROTARY / 2]: angles of keys that
+# may become complete. RECENT: the log of rows and weights of few tokens, after POSITION and TOKENS; 0: none. STATES: update only the
+# states.
 (ROWS, WEIGHTS, BIAS, WIDTH, NORM, KEYS, SERIES) = range(7)
-(TOKENS, POSITION, RATE, PARTS, MEMORY, SLOT, CONTROL, COS, SIN, TURNED, DTYPE, RECENT, STATES, SCRATCH, STRIDE, EPS,
+(TOKENS, POSITION, RATE, PARTS, MEMORY, SLOT, CONTROL, COS, SIN, NUM_ROTARY, DTYPE, RECENT, STATES, SCRATCH, STRIDE, EPS,
  SLOTS) = range(2 * SERIES, 2 * SERIES + 17)
-# Slots of `turn_tails`: Y [TOKENS, HEADS * DEPTH], in place; of each head the last TURNED channels by COS and SIN [TOKENS, TURNED / 2],
-# with BACK the other way round.
-HEAD = 4  # floats of RECENT in front of rows and weights
+# Slots of `turn_tails`: Y [TOKENS, HEADS * DEPTH], in place; the last NUM_ROTARY channels of each head are rotated by COS and SIN [TOKENS,
+# NUM_ROTARY / 2], backwards with BACK.
+HEAD = 4  # floats of RECENT before rows and weights
 T_Y, T_TOKENS, T_HEADS, T_DEPTH, T_TURNED, T_COS, T_SIN, T_BACK, T_SLOTS = range(9)
 
 
 @inlined({"contract"})
-def _turn(row, cos, sin, pairs, sign):
+def _rotate_tail(row, cos, sin, pairs, sign):
     """Rotate adjacent pairs in place."""
     y, c, s = f32_at(row), f32_at(cos), f32_at(sin)
     for i in range(pairs):
-        low, high, turned = y[2 * i], y[2 * i + 1], s[i] * sign
-        y[2 * i] = low * c[i] - high * turned
-        y[2 * i + 1] = high * c[i] + low * turned
+        low, high, signed_sin = y[2 * i], y[2 * i + 1], s[i] * sign
+        y[2 * i] = low * c[i] - high * signed_sin
+        y[2 * i + 1] = high * c[i] + low * signed_sin
 
 
 @kernel()
 def turn_tails(args, worker, counter):
     """Rotary embedding of the last channels of heads. Blocks are tokens."""
     a = i64_at(args)
-    heads, depth, turned = a[T_HEADS], a[T_DEPTH], a[T_TURNED]
+    heads, depth, num_rotary = a[T_HEADS], a[T_DEPTH], a[T_TURNED]
     sign = float32(-1.0) if a[T_BACK] else float32(1.0)
     while True:
         t = fetch_add(counter, 1)
         if t >= a[T_TOKENS]:
             return
-        at = 2 * t * turned
+        at = 2 * t * num_rotary
         for head in range(heads):
-            _turn(a[T_Y] + 4 * ((t * heads + head + 1) * depth - turned), a[T_COS] + at, a[T_SIN] + at, turned // 2, sign)
+            _rotate_tail(a[T_Y] + 4 * ((t * heads + head + 1) * depth - num_rotary), a[T_COS] + at, a[T_SIN] + at, num_rotary // 2, sign)
 
 
 @inlined({"contract"})
-def _take_in(way, row, weight, bias, width):
+def _take_in(accumulator, row, weight, bias, width):
     """Add one more token to an accumulator (maximum, sum, weighted sum); all addresses."""
-    most, total, weighed = f32_at(way), f32_at(way + 4 * width), f32_at(way + 8 * width)
+    maxima, total, weighed = f32_at(accumulator), f32_at(accumulator + 4 * width), f32_at(accumulator + 8 * width)
     x, w, b = f32_at(row), f32_at(weight), f32_at(bias)
     for i in range(width):
-        own = w[i] + b[i]
-        before = most[i] if total[i] > ZERO else MINUS_INF
-        top = max(before, own)
-        kept, new = exp(before - top), exp(own - top)
-        total[i] = total[i] * kept + new
-        weighed[i] = weighed[i] * kept + new * x[i]
-        most[i] = top
+        logit = w[i] + b[i]
+        before = maxima[i] if total[i] > ZERO else MINUS_INF
+        top = max(before, logit)
+        old_factor, new_factor = exp(before - top), exp(logit - top)
+        total[i] = total[i] * old_factor + new_factor
+        weighed[i] = weighed[i] * old_factor + new_factor * x[i]
+        maxima[i] = top
 
 
 @inlined()
-def _begin(a, width, at, way):
+def _begin(a, width, at, accumulator):
     """Load the accumulator at `at` bytes into the state the pass began with; empty if that is below 0, or at the start of the text."""
-    y, source = f32_at(way), i64_at(a[CONTROL])[FROM]
+    y, source = f32_at(accumulator), i64_at(a[CONTROL])[FROM]
     if at < 0 or source < 0:
         for i in range(3 * width):
             y[i] = ZERO
@@ -83,26 +84,26 @@ def _begin(a, width, at, way):
 
 
 @inlined()
-def _token(a, series, position, part, way):
+def _token(a, series, position, part, accumulator):
     """Add the token at `position` to an accumulator, using its row `part`."""
     width, parts = a[series + WIDTH], a[PARTS]
     row, bias = ((position - a[POSITION]) * parts + part) * width, (position % a[RATE] * parts + part) * width
-    _take_in(way, a[series + ROWS] + 4 * row, a[series + WEIGHTS] + 4 * row, a[series + BIAS] + 4 * bias, width)
+    _take_in(accumulator, a[series + ROWS] + 4 * row, a[series + WEIGHTS] + 4 * row, a[series + BIAS] + 4 * bias, width)
 
 
 @inlined()
-def _on_its_way(a, series, base, key, end, way):
+def _in_progress(a, series, base, key, end, accumulator):
     """Accumulate key number `key` over the tokens before `end`."""
     begin, rate, width = a[POSITION], a[RATE], a[series + WIDTH]
     first = begin // rate
     if key == first:
-        _begin(a, width, base, way)
+        _begin(a, width, base, accumulator)
     else:
-        _begin(a, width, base + 12 * width if a[PARTS] == 2 and key - 1 == first else -1, way)
+        _begin(a, width, base + 12 * width if a[PARTS] == 2 and key - 1 == first else -1, accumulator)
         for position in range(max((key - 1) * rate, begin), key * rate if a[PARTS] == 2 else 0):
-            _token(a, series, position, 0, way)
+            _token(a, series, position, 0, accumulator)
     for position in range(max(key * rate, begin), min((key + 1) * rate, end)):
-        _token(a, series, position, a[PARTS] - 1, way)
+        _token(a, series, position, a[PARTS] - 1, accumulator)
 
 
 @inlined()
@@ -110,7 +111,7 @@ def _keep_state(a, slot, end, base, series):
     """Store the state after the tokens before `end`."""
     width, rate = a[series + WIDTH], a[RATE]
     key, at = end // rate, a[MEMORY] + slot * a[SLOT] + base
-    _on_its_way(a, series, base, key, end, at)
+    _in_progress(a, series, base, key, end, at)
     if a[PARTS] == 2:
         _begin(a, width, base + 12 * width if key == a[POSITION] // rate else -1, at + 12 * width)
         for position in range(max(key * rate, a[POSITION]), end):
@@ -118,28 +119,28 @@ def _keep_state(a, slot, end, base, series):
 
 
 @inlined()
-def _close(a, series, base, key, way, turned, eps):
+def _close(a, series, base, key, accumulator, num_rotary, eps):
     """Key number `key` in its final form."""
     width = a[series + WIDTH]
-    _on_its_way(a, series, base, key, (key + 1) * a[RATE], way)
-    total, made = f32_at(way + 4 * width), f32_at(way + 8 * width)
+    _in_progress(a, series, base, key, (key + 1) * a[RATE], accumulator)
+    total, weighted = f32_at(accumulator + 4 * width), f32_at(accumulator + 8 * width)
     for i in range(width):
-        made[i] = made[i] / total[i]
-    normalise_here(way + 8 * width, width, NORM_RMS, a[series + NORM], 0, eps)
-    at = 2 * (key - a[POSITION] // a[RATE]) * turned
-    _turn(way + 8 * width + 4 * (width - turned), a[COS] + at, a[SIN] + at, turned // 2, float32(1.0))
+        weighted[i] = weighted[i] / total[i]
+    normalise_here(accumulator + 8 * width, width, NORM_RMS, a[series + NORM], 0, eps)
+    at = 2 * (key - a[POSITION] // a[RATE]) * num_rotary
+    _rotate_tail(accumulator + 8 * width + 4 * (width - num_rotary), a[COS] + at, a[SIN] + at, num_rotary // 2, float32(1.0))
     item, step = 4 if a[DTYPE] == F32 else 2, 1
     where = a[series + KEYS] + key * width * item
-    if series > 0:  # as an indexer reads them, number by number of many keys
+    if series > 0:  # index keys are stored channel-major
         where, step = a[series + KEYS] + key // PAGE * PAGE * width * item + key % PAGE * item, PAGE
     if item == 4:
         wide = f32_at(where)
         for i in range(width):
-            wide[i * step] = made[i]
+            wide[i * step] = weighted[i]
     else:
         narrow = u16_at(where)
         for i in range(width):
-            narrow[i * step] = narrow_half(made[i])
+            narrow[i * step] = narrow_half(weighted[i])
 
 
 @inlined()
@@ -160,10 +161,10 @@ def _keep_recent(a):
 def compress(args, worker, counter):
     """Accumulate tokens into keys, and store the states after them. Blocks of work: the states, then each key that completes."""
     a = i64_at(args)
-    eps, turned, rate, begin = float32(f64_at(args)[EPS]), a[TURNED], a[RATE], a[POSITION]
+    eps, num_rotary, rate, begin = float32(f64_at(args)[EPS]), a[NUM_ROTARY], a[RATE], a[POSITION]
     end, first = begin + a[TOKENS], begin // rate
-    way, control = a[SCRATCH] + worker * a[STRIDE], i64_at(a[CONTROL])
-    second = 12 * a[PARTS] * a[WIDTH]  # where the index's begin in a state
+    accumulator, control = a[SCRATCH] + worker * a[STRIDE], i64_at(a[CONTROL])
+    second = 12 * a[PARTS] * a[WIDTH]  # offset of the index keys' accumulators in a state
     while True:
         job = fetch_add(counter, 1)
         if job == 0:
@@ -177,9 +178,9 @@ def compress(args, worker, counter):
         key = first + job - 1
         if (key + 1) * rate > end or a[STATES]:
             return
-        _close(a, 0, 0, key, way, turned, eps)
+        _close(a, 0, 0, key, accumulator, num_rotary, eps)
         if a[SERIES + WIDTH] > 0:
-            _close(a, SERIES, second, key, way, turned, eps)
+            _close(a, SERIES, second, key, accumulator, num_rotary, eps)
 
 
 def scratch_floats(width: int) -> int:

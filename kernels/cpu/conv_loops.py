@@ -11,9 +11,9 @@ from ..state_shape import AFTER, FROM, KEPT, TO
 from .arithmetic import ZERO, activate
 from .intrinsics import f32_at, fetch_add, i64_at
 
-# First slots of the argument blocks of these layers' kernels; those of a kind begin at OWN. X, MIXED (results) and RAW (where X is kept, 0
-# for nowhere) [TOKENS, CHANNELS], CONV [TAPS, CHANNELS], BIAS [CHANNELS], 0 for none. MEMORY: slots of SLOT bytes, the state from STATE on;
-# CONTROL: which of them.
+# First slots of the argument blocks of recurrent layers' kernels; those of a kind begin at OWN. X, MIXED (results) and RAW (a copy of X, 0:
+# none) [TOKENS, CHANNELS], CONV [TAPS, CHANNELS], BIAS [CHANNELS] (0: none). MEMORY: slots of SLOT bytes, with the state from STATE on;
+# CONTROL: the slots of the pass.
 X, TOKENS, MIXED, RAW, CONV, BIAS, MEMORY, SLOT, STATE, CONTROL, TAPS, CHANNELS, OWN = range(13)
 
 
@@ -49,7 +49,7 @@ def keep_inputs(a, slot, tokens):
 
 @inlined()
 def next_token(a, counter):
-    """The next token to mix, -1 if none is left. Whoever takes the block after the last token stores the last inputs first."""
+    """The next token to mix, -1 if none is left. The worker that takes the block after the last token first stores the last inputs."""
     t = fetch_add(counter, 1)
     if t == a[TOKENS]:
         control = i64_at(a[CONTROL])

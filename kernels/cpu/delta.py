@@ -14,7 +14,7 @@ from . import delta_loops as loops
 from . import kda_loops
 from .conv_loops import BIAS, X
 from .recurrent import RecurrentStates
-from .row_ops import SHARE_FROM
+from .row_ops import MIN_PARALLEL_SIZE
 
 if TYPE_CHECKING:
     from ...quant.recurrent_weights import GatedDelta
@@ -43,20 +43,21 @@ class DeltaStates(RecurrentStates):
         q, k, v = (part.reshape(len(mixed), heads, -1) for part, heads in zip(np.split(mixed, (shape.keys, 2 * shape.keys), axis=1),
                                                                              (shape.key_heads, shape.key_heads, shape.value_heads)))
         parts = (q, k, v, *np.split(gates, (-shape.value_heads,), axis=1))
-        self.recurred(parts, lambda *own: reference.recur(*own, shape.tiled), out.reshape(v.shape))
+        self.recurred(parts, lambda *projections: reference.recur(*projections, shape.tiled), out.reshape(v.shape))
 
 
 def run(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: GatedDelta, out: np.ndarray) -> None:
     ops, block, shape, loops, tokens = states.ops, states.block, states.shape, states.kernels, len(qkv)
     raw, mixed, gates = states.log_buffers(tokens)
-    block[X:BIAS] = ops.at(qkv), tokens, ops.at(mixed), 0 if raw is None else ops.at(raw), address(w.conv)
-    block[loops.Z : loops.EPS] = (ops.at(z), ops.at(b), ops.at(a), ops.at(gates), ops.at(out), address(w.decay), address(w.dt),
+    block[X:BIAS] = ops.address_of(qkv), tokens, ops.address_of(mixed), 0 if raw is None else ops.address_of(raw), address(w.conv)
+    block[loops.Z : loops.EPS] = (ops.address_of(z), ops.address_of(b), ops.address_of(a), ops.address_of(gates), ops.address_of(out),
+                                  address(w.decay), address(w.dt),
                                   address(w.norm.weight))
     block.view(np.float64)[loops.EPS] = w.norm.eps
     at = address(block)
-    ops.run(loops.mix_inputs, at, tokens * shape.channels >= SHARE_FROM, block)
-    ops.run(loops.recur, at, tokens * shape.state_floats >= SHARE_FROM, block)
-    ops.run((kda_loops if shape.sigmoid_gate else loops).gated_norm, at, tokens * shape.values >= SHARE_FROM, block)
+    ops.run(loops.mix_inputs, at, tokens * shape.channels >= MIN_PARALLEL_SIZE, block)
+    ops.run(loops.recur, at, tokens * shape.state_floats >= MIN_PARALLEL_SIZE, block)
+    ops.run((kda_loops if shape.sigmoid_gate else loops).gated_norm, at, tokens * shape.values >= MIN_PARALLEL_SIZE, block)
 
 
 def run_reference(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: GatedDelta,

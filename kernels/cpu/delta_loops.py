@@ -21,12 +21,12 @@ from .conv_loops import CHANNELS, MIXED, OWN, TOKENS, convolve, keep_raw, next_t
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 from .recurrence_rows import begin_rows, keep_rows, next_rows
 
-ROWS = 32  # of a state, for one thread at a time: 16 KiB where keys are 128 wide
+ROWS = 32  # rows of a state per block of work: 16 KiB with keys of 128 channels
 EPS_OF_KEYS = np.float32(KEY_EPS)
 
-# Slots of all three kernels' argument block behind those of `conv_loops`. Z and OUT [TOKENS, values], B and A [TOKENS, value heads],
-# GATES [TOKENS, 2, value heads], DECAY and DT [value heads], NORM [value dim]. TILED: 0 or 1, see `DeltaShape`;
-# WRITES: a float64, which multiplies beta; BOUND, one too, is of `kda_loops`: what logarithms of decays are above, 0 for nothing.
+# Slots of all three kernels, after those of `conv_loops`. Z and OUT [TOKENS, values], B and A [TOKENS, value heads], GATES [TOKENS, 2,
+# value heads], DECAY and DT [value heads], NORM [value dim]. TILED: 0 or 1, see `DeltaShape`. WRITES: a float64 factor of beta. BOUND, for
+# `kda_loops`: a float64, lower bound of the logarithm of decays, 0 for none.
 Z, B, A, GATES, OUT, DECAY, DT, NORM, EPS, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TILED, WRITES, BOUND, SLOTS = range(OWN, OWN + 17)
 
 
@@ -97,10 +97,11 @@ def recur(args, worker, counter):
         if head < 0:
             return
         state = begin_rows(a, head * width + first, rows, depth)
-        own = (head % a[KEY_HEADS] if a[TILED] != 0 else head * a[KEY_HEADS] // heads) * depth
+        key_offset = (head % a[KEY_HEADS] if a[TILED] != 0 else head * a[KEY_HEADS] // heads) * depth
         for t in range(a[TOKENS]):
             row, gates = a[MIXED] + 4 * t * channels, f32_at(a[GATES] + 8 * t * heads)
-            q, k, v = f32_at(row + 4 * own), f32_at(row + 4 * (keys + own)), f32_at(row + 4 * (2 * keys + head * width + first))
+            q, k = f32_at(row + 4 * key_offset), f32_at(row + 4 * (keys + key_offset))
+            v = f32_at(row + 4 * (2 * keys + head * width + first))
             out, decay, beta = f32_at(a[OUT] + 4 * (t * heads * width + head * width + first)), gates[head], gates[heads + head]
             for j in range(rows):
                 s = f32_at(state + 4 * j * depth)

@@ -10,9 +10,9 @@ from ..lazy_numba import inlined
 from .arithmetic import INFINITY, narrow_half
 from .intrinsics import HAS_HALF, bits_to_f32, f32_at, f32_to_half, u8_at, u16_at
 
-SUBNORMAL = np.float32(2.0**-9)  # what a code without an exponent is a multiple of
-BIAS = 120 << 23  # between the exponents of E4M3 and of float32
-OVERFLOW = np.float32(65520.0)  # what rounds to infinity
+SUBNORMAL = np.float32(2.0**-9)  # unit of codes without an exponent
+BIAS = 120 << 23  # difference of the exponent biases of E4M3 and float32
+OVERFLOW = np.float32(65520.0)  # rounds to infinity in half precision
 
 
 @inlined()
@@ -43,10 +43,10 @@ else:
 @jit("int64(int64, int64)")
 def has_nan(codes, count):
     """1 if one of the `count` codes at an address is NaN, else 0."""
-    code, found = u8_at(codes), np.uint8(0)
+    code, result = u8_at(codes), np.uint8(0)
     for i in range(count):
-        found |= np.uint8((code[i] & np.uint8(127)) == np.uint8(127))
-    return int64(found)
+        result |= np.uint8((code[i] & np.uint8(127)) == np.uint8(127))
+    return int64(result)
 
 
 @jit("void(int64, int64, int64, int64, int64, int64, int64, int64)")
@@ -55,8 +55,8 @@ def e4m3_to_half(codes, rows, depth, scales, stride, high, wide, out):
     apart -> halves [rows, depth] at `out`."""
     for row in range(rows):
         source, target = u8_at(codes + row * depth), u16_at(out + 2 * row * depth)
-        own = f32_at(scales + 4 * (row // high) * stride)
+        row_scales = f32_at(scales + 4 * (row // high) * stride)
         for begin in range(0, depth, wide):
-            scale = own[begin // wide]
+            scale = row_scales[begin // wide]
             for k in range(begin, min(depth, begin + wide)):
                 target[k] = to_half(e4m3(uint32(source[k])) * scale)

@@ -7,8 +7,8 @@ from llvmlite import ir
 from .int8_ir import FLOATS, I8, LANES, constant, load, offset
 from .intrinsics import F16, F32, HAS_HALF, I16, I32
 
-SIGN_AND_REST = 0xBF80 - (1 << 16)  # of a half: what a code fills of it
-TOO_SMALL = 256.0  # so many times are halves too small
+SIGN_AND_REST = 0xBF80 - (1 << 16)  # mask of the bits of a half that a code fills
+HALF_SCALE = 256.0  # factor by which the halves are too small
 
 
 def widen(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
@@ -33,4 +33,4 @@ def small_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Val
     """The fp8 scales of a piece's rows, a byte each, as float32."""
     halves = ir.VectorType(I16, LANES)
     raw = builder.zext(load(builder, offset(builder, address, LANES * piece), ir.VectorType(I8, LANES)), halves)
-    return builder.fmul(widen(builder, halves_of(builder, builder.shl(raw, constant(halves, 8)))), constant(FLOATS, TOO_SMALL))
+    return builder.fmul(widen(builder, halves_of(builder, builder.shl(raw, constant(halves, 8)))), constant(FLOATS, HALF_SCALE))

@@ -12,9 +12,10 @@ from ..lazy_numba import inlined
 from .arithmetic import ONE, ZERO, normalise, sigmoid
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
-# Slots. X [TOKENS, COUNT * WIDTH], the streams; NORMED as many, under a norm of KIND with WEIGHT [COUNT * WIDTH] and EPS, a float64;
-# OPENED as many, what gates are made of. OWN [TOKENS, WIDTH]: what a branch reads, or gave; SAID [TOKENS, COUNT]: how much of it each has.
-X, NORMED, OPENED, OWN, SAID, TOKENS, COUNT, WIDTH, KIND, WEIGHT, EPS, SLOTS = range(12)
+# Slots. X [TOKENS, COUNT * WIDTH]: the streams. NORMED: the same after a norm of KIND with WEIGHT [COUNT * WIDTH] and EPS (float64). GATES:
+# gate logits of the same size. BRANCH [TOKENS, WIDTH]: a branch's input or output. WRITE_LOGITS [TOKENS, COUNT]: logits of the weight with
+# which each stream receives it.
+X, NORMED, GATES, BRANCH, WRITE_LOGITS, TOKENS, COUNT, WIDTH, KIND, WEIGHT, EPS, SLOTS = range(12)
 TWO = float32(2.0)
 
 
@@ -33,46 +34,46 @@ def norm_streams(args, worker, counter):
 
 
 @inlined({"contract"})
-def _add_opened(own, normed, opened, width, share):
-    out, x, gate = f32_at(own), f32_at(normed), f32_at(opened)
+def _add_opened(output, normed, opened, width, share):
+    out, x, gate = f32_at(output), f32_at(normed), f32_at(opened)
     for i in range(width):
         out[i] += share * (sigmoid(gate[i]) * x[i])
 
 
 @kernel()
 def read_streams(args, worker, counter):
-    """OWN of NORMED by OPENED."""
+    """BRANCH of NORMED by GATES."""
     a = i64_at(args)
     count, width = a[COUNT], a[WIDTH]
     while True:
         t = fetch_add(counter, 1)
         if t >= a[TOKENS]:
             return
-        own = f32_at(a[OWN] + 4 * t * width)
+        output = f32_at(a[BRANCH] + 4 * t * width)
         for i in range(width):
-            own[i] = ZERO
+            output[i] = ZERO
         for s in range(count):
             at = 4 * (t * count + s) * width
-            _add_opened(a[OWN] + 4 * t * width, a[NORMED] + at, a[OPENED] + at, width, ONE / float32(count))
+            _add_opened(a[BRANCH] + 4 * t * width, a[NORMED] + at, a[GATES] + at, width, ONE / float32(count))
 
 
 @inlined({"contract"})
 def _add_branch(stream, branch, width, share):
-    x, own = f32_at(stream), f32_at(branch)
+    x, branch_row = f32_at(stream), f32_at(branch)
     for i in range(width):
-        x[i] += share * own[i]
+        x[i] += share * branch_row[i]
 
 
 @kernel()
 def write_streams(args, worker, counter):
-    """X after a branch that gave OWN, by weights SAID."""
+    """X after a branch that gave BRANCH, by weights WRITE_LOGITS."""
     a = i64_at(args)
     count, width = a[COUNT], a[WIDTH]
     while True:
         t = fetch_add(counter, 1)
         if t >= a[TOKENS]:
             return
-        said = f32_at(a[SAID] + 4 * t * count)
+        weights = f32_at(a[WRITE_LOGITS] + 4 * t * count)
         for s in range(count):
-            share = TWO * sigmoid(said[s] / float32(count))
-            _add_branch(a[X] + 4 * (t * count + s) * width, a[OWN] + 4 * t * width, width, share)
+            share = TWO * sigmoid(weights[s] / float32(count))
+            _add_branch(a[X] + 4 * (t * count + s) * width, a[BRANCH] + 4 * t * width, width, share)

@@ -12,7 +12,7 @@ from ..registry import Call
 from ..workspace import Dims, address
 from . import gated_residual_loops as loops
 from . import linear
-from .row_ops import SHARE_FROM
+from .row_ops import MIN_PARALLEL_SIZE
 
 if TYPE_CHECKING:
     from ...quant.compressed_attention_weights import GatedResidual
@@ -25,9 +25,9 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     if not dims.mix_rank:
         return {}
     wide = chunk * dims.streams * dims.hidden
-    given = {f"ngram rows {place}": chunk * dims.ngrams.rows for place in range(dims.ngram_layers)}
-    return {"normed streams": wide, "opened": wide, "low mix": chunk * dims.mix_rank, "said": chunk * dims.streams, **given,
-            **({"ngram keys": wide} if given else {})}
+    buffers = {f"ngram rows {index}": chunk * dims.ngrams.rows for index in range(dims.ngram_layers)}
+    return {"normed streams": wide, "opened": wide, "low mix": chunk * dims.mix_rank, "said": chunk * dims.streams, **buffers,
+            **({"ngram keys": wide} if buffers else {})}
 
 
 def read(ops: CpuOps, x: np.ndarray, residual: GatedResidual) -> np.ndarray:
@@ -36,50 +36,50 @@ def read(ops: CpuOps, x: np.ndarray, residual: GatedResidual) -> np.ndarray:
     take, count = ops.workspace.take, residual.count
     normed = take("normed streams", *x.shape)
     ops.registry.select(Call("norm streams")).candidate.run(ops, x, normed, residual.norm, count)
-    says = (residual.down,) if residual.inject is None else (residual.down, residual.inject)
-    if (outs := ops._remembered(normed, None, says, linear.PLAIN, "none")) is None:
-        outs = [take("low mix", len(x), residual.down.weight.shape[0]), take("said", len(x), count)][: len(says)]
-        ops._matrix(normed, None, list(says), outs, linear.PLAIN, "none")
+    linears = (residual.down,) if residual.inject is None else (residual.down, residual.inject)
+    if (outs := ops._run_cached(normed, None, linears, linear.PLAIN, "none")) is None:
+        outs = [take("low mix", len(x), residual.down.weight.shape[0]), take("said", len(x), count)][: len(linears)]
+        ops._run_stage(normed, None, list(linears), outs, linear.PLAIN, "none")
     low = ops.scale_in_place(outs[0], 1 / count)
     ops.gate(low, None, "silu")
-    if (made := ops._remembered(low, None, (residual.up,), linear.PLAIN, "none")) is None:
-        made = [take("opened", *x.shape)]
-        ops._matrix(low, None, [residual.up], made, linear.PLAIN, "none")
-    own = take("stream", len(x), x.shape[1] // count)
-    ops.registry.select(Call("read streams")).candidate.run(ops, normed, made[0], own, count)
-    return own
+    if (gates := ops._run_cached(low, None, (residual.up,), linear.PLAIN, "none")) is None:
+        gates = [take("opened", *x.shape)]
+        ops._run_stage(low, None, [residual.up], gates, linear.PLAIN, "none")
+    branch_input = take("stream", len(x), x.shape[1] // count)
+    ops.registry.select(Call("read streams")).candidate.run(ops, normed, gates[0], branch_input, count)
+    return branch_input
 
 
 def write(ops: CpuOps, x: np.ndarray, branch: np.ndarray, residual: GatedResidual) -> np.ndarray:
     """x after a branch's output [T, D] has been added, in place."""
-    said = ops.workspace.take("said", len(x), residual.count)
-    ops.registry.select(Call("write streams")).candidate.run(ops, x, branch, said)
+    logits = ops.workspace.take("said", len(x), residual.count)
+    ops.registry.select(Call("write streams")).candidate.run(ops, x, branch, logits)
     return x
 
 
 # -- what runs them -----------------------------------------------------------------------------------------------------------------------
 
 
-def _run(ops: CpuOps, kernel: object, x: np.ndarray | None, normed: np.ndarray | None, opened: np.ndarray | None, own: np.ndarray | None,
-         said: np.ndarray | None, count: int, norm: Norm | None = None) -> None:
+def _run(ops: CpuOps, kernel: object, x: np.ndarray | None, normed: np.ndarray | None, opened: np.ndarray | None, branch: np.ndarray | None,
+         logits: np.ndarray | None, count: int, norm: Norm | None = None) -> None:
     wide = x if normed is None else normed
-    places = (0 if each is None else ops.at(each) for each in (x, normed, opened, own, said))
+    addresses = (0 if array is None else ops.address_of(array) for array in (x, normed, opened, branch, logits))
     kind, weight = (0, 0) if norm is None else (NORMS[norm.kind], address(norm.weight))
-    ops.args[: loops.EPS] = *places, len(wide), count, wide.shape[1] // count, kind, weight
+    ops.args[: loops.EPS] = *addresses, len(wide), count, wide.shape[1] // count, kind, weight
     ops.reals[loops.EPS] = 0.0 if norm is None else norm.eps
-    ops.run(kernel, ops.where, wide.size >= SHARE_FROM, ops.args)
+    ops.run(kernel, ops.args_address, wide.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
 def norm_streams(ops: CpuOps, x: np.ndarray, normed: np.ndarray, norm: Norm, count: int) -> None:
     _run(ops, loops.norm_streams, x, normed, None, None, None, count, norm)
 
 
-def read_streams(ops: CpuOps, normed: np.ndarray, opened: np.ndarray, own: np.ndarray, count: int) -> None:
-    _run(ops, loops.read_streams, None, normed, opened, own, None, count)
+def read_streams(ops: CpuOps, normed: np.ndarray, opened: np.ndarray, branch: np.ndarray, count: int) -> None:
+    _run(ops, loops.read_streams, None, normed, opened, branch, None, count)
 
 
-def write_streams(ops: CpuOps, x: np.ndarray, branch: np.ndarray, said: np.ndarray) -> None:
-    _run(ops, loops.write_streams, x, None, None, branch, said, said.shape[1])
+def write_streams(ops: CpuOps, x: np.ndarray, branch: np.ndarray, logits: np.ndarray) -> None:
+    _run(ops, loops.write_streams, x, None, None, branch, logits, logits.shape[1])
 
 
 # -- and what they mean, by `reference_gated_residuals.py` ---------------------------------------------------------------------------------
@@ -90,11 +90,11 @@ def norm_streams_reference(ops: CpuOps, x: np.ndarray, normed: np.ndarray, norm:
     normed[:] = meaning.normed(x.reshape(len(x), count, -1), norm.weight, norm.eps, norm.kind).reshape(x.shape)
 
 
-def read_streams_reference(ops: CpuOps, normed: np.ndarray, opened: np.ndarray, own: np.ndarray, count: int) -> None:
+def read_streams_reference(ops: CpuOps, normed: np.ndarray, opened: np.ndarray, branch: np.ndarray, count: int) -> None:
     ops.flush()
-    own[:] = meaning.read(normed.reshape(len(normed), count, -1), opened)
+    branch[:] = meaning.read(normed.reshape(len(normed), count, -1), opened)
 
 
-def write_streams_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray, said: np.ndarray) -> None:
+def write_streams_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray, logits: np.ndarray) -> None:
     ops.flush()
-    x[:] = meaning.written(x.reshape(len(x), said.shape[1], -1), branch, said).reshape(x.shape)
+    x[:] = meaning.written(x.reshape(len(x), logits.shape[1], -1), branch, logits).reshape(x.shape)

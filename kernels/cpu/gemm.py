@@ -2,17 +2,18 @@
 
 `pack_tokens` norms the activations and quantizes them to int8 with a scale per block, as panels for the register tile. `multiply` takes up
 to BLOCK_ROWS rows and SPAN inputs at a time: a stripe of them is expanded, stays in the L1 cache while every panel is multiplied, and is
-replaced by the next. There are three ways, one per job:
+replaced by the next. There are three methods, one per job:
 
-    SCALED   weights become int8 of the row's own range; blocks of 128 activations:  y = s * m / 127 * sum_b(x_b * int)
-    GROUPED  weights stay what they are; blocks of 32 activations, groups apart:     y = s * sum_g(x_b * (f_g * int [- m_g * sum_g]))
-    STEPPED  a codebook's levels and steps stay what they are; blocks of 128:        y = s * sum_b(x_b * int),  int of step * level * code
+    SCALED   weights are converted to int8 of the row's range; blocks of 128 activations:  y = s * m / 127 * sum_b(x_b * int)
+    GROUPED  weights are unchanged; blocks of 32 activations, a sum per group:             y = s * sum_g(x_b * (f_g * int [- m_g * sum_g]))
+    STEPPED  a codebook's levels and steps are unchanged; blocks of 128:                   y = s * sum_b(x_b * int), int of step * level *
+    code
 
 with s the row's scale, m the largest |f * v| that its scale codes allow, int an exact integer sum, m_g a group's minimum and sum_g that of
 its activations. AVX2 multiplies codes of up to four bits as bytes, which makes GROUPED faster there for linear codes (NARROW_CODES) and
 STEPPED for codebooks; elsewhere both use SCALED. All add float32 in input order, one chain per output, so results depend on neither the
-other tokens nor the threads, and within one way not on the instruction set. Compute-bound. `multiply_exact` is the float32 product with the
-exact weights, from the panels of `linear.pack_columns`.
+other tokens nor the threads, and within one method not on the instruction set. Compute-bound. `multiply_exact` is the float32 product with
+the exact weights, from the panels of `linear.pack_columns`.
 """
 
 from __future__ import annotations
@@ -75,17 +76,17 @@ from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u32_at
 from .linear import ADD, DEPTH_BLOCK, GATED, MANY_BLOCK
 from .work_distribution import matrix_of
 
-# Slots of the argument block; the matrices follow, as `gemm_stripes.py` says.
+# Slots of the argument block; the matrices follow, as in `gemm_stripes.py`.
 X, COUNT, DEPTH, NORM, NORM_WEIGHT, NORM_BIAS, EPS, SCRATCH, SCRATCH_STRIDE, MODE, ACT, WAY, AT_ONCE, MATRICES, FIRST = range(15)
-SCALED_BLOCK, GROUPED_BLOCK = 128, TILE  # inputs that share a scale of the activations
-SLACK = 64  # bytes after the last panel
+SCALED_BLOCK, GROUPED_BLOCK = 128, TILE  # inputs of an activation that share a scale
+SLACK = 64  # bytes after the last panel that may be read
 STRIPES = BLOCK_ROWS // STRIPE
-FEW_BLOCKS = 4  # of a worker: with fewer whole ones, some would wait for long while others do their last
+MIN_WORKER_BLOCKS = 4  # per worker: with fewer, some workers would wait long for others at the end
 OUTLIERS_AT = STRIPES_NBYTES
 BIAS_AT = OUTLIERS_AT + 64
 ONES_AT = BIAS_AT + 4 * STRIPE
 NO_BIAS_AT = ONES_AT + 4 * STRIPE
-SUMS_AT = NO_BIAS_AT + 4 * STRIPE  # float32 [stripe][panel][TOKENS][STRIPE], the end of the scratch
+SUMS_AT = NO_BIAS_AT + 4 * STRIPE  # float32 [stripe][panel][TOKENS][STRIPE], at the end of the scratch
 ZERO, ONE = float32(0.0), float32(1.0)
 
 
@@ -102,7 +103,7 @@ def panel_nbytes(tokens: int, depth: int, way: int) -> int:
     return align(-(-tokens // TOKENS) * (align(depth, SCALED_BLOCK) // block) * (HEADER + block * TOKENS * item) + SLACK)
 
 
-def way_of(bits: int, scheme: str) -> int:
+def method_of(bits: int, scheme: str) -> int:
     """How a format is multiplied: with groups from 5 bits on, and always for minima, tables and powers of two; otherwise in the faster way:
     STEPPED or NARROW_CODES where available, or the row's int8."""
     if bits <= 4 and scheme == "codebook":
@@ -114,8 +115,8 @@ def way_of(bits: int, scheme: str) -> int:
 
 def stripes_at_once(rows: int, mode: int, workers: int) -> int:
     """Stripes of each matrix in one block of work of a job over `rows` rows in all (of pairs, with GATED)."""
-    whole = STRIPES // (2 if mode == GATED else 1)
-    return whole if rows >= FEW_BLOCKS * workers * whole * STRIPE else 1
+    full_width = STRIPES // (2 if mode == GATED else 1)
+    return full_width if rows >= MIN_WORKER_BLOCKS * workers * full_width * STRIPE else 1
 
 
 @inlined()
@@ -150,8 +151,8 @@ def pack_tokens(args, worker, counter):
     block = _block_of(way)
     padded = (depth + SCALED_BLOCK - 1) // SCALED_BLOCK * SCALED_BLOCK
     rows = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
-    least = rows + 4 * TOKENS * padded
-    factor = -SCALED_SHIFT if way == SCALED else 1  # sums of scaled weights begin where the shift is taken back
+    minima = rows + 4 * TOKENS * padded
+    factor = -SCALED_SHIFT if way == SCALED else 1  # sums of scaled weights start at the negative shift
     block_nbytes = _block_nbytes(way)
     panels = (tokens + TOKENS - 1) // TOKENS
     while True:
@@ -160,22 +161,22 @@ def pack_tokens(args, worker, counter):
             return
         start = a[FIRST + OUT] + panel * (padded // block) * block_nbytes
         first, kind = panel * TOKENS, a[NORM] % ONE_SCALE
-        plain = kind == NORM_NONE and depth == padded and first + TOKENS <= tokens  # then rows are read where they lie
+        plain = kind == NORM_NONE and depth == padded and first + TOKENS <= tokens  # then rows are read in place
         origin = a[X] + 4 * first * depth if plain else rows
         for t in range(TOKENS):
             row = origin + 4 * t * padded
             if not plain:
                 normed_row(a[X] + 4 * (first + t) * depth, row, depth if first + t < tokens else 0, padded, kind, a[NORM_WEIGHT],
                            a[NORM_BIAS], eps)
-            u32_at(least)[t] = uint32(least_of(row, padded, a[NORM]))
+            u32_at(minima)[t] = uint32(least_of(row, padded, a[NORM]))
         for index in range(padded // block):
             x, to = origin + 4 * index * block, start + index * block_nbytes
             if _is_stepped(way):
-                stepped_pack_panel(x, 4 * padded, block, to, factor, least)
+                stepped_pack_panel(x, 4 * padded, block, to, factor, minima)
             elif _is_narrow(way):
-                narrow_pack_panel(x, 4 * padded, block, to, factor, least)
+                narrow_pack_panel(x, 4 * padded, block, to, factor, minima)
             else:
-                pack_panel(x, 4 * padded, block, to, factor, least)
+                pack_panel(x, 4 * padded, block, to, factor, minima)
 
 
 @inlined()
@@ -221,15 +222,15 @@ def _add_outliers(a, matrix, way, row, sums, panels, panel_nbytes, block, scales
     for i in range(STRIPE):
         factors[i] = ONE
     for i in range(min(STRIPE, a[matrix + ROWS] - row)):
-        begin, end, places, weights = outliers_of(a, matrix, (row + i) // TILE_ROWS)
-        while begin < end and (u32_at(places)[begin] >> uint32(28)) < i % TILE_ROWS:
+        begin, end, positions, weights = outliers_of(a, matrix, (row + i) // TILE_ROWS)
+        while begin < end and (u32_at(positions)[begin] >> uint32(28)) < i % TILE_ROWS:
             begin += 1
         last = begin
-        while last < end and (u32_at(places)[last] >> uint32(28)) == i % TILE_ROWS:
+        while last < end and (u32_at(positions)[last] >> uint32(28)) == i % TILE_ROWS:
             last += 1
         if last > begin:
             for panel in range(panels):
-                where, count, x = places + 4 * begin, last - begin, a[X] + panel * panel_nbytes
+                where, count, x = positions + 4 * begin, last - begin, a[X] + panel * panel_nbytes
                 if _is_stepped(way):
                     stepped_outlier_sums(where, weights + 2 * begin, count, x, block, _block_nbytes(way), scratch + OUTLIERS_AT)
                 elif _is_narrow(way):
@@ -297,7 +298,7 @@ def multiply(args, worker, counter):
     scratch = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     sums_nbytes = 4 * panels * TOKENS * STRIPE
     both = 2 if mode == GATED else 1
-    share = a[AT_ONCE] * STRIPE  # rows of a matrix in a block
+    share = a[AT_ONCE] * STRIPE  # rows of a matrix in a block of work
     for i in range(STRIPE):
         f32_at(scratch + NO_BIAS_AT)[i], f32_at(scratch + ONES_AT)[i] = ZERO, ONE
     while True:
@@ -305,34 +306,34 @@ def multiply(args, worker, counter):
         if matrix < 0:
             return
         row = index * share
-        used = (min(share, a[matrix + ROWS] - row) + STRIPE - 1) // STRIPE  # stripes of each matrix
+        used = (min(share, a[matrix + ROWS] - row) + STRIPE - 1) // STRIPE  # number of stripes of each matrix
         for number in range(both * used):
-            own = matrix + number // used * FIELDS
-            prepare_rows(a, own, stored_depth(a, own, depth), way, row + number % used * STRIPE, scratch, number)
+            stripe_matrix = matrix + number // used * FIELDS
+            prepare_rows(a, stripe_matrix, stored_depth(a, stripe_matrix, depth), way, row + number % used * STRIPE, scratch, number)
         for i in range(both * used * panels * TOKENS * STRIPE):
             f32_at(scratch + SUMS_AT)[i] = ZERO
         for start in range(0, padded, SPAN):
             last = start + SPAN >= padded
             for number in range(both * used):
-                own, first = matrix + number // used * FIELDS, row + number % used * STRIPE
-                stored = stored_depth(a, own, depth)
-                span = min(SPAN, min(stored, padded) - start)  # a super-block may be stored further than activations are packed
-                expand_stripe(a, own, stored, way, first, start, span, scratch, number)
+                stripe_matrix, first = matrix + number // used * FIELDS, row + number % used * STRIPE
+                stored = stored_depth(a, stripe_matrix, depth)
+                span = min(SPAN, min(stored, padded) - start)  # stored super-blocks may extend beyond the packed activations
+                expand_stripe(a, stripe_matrix, stored, way, first, start, span, scratch, number)
                 x, sums = a[X] + start // block * block_nbytes, scratch + SUMS_AT + number * sums_nbytes
-                sparse = a[own + SPARSE] != 0
+                sparse = a[stripe_matrix + SPARSE] != 0
                 if last:
-                    bias_of(a, own, first, scratch)
+                    bias_of(a, stripe_matrix, first, scratch)
                 for panel in range(panels):
                     at = sums + panel * 4 * TOKENS * STRIPE
-                    _product(a, own, way, scratch, x, at, span, panel_nbytes)
+                    _product(a, stripe_matrix, way, scratch, x, at, span, panel_nbytes)
                     x += panel_nbytes
                     if last and not sparse:
-                        here = min(TOKENS, tokens - panel * TOKENS)
-                        close(a, own, mode, first, number, used, at, sums_nbytes, scratch, panel * TOKENS, here)
+                        panel_tokens = min(TOKENS, tokens - panel * TOKENS)
+                        close(a, stripe_matrix, mode, first, number, used, at, sums_nbytes, scratch, panel * TOKENS, panel_tokens)
                 if last and sparse:
-                    _add_outliers(a, own, way, first, sums, panels, panel_nbytes, block, scratch + ROWS_AT + 4 * number * STRIPE,
+                    _add_outliers(a, stripe_matrix, way, first, sums, panels, panel_nbytes, block, scratch + ROWS_AT + 4 * number * STRIPE,
                                   scratch)
-                    close(a, own, mode, first, number, used, sums, sums_nbytes, scratch, 0, tokens)
+                    close(a, stripe_matrix, mode, first, number, used, sums, sums_nbytes, scratch, 0, tokens)
 
 
 @kernel()

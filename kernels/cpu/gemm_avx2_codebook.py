@@ -46,7 +46,7 @@ from .ir_loop import Loop
 PAIR_NBYTES = 3 * PIECES * WIDTH  # two quads and their seeds
 RECORD = 2 * PAIR_NBYTES + PIECES * WIDTH
 STEPPED_TILE = 2 * RECORD  # bytes of 32 inputs
-RAISED = 128
+CODE_OFFSET = 128
 assert not AS_BYTES or (STRIPE == ROWS and VECTORS == PIECES)
 
 
@@ -73,7 +73,7 @@ def stepped_codebook(builder, codes, scales, tables, out):
                     raw = load(builder, offset(builder, codes, 64 * quad + WIDTH * piece), BYTES)
                     values = look_up(builder, levels, raw, 4)
                     store(builder, values, offset(builder, at, PIECES * WIDTH * i))
-                    raised.append(_pairs(builder, constant(BYTES, RAISED), values))
+                    raised.append(_pairs(builder, constant(BYTES, CODE_OFFSET), values))
                 store(builder, builder.neg(builder.add(*raised)), offset(builder, at, 2 * PIECES * WIDTH))
 
 
@@ -86,9 +86,9 @@ def stepped_product(builder, weights, panel, out, inputs, block, ahead):
     blocks = builder.sdiv(builder.add(inputs, builder.sub(block, I64(1))), block)
     outer = Loop(builder, blocks, [weights, panel, inputs], "blocks")
     weights, panel, left = outer.values
-    here = builder.select(builder.icmp_signed("<", left, block), left, block)
+    num_tiles = builder.select(builder.icmp_signed("<", left, block), left, block)
     zeros = [constant(WORDS, 0)] * (TOKENS * PIECES)
-    loop = Loop(builder, builder.lshr(here, I64(4)), [weights, builder.add(panel, I64(HEADER)), *zeros], "groups")
+    loop = Loop(builder, builder.lshr(num_tiles, I64(4)), [weights, builder.add(panel, I64(HEADER)), *zeros], "groups")
     at, x, *sums = loop.values
     at, x = opaque_address(builder, at), opaque_address(builder, x)
     prefetch_lines(builder, builder.add(x, ahead), 16 * TOKENS)
@@ -116,7 +116,7 @@ def _add_pair(builder: ir.IRBuilder, quads: ir.Value, steps: ir.Value, x: ir.Val
 
 def _add_up(builder: ir.IRBuilder, panel: ir.Value, out: ir.Value, sums: list[ir.Value]) -> None:
     """out += a token's scale times its sums."""
-    # Without this the compiler keeps what it has stored, in more registers than there are.
+    # Without this the compiler keeps stored values in registers, more than there are.
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
     out = opaque_address(builder, out)
     for token in range(TOKENS):

@@ -40,7 +40,7 @@ from .gemm_super_blocks import (
 )
 from .intrinsics import bits_to_f32, f32_at, u16_at, u32_at
 
-# Scratch of a tile, byte offsets: its codes, 16 constants that are its zeros where none are stored, factors and minima of both halves.
+# Scratch of a tile, byte offsets: codes, 16 constant zero points for formats that store none, factors and minima of both halves.
 CONSTANTS_AT = TILE_ROWS * TILE
 FACTORS_AT = CONSTANTS_AT + 64
 MINIMA_AT = FACTORS_AT + 128
@@ -66,16 +66,16 @@ def _floats_of_tile(a, matrix, depth, block, tile, scratch, out, stride):
         return
     if scheme == MINIMUM or scheme == SUPER or scheme == NIBBLE:
         if scheme == MINIMUM:
-            own = pairs_at(a, matrix, depth, block, tile)
-            minima_factors(own, factors, minima)
-            minima_factors(own, factors + 64, minima + 64)
+            pairs = pairs_at(a, matrix, depth, block, tile)
+            minima_factors(pairs, factors, minima)
+            minima_factors(pairs, factors + 64, minima + 64)
         else:
-            record, own = record_of(a, matrix, tiles, block, tile)
+            record, pairs = record_of(a, matrix, tiles, block, tile)
             if scheme == SUPER:
-                super_factors(record, own, factors, minima)
-                super_factors(record, own, factors + 64, minima + 64)
+                super_factors(record, pairs, factors, minima)
+                super_factors(record, pairs, factors + 64, minima + 64)
             else:
-                nibble_factors(record, own, factors, minima, 64)
+                nibble_factors(record, pairs, factors, minima, 64)
         floats_with_minima(codes, minima, factors, row_scales, out, stride)
         return
     if scheme == CODEBOOK:
@@ -88,8 +88,8 @@ def _floats_of_tile(a, matrix, depth, block, tile, scratch, out, stride):
     elif scheme == SIGNED or scheme == TABLE:
         if scheme == TABLE:
             wide_levels_of(codes, a[matrix + TABLES])
-        record, own = record_of(a, matrix, tiles, block, tile)
-        signed_factors(record, own, factors, factors + 64)
+        record, pairs = record_of(a, matrix, tiles, block, tile)
+        signed_factors(record, pairs, factors, factors + 64)
     else:
         scales, second, zeros = group_of(a, matrix, depth, block, tile, zeros)
         if halves_of(scheme):
@@ -119,17 +119,17 @@ def expand_f32(a, matrix, depth, row, start, span, scratch, out, stride):
 @inlined()
 def _add_outliers(a, matrix, block, start, span, out, stride):
     """Add the outliers of 16 rows among inputs `start` to `start + span` to float32 rows `stride` bytes apart."""
-    first, last, places, weights = outliers_of(a, matrix, block)
+    first, last, positions, weights = outliers_of(a, matrix, block)
     for i in range(first, last):
-        place = int64(u32_at(places)[i])
-        column = (place & 0x0FFFFFFF) - start
+        position = int64(u32_at(positions)[i])
+        column = (position & 0x0FFFFFFF) - start
         if 0 <= column < span:
-            f32_at(out + (place >> 28) * stride)[column] += bits_to_f32(uint32(u16_at(weights)[i]) << uint32(16))
+            f32_at(out + (position >> 28) * stride)[column] += bits_to_f32(uint32(u16_at(weights)[i]) << uint32(16))
 
 
 @inlined()
 def outliers_of(a, matrix, block):
     """Location of the outliers of 16 rows: begin and end, and the addresses of all positions and all values."""
     blocks = (a[matrix + ROWS] + TILE_ROWS - 1) // TILE_ROWS
-    starts, places = u32_at(a[matrix + SPARSE]), a[matrix + SPARSE] + 4 * (blocks + 1)
-    return int64(starts[block]), int64(starts[block + 1]), places, places + 4 * int64(starts[blocks])
+    starts, positions = u32_at(a[matrix + SPARSE]), a[matrix + SPARSE] + 4 * (blocks + 1)
+    return int64(starts[block]), int64(starts[block + 1]), positions, positions + 4 * int64(starts[blocks])

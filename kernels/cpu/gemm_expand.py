@@ -14,7 +14,7 @@ from llvmlite import ir
 from ..lazy_numba import llvm_intrinsic
 from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, TABLE_LEVEL_SHIFT
 from .fp8_vectors import small_scales
-from .gemm_tiles import HALVES, NARROW, PAIRS, SIGNED_BYTES, STEP, WHOLE, Form
+from .gemm_tiles import FULL_FORM, HALVES, NARROW_FORM, PAIRS, SIGNED_BYTES, STEP, Form
 from .int8_ir import (
     BYTES,
     FLOATS,
@@ -38,9 +38,9 @@ from .intrinsics import I16, I32, I64
 from .ir_loop import Loop
 from .packed_scales import byte_scales, exponent_scales, half_scales
 
-LOWERED = 128 if SIGNED_BYTES else 0  # what codes of eight bits are taken lower by
+CODE_OFFSET = 128 if SIGNED_BYTES else 0  # subtracted from 8-bit codes
 CODEBOOK, LINEAR, BLOCKS, EXPONENTS, SMALL = "codebook", "linear", "blocks", "exponents", "small"
-QUADS = 8  # of a tile
+QUADS = 8  # quads of a tile
 
 
 def codes_of(bits: int):
@@ -56,8 +56,8 @@ def codes_of(bits: int):
 
 def row_factors(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Value]:
     """The factors of 16 rows, per piece, from 8-bit scale codes, half-precision scales, exponents or fp8."""
-    made = {BLOCKS: half_scales, EXPONENTS: exponent_scales, SMALL: small_scales}.get(way, byte_scales)
-    return [made(builder, address, piece) for piece in range(PIECES)]
+    load_scales = {BLOCKS: half_scales, EXPONENTS: exponent_scales, SMALL: small_scales}.get(way, byte_scales)
+    return [load_scales(builder, address, piece) for piece in range(PIECES)]
 
 
 def table_of(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
@@ -76,20 +76,21 @@ def steps_table(builder: ir.IRBuilder, tables: ir.Value) -> list[ir.Value]:
 def steps_of(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
     """The steps of 16 rows as integers, per piece, for both groups of a codebook tile."""
     lane = ir.VectorType(I8, 16)
-    raw, found = load(builder, address, lane), []
+    raw, vectors = load(builder, address, lane), []
     for codes in (builder.and_(raw, constant(lane, 15)), builder.lshr(raw, constant(lane, 4))):
         codes = builder.shuffle_vector(codes, codes, ir.Constant(ir.VectorType(I32, WIDTH), [i % 16 for i in range(WIDTH)]))
         steps, pieces = look_up(builder, table, codes, 4), []
         for piece in range(PIECES):
-            own = builder.shuffle_vector(steps, steps, ir.Constant(ir.VectorType(I32, LANES), [LANES * piece + i for i in range(LANES)]))
-            pieces.append(builder.zext(own, WORDS))
-        found.append(pieces)
-    return found[0], found[1]
+            piece_steps = builder.shuffle_vector(steps, steps,
+                                                 ir.Constant(ir.VectorType(I32, LANES), [LANES * piece + i for i in range(LANES)]))
+            pieces.append(builder.zext(piece_steps, WORDS))
+        vectors.append(pieces)
+    return vectors[0], vectors[1]
 
 
 def step_factors(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
     """The same as factors."""
-    first, second = ([builder.uitofp(each, FLOATS) for each in steps] for steps in steps_of(builder, table, address))
+    first, second = ([builder.uitofp(step, FLOATS) for step in steps] for steps in steps_of(builder, table, address))
     return first, second
 
 
@@ -104,16 +105,16 @@ class Pair(NamedTuple):
 
 
 def each_of(operate: Callable[..., ir.Value], *pairs: Pair) -> Pair:
-    return Pair(operate(*(each.low for each in pairs)), operate(*(each.high for each in pairs)))
+    return Pair(operate(*(pair.low for pair in pairs)), operate(*(pair.high for pair in pairs)))
 
 
 def interleave(builder: ir.IRBuilder, first: ir.Value, second: ir.Value) -> Pair:
     """Alternate elements of two vectors within every 16 bytes, as HALVES."""
-    per, count, found = 16 * first.type.count // WIDTH, first.type.count, []
+    per, count, vectors = 16 * first.type.count // WIDTH, first.type.count, []
     for skip in (0, per // 2):
         order = [lane + skip + i + source * count for lane in range(0, count, per) for i in range(per // 2) for source in (0, 1)]
-        found.append(builder.bitcast(builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, count), order)), HALVES))
-    return Pair(*found)
+        vectors.append(builder.bitcast(builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, count), order)), HALVES))
+    return Pair(*vectors)
 
 
 def twice(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
@@ -134,30 +135,30 @@ def less(builder: ir.IRBuilder, codes: ir.Value, zeros: Pair) -> Pair:
 
 def widened(builder: ir.IRBuilder, levels: ir.Value, down: ir.Value) -> Pair:
     """Levels as 16-bit numbers, shifted up by 8 - `down` bits."""
-    return each_of(lambda each: builder.ashr(each, down), interleave(builder, constant(BYTES, 0), levels))
+    return each_of(lambda value: builder.ashr(value, down), interleave(builder, constant(BYTES, 0), levels))
 
 
 def put(builder: ir.IRBuilder, out: ir.Value, quad: int, piece: int, values: Pair, shift: int, step: int = STEP) -> None:
     """Store a quad's values for a piece's rows into the steps at `out`; with byte weights, offset by `shift` and `step` apart."""
     out = offset(builder, out, WIDTH * piece)
     if SIGNED_BYTES:
-        places = ir.Constant(ir.VectorType(I32, WIDTH), list(range(WIDTH)))
-        both = builder.add(builder.shuffle_vector(*values, places), constant(ir.VectorType(I16, WIDTH), shift))
+        lanes = ir.Constant(ir.VectorType(I32, WIDTH), list(range(WIDTH)))
+        both = builder.add(builder.shuffle_vector(*values, lanes), constant(ir.VectorType(I16, WIDTH), shift))
         store(builder, builder.trunc(both, BYTES), offset(builder, out, STEP * quad))
         return
     if not PAIRS:
         name = ("llvm.x86.avx512.pack{}swb.512" if WIDTH == 64 else "llvm.x86.avx2.pack{}swb").format("u" if shift else "s")
-        shifted = each_of(lambda each: builder.add(each, constant(HALVES, shift)), values) if shift else values
+        shifted = each_of(lambda value: builder.add(value, constant(HALVES, shift)), values) if shift else values
         store(builder, builder.call(function(builder, BYTES, [HALVES] * 2, name), [*shifted]), offset(builder, out, step * quad))
         return
-    low, high = (builder.bitcast(each, WORDS) for each in values)
+    low, high = (builder.bitcast(value, WORDS) for value in values)
     for step in (0, 1):
         order = [lane + step + i + source * LANES for lane in range(0, LANES, 4) for source in (0, 1) for i in (0, 2)]
         chosen = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, LANES), order))
         store(builder, chosen, offset(builder, out, STEP * (2 * quad + step)))
 
 
-def _plain(way: str, form: Form = WHOLE, lower: int = 0):
+def _plain(way: str, form: Form = FULL_FORM, lower: int = 0):
     @llvm_intrinsic
     def run(builder, codes, extra, out):
         """Store a tile unscaled into a stripe at `out`: v as 16-bit numbers or, in byte forms, as bytes (levels + LEVEL_SHIFT; codes minus
@@ -206,21 +207,21 @@ def _largest(way: str):
         table = steps_table(builder, extra) if way == CODEBOOK else []
         top = splat(builder, builder.trunc(top, I32), WORDS)
         loop = Loop(builder, count, [scales, extra, *[constant(FLOATS, 0.0)] * PIECES], "groups")
-        scales, zeros, *most = loop.values
+        scales, zeros, *maxima = loop.values
         larger = lambda a, b: builder.select(builder.fcmp_ordered(">", b, a), b, a)  # noqa: E731
         if way == CODEBOOK:
             first, second = step_factors(builder, table, scales)
-            most = [larger(larger(old, a), b) for old, a, b in zip(most, first, second)]
+            maxima = [larger(larger(old, a), b) for old, a, b in zip(maxima, first, second)]
         else:
             for piece, factor in enumerate(row_factors(builder, way, scales)):
-                if way == BLOCKS:  # these have a sign
+                if way == BLOCKS:  # half-precision scales may be negative
                     factor = builder.call(function(builder, FLOATS, [FLOATS], f"llvm.fabs.v{LANES}f32"), [factor])
                 zero = widen_bytes(builder, offset(builder, zeros, LANES * piece))
-                rest = builder.sub(top, zero)
-                bound = builder.select(builder.icmp_signed(">", zero, rest), zero, rest)
-                most[piece] = larger(most[piece], builder.fmul(factor, builder.sitofp(bound, FLOATS)))
-        _, _, *most = loop.end([builder.add(scales, I64(2 * ROWS if way == BLOCKS else ROWS)), builder.add(zeros, stride), *most])
-        for piece, value in enumerate(most):
+                span = builder.sub(top, zero)
+                bound = builder.select(builder.icmp_signed(">", zero, span), zero, span)
+                maxima[piece] = larger(maxima[piece], builder.fmul(factor, builder.sitofp(bound, FLOATS)))
+        _, _, *maxima = loop.end([builder.add(scales, I64(2 * ROWS if way == BLOCKS else ROWS)), builder.add(zeros, stride), *maxima])
+        for piece, value in enumerate(maxima):
             store(builder, value, offset(builder, out, 4 * LANES * piece), 4)
 
     return run
@@ -230,7 +231,7 @@ def _levels_of(shift: int):
     @llvm_intrinsic
     def run(builder, codes, tables):
         """Codes of a tile at `codes` -> levels + `shift`, in place."""
-        table = [builder.add(each, constant(BYTES, shift)) for each in table_of(builder, tables)]
+        table = [builder.add(entry, constant(BYTES, shift)) for entry in table_of(builder, tables)]
         for start in range(0, 64 * QUADS, WIDTH):
             at = offset(builder, codes, start)
             store(builder, look_up(builder, table, load(builder, at, BYTES), 4), at)
@@ -239,8 +240,8 @@ def _levels_of(shift: int):
 
 
 levels_of, wide_levels_of = _levels_of(LEVEL_SHIFT), _levels_of(TABLE_LEVEL_SHIFT)
-plain_codebook, plain_linear, narrow_plain = _plain(CODEBOOK), _plain(LINEAR), _plain(LINEAR, NARROW)
-lowered_plain = _plain(LINEAR, lower=LOWERED) if LOWERED else plain_linear  # of codes of eight bits
+plain_codebook, plain_linear, narrow_plain = _plain(CODEBOOK), _plain(LINEAR), _plain(LINEAR, NARROW_FORM)
+lowered_plain = _plain(LINEAR, lower=CODE_OFFSET) if CODE_OFFSET else plain_linear  # 8-bit codes
 codebook_factors, linear_factors, block_factors = (_factors(way) for way in (CODEBOOK, LINEAR, BLOCKS))
 exponent_factors, small_factors = _factors(EXPONENTS), _factors(SMALL)
 largest_step, largest_linear, largest_block = _largest(CODEBOOK), _largest(LINEAR), _largest(BLOCKS)

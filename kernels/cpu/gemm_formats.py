@@ -34,8 +34,8 @@ from .gemm_expand import codes_of
 from .intrinsics import u8_at
 from .lut_layout import expand_tiles, pair_at
 
-# Slots of a matrix, from its first on: addresses of a blob's sections (SPARSE 0: no outliers), the format, 1 for codes in lookup order,
-# then as for other matrices.
+# Slots of a matrix: addresses of a blob's sections (SPARSE 0: no outliers), the format, 1 for codes in lookup layout, then as for other
+# matrices.
 CODES, SCALES, ZEROS, ROW_SCALES, TABLES, SPARSE, BITS, SCHEME, GROUP, LOOKED_UP, ROWS, BIAS, OUT, OUT_STRIDE, FIELDS = range(15)
 
 _codes_2, _codes_3, _codes_4, _codes_5, _codes_6, _codes_8 = (codes_of(bits) for bits in (2, 3, 4, 5, 6, 8))

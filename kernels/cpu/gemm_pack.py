@@ -12,18 +12,18 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from ..lazy_numba import llvm_intrinsic
-from .gemm_tiles import HEADER, NARROW, ROUND, ROUND_BITS, STEPPED, TOKENS, WHOLE, Form
+from .gemm_tiles import FULL_FORM, HEADER, NARROW_FORM, ROUND, ROUND_BITS, STEPPED, TOKENS, Form
 from .int8_ir import FLOATS, LANES, WORDS, constant, load, offset, splat, store
 from .intrinsics import F32, I32, I64
 from .ir_loop import Loop
 
-PADDED = 1 << (TOKENS - 1).bit_length()  # tokens of a tree
-EACH, SCALES = ir.VectorType(I32, TOKENS), ir.VectorType(F32, TOKENS)  # a number of each token
+PADDED = 1 << (TOKENS - 1).bit_length()  # tokens of a reduction tree, rounded up to a power of two
+TOKEN_INTS, TOKEN_FLOATS = ir.VectorType(I32, TOKENS), ir.VectorType(F32, TOKENS)  # one value per token
 Combine = Callable[[ir.Value, ir.Value], ir.Value]
 
 
-def _shuffled(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, places: list[int]) -> ir.Value:
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(places)), places))
+def _shuffled(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, indices: list[int]) -> ir.Value:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(indices)), indices))
 
 
 def _joined(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
@@ -35,12 +35,13 @@ def _joined(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
 
 
 def folded(builder: ir.IRBuilder, vectors: list[ir.Value], combine: Combine) -> ir.Value:
-    """Reduce each token's vector with `combine`, to EACH lanes. Every round merges two vectors into one with half as many lanes of each."""
+    """Reduce each token's vector with `combine`, to TOKEN_INTS lanes. Every round merges two vectors into one with half as many lanes of
+    each."""
     vectors, lanes = vectors + [vectors[-1]] * (PADDED - TOKENS), LANES  # of one token in a vector
     while lanes > 1 and len(vectors) > 1:
         lanes //= 2
         low = [group + lane for group in range(0, 2 * LANES, 2 * lanes) for lane in range(lanes)]
-        high = [place + lanes for place in low]
+        high = [index + lanes for index in low]
         vectors = [combine(_shuffled(builder, a, b, low), _shuffled(builder, a, b, high))
                    for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
     joined = _joined(builder, vectors)
@@ -53,51 +54,51 @@ def folded(builder: ir.IRBuilder, vectors: list[ir.Value], combine: Combine) -> 
 
 def _packing(form: Form):
     @llvm_intrinsic
-    def run(builder, x, stride, count, header, factor, least):
+    def run(builder, x, stride, count, header, factor, minimum):
         """Quantize `count` (a multiple of 32) float32 of each of TOKENS tokens, `stride` bytes apart, into the block at `header`: scales,
         `factor` * sums, sums of a half, steps.
 
-        int8 = rint(x * (127 / largest)), scale = largest / 127, where `largest` is at least the token's entry in `least`, uint32 [TOKENS]
+        int8 = rint(x * (127 / largest)), scale = largest / 127, where `largest` is at least the token's entry in `minimum`, uint32 [TOKENS]
         (float bits); zeros if the scale is subnormal, and a NaN scale if a number is not finite.
         """
-        per = LANES // form.inputs  # words of a vector
+        per = LANES // form.inputs  # words per vector
         rows = [x]
         for _ in range(1, TOKENS):
             rows.append(builder.add(rows[-1], stride))
         vectors = builder.lshr(count, I64(LANES.bit_length() - 1))
         larger = lambda a, b: builder.select(builder.icmp_unsigned(">", a, b), a, b)  # noqa: E731
         loop = Loop(builder, vectors, [constant(WORDS, 0)] * TOKENS, "largest")
-        at = builder.mul(loop.turn, I64(4 * LANES))
+        at = builder.mul(loop.index, I64(4 * LANES))
         magnitudes = [builder.and_(load(builder, builder.add(row, at), WORDS, 4), constant(WORDS, 0x7FFFFFFF)) for row in rows]
-        found = loop.end([larger(*each) for each in zip(magnitudes, loop.values, strict=True)])
-        top = larger(folded(builder, found, larger), load(builder, least, EACH, 4))
-        largest, whole = builder.bitcast(top, SCALES), constant(SCALES, 127.0)
-        scale = builder.fdiv(largest, whole)
-        finite = builder.icmp_unsigned("<", top, constant(EACH, 0x7F800000))
-        scale = builder.select(finite, scale, constant(SCALES, float("nan")))
-        normal = builder.fcmp_ordered(">=", scale, constant(SCALES, 2.0**-126))
-        inverse = builder.select(normal, builder.fdiv(whole, largest), constant(SCALES, 0.0))
+        maxima = loop.end([larger(*pair) for pair in zip(magnitudes, loop.values, strict=True)])
+        top = larger(folded(builder, maxima, larger), load(builder, minimum, TOKEN_INTS, 4))
+        largest, int8_max = builder.bitcast(top, TOKEN_FLOATS), constant(TOKEN_FLOATS, 127.0)
+        scale = builder.fdiv(largest, int8_max)
+        finite = builder.icmp_unsigned("<", top, constant(TOKEN_INTS, 0x7F800000))
+        scale = builder.select(finite, scale, constant(TOKEN_FLOATS, float("nan")))
+        normal = builder.fcmp_ordered(">=", scale, constant(TOKEN_FLOATS, 2.0**-126))
+        inverse = builder.select(normal, builder.fdiv(int8_max, largest), constant(TOKEN_FLOATS, 0.0))
         store(builder, scale, header, 4)
         inverses = [splat(builder, builder.extract_element(inverse, I32(t)), FLOATS) for t in range(TOKENS)]
-        place, first, sums = I64(0), builder.add(header, I64(HEADER)), []
+        offset_bytes, first, sums = I64(0), builder.add(header, I64(HEADER)), []
         for _ in (0, 1):
-            loop = Loop(builder, builder.lshr(vectors, I64(1)), [place, first, *[constant(WORDS, 0)] * TOKENS], "numbers")
-            place, first, *totals = loop.values
+            loop = Loop(builder, builder.lshr(vectors, I64(1)), [offset_bytes, first, *[constant(WORDS, 0)] * TOKENS], "numbers")
+            offset_bytes, first, *totals = loop.values
             words = []
             for t, row in enumerate(rows):
-                rounded = builder.fmul(load(builder, builder.add(row, place), FLOATS, 4), inverses[t])
-                # The low bits of the nearest integer; of the sum what they begin from is taken back below.
+                rounded = builder.fmul(load(builder, builder.add(row, offset_bytes), FLOATS, 4), inverses[t])
+                # The low bits of the nearest integer; the offset that this adds to sums is subtracted below.
                 bits = builder.bitcast(builder.fadd(rounded, constant(FLOATS, ROUND)), WORDS)
                 totals[t] = builder.add(totals[t], bits)
                 narrow = builder.trunc(bits, ir.VectorType(ir.IntType(8 * form.item), LANES))
                 narrow = builder.xor(narrow, constant(narrow.type, 128)) if form.raised else narrow
                 words.append(builder.bitcast(narrow, ir.VectorType(I32, per)))
             _put_words(builder, words, per, first)
-            following = builder.add(place, I64(4 * LANES)), builder.add(first, I64(4 * TOKENS * per))
-            place, first, *totals = loop.end([*following, *totals])
-            begun = builder.mul(builder.trunc(builder.lshr(count, I64(1)), I32), I32(ROUND_BITS))
-            sums.append(builder.sub(folded(builder, totals, builder.add), splat(builder, begun, EACH)))
-        total = builder.mul(builder.add(*sums), splat(builder, builder.trunc(factor, I32), EACH))
+            following = builder.add(offset_bytes, I64(4 * LANES)), builder.add(first, I64(4 * TOKENS * per))
+            offset_bytes, first, *totals = loop.end([*following, *totals])
+            half_round = builder.mul(builder.trunc(builder.lshr(count, I64(1)), I32), I32(ROUND_BITS))
+            sums.append(builder.sub(folded(builder, totals, builder.add), splat(builder, half_round, TOKEN_INTS)))
+        total = builder.mul(builder.add(*sums), splat(builder, builder.trunc(factor, I32), TOKEN_INTS))
         store(builder, total, offset(builder, header, 4 * TOKENS), 4)
         store(builder, sums[0], offset(builder, header, 8 * TOKENS), 4)
 
@@ -114,6 +115,6 @@ def _put_words(builder: ir.IRBuilder, words: list[ir.Value], per: int, first: ir
         order, first = order[count:], builder.add(first, I64(4 * count))
 
 
-pack_panel, stepped_pack_panel = _packing(WHOLE), _packing(STEPPED)
-# Of codes of up to four bits; where that form is the other one as well, so is this.
-narrow_pack_panel = _packing(NARROW) if NARROW.halves else pack_panel
+pack_panel, stepped_pack_panel = _packing(FULL_FORM), _packing(STEPPED)
+# For codes of up to four bits; the same function if both forms are the same.
+narrow_pack_panel = _packing(NARROW_FORM) if NARROW_FORM.halves else pack_panel

@@ -24,7 +24,7 @@ from ..tiles import ROWS as TILE_ROWS
 from .gemm_avx2_codebook import STEPPED_TILE, stepped_codebook
 from .gemm_dequantize import CONSTANTS_AT, TILE_SCRATCH_NBYTES
 from .gemm_expand import (
-    LOWERED,
+    CODE_OFFSET,
     block_factors,
     codebook_factors,
     exponent_factors,
@@ -85,20 +85,20 @@ from .gemm_tiles import AS_BYTES, INPUTS, ITEM, NARROW_INPUTS, PAIRS, STEP, STRI
 from .intrinsics import bits_to_f32, f32_at, i8_at, i32_at, u8_at, u16_at
 
 SCALED, GROUPED = 0, 1
-NARROW_CODES = 2 if AS_BYTES else GROUPED  # the groups apart as well, codes of up to four bits as bytes
-STEPPED = 3 if AS_BYTES else SCALED  # levels of up to four bits as bytes, multiplied by their steps (`gemm_avx2_codebook.py`)
-# A whole number of stripes, also when one half is another matrix's. All of them see a panel while it lies in the second-level cache.
+NARROW_CODES = 2 if AS_BYTES else GROUPED  # like GROUPED, for codes of up to four bits as bytes
+STEPPED = 3 if AS_BYTES else SCALED  # 4-bit levels as bytes, multiplied by their steps (`gemm_avx2_codebook.py`)
+# A whole number of stripes, also if half of them belong to another matrix. All of them read a panel while it is in the L2 cache.
 BLOCK_ROWS = max(2 * STRIPE, 64)
-MOST = float32(127.0)
+INT8_MAX = float32(127.0)
 
 # Scratch of a worker, byte offsets.
 WIDE_AT = 0  # a stripe
 assert SPAN // TILE * STEPPED_TILE <= STRIPE * SPAN * ITEM or not AS_BYTES
 FACTORS_AT = WIDE_AT + STRIPE * SPAN * ITEM  # float32 [group][STRIPE]
 SHIFTS_AT = FACTORS_AT + STRIPE * (SPAN // 16) * 4  # int32 [tile][STRIPE], or float32 minima of tiles or groups
-LIMITS_AT = SHIFTS_AT + STRIPE * (SPAN // 16) * 4  # float32 per row of a block, as is the next
+LIMITS_AT = SHIFTS_AT + STRIPE * (SPAN // 16) * 4  # float32 per row of a block, as is ROWS_AT
 ROWS_AT = LIMITS_AT + 4 * BLOCK_ROWS
-TILE_AT = ROWS_AT + 4 * BLOCK_ROWS  # codes of a tile, 16 constant zeros behind them: what `gemm_dequantize.py` takes
+TILE_AT = ROWS_AT + 4 * BLOCK_ROWS  # codes of a tile and 16 constant zeros after them, the layout of `gemm_dequantize.py`
 ZEROS_AT = TILE_AT + CONSTANTS_AT
 STRIPES_NBYTES = TILE_AT + TILE_SCRATCH_NBYTES
 
@@ -140,11 +140,11 @@ def _largest(a, matrix, depth, row, scratch, out):
         zeros, stride = a[matrix + ZEROS] + block * groups * TILE_ROWS, TILE_ROWS
     else:
         fill(zeros, constant_zero(a, matrix))
-    most = 2 if scheme == TERNARY else (1 << a[matrix + BITS]) - 1
+    max_code = 2 if scheme == TERNARY else (1 << a[matrix + BITS]) - 1
     if halves_of(scheme):
-        largest_block(a[matrix + SCALES] + block * groups * 2 * TILE_ROWS, zeros, stride, most, groups, out)
+        largest_block(a[matrix + SCALES] + block * groups * 2 * TILE_ROWS, zeros, stride, max_code, groups, out)
     else:
-        largest_linear(a[matrix + SCALES] + block * groups * TILE_ROWS, zeros, stride, most, groups, out)
+        largest_linear(a[matrix + SCALES] + block * groups * TILE_ROWS, zeros, stride, max_code, groups, out)
 
 
 @inlined()
@@ -153,25 +153,25 @@ def prepare_rows(a, matrix, depth, way, row, scratch, number):
     limits, scales = scratch + LIMITS_AT + 4 * number * STRIPE, scratch + ROWS_AT + 4 * number * STRIPE
     top = float32(127 << (15 - up_of(a, matrix)))
     for first in range(0, min(STRIPE, stored_rows(a, matrix) - row), TILE_ROWS):
-        stored, own = u16_at(a[matrix + ROW_SCALES] + 2 * (row + first)), f32_at(scales + 4 * first)
+        stored, row_scales = u16_at(a[matrix + ROW_SCALES] + 2 * (row + first)), f32_at(scales + 4 * first)
         if a[matrix + SCHEME] == NVFP:
             for i in range(TILE_ROWS):
-                own[i] = f32_at(a[matrix + ROW_SCALES])[row + first + i]
+                row_scales[i] = f32_at(a[matrix + ROW_SCALES])[row + first + i]
             continue
         for i in range(TILE_ROWS):
-            own[i] = bits_to_f32(uint32(stored[i]) << uint32(16))
+            row_scales[i] = bits_to_f32(uint32(stored[i]) << uint32(16))
         if way == SCALED:
             limit = f32_at(limits + 4 * first)
             _largest(a, matrix, depth, row + first, scratch, limits + 4 * first)
             for i in range(TILE_ROWS):
-                own[i] = own[i] * limit[i] / MOST
+                row_scales[i] = row_scales[i] * limit[i] / INT8_MAX
                 limit[i] = top / limit[i] if limit[i] > float32(0.0) else limit[i]  # a row of zeros
 
 
 @inlined()
 def _lower_of(a, matrix):
     """The offset subtracted from a stripe's codes so that eight bits fit an int8."""
-    return LOWERED if a[matrix + BITS] == 8 or a[matrix + SCHEME] == TABLE else 0
+    return CODE_OFFSET if a[matrix + BITS] == 8 or a[matrix + SCHEME] == TABLE else 0
 
 
 @inlined()
@@ -226,14 +226,14 @@ def _expand_tile(a, matrix, tiles, way, block, tile, scratch, factors, shifts, o
         else:
             plain_codebook(codes, tables, out)
             codebook_factors(scales, tables, factors, factors + 4 * STRIPE)
-    elif scheme == MXFP:  # never scaled: powers of two span more than a row's int8 would hold
+    elif scheme == MXFP:  # not scaled: powers of two span a wider range than int8 holds
         plain_codebook(codes, tables, out)
         exponent_factors(a[matrix + SCALES] + (block * tiles + tile) * TILE_ROWS, 0, factors, 0)
     elif scheme == NVFP:
-        own = a[matrix + SCALES] + 2 * (block * tiles + tile) * TILE_ROWS
+        tile_scales = a[matrix + SCALES] + 2 * (block * tiles + tile) * TILE_ROWS
         plain_codebook(codes, tables, out)
-        small_factors(own, 0, factors, 0)
-        small_factors(own + TILE_ROWS, 0, factors + 4 * STRIPE, 0)
+        small_factors(tile_scales, 0, factors, 0)
+        small_factors(tile_scales + TILE_ROWS, 0, factors + 4 * STRIPE, 0)
     elif scheme == MINIMUM:
         if _lower_of(a, matrix) != 0:
             lowered_plain(codes, zeros, out)
@@ -241,20 +241,20 @@ def _expand_tile(a, matrix, tiles, way, block, tile, scratch, factors, shifts, o
             _plain(codes, zeros, narrow, out)
         minima_factors(pairs_at(a, matrix, tiles * TILE, block, tile), factors, shifts)
     else:
-        record, own = record_of(a, matrix, tiles, block, tile)
+        record, tile_scales = record_of(a, matrix, tiles, block, tile)
         if scheme == SUPER:
             _plain(codes, zeros, narrow, out)
-            super_factors(record, own, factors, shifts)
+            super_factors(record, tile_scales, factors, shifts)
         elif scheme == NIBBLE:
             plain_linear(codes, zeros, out)
-            nibble_factors(record, own, factors, shifts, 4 * STRIPE)
+            nibble_factors(record, tile_scales, factors, shifts, 4 * STRIPE)
         else:
-            if scheme == TABLE:  # as codes of eight bits
+            if scheme == TABLE:  # as 8-bit codes
                 wide_levels_of(codes, tables)
                 lowered_plain(codes, zeros, out)
             else:
                 plain_linear(codes, zeros, out)
-            signed_factors(record, own, factors, factors + 4 * STRIPE)
+            signed_factors(record, tile_scales, factors, factors + 4 * STRIPE)
 
 
 @inlined()

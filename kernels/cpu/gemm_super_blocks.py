@@ -17,11 +17,11 @@ from .packed_scales import half_scales, signed_bytes, six_bits
 def super_factors(builder, record, codes, out, minima):
     """d * s of 16 rows, float32 at `out`, and minus e * m at `minima`. record, codes: of a super-block and of a tile in it (`tiles.py`)."""
     for piece in range(PIECES):
-        factor, least = (half_scales(builder, offset(builder, record, 2 * ROWS * i), piece) for i in (0, 1))
-        scales, places = six_bits(builder, codes, piece)
+        factor, minimum = (half_scales(builder, offset(builder, record, 2 * ROWS * i), piece) for i in (0, 1))
+        scales, codes_of_minima = six_bits(builder, codes, piece)
         store(builder, builder.fmul(factor, to_floats(builder, scales)), offset(builder, out, 4 * LANES * piece), 4)
-        least = builder.fneg(builder.fmul(least, to_floats(builder, places)))
-        store(builder, least, offset(builder, minima, 4 * LANES * piece), 4)
+        minimum = builder.fneg(builder.fmul(minimum, to_floats(builder, codes_of_minima)))
+        store(builder, minimum, offset(builder, minima, 4 * LANES * piece), 4)
 
 
 @llvm_intrinsic
@@ -37,14 +37,14 @@ def minima_factors(builder, scales, out, minima):
 def nibble_factors(builder, record, codes, out, minima, stride):
     """d * s of 16 rows, float32 at `out`, and minus e * m at `minima`; of a tile's other group `stride` bytes further."""
     for piece in range(PIECES):
-        factor, least = (half_scales(builder, offset(builder, record, 2 * ROWS * i), piece) for i in (0, 1))
+        factor, minimum = (half_scales(builder, offset(builder, record, 2 * ROWS * i), piece) for i in (0, 1))
         for half in (0, 1):
             both = widen_bytes(builder, offset(builder, codes, ROWS * half + LANES * piece))
-            scales, places = builder.and_(both, constant(WORDS, 15)), builder.lshr(both, constant(WORDS, 4))
+            scales, codes_of_minima = builder.and_(both, constant(WORDS, 15)), builder.lshr(both, constant(WORDS, 4))
             further = builder.mul(stride, I64(half))
             at = builder.add(offset(builder, out, 4 * LANES * piece), further)
             store(builder, builder.fmul(factor, to_floats(builder, scales)), at, 4)
-            least_of = builder.fneg(builder.fmul(least, to_floats(builder, places)))
+            least_of = builder.fneg(builder.fmul(minimum, to_floats(builder, codes_of_minima)))
             store(builder, least_of, builder.add(offset(builder, minima, 4 * LANES * piece), further), 4)
 
 
@@ -69,7 +69,7 @@ def _floats_of(with_minima: bool, wide_rows: bool = False):
         """
         four, floats, bytes_ = ir.VectorType(I32, 4), ir.VectorType(F32, 4), ir.VectorType(I8, 4)
         loop = Loop(builder, I64(ROWS), [out], "rows")
-        at = lambda base, item: builder.add(base, builder.mul(loop.turn, I64(item)))  # noqa: E731
+        at = lambda base, item: builder.add(base, builder.mul(loop.index, I64(item)))  # noqa: E731
         if with_minima:
             zero = constant(four, 0)
             minima = [splat(builder, load(builder, offset(builder, at(zeros, 4), 64 * half), F32, 4), floats) for half in (0, 1)]

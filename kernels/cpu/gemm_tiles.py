@@ -5,15 +5,15 @@ consists of steps too: one 32-bit word per token. With VNNI a step is four input
 the offset is undone in the sums' initial values. Without VNNI `vpmaddubsw` would saturate (a pair of products needs 17 bits), so a step is
 two inputs of 16 bits each, multiplied by `vpmaddwd`: the same products per cycle, since bytes need two instructions. ARM's `sdot`
 multiplies signed bytes, so weights need no offset, except for levels and 8-bit codes. On AVX2 codes of up to four bits are multiplied as
-bytes after all (NARROW): sixteen of their products fit 16 bits, so `vpmaddwd` is needed only once per group.
+bytes after all (NARROW_FORM): sixteen of their products fit 16 bits, so `vpmaddwd` is needed only once per group.
 
 A panel is cut into blocks along the inputs. A block begins with its header, one word per token each: the scale (float32), the sum of the
 int8 activations (for `block_product` the sums' initial value: minus the offset times that), the sum of the first half of them (int32); then
 its steps.
 
 Compiled steps, nothing spilled: AVX-512 24 `vpdpbusd` on zmm for 4 loads and 6 broadcasts (2 and 12 took 8 to 20% longer: a load costs
-about half as much as a multiplication), or with KEPT 12 for 4 and 3; AVX-VNNI 12 on ymm for 2 loads and 6 broadcasts; AVX2 12 `vpmaddwd`
-and 12 `vpaddd` for the same. The multipliers are the bottleneck, on AVX2 together with the adders.
+about half as much as a multiplication), or with KEEP_IN_REGISTERS 12 for 4 and 3; AVX-VNNI 12 on ymm for 2 loads and 6 broadcasts; AVX2 12
+`vpmaddwd` and 12 `vpaddd` for the same. The multipliers are the bottleneck, on AVX2 together with the adders.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from .ir_loop import Loop
 PAIRS = INSTRUCTION_SET in ("avx2", "neon", "portable")
 SIGNED_BYTES = INSTRUCTION_SET == "neondot"
 INPUTS = 2 if PAIRS else 4  # of a step
-ITEM = 4 // INPUTS  # bytes of an input in a step, on both sides
-# The register tile: 24 sums of 32 registers with AVX-512 and on ARM (16 where products take more), 12 of 16 with AVX2, 8 where x has to
+ITEM = 4 // INPUTS  # bytes of an input in a step, weights and activations alike
+# The register tile: 24 sums of 32 registers with AVX-512 and on ARM (16 if products need more registers), 12 of 16 with AVX2, 8 if x has to
 # be split as well.
 VECTORS, TOKENS = {"avx512": (4, 6), "avx2vnni": (2, 6), "avx2": (2, 6), "neondot": (4, 6), "neon": (4, 4),
                    "portable": (4, 2)}[INSTRUCTION_SET]
 STRIPE = VECTORS * LANES  # rows
 STEP = VECTORS * WIDTH  # bytes of weights
 HEADER = 12 * TOKENS  # bytes
-# Where two products a cycle are made, running sums stay in registers from block to block, for half of a panel's tokens at a time: 7 loads
-# for 12 products instead of 10 for 24, but nothing is read and written where a block or a group ends.
-KEPT = INSTRUCTION_SET == "avx512" and target()[0] == "znver5"
-AT_ONCE = TOKENS // 2 if KEPT else TOKENS  # tokens
+# On processors with two products per cycle, running sums stay in registers from block to block, for half of a panel's tokens at a time: 7
+# loads for 12 products instead of 10 for 24, but no loads and stores of sums between blocks or groups.
+KEEP_IN_REGISTERS = INSTRUCTION_SET == "avx512" and target()[0] == "znver5"
+TOKENS_AT_ONCE = TOKENS // 2 if KEEP_IN_REGISTERS else TOKENS
 
 
 class Form(NamedTuple):
@@ -86,21 +86,21 @@ class Form(NamedTuple):
         return self.inputs == 4
 
 
-WHOLE = Form(INPUTS, 2 if PAIRS else 4)
-# What codes of up to four bits are multiplied by; the same form where there is no better one.
-NARROW = Form(4, 2, True) if INSTRUCTION_SET == "avx2" else WHOLE
-AS_BYTES, NARROW_INPUTS, NARROW_ITEM = NARROW.halves, NARROW.inputs, NARROW.item
-STEPPED = Form(4, 2, raised=True)  # of `gemm_avx2_codebook.py`, which only AVX2 runs
-# Adding it to a float32 below 2**22 leaves the nearest integer, ties to even, in the low bits.
+FULL_FORM = Form(INPUTS, 2 if PAIRS else 4)
+# The form for codes of up to four bits; the same if there is no better one.
+NARROW_FORM = Form(4, 2, True) if INSTRUCTION_SET == "avx2" else FULL_FORM
+AS_BYTES, NARROW_INPUTS, NARROW_ITEM = NARROW_FORM.halves, NARROW_FORM.inputs, NARROW_FORM.item
+STEPPED = Form(4, 2, raised=True)  # of `gemm_avx2_codebook.py`, AVX2 only
+# Adding it to a float32 below 2**22 leaves the nearest integer (ties to even) in the low bits.
 ROUND, ROUND_BITS = 12582912.0, 0x4B400000
 
 
-def multiply_add(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir.Value, form: Form = WHOLE) -> ir.Value:
+def multiply_add(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir.Value, form: Form = FULL_FORM) -> ir.Value:
     """sums + the products of a step, per row; all WORDS, bytes or 16-bit numbers within. With `halves` the sums are HALVES, two a row."""
     if form.halves:
         pairs = function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw")
         sums = builder.add(sums, builder.call(pairs, [builder.bitcast(weights, BYTES), builder.bitcast(x, BYTES)]))
-        # Else the compiler adds products to one another first, for which there are no registers.
+        # Otherwise the compiler adds products to one another first and runs out of registers.
         return builder.asm(ir.FunctionType(HALVES, [HALVES]), "", "=x,0", [sums], side_effect=False)
     if not PAIRS:
         return dot(builder, sums, builder.bitcast(weights, BYTES), builder.bitcast(x, BYTES), False)
@@ -108,7 +108,7 @@ def multiply_add(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir
 
 
 def steps_of_tile(builder: ir.IRBuilder, weights: ir.Value, x: ir.Value, inputs: ir.Value, sums: list[ir.Value],
-           tokens: int, ahead: ir.Value | None = None, form: Form = WHOLE) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
+           tokens: int, ahead: ir.Value | None = None, form: Form = FULL_FORM) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
     """The innermost loop over `inputs`, a multiple of 16. Returns the addresses after them and the sums, [token][vector].
 
     Prefetches `ahead` bytes beyond x.
@@ -154,24 +154,24 @@ def first_sums(builder: ir.IRBuilder, header: ir.Value, tokens: int, shift: ir.V
 
 def panel_by_turns(builder: ir.IRBuilder, panel: ir.Value, out: ir.Value,
                    product: Callable[[ir.Value, ir.Value, list[ir.Value], bool], list[ir.Value]]) -> None:
-    """Apply `product` to a panel and stripe, AT_ONCE tokens at a time, given the panel and out[token][row] from the first of them on. With
-    KEPT it is also given the old values, [token][vector], and returns the new ones; otherwise it accumulates in memory. The last argument:
-    is it the first iteration?"""
-    for first in range(0, TOKENS, AT_ONCE):
-        at = [offset(builder, out, 4 * LANES * (VECTORS * first + i)) for i in range(VECTORS * AT_ONCE)]
-        running = [load(builder, each, FLOATS, 4) for each in at] if KEPT else []
+    """Apply `product` to a panel and stripe, TOKENS_AT_ONCE tokens at a time, given the panel and out[token][row] from the first of them
+    on. With KEEP_IN_REGISTERS it is also given the old values, [token][vector], and returns the new ones; otherwise it accumulates in
+    memory. The last argument: is it the first iteration?"""
+    for first in range(0, TOKENS, TOKENS_AT_ONCE):
+        at = [offset(builder, out, 4 * LANES * (VECTORS * first + i)) for i in range(VECTORS * TOKENS_AT_ONCE)]
+        running = [load(builder, address, FLOATS, 4) for address in at] if KEEP_IN_REGISTERS else []
         running = product(offset(builder, panel, 4 * first), at[0], running, first == 0)
-        for value, place in zip(running, at if KEPT else [], strict=True):
-            store(builder, value, place, 4)
+        for value, address in zip(running, at if KEEP_IN_REGISTERS else [], strict=True):
+            store(builder, value, address, 4)
 
 
 def add_sums(builder: ir.IRBuilder, out: ir.Value, running: list[ir.Value], header: ir.Value, sums: list[ir.Value],
              factors: list[ir.Value] | None, minima: list[ir.Value] | None = None, shifts: list[ir.Value] | None = None,
              part: str = "whole") -> list[ir.Value]:
-    """`with_sums` applied to `running`, which is returned; without KEPT applied to out[token][row], in place."""
-    if KEPT:
+    """`with_sums` applied to `running`, which is returned; without KEEP_IN_REGISTERS applied to out[token][row], in place."""
+    if KEEP_IN_REGISTERS:
         return list(with_sums(builder, running, header, sums, factors, minima, shifts, part))
-    # Without this the compiler keeps what it has stored, in more registers than there are.
+    # Without this the compiler keeps stored values in registers, more than there are.
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
     out = opaque_address(builder, out)
     at = lambda i: offset(builder, out, 4 * LANES * i)  # noqa: E731
@@ -216,13 +216,14 @@ def block_product(builder, weights, panel, out, inputs, block, ahead):
 
     def product(panel: ir.Value, out: ir.Value, running: list[ir.Value], asks: bool) -> list[ir.Value]:
         loop = Loop(builder, blocks, [weights, panel, inputs, *running], "blocks")
-        own, panel, left, *running = loop.values
-        here = builder.select(builder.icmp_signed("<", left, block), left, block)
-        first = first_sums(builder, panel, AT_ONCE, None)
+        weights_at, panel, left, *running = loop.values
+        block_inputs = builder.select(builder.icmp_signed("<", left, block), left, block)
+        first = first_sums(builder, panel, TOKENS_AT_ONCE, None)
         steps = builder.add(panel, I64(HEADER))
-        own, following, sums = steps_of_tile(builder, own, steps, here, first, AT_ONCE, ahead if asks else None)
+        weights_at, following, sums = steps_of_tile(builder, weights_at, steps, block_inputs, first, TOKENS_AT_ONCE,
+                                                    ahead if asks else None)
         running = add_sums(builder, out, running, panel, sums, None)
-        return loop.end([own, following, builder.sub(left, block), *running])[3:]
+        return loop.end([weights_at, following, builder.sub(left, block), *running])[3:]
 
     panel_by_turns(builder, panel, out, product)
 
@@ -234,24 +235,24 @@ def _correction(form: Form):
     item_bits, step_bits = 8 * form.item, (form.inputs - 1).bit_length()
 
     @llvm_intrinsic
-    def run(builder, places, values, count, panel, block, block_nbytes, out):
+    def run(builder, positions, values, count, panel, block, block_nbytes, out):
         """out[token] (float32, room for 16) = sum over `count` >= 1 outliers of value * (scale * x), in their order.
 
         places: uint32, the column in the low 28 bits. values: bfloat16. `block`: inputs of a panel's block, a power of two. May read 64
         bytes past the panel.
         """
         loop = Loop(builder, count, [constant(floats, 0.0)], "outliers")
-        column = load(builder, builder.add(places, builder.mul(loop.turn, I64(4))), I32, 4)
+        column = load(builder, builder.add(positions, builder.mul(loop.index, I64(4))), I32, 4)
         column = builder.zext(builder.and_(column, I32((1 << 28) - 1)), I64)
-        bits = load(builder, builder.add(values, builder.mul(loop.turn, I64(2))), I16, 2)
+        bits = load(builder, builder.add(values, builder.mul(loop.index, I64(2))), I16, 2)
         value = splat(builder, builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), F32), floats)
         header = builder.add(panel, builder.mul(builder.sdiv(column, block), block_nbytes))
         within = builder.and_(column, builder.sub(block, I64(1)))
         step = builder.mul(builder.lshr(within, I64(step_bits)), I64(4 * TOKENS))
         word = load(builder, builder.add(header, builder.add(step, I64(HEADER))), words, 4)
         word = builder.xor(word, constant(words, 0x80808080)) if form.raised else word
-        place = builder.trunc(builder.and_(within, I64(form.inputs - 1)), I32)
-        up = builder.sub(I32(32 - item_bits), builder.mul(place, I32(item_bits)))
+        lane = builder.trunc(builder.and_(within, I64(form.inputs - 1)), I32)
+        up = builder.sub(I32(32 - item_bits), builder.mul(lane, I32(item_bits)))
         x = builder.ashr(builder.shl(word, splat(builder, up, words)), constant(words, 32 - item_bits))
         x = builder.fmul(builder.sitofp(x, floats), load(builder, header, floats, 4))
         total, = loop.end([fma(builder, x, value, loop.values[0])])
@@ -282,7 +283,7 @@ def _finish(add: bool):
     return run
 
 
-outlier_sums, stepped_outlier_sums = _correction(WHOLE), _correction(STEPPED)
+outlier_sums, stepped_outlier_sums = _correction(FULL_FORM), _correction(STEPPED)
 finish, finish_adding = _finish(False), _finish(True)
-# Of codes of up to four bits. Where that form is the other one as well, so is this.
-narrow_outlier_sums = _correction(NARROW) if NARROW.halves else outlier_sums
+# For codes of up to four bits; the same function if both forms are the same.
+narrow_outlier_sums = _correction(NARROW_FORM) if NARROW_FORM.halves else outlier_sums

@@ -14,17 +14,17 @@ from ..registry import Call
 from ..workspace import Dims, address
 from .arithmetic import exp, softplus
 from .intrinsics import f32_at, fetch_add, i64_at
-from .row_ops import SHARE_FROM
+from .row_ops import MIN_PARALLEL_SIZE
 
 if TYPE_CHECKING:
     from ...quant.weight import Norm
     from .ops import CpuOps
 
-# Slots of `mark_heads`: the first channel of every head of Y [M_TOKENS, M_HEADS * M_WIDE] = exp(RATES * softplus(SAYS)), SAYS
-# [M_TOKENS, M_HEADS].
-M_Y, SAYS, M_TOKENS, M_HEADS, M_WIDE, RATES = range(6)
-# Slots: Y [TOKENS, HEADS * DEPTH] to OUT [TOKENS, HEADS * WIDE]. A head becomes wider by FRONT [HEADS, WIDE - DEPTH], zeros where that is
-# 0, or less wide by what stands in front of it.
+# Slots of `mark_heads`: the first channel of every head of Y [M_TOKENS, M_HEADS * M_WIDE] = exp(RATES * softplus(MARK_WEIGHTS));
+# MARK_WEIGHTS [M_TOKENS, M_HEADS].
+M_Y, MARK_WEIGHTS, M_TOKENS, M_HEADS, M_WIDE, RATES = range(6)
+# Slots: Y [TOKENS, HEADS * DEPTH] to OUT [TOKENS, HEADS * WIDE]. Heads get wider by FRONT [HEADS, WIDE - DEPTH] (0: zeros) before their
+# channels, or narrower by dropping their first channels.
 Y, OUT, TOKENS, HEADS, DEPTH, WIDE, FRONT = range(7)
 
 
@@ -86,9 +86,9 @@ def mark_heads(args, worker, counter):
         t = fetch_add(counter, 1)
         if t >= a[M_TOKENS]:
             return
-        says = f32_at(a[SAYS] + 4 * t * heads)
+        weights = f32_at(a[MARK_WEIGHTS] + 4 * t * heads)
         for head in range(heads):
-            f32_at(a[M_Y] + 4 * (t * heads + head) * a[M_WIDE])[0] = exp(rates[head] * softplus(says[head]))
+            f32_at(a[M_Y] + 4 * (t * heads + head) * a[M_WIDE])[0] = exp(rates[head] * softplus(weights[head]))
 
 
 def dynamic_mask_heads(ops: CpuOps, y: np.ndarray, says: np.ndarray, heads: int, wide: int, rates: np.ndarray) -> np.ndarray:
@@ -97,14 +97,14 @@ def dynamic_mask_heads(ops: CpuOps, y: np.ndarray, says: np.ndarray, heads: int,
     return y
 
 
-def mark(ops: CpuOps, y: np.ndarray, says: np.ndarray, heads: int, wide: int, rates: np.ndarray) -> None:
-    ops.args[: RATES + 1] = ops.at(y), ops.at(says), len(y), heads, wide, address(rates)
-    ops.run(mark_heads, ops.where, y.size >= SHARE_FROM, ops.args)
+def mark(ops: CpuOps, y: np.ndarray, weights: np.ndarray, heads: int, wide: int, rates: np.ndarray) -> None:
+    ops.args[: RATES + 1] = ops.address_of(y), ops.address_of(weights), len(y), heads, wide, address(rates)
+    ops.run(mark_heads, ops.args_address, y.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
-def mark_reference(ops: CpuOps, y: np.ndarray, says: np.ndarray, heads: int, wide: int, rates: np.ndarray) -> None:
+def mark_reference(ops: CpuOps, y: np.ndarray, weights: np.ndarray, heads: int, wide: int, rates: np.ndarray) -> None:
     ops.flush()
-    y.reshape(len(y), heads, wide)[..., 0] = np.exp(rates * np.logaddexp(0, says.astype(np.float64)))
+    y.reshape(len(y), heads, wide)[..., 0] = np.exp(rates * np.logaddexp(0, weights.astype(np.float64)))
 
 
 def pair_heads(ops: CpuOps, y: np.ndarray, heads: int, depth: int) -> np.ndarray:
@@ -115,8 +115,8 @@ def pair_heads(ops: CpuOps, y: np.ndarray, heads: int, depth: int) -> np.ndarray
 
 
 def pair(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, depth: int) -> None:
-    ops.args[: DEPTH + 1] = ops.at(y), ops.at(out), len(y), heads, depth
-    ops.run(pair_head_rows, ops.where, out.size >= SHARE_FROM, ops.args)
+    ops.args[: DEPTH + 1] = ops.address_of(y), ops.address_of(out), len(y), heads, depth
+    ops.run(pair_head_rows, ops.args_address, out.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
 def pair_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, depth: int) -> None:
@@ -140,8 +140,9 @@ def unpad_heads(ops: CpuOps, y: np.ndarray, heads: int, narrow: int) -> np.ndarr
 
 
 def resize(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, front: np.ndarray | None) -> None:
-    ops.args[: FRONT + 1] = ops.at(y), ops.at(out), len(y), heads, y.shape[1] // heads, out.shape[1] // heads, address(front)
-    ops.run(resize_heads, ops.where, out.size >= SHARE_FROM, ops.args)
+    ops.args[: FRONT
+             + 1] = ops.address_of(y), ops.address_of(out), len(y), heads, y.shape[1] // heads, out.shape[1] // heads, address(front)
+    ops.run(resize_heads, ops.args_address, out.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
 def resize_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, front: np.ndarray | None) -> None:

@@ -17,8 +17,8 @@ from ..workspace import Dims, address
 from . import attention, attention_decode, indexer_pooling, latent, sparse_attention_loops, states
 from . import indexer_loops as loops
 from .rotary_angles import KeyAngles
-from .row_ops import SHARE_FROM
-from .stages import FEW
+from .row_ops import MIN_PARALLEL_SIZE
+from .stages import FEW_TOKENS
 
 if TYPE_CHECKING:
     from ...quant.weight import Norm
@@ -29,38 +29,40 @@ if TYPE_CHECKING:
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the indexer's buffers, none without one: scores in decode, and the selection of a whole pass."""
-    own = dims.index
-    if own is None:
+    shape = dims.index
+    if shape is None:
         return {}
-    # What is multiplied beside the products of attention: keys and weights, or the queries of heads that choose for themselves and keys.
-    beside = states.plan_workspace(dims, chunk) | latent.plan_workspace(dims, chunk)
-    widths = {"y3": own.heads * own.width, "y4": own.width} if own.per_head or own.pooled else {"y2": own.width, "y3": own.heads}
-    if dims.latent is not None and own.pooled:
-        widths = {"y2": own.pool_row, "y3": own.heads}
-    if dims.latent is not None and dims.latent.query_rank is None:  # whose queries are made of a row that was normed; some layers lack y1
-        widths = {"normed": dims.hidden, "y1": own.width, "y2": max(own.width, own.heads), "y3": own.heads}
-    return {"index scores": FEW * own.groups * _row(own, _keys(dims)), "chosen": chunk * own.groups * own.selected,
-            **{name: max(chunk * width, beside.get(name, 0)) for name, width in widths.items()}}
+    # Products of an indexer, in addition to those of attention: keys and weights, or queries of heads that select separately and keys.
+    others = states.plan_workspace(dims, chunk) | latent.plan_workspace(dims, chunk)
+    own_heads = shape.per_head or shape.pooled
+    widths = {"y3": shape.heads * shape.width, "y4": shape.width} if own_heads else {"y2": shape.width, "y3": shape.heads}
+    if dims.latent is not None and shape.pooled:
+        widths = {"y2": shape.pool_row, "y3": shape.heads}
+    if dims.latent is not None and dims.latent.query_rank is None:  # their queries come from a normed row; some layers have no y1
+        widths = {"normed": dims.hidden, "y1": shape.width, "y2": max(shape.width, shape.heads), "y3": shape.heads}
+    return {"index scores": FEW_TOKENS * shape.groups * _row(shape, _keys(dims)), "chosen": chunk * shape.groups * shape.selected,
+            **{name: max(chunk * width, others.get(name, 0)) for name, width in widths.items()}}
 
 
 def _keys(dims: Dims) -> int:
     """Most keys a token selects from; a layer that drafts has room for draft tokens beyond the context."""
-    return dims.index.keys(dims.ctx + (FEW if dims.mtp_inputs else 0))
+    return dims.index.keys(dims.ctx + (FEW_TOKENS if dims.mtp_inputs else 0))
 
 
 def scratch_floats(dims: Dims) -> int:
     """Floats of scratch per worker."""
-    own = dims.index
-    if own is None:
+    shape = dims.index
+    if shape is None:
         return 0
-    return max(loops.scratch_floats(own.heads, own.width, own.groups * _row(own, _keys(dims))), indexer_pooling.SCRATCH_ROWS * own.width,
+    return max(loops.scratch_floats(shape.heads, shape.width, shape.groups * _row(shape, _keys(dims))),
+               indexer_pooling.SCRATCH_ROWS * shape.width,
                sparse_attention_loops.scratch_floats(dims.heads, dims.kv_heads, dims.head_dim))
 
 
 def partials_floats(dims: Dims) -> int:
     """Floats for a token's partials over its selection."""
-    own = dims.index
-    return 0 if own is None or own.tokens_per_key > 1 and not own.pooled else _tiles(own) * dims.heads * (dims.head_dim + 2)
+    shape = dims.index
+    return 0 if shape is None or shape.tokens_per_key > 1 and not shape.pooled else _tiles(shape) * dims.heads * (dims.head_dim + 2)
 
 
 def _tiles(shape: IndexShape) -> int:
@@ -95,7 +97,7 @@ class LayerIndex:
     def __init__(self, ops: CpuOps, shape: IndexShape, memory: np.ndarray, stored: int) -> None:
         keys = len(memory) // (1 + shape.tokens_per_key * shape.pooled * (1 + shape.weighted_pooling))
         self.ops, self.shape, self.memory, self.stored = ops, shape, memory[:keys], stored
-        self.rows = memory[keys:].view(np.float32 if stored == F32 else np.float16).reshape(-1, shape.pool_row)  # of means
+        self.rows = memory[keys:].view(np.float32 if stored == F32 else np.float16).reshape(-1, shape.pool_row)  # contributions to means
         kind = "f32" if stored == F32 else "f16"
         self._choose = ops.registry.select(Call("choose", kind)).candidate.run
         self._note_means = ops.registry.select(Call("note pools" if shape.weighted_pooling else "note means", kind)).candidate.run
@@ -105,23 +107,23 @@ class LayerIndex:
         return self.ops.workspace.take("chosen", tokens, self.shape.groups * self.shape.selected).view(np.int32)
 
     def note(self, k: np.ndarray, position: int, closing: tuple[Norm, RopeTable] | tuple[Norm, np.ndarray] | None = None) -> None:
-        """Keep keys [T, width] of the tokens from `position` on; of means what they are made of, [T, row], and those that are whole, by
-        `closing`."""
+        """Store keys [T, width] of the tokens from `position` on; for means their contributions [T, row], and the means that become
+        complete, computed by `closing`."""
         if self.shape.pooled:
             self._note_means(self, k, position, closing)
             return
         ops, block = self.ops, np.zeros(loops.NOTE_SLOTS, np.int64)
-        block[:] = ops.at(k), len(k), position, self.shape.width, self.stored, address(self.memory)
+        block[:] = ops.address_of(k), len(k), position, self.shape.width, self.stored, address(self.memory)
         ops.keep_alive(block)
         ops.refresh(partial(block.__setitem__, loops.N_POSITION))
-        ops.run(loops.note_keys, address(block), k.size >= SHARE_FROM)
+        ops.run(loops.note_keys, address(block), k.size >= MIN_PARALLEL_SIZE)
 
     def choose(self, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray | None = None) -> Chosen | None:
         """The selection of tokens from `position` on, by q [T, heads * width] and weights [T, heads], in `out` if given; None if each sees
         everything before it. Their own keys have been stored already."""
         ops, shape, first = self.ops, self.shape, max(0, self.shape.dense_tokens - position)
         if first and position + len(q) + PAGE > shape.dense_tokens:
-            ops.never_replay()  # the next pass may have to choose
+            ops.discard_recording()  # the next pass may have to select
         if first >= len(q):
             return None
         chosen = (self.room(len(q)) if out is None else out)[first:]
@@ -149,8 +151,8 @@ class LayerIndex:
     def read(self, begin: int, end: int) -> np.ndarray:
         """Bytes of the keys of tokens [begin, end), token by token, a copy; each token has its share of a key of several tokens. They are
         followed by the rows that means are built from."""
-        found = self._read_keys(begin, end)
-        return np.concatenate([found, self.rows[begin:end].view(np.uint8).reshape(-1)]) if self.shape.pooled else found
+        keys = self._read_keys(begin, end)
+        return np.concatenate([keys, self.rows[begin:end].view(np.uint8).reshape(-1)]) if self.shape.pooled else keys
 
     def write(self, begin: int, data: np.ndarray) -> None:
         """Write back what `read` returned, from `begin` on."""
@@ -195,11 +197,12 @@ def choose(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, positio
     """Run the kernels: in decode blocks of keys are distributed over threads, in prefill the tokens."""
     ops, shape, block = index.ops, index.shape, np.zeros(loops.SLOTS, np.int64)
     row = _row(shape, len(index.memory) // shape.block_nbytes(index.stored) * PAGE)
-    block[:] = (ops.at(q), 0 if weights is None else ops.at(weights), len(q), position, address(out), shape.heads, shape.width,
+    block[:] = (ops.address_of(q), 0 if weights is None else ops.address_of(weights), len(q), position, address(out), shape.heads,
+                shape.width,
                 shape.top_k, shape.block_size, shape.per_head, shape.local_blocks, address(index.memory), index.stored,
                 address(ops.workspace.take("index scores", 1)), row, ops.scratch, ops.scratch_stride, shape.tokens_per_key, shape.selected)
     ops.keep_alive(block)
-    if len(q) > FEW:
+    if len(q) > FEW_TOKENS:
         ops.run(loops.select_prefill, address(block))
         return
     ops.refresh(partial(block.__setitem__, loops.POSITION))
@@ -209,26 +212,27 @@ def choose(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, positio
 
 def choose_reference(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray) -> None:
     index.ops.flush()
-    found = meaning.scores(q, index.keys((position + len(q)) // index.shape.tokens_per_key), weights, position, index.shape)
-    out[:] = meaning.choose(found, index.shape, position).reshape(out.shape)
+    scores = meaning.scores(q, index.keys((position + len(q)) // index.shape.tokens_per_key), weights, position, index.shape)
+    out[:] = meaning.choose(scores, index.shape, position).reshape(out.shape)
 
 
 def note_means(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, RopeTable]) -> None:
     """Run the kernel: a key's tokens are one block of work. `closing`: norm and rotation of complete means."""
     ops, shape, (norm, table) = index.ops, index.shape, closing
-    block, turned = np.zeros(loops.MEAN_SLOTS, np.int64), KeyAngles(table, shape.tokens_per_key, position, len(k))
-    block[:] = (ops.at(k), len(k), position, shape.width, index.stored, address(index.memory), address(index.rows), shape.tokens_per_key,
-                address(norm.weight), *turned.at, 2 * turned.cos.shape[1], ops.scratch, ops.scratch_stride, 0)
+    block, angles = np.zeros(loops.MEAN_SLOTS, np.int64), KeyAngles(table, shape.tokens_per_key, position, len(k))
+    block[:] = (ops.address_of(k), len(k), position, shape.width, index.stored, address(index.memory), address(index.rows),
+                shape.tokens_per_key,
+                address(norm.weight), *angles.at, 2 * angles.cos.shape[1], ops.scratch, ops.scratch_stride, 0)
     block.view(np.float64)[loops.M_EPS] = norm.eps
-    for kept in (block, turned.cos, turned.sin):
-        ops.keep_alive(kept)
+    for array in (block, angles.cos, angles.sin):
+        ops.keep_alive(array)
 
     def move(position: int) -> None:
         block[loops.M_POSITION] = position
-        turned.move(position)
+        angles.move(position)
 
     ops.refresh(move)
-    ops.run(loops.note_means, address(block), k.size >= SHARE_FROM)
+    ops.run(loops.note_means, address(block), k.size >= MIN_PARALLEL_SIZE)
 
 
 def note_means_reference(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, RopeTable]) -> None:
@@ -237,34 +241,37 @@ def note_means_reference(index: LayerIndex, k: np.ndarray, position: int, closin
     index.rows[position : position + len(k)] = k
     last = (position + len(k)) // rate
     if last > first:
-        places = (first + np.arange(last - first)) * rate
-        made = meaning.means(index.rows[first * rate : last * rate], (norm.kind, norm.weight, None, norm.eps), rate, *table.turns(places))
-        at, held = first + np.arange(len(made)), index.memory.view(index.rows.dtype).reshape(-1, index.shape.width, PAGE)
-        held[at // PAGE, :, at % PAGE] = made
+        positions = (first + np.arange(last - first)) * rate
+        keys = meaning.means(index.rows[first * rate : last * rate], (norm.kind, norm.weight, None, norm.eps), rate,
+                             *table.turns(positions))
+        at, blocks = first + np.arange(len(keys)), index.memory.view(index.rows.dtype).reshape(-1, index.shape.width, PAGE)
+        blocks[at // PAGE, :, at % PAGE] = keys
 
 
 def note_pools(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, np.ndarray]) -> None:
     """Run the kernel: a key's tokens are one block of work. `closing`: the norm of a row's first half, and what is added to the second half
     at each place [rate, width] of a pool."""
-    ops, shape, (norm, places), loops = index.ops, index.shape, closing, indexer_pooling
+    ops, shape, (norm, position_bias), loops = index.ops, index.shape, closing, indexer_pooling
     block = np.zeros(loops.POOL_SLOTS, np.int64)
-    block[:] = (ops.at(k), len(k), position, shape.width, index.stored, address(index.memory), address(index.rows), shape.tokens_per_key,
-                address(norm.weight), address(norm.bias), address(places), ops.scratch, ops.scratch_stride, 0)
+    block[:] = (ops.address_of(k), len(k), position, shape.width, index.stored, address(index.memory), address(index.rows),
+                shape.tokens_per_key,
+                address(norm.weight), address(norm.bias), address(position_bias), ops.scratch, ops.scratch_stride, 0)
     block.view(np.float64)[loops.P_EPS] = norm.eps
     ops.keep_alive(block)
     ops.refresh(partial(block.__setitem__, loops.P_POSITION))
-    ops.run(loops.note_pools, address(block), k.size >= SHARE_FROM)
+    ops.run(loops.note_pools, address(block), k.size >= MIN_PARALLEL_SIZE)
 
 
 def note_pools_reference(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, np.ndarray]) -> None:
     index.ops.flush()
-    rate, width, (norm, places), first = index.shape.tokens_per_key, index.shape.width, closing, position // index.shape.tokens_per_key
-    own = index.rows[position : position + len(k)]
-    own[:, :width] = reference.normalise(k[:, :width].astype(np.float64), norm.kind, norm.weight, norm.bias, norm.eps)
-    own[:, width:] = k[:, width:] + places.reshape(rate, width)[np.arange(position, position + len(k)) % rate]
+    rate, width, (norm,
+                  position_bias), first = index.shape.tokens_per_key, index.shape.width, closing, position // index.shape.tokens_per_key
+    rows = index.rows[position : position + len(k)]
+    rows[:, :width] = reference.normalise(k[:, :width].astype(np.float64), norm.kind, norm.weight, norm.bias, norm.eps)
+    rows[:, width:] = k[:, width:] + position_bias.reshape(rate, width)[np.arange(position, position + len(k)) % rate]
     last = (position + len(k)) // rate
-    at, held = np.arange(first, last), index.memory.view(index.rows.dtype).reshape(-1, width, PAGE)
-    held[at // PAGE, :, at % PAGE] = meaning.pools(index.rows[first * rate : last * rate], rate)
+    at, blocks = np.arange(first, last), index.memory.view(index.rows.dtype).reshape(-1, width, PAGE)
+    blocks[at // PAGE, :, at % PAGE] = meaning.pools(index.rows[first * rate : last * rate], rate)
 
 
 def attend(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray,
@@ -283,19 +290,19 @@ def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.
     ops, shape, width = pages.ops, chosen.shape, q.shape[1]
     block = np.zeros(sparse_attention_loops.CHOSEN_SLOTS, np.int64)
     block[: attention.ATTEND_SLOTS] = pages._attend[: attention.ATTEND_SLOTS]
-    block[: attention.HEADS + 1] = (ops.at(q), ops.at(out), len(q), position, _tiles(shape), address(blocks),
+    block[: attention.HEADS + 1] = (ops.address_of(q), ops.address_of(out), len(q), position, _tiles(shape), address(blocks),
                                     width // pages.layout.head_dim)
     block[attention.SINKS] = address(sinks)
-    lead = int(blocks[1, attention.FIRST]) if len(blocks) > 1 and blocks[1, attention.FIRST] != PAGE else 0
-    block[sparse_attention_loops.UNITS :] = address(chosen.units), shape.selected, shape.groups, shape.unit_tokens, lead, same
-    if len(q) > FEW:
-        ops.never_replay()
+    sink_tokens = int(blocks[1, attention.FIRST]) if len(blocks) > 1 and blocks[1, attention.FIRST] != PAGE else 0
+    block[sparse_attention_loops.UNITS :] = address(chosen.units), shape.selected, shape.groups, shape.unit_tokens, sink_tokens, same
+    if len(q) > FEW_TOKENS:
+        ops.discard_recording()
         ops.keep_alive(block)
         ops.run(sparse_attention_loops.attend_sparse_prefill, address(block))
         return
     for t in range(len(q)):
         call = block.copy()
-        call[attention.Q], call[attention.OUT] = ops.at(q) + 4 * t * width, ops.at(out) + 4 * t * width
+        call[attention.Q], call[attention.OUT] = ops.address_of(q) + 4 * t * width, ops.address_of(out) + 4 * t * width
         call[attention.TOKENS], call[attention.POSITION] = 1, position + t
         call[sparse_attention_loops.UNITS] += 4 * t * shape.groups * shape.selected
         ops.keep_alive(call)
@@ -309,7 +316,7 @@ def attend_reference(pages: LayerPages, q: np.ndarray, position: int, blocks: np
     """Plain softmax over the gathered selected keys and values."""
     pages.ops.flush()
     keys, values, at = pages.gathered(blocks)
-    seen = meaning.seen(chosen.units.reshape(len(q), chosen.shape.groups, -1), len(at), pages.layout.kv_heads, chosen.shape)
+    visible = meaning.seen(chosen.units.reshape(len(q), chosen.shape.groups, -1), len(at), pages.layout.kv_heads, chosen.shape)
     split = q.reshape(len(q), -1, pages.layout.head_dim)
     out[:] = reference.attend(split, keys, values, position, at, pages.scale, pages.window, pages.softcap, sinks,
-                              seen=seen).reshape(out.shape)
+                              seen=visible).reshape(out.shape)

@@ -13,24 +13,24 @@ from ..compile import kernel
 from ..layout import F32, NORM_RMS_PLUS_ONE, PAGE
 from ..lazy_numba import inlined
 from .arithmetic import INFINITY, MINUS_INF, ONE, ZERO, expand, narrow_half, normalise_here
-from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, low_tile_product, product
+from .inner_loops import DECODE_TILE_ROWS, TILE_COLUMNS, TILE_ROWS, low_tile_product, product
 from .intrinsics import f32_at, f32_to_bits, f64_at, fetch_add, i32_at, i64_at, u16_at
 
-# Slots of `note_keys`: K [TOKENS, WIDTH] goes to positions POSITION and on of KEYS.
+# Slots of `note_keys`: K [TOKENS, WIDTH] is written to KEYS from POSITION on.
 N_K, N_TOKENS, N_POSITION, N_WIDTH, N_DTYPE, N_KEYS, NOTE_SLOTS = range(7)
-# Slots of `note_means`: K [TOKENS, WIDTH] goes to rows POSITION and on of ROWS, and of every RATE rows that are whole then the mean goes
-# into KEYS, normed by WEIGHT and EPS, its first TURNED channels turned by COS and SIN [keys, TURNED / 2] of those that may be whole.
+# Slots of `note_means`: K [TOKENS, WIDTH] is written to ROWS from POSITION on. The mean of every complete run of RATE rows is written to
+# KEYS, normed by WEIGHT and EPS, its first TURNED channels rotated by COS and SIN [keys, TURNED / 2] of keys that may become complete.
 # Scratch of a worker: a row, and the mean.
 (M_K, M_TOKENS, M_POSITION, M_WIDTH, M_DTYPE, M_KEYS, M_ROWS, M_RATE, M_WEIGHT, M_COS, M_SIN, M_TURNED, M_SCRATCH, M_STRIDE, M_EPS,
  MEAN_SLOTS) = range(16)
-# Slots of the others: Q [TOKENS, HEADS * WIDTH], WEIGHTS [TOKENS, HEADS] or 0 where heads choose EACH for themselves or count alike; CHOSEN
-# int32 [TOKENS, groups, LISTED], of which the first COUNT are chosen. SCORES: rows of ROW floats, a row for each token and group, which
-# `select_decode` finds there; `select_prefill` has them in the scratch, per worker float32: Q[padded heads, WIDTH] of each token of a tile,
-# K[WIDTH, PAGE], S[padded heads, PAGE], int64 [256], rows of the groups of each token of a tile.
-Q, WEIGHTS, TOKENS, POSITION, CHOSEN, HEADS, WIDTH, COUNT, GRAIN, EACH, NEAR, KEYS, DTYPE = range(13)
+# Slots of the others: Q [TOKENS, HEADS * WIDTH]; WEIGHTS [TOKENS, HEADS], 0 if heads select separately (PER_HEAD) or count alike; CHOSEN
+# int32 [TOKENS, groups, LISTED], of which the first COUNT are selected. SCORES: a row of ROW floats per token and group, read by
+# `select_decode`. Scratch of `select_prefill`, per worker, float32: Q[padded heads, WIDTH] of each token of a tile, K[WIDTH, PAGE],
+# S[padded heads, PAGE], int64 [256], score rows of each token of a tile.
+Q, WEIGHTS, TOKENS, POSITION, CHOSEN, HEADS, WIDTH, COUNT, GRAIN, PER_HEAD, NEAR, KEYS, DTYPE = range(13)
 SCORES, ROW, SCRATCH, STRIDE, RATE, LISTED, SLOTS = range(13, 20)  # RATE: tokens of a key
 BINS, BYTE, TOP_BIT = 256, int64(255), uint32(1 << 31)
-TILE_QUERIES = 64  # queries of a tile of a prompt's tokens, about
+TILE_QUERIES = 64  # approximate number of query rows in a tile
 
 
 @inlined()
@@ -108,8 +108,8 @@ def note_means(args, worker, counter):
             continue
         _mean(args, group, row, mean)
         _turn_halves(mean, a[M_COS] + 4 * (group - first) * half, a[M_SIN] + 4 * (group - first) * half, half)
-        made, block, at = f32_at(mean), a[M_KEYS] + group // PAGE * PAGE * width * item, group % PAGE
-        put_kept(made, block + at * item, width, PAGE, item)
+        mean_row, block, at = f32_at(mean), a[M_KEYS] + group // PAGE * PAGE * width * item, group % PAGE
+        put_kept(mean_row, block + at * item, width, PAGE, item)
 
 
 @inlined()
@@ -139,12 +139,12 @@ def _add_weighed(row, scores, weight):
 def _score(a, t, block, query, keys, products, rows):
     """Scores of a block of keys, widened in KEYS, for token `t` with queries in QUERY, into its rows."""
     heads, width, position = a[HEADS], a[WIDTH], a[POSITION] + t
-    if heads <= LOW_ROWS:
+    if heads <= DECODE_TILE_ROWS:
         for j in range(0, PAGE, TILE_COLUMNS):
             low_tile_product(query, 4 * width, keys + 4 * j, 4 * PAGE, products + 4 * j, 4 * PAGE, width, 0)
     else:
         product(query, 4 * width, keys, 4 * PAGE, products, 4 * PAGE, _padded(heads), PAGE, width)
-    if a[EACH] == 0:
+    if a[PER_HEAD] == 0:
         row, weights = f32_at(rows + 4 * block * PAGE), f32_at(a[WEIGHTS] + 4 * t * heads)
         for j in range(PAGE):
             row[j] = ZERO
@@ -152,15 +152,15 @@ def _score(a, t, block, query, keys, products, rows):
             _add_weighed(row, f32_at(products + 4 * head * PAGE), weights[head] if a[WEIGHTS] != 0 else ONE)
         return
     grain = a[GRAIN]
-    seen = min(PAGE, position + 1 - block * PAGE)
+    visible = min(PAGE, position + 1 - block * PAGE)
     for head in range(heads):
-        made = f32_at(products + 4 * head * PAGE)
-        for begin in range(0, seen, grain):
+        head_scores = f32_at(products + 4 * head * PAGE)
+        for begin in range(0, visible, grain):
             unit, best = (block * PAGE + begin) // grain, MINUS_INF
-            for j in range(begin, min(begin + grain, seen)):
-                best = max(best, made[j])
-            own = position // grain
-            f32_at(rows + 4 * head * a[ROW])[unit] = INFINITY if own - a[NEAR] < unit and unit <= own else best
+            for j in range(begin, min(begin + grain, visible)):
+                best = max(best, head_scores[j])
+            last_unit = position // grain
+            f32_at(rows + 4 * head * a[ROW])[unit] = INFINITY if last_unit - a[NEAR] < unit and unit <= last_unit else best
 
 
 @inlined()
@@ -180,27 +180,27 @@ def _rank(row, i):
 def _choose(row, units, count, bins, out):
     """Select the `count` best scores, ascending by position, ties going to the earlier: the threshold rank is found by a byte-wise radix
     search."""
-    least, wanted = int64(0), count
+    threshold, remaining = int64(0), count
     for shift in (24, 16, 8, 0):
         for i in range(BINS):
             bins[i] = 0
         for i in range(units):
             rank = _rank(row, i)
-            if rank >> (shift + 8) == least >> (shift + 8):
+            if rank >> (shift + 8) == threshold >> (shift + 8):
                 bins[(rank >> shift) & BYTE] += 1
-        place = BYTE
-        while place > 0 and bins[place] < wanted:
-            wanted -= bins[place]
-            place -= 1
-        least |= place << shift
-    found = 0
+        digit_shift = BYTE
+        while digit_shift > 0 and bins[digit_shift] < remaining:
+            remaining -= bins[digit_shift]
+            digit_shift -= 1
+        threshold |= digit_shift << shift
+    counted = 0
     for i in range(units):
         rank = _rank(row, i)
-        if rank > least or (rank == least and wanted > 0):
-            if rank == least:
-                wanted -= 1
-            out[found] = int32(i)
-            found += 1
+        if rank > threshold or (rank == threshold and remaining > 0):
+            if rank == threshold:
+                remaining -= 1
+            out[counted] = int32(i)
+            counted += 1
 
 
 @inlined()
@@ -212,12 +212,12 @@ def _keys_at(a, t):
 @inlined()
 def _choices(a, t, rows, bins):
     """The selection of a token from its rows of scores."""
-    groups = a[HEADS] if a[EACH] else 1
+    groups = a[HEADS] if a[PER_HEAD] else 1
     units = (_keys_at(a, t) - 1) // a[GRAIN] + 1
     for group in range(groups):
         out = i32_at(a[CHOSEN] + 4 * (t * groups + group) * a[LISTED])
         _choose(f32_at(rows + 4 * group * a[ROW]), units, a[COUNT], bins, out)
-        if a[LISTED] > a[COUNT]:  # the unit whose key is not whole yet
+        if a[LISTED] > a[COUNT]:  # the unit whose key is incomplete
             out[a[COUNT]] = int32(_keys_at(a, t))
 
 
@@ -225,7 +225,7 @@ def _choices(a, t, rows, bins):
 def score_decode(args, worker, counter):
     """Scores of few tokens. Blocks of work are blocks of keys."""
     a = i64_at(args)
-    width, groups = a[WIDTH], a[HEADS] if a[EACH] else 1
+    width, groups = a[WIDTH], a[HEADS] if a[PER_HEAD] else 1
     query = a[SCRATCH] + worker * a[STRIDE]
     keys = query + 4 * _padded(a[HEADS]) * width
     products = keys + 4 * width * PAGE
@@ -248,7 +248,7 @@ def score_decode(args, worker, counter):
 def select_decode(args, worker, counter):
     """Selections of few tokens, from the scores of `score_decode`. Blocks of work are tokens."""
     a = i64_at(args)
-    groups = a[HEADS] if a[EACH] else 1
+    groups = a[HEADS] if a[PER_HEAD] else 1
     bins = i64_at(a[SCRATCH] + worker * a[STRIDE])
     while True:
         t = fetch_add(counter, 1)
@@ -269,7 +269,7 @@ tile_height = inlined()(_height_of)
 def select_prefill(args, worker, counter):
     """Scores and selections of many tokens. Blocks of work are tiles of tokens, last ones first: they see more."""
     a = i64_at(args)
-    width, groups, height = a[WIDTH], a[HEADS] if a[EACH] else 1, tile_height(a[HEADS])
+    width, groups, height = a[WIDTH], a[HEADS] if a[PER_HEAD] else 1, tile_height(a[HEADS])
     query, padded = a[SCRATCH] + worker * a[STRIDE], _padded(a[HEADS])
     keys = query + 4 * height * padded * width
     products = keys + 4 * width * PAGE
@@ -279,15 +279,15 @@ def select_prefill(args, worker, counter):
         first = ((a[TOKENS] + height - 1) // height - 1 - fetch_add(counter, 1)) * height
         if first < 0:
             return
-        here = min(height, a[TOKENS] - first)
-        for i in range(here):
+        tile_tokens = min(height, a[TOKENS] - first)
+        for i in range(tile_tokens):
             _load_query(a, first + i, query + 4 * i * padded * width)
-        for block in range((_keys_at(a, first + here - 1) - 1) // PAGE + 1):
+        for block in range((_keys_at(a, first + tile_tokens - 1) - 1) // PAGE + 1):
             _load_keys(a, block, keys)
-            for i in range(here):
+            for i in range(tile_tokens):
                 if block * PAGE < _keys_at(a, first + i):
                     _score(a, first + i, block, query + 4 * i * padded * width, keys, products, rows + 4 * i * groups * a[ROW])
-        for i in range(here):
+        for i in range(tile_tokens):
             _choices(a, first + i, rows + 4 * i * groups * a[ROW], i64_at(bins))
 
 

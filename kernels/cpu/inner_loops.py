@@ -19,12 +19,12 @@ VECTOR = 16 if "avx512f" in cpu_features() else 8 if "avx2" in cpu_features() el
 # Rows of the register tile: 12 x 2 accumulators of 32 registers on AVX-512, 6 x 2 of 16 elsewhere.
 TILE_ROWS = 12 if VECTOR == 16 else 6
 TILE_COLUMNS = 2 * VECTOR
-# A tile of attention, whose pages are WIDE_COLUMNS wide: as many sums for 10 loads a step instead of 14.
+# The attention tile, with pages WIDE_COLUMNS wide: as many sums for 10 loads per step instead of 14.
 WIDE_ROWS, WIDE_COLUMNS = (6, 4 * VECTOR) if VECTOR == 16 else (TILE_ROWS, TILE_COLUMNS)
-LOW_ROWS = 4  # of the tile for the few query rows of a decode step
-# Rows that a dot loop takes side by side: a few where x stays in the first-level cache, many where it comes from the second.
+DECODE_TILE_ROWS = 4  # rows of the tile for the few query rows of a decode step
+# Rows of a dot product loop: few if x stays in the L1 cache, many if it comes from L2.
 FEW_ROWS, MANY_ROWS = 4, 12 if VECTOR == 16 else 4
-# Weights of a row taken at once: what the accumulators leave room for.
+# Weights of a row taken at once, limited by the registers that accumulators leave.
 FEW_STEP, MANY_STEP = 4 * VECTOR, 2 * VECTOR
 
 FLOATS = ir.VectorType(F32, VECTOR)
@@ -41,13 +41,13 @@ def widen_f16(builder: ir.IRBuilder, address: ir.Value, lanes: int = VECTOR) -> 
     words, floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
     if HAS_HALF:
         return builder.fpext(load(builder, address, ir.VectorType(F16, lanes), 2), floats)
-    every = lambda value: ir.Constant(words, [value] * lanes)  # noqa: E731
+    splat_constant = lambda value: ir.Constant(words, [value] * lanes)  # noqa: E731
     raw = builder.zext(load(builder, address, ir.VectorType(I16, lanes), 2), words)
-    bits = builder.shl(builder.and_(raw, every(0x7FFF)), every(13))
+    bits = builder.shl(builder.and_(raw, splat_constant(0x7FFF)), splat_constant(13))
     finite = builder.fmul(builder.bitcast(bits, floats), ir.Constant(floats, [2.0**112] * lanes))
-    special = builder.icmp_unsigned(">=", bits, every(0x7C00 << 13))
-    magnitude = builder.select(special, builder.or_(bits, every(0x7F800000)), builder.bitcast(finite, words))
-    sign = builder.shl(builder.and_(raw, every(0x8000)), every(16))
+    special = builder.icmp_unsigned(">=", bits, splat_constant(0x7C00 << 13))
+    magnitude = builder.select(special, builder.or_(bits, splat_constant(0x7F800000)), builder.bitcast(finite, words))
+    sign = builder.shl(builder.and_(raw, splat_constant(0x8000)), splat_constant(16))
     return builder.bitcast(builder.or_(magnitude, sign), floats)
 
 
@@ -67,7 +67,7 @@ def _dot_rows(widen, item: int, count: int, width: int):
         """
         rows = [load(builder, builder.add(table, I64(8 * row)), I64, 8) for row in range(count)]
         loop = Loop(builder, steps, [ir.Constant(FLOATS, [0.0] * VECTOR)] * (parts * count), "dot")
-        at_x, at_w = builder.mul(loop.turn, I64(4 * width)), builder.mul(loop.turn, I64(item * width))
+        at_x, at_w = builder.mul(loop.index, I64(4 * width)), builder.mul(loop.index, I64(item * width))
         pieces = [load(builder, builder.add(x, builder.add(at_x, I64(4 * VECTOR * part))), FLOATS, 4) for part in range(parts)]
         updated = []
         for index in range(parts * count):
@@ -117,14 +117,14 @@ def _tile_product(rows: int, vectors: int = 2):
             phi.add_incoming(value, loading)
             first.append(phi)
         loop = Loop(builder, depth, first, "depth")
-        row_b = builder.add(b, builder.mul(loop.turn, b_stride))
+        row_b = builder.add(b, builder.mul(loop.index, b_stride))
         parts = [load(builder, offset(builder, row_b, part * width), FLOATS, 4) for part in range(vectors)]
-        place = builder.mul(loop.turn, I64(4))
+        offset_bytes = builder.mul(loop.index, I64(4))
         updated = []
         for r in range(rows):
-            broad = splat(builder, load(builder, builder.add(rows_a[r], place), F32, 4), FLOATS)
+            multiplier = splat(builder, load(builder, builder.add(rows_a[r], offset_bytes), F32, 4), FLOATS)
             for part in range(vectors):
-                updated.append(fma(builder, broad, parts[part], loop.values[vectors * r + part]))
+                updated.append(fma(builder, multiplier, parts[part], loop.values[vectors * r + part]))
         for index, value in enumerate(loop.end(updated)):
             row, part = divmod(index, vectors)
             store(builder, value, offset(builder, rows_c[row], part * width), 4)
@@ -132,7 +132,7 @@ def _tile_product(rows: int, vectors: int = 2):
     return tile_product
 
 
-tile_product, low_tile_product = _tile_product(TILE_ROWS), _tile_product(LOW_ROWS)
+tile_product, low_tile_product = _tile_product(TILE_ROWS), _tile_product(DECODE_TILE_ROWS)
 wide_tile_product = _tile_product(WIDE_ROWS, WIDE_COLUMNS // VECTOR)
 
 

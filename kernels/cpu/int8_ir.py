@@ -46,11 +46,11 @@ PIECES = 64 // WIDTH  # vectors of a quad
 LANES = WIDTH // 4  # rows of a piece
 BYTES, WORDS, FLOATS = ir.VectorType(I8, WIDTH), ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 HALVES = ir.VectorType(I16, WIDTH // 2)
-# Which cache the next page is asked into. A Zen 4's first level has 32 KiB, and what it waits for there holds up what is needed now.
+# The cache level that the next page is prefetched into. The L1 cache of Zen 4 has 32 KiB, and waiting for it delays current loads.
 NEXT_PAGE = 2 if target()[0] == "znver4" else 3
 SPLIT_SEEDS = INSTRUCTION_SET == "avx2"
-OFFSET_WHEN_WIDE = SPLIT_SEEDS or NEON  # where bytes are multiplied as signed ones
-SIX_BITS = INSTRUCTION_SET == "avx512" and "avx512vbmi" in cpu_features()  # is there a lookup that takes six bits of a byte as they are?
+OFFSET_WHEN_WIDE = SPLIT_SEEDS or NEON  # bytes are multiplied as signed ones
+SIX_BITS = INSTRUCTION_SET == "avx512" and "avx512vbmi" in cpu_features()  # there is a lookup by the low six bits of a byte
 assert ROWS == LANES * PIECES
 
 
@@ -106,12 +106,12 @@ def words_at(builder: ir.IRBuilder, address: ir.Value, count: int) -> list[ir.Va
     """`count` words at an address, each broadcast to all lanes. ARM multiplies by a lane of a vector, so several are one load there."""
     if not NEON:
         return [splat(builder, load(builder, offset(builder, address, 4 * i), I32, 4), WORDS) for i in range(count)]
-    found = []
-    while len(found) < count:
-        few = min(LANES, 1 << (count - len(found)).bit_length() - 1)
-        own = load(builder, offset(builder, address, 4 * len(found)), ir.VectorType(I32, few), 4)
-        found += [builder.shuffle_vector(own, own, ir.Constant(ir.VectorType(I32, LANES), [i] * LANES)) for i in range(few)]
-    return found
+    words = []
+    while len(words) < count:
+        num_words = min(LANES, 1 << (count - len(words)).bit_length() - 1)
+        chunk = load(builder, offset(builder, address, 4 * len(words)), ir.VectorType(I32, num_words), 4)
+        words += [builder.shuffle_vector(chunk, chunk, ir.Constant(ir.VectorType(I32, LANES), [i] * LANES)) for i in range(num_words)]
+    return words
 
 
 def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
@@ -137,8 +137,8 @@ def shift_left(builder: ir.IRBuilder, value: ir.Value, bits: int) -> ir.Value:
 def unpack_tile(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int) -> list[ir.Value]:
     """The eight quads of a tile as codes, one byte each, for one piece of its rows."""
 
-    def merge(raw: ir.Value, at: int, width: int, place: int, below: ir.Value | None) -> ir.Value:
-        part = shift_left(builder, shift_right(builder, raw, at, width), place)
+    def merge(raw: ir.Value, at: int, width: int, position: int, below: ir.Value | None) -> ir.Value:
+        part = shift_left(builder, shift_right(builder, raw, at, width), position)
         return part if below is None else builder.or_(below, part)
 
     return _quads(builder, address, bits, piece, merge)
@@ -147,22 +147,22 @@ def unpack_tile(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int)
 def _quads(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int, merge: Callable[..., ir.Value]) -> list[ir.Value]:
     """`unpack_tile`, plane by plane: merge(bytes, first bit there, bit count, position in the code, what is below it) -> bytes."""
     quads: list[ir.Value | None] = [None] * 8
-    at = place = 0
+    at = position = 0
     for width in PLANES[bits]:
         per = 8 // width
         for vector in range(8 // per):
             raw = load(builder, offset(builder, address, at + 64 * vector + WIDTH * piece), BYTES)
             for i in range(per):
                 j = per * vector + i
-                quads[j] = merge(raw, width * i, width, place, quads[j])
-        at, place = at + 64 * (8 // per), place + width
+                quads[j] = merge(raw, width * i, width, position, quads[j])
+        at, position = at + 64 * (8 // per), position + width
     return quads
 
 
 def _choose(builder: ir.IRBuilder, one: ir.Value, other: ir.Value, mask: ir.Value) -> ir.Value:
-    """Bits of `one` where those of `mask` are set, else of `other`: one instruction, of which the compiler makes two."""
+    """Bits of `one` where `mask` is set, else of `other`. One instruction; the compiler would emit two for the plain expression."""
     choose = function(builder, WORDS, [WORDS] * 3 + [I32], "llvm.x86.avx512.pternlog.d.512")
-    return builder.bitcast(builder.call(choose, [*(builder.bitcast(each, WORDS) for each in (one, other, mask)), I32(0xE4)]), BYTES)
+    return builder.bitcast(builder.call(choose, [*(builder.bitcast(vector, WORDS) for vector in (one, other, mask)), I32(0xE4)]), BYTES)
 
 
 def load_table(builder: ir.IRBuilder, address: ir.Value, bits: int, shift: int) -> list[ir.Value]:
@@ -181,21 +181,22 @@ def levels_of_tile(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Val
     Where a lookup uses six bits of a byte the table is repeated, so that bits above a code need not be masked.
     """
     if not SIX_BITS:
-        return [look_up(builder, table, each, bits) for each in unpack_tile(builder, address, bits, piece)]
+        return [look_up(builder, table, codes, bits) for codes in unpack_tile(builder, address, bits, piece)]
     permute = function(builder, BYTES, [BYTES] * 2, "llvm.x86.avx512.permvar.qi.512")
-    return [builder.call(permute, [table[0], each]) for each in loose_quads(builder, address, bits, piece)]
+    return [builder.call(permute, [table[0], codes]) for codes in loose_quads(builder, address, bits, piece)]
 
 
 def loose_quads(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int) -> list[ir.Value]:
     """The eight quads of a tile with AVX-512: codes in the low bits of their bytes, with arbitrary bits above."""
 
-    def merge(raw: ir.Value, at: int, width: int, place: int, below: ir.Value | None) -> ir.Value:
+    def merge(raw: ir.Value, at: int, width: int, position: int, below: ir.Value | None) -> ir.Value:
         halves = builder.bitcast(raw, HALVES)
-        moved = builder.lshr(halves, constant(HALVES, at - place)) if at > place else builder.shl(halves, constant(HALVES, place - at))
-        part = builder.bitcast(moved, BYTES) if at != place else raw
+        shift = constant(HALVES, abs(at - position))
+        moved = builder.lshr(halves, shift) if at > position else builder.shl(halves, shift)
+        part = builder.bitcast(moved, BYTES) if at != position else raw
         if below is None:
             return part
-        return _choose(builder, below, part, constant(BYTES, (1 << place) - 1))
+        return _choose(builder, below, part, constant(BYTES, (1 << position) - 1))
 
     return _quads(builder, address, bits, piece, merge)
 
@@ -203,10 +204,10 @@ def loose_quads(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int)
 def look_up(builder: ir.IRBuilder, table: list[ir.Value], codes: ir.Value, bits: int) -> ir.Value:
     """table[code] for every byte; codes below 16."""
     if INSTRUCTION_SET == "portable":
-        found = table[0]
+        result = table[0]
         for code in range(1, 1 << bits):
-            found = builder.select(builder.icmp_unsigned("==", codes, constant(BYTES, code)), table[code], found)
-        return found
+            result = builder.select(builder.icmp_unsigned("==", codes, constant(BYTES, code)), table[code], result)
+        return result
     if NEON:
         return arm(builder, "tbl1.v16i8", BYTES, table[0], codes)
     name = "llvm.x86.avx512.pshuf.b.512" if WIDTH == 64 else "llvm.x86.avx2.pshuf.b"
@@ -236,38 +237,38 @@ def look_up_steps(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Valu
 
     At the address: a byte per row, the even group's code in the low nibble.
     """
-    if NEON:  # those of all rows at once, of which the compiler makes one for all pieces
+    if NEON:  # steps of all rows at once; the compiler shares the load among pieces
         codes = load(builder, address, BYTES)
-        places = ir.Constant(ir.VectorType(I32, LANES), [LANES * piece + i for i in range(LANES)])
-        steps = (look_up(builder, table, each, 4) for each in (builder.and_(codes, constant(BYTES, 15)),
-                                                               builder.lshr(codes, constant(BYTES, 4))))
-        return tuple(builder.uitofp(builder.shuffle_vector(each, each, places), FLOATS) for each in steps)
+        lanes = ir.Constant(ir.VectorType(I32, LANES), [LANES * piece + i for i in range(LANES)])
+        low_and_high = builder.and_(codes, constant(BYTES, 15)), builder.lshr(codes, constant(BYTES, 4))
+        steps = (look_up(builder, table, half_codes, 4) for half_codes in low_and_high)
+        return tuple(builder.uitofp(builder.shuffle_vector(half_codes, half_codes, lanes), FLOATS) for half_codes in steps)
     address = offset(builder, address, LANES * piece)
     lane = ir.VectorType(I8, LANES)
     if INSTRUCTION_SET == "avx512":
         codes = widen_bytes(builder, address)
         permute = function(builder, FLOATS, [FLOATS, WORDS], "llvm.x86.avx512.permvar.sf.512")
-        return tuple(builder.call(permute, [table[0], each]) for each in (codes, builder.lshr(codes, constant(WORDS, 4))))
+        return tuple(builder.call(permute, [table[0], half_codes]) for half_codes in (codes, builder.lshr(codes, constant(WORDS, 4))))
     raw = load(builder, address, lane)
     nibbles = builder.and_(raw, constant(lane, 15)), builder.lshr(raw, constant(lane, 4))
     if INSTRUCTION_SET == "portable":
-        found = []
+        vectors = []
         for codes in nibbles:
             steps = table[0]
             for code in range(1, 16):
                 steps = builder.select(builder.icmp_unsigned("==", codes, constant(lane, code)), table[code], steps)
-            found.append(builder.uitofp(steps, FLOATS))
-        return found[0], found[1]
-    # Rows' bytes to bytes 0 and 2 of their words: the step of a row, twice, as 16-bit numbers; with a four-way dot product, once.
+            vectors.append(builder.uitofp(steps, FLOATS))
+        return vectors[0], vectors[1]
+    # Bytes of rows to bytes 0 and 2 of their words: the step of a row twice, as 16-bit numbers; with a four-way dot product once.
     spread = [i // 4 if i % 2 == 0 else LANES for i in range(WIDTH)]
     raw = builder.shuffle_vector(raw, constant(lane, 0), ir.Constant(ir.VectorType(I32, WIDTH), spread))
-    look = function(builder, BYTES, [BYTES] * 2, "llvm.x86.avx2.pshuf.b")
+    shuffle = function(builder, BYTES, [BYTES] * 2, "llvm.x86.avx2.pshuf.b")
     even = builder.and_(raw, constant(BYTES, 15))
     odd = builder.and_(builder.bitcast(builder.lshr(builder.bitcast(raw, HALVES), constant(HALVES, 4)), BYTES), constant(BYTES, 15))
     kind = HALVES if INSTRUCTION_SET == "avx2" else WORDS
-    keep = constant(kind, 255)  # a zero index finds the first step
-    found = tuple(builder.and_(builder.bitcast(builder.call(look, [table[0], each]), kind), keep) for each in (even, odd))
-    return found if INSTRUCTION_SET == "avx2" else tuple(to_floats(builder, each) for each in found)
+    keep = constant(kind, 255)  # index 0 selects the first step
+    vectors = tuple(builder.and_(builder.bitcast(builder.call(shuffle, [table[0], half_codes]), kind), keep) for half_codes in (even, odd))
+    return vectors if INSTRUCTION_SET == "avx2" else tuple(to_floats(builder, half_codes) for half_codes in vectors)
 
 
 @inlined()

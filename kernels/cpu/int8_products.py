@@ -28,9 +28,10 @@ from .int8_ir import (
 )
 from .intrinsics import I16, I32
 
-SIGNED_SHIFT = 32  # what the codes of signed super-blocks are above what they mean
-TABLE_SHIFT = 0 if OFFSET_WHEN_WIDE else TABLE_LEVEL_SHIFT  # the same of a table's levels
-Emitting = Generator[None, None, ir.Value]  # gives a value; pauses where instructions of another such may come first
+SIGNED_SHIFT = 32  # offset of the codes of signed super-blocks
+TABLE_SHIFT = 0 if OFFSET_WHEN_WIDE else TABLE_LEVEL_SHIFT  # offset of a table's levels
+# Yields a value at the end; pauses where instructions of another such generator may be interleaved.
+Emitting = Generator[None, None, ir.Value]
 
 
 def dot(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir.Value, wide: bool) -> ir.Value:
@@ -41,7 +42,7 @@ def dot(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir.Value, w
     if INSTRUCTION_SET in ("avx512", "avx2vnni"):
         dp = function(builder, WORDS, [WORDS] * 3, f"llvm.x86.avx512.vpdpbusd.{8 * WIDTH}")
         return builder.call(dp, [sums, builder.bitcast(weights, WORDS), builder.bitcast(x, WORDS)])
-    if wide and INSTRUCTION_SET == "avx2":  # pairs of products would overflow 16 bits: signed weights, as magnitude and sign of x
+    if wide and INSTRUCTION_SET == "avx2":  # sums of two products would overflow 16 bits: signed weights, as magnitude and sign of x
         weights = builder.xor(weights, constant(BYTES, 128))
         x = builder.call(function(builder, BYTES, [BYTES] * 2, "llvm.x86.avx2.psign.b"), [x, weights])
         weights = builder.call(function(builder, BYTES, [BYTES, I1], f"llvm.abs.v{WIDTH}i8"), [weights, I1(0)])
@@ -72,8 +73,8 @@ def _pair_sums(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     count, element = a.type.count, ir.IntType(2 * a.type.element.width)
     half, products = ir.VectorType(element, count // 2), []
     for part in (0, 1):
-        places = ir.Constant(ir.VectorType(I32, count // 2), [count // 2 * part + i for i in range(count // 2)])
-        products.append(builder.mul(*(builder.sext(builder.shuffle_vector(each, each, places), half) for each in (a, b))))
+        indices = ir.Constant(ir.VectorType(I32, count // 2), [count // 2 * part + i for i in range(count // 2)])
+        products.append(builder.mul(*(builder.sext(builder.shuffle_vector(vector, vector, indices), half) for vector in (a, b))))
     return arm(builder, f"addp.v{count // 2}i{element.width}", half, *products)
 
 
@@ -88,8 +89,8 @@ def pair_products(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Valu
     if NEON:
         return builder.add(sums, _pair_sums(builder, a, b))
     half = constant(WORDS, 16)
-    for part in (lambda each: builder.ashr(builder.shl(each, half), half), lambda each: builder.ashr(each, half)):
-        sums = builder.add(sums, builder.mul(*(part(builder.bitcast(each, WORDS)) for each in (a, b))))
+    for part in (lambda factor: builder.ashr(builder.shl(factor, half), half), lambda factor: builder.ashr(factor, half)):
+        sums = builder.add(sums, builder.mul(*(part(builder.bitcast(factor, WORDS)) for factor in (a, b))))
     return sums
 
 
@@ -111,24 +112,24 @@ def dots(builder: ir.IRBuilder, sums: ir.Value, weights: list[ir.Value], x: list
     occur, and are to be multiplied as such."""
     if INSTRUCTION_SET == "avx2":
         return builder.add(sums, pairs_of(builder, weights, x, largest, constant(HALVES, 1)))
-    for quad, own in zip(weights, x, strict=True):
-        sums = dot(builder, sums, quad, own, above)
-        if above and OFFSET_WHEN_WIDE:  # 128 times what they are multiplied by, which rows that share it have in common
-            alone = dot(builder, constant(WORDS, 0), constant(BYTES, 1), own, False)
+    for quad, inputs in zip(weights, x, strict=True):
+        sums = dot(builder, sums, quad, inputs, above)
+        if above and OFFSET_WHEN_WIDE:  # an offset of 128 times the activations, common to all rows
+            alone = dot(builder, constant(WORDS, 0), constant(BYTES, 1), inputs, False)
             sums = builder.add(sums, builder.shl(alone, constant(WORDS, 7)))
     return sums
 
 
 def pairs_of(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], largest: int, steps: ir.Value) -> ir.Value:
-    """The two AVX2 instructions per quad, the second of which also multiplies by `steps`: one of those for as many quads as have pair sums
+    """The two AVX2 instructions per quad, where the second also multiplies by `steps`: one of those for as many quads as have pair sums
     fitting 16 bits, given the largest product `largest`."""
     pair_up = function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw")
     scale_up = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
     per, total = 32767 // (2 * largest), None
     for start in range(0, len(quads), per):
         pairs = None
-        for quad, own in zip(quads[start : start + per], x[start : start + per]):
-            products = builder.call(pair_up, [quad, own])
+        for quad, inputs in zip(quads[start : start + per], x[start : start + per]):
+            products = builder.call(pair_up, [quad, inputs])
             pairs = products if pairs is None else builder.add(pairs, products)
         part = builder.call(scale_up, [pairs, steps])
         total = part if total is None else builder.add(total, part)
@@ -139,43 +140,43 @@ def _signed_pairs(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value
     """`pairs_of` quads of signed bytes on AVX2, as their magnitudes and the signs of x."""
     sign = function(builder, BYTES, [BYTES] * 2, "llvm.x86.avx2.psign.b")
     size = function(builder, BYTES, [BYTES, I1], f"llvm.abs.v{WIDTH}i8")
-    own = [builder.call(sign, [each, quad]) for each, quad in zip(x, quads, strict=True)]
-    return pairs_of(builder, [builder.call(size, [quad, I1(0)]) for quad in quads], own, 127 * 127, steps)
+    signed = [builder.call(sign, [inputs, quad]) for inputs, quad in zip(x, quads, strict=True)]
+    return pairs_of(builder, [builder.call(size, [quad, I1(0)]) for quad in quads], signed, 127 * 127, steps)
 
 
 def side_by_side(emitting: Iterable[Emitting]) -> list[ir.Value]:
     """Interleaves the instructions of several emitters. A chain of dot products has a latency of five cycles per link, and the processor
     looks only some hundred instructions ahead: consecutive chains run at four fifths of the rate of interleaved ones. Sixteen registers
     have no room for that; there they are emitted one after the other."""
-    turns = [list(emitting)] if INSTRUCTION_SET == "avx512" else [[each] for each in emitting]
-    given = []
-    for together in turns:
-        waiting, found = dict(enumerate(together)), {}
+    batches = [list(emitting)] if INSTRUCTION_SET == "avx512" else [[generator] for generator in emitting]
+    results = []
+    for batch in batches:
+        waiting, done = dict(enumerate(batch)), {}
         while waiting:
-            for index, each in list(waiting.items()):
+            for index, generator in list(waiting.items()):
                 try:
-                    next(each)
+                    next(generator)
                 except StopIteration as end:
-                    found[index] = end.value
+                    done[index] = end.value
                     del waiting[index]
-        given += [found[index] for index in range(len(together))]
-    return given
+        results += [done[index] for index in range(len(batch))]
+    return results
 
 
-def sum_quads(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], most: int, steps: ir.Value | None = None) -> Emitting:
-    """The products of several quads, summed per row, as floats; codes are up to `most` (above 127: see `dot`). Multiplied by `steps`, in
-    their form, if given; still an integer below 2**24.
+def sum_quads(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], max_weight: int, steps: ir.Value | None = None) -> Emitting:
+    """The products of several quads, summed per row, as floats; codes are up to `max_weight` (above 127: see `dot`). Multiplied by `steps`,
+    in their form, if given; still an integer below 2**24.
 
     Without a four-way dot product, pair sums are accumulated in 16 bits for as many quads as fit, and one instruction widens all of them to
     32 bits while multiplying by the step.
     """
-    if INSTRUCTION_SET == "avx2" and most <= 127:
-        return to_floats(builder, pairs_of(builder, quads, x, 127 * most, constant(HALVES, 1) if steps is None else steps))
-    # two chains: a dot product takes several cycles
+    if INSTRUCTION_SET == "avx2" and max_weight <= 127:
+        return to_floats(builder, pairs_of(builder, quads, x, 127 * max_weight, constant(HALVES, 1) if steps is None else steps))
+    # two chains: a dot product has a latency of several cycles
     parts = [constant(WORDS, 0)] * 2
-    for j, (quad, own) in enumerate(zip(quads, x)):
+    for j, (quad, inputs) in enumerate(zip(quads, x)):
         which = 2 * j // len(quads) if len(quads) > 4 else 0
-        parts[which] = dot(builder, parts[which], quad, own, most > 127)
+        parts[which] = dot(builder, parts[which], quad, inputs, max_weight > 127)
         yield
     total = to_floats(builder, builder.add(*parts))
     return total if steps is None else builder.fmul(total, steps)
@@ -215,6 +216,6 @@ def codebook_sum(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value]
     sums = builder.add(*(builder.call(scale_up, [steps[group], builder.bitcast(seeds[group], HALVES)]) for group in (0, 1)))
     sums = sums if halved else builder.shl(sums, constant(WORDS, 1))
     for group in (0, 4):
-        own = pairs_of(builder, quads[group : group + 4], x[group : group + 4], 127 * (63 if halved else 127), steps[group // 4])
-        sums = builder.add(sums, own)
+        pairs = pairs_of(builder, quads[group : group + 4], x[group : group + 4], 127 * (63 if halved else 127), steps[group // 4])
+        sums = builder.add(sums, pairs)
     return to_floats(builder, sums)

@@ -78,9 +78,9 @@ def fetch_add(builder, address, value) -> types.int64:
 
 
 @llvm_intrinsic
-def compare_swap(builder, address, expected, wanted) -> types.int64:
-    """Atomically replace `expected` by `wanted`; 1 if that happened."""
-    pair = builder.cmpxchg(_address(builder, address), expected, wanted, "seq_cst", "seq_cst")
+def compare_swap(builder, address, expected, desired) -> types.int64:
+    """Atomically replace `expected` by `desired`; 1 if that happened."""
+    pair = builder.cmpxchg(_address(builder, address), expected, desired, "seq_cst", "seq_cst")
     return builder.zext(builder.extract_value(pair, 1), I64)
 
 
@@ -110,14 +110,14 @@ def call_kernel(builder, function, args, worker, counter):
 
 
 @intrinsic
-def call(typingctx, function, given):
-    """Call a void function of numbers (`compile.jit`) at an address; `given`: a tuple of its arguments, whose types are the function's.
+def call(typingctx, function, arguments):
+    """Call a void function of numbers (`compile.jit`) at an address; `arguments`: a tuple of its arguments, whose types are the function's.
     Code shared by several kernels, or needed by few models, is compiled separately and called this way."""
 
     def codegen(context, builder, signature, values):
         numbers = cgutils.unpack_tuple(builder, values[1])
-        kind = ir.FunctionType(ir.VoidType(), [each.type for each in numbers])
+        kind = ir.FunctionType(ir.VoidType(), [number.type for number in numbers])
         builder.call(builder.inttoptr(values[0], kind.as_pointer()), numbers)
         return context.get_dummy_value()
 
-    return types.void(types.int64, given), codegen
+    return types.void(types.int64, arguments), codegen

@@ -12,9 +12,10 @@ BEGIN = I64(0)
 
 
 class Loop:
-    """The head of a loop whose counter, `turn`, runs from `start` by `step` up to `count`, exclusive; the body runs at least once. `values`
-    are loop-carried: the initial ones are given here, the next ones to `end` at the end of the body, where the final ones come out as well.
-    """
+    """The head of a loop whose counter `index` runs from `start` by `step` up to `count`, exclusive; the body runs at least once.
+
+    `values` are loop-carried. The constructor takes their initial values; `end`, called at the end of the body, takes the next ones and
+    returns the final ones."""
 
     def __init__(self, builder: ir.IRBuilder, count: ir.Value, values: Sequence[ir.Value], name: str, start: ir.Value = BEGIN,
                  step: int = 1) -> None:
@@ -23,14 +24,14 @@ class Loop:
         self.body, self.done = builder.append_basic_block(name), builder.append_basic_block(f"{name}.done")
         builder.branch(self.body)
         builder.position_at_end(self.body)
-        self.turn, *self.values = phis = [builder.phi(value.type) for value in (start, *values)]
+        self.index, *self.values = phis = [builder.phi(value.type) for value in (start, *values)]
         for phi, first in zip(phis, (start, *values), strict=True):
             phi.add_incoming(first, entry)
 
     def end(self, values: Sequence[ir.Value]) -> Sequence[ir.Value]:
         builder, last = self.builder, self.builder.basic_block
-        following = builder.add(self.turn, I64(self.step))
-        for phi, value in zip((self.turn, *self.values), (following, *values), strict=True):
+        following = builder.add(self.index, I64(self.step))
+        for phi, value in zip((self.index, *self.values), (following, *values), strict=True):
             phi.add_incoming(value, last)
         builder.cbranch(builder.icmp_signed("<", following, self.count), self.body, self.done)
         builder.position_at_end(self.done)

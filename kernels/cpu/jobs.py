@@ -2,9 +2,9 @@
 
 Streaming weights evicts the interpreter's own data from the caches, so preparing a stage between two kernels costs several times more than
 beforehand. The jobs of a forward pass are therefore collected and run by one call at its end. In decode, a pass differs from the previous
-one with as many tokens only in its position: its job list is kept, and what depends on the position is updated in place, so that neither a
-token nor a draft costs any preparation. Where a pass depends on disk reads or on expert routing, an action is part of the list
-(`host_step`), and only that is repeated.
+one with as many tokens only in its position: its job list is stored, and arguments that depend on the position are updated in place, so
+that neither a token nor a draft costs any preparation. Where a pass depends on disk reads or on expert routing, an action is part of the
+list (`host_step`), and only that is repeated.
 """
 
 from __future__ import annotations
@@ -21,20 +21,18 @@ from ..threads import ThreadPool
 from ..workspace import address
 from .lora_loops import side_by_side
 
-Position = "int | np.ndarray"  # of a pass's first token; where it has a token of each of several texts those of all, int64 [T]
+Position = "int | np.ndarray"  # of a pass's first token; int64 [T] for a pass with one token of each of several texts
 
 
 @dataclass
 class Recording:
-    """The jobs of a pass, with the host actions between them. `key` identifies passes that are equal except for the position; `refresh`
-    callbacks receive the start of the next pass, or the position of each row. Data read by its jobs is its own, or shared by all recorded
-    passes. `begin`: the first collected job that is not in `steps` yet."""
+    """The jobs of a pass, with the host actions between them. Its jobs read data of its own or data shared by all recorded passes."""
 
-    key: object
-    begin: int = 0
-    refresh: list[Callable[[Position], None]] = field(default_factory=list)
-    steps: list[np.ndarray | Callable[[], None]] = field(default_factory=list)
-    kept: list[np.ndarray] = field(default_factory=list)
+    key: object  # identifies passes that are equal except for the position
+    begin: int = 0  # the first collected job that is not in `steps` yet
+    refresh: list[Callable[[Position], None]] = field(default_factory=list)  # called with the position of the next pass
+    steps: list[np.ndarray | Callable[[], None]] = field(default_factory=list)  # lists of jobs, and actions
+    arrays: list[np.ndarray] = field(default_factory=list)  # kept alive: the jobs read them
 
 
 class Jobs:
@@ -42,103 +40,105 @@ class Jobs:
 
     def __init__(self, pool: ThreadPool) -> None:
         self.pool = pool
-        self._collected: list[tuple[int, int, bool]] | None = None
-        self._kept: list[np.ndarray] = []
-        self._making: Recording | None = None
-        self._recorded: dict[int, Recording] = {}  # by tokens
-        self._again: Recording | None = None
-        self._row: int | None = None
-        self._packed: dict[str, object] | None = None  # what buffers hold of the one input that products have; None: each has its own
+        self._queue: list[tuple[int, int, bool]] | None = None
+        self._kept_alive: list[np.ndarray] = []
+        self._recording: Recording | None = None
+        self._recorded: dict[int, Recording] = {}  # by number of tokens
+        self._replaying: Recording | None = None
+        self._current_row: int | None = None
+        # packing of the shared input that each buffer holds; None: inputs are not shared
+        self._packed_inputs: dict[str, object] | None = None
 
     def run(self, kernel: Kernel, where: int, parallel: bool = True, block: np.ndarray | None = None) -> None:
         """Run a kernel, or enqueue it while jobs are being collected. `block`, if given, may change before the job runs: it is copied."""
-        if self._collected is None:
+        if self._queue is None:
             self.pool.run(kernel, where, parallel)
             return
         if block is not None:
             block = block.copy()
-            self._kept.append(block)
+            self._kept_alive.append(block)
             where = address(block)
-        self._collected.append((kernel.address, where, parallel))
+        self._queue.append((kernel.address, where, parallel))
 
     @property
     def pending(self) -> int:
         """Number of collected jobs that have not run."""
-        return len(self._collected or ())
+        return len(self._queue or ())
 
-    def run_beside(self, kernel: Kernel, block: np.ndarray, noted: int) -> None:
+    def run_merged(self, kernel: Kernel, block: np.ndarray, pending_before: int) -> None:
         """Merge a kernel into one job with the last pending one, whose outputs it does not read; a job of its own if none was added after
-        the first `noted`."""
-        if self.pending <= noted:
+        the first `pending_before`."""
+        if self.pending <= pending_before:
             self.run(kernel, address(block), True, block)
             return
-        first, where, _ = self._collected.pop()
-        both = np.array([first, where, kernel.address, address(block)], np.int64)
-        self._kept += [block, both]
-        self._collected.append((side_by_side.address, address(both), True))
+        first, where, _ = self._queue.pop()
+        pair = np.array([first, where, kernel.address, address(block)], np.int64)
+        self._kept_alive += [block, pair]
+        self._queue.append((side_by_side.address, address(pair), True))
 
     def keep_alive(self, block: np.ndarray) -> None:
         """Keep an argument block alive until the collected jobs have run."""
-        if self._collected is not None:
-            self._kept.append(block)
+        if self._queue is not None:
+            self._kept_alive.append(block)
 
     @contextmanager
     def shared_input(self) -> Iterator[None]:
         """The products inside share one input and one norm before it."""
-        self._packed = {}
+        self._packed_inputs = {}
         try:
             yield
         finally:
-            self._packed = None
+            self._packed_inputs = None
 
-    def must_pack(self, buffer: str, way: object) -> bool:
-        """Must the input be packed into `buffer` in this way, or is it there already from an earlier product?"""
-        if self._packed is None:
+    def must_pack(self, buffer: str, packing: object) -> bool:
+        """Whether the input must be packed into `buffer` by this method, or is there already from an earlier product."""
+        if self._packed_inputs is None:
             return True
-        before, self._packed[buffer] = self._packed.get(buffer), way
-        return before != way
+        previous, self._packed_inputs[buffer] = self._packed_inputs.get(buffer), packing
+        return previous != packing
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Collect the jobs of a forward pass and run them at the end (or at `flush`). Outputs may be read only after the end."""
-        self._collected = []
+        self._queue = []
         try:
             yield
             self.flush()
         finally:
-            self._collected = self._making = self._again = None
-            # A job that Ctrl-C left open still reads what is kept; where a second one ends the wait for it, all stays until the next pass.
+            self._queue = self._recording = self._replaying = None
+            # A job left open by Ctrl-C still reads its arguments. If a second Ctrl-C ends the wait for it, they stay alive until the next
+            # pass.
             self.pool.settle()
-            self._kept.clear()
+            self._kept_alive.clear()
 
     @contextmanager
     def deferring(self) -> Iterator[list[tuple[int, int, bool]]]:
-        """Jobs issued inside go to a list for the caller to pass to `note` when they are to run; if nothing is being collected, they run at
-        once."""
-        before, own = self._collected, []
-        self._collected = None if before is None else own
+        """Jobs issued inside go to a list, which the caller passes to `enqueue` when they should run; if nothing is being collected, they
+        run at once."""
+        queue, deferred = self._queue, []
+        self._queue = None if queue is None else deferred
         try:
-            yield own
+            yield deferred
         finally:
-            self._collected = before
+            self._queue = queue
 
-    def note(self, jobs: Sequence[tuple[int, int, bool]]) -> None:
+    def enqueue(self, jobs: Sequence[tuple[int, int, bool]]) -> None:
         """Enqueue jobs from `deferring`."""
         if jobs:
-            self._collected += jobs
+            self._queue += jobs
 
     def flush(self, meanwhile: Callable[[], object] | None = None) -> None:
         """Run the pending jobs. A pass that needs this half-way depends on its values and is not recorded. `meanwhile`: as for
         `ThreadPool.run_list`, alongside the first of these jobs."""
-        self._making = None
-        if self._collected:
-            jobs, self._collected = np.array(self._collected, np.int64), []
+        self._recording = None
+        if self._queue:
+            jobs, self._queue = np.array(self._queue, np.int64), []
             self.pool.run_list(jobs, meanwhile)
         elif meanwhile is not None:
             meanwhile()
-        if self._again is not None:
-            again, self._again = self._again, None
-            for step in again.steps:
+        if self._replaying is not None:
+            recording, self._replaying = self._replaying, None
+            for step in recording.steps:
                 if callable(step):
                     step()
                     self.flush()
@@ -147,46 +147,46 @@ class Jobs:
 
     def host_step(self, action: Callable[[], None]) -> None:
         """Run the pending jobs, then `action`, which may run kernels not known in advance. A replayed pass repeats the action."""
-        making = self._making
-        if making is not None:
-            making.steps += [np.array(self._collected[making.begin :], np.int64), action]
+        recording = self._recording
+        if recording is not None:
+            recording.steps += [np.array(self._queue[recording.begin :], np.int64), action]
         self.flush()
         action()
         self.flush()
-        self._making = making
-        if making is not None:
-            making.begin = 0
+        self._recording = recording
+        if recording is not None:
+            recording.begin = 0
 
     @contextmanager
     def recording(self, key: object | None, tokens: int) -> Iterator[None]:
         """Record the following jobs as a pass of this many tokens that may be replayed for this very `key`. None, or a pass that cannot be
         recorded, drops all recordings: it may have written where other recordings' jobs read."""
-        made = self._making = None if key is None else Recording(key, len(self._collected))
-        before, self._recorded = self._recorded, {}
+        recording = self._recording = None if key is None else Recording(key, len(self._queue))
+        previous, self._recorded = self._recorded, {}
         yield
-        if made is not None and self._making is made:
-            made.steps.append(np.array(self._collected[made.begin :], np.int64))
-            made.kept = list(self._kept)
-            self._recorded, self._making = before | {tokens: made}, None
+        if recording is not None and self._recording is recording:
+            recording.steps.append(np.array(self._queue[recording.begin :], np.int64))
+            recording.arrays = list(self._kept_alive)
+            self._recorded, self._recording = previous | {tokens: recording}, None
 
-    def never_replay(self) -> None:
+    def discard_recording(self) -> None:
         """Do not keep the pass that is being recorded."""
-        self._making = None
+        self._recording = None
 
     def refresh(self, change: Callable[[Position], None]) -> None:
         """Register `change(position)` to be called before the pass that is being recorded is replayed."""
-        if self._making is not None:
-            self._making.refresh.append(change if self._row is None else partial(_of_row, change, self._row))
+        if self._recording is not None:
+            self._recording.refresh.append(change if self._current_row is None else partial(_of_row, change, self._current_row))
 
     @contextmanager
     def for_row(self, row: int) -> Iterator[None]:
         """Jobs issued inside belong to one row of a pass whose rows are from different texts: refresh callbacks receive that row's
         position."""
-        self._row = row
+        self._current_row = row
         try:
             yield
         finally:
-            self._row = None
+            self._current_row = None
 
     def forget(self) -> None:
         """Drop all recordings."""
@@ -194,12 +194,12 @@ class Jobs:
 
     def replay(self, key: object, tokens: int, position: Position) -> bool:
         """Replay the recorded pass of this many tokens from `position` on, if it has this key."""
-        found = self._recorded.get(tokens)
-        if found is None or found.key is not key:
+        recording = self._recorded.get(tokens)
+        if recording is None or recording.key is not key:
             return False
-        for change in found.refresh:
+        for change in recording.refresh:
             change(position)
-        self._again = found
+        self._replaying = recording
         return True
 
 

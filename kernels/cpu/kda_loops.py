@@ -17,7 +17,7 @@ from .delta_loops import BOUND, DECAY, DT, EPS, GATES, KEY_DIM, NORM, OUT, ROWS,
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 from .recurrence_rows import begin_rows, keep_rows, next_rows
 
-__all__ = ["BOUND", "GATES", "OUT", "SLOTS", "gated_norm", "mix_inputs", "recur"]  # all but the last two are `delta_loops`'
+__all__ = ["BOUND", "GATES", "OUT", "SLOTS", "gated_norm", "mix_inputs", "recur"]  # all but the last two are those of `delta_loops`
 
 
 @inlined()

@@ -13,8 +13,8 @@ from ..registry import Call
 from ..workspace import Dims, address
 from . import latent_loops as loops
 from . import states
-from .row_ops import SHARE_FROM
-from .stages import FEW
+from .row_ops import MIN_PARALLEL_SIZE
+from .stages import FEW_TOKENS
 
 if TYPE_CHECKING:
     from ...quant.weight import Norm, Weight
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of latent attention's buffers, none without it; buffers shared with layers with a state have the larger of the two sizes."""
-    own, beside = dims.latent, states.plan_workspace(dims, chunk)
-    if own is None:
+    shape, others = dims.latent, states.plan_workspace(dims, chunk)
+    if shape is None:
         return {}
-    planned = {"y1": chunk * max(own.key, own.query_rank or 0), "latents": chunk * own.key, "queries": chunk * dims.heads * own.key,
-               "values": chunk * dims.heads * own.value, "y4": chunk * dims.gate_width,
+    planned = {"y1": chunk * max(shape.key, shape.query_rank or 0), "latents": chunk * shape.key, "queries": chunk * dims.heads * shape.key,
+               "values": chunk * dims.heads * shape.value, "y4": chunk * dims.gate_width,
                "y2": chunk * max(dims.heads * dims.separate_gates, dims.gate_width)}
-    if dims.gated_norms:  # what norms give, both forms of the latent of queries, and gates where that was
-        planned |= {"normed": chunk * dims.hidden, "doubled": 2 * chunk * own.query_rank,
-                    "y1": max(planned["y1"], chunk * dims.heads * own.value), "y2": 0}
-    return {name: max(floats, beside.get(name, 0)) for name, floats in planned.items() if floats}
+    if dims.gated_norms:  # norm outputs, the latent of queries with and without its norm, and gates
+        planned |= {"normed": chunk * dims.hidden, "doubled": 2 * chunk * shape.query_rank,
+                    "y1": max(planned["y1"], chunk * dims.heads * shape.value), "y2": 0}
+    return {name: max(floats, others.get(name, 0)) for name, floats in planned.items() if floats}
 
 
 def latent_keys(ops: CpuOps, y: np.ndarray, shape: LatentShape, norm: Norm) -> np.ndarray:
@@ -58,9 +58,9 @@ def latent_values(ops: CpuOps, x: np.ndarray, heads: int, shape: LatentShape, ex
 
 def keys(ops: CpuOps, y: np.ndarray, shape: LatentShape, norm: Norm, out: np.ndarray) -> None:
     args = ops.args
-    args[: loops.K_EPS] = ops.at(y), ops.at(out), len(y), shape.rank, shape.rope, NORMS[norm.kind], address(norm.weight)
+    args[: loops.K_EPS] = ops.address_of(y), ops.address_of(out), len(y), shape.rank, shape.rope, NORMS[norm.kind], address(norm.weight)
     ops.reals[loops.K_EPS] = norm.eps
-    ops.run(loops.latent_keys, ops.where, y.size >= SHARE_FROM, args)
+    ops.run(loops.latent_keys, ops.args_address, y.size >= MIN_PARALLEL_SIZE, args)
 
 
 def keys_reference(ops: CpuOps, y: np.ndarray, shape: LatentShape, norm: Norm, out: np.ndarray) -> None:
@@ -70,7 +70,7 @@ def keys_reference(ops: CpuOps, y: np.ndarray, shape: LatentShape, norm: Norm, o
 
 def queries(ops: CpuOps, y: np.ndarray, heads: int, shape: LatentShape, expand: Weight, out: np.ndarray) -> None:
     _fill(ops, y, heads, shape, expand, out)
-    ops.run(loops.latent_queries_one if len(y) == 1 and loops.FUSED else loops.latent_queries, ops.where, True, ops.args)
+    ops.run(loops.latent_queries_one if len(y) == 1 and loops.FUSED else loops.latent_queries, ops.args_address, True, ops.args)
 
 
 def queries_reference(ops: CpuOps, y: np.ndarray, heads: int, shape: LatentShape, expand: Weight, out: np.ndarray) -> None:
@@ -80,7 +80,7 @@ def queries_reference(ops: CpuOps, y: np.ndarray, heads: int, shape: LatentShape
 
 def values(ops: CpuOps, x: np.ndarray, heads: int, shape: LatentShape, expand: Weight, out: np.ndarray) -> None:
     _fill(ops, x, heads, shape, expand, out)
-    ops.run(loops.latent_values_few if len(x) <= FEW else loops.latent_values_many, ops.where, True, ops.args)
+    ops.run(loops.latent_values_few if len(x) <= FEW_TOKENS else loops.latent_values_many, ops.args_address, True, ops.args)
 
 
 def values_reference(ops: CpuOps, x: np.ndarray, heads: int, shape: LatentShape, expand: Weight, out: np.ndarray) -> None:
@@ -90,5 +90,6 @@ def values_reference(ops: CpuOps, x: np.ndarray, heads: int, shape: LatentShape,
 
 def _fill(ops: CpuOps, x: np.ndarray, heads: int, shape: LatentShape, expand: Weight, out: np.ndarray) -> None:
     """Write the argument block of the products."""
-    ops.args[: loops.SLOTS] = (ops.at(x), ops.at(out), len(x), heads, shape.nope, shape.rope, shape.value, shape.rank, expand.address,
+    ops.args[: loops.SLOTS] = (ops.address_of(x), ops.address_of(out), len(x), heads, shape.nope, shape.rope, shape.value, shape.rank,
+                               expand.address,
                                STORED_TYPES[expand.spec.scheme], ops.scratch, ops.scratch_stride)

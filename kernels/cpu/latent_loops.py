@@ -14,17 +14,18 @@ from ..compile import kernel
 from ..layout import BF16, F32
 from ..lazy_numba import inlined
 from .arithmetic import ZERO, dot, expand, normalise_here, widen, widen_half
-from .inner_loops import FEW_ROWS, LOW_ROWS, TILE_COLUMNS, TILE_ROWS, VECTOR, low_tile_product, product
+from .inner_loops import DECODE_TILE_ROWS, FEW_ROWS, TILE_COLUMNS, TILE_ROWS, VECTOR, low_tile_product, product
 from .intrinsics import bits_to_f32, f32_at, f64_at, fetch_add, i64_at, u16_at
 
 # Slots of `latent_keys`: Y [TOKENS, RANK + ROPE] -> OUT [TOKENS, ROPE + RANK], the latents normed.
 K_Y, K_OUT, K_TOKENS, K_RANK, K_ROPE, K_NORM, K_WEIGHT, K_EPS = range(8)
-# Slots of the products: X and OUT [TOKENS, HEADS, ...], WEIGHT [HEADS * (NOPE + VALUE), RANK] of the stored type DTYPE.
+# Slots of the products: X and OUT [TOKENS, HEADS, ...], WEIGHT [HEADS * (NOPE + VALUE), RANK] of stored type DTYPE.
 X, OUT, TOKENS, HEADS, NOPE, ROPE, VALUE, RANK, WEIGHT, DTYPE, SCRATCH, STRIDE, SLOTS = range(13)
-STRIP = 128  # columns of a block of work for queries
-TURNED = 64  # and for values
-TURN_ROWS = 16  # rows that are turned at once
-FUSED = VECTOR > 4  # has the processor multiply-adds that the compiler makes of what may be contracted? Else only tiles have them
+STRIP = 128  # columns of a block of work, for queries
+VALUE_ROWS = 64  # the same for values
+TRANSPOSE_ROWS = 16  # rows transposed at once
+# The processor has fused multiply-adds, which the compiler uses for contractions; otherwise only register tiles use them.
+FUSED = VECTOR > 4
 
 
 @kernel()
@@ -45,26 +46,26 @@ def latent_keys(args, worker, counter):
 
 
 @inlined()
-def _tiles(x, x_stride, b, b_stride, out, out_stride, rows, columns, depth, left, made):
+def _tiles(x, x_stride, b, b_stride, out, out_stride, rows, columns, depth, left, output):
     """OUT[rows, columns] = X[rows, depth] @ B[depth, columns], float32, strides in bytes; B is zero-padded to whole tiles. `left`
-    [TILE_ROWS, depth] and `made` [TILE_ROWS, whole tiles of columns] are scratch for rows that fill no tile."""
+    [TILE_ROWS, depth] and `output` [TILE_ROWS, whole tiles of columns] are scratch for rows that fill no tile."""
     wide = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
-    whole = rows // TILE_ROWS * TILE_ROWS if wide == columns else 0
-    product(x, x_stride, b, b_stride, out, out_stride, whole, columns, depth)
-    for r in range(whole, rows, TILE_ROWS):
-        here = min(TILE_ROWS, rows - r)
-        padded = LOW_ROWS if here <= LOW_ROWS else TILE_ROWS
+    full_rows = rows // TILE_ROWS * TILE_ROWS if wide == columns else 0
+    product(x, x_stride, b, b_stride, out, out_stride, full_rows, columns, depth)
+    for r in range(full_rows, rows, TILE_ROWS):
+        tile_rows = min(TILE_ROWS, rows - r)
+        padded = DECODE_TILE_ROWS if tile_rows <= DECODE_TILE_ROWS else TILE_ROWS
         for row in range(padded):
             source, target = f32_at(x + (r + row) * x_stride), f32_at(left + 4 * row * depth)
             for i in range(depth):
-                target[i] = source[i] if row < here else ZERO
-        if padded == LOW_ROWS:
+                target[i] = source[i] if row < tile_rows else ZERO
+        if padded == DECODE_TILE_ROWS:
             for j in range(0, wide, TILE_COLUMNS):
-                low_tile_product(left, 4 * depth, b + 4 * j, b_stride, made + 4 * j, 4 * wide, depth, 0)
+                low_tile_product(left, 4 * depth, b + 4 * j, b_stride, output + 4 * j, 4 * wide, depth, 0)
         else:
-            product(left, 4 * depth, b, b_stride, made, 4 * wide, TILE_ROWS, wide, depth)
-        for row in range(here):
-            source, target = f32_at(made + 4 * row * wide), f32_at(out + (r + row) * out_stride)
+            product(left, 4 * depth, b, b_stride, output, 4 * wide, TILE_ROWS, wide, depth)
+        for row in range(tile_rows):
+            source, target = f32_at(output + 4 * row * wide), f32_at(out + (r + row) * out_stride)
             for i in range(columns):
                 target[i] = source[i]
 
@@ -82,7 +83,7 @@ def latent_queries(args, worker, counter):
     strips = (rank + STRIP - 1) // STRIP
     b = a[SCRATCH] + worker * a[STRIDE]
     left = b + 4 * nope * STRIP
-    made = left + 4 * TILE_ROWS * nope
+    output = left + 4 * TILE_ROWS * nope
     while True:
         job = fetch_add(counter, 1)
         if job >= heads * strips:
@@ -92,11 +93,11 @@ def latent_queries(args, worker, counter):
         rows = a[WEIGHT] + (head * (nope + a[VALUE]) * rank + begin) * item
         for n in range(nope):
             expand(rows + n * rank * item, a[DTYPE], b + 4 * n * STRIP, columns)
-            rest = f32_at(b + 4 * n * STRIP)
+            padding = f32_at(b + 4 * n * STRIP)
             for i in range(columns, STRIP):
-                rest[i] = ZERO
+                padding[i] = ZERO
         x, out = a[X] + 4 * head * query, a[OUT] + 4 * head * key
-        _tiles(x, 4 * heads * query, b, 4 * STRIP, out + 4 * (rope + begin), 4 * heads * key, tokens, columns, nope, left, made)
+        _tiles(x, 4 * heads * query, b, 4 * STRIP, out + 4 * (rope + begin), 4 * heads * key, tokens, columns, nope, left, output)
         if begin == 0:
             for t in range(tokens):
                 source, target = f32_at(x + 4 * (t * heads * query + nope)), f32_at(out + 4 * t * heads * key)
@@ -146,10 +147,10 @@ def latent_queries_one(args, worker, counter):
         rows = a[WEIGHT] + (head * (nope + a[VALUE]) * rank + begin) * item
         for i in range(columns):
             sums[i] = ZERO
-        whole = nope // 4 * 4
-        for n in range(0, whole, 4):
+        full_quads = nope // 4 * 4
+        for n in range(0, full_quads, 4):
             _add_rows(rows + n * rank * item, rank * item, a[DTYPE], x + 4 * n, 4, sums_at, columns)
-        for n in range(whole, nope):
+        for n in range(full_quads, nope):
             _add_rows(rows + n * rank * item, rank * item, a[DTYPE], x + 4 * n, 1, sums_at, columns)
         out = f32_at(a[OUT] + 4 * (head * key + rope + begin))
         for i in range(columns):
@@ -187,36 +188,36 @@ def latent_values_few(args, worker, counter):
 def latent_values_many(args, worker, counter):
     """`latent_values_few` for more tokens. Blocks are strips of VALUE of a head.
 
-    Scratch per worker, float32: B[RANK, TURNED], left[TILE_ROWS, RANK], made[TILE_ROWS, TURNED], wide[TURN_ROWS, RANK].
+    Scratch per worker, float32: B[RANK, VALUE_ROWS], left[TILE_ROWS, RANK], made[TILE_ROWS, VALUE_ROWS], wide[TRANSPOSE_ROWS, RANK].
     """
     a = i64_at(args)
     heads, rank, rope, value, item = a[HEADS], a[RANK], a[ROPE], a[VALUE], 4 if a[DTYPE] == F32 else 2
-    strips = (value + TURNED - 1) // TURNED
+    strips = (value + VALUE_ROWS - 1) // VALUE_ROWS
     b = a[SCRATCH] + worker * a[STRIDE]
-    left = b + 4 * rank * TURNED
-    made = left + 4 * TILE_ROWS * rank
-    wide_at = made + 4 * TILE_ROWS * TURNED
-    turned, wide = f32_at(b), f32_at(wide_at)
+    left = b + 4 * rank * VALUE_ROWS
+    output = left + 4 * TILE_ROWS * rank
+    wide_at = output + 4 * TILE_ROWS * VALUE_ROWS
+    transposed, wide = f32_at(b), f32_at(wide_at)
     while True:
         job = fetch_add(counter, 1)
         if job >= heads * strips:
             return
-        head, begin = job // strips, job % strips * TURNED
-        columns = min(TURNED, value - begin)
+        head, begin = job // strips, job % strips * VALUE_ROWS
+        columns = min(VALUE_ROWS, value - begin)
         rows = a[WEIGHT] + (head * (a[NOPE] + value) + a[NOPE] + begin) * rank * item
-        for first in range(0, TURNED, TURN_ROWS):
-            here = max(0, min(TURN_ROWS, columns - first))
-            expand(rows + first * rank * item, a[DTYPE], wide_at, here * rank)
-            for i in range(here * rank, TURN_ROWS * rank):
+        for first in range(0, VALUE_ROWS, TRANSPOSE_ROWS):
+            num_columns = max(0, min(TRANSPOSE_ROWS, columns - first))
+            expand(rows + first * rank * item, a[DTYPE], wide_at, num_columns * rank)
+            for i in range(num_columns * rank, TRANSPOSE_ROWS * rank):
                 wide[i] = ZERO
             for r in range(rank):
-                for i in range(TURN_ROWS):
-                    turned[r * TURNED + first + i] = wide[i * rank + r]
+                for i in range(TRANSPOSE_ROWS):
+                    transposed[r * VALUE_ROWS + first + i] = wide[i * rank + r]
         x, out = a[X] + 4 * (head * (rope + rank) + rope), a[OUT] + 4 * (head * value + begin)
-        _tiles(x, 4 * heads * (rope + rank), b, 4 * TURNED, out, 4 * heads * value, a[TOKENS], columns, rank, left, made)
+        _tiles(x, 4 * heads * (rope + rank), b, 4 * VALUE_ROWS, out, 4 * heads * value, a[TOKENS], columns, rank, left, output)
 
 
 def scratch_floats(nope: int, rank: int) -> int:
     """Floats of scratch per worker for the products."""
     queries = nope * STRIP + TILE_ROWS * (nope + STRIP)
-    return max(queries, rank * TURNED + TILE_ROWS * (rank + TURNED) + TURN_ROWS * rank)
+    return max(queries, rank * VALUE_ROWS + TILE_ROWS * (rank + VALUE_ROWS) + TRANSPOSE_ROWS * rank)

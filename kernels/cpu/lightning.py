@@ -12,7 +12,7 @@ from ..workspace import address
 from . import lightning_loops as loops
 from .conv_loops import MEMORY, X
 from .recurrent import RecurrentStates
-from .row_ops import SHARE_FROM
+from .row_ops import MIN_PARALLEL_SIZE
 
 if TYPE_CHECKING:
     from ...quant.recurrent_weights import Lightning
@@ -38,13 +38,13 @@ class LightningStates(RecurrentStates):
 def run(states: LightningStates, vkq: np.ndarray, z: np.ndarray, w: Lightning, out: np.ndarray) -> None:
     ops, block, shape, tokens = states.ops, states.block, states.shape, len(vkq)
     raw, mixed, _ = states.log_buffers(tokens)
-    block[X:MEMORY] = ops.at(vkq), tokens, ops.at(mixed), 0 if raw is None else ops.at(raw), 0, 0
-    block[loops.Z : loops.EPS] = ops.at(z), 0, ops.at(out), address(w.decay), address(w.norm.weight)
+    block[X:MEMORY] = ops.address_of(vkq), tokens, ops.address_of(mixed), 0 if raw is None else ops.address_of(raw), 0, 0
+    block[loops.Z : loops.EPS] = ops.address_of(z), 0, ops.address_of(out), address(w.decay), address(w.norm.weight)
     block.view(np.float64)[loops.EPS] = w.norm.eps
     at = address(block)
-    ops.run(loops.mix_inputs, at, tokens * shape.channels >= SHARE_FROM, block)
-    ops.run(loops.recur, at, tokens * shape.state_floats >= SHARE_FROM, block)
-    ops.run(loops.normed_gates, at, tokens * shape.values >= SHARE_FROM, block)
+    ops.run(loops.mix_inputs, at, tokens * shape.channels >= MIN_PARALLEL_SIZE, block)
+    ops.run(loops.recur, at, tokens * shape.state_floats >= MIN_PARALLEL_SIZE, block)
+    ops.run(loops.normed_gates, at, tokens * shape.values >= MIN_PARALLEL_SIZE, block)
 
 
 def run_reference(states: LightningStates, vkq: np.ndarray, z: np.ndarray, w: Lightning, out: np.ndarray) -> None:

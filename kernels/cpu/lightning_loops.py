@@ -16,10 +16,10 @@ from .delta_loops import write_and_read
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 from .recurrence_rows import begin_rows, keep_rows, next_rows
 
-SHARE = 4096  # floats of a state for one thread at a time: 16 KiB, which stay in the first-level cache
+STATE_FLOATS_AT_ONCE = 4096  # floats of a state per block of work: 16 KiB, which stay in the L1 cache
 
-# Behind those of `conv_loops`. Z and OUT [TOKENS, heads * head dim], DECAY [heads], NORM [heads * head dim], EPS a float64. Decays are no
-# token's own, so GATES is nowhere.
+# Slots after those of `conv_loops`. Z and OUT [TOKENS, heads * head dim], DECAY [heads], NORM [heads * head dim], EPS (float64). Decays do
+# not depend on the token, so GATES is unused.
 Z, GATES, OUT, DECAY, NORM, EPS, HEADS, HEAD_DIM, SLOTS = range(OWN, OWN + 9)
 
 
@@ -43,9 +43,9 @@ def recur(args, worker, counter):
     """Blocks are some rows of a head's state."""
     a = i64_at(args)
     channels, heads, width, decays = a[CHANNELS], a[HEADS], a[HEAD_DIM], f32_at(a[DECAY])
-    most = max(1, SHARE // width)
+    max_rows = max(1, STATE_FLOATS_AT_ONCE // width)
     while True:
-        head, first, rows = next_rows(counter, heads, width, most)
+        head, first, rows = next_rows(counter, heads, width, max_rows)
         if head < 0:
             return
         state = begin_rows(a, head * width + first, rows, width)

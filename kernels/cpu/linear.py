@@ -24,26 +24,27 @@ from .work_distribution import first_region, matrix_of, take_block
 X, TOKENS, DEPTH, NORM, NORM_WEIGHT, NORM_BIAS, EPS, SCRATCH, SCRATCH_STRIDE, MODE, ACT, MATRICES, FIRST = range(13)
 # Per matrix, from slot FIRST on.
 WEIGHT, DTYPE, ROWS, BIAS, OUT, OUT_STRIDE, FIELDS = range(7)
-# y = Wx + b · y += Wx + b · y = act(W0 x + b0) * (W1 x + b1) · the first, for which integers round x twice: what the first takes away too
+# PLAIN: y = Wx + b. ADD: y += Wx + b. GATED: y = act(W0 x + b0) * (W1 x + b1). FINE: as PLAIN, but integer kernels also quantize and
+# multiply the rounding error of x.
 PLAIN, ADD, GATED, FINE = range(4)
 
-STREAM_NBYTES, MOST_STREAM_ROWS = 131_072, 32
-LONG_DEPTH = 4096  # from here on x takes 16 KiB and more
-SUMS, HEADROOM = 16, 64  # floats of scratch for sums; before the normed rows (sums, then the table of row addresses)
+STREAM_NBYTES, MAX_STREAM_ROWS = 131_072, 32
+LONG_DEPTH = 4096  # x takes 16 KiB or more
+SUMS, HEADROOM = 16, 64  # floats of scratch: for sums; before the normed rows (sums, then the table of row addresses)
 MANY_BLOCK = 96  # a multiple of TILE_ROWS on every target (12 and 6)
 DEPTH_BLOCK = 512
 
 
 @inlined()
 def biased(value, bias, row):
-    """`bias` is the address of a vector, 0 for none."""
+    """`value` plus the bias of a row. `bias`: address of a vector, 0 for none."""
     return value + f32_at(bias)[row] if bias != 0 else value
 
 
 @inlined()
 def _stream_rows(pitch):
     """Rows that one stream reads in sequence: about 128 KiB."""
-    return min(MOST_STREAM_ROWS, max(1, STREAM_NBYTES // pitch))
+    return min(MAX_STREAM_ROWS, max(1, STREAM_NBYTES // pitch))
 
 
 @inlined()
@@ -72,26 +73,26 @@ def few_columns(args, worker, counter):
     scratch = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     table = scratch + 4 * SUMS
     sums, pointers = f32_at(scratch), i64_at(table)
-    # an x that fills the first-level cache is read from the second, and then more rows must share it
+    # an x that fills the L1 cache is read from L2, so more rows have to share it
     streams = FEW_ROWS if depth < LONG_DEPTH else MANY_ROWS
-    own = streams // 2 if mode == GATED else streams
+    matrix_streams = streams // 2 if mode == GATED else streams
     x = a[X]
     ready = a[NORM] == 0
     blocks = int64(0)
     for i in range(1 if mode == GATED else matrices):
-        blocks += _few_blocks(a, FIRST + i * FIELDS, own)
+        blocks += _few_blocks(a, FIRST + i * FIELDS, matrix_streams)
     region, ended = first_region(worker), int64(0)
     while True:
         block, region, ended = take_block(counter, region, ended, blocks)
         if block < 0:
             return
         row_of = int64(FIRST)
-        while block >= _few_blocks(a, row_of, own):
-            block -= _few_blocks(a, row_of, own)
+        while block >= _few_blocks(a, row_of, matrix_streams):
+            block -= _few_blocks(a, row_of, matrix_streams)
             row_of += FIELDS
         pitch = _pitch(a, row_of)
         stream = _stream_rows(pitch)
-        if not ready:  # every worker norms for itself: cheaper than a second job
+        if not ready:  # every worker computes the norm: cheaper than a second job
             x = scratch + 4 * HEADROOM
             eps = float32(f64_at(args)[EPS])
             for t in range(tokens):
@@ -99,22 +100,22 @@ def few_columns(args, worker, counter):
             ready = True
         rows, dtype, out_stride = a[row_of + ROWS], a[row_of + DTYPE], a[row_of + OUT_STRIDE]
         out, other = f32_at(a[row_of + OUT]), row_of + FIELDS
-        begin = block * own * stream
-        stream = (min(own * stream, rows - begin) + own - 1) // own  # the last block has shorter streams
+        begin = block * matrix_streams * stream
+        stream = (min(matrix_streams * stream, rows - begin) + matrix_streams - 1) // matrix_streams  # the last block has shorter streams
         for row in range(begin, begin + stream):
-            for i in range(own):
-                at = min(row + i * stream, rows - 1)  # past the end the last row is repeated, and its sum dropped
+            for i in range(matrix_streams):
+                at = min(row + i * stream, rows - 1)  # past the end the last row is repeated and its sum dropped
                 pointers[i] = a[row_of + WEIGHT] + at * pitch
                 if mode == GATED:
-                    pointers[own + i] = a[other + WEIGHT] + at * pitch
+                    pointers[matrix_streams + i] = a[other + WEIGHT] + at * pitch
             for t in range(tokens):
                 dot(table, streams, dtype, x + 4 * t * depth, depth, scratch)
-                for i in range(own):
+                for i in range(matrix_streams):
                     at = row + i * stream
                     if at < rows:
                         value = biased(sums[i], a[row_of + BIAS], at)
                         if mode == GATED:
-                            value = gated(value, biased(sums[own + i], a[other + BIAS], at), a[ACT])
+                            value = gated(value, biased(sums[matrix_streams + i], a[other + BIAS], at), a[ACT])
                         out[t * out_stride + at] = value + out[t * out_stride + at] if mode == ADD else value
 
 
@@ -131,14 +132,14 @@ def pack_columns(args, worker, counter):
         if panel >= panels:
             return
         first = panel * TILE_COLUMNS
-        here = min(TILE_COLUMNS, tokens - first)
-        for t in range(here):
+        panel_tokens = min(TILE_COLUMNS, tokens - first)
+        for t in range(panel_tokens):
             normalise(a[X] + 4 * (first + t) * depth, rows + 4 * t * depth, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
         source, out = f32_at(rows), f32_at(a[FIRST + OUT] + 4 * panel * depth * TILE_COLUMNS)
         for k in range(depth):
-            for t in range(here):
+            for t in range(panel_tokens):
                 out[k * TILE_COLUMNS + t] = source[t * depth + k]
-            for t in range(here, TILE_COLUMNS):
+            for t in range(panel_tokens, TILE_COLUMNS):
                 out[k * TILE_COLUMNS + t] = float32(0.0)
 
 

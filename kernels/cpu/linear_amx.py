@@ -18,7 +18,7 @@ from numpy import float32, int64
 
 from ..compile import cpu_features, kernel
 from ..layout import align
-from .amx import AMX, CONFIG_NBYTES, SIDE, STAGE_NBYTES, configure, release
+from .amx import AMX, AMX_ROWS, CONFIG_NBYTES, STAGE_NBYTES, configure, release
 from .amx_bf16 import PARTS, STEP, STEP_NBYTES, float_product, pair_rows, split_token
 from .arithmetic import normed_row
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
@@ -53,13 +53,13 @@ if TYPE_CHECKING:
     from .ops import CpuOps
 
 AMX_FLOATS = AMX and "amx-bf16" in cpu_features()
-PANEL, PAIR = 2 * SIDE, 2 * SIDE  # tokens, rows
-BLOCK_ROWS, SPAN = 256, 256  # fewer rows at a time wait for activations from the third-level cache
+PANEL, PAIR = 2 * AMX_ROWS, 2 * AMX_ROWS  # tokens, rows
+BLOCK_ROWS, SPAN = 256, 256  # with fewer rows at a time activations would come from the L3 cache
 PAIR_NBYTES = 2 * PAIR * SPAN
-# Scratch of a worker: the shapes of tiles, pairs of a block's rows, rows that fill a block up, then sums of all panels.
+# Scratch of a worker: tile configuration, pairs of a block's rows, padding rows of a block, then sums of all panels.
 PAIRS_AT = CONFIG_NBYTES
 SUMS_AT = PAIRS_AT + BLOCK_ROWS // PAIR * PAIR_NBYTES
-SPLIT = -2  # panels as of this module, for `CpuOps.must_pack`
+SPLIT = -2  # packing of this module, for `CpuOps.must_pack`
 
 
 def scratch_floats(tokens: int, depth: int) -> int:
@@ -91,7 +91,7 @@ def pack_columns(args, worker, counter):
             for start in range(0, padded, SPAN):
                 steps = min(SPAN, padded - start) // STEP
                 at = a[FIRST + OUT] + (start // STEP * panels + steps * panel) * STEP_NBYTES
-                split_token(row + 4 * start, steps, at + t // SIDE * (SIDE * 2 * STEP) + t % SIDE * (2 * STEP))
+                split_token(row + 4 * start, steps, at + t // AMX_ROWS * (AMX_ROWS * 2 * STEP) + t % AMX_ROWS * (2 * STEP))
 
 
 @kernel()
@@ -113,9 +113,9 @@ def multiply(args, worker, counter):
             steps, span = min(SPAN, padded - start) // STEP, min(SPAN, depth - start)
             for pair in range(0, rows, PAIR):
                 pairs = scratch + PAIRS_AT + pair // PAIR * PAIR_NBYTES
-                for half in range(0, PAIR, SIDE):
+                for half in range(0, PAIR, AMX_ROWS):
                     row = first + pair + half
-                    pair_rows(a[m + WEIGHT] + 2 * (row * depth + start), 2 * depth, max(int64(0), min(SIDE, a[m + ROWS] - row)), span,
+                    pair_rows(a[m + WEIGHT] + 2 * (row * depth + start), 2 * depth, max(int64(0), min(AMX_ROWS, a[m + ROWS] - row)), span,
                               pairs + 4 * half)
                 for panel in range(panels):
                     x = a[X] + (start // STEP * panels + steps * panel) * STEP_NBYTES
@@ -123,10 +123,11 @@ def multiply(args, worker, counter):
                     float_product(x, pairs, steps, sums, 1 if start else 0)
         for t in range(tokens):
             y = f32_at(a[m + OUT] + 4 * t * a[m + OUT_STRIDE])
-            for row in range(0, rows, SIDE):
-                at = (row // PAIR * panels + t // PANEL) * STAGE_NBYTES + (t % PANEL // SIDE * 2 + row % PAIR // SIDE) * (4 * SIDE * SIDE)
-                sums = f32_at(scratch + SUMS_AT + at + 4 * SIDE * (t % SIDE))
-                for i in range(min(SIDE, rows - row)):
+            for row in range(0, rows, AMX_ROWS):
+                tile = t % PANEL // AMX_ROWS * 2 + row % PAIR // AMX_ROWS
+                at = (row // PAIR * panels + t // PANEL) * STAGE_NBYTES + tile * (4 * AMX_ROWS * AMX_ROWS)
+                sums = f32_at(scratch + SUMS_AT + at + 4 * AMX_ROWS * (t % AMX_ROWS))
+                for i in range(min(AMX_ROWS, rows - row)):
                     value = biased(sums[i], a[m + BIAS], first + row + i)
                     y[first + row + i] = y[first + row + i] + value if mode == ADD else value
 
@@ -142,7 +143,7 @@ def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
     tokens, depth = x.shape
     panels = ops.workspace.take("panels", panel_floats(tokens, depth))
     if ops.must_pack("panels", SPLIT):
-        ops.fill(ops.at(x), tokens, depth, norm, PLAIN, act, linears[:1], [panels])
-        ops.run(pack_columns, ops.where, True, ops.args)
-    ops.fill(ops.at(panels), tokens, depth, None, mode, act, linears, outs)
-    ops.run(multiply, ops.where, True, ops.args)
+        ops.fill(ops.address_of(x), tokens, depth, norm, PLAIN, act, linears[:1], [panels])
+        ops.run(pack_columns, ops.args_address, True, ops.args)
+    ops.fill(ops.address_of(panels), tokens, depth, None, mode, act, linears, outs)
+    ops.run(multiply, ops.args_address, True, ops.args)

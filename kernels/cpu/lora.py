@@ -29,41 +29,41 @@ if TYPE_CHECKING:
     from ..workspace import Dims
     from .ops import CpuOps
 
-MOST = 6  # matrices of a stage
-NONE, AS_THEY_ARE, BY_TEXT = range(3)
+MAX_MATRICES = 6  # per stage
+NONE, UNSCALED, PER_TOKEN = range(3)
 
 
 class AdapterScales:
     """The adapter scales of a pass's texts, as the backend holds them, and which mode they imply."""
 
     forget: Callable[[], None]
-    _way = NONE
-    _held: np.ndarray | None = None
+    _scaling = NONE
+    _token_scales: np.ndarray | None = None
     _scales: np.ndarray | None = None
 
     def adapt(self, scales: np.ndarray | None) -> None:
         """Set the adapter scales before a pass: float32 [1, adapters] for one text, or a row for each of up to MAX_DECODE_TOKENS; None if
         no adapter is used."""
-        way = NONE if scales is None or not scales.any() else AS_THEY_ARE if (scales == 1).all() else BY_TEXT
-        if way != self._way:
-            self._way = way
-            self.forget()  # passes that were recorded are of other jobs
-        if way == BY_TEXT:
-            if self._held is None:
-                self._held = np.zeros((MAX_DECODE_TOKENS, scales.shape[1]), np.float32)
-            self._scales = self._held[: len(scales)]
+        scaling = NONE if scales is None or not scales.any() else UNSCALED if (scales == 1).all() else PER_TOKEN
+        if scaling != self._scaling:
+            self._scaling = scaling
+            self.forget()  # recorded passes have other jobs
+        if scaling == PER_TOKEN:
+            if self._token_scales is None:
+                self._token_scales = np.zeros((MAX_DECODE_TOKENS, scales.shape[1]), np.float32)
+            self._scales = self._token_scales[: len(scales)]
             self._scales[:] = scales
 
     @property
     def is_adapted(self) -> bool:
         """Does a text of this pass use any adapter?"""
-        return self._way != NONE
+        return self._scaling != NONE
 
     @property
     def _scales_fields(self) -> list[int]:
         """For a kernel: the address of the scales, 0 if nothing is to be multiplied, and the stride between tokens in floats, 0 if all are
         equal."""
-        if self._way != BY_TEXT:
+        if self._scaling != PER_TOKEN:
             return [0, 0]
         return [address(self._scales), 0 if len(self._scales) == 1 else self._scales.shape[1]]
 
@@ -73,7 +73,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     if not dims.lora:
         return {}
     tokens = max(chunk, GROUP * parts_of(max(dims.hidden, dims.ffn, dims.projection_input_width)))
-    return {_between(i): tokens * dims.lora for i in range(MOST)}
+    return {_between(i): tokens * dims.lora for i in range(MAX_MATRICES)}
 
 
 def scratch_floats(dims: Dims) -> int:
@@ -82,66 +82,68 @@ def scratch_floats(dims: Dims) -> int:
 
 
 def run(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int, act: str) -> None:
-    """`CpuOps._matrix` for matrices of which some have adapters."""
-    plain, is_added = [own.plain for own in linears], ops._way != NONE
-    way, by = (mode, act) if mode != linear.GATED or not is_added else (linear.PLAIN, "none")
+    """`CpuOps._run_stage` if some of the matrices have adapters."""
+    plain, is_added = [matrix.plain for matrix in linears], ops._scaling != NONE
+    plain_mode, plain_act = (mode, act) if mode != linear.GATED or not is_added else (linear.PLAIN, "none")
     if mode == linear.GATED and is_added:
         outs = [outs[0], ops.workspace.take("up", *outs[0].shape)]
-    noted = ops.pending
-    if ops._remembered(x, norm, plain, way, by, outs[0] if mode == linear.ADD else None) is None:
-        ops._matrix(x, norm, plain, outs, way, by)
+    pending_before = ops.pending
+    if ops._run_cached(x, norm, plain, plain_mode, plain_act, outs[0] if mode == linear.ADD else None) is None:
+        ops._run_stage(x, norm, plain, outs, plain_mode, plain_act)
     if is_added:
         pairs = list(zip(linears, outs, strict=True))
-        between = _into(ops, x, norm, [own.lora for own, _ in pairs], noted)
-        _out(ops, x, pairs, between, mode, act)
+        between = _into_products(ops, x, norm, [matrix.lora for matrix, _ in pairs], pending_before)
+        _out_products(ops, x, pairs, between, mode, act)
 
 
-def _into(ops: CpuOps, x: np.ndarray, norm: Norm | None, own: Sequence[Lora | None], noted: int) -> dict[int, list[int]]:
+def _into_products(ops: CpuOps, x: np.ndarray, norm: Norm | None, adapters: Sequence[Lora | None],
+                   pending_before: int) -> dict[int, list[int]]:
     """The A products; returns where each matrix's intermediates are, by its place in the stage. For few tokens merged with the base
-    products into one job, if one was added after the first `noted`."""
-    (tokens, depth), places = x.shape, {}
+    products into one job, if one was added after the first `pending_before`."""
+    (tokens, depth), products_at = x.shape, {}
     parts, fields = parts_of(depth), []
-    for i, lora in enumerate(own):
+    for i, lora in enumerate(adapters):
         if lora is None:
             continue
-        height, ranks = tokens if tokens > GROUP else parts * tokens, [each.into.shape[0] for each in lora.pairs]
+        height, ranks = tokens if tokens > GROUP else parts * tokens, [pair.into.shape[0] for pair in lora.pairs]
         at = address(ops.workspace.take(_between(i), height, sum(ranks)))
-        places[i] = [at + 4 * height * sum(ranks[:place]) for place in range(len(ranks))]
-        for each, place in zip(lora.pairs, places[i], strict=True):
-            fields += _fields(each.into, each.into.shape[0], place, each.adapter)
+        products_at[i] = [at + 4 * height * sum(ranks[:index]) for index in range(len(ranks))]
+        for pair, index in zip(lora.pairs, products_at[i], strict=True):
+            fields += _fields(pair.into, pair.into.shape[0], index, pair.adapter)
     block = _block(ops, x, norm, linear.PLAIN, "none", len(fields) // FIELDS, [parts, *ops._scales_fields, *fields])
     if tokens > GROUP:
         ops.run(columns_in, address(block), True, block)
     else:
-        ops.run_beside(columns_in, block, noted)
-    return places
+        ops.run_merged(columns_in, block, pending_before)
+    return products_at
 
 
-def _out(ops: CpuOps, x: np.ndarray, pairs: Sequence[tuple[Linear, np.ndarray]], between: Mapping[int, Sequence[int]], mode: int,
-         act: str) -> None:
+def _out_products(ops: CpuOps, x: np.ndarray, pairs: Sequence[tuple[Linear, np.ndarray]], between: Mapping[int, Sequence[int]], mode: int,
+                  act: str) -> None:
     """Rescale existing products (DoRA), add the B products, then apply the gate."""
     tokens, depth = x.shape
-    own = [i for i in range(len(pairs)) if i in between or mode == linear.GATED]
-    matrices, fields, at = [], [], OWN_FIRST + OUT_FIELDS * len(own)
-    for i in own:
-        (each, out), added = pairs[i], pairs[i][0].lora.pairs if i in between else ()
-        gains = [address(each.lora.gains), len(each.lora.gains), address(each.bias)] if each.is_lengthened else [0, 0, 0]
-        matrices += [out.shape[1], ops.at(out), out.strides[0] // 4, len(added), at + len(fields), sum(pair.out.shape[1] for pair in added),
+    indices = [i for i in range(len(pairs)) if i in between or mode == linear.GATED]
+    matrices, fields, at = [], [], OWN_FIRST + OUT_FIELDS * len(indices)
+    for i in indices:
+        (matrix, out), added = pairs[i], pairs[i][0].lora.pairs if i in between else ()
+        gains = [address(matrix.lora.gains), len(matrix.lora.gains), address(matrix.bias)] if matrix.is_lengthened else [0, 0, 0]
+        matrices += [out.shape[1], ops.address_of(out), out.strides[0] // 4, len(added), at + len(fields),
+                     sum(pair.out.shape[1] for pair in added),
                      *gains]
-        for pair, place in zip(added, between.get(i, ()), strict=True):
-            fields += _fields(pair.out, pair.out.shape[1], place, pair.adapter)
+        for pair, product_at in zip(added, between.get(i, ()), strict=True):
+            fields += _fields(pair.out, pair.out.shape[1], product_at, pair.adapter)
     head = [1 if tokens > GROUP else parts_of(depth), *ops._scales_fields]
-    block = _block(ops, x, None, mode, act, len(own), [*head, *matrices, *fields])
+    block = _block(ops, x, None, mode, act, len(indices), [*head, *matrices, *fields])
     ops.run(columns_out, address(block), True, block)
 
 
-def _fields(each: LoraMatrix, rank: int, place: int, adapter: int) -> list[int]:
-    return [each.address, STORED_TYPES[each.scheme], rank, place, adapter]
+def _fields(pair: LoraMatrix, rank: int, product_at: int, adapter: int) -> list[int]:
+    return [pair.address, STORED_TYPES[pair.scheme], rank, product_at, adapter]
 
 
 def _block(ops: CpuOps, x: np.ndarray, norm: Norm | None, mode: int, act: str, matrices: int, fields: Sequence[int]) -> np.ndarray:
     tokens, depth = x.shape
-    head = [ops.at(x), tokens, depth, 0 if norm is None else NORMS[norm.kind], 0 if norm is None else address(norm.weight),
+    head = [ops.address_of(x), tokens, depth, 0 if norm is None else NORMS[norm.kind], 0 if norm is None else address(norm.weight),
             0 if norm is None else address(norm.bias), 0, ops.scratch, ops.scratch_stride, mode, activation_number(act), matrices]
     block = np.array([*head, *fields], np.int64)
     if norm is not None:

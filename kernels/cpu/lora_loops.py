@@ -34,17 +34,17 @@ from .ir_loop import Loop
 from .linear import ACT, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
 from .work_distribution import COUNTERS_NBYTES, first_region, take_block
 
-# How many sums `parts_of` says that there are of a number between; scales of adapters, 0 for none, and floats from token to token.
+# Number of partial sums of an intermediate value (`parts_of`); scales of adapters (0: none), and floats between tokens.
 ALL_PARTS, SCALES, STEP, OWN_FIRST = range(FIRST, FIRST + 4)
-# Then of what leads in per matrix of an adapter; of what leads out OUT_FIELDS per matrix of the model, which say how many adapters it has
-# and where these FIELDS of its first one's stand. THIN: what lies between them.
+# Then the fields of A per adapter matrix. Of B, OUT_FIELDS per matrix of the model: its number of adapters and the position of the FIELDS
+# of the first one. THIN: the intermediates between A and B.
 WEIGHT, DTYPE, RANK, THIN, ADAPTER, FIELDS = range(6)
-# GAINS float32 [ADAPTERS, ROWS] of a matrix of which there is more or less than its own, 0 where there is not; BIAS [ROWS] or 0.
+# GAINS float32 [ADAPTERS, ROWS] of a matrix whose rows are rescaled (DoRA), 0 for others; BIAS [ROWS] or 0.
 ROWS, OUT, OUT_STRIDE, PAIRS, FIRST_PAIR, RANKS, GAINS, ADAPTERS, BIAS, OUT_FIELDS = range(10)
 
-NARROWEST = 4  # outputs of the shortest vector: ranks are a multiple of it
+MIN_OUTPUTS = 4  # of the shortest vector: ranks are a multiple of it
 PART, CHAINS = LORA_BLOCK_INPUTS, 4  # inputs
-ABREAST = 3 if VECTOR == 16 else 2  # tokens that are multiplied while a weight is in a register
+TOKENS_AT_ONCE = 3 if VECTOR == 16 else 2  # tokens multiplied while a weight is in a register
 GROUP = min(12, TILE_COLUMNS)  # tokens of a block of work
 RUN = 256  # outputs of a block of work
 
@@ -61,19 +61,19 @@ def _add_to(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, warm: ir.
 
 def _in(widened: Callable, item: int, abreast: int, lanes: int):
     @llvm_intrinsic
-    def run(builder, x, apart, weights, pitch, steps, out, out_apart, warm):
+    def run(builder, x, stride, weights, pitch, steps, out, out_apart, warm):
         """out[c, :lanes] (+)= the products of CHAINS * steps inputs with as many rows of weights, `pitch` bytes apart, for `abreast` x."""
         floats = ir.VectorType(FLOAT, lanes)
-        columns = [builder.add(x, builder.mul(apart, I64(c))) for c in range(abreast)]
+        columns = [builder.add(x, builder.mul(stride, I64(c))) for c in range(abreast)]
         loop = Loop(builder, steps, [weights, *[constant(floats, 0.0)] * (CHAINS * abreast)], "inputs")
         row, *sums = loop.values
         for chain in range(CHAINS):
             weight = widened(builder, row, lanes)
             row = builder.add(row, pitch)
             for c, column in enumerate(columns):
-                at = offset(builder, builder.add(column, builder.mul(loop.turn, I64(4 * CHAINS))), 4 * chain)
-                place = CHAINS * c + chain
-                sums[place] = fma(builder, splat(builder, load(builder, at, FLOAT, 4), floats), weight, sums[place])
+                at = offset(builder, builder.add(column, builder.mul(loop.index, I64(4 * CHAINS))), 4 * chain)
+                accumulator = CHAINS * c + chain
+                sums[accumulator] = fma(builder, splat(builder, load(builder, at, FLOAT, 4), floats), weight, sums[accumulator])
         _, *sums = loop.end([row, *sums])
         for c in range(abreast):
             one, two, three, four = sums[CHAINS * c : CHAINS * (c + 1)]
@@ -85,17 +85,17 @@ def _in(widened: Callable, item: int, abreast: int, lanes: int):
 
 def _out(widened: Callable, item: int, abreast: int, lanes: int, vectors: int):
     @llvm_intrinsic
-    def run(builder, thin, apart, weights, pitch, rank, out, out_apart, warm):
+    def run(builder, thin, stride, weights, pitch, rank, out, out_apart, warm):
         """out[c, :vectors * lanes] (+)= thin[c, :rank] @ weights, rows of which are `pitch` bytes apart, for `abreast` of thin."""
         floats = ir.VectorType(FLOAT, lanes)
-        columns = [builder.add(thin, builder.mul(apart, I64(c))) for c in range(abreast)]
+        columns = [builder.add(thin, builder.mul(stride, I64(c))) for c in range(abreast)]
         loop = Loop(builder, rank, [weights, *[constant(floats, 0.0)] * (vectors * abreast)], "ranks")
         row, *sums = loop.values
-        own = [widened(builder, offset(builder, row, item * lanes * v), lanes) for v in range(vectors)]
+        weights_of_row = [widened(builder, offset(builder, row, item * lanes * v), lanes) for v in range(vectors)]
         for c, column in enumerate(columns):
-            number = load(builder, builder.add(column, builder.mul(loop.turn, I64(4))), FLOAT, 4)
+            number = load(builder, builder.add(column, builder.mul(loop.index, I64(4))), FLOAT, 4)
             for v in range(vectors):
-                sums[vectors * c + v] = fma(builder, splat(builder, number, floats), own[v], sums[vectors * c + v])
+                sums[vectors * c + v] = fma(builder, splat(builder, number, floats), weights_of_row[v], sums[vectors * c + v])
         _, *sums = loop.end([builder.add(row, pitch), *sums])
         for c in range(abreast):
             to = builder.add(out, builder.mul(out_apart, I64(c)))
@@ -108,35 +108,35 @@ def _out(widened: Callable, item: int, abreast: int, lanes: int, vectors: int):
 def _step(make: Callable[[Callable, int, int], object]):
     """A strip of outputs for all tokens of a group, for any stored type; `make` builds the loop for one type and number of tokens."""
     (half_all, half_one), (brain_all, brain_one), (full_all, full_one) = (
-        [make(widened, item, abreast) for abreast in (ABREAST, 1)]
+        [make(widened, item, abreast) for abreast in (TOKENS_AT_ONCE, 1)]
         for widened, item in ((widen_f16, 2), (widen_bf16, 2), (plain_f32, 4)))
 
     @inlined()
-    def run(dtype, tokens, x, apart, weights, pitch, steps, out, out_apart, warm):
+    def run(dtype, tokens, x, stride, weights, pitch, steps, out, out_apart, warm):
         t = int64(0)
         while t < tokens:
-            at, to, all_ = x + t * apart, out + t * out_apart, tokens - t >= ABREAST
+            at, to, all_ = x + t * stride, out + t * out_apart, tokens - t >= TOKENS_AT_ONCE
             if dtype == BF16:
                 if all_:
-                    brain_all(at, apart, weights, pitch, steps, to, out_apart, warm)
+                    brain_all(at, stride, weights, pitch, steps, to, out_apart, warm)
                 else:
-                    brain_one(at, apart, weights, pitch, steps, to, out_apart, warm)
+                    brain_one(at, stride, weights, pitch, steps, to, out_apart, warm)
             elif dtype == F16:
                 if all_:
-                    half_all(at, apart, weights, pitch, steps, to, out_apart, warm)
+                    half_all(at, stride, weights, pitch, steps, to, out_apart, warm)
                 else:
-                    half_one(at, apart, weights, pitch, steps, to, out_apart, warm)
+                    half_one(at, stride, weights, pitch, steps, to, out_apart, warm)
             elif all_:
-                full_all(at, apart, weights, pitch, steps, to, out_apart, warm)
+                full_all(at, stride, weights, pitch, steps, to, out_apart, warm)
             else:
-                full_one(at, apart, weights, pitch, steps, to, out_apart, warm)
-            t += ABREAST if all_ else 1
+                full_one(at, stride, weights, pitch, steps, to, out_apart, warm)
+            t += TOKENS_AT_ONCE if all_ else 1
 
     return run
 
 
-_wide_in, _short_in = _step(partial(_in, lanes=VECTOR)), _step(partial(_in, lanes=NARROWEST))
-_wide_out, _short_out = _step(partial(_out, lanes=VECTOR, vectors=4)), _step(partial(_out, lanes=NARROWEST, vectors=1))
+_wide_in, _short_in = _step(partial(_in, lanes=VECTOR)), _step(partial(_in, lanes=MIN_OUTPUTS))
+_wide_out, _short_out = _step(partial(_out, lanes=VECTOR, vectors=4)), _step(partial(_out, lanes=MIN_OUTPUTS, vectors=1))
 
 
 @inlined()
@@ -146,44 +146,45 @@ def _has(a, pair, token):
 
 
 @inlined()
-def _next_run(a, pair, first, begin, here):
-    """The next run of consecutive tokens of a group, from `first` on, that use a pair's adapter: [begin, end); begin is `here` if there is
-    none."""
-    while begin < here and not _has(a, pair, first + begin):
+def _next_run(a, pair, first, begin, end_token):
+    """The next run of consecutive tokens of a group, from `first` on, that use a pair's adapter: [begin, end); begin is `end_token` if
+    there is none."""
+    while begin < end_token and not _has(a, pair, first + begin):
         begin += 1
     end = begin
-    while end < here and _has(a, pair, first + end):
+    while end < end_token and _has(a, pair, first + end):
         end += 1
     return begin, end
 
 
 @inlined()
-def _part_in(a, m, tokens, x, apart, part, out, warm):
+def _part_in(a, m, tokens, x, stride, part, out, warm):
     """The products of a part of the inputs of some tokens with matrix m: float32 [tokens][rank] at `out`."""
     dtype, rank, depth = a[m + DTYPE], a[m + RANK], a[DEPTH]
-    whole, begin, item = depth // CHAINS * CHAINS, part * PART, int64(4 if a[m + DTYPE] == F32 else 2)
-    if begin >= whole:
-        start = whole // PART * PART
+    full_chains, begin, item = depth // CHAINS * CHAINS, part * PART, int64(4 if a[m + DTYPE] == F32 else 2)
+    if begin >= full_chains:
+        start = full_chains // PART * PART
         for t in range(tokens):
             for r in range(rank):
                 strip = r // LORA_BLOCK_RANKS * LORA_BLOCK_RANKS
                 width, total = min(int64(LORA_BLOCK_RANKS), rank - strip), ZERO
-                for k in range(whole, depth):
+                for k in range(full_chains, depth):
                     at = start * rank + (depth - start) * strip + (k - start) * width + r - strip
-                    total += widen(a[m + WEIGHT], dtype, at) * f32_at(x + t * apart)[k]
+                    total += widen(a[m + WEIGHT], dtype, at) * f32_at(x + t * stride)[k]
                 f32_at(out)[t * rank + r] = f32_at(out)[t * rank + r] + total if warm else total
         return
     span, weights, x = min(int64(PART), depth - begin), a[m + WEIGHT] + item * begin * rank, x + 4 * begin
-    steps = min(int64(PART), whole - begin) // CHAINS
+    steps = min(int64(PART), full_chains - begin) // CHAINS
     strip = int64(0)
     while strip < rank:
-        width, own, first = min(int64(LORA_BLOCK_RANKS), rank - strip), weights + item * span * strip, int64(0)
+        width, strip_weights, first = min(int64(LORA_BLOCK_RANKS), rank - strip), weights + item * span * strip, int64(0)
         while width - first >= VECTOR:
-            _wide_in(dtype, tokens, x, apart, own + item * first, item * width, steps, out + 4 * (strip + first), 4 * rank, warm)
+            _wide_in(dtype, tokens, x, stride, strip_weights + item * first, item * width, steps, out + 4 * (strip + first), 4 * rank, warm)
             first += VECTOR
         while first < width:
-            _short_in(dtype, tokens, x, apart, own + item * first, item * width, steps, out + 4 * (strip + first), 4 * rank, warm)
-            first += NARROWEST
+            _short_in(dtype, tokens, x, stride, strip_weights + item * first, item * width, steps, out + 4 * (strip + first), 4 * rank,
+                      warm)
+            first += MIN_OUTPUTS
         strip += LORA_BLOCK_RANKS
 
 
@@ -202,23 +203,23 @@ def columns_in(args, worker, counter):
             return
         group = int64(0) if groups == 1 else block
         first = group * GROUP
-        here = min(int64(GROUP), tokens - first)
+        group_tokens = min(int64(GROUP), tokens - first)
         for i in range(matrices):
             m = OWN_FIRST + i * FIELDS
-            begin, end = _next_run(a, m, first, int64(0), here)
-            while begin < here:
+            begin, end = _next_run(a, m, first, int64(0), group_tokens)
+            while begin < group_tokens:
                 x = a[X] + 4 * depth * first
                 if a[NORM] != 0:
-                    if group != at_hand:  # every worker norms for itself: cheaper than a second job
+                    if group != at_hand:  # every worker computes the norm: cheaper than a second job
                         eps = float32(f64_at(args)[EPS])
-                        for t in range(here):
+                        for t in range(group_tokens):
                             normalise(x + 4 * t * depth, normed + 4 * t * depth, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
                         at_hand = group
                     x = normed
                 for part in range(block if groups == 1 else 0, block + 1 if groups == 1 else parts):
-                    place, warm = (part * here if groups == 1 else first) + begin, int64(0) if groups == 1 else part
-                    _part_in(a, m, end - begin, x + 4 * depth * begin, 4 * depth, part, a[m + THIN] + 4 * place * a[m + RANK], warm)
-                begin, end = _next_run(a, m, first, end, here)
+                    product_index, warm = (part * group_tokens if groups == 1 else first) + begin, int64(0) if groups == 1 else part
+                    _part_in(a, m, end - begin, x + 4 * depth * begin, 4 * depth, part, a[m + THIN] + 4 * product_index * a[m + RANK], warm)
+                begin, end = _next_run(a, m, first, end, group_tokens)
 
 
 @kernel()
@@ -230,57 +231,57 @@ def side_by_side(args, worker, counter):
 
 
 @inlined()
-def _gather(a, m, group, here, out):
+def _gather(a, m, group, num_tokens, out):
     """The intermediates of each pair for a group's tokens, parts added up, times each token's scale: consecutive [tokens][rank] at `out`.
     """
     for i in range(a[m + PAIRS]):
         pair = a[m + FIRST_PAIR] + i * FIELDS
         rank = a[pair + RANK]
         total, source = f32_at(out), f32_at(a[pair + THIN] + 4 * group * GROUP * rank)
-        for t in range(here):
+        for t in range(num_tokens):
             if not _has(a, pair, group * GROUP + t):
                 continue
             for j in range(t * rank, (t + 1) * rank):
                 total[j] = source[j]
             for part in range(1, a[ALL_PARTS]):
                 for j in range(t * rank, (t + 1) * rank):
-                    total[j] += source[part * here * rank + j]
+                    total[j] += source[part * num_tokens * rank + j]
             if a[SCALES] != 0:
                 share = f32_at(a[SCALES] + 4 * a[STEP] * (group * GROUP + t))[a[pair + ADAPTER]]
                 for j in range(t * rank, (t + 1) * rank):
                     total[j] *= share
-        out += 4 * here * rank
+        out += 4 * num_tokens * rank
 
 
 @inlined()
-def _run_out(a, m, group, here, thin, begin, rows, out):
+def _run_out(a, m, group, num_tokens, thin, begin, rows, out):
     """out[t, :rows] += each pair's intermediates in `thin` times B, for outputs of matrix m from `begin` on, a multiple of THIN_OUTPUTS."""
-    apart = 4 * a[m + OUT_STRIDE]
+    out_stride = 4 * a[m + OUT_STRIDE]
     for i in range(a[m + PAIRS]):
         pair = a[m + FIRST_PAIR] + i * FIELDS
         dtype, rank, item = a[pair + DTYPE], a[pair + RANK], int64(4 if a[pair + DTYPE] == F32 else 2)
-        first, last = _next_run(a, pair, group * GROUP, int64(0), here)
-        while first < here:
-            own, to, strip = thin + 4 * first * rank, out + first * apart, int64(0)
+        first, last = _next_run(a, pair, group * GROUP, int64(0), num_tokens)
+        while first < num_tokens:
+            run_products, to, strip = thin + 4 * first * rank, out + first * out_stride, int64(0)
             while strip < rows:
                 width, weights = min(int64(LORA_BLOCK_OUTPUTS), rows - strip), a[pair + WEIGHT] + item * rank * (begin + strip)
                 row = int64(0)
                 pitch, y = item * width, to + 4 * strip
                 while width - row >= 4 * VECTOR:
-                    _wide_out(dtype, last - first, own, 4 * rank, weights + item * row, pitch, rank, y + 4 * row, apart, 1)
+                    _wide_out(dtype, last - first, run_products, 4 * rank, weights + item * row, pitch, rank, y + 4 * row, out_stride, 1)
                     row += 4 * VECTOR
-                while width - row >= NARROWEST:
-                    _short_out(dtype, last - first, own, 4 * rank, weights + item * row, pitch, rank, y + 4 * row, apart, 1)
-                    row += NARROWEST
+                while width - row >= MIN_OUTPUTS:
+                    _short_out(dtype, last - first, run_products, 4 * rank, weights + item * row, pitch, rank, y + 4 * row, out_stride, 1)
+                    row += MIN_OUTPUTS
                 for left in range(row, width):
                     for t in range(last - first):
                         total = ZERO
                         for r in range(rank):
-                            total += f32_at(own)[t * rank + r] * widen(weights, dtype, r * width + left)
-                        f32_at(y + t * apart)[left] += total
+                            total += f32_at(run_products)[t * rank + r] * widen(weights, dtype, r * width + left)
+                        f32_at(y + t * out_stride)[left] += total
                 strip += LORA_BLOCK_OUTPUTS
-            first, last = _next_run(a, pair, group * GROUP, last, here)
-        thin += 4 * here * rank
+            first, last = _next_run(a, pair, group * GROUP, last, num_tokens)
+        thin += 4 * num_tokens * rank
 
 
 @inlined()
@@ -299,10 +300,10 @@ def _total(a, m, token, begin, rows, total):
 
 
 @inlined()
-def _lengthen(a, m, first, here, begin, rows, total):
+def _lengthen(a, m, first, num_tokens, begin, rows, total):
     """y[t, n] of a run becomes y + (y - bias[n]) * (the gains of n, each times the token's adapter scale, summed)."""
     bias, of_run, some = f32_at(a[m + BIAS] + 4 * begin), f32_at(total), False
-    for t in range(first, first + here):
+    for t in range(first, first + num_tokens):
         if t == first or a[SCALES] != 0 and a[STEP] != 0:
             some = _total(a, m, t, begin, rows, total)
         if not some:
@@ -342,22 +343,22 @@ def columns_out(args, worker, counter):
             block -= groups * _runs(a, m)
             m += OUT_FIELDS
         group, begin, both = block // _runs(a, m), block % _runs(a, m) * RUN, 2 if mode == GATED else 1
-        here, rows = min(int64(GROUP), tokens - group * GROUP), min(int64(RUN), a[m + ROWS] - begin)
+        group_tokens, rows = min(int64(GROUP), tokens - group * GROUP), min(int64(RUN), a[m + ROWS] - begin)
         if group != at_hand or m != of:
-            own = thin
+            products = thin
             for i in range(both):
-                _gather(a, m + i * OUT_FIELDS, group, here, own)
-                own += 4 * here * a[m + i * OUT_FIELDS + RANKS]
+                _gather(a, m + i * OUT_FIELDS, group, group_tokens, products)
+                products += 4 * group_tokens * a[m + i * OUT_FIELDS + RANKS]
             at_hand, of = group, m
-        own = thin
+        products = thin
         for i in range(both):
             n = m + i * OUT_FIELDS
             if a[n + GAINS] != 0:
-                _lengthen(a, n, group * GROUP, here, begin, rows, total)
-            _run_out(a, n, group, here, own, begin, rows, a[n + OUT] + 4 * (group * GROUP * a[n + OUT_STRIDE] + begin))
-            own += 4 * here * a[n + RANKS]
+                _lengthen(a, n, group * GROUP, group_tokens, begin, rows, total)
+            _run_out(a, n, group, group_tokens, products, begin, rows, a[n + OUT] + 4 * (group * GROUP * a[n + OUT_STRIDE] + begin))
+            products += 4 * group_tokens * a[n + RANKS]
         if mode == GATED:
             out, n = a[m + OUT] + 4 * (group * GROUP * a[m + OUT_STRIDE] + begin), m + OUT_FIELDS
             up = a[n + OUT] + 4 * (group * GROUP * a[n + OUT_STRIDE] + begin)
-            for t in range(here):
+            for t in range(group_tokens):
                 gate_values(out + 4 * t * a[m + OUT_STRIDE], up + 4 * t * a[n + OUT_STRIDE], rows, a[ACT])

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from ...quant.weight import Linear, Norm, Weight
     from .ops import CpuOps
 
-MOST_MATRICES = 16
-FINE_COLUMNS = packed.MOST_COLUMNS // 2  # tokens of which each has two columns
-RAW, DOT, LOOKED_UP, FLOATS = range(4)  # kinds of weights, that is, of jobs
+MAX_MATRICES = 16
+FINE_COLUMNS = packed.MAX_COLUMNS // 2  # tokens that use two columns each
+RAW, DOT, LOOKED_UP, FLOATS = range(4)  # kinds of weights, each a job of its own
 # int64 slots of the longest argument block.
-BLOCK_SIZE = max(linear.FIRST + MOST_MATRICES * FIELDS, gemm.FIRST + MOST_MATRICES * gemm.FIELDS, packed_embedding.BLOCK_SIZE)
+BLOCK_SIZE = max(linear.FIRST + MAX_MATRICES * FIELDS, gemm.FIRST + MAX_MATRICES * gemm.FIELDS, packed_embedding.BLOCK_SIZE)
 
 
 def scratch_floats(chunk: int, wide: int) -> int:
@@ -40,7 +40,7 @@ def panel_floats(chunk: int, wide: int) -> int:
     """Floats of packed activations for products with many columns."""
     if AMX:
         return -(-gemm_amx.panels_nbytes(chunk, wide) // 4)
-    return -(-max(gemm.panel_nbytes(chunk, wide, way) for way in (gemm.SCALED, gemm.GROUPED, gemm.NARROW_CODES, gemm.STEPPED)) // 4)
+    return -(-max(gemm.panel_nbytes(chunk, wide, method) for method in (gemm.SCALED, gemm.GROUPED, gemm.NARROW_CODES, gemm.STEPPED)) // 4)
 
 
 def kind_of(weight: Weight) -> int:
@@ -77,22 +77,22 @@ def declines_lookup(call: Call) -> str:
             or ("" if call.looked_up else "the codes are in the dot-product layout"))
 
 
-def _way_of(weight: Weight) -> int:
+def _method_of(weight: Weight) -> int:
     spec = weight.spec
-    return gemm_amx.way_of(spec.bits, spec.scheme, bool(spec.outliers)) if AMX else gemm.way_of(spec.bits, spec.scheme)
+    return gemm_amx.method_of(spec.bits, spec.scheme, bool(spec.outliers)) if AMX else gemm.method_of(spec.bits, spec.scheme)
 
 
-def one_way(linears: Sequence[Linear]) -> bool:
+def can_share_job(linears: Sequence[Linear]) -> bool:
     """Can a gated pair be one job?"""
-    return len({each.weight.spec.scheme if kind_of(each.weight) in (RAW, FLOATS) else
-                (packed_matrix.seeds_way(each.weight.spec.scheme, each.weight.spec.group), _way_of(each.weight))
-                for each in linears}) == 1
+    return len({matrix.weight.spec.scheme if kind_of(matrix.weight) in (RAW, FLOATS) else
+                (packed_matrix.seed_scaling(matrix.weight.spec.scheme, matrix.weight.spec.group), _method_of(matrix.weight))
+                for matrix in linears}) == 1
 
 
 def _norm_of(ops: CpuOps, norm: Norm | None, linears: Sequence[Linear]) -> int:
     """The norm kind as stored in a low-bit product's argument block, which also says how activations are rounded."""
     kind = 0 if norm is None else NORMS[norm.kind]
-    return kind + ONE_SCALE if ops.dims.one_scale and all(each.weight.spec.scheme == "ternary" for each in linears) else kind
+    return kind + ONE_SCALE if ops.dims.one_scale and all(matrix.weight.spec.scheme == "ternary" for matrix in linears) else kind
 
 
 def fill_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
@@ -100,12 +100,12 @@ def fill_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
     """Fill in the argument block for up to 16 columns."""
     tokens, depth = x.shape
     kind = _norm_of(ops, norm, linears)
-    block = [ops.at(x), tokens, depth, kind, 0 if norm is None else address(norm.weight),
+    block = [ops.address_of(x), tokens, depth, kind, 0 if norm is None else address(norm.weight),
              0 if norm is None else address(norm.bias), 0, ops.scratch, ops.scratch_stride, mode, activation_number(act), len(linears)]
-    for i, each in enumerate(linears):
+    for i, matrix in enumerate(linears):
         out = outs[min(i, len(outs) - 1)]
-        before, after = each.weight.low_bit_fields
-        block += [*before, address(each.bias), ops.at(out), out.strides[0] // 4, *after, loops_at(each.weight)]
+        before, after = matrix.weight.low_bit_fields
+        block += [*before, address(matrix.bias), ops.address_of(out), out.strides[0] // 4, *after, loops_at(matrix.weight)]
     ops.args[: len(block)] = block
     if norm is not None:
         ops.reals[linear.EPS] = norm.eps
@@ -115,7 +115,7 @@ def run_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Lin
     """Up to 16 columns."""
     fill_few(ops, x, norm, linears, outs, mode, act)
     kernel = lut.looked_up_columns if linears[0].weight.looked_up else packed.packed_columns
-    ops.run_and_remember(kernel, x, norm, linears, outs, mode, act)
+    ops.run_and_cache(kernel, x, norm, linears, outs, mode, act)
 
 
 def run_fine(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
@@ -123,11 +123,11 @@ def run_fine(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
     """Any number of columns of an LM head. Nothing after it averages out the rounding of its inputs: with 8 bits, the head causes a third
     of the loss of all activation rounding. So the rounding errors are multiplied in integers too, for at most eight tokens at once, reading
     the weights as often as for one."""
-    if ops._runner(linears[0], 1, act) is not run_few or linears[0].weight.looked_up:
-        ops._runner(linears[0], len(x), act)(ops, x, norm, linears, outs, mode, act)
+    if ops._select_kernel(linears[0], 1, act) is not run_few or linears[0].weight.looked_up:
+        ops._select_kernel(linears[0], len(x), act)(ops, x, norm, linears, outs, mode, act)
         return
     if len(x) <= FINE_COLUMNS:
-        run_few(ops, x, norm, linears, outs, mode, act)  # the very views, with which the job is remembered
+        run_few(ops, x, norm, linears, outs, mode, act)  # the same view objects, so that the job is cached
         return
     for first in range(0, len(x), FINE_COLUMNS):
         rows = slice(first, first + FINE_COLUMNS)
@@ -138,36 +138,36 @@ def run_floats(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[
                act: str) -> None:
     """Up to 16 columns of fp8 weights."""
     fill_few(ops, x, norm, linears, outs, mode, act)
-    ops.run_and_remember(fp8_loops.fp8_columns, x, norm, linears, outs, mode, act)
+    ops.run_and_cache(fp8_loops.fp8_columns, x, norm, linears, outs, mode, act)
 
 
 def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
              act: str) -> None:
     """More columns. Formats multiplied differently pack activations differently, so they are separate jobs."""
     pack, multiply = (gemm_amx.pack_tokens, gemm_amx.multiply) if AMX else (gemm.pack_tokens, gemm.multiply)
-    ways = [_way_of(each.weight) for each in linears]
-    for way in dict.fromkeys(ways):
-        chosen = [i for i, own in enumerate(ways) if own == way]
+    methods = [_method_of(matrix.weight) for matrix in linears]
+    for method in dict.fromkeys(methods):
+        chosen = [i for i, other in enumerate(methods) if other == method]
         tokens, depth = x.shape
         rows = sum(linears[i].weight.shape[0] for i in chosen) // (2 if mode == linear.GATED else 1)
         panels = ops.workspace.take("low_panels", panel_floats(tokens, depth))
         kind = _norm_of(ops, norm, linears)
         at_once = gemm.stripes_at_once(rows, mode, ops.pool.workers)
         head = [tokens, depth, kind, 0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias), 0,
-                ops.scratch, ops.scratch_stride, mode, activation_number(act), way, at_once, len(chosen)]
-        block = [ops.at(x), *head]
+                ops.scratch, ops.scratch_stride, mode, activation_number(act), method, at_once, len(chosen)]
+        block = [ops.address_of(x), *head]
         for i in chosen:
             out = outs[min(i, len(outs) - 1)]
-            block += [*gemm_fields(linears[i].weight, linears[i].bias), ops.at(out), out.strides[0] // 4]
+            block += [*gemm_fields(linears[i].weight, linears[i].bias), ops.address_of(out), out.strides[0] // 4]
         ops.args[: len(block)] = block
         if norm is not None:
             ops.reals[gemm.EPS] = norm.eps
-        if ops.must_pack("low_panels", (way, kind)):
-            ops.args[gemm.FIRST + gemm.OUT] = ops.at(panels)
-            ops.run(pack, ops.where, True, ops.args)
+        if ops.must_pack("low_panels", (method, kind)):
+            ops.args[gemm.FIRST + gemm.OUT] = ops.address_of(panels)
+            ops.run(pack, ops.args_address, True, ops.args)
         ops.args[: len(block)] = block
-        ops.args[gemm.X] = ops.at(panels)
-        ops.run(multiply, ops.where, True, ops.args)
+        ops.args[gemm.X] = ops.address_of(panels)
+        ops.run(multiply, ops.args_address, True, ops.args)
 
 
 def run_exact(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
@@ -183,16 +183,16 @@ def run_exact(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[L
     kind = 0 if norm is None else NORMS[norm.kind]
     head = [tokens, depth, kind, 0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias), 0, ops.scratch,
             ops.scratch_stride, mode, activation_number(act)]
-    ops.args[: linear.FIRST + linear.FIELDS] = [ops.at(x), *head, 1, 0, 0, 0, 0, ops.at(panels), depth]
+    ops.args[: linear.FIRST + linear.FIELDS] = [ops.address_of(x), *head, 1, 0, 0, 0, 0, ops.address_of(panels), depth]
     if norm is not None:
         ops.reals[linear.EPS] = norm.eps
     if ops.must_pack("panels", RAW):
-        ops.run(linear.pack_columns, ops.where, True, ops.args)
-    block = [ops.at(panels), *head, gemm.GROUPED, 0, len(linears)]
-    for each, out in zip(linears, outs):
-        block += [*gemm_fields(each.weight, each.bias), ops.at(out), out.strides[0] // 4]
+        ops.run(linear.pack_columns, ops.args_address, True, ops.args)
+    block = [ops.address_of(panels), *head, gemm.GROUPED, 0, len(linears)]
+    for matrix, out in zip(linears, outs):
+        block += [*gemm_fields(matrix.weight, matrix.bias), ops.address_of(out), out.strides[0] // 4]
     ops.args[: len(block)] = block
-    ops.run(gemm.multiply_exact, ops.where, True, ops.args)
+    ops.run(gemm.multiply_exact, ops.args_address, True, ops.args)
 
 
 def gemm_fields(weight: Weight, bias: np.ndarray | None = None) -> list[int]:
@@ -206,6 +206,7 @@ def embed(ops: CpuOps, ids: np.ndarray, table: Weight, scale: float, out: np.nda
     """Rows of a low-bit embedding table -> float32 [T, K] at `out`."""
     before, after = table.low_bit_fields
     factor = int(np.float32(scale).view(np.uint32))
-    block = [ids.__array_interface__["data"][0], len(ids), table.shape[1], factor, *before, 0, ops.at(out), out.strides[0] // 4, *after, 0]
+    block = [ids.__array_interface__["data"][0], len(ids), table.shape[1], factor, *before, 0, ops.address_of(out), out.strides[0] // 4,
+             *after, 0]
     ops.args[: len(block)] = block
-    ops.run(packed_embedding.embed_rows, ops.where, len(ids) > 1, ops.args)
+    ops.run(packed_embedding.embed_rows, ops.args_address, len(ids) > 1, ops.args)

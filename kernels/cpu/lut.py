@@ -18,19 +18,31 @@ from .arithmetic import gate_values, normalise
 from .intrinsics import f64_at, i64_at
 from .linear import ACT, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
 from .lut_layout import BITS, PAIR, expand_tiles, pair_at
-from .lut_loops import ABREAST, SUMS
-from .packed import AT_ONCE, COLUMNS_AT, MOST_COLUMNS, OTHERS_AT, QUADS_AT, STRETCH, SUMS_AT, SUMS_NBYTES, TABLE_AT, X_AT, ZERO_AT
+from .lut_loops import PAIRS_AT_ONCE, SUMS
+from .packed import (
+    BLOCKS_AT_ONCE,
+    COLUMNS_AT,
+    GATE_SUMS_AT,
+    MAX_COLUMNS,
+    QUADS_AT,
+    STRETCH_TILES,
+    SUMS_AT,
+    SUMS_NBYTES,
+    TABLE_AT,
+    X_AT,
+    ZERO_AT,
+)
 from .packed_activations import PAD
-from .packed_matrix import FIELDS, KIND, ROW_COUNT, SCALES, SHIFT, TILES, WEIGHT, WHOLE, scales_nbytes_of, zeros_of
+from .packed_matrix import FIELDS, KIND, ROW_COUNT, SCALES, SHIFT, TILES, WEIGHT, WHOLE_TILE, scales_nbytes_of, zeros_of
 from .work_distribution import first_region, take_block
 
-RUN_NBYTES = 131_072  # of a pair of row blocks that is read on end
+RUN_NBYTES = 131_072  # bytes read in sequence of a pair of row blocks
 
 
 def scratch_nbytes(depth: int) -> int:
     """Scratch per worker: for one column, its tables follow it, where further columns would be."""
     padded = -(-depth // PAD) * PAD
-    return max(packed.scratch_nbytes(depth, MOST_COLUMNS), packed.scratch_nbytes(depth, 1) + padded // TILE * loops.TABLES_NBYTES + 64)
+    return max(packed.scratch_nbytes(depth, MAX_COLUMNS), packed.scratch_nbytes(depth, 1) + padded // TILE * loops.TABLES_NBYTES + 64)
 
 
 _sums2, _sums3, _sums4 = (loops.look_up_sums(bits) for bits in BITS)
@@ -48,28 +60,30 @@ def _look_up(bits, table, x, groups, in_group, zero_stride, out):
 
 @inlined()
 def _pair_sums(a, m, pair, run, pairs, scratch, sums):
-    """ABREAST pairs of matrix m, `run` apart, times one column -> float32 [ABREAST][32] at `sums`. Past the end the last pair is repeated.
+    """PAIRS_AT_ONCE pairs of matrix m, `run` apart, times one column -> float32 [PAIRS_AT_ONCE][32] at `sums`. Past the end the last pair
+    is repeated.
     """
     table, bits, tiles, shift = i64_at(scratch + TABLE_AT), a[m + KIND] >> SCHEME_SHIFT, a[m + TILES], a[m + SHIFT]
     small, zero_shift = scales_nbytes_of(a, m), int64(0)
-    for i in range(ABREAST):
+    for i in range(PAIRS_AT_ONCE):
         at = min(pair + i * run, pairs - 1)
         table[i] = a[m + WEIGHT] + at * tiles * (bits * 4 * PAIR)
         for half in range(2):
-            table[ABREAST + 2 * i + half] = a[m + SCALES] + (2 * at + half) * small
-            table[3 * ABREAST + 2 * i + half], zero_shift = zeros_of(a, m, 2 * at + half, scratch + ZERO_AT)
+            table[PAIRS_AT_ONCE + 2 * i + half] = a[m + SCALES] + (2 * at + half) * small
+            table[3 * PAIRS_AT_ONCE + 2 * i + half], zero_shift = zeros_of(a, m, 2 * at + half, scratch + ZERO_AT)
     _look_up(bits, scratch + TABLE_AT, scratch + X_AT, tiles >> shift, int64(1) << shift, int64(ROWS if zero_shift == shift else 0), sums)
 
 
 @inlined()
 def _block_sums(a, m, block, tokens, scratch, records, sums):
-    """AT_ONCE row blocks of matrix m, of one pair, times several columns -> float32 [AT_ONCE][16][16] at `sums`."""
+    """BLOCKS_AT_ONCE row blocks of matrix m, of one pair, times several columns -> float32 [BLOCKS_AT_ONCE][16][16] at `sums`."""
     bits, tiles = a[m + KIND] >> SCHEME_SHIFT, a[m + TILES]
     packed.clear_sums(tokens, sums)
-    for begin in range(0, tiles, STRETCH):
-        end = min(begin + STRETCH, tiles)
-        for r in range(AT_ONCE):
-            expand_tiles(bits, a[m + WEIGHT] + pair_at(bits, tiles, block + r, begin), end - begin, scratch + QUADS_AT + r * STRETCH * 512)
+    for begin in range(0, tiles, STRETCH_TILES):
+        end = min(begin + STRETCH_TILES, tiles)
+        for r in range(BLOCKS_AT_ONCE):
+            expand_tiles(bits, a[m + WEIGHT] + pair_at(bits, tiles, block + r, begin), end - begin,
+                         scratch + QUADS_AT + r * STRETCH_TILES * 512)
         ahead = a[m + WEIGHT] + pair_at(bits, tiles, block, end)
         packed.multiply_stretch(a, m, block, tokens, scratch, records, begin, end, ahead, ROWS, sums)
 
@@ -83,7 +97,7 @@ def _run(a, m):
 @inlined()
 def _works(a, m):
     """Blocks of work of matrix m."""
-    pairs, step = (a[m + ROW_COUNT] + PAIR - 1) // PAIR, ABREAST * _run(a, m)
+    pairs, step = (a[m + ROW_COUNT] + PAIR - 1) // PAIR, PAIRS_AT_ONCE * _run(a, m)
     return (pairs + step - 1) // step
 
 
@@ -98,8 +112,8 @@ def _quantize_columns(args, columns, records, tables):
         at = columns + t * nbytes
         normalise(a[X] + 4 * t * depth, at + normed, depth, a[NORM] % ONE_SCALE, a[NORM_WEIGHT], a[NORM_BIAS], eps)
         packed_activations.quantize_column(at + normed, depth, at, at + scales, at + totals, a[NORM])
-        if tokens > 1 and not packed.IN_TURN:
-            packed_activations.make_seeds(WHOLE, at + totals, at + seeds, tiles)
+        if tokens > 1 and not packed.USES_AVX2:
+            packed_activations.make_seeds(WHOLE_TILE, at + totals, at + seeds, tiles)
     if tokens > 1:
         packed_activations.make_records(tokens, tiles, columns, columns + scales, columns + seeds, nbytes, records)
     else:
@@ -112,16 +126,16 @@ def _write_sums(a, m, block, run, count, columns, sums, others):
     pairs `run` apart; in a GATED stage these are the gate's, and up's are at `others`."""
     _, _, _, normed, nbytes = packed_activations.column_parts(a[DEPTH])
     for i in range(count):
-        token, own = (i, block) if run == 0 else (int64(0), block + i // 2 * 2 * run + i % 2)
+        token, row_block = (i, block) if run == 0 else (int64(0), block + i // 2 * 2 * run + i % 2)
         column, at = columns + token * nbytes + normed, 4 * ROWS * i
-        packed.finish(a, m, own, sums + at, column)
+        packed.finish(a, m, row_block, sums + at, column)
         if a[MODE] == GATED:
-            packed.finish(a, m + FIELDS, own, others + at, column)
+            packed.finish(a, m + FIELDS, row_block, others + at, column)
     if a[MODE] == GATED:
         gate_values(sums, others, ROWS * count, a[ACT])
     for i in range(count):
-        token, own = (i, block) if run == 0 else (int64(0), block + i // 2 * 2 * run + i % 2)
-        packed.write(a, m, own, token, sums + 4 * ROWS * i)
+        token, row_block = (i, block) if run == 0 else (int64(0), block + i // 2 * 2 * run + i % 2)
+        packed.write(a, m, row_block, token, sums + 4 * ROWS * i)
 
 
 @kernel()
@@ -132,7 +146,7 @@ def looked_up_columns(args, worker, counter):
     tokens, depth, mode, matrices = a[TOKENS], a[DEPTH], a[MODE], a[MATRICES]
     scratch = (a[SCRATCH] + worker * a[SCRATCH_STRIDE] + 63) // 64 * 64
     x, sums = i64_at(scratch + X_AT), scratch + SUMS_AT
-    others = scratch + OTHERS_AT
+    others = scratch + GATE_SUMS_AT
     scales, seeds, totals, _, nbytes = packed_activations.column_parts(depth)
     columns = scratch + COLUMNS_AT
     records = packed.records_at(scratch, columns + tokens * nbytes)
@@ -154,20 +168,20 @@ def looked_up_columns(args, worker, counter):
         if not ready:
             _quantize_columns(args, columns, records, x[3])
             ready = True
-        begin = work * ABREAST * run
-        last = min(begin + ABREAST * run, pairs)
-        run = (last - begin + ABREAST - 1) // ABREAST
-        for step in range(0, 2 * (last - begin) if tokens > 1 else run, AT_ONCE if tokens > 1 else 1):
-            for own, to in ((m, sums), (up, others)):
-                if own == m or mode == GATED:
+        begin = work * PAIRS_AT_ONCE * run
+        last = min(begin + PAIRS_AT_ONCE * run, pairs)
+        run = (last - begin + PAIRS_AT_ONCE - 1) // PAIRS_AT_ONCE
+        for step in range(0, 2 * (last - begin) if tokens > 1 else run, BLOCKS_AT_ONCE if tokens > 1 else 1):
+            for matrix, to in ((m, sums), (up, others)):
+                if matrix == m or mode == GATED:
                     if tokens > 1:
-                        _block_sums(a, own, 2 * begin + step, tokens, scratch, records, to)
+                        _block_sums(a, matrix, 2 * begin + step, tokens, scratch, records, to)
                         continue
-                    if seeded != a[own + KIND] >> SCHEME_SHIFT:
-                        seeded = a[own + KIND] >> SCHEME_SHIFT
+                    if seeded != a[matrix + KIND] >> SCHEME_SHIFT:
+                        seeded = a[matrix + KIND] >> SCHEME_SHIFT
                         loops.make_seeds(seeded, columns + totals, x[2], (depth + PAD - 1) // PAD * PAD // TILE)
-                    _pair_sums(a, own, begin + step, run, pairs, scratch, to)
-            for r in range(AT_ONCE if tokens > 1 else 1):
+                    _pair_sums(a, matrix, begin + step, run, pairs, scratch, to)
+            for r in range(BLOCKS_AT_ONCE if tokens > 1 else 1):
                 count = tokens if tokens > 1 else min(SUMS // ROWS, 2 * ((last - begin - step + run - 1) // run))
                 block = 2 * begin + step + r if tokens > 1 else 2 * (begin + step)
                 _write_sums(a, m, block, 0 if tokens > 1 else run, count, columns, sums + r * SUMS_NBYTES, others + r * SUMS_NBYTES)

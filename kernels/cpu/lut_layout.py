@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from ...quant.spec import QuantSpec
     from ..threads import ThreadPool
 
-PAIR = 2 * ROWS  # rows that a unit holds: one vector of 32 bytes
+PAIR = 2 * ROWS  # rows of a unit: one vector of 32 bytes
 QUADS = TILE // 4
 LINE = ir.VectorType(I8, ROWS)
-BITS = (2, 3, 4)  # of a code that can be taken apart
-# Slots of the argument block of `permute`: where the codes begin, how many pairs, tiles and bits they have, 1 to restore the canonical
-# order, and a buffer for every worker.
+BITS = (2, 3, 4)  # bit widths that are split into planes
+# Slots of the argument block of `permute`: address of the codes, numbers of pairs, tiles and bits, 1 to restore the canonical order, and a
+# buffer per worker.
 CODES, PAIRS, TILES, WIDTH, BACK, BUFFER, BUFFER_STRIDE = range(7)
 
 
@@ -60,15 +60,15 @@ def _quads(builder: ir.IRBuilder, bits: int, address: ir.Value) -> list[ir.Value
     words = ir.VectorType(I32, ROWS)
     quads: list[ir.Value] = []
     for unit in range(4):
-        found = [constant(words, 0)] * 2
+        vectors = [constant(words, 0)] * 2
         for plane in range(bits):
             raw = load(builder, offset(builder, address, (4 * plane + unit) * PAIR), LINE)
             for i, nibble in enumerate((builder.and_(raw, constant(LINE, 15)), builder.lshr(raw, constant(LINE, 4)))):
-                # four copies, 7 bits apart, leave bit i at the foot of byte i
+                # four copies, 7 bits apart, move bit i to the lowest bit of byte i
                 spread = builder.mul(builder.zext(nibble, words), constant(words, 0x00204081))
                 bit = builder.shl(builder.and_(spread, constant(words, 0x01010101)), constant(words, plane))
-                found[i] = builder.or_(found[i], bit)
-        quads += found
+                vectors[i] = builder.or_(vectors[i], bit)
+        quads += vectors
     return quads
 
 
@@ -122,7 +122,7 @@ def arrange_block(bits: int):
                     for quad in (2 * unit, 2 * unit + 1):
                         down = width * (quad % per) + plane - first
                         bit = builder.and_(builder.lshr(raw[quad // per], constant(words, down)), constant(words, 0x01010101))
-                        # bit 0 of byte i to bit 24 + i, by one multiplication
+                        # moves bit 0 of byte i to bit 24 + i with one multiplication
                         nibbles.append(builder.lshr(builder.mul(bit, constant(words, 0x01020408)), constant(words, 24)))
                     both = builder.or_(nibbles[0], builder.shl(nibbles[1], constant(words, 4)))
                     store(builder, builder.trunc(both, LINE), offset(builder, loop.values[1], (4 * plane + unit) * PAIR))

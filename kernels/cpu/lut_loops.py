@@ -42,18 +42,18 @@ from .intrinsics import F32, I16, I32, I64, f32_at, i8_at, i16_at, i32_at, i64_a
 from .ir_loop import Loop
 from .lut_layout import LINE, PAIR, QUADS, pair_tile_nbytes
 
-ABREAST = 2  # pairs that share a table while it is in a register
-SUMS = ABREAST * PAIR  # results of `look_up_sums`
-GROUP_NBYTES = 32  # of the tables of four activations
+PAIRS_AT_ONCE = 2  # pairs that share a table while it is in a register
+SUMS = PAIRS_AT_ONCE * PAIR  # results of `look_up_sums`
+GROUP_NBYTES = 32  # tables of four activations
 TABLES_NBYTES = QUADS * GROUP_NBYTES  # of a tile
 SEEDS_NBYTES = 8  # of a tile
-LOW = 5  # bits of a sum in the low table
-# The first low table of a tile is this much lower, so that its sum is a signed byte.
+LOW_TABLE_BITS = 5  # bits of a sum in the low table
+# Offset of the first low table of a tile, so that its sum is a signed byte.
 BIAS = 128
 SHUFFLES = WIDTH > 16
-AHEAD = 2048  # bytes of software prefetch
+PREFETCH_NBYTES = 2048  # prefetch distance
 PER_LINE = WIDTH // 16
-VECTORS = ABREAST * PAIR // WIDTH
+VECTORS = PAIRS_AT_ONCE * PAIR // WIDTH
 
 
 def _shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, order: list[int]) -> ir.Value:
@@ -87,9 +87,9 @@ class _Sums:
         builder = self.builder
         name = "llvm.x86.avx512.pshuf.b.512" if WIDTH == 64 else "llvm.x86.avx2.pshuf.b"
         shuffle = function(builder, BYTES, [BYTES] * 2, name)
-        found = builder.call(shuffle, [low, index]), builder.call(shuffle, [high, index])
+        entries = builder.call(shuffle, [low, index]), builder.call(shuffle, [high, index])
         before = self.parts[plane]
-        self.parts[plane] = found if before is None else (builder.add(before[0], found[0]), builder.add(before[1], found[1]))
+        self.parts[plane] = entries if before is None else (builder.add(before[0], entries[0]), builder.add(before[1], entries[1]))
 
     def words(self, seed: ir.Value) -> list[ir.Value]:
         """sum (code - 2**(bits - 1)) * x in 16 bits, given the seeds from `make_seeds`: two vectors, by halves of every 16 rows."""
@@ -100,13 +100,13 @@ class _Sums:
         pair_up = function(builder, HALVES, [BYTES] * 2, name)
 
         def plane(number: int, weight: int) -> ir.Value:
-            weights = ir.Constant(BYTES, [weight, weight << LOW] * (WIDTH // 2))
+            weights = ir.Constant(BYTES, [weight, weight << LOW_TABLE_BITS] * (WIDTH // 2))
             return builder.call(pair_up, [weights, _interleave(builder, *self.parts[number], part)])
 
         total = builder.add(seed, builder.add(plane(0, 1), plane(1, 2)))
         if self.bits == 3:
             total = builder.add(total, plane(2, 4))
-        if self.bits == 4:  # 8 << LOW is no unsigned byte
+        if self.bits == 4:  # 8 << LOW_TABLE_BITS does not fit an unsigned byte
             total = builder.add(total, builder.shl(builder.add(plane(2, 1), plane(3, 2)), constant(HALVES, 2)))
         return total
 
@@ -116,27 +116,27 @@ def _shuffled_sums(bits: int):
 
     @llvm_intrinsic
     def run(builder, table, x, groups, in_group, zero_stride, out):
-        """ABREAST pairs of row blocks times one column -> float32 [ABREAST][32] at `out`, row scales not applied.
+        """PAIRS_AT_ONCE pairs of row blocks times one column -> float32 [PAIRS_AT_ONCE][32] at `out`, row scales not applied.
 
         table: addresses of the pairs' codes, then of the row blocks' scales, then of their zeros. x: address of four addresses, of which
         the last three are read: the column's scales, float32 per tile, its seeds and its tables. `groups` >= 1 groups of `in_group` tiles;
         `zero_stride`: bytes from a group's zeros to the next one's, 0 where all have the same.
         """
         slot = lambda base, i: load(builder, offset(builder, base, 8 * i), I64, 8)  # noqa: E731
-        blocks = 2 * ABREAST
-        codes = [slot(table, i) for i in range(ABREAST)]
-        scales, zeros = ([slot(table, ABREAST + part * blocks + i) for i in range(blocks)] for part in (0, 1))
+        blocks = 2 * PAIRS_AT_ONCE
+        codes = [slot(table, i) for i in range(PAIRS_AT_ONCE)]
+        scales, zeros = ([slot(table, PAIRS_AT_ONCE + part * blocks + i) for i in range(blocks)] for part in (0, 1))
         scale_at, seed_at, tables_at = (slot(x, i) for i in (1, 2, 3))
         sums = constant(FLOATS, 0.0)
         outer = Loop(builder, groups, [*codes, scale_at, seed_at, tables_at, *[sums] * (4 * VECTORS)], "groups")
-        at = builder.mul(outer.turn, I64(ROWS))
-        factors = _factors(builder, [builder.add(each, at) for each in scales])
-        at = builder.mul(outer.turn, zero_stride)
-        shifts = _zeros(builder, [builder.add(each, at) for each in zeros], bits)
+        at = builder.mul(outer.index, I64(ROWS))
+        factors = _factors(builder, [builder.add(address, at) for address in scales])
+        at = builder.mul(outer.index, zero_stride)
+        shifts = _zeros(builder, [builder.add(address, at) for address in zeros], bits)
         inner = Loop(builder, in_group, outer.values, "tiles")
         values = _tile(builder, bits, inner.values, factors, shifts)
         values = outer.end(inner.end(values))
-        for index, value in enumerate(values[ABREAST + 3 :]):  # [vector][4 rows of every 16]
+        for index, value in enumerate(values[PAIRS_AT_ONCE + 3 :]):  # [vector][4 rows of every 16]
             vector, four = divmod(index, 4)
             for line in range(PER_LINE):
                 lane = _shuffle(builder, value, value, list(range(4 * line, 4 * line + 4)))
@@ -147,45 +147,46 @@ def _shuffled_sums(bits: int):
 
 def _factors(builder: ir.IRBuilder, addresses: list[ir.Value]) -> list[list[ir.Value]]:
     """The four scale vectors of each vector of rows."""
-    found = []
+    vectors = []
     for vector in range(VECTORS):
-        codes = _join(builder, [load(builder, each, LINE) for each in addresses[PER_LINE * vector : PER_LINE * (vector + 1)]])
+        codes = _join(builder, [load(builder, address, LINE) for address in addresses[PER_LINE * vector : PER_LINE * (vector + 1)]])
         wide = [builder.bitcast(_interleave(builder, codes, constant(BYTES, 0), part), HALVES) for part in (0, 1)]
         words = [builder.bitcast(_interleave(builder, wide[i // 2], constant(HALVES, 0), i % 2), WORDS) for i in range(4)]
-        found.append([to_floats(builder, each) for each in words])
-    return found
+        vectors.append([to_floats(builder, address) for address in words])
+    return vectors
 
 
 def _zeros(builder: ir.IRBuilder, addresses: list[ir.Value], bits: int) -> list[list[ir.Value]]:
     """Two 16-bit vectors per vector of rows: the zero points' offset from 2**(bits - 1)."""
-    found = []
+    vectors = []
     for vector in range(VECTORS):
-        zeros = _join(builder, [load(builder, each, LINE) for each in addresses[PER_LINE * vector : PER_LINE * (vector + 1)]])
+        zeros = _join(builder, [load(builder, address, LINE) for address in addresses[PER_LINE * vector : PER_LINE * (vector + 1)]])
         wide = [builder.bitcast(_interleave(builder, zeros, constant(BYTES, 0), part), HALVES) for part in (0, 1)]
-        found.append([builder.sub(each, constant(HALVES, 1 << (bits - 1))) for each in wide])
-    return found
+        vectors.append([builder.sub(address, constant(HALVES, 1 << (bits - 1))) for address in wide])
+    return vectors
 
 
 def _tile(builder: ir.IRBuilder, bits: int, carried: list[ir.Value], factors: list[list[ir.Value]],
           zeros: list[list[ir.Value]]) -> list[ir.Value]:
     """One tile of every row; returns what `carried` (addresses of codes, scales, seeds, tables, then sums) becomes."""
-    codes, (scale_at, seed_at, tables_at), totals = carried[:ABREAST], carried[ABREAST : ABREAST + 3], carried[ABREAST + 3 :]
+    codes, (scale_at, seed_at,
+            tables_at), totals = carried[:PAIRS_AT_ONCE], carried[PAIRS_AT_ONCE : PAIRS_AT_ONCE + 3], carried[PAIRS_AT_ONCE + 3 :]
     name = "llvm.x86.avx512.pmaddw.d.512" if WIDTH == 64 else "llvm.x86.avx2.pmadd.wd"
     sum_up = function(builder, WORDS, [HALVES] * 2, name)
-    for each in codes:
-        prefetch_lines(builder, offset(builder, each, AHEAD), pair_tile_nbytes(bits))
+    for code in codes:
+        prefetch_lines(builder, offset(builder, code, PREFETCH_NBYTES), pair_tile_nbytes(bits))
     sums = [_Sums(builder, bits) for _ in range(VECTORS)]
     half = ir.VectorType(I8, min(WIDTH, PAIR))
     keep = constant(BYTES, 15)
     for unit in range(4):
         tables = []
-        for i in range(4):  # low and high of the first four inputs, then of the other four
+        for i in range(4):  # low and high bytes of the first four inputs, then of the other four
             entries = load(builder, offset(builder, tables_at, 2 * GROUP_NBYTES * unit + 16 * i), LINE, 16)
             tables.append(_shuffle(builder, entries, entries, [i % 16 for i in range(WIDTH)]))
         for vector in range(VECTORS):
-            own = codes[ABREAST // VECTORS * vector : ABREAST // VECTORS * (vector + 1)]
+            vector_codes = codes[PAIRS_AT_ONCE // VECTORS * vector : PAIRS_AT_ONCE // VECTORS * (vector + 1)]
             for plane in range(bits):
-                raw = _join(builder, [load(builder, offset(builder, each, (4 * plane + unit) * PAIR), half) for each in own])
+                raw = _join(builder, [load(builder, offset(builder, code, (4 * plane + unit) * PAIR), half) for code in vector_codes])
                 above = builder.bitcast(builder.lshr(builder.bitcast(raw, HALVES), constant(HALVES, 4)), BYTES)
                 sums[vector].look_up(plane, builder.and_(raw, keep), *tables[:2])
                 sums[vector].look_up(plane, builder.and_(above, keep), *tables[2:])
@@ -195,13 +196,13 @@ def _tile(builder: ir.IRBuilder, bits: int, carried: list[ir.Value], factors: li
     updated = []
     for vector in range(VECTORS):
         words = sums[vector].words(seed)
-        for i in range(4):  # the multiplication that widens takes the zeros along
+        for i in range(4):  # the widening multiplication includes the zero points
             both = _interleave(builder, words[i // 2], zeros[vector][i // 2], i % 2)
-            own = to_floats(builder, builder.call(sum_up, [both, with_zero]))
-            updated.append(fma(builder, builder.fmul(own, factors[vector][i]), scale, totals[4 * vector + i]))
-    moved = [builder.add(each, I64(pair_tile_nbytes(bits))) for each in codes]
+            vector_codes = to_floats(builder, builder.call(sum_up, [both, with_zero]))
+            updated.append(fma(builder, builder.fmul(vector_codes, factors[vector][i]), scale, totals[4 * vector + i]))
+    moved = [builder.add(code, I64(pair_tile_nbytes(bits))) for code in codes]
     steps = zip((scale_at, seed_at, tables_at), (4, SEEDS_NBYTES, TABLES_NBYTES))
-    return [*moved, *(builder.add(each, I64(step)) for each, step in steps), *updated]
+    return [*moved, *(builder.add(code, I64(step)) for code, step in steps), *updated]
 
 
 def _scalar_sums(bits: int):
@@ -215,18 +216,18 @@ def _scalar_sums(bits: int):
             code = u8_at(address[pair] + row % PAIR)
             at, sums = 0, float32(0.0)
             for group in range(groups):
-                scale = u8_at(address[ABREAST + block] + ROWS * group)[line]
-                zero = int32(u8_at(address[3 * ABREAST + block] + zero_stride * group)[line])
+                scale = u8_at(address[PAIRS_AT_ONCE + block] + ROWS * group)[line]
+                zero = int32(u8_at(address[3 * PAIRS_AT_ONCE + block] + zero_stride * group)[line])
                 factor = float32(scale)
                 for tile in range(group * in_group, (group + 1) * in_group):
                     entries = i16_at(where[3] + TABLES_NBYTES * tile)
-                    own = -zero * i32_at(where[2])[2 * tile]
+                    zero_term = -zero * i32_at(where[2])[2 * tile]
                     for plane in range(bits):
                         for unit in range(4):
                             index = code[at]
-                            own += (int32(entries[32 * unit + (index & 15)]) + int32(entries[32 * unit + 16 + (index >> 4)])) << plane
+                            zero_term += (int32(entries[32 * unit + (index & 15)]) + int32(entries[32 * unit + 16 + (index >> 4)])) << plane
                             at += PAIR
-                    sums = fused(float32(own) * factor, f32_at(where[1])[tile], sums)
+                    sums = fused(float32(zero_term) * factor, f32_at(where[1])[tile], sums)
             total[row] = sums
 
     return run
@@ -252,10 +253,10 @@ def _shuffled_tables(builder, codes, tiles, out):
         pairs = [load(builder, offset(builder, loop.values[0], 4 * quad + 2 * pair), I16, 2) for pair in (0, 1)]
         sums = builder.add(*(builder.call(pair_up, [subset, builder.bitcast(splat(builder, pair, halves), bytes_)])
                              for subset, pair in zip(subsets, pairs)))
-        low = builder.and_(sums, constant(halves, (1 << LOW) - 1))
+        low = builder.and_(sums, constant(halves, (1 << LOW_TABLE_BITS) - 1))
         if quad == 0:
             low = builder.sub(low, constant(halves, BIAS))
-        for i, part in enumerate((low, builder.ashr(sums, constant(halves, LOW)))):
+        for i, part in enumerate((low, builder.ashr(sums, constant(halves, LOW_TABLE_BITS)))):
             store(builder, builder.trunc(part, LINE), offset(builder, loop.values[1], GROUP_NBYTES * quad + 16 * i), 16)
     loop.end([builder.add(loop.values[0], I64(TILE)), builder.add(loop.values[1], I64(TABLES_NBYTES))])
 

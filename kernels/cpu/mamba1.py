@@ -12,7 +12,7 @@ from ..workspace import address
 from . import mamba1_loops as loops
 from .conv_loops import MEMORY, X
 from .recurrent import RecurrentStates
-from .row_ops import SHARE_FROM
+from .row_ops import MIN_PARALLEL_SIZE
 
 if TYPE_CHECKING:
     from ...quant.recurrent_weights import Mamba1
@@ -40,26 +40,29 @@ class Mamba1States(RecurrentStates):
         """States are recomputed with the decays given to the last pass, which belong to the layer."""
         w, sizes = self.last, self.state_of(0).shape
         parts = (mixed, *np.split(gates, (self.shape.values, self.shape.values + self.shape.depth), axis=1))
-        self.recurred(parts, lambda *own: reference_mamba1.recur(*own[:-1], w.decay.reshape(sizes), w.skip, own[-1]), out)
+        self.recurred(parts,
+                      lambda *projections: reference_mamba1.recur(*projections[:-1], w.decay.reshape(sizes), w.skip, projections[-1]), out)
 
     def mix(self, products: list[np.ndarray], w: Mamba1, out: np.ndarray | None = None) -> np.ndarray:
-        self.last = w  # `rebuild_slot` reads decays where the block says they lie
+        self.last = w  # `rebuild_slot` reads decays from the address in the block
         return super().mix(products, w, out)
 
 
 def run(states: Mamba1States, x: np.ndarray, z: np.ndarray, w: Mamba1, out: np.ndarray) -> None:
     ops, block, shape, tokens = states.ops, states.block, states.shape, len(x)
     raw, mixed, gates = states.log_buffers(tokens)
-    block[X:MEMORY] = ops.at(x), tokens, ops.at(mixed), 0 if raw is None else ops.at(raw), address(w.conv), address(w.bias)
+    raw_address = 0 if raw is None else ops.address_of(raw)
+    block[X:MEMORY] = ops.address_of(x), tokens, ops.address_of(mixed), raw_address, address(w.conv), address(w.bias)
     at = address(block)
-    ops.run(loops.mix_inputs, at, tokens * shape.values >= SHARE_FROM, block)
+    ops.run(loops.mix_inputs, at, tokens * shape.values >= MIN_PARALLEL_SIZE, block)
     steps, keys = states.products_of(mixed, w)
-    block[loops.Z : loops.EPS] = (ops.at(z), ops.at(steps), ops.at(keys), ops.at(gates), ops.at(out), address(w.decay), address(w.dt),
+    block[loops.Z : loops.EPS] = (ops.address_of(z), ops.address_of(steps), ops.address_of(keys), ops.address_of(gates),
+                                  ops.address_of(out), address(w.decay), address(w.dt),
                                   address(w.skip), *(0 if norm is None else address(norm.weight) for norm in (w.b_norm, w.c_norm)))
     block.view(np.float64)[loops.EPS] = 0.0 if w.b_norm is None else w.b_norm.eps
-    ops.run(loops.make_gates, at, tokens * shape.values >= SHARE_FROM, block)
-    ops.run(loops.recur, at, tokens * shape.state_floats >= SHARE_FROM, block)
-    ops.run(loops.gate, at, tokens * shape.values >= SHARE_FROM, block)
+    ops.run(loops.make_gates, at, tokens * shape.values >= MIN_PARALLEL_SIZE, block)
+    ops.run(loops.recur, at, tokens * shape.state_floats >= MIN_PARALLEL_SIZE, block)
+    ops.run(loops.gate, at, tokens * shape.values >= MIN_PARALLEL_SIZE, block)
 
 
 def run_reference(states: Mamba1States, x: np.ndarray, z: np.ndarray, w: Mamba1, out: np.ndarray) -> None:

@@ -18,11 +18,11 @@ from .conv_loops import CHANNELS, MIXED, OWN, TOKENS, convolve, copy, keep_raw, 
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 from .recurrence_rows import begin_rows, keep_rows, next_rows
 
-SHARE = 4096  # floats of a state for one thread at a time: 16 KiB, which stay in the first-level cache
-GATED = 1024  # channels of a token that one thread gates at a time
+STATE_FLOATS_AT_ONCE = 4096  # floats of a state per block of work: 16 KiB, which stay in the L1 cache
+GATED = 1024  # channels of a token per block of work of the gates
 
-# Behind those of `conv_loops`. Z, STEPS and OUT [TOKENS, CHANNELS], KEYS [TOKENS, 2, DEPTH], GATES [TOKENS, CHANNELS + 2 * DEPTH], DECAY
-# [CHANNELS, DEPTH], DT and SKIP [CHANNELS], B_NORM and C_NORM [DEPTH], or 0 for none. EPS is a float64.
+# Slots after those of `conv_loops`. Z, STEPS and OUT [TOKENS, CHANNELS], KEYS [TOKENS, 2, DEPTH], GATES [TOKENS, CHANNELS + 2 * DEPTH],
+# DECAY [CHANNELS, DEPTH], DT and SKIP [CHANNELS], B_NORM and C_NORM [DEPTH] (0: none). EPS is a float64.
 Z, STEPS, KEYS, GATES, OUT, DECAY, DT, SKIP, B_NORM, C_NORM, EPS, DEPTH, SLOTS = range(OWN, OWN + 13)
 
 
@@ -61,9 +61,9 @@ def _written_and_read(s, decay, b, c, count, step, value):
     """s = exp(-decay * step) * s + step * value * b; returns s . c."""
     total, written = ZERO, step * value
     for i in range(count):
-        own = exp(-decay[i] * step) * s[i] + written * b[i]
-        s[i] = own
-        total += own * c[i]
+        updated = exp(-decay[i] * step) * s[i] + written * b[i]
+        s[i] = updated
+        total += updated * c[i]
     return total
 
 
@@ -73,7 +73,7 @@ def recur(args, worker, counter):
     a = i64_at(args)
     channels, depth, skips = a[CHANNELS], a[DEPTH], f32_at(a[SKIP])
     while True:
-        head, first, count = next_rows(counter, 1, channels, max(1, SHARE // depth))
+        head, first, count = next_rows(counter, 1, channels, max(1, STATE_FLOATS_AT_ONCE // depth))
         if head < 0:
             return
         state = begin_rows(a, first, count, depth)

@@ -12,7 +12,7 @@ from ..workspace import address
 from . import mamba2_loops as loops
 from .conv_loops import MEMORY, X
 from .recurrent import RecurrentStates
-from .row_ops import SHARE_FROM
+from .row_ops import MIN_PARALLEL_SIZE
 
 if TYPE_CHECKING:
     from ...quant.recurrent_weights import Mamba2
@@ -38,14 +38,16 @@ class Mamba2States(RecurrentStates):
 def run(states: Mamba2States, xbc: np.ndarray, z: np.ndarray, steps: np.ndarray, w: Mamba2, out: np.ndarray) -> None:
     ops, block, shape, tokens = states.ops, states.block, states.shape, len(xbc)
     raw, mixed, gates = states.log_buffers(tokens)
-    block[X:MEMORY] = ops.at(xbc), tokens, ops.at(mixed), 0 if raw is None else ops.at(raw), address(w.conv), address(w.bias)
-    block[loops.Z : loops.EPS] = (ops.at(z), ops.at(steps), ops.at(gates), ops.at(out), address(w.decay), address(w.dt), address(w.skip),
+    raw_address = 0 if raw is None else ops.address_of(raw)
+    block[X:MEMORY] = ops.address_of(xbc), tokens, ops.address_of(mixed), raw_address, address(w.conv), address(w.bias)
+    block[loops.Z : loops.EPS] = (ops.address_of(z), ops.address_of(steps), ops.address_of(gates), ops.address_of(out), address(w.decay),
+                                  address(w.dt), address(w.skip),
                                   0 if w.norm is None else address(w.norm.weight))
     block.view(np.float64)[loops.EPS : loops.HEADS] = 0.0 if w.norm is None else w.norm.eps, w.gate_factor, w.step_factor
     at = address(block)
-    ops.run(loops.mix_inputs, at, tokens * shape.channels >= SHARE_FROM, block)
-    ops.run(loops.recur, at, tokens * shape.state_floats >= SHARE_FROM, block)
-    ops.run(loops.gated_norm, at, tokens * shape.values >= SHARE_FROM, block)
+    ops.run(loops.mix_inputs, at, tokens * shape.channels >= MIN_PARALLEL_SIZE, block)
+    ops.run(loops.recur, at, tokens * shape.state_floats >= MIN_PARALLEL_SIZE, block)
+    ops.run(loops.gated_norm, at, tokens * shape.values >= MIN_PARALLEL_SIZE, block)
 
 
 def run_reference(states: Mamba2States, xbc: np.ndarray, z: np.ndarray, steps: np.ndarray, w: Mamba2, out: np.ndarray) -> None:

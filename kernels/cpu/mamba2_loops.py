@@ -20,10 +20,10 @@ from .delta_loops import write_and_read
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 from .recurrence_rows import begin_rows, keep_rows, next_rows
 
-SHARE = 4096  # floats of a state for one thread at a time: 16 KiB, which stay in the first-level cache
+STATE_FLOATS_AT_ONCE = 4096  # floats of a state per block of work: 16 KiB, which stay in the L1 cache
 
-# Behind those of `conv_loops`. Z and OUT [TOKENS, heads * head dim], STEPS [TOKENS, heads], GATES [TOKENS, 2, heads], DECAY, DT and SKIP
-# [heads], NORM [heads * head dim], or 0 for none. GATE_FACTOR and STEP_FACTOR, float64 as EPS is, multiply Z and STEPS.
+# Slots after those of `conv_loops`. Z and OUT [TOKENS, heads * head dim], STEPS [TOKENS, heads], GATES [TOKENS, 2, heads], DECAY, DT and
+# SKIP [heads], NORM [heads * head dim] (0: none). GATE_FACTOR and STEP_FACTOR, float64 like EPS, multiply Z and STEPS.
 (Z, STEPS, GATES, OUT, DECAY, DT, SKIP, NORM, EPS, GATE_FACTOR, STEP_FACTOR, HEADS, HEAD_DIM, GROUPS, DEPTH,
  SLOTS) = range(OWN, OWN + 16)
 
@@ -59,16 +59,17 @@ def recur(args, worker, counter):
     a = i64_at(args)
     channels, depth = a[CHANNELS], a[DEPTH]
     heads, width, skips = a[HEADS], a[HEAD_DIM], f32_at(a[SKIP])
-    most = max(1, SHARE // depth)
+    max_rows = max(1, STATE_FLOATS_AT_ONCE // depth)
     while True:
-        head, first, rows = next_rows(counter, heads, width, most)
+        head, first, rows = next_rows(counter, heads, width, max_rows)
         if head < 0:
             return
         state = begin_rows(a, head * width + first, rows, depth)
-        own = (heads * width + head * a[GROUPS] // heads * depth) * 4
+        group_offset = (heads * width + head * a[GROUPS] // heads * depth) * 4
         for t in range(a[TOKENS]):
             row, gates = a[MIXED] + 4 * t * channels, f32_at(a[GATES] + 8 * t * heads)
-            x, b, c = f32_at(row + 4 * (head * width + first)), f32_at(row + own), f32_at(row + own + 4 * a[GROUPS] * depth)
+            x, b = f32_at(row + 4 * (head * width + first)), f32_at(row + group_offset)
+            c = f32_at(row + group_offset + 4 * a[GROUPS] * depth)
             out, decay, step = f32_at(a[OUT] + 4 * (t * heads * width + head * width + first)), gates[head], gates[heads + head]
             for j in range(rows):
                 out[j] = write_and_read(f32_at(state + 4 * j * depth), b, c, depth, decay, step * x[j]) + skips[head] * x[j]

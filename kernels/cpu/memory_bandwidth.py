@@ -37,8 +37,8 @@ def read_bandwidth(pool: ThreadPool, *memories: np.ndarray, passes: int = 5) -> 
     args = [np.array([memory.ctypes.data, memory.nbytes, sums.ctypes.data], np.int64) for memory in memories]
     fastest = [float("inf")] * len(memories)
     for _ in range(passes):
-        for index, own in enumerate(args):
+        for index, block in enumerate(args):
             started = time.perf_counter()
-            pool.run(read_words, own.ctypes.data)
+            pool.run(read_words, block.ctypes.data)
             fastest[index] = min(fastest[index], time.perf_counter() - started)
     return sum(memory.nbytes // BLOCK * BLOCK for memory in memories) / sum(fastest)

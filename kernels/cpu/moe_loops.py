@@ -21,26 +21,28 @@ from .linear import X as INPUT
 from .packed_matrix import FIELDS
 from .work_distribution import COUNTERS_NBYTES, clear_regions
 
-# Slots. X is the residual stream [T, DEPTH]; int64 CHOSEN, PLACES [T, TOP] and OWNERS [T TOP] (a visit's token), OFFSETS [EXPERTS + 1];
-# float32 LOGITS [T, EXPERTS], SHARES [T, TOP], ROWS [T TOP, DEPTH] (inputs of the visits, then their results), HIDDEN [T TOP, WIDTH]. Where
-# the products are to be prepared: GATED and DOWN, records of every expert (below), HEADS, what their argument blocks begin with, LISTS for
-# `each_product`, BLOCKS and COUNTERS. How tokens are routed: SIGMOID or not, or OF_LOGITS, CORRECTION float32 [EXPERTS] or 0, EACH bytes
-# from one token's to the next one's, FACTOR, a float64, and KEPT of GROUPS; SCALES_OF float32 [EXPERTS] multiply shares, 0 for none. INTO
-# [T, DEPTH]: where results go instead of being added to X, or 0. WEIGHT of a norm (rms) with EPS, a float64: inputs of visits are normed
-# and multiplied by shares, which results then are not; 0 where the products norm what they read. NEAR, a float64: as `Routing` says, below
-# 0 for none. The first MADE of the EXPERTS have matrices; what is given to the others is normed by HANDED, a norm of rms with HANDED_EPS,
-# and is their result.
-(X, COUNT, DEPTH, EXPERTS, TOP, RENORMALISE, LOGITS, CHOSEN, SHARES, OFFSETS, PLACES, OWNERS, ROWS, HIDDEN, WIDTH, GATED, DOWN, HEADS,
- LISTS, BLOCKS, COUNTERS, SIGMOID, CORRECTION, FACTOR, GROUPS, KEPT, SCALES_OF, INTO, WEIGHT, EPS, NEAR, EACH, MADE, HANDED,
+# Slots. X: the residual stream [T, DEPTH]. int64 CHOSEN and VISIT_OF [T, TOP], OWNERS [T TOP] (the token of a visit), OFFSETS [EXPERTS +
+# 1]. float32 LOGITS [T, EXPERTS], SHARES [T, TOP], ROWS [T TOP, DEPTH] (inputs of the visits, then their results), HIDDEN [T TOP, WIDTH].
+# If the products are prepared here: GATED and DOWN, records of every expert (below); HEADS, the start of their argument blocks; LISTS for
+# `each_product`, BLOCKS and COUNTERS.
+# Routing: SIGMOID 0, 1, LOGIT_CORRECTION or ROOTS; CORRECTION float32 [EXPERTS] or 0, and INPUT_WEIGHTS, the bytes between those of two
+# tokens; FACTOR (float64); KEPT_GROUPS of GROUPS; SCALES_OF float32 [EXPERTS], factors of shares, or 0; NEAR (float64) as in `Routing`,
+# negative for none.
+# SUM_OUT [T, DEPTH]: where results go instead of being added to X, or 0. WEIGHT of an RMS norm with EPS (float64): inputs of visits are
+# normed and multiplied by shares, results are not; 0 if the products apply the norm. The first NUM_ROUTED of the EXPERTS have matrices; the
+# others return their input after an RMS norm, HANDED with HANDED_EPS.
+(X, COUNT, DEPTH, EXPERTS, TOP, RENORMALISE, LOGITS, CHOSEN, SHARES, OFFSETS, VISIT_OF, OWNERS, ROWS, HIDDEN, WIDTH, GATED, DOWN, HEADS,
+ LISTS, BLOCKS, COUNTERS, SIGMOID, CORRECTION, FACTOR, GROUPS, KEPT_GROUPS, SCALES_OF, SUM_OUT, WEIGHT, EPS, NEAR, INPUT_WEIGHTS,
+ NUM_ROUTED, HANDED,
  HANDED_EPS) = range(35)
 SCALED, SCALED_ROWS, SCALED_WIDTH, SCALES = range(4)  # slots of `scale_rows`
-# Records: the kernel's address, then the fields of its matrices; OUT is filled in here.
+# Records: the kernel's address, then the fields of its matrices; OUT is filled in by `group_visits`.
 GATED_RECORD, DOWN_RECORD = 1 + 2 * FIELDS, 1 + FIELDS
 BLOCK = FIRST + 2 * FIELDS  # int64 slots of an argument block
-COUNTS = COUNTERS_NBYTES // 8  # int64 that a product counts with
-LEAST, NONE = float32(MIN_SUM), float32(-np.inf)
-OF_LOGITS = 2  # sigmoids, of which a correction is added to the logits
-ROOTS = 3  # in the place of sigmoids: roots of softplus
+COUNTS = COUNTERS_NBYTES // 8  # int64 of a product's work counters
+MIN_SUM_F32, MINUS_INF = float32(MIN_SUM), float32(-np.inf)
+LOGIT_CORRECTION = 2  # value of SIGMOID: sigmoid scores, with a correction added to the logits
+ROOTS = 3  # value of SIGMOID: square roots of softplus
 
 
 @inlined()
@@ -49,16 +51,16 @@ def _choose(logit, experts, correction, chosen, top):
     for j in range(top):
         best, highest = int64(-1), float32(0.0)
         for e in range(experts):
-            own = logit[e]
+            logit_e = logit[e]
             if correction != 0:
-                own += f32_at(correction)[e]
-            if best < 0 or own > highest:
+                logit_e += f32_at(correction)[e]
+            if best < 0 or logit_e > highest:
                 free = True
                 for i in range(j):
                     if chosen[i] == e:
                         free = False
                 if free:
-                    best, highest = e, own
+                    best, highest = e, logit_e
         at = j
         while at > 0 and chosen[at - 1] > best:
             chosen[at] = chosen[at - 1]
@@ -73,7 +75,7 @@ def _share_scores(logit, scored, kind, renormalise, factor, chosen, share, top):
     for j in range(top):
         share[j] = logit[chosen[j]] if scored else _score(logit[chosen[j]], kind)
         total += share[j]
-    total = max(total, LEAST)
+    total = max(total, MIN_SUM_F32)
     for j in range(top):
         share[j] = share[j] / total * factor if renormalise else share[j] * factor
 
@@ -81,17 +83,17 @@ def _share_scores(logit, scored, kind, renormalise, factor, chosen, share, top):
 @inlined()
 def _share_softmax(logit, experts, renormalise, factor, chosen, share, top):
     """Expert weights from a softmax over those selected or, without `renormalise`, over all."""
-    most = logit[chosen[0]]
+    maximum = logit[chosen[0]]
     for j in range(1, top):
-        most = max(most, logit[chosen[j]])
+        maximum = max(maximum, logit[chosen[j]])
     total = float32(0.0)
     for j in range(top):
-        share[j] = exp(logit[chosen[j]] - most)
+        share[j] = exp(logit[chosen[j]] - maximum)
         total += share[j]
     if not renormalise:
         total = float32(0.0)
         for e in range(experts):
-            total += exp(logit[e] - most)
+            total += exp(logit[e] - maximum)
     for j in range(top):
         share[j] = share[j] / total * factor
 
@@ -103,20 +105,20 @@ def route_tokens(args, worker, counter):
     a = i64_at(args)
     experts, top, factor = a[EXPERTS], a[TOP], float32(f64_at(args)[FACTOR])
     renormalise = a[RENORMALISE] != 0
-    scored, near = a[CORRECTION] != 0 and a[SIGMOID] != OF_LOGITS or a[KEPT] < a[GROUPS], float32(f64_at(args)[NEAR])
+    scored, near = a[CORRECTION] != 0 and a[SIGMOID] != LOGIT_CORRECTION or a[KEPT_GROUPS] < a[GROUPS], float32(f64_at(args)[NEAR])
     while True:
         t = fetch_add(counter, 1)
         if t >= a[COUNT]:
             return
-        correction = a[CORRECTION] + t * a[EACH]
+        correction = a[CORRECTION] + t * a[INPUT_WEIGHTS]
         logit, chosen, share = f32_at(a[LOGITS] + 4 * t * experts), i64_at(a[CHOSEN] + 8 * t * top), f32_at(a[SHARES] + 4 * t * top)
-        if scored:  # else logits choose, which tell apart what scores no longer do
+        if scored:  # otherwise logits decide, which differ where scores are saturated
             if a[SIGMOID] != 0:
                 for e in range(experts):
                     logit[e] = _score(logit[e], a[SIGMOID])
             else:
                 _softmax(logit, experts)
-            _keep_groups(logit, experts // a[GROUPS], a[GROUPS], a[KEPT], correction)
+            _keep_groups(logit, experts // a[GROUPS], a[GROUPS], a[KEPT_GROUPS], correction)
         _choose(logit, experts, correction, chosen, top)
         if near >= float32(0.0):
             for j in range(top):
@@ -130,11 +132,12 @@ def route_tokens(args, worker, counter):
 
 @inlined()
 def _near_share(logit, experts, chosen, near):
-    own, total = logit[chosen], float32(0.0)
+    chosen_logit, total = logit[chosen], float32(0.0)
     for e in range(experts):
-        each = logit[e]
-        if (each < own or each == own and e >= chosen) and own - each <= near * max(abs(each), own):
-            total += exp(each - own)
+        other_logit = logit[e]
+        if (other_logit < chosen_logit or other_logit == chosen_logit
+            and e >= chosen) and chosen_logit - other_logit <= near * max(abs(other_logit), chosen_logit):
+            total += exp(other_logit - chosen_logit)
     return float32(1.0) / total
 
 
@@ -151,37 +154,37 @@ def _score(x, kind):
 
 
 @inlined()
-def _keep_groups(score, size, groups, kept, correction):
-    """Scores of a token -> -inf in all but the `kept` best groups of `size` experts, ties going to the lower; `Routing` defines a group's
-    score."""
-    for _ in range(groups - kept):
+def _keep_groups(score, size, groups, num_kept, correction):
+    """Scores of a token -> -inf in all but the `num_kept` best groups of `size` experts, ties going to the lower; `Routing` defines a
+    group's score."""
+    for _ in range(groups - num_kept):
         worst, lowest = int64(-1), float32(0.0)
         for group in range(groups):
-            first, second = NONE, NONE
+            first, second = MINUS_INF, MINUS_INF
             for e in range(group * size, (group + 1) * size):
-                own = score[e]
+                expert_score = score[e]
                 if correction != 0:
-                    own += f32_at(correction)[e]
-                if own > first:
-                    first, second = own, first
-                elif own > second:
-                    second = own
+                    expert_score += f32_at(correction)[e]
+                if expert_score > first:
+                    first, second = expert_score, first
+                elif expert_score > second:
+                    second = expert_score
             if correction != 0:
                 first += second
-            if score[group * size] != NONE and (worst < 0 or first <= lowest):
+            if score[group * size] != MINUS_INF and (worst < 0 or first <= lowest):
                 worst, lowest = group, first
         for e in range(max(worst, 0) * size, (worst + 1) * size):
-            score[e] = NONE
+            score[e] = MINUS_INF
 
 
 @inlined()
 def _softmax(logit, experts):
     """Softmax of a token's logits, in place."""
-    most, total = logit[0], float32(0.0)
+    maximum, total = logit[0], float32(0.0)
     for e in range(1, experts):
-        most = max(most, logit[e])
+        maximum = max(maximum, logit[e])
     for e in range(experts):
-        logit[e] = exp(logit[e] - most)
+        logit[e] = exp(logit[e] - maximum)
         total += logit[e]
     for e in range(experts):
         logit[e] /= total
@@ -190,55 +193,56 @@ def _softmax(logit, experts):
 @inlined()
 def _prepare(a, which, expert, records, record, count, number, source, target):
     """Entry `number` of list `which` (0 gate and up, 1 down): the argument block of an expert's product over its visits."""
-    most = min(a[EXPERTS], a[COUNT] * a[TOP])
-    block = a[BLOCKS] + 8 * BLOCK * (which * most + number)
+    max_experts = min(a[EXPERTS], a[COUNT] * a[TOP])
+    block = a[BLOCKS] + 8 * BLOCK * (which * max_experts + number)
     to, head, fields = i64_at(block), i64_at(a[HEADS] + 8 * FIRST * which), i64_at(records + 8 * record * expert)
     for i in range(FIRST):
         to[i] = head[i]
     for i in range(record - 1):
         to[FIRST + i] = fields[1 + i]
     to[INPUT], to[TOKENS], to[FIRST + OUT] = source, count, target
-    entry, done = i64_at(a[LISTS] + 8 * which * (1 + 3 * most) + 8 * (1 + 3 * number)), a[COUNTERS] + 8 * COUNTS * (which * most + number)
+    entry = i64_at(a[LISTS] + 8 * which * (1 + 3 * max_experts) + 8 * (1 + 3 * number))
+    done = a[COUNTERS] + 8 * COUNTS * (which * max_experts + number)
     entry[0], entry[1], entry[2] = fields[0], block, done
     clear_regions(done)
 
 
 @kernel()
 def group_visits(args, worker, counter):
-    """OFFSETS, PLACES and OWNERS from CHOSEN, and with GATED the products of a few tokens. One block."""
+    """OFFSETS, VISIT_OF and OWNERS from CHOSEN, and with GATED the products of a few tokens. One block."""
     if fetch_add(counter, 1) > 0:
         return
     a = i64_at(args)
     experts, top, depth, width = a[EXPERTS], a[TOP], a[DEPTH], a[WIDTH]
-    offsets, chosen, places, owners = i64_at(a[OFFSETS]), i64_at(a[CHOSEN]), i64_at(a[PLACES]), i64_at(a[OWNERS])
+    offsets, chosen, visit_of, owners = i64_at(a[OFFSETS]), i64_at(a[CHOSEN]), i64_at(a[VISIT_OF]), i64_at(a[OWNERS])
     for e in range(experts + 1):
         offsets[e] = 0
     for i in range(a[COUNT] * top):
         offsets[chosen[i] + 1] += 1
     for e in range(experts):
         offsets[e + 1] += offsets[e]
-    for i in range(a[COUNT] * top):  # each expert's offset runs from its own begin to the next one's
-        place = offsets[chosen[i]]
-        offsets[chosen[i]] = place + 1
-        places[i], owners[place] = place, i // top
+    for i in range(a[COUNT] * top):  # each offset has moved from the begin of its expert to that of the next
+        visit = offsets[chosen[i]]
+        offsets[chosen[i]] = visit + 1
+        visit_of[i], owners[visit] = visit, i // top
     for e in range(experts, 0, -1):
         offsets[e] = offsets[e - 1]
     offsets[0] = 0
     if a[GATED] == 0:
         return
     number = 0
-    for e in range(a[MADE]):
+    for e in range(a[NUM_ROUTED]):
         begin, count = offsets[e], offsets[e + 1] - offsets[e]
         if count == 0:
             continue
         rows, hidden = a[ROWS] + 4 * begin * depth, a[HIDDEN] + 4 * begin * width
-        source = a[X] if a[COUNT] == 1 and a[WEIGHT] == 0 else rows  # one token is read where it lies
+        source = a[X] if a[COUNT] == 1 and a[WEIGHT] == 0 else rows  # a single token is read in place
         _prepare(a, 0, e, a[GATED], GATED_RECORD, count, number, source, hidden)
         _prepare(a, 1, e, a[DOWN], DOWN_RECORD, count, number, hidden, rows)
         number += 1
-    most = min(experts, a[COUNT] * top)
+    max_experts = min(experts, a[COUNT] * top)
     i64_at(a[LISTS])[0] = number
-    i64_at(a[LISTS] + 8 * (1 + 3 * most))[0] = number
+    i64_at(a[LISTS] + 8 * (1 + 3 * max_experts))[0] = number
 
 
 @kernel()
@@ -267,13 +271,13 @@ def activate_inputs(args, worker, counter):
 def gather_rows(args, worker, counter):
     """ROWS of every visit from its token's row of X, or the output of an expert without matrices. Blocks are visits."""
     a = i64_at(args)
-    depth, owners, top, made = a[DEPTH], i64_at(a[OWNERS]), a[TOP], i64_at(a[OFFSETS])[a[MADE]]
+    depth, owners, top, num_routed = a[DEPTH], i64_at(a[OWNERS]), a[TOP], i64_at(a[OFFSETS])[a[NUM_ROUTED]]
     while True:
         visit = fetch_add(counter, 1)
         if visit >= a[COUNT] * a[TOP]:
             return
         source, out = f32_at(a[X] + 4 * owners[visit] * depth), f32_at(a[ROWS] + 4 * visit * depth)
-        handed = visit >= made
+        handed = visit >= num_routed
         if a[WEIGHT] == 0 and not handed:
             for i in range(depth):
                 out[i] = source[i]
@@ -283,7 +287,7 @@ def gather_rows(args, worker, counter):
         for i in range(depth):
             total += float64(source[i]) * float64(source[i])
         for j in range(owners[visit] * top, owners[visit] * top if handed else (owners[visit] + 1) * top):
-            if i64_at(a[PLACES])[j] == visit:
+            if i64_at(a[VISIT_OF])[j] == visit:
                 share = f32_at(a[SHARES])[j]
         factor = float32(1.0 / np.sqrt(total / depth + eps)) * share
         for i in range(depth):
@@ -292,19 +296,19 @@ def gather_rows(args, worker, counter):
 
 @kernel({"contract"})
 def combine_visits(args, worker, counter):
-    """X += weights times ROWS, or INTO = that, over a token's experts in ascending order. Blocks are tokens."""
+    """X += weights times ROWS, or SUM_OUT = that, over a token's experts in ascending order. Blocks are tokens."""
     a = i64_at(args)
-    depth, top, target = a[DEPTH], a[TOP], a[INTO] if a[INTO] != 0 else a[X]
+    depth, top, target = a[DEPTH], a[TOP], a[SUM_OUT] if a[SUM_OUT] != 0 else a[X]
     while True:
         t = fetch_add(counter, 1)
         if t >= a[COUNT]:
             return
-        out, places, shares = f32_at(target + 4 * t * depth), i64_at(a[PLACES] + 8 * t * top), f32_at(a[SHARES] + 4 * t * top)
-        if a[INTO] != 0:
+        out, visit_of, shares = f32_at(target + 4 * t * depth), i64_at(a[VISIT_OF] + 8 * t * top), f32_at(a[SHARES] + 4 * t * top)
+        if a[SUM_OUT] != 0:
             for i in range(depth):
                 out[i] = float32(0.0)
         for j in range(top):
-            share, row = shares[j] if a[WEIGHT] == 0 else float32(1.0), f32_at(a[ROWS] + 4 * places[j] * depth)
+            share, row = shares[j] if a[WEIGHT] == 0 else float32(1.0), f32_at(a[ROWS] + 4 * visit_of[j] * depth)
             for i in range(depth):
                 out[i] += share * row[i]
 

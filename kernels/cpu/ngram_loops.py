@@ -17,11 +17,11 @@ from .arithmetic import ONE, ZERO, activate, normalise_here, sigmoid, squares_of
 from .conv_loops import CHANNELS, CONV, MIXED, OWN, TAPS, TOKENS, X, add_tap, copy, input_of, keep_raw, next_token
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
-# Slots behind those of `conv_loops`, of which X and MIXED are [TOKENS, COUNT * WIDTH]: what is convolved, and a result. STREAMS and KEYS as
-# many, VALUES [TOKENS, WIDTH], GATES [TOKENS, COUNT]; weights of norms [COUNT * WIDTH] OF_STREAMS, OF_KEYS and BEHIND, with EPS, a float64.
-# STEP: tokens from a tap to the next.
-STREAMS, KEYS, VALUES, GATES, OF_STREAMS, OF_KEYS, BEHIND, COUNT, WIDTH, STEP, EPS, SLOTS = range(OWN, OWN + 12)
-LEAST_MATCH = float32(MIN_MATCH)
+# Slots after those of `conv_loops`, of which X and MIXED are [TOKENS, COUNT * WIDTH]: the input of the convolution and its result. STREAMS
+# and KEYS of the same size, VALUES [TOKENS, WIDTH], GATES [TOKENS, COUNT]; norm weights [COUNT * WIDTH] OF_STREAMS, OF_KEYS and OUTPUT_NORM
+# with EPS (float64). STEP: dilation of the convolution.
+STREAMS, KEYS, VALUES, GATES, OF_STREAMS, OF_KEYS, OUTPUT_NORM, COUNT, WIDTH, STEP, EPS, SLOTS = range(OWN, OWN + 12)
+MIN_MATCH_F32 = float32(MIN_MATCH)
 
 
 @inlined(REASSOCIATE)
@@ -44,7 +44,7 @@ def _open(a, t, s, eps):
     x, y = f32_at(a[STREAMS] + at), f32_at(a[KEYS] + at)
     match = _match(x, y, f32_at(a[OF_STREAMS] + 4 * s * width), f32_at(a[OF_KEYS] + 4 * s * width), width)
     match = match * _scale(x, width, eps) * _scale(y, width, eps) / np.sqrt(float32(width))
-    root = np.sqrt(max(abs(match), LEAST_MATCH))
+    root = np.sqrt(max(abs(match), MIN_MATCH_F32))
     return sigmoid(root if match > ZERO else -root if match < ZERO else match)
 
 
@@ -64,7 +64,7 @@ def gate_values(args, worker, counter):
             y = f32_at(out)
             for i in range(width):
                 y[i] = gate * values[i]
-            normalise_here(out, width, NORM_RMS_PLUS_ONE, a[BEHIND] + 4 * s * width, 0, eps)
+            normalise_here(out, width, NORM_RMS_PLUS_ONE, a[OUTPUT_NORM] + 4 * s * width, 0, eps)
 
 
 @kernel()
@@ -83,9 +83,9 @@ def add_values(args, worker, counter):
                 add_tap(out, a[CONV] + 4 * tap * channels, source, channels)
         values, gates = f32_at(a[VALUES] + 4 * t * width), f32_at(a[GATES] + 4 * t * count)
         for s in range(count):
-            stream, made = f32_at(a[STREAMS] + 4 * (t * count + s) * width), f32_at(out + 4 * s * width)
+            stream, gated_values = f32_at(a[STREAMS] + 4 * (t * count + s) * width), f32_at(out + 4 * s * width)
             gate = gates[s]
             for i in range(width):
-                stream[i] += gate * values[i] + activate(made[i], SILU)
+                stream[i] += gate * values[i] + activate(gated_values[i], SILU)
         keep_raw(a, t)
         t = next_token(a, counter)

@@ -16,7 +16,7 @@ from ..workspace import address
 from . import linear
 from . import ngram_loops as loops
 from .conv_loops import BIAS, X
-from .row_ops import SHARE_FROM
+from .row_ops import MIN_PARALLEL_SIZE
 from .states import LayerStates, Slots
 
 if TYPE_CHECKING:
@@ -35,21 +35,21 @@ class NgramStates(Slots):
         self.block[loops.COUNT : loops.STEP + 1] = shape.count, shape.width, shape.size
         wide = MAX_DECODE_TOKENS * shape.channels
         self.raw = self.recent[:wide].reshape(MAX_DECODE_TOKENS, -1)
-        self._ids = self.recent[wide:][:MAX_DECODE_TOKENS].view(np.int32)  # of the last pass, if it was of few tokens, and words before it
+        self._ids = self.recent[wide:][:MAX_DECODE_TOKENS].view(np.int32)  # of the last pass of few tokens, and the words before it
         self._before = np.zeros(shape.size - 1, np.int64)
 
     def words(self, ids: np.ndarray, end: int) -> np.ndarray:
-        """Windows of words [T, size] that end with the `ids` of the pass that begins, int64; positions before the text are `end`. What the
-        next pass needs of them is stored at once."""
-        pass_slots, behind = self._pass_slots, self.shape.size - 1
-        before = np.full(behind, end, np.int64) if pass_slots[FROM] == NO_SLOT else self._words_of(pass_slots[FROM]).astype(np.int64)
-        every = np.concatenate([before, ids])
-        self._words_of(pass_slots[TO])[:] = every[len(ids) :]
+        """Windows of words int64 [T, size] ending with each of the `ids` of the pass; positions before the text are `end`. Stores the words
+        that the next pass needs."""
+        pass_slots, num_previous = self._pass_slots, self.shape.size - 1
+        before = np.full(num_previous, end, np.int64) if pass_slots[FROM] == NO_SLOT else self._words_of(pass_slots[FROM]).astype(np.int64)
+        all_words = np.concatenate([before, ids])
+        self._words_of(pass_slots[TO])[:] = all_words[len(ids) :]
         if pass_slots[AFTER]:
-            self._words_of(pass_slots[KEPT])[:] = every[pass_slots[AFTER] :][:behind]
+            self._words_of(pass_slots[KEPT])[:] = all_words[pass_slots[AFTER] :][:num_previous]
         if len(ids) <= MAX_DECODE_TOKENS:
             self._ids[: len(ids)], self._before = ids, before
-        return np.lib.stride_tricks.sliding_window_view(every, behind + 1)
+        return np.lib.stride_tricks.sliding_window_view(all_words, num_previous + 1)
 
     def add(self, x: np.ndarray, products: Sequence[np.ndarray], w: NgramWeights) -> np.ndarray:
         """x [T, S * D] plus the tokens' n-gram values, in place; advances the state."""
@@ -76,9 +76,10 @@ class CpuStatesWithNgrams(StatesWithNgrams):
 
 def ngram_products(ops: CpuOps, rows: np.ndarray, w: NgramWeights) -> list[np.ndarray]:
     """See `BlockOps`."""
-    if (outs := ops._remembered(rows, None, (w.key, w.value), linear.PLAIN, "none")) is None:
-        outs = [ops.workspace.take(name, len(rows), each.weight.shape[0]) for name, each in (("ngram keys", w.key), ("beside", w.value))]
-        ops._matrix(rows, None, [w.key, w.value], outs, linear.PLAIN, "none")
+    if (outs := ops._run_cached(rows, None, (w.key, w.value), linear.PLAIN, "none")) is None:
+        outs = [ops.workspace.take(name, len(rows), matrix.weight.shape[0]) for name,
+                matrix in (("ngram keys", w.key), ("beside", w.value))]
+        ops._run_stage(rows, None, [w.key, w.value], outs, linear.PLAIN, "none")
     return outs
 
 
@@ -87,8 +88,8 @@ def ngram_rows(ops: CpuOps, numbers: np.ndarray, table: Weight, place: int) -> n
     jobs of a recorded pass find the next pass's."""
     out = ops.workspace.take(f"ngram rows {place}", len(numbers), numbers.shape[1] * table.shape[1])
     rows = out.reshape(numbers.size, -1)
-    for begin, own, fetched in table.fetch(numbers.reshape(-1)):
-        ops._embed(own, fetched, 1.0, rows[begin : begin + len(own)])
+    for begin, rows_of_part, fetched in table.fetch(numbers.reshape(-1)):
+        ops._embed(rows_of_part, fetched, 1.0, rows[begin : begin + len(rows_of_part)])
         ops.flush()
     return out
 
@@ -99,14 +100,14 @@ def ngram_rows(ops: CpuOps, numbers: np.ndarray, table: Weight, place: int) -> n
 def run(states: NgramStates, x: np.ndarray, keys: np.ndarray, values: np.ndarray, w: NgramWeights) -> None:
     ops, block, shape, tokens = states.ops, states.block, states.shape, len(x)
     take = ops.workspace.take
-    made, mixed, gates = take("normed streams", *x.shape), take("opened", *x.shape), take("said", tokens, shape.count)
+    normed, mixed, gates = take("normed streams", *x.shape), take("opened", *x.shape), take("said", tokens, shape.count)
     raw = address(states.raw) if tokens <= MAX_DECODE_TOKENS else 0
-    block[X:BIAS] = ops.at(made), tokens, ops.at(mixed), raw, address(w.conv)
-    block[loops.STREAMS : loops.COUNT] = (ops.at(x), ops.at(keys), ops.at(values), ops.at(gates),
+    block[X:BIAS] = ops.address_of(normed), tokens, ops.address_of(mixed), raw, address(w.conv)
+    block[loops.STREAMS : loops.COUNT] = (ops.address_of(x), ops.address_of(keys), ops.address_of(values), ops.address_of(gates),
                                           *(address(norm.weight) for norm in (w.of_streams, w.of_keys, w.behind)))
     block.view(np.float64)[loops.EPS] = w.behind.eps
-    ops.run(loops.gate_values, address(block), x.size >= SHARE_FROM, block)
-    ops.run(loops.add_values, address(block), x.size >= SHARE_FROM, block)
+    ops.run(loops.gate_values, address(block), x.size >= MIN_PARALLEL_SIZE, block)
+    ops.run(loops.add_values, address(block), x.size >= MIN_PARALLEL_SIZE, block)
 
 
 def run_reference(states: NgramStates, x: np.ndarray, keys: np.ndarray, values: np.ndarray, w: NgramWeights) -> None:
@@ -114,10 +115,10 @@ def run_reference(states: NgramStates, x: np.ndarray, keys: np.ndarray, values: 
     shape = states.shape
     streams = x.reshape(len(x), shape.count, -1)
     norms = [norm.weight for norm in (w.of_streams, w.of_keys, w.behind)]
-    made, convolved = reference.gated(streams, keys.reshape(streams.shape), values, norms, w.behind.eps)
+    values_added, convolved = reference.gated(streams, keys.reshape(streams.shape), values, norms, w.behind.eps)
     convolved = convolved.reshape(x.shape).astype(np.float32)
     before = states.last_inputs(states.pass_slots()[FROM], convolved[:0])
-    x[:] = x + made.reshape(x.shape) + reference.convolve(convolved, before, w.conv.reshape(shape.kernel, -1), shape.size)
+    x[:] = x + values_added.reshape(x.shape) + reference.convolve(convolved, before, w.conv.reshape(shape.kernel, -1), shape.size)
     states.keep_inputs(convolved)
     if len(x) <= MAX_DECODE_TOKENS:
         states.raw[: len(x)] = convolved

@@ -1,7 +1,7 @@
 """The CPU backend: transformer block ops on NumPy arrays, run by compiled kernels on the thread pool.
 
 Activations are float32 `[T, N]` views of a planned workspace, valid until the op that produced them runs again; the residual stream is
-updated in place. Weights stay in their stored type. Up to FEW tokens use the memory-bound kernels, more the tiled ones.
+updated in place. Weights stay in their stored type. Up to FEW_TOKENS tokens use the memory-bound kernels, more the tiled ones.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from .kv.scratch_layout import decode_scratch
 from .kv.seal import seal_scratch
 from .linear_amx import panel_floats, scratch_floats
 from .rotary_angles import Angles, cached_angles
-from .stages import FEW, MatrixStages
+from .stages import FEW_TOKENS, MatrixStages
 
-if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
+if TYPE_CHECKING:  # records of the layer above; kernels read their fields and never create one
     from ...quant.weight import Linear, Norm, Weight, XieluParams
     from ...runtime.rope import RopeTable
     from .pages import LayerPages
@@ -52,27 +52,28 @@ if TYPE_CHECKING:  # records of the layer above; the kernels read their fields a
 def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     """Floats of every buffer used by the ops: exact, because the same table sizes the buffers."""
     if dims.other_heads:
-        plans = [plan_workspace(own, workers) for own in dims.per_layer_kind]
+        plans = [plan_workspace(kind, workers) for kind in dims.per_layer_kind]
         return {name: max(plan[name] for plan in plans) for name in plans[0]}
     chunk = max(dims.chunk, dims.rows)
     wide = max(dims.hidden, dims.ffn, dims.projection_input_width, dims.mtp_inputs, dims.lora)
     columns = -(-chunk // TILE_COLUMNS) * TILE_COLUMNS
     group = dims.heads // dims.kv_heads
-    scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
+    scratch = max(linear.HEADROOM + FEW_TOKENS * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
                   attention.attend_prefill_scratch(dims.heads, dims.kv_heads, dims.head_dim),
-                  attend_decode_scratch(FEW, dims.heads, dims.kv_heads, dims.head_dim),
+                  attend_decode_scratch(FEW_TOKENS, dims.heads, dims.kv_heads, dims.head_dim),
                   low_bit.scratch_floats(chunk, wide), scratch_floats(chunk, wide),
                   0 if dims.latent is None else latent_loops.scratch_floats(dims.latent.nope, dims.latent.rank),
                   max(prefill_scratch(dims.heads, dims.kv_heads, dims.head_dim), decode_scratch(group, dims.head_dim),
                       seal_scratch(dims.head_dim)) if dims.packed_kv else 0, streams.scratch_floats(dims), lora.scratch_floats(dims),
                   indexer.scratch_floats(dims), wide_floats(dims), cca.scratch_floats(dims))
     blocks = max(dims.ctx // attention.PAGE + 3, dims.image_key_pages)
-    # Where attention takes turns, all of a few tokens have their own partials at any depth, and a prompt's tiles wait between two turns.
-    partials = max(partials_floats(FEW, dims.heads, dims.head_dim, blocks), indexer.partials_floats(dims))
+    # Where attention processes pages in several calls, each of few tokens has its own partials at any depth, and prefill tiles keep their
+    # state between calls.
+    partials = max(partials_floats(FEW_TOKENS, dims.heads, dims.head_dim, blocks), indexer.partials_floats(dims))
     state = 0
     if dims.spilled_kv:
-        partials, state = FEW * blocks * dims.heads * (dims.head_dim + 2), attention.attend_prefill_state(chunk, dims)
-    # y0 takes the queries, and later in a layer a branch on its way to the stream
+        partials, state = FEW_TOKENS * blocks * dims.heads * (dims.head_dim + 2), attention.attend_prefill_state(chunk, dims)
+    # y0 holds the queries, and later in a layer a branch before it is added to the stream
     return {"x": chunk * dims.hidden * max(1, dims.streams), "y0": chunk * max(dims.projection_width, dims.hidden),
             **states.plan_workspace(dims, chunk), "attend": chunk * dims.attention_width, "gate": chunk * dims.ffn, "up": chunk * dims.ffn,
             "panels": max(columns * wide, panel_floats(chunk, wide)), "low_panels": low_bit.panel_floats(chunk, wide),
@@ -81,8 +82,8 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             **latent.plan_workspace(dims, chunk), **per_layer_inputs.plan_workspace(dims, chunk), **streams.plan_workspace(dims, chunk),
             **lora.plan_workspace(dims, chunk), **widths.plan_workspace(dims, chunk), **indexer.plan_workspace(dims, chunk),
             **cca.plan_workspace(dims, chunk), **wide_workspace(dims, chunk),
-            # then, of drafts by a layer of its own, what goes into it and states that wait for it
-            "joined": min(chunk, PAGE) * dims.mtp_inputs, "states": (chunk + FEW) * dims.hidden if dims.mtp_inputs else 0,
+            # of the multi-token prediction layer: its inputs and pending states
+            "joined": min(chunk, PAGE) * dims.mtp_inputs, "states": (chunk + FEW_TOKENS) * dims.hidden if dims.mtp_inputs else 0,
             "between": chunk * dims.draft_state_layers * dims.hidden}
 
 
@@ -92,7 +93,7 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
     name = "cpu"
 
     def __init__(self, pool: ThreadPool, dims: Dims, registry: Registry | None = None) -> None:
-        from .candidates import default_registry  # which names the methods of this class
+        from .candidates import default_registry  # imports this module
 
         super().__init__(pool, registry or default_registry(), Workspace(plan_workspace(dims, pool.workers)))
         self.dims = dims
@@ -100,7 +101,7 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
         self._step_arrays: dict[int, tuple[np.ndarray, np.ndarray, tuple[int, int]]] = {}
         self.partials = address(self.workspace.take("partials", 1))
         self._rotate_with, self._add_with = (self.registry.select(Call(op)).candidate.run for op in ("rotate", "add"))
-        self.mixtures = moe.Prepared()
+        self.mixtures = moe.MixtureCache()
 
     # -- the ops ---------------------------------------------------------------------------------------------------------------
 
@@ -112,8 +113,8 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
         if table.fetch is None:
             self._embed(ids, table, scale, x)
         else:
-            for begin, own, fetched in table.fetch(ids):  # the next ones come into the same memory
-                self._embed(own, fetched, scale, x[begin : begin + len(own)])
+            for begin, part_ids, fetched in table.fetch(ids):  # the next rows reuse this memory
+                self._embed(part_ids, fetched, scale, x[begin : begin + len(part_ids)])
                 self.flush()
         if put is not None:
             self.flush()
@@ -139,10 +140,10 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
 
     def norm_linear(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear]) -> list[np.ndarray]:
         """[norm(x) @ W.T + b for each], one pass over x; without a norm x as it is."""
-        if (outs := self._remembered(x, norm, linears, linear.PLAIN, "none")) is not None:
+        if (outs := self._run_cached(x, norm, linears, linear.PLAIN, "none")) is not None:
             return outs
-        outs = [self.workspace.take(f"y{i}", len(x), each.weight.shape[0]) for i, each in enumerate(linears)]
-        self._matrix(x, norm, linears, outs, linear.PLAIN, "none")
+        outs = [self.workspace.take(f"y{i}", len(x), matrix.weight.shape[0]) for i, matrix in enumerate(linears)]
+        self._run_stage(x, norm, linears, outs, linear.PLAIN, "none")
         return outs
 
     def linear_add(self, x: np.ndarray, each: Linear, residual: np.ndarray, after: Norm | None = None, factor: float = 1.0) -> np.ndarray:
@@ -150,8 +151,8 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
         if after is not None or factor != 1.0 or each.is_lengthened and self.is_adapted:
             (branch,) = self.norm_linear(x, None, (each,))
             self._add_with(self, branch, after, residual, factor)
-        elif self._remembered(x, None, (each,), linear.ADD, "none", residual) is None:
-            self._matrix(x, None, [each], [residual], linear.ADD, "none")
+        elif self._run_cached(x, None, (each,), linear.ADD, "none", residual) is None:
+            self._run_stage(x, None, [each], [residual], linear.ADD, "none")
         return residual
 
     def gated_mlp(self, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str,
@@ -170,18 +171,18 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
                      curve: XieluParams | None = None) -> np.ndarray:
         """act(gate(n)) * up(n) with n = norm(x), or act(up(n)): the input of `down`. For the latter, `curve` replaces `act`."""
         if gate is None:
-            if (outs := self._remembered(x, norm, (up,), linear.PLAIN, "none")) is None:
+            if (outs := self._run_cached(x, norm, (up,), linear.PLAIN, "none")) is None:
                 outs = [self.workspace.take("gate", len(x), up.weight.shape[0])]
-                self._matrix(x, norm, [up], outs, linear.PLAIN, "none")
+                self._run_stage(x, norm, [up], outs, linear.PLAIN, "none")
             if curve is None:
                 self.gate(outs[0], None, act)
             else:
                 self.registry.select(Call("curve")).candidate.run(self, outs[0], curve)
             return outs[0]
-        outs = self._remembered(x, norm, (gate, up), linear.GATED, act)
+        outs = self._run_cached(x, norm, (gate, up), linear.GATED, act)
         if outs is None:
             outs = [self.workspace.take("gate", len(x), gate.weight.shape[0])]
-            self._matrix(x, norm, [gate, up], outs, linear.GATED, act)
+            self._run_stage(x, norm, [gate, up], outs, linear.GATED, act)
         return outs[0]
 
     def mlp(self, x: np.ndarray, norm: Norm, up: Linear, down: Linear, act: str, see: Callable[[np.ndarray], None] | None = None,
@@ -209,7 +210,7 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
     low_rank_branch, add_scaled, cutoff_mlp = streams.low_rank_branch, streams.add_scaled, streams.cutoff_mlp
     first_stream, second_stream, put_stream = streams.first_stream, streams.second_stream, streams.put_stream
     add_to_first, add_low_rank, shared_block_mlp = streams.add_to_first, streams.add_low_rank, streams.shared_block_mlp
-    kept = row_ops.kept
+    kept = row_ops.copy_input_state
     copy, scale_in_place, clip, norm_in_place = row_ops.copy, row_ops.scale_in_place, row_ops.clip, row_ops.norm_rows
     split_query_gates, gate_heads = row_ops.split_query_gates, row_ops.gate_heads
     scale_queries, norm = row_ops.scale_queries, row_ops.norm
@@ -223,9 +224,9 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
 
     def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> np.ndarray:
         """Next-token logits, float32 [T, V]: scale * head(norm(x)), then softcapped. T at most `dims.rows`."""
-        if (outs := self._remembered(x, norm, (head,), linear.FINE, "none")) is None:
+        if (outs := self._run_cached(x, norm, (head,), linear.FINE, "none")) is None:
             outs = [self.workspace.take("logits", len(x), head.weight.shape[0])]
-            self._matrix(x, norm, [head], outs, linear.FINE, "none")
+            self._run_stage(x, norm, [head], outs, linear.FINE, "none")
         out = outs[0]
         self.flush()
         if scale != 1.0:
@@ -247,12 +248,12 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
 
     def addresses_of_step(self, first: np.ndarray, second: np.ndarray) -> tuple[int, int]:
         """Addresses of two arrays that every layer of a step receives in turn."""
-        known = self._step_arrays.get(id(first))
-        if known is None or known[0] is not first or known[1] is not second:
+        cached = self._step_arrays.get(id(first))
+        if cached is None or cached[0] is not first or cached[1] is not second:
             if len(self._step_arrays) > 8:
                 self._step_arrays.clear()
-            known = self._step_arrays[id(first)] = (first, second, (address(first), address(second)))
-        return known[2]
+            cached = self._step_arrays[id(first)] = (first, second, (address(first), address(second)))
+        return cached[2]
 
     def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: object | None = None, beside: np.ndarray | None = None) -> LayerPages:

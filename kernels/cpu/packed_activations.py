@@ -9,18 +9,18 @@ from ..tiles import SUPER_BLOCK, TILE
 from .arithmetic import least_of
 from .int8_ir import seed_of
 from .intrinsics import f32_at, i8_at, i32_at
-from .packed_avx2 import IN_TURN, make_column
 from .packed_avx2 import RECORD as RECORD_IN_TURN
-from .packed_avx512 import IN_PAIRS, SCALE_AT, SEEDS_AT
+from .packed_avx2 import USES_AVX2, make_column
 from .packed_avx512 import RECORD as RECORD_IN_PAIRS
-from .packed_loops import ABREAST
+from .packed_avx512 import SCALE_AT, SEEDS_AT, USES_AVX512
+from .packed_loops import COLUMNS_AT_ONCE
 from .packed_loops import RECORD as RECORD_ABREAST
-from .packed_matrix import BOOK, HALF, HALF_ALONE
+from .packed_matrix import CODEBOOK_TILE, HALF_TILE, HALF_TILE_SINGLE
 from .packed_vectors import quantize_tiles
 
-ONE_AFTER_THE_OTHER = IN_TURN or IN_PAIRS  # do the columns of a tile go by so, or ABREAST?
-RECORD = RECORD_IN_TURN if IN_TURN else RECORD_IN_PAIRS if IN_PAIRS else RECORD_ABREAST
-PAD = SUPER_BLOCK  # inputs of a column are padded with zeros to whole groups of the longest kind
+COLUMNS_IN_SEQUENCE = USES_AVX2 or USES_AVX512  # the columns of a tile are processed one after the other, not COLUMNS_AT_ONCE
+RECORD = RECORD_IN_TURN if USES_AVX2 else RECORD_IN_PAIRS if USES_AVX512 else RECORD_ABREAST
+PAD = SUPER_BLOCK  # inputs of a column are zero-padded to whole groups of the longest kind
 
 
 def column_nbytes(depth: int) -> int:
@@ -52,12 +52,12 @@ def quantize_column(x, depth, codes, scales, totals, norm=0):
 
 
 @inlined()
-def quantize_rest(x, depth, codes, scales, totals, apart):
-    """A second column, `apart` bytes after the first in all parts: the rounding error of `quantize_column`, quantized in turn."""
-    value, code, scale, rest = f32_at(x), i8_at(codes), f32_at(scales), f32_at(x + apart)
+def quantize_rest(x, depth, codes, scales, totals, distance):
+    """A second column, `distance` bytes after the first in all parts: the rounding error of `quantize_column`, quantized in turn."""
+    value, code, scale, remainder = f32_at(x), i8_at(codes), f32_at(scales), f32_at(x + distance)
     for i in range(depth):
-        rest[i] = value[i] - scale[i // TILE] * float32(code[i])
-    quantize_column(x + apart, depth, codes + apart, scales + apart, totals + apart)
+        remainder[i] = value[i] - scale[i // TILE] * float32(code[i])
+    quantize_column(x + distance, depth, codes + distance, scales + distance, totals + distance)
 
 
 @inlined()
@@ -65,29 +65,29 @@ def make_seeds(way, totals, seeds, tiles):
     """Initial sums for the codebook loops; for the other formats the totals, of a tile or its halves."""
     total, seed = i32_at(totals), i32_at(seeds)
     for tile in range(tiles):
-        if way == BOOK:
+        if way == CODEBOOK_TILE:
             seed[2 * tile], seed[2 * tile + 1] = seed_of(total[2 * tile]), seed_of(total[2 * tile + 1])
-        elif way == HALF or way == HALF_ALONE:
+        elif way == HALF_TILE or way == HALF_TILE_SINGLE:
             seed[2 * tile], seed[2 * tile + 1] = total[2 * tile], total[2 * tile + 1]
         else:
             seed[2 * tile] = total[2 * tile] + total[2 * tile + 1]
 
 
 @inlined()
-def abreast(left):
-    """How many of the `left` columns are multiplied together: all, or ABREAST (with one of them possibly a duplicate), or one."""
-    if ONE_AFTER_THE_OTHER:
+def columns_at_once(left):
+    """How many of the `left` columns are multiplied together: all, or COLUMNS_AT_ONCE (with one of them possibly a duplicate), or one."""
+    if COLUMNS_IN_SEQUENCE:
         return int64(left)
-    return int64(ABREAST) if left + 1 >= ABREAST else int64(1)
+    return int64(COLUMNS_AT_ONCE) if left + 1 >= COLUMNS_AT_ONCE else int64(1)
 
 
 @inlined()
-def turns(tokens):
+def num_column_groups(tokens):
     """How often `abreast` applies for this many columns."""
-    if ONE_AFTER_THE_OTHER:
+    if COLUMNS_IN_SEQUENCE:
         return int64(1)
-    left = tokens % ABREAST
-    return tokens // ABREAST + (1 if left + 1 >= ABREAST else left)
+    left = tokens % COLUMNS_AT_ONCE
+    return tokens // COLUMNS_AT_ONCE + (1 if left + 1 >= COLUMNS_AT_ONCE else left)
 
 
 @inlined()
@@ -97,34 +97,35 @@ def _pair_records(tokens, tiles, codes, scales, seeds, x_nbytes, records):
         at = t * x_nbytes
         code, scale, seed = i32_at(codes + at), i32_at(scales + at), i32_at(seeds + at)
         for tile in range(tiles):
-            own = i32_at(records + (tile * tokens + t) * RECORD)
+            record_words = i32_at(records + (tile * tokens + t) * RECORD)
             for i in range(8):
-                own[i] = code[8 * tile + i]
-            own[SCALE_AT // 4], own[SEEDS_AT // 4], own[SEEDS_AT // 4 + 1] = scale[tile], seed[2 * tile], seed[2 * tile + 1]
+                record_words[i] = code[8 * tile + i]
+            record_words[SCALE_AT // 4] = scale[tile]
+            record_words[SEEDS_AT // 4], record_words[SEEDS_AT // 4 + 1] = seed[2 * tile], seed[2 * tile + 1]
 
 
 @inlined()
 def make_records(tokens, tiles, codes, scales, seeds, x_nbytes, records):
-    """Columns, `x_nbytes` apart in all three parts, as read by `columns`. Missing columns up to ABREAST repeat the last. Columns multiplied
-    in sequence have their own seeds, for every format."""
-    if IN_TURN:
+    """Columns, `x_nbytes` apart in all three parts, as read by `columns`. Missing columns up to COLUMNS_AT_ONCE repeat the last. Columns
+    multiplied in sequence have their own seeds, for every format."""
+    if USES_AVX2:
         for t in range(tokens):
             make_column(codes + t * x_nbytes, scales + t * x_nbytes, tiles, tokens * RECORD, records + t * RECORD)
         return
-    if IN_PAIRS:
+    if USES_AVX512:
         _pair_records(tokens, tiles, codes, scales, seeds, x_nbytes, records)
         return
     t = int64(0)
     while t < tokens:
-        count = abreast(tokens - t)
+        count = columns_at_once(tokens - t)
         for c in range(count):
             at = min(t + c, tokens - 1) * x_nbytes
-            code, scale, seed = i32_at(codes + at), i32_at(scales + at), i32_at(seeds + at)  # records lie on words
+            code, scale, seed = i32_at(codes + at), i32_at(scales + at), i32_at(seeds + at)  # records are aligned to words
             for tile in range(tiles):
                 record = records + (t * tiles + tile * count) * RECORD
-                own, seeded = i32_at(record + 32 * c), i32_at(record + 36 * count + 8 * c)
+                record_words, seeded = i32_at(record + 32 * c), i32_at(record + 36 * count + 8 * c)
                 for i in range(8):
-                    own[i] = code[8 * tile + i]
+                    record_words[i] = code[8 * tile + i]
                 i32_at(record + 32 * count + 4 * c)[0] = scale[tile]
                 seeded[0], seeded[1] = seed[2 * tile], seed[2 * tile + 1]
         t += count

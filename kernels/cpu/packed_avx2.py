@@ -1,7 +1,7 @@
 """Several columns of a low-bit weight on AVX2 without VNNI, i.e. without a four-way dot product: one column after the other.
 
 A group of sixteen rows, half a tile, stays in eight registers while all columns are processed, so an activation is read once for both
-pieces of the rows. Sixteen registers have no room for several columns' sums: those are in the L1 cache. A column's data for a tile is one
+pieces of the rows. Sixteen registers cannot hold the sums of several columns: those are in the L1 cache. A column's data for a tile is one
 cache line, its record:
 
     0 codes, int8 [32] · 32 seeds of each 8 inputs, int16 [4][2] · 48 seeds of each 16, int16 [2][2] · 56 scale · 60 sum of codes, float32
@@ -51,10 +51,10 @@ from .ir_loop import Loop
 from .packed_loops import tables_of
 from .packed_scales import places_of, tile_of
 
-IN_TURN = INSTRUCTION_SET == "avx2"  # is this the way here?
-RECORD = STRIDE = 64  # bytes of a record, and from one column's to the next: so far as from its sums to the next
+USES_AVX2 = INSTRUCTION_SET == "avx2"
+RECORD = STRIDE = 64  # bytes of a record and between columns; also the distance between the sums of columns
 assert STRIDE == 4 * ROWS
-APART = (ways.HALVES, ways.NIBBLE, ways.SMALL)  # whose two groups of a tile stay apart
+SEPARATE_GROUPS = (ways.HALVES, ways.NIBBLE, ways.SMALL)  # the two groups of a tile have separate sums
 EIGHTS_AT, SIXTEENTHS_AT, SCALE_AT, TOTAL_AT = 32, 48, 56, 60
 
 
@@ -62,17 +62,17 @@ EIGHTS_AT, SIXTEENTHS_AT, SCALE_AT, TOTAL_AT = 32, 48, 56, 60
 def make_column(builder, codes, scales, tiles, pitch, records):
     """A column's int8 [tiles * 32] and float32 scales per 32 -> its records, `pitch` bytes apart. `tiles` >= 1."""
     loop = Loop(builder, tiles, [], "records")
-    tile = loop.turn
+    tile = loop.index
     code = load(builder, builder.add(codes, builder.mul(tile, I64(32))), ir.VectorType(I8, 32))
     to = builder.add(records, builder.mul(tile, pitch))
     store(builder, code, to)
     sums = builder.sext(code, ir.VectorType(I16, 32))
-    # Inputs 2i and 2i + 1; then those of two quads, and of four, whose places in 32 bits are the same.
-    for apart, at, shift in ((1, None, 0), (2, EIGHTS_AT, LEVEL_SHIFT), (2, SIXTEENTHS_AT, SIGNED_SHIFT)):
+    # Inputs 2i and 2i + 1; then those of two quads, and of four that share 32-bit positions.
+    for distance, at, shift in ((1, None, 0), (2, EIGHTS_AT, LEVEL_SHIFT), (2, SIXTEENTHS_AT, SIGNED_SHIFT)):
         count = sums.type.count
-        first = [i for i in range(count) if i // apart % 2 == 0]
+        first = [i for i in range(count) if i // distance % 2 == 0]
         sums = builder.add(*(builder.shuffle_vector(sums, sums, ir.Constant(ir.VectorType(I32, count // 2), [i + part for i in first]))
-                             for part in (0, apart)))
+                             for part in (0, distance)))
         if at is not None:
             store(builder, builder.mul(sums, constant(sums.type, -shift)), offset(builder, to, at))
     total = I16(0)
@@ -90,19 +90,19 @@ class _Record:
         self.builder, self.address = builder, address
         self._words: dict[int, ir.Value] = {}
 
-    def _word(self, place: int) -> ir.Value:
-        if place not in self._words:
-            self._words[place] = splat(self.builder, load(self.builder, offset(self.builder, self.address, place), I32, 4), WORDS)
-        return self._words[place]
+    def _word(self, index: int) -> ir.Value:
+        if index not in self._words:
+            self._words[index] = splat(self.builder, load(self.builder, offset(self.builder, self.address, index), I32, 4), WORDS)
+        return self._words[index]
 
     def x(self, quad: int) -> ir.Value:
         return self.builder.bitcast(self._word(4 * quad), BYTES)
 
-    def seed(self, place: int) -> ir.Value:
-        return self.builder.bitcast(self._word(place), HALVES)
+    def seed(self, index: int) -> ir.Value:
+        return self.builder.bitcast(self._word(index), HALVES)
 
-    def real(self, place: int) -> ir.Value:
-        return self.builder.bitcast(self._word(place), FLOATS)
+    def real(self, index: int) -> ir.Value:
+        return self.builder.bitcast(self._word(index), FLOATS)
 
 
 def pair_up(builder: ir.IRBuilder, quad: ir.Value, x: ir.Value) -> ir.Value:
@@ -153,15 +153,15 @@ def _dots(builder: ir.IRBuilder, way: str, tile: object, group: int, weights: li
 def _abreast(builder: ir.IRBuilder, emitting: list[Emitting]) -> list[ir.Value]:
     """Interleaves several emitters. Loads stay after the yield that precedes them: the compiler would hoist all of them, which takes more
     registers than there are."""
-    given: list[ir.Value] = []
-    while not given:
-        for each in emitting:
+    results: list[ir.Value] = []
+    while not results:
+        for generator in emitting:
             try:
-                next(each)
+                next(generator)
             except StopIteration as end:
-                given.append(end.value)
+                results.append(end.value)
         builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
-    return given
+    return results
 
 
 def _add(builder: ir.IRBuilder, way: str, tile: object, group: int, dots: ir.Value, record: _Record, total: ir.Value) -> ir.Value:
@@ -171,76 +171,76 @@ def _add(builder: ir.IRBuilder, way: str, tile: object, group: int, dots: ir.Val
         return fma(builder, dots, scale, total)
     if way in (ways.SIGNED, ways.TABLE):
         return fma(builder, builder.fmul(dots, tile.factor), scale, total)
-    if way == ways.EXPONENTS:  # the zeros are the 64 that the seeds took back
+    if way == ways.EXPONENTS:  # the zero point is the 64 that the seeds subtract
         return fma(builder, builder.fmul(dots, tile.factors[0]), scale, total)
     if way == ways.MINIMA:
         dots = tile.whole(dots, record.real(TOTAL_AT))
     if way in (ways.SUPER, ways.MINIMA):
         return fma(builder, fma(builder, tile.minimum, record.real(TOTAL_AT), builder.fmul(dots, tile.factor)), scale, total)
-    if way in APART:  # the seed is -32 times the sum of the codes, in two parts
+    if way in SEPARATE_GROUPS:  # the seed is -32 times the sum of the codes, in two parts
         seed = to_floats(builder, scale_up(builder, record.seed(SIXTEENTHS_AT + 4 * group), constant(HALVES, -1)))
         seed = builder.fmul(seed, constant(FLOATS, 1 / SIGNED_SHIFT))
         if way == ways.NIBBLE:
             return fma(builder, fma(builder, tile.minima[group], seed, builder.fmul(dots, tile.factors[group])), scale, total)
     else:
         seed = record.real(TOTAL_AT)
-    own = fma(builder, tile.below, seed, dots)  # exact: both are below 2**20
-    return fma(builder, builder.fmul(own, tile.factors[group if way in APART else 0]), scale, total)
+    corrected = fma(builder, tile.below, seed, dots)  # exact: both are below 2**20
+    return fma(builder, builder.fmul(corrected, tile.factors[group if way in SEPARATE_GROUPS else 0]), scale, total)
 
 
 def next_column(loop: Loop) -> None:
     """The end of a loop over columns. The trip count is hidden from the compiler: it would unroll the loop and spill registers."""
     builder = loop.builder
-    following = opaque_address(builder, builder.add(loop.turn, I64(STRIDE)))
-    loop.turn.add_incoming(following, builder.basic_block)
+    following = opaque_address(builder, builder.add(loop.index, I64(STRIDE)))
+    loop.index.add_incoming(following, builder.basic_block)
     builder.cbranch(builder.icmp_signed("<", following, loop.count), loop.body, loop.done)
     builder.position_at_end(loop.done)
 
 
-def columns(way: str, most: int):
-    """The loop over expanded tiles for any number of columns, codes up to `most`."""
+def columns(way: str, max_weight: int):
+    """The loop over expanded tiles for any number of columns, codes up to `max_weight`."""
 
     @llvm_intrinsic
-    def run(builder, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
+    def run(builder, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, offsets):
         """Tiles [begin, end) of a row block, expanded at `quads`, times `count` >= 1 columns; adds to float32 [count][16] at `sums`.
 
         x: records [tile][count], from tile 0 on. Before `quads` there is room for int32 [count][16]. The others are those of
-        `packed_loops.columns`; row blocks are multiplied one by one, so `apart` says nothing.
+        `packed_loops.columns`; row blocks are multiplied one by one, so `offsets` says nothing.
         """
         _, steps = tables_of(builder, way, tables)
         nbytes = builder.mul(count, I64(STRIDE))
         parts = builder.sub(quads, nbytes)
         loop = Loop(builder, end, [], "tiles", begin)
-        tile = loop.turn
-        places = places_of(builder, way, scales, zeros, tile, shift, zero_shift)
+        tile = loop.index
+        scale_addresses = places_of(builder, way, scales, zeros, tile, shift, zero_shift)
         passed = builder.sub(tile, begin)
-        wanted, part = builder.add(ahead, builder.mul(passed, share)), builder.lshr(share, I64(2))
+        prefetch_at, part = builder.add(ahead, builder.mul(passed, share)), builder.lshr(share, I64(2))
         for i in range(4):
-            prefetch_lines(builder, builder.add(wanted, builder.mul(part, I64(i))), 64, 2)
+            prefetch_lines(builder, builder.add(prefetch_at, builder.mul(part, I64(i))), 64, 2)
         at = builder.add(quads, builder.mul(passed, I64(64 * 8)))
         records = builder.add(x, builder.mul(tile, nbytes))
-        factors = [tile_of(builder, way, steps, *places, piece, most) for piece in range(PIECES)]
+        factors = [tile_of(builder, way, steps, *scale_addresses, piece, max_weight) for piece in range(PIECES)]
         for group in (0, 1):
-            here = [[offset(builder, at, 64 * j + WIDTH * piece) for j in range(4 * group, 4 * group + 4)] for piece in range(PIECES)]
-            weights = [[load(builder, each, BYTES, WIDTH) for each in own] for own in here]
-            if most > 127:
+            addresses = [[offset(builder, at, 64 * j + WIDTH * piece) for j in range(4 * group, 4 * group + 4)] for piece in range(PIECES)]
+            weights = [[load(builder, address, BYTES, WIDTH) for address in row_addresses] for row_addresses in addresses]
+            if max_weight > 127:
                 size = function(builder, BYTES, [BYTES, I1], f"llvm.abs.v{WIDTH}i8")
-                weights = [[builder.call(size, [each, I1(0)]) for each in own] for own in weights]
-            turns = Loop(builder, nbytes, [], "turns")
-            place = turns.turn
-            record = _Record(builder, builder.add(records, place))
-            signs = here if most > 127 else [()] * PIECES
+                weights = [[builder.call(size, [address, I1(0)]) for address in row_addresses] for row_addresses in weights]
+            column_loop = Loop(builder, nbytes, [], "turns")
+            byte_offset = column_loop.index
+            record = _Record(builder, builder.add(records, byte_offset))
+            signs = addresses if max_weight > 127 else [()] * PIECES
             dots = _abreast(builder, [_dots(builder, way, factors[piece], group, weights[piece], signs[piece], record)
                                       for piece in range(PIECES)])
-            for piece, own in enumerate(dots):
-                spot, kept = (offset(builder, builder.add(each, place), WIDTH * piece) for each in (sums, parts))
-                if group == 0 and way not in APART:
-                    store(builder, own, kept, WIDTH)
+            for piece, row_addresses in enumerate(dots):
+                spot, total_at = (offset(builder, builder.add(address, byte_offset), WIDTH * piece) for address in (sums, parts))
+                if group == 0 and way not in SEPARATE_GROUPS:
+                    store(builder, row_addresses, total_at, WIDTH)
                     continue
-                if way not in APART:
-                    own = builder.add(own, load(builder, kept, WORDS, WIDTH))
-                store(builder, _add(builder, way, factors[piece], group, own, record, load(builder, spot, FLOATS, 4)), spot, 4)
-            next_column(turns)
+                if way not in SEPARATE_GROUPS:
+                    row_addresses = builder.add(row_addresses, load(builder, total_at, WORDS, WIDTH))
+                store(builder, _add(builder, way, factors[piece], group, row_addresses, record, load(builder, spot, FLOATS, 4)), spot, 4)
+            next_column(column_loop)
         loop.end([])
 
     return run

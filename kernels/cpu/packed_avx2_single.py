@@ -22,18 +22,18 @@ from .ir_loop import Loop
 from .packed_avx2 import EIGHTS_AT, RECORD, SCALE_AT, pair_up, scale_up
 from .packed_loops import STREAMS, end_tiles, tile_at
 
-SPREAD_WORDS = 12  # of a record: codes, and seeds of each 8 inputs
-SPREAD = SPREAD_WORDS * WIDTH + 64  # bytes of a record that is spread out: its words, then the scale
-ENTRIES = 16  # of a table, which every 16 bytes of a vector have
+SPREAD_WORDS = 12  # of a record: codes, and seeds of 8 inputs each
+SPREAD = SPREAD_WORDS * WIDTH + 64  # bytes of an expanded record: its words, then the scale
+ENTRIES = 16  # entries of a table, which is repeated every 16 bytes of a vector
 NIBBLES, EVERY_OTHER_TWO, THIRDS = 0x0F, 0x33, 0x0C
-NOTHING = 0x80  # an index that finds a zero
+ZERO_INDEX = 0x80  # index of a zero in a byte shuffle
 
 
 @llvm_intrinsic
 def spread_records(builder, records, tiles, out):
     """A column's records -> the same broadcast to whole vectors, SPREAD bytes per tile. `tiles` >= 1."""
     loop = Loop(builder, tiles, [], "spread")
-    tile = loop.turn
+    tile = loop.index
     record = builder.add(records, builder.mul(tile, I64(RECORD)))
     to = builder.add(out, builder.mul(tile, I64(SPREAD)))
     for i in range(SPREAD_WORDS):
@@ -55,8 +55,8 @@ def _bits(builder: ir.IRBuilder, value: ir.Value, right: int, mask: int | None =
     return moved if mask is None else builder.and_(moved, constant(BYTES, mask))
 
 
-def _table(builder: ir.IRBuilder, entries: ir.Value, places: list[int]) -> ir.Value:
-    return builder.shuffle_vector(entries, entries, ir.Constant(ir.VectorType(I32, WIDTH), places * (WIDTH // ENTRIES)))
+def _table(builder: ir.IRBuilder, entries: ir.Value, indices: list[int]) -> ir.Value:
+    return builder.shuffle_vector(entries, entries, ir.Constant(ir.VectorType(I32, WIDTH), indices * (WIDTH // ENTRIES)))
 
 
 def _tables(builder: ir.IRBuilder, address: ir.Value, bits: int) -> tuple[list[ir.Value], ir.Value]:
@@ -65,39 +65,39 @@ def _tables(builder: ir.IRBuilder, address: ir.Value, bits: int) -> tuple[list[i
     lane = ir.VectorType(BYTES.element, ENTRIES)
     levels = builder.add(load(builder, address, lane), constant(lane, LEVEL_SHIFT))
     plain = list(range(ENTRIES))
-    places = [plain, plain] if bits != 3 else [[i & 7 for i in plain], [i & 3 | i >> 1 & 4 for i in plain]]
+    index_lists = [plain, plain] if bits != 3 else [[i & 7 for i in plain], [i & 3 | i >> 1 & 4 for i in plain]]
     steps = load(builder, offset(builder, address, LEVELS_NBYTES), lane)
-    return [_table(builder, levels, each) for each in places], _table(builder, steps, plain)
+    return [_table(builder, levels, indices) for indices in index_lists], _table(builder, steps, plain)
 
 
 def _indices(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int, group: int) -> list[ir.Value]:
     """Lookup indices of the four quads of a group, for one piece of a tile's rows."""
 
     def vector(at: int) -> ir.Value:
-        return load(builder, offset(builder, address, at + WIDTH * piece), BYTES)  # a mapped file's tensors lie anywhere
+        return load(builder, offset(builder, address, at + WIDTH * piece), BYTES)  # tensors of a mapped file may be unaligned
 
     if bits == 4:
         return [_bits(builder, raw, 4 * odd, NIBBLES) for raw in (vector(128 * group), vector(128 * group + 64)) for odd in (0, 1)]
     raw = vector(64 * group)
-    found = [_bits(builder, raw, 2 * odd, EVERY_OTHER_TWO) for odd in (0, 1)]
-    found += [_bits(builder, each, 4) for each in found]
+    vectors = [_bits(builder, raw, 2 * odd, EVERY_OTHER_TWO) for odd in (0, 1)]
+    vectors += [_bits(builder, half, 4) for half in vectors]
     if bits == 2:
-        return found
+        return vectors
     raw = vector(128)  # quad j has bit j
     thirds = [_bits(builder, raw, 4 * group + 2 * pair - 2, THIRDS) for pair in (0, 1)]
-    return [builder.or_(code, thirds[j // 2]) for j, code in enumerate(found)]
+    return [builder.or_(code, thirds[j // 2]) for j, code in enumerate(vectors)]
 
 
 def _steps(builder: ir.IRBuilder, table: ir.Value, address: ir.Value) -> list[list[ir.Value]]:
     """The step factors of the two groups, per piece: a row's step twice, as 16-bit numbers."""
     codes = _table(builder, load(builder, address, ir.VectorType(BYTES.element, ENTRIES)), list(range(ENTRIES)))
     steps = [_look_up(builder, table, _bits(builder, codes, 4 * odd, NIBBLES)) for odd in (0, 1)]
-    rows = [[LANES * piece + i // 4 if i % 2 == 0 else NOTHING for i in range(WIDTH)] for piece in range(PIECES)]
-    return [[builder.bitcast(_look_up(builder, each, ir.Constant(BYTES, own)), HALVES) for each in steps] for own in rows]
+    rows = [[LANES * piece + i // 4 if i % 2 == 0 else ZERO_INDEX for i in range(WIDTH)] for piece in range(PIECES)]
+    return [[builder.bitcast(_look_up(builder, step, ir.Constant(BYTES, indices)), HALVES) for step in steps] for indices in rows]
 
 
 def single(bits: int):
-    """The decode loop of a codebook of so many bits, where columns go by in turn."""
+    """The decode loop (one column) of a codebook with codes of `bits` bits."""
 
     @llvm_intrinsic
     def run(builder, table, tables, x, tiles, shift, zero_shift, out):
@@ -107,15 +107,15 @@ def single(bits: int):
         column, (levels, steps) = slot(x, 3), _tables(builder, tables, bits)
         pieces = [(s, piece) for s in range(STREAMS) for piece in range(PIECES)]
         loop = Loop(builder, tiles, [constant(FLOATS, 0.0)] * len(pieces), "tiles")
-        tile, totals = loop.turn, loop.values
-        at = [tile_at(builder, each, following, tile, tiles, tile_nbytes(bits)) for each, following in zip(codes, nexts, strict=True)]
-        places = [builder.add(each, builder.mul(tile, I64(ROWS))) for each in scales]
-        factors = [each for place in places for each in _steps(builder, steps, place)]
+        tile, totals = loop.index, loop.values
+        at = [tile_at(builder, address, following, tile, tiles, tile_nbytes(bits)) for address, following in zip(codes, nexts, strict=True)]
+        scale_addresses = [builder.add(address, builder.mul(tile, I64(ROWS))) for address in scales]
+        factors = [address for scale_address in scale_addresses for address in _steps(builder, steps, scale_address)]
         column = builder.add(column, builder.mul(tile, I64(SPREAD)))
         sums: list[ir.Value | None] = [None] * len(pieces)
 
-        def word(place: int, kind: ir.VectorType) -> ir.Value:
-            return builder.bitcast(load(builder, offset(builder, column, WIDTH * place), WORDS, WIDTH), kind)
+        def word(scale_address: int, kind: ir.VectorType) -> ir.Value:
+            return builder.bitcast(load(builder, offset(builder, column, WIDTH * scale_address), WORDS, WIDTH), kind)
 
         for group in (0, 1):
             for index, (s, piece) in enumerate(pieces):
@@ -127,10 +127,10 @@ def single(bits: int):
                         pairs = builder.add(pairs, pair_up(builder, level, word(4 * group + 2 * pair + odd, BYTES)))
                     part = scale_up(builder, pairs, factors[index][group])
                     sums[index] = part if sums[index] is None else builder.add(sums[index], part)
-                # The compiler would keep what the next piece reads again in registers, of which there are too few.
+                # Otherwise the compiler keeps values that the next piece reads again in registers, of which there are too few.
                 builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
         x_scale = splat(builder, load(builder, offset(builder, column, WIDTH * SPREAD_WORDS), F32, 4), FLOATS)
-        updated = [fma(builder, to_floats(builder, each), x_scale, total) for each, total in zip(sums, totals, strict=True)]
+        updated = [fma(builder, to_floats(builder, address), x_scale, total) for address, total in zip(sums, totals, strict=True)]
         end_tiles(builder, loop, updated, out)
 
     return run

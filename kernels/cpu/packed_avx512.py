@@ -25,16 +25,16 @@ from .int8_products import side_by_side
 from .intrinsics import F32, I64
 from .ir_loop import Loop
 from .packed_avx2 import next_column
-from .packed_loops import MOST_LEVEL, SUMS_NBYTES, WITH_LEVELS, quads_of_x, seeds_of, tables_of, weights_of
+from .packed_loops import MAX_RAISED_LEVEL, SUMS_NBYTES, WITH_LEVELS, quads_of_x, seeds_of, tables_of, weights_of
 from .packed_scales import places_of, tile_of
 
-IN_PAIRS = INSTRUCTION_SET == "avx512"  # is this the way here?
+USES_AVX512 = INSTRUCTION_SET == "avx512"
 PAIR = 2
-RECORD = STRIDE = 64  # bytes of a record, and from one column's to the next: so far as from its sums to the next
+RECORD = STRIDE = 64  # bytes of a record and between columns; also the distance between the sums of columns
 SCALE_AT, SEEDS_AT = 32, 36
-# Bytes of a row block that are asked for before they are read, and up to how many columns a row block is alone: their arithmetic hides
-# behind memory, of which one run comes faster than two. Where nothing was measured: what does no harm.
-AHEAD, FEW = {"znver5": (7168, 2), "znver4": (1024, 2)}.get(target()[0], (5120, 0))
+# Prefetch distance in a row block, and the number of columns up to which a row block is processed alone: their arithmetic hides behind
+# memory, which is faster for one run than for two. The default, for unmeasured processors, is harmless.
+PREFETCH_NBYTES, FEW_COLUMNS = {"znver5": (7168, 2), "znver4": (1024, 2)}.get(target()[0], (5120, 0))
 
 
 class _RowBlock(NamedTuple):
@@ -51,26 +51,26 @@ class _RowBlock(NamedTuple):
 def _columns_go_by(builder: ir.IRBuilder, way: str, weights: list[list[ir.Value]], parts: list, sums: Sequence[ir.Value], records: ir.Value,
                    nbytes: ir.Value) -> None:
     """A tile of some row blocks, in registers, times all columns."""
-    turns = Loop(builder, nbytes, [], "turns")
-    place = turns.turn
-    record = builder.add(records, place)
+    column_loop = Loop(builder, nbytes, [], "turns")
+    byte_offset = column_loop.index
+    record = builder.add(records, byte_offset)
     codes, seeds = quads_of_x(builder, record), seeds_of(builder, way, offset(builder, record, SEEDS_AT))
     scale = splat(builder, load(builder, offset(builder, record, SCALE_AT), F32, 4), FLOATS)
-    spots = [builder.add(each, place) for each in sums]
+    spots = [builder.add(address, byte_offset) for address in sums]
     totals = side_by_side([part.times(quads, codes, seeds, scale, load(builder, spot, FLOATS, 4))
                            for part, quads, spot in zip(parts, weights, spots, strict=True)])
     for total, spot in zip(totals, spots, strict=True):
         store(builder, total, spot, 4)
-    next_column(turns)
+    next_column(column_loop)
 
 
 def pairs(bits: int, way: str):
     """The loop of one format."""
-    most = MOST_LEVEL if way in WITH_LEVELS else (1 << bits) - 1
+    max_weight = MAX_RAISED_LEVEL if way in WITH_LEVELS else (1 << bits) - 1
 
     @llvm_intrinsic
-    def run(builder, count, together, table, tables, x, tiles, shift, zero_shift, sums):
-        """`together` row blocks, PAIR or one, times `count` columns: adds to float32 [PAIR][16][16] at `sums`.
+    def run(builder, count, row_blocks, table, tables, x, tiles, shift, zero_shift, sums):
+        """`row_blocks` row blocks, PAIR or one, times `count` columns: adds to float32 [PAIR][16][16] at `sums`.
 
         table: addresses of the blocks' codes, then of their scales, then of their zeros, then of the codes and of the scales that are read
         next, which are asked for. x: records [tile][count]. The others are those of `packed_loops.single`.
@@ -78,29 +78,29 @@ def pairs(bits: int, way: str):
         levels, steps = tables_of(builder, way, tables, bits)
         nbytes, end = builder.mul(count, I64(STRIDE)), builder.mul(tiles, I64(tile_nbytes(bits)))
         slots = [[load(builder, offset(builder, table, 8 * (PAIR * part + r)), I64, 8) for part in range(5)] for r in range(PAIR)]
-        blocks = [_RowBlock(*own, offset(builder, sums, SUMS_NBYTES * r)) for r, own in enumerate(slots)]
+        blocks = [_RowBlock(*row_block, offset(builder, sums, SUMS_NBYTES * r)) for r, row_block in enumerate(slots)]
 
-        def walk(together: list[_RowBlock]) -> None:
+        def walk(row_blocks: list[_RowBlock]) -> None:
             loop = Loop(builder, tiles, [], "tiles")
-            tile = loop.turn
+            tile = loop.index
             passed, weights, parts = builder.mul(tile, I64(tile_nbytes(bits))), [], []
-            for own in together:
-                at, behind = builder.add(own.codes, passed), builder.sub(builder.add(passed, I64(AHEAD)), end)
-                here = builder.icmp_signed("<", behind, I64(0))
-                wanted = builder.select(here, offset(builder, at, AHEAD), builder.add(own.next_codes, behind))
-                prefetch_lines(builder, wanted, tile_nbytes(bits))
-                places = places_of(builder, way, own.scales, own.zeros, tile, shift, zero_shift)
-                prefetch_lines(builder, builder.add(own.next_scales, builder.sub(places[0], own.scales)), 64)
+            for row_block in row_blocks:
+                at, overrun = builder.add(row_block.codes, passed), builder.sub(builder.add(passed, I64(PREFETCH_NBYTES)), end)
+                is_inside = builder.icmp_signed("<", overrun, I64(0))
+                prefetch_at = builder.select(is_inside, offset(builder, at, PREFETCH_NBYTES), builder.add(row_block.next_codes, overrun))
+                prefetch_lines(builder, prefetch_at, tile_nbytes(bits))
+                scale_addresses = places_of(builder, way, row_block.scales, row_block.zeros, tile, shift, zero_shift)
+                prefetch_lines(builder, builder.add(row_block.next_scales, builder.sub(scale_addresses[0], row_block.scales)), 64)
                 weights.append(weights_of(builder, way, levels, at, bits, 0))
-                parts.append(tile_of(builder, way, steps, *places, 0, most))
-            records, spots = builder.add(x, builder.mul(tile, nbytes)), [own.sums for own in together]
+                parts.append(tile_of(builder, way, steps, *scale_addresses, 0, max_weight))
+            records, spots = builder.add(x, builder.mul(tile, nbytes)), [row_block.sums for row_block in row_blocks]
             _columns_go_by(builder, way, weights, parts, spots, records, nbytes)
             loop.end([])
 
-        if not FEW:
+        if not FEW_COLUMNS:
             walk(blocks)
             return
-        with builder.if_else(builder.icmp_signed("==", together, I64(PAIR))) as (both, one):
+        with builder.if_else(builder.icmp_signed("==", row_blocks, I64(PAIR))) as (both, one):
             with both:
                 walk(blocks)
             with one:
@@ -109,11 +109,11 @@ def pairs(bits: int, way: str):
     return run
 
 
-def columns(way: str, most: int):
-    """The same from expanded tiles, codes up to `most`."""
+def columns(way: str, max_weight: int):
+    """The same from expanded tiles, codes up to `max_weight`."""
 
     @llvm_intrinsic
-    def run(builder, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
+    def run(builder, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, offsets):
         """Tiles [begin, end) of PAIR row blocks, expanded at `quads`, times `count` columns: adds to float32 [PAIR][16][16] at `sums`.
 
         x: records [tile][count], from tile 0 on. apart: address of how far a second row block's quads, scales, zeros and `ahead` lie behind
@@ -121,18 +121,18 @@ def columns(way: str, most: int):
         """
         _, steps = tables_of(builder, way, tables)
         firsts = quads, scales, zeros, ahead
-        seconds = [builder.add(each, load(builder, offset(builder, apart, 8 * i), I64, 8)) for i, each in enumerate(firsts)]
+        seconds = [builder.add(address, load(builder, offset(builder, offsets, 8 * i), I64, 8)) for i, address in enumerate(firsts)]
         nbytes, quarter = builder.mul(count, I64(STRIDE)), builder.lshr(share, I64(2))
         loop = Loop(builder, end, [], "tiles", begin)
-        tile = loop.turn
+        tile = loop.index
         passed, weights, parts = builder.sub(tile, begin), [], []
-        for own, scale, zero, following in (firsts, seconds):
-            wanted = builder.add(following, builder.mul(passed, share))
+        for block_quads, scale, zero, following in (firsts, seconds):
+            prefetch_at = builder.add(following, builder.mul(passed, share))
             for i in range(4):
-                prefetch_lines(builder, builder.add(wanted, builder.mul(quarter, I64(i))), 64, 2)
-            at = builder.add(own, builder.mul(passed, I64(64 * 8)))
+                prefetch_lines(builder, builder.add(prefetch_at, builder.mul(quarter, I64(i))), 64, 2)
+            at = builder.add(block_quads, builder.mul(passed, I64(64 * 8)))
             weights.append([load(builder, offset(builder, at, 64 * j), BYTES, WIDTH) for j in range(8)])
-            parts.append(tile_of(builder, way, steps, *places_of(builder, way, scale, zero, tile, shift, zero_shift), 0, most))
+            parts.append(tile_of(builder, way, steps, *places_of(builder, way, scale, zero, tile, shift, zero_shift), 0, max_weight))
         spots = [offset(builder, sums, SUMS_NBYTES * r) for r in range(PAIR)]
         _columns_go_by(builder, way, weights, parts, spots, builder.add(x, builder.mul(tile, nbytes)), nbytes)
         loop.end([])

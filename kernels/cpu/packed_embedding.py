@@ -79,11 +79,11 @@ def _codes(tile, bits, row, columns, out):
     for log in range(3, -1, -1):
         width = int64(1) << log
         if bits & width:
-            byte, mask, apart = u8_at(at + 4 * row), (int64(1) << width) - 1, 3 - log
+            byte, mask, plane_shift = u8_at(at + 4 * row), (int64(1) << width) - 1, 3 - log
             for k in range(columns):
                 quad = k >> 2
-                found = int64(byte[((quad >> apart) << 6) + (k & 3)]) >> ((quad & ((1 << apart) - 1)) << log)
-                code[k] |= int32((found & mask) << shift)
+                low_code = int64(byte[((quad >> plane_shift) << 6) + (k & 3)]) >> ((quad & ((1 << plane_shift) - 1)) << log)
+                code[k] |= int32((low_code & mask) << shift)
             shift += width
             at += 64 * width
 
@@ -110,35 +110,35 @@ def _values(a, m, block, tile, row, columns, out):
     elif scheme == MINIMUM:
         shift = a[m + SHIFT]
         pair = a[m + SCALES] + (block * (tiles >> shift) + (tile >> shift)) * 4 * ROWS + 2 * row
-        scale, least = half_at(pair), half_at(pair + 2 * ROWS)
+        scale, minimum = half_at(pair), half_at(pair + 2 * ROWS)
         for k in range(columns):
-            value[k] = scale * float32(code[k]) + least
+            value[k] = scale * float32(code[k]) + minimum
     elif scheme == FLOAT:
         scale = f32_at(a[m + SCALES])[(block * tiles + tile) >> a[m + SHIFT]]
         for k in range(columns):
             value[k] = scale * e4m3(np.uint32(code[k]))
     elif scheme == SUPER:
         record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * SUPER_NBYTES
-        own = record + SUPER_HEADER_NBYTES + (tile & 7) * SUPER_TILE_NBYTES
-        low, high = int64(u8_at(own)[row]), int64(u8_at(own + ROWS)[row % (ROWS // 2)]) >> (4 * (row // (ROWS // 2))) & 15
+        tile_record = record + SUPER_HEADER_NBYTES + (tile & 7) * SUPER_TILE_NBYTES
+        low, high = int64(u8_at(tile_record)[row]), int64(u8_at(tile_record + ROWS)[row % (ROWS // 2)]) >> (4 * (row // (ROWS // 2))) & 15
         scale = half_at(record + 2 * row) * float32(low & 63)
-        least = half_at(record + 2 * (ROWS + row)) * float32(low >> 6 | high << 2)
+        minimum = half_at(record + 2 * (ROWS + row)) * float32(low >> 6 | high << 2)
         for k in range(columns):
-            value[k] = scale * float32(code[k]) - least
+            value[k] = scale * float32(code[k]) - minimum
     elif scheme == NIBBLE:
         record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * NIBBLE_NBYTES
         d, e = half_at(record + 2 * row), half_at(record + 2 * (ROWS + row))
         both = u8_at(record + SUPER_HEADER_NBYTES + (tile & 7) * NIBBLE_TILE_NBYTES + row)
         for k in range(columns):
-            own = int64(both[(k >> 4) * ROWS])
-            value[k] = d * float32(own & 15) * float32(code[k]) - e * float32(own >> 4)
+            tile_record = int64(both[(k >> 4) * ROWS])
+            value[k] = d * float32(tile_record & 15) * float32(code[k]) - e * float32(tile_record >> 4)
     elif scheme == SIGNED or scheme == TABLE:
         record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * SIGNED_NBYTES
         steps, scale = i8_at(record + SIGNED_HEADER_NBYTES + (tile & 7) * SIGNED_TILE_NBYTES + row), half_at(record + 2 * row)
         levels = i8_at(a[m + TABLES])
         for k in range(columns):
-            meant = int64(levels[code[k]]) if scheme == TABLE else int64(code[k]) - 32
-            value[k] = scale * float32(int64(steps[(k >> 4) * ROWS]) * meant)
+            level = int64(levels[code[k]]) if scheme == TABLE else int64(code[k]) - 32
+            value[k] = scale * float32(int64(steps[(k >> 4) * ROWS]) * level)
     else:
         shift = a[m + SHIFT]
         for half in range(2):
@@ -173,17 +173,17 @@ def embed_rows(args, worker, counter):
         else:
             row_scale = bits_to_f32(np.uint32(u16_at(a[m + ROW_SCALES])[ids[index]]) << np.uint32(16))
         for tile in range((depth + TILE - 1) // TILE):
-            here, columns = start + 4 * TILE * tile, min(TILE, depth - TILE * tile)
-            _codes(a[m + WEIGHT] + (block * tiles + tile) * 64 * bits, bits, row, columns, here)
-            _values(a, m, block, tile, row, columns, here)
+            tile_at, columns = start + 4 * TILE * tile, min(TILE, depth - TILE * tile)
+            _codes(a[m + WEIGHT] + (block * tiles + tile) * 64 * bits, bits, row, columns, tile_at)
+            _values(a, m, block, tile, row, columns, tile_at)
         for k in range(depth):
             out[k] *= row_scale
         if a[m + SPARSE] != 0:
             starts = u32_at(a[m + SPARSE])
             at = a[m + SPARSE] + 4 * ((a[m + ROW_COUNT] + ROWS - 1) // ROWS + 1)
-            place, correction = u32_at(at), u16_at(at + 4 * a[m + SPARSE_COUNT])
+            position, correction = u32_at(at), u16_at(at + 4 * a[m + SPARSE_COUNT])
             for i in range(int64(starts[block]), int64(starts[block + 1])):
-                if int64(place[i] >> np.uint32(28)) == row:
-                    out[int64(place[i] & np.uint32(0x0FFFFFFF))] += bits_to_f32(np.uint32(correction[i]) << np.uint32(16))
+                if int64(position[i] >> np.uint32(28)) == row:
+                    out[int64(position[i] & np.uint32(0x0FFFFFFF))] += bits_to_f32(np.uint32(correction[i]) << np.uint32(16))
         for k in range(depth):
             out[k] *= factor

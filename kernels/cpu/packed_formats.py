@@ -12,25 +12,25 @@ import numpy as np
 from ..compile import Jit, jit
 from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES
 from . import packed_scales as ways
-from .packed_avx2 import IN_TURN
+from .packed_avx2 import USES_AVX2
 from .packed_avx2 import columns as columns_in_turn
 from .packed_avx2_single import single as single_book
-from .packed_avx512 import IN_PAIRS, pairs
+from .packed_avx512 import USES_AVX512, pairs
 from .packed_avx512 import columns as columns_of_pairs
 from .packed_loops import columns as columns_abreast
 from .packed_loops import expand, single
 
-columns = columns_in_turn if IN_TURN else columns_of_pairs if IN_PAIRS else columns_abreast
-# How a scheme's sums are scaled, and how its codes are expanded; the others in both as PLAIN.
-WAYS = {"codebook": ways.CODEBOOK, "super": ways.SUPER, "nibble": ways.NIBBLE, "minimum": ways.MINIMA, "nvfp": ways.SMALL,
-        "signed": ways.SIGNED, "table": ways.TABLE, "mxfp": ways.EXPONENTS, "block": ways.BLOCKS, "offset": ways.BLOCKS}
+columns = columns_in_turn if USES_AVX2 else columns_of_pairs if USES_AVX512 else columns_abreast
+# How the sums of a scheme are scaled, and how its codes are expanded; PLAIN for the others.
+SCALINGS = {"codebook": ways.CODEBOOK, "super": ways.SUPER, "nibble": ways.NIBBLE, "minimum": ways.MINIMA, "nvfp": ways.SMALL,
+            "signed": ways.SIGNED, "table": ways.TABLE, "mxfp": ways.EXPONENTS, "block": ways.BLOCKS, "offset": ways.BLOCKS}
 EXPANDED = {"codebook": ways.CODEBOOK, "table": ways.TABLE, "mxfp": ways.EXPONENTS, "nvfp": ways.EXPONENTS}
-# The largest byte that several columns are multiplied by.
-MOST = {ways.CODEBOOK: 127, ways.SUPER: 31, ways.SIGNED: 63, ways.EXPONENTS: 127, ways.SMALL: 127, ways.NIBBLE: 3}
-# Slots of a format's table: addresses of the loop of one column, of that for pairs of row blocks (0 where there is none), of what expands
-# codes for several columns, and of their loop.
+# The largest byte that several columns are multiplied by; 255 for the others.
+MAX_WEIGHTS = {ways.CODEBOOK: 127, ways.SUPER: 31, ways.SIGNED: 63, ways.EXPONENTS: 127, ways.SMALL: 127, ways.NIBBLE: 3}
+# Slots of a format's table, addresses of: the loop for one column, the loop for pairs of row blocks (0: none), the expansion for several
+# columns, and the loop for several columns.
 SINGLE, PAIRS, EXPAND, COLUMNS = range(4)
-_TABLES: list[np.ndarray] = []  # whose addresses kernels hold
+_TABLES: list[np.ndarray] = []  # kept alive: kernels hold their addresses
 
 
 class Loops(NamedTuple):
@@ -42,12 +42,12 @@ class Loops(NamedTuple):
     columns: Jit
 
     def functions(self) -> list[Jit]:
-        return [each for each in self if each is not None]
+        return [function for function in self if function is not None]
 
 
 def single_for(bits: int, way: str) -> Callable:
     """The loop of one column of a format."""
-    return single_book(bits) if IN_TURN and way == ways.CODEBOOK else single(bits, way)
+    return single_book(bits) if USES_AVX2 and way == ways.CODEBOOK else single(bits, way)
 
 
 @cache
@@ -81,13 +81,13 @@ def _expand(bits: int, way: str) -> Jit:
 
 
 @cache
-def _columns(way: str, most: int) -> Jit:
-    loop = columns(way, most)
+def _columns(way: str, max_weight: int) -> Jit:
+    loop = columns(way, max_weight)
 
     def body(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
         loop(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
 
-    return _named(body, f"columns_{way}_{most}", 14)
+    return _named(body, f"columns_{way}_{max_weight}", 14)
 
 
 def _named(body: Callable, name: str, arguments: int) -> Jit:
@@ -97,21 +97,21 @@ def _named(body: Callable, name: str, arguments: int) -> Jit:
 
 def loops_of(scheme: str, bits: int, halves: bool) -> Loops:
     """The loops of a format; `halves`: each half of a tile has its own scale."""
-    way = WAYS.get(scheme, ways.PLAIN)
-    several = ways.HALVES if halves and way == ways.PLAIN else way
-    most = MOST.get(several, 255)
-    if IN_TURN and several in (ways.PLAIN, ways.HALVES, ways.MINIMA, ways.BLOCKS) and bits <= 6:
-        # with small codes, several quads of which are summed in 16 bits
-        most = 63 if bits == 6 or several == ways.HALVES else 31
-    return Loops(_single(bits, way), _pairs(bits, way) if IN_PAIRS else None, _expand(bits, EXPANDED.get(scheme, ways.PLAIN)),
-                 _columns(several, most))
+    way = SCALINGS.get(scheme, ways.PLAIN)
+    columns_way = ways.HALVES if halves and way == ways.PLAIN else way
+    max_weight = MAX_WEIGHTS.get(columns_way, 255)
+    if USES_AVX2 and columns_way in (ways.PLAIN, ways.HALVES, ways.MINIMA, ways.BLOCKS) and bits <= 6:
+        # small codes, several quads of which are summed in 16 bits
+        max_weight = 63 if bits == 6 or columns_way == ways.HALVES else 31
+    return Loops(_single(bits, way), _pairs(bits, way) if USES_AVX512 else None, _expand(bits, EXPANDED.get(scheme, ways.PLAIN)),
+                 _columns(columns_way, max_weight))
 
 
 def functions_of(form: str) -> list[Jit]:
     """The functions compiled for one of `tiles.FORMATS`."""
     scheme, _, bits = form.rpartition("-")
-    halves = [False, True] if scheme not in WAYS else [False]
-    return list(dict.fromkeys(each for half in halves for each in loops_of(scheme, int(bits), half).functions()))
+    halves = [False, True] if scheme not in SCALINGS else [False]
+    return list(dict.fromkeys(function for half in halves for function in loops_of(scheme, int(bits), half).functions()))
 
 
 @cache
@@ -119,6 +119,6 @@ def table_at(kind: int, shift: int) -> int:
     """Address of a format's loop table, stored in field `packed_matrix.LOOPS`; `kind` and `shift` as in a matrix's fields. Compiles loops
     as needed."""
     scheme = next(name for name, number in SCHEMES.items() if number == kind & SCHEME_MASK)
-    found = loops_of(scheme, kind >> SCHEME_SHIFT, shift < 0)
-    _TABLES.append(np.array([0 if each is None else each.address for each in found], np.int64))
+    loops = loops_of(scheme, kind >> SCHEME_SHIFT, shift < 0)
+    _TABLES.append(np.array([0 if function is None else function.address for function in loops], np.int64))
     return _TABLES[-1].ctypes.data

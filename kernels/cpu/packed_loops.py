@@ -1,28 +1,28 @@
-"""The inner loops of a low-bit weight times a few columns: all time of decode is spent here.
+"""The inner loops of a low-bit weight times a few columns, where nearly all time of decode is spent.
 
 A loop walks along the inputs, a tile (16 rows x 32 inputs) of several row blocks at a time. Per tile and row: exact integer sums over each
 group, times the group's scale, times the activations' scale of these 32 inputs, added to one float32 chain per row. So a row's bits depend
-neither on its neighbours nor on the other columns, the threads or the instruction set.
+neither on its neighbors nor on the other columns, the threads or the instruction set.
 
-`single` unpacks in registers and multiplies at once with one column. For more columns `expand` unpacks a stretch into a buffer in the
-first-level cache and `columns` multiplies it with several columns, so that a weight is unpacked once. `packed_avx2.py` has the `columns` of
-AVX2 without a four-way dot product, `packed_avx2_single.py` the `single` of its codebooks, `packed_avx512.py` what AVX-512 does.
+`single` unpacks in registers and multiplies with one column. For more columns `expand` unpacks a stretch into a buffer in the L1 cache and
+`columns` multiplies it with several columns, so that a weight is unpacked once. `packed_avx2.py` has the `columns` of AVX2 without a
+four-way dot product, `packed_avx2_single.py` the `single` of its codebooks, `packed_avx512.py` the loops of AVX-512.
 
-What `single` became, read from the assembly, in instructions per 64 weights:
+The compiled code of `single`, in instructions per 64 weights:
 
                 codebook 4    3     2   8 bits
     avx512             7.4   9.2   7.1   6.6    one `vpdpbusd`, for a codebook one `vpshufb` and one `vpandq`; nothing spilled
-    avx512, vbmi       6.4   8.3   6.2   6.7    one `vpdpbusd`, for a codebook one `vpermb`, which takes codes with what lies above them
-    the same, znver5   7.5   9.4   7.3   8.1    of one row block: each activation is read for that alone
+    avx512, vbmi       6.4   8.3   6.2   6.7    one `vpdpbusd`, for a codebook one `vpermb`, which needs no mask of the bits above a code
+    the same, znver5   7.5   9.4   7.3   8.1    with one row block: each activation is read for that one only
     avx2vnni          16.5  22.9  16.2   9.1    two of each, for half as many bytes
     avx2              15.3  19.4  15.0  18.6    two `vpmaddubsw`, and for codebooks one `vpmaddwd` (`packed_avx2_single.py`); with 8 bits
                                                 two of that, two `vpsignb` and two `vpabsb`
     neondot           22.9  38.9  24.2  19.9    four `sdot`, for a codebook four `tbl`, of 16 bytes each; two `and` and two `ushr`
-    neon              39.5  58.8  40.4  35.8    eight `smull`, four `addp` and four `sadalp` in the place of the four `sdot`
+    neon              39.5  58.8  40.4  35.8    eight `smull`, four `addp` and four `sadalp` instead of the four `sdot`
 
 At 4 bits with AVX-512 the rest is half a load, half a `vpsrlw`, half a load of activations and, per 512 weights, 16 for scales and sums.
-Sixteen registers do not hold a tile's activations beside two row blocks: here with 32-byte vectors up to one instruction in six goes to
-the stack.
+Sixteen registers cannot hold a tile's activations in addition to two row blocks: with 32-byte vectors up to one instruction in six
+accesses the stack.
 """
 
 from __future__ import annotations
@@ -57,17 +57,18 @@ from .intrinsics import F32, I32, I64
 from .ir_loop import Loop
 from .packed_scales import CODEBOOK, EXPONENTS, HALVES, NIBBLE, SIGNED, SMALL, TABLE, places_of, tile_of
 
-# Row blocks that `single` takes side by side, and how many bytes ahead of each are asked for: a row block's arithmetic hides too little of
-# its way from memory. What suits a processor was measured (docs/architecture): a Zen 5 wants one run of memory and its pages ahead of
-# time, a Zen 4 and a Cascade Lake two runs and a tile of 4 bits, a server with AMX sixteen of these, processors with 32-byte vectors four.
-LONG_WAY = "amx-int8" in cpu_features()  # servers since Sapphire Rapids wait longer for memory than Zen 4 and Cascade Lake do
-STREAMS, AHEAD = (((1, 7168) if target()[0] == "znver5" else (2, 4096) if LONG_WAY else (2, 256)) if WIDTH == 64 else (2, 1024))
-NEXT = 256 if WIDTH == 64 else 1024  # the same where tiles are unpacked for several columns
-SUMS_NBYTES = 4 * ROWS * 16  # of a row block and the most columns
+# Row blocks that `single` processes in parallel, and the prefetch distance in each: the arithmetic of a row block hides too little of the
+# memory latency. Measured per processor (docs/architecture): Zen 5 wants one stream of memory and its pages early, Zen 4 and Cascade Lake
+# two streams and a tile of 4 bits, a server with AMX sixteen of these, processors with 32-byte vectors four.
+LONG_LATENCY = "amx-int8" in cpu_features()  # servers since Sapphire Rapids have a higher memory latency than Zen 4 and Cascade Lake
+STREAMS, PREFETCH_NBYTES = (((1, 7168) if target()[0] == "znver5" else (2, 4096) if LONG_LATENCY else (2, 256)) if WIDTH == 64
+                            else (2, 1024))
+NEXT = 256 if WIDTH == 64 else 1024  # the same for tiles unpacked for several columns
+SUMS_NBYTES = 4 * ROWS * 16  # of a row block and the maximum number of columns
 RECORD = 32 + 4 + 8  # bytes of a tile of one column: codes, scale, two seeds
-ABREAST = 4  # columns that are multiplied side by side where so many are left, or one less
+COLUMNS_AT_ONCE = 4  # columns multiplied in parallel, as long as there are this many or one less
 WITH_LEVELS = (CODEBOOK, EXPONENTS, SMALL, TABLE)
-MOST_LEVEL = 127  # levels are 64 above themselves, but for those of a table, which ask for no such bound
+MAX_RAISED_LEVEL = 127  # levels are raised by 64, except those of a table, which need no such bound
 
 
 def seeds_of(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Value]:
@@ -76,7 +77,7 @@ def seeds_of(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Valu
 
 
 def quads_of_x(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
-    return [builder.bitcast(each, BYTES) for each in words_at(builder, address, 8)]
+    return [builder.bitcast(words, BYTES) for words in words_at(builder, address, 8)]
 
 
 def end_tiles(builder: ir.IRBuilder, loop: Loop, totals: list[ir.Value], out: ir.Value) -> None:
@@ -102,11 +103,11 @@ def weights_of(builder: ir.IRBuilder, way: str, levels: list[ir.Value], address:
 
 
 def tile_at(builder: ir.IRBuilder, codes: ir.Value, following: ir.Value, tile: ir.Value, tiles: ir.Value, nbytes: int) -> ir.Value:
-    """Address of a row block's tile. Prefetches the one AHEAD of it; past the last, what is read next."""
+    """Address of a row block's tile. Prefetches PREFETCH_NBYTES ahead of it; past the last tile, the codes that are read next."""
     passed = builder.mul(tile, I64(nbytes))
-    at, behind = builder.add(codes, passed), builder.sub(builder.add(passed, I64(AHEAD)), builder.mul(tiles, I64(nbytes)))
-    here = builder.icmp_signed("<", behind, I64(0))
-    prefetch_lines(builder, builder.select(here, offset(builder, at, AHEAD), builder.add(following, behind)), nbytes)
+    at, overrun = builder.add(codes, passed), builder.sub(builder.add(passed, I64(PREFETCH_NBYTES)), builder.mul(tiles, I64(nbytes)))
+    is_inside = builder.icmp_signed("<", overrun, I64(0))
+    prefetch_lines(builder, builder.select(is_inside, offset(builder, at, PREFETCH_NBYTES), builder.add(following, overrun)), nbytes)
     return at
 
 
@@ -128,17 +129,17 @@ def single(bits: int, way: str, streams: int = STREAMS):
         levels, steps = tables_of(builder, way, tables, bits)
         zero = constant(FLOATS, 0.0)
         loop = Loop(builder, tiles, [zero] * (streams * PIECES), "tiles")
-        tile, totals = loop.turn, loop.values
+        tile, totals = loop.index, loop.values
         seeds = seeds_of(builder, way, builder.add(x_seeds, builder.mul(tile, I64(8))))
         x_scale = splat(builder, load(builder, builder.add(x_scales, builder.mul(tile, I64(4))), F32, 4), FLOATS)
         values = quads_of_x(builder, builder.add(x_codes, builder.mul(tile, I64(32))))
-        most, updated = MOST_LEVEL if way in WITH_LEVELS else (1 << bits) - 1, []
+        max_weight, updated = MAX_RAISED_LEVEL if way in WITH_LEVELS else (1 << bits) - 1, []
         for s in range(streams):
-            places = places_of(builder, way, scales[s], zeros[s], tile, shift, zero_shift)
+            scale_addresses = places_of(builder, way, scales[s], zeros[s], tile, shift, zero_shift)
             at = tile_at(builder, codes[s], nexts[s], tile, tiles, tile_nbytes(bits))
             for piece in range(PIECES):
                 quads = weights_of(builder, way, levels, at, bits, piece)
-                part = tile_of(builder, way, steps, *places, piece, most)
+                part = tile_of(builder, way, steps, *scale_addresses, piece, max_weight)
                 updated += side_by_side([part.times(quads, values, seeds, x_scale, totals[PIECES * s + piece])])
         end_tiles(builder, loop, updated, out)
 
@@ -154,7 +155,7 @@ def expand(bits: int, way: str):
         codes of eight bits 128 lower as `packed_avx2.py` takes them."""
         levels, _ = tables_of(builder, way, tables, bits)
         loop = Loop(builder, tiles, [], "expand")
-        tile = loop.turn
+        tile = loop.index
         at = builder.add(codes, builder.mul(tile, I64(tile_nbytes(bits))))
         to = builder.add(out, builder.mul(tile, I64(64 * 8)))
         prefetch_lines(builder, offset(builder, at, NEXT), tile_nbytes(bits))
@@ -168,11 +169,11 @@ def expand(bits: int, way: str):
     return run
 
 
-def columns(way: str, most: int):
-    """The loop over expanded tiles for ABREAST columns or for one, codes up to `most`."""
+def columns(way: str, max_weight: int):
+    """The loop over expanded tiles for COLUMNS_AT_ONCE columns or for one, codes up to `max_weight`."""
 
     @llvm_intrinsic
-    def run(builder, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
+    def run(builder, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, offsets):
         """Tiles [begin, end) of a row block, expanded at `quads`, times `count` columns; adds to float32 [count][16] at `sums`.
 
         x: records of the columns' tiles, from tile 0 on: the codes of all columns, int8 [count][32], their scales, float32 [count], their
@@ -180,38 +181,38 @@ def columns(way: str, most: int):
         meanwhile: memory is idle while a stretch is multiplied, and what is unpacked next would be waited for. apart: see
         `packed_avx512.columns`; here row blocks are multiplied one by one.
         """
-        given = [quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share]
-        with builder.if_else(builder.icmp_signed(">", count, I64(1))) as (several, one):
-            with several:
-                _multiply(builder, way, ABREAST, most, given)
+        arguments = [quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share]
+        with builder.if_else(builder.icmp_signed(">", count, I64(1))) as (has_columns, one):
+            with has_columns:
+                _multiply(builder, way, COLUMNS_AT_ONCE, max_weight, arguments)
             with one:
-                _multiply(builder, way, 1, most, given)
+                _multiply(builder, way, 1, max_weight, arguments)
 
     return run
 
 
-def _multiply(builder: ir.IRBuilder, way: str, count: int, most: int, args: list[ir.Value]) -> None:
+def _multiply(builder: ir.IRBuilder, way: str, count: int, max_weight: int, args: list[ir.Value]) -> None:
     """The loop of `columns` for so many of them."""
     quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share = args
     _, steps = tables_of(builder, way, tables)
     spots = [offset(builder, sums, 4 * LANES * (c * PIECES + piece)) for c in range(count) for piece in range(PIECES)]
     loop = Loop(builder, end, [load(builder, spot, FLOATS, 4) for spot in spots], "columns", begin)
-    tile, totals = loop.turn, loop.values
+    tile, totals = loop.index, loop.values
     updated = list(totals)
     passed, quarter = builder.sub(tile, begin), builder.lshr(share, I64(2))
-    wanted = builder.add(ahead, builder.mul(passed, share))
+    prefetch_at = builder.add(ahead, builder.mul(passed, share))
     for i in range(4):
-        prefetch_lines(builder, builder.add(wanted, builder.mul(quarter, I64(i))), 64, 2)
+        prefetch_lines(builder, builder.add(prefetch_at, builder.mul(quarter, I64(i))), 64, 2)
     record, at = builder.add(x, builder.mul(tile, I64(RECORD * count))), builder.add(quads, builder.mul(passed, I64(64 * 8)))
     codes, x_scales, seeds = [], [], []
     for c in range(count):
-        own = [offset(builder, record, place) for place in (32 * c, 32 * count + 4 * c, 36 * count + 8 * c)]
-        codes.append(quads_of_x(builder, own[0]))
-        x_scales.append(splat(builder, load(builder, own[1], F32, 4), FLOATS))
-        seeds.append(seeds_of(builder, way, own[2]))
+        addresses = [offset(builder, record, offset_bytes) for offset_bytes in (32 * c, 32 * count + 4 * c, 36 * count + 8 * c)]
+        codes.append(quads_of_x(builder, addresses[0]))
+        x_scales.append(splat(builder, load(builder, addresses[1], F32, 4), FLOATS))
+        seeds.append(seeds_of(builder, way, addresses[2]))
     for piece in range(PIECES):
         weights = [load(builder, offset(builder, at, 64 * j + WIDTH * piece), BYTES, WIDTH) for j in range(8)]
-        part = tile_of(builder, way, steps, *places_of(builder, way, scales, zeros, tile, shift, zero_shift), piece, most)
+        part = tile_of(builder, way, steps, *places_of(builder, way, scales, zeros, tile, shift, zero_shift), piece, max_weight)
         updated[piece::PIECES] = side_by_side([part.times(weights, codes[c], seeds[c], x_scales[c], totals[c * PIECES + piece])
                                                for c in range(count)])
     loop.end(updated)

@@ -30,12 +30,12 @@ from ..tiles import (
 from .intrinsics import f32_at, u8_at
 from .packed_vectors import scale_rows
 
-# Per matrix, from slot FIRST on. KIND is `kind_of` the format; addresses, 0 for what a format lacks; a group is 32 << SHIFT inputs, with
-# SHIFT -1 half a tile; LOOPS: where the table of the format's loops lies (`packed_formats.py`).
+# Fields of a matrix, from slot FIRST on. KIND is `kind_of` the format. Addresses are 0 for parts that a format lacks. A group is 32 <<
+# SHIFT inputs; SHIFT -1: half a tile. LOOPS: address of the format's loop table (`packed_formats.py`).
 (WEIGHT, KIND, ROW_COUNT, BIAS, OUT, OUT_STRIDE, TILES, SHIFT, SCALES, ZEROS, ROW_SCALES, TABLES, SPARSE, SPARSE_COUNT, LOOPS,
  FIELDS) = range(16)
-# Sums are scaled by whole tiles, as a codebook's, by halves of tiles, the same where a loop of one column does it.
-WHOLE, BOOK, HALF, HALF_ALONE = range(4)
+# How sums are scaled: per tile, per tile of a codebook, per half tile, per half tile in a loop for single columns.
+WHOLE_TILE, CODEBOOK_TILE, HALF_TILE, HALF_TILE_SINGLE = range(4)
 
 
 def kind_of(bits: int, scheme: int) -> int:
@@ -44,21 +44,21 @@ def kind_of(bits: int, scheme: int) -> int:
 
 
 @inlined()
-def way_of(a, m):
+def scaling_of(a, m):
     """How a matrix's sums are scaled."""
     scheme = a[m + KIND] & SCHEME_MASK
     if scheme == CODEBOOK or scheme == SIGNED or scheme == TABLE:
-        return BOOK
+        return CODEBOOK_TILE
     if scheme == NVFP:
-        return HALF_ALONE
-    return HALF if a[m + SHIFT] < 0 else WHOLE
+        return HALF_TILE_SINGLE
+    return HALF_TILE if a[m + SHIFT] < 0 else WHOLE_TILE
 
 
-def seeds_way(scheme: str, group: int) -> int:
-    """Which seeds a format's loops take; a gated pair must agree in them."""
+def seed_scaling(scheme: str, group: int) -> int:
+    """How the seeds of a format are made, as in `scaling_of`; the matrices of a gated pair must agree."""
     if scheme in ("codebook", "signed", "table", "nvfp"):
-        return HALF_ALONE if scheme == "nvfp" else BOOK
-    return HALF if group < TILE else WHOLE
+        return HALF_TILE_SINGLE if scheme == "nvfp" else CODEBOOK_TILE
+    return HALF_TILE if group < TILE else WHOLE_TILE
 
 
 @inlined()
@@ -70,7 +70,7 @@ def tile_nbytes_of(a, m):
 @inlined()
 def scales_nbytes_of(a, m):
     """Bytes of a row block's scales."""
-    way, scheme = way_of(a, m), a[m + KIND] & SCHEME_MASK
+    way, scheme = scaling_of(a, m), a[m + KIND] & SCHEME_MASK
     if scheme == SUPER:
         return (a[m + TILES] >> 3) * SUPER_NBYTES
     if scheme == NIBBLE:
@@ -81,9 +81,9 @@ def scales_nbytes_of(a, m):
         return (a[m + TILES] >> a[m + SHIFT]) * 4 * ROWS
     if scheme == BLOCK or scheme == OFFSET:
         return (a[m + TILES] >> a[m + SHIFT]) * 2 * ROWS
-    if way == WHOLE:
+    if way == WHOLE_TILE:
         return (a[m + TILES] >> a[m + SHIFT]) * ROWS
-    return a[m + TILES] * (ROWS if way == BOOK else 2 * ROWS)
+    return a[m + TILES] * (ROWS if way == CODEBOOK_TILE else 2 * ROWS)
 
 
 @inlined()
@@ -94,7 +94,7 @@ def codes_at(a, m, block):
 
 @inlined()
 def zeros_of(a, m, block, constant_at):
-    """Address of a row block's zeros, and the shift by which its tiles find them; constants for formats that store none."""
+    """Address of a row block's zero points and the shift from a tile's index to theirs; constants for formats that store none."""
     scheme = a[m + KIND] & SCHEME_MASK
     if scheme == AFFINE or scheme == OFFSET:
         return a[m + ZEROS] + block * (a[m + TILES] >> a[m + SHIFT]) * ROWS, a[m + SHIFT]

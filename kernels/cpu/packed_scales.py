@@ -35,10 +35,10 @@ from .int8_ir import (
 from .int8_products import SIGNED_SHIFT, TABLE_SHIFT, Emitting, codebook_sum, sum_quads
 from .intrinsics import F16, HAS_HALF, I16, I32, I64
 
-# Ways of scaling: a codebook has two groups in a tile; the others at most one, and a zero that is stored or the same everywhere, but for
-# symmetric groups of 16, which are halves of a tile; blocks have a half-precision scale for every group; of super-blocks those with minima
-# have one group in a tile, those with signed scales, of codes or of a table, two; exponents are a power of two for every tile, of levels;
-# minima are half-precision floats beside the scale of every group; small scales are floats of eight bits, of levels, two in a tile.
+# How sums are scaled. CODEBOOK: two groups per tile. PLAIN: at most one group per tile and a zero point, stored or constant; HALVES:
+# symmetric groups of 16, half a tile each. BLOCKS: a half-precision scale per group. SUPER: super-blocks with minima, one group per tile;
+# SIGNED and TABLE: super-blocks with signed scales, of codes or table levels, two groups per tile. EXPONENTS: a power of two per tile, of
+# levels. MINIMA: half-precision minima next to the scale of every group. SMALL: scales as 8-bit floats, of levels, two per tile.
 CODEBOOK, PLAIN, HALVES, BLOCKS, SUPER, SIGNED, EXPONENTS = "codebook", "plain", "halves", "blocks", "super", "signed", "exponents"
 TABLE, NIBBLE, MINIMA, SMALL = "table", "nibble", "minima", "small"
 
@@ -93,11 +93,11 @@ def signed_bytes(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Val
 
 
 class _Tile:
-    """The scaling of a tile's rows, for one piece: built once, used for every column. `most`: the largest code."""
+    """The scaling of a tile's rows, for one piece: built once, used for every column. `max_weight`: the largest code."""
 
     def __init__(self, builder: ir.IRBuilder, way: str, steps: list[ir.Value], scales: ir.Value, zeros: ir.Value, piece: int,
-                 most: int) -> None:
-        self.builder, self.way, self.most = builder, way, most
+                 max_weight: int) -> None:
+        self.builder, self.way, self.max_weight = builder, way, max_weight
         if way == CODEBOOK:
             self.factors = look_up_steps(builder, steps, scales, piece)
             return
@@ -110,7 +110,7 @@ class _Tile:
         else:
             self.factors = [byte_scales(builder, offset(builder, scales, ROWS * half), piece) for half in range(2 if way == HALVES else 1)]
         zeros = widen_bytes(builder, offset(builder, zeros, LANES * piece))
-        if most > 127 and OFFSET_WHEN_WIDE:
+        if max_weight > 127 and OFFSET_WHEN_WIDE:
             zeros = builder.sub(zeros, constant(WORDS, 128))
         self.below = builder.fneg(to_floats(builder, zeros))
 
@@ -118,71 +118,71 @@ class _Tile:
         """total + x_scale * sum over groups of factor * (values . x); the seeds turn codes into values."""
         builder = self.builder
         if self.way == CODEBOOK:
-            whole = yield from codebook_sum(builder, quads, x, seeds, self.factors)
+            tile_sum = yield from codebook_sum(builder, quads, x, seeds, self.factors)
             yield
-            return fma(builder, whole, x_scale, total)
+            return fma(builder, tile_sum, x_scale, total)
         groups = (range(4), range(4, 8)) if self.way in (HALVES, SMALL) else (range(8),)
         for group, seed, factor in zip(groups, seeds, self.factors):
-            part = yield from sum_quads(builder, [quads[j] for j in group], [x[j] for j in group], self.most)
-            own = fma(builder, self.below, to_floats(builder, seed), part)  # exact: both are below 2**20
-            total = fma(builder, builder.fmul(own, factor), x_scale, total)
+            part = yield from sum_quads(builder, [quads[j] for j in group], [x[j] for j in group], self.max_weight)
+            corrected = fma(builder, self.below, to_floats(builder, seed), part)  # exact: both are below 2**20
+            total = fma(builder, builder.fmul(corrected, factor), x_scale, total)
         return total
 
 
 class _SuperTile:
     """For a tile of a super-block with minima: d * s * (codes . x) - e * m * (sum of x)."""
 
-    def __init__(self, builder: ir.IRBuilder, record: ir.Value, codes: ir.Value, piece: int, most: int) -> None:
-        self.builder, self.most = builder, most
+    def __init__(self, builder: ir.IRBuilder, record: ir.Value, codes: ir.Value, piece: int, max_weight: int) -> None:
+        self.builder, self.max_weight = builder, max_weight
         scales, minima = six_bits(builder, codes, piece)
         self.steps = step_form(builder, scales)
-        self.factor, least = (half_scales(builder, offset(builder, record, 2 * ROWS * i), piece) for i in (0, 1))
-        self.minimum = builder.fneg(builder.fmul(least, to_floats(builder, minima)))
+        self.factor, minimum = (half_scales(builder, offset(builder, record, 2 * ROWS * i), piece) for i in (0, 1))
+        self.minimum = builder.fneg(builder.fmul(minimum, to_floats(builder, minima)))
 
     def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> Emitting:
         builder = self.builder
-        whole = yield from sum_quads(builder, quads, x, self.most, self.steps)
-        own = fma(builder, self.minimum, to_floats(builder, seeds[0]), builder.fmul(whole, self.factor))
-        return fma(builder, own, x_scale, total)
+        tile_sum = yield from sum_quads(builder, quads, x, self.max_weight, self.steps)
+        corrected = fma(builder, self.minimum, to_floats(builder, seeds[0]), builder.fmul(tile_sum, self.factor))
+        return fma(builder, corrected, x_scale, total)
 
 
 class _MinimaTile:
     """For scales and minima stored as halves: d * (codes . x) + m * (sum of x)."""
 
-    def __init__(self, builder: ir.IRBuilder, scales: ir.Value, piece: int, most: int) -> None:
-        self.builder, self.most = builder, most
+    def __init__(self, builder: ir.IRBuilder, scales: ir.Value, piece: int, max_weight: int) -> None:
+        self.builder, self.max_weight = builder, max_weight
         self.factor, self.minimum = (half_scales(builder, offset(builder, scales, 2 * ROWS * i), piece) for i in (0, 1))
 
     def whole(self, dots: ir.Value, seed: ir.Value) -> ir.Value:
         """codes . x from its parts, both floats: exact, since below 2**24."""
-        return fma(self.builder, constant(FLOATS, 128.0), seed, dots) if self.most > 127 and OFFSET_WHEN_WIDE else dots
+        return fma(self.builder, constant(FLOATS, 128.0), seed, dots) if self.max_weight > 127 and OFFSET_WHEN_WIDE else dots
 
     def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> Emitting:
         builder = self.builder
-        dots = yield from sum_quads(builder, quads, x, self.most)
+        dots = yield from sum_quads(builder, quads, x, self.max_weight)
         seed = to_floats(builder, seeds[0])
-        own = fma(builder, self.minimum, seed, builder.fmul(self.whole(dots, seed), self.factor))
-        return fma(builder, own, x_scale, total)
+        corrected = fma(builder, self.minimum, seed, builder.fmul(self.whole(dots, seed), self.factor))
+        return fma(builder, corrected, x_scale, total)
 
 
 class _NibbleTile:
     """For 4-bit scale and minimum codes of each of a tile's two groups, which stay separate."""
 
-    def __init__(self, builder: ir.IRBuilder, record: ir.Value, codes: ir.Value, piece: int, most: int) -> None:
-        self.builder, self.most = builder, most
-        factor, least = (half_scales(builder, offset(builder, record, 2 * ROWS * i), piece) for i in (0, 1))
+    def __init__(self, builder: ir.IRBuilder, record: ir.Value, codes: ir.Value, piece: int, max_weight: int) -> None:
+        self.builder, self.max_weight = builder, max_weight
+        factor, minimum = (half_scales(builder, offset(builder, record, 2 * ROWS * i), piece) for i in (0, 1))
         self.factors, self.minima = [], []
         for half in (0, 1):
             both = widen_bytes(builder, offset(builder, codes, ROWS * half + LANES * piece))
             self.factors.append(builder.fmul(factor, to_floats(builder, builder.and_(both, constant(WORDS, 15)))))
-            self.minima.append(builder.fneg(builder.fmul(least, to_floats(builder, builder.lshr(both, constant(WORDS, 4))))))
+            self.minima.append(builder.fneg(builder.fmul(minimum, to_floats(builder, builder.lshr(both, constant(WORDS, 4))))))
 
     def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> Emitting:
         builder = self.builder
         for half, (seed, factor, minimum) in enumerate(zip(seeds, self.factors, self.minima, strict=True)):
-            part = yield from sum_quads(builder, quads[4 * half : 4 * half + 4], x[4 * half : 4 * half + 4], self.most)
-            own = fma(builder, minimum, to_floats(builder, seed), builder.fmul(part, factor))
-            total = fma(builder, own, x_scale, total)
+            part = yield from sum_quads(builder, quads[4 * half : 4 * half + 4], x[4 * half : 4 * half + 4], self.max_weight)
+            corrected = fma(builder, minimum, to_floats(builder, seed), builder.fmul(part, factor))
+            total = fma(builder, corrected, x_scale, total)
         return total
 
 
@@ -194,26 +194,26 @@ class _SignedTile:
         self.builder, self.factor = builder, half_scales(builder, record, piece)
         self.above = TABLE_SHIFT if way == TABLE else SIGNED_SHIFT
         words = (signed_bytes(builder, offset(builder, codes, ROWS * half), piece) for half in (0, 1))
-        self.steps = tuple(step_form(builder, each) for each in words)
+        self.steps = tuple(step_form(builder, word) for word in words)
 
     def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> Emitting:
         builder = self.builder
-        whole = yield from codebook_sum(builder, quads, x, seeds, self.steps, self.above)
-        return fma(builder, builder.fmul(whole, self.factor), x_scale, total)
+        tile_sum = yield from codebook_sum(builder, quads, x, seeds, self.steps, self.above)
+        return fma(builder, builder.fmul(tile_sum, self.factor), x_scale, total)
 
 
 def tile_of(builder: ir.IRBuilder, way: str, steps: list[ir.Value], scales: ir.Value, zeros: ir.Value, piece: int,
-            most: int) -> _Tile | _SuperTile | _MinimaTile | _NibbleTile | _SignedTile:
+            max_weight: int) -> _Tile | _SuperTile | _MinimaTile | _NibbleTile | _SignedTile:
     """The scaling of a tile whose scales and zeros are at these addresses (`places_of`). `steps`: those of a codebook."""
     if way == SUPER:
-        return _SuperTile(builder, scales, zeros, piece, most)
+        return _SuperTile(builder, scales, zeros, piece, max_weight)
     if way == MINIMA:
-        return _MinimaTile(builder, scales, piece, most)
+        return _MinimaTile(builder, scales, piece, max_weight)
     if way == NIBBLE:
-        return _NibbleTile(builder, scales, zeros, piece, most)
+        return _NibbleTile(builder, scales, zeros, piece, max_weight)
     if way in (SIGNED, TABLE):
         return _SignedTile(builder, way, scales, zeros, piece)
-    return _Tile(builder, way, steps, scales, zeros, piece, most)
+    return _Tile(builder, way, steps, scales, zeros, piece, max_weight)
 
 
 def places_of(builder: ir.IRBuilder, way: str, scales: ir.Value, zeros: ir.Value, tile: ir.Value, shift: ir.Value,
@@ -223,9 +223,9 @@ def places_of(builder: ir.IRBuilder, way: str, scales: ir.Value, zeros: ir.Value
     A group is 32 << `shift` inputs, and `zero_shift` likewise gives how many share a zero.
     """
     if way in RECORDS:
-        nbytes, head, own = RECORDS[way]
+        nbytes, head, tile_offset = RECORDS[way]
         record = builder.add(scales, builder.mul(builder.lshr(tile, I64(3)), I64(nbytes)))
-        return record, builder.add(offset(builder, record, head), builder.mul(builder.and_(tile, I64(7)), I64(own)))
+        return record, builder.add(offset(builder, record, head), builder.mul(builder.and_(tile, I64(7)), I64(tile_offset)))
     zeros = builder.add(zeros, builder.mul(builder.lshr(tile, zero_shift), I64(ROWS)))
     if way in (PLAIN, BLOCKS, EXPONENTS, MINIMA):
         tile = builder.lshr(tile, shift)

@@ -11,14 +11,14 @@ from .int8_ir import I8, constant, function, load, offset, splat, store
 from .intrinsics import F32, I16, I32, I64
 from .ir_loop import Loop
 
-MAGIC, MAGIC_BITS = 1.5 * 2**23, 0x4B400000  # added to a small float, it leaves the nearest whole number in the low bits
-SMALLEST = 2.0**-126  # scale of activations; below it, its inverse could be infinite
+MAGIC, MAGIC_BITS = 1.5 * 2**23, 0x4B400000  # adding it to a small float32 leaves the nearest integer in the low bits
+MIN_SCALE = 2.0**-126  # minimum scale of activations: the inverse of a smaller one could be infinite
 
 
 @llvm_intrinsic
-def quantize_tiles(builder, x, tiles, codes, scales, totals, least):
+def quantize_tiles(builder, x, tiles, codes, scales, totals, minimum):
     """float32 [tiles * 32] -> int8 of the same count, float32 scales per 32 (largest magnitude / 127), int32 totals per 16. `tiles` >= 1;
-    `least`: lower bound of the largest magnitude, as float bits.
+    `minimum`: lower bound of the largest magnitude, as float bits.
 
     Rounds to nearest, ties to even; with a subnormal scale all are zeros. NaN and infinity make the scale NaN, so that they stay visible.
     """
@@ -26,22 +26,22 @@ def quantize_tiles(builder, x, tiles, codes, scales, totals, least):
     words, small = ir.VectorType(I32, VECTOR), ir.VectorType(I8, VECTOR)
     wide = ir.VectorType(F32, VECTOR)
     reduce = lambda name, value: builder.call(function(builder, I32, [words], f"llvm.vector.reduce.{name}.v{VECTOR}i32"), [value])  # noqa: E731
-    least = builder.trunc(least, I32)
+    minimum = builder.trunc(minimum, I32)
     loop = Loop(builder, tiles, [], "quantize")
-    tile = loop.turn
+    tile = loop.index
     at = builder.add(x, builder.mul(tile, I64(4 * TILE)))
     values = [load(builder, offset(builder, at, 4 * VECTOR * i), wide, 4) for i in range(parts)]
-    # Magnitudes order like their bits, and NaN lies above infinity: a few vector maxima, where a maximum of floats becomes a chain of
-    # scalar steps that each ask for NaN.
+    # Magnitudes are ordered like their bits, and NaN is above infinity: a few vector maxima, where a maximum of floats would become a chain
+    # of scalar steps that each test for NaN.
     sizes = [builder.and_(builder.bitcast(value, words), constant(words, 0x7FFFFFFF)) for value in values]
     while len(sizes) > 1:
         sizes = [builder.select(builder.icmp_unsigned(">", a, b), a, b) for a, b in zip(sizes[::2], sizes[1::2])]
     top = reduce("umax", sizes[0])
-    top = builder.bitcast(builder.select(builder.icmp_unsigned(">", top, least), top, least), F32)
-    seen = builder.fmul(top, F32(0.0))  # NaN, if any value is not finite
+    top = builder.bitcast(builder.select(builder.icmp_unsigned(">", top, minimum), top, minimum), F32)
+    nan_marker = builder.fmul(top, F32(0.0))  # NaN if any value is not finite
     scale = builder.fdiv(top, F32(127.0))
-    inverse = builder.select(builder.fcmp_ordered(">=", scale, F32(SMALLEST)), builder.fdiv(F32(127.0), top), F32(0.0))
-    store(builder, builder.fadd(scale, seen), builder.add(scales, builder.mul(tile, I64(4))), 4)
+    inverse = builder.select(builder.fcmp_ordered(">=", scale, F32(MIN_SCALE)), builder.fdiv(F32(127.0), top), F32(0.0))
+    store(builder, builder.fadd(scale, nan_marker), builder.add(scales, builder.mul(tile, I64(4))), 4)
     inverse, sums = splat(builder, inverse, wide), []
     for i, value in enumerate(values):
         moved = builder.fadd(builder.fmul(value, inverse), constant(wide, MAGIC))
@@ -49,10 +49,10 @@ def quantize_tiles(builder, x, tiles, codes, scales, totals, least):
         store(builder, builder.trunc(number, small), builder.add(codes, builder.add(builder.mul(tile, I64(TILE)), I64(VECTOR * i))))
         sums.append(reduce("add", number))
     for half in (0, 1):
-        own = sums[half * parts // 2]
+        tile_sum = sums[half * parts // 2]
         for more in sums[half * parts // 2 + 1 : (half + 1) * parts // 2]:
-            own = builder.add(own, more)
-        store(builder, own, builder.add(totals, builder.add(builder.mul(tile, I64(8)), I64(4 * half))), 4)
+            tile_sum = builder.add(tile_sum, more)
+        store(builder, tile_sum, builder.add(totals, builder.add(builder.mul(tile, I64(8)), I64(4 * half))), 4)
     loop.end([])
 
 

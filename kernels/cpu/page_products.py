@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from ..layout import F32, PAGE
 from ..lazy_numba import inlined, llvm_intrinsic
-from .inner_loops import FLOATS, LOW_ROWS, VECTOR, plain_f32, widen_f16
+from .inner_loops import DECODE_TILE_ROWS, FLOATS, VECTOR, plain_f32, widen_f16
 from .int8_ir import NEXT_PAGE, fma, load, offset, opaque_address, prefetch_lines, splat, store
 from .intrinsics import F32 as SINGLE
 from .intrinsics import I64, f32_at
 
-HIGH_ROWS = 8 if VECTOR == 16 else LOW_ROWS  # of a tile; 16 registers have no room for more than LOW_ROWS
+HIGH_ROWS = 8 if VECTOR == 16 else DECODE_TILE_ROWS  # rows of a tile; 16 registers have space for DECODE_TILE_ROWS only
 
 
 def _tile(widen, item: int, rows: int, vectors: int, row_step: int, depth_step: int):
@@ -26,33 +26,33 @@ def _tile(widen, item: int, rows: int, vectors: int, row_step: int, depth_step: 
     def tile(builder, a, b, b_stride, c, c_stride, depth, ahead):
         """C[R, N] += A[R, depth] @ B[depth, N], A and C float32, B stored; strides in bytes. Prefetches as many bytes from `ahead` on as
         are read of B. Each element is one chain of fused multiply-adds in the order of `depth`."""
-        places = [offset(builder, builder.add(c, builder.mul(I64(row), c_stride)), 4 * VECTOR * part)
-                  for row in range(rows) for part in range(vectors)]
-        start = [load(builder, place, FLOATS, 4) for place in places]
+        addresses = [offset(builder, builder.add(c, builder.mul(I64(row), c_stride)), 4 * VECTOR * part)
+                     for row in range(rows) for part in range(vectors)]
+        start = [load(builder, address, FLOATS, 4) for address in addresses]
         entry = builder.basic_block
         loop, done = builder.append_basic_block("depth"), builder.append_basic_block("depth.done")
         builder.branch(loop)
         builder.position_at_end(loop)
-        left, factors, source, wanted = (builder.phi(I64) for _ in range(4))
+        left, factors, source, prefetch_at = (builder.phi(I64) for _ in range(4))
         sums = [builder.phi(FLOATS) for _ in range(rows * vectors)]
-        prefetch_lines(builder, wanted, nbytes, NEXT_PAGE)
+        prefetch_lines(builder, prefetch_at, nbytes, NEXT_PAGE)
         updated = []
         for part in range(vectors):
-            own, value = opaque_address(builder, factors), widen(builder, offset(builder, source, item * VECTOR * part))
+            factor_at, value = opaque_address(builder, factors), widen(builder, offset(builder, source, item * VECTOR * part))
             for row in range(rows):
-                factor = splat(builder, load(builder, offset(builder, own, row_step * row), SINGLE, 4), FLOATS)
+                factor = splat(builder, load(builder, offset(builder, factor_at, row_step * row), SINGLE, 4), FLOATS)
                 updated.append(fma(builder, factor, value, sums[rows * part + row]))
         fewer = builder.sub(left, I64(1))
         first = [depth, a, b, ahead, *(start[vectors * row + part] for part in range(vectors) for row in range(rows))]
-        carried = [fewer, offset(builder, factors, depth_step), builder.add(source, b_stride), offset(builder, wanted, nbytes)]
-        for phi, begin, value in zip([left, factors, source, wanted, *sums], first, [*carried, *updated], strict=True):
+        carried = [fewer, offset(builder, factors, depth_step), builder.add(source, b_stride), offset(builder, prefetch_at, nbytes)]
+        for phi, begin, value in zip([left, factors, source, prefetch_at, *sums], first, [*carried, *updated], strict=True):
             phi.add_incoming(begin, entry)
             phi.add_incoming(value, loop)
         builder.cbranch(builder.icmp_signed(">", fewer, I64(0)), loop, done)
         builder.position_at_end(done)
-        for index, place in enumerate(places):
+        for index, address in enumerate(addresses):
             row, part = divmod(index, vectors)
-            store(builder, updated[rows * part + row], place, 4)
+            store(builder, updated[rows * part + row], address, 4)
 
     return tile
 
@@ -80,7 +80,7 @@ def _stripe(rows: int, turned: bool):
 
 def _product(turned: bool):
     """`turned`: A is [tiles of rows, depth, rows of the tile], as from `turn_rows`; otherwise [rows, PAGE]."""
-    high, low = _stripe(HIGH_ROWS, turned), _stripe(LOW_ROWS, turned)
+    high, low = _stripe(HIGH_ROWS, turned), _stripe(DECODE_TILE_ROWS, turned)
 
     @inlined()
     def product(a, b, b_stride, dtype, c, c_stride, rows, columns, depth, ahead):
@@ -88,32 +88,32 @@ def _product(turned: bool):
         for j in range(0, columns, 2 * VECTOR):
             pair, r = j + 2 * VECTOR <= columns, 0
             while r < rows:
-                own, target = a + 4 * r * (depth if turned else PAGE), c + r * c_stride + 4 * j
+                queries_at, target = a + 4 * r * (depth if turned else PAGE), c + r * c_stride + 4 * j
                 if r + HIGH_ROWS <= rows:
-                    high(own, b + item * j, b_stride, dtype, target, c_stride, pair, depth, ahead)
+                    high(queries_at, b + item * j, b_stride, dtype, target, c_stride, pair, depth, ahead)
                     r += HIGH_ROWS
                 else:
-                    low(own, b + item * j, b_stride, dtype, target, c_stride, pair, depth, ahead)
-                    r += LOW_ROWS
+                    low(queries_at, b + item * j, b_stride, dtype, target, c_stride, pair, depth, ahead)
+                    r += DECODE_TILE_ROWS
             ahead += item * depth * min(2 * VECTOR, columns - j)
 
     return product
 
 
-# C[rows, columns] += A[rows, depth] @ B[depth, columns], B of a stored type (`layout.F32` or F16): scores from queries as `turn_rows`
-# leaves them, outputs from softmax weights [rows, PAGE]. Strides in bytes; `rows` a multiple of LOW_ROWS, `columns` of VECTOR, `depth` at
-# least 1. As much from `ahead` on is asked for as is read of B.
+# C[rows, columns] += A[rows, depth] @ B[depth, columns], B of a stored type (`layout.F32` or F16): scores from queries in the order of
+# `transpose_rows`, outputs from softmax weights [rows, PAGE]. Strides in bytes; `rows` a multiple of DECODE_TILE_ROWS, `columns` of VECTOR,
+# `depth` at least 1. As many bytes as are read of B are prefetched from `ahead` on.
 stored_scores, stored_outputs = _product(True), _product(False)
 
 
 @inlined()
-def turn_rows(rows_at, rows, depth, out):
+def transpose_rows(rows_at, rows, depth, out):
     """Transpose float32 [rows, depth] -> [tiles, depth, rows of a tile]: the input of `stored_scores`."""
     r = 0
     while r < rows:
-        here = HIGH_ROWS if r + HIGH_ROWS <= rows else LOW_ROWS
+        tile_rows = HIGH_ROWS if r + HIGH_ROWS <= rows else DECODE_TILE_ROWS
         source, target = f32_at(rows_at + 4 * r * depth), f32_at(out + 4 * r * depth)
         for i in range(depth):
-            for row in range(here):
-                target[i * here + row] = source[row * depth + i]
-        r += here
+            for row in range(tile_rows):
+                target[i * tile_rows + row] = source[row * depth + i]
+        r += tile_rows

@@ -27,8 +27,8 @@ from . import attention, attention_decode, compressed
 from .compressed import CompressedKeys
 from .indexer import Chosen, attend
 from .kv.selective import Selective
-from .ops import FEW, CpuOps
-from .row_ops import SHARE_FROM
+from .ops import FEW_TOKENS, CpuOps
+from .row_ops import MIN_PARALLEL_SIZE
 
 
 class Codec(Protocol):
@@ -38,12 +38,11 @@ class Codec(Protocol):
 
 
 class SpilledPages(Protocol):
-    """The pages of one layer that are on disk (`offload/page_stream.py`): those from `first` on. `staging` is where the next one is sealed,
-    `lead` the table rows before that of page 0."""
+    """The pages of one layer that are on disk (`offload/page_stream.py`)."""
 
-    first: int
-    lead: int
-    staging: np.ndarray
+    first: int  # pages from this one on
+    lead: int  # rows of the block table before page 0
+    staging: np.ndarray  # memory in which the next page is sealed
 
     def reads(self) -> tuple[int, int]:
         """Which of them the current pass reads, [first, end)."""
@@ -55,7 +54,7 @@ class SpilledPages(Protocol):
     def page(self, index: int) -> np.ndarray:
         """A copy of one page."""
 
-    most: int  # pages that `fetch` gives at once; 0 where all are read in runs
+    most: int  # pages that `fetch` yields at once; 0 if all are read in runs
 
     def fetch(self, pages: Sequence[int], among: int = 0) -> Iterator[list[tuple[int, int]]]:
         """(page, address) of each, as they are loaded, those already in memory first. They stay valid until the next fetch. `among`: how
@@ -68,13 +67,14 @@ class SpilledPages(Protocol):
 class LayerPages:
     """`exact` and `sealed` are uint8 memory; scale, window (None: all) and softcap are the layer's attention."""
 
-    # For many tokens; for one: partials, then merging.
-    many, few, merge = attention.attend_prefill, (attention_decode.attend_decode,), attention_decode.merge_decode
-    base = attention.PAGES  # the slot with the address of page 0
-    by_page: int | None = None  # the slot that asks for a partial of every page, where pages are otherwise merged as they are read
+    # Kernels for many tokens, for few (partials), and for merging the partials of few.
+    prefill_kernel, decode_kernels, merge_kernel = attention.attend_prefill, (attention_decode.attend_decode,
+                                                                              ), attention_decode.merge_decode
+    base_slot = attention.PAGES  # argument slot of the address of page 0
+    by_page_slot: int | None = None  # argument slot that requests a partial per page, if pages are otherwise merged while being read
     spilled: SpilledPages | None = None
     selective: Selective | None = None
-    ends: np.ndarray | None = None  # of the last call, and so `among`
+    ends: np.ndarray | None = None  # `ends` and `among` of the last call of `attend`
     among: np.ndarray | None = None
 
     def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
@@ -84,7 +84,7 @@ class LayerPages:
         self.choice = ops.registry.select(Call("attend", "f32" if layout.stored == F32 else "f16")).candidate
         shared = (layout.layer_page_nbytes, layout.record_nbytes, layout.side_nbytes)
         parts = layout.rows, layout.part_nbytes
-        # The slots of the argument blocks that never change; what a call adds is below.
+        # The slots of the argument blocks that never change. `attend` and `write` set the others.
         self._attend = np.zeros(attention.ATTEND_SLOTS, np.int64)
         self._attend[attention.KV_HEADS], self._attend[attention.HEAD_DIM] = layout.kv_heads, layout.head_dim
         self._attend[attention.WINDOW], self._attend[attention.DTYPE] = window or 0, layout.stored
@@ -101,26 +101,26 @@ class LayerPages:
     def reader(self, ops: CpuOps | None = None, window: int | None = None) -> LayerPages:
         """The same pages for another layer that attends to them, with its own argument blocks, since jobs of both are pending together.
         `ops`: those of a layer of another model, whose workspace it uses and which sees the pages through its own `window`."""
-        own = copy(self)
-        own._attend = self._attend.copy()
-        own._attend_at = address(own._attend)
+        reader = copy(self)
+        reader._attend = self._attend.copy()
+        reader._attend_at = address(reader._attend)
         if ops is not None:
-            own.ops, own.window, own._attend[attention.WINDOW] = ops, window, window or 0
-            own._attend[attention.SCRATCH : attention.PARTIALS + 1] = ops.scratch, ops.scratch_stride, ops.partials
-        return own
+            reader.ops, reader.window, reader._attend[attention.WINDOW] = ops, window, window or 0
+            reader._attend[attention.SCRATCH : attention.PARTIALS + 1] = ops.scratch, ops.scratch_stride, ops.partials
+        return reader
 
     def write(self, k: np.ndarray, v: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
         """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`; both int64."""
         ops = self.ops
-        self._write[: attention.W_ROWS + 1] = ops.at(k), ops.at(v), len(k), *ops.addresses_of_step(slots, rows)
-        ops.run(attention.write_kv, self._write_at, k.size >= SHARE_FROM, self._write)
+        self._write[: attention.W_ROWS + 1] = ops.address_of(k), ops.address_of(v), len(k), *ops.addresses_of_step(slots, rows)
+        ops.run(attention.write_kv, self._write_at, k.size >= MIN_PARALLEL_SIZE, self._write)
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: Codec) -> None:
         """Let the codec write exact slot `slot` as sealed page `page`."""
-        self._abstract(slot, page)
-        codec.seal(self._slot(slot), self.layout, layer, first_token, self._place(page))
+        self._note_abstract(slot, page)
+        codec.seal(self._slot(slot), self.layout, layer, first_token, self._page_memory(page))
 
-    def _abstract(self, slot: int, page: int) -> None:
+    def _note_abstract(self, slot: int, page: int) -> None:
         if self.selective is not None and page >= self.spilled.first:
             self.selective.note(page, *self.sides(0, slot))
 
@@ -130,31 +130,31 @@ class LayerPages:
 
     def write_page(self, page: int, data: np.ndarray) -> None:
         """Write the bytes of a sealed page to its place."""
-        self._place(page)[:] = data
+        self._page_memory(page)[:] = data
 
     def read_slot(self, slot: int) -> np.ndarray:
         """The bytes of an exact slot, uint8 `[layout.layer_page_nbytes]`, a copy; fewer for the last slot if it has fewer parts."""
         return self._slot(slot).copy()
 
     def write_slot(self, slot: int, data: np.ndarray) -> None:
-        own = self._slot(slot)
-        own[:] = data[: len(own)]
+        target = self._slot(slot)
+        target[:] = data[: len(target)]
 
     def _slot(self, slot: int) -> np.ndarray:
         return self.exact[slot * self.layout.layer_page_nbytes : (slot + 1) * self.layout.layer_page_nbytes]
 
-    def _place(self, page: int) -> np.ndarray:
+    def _page_memory(self, page: int) -> np.ndarray:
         """The address at which a page is sealed."""
-        return self.spilled.staging if self._is_spilled(page) else self._held(page)
+        return self.spilled.staging if self._is_spilled(page) else self._resident_page(page)
 
     def _sealed_page(self, page: int) -> np.ndarray:
         """The content of a sealed page; a copy if it is on disk."""
-        return self.spilled.page(page) if self._is_spilled(page) else self._held(page)
+        return self.spilled.page(page) if self._is_spilled(page) else self._resident_page(page)
 
     def _is_spilled(self, page: int) -> bool:
         return self.spilled is not None and page >= self.spilled.first
 
-    def _held(self, page: int) -> np.ndarray:
+    def _resident_page(self, page: int) -> np.ndarray:
         return self.sealed[page * self.stride : (page + 1) * self.stride]
 
     def attend(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None = None,
@@ -163,20 +163,20 @@ class LayerPages:
         `[H]`, as in `reference.attend`, and `ends` and `among` int64 `[T]`, for unpacked pages in memory; all must stay alive until the
         collected jobs have run."""
         out, self.ends, self.among = self.attended(q) if out is None else out, ends, among
-        self._attend[attention.ENDS : attention.AMONG + 1] = address(ends), address(among)
+        self._attend[attention.LAST_VISIBLE : attention.VISIBLE + 1] = address(ends), address(among)
         self.choice.run(self, q, position, blocks, sinks, out)
         return out
 
     def attend_chosen(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, chosen: Chosen, same: bool,
                       out: np.ndarray | None = None) -> np.ndarray:
-        """`attend` over what each token has `chosen`; `same`: keys are values."""
+        """`attend` over the units `chosen` per token; `same`: keys are values."""
         out = self.attended(q) if out is None else out
         attend(self, q, position, blocks, sinks, out, chosen, same)
         return out
 
     def attend_compressed(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, keys: CompressedKeys,
                           chosen: Chosen | None, out: np.ndarray | None = None) -> np.ndarray:
-        """`attend` over the tokens within the window and over `keys` of several, of which each token may have `chosen` some."""
+        """`attend` over the tokens within the window and over compressed `keys`; `chosen`: those selected per token, None for all."""
         out = self.attended(q) if out is None else out
         compressed.attend(self, q, position, blocks, sinks, keys, chosen, out)
         return out
@@ -191,110 +191,115 @@ class LayerPages:
         ops, block, (tokens, width) = self.ops, self._attend, q.shape
         table = ops.addresses_of_step(blocks, blocks)[0]
         block[attention.SINKS] = address(sinks)
-        if tokens > (FEW if self.spilled is None and self.ends is None else 1):
-            ops.never_replay()
+        if tokens > (FEW_TOKENS if self.spilled is None and self.ends is None else 1):
+            ops.discard_recording()
         if self.spilled is not None:
             if (read := self.spilled.reads())[0] < read[1]:
-                self._in_turns(read, q, position, blocks, table, out)
+                self._attend_with_spilled(read, q, position, blocks, table, out)
                 return
             if self.selective is not None and self.window is None and (end := int(blocks[:, attention.SEALED].sum())) > self.spilled.first:
                 self.selective.attend(q, position, blocks, table, out, end)
                 return
-        if tokens > FEW or self.ends is not None:
-            block[: attention.TO + 1] = (ops.at(q), ops.at(out), tokens, position, len(blocks), table, width // self.layout.head_dim, 0,
+        if tokens > FEW_TOKENS or self.ends is not None:
+            block[: attention.TO + 1] = (ops.address_of(q), ops.address_of(out), tokens, position, len(blocks), table,
+                                         width // self.layout.head_dim, 0,
                                          len(blocks))
-            ops.run(self.many, self._attend_at, True, block)  # a pass may have several texts, each of which attends by itself
+            # Copied: a pass may contain several texts, each with its own attention.
+            ops.run(self.prefill_kernel, self._attend_at, True, block)
             return
-        calls = self.side_by_side(block, q, position, blocks, table, out)
+        calls = self.calls_by_group(block, q, position, blocks, table, out)
         for call in calls:
-            self.run_few([(kernel, call) for kernel in (*self.few, self.merge)], width * len(blocks))
+            self.run_few([(kernel, call) for kernel in (*self.decode_kernels, self.merge_kernel)], width * len(blocks))
 
-    def side_by_side(self, block: np.ndarray, q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray) -> np.ndarray:
+    def calls_by_group(self, block: np.ndarray, q: np.ndarray, position: int, blocks: np.ndarray, table: int,
+                       out: np.ndarray) -> np.ndarray:
         """Argument blocks like `block` for few tokens: one per group of tokens whose partials fit."""
         ops, (tokens, width) = self.ops, q.shape
         heads = width // self.layout.head_dim
-        most = attention_decode.most_tokens(ops.workspace.floats["partials"], heads, self.layout, len(blocks))
-        begins = np.arange(0, tokens, most)
+        limit = attention_decode.max_tokens(ops.workspace.floats["partials"], heads, self.layout, len(blocks))
+        begins = np.arange(0, tokens, limit)
         calls = np.repeat(block[None], len(begins), 0)
-        calls[:, attention.Q], calls[:, attention.OUT] = ops.at(q) + 4 * width * begins, ops.at(out) + 4 * width * begins
-        calls[:, attention.TOKENS], calls[:, attention.POSITION] = np.minimum(most, tokens - begins), position + begins
+        calls[:, attention.Q], calls[:, attention.OUT] = ops.address_of(q) + 4 * width * begins, ops.address_of(out) + 4 * width * begins
+        calls[:, attention.TOKENS], calls[:, attention.POSITION] = np.minimum(limit, tokens - begins), position + begins
         calls[:, attention.BLOCKS : attention.TO + 1] = len(blocks), table, heads, 0, len(blocks)
         ops.keep_alive(calls)
-        ops.refresh(partial(_move, calls[:, attention.POSITION]))
+        ops.refresh(partial(_shift_positions, calls[:, attention.POSITION]))
         return calls
 
     def run_few(self, jobs: Sequence[tuple[Kernel, np.ndarray]], width: int) -> None:
         """Run kernels in order, the last of which merges partials of `width` numbers per token; parallel if that is worth it."""
         for index, (kernel, call) in enumerate(jobs):
             numbers = int(call[attention.TOKENS]) * width * (1 if index == len(jobs) - 1 else attention.PAGE)
-            self.ops.run(kernel, address(call), numbers >= SHARE_FROM)
+            self.ops.run(kernel, address(call), numbers >= MIN_PARALLEL_SIZE)
 
-    def _in_turns(self, read: tuple[int, int], q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray) -> None:
+    def _attend_with_spilled(self, read: tuple[int, int], q: np.ndarray, position: int, blocks: np.ndarray, table: int,
+                             out: np.ndarray) -> None:
         """`compiled` with on-disk pages between those in memory. Pending jobs run while the first of them are loaded."""
         calls, lead = self.calls(q, position, blocks, table, out), self.spilled.lead
-        self.turn(calls, 0, lead + read[0])
-        self.ops.host_step(partial(self._attend_as_loaded, calls))
-        self.turn(calls, lead + read[1], len(blocks))
-        self.merged(calls)
+        self.enqueue_rows(calls, 0, lead + read[0])
+        self.ops.host_step(partial(self._attend_loaded_runs, calls))
+        self.enqueue_rows(calls, lead + read[1], len(blocks))
+        self.enqueue_merge(calls)
 
-    def _attend_as_loaded(self, calls: Sequence[np.ndarray]) -> None:
+    def _attend_loaded_runs(self, calls: Sequence[np.ndarray]) -> None:
         """Attention over the pages that are read from disk, all of them sealed."""
-        lead, few = self.spilled.lead, self.few[-1:]
-        with closing(self.spilled.come()) as come:
-            for runs in come:
+        lead, kernels = self.spilled.lead, self.decode_kernels[-1:]
+        with closing(self.spilled.come()) as loaded:
+            for runs in loaded:
                 for begin, end, where in runs:
-                    self.turn(calls, lead + begin, lead + end, where - begin * self.stride, few)
+                    self.enqueue_rows(calls, lead + begin, lead + end, where - begin * self.stride, kernels)
                 self.ops.flush()
 
     def calls(self, q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray) -> list[np.ndarray]:
         """Argument blocks for attention in several calls: one for each of few tokens, or one for many."""
         ops, (tokens, width) = self.ops, q.shape
-        heads, few = width // self.layout.head_dim, tokens <= FEW
-        calls = [self._noted(self._attend) for _ in range(tokens if few else 1)]
+        heads, is_few = width // self.layout.head_dim, tokens <= FEW_TOKENS
+        calls = [self._copy_block(self._attend) for _ in range(tokens if is_few else 1)]
         for t, call in enumerate(calls):
-            call[: attention.HEADS + 1] = (ops.at(q) + 4 * t * width, ops.at(out) + 4 * t * width, 1 if few else tokens, position + t,
+            call[: attention.HEADS + 1] = (ops.address_of(q) + 4 * t * width, ops.address_of(out) + 4 * t * width, 1 if is_few else tokens,
+                                           position + t,
                                            len(blocks), table, heads)
-            if few:  # partials of a token: a row and its (m, l) for every head and block
+            if is_few:  # a token's partials: a row and its (m, l) per head and block
                 call[attention.PARTIALS] += 4 * t * len(blocks) * (width + 2 * heads)
             else:
                 call[attention.STATE] = address(ops.workspace.take("state", 1))
         return calls
 
-    def turn(self, calls: Sequence[np.ndarray], begin: int, end: int, base: int | None = None,
-             few: Sequence[Kernel] | None = None) -> None:
-        """Enqueue attention over rows [begin, end) of the table; `base`: address of page 0, if not in memory's extent; `few`: the kernels
-        for few tokens, if not all are needed."""
+    def enqueue_rows(self, calls: Sequence[np.ndarray], begin: int, end: int, base: int | None = None,
+                     kernels: Sequence[Kernel] | None = None) -> None:
+        """Enqueue attention over rows [begin, end) of the table; `base`: address of page 0, if not in memory's extent; `kernels`: the
+        kernels for few tokens, if not all are needed."""
         for call in calls if begin < end else ():
-            own = self.part(call, begin, end)
+            block = self.rows_block(call, begin, end)
             if base is not None:
-                own[self.base] = base
-            for kernel in (few or self.few) if call[attention.STATE] == 0 else (self.many,):
-                self.ops.run(kernel, address(own))
+                block[self.base_slot] = base
+            for kernel in (kernels or self.decode_kernels) if call[attention.STATE] == 0 else (self.prefill_kernel,):
+                self.ops.run(kernel, address(block))
 
-    def part(self, call: np.ndarray, begin: int, end: int) -> np.ndarray:
+    def rows_block(self, call: np.ndarray, begin: int, end: int) -> np.ndarray:
         """The argument block for rows [begin, end) of the table."""
-        own = self._noted(call)
-        own[attention.FROM], own[attention.TO] = begin, end
-        return own
+        block = self._copy_block(call)
+        block[attention.FROM], block[attention.TO] = begin, end
+        return block
 
-    def merged(self, calls: Sequence[np.ndarray]) -> None:
+    def enqueue_merge(self, calls: Sequence[np.ndarray]) -> None:
         """Enqueue merging of partials, for few tokens."""
         for call in calls:
             if call[attention.STATE] == 0:
-                self.ops.run(self.merge, address(self._noted(call)))
+                self.ops.run(self.merge_kernel, address(self._copy_block(call)))
 
-    def some(self, call: np.ndarray, blocks: np.ndarray) -> ScatteredPages:
+    def scattered(self, call: np.ndarray, blocks: np.ndarray) -> ScatteredPages:
         """Attention over scattered on-disk pages for the one token of `call`, where partials merge by page."""
-        own, table = self._noted(call), blocks.copy()
-        own[attention.TABLE] = address(table)
-        return ScatteredPages(self, own, table)
+        block, table = self._copy_block(call), blocks.copy()
+        block[attention.TABLE] = address(table)
+        return ScatteredPages(self, block, table)
 
-    def _noted(self, call: np.ndarray) -> np.ndarray:
+    def _copy_block(self, call: np.ndarray) -> np.ndarray:
         """A job's own copy of an argument block, which may be replayed from another position."""
-        own = call.copy()
-        self.ops.keep_alive(own)
-        self.ops.refresh(partial(own.__setitem__, attention.POSITION))
-        return own
+        block = call.copy()
+        self.ops.keep_alive(block)
+        self.ops.refresh(partial(block.__setitem__, attention.POSITION))
+        return block
 
     @property
     def stride(self) -> int:
@@ -321,7 +326,7 @@ class LayerPages:
         return raw_pages.keys_and_values(self._sealed_page(index) if sealed else self._slot(index), self.layout)
 
 
-def _move(positions: np.ndarray, position: int) -> None:
+def _shift_positions(positions: np.ndarray, position: int) -> None:
     """Shift ascending positions so that the first is `position`, in place."""
     positions += position - int(positions[0])
 
@@ -331,18 +336,18 @@ class ScatteredPages:
     whose indices are byte offsets."""
 
     def __init__(self, pages: LayerPages, call: np.ndarray, table: np.ndarray) -> None:
-        self._pages, self._call, self._table, self._at = pages, call, table, address(call)
-        call[pages.base + 1] = 1  # the stride of pages
+        self._pages, self._call, self._table, self._call_address = pages, call, table, address(call)
+        call[pages.base_slot + 1] = 1  # stride of pages
 
-    def note(self, come: Sequence[tuple[int, int]]) -> None:
+    def enqueue(self, loaded: Sequence[tuple[int, int]]) -> None:
         """Enqueue attention over pages, each with its address. It must run before the next pages are enqueued."""
-        table, call, lead, come = self._table, self._call, self._pages.spilled.lead, sorted(come)
-        begin, end, base = lead + come[0][0], lead + come[-1][0] + 1, come[0][1]
+        table, call, lead, loaded = self._table, self._call, self._pages.spilled.lead, sorted(loaded)
+        begin, end, base = lead + loaded[0][0], lead + loaded[-1][0] + 1, loaded[0][1]
         table[begin:end, attention.SEALED] = attention.SKIPPED
-        for page, where in come:
-            # A row that is skipped has the place of the next one that is not: kernels ask for it ahead.
+        for page, where in loaded:
+            # A skipped row gets the index of the next row that is not: kernels prefetch it.
             table[begin : lead + page + 1, attention.INDEX] = where - base
             table[lead + page, attention.SEALED] = 1
             begin = lead + page + 1
-        call[attention.FROM], call[attention.TO], call[self._pages.base] = lead + come[0][0], end, base
-        self._pages.ops.run(self._pages.few[-1], self._at)
+        call[attention.FROM], call[attention.TO], call[self._pages.base_slot] = lead + loaded[0][0], end, base
+        self._pages.ops.run(self._pages.decode_kernels[-1], self._call_address)

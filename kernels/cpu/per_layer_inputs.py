@@ -29,7 +29,7 @@ def layer_inputs(ops: CpuOps, ids: np.ndarray, x: np.ndarray, table: Weight | No
     of `table` [V, L * P], normed P numbers at a time. Without a table only the norm remains."""
     width = len(norm.weight)
     rows = ops.workspace.take("given rows", len(ids), projection.weight.shape[0])
-    ops._matrix(x, None, [projection], [rows], linear.PLAIN, "none")
+    ops._run_stage(x, None, [projection], [rows], linear.PLAIN, "none")
     ops.flush()
     layers = rows.reshape(len(ids), -1, width).swapaxes(0, 1)
     out = ops.workspace.take("given", *layers.shape)
@@ -42,8 +42,8 @@ def layer_inputs(ops: CpuOps, ids: np.ndarray, x: np.ndarray, table: Weight | No
     if table.fetch is None:
         _rows(ops, ids, table, scale, rows)
     else:
-        for begin, own, fetched in table.fetch(ids):  # the next ones come into the same memory
-            _rows(ops, own, fetched, scale, rows[begin : begin + len(own)])
+        for begin, part_ids, fetched in table.fetch(ids):  # the next rows reuse this memory
+            _rows(ops, part_ids, fetched, scale, rows[begin : begin + len(part_ids)])
     out += layers
     out *= np.float32(0.5**0.5)
     return out
@@ -57,9 +57,9 @@ def _rows(ops: CpuOps, ids: np.ndarray, table: Weight, scale: float, out: np.nda
 def add_per_layer_input(ops: CpuOps, x: np.ndarray, inputs: PerLayerInput, given: np.ndarray, act: str,
                         see: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
     """See `BlockOps`."""
-    if (outs := ops._remembered(x, None, (inputs.gate,), linear.PLAIN, "none")) is None:
+    if (outs := ops._run_cached(x, None, (inputs.gate,), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take("gate", len(x), inputs.gate.weight.shape[0])]
-        ops._matrix(x, None, [inputs.gate], outs, linear.PLAIN, "none")
+        ops._run_stage(x, None, [inputs.gate], outs, linear.PLAIN, "none")
     ops.gate(outs[0], given, act)
     if see is not None:
         see(outs[0])

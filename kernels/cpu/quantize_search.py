@@ -17,17 +17,18 @@ from ..workspace import address
 from .intrinsics import bits_to_f32, call_kernel, f32_at, f32_to_bits, fetch_add, i64_at, u8_at
 from .quantize_search_loops import FINE, LANES, book_codes, book_error, extent, grid_codes, grid_error
 
-# Slots of the argument block. CODES uint8 [ROWS, DEPTH], SCALES (and ZEROS, 0 for none) uint8 [ROWS, groups], ROW_SCALES float32 [ROWS],
-# NaN where a row holds NaN or infinity. LOW and HIGH: the ends of a codebook of COUNT levels, or of a grid (COUNT 0), whose codes have BIAS
-# added. A codebook has TABLES (`TABLE_NBYTES`), STEPS float32 [16] and LEAST, the smallest magnitude of a level. Scales are tried from
-# NARROWEST to WIDEST thousandths of the one that just holds a group.
-(X, ROWS, DEPTH, GROUP, CODES, SCALES, ZEROS, ROW_SCALES, COUNT, TABLES, STEPS, LEAST, LOW, HIGH, BIAS, NARROWEST, WIDEST, SCRATCH, STRIDE,
+# Slots of the argument block. CODES uint8 [ROWS, DEPTH], SCALES (and ZEROS, 0: none) uint8 [ROWS, groups], ROW_SCALES float32 [ROWS], NaN
+# if a row holds NaN or infinity. LOW and HIGH: range of a codebook of COUNT levels, or of a grid (COUNT 0), whose codes have BIAS added. A
+# codebook has TABLES (`TABLE_NBYTES`), STEPS float32 [16] and MIN_LEVEL, the smallest magnitude of a level. Scales are tried from NARROWEST
+# to WIDEST thousandths of the smallest one that covers a group.
+(X, ROWS, DEPTH, GROUP, CODES, SCALES, ZEROS, ROW_SCALES, COUNT, TABLES, STEPS, MIN_LEVEL, LOW, HIGH, BIAS, NARROWEST, WIDEST, SCRATCH,
+ STRIDE,
  SLOTS) = range(20)
 SCRATCH_NBYTES = 1024
 SUMS_AT, CODES_AT, GROUP_AT = 0, 64, 256
-FEW_TRIES, TRIES = 4, 16  # scales of a grid for a group: until the row scale is known, and then
-TOP_STEP, TOP_SCALE = float32(127.0), float32(250.0)
-SMALLEST = float32(2.0**-116)  # row scales below count as zero: their inverses would overflow
+FIRST_TRIES, TRIES = 4, 16  # scales of a grid tried per group: before the row scale is known, and after
+MAX_STEP, MAX_SCALE = float32(127.0), float32(250.0)
+MIN_ROW_SCALE = float32(2.0**-116)  # row scales below count as zero: their inverses would overflow
 ZERO, ONE, HALF = float32(0.0), float32(1.0), float32(0.5)
 
 _error_16, _error_8, _error_4 = (book_error(count) for count in (16, 8, 4))
@@ -55,10 +56,10 @@ def _group_at(x, start, count, group, scratch):
 @inlined()
 def _book_step(a, x, need, largest, scale):
     """The index of the best step of a group under a row scale."""
-    steps, wanted = f32_at(a[STEPS]), need / scale
-    if largest * float32(2.0) <= float32(a[LEAST]) * steps[1] * scale:  # nearer to nothing than to any level
+    steps, target = f32_at(a[STEPS]), need / scale
+    if largest * float32(2.0) <= float32(a[MIN_LEVEL]) * steps[1] * scale:  # nearer to zero than to any level
         return int64(0)
-    narrowest, widest = wanted * float32(a[NARROWEST]) * float32(0.001), wanted * float32(a[WIDEST]) * float32(0.001)
+    narrowest, widest = target * float32(a[NARROWEST]) * float32(0.001), target * float32(a[WIDEST]) * float32(0.001)
     index = int64(1)
     while index < CODEBOOK_SCALES - 1 and steps[index] < narrowest:
         index += 1
@@ -72,7 +73,7 @@ def _book_step(a, x, need, largest, scale):
         else:
             error = _error_4(x, inverse, a[TABLES])
         error *= int64(steps[index]) * int64(steps[index])
-        if best == 0 or error < best - 1:  # kept one above, so that 0 means none yet
+        if best == 0 or error < best - 1:  # stored plus one: 0 means none yet
             chosen, best = index, error + 1
         index += 1
         if index >= CODEBOOK_SCALES or steps[index] > widest:
@@ -82,19 +83,19 @@ def _book_step(a, x, need, largest, scale):
 @inlined()
 def _book_row(a, x, n, scale, groups, scratch):
     """Search and store every group of a row under a codebook; returns the least-squares row scale."""
-    sums, found, steps = i64_at(scratch + SUMS_AT), f32_at(scratch + SUMS_AT), f32_at(a[STEPS])
-    scales, own = u8_at(a[SCALES] + n * groups), u8_at(scratch + CODES_AT)
+    sums, factors, steps = i64_at(scratch + SUMS_AT), f32_at(scratch + SUMS_AT), f32_at(a[STEPS])
+    scales, scale_codes = u8_at(a[SCALES] + n * groups), u8_at(scratch + CODES_AT)
     product, square = int64(0), int64(0)
     for g in range(groups):
         start = g * LANES
         count = min(LANES, a[DEPTH] - start)
         at = _group_at(x, start, count, LANES, scratch)
         extent(at, 1, scratch + SUMS_AT)
-        low, high = found[0], found[1]
+        low, high = factors[0], factors[1]
         index = _book_step(a, at, _need(a, low, high), max(high, -low), scale)
         inverse = float32(FINE) / (steps[index] * scale) if index > 0 else ZERO
-        kept = a[CODES] + n * a[DEPTH] + start
-        codes = kept if count == LANES else scratch + CODES_AT
+        stored_codes = a[CODES] + n * a[DEPTH] + start
+        codes = stored_codes if count == LANES else scratch + CODES_AT
         if a[COUNT] == 16:
             _codes_16(at, inverse, a[TABLES], codes, scratch + SUMS_AT)
         elif a[COUNT] == 8:
@@ -107,7 +108,7 @@ def _book_row(a, x, n, scale, groups, scratch):
         scales[g] = index
         if count < LANES:
             for i in range(count):
-                u8_at(kept)[i] = own[i]
+                u8_at(stored_codes)[i] = scale_codes[i]
     return float32(float64(scale) * (float64(product) / float64(square))) if square > 0 else ZERO
 
 
@@ -134,12 +135,12 @@ def _zero_of(a, low, high, factor):
 def _grid_group(a, x, low, high, scale, tries, scratch):
     """The best scale code of a group under a row scale: (code, zero). Leaves its codes and sums in scratch."""
     sums, vectors = scratch + SUMS_AT, a[GROUP] // LANES
-    wanted, span = _need(a, low, high) / scale, a[HIGH] - a[LOW]
+    target, span = _need(a, low, high) / scale, a[HIGH] - a[LOW]
     low, high = min(low, ZERO), max(high, ZERO)
     best, chosen, last = float32(np.inf), int64(0), int64(0)
     for candidate in range(tries):
         share = float32(a[WIDEST] * (tries - 1 - candidate) + a[NARROWEST] * candidate) / float32(1000 * (tries - 1))
-        code = int64(min(np.floor(wanted * share + HALF), float32(255.0)))
+        code = int64(min(np.floor(target * share + HALF), float32(255.0)))
         if code == last or code == 0:
             continue
         last = code
@@ -157,7 +158,7 @@ def _grid_group(a, x, low, high, scale, tries, scratch):
 @inlined()
 def _grid_row(a, x, n, scale, groups, tries, scratch):
     """Search and store every group of a row under a grid; returns the least-squares row scale."""
-    found, own = f32_at(scratch + SUMS_AT), u8_at(scratch + CODES_AT)
+    factors, scale_codes = f32_at(scratch + SUMS_AT), u8_at(scratch + CODES_AT)
     scales = u8_at(a[SCALES] + n * groups)
     product, square = float64(0.0), float64(0.0)
     for g in range(groups):
@@ -165,32 +166,32 @@ def _grid_row(a, x, n, scale, groups, tries, scratch):
         count = min(a[GROUP], a[DEPTH] - start)
         at = _group_at(x, start, count, a[GROUP], scratch)
         extent(at, a[GROUP] // LANES, scratch + SUMS_AT)
-        code, zero = _grid_group(a, at, found[0], found[1], scale, tries, scratch)
+        code, zero = _grid_group(a, at, factors[0], factors[1], scale, tries, scratch)
         power = float64(code) * float64(code)
-        product += power * float64(found[0])
-        square += power * float64(found[1])
+        product += power * float64(factors[0])
+        square += power * float64(factors[1])
         scales[g] = code
         if a[ZEROS] != 0:
             u8_at(a[ZEROS] + n * groups)[g] = zero
-        kept = u8_at(a[CODES] + n * a[DEPTH] + start)
+        stored_codes = u8_at(a[CODES] + n * a[DEPTH] + start)
         for i in range(count):
-            kept[i] = own[i]
+            stored_codes[i] = scale_codes[i]
     return float32(float64(scale) * (product / square)) if square > 0.0 else ZERO
 
 
 @inlined()
 def _first_scale(a, x, groups, scratch):
     """The initial row scale: 0 for a row of zeros, NaN if the row is not finite."""
-    found, odd, largest = f32_at(scratch + SUMS_AT), ZERO, ZERO
+    factors, odd, largest = f32_at(scratch + SUMS_AT), ZERO, ZERO
     for g in range(groups):
         start = g * a[GROUP]
         at = _group_at(x, start, min(a[GROUP], a[DEPTH] - start), a[GROUP], scratch)
         extent(at, a[GROUP] // LANES, scratch + SUMS_AT)
-        odd += found[2]
-        largest = max(largest, _need(a, found[0], found[1]))
+        odd += factors[2]
+        largest = max(largest, _need(a, factors[0], factors[1]))
     if odd != ZERO:
         return float32(np.nan)
-    return largest / (TOP_STEP if a[COUNT] > 0 else TOP_SCALE)
+    return largest / (MAX_STEP if a[COUNT] > 0 else MAX_SCALE)
 
 
 @kernel()
@@ -205,23 +206,23 @@ def search_rows(args, worker, counter):
             return
         x = a[X] + 4 * n * a[DEPTH]
         scale = _bf16(_first_scale(a, x, groups, scratch))
-        if scale < SMALLEST:  # the search of zeros, which leaves the codes of zero
+        if scale < MIN_ROW_SCALE:  # the search for zeros, which yields the codes of zero
             scale = ZERO
             if a[COUNT] > 0:
                 _book_row(a, x, n, ONE, groups, scratch)
             else:
-                _grid_row(a, x, n, ONE, groups, FEW_TRIES, scratch)
-        elif scale >= SMALLEST and a[COUNT] > 0:
+                _grid_row(a, x, n, ONE, groups, FIRST_TRIES, scratch)
+        elif scale >= MIN_ROW_SCALE and a[COUNT] > 0:
             scale = _bf16(_book_row(a, x, n, scale, groups, scratch))
-        elif scale >= SMALLEST:
-            again = _bf16(_grid_row(a, x, n, scale, groups, FEW_TRIES, scratch))
-            scale = again if again < SMALLEST else _bf16(_grid_row(a, x, n, again, groups, TRIES, scratch))
+        elif scale >= MIN_ROW_SCALE:
+            refined_scale = _bf16(_grid_row(a, x, n, scale, groups, FIRST_TRIES, scratch))
+            scale = refined_scale if refined_scale < MIN_ROW_SCALE else _bf16(_grid_row(a, x, n, refined_scale, groups, TRIES, scratch))
         f32_at(a[ROW_SCALES])[n] = scale
 
 
 def run_alone(args: np.ndarray) -> None:
     """`search_rows` on the calling thread, without a pool."""
-    counter = np.zeros(1, np.int64)  # held: a freed array's address is anything
+    counter = np.zeros(1, np.int64)  # kept alive while the kernel runs
     call_alone(search_rows.address, address(args), address(counter))
 
 

@@ -14,12 +14,12 @@ from .int8_ir import I8, constant, function, load, offset, splat, store
 from .intrinsics import F32, I16, I32, I64
 from .ir_loop import Loop
 
-LANES = 16  # of these loops on every instruction set: the order of a sum must not depend on it
+LANES = 16  # on every instruction set: the order of a sum must not depend on it
 WIDE, WORDS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 SHORTS, SMALL = ir.VectorType(I16, LANES), ir.VectorType(I8, LANES)
-MAGIC, MAGIC_BITS = 1.5 * 2**23, 0x4B400000  # added to a small float32 it leaves the nearest whole number in the low bits
+MAGIC, MAGIC_BITS = 1.5 * 2**23, 0x4B400000  # adding it to a small float32 leaves the nearest integer in the low bits
 FINE, MOST_FINE = 16, 4095
-MOST_LEVELS, TABLE_NBYTES = 16, 32 * 31  # borders [15], then levels [16], as int16 times FINE, each repeated LANES times
+MAX_LEVELS, TABLE_NBYTES = 16, 32 * 31  # borders [15], then levels [16], as int16 times FINE, each repeated LANES times
 
 
 def _clamped(builder: ir.IRBuilder, value: ir.Value, low: ir.Value, high: ir.Value) -> ir.Value:
@@ -59,10 +59,10 @@ def book_error(count: int):
     def run(builder, x, inverse: types.float32, tables) -> types.int64:
         """Sum of squares, int64 in units of 1 / FINE**2, of 16 float32 at `x` times `inverse` / FINE less the nearest levels."""
         fine = _fine(builder, x, inverse)
-        level = _entry(builder, tables, MOST_LEVELS - 1)
+        level = _entry(builder, tables, MAX_LEVELS - 1)
         for i in range(count - 1):
             above = builder.icmp_signed(">", fine, _entry(builder, tables, i))
-            level = builder.select(above, _entry(builder, tables, MOST_LEVELS + i), level)
+            level = builder.select(above, _entry(builder, tables, MAX_LEVELS + i), level)
         off = builder.sub(fine, level)
         return _product_sum(builder, off, off)
 
@@ -76,10 +76,10 @@ def book_codes(count: int):
     def run(builder, x, inverse: types.float32, tables, codes, sums):
         """Codes uint8 [16] to `codes`; sums of level * weight and level * level, in units of 1 / FINE**2, to int64 [2] at `sums`."""
         fine = _fine(builder, x, inverse)
-        level, index = _entry(builder, tables, MOST_LEVELS - 1), constant(SHORTS, 0)
+        level, index = _entry(builder, tables, MAX_LEVELS - 1), constant(SHORTS, 0)
         for i in range(count - 1):
             above = builder.icmp_signed(">", fine, _entry(builder, tables, i))
-            level = builder.select(above, _entry(builder, tables, MOST_LEVELS + i), level)
+            level = builder.select(above, _entry(builder, tables, MAX_LEVELS + i), level)
             index = builder.sub(index, builder.sext(above, SHORTS))
         store(builder, builder.trunc(index, SMALL), codes)
         store(builder, _product_sum(builder, fine, level), sums, 8)
@@ -97,10 +97,10 @@ def _grid(keep: bool):
 
         Kept: codes q + zero, uint8, at `codes`, sum(q * x * inverse) and sum(q * q) in float32 [2] at `sums`.
         """
-        inverse, low, high = (splat(builder, each, WIDE) for each in (inverse, low, high))
+        inverse, low, high = (splat(builder, value, WIDE) for value in (inverse, low, high))
         zeros = splat(builder, builder.trunc(zero, I32), WORDS)
         loop = Loop(builder, vectors, [constant(WIDE, 0.0)] * (3 if keep else 1), "fit")
-        scaled = builder.fmul(load(builder, builder.add(x, builder.mul(loop.turn, I64(4 * LANES))), WIDE, 4), inverse)
+        scaled = builder.fmul(load(builder, builder.add(x, builder.mul(loop.index, I64(4 * LANES))), WIDE, 4), inverse)
         moved = builder.fadd(_clamped(builder, scaled, low, high), constant(WIDE, MAGIC))
         q = builder.fsub(moved, constant(WIDE, MAGIC))
         off = builder.fsub(scaled, q)
@@ -108,7 +108,7 @@ def _grid(keep: bool):
         totals = [builder.fadd(total, term) for total, term in zip(loop.values, terms)]
         if keep:
             index = builder.add(builder.sub(builder.bitcast(moved, WORDS), constant(WORDS, MAGIC_BITS)), zeros)
-            store(builder, builder.trunc(index, SMALL), builder.add(codes, builder.mul(loop.turn, I64(LANES))))
+            store(builder, builder.trunc(index, SMALL), builder.add(codes, builder.mul(loop.index, I64(LANES))))
         loop.end(totals)
         for i, total in enumerate(totals[1:]):
             store(builder, _sum(builder, total), offset(builder, sums, 4 * i), 4)
@@ -126,15 +126,15 @@ def extent(builder, x, vectors, out):
     first = load(builder, x, WIDE, 4)
     loop = Loop(builder, vectors, [first, first, constant(WIDE, 0.0)], "extent")
     low, high, odd = loop.values
-    value = load(builder, builder.add(x, builder.mul(loop.turn, I64(4 * LANES))), WIDE, 4)
+    value = load(builder, builder.add(x, builder.mul(loop.index, I64(4 * LANES))), WIDE, 4)
     updated = [builder.select(builder.fcmp_ordered("<", value, low), value, low),
                builder.select(builder.fcmp_ordered(">", value, high), value, high),
                builder.fadd(odd, builder.fmul(value, constant(WIDE, 0.0)))]
     loop.end(updated)
-    for i, (name, found) in enumerate(zip("<>", updated)):
+    for i, (name, candidate) in enumerate(zip("<>", updated)):
         for half in (8, 4, 2, 1):
-            turned = ir.Constant(ir.VectorType(I32, LANES), [(lane + half) % LANES for lane in range(LANES)])
-            other = builder.shuffle_vector(found, found, turned)
-            found = builder.select(builder.fcmp_ordered(name, other, found), other, found)
-        store(builder, builder.extract_element(found, I32(0)), offset(builder, out, 4 * i), 4)
+            rotated_lanes = ir.Constant(ir.VectorType(I32, LANES), [(lane + half) % LANES for lane in range(LANES)])
+            other = builder.shuffle_vector(candidate, candidate, rotated_lanes)
+            candidate = builder.select(builder.fcmp_ordered(name, other, candidate), other, candidate)
+        store(builder, builder.extract_element(candidate, I32(0)), offset(builder, out, 4 * i), 4)
     store(builder, _sum(builder, updated[2]), offset(builder, out, 8), 4)

@@ -15,22 +15,22 @@ from .intrinsics import fetch_add, i64_at
 
 
 @inlined()
-def next_rows(counter, heads, width, most):
-    """The next rows to process: a head, the first of its `width` rows and their number, at most `most`; head -1 if none are left."""
-    block, cuts = fetch_add(counter, 1), (width + most - 1) // most
+def next_rows(counter, heads, width, max_rows):
+    """The next rows to process: a head, the first of its `width` rows and their number, at most `max_rows`; head -1 if none are left."""
+    block, cuts = fetch_add(counter, 1), (width + max_rows - 1) // max_rows
     if block >= heads * cuts:
         return int64(-1), int64(0), int64(0)
-    first = block % cuts * most
-    return block // cuts, first, min(most, width - first)
+    first = block % cuts * max_rows
+    return block // cuts, first, min(max_rows, width - first)
 
 
 @inlined()
 def begin_rows(a, row, rows, depth):
     """Address of `rows` rows of `depth` float32 in the slot where the pass leaves them, from row `row` of the whole state on, initialized
     to the pass's initial state: zeros before a text."""
-    control, place = i64_at(a[CONTROL]), a[STATE] + 4 * row * depth
-    source, state = control[FROM], a[MEMORY] + control[TO] * a[SLOT] + place
-    copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + place, state, rows * depth)
+    control, state_row = i64_at(a[CONTROL]), a[STATE] + 4 * row * depth
+    source, state = control[FROM], a[MEMORY] + control[TO] * a[SLOT] + state_row
+    copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + state_row, state, rows * depth)
     return state
 
 

@@ -61,7 +61,7 @@ class RecurrentStates(Slots):
             self.recur_reference(mixed, gates, out)
             return
         block, loops = self.block, self.loops
-        block[TOKENS], block[MIXED], block[loops.GATES], block[loops.OUT] = tokens, address(mixed), address(gates), self.ops.at(out)
+        block[TOKENS], block[MIXED], block[loops.GATES], block[loops.OUT] = tokens, address(mixed), address(gates), self.ops.address_of(out)
         self.ops.run(loops.recur, address(block), True, block)
 
     def state_of(self, slot: int) -> np.ndarray:

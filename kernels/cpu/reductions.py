@@ -23,9 +23,9 @@ def reduce_lanes(builder: ir.IRBuilder, vectors: list[ir.Value], merge: Callable
         parts = [[begin + size // 2 * part + i for begin in range(0, count, size) for i in range(size // 2)] for part in (0, 1)]
         pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if len(vectors) > 1 else [(vectors[0], vectors[0])]
         if len(vectors) > 1:
-            parts = [part + [count + place for place in part] for part in parts]
-        places = [ir.Constant(ir.VectorType(I32, len(part)), part) for part in parts]
-        vectors = [merge(*(builder.shuffle_vector(a, b, each) for each in places)) for a, b in pairs]
+            parts = [part + [count + lane for lane in part] for part in parts]
+        index_vectors = [ir.Constant(ir.VectorType(I32, len(part)), part) for part in parts]
+        vectors = [merge(*(builder.shuffle_vector(a, b, indices) for indices in index_vectors)) for a, b in pairs]
         size //= 2
     return vectors[0]
 

@@ -22,9 +22,9 @@ from .unaligned import load8, load16, load32, load64, store8, store16, store32
 KINDS = {"Q8_0": 0, "Q4_0": 1, "Q5_0": 2, "MXFP4": 3, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6, "Q2_K": 7, "IQ4_NL": 8, "Q4_1": 9, "Q5_1": 10}
 Q8_0, Q4_0, Q5_0, MXFP4, Q4_K, Q5_K, Q6_K, Q2_K, IQ4_NL, Q4_1, Q5_1 = KINDS.values()
 LOW = 0x0F0F0F0F0F0F0F0F
-MIDDLE = -0x7F7F7F7F7F7F7F80  # 0x80 in each byte: from int8 up to codes
-NON_LINEAR = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)  # IQ4_NL's levels, 128 above themselves
-EXPONENT = 0x7C00  # of a half: all ones are infinity and NaN
+MIDDLE = -0x7F7F7F7F7F7F7F80  # 0x80 in each byte: offset from int8 to codes
+NON_LINEAR = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)  # IQ4_NL's levels plus 128
+EXPONENT = 0x7C00  # of a half: all ones for infinity and NaN
 
 
 @inlined()
@@ -65,7 +65,7 @@ def put_fifth_bits(bits, out):
     """Bit k of 32 belongs to code k -> a row's word of the bit plane."""
     word = 0
     for quad in range(8):
-        word |= ((bits >> 4 * quad & 15) * 0x00204081 & 0x01010101) << quad  # a nibble's bits, each at the foot of its byte
+        word |= ((bits >> 4 * quad & 15) * 0x00204081 & 0x01010101) << quad  # moves each bit of a nibble to the lowest bit of its byte
     store32(out, word)
 
 
@@ -118,9 +118,9 @@ def _put_scales(kind, at, step, count, out):
         store16(out + 2 * row, scale)
     if kind == Q4_1 or kind == Q5_1:
         for row in range(count):
-            least = load16(at + row * step + 2)
-            bad |= least & EXPONENT == EXPONENT
-            store16(out + 2 * (ROWS + row), least)
+            minimum = load16(at + row * step + 2)
+            bad |= minimum & EXPONENT == EXPONENT
+            store16(out + 2 * (ROWS + row), minimum)
     return bad
 
 
@@ -198,12 +198,12 @@ def put_scales(packed, row, out):
     scales = low & 0x3F3F3F3F | (high & 0x0F0F0F0F | low >> 2 & 0x30303030) << 32
     minima = mid & 0x3F3F3F3F | (high >> 4 & 0x0F0F0F0F | mid >> 2 & 0x30303030) << 32
     for tile in range(8):
-        scale, least, at = scales >> 8 * tile & 63, minima >> 8 * tile & 63, out + SUPER_TILE_NBYTES * tile
-        store8(at + row, scale | least << 6)
+        scale, minimum, at = scales >> 8 * tile & 63, minima >> 8 * tile & 63, out + SUPER_TILE_NBYTES * tile
+        store8(at + row, scale | minimum << 6)
         if row < ROWS // 2:
-            store8(at + ROWS + row, least >> 2)
+            store8(at + ROWS + row, minimum >> 2)
         else:
-            store8(at + ROWS // 2 + row, load8(at + ROWS // 2 + row) | least >> 2 << 4)
+            store8(at + ROWS // 2 + row, load8(at + ROWS // 2 + row) | minimum >> 2 << 4)
 
 
 @inlined()
@@ -211,9 +211,9 @@ def put_six_bits(source, out):
     """A row of eight tiles of six bits: of each half 64 bytes of low nibbles and 32 of upper bits."""
     for half in range(2):
         for tile in range(4):
-            own, at = source + 64 * half + 32 * (tile & 1), out + 384 * (4 * half + tile)
+            quads, at = source + 64 * half + 32 * (tile & 1), out + 384 * (4 * half + tile)
             for pair in range(4):
-                put_nibbles(load64(own + 8 * pair) >> 4 * (tile >> 1) & LOW, at + 64 * pair)
+                put_nibbles(load64(quads + 8 * pair) >> 4 * (tile >> 1) & LOW, at + 64 * pair)
             upper = source + 128 + 32 * half
             for vector in range(2):
                 even = load64(upper + 16 * vector) >> 2 * tile & 0x0303030303030303
@@ -226,9 +226,9 @@ def put_two_bits(source, out):
     """2 runs of 32 bytes, each the lowest two bits of a tile, then those of the next -> a row of eight tiles of two bits."""
     for tile in range(8):
         for vector in range(2):
-            own = source + 32 * (tile >> 2) + 16 * vector
-            even = load64(own) >> 2 * (tile & 3) & 0x0303030303030303
-            even |= (load64(own + 8) >> 2 * (tile & 3) & 0x0303030303030303) << 4
+            quads = source + 32 * (tile >> 2) + 16 * vector
+            even = load64(quads) >> 2 * (tile & 3) & 0x0303030303030303
+            even |= (load64(quads + 8) >> 2 * (tile & 3) & 0x0303030303030303) << 4
             store32(out + 128 * tile + 64 * vector, even | even >> 30)
 
 

@@ -24,7 +24,7 @@ KINDS = {"Q3_K": 0, "IQ4_XS": 1, "IQ3_S": 2, "IQ3_XXS": 3, "IQ2_S": 4, "IQ2_XS":
          "TQ2_0": 10}  # fmt: skip
 Q3_K, IQ4_XS, IQ3_S, IQ3_XXS, IQ2_S, IQ2_XS, IQ2_XXS, IQ1_S, IQ1_M, TQ1_0, TQ2_0 = KINDS.values()
 ONES, TWOS, FOURS = 0x0101010101010101, 0x0303030303030303, 0x0404040404040404
-SPREAD = 0x40810204081  # seven bits, each to the foot of a byte of its own
+SPREAD = 0x40810204081  # moves each of seven bits to the lowest bit of its own byte
 
 
 @inlined()
@@ -60,7 +60,7 @@ def thirds_of(at, power):
 @inlined()
 def codes_of(kind, at, grid, tile, i):
     """Codes 8i to 8i + 8 of a tile of the block at `at`."""
-    place = 4 * tile + i  # of eights in the block
+    group = 4 * tile + i  # of 8 inputs in the block
     if kind == IQ4_XS:
         return load64(at + 8 + 16 * tile + 8 * (i & 1)) >> 4 * (i >> 1) & LOW
     if kind == Q3_K:
@@ -68,40 +68,40 @@ def codes_of(kind, at, grid, tile, i):
         return low | (load64(at + 8 * i) >> tile & ONES) << 2
     if kind == IQ3_S:
         high = load8(at + 66 + tile) >> 2 * i
-        word = two_of(grid, load8(at + 2 + 2 * place) | (high & 1) << 8, load8(at + 3 + 2 * place) | (high & 2) << 7)
-        return word | signs_of(load8(at + 74 + place)) << 3
+        word = two_of(grid, load8(at + 2 + 2 * group) | (high & 1) << 8, load8(at + 3 + 2 * group) | (high & 2) << 7)
+        return word | signs_of(load8(at + 74 + group)) << 3
     if kind == IQ3_XXS:
-        word = two_of(grid, load8(at + 2 + 2 * place), load8(at + 3 + 2 * place))
+        word = two_of(grid, load8(at + 2 + 2 * group), load8(at + 3 + 2 * group))
         return word | even_signs_of(load32(at + 66 + 4 * tile) >> 7 * i & 127) << 3
     if kind == IQ2_S:
-        index = load8(at + 2 + place) | (load8(at + 66 + tile) >> 2 * i & 3) << 8
-        return load64(grid + 8 * index) | signs_of(load8(at + 34 + place)) << 2
+        index = load8(at + 2 + group) | (load8(at + 66 + tile) >> 2 * i & 3) << 8
+        return load64(grid + 8 * index) | signs_of(load8(at + 34 + group)) << 2
     if kind == IQ2_XS:
-        word = load16(at + 2 + 2 * place)
+        word = load16(at + 2 + 2 * group)
         return load64(grid + 8 * (word & 511)) | even_signs_of(word >> 9) << 2
     if kind == IQ2_XXS:
         index = load8(at + 2 + 8 * tile + i)
         return load64(grid + 8 * index) | even_signs_of(load32(at + 6 + 8 * tile) >> 7 * i & 127) << 2
     if kind == IQ1_S:
         word = load16(at + 34 + 2 * tile)
-        return load64(grid + 8 * (load8(at + 2 + place) | (word >> 3 * i & 7) << 8)) | (word >> 15) * FOURS
+        return load64(grid + 8 * (load8(at + 2 + group) | (word >> 3 * i & 7) << 8)) | (word >> 15) * FOURS
     if kind == IQ1_M:
-        high = load8(at + 32 + (place >> 1)) >> 4 * (place & 1)
-        return load64(grid + 8 * (load8(at + place) | (high & 7) << 8)) | (high >> 3 & 1) * FOURS
+        high = load8(at + 32 + (group >> 1)) >> 4 * (group & 1)
+        return load64(grid + 8 * (load8(at + group) | (high & 7) << 8)) | (high >> 3 & 1) * FOURS
     if kind == TQ2_0:
         return load64(at + 32 * (tile >> 2) + 8 * i) >> 2 * (tile & 3) & TWOS
     power = 1
-    if place < 20:  # 32 bytes of five digits, the first digits of all of them first
+    if group < 20:  # 32 bytes of five digits, the first digits of all of them first
         for _ in range(tile):
             power *= 3
         return thirds_of(at + 8 * i, power)
-    if place < 30:  # 16 of them
-        for _ in range((place - 20) >> 1):
+    if group < 30:  # 16 of them
+        for _ in range((group - 20) >> 1):
             power *= 3
-        return thirds_of(at + 32 + 8 * (place & 1), power)
+        return thirds_of(at + 32 + 8 * (group & 1), power)
     word = 0
     for half in range(2):  # 4 of four
-        power = 9 if place == 31 else 1
+        power = 9 if group == 31 else 1
         for k in range(4):
             word |= ((load8(at + 48 + k) * power * (3 if half else 1) & 255) * 3 >> 8) << 8 * (4 * half + k)
     return word

@@ -17,8 +17,8 @@ from .repack_gguf import LOW, MIDDLE, clear
 from .unaligned import load8, load32, load64, store8, store32, store64
 
 PAIRS, BYTES, SIGNED_BYTES, NIBBLES_DOWN, BYTES_DOWN, GROUPED = range(6)
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each nibble of a word holds, from the lowest
-NOT_A_NUMBER = 255  # of an exponent
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output whose code each nibble of a word holds, from the lowest
+NOT_A_NUMBER = 255  # NaN as an exponent byte
 
 
 @inlined()
@@ -58,10 +58,10 @@ def put_grouped(source, stride, wide, out):
     c, d = exchange_bits(c, d, 4, LOW)
     e, f = exchange_bits(e, f, 4, LOW)
     g, h = exchange_bits(g, h, 4, LOW)
-    for place, word in zip(AWQ_ORDER, (a, b, c, d, e, f, g, h)):
-        store32(out + 4 * place, word)
+    for index, word in zip(AWQ_ORDER, (a, b, c, d, e, f, g, h)):
+        store32(out + 4 * index, word)
         if wide:
-            store32(out + 4 * (ROWS // 2 + place), word >> 32)
+            store32(out + 4 * (ROWS // 2 + index), word >> 32)
 
 
 @jit("void(int64, int64, int64, int64, int64, int64)")
@@ -83,11 +83,11 @@ def repack_codes(kind, source, stride, rows, tiles, codes):
                         store32(out + 128 * pair, word)
                         store32(out + 128 * pair + 64, word >> 32)
             elif kind == BYTES or kind == SIGNED_BYTES:
-                turn = MIDDLE if kind == SIGNED_BYTES else 0
+                sign_flip = MIDDLE if kind == SIGNED_BYTES else 0
                 for row in range(count):
                     at, out = source + (first + row) * stride + 32 * tile, codes + 4 * row
                     for pair in range(4):
-                        word = load64(at + 8 * pair) ^ turn
+                        word = load64(at + 8 * pair) ^ sign_flip
                         store32(out + 128 * pair, word)
                         store32(out + 128 * pair + 64, word >> 32)
             elif kind == NIBBLES_DOWN:

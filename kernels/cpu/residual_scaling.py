@@ -11,16 +11,17 @@ from ..compile import kernel
 from ..registry import Call
 from ..workspace import address
 from .intrinsics import f32_at, fetch_add, i64_at
-from .row_ops import SHARE_FROM, norm_rows
+from .row_ops import MIN_PARALLEL_SIZE, norm_rows
 
 if TYPE_CHECKING:
     from ...quant.weight import LowRank, Norm, ResidualScale, RouterMlp
     from .ops import CpuOps
 
-# Slots of `rescale_rows`: X = SCALES * X + BRANCH_SCALES * BRANCH + OFFSETS, all [TOKENS, WIDTH] or [WIDTH]; BRANCH 0: without it.
+# Slots of `rescale_rows`: X = SCALES * X + BRANCH_SCALES * BRANCH + OFFSETS, all [TOKENS, WIDTH] or [WIDTH]; BRANCH 0: none.
 X, BRANCH, TOKENS, WIDTH, SCALES, BRANCH_SCALES, OFFSETS = range(7)
-# Slots of `carry_rows`: Y [C_TOKENS, C_WIDTH] += SHARES * KEPT, none where SHARES is 0, and then KEPT = Y; KEPT has rows of C_STRIDE bytes.
-Y, KEPT, C_TOKENS, C_WIDTH, C_STRIDE, SHARES = range(6)
+# Slots of `carry_rows`: Y [C_TOKENS, C_WIDTH] += SHARES * CARRIED (SHARES 0: nothing is added), then CARRIED = Y; rows of CARRIED are
+# C_STRIDE bytes apart.
+Y, CARRIED, C_TOKENS, C_WIDTH, C_STRIDE, SHARES = range(6)
 
 
 @kernel({"contract"})
@@ -51,13 +52,13 @@ def carry_rows(args, worker, counter):
         t = fetch_add(counter, 1)
         if t >= a[C_TOKENS]:
             return
-        y, kept = f32_at(a[Y] + 4 * t * width), f32_at(a[KEPT] + t * a[C_STRIDE])
+        y, carried = f32_at(a[Y] + 4 * t * width), f32_at(a[CARRIED] + t * a[C_STRIDE])
         if a[SHARES] != 0:
             shares = f32_at(a[SHARES])
             for i in range(width):
-                y[i] += shares[i] * kept[i]
+                y[i] += shares[i] * carried[i]
         for i in range(width):
-            kept[i] = y[i]
+            carried[i] = y[i]
 
 
 def scaled_residual(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: ResidualScale) -> np.ndarray:
@@ -71,9 +72,9 @@ def router_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, path: RouterMlp, streams:
     (y,) = ops.norm_linear(x, norm, [path.into])
     ops.registry.select(Call("carry")).candidate.run(ops, y, streams, x.shape[1], path.share)
     inner = ops.gated_hidden(y, path.norm, None, path.first, "gelu")
-    (said,) = ops.norm_linear(inner, None, [path.second])
-    ops.gate(said, None, "gelu")
-    return said
+    (logits,) = ops.norm_linear(inner, None, [path.second])
+    ops.gate(logits, None, "gelu")
+    return logits
 
 
 def gate_rows(ops: CpuOps, y: np.ndarray, gates: LowRank) -> np.ndarray:
@@ -92,9 +93,9 @@ def norm_and_concat(ops: CpuOps, y: np.ndarray, norm: Norm) -> np.ndarray:
 
 
 def rescale(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: ResidualScale) -> None:
-    ops.args[: OFFSETS + 1] = (ops.at(x), 0 if branch is None else ops.at(branch), *x.shape, address(own.scales),
+    ops.args[: OFFSETS + 1] = (ops.address_of(x), 0 if branch is None else ops.address_of(branch), *x.shape, address(own.scales),
                                address(own.branch_scales), address(own.offsets))
-    ops.run(rescale_rows, ops.where, x.size >= SHARE_FROM, ops.args)
+    ops.run(rescale_rows, ops.args_address, x.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
 def rescale_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: ResidualScale) -> None:
@@ -103,13 +104,13 @@ def rescale_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own
 
 
 def carry(ops: CpuOps, y: np.ndarray, streams: np.ndarray, first: int, shares: np.ndarray | None) -> None:
-    ops.args[: SHARES + 1] = ops.at(y), ops.at(streams) + 4 * first, *y.shape, 4 * streams.shape[1], address(shares)
-    ops.run(carry_rows, ops.where, y.size >= SHARE_FROM, ops.args)
+    ops.args[: SHARES + 1] = ops.address_of(y), ops.address_of(streams) + 4 * first, *y.shape, 4 * streams.shape[1], address(shares)
+    ops.run(carry_rows, ops.args_address, y.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
 def carry_reference(ops: CpuOps, y: np.ndarray, streams: np.ndarray, first: int, shares: np.ndarray | None) -> None:
     ops.flush()
-    kept = streams[:, first : first + y.shape[1]]
+    carried = streams[:, first : first + y.shape[1]]
     if shares is not None:
-        y += shares * kept
-    kept[:] = y
+        y += shares * carried
+    carried[:] = y

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ...runtime.rope import RopeTable
     from .ops import CpuOps
 
-MOST_TABLES = 8  # of a step: a model has two at most
+MAX_TABLES = 8  # cached; a model has at most two
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class Angles:
     at: tuple[int, int]
 
 
-def cached_angles(ops: CpuOps, known: dict[int, Angles], positions: np.ndarray, table: RopeTable | None) -> Angles:
-    """Angles computed once per step and table: layers pass the same objects in turn, and `known` keeps alive what pending jobs read."""
-    found = known.get(id(table))
-    if found is None or found.positions is not positions or found.table is not table:
-        for each in () if found is None else (found.cos, found.sin):
-            ops.keep_alive(each)  # the layers of a pass before which it narrowed have others
+def cached_angles(ops: CpuOps, cache: dict[int, Angles], positions: np.ndarray, table: RopeTable | None) -> Angles:
+    """Angles computed once per step and table: layers pass the same objects in turn, and `cache` keeps alive what pending jobs read."""
+    cached = cache.get(id(table))
+    if cached is None or cached.positions is not positions or cached.table is not table:
+        for array in () if cached is None else (cached.cos, cached.sin):
+            ops.keep_alive(array)  # pending layers of a pass that narrowed it still read it
         cos, sin = np.zeros((2, len(positions), 0 if table is None else len(table.inv_freq)), np.float32)
         if table is not None:
             write_angles(table, cos, sin, positions)
             ops.refresh(AngleUpdater(table, cos, sin))
-        if len(known) >= MOST_TABLES:
-            known.clear()
-        found = known[id(table)] = Angles(positions, table, cos, sin, (address(cos), address(sin)))
-    return found
+        if len(cache) >= MAX_TABLES:
+            cache.clear()
+        cached = cache[id(table)] = Angles(positions, table, cos, sin, (address(cos), address(sin)))
+    return cached
 
 
 class AngleUpdater:
@@ -52,14 +52,14 @@ class AngleUpdater:
     def __init__(self, table: RopeTable, cos: np.ndarray, sin: np.ndarray) -> None:
         self._table, self._cos, self._sin, self._first = table, cos, sin, -self.AHEAD
         self._rows = np.zeros((2, self.AHEAD + len(cos) - 1, cos.shape[1]), np.float32)
-        self._apart: list[AngleUpdater] = []
+        self._per_row: list[AngleUpdater] = []
 
     def __call__(self, position: int | np.ndarray) -> None:
         if isinstance(position, np.ndarray):
-            self._apart = self._apart or [AngleUpdater(self._table, self._cos[row : row + 1], self._sin[row : row + 1])
-                                          for row in range(len(self._cos))]
-            for own, at in zip(self._apart, position, strict=True):
-                own(int(at))
+            self._per_row = self._per_row or [AngleUpdater(self._table, self._cos[row : row + 1], self._sin[row : row + 1])
+                                              for row in range(len(self._cos))]
+            for updater, at in zip(self._per_row, position, strict=True):
+                updater(int(at))
             return
         if not 0 <= position - self._first < self.AHEAD:
             self._first = position

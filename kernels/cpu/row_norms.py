@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from ...quant.weight import Weight
     from ..threads import ThreadPool
 
-BLOCK = 48  # rows, a multiple of what a tile of weights and one of floats have on every target
-# Slots of the argument block; the matrix follows, as `gemm_formats.py` says, with IS_RAW its address in CODES and its stored type in BITS.
+BLOCK = 48  # rows, a multiple of the rows of weight tiles and float tiles on every target
+# Slots of the argument block; the matrix follows, as in `gemm_formats.py`; with IS_RAW its address is in CODES and its stored type in BITS.
 DEPTH, SCRATCH, SCRATCH_STRIDE, IS_RAW, PAIRS, FIRST = range(6)
-# Then per pair: A float32 [rank, PITCH / 4], B [rows, rank], both with zeros up to whole blocks, squares of lengths float64 [rows].
+# Then per pair: A float32 [rank, PITCH / 4], B [rows, rank], both zero-padded to whole blocks, squared norms float64 [rows].
 A, PITCH, B, RANK, SQUARES, PAIR_FIELDS = range(6)
 BUFFER = 4 * BLOCK * DEPTH_BLOCK  # bytes
 
@@ -48,17 +48,17 @@ def squared_row_norms(pool: ThreadPool, weight: Weight, pairs: Mapping[int, tupl
     fields = ([weight.address, 0, 0, 0, 0, 0, STORED_TYPES[weight.spec.scheme], 0, 0, 0, height, 0] if weight.spec.is_raw
               else gemm_fields(weight))
     block = [depth, align(address(scratch)), stride, weight.spec.is_raw, len(pairs), *fields, 0, 0]
-    kept, found = [], {}
+    arrays, addresses = [], {}
     for number, (a, b) in pairs.items():
         wide = np.zeros((len(a), align(depth, DEPTH_BLOCK)), np.float32)
         high = np.zeros((align(height, BLOCK), b.shape[1]), np.float32)
-        wide[:, :depth], high[:height], found[number] = a, b, np.empty(height)
-        block += [address(wide), wide.strides[0], address(high), len(a), address(found[number])]
-        kept += [wide, high]
+        wide[:, :depth], high[:height], addresses[number] = a, b, np.empty(height)
+        block += [address(wide), wide.strides[0], address(high), len(a), address(addresses[number])]
+        arrays += [wide, high]
     args = np.array(block, np.int64)
     pool.run(squares, address(args))
-    del kept, scratch
-    return found
+    del arrays, scratch
+    return addresses
 
 
 @inlined()
@@ -80,7 +80,7 @@ def _opened(a, matrix, first, rows, start, span, tile_scratch, wide):
 def squares(args, worker, counter):
     """SQUARES of each pair. Blocks of work are BLOCK rows."""
     a, matrix = i64_at(args), FIRST
-    depth, own = a[DEPTH], FIRST + FIELDS
+    depth, matrix_at = a[DEPTH], FIRST + FIELDS
     wide = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     other, tile_scratch = wide + BUFFER, wide + 2 * BUFFER
     while True:
@@ -90,22 +90,22 @@ def squares(args, worker, counter):
         rows = min(BLOCK, a[matrix + ROWS] - first)
         for pair in range(a[PAIRS]):
             for row in range(rows):
-                f64_at(a[own + pair * PAIR_FIELDS + SQUARES])[first + row] = 0.0
+                f64_at(a[matrix_at + pair * PAIR_FIELDS + SQUARES])[first + row] = 0.0
         for start in range(0, depth, DEPTH_BLOCK):
             span = min(DEPTH_BLOCK, depth - start)
             _opened(a, matrix, first, rows, start, span, tile_scratch, wide)
             for pair in range(a[PAIRS]):
-                p = own + pair * PAIR_FIELDS
-                here = wide
-                if pair + 1 < a[PAIRS]:  # the last one's goes onto the rows themselves
-                    here = other
+                p = matrix_at + pair * PAIR_FIELDS
+                row_at = wide
+                if pair + 1 < a[PAIRS]:  # the result of the last one replaces the rows themselves
+                    row_at = other
                     for i in range(rows * DEPTH_BLOCK):
                         f32_at(other)[i] = f32_at(wide)[i]
                 rank = a[p + RANK]
                 for row in range(0, rows, FLOAT_ROWS):
                     for column in range(0, span, TILE_COLUMNS):
                         tile_product(a[p + B] + 4 * (first + row) * rank, 4 * rank, a[p + A] + 4 * (start + column), a[p + PITCH],
-                                     here + 4 * (row * DEPTH_BLOCK + column), 4 * DEPTH_BLOCK, rank, 1)
+                                     row_at + 4 * (row * DEPTH_BLOCK + column), 4 * DEPTH_BLOCK, rank, 1)
                 for row in range(rows):
                     at = f64_at(a[p + SQUARES] + 8 * (first + row))
-                    at[0] += float64(squares_of(f32_at(here + 4 * row * DEPTH_BLOCK), span))
+                    at[0] += float64(squares_of(f32_at(row_at + 4 * row * DEPTH_BLOCK), span))

@@ -25,30 +25,30 @@ if TYPE_CHECKING:
     from ...runtime.rope import RopeTable
     from .ops import CpuOps
 
-SHARE_FROM = 16_384  # values from which a job is worth waking the other threads
+MIN_PARALLEL_SIZE = 16_384  # number of values for which it is worth waking the other threads
 CURVE_LOW, CURVE_HALF, CURVE_NEAR = float32(reference.CURVE_EDGE), float32(reference.CURVE_SLOPE), float32(-0.35)
-THIRDS = tuple(float32(1 / each) for each in (2, 6, 24, 120, 720))  # of exp(x) - 1 - x near zero
+THIRDS = tuple(float32(1 / each) for each in (2, 6, 24, 120, 720))  # Taylor coefficients of exp(x) - 1 - x near zero
 
-# Slots of `rope_heads`: y [T, heads * head_dim], in place; cos and sin [T, rotary / 2]; with NORM set, a norm of every WIDTH values first,
-# EACH bytes from the weights of one to the next one's, 0 where they are the same, with a BIAS or 0. SCRATCH, STRIDE bytes a worker,
-# holds a head where neighbours are to be put into the order of halves; it is 0 where they are not.
+# Slots of `rope_heads`: Y [T, heads * head_dim], in place; cos and sin [T, rotary / 2]. With NORM, a norm of every WIDTH values first, with
+# EACH bytes between the weights of two heads (0: the same weights) and a BIAS or 0. SCRATCH, STRIDE bytes per worker: a head, if adjacent
+# pairs are reordered to half-split order; otherwise 0.
 R_Y, R_TOKENS, R_HEADS, R_DIM, R_ROTARY, R_COS, R_SIN, R_NORM, R_WEIGHT, R_BIAS, R_WIDTH, R_SCRATCH, R_STRIDE, R_EACH, R_EPS = range(15)
-# Slots of `activate_rows`: GATE = act(GATE) * UP, or act(GATE) where UP is 0; both [TOKENS, WIDTH].
+# Slots of `activate_rows`: GATE = act(GATE) * UP, or act(GATE) if UP is 0; both [TOKENS, WIDTH].
 G_GATE, G_UP, G_TOKENS, G_WIDTH, G_ACT = range(5)
-# Slots of `part_rows`: of each of HEADS heads of Y [TOKENS, 2 * heads * DEPTH] the first half into OUT [TOKENS, heads * DEPTH]. Of
-# `gate_heads`: OUT times the sigmoid of the second halves, or of all of Y where STEP, how many times DEPTH a head is wide in Y, is 1, or
-# of its one number where that is 0; with SOFT times their softplus.
+# Slots of `part_rows`: the first half of each head of Y [TOKENS, 2 * heads * DEPTH] is copied to OUT [TOKENS, heads * DEPTH]. Slots of
+# `gate_heads`: OUT times the sigmoid (with SOFT the softplus) of gates in Y. STEP: width of a head of Y in units of DEPTH: 2 for the second
+# halves, 1 for all channels, 0 for one gate per head.
 P_Y, P_OUT, P_TOKENS, P_HEADS, P_DEPTH, P_STEP, P_SOFT = range(7)
-# Slots of `grow_rows`: every head of Y [TOKENS, HEADS * DEPTH], in place, times its number in SCALES, times the token's in LOGS, plus that
-# in OFFSETS.
+# Slots of `grow_rows`: every head of Y [TOKENS, HEADS * DEPTH], in place, times its value in SCALES times the token's in LOGS, plus its
+# value in OFFSETS.
 W_Y, W_TOKENS, W_HEADS, W_DEPTH, W_LOGS, W_SCALES, W_OFFSETS = range(7)
-# Slots of `scale_rows`: OUT = FACTOR * Y, both [TOKENS, WIDTH], which may be one.
+# Slots of `scale_rows`: OUT = FACTOR * Y, both [TOKENS, WIDTH]; they may be the same.
 S_Y, S_OUT, S_TOKENS, S_WIDTH, S_FACTOR = range(5)
-# Slots of `clip_rows`: Y [TOKENS, WIDTH], in place, within -LIMIT and LIMIT, which is float64.
+# Slots of `clip_rows`: Y [TOKENS, WIDTH], in place, clamped to -LIMIT and LIMIT (float64).
 L_Y, L_TOKENS, L_WIDTH, L_LIMIT = range(4)
 # Slots of `curve_rows`: Y [TOKENS, WIDTH], in place; ABOVE and BELOW are float64.
 C_Y, C_TOKENS, C_WIDTH, C_ABOVE, C_BELOW = range(5)
-# Slots of `add_rows`: STREAM += FACTOR * norm(BRANCH), both [TOKENS, WIDTH]; the branch is left normed.
+# Slots of `add_rows`: STREAM += FACTOR * norm(BRANCH), both [TOKENS, WIDTH]; the branch is normed in place.
 A_BRANCH, A_STREAM, A_TOKENS, A_WIDTH, A_NORM, A_WEIGHT, A_BIAS, A_EPS, A_FACTOR = range(9)
 
 
@@ -113,7 +113,7 @@ def curve_rows(args, worker, counter):
             x = y[i]
             low = min(x, CURVE_LOW)
             near = low * low * (THIRDS[0] + low * (THIRDS[1] + low * (THIRDS[2] + low * (THIRDS[3] + low * THIRDS[4]))))
-            far = exp(low) - ONE - low  # of small numbers nothing would be left of it
+            far = exp(low) - ONE - low  # for small values the difference would cancel
             bent = (near if low > CURVE_NEAR else far) + (low - x)
             y[i] = CURVE_HALF * x + (above * x * x if x > ZERO else below * bent)
 
@@ -222,12 +222,13 @@ def rotate(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles
     """Norm (per head, or of the whole row, depending on its weight), then rotation; in place. A two-dimensional weight has one row per
     head."""
     args, width = ops.args, head_dim if norm is None else norm.weight.shape[-1]
-    each = 0 if norm is None or norm.weight.ndim == 1 else 4 * width
+    weight_stride = 0 if norm is None or norm.weight.ndim == 1 else 4 * width
     interleaved = angles.table is not None and angles.table.interleaved
-    *own, ops.reals[R_EPS] = (0, 0, 0, 0.0) if norm is None else (NORMS[norm.kind], address(norm.weight), address(norm.bias), norm.eps)
-    args[:R_EPS] = (ops.at(y), len(y), heads, head_dim, 2 * angles.cos.shape[1], *angles.at, *own, width,
-                    ops.scratch if interleaved else 0, ops.scratch_stride, each)
-    ops.run(rope_heads, ops.where, y.size >= SHARE_FROM, args)
+    norm_fields = (0, 0, 0) if norm is None else (NORMS[norm.kind], address(norm.weight), address(norm.bias))
+    ops.reals[R_EPS] = 0.0 if norm is None else norm.eps
+    args[:R_EPS] = (ops.address_of(y), len(y), heads, head_dim, 2 * angles.cos.shape[1], *angles.at, *norm_fields, width,
+                    ops.scratch if interleaved else 0, ops.scratch_stride, weight_stride)
+    ops.run(rope_heads, ops.args_address, y.size >= MIN_PARALLEL_SIZE, args)
 
 
 def norm_rows(ops: CpuOps, y: np.ndarray, norm: Norm) -> np.ndarray:
@@ -248,20 +249,20 @@ def rotate_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angl
 
 def gate(ops: CpuOps, gated: np.ndarray, up: np.ndarray | None, act: str) -> None:
     """gated = act(gated) * up, without `up` act(gated)."""
-    ops.args[: G_ACT + 1] = (ops.at(gated), 0 if up is None else ops.at(up), *gated.shape, activation_number(act))
-    ops.run(activate_rows, ops.where, gated.size >= SHARE_FROM, ops.args)
+    ops.args[: G_ACT + 1] = (ops.address_of(gated), 0 if up is None else ops.address_of(up), *gated.shape, activation_number(act))
+    ops.run(activate_rows, ops.args_address, gated.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
-def curve(ops: CpuOps, y: np.ndarray, own: XieluParams) -> None:
+def curve(ops: CpuOps, y: np.ndarray, xielu: XieluParams) -> None:
     """y = xIELU of y with a layer's own numbers."""
-    ops.args[:C_ABOVE] = (ops.at(y), *y.shape)
-    ops.reals[C_ABOVE], ops.reals[C_BELOW] = own.above, own.below
-    ops.run(curve_rows, ops.where, y.size >= SHARE_FROM, ops.args)
+    ops.args[:C_ABOVE] = (ops.address_of(y), *y.shape)
+    ops.reals[C_ABOVE], ops.reals[C_BELOW] = xielu.above, xielu.below
+    ops.run(curve_rows, ops.args_address, y.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
-def curve_reference(ops: CpuOps, y: np.ndarray, own: XieluParams) -> None:
+def curve_reference(ops: CpuOps, y: np.ndarray, xielu: XieluParams) -> None:
     ops.flush()
-    y[:] = reference.curved(y, own.above, own.below)
+    y[:] = reference.curved(y, xielu.above, xielu.below)
 
 
 def gate_reference(ops: CpuOps, gated: np.ndarray, up: np.ndarray | None, act: str) -> None:
@@ -272,10 +273,10 @@ def gate_reference(ops: CpuOps, gated: np.ndarray, up: np.ndarray | None, act: s
 
 def add(ops: CpuOps, branch: np.ndarray, norm: Norm | None, stream: np.ndarray, factor: float) -> None:
     """stream += factor * norm(branch)."""
-    ops.args[:A_EPS] = (ops.at(branch), ops.at(stream), *branch.shape, 0 if norm is None else NORMS[norm.kind],
+    ops.args[:A_EPS] = (ops.address_of(branch), ops.address_of(stream), *branch.shape, 0 if norm is None else NORMS[norm.kind],
                         0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias))
     ops.reals[A_EPS], ops.reals[A_FACTOR] = 0.0 if norm is None else norm.eps, factor
-    ops.run(add_rows, ops.where, branch.size >= SHARE_FROM, ops.args)
+    ops.run(add_rows, ops.args_address, branch.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
 def add_reference(ops: CpuOps, branch: np.ndarray, norm: Norm | None, stream: np.ndarray, factor: float) -> None:
@@ -290,7 +291,7 @@ def copy(ops: CpuOps, y: np.ndarray) -> np.ndarray:
     return out
 
 
-def kept(ops: CpuOps, x: np.ndarray, place: int, places: int) -> None:
+def copy_input_state(ops: CpuOps, x: np.ndarray, place: int, places: int) -> None:
     """Copy x [T, D] to where it stays until the end of the pass, as number `place` of `places`: `between` [places, T, D]."""
     ops.registry.select(Call("scale")).candidate.run(ops, x, ops.workspace.take("between", places, *x.shape)[place], 1.0)
 
@@ -303,9 +304,9 @@ def scale_in_place(ops: CpuOps, x: np.ndarray, factor: float) -> np.ndarray:
 
 def scale(ops: CpuOps, y: np.ndarray, out: np.ndarray, factor: float) -> None:
     """out = factor * y."""
-    ops.args[:S_FACTOR] = ops.at(y), ops.at(out), *y.shape
+    ops.args[:S_FACTOR] = ops.address_of(y), ops.address_of(out), *y.shape
     ops.reals[S_FACTOR] = factor
-    ops.run(scale_rows, ops.where, y.size >= SHARE_FROM, ops.args)
+    ops.run(scale_rows, ops.args_address, y.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
 def scale_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, factor: float) -> None:
@@ -327,9 +328,9 @@ def clip(ops: CpuOps, y: np.ndarray, limit: float) -> np.ndarray:
 
 
 def clip_native(ops: CpuOps, y: np.ndarray, limit: float) -> None:
-    ops.args[:L_LIMIT] = ops.at(y), *y.shape
+    ops.args[:L_LIMIT] = ops.address_of(y), *y.shape
     ops.reals[L_LIMIT] = limit
-    ops.run(clip_rows, ops.where, y.size >= SHARE_FROM, ops.args)
+    ops.run(clip_rows, ops.args_address, y.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
 def clip_reference(ops: CpuOps, y: np.ndarray, limit: float) -> None:
@@ -359,8 +360,8 @@ def scale_queries(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, positio
 
 
 def grow(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, growth: tuple[np.ndarray, np.ndarray]) -> None:
-    ops.args[: W_OFFSETS + 1] = ops.at(y), len(y), heads, head_dim, angles.at[0], *map(address, growth)
-    ops.run(grow_rows, ops.where, y.size >= SHARE_FROM, ops.args)
+    ops.args[: W_OFFSETS + 1] = ops.address_of(y), len(y), heads, head_dim, angles.at[0], *map(address, growth)
+    ops.run(grow_rows, ops.args_address, y.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
 def grow_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, growth: tuple[np.ndarray, np.ndarray]) -> None:
@@ -370,8 +371,8 @@ def grow_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles
 
 
 def part(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int) -> None:
-    ops.args[: P_DEPTH + 1] = ops.at(y), ops.at(out), len(y), heads, head_dim
-    ops.run(part_rows, ops.where, out.size >= SHARE_FROM, ops.args)
+    ops.args[: P_DEPTH + 1] = ops.address_of(y), ops.address_of(out), len(y), heads, head_dim
+    ops.run(part_rows, ops.args_address, out.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
 def part_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int) -> None:
@@ -380,8 +381,8 @@ def part_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head
 
 
 def gate_attended(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int, soft: bool) -> None:
-    ops.args[: P_SOFT + 1] = ops.at(y), ops.at(out), len(y), heads, head_dim, y.shape[1] // out.shape[1], soft
-    ops.run(gate_head_rows, ops.where, out.size >= SHARE_FROM, ops.args)
+    ops.args[: P_SOFT + 1] = ops.address_of(y), ops.address_of(out), len(y), heads, head_dim, y.shape[1] // out.shape[1], soft
+    ops.run(gate_head_rows, ops.args_address, out.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
 def gate_attended_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int, soft: bool) -> None:

@@ -19,7 +19,7 @@ from ..workspace import address
 from . import linear
 from . import rwkv7_loops as loops
 from .conv_loops import RAW, TOKENS, X
-from .row_ops import SHARE_FROM
+from .row_ops import MIN_PARALLEL_SIZE
 from .states import Slots
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from ...quant.weight import Linear, LowRank, Norm
     from .ops import CpuOps
 
-ROWS = ("mixed", "y1", "y2", "y3", "y4", "y5")  # where rows go that are read for r, decays, k, v, rates and gates
-R, K, V, SPARE = "y0", "mixed", "y2", "y3"  # where products go, others stay where their rows lay; SPARE is free behind the values
+ROWS = ("mixed", "y1", "y2", "y3", "y4", "y5")  # buffers of the interpolated rows of r, decays, k, v, rates and gates
+# Buffers of products; the others replace their rows. SPARE is free after the values are computed.
+R, K, V, SPARE = "y0", "mixed", "y2", "y3"
 
 
 class Rwkv7States(Slots):
@@ -42,7 +43,7 @@ class Rwkv7States(Slots):
         self._rows = self.recent[:begin].reshape(MAX_DECODE_TOKENS, 2, width)
         part_size = MAX_DECODE_TOKENS * width
         self._parts = [self.recent[begin + part * part_size :][:part_size].reshape(MAX_DECODE_TOKENS, width) for part in range(PARTS)]
-        self._kept: dict[int, list[np.ndarray]] = {}  # views of these, by tokens
+        self._log_views: dict[int, list[np.ndarray]] = {}  # views of the log, by number of tokens
         self.block[loops.HEADS : loops.SLOTS] = shape.heads, shape.head_dim
         self._shift, self._squash, self._blend = (ops.registry.select(Call(op)).candidate.run
                                                   for op in ("shift tokens", "squash", "blend values"))
@@ -65,11 +66,11 @@ class Rwkv7States(Slots):
     def products(self, rows: list[np.ndarray], linears: tuple[Linear, ...], w: Rwkv7, first: np.ndarray | None) -> list[np.ndarray]:
         """The arguments of `mix`, from the rows that `shifted` gave, values third; `first`: the first layer's values, None in that layer.
         """
-        decay = self._made(rows, 1, w.decay, True)
-        r, k, v = (self._product(rows[row], each, name) for row, each, name in zip((0, 2, 3), linears, (R, K, V)))
+        decay = self._low_rank(rows, 1, w.decay, True)
+        r, k, v = (self._product(rows[row], matrix, name) for row, matrix, name in zip((0, 2, 3), linears, (R, K, V)))
         if first is not None:
-            self._blend(self, v, first, self._made(rows, 3, w.share, None))
-        return [r, k, v, decay, self._made(rows, 4, w.rate, None), self._made(rows, 5, w.gate, False)]
+            self._blend(self, v, first, self._low_rank(rows, 3, w.share, None))
+        return [r, k, v, decay, self._low_rank(rows, 4, w.rate, None), self._low_rank(rows, 5, w.gate, False)]
 
     def mix(self, products: list[np.ndarray], w: Rwkv7, out: np.ndarray | None = None) -> np.ndarray:
         """The layer's head outputs, [T, values], normed and gated, in `out` if given; advances the state. Raw keys, decays and rates may be
@@ -78,13 +79,13 @@ class Rwkv7States(Slots):
         self.run(self, products, w, out)
         return out
 
-    def _product(self, x: np.ndarray, each: Linear, name: str) -> np.ndarray:
-        if (outs := self.ops._remembered(x, None, (each,), linear.PLAIN, "none")) is None:
-            outs = [self.ops.workspace.take(name, len(x), each.weight.shape[0])]
-            self.ops._matrix(x, None, [each], outs, linear.PLAIN, "none")
+    def _product(self, x: np.ndarray, matrix: Linear, name: str) -> np.ndarray:
+        if (outs := self.ops._run_cached(x, None, (matrix,), linear.PLAIN, "none")) is None:
+            outs = [self.ops.workspace.take(name, len(x), matrix.weight.shape[0])]
+            self.ops._run_stage(x, None, [matrix], outs, linear.PLAIN, "none")
         return outs[0]
 
-    def _made(self, rows: list[np.ndarray], which: int, pair: LowRank, doubled: bool | None) -> np.ndarray:
+    def _low_rank(self, rows: list[np.ndarray], which: int, pair: LowRank, doubled: bool | None) -> np.ndarray:
         """Two matrices applied to some of the rows, in place, with sigmoid in between, tanh if `doubled`, nothing for None."""
         low = self._product(rows[which], pair.into, "low rank")
         if doubled is not None:
@@ -97,9 +98,9 @@ class Rwkv7States(Slots):
         tokens = len(r)
         if tokens > MAX_DECODE_TOKENS:
             return [r, k, v, decay, self.ops.workspace.take(SPARE, *r.shape), rate]
-        if tokens not in self._kept:
-            self._kept[tokens] = [part[:tokens] for part in self._parts]
-        return self._kept[tokens]
+        if tokens not in self._log_views:
+            self._log_views[tokens] = [part[:tokens] for part in self._parts]
+        return self._log_views[tokens]
 
     def rebuild_from_log(self, source: int, target: int, tokens: int) -> None:
         """Implements `rebuild_slot`, which has set the slots."""
@@ -110,7 +111,7 @@ class Rwkv7States(Slots):
             self.recurred(parts, reference_rwkv7.recur, out)
             return
         block = self.block
-        block[TOKENS], block[loops.OUT] = tokens, self.ops.at(out)
+        block[TOKENS], block[loops.OUT] = tokens, self.ops.address_of(out)
         block[loops.RECEPTANCE : loops.PUT + 1] = [address(part) for part in parts]
         self.ops.run(loops.recur, address(block), True, block)
 
@@ -122,27 +123,27 @@ class Rwkv7States(Slots):
 def run(states: Rwkv7States, products: list[np.ndarray], w: Rwkv7, out: np.ndarray) -> None:
     ops, block, shape, (r, k, v, decay, rate, gate) = states.ops, states.block, states.shape, products
     tokens, parts = len(r), states.parts(products)
-    few = tokens <= MAX_DECODE_TOKENS
+    is_decode = tokens <= MAX_DECODE_TOKENS
     block[TOKENS] = tokens
-    block[loops.RAW_KEY : loops.RECEPTANCE] = ops.at(k), ops.at(decay), ops.at(rate)
-    block[loops.RECEPTANCE : loops.PUT + 1] = ops.at(r), ops.at(parts[1]), ops.at(v), *map(ops.at, parts[3:])
-    block[loops.GATE : loops.KEEP_R] = ops.at(gate), ops.at(out)
-    block[loops.KEEP_R : loops.DIRECTION] = (address(parts[0]), address(parts[2])) if few else (0, 0)
-    block[loops.DIRECTION : loops.G_EPS] = [address(each) for each in (w.direction, w.remains, w.bonus, w.norm.weight, w.norm.bias)]
+    block[loops.RAW_KEY : loops.RECEPTANCE] = ops.address_of(k), ops.address_of(decay), ops.address_of(rate)
+    block[loops.RECEPTANCE : loops.PUT + 1] = [ops.address_of(array) for array in (r, parts[1], v, *parts[3:])]
+    block[loops.GATE : loops.KEEP_R] = ops.address_of(gate), ops.address_of(out)
+    block[loops.KEEP_R : loops.DIRECTION] = (address(parts[0]), address(parts[2])) if is_decode else (0, 0)
+    block[loops.DIRECTION : loops.G_EPS] = [address(array) for array in (w.direction, w.remains, w.bonus, w.norm.weight, w.norm.bias)]
     block.view(np.float64)[loops.G_EPS] = w.norm.eps
-    at, shared = address(block), tokens * shape.values >= SHARE_FROM
+    at, shared = address(block), tokens * shape.values >= MIN_PARALLEL_SIZE
     ops.run(loops.make_gates, at, shared, block)
-    ops.run(loops.recur, at, tokens * shape.state_floats >= SHARE_FROM, block)
+    ops.run(loops.recur, at, tokens * shape.state_floats >= MIN_PARALLEL_SIZE, block)
     ops.run(loops.finish, at, shared, block)
 
 
 def run_reference(states: Rwkv7States, products: list[np.ndarray], w: Rwkv7, out: np.ndarray) -> None:
     states.ops.flush()
     heads, (r, k, v, decay, rate, gate) = states.shape.heads, products
-    made = reference_rwkv7.gates(k, decay, rate, w.direction, w.remains, heads)
+    gates = reference_rwkv7.gates(k, decay, rate, w.direction, w.remains, heads)
     parts = states.parts(products)
-    for part, each in zip(parts, (r, made[0], v, *made[1:])):
-        part[:] = each
+    for part, values in zip(parts, (r, gates[0], v, *gates[1:])):
+        part[:] = values
     states.recurred(parts, reference_rwkv7.recur, out)
     out[:] = reference_rwkv7.finished(out, *parts[:3], gate, w.bonus, w.norm.weight, w.norm.bias, w.norm.eps, heads)
 
@@ -150,13 +151,13 @@ def run_reference(states: Rwkv7States, products: list[np.ndarray], w: Rwkv7, out
 def shift(states: Rwkv7States, x: np.ndarray, norm: Norm, mix: np.ndarray, half: int, outs: list[np.ndarray]) -> None:
     ops, block = states.ops, np.zeros(loops.SHIFT_SLOTS, np.int64)
     block[: loops.OWN] = states.block[: loops.OWN]
-    block[X], block[TOKENS] = ops.at(x), len(x)
+    block[X], block[TOKENS] = ops.address_of(x), len(x)
     block[RAW] = address(states._rows) if len(x) <= MAX_DECODE_TOKENS else 0
     block[loops.HALF : loops.EPS] = half, NORMS[norm.kind], address(norm.weight), address(norm.bias)
     block[loops.MIX : loops.OUTS] = address(mix), len(outs), ops.scratch, ops.scratch_stride
-    block[loops.OUTS : loops.OUTS + len(outs)] = [ops.at(out) for out in outs]
+    block[loops.OUTS : loops.OUTS + len(outs)] = [ops.address_of(out) for out in outs]
     block.view(np.float64)[loops.EPS] = norm.eps
-    ops.run(loops.shift, address(block), len(outs) * x.size >= SHARE_FROM, block)
+    ops.run(loops.shift, address(block), len(outs) * x.size >= MIN_PARALLEL_SIZE, block)
 
 
 def shift_reference(states: Rwkv7States, x: np.ndarray, norm: Norm, mix: np.ndarray, half: int, outs: list[np.ndarray]) -> None:
@@ -164,8 +165,8 @@ def shift_reference(states: Rwkv7States, x: np.ndarray, norm: Norm, mix: np.ndar
     source, target, after, kept = states.pass_slots()
     rows = reference.normalise(x, norm.kind, norm.weight, norm.bias, norm.eps).astype(np.float32)
     before = np.zeros(x.shape[1]) if source == NO_SLOT else states.inputs_of(source)[half].copy()
-    for out, each in zip(outs, reference_rwkv7.shifted(rows, before, mix.reshape(len(outs), -1)), strict=True):
-        out[:] = each
+    for out, shifted in zip(outs, reference_rwkv7.shifted(rows, before, mix.reshape(len(outs), -1)), strict=True):
+        out[:] = shifted
     if len(x) <= MAX_DECODE_TOKENS:
         states._rows[: len(x), half] = rows
     states.inputs_of(target)[half] = rows[-1]
@@ -175,8 +176,8 @@ def shift_reference(states: Rwkv7States, x: np.ndarray, norm: Norm, mix: np.ndar
 
 def squash(states: Rwkv7States, y: np.ndarray, doubled: bool) -> None:
     ops = states.ops
-    ops.args[: loops.Q_DOUBLED + 1] = ops.at(y), *y.shape, doubled
-    ops.run(loops.squash, ops.where, y.size >= SHARE_FROM, ops.args)
+    ops.args[: loops.Q_DOUBLED + 1] = ops.address_of(y), *y.shape, doubled
+    ops.run(loops.squash, ops.args_address, y.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
 def squash_reference(states: Rwkv7States, y: np.ndarray, doubled: bool) -> None:
@@ -186,8 +187,8 @@ def squash_reference(states: Rwkv7States, y: np.ndarray, doubled: bool) -> None:
 
 def blend(states: Rwkv7States, values: np.ndarray, first: np.ndarray, shares: np.ndarray) -> None:
     ops = states.ops
-    ops.args[: loops.B_WIDTH + 1] = *map(ops.at, (values, first, shares)), *values.shape
-    ops.run(loops.blend, ops.where, values.size >= SHARE_FROM, ops.args)
+    ops.args[: loops.B_WIDTH + 1] = *map(ops.address_of, (values, first, shares)), *values.shape
+    ops.run(loops.blend, ops.args_address, values.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
 def blend_reference(states: Rwkv7States, values: np.ndarray, first: np.ndarray, shares: np.ndarray) -> None:

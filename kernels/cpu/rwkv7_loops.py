@@ -21,22 +21,22 @@ from .conv_loops import CHANNELS, CONTROL, MEMORY, OWN, RAW, SLOT, TOKENS, X, co
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 from .recurrence_rows import begin_rows, keep_rows, next_rows
 
-ROWS = 32  # of a state, for one thread at a time: 8 KiB where heads are 64 wide
-SLOWEST, LEAST, TWO = float32(SLOWEST_RATE), float32(LEAST_LENGTH), float32(2.0)
+ROWS = 32  # rows of a state per block of work: 8 KiB with heads of 64 channels
+SLOWEST, MIN_LENGTH, TWO = float32(SLOWEST_RATE), float32(LEAST_LENGTH), float32(2.0)
 
-# Behind those of `conv_loops`. `shift`: X [TOKENS, CHANNELS] is normed; COUNT rows of MIX [COUNT, CHANNELS] make as many of each, at OUTS
-# and behind, [TOKENS, CHANNELS]; HALF says which row of a slot, and of RAW [TOKENS, 2, CHANNELS], is its own. SCRATCH, STRIDE bytes a
-# worker: two rows.
+# Slots after those of `conv_loops`. `shift`: X [TOKENS, CHANNELS] is normed; each of COUNT rows of MIX [COUNT, CHANNELS] yields an
+# interpolation, stored one after the other at OUTS, [TOKENS, CHANNELS] each. HALF: index of its row in a slot, and in RAW [TOKENS, 2,
+# CHANNELS]. SCRATCH, STRIDE bytes per worker: two rows.
 HALF, NORM, WEIGHT, BIAS, EPS, MIX, COUNT, SCRATCH, STRIDE = range(OWN, OWN + 9)
 OUTS = STRIDE + 1
 SHIFT_SLOTS = OUTS + 6
-# All others: raw keys, decays and rates, then what becomes of them, all [TOKENS, CHANNELS]; RECEPTANCE, VALUE and GATE likewise, OUT what
-# is read. KEEP_R, KEEP_V: where receptances and values are copied to, 0 for nowhere. DIRECTION, RATE, BONUS, G_WEIGHT, G_BIAS
-# [CHANNELS], the last 0 for none; G_EPS is a float64.
+# The other kernels: raw keys, decays and rates, then the results computed from them, all [TOKENS, CHANNELS]; RECEPTANCE, VALUE and GATE
+# likewise; OUT: the output. KEEP_R, KEEP_V: where receptances and values are copied, 0 for none. DIRECTION, RATE, BONUS, G_WEIGHT, G_BIAS
+# [CHANNELS], the last may be 0; G_EPS is a float64.
 (RAW_KEY, RAW_DECAY, RAW_RATE, RECEPTANCE, KEY, VALUE, DECAY, REMOVED, PUT, GATE, OUT, KEEP_R, KEEP_V, DIRECTION, RATE, BONUS, G_WEIGHT,
  G_BIAS, G_EPS, HEADS, HEAD_DIM, SLOTS) = range(OWN, OWN + 22)
-# `squash`: Y [TOKENS, WIDTH], in place, the sigmoid of it or, DOUBLED, the tangent. `blend`: VALUES [TOKENS, WIDTH], in place, FIRST and
-# SHARES likewise.
+# `squash`: Y [TOKENS, WIDTH], in place: its sigmoid or, if DOUBLED, its tanh. `blend`: VALUES [TOKENS, WIDTH], in place, FIRST and SHARES
+# likewise.
 Q_Y, Q_TOKENS, Q_WIDTH, Q_DOUBLED = range(4)
 B_VALUES, B_FIRST, B_SHARES, B_TOKENS, B_WIDTH = range(5)
 
@@ -51,11 +51,11 @@ def _mixed(now, before, mix, out, count):
 
 @kernel()
 def shift(args, worker, counter):
-    """Blocks are tokens. The previous token's row is normed again by whoever needs it, so that tokens do not wait for each other."""
+    """Blocks are tokens. The previous token's row is normed again for each token, so that tokens do not wait for each other."""
     a, eps = i64_at(args), float32(f64_at(args)[EPS])
     width, tokens, control = a[CHANNELS], a[TOKENS], i64_at(a[CONTROL])
     now = a[SCRATCH] + worker * a[STRIDE]
-    before, place = now + 4 * width, 4 * a[HALF] * width
+    before, half_offset = now + 4 * width, 4 * a[HALF] * width
     while True:
         t = fetch_add(counter, 1)
         if t >= tokens:
@@ -65,15 +65,15 @@ def shift(args, worker, counter):
             normalise(a[X] + 4 * (t - 1) * width, before, width, a[NORM], a[WEIGHT], a[BIAS], eps)
         else:
             source = control[FROM]
-            copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + place, before, width)
+            copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + half_offset, before, width)
         for i in range(a[COUNT]):
             _mixed(now, before, a[MIX] + 4 * i * width, a[OUTS + i] + 4 * t * width, width)
         if a[RAW] != 0:
-            copy(now, a[RAW] + 8 * t * width + place, width)
+            copy(now, a[RAW] + 8 * t * width + half_offset, width)
         if t + 1 == tokens:
-            copy(now, a[MEMORY] + control[TO] * a[SLOT] + place, width)
+            copy(now, a[MEMORY] + control[TO] * a[SLOT] + half_offset, width)
         if t + 1 == control[AFTER]:
-            copy(now, a[MEMORY] + control[KEPT] * a[SLOT] + place, width)
+            copy(now, a[MEMORY] + control[KEPT] * a[SLOT] + half_offset, width)
 
 
 @kernel()
@@ -120,17 +120,17 @@ def _moved(source, target, count):
 @inlined({"contract"})
 def _keys(keys, put, direction, rate, removed, count):
     """From raw keys and rates of a head its keys, replacement keys, and normalized removal keys; all addresses."""
-    y, into, gone, d, r = f32_at(keys), f32_at(put), f32_at(removed), f32_at(direction), f32_at(rate)
+    y, replacement, removal, d, r = f32_at(keys), f32_at(put), f32_at(removed), f32_at(direction), f32_at(rate)
     for i in range(count):
-        gone[i] = y[i] * d[i]
-    scale = ONE / max(np.sqrt(squares_of(gone, count)), LEAST)
+        removal[i] = y[i] * d[i]
+    scale = ONE / max(np.sqrt(squares_of(removal, count)), MIN_LENGTH)
     for i in range(count):
-        into[i] = sigmoid(into[i])
+        replacement[i] = sigmoid(replacement[i])
     for i in range(count):
-        y[i] *= ONE + (into[i] - ONE) * r[i]
+        y[i] *= ONE + (replacement[i] - ONE) * r[i]
     for i in range(count):
-        gone[i] *= scale
-        into[i] *= gone[i]
+        removal[i] *= scale
+        replacement[i] *= removal[i]
 
 
 @kernel()
@@ -162,9 +162,9 @@ def _write_and_read(s, left, removed, k, r, count, put, value):
     """s = left * s - removed * put + value * k; returns s . r."""
     total = ZERO
     for i in range(count):
-        own = left[i] * s[i] - removed * put[i] + value * k[i]
-        s[i] = own
-        total += own * r[i]
+        updated = left[i] * s[i] - removed * put[i] + value * k[i]
+        s[i] = updated
+        total += updated * r[i]
     return total
 
 
@@ -182,11 +182,11 @@ def recur(args, worker, counter):
         for t in range(a[TOKENS]):
             at = 4 * (t * width + head * depth)
             r, k, left = f32_at(a[RECEPTANCE] + at), f32_at(a[KEY] + at), f32_at(a[DECAY] + at)
-            gone, put = f32_at(a[REMOVED] + at), f32_at(a[PUT] + at)
+            removal, put = f32_at(a[REMOVED] + at), f32_at(a[PUT] + at)
             v, out = f32_at(a[VALUE] + at + 4 * first), f32_at(a[OUT] + at + 4 * first)
             for j in range(rows):
                 s = f32_at(state + 4 * j * depth)
-                out[j] = _write_and_read(s, left, dot_of(s, gone, depth), k, r, depth, put, v[j])
+                out[j] = _write_and_read(s, left, dot_of(s, removal, depth), k, r, depth, put, v[j])
             keep_rows(a, t, state, row, rows, depth)
 
 
@@ -208,9 +208,9 @@ def finish(args, worker, counter):
         if t >= a[TOKENS]:
             return
         for head in range(a[HEADS]):
-            own, at = 4 * head * depth, 4 * (t * width + head * depth)
-            normalise_here(a[OUT] + at, depth, NORM_LAYER, a[G_WEIGHT] + own, 0 if a[G_BIAS] == 0 else a[G_BIAS] + own, eps)
-            share = _share(f32_at(a[RECEPTANCE] + at), f32_at(a[KEY] + at), f32_at(a[BONUS] + own), depth)
+            head_offset, at = 4 * head * depth, 4 * (t * width + head * depth)
+            normalise_here(a[OUT] + at, depth, NORM_LAYER, a[G_WEIGHT] + head_offset, 0 if a[G_BIAS] == 0 else a[G_BIAS] + head_offset, eps)
+            share = _share(f32_at(a[RECEPTANCE] + at), f32_at(a[KEY] + at), f32_at(a[BONUS] + head_offset), depth)
             y, v, g = f32_at(a[OUT] + at), f32_at(a[VALUE] + at), f32_at(a[GATE] + at)
             for i in range(depth):
                 y[i] = (y[i] + share * v[i]) * g[i]

@@ -1,7 +1,7 @@
 """Sampling: penalties, filters, and the draw. Defined by `kernels/reference_sampling.py`.
 
-Nothing is sorted. Top-k, top-p and typical all ask the same question: the smallest key whose predecessors, itself included, reach a given
-mass. A radix walk over the 32 bits of the key (11 + 11 + 10) answers it in three passes over a histogram. For top-k the walk first runs
+Nothing is sorted. Top-k, top-p and typical all need the smallest key whose predecessors, itself included, reach a given mass. A radix walk
+over the 32 bits of the key (11 + 11 + 10) finds it in three passes over a histogram. For top-k the walk first runs
 over the maxima of blocks of 64 logits: the k-th largest of those is a lower bound of the k-th logit, so only a few blocks are examined. A
 filter never separates equal keys: ties at the border stay, whatever their order.
 
@@ -20,10 +20,10 @@ from .arithmetic import exp
 from .intrinsics import bits_to_f32, f32_at, f32_to_bits, f64_at, i32_at, i64_at, u32_at
 
 BINS = 2048
-BLOCK = np.uint64(64)  # logits under one maximum
-STRIDE = 1024  # weights under one partial sum of the draw
-MAX_PENALTY = 1e30  # the most that a repeat takes from a logit, which stays a number
-MASKED_LOGIT = np.float32(-1e20)  # below are the logits of tokens that were taken away, by such a number or by minus infinity
+BLOCK = np.uint64(64)  # logits that share a precomputed maximum
+STRIDE = 1024  # weights per partial sum of the draw
+MAX_PENALTY = 1e30  # limit of a DRY penalty, so that the logit stays finite
+MASKED_LOGIT = np.float32(-1e20)  # logits below belong to masked tokens
 HAS_NAN, HAS_INFINITY, NONE_FINITE = -1, -2, -3
 SIGN, MAGNITUDE, ALL, INFINITY_BITS = (np.uint32(bits) for bits in (0x80000000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000))
 ONE, ZERO = np.uint64(1), np.float32(0.0)
@@ -74,9 +74,9 @@ def _cut(keys, weights, count, target, unit, mass):
         for b in range(bins):
             mass[b] = 0.0
         for i in range(count):
-            here = uint32(keys[i] >> shift)
-            if level == 0 or uint32(here >> upper) == prefix:
-                mass[here & mask] += 1.0 if unit else weights[i]
+            bucket = uint32(keys[i] >> shift)
+            if level == 0 or uint32(bucket >> upper) == prefix:
+                mass[bucket & mask] += 1.0 if unit else weights[i]
         chosen = 0
         for b in range(bins):
             if mass[b] > 0.0:
@@ -160,15 +160,15 @@ def _above_sigmas(logits, size, largest, sigmas):
     were removed, all stay."""
     if largest <= MASKED_LOGIT:
         return
-    total, known = 0.0, 0.0
+    total, num_finite = 0.0, 0.0
     for i in range(size):
         total += logits[i] if logits[i] > MASKED_LOGIT else ZERO
-        known += 1.0 if logits[i] > MASKED_LOGIT else 0.0
-    mean, squares = total / known, 0.0
+        num_finite += 1.0 if logits[i] > MASKED_LOGIT else 0.0
+    mean, squares = total / num_finite, 0.0
     for i in range(size):
-        apart = logits[i] - mean if logits[i] > MASKED_LOGIT else 0.0
-        squares += apart * apart
-    bound = float32(largest - sigmas * np.sqrt(squares / known))
+        deviation = logits[i] - mean if logits[i] > MASKED_LOGIT else 0.0
+        squares += deviation * deviation
+    bound = float32(largest - sigmas * np.sqrt(squares / num_finite))
     for i in range(size):
         logits[i] = logits[i] if logits[i] >= bound else float32(-np.inf)
 
@@ -181,13 +181,13 @@ def _without_top(logits, largest, temperature, threshold, ids, weights, keys, co
     for i in range(count):
         weights[i] = exp(logits[uint32(ids[i])] - largest)
         total += weights[i]
-    least = ALL
+    smallest = ALL
     for i in range(count):
         keys[i] = uint32(ALL - _descending(logits[uint32(ids[i])]))
         if weights[i] >= threshold * total:
-            least = min(least, keys[i])
-    kept = _keep(ids, weights, keys, count, least)
-    left = _value(uint32(ALL - least)) if least < ALL else largest
+            smallest = min(smallest, keys[i])
+    kept = _keep(ids, weights, keys, count, smallest)
+    left = _value(uint32(ALL - smallest)) if smallest < ALL else largest
     for i in range(kept):
         weights[i] = exp((logits[uint32(ids[i])] - left) / temperature)
     return kept
@@ -216,17 +216,17 @@ def survivors(at_logits, size, sigmas, top_k, temperature, top_p, min_p, typical
     else:
         for i in range(count):
             ids[i], weights[i] = i, exp((logits[i] - largest) / temperature)
-    # All tokens lighter than (1 - top_p) / V together cannot reach 1 - top_p: out of the nucleus before anything is searched.
+    # Tokens lighter than (1 - top_p) / V cannot add up to 1 - top_p: they are outside the nucleus.
     total = _sum(weights, 0, count)
     floor = max(min_p, float32(max(0.0, 1.0 - top_p) * total / count * 0.999))
     kept = uint64(0)
     for i in range(count):
         token, weight = ids[i], weights[i]
         ids[kept], weights[kept] = token, weight
-        # What XTC takes away may be all that has a weight: what a low temperature leaves none stays until then.
+        # XTC may remove every token that has a weight; tokens that a low temperature leaves without any are kept until then.
         kept += uint64(weight >= floor and (weight > ZERO or threshold <= 0.5 and logits[uint32(token)] > MASKED_LOGIT))
     count = kept
-    # Below the target already: min-p alone decided, and the nucleus contains all of it.
+    # Already below the target: min-p alone decided, and the nucleus contains all remaining tokens.
     if top_p < 1.0 and _sum(weights, 0, count) > top_p * total:
         for i in range(count):
             keys[i] = _descending(weights[i])
@@ -326,15 +326,15 @@ def penalise_repeats(at_logits, size, at_tokens, many, rows, at_first, at_starts
     int32 [many] and `longest` uint32 [size] are scratch. Arrays are given by address."""
     logits, tokens, matches, longest = f32_at(at_logits), i32_at(at_tokens), i32_at(at_matches), u32_at(at_longest)
     first, starts, tails = i32_at(at_first), i32_at(at_starts), i32_at(at_tails)
-    most = _since_break(tokens, many, rows, first, starts, tails)
-    if most < allowed or many <= allowed:
+    max_length = _since_break(tokens, many, rows, first, starts, tails)
+    if max_length < allowed or many <= allowed:
         return
     _repeats(tokens, many, matches)
     for k in range(1, many):
         if 0 <= tokens[many - k] < size:
             longest[tokens[many - k]] = 0
     for k in range(1, many):
-        token, length = tokens[many - k], min(int64(matches[k]), most)
+        token, length = tokens[many - k], min(int64(matches[k]), max_length)
         if length >= allowed and 0 <= token < size:
             longest[token] = max(longest[token], uint32(length + 1))
     for k in range(1, many):

@@ -12,7 +12,7 @@ from ..layout import MAX_DECODE_TOKENS
 from ..workspace import address
 from . import short_conv_loops as loops
 from .conv_loops import BIAS, X
-from .row_ops import SHARE_FROM
+from .row_ops import MIN_PARALLEL_SIZE
 from .states import Slots
 
 if TYPE_CHECKING:
@@ -51,16 +51,16 @@ class ConvStates(Slots):
 def run(states: ConvStates, bcx: np.ndarray, w: ShortConv, out: np.ndarray) -> None:
     ops, block, tokens = states.ops, states.block, len(bcx)
     raw = address(states._raw) if tokens <= MAX_DECODE_TOKENS else 0
-    block[X:BIAS] = ops.at(bcx), tokens, 0, raw, address(w.conv)
-    block[loops.OUT] = ops.at(out)
-    ops.run(loops.mix, address(block), out.size >= SHARE_FROM, block)
+    block[X:BIAS] = ops.address_of(bcx), tokens, 0, raw, address(w.conv)
+    block[loops.OUT] = ops.address_of(out)
+    ops.run(loops.mix, address(block), out.size >= MIN_PARALLEL_SIZE, block)
 
 
 def run_reference(states: ConvStates, bcx: np.ndarray, w: ShortConv, out: np.ndarray) -> None:
     states.ops.flush()
     b, c, x = np.split(bcx, 3, axis=1)
-    made, raw = b * x, states.log_buffers(len(bcx))
-    out[:] = reference.mix(b, c, x, states.last_inputs(states.pass_slots()[0], made[:0]), w.conv.reshape(states.shape.taps, -1))
-    states.keep_inputs(made)
+    gated, raw = b * x, states.log_buffers(len(bcx))
+    out[:] = reference.mix(b, c, x, states.last_inputs(states.pass_slots()[0], gated[:0]), w.conv.reshape(states.shape.taps, -1))
+    states.keep_inputs(gated)
     if raw is not None:
-        raw[:] = made
+        raw[:] = gated

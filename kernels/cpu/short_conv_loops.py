@@ -12,8 +12,8 @@ from ..state_shape import AFTER, KEPT, TO
 from .conv_loops import CHANNELS, CONTROL, CONV, MEMORY, OWN, RAW, SLOT, TAPS, TOKENS, X, add_tap, copy, input_of
 from .intrinsics import f32_at, fetch_add, i64_at
 
-# Behind those of `conv_loops`, of which X is [TOKENS, 3, CHANNELS]: gates of what goes in, of what comes out, what is convolved. OUT and
-# RAW [TOKENS, CHANNELS]; MIXED is not used.
+# Slots after those of `conv_loops`, of which X is [TOKENS, 3, CHANNELS]: input gates, output gates, values to convolve. OUT and RAW
+# [TOKENS, CHANNELS]; MIXED is unused.
 OUT, SLOTS = range(OWN, OWN + 2)
 
 

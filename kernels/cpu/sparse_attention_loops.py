@@ -48,93 +48,93 @@ from .attention import (
 from .inner_loops import TILE_COLUMNS, TILE_ROWS, product
 from .intrinsics import f32_at, f64_at, fetch_add, i32_at, i64_at
 
-# Slots behind those of `attention.py`: UNITS int32 [tokens, GROUPS, COUNT], each GRAIN tokens; LEAD tokens lie before the first page; SAME:
-# keys are values.
-UNITS, COUNT, GROUPS, GRAIN, LEAD, SAME, CHOSEN_SLOTS = range(ATTEND_SLOTS, ATTEND_SLOTS + 7)
-TURN = 16  # channels that are turned at once: a cache line of a value
+# Slots after those of `attention.py`. UNITS int32 [tokens, GROUPS, COUNT], of GRAIN tokens each. SINK_TOKENS: tokens before the first page.
+# KEYS_ARE_VALUES: 0 or 1.
+UNITS, COUNT, GROUPS, GRAIN, SINK_TOKENS, KEYS_ARE_VALUES, CHOSEN_SLOTS = range(ATTEND_SLOTS, ATTEND_SLOTS + 7)
+TRANSPOSE_WIDTH = 16  # channels transposed at once: a cache line of a value
 
 
 @inlined()
-def _token(a, units, place):
-    """The position of the selected token number `place`."""
-    return units[place // a[GRAIN]] * a[GRAIN] + place % a[GRAIN]
+def _token(a, units, index):
+    """The position of the selected token number `index`."""
+    return units[index // a[GRAIN]] * a[GRAIN] + index % a[GRAIN]
 
 
 @inlined()
-def _seen(a, units, tile, position):
+def _num_visible(a, units, tile, position):
     """How many tokens of a tile a query at `position` sees: positions ascend, so it is a prefix."""
     begin, end = tile * PAGE, min((tile + 1) * PAGE, a[COUNT] * a[GRAIN])
     if a[GRAIN] == 1:
         return end - begin
-    seen = 0
-    while begin + seen < end and _token(a, units, begin + seen) <= position:
-        seen += 1
-    return seen
+    count = 0
+    while begin + count < end and _token(a, units, begin + count) <= position:
+        count += 1
+    return count
 
 
 @inlined()
-def _gather(a, units, tile, seen, kv, keys, values, broad):
+def _gather(a, units, tile, count, kv, keys, values, padded_depth):
     """The selected tokens of a tile as float32: K[D, PAGE] and V[seen, wide D]. Adjacent tokens are read together."""
-    depth, part, item, lead = a[HEAD_DIM], a[ROWS], 4 if a[DTYPE] == F32 else 2, a[LEAD]
+    depth, part, item, sink_tokens = a[HEAD_DIM], a[ROWS], 4 if a[DTYPE] == F32 else 2, a[SINK_TOKENS]
     j = 0
-    while j < seen:
+    while j < count:
         at = _token(a, units, tile * PAGE + j)
         block, row = 0, at
-        if at >= lead:
-            block, row = (at - lead) // PAGE + (1 if lead > 0 else 0), (at - lead) % PAGE
+        if at >= sink_tokens:
+            block, row = (at - sink_tokens) // PAGE + (1 if sink_tokens > 0 else 0), (at - sink_tokens) % PAGE
         entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
-        most, run = min(seen - j, part - row % part), 1
-        if at < lead:
-            most = min(most, lead - at)
-        while run < most and _token(a, units, tile * PAGE + j + run) == at + run:
+        run_limit, run = min(count - j, part - row % part), 1
+        if at < sink_tokens:
+            run_limit = min(run_limit, sink_tokens - at)
+        while run < run_limit and _token(a, units, tile * PAGE + j + run) == at + run:
             run += 1
         base = a[PAGES] if entry[SEALED] else a[EXACT]
         source = base + entry[INDEX] * a[PAGE_STRIDE] + kv * a[HEAD_STRIDE] + row // part * a[PART_STRIDE] + HEADER_NBYTES
         row %= part
         for i in range(run):
-            expand(source + a[SIDE] + (row + i) * depth * item, a[DTYPE], values + 4 * (j + i) * broad, depth)
-            rest = f32_at(values + 4 * (j + i) * broad)
-            for k in range(depth, broad):
-                rest[k] = ZERO
-        if a[SAME] == 0:
+            expand(source + a[SIDE] + (row + i) * depth * item, a[DTYPE], values + 4 * (j + i) * padded_depth, depth)
+            padding = f32_at(values + 4 * (j + i) * padded_depth)
+            for k in range(depth, padded_depth):
+                padding[k] = ZERO
+        if a[KEYS_ARE_VALUES] == 0:
             for i in range(depth):
                 expand(source + (i * part + row) * item, a[DTYPE], keys + 4 * (i * PAGE + j), run)
         j += run
-    if a[SAME]:
-        for first in range(0, depth, TURN):
-            last = min(depth, first + TURN)
-            for j in range(seen):
-                own, turned = f32_at(values + 4 * j * broad), f32_at(keys)
+    if a[KEYS_ARE_VALUES]:
+        for first in range(0, depth, TRANSPOSE_WIDTH):
+            last = min(depth, first + TRANSPOSE_WIDTH)
+            for j in range(count):
+                value_rows, transposed = f32_at(values + 4 * j * padded_depth), f32_at(keys)
                 for i in range(first, last):
-                    turned[i * PAGE + j] = own[i]
+                    transposed[i * PAGE + j] = value_rows[i]
 
 
 @inlined()
-def _scratch_of(a, worker, padded, broad):
+def _scratch_of(a, worker, padded, padded_depth):
     """A worker's scratch, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], (m, l)[rows] of a tile,
     O[rows, D] and (m, l)[rows] of all tiles so far."""
     depth, query = a[HEAD_DIM], a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     keys = query + 4 * padded * depth
     values = keys + 4 * depth * PAGE
-    scores = values + 4 * PAGE * broad
+    scores = values + 4 * PAGE * padded_depth
     part = scores + 4 * padded * PAGE
-    found = part + 4 * padded * broad
-    outputs = found + 8 * padded
-    return query, keys, values, scores, part, found, outputs, outputs + 4 * padded * depth
+    block_stats = part + 4 * padded * padded_depth
+    outputs = block_stats + 8 * padded
+    return query, keys, values, scores, part, block_stats, outputs, outputs + 4 * padded * depth
 
 
 @inlined()
-def _partial(args, seen, query, keys, values, scores, part, found, group, broad):
-    """A tile's partial for a token's queries: `part` [rows, wide D], with (m, l) of each at `found`."""
-    depth, reals, stats = i64_at(args)[HEAD_DIM], f64_at(args), f32_at(found)
+def _partial(args, count, query, keys, values, scores, part, block_stats, group, padded_depth):
+    """A tile's partial for a token's queries: `part` [rows, wide D], with (m, l) of each at `block_stats`."""
+    depth, reals, stats = i64_at(args)[HEAD_DIM], f64_at(args), f32_at(block_stats)
     padded = (group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-    columns = (seen + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
+    columns = (count + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
     product(query, 4 * depth, keys, 4 * PAGE, scores, 4 * PAGE, padded, columns, depth)
     left = _capped(scores, padded, float32(reals[SCALE]), float32(reals[SOFTCAP]))
     for r in range(padded):
-        m, l = _softmax_row(scores + 4 * r * PAGE, 0, seen if r < group else 0, left)
+        m, l = _softmax_row(scores + 4 * r * PAGE, 0, count if r < group else 0, left)
         stats[2 * r], stats[2 * r + 1] = m, l
-    product(scores, 4 * PAGE, values, 4 * broad, part, 4 * broad, padded, broad, seen)
+    product(scores, 4 * PAGE, values, 4 * padded_depth, part, 4 * padded_depth, padded, padded_depth, count)
 
 
 @kernel({"contract"})
@@ -142,9 +142,9 @@ def attend_sparse_decode(args, worker, counter):
     """Partials of one token, which `attention_decode.merge_decode` merges. Blocks of work: a KV head and a tile."""
     a = i64_at(args)
     kv_heads, depth, group = a[KV_HEADS], a[HEAD_DIM], a[HEADS] // a[KV_HEADS]
-    broad, padded = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS, (group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-    query, keys, values, scores, part, found, _, _ = _scratch_of(a, worker, padded, broad)
-    stats = f32_at(found)
+    padded_depth, padded = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS, (group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    query, keys, values, scores, part, block_stats, _, _ = _scratch_of(a, worker, padded, padded_depth)
+    stats = f32_at(block_stats)
     tiles, loaded = (a[COUNT] * a[GRAIN] + PAGE - 1) // PAGE, -1
     while True:
         job = fetch_add(counter, 1)
@@ -153,8 +153,8 @@ def attend_sparse_decode(args, worker, counter):
         kv, tile = job // tiles, job % tiles
         units = i32_at(a[UNITS] + 4 * (kv * a[GROUPS] // kv_heads) * a[COUNT])
         partial = a[PARTIALS] + 4 * (kv * tiles + tile) * group * (depth + 2)
-        seen = _seen(a, units, tile, a[POSITION])
-        if seen == 0:
+        count = _num_visible(a, units, tile, a[POSITION])
+        if count == 0:
             for r in range(group):
                 f32_at(partial)[r * (depth + 2) + depth] = MINUS_INF
                 f32_at(partial)[r * (depth + 2) + depth + 1] = ZERO
@@ -162,10 +162,10 @@ def attend_sparse_decode(args, worker, counter):
         if loaded != kv:
             _load_queries(a, query, kv, 0, group, padded)
             loaded = kv
-        _gather(a, units, tile, seen, kv, keys, values, broad)
-        _partial(args, seen, query, keys, values, scores, part, found, group, broad)
+        _gather(a, units, tile, count, kv, keys, values, padded_depth)
+        _partial(args, count, query, keys, values, scores, part, block_stats, group, padded_depth)
         for r in range(group):
-            o, source = f32_at(partial + 4 * r * (depth + 2)), f32_at(part + 4 * r * broad)
+            o, source = f32_at(partial + 4 * r * (depth + 2)), f32_at(part + 4 * r * padded_depth)
             for i in range(depth):
                 o[i] = source[i]
             o[depth], o[depth + 1] = stats[2 * r], stats[2 * r + 1]
@@ -176,8 +176,8 @@ def attend_sparse_prefill(args, worker, counter):
     """Many tokens. Blocks of work: a token and a KV head."""
     a = i64_at(args)
     kv_heads, depth, group = a[KV_HEADS], a[HEAD_DIM], a[HEADS] // a[KV_HEADS]
-    broad, padded = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS, (group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-    query, keys, values, scores, part, found, outputs, stats = _scratch_of(a, worker, padded, broad)
+    padded_depth, padded = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS, (group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    query, keys, values, scores, part, block_stats, outputs, stats = _scratch_of(a, worker, padded, padded_depth)
     tiles = (a[COUNT] * a[GRAIN] + PAGE - 1) // PAGE
     while True:
         job = fetch_add(counter, 1)
@@ -189,17 +189,17 @@ def attend_sparse_prefill(args, worker, counter):
         for r in range(group):
             f32_at(stats)[2 * r], f32_at(stats)[2 * r + 1] = MINUS_INF, ZERO
         for tile in range(tiles):
-            seen = _seen(a, units, tile, a[POSITION] + t)
-            if seen == 0:
+            count = _num_visible(a, units, tile, a[POSITION] + t)
+            if count == 0:
                 continue
-            _gather(a, units, tile, seen, kv, keys, values, broad)
-            _partial(args, seen, query, keys, values, scores, part, found, group, broad)
-            _merge_rows(group, depth, outputs, stats, part, broad, found)
+            _gather(a, units, tile, count, kv, keys, values, padded_depth)
+            _partial(args, count, query, keys, values, scores, part, block_stats, group, padded_depth)
+            _merge_rows(group, depth, outputs, stats, part, padded_depth, block_stats)
         _write_rows(a, kv, t, group, outputs, stats)
 
 
 def scratch_floats(heads: int, kv_heads: int, head_dim: int) -> int:
     """Floats of scratch per worker."""
-    broad, group = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, heads // kv_heads
+    padded_depth, group = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, heads // kv_heads
     padded = -(-group // TILE_ROWS) * TILE_ROWS
-    return padded * (2 * head_dim + broad + PAGE + 4) + PAGE * (head_dim + broad)
+    return padded * (2 * head_dim + padded_depth + PAGE + 4) + PAGE * (head_dim + padded_depth)

@@ -39,15 +39,15 @@ class LayerStates(Protocol):
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
-    """Floats of the buffers for what follows a layer's projections, and for the inputs of the state update."""
+    """Floats of the buffers of a layer's projections and of the inputs of the state update."""
     kv, shape = dims.kv_heads * dims.head_dim, dims.state
-    own = () if shape is None else shape.products[1:]
-    widths = [max(pair) for pair in zip((kv, kv, *own[2:]), (*own, 0, 0))]
+    products = () if shape is None else shape.products[1:]
+    widths = [max(pair) for pair in zip((kv, kv, *products[2:]), (*products, 0, 0))]
     buffers = {f"y{i}": chunk * width for i, width in enumerate(widths, 1)}
     queries = {"queries": chunk * dims.heads * dims.head_dim * dims.gated_queries}
-    if dims.separate_gates and dims.latent is None:  # of the attention output, applied after it
+    if dims.separate_gates and dims.latent is None:  # gates of the attention output
         buffers["y3"] = max(buffers.get("y3", 0), chunk * dims.heads * dims.head_dim)
-    if dims.parallel_state:  # what attention gave is still to be added
+    if dims.parallel_state:  # the output of attention until it is added
         buffers["beside"] = chunk * shape.values
     if shape is None:
         return buffers | queries
@@ -75,8 +75,8 @@ def state_layer(ops: CpuOps, shape: StateShape | WithNgrams, memory: np.ndarray,
 
 
 class Slots:
-    """A layer's slots, the argument block of its kernels, and its convolution inputs. `op`: the name of its candidates; `size`: slots of
-    the block; `self.recent`, behind the slots, is the rollback log of a pass of few tokens."""
+    """A layer's slots, the argument block of its kernels, and its convolution inputs. `op`: the op's name in the registry; `size`: length
+    of the argument block. `self.recent`, after the slots, is the rollback log of a pass of few tokens."""
 
     def __init__(self, ops: CpuOps, shape: StateShape, memory: np.ndarray, pass_slots: np.ndarray, op: str, size: int) -> None:
         self.ops, self.shape, self._pass_slots = ops, shape, pass_slots
@@ -90,9 +90,9 @@ class Slots:
 
     def widen(self, first: int, x: np.ndarray, linears: tuple[Linear, ...], norm: Norm | None = None) -> list[np.ndarray]:
         """norm(x) @ W.T + b of each: the shape's `widened` from `first` on."""
-        if (outs := self.ops._remembered(x, norm, linears, linear.PLAIN, "none")) is None:
-            outs = [self.ops.workspace.take(f"widened{i}", len(x), each.weight.shape[0]) for i, each in enumerate(linears, first)]
-            self.ops._matrix(x, norm, linears, outs, linear.PLAIN, "none")
+        if (outs := self.ops._run_cached(x, norm, linears, linear.PLAIN, "none")) is None:
+            outs = [self.ops.workspace.take(f"widened{i}", len(x), matrix.weight.shape[0]) for i, matrix in enumerate(linears, first)]
+            self.ops._run_stage(x, norm, linears, outs, linear.PLAIN, "none")
         return outs
 
     def inputs_of(self, slot: int) -> np.ndarray:
@@ -128,7 +128,7 @@ class Slots:
 
     def pass_slots(self) -> tuple[int, ...]:
         """The slots of the pass."""
-        return tuple(int(each) for each in self._pass_slots)
+        return tuple(int(slot) for slot in self._pass_slots)
 
     def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         """Rebuild slot `target` as the state after the first `tokens` of the last pass, which had few tokens and started from `source`."""

@@ -15,19 +15,19 @@ from ..lazy_numba import inlined
 from .arithmetic import ONE, ZERO, dot_of, exp, gated, mean_of, normalise, normalise_here, squares_of, variance_of
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
-LEAST_POWER = float32(1e-5)  # of a stream's mean square, where it is divided by its root
+MIN_MEAN_SQUARE = float32(1e-5)  # lower bound of a stream's mean square before its root divides the stream
 TWO = float32(2.0)
 
-# Slots of `predict` and `correct`: X [TOKENS, COUNT * WIDTH], in place; OWN [TOKENS, WIDTH], what a layer works on; a norm, ROUTER
-# [COUNT, WIDTH] and COEFFICIENTS, [COUNT * COUNT, COUNT] or [COUNT, COUNT]; SCALE [WIDTH] of what `correct` leaves in OWN. Scratch of a
-# worker: `scratch_floats`.
-X, OWN, TOKENS, COUNT, WIDTH, NORM, NORM_WEIGHT, ROUTER, COEFFICIENTS, SCALE, SCRATCH, STRIDE, EPS = range(13)
-# Slots of `spread`: X [TOKENS, COUNT * WIDTH], to all streams but the first of which the normed BRANCH [TOKENS, WIDTH] is added.
+# Slots of `predict` and `correct`: X [TOKENS, COUNT * WIDTH], in place; ACTIVE_STREAM [TOKENS, WIDTH], which the layer processes; a norm,
+# ROUTER [COUNT, WIDTH] and COEFFICIENTS [COUNT * COUNT, COUNT] or [COUNT, COUNT]; SCALE [WIDTH] of the ACTIVE_STREAM that `correct`
+# returns. Scratch of a worker: `scratch_floats`.
+X, ACTIVE_STREAM, TOKENS, COUNT, WIDTH, NORM, NORM_WEIGHT, ROUTER, COEFFICIENTS, SCALE, SCRATCH, STRIDE, EPS = range(13)
+# Slots of `spread`: the normed BRANCH [TOKENS, WIDTH] is added to all streams of X [TOKENS, COUNT * WIDTH] but the first.
 P_X, P_BRANCH, P_TOKENS, P_COUNT, P_WIDTH, P_NORM, P_WEIGHT, P_EPS = range(8)
-# Slots of `enter` and `leave`: STREAMS [TOKENS, COUNT * WIDTH], BRANCHES [COUNT - 1, TOKENS, WIDTH], ONE_STREAM [TOKENS, WIDTH]; of `take`
-# and `put` STREAMS, ONE_STREAM and WHICH, of the latter KEPT too: whether what is there stays, and the one is added to it.
+# Slots of `enter` and `leave`: STREAMS [TOKENS, COUNT * WIDTH], BRANCHES [COUNT - 1, TOKENS, WIDTH], ONE_STREAM [TOKENS, WIDTH]. Slots of
+# `take` and `put`: STREAMS, ONE_STREAM, WHICH (the stream's index) and, for `put`, KEPT: add to the stream instead of replacing it.
 M_STREAMS, M_BRANCHES, M_ONE, M_TOKENS, M_COUNT, M_WIDTH, M_WHICH, M_KEPT = range(8)
-# Slots of `cut`: GATE [TOKENS, WIDTH], in place, less its mean and DEVIATIONS, a float64, times its deviation, above zero, is activated and
+# Slots of `cut`: GATE [TOKENS, WIDTH], in place: minus its mean and DEVIATIONS (float64) standard deviations, clamped at 0, activated and
 # multiplied by UP.
 C_GATE, C_UP, C_TOKENS, C_WIDTH, C_ACT, C_DEVIATIONS = range(6)
 
@@ -50,22 +50,22 @@ def _coefficients(args, row, normed, count, rows):
     width = a[WIDTH]
     normalise(row, normed, width, a[NORM], a[NORM_WEIGHT], 0, float32(f64_at(args)[EPS]))
     at = normed + 4 * width
-    said, found = f32_at(at), f32_at(at + 4 * count)
+    logits, results = f32_at(at), f32_at(at + 4 * count)
     for s in range(count):
         value = dot_of(f32_at(normed), f32_at(a[ROUTER] + 4 * s * width), width) / float32(width)
-        said[s] = ONE - TWO / (ONE + exp(min(value + value, float32(80.0))))
+        logits[s] = ONE - TWO / (ONE + exp(min(value + value, float32(80.0))))
     weights = f32_at(a[COEFFICIENTS])
     for i in range(rows):
         total = ZERO
         for s in range(count):
-            total += weights[i * count + s] * said[s]
-        found[i] = total
+            total += weights[i * count + s] * logits[s]
+        results[i] = total
     return at + 4 * count
 
 
 @kernel({"contract"})
 def predict(args, worker, counter):
-    """Every stream plus a linear combination of all of them, and the first of the results in OWN. Blocks are tokens."""
+    """Every stream plus a linear combination of all of them, and the first of the results in ACTIVE_STREAM. Blocks are tokens."""
     a = i64_at(args)
     count, width = a[COUNT], a[WIDTH]
     before = a[SCRATCH] + worker * a[STRIDE]
@@ -75,23 +75,24 @@ def predict(args, worker, counter):
             return
         row = a[X] + 4 * t * count * width
         shares = f32_at(_coefficients(args, row, before + 4 * count * width, count, count * count))
-        x, kept = f32_at(row), f32_at(before)
+        x, previous = f32_at(row), f32_at(before)
         for i in range(count * width):
-            kept[i] = x[i]
+            previous[i] = x[i]
         for to in range(count):
             y = f32_at(row + 4 * to * width)
             for of in range(count):
                 share, source = shares[to * count + of], f32_at(before + 4 * of * width)
                 for i in range(width):
                     y[i] += share * source[i]
-        own = f32_at(a[OWN] + 4 * t * width)
+        active = f32_at(a[ACTIVE_STREAM] + 4 * t * width)
         for i in range(width):
-            own[i] = x[i]
+            active[i] = x[i]
 
 
 @kernel({"contract"})
 def correct(args, worker, counter):
-    """Every stream plus a multiple of the difference between OWN and the first; then the first, scaled, in OWN. Blocks are tokens."""
+    """Every stream plus a multiple of the difference between ACTIVE_STREAM and the first; then the first, scaled, in ACTIVE_STREAM. Blocks
+    are tokens."""
     a = i64_at(args)
     count, width = a[COUNT], a[WIDTH]
     beyond = a[SCRATCH] + worker * a[STRIDE]
@@ -100,17 +101,17 @@ def correct(args, worker, counter):
         t = fetch_add(counter, 1)
         if t >= a[TOKENS]:
             return
-        row, at = a[X] + 4 * t * count * width, a[OWN] + 4 * t * width
+        row, at = a[X] + 4 * t * count * width, a[ACTIVE_STREAM] + 4 * t * width
         shares = f32_at(_coefficients(args, at, beyond + 4 * width, count, count))
-        x, own, more = f32_at(row), f32_at(at), f32_at(beyond)
+        x, active, difference = f32_at(row), f32_at(at), f32_at(beyond)
         for i in range(width):
-            more[i] = own[i] - x[i]
+            difference[i] = active[i] - x[i]
         for to in range(count):
             y, share = f32_at(row + 4 * to * width), ONE + shares[to]
             for i in range(width):
-                y[i] += share * more[i]
+                y[i] += share * difference[i]
         for i in range(width):
-            own[i] = x[i] * scale[i]
+            active[i] = x[i] * scale[i]
 
 
 @kernel()
@@ -132,9 +133,9 @@ def spread(args, worker, counter):
 
 
 @inlined()
-def _matching(wanted, branch, width):
-    """The factor that gives a branch the magnitude `wanted`."""
-    return wanted / np.sqrt(max(_power(f32_at(branch), width), LEAST_POWER))
+def _matching(target, branch, width):
+    """The factor that gives a branch the magnitude `target`."""
+    return target / np.sqrt(max(_power(f32_at(branch), width), MIN_MEAN_SQUARE))
 
 
 @kernel()
@@ -149,10 +150,10 @@ def enter(args, worker, counter):
         x, first = f32_at(a[M_ONE] + 4 * t * width), f32_at(a[M_STREAMS] + 4 * t * count * width)
         for i in range(width):
             first[i] = x[i]
-        wanted = np.sqrt(_power(x, width))
+        target = np.sqrt(_power(x, width))
         for to in range(1, count):
             at = a[M_BRANCHES] + 4 * ((to - 1) * a[M_TOKENS] + t) * width
-            factor, branch, y = _matching(wanted, at, width), f32_at(at), f32_at(a[M_STREAMS] + 4 * (t * count + to) * width)
+            factor, branch, y = _matching(target, at, width), f32_at(at), f32_at(a[M_STREAMS] + 4 * (t * count + to) * width)
             for i in range(width):
                 y[i] = branch[i] * factor
 
@@ -168,12 +169,12 @@ def leave(args, worker, counter):
         if t >= a[M_TOKENS]:
             return
         first, out = f32_at(a[M_STREAMS] + 4 * t * count * width), f32_at(a[M_ONE] + 4 * t * width)
-        wanted = np.sqrt(_power(first, width))
+        target = np.sqrt(_power(first, width))
         for i in range(width):
             out[i] = first[i]
         for of in range(1, count):
             at = a[M_BRANCHES] + 4 * ((of - 1) * a[M_TOKENS] + t) * width
-            factor, branch = _matching(wanted, at, width), f32_at(at)
+            factor, branch = _matching(target, at, width), f32_at(at)
             for i in range(width):
                 out[i] += branch[i] * factor
         for i in range(width):
@@ -224,9 +225,9 @@ def cut(args, worker, counter):
             return
         gate, up = f32_at(a[C_GATE] + 4 * t * width), f32_at(a[C_UP] + 4 * t * width)
         mean = mean_of(gate, width)
-        least = mean + np.sqrt(variance_of(gate, mean, width)) * deviations
+        threshold = mean + np.sqrt(variance_of(gate, mean, width)) * deviations
         for i in range(width):
-            beyond = gate[i] - least
-            gate[i] = ZERO if beyond < ZERO else beyond  # NaN stays
+            beyond = gate[i] - threshold
+            gate[i] = ZERO if beyond < ZERO else beyond  # NaN stays NaN
         for i in range(width):
             gate[i] = gate[i] * up[i] if gate[i] == ZERO else gated(gate[i], up[i], act)

@@ -1,5 +1,5 @@
-"""AltUp token streams, of which one passes through a layer: block ops and what surrounds the layers; a low-rank (Laurel) branch, and an MLP
-with Gaussian top-k gates.
+"""AltUp token streams, one of which passes through a layer: block ops, and creating and merging streams; a low-rank (Laurel) branch, and an
+MLP with Gaussian top-k gates.
 
 All are jobs over workspace buffers, so a recorded pass can include them.
 """
@@ -48,7 +48,7 @@ def enter_streams(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear], count: 
             ops.registry.select(Call("put stream")).candidate.run(ops, out, x, i, False)
         return out
     branches = ops.workspace.take("branches", len(linears), *x.shape)
-    ops._matrix(x, None, list(linears), list(branches), linear.PLAIN, "none")
+    ops._run_stage(x, None, list(linears), list(branches), linear.PLAIN, "none")
     out = ops.workspace.take("streams", len(x), (len(linears) + 1) * x.shape[1])
     ops.registry.select(Call("enter streams")).candidate.run(ops, out, branches, x)
     return out
@@ -61,10 +61,10 @@ def leave_streams(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear], count: 
         return first_stream(ops, x, count)
     one = ops.workspace.take("stream", len(x), x.shape[1] // count)
     branches = ops.workspace.take("branches", len(linears), *one.shape)
-    taken = ops.registry.select(Call("take stream")).candidate.run
-    for i, each in enumerate(linears):
-        taken(ops, x, one, i + 1)
-        ops._matrix(one, None, [each], [branches[i]], linear.PLAIN, "none")
+    take_stream = ops.registry.select(Call("take stream")).candidate.run
+    for i, matrix in enumerate(linears):
+        take_stream(ops, x, one, i + 1)
+        ops._run_stage(one, None, [matrix], [branches[i]], linear.PLAIN, "none")
     ops.registry.select(Call("leave streams")).candidate.run(ops, x, branches, one)
     return one
 
@@ -86,10 +86,10 @@ def second_stream(ops: CpuOps, x: np.ndarray, count: int) -> np.ndarray:
 def mean_stream(ops: CpuOps, x: np.ndarray, count: int) -> np.ndarray:
     """The mean [T, D] of streams x [T, S * D], in an array of its own."""
     one, other = ops.workspace.take("stream", len(x), x.shape[1] // count), ops.workspace.take("beside", len(x), x.shape[1] // count)
-    taken = ops.registry.select(Call("take stream")).candidate.run
-    taken(ops, x, one, 0)
+    take_stream = ops.registry.select(Call("take stream")).candidate.run
+    take_stream(ops, x, one, 0)
     for which in range(1, count):
-        taken(ops, x, other, which)
+        take_stream(ops, x, other, which)
         ops.add_scaled(one, other, 1.0)
     return ops.scale_in_place(one, 1 / count)
 
@@ -109,18 +109,18 @@ def add_to_first(ops: CpuOps, x: np.ndarray, y: np.ndarray, each: Linear) -> np.
 
 def add_low_rank(ops: CpuOps, x: np.ndarray, norm: Norm, low: LowRank, out: np.ndarray) -> np.ndarray:
     """See `BlockOps`."""
-    if (outs := ops._remembered(x, norm, (low.into,), linear.PLAIN, "none")) is None:
+    if (outs := ops._run_cached(x, norm, (low.into,), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take("low rank", len(x), low.into.weight.shape[0])]
-        ops._matrix(x, norm, [low.into], outs, linear.PLAIN, "none")
+        ops._run_stage(x, norm, [low.into], outs, linear.PLAIN, "none")
     return ops.linear_add(outs[0], low.out, out)
 
 
 def shared_block_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, own: Sequence[LowRank],
                      see: See = None) -> np.ndarray:
     """See `BlockOps`."""
-    if (outs := ops._remembered(x, norm, (gate, up), linear.PLAIN, "none")) is None:
+    if (outs := ops._run_cached(x, norm, (gate, up), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take(name, len(x), gate.weight.shape[0]) for name in ("gate", "up")]
-        ops._matrix(x, norm, [gate, up], outs, linear.PLAIN, "none")
+        ops._run_stage(x, norm, [gate, up], outs, linear.PLAIN, "none")
     for low, out in zip(own, outs, strict=bool(own)):
         add_low_rank(ops, x, norm, low, out)
     ops.gate(*outs, act)
@@ -132,9 +132,9 @@ def shared_block_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: L
 
 def altup_predict(ops: CpuOps, x: np.ndarray, streams: AltUp) -> np.ndarray:
     """See `BlockOps`."""
-    own = ops.workspace.take("stream", len(x), x.shape[1] // streams.count)
-    ops.registry.select(Call("predict")).candidate.run(ops, x, own, streams)
-    return own
+    active = ops.workspace.take("stream", len(x), x.shape[1] // streams.count)
+    ops.registry.select(Call("predict")).candidate.run(ops, x, active, streams)
+    return active
 
 
 def altup_correct(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: AltUp) -> np.ndarray:
@@ -146,9 +146,9 @@ def altup_correct(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: AltUp) -
 def altup_add_input(ops: CpuOps, x: np.ndarray, own: np.ndarray, inputs: PerLayerInput, given: np.ndarray, act: str,
                     see: See = None) -> np.ndarray:
     """See `BlockOps`."""
-    if (outs := ops._remembered(own, None, (inputs.gate,), linear.PLAIN, "none")) is None:
+    if (outs := ops._run_cached(own, None, (inputs.gate,), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take("gate", len(own), inputs.gate.weight.shape[0])]
-        ops._matrix(own, None, [inputs.gate], outs, linear.PLAIN, "none")
+        ops._run_stage(own, None, [inputs.gate], outs, linear.PLAIN, "none")
     ops.gate(outs[0], given, act)
     if see is not None:
         see(outs[0])
@@ -162,9 +162,9 @@ def low_rank_branch(ops: CpuOps, x: np.ndarray, norm: Norm, low: LowRank, see: S
     n = ops.workspace.take("beside", *x.shape)
     ops.registry.select(Call("scale")).candidate.run(ops, x, n, 1.0)
     row_ops.norm_rows(ops, n, norm)
-    if (outs := ops._remembered(n, None, (low.into,), linear.PLAIN, "none")) is None:
+    if (outs := ops._run_cached(n, None, (low.into,), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take("low rank", len(x), low.into.weight.shape[0])]
-        ops._matrix(n, None, [low.into], outs, linear.PLAIN, "none")
+        ops._run_stage(n, None, [low.into], outs, linear.PLAIN, "none")
     if see is not None:
         see(outs[0])
     return ops.linear_add(outs[0], low.out, n, low.after)
@@ -179,12 +179,12 @@ def add_scaled(ops: CpuOps, x: np.ndarray, y: np.ndarray, factor: float) -> np.n
 def cutoff_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, deviations: float, see: See = None,
                after: Norm | None = None) -> np.ndarray:
     """See `BlockOps`."""
-    if (outs := ops._remembered(x, norm, (gate, up), linear.PLAIN, "none")) is None:
+    if (outs := ops._run_cached(x, norm, (gate, up), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take(name, len(x), gate.weight.shape[0]) for name in ("gate", "up")]
         if gate.weight.in_parts and up.weight.in_parts and gate.lora is None and up.lora is None:
             streamed_linear.run_pair(ops, x, norm, (gate, up), outs)
         else:
-            ops._matrix(x, norm, [gate, up], outs, linear.PLAIN, "none")
+            ops._run_stage(x, norm, [gate, up], outs, linear.PLAIN, "none")
     ops.registry.select(Call("cut", act=act)).candidate.run(ops, *outs, act, deviations)
     if see is not None:
         see(outs[0])
@@ -194,36 +194,39 @@ def cutoff_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear,
 # -- what runs them -----------------------------------------------------------------------------------------------------------------------
 
 
-def _fill(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: AltUp, coefficients: np.ndarray) -> None:
+def _fill(ops: CpuOps, x: np.ndarray, active: np.ndarray, streams: AltUp, coefficients: np.ndarray) -> None:
     norm = streams.norm
-    ops.args[: loops.EPS] = (ops.at(x), ops.at(own), *own.shape[:1], streams.count, own.shape[1], NORMS[norm.kind], address(norm.weight),
+    ops.args[: loops.EPS] = (ops.address_of(x), ops.address_of(active), *active.shape[:1], streams.count, active.shape[1], NORMS[norm.kind],
+                             address(norm.weight),
                              address(streams.router), address(coefficients), address(streams.scale), ops.scratch, ops.scratch_stride)
     ops.reals[loops.EPS] = norm.eps
 
 
-def predict(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: AltUp) -> None:
-    _fill(ops, x, own, streams, streams.predict)
-    ops.run(loops.predict, ops.where, len(x) > 1, ops.args)
+def predict(ops: CpuOps, x: np.ndarray, active: np.ndarray, streams: AltUp) -> None:
+    _fill(ops, x, active, streams, streams.predict)
+    ops.run(loops.predict, ops.args_address, len(x) > 1, ops.args)
 
 
-def correct(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: AltUp) -> None:
-    _fill(ops, x, own, streams, streams.correct)
-    ops.run(loops.correct, ops.where, len(x) > 1, ops.args)
+def correct(ops: CpuOps, x: np.ndarray, active: np.ndarray, streams: AltUp) -> None:
+    _fill(ops, x, active, streams, streams.correct)
+    ops.run(loops.correct, ops.args_address, len(x) > 1, ops.args)
 
 
 def spread(ops: CpuOps, x: np.ndarray, branch: np.ndarray, norm: Norm) -> None:
-    ops.args[: loops.P_EPS] = (ops.at(x), ops.at(branch), len(x), x.shape[1] // branch.shape[1], branch.shape[1], NORMS[norm.kind],
+    ops.args[: loops.P_EPS] = (ops.address_of(x), ops.address_of(branch), len(x), x.shape[1] // branch.shape[1], branch.shape[1],
+                               NORMS[norm.kind],
                                address(norm.weight))
     ops.reals[loops.P_EPS] = norm.eps
-    ops.run(loops.spread, ops.where, x.size >= row_ops.SHARE_FROM, ops.args)
+    ops.run(loops.spread, ops.args_address, x.size >= row_ops.MIN_PARALLEL_SIZE, ops.args)
 
 
 def _between(ops: CpuOps, kernel: object, streams: np.ndarray, branches: np.ndarray | None, one: np.ndarray, which: int = 0,
-             kept: bool = False) -> None:
+             array: bool = False) -> None:
     tokens, width = one.shape
-    ops.args[: loops.M_KEPT + 1] = (ops.at(streams), 0 if branches is None else ops.at(branches), ops.at(one), tokens,
-                                    streams.shape[1] // width, width, which, kept)
-    ops.run(kernel, ops.where, streams.size >= row_ops.SHARE_FROM, ops.args)
+    ops.args[: loops.M_KEPT + 1] = (ops.address_of(streams), 0 if branches is None else ops.address_of(branches), ops.address_of(one),
+                                    tokens,
+                                    streams.shape[1] // width, width, which, array)
+    ops.run(kernel, ops.args_address, streams.size >= row_ops.MIN_PARALLEL_SIZE, ops.args)
 
 
 def enter(ops: CpuOps, streams: np.ndarray, branches: np.ndarray, one: np.ndarray) -> None:
@@ -238,14 +241,14 @@ def take(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int) -> None:
     _between(ops, loops.take, streams, None, one, which)
 
 
-def put(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int, kept: bool) -> None:
-    _between(ops, loops.put, streams, None, one, which, kept)
+def put(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int, branch: bool) -> None:
+    _between(ops, loops.put, streams, None, one, which, branch)
 
 
 def cut(ops: CpuOps, gate: np.ndarray, up: np.ndarray, act: str, deviations: float) -> None:
-    ops.args[: loops.C_DEVIATIONS] = ops.at(gate), ops.at(up), *gate.shape, activation_number(act)
+    ops.args[: loops.C_DEVIATIONS] = ops.address_of(gate), ops.address_of(up), *gate.shape, activation_number(act)
     ops.reals[loops.C_DEVIATIONS] = deviations
-    ops.run(loops.cut, ops.where, gate.size >= row_ops.SHARE_FROM, ops.args)
+    ops.run(loops.cut, ops.args_address, gate.size >= row_ops.MIN_PARALLEL_SIZE, ops.args)
 
 
 # -- and what they mean, by `reference_streams.py` ----------------------------------------------------------------------------------------
@@ -260,18 +263,18 @@ def _parted(x: np.ndarray, one: np.ndarray) -> np.ndarray:
     return x.reshape(len(x), -1, one.shape[1])
 
 
-def predict_reference(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: AltUp) -> None:
+def predict_reference(ops: CpuOps, x: np.ndarray, active: np.ndarray, streams: AltUp) -> None:
     ops.flush()
-    split = _parted(x, own)
+    split = _parted(x, active)
     split[:] = meaning.predicted(split, _said(split[:, 0], streams), streams.predict)
-    own[:] = split[:, 0]
+    active[:] = split[:, 0]
 
 
-def correct_reference(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: AltUp) -> None:
+def correct_reference(ops: CpuOps, x: np.ndarray, active: np.ndarray, streams: AltUp) -> None:
     ops.flush()
-    split = _parted(x, own)
-    split[:] = meaning.corrected(split, own, _said(own, streams), streams.correct)
-    own[:] = split[:, 0] * streams.scale
+    split = _parted(x, active)
+    split[:] = meaning.corrected(split, active, _said(active, streams), streams.correct)
+    active[:] = split[:, 0] * streams.scale
 
 
 def spread_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray, norm: Norm) -> None:
@@ -295,10 +298,10 @@ def take_reference(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int
     one[:] = _parted(streams, one)[:, which]
 
 
-def put_reference(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int, kept: bool) -> None:
+def put_reference(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int, branch: bool) -> None:
     ops.flush()
-    own = _parted(streams, one)
-    own[:, which] = own[:, which] + one if kept else one
+    stream = _parted(streams, one)
+    stream[:, which] = stream[:, which] + one if branch else one
 
 
 def cut_reference(ops: CpuOps, gate: np.ndarray, up: np.ndarray, act: str, deviations: float) -> None:

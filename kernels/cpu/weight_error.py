@@ -13,9 +13,9 @@ from ..compile import REASSOCIATE, jit
 from ..lazy_numba import carray
 from .intrinsics import f32_at, f64_at, i64_at, u8_at
 
-# Slots of the argument block: W float32 [ROWS, DEPTH] and CODES uint8 of its shape, SCALES uint8 [ROWS, GROUPS], codes of FACTORS
-# float32, and ROW_SCALES float32 [ROWS]. LEVELS float32 [256] is what a code means, or 0: then ZEROS uint8 [ROWS, GROUPS] are subtracted
-# from the codes. VALUES float32 [DEPTH] is scratch. The two sums go to SUMS float64 [2].
+# Slots of the argument block: W float32 [ROWS, DEPTH]; CODES uint8 of the same shape; SCALES uint8 [ROWS, GROUPS], indices into FACTORS
+# float32; ROW_SCALES float32 [ROWS]. LEVELS float32 [256]: value of a code, or 0: then ZEROS uint8 [ROWS, GROUPS] are subtracted from the
+# codes. VALUES float32 [DEPTH]: scratch. SUMS float64 [2]: the results.
 W, CODES, SCALES, ZEROS, ROW_SCALES, LEVELS, FACTORS, VALUES, SUMS, ROWS, DEPTH, GROUP = range(12)
 
 

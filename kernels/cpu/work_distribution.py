@@ -16,9 +16,9 @@ from numpy import int64
 from ..lazy_numba import inlined
 from .intrinsics import fetch_add, i64_at
 
-REGIONS, OF_A_LINE = 8, 4  # counters of a cache line
+REGIONS, OF_A_LINE = 8, 4  # counters per cache line
 COUNTERS_NBYTES = 64 * REGIONS // OF_A_LINE
-SETS = 2  # of counters that a job of the pool has, behind one another: for two kernels that need not wait for one another
+SETS = 2  # sets of counters per job, for two kernels that run as one job
 
 
 @inlined()
@@ -37,8 +37,8 @@ def clear_regions(counter):
 @inlined()
 def clear_counters(counter):
     """`clear_regions` for all kernels of a job."""
-    for own in range(SETS):
-        clear_regions(counter + own * COUNTERS_NBYTES)
+    for index in range(SETS):
+        clear_regions(counter + index * COUNTERS_NBYTES)
 
 
 @inlined()
@@ -48,10 +48,10 @@ def matrix_of(a, block, first, count, fields, rows, unit):
     with the row count."""
     matrix = int64(first)
     for _ in range(count):
-        here = (a[matrix + rows] + unit - 1) // unit
-        if block < here:
+        num_blocks = (a[matrix + rows] + unit - 1) // unit
+        if block < num_blocks:
             return matrix, block
-        block -= here
+        block -= num_blocks
         matrix += fields
     return int64(-1), block
 

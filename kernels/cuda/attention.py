@@ -14,7 +14,7 @@ import torch
 from ..device_memory import MAX_SCORES
 from ..layout import PAGE
 
-MOST_EXPONENT = 88.0  # of a float32
+MAX_EXPONENT = 88.0  # exp of a larger float32 overflows
 
 Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # o [P, KVH, R, D], m [P, KVH, R, 1], l [P, KVH, R, 1]
 
@@ -42,7 +42,7 @@ def page_partials(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hid
     pages, tokens, _ = hidden.shape
     scores = scores.unflatten(2, (tokens, -1)).masked_fill_(hidden[:, None, :, None], -torch.inf).flatten(2, 3)
     m = scores.amax(-1, keepdim=True)
-    # A page in which a row sees nothing has m = -inf and weighs nothing; subtracting it from itself would make NaN.
+    # A page without visible keys has m = -inf and no weight; subtracting -inf from itself would give NaN.
     weights = torch.exp(scores - m.masked_fill(m == -torch.inf, 0.0))
     return torch.matmul(weights, values), m, weights.sum(-1, keepdim=True)
 
@@ -80,7 +80,7 @@ def finish(merged: Partial, tokens: int, kv_heads: int, sinks: torch.Tensor | No
     group = o.shape[2] // tokens
     if sinks is not None:
         of_row = sinks.view(1, kv_heads, 1, group).expand(1, kv_heads, tokens, group).reshape(1, kv_heads, tokens * group, 1)
-        l = l + torch.exp((of_row - m).clamp(max=MOST_EXPONENT))
+        l = l + torch.exp((of_row - m).clamp(max=MAX_EXPONENT))
     return (o / l)[0].unflatten(1, (tokens, group)).permute(1, 0, 2, 3).reshape(tokens, -1)
 
 
@@ -103,17 +103,17 @@ def closed_keys(positions: torch.Tensor, rate: int, first: int, end: int) -> tor
 
 
 def with_keys(merged: Partial, q: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, rate: int, scale: float,
-              seen: torch.Tensor | None) -> Partial:
+              visible: torch.Tensor | None) -> Partial:
     """Merge into a one-head partial the compressed keys of `rate` tokens, keys [n, D], which double as values: the complete ones,
-    restricted by `seen` bool [T, n] if given."""
+    restricted by `visible` bool [T, n] if given."""
     rows, step = rows_of(q, 1), PAGE * pages_at_once(q.shape[1], len(q))
     for begin in range(0, len(keys), step):
-        own = keys[begin : begin + step].float()[None, None]
-        end = begin + own.shape[2]
+        keys_of_step = keys[begin : begin + step].float()[None, None]
+        end = begin + keys_of_step.shape[2]
         hidden = ~closed_keys(positions, rate, begin, end)
-        if seen is not None:
-            hidden |= ~seen[:, begin:end]
-        merged = fold(merged, page_partials(rows, own, own, hidden[None], scale, None))
+        if visible is not None:
+            hidden |= ~visible[:, begin:end]
+        merged = fold(merged, page_partials(rows, keys_of_step, keys_of_step, hidden[None], scale, None))
     return merged
 
 

@@ -29,26 +29,26 @@ class TorchCca(TorchSlots):
 
     def convolved(self, product: torch.Tensor, w: Cca) -> tuple[torch.Tensor, ...]:
         """As in `kernels/cpu/cca.py`."""
-        own, x, tokens = self.shape, product[:, : self.shape.channels], len(product)
-        whole = self.taken_in(x)
+        shape, x, tokens = self.shape, product[:, : self.shape.channels], len(product)
+        inputs = self.append_inputs(x)
         if tokens <= MAX_DECODE_TOKENS:
             self._raw[:tokens] = x
-        made, group = self._twice(whole[:, : own.convolved], tokens, w), own.heads // own.kv_heads
-        split = x[:, : own.convolved].unflatten(1, (-1, own.depth))
-        beside = 0.5 * (split[:, : own.heads] + split[:, own.heads :].repeat_interleave(group, 1))
-        q = _stretched(made[:, : own.heads] + beside)
-        k = _stretched(made[:, own.heads :] + beside.unflatten(1, (-1, group)).mean(2)) * w.temps[:, None]
-        delayed = whole[own.taps - 2 :][:tokens, own.convolved :]
-        return q.flatten(1), k.flatten(1), torch.cat([product[:, own.channels :], delayed], 1)
+        convolved, group = self._twice(inputs[:, : shape.convolved], tokens, w), shape.heads // shape.kv_heads
+        split = x[:, : shape.convolved].unflatten(1, (-1, shape.depth))
+        residual = 0.5 * (split[:, : shape.heads] + split[:, shape.heads :].repeat_interleave(group, 1))
+        q = _stretched(convolved[:, : shape.heads] + residual)
+        k = _stretched(convolved[:, shape.heads :] + residual.unflatten(1, (-1, group)).mean(2)) * w.temps[:, None]
+        delayed = inputs[shape.taps - 2 :][:tokens, shape.convolved :]
+        return q.flatten(1), k.flatten(1), torch.cat([product[:, shape.channels :], delayed], 1)
 
     def _twice(self, rows: torch.Tensor, tokens: int, w: Cca) -> torch.Tensor:
         """Heads [T, heads + kv_heads, depth] after both convolutions of rows [taps - 1 + T, convolved]."""
-        own, count = self.shape, len(rows) - self.shape.first + 1
-        taps = w.conv.view(own.first, -1)
-        once = (w.bias + sum(taps[tap] * rows[tap : tap + count] for tap in range(own.first))).unflatten(1, (-1, own.depth))
-        by_head = w.by_head.view(-1, own.depth, own.second, own.depth)
-        twice = sum(torch.einsum("hoi,thi->tho", by_head[:, :, tap], once[tap : tap + tokens]) for tap in range(own.second))
-        return twice + w.head_bias.view(-1, own.depth)
+        shape, count = self.shape, len(rows) - self.shape.first + 1
+        taps = w.conv.view(shape.first, -1)
+        once = (w.bias + sum(taps[tap] * rows[tap : tap + count] for tap in range(shape.first))).unflatten(1, (-1, shape.depth))
+        by_head = w.by_head.view(-1, shape.depth, shape.second, shape.depth)
+        twice = sum(torch.einsum("hoi,thi->tho", by_head[:, :, tap], once[tap : tap + tokens]) for tap in range(shape.second))
+        return twice + w.head_bias.view(-1, shape.depth)
 
     def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         """As `kernels/cpu/states.py`."""

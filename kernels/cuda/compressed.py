@@ -53,12 +53,13 @@ class TorchKeys:
         """Write back what `read` returned, from `begin` on."""
         self.memory[begin * self.token_nbytes :][: len(data)].copy_(torch.from_numpy(np.array(data)))
 
-    def put(self, made: torch.Tensor, first: int, norm: Norm, table: RopeTable) -> None:
+    def put(self, keys: torch.Tensor, first: int, norm: Norm, table: RopeTable) -> None:
         """Store keys [n, width] from number `first` on: normed, then rotated by the position of each one's first token."""
-        if len(made):
-            cos, sin = (self.to_device(each[:, None]) for each in table.turns((first + np.arange(len(made))) * self.shape.tokens_per_key))
-            kept = turned_tails(normalise(made, norm)[:, None], cos, sin)[:, 0]
-            self.rows[first : first + len(made)] = (kept if self.stored == F32 else saturated(kept)).to(self.rows.dtype)
+        if len(keys):
+            cos, sin = (self.to_device(angles[:, None])
+                        for angles in table.turns((first + np.arange(len(keys))) * self.shape.tokens_per_key))
+            finished = turned_tails(normalise(keys, norm)[:, None], cos, sin)[:, 0]
+            self.rows[first : first + len(keys)] = (finished if self.stored == F32 else saturated(finished)).to(self.rows.dtype)
 
 
 class TorchIndex(TorchKeys):
@@ -73,14 +74,14 @@ class TorchIndex(TorchKeys):
         if position + tokens <= shape.dense_tokens:
             return None
         keys, split = self.rows[:closed].float(), q.view(tokens, shape.heads, shape.width)
-        there = closed_keys(torch.arange(position, position + tokens, device=q.device), shape.tokens_per_key, 0, closed)
-        seen, step = torch.zeros_like(there), max(1, MAX_SCORES // (shape.heads * closed))
+        is_closed = closed_keys(torch.arange(position, position + tokens, device=q.device), shape.tokens_per_key, 0, closed)
+        visible, step = torch.zeros_like(is_closed), max(1, MAX_SCORES // (shape.heads * closed))
         for begin in range(0, tokens, step):
-            own = slice(begin, begin + step)
-            worth = torch.bmm(weights[own, None], (split[own] @ keys.T).relu_())[:, 0].masked_fill_(~there[own], -torch.inf)
-            best = worth.sort(dim=1, descending=True, stable=True).indices[:, : shape.top_k]  # of equal ones the earlier
-            seen[own].scatter_(1, best, True)
-        return seen.logical_and_(there)
+            span = slice(begin, begin + step)
+            scores = torch.bmm(weights[span, None], (split[span] @ keys.T).relu_())[:, 0].masked_fill_(~is_closed[span], -torch.inf)
+            best = scores.sort(dim=1, descending=True, stable=True).indices[:, : shape.top_k]  # ties go to the earlier key
+            visible[span].scatter_(1, best, True)
+        return visible.logical_and_(is_closed)
 
 
 def compressed_keys(ops: TorchOps, shape: CompressedShape, memory: np.ndarray, stored: int) -> TorchKeys:
@@ -113,7 +114,7 @@ def rope_tails(ops: TorchOps, y: torch.Tensor, heads: int, head_dim: int, positi
 def grouped_linear(ops: TorchOps, x: torch.Tensor, linears: Sequence[Linear]) -> torch.Tensor:
     """See `BlockOps`."""
     parts = x.view(len(x), len(linears), -1)
-    return torch.cat([ops._linear(parts[:, group].contiguous(), each) for group, each in enumerate(linears)], 1)
+    return torch.cat([ops._linear(parts[:, group].contiguous(), matrix) for group, matrix in enumerate(linears)], 1)
 
 
 class TorchCompressed(TorchSlots):
@@ -124,76 +125,78 @@ class TorchCompressed(TorchSlots):
     def __init__(self, shape: CompressedShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
         super().__init__(shape, memory, pass_slots, linear)
         sizes = [MAX_DECODE_TOKENS * width for width in shape.pooled_products]
-        self._kept = [series.view(MAX_DECODE_TOKENS, -1) for series in self.recent[: sum(sizes)].split(sizes)]
-        self._last: tuple[Compressor, int] | None = None  # by what the last pass of few tokens was taken in, and where it began
+        self._log = [series.view(MAX_DECODE_TOKENS, -1) for series in self.recent[: sum(sizes)].split(sizes)]
+        self._last_pass: tuple[Compressor, int] | None = None  # weights and first position of the last pass of few tokens
 
     def compress(self, products: Sequence[torch.Tensor], w: Compressor, position: int, table: RopeTable, keys: TorchKeys,
                  index: TorchIndex | None) -> None:
         """As `kernels/cpu/compressed.py`."""
         (source, target, after, kept), tokens, at = self.pass_slots(), len(products[0]), 0
         if tokens <= MAX_DECODE_TOKENS:
-            self._last = w, position
-            for own, product in zip(self._kept, products, strict=True):
-                own[:tokens] = product
-        state = self._begun(source)
+            self._last_pass = w, position
+            for log, product in zip(self._log, products, strict=True):
+                log[:tokens] = product
+        state = self._initial_state(source)
         for end, slot in ((after, kept), (tokens, target)):
             if end > at:
                 first = (position + at) // self.shape.tokens_per_key
-                made, state = self._taken([each[at:end] for each in products], w, position + at, state)
-                keys.put(made[0], first, w.norm, table)
+                keys_of_series, state = self._accumulate([rows[at:end] for rows in products], w, position + at, state)
+                keys.put(keys_of_series[0], first, w.norm, table)
                 if index is not None:
-                    index.put(made[1], first, w.index_norm, table)
+                    index.put(keys_of_series[1], first, w.index_norm, table)
                 self._put(slot, state)
                 at = end
 
     def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         """As `kernels/cpu/states.py`."""
-        self._put(target, self._taken([each[:tokens] for each in self._kept], *self._last, self._begun(source))[1])
+        self._put(target, self._accumulate([log[:tokens] for log in self._log], *self._last_pass, self._initial_state(source))[1])
 
-    def _begun(self, source: int) -> torch.Tensor:
-        own = self.state_in(max(source, 0))[: self.shape.own_floats]
-        return torch.zeros_like(own) if source == NO_SLOT else own
+    def _initial_state(self, source: int) -> torch.Tensor:
+        state = self.state_in(max(source, 0))[: self.shape.own_floats]
+        return torch.zeros_like(state) if source == NO_SLOT else state
 
     def _put(self, slot: int, state: torch.Tensor) -> None:
         self.state_in(slot)[: len(state)] = state
 
-    def _taken(self, products: Sequence[torch.Tensor], w: Compressor, position: int,
-               state: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _accumulate(self, products: Sequence[torch.Tensor], w: Compressor, position: int,
+                    state: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Completed keys, and index keys, before their norms, and the state after these tokens."""
         shape, size = self.shape, 3 * self.shape.rows_per_token * self.shape.width
-        made, behind = [], []
-        for own, bias, pair in ((state[:size], w.bias, products[:2]), (state[size:], w.index_bias, products[2:])):
+        completed, accumulators = [], []
+        for part, bias, pair in ((state[:size], w.bias, products[:2]), (state[size:], w.index_bias, products[2:])):
             if pair:
-                keys, ways = compressed(*pair, bias.view(shape.tokens_per_key, -1), position, own.view(shape.rows_per_token, 3, -1))
-                made.append(keys)
-                behind.append(ways.flatten())
-        return made, torch.cat(behind)
+                keys, next_parts = compressed(*pair, bias.view(shape.tokens_per_key, -1), position, part.view(shape.rows_per_token, 3, -1))
+                completed.append(keys)
+                accumulators.append(next_parts.flatten())
+        return completed, torch.cat(accumulators)
 
 
 def compressed(rows: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor, position: int,
-               ways: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+               initial: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference_compressed.compress` on tensors, all tokens of a key at once."""
-    rate, parts, tokens, lead = len(bias), len(ways), len(rows), position % len(bias)
-    groups, closed = -(-(lead + tokens) // rate), (lead + tokens) // rate
-    room = (0, 0, lead, groups * rate - lead - tokens)  # before the first token of the first key, behind the last of the last
-    weighed = functional.pad(weights + bias[torch.arange(lead, lead + tokens, device=rows.device) % rate], room, value=-torch.inf)
-    weighed, rows = (each.view(groups, rate, parts, -1) for each in (weighed, functional.pad(rows, room)))
-    most = weighed.amax(1)
-    powers = torch.exp(weighed - most[:, None])
-    own = torch.stack([most, powers.sum(1), (powers * rows).sum(1)], 2)  # [groups, parts, 3, width]
-    # What each key begins with: the state, or where keys overlap what the tokens of the key before it give.
+    rate, parts, tokens, begun_tokens = len(bias), len(initial), len(rows), position % len(bias)
+    groups, closed = -(-(begun_tokens + tokens) // rate), (begun_tokens + tokens) // rate
+    # padding before the first token of the first key and after the last token of the last
+    padding = (0, 0, begun_tokens, groups * rate - begun_tokens - tokens)
+    weighed = functional.pad(weights + bias[torch.arange(begun_tokens, begun_tokens + tokens, device=rows.device) % rate], padding,
+                             value=-torch.inf)
+    weighed, rows = (values.view(groups, rate, parts, -1) for values in (weighed, functional.pad(rows, padding)))
+    maxima = weighed.amax(1)
+    powers = torch.exp(weighed - maxima[:, None])
+    per_key = torch.stack([maxima, powers.sum(1), (powers * rows).sum(1)], 2)  # [groups, parts, 3, width]
+    # The initial accumulator of each key: the state or, with overlap, the contribution of the tokens before it.
     if parts == 1:
-        begun = torch.cat([ways, ways.new_zeros(groups, *ways.shape[1:])])
+        starts = torch.cat([initial, initial.new_zeros(groups, *initial.shape[1:])])
     else:
-        begun = torch.cat([ways[:1], _merged(ways[1:], own[:1, 0]), own[1:, 0]])
-    made = _merged(begun[:groups], own[:, -1])
-    behind = torch.cat([made[closed:], begun[groups:], torch.zeros_like(ways)])[:parts]
-    return made[:closed, 2] / made[:closed, 1], behind
+        starts = torch.cat([initial[:1], _merged(initial[1:], per_key[:1, 0]), per_key[1:, 0]])
+    merged = _merged(starts[:groups], per_key[:, -1])
+    accumulators = torch.cat([merged[closed:], starts[groups:], torch.zeros_like(initial)])[:parts]
+    return merged[:closed, 2] / merged[:closed, 1], accumulators
 
 
-def _merged(begun: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Accumulators [n, 3, width] merged with `own`, which are never empty."""
-    before = torch.where(begun[:, 1] > 0, begun[:, 0], -torch.inf)
-    most = torch.maximum(before, own[:, 0])
-    kept, new = torch.exp(before - most)[:, None], torch.exp(own[:, 0] - most)[:, None]
-    return torch.cat([most[:, None], kept * begun[:, 1:] + new * own[:, 1:]], 1)
+def _merged(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Accumulators [n, 3, width] merged with `second`, which are never empty."""
+    before = torch.where(first[:, 1] > 0, first[:, 0], -torch.inf)
+    maxima = torch.maximum(before, second[:, 0])
+    first_factor, second_factor = torch.exp(before - maxima)[:, None], torch.exp(second[:, 0] - maxima)[:, None]
+    return torch.cat([maxima[:, None], first_factor * first[:, 1:] + second_factor * second[:, 1:]], 1)

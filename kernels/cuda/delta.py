@@ -1,7 +1,7 @@
 """Gated delta rule (linear attention) on torch tensors (`kernels/reference_delta.py`), with layer states on the device.
 
-Few tokens are processed one by one. Many are processed in chunks of STRETCH: within a chunk, what each token writes to the state depends on
-those before it, a triangular system, and the rest are matrix products (the chunked form of arXiv 2412.06464). So the bits of a prompt
+Few tokens are processed one by one. Many are processed in chunks of CHUNK_TOKENS: within a chunk, what each token writes to the state
+depends on those before it, a triangular system; all else is matrix products (the chunked form of arXiv 2412.06464). So the bits of a prompt
 depend on how it is split, as on this backend they do anyway; and a NaN spreads to its whole chunk, where the CPU kernels leave the tokens
 before it intact.
 """
@@ -52,7 +52,7 @@ class TorchDelta(TorchRecurrent):
         q, k = (unit(side.unflatten(1, (shape.key_heads, -1))) for side in (q, k))
         q, k = (side.repeat(1, group, 1) if shape.tiled else side.repeat_interleave(group, dim=1) for side in (q, k))
         q, v = q * shape.key_dim**-0.5, v.unflatten(1, (shape.value_heads, -1))
-        run: Callable = _one_by_one if len(mixed) <= MAX_DECODE_TOKENS else _in_stretches
+        run: Callable = _one_by_one if len(mixed) <= MAX_DECODE_TOKENS else _in_chunks
         return run(q, k, v, *gates.chunk(2, dim=1), state)
 
 
@@ -72,8 +72,8 @@ def _one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.
     return out, state
 
 
-def _in_stretches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor,
-                  state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor,
+               state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_one_by_one`, in chunks. With c_t the product of decays up to token t of a chunk and u_t what token t writes for its key: u_t =
     beta_t (v_t - c_t S k_t - sum over s < t of c_t / c_s (k_s . k_t) u_s)."""
     out = torch.empty_like(v)
@@ -82,10 +82,10 @@ def _in_stretches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torc
         part = slice(begin, begin + CHUNK_TOKENS)
         queries, keys, values = (side[part].transpose(0, 1) for side in (q, k, v))  # [G, T, ...]
         total, share = logs[part].cumsum(0).T, beta[part].T[:, :, None]  # [G, T], [G, T, 1]
-        later = (total[:, :, None] - total[:, None]).tril().exp().tril()  # what is left at token t of what token s wrote
+        later = (total[:, :, None] - total[:, None]).tril().exp().tril()  # decay between tokens s and t
         system = share * (keys @ keys.transpose(1, 2)) * later
-        wanted = share * (values - total.exp()[:, :, None] * (keys @ state.transpose(1, 2)))
-        written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)  # [G, T, dv]
+        update = share * (values - total.exp()[:, :, None] * (keys @ state.transpose(1, 2)))
+        written = torch.linalg.solve_triangular(system, update, upper=False, unitriangular=True)  # [G, T, dv]
         read = total.exp()[:, :, None] * (queries @ state.transpose(1, 2)) + (queries @ keys.transpose(1, 2) * later) @ written
         out[part] = read.transpose(0, 1)
         left = (total[:, -1:] - total).exp()[:, :, None]

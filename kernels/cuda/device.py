@@ -23,8 +23,8 @@ import torch
 from ... import DoesNotFit
 from ..layout import align
 
-LINK_NBYTES = 32 << 20  # copied to learn how fast the way to the card is
-BLOCK = 512  # what an allocation is rounded up to
+LINK_NBYTES = 32 << 20  # copied to measure the transfer rate
+BLOCK = 512  # allocation granularity
 HINT = "use a smaller --vram, or fewer layers with -ngl"
 
 
@@ -34,8 +34,9 @@ def within_memory(message: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = str(error)
-        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in said and "ALLOC_FAILED" not in said:
+        message_of_error = str(error)
+        if not isinstance(error,
+                          torch.OutOfMemoryError) and "out of memory" not in message_of_error and "ALLOC_FAILED" not in message_of_error:
             raise
         raise DoesNotFit(message, HINT) from error
 
@@ -67,17 +68,20 @@ class CopyStream(Protocol):
 
 
 class Device(Protocol):
-    """A device as the backend uses it. `take` allocates zeroed memory, raising DoesNotFit if there is none; so does `link_rate`, in bytes
-    per second. `to_device` and `to_host` copy an array there and a tensor back, synchronously. `recorded` captures `run` as a graph and
-    returns a replay function and the result, which is valid after a replay. Raises RuntimeError if `run` synchronizes with the device.
-    `release` drops what the last recording holds. `compiles`: Triton kernels can be tried. `kind`: what the bits of its results depend on.
+    """A device as the backend uses it.
+
+    `free`: bytes of unused memory. `take` allocates zeroed memory and raises DoesNotFit if there is none. `pinned` allocates page-locked
+    host memory. `to_device` and `to_host` copy an array there and a tensor back, synchronously. `lane` creates a copy stream. `recorded`
+    captures `run` as a graph and returns a replay function and the result, which is valid after a replay; it raises RuntimeError if `run`
+    synchronizes with the device. `release` frees the memory of the last recording. `link_rate` measures the transfer rate in bytes per
+    second and raises DoesNotFit without memory for it.
     """
 
     name: str
     torch: torch.device
-    compiles: bool
-    kind: str
-    host_nbytes: int  # of the host's memory that its driver takes later
+    compiles: bool  # Triton kernels can be compiled
+    kind: str  # GPU and library versions, on which the bits of results depend
+    host_nbytes: int  # host memory that the driver takes later
     crossed: TransferCounts
 
     def free(self) -> int: ...
@@ -95,12 +99,12 @@ class CudaDevice:
     """The first NVIDIA GPU that torch finds."""
 
     compiles = True
-    # Kernels are loaded as they are first run: 430 MiB were seen of an H100 with torch 2.11; Triton takes 130 where it first compiles.
+    # Kernels are loaded on first use: 430 MiB were measured on an H100 with torch 2.11; Triton takes 130 MiB when it first compiles.
     host_nbytes = 576 << 20
 
     def __init__(self, name: str = "cuda") -> None:
         self.name, self.torch, self.crossed = name, torch.device(name), TransferCounts()
-        # One for all, since a product's library sets memory aside for every stream; the last graph, whose memory the next one takes over.
+        # A single stream, since libraries reserve memory for every stream; and the last graph, whose memory pool the next one reuses.
         self._recorder: torch.cuda.Stream | None = None
         self._last: torch.cuda.CUDAGraph | None = None
 
@@ -124,19 +128,19 @@ class CudaDevice:
         return CudaCopyStream(self.torch)
 
     def recorded(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        beside = self._recorder = self._recorder or torch.cuda.Stream(self.torch)
-        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch)
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):  # not torch.cuda.graph, which has Python look for garbage every time
+        side_stream = self._recorder = self._recorder or torch.cuda.Stream(self.torch)
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch)
+        side_stream.wait_stream(current)
+        with torch.cuda.stream(side_stream):  # not torch.cuda.graph, which runs a garbage collection every time
             graph.capture_begin(pool=None if self._last is None else self._last.pool(), capture_error_mode="thread_local")
             try:
                 out = run()
             except BaseException:
-                with suppress(RuntimeError):  # of an end that has no graph
+                with suppress(RuntimeError):  # capture_end fails without a graph
                     graph.capture_end()
                 raise
             graph.capture_end()
-        here.wait_stream(beside)
+        current.wait_stream(side_stream)
         self._last = graph
         return graph.replay, out
 
@@ -145,7 +149,7 @@ class CudaDevice:
 
     @cached_property
     def kind(self) -> str:
-        try:  # what builds of torch bring may be called otherwise
+        try:  # builds of torch may bring Triton under another name
             triton = version("triton")
         except PackageNotFoundError:
             triton = str(find_spec("triton") is not None)
@@ -162,7 +166,7 @@ class CudaDevice:
             torch.cuda.synchronize(self.torch)
             rates.append(LINK_NBYTES / (time.perf_counter() - started))
         del there
-        torch.cuda.empty_cache()  # a plan counts what is free
+        torch.cuda.empty_cache()  # a plan counts free memory
         return max(rates)
 
 
@@ -193,8 +197,8 @@ class CudaCopyStream:
 
 
 class SimulatedDevice:
-    """CPU tensors that behave like a GPU with `memory` bytes (None: unlimited), of which `held` are taken; `link`: bytes per second.
-    `compiles`: Triton kernels are interpreted on it."""
+    """CPU tensors that behave like a GPU with `memory` bytes (None: unlimited), of which `allocated` are in use; `link`: bytes per second.
+    `compiles`: Triton kernels run in its interpreter."""
 
     host_nbytes = 0
     kind = "simulated"
@@ -202,23 +206,23 @@ class SimulatedDevice:
     def __init__(self, memory: int | None = None, link: float = 12e9, name: str = "cuda", compiles: bool = False) -> None:
         self.compiles = compiles
         self.name, self.torch, self.crossed = name, torch.device("cpu"), TransferCounts()
-        self.memory, self.held, self.most, self.link = memory, 0, 0, link
+        self.memory, self.allocated, self.peak, self.link = memory, 0, 0, link
 
     def free(self) -> int:
-        return 1 << 62 if self.memory is None else self.memory - self.held
+        return 1 << 62 if self.memory is None else self.memory - self.allocated
 
     def take(self, nbytes: int) -> torch.Tensor:
-        taken = align(nbytes, BLOCK)
-        if taken > self.free():
+        rounded = align(nbytes, BLOCK)
+        if rounded > self.free():
             raise DoesNotFit(f"the GPU has less than {nbytes} bytes left: another program has taken some since the plan was made", HINT)
         memory = torch.zeros(nbytes, dtype=torch.uint8)
-        self.held += taken
-        self.most = max(self.most, self.held)
-        weakref.finalize(memory.untyped_storage(), self._give, taken)
+        self.allocated += rounded
+        self.peak = max(self.peak, self.allocated)
+        weakref.finalize(memory.untyped_storage(), self._release, rounded)
         return memory
 
-    def _give(self, nbytes: int) -> None:
-        self.held -= nbytes
+    def _release(self, nbytes: int) -> None:
+        self.allocated -= nbytes
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -248,17 +252,17 @@ class SimulatedCopyStream:
     """Copies are deferred until something waits for them."""
 
     def __init__(self) -> None:
-        self._begun: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
+        self._pending: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
         self._number = self._done = 0
 
     def send(self, target: torch.Tensor, staged: torch.Tensor, after: object) -> object:
         self._number += 1
-        self._begun.append((self._number, target, staged))
+        self._pending.append((self._number, target, staged))
         return self._number
 
     def arrive(self, mark: object) -> None:
-        while self._begun and self._begun[0][0] <= mark:
-            _, target, staged = self._begun.popleft()
+        while self._pending and self._pending[0][0] <= mark:
+            _, target, staged = self._pending.popleft()
             target.copy_(staged)
 
     def landed(self, mark: object) -> None:
@@ -274,8 +278,8 @@ def find_gpu() -> Device | None:
     torch's message if there is a GPU that torch cannot use."""
     if not torch.cuda.is_available():
         return None
-    card = CudaDevice()
+    device = CudaDevice()
     with within_memory("other programs are using the GPU's memory"):
-        some = torch.ones(8, 8, device=card.torch)
-        (some @ some).sum().item()
-    return card
+        ones = torch.ones(8, 8, device=device.torch)
+        (ones @ ones).sum().item()
+    return device

@@ -23,104 +23,104 @@ class UnknownInput(Exception):
     """A pass uses an input that the previous pass with as many tokens did not."""
 
 
-Make = Callable[[np.ndarray], np.ndarray]  # of positions int64 [T], what lies on the device
+Derive = Callable[[np.ndarray], np.ndarray]  # from positions int64 [T] to an input array
 
 
 @dataclass
 class RecordedGraph:
-    """A pass of some number of tokens over `blocks`, with this `key`: its host inputs (arrays, and what is derived from positions), its
-    input `x` and, from the second time on, its replay function and output."""
+    """A pass of some number of tokens over `blocks`. `x`, `out` and `replay` are set when the pass runs for the second time."""
 
     blocks: np.ndarray
-    key: object
-    arrays: dict[int, tuple[np.ndarray, torch.Tensor]] = field(default_factory=dict)
-    made: dict[object, tuple[Make, torch.Tensor]] = field(default_factory=dict)
-    x: torch.Tensor | None = None
-    out: torch.Tensor | None = None
+    key: object  # the `GraphCache.key` it was run with
+    arrays: dict[int, tuple[np.ndarray, torch.Tensor]] = field(default_factory=dict)  # host arrays by id(), with their device copies
+    derived: dict[object, tuple[Derive, torch.Tensor]] = field(default_factory=dict)  # inputs computed from positions
+    x: torch.Tensor | None = None  # the input
+    out: torch.Tensor | None = None  # the output
     replay: Callable[[], None] | None = None
 
 
 class GraphCache:
-    """The recorded passes of one device. `broken`: why a pass could not be recorded, after which none is; `key`: the mode of coming passes,
-    where passes over the same blocks may differ."""
+    """The recorded passes of one device. `broken`: why a pass could not be recorded, after which none is; `key`: distinguishes passes over
+    the same blocks that run different kernels."""
 
     def __init__(self, device: Device) -> None:
         self._device, self.key = device, None
-        self._known: dict[int, RecordedGraph] = {}  # by tokens
-        self._now: RecordedGraph | None = None
-        self.broken, self._said = "", False
+        self._graphs: dict[int, RecordedGraph] = {}  # by number of tokens
+        self._current: RecordedGraph | None = None
+        self.broken, self._announced = "", False
 
     def run(self, blocks: np.ndarray, positions: np.ndarray, x: np.ndarray, layers: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Run `layers` over the stream x float32 [T, D] on the device; it must do the same for every T tokens over these very `blocks`."""
-        known = self._known.get(len(x))
-        if known is None or known.blocks is not blocks or known.key != self.key or self.broken:
-            self._known.pop(len(x), None)
-            known = RecordedGraph(blocks, self.key)
-            with self._noting(None if self.broken else known):
+        """Run `layers` over the stream x float32 [T, D] on the device; it must do the same for every pass of T tokens over this
+        `blocks`."""
+        graph = self._graphs.get(len(x))
+        if graph is None or graph.blocks is not blocks or graph.key != self.key or self.broken:
+            self._graphs.pop(len(x), None)
+            graph = RecordedGraph(blocks, self.key)
+            with self._using(None if self.broken else graph):
                 out = layers(self._device.to_device(x))
-            self._known[len(x)] = known  # of a pass that breaks off nothing is known
+            self._graphs[len(x)] = graph  # only if the pass succeeded
             return out
-        if known.x is None:
-            known.x = self._device.to_device(x)
-        for array, own in known.arrays.values():
-            _put(array, own)
-        for make, own in known.made.values():
-            _put(make(positions), own)
-        if known.replay is None:
-            with self._noting(known):
+        if graph.x is None:
+            graph.x = self._device.to_device(x)
+        for array, device_array in graph.arrays.values():
+            _put(array, device_array)
+        for derive, device_array in graph.derived.values():
+            _put(derive(positions), device_array)
+        if graph.replay is None:
+            with self._using(graph):
                 try:
-                    self._known = {len(x): known}  # the memory of one recording is planned
-                    known.replay, known.out = self._device.recorded(lambda: layers(known.x))
+                    self._graphs = {len(x): graph}  # memory is planned for one recording
+                    graph.replay, graph.out = self._device.recorded(lambda: layers(graph.x))
                 except UnknownInput:
-                    del self._known[len(x)]
-                except RuntimeError as error:  # what this pass does cannot be in a graph
+                    del self._graphs[len(x)]
+                except RuntimeError as error:  # an operation of this pass cannot be captured
                     self.broken = str(error).splitlines()[0]
-            if known.replay is None:
+            if graph.replay is None:
                 return layers(self._device.to_device(x))
-        _put(x, known.x)
-        with self._noting(known):
-            known.replay()
-        return known.out
+        _put(x, graph.x)
+        with self._using(graph):
+            graph.replay()
+        return graph.out
 
     def array(self, array: np.ndarray) -> torch.Tensor | None:
         """The device copy of an array that is changed in place, inside `run`; None outside."""
-        if self._now is None:
+        if self._current is None:
             return None
-        if id(array) not in self._now.arrays:
-            if self._now.x is not None:
+        if id(array) not in self._current.arrays:
+            if self._current.x is not None:
                 raise UnknownInput
-            self._now.arrays[id(array)] = array, self._device.to_device(array)
-        return self._now.arrays[id(array)][1]
+            self._current.arrays[id(array)] = array, self._device.to_device(array)
+        return self._current.arrays[id(array)][1]
 
-    def of_positions(self, key: object, positions: np.ndarray, make: Make) -> torch.Tensor | None:
+    def of_positions(self, key: object, positions: np.ndarray, derive: Derive) -> torch.Tensor | None:
         """The device copy of `make(positions)`, inside `run`; None outside."""
-        if self._now is None:
+        if self._current is None:
             return None
-        if key not in self._now.made:
-            if self._now.x is not None:
+        if key not in self._current.derived:
+            if self._current.x is not None:
                 raise UnknownInput
-            self._now.made[key] = make, self._device.to_device(make(positions))
-        return self._now.made[key][1]
+            self._current.derived[key] = derive, self._device.to_device(derive(positions))
+        return self._current.derived[key][1]
 
     def announcements(self) -> list[str]:
-        """That passes could not be recorded, once."""
-        if not self.broken or self._said:
+        """A notice, once, if passes could not be recorded."""
+        if not self.broken or self._announced:
             return []
-        self._said = True
+        self._announced = True
         return [f"GPU kernels are launched one by one instead of as a graph, which takes several times as long: {self.broken}"]
 
     def forget(self) -> None:
         """Drop all recordings."""
-        self._known.clear()
+        self._graphs.clear()
 
     @contextmanager
-    def _noting(self, recording: RecordedGraph | None) -> Iterator[None]:
-        self._now = recording
+    def _using(self, recording: RecordedGraph | None) -> Iterator[None]:
+        self._current = recording
         try:
             yield
         finally:
-            self._now = None
+            self._current = None
 
 
-def _put(array: np.ndarray, own: torch.Tensor) -> None:
-    own.copy_(torch.from_numpy(np.ascontiguousarray(array)).view(own.shape))
+def _put(array: np.ndarray, device_array: torch.Tensor) -> None:
+    device_array.copy_(torch.from_numpy(np.ascontiguousarray(array)).view(device_array.shape))

@@ -46,7 +46,7 @@ class TorchKda(TorchDelta):
         shape = self.shape
         q, k, v = (side.unflatten(1, (shape.key_heads, -1)) for side in mixed.chunk(3, dim=1))
         logs, beta = gates.split((shape.keys, shape.value_heads), dim=1)
-        run: Callable = _one_by_one if len(mixed) <= MAX_DECODE_TOKENS else _in_stretches
+        run: Callable = _one_by_one if len(mixed) <= MAX_DECODE_TOKENS else _in_chunks
         return run(unit(q) * shape.key_dim**-0.5, unit(k), v, logs.unflatten(1, (shape.key_heads, -1)), beta, state)
 
 
@@ -62,8 +62,8 @@ def _one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logs: torch.T
     return out, state
 
 
-def _in_stretches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logs: torch.Tensor, beta: torch.Tensor,
-                  state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logs: torch.Tensor, beta: torch.Tensor,
+               state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_one_by_one`, in chunks. With c_t the products of decays up to token t, per channel, and u_t what token t writes for its key: u_t
     = beta_t (v_t - S (c_t k_t) - sum over s < t of (k_t . c_t / c_s k_s) u_s)."""
     out = torch.empty_like(v)
@@ -74,8 +74,8 @@ def _in_stretches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logs: torch
         ahead = torch.ones(values.shape[1], values.shape[1], dtype=torch.bool, device=v.device).triu(1)[:, :, None]
         later = (total[:, :, None] - total[:, None]).masked_fill(ahead, -torch.inf).exp()  # [G, T, T, d]: at token t of token s
         system = share * torch.einsum("gtc,gsc,gtsc->gts", keys, keys, later)
-        wanted = share * (values - (total.exp() * keys) @ state.transpose(1, 2))
-        written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)  # [G, T, d]
+        update = share * (values - (total.exp() * keys) @ state.transpose(1, 2))
+        written = torch.linalg.solve_triangular(system, update, upper=False, unitriangular=True)  # [G, T, d]
         read = (total.exp() * queries) @ state.transpose(1, 2) + torch.einsum("gtc,gsc,gtsc->gts", queries, keys, later) @ written
         out[part] = read.transpose(0, 1)
         left = (total[:, -1:] - total).exp()

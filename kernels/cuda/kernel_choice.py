@@ -15,57 +15,58 @@ import torch
 from .device import Device
 
 Run = Callable[[], torch.Tensor]
-CLOSE = 1e-5  # of the largest result: two orders of the same float32 sums
-FEW = 8  # tokens that kernels of ours are for, but for opening a weight
-OTHERS = "the results of the single kernel differ"
+TOLERANCE = 1e-5  # relative to the largest result: float32 sums in two orders
+FEW_TOKENS = 8  # up to which our kernels are used, except those that dequantize weights
+DIFFERENT_RESULTS = "the results of the single kernel differ"
 
 
 class KernelChoice:
     """Choices for one device. `declined`: per kind, why our kernel is not used; "" if it is. `broken`: why nothing is compiled any more."""
 
-    def __init__(self, on: Device) -> None:
-        self._on = on
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self.declined: dict[tuple[object, ...], str] = {}
         self.broken = ""
-        self._said: set[str] = set()
+        self._announced: set[str] = set()
         self._pending: list[str] = []
 
     @property
     def compiles(self) -> bool:
-        return self._on.compiles
+        return self._device.compiles
 
-    def chosen(self, kind: tuple[object, ...], what: str, ours: Run, torchs: Run, tried: Callable[[], tuple[torch.Tensor, torch.Tensor]],
-               close: float = CLOSE) -> torch.Tensor:
-        """`ours` or `torchs`. The first call of a kind (all calls that compile alike) is `tried`: it returns both results, with no lasting
-        side effects, which must differ by at most `close` of the largest finite number. `what`: a description for users of what the GPU
-        otherwise does in several kernels."""
+    def chosen(self, kind: tuple[object, ...], description: str, by_triton: Run, by_torch: Run,
+               try_both: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+               tolerance: float = TOLERANCE) -> torch.Tensor:
+        """`by_triton` or `by_torch`. The first call of a kind (all calls that compile alike) is `try_both`: it returns both results, with
+        no lasting side effects, which must differ by at most `tolerance` of the largest finite number. `description`: the stage's name in
+        notices to users."""
         if not self.compiles or self.broken or self.declined.get(kind):
-            return torchs()
+            return by_torch()
         try:
             if kind not in self.declined:
-                found, wanted = tried()
-                apart = torch.where(found == wanted, 0.0, found - wanted).abs().max()  # infinities may be equal
-                is_close = bool((apart <= close * torch.where(wanted.isfinite(), wanted, 0.0).abs().max()).item())
-                self.declined[kind] = "" if is_close else OTHERS
+                result, expected = try_both()
+                difference = torch.where(result == expected, 0.0, result - expected).abs().max()  # equal infinities
+                is_close = bool((difference <= tolerance * torch.where(expected.isfinite(), expected, 0.0).abs().max()).item())
+                self.declined[kind] = "" if is_close else DIFFERENT_RESULTS
                 if not is_close:
-                    self._say(f"the GPU {what} with several kernels each: {OTHERS}")
-                    return torchs()
-            return ours()
-        except torch.OutOfMemoryError:  # says nothing of kernels; torch's way may need less, or says so
-            return torchs()
-        except Exception as error:  # whatever a compiler or its absence raises, for this shape or any, there is another way
+                    self._announce(f"the GPU {description} with several kernels each: {DIFFERENT_RESULTS}")
+                    return by_torch()
+            return by_triton()
+        except torch.OutOfMemoryError:  # not caused by the kernel; torch ops may need less memory or fail as well
+            return by_torch()
+        except Exception as error:  # any error of a compiler or of its absence: torch ops remain
             self.broken = _reason(error)
-            self._say(f"the GPU runs the stages of a layer with several kernels each: {self.broken}")
-            return torchs()
+            self._announce(f"the GPU runs the stages of a layer with several kernels each: {self.broken}")
+            return by_torch()
 
     def announcements(self) -> list[str]:
         """Failures since the last call."""
         pending, self._pending = self._pending, []
         return pending
 
-    def _say(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+    def _announce(self, line: str) -> None:
+        if line not in self._announced:
+            self._announced.add(line)
             self._pending.append(line)
 
 

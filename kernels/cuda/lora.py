@@ -12,48 +12,48 @@ import torch
 
 if TYPE_CHECKING:
     from ...quant.weight import Linear, Lora
-    from .matmul import Into
+    from .matmul import ResidualAndFactor
 
-NONE, AS_THEY_ARE, BY_TEXT = range(3)
+NONE, UNSCALED, PER_TOKEN = range(3)
 
 
 class AdapterScales:
     """The part of it that `TorchOps` holds."""
 
-    _way, _chosen = NONE, ()
+    _scaling, _chosen = NONE, ()
 
     def __init__(self) -> None:
-        self._held: dict[int, np.ndarray] = {}  # by rows: a recorded pass knows an array by its identity
+        self._scales_by_rows: dict[int, np.ndarray] = {}  # by number of rows; recorded passes identify arrays by identity
 
     def adapt(self, scales: np.ndarray | None) -> None:
         """As on the CPU: float32 [1, adapters] or a row per token; None if no adapter is used."""
-        way = NONE if scales is None or not scales.any() else AS_THEY_ARE if (scales == 1).all() else BY_TEXT
-        self._way, self._chosen = way, () if way == NONE else tuple(scales.any(0).tolist())
-        self.repeats.key = way, self._chosen  # what a recorded pass does
-        if way == BY_TEXT:
-            self._scales = self._held.setdefault(len(scales), np.zeros(scales.shape, np.float32))
+        scaling = NONE if scales is None or not scales.any() else UNSCALED if (scales == 1).all() else PER_TOKEN
+        self._scaling, self._chosen = scaling, () if scaling == NONE else tuple(scales.any(0).tolist())
+        self.repeats.key = scaling, self._chosen  # distinguishes recorded passes
+        if scaling == PER_TOKEN:
+            self._scales = self._scales_by_rows.setdefault(len(scales), np.zeros(scales.shape, np.float32))
             self._scales[:] = scales
 
     @property
     def is_adapted(self) -> bool:
         """As on the CPU."""
-        return self._way != NONE
+        return self._scaling != NONE
 
-    def lengthened(self, x: torch.Tensor, each: Linear, y: torch.Tensor, into: Into) -> torch.Tensor:
+    def lengthened(self, x: torch.Tensor, each: Linear, y: torch.Tensor, into: ResidualAndFactor) -> torch.Tensor:
         """`beside` applied to a product y of its own [T, N] whose rows adapters rescale (DoRA); added to `into`."""
-        total = self.upload(self._scales) @ each.lora.gains if self._way == BY_TEXT else each.lora.gains.sum(0)
+        total = self.upload(self._scales) @ each.lora.gains if self._scaling == PER_TOKEN else each.lora.gains.sum(0)
         y = y + total * (y if each.bias is None else y - each.bias)
         y = self.beside(x, each.lora, y, 1.0)
-        held, factor = into
-        return y if held is None else held.add_(y, alpha=factor)
+        residual, factor = into
+        return y if residual is None else residual.add_(y, alpha=factor)
 
     def beside(self, x: torch.Tensor, own: Lora, y: torch.Tensor, factor: float) -> torch.Tensor:
         """y + factor * out(s * into(x)) for each adapter used by a text of the pass, in place."""
-        for each in own.pairs if self._way != NONE else ():
-            if not self._chosen[each.adapter]:
+        for pair in own.pairs if self._scaling != NONE else ():
+            if not self._chosen[pair.adapter]:
                 continue
-            between = self._linear(x, each.into)
-            if self._way == BY_TEXT:
-                between = between * self.upload(self._scales)[:, each.adapter : each.adapter + 1]
-            y = self._linear(between, each.out, (y, factor))
+            between = self._linear(x, pair.into)
+            if self._scaling == PER_TOKEN:
+                between = between * self.upload(self._scales)[:, pair.adapter : pair.adapter + 1]
+            y = self._linear(between, pair.out, (y, factor))
         return y

@@ -32,9 +32,9 @@ from ..tiles import (
 )
 
 QUADS = TILE // 4
-HALVES = ("block", "offset")
+HALF_SCALE_SCHEMES = ("block", "offset")
 CODE_MASK, COLUMN_BITS = 63, 28
-OUTLIERS = 1 << 20  # looked at together
+OUTLIERS = 1 << 20  # examined at once
 
 
 @dataclass(frozen=True)
@@ -48,27 +48,28 @@ class Format:
     at: Sections
 
 
-Opens = Callable[[torch.Tensor, Format, int, int], torch.Tensor]
+Dequantizer = Callable[[torch.Tensor, Format, int, int], torch.Tensor]
 
 
-def product(x: torch.Tensor, blob: torch.Tensor, form: Format, bias: torch.Tensor | None, values: Opens | None = None) -> torch.Tensor:
+def product(x: torch.Tensor, blob: torch.Tensor, form: Format, bias: torch.Tensor | None,
+            values: Dequantizer | None = None) -> torch.Tensor:
     """x float32 [T, K] times the weight [N, K] transposed, plus bias -> [T, N]. `values`: an alternative dequantizer of row blocks, which
     needs memory for the weights only."""
     rows = form.shape[0]
-    each = max(1, MAX_DEQUANTIZED * (1 if values is None else DEQUANTIZE_NBYTES // 4) // (ROWS * form.at.depth))
+    blocks_at_once = max(1, MAX_DEQUANTIZED * (1 if values is None else DEQUANTIZE_NBYTES // 4) // (ROWS * form.at.depth))
     out = torch.empty(len(x), rows, device=x.device)
-    for first in range(0, form.at.rows // ROWS, each):
-        end = min(form.at.rows // ROWS, first + each)
+    for first in range(0, form.at.rows // ROWS, blocks_at_once):
+        end = min(form.at.rows // ROWS, first + blocks_at_once)
         out[:, first * ROWS : end * ROWS] = x @ (values or dequantize)(blob, form, first, end).T
     return out if bias is None else out.add_(bias)
 
 
 def dequantize(blob: torch.Tensor, form: Format, first: int, end: int) -> torch.Tensor:
     """Row blocks [first, end) of a weight, float32 [rows, K]; the last block without its padding."""
-    own = _Blocks(blob, form, first, end)
-    w = own.plain()
+    blocks = _Blocks(blob, form, first, end)
+    w = blocks.plain()
     if form.at.sparse_count:
-        own.correct(w)
+        blocks.correct(w)
     return w
 
 
@@ -96,9 +97,9 @@ class _Blocks:
     def _part(self, name: str) -> torch.Tensor:
         """uint8 [blocks, bytes per block] of a section."""
         form = self.form
-        each = block_nbytes(form.at.depth, form.bits, form.scheme, form.group)[name]
+        nbytes = block_nbytes(form.at.depth, form.bits, form.scheme, form.group)[name]
         begin = getattr(form.at, name)
-        return self.blob[begin + self.first * each : begin + self.end * each].view(self.count, each)
+        return self.blob[begin + self.first * nbytes : begin + self.end * nbytes].view(self.count, nbytes)
 
     def _by_group(self, name: str, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         part = self._part(name).view(dtype).view(self.count, -1, ROWS)
@@ -109,9 +110,9 @@ class _Blocks:
         return per_group.float().repeat_interleave(self.form.group, 1)[:, : self.form.shape[1]]
 
     def row_scales(self) -> torch.Tensor:
-        begin, each = self.form.at.row_scales, row_nbytes(self.form.scheme)
-        own = self.blob[begin + each * ROWS * self.first : begin + each * ROWS * self.end]
-        return own.view(torch.float32 if each == 4 else torch.bfloat16).float()
+        begin, nbytes = self.form.at.row_scales, row_nbytes(self.form.scheme)
+        stored = self.blob[begin + nbytes * ROWS * self.first : begin + nbytes * ROWS * self.end]
+        return stored.view(torch.float32 if nbytes == 4 else torch.bfloat16).float()
 
     def codes(self) -> torch.Tensor:
         """uint8 [rows, K]."""
@@ -144,14 +145,14 @@ class _Blocks:
         return codes.float() - (1 if scheme == "ternary" else 1 << self.form.bits - 1)
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Group factors besides the row scale, and what is subtracted: float32 [rows, G]."""
+        """Group factors (without the row scale) and minima, which are subtracted: float32 [rows, G]."""
         scheme, at = self.form.scheme, self.form.at
         if scheme == "codebook":
             part = self._part("scales").view(self.count, -1, 1, ROWS)
             pairs = torch.cat([part & 15, part >> 4], 2).permute(0, 3, 1, 2).reshape(self.count * ROWS, -1)
             steps = self.blob[at.tables + LEVELS_NBYTES :][:16].float()
             return steps.index_select(0, pairs.flatten().int()).view(pairs.shape), None
-        if scheme == "float":  # one for all rows of a block
+        if scheme == "float":  # one scale for all rows of a block
             return self._part("scales").view(torch.float32).repeat_interleave(ROWS, 0), None
         if scheme in SUPER_BLOCK_SCHEMES:
             return self._super_factors(scheme)
@@ -160,25 +161,25 @@ class _Blocks:
             return pairs[0].flatten(0, 1), -pairs[1].flatten(0, 1)
         if scheme == "nvfp":
             return self._by_group("scales").contiguous().view(torch.float8_e4m3fn).float(), None
-        if scheme in HALVES:
+        if scheme in HALF_SCALE_SCHEMES:
             return self._by_group("scales", torch.float16).float(), None
         codes = self._by_group("scales")
         return (codes.int() << 23).view(torch.float32) if scheme == "mxfp" else codes.float(), None
 
     def _super_factors(self, scheme: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         nbytes = {"super": SUPER_NBYTES, "nibble": NIBBLE_NBYTES}.get(scheme, SIGNED_NBYTES)
-        head = SUPER_HEADER_NBYTES if scheme in ("super", "nibble") else SIGNED_HEADER_NBYTES
+        header = SUPER_HEADER_NBYTES if scheme in ("super", "nibble") else SIGNED_HEADER_NBYTES
         records = self._part("scales").view(self.count, -1, nbytes)
-        supers = records[:, :, :head].contiguous().view(torch.float16).view(self.count, records.shape[1], -1, ROWS).float()
+        supers = records[:, :, :header].contiguous().view(torch.float16).view(self.count, records.shape[1], -1, ROWS).float()
 
-        def by_row(found: torch.Tensor, which: int) -> torch.Tensor:
+        def by_row(codes_of_groups: torch.Tensor, which: int) -> torch.Tensor:
             """[block, super-block, group, row] times d or e of its super-block -> [rows, G]."""
-            return (supers[:, :, which, None] * found.float()).permute(0, 3, 1, 2).reshape(self.count * ROWS, -1)
+            return (supers[:, :, which, None] * codes_of_groups.float()).permute(0, 3, 1, 2).reshape(self.count * ROWS, -1)
 
-        codes = records[:, :, head:]
+        codes = records[:, :, header:]
         if scheme == "nibble":
-            own = codes.reshape(self.count, records.shape[1], -1, ROWS)
-            return by_row(own & 15, 0), by_row(own >> 4, 1)
+            nibbles = codes.reshape(self.count, records.shape[1], -1, ROWS)
+            return by_row(nibbles & 15, 0), by_row(nibbles >> 4, 1)
         if scheme != "super":
             return by_row(codes.contiguous().view(torch.int8).view(self.count, records.shape[1], -1, ROWS), 0), None
         tiles = codes.reshape(self.count, -1, SUPER_BLOCK // TILE, SUPER_TILE_NBYTES)
@@ -191,18 +192,19 @@ class _Blocks:
         time."""
         at, blocks = self.form.at, self.form.at.rows // ROWS
         ends = self.blob[at.sparse + 4 : at.sparse + 4 * (blocks + 1)].view(torch.int32)
-        places = at.sparse + 4 * (blocks + 1)
-        place = self.blob[places : places + 4 * at.sparse_count].view(torch.int32)
-        values = places + 4 * at.sparse_count
-        value = self.blob[values : values + 2 * at.sparse_count].view(torch.bfloat16)
+        positions_at = at.sparse + 4 * (blocks + 1)
+        positions = self.blob[positions_at : positions_at + 4 * at.sparse_count].view(torch.int32)
+        corrections_at = positions_at + 4 * at.sparse_count
+        corrections = self.blob[corrections_at : corrections_at + 2 * at.sparse_count].view(torch.bfloat16)
         flat = w.as_strided(((len(w) - 1) * w.stride(0) + w.shape[1],), (1,))
         for first in range(0, at.sparse_count, OUTLIERS):
-            some = slice(first, min(at.sparse_count, first + OUTLIERS))
-            numbers = torch.arange(some.start, some.stop, dtype=torch.int32, device=w.device)
+            span = slice(first, min(at.sparse_count, first + OUTLIERS))
+            numbers = torch.arange(span.start, span.stop, dtype=torch.int32, device=w.device)
             block = torch.searchsorted(ends, numbers, right=True, out_int32=True)
             inside = (block >= self.first) & (block < self.end)
-            where = place[some].long() & 0xFFFFFFFF
-            row = (block - self.first) * ROWS + (where >> COLUMN_BITS)
-            # Those of other rows add -0.0, which leaves every number as it is, here and there: a card adds to one place one by one.
-            to = torch.where(inside, row * w.stride(0) + (where & (1 << COLUMN_BITS) - 1), numbers.long() % len(flat))
-            flat.index_add_(0, to, torch.where(inside, value[some].float(), -0.0))
+            position = positions[span].long() & 0xFFFFFFFF
+            row = (block - self.first) * ROWS + (position >> COLUMN_BITS)
+            # Outliers of other rows add -0.0, which leaves every value as it is; they are spread over many addresses because a GPU
+            # serializes additions to one.
+            to = torch.where(inside, row * w.stride(0) + (position & (1 << COLUMN_BITS) - 1), numbers.long() % len(flat))
+            flat.index_add_(0, to, torch.where(inside, corrections[span].float(), -0.0))

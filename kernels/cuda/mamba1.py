@@ -48,11 +48,11 @@ class TorchMamba1(TorchRecurrent):
         out, stretch = torch.empty_like(mixed), 1 if len(mixed) <= MAX_DECODE_TOKENS else CHUNK_TOKENS
         for begin in range(0, len(mixed), stretch):
             part = slice(begin, begin + stretch)
-            left = torch.exp(-self._decay * steps[part, :, None])  # [T, V, N]: of the state before a token
+            left = torch.exp(-self._decay * steps[part, :, None])  # [T, V, N]: decay of the previous state
             sums = (steps[part] * mixed[part])[:, :, None] * b[part, None]
             sums[0] += left[0] * state
             run = 1
-            while run < len(sums):  # each holds what its last `run` tokens do to a state
+            while run < len(sums):  # each holds the effect of its last `run` tokens on a state
                 sums[run:] = sums[run:] + left[run:] * sums[:-run]
                 left[run:] = left[run:] * left[:-run]
                 run *= 2

@@ -74,7 +74,7 @@ def in_stretches(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, logs: torch.
         part = slice(begin, begin + CHUNK_TOKENS)
         values, writes, reads = (side[part].transpose(0, 1) for side in (x, b, c))  # [H, T, ...]
         total = logs[part].cumsum(0).T  # [H, T]
-        later = (total[:, :, None] - total[:, None]).tril().exp().tril()  # what is left at token t of what token s wrote
+        later = (total[:, :, None] - total[:, None]).tril().exp().tril()  # decay between tokens s and t
         read = total.exp()[:, :, None] * (reads @ state.transpose(1, 2)) + (reads @ writes.transpose(1, 2) * later) @ values
         out[part] = read.transpose(0, 1)
         left = (total[:, -1:] - total).exp()[:, :, None]

@@ -12,68 +12,74 @@ from torch.nn import functional
 
 from ..device_memory import MAX_WIDENED
 from . import low_bit
-from .kernel_choice import FEW, KernelChoice, Run
+from .kernel_choice import FEW_TOKENS, KernelChoice, Run
 
 if TYPE_CHECKING:
     from ...quant.weight import Weight
 
-REACH = 1 << 31  # bytes of a blob that a kernel's offsets reach
+MAX_BLOB_NBYTES = 1 << 31  # larger blobs exceed a kernel's 32-bit offsets
 
-# what a product is added to (None: to nothing), and how often
-Into = tuple[torch.Tensor | None, float]
+# The tensor that a product is added to (None: none), and the factor of the product.
+ResidualAndFactor = tuple[torch.Tensor | None, float]
 
 
 class Matmul:
     """Products on one device: x float32 [T, K] times a weight [N, K], transposed, plus bias -> [T, N]; `into`: a tensor to add the result
     to, and a factor."""
 
-    def __init__(self, one: KernelChoice) -> None:
-        self._one = one
-        self.kinds: set[tuple[object, ...]] = set()  # that were multiplied
+    def __init__(self, kernel_choice: KernelChoice) -> None:
+        self._kernel_choice = kernel_choice
+        self.kinds: set[tuple[object, ...]] = set()  # kinds of weights multiplied so far
 
-    def plain(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, into: Into = (None, 1.0)) -> torch.Tensor:
+    def plain(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None,
+              residual_and_factor: ResidualAndFactor = (None, 1.0)) -> torch.Tensor:
         """With a float32 weight."""
-        return _added(functional.linear(x, weight.parts["data"], bias), *into)
+        return _added(functional.linear(x, weight.parts["data"], bias), *residual_and_factor)
 
-    def of_codes(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, into: Into = (None, 1.0)) -> torch.Tensor:
+    def of_codes(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None,
+                 residual_and_factor: ResidualAndFactor = (None, 1.0)) -> torch.Tensor:
         """With a low-bit weight."""
         spec, blob = weight.spec, weight.parts["data"]
         form = low_bit.Format(spec.bits, spec.group, spec.scheme, weight.shape, spec.sections(weight.shape))
-        if blob.numel() >= REACH:
-            return _added(low_bit.product(x, blob, form, bias), *into)
+        if blob.numel() >= MAX_BLOB_NBYTES:
+            return _added(low_bit.product(x, blob, form, bias), *residual_and_factor)
 
-        def in_one(kernels: ModuleType, *into: object) -> torch.Tensor:
-            if len(x) <= FEW:
-                return kernels.low_bit_matmul(x, blob, form, bias, *into)
-            return _added(low_bit.product(x, blob, form, bias, kernels.opened), *into)
+        def by_triton(kernels: ModuleType, *residual_and_factor: object) -> torch.Tensor:
+            if len(x) <= FEW_TOKENS:
+                return kernels.low_bit_matmul(x, blob, form, bias, *residual_and_factor)
+            return _added(low_bit.product(x, blob, form, bias, kernels.opened), *residual_and_factor)
 
-        return self._chosen((spec.scheme, spec.bits, spec.group, bool(spec.outliers)), len(x), in_one,
-                            partial(low_bit.product, x, blob, form, bias), into)
+        return self._chosen((spec.scheme, spec.bits, spec.group, bool(spec.outliers)), len(x), by_triton,
+                            partial(low_bit.product, x, blob, form, bias), residual_and_factor)
 
-    def widened(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, into: Into = (None, 1.0)) -> torch.Tensor:
+    def widened(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None,
+                residual_and_factor: ResidualAndFactor = (None, 1.0)) -> torch.Tensor:
         """With a 16-bit weight."""
         data = weight.parts["data"]
         by_torch = partial(tiled, x, data, bias)
-        if len(x) > FEW:
-            return _added(by_torch(), *into)
-        return self._chosen((weight.spec.scheme,), len(x), lambda kernels, *into: kernels.half_matmul(x, data, bias, *into), by_torch, into)
+        if len(x) > FEW_TOKENS:
+            return _added(by_torch(), *residual_and_factor)
+        return self._chosen((weight.spec.scheme,), len(x), lambda kernels,
+                            *residual_and_factor: kernels.half_matmul(x, data, bias, *residual_and_factor), by_torch, residual_and_factor)
 
     @property
     def is_slow(self) -> bool:
         """Whether a kind of weight that has a kernel is multiplied by torch ops."""
-        return bool(self._one.broken) or any(self._one.declined.get(kind) for kind in self.kinds)
+        return bool(self._kernel_choice.broken) or any(self._kernel_choice.declined.get(kind) for kind in self.kinds)
 
-    def _chosen(self, kind: tuple[object, ...], tokens: int, in_one: Callable[..., torch.Tensor], by_torch: Run,
-                into: Into) -> torch.Tensor:
+    def _chosen(self, kind: tuple[object, ...], tokens: int, by_triton: Callable[..., torch.Tensor], by_torch: Run,
+                residual_and_factor: ResidualAndFactor) -> torch.Tensor:
         """Choose for a `kind` of weight and number of tokens; calls served by the same compiled kernel share a choice."""
-        known = *kind, min(2 * FEW, 1 << (tokens - 1).bit_length())
-        self.kinds.add(known)
-        return self._one.chosen(known, f"multiplies {'-'.join(map(str, kind[:2]))} weights", lambda: in_one(_kernels(), *into),
-                                lambda: _added(by_torch(), *into), lambda: (in_one(_kernels(), None, 1.0), by_torch()))
+        case = *kind, min(2 * FEW_TOKENS, 1 << (tokens - 1).bit_length())
+        self.kinds.add(case)
+        return self._kernel_choice.chosen(case, f"multiplies {'-'.join(map(str, kind[:2]))} weights",
+                                          lambda: by_triton(_kernels(), *residual_and_factor),
+                                          lambda: _added(by_torch(), *residual_and_factor),
+                                          lambda: (by_triton(_kernels(), None, 1.0), by_torch()))
 
 
-def _added(branch: torch.Tensor, into: torch.Tensor | None, factor: float) -> torch.Tensor:
-    return branch if into is None else into.add_(branch, alpha=factor)
+def _added(branch: torch.Tensor, residual: torch.Tensor | None, factor: float) -> torch.Tensor:
+    return branch if residual is None else residual.add_(branch, alpha=factor)
 
 
 def tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

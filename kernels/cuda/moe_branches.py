@@ -28,9 +28,9 @@ def mlp_and_experts(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear | N
         if see is not None:
             see(hidden)
     total = expert_branch(ops, x, apart.norm, router, experts, apart, routing, act, see_visits, correction)
-    own = lambda branch, norm: branch if norm is None else ops.stages.normalise(branch, norm)  # noqa: E731
-    branch = 0 if down is None else own(ops._linear(hidden, down), apart.mlp_after)
-    return x.add_(own(branch + own(total, apart.after), after))
+    normed = lambda branch, norm: branch if norm is None else ops.stages.normalise(branch, norm)  # noqa: E731
+    branch = 0 if down is None else normed(ops._linear(hidden, down), apart.mlp_after)
+    return x.add_(normed(branch + normed(total, apart.after), after))
 
 
 def expert_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], apart: ParallelExperts,
@@ -38,20 +38,20 @@ def expert_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, router: Linear, ex
                   shared: SharedExpert | None = None, said: torch.Tensor | None = None) -> torch.Tensor:
     """See `BlockOps`."""
     n = ops.stages.normalise(x, norm)
-    beside = None if shared is None else ops.shared_hidden(n, shared, act)
+    shared_input = None if shared is None else ops.shared_hidden(n, shared, act)
     reads = ops.stages.normalise(x, apart.router_norm) if said is None else said
     chosen, shares = routed(ops._linear(reads, router), routing, correction)
     total = torch.zeros_like(x)
-    ops._visited(total, n, chosen, shares * apart.scales[chosen], experts, act, see, beside, handed=routing.zero_experts)
-    return total if shared is None else ops.linear_add(beside, shared.down, total, None, shared.factor)
+    ops._visited(total, n, chosen, shares * apart.scales[chosen], experts, act, see, shared_input, handed=routing.zero_experts)
+    return total if shared is None else ops.linear_add(shared_input, shared.down, total, None, shared.factor)
 
 
 def router_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, path: RouterMlp, streams: torch.Tensor) -> torch.Tensor:
     """See `BlockOps`."""
     y = ops._linear(ops.stages.normalise(x, norm), path.into)
-    kept = streams[:, x.shape[1] :][:, : y.shape[1]]
+    carried = streams[:, x.shape[1] :][:, : y.shape[1]]
     if path.share is not None:
-        y = torch.addcmul(y, path.share, kept)
-    kept.copy_(y)
+        y = torch.addcmul(y, path.share, carried)
+    carried.copy_(y)
     inner = activated(ops._linear(ops.stages.normalise(y, path.norm), path.first), "gelu")
     return activated(ops._linear(inner, path.second), "gelu")

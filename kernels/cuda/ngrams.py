@@ -30,19 +30,19 @@ class TorchNgrams(TorchSlots):
     def __init__(self, shape: NgramShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
         super().__init__(shape, memory, pass_slots, linear)
         self._raw = self.recent[: MAX_DECODE_TOKENS * shape.channels].view(MAX_DECODE_TOKENS, -1)
-        self._every = np.zeros(0, np.int64)  # words of the last pass behind those before it, if it was of few tokens
+        self._recent_words = np.zeros(0, np.int64)  # words of the last pass of few tokens, and those before it
 
     def words(self, ids: np.ndarray, end: int) -> np.ndarray:
         """As `kernels/cpu/ngrams.py`."""
-        (source, target, after, kept), behind = self.pass_slots(), self.shape.size - 1
-        before = np.full(behind, end, np.int64) if source == NO_SLOT else self._words_of(source).cpu().numpy().astype(np.int64)
-        every = np.concatenate([before, ids])
-        self._hold(target, every[len(ids) :])
+        (source, target, after, kept), num_previous = self.pass_slots(), self.shape.size - 1
+        before = np.full(num_previous, end, np.int64) if source == NO_SLOT else self._words_of(source).cpu().numpy().astype(np.int64)
+        all_words = np.concatenate([before, ids])
+        self._hold(target, all_words[len(ids) :])
         if after:
-            self._hold(kept, every[after:][:behind])
+            self._hold(kept, all_words[after:][:num_previous])
         if len(ids) <= MAX_DECODE_TOKENS:
-            self._every = every
-        return np.lib.stride_tricks.sliding_window_view(every, behind + 1)
+            self._recent_words = all_words
+        return np.lib.stride_tricks.sliding_window_view(all_words, num_previous + 1)
 
     def add(self, x: torch.Tensor, products: Sequence[torch.Tensor], w: NgramWeights) -> torch.Tensor:
         """As `kernels/cpu/ngrams.py`."""
@@ -50,18 +50,18 @@ class TorchNgrams(TorchSlots):
         count = shape.count
         match = (normed_streams(keys, w.of_keys, count) * normed_streams(x, w.of_streams, count)).sum(-1) / shape.width**0.5
         gate = torch.sigmoid(match.abs().clamp_min(MIN_MATCH).sqrt() * match.sign())
-        made = (gate[..., None] * values[:, None]).flatten(1)
-        inputs = normed_streams(made, w.behind, count).flatten(1)
+        values_added = (gate[..., None] * values[:, None]).flatten(1)
+        inputs = normed_streams(values_added, w.behind, count).flatten(1)
         if tokens <= MAX_DECODE_TOKENS:
             self._raw[:tokens] = inputs
-        whole, taps = self.taken_in(inputs), w.conv.view(shape.kernel, -1)
-        convolved = sum(taps[tap] * whole[tap * shape.size :][:tokens] for tap in range(shape.kernel))
-        return x.add_(made).add_(functional.silu(convolved))
+        inputs_with_previous, taps = self.append_inputs(inputs), w.conv.view(shape.kernel, -1)
+        convolved = sum(taps[tap] * inputs_with_previous[tap * shape.size :][:tokens] for tap in range(shape.kernel))
+        return x.add_(values_added).add_(functional.silu(convolved))
 
     def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         """As `kernels/cpu/states.py`."""
         self.inputs_of(target).copy_(self.last_inputs(source, self._raw[:tokens]))
-        self._hold(target, self._every[tokens:][: self.shape.size - 1])
+        self._hold(target, self._recent_words[tokens:][: self.shape.size - 1])
 
     def _words_of(self, slot: int) -> torch.Tensor:
         return self.state_in(slot).view(torch.int32)
@@ -72,4 +72,4 @@ class TorchNgrams(TorchSlots):
 
 def ngram_products(ops: TorchOps, rows: torch.Tensor, w: NgramWeights) -> list[torch.Tensor]:
     """See `BlockOps`."""
-    return [ops._linear(rows, each) for each in (w.key, w.value)]
+    return [ops._linear(rows, matrix) for matrix in (w.key, w.value)]

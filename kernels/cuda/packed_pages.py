@@ -55,14 +55,14 @@ class TorchPackedPages(TorchLayerPages):
     """`exact` holds raw slots of `layout`, `sealed` records in the codec's layout, both uint8 tensors on the device."""
 
     def __init__(self, upload: Callable[[np.ndarray], torch.Tensor], layout: PageLayout, exact: torch.Tensor, sealed: torch.Tensor,
-                 scale: float, window: int | None, softcap: float | None, codec: Codec, one: KernelChoice) -> None:
-        super().__init__(upload, layout, exact, exact[:0], scale, window, softcap, one)
+                 scale: float, window: int | None, softcap: float | None, codec: Codec, kernel_choice: KernelChoice) -> None:
+        super().__init__(upload, layout, exact, exact[:0], scale, window, softcap, kernel_choice)
         self.codec, self.packed = codec, codec.layout(layout.kv_heads, layout.head_dim)
         self.records = sealed.view(-1, self.packed.layer_page_nbytes)
         self._k_inverse, self._v_inverse, self._k_scale = (
-            torch.from_numpy(np.array(each, np.float32)).to(exact.device)
-            for each in (codec.basis.k_inverse, codec.basis.v_inverse.swapaxes(1, 2), codec.basis.k_scale))
-        # of each page and head, as its header has them: is K turned, bits of the groups
+            torch.from_numpy(np.array(basis, np.float32)).to(exact.device)
+            for basis in (codec.basis.k_inverse, codec.basis.v_inverse.swapaxes(1, 2), codec.basis.k_scale))
+        # per page and head, from the record's header: is K rotated, bits of the groups
         self._tails: dict[int, list[tuple[bool, Widths]]] = {}
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:
@@ -87,27 +87,27 @@ class TorchPackedPages(TorchLayerPages):
         table, positions = self.upload(blocks)[span], torch.arange(position, position + len(q), device=q.device)
         blocks, depth, kv_heads = blocks[span], self.layout.head_dim, self.layout.kv_heads
         rows = rows_of(q.unflatten(1, (-1, depth)), kv_heads)
-        turned, scaled = rows @ self._k_inverse, rows * self._k_scale[:, None]
+        rotated, scaled = rows @ self._k_inverse, rows * self._k_scale[:, None]
         step, merged = pages_at_once(q.shape[1] // depth, len(q)), None
         for run in runs(blocks[:, SEALED]):
             is_sealed = bool(blocks[run.start, SEALED])
-            most = min(step, MAX_UNPACKED_PAGES) if is_sealed else step
-            for begin in range(run.start, run.stop, most):
-                part = slice(begin, min(begin + most, run.stop))
+            max_pages = min(step, MAX_UNPACKED_PAGES) if is_sealed else step
+            for begin in range(run.start, run.stop, max_pages):
+                part = slice(begin, min(begin + max_pages, run.stop))
                 where = table[part, FIRST], table[part, COUNT], positions, self.scale, self.window, self.softcap
                 if is_sealed:
-                    merged = fold(merged, self._packed_partial(blocks[part, INDEX].tolist(), turned, scaled, where))
+                    merged = fold(merged, self._packed_partial(blocks[part, INDEX].tolist(), rotated, scaled, where))
                 else:
                     sides = (pages_of(side, table[part, INDEX], self.layout) for side in self._exact_sides)
                     merged = fold(merged, block_partial(rows, *sides, *where))
         return finish(merged, len(q), kv_heads, sinks)
 
-    def _packed_partial(self, pages: list[int], turned: torch.Tensor, scaled: torch.Tensor, where: tuple) -> Partial:
+    def _packed_partial(self, pages: list[int], rotated: torch.Tensor, scaled: torch.Tensor, where: tuple) -> Partial:
         """For rotated queries and, for unrotated K, scaled ones: [KVH, R, D] each."""
         is_turned = torch.tensor([[flag for flag, _ in self._tails[page]] for page in pages])
-        rows = turned
+        rows = rotated
         if not is_turned.all():
-            rows = torch.where(is_turned[..., None, None].to(turned.device), turned, scaled)
+            rows = torch.where(is_turned[..., None, None].to(rotated.device), rotated, scaled)
         o, m, l = block_partial(rows, *self._open(pages), *where)
         return o @ self._v_inverse, m, l
 
@@ -116,20 +116,20 @@ class TorchPackedPages(TorchLayerPages):
         dequantized together."""
         alike: dict[tuple[RecordLayout, Widths, tuple[int, ...]], list[int]] = defaultdict(list)
         for head, record in enumerate(self.packed.records):
-            places = defaultdict(list)
-            for place, page in enumerate(pages):
-                places[self._tails[page][head][1]].append(place)
-            for widths, own in places.items():
-                alike[record, widths, tuple(own)].append(head)
+            indices_by_widths = defaultdict(list)
+            for index, page in enumerate(pages):
+                indices_by_widths[self._tails[page][head][1]].append(index)
+            for widths, indices in indices_by_widths.items():
+                alike[record, widths, tuple(indices)].append(head)
         shape = (len(pages), self.layout.kv_heads, PAGE, self.layout.head_dim)
         k, v = (torch.empty(shape, device=self.records.device) for _ in range(2))
-        for (record, widths, places), heads in alike.items():
-            rows = self.records[[pages[place] for place in places]]
+        for (record, widths, indices_by_widths), heads in alike.items():
+            rows = self.records[[pages[index] for index in indices_by_widths]]
             begins = [self.packed.head_offsets[head] for head in heads]
-            found = torch.stack([rows[:, begin : begin + record.record_nbytes] for begin in begins], 1).flatten(0, 1)
-            which = torch.tensor(places)[:, None], torch.tensor(heads)
-            for side, opened in zip((k, v), open_records(found, record, widths)):
-                side[which] = opened.unflatten(0, (len(places), len(heads)))
+            records = torch.stack([rows[:, begin : begin + record.record_nbytes] for begin in begins], 1).flatten(0, 1)
+            which = torch.tensor(indices_by_widths)[:, None], torch.tensor(heads)
+            for side, opened in zip((k, v), open_records(records, record, widths)):
+                side[which] = opened.unflatten(0, (len(indices_by_widths), len(heads)))
         return k, v
 
 
@@ -137,9 +137,9 @@ def open_records(records: torch.Tensor, layout: RecordLayout, widths: Widths) ->
     """uint8 [n, record_nbytes] with groups of these bits -> dequantized K and V [n, PAGE, D], float32, bit-identical to `quant/kv_grid.py`.
     """
     at_k, at_v = layout.offsets[0], layout.offsets[3]
-    part = lambda place: records[:, layout.offsets[place] : layout.offsets[place] + layout.sizes[place]]  # noqa: E731
+    part = lambda group_offset: records[:, layout.offsets[group_offset] : layout.offsets[group_offset] + layout.sizes[group_offset]]  # noqa: E731
     k = torch.empty((len(records), PAGE // GROUP_K, GROUP_K, layout.groups, GROUP_CHANNELS), device=records.device)
-    exponents, zeros = (part(place).view(torch.int8).unflatten(1, (-1, 1, layout.groups, GROUP_CHANNELS)) for place in (1, 2))
+    exponents, zeros = (part(group_offset).view(torch.int8).unflatten(1, (-1, 1, layout.groups, GROUP_CHANNELS)) for group_offset in (1, 2))
     for bits, groups in _by_width(widths[0]):
         codes = _codes(records, at_k, widths[0], groups, bits).permute(0, 3, 1, 2, 4)
         codes = codes.reshape(len(records), -1, GROUP_K, len(groups), GROUP_CHANNELS)
@@ -164,7 +164,7 @@ def _codes(records: torch.Tensor, at: int, widths: Sequence[int], groups: list[i
         end = begin + PAGE * GROUP_CHANNELS // 8 * width
         shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=records.device)
         plane = packed[..., begin:end].unflatten(2, (QUAD, 1, -1, QUAD) if of_keys else (-1, 1, GROUP_CHANNELS, QUAD))
-        plane = plane >> shifts[:, None, None] & ((1 << width) - 1)  # fields before tokens of K, after units of V
+        plane = plane >> shifts[:, None, None] & ((1 << width) - 1)  # bit fields precede the tokens of K and follow the units of V
         plane = plane.flatten(3, 4) if of_keys else plane.transpose(-1, -2).flatten(2, 4)
         codes, begin = plane.short() if codes is None else codes << width | plane, end
     return codes
@@ -179,4 +179,4 @@ def _values(codes: torch.Tensor, eighths: torch.Tensor, zeros: torch.Tensor, bit
 
 def _by_width(widths: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Every bit width in use, with the groups that have it."""
-    return [(bits, [group for group, own in enumerate(widths) if own == bits]) for bits in sorted(set(widths))]
+    return [(bits, [group for group, group_bits in enumerate(widths) if group_bits == bits]) for bits in sorted(set(widths))]

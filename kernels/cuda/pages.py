@@ -18,14 +18,14 @@ import torch
 
 from ..layout import F32, HEADER_NBYTES, STORED_BYTES, PageLayout
 from .attention import attend_blocks, finish, merged_blocks, with_keys
-from .kernel_choice import FEW, KernelChoice
+from .kernel_choice import FEW_TOKENS, KernelChoice
 
 if TYPE_CHECKING:
     from .compressed import TorchKeys
 
 SEALED, INDEX, FIRST, COUNT = range(4)
 HALF_MAX = 65504.0
-CLOSE = 1e-4  # of the largest result: what rounding makes of scores of some hundreds, after their exponentials
+TOLERANCE = 1e-4  # relative to the largest result: rounding of scores of some hundreds, after exp
 
 
 class Codec(Protocol):
@@ -61,10 +61,10 @@ def pages_of(side: torch.Tensor, index: torch.Tensor, layout: PageLayout) -> tor
 
 def visible_span(blocks: np.ndarray, position: int, tokens: int, window: int | None) -> slice:
     """The blocks that any of `tokens` queries from `position` on can see."""
-    seen = blocks[:, FIRST] < position + tokens
+    is_visible = blocks[:, FIRST] < position + tokens
     if window:
-        seen &= blocks[:, FIRST] + blocks[:, COUNT] - 1 > position - window
-    visible = np.flatnonzero(seen)
+        is_visible &= blocks[:, FIRST] + blocks[:, COUNT] - 1 > position - window
+    visible = np.flatnonzero(is_visible)
     return slice(visible[0], visible[-1] + 1)
 
 
@@ -84,10 +84,10 @@ class TorchLayerPages:
 
     def __init__(self, upload: Callable[[np.ndarray], torch.Tensor], layout: PageLayout, exact: torch.Tensor, sealed: torch.Tensor,
                  scale: float, window: int | None, softcap: float | None,
-                 one: KernelChoice, places: Callable[[int, int], torch.Tensor] | None = None) -> None:
-        self._places = places or (lambda position, tokens: torch.arange(position, position + tokens, device=exact.device))
+                 kernel_choice: KernelChoice, make_positions: Callable[[int, int], torch.Tensor] | None = None) -> None:
+        self._positions = make_positions or (lambda position, tokens: torch.arange(position, position + tokens, device=exact.device))
         self.upload, self.layout, self.exact, self.sealed = upload, layout, exact, sealed
-        self.scale, self.window, self.softcap, self._one = scale, window, softcap, one
+        self.scale, self.window, self.softcap, self._kernel_choice = scale, window, softcap, kernel_choice
         self._exact_sides, self._sealed_sides = keys_and_values(exact, layout), keys_and_values(sealed, layout)
 
     def reader(self) -> TorchLayerPages:
@@ -98,12 +98,12 @@ class TorchLayerPages:
         """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`. As on the CPU, finite values saturate as halves, and infinity is
         kept: a page with one is refused when it is packed."""
         slot, row = self.upload(slots), self.upload(rows)
-        if len(k) > FEW:
+        if len(k) > FEW_TOKENS:
             self._put(k, v, slot, row)
             return
-        kept = lambda: _kernels().write(k, v, slot, row, self.exact, self.layout)  # noqa: E731
-        self._one.chosen(("write", self.layout), "keeps keys and values", kept, lambda: self._put(k, v, slot, row),
-                         lambda: (self._held(kept(), slot, row), self._held(self._put(k, v, slot, row), slot, row)))
+        by_triton = lambda: _kernels().write(k, v, slot, row, self.exact, self.layout)  # noqa: E731
+        self._kernel_choice.chosen(("write", self.layout), "keeps keys and values", by_triton, lambda: self._put(k, v, slot, row),
+                                   lambda: (self._rows_of(by_triton(), slot, row), self._rows_of(self._put(k, v, slot, row), slot, row)))
 
     def _put(self, k: torch.Tensor, v: torch.Tensor, slot: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         """`write` with torch ops; returns the slots' memory."""
@@ -114,7 +114,7 @@ class TorchLayerPages:
             side[part, :, row] = (new if layout.stored == F32 else saturated(new)).to(side.dtype)
         return self.exact
 
-    def _held(self, _: torch.Tensor, slot: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    def _rows_of(self, _: torch.Tensor, slot: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         """The current contents of these rows."""
         part, row = slot * self.layout.parts + row // self.layout.rows, row % self.layout.rows
         return torch.stack([side[part, :, row] for side in self._exact_sides]).float()
@@ -138,8 +138,8 @@ class TorchLayerPages:
         return self._slot(slot).cpu().numpy().copy()
 
     def write_slot(self, slot: int, data: np.ndarray) -> None:
-        own = self._slot(slot)
-        own.copy_(torch.from_numpy(np.array(data[: len(own)])))
+        target = self._slot(slot)
+        target.copy_(torch.from_numpy(np.array(data[: len(target)])))
 
     def _slot(self, slot: int) -> torch.Tensor:
         return self.exact[slot * self.layout.layer_page_nbytes : (slot + 1) * self.layout.layer_page_nbytes]
@@ -151,7 +151,7 @@ class TorchLayerPages:
         """q `[T, H * D]` at positions `position`... over the blocks, in position order -> `[T, H * D]`. `sinks`: logits `[H]`."""
         tokens, span = len(q), visible_span(blocks, position, len(q), self.window)
         table = self.upload(blocks)[span]
-        positions, depth = self._places(position, tokens), self.layout.head_dim
+        positions, depth = self._positions(position, tokens), self.layout.head_dim
 
         def by_torch() -> torch.Tensor:
             keys, values = self._gather(blocks[span, SEALED], table[:, INDEX])
@@ -159,22 +159,22 @@ class TorchLayerPages:
                                  self.window, self.softcap, sinks)
 
         queries = q.numel() // (depth * self.layout.kv_heads)
-        if tokens > FEW or self.layout.parts > 1:
+        if tokens > FEW_TOKENS or self.layout.parts > 1:
             return by_torch()
-        ours = lambda: _kernels("triton_attention").attend(q, table, positions, self.exact, self.sealed, self.layout, self.scale,  # noqa: E731
+        by_triton = lambda: _kernels("triton_attention").attend(q, table, positions, self.exact, self.sealed, self.layout, self.scale,  # noqa: E731
                                                        self.window, self.softcap, sinks)
         kind = "attend", self.layout, queries // tokens, bool(self.softcap), sinks is not None
-        return self._one.chosen(kind, "attends", ours, by_torch, lambda: (ours(), by_torch()), CLOSE)
+        return self._kernel_choice.chosen(kind, "attends", by_triton, by_torch, lambda: (by_triton(), by_torch()), TOLERANCE)
 
     def attend_compressed(self, q: torch.Tensor, position: int, blocks: np.ndarray, sinks: torch.Tensor | None, keys: TorchKeys,
-                          seen: torch.Tensor | None) -> torch.Tensor:
-        """`attend` over the tokens within the window and over `keys` of several, of which each token may have chosen what it has `seen`."""
+                          visible: torch.Tensor | None) -> torch.Tensor:
+        """`attend` over the tokens within the window and over compressed `keys`; `visible`: which of them each token sees, None for all."""
         tokens, span, shape = len(q), visible_span(blocks, position, len(q), self.window), keys.shape
-        table, positions, split = self.upload(blocks)[span], self._places(position, tokens), q.unflatten(1, (-1, self.layout.head_dim))
+        table, positions, split = self.upload(blocks)[span], self._positions(position, tokens), q.unflatten(1, (-1, self.layout.head_dim))
         near = merged_blocks(split, *self._gather(blocks[span, SEALED], table[:, INDEX]), table[:, FIRST], table[:, COUNT], positions,
                              self.scale, self.window, self.softcap)
         rows = keys.rows[: shape.keys(position + tokens)]
-        return finish(with_keys(near, split, rows, positions, shape.tokens_per_key, self.scale, seen), tokens, 1, sinks)
+        return finish(with_keys(near, split, rows, positions, shape.tokens_per_key, self.scale, visible), tokens, 1, sinks)
 
     def _gather(self, is_sealed: np.ndarray, index: torch.Tensor) -> Iterator[torch.Tensor]:
         """K, then V, of the blocks in order: one copy per run of sealed or exact blocks."""

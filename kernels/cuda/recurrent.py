@@ -37,4 +37,4 @@ class TorchRecurrent(TorchSlots):
     def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         """As `kernels/cpu/states.py`."""
         self.inputs_of(target).copy_(self.last_inputs(source, self._raw[:tokens]))
-        self.state_of(target).copy_(self._recur(self._mixed[:tokens], self._gates[:tokens], self.begun(source))[1])
+        self.state_of(target).copy_(self._recur(self._mixed[:tokens], self._gates[:tokens], self.initial_state(source))[1])

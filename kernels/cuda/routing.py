@@ -20,9 +20,10 @@ def routed(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | No
         by = grouped.masked_fill(dropped[..., None], -torch.inf).view(by.shape)
     chosen = by.sort(dim=1, descending=True, stable=True).indices[:, : routing.experts_per_token].sort(dim=1).values
     if routing.sparsemixer_margin is not None:
-        own, every, numbers = logits.gather(1, chosen)[..., None], logits[:, None], torch.arange(logits.shape[1], device=logits.device)
-        counted = (every < own) | (every == own) & (numbers >= chosen[..., None])
-        counted &= own - every <= routing.sparsemixer_margin * torch.maximum(every.abs(), own)
-        return chosen, routing.routed_scale / (every - own).masked_fill(~counted, -torch.inf).exp().sum(2)
+        chosen_logits, all_logits = logits.gather(1, chosen)[..., None], logits[:, None]
+        numbers = torch.arange(logits.shape[1], device=logits.device)
+        counted = (all_logits < chosen_logits) | (all_logits == chosen_logits) & (numbers >= chosen[..., None])
+        counted &= chosen_logits - all_logits <= routing.sparsemixer_margin * torch.maximum(all_logits.abs(), chosen_logits)
+        return chosen, routing.routed_scale / (all_logits - chosen_logits).masked_fill(~counted, -torch.inf).exp().sum(2)
     shares = scores.gather(1, chosen)
     return chosen, routing.routed_scale * (shares / shares.sum(1, keepdim=True).clamp_min(MIN_SUM) if routing.renormalise else shares)

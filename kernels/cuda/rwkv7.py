@@ -40,18 +40,18 @@ class TorchRwkv7(TorchSlots):
         source, target, after, kept = self.pass_slots()
         rows = _normed(x, norm)
         first = torch.zeros_like(rows[:1]) if source == NO_SLOT else self.inputs_of(source)[half, None]
-        beside = torch.cat([first, rows[:-1]]) - rows
+        difference = torch.cat([first, rows[:-1]]) - rows
         if len(x) <= MAX_DECODE_TOKENS:
             self._rows[: len(x), half] = rows
         if after:
             self.inputs_of(kept)[half] = rows[after - 1]
         self.inputs_of(target)[half] = rows[-1]
-        return [rows + beside * each for each in mix.view(-1, x.shape[1])]
+        return [rows + difference * share for share in mix.view(-1, x.shape[1])]
 
     def products(self, rows: list[torch.Tensor], linears: tuple[Linear, ...], w: Rwkv7,
                  first: torch.Tensor | None) -> list[torch.Tensor]:
         """As `kernels/cpu/rwkv7.py`."""
-        r, k, v = (self.linear(rows[row], each) for row, each in zip((0, 2, 3), linears))
+        r, k, v = (self.linear(rows[row], matrix) for row, matrix in zip((0, 2, 3), linears))
         decay = self.linear(torch.tanh(self.linear(rows[1], w.decay.into)), w.decay.out)
         if first is not None:
             v = v + (first - v) * torch.sigmoid(self.linear(self.linear(rows[3], w.share.into), w.share.out))
@@ -62,10 +62,10 @@ class TorchRwkv7(TorchSlots):
     def mix(self, products: list[torch.Tensor], w: Rwkv7) -> torch.Tensor:
         """As `kernels/cpu/rwkv7.py`."""
         (r, k, v, raw, rate, gate), heads = products, self.shape.heads
-        own, removed = torch.sigmoid(rate), (k * w.direction).unflatten(1, (heads, -1))
+        in_context_rate, removed = torch.sigmoid(rate), (k * w.direction).unflatten(1, (heads, -1))
         removed = (removed / removed.norm(dim=-1, keepdim=True).clamp_min(EPS)).flatten(1)
-        k = k * (1 + (own - 1) * w.remains)
-        parts = torch.stack([r, k, v, torch.exp(-SLOWEST * torch.sigmoid(raw)), removed, removed * own])
+        k = k * (1 + (in_context_rate - 1) * w.remains)
+        parts = torch.stack([r, k, v, torch.exp(-SLOWEST * torch.sigmoid(raw)), removed, removed * in_context_rate])
         read = functional.group_norm(self._recurred(parts), heads, w.norm.weight, w.norm.bias, w.norm.eps)
         share = (r * k * w.bonus).unflatten(1, (heads, -1)).sum(-1, keepdim=True)
         return (read + (share * v.unflatten(1, (heads, -1))).flatten(1)) * gate
@@ -80,15 +80,15 @@ class TorchRwkv7(TorchSlots):
         """Parts [PARTS, T, values] -> (outputs [T, values], state after them)."""
         out = []
         for r, k, v, decay, removed, put in parts.unflatten(2, (self.shape.heads, -1)).unbind(1):
-            gone = state @ removed[:, :, None]
-            state = state * decay[:, None] - gone * put[:, None] + v[:, :, None] * k[:, None]
+            removal = state @ removed[:, :, None]
+            state = state * decay[:, None] - removal * put[:, None] + v[:, :, None] * k[:, None]
             out.append((state @ r[:, :, None]).flatten())
         return torch.stack(out), state
 
     def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         """As `kernels/cpu/states.py`."""
         self.inputs_of(target).copy_(self._rows[tokens - 1])
-        self.state_of(target).copy_(self._recur(self._parts[:, :tokens], self.begun(source))[1])
+        self.state_of(target).copy_(self._recur(self._parts[:, :tokens], self.initial_state(source))[1])
 
 
 def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -28,10 +28,10 @@ class TorchConv(TorchSlots):
     def mix(self, products: list[torch.Tensor], w: ShortConv) -> torch.Tensor:
         """As `kernels/cpu/short_conv.py`."""
         b, c, x = products[0].chunk(3, dim=1)
-        made = b * x
-        if len(made) <= MAX_DECODE_TOKENS:
-            self._raw[: len(made)] = made
-        return self.convolve(made, w.conv).mul_(c)
+        gated = b * x
+        if len(gated) <= MAX_DECODE_TOKENS:
+            self._raw[: len(gated)] = gated
+        return self.convolve(gated, w.conv).mul_(c)
 
     def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         """As `kernels/cpu/states.py`."""

@@ -34,8 +34,8 @@ def state_layer(shape: StateShape | WithNgrams, memory: torch.Tensor, pass_slots
     if isinstance(shape, WithNgrams):
         from .ngrams import TorchNgrams
 
-        own = state_layer(shape.own, memory[: shape.own.nbytes], pass_slots, linear)
-        return StatesWithNgrams(own, TorchNgrams(shape.ngrams, memory[shape.own.nbytes :], pass_slots, linear))
+        base = state_layer(shape.own, memory[: shape.own.nbytes], pass_slots, linear)
+        return StatesWithNgrams(base, TorchNgrams(shape.ngrams, memory[shape.own.nbytes :], pass_slots, linear))
     from .cca import TorchCca
     from .compressed import TorchCompressed
     from .delta import TorchDelta
@@ -54,7 +54,7 @@ def state_layer(shape: StateShape | WithNgrams, memory: torch.Tensor, pass_slots
 class TorchSlots:
     """A layer's slots and its convolution inputs; `self.recent`, behind the slots, is the rollback log of a pass of few tokens."""
 
-    sizes: tuple[int, ...]  # of a state, where it is one of what is read
+    sizes: tuple[int, ...]  # shape of a state
 
     def __init__(self, shape: StateShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
         self.shape, self._pass_slots, self.linear = shape, pass_slots, linear
@@ -64,7 +64,7 @@ class TorchSlots:
 
     def pass_slots(self) -> tuple[int, ...]:
         """The slots of the pass."""
-        return tuple(int(each) for each in self._pass_slots)
+        return tuple(int(slot) for slot in self._pass_slots)
 
     def read_slot(self, slot: int) -> np.ndarray:
         """A slot's bytes, uint8 on the host: the input of `write_slot` of another backend's layer of this shape."""
@@ -86,7 +86,7 @@ class TorchSlots:
         """A state with the shape `sizes` of its kind."""
         return self.state_in(slot).view(self.sizes)
 
-    def begun(self, source: int) -> torch.Tensor:
+    def initial_state(self, source: int) -> torch.Tensor:
         """The state that a pass starts from."""
         return torch.zeros_like(self.state_of(0)) if source == NO_SLOT else self.state_of(source)
 
@@ -94,7 +94,7 @@ class TorchSlots:
         """The outputs of a pass; states go into the slots set for it. `recur` maps some of its tokens and the state before them to outputs
         and the state after them."""
         source, target, after, kept = self.pass_slots()
-        state, parts, at = self.begun(source), [], 0
+        state, parts, at = self.initial_state(source), [], 0
         for end, slot in ((after, kept), (tokens, target)):
             if end > at:
                 read, state = recur(slice(at, end), state)
@@ -111,14 +111,14 @@ class TorchSlots:
     def convolve(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [T, channels], following the previous inputs, convolved per channel by `weight` [taps, channels]; the last inputs are stored.
         """
-        taps, whole = weight.view(self.shape.taps, -1), self.taken_in(x)
-        return sum(taps[tap] * whole[tap : tap + len(x)] for tap in range(self.shape.taps))
+        taps, inputs = weight.view(self.shape.taps, -1), self.append_inputs(x)
+        return sum(taps[tap] * inputs[tap : tap + len(x)] for tap in range(self.shape.taps))
 
-    def taken_in(self, x: torch.Tensor) -> torch.Tensor:
+    def append_inputs(self, x: torch.Tensor) -> torch.Tensor:
         """[taps - 1 + T, channels]: the previous inputs followed by x [T, channels]; the last inputs are stored."""
         source, target, after, kept = self.pass_slots()
-        whole = torch.cat([self.last_inputs(source, x[:0]), x])
+        inputs = torch.cat([self.last_inputs(source, x[:0]), x])
         if after:
-            self.inputs_of(kept).copy_(whole[after:][: self.shape.taps - 1])
-        self.inputs_of(target).copy_(whole[len(x) :])
-        return whole
+            self.inputs_of(kept).copy_(inputs[after:][: self.shape.taps - 1])
+        self.inputs_of(target).copy_(inputs[len(x) :])
+        return inputs

@@ -18,13 +18,13 @@ def read_streams(ops: TorchOps, x: torch.Tensor, hyper: HyperConnection | GatedR
     """See `BlockOps`."""
     if hyper.is_gated:
         return _gated(ops, x, hyper)
-    reads, *ops.said = _numbers(ops._linear(ops.stages.normalise(x, hyper.norm), hyper.matrix), hyper)
+    reads, *ops.write_weights = _numbers(ops._linear(ops.stages.normalise(x, hyper.norm), hyper.matrix), hyper)
     return torch.bmm(reads[:, None], x.unflatten(1, (hyper.count, -1)))[:, 0]
 
 
 def write_streams(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor, hyper: HyperConnection | GatedResidual) -> torch.Tensor:
     """See `BlockOps`."""
-    split, (writes, *others) = x.view(len(x), hyper.count, -1), ops.said
+    split, (writes, *others) = x.view(len(x), hyper.count, -1), ops.write_weights
     if not others:
         split.addcmul_(writes[..., None], branch[:, None])
     else:
@@ -32,20 +32,20 @@ def write_streams(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor, hyper: H
     return x
 
 
-def _numbers(say: torch.Tensor, hyper: HyperConnection) -> tuple[torch.Tensor, ...]:
+def _numbers(logits: torch.Tensor, hyper: HyperConnection) -> tuple[torch.Tensor, ...]:
     """`reference_hyper_connections.numbers` on tensors, without the mixing matrix if streams are not mixed."""
-    count, least = hyper.count, hyper.sinkhorn_eps
+    count, epsilon = hyper.count, hyper.sinkhorn_eps
     sizes = (count, count, count**2) if hyper.sinkhorn_iterations else (count, count)
-    reads, writes, *mixes = (part * hyper.scale[place] + base for place, (part, base) in enumerate(zip(
-        *(each.split(sizes, -1) for each in (say, hyper.base)), strict=True)))
-    reads, writes = torch.sigmoid(reads) + least, 2 * torch.sigmoid(writes)
+    reads, writes, *mixes = (part * hyper.scale[index] + base for index, (part, base) in enumerate(zip(
+        *(values.split(sizes, -1) for values in (logits, hyper.base)), strict=True)))
+    reads, writes = torch.sigmoid(reads) + epsilon, 2 * torch.sigmoid(writes)
     if not mixes:
-        return reads, writes + least
-    shares = mixes[0].unflatten(1, (count, count)).softmax(-1) + least
-    shares = shares / (shares.sum(-2, keepdim=True) + least)
+        return reads, writes + epsilon
+    shares = mixes[0].unflatten(1, (count, count)).softmax(-1) + epsilon
+    shares = shares / (shares.sum(-2, keepdim=True) + epsilon)
     for _ in range(hyper.sinkhorn_iterations - 1):
-        shares = shares / (shares.sum(-1, keepdim=True) + least)
-        shares = shares / (shares.sum(-2, keepdim=True) + least)
+        shares = shares / (shares.sum(-1, keepdim=True) + epsilon)
+        shares = shares / (shares.sum(-2, keepdim=True) + epsilon)
     return reads, writes, shares
 
 
@@ -54,7 +54,7 @@ def _gated(ops: TorchOps, x: torch.Tensor, residual: GatedResidual) -> torch.Ten
     count = residual.count
     normed = normed_streams(x, residual.norm, count)
     flat = normed.flatten(1)
-    ops.said = (2 * torch.sigmoid(ops._linear(flat, residual.inject) / count),)
+    ops.write_weights = (2 * torch.sigmoid(ops._linear(flat, residual.inject) / count),)
     low = functional.silu(ops._linear(flat, residual.down) / count)
     return torch.sigmoid(ops._linear(low, residual.up)).view_as(normed).mul_(normed).mean(1)
 

@@ -1,4 +1,4 @@
-"""AltUp token streams, of which one passes through a layer, with torch ops: the counterpart of `cpu/streams.py`."""
+"""AltUp token streams, one of which passes through a layer, with torch ops: the counterpart of `cpu/streams.py`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def altup_correct(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, streams: Al
 
 
 def _shares(ops: TorchOps, rows: torch.Tensor, streams: AltUp, coefficients: torch.Tensor) -> torch.Tensor:
-    said = torch.tanh(ops.stages.normalise(rows, streams.norm) @ streams.router.T / rows.shape[1])
-    return said @ coefficients.T
+    router_outputs = torch.tanh(ops.stages.normalise(rows, streams.norm) @ streams.router.T / rows.shape[1])
+    return router_outputs @ coefficients.T
 
 
 def altup_add_input(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, inputs: PerLayerInput, given: torch.Tensor, act: str,
@@ -91,10 +91,10 @@ def shared_block_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear, u
                      see: See = None) -> torch.Tensor:
     """See `BlockOps`."""
     n = ops.stages.normalise(x, norm)
-    made = [ops._linear(n, each) for each in (gate, up)]
-    for low, out in zip(own, made, strict=bool(own)):
+    products = [ops._linear(n, matrix) for matrix in (gate, up)]
+    for low, out in zip(own, products, strict=bool(own)):
         out.add_(ops._linear(ops._linear(n, low.into), low.out))
-    hidden = ops.stages.gated(*made, act)
+    hidden = ops.stages.gated(*products, act)
     if see is not None:
         see(hidden)
     return ops._linear(hidden, down)

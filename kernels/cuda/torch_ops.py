@@ -25,19 +25,19 @@ from . import compressed, head_widths, lora, moe_branches, ngrams, stream_mixing
 from .device import CudaDevice, Device, SimulatedDevice, within_memory
 from .graph_replay import GraphCache
 from .kernel_choice import KernelChoice
-from .matmul import Into, Matmul, tiled
+from .matmul import Matmul, ResidualAndFactor, tiled
 from .packed_pages import TorchPackedPages
 from .pages import TorchLayerPages
 from .routing import routed
 from .stages import Stages, activated
 from .states import TorchSlots, state_layer
 
-if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
+if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never creates one
     from ...quant.weight import Bundles, Expert, Linear, LowRank, Norm, PerLayerInput, SharedExpert, Weight, XieluParams
     from ...runtime.rope import RopeTable
     from ..state_shape import StateShape
 
-UPLOADS = 4  # index arrays of one step, and one to spare
+UPLOADS = 4  # cached index arrays: those of one step, and a spare
 NATIVE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -57,26 +57,27 @@ class TorchOps(lora.AdapterScales):
 
     def __init__(self, device: str | Device, registry: Registry | None = None, one_scale: bool = False) -> None:
         super().__init__()
-        self.one_scale = one_scale  # as of `Dims`
+        self.one_scale = one_scale  # see `Dims`
         if isinstance(device, str):
             device = SimulatedDevice() if device == "cpu" else CudaDevice(device)
         self.on, self.device = device, device.torch
         self.registry = registry or default_registry()
         self._angles: dict[int, tuple[object, object, torch.Tensor, torch.Tensor]] = {}
         self._uploads: dict[tuple[tuple[int, ...], str, bytes], torch.Tensor] = {}
-        self.repeats, self.one = GraphCache(device), KernelChoice(device)
-        self.products, self.stages = Matmul(self.one), Stages(self.one)
-        self.said: tuple[torch.Tensor, ...] = ()  # by each token of its streams when they were last gathered (`stream_mixing.py`)
+        self.repeats, self.kernel_choice = GraphCache(device), KernelChoice(device)
+        self.products, self.stages = Matmul(self.kernel_choice), Stages(self.kernel_choice)
+        # Weights with which the streams gathered last receive a branch (`stream_mixing.py`).
+        self.write_weights: tuple[torch.Tensor, ...] = ()
 
     def announcements(self) -> list[str]:
-        """What is slower on this device than it could be, each reported once."""
-        return self.repeats.announcements() + self.one.announcements()
+        """Notices about slower code paths on this device, each reported once."""
+        return self.repeats.announcements() + self.kernel_choice.announcements()
 
     def close(self) -> None:
         """Release what is cached between steps."""
         self._angles.clear()
         self._uploads.clear()
-        self.said = ()
+        self.write_weights = ()
         self.repeats.forget()
         self.on.release()
 
@@ -95,7 +96,7 @@ class TorchOps(lora.AdapterScales):
     def norm_linear(self, x: torch.Tensor, norm: Norm, linears: Sequence[Linear]) -> list[torch.Tensor]:
         """[norm(x) @ W.T + b for each]."""
         n = x if norm is None else self.stages.normalise(x, norm)
-        return [self._linear(n, each) for each in linears]
+        return [self._linear(n, matrix) for matrix in linears]
 
     def linear_add(self, x: torch.Tensor, each: Linear, residual: torch.Tensor, after: Norm | None = None,
                    factor: float = 1.0) -> torch.Tensor:
@@ -149,34 +150,34 @@ class TorchOps(lora.AdapterScales):
         """x + sum over the experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), and the `shared` one, in place;
         `act` and experts without gates as in `reference_moe.py`. `see` is shown the visits. Raises ValueError for an unknown activation."""
         n = self.stages.normalise(x, norm)
-        beside = None if shared is None else self.shared_hidden(n, shared, act)
+        shared_input = None if shared is None else self.shared_hidden(n, shared, act)
         chosen, shares = routed(self._linear(n, router), routing, correction)
-        self._visited(x, n, chosen, shares, experts, act, see, beside, routing.weights_scale_inputs, routing.zero_experts)
-        return x if beside is None else self.linear_add(beside, shared.down, x, None, shared.factor)
+        self._visited(x, n, chosen, shares, experts, act, see, shared_input, routing.weights_scale_inputs, routing.zero_experts)
+        return x if shared_input is None else self.linear_add(shared_input, shared.down, x, None, shared.factor)
 
-    def _visited(self, into: torch.Tensor, n: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Sequence[Expert], act: str,
-                 see: Callable[[Routed], None] | None, beside: torch.Tensor | None = None, of_inputs: bool = False,
+    def _visited(self, out: torch.Tensor, n: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Sequence[Expert], act: str,
+                 see: Callable[[Routed], None] | None, shared_input: torch.Tensor | None = None, of_inputs: bool = False,
                  handed: int = 0) -> None:
-        """Add to `into` the chosen experts' results of n, times their shares, or their results of n times these; the last `handed` of those
-        chosen among give n."""
-        offsets, tokens, places = visits(self.on.to_host(chosen), len(experts) + handed)
+        """Add to `out` the results of the selected experts for n, times their shares; with `of_inputs` the shares multiply n instead. The
+        last `handed` experts return n."""
+        offsets, tokens, visit_of = visits(self.on.to_host(chosen), len(experts) + handed)
         begin, offsets = offsets[len(experts)], offsets[: len(experts) + 1]
-        rows, at = self.on.to_device(tokens), self.on.to_device(places)
+        rows, at = self.on.to_device(tokens), self.on.to_device(visit_of)
         hidden = torch.empty(len(tokens), experts[0].up.weight.shape[0], device=n.device)
         results = torch.empty(len(tokens), n.shape[1], device=n.device)
         if of_inputs:
-            own = torch.empty(len(tokens), 1, device=n.device)
-            own[at.reshape(-1), 0], shares = shares.reshape(-1), torch.ones_like(shares)
+            input_weights = torch.empty(len(tokens), 1, device=n.device)
+            input_weights[at.reshape(-1), 0], shares = shares.reshape(-1), torch.ones_like(shares)
         for e in np.flatnonzero(np.diff(offsets)):
-            expert, mine = experts[e], slice(offsets[e], offsets[e + 1])
-            inputs = n[rows[mine]] * own[mine] if of_inputs else n[rows[mine]]
-            hidden[mine] = self._inside(inputs, expert, act)
-            results[mine] = self._linear(hidden[mine], expert.down)
+            expert, visits_of_expert = experts[e], slice(offsets[e], offsets[e + 1])
+            inputs = n[rows[visits_of_expert]] * input_weights[visits_of_expert] if of_inputs else n[rows[visits_of_expert]]
+            hidden[visits_of_expert] = self._inside(inputs, expert, act)
+            results[visits_of_expert] = self._linear(hidden[visits_of_expert], expert.down)
         results[begin:] = n[rows[begin:]]
         if see is not None:
-            see(Routed(offsets, tokens, hidden, beside))
-        for j in range(shares.shape[1]):  # a token's experts in rising order, whatever runs beside it
-            into.addcmul_(shares[:, j, None], results[at[:, j]])
+            see(Routed(offsets, tokens, hidden, shared_input))
+        for j in range(shares.shape[1]):  # a token's experts in ascending order, so that results do not depend on other tokens
+            out.addcmul_(shares[:, j, None], results[at[:, j]])
 
     def _inside(self, n: torch.Tensor, expert: Expert, act: str) -> torch.Tensor:
         """The input of an expert's `down`."""
@@ -274,14 +275,14 @@ class TorchOps(lora.AdapterScales):
 
     def latent_queries(self, y: torch.Tensor, heads: int, shape: LatentShape, expand: Weight) -> torch.Tensor:
         """See `BlockOps`."""
-        split, own = y.view(len(y), heads, shape.query), expand.parts["data"].view(heads, shape.made, shape.rank)
-        taken = torch.bmm(split[..., : shape.nope].transpose(0, 1), own[:, : shape.nope].float())  # [heads, T, rank]
-        return torch.cat([split[..., shape.nope :], taken.transpose(0, 1)], 2).view(len(y), -1)
+        split, per_head = y.view(len(y), heads, shape.query), expand.parts["data"].view(heads, shape.made, shape.rank)
+        absorbed = torch.bmm(split[..., : shape.nope].transpose(0, 1), per_head[:, : shape.nope].float())  # [heads, T, rank]
+        return torch.cat([split[..., shape.nope :], absorbed.transpose(0, 1)], 2).view(len(y), -1)
 
     def latent_values(self, x: torch.Tensor, heads: int, shape: LatentShape, expand: Weight) -> torch.Tensor:
         """See `BlockOps`."""
-        split, own = x.view(len(x), heads, shape.key)[..., shape.rope :], expand.parts["data"].view(heads, shape.made, shape.rank)
-        return torch.bmm(split.transpose(0, 1), own[:, shape.nope :].float().mT).transpose(0, 1).flatten(1)
+        split, per_head = x.view(len(x), heads, shape.key)[..., shape.rope :], expand.parts["data"].view(heads, shape.made, shape.rank)
+        return torch.bmm(split.transpose(0, 1), per_head[:, shape.nope :].float().mT).transpose(0, 1).flatten(1)
 
     def put(self, data: np.ndarray, scheme: str) -> torch.Tensor:
         """Copy a parameter in its stored type (16-bit types arrive as uint16 patterns, low-bit weights as their blob) to this device. The
@@ -319,8 +320,8 @@ class TorchOps(lora.AdapterScales):
         """One layer's pages on this device, as large as the host memory that represents them."""
         memory = (self.on.take(host.nbytes) for host in (exact, sealed))
         if codec is not None and codec.is_packed:
-            return TorchPackedPages(self.upload, layout, *memory, scale, window, softcap, codec, self.one)
-        return TorchLayerPages(self.upload, layout, *memory, scale, window, softcap, self.one, self.places)
+            return TorchPackedPages(self.upload, layout, *memory, scale, window, softcap, codec, self.kernel_choice)
+        return TorchLayerPages(self.upload, layout, *memory, scale, window, softcap, self.kernel_choice, self.places)
 
     def state_layer(self, shape: StateShape, memory: np.ndarray, pass_slots: np.ndarray) -> TorchSlots:
         """One layer's states on this device, in as much memory as the host memory that represents them."""
@@ -329,20 +330,20 @@ class TorchOps(lora.AdapterScales):
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """An index array on this device. The last few are cached, since every layer of a step passes the same ones: by content, because the
         next step may use the same arrays, changed in place."""
-        if (own := self.repeats.array(array)) is not None:
-            return own
-        held = array.shape, array.dtype.char, array.tobytes()
-        if held not in self._uploads:
+        if (recorded := self.repeats.array(array)) is not None:
+            return recorded
+        key = array.shape, array.dtype.char, array.tobytes()
+        if key not in self._uploads:
             if len(self._uploads) == UPLOADS:
                 del self._uploads[next(iter(self._uploads))]
-            self._uploads[held] = self.on.to_device(array)
-        return self._uploads[held]
+            self._uploads[key] = self.on.to_device(array)
+        return self._uploads[key]
 
     def places(self, position: int, tokens: int) -> torch.Tensor:
         """Positions of queries, int64 [tokens] on this device."""
-        at = np.arange(position, position + tokens)
-        own = self.repeats.of_positions("positions", at, lambda positions: positions)
-        return torch.arange(position, position + tokens, device=self.device) if own is None else own
+        positions_of_pass = np.arange(position, position + tokens)
+        recorded = self.repeats.of_positions("positions", positions_of_pass, lambda positions: positions)
+        return torch.arange(position, position + tokens, device=self.device) if recorded is None else recorded
 
     # -- beneath ---------------------------------------------------------------------------------------------------------------
 
@@ -355,7 +356,7 @@ class TorchOps(lora.AdapterScales):
             see(hidden)
         return self.linear_add(hidden, down, x, after, factor)
 
-    def _linear(self, x: torch.Tensor, each: Linear, into: Into = (None, 1.0)) -> torch.Tensor:
+    def _linear(self, x: torch.Tensor, each: Linear, into: ResidualAndFactor = (None, 1.0)) -> torch.Tensor:
         weight = each.weight
         run = self.registry.select(Call("matrix", weight.spec.scheme)).candidate.run
         if self.one_scale and weight.spec.scheme == "ternary":
@@ -368,26 +369,27 @@ class TorchOps(lora.AdapterScales):
     def _cos_sin(self, positions: np.ndarray, table: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, 1, R/2] for these positions, computed once per step and table on the host, so that every backend rotates by the
         same angles."""
-        both = [self.repeats.of_positions((id(table), which), positions, lambda at, of=which: _turned(of, at, table)) for which in (0, 1)]
-        if both[0] is not None:
-            return both[0], both[1]
-        known = self._angles.get(id(table))
-        if known is None or known[0] is not positions or known[1] is not table:
+        recorded = [self.repeats.of_positions((id(table), which), positions, lambda at, of=which: _cos_or_sin(of, at, table))
+                    for which in (0, 1)]
+        if recorded[0] is not None:
+            return recorded[0], recorded[1]
+        cached = self._angles.get(id(table))
+        if cached is None or cached[0] is not positions or cached[1] is not table:
             if len(self._angles) >= UPLOADS:
                 self._angles.clear()
-            turned = (self.on.to_device(_turned(which, positions, table)) for which in (0, 1))
-            known = (positions, table, *turned)
-            self._angles[id(table)] = known
-        return known[2], known[3]
+            uploaded = (self.on.to_device(_cos_or_sin(which, positions, table)) for which in (0, 1))
+            cached = (positions, table, *uploaded)
+            self._angles[id(table)] = cached
+        return cached[2], cached[3]
 
 
-def _curved(x: torch.Tensor, own: XieluParams) -> torch.Tensor:
+def _curved(x: torch.Tensor, xielu: XieluParams) -> torch.Tensor:
     """`reference.curved` on tensors."""
-    below = own.below * (torch.expm1(x.clamp(max=CURVE_EDGE)) - x)
-    return CURVE_SLOPE * x + torch.where(x > 0, own.above * x.square(), below)
+    below = xielu.below * (torch.expm1(x.clamp(max=CURVE_EDGE)) - x)
+    return CURVE_SLOPE * x + torch.where(x > 0, xielu.above * x.square(), below)
 
 
-def _turned(which: int, positions: np.ndarray, table: RopeTable) -> np.ndarray:
+def _cos_or_sin(which: int, positions: np.ndarray, table: RopeTable) -> np.ndarray:
     """cos or sin float32 [T, 1, R/2] of positions."""
     return table.turns(positions)[which][:, None]
 

@@ -1,7 +1,7 @@
 """Dequantization in registers for `triton_matmul.py`: loads words of stored codes and converts them to values.
 
-A thread holds rows of a tile, of which a word has four inputs. Codes are converted by byte permutation: looking up a codebook table, and
-then building the float whose last byte is the code (2^23 plus the code), take one GPU instruction each. Where programs are interpreted,
+A thread holds rows of a tile; a word contains four inputs of a row. Codes are converted by byte permutation: looking up a codebook table,
+and then building the float whose last byte is the code (2^23 plus the code), take one GPU instruction each. Where programs are interpreted,
 ordinary operations replace the inline assembly.
 """
 
@@ -22,9 +22,9 @@ LEVELS = tl.constexpr(tiles.LEVELS_NBYTES)
 _SUPER_HEAD, _SUPER_TILE = tl.constexpr(tiles.SUPER_HEADER_NBYTES), tl.constexpr(tiles.SUPER_TILE_NBYTES)
 _SUPER_NBYTES = tl.constexpr(tiles.SUPER_NBYTES)
 _SIGNED_HEAD, _SIGNED_NBYTES = tl.constexpr(tiles.SIGNED_HEADER_NBYTES), tl.constexpr(tiles.SIGNED_NBYTES)
-_EACH = tl.constexpr(0x01010101)  # one in every byte
+_EVERY_BYTE = tl.constexpr(0x01010101)  # one in every byte
 SIGNS = tl.constexpr(-0x7F7F7F80)  # the highest bit of every byte
-_FLOAT, _NOTHING = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)  # a float whose last byte counts ones, and what it is without any
+_FLOAT, _NOTHING = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)  # a float whose lowest byte counts ones, and its value at zero
 
 
 @triton.jit
@@ -53,10 +53,10 @@ def word_at(at):
 def row_scales_of(scales, row, SCHEME: tl.constexpr):
     """Row scales as float32, from bfloat16 or float32."""
     if SCHEME == _FLOATS or SCHEME == NVFP:
-        found = tl.load(scales.to(tl.pointer_type(tl.float32)) + row)
+        scales_f32 = tl.load(scales.to(tl.pointer_type(tl.float32)) + row)
     else:
-        found = (tl.load(scales.to(tl.pointer_type(tl.int16)) + row).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return found
+        scales_f32 = (tl.load(scales.to(tl.pointer_type(tl.int16)) + row).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return scales_f32
 
 
 @triton.jit
@@ -82,16 +82,17 @@ def read_tiles(blob, block, depth, tile, row, scales, zeros, BITS: tl.constexpr,
     h = word_at(codes + 448) if BITS > 7 else a
     if SCHEME == SUPER:
         record = blob + scales + (block * (depth // _SUPER_BLOCK) + tile // 8) * _SUPER_NBYTES
-        own = record + _SUPER_HEAD + tile % 8 * _SUPER_TILE
-        p, q, r, s = _byte(own + row), _byte(own + ROWS + row % 8), _half(record + 2 * row), _half(record + 2 * ROWS + 2 * row)
+        tile_record = record + _SUPER_HEAD + tile % 8 * _SUPER_TILE
+        p, q = _byte(tile_record + row), _byte(tile_record + ROWS + row % 8)
+        r, s = _half(record + 2 * row), _half(record + 2 * ROWS + 2 * row)
     elif SCHEME == NIBBLE:
         record = blob + scales + (block * (depth // _SUPER_BLOCK) + tile // 8) * _NIBBLE_NBYTES
-        own = record + _SUPER_HEAD + tile % 8 * (2 * ROWS) + row
-        p, q, r, s = _byte(own), _byte(own + ROWS), _half(record + 2 * row), _half(record + 2 * ROWS + 2 * row)
+        tile_record = record + _SUPER_HEAD + tile % 8 * (2 * ROWS) + row
+        p, q, r, s = _byte(tile_record), _byte(tile_record + ROWS), _half(record + 2 * row), _half(record + 2 * ROWS + 2 * row)
     elif SCHEME == _SIGNED or SCHEME == _TABLE:
         record = blob + scales + (block * (depth // _SUPER_BLOCK) + tile // 8) * _SIGNED_NBYTES
-        own = record + _SIGNED_HEAD + tile % 8 * (2 * ROWS) + row
-        p, q, r = _byte(own), _byte(own + ROWS), _half(record + 2 * row)
+        tile_record = record + _SIGNED_HEAD + tile % 8 * (2 * ROWS) + row
+        p, q, r = _byte(tile_record), _byte(tile_record + ROWS), _half(record + 2 * row)
         s = r
     elif SCHEME == CODEBOOK:
         p = _byte(blob + scales + at * ROWS + row)
@@ -100,7 +101,7 @@ def read_tiles(blob, block, depth, tile, row, scales, zeros, BITS: tl.constexpr,
         pair = blob + scales + (block * (depth // GROUP) + tile * TILE // GROUP) * (4 * ROWS) + 2 * row
         p, q = _half(pair), _half(pair + 2 * ROWS)
         r, s = p, p
-    elif SCHEME == _FLOATS:  # one for all rows of a block
+    elif SCHEME == _FLOATS:  # one scale for all rows of a block
         p = word_at(blob + scales + 4 * (block * (depth // GROUP) + tile * TILE // GROUP) + 0 * row)
         q, r, s = p, p, p
     else:
@@ -163,13 +164,13 @@ def _codes(read, pair: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr):
     else:
         IN_VECTOR: tl.constexpr = 8 // FIRST
         word, shift = read[2 * pair // IN_VECTOR], 2 * pair % IN_VECTOR * FIRST
-        low, high = word >> shift & _EACH * ((1 << FIRST) - 1), word >> shift + FIRST & _EACH * ((1 << FIRST) - 1)
+        low, high = word >> shift & _EVERY_BYTE * ((1 << FIRST) - 1), word >> shift + FIRST & _EVERY_BYTE * ((1 << FIRST) - 1)
     if BITS > FIRST:
         SECOND: tl.constexpr = BITS - FIRST
         IN_SECOND: tl.constexpr = 8 // SECOND
         word, shift = read[FIRST + 2 * pair // IN_SECOND], 2 * pair % IN_SECOND * SECOND
-        low |= (word >> shift & _EACH * ((1 << SECOND) - 1)) << FIRST
-        high |= (word >> shift + SECOND & _EACH * ((1 << SECOND) - 1)) << FIRST
+        low |= (word >> shift & _EVERY_BYTE * ((1 << SECOND) - 1)) << FIRST
+        high |= (word >> shift + SECOND & _EVERY_BYTE * ((1 << SECOND) - 1)) << FIRST
     return low, high
 
 
@@ -192,8 +193,8 @@ def values(read, levels, at, pair: tl.constexpr, BITS: tl.constexpr, FIRST: tl.c
 
 @triton.jit
 def factors(read, steps, at, row, half: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCHEME: tl.constexpr, ASM: tl.constexpr):
-    """For the inputs of half a tile: the factor of the values, what is subtracted from them before, as a float of the kind of `_FLOAT`, and
-    what after; float32 [8, V, 2]."""
+    """For the inputs of half a tile: the factor of the values, the zero point subtracted before (a float offset by `_FLOAT`), and the
+    minimum subtracted after; float32 [8, V, 2]."""
     less = 0.0
     base = _NOTHING + (1 << BITS - 1)
     if SCHEME == SUPER:
@@ -240,16 +241,16 @@ def factors(read, steps, at, row, half: tl.constexpr, BITS: tl.constexpr, GROUP:
 def _number(word, byte: tl.constexpr, base, ASM: tl.constexpr):
     """One byte of every word as a float, minus `base`."""
     if not ASM:
-        found = (word >> 8 * byte & 255 | _FLOAT).to(tl.float32, bitcast=True)
+        value = (word >> 8 * byte & 255 | _FLOAT).to(tl.float32, bitcast=True)
     elif byte == 0:
-        found = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x4B000000, 0x7440;", "=f,r", [word], dtype=tl.float32, is_pure=True, pack=1)
+        value = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x4B000000, 0x7440;", "=f,r", [word], dtype=tl.float32, is_pure=True, pack=1)
     elif byte == 1:
-        found = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x4B000000, 0x7441;", "=f,r", [word], dtype=tl.float32, is_pure=True, pack=1)
+        value = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x4B000000, 0x7441;", "=f,r", [word], dtype=tl.float32, is_pure=True, pack=1)
     elif byte == 2:
-        found = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x4B000000, 0x7442;", "=f,r", [word], dtype=tl.float32, is_pure=True, pack=1)
+        value = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x4B000000, 0x7442;", "=f,r", [word], dtype=tl.float32, is_pure=True, pack=1)
     else:
-        found = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x4B000000, 0x7443;", "=f,r", [word], dtype=tl.float32, is_pure=True, pack=1)
-    return found - base
+        value = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x4B000000, 0x7443;", "=f,r", [word], dtype=tl.float32, is_pure=True, pack=1)
+    return value - base
 
 
 @triton.jit
@@ -272,4 +273,4 @@ def weights_of(word, step, base, less, SCHEME: tl.constexpr, ASM: tl.constexpr):
     return a, b, c, d
 
 
-ASM = isinstance(_byte, triton.JITFunction)  # not where it is interpreted
+ASM = isinstance(_byte, triton.JITFunction)  # not in the interpreter

@@ -32,16 +32,16 @@ from .triton_dequantize import (
     word_at,
 )
 
-# A thread has two rows of a tile at a time; what so many warps of a program begin with is all that many matrices have. More of them for
-# long rows, unless the sums of several tokens take the registers (`docs/architecture/gpu.md`).
+# A thread processes two rows of a tile at a time. Rows of many matrices have no more tiles than WARPS warps take at once. Long rows get
+# more warps, unless the sums of several tokens need the registers (`docs/architecture/gpu.md`).
 WARPS, WARPS_OF_LONG, LONG, SHORT = 8, 16, 128, 2
 TILES_OF_WARP = 4
-OPENED, WARPS_OF_OPENED = 16, 4  # tiles that a program opens to memory
-WIDE_ROWS, WIDE_INPUTS, WARPS_OF_HALVES = 4, 512, 4  # of a 16-bit matrix, taken at once
+TILES_PER_PROGRAM, DEQUANTIZE_WARPS = 16, 4  # tiles that a program dequantizes to memory
+WIDE_ROWS, WIDE_INPUTS, HALF_WARPS = 4, 512, 4  # rows and inputs of a 16-bit matrix taken at once
 OUTLIERS = 64  # taken at once
 
 _COLUMN_BITS, _COLUMNS = tl.constexpr(COLUMN_BITS), tl.constexpr((1 << COLUMN_BITS) - 1)
-# Numbers that differ from call to call are no reason to compile anew, and fused multiply-adds are what bits are promised with.
+# Values that differ from call to call must not trigger a new compilation, and fused multiply-adds are required for reproducible bits.
 _VARYING = ("rows", "TOKENS", "from_block", "blocks", "sparse_count", "factor")
 
 
@@ -55,17 +55,17 @@ def _product_of_codes(x, blob, bias, out, rows, inputs, depth, scales, zeros, ro
     a, b, c, d, e, f, g, h = table_words(blob + tables, SCHEME, ASM)
     levels, steps = (a, b, c, d), (e, f, g, h)
     sums = tl.zeros([8, V, 2, T], tl.float32)
-    behind = tl.arange(0, V)
-    read = read_tiles(blob, block, depth, tl.minimum(behind, count - 1)[None, :, None], row, scales, zeros, BITS, GROUP, SCHEME)
+    vector_index = tl.arange(0, V)
+    read = read_tiles(blob, block, depth, tl.minimum(vector_index, count - 1)[None, :, None], row, scales, zeros, BITS, GROUP, SCHEME)
     for first in range(0, count, V):
-        # What is beyond the last tile is the last one again, and counts as nothing.
-        then = tl.minimum(first + V + behind, count - 1)[None, :, None]
+        # Tiles beyond the last one repeat it and count as zero.
+        then = tl.minimum(first + V + vector_index, count - 1)[None, :, None]
         ahead = read_tiles(blob, block, depth, then, row, scales, zeros, BITS, GROUP, SCHEME)
-        tile = tl.minimum(first + behind, count - 1)
-        place = (tile * TILE)[None, :, None, None] + lane[None, None, None, :]
-        place = tl.broadcast_to(place, [8, V, T, 4])
+        tile = tl.minimum(first + vector_index, count - 1)
+        input_index = (tile * TILE)[None, :, None, None] + lane[None, None, None, :]
+        input_index = tl.broadcast_to(input_index, [8, V, T, 4])
         of_token = (token * inputs)[None, None, :, None]
-        real = (first + behind < count)[None, :, None]
+        real = (first + vector_index < count)[None, :, None]
         for half in tl.static_range(2):
             step, base, less = factors(read, steps, blob + tables + LEVELS, row, half, BITS, GROUP, SCHEME, ASM)
             step = tl.where(real, step, 0.0)
@@ -75,16 +75,16 @@ def _product_of_codes(x, blob, bias, out, rows, inputs, depth, scales, zeros, ro
             for pair in tl.static_range(2):
                 low, high = values(read, levels, blob + tables, half * 2 + pair, BITS, FIRST, SCHEME, ASM)
                 for which in tl.static_range(2):
-                    at = place + (half * 16 + pair * 8 + which * 4)
+                    at = input_index + (half * 16 + pair * 8 + which * 4)
                     if EVEN:
-                        seen = tl.load(x + of_token + at)
+                        activations = tl.load(x + of_token + at)
                     else:
-                        seen = tl.load(x + of_token + at, mask=(at < inputs) & (token < TOKENS)[None, None, :, None], other=0.0)
-                    even, odd = tl.split(tl.reshape(seen, [8, V, T, 2, 2]))
+                        activations = tl.load(x + of_token + at, mask=(at < inputs) & (token < TOKENS)[None, None, :, None], other=0.0)
+                    even, odd = tl.split(tl.reshape(activations, [8, V, T, 2, 2]))
                     x0, x2 = tl.split(even)
                     x1, x3 = tl.split(odd)
                     w0, w1, w2, w3 = weights_of(high if which else low, step, base, less, SCHEME, ASM)
-                    # By shapes and not by new axes: a new axis would have Triton carry everything through shared memory.
+                    # By shapes instead of new axes: a new axis would make Triton move everything through shared memory.
                     part += tl.reshape(x0, [8, V, 1, T]) * tl.reshape(w0, [8, V, 2, 1])
                     part += tl.reshape(x1, [8, V, 1, T]) * tl.reshape(w1, [8, V, 2, 1])
                     part += tl.reshape(x2, [8, V, 1, T]) * tl.reshape(w2, [8, V, 2, 1])
@@ -95,27 +95,27 @@ def _product_of_codes(x, blob, bias, out, rows, inputs, depth, scales, zeros, ro
                 sums += part * tl.reshape(step, [8, V, 2, 1])
         read = ahead
     to = block * ROWS + tl.arange(0, 8)[:, None, None] + (tl.arange(0, 2) * 8)[None, :, None]
-    found = tl.sum(sums, 1) * row_scales_of(blob + row_scales, to, SCHEME)
-    _keep(found, out + token[None, None, :] * rows + to, bias + to, (to < rows) & (token < TOKENS)[None, None, :], factor, BIAS, ADDS)
+    products = tl.sum(sums, 1) * row_scales_of(blob + row_scales, to, SCHEME)
+    _keep(products, out + token[None, None, :] * rows + to, bias + to, (to < rows) & (token < TOKENS)[None, None, :], factor, BIAS, ADDS)
 
 
 @triton.jit
-def _keep(found, to, bias, mask, factor, BIAS: tl.constexpr, ADDS: tl.constexpr):
+def _keep(products, to, bias, mask, factor, BIAS: tl.constexpr, ADDS: tl.constexpr):
     if BIAS:
-        found += tl.load(bias, mask=mask, other=0.0)
+        products += tl.load(bias, mask=mask, other=0.0)
     if ADDS:
-        found = found * factor + tl.load(to, mask=mask, other=0.0)
-    tl.store(to, found, mask=mask)
+        products = products * factor + tl.load(to, mask=mask, other=0.0)
+    tl.store(to, products, mask=mask)
 
 
 @triton.jit
 def _outliers(blob, sparse, count, blocks, at, real):
     """Row in the block, column and value of outliers, by their numbers."""
-    places = blob + sparse + 4 * (blocks + 1)
-    place = tl.load(places.to(tl.pointer_type(tl.int32)) + at, mask=real, other=0)
-    halves = (places + 4 * count).to(tl.pointer_type(tl.int16))
+    positions_at = blob + sparse + 4 * (blocks + 1)
+    position = tl.load(positions_at.to(tl.pointer_type(tl.int32)) + at, mask=real, other=0)
+    halves = (positions_at + 4 * count).to(tl.pointer_type(tl.int16))
     value = (tl.load(halves + at, mask=real, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return place >> _COLUMN_BITS & 15, place & _COLUMNS, value
+    return position >> _COLUMN_BITS & 15, position & _COLUMNS, value
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -158,8 +158,8 @@ def _open(blob, out, from_block, rows, inputs, depth, scales, zeros, row_scales,
                 if SCHEME != SUPER and SCHEME != NIBBLE and SCHEME != MINIMUM:
                     w = w * tl.reshape(step, [8, V, 2, 1])
                 w = w * tl.reshape(scale, [8, 1, 2, 1])
-                place = (tile * TILE)[:, :, :, None] + (half * 16 + pair * 8 + which * 4) + lane
-                tl.store(to + place, w, mask=mask & (place < inputs))
+                input_index = (tile * TILE)[:, :, :, None] + (half * 16 + pair * 8 + which * 4) + lane
+                tl.store(to + input_index, w, mask=mask & (input_index < inputs))
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -182,30 +182,30 @@ def _product_of_halves(x, weight, bias, out, rows, inputs, TOKENS, factor, T: tl
     row, token = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, T)
     sums = tl.zeros([T, R, K], tl.float32)
     for first in range(0, inputs, K):
-        place = tl.broadcast_to((first + tl.arange(0, K))[None], [R, K])
-        there, read_at = weight + row[:, None].to(tl.int64) * inputs + place, x + token[:, None, None] * inputs + place[None]
+        input_index = tl.broadcast_to((first + tl.arange(0, K))[None], [R, K])
+        there, read_at = weight + row[:, None].to(tl.int64) * inputs + input_index, x + token[:, None, None] * inputs + input_index[None]
         if EVEN:
             w, read = tl.load(there), tl.load(read_at)
         else:
-            w = tl.load(there, mask=(row[:, None] < rows) & (place < inputs), other=0.0)
-            read = tl.load(read_at, mask=(token < TOKENS)[:, None, None] & (place < inputs)[None], other=0.0)
+            w = tl.load(there, mask=(row[:, None] < rows) & (input_index < inputs), other=0.0)
+            read = tl.load(read_at, mask=(token < TOKENS)[:, None, None] & (input_index < inputs)[None], other=0.0)
         sums += w.to(tl.float32)[None] * read
     mask = (row < rows)[None] & (token[:, None] < TOKENS)
     _keep(tl.sum(sums, 2), out + token[:, None] * rows + row[None], bias + row[None], mask, factor, BIAS, ADDS)
 
 
-def low_bit_matmul(x: torch.Tensor, blob: torch.Tensor, form: Format, bias: torch.Tensor | None, into: torch.Tensor | None = None,
+def low_bit_matmul(x: torch.Tensor, blob: torch.Tensor, form: Format, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
              factor: float = 1.0) -> torch.Tensor:
     """x float32 [T, K] of at most `matmul.FEW` tokens times the weight [N, K] of a blob, transposed, plus bias float32 [N] -> [T, N], which
-    is added `factor` times to `into` [T, N] if given."""
+    is added `factor` times to `residual` [T, N] if given."""
     at, tokens, (rows, inputs), x = form.at, len(x), form.shape, x.contiguous()
     blocks, columns = at.rows // tiles.ROWS, triton.next_power_of_2(tokens)
-    out = torch.empty(tokens, rows, device=x.device) if into is None else into
+    out = torch.empty(tokens, rows, device=x.device) if residual is None else residual
     warps = WARPS_OF_LONG if at.depth // tiles.TILE >= LONG and columns <= SHORT else WARPS
     is_even = inputs == at.depth and columns == tokens
     _product_of_codes[blocks,](x, blob, x if bias is None else bias, out, rows, inputs, at.depth, at.scales, at.zeros, at.row_scales,
                                at.tables, tokens, factor, T=columns, V=TILES_OF_WARP * warps, EVEN=is_even, BIAS=bias is not None,
-                               ADDS=into is not None, num_warps=warps, **_kind(form))
+                               ADDS=residual is not None, num_warps=warps, **_kind(form))
     if at.sparse_count:
         _add_outliers[blocks,](x, blob, out, rows, inputs, at.sparse, at.sparse_count, blocks, tokens, factor, T=columns, O=OUTLIERS)
     return out
@@ -215,23 +215,23 @@ def dequantize(blob: torch.Tensor, form: Format, first: int, end: int) -> torch.
     """`low_bit.dequantize` in one or two kernels: row blocks [first, end), float32 [rows, K]."""
     at, inputs = form.at, form.shape[1]
     out = torch.empty(min(form.shape[0], end * tiles.ROWS) - first * tiles.ROWS, inputs, device=blob.device)
-    _open[end - first, triton.cdiv(at.depth // tiles.TILE, OPENED)](
-        blob, out, first, form.shape[0], inputs, at.depth, at.scales, at.zeros, at.row_scales, at.tables, V=OPENED,
-        num_warps=WARPS_OF_OPENED, **_kind(form))
+    _open[end - first, triton.cdiv(at.depth // tiles.TILE, TILES_PER_PROGRAM)](
+        blob, out, first, form.shape[0], inputs, at.depth, at.scales, at.zeros, at.row_scales, at.tables, V=TILES_PER_PROGRAM,
+        num_warps=DEQUANTIZE_WARPS, **_kind(form))
     if at.sparse_count:
         _correct[end - first,](blob, out, first, inputs, at.sparse, at.sparse_count, at.rows // tiles.ROWS, O=OUTLIERS)
     return out
 
 
-def half_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, into: torch.Tensor | None = None,
+def half_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
               factor: float = 1.0) -> torch.Tensor:
     """`low_bit_matmul` with a 16-bit weight [N, K]."""
     tokens, (rows, inputs), x = len(x), weight.shape, x.contiguous()
-    out, columns = torch.empty(tokens, rows, device=x.device) if into is None else into, triton.next_power_of_2(tokens)
+    out, columns = torch.empty(tokens, rows, device=x.device) if residual is None else residual, triton.next_power_of_2(tokens)
     is_even = rows % WIDE_ROWS == 0 and inputs % WIDE_INPUTS == 0 and columns == tokens
     _product_of_halves[triton.cdiv(rows, WIDE_ROWS),](x, weight, x if bias is None else bias, out, rows, inputs, tokens, factor, T=columns,
                                                       R=WIDE_ROWS, K=WIDE_INPUTS, EVEN=is_even, BIAS=bias is not None,
-                                                      ADDS=into is not None, num_warps=WARPS_OF_HALVES)
+                                                      ADDS=residual is not None, num_warps=HALF_WARPS)
     return out
 
 

@@ -18,7 +18,7 @@ from ..layout import F32, PageLayout
 if TYPE_CHECKING:
     from ...quant.weight import Norm
 
-VALUES = 512  # of a gate, by one program
+VALUES = 512  # of a gate, per program
 WARPS = 4
 
 _RMS_PLUS_ONE, _LAYER = tl.constexpr(bytes_of.NORM_RMS_PLUS_ONE), tl.constexpr(bytes_of.NORM_LAYER)
@@ -50,7 +50,7 @@ def _activated(x, ACT: tl.constexpr):
         x = x / (1.0 + tl.exp(-x))
     elif ACT == _GELU:
         x = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACT == _GELU_TANH:  # whose tanh is twice a logistic function less one
+    elif ACT == _GELU_TANH:  # its tanh is twice a logistic function minus one
         x = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     elif ACT == _RELU:
         x = tl.where(x > 0.0, x, x * 0.0)
@@ -90,7 +90,7 @@ def _rotate(y, cos, sin, heads, depth, half, N: tl.constexpr, NEIGHBOURS: tl.con
 
 @triton.jit
 def _stored(x, to, mask, HALVES: tl.constexpr):
-    if HALVES:  # finite values as the largest, infinity as it is
+    if HALVES:  # finite values are clamped, infinity is kept
         finite = tl.abs(x) != float("inf")
         x = tl.where(finite & (x > _HALF_MAX), _HALF_MAX, tl.where(finite & (x < -_HALF_MAX), -_HALF_MAX, x))
         tl.store(to.to(tl.pointer_type(tl.float16)), x.to(tl.float16), mask=mask)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import EffllmError, UsageError
 from ...kernels.cpu import quantize_search
-from ...kernels.cpu.quantize_search_loops import FINE, LANES, MOST_LEVELS, TABLE_NBYTES
+from ...kernels.cpu.quantize_search_loops import FINE, LANES, MAX_LEVELS, TABLE_NBYTES
 from ...kernels.workspace import address
 from .. import codebooks
 from ..codes import Codes
@@ -78,7 +78,7 @@ def _tables(table: np.ndarray) -> np.ndarray:
     out[:] = 0
     out[: len(table) - 1] = ((fine[1:] + fine[:-1]) // 2)[:, None]
     # the lowest level, then the one above each border
-    out[MOST_LEVELS - 1 : MOST_LEVELS - 1 + len(table)] = fine[:, None]
+    out[MAX_LEVELS - 1 : MAX_LEVELS - 1 + len(table)] = fine[:, None]
     return out
 
 

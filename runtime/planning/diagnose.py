@@ -21,7 +21,7 @@ from ...kernels import autotune, compile, warm
 from ...kernels.cpu import lut_layout
 from ...kernels.cpu.candidates import default_registry
 from ...kernels.cpu.int8_ir import INSTRUCTION_SET
-from ...kernels.cpu.kv.prefill import AS_THEY_LIE
+from ...kernels.cpu.kv.prefill import MULTIPLIES_PACKED
 from ...kernels.cpu.stages import LOW_BIT
 from ...kernels.layout import PAGE, STORED_TYPES
 from ...kernels.registry import Call
@@ -42,7 +42,7 @@ PAGES = "8 to 2 bits"
 # Ops without candidates, where the format decides: (op, tokens, kernel, reason).
 AS_CODES = f"integer products, {INSTRUCTION_SET}"
 OF_A_PROMPT = ((AS_CODES, "many tokens: pages are multiplied as stored, one token after the other; as float32 where few heads share them")
-               if AS_THEY_LIE else
+               if MULTIPLIES_PACKED else
                ("opened pages, float32 tiles", "many tokens: a page is opened as floats once for a tile of them"))
 BY_FORMAT = (("packed attention", 1, AS_CODES, "a page's codes are multiplied as integers, once for all heads that share them"),
              ("packed attention", 512, *OF_A_PROMPT),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...kernels.cpu.ops import FEW
+from ...kernels.cpu.ops import FEW_TOKENS
 from ...kernels.reference import normalise
 from ...kernels.workspace import Dims
 from ...offload.checkpoint import CheckpointError, TensorStore
@@ -92,7 +92,7 @@ def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target:
                 packed_kv=run.packed,
                 spilled_kv=run.in_turns, other_heads=tuple(sorted({*heads} - {heads[0]})), mtp_inputs=2 * backbone)
     return Assistant(folder, store, config, tensors, dims, run.workers, DraftInputs(cache=True), lists,
-                     4 * FEW * backbone, tuple(sources), centroids)
+                     4 * FEW_TOKENS * backbone, tuple(sources), centroids)
 
 
 def config_of(keys: Keys) -> ModelConfig:
@@ -143,7 +143,7 @@ class AssistantDrafts:
     """Greedy drafts of an assistant, under the run's penalties. `_ids` are the newest tokens of the target's last pass, from position
     `_first`, and `_states` their hidden states after the final norm."""
 
-    reads = FEW
+    reads = FEW_TOKENS
 
     def __init__(self, own: Assistant, model: Model, cache: KVCache, ctx: int) -> None:
         self._own, self._model, self._cache = own, model, cache
@@ -153,7 +153,7 @@ class AssistantDrafts:
                        for source, window in zip(own.sources, own.config.windows, strict=True)]
         self._ropes = rope_tables(own.config, ctx)
         self._likeliest = GreedyChoice(own.config.vocab_size)
-        self._states = np.empty((FEW, model.config.hidden_size), np.float32)
+        self._states = np.empty((FEW_TOKENS, model.config.hidden_size), np.float32)
         self._first, self._ids, self._history = 0, [], []
         self.costs, self.failed, self._frequent = DraftCosts(), "", FrequentHead()
 
@@ -184,7 +184,7 @@ class AssistantDrafts:
 
     def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
         """See `StateDrafts.saw`: the newest states of a pass are kept, since drafting goes on from the last certain one."""
-        newest = min(FEW, len(ids))
+        newest = min(FEW_TOKENS, len(ids))
         with self._model.outer() as outer:
             normalised(x[-newest:], outer.norm, self._states[:newest])
         self._first, self._ids = start + len(ids) - newest, list(ids[-newest:])

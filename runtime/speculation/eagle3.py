@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...kernels.cpu.ops import FEW
+from ...kernels.cpu.ops import FEW_TOKENS
 from ...kernels.layout import PAGE
 from ...kernels.workspace import Dims
 from ...offload.checkpoint import CheckpointError, TensorStore
@@ -175,7 +175,8 @@ class Eagle3Drafts(StateDrafts):
         self._ropes, self._frequent = rope_tables(config, cache_shape(own.ctx).ctx), FrequentHead()
         self._kept, self._first = np.empty((0, 0, 0), np.float32), 0  # states of the pass in hand, and where in it the piece in hand begins
         specs = [AttnSpec(config.num_attention_heads, kv_heads, size, size**-0.5, config.windows[layer]) for layer in range(count)]
-        super().__init__(host, specs, own.ctx, model.config.vocab_size, host.workspace.take("states", PAGE + FEW, config.hidden_size))
+        super().__init__(host, specs, own.ctx, model.config.vocab_size,
+                         host.workspace.take("states", PAGE + FEW_TOKENS, config.hidden_size))
 
     def load(self) -> Iterator[Progress]:
         """Load its weights. Raises CheckpointError if its head has tokens that the target lacks."""

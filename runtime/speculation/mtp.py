@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...kernels.cpu.ops import FEW
+from ...kernels.cpu.ops import FEW_TOKENS
 from ...quant.kv import codec
 from .. import families
 from ..kv.cache_shape import attention_specs, index_type
@@ -42,7 +42,7 @@ class OwnDrafts(StateDrafts):
         self._layer = like(config)
         self._block, self._head = families.get(config.family).block, FrequentHead()
         spec = attention_specs(config)[config.attention_layers.index(self._layer)]
-        states = host.workspace.take("states", min(chunk, ctx) + FEW, config.hidden_size)
+        states = host.workspace.take("states", min(chunk, ctx) + FEW_TOKENS, config.hidden_size)
         super().__init__(host, [spec], ctx, config.vocab_size, states)
 
     def _put(self, x: np.ndarray, out: np.ndarray) -> None:

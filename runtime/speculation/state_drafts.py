@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ...kernels.cpu.ops import FEW
+from ...kernels.cpu.ops import FEW_TOKENS
 from ...kernels.layout import PAGE
 from ...kernels.reference import normalise
 from ...quant.kv import codec
@@ -43,7 +43,7 @@ KV = "16bit"
 
 def cache_shape(ctx: int) -> CacheShape:
     """The layer's cache for a context, with room for drafts."""
-    tokens = min(ctx, MOST_TOKENS) + FEW
+    tokens = min(ctx, MOST_TOKENS) + FEW_TOKENS
     return CacheShape(tokens, 0, min(PAGE, tokens), min(PAGE, tokens))
 
 
@@ -72,7 +72,7 @@ class StateLayer(Protocol):
 
 class StateDrafts(StateLayer):
     """Greedy drafts under the run's penalties, by a layer that `_run` runs. `vocabulary`: rows of the target's embedding; `states`: memory
-    float32 [tokens of a pass + FEW, width] for what `_put` keeps of a pass.
+    float32 [tokens of a pass + FEW_TOKENS, width] for what `_put` keeps of a pass.
 
     `_ids` are the tokens whose states were seen, after `_base` that were not; for the newest `_waiting` of them the states are kept,
     because the layer has not run over them yet.
@@ -187,7 +187,7 @@ class StateDrafts(StateLayer):
 
     def _through(self, following: Sequence[int], states: np.ndarray) -> np.ndarray:
         """Run the layer over states [T, W] before those that wait; as `_take`."""
-        count, x, room = len(following), states[:0], self._cache.shape.ctx - FEW
+        count, x, room = len(following), states[:0], self._cache.shape.ctx - FEW_TOKENS
         begin = max(0, count - room)
         if self._cache.n + count > room:
             self._cache.truncate(0)
@@ -206,6 +206,6 @@ def known_tokens(ids: Sequence[int]) -> np.ndarray:
 
 def normalised(x: np.ndarray, norm: Norm, out: np.ndarray) -> np.ndarray:
     """Norm of x float32 [T, D] into `out`, few rows at a time: in float64 a wide pass would exceed the planned memory."""
-    for first in range(0, len(x), FEW):
-        out[first : first + FEW] = normalise(x[first : first + FEW], norm.kind, norm.weight, norm.bias, norm.eps)
+    for first in range(0, len(x), FEW_TOKENS):
+        out[first : first + FEW_TOKENS] = normalise(x[first : first + FEW_TOKENS], norm.kind, norm.weight, norm.bias, norm.eps)
     return out

@@ -10,29 +10,30 @@ from __future__ import annotations
 
 from ...lazy_numba import inlined
 from ..attention import ATTEND_SLOTS, INDEX
-from ..inner_loops import LOW_ROWS, TILE_COLUMNS, low_tile_product
+from ..inner_loops import DECODE_TILE_ROWS, TILE_COLUMNS, low_tile_product
 from ..intrinsics import i64_at
 
-# Slots behind those of `attention.py`: packed pages and their stride, where each head's record begins and where its five parts do (int64
-# [KVH, HEAD_SLOTS]: in the page, its bytes, the parts), the bases as float32 (K's inverse and V's transposed inverse [KVH, D, wide D], K's
-# channel scales [KVH, D]), `softmax_weights.tables`, what attends to a page (`decode.py`), and whether each page's partial is to be kept.
-(PACKED, PACKED_STRIDE, RECORDS, TURN, BACK, CHANNEL_SCALE, TABLES, PAGE_OF_FOUR, PAGE_OF_EIGHT, BY_PAGE,
+# Slots after those of `attention.py`: packed pages and their stride; RECORDS int64 [KVH, HEAD_SLOTS]: offset of each head's record in a
+# page, its size, and the offsets of its five parts; rotations as float32 (inverse of K's and transposed inverse of V's, [KVH, D, padded D])
+# and K's channel scales [KVH, D]; `softmax_weights.tables`; the functions that attend to a page (`decode.py`); BY_PAGE: keep the partial of
+# each page.
+(PACKED, PACKED_STRIDE, RECORDS, K_ROTATION, V_ROTATION, CHANNEL_SCALE, TABLES, PAGE_OF_FOUR, PAGE_OF_EIGHT, BY_PAGE,
  PACKED_SLOTS) = range(ATTEND_SLOTS, ATTEND_SLOTS + 11)
 HEAD_SLOTS, PARTS = 7, 2
 
 
 @inlined()
-def _broad(depth):
+def _padded_depth(depth):
     return (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
 
 
 @inlined()
-def _turn(rows, source, matrix, target, depth, broad):
-    """target[R, broad] = source[R, D] @ matrix[D, broad]; R in multiples of LOW_ROWS."""
-    for r in range(0, rows, LOW_ROWS):
-        for i in range(0, broad, TILE_COLUMNS):
-            low_tile_product(source + 4 * r * depth, 4 * depth, matrix + 4 * i, 4 * broad,
-                             target + 4 * (r * broad + i), 4 * broad, depth, 0)
+def _rotate_rows(rows, source, matrix, target, depth, padded_depth):
+    """target[R, broad] = source[R, D] @ matrix[D, broad]; R in multiples of DECODE_TILE_ROWS."""
+    for r in range(0, rows, DECODE_TILE_ROWS):
+        for i in range(0, padded_depth, TILE_COLUMNS):
+            low_tile_product(source + 4 * r * depth, 4 * depth, matrix + 4 * i, 4 * padded_depth,
+                             target + 4 * (r * padded_depth + i), 4 * padded_depth, depth, 0)
 
 
 @inlined()

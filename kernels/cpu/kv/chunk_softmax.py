@@ -14,9 +14,9 @@ from ..intrinsics import F32, I32
 from ..reductions import maximum, reduce_lanes, reduce_vectors
 from ..softmax import LOG2E, power_of_two
 
-CHUNK = 32  # tokens with one mean value
+CHUNK = 32  # tokens represented by one mean value
 CHUNKS = PAGE // CHUNK
-# 2^x for x from -1/2 to 1/2, off by at most 3e-6, which is nothing beside what the scores are off by
+# 2^x for x from -1/2 to 1/2, with an error of at most 3e-6, far below that of the scores
 POWER = (0.9999992614441341, 0.6931218147397951, 0.24024744833108325, 0.055917860302730535, 0.009570101698785041)
 
 
@@ -28,8 +28,8 @@ def weigh_chunks(typingctx, scores, steps, out):
     def codegen(context, builder, signature, args):
         scores, steps, out = args
         rows = [load(builder, offset(builder, scores, 4 * VECTOR * piece), FLOATS, 4) for piece in range(PAGE // VECTOR)]
-        most = partial(maximum, builder)
-        top = builder.extract_element(reduce_lanes(builder, [reduce_vectors(rows, most)], most), I32(0))
+        larger = partial(maximum, builder)
+        top = builder.extract_element(reduce_lanes(builder, [reduce_vectors(rows, larger)], larger), I32(0))
         highest, weights = splat(builder, top, FLOATS), []
         for row in rows:
             weights.append(power_of_two(builder, builder.fmul(builder.fsub(row, highest), constant(FLOATS, LOG2E)), POWER))

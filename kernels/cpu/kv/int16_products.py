@@ -40,15 +40,15 @@ from .softmax_weights import LN2, MAGIC, exp2
 from .unpack_loops import loop, pick, power, shorts
 
 DIGITS = INSTRUCTION_SET in ("avx512", "avx2vnni")
-# Asked for ahead while a group of K, for the tokens of a unit, or 32 tokens of a group of V are multiplied: their share of half a record,
-# which is at most 281 and 545 bytes with 8 bits; with 10 a few lines are left out. More would ask for the next share's lines as well.
+# Cache lines prefetched per group of K and unit of tokens, or per group of V and 32 tokens: their share of half a record, at most 281 and
+# 545 bytes with 8 bits; with 10 bits a few lines are left out. More would also prefetch the next share's lines.
 KEY_LINES, VALUE_LINES = 5, 9
-REST = 2  # bits of a group of 10 beyond 8: they count so little that the high digit of a factor is enough for them
-ITEM = 1 if DIGITS else 2  # bytes of a factor where products read it
-WEIGHT = 32767  # the largest softmax weight, before it meets a scale
-TOTAL = 2.0**18  # of a weight of 1 in a row's sum; a scale's largest share of it is 2^(15/4)
+REMAINDER_BITS = 2  # bits of 10-bit groups beyond 8: they contribute so little that the high digit of a factor is precise enough for them
+ITEM = 1 if DIGITS else 2  # bytes of a factor as read by products
+WEIGHT = 32767  # the largest softmax weight, before scaling
+TOTAL = 2.0**18  # share of a weight of 1 in a row's sum; a scale's largest share of it is 2^(15/4)
 VALUE_FULL = WEIGHT * 32767.5 / 32768  # a weight of 1 times a scale of 1
-MAGIC_BITS = 0x4B400000  # of MAGIC, a float32
+MAGIC_BITS = 0x4B400000  # the bits of MAGIC as float32
 
 
 def value_zero(bits: int) -> tuple[int, int]:
@@ -60,8 +60,8 @@ def value_zero(bits: int) -> tuple[int, int]:
 
 def _lower_bytes(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
     """The low byte of every 16-bit number of two vectors."""
-    places = ir.Constant(ir.VectorType(I32, WIDTH), list(range(0, 2 * WIDTH, 2)))
-    return builder.shuffle_vector(builder.bitcast(low, BYTES), builder.bitcast(high, BYTES), places)
+    indices = ir.Constant(ir.VectorType(I32, WIDTH), list(range(0, 2 * WIDTH, 2)))
+    return builder.shuffle_vector(builder.bitcast(low, BYTES), builder.bitcast(high, BYTES), indices)
 
 
 def _wide(builder: ir.IRBuilder, value: ir.Value, signed: bool) -> list[ir.Value]:
@@ -76,21 +76,22 @@ def _products(builder: ir.IRBuilder, sums: list[ir.Value], codes: ir.Value, fact
     """A row's two sums and the products of a quad of codes, `signed` or not, with its factors: their digits' addresses (of the high one
     alone, if there is but one), or that of 16-bit numbers, of which those bits count that are in `mask`."""
     if DIGITS:
-        digits = [builder.bitcast(splat(builder, load(builder, each, I32), WORDS), BYTES) for each in factors]
-        made = [dot(builder, own, *((digit, codes) if signed else (codes, digit)), False) for own, digit in zip(sums, digits, strict=False)]
-        return [*made, *sums[len(made) :]]
+        digits = [builder.bitcast(splat(builder, load(builder, factor, I32), WORDS), BYTES) for factor in factors]
+        products = [dot(builder, accumulator, *((digit, codes) if signed else (codes, digit)), False) for accumulator,
+                    digit in zip(sums, digits, strict=False)]
+        return [*products, *sums[len(products) :]]
     four = builder.bitcast(splat(builder, load(builder, factors[0], I64, 2), ir.VectorType(I64, WIDTH // 8)), HALVES)
     if mask != -1:
         four = builder.and_(four, constant(HALVES, mask))
-    return [pair_products(builder, own, part, four) for own, part in zip(sums, _wide(builder, codes, signed), strict=True)]
+    return [pair_products(builder, accumulator, part, four) for accumulator, part in zip(sums, _wide(builder, codes, signed), strict=True)]
 
 
 def _total(builder: ir.IRBuilder, sums: list[ir.Value], shift: int) -> ir.Value:
     """A row's two sums as one."""
     if DIGITS:
         return builder.add(builder.shl(sums[0], constant(WORDS, shift)), sums[1])
-    places = [ir.Constant(ir.VectorType(I32, LANES), list(range(first, 2 * LANES, 2))) for first in (0, 1)]
-    return builder.add(*(builder.shuffle_vector(*sums, each) for each in places))
+    index_vectors = [ir.Constant(ir.VectorType(I32, LANES), list(range(first, 2 * LANES, 2))) for first in (0, 1)]
+    return builder.add(*(builder.shuffle_vector(*sums, indices) for indices in index_vectors))
 
 
 def _scale_digits(rows: int, coarse: bool = False):
@@ -101,14 +102,14 @@ def _scale_digits(rows: int, coarse: bool = False):
         at, _, finish = loop(builder, builder.mul(quads, I64(4 * rows)), WIDTH, [])
         parts = []
         for part in (0, 1):
-            place, product = scaled_queries(builder, queries, scales, rows, at, part)
+            offset_bytes, product = scaled_queries(builder, queries, scales, rows, at, part)
             if coarse:
                 parts.append(builder.and_(builder.add(product, constant(HALVES, 128)), constant(HALVES, -256)))
             else:
                 lowest = builder.icmp_unsigned("==", builder.and_(product, constant(HALVES, 255)), constant(HALVES, 128))
                 parts.append(builder.sub(product, builder.sext(lowest, HALVES)))
             if not DIGITS:
-                store(builder, parts[part], builder.add(words, place))
+                store(builder, parts[part], builder.add(words, offset_bytes))
         store(builder, upper_bytes(builder, *(builder.add(part, constant(HALVES, 128)) for part in parts)), builder.add(high, at))
         store(builder, _lower_bytes(builder, *parts), builder.add(low, at))
         finish([])
@@ -121,53 +122,53 @@ def _dot_units(rows: int):
     def dot_units(builder, codes, widths, starts, high, low, terms, low_terms, unit, out, groups, rests, ahead, share):
         """Scores of R rows, float32 PAGE apart at `out`, with the codes of K of the tokens of a unit. `widths`: bits of the groups, bytes;
         `starts`: where their codes begin, int32; `high`, `low`: digits of queries, bytes [quads, R, 4], or the same 16-bit numbers; terms
-        of both digits as `zero_terms` leaves them. Behind the groups are `rests` of them, REST bits each, for the high digits alone.
-        KEY_LINES cache lines from `ahead` on, `share` bytes further for every group, are asked for meanwhile."""
+        of both digits as `zero_terms` leaves them. Behind the groups are `rests` of them, REMAINDER_BITS bits each, for the high digits
+        alone. KEY_LINES cache lines from `ahead` on, `share` bytes further for every group, are asked for meanwhile."""
         def part_of(at: ir.Value, count: int) -> tuple[ir.Value, list[ir.Value]]:
             start = load(builder, builder.add(starts, builder.shl(at, I64(2))), I32, 4)
-            own = [builder.add(each, builder.mul(at, I64(16 * rows * ITEM))) for each in (high, low)[:count]]
-            return builder.add(codes, builder.zext(start, I64)), own
+            factors_at = [builder.add(address, builder.mul(at, I64(16 * rows * ITEM))) for address in (high, low)[:count]]
+            return builder.add(codes, builder.zext(start, I64)), factors_at
 
-        def add(running: list[ir.Value], quad: int, row: int, vector: ir.Value, own: list[ir.Value]) -> None:
-            factors = [offset(builder, each, 4 * (quad * rows + row) * ITEM) for each in own]
+        def add(running: list[ir.Value], quad: int, row: int, vector: ir.Value, factors_at: list[ir.Value]) -> None:
+            factors = [offset(builder, address, 4 * (quad * rows + row) * ITEM) for address in factors_at]
             running[2 * row : 2 * row + 2] = _products(builder, running[2 * row : 2 * row + 2], vector, factors, False)
 
         for piece in range(PIECES):
             at, running, finish = loop(builder, groups, 1, [constant(WORDS, 0)] * (2 * rows))
             running, bits = list(running), load(builder, builder.add(widths, at), I8)
-            source, own = part_of(at, 2)
+            source, factors_at = part_of(at, 2)
             quads = by_width(builder, bits, 8, [constant(BYTES, 0)] * 4, lambda width, source=source, piece=piece: [
                 codes_of_keys(builder, source, width, quad, unit, piece) for quad in range(4)])
             for quad in range(4):
                 if piece == 0:
                     prefetch_part(builder, builder.add(ahead, builder.mul(at, share)), quad, 4, KEY_LINES, 2)
                 for row in range(rows):
-                    add(running, quad, row, quads[quad], own)
+                    add(running, quad, row, quads[quad], factors_at)
             running = finish(running)
             before, done = builder.basic_block, builder.append_basic_block("rests.done")
             following = builder.append_basic_block("rests")
             builder.cbranch(builder.icmp_signed(">", rests, I64(0)), following, done)
             builder.position_at_end(following)
             at, finer, finish = loop(builder, rests, 1, running)
-            finer, (source, own) = list(finer), part_of(builder.add(at, groups), 1)
+            finer, (source, factors_at) = list(finer), part_of(builder.add(at, groups), 1)
             for quad in range(4):
-                vector = codes_of_keys(builder, source, REST, quad, unit, piece)
+                vector = codes_of_keys(builder, source, REMAINDER_BITS, quad, unit, piece)
                 for row in range(rows):
-                    add(finer, quad, row, vector, own)
-            finer, behind = finish(finer), builder.basic_block
+                    add(finer, quad, row, vector, factors_at)
+            finer, last_block = finish(finer), builder.basic_block
             builder.branch(done)
             builder.position_at_end(done)
             for index, pair in enumerate(zip(running, finer, strict=True)):
                 running[index] = builder.phi(WORDS)
-                for value, block in zip(pair, (before, behind), strict=True):
+                for value, block in zip(pair, (before, last_block), strict=True):
                     running[index].add_incoming(value, block)
             for row in range(rows):
                 word = lambda at, index: splat(builder, load(builder, offset(builder, at, 4 * index), F32, 4), FLOATS)  # noqa: E731
                 step = builder.fmul(word(terms, row), constant(FLOATS, 1 / 256))
                 more = fma(builder, word(low_terms, rows + row), constant(FLOATS, 1 / 256), word(terms, rows + row))
                 total = builder.sitofp(_total(builder, running[2 * row : 2 * row + 2], 8), FLOATS)
-                place = offset(builder, builder.add(out, builder.shl(unit, I64(6))), 4 * (PAGE * row + LANES * piece))
-                store(builder, fma(builder, total, step, more), place, 4)
+                target = offset(builder, builder.add(out, builder.shl(unit, I64(6))), 4 * (PAGE * row + LANES * piece))
+                store(builder, fma(builder, total, step, more), target, 4)
 
     return dot_units
 
@@ -186,11 +187,11 @@ def rises(builder, lowest, eighths, out):
 def _highest(builder: ir.IRBuilder, rows: Iterable[list[ir.Value]]) -> ir.Value:
     """The largest score of each row, one lane per row; infinity if one is NaN, which `maximum` would skip. Subtracting it yields NaN again,
     as the sum of weights must: integer weights cannot represent it."""
-    found, higher = [], partial(maximum, builder)
+    maxima, higher = [], partial(maximum, builder)
     for scores in rows:
         unknown = [builder.fcmp_unordered("uno", *pair) for pair in zip(scores[::2], scores[1::2], strict=True)]
-        found.append(builder.select(reduce_vectors(unknown, builder.or_), constant(FLOATS, float("inf")), reduce_vectors(scores, higher)))
-    return reduce_lanes(builder, found, higher)
+        maxima.append(builder.select(reduce_vectors(unknown, builder.or_), constant(FLOATS, float("inf")), reduce_vectors(scores, higher)))
+    return reduce_lanes(builder, maxima, higher)
 
 
 def _weigh(rows: int):
@@ -205,13 +206,13 @@ def _weigh(rows: int):
         def raised(row: int) -> list[ir.Value]:
             return [builder.fadd(column(offset(builder, scores, 4 * PAGE * row), i), column(low, i)) for i in range(count)]
 
-        most, sums = _highest(builder, (raised(row) for row in range(rows))), []
-        store(builder, builder.fmul(most, constant(kind, LN2)), tops, 4)
+        maxima, sums = _highest(builder, (raised(row) for row in range(rows))), []
+        store(builder, builder.fmul(maxima, constant(kind, LN2)), tops, 4)
         for row in range(rows):
-            top = splat(builder, builder.extract_element(most, I32(row)), FLOATS)
+            top = splat(builder, builder.extract_element(maxima, I32(row)), FLOATS)
             total, parts = constant(WORDS, 0), []
-            for i, each in enumerate(raised(row)):
-                weight = exp2(builder, builder.fsub(each, top))
+            for i, value in enumerate(raised(row)):
+                weight = exp2(builder, builder.fsub(value, top))
                 parts.append(shorts(builder, builder.fmul(weight, constant(FLOATS, WEIGHT))))
                 part = fma(builder, builder.fmul(weight, column(rise, i)), constant(FLOATS, TOTAL), constant(FLOATS, MAGIC))
                 total = builder.add(total, builder.sub(builder.bitcast(part, WORDS), constant(WORDS, MAGIC_BITS)))
@@ -221,9 +222,9 @@ def _weigh(rows: int):
             first = offset(builder, out, PAGE * ITEM * row)
             _, carried, finish = loop(builder, groups, 1, [fractions, first, offset(builder, lower, PAGE * row)])
             _scaled(builder, weights, *carried)
-            finish([offset(builder, carried[0], 2 * PAGE), *(builder.add(each, stride) for each in carried[1:])])
+            finish([offset(builder, carried[0], 2 * PAGE), *(builder.add(value, stride) for value in carried[1:])])
         total = builder.sitofp(reduce_lanes(builder, sums, builder.add), kind)
-        nothing = builder.fsub(most, most)  # unless a score is no number: that must show
+        nothing = builder.fsub(maxima, maxima)  # NaN if a score is NaN, so that it stays visible
         store(builder, builder.fadd(builder.fmul(total, constant(kind, 1 / TOTAL)), nothing), totals, 4)
 
     return weigh
@@ -231,18 +232,18 @@ def _weigh(rows: int):
 
 def _scaled(builder: ir.IRBuilder, weights: list[ir.Value], fractions: ir.Value, target: ir.Value, lower: ir.Value) -> None:
     """A row's weights times a group's scales, in their places."""
-    made = []
+    scaled = []
     for i, weight in enumerate(weights):
         fraction = builder.lshr(load(builder, offset(builder, fractions, WIDTH * i), HALVES), constant(HALVES, 1))
-        made.append(rounded_high(builder, weight, fraction))
+        scaled.append(rounded_high(builder, weight, fraction))
     if not DIGITS:
-        for i, each in enumerate(made):
-            store(builder, each, offset(builder, target, WIDTH * i))
+        for i, value in enumerate(scaled):
+            store(builder, value, offset(builder, target, WIDTH * i))
         return
-    for i in range(0, len(made), 2):
-        high = upper_bytes(builder, *(builder.shl(each, constant(HALVES, 1)) for each in made[i : i + 2]))
+    for i in range(0, len(scaled), 2):
+        high = upper_bytes(builder, *(builder.shl(value, constant(HALVES, 1)) for value in scaled[i : i + 2]))
         store(builder, high, offset(builder, target, WIDTH * i // 2))
-        low = builder.and_(_lower_bytes(builder, *made[i : i + 2]), constant(BYTES, 127))
+        low = builder.and_(_lower_bytes(builder, *scaled[i : i + 2]), constant(BYTES, 127))
         store(builder, low, offset(builder, lower, WIDTH * i // 2))
 
 
@@ -250,16 +251,17 @@ def _zero_sums(builder: ir.IRBuilder, zeros: ir.Value, weights: tuple[ir.Value, 
     """A lane for each row: the sum over tokens of weights times zeros."""
     sums = []
     for row in range(rows):
-        own = [constant(WORDS, 0)] * 2
+        accumulators = [constant(WORDS, 0)] * 2
         for at in range(0, PAGE, WIDTH):
             zero = load(builder, offset(builder, zeros, at), BYTES)
             if DIGITS:
-                digits = [load(builder, offset(builder, each, PAGE * row + at), BYTES) for each in weights]
-                own = [dot(builder, each, digit, zero, False) for each, digit in zip(own, digits, strict=True)]
+                digits = [load(builder, offset(builder, address, PAGE * row + at), BYTES) for address in weights]
+                accumulators = [dot(builder, address, digit, zero, False) for address, digit in zip(accumulators, digits, strict=True)]
             else:
                 words = [load(builder, offset(builder, weights[0], 2 * (PAGE * row + at) + WIDTH * i), HALVES) for i in (0, 1)]
-                own = [pair_products(builder, *each) for each in zip(own, _wide(builder, zero, True), words, strict=True)]
-        sums.append(builder.add(builder.shl(own[0], constant(WORDS, 7)) if DIGITS else own[0], own[1]))
+                accumulators = [pair_products(builder, *address)
+                                for address in zip(accumulators, _wide(builder, zero, True), words, strict=True)]
+        sums.append(builder.add(builder.shl(accumulators[0], constant(WORDS, 7)) if DIGITS else accumulators[0], accumulators[1]))
     return reduce_lanes(builder, sums, builder.add)
 
 
@@ -274,7 +276,7 @@ def _dot_values(rows: int):
         for piece in range(PIECES):
             at, running, finish = loop(builder, I64(PAGE // 32), 1, [constant(WORDS, 0)] * (2 * rows))
             source, running = builder.mul(at, I64(64)), list(running)
-            own = [builder.add(each, builder.mul(at, I64(32 * ITEM))) for each in (weights, lower)]
+            weights_at = [builder.add(address, builder.mul(at, I64(32 * ITEM))) for address in (weights, lower)]
             for first in (0, 4):
                 quads = by_width(builder, bits, 8, [constant(BYTES, 0)] * 4, lambda width, source=source, piece=piece, first=first: [
                     builder.sub(codes_of_values(builder, codes, source, width, quad, piece, 0), constant(BYTES, 1 << width - 1))
@@ -283,15 +285,15 @@ def _dot_values(rows: int):
                     if piece == 0:
                         prefetch_part(builder, builder.add(ahead, builder.mul(at, share)), first + i, 8, VALUE_LINES, 2)
                     for row in range(rows):
-                        place = (PAGE * row + 4 * (first + i)) * ITEM
-                        factors = [offset(builder, each, place) for each in own]
+                        weight_offset = (PAGE * row + 4 * (first + i)) * ITEM
+                        factors = [offset(builder, address, weight_offset) for address in weights_at]
                         running[2 * row : 2 * row + 2] = _products(builder, running[2 * row : 2 * row + 2], quad, factors, True)
             running = finish(running)
             for row in range(rows):
                 total = builder.shl(_total(builder, running[2 * row : 2 * row + 2], 7), up)
                 total = builder.add(total, splat(builder, builder.extract_element(extra, I32(row)), WORDS))
                 where = offset(builder, builder.add(out, builder.mul(stride, I64(row))), WIDTH * piece)
-                old, new = (splat(builder, load(builder, offset(builder, each, 4 * row), F32, 4), FLOATS) for each in (keep, take))
+                old, new = (splat(builder, load(builder, offset(builder, address, 4 * row), F32, 4), FLOATS) for address in (keep, take))
                 value = builder.fmul(builder.fmul(builder.sitofp(total, FLOATS), factor), new)
                 store(builder, builder.fadd(builder.fmul(load(builder, where, FLOATS, 4), old), value), where, 4)
 
@@ -302,19 +304,19 @@ def _dot_rests(rows: int):
     @llvm_intrinsic
     def dot_rests(builder, codes, weights, step: types.float32, out, stride, take):
         """What a group of V has beyond 8 bits: added to float32 [R, 16] at `out`, rows `stride` bytes apart, `take`, float32 [R], times
-        step times the sum over tokens of weights, as of `dot_values` but for their low digits, and codes of REST bits from their middle,
-        in halves."""
+        step times the sum over tokens of weights, as of `dot_values` but for their low digits, and codes of REMAINDER_BITS bits from their
+        middle, in halves."""
         factor = splat(builder, step, FLOATS)
         for piece in range(PIECES):
             at, running, finish = loop(builder, I64(PAGE // 32), 1, [constant(WORDS, 0)] * (2 * rows))
             source, running = builder.mul(at, I64(64)), list(running)
-            own = builder.add(weights, builder.mul(at, I64(32 * ITEM)))
+            weights_at = builder.add(weights, builder.mul(at, I64(32 * ITEM)))
             for quad in range(8):
-                vector = codes_of_values(builder, codes, source, REST, quad, piece, 1)
-                vector = builder.sub(vector, constant(BYTES, (1 << REST) - 1))
+                vector = codes_of_values(builder, codes, source, REMAINDER_BITS, quad, piece, 1)
+                vector = builder.sub(vector, constant(BYTES, (1 << REMAINDER_BITS) - 1))
                 for row in range(rows):
-                    place = [offset(builder, own, (PAGE * row + 4 * quad) * ITEM)]
-                    running[2 * row : 2 * row + 2] = _products(builder, running[2 * row : 2 * row + 2], vector, place, True, -128)
+                    weight_at = [offset(builder, weights_at, (PAGE * row + 4 * quad) * ITEM)]
+                    running[2 * row : 2 * row + 2] = _products(builder, running[2 * row : 2 * row + 2], vector, weight_at, True, -128)
             running = finish(running)
             for row in range(rows):
                 total = builder.sitofp(_total(builder, running[2 * row : 2 * row + 2], 7), FLOATS)

@@ -41,19 +41,20 @@ from ..int8_ir import (
 )
 from ..int8_products import dot, dots, rounded_high
 from ..intrinsics import F32, I16, I32, I64
-from .unpack_loops import LEAST, field_at, largest, loop, pick, shorts
+from .unpack_loops import MIN_MAXIMUM, field_at, largest, loop, pick, shorts
 
-UNIT = 16  # tokens whose codes of a quad of channels are 64 bytes
-MOST_K, MOST_V = 6, 5  # bits of codes that may be multiplied as bytes
-LINES = 5  # asked for ahead while a group of K, or 32 tokens of a group of V, are multiplied
-TOP = 32512  # of a scaled query before it is rounded to a byte: 127 * 256
-KEY_STEP = 256 * 32768 / (TOP * 32767)  # what a query of 1 becomes, in bytes, counts in
-UNITS_AT_ONCE = 2 if WIDTH == 64 else 1  # of the products with K
+UNIT_TOKENS = 16  # tokens whose codes of a quad of channels fill 64 bytes
+MAX_K_BITS, MAX_V_BITS = 6, 5  # bits of codes that may be multiplied as bytes
+LINES = 5  # cache lines prefetched per group of K, or per 32 tokens of a group of V
+MAX_SCALED_QUERY = 32512  # 127 * 256: limit of a scaled query before it is rounded to a byte
+KEY_STEP = 256 * 32768 / (MAX_SCALED_QUERY * 32767)  # unit of scores of a query of 1 in bytes
+UNITS_AT_ONCE = 2 if WIDTH == 64 else 1  # in products with K
 VECTORS = UNITS_AT_ONCE * PIECES
-# One number read for two vectors costs an instruction, read for each as an operand none. A Zen 5 multiplies as often as it reads, so there
-# the reads are what is too many.
+# Broadcasting a value for two vectors costs an instruction; reading it as an operand of each costs none. Zen 5 multiplies as often as it
+# loads, so there the loads are the bottleneck.
 READ_ONCE = WIDTH == 64 and target()[0] == "znver5"
-PAIRED = 2 if INSTRUCTION_SET == "avx2" else 1  # quads whose products are summed in 16 bits; of four the registers do not hold the codes
+# Quads whose products are summed in 16 bits; codes of four quads do not fit into the registers.
+PAIRED = 2 if INSTRUCTION_SET == "avx2" else 1
 
 
 def zero_factors(bits: int) -> tuple[int, int]:
@@ -78,47 +79,47 @@ def key_scales(builder, exponents, tops, eighths, room, out, count) -> types.flo
     """Scales of K of `count` channels times the channels' largest queries, as 16-bit fractions of the largest such product, which is
     returned. `room`: scratch, float32 [count]."""
     at, (top,), finish = loop(builder, count, LANES, [constant(FLOATS, 0.0)])
-    place = builder.shl(at, I64(2))
+    scale_offset = builder.shl(at, I64(2))
     e = builder.sext(load(builder, builder.add(exponents, at), ir.VectorType(I8, LANES)), WORDS)
     mantissa = builder.bitcast(pick(builder, eighths, builder.and_(e, constant(WORDS, 7))), WORDS)
     power = builder.and_(builder.shl(e, constant(WORDS, 20)), constant(WORDS, -(1 << 23)))
     scale = builder.bitcast(builder.add(mantissa, power), FLOATS)
-    product = builder.fmul(scale, load(builder, builder.add(tops, place), FLOATS, 4))
-    store(builder, product, builder.add(room, place), 4)
+    product = builder.fmul(scale, load(builder, builder.add(tops, scale_offset), FLOATS, 4))
+    store(builder, product, builder.add(room, scale_offset), 4)
     (top,) = finish([builder.select(builder.fcmp_ordered(">", product, top), product, top)])
-    most = largest(builder, top)
-    some = builder.fcmp_ordered(">=", most, F32(LEAST))
-    inverse = splat(builder, builder.select(some, builder.fdiv(F32(32767.0), most), F32(0.0)), FLOATS)
+    maximum = largest(builder, top)
+    some = builder.fcmp_ordered(">=", maximum, F32(MIN_MAXIMUM))
+    inverse = splat(builder, builder.select(some, builder.fdiv(F32(32767.0), maximum), F32(0.0)), FLOATS)
     at, _, finish = loop(builder, count, LANES, [])
     product = load(builder, builder.add(room, builder.shl(at, I64(2))), FLOATS, 4)
     store(builder, shorts(builder, builder.fmul(product, inverse)), builder.add(out, builder.shl(at, I64(1))), 2)
     finish([])
-    return builder.select(some, most, F32(0.0))
+    return builder.select(some, maximum, F32(0.0))
 
 
 def repeated(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, lanes: int, rows: int) -> ir.Value:
     """A vector of `lanes` numbers: each number at an address, `rows` times."""
     if lanes <= rows:
         return splat(builder, load(builder, address, kind), ir.VectorType(kind, lanes))
-    few = load(builder, address, ir.VectorType(kind, lanes // rows))
-    return builder.shuffle_vector(few, few, ir.Constant(ir.VectorType(I32, lanes), [i // rows for i in range(lanes)]))
+    values = load(builder, address, ir.VectorType(kind, lanes // rows))
+    return builder.shuffle_vector(values, values, ir.Constant(ir.VectorType(I32, lanes), [i // rows for i in range(lanes)]))
 
 
 def upper_bytes(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
     """The high byte of every 16-bit number of two vectors."""
-    places = ir.Constant(ir.VectorType(I32, WIDTH), list(range(1, 2 * WIDTH, 2)))
-    return builder.shuffle_vector(builder.bitcast(low, BYTES), builder.bitcast(high, BYTES), places)
+    indices = ir.Constant(ir.VectorType(I32, WIDTH), list(range(1, 2 * WIDTH, 2)))
+    return builder.shuffle_vector(builder.bitcast(low, BYTES), builder.bitcast(high, BYTES), indices)
 
 
 def scaled_queries(builder: ir.IRBuilder, queries: ir.Value, scales: ir.Value, rows: int, at: ir.Value,
                    part: int) -> tuple[ir.Value, ir.Value]:
     """Of 16-bit queries [quads, R, 4] the half `part` of the 2 * WIDTH bytes that begin at twice `at`: how far from the first query it
     lies, and its products with `scales`, 16-bit [quads, 4]."""
-    place = offset(builder, builder.shl(at, I64(1)), WIDTH * part)
-    own = load(builder, builder.add(queries, place), HALVES)
-    four = builder.shl(builder.udiv(place, I64(8 * rows)), I64(3))  # a quad of queries takes so many bytes
+    query_offset = offset(builder, builder.shl(at, I64(1)), WIDTH * part)
+    query = load(builder, builder.add(queries, query_offset), HALVES)
+    four = builder.shl(builder.udiv(query_offset, I64(8 * rows)), I64(3))  # size of a quad of queries
     factor = builder.bitcast(repeated(builder, builder.add(scales, four), I64, WIDTH // 8, rows), HALVES)
-    return place, rounded_high(builder, own, factor)
+    return query_offset, rounded_high(builder, query, factor)
 
 
 def _scale_rows(rows: int):
@@ -143,11 +144,11 @@ def _zero_terms(rows: int):
         `queries`: bytes [quads, R, 4]; `zeros` of the channels; `factors`: int32 [groups, 2] of `zero_factors`; `row_steps`: float32 [R],
         times `bound` the step."""
         at, (total,), finish = loop(builder, groups, 1, [constant(WORDS, 0)])
-        own = builder.add(queries, builder.mul(at, I64(16 * rows)))
+        queries_at = builder.add(queries, builder.mul(at, I64(16 * rows)))
         zero_at, factor_at = builder.add(zeros, builder.shl(at, I64(4))), builder.add(factors, builder.shl(at, I64(3)))
         times_zero, alone = constant(WORDS, 0), constant(WORDS, 0)
         for vector in range(4 * rows // LANES):
-            x = load(builder, offset(builder, own, WIDTH * vector), BYTES)
+            x = load(builder, offset(builder, queries_at, WIDTH * vector), BYTES)
             z = repeated(builder, offset(builder, zero_at, 4 * (vector * LANES // rows)), I32, LANES, rows)
             z = builder.bitcast(builder.xor(z, constant(WORDS, 0x80808080 - (1 << 32))), BYTES)
             times_zero = dot(builder, times_zero, z, x, True)
@@ -159,14 +160,14 @@ def _zero_terms(rows: int):
         while total.type.count > rows:
             half = total.type.count // 2
             ends = [ir.Constant(ir.VectorType(I32, half), list(range(begin, begin + half))) for begin in (0, half)]
-            total = builder.add(*(builder.shuffle_vector(total, total, places) for places in ends))
+            total = builder.add(*(builder.shuffle_vector(total, total, indices) for indices in ends))
         kind = ir.VectorType(F32, total.type.count)
         for piece in range(rows // total.type.count):
-            place = 4 * total.type.count * piece
-            step = builder.fmul(load(builder, offset(builder, row_steps, place), kind, 4), splat(builder, bound, kind))
-            store(builder, step, offset(builder, out, place), 4)
+            term_offset = 4 * total.type.count * piece
+            step = builder.fmul(load(builder, offset(builder, row_steps, term_offset), kind, 4), splat(builder, bound, kind))
+            store(builder, step, offset(builder, out, term_offset), 4)
             added = builder.fmul(builder.fmul(builder.sitofp(total, kind), constant(kind, 1 / 64)), step)
-            store(builder, added, offset(builder, out, 4 * rows + place), 4)
+            store(builder, added, offset(builder, out, 4 * rows + term_offset), 4)
 
     return zero_terms
 
@@ -180,32 +181,32 @@ def _plane(builder: ir.IRBuilder, base: ir.Value, width: int, quad: int, unit: i
     return builder.and_(builder.bitcast(builder.lshr(raw, bits), BYTES), constant(BYTES, (1 << width) - 1))
 
 
-def by_width(builder: ir.IRBuilder, bits: ir.Value, most: int, carried: list[ir.Value], body) -> list[ir.Value]:
+def by_width(builder: ir.IRBuilder, bits: ir.Value, max_width: int, carried: list[ir.Value], body) -> list[ir.Value]:
     """Dispatch on a group's bit width: the result of body(width) for whichever width it has. Other widths leave `carried` unchanged."""
     done, before = builder.append_basic_block("width.done"), builder.basic_block
     choice = builder.switch(bits, done)
     ends = []
-    for width in [width for width in WIDTHS if width <= most]:
+    for width in [width for width in WIDTHS if width <= max_width]:
         block = builder.append_basic_block(f"width.{width}")
         choice.add_case(I8(width), block)
         builder.position_at_end(block)
-        made = body(width)
-        ends.append((builder.basic_block, made))
+        function = body(width)
+        ends.append((builder.basic_block, function))
         builder.branch(done)
     builder.position_at_end(done)
     merged = []
     for index, value in enumerate(carried):
         phi = builder.phi(value.type)
         phi.add_incoming(value, before)
-        for block, made in ends:
-            phi.add_incoming(made[index], block)
+        for block, function in ends:
+            phi.add_incoming(function[index], block)
         merged.append(phi)
     return merged
 
 
 def prefetch_part(builder: ir.IRBuilder, address: ir.Value, part: int, parts: int, lines: int = LINES, nearness: int = NEXT_PAGE) -> None:
     """Prefetch one of `parts` shares of some cache lines: all at once would delay the loads needed now."""
-    first, last = (lines * each // parts for each in (part, part + 1))
+    first, last = (lines * index // parts for index in (part, part + 1))
     prefetch_lines(builder, offset(builder, address, 64 * first), 64 * (last - first), nearness)
 
 
@@ -222,35 +223,35 @@ def _dot_units(rows: int):
         at, carried, finish = loop(builder, groups, 1, [codes, *[constant(WORDS, 0)] * (rows * VECTORS)])
         source, running = carried[0], carried[1:]
         bits = load(builder, builder.add(widths, at), I8)
-        own = builder.add(queries, builder.mul(at, I64(16 * rows)))
-        wanted = builder.add(ahead, builder.mul(at, share))
+        queries_at = builder.add(queries, builder.mul(at, I64(16 * rows)))
+        prefetch_at = builder.add(ahead, builder.mul(at, share))
 
         def products(width: int) -> list[ir.Value]:
-            made = list(running)
+            sums = list(running)
             for first in range(0, 4, PAIRED):
                 quads, vectors = range(first, first + PAIRED), []
                 for quad in quads:
-                    prefetch_part(builder, wanted, quad, 4)
+                    prefetch_part(builder, prefetch_at, quad, 4)
                     vectors.append([codes_of_keys(builder, source, width, quad, offset(builder, unit, v // PIECES), v % PIECES)
                                     for v in range(VECTORS)])
-                places = [opaque_address(builder, own) if WIDTH == 64 and not READ_ONCE else own for _ in range(VECTORS)]
+                addresses = [opaque_address(builder, queries_at) if WIDTH == 64 and not READ_ONCE else queries_at for _ in range(VECTORS)]
                 for v, row in order:
-                    x = [load(builder, offset(builder, places[v], 4 * (quad * rows + row)), I32, 4) for quad in quads]
+                    x = [load(builder, offset(builder, addresses[v], 4 * (quad * rows + row)), I32, 4) for quad in quads]
                     x = [builder.bitcast(splat(builder, each, WORDS), BYTES) for each in x]
                     index, largest = VECTORS * row + v, 127 * ((1 << width) - 1)
-                    made[index] = dots(builder, made[index], [each[v] for each in vectors], x, largest)
-            return made
+                    sums[index] = dots(builder, sums[index], [each[v] for each in vectors], x, largest)
+            return sums
 
-        running = by_width(builder, bits, MOST_K, running, products)
+        running = by_width(builder, bits, MAX_K_BITS, running, products)
         following = builder.add(source, builder.shl(builder.zext(bits, I64), I64(8)))
         _, *running = finish([following, *running])
-        place = builder.add(out, builder.shl(unit, I64(6)))
+        target = builder.add(out, builder.shl(unit, I64(6)))
         for row in range(rows):
             step = splat(builder, load(builder, offset(builder, terms, 4 * row), F32, 4), FLOATS)
             more = splat(builder, load(builder, offset(builder, terms, 4 * (rows + row)), F32, 4), FLOATS)
             for v in range(VECTORS):
                 score = fma(builder, builder.sitofp(running[VECTORS * row + v], FLOATS), step, more)
-                store(builder, score, offset(builder, place, 4 * (PAGE * row + LANES * v)), 4)
+                store(builder, score, offset(builder, target, 4 * (PAGE * row + LANES * v)), 4)
 
     return dot_units
 
@@ -266,7 +267,7 @@ def codes_of_keys(builder: ir.IRBuilder, source: ir.Value, width: int, quad: int
 
 
 def _dot_values(rows: int):
-    # sums of a row side by side: a product takes several cycles, the addition of a pair one
+    # sums of a row in parallel: a product has a latency of several cycles, the addition of a pair one
     chains = 2 if rows < 8 and PAIRED == 1 else 1
 
     @llvm_intrinsic
@@ -278,34 +279,36 @@ def _dot_values(rows: int):
 
         def products(width: int) -> list[ir.Value]:
             at, running, finish = loop(builder, I64(PAGE // 32), 1, [constant(WORDS, 0)] * (count * chains))
-            wanted = builder.add(ahead, builder.mul(at, share))
+            prefetch_at = builder.add(ahead, builder.mul(at, share))
             source, zero_at = builder.mul(at, I64(64)), builder.add(zeros, builder.shl(at, I64(5)))
-            weight_at, made = builder.add(weights, builder.shl(at, I64(5))), list(running)
+            weight_at, accumulators = builder.add(weights, builder.shl(at, I64(5))), list(running)
             for first_quad in range(0, 8, PAIRED):
                 quads, values = range(first_quad, first_quad + PAIRED), []
                 for quad in quads:
-                    prefetch_part(builder, wanted, quad, 8)
+                    prefetch_part(builder, prefetch_at, quad, 8)
                     zero = load(builder, offset(builder, zero_at, 4 * quad), I32)
                     zero = builder.bitcast(splat(builder, zero, WORDS), BYTES)
                     values.append([builder.add(codes_of_values(builder, codes, source, width, quad, piece, value_multiple(width)), zero)
                                    for piece in range(PIECES)])
                 for row in range(rows):
                     x = [load(builder, offset(builder, weight_at, PAGE * row + 4 * quad), I32) for quad in quads]
-                    x = [builder.bitcast(splat(builder, each, WORDS), BYTES) for each in x]
+                    x = [builder.bitcast(splat(builder, vector, WORDS), BYTES) for vector in x]
                     for piece in range(PIECES):
-                        place = (first_quad % chains) * count + PIECES * row + piece
-                        made[place] = dots(builder, made[place], x, [each[piece] for each in values], 255 * value_zero(width)[1],
-                                           above=True)
-            made = finish(made)
-            return [builder.add(*(made[chain * count + i] for chain in range(chains))) if chains > 1 else made[i] for i in range(count)]
+                        target = (first_quad % chains) * count + PIECES * row + piece
+                        accumulators[target] = dots(builder, accumulators[target], x, [vector[piece] for vector in values],
+                                                    255 * value_zero(width)[1],
+                                                    above=True)
+            accumulators = finish(accumulators)
+            return [builder.add(*(accumulators[chain * count + i] for chain in range(chains))) if chains > 1 else accumulators[i]
+                    for i in range(count)]
 
-        sums = by_width(builder, builder.trunc(bits, I8), MOST_V, [constant(WORDS, 0)] * count, products)
+        sums = by_width(builder, builder.trunc(bits, I8), MAX_V_BITS, [constant(WORDS, 0)] * count, products)
         factor = splat(builder, step, FLOATS)
         for row in range(rows):
-            place = builder.add(out, builder.mul(stride, I64(row)))
-            old, new = (splat(builder, load(builder, offset(builder, each, 4 * row), F32, 4), FLOATS) for each in (keep, take))
+            target = builder.add(out, builder.mul(stride, I64(row)))
+            old, new = (splat(builder, load(builder, offset(builder, vector, 4 * row), F32, 4), FLOATS) for vector in (keep, take))
             for piece in range(PIECES):
-                where = offset(builder, place, WIDTH * piece)
+                where = offset(builder, target, WIDTH * piece)
                 value = builder.fmul(builder.sitofp(sums[PIECES * row + piece], FLOATS), factor)
                 value = builder.fadd(builder.fmul(load(builder, where, FLOATS, 4), old), builder.fmul(value, new))
                 store(builder, value, where, 4)
@@ -326,6 +329,6 @@ def codes_of_values(builder: ir.IRBuilder, codes: ir.Value, chunk: ir.Value, wid
     return code
 
 
-# For the KV heads with many query heads, and for all others; vectors of less than 64 bytes have no room for eight rows.
+# For KV heads with many query heads, and for all others; vectors of less than 64 bytes have no eight-row tiles.
 scale_4, zeros_4, dot_units_4, dot_values_4 = _scale_rows(4), _zero_terms(4), _dot_units(4), _dot_values(4)
 scale_8, zeros_8, dot_units_8, dot_values_8 = _scale_rows(8), _zero_terms(8), _dot_units(8), _dot_values(8)

@@ -25,9 +25,9 @@ from ..attention import (
     _merge,
     _with_sink,
 )
-from ..inner_loops import LOW_ROWS
+from ..inner_loops import DECODE_TILE_ROWS
 from ..intrinsics import f32_at, fetch_add, i64_at
-from .arguments import BACK, BY_PAGE, _broad, _turn
+from .arguments import BY_PAGE, V_ROTATION, _padded_depth, _rotate_rows
 from .softmax_weights import fold_sums
 
 BLOCK_PAGES = 8
@@ -38,10 +38,10 @@ def fold(output, m, part, part_stride, sums, factors, rows, padded, depth):
     """Merge an output with (m, l) [2, rows] into the running one."""
     fold_sums(m, m + 4 * padded, sums, sums + 4 * padded, factors, padded)
     for r in range(rows):
-        own, new = f32_at(output + 4 * r * depth), f32_at(part + r * part_stride)
+        total, partial = f32_at(output + 4 * r * depth), f32_at(part + r * part_stride)
         old_factor, new_factor = f32_at(factors)[r], f32_at(factors)[padded + r]
         for i in range(depth):
-            own[i] = own[i] * old_factor + new[i] * new_factor
+            total[i] = total[i] * old_factor + partial[i] * new_factor
 
 
 @inlined()
@@ -50,16 +50,16 @@ def fold_partial(output, m, source, sums, factors, rows, padded, depth):
     if f32_at(source)[depth + 1] == ZERO:
         return
     for r in range(rows):
-        own = f32_at(source + 4 * r * (depth + 2))
-        f32_at(sums)[r], f32_at(sums)[padded + r] = own[depth], own[depth + 1]
+        partial = f32_at(source + 4 * r * (depth + 2))
+        f32_at(sums)[r], f32_at(sums)[padded + r] = partial[depth], partial[depth + 1]
     fold(output, m, source, 4 * (depth + 2), sums, factors, rows, padded, depth)
 
 
 @inlined()
 def nothing(output, m, padded, depth):
-    own, stats = f32_at(output), f32_at(m)
+    output_row, stats = f32_at(output), f32_at(m)
     for i in range(padded * depth):
-        own[i] = ZERO
+        output_row[i] = ZERO
     for r in range(padded):
         stats[r], stats[padded + r] = MINUS_INF, ZERO
 
@@ -67,19 +67,19 @@ def nothing(output, m, padded, depth):
 @inlined()
 def load_partial(source, output, m, rows, padded, depth):
     for r in range(rows):
-        own, target = f32_at(source + 4 * r * (depth + 2)), f32_at(output + 4 * r * depth)
+        partial, target = f32_at(source + 4 * r * (depth + 2)), f32_at(output + 4 * r * depth)
         for i in range(depth):
-            target[i] = own[i]
-        f32_at(m)[r], f32_at(m)[padded + r] = own[depth], own[depth + 1]
+            target[i] = partial[i]
+        f32_at(m)[r], f32_at(m)[padded + r] = partial[depth], partial[depth + 1]
 
 
 @inlined()
 def store_partial(target, output, m, rows, padded, depth):
     for r in range(rows):
-        own, source = f32_at(target + 4 * r * (depth + 2)), f32_at(output + 4 * r * depth)
+        partial, source = f32_at(target + 4 * r * (depth + 2)), f32_at(output + 4 * r * depth)
         for i in range(depth):
-            own[i] = source[i]
-        own[depth], own[depth + 1] = f32_at(m)[r], f32_at(m)[padded + r]
+            partial[i] = source[i]
+        partial[depth], partial[depth + 1] = f32_at(m)[r], f32_at(m)[padded + r]
 
 
 @kernel()
@@ -90,15 +90,15 @@ def merge_packed(args, worker, counter):
     a = i64_at(args)
     tokens, heads, kv_heads, depth, blocks = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[BLOCKS]
     rows = heads // kv_heads
-    row_nbytes = 4 * tokens * rows * (depth + 2)  # partials of a row of the table
-    padded = (rows + LOW_ROWS - 1) // LOW_ROWS * LOW_ROWS
-    broad = _broad(depth)
+    row_nbytes = 4 * tokens * rows * (depth + 2)  # size of the partials of a table row
+    padded = (rows + DECODE_TILE_ROWS - 1) // DECODE_TILE_ROWS * DECODE_TILE_ROWS
+    padded_depth = _padded_depth(depth)
     packed = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     packed_m = packed + 4 * padded * depth
     one = packed_m + 8 * padded
     one_m = one + 4 * padded * depth
     back = one_m + 8 * padded
-    sums = back + 4 * padded * broad
+    sums = back + 4 * padded * padded_depth
     factors = sums + 8 * padded
     begin = 0
     while begin < blocks and not i64_at(a[TABLE] + 8 * COLUMNS * begin)[SEALED]:
@@ -109,26 +109,26 @@ def merge_packed(args, worker, counter):
             return
         kv, t = job // tokens, job % tokens
         nothing(packed, packed_m, padded, depth)
-        places = a[PARTIALS] + kv * blocks * row_nbytes + 4 * t * rows * (depth + 2)
+        partials = a[PARTIALS] + kv * blocks * row_nbytes + 4 * t * rows * (depth + 2)
         block = begin
         while block < blocks and i64_at(a[TABLE] + 8 * COLUMNS * block)[SEALED]:
             if a[BY_PAGE]:
                 nothing(one, one_m, padded, depth)
                 for row in range(block, min(blocks, block + BLOCK_PAGES)):
                     if i64_at(a[TABLE] + 8 * COLUMNS * row)[SEALED]:
-                        fold_partial(one, one_m, places + row * row_nbytes, sums, factors, rows, padded, depth)
-                store_partial(places + block * row_nbytes, one, one_m, rows, padded, depth)
-            fold_partial(packed, packed_m, places + block * row_nbytes, sums, factors, rows, padded, depth)
+                        fold_partial(one, one_m, partials + row * row_nbytes, sums, factors, rows, padded, depth)
+                store_partial(partials + block * row_nbytes, one, one_m, rows, padded, depth)
+            fold_partial(packed, packed_m, partials + block * row_nbytes, sums, factors, rows, padded, depth)
             block += BLOCK_PAGES
-        _turn(padded, packed, a[BACK] + 4 * kv * depth * broad, back, depth, broad)
+        _rotate_rows(padded, packed, a[V_ROTATION] + 4 * kv * depth * padded_depth, back, depth, padded_depth)
         for r in range(rows):
             o = f32_at(a[OUT] + 4 * (t * heads + kv * rows + r) * depth)
             m, l = MINUS_INF, ZERO
             for row in range(blocks):
                 if not i64_at(a[TABLE] + 8 * COLUMNS * row)[SEALED]:
-                    exact = f32_at(places + row * row_nbytes + 4 * r * (depth + 2))
+                    exact = f32_at(partials + row * row_nbytes + 4 * r * (depth + 2))
                     m, l = _merge(o, m, l, exact, exact[depth], exact[depth + 1], depth)
-            m, l = _merge(o, m, l, f32_at(back + 4 * r * broad), f32_at(packed_m)[r], f32_at(packed_m)[padded + r], depth)
+            m, l = _merge(o, m, l, f32_at(back + 4 * r * padded_depth), f32_at(packed_m)[r], f32_at(packed_m)[padded + r], depth)
             l = _with_sink(a, kv * rows + r, m, l)
             for i in range(depth):
                 o[i] = o[i] / l

@@ -1,6 +1,6 @@
-"""Packed pages of two codecs in one layer: pages that a policy gave more bits are stored in an extent of their own.
+"""Packed pages of two codecs in one layer: pages to which a policy assigns more bits are stored in an extent of their own.
 
-A block table says 1 for a page of the first codec and 2 for one of the second, with the page's place in its own extent. The kernels handle
+A block table has 1 for a page of the first codec and 2 for one of the second, with the page's index in its own extent. The kernels handle
 one codec at a time: its partials are computed with its own argument block, from a table in which the other codec's pages are not marked as
 sealed. Partials are stored by row and merge in page order as usual; both codecs share one basis, so they are rotated back together. Prefill
 goes through the table in several calls, one per run of pages of one codec.
@@ -13,7 +13,7 @@ import numpy as np
 from ...layout import PageLayout
 from ...workspace import address
 from .. import attention, attention_decode
-from ..ops import FEW, CpuOps
+from ..ops import FEW_TOKENS, CpuOps
 from . import arguments
 from .decode import attend_packed_decode
 from .pages import Codec, PackedPages
@@ -31,16 +31,17 @@ class MixedPages(PackedPages):
             raise ValueError("the codecs of a layer must share a basis")
         super().__init__(ops, layout, exact, sealed, scale, window, softcap, codec)
         self.second = PackedPages(ops, layout, exact, better, scale, window, softcap, second)
-        self._attend[self.by_page] = self.second._attend[self.by_page] = 1  # a page's neighbours in memory are not those in position
+        # pages adjacent in memory are not adjacent in position
+        self._attend[self.by_page_slot] = self.second._attend[self.by_page_slot] = 1
         self._first = self._attend.copy()
         self._tables: tuple[np.ndarray | None, tuple[np.ndarray, ...]] = (None, ())
 
     def reader(self, ops: CpuOps | None = None, window: int | None = None) -> MixedPages:
-        own = super().reader(ops, window)
-        own.second, own._first, own._tables = self.second.reader(ops, window), self._first.copy(), (None, ())
+        copied = super().reader(ops, window)
+        copied.second, copied._first, copied._tables = self.second.reader(ops, window), self._first.copy(), (None, ())
         for slots in (slice(attention.SCRATCH, attention.PARTIALS + 1), attention.WINDOW):
-            own._first[slots] = own._attend[slots]
-        return own
+            copied._first[slots] = copied._attend[slots]
+        return copied
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:
         """Seal a slot into place `page` of the codec's own extent."""
@@ -57,41 +58,42 @@ class MixedPages(PackedPages):
             super().compiled(q, position, blocks, sinks, out)
             return
         self._attend[attention.SINKS] = address(sinks)
-        if len(q) > FEW:
+        if len(q) > FEW_TOKENS:
             self._many_of_both(q, position, blocks, out)
         else:
             self._few_of_both(q, position, blocks, out)
 
     def _few_of_both(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
         tables = self._tables_of(blocks)
-        for each in tables:
-            self.ops.keep_alive(each)
+        for table_of_kind in tables:
+            self.ops.keep_alive(table_of_kind)
         own = self.ops.addresses_of_step(blocks, blocks)[0]
-        calls, *kinds = (self.side_by_side(block, q, position, blocks, table, out) for block, table in
+        calls, *kinds = (self.calls_by_group(block, q, position, blocks, table, out) for block, table in
                          zip((self._attend, self._first, self.second._attend), (own, *map(address, tables)), strict=True))
         for call, *packed in zip(calls, *kinds, strict=True):
-            self.run_few([(attention_decode.attend_decode, call), *((attend_packed_decode, each) for each in packed), (self.merge, call)],
+            self.run_few([(attention_decode.attend_decode, call), *((attend_packed_decode, table_of_kind) for table_of_kind in packed),
+                          (self.merge_kernel, call)],
                          q.shape[1] * len(blocks))
 
     def _many_of_both(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
         table = self.ops.addresses_of_step(blocks, blocks)[0]
         (call,) = self.calls(q, position, blocks, table, out)
         other = call.copy()
-        other[arguments.PACKED : arguments.TURN] = self.second._attend[arguments.PACKED : arguments.TURN]
+        other[arguments.PACKED : arguments.K_ROTATION] = self.second._attend[arguments.PACKED : arguments.K_ROTATION]
         kinds = blocks[:, attention.SEALED]
         begin = 0
         while begin < len(blocks):
             packed = kinds[begin:][kinds[begin:] > 0]
-            own = packed[0] if len(packed) else FIRST_KIND
-            ends = np.flatnonzero((kinds[begin:] > 0) & (kinds[begin:] != own))
+            first_kind = packed[0] if len(packed) else FIRST_KIND
+            ends = np.flatnonzero((kinds[begin:] > 0) & (kinds[begin:] != first_kind))
             end = begin + int(ends[0]) if len(ends) else len(blocks)
-            self.turn([other if own == SECOND_KIND else call], begin, end)
+            self.enqueue_rows([other if first_kind == SECOND_KIND else call], begin, end)
             begin = end
 
     def _tables_of(self, blocks: np.ndarray) -> tuple[np.ndarray, ...]:
         """The block table as seen by each codec's kernel. When a step updates a table in place, only exact rows change."""
-        known, tables = self._tables
-        if known is not blocks:
+        cached_blocks, tables = self._tables
+        if cached_blocks is not blocks:
             tables = tuple(blocks.copy() for _ in (FIRST_KIND, SECOND_KIND))
             for kind, table in zip((FIRST_KIND, SECOND_KIND), tables, strict=True):
                 table[table[:, attention.SEALED] != kind, attention.SEALED] = 0

@@ -15,7 +15,7 @@ from ...lazy_numba import inlined
 from ..arithmetic import MINUS_INF, ZERO, exp
 from ..intrinsics import f32_at, i64_at
 
-TAKEN = np.float32(-1.0)  # below all sums
+SELECTED = np.float32(-1.0)  # below all sums: marks selected pages
 
 
 @inlined()
@@ -33,17 +33,17 @@ def _gather(partials, kv_heads, blocks, rows, width, left_from, left_to, m, l):
 
 
 @inlined({"contract"})
-def _shares(m, l, blocks, count, most, total):
-    """Each block's share of every row's attention, [blocks, count], stored over `m`; `most` and `total` are scratch for [count]. Empty
+def _shares(m, l, blocks, count, maxima, total):
+    """Each block's share of every row's attention, [blocks, count], stored over `m`; `maxima` and `total` are scratch for [count]. Empty
     blocks have a share of zero."""
     for i in range(count):
-        most[i], total[i] = m[i], ZERO
+        maxima[i], total[i] = m[i], ZERO
     for block in range(1, blocks):
         for i in range(count):
-            most[i] = max(most[i], m[block * count + i])
+            maxima[i] = max(maxima[i], m[block * count + i])
     for block in range(blocks):
         for i in range(count):
-            mass = l[block * count + i] * exp(m[block * count + i] - most[i])
+            mass = l[block * count + i] * exp(m[block * count + i] - maxima[i])
             m[block * count + i] = mass
             total[i] += mass
     for block in range(blocks):
@@ -68,37 +68,39 @@ def _largest(values, count):
 
 
 @jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, float64, int64, int64)")
-def choose_blocks(partials, kv_heads, blocks, rows, width, unknown, begin, end, most, left, order, room):
+def choose_blocks(partials, kv_heads, blocks, rows, width, unknown, begin, end, max_blocks, left, order, scratch):
     """Selects among blocks [begin, end) those with the largest sum over rows of the square root of their shares (so that a little attention
-    by many rows counts as well as much by one). Writes the `most` best, at most as many as there are, largest first, as int64 to `order`,
-    counted from `begin`; returns how many are needed until no row has more than `left` of its attention in the others. Blocks [unknown,
-    begin) are ignored. `partials`: float32 [KVH, blocks, rows, width], with (m, l) the last two; `room`: `room_floats` float32."""
+    by many rows counts as well as much by one). Writes the `max_blocks` best, at most as many as there are, largest first, as int64 to
+    `order`, counted from `begin`; returns how many are needed until no row has more than `left` of its attention in the others. Blocks
+    [unknown, begin) are ignored. `partials`: float32 [KVH, blocks, rows, width], with (m, l) the last two; `scratch`: `room_floats`
+    float32."""
     count, limit = kv_heads * rows, float32(left)
-    m, l = f32_at(room), f32_at(room + 4 * blocks * count)
-    sums = f32_at(room + 8 * blocks * count)
-    rest, total, picks = f32_at(room + 4 * blocks * (2 * count + 1)), f32_at(room + 4 * blocks * (2 * count + 1) + 4 * count), i64_at(order)
+    m, l = f32_at(scratch), f32_at(scratch + 4 * blocks * count)
+    sums = f32_at(scratch + 8 * blocks * count)
+    remaining, picks = f32_at(scratch + 4 * blocks * (2 * count + 1)), i64_at(order)
+    total = f32_at(scratch + 4 * blocks * (2 * count + 1) + 4 * count)
     _gather(partials, kv_heads, blocks, rows, width, unknown, begin, m, l)
-    _shares(m, l, blocks, count, rest, total)
+    _shares(m, l, blocks, count, remaining, total)
     for i in range(count):
-        rest[i] = ZERO
+        remaining[i] = ZERO
     for block in range(begin, end):
-        roots = _roots(f32_at(room + 4 * block * count), count)
+        roots = _roots(f32_at(scratch + 4 * block * count), count)
         sums[block] = roots if roots == roots else ZERO
         for i in range(count):
-            rest[i] += m[block * count + i]
-    wanted = 0 if _largest(rest, count) <= limit else -1
-    for place in range(most):
+            remaining[i] += m[block * count + i]
+    target_count = 0 if _largest(remaining, count) <= limit else -1
+    for index in range(max_blocks):
         best = begin
         for block in range(begin + 1, end):
             if sums[block] > sums[best]:
                 best = block
-        picks[place], sums[best] = best - begin, TAKEN
-        if wanted < 0:
+        picks[index], sums[best] = best - begin, SELECTED
+        if target_count < 0:
             for i in range(count):
-                rest[i] -= m[best * count + i]
-            if _largest(rest, count) <= limit:
-                wanted = place + 1
-    return wanted if wanted >= 0 else most
+                remaining[i] -= m[best * count + i]
+            if _largest(remaining, count) <= limit:
+                target_count = index + 1
+    return target_count if target_count >= 0 else max_blocks
 
 
 def room_floats(blocks: int, count: int) -> int:

@@ -43,9 +43,9 @@ class Codec(Protocol):
 class PackedPages(LayerPages):
     """`exact` holds raw slots of `layout`, `sealed` records in the codec's layout."""
 
-    many, merge = attend_packed_prefill, merge_packed
-    few = (attention_decode.attend_decode, attend_packed_decode)
-    base, by_page = arguments.PACKED, arguments.BY_PAGE
+    prefill_kernel, merge_kernel = attend_packed_prefill, merge_packed
+    decode_kernels = (attention_decode.attend_decode, attend_packed_decode)
+    base_slot, by_page_slot = arguments.PACKED, arguments.BY_PAGE
 
     def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: Codec) -> None:
@@ -59,21 +59,21 @@ class PackedPages(LayerPages):
         block[attention.PAGES] = 0
         self._heads = np.array([(at, record.record_nbytes, *record.offsets)
                                 for at, record in zip(packed.head_offsets, packed.records, strict=False)], np.int64)
-        block[arguments.PACKED : arguments.TURN] = address(sealed), packed.layer_page_nbytes, address(self._heads)
-        block[arguments.TURN : arguments.PAGE_OF_FOUR] = [address(each) for each in self._bases]
+        block[arguments.PACKED : arguments.K_ROTATION] = address(sealed), packed.layer_page_nbytes, address(self._heads)
+        block[arguments.K_ROTATION : arguments.PAGE_OF_FOUR] = [address(basis) for basis in self._bases]
         block[arguments.PAGE_OF_FOUR : arguments.BY_PAGE] = page_of_four.address, page_of_eight.address
         self._attend, self._attend_at = block, address(block)
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:
         """Pack exact slot `slot` into record place `page`, or let `sealed_by` record it for later."""
-        self._abstract(slot, page)
-        self.sealed_by.seal(self._slot(slot), self.layout, layer, first_token, self._place(page))
+        self._note_abstract(slot, page)
+        self.sealed_by.seal(self._slot(slot), self.layout, layer, first_token, self._page_memory(page))
 
     @property
     def stride(self) -> int:
         return self.packed.layer_page_nbytes
 
-    def _held(self, page: int) -> np.ndarray:
+    def _resident_page(self, page: int) -> np.ndarray:
         return self.records[page * self.stride : (page + 1) * self.stride]
 
     def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -85,15 +85,15 @@ class PackedPages(LayerPages):
 
 
 def pages_of(ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
-             softcap: float | None, codec: Codec | None, beside: np.ndarray | None) -> LayerPages:
-    """A layer's page storage: raw, packed, or packed by two codecs, in which case pages of the `better` one are in `beside`."""
+             softcap: float | None, codec: Codec | None, better_pages: np.ndarray | None) -> LayerPages:
+    """A layer's page storage: raw, packed, or packed by two codecs, in which case pages of the `better` one are in `better_pages`."""
     if codec is None or not codec.is_packed:
         return LayerPages(ops, layout, exact, sealed, scale, window, softcap)
-    if beside is None:
+    if better_pages is None:
         return PackedPages(ops, layout, exact, sealed, scale, window, softcap, codec)
     from .mixed_codecs import MixedPages
 
-    return MixedPages(ops, layout, exact, sealed, scale, window, softcap, codec, beside, codec.better)
+    return MixedPages(ops, layout, exact, sealed, scale, window, softcap, codec, better_pages, codec.better)
 
 
 def _padded(matrices: np.ndarray) -> np.ndarray:

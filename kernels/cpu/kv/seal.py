@@ -15,7 +15,7 @@ from ...kv_layout import GROUP_CHANNELS, GROUP_K, PLANES, QUAD, TAIL_OFFSET
 from ...layout import HEADER_NBYTES, PAGE
 from ...lazy_numba import inlined
 from ..arithmetic import expand
-from ..inner_loops import LOW_ROWS, TILE_COLUMNS, low_tile_product
+from ..inner_loops import DECODE_TILE_ROWS, TILE_COLUMNS, low_tile_product
 from ..intrinsics import f32_at, f64_at, fetch_add, i32_at, i64_at, u8_at, u32_at
 from .seal_loops import (
     ABOVE,
@@ -35,21 +35,22 @@ from .seal_loops import (
 # Slots of the argument block. NOTES int64 [COUNT, NOTE_SLOTS], STATUS int64 [COUNT, HEADS]: 0, `KEYS_ODD`, `VALUES_ODD` or both.
 NOTES, COUNT, HEADS, STATUS, SCRATCH, SCRATCH_STRIDE, SLOTS = range(7)
 KEYS_ODD, VALUES_ODD = 1, 2  # a value is not finite, or too large for a page
-# A note: addresses of the exact layer-page, of the sealed one, of the layer's block, of cos and sin float32 [PAGE, D / 2] (0: no mean).
+# A note: addresses of the exact layer-page, the sealed layer-page, the layer's block, and cos and sin float32 [PAGE, D / 2] (0: no mean).
 EXACT, OUT, LAYER, COS, SIN, NOTE_SLOTS = range(6)
-# A layer's block. RECIPROCALS float32 [H, D] of K's scales, K_MATRIX [H, D, BROAD] transposed and padded with zeros, V_MATRIX [H, D, D],
-# K_MEAN [H, D] or 0; WIDTHS uint8 [H, 3, D / 16]: of K, of K when it is not turned, of V; TAILS uint8 [H, 2, bytes of a tail], not turned
-# and turned, all but the largest scale; TABLES [2, MOST_BITS + 1, TABLE_SLOTS]: of K and V by bits (`seal_loops`); RECORDS int64
-# [H, RECORD_SLOTS]; LONE is a float64: how many times the mean power a lone pair has.
-# ROWS tokens are a part of an exact layer-page, parts PART_STRIDE apart.
-(DIM, DTYPE, HEAD_STRIDE, SIDE, ROWS, PART_STRIDE, RECIPROCALS, K_MATRIX, BROAD, V_MATRIX, K_MEAN, WIDTHS, TAILS, TABLES, RECORDS, LONE,
+# A layer's block. RECIPROCALS float32 [H, D] of K's scales; K_MATRIX [H, D, PADDED_DIM], transposed and zero-padded; V_MATRIX [H, D, D];
+# K_MEAN [H, D] or 0; WIDTHS uint8 [H, 3, D / 16]: of rotated K, of unrotated K, of V; TAILS uint8 [H, 2, bytes of a tail]: of unrotated and
+# rotated K, without the largest scale; TABLES [2, MAX_BITS + 1, TABLE_SLOTS]: of K and V by bits (`seal_loops`); RECORDS int64 [H,
+# RECORD_SLOTS]; DOMINANT_PAIR_RATIO float64: ratio to the mean power above which a channel pair is dominant.
+# ROWS: tokens in a part of an exact layer-page; PART_STRIDE: bytes between parts.
+(DIM, DTYPE, HEAD_STRIDE, SIDE, ROWS, PART_STRIDE, RECIPROCALS, K_MATRIX, PADDED_DIM, V_MATRIX, K_MEAN, WIDTHS, TAILS, TABLES, RECORDS,
+ DOMINANT_PAIR_RATIO,
  LAYER_SLOTS) = range(17)
-# A head's record: where it begins in the layer-page, its five parts and the end of them in it, its length.
+# A head's record: its offset in the layer-page, the offsets of its five parts and their end, its size.
 START, K_CODES, K_EXPONENTS, K_ZEROS, V_CODES, V_SCALES, END, NBYTES, RECORD_SLOTS = range(9)
 BLOCKS = PAGE // LANES  # of V, in tokens
-MOST_STEPS = 15  # of a scale of V below the page's largest
+MAX_STEPS = 15  # of a V scale below the page's largest
 ZERO = float32(0.0)
-MOST_BITS = max(PLANES)
+MAX_BITS = max(PLANES)
 _FIRST_PLANE = tuple(PLANES.get(bits, (0,))[0] for bits in range(9))
 _SECOND_PLANE = tuple((*PLANES.get(bits, (0,)), 0)[1] for bits in range(9))
 
@@ -88,7 +89,7 @@ def _subtract_mean(keys, mean, cos, sin, depth):
 
 
 @inlined()
-def _is_lone(keys, reciprocals, depth, limit, statistics):
+def _has_dominant_pair(keys, reciprocals, depth, limit, statistics):
     """Does some RoPE pair of keys [PAGE, depth], times their reciprocals, have `limit` times the mean power of the pairs?"""
     mean, power, factor = f32_at(statistics), f32_at(statistics + 4 * depth), f32_at(reciprocals)
     for i in range(depth):
@@ -163,20 +164,20 @@ def _pack_bytes(codes, bits, of_keys, out):
 
 
 @inlined()
-def _seal_keys(layer, record, widths, keys, out, spans, found, codes):
-    """Rotated keys [PAGE, BROAD] -> exponents, zeros and codes in the record. True if a value is out of range."""
-    depth, stride = layer[DIM], 4 * layer[BROAD]
+def _seal_keys(layer, record, widths, keys, out, spans, result_at, codes):
+    """Rotated keys [PAGE, PADDED_DIM] -> exponents, zeros and codes in the record. True if a value is out of range."""
+    depth, stride = layer[DIM], 4 * layer[PADDED_DIM]
     at, odd = out + record[K_CODES], ZERO
-    exponents, zeros = i32_at(found + EXPONENT_AT), i32_at(found + ZERO_AT)
+    exponents, zeros = i32_at(result_at + EXPONENT_AT), i32_at(result_at + ZERO_AT)
     for group in range(depth // GROUP_CHANNELS):
         bits = int64(u8_at(widths)[group])
         table = layer[TABLES] + 4 * TABLE_SLOTS * bits
         for part in range(PAGE // GROUP_K):
             x = keys + stride * GROUP_K * part + 4 * GROUP_CHANNELS * group
             odd += span(x, stride, GROUP_K, f32_at(table)[LEVELS], spans)
-            search(x, stride, GROUP_K, spans, table, -128, 127, codes + GROUP_CHANNELS * GROUP_K * part, GROUP_CHANNELS, found)
-            place = depth * part + GROUP_CHANNELS * group
-            kept_exponents, kept_zeros = u8_at(out + record[K_EXPONENTS] + place), u8_at(out + record[K_ZEROS] + place)
+            search(x, stride, GROUP_K, spans, table, -128, 127, codes + GROUP_CHANNELS * GROUP_K * part, GROUP_CHANNELS, result_at)
+            channel_offset = depth * part + GROUP_CHANNELS * group
+            kept_exponents, kept_zeros = u8_at(out + record[K_EXPONENTS] + channel_offset), u8_at(out + record[K_ZEROS] + channel_offset)
             for lane in range(LANES):
                 kept_exponents[lane], kept_zeros[lane] = uint8(exponents[lane] & 255), uint8(zeros[lane] & 255)
         _pack(codes, bits, True, at)
@@ -189,88 +190,90 @@ def _span_values(layer, widths, values, spans):
     """Spans of rotated values [D, PAGE], and the page's largest scale: (is a value out of range, largest scale)."""
     odd, top = ZERO, -(1 << 15)
     for group in range(layer[DIM] // GROUP_CHANNELS):
-        table = layer[TABLES] + 4 * TABLE_SLOTS * (MOST_BITS + 1 + int64(u8_at(widths)[group]))
+        table = layer[TABLES] + 4 * TABLE_SLOTS * (MAX_BITS + 1 + int64(u8_at(widths)[group]))
         above = int64(i32_at(table)[ABOVE])
         for block in range(BLOCKS):
-            here = spans + SPAN_NBYTES * (BLOCKS * group + block)
+            span_at = spans + SPAN_NBYTES * (BLOCKS * group + block)
             x = values + 4 * (PAGE * GROUP_CHANNELS * group + LANES * block)
-            odd += span(x, 4 * PAGE, GROUP_CHANNELS, f32_at(table)[LEVELS], here)
-            firsts = i32_at(here + FIRST_AT)
+            odd += span(x, 4 * PAGE, GROUP_CHANNELS, f32_at(table)[LEVELS], span_at)
+            firsts = i32_at(span_at + FIRST_AT)
             for lane in range(LANES):
                 top = max(top, ((int64(firsts[lane]) + 1) >> 1) + above)
     return odd != ZERO, top
 
 
 @inlined()
-def _seal_values(layer, record, widths, values, top, out, spans, found, codes):
+def _seal_values(layer, record, widths, values, top, out, spans, result_at, codes):
     """Rotated values [D, PAGE] -> scales, zeros and codes in the record."""
     at = out + record[V_CODES]
-    exponents, zeros = i32_at(found + EXPONENT_AT), i32_at(found + ZERO_AT)
+    exponents, zeros = i32_at(result_at + EXPONENT_AT), i32_at(result_at + ZERO_AT)
     for group in range(layer[DIM] // GROUP_CHANNELS):
         bits = int64(u8_at(widths)[group])
-        table = layer[TABLES] + 4 * TABLE_SLOTS * (MOST_BITS + 1 + bits)
+        table = layer[TABLES] + 4 * TABLE_SLOTS * (MAX_BITS + 1 + bits)
         for block in range(BLOCKS):
             x = values + 4 * (PAGE * GROUP_CHANNELS * group + LANES * block)
-            here = spans + SPAN_NBYTES * (BLOCKS * group + block)
-            search(x, 4 * PAGE, GROUP_CHANNELS, here, table, top - MOST_STEPS, top, codes + LANES * block, PAGE, found)
-            kept = u8_at(out + record[V_SCALES] + PAGE * group + LANES * block)
+            span_at = spans + SPAN_NBYTES * (BLOCKS * group + block)
+            search(x, 4 * PAGE, GROUP_CHANNELS, span_at, table, top - MAX_STEPS, top, codes + LANES * block, PAGE, result_at)
+            stored = u8_at(out + record[V_SCALES] + PAGE * group + LANES * block)
             for lane in range(LANES):
-                kept[lane] = uint8((top - exponents[lane]) | (zeros[lane] + 8) << 4)
+                stored[lane] = uint8((top - exponents[lane]) | (zeros[lane] + 8) << 4)
         _pack(codes, bits, False, at)
         at += PAGE * GROUP_CHANNELS // 8 * bits
 
 
 @inlined()
-def _load_keys(layer, note, head, source, room, keys):
-    """A page of exact keys as float32 [PAGE, D] minus their mean; `room`: scratch for them in stored form."""
+def _load_keys(layer, note, head, source, scratch_at, keys):
+    """A page of exact keys as float32 [PAGE, D] minus their mean; `scratch_at`: scratch for them in stored form."""
     depth = layer[DIM]
     for begin in range(0, PAGE, layer[ROWS]):
         part = source + begin // layer[ROWS] * layer[PART_STRIDE]
-        expand(part, layer[DTYPE], room + 4 * begin * depth, layer[ROWS] * depth)
-        _transpose(room + 4 * begin * depth, depth, layer[ROWS], keys + 4 * begin * depth)
+        expand(part, layer[DTYPE], scratch_at + 4 * begin * depth, layer[ROWS] * depth)
+        _transpose(scratch_at + 4 * begin * depth, depth, layer[ROWS], keys + 4 * begin * depth)
     if layer[K_MEAN] != 0:
         _subtract_mean(keys, layer[K_MEAN] + 4 * depth * head, note[COS], note[SIN], depth)
 
 
 @inlined()
-def _turn_keys(layer, head, keys, lone, turned):
-    """Keys [PAGE, D] in the basis of the record, [PAGE, BROAD]; with `lone` pairs are scaled only, not mixed."""
-    depth, broad = layer[DIM], layer[BROAD]
-    if lone:
+def _turn_keys(layer, head, keys, skips_rotation, rotated):
+    """Keys [PAGE, D] in the basis of the record, [PAGE, PADDED_DIM]; with `skips_rotation` pairs are scaled only, not mixed."""
+    depth, padded_depth = layer[DIM], layer[PADDED_DIM]
+    if skips_rotation:
         factor = f32_at(layer[RECIPROCALS] + 4 * depth * head)
         for t in range(PAGE):
-            row, target = f32_at(keys + 4 * t * depth), f32_at(turned + 4 * t * broad)
+            row, target = f32_at(keys + 4 * t * depth), f32_at(rotated + 4 * t * padded_depth)
             for i in range(depth):
                 target[i] = row[i] * factor[i]
         return
-    matrix = layer[K_MATRIX] + 4 * depth * broad * head
-    for t in range(0, PAGE, LOW_ROWS):
-        for i in range(0, broad, TILE_COLUMNS):
-            low_tile_product(keys + 4 * t * depth, 4 * depth, matrix + 4 * i, 4 * broad, turned + 4 * (t * broad + i), 4 * broad, depth, 0)
+    matrix = layer[K_MATRIX] + 4 * depth * padded_depth * head
+    for t in range(0, PAGE, DECODE_TILE_ROWS):
+        for i in range(0, padded_depth, TILE_COLUMNS):
+            low_tile_product(keys + 4 * t * depth, 4 * depth, matrix + 4 * i, 4 * padded_depth, rotated + 4 * (t * padded_depth + i),
+                             4 * padded_depth, depth, 0)
 
 
 @inlined()
-def _load_values(layer, head, source, room, turned):
-    """A page of values in the basis of the record, float32 [D, PAGE]; `room`: scratch for them as floats."""
+def _load_values(layer, head, source, scratch_at, rotated):
+    """A page of values in the basis of the record, float32 [D, PAGE]; `scratch_at`: scratch for them as floats."""
     depth = layer[DIM]
     for begin in range(0, PAGE, layer[ROWS]):
         part = source + layer[SIDE] + begin // layer[ROWS] * layer[PART_STRIDE]
-        expand(part, layer[DTYPE], turned + 4 * begin * depth, layer[ROWS] * depth)
-    _transpose(turned, PAGE, depth, room)
+        expand(part, layer[DTYPE], rotated + 4 * begin * depth, layer[ROWS] * depth)
+    _transpose(rotated, PAGE, depth, scratch_at)
     matrix = layer[V_MATRIX] + 4 * depth * depth * head
-    for i in range(0, depth, LOW_ROWS):
+    for i in range(0, depth, DECODE_TILE_ROWS):
         for t in range(0, PAGE, TILE_COLUMNS):
-            low_tile_product(matrix + 4 * i * depth, 4 * depth, room + 4 * t, 4 * PAGE, turned + 4 * (i * PAGE + t), 4 * PAGE, depth, 0)
+            low_tile_product(matrix + 4 * i * depth, 4 * depth, scratch_at + 4 * t, 4 * PAGE, rotated + 4 * (i * PAGE + t), 4 * PAGE,
+                             depth, 0)
 
 
 @inlined()
-def _finish_record(layer, record, head, lone, top, out):
+def _finish_record(layer, record, head, skips_rotation, top, out):
     """The tail of a record's header, with V's largest scale `top`, and zero padding after its parts."""
     length = record[K_CODES] - TAIL_OFFSET
-    tail, kept = u8_at(layer[TAILS] + length * (2 * head + (0 if lone else 1))), u8_at(out + TAIL_OFFSET)
+    tail, target = u8_at(layer[TAILS] + length * (2 * head + (0 if skips_rotation else 1))), u8_at(out + TAIL_OFFSET)
     for i in range(length):
-        kept[i] = tail[i]
-    kept[0], kept[1] = uint8(top & 255), uint8(top >> 8 & 255)
+        target[i] = tail[i]
+    target[0], target[1] = uint8(top & 255), uint8(top >> 8 & 255)
     for i in range(record[END], record[NBYTES]):
         u8_at(out)[i] = uint8(0)
 
@@ -287,26 +290,28 @@ def seal_records(args, worker, counter):
             return
         note, head = i64_at(a[NOTES] + 8 * NOTE_SLOTS * (job // heads)), job % heads
         layer = i64_at(note[LAYER])
-        depth, broad = layer[DIM], layer[BROAD]
-        turned = plain + 4 * PAGE * broad
-        statistics = turned + 4 * PAGE * broad
-        found = statistics + 8 * depth
-        codes = found + FOUND_NBYTES
+        depth, padded_depth = layer[DIM], layer[PADDED_DIM]
+        rotated = plain + 4 * PAGE * padded_depth
+        statistics = rotated + 4 * PAGE * padded_depth
+        result_at = statistics + 8 * depth
+        codes = result_at + FOUND_NBYTES
         spans = codes + 2 * CODES_NBYTES
         source = note[EXACT] + head * layer[HEAD_STRIDE] + HEADER_NBYTES
         record = i64_at(layer[RECORDS] + 8 * RECORD_SLOTS * head)
         out = note[OUT] + record[START]
         groups = depth // GROUP_CHANNELS
         widths = layer[WIDTHS] + 3 * groups * head
-        _load_keys(layer, note, head, source, turned, plain)
-        lone = _is_lone(plain, layer[RECIPROCALS] + 4 * depth * head, depth, float32(f64_at(note[LAYER])[LONE]), statistics)
-        _turn_keys(layer, head, plain, lone, turned)
-        status = KEYS_ODD if _seal_keys(layer, record, widths + groups if lone else widths, turned, out, spans, found, codes) else 0
-        _load_values(layer, head, source, plain, turned)
-        odd, top = _span_values(layer, widths + 2 * groups, turned, spans)
+        _load_keys(layer, note, head, source, rotated, plain)
+        skips_rotation = _has_dominant_pair(plain, layer[RECIPROCALS] + 4 * depth * head, depth,
+                                            float32(f64_at(note[LAYER])[DOMINANT_PAIR_RATIO]), statistics)
+        _turn_keys(layer, head, plain, skips_rotation, rotated)
+        status = KEYS_ODD if _seal_keys(layer, record, widths + groups if skips_rotation else widths, rotated, out, spans, result_at,
+                                        codes) else 0
+        _load_values(layer, head, source, plain, rotated)
+        odd, top = _span_values(layer, widths + 2 * groups, rotated, spans)
         if odd:
             status |= VALUES_ODD
         i64_at(a[STATUS])[job] = status
         if status == 0:
-            _seal_values(layer, record, widths + 2 * groups, turned, top, out, spans, found, codes)
-            _finish_record(layer, record, head, lone, top, out)
+            _seal_values(layer, record, widths + 2 * groups, rotated, top, out, spans, result_at, codes)
+            _finish_record(layer, record, head, skips_rotation, top, out)

@@ -20,25 +20,25 @@ from ..reductions import maximum
 
 LANES = 16
 WIDE, WORDS, SMALL = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(I8, LANES)
-MAGIC = 1.5 * 2**23  # added to a small float32 and taken away again, it leaves the nearest whole number
+MAGIC = 1.5 * 2**23  # adding and subtracting it rounds a small float32 to an integer
 TINY, FAR, NEARLY = 2.0**-24, 2.0**20, 1 - 2.0**-12
-OVER, BIAS, MANTISSA = 2.0**68, 127, 0x7FFFFF  # 2^60 · OVER is infinite
-# What `span` leaves, 16 numbers each: float32 ends of the groups, int32 eighths of the exponent of the scale that holds them.
+OVERFLOW_FACTOR, BIAS, MANTISSA = 2.0**68, 127, 0x7FFFFF  # 2^60 · OVERFLOW_FACTOR is infinite
+# Results of `span`, 16 values each: float32 minimum and maximum of the groups, int32 exponent of the scale that covers them, in eighths.
 LOW_AT, HIGH_AT, FIRST_AT, SPAN_NBYTES = 0, 64, 128, 192
-# What `search` leaves: int32 exponents and zeros. Its table for one number of bits: int32 ABOVE, TRIES (exponents), ASIDE (zeros to
-# either side), COARSE (log2 of the eighths in a step of the exponent); float32 HALF, MOST, UNIT, PER_UNIT, LEAST_ZERO, MOST_ZERO, LEVELS;
-# int32 BEHIND, by how many bits a code is more than a byte.
+# Results of `search`: int32 exponents and zero points. Its table for a bit width: int32 ABOVE, TRIES (number of exponents), ASIDE (zero
+# points tried on either side), COARSE (log2 of eighths per exponent step); float32 HALF, MOST, UNIT, PER_UNIT, LEAST_ZERO, MOST_ZERO,
+# LEVELS; int32 BEHIND: bits of a code beyond 8.
 EXPONENT_AT, ZERO_AT, FOUND_NBYTES = 0, 64, 128
 ABOVE, TRIES, ASIDE, COARSE, HALF, MOST, UNIT, PER_UNIT, LEAST_ZERO, MOST_ZERO, LEVELS, BEHIND = range(12)
 TABLE_SLOTS = 12
-CODES_NBYTES = PAGE * LANES  # of a group; as many bytes behind them take the bits beyond 8
+CODES_NBYTES = PAGE * LANES  # of a group; as many bytes after them hold the bits beyond 8
 
 
 def _loop(builder: ir.IRBuilder, name: str, count: ir.Value, start: Sequence[ir.Value],
           body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]]) -> list[ir.Value]:
     """A loop of `count` >= 1 iterations of `body(index, values)`, which returns the next values; returns the last ones."""
     loop = Loop(builder, count, start, name)
-    return loop.end(body(loop.turn, loop.values))
+    return loop.end(body(loop.index, loop.values))
 
 
 def _smaller(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -56,9 +56,9 @@ def _whole(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 def _power(builder: ir.IRBuilder, eighths: ir.Value) -> ir.Value:
     """2^(eighths / 8)."""
-    place, bits = builder.and_(eighths, constant(WORDS, 7)), constant(WORDS, MANTISSA_BITS[0])
+    fraction, bits = builder.and_(eighths, constant(WORDS, 7)), constant(WORDS, MANTISSA_BITS[0])
     for i, mantissa in enumerate(MANTISSA_BITS[1:], 1):
-        bits = builder.select(builder.icmp_signed("==", place, constant(WORDS, i)), constant(WORDS, mantissa), bits)
+        bits = builder.select(builder.icmp_signed("==", fraction, constant(WORDS, i)), constant(WORDS, mantissa), bits)
     exponent = builder.shl(builder.ashr(eighths, constant(WORDS, 3)), constant(WORDS, 23))
     return builder.bitcast(builder.add(bits, exponent), WIDE)
 
@@ -69,10 +69,10 @@ def span(builder, x, stride, count, levels: types.float32, out) -> types.float32
     -> `SPAN_NBYTES` at `out`. Returns 0, or NaN if a value is not finite or not below 2^60."""
     first = load(builder, x, WIDE, 4)
 
-    def step(index, held):
-        low, high, odd = held
+    def step(index, carried):
+        low, high, odd = carried
         value = load(builder, builder.add(x, builder.mul(index, stride)), WIDE, 4)
-        nothing = builder.fmul(builder.fmul(value, constant(WIDE, OVER)), constant(WIDE, 0.0))
+        nothing = builder.fmul(builder.fmul(value, constant(WIDE, OVERFLOW_FACTOR)), constant(WIDE, 0.0))
         return [_smaller(builder, value, low), maximum(builder, value, high), builder.fadd(odd, nothing)]
 
     low, high, odd = _loop(builder, "span", count, [first, first, constant(WIDE, 0.0)], step)
@@ -81,8 +81,8 @@ def span(builder, x, stride, count, levels: types.float32, out) -> types.float32
     exponent = builder.sub(builder.lshr(bits, constant(WORDS, 23)), constant(WORDS, BIAS))
     mantissa = builder.or_(builder.and_(bits, constant(WORDS, MANTISSA)), constant(WORDS, BIAS << 23))
     eighths = builder.shl(exponent, constant(WORDS, 3))
-    for each in MANTISSA_BITS:
-        eighths = builder.sub(eighths, builder.sext(builder.icmp_signed(">", mantissa, constant(WORDS, each)), WORDS))
+    for bits_of_eighth in MANTISSA_BITS:
+        eighths = builder.sub(eighths, builder.sext(builder.icmp_signed(">", mantissa, constant(WORDS, bits_of_eighth)), WORDS))
     for at, value in ((LOW_AT, low), (HIGH_AT, high), (FIRST_AT, eighths)):
         store(builder, value, offset(builder, out, at), 4)
     total = builder.extract_element(odd, I32(0))
@@ -92,24 +92,24 @@ def span(builder, x, stride, count, levels: types.float32, out) -> types.float32
 
 
 @llvm_intrinsic
-def search(builder, x, stride, count, spans, table, least, most, codes, codes_stride, out):
-    """The best exponent, from `least` to `most`, and zero point of 16 groups of `count` float32, `stride` bytes apart, whose `span` is at
-    `spans`, by the table of their bits: the upper 8 bits of codes to `codes`, bytes in rows of 16, `codes_stride` apart, the bits below
+def search(builder, x, stride, count, spans, table, minimum, maximum, codes, codes_stride, out):
+    """The best exponent, from `minimum` to `maximum`, and zero point of 16 groups of `count` float32, `stride` bytes apart, whose `span` is
+    at `spans`, by the table of their bits: the upper 8 bits of codes to `codes`, bytes in rows of 16, `codes_stride` apart, the bits below
     them CODES_NBYTES behind, `FOUND_NBYTES` to `out`."""
-    whole = lambda place: load(builder, offset(builder, table, 4 * place), I32, 4)  # noqa: E731
-    real = lambda place: splat(builder, load(builder, offset(builder, table, 4 * place), F32, 4), WIDE)  # noqa: E731
+    load_constant = lambda index_in_table: load(builder, offset(builder, table, 4 * index_in_table), I32, 4)  # noqa: E731
+    real = lambda index_in_table: splat(builder, load(builder, offset(builder, table, 4 * index_in_table), F32, 4), WIDE)  # noqa: E731
     low, high = (load(builder, offset(builder, spans, at), WIDE, 4) for at in (LOW_AT, HIGH_AT))
     middle = builder.fmul(builder.fadd(high, low), constant(WIDE, 0.5))
-    least, most = (splat(builder, builder.trunc(end, I32), WORDS) for end in (least, most))
-    coarse, aside = splat(builder, whole(COARSE), WORDS), builder.sext(whole(ASIDE), I64)
+    minimum, maximum = (splat(builder, builder.trunc(end, I32), WORDS) for end in (minimum, maximum))
+    coarse, aside = splat(builder, load_constant(COARSE), WORDS), builder.sext(load_constant(ASIDE), I64)
     half, top, unit, per_unit, least_zero, most_zero = map(real, (HALF, MOST, UNIT, PER_UNIT, LEAST_ZERO, MOST_ZERO))
     nothing = constant(WIDE, 0.0)
-    behind = splat(builder, whole(BEHIND), WORDS)
-    rest = builder.sub(builder.shl(constant(WORDS, 1), behind), constant(WORDS, 1))
-    # eighths to steps of the exponent, upwards
+    shift_bits = splat(builder, load_constant(BEHIND), WORDS)
+    mask = builder.sub(builder.shl(constant(WORDS, 1), shift_bits), constant(WORDS, 1))
+    # eighths to exponent steps, rounded up
     last = builder.sub(builder.shl(constant(WORDS, 1), coarse), constant(WORDS, 1))
     first = builder.ashr(builder.add(load(builder, offset(builder, spans, FIRST_AT), WORDS, 4), last), coarse)
-    first = builder.add(first, splat(builder, whole(ABOVE), WORDS))
+    first = builder.add(first, splat(builder, load_constant(ABOVE), WORDS))
 
     def scales(exponent):
         eighths = builder.shl(exponent, coarse)
@@ -119,44 +119,44 @@ def search(builder, x, stride, count, spans, table, least, most, codes, codes_st
         value = load(builder, builder.add(x, builder.mul(index, stride)), WIDE, 4)
         return builder.fsub(builder.fmul(value, inverse), shift)
 
-    def one_exponent(below, held):
+    def one_exponent(below, carried):
         below = splat(builder, builder.trunc(below, I32), WORDS)
         exponent = builder.sub(first, below)
-        exponent = builder.select(builder.icmp_signed("<", exponent, least), least, exponent)
-        exponent = builder.select(builder.icmp_signed(">", exponent, most), most, exponent)
+        exponent = builder.select(builder.icmp_signed("<", exponent, minimum), minimum, exponent)
+        exponent = builder.select(builder.icmp_signed(">", exponent, maximum), maximum, exponent)
         scale, inverse = scales(exponent)
         square = builder.fmul(scale, scale)
         centre = builder.fmul(builder.fmul(middle, inverse), per_unit)
         centre = _whole(builder, _clamped(builder, centre, constant(WIDE, -FAR), constant(WIDE, FAR)))
 
-        def one_zero(place, held):
-            best, best_exponent, best_zero = held
-            moved = builder.sitofp(builder.trunc(builder.sub(place, aside), I32), F32)
+        def one_zero(index_in_table, carried):
+            best, best_exponent, best_zero = carried
+            moved = builder.sitofp(builder.trunc(builder.sub(index_in_table, aside), I32), F32)
             zero = _clamped(builder, builder.fadd(centre, splat(builder, moved, WIDE)), least_zero, most_zero)
             shift = builder.fsub(builder.fmul(zero, unit), half)
 
-            def one_value(index, held):
-                wanted = away(index, inverse, shift)
-                off = builder.fsub(_whole(builder, _clamped(builder, wanted, nothing, top)), wanted)
-                return [builder.fadd(held[0], builder.fmul(off, off))]
+            def one_value(index, carried):
+                target_value = away(index, inverse, shift)
+                off = builder.fsub(_whole(builder, _clamped(builder, target_value, nothing, top)), target_value)
+                return [builder.fadd(carried[0], builder.fmul(off, off))]
 
             (error,) = _loop(builder, "values", count, [nothing], one_value)
             error = builder.fmul(error, square)
             better = builder.fcmp_ordered("<", error, builder.fmul(best, constant(WIDE, NEARLY)))
             return [builder.select(better, new, old) for new, old in ((error, best), (exponent, best_exponent), (zero, best_zero))]
 
-        return _loop(builder, "zeros", builder.add(builder.shl(aside, I64(1)), I64(1)), held, one_zero)
+        return _loop(builder, "zeros", builder.add(builder.shl(aside, I64(1)), I64(1)), carried, one_zero)
 
     start = [constant(WIDE, float("inf")), first, nothing]
-    _, exponent, zero = _loop(builder, "exponents", builder.sext(whole(TRIES), I64), start, one_exponent)
+    _, exponent, zero = _loop(builder, "exponents", builder.sext(load_constant(TRIES), I64), start, one_exponent)
     _, inverse = scales(exponent)
     shift = builder.fsub(builder.fmul(zero, unit), half)
 
-    def keep(index, held):
+    def keep(index, carried):
         code = builder.fptosi(_whole(builder, _clamped(builder, away(index, inverse, shift), nothing, top)), WORDS)
-        place = builder.add(codes, builder.mul(index, codes_stride))
-        store(builder, builder.trunc(builder.lshr(code, behind), SMALL), place)
-        store(builder, builder.trunc(builder.and_(code, rest), SMALL), offset(builder, place, CODES_NBYTES))
+        index_in_table = builder.add(codes, builder.mul(index, codes_stride))
+        store(builder, builder.trunc(builder.lshr(code, shift_bits), SMALL), index_in_table)
+        store(builder, builder.trunc(builder.and_(code, mask), SMALL), offset(builder, index_in_table, CODES_NBYTES))
         return []
 
     _loop(builder, "codes", count, [], keep)

@@ -26,11 +26,11 @@ from .sign_products import PAIR
 if TYPE_CHECKING:
     from ..pages import LayerPages, ScatteredPages
 
-LEFT = 0.002  # of a head's attention: when the pages not read have no more than this between them, no more are read
-FARTHEST = 255
-# Of the distance at which scores are right in the mean. The mean of their exponentials is then too large, by the half of what they err
-# squared; at 2 / pi, the nearest point, keys that are looked up stand out too little.
-NEARER = 0.8
+LEFT = 0.002  # stop reading pages when those not read have at most this share of a head's attention
+MAX_DISTANCE = 255
+# Fraction of the distance at which scores are unbiased. The mean of their exponentials is then too large, by half of the squared error; at
+# 2 / pi, the nearest point, keys of a lookup stand out too little.
+RECENCY_DECAY = 0.8
 
 
 def abstract_nbytes(kv_heads: int, head_dim: int) -> int:
@@ -60,8 +60,8 @@ class Selective:
     """One layer's page summaries, in `memory` for pages from `first` on: uint8 `[pages * abstract_nbytes]`, cache-line aligned. `turn`
     [KVH, D, D] rotates values into the basis in which the layer's pages are merged; None if that is their own."""
 
-    def __init__(self, pages: LayerPages, memory: np.ndarray, first: int, turn: np.ndarray | None) -> None:
-        self._pages, self._first, self._turn = pages, first, turn
+    def __init__(self, pages: LayerPages, memory: np.ndarray, first: int, rotation: np.ndarray | None) -> None:
+        self._pages, self._first, self._rotation = pages, first, rotation
         heads, dim = pages.layout.kv_heads, pages.layout.head_dim
         count, at = len(memory) // abstract_nbytes(heads, dim), 0
         parts = []
@@ -82,87 +82,87 @@ class Selective:
 
     def reader(self, pages: LayerPages) -> Selective:
         """The same summaries for another layer that attends to these pages."""
-        own = copy(self)
-        own._pages = pages
-        return own
+        copied = copy(self)
+        copied._pages = pages
+        return copied
 
     def note(self, page: int, k: np.ndarray, v: np.ndarray) -> None:
         """Compute the summary of a page from its keys and values, [PAGE, KVH, D]."""
         k, v = (side.astype(np.float32).swapaxes(0, 1) for side in (k, v))
-        v = v if self._turn is None else v @ self._turn
+        v = v if self._rotation is None else v @ self._rotation
         heads, _, dim = k.shape
         k = k @ self._basis
-        place = page - self._first
-        steps, means = self._steps[:, place], self._means[:, place]
+        index = page - self._first
+        steps, means = self._steps[:, index], self._means[:, index]
         step = steps[:, page_estimates.MEAN_STEP] = _rounded(k.mean(1), means)
         k -= step[:, None, None] * means[:, None]
-        self._sides[:, place] = np.packbits(k >= 0, axis=-1, bitorder="little").swapaxes(1, 2)
+        self._sides[:, index] = np.packbits(k >= 0, axis=-1, bitorder="little").swapaxes(1, 2)
         sides = np.abs(k).sum(-1)
-        far = NEARER * np.square(k).sum(-1) / np.where(sides > 0, sides, 1)  # without NEARER, a key times what stands for it is its square
-        step = steps[:, page_estimates.FAR_STEP] = far.max(-1) / FARTHEST
-        np.copyto(self._far[:, place], np.rint(far / np.where(step > 0, step, 1)[:, None]), casting="unsafe")
-        steps[:, page_estimates.VALUE_STEPS :] = _rounded(v.reshape(heads, CHUNKS, CHUNK, dim).mean(2), self._values[:, place])
+        # without the factor, a key times its sign approximation is its squared norm
+        far = RECENCY_DECAY * np.square(k).sum(-1) / np.where(sides > 0, sides, 1)
+        step = steps[:, page_estimates.FAR_STEP] = far.max(-1) / MAX_DISTANCE
+        np.copyto(self._far[:, index], np.rint(far / np.where(step > 0, step, 1)[:, None]), casting="unsafe")
+        steps[:, page_estimates.VALUE_STEPS :] = _rounded(v.reshape(heads, CHUNKS, CHUNK, dim).mean(2), self._values[:, index])
 
     def attend(self, q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray, end: int) -> None:
         """`LayerPages.compiled` for one token; pages [first, end) are on disk. The steps that depend on estimates run again when a recorded
         pass is replayed."""
         pages, ops, block = self._pages, self._pages.ops, self._block.copy()
-        lead, group = pages.spilled.lead, q.shape[1] // pages.layout.head_dim // pages.layout.kv_heads
+        lead_rows, group = pages.spilled.lead, q.shape[1] // pages.layout.head_dim // pages.layout.kv_heads
         calls = pages.calls(q, position, blocks, table, out)
-        if pages.by_page is not None:
-            calls[0][pages.by_page] = 1
+        if pages.by_page_slot is not None:
+            calls[0][pages.by_page_slot] = 1
         picked = np.zeros(end - self._first, np.uint8)
-        block[: page_estimates.E_TO + 1] = ops.at(q), pages.layout.kv_heads * group, len(blocks), self._first, end
-        block[page_estimates.E_LEAD], block[page_estimates.E_PICKED] = lead, address(picked)
+        block[: page_estimates.E_TO + 1] = ops.address_of(q), pages.layout.kv_heads * group, len(blocks), self._first, end
+        block[page_estimates.E_LEAD], block[page_estimates.E_PICKED] = lead_rows, address(picked)
         ops.keep_alive(block)
         ops.run(page_estimates.estimate_pages, address(block))
-        pages.turn(calls, 0, lead, few=pages.few[:1])
-        pages.turn(calls, lead + end, len(blocks), few=pages.few[:1])
+        pages.enqueue_rows(calls, 0, lead_rows, kernels=pages.decode_kernels[:1])
+        pages.enqueue_rows(calls, lead_rows + end, len(blocks), kernels=pages.decode_kernels[:1])
         partials = ops.workspace.take("partials", pages.layout.kv_heads, len(blocks), group, pages.layout.head_dim + 2)
-        ops.host_step(partial(self._read, _Step(partials, slice(lead + self._first, lead + end), lead, picked, block,
-                                              pages.part(calls[0], lead, lead + self._first), pages.some(calls[0], blocks))))
-        pages.merged(calls)
+        ops.host_step(partial(self._read, _Step(partials, slice(lead_rows + self._first, lead_rows + end), lead_rows, picked, block,
+                                              pages.rows_block(calls[0], lead_rows, lead_rows + self._first),
+                                              pages.scattered(calls[0], blocks))))
+        pages.enqueue_merge(calls)
 
     def _read(self, step: _Step) -> None:
         pages, run = self._pages, self._pages.ops.run
-        wanted, likely = choose(step.partials, step.disk, min(pages.spilled.most, len(step.picked)), LEFT, step.lead)
+        chosen, likely = choose(step.partials, step.spilled_rows, min(pages.spilled.most, len(step.picked)), LEFT, step.lead_rows)
         step.picked[:] = 0
-        step.picked[wanted] = 1
-        read = [self._first + each for each in wanted]
+        step.picked[chosen] = 1
+        read = [self._first + page for page in chosen]
         fetched = pages.spilled.fetch(read, len(step.picked))
         run(page_estimates.estimate_outputs, address(step.block))
         if self._first:
-            run(pages.few[-1], address(step.held))
-        pages.ops.flush()  # while the first come
-        for come in fetched:
-            step.some.note(come)
-            pages.ops.flush()  # while others come
-        pages.spilled.prefetch([self._first + each for each in likely], read)
+            run(pages.decode_kernels[-1], address(step.resident))
+        pages.ops.flush()  # while the first pages are loaded
+        for loaded in fetched:
+            step.scattered.enqueue(loaded)
+            pages.ops.flush()  # while further pages are loaded
+        pages.spilled.prefetch([self._first + page for page in likely], read)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One layer's work for a token, and for later tokens that see the same blocks: `partials` float32 [KVH, blocks, rows, D + 2], which
-    blocks are on `disk`, how many `lead` the pages, which of those on disk are `picked`; the argument blocks of the estimates (`block`) and
-    of attention over pages `held` in memory, and the attention over `some` pages from disk."""
+    """One layer's work for a token, and for later tokens that see the same blocks."""
 
-    partials: np.ndarray
-    disk: slice
-    lead: int
-    picked: np.ndarray
-    block: np.ndarray
-    held: np.ndarray
-    some: ScatteredPages
+    partials: np.ndarray  # float32 [KVH, blocks, rows, D + 2]
+    spilled_rows: slice  # rows of the block table whose pages are on disk
+    lead_rows: int  # rows of the block table before page 0
+    picked: np.ndarray  # uint8 per page on disk: is it read?
+    block: np.ndarray  # argument block of the estimates
+    resident: np.ndarray  # argument block of attention over pages in memory
+    scattered: ScatteredPages  # attention over pages read from disk
 
 
-def choose(partials: np.ndarray, disk: slice, most: int, left: float, unknown: int) -> tuple[list[int], list[int]]:
-    """Which blocks of the `disk` to read, at most `most`, and which come next, ignoring blocks from `unknown` on before those: see
+def choose(partials: np.ndarray, disk: slice, limit: int, left: float, unknown: int) -> tuple[list[int], list[int]]:
+    """(blocks of `disk` to read, at most `limit`, and those most likely needed next). Blocks from `unknown` up to `disk` are ignored, see
     `page_selection`. `partials`: float32 [KVH, blocks, rows, ... and (m, l)]."""
     kv_heads, blocks, rows, width = partials.shape
-    order, room = np.empty(most, np.int64), np.empty(room_floats(blocks, kv_heads * rows), np.float32)
-    count = choose_blocks(address(partials), kv_heads, blocks, rows, width, unknown, disk.start, disk.stop, most, left,
-                          address(order), address(room))
-    return order[:count].tolist(), order[count : count + max(0, min(most - count, most // 4))].tolist()
+    order, scratch = np.empty(limit, np.int64), np.empty(room_floats(blocks, kv_heads * rows), np.float32)
+    count = choose_blocks(address(partials), kv_heads, blocks, rows, width, unknown, disk.start, disk.stop, limit, left,
+                          address(order), address(scratch))
+    return order[:count].tolist(), order[count : count + max(0, min(limit - count, limit // 4))].tolist()
 
 
 def _rounded(values: np.ndarray, out: np.ndarray) -> np.ndarray:

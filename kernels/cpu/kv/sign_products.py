@@ -36,11 +36,11 @@ from ..int8_ir import (
 from ..intrinsics import F32, I16, I32, I64, f32_at, u8_at
 from .unpack_loops import loop
 
-PAIR = 8  # numbers of a query, and bits of a token, that two tables are for
-TABLE = 32  # bytes of both
+PAIR = 8  # query values, and bits of a token, covered by two tables
+TABLE = 32  # size of both tables
 LARGEST = 63
-ROUNDED = np.float32(LARGEST - 2)  # before rounding, which moves each of four numbers by half at most
-MAGIC = np.float32(1.5 * 2**23)  # added to a float32 and taken off, it rounds to a whole number
+ROUNDED = np.float32(LARGEST - 2)  # limit before rounding, which moves each of four numbers by at most half
+MAGIC = np.float32(1.5 * 2**23)  # adding and subtracting it rounds a float32 to an integer
 FLAT, INFINITE = np.float32(2.0**-100), np.float32(np.inf)
 TABLE_LANE = ir.VectorType(I8, 16)
 
@@ -88,11 +88,11 @@ def _looked_up(builder: ir.IRBuilder, address: ir.Value, nibbles: list[ir.Value]
         wide = builder.shuffle_vector(table, table, ir.Constant(ir.VectorType(I32, WIDTH), [i % 16 for i in range(WIDTH)]))
         return look_up(builder, [wide], nibbles[0], 4)
     lowest = builder.extract_element(table, I32(0))
-    found = splat(builder, lowest, BYTES)
+    result = splat(builder, lowest, BYTES)
     for bit, mask in enumerate(nibbles):
         more = builder.sub(builder.extract_element(table, I32(1 << bit)), lowest)
-        found = builder.add(found, builder.and_(splat(builder, more, BYTES), mask))
-    return found
+        result = builder.add(result, builder.and_(splat(builder, more, BYTES), mask))
+    return result
 
 
 def _nibbles(builder: ir.IRBuilder, raw: ir.Value, half: int) -> list[ir.Value]:
@@ -100,7 +100,7 @@ def _nibbles(builder: ir.IRBuilder, raw: ir.Value, half: int) -> list[ir.Value]:
     if INSTRUCTION_SET != "portable":
         return [shift_right(builder, raw, 4 * half, 4)]
     bits = [builder.and_(raw, constant(BYTES, 1 << (4 * half + bit))) for bit in range(4)]
-    return [builder.sext(builder.icmp_unsigned("!=", each, constant(BYTES, 0)), BYTES) for each in bits]
+    return [builder.sext(builder.icmp_unsigned("!=", bit_vector, constant(BYTES, 0)), BYTES) for bit_vector in bits]
 
 
 def _sign_scores(rows: int):
@@ -108,20 +108,20 @@ def _sign_scores(rows: int):
     def sign_scores(builder, sides, far, tables, steps, more, out, pairs):
         """Scores of R rows, float32 [R, PAGE] at `out`: steps * far * the sums of signs + more. `sides` uint8 [pairs, PAGE], `far` uint8
         [PAGE], `tables` uint8 [R, pairs, TABLE], `steps` and `more` float32 [R]."""
-        own = [builder.add(tables, builder.mul(pairs, I64(TABLE * row))) for row in range(rows)]
-        factors, terms = ([splat(builder, load(builder, offset(builder, each, 4 * row), F32, 4), FLOATS) for row in range(rows)]
-                          for each in (steps, more))
+        table_rows = [builder.add(tables, builder.mul(pairs, I64(TABLE * row))) for row in range(rows)]
+        factors, terms = ([splat(builder, load(builder, offset(builder, vector, 4 * row), F32, 4), FLOATS) for row in range(rows)]
+                          for vector in (steps, more))
         bias = splat(builder, builder.trunc(builder.mul(pairs, I64(2 * LARGEST)), I16), HALVES)
         for begin in range(0, PAGE, WIDTH):
             at, sums, finish = loop(builder, pairs, 1, [constant(HALVES, 0)] * (2 * rows))
             raw = load(builder, offset(builder, builder.add(sides, builder.mul(at, I64(PAGE))), begin), BYTES)
             low, high, updated = _nibbles(builder, raw, 0), _nibbles(builder, raw, 1), []
             for row in range(rows):
-                table = builder.add(own[row], builder.mul(at, I64(TABLE)))
-                found = builder.add(_looked_up(builder, table, low), _looked_up(builder, offset(builder, table, 16), high))
-                found = builder.bitcast(found, HALVES)
-                updated.append(builder.add(sums[2 * row], found))
-                updated.append(builder.add(sums[2 * row + 1], builder.lshr(found, constant(HALVES, 8))))
+                table = builder.add(table_rows[row], builder.mul(at, I64(TABLE)))
+                products = builder.add(_looked_up(builder, table, low), _looked_up(builder, offset(builder, table, 16), high))
+                products = builder.bitcast(products, HALVES)
+                updated.append(builder.add(sums[2 * row], products))
+                updated.append(builder.add(sums[2 * row + 1], builder.lshr(products, constant(HALVES, 8))))
             sums = finish(updated)
             for row in range(rows):
                 odd = sums[2 * row + 1]
@@ -129,12 +129,12 @@ def _sign_scores(rows: int):
                 even, odd = builder.sub(even, bias), builder.sub(odd, bias)
                 for piece in range(WIDTH // LANES):
                     first = LANES // 2 * piece
-                    places = [first + i // 2 + i % 2 * (WIDTH // 2) for i in range(LANES)]
-                    words = builder.shuffle_vector(even, odd, ir.Constant(ir.VectorType(I32, LANES), places))
-                    place = begin + LANES * piece
-                    distance = load(builder, offset(builder, far, place), ir.VectorType(I8, LANES))
+                    lanes = [first + i // 2 + i % 2 * (WIDTH // 2) for i in range(LANES)]
+                    words = builder.shuffle_vector(even, odd, ir.Constant(ir.VectorType(I32, LANES), lanes))
+                    first_lane = begin + LANES * piece
+                    distance = load(builder, offset(builder, far, first_lane), ir.VectorType(I8, LANES))
                     value = builder.sitofp(builder.mul(builder.sext(words, WORDS), builder.zext(distance, WORDS)), FLOATS)
-                    store(builder, fma(builder, value, factors[row], terms[row]), offset(builder, out, 4 * (PAGE * row + place)), 4)
+                    store(builder, fma(builder, value, factors[row], terms[row]), offset(builder, out, 4 * (PAGE * row + first_lane)), 4)
 
     return sign_scores
 

@@ -2,8 +2,8 @@
 
 Used by prefill, and by everything for K stored unrotated. Codes become bytes with the code in the high bits, then signed 16-bit numbers
 `code * a + b`, which include the scale and zero point of the code's channel (of K, for 32 tokens) or token (of V, for 16 channels), as
-integers of a common step, at most `MOST`. Queries are rounded to 16 bits as well, so that sums of products stay below 2^31: exact, and the
-same on every instruction set.
+integers of a common step, at most `MAX_UNPACKED`. Queries are rounded to 16 bits as well, so that sums of products stay below 2^31: exact,
+and the same on every instruction set.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from ..intrinsics import F32, I16, I32, I64
 from ..ir_loop import Loop
 
 SPAN = 32  # tokens that share a scale of K
-MOST = 8191  # of an opened K or V
-TOTAL = 250_000.0  # of the sizes of a row of queries: times MOST below 2^31
+MAX_UNPACKED = 8191  # limit of an unpacked K or V
+MAX_QUERY_SUM = 250_000.0  # limit of the absolute sum of a query row: times MAX_UNPACKED below 2^31
 LARGEST = 32767.0
-LEAST = 2.0**-100  # a largest value below it counts as zero: its inverse could be infinite
-CHAINS = 8  # independent sums of a dot product
+MIN_MAXIMUM = 2.0**-100  # smaller maxima count as zero: their inverse could be infinite
+CHAINS = 8  # independent accumulators of a dot product
 
 
 def loop(builder: ir.IRBuilder, count: ir.Value, step: int, carried: Sequence[ir.Value]):
     """Head of a loop from 0 to `count` (> 0) by `step`: (counter, carried values, finish). `finish(values)` ends the body and returns the
     final values."""
-    made = Loop(builder, count, carried, "loop", step=step)
-    return made.turn, made.values, made.end
+    inner = Loop(builder, count, carried, "loop", step=step)
+    return inner.index, inner.values, inner.end
 
 
 def _spread(width: int, up: int, merge: bool):
@@ -94,7 +94,7 @@ def _four(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.bitcast(splat(builder, single, ir.VectorType(I64, WIDTH // 8)), EIGHT)
 
 
-def _widen(behind: int):
+def _widen(shift_bits: int):
     half = WIDTH // 2
 
     def part(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:
@@ -109,8 +109,8 @@ def _widen(behind: int):
         at, _, finish = loop(builder, nbytes, 64, [])
         for piece in range(64 // half):
             value = part(builder, builder.add(codes, at), piece)
-            if behind:
-                low = part(builder, offset(builder, builder.add(codes, at), behind), piece)
+            if shift_bits:
+                low = part(builder, offset(builder, builder.add(codes, at), shift_bits), piece)
                 value = builder.or_(value, builder.lshr(low, constant(EIGHT, 8)))
             where = offset(builder, builder.add(out, builder.shl(at, I64(1))), WIDTH * piece)
             store(builder, builder.add(rounded_high(builder, value, factor), shift), where)
@@ -120,7 +120,7 @@ def _widen(behind: int):
 
 
 GROUP_NBYTES = GROUP_CHANNELS * PAGE  # of a group's codes as bytes
-# Codes of a byte, and codes of which more bits lie in the high ones of bytes GROUP_NBYTES behind.
+# Codes of up to 8 bits, and codes whose further bits are in bytes GROUP_NBYTES later.
 widen, widen_both = _widen(0), _widen(GROUP_NBYTES)
 
 
@@ -131,21 +131,21 @@ def dot_keys(builder, opened, x, factor: types.float32, out, quads):
     vectors, stride = SPAN * 4 * 2 // WIDTH, PAGE * 4 * 2
     unrolled = max(1, CHAINS // vectors)
     at, running, finish = loop(builder, quads, unrolled, [constant(WORDS, 0)] * (vectors * unrolled))
-    base, place = builder.add(opened, builder.mul(at, I64(stride))), builder.add(x, builder.shl(at, I64(3)))
+    base, x_at = builder.add(opened, builder.mul(at, I64(stride))), builder.add(x, builder.shl(at, I64(3)))
     updated = []
     for step in range(unrolled):
-        other = _four(builder, offset(builder, place, 8 * step))
+        other = _four(builder, offset(builder, x_at, 8 * step))
         for i in range(vectors):
-            own = load(builder, offset(builder, base, stride * step + WIDTH * i), EIGHT)
-            updated.append(pair_products(builder, running[vectors * step + i], own, other))
+            vector = load(builder, offset(builder, base, stride * step + WIDTH * i), EIGHT)
+            updated.append(pair_products(builder, running[vectors * step + i], vector, other))
     updated = finish(updated)
     sums = updated[:vectors]
     for step in range(1, unrolled):
         sums = [builder.add(one, more) for one, more in zip(sums, updated[vectors * step : vectors * (step + 1)], strict=True)]
     scale = splat(builder, factor, FLOATS)
     for i in range(0, vectors, 2):
-        places = [ir.Constant(ir.VectorType(I32, LANES), list(range(first, 2 * LANES, 2))) for first in (0, 1)]
-        both = builder.add(*(builder.shuffle_vector(sums[i], sums[i + 1], each) for each in places))
+        index_vectors = [ir.Constant(ir.VectorType(I32, LANES), list(range(first, 2 * LANES, 2))) for first in (0, 1)]
+        both = builder.add(*(builder.shuffle_vector(sums[i], sums[i + 1], indices) for indices in index_vectors))
         store(builder, builder.fmul(builder.sitofp(both, FLOATS), scale), offset(builder, out, 4 * LANES * (i // 2)), 4)
 
 
@@ -165,20 +165,20 @@ def shorts(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.trunc(builder.bitcast(moved, WORDS), SHORTS)
 
 
-def pick(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
+def pick(builder: ir.IRBuilder, table: ir.Value, positions: ir.Value) -> ir.Value:
     """table[place] for every lane, from eight floats at an address."""
     if LANES == 4:
-        found = constant(FLOATS, 0.0)
+        result = constant(FLOATS, 0.0)
         for lane in range(LANES):
-            place = builder.zext(builder.extract_element(places, I32(lane)), I64)
-            address = builder.add(table, builder.mul(place, I64(4)))
-            found = builder.insert_element(found, load(builder, address, F32, 4), I32(lane))
-        return found
+            position = builder.zext(builder.extract_element(positions, I32(lane)), I64)
+            address = builder.add(table, builder.mul(position, I64(4)))
+            result = builder.insert_element(result, load(builder, address, F32, 4), I32(lane))
+        return result
     eight = load(builder, table, ir.VectorType(F32, 8), 4)
     if LANES == 8:
-        return builder.call(function(builder, FLOATS, [FLOATS, WORDS], "llvm.x86.avx2.permps"), [eight, places])
+        return builder.call(function(builder, FLOATS, [FLOATS, WORDS], "llvm.x86.avx2.permps"), [eight, positions])
     both = builder.shuffle_vector(eight, eight, ir.Constant(ir.VectorType(I32, 16), list(range(16))))
-    return builder.call(function(builder, FLOATS, [FLOATS, WORDS], "llvm.x86.avx512.permvar.sf.512"), [both, places])
+    return builder.call(function(builder, FLOATS, [FLOATS, WORDS], "llvm.x86.avx512.permvar.sf.512"), [both, positions])
 
 
 def power(builder: ir.IRBuilder, exponent: ir.Value) -> ir.Value:
@@ -203,21 +203,21 @@ def key_factors(builder, exponents, zeros, eighths, of_channel, products, a, b, 
     """
     row = builder.shl(count, I64(2))
     at, (top,), finish = loop(builder, count, LANES, [constant(FLOATS, 0.0)])
-    place = builder.shl(at, I64(2))
-    gain, _, unit, half = _columns(builder, builder.add(of_channel, place), row, 4)
+    factor_offset = builder.shl(at, I64(2))
+    gain, _, unit, half = _columns(builder, builder.add(of_channel, factor_offset), row, 4)
     e = _bytes(builder, builder.add(exponents, at), True)
     octave = power(builder, builder.ashr(e, constant(WORDS, 3)))
     scale = builder.fmul(builder.fmul(pick(builder, eighths, builder.and_(e, constant(WORDS, 7))), octave), gain)
     zero = builder.fmul(builder.sitofp(_bytes(builder, builder.add(zeros, at), True), FLOATS), unit)
-    store(builder, scale, builder.add(products, place), 4)
-    store(builder, zero, builder.add(builder.add(products, row), place), 4)
+    store(builder, scale, builder.add(products, factor_offset), 4)
+    store(builder, zero, builder.add(builder.add(products, row), factor_offset), 4)
     (top,) = finish([_bound(builder, scale, zero, half, top)])
     step, inverse = _steps(builder, largest(builder, top))
     at, _, finish = loop(builder, count, LANES, [])
-    place = builder.shl(at, I64(2))
-    _, count_of, _, half = _columns(builder, builder.add(of_channel, place), row, 4)
-    scale = builder.fmul(load(builder, builder.add(products, place), FLOATS, 4), inverse)
-    shift = builder.fsub(load(builder, builder.add(builder.add(products, row), place), FLOATS, 4), half)
+    factor_offset = builder.shl(at, I64(2))
+    _, count_of, _, half = _columns(builder, builder.add(of_channel, factor_offset), row, 4)
+    scale = builder.fmul(load(builder, builder.add(products, factor_offset), FLOATS, 4), inverse)
+    shift = builder.fsub(load(builder, builder.add(builder.add(products, row), factor_offset), FLOATS, 4), half)
     _put_factors(builder, scale, shift, count_of, a, b, builder.shl(at, I64(1)))
     finish([])
     return step
@@ -230,22 +230,22 @@ def value_factors(builder, packed, eighths, top, bits, products, a, b) -> types.
     unit = builder.fmul(count, constant(FLOATS, 1 / 32))
     half = builder.fmul(builder.fsub(count, constant(FLOATS, 1.0)), constant(FLOATS, 0.5))
     top = splat(builder, builder.trunc(top, I32), WORDS)
-    at, (most,), finish = loop(builder, I64(PAGE), LANES, [constant(FLOATS, 0.0)])
-    place = builder.add(products, builder.shl(at, I64(2)))
+    at, (maximum,), finish = loop(builder, I64(PAGE), LANES, [constant(FLOATS, 0.0)])
+    factor_at = builder.add(products, builder.shl(at, I64(2)))
     raw = _bytes(builder, builder.add(packed, at), False)
     quarters = builder.sub(top, builder.and_(raw, constant(WORDS, 15)))
     eighth = builder.shl(builder.and_(quarters, constant(WORDS, 3)), constant(WORDS, 1))
     scale = builder.fmul(pick(builder, eighths, eighth), power(builder, builder.ashr(quarters, constant(WORDS, 2))))
     zero = builder.sitofp(builder.sub(builder.lshr(raw, constant(WORDS, 4)), constant(WORDS, 8)), FLOATS)
     zero = builder.fmul(zero, unit)
-    store(builder, scale, place, 4)
-    store(builder, zero, offset(builder, place, 4 * PAGE), 4)
-    (most,) = finish([_bound(builder, scale, zero, half, most)])
-    step, inverse = _steps(builder, largest(builder, most))
+    store(builder, scale, factor_at, 4)
+    store(builder, zero, offset(builder, factor_at, 4 * PAGE), 4)
+    (maximum,) = finish([_bound(builder, scale, zero, half, maximum)])
+    step, inverse = _steps(builder, largest(builder, maximum))
     at, _, finish = loop(builder, I64(PAGE), LANES, [])
-    place = builder.add(products, builder.shl(at, I64(2)))
-    scale = builder.fmul(load(builder, place, FLOATS, 4), inverse)
-    shift = builder.fsub(load(builder, offset(builder, place, 4 * PAGE), FLOATS, 4), half)
+    factor_at = builder.add(products, builder.shl(at, I64(2)))
+    scale = builder.fmul(load(builder, factor_at, FLOATS, 4), inverse)
+    shift = builder.fsub(load(builder, offset(builder, factor_at, 4 * PAGE), FLOATS, 4), half)
     _put_factors(builder, scale, shift, count, a, b, builder.shl(at, I64(1)))
     finish([])
     return step
@@ -253,11 +253,11 @@ def value_factors(builder, packed, eighths, top, bits, products, a, b) -> types.
 
 def _columns(builder: ir.IRBuilder, address: ir.Value, row: ir.Value, count: int) -> list[ir.Value]:
     """A vector of each of `count` rows, `row` bytes apart."""
-    found = []
+    columns = []
     for _ in range(count):
-        found.append(load(builder, address, FLOATS, 4))
+        columns.append(load(builder, address, FLOATS, 4))
         address = builder.add(address, row)
-    return found
+    return columns
 
 
 def _bound(builder: ir.IRBuilder, scale: ir.Value, zero: ir.Value, half: ir.Value, top: ir.Value) -> ir.Value:
@@ -269,15 +269,15 @@ def _bound(builder: ir.IRBuilder, scale: ir.Value, zero: ir.Value, half: ir.Valu
 
 def largest(builder: ir.IRBuilder, sizes: ir.Value) -> ir.Value:
     """The largest lane. Nonnegative floats are ordered like integers, and integers need no NaN handling."""
-    most = builder.call(function(builder, I32, [WORDS], f"llvm.vector.reduce.umax.v{LANES}i32"), [builder.bitcast(sizes, WORDS)])
-    return builder.bitcast(most, F32)
+    maximum_bits = builder.call(function(builder, I32, [WORDS], f"llvm.vector.reduce.umax.v{LANES}i32"), [builder.bitcast(sizes, WORDS)])
+    return builder.bitcast(maximum_bits, F32)
 
 
-def _steps(builder: ir.IRBuilder, most: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The step for numbers up to `most`, and its inverse in every lane; both 0 if `most` is 0."""
-    some = builder.fcmp_ordered(">=", most, F32(LEAST))
-    step = builder.select(some, builder.fdiv(most, F32(MOST)), F32(0.0))
-    return step, splat(builder, builder.select(some, builder.fdiv(F32(MOST), most), F32(0.0)), FLOATS)
+def _steps(builder: ir.IRBuilder, maximum: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The step for numbers up to `maximum`, and its inverse in every lane; both 0 if `maximum` is 0."""
+    some = builder.fcmp_ordered(">=", maximum, F32(MIN_MAXIMUM))
+    step = builder.select(some, builder.fdiv(maximum, F32(MAX_UNPACKED)), F32(0.0))
+    return step, splat(builder, builder.select(some, builder.fdiv(F32(MAX_UNPACKED), maximum), F32(0.0)), FLOATS)
 
 
 def _put_factors(builder: ir.IRBuilder, scale: ir.Value, shift: ir.Value, count: ir.Value, a: ir.Value, b: ir.Value, at: ir.Value) -> None:
@@ -292,12 +292,13 @@ def row_factor(builder, x, count) -> types.float32:
     value = load(builder, builder.add(x, builder.shl(at, I64(2))), FLOATS, 4)
     size = builder.call(function(builder, FLOATS, [FLOATS], f"llvm.fabs.v{LANES}f32"), [value])
     top, total = finish([builder.select(builder.fcmp_ordered(">", size, top), size, top), builder.fadd(total, size)])
-    whole = builder.call(function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{LANES}f32"), [F32(0.0), total],
-                         fastmath=("reassoc",))
-    by_sum, by_top = builder.fdiv(F32(TOTAL), whole), builder.fdiv(F32(LARGEST), largest(builder, top))
+    sum_of_row = builder.call(function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{LANES}f32"), [F32(0.0), total],
+                              fastmath=("reassoc",))
+    by_sum, by_top = builder.fdiv(F32(MAX_QUERY_SUM), sum_of_row), builder.fdiv(F32(LARGEST), largest(builder, top))
     smaller = builder.select(builder.fcmp_ordered(">", by_sum, by_top), by_top, by_sum)
-    finite = builder.fcmp_ordered("<", whole, F32(float("inf")))
-    return builder.select(finite, builder.select(builder.fcmp_ordered("<", whole, F32(LEAST)), F32(0.0), smaller), F32(float("nan")))
+    finite = builder.fcmp_ordered("<", sum_of_row, F32(float("inf")))
+    return builder.select(finite, builder.select(builder.fcmp_ordered("<", sum_of_row, F32(MIN_MAXIMUM)), F32(0.0), smaller),
+                          F32(float("nan")))
 
 
 @llvm_intrinsic

@@ -28,7 +28,7 @@ from .unpack_loops import (
 )
 
 SPANS = PAGE // GROUP_K
-EIGHTHS = np.array(MANTISSA_BITS, np.uint32).view(np.float32)  # what kernels are given to make scales
+EIGHTHS = np.array(MANTISSA_BITS, np.uint32).view(np.float32)  # kernels compute scales from it
 
 
 @inlined()
@@ -59,7 +59,7 @@ def opened_end(depth):
     return products_at(depth) + 8 * max(depth, PAGE)
 
 
-def opened_nbytes(depth: int) -> int:
+def unpacked_nbytes(depth: int) -> int:
     """Bytes of all of that."""
     return 2 * depth * PAGE + 2 * GROUP_NBYTES + 4 * max(depth, PAGE) * SPANS + 16 * depth + 8 * max(depth, PAGE)
 
@@ -74,19 +74,19 @@ def _width(record, side, group):
 
 
 @inlined()
-def _unpack(source, target, bits, whole):
-    """A group's planes -> a byte for each code, in its high bits, and its bits beyond 8 GROUP_NBYTES further on; `whole`: 1 for V, whose
+def _unpack(source, target, bits, is_whole):
+    """A group's planes -> a byte for each code, in its high bits, and its bits beyond 8 GROUP_NBYTES further on; `is_whole`: 1 for V, whose
     unit is 64 bytes, 0 for K, whose unit is a quad of channels."""
-    _unpack_bytes(source, target, min(bits, 8), whole)
+    _unpack_bytes(source, target, min(bits, 8), is_whole)
     if bits > 8:
-        _unpack_bytes(source + GROUP_NBYTES, target + GROUP_NBYTES, bits - 8, whole)
+        _unpack_bytes(source + GROUP_NBYTES, target + GROUP_NBYTES, bits - 8, is_whole)
 
 
 @inlined()
-def _unpack_bytes(source, target, bits, whole):
+def _unpack_bytes(source, target, bits, is_whole):
     high = 4 if bits >= 4 else 2 if bits >= 2 else 1
-    run = 64 if whole else 64 * high
-    for r in range(4 * high if whole else 4):
+    run = 64 if is_whole else 64 * high
+    for r in range(4 * high if is_whole else 4):
         begin, end = source + r * run, target + r * run * (8 // high)
         if high == 4:
             first_4(begin, end, run)
@@ -97,8 +97,8 @@ def _unpack_bytes(source, target, bits, whole):
     low = bits - high
     if low == 0:
         return
-    run = 64 if whole else 64 * low
-    for r in range(4 * low if whole else 4):
+    run = 64 if is_whole else 64 * low
+    for r in range(4 * low if is_whole else 4):
         begin, end = source + 256 * high + r * run, target + r * run * (8 // low)
         if low == 4:
             second_8(begin, end, run)
@@ -117,9 +117,9 @@ def open_keys(record, at, depth, opened, eighths, factor, channel_scale, steps):
     rotated = u8_at(record + TAIL_OFFSET + 2)[0] & ROTATED_K
     gains, counts = f32_at(opened + channels_at(depth)), f32_at(opened + channels_at(depth) + 4 * depth)
     units, halves = f32_at(opened + channels_at(depth) + 8 * depth), f32_at(opened + channels_at(depth) + 12 * depth)
-    own = f32_at(channel_scale)
+    channel_scales = f32_at(channel_scale)
     for c in range(depth):
-        gains[c] = factor if rotated else factor * own[c]
+        gains[c] = factor if rotated else factor * channel_scales[c]
     groups = depth // GROUP_CHANNELS
     for group in range(groups):
         count = float32(1 << _width(record, 0, group))
@@ -177,16 +177,16 @@ def float_keys(opened, depth, steps, keys):
 
 
 @inlined()
-def float_values(opened, depth, steps, values, broad):
-    """Dequantized V as float32 [PAGE, `broad`], for many queries; columns beyond D are zero."""
+def float_values(opened, depth, steps, values, padded_depth):
+    """Dequantized V as float32 [PAGE, `padded_depth`], for many queries; columns beyond D are zero."""
     step = f32_at(steps)
     for group in range(depth // GROUP_CHANNELS):
         numbers = i16_at(opened + 2 * GROUP_NBYTES * group)
         for t in range(PAGE):
-            target = f32_at(values + 4 * (t * broad + GROUP_CHANNELS * group))
+            target = f32_at(values + 4 * (t * padded_depth + GROUP_CHANNELS * group))
             for c in range(GROUP_CHANNELS):
                 target[c] = step[group] * float32(numbers[64 * (t >> 2) + 4 * c + (t & 3)])
     for t in range(PAGE):
-        rest = f32_at(values + 4 * t * broad)
-        for c in range(depth, broad):
-            rest[c] = float32(0.0)
+        padding = f32_at(values + 4 * t * padded_depth)
+        for c in range(depth, padded_depth):
+            padding[c] = float32(0.0)
