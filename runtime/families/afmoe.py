@@ -33,12 +33,12 @@ def config(keys: Keys) -> ModelConfig:
 
     dense, width = keys.integer("num_dense_layers", 1, low=0, high=layers), keys.integer("moe_intermediate_size", 1408, high=2**22)
     of_all = width * keys.integer("num_shared_experts", 2, high=MAX_EXPERTS)
-    own = moe_config(keys, 64, 6, width, True, range(dense, layers), sigmoid=True, correction_bias=True,
+    moe = moe_config(keys, 64, 6, width, True, range(dense, layers), sigmoid=True, correction_bias=True,
                      routed_scale=keys.number("route_scale", 1.0),
                      parallel_to_mlp=True)
-    turned = [own is not None for own in windows]
+    turned = [window is not None for window in windows]
     return decoder_config(keys, base, windows=windows, turned=turned, qkv_bias=bias, o_bias=bias, qk_norm=True, output_gate=True,
-                          moe=own, layer_intermediate_sizes=(ffn,) * dense + (of_all,) * (layers - dense),
+                          moe=moe, layer_intermediate_sizes=(ffn,) * dense + (of_all,) * (layers - dense),
                           embedding_multiplier=hidden**0.5 if keys.flag("mup_enabled", False) else 1.0)
 
 

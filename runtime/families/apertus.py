@@ -34,11 +34,11 @@ def config(keys: Keys) -> ModelConfig:
         own["rope_parameters"] = STRETCHED
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=65_536, bos=1, eos=(2,), norm_eps=1e-5, theta=THETA, sizes=SIZES)
-    made = decoder_config(keys.saying(**own), base, qkv_bias=bias, o_bias=bias, qk_norm=True)
-    above, below = (_numbers(keys, name, made.num_hidden_layers) for name in CURVES)
+    config = decoder_config(keys.saying(**own), base, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    above, below = (_numbers(keys, name, config.num_hidden_layers) for name in CURVES)
     if (above is None) != (below is None):
         raise ConfigError(f"config.json: {CURVES[above is not None]} is missing")
-    return replace(made, hidden_act=ACT, activation_params=() if above is None else tuple(zip(above, below)))
+    return replace(config, hidden_act=ACT, activation_params=() if above is None else tuple(zip(above, below)))
 
 
 def _numbers(keys: Keys, name: str, layers: int) -> list[float] | None:

@@ -29,11 +29,11 @@ def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=32_768, sizes=SIZES, bos=163_691, eos=(163_691,))
     layers, ffn = base.size(keys, "num_hidden_layers"), base.size(keys, "intermediate_size")
-    own = with_expert_groups(keys, deepseek_moe_config(keys, layers, 192, 8, 1, True, 2.5, 2048), 8, 4)
+    moe = with_expert_groups(keys, deepseek_moe_config(keys, layers, 192, 8, 1, True, 2.5, 2048), 8, 4)
     sparse = sparse_layers_after(keys, layers, 1)
-    of_all = tuple((own.shared_expert_dim or 0) if layer in sparse else ffn for layer in range(layers))
+    of_all = tuple((moe.shared_expert_dim or 0) if layer in sparse else ffn for layer in range(layers))
     return mla_config(keys, base, WIDTHS, QUERY_RANK, keys.flag("rope_interleave", True), layer_intermediate_sizes=of_all,
-                      moe=replace(own, layers=sparse, parallel_to_mlp=True, shared_expert_dim=None))
+                      moe=replace(moe, layers=sparse, parallel_to_mlp=True, shared_expert_dim=None))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -31,19 +31,19 @@ def config(keys: Keys) -> ModelConfig:
     groups, kept = keys.raw.get("n_group"), keys.raw.get("topk_group")
     if (groups is None) != (kept is None):
         raise ConfigError(f"config.json: n_group is {show(groups)} and topk_group {show(kept)}", "models state both, or neither")
-    own = deepseek_moe_config(keys, base.size(keys, "num_hidden_layers"), 128, 8, 1, True, 2.5, 512)
-    made = sparse_mla_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, False, own=replace(own, parallel_to_mlp=True))
-    if made.o_bias:
+    moe = deepseek_moe_config(keys, base.size(keys, "num_hidden_layers"), 128, 8, 1, True, 2.5, 512)
+    config = sparse_mla_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, False, own=replace(moe, parallel_to_mlp=True))
+    if config.o_bias:
         raise ConfigError("config.json: attention_bias = true is not supported for axk2 models",
                           "this family runs only with attention_bias = false")
-    rank = keys.integer("gated_norm_rank", 16, high=made.hidden_size)
-    return replace(made, output_gate=True, gated_norm_rank=rank)
+    rank = keys.integer("gated_norm_rank", 16, high=config.hidden_size)
+    return replace(config, output_gate=True, gated_norm_rank=rank)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    rules, prefix, own = deepseek_v32.layer_tensors(config, layer), f"model.layers.{layer}.", config.mla
-    twice = 2 * own.query_rank
-    for role, name, each in (("q_b", "q_proj", own.query), ("attn_gate", "g_proj", own.value)):
+    rules, prefix, mla = deepseek_v32.layer_tensors(config, layer), f"model.layers.{layer}.", config.mla
+    twice = 2 * mla.query_rank
+    for role, name, each in (("q_b", "q_proj", mla.query), ("attn_gate", "g_proj", mla.value)):
         rules[role] = TensorRule(f"{prefix}self_attn.{name}.weight", (config.num_attention_heads * each, twice))
     for role, name in {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}.items():
         if role == "post_norm" and layer not in config.moe.layers:
@@ -58,10 +58,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
     """What makes queries and what makes gates -> as in `tensor_views`: of every head a query's rows and then those of its gate."""
-    own, prefix = config.mla, f"model.layers.{layer}.self_attn."
-    rows = np.arange(config.num_attention_heads * (own.query + own.value)).reshape(config.num_attention_heads, -1)
-    return {f"{prefix}q_proj.weight": (f"{prefix}q_b_proj.weight", rows[:, : own.query].reshape(-1)),
-            f"{prefix}g_proj.weight": (f"{prefix}q_b_proj.weight", rows[:, own.query :].reshape(-1))}
+    mla, prefix = config.mla, f"model.layers.{layer}.self_attn."
+    rows = np.arange(config.num_attention_heads * (mla.query + mla.value)).reshape(config.num_attention_heads, -1)
+    return {f"{prefix}q_proj.weight": (f"{prefix}q_b_proj.weight", rows[:, : mla.query].reshape(-1)),
+            f"{prefix}g_proj.weight": (f"{prefix}q_b_proj.weight", rows[:, mla.query :].reshape(-1))}
 
 
 @narrowing
@@ -88,19 +88,19 @@ def attention_output(y: object, at: Layer) -> object:
     """What o reads, [T, H * value]."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     at.tap("block_in", y)
-    own, shape, heads = w.mla, config.mla, config.num_attention_heads
+    mla, shape, heads = w.mla, config.mla, config.num_attention_heads
     beside = () if w.indexer is None else (w.indexer.k, w.indexer.weights)
-    latent, low, *said = ops.norm_linear(y, None, [own.kv_down, own.q_down, *beside])
-    k = ops.rope_heads(ops.latent_keys(latent, shape, own.kv_norm), 1, shape.key, positions, rope, None)
-    both = ops.norm_and_concat(low, own.q_norm)  # [T, 2 * rank], and the first half in the place of low
+    latent, low, *said = ops.norm_linear(y, None, [mla.kv_down, mla.q_down, *beside])
+    k = ops.rope_heads(ops.latent_keys(latent, shape, mla.kv_norm), 1, shape.key, positions, rope, None)
+    both = ops.norm_and_concat(low, mla.q_norm)  # [T, 2 * rank], and the first half in the place of low
     at.tap("doubled_in", both)
     if w.indexer is not None:  # before the layer's own queries take the place of its
         (chosen_by,) = ops.norm_linear(low, None, [w.indexer.q])
         choose(ops, w.indexer, chosen_by, *said, kv, positions, rope, config.indexer.shape)
-    q, gates = ops.norm_linear(both, None, [own.q, w.attn_gate])
-    q = ops.rope_heads(ops.latent_queries(q, heads, shape, own.expand), heads, shape.key, positions, rope, None)
+    q, gates = ops.norm_linear(both, None, [mla.q, w.attn_gate])
+    q = ops.rope_heads(ops.latent_queries(q, heads, shape, mla.expand), heads, shape.key, positions, rope, None)
     at.tap_heads(q, k, k)
-    attended = ops.latent_values(kv.attend(q, k, k), heads, shape, own.expand)
+    attended = ops.latent_values(kv.attend(q, k, k), heads, shape, mla.expand)
     attended = ops.gate_heads(attended, last_of(gates, len(attended)), heads, shape.value)
     at.tap("attn_out", attended)
     return attended

@@ -61,18 +61,18 @@ def config(keys: Keys) -> ModelConfig:
     width = keys.integer("moe_intermediate_size", 768, high=2**22)
     shared = keys.integer("moe_shared_expert_intermediate_size", width, high=2**22)
     sparse = sparse_layers_after(keys, layers, 2)
-    own = moe_config(named, 512, 8, width, named.flag("norm_topk_prob", True), sparse, sigmoid=True, correction_bias=True,
+    moe = moe_config(named, 512, 8, width, named.flag("norm_topk_prob", True), sparse, sigmoid=True, correction_bias=True,
                      routed_scale=keys.number("routed_scaling_factor", 2.5),
                      shared_expert_dim=shared * named.integer("n_shared_experts", 1, low=0, high=MAX_EXPERTS) or None)
     ahead = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
-    made = mla_config(named, base, WIDTHS, None, True, moe=with_expert_groups(named, own, 8, 4), recurrent=shape, output_gate=True,
-                      output_gate_per_head=True, recurrent_layers=_linear(keys, layers), mtp_layers=ahead,
-                      gate_limits=gate_limits(keys, CLAMPS, sparse, layers, ahead))
-    if made.qkv_bias:
+    config = mla_config(named, base, WIDTHS, None, True, moe=with_expert_groups(named, moe, 8, 4), recurrent=shape, output_gate=True,
+                        output_gate_per_head=True, recurrent_layers=_linear(keys, layers), mtp_layers=ahead,
+                        gate_limits=gate_limits(keys, CLAMPS, sparse, layers, ahead))
+    if config.qkv_bias:
         raise ConfigError("config.json: attention_bias = true is not supported for bailing_hybrid models",
                           "this family runs only with attention_bias = false")
-    demand_silu(keys, made.hidden_act, "its linear attention uses it too")
-    return made
+    demand_silu(keys, config.hidden_act, "its linear attention uses it too")
+    return config
 
 
 def _linear(keys: Keys, layers: int) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ def _linear(keys: Keys, layers: int) -> tuple[int, ...]:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
-    own, hidden, prefix = config.recurrent, config.hidden_size, f"model.layers.{layer}.{PLACE}."
+    state, hidden, prefix = config.recurrent, config.hidden_size, f"model.layers.{layer}.{PLACE}."
     rules = expert_tensors(config, layer, "mlp", NAMES, correction="gate.expert_bias")
     if layer not in config.recurrent_layers:
         rules = mla_tensors(config, layer, rules)
@@ -97,12 +97,12 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
                         "o": replace(rules["o"], name=f"{prefix}dense.weight", also=(f"{prefix}o_proj.weight",))}
     rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
     for role, (name, *shape) in {
-            "state_in": ("qkv_proj.weight", own.channels, hidden), "state_gate": ("g_proj.weight", own.values, hidden),
-            "state_rate": ("f_proj.weight", own.keys, hidden), "state_beta": ("b_proj.weight", own.value_heads, hidden),
-            "state_conv": ("conv1d.weight", own.channels, 1, own.taps), "state_decay": ("A_log", own.value_heads),
-            "state_dt": ("dt_bias", own.keys), "state_norm": ("o_norm.weight", own.value_dim)}.items():
+            "state_in": ("qkv_proj.weight", state.channels, hidden), "state_gate": ("g_proj.weight", state.values, hidden),
+            "state_rate": ("f_proj.weight", state.keys, hidden), "state_beta": ("b_proj.weight", state.value_heads, hidden),
+            "state_conv": ("conv1d.weight", state.channels, 1, state.taps), "state_decay": ("A_log", state.value_heads),
+            "state_dt": ("dt_bias", state.keys), "state_norm": ("o_norm.weight", state.value_dim)}.items():
         rules[role] = TensorRule(f"{prefix}{name}", tuple(shape))
-    return rules | {"state_out": TensorRule(f"{prefix}dense.weight", (hidden, own.values), also=(f"{prefix}o_proj.weight",))}
+    return rules | {"state_out": TensorRule(f"{prefix}dense.weight", (hidden, state.values), also=(f"{prefix}o_proj.weight",))}
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:

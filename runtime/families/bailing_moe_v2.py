@@ -35,12 +35,12 @@ def config(keys: Keys) -> ModelConfig:
     first = keys.integer("first_k_dense_replace", 0, low=0, high=layers)
     shared = keys.integer("moe_shared_expert_intermediate_size", width, high=2**22) * keys.integer("num_shared_experts", 0, low=0,
                                                                                                    high=MAX_EXPERTS)
-    own = moe_config(keys, 16, 2, width, keys.flag("norm_topk_prob", True), range(first, layers), sigmoid=True,
+    moe = moe_config(keys, 16, 2, width, keys.flag("norm_topk_prob", True), range(first, layers), sigmoid=True,
                      shared_expert_dim=shared or None,
                      correction_bias=keys.flag("moe_router_enable_expert_bias", True),
                      routed_scale=keys.number("routed_scaling_factor", 1.0))
     base = Defaults(max_position_embeddings=16_384)
-    return decoder_config(keys, base, ropes, qk_norm=True, moe=with_expert_groups(keys, own, 1, 1),
+    return decoder_config(keys, base, ropes, qk_norm=True, moe=with_expert_groups(keys, moe, 1, 1),
                           mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))
 
 

@@ -32,11 +32,11 @@ def config(keys: Keys) -> ModelConfig:
         turned = rope_config(keys, head_dim, positions, partial=True, share=ROTATED)
         return tuple(turned if layer in attending else None for layer in range(layers))
 
-    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias", False))
-    shape, states = mamba_shape(keys, made), tuple(layer for layer in range(layers) if layer not in attending)
+    config = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias", False))
+    shape, states = mamba_shape(keys, config), tuple(layer for layer in range(layers) if layer not in attending)
     if states:
-        check_shape(keys, made, shape)
-    return replace(made, recurrent=shape if states else None, recurrent_layers=states)
+        check_shape(keys, config, shape)
+    return replace(config, recurrent=shape if states else None, recurrent_layers=states)
 
 
 def _attending(keys: Keys, layers: int) -> frozenset[int]:

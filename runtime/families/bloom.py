@@ -36,8 +36,8 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,), tied=True, act=("hidden_act", "gelu_pytorch_tanh"), rotary=False,
                     grouped=False, eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 250_880})
     of_all = keys.saying(**sizes, intermediate_size=4 * sizes["hidden_size"], hidden_act="gelu_pytorch_tanh")
-    made = decoder_config(of_all, base, norm_kind="layer", qkv_bias=True, o_bias=True, mlp_bias=True)
-    return attending(made, alibi_slopes(made.num_attention_heads))
+    config = decoder_config(of_all, base, norm_kind="layer", qkv_bias=True, o_bias=True, mlp_bias=True)
+    return attending(config, alibi_slopes(config.num_attention_heads))
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

@@ -18,11 +18,11 @@ PARTS, ORDER = 4, ("q", "v", "k")  # of the matrix, and what each holds one behi
 
 def config(keys: Keys) -> ModelConfig:
     """Raises ConfigError."""
-    made = gptj.config(keys)
-    if made.num_attention_heads % PARTS:
-        raise ConfigError(f"config.json: n_head = {made.num_attention_heads} is not supported for codegen models",
+    config = gptj.config(keys)
+    if config.num_attention_heads % PARTS:
+        raise ConfigError(f"config.json: n_head = {config.num_attention_heads} is not supported for codegen models",
                           f"this family fuses queries, keys and values in {PARTS} parts of equally many heads")
-    return made
+    return config
 
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:

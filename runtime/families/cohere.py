@@ -29,12 +29,12 @@ def cohere_config(keys: Keys, theta: float = 10_000.0, **features: object) -> Mo
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=8192, bos=5, eos=(255_001,), eps_key="layer_norm_eps", norm_eps=1e-5, tied=True, sizes=SIZES,
                     theta=theta, rope={"interleaved": True})
-    made = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, norm_kind="layer",
-                          logits_scaling=1 / keys.number("logit_scale", LOGIT_SCALE), **features)
-    if made.head_dim * made.num_attention_heads != made.hidden_size:
-        raise ConfigError(f"config.json: head_dim {made.head_dim} is not supported for {made.num_attention_heads} heads of a width of "
-                          f"{made.hidden_size}", "heads of this family add up to hidden_size")
-    return made
+    config = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, norm_kind="layer",
+                            logits_scaling=1 / keys.number("logit_scale", LOGIT_SCALE), **features)
+    if config.head_dim * config.num_attention_heads != config.hidden_size:
+        raise ConfigError(f"config.json: head_dim {config.head_dim} is not supported for {config.num_attention_heads} heads of a width of "
+                          f"{config.hidden_size}", "heads of this family add up to hidden_size")
+    return config
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -38,12 +38,12 @@ def config(keys: Keys) -> ModelConfig:
     shared = keys.integer("num_shared_experts", 0, low=0, high=MAX_EXPERTS)
     averaged = keys.choice("shared_expert_combination_strategy", SUMS, "average") == "average" and shared > 0
     sigmoid, summed = keys.choice("expert_selection_fn", CHOICES, "softmax") == "sigmoid", keys.flag("norm_topk_prob", True)
-    own = moe_config(keys, 8, 2, width, summed or not sigmoid, sparse, sigmoid=sigmoid, routed_scale=HALF if averaged else 1.0,
+    moe = moe_config(keys, 8, 2, width, summed or not sigmoid, sparse, sigmoid=sigmoid, routed_scale=HALF if averaged else 1.0,
                      shared_expert_dim=width * shared or None)
     dense = keys.integer("prefix_dense_intermediate_size", width, high=2**22)
-    turned = [own is not None or layer not in sparse and dense_every == 1 for layer, own in enumerate(windows)]
+    turned = [window is not None or layer not in sparse and dense_every == 1 for layer, window in enumerate(windows)]
     return decoder_config(keys, base, windows=windows, turned=turned, qkv_bias=bias, o_bias=bias, norm_kind="rms" if rms else "layer",
-                          logits_scaling=1 / keys.number("logit_scale", cohere.LOGIT_SCALE), moe=own,
+                          logits_scaling=1 / keys.number("logit_scale", cohere.LOGIT_SCALE), moe=moe,
                           layer_intermediate_sizes=tuple(width if layer in sparse else dense for layer in range(layers))
                           if len(sparse) < layers else (),
                           multipliers=(("shared.down", HALF),) if averaged else (),

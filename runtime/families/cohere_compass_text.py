@@ -34,7 +34,7 @@ def config(keys: Keys) -> ModelConfig:
         if keys.section("rope_scaling") is not None:
             raise ConfigError("config.json: rope_scaling is not supported for cohere_compass_text models", NEEDED)
         original = keys.integer("original_max_position_embeddings", None, high=MAX_POSITIONS)
-        kinds = tuple(LOCAL if own is not None else GLOBAL for own in windows)
+        kinds = tuple(LOCAL if window is not None else GLOBAL for window in windows)
         found = {kind: _of_kind(sections, kind, head_dim, positions, original) for kind in dict.fromkeys(kinds)}
         return tuple(found[kind] for kind in kinds)
 

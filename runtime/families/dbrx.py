@@ -44,12 +44,12 @@ def config(keys: Keys) -> ModelConfig:
         return (rope_config(keys, head_dim, positions, theta),) * sizes["num_hidden_layers"]
 
     width = feeds.integer("ffn_hidden_size", 3584, high=2**22)
-    own = moe_config(experts, 4, 1, width, power is not None, range(sizes["num_hidden_layers"]), "num_local_experts")
+    moe = moe_config(experts, 4, 1, width, power is not None, range(sizes["num_hidden_layers"]), "num_local_experts")
     base = Defaults(max_position_embeddings=2048, eps_key=None, norm_eps=1e-5, sizes={"vocab_size": 32_000})  # torch's epsilon
     if keys.flag("tie_word_embeddings", False):
         raise ConfigError("config.json: tie_word_embeddings = true is not supported for dbrx models", "this family unties its output head")
     said = keys.saying(**sizes, hidden_act="silu", intermediate_size=width, num_key_value_heads=attends.integer("kv_n_heads", 1, high=4096))
-    return decoder_config(said, base, ropes, norm_kind="layer", clip_qkv=attends.number("clip_qkv", None), moe=own)
+    return decoder_config(said, base, ropes, norm_kind="layer", clip_qkv=attends.number("clip_qkv", None), moe=moe)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -42,9 +42,9 @@ def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=4096, sizes=SIZES, bos=0, eos=(1,))
     layers = base.size(keys, "num_hidden_layers")
-    own = with_expert_groups(keys, deepseek_moe_config(keys, layers, 256, 8, 3, True, 2.5, 2048), 8, 4)
-    made = mla_config(keys, base, WIDTHS, QUERY_RANK, keys.flag("rope_interleave", True), moe=own)
-    return replace(made, mtp_layers=mtp_layers(keys))
+    moe = with_expert_groups(keys, deepseek_moe_config(keys, layers, 256, 8, 3, True, 2.5, 2048), 8, 4)
+    config = mla_config(keys, base, WIDTHS, QUERY_RANK, keys.flag("rope_interleave", True), moe=moe)
+    return replace(config, mtp_layers=mtp_layers(keys))
 
 
 def mtp_layers(keys: Keys) -> int:
@@ -87,8 +87,8 @@ def mla_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank
         turned = None if interleaved is NO_ROPE else rope_config(keys, rope, positions, base.theta, interleaved=interleaved)
         return (turned,) * layers
 
-    made = decoder_config(cached, base, ropes, qkv_bias=biased, o_bias=biased, mla=shape, **features)
-    return replace(made, attn_scale=shape.query**-0.5 * yarn_score_scale(made.rope))
+    config = decoder_config(cached, base, ropes, qkv_bias=biased, o_bias=biased, mla=shape, **features)
+    return replace(config, attn_scale=shape.query**-0.5 * yarn_score_scale(config.rope))
 
 
 def yarn_score_scale(rope: RopeConfig | None) -> float:
@@ -113,15 +113,15 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def mla_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
     """Tensors of one layer by role: those of latent attention in the place of attention's."""
-    own, heads, hidden, prefix = config.mla_of(layer), config.num_attention_heads, config.hidden_size, f"model.layers.{layer}.self_attn."
+    mla, heads, hidden, prefix = config.mla_of(layer), config.num_attention_heads, config.hidden_size, f"model.layers.{layer}.self_attn."
     rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
-    found = {"kv_a": ("kv_a_proj_with_mqa", own.key, hidden), "kv_a_norm": ("kv_a_layernorm", own.rank),
-             "kv_b": ("kv_b_proj", heads * own.made, own.rank), "o": ("o_proj", hidden, heads * own.value)}
-    if own.query_rank is None:
-        found["q"] = "q_proj", heads * own.query, hidden
+    found = {"kv_a": ("kv_a_proj_with_mqa", mla.key, hidden), "kv_a_norm": ("kv_a_layernorm", mla.rank),
+             "kv_b": ("kv_b_proj", heads * mla.made, mla.rank), "o": ("o_proj", hidden, heads * mla.value)}
+    if mla.query_rank is None:
+        found["q"] = "q_proj", heads * mla.query, hidden
     else:
-        found |= {"q_a": ("q_a_proj", own.query_rank, hidden), "q_a_norm": ("q_a_layernorm", own.query_rank),
-                  "q_b": ("q_b_proj", heads * own.query, own.query_rank)}
+        found |= {"q_a": ("q_a_proj", mla.query_rank, hidden), "q_a_norm": ("q_a_layernorm", mla.query_rank),
+                  "q_b": ("q_b_proj", heads * mla.query, mla.query_rank)}
     for role, (name, *shape) in found.items():
         rules[role] = TensorRule(f"{prefix}{name}.weight", tuple(shape), plain=role == "kv_b")
         if config.o_bias and role in ("q_a", "kv_a", "o"):
@@ -139,26 +139,26 @@ def attention_output(x: object, at: Layer) -> object:
     """What o reads, [T, H * value], of what a layer reads."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     at.tap("block_in", x)
-    own, shape, heads = w.mla, config.mla, config.num_attention_heads
+    mla, shape, heads = w.mla, config.mla, config.num_attention_heads
     beside = () if w.indexer is None else (w.indexer.k, w.indexer.weights)
     if w.attn_gate is not None:
         beside += (w.attn_gate,)  # [T, H] or [T, H * value], of what is attended to
-    if own.q_down is None:
-        q, latent, *gated = ops.norm_linear(x, w.input_norm, [own.q, own.kv_down, *beside])  # [T, H * (nope + rope)], [T, rank + rope]
+    if mla.q_down is None:
+        q, latent, *gated = ops.norm_linear(x, w.input_norm, [mla.q, mla.kv_down, *beside])  # [T, H * (nope + rope)], [T, rank + rope]
     else:
-        latent, q, *gated = ops.norm_linear(x, w.input_norm, [own.kv_down, own.q_down, *beside])
-    k = ops.rope_heads(ops.latent_keys(latent, shape, own.kv_norm), 1, shape.key, positions, rope, None)
-    if own.q_down is not None:
+        latent, q, *gated = ops.norm_linear(x, w.input_norm, [mla.kv_down, mla.q_down, *beside])
+    k = ops.rope_heads(ops.latent_keys(latent, shape, mla.kv_norm), 1, shape.key, positions, rope, None)
+    if mla.q_down is not None:
         at.tap("q_in", q)
         if w.indexer is not None:  # before the queries take the place of its own
-            (chosen_by,) = ops.norm_linear(q, own.q_norm, [w.indexer.q])
+            (chosen_by,) = ops.norm_linear(q, mla.q_norm, [w.indexer.q])
             choose(ops, w.indexer, chosen_by, *gated[:2], kv, positions, rope, config.indexer.shape)
-        (q,) = ops.norm_linear(q, own.q_norm, [own.q])
-    q = ops.rope_heads(ops.latent_queries(q, heads, shape, own.expand), heads, shape.key, positions, rope, None)
+        (q,) = ops.norm_linear(q, mla.q_norm, [mla.q])
+    q = ops.rope_heads(ops.latent_queries(q, heads, shape, mla.expand), heads, shape.key, positions, rope, None)
     if rope is not None and rope.queries is not None:
         q = ops.rope_heads(q, heads, shape.key, positions, rope.queries, None)
     at.tap_heads(q, k, k)
-    attended = ops.latent_values(kv.attend(q, k, k, w.sinks), heads, shape, own.expand)  # [T, H * value]
+    attended = ops.latent_values(kv.attend(q, k, k, w.sinks), heads, shape, mla.expand)  # [T, H * value]
     if w.attn_gate is not None:
         attended = ops.gate_heads(attended, last_of(gated[-1], len(attended)), heads, shape.value)
     at.tap("attn_out", attended)

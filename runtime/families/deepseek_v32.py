@@ -38,15 +38,15 @@ def sparse_mla_config(keys: Keys, base: Defaults, widths: Mapping[str, int], que
     layers = base.size(keys, "num_hidden_layers")
     keys.kinds("layer_types", layers, (INDEXED,))
     own = with_mlp_layer_types(keys, layers, own or deepseek_moe_config(keys, layers, 256, 8, 3, True, 2.5, 2048))
-    made = mla_config(keys, base, widths, query_rank, turned, moe=with_expert_groups(keys, own, *groups))
-    rope, rank = made.mla.rope, made.mla.query_rank
+    config = mla_config(keys, base, widths, query_rank, turned, moe=with_expert_groups(keys, own, *groups))
+    rope, rank = config.mla.rope, config.mla.query_rank
     width, count = keys.integer("index_head_dim", 128, high=1024), keys.integer("index_topk", INDEX_TOPK, high=2**27)
     if width < rope or rank is None:
         raise ConfigError(f"config.json: index_head_dim {width} with qk_rope_head_dim {rope} and q_lora_rank {show(rank)} is not supported",
                           "index queries are projected from q_lora_rank dimensions, and a part of each is rotated")
     shape = IndexShape(keys.integer("index_n_heads", heads, high=1024), width, rope, count)
     own = IndexerConfig(shape, sources_of(chooses or [True] * layers), interleaved, ("layer", INDEX_NORM_EPS))
-    return replace(made, mtp_layers=mtp_layers(keys), indexer=own)
+    return replace(config, mtp_layers=mtp_layers(keys), indexer=own)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

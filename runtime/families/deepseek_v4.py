@@ -62,14 +62,14 @@ def config(keys: Keys) -> ModelConfig:
         near, far = _ropes(keys, head_dim, positions)
         return tuple(near if kind == NEAR else far for kind in kinds)
 
-    made = decoder_config(keys, base, ropes, windows=(window,) * layers, moe=_mixture(keys, layers),
-                          residual_streams=keys.integer("hc_mult", 4, low=2, high=16))
-    if made.num_key_value_heads != 1 or made.hidden_act != "silu":
-        raise ConfigError(f"config.json: num_key_value_heads {made.num_key_value_heads} with hidden_act {made.hidden_act} is not supported "
+    config = decoder_config(keys, base, ropes, windows=(window,) * layers, moe=_moe_config(keys, layers),
+                            residual_streams=keys.integer("hc_mult", 4, low=2, high=16))
+    if config.num_key_value_heads != 1 or config.hidden_act != "silu":
+        raise ConfigError(f"config.json: num_key_value_heads {config.num_key_value_heads} with hidden_act {config.hidden_act} is not supported "
                           "for deepseek_v4 models", "one KV head, and silu")
-    own, indexed = _compressed(keys, made, kinds, rates, window)
+    own, indexed = _compressed(keys, config, kinds, rates, window)
     shapes = [shape for shape in own.shapes if shape is not None]
-    return replace(made, hidden_act="clamped_silu", compressed_attention=own, indexer=indexed,
+    return replace(config, hidden_act="clamped_silu", compressed_attention=own, indexer=indexed,
                    recurrent=max(shapes, key=lambda each: sum(each.products)),
                    recurrent_layers=tuple(layer for layer, shape in enumerate(own.shapes) if shape), hybrid_layers=tuple(range(layers)))
 
@@ -115,7 +115,7 @@ def _ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, RopeC
                  for name, section, theta in ((MAIN, own, thetas[0]), (LONG, far, thetas[1])))
 
 
-def _mixture(keys: Keys, layers: int) -> MoEConfig:
+def _moe_config(keys: Keys, layers: int) -> MoEConfig:
     width, shared = keys.integer("moe_intermediate_size", 2048, high=2**22), keys.integer("n_shared_experts", 1, high=MAX_EXPERTS)
     first = keys.integer("num_hash_layers", 3, low=0, high=MAX_LAYERS)
     kinds = keys.kinds("mlp_layer_types", layers, (PICKED, ROUTED)) or (PICKED,) * min(first, layers) + (ROUTED,) * (layers - first)
@@ -152,24 +152,25 @@ def _compressed(keys: Keys, made: ModelConfig, kinds: tuple[str, ...], rates: Ma
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role, under the published names."""
-    own, hidden, width, prefix = config.compressed_attention, config.hidden_size, config.head_dim, f"model.layers.{layer}."
-    heads, inside = config.num_attention_heads, config.num_attention_heads * width // own.output_groups
+    compressed, hidden, width, prefix = config.compressed_attention, config.hidden_size, config.head_dim, f"model.layers.{layer}."
+    heads, inside = config.num_attention_heads, config.num_attention_heads * width // compressed.output_groups
     sizes = {"input_norm": ("attn_norm.weight", hidden), "post_norm": ("ffn_norm.weight", hidden), "k": ("attn.wkv.weight", width, hidden),
-             "k_norm": ("attn.norm.weight", width), "q_a": ("attn.wq_a.weight", own.query_rank, hidden),
-             "q_a_norm": ("attn.q_norm.weight", own.query_rank), "q_b": ("attn.wq_b.weight", heads * width, own.query_rank),
-             "sinks": ("attn.attn_sink", heads), "o": ("attn.wo_b.weight", hidden, own.output_groups * own.output_group_rank)}
+             "k_norm": ("attn.norm.weight", width), "q_a": ("attn.wq_a.weight", compressed.query_rank, hidden),
+             "q_a_norm": ("attn.q_norm.weight", compressed.query_rank), "q_b": ("attn.wq_b.weight", heads * width, compressed.query_rank),
+             "sinks": ("attn.attn_sink", heads), "o": ("attn.wo_b.weight", hidden, compressed.output_groups * compressed.output_group_rank)}
     rules = {role: TensorRule(prefix + name, tuple(shape)) for role, (name, *shape) in sizes.items()}
     rules["k_norm"] = replace(rules["k_norm"], also=(f"{prefix}attn.kv_norm.weight",))  # as published; transformers writes the other
     whole = f"{prefix}attn.wo_a.weight"
-    for group in range(own.output_groups):
-        place = (whole, group * own.output_group_rank, own.output_groups * own.output_group_rank)
-        rules[f"groups.{group}.o_in"] = TensorRule(f"{prefix}attn.wo_a.{group}.weight", (own.output_group_rank, inside), part_of=place)
-    if (shape := own.shapes[layer]) is not None:
+    for group in range(compressed.output_groups):
+        place = (whole, group * compressed.output_group_rank, compressed.output_groups * compressed.output_group_rank)
+        rules[f"groups.{group}.o_in"] = TensorRule(f"{prefix}attn.wo_a.{group}.weight", (compressed.output_group_rank, inside),
+                                                   part_of=place)
+    if (shape := compressed.shapes[layer]) is not None:
         rules |= _key_tensors(f"{prefix}attn.compressor.", ("key_rows", "key_weights", "key_bias", "key_norm"), shape, shape.width, hidden)
     if config.indexer is not None and (index := config.indexer.shape_of(layer)) is not None:
         place, roles = f"{prefix}attn.indexer.", ("index_rows", "index_row_weights", "index_bias", "index_norm")
         rules |= _key_tensors(f"{place}compressor.", roles, shape, index.width, hidden)
-        rules |= {"index_q": TensorRule(f"{place}wq_b.weight", (index.heads * index.width, own.query_rank), plain=True),
+        rules |= {"index_q": TensorRule(f"{place}wq_b.weight", (index.heads * index.width, compressed.query_rank), plain=True),
                   "index_weights": TensorRule(f"{place}weights_proj.weight", (index.heads, hidden), plain=True)}
     for role, name in (("attn_mix", "hc_attn"), ("mlp_mix", "hc_ffn")):
         rules |= hyper_connection_tensors(config, role, [f"{prefix}{name}_{part}" for part in ("fn", "base", "scale")],
@@ -201,14 +202,14 @@ def hyper_connection_tensors(config: ModelConfig, role: str, names: list[str], e
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    table, own = (config.vocab_size, config.hidden_size), config.moe
+    table, moe = (config.vocab_size, config.hidden_size), config.moe
     rules = {"embed": TensorRule("model.embed_tokens.weight", table, ("embed.weight",)),
              "norm": TensorRule("model.norm.weight", (config.hidden_size,))}
     rules |= hyper_connection_tensors(config, "leave_mix", [f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")], 1, 1,
                           ("hc_head_fn", "hc_head_base", "hc_head_scale"))
-    rules |= {f"picks.{layer}": TensorRule(f"model.layers.{layer}.ffn.gate.tid2eid", (config.vocab_size, own.experts_per_token),
+    rules |= {f"picks.{layer}": TensorRule(f"model.layers.{layer}.ffn.gate.tid2eid", (config.vocab_size, moe.experts_per_token),
                                            coefficients=True)
-              for layer in sorted(own.hash_routed_layers)}
+              for layer in sorted(moe.hash_routed_layers)}
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("head.weight", table, ("lm_head.weight",))}
 
 
@@ -217,10 +218,10 @@ def block(x: object, at: Layer, picked: object | None = None) -> object:
     """As `llama.block`, of streams x [T, S * D]; `picked`: corrections of scores [T, E] where a table says who visits whom. Taps see what a
     branch reads where they see x of other families, but for block_out; q_in before the norm between q_a and q_b; attn_out before o."""
     w = at.w
-    own = w.compressed_attention
-    x = write_branch(at.ops, x, attention(x, at), w.o, own.around_attention)
+    compressed = w.compressed_attention
+    x = write_branch(at.ops, x, attention(x, at), w.o, compressed.around_attention)
     picked = None if picked is None else last_of(picked, len(x))
-    return stream_mlp(x, at, own.around_mlp, at.config.hidden_act, picked)
+    return stream_mlp(x, at, compressed.around_mlp, at.config.hidden_act, picked)
 
 
 def write_branch(ops: BlockOps, x: object, gave: object, last: Linear, around: HyperConnection | GatedResidual) -> object:
@@ -251,11 +252,11 @@ def stream_mlp(x: object, at: Layer, around: HyperConnection | GatedResidual, ac
 def attention(x: object, at: Layer) -> object:
     """What o reads, [T, N]."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
-    own, maker, heads, width = w.compressed_attention, w.compressed_attention.compressor, config.num_attention_heads, config.head_dim
-    y = ops.read_streams(x, own.around_attention)
+    compressed, maker, heads, width = w.compressed_attention, w.compressed_attention.compressor, config.num_attention_heads, config.head_dim
+    y = ops.read_streams(x, compressed.around_attention)
     at.tap("block_in", y)
     beside = () if maker is None else (*maker.products, *(() if w.indexer is None else (w.indexer.weights,)))
-    k, low, *made = ops.norm_linear(y, w.input_norm, [w.k, own.q_down, *beside])
+    k, low, *made = ops.norm_linear(y, w.input_norm, [w.k, compressed.q_down, *beside])
     at.tap("q_in", low)
     if maker is not None:
         kv.compress(made[: len(maker.products)], maker, rope)
@@ -263,13 +264,13 @@ def attention(x: object, at: Layer) -> object:
     k = ops.rope_tails(k, 1, width, positions, rope)
     if w.indexer is not None:
         shape = config.indexer.shape
-        (by,) = ops.norm_linear(low, own.q_norm, [w.indexer.q])
+        (by,) = ops.norm_linear(low, compressed.q_norm, [w.indexer.q])
         kv.choose(ops.rope_tails(by, shape.heads, shape.width, positions, rope), None, made[-1])
-    (q,) = ops.norm_linear(low, own.q_norm, [own.q])
-    q = ops.rope_tails(ops.rope_heads(q, heads, width, positions, None, own.heads_norm), heads, width, positions, rope)
+    (q,) = ops.norm_linear(low, compressed.q_norm, [compressed.q])
+    q = ops.rope_tails(ops.rope_heads(q, heads, width, positions, None, compressed.heads_norm), heads, width, positions, rope)
     at.tap_heads(q, k, k)
     attended = kv.attend(q, k, k, w.sinks)
     attended = ops.rope_tails(attended, heads, width, last_of(positions, len(attended)), rope, True)
-    gave = ops.grouped_linear(attended, own.groups)
+    gave = ops.grouped_linear(attended, compressed.groups)
     at.tap("attn_out", gave)
     return gave

@@ -27,11 +27,11 @@ def config(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
     for name in OF_MIXTURES:
         keys.integer(name, None)
-    made = decoder_config(keys, Defaults(max_position_embeddings=2048, sizes=SIZES), qkv_bias=bias, o_bias=bias, qk_norm=True,
-                          mlp_bias=keys.flag("mlp_bias", False), dynamic_mask=True,
-                          max_supported_tokens=keys.integer("keep_window_size", 2048, high=2**27))
-    wide = -(-(made.head_dim + 1) // EVEN) * EVEN
-    return replace(made, attn_scale=made.head_dim**-0.5, v_head_dim=made.head_dim, head_dim=wide)
+    config = decoder_config(keys, Defaults(max_position_embeddings=2048, sizes=SIZES), qkv_bias=bias, o_bias=bias, qk_norm=True,
+                            mlp_bias=keys.flag("mlp_bias", False), dynamic_mask=True,
+                            max_supported_tokens=keys.integer("keep_window_size", 2048, high=2**27))
+    wide = -(-(config.head_dim + 1) // EVEN) * EVEN
+    return replace(config, attn_scale=config.head_dim**-0.5, v_head_dim=config.head_dim, head_dim=wide)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

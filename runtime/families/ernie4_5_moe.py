@@ -28,11 +28,11 @@ def config(keys: Keys) -> ModelConfig:
     kinds = keys.words("mlp_layer_types", layers)
     # The number of a token's experts goes by a name of its own.
     per_token = keys.integer("moe_k", 6, high=MAX_EXPERTS)
-    own = moe_config(keys, 64, per_token, width, True, sparse if kinds is None else sparse_layers_of(kinds), "moe_num_experts",
+    moe = moe_config(keys, 64, per_token, width, True, sparse if kinds is None else sparse_layers_of(kinds), "moe_num_experts",
                      correction_bias=keys.flag("moe_use_aux_free", True), shared_expert_dim=width * shared if shared else None)
     sizes = {"vocab_size": 103_424, "hidden_size": 2560, "intermediate_size": 12_288, "num_hidden_layers": 28, "num_attention_heads": 20}
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, bos=1, eos=(2,), norm_eps=1e-5, tied=True, sizes=sizes)
-    return replace(ernie_config(keys, base), moe=own, mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))
+    return replace(ernie_config(keys, base), moe=moe, mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

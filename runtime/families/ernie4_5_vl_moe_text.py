@@ -39,11 +39,11 @@ def config(keys: Keys) -> ModelConfig:
     shared = keys.integer("moe_num_shared_experts", 2, low=0, high=MAX_EXPERTS)
     per_token = keys.integer("moe_k", 6, high=MAX_EXPERTS)
     around = frozenset(keys.integer(name, usual, low=0) for name, usual in WORDS.items())
-    own = moe_config(keys.saying(moe_num_experts=experts), 64, per_token, width, True, sparse, "moe_num_experts", correction_bias=True,
+    moe = moe_config(keys.saying(moe_num_experts=experts), 64, per_token, width, True, sparse, "moe_num_experts", correction_bias=True,
                      shared_expert_dim=width * shared if shared else None, vision_expert_dim=seen, vision_token_ids=around)
     sizes = {"vocab_size": 103_424, "hidden_size": 2560, "intermediate_size": 12_288, "num_hidden_layers": 28, "num_attention_heads": 20}
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, eos=(2,), norm_eps=1e-5, tied=True, sizes=sizes)
-    return replace(ernie_config(keys, base), moe=own)
+    return replace(ernie_config(keys, base), moe=moe)
 
 
 def _pair(keys: Keys, name: str, usual: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
@@ -67,18 +67,18 @@ def _as_published(keys: Keys, layers: int) -> tuple[str, ...]:
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Experts for pictures have the numbers behind those for words; the corrections of both sorts are rows of one tensor."""
     rules = expert_tensors(config, layer, "mlp", NAMES, correction=CORRECTIONS)
-    own, hidden, place = config.moe, config.hidden_size, f"model.layers.{layer}.mlp."
-    if layer not in own.layers:
+    moe, hidden, place = config.moe, config.hidden_size, f"model.layers.{layer}.mlp."
+    if layer not in moe.layers:
         return rules
     for row, before in enumerate(("", VISION_PREFIX)):
-        rules[f"{before}router"] = TensorRule(f"{place}routers.{row}.weight", (own.num_experts, hidden))
-        if own.correction_bias:
-            rules[f"{before}correction"] = TensorRule(f"{place}{CORRECTIONS}.{row}", (1, own.num_experts),
+        rules[f"{before}router"] = TensorRule(f"{place}routers.{row}.weight", (moe.num_experts, hidden))
+        if moe.correction_bias:
+            rules[f"{before}correction"] = TensorRule(f"{place}{CORRECTIONS}.{row}", (1, moe.num_experts),
                                                       part_of=(place + CORRECTIONS, row, 2))
-    for expert in range(own.num_experts):
+    for expert in range(moe.num_experts):
         for role, name in NAMES.items():
-            shape = (hidden, own.vision_expert_dim) if role == "down" else (own.vision_expert_dim, hidden)
-            rules[VISION_PREFIX + expert_role(expert, role)] = TensorRule(f"{place}experts.{own.num_experts + expert}.{name}.weight", shape)
+            shape = (hidden, moe.vision_expert_dim) if role == "down" else (moe.vision_expert_dim, hidden)
+            rules[VISION_PREFIX + expert_role(expert, role)] = TensorRule(f"{place}experts.{moe.num_experts + expert}.{name}.weight", shape)
     return rules
 
 

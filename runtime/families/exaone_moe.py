@@ -30,11 +30,11 @@ def config(keys: Keys) -> ModelConfig:
     width, earlier = keys.integer("moe_intermediate_size", 1024, high=2**22), keys.integer("first_last_k_dense_replace", 1, low=0)
     first = keys.integer("first_k_dense_replace", min(earlier, layers), low=0, high=layers)
     sparse = range(first, layers) if keys.words("mlp_layer_types", layers) is None else sparse_layers(keys, layers)
-    own = moe_config(keys, 64, 8, width, keys.flag("norm_topk_prob", True), sparse, sigmoid=True, correction_bias=True,
+    moe = moe_config(keys, 64, 8, width, keys.flag("norm_topk_prob", True), sparse, sigmoid=True, correction_bias=True,
                      routed_scale=keys.number("routed_scaling_factor", 2.5),
                      shared_expert_dim=width * keys.integer("num_shared_experts", 1, high=MAX_EXPERTS))
     turned = [window is None or own is not None for own in windows]
-    return decoder_config(keys, base, windows=windows, turned=turned, qk_norm=True, moe=with_expert_groups(keys, own, 1, 1),
+    return decoder_config(keys, base, windows=windows, turned=turned, qk_norm=True, moe=with_expert_groups(keys, moe, 1, 1),
                           mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))
 
 

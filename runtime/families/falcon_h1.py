@@ -35,12 +35,12 @@ def config(keys: Keys) -> ModelConfig:
     factors = {"o": attention * own["attention_out_multiplier"], "state_out": own["ssm_out_multiplier"], "post_norm": gate,
                "down": down / gate, "state_gate": z, "state_in.values": values, "state_in.b": b, "state_in.c": c, "state_rate": steps}
     shape = state_shape(keys, keys.integer("hidden_size", 4096, high=2**20))
-    made = decoder_config(keys, DEFAULTS, recurrent=shape, recurrent_layers=layers, parallel_hybrid=True,
-                          embedding_multiplier=own["embedding_multiplier"], logits_scaling=1 / own["lm_head_multiplier"],
-                          multipliers=tuple((role, factor) for role, factor in factors.items() if factor != 1.0))
-    demand_silu(keys, made.hidden_act, "its state spaces use it too")
+    config = decoder_config(keys, DEFAULTS, recurrent=shape, recurrent_layers=layers, parallel_hybrid=True,
+                            embedding_multiplier=own["embedding_multiplier"], logits_scaling=1 / own["lm_head_multiplier"],
+                            multipliers=tuple((role, factor) for role, factor in factors.items() if factor != 1.0))
+    demand_silu(keys, config.hidden_act, "its state spaces use it too")
     scale = attention**2 * own["key_multiplier"]
-    return made if scale == 1.0 else replace(made, attn_scale=scale * made.head_dim**-0.5)
+    return config if scale == 1.0 else replace(config, attn_scale=scale * config.head_dim**-0.5)
 
 
 def multiplier(name: str, value: float) -> float:

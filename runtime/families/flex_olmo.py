@@ -16,8 +16,8 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=4096, eos=(100_257,), theta=500_000.0, sizes=SIZES)
     layers, ffn = (base.size(keys, name) for name in ("num_hidden_layers", "intermediate_size"))
     bias = keys.flag("attention_bias", False)
-    own = moe_config(keys, 7, 5, ffn, keys.flag("norm_topk_prob", False), range(layers), parallel_to_mlp=True)
-    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_full_width=True, moe=own)
+    moe = moe_config(keys, 7, 5, ffn, keys.flag("norm_topk_prob", False), range(layers), parallel_to_mlp=True)
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_full_width=True, moe=moe)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -26,10 +26,10 @@ def config(keys: Keys) -> ModelConfig:
     dense = DENSE if keys.raw.get("mlp_only_layers") is None else listed
     step = keys.integer("decoder_sparse_step", 1, high=2048)
     sparse = [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]
-    own = moe_config(keys, 256, 6, keys.integer("moe_intermediate_size", 512, high=2**22), keys.flag("norm_topk_prob", True), sparse,
+    moe = moe_config(keys, 256, 6, keys.integer("moe_intermediate_size", 512, high=2**22), keys.flag("norm_topk_prob", True), sparse,
                      sigmoid=True, shared_expert_dim=keys.integer("shared_expert_intermediate_size", 1024, high=2**22))
-    turned = [own is not None for own in windows]
-    return decoder_config(keys, base, windows=windows, turned=turned, qkv_bias=bias, o_bias=bias, qk_norm=True, moe=own)
+    turned = [window is not None for window in windows]
+    return decoder_config(keys, base, windows=windows, turned=turned, qkv_bias=bias, o_bias=bias, qk_norm=True, moe=moe)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -17,7 +17,7 @@ def config(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=8192, num_key_value_heads=16, head_dim=256, bos=2, eos=(1,), tied=True,
                     act=("hidden_act", "gelu_pytorch_tanh"))
-    made = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, norm_kind="rms+1",
-                          embedding_multiplier=embedding_multiplier(keys, keys.integer("hidden_size")))
+    config = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, norm_kind="rms+1",
+                            embedding_multiplier=embedding_multiplier(keys, keys.integer("hidden_size")))
     # The first releases call by the name of the exact function the approximation that they were trained with.
-    return replace(made, hidden_act="gelu_tanh") if made.hidden_act == "gelu" else made
+    return replace(config, hidden_act="gelu_tanh") if config.hidden_act == "gelu" else config

@@ -53,7 +53,7 @@ def config(keys: Keys) -> ModelConfig:
         raise ConfigError(f"config.json: vocab_size_per_layer_input = {rows} is not supported for a vocabulary of {tokens} tokens",
                           "per-layer embeddings need a row for every token")
     as_values, routed = keys.flag("attention_k_eq_v", False), keys.flag("enable_moe_block", False)
-    mixture = _mixture(keys, layers, routed)
+    mixture = _moe_config(keys, layers, routed)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         made = ropes_by_layer_type(keys, kinds, ROPES, {kind: size for kind, (_, size) in zip(kinds, heads)}, positions)
@@ -120,7 +120,7 @@ def kv_sources(kinds: list[str], first: int) -> tuple[int, ...]:
     return tuple(layer if layer < first else last[kind] for layer, kind in enumerate(kinds))
 
 
-def _mixture(keys: Keys, layers: int, routed: bool) -> MoEConfig | None:
+def _moe_config(keys: Keys, layers: int, routed: bool) -> MoEConfig | None:
     experts, per_token, width = (keys.integer(name, REQUIRED if routed else None, high=most) for name, most in (
         ("num_experts", MAX_EXPERTS), ("top_k_experts", MAX_EXPERTS), ("moe_intermediate_size", 2**22)))
     if not routed:
@@ -132,20 +132,20 @@ def _mixture(keys: Keys, layers: int, routed: bool) -> MoEConfig | None:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
-    rules, prefix, hidden, own = gemma2.layer_tensors(config, layer), f"model.layers.{layer}.", config.hidden_size, config.moe
+    rules, prefix, hidden, moe = gemma2.layer_tensors(config, layer), f"model.layers.{layer}.", config.hidden_size, config.moe
     for role in absent_roles(config, layer):
         rules.pop(role, None)
     more = {"layer_scale": ("layer_scalar", 1), **(per_layer_input_tensors(config) if config.per_layer_input_dim else {})}
-    if own is not None:
-        more |= {"router": ("router.proj.weight", own.num_experts, hidden), "router_scale": ("router.scale", hidden),
-                 "expert_scales": ("router.per_expert_scale", own.num_experts),
+    if moe is not None:
+        more |= {"router": ("router.proj.weight", moe.num_experts, hidden), "router_scale": ("router.scale", hidden),
+                 "expert_scales": ("router.per_expert_scale", moe.num_experts),
                  "expert_norm": ("pre_feedforward_layernorm_2.weight", hidden),
                  "experts_after": ("post_feedforward_layernorm_2.weight", hidden),
                  "mlp_after": ("post_feedforward_layernorm_1.weight", hidden)}
     rules |= {role: TensorRule(prefix + name, tuple(shape)) for role, (name, *shape) in more.items()}
-    for expert in range(own.num_experts if own else 0):
+    for expert in range(moe.num_experts if moe else 0):
         for role, name in NAMES.items():
-            shape = (hidden, own.expert_dim) if role == "down" else (own.expert_dim, hidden)
+            shape = (hidden, moe.expert_dim) if role == "down" else (moe.expert_dim, hidden)
             rules[expert_role(expert, role)] = TensorRule(f"{prefix}experts.{expert}.{name}.weight", shape)
     return with_multimodal_names(rules)
 

@@ -20,8 +20,8 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=202_752, norm_eps=1e-5, sizes=SIZES, bos=0, eos=(1,))
     layers = base.size(keys, "num_hidden_layers")
     own = replace(deepseek_moe_config(keys, layers, 64, 4, 1, True, 1.8, 1536), layers=sparse_layers(keys, layers))
-    made = mla_config(keys, base, WIDTHS, 768, keys.flag("rope_interleave", True), moe=with_expert_groups(keys, own, 1, 1))
-    return replace(made, mtp_layers=mtp_layers(keys))
+    config = mla_config(keys, base, WIDTHS, 768, keys.flag("rope_interleave", True), moe=with_expert_groups(keys, own, 1, 1))
+    return replace(config, mtp_layers=mtp_layers(keys))
 
 
 def sparse_layers(keys: Keys, layers: int) -> frozenset[int]:

@@ -50,21 +50,21 @@ def config(keys: Keys) -> ModelConfig:
     if not 0 < len(states) < layers:
         raise ConfigError(f"config.json: layer_types without {LINEAR if not states else INDEXED} is not supported",
                           "this family has layers of both kinds")
-    made = mla_config(keys, base, WIDTHS, 1536, NO_ROPE, moe=_mixture(keys, layers), recurrent=_linear(keys), recurrent_layers=states,
-                      residual_streams=keys.integer("hc_mult", 4, low=2, high=16),
-                      sinkhorn_iterations=keys.integer("hc_sinkhorn_iters", 20, high=1000), sinkhorn_eps=keys.number("hc_eps", 1e-6))
-    own = made.mla
-    if made.hidden_act != "silu" or own.query_rank is None or own.rope:
-        raise ConfigError(f"config.json: hidden_act {made.hidden_act} with q_lora_rank {show(own.query_rank)} and qk_rope_head_dim "
-                          f"{own.rope} is not supported for glm5_next_text models",
+    config = mla_config(keys, base, WIDTHS, 1536, NO_ROPE, moe=_moe_config(keys, layers), recurrent=_linear(keys), recurrent_layers=states,
+                        residual_streams=keys.integer("hc_mult", 4, low=2, high=16),
+                        sinkhorn_iterations=keys.integer("hc_sinkhorn_iters", 20, high=1000), sinkhorn_eps=keys.number("hc_eps", 1e-6))
+    mla = config.mla
+    if config.hidden_act != "silu" or mla.query_rank is None or mla.rope:
+        raise ConfigError(f"config.json: hidden_act {config.hidden_act} with q_lora_rank {show(mla.query_rank)} and qk_rope_head_dim "
+                          f"{mla.rope} is not supported for glm5_next_text models",
                           "silu, queries projected from q_lora_rank dimensions, no positions")
-    return replace(made, hidden_act="clamped_silu", mla_norm_eps=made.norm_eps, mtp_layers=mtp_layers(keys),
-                   indexer=_indexed(keys, made, kinds))
+    return replace(config, hidden_act="clamped_silu", mla_norm_eps=config.norm_eps, mtp_layers=mtp_layers(keys),
+                   indexer=_indexed(keys, config, kinds))
 
 
-def _mixture(keys: Keys, layers: int) -> MoEConfig:
-    own = deepseek_moe_config(keys, layers, 288, 8, min(DENSE_FIRST, layers), True, 2.5, 2048)
-    return replace(with_mlp_layer_types(keys, layers, with_expert_groups(keys, own, 1, 1)), parallel_to_mlp=True)
+def _moe_config(keys: Keys, layers: int) -> MoEConfig:
+    moe = deepseek_moe_config(keys, layers, 288, 8, min(DENSE_FIRST, layers), True, 2.5, 2048)
+    return replace(with_mlp_layer_types(keys, layers, with_expert_groups(keys, moe, 1, 1)), parallel_to_mlp=True)
 
 
 def _linear(keys: Keys) -> KdaShape:

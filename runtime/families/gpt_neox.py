@@ -37,12 +37,12 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=2048, bos=0, eos=(2,), act=("hidden_act", "gelu"), grouped=False, eps_key="layer_norm_eps",
                     norm_eps=1e-5, sizes=SIZES)
     bias = keys.flag("attention_bias", True)
-    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, mlp_bias=True, norm_kind="layer",
-                          parallel_block=keys.flag("use_parallel_residual", True))
-    if (stated := keys.integer("head_dim", made.head_dim)) != made.head_dim:
+    config = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, mlp_bias=True, norm_kind="layer",
+                            parallel_block=keys.flag("use_parallel_residual", True))
+    if (stated := keys.integer("head_dim", config.head_dim)) != config.head_dim:
         raise ConfigError(f"config.json: head_dim = {stated} is not supported for gpt_neox models",
-                          f"heads of this family add up to hidden_size, {made.head_dim} each")
-    return made
+                          f"heads of this family add up to hidden_size, {config.head_dim} each")
+    return config
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -38,12 +38,12 @@ def config(keys: Keys) -> ModelConfig:
         return (rope_from_section(section, head_dim, positions, keys.number("rope_theta", THETA, above=1.0), original),) * layers
 
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=64, norm_eps=1e-5)
-    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, moe=moe_config(keys, 128, 4, width, True, range(layers)),
-                          windows=layer_windows(keys, window, ["full_attention" if layer % 2 else "sliding_attention"
-                                                               for layer in range(layers)]))
-    if made.hidden_act != "silu":
+    config = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, moe=moe_config(keys, 128, 4, width, True, range(layers)),
+                            windows=layer_windows(keys, window, ["full_attention" if layer % 2 else "sliding_attention"
+                                                                 for layer in range(layers)]))
+    if config.hidden_act != "silu":
         raise keys.fail("hidden_act", "silu, which means the clamped SwiGLU of this family")
-    return replace(made, hidden_act="clamped_swish", expert_format=stored(keys.section("quantization_config")))
+    return replace(config, hidden_act="clamped_swish", expert_format=stored(keys.section("quantization_config")))
 
 
 def stored(section: Mapping[str, object] | None) -> str | None:
@@ -57,12 +57,12 @@ def stored(section: Mapping[str, object] | None) -> str | None:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    rules, own, prefix = expert_tensors(config, layer, "mlp", NAMES), config.moe, f"model.layers.{layer}."
+    rules, moe, prefix = expert_tensors(config, layer, "mlp", NAMES), config.moe, f"model.layers.{layer}."
     rules["sinks"] = TensorRule(f"{prefix}self_attn.sinks", (config.num_attention_heads,))
-    rules["router"] = TensorRule(f"{prefix}mlp.router.weight", (own.num_experts, config.hidden_size))
-    rules["router_bias"] = TensorRule(f"{prefix}mlp.router.bias", (own.num_experts,))
-    for expert in range(own.num_experts):
+    rules["router"] = TensorRule(f"{prefix}mlp.router.weight", (moe.num_experts, config.hidden_size))
+    rules["router_bias"] = TensorRule(f"{prefix}mlp.router.bias", (moe.num_experts,))
+    for expert in range(moe.num_experts):
         for role, name in NAMES.items():
-            rows = config.hidden_size if role == "down" else own.expert_dim
+            rows = config.hidden_size if role == "down" else moe.expert_dim
             rules[expert_role(expert, f"{role}_bias")] = TensorRule(f"{prefix}mlp.experts.{expert}.{name}.bias", (rows,))
     return rules

@@ -18,8 +18,8 @@ REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None
 
 def config(keys: Keys) -> ModelConfig:
     base, layers = granite.granite_config(keys, granite.DEFAULTS), keys.integer("num_hidden_layers", high=MAX_LAYERS)
-    own = moe_config(keys, 8, 2, base.intermediate_size, True, range(layers), routed_scale=base.residual_multiplier)
-    return replace(base, moe=own)
+    moe = moe_config(keys, 8, 2, base.intermediate_size, True, range(layers), routed_scale=base.residual_multiplier)
+    return replace(base, moe=moe)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -33,15 +33,15 @@ def config(keys: Keys) -> ModelConfig:
     width, shape = keys.integer("intermediate_size", 11_008, high=2**22), mamba_shape(keys, base)
     if keys.integer("num_local_experts", 8, low=0) == 0:
         keys.integer("num_experts", None, low=0), keys.integer("num_experts_per_tok", 2, low=0)  # of none
-        own = None
+        moe = None
     else:
-        own = moe_config(keys, 8, 2, width, True, range(layers), routed_scale=base.residual_multiplier,
+        moe = moe_config(keys, 8, 2, width, True, range(layers), routed_scale=base.residual_multiplier,
                          shared_expert_dim=base.intermediate_size)
     states = tuple(layer for layer, kind in enumerate(kinds) if kind == MAMBA)
     if states:
         check_shape(keys, base, shape)
     return replace(base, ropes=tuple(base.ropes[layer] if turns == "rope" and layer not in states else None for layer in range(layers)),
-                   moe=own, recurrent=shape if states else None, recurrent_layers=states)
+                   moe=moe, recurrent=shape if states else None, recurrent_layers=states)
 
 
 def mamba_shape(keys: Keys, base: ModelConfig) -> Mamba2Shape:
@@ -92,16 +92,16 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def mamba_tensors(config: ModelConfig, prefix: str) -> dict[str, TensorRule]:
     """Tensors of state spaces by role: the first product is stored as one matrix."""
-    own, hidden = config.recurrent, config.hidden_size
-    heights = {"state_gate": own.values, "state_in": own.channels, "state_rate": own.heads}
+    state, hidden = config.recurrent, config.hidden_size
+    heights = {"state_gate": state.values, "state_in": state.channels, "state_rate": state.heads}
     whole, first, rules = sum(heights.values()), 0, {}
     for role, rows in heights.items():
         rules[role] = TensorRule(f"{prefix}{PARTS[role]}.weight", (rows, hidden),
                                  part_of=(f"{prefix}in_proj.weight", first, whole))
         first += rows
-    rules |= {"state_conv": TensorRule(f"{prefix}conv1d.weight", (own.channels, 1, own.taps)),
-              "state_decay": TensorRule(f"{prefix}A_log", (own.heads,)), "state_dt": TensorRule(f"{prefix}dt_bias", (own.heads,)),
-              "state_skip": TensorRule(f"{prefix}D", (own.heads,)),
-              **({"state_norm": TensorRule(f"{prefix}norm.weight", (own.values,))} if own.normed else {}),
-              "state_out": TensorRule(f"{prefix}out_proj.weight", (hidden, own.values))}
-    return rules | ({"state_conv_bias": TensorRule(f"{prefix}conv1d.bias", (own.channels,))} if own.biased else {})
+    rules |= {"state_conv": TensorRule(f"{prefix}conv1d.weight", (state.channels, 1, state.taps)),
+              "state_decay": TensorRule(f"{prefix}A_log", (state.heads,)), "state_dt": TensorRule(f"{prefix}dt_bias", (state.heads,)),
+              "state_skip": TensorRule(f"{prefix}D", (state.heads,)),
+              **({"state_norm": TensorRule(f"{prefix}norm.weight", (state.values,))} if state.normed else {}),
+              "state_out": TensorRule(f"{prefix}out_proj.weight", (hidden, state.values))}
+    return rules | ({"state_conv_bias": TensorRule(f"{prefix}conv1d.bias", (state.channels,))} if state.biased else {})

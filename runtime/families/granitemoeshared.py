@@ -15,9 +15,9 @@ LIKE = granitemoe
 def config(keys: Keys) -> ModelConfig:
     layers, shared = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.integer("shared_intermediate_size", 0, low=0, high=2**22)
     base = granite.granite_config(keys, granite.DEFAULTS)
-    own = moe_config(keys, 8, 2, base.intermediate_size, True, range(layers), routed_scale=base.residual_multiplier,
+    moe = moe_config(keys, 8, 2, base.intermediate_size, True, range(layers), routed_scale=base.residual_multiplier,
                      shared_expert_dim=shared or None)
-    return replace(base, intermediate_size=shared or base.intermediate_size, moe=own)
+    return replace(base, intermediate_size=shared or base.intermediate_size, moe=moe)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

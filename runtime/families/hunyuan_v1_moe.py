@@ -34,8 +34,8 @@ def config(keys: Keys) -> ModelConfig:
         if (stated := same_for_all(keys, name, layers, only)) != only:
             raise ConfigError(f"config.json: {name} is {stated}, which is not supported for hunyuan_v1_moe models",
                               "published models have one shared expert, and experts as wide as intermediate_size")
-    own = moe_config(keys, 1, same_for_all(keys, "moe_topk", layers, 1), width, True, range(layers), shared_expert_dim=width)
-    return replace(hunyuan_v1_dense.config(keys), moe=own)
+    moe = moe_config(keys, 1, same_for_all(keys, "moe_topk", layers, 1), width, True, range(layers), shared_expert_dim=width)
+    return replace(hunyuan_v1_dense.config(keys), moe=moe)
 
 
 def same_for_all(keys: Keys, name: str, layers: int, default: int) -> int:

@@ -51,13 +51,13 @@ def config(keys: Keys) -> ModelConfig:
     keys.knows("swiglu_limit")
     usual = [layer % EVERY == 1 or not layer for layer in range(layers)]
     chooses = indexer_layers(keys, layers) if keys.holds("indexer_types") else usual
-    own, interleaved = deepseek_moe_config(keys, layers, 256, 8, 1, True, 2.827, 768), keys.flag("rope_interleave", True)
-    made = sparse_mla_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, interleaved, chooses, replace(own, parallel_to_mlp=True),
-                             interleaved)
-    if made.o_bias or made.hidden_act != "silu":
-        raise ConfigError(f"config.json: attention_bias = {show(made.o_bias)} with hidden_act = {made.hidden_act} is not supported for "
+    moe, interleaved = deepseek_moe_config(keys, layers, 256, 8, 1, True, 2.827, 768), keys.flag("rope_interleave", True)
+    config = sparse_mla_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, interleaved, chooses, replace(moe, parallel_to_mlp=True),
+                               interleaved)
+    if config.o_bias or config.hidden_act != "silu":
+        raise ConfigError(f"config.json: attention_bias = {show(config.o_bias)} with hidden_act = {config.hidden_act} is not supported for "
                           "hy_v4 models", "no biases, and silu")
-    return replace(made, output_gate=True, residual_streams=keys.integer("hc_mult", 4, low=2, high=16), unmixed_streams=True,
+    return replace(config, output_gate=True, residual_streams=keys.integer("hc_mult", 4, low=2, high=16), unmixed_streams=True,
                    sinkhorn_eps=keys.number("hc_eps", 1e-6))
 
 

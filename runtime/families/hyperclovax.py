@@ -19,9 +19,9 @@ AFTER = {"o_norm": "post_norm1", "down_norm": "post_norm2"}
 
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
-    made = granite_config(keys, Defaults(max_position_embeddings=2048, bos=1, eos=(2,)), mlp_bias=keys.flag("mlp_bias", False))
+    config = granite_config(keys, Defaults(max_position_embeddings=2048, bos=1, eos=(2,)), mlp_bias=keys.flag("mlp_bias", False))
     scale = keys.number("attention_multiplier", None)  # absent it is the usual root, where Granite's is 1
-    return replace(made, attn_scale=scale, logits_scaling=1 / made.logits_scaling)
+    return replace(config, attn_scale=scale, logits_scaling=1 / config.logits_scaling)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
