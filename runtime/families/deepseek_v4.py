@@ -65,8 +65,8 @@ def config(keys: Keys) -> ModelConfig:
     config = decoder_config(keys, base, ropes, windows=(window,) * layers, moe=_moe_config(keys, layers),
                             residual_streams=keys.integer("hc_mult", 4, low=2, high=16))
     if config.num_key_value_heads != 1 or config.hidden_act != "silu":
-        raise ConfigError(f"config.json: num_key_value_heads {config.num_key_value_heads} with hidden_act {config.hidden_act} is not supported "
-                          "for deepseek_v4 models", "one KV head, and silu")
+        raise ConfigError(f"config.json: num_key_value_heads {config.num_key_value_heads} with hidden_act {config.hidden_act} is not "
+                          "supported for deepseek_v4 models", "one KV head, and silu")
     own, indexed = _compressed(keys, config, kinds, rates, window)
     shapes = [shape for shape in own.shapes if shape is not None]
     return replace(config, hidden_act="clamped_silu", compressed_attention=own, indexer=indexed,

@@ -28,8 +28,8 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=2048, norm_eps=1e-5, bos=1, eos=(2,), sizes=SIZES)
     config = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, differential_attention=True)
     if config.num_key_value_heads % 2 or config.head_dim > MOST_DIM:
-        raise ConfigError(f"config.json: num_key_value_heads {config.num_key_value_heads} with head_dim {config.head_dim} is not supported for "
-                          "diffllama models", f"heads come in pairs, at most {MOST_DIM} wide")
+        raise ConfigError(f"config.json: num_key_value_heads {config.num_key_value_heads} with head_dim {config.head_dim} is not supported "
+                          "for diffllama models", f"heads come in pairs, at most {MOST_DIM} wide")
     return replace(config, attn_scale=config.head_dim**-0.5, v_head_dim=config.head_dim, head_dim=2 * config.head_dim)
 
 
