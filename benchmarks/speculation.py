@@ -102,7 +102,7 @@ class Beside:
 
     def _next(self, token: int, left: int | None) -> np.ndarray:
         if self._large.speculation is not None:
-            return self._large.speculation.after(self._large, token, left)
+            return self._large.speculation.next_logits(self._large, token, left)
         rows = self._run([token])
         self._take(token)
         return rows[0]
@@ -135,7 +135,7 @@ def say(engine: Engine, speculation: object, sampler: object, most: int, spent: 
     steps: Iterator[object] = engine.generate(sampler, most, frozenset())
     next(steps)  # from the prompt's pass
     while time.monotonic() < until:
-        if not (speculates and speculation.waiting):
+        if not (speculates and speculation.num_pending):
             if passes == (WITH if speculates else WITHOUT):
                 speculates, passes = not speculates, 0
             engine.speculation = speculation if speculates else None

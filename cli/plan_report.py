@@ -91,8 +91,8 @@ def lines(model: str, prepared: Prepared, roofs: Roofs, prediction: Forecast, su
         from ..runtime.hub import shown_licence
         from .pull import reproducing_flags
 
-        lines.append(("not here", f"effllm pull {pull_plan.wish.reference.text}{reproducing_flags(pull_plan)} downloads "
-                                  f"{format_size(pull_plan.to_load)}, keeps {format_size(pull_plan.kept_bytes)}; licence "
+        lines.append(("not here", f"effllm pull {pull_plan.target.reference.text}{reproducing_flags(pull_plan)} downloads "
+                                  f"{format_size(pull_plan.download_bytes)}, keeps {format_size(pull_plan.kept_bytes)}; licence "
                                   f"{shown_licence(pull_plan.licence, 'not stated')}{', gated' if pull_plan.repository.gated else ''}"))
     lines += [("fits", verdict(prepared, prediction)), *tiers(prepared, work, roofs, width)]
     lines += [("per token", f"{format_size(work.bytes_per_token)} of weights"

@@ -74,7 +74,7 @@ def pull(context: typer.Context, model: AbsentModel, bits: Bits = None, keep: Ke
         return
     keep = keep and (is_typed(context, "keep") or bits is not None or reference.variant is not None)
     quantize_to = requested_format(reference.variant, bits, keep, model)
-    target = replace(pull_target(reference, variables, quantize_to, keep), gives_way=from_settings)
+    target = replace(pull_target(reference, variables, quantize_to, keep), bits_from_settings=from_settings)
     client = Client(variables, offline)
     if client.offline and (local := find_local(target, screen)) is not None:
         print_result(local, None, None, screen, json)
@@ -165,7 +165,7 @@ def download(plan: PullPlan, client: Client, screen: Screen) -> Pulled:
     try:
         return final_result(pull_model(plan, client, screen.environment.variables), screen, Pulled)
     except KeyboardInterrupt:
-        command = f"effllm pull {plan.wish.reference.text}{reproducing_flags(plan)}"
+        command = f"effllm pull {plan.target.reference.text}{reproducing_flags(plan)}"
         screen.note(f"stopped; the partial download is kept. {command} continues from here")
         raise
 
@@ -188,7 +188,7 @@ def with_speed(plan: PullPlan, screen: Screen, may_measure: bool = True) -> Pull
 
 def reproducing_flags(plan: PullPlan) -> str:
     """The flags that reproduce the plan."""
-    target = plan.wish
+    target = plan.target
     bits = f" --bits {target.bits.removesuffix('bit')}" if target.bits and not target.reference.variant else ""
     return bits + (" --keep" if target.keep else "")
 
@@ -199,9 +199,9 @@ def show_plan(plan: PullPlan, screen: Screen) -> None:
     from ..runtime.hub import shown_licence
     from .plan_report import BAR, tiers
 
-    repository, target, run = plan.repository, plan.wish, plan.run
-    if repository.repo != repository.asked:
-        screen.note(f"{repository.asked} is called {repository.repo} now")
+    repository, target, run = plan.repository, plan.target, plan.run
+    if repository.repo != repository.requested_name:
+        screen.note(f"{repository.requested_name} is called {repository.repo} now")
     alternative = f"; about the same size without a gate: {plan.alternative}" if plan.alternative else ""
     gate = f", gated: your token must have access{alternative}" if repository.gated else ""
     format_text = f" at {target.bits}" if target.bits else ""
@@ -212,8 +212,8 @@ def show_plan(plan: PullPlan, screen: Screen) -> None:
              ("disk", f"{format_size(plan.disk_bytes)} needed at most, {format_size(plan.disk_free)} free")]
     if target.reference.file is not None:
         lines.insert(1, ("file", plan.files[0].name))
-    if plan.sees is not None:
-        lines.append(("images", f"{format_size(plan.sees.size)} of the download is its projector, {plan.sees.name}"))
+    if plan.projector is not None:
+        lines.append(("images", f"{format_size(plan.projector.size)} of the download is its projector, {plan.projector.name}"))
     if target.on_load:
         lines.append(("on load", f"quantized to {target.on_load}"))
     if plan.smaller is not None:
@@ -243,13 +243,13 @@ def remaining_bytes(plan: PullPlan) -> str:
     from ..offload.size import format_size, plural
 
     files = plural(len(plan.files), "file")
-    if plan.is_done and plan.wish.bits is not None:
+    if plan.is_done and plan.target.bits is not None:
         return "nothing: the result exists already"
     if not plan.held_bytes:
-        return f"{format_size(plan.to_load)} in {files}"
-    if not plan.to_load:
+        return f"{format_size(plan.download_bytes)} in {files}"
+    if not plan.download_bytes:
         return f"nothing: {format_size(plan.held_bytes)} in {files} are downloaded already"
-    return f"{format_size(plan.to_load)} of {format_size(plan.total_bytes)} in {files}, the others are downloaded already"
+    return f"{format_size(plan.download_bytes)} of {format_size(plan.total_bytes)} in {files}, the others are downloaded already"
 
 
 def confirm_memory(plan: PullPlan, screen: Screen, yes: bool, override_hint: str = "-y downloads it anyway") -> None:
@@ -258,9 +258,9 @@ def confirm_memory(plan: PullPlan, screen: Screen, yes: bool, override_hint: str
     memory = plan.run.memory
     if memory is None or memory.fits or yes:
         return
-    smaller = "" if plan.wish.bits or plan.wish.reference.file else f"effllm pull {plan.wish.reference.text} --bits 4 may fit; "
+    smaller = "" if plan.target.bits or plan.target.reference.file else f"effllm pull {plan.target.reference.text} --bits 4 may fit; "
     if not screen.environment.is_interactive:
-        raise DoesNotFit(f"{plan.wish.reference.text} would not run here: {memory.reason}", smaller + override_hint)
+        raise DoesNotFit(f"{plan.target.reference.text} would not run here: {memory.reason}", smaller + override_hint)
     if not screen.confirm("It would not run on this machine now. Download it anyway?"):
         raise DoesNotFit("nothing was downloaded", smaller + override_hint)
 
@@ -269,20 +269,20 @@ def print_result(folder: object, pulled: Pulled | None, plan: PullPlan | None, s
     from ..offload.size import format_size
 
     if json:
-        screen.json({"folder": str(folder), "bytes_loaded": pulled.nbytes_loaded if pulled else 0,
+        screen.json({"folder": str(folder), "bytes_loaded": pulled.downloaded_nbytes if pulled else 0,
                      "seconds": pulled.seconds if pulled else 0.0, "plan": plan.to_json() if plan else None})
-    elif pulled is None or pulled.was_here:
+    elif pulled is None or pulled.was_complete:
         screen.note(f"{folder}: everything is downloaded already")
     else:
-        loaded = f"{format_size(pulled.nbytes_loaded)} downloaded and checked" if pulled.nbytes_loaded else "made from local files"
-        screen.note(f"{folder}: {loaded}; effllm run {plan.wish.reference.text}"
-                    + (f":{plan.wish.bits}" if plan.wish.bits and not plan.wish.reference.variant else ""))
+        loaded = f"{format_size(pulled.downloaded_nbytes)} downloaded and checked" if pulled.downloaded_nbytes else "made from local files"
+        screen.note(f"{folder}: {loaded}; effllm run {plan.target.reference.text}"
+                    + (f":{plan.target.bits}" if plan.target.bits and not plan.target.reference.variant else ""))
 
 
 def note_ignored_bits(target: PullTarget, plan: PullPlan, screen: Screen) -> None:
     """Note that the default bits of the settings are ignored, if the plan ignores them."""
-    if (target.bits or target.on_load) and not (plan.wish.bits or plan.wish.on_load):
-        quantization = plan.made_at or "by another tool"
+    if (target.bits or target.on_load) and not (plan.target.bits or plan.target.on_load):
+        quantization = plan.quantized_as or "by another tool"
         screen.note_once(f"{target.reference.text} is quantized already ({quantization}): "
                          f"bits of {origin(screen.environment, 'bits')} is ignored")
 
@@ -307,7 +307,7 @@ def offer_download(absent: Absent, bits: str | None, from_settings: bool, screen
     note_ignored_bits(target, plan, screen)
     show_plan(with_speed(plan, screen), screen)
     if plan.run.memory is not None and not plan.run.memory.fits:
-        confirm_memory(plan, screen, False, f"effllm pull {plan.wish.reference.text}{reproducing_flags(plan)} -y downloads it anyway")
+        confirm_memory(plan, screen, False, f"effllm pull {plan.target.reference.text}{reproducing_flags(plan)} -y downloads it anyway")
     elif not yes and not screen.confirm("Download it?"):
         raise absent
     download(plan, client, screen)

@@ -14,31 +14,28 @@ from .weight import from_f32, to_f32
 
 @dataclass(frozen=True)
 class Sparse:
-    """Outlier corrections added to the base: `value[i]` (float32 that bfloat16 represents exactly) at (`row[i]`, `col[i]`), sorted by
-    both."""
+    """Outlier corrections added to the base, sorted by (row, col): `value[i]` at (`row[i]`, `col[i]`)."""
 
     row: np.ndarray
     col: np.ndarray
-    value: np.ndarray
+    value: np.ndarray  # float32 that bfloat16 represents exactly
 
 
 @dataclass(frozen=True)
 class Codes:
-    """codes uint8 [N, K]; scales uint8 (of block and offset formats the bits of halves, uint16; of signed ones and tables int8) [N, G] and
-    zeros uint8 [N, G] or None, with G = ceil(K / group); rows float32 [N] that bfloat16 holds exactly; levels int8 [2**bits] of a codebook,
-    a table and of mxfp, steps uint8 [16] of a codebook, else None; of super-blocks the bits of halves d, or d and e, uint16
-    [N, ceil(K / 256), 1 or 2], and with e the minimum codes m uint8 [N, G]. Of floats scales are float32
-    [ceil(N / 16), G]; of nvfp int8, the bits of such floats; rows of both are any float32. minimum: m are the bits of halves, added."""
+    """A quantized weight [N, K] in groups of inputs, G = ceil(K / group). An array that a scheme does not have is None."""
 
-    codes: np.ndarray
+    codes: np.ndarray  # uint8 [N, K]
+    # uint8 [N, G]; bits of float16 as uint16 for block, offset and minimum; int8 for signed and table, and bits of E4M3 for nvfp;
+    # float32 [ceil(N / 16), G] for float
     scales: np.ndarray
-    zeros: np.ndarray | None
-    rows: np.ndarray
-    levels: np.ndarray | None = None
-    steps: np.ndarray | None = None
-    sparse: Sparse | None = None
-    supers: np.ndarray | None = None
-    minima: np.ndarray | None = None
+    zeros: np.ndarray | None  # uint8 [N, G], of affine and offset
+    rows: np.ndarray  # float32 [N], of float and nvfp any values, else values that bfloat16 holds exactly
+    levels: np.ndarray | None = None  # int8 [2**bits], of codebook, table, mxfp and nvfp
+    steps: np.ndarray | None = None  # uint8 [16], of codebook
+    sparse: Sparse | None = None  # outliers
+    supers: np.ndarray | None = None  # bits of float16 as uint16 [N, ceil(K / 256), 1 or 2]: d, or d and e, of super-blocks
+    minima: np.ndarray | None = None  # uint8 [N, G]: minimum codes of super-blocks with e; bits of float16 as uint16 for minimum, added
 
 
 def scale_values(steps: np.ndarray | None = None) -> np.ndarray:
@@ -47,7 +44,7 @@ def scale_values(steps: np.ndarray | None = None) -> np.ndarray:
 
 
 def factors(codes: Codes) -> np.ndarray:
-    """Group scale factors besides the row scale, float32 [N, G]."""
+    """Group scale factors in addition to the row scale, float32 [N, G]."""
     if codes.supers is not None:
         return _supers(codes, 0) * codes.scales
     if codes.scales.dtype == np.int8:
@@ -56,7 +53,7 @@ def factors(codes: Codes) -> np.ndarray:
         return np.repeat(codes.scales, ROWS, axis=0)[: len(codes.codes)]
     if codes.scales.dtype == np.uint16:
         return to_f32(codes.scales, "f16")
-    if codes.levels is not None and codes.steps is None:  # exponents; 0 is a zero, where E8M0 has 2**-127
+    if codes.levels is not None and codes.steps is None:  # E8M0 exponents; 0 gives zero instead of 2**-127
         return (codes.scales.astype(np.uint32) << np.uint32(23)).view(np.float32)
     return scale_values(codes.steps)[codes.scales]
 
@@ -76,7 +73,7 @@ def _supers(codes: Codes, which: int) -> np.ndarray:
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
-    """float32 rounded to what bfloat16 holds."""
+    """float32 values rounded to bfloat16."""
     return to_f32(from_f32(values, "bf16"), "bf16")
 
 
@@ -99,7 +96,7 @@ def expand_groups(per_group: np.ndarray, spec: QuantSpec, depth: int) -> np.ndar
 
 
 def dequantize(codes: Codes, spec: QuantSpec) -> np.ndarray:
-    """float32 [N, K]. Products are rounded once: row * (f * v), with f * v exact in float32; a minimum is taken off before the row."""
+    """float32 [N, K]. Products are rounded once: row * (f * v), with f * v exact in float32; a minimum is subtracted before the row."""
     depth = codes.codes.shape[1]
     w = expand_groups(factors(codes), spec, depth) * values(codes, spec)
     if (minima := minimum_values(codes)) is not None:

@@ -1,7 +1,7 @@
 """KV page codecs: how a full page of exact tokens becomes a sealed record. Pure functions of bytes.
 
-Raw codecs keep 32- or 16-bit floats: sealing adds header and checksum and changes nothing else. A packed format keeps its exact tokens
-in 16 bits and packs full pages to the records of `kv_codec.py`, each layer in the basis that a profile gives it.
+Raw codecs keep 32- or 16-bit floats: sealing only adds header and checksum. A packed format keeps its exact tokens in 16 bits and packs
+full pages to the records of `kv_codec.py`, each layer in the basis that a profile gives it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .kv_basis import KVBasis
 
 @dataclass(frozen=True)
 class RawCodec:
-    """`stored` is the type of both the exact tokens and the sealed pages."""
+    """Pages of floats. `stored`: the type of both the exact tokens and the sealed pages, F32 or F16."""
 
     stored: int
 
@@ -47,7 +47,7 @@ class RawCodec:
         return PageLayout(kv_heads, head_dim, self.stored)
 
     def seal(self, exact: np.ndarray, layout: PageLayout, layer: int, first_token: int, out: np.ndarray) -> None:
-        """`exact` and `out` are layer-pages (uint8 `[layer_page_nbytes]`); writes every head's record, header and checksum included."""
+        """Write the records of all heads, with header and checksum. `exact`, `out`: layer-pages, uint8 `[layer_page_nbytes]`."""
         for head in range(layout.kv_heads):
             start = head * layout.record_nbytes
             body = slice(start + HEADER_NBYTES, start + HEADER_NBYTES + 2 * layout.side_nbytes)
@@ -56,7 +56,7 @@ class RawCodec:
             out[start : start + HEADER_NBYTES] = np.frombuffer(header.pack(), np.uint8)
 
     def check(self, page: np.ndarray, layout: PageLayout) -> None:
-        """Verify a layer-page that came from a file. Raises ValueError naming the head whose bytes changed."""
+        """Verify a layer-page from a file. Raises ValueError naming the head whose bytes changed."""
         for head in range(layout.kv_heads):
             start = head * layout.record_nbytes
             header = PageHeader.unpack(page[start : start + HEADER_NBYTES].tobytes())
@@ -67,13 +67,12 @@ class RawCodec:
 
 @dataclass(frozen=True)
 class PackedCodec:
-    """One layer's packing: bits of K and V of each KV head, and the basis in which they are quantized. `better`: the codec of those pages
-    that a policy gives more bits, at most `share` of all, in the same basis."""
+    """The packing of one layer."""
 
-    bits: tuple[tuple[int, int], ...]
-    basis: KVBasis
-    better: PackedCodec | None = None
-    share: float = 0.0
+    bits: tuple[tuple[int, int], ...]  # of K and V, by KV head
+    basis: KVBasis  # in which K and V are quantized
+    better: PackedCodec | None = None  # the codec, in the same basis, of pages to which a policy gives more bits
+    share: float = 0.0  # of such pages, at most
 
     @property
     def is_packed(self) -> bool:
@@ -86,34 +85,34 @@ class PackedCodec:
         return PackedLayout(head_dim, self.bits)
 
     def seal(self, exact: np.ndarray, layout: PageLayout, layer: int, first_token: int, out: np.ndarray) -> None:
-        """A raw layer-page `exact` (uint8, of `layout`) as records, uint8 `[layer_page_nbytes]` of this codec's own layout."""
+        """Pack a raw layer-page `exact` (uint8, of `layout`) into records, uint8 `[layer_page_nbytes]` of this codec's own layout."""
         k, v = exact_sides(exact, layout)
-        at = self.layout(layout.kv_heads, layout.head_dim).head_offsets
+        offsets = self.layout(layout.kv_heads, layout.head_dim).head_offsets
         for head, (bits_k, bits_v) in enumerate(self.bits):
             one = slice(head, head + 1)
-            out[at[head] : at[head + 1]] = kv_codec.encode(k[one], v[one], bits_k, bits_v, self.basis.head(head), layer=layer,
-                                                           first_head=head, first_token=first_token)[0]
+            out[offsets[head] : offsets[head + 1]] = kv_codec.encode(k[one], v[one], bits_k, bits_v, self.basis.head(head), layer=layer,
+                                                                     first_head=head, first_token=first_token)[0]
 
     def open(self, page: np.ndarray, kv_heads: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
         """K and V, float32 [H, PAGE, D], of a layer-page. Raises ValueError as `kv_codec.decode` does."""
-        at = self.layout(kv_heads, head_dim).head_offsets
-        sides = [kv_codec.decode(page[None, at[head] : at[head + 1]], head_dim, self.basis.head(head)) for head in range(kv_heads)]
+        offsets = self.layout(kv_heads, head_dim).head_offsets
+        sides = [kv_codec.decode(page[None, offsets[head] : offsets[head + 1]], head_dim, self.basis.head(head))
+                 for head in range(kv_heads)]
         return np.concatenate([k for k, _ in sides]), np.concatenate([v for _, v in sides])
 
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """What a `--kv` of 8 to 2 bits asks for, before a model is known. `policy`: the name of what decides which pages get more bits than
-    others, these bits on average."""
+    """A `--kv` of 8 to 2 bits, before the model is known."""
 
-    bits_k: int
+    bits_k: int  # with a policy, the average
     bits_v: int
-    policy: str = ""
+    policy: str = ""  # the name of the policy that decides which pages get more bits than others
 
     @property
     def mixed(self) -> tuple[PackedFormat, PackedFormat, float]:
-        """Of a policy: the formats of pages with more bits and of those with fewer, and the share of the first. Raises UsageError for bits
-        that have no such two."""
+        """With a policy: the formats of pages with more bits and of those with fewer, and the share of the first. Raises UsageError for
+        an average that no two widths give."""
         if self.bits_k != self.bits_v or self.bits_k not in MIXED:
             widths = ", ".join(map(str, sorted(MIXED)))
             raise UsageError(f"+{self.policy}: pages of mixed bits average {widths}, the same for keys and values",
@@ -126,25 +125,25 @@ class PackedFormat:
         return True
 
     def layout(self, kv_heads: int, head_dim: int) -> PageLayout:
-        """Of the exact tokens: slots in two parts, so that the sinks, and the newest page until it is half full, take half a slot."""
+        """The layout of exact tokens: slots in two parts, so that the sinks, and the newest page until half full, take half a slot."""
         return PageLayout(kv_heads, head_dim, F16, parts=2)
 
     def layers(self, heads: Sequence[tuple[int, int]], bases: Sequence[KVBasis] | None = None,
                bits: Sequence[Sequence[tuple[int, int]]] | None = None) -> list[PackedCodec]:
-        """A codec for each layer of so many KV heads of a size, with the bases and the heads' bits of a profile where there is one. Raises
-        UsageError for a head size that no record takes."""
-        if (said := unpackable(heads)):
-            raise UsageError(said, "--kv 16bit")
-        plain = {} if bases else {each: KVBasis.plain(*each) for each in dict.fromkeys(heads)}  # layers that are alike share one
-        return [PackedCodec(tuple(bits[i]) if bits else ((self.bits_k, self.bits_v),) * each[0], bases[i] if bases else plain[each])
-                for i, each in enumerate(heads)]
+        """A codec for each layer. `heads`: (KV heads, head dimension) by layer; `bases`, `bits`: of a profile, None without one. Raises
+        UsageError for an unsupported head dimension."""
+        if reason := unpackable(heads):
+            raise UsageError(reason, "--kv 16bit")
+        plain = {} if bases else {shape: KVBasis.plain(*shape) for shape in dict.fromkeys(heads)}  # equal layers share one
+        return [PackedCodec(tuple(bits[i]) if bits else ((self.bits_k, self.bits_v),) * shape[0], bases[i] if bases else plain[shape])
+                for i, shape in enumerate(heads)]
 
 
 def unpackable(heads: Sequence[tuple[int, int]]) -> str:
-    """Why no packed cache supports the layers of a model, given their KV heads and head sizes; empty where all are supported."""
-    found = next((size for _, size in heads if size % GROUP_CHANNELS or size > GROUP_CHANNELS * MAX_GROUPS), None)
-    return "" if found is None else (f"packed caches take head dimensions that are a multiple of {GROUP_CHANNELS}, up to "
-                                     f"{GROUP_CHANNELS * MAX_GROUPS}, this model has {found}")
+    """Why packed caches do not support a model of these (KV heads, head dimension) by layer; empty if they do."""
+    unsupported = next((size for _, size in heads if size % GROUP_CHANNELS or size > GROUP_CHANNELS * MAX_GROUPS), None)
+    return "" if unsupported is None else (f"packed caches take head dimensions that are a multiple of {GROUP_CHANNELS}, up to "
+                                           f"{GROUP_CHANNELS * MAX_GROUPS}, this model has {unsupported}")
 
 
 def exact_sides(exact: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.ndarray]:
@@ -153,50 +152,50 @@ def exact_sides(exact: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.n
     return k, v
 
 
-ASKED = (8, 6, 5, 4, 3, 2)  # bits on average: 10 and 1 are for profiles to give
+WIDTHS = (8, 6, 5, 4, 3, 2)  # bits that --kv takes; profiles also use 10 and 1
 CODECS = {"32bit": RawCodec(F32), "16bit": RawCodec(F16)}
 PACKED = re.compile(r"(?:([234568])bit|k([234568])v([234568]))(?:\+([a-z0-9_]+))?")
-# Bits of pages with more and with fewer, and the share of the first: as near each other as there are widths, because noise grows by a
-# factor of four a bit and attention is seldom so uneven.
+# Average -> (bits of pages with more, bits of pages with fewer, share of the first). The two are as close as widths allow, because noise
+# grows by a factor of four per bit and attention is seldom that uneven.
 MIXED = {6: (8, 5, 1 / 3), 5: (6, 4, 1 / 2), 4: (5, 3, 1 / 2), 3: (4, 2, 1 / 2)}
 
 
 def codec(name: str, policies: Iterable[str] = ()) -> RawCodec | PackedFormat:
-    """The codec of a `--kv` value. Raises UsageError listing the valid ones, with `policies` those allowed after a +."""
+    """The codec of a `--kv` value. Raises UsageError listing the valid ones; `policies`: the names that may follow a +."""
     if name in CODECS:
         return CODECS[name]
-    if found := PACKED.fullmatch(name):
-        both, bits_k, bits_v, policy = found.groups()
+    if match := PACKED.fullmatch(name):
+        both, bits_k, bits_v, policy = match.groups()
         return PackedFormat(int(both or bits_k), int(both or bits_v), policy or "")
-    if name.lower() in TYPES:
-        raise UsageError(f"--kv {name} is not known", f"use {TYPES[name.lower()]}bit; -ctk and -ctv take llama.cpp's names")
+    if name.lower() in CACHE_TYPES:
+        raise UsageError(f"--kv {name} is not known", f"use {CACHE_TYPES[name.lower()]}bit; -ctk and -ctv take llama.cpp's names")
     if "+" in name:
         widths = ", ".join(f"{bits}bit" for bits in sorted(MIXED))
-        named = " or ".join(f"+{each}" for each in policies) or "a policy"
-        raise UsageError(f"--kv {name} is not known", f"policies need packed bits: {widths} take {named}")
-    widths = ", ".join(f"{bits}bit" for bits in ASKED)
+        listed = " or ".join(f"+{policy}" for policy in policies) or "a policy"
+        raise UsageError(f"--kv {name} is not known", f"policies need packed bits: {widths} take {listed}")
+    widths = ", ".join(f"{bits}bit" for bits in WIDTHS)
     raise UsageError(f"--kv {name} is not known", f"use {', '.join(CODECS)}, {widths}, k8v4 and the like, or auto")
 
 
-# Types of llama.cpp's cache as bits: what people have in their fingers.
-TYPES = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8, "q6_k": 6, "q5_0": 5, "q5_1": 5, "q4_0": 4, "q4_1": 4, "iq4_nl": 4,
-         "q3_k": 3, "q2_k": 2}
+# Cache types of llama.cpp -> bits.
+CACHE_TYPES = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8, "q6_k": 6, "q5_0": 5, "q5_1": 5, "q4_0": 4, "q4_1": 4, "iq4_nl": 4,
+               "q3_k": 3, "q2_k": 2}
 
 
 def of_types(keys: str, values: str) -> str:
     """The `--kv` value for llama.cpp's `-ctk` and `-ctv` types, or `--kv` names. Raises UsageError for others."""
-    named = {f"{bits}bit": bits for bits in TYPES.values()} | TYPES
-    bits = [named.get(each.lower(), 0) for each in (keys, values)]
-    for name, found in zip((keys, values), bits, strict=True):
-        if not found:
-            raise UsageError(f"{name} is not a cache type", f"one of {', '.join(TYPES)}, or --kv")
-    if bits[0] == bits[1]:
-        return f"{bits[0]}bit"
-    if min(bits) > 8:
+    known = {f"{bits}bit": bits for bits in CACHE_TYPES.values()} | CACHE_TYPES
+    bits_k, bits_v = (known.get(name.lower(), 0) for name in (keys, values))
+    for name, bits in ((keys, bits_k), (values, bits_v)):
+        if not bits:
+            raise UsageError(f"{name} is not a cache type", f"one of {', '.join(CACHE_TYPES)}, or --kv")
+    if bits_k == bits_v:
+        return f"{bits_k}bit"
+    if min(bits_k, bits_v) > 8:
         raise UsageError(f"keys as {keys} with values as {values}: 32 and 16 bits do not mix",
                          f"-ctk {keys} -ctv {keys}, or {values} for both")
-    if max(bits) > 8:
-        packed = min(keys, values, key=lambda each: named[each.lower()])
+    if max(bits_k, bits_v) > 8:
+        packed = min(keys, values, key=lambda name: known[name.lower()])
         raise UsageError(f"keys as {keys} with values as {values}: exact and packed ones do not mix",
                          f"-ctk {packed} -ctv {packed} packs both")
-    return f"k{bits[0]}v{bits[1]}"
+    return f"k{bits_k}v{bits_v}"

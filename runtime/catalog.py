@@ -23,7 +23,7 @@ __all__ = ["Absent", "CatalogEntry", "ModelRef", "catalog", "entry_folder", "fin
 
 
 class Absent(ModelNotFound):
-    """A model whose files are not here, which `pull` would fetch. `entry`: of the catalog, if any."""
+    """A model whose files are not here, which `pull` would download. `entry`: its catalog entry, None if it has none."""
 
     reference: Reference = Reference("")
     repo: str = ""
@@ -32,14 +32,9 @@ class Absent(ModelNotFound):
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A model whose files are here. Catalog facts are None for a folder without alias.
+    """A model whose files are here. Catalog facts are None for a folder without alias."""
 
-    `variant` is the format named after a colon (`fable:4bit`), to be made of the model in the folder. `notice`: a caveat about the choice.
-    `seen_from`: the source of a quantized vision model, which has the vision tower. `mmproj`: the projector file that the user or another
-    program named. `go_template`: the file of the template that the other program (Ollama) uses.
-    """
-
-    text: str
+    text: str  # as typed
     folder: Path
     alias: str | None = None
     repo: str | None = None
@@ -48,11 +43,11 @@ class ModelRef:
     gated: bool = False
     size_bytes: int | None = None
     default_bits: int | None = None
-    variant: str | None = None
-    notice: str = ""
-    seen_from: Path | None = None
-    mmproj: str | None = None
-    go_template: Path | None = None
+    variant: str | None = None  # the format after a colon (`fable:4bit`) to which the folder's model is to be quantized
+    notice: str = ""  # a caveat about the choice
+    seen_from: Path | None = None  # of a quantized vision model, its source, which has the vision tower
+    mmproj: str | None = None  # the projector file that the user or another program named
+    go_template: Path | None = None  # the template file of the other program (Ollama)
 
     @property
     def whole(self) -> Path:
@@ -98,25 +93,25 @@ def _resolve(reference: Reference, env: Mapping[str, str]) -> ModelRef:
     return found
 
 
-def _from_program(reference: Reference, own: Reference, env: Mapping[str, str], alias: str | None = None) -> ModelRef:
-    """The model file of another program that `own` names."""
+def _from_program(reference: Reference, program_model: Reference, env: Mapping[str, str], alias: str | None = None) -> ModelRef:
+    """The model file of another program, named by `program_model`."""
     from .library.external_models import find
 
-    kept = find(own, env)
-    stored = kept.stored
-    return _from_gguf(reference, kept.file, alias=alias, licence=kept.licence,
-                      mmproj=None if kept.projector is None or stored is None else str(kept.projector),
+    external = find(program_model, env)
+    stored = external.stored
+    return _from_gguf(reference, external.file, alias=alias, licence=external.licence,
+                      mmproj=None if external.projector is None or stored is None else str(external.projector),
                       go_template=None if stored is None else stored.first("template"))
 
 
 def _from_library_entry(reference: Reference, entry: CatalogEntry, env: Mapping[str, str]) -> ModelRef:
     """The other program's model behind an alias."""
-    own = parse_reference(entry.library, env)
-    if own.program is None:
+    program_model = parse_reference(entry.library, env)
+    if program_model.program is None:
         raise ModelNotFound(f"{entry.alias} is an alias of {show(entry.library)}, which is not a model of another program",
                             f"give the alias another model: effllm alias {entry.alias} MODEL")
     try:
-        return _from_program(reference, own, env, entry.alias)
+        return _from_program(reference, program_model, env, entry.alias)
     except ModelNotFound as error:
         raise ModelNotFound(f"{entry.alias}: {error.message}", error.hint or LOOK) from error
 
@@ -131,39 +126,39 @@ def find_entry(entries: Iterable[CatalogEntry], name: str) -> CatalogEntry | Non
 def _from_path(reference: Reference, path: Path) -> ModelRef:
     text, folder = reference.text, path
     if reference.file is not None:
-        path = path / (_meant(reference, path, show_name(str(path))) or reference.file)
+        path = path / (_find_file(reference, path, show_name(str(path))) or reference.file)
     try:
         if path.is_dir():
-            # "/" is a path too
+            # A path may be "/", whose subfolders are not searched.
             files = [] if (path / "config.json").is_file() else file_names.model_files(hub.gguf_files(path, deep=False))
             if (file := file_names.default_model(files)) is not None and reference.file is None:
                 return _from_gguf(reference, path / file)
             if files:
                 raise ModelNotFound(f"{show_name(text)} holds GGUF files and no config.json", f"name one: {_listed(reference, files)}")
-            return _of_folder(ModelRef(text, path, variant=reference.variant))
+            return _with_source(ModelRef(text, path, variant=reference.variant))
         present = path.exists()
     except OSError as error:
         raise ModelNotFound(f"{show_name(text)} cannot be read: {error.strerror}",
                             f"check its permissions: {ls(path)}") from error
     if not present:
-        if plain := _without_end(reference, folder):
+        if plain := _without_suffix(reference, folder):
             raise ModelNotFound(f"{show_name(text)}: local models have neither revisions nor tags",
                                 f"leave that out: {typed(plain)}")
         others = file_names.model_files(hub.gguf_files(folder)) if reference.file else []
         if reference.file and folder.is_dir() and not is_gguf(path):
             raise ModelNotFound(f"{show_name(text)}: no name of a GGUF file in {folder} states {reference.file}",
                                 f"name one: {_listed(reference, others)}" if others else f"leave it out: {reference.base}")
-        beside = [] if others else _siblings(path)
-        hint = f"name one: {_listed(reference, others)}" if others else f"did you mean {' or '.join(beside)}?" if beside else LOOK
+        similar = [] if others else _siblings(path)
+        hint = f"name one: {_listed(reference, others)}" if others else f"did you mean {' or '.join(similar)}?" if similar else LOOK
         raise ModelNotFound(f"there is no {'file' if reference.file or is_gguf(path) else 'folder'} {show_name(text)}", hint)
     if is_gguf(path):
         return _from_gguf(reference, path)
-    inside = (path.parent / "config.json").is_file()  # such as weights, named in place of their folder
-    raise UsageError(f"{show_name(text)} is a file; a model is a folder or a GGUF file", f"try {path.parent}" if inside else LOOK)
+    in_model = (path.parent / "config.json").is_file()  # a weight file, named instead of its folder
+    raise UsageError(f"{show_name(text)} is a file; a model is a folder or a GGUF file", f"try {path.parent}" if in_model else LOOK)
 
 
-def _without_end(reference: Reference, path: Path) -> str | None:
-    """The existing path without a suffix that only repositories have, None if there is none."""
+def _without_suffix(reference: Reference, path: Path) -> str | None:
+    """The path without a revision or tag, which only repositories have; None if that does not exist."""
     if reference.file is not None:
         return str(path) if path.is_file() else None
     before = str(path).rpartition("@")[0]
@@ -171,38 +166,39 @@ def _without_end(reference: Reference, path: Path) -> str | None:
 
 
 def _from_gguf(reference: Reference, path: Path, **facts: object) -> ModelRef:
-    """The only place where a name becomes an existing GGUF file, from disk or from the cache."""
+    """The only place where a name becomes an existing GGUF file, on disk or in the cache."""
     return ModelRef(reference.text, path, variant=reference.variant, **facts)
 
 
-def _meant(reference: Reference, folder: Path, where: str) -> str | None:
-    """The file below `folder` that a reference names, or by its tag; None for none. Raises ModelNotFound for several."""
+def _find_file(reference: Reference, folder: Path, where: str) -> str | None:
+    """The file below `folder` that a reference names by path or tag; None if there is none. Raises ModelNotFound for several."""
     if reference.file.lower().endswith(file_names.SUFFIX):
         return reference.file if exists(folder / reference.file) else None
-    found = file_names.matching(reference.file, hub.gguf_files(folder))
-    if len(found) > 1:
-        raise ModelNotFound(f"{where} has {len(found)} files of {reference.file}",
-                            f"name one: {_listed(reference, found)}")
-    return found[0] if found else None
+    matches = file_names.matching(reference.file, hub.gguf_files(folder))
+    if len(matches) > 1:
+        raise ModelNotFound(f"{where} has {len(matches)} files of {reference.file}",
+                            f"name one: {_listed(reference, matches)}")
+    return matches[0] if matches else None
 
 
 def _listed(reference: Reference, files: Sequence[str]) -> str:
     return " or ".join(f"{reference.base}:{file}" for file in files[:4])
 
 
-def _of_folder(ref: ModelRef) -> ModelRef:
-    """Where a quantized folder says it came from. A damaged one, or one of a newer effllm, still resolves, so that it can be removed;
+def _with_source(ref: ModelRef) -> ModelRef:
+    """Add the source that a quantized folder records. A damaged one, or one of a newer effllm, still resolves, so that it can be removed;
     loading it reports the error."""
     if not (ref.folder / storage.MARKER).is_file():
         return ref
     from ..offload.checkpoint import CheckpointError
     from .stores.container import read_container
 
-    made = None
+    container = None
     with suppress(CheckpointError):
-        made = read_container(ref.folder)
-    said = {key: value for key in ("repo", "revision", "licence") if isinstance(value := made.source.get(key), str)} if made else {}
-    return replace(ref, **{key: value for key, value in said.items() if getattr(ref, key) is None})
+        container = read_container(ref.folder)
+    source = container.source if container else {}
+    facts = {key: value for key in ("repo", "revision", "licence") if isinstance(value := source.get(key), str)}
+    return replace(ref, **{key: value for key, value in facts.items() if getattr(ref, key) is None})
 
 
 def _from_path_entry(reference: Reference, entry: CatalogEntry) -> ModelRef:
@@ -219,73 +215,74 @@ def _from_path_entry(reference: Reference, entry: CatalogEntry) -> ModelRef:
 
 
 def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str, str], facts: Mapping[str, object]) -> ModelRef | None:
-    """A repository's files, or what effllm made of them; None if neither is here."""
-    found = hub.find(env, repo, revision)
+    """A repository's files, or a quantized model made of them; None if neither is here."""
+    snapshot = hub.find(env, repo, revision)
     if reference.file is not None:
-        whole = _from_cached_file(reference, found, facts, env) if found else None
-        if whole is None:
-            _refuse_begun(reference, repo, revision, env)
-        return whole
-    kept = storage.find_stored(env, repo, found.commit if found else revision, reference.variant)
-    missing = hub.missing_files(found.folder) if found else ()
-    if found is not None and not missing and not (reference.variant and kept):
-        own = {**facts, "licence": facts.get("licence") or storage.stated_licence(env, found)}
-        return ModelRef(reference.text, found.folder, repo=repo, revision=found.commit, variant=reference.variant, **own)
-    if kept:
-        usual = f"{facts.get('default_bits')}bit"
-        best = next((each for each in kept if each.spec == usual), kept[-1])
+        ref = _from_cached_file(reference, snapshot, facts, env) if snapshot else None
+        if ref is None:
+            _refuse_unfinished(reference, repo, revision, env)
+        return ref
+    stored = storage.find_stored(env, repo, snapshot.commit if snapshot else revision, reference.variant)
+    missing = hub.missing_files(snapshot.folder) if snapshot else ()
+    if snapshot is not None and not missing and not (reference.variant and stored):
+        known = {**facts, "licence": facts.get("licence") or storage.stated_licence(env, snapshot)}
+        return ModelRef(reference.text, snapshot.folder, repo=repo, revision=snapshot.commit, variant=reference.variant, **known)
+    if stored:
+        default = f"{facts.get('default_bits')}bit"
+        best = next((model for model in stored if model.spec == default), stored[-1])
         notice = "" if reference.variant else f"{reference.text}: using the {best.spec} weights; the full ones are not on this machine"
-        return _of_folder(ModelRef(reference.text, best.folder, repo=repo, revision=best.revision, notice=notice, **facts))
-    if "config.json" in missing and (files := file_names.model_files(hub.gguf_files(found.folder))):
+        return _with_source(ModelRef(reference.text, best.folder, repo=repo, revision=best.revision, notice=notice, **facts))
+    if "config.json" in missing and (files := file_names.model_files(hub.gguf_files(snapshot.folder))):
         if (file := file_names.default_model(files)) is not None and reference.variant is None:
-            return _from_cached_file(replace(reference, file=file), found, facts, env)
+            return _from_cached_file(replace(reference, file=file), snapshot, facts, env)
         raise _absent(reference, repo, f"only GGUF files of {repo} are here", f"name one: {_listed(reference, files)}")
     if missing:
         rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise _absent(reference, repo, f"{repo} is only partly downloaded: {show(missing[0])} is missing{rest}",
                       f"to complete it: effllm pull {reference.to_pull}")
-    _refuse_begun(reference, repo, revision, env)
+    _refuse_unfinished(reference, repo, revision, env)
     return None
 
 
-def _refuse_begun(reference: Reference, repo: str, revision: str, env: Mapping[str, str]) -> None:
-    """Raises Absent for an interrupted download, with its progress."""
-    begun = []
+def _refuse_unfinished(reference: Reference, repo: str, revision: str, env: Mapping[str, str]) -> None:
+    """Raises Absent for an interrupted download or build, with its progress."""
+    builds = []
     if reference.variant and not reference.file:
-        from .library import unfinished_builds  # not for the shell, which waits for names
+        from .library import unfinished_builds  # imported late: completion in the shell does not need it
 
-        begun = unfinished_builds.find_stopped(env, repo, revision, reference.variant)
-    for each in begun[:1]:
-        raise _absent(reference, repo, f"{repo}:{each.spec} is only partly built: {format_size(each.held)} of {format_size(each.size)} "
+        builds = unfinished_builds.find_stopped(env, repo, revision, reference.variant)
+    for build in builds[:1]:
+        raise _absent(reference, repo, f"{repo}:{build.spec} is only partly built: {format_size(build.held)} of {format_size(build.size)} "
                       "are here",
                       f"to complete it: effllm pull {reference.to_pull}")
-    for each in unfinished_downloads.find_stopped(env, repo, revision, reference.file)[:1]:
+    for download in unfinished_downloads.find_stopped(env, repo, revision, reference.file)[:1]:
         what = f"{reference.file} of {repo}" if reference.file else repo
-        raise _absent(reference, repo, f"{what} is only partly downloaded: {format_size(each.held)} of {format_size(each.size)} are here",
-                      f"to complete it: effllm pull {reference.to_pull}")
+        raise _absent(reference, repo, f"{what} is only partly downloaded: {format_size(download.held)} of {format_size(download.size)} "
+                      "are here", f"to complete it: effllm pull {reference.to_pull}")
 
 
-def _from_cached_file(reference: Reference, found: hub.Snapshot, facts: Mapping[str, object], env: Mapping[str, str]) -> ModelRef | None:
+def _from_cached_file(reference: Reference, snapshot: hub.Snapshot, facts: Mapping[str, object], env: Mapping[str, str]) -> ModelRef | None:
     """A complete GGUF file of a repository; None if none of it is here."""
-    name = _meant(reference, found.folder, found.repo)
+    name = _find_file(reference, snapshot.folder, snapshot.repo)
     if name is None:
         return None
-    if lost := [part for part in file_names.all_parts(name) if not (found.folder / part).exists()]:
-        raise _absent(reference, found.repo, f"{name} of {found.repo} is only partly downloaded: {lost[0]} is missing"
-                      + (f" and {len(lost) - 1} more" if len(lost) > 1 else ""), f"to complete it: effllm pull {reference.to_pull}")
-    own = {key: facts[key] for key in ("alias", "licence", "gated") if key in facts} or {"licence": _licence_of_file(found, name, env)}
-    return _from_gguf(reference, found.folder / name, repo=found.repo, revision=found.commit, **own)
+    if missing := [part for part in file_names.all_parts(name) if not (snapshot.folder / part).exists()]:
+        raise _absent(reference, snapshot.repo, f"{name} of {snapshot.repo} is only partly downloaded: {missing[0]} is missing"
+                      + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""), f"to complete it: effllm pull {reference.to_pull}")
+    known = {key: facts[key] for key in ("alias", "licence", "gated") if key in facts}
+    known = known or {"licence": _licence_of_file(snapshot, name, env)}
+    return _from_gguf(reference, snapshot.folder / name, repo=snapshot.repo, revision=snapshot.commit, **known)
 
 
-def _licence_of_file(found: hub.Snapshot, name: str, env: Mapping[str, str]) -> str | None:
+def _licence_of_file(snapshot: hub.Snapshot, name: str, env: Mapping[str, str]) -> str | None:
     """The licence in the repository's card, else in the file, else from the hub."""
-    if hub.stated_licence(found.folder) is None and storage.licence_notes(env, found.repo, found.commit):
+    if hub.stated_licence(snapshot.folder) is None and storage.licence_notes(env, snapshot.repo, snapshot.commit):
         from .source import licence_of
 
         with suppress(EffllmError):
-            if (said := licence_of(found.folder / name)) is not None:
-                return said
-    return storage.stated_licence(env, found)
+            if (licence := licence_of(snapshot.folder / name)) is not None:
+                return licence
+    return storage.stated_licence(env, snapshot)
 
 
 def _absent(reference: Reference, repo: str, message: str, hint: str, entry: CatalogEntry | None = None) -> Absent:
@@ -302,18 +299,19 @@ def _absent_entry(reference: Reference, entry: CatalogEntry) -> Absent:
 
 
 def _next_step(reference: Reference, entry: CatalogEntry) -> str:
-    """For a GGUF precision (`qwen3-8b:Q4_K_M`), which safetensors repositories do not have: the closest alternative."""
+    """The command that downloads the model. For a GGUF precision (`qwen3-8b:Q4_K_M`) of a safetensors repository: the closest
+    alternative."""
     if not reference.file or reference.file.lower().endswith(file_names.SUFFIX):
         return pull_hint(entry, reference.to_pull)
-    bits = next((each for each in reference.file if each in "234568"), "4")
+    bits = next((letter for letter in reference.file if letter in "234568"), "4")
     return f"it holds no GGUF files: {pull_hint(entry, f'{reference.base} --bits {bits}')}; of others: org/repo:{reference.file}"
 
 
 def pull_hint(entry: CatalogEntry, text: str = "") -> str:
     """The command that downloads an entry's files, and what must come before it."""
-    before = "accept the licence on the model's page, hf auth login, then: " if entry.gated else ""
-    after = f" (without a gate: {entry.alternative})" if entry.gated and entry.alternative else ""
-    return f"{before}effllm pull {text or entry.alias}{after}"
+    consent = "accept the licence on the model's page, hf auth login, then: " if entry.gated else ""
+    alternative = f" (without a gate: {entry.alternative})" if entry.gated and entry.alternative else ""
+    return f"{consent}effllm pull {text or entry.alias}{alternative}"
 
 
 def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> ModelNotFound:
@@ -323,36 +321,37 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
         return _absent(reference, name, f"{name} is here, but not at revision {reference.revision}", pull)
     if name in repos and (reference.file or reference.variant):
         return _absent(reference, name, f"{name} is here, but {reference.file or reference.variant} of it is not", pull)
-    whole = [each.commit[:12] for each in hub.snapshots(env) if each.repo == name and not hub.missing_files(each.folder)]
-    if whole:
-        return _absent(reference, name, f"{name} is here at another revision only: {', '.join(whole)}",
-                       f"name it, {typed(f'{name}@{whole[0]}')}, or: {pull}")
+    complete = [snapshot.commit[:12] for snapshot in hub.snapshots(env) if snapshot.repo == name and not hub.missing_files(snapshot.folder)]
+    if complete:
+        return _absent(reference, name, f"{name} is here at another revision only: {', '.join(complete)}",
+                       f"name it, {typed(f'{name}@{complete[0]}')}, or: {pull}")
     if name in repos:
         return _absent(reference, name, f"{name} is only partly downloaded", f"to complete it: {pull}")
     is_repo = "/" in name and hub.is_repo(name) and not OLLAMAS.match(name)
     if is_repo:
-        meant = likely_typos(name, repos | {entry.repo for entry in entries if entry.repo})
-    else:  # what ends in a precision may state a size before it: qwen3:8b-q4_K_M
-        meant = ollama_aliases(name, reference.file, entries) if re.fullmatch(file_names.TAG, reference.file or "", re.IGNORECASE) else []
-        meant = meant or _meant_by(name, entries, repos)
-    if (there := _in_ollama(name, env)) is not None:
-        meant = [there]
-    if meant:
-        return ModelNotFound(f"there is no model {show(name)}", f"did you mean {' or '.join(meant)}?")
+        similar = likely_typos(name, repos | {entry.repo for entry in entries if entry.repo})
+    else:  # a tag that ends in a precision may begin with a size: qwen3:8b-q4_K_M
+        is_tag = re.fullmatch(file_names.TAG, reference.file or "", re.IGNORECASE)
+        similar = ollama_aliases(name, reference.file, entries) if is_tag else []
+        similar = similar or _similar_names(name, entries, repos)
+    if (ollama_name := _in_ollama(name, env)) is not None:
+        similar = [ollama_name]
+    if similar:
+        return ModelNotFound(f"there is no model {show(name)}", f"did you mean {' or '.join(similar)}?")
     if is_repo:
         return _absent(reference, name, f"{name} is not on this machine", pull)
     return ModelNotFound(f"there is no model {show(name)}", ELSEWHERE)
 
 
 def _in_ollama(name: str, env: Mapping[str, str]) -> str | None:
-    """What to type for an unknown name that is in Ollama's library."""
+    """How to name a model in Ollama's library that has this name; None if there is none."""
     from .library.external_models import local_name
 
     return local_name(name, env)
 
 
-def _meant_by(name: str, entries: Sequence[CatalogEntry], repos: Iterable[str]) -> list[str]:
-    """Names for one word, or for what stands behind Ollama's library/."""
+def _similar_names(name: str, entries: Sequence[CatalogEntry], repos: Iterable[str]) -> list[str]:
+    """Suggestions for a single word, or for a name after Ollama's library/."""
     word = OLLAMAS.sub("", name)
     return family_aliases(word, entries) or close_matches(word, _known(entries, repos)) or ([] if "/" in name else _siblings(Path(name)))
 
@@ -360,7 +359,7 @@ def _meant_by(name: str, entries: Sequence[CatalogEntry], repos: Iterable[str]) 
 def near_names(name: str, env: Mapping[str, str]) -> list[str]:
     """At most three similar names, of the catalog or of local models."""
     repos = {snapshot.repo for snapshot in hub.snapshots(env)} | {kept.repo for kept in storage.stored_models(env)}
-    return [each for each in close_matches(name, _known(catalog(env), repos)) if each != name]
+    return [similar for similar in close_matches(name, _known(catalog(env), repos)) if similar != name]
 
 
 def _known(entries: Iterable[CatalogEntry], repos: Iterable[str]) -> list[str]:
@@ -368,7 +367,7 @@ def _known(entries: Iterable[CatalogEntry], repos: Iterable[str]) -> list[str]:
 
 
 def _siblings(path: Path) -> list[str]:
-    """At most three models beside a missing path with similar names."""
-    around = hub.names_in(path.parent) if exists(path.parent) else []
-    beside = [name for name in around if is_gguf(Path(name)) or exists(path.parent / name / "config.json")]
-    return [show(name) for name in close_matches(path.name, beside)]
+    """At most three models with similar names in the folder of a missing path."""
+    names = hub.names_in(path.parent) if exists(path.parent) else []
+    models = [name for name in names if is_gguf(Path(name)) or exists(path.parent / name / "config.json")]
+    return [show(name) for name in close_matches(path.name, models)]

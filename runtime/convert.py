@@ -58,33 +58,31 @@ def target_of(text: str) -> float:
 
 def recipe_of(spec: str, rules: Sequence[str], method: str | None = None) -> Recipe:
     """Parse a recipe: a format, `REGEX=SPEC` rules, and what the method adds. Raises UsageError."""
-    own = methods.get(methods.PLAIN if method is None else method)
-    recipe = Recipe(QuantSpec.parse(spec, own.SHORT), tuple(parse_rule(rule, own.SHORT) for rule in rules), own.SHORT)
-    return recipe.with_outliers(own.OUTLIERS) if own.OUTLIERS else recipe
+    module = methods.get(methods.PLAIN if method is None else method)
+    recipe = Recipe(QuantSpec.parse(spec, module.SHORT), tuple(parse_rule(rule, module.SHORT) for rule in rules), module.SHORT)
+    return recipe.with_outliers(module.OUTLIERS) if module.OUTLIERS else recipe
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """`spec_text` and `source` (where the model came from) are recorded as they are. `replace`: overwrite a quantized folder.
-    `calibration_text`: None for the built-in sample, for methods that need one. `target`: bits per weight for which formats are chosen.
-    `tower`: include the vision tower."""
+    """What to convert a model to, and how. Raises UsageError for options that do not go together."""
 
     recipe: Recipe
-    spec_text: str
+    spec_text: str  # recorded in effllm.json
     method: str = methods.PLAIN
-    calibration_text: str | None = None
+    calibration_text: str | None = None  # None for the built-in sample, if the method needs one
     calibration_tokens: int = TOKENS
-    target: float | None = None
+    target: float | None = None  # bits per weight for which formats are searched; None for the recipe's
     threads: int | None = None
-    replace: bool = False
-    tower: bool = True
-    source: Mapping[str, object] = field(default_factory=dict)
+    replace: bool = False  # overwrite a quantized folder
+    tower: bool = True  # include the vision tower
+    source: Mapping[str, object] = field(default_factory=dict)  # where the model came from, recorded in effllm.json
 
     def __post_init__(self) -> None:
         method = methods.get(self.method)
         specs = [spec for spec in (self.recipe.base, *(spec for _, spec in self.recipe.rules)) if not spec.is_raw]
-        if given := [spec for spec in specs if spec.scheme in FOREIGN]:
-            raise UsageError(f"{given[0]} is only for weights that other tools quantized, not a format to quantize to",
+        if imported := [spec for spec in specs if spec.scheme in FOREIGN]:
+            raise UsageError(f"{imported[0]} is only for weights that other tools quantized, not a format to quantize to",
                              "effllm export writes GGUF files")
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads {self.threads} is too small", "at least 1")
@@ -109,13 +107,13 @@ class ClassResult:
 
 @dataclass(frozen=True)
 class Converted:
-    """The result. `before` and `after` are bytes of tensors, `file_nbytes` those of the weight files."""
+    """The result of a conversion."""
 
     folder: Path
     weights: int
-    before: int
-    after: int
-    file_nbytes: int
+    before: int  # bytes of the tensors
+    after: int  # bytes of the tensors
+    file_nbytes: int  # of the weight files
     classes: tuple[ClassResult, ...]
     seconds: float
 
@@ -133,8 +131,8 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
     """Quantize the model in `folder` into the new folder `out`; yields events and the result last.
 
     Raises UsageError if `out` exists or the input is quantized, DoesNotFit if the disk is too small or fills up (the same call resumes
-    later), EffllmError naming a tensor with NaN or infinity. After a kill when `out` already had its name, the same call does what was left
-    and nothing twice.
+    later), EffllmError naming a tensor with NaN or infinity. If a run was killed after `out` had its final name, the same call finishes
+    the rest.
     """
     out = Path(os.path.abspath(out))
     plan = plan_conversion(folder, options.recipe, options.target is None)
@@ -145,51 +143,51 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
         ids = calibration(plan, options)
         yield from variety_warning(ids)
         if is_named:
-            made, started = _as_made(plan, out, options), time.monotonic()
-            if (finished := finish_cleanup(out, fingerprint(made, options, ids), FILE)) is not None:
+            finished_plan, started = _finished_plan(plan, out, options), time.monotonic()
+            if (finished := finish_cleanup(out, fingerprint(finished_plan, options, ids), FILE)) is not None:
                 yield Notice(already_complete(out))
-                yield _converted(out, made, finished, started)
+                yield _converted(out, finished_plan, finished, started)
                 return
             check_target(out, options.replace)
         tower, copies = tower_nbytes(plan.folder) if options.tower else 0, companion_files(plan.folder)
-        beside = sum(path.stat().st_size for path in copies.values()) + tower - partial_nbytes(out)
-        if options.target is None:  # before kernels are compiled; else the formats decide
-            check_space(out, plan.file_nbytes + beside)
+        other_nbytes = sum(path.stat().st_size for path in copies.values()) + tower - partial_nbytes(out)
+        if options.target is None:  # before kernels are compiled; for a target, the formats are not known yet
+            check_space(out, plan.file_nbytes + other_nbytes)
         for item in resolve_plan(plan, options):
             if isinstance(item, ConversionPlan):
                 plan = item
             else:
                 yield item
-        warnings = [each for each in plan.config.warnings if not (tower and TEXT_ONLY_WARNING in each)]
+        warnings = [warning for warning in plan.config.warnings if not (tower and TEXT_ONLY_WARNING in warning)]
         yield from (Notice(text) for text in (*warnings, *plan.notices(), *too_many_threads(options.threads)))
         started = time.monotonic()
         pool = ThreadPool(min(MAX_WORKERS, options.threads or hardware.cpu_threads()))
-        check_space(out, plan.file_nbytes + beside)
+        check_space(out, plan.file_nbytes + other_nbytes)
         try:
             with FolderWriter(out, plan.files, fingerprint(plan, options, ids), FILE, str(options.source.get("model", ""))) as writer:
-                yield from _opening(plan, writer)
+                yield from _resume_notices(plan, writer)
                 converter = Converter(plan, options.method, writer, pool, ids)
                 yield from converter.announce(options.spec_text)
                 yield from converter.run()
                 plan.store.check_unchanged()
                 texts = folder_files(plan.folder) | ({INDEX: index_json(plan.files)} if len(plan.files) > 1 else {})
-                kept = (yield from copy_tower(plan.folder, writer)) if tower else {}
-                made = container(plan, writer.finished, options, ids).with_files(copies, texts)
-                made = replace(made, files={**made.files, **kept})
-                check_target(out, options.replace)  # it was hours ago that it was looked at
-                writer.commit(copies, {**texts, FILE: made.to_json()}, options.replace)
+                tower_files = (yield from copy_tower(plan.folder, writer)) if tower else {}
+                record = container(plan, writer.finished, options, ids).with_files(copies, texts)
+                record = replace(record, files={**record.files, **tower_files})
+                check_target(out, options.replace)  # the first check may be hours ago
+                writer.commit(copies, {**texts, FILE: record.to_json()}, options.replace)
                 finished = writer.finished
         finally:
             pool.close()
     yield _converted(out, plan, finished, started)
 
 
-def _as_made(plan: ConversionPlan, out: Path, options: ConvertOptions) -> ConversionPlan:
-    """The plan that would have made an existing folder: for a target, the formats it has, without a new search."""
-    made = None if options.target is None else read_container(out)
-    if made is None:
+def _finished_plan(plan: ConversionPlan, out: Path, options: ConvertOptions) -> ConversionPlan:
+    """The plan that an existing folder was built by: for a target, with the formats it has, without a new search."""
+    record = None if options.target is None else read_container(out)
+    if record is None:
         return plan
-    names = {name: tensor.spec for name, tensor in made.tensors.items() if options.recipe.ruled(name) is None}
+    names = {name: tensor.spec for name, tensor in record.tensors.items() if options.recipe.ruled(name) is None}
     return plan.with_recipe(replace(options.recipe, names=names))
 
 
@@ -199,7 +197,7 @@ def _converted(out: Path, plan: ConversionPlan, finished: Mapping[str, Mapping[s
 
 
 def resolve_plan(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress | Notice | ConversionPlan]:
-    """Compile missing kernels; the plan last, as it is or with the formats found for a target."""
+    """Compile missing kernels, and search formats if there is a target; yields the resulting plan last."""
     yield from compile_needed(calibration_kinds(plan.config))
     if options.target is None:
         yield plan
@@ -208,26 +206,27 @@ def resolve_plan(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Prog
 
     text = built_in_text() if options.calibration_text is None else options.calibration_text
     ids = calibration_ids(plan.folder, plan.config, text, options.calibration_tokens)
-    asked = EngineOptions(device="cpu", threads=options.threads, kv="32bit", ctx=min(WINDOW, plan.config.context_length), spec="off")
-    for item in open_engine(plan.folder, asked):
+    ctx = min(WINDOW, plan.config.context_length)
+    engine_options = EngineOptions(device="cpu", threads=options.threads, kv="32bit", ctx=ctx, spec="off")
+    for item in open_engine(plan.folder, engine_options):
         if not isinstance(item, Engine):
             yield item
     try:
-        for found in search(plan, item, ids, options.target, options.recipe):
-            if not isinstance(found, BitAllocation):
-                yield found
+        for result in search(plan, item, ids, options.target, options.recipe):
+            if not isinstance(result, BitAllocation):
+                yield result
     finally:
         item.close()
-    chosen = plan.with_recipe(found.recipe)
-    counts = Counter(str(job.spec) for job in chosen.jobs if not job.spec.is_raw)
+    resolved = plan.with_recipe(result.recipe)
+    counts = Counter(str(job.spec) for job in resolved.jobs if not job.spec.is_raw)
     shares = ", ".join(f"{plural(count, 'tensor')} {spec}" for spec, count in sorted(counts.items()))
     yield Notice(f"{options.target:g} bits per weight: {shares}")
-    yield chosen
+    yield resolved
 
 
 def check_target(out: Path, replace: bool | None, source: Path | None = None) -> None:
-    """Raises UsageError unless `out` is free: absent, empty, or with `replace` a folder that contains only what effllm wrote and is not
-    the `source`. None: replacing is not an option."""
+    """Raises UsageError unless `out` is free: absent, empty, or, with `replace`, a folder with only files that effllm wrote, other than
+    `source`. `replace`: None if replacing is not an option."""
     require_folder(out.parent)
     if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
         return
@@ -236,20 +235,20 @@ def check_target(out: Path, replace: bool | None, source: Path | None = None) ->
     if source is not None and os.path.samefile(out, source):
         raise UsageError(f"{out} is the model itself", OTHER_FOLDER)
     try:
-        made = read_container(out)
+        record = read_container(out)
     except CheckpointError:
-        made = None
-    if made is None:
+        record = None
+    if record is None:
         raise UsageError(f"{out} exists" + ("" if replace is None else " and is not a model that effllm quantized"), OTHER_FOLDER)
     if not replace:
-        raise UsageError(f"{out} exists ({made.spec_text})", OTHER_FOLDER if replace is None else
-                         f"{_unprofiled(out)}--force replaces it, or {OTHER_FOLDER}")
+        raise UsageError(f"{out} exists ({record.spec_text})", OTHER_FOLDER if replace is None else
+                         f"{_profile_hint(out)}--force replaces it, or {OTHER_FOLDER}")
     if (other := foreign_entry(out)) is not None:
         raise UsageError(f"{out} holds {other}, which effllm did not write and will not delete", f"move it away, or {OTHER_FOLDER}")
 
 
-def _unprofiled(out: Path) -> str:
-    """The hint for a complete model without KV profile: after a kill while recording it, the same command starts that again."""
+def _profile_hint(out: Path) -> str:
+    """The hint for a complete model without KV profile: if a run was killed while recording it, `eval kv-profile` records it again."""
     if (out / KV_PROFILE).exists():
         return ""
     try:
@@ -260,8 +259,8 @@ def _unprofiled(out: Path) -> str:
 
 def fingerprint(plan: ConversionPlan, options: ConvertOptions, ids: Sequence[int],
                 stamps: Sequence[tuple[str, int, object]] | None = None) -> str:
-    """A hash of everything that determines the output: source files, formats, layout, method, text, version. `stamps` replace the source
-    files while they are still being downloaded: (name, size, checksum) each."""
+    """A hash of everything that determines the output: source files, formats, layout, method, text, version. `stamps`: (name, size,
+    checksum) of the source files, None for those of the plan's store."""
     if stamps is None:
         stamps = [(path.name, (status := os.fstat(plan.store.descriptor(path))).st_size, status.st_mtime_ns) for path in plan.store.files]
     specs = [(job.name, str(job.spec)) for job in plan.jobs]
@@ -279,22 +278,22 @@ def container(plan: ConversionPlan, finished: Mapping[str, Mapping[str, object]]
         entry = finished[job.name]
         error = error_db(entry["error"], entry["squares"]) if "error" in entry else None
         tensors[job.name] = StoredTensor(job.name, job.spec, job.shape, entry["crc32"], error)
-    calibrated: dict[str, object] = {}
+    calibration_record: dict[str, object] = {}
     if ids:
-        calibrated = {"tokens": len(ids), "sha256": hashlib.sha256(np.array(ids, "<i8").tobytes()).hexdigest(),
-                      "text": "built-in" if options.calibration_text is None else "given"}
+        calibration_record = {"tokens": len(ids), "sha256": hashlib.sha256(np.array(ids, "<i8").tobytes()).hexdigest(),
+                              "text": "built-in" if options.calibration_text is None else "given"}
     source = {**options.source, "dtype": plan.config.dtype, "nbytes": plan.before}
     return Container(options.spec_text, plan.bits_per_weight, tensors, source, {"name": "effllm", "version": __version__},
-                     {"name": options.method}, calibrated)
+                     {"name": options.method}, calibration_record)
 
 
 def calibration(plan: ConversionPlan, options: ConvertOptions) -> list[int]:
-    """The tokens of the text, none for a method that needs none. Raises UsageError for a text that is too short or unnecessary, and for
-    a method that does not support the model's layers."""
+    """The tokens of the calibration text, empty for a method that needs none. Raises UsageError for a text that is too short or not
+    needed, and for a method that does not support the model's layers."""
     method = methods.get(options.method)
     if plan.config.cross_attention_layers and (method.NEEDS or options.target is not None):
-        seen = "audio" if plan.config.family == "whisper" else "images"
-        raise UsageError(f"layers of this model attend to {seen}, which a calibration text does not cover",
+        modality = "audio" if plan.config.family == "whisper" else "images"
+        raise UsageError(f"layers of this model attend to {modality}, which a calibration text does not cover",
                          "--bits 4 with --method rtn or hqq, which need no text")
     if method.equalise is not None and plan.config.moe is not None:
         raise UsageError(f"{options.method} does not support mixtures of experts", "--method gptq")
@@ -306,7 +305,7 @@ def calibration(plan: ConversionPlan, options: ConvertOptions) -> list[int]:
     return calibration_ids(plan.folder, plan.config, text, options.calibration_tokens)
 
 
-def _opening(plan: ConversionPlan, writer: FolderWriter) -> Iterator[Notice]:
+def _resume_notices(plan: ConversionPlan, writer: FolderWriter) -> Iterator[Notice]:
     if writer.resumed:
         yield Notice(f"resuming where an earlier run stopped: {len(writer.finished)} of {len(plan.jobs)} tensors are done")
     elif writer.discarded:
@@ -314,18 +313,18 @@ def _opening(plan: ConversionPlan, writer: FolderWriter) -> Iterator[Notice]:
 
 
 def companion_files(folder: Path) -> dict[str, Path]:
-    """Name -> file of what is copied unchanged. Raises UsageError for one that is unreasonably large."""
+    """Name -> file of the files that are copied unchanged. Raises UsageError for one that is unreasonably large."""
     if not folder.is_dir():
         return {}
-    found = {entry.name: entry for entry in sorted(folder.iterdir())
+    files = {entry.name: entry for entry in sorted(folder.iterdir())
              if entry.is_file() and any(fnmatch(entry.name, pattern) for pattern in COMPANIONS)}
-    for nested, kept in NESTED.items():  # these folders have none of their own
+    for nested, name in NESTED.items():
         if (folder / nested).is_file():
-            found[kept] = folder / nested
-    for entry in found.values():
+            files[name] = folder / nested
+    for entry in files.values():
         if (nbytes := entry.stat().st_size) > TOKENIZER_NBYTES:
             raise UsageError(f"{entry} is {nbytes:,} bytes, too large for a file that is copied with a model", "move it elsewhere")
-    return found
+    return files
 
 
 def check_space(out: Path, nbytes: int) -> None:

@@ -124,7 +124,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
         kv = codec(options.kv)
         workspace_dims = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS, kv.is_packed, is_bundled(prepared.container),
                       self.placement.kv_pages is not None or bool(kv.policy), prepared.speculation.mtp, prepared.adapters.rank,
-                      len(prepared.speculation.reads.between))
+                      len(prepared.speculation.inputs.aux_layers))
         self.cancelled: Callable[[], bool] = lambda: False
         self.may_share_prefix = True
         self.extend_prefix: Callable[[list[int], int], tuple[int, list[str]]] = lambda ids, num_cached: (num_cached, [])
@@ -140,7 +140,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
                                mmap=options.load == "mmap", container=prepared.container, streaming=streaming,
                                copied_from=self.placement.copied_from, predictors=prepared.predictors,
                                head_on_gpu=self.placement.gpu.head_bytes > 0, mtp=prepared.speculation.mtp, adapters=prepared.adapters,
-                               between_layers=prepared.speculation.reads.between)
+                               between_layers=prepared.speculation.inputs.aux_layers)
             on_failure.callback(self.model.close)
             self.cache = self.new_cache()
             on_failure.callback(self.cache.close)
@@ -160,7 +160,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
         """An engine for another sequence of the same model, with a KV cache of its own that the caller closes."""
         other = copy(self)
         other.cache, other.cancelled = self.new_cache(), lambda: False
-        other.speculation = self.speculation and self.speculation.another()
+        other.speculation = self.speculation and self.speculation.fork()
         other.set_tokens([])
         return other
 
@@ -253,7 +253,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
         if self._logits is None:
             raise RuntimeError("generate before prefill")
         if self.speculation is not None:
-            self.speculation.choose_as(sampler.settings, sampler.breakers)
+            self.speculation.set_sampling(sampler.settings, sampler.breakers)
         count = 0
         while max_tokens is None or count < max_tokens:
             started = time.perf_counter()
@@ -295,7 +295,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
         if self.batched_passes is not None:
             return (yield from self.batched_passes.decode(self, token, num_left))
         if self.speculation is not None:
-            return self.speculation.after(self, token, num_left)
+            return self.speculation.next_logits(self, token, num_left)
         with self._timed_pass():
             return self.model.logits(self._forward([token]))[0]
 
@@ -318,7 +318,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
                 states = self.model.forward(text_ids, self.cache, commit=False, scales=scales_of([self]), **media)
             logits = self.model.logits(states)
             if self.speculation is not None:  # last: it may overwrite the states
-                self.speculation.saw(self.tokens, len(self.tokens), ids, states, certain=False)
+                self.speculation.add_hidden_states(self.tokens, len(self.tokens), ids, states, verified=False)
             return logits
 
     def accept_token(self, token: int) -> None:

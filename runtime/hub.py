@@ -21,16 +21,16 @@ REPO = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
 INDEX = "model.safetensors.index.json"
-# What makes a folder of weights run alone, and with it what its licence asks to be passed on.
-WORLD = "rwkv_vocab_v20230424.txt"  # of RWKV, where the longest that fits is cut off
-RANKS = ("tekken.json", "tiktoken.model", "hy.tiktoken", WORLD)  # tokenizers that are read where there is no tokenizer.json
-PIECES = "tokenizer.model"  # and SentencePiece's, which many have beside it
-# How a model makes one vector of a text: as sentence-transformers has it, and where that lies in a folder without others.
+# Files that a folder of weights needs to run, and those that its licence requires to be passed on.
+WORLD = "rwkv_vocab_v20230424.txt"  # RWKV's vocabulary, for greedy longest match
+RANKS = ("tekken.json", "tiktoken.model", "hy.tiktoken", WORLD)  # tokenizers that are read if there is no tokenizer.json
+PIECES = "tokenizer.model"  # SentencePiece's, often in addition to tokenizer.json
+# Pooling of embedding models in sentence-transformers' layout, and its name in a folder without subfolders.
 MODULES, POOLING, POOLING_KEPT = "modules.json", "1_Pooling/config.json", "pooling.json"
-RANKING, RANKING_KEPT = "1_LogitScore/config.json", "ranking.json"  # the same of how one ranks documents
-PROMPTS = "config_sentence_transformers.json"  # what goes before such a text
-SENTENCES = "sentence_*_config.json"  # and how long it may be
-# Matrices behind the mean: folder -> what a GGUF file calls it.
+RANKING, RANKING_KEPT = "1_LogitScore/config.json", "ranking.json"  # the same of rerankers
+PROMPTS = "config_sentence_transformers.json"  # prefixes of texts to embed
+SENTENCES = "sentence_*_config.json"  # maximum length of such texts
+# Dense layers after the pooling: folder -> name in a GGUF file.
 DENSE = {"2_Dense": "dense_2.weight", "3_Dense": "dense_3.weight"}
 NESTED = {POOLING: POOLING_KEPT, RANKING: RANKING_KEPT,
           **{f"{folder}/config.json": name.replace(".weight", ".json") for folder, name in DENSE.items()},
@@ -45,7 +45,7 @@ LICENCE_LINE = re.compile(r"^license(_name)?:[ \t]*[\"']?([A-Za-z0-9.+_-]{1,40})
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One commit of one repository in the cache. `revision` is the name it was found by."""
+    """A commit of a repository in the cache. `revision`: the name it was found by."""
 
     repo: str
     revision: str
@@ -58,7 +58,7 @@ def is_repo(text: str) -> bool:
 
 
 def is_revision(text: str) -> bool:
-    """A branch, tag or commit; never a way out of the cache folder."""
+    """Whether it can be a branch, tag or commit; never a path out of the cache folder."""
     return REVISION.fullmatch(text) is not None and ".." not in text
 
 
@@ -135,7 +135,7 @@ def snapshots(env: Mapping[str, str]) -> Iterator[Snapshot]:
 
 
 def missing_files(folder: Path) -> tuple[str, ...]:
-    """What an interrupted download has left out of a model folder: config.json, or shards that the index names. Empty if complete."""
+    """The files that an interrupted download has left out: config.json, or shards that the index names. Empty if complete."""
     names = set(names_in(folder))
     missing = [] if "config.json" in names and (folder / "config.json").exists() else ["config.json"]
     if INDEX in names and (folder / INDEX).exists():
@@ -143,22 +143,22 @@ def missing_files(folder: Path) -> tuple[str, ...]:
             shards = read_json(folder / INDEX).get("weight_map")
         except ConfigError:
             return (*missing, INDEX)
-        wanted = sorted({name for name in shards.values() if isinstance(name, str)}) if isinstance(shards, dict) else []
-        missing += [name for name in wanted if name not in names or not (folder / name).exists()]
+        names_in_index = sorted({name for name in shards.values() if isinstance(name, str)}) if isinstance(shards, dict) else []
+        missing += [name for name in names_in_index if name not in names or not (folder / name).exists()]
     elif not any(name.endswith((".safetensors", ".bin")) and (folder / name).exists() for name in names):
         missing.append("model.safetensors")
     return tuple(missing)
 
 
 def gguf_files(folder: Path, deep: bool = True) -> list[str]:
-    """The GGUF files of a folder, with `deep` also of subfolders, three levels deep, by the names to type; broken links are left out."""
+    """The GGUF files of a folder, with `deep` also of subfolders three levels deep, by relative path; without broken links."""
     patterns = ("*", "*/*", "*/*/*") if deep else ("*",)
-    found = (path for pattern in patterns for path in folder.glob(pattern) if path.name.lower().endswith(SUFFIX))
-    each = {path.relative_to(folder).as_posix(): path for path in found}
-    return sorted(name for name, path in each.items() if GGUF_PATH.fullmatch(name) and path.is_file())
+    paths = (path for pattern in patterns for path in folder.glob(pattern) if path.name.lower().endswith(SUFFIX))
+    by_name = {path.relative_to(folder).as_posix(): path for path in paths}
+    return sorted(name for name, path in by_name.items() if GGUF_PATH.fullmatch(name) and path.is_file())
 
 
-# Licences with a name in SPDX's list, as it spells them: model cards have small letters, which is what the hub takes.
+# Licences in SPDX's spelling; model cards have them in lower case, as the hub requires.
 SPDX = {name.lower(): name for name in """
 Apache-2.0 MIT MIT-0 ISC Zlib Unlicense WTFPL 0BSD BSD-2-Clause BSD-3-Clause BSD-3-Clause-Clear BSL-1.0 MPL-2.0 AFL-3.0
 OSL-3.0 EPL-1.0 EPL-2.0 ECL-2.0 EUPL-1.1 EUPL-1.2 MS-PL NCSA PostgreSQL Artistic-2.0 GPL-2.0 GPL-3.0 LGPL-2.1 LGPL-3.0
@@ -176,15 +176,15 @@ def stated_licence(folder: Path) -> str | None:
     """The licence in the front matter of a model card, if stated."""
     card = folder / "README.md"
     try:
-        if not card.is_file():  # a pipe would be waited for
+        if not card.is_file():  # reading a pipe would block
             return None
         with card.open(encoding="utf-8", errors="replace") as file:
             head = file.read(20_000)
     except OSError:
         return None
     block = head.split("\n---", 1)[0] if head.startswith("---") else ""
-    found = {name or "": value for name, value in LICENCE_LINE.findall(block)}
-    return found.get("_name") or found.get("")
+    stated = {suffix or "": value for suffix, value in LICENCE_LINE.findall(block)}
+    return stated.get("_name") or stated.get("")
 
 
 def names_in(folder: Path) -> list[str]:

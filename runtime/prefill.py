@@ -95,7 +95,7 @@ class Prefill:
                 if len(self.tokens) == len(ids):
                     self._logits = self.model.logits(states[-1:])[0]
                 if self.speculation is not None:  # last: it may overwrite the states
-                    self.speculation.saw(ids, len(self.tokens) - count, self.tokens[-count:], states, certain=True)
+                    self.speculation.add_hidden_states(ids, len(self.tokens) - count, self.tokens[-count:], states, verified=True)
                 if len(self.tokens) < len(ids):
                     rate = self.num_prefilled_tokens / max(time.perf_counter() - started, 1e-9)
                     yield Progress("reading the prompt", len(self.tokens), len(ids), "tokens", rate=rate)
@@ -115,7 +115,7 @@ class Prefill:
     def _num_states_needed(self, ends_prompt: bool) -> int | None:
         """How many of a pass's last hidden states are needed, None for all: the last one at the end of a prompt, and those that drafts
         read."""
-        draft_rows = 0 if self.speculation is None else self.speculation.reads
+        draft_rows = 0 if self.speculation is None else self.speculation.num_hidden_states
         return None if draft_rows is None else max(draft_rows, int(ends_prompt))
 
     def _pieces(self, tokens: int) -> Iterator[tuple[int, int, bool]]:

@@ -42,9 +42,9 @@ from .source import check_mapping, open_weights
 from .sparse.activation_predictors import Predictors
 from .sparse.neuron_bundles import is_bundled, is_lossy
 from .speculation import draft_model
-from .speculation.mtp import own_cache_nbytes
+from .speculation.mtp import mtp_cache_nbytes
 from .speculation.mtp_tensors import MTP
-from .speculation.speculation_plan import SpeculationPlan, decide, demand_own_layer, reads_of, wants_own_layer
+from .speculation.speculation_plan import SpeculationPlan, decide, draft_inputs, require_mtp, wants_mtp
 from .stores.container import Container
 from .stores.unused_tensors import unused_tensor_notices
 from .tensors import check_tensors, with_own_layer
@@ -199,7 +199,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
                 *table_notices(config, tensors["outer"])]
     options = drop_unsupported(parallel.check_options(options, notices), folder, config, store, notices, container)
     if options.spec == "mtp":
-        demand_own_layer(config, store, container)
+        require_mtp(config, store, container)
     gpu = devices.gpu(options, notices)
     options, cache = cache_layout(options, folder, config, store, notices.append)
     image_keys_nbytes = cross_attention_nbytes(config, cache.kv, options.parallel)  # not 0 only for models with a single modality
@@ -220,14 +220,14 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     kinds = kinds_of(config, store, container, options)
     baseline = process_memory.baseline(kinds) + extra_nbytes if program is None else program.with_kinds(kinds)
     request = PlanRequest(config, options, tensors, cache, store, folder, gpu, bundled, worker_count(options), baseline, budget,
-                          adapters.rank, reads_of(draft))
+                          adapters.rank, draft_inputs(draft))
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
     request, has_draft, (pass_tokens, placement) = _plan_with_draft(draft, request, chunk, folder, notices)
     if draft is not None and not has_draft:
         draft.store.close()
         options, draft = replace(options, draft=None), None
     mtp_nbytes = None
-    if wants_own_layer(options, config, draft, gpu is not None):
+    if wants_mtp(options, config, draft, gpu is not None):
         request, (pass_tokens, placement), mtp_nbytes = _with_mtp_layer(request, chunk, container, (pass_tokens, placement))
     gpu_layers = placement.devices.count("cuda")
     host_tensors, layouts = request.host_tensors(gpu_layers), request.layouts(gpu_layers)
@@ -271,7 +271,7 @@ def _plan_with_draft(draft: Prepared | None, request: PlanRequest, chunk: int, f
     except DoesNotFit:
         if draft is None or "draft" not in request.options.from_settings:
             raise
-    request = replace(request, baseline=request.baseline - SpeculationPlan(draft=draft).draft_nbytes, reads=reads_of(None))
+    request = replace(request, baseline=request.baseline - SpeculationPlan(draft=draft).draft_nbytes, draft_inputs=draft_inputs(None))
     planned = _plan(request, chunk, folder)
     notices.append(Fallback(f"the draft model {request.options.draft} leaves too little memory: ignored, since it is a setting for all "
                             "models"))
@@ -339,7 +339,7 @@ def _with_mtp_layer(request: PlanRequest, chunk: int, container: Container | Non
     nbytes = sum(tensor.nbytes for role, tensor in tensors["outer"].items() if role.startswith(MTP))
     if not nbytes:
         return unchanged
-    cache_nbytes = own_cache_nbytes(request.config, request.options.ctx or before.ctx)
+    cache_nbytes = mtp_cache_nbytes(request.config, request.options.ctx or before.ctx)
     extended = replace(request, tensors=tensors, baseline=request.baseline + cache_nbytes, _layouts={})
     try:
         planned_with = _plan(extended, chunk, request.folder)

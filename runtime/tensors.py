@@ -16,7 +16,7 @@ from . import families
 from .config import ModelConfig
 from .families import TensorRule
 from .sparse.neuron_bundles import bundled_rules
-from .speculation.mtp_tensors import held_rules
+from .speculation.mtp_tensors import stored_mtp_rules
 from .stores.container import REMADE, Container, StoredTensor
 from .weights.tied_head import outer_rules
 
@@ -64,7 +64,7 @@ def check_tensors(config: ModelConfig, store: TensorStore, container: Container 
     with those of the MTP layer, if the store has it."""
     family = families.get(config.family)
     low_bit = {} if container is None else {name: stored for name, stored in container.tensors.items() if not stored.spec.is_raw}
-    beside = held_rules(config, store) if mtp else {}
+    beside = stored_mtp_rules(config, store) if mtp else {}
     groups: dict[int | str, dict[str, TensorRule]] = {"outer": {**outer_rules(config, store.tensors), **beside}}
     groups |= {i: family.layer_tensors(config, i) for i in range(config.num_hidden_layers)}
     found = {key: tensors_of(bundled_rules(rules, container), store, low_bit) for key, rules in groups.items()}

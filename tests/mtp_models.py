@@ -15,7 +15,7 @@ from torch import nn
 
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine
-from effllm.runtime.speculation.mtp_tensors import PLACES, like
+from effllm.runtime.speculation.mtp_tensors import MTP_NAMES, mtp_model_layer
 
 LING = (("self_attn", "attention"), ("o_proj", "dense"), ("q_norm", "query_layernorm"), ("k_norm", "key_layernorm"),
         ("e_score_correction_bias", "expert_bias"))
@@ -56,10 +56,10 @@ def with_layer(case: Case, folder: Path, counts: bool = False) -> Own:
     """A random model in `folder` with such a layer. `counts`: one that says the numbers in a circle, and whose layer knows it."""
     model = written(case, folder)
     config = read_config(folder)
-    base, own = text_part(model), like(config)
+    base, own = text_part(model), mtp_model_layer(config)
     torch.manual_seed(7)
     norm = type(base.norm)
-    place, path = PLACES[config.family], folder / "model.safetensors"
+    place, path = MTP_NAMES[config.family], folder / "model.safetensors"
     layer = type(base.layers[own])(base.config, own)
     norms = tuple(norm(config.hidden_size, eps=config.norm_eps) if name else base.norm for name in place.norms)
     join = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -130,7 +130,7 @@ def own_logits(engine: Engine, ids: list[int]) -> list[float]:
     for _ in engine.prefill(ids[:-1]):
         continue
     drafts.follow(ids)
-    drafts._cut(len(ids) - 1)
-    x = drafts._take([*drafts._ids[len(drafts._ids) - drafts._waiting + 1 :], ids[-1]])
+    drafts._truncate(len(ids) - 1)
+    x = drafts._consume([*drafts._ids[len(drafts._ids) - drafts._num_pending + 1 :], ids[-1]])
     with engine.model.outer() as outer:
         return engine.backends["cpu"].logits(x, outer.mtp.norm, outer.head)[0].copy()

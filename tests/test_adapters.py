@@ -26,7 +26,7 @@ import effllm
 from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
 from effllm.quant.weight import Weight, to_f32
-from effllm.runtime.adapters.adapter import named_alike
+from effllm.runtime.adapters.adapter import matching_names
 from effllm.runtime.adapters.adapter_targets import target_rows as places_of
 from effllm.runtime.adapters.loaded_adapters import BESIDE, load_adapters
 from effllm.runtime.adapters.merge import merge
@@ -59,7 +59,7 @@ def of_all_matrices(folder: Path, out: Path, seed: int = 1, size: float = 0.05, 
         stored = [*files.tensors]
     made = {}
     for name in stored:
-        alike = named_alike(known, name) if name.endswith(".weight") and "vis" not in name else []
+        alike = matching_names(known, name) if name.endswith(".weight") and "vis" not in name else []
         shape, own = known[alike[0]] if len(alike) == 1 else ((), [])
         if own and all(place.key[1] in BESIDE for place in own):
             a, b = (size * random(*thin, seed=seed + len(made)) for thin in ((RANK, shape[1]), (shape[0], RANK)))

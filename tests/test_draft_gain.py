@@ -12,8 +12,8 @@ import pytest
 import effllm
 from effllm.offload.direct_io import Interrupted
 from effllm.runtime.config import read_config
-from effllm.runtime.speculate import LOOK_EVERY, NO_GUESS, QUIET, RESTED, TOO_SHORT, Speculation
-from effllm.runtime.speculation.draft_length import COMPUTING
+from effllm.runtime.speculate import IDLE_PASSES, LOOKUP_INTERVAL, NO_DRAFT, SKIPPED, TOO_SHORT, Speculation
+from effllm.runtime.speculation.draft_length import IN_MEMORY
 from effllm.runtime.speculation.drafts import Draft, SuffixMatch
 from effllm.runtime.tokenizer import Tokenizer
 
@@ -39,16 +39,16 @@ class Replayed:
         self.cache.step += 1
         return np.zeros((len(ids), 1), np.float32)
 
-    def take(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         self.tokens.append(token)
 
 
 def gained(prompt: Sequence[int], answer: Sequence[int], cost: str) -> tuple[float, float]:
     """How many times as fast an answer came as without drafts, and how many times it says so itself."""
     engine = Replayed(prompt, COSTS[cost])
-    speculation = Speculation((SuffixMatch(),), clock=lambda: engine.now, pays=COMPUTING)
+    speculation = Speculation((SuffixMatch(),), clock=lambda: engine.now, thresholds=IN_MEMORY)
     for index, token in enumerate(answer):
-        speculation.after(engine, token, len(answer) - index)
+        speculation.next_logits(engine, token, len(answer) - index)
     return len(answer) / engine.now, speculation.counts.gain
 
 
@@ -83,52 +83,52 @@ class Asked(SuffixMatch):
         return super().propose(most)
 
 
-@pytest.mark.parametrize(("pass_s", "every"), ((3e-4, LOOK_EVERY), (1.0, 1)))
+@pytest.mark.parametrize(("pass_s", "every"), ((3e-4, LOOKUP_INTERVAL), (1.0, 1)))
 def test_where_passes_are_quick_guesses_are_looked_for_now_and_then(pass_s: float, every: int) -> None:
     """Until one was worth a draft: then before every pass."""
     engine, proposer = Replayed([1], [cost * pass_s for cost in COSTS["vnni"]]), Asked()
-    speculation = Speculation((proposer,), clock=lambda: engine.now, pays=COMPUTING)
+    speculation = Speculation((proposer,), clock=lambda: engine.now, thresholds=IN_MEMORY)
     new, repeated = list(range(2, 402)), [*range(100, 220)]  # nothing comes twice before the 402nd token
     for token in new:
-        speculation.after(engine, token, None)
+        speculation.next_logits(engine, token, None)
     assert speculation.counts.passes == len(new) and speculation.counts.gain == pytest.approx(1.0, abs=0.01)
-    assert abs(proposer.asked - (QUIET + (len(new) - QUIET) / every)) <= 1
+    assert abs(proposer.asked - (IDLE_PASSES + (len(new) - IDLE_PASSES) / every)) <= 1
     for token in repeated:
-        speculation.after(engine, token, None)
+        speculation.next_logits(engine, token, None)
     assert speculation.counts.accepted > 0.6 * len(repeated)
 
 
 def test_an_answer_that_ends_between_two_looks_says_so() -> None:
     """It was told that passes of one token were still being timed, which had been over for hundreds of them."""
     engine = Replayed([1], [cost * 3e-4 for cost in COSTS["vnni"]])
-    speculation = Speculation((SuffixMatch(),), clock=lambda: engine.now, pays=COMPUTING)
+    speculation = Speculation((SuffixMatch(),), clock=lambda: engine.now, thresholds=IN_MEMORY)
     tokens, told = iter(range(2, 1000)), []  # nothing comes twice
 
     def say(length: int) -> None:
         before = speculation.counts
         for _ in range(length):
-            speculation.after(engine, next(tokens), None)
+            speculation.next_logits(engine, next(tokens), None)
         told.append(speculation.counts.since(before).undrafted)
 
     say(2)
-    say(QUIET + LOOK_EVERY - 1)  # the last of them was looked before
-    say(LOOK_EVERY - 1)
+    say(IDLE_PASSES + LOOKUP_INTERVAL - 1)  # the last of them was looked before
+    say(LOOKUP_INTERVAL - 1)
     say(1)
-    assert told == [TOO_SHORT, NO_GUESS, RESTED, NO_GUESS]
+    assert told == [TOO_SHORT, NO_DRAFT, SKIPPED, NO_DRAFT]
 
 
 def test_passes_that_never_end_are_no_reason_to_look_no_further() -> None:
     """Each was broken off while the disk was waited for; a pass's time was asked for that nobody knew: KeyError."""
     engine = Replayed([1], [cost * 3e-4 for cost in COSTS["vnni"]])
-    speculation, whole = Speculation((SuffixMatch(),), clock=lambda: engine.now, pays=COMPUTING), engine.run_ahead
+    speculation, whole = Speculation((SuffixMatch(),), clock=lambda: engine.now, thresholds=IN_MEMORY), engine.run_ahead
 
     def broken(ids: Sequence[int]) -> np.ndarray:
         raise Interrupted
 
     engine.run_ahead = broken
-    for _ in range(QUIET + LOOK_EVERY):
+    for _ in range(IDLE_PASSES + LOOKUP_INTERVAL):
         with pytest.raises(Interrupted):
-            speculation.after(engine, 2, None)
+            speculation.next_logits(engine, 2, None)
     engine.run_ahead = whole
-    speculation.after(engine, 2, None)
-    assert speculation.counts.passes == 1 and speculation.counts.rested == 0
+    speculation.next_logits(engine, 2, None)
+    assert speculation.counts.passes == 1 and speculation.counts.skipped == 0

@@ -20,8 +20,8 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.session import Session
 from effllm.runtime.speculate import Speculation
-from effllm.runtime.speculation.draft_length import COMPUTING, STEADY, WAITING, DraftCosts
-from effllm.runtime.speculation.draft_model import KIND
+from effllm.runtime.speculation.draft_length import IN_MEMORY, MAX_CATCH_UP, ON_DISK, DraftCosts
+from effllm.runtime.speculation.draft_model import MODEL_DRAFT
 from effllm.runtime.speculation.drafts import Draft
 from effllm.runtime.tokenizer import Tokenizer
 
@@ -51,23 +51,24 @@ class Drafting:
     def follow(self, history: Sequence[int]) -> None:
         self._history = list(history)
 
-    def behind(self, tokens: int) -> int:
+    def tokens_behind(self, tokens: int) -> int:
         return max(1, tokens - self._held)
 
     def read(self, cancelled: Callable[[], bool]) -> Iterator[object]:
-        tokens = self.behind(len(self._history))
+        tokens = self.tokens_behind(len(self._history))
         self._held, seconds = len(self._history), self._read * tokens
         self._engine.now += seconds
-        self.costs.read(tokens, seconds)
+        self.costs.record_prefill(tokens, seconds)
         return iter(())
 
     def propose(self, most: int, cancelled: Callable[[], bool]) -> Draft:
-        at, read = len(self._history), self.behind(len(self._history))
+        at, read = len(self._history), self.tokens_behind(len(self._history))
         read_s = max(self._token, self._read * read)
         self._engine.now += read_s + (most - 1) * self._token
-        self.costs.guessed(most, (most - 1) * self._token, read, read_s)
+        self.costs.record_draft(most, (most - 1) * self._token, read, read_s)
         self._held, self.asked = at, [*self.asked, at]
-        return Draft(tuple(token if self._random.random() < self._right(at) else -1 for token in self._text[at : at + most]) or (-1,), KIND)
+        drafted = tuple(token if self._random.random() < self._right(at) else -1 for token in self._text[at : at + most])
+        return Draft(drafted or (-1,), MODEL_DRAFT)
 
 
 def gained(costs: Sequence[float], token: float, right: float | Callable[[int], float], tokens: int = 1000,
@@ -77,11 +78,11 @@ def gained(costs: Sequence[float], token: float, right: float | Callable[[int], 
     text = list(range(prompt + tokens))
     engine = Replaying(text[:prompt], costs)
     model = Drafting(engine, text, token, token * read, right if callable(right) else lambda at: right)
-    speculation = Speculation((), model, lambda: engine.now, WAITING if costs is DISK else COMPUTING)
+    speculation = Speculation((), model, lambda: engine.now, ON_DISK if costs is DISK else IN_MEMORY)
     list(speculation.read(engine))
     began = engine.now
     for index, token in enumerate(text[prompt:]):
-        speculation.after(engine, token, tokens - index)
+        speculation.next_logits(engine, token, tokens - index)
     return tokens / (engine.now - began), model
 
 
@@ -126,14 +127,14 @@ def opened(draft: Path, **asked: object) -> Engine:
 
 def test_what_a_guess_takes_is_told_from_what_reading_takes() -> None:
     costs = DraftCosts()
-    assert costs.token == costs.reading(1000) == 0.0
-    costs.guessed(1, 0.0, 1700, 17.0)
-    assert costs.token == 0.0 and costs.reading(100) == pytest.approx(1.0), "the first comes with what was read"
-    costs.guessed(3, 4.0, 66, 0.66)
-    assert costs.token == 2.0
+    assert costs.per_token == costs.prefill_s(1000) == 0.0
+    costs.record_draft(1, 0.0, 1700, 17.0)
+    assert costs.per_token == 0.0 and costs.prefill_s(100) == pytest.approx(1.0), "the first comes with what was read"
+    costs.record_draft(3, 4.0, 66, 0.66)
+    assert costs.per_token == 2.0
     for _ in range(3):
-        costs.guessed(2, 1.0, STEADY, 2.0)
-    assert costs.token == 1.5 and costs.reading(STEADY) == 0.0, "a few tokens are a part of the guess"
+        costs.record_draft(2, 1.0, MAX_CATCH_UP, 2.0)
+    assert costs.per_token == 1.5 and costs.prefill_s(MAX_CATCH_UP) == 0.0, "a few tokens are a part of the guess"
 
 
 def test_a_prompt_is_read_by_both_before_the_answer() -> None:
@@ -144,7 +145,7 @@ def test_a_prompt_is_read_by_both_before_the_answer() -> None:
     assert read and drafting._engine.tokens == prompt and engine.prefill_s > drafting._engine.prefill_s > 0
     for _ in engine.generate(Sampler(GREEDY, 4096), 6, frozenset(), ignore_eos=True):
         continue
-    assert engine.speculation.counts.drafted and drafting._engine.num_prefilled_tokens <= STEADY
+    assert engine.speculation.counts.drafted and drafting._engine.num_prefilled_tokens <= MAX_CATCH_UP
     engine.reset()
     assert not drafting._engine.tokens
     engine.close()

@@ -19,7 +19,7 @@ from effllm.runtime.kv import kv_spill
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.speculate import Speculation
-from effllm.runtime.speculation.assistant import Seen
+from effllm.runtime.speculation.assistant import TargetKV
 from effllm.runtime.weights import stream_layout
 
 CTX = 640
@@ -59,17 +59,17 @@ def scores(engine: Engine, ids: list[int], tokens: int) -> tuple[list[np.ndarray
     for _ in engine.prefill(ids[:-1]):
         continue
     drafts.follow(ids)
-    choose = drafts._likeliest.token
+    choose = drafts._greedy.token
 
     def token(logits: np.ndarray, history: list[int], drafted: list[int], numbers: np.ndarray | None = None) -> int:
         found.append((logits.copy(), numbers))
         return choose(logits, history, drafted, numbers)
 
-    drafts._likeliest.token = token
+    drafts._greedy.token = token
     try:
         guess = drafts.propose(tokens)
     finally:
-        del drafts._likeliest.token
+        del drafts._greedy.token
     return found, guess.tokens
 
 
@@ -100,9 +100,9 @@ def test_assistants_of_every_kind_over_caches_of_every_kind(tmp_path: Path, kv: 
     target, draft = with_assistant(tmp_path, kind, groups, dtype)
     engine = opened(tmp_path, kv=kv, kv_window=32 if kv[0] != "1" else None)
     drafts = engine.speculation._model
-    attend, judged = Seen.attend, []
+    attend, judged = TargetKV.attend, []
 
-    def attended(self: Seen, q: np.ndarray, *more: object) -> np.ndarray:
+    def attended(self: TargetKV, q: np.ndarray, *more: object) -> np.ndarray:
         out = attend(self, q, *more)
         self.pages.ops.flush()
         self.pages.reference(q, self.position, self.blocks, None, plain := np.empty_like(out))
@@ -112,7 +112,7 @@ def test_assistants_of_every_kind_over_caches_of_every_kind(tmp_path: Path, kv: 
     def wanted(ids: list[int], count: int) -> list[np.ndarray]:
         """By the keys, values and states that the engine has."""
         shared, blocks = {}, engine.cache.held()
-        for source in drafts._own.sources:
+        for source in drafts._plan.sources:
             pages = engine.cache.layer(source).pages
             keys, values, at = pages.gathered(blocks)
             seen = at > len(ids) - 1 - (pages.window or CTX)
@@ -121,7 +121,7 @@ def test_assistants_of_every_kind_over_caches_of_every_kind(tmp_path: Path, kv: 
         state = torch.from_numpy(drafts._states[len(ids) - 2 - drafts._first].copy())[None, None]
         return [each.numpy() for each in guessed_from(target, draft, shared, state, ids, count)]
 
-    monkeypatch.setattr(Seen, "attend", attended)
+    monkeypatch.setattr(TargetKV, "attend", attended)
     for tokens in (20, 150, 400):
         scores(engine, IDS[:tokens], 4)
         if not engine.cache.sealed or kv == "16bit":
@@ -283,7 +283,7 @@ def test_memory_is_what_was_planned(kind: str, assistant: tuple[Path, object], h
     engine = opened(base)
     trained, own, made = engine.prepared.speculation.draft, engine.speculation._model, engine.prepared
     cache = getattr(own, "_cache", None) if kind == "head" else None
-    kept = 0 if cache is None else sum(array.nbytes for array in cache.slots.memory) + cache.pool.nbytes + own._numbers.nbytes
+    kept = 0 if cache is None else sum(array.nbytes for array in cache.slots.memory) + cache.pool.nbytes + own._token_ids.nbytes
     kept += own._states.nbytes if kind == "assistant" else 0
     assert trained.nbytes == own._weights._pager.nbytes + own._host.workspace.nbytes + kept == made.speculation.draft_nbytes
     assert made.placement.workspace_bytes == engine.backends["cpu"].workspace.nbytes
@@ -319,7 +319,7 @@ def test_what_an_assistant_reads_stays_in_memory(assistant: tuple[Path, object],
     """A plan with it has no pages on the disk to fall back on; one with a head, which reads no keys, may have some."""
     asked, spill_request = [], kv_spill.spill_request
     monkeypatch.setattr(kv_spill, "spill_request", lambda *given: asked.append(given) or spill_request(*given))
-    assert planned(assistant[0]).speculation.reads.cache and not asked
-    assert not planned(head[0]).speculation.reads.cache and asked
+    assert planned(assistant[0]).speculation.inputs.kv_cache and not asked
+    assert not planned(head[0]).speculation.inputs.kv_cache and asked
     left = planned(assistant[0], kv_ram="2M", from_settings=frozenset({"draft"}))
     assert left.speculation.draft is None and any("ignored, since it is a setting for all models" in each for each in left.notices)

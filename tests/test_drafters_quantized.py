@@ -150,7 +150,7 @@ def test_memory_is_what_was_planned_and_less(engine: Engine) -> None:
     assert trained.bits == engine.prepared.speculation.draft_bits == 8
     cache = own._cache
     kept = own._states.nbytes if isinstance(own, AssistantDrafts) else \
-        sum(array.nbytes for array in cache.slots.memory) + cache.pool.nbytes + own._numbers.nbytes
+        sum(array.nbytes for array in cache.slots.memory) + cache.pool.nbytes + own._token_ids.nbytes
     assert trained.nbytes == own._weights._pager.nbytes + own._host.workspace.nbytes + kept
     stored = sum(map(trained.store.stored_nbytes, trained.infos))
     assert own._weights._pager.nbytes < stored, "the files have 32 bits"

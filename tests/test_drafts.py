@@ -11,33 +11,33 @@ from hypothesis import strategies as st
 
 from effllm.runtime.prefill_chunks import COMPARED_TOKENS, common_prefix
 from effllm.runtime.speculation.draft_length import (
-    ALONE_EVERY,
-    COMPUTING,
-    OLD,
-    WAITING,
+    IN_MEMORY,
+    MAX_COST_AGE,
+    ON_DISK,
+    SINGLE_TOKEN_INTERVAL,
     AcceptanceRates,
     DraftThresholds,
     PassCosts,
     best_length,
 )
-from effllm.runtime.speculation.drafts import CANDIDATES, LONGEST, PAIR, PLACES, RecycledTokens, SuffixMatch
+from effllm.runtime.speculation.drafts import MAX_MATCH, MAX_POSITIONS, MIN_MATCH, SUCCESSORS, RecycledTokens, SuffixMatch
 
 
 def suffix(tokens: list[int], place: int) -> int:
     """Tokens up to `place` that are those at the end."""
     length = 0
-    while length < LONGEST and length <= place and tokens[place - length] == tokens[-1 - length]:
+    while length < MAX_MATCH and length <= place and tokens[place - length] == tokens[-1 - length]:
         length += 1
     return length
 
 
 def longest(tokens: list[int]) -> int:
     found = max((suffix(tokens, place) for place in range(len(tokens) - 1)), default=0)
-    return found if found >= PAIR else 0
+    return found if found >= MIN_MATCH else 0
 
 
 @settings(max_examples=300)
-@given(st.lists(st.integers(0, 3), max_size=PLACES), st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 9))
+@given(st.lists(st.integers(0, 3), max_size=MAX_POSITIONS), st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 9))
 def test_the_longest_suffix_is_found_however_the_text_comes(tokens: list[int], cuts: list[int], most: int) -> None:
     matcher, at = SuffixMatch(), 0
     while at < len(tokens):
@@ -86,7 +86,7 @@ def test_after_a_word_that_was_changed_the_text_continues_as_it_went() -> None:
 def test_a_text_of_one_word_follows_itself() -> None:
     matcher = SuffixMatch()
     matcher.follow([4] * 200, 0)
-    assert matcher.match()[0] == LONGEST and matcher.propose(7).tokens == (4,) * 7
+    assert matcher.match()[0] == MAX_MATCH and matcher.propose(7).tokens == (4,) * 7
 
 
 def test_recycled_tokens_are_the_likeliest_of_past_passes_and_leave_logits_alone() -> None:
@@ -100,7 +100,7 @@ def test_recycled_tokens_are_the_likeliest_of_past_passes_and_leave_logits_alone
     rows[0, 7] = 10
     recycled.observe([1], rows[:1])
     assert recycled.propose(1).tokens == (7,), "what was found last counts most"
-    assert all(len(found) <= CANDIDATES for found in recycled._next.values())
+    assert all(len(found) <= SUCCESSORS for found in recycled._successors.values())
     recycled.follow([6], 0)
     assert recycled.propose(3) is None
 
@@ -113,11 +113,11 @@ def test_a_common_prefix_ends_at_the_first_that_differs() -> None:
             assert common_prefix(made(long), [*long[:same], -1]) == same, "long ones are compared in pieces"
 
 
-def costs(ratios: dict[int, float], pays: DraftThresholds = WAITING) -> PassCosts:
+def costs(ratios: dict[int, float], pays: DraftThresholds = ON_DISK) -> PassCosts:
     made = PassCosts(pays)
     for columns, ratio in {1: 1.0, **ratios}.items():
         for _ in range(3):
-            made.took(columns, ratio)
+            made.record(columns, ratio)
     return made
 
 
@@ -128,44 +128,44 @@ def test_length_follows_what_is_right_and_what_it_costs() -> None:
     assert best_length(0.3, dear, 7)[0] == 0 and 0 < best_length(0.9, dear, 7)[0]
     step = costs({**dict.fromkeys(range(2, 5), 1.0), **dict.fromkeys(range(5, 9), 3.0)})
     assert best_length(0.9, step, 7)[0] == 3, "up to where the processor becomes the limit"
-    assert best_length(0.9, free, 7, extra=0.0)[1] > best_length(0.9, free, 7, extra=0.2)[1]
+    assert best_length(0.9, free, 7, per_token=0.0)[1] > best_length(0.9, free, 7, per_token=0.2)[1]
 
 
 def test_costs_are_measured_and_forgotten() -> None:
     made = PassCosts()
-    assert made.alone_is_due
-    made.took(1, 1.0)
-    made.took(1, 1.0)
-    assert not made.alone_is_due and made.ratio(4) == pytest.approx(1.3), "guessed low"
-    made.took(4, 3.0)
+    assert made.single_token_is_due
+    made.record(1, 1.0)
+    made.record(1, 1.0)
+    assert not made.single_token_is_due and made.ratio(4) == pytest.approx(1.3), "guessed low"
+    made.record(4, 3.0)
     assert made.ratio(4) == 3.0 and made.ratio(3) == pytest.approx(1.2) and made.ratio(5) == pytest.approx(3.1)
-    for _ in range(ALONE_EVERY):
-        made.took(2, 1.0)
-    assert made.alone_is_due
-    for _ in range(OLD + 1):
-        made.took(1, 1.0)
+    for _ in range(SINGLE_TOKEN_INTERVAL):
+        made.record(2, 1.0)
+    assert made.single_token_is_due
+    for _ in range(MAX_COST_AGE + 1):
+        made.record(1, 1.0)
     assert made.ratio(4) == pytest.approx(1.3), "what was long ago is tried again"
 
 
 def test_in_memory_a_guess_is_begun_with_more_to_gain() -> None:
-    untried = {pays: costs({}, pays) for pays in (WAITING, COMPUTING)}
-    assert untried[COMPUTING].ratio(3) == pytest.approx(1.8) and untried[WAITING].ratio(3) == pytest.approx(1.2)
-    assert best_length(0.5, untried[WAITING], 7)[0] > 0 == best_length(0.5, untried[COMPUTING], 7)[0], "a kind of guess that is new"
-    assert best_length(0.9, untried[COMPUTING], 7)[0] > 2
+    untried = {pays: costs({}, pays) for pays in (ON_DISK, IN_MEMORY)}
+    assert untried[IN_MEMORY].ratio(3) == pytest.approx(1.8) and untried[ON_DISK].ratio(3) == pytest.approx(1.2)
+    assert best_length(0.5, untried[ON_DISK], 7)[0] > 0 == best_length(0.5, untried[IN_MEMORY], 7)[0], "a kind of guess that is new"
+    assert best_length(0.9, untried[IN_MEMORY], 7)[0] > 2
     dear = {columns: 1 + 0.6 * (columns - 1) for columns in range(2, 9)}
-    assert best_length(0.68, costs(dear), 7)[0] > 0 == best_length(0.68, costs(dear, COMPUTING), 7)[0]
+    assert best_length(0.68, costs(dear), 7)[0] > 0 == best_length(0.68, costs(dear, IN_MEMORY), 7)[0]
 
 
 def test_trust_is_of_late_and_by_kind() -> None:
     trust = AcceptanceRates()
-    assert trust.share("new") == 0.5
+    assert trust.rate("new") == 0.5
     for _ in range(200):
-        trust.judge("wrong", (1, 2), (3,))
-        trust.judge("right", (1, 2, 3), (1, 2, 3, 4))
-    assert trust.share("wrong") < 0.02 and trust.share("right") > 0.95
+        trust.update("wrong", (1, 2), (3,))
+        trust.update("right", (1, 2, 3), (1, 2, 3, 4))
+    assert trust.rate("wrong") < 0.02 and trust.rate("right") > 0.95
     for _ in range(60):
-        trust.judge("wrong", (1, 2, 3), (1, 2, 3))
-    assert trust.share("wrong") > 0.7
+        trust.update("wrong", (1, 2, 3), (1, 2, 3))
+    assert trust.rate("wrong") > 0.7
 
 
 def test_random_text_is_never_matched_long() -> None:

@@ -30,7 +30,7 @@ from effllm.quant.methods import smooth
 from effllm.quant.pack import unpack
 from effllm.runtime.calibrate import NORMS, READS, LayerStats, calibrate
 from effllm.runtime.conversion.convert_plan import plan_conversion
-from effllm.runtime.conversion.convert_stream import whole
+from effllm.runtime.conversion.convert_stream import read_tensor
 from effllm.runtime.conversion.convert_tensors import Converter
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -125,7 +125,7 @@ def test_what_is_stored_and_where(source: Path, tmp_path: Path) -> None:
     made, plan = read_container(tmp_path / "out"), plan_conversion(source, options("4bit").recipe)
     with plan.store, TensorStore.open(tmp_path / "out") as store:
         for job in plan.jobs:
-            stored, values = made.tensors[job.name], whole(plan.store, job)
+            stored, values = made.tensors[job.name], read_tensor(plan.store, job)
             raw = store.read(store.tensors[job.name])
             matrix = job.role in ("q", "k", "v", "o", "gate", "up", "down", "embed", "head", "state_in", "state_gate", "state_out")
             assert stored.spec.is_raw != matrix, job.name
@@ -170,7 +170,7 @@ def test_smoothing_changes_no_answer(source: Path, engine: Engine) -> None:
         converter = Converter(plan, "smooth", SimpleNamespace(finished={}), pool, IDS)
         for found in calibrate(source, IDS):
             if isinstance(found, LayerStats) and found.key != "outer":
-                changed = converter._equalised(found)
+                changed = converter._equalise(found)
                 roles = {job.role for job in plan.jobs if job.name in changed}
                 own = SMOOTHED.get(source.name, PLAIN)
                 if not any(job.key == found.key and job.role == "input_norm" for job in plan.jobs):

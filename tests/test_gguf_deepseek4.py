@@ -16,7 +16,7 @@ from test_deepseek_v4 import WIDE
 
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import read_config
-from effllm.runtime.gguf.deepseek4 import NAMES, WHOLE
+from effllm.runtime.gguf.deepseek4 import FULL_NAMES, NAMES
 from effllm.runtime.source import open_store
 
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -35,7 +35,7 @@ def file_name(name: str) -> str:
     if name in OUTSIDE:
         return OUTSIDE[name]
     _, _, layer, own = name.split(".", 3)
-    part = {ours: theirs for theirs, ours in WHOLE.items()}.get(own)
+    part = {ours: theirs for theirs, ours in FULL_NAMES.items()}.get(own)
     part = part or {f"{ours}.weight": f"{theirs}.weight" for theirs, ours in NAMES.items()}.get(own)
     return f"blk.{layer}." + (part or {"ffn.gate.weight": "ffn_gate_inp.weight", "ffn.gate.bias": "exp_probs_b.bias",
                                        "attn.wo_a.weight": "attn_output_a.weight"}[own])

@@ -25,7 +25,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation import frequent_head, state_drafts
-from effllm.runtime.speculation.mtp import OwnDrafts, own_cache_nbytes
+from effllm.runtime.speculation.mtp import MtpDrafts, mtp_cache_nbytes
 from effllm.runtime.speculation.state_drafts import cache_shape
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.weights import stream_layout
@@ -116,7 +116,7 @@ def test_where_it_knows_what_comes_passes_are_few(tmp_path: Path, kind: str) -> 
 
 def drafting(engine: Engine) -> Speculation:
     """One that the layer alone drafts for, as often as may be."""
-    own = engine.speculation._model if isinstance(engine.speculation, Speculation) and engine.speculation._model else OwnDrafts(
+    own = engine.speculation._model if isinstance(engine.speculation, Speculation) and engine.speculation._model else MtpDrafts(
         engine.model, engine.n_ctx, engine.prepared.shape.chunk)
     return Speculation((Silent(),), own, clock=Ticks())
 
@@ -171,15 +171,15 @@ def test_it_begins_again_after_what_it_did_not_see(engine: Engine, monkeypatch: 
     engine.speculation = Speculation((Silent(),), own, clock=Ticks())
     text = [*IDS[:200], *held]
     answer(engine, [*text, *IDS[230:250]], 20)
-    assert own._base >= len(text) - 1 and own._cache.n + own._base + own._waiting == len(own._ids)
-    monkeypatch.setattr(state_drafts, "MOST_TOKENS", 128)
-    short = OwnDrafts(engine.model, engine.n_ctx, engine.prepared.shape.chunk)
-    assert own_cache_nbytes(engine.config, CTX) == own_cache_nbytes(engine.config, 128)
+    assert own._num_unseen >= len(text) - 1 and own._cache.n + own._num_unseen + own._num_pending == len(own._ids)
+    monkeypatch.setattr(state_drafts, "MAX_TOKENS", 128)
+    short = MtpDrafts(engine.model, engine.n_ctx, engine.prepared.shape.chunk)
+    assert mtp_cache_nbytes(engine.config, CTX) == mtp_cache_nbytes(engine.config, 128)
     engine.speculation = Speculation((Silent(),), short, clock=Ticks())
     engine.cache.truncate(0)
     engine.reset()
     long = answer(engine, IDS[:400], 90)
-    assert 0 < short._cache.n <= 128 and short._base > 300
+    assert 0 < short._cache.n <= 128 and short._num_unseen > 300
     engine.speculation = None
     engine.cache.truncate(0)
     engine.reset()
@@ -244,10 +244,10 @@ def test_memory_is_what_was_planned(made: Made, name: str) -> None:
     own, planned = engine.speculation._model, engine.prepared
     cache = own._cache
     chosen_by = sum(index.memory.nbytes for index in cache.indexes)
-    assert sum(array.nbytes for array in cache.slots.memory) + cache.pool.nbytes + chosen_by == own_cache_nbytes(engine.config, CTX)
+    assert sum(array.nbytes for array in cache.slots.memory) + cache.pool.nbytes + chosen_by == mtp_cache_nbytes(engine.config, CTX)
     assert cache.shape.ctx == cache_shape(CTX).ctx > CTX
     layer = sum(tensor.nbytes for role, tensor in engine.model.tensors["outer"].items() if role.startswith("mtp."))
-    assert planned.speculation.mtp_nbytes == layer + own_cache_nbytes(engine.config, CTX)
+    assert planned.speculation.mtp_nbytes == layer + mtp_cache_nbytes(engine.config, CTX)
     assert planned.placement.weights_bytes == engine.model.nbytes == weight_tiers(planned).memory
     assert planned.placement.workspace_bytes == engine.backends["cpu"].workspace.nbytes
     without = prepare.prepare(folder, EngineOptions(device="cpu", ctx=CTX, chunk=128, threads=2, spec="off"))
@@ -281,11 +281,11 @@ def test_guesses_are_looked_for_among_frequent_tokens(engine: Engine, settings: 
     engine.cache.truncate(0)
     engine.reset()
     expected = answer(engine, [token % 32 for token in IDS[:300]], 60, settings)
-    monkeypatch.setattr(frequent_head, "LEAST_ROWS", 16)
+    monkeypatch.setattr(frequent_head, "MIN_ROWS", 16)
     engine.speculation = drafting(engine)
     engine.cache.truncate(0)
     engine.reset()
-    engine.speculation.choose_as(settings)
+    engine.speculation.set_sampling(settings)
     own = engine.speculation._model
     whole = own_logits(engine, [token % 32 for token in IDS[:300]])
     engine.cache.truncate(0)
@@ -300,7 +300,7 @@ def test_guesses_are_looked_for_among_frequent_tokens(engine: Engine, settings: 
         assert guess.tokens[0] == int(whole[:rows].argmax())
     own.follow(IDS[:300])
     with engine.model.outer() as outer:
-        assert own._head.of(outer.head, IDS[:300]).weight.shape[0] == 300, "half of these are others"
+        assert own._head.select(outer.head, IDS[:300]).weight.shape[0] == 300, "half of these are others"
     engine.cache.truncate(0)
     engine.reset()
     assert answer(engine, [token % 32 for token in IDS[:300]], 60, settings) == expected

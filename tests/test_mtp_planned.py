@@ -18,7 +18,7 @@ from effllm.offload.notes import Fallback
 from effllm.runtime import prepare
 from effllm.runtime.planning import process_memory
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.speculation.speculation_plan import BESIDE_GPU, NO_ROOM, decide
+from effllm.runtime.speculation.speculation_plan import NO_MTP_MEMORY, NO_MTP_ON_GPU, decide
 from effllm.runtime.stores.container import read_container
 
 __all__ = ["folder", "made", "small"]  # fixtures
@@ -39,13 +39,13 @@ def test_when_it_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = planned(folder, spec="mtp")
     tight = f"{whole.placement.total_bytes - (whole.speculation.mtp_nbytes // 2)}"
     short = planned(folder, spec="mtp", ram=tight)
-    assert not short.speculation.mtp and short.speculation.lookup and NO_ROOM in short.notices
+    assert not short.speculation.mtp and short.speculation.lookup and NO_MTP_MEMORY in short.notices
     assert not planned(folder, ram=tight).speculation.mtp
     with pytest.raises(UsageError, match="too little memory"):
         planned(folder, spec="mtp", ram=tight, strict=True)
     config = whole.config
     beside = replace(whole.placement, budget=replace(whole.placement.budget, vram=1))
-    assert decide(EngineOptions(spec="mtp"), config, beside, None)[1] == (BESIDE_GPU,)
+    assert decide(EngineOptions(spec="mtp"), config, beside, None)[1] == (NO_MTP_ON_GPU,)
 
 
 def test_models_without_are_reported(tmp_path: Path, folder: Path) -> None:

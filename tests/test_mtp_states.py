@@ -22,7 +22,7 @@ from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation import state_drafts
-from effllm.runtime.speculation.mtp import OwnDrafts
+from effllm.runtime.speculation.mtp import MtpDrafts
 
 SMALL = {"initializer_range": 0.08, "max_position_embeddings": CTX, "vocab_size": 300}
 
@@ -44,8 +44,8 @@ def begun(engine: Engine, speculation: Speculation | None) -> None:
 
 def unasked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Speculation:
     """Drafts of the layer that are never thought to pay."""
-    made = Speculation((Silent(),), OwnDrafts(engine.model, engine.n_ctx, engine.prepared.shape.chunk), clock=Ticks())
-    monkeypatch.setattr(made, "_guess", lambda *asked: None)
+    made = Speculation((Silent(),), MtpDrafts(engine.model, engine.n_ctx, engine.prepared.shape.chunk), clock=Ticks())
+    monkeypatch.setattr(made, "_model_draft", lambda *asked: None)
     return made
 
 
@@ -59,34 +59,34 @@ def test_an_answer_through_which_nobody_asks_is_what_it_is_without(engine: Engin
     begun(engine, speculation)
     assert answer(engine, IDS[:37], 400, settings) == wanted
     own = speculation._model
-    assert own._cache.n >= 37 + PAGE and own._waiting < PAGE + FEW_TOKENS
+    assert own._cache.n >= 37 + PAGE and own._num_pending < PAGE + FEW_TOKENS
     text = [*IDS[:37], *wanted, *IDS[300:450]]
-    assert own._waiting + engine.prepared.shape.chunk > len(own._states)
+    assert own._num_pending + engine.prepared.shape.chunk > len(own._states)
     here = own_logits(engine, text)
-    assert own._base == 0 and own._cache.n + own._waiting == len(own._ids)
+    assert own._num_unseen == 0 and own._cache.n + own._num_pending == len(own._ids)
     begun(engine, speculation)
     there = own_logits(engine, text)
     assert np.abs(here - there).max() < 1e-3 * np.abs(there).max()
 
 
 def test_of_more_than_it_attends_to_the_newest_are_taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_drafts, "MOST_TOKENS", 64)
+    monkeypatch.setattr(state_drafts, "MAX_TOKENS", 64)
     speculation = unasked(engine, monkeypatch)
     begun(engine, speculation)
     own = speculation._model
     for _ in engine.prefill(IDS[:300]):
         continue
-    assert 0 < own._cache.n <= 64 and own._base + own._cache.n + own._waiting == len(own._ids) == 300
+    assert 0 < own._cache.n <= 64 and own._num_unseen + own._cache.n + own._num_pending == len(own._ids) == 300
 
 
 def test_what_it_is_shown_is_normed_in_little_memory(engine: Engine) -> None:
-    own = OwnDrafts(engine.model, engine.n_ctx, engine.prepared.shape.chunk)
+    own = MtpDrafts(engine.model, engine.n_ctx, engine.prepared.shape.chunk)
     chunk = engine.prepared.shape.chunk
     x = np.random.default_rng(3).standard_normal((chunk, engine.config.hidden_size)).astype(np.float32)
-    own.saw(IDS, 0, IDS[:chunk], x, certain=False)
+    own.add_hidden_states(IDS, 0, IDS[:chunk], x, verified=False)
     own.reset()
     tracemalloc.start()
-    own.saw(IDS, 0, IDS[:chunk], x, certain=False)
+    own.add_hidden_states(IDS, 0, IDS[:chunk], x, verified=False)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     own.close()
@@ -123,7 +123,7 @@ def test_contexts_of_every_length(engine: Engine, ctx: int) -> None:
 def test_wrong_guesses_are_never_a_gain(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the clock says that passes of several tokens took less than those of one."""
     calls = count(1)  # three a pass: guesses take no time
-    made = Speculation((Silent(),), OwnDrafts(engine.model, engine.n_ctx, engine.prepared.shape.chunk), clock=lambda: next(calls) // 3)
+    made = Speculation((Silent(),), MtpDrafts(engine.model, engine.n_ctx, engine.prepared.shape.chunk), clock=lambda: next(calls) // 3)
     monkeypatch.setattr(made._costs, "ratio", lambda tokens: 1.0 if tokens == 1 else 0.4)
     begun(engine, made)
     answer(engine, IDS[:37], 60, GREEDY)
@@ -134,7 +134,7 @@ def test_wrong_guesses_are_never_a_gain(engine: Engine, monkeypatch: pytest.Monk
 def test_a_model_whose_tokens_choose_what_they_see(choosing: Engine, settings: SamplerSettings) -> None:
     """Its layer chooses too, by keys of its own, and an answer is what it is without."""
     found = []
-    own = OwnDrafts(choosing.model, choosing.n_ctx, choosing.prepared.shape.chunk)
+    own = MtpDrafts(choosing.model, choosing.n_ctx, choosing.prepared.shape.chunk)
     with_drafts = Speculation((Silent(),), own, clock=Ticks())
     for each in (None, with_drafts):
         begun(choosing, each)

@@ -84,8 +84,8 @@ def test_the_plan_knows_the_size_of_the_result(hub: Hub, person: Person) -> None
 
 def test_no_more_than_one_shard_beside_the_result(hub: Hub, person: Person) -> None:
     client = Client(person.env)
-    wish = pull_target(parse_reference(f"{REPO}:4bit", person.env), person.env)
-    plan = plan_pull(wish, client, person.env)
+    target = pull_target(parse_reference(f"{REPO}:4bit", person.env), person.env)
+    plan = plan_pull(target, client, person.env)
     peak, phases = 0, []
     for item in pull_model(plan, client, person.env):
         peak = max(peak, allocated(person.home))
@@ -117,8 +117,8 @@ def test_killed_anywhere_it_ends_with_the_same_bytes(hub: Hub, person: Person, f
 
 def test_stopped_between_shards_nothing_is_done_again(hub: Hub, person: Person, from_folder: bytes) -> None:
     client = Client(person.env)
-    wish = pull_target(parse_reference(f"{REPO}:4bit", person.env), person.env)
-    running_pull = pull_model(plan_pull(wish, client, person.env), client, person.env)
+    target = pull_target(parse_reference(f"{REPO}:4bit", person.env), person.env)
+    running_pull = pull_model(plan_pull(target, client, person.env), client, person.env)
     for item in running_pull:
         if isinstance(item, Progress) and item.phase == "quantizing" and item.done > item.total // 2:
             break

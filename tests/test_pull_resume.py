@@ -155,8 +155,8 @@ def test_a_lock_of_the_hubs_own_library_is_respected(hub: Hub, person: Person) -
 
 def events(person: Person, attempts: int = 6) -> list[object]:
     client = Client(person.env, backoff=Backoff(attempts, first=0.01))
-    wish = pull_target(parse_reference(REPO, person.env), person.env)
-    return list(pull_model(plan_pull(wish, client, person.env), client, person.env))
+    target = pull_target(parse_reference(REPO, person.env), person.env)
+    return list(pull_model(plan_pull(target, client, person.env), client, person.env))
 
 
 def test_ollama_8484_progress_never_runs_backwards(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from effllm.runtime.config import read_config
 from effllm.runtime.families import TensorRule, base_role
 from effllm.runtime.planning.expected_store import ExpectedStore
 from effllm.runtime.pull.plan import _is_quantized
-from effllm.runtime.pull.remote_gguf_header import RemoteGguf
 
 REPO, FEW = "org/name", ("Once", "--raw", "-n", "2", "--temp", "0")
 LEFT_OUT = "is quantized already (by another tool): bits of EFFLLM_BITS is ignored"
@@ -125,4 +124,4 @@ def test_a_file_is_quantized_where_most_of_it_is(kinds: tuple[str, ...], expecte
         return QuantSpec(8, 32, "block") if base_role(role) in kinds and len(rule.shape) == 2 else None
 
     config = read_config(FABLE)
-    assert _is_quantized(RemoteGguf(config, ExpectedStore(config, formats=formats)), None) is expected
+    assert _is_quantized(ExpectedStore(config, formats=formats), None) is expected

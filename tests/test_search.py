@@ -10,7 +10,7 @@ from hub_user import FABLE, Person, Terminal, tiny
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.offload import hardware
-from effllm.runtime.pull.search import ASKED, SearchResult
+from effllm.runtime.pull.search import EXPANDED_FIELDS, SearchResult
 
 GIB = 1 << 30
 MEMORY = 9 * GIB
@@ -56,7 +56,7 @@ def models_hub(hub: Hub) -> Hub:
 def test_the_library_of_the_hub_reads_the_same(models_hub: Hub) -> None:
     from huggingface_hub import HfApi
 
-    listed = HfApi(endpoint=models_hub.endpoint).list_models(search="tale", expand=list(ASKED), sort="downloads", limit=100)
+    listed = HfApi(endpoint=models_hub.endpoint).list_models(search="tale", expand=list(EXPANDED_FIELDS), sort="downloads", limit=100)
     found = {each.id: each for each in listed}
     assert [*found][:2] == ["org/tale-1b", "org/tale-14b"] and len(found) == 9
     assert found["org/tale-1b"].config["model_type"] == "llama" and found["org/tale-14b"].safetensors.total == 14 * 10**9
@@ -77,7 +77,7 @@ def test_what_runs_is_shown_in_the_hubs_order_and_whether_it_fits(models_hub: Hu
     assert (awq["format"], awq["parameters"], awq["size_bytes"]) == ("awq", None, 4 * 10**9)  # words hold eight weights
     assert (file["type"], file["format"], file["parameters"], file["size_bytes"]) == ("llama", "GGUF", 8 * 10**9, None)
     (request,) = models_hub.asked("/api/models")
-    assert request.path.count("expand=") == len(ASKED) and "search=TALE" in request.path and "sort=downloads" in request.path
+    assert request.path.count("expand=") == len(EXPANDED_FIELDS) and "search=TALE" in request.path and "sort=downloads" in request.path
 
 
 def test_a_terminal_sees_a_table_and_the_next_step(models_hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:

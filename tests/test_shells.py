@@ -10,7 +10,7 @@ import pexpect
 import pytest
 from hub_user import FABLE, Person
 
-from effllm.quant.kv import ASKED, CODECS
+from effllm.quant.kv import CODECS, WIDTHS
 from effllm.runtime.library import storage
 
 MINUTE = 60
@@ -65,7 +65,7 @@ def shell(request: pytest.FixtureRequest, person: Person) -> Callable[[str], str
 
 
 @pytest.mark.parametrize(("line", "told"), [
-    ("run fable --kv ", [*CODECS, *(f"{bits}bit" for bits in ASKED), "auto"]), ("run fable --kv 4", ["4bit"]),
+    ("run fable --kv ", [*CODECS, *(f"{bits}bit" for bits in WIDTHS), "auto"]), ("run fable --kv 4", ["4bit"]),
     ("run fable --bits ", ["8", "6", "5", "4", "3", "2"]), ("run fable --device c", ["cpu", "cuda"]), ("run fable --schema ", []),
     ("export fable --type Q", ["Q8_0", "Q4_0"]), ("quantize fable --method s", ["smooth", "spqr"])])
 def test_the_words_that_a_flag_takes_are_reported(line: str, told: list[str]) -> None:

@@ -22,7 +22,7 @@ from effllm.runtime.engine import Engine, Step, open_engine
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.session import Session
-from effllm.runtime.speculate import COLUMNS, Speculation
+from effllm.runtime.speculate import MAX_VERIFIED, Speculation
 from effllm.runtime.speculation.draft_model import DraftModel
 from effllm.runtime.speculation.drafts import Draft, RecycledTokens, SuffixMatch
 from effllm.runtime.tokenizer import Tokenizer
@@ -146,7 +146,7 @@ def wide_and_narrow(engine: Engine, start: int, tokens: int) -> tuple[np.ndarray
     """Logits of tokens run as many at once as may be, and of the same tokens one by one."""
     ids = np.random.default_rng(3).integers(0, engine.config.vocab_size, start + tokens).tolist()
     found = []
-    for most in (COLUMNS, 1):
+    for most in (MAX_VERIFIED, 1):
         engine.reset()
         rows = []
         for _ in engine.prefill(ids[:start]):
@@ -161,7 +161,7 @@ def wide_and_narrow(engine: Engine, start: int, tokens: int) -> tuple[np.ndarray
 
 
 def test_a_pass_is_as_wide_as_the_kernels_of_a_few_tokens() -> None:
-    assert COLUMNS == FEW_TOKENS == 8
+    assert MAX_VERIFIED == FEW_TOKENS == 8
 
 
 @pytest.mark.parametrize("kind", ("raw", "packed", "all"))
@@ -237,13 +237,13 @@ def test_a_right_guess_saves_passes_and_a_wrong_one_is_abandoned(engines: dict[s
     same(engine, errs, prompt, 60)
     without = errs.counts.since(before)
     assert before.drafted < 60 and without.drafted == 0, "what never matches is not drafted"
-    assert without.undrafted == speculate.UNLIKELY and before.undrafted == ""
+    assert without.undrafted == speculate.NOT_WORTH_IT and before.undrafted == ""
     assert errs.counts.accepted == 0
 
 
 def test_nothing_drafted_has_a_reason(engines: dict[str, Engine]) -> None:
     engine, prompt = engines["raw"], story(engines["raw"])
-    for proposers, tokens, reason in (((RecycledTokens(),), 2, speculate.TOO_SHORT), ((Silent(),), 9, speculate.NO_GUESS)):
+    for proposers, tokens, reason in (((RecycledTokens(),), 2, speculate.TOO_SHORT), ((Silent(),), 9, speculate.NO_DRAFT)):
         speculation = lookup(*proposers)
         same(engine, speculation, prompt, tokens)
         assert speculation.counts.undrafted == reason

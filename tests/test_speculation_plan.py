@@ -172,7 +172,7 @@ def test_a_draft_model_guesses_under_the_penalties_of_the_run() -> None:
         guessed.append((len(engine.speculation._history), draft.tokens if draft else ()))
         return draft
 
-    engine.speculation._guess = guess
+    engine.speculation._model_draft = guess
     for settings in (SamplerSettings(temperature=0), SamplerSettings(temperature=0, repetition_penalty=1.3, presence_penalty=0.5),
                      SamplerSettings(temperature=0, dry_multiplier=2.0),
                      SamplerSettings(temperature=0, logit_bias=((264, -9.0), (18, 4.0)))):

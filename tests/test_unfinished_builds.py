@@ -27,8 +27,8 @@ def hub() -> Iterator[Hub]:
 def stop(hub: Hub, person: Person, name: str = f"{REPO}:4bit") -> int:
     """A pull that ends after the first shard has become tensors, by the name of a model at four bits; the bytes that it loaded."""
     client = Client(person.env)
-    wish = pull_target(parse_reference(name, person.env), person.env)
-    going = pull_model(plan_pull(wish, client, person.env), client, person.env)
+    target = pull_target(parse_reference(name, person.env), person.env)
+    going = pull_model(plan_pull(target, client, person.env), client, person.env)
     for item in going:
         if isinstance(item, Progress) and item.phase == "quantizing" and item.done > item.total // 2:
             break

@@ -40,7 +40,7 @@ def keeping(person: Person, name: str) -> Path:
     request = on_load.Request(ref, ref.variant, storage.models_folder(person.env), keep=True)
     request.folder.parent.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(on_load, "_apart", convert)
+        patched.setattr(on_load, "_convert_in_subprocess", convert)
         stop(on_load.quantize_on_load(request, request.folder))
     return request.folder
 

@@ -6,7 +6,7 @@ An adapter holds two thin matrices per adapted weight (Hu et al. 2021, arXiv:210
     W' = m W' / |W'|        with magnitudes m [N] (DoRA, arXiv:2402.09353), rows of W' are rescaled to these norms
 
 PEFT adapters (`adapter_model.safetensors`) are read, and those of mlx-lm (`adapters.safetensors`), whose matrices are transposed and
-whose s is stated. Fully trained modules in an adapter (embeddings, a head) replace the model's.
+whose config states s. Fully trained modules in an adapter (embeddings, a head) replace the model's.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ DAMAGED = "the adapter is damaged: download it again"
 HEAD, TABLE, FAN_IN = "lm_head", "embed_tokens", "fan_in_fan_out"
 ENDINGS = {"lora_A": "a", "lora_B": "b", "lora_a": "a", "lora_b": "b", "lora_magnitude_vector": "m", "lora_embedding_A": "a",
            "lora_embedding_B": "b", "m": "m"}
-# Of adapter_config.json: what changes what the matrices mean, and is not computed here.
-REFUSED = {"target_parameters": "LoRA of raw parameters", "lora_bias": "LoRA biases",
-           "alora_invocation_tokens": "activated LoRA (aLoRA)", "layer_replication": "layer replication",
-           "trainable_token_indices": "trained token embeddings", "use_bdlora": "block-diagonal LoRA",
-           "kasa_config": "KaSA", "use_qalora": "QA-LoRA",
-           "arrow_config": "Arrow routing", "monteclora_config": "MonteCLoRA"}
-LONGEST, MOST_REPEATS = 256, 3  # of a pattern for names of modules: its letters, its repeats, and its groups
-# How an adapter may begin that is added to the model's own weights; other ways change these first.
-BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+# Entries of adapter_config.json that change the meaning of the matrices, and are not supported.
+UNSUPPORTED = {"target_parameters": "LoRA of raw parameters", "lora_bias": "LoRA biases",
+               "alora_invocation_tokens": "activated LoRA (aLoRA)", "layer_replication": "layer replication",
+               "trainable_token_indices": "trained token embeddings", "use_bdlora": "block-diagonal LoRA",
+               "kasa_config": "KaSA", "use_qalora": "QA-LoRA",
+               "arrow_config": "Arrow routing", "monteclora_config": "MonteCLoRA"}
+MAX_PATTERN, MAX_REPEATS = 256, 3  # of a pattern for module names: its length, and its repeats and groups each
+# Initializations that do not change the base weights.
+INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What is added to a weight [N, K]: a [r, K] and b [N, r] as float32, `scale`, and the lengths [N] that rows then get, or None."""
+    """The change of a weight [N, K]."""
 
-    a: np.ndarray
-    b: np.ndarray
+    a: np.ndarray  # float32 [r, K]
+    b: np.ndarray  # float32 [N, r]
     scale: float
-    lengths: np.ndarray | None
+    lengths: np.ndarray | None  # DoRA magnitudes [N] of the new rows, None for plain LoRA
 
     def onto(self, weight: np.ndarray, begin: int, end: int) -> np.ndarray:
         """Rows [begin, end) of the new weight from those of the old one, float32."""
-        made = weight + self.scale * (self.b[begin:end] @ self.a)
+        rows = weight + self.scale * (self.b[begin:end] @ self.a)
         if self.lengths is not None:
-            made *= (self.lengths[begin:end] / np.linalg.norm(made, axis=1))[:, None]
-        return made
+            rows *= (self.lengths[begin:end] / np.linalg.norm(rows, axis=1))[:, None]
+        return rows
 
 
 class Adapter:
@@ -79,9 +79,11 @@ class Adapter:
 
     @classmethod
     def open(cls, folder: Path, turned_over: bool = False, tables: Collection[str] = ()) -> Adapter:
-        """Read the headers and the config of an adapter. `turned_over`: of a model that is stored inputs before outputs, of which PEFT says
-        so as well; its matrices lie as of any other. `tables`: what else the model's embeddings are called. Raises CheckpointError,
-        UsageError."""
+        """Read the headers and the config of an adapter. Raises CheckpointError, UsageError.
+
+        turned_over: the model's weights are stored inputs before outputs, which PEFT states too; the adapter's matrices are as usual.
+        tables: further names of the model's embeddings.
+        """
         if not folder.is_dir():
             raise UsageError(f"--lora: {folder} is not a folder", f"a folder with {STATED} and {PEFT}, or a GGUF file")
         path = next((folder / name for name in (PEFT, MLX) if (folder / name).is_file()), None)
@@ -89,7 +91,7 @@ class Adapter:
             pickled = "; weights in a pickle are not opened" if (folder / "adapter_model.bin").exists() else ""
             raise UsageError(f"--lora: {folder} holds no LoRA adapter{pickled}", f"{STATED} beside {PEFT} (PEFT) or {MLX} (mlx-lm)")
         stated, is_mlx = read_json(folder / STATED), path.name == MLX
-        _demand_known(stated if not turned_over else {**stated, FAN_IN: False}, folder, is_mlx)
+        _check_supported(stated if not turned_over else {**stated, FAN_IN: False}, folder, is_mlx)
         store = TensorStore.of_file(path)
         try:
             return cls(store, stated, is_mlx, tables)
@@ -98,27 +100,27 @@ class Adapter:
             raise
 
     @property
-    def brought(self) -> list[str]:
-        """Names of weights whose place what it holds takes."""
-        return [_whole(info.name) for info in self._others]
+    def replaced_names(self) -> list[str]:
+        """Names of weights that modules in the adapter replace."""
+        return [_replaced_name(info.name) for info in self._others]
 
     def tie(self) -> None:
-        """The model's embeddings are its head: both have to be trained as one. Raises CheckpointError where they were not."""
-        whole = {_whole(info.name): info for info in self._others}
-        tables, heads = ([info for name, info in whole.items() if is_one(name)] for is_one in (self._is_table, _is_head))
-        if self.stated.get("ensure_weight_tying"):  # what is said of the head says the same
+        """Prepare for a model whose embeddings are its head. Raises CheckpointError if the adapter was not trained for that."""
+        by_name = {_replaced_name(info.name): info for info in self._others}
+        tables, heads = ([info for name, info in by_name.items() if is_one(name)] for is_one in (self._is_table, _is_head))
+        if self.stated.get("ensure_weight_tying"):  # the head's entries duplicate those of the embeddings
             self._parts = {module: parts for module, parts in self._parts.items() if HEAD not in module}
             if tables:
                 self._others = [info for info in self._others if info not in heads]
         elif not self._is_mlx and (tables or any(map(self._is_table, self._parts))):
-            same = tables and heads and not any(self._is_table(module) or _is_head(module) for module in self._parts)
-            if not same or not np.array_equal(self._values(tables[0]), self._values(heads[0])):
+            both_replaced = tables and heads and not any(self._is_table(module) or _is_head(module) for module in self._parts)
+            if not both_replaced or not np.array_equal(self._values(tables[0]), self._values(heads[0])):
                 self._refuse("changes the embeddings but not the tied output head in the same way",
                              "train with ensure_weight_tying, or merge it with the program that trained it, which unties the head")
 
     def deltas(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Delta]]:
-        """With the names of the weights that they change, one read after the other, of a model whose weights have these shapes. Raises
-        CheckpointError where they do not fit."""
+        """(name of a weight, its change), read one after the other. `shapes`: of the model's weights. Raises CheckpointError for changes
+        that do not match them."""
         seen: set[str] = set()
         for module, parts in self._parts.items():
             name = self._weight(shapes, f"{module}.weight")
@@ -130,29 +132,29 @@ class Adapter:
             a, b = (self._values(parts[part]) for part in "ab")
             if a.ndim != 2 or b.ndim != 2 or not a.size or not b.size:
                 self._refuse(f"changes {shown(module)} with factors that are not matrices: {list(a.shape)} and {list(b.shape)}")
-            table = any("lora_embedding" in part.name for part in parts.values())
-            if self._is_mlx or table:  # of a table PEFT has a [r, N] and b [K, r]
-                a, b = (b.T, a.T) if table else (a.T, b.T)
+            is_table = any("lora_embedding" in part.name for part in parts.values())
+            if self._is_mlx or is_table:  # PEFT's matrices of an embedding table are a [r, N] and b [K, r]
+                a, b = (b.T, a.T) if is_table else (a.T, b.T)
             lengths = self._values(parts["m"]).reshape(-1) if "m" in parts else None
-            if table and lengths is not None:
+            if is_table and lengths is not None:
                 self._refuse(f"has DoRA magnitudes for {shown(module)}, an embedding table", "merge it with the program that trained it")
             shape = (b.shape[0], a.shape[1])
-            own, ranks = shapes[name], {a.shape[0], b.shape[1]}
-            if len(own) != 2 or shape != tuple(own) or len(ranks) > 1 or lengths is not None and len(lengths) != shape[0]:
-                self._refuse(f"changes {shown(module)} of shape {list(shape)}, but the model has {list(own)}")
+            expected, ranks = shapes[name], {a.shape[0], b.shape[1]}
+            if len(expected) != 2 or shape != tuple(expected) or len(ranks) > 1 or lengths is not None and len(lengths) != shape[0]:
+                self._refuse(f"changes {shown(module)} of shape {list(shape)}, but the model has {list(expected)}")
             yield name, Delta(np.ascontiguousarray(a), np.ascontiguousarray(b), self._scale(module, a.shape[0]), lengths)
 
     def replaced(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
-        """What the adapter brings whole, by names of the tensors whose place it takes. Raises CheckpointError where it does not fit."""
-        found, names = {}, {_whole(own.name): own for own in self._others}
-        for name, own in names.items():
-            if HEAD in name and name not in shapes and any(map(self._is_table, names)):
-                continue  # the embeddings, which come as well, are the head
-            changed = self._weight(shapes, name)
-            if tuple(own.shape) != tuple(shapes[changed]):
-                self._refuse(f"replaces {shown(name)} with shape {list(own.shape)}, but the model has {list(shapes[changed])}")
-            found[changed] = own
-        return found
+        """By name of the model's tensor, the module of the adapter that replaces it. Raises CheckpointError for one that does not fit."""
+        result, by_name = {}, {_replaced_name(info.name): info for info in self._others}
+        for name, info in by_name.items():
+            if HEAD in name and name not in shapes and any(map(self._is_table, by_name)):
+                continue  # the model's head is its embeddings, which the adapter replaces too
+            replaced = self._weight(shapes, name)
+            if tuple(info.shape) != tuple(shapes[replaced]):
+                self._refuse(f"replaces {shown(name)} with shape {list(info.shape)}, but the model has {list(shapes[replaced])}")
+            result[replaced] = info
+        return result
 
     def _is_table(self, name: str) -> bool:
         return not self._tables.isdisjoint(name.removesuffix(".weight").split("."))
@@ -164,15 +166,15 @@ class Adapter:
         return values
 
     def _weight(self, shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
-        """The model's tensor of that name. Raises CheckpointError for none."""
-        alike = named_alike(shapes, name)
-        if len(alike) != 1:
+        """The name of the model's tensor. Raises CheckpointError if there is none."""
+        matches = matching_names(shapes, name)
+        if len(matches) != 1:
             tied = "this model's output head is tied to its embeddings" if HEAD in name else "is this its base model?"
             self._refuse(f"changes {shown(name)}, which the model does not have", tied)
-        return alike[0]
+        return matches[0]
 
     def _scale(self, module: str, rank: int) -> float:
-        """s. Ranks and alphas that are stated for some modules are matched as PEFT does: by the end of a module's name."""
+        """s. `alpha_pattern` is matched as PEFT does: with the end of a module's name."""
         if self._is_mlx:
             return float(self.stated["lora_parameters"]["scale"])
         alpha = self.stated["lora_alpha"]
@@ -188,23 +190,23 @@ class Adapter:
 
     def _refuse(self, why: str, hint: str = "is this its base model?") -> None:
         base = self.stated.get("base_model_name_or_path" if not self._is_mlx else "model")
-        named = f"{hint}{'' if hint.endswith('?') else ';'} it names {shown(base)}" if isinstance(base, str) and base else hint
-        raise CheckpointError(f"{self.store.folder} {why}", named)
+        full_hint = f"{hint}{'' if hint.endswith('?') else ';'} it names {shown(base)}" if isinstance(base, str) and base else hint
+        raise CheckpointError(f"{self.store.folder} {why}", full_hint)
 
 
-def named_alike(names: Collection[str], name: str) -> list[str]:
-    """That of `names`, or those whose name ends alike from the layers on: parts of a larger model are named otherwise in files than in
-    programs. One, where it is told which is meant."""
+def matching_names(names: Collection[str], name: str) -> list[str]:
+    """The entries of `names` that mean the same weight: `name`, or those that end in the same way from the layers on, because files name
+    the parts of a larger model in another way than programs. More than one if it is ambiguous."""
     if name in names:
         return [name]
     tail = name[name.find("layers.") :] if "layers." in name else name.rpartition(".")[0].rpartition(".")[2] + ".weight"
-    said = _words(name, tail)
-    alike = [other for other in names if (other.endswith("." + tail) or other == tail)
-             and {*filter(str.isdigit, _words(other, tail))} == {*filter(str.isdigit, said)}]
-    if len(alike) > 1:  # layers of text and of images: the part is told by the words before, in whatever order
-        near = [len(said & (words := _words(other, tail))) - len(said ^ words) for other in alike]
-        alike = [other for other, score in zip(alike, near) if score == max(near)]
-    return alike
+    prefix_words = _words(name, tail)
+    matches = [other for other in names if (other.endswith("." + tail) or other == tail)
+               and {*filter(str.isdigit, _words(other, tail))} == {*filter(str.isdigit, prefix_words)}]
+    if len(matches) > 1:  # layers of text and of images: the words of the prefix decide, in any order
+        scores = [len(prefix_words & (words := _words(other, tail))) - len(prefix_words ^ words) for other in matches]
+        matches = [other for other, score in zip(matches, scores) if score == max(scores)]
+    return matches
 
 
 def _is_head(name: str) -> bool:
@@ -219,21 +221,21 @@ def _module(name: str) -> str:
     return name.removeprefix("base_model.model.")
 
 
-def _whole(name: str) -> str:
-    """The weight that one of an adapter takes the place of."""
+def _replaced_name(name: str) -> str:
+    """The name of the weight that a module of an adapter replaces."""
     return _module(name.replace(".modules_to_save.default", "").replace(".base_layer", ""))
 
 
-def _demand_known(stated: Mapping[str, object], folder: Path, is_mlx: bool) -> None:
-    """Raises CheckpointError for what is not computed here."""
+def _check_supported(stated: Mapping[str, object], folder: Path, is_mlx: bool) -> None:
+    """Raises CheckpointError for kinds of adapters that are not supported."""
     def refuse(why: str) -> None:
         raise CheckpointError(f"{folder / STATED}: {why}", "merge it with the program that trained it, then use the result")
 
     if is_mlx:
-        own = stated.get("lora_parameters")
-        if stated.get("fine_tune_type", "lora") not in ("lora", "dora") or not isinstance(own, dict):
+        parameters = stated.get("lora_parameters")
+        if stated.get("fine_tune_type", "lora") not in ("lora", "dora") or not isinstance(parameters, dict):
             refuse(f"fine_tune_type {stated.get('fine_tune_type')!r} is not LoRA")
-        if not _is_number(own.get("scale")):
+        if not _is_number(parameters.get("scale")):
             refuse("lora_parameters states no scale")
         return
     if stated.get("peft_type") != "LORA":
@@ -241,34 +243,34 @@ def _demand_known(stated: Mapping[str, object], folder: Path, is_mlx: bool) -> N
     patterns = stated.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         refuse("alpha_pattern is not an object")
-    alphas = {"lora_alpha": stated.get("lora_alpha"), **{f"alpha_pattern of {shown(each)}": value for each, value in patterns.items()}}
+    alphas = {"lora_alpha": stated.get("lora_alpha"), **{f"alpha_pattern of {shown(key)}": value for key, value in patterns.items()}}
     for name, value in alphas.items():
         if not _is_number(value):
             refuse(f"{name} is not a number, or is out of range")
     for pattern in patterns:
         if not is_quick(pattern):
             refuse(f"alpha_pattern {shown(pattern)} could take hours to match")
-    if (began := stated.get("init_lora_weights")) not in BEGINNINGS:
-        refuse(f"the initialization changed the base weights (init_lora_weights = {began!r})")
+    if (initialization := stated.get("init_lora_weights")) not in INITIALIZATIONS:
+        refuse(f"the initialization changed the base weights (init_lora_weights = {initialization!r})")
     if stated.get(FAN_IN):
         refuse(f"transposed weights are not supported ({FAN_IN})")
     if stated.get("bias", "none") != "none":
         refuse(f"trained biases are not supported (bias = {stated['bias']!r})")
-    for key, what in REFUSED.items():
+    for key, what in UNSUPPORTED.items():
         if stated.get(key):
             refuse(f"{key} ({what}) is not supported")
 
 
 def _is_number(value: object) -> bool:
-    """Neither NaN nor infinity, nor a whole number that no float is as large as."""
+    """Whether it is a finite number within the range of floats."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
 
 
 def is_quick(pattern: str) -> bool:
     """Whether a regular expression is safe from catastrophic backtracking: Python's `re` tries every combination of nested and repeated
     quantifiers."""
-    bare = re.sub(r"\\.", "x", pattern, flags=re.DOTALL)  # what is escaped is a letter
-    return (len(bare) <= LONGEST and len(re.findall(r"(?<!\()[*+?{]", bare)) <= MOST_REPEATS and bare.count("(") <= MOST_REPEATS
+    bare = re.sub(r"\\.", "x", pattern, flags=re.DOTALL)  # escaped characters are literals
+    return (len(bare) <= MAX_PATTERN and len(re.findall(r"(?<!\()[*+?{]", bare)) <= MAX_REPEATS and bare.count("(") <= MAX_REPEATS
             and re.search(r"\)[*+{]", bare) is None)
 
 

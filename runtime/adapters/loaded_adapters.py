@@ -202,7 +202,7 @@ def _deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, int
     own = Adapter.open(path, config.family in TURNED_OVER)
     with own.store:
         yield from own.deltas(shapes | _outer(config))
-        if whole := own.brought:
+        if whole := own.replaced_names:
             raise CheckpointError(f"{path} replaces {shown(whole[0])} entirely, which is only supported by merging", MERGES)
 
 

@@ -17,7 +17,7 @@ from ..config import ModelConfig
 from ..source import open_weights
 from ..stores.tensor_views import TURNED_OVER
 from ..tensors import check_tensors
-from .adapter import MLX, PEFT, STATED, Adapter, Delta, named_alike
+from .adapter import MLX, PEFT, STATED, Adapter, Delta, matching_names
 from .adapter_targets import target_rows, transposed_weights
 from .loaded_adapters import BESIDE
 
@@ -41,7 +41,7 @@ def changes(adapter: Path, source: Path, config: ModelConfig, held: Mapping[str,
     UsageError."""
     if not os.path.exists(adapter):
         raise UsageError(f"--lora: {adapter} does not exist", f"a folder with {STATED} and {PEFT} or {MLX}, or a GGUF file")
-    turned = frozenset(name for whole in transposed_weights(config) for name in named_alike(held, whole))
+    turned = frozenset(name for whole in transposed_weights(config) for name in matching_names(held, whole))
     stored = {name: info.shape for name, info in held.items()}
     shapes = stored | {name: stored[name][::-1] for name in turned}
     if is_gguf(adapter):
@@ -79,7 +79,7 @@ def _of_file(adapter: Path, source: Path, config: ModelConfig, shapes: Mapping[s
     lacking = set(found)
     for name, (shape, own) in target_rows(config, tensors).items():
         parts = [(place, found[place.key][1]) for place in own if place.key in found]
-        alike = named_alike(shapes, name) if parts else []
+        alike = matching_names(shapes, name) if parts else []
         if len(alike) != 1 or tuple(shapes[alike[0]]) != tuple(shape):
             continue
         b = [place.of_weight(np.float32(delta.scale) * delta.b, shape[0]) for place, delta in parts]
@@ -87,7 +87,7 @@ def _of_file(adapter: Path, source: Path, config: ModelConfig, shapes: Mapping[s
         lacking -= {place.key for place, _ in parts}
     for key in [key for key in lacking if key[0] == "outer"]:
         name, delta = found[key]
-        held = {each for own in (name, around[key[1]].name, *around[key[1]].also) for each in named_alike(shapes, own)}
+        held = {each for own in (name, around[key[1]].name, *around[key[1]].also) for each in matching_names(shapes, own)}
         if len(held) == 1:
             made[held.pop()] = delta
             lacking.remove(key)

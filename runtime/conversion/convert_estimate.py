@@ -25,7 +25,7 @@ from ..calibrate import READS, SHORTEST, WINDOW, text_costs
 from ..families import base_role, expert_of
 from ..planning.timing import median_times
 from .convert_plan import ConversionPlan, Job
-from .convert_stream import BLOCK_NBYTES, Block, read_rows, widened
+from .convert_stream import BLOCK_NBYTES, Block, read_rows, widen
 
 SAMPLE_WEIGHTS, FEW_ROWS = 1 << 20, 8  # and of few rows an eighth
 TEXT_S = 0.5  # of the text, at the rate of a product, that is run to see what it takes
@@ -159,7 +159,7 @@ def synthetic_stats(depth: int) -> Stats:
 
 def _seconds(plan: ConversionPlan, job: Job, n: int, quantize: Quantize, stats: Stats | None) -> float:
     begun = time.monotonic()
-    rows = widened(read_rows(plan.store, Block(job, 0, n, False)), job)
+    rows = widen(read_rows(plan.store, Block(job, 0, n, False)), job)
     made = quantize(job, rows, stats)
     squared_error(rows, made, job.spec)
     pack(made, job.spec)

@@ -1,7 +1,7 @@
 """Plan of a conversion from headers alone: every tensor's format, the output files and sizes. `quantize --dry-run` prints it.
 
 Matrices of the roles below are quantized by the recipe; everything else (norms, biases, routers) keeps its stored type. Tensors are laid
-out layer by layer in the order a forward pass reads them, q, k, v and gate, up adjacent; experts come last in their layer, each a
+out layer by layer in the order a forward pass reads them, q, k, v and gate, up adjacent. Experts come last in their layer, each a
 contiguous record on a 4096-byte boundary, so that one read fetches it.
 """
 
@@ -27,29 +27,28 @@ from ..speculation.mtp_tensors import JOIN
 from ..stores.container import DTYPES, FORMAT, VERSION, read_container
 from ..tensors import ModelTensor, with_own_layer
 
-# roles, in the order in which they are written
+# Roles of quantized matrices, in the order in which they are written.
 MATRICES = ("lent_out", "state_in", "state_gate", "state_r", "state_k", "state_v", "state_out", "low_in", "low_out", "q", "k", "v",
             "kv_a", "q_a", "q_b", "attn_gate", "o_in", "o", "gate", "up", "down", "experts_in", "experts_out", "input_gate", "input_out",
             "mix_down", "mix_up", "ngram_key", "ngram_value", "embed", "layer_embed", "layer_proj", "enter", "leave", NGRAMS, "head",
             JOIN)
 OTHER = "other"  # the class of norms and biases
-WIDENED, HALF = QuantSpec.raw("f32"), QuantSpec.raw("f16")  # what other tools' codes are read as, and what they stay as in a run
-KEPT_BITS = 4  # of a base from which on published codes of four bits are kept
+WIDENED, HALF = QuantSpec.raw("f32"), QuantSpec.raw("f16")  # codes of other tools are read as the first, and written raw as the second
+KEPT_BITS = 4  # published 4-bit codes are kept if the recipe's format has at least as many bits
 ORIGINAL = "quantize the original 16-bit checkpoint"
 
 
 @dataclass(frozen=True)
 class Job:
-    """One tensor: where it comes from and what it becomes. `key` is its layer, or "outer"; `stored_nbytes` what it takes in the source's
-    files, which for weights that are widened as they are read is less than `info` says."""
+    """The conversion of one tensor."""
 
     name: str
-    key: int | str
+    key: int | str  # its layer, or "outer"
     role: str
-    info: TensorInfo
+    info: TensorInfo  # as it is read
     source: QuantSpec
-    spec: QuantSpec
-    stored_nbytes: int
+    spec: QuantSpec  # after the conversion
+    stored_nbytes: int  # in the source's files: less than in `info` for weights that are widened as they are read
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,7 +60,7 @@ class Job:
 
     @property
     def kept(self) -> bool:
-        """Do low-bit codes of the checkpoint go along as they are?"""
+        """Whether low-bit codes of the checkpoint are copied unchanged."""
         return not self.spec.is_raw and self.spec == self.source
 
     @property
@@ -70,19 +69,19 @@ class Job:
 
     @property
     def group(self) -> str:
-        """The line of a table that it counts in."""
+        """The class in which its size is reported."""
         return kind if (kind := base_role(self.role)) in MATRICES else OTHER
 
 
 @dataclass(frozen=True)
 class SizeRow:
-    """Tensors of one class: how many, how many weights, bytes before and after, and in which formats."""
+    """Sizes of the tensors of one class."""
 
     name: str
     tensors: int
     weights: int
-    before: int
-    after: int
+    before: int  # bytes
+    after: int  # bytes
     specs: tuple[str, ...]
 
     @property
@@ -96,15 +95,15 @@ class SizeRow:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """`jobs` in the order in which they are written. `unused`: tensors of the checkpoint that the model does not read."""
+    """The conversion of a checkpoint."""
 
     folder: Path
     config: ModelConfig
     store: TensorStore
     recipe: Recipe
-    jobs: tuple[Job, ...]
+    jobs: tuple[Job, ...]  # in the order in which they are written
     files: tuple[PlannedFile, ...]
-    unused: tuple[str, ...]
+    unused: tuple[str, ...]  # tensors of the checkpoint that the model does not read
 
     @property
     def weights(self) -> int:
@@ -112,7 +111,7 @@ class ConversionPlan:
 
     @property
     def before(self) -> int:
-        """Bytes of the tensors in the source's files; `read_nbytes` are those that are read of it."""
+        """Bytes of the tensors in the source's files; `read_nbytes`: after widening."""
         return sum(job.stored_nbytes for job in self.jobs)
 
     @property
@@ -138,17 +137,17 @@ class ConversionPlan:
         return tuple(row for name in (*MATRICES, OTHER) if (row := _size_row(name, [job for job in self.jobs if job.group == name])))
 
     def notices(self) -> Iterable[str]:
-        """What a person did not ask for: padding, once per shape and format, and what is left out."""
-        said = set()
+        """Notices about kept codes, requantization, padding (once per shape and format) and unused tensors."""
+        reported = set()
         if kept := [job for job in self.jobs if job.kept]:
             yield (f"{len(kept)} tensors stay in {kept[0].spec}, as they were published: requantizing them would lose accuracy and save "
                    "nothing (--tensor-type for another format)")
         if any(job.quantized and job.stored_nbytes < job.info.nbytes for job in self.jobs) and is_low_bit(self.folder):
             yield "these weights were quantized before, and errors add up; quantizing the published weights gives smaller ones"
         for job in self.jobs:
-            if not job.quantized or (job.shape, max(32, job.spec.group)) in said:
+            if not job.quantized or (job.shape, max(32, job.spec.group)) in reported:
                 continue
-            said.add((job.shape, max(32, job.spec.group)))
+            reported.add((job.shape, max(32, job.spec.group)))
             stored = padded(job.shape, job.spec.scheme, job.spec.group)
             if stored != job.shape:
                 yield (f"{base_role(job.role)} of {job.shape[0]} x {job.shape[1]} is padded to {stored[0]} x {stored[1]}: rows come in "
@@ -164,26 +163,27 @@ class ConversionPlan:
 
 
 def plan_conversion(folder: Path, recipe: Recipe, keep: bool = True, whole: bool = True) -> ConversionPlan:
-    """Read headers and decide. Codes that a checkpoint holds in four bits are not rounded to as many or more, unless a rule says so or
-    `keep` is False. Not `whole`: weights are still missing, so that a head beside the embedding of a tied model stays, whatever it will be.
-    Raises UsageError for what is quantized already and for a rule that no matrix's name matches, CheckpointError for what is damaged.
+    """Plan a conversion from headers. The store of the plan stays open.
 
-    The store of the plan stays open.
+    keep: keep published 4-bit codes instead of rounding them to as many or more bits, unless a rule names them.
+    whole: False while weights are still missing: then an LM head of a tied model is not read as such.
+
+    Raises UsageError for a quantized model and for a rule that matches no matrix, CheckpointError for a damaged one.
     """
     folder = Path(folder)
-    if (made := read_container(folder)) is not None:
-        raise UsageError(f"{folder} is quantized already ({made.spec_text})", ORIGINAL)
+    if (container := read_container(folder)) is not None:
+        raise UsageError(f"{folder} is quantized already ({container.spec_text})", ORIGINAL)
     config = read_config(folder)
-    stays = keep and not recipe.base.is_raw and recipe.base.bits >= KEPT_BITS
-    trained = keep and config.per_token_scale and not recipe.base.is_raw  # to be ternary: nothing else is as true and as small
-    store = open_store(folder, wide="f32", kept=lambda name: (stays or trained) and recipe.ruled(name) is None, whole=whole)
+    keeps_codes = keep and not recipe.base.is_raw and recipe.base.bits >= KEPT_BITS
+    keeps_ternary = keep and config.per_token_scale and not recipe.base.is_raw  # exact, and smaller than any format
+    store = open_store(folder, wide="f32", kept=lambda name: (keeps_codes or keeps_ternary) and recipe.ruled(name) is None, whole=whole)
     try:
         jobs = tuple(_jobs(with_own_layer(config, store, getattr(store, "container", None)), recipe, store))
         _check_rules(recipe, jobs)
     except BaseException:
         store.close()
         raise
-    read = {(job.info.file, job.info.offset) for job in jobs}  # the first part of a tensor that is split begins where it does
+    read = {(job.info.file, job.info.offset) for job in jobs}  # the first part of a split tensor has its offset
     unused = tuple(name for name, info in store.tensors.items() if (info.file, info.offset) not in read)
     return ConversionPlan(folder, config, store, recipe, jobs, _files(jobs), unused)
 
@@ -192,8 +192,8 @@ def _check_rules(recipe: Recipe, jobs: Sequence[Job]) -> None:
     names = [job.name for job in jobs if base_role(job.role) in MATRICES and len(job.shape) == 2]
     for pattern, _ in recipe.rules:
         if not any(re.search(pattern, name) for name in names):
-            if stays := next((job.name for job in jobs if re.search(pattern, job.name)), None):
-                raise UsageError(f"{stays}, which {pattern!r} matches, stays as it is stored",
+            if raw := next((job.name for job in jobs if re.search(pattern, job.name)), None):
+                raise UsageError(f"{raw}, which {pattern!r} matches, stays as it is stored",
                                  f"quantized matrices have names like {names[-1]}")
             raise UsageError(f"no matrix of this model has a name that {pattern!r} matches", f"names are like {names[-1]}")
 
@@ -203,21 +203,21 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], recipe: Recipe
     groups: list[tuple[int | str, dict[str, ModelTensor]]] = [("outer", {"embed": outer.pop("embed")})]
     groups += [(key, dict(roles)) for key, roles in tensors.items() if key != "outer"] + [("outer", outer)]
     for key, roles in groups:
-        for role in sorted((role for role, tensor in roles.items() if not tensor.turn), key=_place):
+        for role in sorted((role for role, tensor in roles.items() if not tensor.turn), key=_write_order):
             tensor = roles[role]
-            info = replace(tensor.info, shape=tensor.shape)  # of codes, the weight's
+            info = replace(tensor.info, shape=tensor.shape)  # `tensor.info` has the shape of codes
             job = Job(tensor.name, key, role, info, tensor.spec, tensor.spec, store.stored_nbytes(tensor.info))
             yield replace(job, spec=_spec(job, recipe))
 
 
-def _place(role: str) -> tuple[int, int, int, str]:
+def _write_order(role: str) -> tuple[int, int, int, str]:
     kind, expert = base_role(role), expert_of(role)
-    known = MATRICES.index(kind) if kind in MATRICES else len(MATRICES)
-    return (0, 0, known, role) if expert is None else (1, expert, known, role)
+    index = MATRICES.index(kind) if kind in MATRICES else len(MATRICES)
+    return (0, 0, index, role) if expert is None else (1, expert, index, role)
 
 
 def _spec(job: Job, recipe: Recipe) -> QuantSpec:
-    """What a tensor becomes. A matrix that stays raw, but is codes in the files, takes no more than in a run of them."""
+    """The format of a tensor after the conversion. A matrix that was widened from codes but stays raw takes 16 bits, as in a run."""
     if len(job.shape) != 2 or not job.source.is_raw:
         return job.source
     if base_role(job.role) in MATRICES:

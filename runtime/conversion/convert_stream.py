@@ -1,7 +1,7 @@
 """Streams tensors through a quantization method in blocks of rows: reading, quantizing and writing overlap.
 
-Memory is a few blocks, whatever the tensor's size. Blocks depend on the tensor's shape alone, so the bytes written depend neither on
-thread count nor on where an earlier run stopped. Each block's sections are written at their offsets in the tensor's blob; their
+Memory is a few blocks, for a tensor of any size. Blocks depend on the tensor's shape alone, so the bytes written depend neither on the
+number of threads nor on where an earlier run stopped. Each block's sections are written at their offsets in the tensor's blob; their
 checksums are combined at the end.
 """
 
@@ -30,9 +30,9 @@ from ...quant.weight import from_f32, to_f32
 from .convert_plan import Job
 
 BLOCK_NBYTES = 16 << 20  # float32 rows of a block
-WHOLE_BLOCKS = 64  # row blocks whose sections fill whole 64-byte lines, whatever a row block takes
+WHOLE_BLOCKS = 64  # row blocks of a weight whose sections need no padding in any format
 SECTIONS = ("codes", "scales", "zeros", "row_scales")
-WAITING = 2  # blocks that may wait to be written
+MAX_PENDING = 2  # blocks that may wait to be written
 Quantize = Callable[[Job, np.ndarray], Codes]
 DAMAGED = "the checkpoint is damaged: download it again, or contact its publisher"
 
@@ -49,14 +49,14 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockDone:
-    """A block has been quantized: `nbytes` of the source are behind."""
+    """A block was quantized; `nbytes`: its size in the source."""
 
     job: Job
     nbytes: int
 
 
 def blocks(job: Job) -> Iterator[Block]:
-    """The blocks of a tensor. One that is no matrix is a block of its own, and one with outliers, which compete over all of it."""
+    """The blocks of a tensor: a single one for vectors and copied codes, and for outliers, which are selected among the whole tensor."""
     rows = job.shape[0] if job.shape else 1
     step = rows
     if len(job.shape) > 1 and not job.spec.outliers and not job.kept:
@@ -71,19 +71,19 @@ def read_rows(store: TensorStore, block: Block) -> np.ndarray:
     return store.read(block.job.info, block.begin, block.end)
 
 
-def widened(raw: np.ndarray, job: Job) -> np.ndarray:
-    """float32 rows [n, K]."""
+def widen(raw: np.ndarray, job: Job) -> np.ndarray:
+    """Stored values as float32 rows [n, K]."""
     values = to_f32(raw.view(np.float32 if job.source.scheme == "f32" else np.uint16), job.source.scheme)
     return values.reshape(-1, prod(job.shape[1:]))
 
 
-def whole(store: TensorStore, job: Job) -> np.ndarray:
+def read_tensor(store: TensorStore, job: Job) -> np.ndarray:
     """A tensor as float32 of its shape."""
-    return widened(store.read(job.info), job).reshape(job.shape)
+    return widen(store.read(job.info), job).reshape(job.shape)
 
 
-def finite(job: Job, values: np.ndarray) -> np.ndarray:
-    """The same values. Raises EffllmError with the tensor's name where one is NaN or infinite."""
+def require_finite(job: Job, values: np.ndarray) -> np.ndarray:
+    """The same values. Raises EffllmError with the tensor's name for NaN and infinity."""
     if not np.isfinite(values.sum(dtype=np.float64)) and not np.isfinite(values).all():
         raise EffllmError(f"{job.name}: NaN or infinity", DAMAGED)
     return values
@@ -91,13 +91,13 @@ def finite(job: Job, values: np.ndarray) -> np.ndarray:
 
 def stream(store: TensorStore, writer: FolderWriter, jobs: Iterable[Job], quantize: Quantize,
            changed: Mapping[str, np.ndarray] = MappingProxyType({})) -> Iterator[BlockDone]:
-    """Convert `jobs`; `quantize` is called in this thread. When it ends, every tensor is on the disk and in the writer's journal.
+    """Convert `jobs`; `quantize` is called in this thread. At the end every tensor is on the disk and in the writer's journal.
 
-    `changed`: float32 values that take the place of the store's, by name.
+    changed: by name, float32 values to convert instead of the store's.
     """
     with ThreadPoolExecutor(1, "effllm-read") as reader, ThreadPoolExecutor(1, "effllm-write") as packer, \
             ThreadPoolExecutor(1, "effllm-sync") as syncer:
-        waiting: deque[Future] = deque()
+        pending: deque[Future] = deque()
         syncing: list[Future] = []
 
         def read(block: Block) -> np.ndarray:
@@ -108,29 +108,29 @@ def stream(store: TensorStore, writer: FolderWriter, jobs: Iterable[Job], quanti
                 values = np.ascontiguousarray(changed[job.name][block.begin : block.end], np.float32)
                 return from_f32(values, job.spec.scheme).view(np.uint8) if job.spec == job.source else values
             raw = read_rows(store, block)
-            return raw if job.spec == job.source else widened(raw, job)
+            return raw if job.spec == job.source else widen(raw, job)
 
         todo = (block for job in jobs for block in blocks(job))
         upcoming = next(todo, None)
-        ahead = reader.submit(read, upcoming) if upcoming else None
+        next_rows = reader.submit(read, upcoming) if upcoming else None
         sink: Sink | None = None
         puts: list[Future] = []
         try:
             while upcoming:
-                block, rows = upcoming, ahead.result()
+                block, rows = upcoming, next_rows.result()
                 upcoming = next(todo, None)
-                ahead = reader.submit(read, upcoming) if upcoming else None
+                next_rows = reader.submit(read, upcoming) if upcoming else None
                 if block.begin == 0:
                     sink, puts = Sink(block.job, writer), []
-                made = named(block.job, quantize, rows) if block.job.quantized else rows
-                puts.append(packer.submit(sink.put, rows, made))
-                waiting.append(puts[-1])
+                output = _quantize_named(block.job, quantize, rows) if block.job.quantized else rows
+                puts.append(packer.submit(sink.put, rows, output))
+                pending.append(puts[-1])
                 if block.last:
-                    syncing.append(packer.submit(finished, syncer, writer, sink, puts))
-                while len(waiting) > WAITING:
-                    waiting.popleft().result()
+                    syncing.append(packer.submit(_finish, syncer, writer, sink, puts))
+                while len(pending) > MAX_PENDING:
+                    pending.popleft().result()
                 yield BlockDone(block.job, rows.nbytes if block.job.spec == block.job.source else rows.size * block.job.source.bits // 8)
-            for future in [*waiting, *(future.result() for future in syncing)]:
+            for future in [*pending, *(future.result() for future in syncing)]:
                 future.result()
         except BaseException:
             for pool in (reader, packer, syncer):
@@ -138,15 +138,15 @@ def stream(store: TensorStore, writer: FolderWriter, jobs: Iterable[Job], quanti
             raise
 
 
-def finished(syncer: ThreadPoolExecutor, writer: FolderWriter, sink: Sink, puts: Iterable[Future]) -> Future:
-    """A tensor is written, unless one of its blocks was not; waiting for the disk is left to a thread of its own."""
+def _finish(syncer: ThreadPoolExecutor, writer: FolderWriter, sink: Sink, puts: Iterable[Future]) -> Future:
+    """Finish a tensor, unless writing one of its blocks failed. A separate thread waits for the disk."""
     for put in puts:
         put.result()
     return syncer.submit(writer.finish, sink.job.name, sink.entry())
 
 
-def named(job: Job, quantize: Quantize, rows: np.ndarray) -> Codes:
-    """A method's error with the tensor's name in it."""
+def _quantize_named(job: Job, quantize: Quantize, rows: np.ndarray) -> Codes:
+    """Quantize; errors of the method name the tensor."""
     try:
         return quantize(job, rows)
     except EffllmError as error:
@@ -154,33 +154,33 @@ def named(job: Job, quantize: Quantize, rows: np.ndarray) -> Codes:
 
 
 class Sink:
-    """One tensor on its way to the writer. `put` takes its blocks in order; `entry` is what the journal keeps of it."""
+    """Writes one tensor. `put` takes its blocks in order; `entry` is its record in the journal."""
 
     def __init__(self, job: Job, writer: FolderWriter) -> None:
         self.job, self._writer = job, writer
         self._crc = 0
         self._error = self._squares = 0.0
-        self._done = 0  # rows, of a raw tensor bytes
+        self._done = 0  # rows of a quantized tensor, bytes of a raw one
         if job.quantized:
-            self._at = job.spec.sections(job.shape)
-            self._part_crcs: dict[str, int] = {}
+            self._sections = job.spec.sections(job.shape)
+            self._section_crcs: dict[str, int] = {}
             self._tables: tuple[bytes, bytes] | None = None
             self._sparse: list[Sparse] = []
-            self._per_block = section_steps(job.spec, job.shape[1])
+            self._step_nbytes = section_steps(job.spec, job.shape[1])
 
-    def put(self, rows: np.ndarray, made: np.ndarray | Codes) -> None:
-        """`made` is the quantized block, or for a raw tensor its bytes or float32 rows."""
-        if isinstance(made, Codes):
-            self._put_codes(rows, made)
+    def put(self, rows: np.ndarray, output: np.ndarray | Codes) -> None:
+        """Write a block. `output`: the quantized block, or for a raw tensor its bytes or float32 rows."""
+        if isinstance(output, Codes):
+            self._put_codes(rows, output)
         else:
-            self._put_raw(made)
+            self._put_raw(output)
 
     def entry(self) -> Mapping[str, object]:
-        """Checksum and sums of squares, all of it exact in JSON."""
+        """The tensor's checksum and sums of squares, exact in JSON."""
         if not self.job.quantized:
             return {"crc32": self._crc}
-        self._put_tail()
-        return {"crc32": self._joined(), "error": self._error, "squares": self._squares}
+        self._put_sparse()
+        return {"crc32": self._blob_crc(), "error": self._error, "squares": self._squares}
 
     def _put_raw(self, data: np.ndarray) -> None:
         job = self.job
@@ -188,14 +188,14 @@ class Sink:
             self._put_bytes(data)
             return
         if job.spec == job.source:
-            finite(job, widened(data, job))
+            require_finite(job, widen(data, job))
             self._put_bytes(data)
             return
         with np.errstate(over="ignore"):
-            made = from_f32(finite(job, data), job.spec.scheme)
-        if job.spec.scheme == "f16" and np.isinf(made.view(np.float16)).any():
+            output = from_f32(require_finite(job, data), job.spec.scheme)
+        if job.spec.scheme == "f16" and np.isinf(output.view(np.float16)).any():
             raise EffllmError(f"{job.name}: weights exceed the 16-bit range", DAMAGED)
-        self._put_bytes(made)
+        self._put_bytes(output)
 
     def _put_bytes(self, stored: np.ndarray) -> None:
         job = self.job
@@ -215,50 +215,52 @@ class Sink:
         if codes.sparse is not None:
             self._sparse.append(replace(codes.sparse, row=codes.sparse.row + np.uint32(self._done)))
         base = replace(spec, outliers=0.0)
-        blob, at = pack(replace(codes, sparse=None), base), base.sections(rows.shape)
-        first, count = self._done // ROWS, at.rows // ROWS
-        for name, step in self._per_block.items():
-            start = getattr(at, name)
-            self._write_part(name, getattr(self._at, name) + first * step, blob[start : start + count * step])
-        if at.tables >= 0 and first == 0:
-            self._write_part("tables", self._at.tables, blob[at.tables :])
+        blob, block_sections = pack(replace(codes, sparse=None), base), base.sections(rows.shape)
+        first, count = self._done // ROWS, block_sections.rows // ROWS
+        for name, step in self._step_nbytes.items():
+            start = getattr(block_sections, name)
+            self._write_part(name, getattr(self._sections, name) + first * step, blob[start : start + count * step])
+        if block_sections.tables >= 0 and first == 0:
+            self._write_part("tables", self._sections.tables, blob[block_sections.tables :])
         self._done += len(rows)
 
-    def _put_tail(self) -> None:
-        if self._at.sparse >= 0:
-            found = Sparse(*(np.concatenate([getattr(part, name) for part in self._sparse]) for name in ("row", "col", "value")))
-            if len(found.row) != self._at.sparse_count:
-                raise ValueError(f"{self.job.name}: {len(found.row)} outliers, the format has room for {self._at.sparse_count}")
-            self._write_part("sparse", self._at.sparse, pack_sparse(found, self._at.rows // ROWS))
+    def _put_sparse(self) -> None:
+        """Write the outliers of all blocks."""
+        sections = self._sections
+        if sections.sparse >= 0:
+            sparse = Sparse(*(np.concatenate([getattr(part, name) for part in self._sparse]) for name in ("row", "col", "value")))
+            if len(sparse.row) != sections.sparse_count:
+                raise ValueError(f"{self.job.name}: {len(sparse.row)} outliers, the format has room for {sections.sparse_count}")
+            self._write_part("sparse", sections.sparse, pack_sparse(sparse, sections.rows // ROWS))
 
     def _write_part(self, name: str, offset: int, data: np.ndarray) -> None:
         view = memoryview(np.ascontiguousarray(data))
         self._writer.write(self.job.name, offset, view)
-        self._part_crcs[name] = zlib.crc32(view, self._part_crcs.get(name, 0))
+        self._section_crcs[name] = zlib.crc32(view, self._section_crcs.get(name, 0))
 
-    def _joined(self) -> int:
-        """The sum of the whole blob: each section with the zeros after it, in order."""
-        at, used = self._at, section_nbytes(self._at, self._per_block)
-        starts = [getattr(at, name) for name in used]
+    def _blob_crc(self) -> int:
+        """The checksum of the whole blob: each section with the zeros after it, in order."""
+        sections, used = self._sections, section_nbytes(self._sections, self._step_nbytes)
+        starts = [getattr(sections, name) for name in used]
         parts = []
-        for name, start, end in zip(used, starts, [*starts[1:], at.nbytes], strict=True):
-            parts.append((zlib.crc32(bytes(end - start - used[name]), self._part_crcs[name]), end - start))
+        for name, start, end in zip(used, starts, [*starts[1:], sections.nbytes], strict=True):
+            parts.append((zlib.crc32(bytes(end - start - used[name]), self._section_crcs[name]), end - start))
         return checksum.join(parts)
 
-
 def section_steps(spec: QuantSpec, depth: int) -> dict[str, int]:
-    """Bytes that 16 rows take of each section that is laid out by rows. Found from a weight whose sections need no padding."""
-    at = spec.sections((WHOLE_BLOCKS * ROWS, depth))
-    starts = {name: getattr(at, name) for name in SECTIONS if getattr(at, name) >= 0}
-    ends = [*list(starts.values())[1:], at.tables if at.tables >= 0 else at.sparse if at.sparse >= 0 else at.nbytes]
+    """Bytes that 16 rows take in each section that is laid out by rows. Computed from a weight whose sections need no padding."""
+    sections = spec.sections((WHOLE_BLOCKS * ROWS, depth))
+    starts = {name: getattr(sections, name) for name in SECTIONS if getattr(sections, name) >= 0}
+    end = sections.tables if sections.tables >= 0 else sections.sparse if sections.sparse >= 0 else sections.nbytes
+    ends = [*list(starts.values())[1:], end]
     return {name: (end - start) // WHOLE_BLOCKS for (name, start), end in zip(starts.items(), ends, strict=True)}
 
 
-def section_nbytes(at: Sections, per_block: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of each section, without the padding after it, in order."""
-    used = {name: at.rows // ROWS * step for name, step in per_block.items()}
-    if at.tables >= 0:
-        used["tables"] = (at.sparse if at.sparse >= 0 else at.nbytes) - at.tables
-    if at.sparse >= 0:
-        used["sparse"] = 4 * (at.rows // ROWS + 1) + 6 * at.sparse_count
+def section_nbytes(sections: Sections, step_nbytes: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of each section in order, without the padding after it. `step_nbytes`: see `section_steps`."""
+    used = {name: sections.rows // ROWS * step for name, step in step_nbytes.items()}
+    if sections.tables >= 0:
+        used["tables"] = (sections.sparse if sections.sparse >= 0 else sections.nbytes) - sections.tables
+    if sections.sparse >= 0:
+        used["sparse"] = 4 * (sections.rows // ROWS + 1) + 6 * sections.sparse_count
     return used

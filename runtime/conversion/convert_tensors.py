@@ -20,11 +20,11 @@ from ..calibrate import LayerStats, calibrate
 from ..events import Notice, Progress
 from .convert_estimate import estimate, human_time
 from .convert_plan import OTHER, ConversionPlan, Job
-from .convert_stream import finite, stream, whole
+from .convert_stream import read_tensor, require_finite, stream
 
 
 class Converter:
-    """What is left to do of a plan. `ids` are the calibration text's tokens, none for a method that needs none."""
+    """Converts the unfinished tensors of a plan. `ids`: the calibration tokens, empty for a method that needs none."""
 
     def __init__(self, plan: ConversionPlan, method: str, writer: FolderWriter, pool: ThreadPool, ids: Sequence[int]) -> None:
         self.plan, self.method, self.writer, self.ids = plan, method, writer, ids
@@ -34,60 +34,60 @@ class Converter:
         self._done = plan.read_nbytes - sum(job.info.nbytes for job in self.todo)
 
     def announce(self, formats: str) -> Iterator[Notice]:
-        """How long it will take; `formats` is what the person asked for."""
+        """A notice of how long it will take; `formats`: as requested."""
         weights = sum(prod(job.shape) for job in self.todo if job.quantized)
         if weights:
             seconds = estimate(self.plan, self.todo, self.method, self._quantize, self.ids, self._pool.workers)
             threads = f"{self._pool.workers} thread{'s' if self._pool.workers > 1 else ''}"
-            text = f" by {len(self.ids)} tokens of text" if self.ids else ""  # which may be fewer than were asked for
+            text = f" by {len(self.ids)} tokens of text" if self.ids else ""  # may be fewer than requested
             yield Notice(f"{formats} with {self.method}{text}: {weights / 1e6:.4g} M weights take about {human_time(seconds)} on {threads}")
 
     def run(self) -> Iterator[Progress | Notice]:
-        """Convert what is left to do."""
+        """Convert all unfinished tensors."""
         if self.ids and any(job.quantized for job in self.todo):
             for item in calibrate(self.plan.folder, self.ids, self._pool.workers):
                 if isinstance(item, LayerStats):
-                    yield from self._layer(item)
+                    yield from self._convert_layer(item)
                 else:
                     yield item
         yield from self._stream([job for job in self.todo if job.name not in self.writer.finished], {}, {})
 
     def convert(self, jobs: Sequence[Job]) -> Iterator[Progress]:
-        """Some of what is left to do, for a method that needs no text."""
+        """Convert some unfinished tensors, for a method that needs no text."""
         yield from self._stream(jobs, {}, {})
 
-    def _layer(self, found: LayerStats) -> Iterator[Progress]:
-        """The tensors of which the text has shown something, and what the method changes with them."""
-        todo = [job for job in self.todo if job.key == found.key]
+    def _convert_layer(self, layer: LayerStats) -> Iterator[Progress]:
+        """The tensors of a layer that have statistics, and those that the method equalises."""
+        todo = [job for job in self.todo if job.key == layer.key]
         changed: dict[str, np.ndarray] = {}
-        if todo and self._method.equalise is not None and found.key != "outer":
-            changed = self._equalised(found)
-        ready = [job for job in todo if job.name in changed or (job.role in found.roles and job.quantized)]
-        yield from self._stream(ready, found.roles, changed)
+        if todo and self._method.equalise is not None and layer.key != "outer":
+            changed = self._equalise(layer)
+        ready = [job for job in todo if job.name in changed or (job.role in layer.roles and job.quantized)]
+        yield from self._stream(ready, layer.roles, changed)
 
-    def _equalised(self, found: LayerStats) -> dict[str, np.ndarray]:
-        """A layer's tensors that equalising changes, by name. The same for every attempt: nothing of it is kept over a kill."""
-        config, jobs = self.plan.config, {job.role: job for job in self.plan.jobs if job.key == found.key}
-        # Norms of linear attention, and what decays it, are often kept in float32 beside others.
+    def _equalise(self, layer: LayerStats) -> dict[str, np.ndarray]:
+        """A layer's tensors that equalising changes, by name. Deterministic, so a resumed run gets the same."""
+        config, jobs = self.plan.config, {job.role: job for job in self.plan.jobs if job.key == layer.key}
+        # Norms and decays of linear attention are often float32, unlike the other norms.
         norms = [job.source.scheme for job in jobs.values() if job.group == OTHER and not job.role.startswith("delta_")]
-        stored = norms[0] if norms else "f32"  # a layer may have neither norms nor biases
-        layout = methods.Layout(config.query_heads_of(found.key), *config.kv_heads_of(found.key), config.norm_kind, stored,
+        norm_dtype = norms[0] if norms else "f32"  # a layer may have neither norms nor biases
+        layout = methods.Layout(config.query_heads_of(layer.key), *config.kv_heads_of(layer.key), config.norm_kind, norm_dtype,
                                 config.hidden_act,
                                 config.v_norm or config.clip_qkv is not None)
-        tensors = {role: finite(job, whole(self.plan.store, job)) for role, job in jobs.items()}
+        tensors = {role: require_finite(job, read_tensor(self.plan.store, job)) for role, job in jobs.items()}
         specs = {role: job.spec for role, job in jobs.items() if job.group != OTHER}
-        changed = self._method.equalise(tensors, found.roles, specs, layout, self._pool)
+        changed = self._method.equalise(tensors, layer.roles, specs, layout, self._pool)
         return {jobs[role].name: array for role, array in changed.items()}
 
     def _stream(self, jobs: Sequence[Job], stats: Mapping[str, Stats], changed: Mapping[str, np.ndarray]) -> Iterator[Progress]:
         def quantize(job: Job, rows: np.ndarray) -> Codes:
             return self._quantize(job, rows, stats.get(job.role))
 
-        for moved in stream(self.plan.store, self.writer, jobs, quantize, changed):
-            self._done += moved.nbytes
-            yield Progress("quantizing", self._done, self.plan.read_nbytes, "bytes", moved.job.name)
+        for block in stream(self.plan.store, self.writer, jobs, quantize, changed):
+            self._done += block.nbytes
+            yield Progress("quantizing", self._done, self.plan.read_nbytes, "bytes", block.job.name)
 
     def _quantize(self, job: Job, rows: np.ndarray, stats: Stats | None) -> Codes:
-        unseen = self.ids and stats is None and not job.spec.outliers  # a method that keeps outliers needs no text for them
-        method = self._plain if unseen else self._method
+        needs_stats = self.ids and stats is None and not job.spec.outliers  # a method with outliers selects them without a text
+        method = self._plain if needs_stats else self._method
         return method.quantize(rows, job.spec, stats, self._pool)

@@ -33,17 +33,17 @@ PREFIX = "effllm-load-"
 
 @dataclass(frozen=True)
 class Request:
-    """A model to be quantized on load. `bits` is a short format such as 4bit; `kept` is the folder of all models that are kept."""
+    """A model to be quantized on load."""
 
     ref: ModelRef
-    bits: str
-    kept: Path
+    bits: str  # a short format such as 4bit
+    kept: Path  # the folder of all models that --keep stored
     keep: bool = False
     threads: int | None = None
 
     @property
     def folder(self) -> Path:
-        """Where this model is kept at these bits, whether or not it is there: `<data>/models/<name>/<revision or local-...>/<bits>`."""
+        """The folder of this model at these bits, existing or not: `<data>/models/<name>/<revision or local-...>/<bits>`."""
         return stored_folder(self.kept, self.ref.folder, self.bits, self.ref.repo or self.ref.alias, self.ref.revision)
 
 
@@ -53,30 +53,30 @@ def check_format(bits: str) -> None:
 
 
 def find_stored(request: Request) -> Path | None:
-    """The folder of an earlier --keep, of the same source. Raises CheckpointError, with what makes room for another, where it is cut short
-    or its description is damaged."""
+    """The folder that an earlier --keep of the same source stored, None if there is none. Raises CheckpointError, with a hint how to
+    rebuild it, if it is damaged."""
     if not (request.folder / "effllm.json").is_file():
         return None
     try:
         store, container = open_weights(request.folder)
     except CheckpointError as error:
-        named = typed(f"{request.ref.text}:{request.bits}")
-        raise CheckpointError(error.message, f"effllm rm {named} removes the stored copy, so that it is rebuilt") from error
+        model = typed(f"{request.ref.text}:{request.bits}")
+        raise CheckpointError(error.message, f"effllm rm {model} removes the stored copy, so that it is rebuilt") from error
     store.close()
     return request.folder if container is not None else None
 
 
 def quantize_on_load(request: Request, out: Path) -> Iterator[Progress | Notice | Converted]:
-    """Convert into `out`, announced; the result last."""
+    """Convert into `out`; yields events, the result last."""
     refuse_quantized(request.ref.folder, request.ref.text, "--bits")
     spec = QuantSpec.parse(request.bits)
     source = {key: value for key, value in (("model", request.ref.alias or request.ref.text), ("repo", request.ref.repo),
                                             ("revision", request.ref.revision),
                                             ("licence", request.ref.licence or licence_of(request.ref.folder))) if value}
-    # A run sees with the model as it is, which is here; a copy that is kept may outlive it.
+    # A run takes the vision tower from the original, which is here; a stored copy may outlive it.
     options = ConvertOptions(Recipe(spec), request.bits, threads=request.threads, tower=request.keep, source=source)
     try:
-        for item in _apart(request.ref.folder, out, options):
+        for item in _convert_in_subprocess(request.ref.folder, out, options):
             if isinstance(item, Converted):
                 where = f"kept in {out}" if request.keep else "for this run only; --keep keeps it"
                 yield Notice(f"quantized on load to {item.bits_per_weight:.2f} bits per weight, {format_size(item.file_nbytes)}, {where}")
@@ -86,8 +86,8 @@ def quantize_on_load(request: Request, out: Path) -> Iterator[Progress | Notice 
         raise type(error)(error.message, f"make room there, or set {where} to a folder with room") from error
 
 
-def _apart(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progress | Notice | Converted]:
-    """`convert` in a child, which stops where this is closed. Raises what that raises."""
+def _convert_in_subprocess(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progress | Notice | Converted]:
+    """`convert` in a subprocess, which is terminated when this is closed. Raises its exceptions."""
     with subprocess.Popen([sys.executable, "-P", "-m", __spec__.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         try:
             pickle.dump((folder, out, options), child.stdin)
@@ -106,27 +106,26 @@ def _apart(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progres
 
 
 def main() -> None:
-    """The child: an order on stdin, events and at last what was raised on stdout, pickled."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent knows what to do, and ends this
+    """The subprocess: arguments on stdin; events and a final exception on stdout, pickled."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and terminates this process
     out, sys.stdout = sys.stdout.buffer, sys.stderr
 
-    def tell(item: object) -> None:
+    def send(item: object) -> None:
         pickle.dump(item, out)
         out.flush()
 
-    with suppress(BrokenPipeError):  # the other end is closed
+    with suppress(BrokenPipeError):  # the parent closed the pipe
         try:
             for item in convert(*pickle.load(sys.stdin.buffer)):
-                tell(item)
+                send(item)
         except BrokenPipeError:
             raise
-        except Exception as error:  # whatever it is, the parent knows how that is said
-            tell(error)
-
+        except Exception as error:  # of any kind: the parent raises it
+            send(error)
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A scratch folder, removed at exit. Raises EffllmError where none can be created."""
+    """A scratch folder, removed at exit. Raises EffllmError if none can be created."""
     try:
         root = Path(tempfile.gettempdir())
     except OSError as error:

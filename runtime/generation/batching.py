@@ -89,11 +89,11 @@ class BatchedPasses:
         """
         speculation = engine.speculation
         if speculation is not None and speculation.has_next(engine, token):  # verified already: no pass is needed
-            return speculation.after(engine, token, tokens_left)
+            return speculation.next_logits(engine, token, tokens_left)
         if speculation is not None and self.is_single:
             yield Yield()
             if self.is_single:
-                return speculation.after(engine, token, tokens_left)
+                return speculation.next_logits(engine, token, tokens_left)
         pending = PendingToken(engine, token)
         yield Yield(pending)
         engine.passes_s += pending.pass_s

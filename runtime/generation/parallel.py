@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ... import UsageError
 from ...offload.notes import Fallback
-from ..speculation.drafts import PLACES_NBYTES
+from ..speculation.drafts import TABLE_NBYTES
 
 if TYPE_CHECKING:
     from ..prepare import EngineOptions
@@ -24,7 +24,7 @@ SINGLE_SEQUENCE_OPTIONS = {"draft": (None, "--draft", "a draft model follows one
 
 def drafts_nbytes(slots: int) -> int:
     """Bytes of the n-gram lookup tables of each further slot."""
-    return (slots - 1) * PLACES_NBYTES
+    return (slots - 1) * TABLE_NBYTES
 
 
 def check_options(options: EngineOptions, notices: list[str]) -> EngineOptions:

@@ -27,7 +27,7 @@ from .linear_attention import joined_rows
 from .recurrent_layers import order
 from .split_files import close_all, open_parts
 from .tensor_mapping import heads_of
-from .tensor_names import own_names
+from .tensor_names import checkpoint_names
 from .tensor_sources import RAW, deinterleaved
 
 ENDINGS = {".lora_a": "a", ".lora_b": "b"}
@@ -83,7 +83,7 @@ def _deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: Tensor
 
     if pair.keys() != {"a", "b"}:
         raise refuse(f"holds only one of the two LoRA matrices of {shown(name)}")
-    names = own_names(name, found, config.moe.num_experts if config.moe else 0)
+    names = checkpoint_names(name, found, config.moe.num_experts if config.moe else 0)
     if names is None or not shapes.keys() >= {*names}:
         raise refuse(f"changes {shown(name)}, which is not supported")
     alpha = header.metadata.get(ALPHA, 0.0)

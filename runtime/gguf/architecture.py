@@ -1,7 +1,7 @@
 """`Architecture`: how a GGUF architecture names and stores a family's tensors; the parts common to all of them.
 
 llama files interleave the rows of q and k of every head, because llama.cpp rotates neighbouring channels where checkpoints rotate
-halves; gemma files have one added to norms. Both are undone on load. The experts of a layer are one tensor, expert after expert.
+halves; gemma files add one to norm weights. Both are undone on load. The experts of a layer are one tensor, expert after expert.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ LAYER = {
 }
 ROUTER = "ffn_gate_inp"
 SHARED_EXPERT = {"ffn_gate_shexp": "gate_proj", "ffn_up_shexp": "up_proj", "ffn_down_shexp": "down_proj"}
-CORRECTION = "exp_probs_b"  # of scores; it has kind bias and no weight
-SHARE = "ffn_gate_inp_shexp"
+CORRECTION = "exp_probs_b"  # of expert scores; its kind is bias and it has no weight
+SHARED_GATE = "ffn_gate_inp_shexp"
 DEEPSEEK_OCR = "deepseek2-ocr"
-DEEP = "n_deepstack_layers"  # which see what images are made into
-SHARED_WIDTH = "shared_width"  # which no config states by itself
-# Divisors of the rotary frequencies: part of the config, not weights. One for all lengths, or one for short texts and one for long ones.
+DEEPSTACK = "n_deepstack_layers"  # number of layers that image features are added to
+SHARED_WIDTH = "shared_width"  # of all shared experts together; no config.json has this key
+# Divisors of the rotary frequencies: part of the config, not weights. One tensor for all lengths, or one for short and one for long texts.
 FACTORS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 DIVISORS = (FACTORS, LONG, SHORT)
-POOLED = {1: "mean", 3: "last"}  # pooling_type -> how embeddings are made (`embedding.py`)
+POOLED = {1: "mean", 3: "last"}  # pooling_type of embedding models (`embedding.py`)
 CLAMP = "attention.clamp_kqv"
-ALPHA = "rope.scaling.alpha"  # what the base of rotary positions is stretched by, to a power
-RANK = 4  # the same of models that rank documents (`reranker.py`)
+ALPHA = "rope.scaling.alpha"  # stretches the RoPE base, to a power
+RANK = 4  # pooling_type of rerankers (`reranker.py`)
+# Key below the architecture's name -> the value, or values, that change nothing.
 # Key below the architecture's name -> the one value that changes nothing of an answer, or those that do not.
 NEUTRAL: Mapping[str, object] = {
     "attention.causal": True, CLAMP: 0.0, "attention.scale": None, "attn_logit_softcapping": 0.0,
@@ -40,49 +41,39 @@ NEUTRAL: Mapping[str, object] = {
     "pooling_type": (0, *POOLED, RANK), "residual_scale": 1.0, "rope.dimension_sections": None, "use_parallel_residual": False,
 }
 RMS_NORM, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-UNTURNED = "rope.scaling.finetuned"  # read of granite alone, where false leaves rotary positions out
+UNTURNED = "rope.scaling.finetuned"  # false means no rotary positions, but for granite only
 HARMLESS = frozenset({"vocab_size", "tensor_data_layout", "classifier.output_labels", UNTURNED})
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """`family` runs it; `config` is what its config.json says beside the translated keys, `keys` are translated beside the usual ones.
-
-    `interleaved`: q and k rows are; `norm_offset` was added to every norm; `layer_names` go before LAYER; `fused`: part of a tensor's name
-    -> the parts that lie in it one after the other, of q, k, v or of equal height; `fused_before` are those that older files have as well.
-    `partial`: not all of a head need turn. `experts`: where a layer of a checkpoint has them, and what it calls their three matrices.
-    `pattern`: a file may say which layers have a window. `roles` go before ROLES, `outer` are names beside OUTER. `epsilon`: the key of
-    the norms' one. `required`: keys that must be there beside the usual ones, `optional` ones of these need not. `read`: keys that are
-    read, though not by translation. `whole`: parts of tensors' names with their kinds, where a checkpoint says no kind. `kinds`: what a
-    checkpoint calls a layer that has no heads of keys and values, and one that has. `as_is`: norms of a checkpoint to which nothing was
-    added. `parts`: roles of what files hold in parts, one after the other -> those. `layers`: under what a checkpoint
-    keeps its layers.
-    """
+    """How a GGUF architecture names and stores a family's tensors. Names of tensors are those in the file without layer and kind unless
+    noted."""
 
     family: str
-    config: Mapping[str, object] = field(default_factory=dict)
-    keys: Mapping[str, str] = field(default_factory=dict)
-    interleaved: bool = False
-    norm_offset: float = 0.0
-    layer_names: Mapping[str, str] = field(default_factory=dict)
-    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    fused_before: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    partial: bool = False
-    experts: tuple[str, Mapping[str, str]] | None = None
-    pattern: bool = False
-    roles: Mapping[str, str] = field(default_factory=dict)
-    outer: Mapping[str, str] = field(default_factory=dict)
-    epsilon: str = RMS_NORM
-    required: tuple[str, ...] = ()
-    optional: frozenset[str] = frozenset()
-    read: frozenset[str] = frozenset()
-    whole: Mapping[str, str] = field(default_factory=dict)
-    kinds: tuple[str, str] | None = None
-    as_is: frozenset[str] = frozenset()
-    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    layers: str = "model.layers"
+    config: Mapping[str, object] = field(default_factory=dict)  # entries of config.json that no key states
+    keys: Mapping[str, str] = field(default_factory=dict)  # key in the file -> in config.json, in addition to `config.KEYS`
+    interleaved: bool = False  # rows of q and k are interleaved within heads
+    norm_offset: float = 0.0  # added to the norms of the file
+    layer_names: Mapping[str, str] = field(default_factory=dict)  # of a layer's tensors; these precede LAYER
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # tensor -> the ones it consists of, q, k, v or of equal height
+    legacy_fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the same of older files
+    partial_rotary: bool = False  # only some channels of a head may rotate
+    experts: tuple[str, Mapping[str, str]] | None = None  # (module of a layer's experts in the checkpoint, names of their matrices)
+    window_pattern: bool = False  # a key may say which layers have a sliding window
+    roles: Mapping[str, str] = field(default_factory=dict)  # role -> tensor; these precede ROLES
+    outer_names: Mapping[str, str] = field(default_factory=dict)  # of tensors outside the layers, in addition to OUTER
+    epsilon_key: str = RMS_NORM
+    required_keys: tuple[str, ...] = ()  # in addition to the usual ones
+    optional_keys: frozenset[str] = frozenset()  # usual ones that may be absent
+    other_keys: frozenset[str] = frozenset()  # known keys that are not translated
+    full_names: Mapping[str, str] = field(default_factory=dict)  # with kind -> name in the checkpoint, where that has no kind
+    layer_kinds: tuple[str, str] | None = None  # `layer_types` of config.json for layers without and with KV heads
+    unshifted_norms: frozenset[str] = frozenset()  # norms of the checkpoint without `norm_offset`
+    split_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # role -> the tensors it is stored as, one after the other
+    layers_prefix: str = "model.layers"  # of the checkpoint
 
     def offset(self, name: str) -> float:
-        """What was added to a tensor of a checkpoint."""
-        grown = "norm" in name and linear_attention.OWN_NORM not in name and not name.endswith("bias")
-        return self.norm_offset if grown and name not in self.as_is else 0.0
+        """What the file adds to a tensor of the checkpoint."""
+        is_shifted = "norm" in name and linear_attention.OWN_NORM not in name and not name.endswith("bias")
+        return self.norm_offset if is_shifted and name not in self.unshifted_norms else 0.0

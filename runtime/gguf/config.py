@@ -44,7 +44,7 @@ from .architectures import architecture
 from .family_context import PATTERN, layer_types
 from .family_keys import REPAIR, add_family
 
-# Below the architecture's name -> config.json.
+# Key below the architecture's name -> key of config.json.
 KEYS = {
     "embedding_length": "hidden_size", "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
@@ -52,25 +52,25 @@ KEYS = {
     "attention.key_length": "head_dim", "attention.sliding_window": "sliding_window",
 }
 REQUIRED = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count", "context_length")
-GROWTH_LENGTH = "attention.temperature_length"  # of how many positions queries grow by a step; some writers repeat it
-READ = frozenset({GROWTH_LENGTH, "attention.value_length", "rope.dimension_count", "rope.scale_linear"})
+GROWTH_LENGTH = "attention.temperature_length"  # of the steps by which queries grow; usually the original context length again
+READ = frozenset({GROWTH_LENGTH, "attention.value_length", "rope.dimension_count", "rope.scale_linear"})  # not translated
 SCALING = "rope.scaling."
 SCALING_KEYS = frozenset(SCALING + name for name in ("type", "factor", "original_context_length", *yarn.KEYS))
 
-# Architecture -> keys that state a number for each layer, which are not translated.
+# Architecture -> keys with a value for each layer, which are not translated.
 BY_LAYER = {gemma3n.NAME: gemma3n.BY_LAYER, gemma4.NAME: gemma4.BY_LAYER, gemma_embedding2.NAME: gemma_embedding2.BY_LAYER,
             deci.NAME: deci.BY_LAYER, mimo2.NAME: mimo2.BY_LAYER,
             **dict.fromkeys((nemotron_h.DENSE, nemotron_h.MIXED), nemotron_h.BY_BLOCK)}
-# Architectures with heads and windows by layer, which say all of their positions.
+# Architectures with heads and windows by layer, which add all of their rotary positions.
 TWO_KINDS = {gemma4.NAME: gemma4.add_gemma4, gemma_embedding2.NAME: gemma_embedding2.add_gemma_embedding2}
-# And those of which layers with a window turn by a table of their own.
+# Architectures whose layers with a window have a rotary table of their own.
 TWO_TABLES = {laguna.NAME: laguna.two_tables, mellum.NAME: mellum.two_tables, step35.NAME: step35.two_tables}
 Factors = Mapping[str, np.ndarray]  # tensor name -> rotary divisors
 
 
 def model_config(header: GgufHeader, factors: Factors, strict: bool = False) -> ModelConfig:
-    """The config of a file. `factors`: its rotary divisors. Raises CheckpointError naming the key, with `strict`
-    UsageError for unknown keys."""
+    """The config of a file. `factors`: its rotary divisors. Raises CheckpointError naming the key, and UsageError for unknown keys if
+    `strict`."""
     return parsed(header, config_json(header, factors), strict)
 
 
@@ -88,57 +88,57 @@ def parsed(header: GgufHeader, raw: Mapping[str, object], strict: bool = False) 
         raise CheckpointError(message, error.hint or REPAIR) from error
     if name == qwen4.NAME:
         qwen4.check_numbers(header, name, config)
-    if name == "granite" and header.metadata.get(f"{name}.{UNTURNED}") is False:  # this architecture's way to say it
+    if name == "granite" and header.metadata.get(f"{name}.{UNTURNED}") is False:  # it has no rotary positions
         config = replace(config, ropes=(None,) * config.num_hidden_layers)
-    if said := remark(header, name, raw):
-        config = replace(config, warnings=(*config.warnings, said))
+    if notice := rope_notice(header, name, raw):
+        config = replace(config, warnings=(*config.warnings, notice))
     if header.left_out:
-        said = f"{header.path.name} holds {len(header.left_out)} tensors for images or audio, which are ignored: only text input works"
-        config = replace(config, warnings=(*config.warnings, said))
+        notice = f"{header.path.name} holds {len(header.left_out)} tensors for images or audio, which are ignored: only text input works"
+        config = replace(config, warnings=(*config.warnings, notice))
     unknown = sorted(unknown_keys(header, name, architecture(header.path, name)))
     if not unknown:
         return config
-    named = ", ".join(shown(key) for key in unknown[:8]) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
+    listed = ", ".join(shown(key) for key in unknown[:8]) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
     if strict:
-        raise UsageError(f"{header.path} has keys that effllm does not know: {named}", "without --strict they are ignored with a warning")
-    return replace(config, warnings=(*config.warnings, f"{header.path.name} has keys that effllm does not know and ignores: {named}"))
+        raise UsageError(f"{header.path} has keys that effllm does not know: {listed}", "without --strict they are ignored with a warning")
+    return replace(config, warnings=(*config.warnings, f"{header.path.name} has keys that effllm does not know and ignores: {listed}"))
 
 
-def remark(header: GgufHeader, name: str, raw: Mapping[str, object]) -> str:
-    """What has to be said of the way a file's positions are read; empty for most."""
+def rope_notice(header: GgufHeader, name: str, raw: Mapping[str, object]) -> str:
+    """A notice about how a file's YaRN scaling is read; empty for most."""
     rope = raw.get("rope_scaling")
     if not isinstance(rope, Mapping) or rope.get("rope_type") != "yarn":
         return ""
     return yarn.section(header.path, f"{name}.{SCALING}", header.metadata, raw["max_position_embeddings"])[1]
 
 
-def required(found: Architecture) -> tuple[str, ...]:
+def required(architecture: Architecture) -> tuple[str, ...]:
     """The keys below an architecture's name without which there is no config."""
-    return (*(key for key in REQUIRED if key not in found.optional), found.epsilon, *found.required)
+    return (*(key for key in REQUIRED if key not in architecture.optional_keys), architecture.epsilon_key, *architecture.required_keys)
 
 
 def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
-    """What `config.json` would say."""
+    """The equivalent config.json."""
     data, path = header.metadata, header.path
     name = data.get("general.architecture")
-    found = architecture(path, name)
-    _refuse(header, name, found)
-    raw: dict[str, object] = {"model_type": found.family, "hidden_act": "silu", **found.config}
-    counted = data.get(f"{name}.expert_count", 0)
-    routed = () if found.experts is None or (isinstance(counted, int | float) and counted == 0) else ("expert_used_count",)
-    for key in (*required(found), *routed):
+    arch = architecture(path, name)
+    _refuse(header, name, arch)
+    raw: dict[str, object] = {"model_type": arch.family, "hidden_act": "silu", **arch.config}
+    num_experts = data.get(f"{name}.expert_count", 0)
+    is_dense = arch.experts is None or (isinstance(num_experts, int | float) and num_experts == 0)
+    for key in (*required(arch), *(() if is_dense else ("expert_used_count",))):
         if f"{name}.{key}" not in data:
             damaged(path, f"lacks key {name}.{key}")
-    for theirs, ours in {**KEYS, **found.keys}.items():
+    for theirs, ours in {**KEYS, **arch.keys}.items():
         if theirs in BY_LAYER.get(name, ()):
             continue
         if (value := data.get(f"{name}.{theirs}")) is not None:
-            if theirs == recurrent_layers.HEADS and found.kinds and isinstance(value, np.ndarray) and (value == 0).any():
+            if theirs == recurrent_layers.HEADS and arch.layer_kinds and isinstance(value, np.ndarray) and (value == 0).any():
                 value, raw["layer_types"] = recurrent_layers.layers_without(path, f"{name}.{theirs}", value, raw["num_hidden_layers"],
-                                                                       found.kinds)
+                                                                       arch.layer_kinds)
             if theirs == laguna.QUERIES and name in (laguna.NAME, step35.NAME):
                 value = laguna.heads_of(value, raw)
-            raw[ours] = _single(path, f"{name}.{theirs}", value)
+            raw[ours] = _uniform(path, f"{name}.{theirs}", value)
     embedding = _tensor(header, "token_embd.weight")
     if len(embedding.shape) != 2:
         damaged(path, f"has tensor token_embd.weight of shape {list(embedding.shape)}, expected rows and columns")
@@ -150,7 +150,7 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
     else:
         if name not in (kimi_delta_attention.KIMI, kimi_delta_attention.LING, deci.NAME, glm5_next.NAME, *latent_attention.LATENT,
                         mimo2.NAME, minicpm3.NAME):
-            _heads(header, name, raw, found)
+            _heads(header, name, raw, arch)
         add_family(header, raw)
         if name in mrope_sections.IN_TURN:
             heads = raw["num_attention_heads"]
@@ -161,7 +161,7 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
     if name in TWO_TABLES:
         TWO_TABLES[name](header, raw)
     if growth is not None:
-        _grow(header, name, raw, growth)
+        _add_growth(header, name, raw, growth)
     for role in ("bos", "eos"):
         value = data.get(f"tokenizer.ggml.{role}_token_id")
         raw[f"{role}_token_id"] = value if type(value) is int else None
@@ -172,8 +172,8 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
     return raw
 
 
-def _single(path: Path, key: str, value: Value) -> object:
-    """A value for all layers; some writers repeat it for each."""
+def _uniform(path: Path, key: str, value: Value) -> object:
+    """A value for all layers; some writers repeat it for each. Raises CheckpointError for different ones."""
     if isinstance(value, np.ndarray) and value.size:
         if (value != value[0]).any():
             raise CheckpointError(f"{path} states another {key} for every layer, which is not supported",
@@ -190,75 +190,77 @@ def _tensor(header: GgufHeader, name: str) -> GgufTensor:
     return header.tensors[name]
 
 
-def _heads(header: GgufHeader, name: str, raw: dict[str, object], found: Architecture) -> None:
-    """Widths of heads that must agree, because families have one for all."""
+def _heads(header: GgufHeader, name: str, raw: dict[str, object], architecture: Architecture) -> None:
+    """Check that all head widths agree, because families have one for all; add the partial rotary factor."""
     data = header.metadata
     width = raw.get("head_dim")
     if width is None and isinstance(raw["num_attention_heads"], int) and raw["num_attention_heads"] > 0:
         width = raw["hidden_size"] // raw["num_attention_heads"]
     for key in ("attention.value_length", "rope.dimension_count"):
         value = data.get(f"{name}.{key}")
-        value = None if value is None else _single(header.path, f"{name}.{key}", value)
-        if found.partial and key == "rope.dimension_count" and type(value) is int and type(width) is int and 0 < value < width:
+        value = None if value is None else _uniform(header.path, f"{name}.{key}", value)
+        is_partial = key == "rope.dimension_count" and type(value) is int and type(width) is int and 0 < value < width
+        if architecture.partial_rotary and is_partial:
             raw["partial_rotary_factor"] = value / width
         elif value is not None and value != width and (name, value) != (DEEPSEEK_OCR, 0):
             raise CheckpointError(f"{header.path} states {name}.{key} {shown_value(value)} for heads of {width}, which is not supported",
                                   "keys and values must have one width and be rotated entirely")
 
 
-def _grow(header: GgufHeader, name: str, raw: dict[str, object], growth: object) -> None:
-    """Put into the section of rotary positions how queries grow with theirs."""
+def _add_growth(header: GgufHeader, name: str, raw: dict[str, object], growth: object) -> None:
+    """Add to rope_scaling how queries grow with their positions."""
     section = raw.get("rope_scaling")
     if not isinstance(section, dict) or section.get("rope_type") != "yarn":
         raise CheckpointError(f"{header.path} states {name}.attention.temperature_scale and rotary positions that are not yarn's, which is "
                               "not supported", yarn.ORIGINAL)
-    length, own = header.metadata.get(f"{name}.{GROWTH_LENGTH}"), section["original_max_position_embeddings"]
-    if length not in (None, own):
+    length, original = header.metadata.get(f"{name}.{GROWTH_LENGTH}"), section["original_max_position_embeddings"]
+    if length not in (None, original):
         raise CheckpointError(f"{header.path} states {name}.{GROWTH_LENGTH} {shown_value(length)} beside an original length of "
-                              f"{shown_value(own)}, which is not supported", yarn.ORIGINAL)
+                              f"{shown_value(original)}, which is not supported", yarn.ORIGINAL)
     section[QUERY_SCALING_BETA] = growth
 
 
-def _refuse(header: GgufHeader, name: str, found: Architecture) -> None:
+def _refuse(header: GgufHeader, name: str, architecture: Architecture) -> None:
     data, path = header.metadata, header.path
     for key, neutral in NEUTRAL.items():
-        value = None if key in found.keys or key in found.read else data.get(f"{name}.{key}")
+        value = None if key in architecture.keys or key in architecture.other_keys else data.get(f"{name}.{key}")
         allowed = neutral if isinstance(neutral, tuple) else (neutral,)
         if value is not None and (isinstance(value, np.ndarray | list) or value not in allowed):
             raise CheckpointError(f"{path}: {name}.{key} = {shown_value(value)} is not supported for this architecture",
                                   "give the folder of the original checkpoint, if its family is supported")
 
 
-def unknown_keys(header: GgufHeader, name: str, found: Architecture) -> Iterator[str]:
-    """Keys of the architecture that nothing here reads."""
-    known = {*KEYS, *found.keys, *found.read, *READ, *SCALING_KEYS, *NEUTRAL, *HARMLESS, *((PATTERN[1:],) if found.pattern else ())}
+def unknown_keys(header: GgufHeader, name: str, architecture: Architecture) -> Iterator[str]:
+    """Keys of the architecture that no code reads."""
+    known = {*KEYS, *architecture.keys, *architecture.other_keys, *READ, *SCALING_KEYS, *NEUTRAL, *HARMLESS,
+             *((PATTERN[1:],) if architecture.window_pattern else ())}
     for key in header.metadata:
         if key.startswith(f"{name}.") and key.removeprefix(f"{name}.") not in known:
             yield key
 
 
 def _rope(header: GgufHeader, name: str, raw: Mapping[str, object], factors: Factors) -> dict[str, object]:
-    """The rope_scaling section."""
+    """The rope_scaling section of config.json."""
     data, positions = header.metadata, raw["max_position_embeddings"]
 
-    def stated(key: str, default: object = None, under: str = SCALING) -> object:
+    def value_of(key: str, default: object = None, under: str = SCALING) -> object:
         value = data.get(f"{name}.{under}{key}", default)
         if isinstance(value, list | np.ndarray):
             damaged(header.path, f"states {name}.{under}{key} {shown_value(value)}, expected one value")
         return value
 
-    kind = stated("type", "linear")  # what llama.cpp takes for granted, with the factor under its older name where the newer is absent
-    factor = stated("factor", stated("scale_linear", under="rope."))
-    original = stated("original_context_length", positions)
+    kind = value_of("type", "linear")  # llama.cpp's default; older files have the factor under another name
+    factor = value_of("factor", value_of("scale_linear", under="rope."))
+    original = value_of("original_context_length", positions)
     if (LONG in factors) != (SHORT in factors):
         damaged(header.path, f"holds {LONG if LONG in factors else SHORT} alone, expected {LONG} and {SHORT}")
     if LONG in factors:
         section = {"rope_type": "longrope", "short_factor": _list(factors[SHORT]), "long_factor": _list(factors[LONG])}
-        scale = stated("attn_factor")
+        scale = value_of("attn_factor")
         return {"rope_scaling": section | ({} if scale is None else {"attention_factor": scale}),
                 "original_max_position_embeddings": original}
     if FACTORS in factors:
-        if kind not in ("none", "linear") or stated("factor", 1.0) not in (0.0, 1.0):
+        if kind not in ("none", "linear") or value_of("factor", 1.0) not in (0.0, 1.0):
             raise CheckpointError(f"{header.path} holds {FACTORS} and states {name}.rope.scaling.type {shown_value(kind)}",
                                   "only one of the two is allowed")
         divisors = _list(factors[FACTORS])
@@ -277,11 +279,11 @@ def _rope(header: GgufHeader, name: str, raw: Mapping[str, object], factors: Fac
 
 
 def _list(values: np.ndarray) -> list[float]:
-    return [float(each) for each in values]
+    return [float(value) for value in values]
 
 
 def rotary_divisors(tensor: GgufTensor, raw: np.ndarray, path: Path) -> np.ndarray:
-    """The values of one of DIVISORS, float32. Raises CheckpointError for another type than F32, or more of them than a head has."""
+    """The values of a rotary divisor tensor, float32. Raises CheckpointError for another type than F32, or more values than a head has."""
     if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.nbytes > 1 << 16:
         damaged(path, f"has tensor {tensor.name} of type {tensor.type} and shape {list(tensor.shape)}, expected a few F32")
     return to_f32(raw.view(np.float32), "f32")

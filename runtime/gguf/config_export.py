@@ -265,7 +265,7 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
     keys: dict[str, Value] = {
         "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads, ARCHITECTURES[arch].epsilon: float(config.norm_eps),
+        "attention.head_count_kv": config.num_key_value_heads, ARCHITECTURES[arch].epsilon_key: float(config.norm_eps),
         "attention.key_length": config.projected_head_dim, "attention.value_length": config.v_head_dim or config.head_dim,
         "rope.dimension_count": int(config.projected_head_dim * config.rope.partial_rotary_factor),
         "rope.freq_base": float(config.rope.theta),

@@ -66,12 +66,12 @@ OTHER_PLACE = "choose another path with -o"
 MXFP4 = "MXFP4"
 BLOCK, HEADS = 32, ("embed", "layer_embed", "head")
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
-VECTORS = (SHARED_EXPERT_ROLES[3], "correction")  # roles of rows that files hold as vectors
-# Their files hold a head, also where it is the embedding.
-HEADED = ("apertus", "bailingmoe2", "glm5-next", "gptneox", hy_v4.NAME, "kimi-linear", "mellum", "muse-glimmer", "nemotron", "olmo2",
+VECTORS = (SHARED_EXPERT_ROLES[3], "correction")  # roles of one-row matrices that files hold as vectors
+# Architectures whose files must hold an output head, even if it is tied to the embedding.
+UNTIED = ("apertus", "bailingmoe2", "glm5-next", "gptneox", hy_v4.NAME, "kimi-linear", "mellum", "muse-glimmer", "nemotron", "olmo2",
           "olmoe", "phi2", "stablelm", "step35")
 
-SHARED_AS_MLP = ("afmoe", "kolibri1")  # families whose layers have what all tokens visit as an MLP
+SHARED_AS_MLP = ("afmoe", "kolibri1")  # families whose shared experts are an MLP in the checkpoint
 
 
 @dataclass(frozen=True)
@@ -89,31 +89,32 @@ class Exported:
 
 @dataclass(frozen=True)
 class _Job:
-    """A tensor of the file and what lies in it, one after the other. `heads`: rows are interleaved within so many; `offset` is added.
-    `rows` and `columns`: which one of the model each of the file is, None for its own order; `decay`: logarithms become what they are of,
-    times its number; `half`: (the model's config, the part) of the matrix that latent attention shares out, of which the tensor is one;
-    `factors`: what each of `tensors` is multiplied by, or its rows, where any is. `turns`: so many rows of each of `tensors` in turn."""
+    """A tensor of the file and the model's tensors in it, one after the other, with the transformations to apply."""
 
     planned: PlannedTensor
     tensors: tuple[ModelTensor, ...]
-    heads: int = 0
-    offset: float = 0.0
-    rows: np.ndarray | None = None
-    columns: np.ndarray | None = None
-    decay: float = 0.0
-    half: tuple[ModelConfig, str] | None = None
-    factors: tuple[float | np.ndarray, ...] = ()
-    turns: int = 0
+    heads: int = 0  # interleave rows within so many heads
+    offset: float = 0.0  # added to the values
+    rows: np.ndarray | None = None  # by row of the file the model's row, None for the same order
+    columns: np.ndarray | None = None  # the same for columns
+    decay: float = 0.0  # values x become decay * exp(x); 0 for no change
+    half: tuple[ModelConfig, str] | None = None  # (config, part): write one part of latent attention's joint matrix
+    factors: tuple[float | np.ndarray, ...] = ()  # by tensor, multiplied with all its values or its rows; empty for none
+    turns: int = 0  # alternate between so many rows of each tensor
 
 
 def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = False,
                 tokenizer: Mapping[str, Value] | None = None,
                 licence: str | None = None) -> Iterator[Progress | Notice | Exported]:
-    """Write the model in `source` to the file `out`, matrices as `kind`; `name` becomes its title. The result comes last. `tokenizer`: its
-    keys in the file, those of `source`'s own if None. `licence`: its name, as `source` states it if None.
+    """Write the model in `source` to the file `out`; yields progress, the result last.
 
-    Raises UsageError where `out` exists or `kind` is unknown, and where `out` is of the source, whatever `replace` says; EffllmError for
-    what GGUF cannot express.
+    kind: type of the matrices.
+    name: title of the model in the file.
+    tokenizer: the tokenizer's keys, None for those of `source`.
+    licence: its name, None for the one that `source` states.
+
+    Raises UsageError if `out` exists (unless `replace`) or belongs to the source, and for an unknown `kind`; EffllmError for what GGUF
+    cannot express.
     """
     if kind not in TYPES:
         raise UsageError(f"unknown GGUF type {kind!r}",
@@ -127,22 +128,22 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         check_target(out, replace, store)
         tensors = (with_own_layer if config.family in nextn.WRITTEN else check_tensors)(config, store, container)
         config = replace_fields(config, tie_word_embeddings="head" not in tensors["outer"])
-        found = export_architecture(config)
+        arch = export_architecture(config)
         check_outliers(tensors, store)
         config, tensors = apertus.with_curves(config, tensors, store)
-        jobs = list(_jobs(tensors, config, found, kind))
-        settings, remarks = read_generation_config(source)
-        yield from map(Notice, remarks)
+        jobs = list(_jobs(tensors, config, arch, kind))
+        settings, notices = read_generation_config(source)
+        yield from map(Notice, notices)
         keys = _tokenizer(source, config) if tokenizer is None else tokenizer
         licence = licence or (container and container.licence) or licence_of(source)
-        ahead = nextn.export_keys(file_architecture(config), config) if nextn.parted(tensors["outer"])[1] else {}
-        metadata = with_mrope_keys(source, config, config_metadata(config, name, kind) | ahead) | licence_metadata(source, licence)
+        mtp_keys = nextn.export_keys(file_architecture(config), config) if nextn.parted(tensors["outer"])[1] else {}
+        metadata = with_mrope_keys(source, config, config_metadata(config, name, kind) | mtp_keys) | licence_metadata(source, licence)
         metadata |= sampling_metadata(settings) | dict(keys)
-        orders = {hy_v4.FAMILY: hy_v4.rows_of}.get(config.family, rows_of)
-        jobs = [job if (rows := orders(job.planned.name, config, metadata)) is None else replace_fields(job, rows=rows) for job in jobs]
-        beside = {muse_glimmer.FAMILY: muse_glimmer.head_norms, rwkv7.FAMILY: rwkv7.unread}.get(config.family)
-        factors = rotary_tensors(config) | (beside(config) if beside else {})
-        planned = [PlannedTensor(each, "F32", values.shape) for each, values in factors.items()] + [job.planned for job in jobs]
+        row_order = {hy_v4.FAMILY: hy_v4.rows_of}.get(config.family, rows_of)
+        jobs = [job if (rows := row_order(job.planned.name, config, metadata)) is None else replace_fields(job, rows=rows) for job in jobs]
+        constants_of = {muse_glimmer.FAMILY: muse_glimmer.head_norms, rwkv7.FAMILY: rwkv7.unread}.get(config.family)
+        constants = rotary_tensors(config) | (constants_of(config) if constants_of else {})
+        planned = [PlannedTensor(key, "F32", values.shape) for key, values in constants.items()] + [job.planned for job in jobs]
         yield from _notices(config, jobs, kind, is_rounded(source))
         head = gguf_head(metadata, planned)
         total = len(head) + sum(padded(tensor.nbytes) for tensor in planned)
@@ -154,7 +155,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
                 raise DoesNotFit(f"{out.name} needs {format_size(total)}, and the disk of {out.parent} has {format_size(free)} free",
                                  "make room, or give a place on another disk with -o")
             file.write(head)
-            for values in factors.values():
+            for values in constants.values():
                 file.write(values.tobytes() + bytes(padded(values.nbytes) - values.nbytes))
                 done += padded(values.nbytes)
             for job in jobs:
@@ -162,13 +163,13 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
                     file.write(memoryview(piece).cast("B"))
                     done += piece.nbytes
                     yield Progress("exporting", done, total, "bytes", job.planned.name)
-                gap = padded(job.planned.nbytes) - job.planned.nbytes
-                file.write(bytes(gap))
-                done += gap
+                padding = padded(job.planned.nbytes) - job.planned.nbytes
+                file.write(bytes(padding))
+                done += padding
             store.check_unchanged()
-            check_target(out, replace, store)  # it may have been made meanwhile
+            check_target(out, replace, store)  # it may have been created meanwhile
             file.commit()
-    counts = {each: sum(tensor.type == each for tensor in planned) for each in dict.fromkeys(tensor.type for tensor in planned)}
+    counts = {kind: sum(tensor.type == kind for tensor in planned) for kind in dict.fromkeys(tensor.type for tensor in planned)}
     yield Exported(out, total, len(planned), counts)
 
 
@@ -191,7 +192,7 @@ def check_target(out: Path, replace: bool, store: TensorStore) -> None:
 
 
 def _tokenizer(source: Path, config: ModelConfig) -> dict[str, Value]:
-    """The keys of the tokenizer: those of a GGUF file as they are, a folder's translated."""
+    """The tokenizer's keys: those of a GGUF file as they are, a folder's translated."""
     if is_gguf(source):
         from .store import read_header
 
@@ -201,43 +202,30 @@ def _tokenizer(source: Path, config: ModelConfig) -> dict[str, Value]:
     return tokenizer_metadata(source, Tokenizer.load(source, config), config.vocab_size)
 
 
-def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelConfig, found: Architecture, kind: str) -> Iterator[_Job]:
-    """The tensors of the file in the model's order: what is one in it and several in the model is put together."""
-    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads} if found.interleaved else {}
-    outer, beside = nextn.parted(tensors["outer"])
+def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelConfig, arch: Architecture, kind: str) -> Iterator[_Job]:
+    """The tensors of the file in the model's order; several of the model may be one of the file, and the reverse."""
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads} if arch.interleaved else {}
+    outer, mtp = nextn.parted(tensors["outer"])
     factors = falcon_h1.factors(config)
-    if "head" not in outer and (BY_FAMILY[config.family] in HEADED or factors.get("head") != factors.get("embed")):
+    if "head" not in outer and (BY_FAMILY[config.family] in UNTIED or factors.get("head") != factors.get("embed")):
         outer = {**outer, "head": outer["embed"]}
     joined = joins(config)
-    parts = {part: whole for whole, own in found.fused.items() for part in own}
     layers = [(key, roles) for key, roles in tensors.items() if key != "outer"]
-    for key, roles in (("outer", outer), *layers, (config.num_hidden_layers, beside)):
+    for key, roles in (("outer", outer), *layers, (config.num_hidden_layers, mtp)):
         if config.family == deci.FAMILY and key != "outer":
             heads["k"] = config.kv_heads_of(key)[0] if key < config.num_hidden_layers else 0
         grouped: dict[str, list[tuple[str, ModelTensor]]] = {}
         for role, tensor in roles.items():
-            if role in found.parts:
-                yield from _in_parts(f"blk.{key}.", role, tensor, zip(found.parts[role], joined[tensor.name], strict=True), kind)
-                continue
-            shared = role in EXPERT_ROLES and "router" in roles and config.family in SHARED_AS_MLP
-            own = file_part(f"shared.{role}" if shared else role, found)
-            if config.family == "falcon" and config.parallel_block_norms and role.startswith("input_norm"):
-                own = "attn_norm_2"
-            end = "bias" if role.endswith("_bias") or role == "correction" else "weight"
-            block = "" if key == "outer" or f"{own}.{end}" in found.outer else f"blk.{nemotron_h.block_of(config, key, role)}."
-            grouped.setdefault(block + (own if own in found.whole else f"{parts.get(own, own)}.{end}"), []).append((role, tensor))
+            if role in arch.split_tensors:
+                parts = zip(arch.split_tensors[role], joined[tensor.name], strict=True)
+                yield from _split_jobs(f"blk.{key}.", role, tensor, parts, kind)
+            else:
+                grouped.setdefault(_file_name(key, role, roles, config, arch), []).append((role, tensor))
         for name, members in grouped.items():
             role, first = members[0]
             if role == "kv_b" and config.family != "minicpm3":
-                yield from _halves(f"blk.{key}", first, config, kind)
+                yield from _half_jobs(f"blk.{key}", first, config, kind)
                 continue
-            matrix = base_role(role)
-            own, finer = "F32", role == "kv_b" or (bool(found.parts) and role in kimi_delta_attention.FINER)
-            if matrix in MATRICES or finer:
-                own = "Q8_0" if kind == "Q4_0" and (role in HEADS or finer or is_table(role)) else kind
-                if first.spec.scheme == "mxfp" or (config.expert_format and expert_of(role) is not None):
-                    own = MXFP4  # which files have too: nothing is rounded
-                own = own if first.shape[1] % BLOCK == 0 else "F16"
             shape = (sum(tensor.shape[0] for _, tensor in members), *first.shape[1:])
             if expert_of(role) is not None:
                 shape = (len(members), *first.shape)
@@ -245,28 +233,55 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
                 shape = shape[1:]
             elif role.startswith(("state_", "shift_", "ngram_conv")):
                 shape = recurrent_layers.shape_in_file(role, config, shape)
-            planned, grown = PlannedTensor(name, own, shape), "norm" in role and role != "state_norm" and not role.endswith("_bias")
+            planned = PlannedTensor(name, _file_type(role, first, config, arch, kind), shape)
+            is_shifted = "norm" in role and role != "state_norm" and not role.endswith("_bias") and first.name not in arch.unshifted_norms
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
-                       found.norm_offset if grown and first.name not in found.as_is else 0.0, *recurrent_layers.order(role, config),
+                       arch.norm_offset if is_shifted else 0.0, *recurrent_layers.order(role, config),
                        recurrent_layers.side(config) if role == "state_decay" else 0.0,
                        factors=tuple(factors.get(role, 1.0) for role, _ in members) if factors else (),
                        turns=first.shape[0] // config.recurrent.key_heads if name.endswith(linear_attention.IN_TURN) else 0)
 
 
-def _in_parts(block: str, role: str, tensor: ModelTensor, parts: Iterable[tuple[str, tuple[str, int]]], kind: str) -> Iterator[_Job]:
-    """A tensor that files hold as several; `parts`: what each is called there, and in a checkpoint with how many rows."""
-    begin, matrix = 0, base_role(role) in MATRICES
+def _file_name(key: int | str, role: str, roles: Mapping[str, ModelTensor], config: ModelConfig, arch: Architecture) -> str:
+    """The name of the file's tensor that holds a role of layer `key`, or "outer"."""
+    is_shared = role in EXPERT_ROLES and "router" in roles and config.family in SHARED_AS_MLP
+    part = file_part(f"shared.{role}" if is_shared else role, arch)
+    if config.family == "falcon" and config.parallel_block_norms and role.startswith("input_norm"):
+        part = "attn_norm_2"
+    suffix = "bias" if role.endswith("_bias") or role == "correction" else "weight"
+    block = "" if key == "outer" or f"{part}.{suffix}" in arch.outer_names else f"blk.{nemotron_h.block_of(config, key, role)}."
+    if part in arch.full_names:
+        return block + part
+    fused = next((whole for whole, parts in arch.fused.items() if part in parts), part)
+    return f"{block}{fused}.{suffix}"
+
+
+def _file_type(role: str, tensor: ModelTensor, config: ModelConfig, arch: Architecture, kind: str) -> str:
+    """The type in the file of a role whose first tensor is `tensor`."""
+    is_sensitive = role == "kv_b" or (bool(arch.split_tensors) and role in kimi_delta_attention.FINER)
+    if base_role(role) not in MATRICES and not is_sensitive:
+        return "F32"
+    if tensor.shape[1] % BLOCK:
+        return "F16"
+    if tensor.spec.scheme == "mxfp" or (config.expert_format and expert_of(role) is not None):
+        return MXFP4  # the file has that type too: nothing is rounded
+    return "Q8_0" if kind == "Q4_0" and (role in HEADS or is_sensitive or is_table(role)) else kind
+
+
+def _split_jobs(block: str, role: str, tensor: ModelTensor, parts: Iterable[tuple[str, tuple[str, int]]], kind: str) -> Iterator[_Job]:
+    """A tensor that files hold as several. `parts`: (name in the file, (name in a checkpoint, rows))."""
+    begin, is_matrix = 0, base_role(role) in MATRICES
     for name, (_, rows) in parts:
-        stored = "F32" if not matrix else kind if tensor.shape[1] % BLOCK == 0 else "F16"
+        stored = "F32" if not is_matrix else kind if tensor.shape[1] % BLOCK == 0 else "F16"
         planned = PlannedTensor(f"{block}{name}.weight", stored, (rows, *tensor.shape[1:]))
         yield _Job(planned, (tensor,), rows=np.arange(begin, begin + rows))
         begin += rows
 
 
-def _halves(block: str, tensor: ModelTensor, config: ModelConfig, kind: str) -> Iterator[_Job]:
-    """The matrix that latent attention shares out among heads; as finely as the embedding, as llama.cpp's own files have it."""
-    own, heads = config.mla, config.num_attention_heads
-    for part, shape in zip(latent_attention.HALVES, ((heads, own.rank, own.nope), (heads, own.value, own.rank))):
+def _half_jobs(block: str, tensor: ModelTensor, config: ModelConfig, kind: str) -> Iterator[_Job]:
+    """Latent attention's joint matrix, which files hold as two; with the precision of the embedding, as in llama.cpp's own files."""
+    latent, heads = config.mla, config.num_attention_heads
+    for part, shape in zip(latent_attention.HALVES, ((heads, latent.rank, latent.nope), (heads, latent.value, latent.rank))):
         stored = ("Q8_0" if kind == "Q4_0" else kind) if shape[-1] % BLOCK == 0 else "F16"
         yield _Job(PlannedTensor(block + part, stored, shape), (tensor,), half=(config, part))
 
@@ -285,45 +300,45 @@ def _notices(config: ModelConfig, jobs: list[_Job], kind: str, quantized: bool) 
         yield Notice(bitnet.RUN_OTHERWISE)
     if (window := ignored_window(config)) is not None:
         yield Notice(f"llama.cpp runs this family without its sliding window: texts beyond {window} tokens differ")
-    if said := ignored_rope_scaling(config):
-        yield Notice(said)
+    if notice := ignored_rope_scaling(config):
+        yield Notice(notice)
 
 
 def _pieces(store: TensorStore, job: _Job) -> Iterator[np.ndarray]:
-    """The bytes of a tensor, some rows at a time."""
+    """The encoded bytes of a tensor, some rows at a time."""
     if job.turns:
-        parts = [_whole(store, tensor).reshape(-1, job.turns, tensor.shape[1]) for tensor in job.tensors]
+        parts = [_all_values(store, tensor).reshape(-1, job.turns, tensor.shape[1]) for tensor in job.tensors]
         values = np.stack(parts, axis=1).reshape(job.planned.shape)
-        yield _encoded(values, job, job.tensors[0], len(values))
+        yield _encode(values, job, job.tensors[0], len(values))
         return
     for tensor, factor in zip(job.tensors, job.factors or (1.0,) * len(job.tensors), strict=True):
         rows = tensor.shape[0] if job.rows is None else len(job.rows)
         if not tensor.spec.is_raw:
-            values = _whole(store, tensor)
-            yield _encoded(_times(values if job.rows is None else values[job.rows], factor, 0), job, tensor, rows)
+            values = _all_values(store, tensor)
+            yield _encode(_scale(values if job.rows is None else values[job.rows], factor, 0), job, tensor, rows)
             continue
         step = max(1, BLOCK_NBYTES // 4 // max(1, prod(tensor.shape[1:])))
         if job.half is not None:
             step = max(1, step // job.half[0].mla.made) * job.half[0].mla.made
-        if job.heads:  # whole heads, within which rows move
-            per = rows // job.heads
-            step = max(1, step // per) * per
+        if job.heads:  # rows are reordered within a head, so steps are whole heads
+            head_rows = rows // job.heads
+            step = max(1, step // head_rows) * head_rows
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
-            with np.errstate(over="ignore"):  # looked for in what comes out
-                encoded = _encoded(_times(_values(store, tensor, begin, end, job.rows), factor, begin), job, tensor, end - begin)
+            with np.errstate(over="ignore"):  # _encode checks the result
+                encoded = _encode(_scale(_values(store, tensor, begin, end, job.rows), factor, begin), job, tensor, end - begin)
             yield encoded
 
 
-def _whole(store: TensorStore, tensor: ModelTensor) -> np.ndarray:
+def _all_values(store: TensorStore, tensor: ModelTensor) -> np.ndarray:
     """All values of a matrix, float32."""
     if tensor.spec.is_raw:
         return _values(store, tensor, 0, tensor.shape[0], None)
     return Weight.low_bit(tensor.spec, tensor.shape, store.read(tensor.info)).to_f32()
 
 
-def _times(values: np.ndarray, factor: float | np.ndarray, begin: int) -> np.ndarray:
-    """Rows from `begin` on of a tensor that is multiplied by a number, or row by row."""
+def _scale(values: np.ndarray, factor: float | np.ndarray, begin: int) -> np.ndarray:
+    """Rows from `begin` on of a tensor, multiplied by a number or by one for each row."""
     if isinstance(factor, np.ndarray):
         return values * factor[begin : begin + len(values), None]
     return values if factor == 1.0 else values * np.float32(factor)
@@ -331,37 +346,38 @@ def _times(values: np.ndarray, factor: float | np.ndarray, begin: int) -> np.nda
 
 def _values(store: TensorStore, tensor: ModelTensor, begin: int, end: int, rows: np.ndarray | None) -> np.ndarray:
     if rows is not None:
-        own = rows[begin:end]
-        runs = np.split(own, np.flatnonzero(np.diff(own) != 1) + 1)
+        selected = rows[begin:end]
+        runs = np.split(selected, np.flatnonzero(np.diff(selected) != 1) + 1)
         return np.concatenate([_values(store, tensor, int(run[0]), int(run[-1]) + 1, None) for run in runs])
     scheme = tensor.spec.scheme
     return to_f32(store.read(tensor.info, begin, end).view(RAW_NUMPY[scheme]), scheme).reshape(end - begin, -1)
 
 
-def _encoded(values: np.ndarray, job: _Job, tensor: ModelTensor, rows: int) -> np.ndarray:
+def _encode(values: np.ndarray, job: _Job, tensor: ModelTensor, rows: int) -> np.ndarray:
+    """The bytes in the file of some rows. Raises EffllmError for NaN and infinity, CheckpointError for values out of the type's range."""
     if not np.isfinite(values).all():
         raise EffllmError(f"{tensor.name}: NaN or infinity", "the checkpoint is damaged: download it again, or contact its publisher")
     if job.half is not None:
         values = latent_attention.half_of(values, *job.half)
     if job.heads:
-        per = tensor.shape[0] // job.heads
-        back = np.empty(rows, np.intp)
-        back[deinterleaved(np.arange(rows), per)] = np.arange(rows)
-        values = values[back]
+        head_rows = tensor.shape[0] // job.heads
+        order = np.empty(rows, np.intp)
+        order[deinterleaved(np.arange(rows), head_rows)] = np.arange(rows)
+        values = values[order]
     if job.columns is not None:
         values = np.ascontiguousarray(values[:, job.columns])
     if job.decay:
         values = np.float32(job.decay) * np.exp(values)
     if job.offset:
         values = values + np.float32(job.offset)
-    own = job.planned.type
-    if own in ("F32", "F16"):
-        made = from_f32(values, own.lower())
-        if own == "F16" and np.isinf(made.view(np.float16)).any():
+    kind = job.planned.type
+    if kind in ("F32", "F16"):
+        encoded = from_f32(values, kind.lower())
+        if kind == "F16" and np.isinf(encoded.view(np.float16)).any():
             raise CheckpointError(f"{tensor.name} holds weights that F16 cannot", "--type Q8_0")
-        return np.ascontiguousarray(made).view(np.uint8)
-    made = quantize(values, own)
-    scales = made.reshape(-1, BLOCKS[own][1])[:, :2].copy().view(np.float16)  # a block begins with its own, but for MXFP4's
-    if own != MXFP4 and np.isinf(scales).any():
-        raise CheckpointError(f"{tensor.name} holds weights that {own} cannot", "no model has such weights: contact its publisher")
-    return made
+        return np.ascontiguousarray(encoded).view(np.uint8)
+    encoded = quantize(values, kind)
+    scales = encoded.reshape(-1, BLOCKS[kind][1])[:, :2].copy().view(np.float16)  # blocks begin with their scale, except MXFP4's
+    if kind != MXFP4 and np.isinf(scales).any():
+        raise CheckpointError(f"{tensor.name} holds weights that {kind} cannot", "no model has such weights: contact its publisher")
+    return encoded

@@ -20,7 +20,7 @@ REQUIRED = tuple(KEYS)
 # Parts of tensors' names -> those of a checkpoint. The norm before the MLP has no kind in files of llama.cpp's converter.
 NAMES = {**{part: own for part, own in state_spaces.NAMES.items() if part.startswith("ssm_")}, "ffn_norm": "pre_ff_layernorm",
          "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj", "ffn_down": "feed_forward.down_proj"}
-WHOLE = {**state_spaces.WHOLE, "ffn_norm": "pre_ff_layernorm.weight"}
+FULL_NAMES = {**state_spaces.FULL_NAMES, "ffn_norm": "pre_ff_layernorm.weight"}
 OUTER = {"output_norm.weight": "model.final_layernorm.weight"}
 
 

@@ -1,4 +1,4 @@
-"""`FamilyContext`: what a family's config is completed from beside its metadata keys: sliding windows and the layers that have one,
+"""`FamilyContext`: what completes a family's config in addition to its metadata keys: sliding windows and the layers that have one,
 expert scoring, and multi-token prediction layers.
 """
 
@@ -15,46 +15,45 @@ from ..config_rope import GLOBAL, LOCAL
 
 USUAL_WINDOW = 4096  # of every size of Gemma 2, EXAONE 4 and StarCoder 2
 USUAL_WINDOW_MOE = 128  # of K-EXAONE
-AFMOE_EVERY = OLMO3_EVERY = EXAONE4_EVERY = COHERE2_EVERY = 4  # all but the last of so many layers have a window
+AFMOE_EVERY = OLMO3_EVERY = EXAONE4_EVERY = COHERE2_EVERY = 4  # every fourth layer has no window
 KOLIBRI_EVERY = 5  # the same of Kolibri 1
 EXAONE4_LAYERS = 64  # of the one size that has windows
 PATTERN = ".attention.sliding_window_pattern"
 USUAL_THETA = 10_000.0
-SIGMOID = 2  # how experts are scored
+SIGMOID = 2  # a value of expert_gating_func
 
 
 @dataclass(frozen=True)
 class FamilyContext:
-    """What a family's config is completed from, beside the keys that it has. `stated`: the window as the file has it, None where it says
-    nothing; `window`: as layers have it, None for none."""
+    """What completes a family's config, in addition to the keys that it has."""
 
     header: GgufHeader
-    stated: object
-    window: object
+    stated: object  # the window in the file, None if it states none
+    window: object  # the window of the layers, None for none
 
     @property
     def name(self) -> str:
-        """Of the architecture: what keys begin with."""
+        """The architecture's name, with which its keys begin."""
         return self.header.metadata["general.architecture"]
 
     def numbers(self, key: str, usual: float) -> list[float]:
-        """What the file states of a key below the architecture's name: one number, or a list of them. Raises CheckpointError."""
+        """The value of a key below the architecture's name, a number or a list, as a list. Raises CheckpointError."""
         stated = self.header.metadata.get(f"{self.name}.{key}", usual)
-        found = np.atleast_1d(np.asarray(stated))
-        if found.ndim != 1 or found.dtype.kind not in "iuf":
+        values = np.atleast_1d(np.asarray(stated))
+        if values.ndim != 1 or values.dtype.kind not in "iuf":
             damaged(self.header.path, f"states {self.name}.{key} {shown_value(stated)}, expected numbers")
-        return [float(each) for each in found]
+        return [float(value) for value in values]
 
     def has(self, *tensors: str) -> bool:
         """Whether the first layer has any of these tensors."""
         return any(f"blk.0.{tensor}" in self.header.tensors for tensor in tensors)
 
     def layer_types(self, raw: dict[str, object], every: int) -> list[str]:
-        """`layer_types` of the layers of `raw`; a list may go on for those behind, which it does not count."""
-        layers, behind = raw["num_hidden_layers"], raw.get("num_nextn_predict_layers")
+        """`layer_types` of the layers of `raw`. The file's list may include MTP layers, which `raw` does not count."""
+        layers, mtp_layers = raw["num_hidden_layers"], raw.get("num_nextn_predict_layers")
         listed = self.header.metadata.get(f"{self.name}{PATTERN}")
-        too = isinstance(listed, np.ndarray) and type(layers) is type(behind) is int and len(listed) == layers + behind
-        return layer_types(self.header, layers + behind, every)[:layers] if too else layer_types(self.header, layers, every)
+        includes_mtp = isinstance(listed, np.ndarray) and type(layers) is type(mtp_layers) is int and len(listed) == layers + mtp_layers
+        return layer_types(self.header, layers + mtp_layers, every)[:layers] if includes_mtp else layer_types(self.header, layers, every)
 
     def demand_sigmoids(self, raw: dict[str, object]) -> None:
         """Raises CheckpointError for expert scores other than sigmoid, where the family supports no other."""
@@ -65,14 +64,14 @@ class FamilyContext:
 
 def drop_mtp_layers(raw: dict[str, object]) -> None:
     """Subtract the multi-token prediction layers, which files include in the layer count."""
-    behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
-    if type(behind) is int and type(layers) is int and 0 <= behind < layers:
-        raw["num_hidden_layers"] = layers - behind
+    mtp_layers, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
+    if type(mtp_layers) is int and type(layers) is int and 0 <= mtp_layers < layers:
+        raw["num_hidden_layers"] = layers - mtp_layers
 
 
 def family_context(header: GgufHeader, raw: dict[str, object]) -> FamilyContext:
-    """Remove the window from `raw` and build the context. Raises CheckpointError where the family requires a window and the file does
-    not state its width."""
+    """Remove the window from `raw` and build the context. Raises CheckpointError if the family requires a window and the file does not
+    state its width."""
     stated, family = raw.pop("sliding_window", None), raw["model_type"]
     window = stated or None  # files of Phi 4 state 0 for none
     if family == "gemma2" and stated is None:
@@ -86,13 +85,13 @@ def family_context(header: GgufHeader, raw: dict[str, object]) -> FamilyContext:
 
 
 def layer_types(header: GgufHeader, layers: object, every: int) -> list[str]:
-    """Which layers have a window: as the file lists, one truth a layer, or all but the last of so many as it states, else of `every`."""
+    """`layer_types`: the file's list of booleans, or all layers but every n-th have a window, n as the file states it, else `every`."""
     key = f"{header.metadata['general.architecture']}{PATTERN}"
     stated = header.metadata.get(key, every)
     if isinstance(stated, np.ndarray) and stated.dtype.kind in "biu" and len(stated) == layers and np.isin(stated, (0, 1)).all():
-        return [LOCAL if each else GLOBAL for each in stated]
+        return [LOCAL if has_window else GLOBAL for has_window in stated]
     if isinstance(layers, bool) or not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
-        return []  # refused for that
+        return []  # the config reader refuses it
     if isinstance(stated, bool) or not isinstance(stated, int) or stated < 1:
         damaged(header.path, f"states {key} {shown_value(stated)}, expected a boolean for each of {layers} layers, or a number")
     return [LOCAL if (layer + 1) % stated else GLOBAL for layer in range(layers)]

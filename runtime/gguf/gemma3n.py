@@ -26,7 +26,7 @@ NAMES = {**{part: gemma4.NAMES[part] for part in ("post_attention_norm", "ffn_no
          "altup_router": "altup.modality_router", "altup_router_norm": "altup.router_norm", "altup_predict_coef": "altup.prediction_coefs",
          "altup_correct_coef": "altup.correction_coefs", "laurel_l": "laurel.linear_left", "laurel_r": "laurel.linear_right",
          "laurel_post_norm": "laurel.post_laurel_norm"}
-WHOLE = {"altup_correct_scale.weight": "altup.correct_output_scale"}
+FULL_NAMES = {"altup_correct_scale.weight": "altup.correct_output_scale"}
 STACKED = {"altup_proj.weight": "model.altup_projections", "altup_unembd_proj.weight": "model.altup_unembed_projections"}
 
 

@@ -27,7 +27,8 @@ NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_fee
          "post_feedforward_layernorm", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm":
          "post_per_layer_input_norm", "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
          "post_ffw_norm_2": "post_feedforward_layernorm_2"}
-WHOLE = {"layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.weight": "router.proj.weight", "ffn_gate_inp.scale": "router.scale",
+FULL_NAMES = {"layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.weight": "router.proj.weight",
+              "ffn_gate_inp.scale": "router.scale",
          "ffn_down_exps.scale": "router.per_expert_scale"}
 OUTER = {"per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight", "per_layer_model_proj.weight":
          "model.per_layer_model_projection.weight", "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight"}

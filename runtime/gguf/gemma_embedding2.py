@@ -14,16 +14,16 @@ from . import gemma4
 NAME, FAMILY = "gemma-embedding2", "embedding_gemma2_text"
 BY_LAYER = ("attention.head_count_kv",)
 _OUTSIDE = ("per_layer_model_proj.weight", "per_layer_proj_norm.weight")
-SAID = {  # of an `Architecture`; that tokens see both ways, and that no layer attends to another's keys, is known of all of them
+ARCHITECTURE = {  # of an `Architecture`; that tokens see both ways, and that no layer attends to another's keys, is known of all of them
     "config": {"hidden_activation": "gelu_pytorch_tanh"},
     "keys": {**{key: gemma4.KEYS[key] for key in ("attention.key_length", "attention.key_length_swa", "embedding_length_per_layer_input",
                                                   "rope.freq_base_swa")}, "embedding_length_out": "embedding_dim"},
-    "required": (*gemma4.REQUIRED, "embedding_length_out"),
-    "read": frozenset({*gemma4.LENGTHS, *BY_LAYER, "attention.causal", "attention.shared_kv_layers"}),
+    "required_keys": (*gemma4.REQUIRED, "embedding_length_out"),
+    "other_keys": frozenset({*gemma4.LENGTHS, *BY_LAYER, "attention.causal", "attention.shared_kv_layers"}),
     "layer_names": {**{part: gemma4.NAMES[part] for part in ("post_attention_norm", "ffn_norm", "post_ffw_norm")},
                     **{part: f"ple_block.{gemma4.NAMES[part]}" for part in ("inp_gate", "proj", "post_norm")}},
-    "whole": {"layer_output_scale.weight": gemma4.WHOLE["layer_output_scale.weight"]},
-    "outer": {**{name: gemma4.OUTER[name].replace("model.", "model.ple.", 1) for name in _OUTSIDE},
+    "full_names": {"layer_output_scale.weight": gemma4.FULL_NAMES["layer_output_scale.weight"]},
+    "outer_names": {**{name: gemma4.OUTER[name].replace("model.", "model.ple.", 1) for name in _OUTSIDE},
               "output.weight": "model.embedding_projection.weight"}}
 
 

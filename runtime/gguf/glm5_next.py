@@ -37,7 +37,7 @@ _INDEXER = "self_attn.indexer."
 NAMES = {**kimi_delta_attention.NAMES[kimi_delta_attention.KIMI], "attn_qkv": "self_attn.qkv_proj",
          "exp_probs_b": "mlp.gate.e_score_correction_bias", **sparse_indexer.NAMES,
          **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}}
-WHOLE = {**kimi_delta_attention.WHOLE[kimi_delta_attention.KIMI],
+FULL_NAMES = {**kimi_delta_attention.FULL_NAMES[kimi_delta_attention.KIMI],
          **{f"hc_{branch}_{part}.weight": f"hc_{branch}_{part}" for branch in ("attn", "ffn") for part in ("fn", "base", "scale")},
          # under either of two names
          **{f"{before}{part}.weight": f"{_INDEXER}index_kpool_compress_{part}" for before in ("indexer_compressor_", "indexer.kpool_")
@@ -46,8 +46,9 @@ ROLES = {**kimi_delta_attention.ROLES, **sparse_indexer.ROLES,
          "index_places": "indexer_compressor_ape", **{
              f"{role}{end}": f"hc_{branch}_{part}" for role, branch in (("attn_mix", "attn"), ("mlp_mix", "ffn"))
              for end, part in (("", "fn"), ("_base", "base"), ("_scale", "scale"))}}
-SAID = {"keys": KEYS, "required": REQUIRED, "read": READ, "layer_names": NAMES, "whole": WHOLE, "kinds": kimi_delta_attention.KINDS,
-        "roles": ROLES, "parts": {**kimi_delta_attention.IN_PARTS, "index_k": ("indexer.attn_k", "indexer_compressor_gate")}}
+ARCHITECTURE = {"keys": KEYS, "required_keys": REQUIRED, "other_keys": READ, "layer_names": NAMES, "full_names": FULL_NAMES,
+        "layer_kinds": kimi_delta_attention.KINDS,
+        "roles": ROLES, "split_tensors": {**kimi_delta_attention.IN_PARTS, "index_k": ("indexer.attn_k", "indexer_compressor_gate")}}
 STREAMS = 4  # how many of a token llama.cpp runs
 
 

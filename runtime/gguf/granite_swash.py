@@ -14,7 +14,7 @@ from .family_context import FamilyContext
 
 NAME, DENSE, MIXED = "granite_swa", "granite_swa", "granitemoe_swa"  # of a file, and families
 TURNED = "attention.rope_pattern"
-WHOLE = {"attn_sinks.weight": "self_attn.sinks"}
+FULL_NAMES = {"attn_sinks.weight": "self_attn.sinks"}
 ROLES = {"sinks": "attn_sinks.weight"}
 FUSED = {"ffn_up_shexp": ("ffn_gate_shexp", "ffn_up_shexp")}
 USUAL_THETA = 10_000.0

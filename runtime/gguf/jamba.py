@@ -29,7 +29,7 @@ NAMES = {"ssm_convolved": "mamba.in_x", "ssm_gates": "mamba.in_z", "ssm_low": "m
          "ssm_conv1d": "mamba.conv1d", "ssm_dt": "mamba.dt_proj", "ssm_dt_norm": "mamba.dt_layernorm", "ssm_b_norm": "mamba.b_layernorm",
          "ssm_c_norm": "mamba.c_layernorm", "ssm_out": "mamba.out_proj", "ffn_norm": "pre_ff_layernorm",
          "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj", "ffn_down": "feed_forward.down_proj"}
-WHOLE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_proj.bias",
+FULL_NAMES = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_proj.bias",
          "ffn_gate_inp.weight": "feed_forward.router.weight"}
 OUTER = {"output_norm.weight": "model.final_layernorm.weight"}
 ROLES = {"state_in": "ssm_convolved", "state_gate": "ssm_gates", "state_rate": "ssm_low", "state_keys": "ssm_keys",

@@ -45,16 +45,18 @@ _SHARED = {KIMI: "block_sparse_moe.shared_experts.", LING: "mlp.shared_experts."
 NAMED = {name: {**NAMES[name], "exp_probs_b": correction, **{f"ffn_{part}_shexp": f"{_SHARED[name]}{part}_proj"
                                                              for part in ("gate", "up", "down")}}
          for name, correction in ((KIMI, "block_sparse_moe.gate.e_score_correction_bias"), (LING, "mlp.gate.expert_bias"))}
-WHOLE = {KIMI: {"ssm_a": "self_attn.A_log", "ssm_dt.bias": "self_attn.dt_bias"},
+FULL_NAMES = {KIMI: {"ssm_a": "self_attn.A_log", "ssm_dt.bias": "self_attn.dt_bias"},
          LING: {"ssm_a": "attention.A_log", "ssm_dt.bias": "attention.dt_bias"}}
 # Roles -> what their tensors are called, and what parts of some are.
 ROLES = {"state_gate": "ssm_g_a", "state_gate_wide": "ssm_g_b", "state_rate": "ssm_f_a", "state_rate_wide": "ssm_f_b", "state_out":
          "attn_output"}
 FINER = ("state_rate", "state_rate_wide", "state_gate_wide")  # matrices that are written as finely as the embedding
 IN_PARTS = {"state_in": ("attn_q", "attn_k", "attn_v"), "state_conv": ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v")}
-SAID = {name: {"keys": KEYS[name], "layer_names": NAMED[name], "whole": WHOLE[name], "read": READ, "kinds": KINDS, "roles": ROLES, "parts":
-               IN_PARTS, "required": (*REQUIRED, BOUND) if name == LING else REQUIRED,
-               "outer": {"token_embd.weight": "model.word_embeddings.weight"} if name == LING else {}} for name in (KIMI, LING)}
+ARCHITECTURES = {name: {"keys": KEYS[name], "layer_names": NAMED[name], "full_names": FULL_NAMES[name], "other_keys": READ,
+                        "layer_kinds": KINDS,
+               "roles": ROLES, "split_tensors":
+               IN_PARTS, "required_keys": (*REQUIRED, BOUND) if name == LING else REQUIRED,
+               "outer_names": {"token_embd.weight": "model.word_embeddings.weight"} if name == LING else {}} for name in (KIMI, LING)}
 BELOW, ABOVE = ".self_attn.A_log", ".attention.A_log"  # ends of the names of decays, by which side of zero they are on in files
 USUAL_THETA = 10_000.0
 

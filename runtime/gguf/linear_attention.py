@@ -34,7 +34,7 @@ BY_HEADS, BY_HEADS_BEFORE = {"ssm_ba": ("ssm_beta", "ssm_alpha")}, {"ssm_in": ("
 NAMES = {"post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
          "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d",
          "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj"}
-WHOLE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+FULL_NAMES = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 # Role -> the same; the last two with their kind.
 ROLES = {"state_in": "attn_qkv", "state_gate": "attn_gate", "state_beta": "ssm_beta", "state_rate": "ssm_alpha", "state_conv": "ssm_conv1d",
          "state_norm": "ssm_norm", "state_out": "ssm_out", "state_decay": "ssm_a", "state_dt": "ssm_dt.bias"}

@@ -16,7 +16,7 @@ KEYS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_p
         "feed_forward_length": "intermediate_size_mlp", "interleave_moe_layer_step": "interleave_moe_layer_step"}
 NAMES = {**{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
          **{f"ffn_{part}_shexp": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")}}
-WHOLE = {"ffn_gate_inp.weight": "feed_forward.router.weight"}
+FULL_NAMES = {"ffn_gate_inp.weight": "feed_forward.router.weight"}
 REQUIRED = ("expert_count", "expert_feed_forward_length", "interleave_moe_layer_step")
 
 

@@ -21,7 +21,7 @@ KEYS = {"ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", "ssm.t
         "attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
 REQUIRED = tuple(key for key in KEYS if key.startswith("ssm."))
 NAMES = {"attn_norm": "norm"} | {part: own.replace("mamba.", "mixer.") for part, own in jamba.NAMES.items() if own.startswith("mamba.")}
-WHOLE = {part: own.replace("mamba.", "mixer.") for part, own in jamba.WHOLE.items() if own.startswith("mamba.")}
+FULL_NAMES = {part: own.replace("mamba.", "mixer.") for part, own in jamba.FULL_NAMES.items() if own.startswith("mamba.")}
 OUTER = {"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"}
 EPS = 1e-6  # of the norms that are not stated
 NOWHERE = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")

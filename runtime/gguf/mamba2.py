@@ -18,7 +18,7 @@ KEYS = {"ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", "ssm.g
 REQUIRED = tuple(key for key in KEYS if key.startswith("ssm."))
 NAMES = {"attn_norm": "norm"} | {part: own.replace("mamba.", "mixer.") for part, own in state_spaces.NAMES.items()
                                  if own.startswith("mamba.")}
-WHOLE = {part: own.replace("mamba.", "mixer.") for part, own in state_spaces.WHOLE.items()}
+FULL_NAMES = {part: own.replace("mamba.", "mixer.") for part, own in state_spaces.FULL_NAMES.items()}
 
 
 def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:

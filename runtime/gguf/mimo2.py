@@ -25,9 +25,10 @@ KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_pe
         VALUE: "v_head_dim"}
 REQUIRED = ("attention.key_length", VALUE, TURNED, "attention.sliding_window", KV, "expert_feed_forward_length")
 NAMES = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
-WHOLE = {"attn_sinks.weight": "self_attn.attention_sink_bias"}
+FULL_NAMES = {"attn_sinks.weight": "self_attn.attention_sink_bias"}
 ROLES = {"sinks": "attn_sinks"}
-SAID = {"keys": KEYS, "required": REQUIRED, "layer_names": NAMES, "whole": WHOLE, "roles": ROLES, "pattern": True}
+ARCHITECTURE = {"keys": KEYS, "required_keys": REQUIRED, "layer_names": NAMES, "full_names": FULL_NAMES, "roles": ROLES,
+                "window_pattern": True}
 
 
 def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:

@@ -25,8 +25,8 @@ NAMES = {"exp_probs_b": f"{_MOE}e_score_correction_bias",
          **{f"ffn_{part}_shexp": f"{_MOE}shared_experts.{part}_proj" for part in ("gate", "up", "down")},
          **{f"indexer.{part}_{kind}": f"self_attn.index_{part}_{kind}" for part in "qk" for kind in ("proj", "norm")}}
 ROLES = {f"index_{part}{end}": f"indexer.{part}_{kind}" for part in "qk" for end, kind in (("", "proj"), ("_norm", "norm"))}
-SAID = {"keys": KEYS, "required": REQUIRED, "layer_names": NAMES, "roles": ROLES, "norm_offset": 1.0, "partial": True,
-        "read": frozenset({"expert_weights_norm", DENSE})}
+ARCHITECTURE = {"keys": KEYS, "required_keys": REQUIRED, "layer_names": NAMES, "roles": ROLES, "norm_offset": 1.0, "partial_rotary": True,
+        "other_keys": frozenset({"expert_weights_norm", DENSE})}
 
 
 def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:

@@ -14,7 +14,7 @@ FAMILY, NAME = "mllama_text_model", "mllama"
 LAYERS, HEAD = "attention.cross_attention_layers", "output.weight"
 REQUIRED, READ = (LAYERS,), frozenset({LAYERS})
 NAMES = {f"cross_attn_{name}": f"cross_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
-WHOLE = {name: name for name in ("cross_attn_attn_gate", "cross_attn_mlp_gate")}
+FULL_NAMES = {name: name for name in ("cross_attn_attn_gate", "cross_attn_mlp_gate")}
 
 
 def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:

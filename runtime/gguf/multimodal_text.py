@@ -15,7 +15,7 @@ from ...offload.safetensors_header import is_gguf
 from ..config import ModelConfig
 from ..images import raw_config
 from ..images.mrope import mrope_axes
-from .architecture import DEEP
+from .architecture import DEEPSTACK
 from .mrope_sections import HALVED, HEADS, KEY, halved_rows
 from .store import read_header
 
@@ -45,7 +45,7 @@ def _of_file(source: Path) -> dict[str, Value]:
     """Those that are stated alone, by their names behind the architecture's."""
     found = read_header(source).metadata
     name = found.get("general.architecture")
-    return {key: found[f"{name}.{key}"] for key in (KEY, DEEP) if name in SEEING.values() and f"{name}.{key}" in found}
+    return {key: found[f"{name}.{key}"] for key in (KEY, DEEPSTACK) if name in SEEING.values() and f"{name}.{key}" in found}
 
 
 def _of_folder(folder: Path, config: ModelConfig) -> dict[str, Value]:
@@ -58,4 +58,4 @@ def _of_folder(folder: Path, config: ModelConfig) -> dict[str, Value]:
     raw = raw_config(folder)
     vision = raw.get("thinker_config", raw).get("vision_config") or {}
     deep = vision.get("deepstack_visual_indexes")
-    return {KEY: np.bincount(axes, minlength=4).astype(np.int32), **({DEEP: len(deep)} if isinstance(deep, list) else {})}
+    return {KEY: np.bincount(axes, minlength=4).astype(np.int32), **({DEEPSTACK: len(deep)} if isinstance(deep, list) else {})}

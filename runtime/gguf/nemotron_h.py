@@ -36,7 +36,7 @@ NAMES = {"attn_norm": "norm", "attn_q": "mixer.q_proj", "attn_k": "mixer.k_proj"
          "exp_probs_b": "mixer.gate.e_score_correction_bias",
          **dict.fromkeys(("ffn_latent_down", "ffn_latent_in"), "mixer.fc1_latent_proj"),
          **dict.fromkeys(("ffn_latent_up", "ffn_latent_out"), "mixer.fc2_latent_proj")}
-WHOLE = {"ssm_a": "mixer.A_log", "ssm_d": "mixer.D", "ssm_dt.bias": "mixer.dt_bias"}
+FULL_NAMES = {"ssm_a": "mixer.A_log", "ssm_d": "mixer.D", "ssm_dt.bias": "mixer.dt_bias"}
 OUTER = {"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"}
 ROLES = {**state_spaces.ROLES, "post_norm": "attn_norm", "experts_in": "ffn_latent_down", "experts_out": "ffn_latent_up"}
 BEHIND = "nextn_predict_layers"  # blocks for multi-token prediction, which files count in

@@ -1,6 +1,6 @@
 """Pre-tokenizers of byte-level vocabularies, by the name that GGUF files use (`tokenizer.ggml.pre`).
 
-Each is a chain of patterns, applied in order to the pieces the previous one left whole, splitting them into matches and the text
+Each is a chain of patterns, applied in order to the pieces that the previous one left whole, splitting them into matches and the text
 between. They are the patterns the models were trained with.
 """
 
@@ -16,24 +16,24 @@ REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 REST_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 BEFORE = r"[^\r\n\p{L}\p{N}]?"
-HAN = r"[一-龥ࠀ-一가-퟿]+"  # and kana and hangul, as the models' authors drew the range
-# Cased letters as the model's authors listed them; escapes where another spelling of a character is meant.
+HAN = r"[一-龥ࠀ-一가-퟿]+"  # and kana and hangul; the range is that of the models' authors
+# Cased letters as the model's authors listed them; escaped where another code point looks the same.
 LETTERS = "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"  # noqa: E501
 
 
 @dataclass(frozen=True)
 class Splitter:
-    """`whole`: a piece that is a token as it stands is not merged from its bytes; `bos`: a text begins with the begin token by default."""
+    """The pre-tokenizer of a vocabulary."""
 
     patterns: tuple[str, ...]
-    whole: bool = False
-    bos: bool = False
+    ignore_merges: bool = False  # a piece that is a token is not merged from its bytes
+    bos: bool = False  # a text begins with the begin token by default
 
 
 LLAMA3_WORDS = rf"{ENDINGS}|{BEFORE}\p{{L}}+|\p{{N}}{{1,3}}|{REST}"
 QWEN2_WORDS = rf"{ENDINGS}|{BEFORE}\p{{L}}+|\p{{N}}|{REST}"
 GPT2 = Splitter((WORDS,))
-LLAMA3 = Splitter((LLAMA3_WORDS,), whole=True, bos=True)
+LLAMA3 = Splitter((LLAMA3_WORDS,), ignore_merges=True, bos=True)
 QWEN35 = Splitter((rf"{ENDINGS}|{BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",))
 QWEN2 = Splitter((QWEN2_WORDS,))
 DIGITS = Splitter((r"\p{N}", WORDS))
@@ -41,18 +41,18 @@ ANY_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 GPT4O_WORDS = rf"{BEFORE}{UPPER}*{LOWER}+{ANY_ENDINGS}|{BEFORE}{UPPER}+{LOWER}*{ANY_ENDINGS}|\p{{N}}{{1,3}}|{REST_SLASH}"
 GPT4O = Splitter((GPT4O_WORDS,))
 KANA = "[一-龥\u3040-\u309f\u30a0-\u30ff]+"  # and the usual Han characters
-MARKED = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""  # a mark before letters is theirs
+MARKED = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""  # with a mark before letters
 DEEPSEEK3_WORDS = rf"{MARKED}| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 DEEPSEEK3 = Splitter((r"\p{N}{1,3}", KANA, DEEPSEEK3_WORDS))
-# Han, kana, Thai from its leading vowels on, Lao, Khmer, Burmese and hangul, which have no blanks between words, or few.
+# Han, kana, Thai from its leading vowels on, Lao, Khmer, Burmese and hangul: scripts with few spaces between words, or none.
 UNSPACED = ("[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff"
             "\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+")
-THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # digits in threes from the end on
+THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # digits in threes, counted from the end
 CLAUSES = r" ?[^(\s|.,!?…。，、।۔،)]+"
-# Letters with the case that they have, Han characters apart: what is between them is cut off by the first alternative.
+# Cased letters without Han characters, which the first alternative splits off.
 KIMI_UPPER, KIMI_LOWER = (rf"{kind[:-1]}&&[^\p{{Han}}]]" for kind in (UPPER, LOWER))
 KIMI = Splitter((rf"[\p{{Han}}]+|{BEFORE}{KIMI_UPPER}*{KIMI_LOWER}+{ANY_ENDINGS}|{BEFORE}{KIMI_UPPER}+{KIMI_LOWER}*{ANY_ENDINGS}"
-               rf"|\p{{N}}{{1,3}}|{REST}",), whole=True)
+               rf"|\p{{N}}{{1,3}}|{REST}",), ignore_merges=True)
 HALVED = "|".join(rf"\s{{{1 << power}}}(?!\S)" for power in range(9, 1, -1))  # blanks in runs of 512, 256, … 4
 YOUTU_ASIA = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + KANA
 SPLITTERS = {
@@ -65,20 +65,20 @@ SPLITTERS = {
     "exaone-moe": Splitter((rf"{ENDINGS}|{BEFORE}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]"
                           r"|\s+(?!\S)|\s+",)),
     "falcon": Splitter((r"[\p{P}\$\+<=>\^~\|`]+", WORDS, r"[0-9][0-9][0-9]")),
-    "granite-embed-multi-97m": Splitter(GPT4O.patterns, whole=True),
+    "granite-embed-multi-97m": Splitter(GPT4O.patterns, ignore_merges=True),
     "jais-2": Splitter((rf"{ENDINGS}|{BEFORE}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{HALVED}|\s{{1,2}}(?!\S)|\s",
                         )),
     "kimi-k2": KIMI,
     "laguna": Splitter((r"[^\n]+|\n+", QWEN2_WORDS)),
-    "minicpm5": Splitter((r"\p{N}{1,3}", LLAMA3_WORDS.replace("{1,3}", "+")), whole=True),
+    "minicpm5": Splitter((r"\p{N}{1,3}", LLAMA3_WORDS.replace("{1,3}", "+")), ignore_merges=True),
     "qwen35": QWEN35,
     "seed-coder": Splitter((rf"{ENDINGS}|{BEFORE}\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",)),
     "spark2_5": Splitter((r"\p{N}{1,3}", KANA, rf"{MARKED}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+", r"\p{N}")),
     "superbpe": Splitter((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
-    "tekken": Splitter((rf"{BEFORE}{UPPER}*{LOWER}+|{BEFORE}{UPPER}+{LOWER}*|\p{{N}}|{REST_SLASH}",), whole=True, bos=True),
+    "tekken": Splitter((rf"{BEFORE}{UPPER}*{LOWER}+|{BEFORE}{UPPER}+{LOWER}*|\p{{N}}|{REST_SLASH}",), ignore_merges=True, bos=True),
     "ufakzeka": Splitter((rf"{BEFORE}\p{{L}}+|\p{{N}}|{REST}",)),
     "viking": Splitter((CLAUSES, r"\p{N}")),
-    "youtu": Splitter((YOUTU_ASIA, GPT4O_WORDS.replace("{1,3}", "")), whole=True),
+    "youtu": Splitter((YOUTU_ASIA, GPT4O_WORDS.replace("{1,3}", "")), ignore_merges=True),
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), Splitter((
         rf"'(?i:[sdmt]|ll|ve|re)|{BEFORE}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",))),
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), Splitter((CLAUSES,))),
@@ -95,11 +95,11 @@ SPLITTERS = {
 
 
 def same_pattern(pattern: str) -> str:
-    """Spellings of one pattern as one."""
+    """A pattern in one canonical spelling."""
     return pattern.replace(ENDINGS, "(?i:'s|'t|'re|'ve|'m|'ll|'d)").replace("\r", r"\r").replace("\n", r"\n")
 
 
 def pre_tokenizer(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
-    """The chain of patterns, then bytes as the characters that byte-level vocabularies write for them."""
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    """A chain of patterns, then the mapping of bytes to the characters of byte-level vocabularies."""
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

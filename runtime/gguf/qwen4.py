@@ -143,9 +143,10 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield own is not None and own.seed != SEED, f"hashes n-grams with another seed than {SEED}"
 
 
-def said(counts: Mapping[str, str], shared: Mapping[str, str]) -> dict[str, object]:
+def architecture_fields(counts: Mapping[str, str], shared: Mapping[str, str]) -> dict[str, object]:
     """All of the architecture but its experts: `counts` and names of the one that is `shared` are those of Qwen's other mixtures."""
     kinds = linear_attention.KINDS[1], linear_attention.KINDS[0]
-    return {"keys": {**counts, **KEYS}, "layer_names": {**shared, **NAMES}, "required": REQUIRED, "read": READ, "outer": OUTER,
-            "whole": linear_attention.WHOLE, "roles": ROLES, "kinds": kinds, "norm_offset": 1.0, "partial": True,
-            "optional": frozenset({"feed_forward_length"})}
+    return {"keys": {**counts, **KEYS}, "layer_names": {**shared, **NAMES}, "required_keys": REQUIRED, "other_keys": READ,
+            "outer_names": OUTER,
+            "full_names": linear_attention.FULL_NAMES, "roles": ROLES, "layer_kinds": kinds, "norm_offset": 1.0, "partial_rotary": True,
+            "optional_keys": frozenset({"feed_forward_length"})}

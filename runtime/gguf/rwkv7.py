@@ -27,7 +27,7 @@ NAMES = {"attn_norm": "attn_norm", "attn_norm_2": "ffn_norm", "time_mix_ln": "at
          "time_mix_key": "attn.k_proj", "time_mix_value": "attn.v_proj", "time_mix_output": "attn.o_proj", "channel_mix_key": "ffn.key",
          "channel_mix_value": "ffn.value"}
 LOW = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}  # how files number what is of low rank
-WHOLE = {f"lerp_{letter}.weight": f"attn.x_{letter}" for letter in LETTERS} | {
+FULL_NAMES = {f"lerp_{letter}.weight": f"attn.x_{letter}" for letter in LETTERS} | {
     f"time_mix_{letter}{number}.weight": f"attn.{letter}_lora.lora.{own}" for letter in "wavg" for number, own in LOW.items()} | {
     f"time_mix_{name}.weight": f"attn.{name}" for name in ("k_k", "k_a", "r_k")} | {"channel_mix_lerp_k.weight": "ffn.x_k"}
 # Roles -> what their tensors are called; a bias that files call a tensor of its own among them.
@@ -43,8 +43,9 @@ NOWHERE = ("attention.key_length", "attention.value_length", "rope.dimension_cou
 USUAL_EPS = 64e-5  # behind the recurrence, whatever a file says
 OUTER = {"token_embd.weight": "model.embeddings.weight", "output_norm.bias": "model.norm.bias",
          **{f"token_embd_norm.{kind}": f"model.layers.0.pre_norm.{kind}" for kind in ("weight", "bias")}}
-ARCHITECTURE = {"config": CONFIG, "keys": KEYS, "epsilon": EPSILON, "required": REQUIRED, "layer_names": NAMES, "whole": WHOLE,
-                "fused": FUSED, "outer": OUTER, "roles": ROLES, "read": frozenset({SHIFTS})}  # all of it
+ARCHITECTURE = {"config": CONFIG, "keys": KEYS, "epsilon_key": EPSILON, "required_keys": REQUIRED, "layer_names": NAMES,
+                "full_names": FULL_NAMES,
+                "fused": FUSED, "outer_names": OUTER, "roles": ROLES, "other_keys": frozenset({SHIFTS})}  # all of it
 UNUSED = re.compile(r"model\.layers\.0\.attn\.v_lora\..+")
 
 

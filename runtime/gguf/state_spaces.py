@@ -26,7 +26,7 @@ NAMES = {"ssm_z": "mamba.gate_proj", "ssm_xbc": "mamba.xbc_proj", "ssm_steps": "
          "ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj", "ffn_down": "shared_mlp.output_linear",
          "ffn_gate_shexp": "block_sparse_moe.shared_experts.gate_proj", "ffn_up_shexp": "block_sparse_moe.shared_experts.up_proj",
          "ffn_down_shexp": "shared_mlp.output_linear"}
-WHOLE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
+FULL_NAMES = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 ROLES = {"state_gate": "ssm_z", "state_in": "ssm_xbc", "state_rate": "ssm_steps", "state_skip": "ssm_d"}
 DECAY = ".mamba.A_log"
 EXPANDS = 2  # channels together are so many times as wide as the model

@@ -2,7 +2,8 @@
 
 16- and 32-bit values are passed through. Block types that kernels can multiply are repacked losslessly, code by code and scale by scale;
 others become 16-bit floats, or 32-bit ones where the exact value matters. Conversion runs a few rows at a time, so a load needs only
-megabytes beside its result.
+others become 16-bit floats, or 32-bit ones where the exact value matters. Conversion runs a few rows at a time, so a load needs only
+megabytes in addition to its result.
 """
 
 from __future__ import annotations
@@ -36,54 +37,58 @@ from .architectures import architecture
 from .config import model_config, rotary_divisors
 from .split_files import close_all, open_parts
 from .tensor_mapping import NO_SCALE, GgufFile, TensorMapping, map_tensors
-from .tensor_sources import RAW, WHOLE, Source
+from .tensor_sources import INTEGER, RAW, Source
 
 
 class GgufStore(ConvertingStore):
-    """`wide`: the raw type that blocks become, `low_bit`: but for those that kernels multiply, whose formats `container` then lists.
+    """The weights of an open GGUF file.
 
-    Rows are those of the checkpoint: a row of the file may lie elsewhere in its head.
+    wide: the raw dtype that blocks are converted to.
+    low_bit: keep blocks that kernels can multiply; `container` lists their formats.
+
+    Rows are in the checkpoint's order, which within a head may differ from the file's.
     """
 
     def __init__(self, file: GgufFile, config: ModelConfig, wide: str, low_bit: bool) -> None:
         self._path, self._wide = file.header.path, wide
-        found = map_tensors(file, config, wide, low_bit)
-        self._sources, self._halves, self._joined, self._scales = found.sources, found.halves, found.split_matrices, found.scales
+        mapping = map_tensors(file, config, wide, low_bit)
+        self._sources, self._halves, self._split, self._scales = mapping.sources, mapping.halves, mapping.split_matrices, mapping.scales
         opened = dict(file.opened)
         if config.listwise_reranker:
-            beside = listwise.open_ranking_file(self._path)
-            found.tensors |= beside.tensors
-            opened |= beside.take_files()
-        super().__init__(self._path, found.tensors, opened)
-        self.made = self._sources.keys() | self._halves.keys() | self._joined.keys()
-        self.container = _container(file, found.stored, self._sources) if found.stored else None
-        self.notices = tuple(self._said(found))
+            ranking = listwise.open_ranking_file(self._path)
+            mapping.tensors |= ranking.tensors
+            opened |= ranking.take_files()
+        super().__init__(self._path, mapping.tensors, opened)
+        self.made = self._sources.keys() | self._halves.keys() | self._split.keys()
+        self.container = _container(file, mapping.stored, self._sources) if mapping.stored else None
+        self.notices = tuple(self._conversion_notices(mapping))
 
     def stored_nbytes(self, info: TensorInfo) -> int:
-        own = self._sources.get(info.name) or self._halves.get(info.name) or self._joined.get(info.name) or info
-        return own.nbytes
+        source = self._sources.get(info.name) or self._halves.get(info.name) or self._split.get(info.name) or info
+        return source.nbytes
 
     def files_of(self, info: TensorInfo) -> frozenset[Path]:
-        own = self._joined.get(info.name) or self._halves.get(info.name)
-        return super().files_of(info) if own is None else own.files
+        joined = self._split.get(info.name) or self._halves.get(info.name)
+        return super().files_of(info) if joined is None else joined.files
 
-    def _said(self, found: TensorMapping) -> Iterator[str]:
-        for ours, what in ((True, "are repacked for the kernels"), (False, f"are widened to {self._wide}")):
+    def _conversion_notices(self, mapping: TensorMapping) -> Iterator[str]:
+        for is_repacked, what in ((True, "are repacked for the kernels"), (False, f"are widened to {self._wide}")):
             names = [name for name, source in self._sources.items()
-                     if source.tensor.type not in RAW and (name in found.stored) == ours and name not in found.plain]
+                     if source.tensor.type not in RAW and (name in mapping.stored) == is_repacked and name not in mapping.plain]
             if names:
-                kinds = Counter(self._sources[name].tensor.type for name in names)
-                listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-                sizes = (sum(self.tensors[name].nbytes for name in names), sum(self._sources[name].nbytes for name in names))
-                said = (f"weights in blocks ({listed}) {what} as they are read: {format_size(sizes[0])} of memory for "
-                        f"{format_size(sizes[1])} of file")
-                yield Detail(said) if ours else Fallback(said)
+                counts = Counter(self._sources[name].tensor.type for name in names)
+                listed = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+                loaded, stored = (sum(tensors[name].nbytes for name in names) for tensors in (self.tensors, self._sources))
+                message = (f"weights in blocks ({listed}) {what} as they are read: {format_size(loaded)} of memory for "
+                           f"{format_size(stored)} of file")
+                yield Detail(message) if is_repacked else Fallback(message)
 
     def place(self, info: TensorInfo) -> int | None:
         if info.name not in self._sources:
             return None
         source = self._sources[info.name]
-        if source.tensor.type not in RAW or source.moved or source.changed:
+        source = self._sources[info.name]
+        if source.tensor.type not in RAW or source.is_reordered or source.is_transformed:
             return None
         return source.tensor.offset + source.first * (source.tensor.nbytes // source.tensor.shape[0])
 
@@ -94,34 +99,35 @@ class GgufStore(ConvertingStore):
         if not all(source.in_order for source in sources):
             return None
         return Repack(tuple(info.nbytes for info in infos), sum(source.nbytes for source in sources),
-                      max(staging_buffer(source.piece * source.tensor.row_nbytes) for source in sources),
+                      max(staging_buffer(source.rows_per_step * source.tensor.row_nbytes) for source in sources),
                       max(ARRANGED_NBYTES if info.dtype == "U8" else scratch_nbytes(*source.shape)
-                          for info, source in zip(infos, sources, strict=True)), partial(self._pieces, tuple(infos)))
+                          for info, source in zip(infos, sources, strict=True)), partial(self._repack_steps, tuple(infos)))
 
-    def _pieces(self, infos: Sequence[TensorInfo]) -> list[RepackStep]:
-        """Runs of rows of each matrix; those of an expert lie side by side."""
-        found = []
+    def _repack_steps(self, infos: Sequence[TensorInfo]) -> list[RepackStep]:
+        """Steps over some rows of each matrix; the rows of an expert are consecutive in the file."""
+        result = []
         for index, info in enumerate(infos):
             source, (rows, _) = self._sources[info.name], self._sources[info.name].shape
-            tensor, each = source.tensor, source.tensor.row_nbytes
-            for begin in range(0, rows, source.piece):
-                own = Range(tensor.file, tensor.offset + (source.first + begin) * each, min(source.piece, rows - begin) * each)
-                found.append(RepackStep((own,), partial(self._put, info, index, begin)))
-        return found
+            tensor, row_nbytes = source.tensor, source.tensor.row_nbytes
+            for begin in range(0, rows, source.rows_per_step):
+                count = min(source.rows_per_step, rows - begin)
+                extent = Range(tensor.file, tensor.offset + (source.first + begin) * row_nbytes, count * row_nbytes)
+                result.append(RepackStep((extent,), partial(self._repack, info, index, begin)))
+        return result
 
-    def _put(self, info: TensorInfo, index: int, first: int, raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
-        """Rows from `first` on, as the file has them, into their places."""
+    def _repack(self, info: TensorInfo, index: int, first: int, raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
+        """Convert the rows from `first` on, as read from the file."""
         source, out = self._sources[info.name], outs[index]
-        raw, each = raws[0].reshape(-1, source.tensor.row_nbytes), info.nbytes // source.shape[0]
+        raw, row_nbytes = raws[0].reshape(-1, source.tensor.row_nbytes), info.nbytes // source.shape[0]
         if info.dtype == "U8":
             self._put_codes(info, first, raw, out)
             return
         for begin, end in steps(len(raw), source.shape[1]):
-            self._widen(info, raw[begin:end], out[(first + begin) * each : (first + end) * each])
+            self._widen(info, raw[begin:end], out[(first + begin) * row_nbytes : (first + end) * row_nbytes])
 
     def put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
-        if (own := self._joined.get(info.name)) is not None:
-            for part, first, last, at in own.ranges(begin, end):
+        if (joined := self._split.get(info.name)) is not None:
+            for part, first, last, at in joined.ranges(begin, end):
                 self._put_codes(info, at, self._rows(part, first, last, part.tensor.row_nbytes), blob, part)
             return
         source = self._sources[info.name]
@@ -134,23 +140,23 @@ class GgufStore(ConvertingStore):
 
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         """Write rows [begin, end) of a tensor as raw values into `out`, its bytes. Raises CheckpointError."""
-        if (own := self._halves.get(info.name)) is not None:
-            self._store(own.rows(begin, end, self._values), info, own.keys, out)
+        if (joined := self._halves.get(info.name)) is not None:
+            self._store(joined.rows(begin, end, self._values), info, joined.keys, out)
             return
-        if (own := self._joined.get(info.name)) is not None:
-            each = len(out) // (end - begin)
-            for part, first, last, at in own.ranges(begin, end):
+        if (joined := self._split.get(info.name)) is not None:
+            row_nbytes = len(out) // (end - begin)
+            for part, first, last, at in joined.ranges(begin, end):
                 raw = self._rows(part, first, last, part.tensor.nbytes // part.tensor.shape[0])
-                self._widen(info, raw, out[(at - begin) * each : (at - begin + last - first) * each], part)
+                self._widen(info, raw, out[(at - begin) * row_nbytes : (at - begin + last - first) * row_nbytes], part)
             return
         source = self._sources[info.name]
         tensor = source.tensor
         nbytes = tensor.nbytes // tensor.shape[0]
-        if len(tensor.shape) == 1 and tensor.type not in RAW:  # a vector of blocks has no rows to speak of
+        if len(tensor.shape) == 1 and tensor.type not in RAW:  # the blocks of a vector cross its rows
             raw = np.empty(tensor.nbytes, np.uint8)
             self.read_at(tensor.file, tensor.offset, memoryview(raw))
             values = self._dequantized(raw, tensor, tensor.shape[0]).reshape(-1)[begin:end]
-            out[:] = np.ascontiguousarray(self._meant(source, values)).view(np.uint8)
+            out[:] = np.ascontiguousarray(self._untransform(source, values)).view(np.uint8)
             return
         self._widen(info, self._rows(source, begin, end, nbytes), out)
 
@@ -158,20 +164,20 @@ class GgufStore(ConvertingStore):
         """Rows [n, row bytes] of the file as raw values."""
         source = part or self._sources[info.name]
         tensor = source.tensor
-        if tensor.type == WHOLE:
+        if tensor.type == INTEGER:
             values = raw.reshape(-1).view(np.int32).astype(np.float32)
         elif tensor.type not in RAW:
             values = self._dequantized(raw, tensor, tensor.shape[-1] if len(tensor.shape) > 1 else 1) * np.float32(source.scale)
-        elif source.changed or info.dtype != tensor.type:
+        elif source.is_transformed or info.dtype != tensor.type:
             scheme = tensor.type.lower()
-            values = self._meant(source, to_f32(raw.reshape(-1).view(RAW_NUMPY[scheme]), scheme))
+            values = self._untransform(source, to_f32(raw.reshape(-1).view(RAW_NUMPY[scheme]), scheme))
         else:
             out[:] = raw.reshape(-1)
             return
         self._store(values, info, tensor, out)
 
     def _values(self, tensor: GgufTensor, begin: int, end: int) -> np.ndarray:
-        """What rows of a matrix in the file mean, float32."""
+        """Values of rows of a matrix in the file, float32."""
         raw = self._rows(Source(tensor, tensor.shape), begin, end, tensor.row_nbytes)
         if tensor.type not in RAW:
             return self._dequantized(raw, tensor, tensor.shape[1]) * self._scales.get(tensor.name, NO_SCALE)[0]
@@ -179,14 +185,14 @@ class GgufStore(ConvertingStore):
         return to_f32(raw.reshape(-1).view(RAW_NUMPY[scheme]), scheme).reshape(end - begin, -1)
 
     def _store(self, values: np.ndarray, info: TensorInfo, tensor: GgufTensor, out: np.ndarray) -> None:
-        """float32 values as what the store says that they are."""
-        made = from_f32(values, info.dtype.lower())
-        if info.dtype == "F16" and np.isinf(made.view(np.float16)).any() and np.isfinite(values).all():
+        """Write float32 values in the dtype of `info`."""
+        result = from_f32(values, info.dtype.lower())
+        if info.dtype == "F16" and np.isinf(result.view(np.float16)).any() and np.isfinite(values).all():
             self._refuse(tensor, "weights that exceed the 16-bit range")
-        out[:] = made.reshape(-1).view(np.uint8)
+        out[:] = result.reshape(-1).view(np.uint8)
 
-    def _meant(self, source: Source, values: np.ndarray) -> np.ndarray:
-        """float32 values of a vector as the checkpoint has them."""
+    def _untransform(self, source: Source, values: np.ndarray) -> np.ndarray:
+        """The checkpoint's values of a vector of the file, float32."""
         if source.decay:
             if not (values < 0).all() or np.isinf(values).any():
                 self._refuse(source.tensor, "a decay that is not below zero")
@@ -218,7 +224,7 @@ class GgufStore(ConvertingStore):
 
 
 def open_file(path: Path) -> GgufFile:
-    """An open file; whoever makes a store of it closes it. Raises CheckpointError, ModelNotFound."""
+    """Open a file; the store made from it closes it. Raises CheckpointError, ModelNotFound."""
     header, opened = open_parts(path)
     try:
         found = architecture(path, header.metadata.get("general.architecture"))
@@ -235,7 +241,7 @@ def open_file(path: Path) -> GgufFile:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """The header alone, of whatever architecture; of a split model that of all parts."""
+    """The header alone, of any architecture; of a split model that of all parts."""
     header, opened = open_parts(path)
     close_all(opened)
     return header
@@ -249,16 +255,17 @@ def read_gguf_config(path: Path, strict: bool = False) -> ModelConfig:
 
 
 def _container(file: GgufFile, stored: dict[str, StoredTensor], sources: Mapping[str, Source]) -> Container:
-    """What a folder's effllm.json would say of the tensors that run from their codes. There are no checksums in a GGUF file."""
+    """The container of the tensors that run from their codes. A GGUF file has no checksums."""
     kinds = Counter(source.tensor.type for source in sources.values() if len(source.tensor.shape) == 2)
-    nbytes, weights = (sum(each) for each in zip(*((source.nbytes, prod(source.shape)) for source in sources.values())))
-    origin = str(file.header.metadata.get("general.name", file.header.path.name))
-    named = ", ".join(kind for kind, _ in kinds.most_common())
-    return Container(named, 8 * nbytes / weights, stored, {"model": origin}, {"name": "GGUF"}, {"name": "GGUF blocks"}, {})
+    nbytes = sum(source.nbytes for source in sources.values())
+    weights = sum(prod(source.shape) for source in sources.values())
+    model = str(file.header.metadata.get("general.name", file.header.path.name))
+    spec_text = ", ".join(kind for kind, _ in kinds.most_common())
+    return Container(spec_text, 8 * nbytes / weights, stored, {"model": model}, {"name": "GGUF"}, {"name": "GGUF blocks"}, {})
 
 
 def open_gguf_store(path: Path, wide: str = "f16", low_bit: bool = False) -> GgufStore:
-    """The weights of a file; blocks as `wide` (f16 or f32), with `low_bit` as codes where kernels can multiply them.
+    """The weights of a file; blocks as `wide` (f16 or f32), or with `low_bit` as codes where kernels can multiply them.
 
     Raises CheckpointError, ModelNotFound.
     """

@@ -11,61 +11,60 @@ from ...offload.direct_io import READ_NBYTES
 from ...offload.gguf_header import GgufTensor
 
 RAW = ("F32", "F16", "BF16")
-WHOLE, TABLE = "I32", "tid2eid.weight"  # numbers of experts in tables, float32 where they are read
+INTEGER, TABLE = "I32", "tid2eid.weight"  # expert numbers in tables, which are read as float32
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor's rows come from: from row `first` of the file's tensor on, in its shape. `heads`: they are interleaved within so
-    many heads (0: they are not); `offset` is to be taken off. `decay`: values are less than zero, their logarithms without the sign are
-    meant; `growth`: they are more than zero, and those of theirs are. `rows`: which of the file's tensor they are, where they are not one
-    after the other.
-    `scale`: what NVFP4 is multiplied by beside the scales in its blocks."""
+    """Where the rows of a tensor come from.
+
+    The transformations undo what llama.cpp's converter does to a checkpoint's values.
+    """
 
     tensor: GgufTensor
     shape: tuple[int, ...]
-    first: int = 0
-    heads: int = 0
-    offset: float = 0.0
-    decay: bool = False
-    growth: bool = False
-    rows: np.ndarray | None = None
-    scale: float = 1.0
+    first: int = 0  # row of `tensor`
+    heads: int = 0  # rows are interleaved within so many heads; 0 if they are not
+    offset: float = 0.0  # subtracted from the values
+    decay: bool = False  # values x are below zero: log(-x) is meant
+    growth: bool = False  # values x are above zero: log(x) is meant
+    rows: np.ndarray | None = None  # rows of `tensor`, if they are not consecutive
+    scale: float = 1.0  # per-tensor scale of NVFP4, in addition to the scales in its blocks
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
+        """Bytes in the file."""
         return self.tensor.nbytes // self.tensor.shape[0] * self.shape[0]
 
     @property
-    def piece(self) -> int:
-        """Rows that are read at once where a matrix is made again and again: a disk's full rate, or a block of them."""
+    def rows_per_step(self) -> int:
+        """Rows to read at once when a matrix is repacked repeatedly: enough for the disk's full rate, at least a tile."""
         return min(self.shape[0], max(ROWS, READ_NBYTES // self.tensor.row_nbytes // ROWS * ROWS))
 
     @property
-    def changed(self) -> bool:
-        """Are its values other ones than the file's?"""
+    def is_transformed(self) -> bool:
+        """Whether its values differ from the file's."""
         return bool(self.offset) or self.decay or self.growth
 
     @property
     def in_order(self) -> bool:
-        """Is it a matrix whose rows the file has in a checkpoint's order?"""
-        return len(self.shape) == 2 and not self.moved and not self.offset
+        """Whether it is a matrix whose rows the file has in the checkpoint's order."""
+        return len(self.shape) == 2 and not self.is_reordered and not self.offset
 
     @property
-    def moved(self) -> bool:
-        """Do its rows lie in the file in another order?"""
+    def is_reordered(self) -> bool:
+        """Whether the file has its rows in another order."""
         return bool(self.heads) or self.rows is not None
 
     def order(self, begin: int, end: int) -> np.ndarray | None:
-        """Which rows of the file, counted from `first`, the rows [begin, end) are; None where those."""
+        """The rows of the file, counted from `first`, of the rows [begin, end); None if they are the same."""
         if self.rows is not None:
             return self.rows[begin:end]
         return deinterleaved(np.arange(begin, end), self.shape[0] // self.heads) if self.heads else None
 
 
 def deinterleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Row of a checkpoint (halves of a head, one after the other) -> row of a file that interleaves them."""
-    head, place = rows // head_dim, rows % head_dim
+    """Row of a checkpoint (first half of a head, then second half) -> row of a file that interleaves them."""
+    head, channel = rows // head_dim, rows % head_dim
     half = head_dim // 2
-    return head * head_dim + 2 * (place % half) + place // half
+    return head * head_dim + 2 * (channel % half) + channel // half

@@ -1,9 +1,9 @@
 """Builds a tokenizer from GGUF metadata with the `tokenizers` library: byte-level BPE, SentencePiece with scores, or RWKV's greedy
 longest match.
 
-The kind is `tokenizer.ggml.model`: "gpt2" has merges in order of rank, "llama" only scores, from which the implied merges are derived
-(every split of a token into two known ones, best score first), and "gemma4" is of the latter kind with merges. Every list is checked
-against the others' lengths first.
+The kind is `tokenizer.ggml.model`: "gpt2" has merges in order of rank; "llama" has only scores, from which the implied merges are derived
+(every split of a token into two known ones, best score first); "gemma4" is like "llama", but with merges. First, every list is checked
+against the others' lengths.
 """
 
 from __future__ import annotations
@@ -29,48 +29,47 @@ NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
 WORLD = "rwkv"
 MODELS = ("gpt2", "llama", "gemma4", WORLD)
-# Ours -> tokenizer.ggml.<>_token_id, the second as older files have it. The last two lines are of filling in the middle.
+# Special token -> names in tokenizer.ggml.<>_token_id, the newer first. Those after pad_token are for fill-in-the-middle.
 ROLES = {"bos_token": ("bos",), "eos_token": ("eos",), "unk_token": ("unknown",), "pad_token": ("padding",),
          "prefix_token": ("fim_pre", "prefix"), "suffix_token": ("fim_suf", "suffix"), "middle_token": ("fim_mid", "middle"),
          "fim_pad_token": ("fim_pad",), "fim_rep_token": ("fim_rep",), "fim_sep_token": ("fim_sep",)}
 ENDS = ("eos", "eot", "eom")
-# Control tokens also where a file has them for words, as some do: templates write them, and they end a turn.
-MARKS = frozenset(END_OF_TURN)
-# The marks of Phi 3 swallow the blanks and line ends that follow them, which a file does not say; these do not.
-PHI_KEEPS = frozenset(("<unk>", "<s>", "<|endoftext|>"))
+# Also made control tokens if a file has them as ordinary ones, as some do: templates write them, and they end a turn.
+TURN_TOKENS = frozenset(END_OF_TURN)
+# The special tokens of Phi 3 strip the white space after them, which a file does not state; these do not.
+PHI_UNSTRIPPED = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 OTHER_FILE = "give a file that holds the model's tokenizer, or the folder of the original checkpoint"
-MOST_PIECE = 256  # characters of a token that could be merged: a cut at every place is looked up
-MOST_CUTS = 1 << 22  # of all tokens; a vocabulary of 256,000 has a fifth of it
+MAX_TOKEN_LENGTH = 256  # characters of a token that merges are derived for: each split of it is looked up
+MAX_SPLITS = 1 << 22  # of all tokens; a vocabulary of 256,000 has a fifth of it
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`tokens` by id with their `kinds`; `scores` of a SentencePiece one, `merges` of a byte-level one. `ids` of special roles. `swallows`:
-    white space behind a mark is no part of the text. `remarks`: what is read otherwise than the file says."""
+    """The tokenizer metadata of a file, validated."""
 
     path: Path
     model: str
-    pre: str
-    tokens: list[str]
-    kinds: np.ndarray
-    scores: np.ndarray | None
-    merges: list[str]
-    ids: Mapping[str, int]
+    pre: str  # name of the pre-tokenizer
+    tokens: list[str]  # by id
+    kinds: np.ndarray  # by id
+    scores: np.ndarray | None  # by id, of a SentencePiece vocabulary
+    merges: list[str]  # of a byte-level vocabulary
+    ids: Mapping[str, int]  # of special tokens, by name in the file
     add_bos: bool
     space_prefix: bool
     template: str | None
-    swallows: bool = False
-    remarks: tuple[str, ...] = ()
-    for_tools: str | None = None  # another template, where there are tools
+    rstrip: bool = False  # special tokens strip the white space after them
+    remarks: tuple[str, ...] = ()  # notices where the file's metadata is overridden
+    for_tools: str | None = None  # the template to use if there are tools
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        found = {role: next((self.ids[name] for name in names if name in self.ids), None) for role, names in ROLES.items()}
-        return {role: self.tokens[number] for role, number in found.items() if number is not None}
+        ids = {role: next((self.ids[name] for name in names if name in self.ids), None) for role, names in ROLES.items()}
+        return {role: self.tokens[number] for role, number in ids.items() if number is not None}
 
 
 def read_vocabulary(header: GgufHeader) -> Vocabulary:
-    """The lists, checked against one another. Raises TokenizerError naming the key."""
+    """The vocabulary, its lists checked against one another. Raises TokenizerError naming the key."""
     data, path = header.metadata, header.path
 
     def fail(key: str, expected: str) -> TokenizerError:
@@ -106,42 +105,44 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
             raise fail(f"tokenizer.ggml.{name}_token_id", "a token")
         if value is not None and value < len(tokens):
             ids[name] = value
-    default = model != WORLD and (model != "gpt2" or SPLITTERS[pre].bos)
+    default_bos = model != WORLD and (model != "gpt2" or SPLITTERS[pre].bos)
     template = data.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise fail("tokenizer.chat_template", "a text")
     template = WORLD_TEMPLATE if template == WORLD_FORMAT else template
-    name = str(data.get("general.name")).lower()  # of a Phi 3 that was written as another architecture
-    swallows = model == "llama" and (data.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name)
-    mistral = len(tokens) > max(TEKKEN_PROBES) and all(tokens[number] == text for number, text in TEKKEN_PROBES.items())
+    name = str(data.get("general.name")).lower()  # finds a Phi 3 that was written as another architecture
+    rstrip = model == "llama" and (data.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name)
+    is_tekken = len(tokens) > max(TEKKEN_PROBES) and all(tokens[number] == text for number, text in TEKKEN_PROBES.items())
     remarks = ()
-    if model == "gpt2" and mistral and SPLITTERS[pre].patterns == (LLAMA3_WORDS,):
+    if model == "gpt2" and is_tekken and SPLITTERS[pre].patterns == (LLAMA3_WORDS,):
         pre, remarks = "tekken", (TEKKEN_WARNING.format(path.name),)
-    return Vocabulary(path, model, pre, tokens, kinds, scores, merges, ids, data.get("tokenizer.ggml.add_bos_token", default) is True,
-                      data.get("tokenizer.ggml.add_space_prefix", True) is not False, template, swallows, remarks,
-                      for_tools if isinstance(for_tools := data.get(f"tokenizer.chat_template.{TOOL_TEMPLATE}"), str) else None)
+    for_tools = data.get(f"tokenizer.chat_template.{TOOL_TEMPLATE}")
+    return Vocabulary(path, model, pre, tokens, kinds, scores, merges, ids, data.get("tokenizer.ggml.add_bos_token", default_bos) is True,
+                      data.get("tokenizer.ggml.add_space_prefix", True) is not False, template, rstrip, remarks,
+                      for_tools if isinstance(for_tools, str) else None)
 
 
 def backend(vocabulary: Vocabulary) -> Tokenizer:
-    """The library's tokenizer. Raises TokenizerError where the lists do not make one."""
+    """The library's tokenizer. Raises TokenizerError if the library rejects the lists."""
     try:
         if vocabulary.model == WORLD:
-            return _longest(vocabulary)
-        made = _byte_level(vocabulary) if vocabulary.model == "gpt2" else _sentence_piece(vocabulary)
+            return _longest_match(vocabulary)
+        tokenizer = _byte_level(vocabulary) if vocabulary.model == "gpt2" else _sentence_piece(vocabulary)
         tokens, kinds = vocabulary.tokens, np.array(vocabulary.kinds)
-        marks = MARKS | ({END_TAG} if END_TAG in vocabulary.special_tokens.values() else set())
-        kinds[[i for i, token in enumerate(tokens) if token in marks and kinds[i] == NORMAL]] = CONTROL
-        for special, some in ((True, (CONTROL, UNKNOWN)), (False, (USER,))):
-            found = [AddedToken(tokens[i], special=special, normalized=False, rstrip=vocabulary.swallows and tokens[i] not in PHI_KEEPS)
-                     for i in np.flatnonzero(np.isin(kinds, some)) if tokens[i]]
-            (made.add_special_tokens if special else made.add_tokens)(found)
+        control = TURN_TOKENS | ({END_TAG} if END_TAG in vocabulary.special_tokens.values() else set())
+        kinds[[i for i, token in enumerate(tokens) if token in control and kinds[i] == NORMAL]] = CONTROL
+        for special, added_kinds in ((True, (CONTROL, UNKNOWN)), (False, (USER,))):
+            added = [AddedToken(tokens[i], special=special, normalized=False,
+                                rstrip=vocabulary.rstrip and tokens[i] not in PHI_UNSTRIPPED)
+                     for i in np.flatnonzero(np.isin(kinds, added_kinds)) if tokens[i]]
+            (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     except Exception as error:  # the library raises plain Exception
         raise TokenizerError(f"{vocabulary.path} holds a tokenizer that cannot be built: {shown(str(error))}", OTHER_FILE) from None
-    return made
+    return tokenizer
 
 
 def _ids(tokens: Iterable[str]) -> dict[str, int]:
-    """Text -> id, the first of equal ones."""
+    """Text -> id; of equal texts the first."""
     ids: dict[str, int] = {}
     for number, token in enumerate(tokens):
         ids.setdefault(token, number)
@@ -149,16 +150,16 @@ def _ids(tokens: Iterable[str]) -> dict[str, int]:
 
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
-    ids, cutter = _ids(vocabulary.tokens), SPLITTERS[vocabulary.pre]
-    made = Tokenizer(models.BPE(vocab=ids, merges=_stated_merges(vocabulary, ids), fuse_unk=False, byte_fallback=False,
-                                ignore_merges=cutter.whole))
-    made.pre_tokenizer = pre_tokenizer(cutter.patterns)
-    made.decoder = decoders.ByteLevel()
-    return made
+    ids, splitter = _ids(vocabulary.tokens), SPLITTERS[vocabulary.pre]
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=_stated_merges(vocabulary, ids), fuse_unk=False, byte_fallback=False,
+                                     ignore_merges=splitter.ignore_merges))
+    tokenizer.pre_tokenizer = pre_tokenizer(splitter.patterns)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
-def _longest(vocabulary: Vocabulary) -> Tokenizer:
-    words, special = (np.flatnonzero(np.isin(vocabulary.kinds, some)).tolist() for some in ((NORMAL, USER, BYTE), (CONTROL, UNKNOWN)))
+def _longest_match(vocabulary: Vocabulary) -> Tokenizer:
+    words, special = (np.flatnonzero(np.isin(vocabulary.kinds, kinds)).tolist() for kinds in ((NORMAL, USER, BYTE), (CONTROL, UNKNOWN)))
     return rwkv_tokenizer(gguf_tokens(vocabulary.tokens, words), {i: vocabulary.tokens[i] for i in special if vocabulary.tokens[i]})
 
 
@@ -176,31 +177,31 @@ def _sentence_piece(vocabulary: Vocabulary) -> Tokenizer:
     ids = _ids(vocabulary.tokens)
     unknown = vocabulary.special_tokens.get("unk_token")
     merges = implied_merges(vocabulary, ids) if vocabulary.model == "llama" else _stated_merges(vocabulary, ids)
-    made = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True,
-                                byte_fallback=bool((vocabulary.kinds == BYTE).any())))
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True,
+                                     byte_fallback=bool((vocabulary.kinds == BYTE).any())))
     spaces = normalizers.Replace(" ", SPACE)
-    made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if vocabulary.space_prefix else spaces
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if vocabulary.space_prefix else spaces
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if vocabulary.space_prefix else steps)
-    return made
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if vocabulary.space_prefix else steps)
+    return tokenizer
 
 
 def implied_merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Every cut of a token into two tokens, the best score first; of one token the cuts whose parts come first. Raises TokenizerError for
-    more of them than any vocabulary has."""
+    """Every split of a token into two tokens, the best score first, then by ids. Raises TokenizerError for more of them than any real
+    vocabulary has."""
     scores, kinds = vocabulary.scores, vocabulary.kinds
-    found = []
+    splits = []
     for number, token in enumerate(vocabulary.tokens):
-        if kinds[number] not in (NORMAL, USER, UNUSED) or not 1 < len(token) <= MOST_PIECE or ids[token] != number:
+        if kinds[number] not in (NORMAL, USER, UNUSED) or not 1 < len(token) <= MAX_TOKEN_LENGTH or ids[token] != number:
             continue
-        if len(found) > MOST_CUTS:
-            raise TokenizerError(f"{vocabulary.path} has tokens that can be split in more than {MOST_CUTS:,} ways", OTHER_FILE)
+        if len(splits) > MAX_SPLITS:
+            raise TokenizerError(f"{vocabulary.path} has tokens that can be split in more than {MAX_SPLITS:,} ways", OTHER_FILE)
         for at in range(1, len(token)):
             left, right = ids.get(token[:at]), ids.get(token[at:])
             if left is not None and right is not None:
-                found.append((-float(scores[number]), number, left, right, token[:at], token[at:]))
-    found.sort(key=lambda each: each[:4])
-    return [each[4:] for each in found]
+                splits.append((-float(scores[number]), number, left, right, token[:at], token[at:]))
+    splits.sort(key=lambda split: split[:4])
+    return [split[4:] for split in splits]
 
 
 def load_tokenizer(path: Path, model_rows: int) -> ModelTokenizer:
@@ -214,7 +215,7 @@ def load_tokenizer(path: Path, model_rows: int) -> ModelTokenizer:
 
 
 def tokenizer_files(path: Path) -> dict[str, str]:
-    """The texts of tokenizer.json and tokenizer_config.json that say the same."""
+    """The equivalent tokenizer.json and tokenizer_config.json, as texts."""
     vocabulary = read_vocabulary(read_header(path))
     settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", **vocabulary.special_tokens,
                                    "add_bos_token": vocabulary.add_bos, "clean_up_tokenization_spaces": False}

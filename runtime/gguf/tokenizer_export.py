@@ -37,7 +37,7 @@ def tokenizer_metadata(path: Path, tokenizer: ModelTokenizer, rows: int) -> dict
     tokens, kinds = _tokens(raw, made, rows, path)
     sentence_piece = bool(raw["model"].get("byte_fallback"))
     out: dict[str, Value] = {"tokenizer.ggml.model": "llama" if sentence_piece else "gpt2",
-                             "tokenizer.ggml.pre": "default" if sentence_piece else _cutter(raw, path)}
+                             "tokenizer.ggml.pre": "default" if sentence_piece else _pre_tokenizer_name(raw, path)}
     out |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
     if sentence_piece:
         out |= {"tokenizer.ggml.scores": _scores(raw, tokens), "tokenizer.ggml.add_space_prefix": _prefixes(raw)}
@@ -106,15 +106,16 @@ def _prefixes(raw: Mapping) -> bool:
     return '"Prepend"' in text or ('"Metaspace"' in text and '"prepend_scheme": "never"' not in text)
 
 
-def _cutter(raw: Mapping, path: Path) -> str:
-    """The name of the tokenizer's cuts."""
+def _pre_tokenizer_name(raw: Mapping, path: Path) -> str:
+    """The name that GGUF files use for the pre-tokenizer. Raises TokenizerError if there is none."""
     patterns = tuple(same_pattern(pattern) for pattern in _patterns(raw.get("pre_tokenizer"), path))
-    whole = bool(raw["model"].get("ignore_merges"))
-    named = {name: cutter for name, cutter in SPLITTERS.items() if tuple(map(same_pattern, cutter.patterns)) == patterns}
-    # Merges come to a piece that is a token as well, in vocabularies of ranks; samples of the text are compared.
-    if not (found := [name for name, cutter in named.items() if cutter.whole == whole] or list(named) * whole):
+    ignore_merges = bool(raw["model"].get("ignore_merges"))
+    known = {name: splitter for name, splitter in SPLITTERS.items() if tuple(map(same_pattern, splitter.patterns)) == patterns}
+    # In a vocabulary of ranks, merges lead to every piece that is a token, so ignoring them changes nothing; samples of text are compared.
+    names = [name for name, splitter in known.items() if splitter.ignore_merges == ignore_merges] or list(known) * ignore_merges
+    if not names:
         raise _unnamed(path)
-    return found[0]
+    return names[0]
 
 
 def _unnamed(path: Path) -> TokenizerError:

@@ -26,28 +26,30 @@ def _outer(embed: str, norm: str) -> dict[str, str]:
 
 
 ARCHITECTURES = {
-    "starcoder": Architecture("gpt_bigcode", layers="transformer.h", config={"activation_function": "gelu_pytorch_tanh"}, fused=_QKV,
-                              epsilon=LAYER_NORM, roles={"positions": "position_embd"}, outer={
+    "starcoder": Architecture("gpt_bigcode", layers_prefix="transformer.h", config={"activation_function": "gelu_pytorch_tanh"}, fused=_QKV,
+                              epsilon_key=LAYER_NORM, roles={"positions": "position_embd"}, outer_names={
                                   "position_embd.weight": "model.embed_positions.weight", "output_norm.bias": "model.norm.bias"}, keys={
                                   LAYER_NORM: "layer_norm_epsilon", "feed_forward_length": "n_inner"}, layer_names={
                                   "attn_norm": "ln_1", "ffn_norm": "ln_2", "attn_q": "attn.q_proj", "attn_k": "attn.k_proj", "attn_v":
                                   "attn.v_proj", "attn_output": "attn.c_proj", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
-    "bloom": Architecture("bloom", layers="transformer.h", fused=_QKV, epsilon=LAYER_NORM, roles={"entry_norm": "token_embd_norm"}, outer={
+    "bloom": Architecture("bloom", layers_prefix="transformer.h", fused=_QKV, epsilon_key=LAYER_NORM,
+                          roles={"entry_norm": "token_embd_norm"}, outer_names={
         **_outer("word_embeddings", "ln_f"), **{f"token_embd_norm.{kind}": f"transformer.word_embeddings_layernorm.{kind}"
                                                 for kind in ("weight", "bias")}}, keys={LAYER_NORM: "layer_norm_epsilon"}, layer_names={
         "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", **{
             f"attn_{role}": f"self_attention.{own}" for role, own in bloom.PARTS.items()}, "attn_output": "self_attention.dense", "ffn_up":
         "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}),
-    "mpt": Architecture("mpt", layers="transformer.blocks", fused=_QKV, epsilon=LAYER_NORM, read=frozenset({STEEPEST}),
-                        required=(STEEPEST,), outer=_outer("wte", "norm_f"), keys={LAYER_NORM: "layer_norm_epsilon", CLAMP:
+    "mpt": Architecture("mpt", layers_prefix="transformer.blocks", fused=_QKV, epsilon_key=LAYER_NORM, other_keys=frozenset({STEEPEST}),
+                        required_keys=(STEEPEST,), outer_names=_outer("wte", "norm_f"), keys={LAYER_NORM: "layer_norm_epsilon", CLAMP:
                         "clip_qkv"}, layer_names={
                             "attn_norm": "norm_1", "ffn_norm": "norm_2", **{f"attn_{role}": f"attn.{role}_proj" for role in "qkv"},
                             "attn_output": mpt.NAMES["o"], "ffn_up": mpt.NAMES["up"], "ffn_down": mpt.NAMES["down"]}),
-    "dbrx": Architecture("dbrx", layers="transformer.blocks", fused=_QKV, epsilon=LAYER_NORM, required=(CLAMP, "expert_count"), roles={
-        "post_norm": "attn_output_norm"}, outer=_outer("wte", "norm_f"), experts=("ffn", dbrx.NAMES), whole={
+    "dbrx": Architecture("dbrx", layers_prefix="transformer.blocks", fused=_QKV, epsilon_key=LAYER_NORM, required_keys=(CLAMP,
+        "expert_count"), roles={
+        "post_norm": "attn_output_norm"}, outer_names=_outer("wte", "norm_f"), experts=("ffn", dbrx.NAMES), full_names={
         f"{ROUTER}.weight": "ffn.router.layer.weight"}, keys={
         CLAMP: "clip_qkv", "expert_count": "moe_num_experts", "expert_used_count": "moe_top_k", "feed_forward_length":
-        "ffn_hidden_size"}, read=frozenset({LAYER_NORM}), layer_names={
+        "ffn_hidden_size"}, other_keys=frozenset({LAYER_NORM}), layer_names={
         "attn_norm": dbrx.PLACES["input_norm"], "attn_output_norm": dbrx.PLACES["post_norm"], "attn_output": dbrx.PLACES["o"], **{
             f"attn_{role}": f"{dbrx.ATTENTION}.{role}_proj" for role in "qkv"}})}
 

@@ -186,7 +186,7 @@ class PlanRequest:
     baseline: int  # bytes of the process without the model
     budget: Budget
     lora: int = 0  # the largest adapter rank
-    reads: DraftInputs = DraftInputs()  # what a draft model reads of passes
+    draft_inputs: DraftInputs = DraftInputs()  # what a draft model reads of passes
     _layouts: dict[int, OffloadLayouts] = field(default_factory=dict)  # by GPU layers
 
     def host_tensors(self, gpu_layers: int) -> Tensors:
@@ -214,7 +214,7 @@ class PlanRequest:
             return devices.copied(self.tensors, dims, config.moe, options.exact, self.workers, self.link)
 
         spill = None
-        can_spill = options.parallel == 1 and config.indexer is None and not config.interleaves_shared_kv and not self.reads.cache
+        can_spill = options.parallel == 1 and config.indexer is None and not config.interleaves_shared_kv and not self.draft_inputs.kv_cache
         if cache.codecs and not cache.kv.policy and can_spill:
             spill = kv_spill.spill_request(options, cache.codecs, cache.layouts, shape, spill_workspace - workspace, sum(cache.states))
         device, gpu_layers, gpu_host_nbytes = "cpu", None, 0
@@ -280,7 +280,7 @@ class PlanRequest:
     def _dims(self, shape: CacheShape, on_disk: bool) -> Dims:
         mtp = any(role.startswith(MTP) for role in self.tensors["outer"])
         return dims(self.config, shape.ctx, shape.chunk, LOGIT_ROWS, self.cache.kv.is_packed, self.bundled, on_disk, mtp,
-                    self.lora, len(self.reads.between))
+                    self.lora, len(self.draft_inputs.aux_layers))
 
     def _workspace(self, shape: CacheShape, on_disk: bool) -> int:
         """Bytes of workspace; `on_disk`: with cache pages on disk, or of two kinds, where attention alternates."""

@@ -23,7 +23,7 @@ from ..source import check_mapping, open_weights
 from ..sparse.activation_predictors import Predictors, load
 from ..sparse.neuron_bundles import SPARSE, is_lossy
 from ..speculation import draft_model
-from ..speculation.speculation_plan import demand_own_layer
+from ..speculation.speculation_plan import require_mtp
 from ..stores.container import Container, read_container
 from ..tensors import check_tensors
 from .devices import DRIVER
@@ -42,7 +42,7 @@ def drop_unsupported(options: EngineOptions, folder: Path | None, config: ModelC
         "ctx": (None, lambda asked: check_context(asked, config)),
         "load": ("ram", lambda asked: asked.load == "mmap" and check_mapping(folder)),
         "predict_neurons": (False, lambda asked: predictors_of(asked, folder, config)),
-        "spec": ("auto", lambda asked: asked.spec == "mtp" and demand_own_layer(config, store, container)),
+        "spec": ("auto", lambda asked: asked.spec == "mtp" and require_mtp(config, store, container)),
         "draft": (None, lambda asked: asked.draft and folder and draft_model.refuse_other(folder, Path(asked.draft), config, asked)),
         "lora": ((), lambda asked: load_adapters(asked.lora, config, check_tensors(config, store, container))),
         "kv": ("16bit", lambda asked: cache_layout(asked, folder, config, store, lambda said: None))}

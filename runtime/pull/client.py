@@ -28,19 +28,19 @@ from ..config_reader import show
 HUB = "https://huggingface.co"
 BUSY = (408, 425, 429, 500, 502, 503, 504)
 REDIRECTS = (301, 302, 303, 307, 308)
-MOST_REDIRECTS = 8
-LARGEST_INFO, LARGEST_ERROR = 16 << 20, 16 << 10
-GO_ON = "run the same command again; the partial download is kept"
+MAX_REDIRECTS = 8
+MAX_INFO_NBYTES, MAX_ERROR_NBYTES = 16 << 20, 16 << 10  # of a response of the API, and of the body of a redirect
+RESUME_HINT = "run the same command again; the partial download is kept"
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a repository at a commit. `etag` names its blob in the cache; `is_lfs`: the digest is sha256 of its bytes."""
+    """A file of a repository at a commit."""
 
     name: str
     size: int
-    etag: str
-    is_lfs: bool
+    etag: str  # names its blob in the cache
+    is_lfs: bool  # the etag is the sha256 of its bytes, else git's sha1
 
     @property
     def digest(self) -> Digest:
@@ -52,7 +52,7 @@ class NoSuchFile(ModelNotFound):
 
 
 class NoSuchRepository(ModelNotFound):
-    """The hub shows none of that name: there is none, or it is private, which hubs do not tell apart."""
+    """The hub shows no repository of that name: it does not exist or is private, which hubs do not tell apart."""
 
 
 class Gated(ModelNotFound):
@@ -68,7 +68,7 @@ def is_offline(env: Mapping[str, str]) -> bool:
 
 
 def find_token(env: Mapping[str, str]) -> str | None:
-    """The person's token: of the environment, else of the file that `hf auth login` writes."""
+    """The user's token: of the environment, else of the file that `hf auth login` writes."""
     if is_true(env.get("HF_HUB_DISABLE_IMPLICIT_TOKEN")):
         return None
     text = env.get("HF_TOKEN") or env.get("HUGGING_FACE_HUB_TOKEN")
@@ -92,10 +92,10 @@ class Client:
         self.backoff = backoff or Backoff()
         self._token = find_token(env)
         self._lock = threading.Lock()
-        self._places: dict[str, str] = {}  # where a file's bytes are, once a redirect has told
-        self._tags: dict[str, list[str]] = {}  # those that its bytes came with, one after another
-        self._xet: dict[str, str] = {}  # its hash in Xet, where the hub keeps it so
-        self._without_xet = is_true(env.get("HF_HUB_DISABLE_XET"))  # who sets it wants that library nowhere
+        self._locations: dict[str, str] = {}  # by file, the URL of its bytes behind the redirects
+        self._etags: dict[str, list[str]] = {}  # by file, the ETags of its responses in order
+        self._xet: dict[str, str] = {}  # by file, its Xet hash, if the hub stores it in Xet
+        self._without_xet = is_true(env.get("HF_HUB_DISABLE_XET"))
         try:
             self._home = Url.parse(self.endpoint)
         except ConnectionFailed as error:
@@ -112,20 +112,20 @@ class Client:
     def page(self, repo: str) -> str:
         return f"{self.endpoint}/{repo}"
 
-    # -- small answers -----------------------------------------------------------------------------------------------------------
+    # -- small responses ---------------------------------------------------------------------------------------------------------
 
     def json(self, path: str, repo: str) -> tuple[dict[str, object], int]:
-        """An object of the API, and the bytes that it took. `repo` is for errors."""
-        return self._parsed(path, repo, dict)
+        """(JSON object of the API, bytes downloaded). `repo` is for errors."""
+        return self._fetch_json(path, repo, dict)
 
     def objects(self, path: str, what: str) -> list[dict[str, object]]:
         """A list of objects of the API. `what` is for errors."""
-        return [each for each in self._parsed(path, what, list)[0] if isinstance(each, dict)]
+        return [item for item in self._fetch_json(path, what, list)[0] if isinstance(item, dict)]
 
-    def _parsed(self, path: str, what: str, kind: type) -> tuple[Any, int]:
-        text = self._fetch(f"{self.endpoint}{path}", what, LARGEST_INFO + 1)
-        if len(text) > LARGEST_INFO:
-            raise DownloadFailed(f"what the hub lists of {what} is longer than {LARGEST_INFO >> 20} MiB, and is not read to its end",
+    def _fetch_json(self, path: str, what: str, kind: type) -> tuple[Any, int]:
+        text = self._fetch(f"{self.endpoint}{path}", what, MAX_INFO_NBYTES + 1)
+        if len(text) > MAX_INFO_NBYTES:
+            raise DownloadFailed(f"what the hub lists of {what} is longer than {MAX_INFO_NBYTES >> 20} MiB, and is not read to its end",
                                  f"fetch the files that you want from {self.page(what)} into a folder, then effllm run ./FOLDER")
         try:
             value = json.loads(text)
@@ -140,9 +140,9 @@ class Client:
         if file.size > limit:
             raise DownloadFailed(f"{file.name} of {repo} is larger than {limit >> 10} KiB", "this does not look like a model")
         text = self._fetch(self.address(repo, commit, file.name), repo, limit + 1)
-        running = new_hash(file.digest, len(text))
-        running.update(text)
-        if running.hexdigest() != file.etag:
+        checksum = new_hash(file.digest, len(text))
+        checksum.update(text)
+        if checksum.hexdigest() != file.etag:
             raise DownloadFailed(f"{file.name}: wrong checksum", "the hub or a proxy alters it; try another network")
         return text
 
@@ -152,11 +152,11 @@ class Client:
     def read_range(self, repo: str, commit: str, file: RemoteFile, begin: int, end: int) -> bytes:
         """A small part of a large file."""
 
-        def once() -> bytes:
+        def attempt() -> bytes:
             try:
                 response = self.open_range(repo, commit, file, begin, end)
             except RestartFile as error:
-                raise DownloadFailed(f"{file.name}: {error.reason}", GO_ON) from error
+                raise DownloadFailed(f"{file.name}: {error.reason}", RESUME_HINT) from error
             try:
                 text = response.read(end - begin)
             finally:
@@ -165,13 +165,13 @@ class Client:
                 raise ConnectionFailed("the response ended early")
             return text
 
-        return self._patiently(once)
+        return self._with_retries(attempt)
 
     def _fetch(self, address: str, repo: str, limit: int) -> bytes:
-        def once() -> bytes:
-            response, _ = self._follow(address)
+        def attempt() -> bytes:
+            response, _ = self._follow_redirects(address)
             try:
-                self._judge(response, repo)
+                self._raise_for_status(response, repo)
                 text = response.read(limit)
                 if response.remaining and len(text) < limit:
                     raise ConnectionFailed("the response ended early")
@@ -181,20 +181,20 @@ class Client:
             finally:
                 response.close()
 
-        return self._patiently(once)
+        return self._with_retries(attempt)
 
-    def _patiently(self, once: Callable[[], bytes]) -> bytes:
+    def _with_retries(self, attempt: Callable[[], bytes]) -> bytes:
         failures = 0
         while True:
             try:
-                return once()
+                return attempt()
             except (ConnectionFailed, RetryLater) as error:
                 failures += 1
-                asked = error.after if isinstance(error, RetryLater) else None
-                again = not isinstance(error, ConnectionFailed) or error.again
-                if not again or failures >= min(3, self.backoff.attempts) or (asked or 0) > self.backoff.patience:
+                retry_after_s = error.after if isinstance(error, RetryLater) else None
+                can_retry = not isinstance(error, ConnectionFailed) or error.again
+                if not can_retry or failures >= min(3, self.backoff.attempts) or (retry_after_s or 0) > self.backoff.patience:
                     raise (self._busy(error) if isinstance(error, RetryLater) else self._unreachable(error)) from error
-                time.sleep(self.backoff.delay(failures, asked))
+                time.sleep(self.backoff.delay(failures, retry_after_s))
 
     def _busy(self, error: RetryLater) -> DownloadFailed:
         more = "" if self.has_token else "; requests with a token (hf auth login) have a higher limit"
@@ -208,36 +208,36 @@ class Client:
                               error.step or "check the network, HTTPS_PROXY and HF_ENDPOINT; effllm list shows what is here")
 
     def xet_hash(self, file: RemoteFile) -> str | None:
-        """What the hub has named beside a file's digest, in the answers to requests for it; None where a person does without."""
+        """A file's Xet hash, which the hub names in responses for it; None if there is none, or if the environment disables Xet."""
         with self._lock:
             return None if self._without_xet else self._xet.get(file.name)
 
     # -- ranges of large files -----------------------------------------------------------------------------------------------------
 
     def open_range(self, repo: str, commit: str, file: RemoteFile, begin: int, end: int) -> Response:
-        """The bytes [begin, end) of a file, as `transfer` wants them: checked to be that range of that version of that file."""
+        """The bytes [begin, end) of a file, for `transfer`. The response is checked to be that range of that version of the file."""
         whole = begin == 0 and end == file.size
-        span = None if whole else f"bytes={begin}-{end - 1}"
+        byte_range = None if whole else f"bytes={begin}-{end - 1}"
         with self._lock:
-            known = self._places.get(file.name)
+            known = self._locations.get(file.name)
         address = known or self.address(repo, commit, file.name)
         if known is None and not whole:
             address = self._locate(address, file, commit)
-        response, place = self._follow(address, file, commit, span)
+        response, location = self._follow_redirects(address, file, commit, byte_range)
         try:
-            if response.status in (400, 401, 403, 404, 410) and Url.parse(place).origin != self._home.origin:
+            if response.status in (400, 401, 403, 404, 410) and Url.parse(location).origin != self._home.origin:
                 with self._lock:
-                    self._places.pop(file.name, None)  # addresses of the storage behind the hub expire
+                    self._locations.pop(file.name, None)  # URLs of the storage behind the hub expire
                 raise RetryLater(f"the storage behind the hub answered {response.status}")
             if response.status == 416:
                 raise RestartFile("it has another length on the server than the hub says")
-            self._judge(response, repo, file.name)
+            self._raise_for_status(response, repo, file.name)
             self._check_range(response, file, begin, end, whole)
         except BaseException:
             response.close()
             raise
         with self._lock:
-            self._places[file.name] = place
+            self._locations[file.name] = location
         return response
 
     def _check_range(self, response: Response, file: RemoteFile, begin: int, end: int, whole: bool) -> None:
@@ -246,51 +246,53 @@ class Client:
         if response.status == 200 and not whole:
             raise RestartFile("the server sends no ranges", whole=True)
         if response.status == 206:
-            said = (response.header("Content-Range") or "").removeprefix("bytes ").strip()
-            if said != f"{begin}-{end - 1}/{file.size}":
-                raise RestartFile(f"the server sent {show(said)} instead of {begin}-{end - 1}/{file.size}")
+            content_range = (response.header("Content-Range") or "").removeprefix("bytes ").strip()
+            if content_range != f"{begin}-{end - 1}/{file.size}":
+                raise RestartFile(f"the server sent {show(content_range)} instead of {begin}-{end - 1}/{file.size}")
         elif response.remaining not in (None, file.size):
             raise RestartFile(f"the server sends {response.remaining} bytes, the hub says {file.size}")
-        tag = normal_etag(response.header("ETag"))
-        if tag is not None:
+        etag = normal_etag(response.header("ETag"))
+        if etag is not None:
             with self._lock:
-                seen = self._tags.setdefault(file.name, [tag])
-                is_new, is_old = tag not in seen, tag in seen[:-1]
+                etags = self._etags.setdefault(file.name, [etag])
+                is_new, is_old = etag not in etags, etag in etags[:-1]
                 if is_new:
-                    seen.append(tag)
-            if is_old:  # on its way when the file changed, or from where the change has not come
+                    etags.append(etag)
+            if is_old:  # sent before the file changed, or by a mirror that does not have the change yet
                 raise RetryLater("the server sent the version of before")
             if is_new:
                 raise RestartFile("it changed on the server")
 
     def _locate(self, address: str, file: RemoteFile, commit: str) -> str:
-        """Where a file's bytes are, asked without a range: an address that is given for one range might be good for that alone."""
-        for _ in range(MOST_REDIRECTS):
-            response, target = self._ask("HEAD", address, file, commit, None)
+        """The URL of a file's bytes, requested without a range: a URL that is signed for one range may be valid for that range only."""
+        for _ in range(MAX_REDIRECTS):
+            response, target = self._request("HEAD", address, file, commit, None)
             response.close()
             if target is None or Url.parse(target).origin != self._home.origin:
                 return target or address
             address = target
         raise ConnectionFailed("too many redirects", again=False)
 
-    def _follow(self, address: str, file: RemoteFile | None = None, commit: str = "", span: str | None = None) -> tuple[Response, str]:
-        """The answer behind all redirects, and its address."""
-        for _ in range(MOST_REDIRECTS):
-            response, target = self._ask("GET", address, file, commit, span)
+    def _follow_redirects(self, address: str, file: RemoteFile | None = None, commit: str = "",
+                          byte_range: str | None = None) -> tuple[Response, str]:
+        """The final response, and its URL."""
+        for _ in range(MAX_REDIRECTS):
+            response, target = self._request("GET", address, file, commit, byte_range)
             if target is None:
                 return response, address
             response.close()
             address = target
         raise ConnectionFailed("too many redirects", again=False)
 
-    def _ask(self, method: str, address: str, file: RemoteFile | None, commit: str, span: str | None) -> tuple[Response, str | None]:
-        """One request: the answer, and where it sends on to. The token goes to the hub's own origin alone."""
+    def _request(self, method: str, address: str, file: RemoteFile | None, commit: str,
+                 byte_range: str | None) -> tuple[Response, str | None]:
+        """One request: (response, target of its redirect or None). The token is sent only to the hub's own origin."""
         url = Url.parse(address)
         at_home = url.origin == self._home.origin
-        own = {"Range": span} if span else {}
+        headers = {"Range": byte_range} if byte_range else {}
         if self._token and at_home:
-            own["Authorization"] = f"Bearer {self._token}"
-        response = self.network.request(method, url, own)
+            headers["Authorization"] = f"Bearer {self._token}"
+        response = self.network.request(method, url, headers)
         try:
             if file is not None and at_home and response.status < 400:
                 check_version(response, file, commit)
@@ -301,7 +303,7 @@ class Client:
             if response.status not in REDIRECTS or not location:
                 return response, None
             if response.remaining:
-                response.read(LARGEST_ERROR)
+                response.read(MAX_ERROR_NBYTES)
             target = redirected(url, address, location)
             if url.scheme == "https" and not target.startswith("https:"):
                 raise ConnectionFailed(f"{url.authority} redirects to an unencrypted URL", again=False)
@@ -310,14 +312,14 @@ class Client:
             response.close()
             raise
 
-    # -- what an answer means ------------------------------------------------------------------------------------------------------
+    # -- errors --------------------------------------------------------------------------------------------------------------------
 
-    def _judge(self, response: Response, repo: str, name: str = "") -> None:
-        """Nothing for success; else the error that the hub's headers and status spell."""
+    def _raise_for_status(self, response: Response, repo: str, name: str = "") -> None:
+        """Raises the error that the hub's headers and status mean, unless the response is a success."""
         status, code = response.status, response.header("X-Error-Code") or ""
         if status in (200, 206):
             return
-        said = response.header("X-Error-Message") or ""
+        message = response.header("X-Error-Message") or ""
         if status in BUSY:
             raise RetryLater("too many requests" if status == 429 else f"the server answered {status}",
                            retry_after(response.header("Retry-After"), moment(response.header("Date")) or time.time()))
@@ -327,9 +329,9 @@ class Client:
             raise ModelNotFound(f"{repo} has no such revision", f"its branches and tags are at {self.page(repo)}/tree/main")
         if code == "EntryNotFound" or status == 404 and not code and name:
             raise NoSuchFile(f"{repo} has no file {name or 'of that name'}", f"its files are at {self.page(repo)}/tree/main")
-        if "Invalid credentials" in said or status == 401 and self.has_token and code != "RepoNotFound":
+        if "Invalid credentials" in message or status == 401 and self.has_token and code != "RepoNotFound":
             raise ModelNotFound(f"the hub rejected the configured token (for {repo})", "hf auth login, or unset HF_TOKEN")
-        if "disabled" in said.lower():
+        if "disabled" in message.lower():
             raise ModelNotFound(f"{repo} was disabled by the hub", "choose another model: effllm list --all")
         if code == "RepoNotFound" or status in (401, 404):
             private = "the token may not see it" if self.has_token else "a private one needs hf auth login"
@@ -339,34 +341,35 @@ class Client:
             raise ModelNotFound(f"this token has no access to {repo}", f"see {self.page(repo)}, then hf auth login")
         if status == 407:
             raise DownloadFailed("the proxy asks for a name and password", CREDENTIAL)
-        raise DownloadFailed(f"the hub answered {status} for {name or repo}{': ' + show(said) if said else ''}", GO_ON)
+        raise DownloadFailed(f"the hub answered {status} for {name or repo}{': ' + show(message) if message else ''}", RESUME_HINT)
 
     def gated(self, repo: str) -> Gated:
-        step = f"ask for access at {self.page(repo)}"
+        hint = f"ask for access at {self.page(repo)}"
         return Gated(f"{repo} is gated: its authors ask for consent" + (", and this token has none yet" if self.has_token else ""),
-                     step if self.has_token else f"{step}, then hf auth login")
+                     hint if self.has_token else f"{hint}, then hf auth login")
 
     def _not_the_hub(self, text: bytes) -> DownloadFailed:
-        web = "a web page" if b"<" in text[:200] or not text else "something else"
-        return DownloadFailed(f"{self._home.authority} answered with {web} instead of a model: a sign-in page of the network, or a proxy",
+        received = "a web page" if b"<" in text[:200] or not text else "something else"
+        return DownloadFailed(f"{self._home.authority} answered with {received} instead of a model: "
+                              "a sign-in page of the network, or a proxy",
                               "open a page in a browser to sign in to the network, or check HTTPS_PROXY and HF_ENDPOINT")
 
 
 def redirected(url: Url, address: str, location: str) -> str:
-    """The address that an answer of `url` sends on to. Raises ConnectionFailed where it can never be reached."""
+    """The absolute URL of a redirect to `location`. Raises ConnectionFailed if it is not a valid http or https URL."""
     try:
         target = urljoin(address, location)
         Url.parse(target)
-    except (ValueError, ConnectionFailed):  # brackets that are never closed are an error already when the two are joined
+    except (ValueError, ConnectionFailed):  # urljoin raises ValueError for unclosed brackets
         raise ConnectionFailed(f"{url.authority} redirects to something other than an http or https URL", again=False) from None
     return target
 
 
 def check_version(response: Response, file: RemoteFile, commit: str) -> None:
-    """The hub's own headers say which version it is about to send. Raises RestartFile where it is not the one that was planned."""
-    at = response.header("X-Repo-Commit")
-    if at is not None and at != commit:
-        raise DownloadFailed(f"the hub sent {file.name} of another version ({show(at[:12])})", "run the same command again")
+    """Raises RestartFile or DownloadFailed if the hub's headers announce another version than the planned one."""
+    sent = response.header("X-Repo-Commit")
+    if sent is not None and sent != commit:
+        raise DownloadFailed(f"the hub sent {file.name} of another version ({show(sent[:12])})", "run the same command again")
     linked = normal_etag(response.header("X-Linked-Etag"))
     if file.is_lfs and linked not in (None, file.etag):
         raise RestartFile("it changed on the hub")

@@ -23,12 +23,15 @@ WINDOW_S = 10.0
 
 @contextmanager
 def disk_errors(folder: Path, variable: str, missing: Callable[[], int]) -> Iterator[None]:
-    """Context manager turning a failed write into an error with a next step; `variable` names another location for `folder`, `missing`
-    returns how many bytes are still missing."""
+    """Context manager that turns a failed write into an error with a next step.
+
+    variable: the environment variable that moves `folder`.
+    missing: returns the bytes still to be written.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.EFBIG, errno.EDQUOT):  # there may be room, but not for this
+        if error.errno in (errno.EFBIG, errno.EDQUOT):  # the disk has free space, but not for this
             why = "a file that large may not be written" if error.errno == errno.EFBIG else "the quota is used up"
             raise DiskFull(f"{why} in {folder}: {format_size(missing())} are still missing",
                            f"set {variable} to a folder of another disk, or raise the limit (ulimit -f, quota)") from error
@@ -71,7 +74,7 @@ def lock_path(folder: Path) -> Path:
 
 
 def remove_leftovers(folder: Path, marker: str) -> None:
-    """Remove the source files of a complete `folder` that a kill has left behind. A folder that is locked or read-only is left alone."""
+    """Remove the source files of a complete `folder` that a killed run left. A folder that is locked or read-only is left alone."""
     if not source_folder(folder).is_dir():
         return
     with suppress(OSError):
@@ -98,12 +101,12 @@ def occupied_nbytes(folder: Path) -> int:
 
 
 def check_space(needs: list[tuple[Path, int, str]]) -> None:
-    """Raises DoesNotFit where a disk lacks what the folders on it are about to take; with each the variable that moves it."""
+    """Raises DoesNotFit if a disk has too little free space. `needs`: (folder, bytes, environment variable that moves the folder)."""
     disks: dict[int, tuple[Path, int, str]] = {}
-    for folder, nbytes, moved_by in (each for each in needs if each[1]):
+    for folder, nbytes, variable in (need for need in needs if need[1]):
         device = existing_ancestor(folder).stat().st_dev
-        first, before, variable = disks.get(device, (folder, 0, moved_by))
-        disks[device] = first, before + nbytes, variable
+        first_folder, total, first_variable = disks.get(device, (folder, 0, variable))
+        disks[device] = first_folder, total + nbytes, first_variable
     for folder, nbytes, variable in disks.values():
         free = free_nbytes(folder)
         if nbytes > free:
@@ -111,25 +114,25 @@ def check_space(needs: list[tuple[Path, int, str]]) -> None:
                              f"make room for {format_size(nbytes - free)}, set {variable} to a larger disk, or ask for fewer --bits")
 
 
-def locked(path: Path, busy: str) -> Generator[Notice, None, int]:
-    """Wait for a lock that other programs take too; its descriptor is returned. `busy` is said once where that takes time."""
-    said = False
+def acquire_lock(path: Path, message: str) -> Generator[Notice, None, int]:
+    """Wait for a lock that other programs use too; returns its descriptor. Yields `message` once if that takes time."""
+    has_notified = False
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.exists(path) and os.fstat(fd).st_ino == os.stat(path).st_ino:
                 return fd
-            os.close(fd)  # the file was removed and made again in between
+            os.close(fd)  # the file was removed and created again in between
             continue
         except BlockingIOError:
             os.close(fd)
         except BaseException:
             os.close(fd)
             raise
-        if not said:
-            said = True
-            yield Notice(busy)
+        if not has_notified:
+            has_notified = True
+            yield Notice(message)
         time.sleep(POLL_S)
 
 
@@ -139,10 +142,10 @@ class Rate:
     def __init__(self, done: int) -> None:
         self._points = deque([(time.monotonic(), done)])
 
-    def at(self, done: int) -> float:
+    def update(self, done: int) -> float:
         now = time.monotonic()
         self._points.append((now, done))
         while len(self._points) > 2 and now - self._points[0][0] > WINDOW_S:
             self._points.popleft()
-        then, before = self._points[0]
-        return (done - before) / (now - then) if now > then else 0.0
+        first, first_done = self._points[0]
+        return (done - first_done) / (now - first) if now > first else 0.0

@@ -22,19 +22,18 @@ NOT_MEASURED = "doctor was not run: effllm doctor measures this machine"
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """Whether a run would fit here now, as `effllm plan` reckons; `reason` says why not, `hint` what would help. Bytes: `weights_bytes` and
-    `kv_bytes` of the total, `streamed_bytes` of weights that every token reads from the disk. `layers`: gpu, memory or disk, of each."""
+    """Whether a run would fit here now, as `effllm plan` computes it. Bytes are those of memory unless noted."""
 
     fits: bool
     total_bytes: int = 0
     budget_bytes: int = 0
     context: int = 0
-    reason: str = ""
-    weights_bytes: int = 0
-    kv_bytes: int = 0
-    streamed_bytes: int = 0
-    layers: tuple[str, ...] = ()
-    hint: str = ""
+    reason: str = ""  # why it does not fit
+    weights_bytes: int = 0  # of the total
+    kv_bytes: int = 0  # of the total
+    streamed_bytes: int = 0  # of weights that every token reads from the disk
+    layers: tuple[str, ...] = ()  # of each layer: gpu, memory or disk
+    hint: str = ""  # what would help if it does not fit
 
     def to_json(self) -> Mapping[str, object]:
         return {"fits": self.fits, "total_bytes": self.total_bytes, "budget_bytes": self.budget_bytes, "context": self.context,
@@ -44,15 +43,14 @@ class MemoryFit:
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """A run of the finished model as it is planned now. `memory` and `prepared` are None where nothing can be told; `unknown` says why
-    there is no speed; `rough` is one by the memory's rate alone, where nothing else could be measured."""
+    """Memory and speed of a run of the finished model, as it is planned now."""
 
-    memory: MemoryFit | None = None
+    memory: MemoryFit | None = None  # None if unknown
     prepared: Prepared | None = None
     forecast: Forecast | None = None
     known: Roofs | None = None
-    unknown: str = ""
-    rough: Prediction | None = None
+    unknown: str = ""  # why there is no speed
+    rough: Prediction | None = None  # a speed from memory bandwidth alone, if nothing else was measured
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -60,20 +58,20 @@ class RunEstimate:
 
     @property
     def error(self) -> float | None:
-        """Of the speed, as a share."""
+        """Relative error of the speed."""
         return None if self.tokens_per_s is None else self.forecast.start.error
 
 
-def estimate_run(config: ModelConfig, store: ExpectedStore, options: EngineOptions, folder: Path, beside: int) -> RunEstimate:
-    """The plan of a run of what `store` expects in `folder`; `beside`: bytes that the process will hold besides. Raises UsageError for
+def estimate_run(config: ModelConfig, store: ExpectedStore, options: EngineOptions, folder: Path, extra_nbytes: int) -> RunEstimate:
+    """The plan of a run of the tensors in `store` from `folder`. `extra_nbytes`: other memory of the process. Raises UsageError for
     options that this model cannot have."""
     from ..planning import roofs
     from ..planning.forecast import wanted
     from ..prepare import prepare_with
 
-    options = replace(options, draft=None, predict_neurons=False)  # of files that are not here
+    options = replace(options, draft=None, predict_neurons=False)  # their files are not downloaded
     try:
-        prepared = prepare_with(None, config, store, options, store.container, extra_nbytes=beside)
+        prepared = prepare_with(None, config, store, options, store.container, extra_nbytes=extra_nbytes)
     except DoesNotFit as error:
         return RunEstimate(MemoryFit(False, reason=error.message, hint=error.hint), unknown="it does not fit")
     placement = prepared.placement
@@ -83,31 +81,31 @@ def estimate_run(config: ModelConfig, store: ExpectedStore, options: EngineOptio
 
 
 def with_roofs(run: RunEstimate, known: Roofs) -> RunEstimate:
-    """The same with the speed that follows from what is known of the machine."""
+    """The same with the speed that follows from `known` measurements of the machine."""
     from ..planning.forecast import forecast, no_roofs
 
-    found = forecast(run.prepared, known)
-    unknown = "" if found.start is not None else NOT_MEASURED if found.reason == no_roofs(run.prepared.options) else found.reason
-    return replace(run, forecast=found, known=known, unknown=unknown)
+    result = forecast(run.prepared, known)
+    unknown = "" if result.start is not None else NOT_MEASURED if result.reason == no_roofs(run.prepared.options) else result.reason
+    return replace(run, forecast=result, known=known, unknown=unknown)
 
 
 def missing_measurement(run: RunEstimate) -> RoofsWanted | None:
-    """What to measure for a speed, that of the memory and of the kinds of weights which most bytes are of; None where it would not tell, or
-    where kernels have to be compiled first, which takes longer than anybody wants to wait for a question."""
+    """What to measure for a speed: memory bandwidth, and the kinds of weights with most bytes. None if that would not give one, or if
+    kernels have to be compiled first, which takes longer than anybody wants to wait for an estimate."""
     from ..planning import roofs
     from ..planning.forecast import wanted
 
     if run.prepared is None or run.unknown != NOT_MEASURED:
         return None
     parts = run.forecast.work.parts
-    kinds = {part.kind for part in parts if 2 * part.nbytes >= max(each.nbytes for each in parts)}
-    asked = replace(wanted(run.prepared), kinds=tuple(sorted(kinds)), kv=(), file=None)
-    return None if roofs.is_cold(asked) else asked
+    kinds = {part.kind for part in parts if 2 * part.nbytes >= max(other.nbytes for other in parts)}
+    measurements = replace(wanted(run.prepared), kinds=tuple(sorted(kinds)), kv=(), file=None)
+    return None if roofs.is_cold(measurements) else measurements
 
 
 def rough_estimate(run: RunEstimate) -> RunEstimate:
-    """The same with what the memory's rate alone tells of a machine of which nothing is known: a third of a second, also where kernels
-    have yet to be compiled. Nothing of it is kept."""
+    """The same with a speed from memory bandwidth alone, measured in a third of a second, for a machine without measurements. It needs no
+    compiled kernels and is not stored."""
     from ...offload.memory import read_rate
     from ...offload.predict import Rates, decode
     from ..prepare import worker_count
@@ -118,5 +116,5 @@ def rough_estimate(run: RunEstimate) -> RunEstimate:
 
 
 def nearest(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there: what will be in it lies on the same disk."""
-    return next(place for place in (folder, *folder.parents) if place.is_dir())
+    """The folder or its nearest existing ancestor, which is on the same disk."""
+    return next(ancestor for ancestor in (folder, *folder.parents) if ancestor.is_dir())

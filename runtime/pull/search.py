@@ -1,7 +1,7 @@
-"""Keyword search of hub repositories, with what can be told of each without reading its files.
+"""Keyword search of hub repositories, with what the hub reports about each.
 
-One request, in which the hub reports each repository's config and header summary. Whether a model is supported is judged by its type and
-format alone, whether it fits by its size; `plan` reads more, and is exact.
+One request, in which the hub reports each repository's config and header summary. Whether a model is supported follows from its type and
+format alone, whether it fits from its size; `plan` reads more, and is exact.
 """
 
 from __future__ import annotations
@@ -23,44 +23,43 @@ from .client import Client, NoSuchRepository
 from .repository import stated_licence
 
 ORDERS = {"downloads": "downloads", "likes": "likes", "trending": "trendingScore", "new": "createdAt"}  # ours -> the hub's
-ASKED = ("config", "downloads", "gated", "gguf", "likes", "safetensors", "tags")
-WRITING = "text-generation"  # what the hub calls what most are for: asked for where no word narrows the search
-MOST, TIMES = 500, 5  # repositories in an answer, and how many are asked for of each that is wanted: of most searches some do not run
+EXPANDED_FIELDS = ("config", "downloads", "gated", "gguf", "likes", "safetensors", "tags")
+TEXT_GENERATION = "text-generation"  # the pipeline tag of a search without words
+MAX_RESULTS = 500  # repositories in a response of the hub
+OVERSAMPLING = 5  # repositories requested for each that is wanted, since some of most searches do not run
 GGUF, SAFETENSORS = "GGUF", "safetensors"
-READ = (*METHODS, "mxfp4")  # methods; the last is gpt-oss's, which its family reads
-# Of a weight, scales included: what `quantize --bits 4` makes of most models, Q4_K_M and Q8_0.
+SUPPORTED_METHODS = (*METHODS, "mxfp4")  # of quantization; the last is gpt-oss's, which its family reads
+# Bits per weight, scales included: what `quantize --bits 4` makes of most models, Q4_K_M and Q8_0.
 FOUR_BITS, FILE_FOUR_BITS, FILE_EIGHT_BITS = 4.5, 4.85, 8.5
-BESIDE = 768 << 20  # bytes: the program, and the cache and workspace of a model of some billions of weights
+OVERHEAD = 768 << 20  # bytes: the program, and the cache and workspace of a model of some billions of weights
 FITS, FITS_SMALLER, LARGER = "yes", "at 4 bits", "larger"
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A repository. `kind`: the type of its config, or the architecture of its GGUF files; `form`: how its weights are stored. `parameters`
-    and `nbytes` are None where the hub does not tell them: of GGUF files, which are of several sizes, it tells no bytes. `why_not` says why
-    it does not run, and is empty where it does; `makes_vectors`: it runs and writes nothing."""
+    """A repository that a search found."""
 
     repo: str
-    kind: str
-    form: str
-    parameters: int | None
-    nbytes: int | None
+    kind: str  # the type of its config, or the architecture of its GGUF files
+    form: str  # how its weights are stored
+    parameters: int | None  # None if the hub does not report them
+    nbytes: int | None  # None if the hub does not report them, and for GGUF files, which have several sizes
     licence: str | None
     gated: bool
     downloads: int
     likes: int
-    is_embedding_model: bool
-    why_not: str
+    is_embedding_model: bool  # an embedding model or reranker
+    why_not: str  # why it does not run, empty if it does
 
     def fits(self, memory: int) -> str:
-        """Whether it fits that many bytes of memory, by size alone; empty where no size is told."""
+        """Whether it fits `memory` bytes, by size alone; empty if its size is unknown."""
         if self.form == GGUF:
-            most, least = (self.parameters and self.parameters * bits / 8 for bits in (FILE_EIGHT_BITS, FILE_FOUR_BITS))
+            large, small = (self.parameters and self.parameters * bits / 8 for bits in (FILE_EIGHT_BITS, FILE_FOUR_BITS))
         else:
-            most, least = self.nbytes, self.parameters and self.parameters * FOUR_BITS / 8
-        if most is None:
+            large, small = self.nbytes, self.parameters and self.parameters * FOUR_BITS / 8
+        if large is None:
             return ""
-        return FITS if most + BESIDE <= memory else FITS_SMALLER if least and least + BESIDE <= memory else LARGER
+        return FITS if large + OVERHEAD <= memory else FITS_SMALLER if small and small + OVERHEAD <= memory else LARGER
 
     def to_json(self, memory: int) -> dict[str, object]:
         return {"repo": self.repo, "type": self.kind, "format": self.form, "parameters": self.parameters, "size_bytes": self.nbytes,
@@ -69,24 +68,25 @@ class SearchResult:
 
 
 def search(client: Client, words: str, order: str = "downloads", wanted: int = 20) -> list[SearchResult]:
-    """Repositories whose names hold `words`, in the hub's order, some of which do not run; without words those that write text. Raises
+    """Repositories whose names contain `words`, in the hub's order; some do not run. Without words, those that generate text. Raises
     DownloadFailed."""
-    asked = [("search", words)] if words else [("pipeline_tag", WRITING)]
-    asked += [("sort", ORDERS[order]), ("limit", min(MOST, max(100, TIMES * wanted))), *(("expand", key) for key in ASKED)]
+    query = [("search", words)] if words else [("pipeline_tag", TEXT_GENERATION)]
+    query += [("sort", ORDERS[order]), ("limit", min(MAX_RESULTS, max(100, OVERSAMPLING * wanted))),
+              *(("expand", key) for key in EXPANDED_FIELDS)]
     try:
-        listed = client.objects(f"/api/models?{urlencode(asked)}", f"a search for {show(words)}" if words else "a search")
+        entries = client.objects(f"/api/models?{urlencode(query)}", f"a search for {show(words)}" if words else "a search")
     except NoSuchRepository:
         raise DownloadFailed(f"{client.host} does not search", "check HF_ENDPOINT, or call a repository by its name: org/repo") from None
-    return [found for raw in listed if (found := _found(raw)) is not None]
+    return [result for raw in entries if (result := _result(raw)) is not None]
 
 
 def memory() -> int:
-    """Bytes of memory that a model could have here now."""
+    """Bytes of memory that a model could use on this machine now."""
     return hardware.memory_available()
 
 
-def _found(raw: Mapping[str, object]) -> SearchResult | None:
-    """None for what has no name that can be typed."""
+def _result(raw: Mapping[str, object]) -> SearchResult | None:
+    """An entry of the response; None without a valid name."""
     repo = raw.get("id")
     if not isinstance(repo, str) or not is_repo(repo):
         return None
@@ -97,11 +97,11 @@ def _found(raw: Mapping[str, object]) -> SearchResult | None:
     total = files.get("total") if form == GGUF else stored.get("total") if not method else None
     downloads, likes = (raw[key] if is_count(raw.get(key)) else 0 for key in ("downloads", "likes"))
     return SearchResult(repo, kind, form, total if is_count(total) else None, _nbytes(stored.get("parameters")), stated_licence(raw),
-                 raw.get("gated") not in (None, False), downloads, likes, _reads_alone(kind, form), _why_not(kind, form, method))
+                        raw.get("gated") not in (None, False), downloads, likes, _is_encoder(kind, form), _why_not(kind, form, method))
 
 
 def _method(config: Mapping[str, object]) -> str:
-    """How its weights were quantized; empty where they were not."""
+    """How its weights were quantized; empty if they were not."""
     section = config.get("quantization_config")
     if not isinstance(section, dict):
         return ""
@@ -109,7 +109,7 @@ def _method(config: Mapping[str, object]) -> str:
 
 
 def _nbytes(parameters: object) -> int | None:
-    """Bytes of {type: how many of it}; None for what says no such thing, or a type that is not known."""
+    """Bytes of {dtype: number of weights}; None for anything else, or an unknown dtype."""
     if not isinstance(parameters, dict) or not parameters:
         return None
     if not all(dtype in DTYPE_BITS and is_count(count) for dtype, count in parameters.items()):
@@ -117,7 +117,7 @@ def _nbytes(parameters: object) -> int | None:
     return sum(DTYPE_BITS[dtype] * count // 8 for dtype, count in parameters.items())
 
 
-def _reads_alone(kind: str, form: str) -> bool:
+def _is_encoder(kind: str, form: str) -> bool:
     return kind in FILES if form == GGUF else kind in ENCODERS or is_embedding_model({"model_type": kind})
 
 
@@ -127,8 +127,8 @@ def _why_not(kind: str, form: str, method: str) -> str:
     if not kind:
         return "its type is not stated"
     known: Sequence[Mapping[str, object]] = (ARCHITECTURES, FILES) if form == GGUF else (FAMILIES, COMPOSITE, MODEL_TYPE_ALIASES, ENCODERS)
-    if not any(kind in each for each in known):
+    if not any(kind in table for table in known):
         return f"type {kind} is not supported"
-    if method == MLX and not {MODEL_TYPE_ALIASES.get(each, each) for each in COMPOSITE.get(kind, (kind,))} & {*MLX_FAMILIES}:
+    if method == MLX and not {MODEL_TYPE_ALIASES.get(name, name) for name in COMPOSITE.get(kind, (kind,))} & {*MLX_FAMILIES}:
         return f"MLX-quantized weights are not supported for {kind} models"
-    return f"quantized by {method}, which is not read" if method and method not in READ else ""
+    return f"quantized by {method}, which is not read" if method and method not in SUPPORTED_METHODS else ""

@@ -1,4 +1,4 @@
-"""Which configs are of draft models trained for another model's hidden states, which cannot generate by themselves."""
+"""Recognises the configs of draft models that were trained on another model's hidden states and cannot generate alone."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from ..config_reader import is_count
 from ..files.bounded_read import JSON_NBYTES, read_bounded
 
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types
-HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")  # architectures
-INNER = "transformer_layer_config"  # what it calls the object about a head's layer
-SPECULATORS = "speculators_model_type"  # where the tool of that name says what a head is
+EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+LAYER_CONFIG = "transformer_layer_config"  # the key of the layer's config in heads of the speculators library
+SPECULATORS = "speculators_model_type"  # the key of the kind of head there
 
 
 def is_assistant(raw: Mapping[str, object]) -> bool:
-    """Is this the config of a Gemma 4 assistant?"""
+    """Whether this is the config of a Gemma 4 assistant."""
     return raw.get("model_type") in ASSISTANTS
 
 
 def is_eagle3(raw: Mapping[str, object]) -> bool:
-    """Is this the config of an EAGLE-3 head?"""
-    named = raw.get("architectures")
-    if isinstance(named, list) and any(name in HEADS for name in named) or raw.get(SPECULATORS) == "eagle3":
+    """Whether this is the config of an EAGLE-3 head."""
+    architectures = raw.get("architectures")
+    if isinstance(architectures, list) and any(name in EAGLE3_ARCHITECTURES for name in architectures) or raw.get(SPECULATORS) == "eagle3":
         return True
-    return raw.get("num_hidden_layers") == 1 and is_count(raw.get("draft_vocab_size"))  # the first ones call themselves a Llama
+    return raw.get("num_hidden_layers") == 1 and is_count(raw.get("draft_vocab_size"))  # the first heads have the architecture of a Llama
 
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What `effllm list` shows of one."""
+    """What `effllm list` shows of a trained draft model."""
 
     family: str
     context_length: int
@@ -46,13 +46,13 @@ def draft_in(folder: Path) -> DraftShape | None:
         return None
     if not isinstance(raw, dict) or not (is_assistant(raw) or is_eagle3(raw)):
         return None
-    inner = next((raw[name] for name in ("text_config", INNER) if isinstance(raw.get(name), dict)), raw)
+    inner = next((raw[name] for name in ("text_config", LAYER_CONFIG) if isinstance(raw.get(name), dict)), raw)
     positions = inner.get("max_position_embeddings")
     return DraftShape(str(raw["model_type"]) if is_assistant(raw) else "eagle3", positions if is_count(positions) else 0)
 
 
 def refuse_alone(raw: Mapping[str, object]) -> None:
-    """Raises UsageError for such a config, where a model is to generate."""
+    """Raises UsageError for such a config, where a model that generates is required."""
     if is_assistant(raw) or is_eagle3(raw):
         kind = "an assistant of Gemma 4" if is_assistant(raw) else "an EAGLE-3 head"
         raise UsageError(f"this is {kind}: it only drafts for the model it was trained for",

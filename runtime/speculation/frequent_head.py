@@ -1,4 +1,4 @@
-"""Restricts the draft's LM head to frequent tokens: the head is a good part of a small model's pass, and drafts of rare tokens cost time.
+"""Restricts the draft's LM head to frequent tokens: the head takes much of a small model's pass, and a missed rare token costs little.
 
 Tokenizers number tokens in merge order, so frequent ones come first. If nearly all recent tokens are among the first rows, only a share of
 the head's rows is computed.
@@ -11,26 +11,28 @@ from collections.abc import Sequence
 from ...kernels.tiles import ROWS
 from ...quant.weight import Linear, first_rows
 
-# Of so many RECENT tokens; not in fewer than LEAST_ROWS.
-SHARES, RECENT, NEARLY_ALL, LEAST_ROWS = (8, 4, 2), 256, 0.98, 8192
+SHARES = (8, 4, 2)  # a head of V rows is restricted to V / share
+MIN_ROWS = 8192
+RECENT, MIN_COVERAGE = 256, 0.98  # share of the RECENT last tokens that the rows must cover
 
 
 class FrequentHead:
-    """Caches the last choice. `rows`: how many rows that was."""
+    """Selects and caches the rows of a head."""
 
     def __init__(self) -> None:
-        self._known: tuple[Linear, Linear] | None = None  # a head, and what of it is asked
+        self._cached: tuple[Linear, Linear] | None = None  # a head, and its first rows
 
     @property
     def rows(self) -> int:
-        return 0 if self._known is None else self._known[1].weight.shape[0]
+        """The number of rows last selected."""
+        return 0 if self._cached is None else self._cached[1].weight.shape[0]
 
-    def of(self, head: Linear, history: Sequence[int]) -> Linear:
+    def select(self, head: Linear, history: Sequence[int]) -> Linear:
         """The rows of `head` to score for a draft after `history`."""
-        whole, newest = head.weight.shape[0], history[-RECENT:]
-        counts = (whole // share // ROWS * ROWS for share in SHARES)
-        rows = next((each for each in counts if each >= LEAST_ROWS and
-                     sum(token < each for token in newest) >= NEARLY_ALL * len(newest)), whole)
-        if self._known is None or self._known[0] is not head or self.rows != rows:
-            self._known = head, Linear(first_rows(head.weight, rows))
-        return self._known[1]
+        vocab_size, recent = head.weight.shape[0], history[-RECENT:]
+        counts = (vocab_size // share // ROWS * ROWS for share in SHARES)
+        rows = next((count for count in counts if count >= MIN_ROWS and
+                     sum(token < count for token in recent) >= MIN_COVERAGE * len(recent)), vocab_size)
+        if self._cached is None or self._cached[0] is not head or self.rows != rows:
+            self._cached = head, Linear(first_rows(head.weight, rows))
+        return self._cached[1]

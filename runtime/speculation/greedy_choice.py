@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..sampler import Sampler, SamplerSettings
-from .draft_model import likeliest_under
+from .draft_model import greedy_sampler
 
 if TYPE_CHECKING:
     from ..sampling.dry import Breakers
 
 
 class GreedyChoice:
-    """For a vocabulary of this size."""
+    """Chooses tokens of a vocabulary of `vocab_size`."""
 
-    def __init__(self, vocabulary: int) -> None:
-        self._greedy = Sampler(SamplerSettings(temperature=0), vocabulary)
+    def __init__(self, vocab_size: int) -> None:
+        self._sampler = Sampler(SamplerSettings(temperature=0), vocab_size)
 
-    def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
+    def set_sampling(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
         """Use the penalties of these settings."""
-        self._greedy = likeliest_under(settings, breakers, self._greedy)
+        self._sampler = greedy_sampler(settings, breakers, self._sampler)
 
-    def token(self, logits: np.ndarray, history: Sequence[int], drafted: Sequence[int], numbers: np.ndarray | None = None) -> int:
-        """The greedy token after `history` and `drafted`, from `logits` [N] of the first N tokens, or of those with ids `numbers`."""
-        if not self._greedy.settings.changes_argmax or not np.isfinite(logits).all():
-            place = int(logits.argmax())
-            return place if numbers is None else int(numbers[place])
-        every = np.full(self._greedy.vocab_size, -np.inf, np.float32)
-        every[slice(len(logits)) if numbers is None else numbers] = logits
-        return self._greedy.sample(every, [*history, *drafted])
+    def token(self, logits: np.ndarray, history: Sequence[int], drafted: Sequence[int], ids: np.ndarray | None = None) -> int:
+        """The greedy token after `history` and `drafted`, from `logits` [N] of the first N tokens, or of the tokens `ids`."""
+        if not self._sampler.settings.changes_argmax or not np.isfinite(logits).all():
+            best = int(logits.argmax())
+            return best if ids is None else int(ids[best])
+        all_logits = np.full(self._sampler.vocab_size, -np.inf, np.float32)
+        all_logits[slice(len(logits)) if ids is None else ids] = logits
+        return self._sampler.sample(all_logits, [*history, *drafted])

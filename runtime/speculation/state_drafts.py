@@ -1,11 +1,11 @@
-"""What draft layers that read the target's hidden states have in common (MTP, EAGLE-3): their own KV cache and catching up.
+"""Base class of draft layers that read the target's hidden states (MTP, EAGLE-3): their own KV cache, and catching up.
 
-For every token the layer takes what the target's pass left of it, joined with the embedding of the next token, and predicts the token after
-that. For further drafts its own output takes the state's place. States arrive with every pass (`saw`), drafts are made once the next token
-is known.
+For every token the layer takes the target's hidden state, joined with the embedding of the next token, and predicts the token after that.
+For further drafts its own output takes the state's place. States arrive with every pass (`add_hidden_states`); a draft is made once the
+next token is known.
 
-It need not attend to the whole text, since a wrong draft only costs time: after MOST_TOKENS, and after text whose states were not seen (a
-loaded session), it starts over. Where a prompt branches off from the middle of the cached text, the row of the last shared token stays,
+It need not attend to the whole text, since a wrong draft only costs time: after MAX_TOKENS, and after text whose states it did not get (a
+loaded session), it starts over. Where a prompt branches off in the middle of the cached text, the row of the last shared token stays,
 though another token follows it now.
 """
 
@@ -26,8 +26,8 @@ from ..images.media import FIRST_MEDIA_ID
 from ..kv.cache_builder import build_cache
 from ..kv.cache_shape import CacheShape, cache_nbytes
 from .draft_length import DraftCosts
-from .draft_model import KIND
-from .drafts import SAME, Draft
+from .draft_model import MODEL_DRAFT
+from .drafts import CHECKED_TOKENS, Draft
 from .greedy_choice import GreedyChoice
 
 if TYPE_CHECKING:
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     from ..sampler import SamplerSettings
     from ..sampling.dry import Breakers
 
-MOST_TOKENS = 8192  # that the layer attends to
+MAX_TOKENS = 8192  # that the layer attends to
 KV = "16bit"
 
 
 def cache_shape(ctx: int) -> CacheShape:
     """The layer's cache for a context, with room for drafts."""
-    tokens = min(ctx, MOST_TOKENS) + FEW_TOKENS
+    tokens = min(ctx, MAX_TOKENS) + FEW_TOKENS
     return CacheShape(tokens, 0, min(PAGE, tokens), min(PAGE, tokens))
 
 
 def layer_cache_nbytes(heads: tuple[int, int], ctx: int, layers: int = 1) -> int:
-    """Bytes of that cache for `layers` equal layers. `heads`: KV heads and head dimension."""
+    """Bytes of that cache for `layers` equal layers. `heads`: number of KV heads and head dimension."""
     shape = cache_shape(ctx)
     always, page = cache_nbytes([codec(KV)] * layers, [codec(KV).layout(*heads)] * layers, shape)
     return always + shape.pages * page
@@ -58,154 +58,156 @@ class StateLayer(Protocol):
     """The interface of a draft layer."""
 
     @abstractmethod
-    def _put(self, x: np.ndarray, out: np.ndarray) -> None:
-        """Write what the layer needs of a pass that ended with the states x float32 [T, D], before the final norm, into `out` [T, W]."""
+    def _store_states(self, x: np.ndarray, out: np.ndarray) -> None:
+        """Write what the layer needs of the hidden states x float32 [T, D] of a pass, before the final norm, into `out` [T, W]."""
 
     @abstractmethod
-    def _run(self, ids: Sequence[int], states: np.ndarray) -> np.ndarray:
+    def _forward(self, ids: Sequence[int], states: np.ndarray) -> np.ndarray:
         """Run the layer over tokens and the states [T, W] before them; returns its output [T, W], a view."""
 
     @abstractmethod
-    def _guesses(self, x: np.ndarray, most: int) -> list[int]:
-        """Draft `most` tokens, the first from the layer's last output x [1, W]; fewer if scores are NaN, which sets `failed`."""
+    def _draft_tokens(self, x: np.ndarray, count: int) -> list[int]:
+        """Draft `count` tokens, the first from the layer's last output x [1, W]; fewer if scores are NaN, which sets `failed`."""
 
 
 class StateDrafts(StateLayer):
-    """Greedy drafts under the run's penalties, by a layer that `_run` runs. `vocabulary`: rows of the target's embedding; `states`: memory
-    float32 [tokens of a pass + FEW_TOKENS, width] for what `_put` keeps of a pass.
+    """Greedy drafts under the run's penalties, by a layer that `_forward` runs.
 
-    `_ids` are the tokens whose states were seen, after `_base` that were not; for the newest `_waiting` of them the states are kept,
-    because the layer has not run over them yet.
+    vocab_size: rows of the target's embedding.
+    states: float32 [tokens of a pass + FEW_TOKENS, width], memory for pending states.
+
+    `_ids` are all tokens of the sequence, the first `_num_unseen` without states. The states of the newest `_num_pending` are kept in
+    `_states`, because the layer has not run over them yet.
     """
 
-    reads = None
-    failed = ""  # of a layer of the model's own nothing can fail that does not fail in the model
+    num_hidden_states = None
+    failed = ""  # a layer of the model itself cannot fail unless the model does
 
-    def __init__(self, host: object, specs: Sequence[AttnSpec], ctx: int, vocabulary: int, states: np.ndarray) -> None:
+    def __init__(self, host: object, specs: Sequence[AttnSpec], ctx: int, vocab_size: int, states: np.ndarray) -> None:
         self._host, self._states = host, states
-        self._cache, self._most = build_cache([host] * len(specs), specs, codec(KV), cache_shape(ctx)), min(ctx, MOST_TOKENS)
-        self._likeliest = GreedyChoice(vocabulary)
+        self._cache = build_cache([host] * len(specs), specs, codec(KV), cache_shape(ctx))
+        self._greedy = GreedyChoice(vocab_size)
         self._history: Sequence[int] = []
         self.costs = DraftCosts()
-        self._begin([])
+        self._restart([])
 
     def load(self) -> Iterator[Progress]:
-        """Its weights are loaded with the model's."""
+        """Nothing to do: its weights are loaded with the model's."""
         return iter(())
 
-    def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
-        """Draft what a run with these settings finds likeliest."""
-        self._likeliest.choose_as(settings, breakers)
+    def set_sampling(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
+        """Draft the most likely tokens of a run with these settings."""
+        self._greedy.set_sampling(settings, breakers)
 
     def reset(self) -> None:
         """Drop the sequence."""
-        self._begin([])
+        self._restart([])
 
     def close(self) -> None:
         """Free its resources."""
         self._cache.close()
 
-    # -- the text --------------------------------------------------------------------------------------------------------------
+    # -- hidden states ---------------------------------------------------------------------------------------------------------
 
-    def _begin(self, ids: Sequence[int]) -> None:
-        """Start over with unseen tokens."""
-        self._cache.truncate(0)  # gives slots back
+    def _restart(self, ids: Sequence[int]) -> None:
+        """Start over, after tokens without states."""
+        self._cache.truncate(0)  # frees its slots
         self._cache.clear()
-        self._ids, self._base, self._waiting = list(ids), len(ids), 0
+        self._ids, self._num_unseen, self._num_pending = list(ids), len(ids), 0
 
-    def _goes_on(self, held: Sequence[int], tokens: int) -> bool:
-        """Are the first `tokens` of `held` those that were seen? Judged by the newest of them."""
-        first = max(0, tokens - SAME)
-        return self._base <= tokens <= len(self._ids) and self._ids[first:tokens] == list(held[first:tokens])
+    def _continues(self, tokens: Sequence[int], count: int) -> bool:
+        """Whether the first `count` of `tokens` are those of `_ids`, by the newest of them."""
+        first = max(0, count - CHECKED_TOKENS)
+        return self._num_unseen <= count <= len(self._ids) and self._ids[first:count] == list(tokens[first:count])
 
-    def _cut(self, tokens: int) -> None:
-        """Drop what was seen after `tokens`."""
-        gone = len(self._ids) - tokens
-        del self._ids[tokens:]
-        self._waiting = max(0, self._waiting - gone)
-        self._cache.truncate(tokens - self._base - self._waiting)
+    def _truncate(self, count: int) -> None:
+        """Keep the first `count` tokens."""
+        dropped = len(self._ids) - count
+        del self._ids[count:]
+        self._num_pending = max(0, self._num_pending - dropped)
+        self._cache.truncate(count - self._num_unseen - self._num_pending)
 
-    def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
-        """A pass of the target over `ids`, after the first `start` tokens of `held`, ended with the hidden states x float32 [T, D]
-        before the final norm. `certain`: none of the tokens is a draft."""
-        if not self._goes_on(held, start):
-            self._begin(held[:start])
-        self._cut(start)
-        certainly = self._waiting  # the first of `ids` follows the newest of them
-        oldest = self._states[: certainly - 1].copy() if certainly > 1 and certainly + len(ids) > len(self._states) else self._states[:0]
+    def add_hidden_states(self, tokens: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, verified: bool) -> None:
+        """See `ModelDrafts.add_hidden_states`."""
+        if not self._continues(tokens, start):
+            self._restart(tokens[:start])
+        self._truncate(start)
+        final = self._num_pending  # pending states whose next tokens are final: `ids` begins with that of the newest
+        overflows = final > 1 and final + len(ids) > len(self._states)
+        oldest = self._states[: final - 1].copy() if overflows else self._states[:0]
         if len(oldest):
-            self._states[0] = self._states[certainly - 1]
-            self._waiting = certainly = 1
-        self._put(x, self._states[self._waiting : self._waiting + len(ids)])
-        if len(oldest):  # no sooner, since what the layer makes takes the place of x
-            self._through(self._ids[-len(oldest) :], oldest)
+            self._states[0] = self._states[final - 1]
+            self._num_pending = final = 1
+        self._store_states(x, self._states[self._num_pending : self._num_pending + len(ids)])
+        if len(oldest):  # only now, because the layer's output overwrites x
+            self._run_layer(self._ids[-len(oldest) :], oldest)
         self._ids += ids
-        self._waiting += len(ids)
-        count = self._waiting - 1 if certain else certainly if certainly >= PAGE else 0
+        self._num_pending += len(ids)
+        count = self._num_pending - 1 if verified else final if final >= PAGE else 0
         if count:
-            started, first = time.perf_counter(), len(self._ids) - self._waiting + 1
-            self._take(self._ids[first : first + count])
-            self.costs.read(count, time.perf_counter() - started)
+            started, first = time.perf_counter(), len(self._ids) - self._num_pending + 1
+            self._consume(self._ids[first : first + count])
+            self.costs.record_prefill(count, time.perf_counter() - started)
 
     def follow(self, history: Sequence[int]) -> None:
         """The sequence is now `history`, whose last token was in no pass yet. Runs nothing."""
         self._history = history
 
-    def behind(self, tokens: int) -> int:
+    def tokens_behind(self, tokens: int) -> int:
         """About how many tokens it must catch up on, for a sequence of `tokens`."""
-        return max(1, tokens - len(self._ids) + self._waiting)
+        return max(1, tokens - len(self._ids) + self._num_pending)
 
     def read(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Progress]:
-        """It catches up while the target prefills."""
+        """Nothing to do: it catches up while the target prefills."""
         return iter(())
 
-    # -- guesses ---------------------------------------------------------------------------------------------------------------
+    # -- drafts ----------------------------------------------------------------------------------------------------------------
 
-    def propose(self, most: int, cancelled: Callable[[], bool] = lambda: False) -> Draft | None:
-        """Up to `most` next tokens; None if the last pass was not seen."""
+    def propose(self, limit: int, cancelled: Callable[[], bool] = lambda: False) -> Draft | None:
+        """Up to `limit` next tokens; None without the states of the last pass."""
         known = len(self._history) - 1
-        if most < 1 or not self._goes_on(self._history, known):
+        if limit < 1 or not self._continues(self._history, known):
             return None
-        self._cut(known)
-        if not self._waiting:
+        self._truncate(known)
+        if not self._num_pending:
             return None
-        count, started = self._waiting, time.perf_counter()
-        x = self._take([*self._ids[len(self._ids) - count + 1 :], self._history[-1]])
-        read, held = time.perf_counter(), self._cache.n
-        drafted = self._guesses(x, most)
-        self._cache.truncate(held)
-        self.costs.guessed(len(drafted), time.perf_counter() - read, count, read - started)
-        return Draft(tuple(drafted), KIND) if drafted else None
+        count, started = self._num_pending, time.perf_counter()
+        x = self._consume([*self._ids[len(self._ids) - count + 1 :], self._history[-1]])
+        caught_up_at, cached = time.perf_counter(), self._cache.n
+        drafted = self._draft_tokens(x, limit)
+        self._cache.truncate(cached)
+        self.costs.record_draft(len(drafted), time.perf_counter() - caught_up_at, count, caught_up_at - started)
+        return Draft(tuple(drafted), MODEL_DRAFT) if drafted else None
 
-    def _take(self, following: Sequence[int]) -> np.ndarray:
-        """Run the layer over the oldest waiting states, each with its next token; returns the last output, [1, W], a view."""
-        count, left = len(following), self._waiting - len(following)
-        self._waiting = left
-        x = self._through(following, self._states[:count])
+    def _consume(self, next_ids: Sequence[int]) -> np.ndarray:
+        """Run the layer over the oldest pending states, each with its next token; returns the last output, [1, W], a view."""
+        count, left = len(next_ids), self._num_pending - len(next_ids)
+        self._num_pending = left
+        x = self._run_layer(next_ids, self._states[:count])
         self._states[:left] = self._states[count : count + left].copy()
         return x
 
-    def _through(self, following: Sequence[int], states: np.ndarray) -> np.ndarray:
-        """Run the layer over states [T, W] before those that wait; as `_take`."""
-        count, x, room = len(following), states[:0], self._cache.shape.ctx - FEW_TOKENS
-        begin = max(0, count - room)
-        if self._cache.n + count > room:
+    def _run_layer(self, next_ids: Sequence[int], states: np.ndarray) -> np.ndarray:
+        """Run the layer over states [T, W] before the pending ones, each with its next token; as `_consume`. Restarts a full cache."""
+        count, x, capacity = len(next_ids), states[:0], self._cache.shape.ctx - FEW_TOKENS
+        begin = max(0, count - capacity)
+        if self._cache.n + count > capacity:
             self._cache.truncate(0)
             self._cache.clear()
-            self._base = len(self._ids) - self._waiting - count + begin
+            self._num_unseen = len(self._ids) - self._num_pending - count + begin
         for first in range(begin, count, PAGE):
             end = min(first + PAGE, count)
-            x = self._run(following[first:end], states[first:end])
+            x = self._forward(next_ids[first:end], states[first:end])
         return x[-1:]
 
 
-def known_tokens(ids: Sequence[int]) -> np.ndarray:
-    """Token ids int64 [T] within the embedding: image tokens have no row."""
+def embedding_ids(ids: Sequence[int]) -> np.ndarray:
+    """Token ids int64 [T] within the embedding: image tokens, which have no row, become 0."""
     return np.array([0 if token >= FIRST_MEDIA_ID else token for token in ids], np.int64)
 
 
-def normalised(x: np.ndarray, norm: Norm, out: np.ndarray) -> np.ndarray:
-    """Norm of x float32 [T, D] into `out`, few rows at a time: in float64 a wide pass would exceed the planned memory."""
+def normalize_rows(x: np.ndarray, norm: Norm, out: np.ndarray) -> np.ndarray:
+    """Norm of x float32 [T, D] into `out`, few rows at a time: in float64 a long pass would exceed the planned memory."""
     for first in range(0, len(x), FEW_TOKENS):
         out[first : first + FEW_TOKENS] = normalise(x[first : first + FEW_TOKENS], norm.kind, norm.weight, norm.bias, norm.eps)
     return out

@@ -1,7 +1,7 @@
 """Draft models that were trained for one target and read its hidden states or its KV cache. They have no tokenizer and cannot run alone.
 
 The plan counts all of such a draft: its weights, which stay in memory, the workspace of its own ops (on the target's threads), and its
-caches. `DraftInputs` says what the target's passes must keep for it.
+caches. `DraftInputs` is what the target's passes must keep for it.
 """
 
 from __future__ import annotations
@@ -38,31 +38,29 @@ if TYPE_CHECKING:
     from ..tensors import ModelTensor
     from .drafts import ModelDrafts
 
-OTHER = "use the draft model that was published for this model"
-NO_NUMBERS = "the draft model {}: its scores are NaN: drafting is disabled"
-EXACT = ("centroids",)  # roles of small matrices that choose among others, which stay as they are stored
-NUMBERS = {"I64": "<i8", "I32": "<i4"}  # how numbers of tokens are stored
+HINT = "use the draft model that was published for this model"
+NAN_SCORES = "the draft model {}: its scores are NaN: drafting is disabled"
+UNQUANTIZED_ROLES = ("centroids",)  # small matrices that select parts of others
+TOKEN_ID_DTYPES = {"I64": "<i8", "I32": "<i4"}
 
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """What a draft reads of the target's passes beside the last hidden states. `between`: inputs of these layers; `cache`: the target's
-    keys and values, which then stay in memory."""
+    """What a draft reads of the target's passes in addition to the last hidden states."""
 
-    between: tuple[int, ...] = ()
-    cache: bool = False
+    aux_layers: tuple[int, ...] = ()  # layers whose input states it reads
+    kv_cache: bool = False  # whether it reads the target's keys and values, which then stay in memory
 
 
 @dataclass(frozen=True)
 class DraftRun:
-    """What determines a draft's size: context, threads, and the target's cache: packed pages, or two kinds of pages, which attention
-    processes in turns. `spec`: the format its matrices are quantized to, None for as stored."""
+    """The settings of a run that determine a draft's size."""
 
     ctx: int
-    workers: int
-    packed: bool = False
-    in_turns: bool = False
-    spec: QuantSpec | None = None
+    workers: int  # threads
+    packed_kv: bool = False  # the target's cache has packed pages
+    mixed_kv: bool = False  # the target's cache has pages of two kinds, over which attention runs one after the other
+    spec: QuantSpec | None = None  # the format its matrices are quantized to, None for as stored
 
 
 class DraftSource(Protocol):
@@ -70,115 +68,115 @@ class DraftSource(Protocol):
 
     @abstractmethod
     def drafts(self, model: Model, cache: KVCache, ctx: int, chunk: int) -> ModelDrafts:
-        """The drafts for `model`, in a run with this context and passes of at most `chunk` tokens."""
+        """The drafts for `model`, in a run with `ctx` tokens of context and passes of at most `chunk` tokens."""
 
 
 @dataclass(frozen=True)
 class TrainedDraft(DraftSource):
-    """The plan of one in a folder. `config`: of its layers; `tensors`: by layer, outside them as "outer"; `dims`: of its workspace, for
-    `workers` threads; `lists`: tensors of token ids; `kept_nbytes`: its caches."""
+    """The plan of a trained draft model in a folder."""
 
     folder: Path
     store: TensorStore
-    config: ModelConfig
-    tensors: Mapping[int | str, Mapping[str, ModelTensor]]
-    dims: Dims
-    workers: int
-    reads: DraftInputs
-    lists: tuple[TensorInfo, ...] = ()
-    kept_nbytes: int = 0
+    config: ModelConfig  # of its layers
+    tensors: Mapping[int | str, Mapping[str, ModelTensor]]  # by layer, and "outer" for those outside the layers, then by role
+    dims: Dims  # of its workspace
+    workers: int  # threads
+    inputs: DraftInputs
+    token_lists: tuple[TensorInfo, ...] = ()  # tensors of token ids
+    cache_nbytes: int = 0
 
     @property
     def infos(self) -> list[TensorInfo]:
         """All tensors that are read."""
-        return [*(tensor.info for roles in self.tensors.values() for tensor in roles.values()), *self.lists]
+        return [*(tensor.info for roles in self.tensors.values() for tensor in roles.values()), *self.token_lists]
 
     @property
     def bits(self) -> int:
-        """Bits its matrices are quantized to on load, 0 if as stored."""
+        """Bits its matrices are quantized to on load, 0 if they stay as stored."""
         return next((tensor.spec.bits for roles in self.tensors.values() for tensor in roles.values() if not tensor.spec.is_raw), 0)
 
     @property
     def notice(self) -> str:
-        """The notice for runs that did not request that; empty if there is nothing to say."""
+        """The notice that it is quantized on load; empty if it is not."""
         if not self.bits:
             return ""
-        made, stored = sum(info.nbytes for info in self.infos), sum(map(self.store.stored_nbytes, self.infos))
-        return (f"the draft model {self.folder.name} is rounded to {self.bits} bits as it is read, like the model: {format_size(made)} of "
+        loaded, stored = sum(info.nbytes for info in self.infos), sum(map(self.store.stored_nbytes, self.infos))
+        return (f"the draft model {self.folder.name} is rounded to {self.bits} bits as it is read, like the model: "
+                f"{format_size(loaded)} of "
                 f"memory for {format_size(stored)} of file")
 
     @property
     def nbytes(self) -> int:
         """Bytes that it adds to a run."""
         return ResidentPager(self.store, {0: self.infos}).nbytes + 4 * sum(plan_workspace(self.dims, self.workers).values()) + \
-            self.kept_nbytes
+            self.cache_nbytes
 
 
 class TrainedDraftWeights:
-    """Its weights, on ops of its own."""
+    """The weights of a trained draft, with `host` ops of their own."""
 
-    def __init__(self, trained: TrainedDraft, pool: ThreadPool) -> None:
-        self.host, self._trained = CpuOps(pool, trained.dims), trained
-        self._pager = ResidentPager(trained.store, {0: trained.infos})
+    def __init__(self, plan: TrainedDraft, pool: ThreadPool) -> None:
+        self.host, self._plan = CpuOps(pool, plan.dims), plan
+        self._pager = ResidentPager(plan.store, {0: plan.infos})
         self._raw: Mapping[str, np.ndarray] = {}
 
     def load(self) -> Iterator[Progress]:
         for done, total in self._pager.load():
             yield Progress("loading the draft model", done, total, "bytes")
-        with self._pager.lease(0) as raw:  # which stays
+        with self._pager.lease(0) as raw:  # resident: valid after the lease
             self._raw = raw
 
     def close(self) -> None:
         self._raw = {}
         self._pager.close()
-        self._trained.store.close()
+        self._plan.store.close()
 
     def layers(self) -> list[LayerWeights]:
         """The weights of its blocks."""
-        own = self._trained
-        records = WeightRecords(own.config, own.tensors, own.store, self.host, self._pager, None, None)
-        return [records.layer(key, self._raw, self.host) for key in own.tensors if key != "outer"]
+        plan = self._plan
+        records = WeightRecords(plan.config, plan.tensors, plan.store, self.host, self._pager, None, None)
+        return [records.layer(key, self._raw, self.host) for key in plan.tensors if key != "outer"]
 
     def linear(self, role: str) -> Linear:
         """A matrix outside the layers."""
-        tensor = self._trained.tensors["outer"][role]
+        tensor = self._plan.tensors["outer"][role]
         raw = self._raw[tensor.name]
         return Linear(Weight.raw(tensor.spec.scheme, tensor.shape, typed(raw, tensor.spec)) if tensor.spec.is_raw
                       else Weight.low_bit(tensor.spec, tensor.shape, raw))
 
     def norm(self, role: str) -> Norm:
         """A norm outside the layers."""
-        return build_norm(self._trained.config, as_float32(self._trained.tensors["outer"][role], self._raw), None)
+        return build_norm(self._plan.config, as_float32(self._plan.tensors["outer"][role], self._raw), None)
 
-    def list(self, info: TensorInfo) -> np.ndarray:
+    def token_list(self, info: TensorInfo) -> np.ndarray:
         """A list of token ids, int64."""
-        return self._raw[info.name].view(NUMBERS[info.dtype]).astype("<i8", copy=False)
+        return self._raw[info.name].view(TOKEN_ID_DTYPES[info.dtype]).astype("<i8", copy=False)
 
 
-def require_match(fits: bool, place: Path, said: str, wanted: object, has: object) -> None:
-    """Raises UsageError for a draft in `place` that is for another target: its `said` is `wanted`, the target's is `has`."""
-    if not fits:
-        raise UsageError(f"the draft model {place} was trained for a model with {said} {wanted}, this one has {has}", OTHER)
+def require_match(matches: bool, folder: Path, what: str, expected: object, actual: object) -> None:
+    """Raises UsageError unless `matches`: the draft in `folder` was trained for a target with `what` `expected`, this one has `actual`."""
+    if not matches:
+        raise UsageError(f"the draft model {folder} was trained for a model with {what} {expected}, this one has {actual}", HINT)
 
 
-def read_as(spec: QuantSpec | None, store: TensorStore,
-            rules: Mapping[int | str, Mapping[str, TensorRule]]) -> tuple[TensorStore, dict[int | str, dict[str, ModelTensor]]]:
+def resolve_tensors(spec: QuantSpec | None, store: TensorStore,
+                    rules: Mapping[int | str, Mapping[str, TensorRule]]) -> tuple[TensorStore, dict[int | str, dict[str, ModelTensor]]]:
     """The tensors of rules by group and role, and the store to read them from: `store`, or one that quantizes matrices to `spec`. Raises
     CheckpointError for a tensor that is missing or has another shape or type."""
-    stored = {key: tensors_of(own, store) for key, own in rules.items()}
+    stored = {key: tensors_of(group, store) for key, group in rules.items()}
     if spec is None:
         return store, stored
     from ..stores.quantizing_store import QuantizingStore
 
-    rounded = QuantizingStore(store, [each.info for roles in stored.values() for role, each in roles.items()
-                                   if each.is_matrix and role not in EXACT], spec)
-    return rounded, {key: tensors_of(own, rounded, rounded.container.tensors) for key, own in rules.items()}
+    quantizing = QuantizingStore(store, [tensor.info for roles in stored.values() for role, tensor in roles.items()
+                                         if tensor.is_matrix and role not in UNQUANTIZED_ROLES], spec)
+    return quantizing, {key: tensors_of(group, quantizing, quantizing.container.tensors) for key, group in rules.items()}
 
 
-def numbers_info(store: TensorStore, name: str, count: int) -> TensorInfo:
+def token_list_info(store: TensorStore, name: str, count: int) -> TensorInfo:
     """Where a list of `count` token ids is stored. Raises CheckpointError if it is missing or something else."""
     info = store.tensors.get(name)
-    if info is None or info.dtype not in NUMBERS or tuple(info.shape) != (count,):
+    if info is None or info.dtype not in TOKEN_ID_DTYPES or tuple(info.shape) != (count,):
         has = "is missing" if info is None else f"is {info.dtype} {list(info.shape)}, expected whole numbers [{count}]"
         raise CheckpointError(f"the draft model: tensor {name} {has}",
                               "the config and the weights are of different models, or the download is incomplete")

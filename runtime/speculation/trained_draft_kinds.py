@@ -1,4 +1,4 @@
-"""Kinds of draft models trained for a target: recognised by their config, planned by the module of the kind."""
+"""The kinds of draft models that are trained for a target: recognised by their config, planned by the module of the kind."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from ..stores.container import Container
 
 Planner = Callable[[Path, Mapping[str, object], TensorStore, "ModelConfig", DraftRun], TrainedDraft]
-ON_DISK = "reads this model's keys and values, which must then all stay in memory"
+NEEDS_KV_IN_MEMORY = "reads this model's keys and values, which must then all stay in memory"
 
 
 def planner_of(folder: Path) -> tuple[Planner, Mapping[str, object]] | None:
-    """(planner, config) of the draft model in a folder; None for a standalone model, or if unreadable."""
+    """(planner, content of config.json) of the draft model in a folder; None for a standalone model, or if there is no config.json."""
     if not (folder / "config.json").is_file():
         return None
     raw = read_json(folder / "config.json")
-    found = assistant.planned if is_assistant(raw) else eagle3.planned if is_eagle3(raw) else None
-    return None if found is None else (found, raw)
+    planner = assistant.plan_assistant if is_assistant(raw) else eagle3.plan_eagle3 if is_eagle3(raw) else None
+    return None if planner is None else (planner, raw)
 
 
 def trained_in(folder: Path, target: ModelConfig, options: EngineOptions, container: Container | None = None) -> TrainedDraft | None:
@@ -44,13 +44,13 @@ def trained_in(folder: Path, target: ModelConfig, options: EngineOptions, contai
         return None
     kv = codec(options.kv)
     run = DraftRun(options.ctx or target.context_length, worker_count(options), kv.is_packed, bool(kv.policy), format_like(container))
-    plan, raw = found
+    planner, raw = found
     store = open_folder(folder)  # the first heads were published by torch.save
     try:
-        made = plan(folder, raw, store, target, run)
-        if made.reads.cache and options.kv_ram:
-            raise UsageError(f"the draft model {folder} {ON_DISK}; --kv-ram puts some on the disk", "drop one of them")
+        draft = planner(folder, raw, store, target, run)
+        if draft.inputs.kv_cache and options.kv_ram:
+            raise UsageError(f"the draft model {folder} {NEEDS_KV_IN_MEMORY}; --kv-ram puts some on the disk", "drop one of them")
     except BaseException:
         store.close()
         raise
-    return made
+    return draft

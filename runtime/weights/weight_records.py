@@ -22,7 +22,7 @@ from ..ngrams import role_of
 from ..rope import alibi_channels
 from ..sparse.neuron_bundles import ROLE as BUNDLES
 from ..sparse.neuron_bundles import THRESHOLDS, layout_of
-from ..speculation.mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NORM, like
+from ..speculation.mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NORM, mtp_model_layer
 from ..tensors import ModelTensor, typed
 from . import residual_weights
 from .compressed_weights import LEAVES, PICKS, hash_routing, hyper_around, hyper_weights, wide_weights
@@ -261,11 +261,11 @@ class WeightRecords:
         roles = {role.removeprefix(MTP): tensor for role, tensor in self.tensors["outer"].items() if role.startswith(MTP)}
         if not roles:
             return None
-        found = RoleSource(config, like(config), roles, raw, host)
+        found = RoleSource(config, mtp_model_layer(config), roles, raw, host)
 
         def norm(role: str) -> Norm:
             return Norm(config.norm_kind, found.vector(role), None, config.norm_eps)
 
-        own = WeightRecords(config, {like(config): roles}, self.store, host, self.pager, None, None)
-        return MtpLayer(norm(EMBED_NORM), norm(STATE_NORM), Linear(found.weight(JOIN)), own.layer(like(config), raw, host),
+        own = WeightRecords(config, {mtp_model_layer(config): roles}, self.store, host, self.pager, None, None)
+        return MtpLayer(norm(EMBED_NORM), norm(STATE_NORM), Linear(found.weight(JOIN)), own.layer(mtp_model_layer(config), raw, host),
                         norm(LAST_NORM) if LAST_NORM in roles else self.last_norm(raw))
