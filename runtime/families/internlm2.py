@@ -29,11 +29,11 @@ def config(keys: Keys) -> ModelConfig:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     prefix = f"model.layers.{layer}."
-    found = {}
+    rules = {}
     for role, rule in llama.layer_tensors(config, layer).items():
-        own, _, kind = rule.name.removeprefix(prefix).rpartition(".")
-        found[role] = TensorRule(f"{prefix}{NAMES.get(own, own)}.{kind}", rule.shape)
-    return found
+        name, _, kind = rule.name.removeprefix(prefix).rpartition(".")
+        rules[role] = TensorRule(f"{prefix}{NAMES.get(name, name)}.{kind}", rule.shape)
+    return rules
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
@@ -46,5 +46,5 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
     queries = config.num_attention_heads // groups
     rows = np.arange(groups * (queries + 2) * config.head_dim).reshape(groups, queries + 2, config.head_dim)
     parts = {"q_proj": rows[:, :queries], "k_proj": rows[:, queries], "v_proj": rows[:, queries + 1]}
-    return {f"{prefix}self_attn.{name}.{kind}": (f"{prefix}{JOINT}.{kind}", own.reshape(-1))
-            for name, own in parts.items() for kind in ("weight", *(("bias",) if config.qkv_bias else ()))}
+    return {f"{prefix}self_attn.{name}.{kind}": (f"{prefix}{JOINT}.{kind}", part_rows.reshape(-1))
+            for name, part_rows in parts.items() for kind in ("weight", *(("bias",) if config.qkv_bias else ()))}

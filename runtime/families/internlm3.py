@@ -12,7 +12,7 @@ CODE = r"(configuration|modeling)_internlm3\.InternLM3\w+"  # of the published o
 
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
-    inside = keys.flag("qkv_bias", keys.flag("attention_bias", False))  # of q, k and v; transformers has it under the second name
-    behind = keys.flag("bias", keys.flag("mlp_bias", False))  # of o and the MLP
+    qkv_bias = keys.flag("qkv_bias", keys.flag("attention_bias", False))  # of q, k and v; transformers has it under the second name
+    bias = keys.flag("bias", keys.flag("mlp_bias", False))  # of o and the MLP
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=2, head_dim=128, bos=1, eos=(2,), norm_eps=1e-5, sizes=SIZES)
-    return decoder_config(keys, base, qkv_bias=inside, o_bias=behind, mlp_bias=behind)
+    return decoder_config(keys, base, qkv_bias=qkv_bias, o_bias=bias, mlp_bias=bias)

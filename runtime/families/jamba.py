@@ -28,20 +28,22 @@ NORMS = {"input_norm": "input_layernorm", "post_norm": "pre_ff_layernorm"}
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=262_144, num_key_value_heads=8, bos=1, eos=(2,), sizes=SIZES)
     layers, width = (base.size(keys, name) for name in ("num_hidden_layers", "intermediate_size"))
-    attending, mixed = _every(keys, "attn_layer", 8, 4, layers), _every(keys, "expert_layer", 2, 1, layers)
-    if not attending:
+    attention_layers, expert_layers = _every(keys, "attn_layer", 8, 4, layers), _every(keys, "expert_layer", 2, 1, layers)
+    if not attention_layers:
         raise ConfigError(f"config.json: attn_layer_offset leaves no attention layer among {layers}, which is not supported",
                           "at least one layer must have attention")
-    only = 1 in (keys.integer("num_experts", None), keys.integer("num_local_experts", None))  # which is an MLP
-    own = moe_config(keys.saying(num_experts_per_tok=1) if only else keys, 16, 2, width, False, mixed)
-    own = None if only or not mixed else own
-    made = decoder_config(keys, base, lambda *_: (None,) * layers, moe=own,
-                          recurrent_layers=tuple(layer for layer in range(layers) if layer not in attending))
-    demand_silu(keys, made.hidden_act, "its state spaces use it too")
-    shape = Mamba1Shape(keys.integer("mamba_expand", 2, high=64) * made.hidden_size, keys.integer("mamba_d_state", 16, high=4096),
-                        rank(keys, "mamba_dt_rank", made.hidden_size), keys.integer("mamba_d_conv", 4, high=64),
+    # A single expert is an MLP; its number per token is checked all the same.
+    single_expert = 1 in (keys.integer("num_experts", None), keys.integer("num_local_experts", None))
+    moe = moe_config(keys.saying(num_experts_per_tok=1) if single_expert else keys, 16, 2, width, False, expert_layers)
+    if single_expert or not expert_layers:
+        moe = None
+    config = decoder_config(keys, base, lambda *_: (None,) * layers, moe=moe,
+                            recurrent_layers=tuple(layer for layer in range(layers) if layer not in attention_layers))
+    demand_silu(keys, config.hidden_act, "its state spaces use it too")
+    shape = Mamba1Shape(keys.integer("mamba_expand", 2, high=64) * config.hidden_size, keys.integer("mamba_d_state", 16, high=4096),
+                        rank(keys, "mamba_dt_rank", config.hidden_size), keys.integer("mamba_d_conv", 4, high=64),
                         keys.flag("mamba_conv_bias", True), normed=True)
-    return replace(made, recurrent=shape if made.recurrent_layers else None)
+    return replace(config, recurrent=shape if config.recurrent_layers else None)
 
 
 def _every(keys: Keys, name: str, period: int, offset: int, layers: int) -> tuple[int, ...]:
@@ -55,8 +57,8 @@ def _every(keys: Keys, name: str, period: int, offset: int, layers: int) -> tupl
 def rank(keys: Keys, name: str, hidden: int) -> int:
     """Of how many numbers steps are made; "auto" is a sixteenth of the width. Raises ConfigError."""
     keys.holds(name)
-    usual = -(-hidden // 16)
-    return usual if keys.raw.get(name) == "auto" else keys.integer(name, usual, high=2**16)
+    default = -(-hidden // 16)
+    return default if keys.raw.get(name) == "auto" else keys.integer(name, default, high=2**16)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -76,26 +78,27 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         config, f"{prefix}mamba.")
 
 
-def space_tensors(config: ModelConfig, prefix: str, weighed: bool = True) -> dict[str, TensorRule]:
+def space_tensors(config: ModelConfig, prefix: str, norm_weights: bool = True) -> dict[str, TensorRule]:
     """Tensors of a state space by role: the first product is stored as one matrix, and so is what reads the convolution. `weighed`: norms,
     where there are some, have weights."""
-    own, hidden = config.recurrent, config.hidden_size
-    first, second = (f"{prefix}{name}.weight" for name in ("in_proj", "x_proj"))
-    low, keys = own.rank, 2 * own.depth
-    rules = {"state_in": TensorRule(f"{prefix}in_x.weight", (own.values, hidden), part_of=(first, 0, 2 * own.values)),
-             "state_gate": TensorRule(f"{prefix}in_z.weight", (own.values, hidden), part_of=(first, own.values, 2 * own.values)),
-             "state_rate": TensorRule(f"{prefix}x_dt.weight", (low, own.values), part_of=(second, 0, low + keys)),
-             "state_keys": TensorRule(f"{prefix}x_bc.weight", (keys, own.values), part_of=(second, low, low + keys)),
-             "state_rate_wide": TensorRule(f"{prefix}dt_proj.weight", (own.values, low)),
-             "state_dt": TensorRule(f"{prefix}dt_proj.bias", (own.values,)),
-             "state_conv": TensorRule(f"{prefix}conv1d.weight", (own.channels, 1, own.taps)),
-             "state_decay": TensorRule(f"{prefix}A_log", (own.values, own.depth)), "state_skip": TensorRule(f"{prefix}D", (own.values,)),
-             "state_out": TensorRule(f"{prefix}out_proj.weight", (hidden, own.values))}
-    if own.normed and weighed:
-        rules |= {"state_rate_norm": TensorRule(f"{prefix}dt_layernorm.weight", (low,)),
-                  "state_b_norm": TensorRule(f"{prefix}b_layernorm.weight", (own.depth,)),
-                  "state_c_norm": TensorRule(f"{prefix}c_layernorm.weight", (own.depth,))}
-    return rules | ({"state_conv_bias": TensorRule(f"{prefix}conv1d.bias", (own.channels,))} if own.biased else {})
+    shape, hidden = config.recurrent, config.hidden_size
+    in_proj, x_proj = (f"{prefix}{name}.weight" for name in ("in_proj", "x_proj"))
+    dt_rank, bc_rows = shape.rank, 2 * shape.depth
+    rules = {"state_in": TensorRule(f"{prefix}in_x.weight", (shape.values, hidden), part_of=(in_proj, 0, 2 * shape.values)),
+             "state_gate": TensorRule(f"{prefix}in_z.weight", (shape.values, hidden), part_of=(in_proj, shape.values, 2 * shape.values)),
+             "state_rate": TensorRule(f"{prefix}x_dt.weight", (dt_rank, shape.values), part_of=(x_proj, 0, dt_rank + bc_rows)),
+             "state_keys": TensorRule(f"{prefix}x_bc.weight", (bc_rows, shape.values), part_of=(x_proj, dt_rank, dt_rank + bc_rows)),
+             "state_rate_wide": TensorRule(f"{prefix}dt_proj.weight", (shape.values, dt_rank)),
+             "state_dt": TensorRule(f"{prefix}dt_proj.bias", (shape.values,)),
+             "state_conv": TensorRule(f"{prefix}conv1d.weight", (shape.channels, 1, shape.taps)),
+             "state_decay": TensorRule(f"{prefix}A_log", (shape.values, shape.depth)),
+             "state_skip": TensorRule(f"{prefix}D", (shape.values,)),
+             "state_out": TensorRule(f"{prefix}out_proj.weight", (hidden, shape.values))}
+    if shape.normed and norm_weights:
+        rules |= {"state_rate_norm": TensorRule(f"{prefix}dt_layernorm.weight", (dt_rank,)),
+                  "state_b_norm": TensorRule(f"{prefix}b_layernorm.weight", (shape.depth,)),
+                  "state_c_norm": TensorRule(f"{prefix}c_layernorm.weight", (shape.depth,))}
+    return rules | ({"state_conv_bias": TensorRule(f"{prefix}conv1d.bias", (shape.channels,))} if shape.biased else {})
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:

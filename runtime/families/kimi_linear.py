@@ -38,19 +38,18 @@ CODE = r"(configuration|modeling)_kimi\.KimiLinear\w+"  # of the published ones,
 
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
-    named = keys.saying(**{name: keys.raw[own] for name, own in CALLED.items() if keys.holds(own)})
+    renamed = keys.saying(**{name: keys.raw[published] for name, published in CALLED.items() if keys.holds(published)})
     base = Defaults(max_position_embeddings=1_048_576, norm_eps=1e-5, sizes=SIZES, bos=163_584, eos=(163_586,))
     layers = base.size(keys, "num_hidden_layers")
-    shape, states = _linear(keys, layers)
-    width, most = keys.integer("moe_intermediate_size", 1024, high=2**22), MAX_EXPERTS
-    own = moe_config(named, 256, 8, width, named.flag("norm_topk_prob", True), sparse_layers_after(keys, layers, 1), sigmoid=True,
-                     correction_bias=True,
-                     routed_scale=keys.number("routed_scaling_factor", 2.446),
-                     shared_expert_dim=width * named.integer("n_shared_experts", 1, high=most))
-    made = mla_config(named, base, WIDTHS, None, NO_ROPE, moe=with_expert_groups(named, own, 1, 1), recurrent=shape,
-                      recurrent_layers=states)
-    demand_silu(keys, made.hidden_act, "its linear attention uses it too")
-    return made
+    shape, recurrent_layers = _linear(keys, layers)
+    width = keys.integer("moe_intermediate_size", 1024, high=2**22)
+    moe = moe_config(renamed, 256, 8, width, renamed.flag("norm_topk_prob", True), sparse_layers_after(keys, layers, 1), sigmoid=True,
+                     correction_bias=True, routed_scale=keys.number("routed_scaling_factor", 2.446),
+                     shared_expert_dim=width * renamed.integer("n_shared_experts", 1, high=MAX_EXPERTS))
+    config = mla_config(renamed, base, WIDTHS, None, NO_ROPE, moe=with_expert_groups(renamed, moe, 1, 1), recurrent=shape,
+                        recurrent_layers=recurrent_layers)
+    demand_silu(keys, config.hidden_act, "its linear attention uses it too")
+    return config
 
 
 def _linear(keys: Keys, layers: int) -> tuple[KdaShape, tuple[int, ...]]:
@@ -92,16 +91,16 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def linear_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRule], decay: tuple[int, ...]) -> dict[str, TensorRule]:
     """Tensors of one layer by role: those of linear attention in the place of attention's. `decay`: the shape of its decays."""
-    prefix, own, hidden = f"model.layers.{layer}.", config.recurrent, config.hidden_size
+    prefix, shape, hidden = f"model.layers.{layer}.", config.recurrent, config.hidden_size
     rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
-    for role, (name, *shape) in {
-            "state_in": ("qkv_proj.weight", own.channels, hidden), "state_gate": ("g_a_proj.weight", own.value_dim, hidden),
-            "state_gate_wide": ("g_b_proj.weight", own.values, own.value_dim),
-            "state_rate": ("f_a_proj.weight", own.key_dim, hidden), "state_rate_wide": ("f_b_proj.weight", own.keys, own.key_dim),
-            "state_beta": ("b_proj.weight", own.value_heads, hidden), "state_conv": ("conv1d.weight", own.channels, 1, own.taps),
-            "state_decay": ("A_log", *decay), "state_dt": ("dt_bias", own.keys),
-            "state_norm": ("o_norm.weight", own.value_dim), "state_out": ("o_proj.weight", hidden, own.values)}.items():
-        rules[role] = TensorRule(f"{prefix}self_attn.{name}", tuple(shape))
+    for role, (name, *dims) in {
+            "state_in": ("qkv_proj.weight", shape.channels, hidden), "state_gate": ("g_a_proj.weight", shape.value_dim, hidden),
+            "state_gate_wide": ("g_b_proj.weight", shape.values, shape.value_dim),
+            "state_rate": ("f_a_proj.weight", shape.key_dim, hidden), "state_rate_wide": ("f_b_proj.weight", shape.keys, shape.key_dim),
+            "state_beta": ("b_proj.weight", shape.value_heads, hidden), "state_conv": ("conv1d.weight", shape.channels, 1, shape.taps),
+            "state_decay": ("A_log", *decay), "state_dt": ("dt_bias", shape.keys),
+            "state_norm": ("o_norm.weight", shape.value_dim), "state_out": ("o_proj.weight", hidden, shape.values)}.items():
+        rules[role] = TensorRule(f"{prefix}self_attn.{name}", tuple(dims))
     return rules
 
 

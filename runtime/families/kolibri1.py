@@ -26,20 +26,19 @@ def config(keys: Keys) -> ModelConfig:
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 513)
     windows = layer_windows(keys, window, [LOCAL if (layer + 1) % EVERY else GLOBAL for layer in range(layers)])
 
-    own = moe_config(keys, 384, 6, keys.integer("moe_intermediate_size", 512, high=2**22), keys.flag("norm_topk_prob", False),
-                     range(layers),
-                     sigmoid=True, correction_bias=True, correction_on_logits=True, parallel_to_mlp=True)
-    of_all = keys.saying(intermediate_size=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
-    turned = [window is None or own is not None for own in windows]
-    return decoder_config(of_all, base, windows=windows, turned=turned, qk_norm=True, moe=own)
+    moe = moe_config(keys, 384, 6, keys.integer("moe_intermediate_size", 512, high=2**22), keys.flag("norm_topk_prob", False),
+                     range(layers), sigmoid=True, correction_bias=True, correction_on_logits=True, parallel_to_mlp=True)
+    resolved = keys.saying(intermediate_size=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
+    rotated = [window is None or layer_window is not None for layer_window in windows]
+    return decoder_config(resolved, base, windows=windows, turned=rotated, qk_norm=True, moe=moe)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role. The published checkpoint has names of its own for the norms behind, and for the correction."""
-    rules, prefix, hidden = llama.layer_tensors(config, layer), f"model.layers.{layer}.", (config.hidden_size,)
-    behind = {"o_norm": ("post_self_attn_layernorm", "post_attn_norm"), "down_norm": ("post_mlp_layernorm", "post_ffn_norm")}
-    rules |= {role: TensorRule(f"{prefix}{name}.weight", hidden, also=(f"{prefix}{published}.weight",))
-              for role, (name, published) in behind.items()}
+    rules, prefix, norm_shape = llama.layer_tensors(config, layer), f"model.layers.{layer}.", (config.hidden_size,)
+    post_norms = {"o_norm": ("post_self_attn_layernorm", "post_attn_norm"), "down_norm": ("post_mlp_layernorm", "post_ffn_norm")}
+    rules |= {role: TensorRule(f"{prefix}{name}.weight", norm_shape, also=(f"{prefix}{published}.weight",))
+              for role, (name, published) in post_norms.items()}
     rules |= moe_tensors(config, f"{prefix}mlp.", NAMES)
     if "correction" in rules:
         rules["correction"] = TensorRule(rules["correction"].name, rules["correction"].shape, also=(f"{prefix}moe.router.expert_bias",))

@@ -35,7 +35,7 @@ def config(keys: Keys) -> ModelConfig:
     layers, bias = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False)
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 512, low=0) or None
     windows = layer_windows(keys, window, [GLOBAL] * layers)
-    kinds = tuple(GLOBAL if own is None else LOCAL for own in windows)
+    kinds = tuple(GLOBAL if layer_window is None else LOCAL for layer_window in windows)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         return ropes_by_layer_type(keys, kinds, ROPES, head_dim, positions, partial=True)
@@ -44,12 +44,12 @@ def config(keys: Keys) -> ModelConfig:
     if (dense := keys.layers("mlp_only_layers", layers)) and dense != frozenset(range(layers)) - sparse:
         raise ConfigError("config.json: mlp_only_layers disagrees with mlp_layer_types, one dense layer by default",
                           "mlp_layer_types takes precedence: remove the other key")
-    own = moe_config(keys, 256, 8, keys.integer("moe_intermediate_size", 512, high=2**22), True, sparse, sigmoid=True, correction_bias=True,
+    moe = moe_config(keys, 256, 8, keys.integer("moe_intermediate_size", 512, high=2**22), True, sparse, sigmoid=True, correction_bias=True,
                      routed_scale=keys.number("moe_routed_scaling_factor", 1.0),
                      shared_expert_dim=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
-    made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, output_gate=True,
-                          output_gate_softplus=True, output_gate_per_head=_gates(keys, layers) == WHOLE, moe=own)
-    return replace(made, layer_query_heads=queries_by_layer(keys, made, "num_attention_heads_per_layer"))
+    config = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, output_gate=True,
+                            output_gate_softplus=True, output_gate_per_head=_gates(keys, layers) == WHOLE, moe=moe)
+    return replace(config, layer_query_heads=queries_by_layer(keys, config, "num_attention_heads_per_layer"))
 
 
 def _gates(keys: Keys, layers: int) -> str:
@@ -65,17 +65,18 @@ def _gates(keys: Keys, layers: int) -> str:
     return kind
 
 
-def queries_by_layer(keys: Keys, made: ModelConfig, name: str) -> tuple[int, ...]:
+def queries_by_layer(keys: Keys, config: ModelConfig, name: str) -> tuple[int, ...]:
     """How many query heads each layer has, where they differ: as a list says. Raises ConfigError."""
     keys.knows(name)
-    stated, layers = keys.raw.get(name), made.num_hidden_layers
+    stated, layers = keys.raw.get(name), config.num_hidden_layers
     if stated is None:
         return ()
     if not isinstance(stated, list) or len(stated) != layers or not all(type(each) is int and 0 < each <= 4096 for each in stated):
         raise keys.fail(name, f"a number of heads for each of {layers} layers")
-    if odd := next((each for each in stated if each % made.num_key_value_heads), None):
-        raise ConfigError(f"config.json: {name} holds {odd}, which is not a multiple of num_key_value_heads {made.num_key_value_heads}")
-    return () if set(stated) == {made.num_attention_heads} else tuple(stated)
+    if invalid := next((each for each in stated if each % config.num_key_value_heads), None):
+        raise ConfigError(f"config.json: {name} holds {invalid}, which is not a multiple of num_key_value_heads "
+                          f"{config.num_key_value_heads}")
+    return () if set(stated) == {config.num_attention_heads} else tuple(stated)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

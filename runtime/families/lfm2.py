@@ -30,41 +30,41 @@ NAMES = {"self_attn.o_proj": "self_attn.out_proj", "self_attn.q_norm": "self_att
 
 def config(keys: Keys) -> ModelConfig:
     keys.knows("block_ffn_dim_multiplier", "block_multiple_of", "intermediate_size")
-    stated = "intermediate_size" if keys.integer("block_ff_dim", None, high=2**22) is None else "block_ff_dim"
-    made = conv_config(keys, replace(USUAL, ffn_key=stated, sizes=SIZES), attending=True)
+    width_key = "intermediate_size" if keys.integer("block_ff_dim", None, high=2**22) is None else "block_ff_dim"
+    config = conv_config(keys, replace(USUAL, ffn_key=width_key, sizes=SIZES), reads_full_attn_idxs=True)
     if not keys.flag("block_auto_adjust_ff_dim", True):
-        return made
-    width, multiple = int(2 * made.intermediate_size / 3), keys.integer("block_multiple_of", 256, high=2**22)
+        return config
+    width, multiple = int(2 * config.intermediate_size / 3), keys.integer("block_multiple_of", 256, high=2**22)
     if (factor := keys.number("block_ffn_dim_multiplier", None if keys.holds("block_ffn_dim_multiplier") else 1.0)) is not None:
         width = multiple * -(-int(factor * width) // multiple)
     if not 0 < width <= 2**22:
-        raise ConfigError(f"config.json: {stated} and block_ffn_dim_multiplier make a width of {width}, which no model has")
-    return replace(made, intermediate_size=width)
+        raise ConfigError(f"config.json: {width_key} and block_ffn_dim_multiplier make a width of {width}, which no model has")
+    return replace(config, intermediate_size=width)
 
 
 USUAL = Defaults(max_position_embeddings=128_000, num_key_value_heads=8, bos=1, eos=(2,), eps_key="norm_eps", norm_eps=1e-5, tied=True,
                  theta=1e6)
 
 
-def conv_config(keys: Keys, base: Defaults, attending: bool, **features: object) -> ModelConfig:
+def conv_config(keys: Keys, base: Defaults, reads_full_attn_idxs: bool, **features: object) -> ModelConfig:
     """What a config with layers of convolution says, from keys with these defaults. `attending`: it may list which are not; `features`:
     what a family decides besides."""
     layers = keys.integer("num_hidden_layers", base.sizes["num_hidden_layers"], high=MAX_LAYERS)
-    full = keys.layers("full_attn_idxs", layers) if attending and keys.holds("full_attn_idxs") else range(layers)
+    full = keys.layers("full_attn_idxs", layers) if reads_full_attn_idxs and keys.holds("full_attn_idxs") else range(layers)
     kinds = keys.kinds("layer_types", layers, (CONV, FULL)) or tuple(FULL if layer in full else CONV for layer in range(layers))
     if FULL not in kinds:
         raise ConfigError("config.json: layer_types without attention are not supported", f"at least one layer must be {FULL}")
 
-    made = decoder_config(keys, base, turned=[kind == FULL for kind in kinds], qk_norm=True,
-                          recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == CONV), **features)
-    demand_silu(keys, made.hidden_act)
-    for name, ours in WIDTHS.items():
-        if keys.integer(name, getattr(made, ours)) != getattr(made, ours):
-            raise ConfigError(f"config.json: {name} is {keys.raw[name]} and {ours} {getattr(made, ours)}, which should be the same",
+    config = decoder_config(keys, base, turned=[kind == FULL for kind in kinds], qk_norm=True,
+                            recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == CONV), **features)
+    demand_silu(keys, config.hidden_act)
+    for name, field in WIDTHS.items():
+        if keys.integer(name, getattr(config, field)) != getattr(config, field):
+            raise ConfigError(f"config.json: {name} is {keys.raw[name]} and {field} {getattr(config, field)}, which should be the same",
                               "no published model of this family has two widths")
-    shape = ConvShape(made.hidden_size, keys.integer("conv_L_cache", 3, high=64))
-    return replace(made, recurrent=shape if CONV in kinds else None,
-                   tie_word_embeddings=keys.flag("tie_embedding", made.tie_word_embeddings))
+    shape = ConvShape(config.hidden_size, keys.integer("conv_L_cache", 3, high=64))
+    return replace(config, recurrent=shape if CONV in kinds else None,
+                   tie_word_embeddings=keys.flag("tie_embedding", config.tie_word_embeddings))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -75,18 +75,18 @@ def conv_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRule
                  names: Mapping[str, str] = NAMES) -> dict[str, TensorRule]:
     """Tensors of one layer by role, under a family's `names`: those of a convolution in the place of attention's where it has that."""
     prefix, hidden = f"model.layers.{layer}.", config.hidden_size
-    found = {role: replace(rule, name=_named(rule.name, names)) for role, rule in rules.items()
-             if layer not in config.recurrent_layers or ".self_attn." not in rule.name}
+    renamed = {role: replace(rule, name=_named(rule.name, names)) for role, rule in rules.items()
+               if layer not in config.recurrent_layers or ".self_attn." not in rule.name}
     if layer in config.recurrent_layers:
-        found |= {"state_in": TensorRule(f"{prefix}conv.in_proj.weight", (3 * hidden, hidden)),
-                  "state_conv": TensorRule(f"{prefix}conv.conv.weight", (hidden, 1, config.recurrent.taps)),
-                  "state_out": TensorRule(f"{prefix}conv.out_proj.weight", (hidden, hidden))}
-    return found
+        renamed |= {"state_in": TensorRule(f"{prefix}conv.in_proj.weight", (3 * hidden, hidden)),
+                    "state_conv": TensorRule(f"{prefix}conv.conv.weight", (hidden, 1, config.recurrent.taps)),
+                    "state_out": TensorRule(f"{prefix}conv.out_proj.weight", (hidden, hidden))}
+    return renamed
 
 
 def _named(name: str, names: Mapping[str, str]) -> str:
-    for theirs, ours in names.items():
-        name = name.replace(f".{theirs}.", f".{ours}.")
+    for llama_name, stored_name in names.items():
+        name = name.replace(f".{llama_name}.", f".{stored_name}.")
     return name
 
 

@@ -27,8 +27,8 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=128_000, num_key_value_heads=4, head_dim=128, bos=124_894, eos=(124_900,), eps_key="norm_eps",
                     norm_eps=1e-5, tied=True, sizes=SIZES)
     layers = base.size(keys, "num_hidden_layers")
-    usual = tuple(GLOBAL if layer % 4 == 2 else LOCAL if layer % 4 == 0 < layer else CONV for layer in range(layers))
-    kinds = keys.kinds("layer_types", layers, (CONV, GLOBAL, LOCAL)) or usual
+    default_kinds = tuple(GLOBAL if layer % 4 == 2 else LOCAL if layer % 4 == 0 < layer else CONV for layer in range(layers))
+    kinds = keys.kinds("layer_types", layers, (CONV, GLOBAL, LOCAL)) or default_kinds
     if {*kinds} == {CONV}:
         raise ConfigError("config.json: layer_types without attention are not supported", f"at least one layer must be {GLOBAL}")
     keys.knows("conv_L_cache")
@@ -41,11 +41,11 @@ def config(keys: Keys) -> ModelConfig:
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
         return ropes_by_layer_type(keys, kinds, ROPES, head_dim, positions, THETA, unturned=CONV)
 
-    made = decoder_config(keys, base, ropes, windows=tuple(window if kind == LOCAL else None for kind in kinds), qkv_bias=bias, o_bias=bias,
-                          qk_norm=True, output_gate=keys.flag("use_attention_gate", True),
-                          branch_post_norms=keys.flag("use_sandwich_norm", True),
-                          recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == CONV))
-    return replace(made, recurrent=ConvShape(made.hidden_size, keys.integer("conv_L_cache", TAPS, high=64)) if CONV in kinds else None)
+    config = decoder_config(keys, base, ropes, windows=tuple(window if kind == LOCAL else None for kind in kinds),
+                            qkv_bias=bias, o_bias=bias, qk_norm=True, output_gate=keys.flag("use_attention_gate", True),
+                            branch_post_norms=keys.flag("use_sandwich_norm", True),
+                            recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == CONV))
+    return replace(config, recurrent=ConvShape(config.hidden_size, keys.integer("conv_L_cache", TAPS, high=64)) if CONV in kinds else None)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -38,9 +38,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     if config.qk_norm:
         widths = (q, kv) if config.qk_norm_full_width else (head_dim, head_dim)
         norms |= {"q_norm": ("self_attn.q_norm", widths[0]), "k_norm": ("self_attn.k_norm", widths[1])}
-    own = {"q_norm": (config.query_heads_of(layer), head_dim), "k_norm": (kv_heads, head_dim)} if config.qk_norm_per_head else {}
+    per_head = {"q_norm": (config.query_heads_of(layer), head_dim), "k_norm": (kv_heads, head_dim)} if config.qk_norm_per_head else {}
     prefix = f"model.layers.{layer}."
-    rules = {role: TensorRule(f"{prefix}{name}.weight", own.get(role, (size,))) for role, (name, size) in norms.items()}
+    rules = {role: TensorRule(f"{prefix}{name}.weight", per_head.get(role, (size,))) for role, (name, size) in norms.items()}
     for role, (name, out, width, biased) in linears.items():
         rules[role] = TensorRule(f"{prefix}{name}.weight", (out, width))
         if biased:
@@ -91,11 +91,11 @@ def attention(x: object, at: Layer) -> object:
     at.tap("block_in", x)
     heads, (kv_heads, head_dim) = config.query_heads_of(layer), config.kv_heads_of(layer)
     # [T, H * head_dim], and if they are the layer's own [T, KVH * head_dim] twice
-    made = ops.norm_linear(x, w.input_norm, [each for each in (w.q, w.k, w.v, w.attn_gate) if each is not None])
-    for each in made if config.clip_qkv is not None else ():
+    projections = ops.norm_linear(x, w.input_norm, [each for each in (w.q, w.k, w.v, w.attn_gate) if each is not None])
+    for each in projections if config.clip_qkv is not None else ():
         ops.clip(each, config.clip_qkv)
-    gated = made[0 if w.attn_gate is None else -1]  # of the queries, if they have gates
-    q, k, v = (*made[: 3 if w.attn_gate is None else -1], None, None)[:3]
+    gates = projections[0 if w.attn_gate is None else -1]  # of the queries, if they have gates
+    q, k, v = (*projections[: 3 if w.attn_gate is None else -1], None, None)[:3]
     if k is not None and v is None:
         v = ops.copy(k)
     if config.output_gate_in_q:
@@ -106,8 +106,8 @@ def attention(x: object, at: Layer) -> object:
         v = ops.pad_heads(v, kv_heads, head_dim, None, 2)
         if config.multipliers:
             ops.scale_in_place(v, config.multiplier("v"))
-    turned = rope if rope is None else rope.queries or rope
-    q = ops.rope_heads(q, heads, head_dim, positions, turned, w.q_norm)
+    query_rope = rope if rope is None else rope.queries or rope
+    q = ops.rope_heads(q, heads, head_dim, positions, query_rope, w.q_norm)
     at.tap("q", q)
     if k is not None:
         k = ops.rope_heads(k, kv_heads, head_dim, positions, rope, w.k_norm)
@@ -122,7 +122,7 @@ def attention(x: object, at: Layer) -> object:
     if config.v_head_dim:
         attended = ops.unpad_heads(attended, heads, config.v_head_dim)
     if config.output_gate_in_q or config.output_gate:
-        attended = ops.gate_heads(attended, last_of(gated, len(attended)), heads, head_dim, config.output_gate_softplus)
+        attended = ops.gate_heads(attended, last_of(gates, len(attended)), heads, head_dim, config.output_gate_softplus)
     if w.attn_sub_norm is not None:
         attended = ops.norm_in_place(attended, w.attn_sub_norm)
     at.tap("attn_out", attended)
@@ -131,9 +131,9 @@ def attention(x: object, at: Layer) -> object:
 
 def add_alibi_channels(q: object, k: object, at: Layer, kv_heads: int, head_dim: int) -> tuple[object, object]:
     """Queries and keys [T, H * head_dim] that score higher the later a key stands."""
-    of_queries, of_keys = at.w.alibi_channels
-    q = at.ops.pad_heads(q, len(of_queries), head_dim, of_queries, 0)
-    k = at.ops.pad_heads(k, kv_heads, head_dim, of_keys, 1)
+    query_channels, key_channels = at.w.alibi_channels
+    q = at.ops.pad_heads(q, len(query_channels), head_dim, query_channels, 0)
+    k = at.ops.pad_heads(k, kv_heads, head_dim, key_channels, 1)
     return q, at.ops.rope_heads(k, kv_heads, head_dim, at.positions, at.rope, None)
 
 
@@ -147,7 +147,7 @@ def recurrent_mixer(x: object, at: Layer) -> object:
     return ops.linear_add(mixed, w.recurrent.out, last_of(x, len(mixed)), w.o_norm, at.config.residual_multiplier)
 
 
-def decoder_block(attend: Block, go_on: Block = feed_forward) -> Block:
+def decoder_block(attention_half: Block, mlp_half: Block = feed_forward) -> Block:
     """A block of two halves: attention, or of a layer with a state `state_layer`, and what reads that.
 
     x[T, D] -> x[T, D]. A tap sees views that the next op may overwrite: block_in and mlp_in before their norms, q and k after the rotation,
@@ -155,7 +155,7 @@ def decoder_block(attend: Block, go_on: Block = feed_forward) -> Block:
 
     @narrowing
     def block(x: object, at: Layer) -> object:
-        return go_on(attend(x, at) if at.w.recurrent is None else recurrent_mixer(x, at), at)
+        return mlp_half(attention_half(x, at) if at.w.recurrent is None else recurrent_mixer(x, at), at)
 
     return block
 

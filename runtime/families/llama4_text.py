@@ -33,23 +33,24 @@ def config(keys: Keys) -> ModelConfig:
     listed = keys.raw.get("no_rope_layers")
     if isinstance(listed, list):  # the published ones without experts list more layers than they have
         listed = listed[:layers] or None
-    turned, sparse = rotated_layers(keys.saying(num_hidden_layers=layers, no_rope_layers=listed)), _sparse(keys, layers)
+    rotated, sparse = rotated_layers(keys.saying(num_hidden_layers=layers, no_rope_layers=listed)), _sparse(keys, layers)
     keys.knows("num_experts_per_tok", "num_local_experts")
-    own = None
+    moe = None
     if sparse:
-        own = moe_config(keys, 16, 1, width, False, sparse, "num_local_experts", sigmoid=True, weights_scale_inputs=True,
+        moe = moe_config(keys, 16, 1, width, False, sparse, "num_local_experts", sigmoid=True, weights_scale_inputs=True,
                          shared_expert_dim=width)
     dense = keys.integer("intermediate_size_mlp", 16_384, high=2**22)
     keys.kinds("layer_types", layers, KINDS)
 
-    most, said = _most_tokens(keys)
-    made = decoder_config(keys, base, turned=turned, qkv_bias=bias, o_bias=bias, moe=own, qk_norm_unweighted=keys.flag("use_qk_norm", True),
-                          max_supported_tokens=most, layer_intermediate_sizes=() if len(sparse) == layers else tuple(
-                              width if layer in sparse else dense for layer in range(layers)))
-    if most is None or most >= made.max_position_embeddings:
-        return made
-    return replace(made, warnings=(*made.warnings, f"config.json: beyond {most} tokens this model changes its attention ({said}), which is "
-                                                   f"not supported: the context is limited to {most}"))
+    max_tokens, limiting_key = _most_tokens(keys)
+    sizes = () if len(sparse) == layers else tuple(width if layer in sparse else dense for layer in range(layers))
+    config = decoder_config(keys, base, turned=rotated, qkv_bias=bias, o_bias=bias, moe=moe, max_supported_tokens=max_tokens,
+                            qk_norm_unweighted=keys.flag("use_qk_norm", True), layer_intermediate_sizes=sizes)
+    if max_tokens is None or max_tokens >= config.max_position_embeddings:
+        return config
+    warning = (f"config.json: beyond {max_tokens} tokens this model changes its attention ({limiting_key}), which is not supported: the "
+               f"context is limited to {max_tokens}")
+    return replace(config, warnings=(*config.warnings, warning))
 
 
 def _sparse(keys: Keys, layers: int) -> frozenset[int]:
@@ -66,11 +67,11 @@ def _sparse(keys: Keys, layers: int) -> frozenset[int]:
 def _most_tokens(keys: Keys) -> tuple[int | None, str]:
     """How long a text may be of which every token sees all before it, and by which key."""
     chunk = keys.integer("attention_chunk_size", None if keys.holds("attention_chunk_size") else LENGTH, high=2**27)
-    grown = keys.integer("floor_scale", LENGTH, high=2**27) - 1  # of a text of so many tokens the last one's query would grow
-    tuned = keys.holds("attn_temperature_tuning") and not keys.raw["attn_temperature_tuning"]  # a flag, in early configs a number
-    found = [(most, name) for most, name in ((chunk, "attention_chunk_size"), (None if tuned else grown, "floor_scale"))
-             if most is not None]
-    return min(found, default=(None, ""))
+    scaled_from = keys.integer("floor_scale", LENGTH, high=2**27) - 1  # of a text of so many tokens the last one's query would grow
+    is_unscaled = keys.holds("attn_temperature_tuning") and not keys.raw["attn_temperature_tuning"]  # a flag, in early configs a number
+    limits = [(limit, key) for limit, key in ((chunk, "attention_chunk_size"), (None if is_unscaled else scaled_from, "floor_scale"))
+              if limit is not None]
+    return min(limits, default=(None, ""))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -79,6 +80,6 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
              for role, rule in llama.layer_tensors(config, layer).items()}
     if config.moe is None or layer not in config.moe.layers:
         return rules
-    found = moe_tensors(config, f"{prefix}feed_forward.", NAMES, "shared_expert")
-    found["router"] = TensorRule(f"{prefix}feed_forward.router.weight", found["router"].shape)
-    return {role: rule for role, rule in rules.items() if role not in NAMES} | found
+    experts = moe_tensors(config, f"{prefix}feed_forward.", NAMES, "shared_expert")
+    experts["router"] = TensorRule(f"{prefix}feed_forward.router.weight", experts["router"].shape)
+    return {role: rule for role, rule in rules.items() if role not in NAMES} | experts

@@ -35,63 +35,64 @@ def config(keys: Keys) -> ModelConfig:
     ffn = keys.integer("ffn_hidden_size",
                        keys.integer("intermediate_size", SIZES["intermediate_size"], high=MAX_SIZES["intermediate_size"]),
                        high=MAX_SIZES["intermediate_size"])
-    of_all = keys.saying(num_hidden_layers=2 * pairs, intermediate_size=ffn)
+    resolved = keys.saying(num_hidden_layers=2 * pairs, intermediate_size=ffn)
     base = Defaults(max_position_embeddings=131_072, sizes=SIZES, bos=1, eos=(2,), norm_eps=1e-5, theta=1e7)
-    made = mla_config(of_all, base, WIDTHS, QUERY_RANK, True, moe=_mixture(keys, pairs), residual_streams=STREAMS)
-    own, hidden = made.mla, made.hidden_size
-    if (stated := keys.integer("qk_head_dim", own.query)) != own.query:
+    config = mla_config(resolved, base, WIDTHS, QUERY_RANK, True, moe=_mixture(keys, pairs), residual_streams=STREAMS)
+    mla, hidden = config.mla, config.hidden_size
+    if (stated := keys.integer("qk_head_dim", mla.query)) != mla.query:
         raise ConfigError(f"config.json: qk_head_dim = {stated} is not supported for longcat_flash models",
-                          f"it is the sum of qk_nope_head_dim and qk_rope_head_dim, {own.query}")
-    if own.query_rank is None:
+                          f"it is the sum of qk_nope_head_dim and qk_rope_head_dim, {mla.query}")
+    if mla.query_rank is None:
         raise ConfigError("config.json: q_lora_rank = null is not supported for longcat_flash models",
                           "this family projects queries from a latent")
-    return replace(made, multipliers=(("q_a_norm", (hidden / own.query_rank) ** 0.5), ("kv_a_norm", (hidden / own.rank) ** 0.5)))
+    return replace(config, multipliers=(("q_a_norm", (hidden / mla.query_rank) ** 0.5), ("kv_a_norm", (hidden / mla.rank) ** 0.5)))
 
 
 def _mixture(keys: Keys, pairs: int) -> MoEConfig:
     """The experts of every second layer, the first of a pair. Raises ConfigError."""
-    experts, handed = (keys.integer("n_routed_experts", 512, high=MAX_EXPERTS), keys.integer("zero_expert_num", 256, low=0,
-                                                                                             high=MAX_EXPERTS))
-    top = keys.integer("moe_topk", 12, high=MAX_EXPERTS)
-    if top > experts + handed:
-        raise ConfigError(f"config.json: moe_topk {top} is more than the {experts + handed} experts there are")
-    return MoEConfig(experts, top, keys.integer("expert_ffn_hidden_size", 2048, high=2**22), False, frozenset(range(0, 2 * pairs, 2)),
-                   routed_scale=keys.number("routed_scaling_factor", 6.0), correction_bias=True, parallel_to_mlp=True, zero_experts=handed)
+    experts = keys.integer("n_routed_experts", 512, high=MAX_EXPERTS)
+    zero_experts = keys.integer("zero_expert_num", 256, low=0, high=MAX_EXPERTS)
+    experts_per_token = keys.integer("moe_topk", 12, high=MAX_EXPERTS)
+    if experts_per_token > experts + zero_experts:
+        raise ConfigError(f"config.json: moe_topk {experts_per_token} is more than the {experts + zero_experts} experts there are")
+    return MoEConfig(experts, experts_per_token, keys.integer("expert_ffn_hidden_size", 2048, high=2**22), renormalise=False,
+                     layers=frozenset(range(0, 2 * pairs, 2)), routed_scale=keys.number("routed_scaling_factor", 6.0),
+                     correction_bias=True, parallel_to_mlp=True, zero_experts=zero_experts)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role: of a half of what checkpoints call a layer."""
     rules = mla_tensors(config, layer, llama.layer_tensors(config, layer))
-    before, within, half = f"model.layers.{layer}.", f"model.layers.{layer // 2}.", layer % 2
+    prefix, stored_prefix, half = f"model.layers.{layer}.", f"model.layers.{layer // 2}.", layer % 2
     parts = {"self_attn.": f"self_attn.{half}.", "mlp.": f"mlps.{half}.", "input_layernorm.": f"input_layernorm.{half}.",
              "post_attention_layernorm.": f"post_attention_layernorm.{half}."}
     for role, rule in rules.items():
-        name = rule.name.removeprefix(before)
+        name = rule.name.removeprefix(prefix)
         part = next(part for part in parts if name.startswith(part))
-        rules[role] = replace(rule, name=within + parts[part] + name.removeprefix(part))
+        rules[role] = replace(rule, name=stored_prefix + parts[part] + name.removeprefix(part))
     if layer not in config.moe.layers:
         return rules
-    own = config.moe
-    found, chosen = moe_tensors(config, f"{within}mlp.", NAMES), own.num_experts + own.zero_experts
-    router = {"router": ("classifier.weight", (chosen, config.hidden_size)),
-              **({"correction": ("e_score_correction_bias", (chosen,))} if own.correction_bias else {})}
-    return rules | found | {role: TensorRule(f"{within}mlp.router.{name}", shape) for role, (name, shape) in router.items()}
+    moe = config.moe
+    experts, num_candidates = moe_tensors(config, f"{stored_prefix}mlp.", NAMES), moe.num_experts + moe.zero_experts
+    router = {"router": ("classifier.weight", (num_candidates, config.hidden_size)),
+              **({"correction": ("e_score_correction_bias", (num_candidates,))} if moe.correction_bias else {})}
+    return rules | experts | {role: TensorRule(f"{stored_prefix}mlp.router.{name}", shape) for role, (name, shape) in router.items()}
 
 
 @narrowing
 def block(x: object, at: Layer) -> object:
     """Streams x[T, 2 * D] -> x[T, 2 * D], with the taps of `llama.block` over what a layer works on; of experts the visits come first."""
     ops, w, config = at.ops, at.w, at.config
-    own = attention(ops.first_stream(x, STREAMS), at)
-    x = last_of(x, len(own))
-    at.tap("mlp_in", own)
+    hidden = attention(ops.first_stream(x, STREAMS), at)
+    x = last_of(x, len(hidden))
+    at.tap("mlp_in", hidden)
     if w.experts:
-        sum_of_experts = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.parallel_experts, config.moe.routing, config.hidden_act,
-                                           at.see("visits"), w.correction_bias)
-        x = ops.put_stream(x, sum_of_experts, 1)
-    own = ops.gated_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.see("mlp_hidden"))
+        experts = ops.expert_branch(hidden, w.post_norm, w.router, w.experts, w.parallel_experts, config.moe.routing, config.hidden_act,
+                                    at.see("visits"), w.correction_bias)
+        x = ops.put_stream(x, experts, 1)
+    hidden = ops.gated_mlp(hidden, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.see("mlp_hidden"))
     if not w.experts:
-        own = ops.add_scaled(own, ops.second_stream(x, STREAMS), 1.0)
-    x = ops.put_stream(x, own, 0)
+        hidden = ops.add_scaled(hidden, ops.second_stream(x, STREAMS), 1.0)
+    x = ops.put_stream(x, hidden, 0)
     at.tap("block_out", x)
     return x

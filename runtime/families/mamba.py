@@ -40,16 +40,16 @@ def spaces_config(keys: Keys, norm_eps: float | None) -> ModelConfig:
     shape = Mamba1Shape(width, keys.integer("state_size", 16, high=4096),
                         rank(keys, "time_step_rank", hidden), keys.integer("conv_kernel", 4, high=64), keys.flag("use_conv_bias", True),
                         norm_eps is not None)
-    made = decoder_config(keys.saying(**ABSENT), base, lambda *_: (None,) * layers, recurrent=shape, recurrent_layers=tuple(range(layers)),
-                          layers_without_mlp=tuple(range(layers)))
-    demand_silu(keys, made.hidden_act)
-    return replace(made, recurrent_norm_eps=norm_eps)
+    config = decoder_config(keys.saying(**ABSENT), base, lambda *_: (None,) * layers, recurrent=shape,
+                            recurrent_layers=tuple(range(layers)), layers_without_mlp=tuple(range(layers)))
+    demand_silu(keys, config.hidden_act)
+    return replace(config, recurrent_norm_eps=norm_eps)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     prefix = f"model.layers.{layer}."
     norm = {"input_norm": TensorRule(f"{prefix}norm.weight", (config.hidden_size,))}
-    return norm | space_tensors(config, f"{prefix}mixer.", weighed=False)
+    return norm | space_tensors(config, f"{prefix}mixer.", norm_weights=False)
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:

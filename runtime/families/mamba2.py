@@ -28,10 +28,10 @@ def config(keys: Keys) -> ModelConfig:
     if shape.heads % shape.groups:
         raise ConfigError(f"config.json: num_heads {shape.heads} is not a multiple of n_groups {shape.groups}")
     check_steps(keys)
-    made = decoder_config(keys.saying(**ABSENT), base, lambda *_: (None,) * layers, recurrent=shape, recurrent_layers=tuple(range(layers)),
-                          layers_without_mlp=tuple(range(layers)))
-    demand_silu(keys, made.hidden_act)
-    return made
+    config = decoder_config(keys.saying(**ABSENT), base, lambda *_: (None,) * layers, recurrent=shape,
+                            recurrent_layers=tuple(range(layers)), layers_without_mlp=tuple(range(layers)))
+    demand_silu(keys, config.hidden_act)
+    return config
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

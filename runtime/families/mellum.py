@@ -25,10 +25,10 @@ def config(keys: Keys) -> ModelConfig:
     windows = layer_windows(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else 1024),
                             ["full_attention"] * layers)
     sparse = sparse_layers_of(keys.words("mlp_layer_types", layers) or (SPARSE,) * layers)
-    own = moe_config(keys, 64, 8, keys.integer("moe_intermediate_size", 896, high=2**22), keys.flag("norm_topk_prob", True), sparse)
+    moe = moe_config(keys, 64, 8, keys.integer("moe_intermediate_size", 896, high=2**22), keys.flag("norm_topk_prob", True), sparse)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         theta = keys.number("rope_theta", None, above=1.0)
         return ropes_by_window(keys, head_dim, positions, THETAS if theta is None else (theta, theta), windows)
 
-    return decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, moe=own)
+    return decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, moe=moe)

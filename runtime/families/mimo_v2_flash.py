@@ -36,65 +36,67 @@ EPS, SCALE, WINDOW = 1e-5, 0.707, 129
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, head_dim=192, bos=1, norm_eps=EPS, sizes=SIZES)
-    for name, (of, times) in MAX_DECODE_TOKENS.items():
-        if (found := keys.integer(name, None)) not in (None, times * keys.integer(of, USUAL[of])):
-            raise ConfigError(f"config.json: {name} {found} is not supported with {of} {keys.integer(of, USUAL[of])}",
-                              f"published models of this family have {times} times as many in layers with a window")
-    layers, kv = base.size(keys, "num_hidden_layers"), keys.integer("num_key_value_heads", 4, high=2048)
-    older = keys.integer("sliding_window_size", None)  # does not count the token that looks
-    window = keys.integer("sliding_window", WINDOW) if older is None else older + 1
+    for name, (full_key, ratio) in MAX_DECODE_TOKENS.items():
+        if (stated := keys.integer(name, None)) not in (None, ratio * keys.integer(full_key, USUAL[full_key])):
+            raise ConfigError(f"config.json: {name} {stated} is not supported with {full_key} {keys.integer(full_key, USUAL[full_key])}",
+                              f"published models of this family have {ratio} times as many in layers with a window")
+    layers, kv_heads = base.size(keys, "num_hidden_layers"), keys.integer("num_key_value_heads", 4, high=2048)
+    window_without_self = keys.integer("sliding_window_size", None)  # does not count the token that looks
+    window = keys.integer("sliding_window", WINDOW) if window_without_self is None else window_without_self + 1
     keys.integer("sliding_window", None)
-    usual = [GLOBAL if layer == 0 or (layer + 1) % EVERY == 0 else LOCAL for layer in range(layers)]
-    marked, sparse = keys.switches("hybrid_layer_pattern", layers), keys.switches("moe_layer_freq", layers)
-    if keys.words("layer_types", layers) is None and marked is not None:
-        usual = [LOCAL if each else GLOBAL for each in marked]
-    windows = layer_windows(keys, window, usual)
-    kinds = tuple(GLOBAL if own is None else LOCAL for own in windows)
+    default_kinds = [GLOBAL if layer == 0 or (layer + 1) % EVERY == 0 else LOCAL for layer in range(layers)]
+    windowed, sparse = keys.switches("hybrid_layer_pattern", layers), keys.switches("moe_layer_freq", layers)
+    if keys.words("layer_types", layers) is None and windowed is not None:
+        default_kinds = [LOCAL if each else GLOBAL for each in windowed]
+    windows = layer_windows(keys, window, default_kinds)
+    kinds = tuple(GLOBAL if layer_window is None else LOCAL for layer_window in windows)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        made = {kind: rope_from_section(Keys(section, f"config.json: rotary positions of {kind}"), head_dim, positions, THETAS[kind],
-                                        partial=True)
-                for kind, section in _sections(keys).items()}
-        return tuple(made[kind] for kind in kinds)
+        by_kind = {kind: rope_from_section(Keys(section, f"config.json: rotary positions of {kind}"), head_dim, positions, THETAS[kind],
+                                           partial=True)
+                   for kind, section in _sections(keys).items()}
+        return tuple(by_kind[kind] for kind in kinds)
 
-    named = keys if sparse is None or keys.holds("mlp_layer_types") else keys.saying(
+    moe_keys = keys if sparse is None or keys.holds("mlp_layer_types") else keys.saying(
         mlp_layer_types=[SPARSE if each else DENSE for each in sparse])
-    own = moe_config(keys, 256, 8, keys.integer("moe_intermediate_size", 2048, high=2**22), keys.flag("norm_topk_prob", True),
-                     sparse_layers(named, layers), "n_routed_experts", sigmoid=True, correction_bias=True,
+    moe = moe_config(keys, 256, 8, keys.integer("moe_intermediate_size", 2048, high=2**22), keys.flag("norm_topk_prob", True),
+                     sparse_layers(moe_keys, layers), "n_routed_experts", sigmoid=True, correction_bias=True,
                      routed_scale=keys.number("routed_scaling_factor", 1.0))
-    of_all = keys.saying(rms_norm_eps=keys.number("rms_norm_eps", keys.number("layernorm_epsilon", EPS)))
-    made = decoder_config(of_all, base, ropes, windows=windows, qkv_bias=keys.flag("attention_bias", False),
-                          moe=with_expert_groups(keys, own, 1, 1))
-    value, scale = keys.integer("v_head_dim", 128, high=1024), keys.number("attention_value_scale", SCALE)
-    if value > made.head_dim or value % 2:
-        raise ConfigError(f"config.json: v_head_dim {show(value)} is not supported with a head_dim of {made.head_dim}",
+    resolved = keys.saying(rms_norm_eps=keys.number("rms_norm_eps", keys.number("layernorm_epsilon", EPS)))
+    config = decoder_config(resolved, base, ropes, windows=windows, qkv_bias=keys.flag("attention_bias", False),
+                            moe=with_expert_groups(keys, moe, 1, 1))
+    v_head_dim, value_scale = keys.integer("v_head_dim", 128, high=1024), keys.number("attention_value_scale", SCALE)
+    if v_head_dim > config.head_dim or v_head_dim % 2:
+        raise ConfigError(f"config.json: v_head_dim {show(v_head_dim)} is not supported with a head_dim of {config.head_dim}",
                           "values of this family are no wider than keys")
-    return replace(made, v_head_dim=value, multipliers=(("v", scale),) if scale != 1.0 else (), layer_kv_heads=tuple(
-        (2 * kv if kind == LOCAL else kv, made.head_dim) for kind in kinds))
+    layer_kv_heads = tuple((2 * kv_heads if kind == LOCAL else kv_heads, config.head_dim) for kind in kinds)
+    return replace(config, v_head_dim=v_head_dim, multipliers=(("v", value_scale),) if value_scale != 1.0 else (),
+                   layer_kv_heads=layer_kv_heads)
 
 
 def _sections(keys: Keys) -> dict[str, dict[str, object]]:
     """Rotary positions by kind of layer. The published config has two bases beside one another, and one share of a head that turns."""
-    share, thetas = keys.number("partial_rotary_factor", TURNED), {
-        GLOBAL: keys.number("rope_theta", THETAS[GLOBAL], above=1.0), LOCAL: keys.number("swa_rope_theta", THETAS[LOCAL], above=1.0)}
+    rotated_share = keys.number("partial_rotary_factor", TURNED)
+    thetas = {GLOBAL: keys.number("rope_theta", THETAS[GLOBAL], above=1.0),
+              LOCAL: keys.number("swa_rope_theta", THETAS[LOCAL], above=1.0)}
     stated = keys.section("rope_parameters") or {}
-    if stray := sorted(stated.keys() - {GLOBAL, LOCAL}):
-        raise ConfigError(f"config.json: rope_parameters holds {show(stray[0])}, which is not supported",
+    if unknown := sorted(stated.keys() - {GLOBAL, LOCAL}):
+        raise ConfigError(f"config.json: rope_parameters holds {show(unknown[0])}, which is not supported",
                           "this family has one section for each layer type")
-    usual = {kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share} for kind, theta in thetas.items()}
-    of_kinds = Keys(stated, "config.json: rope_parameters")
-    return {kind: {"partial_rotary_factor": TURNED, **(of_kinds.section(kind) or own)} for kind, own in usual.items()}
+    defaults = {kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotated_share}
+                for kind, theta in thetas.items()}
+    sections = Keys(stated, "config.json: rope_parameters")
+    return {kind: {"partial_rotary_factor": TURNED, **(sections.section(kind) or default)} for kind, default in defaults.items()}
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
-    rules, prefix, (kv_heads, _) = expert_tensors(config, layer, "mlp",
-                                                  NAMES), f"model.layers.{layer}.self_attn.", config.kv_heads_of(layer)
-    value = config.v_head_dim
-    rules["v"] = replace(rules["v"], shape=(kv_heads * value, config.hidden_size))
-    rules["o"] = replace(rules["o"], shape=(config.hidden_size, config.num_attention_heads * value))
+    prefix, (kv_heads, _), v_head_dim = f"model.layers.{layer}.self_attn.", config.kv_heads_of(layer), config.v_head_dim
+    rules = expert_tensors(config, layer, "mlp", NAMES)
+    rules["v"] = replace(rules["v"], shape=(kv_heads * v_head_dim, config.hidden_size))
+    rules["o"] = replace(rules["o"], shape=(config.hidden_size, config.num_attention_heads * v_head_dim))
     if "v_bias" in rules:
-        rules["v_bias"] = replace(rules["v_bias"], shape=(kv_heads * value,))
+        rules["v_bias"] = replace(rules["v_bias"], shape=(kv_heads * v_head_dim,))
     if config.windows[layer] is not None:
         rules["sinks"] = TensorRule(f"{prefix}attention_sink_bias", (config.num_attention_heads,), also=(f"{prefix}sinks",))
     return rules

@@ -23,8 +23,8 @@ def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,), tied=True, sizes=SIZES)
     bias = keys.flag("attention_bias", False)
-    made = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, **scaled(keys, base, 1.0, 1.0, 1))
+    config = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, **scaled(keys, base, 1.0, 1.0, 1))
     if keys.section("sparse_config") is None:
-        return made
-    return replace(made, warnings=(*made.warnings, "config.json: sparse_config describes sparse attention over long texts: effllm uses "
-                                                   "full attention"))
+        return config
+    warning = "config.json: sparse_config describes sparse attention over long texts: effllm uses full attention"
+    return replace(config, warnings=(*config.warnings, warning))

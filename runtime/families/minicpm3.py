@@ -20,8 +20,8 @@ RANK = 768
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=32_768, sizes=SIZES, bos=1, eos=(2,), tied=True, norm_eps=1e-5)
-    value = base.size(keys, "hidden_size") // base.size(keys, "num_attention_heads")
-    widths = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": value}
+    v_head_dim = base.size(keys, "hidden_size") // base.size(keys, "num_attention_heads")
+    widths = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": v_head_dim}
     return mla_config(keys, base, widths, RANK, False, **scaled(keys, base, 12.0, 1.4, 256))
 
 

@@ -52,26 +52,27 @@ def config(keys: Keys) -> ModelConfig:
         rope = rope_config(keys, head_dim, positions, THETA, partial=True, share=share)
         return tuple(rope if kind == FULL else None for kind in kinds)
 
-    shares = {kind: tuple(_share(keys, kind, part) for part in ("alpha", "beta")) for kind in SHARES}
-    added = {kind: beta / alpha for kind, (alpha, beta) in shares.items()}
-    kept = {KEPT[FULL]: shares["full"][0], KEPT[LINEAR]: shares["linear"][0], KEPT_MLP: shares["mlp"][0]}
+    factors = {kind: tuple(_share(keys, kind, part) for part in ("alpha", "beta")) for kind in SHARES}
+    branch_factors = {kind: beta / alpha for kind, (alpha, beta) in factors.items()}
+    residual_factors = {KEPT[FULL]: factors["full"][0], KEPT[LINEAR]: factors["linear"][0], KEPT_MLP: factors["mlp"][0]}
     heads = base.size(keys, "num_attention_heads")
     head_dim = keys.integer("head_dim", base.size(keys, "hidden_size") // heads, high=1024)
-    own = moe_config(keys, 8, 2, base.size(keys, "intermediate_size"), True, range(layers), routed_scale=added["mlp"])
-    made = decoder_config(keys, base, ropes, moe=own, recurrent=LightningShape(heads, head_dim), recurrent_norm_eps=STATE_EPS,
-                          recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
-                          multipliers=tuple({**kept, "o": added["full"], "state_out": added["linear"]}.items()))
-    demand_silu(keys, made.hidden_act, "its linear attention uses it too")
-    return made
+    moe = moe_config(keys, 8, 2, base.size(keys, "intermediate_size"), True, range(layers), routed_scale=branch_factors["mlp"])
+    multipliers = {**residual_factors, "o": branch_factors["full"], "state_out": branch_factors["linear"]}
+    config = decoder_config(keys, base, ropes, moe=moe, recurrent=LightningShape(heads, head_dim), recurrent_norm_eps=STATE_EPS,
+                            recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+                            multipliers=tuple(multipliers.items()))
+    demand_silu(keys, config.hidden_act, "its linear attention uses it too")
+    return config
 
 
 def _share(keys: Keys, kind: str, part: str) -> float:
     """One of DeepNorm's numbers under either of its names."""
-    name, other = SPELLED[kind, part]
-    ours, published = keys.number(name, 1.0), keys.number(other, 1.0)
-    if 1.0 not in (ours, published) and ours != published:
-        raise ConfigError(f"config.json: {name} is {ours} and {other} {published}, which should be the same")
-    return published if ours == 1.0 else ours
+    name, published_name = SPELLED[kind, part]
+    factor, published_factor = keys.number(name, 1.0), keys.number(published_name, 1.0)
+    if 1.0 not in (factor, published_factor) and factor != published_factor:
+        raise ConfigError(f"config.json: {name} is {factor} and {published_name} {published_factor}, which should be the same")
+    return published_factor if factor == 1.0 else factor
 
 
 def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
@@ -86,16 +87,16 @@ def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role: norms of the stream itself, before either branch."""
-    rules, own, prefix = expert_tensors(config, layer, "block_sparse_moe", NAMES), config.recurrent, f"model.layers.{layer}."
+    rules, shape, prefix = expert_tensors(config, layer, "block_sparse_moe", NAMES), config.recurrent, f"model.layers.{layer}."
     rules["entry_norm"], rules["middle_norm"] = rules.pop("input_norm"), rules.pop("post_norm")
     if layer not in config.recurrent_layers:
         return rules
     hidden = config.hidden_size
     rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
-    return rules | {"state_in": TensorRule(prefix + OWN, (own.channels, hidden)),
-                    "state_gate": TensorRule(f"{prefix}self_attn.output_gate.weight", (own.values, hidden)),
-                    "state_norm": TensorRule(f"{prefix}self_attn.norm.weight", (own.values,)),
-                    "state_out": TensorRule(f"{prefix}self_attn.out_proj.weight", (hidden, own.values))}
+    return rules | {"state_in": TensorRule(prefix + OWN, (shape.channels, hidden)),
+                    "state_gate": TensorRule(f"{prefix}self_attn.output_gate.weight", (shape.values, hidden)),
+                    "state_norm": TensorRule(f"{prefix}self_attn.norm.weight", (shape.values,)),
+                    "state_out": TensorRule(f"{prefix}self_attn.out_proj.weight", (hidden, shape.values))}
 
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:

@@ -34,8 +34,8 @@ def config(keys: Keys) -> ModelConfig:
         share = keys.integer("rotary_dim", head_dim, low=2, high=head_dim) / head_dim
         return (rope_config(keys, head_dim, positions, THETA, partial=True, share=share),) * layers
 
-    own = moe_config(keys, 256, 8, base.size(keys, "intermediate_size"), True, range(layers), sigmoid=True, correction_bias=True)
-    return decoder_config(keys, base, ropes, qk_norm=True, qk_norm_full_width=True, moe=own)
+    moe = moe_config(keys, 256, 8, base.size(keys, "intermediate_size"), True, range(layers), sigmoid=True, correction_bias=True)
+    return decoder_config(keys, base, ropes, qk_norm=True, qk_norm_full_width=True, moe=moe)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -42,54 +42,55 @@ def config(keys: Keys) -> ModelConfig:
     section = Keys(keys.section("sparse_attention_config") or {}, "config.json: sparse_attention_config")
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        made = rope_config(keys, head_dim, positions, THETA, partial=True)
+        rope = rope_config(keys, head_dim, positions, THETA, partial=True)
         stated = keys.integer("rotary_dim", None, low=2, high=head_dim)
-        if stated not in (None, int(head_dim * made.partial_rotary_factor)):
-            raise ConfigError(f"config.json: rotary_dim {stated} is not partial_rotary_factor {made.partial_rotary_factor} of a head of "
+        if stated not in (None, int(head_dim * rope.partial_rotary_factor)):
+            raise ConfigError(f"config.json: rotary_dim {stated} is not partial_rotary_factor {rope.partial_rotary_factor} of a head of "
                               f"{head_dim}", "partial_rotary_factor takes precedence: remove the other key")
-        return (made,) * layers
+        return (rope,) * layers
 
     width, shared = base.size(keys, "intermediate_size"), keys.integer("shared_intermediate_size", 3072, high=2**22)
-    own = moe_config(keys, 128, 4, width, True, _sparse(keys, layers), "num_local_experts", sigmoid=True, correction_bias=True,
+    moe = moe_config(keys, 128, 4, width, True, _sparse(keys, layers), "num_local_experts", sigmoid=True, correction_bias=True,
                      routed_scale=keys.number("routed_scaling_factor", 2.0), shared_expert_dim=shared)
     dense = keys.saying(intermediate_size=keys.integer("dense_intermediate_size", 12_288, high=2**22))
-    made = decoder_config(dense, base, ropes, qk_norm=True, norm_kind="rms+1", moe=own)
-    if made.hidden_act != "silu":
+    config = decoder_config(dense, base, ropes, qk_norm=True, norm_kind="rms+1", moe=moe)
+    if config.hidden_act != "silu":
         raise keys.fail("hidden_act", "swigluoai or silu, which mean the clamped SwiGLU of this family")
-    return replace(made, hidden_act="clamped_swish", indexer=_indexed(keys, section, made))
+    return replace(config, hidden_act="clamped_swish", indexer=_indexed(keys, section, config))
 
 
 def _sparse(keys: Keys, layers: int) -> list[int]:
     """The layers with experts: all, but for what a list says."""
-    switched, kinds = keys.switches("moe_layer_freq", layers), keys.kinds("mlp_layer_types", layers, (DENSE, SPARSE))
-    has = [kind == SPARSE for kind in kinds] if kinds is not None else switched or [True] * layers
-    return [layer for layer, own in enumerate(has) if own]
+    switches, kinds = keys.switches("moe_layer_freq", layers), keys.kinds("mlp_layer_types", layers, (DENSE, SPARSE))
+    sparse = [kind == SPARSE for kind in kinds] if kinds is not None else switches or [True] * layers
+    return [layer for layer, is_sparse in enumerate(sparse) if is_sparse]
 
 
-def _indexed(keys: Keys, section: Keys, made: ModelConfig) -> IndexerConfig | None:
+def _indexed(keys: Keys, section: Keys, config: ModelConfig) -> IndexerConfig | None:
     """What chooses, from keys in a section or beside it, of which those inside win."""
-    usual = {"index_n_heads": 4, "index_head_dim": 128, "index_block_size": PAGE, "index_topk_blocks": 16, "index_local_blocks": 1}
-    found = {name: section.integer(inside, keys.integer(name, usual[name], low=0, high=2**20), low=0, high=2**20)
-             for name, inside in SECTION.items()}
+    defaults = {"index_n_heads": 4, "index_head_dim": 128, "index_block_size": PAGE, "index_topk_blocks": 16, "index_local_blocks": 1}
+    sizes = {name: section.integer(section_key, keys.integer(name, defaults[name], low=0, high=2**20), low=0, high=2**20)
+             for name, section_key in SECTION.items()}
     for key, value in ALONE.items():
         if section.raw.get(key, value) != value:
             raise section.fail(key, show(value))
-    layers, kinds = made.num_hidden_layers, keys.kinds("layer_types", made.num_hidden_layers, (FULL, CHOSEN))
-    switched, plain = section.switches("sparse_attention_freq", layers), section.switches("sparse_disable_index_value", layers)
-    chooses = [kind == CHOSEN for kind in kinds] if kinds is not None else switched or [False] * layers
-    if plain is not None and any(own and not without for own, without in zip(chooses, plain, strict=True)):
+    layers, kinds = config.num_hidden_layers, keys.kinds("layer_types", config.num_hidden_layers, (FULL, CHOSEN))
+    switches, without_values = section.switches("sparse_attention_freq", layers), section.switches("sparse_disable_index_value", layers)
+    is_sparse = [kind == CHOSEN for kind in kinds] if kinds is not None else switches or [False] * layers
+    if without_values is not None and any(sparse and not valueless for sparse, valueless in zip(is_sparse, without_values, strict=True)):
         raise section.fail("sparse_disable_index_value", "1 for every sparse layer")
-    if not any(chooses):
+    if not any(is_sparse):
         return None
-    heads, width, block, most, near = found.values()
-    turned = made.ropes[0]
-    rope = int(made.head_dim * turned.partial_rotary_factor)
-    if heads != made.num_key_value_heads or block < 1 or PAGE % block or not near <= most or most < 1 or not rope <= width <= 1024:
-        raise ConfigError(f"config.json: index_n_heads {heads}, index_head_dim {width}, index_block_size {block}, index_topk_blocks {most} "
-                          f"and index_local_blocks {near} are not supported together",
+    heads, width, block, num_blocks, local_blocks = sizes.values()
+    rope = int(config.head_dim * config.ropes[0].partial_rotary_factor)
+    are_blocks_supported = block >= 1 and PAGE % block == 0 and num_blocks >= 1 and local_blocks <= num_blocks
+    if heads != config.num_key_value_heads or not are_blocks_supported or not rope <= width <= 1024:
+        raise ConfigError(f"config.json: index_n_heads {heads}, index_head_dim {width}, index_block_size {block}, index_topk_blocks "
+                          f"{num_blocks} and index_local_blocks {local_blocks} are not supported together",
                           f"as many heads as num_key_value_heads, at least as wide as the rotated part, blocks that divide {PAGE}")
-    shape = IndexShape(heads, width, rope, most, block, True, near)
-    return IndexerConfig(shape, tuple(layer if own else None for layer, own in enumerate(chooses)), False, ("rms+1", made.norm_eps))
+    shape = IndexShape(heads, width, rope, num_blocks, block, True, local_blocks)
+    sources = tuple(layer if sparse else None for layer, sparse in enumerate(is_sparse))
+    return IndexerConfig(shape, sources, False, ("rms+1", config.norm_eps))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -101,32 +102,32 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
             del rules[role]
         rules |= _experts(config, prefix)
     else:
-        both = (f"{prefix}mlp.gate_up_proj.weight", 2 * config.intermediate_size)
-        rules |= {role: replace(rules[role], part_of=(both[0], place * config.intermediate_size, both[1]))
-                  for place, role in enumerate(("gate", "up"))}
-    own = None if config.indexer is None else config.indexer.shape_of(layer)
-    if own is not None:
-        for role, size in (("q", own.heads * own.width), ("k", own.width)):
-            for kind, shape in (("proj", (size, hidden)), ("norm", (own.width,))):
-                name = f"{prefix}self_attn.index_{role}_{kind}.weight"
-                there = f"{prefix}self_attn.indexer.{role}_{kind}.weight"
-                rules[f"index_{role}" if kind == "proj" else f"index_{role}_norm"] = TensorRule(name, shape, (there,), plain=kind == "proj")
+        fused, width = f"{prefix}mlp.gate_up_proj.weight", config.intermediate_size
+        rules |= {role: replace(rules[role], part_of=(fused, i * width, 2 * width)) for i, role in enumerate(("gate", "up"))}
+    index = None if config.indexer is None else config.indexer.shape_of(layer)
+    if index is not None:
+        attention = f"{prefix}self_attn."
+        for matrix, size in (("q", index.heads * index.width), ("k", index.width)):
+            rules[f"index_{matrix}"] = TensorRule(f"{attention}index_{matrix}_proj.weight", (size, hidden),
+                                                  (f"{attention}indexer.{matrix}_proj.weight",), plain=True)
+            rules[f"index_{matrix}_norm"] = TensorRule(f"{attention}index_{matrix}_norm.weight", (index.width,),
+                                                       (f"{attention}indexer.{matrix}_norm.weight",))
     return rules
 
 
 def _experts(config: ModelConfig, prefix: str) -> dict[str, TensorRule]:
     """Router and experts, and the one that every token visits, whose gate and up transformers joins."""
     published = moe_tensors(config, f"{prefix}{MOE}.", mixtral.NAMES, correction="e_score_correction_bias")
-    usual, width = moe_tensors(config, f"{prefix}{MLP}.", NAMES), config.moe.shared_expert_dim
-    found = {}
+    transformers, width = moe_tensors(config, f"{prefix}{MLP}.", NAMES), config.moe.shared_expert_dim
+    rules = {}
     for role, rule in published.items():
-        name = usual[role].name if role.startswith("shared.") else rule.name
-        rule = replace(rule, name=name.replace(f".{MLP}.", f".{MOE}."), also=(usual[role].name,))
+        name = transformers[role].name if role.startswith("shared.") else rule.name
+        rule = replace(rule, name=name.replace(f".{MLP}.", f".{MOE}."), also=(transformers[role].name,))
         if role in ("shared.gate", "shared.up"):
-            place = ("shared.gate", "shared.up").index(role)
-            rule = replace(rule, part_of=(f"{prefix}{MLP}.shared_experts.gate_up_proj.weight", place * width, 2 * width))
-        found[role] = rule
-    return found
+            part = ("shared.gate", "shared.up").index(role)
+            rule = replace(rule, part_of=(f"{prefix}{MLP}.shared_experts.gate_up_proj.weight", part * width, 2 * width))
+        rules[role] = rule
+    return rules
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:

@@ -23,9 +23,9 @@ def config(keys: Keys) -> ModelConfig:
     layers, window = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.integer("sliding_window", None)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        older, newer = keys.section("rope_scaling"), keys.section("rope_parameters")
-        stated = older or (YARN if keys.raw.get("rope_parameters") is None else newer or {})
-        inner = Keys(stated, f"config.json: {'rope_scaling' if older else 'rope_parameters'}")
+        scaling, parameters = keys.section("rope_scaling"), keys.section("rope_parameters")
+        section = scaling or (YARN if keys.raw.get("rope_parameters") is None else parameters or {})
+        inner = Keys(section, f"config.json: {'rope_scaling' if scaling else 'rope_parameters'}")
         original = keys.integer("original_max_position_embeddings", None, high=MAX_POSITIONS)
         rope = rope_from_section(inner, head_dim, positions, keys.number("rope_theta", 10_000.0, above=1.0), original)
         return (grown(rope, inner),) * layers
@@ -34,10 +34,10 @@ def config(keys: Keys) -> ModelConfig:
     return decoder_config(keys, base, ropes, windows=(window,) * layers)
 
 
-def grown(rope: RopeConfig, inner: Keys) -> RopeConfig:
+def grown(rope: RopeConfig, section: Keys) -> RopeConfig:
     """Positions with what their section says of queries."""
     length = "original_max_position_embeddings"
-    if inner.raw.get(QUERY_SCALING_BETA) == 0:
+    if section.raw.get(QUERY_SCALING_BETA) == 0:
         return replace(rope, params={**rope.params, QUERY_SCALING_BETA: 0.0})
-    every = rope.params.get(length) or inner.integer(length, high=MAX_POSITIONS)
-    return replace(rope, params={**rope.params, length: every, QUERY_SCALING_BETA: inner.number(QUERY_SCALING_BETA)})
+    original = rope.params.get(length) or section.integer(length, high=MAX_POSITIONS)
+    return replace(rope, params={**rope.params, length: original, QUERY_SCALING_BETA: section.number(QUERY_SCALING_BETA)})

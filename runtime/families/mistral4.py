@@ -24,18 +24,18 @@ SHARE = "partial_rotary_factor"  # of a head: the part of it that latent attenti
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=2**20, sizes=SIZES, bos=1, eos=(2,))
-    own = shared_moe_config(keys, base.size(keys, "num_hidden_layers"), 128, 4, 0, keys.flag("norm_topk_prob", True), 2048, 1)
+    moe = shared_moe_config(keys, base.size(keys, "num_hidden_layers"), 128, 4, 0, keys.flag("norm_topk_prob", True), 2048, 1)
     section = dict(keys.section("rope_scaling") or keys.section("rope_parameters") or YARN)
-    share = section.pop(SHARE, None)
-    stated = keys.saying(rope_scaling=None, rope_parameters=section)
-    made = mla_config(stated, base, WIDTHS, 1024, keys.flag("rope_interleave", True), moe=own)
-    part = made.mla.rope / (made.mla.rope + made.mla.nope)
-    if share not in (None, part):
+    stated_share = section.pop(SHARE, None)
+    resolved = keys.saying(rope_scaling=None, rope_parameters=section)
+    config = mla_config(resolved, base, WIDTHS, 1024, keys.flag("rope_interleave", True), moe=moe)
+    rotated_share = config.mla.rope / (config.mla.rope + config.mla.nope)
+    if stated_share not in (None, rotated_share):
         name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
-        raise ConfigError(f"config.json: {name}.{SHARE} = {show(share)} is not supported",
-                          f"the rotated part of a head is {part:g}, by the widths of its parts")
-    inner = Keys(section, "config.json: rotary positions")
-    return replace(made, ropes=(grown(made.ropes[0], inner),) * len(made.ropes)) if QUERY_SCALING_BETA in section else made
+        raise ConfigError(f"config.json: {name}.{SHARE} = {show(stated_share)} is not supported",
+                          f"the rotated part of a head is {rotated_share:g}, by the widths of its parts")
+    rope_keys = Keys(section, "config.json: rotary positions")
+    return replace(config, ropes=(grown(config.ropes[0], rope_keys),) * len(config.ropes)) if QUERY_SCALING_BETA in section else config
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

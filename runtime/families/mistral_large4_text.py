@@ -40,38 +40,39 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=2**20, norm_eps=1e-5, sizes=SIZES, bos=1, eos=(2,))
     layers = base.size(keys, "num_hidden_layers")
     keys.kinds("layer_types", layers, (INDEXED,))
-    stated = keys if keys.section("rope_scaling") or keys.section("rope_parameters") else keys.saying(rope_parameters=YARN)
-    mixture = with_mlp_layer_types(keys, layers, shared_moe_config(keys, layers, 128, 4, 1, True, 6144, 1))
-    made = mla_config(stated, base, WIDTHS, None, True, moe=mixture, query_position_scaling=True, learned_rope_alpha=True,
-                      final_logit_softcapping=keys.number("final_logit_softcapping", 30.0))
-    turned, own = rotated_layers(keys.saying(num_hidden_layers=layers)), made.mla
-    for key, value, stated in (("attention_bias", made.o_bias, made.o_bias), ("q_lora_rank", own.query_rank is not None, own.query_rank)):
-        if value:
-            raise ConfigError(f"config.json: {key} = {show(stated)} is not supported for mistral_large4_text models",
+    resolved = keys if keys.section("rope_scaling") or keys.section("rope_parameters") else keys.saying(rope_parameters=YARN)
+    moe = with_mlp_layer_types(keys, layers, shared_moe_config(keys, layers, 128, 4, 1, True, 6144, 1))
+    config = mla_config(resolved, base, WIDTHS, None, True, moe=moe, query_position_scaling=True, learned_rope_alpha=True,
+                        final_logit_softcapping=keys.number("final_logit_softcapping", 30.0))
+    rotated, mla = rotated_layers(keys.saying(num_hidden_layers=layers)), config.mla
+    for key, is_set, value in (("attention_bias", config.o_bias, config.o_bias),
+                               ("q_lora_rank", mla.query_rank is not None, mla.query_rank)):
+        if is_set:
+            raise ConfigError(f"config.json: {key} = {show(value)} is not supported for mistral_large4_text models",
                               "this family projects queries directly from the layer's input, and has no biases")
-    width, count = keys.integer("index_head_dim", 128, high=1024), keys.integer("index_topk", deepseek_v32.INDEX_TOPK, high=2**27)
-    if width < own.rope:
-        raise ConfigError(f"config.json: index_head_dim {width} with qk_rope_head_dim {own.rope} is not supported",
+    width, top_tokens = keys.integer("index_head_dim", 128, high=1024), keys.integer("index_topk", deepseek_v32.INDEX_TOPK, high=2**27)
+    if width < mla.rope:
+        raise ConfigError(f"config.json: index_head_dim {width} with qk_rope_head_dim {mla.rope} is not supported",
                           "a part of each index query is rotated")
-    index = IndexShape(keys.integer("index_n_heads", 32, high=1024), width, own.rope, count)
-    still = replace(own, nope=own.query, rope=0)
-    latents = tuple(own if each else still for each in turned)
-    ropes = tuple(rope if each else None for rope, each in zip(made.ropes, turned, strict=True))
-    return replace(made, mla_norm_eps=made.norm_eps, ropes=ropes,
-                   layer_mla=latents, layer_kv_heads=tuple((1, each.key) for each in latents), kv_sources=_sources(keys, turned),
-                   indexer=IndexerConfig(index, sources_of(indexer_layers(keys, layers)), True, ("layer", INDEX_NORM_EPS)))
+    index_shape = IndexShape(keys.integer("index_n_heads", 32, high=1024), width, mla.rope, top_tokens)
+    mla_without_rope = replace(mla, nope=mla.query, rope=0)
+    layer_mla = tuple(mla if is_rotated else mla_without_rope for is_rotated in rotated)
+    ropes = tuple(rope if is_rotated else None for rope, is_rotated in zip(config.ropes, rotated, strict=True))
+    return replace(config, mla_norm_eps=config.norm_eps, ropes=ropes,
+                   layer_mla=layer_mla, layer_kv_heads=tuple((1, layer.key) for layer in layer_mla), kv_sources=_sources(keys, rotated),
+                   indexer=IndexerConfig(index_shape, sources_of(indexer_layers(keys, layers)), True, ("layer", INDEX_NORM_EPS)))
 
 
-def _sources(keys: Keys, turned: Sequence[bool]) -> tuple[int, ...]:
+def _sources(keys: Keys, rotated: Sequence[bool]) -> tuple[int, ...]:
     """By layer whose latents it attends to, nothing where each has its own. Raises ConfigError."""
-    listed = keys.places("kv_source_layers", len(turned))
-    lent = {source for layer, source in enumerate(listed or ()) if source != layer}  # whose latents others attend to
-    for layer, source in enumerate(listed or ()):
-        last = max((each for each in lent if each < layer and turned[each] == turned[layer]), default=layer)
-        if source != layer and (source != last or listed[source] != source):
+    sources = keys.places("kv_source_layers", len(rotated))
+    shared_layers = {source for layer, source in enumerate(sources or ()) if source != layer}  # whose latents others attend to
+    for layer, source in enumerate(sources or ()):
+        last = max((shared for shared in shared_layers if shared < layer and rotated[shared] == rotated[layer]), default=layer)
+        if source != layer and (source != last or sources[source] != source):
             raise ConfigError(f"config.json: kv_source_layers has {source} for layer {layer}, which is not supported",
                               "a layer attends to the last one before it whose latents are lent and that has positions if it has them")
-    return listed if lent else ()
+    return sources if shared_layers else ()
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -82,12 +83,12 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     rules |= {"grow_scale": TensorRule(f"{prefix}softmax_scaling.scale", (heads,)),
               "grow_offset": TensorRule(f"{prefix}softmax_scaling.bias", (heads,))}
     if "index_q" in rules:
-        own, prefix = config.indexer.shape, f"{prefix}indexer."
-        rules |= {"index_q": replace(rules["index_q"], shape=(own.heads * own.width, hidden)),
+        index, prefix = config.indexer.shape, f"{prefix}indexer."
+        rules |= {"index_q": replace(rules["index_q"], shape=(index.heads * index.width, hidden)),
                   "index_entered": TensorRule(f"{prefix}q_input_norm.weight", (hidden,)),
                   "index_entered_bias": TensorRule(f"{prefix}q_input_norm.bias", (hidden,)),
-                  "index_grow_scale": TensorRule(f"{prefix}softmax_scaling.scale", (own.heads,)),
-                  "index_grow_offset": TensorRule(f"{prefix}softmax_scaling.bias", (own.heads,))}
+                  "index_grow_scale": TensorRule(f"{prefix}softmax_scaling.scale", (index.heads,)),
+                  "index_grow_offset": TensorRule(f"{prefix}softmax_scaling.bias", (index.heads,))}
     return rules
 
 
@@ -99,25 +100,27 @@ def attention(x: object, at: Layer) -> object:
     """As `deepseek_v3.attention`; a layer without latents of its own attends to those that an earlier one has cached."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     at.tap("block_in", x)
-    own, shape, heads = w.mla, config.mla_of(at.number), config.num_attention_heads
-    y, norm, beside = x, w.input_norm, ()
+    mla, shape, heads = w.mla, config.mla_of(at.number), config.num_attention_heads
+    y, norm, index_linears = x, w.input_norm, ()
     if w.indexer is not None:  # whose queries read the row once it is normed
-        y, norm, beside = ops.norm(x, w.input_norm), None, (w.indexer.k, w.indexer.weights)
-    latents = () if own.kv_down is None else (own.kv_down,)
-    q, *made = ops.norm_linear(y, norm, [own.q, *latents, *beside])  # [T, H * (nope + rope)], [T, rank + rope]
-    k = ops.rope_heads(ops.latent_keys(made.pop(0), shape, own.kv_norm), 1, shape.key, positions, rope, None) if latents else None
+        y, norm, index_linears = ops.norm(x, w.input_norm), None, (w.indexer.k, w.indexer.weights)
+    down_projections = () if mla.kv_down is None else (mla.kv_down,)
+    q, *projections = ops.norm_linear(y, norm, [mla.q, *down_projections, *index_linears])  # [T, H * (nope + rope)], [T, rank + rope]
+    k = None
+    if down_projections:
+        k = ops.rope_heads(ops.latent_keys(projections.pop(0), shape, mla.kv_norm), 1, shape.key, positions, rope, None)
     q = ops.scale_queries(q, heads, shape.query, positions, LOG_POSITIONS, w.query_scaling)
-    q = ops.rope_heads(ops.latent_queries(q, heads, shape, own.expand), heads, shape.key, positions, rope, None)
+    q = ops.rope_heads(ops.latent_queries(q, heads, shape, mla.expand), heads, shape.key, positions, rope, None)
     if w.indexer is not None:  # where the layer's own queries were made
-        (chosen_by,) = ops.norm_linear(y, w.indexer.input_norm, [w.indexer.q])
-        chosen_by = ops.scale_queries(chosen_by, config.indexer.shape.heads, config.indexer.shape.width, positions, LOG_POSITIONS,
-                                      w.indexer.query_scaling)
-        choose(ops, w.indexer, chosen_by, *made, kv, positions, rope, config.indexer.shape)
+        (index_queries,) = ops.norm_linear(y, w.indexer.input_norm, [w.indexer.q])
+        index_queries = ops.scale_queries(index_queries, config.indexer.shape.heads, config.indexer.shape.width, positions, LOG_POSITIONS,
+                                          w.indexer.query_scaling)
+        choose(ops, w.indexer, index_queries, *projections, kv, positions, rope, config.indexer.shape)
     at.tap("q", q)
     if k is not None:
         at.tap("k", k)
         at.tap("v", k)
-    attended = ops.latent_values(kv.attend(q, k, k), heads, shape, own.expand)  # [T, H * value]
+    attended = ops.latent_values(kv.attend(q, k, k), heads, shape, mla.expand)  # [T, H * value]
     at.tap("attn_out", attended)
     return ops.linear_add(attended, w.o, last_of(x, len(attended)), None, config.residual_multiplier)
 

@@ -24,18 +24,18 @@ SIZES = {"vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 40, "n
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, norm_eps=1e-5, theta=500_000.0, num_key_value_heads=8, bos=128_000, eos=(128_001,),
                     sizes=SIZES)
-    made = decoder_config(keys, base)
-    if made.head_dim * made.num_attention_heads != made.hidden_size:
-        raise ConfigError(f"config.json: head_dim = {made.head_dim} is not supported for {made.family} models",
-                          f"heads split the width evenly: {made.hidden_size // made.num_attention_heads}")
-    layers, usual = made.num_hidden_layers, (each for each in range(3, 40, 5) if each < made.num_hidden_layers)
-    found = keys.layers("cross_attention_layers", layers)
+    config = decoder_config(keys, base)
+    if config.head_dim * config.num_attention_heads != config.hidden_size:
+        raise ConfigError(f"config.json: head_dim = {config.head_dim} is not supported for {config.family} models",
+                          f"heads split the width evenly: {config.hidden_size // config.num_attention_heads}")
+    layers, default_layers = config.num_hidden_layers, (each for each in range(3, 40, 5) if each < config.num_hidden_layers)
+    layers_listed = keys.layers("cross_attention_layers", layers)
     if keys.raw.get("cross_attention_layers") is None:
-        found = frozenset(usual)
-    if len(found) == layers:
+        layers_listed = frozenset(default_layers)
+    if len(layers_listed) == layers:
         raise ConfigError("config.json: cross_attention_layers names every layer", "at least one layer must have attention to the text")
     # Whatever is said, the head is one of its own.
-    return replace(made, cross_attention_layers=tuple(sorted(found)), tie_word_embeddings=False, extra_embeddings=WORDS_BESIDE)
+    return replace(config, cross_attention_layers=tuple(sorted(layers_listed)), tie_word_embeddings=False, extra_embeddings=WORDS_BESIDE)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -63,16 +63,17 @@ def block(x: object, at: Layer) -> object:
     ops, w, kv, config = at.ops, at.w, at.kv, at.config
     if w.cross_attention_gates is None:
         return llama.block(x, at)
-    for look in kv.looks:
-        with kv.within(look, w):
-            own = x[look.rows]
-            at.tap("block_in", own)
-            q = ops.norm_linear(own, w.input_norm, [w.q])[0]
+    for span in kv.looks:
+        with kv.within(span, w):
+            rows = x[span.rows]
+            at.tap("block_in", rows)
+            q = ops.norm_linear(rows, w.input_norm, [w.q])[0]
             q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, at.positions, None, w.q_norm)
-            attended = kv.attend(q, look.pictures)
+            attended = kv.attend(q, span.pictures)
             at.tap("attn_out", attended)
-            own = ops.linear_add(attended, w.o, own, None, w.cross_attention_gates[0])
-            at.tap("mlp_in", own)
-            ops.gated_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.see("mlp_hidden"), None, w.cross_attention_gates[1])
+            rows = ops.linear_add(attended, w.o, rows, None, w.cross_attention_gates[0])
+            at.tap("mlp_in", rows)
+            ops.gated_mlp(rows, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.see("mlp_hidden"), None,
+                          w.cross_attention_gates[1])
     at.tap("block_out", x)
     return x

@@ -30,13 +30,13 @@ NORMS = {"input_norm": "attn_norm", "post_norm": "mlp_norm"}
 
 def config(keys: Keys) -> ModelConfig:
     """Raises ConfigError. A window is half of what `local_attention` says, as in the encoders, which see as far to both sides."""
-    layers, every = (keys.integer(name, usual, high=MAX_LAYERS) for name, usual in (
+    layers, interval = (keys.integer(name, default, high=MAX_LAYERS) for name, default in (
         ("num_hidden_layers", SIZES["num_hidden_layers"]), ("global_attn_every_n_layers", EVERY)))
-    half = keys.integer("local_attention", 128, low=2) // 2
-    if (stated := keys.integer("sliding_window", half)) != half:
-        raise ConfigError(f"config.json: sliding_window = {show(stated)} beside local_attention = {2 * half} is not supported",
+    window = keys.integer("local_attention", 128, low=2) // 2
+    if (stated := keys.integer("sliding_window", window)) != window:
+        raise ConfigError(f"config.json: sliding_window = {show(stated)} beside local_attention = {2 * window} is not supported",
                           "a window of this family is half of local_attention")
-    windows = layer_windows(keys, half, [LOCAL if layer % every else GLOBAL for layer in range(layers)])
+    windows = layer_windows(keys, window, [LOCAL if layer % interval else GLOBAL for layer in range(layers)])
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         thetas = (keys.number("global_rope_theta", THETAS[0], above=1.0), keys.number("local_rope_theta", THETAS[1], above=1.0))
@@ -44,9 +44,9 @@ def config(keys: Keys) -> ModelConfig:
 
     base = Defaults(max_position_embeddings=8192, bos=50_281, eos=(50_282,), eps_key="norm_eps", norm_eps=1e-5, tied=True, grouped=False,
                     act=("hidden_activation", "gelu"), sizes=SIZES)
-    bias, biases = keys.flag("attention_bias", False), keys.flag("norm_bias", False)
+    bias, norm_bias = keys.flag("attention_bias", False), keys.flag("norm_bias", False)
     return decoder_config(
-        keys, base, ropes, windows=windows, norm_kind="layer", norm_bias=biases, qkv_bias=bias, o_bias=bias,
+        keys, base, ropes, windows=windows, norm_kind="layer", norm_bias=norm_bias, qkv_bias=bias, o_bias=bias,
         mlp_bias=keys.flag("mlp_bias", False), head_bias=keys.flag("decoder_bias", True),
         head_transform_act=keys.choice("classifier_activation", ACTS, "gelu"), head_transform_bias=keys.flag("classifier_bias", False))
 
@@ -55,11 +55,11 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role: gate and up are one matrix, and the first layer has the norm of embeddings."""
     rules, prefix, hidden = llama.layer_tensors(config, layer), f"model.layers.{layer}.", config.hidden_size
     rules |= {role: replace(rules[role], name=f"{prefix}{name}.weight") for role, name in (MATRICES | NORMS).items()}
-    for at, role in enumerate(("gate", "up")):
-        rows = config.intermediate_size
-        rules[role] = replace(rules[role], part_of=(f"{prefix}mlp.Wi.weight", at * rows, 2 * rows))
+    for part, role in enumerate(("gate", "up")):
+        width = config.intermediate_size
+        rules[role] = replace(rules[role], part_of=(f"{prefix}mlp.Wi.weight", part * width, 2 * width))
         if config.mlp_bias:
-            rules[f"{role}_bias"] = replace(rules[f"{role}_bias"], part_of=(f"{prefix}mlp.Wi.bias", at * rows, 2 * rows))
+            rules[f"{role}_bias"] = replace(rules[f"{role}_bias"], part_of=(f"{prefix}mlp.Wi.bias", part * width, 2 * width))
     for role in MATRICES:
         if f"{role}_bias" in rules:
             rules[f"{role}_bias"] = bias_rule(rules[role])
@@ -71,12 +71,12 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     table, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
-    dense = TensorRule("lm_head.dense.weight", (hidden, hidden))
+    transform = TensorRule("lm_head.dense.weight", (hidden, hidden))
     rules = with_biases(config, {
         "embed": TensorRule("model.embeddings.tok_embeddings.weight", table), "norm": TensorRule("model.final_norm.weight", (hidden,)),
-        "head_in": dense, "head_norm": TensorRule("lm_head.norm.weight", (hidden,))})
+        "head_in": transform, "head_norm": TensorRule("lm_head.norm.weight", (hidden,))})
     if config.head_transform_bias:
-        rules["head_in_bias"] = bias_rule(dense)
+        rules["head_in_bias"] = bias_rule(transform)
     if config.head_bias:
         rules["head_bias"] = TensorRule("decoder.bias", (config.vocab_size,))
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("decoder.weight", table)}

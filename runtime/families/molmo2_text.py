@@ -20,23 +20,24 @@ EMBEDDING, TABLES = "model.embed_tokens.weight", ("model.wte.embedding", "model.
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=36_864, num_key_value_heads=8, head_dim=128, eps_key=None, sizes=SIZES)
     layers = base.size(keys, "num_hidden_layers")
-    stretched = keys.layers("rope_scaling_layers", layers)
+    scaled_layers = keys.layers("rope_scaling_layers", layers)
     if keys.raw.get("rope_scaling_layers") is None:
-        stretched = frozenset(range(layers))
+        scaled_layers = frozenset(range(layers))
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        usual = rope_config(keys, head_dim, positions)
-        plain = RopeConfig(usual.theta, "default", {})
-        return tuple(usual if layer in stretched else plain for layer in range(layers))
+        rope = rope_config(keys, head_dim, positions)
+        plain = RopeConfig(rope.theta, "default", {})
+        return tuple(rope if layer in scaled_layers else plain for layer in range(layers))
 
-    behind = keys.flag("norm_after", False)
-    whole = keys.choice("qk_norm_type", {"qwen3": "qwen3", "olmo": "olmo"}, "qwen3") == "olmo"
-    if behind != whole:
-        raise ConfigError(f"config.json: norm_after = {str(behind).lower()} is not supported for molmo2_text models with this qk_norm_type",
+    norm_after = keys.flag("norm_after", False)
+    full_width = keys.choice("qk_norm_type", {"qwen3": "qwen3", "olmo": "olmo"}, "qwen3") == "olmo"
+    if norm_after != full_width:
+        raise ConfigError(f"config.json: norm_after = {str(norm_after).lower()} is not supported for molmo2_text models with this "
+                          "qk_norm_type",
                           "post-norms go with QK norms over all heads (olmo), pre-norms with one for each head (qwen3)")
-    made = decoder_config(keys, base, ropes, qk_norm=True, qk_norm_full_width=whole)
+    config = decoder_config(keys, base, ropes, qk_norm=True, qk_norm_full_width=full_width)
     eps = keys.number("layer_norm_eps", keys.number("rms_norm_eps", base.norm_eps))
-    return replace(made, norm_eps=eps, extra_embeddings=keys.integer("additional_vocab_size", 128, low=0, high=1 << 16))
+    return replace(config, norm_eps=eps, extra_embeddings=keys.integer("additional_vocab_size", 128, low=0, high=1 << 16))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

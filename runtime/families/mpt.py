@@ -35,34 +35,35 @@ NAMES = {"o": "attn.out_proj", "up": "ffn.up_proj", "down": "ffn.down_proj"}
 
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
-    usual = {"hidden_size": ("d_model", 2048, MAX_SIZES["hidden_size"]), "num_hidden_layers": ("n_layers", 24, MAX_LAYERS),
-             "num_attention_heads": ("n_heads", 16, 4096), "max_position_embeddings": ("max_seq_len", 2048, MAX_POSITIONS)}
-    sizes = {name: keys.integer(own, keys.integer(name, default, high=most), high=most) for name, (own, default, most) in usual.items()}
+    size_keys = {"hidden_size": ("d_model", 2048, MAX_SIZES["hidden_size"]), "num_hidden_layers": ("n_layers", 24, MAX_LAYERS),
+                 "num_attention_heads": ("n_heads", 16, 4096), "max_position_embeddings": ("max_seq_len", 2048, MAX_POSITIONS)}
+    sizes = {name: keys.integer(mpt_key, keys.integer(name, default, high=high), high=high)
+             for name, (mpt_key, default, high) in size_keys.items()}
     keys.integer("intermediate_size", None)  # four times the width, whatever it says
     section = Keys(keys.section("attn_config") or {}, "config.json: attn_config")
-    for name, only in ATTENTION.items():
-        if (found := section.raw.get(name, only)) != only:
-            raise ConfigError(f"config.json: attn_config.{name} = {show(found)} is not supported for mpt models",
-                              f"this family runs only with {name} = {show(only)}")
+    for name, supported in ATTENTION.items():
+        if (stated := section.raw.get(name, supported)) != supported:
+            raise ConfigError(f"config.json: attn_config.{name} = {show(stated)} is not supported for mpt models",
+                              f"this family runs only with {name} = {show(supported)}")
     base = Defaults(max_position_embeddings=2048, tied=True, act=("hidden_act", "gelu"), rotary=False, grouped=False,
                     eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 50_368})
-    of_all = keys.saying(**sizes, intermediate_size=4 * sizes["hidden_size"], hidden_act="gelu")
-    made = decoder_config(of_all, base, norm_kind="layer", clip_qkv=section.number("clip_qkv", None))
-    return attending(made, slopes(made.num_attention_heads), section.number("softmax_scale", None))
+    resolved = keys.saying(**sizes, intermediate_size=4 * sizes["hidden_size"], hidden_act="gelu")
+    config = decoder_config(resolved, base, norm_kind="layer", clip_qkv=section.number("clip_qkv", None))
+    return attending(config, slopes(config.num_attention_heads), section.number("softmax_scale", None))
 
 
-def attending(made: ModelConfig, by_head: tuple[float, ...], scale: float | None = None) -> ModelConfig:
+def attending(config: ModelConfig, slopes_by_head: tuple[float, ...], scale: float | None = None) -> ModelConfig:
     """The same model with slopes, whose heads are wider in attention."""
-    wide = -(-(made.head_dim + 2) // EVEN) * EVEN
-    return replace(made, alibi_slopes=by_head, attn_scale=made.head_dim**-0.5 if scale is None else scale, head_dim=wide,
-                   v_head_dim=made.head_dim)
+    padded = -(-(config.head_dim + 2) // EVEN) * EVEN
+    return replace(config, alibi_slopes=slopes_by_head, attn_scale=config.head_dim**-0.5 if scale is None else scale, head_dim=padded,
+                   v_head_dim=config.head_dim)
 
 
 def slopes(heads: int) -> tuple[float, ...]:
     """Of each head. Where these are no power of two, every second one of the next such comes first."""
     power = 2 ** math.ceil(math.log2(heads))
-    every = 0.5 ** (np.arange(1, power + 1) * (STEEPEST / power))
-    return tuple(every.tolist() if power == heads else [*every[1::2], *every[::2]][:heads])
+    of_power = 0.5 ** (np.arange(1, power + 1) * (STEEPEST / power))
+    return tuple(of_power.tolist() if power == heads else [*of_power[1::2], *of_power[::2]][:heads])
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

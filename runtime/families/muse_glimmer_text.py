@@ -27,33 +27,33 @@ BEHIND_EPS, CAP, SCALE, MULTIPLIER = 1e-8, 20.0, 3.87, 26**-0.5
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, bos=200_000, eos=(200_001,), norm_eps=1e-5,
                     act=("hidden_activation", "silu"), sizes=SIZES)
-    layers, bias, stored = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False), keys.flag(STORED, False)
-    usual = [GLOBAL if (layers - 1 - layer) % EVERY == 0 else LOCAL for layer in range(layers)]
-    windows = layer_windows(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW), usual)
+    layers, bias, weighted_qk_norm = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False), keys.flag(STORED, False)
+    default_kinds = [GLOBAL if (layers - 1 - layer) % EVERY == 0 else LOCAL for layer in range(layers)]
+    windows = layer_windows(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW), default_kinds)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
         rope = rope_config(keys, head_dim, positions)
-        return tuple(rope if turned else None for turned in _turned(keys, usual, rope))
+        return tuple(rope if rotated else None for rotated in _turned(keys, default_kinds, rope))
 
     scale = keys.number("qk_scale_factor", SCALE)
-    made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, norm_kind="rms+1", final_norm_kind="rms",
-                          post_norm_eps=keys.number("post_norm_eps", BEHIND_EPS), embedding_norm=True, output_gate=True,
-                          qk_norm=stored, qk_norm_unweighted=not stored, qk_norm_without_rope=True,
-                          logits_scaling=1 / keys.number("output_multiplier", MULTIPLIER),
-                          final_logit_softcapping=gemma2.softcap(keys, "final_logit_softcapping", CAP))
-    return replace(made, attn_scale=scale * made.head_dim**-0.5)
+    config = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, norm_kind="rms+1", final_norm_kind="rms",
+                            post_norm_eps=keys.number("post_norm_eps", BEHIND_EPS), embedding_norm=True, output_gate=True,
+                            qk_norm=weighted_qk_norm, qk_norm_unweighted=not weighted_qk_norm, qk_norm_without_rope=True,
+                            logits_scaling=1 / keys.number("output_multiplier", MULTIPLIER),
+                            final_logit_softcapping=gemma2.softcap(keys, "final_logit_softcapping", CAP))
+    return replace(config, attn_scale=scale * config.head_dim**-0.5)
 
 
-def _turned(keys: Keys, usual: list[str], rope: RopeConfig) -> tuple[bool, ...]:
+def _turned(keys: Keys, default_kinds: list[str], rope: RopeConfig) -> tuple[bool, ...]:
     """Which layers turn: those of a theta that is not 0 in `layer_rope_theta`, the usual ones where nothing lists them. Raises ConfigError
     for a theta that is not that of all: transformers would turn by the latter all the same."""
     if not keys.holds("layer_rope_theta") or keys.raw["layer_rope_theta"] is None:
-        return tuple(kind == LOCAL for kind in usual)
-    listed = keys.numbers("layer_rope_theta", len(usual), or_zero=True)
-    if stray := next((theta for theta in listed if theta and theta != rope.theta), None):
-        raise ConfigError(f"config.json: layer_rope_theta holds {show(stray)} beside a rope_theta of {show(rope.theta)}, which is not "
-                          "supported", "a layer of this family uses rope_theta, or 0 for no positions")
-    return tuple(map(bool, listed))
+        return tuple(kind == LOCAL for kind in default_kinds)
+    thetas = keys.numbers("layer_rope_theta", len(default_kinds), or_zero=True)
+    if unsupported := next((theta for theta in thetas if theta and theta != rope.theta), None):
+        raise ConfigError(f"config.json: layer_rope_theta holds {show(unsupported)} beside a rope_theta of {show(rope.theta)}, which is "
+                          "not supported", "a layer of this family uses rope_theta, or 0 for no positions")
+    return tuple(map(bool, thetas))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -27,10 +27,10 @@ def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,))
-    made = looped(keys, base, keys.integer("num_loops", 1, high=MAX_LAYERS), qkv_bias=bias, o_bias=bias)
-    if keys.integer("kv_channels", made.head_dim) != made.head_dim:
-        raise keys.fail("kv_channels", f"the {made.head_dim} of a head")
-    return made
+    config = looped(keys, base, keys.integer("num_loops", 1, high=MAX_LAYERS), qkv_bias=bias, o_bias=bias)
+    if keys.integer("kv_channels", config.head_dim) != config.head_dim:
+        raise keys.fail("kv_channels", f"the {config.head_dim} of a head")
+    return config
 
 
 def looped(keys: Keys, base: Defaults, loops: int, **features: object) -> ModelConfig:
@@ -43,8 +43,8 @@ def looped(keys: Keys, base: Defaults, loops: int, **features: object) -> ModelC
 
 def again(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
     """The tensors of a layer, of which `rules` are those that are stored, with the last norm where another round begins."""
-    begins = layer > 0 and layer % config.stored_layers == 0
-    return rules | ({"entry_norm": TensorRule("model.norm.weight", (config.hidden_size,))} if begins else {})
+    starts_loop = layer > 0 and layer % config.stored_layers == 0
+    return rules | ({"entry_norm": TensorRule("model.norm.weight", (config.hidden_size,))} if starts_loop else {})
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -21,9 +21,9 @@ def config(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=2048, bos=0, eos=(1,), act=("hidden_act", "relu2"), sizes=SIZES)
     cap = keys.number("final_logit_softcapping", None if keys.holds("final_logit_softcapping") else 15.0)
-    made = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, unweighted_norms=True, qk_norm_unweighted=True,
-                          final_logit_softcapping=cap)
-    return replace(made, ropes=tuple(replace(rope, backwards=True) for rope in made.ropes))
+    config = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, unweighted_norms=True, qk_norm_unweighted=True,
+                            final_logit_softcapping=cap)
+    return replace(config, ropes=tuple(replace(rope, backwards=True) for rope in config.ropes))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -44,26 +44,28 @@ def config(keys: Keys) -> ModelConfig:
         if task != "AutoTokenizer" and not re.fullmatch(r"(configuration|modeling)_nemotron_h\.NemotronH\w+", str(name)):
             raise ConfigError(f"config.json: auto_map names {show(name)}, which is not Nemotron H",
                               "the checkpoint brings its own code, which is never run")
-    halves = pattern(keys)
-    layers = re.sub("|".join(map(re.escape, WHOLE)), lambda found: WHOLE[found.group()], halves)
-    stated = keys.saying(num_hidden_layers=len(layers))
-    own = {"heads": ("mamba_num_heads", 128, 4096), "head_dim": ("mamba_head_dim", 64, 4096), "groups": ("n_groups", 8, 4096),
-           "depth": ("ssm_state_size", 128, 4096), "taps": ("conv_kernel", 4, 64)}
-    shape = Mamba2Shape(**{field: keys.integer(name, default, high=high) for field, (name, default, high) in own.items()},
+    stored_pattern = pattern(keys)
+    layer_letters = re.sub("|".join(map(re.escape, WHOLE)), lambda found: WHOLE[found.group()], stored_pattern)
+    resolved = keys.saying(num_hidden_layers=len(layer_letters))
+    shape_keys = {"heads": ("mamba_num_heads", 128, 4096), "head_dim": ("mamba_head_dim", 64, 4096), "groups": ("n_groups", 8, 4096),
+                  "depth": ("ssm_state_size", 128, 4096), "taps": ("conv_kernel", 4, 64)}
+    shape = Mamba2Shape(**{field: keys.integer(name, default, high=high) for field, (name, default, high) in shape_keys.items()},
                         biased=keys.flag("use_conv_bias", True))
     if shape.heads % shape.groups:
         raise ConfigError(f"config.json: mamba_num_heads {shape.heads} is not a multiple of n_groups {shape.groups}")
     check_steps(keys)
     if (act := keys.text("mamba_hidden_act", "silu")) not in ("silu", "swish"):
         raise ConfigError(f"config.json: mamba_hidden_act = {show(act)} is not supported", "known: silu")
-    states, sparse, alone = (tuple(layer for layer, kind in enumerate(layers) if kind in kinds) for kinds in (STATES, SPARSE, ALONE))
-    experts = mixture_of(keys, sparse)
-    made = decoder_config(stated, USUAL, recurrent=shape if states else None, recurrent_layers=states, layers_without_mlp=alone,
-                          moe=experts if sparse else None)
-    if (own := keys.integer("attention_head_dim", made.head_dim, high=1024)) != made.head_dim:
-        raise ConfigError(f"config.json: attention_head_dim is {own} and head_dim {made.head_dim}, which should be the same",
+    recurrent_layers, moe_layers, layers_without_mlp = (
+        tuple(layer for layer, letter in enumerate(layer_letters) if letter in kinds) for kinds in (STATES, SPARSE, ALONE))
+    moe = mixture_of(keys, moe_layers)
+    config = decoder_config(resolved, USUAL, recurrent=shape if recurrent_layers else None, recurrent_layers=recurrent_layers,
+                            layers_without_mlp=layers_without_mlp, moe=moe if moe_layers else None)
+    if (attention_head_dim := keys.integer("attention_head_dim", config.head_dim, high=1024)) != config.head_dim:
+        raise ConfigError(f"config.json: attention_head_dim is {attention_head_dim} and head_dim {config.head_dim}, which should be the "
+                          "same",
                           "published models of this family have heads of 128")
-    return made
+    return config
 
 
 def pattern(keys: Keys) -> str:
@@ -88,24 +90,24 @@ def pattern(keys: Keys) -> str:
 
 def mixture_of(keys: Keys, layers: tuple[int, ...]) -> MoEConfig:
     """What a config says of experts, which are those of `layers`. Raises ConfigError."""
-    shared, latent = keys.integer("n_shared_experts", 1, low=0, high=4096), keys.integer("moe_latent_size", None, high=2**22)
-    if layers and shared != 1:
-        raise ConfigError(f"config.json: n_shared_experts is {shared}, which is not supported for nemotron_h models",
+    shared_experts, latent_dim = keys.integer("n_shared_experts", 1, low=0, high=4096), keys.integer("moe_latent_size", None, high=2**22)
+    if layers and shared_experts != 1:
+        raise ConfigError(f"config.json: n_shared_experts is {shared_experts}, which is not supported for nemotron_h models",
                           "published models of this family have one")
     hidden = keys.integer("hidden_size", SIZES["hidden_size"], high=2**20)
-    if layers and (latent or 0) > hidden:
-        raise ConfigError(f"config.json: moe_latent_size = {latent} is more than hidden_size {hidden}",
+    if layers and (latent_dim or 0) > hidden:
+        raise ConfigError(f"config.json: moe_latent_size = {latent_dim} is more than hidden_size {hidden}",
                           "experts of published models read a narrower latent")
-    own = moe_config(keys, 8, 2, keys.integer("moe_intermediate_size", 7688, high=2**22), keys.flag("norm_topk_prob", True), layers,
-                     "n_routed_experts", sigmoid=True, correction_bias=True, parallel_to_mlp=latent is not None, latent_dim=latent or 0,
-                     routed_scale=keys.number("routed_scaling_factor", 1.0), gated=False,
+    moe = moe_config(keys, 8, 2, keys.integer("moe_intermediate_size", 7688, high=2**22), keys.flag("norm_topk_prob", True), layers,
+                     "n_routed_experts", sigmoid=True, correction_bias=True, parallel_to_mlp=latent_dim is not None,
+                     latent_dim=latent_dim or 0, routed_scale=keys.number("routed_scaling_factor", 1.0), gated=False,
                      shared_expert_dim=keys.integer("moe_shared_expert_intermediate_size", 7688, high=2**22))
-    return with_expert_groups(keys, own, 1, 1)
+    return with_expert_groups(keys, moe, 1, 1)
 
 
 def first_half(config: ModelConfig, layer: int) -> int:
     """Where checkpoints count what is the first half of a layer here; the other, if there is one, is the next."""
-    return 2 * layer - sum(each < layer for each in config.layers_without_mlp)
+    return 2 * layer - sum(other < layer for other in config.layers_without_mlp)
 
 
 def in_second_half(role: str) -> bool:
@@ -114,24 +116,26 @@ def in_second_half(role: str) -> bool:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    first = first_half(config, layer)
+    stored_layer = first_half(config, layer)
     rules = llama.layer_tensors(config, layer)
-    found = {"input_norm": TensorRule(f"model.layers.{first}.norm.weight", (config.hidden_size,))}
+    tensors = {"input_norm": TensorRule(f"model.layers.{stored_layer}.norm.weight", (config.hidden_size,))}
     if layer in config.recurrent_layers:
-        found |= mamba_tensors(config, f"model.layers.{first}.mixer.")
+        tensors |= mamba_tensors(config, f"model.layers.{stored_layer}.mixer.")
     else:
-        found |= {role: TensorRule(f"model.layers.{first}.mixer.{role}_proj.weight", rules[role].shape) for role in ("q", "k", "v", "o")}
+        tensors |= {role: TensorRule(f"model.layers.{stored_layer}.mixer.{role}_proj.weight", rules[role].shape)
+                    for role in ("q", "k", "v", "o")}
     if layer not in config.layers_without_mlp:
-        found |= {"post_norm": TensorRule(f"model.layers.{first + 1}.norm.weight", (config.hidden_size,))}
+        tensors |= {"post_norm": TensorRule(f"model.layers.{stored_layer + 1}.norm.weight", (config.hidden_size,))}
     if config.moe is not None and layer in config.moe.layers:
-        prefix = f"model.layers.{first + 1}.mixer."
-        found |= moe_tensors(config, prefix, NAMES)
-        if latent := config.moe.latent_dim:
-            found |= {"experts_in": TensorRule(f"{prefix}fc1_latent_proj.weight", (latent, config.hidden_size)),
-                      "experts_out": TensorRule(f"{prefix}fc2_latent_proj.weight", (config.hidden_size, latent))}
+        prefix = f"model.layers.{stored_layer + 1}.mixer."
+        tensors |= moe_tensors(config, prefix, NAMES)
+        if latent_dim := config.moe.latent_dim:
+            tensors |= {"experts_in": TensorRule(f"{prefix}fc1_latent_proj.weight", (latent_dim, config.hidden_size)),
+                        "experts_out": TensorRule(f"{prefix}fc2_latent_proj.weight", (config.hidden_size, latent_dim))}
     elif layer not in config.layers_without_mlp:
-        found |= {role: TensorRule(f"model.layers.{first + 1}.mixer.{role}_proj.weight", rules[role].shape) for role in ("up", "down")}
-    return found
+        tensors |= {role: TensorRule(f"model.layers.{stored_layer + 1}.mixer.{role}_proj.weight", rules[role].shape)
+                    for role in ("up", "down")}
+    return tensors
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
@@ -159,13 +163,13 @@ def narrowed_experts(x: object, at: Layer) -> object:
     ops, w, config = at.ops, at.w, at.config
     at.tap("mlp_in", x)
     y, act = ops.norm(x, w.post_norm), config.hidden_act
-    (narrow,) = ops.norm_linear(y, None, [w.latent_projections.into])
-    at.tap("experts_in", narrow)
-    narrow = ops.expert_branch(narrow, w.parallel_experts.norm, w.router, w.experts, w.parallel_experts, config.moe.routing, act,
+    (latent,) = ops.norm_linear(y, None, [w.latent_projections.into])
+    at.tap("experts_in", latent)
+    latent = ops.expert_branch(latent, w.parallel_experts.norm, w.router, w.experts, w.parallel_experts, config.moe.routing, act,
                                at.see("visits"), w.correction_bias, None, y)
-    at.tap("experts_out", narrow)
+    at.tap("experts_out", latent)
     x = ops.mlp(x, w.post_norm, w.shared_expert.up, w.shared_expert.down, act, at.see("shared_hidden"))
-    x = ops.linear_add(narrow, w.latent_projections.out, x)
+    x = ops.linear_add(latent, w.latent_projections.out, x)
     at.tap("block_out", x)
     return x
 

@@ -31,52 +31,52 @@ def config(keys: Keys) -> ModelConfig:
     if None in (layers, heads, hidden) or not isinstance(blocks, list) or len(blocks) != layers:
         raise ConfigError("config.json: block_configs does not describe each of num_hidden_layers",
                           "download config.json again from the model's publisher")
-    groups, widths = ([_size(block, number, half, heads, hidden) for number, block in enumerate(blocks)] for half in (ATTENTION, INSIDE))
-    if not any(groups) or not any(widths):
+    kv_heads, widths = ([_size(block, number, half, heads, hidden) for number, block in enumerate(blocks)] for half in (ATTENTION, INSIDE))
+    if not any(kv_heads) or not any(widths):
         raise ConfigError("config.json: block_configs leaves no layer with attention, or none with an MLP", "published models have both")
-    stated = keys.saying(num_key_value_heads=max(groups), intermediate_size=max(widths))
+    resolved = keys.saying(num_key_value_heads=max(kv_heads), intermediate_size=max(widths))
     bias = keys.flag("attention_bias", False)
-    made = decoder_config(stated, Defaults(max_position_embeddings=2048, bos=1, eos=(2,)), qkv_bias=bias, o_bias=bias,
+    head_dim = keys.integer("head_dim", None) or hidden // heads
+    layer_sizes = tuple(width or max(widths) for width in widths) if len({*widths} - {0}) > 1 else ()
+    layer_kv_heads = tuple((count or max(kv_heads), head_dim) for count in kv_heads) if len({*kv_heads} - {0}) > 1 else ()
+    return decoder_config(resolved, Defaults(max_position_embeddings=2048, bos=1, eos=(2,)), qkv_bias=bias, o_bias=bias,
                           mlp_bias=keys.flag("mlp_bias", False),
-                          layers_without_attention=tuple(i for i, each in enumerate(groups) if not each),
-                          layers_without_mlp=tuple(i for i, each in enumerate(widths) if not each),
-                          layer_intermediate_sizes=tuple(each or max(widths) for each in widths) if len({*widths} - {0}) > 1 else (),
-                          layer_kv_heads=tuple((each or max(groups), keys.integer("head_dim", None) or hidden // heads) for each in groups)
-                          if len({*groups} - {0}) > 1 else ())
-    return made
+                          layers_without_attention=tuple(layer for layer, count in enumerate(kv_heads) if not count),
+                          layers_without_mlp=tuple(layer for layer, width in enumerate(widths) if not width),
+                          layer_intermediate_sizes=layer_sizes, layer_kv_heads=layer_kv_heads)
 
 
 def _size(block: object, number: int, half: str, heads: int, hidden: int) -> int:
     """How many heads of keys and values attention of a block has, or how wide its MLP is inside; 0 where it has none."""
-    said = block.get(half) if isinstance(block, dict) else None
-    if not isinstance(said, dict) or not isinstance(said.get("no_op", False), bool):
-        raise ConfigError(f"config.json: block_configs[{number}].{half} is {show(said)}, which is not a description")
+    stated = block.get(half) if isinstance(block, dict) else None
+    if not isinstance(stated, dict) or not isinstance(stated.get("no_op", False), bool):
+        raise ConfigError(f"config.json: block_configs[{number}].{half} is {show(stated)}, which is not a description")
     where = f"config.json: block_configs[{number}].{half}"
-    for name, value in said.items():
+    for name, value in stated.items():
         known = ("no_op", *SIZES[half], *OTHERWISE[half], *ALIKE[half])
         if name not in known or name in OTHERWISE[half] and value or value not in ALIKE[half].get(name, (value,)):
             raise ConfigError(f"{where}.{name} = {show(value)} is not supported", "supported are blocks with Llama's attention and MLP, "
                               "or with neither: Nemotron Super 49B and Ultra 253B")
-    if said.get("no_op", False):
+    if stated.get("no_op", False):
         return 0
-    share, size = (said.get(name) for name in SIZES[half])
+    ratio, size = (stated.get(name) for name in SIZES[half])
     if type(size) is int and 0 < size <= 2**22 and (half == INSIDE or heads % size == 0):
         return size
-    if half == ATTENTION and type(share) is int and 0 < share <= heads and heads % share == 0:
-        return heads // share
-    if half == INSIDE and type(share) in (int, float) and 0 < share < 1024:
-        return -(-int(2 * share * hidden / 3) // MULTIPLE) * MULTIPLE
-    raise ConfigError(f"{where} is {show(said)}, which states no size",
+    if half == ATTENTION and type(ratio) is int and 0 < ratio <= heads and heads % ratio == 0:
+        return heads // ratio
+    if half == INSIDE and type(ratio) in (int, float) and 0 < ratio < 1024:
+        return -(-int(2 * ratio * hidden / 3) // MULTIPLE) * MULTIPLE
+    raise ConfigError(f"{where} is {show(stated)}, which states no size",
                       f"it states {' or '.join(SIZES[half])}, KV heads in a number that divides the query heads")
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    rules, gone = llama.layer_tensors(config, layer), ()
+    rules, removed = llama.layer_tensors(config, layer), ()
     if layer in config.layers_without_attention:
-        gone = ("input_norm", "q", "k", "v", "o")
+        removed = ("input_norm", "q", "k", "v", "o")
     if layer in config.layers_without_mlp:
-        gone = (*gone, "post_norm", "gate", "up", "down")
-    return {role: rule for role, rule in rules.items() if role.removesuffix("_bias") not in gone}
+        removed = (*removed, "post_norm", "gate", "up", "down")
+    return {role: rule for role, rule in rules.items() if role.removesuffix("_bias") not in removed}
 
 
 @narrowing

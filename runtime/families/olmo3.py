@@ -26,11 +26,11 @@ def config(keys: Keys) -> ModelConfig:
         return ropes_by_window(keys, head_dim, positions, (_theta(keys, windows), THETA), windows, flat=True)
 
     base = Defaults(max_position_embeddings=2048, eos=(50_279,), norm_eps=1e-5)
-    made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_full_width=True)
-    if not is_flat(keys.section("rope_parameters") or {}) or made.ropes[windows.index(None) if None in windows else 0].kind == "default":
-        return made
-    said = "rope_parameters has no sections by layer type: only layers without a window are scaled, as in the published models"
-    return replace(made, warnings=(*made.warnings, said))
+    config = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_full_width=True)
+    if not is_flat(keys.section("rope_parameters") or {}) or config.ropes[windows.index(None) if None in windows else 0].kind == "default":
+        return config
+    warning = "rope_parameters has no sections by layer type: only layers without a window are scaled, as in the published models"
+    return replace(config, warnings=(*config.warnings, warning))
 
 
 def _theta(keys: Keys, windows: tuple[int | None, ...]) -> float:

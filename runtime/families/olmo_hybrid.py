@@ -40,22 +40,23 @@ def config(keys: Keys) -> ModelConfig:
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
         stated = [keys.raw, keys.section("rope_parameters") or {}, keys.section("rope_scaling") or {}]
-        turns = any(section.get("rope_theta") is not None for section in stated)
+        has_rope = any(section.get("rope_theta") is not None for section in stated)
         rope = rope_config(keys, head_dim, positions)
-        return tuple(rope if turns and kind == FULL else None for kind in kinds)
+        return tuple(rope if has_rope and kind == FULL else None for kind in kinds)
 
-    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_full_width=True, recurrent=shape,
-                          recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR), recurrent_norm_eps=STATE_EPS)
-    demand_silu(keys, made.hidden_act, "its linear attention uses it too")
-    return made
+    config = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_full_width=True, recurrent=shape,
+                            recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+                            recurrent_norm_eps=STATE_EPS)
+    demand_silu(keys, config.hidden_act, "its linear attention uses it too")
+    return config
 
 
 def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
     """LINEAR or FULL, by layer. Raises ConfigError for other kinds, and unless there are both."""
-    usual = [FULL if layer % EVERY == EVERY - 1 else LINEAR for layer in range(layers)]
-    if FULL not in usual:
-        usual[-1] = FULL
-    return demand_both(keys.words("layer_types", layers) or tuple(usual))
+    default_kinds = [FULL if layer % EVERY == EVERY - 1 else LINEAR for layer in range(layers)]
+    if FULL not in default_kinds:
+        default_kinds[-1] = FULL
+    return demand_both(keys.words("layer_types", layers) or tuple(default_kinds))
 
 
 def demand_both(kinds: tuple[str, ...]) -> tuple[str, ...]:
@@ -70,7 +71,7 @@ def demand_both(kinds: tuple[str, ...]) -> tuple[str, ...]:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role: norms behind the branches, but of linear attention before them."""
-    own, hidden, prefix = config.recurrent, config.hidden_size, f"model.layers.{layer}."
+    shape, hidden, prefix = config.recurrent, config.hidden_size, f"model.layers.{layer}."
     if layer in config.recurrent_layers:
         rules = {role: rule for role, rule in llama.layer_tensors(config, layer).items() if ".self_attn." not in rule.name}
     else:
@@ -81,20 +82,20 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
             rules[role] = TensorRule(rule.name, rule.shape, also=(f"{prefix}{PUBLISHED[name]}.weight",))
     if layer not in config.recurrent_layers:
         return rules
-    for role, (name, *shape) in {
-            "state_in": ("qkv_proj.weight", own.channels, hidden), "state_gate": ("g_proj.weight", own.values, hidden),
-            "state_beta": ("b_proj.weight", own.value_heads, hidden), "state_rate": ("a_proj.weight", own.value_heads, hidden),
-            "state_conv": ("conv1d.weight", own.channels, 1, own.taps), "state_decay": ("A_log", own.value_heads),
-            "state_dt": ("dt_bias", own.value_heads), "state_norm": ("o_norm.weight", own.value_dim),
-            "state_out": ("o_proj.weight", hidden, own.values)}.items():
-        rules[role] = TensorRule(f"{prefix}linear_attn.{name}", tuple(shape))
+    for role, (name, *dims) in {
+            "state_in": ("qkv_proj.weight", shape.channels, hidden), "state_gate": ("g_proj.weight", shape.values, hidden),
+            "state_beta": ("b_proj.weight", shape.value_heads, hidden), "state_rate": ("a_proj.weight", shape.value_heads, hidden),
+            "state_conv": ("conv1d.weight", shape.channels, 1, shape.taps), "state_decay": ("A_log", shape.value_heads),
+            "state_dt": ("dt_bias", shape.value_heads), "state_norm": ("o_norm.weight", shape.value_dim),
+            "state_out": ("o_proj.weight", hidden, shape.values)}.items():
+        rules[role] = TensorRule(f"{prefix}linear_attn.{name}", tuple(dims))
     return rules
 
 
 def joined_rows(config: ModelConfig, layer: int, place: str = "linear_attn") -> dict[str, tuple[tuple[str, int], ...]]:
     """Names of a layer's tensors that are stored in parts -> those of the parts, with their rows. `place`: what a layer calls its linear
     attention."""
-    own, prefix = config.recurrent, f"model.layers.{layer}.{place}."
-    heights = own.keys, own.keys, own.values
-    return {f"{prefix}{whole}.weight": tuple((f"{prefix}{part}_{name}.weight", height) for part, height in zip(PARTS, heights, strict=True))
-            for whole, name in (("qkv_proj", "proj"), ("conv1d", "conv1d"))} if layer in config.recurrent_layers else {}
+    shape, prefix = config.recurrent, f"model.layers.{layer}.{place}."
+    part_rows = shape.keys, shape.keys, shape.values
+    return {f"{prefix}{fused}.weight": tuple((f"{prefix}{part}_{name}.weight", rows) for part, rows in zip(PARTS, part_rows, strict=True))
+            for fused, name in (("qkv_proj", "proj"), ("conv1d", "conv1d"))} if layer in config.recurrent_layers else {}

@@ -13,9 +13,9 @@ REFUSED_UNLESS = {"clip_qkv": None, "layer_types": None, "mlp_bias": False, "sli
 
 def config(keys: Keys) -> ModelConfig:
     layers, bias = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.flag("attention_bias", False)
-    own = moe_config(keys, 64, 8, keys.integer("intermediate_size", high=2**22), keys.flag("norm_topk_prob", False), range(layers))
+    moe = moe_config(keys, 64, 8, keys.integer("intermediate_size", high=2**22), keys.flag("norm_topk_prob", False), range(layers))
     base = Defaults(max_position_embeddings=4096, bos=None, eos=(50279,), norm_eps=1e-5)
-    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_full_width=True, moe=own)
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_full_width=True, moe=moe)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

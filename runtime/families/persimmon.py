@@ -50,7 +50,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
     """Names of a layer's q, k and v, biases too -> that of what they lie in, and their rows there: heads have all three one by one."""
-    prefix, (heads, depth) = f"model.layers.{layer}.self_attn.", (config.num_attention_heads, config.head_dim)
-    rows = np.arange(heads * len(PARTS) * depth).reshape(heads, len(PARTS), depth)
+    prefix, (heads, head_dim) = f"model.layers.{layer}.self_attn.", (config.num_attention_heads, config.head_dim)
+    rows = np.arange(heads * len(PARTS) * head_dim).reshape(heads, len(PARTS), head_dim)
     return {f"{prefix}{role}_proj.{kind}": (f"{prefix}{JOINT}.{kind}", rows[:, i].reshape(-1))
             for i, role in enumerate(PARTS) for kind in ("weight", "bias")}

@@ -25,9 +25,9 @@ def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,), norm_eps=1e-5, sizes=SIZES)
     layers, width = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS), base.size(keys, "intermediate_size")
-    own = moe_config(keys, 16, 2, width, False, range(layers), sparsemixer_margin=2 * keys.number("router_jitter_noise", JITTER))
-    if own.experts_per_token != 2:
-        raise ConfigError(f"config.json: num_experts_per_tok = {own.experts_per_token} is not supported for phimoe models",
+    moe = moe_config(keys, 16, 2, width, False, range(layers), sparsemixer_margin=2 * keys.number("router_jitter_noise", JITTER))
+    if moe.experts_per_token != 2:
+        raise ConfigError(f"config.json: num_experts_per_tok = {moe.experts_per_token} is not supported for phimoe models",
                           "this family routes each token to two experts")
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
@@ -35,21 +35,21 @@ def config(keys: Keys) -> ModelConfig:
 
     bias = keys.flag("attention_bias", False)
     return decoder_config(keys, base, ropes, windows=(keys.integer("sliding_window", None),) * layers, qkv_bias=bias, o_bias=bias,
-                          norm_kind="layer", moe=own, head_bias=keys.flag("lm_head_bias", False))
+                          norm_kind="layer", moe=moe, head_bias=keys.flag("lm_head_bias", False))
 
 
 def _rope(keys: Keys, head_dim: int, positions: int) -> RopeConfig:
     """What cos and sin are multiplied by stands beside the factors of longrope, for short texts and for long ones, which is one number."""
-    found = rope_config(keys, head_dim, positions, THETA)
+    rope = rope_config(keys, head_dim, positions, THETA)
     section = keys.section("rope_scaling") or keys.section("rope_parameters") or {}
     short, long = (section.get(name) for name in MSCALES)
-    if found.kind == "default" or short is None and long is None:
-        return found
+    if rope.kind == "default" or short is None and long is None:
+        return rope
     if short != long:
         raise ConfigError(f"config.json: short_mscale {show(short)} and long_mscale {show(long)} differ, which is not supported",
                           "the published models have one number for both")
     scale = Keys(section, "config.json: rotary positions").number(MSCALES[0])
-    return replace(found, params={**found.params, "attention_factor": scale, **dict.fromkeys(MSCALES, scale)})
+    return replace(rope, params={**rope.params, "attention_factor": scale, **dict.fromkeys(MSCALES, scale)})
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -28,9 +28,9 @@ def qwen_windows(keys: Keys) -> tuple[int | None, ...]:
                                         for layer in range(layers)])
 
 
-def layer_windows(keys: Keys, window: int | None, usual: Sequence[str]) -> tuple[int | None, ...]:
+def layer_windows(keys: Keys, window: int | None, default_kinds: Sequence[str]) -> tuple[int | None, ...]:
     """Each layer's window by its type: as `layer_types` says, where that is absent as is `usual` for the family."""
-    kinds = keys.kinds("layer_types", len(usual), ("full_attention", "sliding_attention")) or tuple(usual)
+    kinds = keys.kinds("layer_types", len(default_kinds), ("full_attention", "sliding_attention")) or tuple(default_kinds)
     if window is None and "sliding_attention" in kinds:
         raise ConfigError("config.json: layer_types holds sliding_attention, but there is no sliding window",
                           "state its width in sliding_window, and set use_sliding_window, where there is one, to true")

@@ -14,11 +14,11 @@ REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": Fals
 
 
 def config(keys: Keys) -> ModelConfig:
-    own = moe_config(keys, 60, 4, keys.integer("moe_intermediate_size", 1408, high=2**22), keys.flag("norm_topk_prob", False),
+    moe = moe_config(keys, 60, 4, keys.integer("moe_intermediate_size", 1408, high=2**22), keys.flag("norm_topk_prob", False),
                      sparse_layers(keys), shared_expert_dim=keys.integer("shared_expert_intermediate_size", 5632, high=2**22),
                      shared_expert_gate=True)
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=16)
-    return decoder_config(keys, base, qkv_bias=keys.flag("qkv_bias", True), moe=own)
+    return decoder_config(keys, base, qkv_bias=keys.flag("qkv_bias", True), moe=moe)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -19,14 +19,14 @@ def config(keys: Keys) -> ModelConfig:
     return mixed_config(keys, experts=256, per_token=8)
 
 
-def mixed_config(keys: Keys, experts: int, per_token: int, ahead: int = 0) -> ModelConfig:
+def mixed_config(keys: Keys, experts: int, per_token: int, mtp_layers: int = 0) -> ModelConfig:
     """What a config says where nothing says how many experts there are, how many a token visits, and of layers to draft by: these."""
-    layers, most = keys.integer("num_hidden_layers", high=MAX_LAYERS), 2**22
-    own = moe_config(keys, experts, per_token, keys.integer("moe_intermediate_size", WIDTH, high=most), True, range(layers),
-                     shared_expert_dim=keys.integer("shared_expert_intermediate_size", WIDTH, high=most), shared_expert_gate=True)
+    layers, high = keys.integer("num_hidden_layers", high=MAX_LAYERS), 2**22
+    moe = moe_config(keys, experts, per_token, keys.integer("moe_intermediate_size", WIDTH, high=high), True, range(layers),
+                     shared_expert_dim=keys.integer("shared_expert_intermediate_size", WIDTH, high=high), shared_expert_gate=True)
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=2, head_dim=256, ffn_key="moe_intermediate_size",
                     sizes={"moe_intermediate_size": WIDTH})
-    return hybrid_config(keys, base, ahead, moe=own)
+    return hybrid_config(keys, base, mtp_layers, moe=moe)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -26,7 +26,7 @@ def config(keys: Keys) -> ModelConfig:
     return hybrid_config(keys, Defaults(max_position_embeddings=32_768, num_key_value_heads=4, head_dim=256))
 
 
-def hybrid_config(keys: Keys, base: Defaults, ahead: int = 0, share: float = ROTATED, **features: object) -> ModelConfig:
+def hybrid_config(keys: Keys, base: Defaults, mtp_layers: int = 0, rotated_share: float = ROTATED, **features: object) -> ModelConfig:
     """What a config with layers of linear attention says, from keys with these defaults, `ahead` of layers to draft by and a `share` of a
     head that turns; `features`: what a family decides besides."""
     layers, bias = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.flag("attention_bias", False)
@@ -40,19 +40,19 @@ def hybrid_config(keys: Keys, base: Defaults, ahead: int = 0, share: float = ROT
         raise ConfigError(f"config.json: linear_num_value_heads {shape.value_heads} is not a multiple of linear_num_key_heads "
                           f"{shape.key_heads}")
 
-    base, turned = replace(base, rope={"partial": True, "share": share}), [kind == FULL for kind in kinds]
-    made = decoder_config(keys, base, turned=turned, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1", output_gate_in_q=True,
-                          recurrent=shape, recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
-                          mtp_layers=keys.integer("mtp_num_hidden_layers", ahead, low=0, high=MAX_LAYERS), **features)
-    demand_silu(keys, made.hidden_act, "its linear attention uses it too")
-    return made
+    base, rotated = replace(base, rope={"partial": True, "share": rotated_share}), [kind == FULL for kind in kinds]
+    config = decoder_config(keys, base, turned=rotated, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1", output_gate_in_q=True,
+                            recurrent=shape, recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+                            mtp_layers=keys.integer("mtp_num_hidden_layers", mtp_layers, low=0, high=MAX_LAYERS), **features)
+    demand_silu(keys, config.hidden_act, "its linear attention uses it too")
+    return config
 
 
 def layer_kinds(keys: Keys, layers: int) -> tuple[str, ...]:
     """LINEAR or FULL, by layer. Raises ConfigError for other kinds, and where no layer has keys and values."""
-    every = keys.integer("full_attention_interval", 4)
-    usual = tuple(FULL if (layer + 1) % every == 0 else LINEAR for layer in range(layers))
-    kinds = keys.kinds("layer_types", layers, (LINEAR, FULL)) or usual
+    interval = keys.integer("full_attention_interval", 4)
+    default_kinds = tuple(FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers))
+    kinds = keys.kinds("layer_types", layers, (LINEAR, FULL)) or default_kinds
     if FULL not in kinds:
         raise ConfigError("config.json: a model with only linear attention is not supported", "at least one layer must be full_attention")
     return kinds
@@ -64,17 +64,18 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def hybrid_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
     """Tensors of one layer by role: those of linear attention in the place of attention's where it has that."""
-    own = config.recurrent
+    shape = config.recurrent
     if layer in config.recurrent_layers:
         prefix, hidden = f"model.layers.{layer}.linear_attn.", config.hidden_size
         rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
-        for role, (name, *shape) in {
-                "state_in": ("in_proj_qkv.weight", own.channels, hidden), "state_gate": ("in_proj_z.weight", own.values, hidden),
-                "state_beta": ("in_proj_b.weight", own.value_heads, hidden), "state_rate": ("in_proj_a.weight", own.value_heads, hidden),
-                "state_conv": ("conv1d.weight", own.channels, 1, own.taps), "state_decay": ("A_log", own.value_heads),
-                "state_dt": ("dt_bias", own.value_heads), "state_norm": ("norm.weight", own.value_dim),
-                "state_out": ("out_proj.weight", hidden, own.values)}.items():
-            rules[role] = TensorRule(prefix + name, tuple(shape))
+        for role, (name, *dims) in {
+                "state_in": ("in_proj_qkv.weight", shape.channels, hidden), "state_gate": ("in_proj_z.weight", shape.values, hidden),
+                "state_beta": ("in_proj_b.weight", shape.value_heads, hidden),
+                "state_rate": ("in_proj_a.weight", shape.value_heads, hidden),
+                "state_conv": ("conv1d.weight", shape.channels, 1, shape.taps), "state_decay": ("A_log", shape.value_heads),
+                "state_dt": ("dt_bias", shape.value_heads), "state_norm": ("norm.weight", shape.value_dim),
+                "state_out": ("out_proj.weight", hidden, shape.values)}.items():
+            rules[role] = TensorRule(prefix + name, tuple(dims))
     return with_multimodal_names(rules)
 
 

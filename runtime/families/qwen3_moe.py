@@ -18,10 +18,10 @@ NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 def config(keys: Keys) -> ModelConfig:
     layers, bias = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.flag("attention_bias", False)
-    own = moe_config(keys, 128, 8, keys.integer("moe_intermediate_size", 768, high=2**22), keys.flag("norm_topk_prob", False),
+    moe = moe_config(keys, 128, 8, keys.integer("moe_intermediate_size", 768, high=2**22), keys.flag("norm_topk_prob", False),
                      sparse_layers(keys))
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=4)
-    return decoder_config(keys, base, windows=(qwen_window(keys),) * layers, qkv_bias=bias, o_bias=bias, qk_norm=True, moe=own)
+    return decoder_config(keys, base, windows=(qwen_window(keys),) * layers, qkv_bias=bias, o_bias=bias, qk_norm=True, moe=moe)
 
 
 def sparse_layers(keys: Keys) -> list[int]:

@@ -20,24 +20,26 @@ REFUSED_UNLESS = {**qwen3_5_moe_text.REFUSED_UNLESS, "use_sliding_window": False
 
 
 def config(keys: Keys) -> ModelConfig:
-    return mixed_config(keys, experts=512, per_token=10, ahead=1)  # published configs do not say that there is a layer to draft by
+    return mixed_config(keys, experts=512, per_token=10, mtp_layers=1)  # published configs do not say that there is a layer to draft by
 
 
 def parted_rows(shape: DeltaShape) -> dict[str, tuple[str, np.ndarray]]:
     """Name of a matrix of a layer with a state, below `linear_attn.` -> that of the one that it is stored in, and its rows there."""
-    values = shape.value_heads // shape.key_heads
-    wide = values * shape.value_dim
-    found, first = {}, 0
+    values_per_key = shape.value_heads // shape.key_heads
+    value_rows = values_per_key * shape.value_dim
+    rows_by_part, first = {}, 0
 
-    def rows(first: int, count: int, every: int) -> np.ndarray:
-        return (np.arange(shape.key_heads)[:, None] * every + first + np.arange(count)).reshape(-1)
+    def rows(first: int, count: int, head_rows: int) -> np.ndarray:
+        return (np.arange(shape.key_heads)[:, None] * head_rows + first + np.arange(count)).reshape(-1)
 
-    parts, every = {"q": shape.key_dim, "k": shape.key_dim, "v": wide, "z": wide}, 2 * (shape.key_dim + wide)
+    parts, head_rows = {"q": shape.key_dim, "k": shape.key_dim, "v": value_rows, "z": value_rows}, 2 * (shape.key_dim + value_rows)
     for part, count in parts.items():
-        found[part] = rows(first, count, every)
+        rows_by_part[part] = rows(first, count, head_rows)
         first += count
-    return {"in_proj_qkv": ("in_proj_qkvz", np.concatenate([found[part] for part in "qkv"])), "in_proj_z": ("in_proj_qkvz", found["z"]),
-            "in_proj_b": ("in_proj_ba", rows(0, values, 2 * values)), "in_proj_a": ("in_proj_ba", rows(values, values, 2 * values))}
+    return {"in_proj_qkv": ("in_proj_qkvz", np.concatenate([rows_by_part[part] for part in "qkv"])),
+            "in_proj_z": ("in_proj_qkvz", rows_by_part["z"]),
+            "in_proj_b": ("in_proj_ba", rows(0, values_per_key, 2 * values_per_key)),
+            "in_proj_a": ("in_proj_ba", rows(values_per_key, values_per_key, 2 * values_per_key))}
 
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
@@ -45,4 +47,4 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
     if layer not in config.recurrent_layers:
         return {}
     prefix = f"model.layers.{layer}.linear_attn."
-    return {f"{prefix}{own}.weight": (f"{prefix}{whole}.weight", rows) for own, (whole, rows) in parted_rows(config.recurrent).items()}
+    return {f"{prefix}{name}.weight": (f"{prefix}{fused}.weight", rows) for name, (fused, rows) in parted_rows(config.recurrent).items()}

@@ -36,65 +36,65 @@ PLE = "ple.ple_embedding.ngram_embedding"
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=2, head_dim=256, ffn_key="moe_intermediate_size", sizes=SIZES)
-    layers, most = base.size(keys, "num_hidden_layers"), 2**22
-    own = moe_config(keys, 512, 10, base.size(keys, "moe_intermediate_size"), keys.flag("norm_topk_prob", True), range(layers),
+    layers, high = base.size(keys, "num_hidden_layers"), 2**22
+    moe = moe_config(keys, 512, 10, base.size(keys, "moe_intermediate_size"), keys.flag("norm_topk_prob", True), range(layers),
                      parallel_to_mlp=True,
-                     shared_expert_dim=keys.integer("shared_expert_intermediate_size", 512, high=most), shared_expert_gate=True)
+                     shared_expert_dim=keys.integer("shared_expert_intermediate_size", 512, high=high), shared_expert_gate=True)
     kinds = keys.kinds("layer_types", layers, (FULL, LINEAR, CHOOSING))
     if kinds is not None:
         keys = keys.saying(layer_types=[FULL if kind == CHOOSING else kind for kind in kinds])
-    gate = keys.text("output_gate_type", None) or "silu"
-    if gate not in GATES:
+    gate_type = keys.text("output_gate_type", None) or "silu"
+    if gate_type not in GATES:
         raise keys.fail("output_gate_type", " or ".join(GATES))
-    made = hybrid_config(keys.saying(num_hidden_layers=layers), base, share=1.0, moe=own, final_norm_kind="none",
-                         residual_streams=keys.integer("hc_count", 4, low=2, high=16),
-                         residual_gate_rank=keys.integer("hc_lowrank", 320, high=2**16))
-    made = replace(made, recurrent=replace(made.recurrent, sigmoid_gate=GATES[gate]), mtp_layers=0)
-    return replace(made, indexer=_indexed(keys, made), ngrams=_ngrams(keys, made))
+    config = hybrid_config(keys.saying(num_hidden_layers=layers), base, rotated_share=1.0, moe=moe, final_norm_kind="none",
+                           residual_streams=keys.integer("hc_count", 4, low=2, high=16),
+                           residual_gate_rank=keys.integer("hc_lowrank", 320, high=2**16))
+    config = replace(config, recurrent=replace(config.recurrent, sigmoid_gate=GATES[gate_type]), mtp_layers=0)
+    return replace(config, indexer=_indexed(keys, config), ngrams=_ngrams(keys, config))
 
 
-def _indexed(keys: Keys, made: ModelConfig) -> IndexerConfig:
+def _indexed(keys: Keys, config: ModelConfig) -> IndexerConfig:
     """What chooses, of which all has to be said."""
     heads, kv_heads, width, budget, rate = (keys.integer(f"indexer_{name}", high=high) for name, high in (
         ("n_heads", 1024), ("kv_heads", 1024), ("head_dim", 1024), ("budget", 2**27), ("compress_ratio", 4096)))
-    rope = int(made.head_dim * next(rope for rope in made.ropes if rope is not None).partial_rotary_factor)
+    rope = int(config.head_dim * next(rope for rope in config.ropes if rope is not None).partial_rotary_factor)
     if kv_heads != 1 or budget % rate or rate < 2 or width % rate or not rope <= width:
         raise ConfigError(f"config.json: indexer_kv_heads {kv_heads}, indexer_head_dim {width}, indexer_budget {budget} and "
                           f"indexer_compress_ratio {rate} are not supported together",
                           f"one head of keys at least {rope} wide, blocks of two tokens or more that divide its width and the budget")
     shape = IndexShape(heads, width, rope, budget // rate, tokens_per_key=rate, pooled=True)
-    sources = tuple(None if layer in made.recurrent_layers else layer for layer in range(made.num_hidden_layers))
-    return IndexerConfig(shape, sources, False, ("rms+1", made.norm_eps))
+    sources = tuple(None if layer in config.recurrent_layers else layer for layer in range(config.num_hidden_layers))
+    return IndexerConfig(shape, sources, False, ("rms+1", config.norm_eps))
 
 
-def _ngrams(keys: Keys, made: ModelConfig) -> NgramConfig | None:
+def _ngrams(keys: Keys, config: ModelConfig) -> NgramConfig | None:
     """The layers that are given rows of n-grams, if any are."""
     keys.knows("ple_layer_ids")
     stated = keys.raw.get("ple_layer_ids") or []
-    size, each = keys.integer("ngram_size", 3, low=2, high=16), keys.integer("heads_per_ngram", 8, high=64)
-    shape = NgramShape(made.residual_streams, made.hidden_size, keys.integer("ple_conv_kernel_size", 4, low=2, high=64), size,
-                       keys.integer("ple_embed_dim", made.hidden_size, high=2**20))
-    numbers = (keys.integer("ngram_vocab_size_base", 20_000_000, low=2, high=MOST_ROWS),
+    ngram_size, heads = keys.integer("ngram_size", 3, low=2, high=16), keys.integer("heads_per_ngram", 8, high=64)
+    shape = NgramShape(config.residual_streams, config.hidden_size, keys.integer("ple_conv_kernel_size", 4, low=2, high=64), ngram_size,
+                       keys.integer("ple_embed_dim", config.hidden_size, high=2**20))
+    hashing = (keys.integer("ngram_vocab_size_base", 20_000_000, low=2, high=MOST_ROWS),
                keys.integer("make_ngram_vocab_size_divisible_by", 128, high=2**20), keys.integer("seed", 1234, low=0, high=2**62))
-    parts = keys.integer("split_ngram_parts", 512, high=2**16)
-    if not isinstance(stated, list) or not all(is_count(own) and 1 <= own <= made.num_hidden_layers for own in stated):
-        raise keys.fail("ple_layer_ids", f"layer indices from 1 to {made.num_hidden_layers}")
+    shards = keys.integer("split_ngram_parts", 512, high=2**16)
+    if not isinstance(stated, list) or not all(is_count(number) and 1 <= number <= config.num_hidden_layers for number in stated):
+        raise keys.fail("ple_layer_ids", f"layer indices from 1 to {config.num_hidden_layers}")
     if not stated:
         return None
-    layers = tuple(sorted({own - 1 for own in stated}))
-    if (stray := next((own for own in layers if own not in made.recurrent_layers), None)) is not None:
-        raise ConfigError(f"config.json: ple_layer_ids holds {stray + 1}, a layer of another kind than {LINEAR}: this is not supported")
-    if len(layers) * each * size > MOST_TABLES:
+    layers = tuple(sorted({number - 1 for number in stated}))
+    if (invalid := next((layer for layer in layers if layer not in config.recurrent_layers), None)) is not None:
+        raise ConfigError(f"config.json: ple_layer_ids holds {invalid + 1}, a layer of another kind than {LINEAR}: this is not supported")
+    if len(layers) * heads * ngram_size > MOST_TABLES:
         raise ConfigError(f"config.json: ple_layer_ids and heads_per_ngram ask for more than {MOST_TABLES} tables of n-grams")
-    if shape.rows % ((size - 1) * each):
-        raise ConfigError(f"config.json: ple_embed_dim {shape.rows} is not a multiple of the {(size - 1) * each} rows of n-grams that a "
-                          "token has", "(ngram_size - 1) times heads_per_ngram")
-    ends = keys.raw.get("eos_token_id")
-    end = ends[0] if isinstance(ends, list) and ends else ends
-    if not is_count(end) or end >= made.vocab_size:
-        raise ConfigError(f"config.json: eos_token_id {show(ends)} with ple_layer_ids is not supported",
+    if shape.rows % ((ngram_size - 1) * heads):
+        raise ConfigError(f"config.json: ple_embed_dim {shape.rows} is not a multiple of the {(ngram_size - 1) * heads} rows of n-grams "
+                          "that a token has", "(ngram_size - 1) times heads_per_ngram")
+    eos_ids = keys.raw.get("eos_token_id")
+    eos_id = eos_ids[0] if isinstance(eos_ids, list) and eos_ids else eos_ids
+    if not is_count(eos_id) or eos_id >= config.vocab_size:
+        raise ConfigError(f"config.json: eos_token_id {show(eos_ids)} with ple_layer_ids is not supported",
                           "n-grams restart after the first token that it names")
-    return NgramConfig(layers, shape, each, *numbers, end, made.vocab_size, parts)
+    return NgramConfig(layers, shape, heads, *hashing, eos_id, config.vocab_size, shards)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -105,48 +105,49 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         del rules[role]
     for role, name in (("attn_mix", "attn"), ("mlp_mix", "mlp")):
         rules |= _mix_tensors(config, role, f"{prefix}{name}_hyper_connection.")
-    if config.indexer is not None and (own := config.indexer.shape_of(layer)) is not None:
-        place, queries = f"{prefix}self_attn.indexer.", own.heads * own.width
-        whole = f"{place}index_qk_proj.weight", queries + own.width
-        rules |= {"index_q": TensorRule(f"{place}index_q_proj.weight", (queries, hidden), part_of=(whole[0], 0, whole[1]), plain=True),
-                  "index_k": TensorRule(f"{place}index_k_proj.weight", (own.width, hidden), part_of=(whole[0], queries, whole[1]),
+    if config.indexer is not None and (index := config.indexer.shape_of(layer)) is not None:
+        indexer_prefix, query_rows = f"{prefix}self_attn.indexer.", index.heads * index.width
+        fused, fused_rows = f"{indexer_prefix}index_qk_proj.weight", query_rows + index.width
+        rules |= {"index_q": TensorRule(f"{indexer_prefix}index_q_proj.weight", (query_rows, hidden), part_of=(fused, 0, fused_rows),
                                         plain=True),
-                  "index_q_norm": TensorRule(f"{place}q_layernorm.weight", (own.width,)),
-                  "index_k_norm": TensorRule(f"{place}k_layernorm.weight", (own.width,))}
+                  "index_k": TensorRule(f"{indexer_prefix}index_k_proj.weight", (index.width, hidden),
+                                        part_of=(fused, query_rows, fused_rows), plain=True),
+                  "index_q_norm": TensorRule(f"{indexer_prefix}q_layernorm.weight", (index.width,)),
+                  "index_k_norm": TensorRule(f"{indexer_prefix}k_layernorm.weight", (index.width,))}
     if config.ngrams is not None and (shape := config.ngrams.shape_of(layer)) is not None:
-        for role, (name, *size) in {"ngram_key": ("key_proj", wide, shape.rows), "ngram_value": ("value_proj", hidden, shape.rows),
+        for role, (name, *dims) in {"ngram_key": ("key_proj", wide, shape.rows), "ngram_value": ("value_proj", hidden, shape.rows),
                                     "ngram_conv": ("conv1d", wide, 1, shape.kernel), "ngram_key_norm": ("norm_key", wide),
                                     "ngram_query_norm": ("norm_query", wide), "ngram_conv_norm": ("norm_conv", wide)}.items():
-            rules[role] = TensorRule(f"{prefix}ple.{name}.weight", tuple(size))
+            rules[role] = TensorRule(f"{prefix}ple.{name}.weight", tuple(dims))
     return rules
 
 
-def _mix_tensors(config: ModelConfig, role: str, place: str) -> dict[str, TensorRule]:
+def _mix_tensors(config: ModelConfig, role: str, prefix: str) -> dict[str, TensorRule]:
     """What a token's streams say of what a branch reads of them, and of what each gets of it."""
     wide, rank = config.residual_streams * config.hidden_size, config.residual_gate_rank
-    return {f"{role}.mix_norm": TensorRule(f"{place}hc_norm.weight", (wide,)),
-            f"{role}.mix_down": TensorRule(f"{place}input_mix_weight_down.weight", (rank, wide)),
-            f"{role}.mix_up": TensorRule(f"{place}input_mix_weight_up.weight", (wide, rank)),
-            f"{role}.mix_in": TensorRule(f"{place}block_inject_weight.weight", (config.residual_streams, wide), plain=True)}
+    return {f"{role}.mix_norm": TensorRule(f"{prefix}hc_norm.weight", (wide,)),
+            f"{role}.mix_down": TensorRule(f"{prefix}input_mix_weight_down.weight", (rank, wide)),
+            f"{role}.mix_up": TensorRule(f"{prefix}input_mix_weight_up.weight", (wide, rank)),
+            f"{role}.mix_in": TensorRule(f"{prefix}block_inject_weight.weight", (config.residual_streams, wide), plain=True)}
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     rules = llama.outer_tensors(config) | _mix_tensors(config, "leave_mix", "model.hyper_connection_mixer.")
     for role in ("norm", "leave_mix.mix_in"):
         del rules[role]
-    own = config.ngrams
-    for layer in () if own is None else own.layers:
-        rules[role_of(layer)] = TensorRule(f"model.layers.{layer}.{PLE}.weight", (own.num_rows(layer), own.width), plain=True)
+    ngrams = config.ngrams
+    for layer in () if ngrams is None else ngrams.layers:
+        rules[role_of(layer)] = TensorRule(f"model.layers.{layer}.{PLE}.weight", (ngrams.num_rows(layer), ngrams.width), plain=True)
     return rules
 
 
 def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
     """A layer's table of n-grams -> the tensors in which it is stored, with their rows."""
-    own = config.ngrams
-    if own is None or layer not in own.layers:
+    ngrams = config.ngrams
+    if ngrams is None or layer not in ngrams.layers:
         return {}
-    place = f"model.layers.{layer}.{PLE}."
-    return {f"{place}weight": tuple((f"{place}shard_{part}.weight", rows) for part, rows in enumerate(own.shard_rows(layer)))}
+    prefix = f"model.layers.{layer}.{PLE}."
+    return {f"{prefix}weight": tuple((f"{prefix}shard_{part}.weight", rows) for part, rows in enumerate(ngrams.shard_rows(layer)))}
 
 
 @narrowing
@@ -158,15 +159,15 @@ def block(x: object, at: Layer, rows: object | None = None) -> object:
     if w.ngrams is not None:
         at.tap("ngrams_in", rows)
         x = kv.add_ngrams(x, ops.ngram_products(rows, w.ngrams), w.ngrams)
-    own = ops.read_streams(x, around_attention)
-    at.tap("block_in", own)
+    hidden = ops.read_streams(x, around_attention)
+    at.tap("block_in", hidden)
     if w.recurrent is not None:
-        gave, last = kv.mix(ops.norm_linear(own, None, w.recurrent.products), w.recurrent.own), w.recurrent.out
-        at.tap("state_out", gave)
+        branch, out_linear = kv.mix(ops.norm_linear(hidden, None, w.recurrent.products), w.recurrent.own), w.recurrent.out
+        at.tap("state_out", branch)
     else:
-        gave, last = attention(own, at), w.o
-        at.tap("attn_out", gave)
-    x = write_branch(ops, x, gave, last, around_attention)
+        branch, out_linear = attention(hidden, at), w.o
+        at.tap("attn_out", branch)
+    x = write_branch(ops, x, branch, out_linear, around_attention)
     return stream_mlp(x, at, around_mlp, at.config.hidden_act)
 
 
@@ -174,12 +175,12 @@ def attention(x: object, at: Layer) -> object:
     """What o reads, [T, H * head_dim], of what a branch reads."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     heads, (kv_heads, head_dim) = config.num_attention_heads, config.kv_heads_of(at.number)
-    index = () if w.indexer is None else (w.indexer.q, w.indexer.k)
-    gated, k, v, *by = ops.norm_linear(x, None, [w.q, w.k, w.v, *index])
-    if by:
-        choose(ops, w.indexer, *by, None, kv, positions, rope, config.indexer.shape)
-    q = ops.rope_heads(ops.split_query_gates(gated, heads, head_dim), heads, head_dim, positions, rope, w.q_norm)
+    index_linears = () if w.indexer is None else (w.indexer.q, w.indexer.k)
+    q_and_gates, k, v, *index_products = ops.norm_linear(x, None, [w.q, w.k, w.v, *index_linears])
+    if index_products:
+        choose(ops, w.indexer, *index_products, None, kv, positions, rope, config.indexer.shape)
+    q = ops.rope_heads(ops.split_query_gates(q_and_gates, heads, head_dim), heads, head_dim, positions, rope, w.q_norm)
     k = ops.rope_heads(k, kv_heads, head_dim, positions, rope, w.k_norm)
     at.tap_heads(q, k, v)
     attended = kv.attend(q, k, v)
-    return ops.gate_heads(attended, last_of(gated, len(attended)), heads, head_dim)
+    return ops.gate_heads(attended, last_of(q_and_gates, len(attended)), heads, head_dim)

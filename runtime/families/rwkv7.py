@@ -38,16 +38,17 @@ def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=1 << 20, bos=1, eos=(2,), eps_key="norm_eps", norm_eps=1e-5, sizes=SIZES, rotary=False)
     hidden, layers = (base.size(keys, name) for name in ("hidden_size", "num_hidden_layers"))
-    usual = -(-int(hidden * keys.number("hidden_ratio", 4.0)) // 32) * 32
-    ffn = keys.integer("intermediate_size", None, high=2**22) or usual
+    default_ffn = -(-int(hidden * keys.number("hidden_ratio", 4.0)) // 32) * 32
+    ffn = keys.integer("intermediate_size", None, high=2**22) or default_ffn
     if keys.raw.get("hidden_act", ACTS[0]) not in ACTS:
         raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {keys.text('model_type')} models",
                           f"this family runs only with hidden_act = {ACTS[0]}")
     shape = _shape(keys, hidden, layers, keys.number("norm_eps", base.norm_eps))
-    every = tuple(range(layers))
-    of_all = keys.saying(**ABSENT, head_dim=2, intermediate_size=ffn, hidden_act=ACT, max_position_embeddings=base.max_position_embeddings)
-    return decoder_config(of_all, base, recurrent=shape, recurrent_layers=every, norm_kind="layer", norm_bias=keys.flag("norm_bias", True),
-                          residual_streams=STREAMS, low_rank_dim=max(shape.ranks))
+    all_layers = tuple(range(layers))
+    resolved = keys.saying(**ABSENT, head_dim=2, intermediate_size=ffn, hidden_act=ACT,
+                           max_position_embeddings=base.max_position_embeddings)
+    return decoder_config(resolved, base, recurrent=shape, recurrent_layers=all_layers, norm_kind="layer",
+                          norm_bias=keys.flag("norm_bias", True), residual_streams=STREAMS, low_rank_dim=max(shape.ranks))
 
 
 def _shape(keys: Keys, hidden: int, layers: int, eps: float) -> Rwkv7Shape:
@@ -87,14 +88,14 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     for letter, rank in zip("wavg", config.recurrent.ranks, strict=True):
         if letter == "v" and layer == 0:
             continue
-        before = f"{prefix}attn.{letter}_lora.lora."
-        rules |= {f"state_{letter}_in": TensorRule(f"{before}0.weight", (rank, hidden)),
-                  f"state_{letter}_out": TensorRule(f"{before}2.weight", (hidden, rank))}
+        lora = f"{prefix}attn.{letter}_lora.lora."
+        rules |= {f"state_{letter}_in": TensorRule(f"{lora}0.weight", (rank, hidden)),
+                  f"state_{letter}_out": TensorRule(f"{lora}2.weight", (hidden, rank))}
         if letter != "g":
-            rules[f"state_{letter}_out_bias"] = TensorRule(f"{before}2.bias", (hidden,))
-    for place, letter in enumerate(LETTERS):
+            rules[f"state_{letter}_out_bias"] = TensorRule(f"{lora}2.bias", (hidden,))
+    for part, letter in enumerate(LETTERS):
         rules[f"shift_{letter}"] = TensorRule(f"{prefix}attn.x_{letter}", (1, hidden), coefficients=True,
-                                              part_of=(f"{prefix}attn.x_x", place, len(LETTERS)))
+                                              part_of=(f"{prefix}attn.x_x", part, len(LETTERS)))
     rules |= {role: TensorRule(f"{prefix}{name}", (hidden,)) for role, name in (
         ("shift_up", "ffn.x_k"), ("state_direction", "attn.k_k"), ("state_remains", "attn.k_a"), ("state_bonus", "attn.r_k"))}
     return _with_biases(rules, ("state_norm", *(("input_norm", "post_norm", "entry_norm") if config.norm_bias else ())))
@@ -116,24 +117,24 @@ def block(x: object, at: Layer) -> object:
     """Streams x[T, 2 * D] -> x[T, 2 * D]. Taps see block_in and mlp_in before their norms, what each matrix reads of rows on their way to
     those before (`READ`, and shifted_in of the MLP), state_out and mlp_hidden before the last matrices."""
     ops, w, kv = at.ops, at.w, at.kv
-    own = ops.first_stream(x, STREAMS)
+    hidden = ops.first_stream(x, STREAMS)
     if w.entry_norm is not None:
-        own = ops.norm_stream(own, w.entry_norm)
-    at.tap("block_in", own)
-    rows = kv.shifted(own, w.input_norm, w.recurrent.own.shift, 0)
-    for name, place in READ.items():
-        at.tap(name, rows[place])
-    first = ops.second_stream(x, STREAMS) if at.number else None
-    products = kv.products(rows, w.recurrent.products, w.recurrent.own, first)  # [T, D] each
-    if first is None:
+        hidden = ops.norm_stream(hidden, w.entry_norm)
+    at.tap("block_in", hidden)
+    rows = kv.shifted(hidden, w.input_norm, w.recurrent.own.shift, 0)
+    for name, index in READ.items():
+        at.tap(name, rows[index])
+    first_values = ops.second_stream(x, STREAMS) if at.number else None
+    products = kv.products(rows, w.recurrent.products, w.recurrent.own, first_values)  # [T, D] each
+    if first_values is None:
         x = ops.put_stream(x, products[2], 1)
     mixed = kv.mix(products, w.recurrent.own)
     at.tap("state_out", mixed)
-    own = ops.linear_add(mixed, w.recurrent.out, own)
-    at.tap("mlp_in", own)
-    (row,) = kv.shifted(own, w.post_norm, w.recurrent.own.channel_shift, 1)
+    hidden = ops.linear_add(mixed, w.recurrent.out, hidden)
+    at.tap("mlp_in", hidden)
+    (row,) = kv.shifted(hidden, w.post_norm, w.recurrent.own.channel_shift, 1)
     at.tap("shifted_in", row)
-    own = ops.mlp_branch(row, w.up, w.down, at.config.hidden_act, own, at.see("mlp_hidden"))
-    x = ops.put_stream(x, own, 0)
+    hidden = ops.mlp_branch(row, w.up, w.down, at.config.hidden_act, hidden, at.see("mlp_hidden"))
+    x = ops.put_stream(x, hidden, 0)
     at.tap("block_out", x)
     return x

@@ -17,8 +17,8 @@ def config(keys: Keys) -> ModelConfig:
     window = window if keys.flag("use_sliding_window", False) else None
 
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=4, bos=128_000, eos=(128_001,), tied=True, theta=THETA)
-    usual = ["full_attention" if here or window is None else "sliding_attention" for here in rotated]
-    return decoder_config(keys, base, turned=rotated, windows=layer_windows(keys, window, usual), qkv_bias=bias, o_bias=bias,
+    default_kinds = ["full_attention" if is_rotated or window is None else "sliding_attention" for is_rotated in rotated]
+    return decoder_config(keys, base, turned=rotated, windows=layer_windows(keys, window, default_kinds), qkv_bias=bias, o_bias=bias,
                           mlp_bias=keys.flag("mlp_bias", False))
 
 
@@ -27,5 +27,5 @@ def rotated_layers(keys: Keys) -> tuple[bool, ...]:
     last of every `no_rope_layer_interval`."""
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
     interval = keys.integer("no_rope_layer_interval", 4)
-    listed = keys.switches("no_rope_layers", layers)
-    return listed or tuple((layer + 1) % interval != 0 for layer in range(layers))
+    switches = keys.switches("no_rope_layers", layers)
+    return switches or tuple((layer + 1) % interval != 0 for layer in range(layers))

@@ -18,7 +18,7 @@ def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, norm_eps=1e-5, sizes=SIZES, theta=1e6,
                     ffn_key="moe_intermediate_size")
-    own = deepseek_moe_config(keys, base.size(keys, "num_hidden_layers"), 128, 8, 0, True, width=1280)
-    if 0 not in own.layers:
+    moe = deepseek_moe_config(keys, base.size(keys, "num_hidden_layers"), 128, 8, 0, True, width=1280)
+    if 0 not in moe.layers:
         raise keys.fail("first_k_dense_replace", "0: every layer of this family has experts")
-    return decoder_config(keys, base, qkv_bias=keys.flag("attention_bias", False), moe=own)
+    return decoder_config(keys, base, qkv_bias=keys.flag("attention_bias", False), moe=moe)

@@ -23,9 +23,9 @@ SHARE = 0.25  # of a head that turns, where a config does not say
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=4096, num_key_value_heads=32, bos=0, eos=(0,), eps_key="layer_norm_eps", norm_eps=1e-5,
                     sizes=SIZES, rope={"partial": True, "share": SHARE})
-    each = keys.flag("qk_layernorm", False)
-    return decoder_config(keys, base, qkv_bias=keys.flag("use_qkv_bias", False), norm_kind="layer", qk_norm=each, qk_norm_per_head=each,
-                          parallel_block=keys.flag("use_parallel_residual", False))
+    qk_norm = keys.flag("qk_layernorm", False)
+    return decoder_config(keys, base, qkv_bias=keys.flag("use_qkv_bias", False), norm_kind="layer", qk_norm=qk_norm,
+                          qk_norm_per_head=qk_norm, parallel_block=keys.flag("use_parallel_residual", False))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -40,9 +40,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 def stacked_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
     """Names of a layer's norms of heads -> those under which each head's lies."""
     heads = {"q_norm": config.num_attention_heads, "k_norm": config.num_key_value_heads}
-    places = {role: f"model.layers.{layer}.self_attn.{name}" for role, name in HEAD_NORMS.items()}
-    return {f"{place}.weight": tuple(f"{place}.norms.{head}.weight" for head in range(heads[role]))
-            for role, place in places.items()} if config.qk_norm_per_head else {}
+    prefixes = {role: f"model.layers.{layer}.self_attn.{name}" for role, name in HEAD_NORMS.items()}
+    return {f"{prefix}.weight": tuple(f"{prefix}.norms.{head}.weight" for head in range(heads[role]))
+            for role, prefix in prefixes.items()} if config.qk_norm_per_head else {}
 
 
 @narrowing

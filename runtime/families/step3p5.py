@@ -40,62 +40,62 @@ def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     keys.knows(*CALLED, *LISTS, OTHER, ENUM, "rope_scaling")
     layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
-    ahead = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
-    keys = keys.saying(**_as_transformers(keys, layers, ahead))
+    mtp_layers = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
+    keys = keys.saying(**_as_transformers(keys, layers, mtp_layers))
     base = Defaults(max_position_embeddings=128_000, num_key_value_heads=8, head_dim=128, norm_eps=1e-5, sizes=SIZES)
     windows = layer_windows(keys, keys.integer("sliding_window", None), [GLOBAL] * layers)
-    usual = tuple(DENSE if layer < FIRST_SPARSE else SPARSE for layer in range(layers))
-    bias, sparse = keys.flag("attention_bias", False), sparse_layers_of(keys.words("mlp_layer_types", layers) or usual)
+    default_kinds = tuple(DENSE if layer < FIRST_SPARSE else SPARSE for layer in range(layers))
+    bias, sparse = keys.flag("attention_bias", False), sparse_layers_of(keys.words("mlp_layer_types", layers) or default_kinds)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        kinds = tuple(GLOBAL if own is None else LOCAL for own in windows)
-        made = {kind: _rope(keys, kind, kinds.index(kind), head_dim, positions) for kind in dict.fromkeys(kinds)}
-        return tuple(made[kind] for kind in kinds)
+        kinds = tuple(GLOBAL if window is None else LOCAL for window in windows)
+        by_kind = {kind: _rope(keys, kind, kinds.index(kind), head_dim, positions) for kind in dict.fromkeys(kinds)}
+        return tuple(by_kind[kind] for kind in kinds)
 
-    own = moe_config(keys, 288, 8, keys.integer("moe_intermediate_size", 1280, high=2**22), True, sparse, "n_routed_experts", sigmoid=True,
+    moe = moe_config(keys, 288, 8, keys.integer("moe_intermediate_size", 1280, high=2**22), True, sparse, "n_routed_experts", sigmoid=True,
                      correction_bias=True, routed_scale=keys.number("moe_router_scaling_factor", 1.0),
                      shared_expert_dim=keys.integer("share_expert_dim", 1280, high=2**22))
-    made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1",
-                          output_gate=True, output_gate_per_head=True, moe=own, mtp_layers=ahead,
-                          gate_limits=gate_limits(keys, BOUNDS, sparse, layers))
-    narrow, scale = _heads(keys, made), keys.number("query_pre_attn_scalar", None)
-    queries = tuple(made.num_attention_heads if own is None else narrow for own in windows)
-    return replace(made, layer_query_heads=queries if len({*queries, made.num_attention_heads}) > 1 else (),
+    config = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1",
+                            output_gate=True, output_gate_per_head=True, moe=moe, mtp_layers=mtp_layers,
+                            gate_limits=gate_limits(keys, BOUNDS, sparse, layers))
+    windowed_heads, scale = _heads(keys, config), keys.number("query_pre_attn_scalar", None)
+    query_heads = tuple(config.num_attention_heads if window is None else windowed_heads for window in windows)
+    return replace(config, layer_query_heads=query_heads if len({*query_heads, config.num_attention_heads}) > 1 else (),
                    attn_scale=None if scale is None else scale**-0.5)
 
 
-def _as_transformers(keys: Keys, layers: int, ahead: int) -> dict[str, object]:
+def _as_transformers(keys: Keys, layers: int, mtp_layers: int) -> dict[str, object]:
     """What an older config says, by the names of the newer ones; lists end with the last layer that is read."""
-    said = {name: keys.raw[older] for older, name in CALLED.items() if keys.holds(older) and not keys.holds(name)}
+    renamed = {name: keys.raw[old_name] for old_name, name in CALLED.items() if keys.holds(old_name) and not keys.holds(name)}
     for name in LISTS:
         value = keys.raw.get(name)
-        if isinstance(value, list) and len(value) == layers + ahead:
-            said[name] = value[:layers]
-    listed = keys.raw.get(ENUM)
-    if listed is not None and keys.raw.get("mlp_layer_types") is None:
-        items = listed.split(",") if isinstance(listed, str) else listed
+        if isinstance(value, list) and len(value) == layers + mtp_layers:
+            renamed[name] = value[:layers]
+    stated = keys.raw.get(ENUM)
+    if stated is not None and keys.raw.get("mlp_layer_types") is None:
+        items = stated.split(",") if isinstance(stated, str) else stated
         if not isinstance(items, list) or not all(str(each).strip().isdecimal() for each in items):
             raise keys.fail(ENUM, "layer indices, as a list or separated by commas")
         sparse = {int(each) for each in items}
-        said["mlp_layer_types"] = [SPARSE if layer in sparse else DENSE for layer in range(layers)]
-    return said
+        renamed["mlp_layer_types"] = [SPARSE if layer in sparse else DENSE for layer in range(layers)]
+    return renamed
 
 
-def _heads(keys: Keys, made: ModelConfig) -> int:
+def _heads(keys: Keys, config: ModelConfig) -> int:
     """How many query heads layers with a window have. Raises ConfigError where they differ in more than that."""
-    other = keys.section(OTHER) or {}
-    for name, of_all in (("num_attention_groups", made.num_key_value_heads), ("head_dim", made.head_dim), ("true_head_dim", made.head_dim),
-                         ("attention_type", LOCAL)):
-        if (stated := other.get(name, of_all)) != of_all:
-            raise ConfigError(f"config.json: {OTHER} states {name} {show(stated)} where other layers have {show(of_all)}, which is not "
+    section = keys.section(OTHER) or {}
+    for name, expected in (("num_attention_groups", config.num_key_value_heads), ("head_dim", config.head_dim),
+                           ("true_head_dim", config.head_dim), ("attention_type", LOCAL)):
+        if (stated := section.get(name, expected)) != expected:
+            raise ConfigError(f"config.json: {OTHER} states {name} {show(stated)} where other layers have {show(expected)}, which is not "
                               "supported", "layers with a window may differ only in query heads")
-    if stray := sorted(other.keys() - {"num_attention_groups", "head_dim", "true_head_dim", "attention_type", "num_attention_heads"}):
-        raise ConfigError(f"config.json: {OTHER} states {show(stray[0])}, which is not supported")
-    usual = Keys(other, f"config.json: {OTHER}").integer("num_attention_heads", made.num_attention_heads, high=4096)
-    heads = keys.integer("num_sliding_attention_heads", usual, high=4096)
-    if heads % made.num_key_value_heads:
+    if unknown := sorted(section.keys() - {"num_attention_groups", "head_dim", "true_head_dim", "attention_type", "num_attention_heads"}):
+        raise ConfigError(f"config.json: {OTHER} states {show(unknown[0])}, which is not supported")
+    default = Keys(section, f"config.json: {OTHER}").integer("num_attention_heads", config.num_attention_heads, high=4096)
+    heads = keys.integer("num_sliding_attention_heads", default, high=4096)
+    if heads % config.num_key_value_heads:
         raise ConfigError(f"config.json: layers with a window have {heads} heads, which is not a multiple of num_key_value_heads "
-                          f"{made.num_key_value_heads}")
+                          f"{config.num_key_value_heads}")
     by_layer = keys.section("per_layer_config") or {}  # which transformers makes of it
     if any(each != {"num_attention_heads": heads} for each in by_layer.values()):
         raise ConfigError("config.json: per_layer_config has more than num_sliding_attention_heads, which is not supported",

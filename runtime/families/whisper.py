@@ -31,22 +31,23 @@ USUAL = Defaults(max_position_embeddings=448, bos=50_256, eos=(50_256,), tied=Tr
 
 
 def config(keys: Keys) -> ModelConfig:
-    most = {**MAX_SIZES, "num_hidden_layers": MAX_LAYERS // 2, "max_position_embeddings": 1 << 20}
-    said = {name: keys.integer(own, usual, high=most[name]) for name, (own, usual) in SIZES.items()}
-    layers = said["num_hidden_layers"] = 2 * said["num_hidden_layers"]
+    limits = {**MAX_SIZES, "num_hidden_layers": MAX_LAYERS // 2, "max_position_embeddings": 1 << 20}
+    sizes = {name: keys.integer(whisper_key, default, high=limits[name]) for name, (whisper_key, default) in SIZES.items()}
+    layers = sizes["num_hidden_layers"] = 2 * sizes["num_hidden_layers"]
     scaled = keys.flag("scale_embedding", False)
-    return decoder_config(keys.saying(**said), USUAL, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer", position_offset=0,
+    return decoder_config(keys.saying(**sizes), USUAL, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer", position_offset=0,
                           layers_without_mlp=tuple(range(0, layers, 2)), cross_attention_layers=tuple(range(1, layers, 2)),
-                          embedding_multiplier=said["hidden_size"] ** 0.5 if scaled else 1.0)
+                          embedding_multiplier=sizes["hidden_size"] ** 0.5 if scaled else 1.0)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of half of a stored layer by role, `[N, K]` as stored."""
-    hidden, ffn, at_sound = config.hidden_size, config.intermediate_size, layer in config.cross_attention_layers
-    own = "encoder_attn" if at_sound else "self_attn"
-    linears = {role: (f"{own}.{role}_proj", hidden, hidden) for role in "qkv"} | {"o": (f"{own}.out_proj", hidden, hidden)}
-    norms = {"input_norm": f"{own}_layer_norm"}
-    if at_sound:
+    hidden, ffn, is_cross = config.hidden_size, config.intermediate_size, layer in config.cross_attention_layers
+    attention_name = "encoder_attn" if is_cross else "self_attn"
+    linears = {role: (f"{attention_name}.{role}_proj", hidden, hidden) for role in "qkv"}
+    linears["o"] = f"{attention_name}.out_proj", hidden, hidden
+    norms = {"input_norm": f"{attention_name}_layer_norm"}
+    if is_cross:
         linears |= {"up": ("fc1", ffn, hidden), "down": ("fc2", hidden, ffn)}
         norms["post_norm"] = "final_layer_norm"
     prefix, rules = f"model.decoder.layers.{layer // 2}.", {}
@@ -80,11 +81,11 @@ def block(x: object, at: Layer) -> object:
         x = attention(x, at)
         at.tap("block_out", x)
         return x
-    for look in kv.looks:
-        with kv.within(look, w):
-            own = x[look.rows]
-            at.tap("block_in", own)
-            attended = kv.attend(ops.norm_linear(own, w.input_norm, [w.q])[0], look.pictures)
+    for span in kv.looks:
+        with kv.within(span, w):
+            rows = x[span.rows]
+            at.tap("block_in", rows)
+            attended = kv.attend(ops.norm_linear(rows, w.input_norm, [w.q])[0], span.pictures)
             at.tap("attn_out", attended)
-            ops.linear_add(attended, w.o, own)
+            ops.linear_add(attended, w.o, rows)
     return feed_forward(x, at)

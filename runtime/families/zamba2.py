@@ -33,34 +33,36 @@ USUAL = (STATE[0], *((*[STATE[0]] * 5, HYBRID) * 7), *[STATE[0]] * 4, HYBRID, *[
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=4096, bos=1, eos=(2,), norm_eps=EPS, tied=True, act=("hidden_act", "gelu"), sizes=SIZES)
     hidden, layers, heads = (base.size(keys, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    width = _stated(keys, "attention_head_dim", 2 * hidden, heads, "num_attention_heads")
+    head_dim = _stated(keys, "attention_head_dim", 2 * hidden, heads, "num_attention_heads")
     ffn = keys.integer("intermediate_size", 4 * hidden, high=2**22)
-    turns, hybrid = keys.flag("use_mem_rope", False), _hybrid(keys, layers)
-    turned = [turns and layer in hybrid for layer in range(layers)]
+    uses_rope, hybrid = keys.flag("use_mem_rope", False), _hybrid(keys, layers)
+    rotated = [uses_rope and layer in hybrid for layer in range(layers)]
 
-    every = tuple(range(layers))
-    made = decoder_config(
-        keys.saying(head_dim=width, intermediate_size=ffn), base, turned=turned, attn_scale=(width / 2) ** -0.5, recurrent_layers=every,
-        layers_without_mlp=every, hybrid_layers=hybrid, num_shared_blocks=min(keys.integer("num_mem_blocks", 1, high=len(every)),
-                                                                              len(hybrid)),
+    all_layers = tuple(range(layers))
+    shared_blocks = min(keys.integer("num_mem_blocks", 1, high=len(all_layers)), len(hybrid))
+    config = decoder_config(
+        keys.saying(head_dim=head_dim, intermediate_size=ffn), base, turned=rotated, attn_scale=(head_dim / 2) ** -0.5,
+        recurrent_layers=all_layers, layers_without_mlp=all_layers, hybrid_layers=hybrid, num_shared_blocks=shared_blocks,
         shared_attention_lora=keys.flag("use_shared_attention_adapter", False), residual_streams=STREAMS,
         low_rank_dim=keys.integer("adapter_rank", 128, high=2**16))
-    if not made.tie_word_embeddings:  # as transformers has it, layers share nothing then
+    if not config.tie_word_embeddings:  # as transformers has it, layers share nothing then
         raise ConfigError("config.json: tie_word_embeddings = false is not supported for zamba2 models",
                           "published models of this family tie their output head")
-    if made.shared_attention_lora and made.num_key_value_heads != heads:
-        raise ConfigError(f"config.json: num_key_value_heads {made.num_key_value_heads} is not supported with use_shared_attention_adapter",
+    if config.shared_attention_lora and config.num_key_value_heads != heads:
+        raise ConfigError(f"config.json: num_key_value_heads {config.num_key_value_heads} is not supported with "
+                          "use_shared_attention_adapter",
                           f"its adapters are for {heads}, the number of query heads")
-    return replace(made, recurrent=_shape(keys, hidden), recurrent_norm_eps=None if made.norm_eps == EPS else EPS)
+    return replace(config, recurrent=_shape(keys, hidden), recurrent_norm_eps=None if config.norm_eps == EPS else EPS)
 
 
-def _stated(keys: Keys, name: str, whole: int, parts: int, by: str) -> int:
+def _stated(keys: Keys, name: str, total: int, parts: int, parts_key: str) -> int:
     """A width that follows from others, and what a config says of it. Raises ConfigError."""
-    found = keys.integer(name, None, high=2**20)
-    if whole % parts or found not in (None, whole // parts):
-        raise ConfigError(f"config.json: {name} is {whole / parts:g} by {by}" + ("" if found is None else f", and stated as {found}"),
+    stated = keys.integer(name, None, high=2**20)
+    if total % parts or stated not in (None, total // parts):
+        also_stated = "" if stated is None else f", and stated as {stated}"
+        raise ConfigError(f"config.json: {name} is {total / parts:g} by {parts_key}{also_stated}",
                           "the config was changed: use that of the published model")
-    return whole // parts
+    return total // parts
 
 
 def _shape(keys: Keys, hidden: int) -> Mamba2Shape:
@@ -76,13 +78,13 @@ def _shape(keys: Keys, hidden: int) -> Mamba2Shape:
 def _hybrid(keys: Keys, layers: int) -> tuple[int, ...]:
     """The layers with a shared block. Raises ConfigError for none, and for kinds of layers that nobody knows."""
     kinds = keys.words("layers_block_type", layers) or (USUAL if layers == len(USUAL) else ())
-    if stray := next((kind for kind in kinds if kind not in (*STATE, HYBRID)), None):
-        raise ConfigError(f"config.json: layers_block_type holds {show(stray)}, which is not supported",
+    if unknown := next((kind for kind in kinds if kind not in (*STATE, HYBRID)), None):
+        raise ConfigError(f"config.json: layers_block_type holds {show(unknown)}, which is not supported",
                           f"known: {', '.join((*STATE, HYBRID))}")
-    found = tuple(layer for layer, kind in enumerate(kinds) if kind == HYBRID)
-    if not found:
+    hybrid_layers = tuple(layer for layer, kind in enumerate(kinds) if kind == HYBRID)
+    if not hybrid_layers:
         raise ConfigError("config.json: layers_block_type names no layer with attention", "at least one is required")
-    return found
+    return hybrid_layers
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -93,16 +95,16 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     if layer not in config.hybrid_layers:
         return rules
     number, rank, ffn = config.hybrid_layers.index(layer), config.low_rank_dim, config.intermediate_size
-    shared = _place(config, block_of(config, layer))
+    block_prefix = _place(config, block_of(config, layer))
     rules["lent_out"] = TensorRule(f"{prefix}linear.weight", (hidden, hidden))
-    beside = f"{shared}feed_forward.gate_up_proj_adapter_list.{number}."
-    rules["mlp_low"] = TensorRule(f"{beside}0.weight", (rank, hidden))
+    adapter = f"{block_prefix}feed_forward.gate_up_proj_adapter_list.{number}."
+    rules["mlp_low"] = TensorRule(f"{adapter}0.weight", (rank, hidden))
     for i, role in enumerate(WIDE):
-        rules[role] = TensorRule(f"{beside}{role}.weight", (ffn, rank), part_of=(f"{beside}1.weight", i * ffn, 2 * ffn))
+        rules[role] = TensorRule(f"{adapter}{role}.weight", (ffn, rank), part_of=(f"{adapter}1.weight", i * ffn, 2 * ffn))
     for role in ATTENTION if config.shared_attention_lora else ():
-        beside = f"{shared}self_attn.linear_{role}_adapter_list.{number}."
-        rules |= {f"{role}_low": TensorRule(f"{beside}0.weight", (rank, 2 * hidden)),
-                  f"{role}_wide": TensorRule(f"{beside}1.weight", (config.num_attention_heads * config.head_dim, rank))}
+        adapter = f"{block_prefix}self_attn.linear_{role}_adapter_list.{number}."
+        rules |= {f"{role}_low": TensorRule(f"{adapter}0.weight", (rank, 2 * hidden)),
+                  f"{role}_wide": TensorRule(f"{adapter}1.weight", (config.num_attention_heads * config.head_dim, rank))}
     return rules
 
 
@@ -116,16 +118,17 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     rules["norm"] = replace(rules["norm"], name="model.final_layernorm.weight")
     q, kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     for block in range(config.num_shared_blocks):
-        at = _place(config, block)
-        joined = f"{at}feed_forward.gate_up_proj.weight"
-        own = {"input_norm": TensorRule(f"{at}input_layernorm.weight", (2 * hidden,)),
-               "post_norm": TensorRule(f"{at}pre_ff_layernorm.weight", (hidden,)),
-               **{role: TensorRule(f"{at}self_attn.{role}_proj.weight", (rows, 2 * hidden)) for role, rows in zip(ATTENTION, (q, kv, kv))},
-               "o": TensorRule(f"{at}self_attn.o_proj.weight", (hidden, q)),
-               **{role: TensorRule(f"{at}feed_forward.{role}_proj.weight", (ffn, hidden), part_of=(joined, i * ffn, 2 * ffn))
-                  for i, role in enumerate(("gate", "up"))},
-               "down": TensorRule(f"{at}feed_forward.down_proj.weight", (hidden, ffn))}
-        rules |= {block_role(block, role): rule for role, rule in own.items()}
+        prefix = _place(config, block)
+        fused = f"{prefix}feed_forward.gate_up_proj.weight"
+        tensors = {"input_norm": TensorRule(f"{prefix}input_layernorm.weight", (2 * hidden,)),
+                   "post_norm": TensorRule(f"{prefix}pre_ff_layernorm.weight", (hidden,)),
+                   **{role: TensorRule(f"{prefix}self_attn.{role}_proj.weight", (rows, 2 * hidden))
+                      for role, rows in zip(ATTENTION, (q, kv, kv))},
+                   "o": TensorRule(f"{prefix}self_attn.o_proj.weight", (hidden, q)),
+                   **{role: TensorRule(f"{prefix}feed_forward.{role}_proj.weight", (ffn, hidden), part_of=(fused, i * ffn, 2 * ffn))
+                      for i, role in enumerate(("gate", "up"))},
+                   "down": TensorRule(f"{prefix}feed_forward.down_proj.weight", (hidden, ffn))}
+        rules |= {block_role(block, role): rule for role, rule in tensors.items()}
     return rules
 
 
@@ -133,13 +136,13 @@ def block(x: object, at: Layer) -> object:
     """Streams x[T, 2 * D] -> x[T, 2 * D]. A tap sees in block_in what the state space reads, and of a shared block q, k, v, attn_out and,
     before the layer's own matrix, lent_in."""
     ops, w = at.ops, at.w
-    own = ops.first_stream(x, at.config.residual_streams)
+    hidden = ops.first_stream(x, at.config.residual_streams)
     if w.shared_block is not None:
-        given = _shared(x, at)
-        at.tap("lent_in", given)
-        own = ops.linear_add(given, w.shared_block.out, own)
-    at.tap("block_in", own)
-    mixed = at.kv.mix(ops.norm_linear(own, w.input_norm, w.recurrent.products), w.recurrent.own)
+        block_output = _shared(x, at)
+        at.tap("lent_in", block_output)
+        hidden = ops.linear_add(block_output, w.shared_block.out, hidden)
+    at.tap("block_in", hidden)
+    mixed = at.kv.mix(ops.norm_linear(hidden, w.input_norm, w.recurrent.products), w.recurrent.own)
     at.tap("state_out", mixed)
     x = ops.add_to_first(x, mixed, w.recurrent.out)
     at.tap("block_out", x)
@@ -149,15 +152,15 @@ def block(x: object, at: Layer) -> object:
 def _shared(x: object, at: Layer) -> object:
     """What the block that the layer is lent makes of both streams, [T, D]."""
     ops, w, positions, rope, config = at.ops, at.w, at.positions, at.rope, at.config
-    lent, block = w.shared_block, w.shared_block.block
-    made = ops.norm_linear(x, block.input_norm, [block.q, block.k, block.v])
-    for low, out in zip(lent.attention, made):
+    use, block = w.shared_block, w.shared_block.block
+    projections = ops.norm_linear(x, block.input_norm, [block.q, block.k, block.v])
+    for low, out in zip(use.attention, projections):
         ops.add_low_rank(x, block.input_norm, low, out)
-    q, k, v = made
+    q, k, v = projections
     q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
     k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, None)
     at.tap_heads(q, k, v)
     attended = at.kv.attend(q, k, v)
     at.tap("attn_out", attended)
-    (given,) = ops.norm_linear(attended, None, [block.o])
-    return ops.shared_block_mlp(given, block.mlp_norm, block.gate, block.up, block.down, config.hidden_act, lent.mlp)
+    (attention_output,) = ops.norm_linear(attended, None, [block.o])
+    return ops.shared_block_mlp(attention_output, block.mlp_norm, block.gate, block.up, block.down, config.hidden_act, use.mlp)

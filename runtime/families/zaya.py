@@ -41,19 +41,20 @@ def config(keys: Keys) -> ModelConfig:
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         return ropes_by_layer_type(keys, kinds, ROPES, head_dim, positions, partial=True)
 
-    experts = replace(moe_config(keys, 16, 1, base.size(keys, "moe_intermediate_size"), False, range(layers), correction_bias=True,
-                                 parallel_to_mlp=True),
-                      zero_experts=1, zero_experts_drop=True)
-    made = decoder_config(_without_kind(keys), base, ropes, windows=tuple(window if kind == LOCAL else None for kind in kinds),
-                          moe=experts, residual_streams=STREAMS, router_mlp_dim=keys.integer("router_hidden_size", 256, high=2**16),
-                          head_bias=keys.flag("lm_head_bias", False), parallel_hybrid=True, recurrent_layers=tuple(range(layers)))
-    shape = CcaShape(made.num_attention_heads, made.num_key_value_heads, made.head_dim,
+    moe = replace(moe_config(keys, 16, 1, base.size(keys, "moe_intermediate_size"), False, range(layers), correction_bias=True,
+                             parallel_to_mlp=True),
+                  zero_experts=1, zero_experts_drop=True)
+    config = decoder_config(_without_kind(keys), base, ropes, windows=tuple(window if kind == LOCAL else None for kind in kinds),
+                            moe=moe, residual_streams=STREAMS, router_mlp_dim=keys.integer("router_hidden_size", 256, high=2**16),
+                            head_bias=keys.flag("lm_head_bias", False), parallel_hybrid=True, recurrent_layers=tuple(range(layers)))
+    shape = CcaShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                      *(keys.integer(name, 2, high=16) for name in ("cca_time0", "cca_time1")))
-    if experts.experts_per_token != 1 or made.router_mlp_dim > made.hidden_size or shape.taps < 2 or made.hidden_act != "silu":
-        raise ConfigError(f"config.json: num_experts_per_tok {experts.experts_per_token}, router_hidden_size {made.router_mlp_dim}, "
-                          f"cca_time0 {shape.first}, cca_time1 {shape.second} and hidden_act {made.hidden_act} are not supported together",
+    if moe.experts_per_token != 1 or config.router_mlp_dim > config.hidden_size or shape.taps < 2 or config.hidden_act != "silu":
+        raise ConfigError(f"config.json: num_experts_per_tok {moe.experts_per_token}, router_hidden_size {config.router_mlp_dim}, "
+                          f"cca_time0 {shape.first}, cca_time1 {shape.second} and hidden_act {config.hidden_act} are not supported "
+                          "together",
                           "one expert a token, a router no wider than hidden_size, two tokens or more, silu")
-    return replace(made, recurrent=shape)
+    return replace(config, recurrent=shape)
 
 
 def _without_kind(keys: Keys) -> Keys:
@@ -66,24 +67,24 @@ def _without_kind(keys: Keys) -> Keys:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
-    own, hidden, rank, prefix = config.recurrent, config.hidden_size, config.router_mlp_dim, f"model.layers.{layer}."
+    shape, hidden, rank, prefix = config.recurrent, config.hidden_size, config.router_mlp_dim, f"model.layers.{layer}."
     attention, router = f"{prefix}self_attn.", f"{prefix}mlp.gate."
-    choices = config.moe.num_experts + config.moe.zero_experts
+    num_candidates = config.moe.num_experts + config.moe.zero_experts
     rules = {"input_norm": TensorRule(f"{prefix}input_layernorm.weight", (hidden,)),
              "post_norm": TensorRule(f"{prefix}post_attention_layernorm.weight", (hidden,)),
-             "o": TensorRule(f"{attention}o_proj.weight", (hidden, own.values)),
-             "state_in": TensorRule(f"{attention}qkv_proj.{JOINED}", (own.products[0], hidden)),
-             "state_conv": TensorRule(f"{attention}qkv_proj.conv_qk_depthwise.weight", (own.convolved, 1, own.first)),
-             "state_conv_bias": TensorRule(f"{attention}qkv_proj.conv_qk_depthwise.bias", (own.convolved,)),
-             "state_heads": TensorRule(f"{attention}qkv_proj.conv_qk_grouped.weight", (own.convolved, own.depth, own.second)),
-             "state_heads_bias": TensorRule(f"{attention}qkv_proj.conv_qk_grouped.bias", (own.convolved,)),
-             "state_temps": TensorRule(f"{attention}qk_norm.temp", (own.kv_heads,)),
+             "o": TensorRule(f"{attention}o_proj.weight", (hidden, shape.values)),
+             "state_in": TensorRule(f"{attention}qkv_proj.{JOINED}", (shape.products[0], hidden)),
+             "state_conv": TensorRule(f"{attention}qkv_proj.conv_qk_depthwise.weight", (shape.convolved, 1, shape.first)),
+             "state_conv_bias": TensorRule(f"{attention}qkv_proj.conv_qk_depthwise.bias", (shape.convolved,)),
+             "state_heads": TensorRule(f"{attention}qkv_proj.conv_qk_grouped.weight", (shape.convolved, shape.depth, shape.second)),
+             "state_heads_bias": TensorRule(f"{attention}qkv_proj.conv_qk_grouped.bias", (shape.convolved,)),
+             "state_temps": TensorRule(f"{attention}qk_norm.temp", (shape.kv_heads,)),
              **moe_tensors(config, f"{prefix}mlp.", NAMES),
-             "correction": TensorRule(f"{router}balancing_biases", (choices,)),
+             "correction": TensorRule(f"{router}balancing_biases", (num_candidates,)),
              "router_in": TensorRule(f"{router}down_proj.weight", (rank, hidden), plain=True),
              "router_in_bias": TensorRule(f"{router}down_proj.bias", (rank,)),
              "router_norm": TensorRule(f"{router}router_mlp.norm.weight", (rank,)),
-             "router": TensorRule(f"{router}router_mlp.out_proj.weight", (choices, rank))}
+             "router": TensorRule(f"{router}router_mlp.out_proj.weight", (num_candidates, rank))}
     for role, name in (("router_first", "fc1"), ("router_second", "fc2")):
         rules[role] = TensorRule(f"{router}router_mlp.{name}.weight", (rank, rank), plain=True)
         rules[f"{role}_bias"] = TensorRule(f"{router}router_mlp.{name}.bias", (rank,))
@@ -102,9 +103,9 @@ JOINED = "in_proj.weight"
 
 def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
     """The product that reads a layer's input -> the tensors in which it is stored, with their rows."""
-    own, prefix = config.recurrent, f"model.layers.{layer}.self_attn.qkv_proj."
-    heights = own.values, own.convolved - own.values, own.half, own.half
-    return {f"{prefix}{JOINED}": tuple((f"{prefix}{part}.weight", height) for part, height in zip(PARTS, heights, strict=True))}
+    shape, prefix = config.recurrent, f"model.layers.{layer}.self_attn.qkv_proj."
+    part_rows = shape.values, shape.convolved - shape.values, shape.half, shape.half
+    return {f"{prefix}{JOINED}": tuple((f"{prefix}{part}.weight", rows) for part, rows in zip(PARTS, part_rows, strict=True))}
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
@@ -116,25 +117,25 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 def block(x: object, at: Layer) -> object:
     """Streams x[T, 2 * D] -> x[T, 2 * D], with the taps of `llama.block` over what a layer works on."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
-    own = ops.first_stream(x, STREAMS)
+    hidden = ops.first_stream(x, STREAMS)
     if w.input_scale is not None:
-        own = ops.scaled_residual(own, None, w.input_scale)
-    at.tap("block_in", own)
-    (made,) = ops.norm_linear(own, w.input_norm, w.recurrent.products)
-    q, k, v = kv.convolved(made, w.recurrent.own)
+        hidden = ops.scaled_residual(hidden, None, w.input_scale)
+    at.tap("block_in", hidden)
+    (product,) = ops.norm_linear(hidden, w.input_norm, w.recurrent.products)
+    q, k, v = kv.convolved(product, w.recurrent.own)
     q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
     k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, None)
     at.tap_heads(q, k, v)
     attended = kv.attend(q, k, v)
-    x, own = last_of(x, len(attended)), last_of(own, len(attended))
+    x, hidden = last_of(x, len(attended)), last_of(hidden, len(attended))
     at.tap("attn_out", attended)
     (branch,) = ops.norm_linear(attended, None, [w.o])
-    own = ops.scaled_residual(own, branch, w.residual_scales[0])
-    at.tap("mlp_in", own)
-    said = ops.router_mlp(own, w.post_norm, w.router_mlp, x)
-    branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.parallel_experts, config.moe.routing, config.hidden_act,
-                               at.see("visits"), w.correction_bias, None, said)
-    own = ops.scaled_residual(own, branch, w.residual_scales[1])
-    x = ops.put_stream(x, own, 0)
+    hidden = ops.scaled_residual(hidden, branch, w.residual_scales[0])
+    at.tap("mlp_in", hidden)
+    router_input = ops.router_mlp(hidden, w.post_norm, w.router_mlp, x)
+    branch = ops.expert_branch(hidden, w.post_norm, w.router, w.experts, w.parallel_experts, config.moe.routing, config.hidden_act,
+                               at.see("visits"), w.correction_bias, None, router_input)
+    hidden = ops.scaled_residual(hidden, branch, w.residual_scales[1])
+    x = ops.put_stream(x, hidden, 0)
     at.tap("block_out", x)
     return x
