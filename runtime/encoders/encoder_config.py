@@ -80,7 +80,7 @@ class EncoderConfig:
     # What a tokenizer asks of any model: none of these tokens is this kind's.
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    words_beside: int = 0
+    extra_embeddings: int = 0
 
     @property
     def head_dim(self) -> int:
