@@ -23,7 +23,7 @@ from ...offload.shards import SINGLE, PlannedFile
 from ...quant.imports.compressed_tensors import WORD, pack_words, quantize_groups
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families
-from ..config import GENERATOR, OLDER, ModelConfig, read_config
+from ..config import CAUSAL_LM, LM_HEAD_MODEL, ModelConfig, read_config
 from ..convert import check_space, check_target, companion_files
 from ..events import Notice, Progress
 from ..families import MODEL_TYPE_ALIASES, base_role
@@ -172,7 +172,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
 def reader(family: str) -> str:
     """The class by which transformers and vLLM read a family, for sources that do not say it, such as GGUF files."""
     own = SPELLED.get(family) or "".join(map(str.capitalize, family.split("_")))
-    return own + (OLDER if family == "gpt2" else GENERATOR)
+    return own + (LM_HEAD_MODEL if family == "gpt2" else CAUSAL_LM)
 
 
 @dataclass(frozen=True)

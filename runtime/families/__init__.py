@@ -1,51 +1,51 @@
 """Model families, one file each; the file's name is the checkpoint's `model_type`.
 
-A family says which config keys it uses, which tensors it has by role, and how a block computes over a backend's `BlockOps`. To add
-one: a file with the members of `Family`, and its name in FAMILIES; `docs/architecture/families.md` has the steps. What a file does not say
-is as in the family that it names in LIKE, and where it names none, as in Llama.
+A family says which config keys it uses, which tensors it has by role, and how a block computes over a backend's `BlockOps`. To add one:
+a file with the members of `Family`, and its name in FAMILIES; `docs/architecture/families.md` has the steps. A member that a file does
+not define is taken from the family that the file names in LIKE, or else from Llama.
 
-Roles of a layer, by what has them. `<matrix>_bias` is the bias of any of them.
+Roles of a layer's tensors, by part of the layer. `<matrix>_bias` is the bias of any matrix.
 
-attention           q, k, v, o; q_norm, k_norm; o_norm behind o; attn_sub_norm before o; sinks, a logit for each query head; attn_gate,
-                    gates of what is attended to; `groups.<number>.o_in`, matrices before o. A layer without keys and values of its own has
-                    neither k, v nor k_norm; one whose keys are its values has no v
-latent attention    kv_a, kv_a_norm and kv_b in the place of k and v; q_a, q_a_norm and q_b may stand in that of q
-MLP                 gate, up, down; down_norm behind down; ffn_sub_norm before it; curve_above, curve_below of its activation. In a bundled
-                    folder `bundles` is up and down
-norms               input_norm and post_norm before attention and MLP; entry_norm before the first layer, or with middle_norm in the place
-                    of what it norms; input_norm_in, input_norm_out and the same of post_norm, which gate what these give
-mixture             router, `experts.<number>.<role>`, correction of the router's scores; `shared.<role>` of the expert that every token
-                    visits, with shared.scale its share; `seen.<role>` for rows of pictures, where these have their own
+attention           q, k, v, o; q_norm, k_norm; o_norm (of o's output), attn_sub_norm (of o's input); sinks (one logit per query head);
+                    attn_gate (output gate); `groups.<number>.o_in` (matrices before o). A layer that uses another layer's keys and values
+                    has no k, v and k_norm; one whose keys are its values has no v
+latent attention    kv_a, kv_a_norm and kv_b in place of k and v; q_a, q_a_norm and q_b in place of q, if queries have a rank
+MLP                 gate, up, down; down_norm (of down's output), ffn_sub_norm (of its input); curve_above, curve_below (xIELU). In a
+                    bundled folder `bundles` holds up and down
+norms               input_norm and post_norm before attention and MLP; entry_norm (replaces the first layer's input), middle_norm (replaces
+                    the stream between attention and MLP); input_norm_in, input_norm_out, post_norm_in, post_norm_out (low-rank gates of
+                    these norms' outputs)
+experts             router, `experts.<number>.<role>`, correction (bias of the scores); `shared.<role>` of the shared expert, shared.scale
+                    (its gate); `seen.<role>` (router and experts of image rows)
   beside an MLP     router_scale, expert_scales, expert_norm, experts_after; mlp_after
-  of fewer numbers  experts_in, which makes what experts read, and experts_out, which widens what they give
-  router a network  router_in, router_share, router_norm, router_first, router_second before the router
-sparse attention    index_q, index_k and their norms, index_weights; index_entered, the norm of what index queries are made of;
-                    index_places, added to what tokens of a pool say
-keys of several     key_rows, key_weights, key_bias, key_norm; to choose among them index_rows, index_row_weights, index_bias, index_norm
-  tokens
-grown queries       grow_scale, grow_offset; of what chooses index_grow_scale, index_grow_offset
-other attention     lambda_q1, lambda_k1, lambda_q2, lambda_k2 (differential); mark, mark_rate (keys add a number to scores); attn_share,
-                    mlp_share (layers that attend to pictures: how much they add)
-states              in the place of q, k, v and o: state_in, state_gate of what is read, state_out. As far as a kind has them: state_rate,
-                    state_beta, state_conv, state_decay, state_dt, state_skip, state_norm; state_gate_wide and state_rate_wide, which
-                    widen what state_gate and state_rate narrow; state_keys (B and C); state_rate_norm, state_b_norm, state_c_norm;
-                    state_heads, state_temps (convolved queries and keys)
-  RWKV 7            state_r, state_k, state_v in the place of state_in; `state_<letter>_in` and `_out` of low rank; state_direction,
+  of lower width    experts_in (projects the experts' input down), experts_out (projects their output up)
+  router as an MLP  router_in, router_share, router_norm, router_first, router_second, before the router
+sparse attention    index_q, index_k and their norms, index_weights; index_entered (norm of the input of index queries); index_places
+                    (added to the scores of tokens within a pool)
+compressed keys     key_rows, key_weights, key_bias, key_norm; of their indexer index_rows, index_row_weights, index_bias, index_norm
+query scaling       grow_scale, grow_offset; of index queries index_grow_scale, index_grow_offset
+other attention     lambda_q1, lambda_k1, lambda_q2, lambda_k2 (differential); mark, mark_rate (dynamic mask); attn_share, mlp_share
+                    (gates of layers that attend to images)
+recurrent layers    in place of q, k, v and o: state_in, state_gate (output gate), state_out. Depending on the kind: state_rate, state_beta,
+                    state_conv, state_decay, state_dt, state_skip, state_norm; state_gate_wide and state_rate_wide (second matrices of
+                    low-rank state_gate and state_rate); state_keys (B and C); state_rate_norm, state_b_norm, state_c_norm; state_heads,
+                    state_temps (convolved queries and keys)
+  RWKV 7            state_r, state_k, state_v in place of state_in; low-rank `state_<letter>_in` and `_out`; state_direction,
                     state_remains, state_bonus; `shift_<letter>`, shift_up
-inputs of a layer   input_gate, input_out, input_after; layer_scale multiplies what leaves it; low_in, low_out, low_norm, a branch
-streams of a token  stream_norm, stream_router, predict, correct, stream_scale; attn_mix and mlp_mix, each with a base and a scale;
-                    where gates say how, `<what>.mix_norm`, `.mix_down`, `.mix_up`, `.mix_in`
-scaled channels     entry_scale, entry_offset (first layer); attn_scale, attn_offset, attn_branch_scale, attn_branch_offset, those of mlp
-shared blocks       mlp_low, gate_wide, up_wide, q_low, q_wide and so on, which add to the block; lent_out, which reads it
+per-layer inputs    input_gate, input_out, input_after; layer_scale (multiplies the layer's output); low_in, low_out, low_norm (LAuReL)
+residual streams    stream_norm, stream_router, predict, correct, stream_scale (AltUp); attn_mix and mlp_mix, each with a base and a scale
+                    (hyper-connections); `<branch>.mix_norm`, `.mix_down`, `.mix_up`, `.mix_in` (gated residuals)
+residual scales     entry_scale, entry_offset (first layer); attn_scale, attn_offset, attn_branch_scale, attn_branch_offset, and mlp_...
+shared blocks       mlp_low, gate_wide, up_wide, q_low, q_wide and so on (low-rank branches beside the block); lent_out (reads its output)
 n-grams             ngram_key, ngram_value, ngram_conv and norms
 
-Roles outside the layers: embed; positions (learned ones); norm; head, absent where it is the embedding; head_bias; head_in, head_norm, a
-matrix and a norm between norm and head; layer_embed, layer_proj, layer_norm, which make inputs of layers; `streams.<number>.enter` and
-`.leave`; leave_mix; vector, the vector of a text, behind vector_in where that is there; `blocks.<number>.<role>` of shared blocks;
-rope_alpha, learned frequencies of positions; `picks.<layer>`, experts by token; `layers.<number>.ngrams`, the table of a layer.
+Roles outside the layers: embed; positions (learned position embeddings); norm; head, absent if tied to the embedding; head_bias; head_in,
+head_norm (a matrix and a norm between norm and head); layer_embed, layer_proj, layer_norm (per-layer inputs); `streams.<number>.enter`
+and `.leave`; leave_mix; vector (projection of a pooled text), preceded by vector_in if that is an MLP; `blocks.<number>.<role>` of shared
+blocks; rope_alpha (learned rotary frequencies); `picks.<layer>` (experts by token id); `layers.<number>.ngrams` (a layer's n-gram table).
 
-A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
-there may be several to the one that is meant where it says none and then the others.
+A multimodal checkpoint is read as the text generator within it: COMPOSITE maps its `model_type` to those that the text part may have, the
+default first.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "axk2", "bailing_hybrid", "bail
             "ouro", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
             "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "rwkv7", "seed_oss", "smollm3", "solar_open", "stablelm",
             "starcoder2", "step3p5", "unlimited_ocr_text", "vaultgemma", "whisper", "youtu", "zamba2", "zaya")
-EMBEDDING_FAMILIES = ("embedding_gemma2_text",)  # whose tokens see both ways whatever a config says: they write nothing
-# As transformers calls it, and as its checkpoints were published; and with those of which the text part alone is read.
+EMBEDDING_FAMILIES = ("embedding_gemma2_text",)  # bidirectional whatever a config says: they generate nothing
+# The `model_type` that transformers uses, and those of published checkpoints.
 NEMOTRON_OMNI = ("nemotron_h_omni", "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Omni_Reasoning_V3")
-NEMOTRON_VISION = (*NEMOTRON_OMNI, "NemotronH_Nano_VL_V2")
-HYPERCLOVAX_VISION = ("hyperclovax_vision_v2", "vlm")  # the same
+NEMOTRON_VISION = (*NEMOTRON_OMNI, "NemotronH_Nano_VL_V2")  # of the last only the text part is read
+HYPERCLOVAX_VISION = ("hyperclovax_vision_v2", "vlm")  # as transformers has it, and as published
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "blip-2": ("opt",), "cohere2_vision": ("cohere2", "cohere2_moe"),
     "cohere_compass": ("cohere_compass_text",), **dict.fromkeys(("deepseek_ocr", "deepseek_ocr2"), ("deepseek_ocr2_text",)),
@@ -115,7 +115,8 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "qwen3_omni_moe": ("qwen3_omni_moe_text",), "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
     "qwen4_exp": ("qwen4_exp_text",),
     "smolvlm": ("llama",), "step3p7": ("step3p5",), "voxtral": ("llama",)}
-# Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
+# Composites whose text tensors `stores/composite.py` renames to those of a text-only checkpoint; of the others the families know the
+# prefixes.
 PREFIX_STRIPPED = (*NEMOTRON_VISION, *HYPERCLOVAX_VISION, "audioflamingo3", "aya_vision", "blip-2", "cohere2_vision", "cohere_compass",
                    "deepseek_ocr", "deepseek_ocr2", "deepseek_vl", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "glm46v",
                    "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmasr", "got_ocr2", "granite4_vision", "granite_docling",
@@ -126,9 +127,9 @@ PREFIX_STRIPPED = (*NEMOTRON_VISION, *HYPERCLOVAX_VISION, "audioflamingo3", "aya
                    "minimax_m3_vl", "mistral_large4", "mllama", "muse_glimmer", "ovis2", "paddleocr_vl", "paligemma", "perception_lm",
                    "qianfan_ocr", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe", "qwen3_vl",
                    "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7", "unlimited_ocr", "voxtral")
-CAUSAL_LM_COMPOSITES = ("llava_qwen2",)  # whose architectures are called as those of text
-PREFIX_LM = ("paligemma",)  # whose prompts with pictures see both ways
-# A `model_type` -> the family that it is, and what its configs say by saying nothing.
+CAUSAL_LM_COMPOSITES = ("llava_qwen2",)  # their architectures end in ForCausalLM
+PREFIX_LM = ("paligemma",)  # prompts with images are bidirectional
+# A `model_type` that is another name of a family -> the family.
 MODEL_TYPE_ALIASES: Mapping[str, str] = {
     "AXK1": "axk1",
     "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text",
@@ -143,6 +144,7 @@ MODEL_TYPE_ALIASES: Mapping[str, str] = {
     "qwen3_vl_text": "qwen3"}
 _QWEN2_VL = {"bos_token_id": 151_643, "eos_token_id": 151_645, "max_window_layers": 80, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
              "rope_theta": 1e6}
+# Such a `model_type` -> defaults of absent keys, where they differ from the family's.
 MODEL_TYPE_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262_144, "sliding_window": 1024},
     "glm4v_moe_text": {"attention_bias": True, "max_position_embeddings": 65_536, "num_nextn_predict_layers": 0, "vocab_size": 151_424},
@@ -153,7 +155,7 @@ MODEL_TYPE_DEFAULTS: Mapping[str, Mapping[str, object]] = {
                              "logits_scaling": 4.0, "max_position_embeddings": 32_768, "num_key_value_heads": 4,
                              "residual_multiplier": 0.263, "rms_norm_eps": 1e-5},
     "llama_bidirec": {"is_causal": False},
-    # What is not normed in its place is another block, and the code of these says no unless a config says yes.
+    # `postnorm: false` is another block, which the family refuses; it is the default of the code that these bring.
     "minimax_m1": {"postnorm": False}, "minimax_text_01": {"postnorm": False},
     "paddleocr_vl_text": {"head_dim": 128, "max_position_embeddings": 131_072, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
                           "rope_theta": 500_000.0},
@@ -166,87 +168,81 @@ MODEL_TYPE_DEFAULTS: Mapping[str, Mapping[str, object]] = {
 MULTIMODAL_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")
 MULTIMODAL_HEADS = ("language_model.lm_head.weight",)
 EXPERT_ROLES = ("gate", "up", "down")  # roles of a gated MLP
-SHARED_EXPERT_ROLES = ("shared.gate", "shared.up", "shared.down", "shared.scale")  # roles, of which the last may be absent
-VISION_PREFIX = "seen."  # before roles of a router, its experts and its correction, of rows of pictures, where words have others
+SHARED_EXPERT_ROLES = ("shared.gate", "shared.up", "shared.down", "shared.scale")  # the last one is optional
+VISION_PREFIX = "seen."  # of the roles of router, correction and experts that image rows have for themselves
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """A tensor that a checkpoint must hold: its name there and its shape; `also` are other names under which it is published.
-
-    `part_of`: where no tensor has the name, (name, first row, rows) of a stored one of which this is a range of rows. `plain`: what is done
-    with it wants raw values, so codes of other tools are widened. `coefficients`: it has two dimensions and is no matrix of the model's,
-    but float32 where it is used, as vectors are. `optional`: a checkpoint need not hold it.
-    """
+    """A tensor that a checkpoint must hold."""
 
     name: str
-    shape: tuple[int, ...]
-    also: tuple[str, ...] = ()
-    part_of: tuple[str, int, int] | None = None
-    plain: bool = False
-    coefficients: bool = False
-    optional: bool = False
+    shape: tuple[int, ...]  # as stored; of a matrix [N, K]
+    also: tuple[str, ...] = ()  # other names under which it is published
+    part_of: tuple[str, int, int] | None = None  # (name, first row, rows) of a fused tensor that holds it, if none has `name`
+    plain: bool = False  # is used as raw values: low-bit codes of other tools are dequantized
+    coefficients: bool = False  # has two dimensions but is used in float32, like a vector
+    optional: bool = False  # a checkpoint need not hold it
 
 
 def with_multimodal_names(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
-    """The same tensors, also under the prefixes of checkpoints that take images."""
+    """The same tensors, also under the names that multimodal checkpoints give them."""
     def names(role: str, rule: TensorRule) -> tuple[str, ...]:
         return MULTIMODAL_HEADS if role == "head" else tuple(prefix + rule.name.removeprefix("model.") for prefix in MULTIMODAL_PREFIXES)
 
     return {role: replace(rule, also=names(role, rule)) for role, rule in rules.items()}
 
 
-def fused(rules: Mapping[str, TensorRule], layer: int, inside: Mapping[str, tuple[str, ...]]) -> dict[str, TensorRule]:
-    """The same tensors of a layer where some of them are stored as one matrix, by the name of which `inside` lists their roles."""
-    found = dict(rules)
-    for name, roles in inside.items():
+def fused(rules: Mapping[str, TensorRule], layer: int, matrices: Mapping[str, tuple[str, ...]]) -> dict[str, TensorRule]:
+    """A layer's tensors where some are stored fused. `matrices`: name of a fused matrix -> roles of its parts, from the first row on."""
+    result = dict(rules)
+    for name, roles in matrices.items():
         rows = [rules[role].shape[0] for role in roles]
         for i, role in enumerate(roles):
-            found[role] = replace(rules[role], part_of=(f"model.layers.{layer}.{name}.weight", sum(rows[:i]), sum(rows)))
-    return found
+            result[role] = replace(rules[role], part_of=(f"model.layers.{layer}.{name}.weight", sum(rows[:i]), sum(rows)))
+    return result
 
 
 def is_parallel_block(roles: Collection[str]) -> bool:
-    """Whether attention and MLP of a layer both read what came into it, under one norm or under input_norm and mlp_norm."""
+    """Whether attention and MLP of a layer both read the layer's input, under one norm or under input_norm and mlp_norm."""
     return "input_norm" in roles and "post_norm" not in roles
 
 
 def is_cross_attention(roles: Collection[str]) -> bool:
-    """Whether a layer attends to pictures alone, and is left out of a text without."""
+    """Whether a layer attends to images only, and is skipped for a text without any."""
     return "attn_share" in roles
 
 
 def expert_role(expert: int, role: str) -> str:
-    """The role of an expert's gate, up or down."""
+    """The role of an expert's matrix: gate, up or down."""
     return f"experts.{expert}.{role}"
 
 
 def expert_roles(expert: int) -> list[str]:
-    """The roles of an expert's matrices, as an `Expert` has them; not every mixture has gates."""
+    """The roles of an expert's matrices, in the order of `Expert`; not all experts have a gate."""
     return [expert_role(expert, role) for role in EXPERT_ROLES]
 
 
 def expert_of(role: str) -> int | None:
-    """The expert that a role belongs to, None for one of the layer."""
+    """The number of the expert that a role belongs to; None for a role of the layer."""
     return int(role.split(".")[1]) if role.startswith("experts.") else None
 
 
 def base_role(role: str) -> str:
-    """A role without its expert: gate for `experts.7.gate`."""
+    """A role without its prefix: gate for `experts.7.gate`."""
     return role.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
 class Family:
-    """What modules of this folder define. The keys go before those of `config_keys.py`, which hold for every family; NAMES are
-    those of an expert's matrices by role. What follows is asked of families alone that `stores/tensor_views.py` lists."""
+    """The members of a module in this folder. Those that are None for most families are described in `stores/tensor_views.py`."""
 
-    KEYS_HARMLESS: frozenset[str]
-    REFUSED_UNLESS: Mapping[str, object]
-    NAMES: Mapping[str, str]
+    KEYS_HARMLESS: frozenset[str]  # config keys without effect on an answer, besides those of `config_keys.py`
+    REFUSED_UNLESS: Mapping[str, object]  # config key -> its only supported value; takes precedence over `config_keys.py`
+    NAMES: Mapping[str, str]  # role of an expert's matrix -> its name in checkpoints
     config: Callable[[Keys], ModelConfig]
-    layer_tensors: Callable[[ModelConfig, int], dict[str, TensorRule]]
-    outer_tensors: Callable[[ModelConfig], dict[str, TensorRule]]
+    layer_tensors: Callable[[ModelConfig, int], dict[str, TensorRule]]  # of one layer, by role
+    outer_tensors: Callable[[ModelConfig], dict[str, TensorRule]]  # those outside the layers, by role
     block: Block
     stored_rows: Callable[[ModelConfig, int], dict[str, tuple[str, np.ndarray]]] | None
     joined_rows: Callable[[ModelConfig, int], dict[str, tuple[tuple[str, int], ...]]] | None
@@ -254,36 +250,39 @@ class Family:
     turned_columns: Callable[[ModelConfig, int], dict[str, tuple[str, int]]] | None
 
 
-# Where a family is not known: two hundred names would say less.
+# A list of two hundred names would help nobody.
 UNKNOWN_FAMILY_HINT = "effllm search WORDS finds models that run here, docs/models.md has all families; a newer effllm may have more"
 
 
 def resolve_model_type(raw: Mapping[str, object]) -> dict[str, object]:
-    """A config as its family spells it, where its `model_type` is another name of it."""
-    kind = str(raw.get("model_type"))
-    return {**MODEL_TYPE_DEFAULTS.get(kind, {}), **raw, "model_type": MODEL_TYPE_ALIASES[kind]} if kind in MODEL_TYPE_ALIASES else dict(raw)
+    """A config with the `model_type` of its family, and with the defaults of the alias that it had, if any."""
+    model_type = str(raw.get("model_type"))
+    if model_type not in MODEL_TYPE_ALIASES:
+        return dict(raw)
+    return {**MODEL_TYPE_DEFAULTS.get(model_type, {}), **raw, "model_type": MODEL_TYPE_ALIASES[model_type]}
 
 
 def is_embedding_model(raw: Mapping[str, object]) -> bool:
-    """Whether a config is of a family, by itself or inside others, that does nothing else."""
-    kind = str(raw.get("model_type"))
-    return {kind, *COMPOSITE.get(kind, ())} & {*EMBEDDING_FAMILIES} != set()
+    """Whether the config, or the text part of a composite, is of a family that only makes embeddings."""
+    model_type = str(raw.get("model_type"))
+    return not {model_type, *COMPOSITE.get(model_type, ())}.isdisjoint(EMBEDDING_FAMILIES)
 
 
 def get(model_type: str) -> Family:
     """The family of a `model_type`. Raises ConfigError naming it."""
     if model_type not in FAMILIES:
         raise ConfigError(f"model type {show(model_type)} is not supported", UNKNOWN_FAMILY_HINT)
-    return _members(model_type)
+    return _load(model_type)
 
 
 @cache
-def _members(name: str) -> Family:
+def _load(name: str) -> Family:
+    """The members of a family's module; those it lacks come from its LIKE, or from Llama."""
     from . import llama  # which imports this module
 
     module = import_module(f".{name}", __name__)
-    said = vars(module)
+    members = vars(module)
     while module is not llama:
         module = vars(module).get("LIKE", llama)
-        said = {**vars(module), **said}
-    return Family(**{field.name: said.get(field.name) for field in fields(Family)})
+        members = {**vars(module), **members}
+    return Family(**{field.name: members.get(field.name) for field in fields(Family)})

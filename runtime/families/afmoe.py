@@ -36,8 +36,9 @@ def config(keys: Keys) -> ModelConfig:
     moe = moe_config(keys, 64, 6, width, True, range(dense, layers), sigmoid=True, correction_bias=True,
                      routed_scale=keys.number("route_scale", 1.0),
                      parallel_to_mlp=True)
-    turned = [window is not None for window in windows]
-    return decoder_config(keys, base, windows=windows, turned=turned, qkv_bias=bias, o_bias=bias, qk_norm=True, output_gate=True,
+    rotary_layers = [window is not None for window in windows]
+    return decoder_config(keys, base, windows=windows, rotary_layers=rotary_layers, qkv_bias=bias, o_bias=bias, qk_norm=True,
+                          output_gate=True,
                           moe=moe, layer_intermediate_sizes=(ffn,) * dense + (of_all,) * (layers - dense),
                           embedding_multiplier=hidden**0.5 if keys.flag("mup_enabled", False) else 1.0)
 

@@ -25,4 +25,4 @@ def config(keys: Keys) -> ModelConfig:
     every = keys.integer("sliding_window_pattern", USUAL_EVERY)
     windows = layer_windows(keys, window, tuple(LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)))
 
-    return cohere_config(keys, windows=windows, turned=[window is not None for window in windows])
+    return cohere_config(keys, windows=windows, rotary_layers=[window is not None for window in windows])

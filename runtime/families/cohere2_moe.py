@@ -41,8 +41,9 @@ def config(keys: Keys) -> ModelConfig:
     moe = moe_config(keys, 8, 2, width, summed or not sigmoid, sparse, sigmoid=sigmoid, routed_scale=HALF if averaged else 1.0,
                      shared_expert_dim=width * shared or None)
     dense = keys.integer("prefix_dense_intermediate_size", width, high=2**22)
-    turned = [window is not None or layer not in sparse and dense_every == 1 for layer, window in enumerate(windows)]
-    return decoder_config(keys, base, windows=windows, turned=turned, qkv_bias=bias, o_bias=bias, norm_kind="rms" if rms else "layer",
+    rotary_layers = [window is not None or layer not in sparse and dense_every == 1 for layer, window in enumerate(windows)]
+    return decoder_config(keys, base, windows=windows, rotary_layers=rotary_layers, qkv_bias=bias, o_bias=bias,
+                          norm_kind="rms" if rms else "layer",
                           logits_scaling=1 / keys.number("logit_scale", cohere.LOGIT_SCALE), moe=moe,
                           layer_intermediate_sizes=tuple(width if layer in sparse else dense for layer in range(layers))
                           if len(sparse) < layers else (),

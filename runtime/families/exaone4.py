@@ -22,8 +22,8 @@ def config(keys: Keys) -> ModelConfig:
     windows = layer_windows(keys, window, usual_layers(keys, layers, window))
 
     base = Defaults(max_position_embeddings=2048, num_key_value_heads=32, bos=0, eos=(2,), norm_eps=1e-5)
-    turned = [window is None or own is not None for own in windows]
-    return decoder_config(keys, base, windows=windows, turned=turned, qk_norm=True, mtp_layers=ahead)
+    rotary_layers = [window is None or layer_window is not None for layer_window in windows]
+    return decoder_config(keys, base, windows=windows, rotary_layers=rotary_layers, qk_norm=True, mtp_layers=ahead)
 
 
 def usual_layers(keys: Keys, layers: int, window: int | None) -> tuple[str, ...]:

@@ -33,8 +33,8 @@ def config(keys: Keys) -> ModelConfig:
     moe = moe_config(keys, 64, 8, width, keys.flag("norm_topk_prob", True), sparse, sigmoid=True, correction_bias=True,
                      routed_scale=keys.number("routed_scaling_factor", 2.5),
                      shared_expert_dim=width * keys.integer("num_shared_experts", 1, high=MAX_EXPERTS))
-    turned = [window is None or own is not None for own in windows]
-    return decoder_config(keys, base, windows=windows, turned=turned, qk_norm=True, moe=with_expert_groups(keys, moe, 1, 1),
+    rotary_layers = [window is None or layer_window is not None for layer_window in windows]
+    return decoder_config(keys, base, windows=windows, rotary_layers=rotary_layers, qk_norm=True, moe=with_expert_groups(keys, moe, 1, 1),
                           mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))
 
 

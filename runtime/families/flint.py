@@ -28,8 +28,8 @@ def config(keys: Keys) -> ModelConfig:
     sparse = [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]
     moe = moe_config(keys, 256, 6, keys.integer("moe_intermediate_size", 512, high=2**22), keys.flag("norm_topk_prob", True), sparse,
                      sigmoid=True, shared_expert_dim=keys.integer("shared_expert_intermediate_size", 1024, high=2**22))
-    turned = [window is not None for window in windows]
-    return decoder_config(keys, base, windows=windows, turned=turned, qkv_bias=bias, o_bias=bias, qk_norm=True, moe=moe)
+    rotary_layers = [window is not None for window in windows]
+    return decoder_config(keys, base, windows=windows, rotary_layers=rotary_layers, qkv_bias=bias, o_bias=bias, qk_norm=True, moe=moe)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

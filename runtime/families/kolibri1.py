@@ -30,7 +30,7 @@ def config(keys: Keys) -> ModelConfig:
                      range(layers), sigmoid=True, correction_bias=True, correction_on_logits=True, parallel_to_mlp=True)
     resolved = keys.saying(intermediate_size=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
     rotated = [window is None or layer_window is not None for layer_window in windows]
-    return decoder_config(resolved, base, windows=windows, turned=rotated, qk_norm=True, moe=moe)
+    return decoder_config(resolved, base, windows=windows, rotary_layers=rotated, qk_norm=True, moe=moe)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

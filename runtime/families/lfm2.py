@@ -55,7 +55,7 @@ def conv_config(keys: Keys, base: Defaults, reads_full_attn_idxs: bool, **featur
     if FULL not in kinds:
         raise ConfigError("config.json: layer_types without attention are not supported", f"at least one layer must be {FULL}")
 
-    config = decoder_config(keys, base, turned=[kind == FULL for kind in kinds], qk_norm=True,
+    config = decoder_config(keys, base, rotary_layers=[kind == FULL for kind in kinds], qk_norm=True,
                             recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == CONV), **features)
     demand_silu(keys, config.hidden_act)
     for name, field in WIDTHS.items():

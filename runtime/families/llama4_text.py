@@ -44,7 +44,7 @@ def config(keys: Keys) -> ModelConfig:
 
     max_tokens, limiting_key = _most_tokens(keys)
     sizes = () if len(sparse) == layers else tuple(width if layer in sparse else dense for layer in range(layers))
-    config = decoder_config(keys, base, turned=rotated, qkv_bias=bias, o_bias=bias, moe=moe, max_supported_tokens=max_tokens,
+    config = decoder_config(keys, base, rotary_layers=rotated, qkv_bias=bias, o_bias=bias, moe=moe, max_supported_tokens=max_tokens,
                             qk_norm_unweighted=keys.flag("use_qk_norm", True), layer_intermediate_sizes=sizes)
     if max_tokens is None or max_tokens >= config.max_position_embeddings:
         return config

@@ -41,7 +41,8 @@ def hybrid_config(keys: Keys, base: Defaults, mtp_layers: int = 0, rotated_share
                           f"{shape.key_heads}")
 
     base, rotated = replace(base, rope={"partial": True, "share": rotated_share}), [kind == FULL for kind in kinds]
-    config = decoder_config(keys, base, turned=rotated, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1", output_gate_in_q=True,
+    config = decoder_config(keys, base, rotary_layers=rotated, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1",
+                            output_gate_in_q=True,
                             recurrent=shape, recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
                             mtp_layers=keys.integer("mtp_num_hidden_layers", mtp_layers, low=0, high=MAX_LAYERS), **features)
     demand_silu(keys, config.hidden_act, "its linear attention uses it too")

@@ -18,7 +18,7 @@ def config(keys: Keys) -> ModelConfig:
 
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=4, bos=128_000, eos=(128_001,), tied=True, theta=THETA)
     default_kinds = ["full_attention" if is_rotated or window is None else "sliding_attention" for is_rotated in rotated]
-    return decoder_config(keys, base, turned=rotated, windows=layer_windows(keys, window, default_kinds), qkv_bias=bias, o_bias=bias,
+    return decoder_config(keys, base, rotary_layers=rotated, windows=layer_windows(keys, window, default_kinds), qkv_bias=bias, o_bias=bias,
                           mlp_bias=keys.flag("mlp_bias", False))
 
 

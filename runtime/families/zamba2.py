@@ -41,7 +41,7 @@ def config(keys: Keys) -> ModelConfig:
     all_layers = tuple(range(layers))
     shared_blocks = min(keys.integer("num_mem_blocks", 1, high=len(all_layers)), len(hybrid))
     config = decoder_config(
-        keys.saying(head_dim=head_dim, intermediate_size=ffn), base, turned=rotated, attn_scale=(head_dim / 2) ** -0.5,
+        keys.saying(head_dim=head_dim, intermediate_size=ffn), base, rotary_layers=rotated, attn_scale=(head_dim / 2) ** -0.5,
         recurrent_layers=all_layers, layers_without_mlp=all_layers, hybrid_layers=hybrid, num_shared_blocks=shared_blocks,
         shared_attention_lora=keys.flag("use_shared_attention_adapter", False), residual_streams=STREAMS,
         low_rank_dim=keys.integer("adapter_rank", 128, high=2**16))
