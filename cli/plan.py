@@ -73,12 +73,12 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, para
     except Absent as absent:
         pull_plan = plan_before_pull(absent, weights, flags, screen, parallel)
         prepared = pull_plan.run.prepared
-    begun_s = time.process_time()  # what a run's imports and opening take too, without waiting for a cold disk
+    startup_s = time.process_time()  # what a run's imports and opening take too, without waiting for a cold disk
     if prompt is not None and prepared is not None and prompt >= prepared.placement.ctx:
         raise UsageError(f"-p {prompt} leaves no room for an answer in the context of {prepared.placement.ctx} tokens",
                          "a shorter prompt, or -c for a larger context")
     roofs = machine_roofs(prepared, screen, no_probe, pull_plan and pull_plan.folder)
-    prediction, suggestion = replace(forecast.forecast(prepared, roofs, prompt), begun_s=begun_s), forecast.suggest(prepared, roofs)
+    prediction, suggestion = replace(forecast.forecast(prepared, roofs, prompt), startup_s=startup_s), forecast.suggest(prepared, roofs)
     for notice in prepared.notices:
         screen.note(notice)
     if json:

@@ -49,16 +49,17 @@ def report(model: str, prepared: Prepared, roofs: Roofs, forecast: Forecast, sug
                              "kv_bytes": placement.host_kv_bytes,
                              "other_bytes": placement.workspace_bytes + placement.baseline_bytes},
                   "disk": {"weights_bytes": paged.away_nbytes if paged else placement.streamed_bytes, "tensor_bytes": tensor_bytes.disk,
-                           "neuron_bytes": work.neurons, "kv_bytes": placement.kv_disk_bytes},
+                           "neuron_bytes": work.neuron_bytes, "kv_bytes": placement.kv_disk_bytes},
                   "gpu": {"total_bytes": placement.vram_bytes, "weights_bytes": placement.gpu.weights_bytes,
                           "tensor_bytes": tensor_bytes.gpu, "kv_bytes": placement.gpu.kv_bytes,
                           "other_bytes": placement.gpu.workspace_bytes,
                           "copied_layers_bytes": placement.gpu.buffers_bytes, "head_bytes": placement.gpu.head_bytes}},
-        "per_token": {"weights_bytes": work.bytes_per_token, "disk_bytes": work.streamed + round(work.missed), "kv_bytes_at_full_context":
-                      work.kv_at(placement.ctx), "kv_disk_bytes_at_full_context": work.kv_disk_bytes(placement.ctx)},
+        "per_token": {"weights_bytes": work.bytes_per_token, "disk_bytes": work.streamed + round(work.missed_bytes),
+                      "kv_bytes_at_full_context": work.kv_at(placement.ctx),
+                      "kv_disk_bytes_at_full_context": work.kv_disk_bytes(placement.ctx)},
         "prediction": {"start": prediction_json(forecast.start), "full_context": prediction_json(forecast.full),
                        "prompt": prediction_json(forecast.prompt, forecast.prompt_tokens), "prompt_tokens": forecast.prompt_tokens,
-                       "load_s": forecast.load_s, "program_s": forecast.begun_s,
+                       "load_s": forecast.load_s, "program_s": forecast.startup_s,
                        "unknown": forecast.reason or None},
         "kernels": [each.to_json() for each in chosen_kernels(prepared)],
         "speculation": {"lookup": drafting.lookup, "draft": prepared.options.draft if drafting.draft else None,
@@ -85,7 +86,7 @@ def lines(model: str, prepared: Prepared, roofs: Roofs, prediction: Forecast, su
     from ..runtime.planning import forecast
 
     placement, work = prepared.placement, prediction.work
-    read = work.streamed + round(work.missed)
+    read = work.streamed + round(work.missed_bytes)
     lines = [("model", f"{model} ({prepared.config.family})")]
     if pull_plan is not None:
         from ..runtime.hub import shown_licence
@@ -246,7 +247,7 @@ def speeds(prediction: Forecast) -> list[tuple[str, str]]:
     lines = [("speed", f"about {rate(prediction.start.tokens_per_s)} tokens/s ({margin(prediction.start.error)}), "
                       f"{rate(prediction.full.tokens_per_s)} with a full context; the {prediction.start.limit} limits it{limit_later}")]
     if prediction.prompt is not None:
-        phases = ((prediction.begun_s, "starting"), (prediction.load_s, "loading from a cold disk"))
+        phases = ((prediction.startup_s, "starting"), (prediction.load_s, "loading from a cold disk"))
         startup = [f"{seconds(value)} of {phase}" for value, phase in phases if value]
         load = f", after {' and '.join(startup)}" if startup else ""
         prompt_rate = rate(prediction.prompt_tokens / prediction.prompt.seconds)

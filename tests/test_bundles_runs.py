@@ -75,7 +75,7 @@ def test_the_plan_counts_neurons_in_what_a_token_reads_and_in_the_memory_that_wo
     assert tight.placement.slots and not tight.placement.streamed_bytes
     found = forecast(tight, KNOWN)
     told = report("a model", tight, KNOWN, found, None)["per_token"]["disk_bytes"]
-    assert told == round(found.work.missed) > 0
+    assert told == round(found.work.missed_bytes) > 0
     assert f"{format_size(told)} of them from the disk" in dict(lines("a model", tight, KNOWN, found, None))["per token"]
     advised = suggest(tight, KNOWN)
     assert advised.flag.startswith("--ram ") and advised.gain > 1.2, advised

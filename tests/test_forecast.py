@@ -27,7 +27,7 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.last_layers import KEPT
 from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.planning import forecast_outcome, machine_probe, roofs
-from effllm.runtime.planning.forecast import NO_EXACT, forecast, kind_of_weight, prepare_quantized, suggest, wanted, work
+from effllm.runtime.planning.forecast import UNMEASURED_EXACT, forecast, kind_of_weight, prepare_quantized, suggest, wanted, work
 from effllm.runtime.planning.forecast_outcome import explain
 from effllm.runtime.planning.roofs import DiskRoofs, MachineRoofs, Roofs
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -79,8 +79,8 @@ def test_every_weight_that_a_token_reads_is_counted() -> None:
 
 def test_a_prompt_is_spared_what_its_last_layers_make_of_all_but_the_last_tokens() -> None:
     config = (prepared := fable()).config
-    (counted,) = {(part.spared, whole.alone, whole.kept) for whole in [forecast(prepared, KNOWN).work] for part in whole.parts
-                  if not part.last_only}
+    (counted,) = {(part.last_tokens_share, whole.num_last_token_layers, whole.num_last_tokens)
+                  for whole in [forecast(prepared, KNOWN).work] for part in whole.parts if not part.last_only}
     wide, ffn, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
     behind, before = wide * wide + 3 * wide * ffn, wide * wide + 2 * wide * kv
     assert counted == (pytest.approx(behind / (behind + before) / config.num_hidden_layers), 1, KEPT)
@@ -91,7 +91,7 @@ def test_a_rate_of_prompts_is_of_the_products_that_a_prediction_counts(shape: di
     prepared = machine_probe.prepared_shape(shape, layers, CPU)
     counted = work(prepared, check_tensors(prepared.config, prepared.store))
     (part,) = [part for part in counted.parts if not part.last_only]
-    made = part.products * (machine_probe.PROMPT - part.spared * (machine_probe.PROMPT - counted.kept))
+    made = part.products * (machine_probe.PROMPT - part.last_tokens_share * (machine_probe.PROMPT - counted.num_last_tokens))
     norms = 2 * layers * shape["hidden_size"]
     assert made - machine_probe.PROMPT * norms <= machine_probe.prompt_products(shape, layers) <= made
     least = machine_probe.PROMPT * (layers - 1) / layers * part.products * 0.99
@@ -104,7 +104,7 @@ def test_a_mixture_counts_the_experts_that_a_token_visits() -> None:
     experts = sum(tensor.nbytes for roles in tensors.values() for role, tensor in roles.items() if role.startswith("experts."))
     every = sum(tensor.nbytes for roles in tensors.values() for tensor in roles.values())
     counted = work(prepared, tensors)
-    assert counted.mixture
+    assert counted.is_moe
     assert counted.bytes_per_token == pytest.approx(every - tensors["outer"]["embed"].nbytes - experts * 56 / 64, abs=8)
 
 
@@ -133,7 +133,7 @@ def test_exact_products_that_nobody_measured_are_not_predicted(known: None) -> N
     """Memory's rate stood in for them, 30 times what they reach."""
     prepared = fable(EXACT, "4bit")
     found = forecast(prepared, KNOWN)
-    assert (found.start, found.prompt, found.reason) == (None, None, NO_EXACT) and suggest(prepared, KNOWN) is None
+    assert (found.start, found.prompt, found.reason) == (None, None, UNMEASURED_EXACT) and suggest(prepared, KNOWN) is None
     kinds = {kind: KindRate(1e9, 1e10) for kind in wanted(prepared).kinds}
     measured = replace(KNOWN, machine=replace(MACHINE, kinds=kinds))
     assert all(kind.endswith(" exact") for kind in kinds) and not forecast(prepared, measured).reason
@@ -308,7 +308,7 @@ def test_what_the_disk_explains_of_a_miss() -> None:
     """1 GB of weights and 100 MB of the cache for a token, foreseen at 2 GB/s; an answer of ten passes that waited for the disk."""
     prepared = fable()
     every = work(prepared, check_tensors(prepared.config, prepared.store, prepared.container))
-    asked = replace(every, streamed=10**9, windows=(None,), kv_bytes=10**5, kv_held=0)
+    asked = replace(every, streamed=10**9, windows=(None,), kv_bytes=10**5, resident_kv_tokens=0)
     foreseen = Prediction(0.55, 0.55, 0.1, 0.2, "disk", 0.3)
 
     def said(ratio: float, reads: ReadStats, seconds: float = 10.0, **changes: object) -> str:
@@ -322,7 +322,7 @@ def test_what_the_disk_explains_of_a_miss() -> None:
     assert said(0.5, ReadStats()) == ""
     more = said(0.5, ReadStats(nbytes=22 * 10**9, wait_s=8.0, busy_s=11.0), 11.0)
     assert more == "a token read 2.05 GiB from the disk, 1.02 GiB were expected"
-    guessed = said(0.2, ReadStats(nbytes=22 * 10**9, wait_s=8.0, busy_s=22.0), 22.0, assumed=True)
+    guessed = said(0.2, ReadStats(nbytes=22 * 10**9, wait_s=8.0, busy_s=22.0), 22.0, is_sparsity_assumed=True)
     assert "expected: which neurons are active was a guess, effllm calibrate-sparsity measures it; the disk gave 1 GB/s" in guessed
     assert "a token read 524.52 MiB" in said(1.9, ReadStats(nbytes=55 * 10**8, busy_s=2.75), 2.75), "experts that were in memory"
 

@@ -144,8 +144,8 @@ def test_a_forecast_counts_what_every_layer_reads(folders):
     prepared = prepare(folders["small"], EngineOptions(device="cpu", kv="16bit", ctx=384))
     counted = work(prepared, check_tensors(prepared.config, prepared.store))
     narrow, wide = (codec("16bit").layout(2, size).layer_page_nbytes // PAGE for size in (16, 32))
-    assert counted.kv_layers == (narrow, wide) * 3 and counted.kv_bytes == 3 * (narrow + wide) and narrow < wide
-    assert counted.widths == (2 * 4 * 16, 2 * 4 * 32) * 3 and counted.windows == (40, None) * 3 and counted.layers == 6
+    assert counted.kv_bytes_by_layer == (narrow, wide) * 3 and counted.kv_bytes == 3 * (narrow + wide) and narrow < wide
+    assert counted.attention_widths == (2 * 4 * 16, 2 * 4 * 32) * 3 and counted.windows == (40, None) * 3 and counted.layers == 6
 
 
 @pytest.mark.parametrize("kv", ["16bit", "4bit"])

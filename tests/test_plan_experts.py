@@ -78,13 +78,13 @@ def test_slots_are_never_too_many_nor_too_few(budget: int, top: int) -> None:
 # ---- how fast
 
 RATES = Rates(memory=10e9, token_s=0.001, layer_s=0.0, kinds={"4bit": KindRate(10e9, 100e9)}, attention={"16bit": KindRate(1e12, 1e12)},
-              disk=1e9, disk_alone=0.5e9)
+              disk=1e9, disk_depth1=0.5e9)
 
 
 def work(hit_rate: float) -> Work:
     paged = PagedExpertCost(20, 32, 4, 2 * MB, 0.5, hit_rate)
     parts = (WeightCost("4bit", 150 * MB, 300 * MB), WeightCost("4bit", 160 * MB, 320 * MB, routed=True))
-    return Work(parts, 0, (None,) * 20, "16bit", 0, round(paged.nbytes(1)), mixture=True, paged=paged)
+    return Work(parts, 0, (None,) * 20, "16bit", 0, round(paged.nbytes(1)), is_moe=True, paged=paged)
 
 
 def test_a_token_takes_the_disk_and_the_processor_one_after_the_other() -> None:
@@ -97,7 +97,7 @@ def test_a_token_takes_the_disk_and_the_processor_one_after_the_other() -> None:
 
 def test_a_disk_is_slower_for_one_expert_at_a_time() -> None:
     assert decode(work(0.9), RATES).disk_s == pytest.approx(20 * 0.4 * 2e6 / 0.5e9)
-    assert decode(work(0.9), replace(RATES, disk_alone=None)).disk_s == pytest.approx(20 * 0.4 * 2e6 / 1e9)
+    assert decode(work(0.9), replace(RATES, disk_depth1=None)).disk_s == pytest.approx(20 * 0.4 * 2e6 / 1e9)
     assert decode(work(0.5), replace(RATES, disk=None)) is None
 
 

@@ -244,7 +244,7 @@ def work(**more: object) -> Work:
 
 
 def test_the_disk_limits_deep_contexts_alone() -> None:
-    placed = work(kv_held=1000)
+    placed = work(resident_kv_tokens=1000)
     assert decode(placed, RATES, 1000) == decode(work(), RATES, 1000)
     assert placed.kv_disk_bytes(11_000) == 10_000 * 100_000
     deep = decode(placed, RATES, 11_000)
@@ -254,9 +254,9 @@ def test_the_disk_limits_deep_contexts_alone() -> None:
 
 
 def test_windows_read_no_more_than_they_see() -> None:
-    assert replace(work(kv_held=1000), windows=(None, 512)).kv_disk_bytes(11_000) == (10_000 + 512) * 100_000 // 2
+    assert replace(work(resident_kv_tokens=1000), windows=(None, 512)).kv_disk_bytes(11_000) == (10_000 + 512) * 100_000 // 2
 
 
 def test_a_prompt_reads_what_came_before_each_chunk() -> None:
-    found = prompt(work(kv_held=1000, chunk=500), RATES, 2500)
+    found = prompt(work(resident_kv_tokens=1000, chunk=500), RATES, 2500)
     assert found.disk_s == pytest.approx((0 + 0 + 0 + 500 + 1000) * 100_000 / 1e9)

@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effllm.offload.predict import NARROW_ENDS, WIDE_ENDS, KindRate, PagedExpertCost, Rates, WeightCost, Work, decode, load_seconds, prompt
+from effllm.offload.predict import (
+    NARROW_FEATURES_PER_PRODUCT,
+    WIDE_FEATURES_PER_PRODUCT,
+    KindRate,
+    PagedExpertCost,
+    Rates,
+    WeightCost,
+    Work,
+    decode,
+    load_seconds,
+    prompt,
+)
 from effllm.runtime.planning import machine_probe
 
 GB = 10**9
@@ -35,17 +46,19 @@ def test_a_prompt_of_narrow_layers_costs_more_a_product() -> None:
     """What goes by inputs and outputs, norms and activations among them, is the larger part there."""
     rate = KindRate(16 * GB, 50 * GB, narrow=25 * GB)
 
-    def seconds(ends: float, rate: KindRate = rate) -> float:
-        work = replace(WORK, parts=(WeightCost("bf16", 1, GB, ends=round(ends * GB)),), windows=())
+    def seconds(features: float, rate: KindRate = rate) -> float:
+        work = replace(WORK, parts=(WeightCost("bf16", 1, GB, features=round(features * GB)),), windows=())
         return prompt(work, replace(RATES, kinds={"bf16": rate}), 512).seconds - 1e-4
 
-    assert seconds(NARROW_ENDS) == pytest.approx(512 / 25) and seconds(WIDE_ENDS) == pytest.approx(512 / 50) == seconds(0.0)
-    assert seconds((WIDE_ENDS + NARROW_ENDS) / 2) == pytest.approx(512 * (1 / 25 + 1 / 50) / 2) and seconds(0.02) > 1.6 * seconds(0.01)
+    wide, narrow = WIDE_FEATURES_PER_PRODUCT, NARROW_FEATURES_PER_PRODUCT
+    assert seconds(narrow) == pytest.approx(512 / 25) and seconds(wide) == pytest.approx(512 / 50) == seconds(0.0)
+    assert seconds((wide + narrow) / 2) == pytest.approx(512 * (1 / 25 + 1 / 50) / 2) and seconds(0.02) > 1.6 * seconds(0.01)
     for other in (KindRate(16 * GB, 50 * GB), KindRate(16 * GB, 50 * GB, narrow=80 * GB)):  # not measured, or by a machine that was busy
         assert seconds(0.02, other) == pytest.approx(512 / 50)
 
 
-@pytest.mark.parametrize(("shape", "share"), [(machine_probe.WIDE, WIDE_ENDS), (machine_probe.THIN, NARROW_ENDS)])
+@pytest.mark.parametrize(("shape", "share"), [(machine_probe.WIDE, WIDE_FEATURES_PER_PRODUCT),
+                                              (machine_probe.THIN, NARROW_FEATURES_PER_PRODUCT)])
 def test_layers_are_measured_where_a_prompt_is_said_to_be(shape: dict[str, object], share: float) -> None:
     matrices = machine_probe._matrices(shape).values()
     assert sum(map(sum, matrices)) / sum(rows * depth for rows, depth in matrices) == pytest.approx(share, rel=0.01)
@@ -77,13 +90,13 @@ def test_attention_is_never_faster_than_memory() -> None:
 
 
 def test_layers_that_differ_are_counted_by_themselves() -> None:
-    work = replace(WORK, windows=(None, 1000), kv_layers=(3000, 1000), kv_bytes=4000, widths=(8192, 2048))
+    work = replace(WORK, windows=(None, 1000), kv_bytes_by_layer=(3000, 1000), kv_bytes=4000, attention_widths=(8192, 2048))
     deep = decode(work, RATES, 10_000).seconds - decode(work, RATES).seconds
     assert deep == pytest.approx((10_000 * 8192 + 1000 * 2048) / (10 * GB))
-    much = replace(work, kv_layers=(30_000_000, 10_000_000))
+    much = replace(work, kv_bytes_by_layer=(30_000_000, 10_000_000))
     assert decode(much, RATES, 10_000).seconds - decode(much, RATES).seconds == pytest.approx((10_000 * 30 + 1000 * 10) / 20_000)
-    assert replace(work, kv_held=500).kv_disk_bytes(10_000) == 9500 * 3000 + 1000 * 1000
-    alike = replace(work, widths=(8192, 8192))
+    assert replace(work, resident_kv_tokens=500).kv_disk_bytes(10_000) == 9500 * 3000 + 1000 * 1000
+    alike = replace(work, attention_widths=(8192, 8192))
     assert prompt(alike, RATES, 100).seconds - prompt(work, RATES, 100).seconds == pytest.approx(5050 * 6144 / (30 * GB))
 
 
@@ -97,10 +110,10 @@ def test_what_streams_is_hidden_behind_the_processor_or_is_all_there_is() -> Non
 
 # The shape of Llama 3.2 1B at 4 bits, 32,767 tokens deep, of which memory holds 12,864: weights and rates of two cores.
 TIERS = Work((WeightCost("low", 720_000_000, 1_236_000_000),), attention_width=4096, windows=(None,) * 16, kv="4bit", kv_bytes=9280,
-             kv_held=12_864)
+             resident_kv_tokens=12_864)
 TWO_CORES = Rates(30 * GB, 1e-4, 2e-5, {"low": KindRate(30 * GB, 100 * GB)}, {"4bit": KindRate(20 * GB, 40 * GB, deep=60 * GB)},
                   disk=800_000_000,
-                  again=lambda nbytes, checked: 800_000_000 if nbytes > 200_000_000 else 1_400_000_000 if checked else 1_600_000_000)
+                  reread_rate=lambda nbytes, checked: 800_000_000 if nbytes > 200_000_000 else 1_400_000_000 if checked else 1_600_000_000)
 
 
 def test_pages_on_the_disk_come_as_fast_as_what_is_read_again() -> None:
@@ -109,24 +122,24 @@ def test_pages_on_the_disk_come_as_fast_as_what_is_read_again() -> None:
     assert made.disk_s == pytest.approx(0.13192845714) and made.seconds == made.disk_s and made.limit == "disk"
     # 24 ms of weights, 38.027 of attention, 0.42 that no weight explains
     assert made.processor_s == pytest.approx(0.024 + 65_536 * (1024 / 20e9 + 31_743 / 60e9) + 4.2e-4)
-    deeper = replace(TIERS, kv_held=0)
+    deeper = replace(TIERS, resident_kv_tokens=0)
     assert decode(deeper, TWO_CORES, 32_767).disk_s == pytest.approx(32_767 * 9280 / 8e8), "more than was read twice"
     both = decode(replace(TIERS, streamed=15_000_000), TWO_CORES, 32_767)
     assert both.disk_s == pytest.approx(184_699_840 / 1.4e9 + 15e6 / 1.6e9), "pages are checked, weights are not"
     assert decode(replace(TIERS, streamed=16_000_000), TWO_CORES, 32_767).disk_s == pytest.approx(200_699_840 / 8e8)
-    assert decode(TIERS, replace(TWO_CORES, again=None), 32_767).seconds == pytest.approx(184_699_840 / 8e8)
+    assert decode(TIERS, replace(TWO_CORES, reread_rate=None), 32_767).seconds == pytest.approx(184_699_840 / 8e8)
 
 
 def test_a_prompt_reads_pages_again_and_weights_for_the_first_time() -> None:
     found = prompt(replace(TIERS, chunk=8192), TWO_CORES, 32_768)
     assert found.disk_s == pytest.approx(9280 * (16_384 - 12_864 + 24_576 - 12_864) / 1.4e9)
-    assert prompt(replace(TIERS, kv_held=None, streamed=80_000_000), TWO_CORES, 512).disk_s == pytest.approx(0.1)
+    assert prompt(replace(TIERS, resident_kv_tokens=None, streamed=80_000_000), TWO_CORES, 512).disk_s == pytest.approx(0.1)
 
 
 def test_experts_are_waited_for_and_pages_come_beside_everything() -> None:
-    paged = PagedExpertCost(layers=10, experts=8, per_token=2, expert_nbytes=10_000_000, kept=0.5, hit_rate=0.5)
-    work = replace(WORK, parts=(WeightCost("bf16", 2 * GB, GB), WeightCost("low", GB // 2, GB, routed=True)), mixture=True,
-                   kv_held=0, kv_bytes=10_000, paged=paged, streamed=100_000_000)
+    paged = PagedExpertCost(layers=10, experts=8, per_token=2, expert_nbytes=10_000_000, resident_share=0.5, hit_rate=0.5)
+    work = replace(WORK, parts=(WeightCost("bf16", 2 * GB, GB), WeightCost("low", GB // 2, GB, routed=True)), is_moe=True,
+                   resident_kv_tokens=0, kv_bytes=10_000, paged=paged, streamed=100_000_000)
     # 125 ms of what is no expert, 62.5 of experts, 0.3 fixed, 8.192 of attention per 1,000 tokens; experts take the disk 100 ms
     processor = 0.125 + 0.0625 + 3e-4
     assert decode(work, RATES).seconds == pytest.approx(processor + 0.1)
@@ -135,7 +148,8 @@ def test_experts_are_waited_for_and_pages_come_beside_everything() -> None:
     assert near.seconds == pytest.approx(processor + 8.192e-3 + 0.1), "pages come beside everything"
     far = decode(work, RATES, 70_000)
     assert far.seconds == pytest.approx(max(processor + 0.57344, 0.7) + 0.1)
-    assert decode(replace(work, paged=replace(paged, expert_s=1e-3)), RATES).seconds == pytest.approx(processor + 0.1 + 1e-3 * 10)
+    repacked = replace(work, paged=replace(paged, repack_s_per_expert=1e-3))
+    assert decode(repacked, RATES).seconds == pytest.approx(processor + 0.1 + 1e-3 * 10)
     asks = decode(work, replace(RATES, choice_s=1e-4)).seconds
     assert asks == pytest.approx(processor + 0.1 + 1e-4 + 10 * 4e-4), "every layer asks in Python who goes where"
 
@@ -150,7 +164,8 @@ def test_a_prompt_is_read_in_passes() -> None:
 
 
 def test_the_last_layers_of_a_prompt_run_for_its_last_tokens() -> None:
-    half = replace(WORK, parts=(WeightCost("bf16", 2 * GB, GB, spared=0.5), WeightCost("low", GB // 2, GB)), alone=10, kept=24)
+    half = replace(WORK, parts=(WeightCost("bf16", 2 * GB, GB, last_tokens_share=0.5), WeightCost("low", GB // 2, GB)),
+                   num_last_token_layers=10, num_last_tokens=24)
     spared = prompt(WORK, RATES, 512).seconds - prompt(half, RATES, 512).seconds
     pairs = 512 * 513 // 2 - 24 * 512
     assert spared == pytest.approx(0.5 * (512 - 24) / 50 + 10 * pairs * 4096 / (30 * GB))
@@ -171,7 +186,7 @@ def test_what_was_not_measured_widens_the_range() -> None:
     other = replace(WORK, parts=(WeightCost("unknown", 2 * GB, GB),))
     assert decode(other, RATES).error == pytest.approx(0.45) and decode(other, RATES).seconds > 2 / 20
     assert decode(replace(WORK, kv="4bit"), RATES, 100).error == pytest.approx(0.45)
-    assert decode(replace(WORK, mixture=True), replace(RATES, unrest=0.1)).error == pytest.approx(0.4)
+    assert decode(replace(WORK, is_moe=True), replace(RATES, memory_variation=0.1)).error == pytest.approx(0.4)
     assert prompt(WORK, replace(RATES, kinds={}), 512) is None
 
 

@@ -51,10 +51,10 @@ def test_what_was_kept_is_found(kept: Path) -> None:
     write(kept, WANTED)
     known = roofs.known(WANTED)
     assert known.machine.kinds == {"bf16": KindRate(15e9, 40e9)} and known.disk.disk.stream_rate == 1e9
-    assert known.rates.again(1) == 1e9, "nothing was read twice"
+    assert known.rates.reread_rate(1) == 1e9, "nothing was read twice"
     write(kept, WANTED, disk={**DISK, "again": 3e9, "stretch": 100})
-    assert [roofs.known(WANTED).rates.again(nbytes) for nbytes in (100, 101)] == [3e9, 1e9]
-    assert known.rates.disk == 1e9 and known.rates.unrest == pytest.approx(0.1) and known.rates.memory == 20e9
+    assert [roofs.known(WANTED).rates.reread_rate(nbytes) for nbytes in (100, 101)] == [3e9, 1e9]
+    assert known.rates.disk == 1e9 and known.rates.memory_variation == pytest.approx(0.1) and known.rates.memory == 20e9
     assert roofs.missing(WANTED, known) is None
     assert roofs.known(replace(WANTED, threads=3)).machine is None, "another number of threads is another machine"
 
@@ -201,7 +201,7 @@ def test_a_folder_that_cannot_be_written_costs_the_memory_alone(tmp_path: Path, 
     monkeypatch.setattr(child, "measure", lambda *given: iter((
         {"figure": "memory", "best": 2e9, "median": 1e9, "alone": 1e9}, OVERHEAD)))
     *_, found = roofs.probe(RoofsWanted(2), Roofs(None, None))
-    assert found.machine.unrest == 0.5 and roofs.known(RoofsWanted(2)).machine is None
+    assert found.machine.memory_variation == 0.5 and roofs.known(RoofsWanted(2)).machine is None
 
 
 @pytest.mark.parametrize("kv", ("16bit", "8bit", "4bit"))

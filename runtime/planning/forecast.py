@@ -7,7 +7,7 @@ changed and names the most effective. `forecast_outcome.py` compares a predictio
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -32,11 +32,9 @@ from ...offload.predict import (
 )
 from ...offload.safetensors_header import is_gguf
 from ...offload.size import format_size, parse_size, ram_argument
-from ...quant.kv import codec
 from ...quant.spec import QuantSpec
 from ..config import ModelConfig, read_config
 from ..families import VISION_PREFIX, expert_of
-from ..kv.cache_shape import index_type, page_sizes
 from ..last_layers import KEPT, attending_alone, spares
 from ..ngrams import is_table
 from ..prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, worker_count
@@ -50,6 +48,7 @@ from ..tensors import ModelTensor, check_tensors
 from ..weights.paged_experts import PagedExperts
 from ..weights.shared_block_weights import BLOCKS, uses
 from ..weights.stream_layout import TABLES
+from .attention_cost import attention_work
 from .expected_store import ExpectedStore
 from .process_memory import program_of
 from .roofs import Roofs, RoofsWanted, largest_file
@@ -58,19 +57,19 @@ from .roofs import known as roofs_known
 Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 PROMPT = 512
 EXACT = " exact"  # suffix of a low-bit kind that is multiplied exactly
-WORTH = 1.05  # a flag that gains less is not suggested
-ACTIVE = 0.1  # default share of active neurons of a sparse model
+MIN_GAIN = 1.05  # a flag that gains less is not suggested
+DEFAULT_ACTIVE = 0.1  # share of active neurons of a sparse model that was not measured
 ON_GPU = "the speed of layers on the GPU is not predicted in this version"
-NO_EXACT = "--exact was not measured here: effllm plan with the same flags does that"
-SLOW_DISK = "the disk was not measured: effllm doctor"
-PICKED = "how many pages of the cache a token picks (--kv-read sparse) is not predicted in this version"
+UNMEASURED_EXACT = "--exact was not measured here: effllm plan with the same flags does that"
+UNMEASURED_DISK = "the disk was not measured: effllm doctor"
+SPARSE_READS = "how many pages of the cache a token picks (--kv-read sparse) is not predicted in this version"
 
 
 def no_roofs(options: EngineOptions) -> str:
     """The message if the machine was not measured with this number of threads."""
     threads = worker_count(options)
-    with_them = "" if options.threads is None else f" with {threads} thread{'' if threads == 1 else 's'}"
-    return f"this machine was not measured{with_them}: {doctor(options)}"
+    with_threads = "" if options.threads is None else f" with {threads} thread{'' if threads == 1 else 's'}"
+    return f"this machine was not measured{with_threads}: {doctor(options)}"
 
 
 def doctor(options: EngineOptions, *flags: str) -> str:
@@ -80,27 +79,26 @@ def doctor(options: EngineOptions, *flags: str) -> str:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predictions for a plan: a token with an empty context, with a full one, and the time for a prompt of `prompt_tokens`. All None if
-    `reason` is set. `begun_s`: start-up time before weights are loaded, None if not measured."""
+    """Predictions for a plan; all None if `reason` is set."""
 
     work: Work
     prompt_tokens: int
-    start: Prediction | None = None
-    full: Prediction | None = None
-    prompt: Prediction | None = None
-    load_s: float | None = None
-    begun_s: float | None = None
-    reason: str = ""
+    start: Prediction | None = None  # a token with an empty context
+    full: Prediction | None = None  # a token with a full context
+    prompt: Prediction | None = None  # a prompt of `prompt_tokens` tokens
+    load_s: float | None = None  # seconds to read the weights from disk
+    startup_s: float | None = None  # seconds before weights are loaded, None if not measured
+    reason: str = ""  # why nothing is predicted
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One flag, and the tokens per second with it; `gain` is the factor. `full`: with a full context, else with an empty one."""
+    """One flag that makes generation faster."""
 
     flag: str
-    tokens_per_s: float
-    gain: float
-    full: bool = False
+    tokens_per_s: float  # with the flag
+    gain: float  # factor
+    full: bool = False  # both figures are for a full context, else for an empty one
 
 
 def kind_of_weight(spec: QuantSpec, exact: bool = False) -> str:
@@ -108,126 +106,87 @@ def kind_of_weight(spec: QuantSpec, exact: bool = False) -> str:
     return RAW_KIND if spec.is_raw else str(replace(spec, outliers=0.0)) + (EXACT if exact else "")
 
 
+Kind = tuple[str, bool, bool]  # (format, computed once per prompt, belongs to an expert): the first and the flags of a WeightCost
+
+
 def work(prepared: Prepared, tensors: Tensors) -> Work:
-    """What one token asks of this machine."""
+    """What one token costs under a plan."""
     config, options, placement = prepared.config, prepared.options, prepared.placement
-    own, outer = config.moe, tensors["outer"]
-    nbytes: dict[tuple[str, bool, bool], float] = defaultdict(float)
-    products: dict[tuple[str, bool, bool], float] = defaultdict(float)
-    ends: dict[tuple[str, bool, bool], float] = defaultdict(float)
-    head = "head" if "head" in outer else "embed"
     sparsity = load_sparsity(prepared.folder, config.num_hidden_layers) if is_bundled(prepared.container) else None
-    active = _usual(prepared) if sparsity is None else sum(sparsity.active) / len(sparsity.active)
-    spared: dict[tuple[str, bool, bool], float] = defaultdict(float)
+    paged = prepared.streaming.work if isinstance(prepared.streaming, PagedExperts) else None
+    neurons = {} if paged else neuron_work(prepared, sparsity)
+    # Streamed bytes include alignment: if everything streams, that is more than the weights.
+    load = (max(0, placement.weights_bytes - placement.streamed_bytes - round(neurons.get("neuron_bytes", 0))) if paged is None
+            else prepared.streaming.load_nbytes)
+    return Work(
+        parts=_weight_costs(prepared, tensors, sparsity), num_last_tokens=KEPT, num_last_token_layers=attending_alone(config),
+        **attention_work(prepared), kv=options.kv,
+        num_recurrent_layers=sum(not config.has_attention(layer) for layer in config.recurrent_layers),
+        state_bytes=0 if config.recurrent is None else STATE_TRAFFIC * config.recurrent.state_floats * len(config.recurrent_layers),
+        streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)), load=load,
+        chunk=prepared.shape.chunk, is_moe=config.moe is not None, paged=paged, **neurons,
+        resident_kv_tokens=None if placement.kv_pages is None
+        else placement.kv_pages * PAGE + prepared.shape.sinks + prepared.shape.window)
+
+
+def _weight_costs(prepared: Prepared, tensors: Tensors, sparsity: Sparsity | None) -> tuple[WeightCost, ...]:
+    """What the weights cost a token, by format and use."""
+    config, exact = prepared.config, prepared.options.exact
+    head = "head" if "head" in tensors["outer"] else "embed"
+    active = _default_active(prepared) if sparsity is None else sum(sparsity.active) / len(sparsity.active)
+    nbytes: dict[Kind, float] = defaultdict(float)
+    products: dict[Kind, float] = defaultdict(float)
+    features: dict[Kind, float] = defaultdict(float)
+    last_tokens_products: dict[Kind, float] = defaultdict(float)
     for key, roles in tensors.items():
         for role, tensor in roles.items():
             if key == "outer" and (role.startswith(MTP) or is_table(role) or role in ("positions", *TABLES) and role != head):
                 continue  # used by drafts, or read row by row
             if role.startswith(VISION_PREFIX):
                 continue  # only rows of images use them
-            routed = expert_of(role) is not None
-            lent = role.startswith(BLOCKS)
-            kind = kind_of_weight(tensor.spec, options.exact), key == "outer" and not lent, routed
-            share = own.visit_rate if own and routed else 1.0
-            share = active if role == BUNDLES else uses(config, role) if lent else share
+            is_expert, is_shared_block = expert_of(role) is not None, role.startswith(BLOCKS)
+            kind = kind_of_weight(tensor.spec, exact), key == "outer" and not is_shared_block, is_expert
+            share = config.moe.visit_rate if config.moe and is_expert else 1.0
+            share = active if role == BUNDLES else uses(config, role) if is_shared_block else share
             nbytes[kind] += share * tensor.nbytes
             if len(tensor.shape) == 2:
                 products[kind] += share * prod(tensor.shape)
-                ends[kind] += share * sum(tensor.shape)
-                spared[kind] += share * prod(tensor.shape) * (key != "outer" and spares(config, key, role))
+                features[kind] += share * sum(tensor.shape)
+                last_tokens_products[kind] += share * prod(tensor.shape) * (key != "outer" and spares(config, key, role))
     if any(prepared.adapters.scales):
-        beside = RAW_KIND, False, False
-        nbytes[beside] += prepared.adapters.nbytes_of(prepared.adapters.scales)
-        products[beside] += prepared.adapters.products_of(prepared.adapters.scales)
-    paged = prepared.streaming.work if isinstance(prepared.streaming, PagedExperts) else None
-    window = {} if paged else window_work(prepared, sparsity)
-    return Work(
-        parts=tuple(WeightCost(each[0], round(nbytes[each]), round(products[each]), *each[1:], round(ends[each]),
-                         spared[each] / max(1.0, products[each])) for each in nbytes), kept=KEPT, alone=attending_alone(config),
-        **attention_work(prepared), kv=options.kv, stateful=sum(not config.has_attention(layer) for layer in config.recurrent_layers),
-        state_bytes=0 if config.recurrent is None else STATE_TRAFFIC * config.recurrent.state_floats * len(config.recurrent_layers),
-        streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),
-        # Streamed bytes include alignment: if everything streams, that is more than the weights.
-        load=max(0, placement.weights_bytes - placement.streamed_bytes - round(window.get("neurons", 0))) if paged is None
-        else prepared.streaming.load_nbytes, chunk=prepared.shape.chunk, mixture=own is not None, paged=paged, **window,
-        kv_held=None if placement.kv_pages is None else placement.kv_pages * PAGE + prepared.shape.sinks + prepared.shape.window)
+        adapters = RAW_KIND, False, False
+        nbytes[adapters] += prepared.adapters.nbytes_of(prepared.adapters.scales)
+        products[adapters] += prepared.adapters.products_of(prepared.adapters.scales)
+    return tuple(WeightCost(name, round(nbytes[kind]), round(products[kind]), last_only, routed, round(features[kind]),
+                            last_tokens_products[kind] / max(1.0, products[kind]))
+                 for kind in nbytes for name, last_only, routed in [kind])
 
 
-def attention_work(prepared: Prepared) -> dict[str, object]:
-    """Attention's contribution to `Work`: layers listed individually where they differ, those that re-read another layer's keys and values
-    included; an indexer counts as one more layer, which sees all tokens."""
-    config, every = prepared.config, prepared.placement.kv_bytes_per_token // prepared.options.parallel  # per sequence
-    attending = [layer for layer in range(config.num_hidden_layers) if config.has_attention(layer)]
-    widths = tuple(2 * config.query_heads_of(layer) * config.kv_heads_of(layer)[1] for layer in attending)
-    found = {"attention_width": max(widths, default=0), "windows": tuple(config.windows[layer] for layer in attending), "kv_bytes": every}
-    if config.compressed_attention is not None:
-        kv = codec(prepared.options.kv)
-        pages = page_sizes(prepared.codecs, [kv.layout(*heads) for heads in config.cache_kv_heads])
-        return found | _compressed_work(config, widths, [page // PAGE for page in pages], index_type(kv))
-    if config.indexer is not None:
-        return found | _chosen_work(config, attending, widths, every, index_type(codec(prepared.options.kv)))
-    if not config.layer_kv_heads and not config.kv_sources and not config.layer_query_heads:
-        return found
-    pages = page_sizes(prepared.codecs, [codec(prepared.options.kv).layout(*heads) for heads in config.cache_kv_heads])
-    own = {layer: round(every * page / sum(pages)) for layer, page in zip(config.attention_layers, pages, strict=True)}
-    kept = tuple(own[config.kv_sources[layer] if config.kv_sources else layer] for layer in attending)
-    return {**found, "kv_bytes": sum(kept), "kv_layers": kept, "widths": widths}
-
-
-def _chosen_work(config: ModelConfig, attending: Sequence[int], widths: tuple[int, ...], every: int,
-                 stored: int) -> dict[str, object]:
-    """Of sparse-attention layers and their indexers."""
-    own, shape = config.indexer, config.indexer.shape
-    choose = [layer for layer in attending if own.shape_of(layer) is not None]
-    index = shape.scored_nbytes(stored)
-    each = (every - shape.token_nbytes(stored) * len(choose)) // len(attending)
-    windows = tuple(config.windows[layer] if own.source_layers[layer] is None else shape.dense_tokens for layer in attending)
-    return {"windows": windows + (None,) * len(choose), "kv_layers": (each,) * len(attending) + (index,) * len(choose),
-            "widths": widths + (shape.heads * shape.width,) * len(choose)}
-
-
-def _compressed_work(config: ModelConfig, widths: tuple[int, ...], tokens: Sequence[int], stored: int) -> dict[str, object]:
-    """Of layers with compressed keys beside a window (`tokens`: bytes of their tokens): compressed keys count as one more layer, of as many
-    tokens as are attended to, and their indexer as another, which sees all."""
-    windows, kept, wide = list(config.windows), list(tokens), list(widths)
-    for layer, shape in enumerate(config.compressed_attention.shapes):
-        index = None if config.indexer is None else config.indexer.shape_of(layer)
-        if shape is not None:
-            windows.append(None if index is None else index.dense_tokens)
-            kept.append(shape.token_nbytes(stored))
-            wide.append(widths[layer] // shape.tokens_per_key)
-        if index is not None:
-            windows.append(None)
-            kept.append(index.token_nbytes(stored))
-            wide.append(index.heads * index.width // index.tokens_per_key)
-    return {"windows": tuple(windows), "kv_layers": tuple(kept), "widths": tuple(wide), "kv_bytes": sum(kept)}
-
-
-def window_work(prepared: Prepared, sparsity: Sparsity | None) -> dict[str, float]:
-    """What on-demand neurons add to `Work`; nothing without any."""
+def neuron_work(prepared: Prepared, sparsity: Sparsity | None) -> dict[str, float]:
+    """The fields of `Work` for neurons that are read on demand; empty if there are none."""
     if prepared.streaming is None or prepared.streaming.windows is None:
         return {}
     places, slots = prepared.streaming.windows.places, prepared.streaming.windows.slots
-    whole = sum(place.nbytes for place in places)
+    total = sum(place.nbytes for place in places)
     share = sum(slots) / sum(place.units for place in places)
     # As if all neurons were equally likely: an upper bound for lossy sparsity, and far off for natural sparsity, which the notice says.
-    shares = [own / place.units for own, place in zip(slots, places, strict=True)]
-    missed = (_usual(prepared) * (1 - share) if sparsity is None else sparsity.missed_with(shares)) * whole
-    window = sum(own * place.unit for own, place in zip(slots, places, strict=True))
-    return {"missed": missed, "read_bytes": places[0].unit, "neurons": whole, "window": window, "assumed": sparsity is None}
+    shares = [count / place.units for count, place in zip(slots, places, strict=True)]
+    missed = (_default_active(prepared) * (1 - share) if sparsity is None else sparsity.missed_with(shares)) * total
+    resident = sum(count * place.unit for count, place in zip(slots, places, strict=True))
+    return {"missed_bytes": missed, "neuron_read_bytes": places[0].unit, "neuron_bytes": total, "resident_neuron_bytes": resident,
+            "is_sparsity_assumed": sparsity is None}
 
 
-def _usual(prepared: Prepared) -> float:
-    """The default share of active neurons, if it was not measured."""
-    left_out = None if prepared.container is None else prepared.container.method.get("gate_sparsity")
-    return 1 - left_out if isinstance(left_out, float) and 0 <= left_out <= 1 else ACTIVE
+def _default_active(prepared: Prepared) -> float:
+    """The share of active neurons if it was not measured: as the checkpoint declares it, else a default."""
+    declared = None if prepared.container is None else prepared.container.method.get("gate_sparsity")
+    return 1 - declared if isinstance(declared, float) and 0 <= declared <= 1 else DEFAULT_ACTIVE
 
 
 def refuse_slower(prepared: Prepared) -> None:
     """Raises UsageError if lossy sparsity would be slower than reading whole matrices, as far as the disk's rates are known."""
-    known = roofs_known(wanted(prepared))
-    gain = None if known.rates is None else window_gain(work(prepared, check_tensors(prepared.config, prepared.store, prepared.container)),
-                                                        known.rates)
+    rates = roofs_known(wanted(prepared)).rates
+    gain = None if rates is None else window_gain(work(prepared, check_tensors(prepared.config, prepared.store, prepared.container)), rates)
     if gain is not None and gain < 1:
         raise UsageError(f"skipping neurons is slower here: reading the others one by one takes {1 / gain:.1f} times the disk's time "
                          "of whole matrices", "run the original, more --ram, or --force")
@@ -235,27 +194,28 @@ def refuse_slower(prepared: Prepared) -> None:
 
 def describe_neurons(work: Work, roofs: Roofs) -> str | None:
     """The plan's line about neurons on disk; None without any."""
-    if not work.neurons:
+    if not work.neuron_bytes:
         return None
     gain = None if roofs.rates is None else window_gain(work, roofs.rates)
-    known = "the share of active neurons is a guess: effllm calibrate-sparsity measures it" if work.assumed else "as was measured"
-    said = (f"{format_size(work.window)} of {format_size(work.neurons)} in memory, a token reads about {format_size(round(work.missed))} "
-            f"({known})")
+    basis = ("the share of active neurons is a guess: effllm calibrate-sparsity measures it" if work.is_sparsity_assumed
+             else "as was measured")
+    line = (f"{format_size(work.resident_neuron_bytes)} of {format_size(work.neuron_bytes)} in memory, a token reads about "
+            f"{format_size(round(work.missed_bytes))} ({basis})")
     if gain is None:
-        return said
+        return line
     if gain < 1:
-        return f"{said}; that does not pay here: whole matrices would take {1 / gain:.1f} times less of the disk's time, run the original"
-    return f"{said}; whole matrices would take {gain:.1f} times the disk's time"
+        return f"{line}; that does not pay here: whole matrices would take {1 / gain:.1f} times less of the disk's time, run the original"
+    return f"{line}; whole matrices would take {gain:.1f} times the disk's time"
 
 
 def wanted(prepared: Prepared, tensors: Tensors | None = None) -> RoofsWanted:
     """The measurements needed to forecast this plan, and the same with low-bit weights."""
     tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container)
-    every = [tensor for roles in tensors.values() for tensor in roles.values()]
-    kinds = {kind_of_weight(tensor.spec, prepared.options.exact): None for tensor in every if len(tensor.shape) == 2}
-    if _is_wide(prepared):
+    all_tensors = [tensor for roles in tensors.values() for tensor in roles.values()]
+    kinds = {kind_of_weight(tensor.spec, prepared.options.exact): None for tensor in all_tensors if len(tensor.shape) == 2}
+    if _is_quantizable(prepared):
         kinds |= {kind_of_weight(QuantSpec.parse(spec)): None for spec in ("4bit", "6bit")}
-    file = largest_file([*dict.fromkeys(tensor.info.file for tensor in every), *_weights_in(prepared.folder)])
+    file = largest_file([*dict.fromkeys(tensor.info.file for tensor in all_tensors), *_weight_files(prepared.folder)])
     return RoofsWanted(worker_count(prepared.options), tuple(kinds), (prepared.options.kv,), file)
 
 
@@ -279,22 +239,22 @@ def prepare_config(config: ModelConfig, spec: str, options: EngineOptions, folde
 
 
 def forecast(prepared: Prepared, roofs: Roofs, prompt_tokens: int | None = None) -> Forecast:
-    """Predictions for a plan from known rates; for a prompt of PROMPT tokens, or as many as the context takes."""
+    """Predictions for a plan from known rates. `prompt_tokens`: by default PROMPT, or as many as the context takes."""
     placement = prepared.placement
     prompt_tokens = prompt_tokens or max(1, min(PROMPT, placement.ctx - 1))
-    asked = work(prepared, check_tensors(prepared.config, prepared.store, prepared.container))
-    made, rates = Forecast(asked, prompt_tokens), roofs.rates
+    cost = work(prepared, check_tensors(prepared.config, prepared.store, prepared.container))
+    unknown, rates = Forecast(cost, prompt_tokens), roofs.rates
     if "cuda" in placement.devices:
-        return replace(made, reason=ON_GPU)
+        return replace(unknown, reason=ON_GPU)
     if prepared.options.kv_read == "sparse":
-        return replace(made, reason=PICKED)
-    if (reason := why_unmeasured(prepared.options, asked, rates)) or rates is None:
-        return replace(made, reason=reason)
-    start, full = decode(asked, rates), decode(asked, rates, placement.ctx - 1)
+        return replace(unknown, reason=SPARSE_READS)
+    if (reason := why_unmeasured(prepared.options, cost, rates)) or rates is None:
+        return replace(unknown, reason=reason)
+    start, full = decode(cost, rates), decode(cost, rates, placement.ctx - 1)
     if start is None or full is None:
-        return replace(made, reason=SLOW_DISK)
-    return replace(made, start=start, full=full, prompt=prompt(asked, rates, prompt_tokens) if is_predictable(prompt_tokens) else None,
-                   load_s=load_seconds(asked, rates))
+        return replace(unknown, reason=UNMEASURED_DISK)
+    return replace(unknown, start=start, full=full, prompt=prompt(cost, rates, prompt_tokens) if is_predictable(prompt_tokens) else None,
+                   load_s=load_seconds(cost, rates))
 
 
 def why_unmeasured(options: EngineOptions, work: Work, rates: Rates | None) -> str:
@@ -302,82 +262,83 @@ def why_unmeasured(options: EngineOptions, work: Work, rates: Rates | None) -> s
     products are far from it: one prediction was 30 times too fast."""
     if rates is None:
         return no_roofs(options)
-    return NO_EXACT if any(part.kind.endswith(EXACT) and part.kind not in rates.kinds for part in work.parts) else ""
+    return UNMEASURED_EXACT if any(part.kind.endswith(EXACT) and part.kind not in rates.kinds for part in work.parts) else ""
 
 
 def suggest(prepared: Prepared, roofs: Roofs) -> Suggestion | None:
     """The one flag that speeds up generation most, None if no gain is worth mentioning."""
-    rates, now = roofs.rates, forecast(prepared, roofs)
-    if rates is None or now.start is None or now.full is None:
+    rates, current = roofs.rates, forecast(prepared, roofs)
+    if rates is None or current.start is None or current.full is None:
         return None
-    found = []
-    for flag, other in _alternatives(prepared):
-        then = forecast(other, roofs)
+    suggestions = []
+    for flag, alternative in _alternatives(prepared):
+        predicted = forecast(alternative, roofs)
         # An assumption is no basis for advice.
-        known = all(part.kind in rates.kinds for part in then.work.parts) and then.work.kv in rates.attention
-        if known and then.start is not None and then.full is not None:
-            found.append(Suggestion(flag, then.start.tokens_per_s, now.start.seconds / then.start.seconds))
-            if flag.startswith("--kv") or now.work.kv_held is not None:  # costs nothing with an empty context
-                found[-1] = Suggestion(flag, then.full.tokens_per_s, now.full.seconds / then.full.seconds, True)
-    best = max(found, key=lambda each: each.gain, default=None)
-    return best if best is not None and best.gain >= WORTH else None
+        known = all(part.kind in rates.kinds for part in predicted.work.parts) and predicted.work.kv in rates.attention
+        if known and predicted.start is not None and predicted.full is not None:
+            suggestions.append(Suggestion(flag, predicted.start.tokens_per_s, current.start.seconds / predicted.start.seconds))
+            if flag.startswith("--kv") or current.work.resident_kv_tokens is not None:  # costs nothing with an empty context
+                suggestions[-1] = Suggestion(flag, predicted.full.tokens_per_s, current.full.seconds / predicted.full.seconds, True)
+    best = max(suggestions, key=lambda suggestion: suggestion.gain, default=None)
+    return best if best is not None and best.gain >= MIN_GAIN else None
 
 
-def _weights_in(folder: Path | None) -> list[Path]:
+def _weight_files(folder: Path | None) -> list[Path]:
     """Files to probe a disk with, for a model that is planned but not opened."""
     return [] if folder is None else [folder] if folder.is_file() else [*folder.glob("*.safetensors")]
 
 
-def _is_wide(prepared: Prepared) -> bool:
+def _is_quantizable(prepared: Prepared) -> bool:
     """Whether --bits could make these weights smaller: unquantized ones on the CPU."""
     return prepared.container is None and "cuda" not in prepared.placement.devices
 
 
 def _alternatives(prepared: Prepared) -> Iterator[tuple[str, Prepared]]:
     """Plans with one flag changed, the same context, and the process memory of the original plan."""
-    config, own, options, placement = prepared.config, prepared.store, prepared.options, prepared.placement
+    config, options, placement = prepared.config, prepared.options, prepared.placement
     program = program_of(prepared)
 
-    def tried(flag: str, store: TensorStore = own, container: Container | None = prepared.container,
-              **changed: object) -> Iterator[tuple[str, Prepared]]:
-        """The plan, if there is one."""
+    def replan(flag: str, store: TensorStore = prepared.store, container: Container | None = prepared.container,
+               **changed: object) -> Iterator[tuple[str, Prepared]]:
+        """The plan with changed options, if it fits."""
         with suppress(EffllmError):
             yield flag, prepare_with(prepared.folder, config, store, replace(options, **changed), container, program=program)
 
-    if _is_wide(prepared):
+    if _is_quantizable(prepared):
         for bits in (8, 4):
             smaller = ExpectedStore(config, QuantSpec.parse(f"{bits}bit"))
-            yield from tried(f"--bits {bits}", smaller, smaller.container, ctx=placement.ctx)
+            yield from replan(f"--bits {bits}", smaller, smaller.container, ctx=placement.ctx)
     for kv in ("8bit", "4bit"):
         if options.kv != kv:
-            for flag, other in tried(f"--kv {kv}", kv=kv, ctx=placement.ctx):
-                if other.options.kv == kv:  # a precision that is not packed for this model stays as it was
-                    yield flag, other
-    missing = _missing(prepared)
+            for flag, alternative in replan(f"--kv {kv}", kv=kv, ctx=placement.ctx):
+                if alternative.options.kv == kv:  # a precision that is not packed for this model stays as it was
+                    yield flag, alternative
+    missing = _reread_nbytes(prepared)
     if placement.kv_disk_bytes and options.kv_ram is not None:
         text = ram_argument(placement.kv_bytes + placement.kv_disk_bytes)
-        yield from tried(f"--kv-ram {text}", kv_ram=text, ctx=placement.ctx)
+        yield from replan(f"--kv-ram {text}", kv_ram=text, ctx=placement.ctx)
     elif placement.kv_disk_bytes and not missing:
         text = ram_argument((placement.total_bytes + placement.kv_disk_bytes) * 105 // 100)
         if parse_size(text) < hardware.memory_total() * 9 // 10:
-            yield from tried(f"--ram {text}", ram=text, ctx=placement.ctx)
+            yield from replan(f"--ram {text}", ram=text, ctx=placement.ctx)
     if not missing:
         return
     for ctx in sorted({placement.ctx // 4, placement.ctx // 2}):
         if ctx >= 256:
-            yield from tried(f"-c {ctx}", ctx=ctx)
-    most = min(hardware.memory_total() * 9 // 10, (placement.total_bytes + missing) * 105 // 100)
-    if most > placement.budget.ram:
-        text = f"{most // 2**20}Mi"
-        yield from tried(f"--ram {text}", ram=text, ctx=placement.ctx)
+            yield from replan(f"-c {ctx}", ctx=ctx)
+    ram = min(hardware.memory_total() * 9 // 10, (placement.total_bytes + missing) * 105 // 100)
+    if ram > placement.budget.ram:
+        text = f"{ram // 2**20}Mi"
+        yield from replan(f"--ram {text}", ram=text, ctx=placement.ctx)
 
 
-def _missing(prepared: Prepared) -> int:
+def _reread_nbytes(prepared: Prepared) -> int:
     """Additional memory that would hold all weights which a run re-reads from disk; 0 if it reads none."""
     streams, placement = prepared.streaming, prepared.placement
     if isinstance(streams, PagedExperts):
         return streams.away_nbytes
     if placement.residency is None:
         return 0
-    window = window_work(prepared, None)
-    return placement.streamed_bytes - placement.residency.ring_nbytes + round(window.get("neurons", 0) - window.get("window", 0))
+    neurons = neuron_work(prepared, None)
+    on_disk = neurons.get("neuron_bytes", 0) - neurons.get("resident_neuron_bytes", 0)
+    return placement.streamed_bytes - placement.residency.ring_nbytes + round(on_disk)

@@ -71,8 +71,8 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
     asked = forecast.work(engine.prepared, engine.model.tensors)
     on_gpu = "cuda" in engine.placement.devices
     depth, picks = prompt_tokens + made // 2, engine.options.kv_read == "sparse"
-    reason = forecast.ON_GPU if on_gpu else forecast.PICKED if picks else forecast.why_unmeasured(engine.options, asked, rates)
-    predicted, reason = (None, reason) if reason else (decode(asked, rates, depth), forecast.SLOW_DISK)
+    reason = forecast.ON_GPU if on_gpu else forecast.SPARSE_READS if picks else forecast.why_unmeasured(engine.options, asked, rates)
+    predicted, reason = (None, reason) if reason else (decode(asked, rates, depth), forecast.UNMEASURED_DISK)
     if predicted is None:
         return Outcome(None, measured, None, None, waited, reason=reason)
     first = prompt(asked, rates, prompt_tokens) if waited and is_predictable(prompt_tokens) else None
@@ -129,12 +129,12 @@ def explain_disk(work: Work, depth: int, predicted: Prediction, probed: str, rat
         return ""
     if reads.wait_s < MISS * decode_s if ratio < 1 else predicted.limit != "disk":
         return ""
-    expected, came = work.streamed + work.missed + work.kv_disk_bytes(depth), reads.nbytes / passes
+    expected, came = work.streamed + work.missed_bytes + work.kv_disk_bytes(depth), reads.nbytes / passes
     rate = reads.nbytes / min(reads.busy_s, decode_s)  # weights and cache pages may have been read concurrently
     then = expected / predicted.disk_s if predicted.disk_s else rate
     said = []
     if came > expected / BUSY if ratio < 1 else came < expected * BUSY:
-        guess = ": which neurons are active was a guess, effllm calibrate-sparsity measures it" if work.assumed else ""
+        guess = ": which neurons are active was a guess, effllm calibrate-sparsity measures it" if work.is_sparsity_assumed else ""
         said.append(f"a token read {format_size(round(came))} from the disk, {format_size(round(expected))} were expected{guess}")
     if rate < then * BUSY if ratio < 1 else rate > then / BUSY:
         said.append(f"the disk gave {rate / 1e9:.2g} GB/s, and {then / 1e9:.2g} for such reads when it was probed ({probed})")

@@ -30,7 +30,7 @@ import numpy as np
 
 from ...kernels.layout import PAGE
 from ...offload import hardware
-from ...offload.predict import CACHED_NBYTES, MEMORY_NBYTES, NEAR
+from ...offload.predict import CACHED_NBYTES, MEMORY_NBYTES, SHORT_CONTEXT
 from ..last_layers import BEHIND, KEPT
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ TOKENS = 24
 CHOICES = 128  # tokens of an answer whose sampling is timed
 LEAST_RUNS, MOST_RUNS, CLOSE = 2, 4, 0.03
 PATIENCE_S = 1.0  # per figure: on a machine that is never idle, more runs would take long without agreeing better
-DEPTH, DEEP_TOKENS = NEAR, 10
+DEPTH, DEEP_TOKENS = SHORT_CONTEXT, 10
 FEW_LAYERS, MANY_LAYERS, ATTENTION_LAYERS = 2, 12, 3
 _SHAPE = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
           "torch_dtype": "bfloat16", "vocab_size": 512, "max_position_embeddings": 4096, "tie_word_embeddings": True}

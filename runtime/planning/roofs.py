@@ -54,7 +54,7 @@ class MachineRoofs:
     disturbed: Mapping[str, float] = field(default_factory=dict)  # CPU share of other programs, by `figure_name`
 
     @property
-    def unrest(self) -> float:
+    def memory_variation(self) -> float:
         return max(0.0, 1 - self.memory_usual / self.memory)
 
     def disturbed_of(self, wanted: RoofsWanted) -> dict[str, float]:
@@ -86,7 +86,7 @@ class Roofs:
         if here is None:
             return None
         return Rates(here.memory, here.token_s, here.layer_s, here.kinds, here.attention,
-                     self.disk.disk.stream_rate if self.disk else None, round(here.unrest, 2),
+                     self.disk.disk.stream_rate if self.disk else None, round(here.memory_variation, 2),
                      self.disk.disk.rate_of if self.disk else None, self.disk.disk.single_rate if self.disk else None,
                      self.disk.disk.rate_again if self.disk else None, here.choice_s or 0.0)
 

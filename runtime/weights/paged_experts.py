@@ -85,14 +85,14 @@ class PagedExperts:
     cancelled: Callable[[], bool] = lambda: False
     direct: bool = True
     trace_key: str = ""  # key under which this run's routing is saved; "" if it is not
-    expert_s: float = 0.0  # seconds to repack an expert on each read
+    repack_s_per_expert: float = 0.0  # seconds to repack an expert on each read
 
     @property
     def work(self) -> PagedExpertCost:
         """The performance model's view."""
         parts = self.parts
         return PagedExpertCost(len(parts.layers), parts.experts, parts.per_token, parts.read_nbytes, self.slots / len(parts.parts),
-                     self.choice.hit_rate, self.expert_s)
+                     self.choice.hit_rate, self.repack_s_per_expert)
 
     @property
     def held_nbytes(self) -> int:
@@ -162,10 +162,11 @@ def plan_paging(parts: ExpertLayout, slots: int, tensors: Mapping[int | str, Map
     """Paging with the policy that does best on the model's recorded routing."""
     key = expert_trace.key_of(tensors, store) if isinstance(store, TensorStore) else ""
     trace = expert_trace.load_trace(key, len(parts.layers), parts.per_token, parts.experts) if key else None
-    return PagedExperts(parts, slots, choose(trace, parts.experts, slots, len(parts.layers)), trace_key=key, expert_s=_made_s(parts, store))
+    return PagedExperts(parts, slots, choose(trace, parts.experts, slots, len(parts.layers)), trace_key=key,
+                        repack_s_per_expert=_repack_s(parts, store))
 
 
-def _made_s(parts: ExpertLayout, store: TensorStore) -> float:
+def _repack_s(parts: ExpertLayout, store: TensorStore) -> float:
     """Seconds to repack an expert with as many threads as staging buffers, estimated from one step; 0 if none is repacked."""
     made = next((part for part in parts.parts if isinstance(part, RepackedPart)), None)
     if made is None or not isinstance(store, TensorStore):
