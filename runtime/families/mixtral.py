@@ -9,11 +9,11 @@ from ..config_reader import ConfigError, Keys, show
 from ..moe_config import MoEConfig
 from . import TensorRule, expert_role, llama
 
-KEYS_HARMLESS = frozenset({"router_jitter_noise"})  # of training
+KEYS_HARMLESS = frozenset({"router_jitter_noise"})  # used in training only
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
 NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 MAX_EXPERTS = 4096
-MAX_GATE_LIMIT = 1e6  # of gates, as large as none gets
+MAX_GATE_LIMIT = 1e6  # no gate gets as large
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -25,8 +25,14 @@ def config(keys: Keys) -> ModelConfig:
 
 def moe_config(keys: Keys, experts: int, per_token: int, width: int, renormalise: bool, layers: Iterable[int], name: str = "num_experts",
                **features: object) -> MoEConfig:
-    """The experts that a config states under either of the two names of their number, of which `name` is the family's; `experts` and
-    `per_token` are the defaults, `features` other fields of a MoEConfig."""
+    """The MoEConfig of a config. Raises ConfigError.
+
+    experts, per_token: defaults of the number of experts and of those that a token visits.
+    width: intermediate size of an expert.
+    layers: those with experts.
+    name: the family's key for the number of experts; `num_local_experts` is read too.
+    features: further fields of the MoEConfig.
+    """
     local = keys.integer("num_local_experts", None, high=MAX_EXPERTS)
     experts = keys.integer(name, local or experts, high=MAX_EXPERTS)
     if local not in (None, experts):
@@ -39,22 +45,28 @@ def moe_config(keys: Keys, experts: int, per_token: int, width: int, renormalise
 
 def gate_limits(keys: Keys, names: tuple[str, str], sparse: frozenset[int], layers: int,
                 extra_layers: int = 0) -> tuple[tuple[float | None, float | None], ...]:
-    """How far gates of experts, and of what every token visits, go in each layer, as two lists say: 0 and null stand for no bound; empty
-    where none has one. Lists may go on for as many layers `behind`. Raises ConfigError."""
-    limits_by_name = []
+    """ModelConfig.gate_limits: by layer the limit of the gates of routed experts, and of the shared one; empty if there is none.
+
+    names: keys of the two lists, with an entry for every layer, and perhaps for `extra_layers` MTP layers. 0 and null: no limit.
+    sparse: the layers with experts. Raises ConfigError for a limit in another layer.
+    """
+    columns = []
     for name in names:
         keys.knows(name)
-        stated = keys.raw.get(name) or [None] * layers
-        if not isinstance(stated, list) or len(stated) not in (layers, layers + extra_layers) or not all(
-                each is None or type(each) in (int, float) and 0 <= each < MAX_GATE_LIMIT for each in stated):
+        limits = keys.raw.get(name) or [None] * layers
+        if not isinstance(limits, list) or len(limits) not in (layers, layers + extra_layers) or not all(
+                limit is None or type(limit) in (int, float) and 0 <= limit < MAX_GATE_LIMIT for limit in limits):
             raise keys.fail(name, f"a number of 0 or more, or null, for each of {layers} layers")
-        limits_by_name.append([float(each) if each else None for each in stated[:layers]])
-        if invalid := [layer for layer in range(layers) if layer not in sparse and limits_by_name[-1][layer]]:
-            raise ConfigError(f"config.json: {name} has a bound for layer {invalid[0]}, which has no experts: this is not supported")
-    pairs = tuple(zip(*limits_by_name))
-    if any(any(pair) for pair in pairs) and (act := keys.raw.get("hidden_act", "silu")) != "silu":
+        column = [float(limit) if limit else None for limit in limits[:layers]]
+        if dense := [layer for layer in range(layers) if layer not in sparse and column[layer]]:
+            raise ConfigError(f"config.json: {name} has a bound for layer {dense[0]}, which has no experts: this is not supported")
+        columns.append(column)
+    pairs = tuple(zip(*columns))
+    if not any(any(pair) for pair in pairs):
+        return ()
+    if (act := keys.raw.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"config.json: {names[0]} goes with hidden_act silu, not with {show(act)}")
-    return pairs if any(any(pair) for pair in pairs) else ()
+    return pairs
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -63,8 +75,13 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def expert_tensors(config: ModelConfig, layer: int, place: str, names: Mapping[str, str], shared: str = "shared_experts",
                    correction: str = "gate.e_score_correction_bias") -> dict[str, TensorRule]:
-    """A layer's tensors with router and experts at `place` where the layer has them. `names`: an expert's gate, up and down there;
-    `shared`: what the one that all tokens visit is called."""
+    """Llama's tensors of a layer, with router and experts in place of the MLP in layers that have them.
+
+    place: prefix of router and experts within the layer.
+    names: role of an expert's matrix -> its name; a family without gates has no gate.
+    shared: name of the shared expert.
+    correction: name of the bias of the router's scores.
+    """
     rules = llama.layer_tensors(config, layer)
     if layer not in config.moe.layers:
         return rules
@@ -75,20 +92,21 @@ def expert_tensors(config: ModelConfig, layer: int, place: str, names: Mapping[s
 
 def moe_tensors(config: ModelConfig, prefix: str, names: Mapping[str, str], shared: str = "shared_experts",
                 correction: str = "gate.e_score_correction_bias") -> dict[str, TensorRule]:
-    """Router and experts alone, which have the matrices that have `names`."""
+    """Router, routed and shared experts under `prefix`; other arguments as of `expert_tensors`."""
     moe, hidden = config.moe, config.hidden_size
 
-    def matrices(width: int, input_width: int = hidden) -> dict[str, tuple[int, int]]:
-        return {role: (input_width, width) if role == "down" else (width, input_width) for role in names}
+    def shapes(width: int, inputs: int = hidden) -> dict[str, tuple[int, int]]:
+        return {role: (inputs, width) if role == "down" else (width, inputs) for role in names}
 
     rules = {"router": TensorRule(f"{prefix}gate.weight", (moe.num_experts, hidden))}
     if moe.correction_bias:
         rules["correction"] = TensorRule(prefix + correction, (moe.num_experts,))
-    for role, shape in matrices(moe.shared_expert_dim).items() if moe.shared_expert_dim else ():
-        rules[f"shared.{role}"] = TensorRule(f"{prefix}{shared}.{names[role]}.weight", shape)
+    if moe.shared_expert_dim:
+        for role, shape in shapes(moe.shared_expert_dim).items():
+            rules[f"shared.{role}"] = TensorRule(f"{prefix}{shared}.{names[role]}.weight", shape)
     if moe.shared_expert_gate:
         rules["shared.scale"] = TensorRule(f"{prefix}{shared}_gate.weight", (1, hidden))
     for expert in range(moe.num_experts):
-        for role, shape in matrices(moe.expert_dim, moe.latent_dim or hidden).items():
+        for role, shape in shapes(moe.expert_dim, moe.latent_dim or hidden).items():
             rules[expert_role(expert, role)] = TensorRule(f"{prefix}experts.{expert}.{names[role]}.weight", shape)
     return rules
