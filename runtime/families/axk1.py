@@ -20,7 +20,7 @@ LIKE = deepseek_v3
 KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS | {"num_mtp_layers", "num_nextn_predict_layers"}
 REFUSED_UNLESS = {key: value for key, value in deepseek_v3.REFUSED_UNLESS.items() if key != "topk_method"}
 SIZES = {"vocab_size": 163_840, "hidden_size": 7168, "intermediate_size": 18_432, "num_hidden_layers": 61, "num_attention_heads": 64}
-WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+MLA_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 CODE = r"(configuration|modeling)_axk1\.AXK1\w+"  # of the published ones, which became part of transformers
 QUERY_RANK = 1536
 
@@ -32,7 +32,7 @@ def config(keys: Keys) -> ModelConfig:
     moe = with_expert_groups(keys, deepseek_moe_config(keys, layers, 192, 8, 1, True, 2.5, 2048), 8, 4)
     sparse = sparse_layers_after(keys, layers, 1)
     of_all = tuple((moe.shared_expert_dim or 0) if layer in sparse else ffn for layer in range(layers))
-    return mla_config(keys, base, WIDTHS, QUERY_RANK, keys.flag("rope_interleave", True), layer_intermediate_sizes=of_all,
+    return mla_config(keys, base, MLA_DIMS, QUERY_RANK, keys.flag("rope_interleave", True), layer_intermediate_sizes=of_all,
                       moe=replace(moe, layers=sparse, parallel_to_mlp=True, shared_expert_dim=None))
 
 

@@ -22,7 +22,7 @@ from .llama import feed_forward
 
 LIKE = deepseek_v32
 SIZES = {"vocab_size": 163_840, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 32}
-WIDTHS = {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+MLA_DIMS = {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
 QUERY_RANK = 384
 
 
@@ -32,7 +32,7 @@ def config(keys: Keys) -> ModelConfig:
     if (groups is None) != (kept is None):
         raise ConfigError(f"config.json: n_group is {show(groups)} and topk_group {show(kept)}", "models state both, or neither")
     moe = deepseek_moe_config(keys, base.size(keys, "num_hidden_layers"), 128, 8, 1, True, 2.5, 512)
-    config = sparse_mla_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, False, own=replace(moe, parallel_to_mlp=True))
+    config = sparse_mla_config(keys, base, MLA_DIMS, QUERY_RANK, (1, 1), 16, False, own=replace(moe, parallel_to_mlp=True))
     if config.o_bias:
         raise ConfigError("config.json: attention_bias = true is not supported for axk2 models",
                           "this family runs only with attention_bias = false")

@@ -33,7 +33,7 @@ REFUSED_UNLESS = {
     "topk_method": "noaux_tc", "up_proj_norm": False, "use_bias": False, "use_kda_lora": False, "use_mla_nope": False, "use_nGPT": False,
     "use_qk_norm": True, "use_qkv_bias": False, "value_norm": False}
 SIZES = {"vocab_size": 157_184, "hidden_size": 2560, "intermediate_size": 6144, "num_hidden_layers": 42, "num_attention_heads": 32}
-WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+MLA_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 CODE = r"(configuration|modeling)_bailing_(moe_v3|hybrid)\.Bailing(MoeV3|Hybrid)\w+"  # of the published ones
 EARLIER = "MoeV2"  # in the architectures of models of this type with another linear attention
 PLACE = "attention"
@@ -65,7 +65,7 @@ def config(keys: Keys) -> ModelConfig:
                      routed_scale=keys.number("routed_scaling_factor", 2.5),
                      shared_expert_dim=shared * named.integer("n_shared_experts", 1, low=0, high=MAX_EXPERTS) or None)
     ahead = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
-    config = mla_config(named, base, WIDTHS, None, True, moe=with_expert_groups(named, moe, 8, 4), recurrent=shape, output_gate=True,
+    config = mla_config(named, base, MLA_DIMS, None, True, moe=with_expert_groups(named, moe, 8, 4), recurrent=shape, output_gate=True,
                         output_gate_per_head=True, recurrent_layers=_linear(keys, layers), mtp_layers=ahead,
                         gate_limits=gate_limits(keys, CLAMPS, sparse, layers, ahead))
     if config.qkv_bias:

@@ -14,7 +14,7 @@ from ..config_reader import Keys
 from ..config_rope import MAX_POSITIONS
 from . import TensorRule, opt
 from .llama import with_entry_norm
-from .mpt import STEEPEST, attending
+from .mpt import STEEPEST, with_alibi
 from .stablelm import bias_rule
 
 # Of training and of programs, and what other families call by these names.
@@ -37,7 +37,7 @@ def config(keys: Keys) -> ModelConfig:
                     grouped=False, eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 250_880})
     of_all = keys.saying(**sizes, intermediate_size=4 * sizes["hidden_size"], hidden_act="gelu_pytorch_tanh")
     config = decoder_config(of_all, base, norm_kind="layer", qkv_bias=True, o_bias=True, mlp_bias=True)
-    return attending(config, alibi_slopes(config.num_attention_heads))
+    return with_alibi(config, alibi_slopes(config.num_attention_heads))
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

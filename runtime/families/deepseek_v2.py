@@ -21,7 +21,7 @@ def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=2048, sizes=SIZES, bos=1, eos=(2,))
     own = by_method(keys, shared_moe_config(keys, base.size(keys, "num_hidden_layers"), 64, REQUIRED, 0, False, 1407, 2))
-    return mla_config(keys, base, deepseek_v3.WIDTHS, deepseek_v3.QUERY_RANK, True, moe=own)
+    return mla_config(keys, base, deepseek_v3.MLA_DIMS, deepseek_v3.QUERY_RANK, True, moe=own)
 
 
 def by_method(keys: Keys, own: MoEConfig) -> MoEConfig:

@@ -12,7 +12,7 @@ from ..config_reader import ConfigError, Keys, show
 from ..indexer_config import IndexerConfig, sources_of
 from ..moe_config import MoEConfig
 from . import TensorRule, deepseek_v3
-from .deepseek_v3 import QUERY_RANK, SIZES, WIDTHS, mla_config, mtp_layers, with_expert_groups
+from .deepseek_v3 import MLA_DIMS, QUERY_RANK, SIZES, mla_config, mtp_layers, with_expert_groups
 from .glm4_moe import deepseek_moe_config
 from .glm4_moe_lite import sparse_layers_of
 
@@ -26,7 +26,7 @@ INDEX_TOPK, INDEXED, INDEX_NORM_EPS = 2048, "indexed_attention", 1e-6
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=163_840, sizes=SIZES, bos=0, eos=(1,))
-    return sparse_mla_config(keys, base, WIDTHS, QUERY_RANK, (8, 4), 64, False)
+    return sparse_mla_config(keys, base, MLA_DIMS, QUERY_RANK, (8, 4), 64, False)
 
 
 def sparse_mla_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank: int, groups: tuple[int, int], heads: int,

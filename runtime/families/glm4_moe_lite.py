@@ -12,7 +12,7 @@ from .glm4_moe import deepseek_moe_config
 
 LIKE = deepseek_v3
 SIZES = {"vocab_size": 154_880, "hidden_size": 2048, "intermediate_size": 10_240, "num_hidden_layers": 47, "num_attention_heads": 20}
-WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+MLA_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
 DENSE, SPARSE = "dense", "sparse"
 
 
@@ -20,7 +20,7 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=202_752, norm_eps=1e-5, sizes=SIZES, bos=0, eos=(1,))
     layers = base.size(keys, "num_hidden_layers")
     own = replace(deepseek_moe_config(keys, layers, 64, 4, 1, True, 1.8, 1536), layers=sparse_layers(keys, layers))
-    config = mla_config(keys, base, WIDTHS, 768, keys.flag("rope_interleave", True), moe=with_expert_groups(keys, own, 1, 1))
+    config = mla_config(keys, base, MLA_DIMS, 768, keys.flag("rope_interleave", True), moe=with_expert_groups(keys, own, 1, 1))
     return replace(config, mtp_layers=mtp_layers(keys))
 
 

@@ -34,7 +34,7 @@ REFUSED_UNLESS = {
     **{key: value for key, value in glm_moe_dsa.REFUSED_UNLESS.items() if key not in ("indexer_rope_interleave", "rope_interleave")},
     "index_kpool_always_select_tail": True, "swiglu_limit": SILU_LIMIT}
 SIZES = {"vocab_size": 154_880, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 45, "num_attention_heads": 64}
-WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 256, "qk_rope_head_dim": 0, "v_head_dim": 256}
+MLA_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 256, "qk_rope_head_dim": 0, "v_head_dim": 256}
 LOWEST = -5.0  # logarithm of a decay, where a config says none
 OF_LINEAR = kimi_linear.OF_LINEAR | {"gate_lower_bound", "safe_gate"}
 DENSE_FIRST = 3
@@ -50,7 +50,8 @@ def config(keys: Keys) -> ModelConfig:
     if not 0 < len(states) < layers:
         raise ConfigError(f"config.json: layer_types without {LINEAR if not states else INDEXED} is not supported",
                           "this family has layers of both kinds")
-    config = mla_config(keys, base, WIDTHS, 1536, NO_ROPE, moe=_moe_config(keys, layers), recurrent=_linear(keys), recurrent_layers=states,
+    config = mla_config(keys, base, MLA_DIMS, 1536, NO_ROPE, moe=_moe_config(keys, layers), recurrent=_linear(keys),
+                        recurrent_layers=states,
                         residual_streams=keys.integer("hc_mult", 4, low=2, high=16),
                         sinkhorn_iterations=keys.integer("hc_sinkhorn_iters", 20, high=1000), sinkhorn_eps=keys.number("hc_eps", 1e-6))
     mla = config.mla

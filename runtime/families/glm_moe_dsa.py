@@ -12,13 +12,13 @@ INDEXER_LAYER_KEYS = frozenset({"index_skip_topk_offset", "index_topk_freq", "in
 KEYS_HARMLESS = deepseek_v32.KEYS_HARMLESS - INDEXER_LAYER_KEYS
 REFUSED_UNLESS = {**deepseek_v32.REFUSED_UNLESS, "indexer_rope_interleave": True}
 SIZES = {"vocab_size": 154_880, "hidden_size": 6144, "intermediate_size": 12_288, "num_hidden_layers": 78, "num_attention_heads": 64}
-WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+MLA_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
 FULL, SHARED = "full", "shared"
 
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=202_752, norm_eps=1e-5, sizes=SIZES, bos=0, eos=(1,))
-    return sparse_mla_config(keys, base, WIDTHS, 2048, (1, 1), 32, True, indexer_layers(keys, base.size(keys, "num_hidden_layers")))
+    return sparse_mla_config(keys, base, MLA_DIMS, 2048, (1, 1), 32, True, indexer_layers(keys, base.size(keys, "num_hidden_layers")))
 
 
 def indexer_layers(keys: Keys, layers: int) -> list[bool]:

@@ -32,7 +32,7 @@ REFUSED_UNLESS = {
     **{key: value for key, value in deepseek_v32.REFUSED_UNLESS.items() if "rope_interleave" not in key}, "hc_magnitude": 2.0,
     "enable_ihc": True, "gated_mla": True, "gating_type": "elementwise", "learnable_sink": True}
 SIZES = {"vocab_size": 120_832, "hidden_size": 2816, "intermediate_size": 6912, "num_hidden_layers": 34, "num_attention_heads": 32}
-WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+MLA_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
 QUERY_RANK, EVERY = 1536, 4  # layers behind the first of which one chooses
 BOUNDED = "clamped_silu"
 # Of what makes index queries and keys, with channels in another order than they are stored in, and what that is.
@@ -52,7 +52,7 @@ def config(keys: Keys) -> ModelConfig:
     usual = [layer % EVERY == 1 or not layer for layer in range(layers)]
     chooses = indexer_layers(keys, layers) if keys.holds("indexer_types") else usual
     moe, interleaved = deepseek_moe_config(keys, layers, 256, 8, 1, True, 2.827, 768), keys.flag("rope_interleave", True)
-    config = sparse_mla_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, interleaved, chooses, replace(moe, parallel_to_mlp=True),
+    config = sparse_mla_config(keys, base, MLA_DIMS, QUERY_RANK, (1, 1), 16, interleaved, chooses, replace(moe, parallel_to_mlp=True),
                                interleaved)
     if config.o_bias or config.hidden_act != "silu":
         raise ConfigError(f"config.json: attention_bias = {show(config.o_bias)} with hidden_act = {config.hidden_act} is not supported for "

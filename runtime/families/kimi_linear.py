@@ -32,7 +32,7 @@ REFUSED_UNLESS = {
     "moe_router_activation_func": "sigmoid", "num_nextn_predict_layers": 0, "routed_expert_hidden_size": None, "sliding_window": None}
 OF_LINEAR = frozenset({"full_attn_layers", "head_dim", "kda_layers", "num_heads", "short_conv_kernel_size"})  # in linear_attn_config
 SIZES = {"vocab_size": 163_840, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27, "num_attention_heads": 32}
-WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+MLA_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 CODE = r"(configuration|modeling)_kimi\.KimiLinear\w+"  # of the published ones, which became part of transformers
 
 
@@ -46,7 +46,7 @@ def config(keys: Keys) -> ModelConfig:
     moe = moe_config(renamed, 256, 8, width, renamed.flag("norm_topk_prob", True), sparse_layers_after(keys, layers, 1), sigmoid=True,
                      correction_bias=True, routed_scale=keys.number("routed_scaling_factor", 2.446),
                      shared_expert_dim=width * renamed.integer("n_shared_experts", 1, high=MAX_EXPERTS))
-    config = mla_config(renamed, base, WIDTHS, None, NO_ROPE, moe=with_expert_groups(renamed, moe, 1, 1), recurrent=shape,
+    config = mla_config(renamed, base, MLA_DIMS, None, NO_ROPE, moe=with_expert_groups(renamed, moe, 1, 1), recurrent=shape,
                         recurrent_layers=recurrent_layers)
     demand_silu(keys, config.hidden_act, "its linear attention uses it too")
     return config

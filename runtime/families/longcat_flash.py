@@ -21,7 +21,7 @@ KEYS_HARMLESS = frozenset({"attention_method"})
 REFUSED_UNLESS = {"layer_types": None, "mla_scale_kv_lora": True, "mla_scale_q_lora": True, "mlp_bias": False, "norm_topk_prob": False,
                   "router_bias": False, "sliding_window": None, "zero_expert_type": "identity"}
 SIZES = {"vocab_size": 131_072, "hidden_size": 6144, "intermediate_size": 12_288, "num_hidden_layers": 56, "num_attention_heads": 64}
-WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+MLA_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 CODE = r"(configuration|modeling)_longcat_flash\.LongcatFlash\w+"  # of the published ones, which became part of transformers
 QUERY_RANK = 1536
 STREAMS = 2  # what layers work on, and a sum that waits
@@ -37,7 +37,7 @@ def config(keys: Keys) -> ModelConfig:
                        high=MAX_SIZES["intermediate_size"])
     resolved = keys.saying(num_hidden_layers=2 * pairs, intermediate_size=ffn)
     base = Defaults(max_position_embeddings=131_072, sizes=SIZES, bos=1, eos=(2,), norm_eps=1e-5, theta=1e7)
-    config = mla_config(resolved, base, WIDTHS, QUERY_RANK, True, moe=_mixture(keys, pairs), residual_streams=STREAMS)
+    config = mla_config(resolved, base, MLA_DIMS, QUERY_RANK, True, moe=_mixture(keys, pairs), residual_streams=STREAMS)
     mla, hidden = config.mla, config.hidden_size
     if (stated := keys.integer("qk_head_dim", mla.query)) != mla.query:
         raise ConfigError(f"config.json: qk_head_dim = {stated} is not supported for longcat_flash models",

@@ -16,7 +16,7 @@ from .ministral3 import grown
 LIKE = deepseek_v3
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "n_group": 1, "sliding_window": None, "topk_group": 1}
 SIZES = {"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32}
-WIDTHS = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
+MLA_DIMS = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192, "mscale": 1.0,
         "mscale_all_dim": 1.0, QUERY_SCALING_BETA: 0.1}  # where a config has no section of rotary positions
 SHARE = "partial_rotary_factor"  # of a head: the part of it that latent attention sets apart, which is stated too
@@ -28,7 +28,7 @@ def config(keys: Keys) -> ModelConfig:
     section = dict(keys.section("rope_scaling") or keys.section("rope_parameters") or YARN)
     stated_share = section.pop(SHARE, None)
     resolved = keys.saying(rope_scaling=None, rope_parameters=section)
-    config = mla_config(resolved, base, WIDTHS, 1024, keys.flag("rope_interleave", True), moe=moe)
+    config = mla_config(resolved, base, MLA_DIMS, 1024, keys.flag("rope_interleave", True), moe=moe)
     rotated_share = config.mla.rope / (config.mla.rope + config.mla.nope)
     if stated_share not in (None, rotated_share):
         name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"

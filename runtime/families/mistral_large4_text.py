@@ -30,7 +30,7 @@ KEYS_HARMLESS = glm_moe_dsa.KEYS_HARMLESS
 REFUSED_UNLESS = {"indexer_rope_interleave": True, "mlp_bias": False, "n_group": 1, "norm_topk_prob": True, "rope_interleave": True,
                   "sliding_window": None, "topk_group": 1}
 SIZES = {"vocab_size": 204_800, "hidden_size": 6144, "intermediate_size": 24_576, "num_hidden_layers": 72, "num_attention_heads": 64}
-WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
+MLA_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2048.0, "original_max_position_embeddings": 512, "beta_fast": 32.0,
         "beta_slow": 1.0, "attention_factor": 1.0}  # where a config has no section of rotary positions
 
@@ -42,7 +42,7 @@ def config(keys: Keys) -> ModelConfig:
     keys.kinds("layer_types", layers, (INDEXED,))
     resolved = keys if keys.section("rope_scaling") or keys.section("rope_parameters") else keys.saying(rope_parameters=YARN)
     moe = with_mlp_layer_types(keys, layers, shared_moe_config(keys, layers, 128, 4, 1, True, 6144, 1))
-    config = mla_config(resolved, base, WIDTHS, None, True, moe=moe, query_position_scaling=True, learned_rope_alpha=True,
+    config = mla_config(resolved, base, MLA_DIMS, None, True, moe=moe, query_position_scaling=True, learned_rope_alpha=True,
                         final_logit_softcapping=keys.number("final_logit_softcapping", 30.0))
     rotated, mla = rotated_layers(keys.saying(num_hidden_layers=layers)), config.mla
     for key, is_set, value in (("attention_bias", config.o_bias, config.o_bias),

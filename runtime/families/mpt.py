@@ -49,17 +49,17 @@ def config(keys: Keys) -> ModelConfig:
                     eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 50_368})
     resolved = keys.saying(**sizes, intermediate_size=4 * sizes["hidden_size"], hidden_act="gelu")
     config = decoder_config(resolved, base, norm_kind="layer", clip_qkv=section.number("clip_qkv", None))
-    return attending(config, slopes(config.num_attention_heads), section.number("softmax_scale", None))
+    return with_alibi(config, alibi_slopes(config.num_attention_heads), section.number("softmax_scale", None))
 
 
-def attending(config: ModelConfig, slopes_by_head: tuple[float, ...], scale: float | None = None) -> ModelConfig:
+def with_alibi(config: ModelConfig, slopes_by_head: tuple[float, ...], scale: float | None = None) -> ModelConfig:
     """The same model with slopes, whose heads are wider in attention."""
     padded = -(-(config.head_dim + 2) // EVEN) * EVEN
     return replace(config, alibi_slopes=slopes_by_head, attn_scale=config.head_dim**-0.5 if scale is None else scale, head_dim=padded,
                    v_head_dim=config.head_dim)
 
 
-def slopes(heads: int) -> tuple[float, ...]:
+def alibi_slopes(heads: int) -> tuple[float, ...]:
     """Of each head. Where these are no power of two, every second one of the next such comes first."""
     power = 2 ** math.ceil(math.log2(heads))
     of_power = 0.5 ** (np.arange(1, power + 1) * (STEEPEST / power))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config import Defaults, ModelConfig
 from ..config_reader import Keys
 from . import TensorRule, deepseek_v3, llama
-from .deepseek_v3 import WIDTHS, check_auto_map, mla_config, mla_tensors
+from .deepseek_v3 import MLA_DIMS, check_auto_map, mla_config, mla_tensors
 
 LIKE = deepseek_v3
 KEYS_HARMLESS = frozenset({"embedding_initializer_range", "qk_head_dim"})
@@ -17,7 +17,7 @@ CODE = r"(configuration|modeling)_youtu\.Youtu\w+"  # of the published ones, whi
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=131_072, sizes=SIZES, bos=128_000, eos=(128_001,), tied=True)
-    return mla_config(keys, base, WIDTHS, deepseek_v3.QUERY_RANK, keys.flag("rope_interleave", True))
+    return mla_config(keys, base, MLA_DIMS, deepseek_v3.QUERY_RANK, keys.flag("rope_interleave", True))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
