@@ -100,15 +100,15 @@ def turn(engine: Engine, ids: Sequence[int]) -> tuple[list[float], float, float]
     """Seconds of every token, bytes read per token, and the share of selected pages already in memory; the cache is restored afterwards."""
     stream, position, seconds = engine.cache.pool.stream, engine.cache.n, []
     slots, nbytes = stream.slots if stream else [], engine.cache.pool.traffic.nbytes
-    num_asked, num_found = sum(slot_counts.asked for slot_counts in slots), sum(slot_counts.found for slot_counts in slots)
+    num_asked, num_found = sum(slot_counts.num_requested for slot_counts in slots), sum(slot_counts.num_hits for slot_counts in slots)
     for token in ids:
         started = time.perf_counter()
         engine.forward_logits([token])
         seconds.append(time.perf_counter() - started)
     engine.cache.truncate(position)
     del engine.tokens[position:]
-    num_asked = sum(slot_counts.asked for slot_counts in slots) - num_asked
-    num_found = sum(slot_counts.found for slot_counts in slots) - num_found
+    num_asked = sum(slot_counts.num_requested for slot_counts in slots) - num_asked
+    num_found = sum(slot_counts.num_hits for slot_counts in slots) - num_found
     return seconds, (engine.cache.pool.traffic.nbytes - nbytes) / len(ids), num_found / max(1, num_asked)
 
 
@@ -229,7 +229,7 @@ def quality(text: Path, count: int, keep: bool) -> None:
             cost[name].append(float((np.exp(expected) * (expected - scored[name][first:])).sum(-1).mean()))
         print(cost["codec"][-1], cost["sparse"][-1], file=sys.stderr, flush=True)
     slots = cache.pool.stream.slots
-    share = sum(counts.asked for counts in slots) / max(1, sum(counts.among for counts in slots))
+    share = sum(counts.num_requested for counts in slots) / max(1, sum(counts.num_candidates for counts in slots))
     codec, sparse = (sum(cost[name]) / len(cut) for name in ("codec", "sparse"))
     under = f"fable, {len(cut)} windows of 2048 tokens"
     figures = [Figure("codec_kld", "4-bit pages, all read", under, codec, "nats"),
@@ -237,7 +237,7 @@ def quality(text: Path, count: int, keep: bool) -> None:
                Figure("added", "what picking adds", "share of what the codec costs", sparse / codec - 1, ""),
                Figure("pages", "pages picked", "share of those on the disk", share, ""),
                Figure("found", "pages that were there", "share of those picked",
-                      sum(counts.found for counts in slots) / max(1, sum(counts.asked for counts in slots)), "")]
+                      sum(counts.num_hits for counts in slots) / max(1, sum(counts.num_requested for counts in slots)), "")]
     for engine in engines.values():
         engine.close()
     publish("kv-tiers-quality", "What picking pages costs", QUALITY, figures, keep=keep)

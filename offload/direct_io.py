@@ -37,14 +37,13 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Read:
-    """Fill `out` (whole blocks, aligned) from `offset`, a multiple of BLOCK. The file may end after the first `needed` bytes. `more`:
-    further buffers for the bytes that follow in the file."""
+    """Fill `out` from `offset` of a file."""
 
     file: Path
-    offset: int
-    out: memoryview
-    needed: int
-    more: tuple[memoryview, ...] = ()
+    offset: int  # a multiple of BLOCK
+    out: memoryview  # whole blocks, aligned
+    needed: int  # the file may end after this many bytes
+    more: tuple[memoryview, ...] = ()  # buffers for the bytes after those of `out`
 
     def run(self, fill: Callable[[Read], int]) -> int:
         return fill(self)
@@ -59,40 +58,39 @@ class Job(Protocol):
 
 @dataclass
 class ReadStats:
-    """I/O counters. `read_s` sums over the threads; `busy_s` is the time during which any read was in flight, so `nbytes / busy_s` is the
-    disk's rate; `wait_s` is how long the owner was blocked."""
+    """I/O counters."""
 
     reads: int = 0
     nbytes: int = 0
-    read_s: float = 0.0
-    wait_s: float = 0.0
-    busy_s: float = 0.0
+    read_s: float = 0.0  # summed over the threads
+    wait_s: float = 0.0  # how long the owner was blocked
+    busy_s: float = 0.0  # time during which any read was in flight: `nbytes / busy_s` is the disk's rate
 
-    def add(self, more: ReadStats) -> None:
+    def add(self, other: ReadStats) -> None:
         """Add another set of counters."""
-        for own in fields(self):
-            setattr(self, own.name, getattr(self, own.name) + getattr(more, own.name))
+        for counter in fields(self):
+            setattr(self, counter.name, getattr(self, counter.name) + getattr(other, counter.name))
 
     def since(self, before: ReadStats) -> ReadStats:
         """The difference from an earlier snapshot."""
-        return ReadStats(*(getattr(self, own.name) - getattr(before, own.name) for own in fields(self)))
+        return ReadStats(*(getattr(self, counter.name) - getattr(before, counter.name) for counter in fields(self)))
 
 
 @dataclass
 class Ticket:
-    """Reads that were submitted together: how many are outstanding, and the first error."""
+    """Reads that were submitted together."""
 
-    left: int
-    error: CheckpointError | None = None
+    left: int  # reads not done yet
+    error: CheckpointError | None = None  # the first one
 
 
 @dataclass
 class _Source:
-    """A file: the store's descriptor, and one for direct reads (None where they do not work)."""
+    """The descriptors of a file."""
 
-    buffered: int
-    opened: int | None
-    direct: int | None = field(init=False)
+    buffered_fd: int  # the store's
+    opened: int | None  # our own, to be closed
+    direct: int | None = field(init=False)  # `opened` while direct reads work, else None
 
     def __post_init__(self) -> None:
         self.direct = self.opened
@@ -104,46 +102,53 @@ class _Source:
 
 
 @dataclass(frozen=True)
-class _Queued:
+class _Batch:
+    """Reads that one thread takes from the queue at a time."""
+
     reads: tuple[Job, ...]
     ticket: Ticket
 
 
 class Reader:
-    """Reader threads. `files` maps paths to open descriptors, which must stay open until `close`. `direct=False` reads through the page
-    cache. `what` names the data in announcements."""
+    """Threads that read from files.
+
+    files:   descriptors by path; they must stay open until `close`
+    threads: how many
+    direct:  False reads through the page cache
+    what:    subject of the sentence that announces a fallback, with its verb"""
 
     def __init__(self, files: Mapping[Path, int], threads: int = THREADS, direct: bool = True, what: str = "weights are") -> None:
-        self._what, self.threads = what, threads
+        self._subject, self.threads = what, threads
         self.traffic = ReadStats()
         self._lock = threading.Lock()
-        self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._urgent: deque[_Queued] = deque()
-        self._later: deque[_Queued] = deque()
-        self._under_way, self._noted = 0, 0.0
+        self._queue_changed, self._read_done = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._demand_queue: deque[_Batch] = deque()
+        self._prefetch_queue: deque[_Batch] = deque()
+        self._num_in_flight, self._noted_at = 0, 0.0
         self._closed = False
-        self._said: list[str] = []
+        self._announcements: list[str] = []
         self._sources = {file: _Source(fd, direct_descriptor(fd) if direct else None) for file, fd in files.items()}
         if direct:
             for file in (file for file, source in self._sources.items() if source.direct is None):
-                self._say(file)
-        self._threads = [threading.Thread(target=self._serve, name=f"effllm-disk-{i}", daemon=True) for i in range(threads)]
+                self._announce(file)
+        self._threads = [threading.Thread(target=self._run_thread, name=f"effllm-disk-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, reads: Sequence[Job], urgent: bool = False, together: int = 1) -> Ticket:
-        """Queue reads in this order, after earlier submissions; `urgent` ones before all others. A thread takes `together` of them at a
-        time, since handing over a small read costs as much as making it."""
+    def submit(self, reads: Sequence[Job], urgent: bool = False, batch_size: int = 1) -> Ticket:
+        """Queue reads in this order, after earlier submissions; `urgent` ones before all others.
+
+        A thread takes `batch_size` of them at a time, since handing over a small read costs as much as making it."""
         ticket = Ticket(len(reads))
-        self.to_threads(reads, ticket, urgent, together)
+        self.to_threads(reads, ticket, urgent, batch_size)
         return ticket
 
-    def to_threads(self, reads: Sequence[Job], ticket: Ticket, urgent: bool = False, together: int = 1) -> None:
-        """`submit`, for reads that a ticket already counts."""
-        queued = [_Queued(tuple(reads[i : i + together]), ticket) for i in range(0, len(reads), together)]
+    def to_threads(self, reads: Sequence[Job], ticket: Ticket, urgent: bool = False, batch_size: int = 1) -> None:
+        """Like `submit`, for reads that `ticket` already counts and that only threads can do."""
+        queued = [_Batch(tuple(reads[i : i + batch_size]), ticket) for i in range(0, len(reads), batch_size)]
         with self._lock:
-            (self._urgent if urgent else self._later).extend(queued)
-            self._work.notify(len(queued))
+            (self._demand_queue if urgent else self._prefetch_queue).extend(queued)
+            self._queue_changed.notify(len(queued))
 
     def poll(self) -> None:
         """Collect completions and issue more reads; threads do both on their own."""
@@ -154,11 +159,11 @@ class Reader:
         Raises CheckpointError if one failed, Interrupted if `cancelled()`."""
         started = time.perf_counter()
         with self._lock:
-            self._hurry(ticket)
+            self._promote(ticket)
             while ticket.left:
                 if cancelled():
                     raise Interrupted
-                self._done.wait(POLL_S)
+                self._read_done.wait(POLL_S)
             self.traffic.wait_s += time.perf_counter() - started
         if ticket.error is not None:
             raise CheckpointError(ticket.error.message, ticket.error.hint) from ticket.error
@@ -166,16 +171,16 @@ class Reader:
     def drop(self, ticket: Ticket) -> None:
         """Dequeue the ticket's reads. Those in flight go on: the ticket is settled when none is `left`."""
         with self._lock:
-            for queue in (self._urgent, self._later):
-                kept = [each for each in queue if each.ticket is not ticket]
+            for queue in (self._demand_queue, self._prefetch_queue):
+                remaining = [each for each in queue if each.ticket is not ticket]
                 ticket.left -= sum(len(each.reads) for each in queue if each.ticket is ticket)
                 queue.clear()
-                queue.extend(kept)
+                queue.extend(remaining)
 
-    def add(self, more: ReadStats, done: Sequence[Ticket] = ()) -> None:
-        """Count reads made elsewhere: one for each ticket in `done`."""
+    def add(self, stats: ReadStats, done: Sequence[Ticket] = ()) -> None:
+        """Add statistics of reads made elsewhere; each ticket in `done` has one read less to wait for."""
         with self._lock:
-            self.traffic.add(more)
+            self.traffic.add(stats)
             for ticket in done:
                 ticket.left -= 1
 
@@ -186,21 +191,21 @@ class Reader:
     @property
     def idle(self) -> bool:
         """Whether nothing is queued or in flight."""
-        return not (self._under_way or self._urgent or self._later)
+        return not (self._num_in_flight or self._demand_queue or self._prefetch_queue)
 
     def announcements(self) -> list[str]:
         """Fallbacks since the last call."""
         with self._lock:
-            said, self._said = self._said, []
-        return said
+            announcements, self._announcements = self._announcements, []
+        return announcements
 
     def close(self) -> None:
         """Stop the threads. One that hangs in a read is abandoned until the process ends."""
         with self._lock:
             self._closed = True
-            self._urgent.clear()
-            self._later.clear()
-            self._work.notify_all()
+            self._demand_queue.clear()
+            self._prefetch_queue.clear()
+            self._queue_changed.notify_all()
         deadline = time.monotonic() + 0.5
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -208,27 +213,27 @@ class Reader:
             for source in self._sources.values():
                 source.close()
 
-    def _hurry(self, ticket: Ticket) -> None:
-        if any(each.ticket is ticket for each in self._later):
-            self._urgent.extend(each for each in self._later if each.ticket is ticket)
-            kept = [each for each in self._later if each.ticket is not ticket]
-            self._later.clear()
-            self._later.extend(kept)
+    def _promote(self, ticket: Ticket) -> None:
+        if any(each.ticket is ticket for each in self._prefetch_queue):
+            self._demand_queue.extend(each for each in self._prefetch_queue if each.ticket is ticket)
+            remaining = [each for each in self._prefetch_queue if each.ticket is not ticket]
+            self._prefetch_queue.clear()
+            self._prefetch_queue.extend(remaining)
 
-    def _serve(self) -> None:
+    def _run_thread(self) -> None:
         request_short_time_slice()
         while True:
             with self._lock:
-                while not (self._urgent or self._later or self._closed):
-                    self._work.wait()
+                while not (self._demand_queue or self._prefetch_queue or self._closed):
+                    self._queue_changed.wait()
                 if self._closed:
                     return
-                queued = (self._urgent or self._later).popleft()
+                batch = (self._demand_queue or self._prefetch_queue).popleft()
                 self._note_busy()
-                self._under_way += 1
+                self._num_in_flight += 1
             started, count, error = time.perf_counter(), 0, None
             try:
-                for read in queued.reads:
+                for read in batch.reads:
                     count += read.run(self._fill)
             except CheckpointError as failed:
                 error = failed
@@ -240,20 +245,20 @@ class Reader:
             with self._lock:
                 traffic = self.traffic
                 self._note_busy()
-                self._under_way -= 1
-                traffic.reads += len(queued.reads)
+                self._num_in_flight -= 1
+                traffic.reads += len(batch.reads)
                 traffic.nbytes += count
                 traffic.read_s += ended - started
-                queued.ticket.left -= len(queued.reads)
-                queued.ticket.error = queued.ticket.error or error
-                self._done.notify_all()
+                batch.ticket.left -= len(batch.reads)
+                batch.ticket.error = batch.ticket.error or error
+                self._read_done.notify_all()
 
     def _note_busy(self) -> None:
         """Add the time since the last call to `busy_s` if reads were in flight; call under the lock."""
         now = time.perf_counter()
-        if self._under_way:
-            self.traffic.busy_s += now - self._noted
-        self._noted = now
+        if self._num_in_flight:
+            self.traffic.busy_s += now - self._noted_at
+        self._noted_at = now
 
     def _fill(self, read: Read) -> int:
         """Perform one read; returns the bytes read."""
@@ -262,7 +267,7 @@ class Reader:
             # Direct reads are block-aligned; if one returned short within a block, the rest goes through the page cache.
             direct = source.direct if done % BLOCK == 0 else None
             try:
-                count = os.preadv(source.buffered if direct is None else direct, _behind(read, done), read.offset + done)
+                count = os.preadv(source.buffered_fd if direct is None else direct, _remaining_buffers(read, done), read.offset + done)
             except OSError as error:
                 if direct is not None and error.errno in (errno.EINVAL, errno.EIO):  # EIO: of a lower layer, or of the disk itself
                     self._fall_back(read.file, source)
@@ -272,7 +277,7 @@ class Reader:
                 damaged(read.file, "became shorter while it was being read")
             done += count
             if direct is None:
-                _forget_pages(source.buffered, read.offset, done)
+                _forget_pages(source.buffered_fd, read.offset, done)
         return done
 
     def _fall_back(self, file: Path, source: _Source) -> None:
@@ -280,13 +285,13 @@ class Reader:
             if source.direct is None:
                 return
             source.direct = None  # left open: another thread may be reading from it right now
-            self._say(file)
+            self._announce(file)
 
-    def _say(self, file: Path) -> None:
-        self._said.append(f"{file.name}: no direct reads on this file system, {self._what} read through the page cache")
+    def _announce(self, file: Path) -> None:
+        self._announcements.append(f"{file.name}: no direct reads on this file system, {self._subject} read through the page cache")
 
 
-def _behind(read: Read, done: int) -> list[memoryview]:
+def _remaining_buffers(read: Read, done: int) -> list[memoryview]:
     """The buffers that remain after `done` bytes."""
     rest = [read.out, *read.more]
     while done >= len(rest[0]):

@@ -27,7 +27,7 @@ EVENT_COLUMNS, RESULT = 4, 2
 
 @dataclass(frozen=True)
 class AioRead:
-    """A read of `nbytes` at `offset` from an O_DIRECT descriptor to an address: whole blocks, all of them."""
+    """A read of `nbytes` at `offset` of an O_DIRECT descriptor into memory at `address`; all three in whole blocks."""
 
     descriptor: int
     address: int
@@ -36,9 +36,9 @@ class AioRead:
 
 
 class AioQueue:
-    """An AIO context with at most `most` reads in flight."""
+    """An AIO context with at most `max_reads` reads in flight."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_reads: int) -> None:
         """Raises OSError where AIO is not available."""
         if sys.platform != "linux" or platform.machine() not in CALLS or sys.byteorder != "little":
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -46,52 +46,54 @@ class AioQueue:
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
         self._syscall.restype, self._syscall.argtypes = ctypes.c_long, [ctypes.c_long] * 6
         context = ctypes.c_ulong(0)
-        self._call(self._setup, most, ctypes.addressof(context))
+        self._call(self._setup, max_reads, ctypes.addressof(context))
         self._context = context.value
-        self._blocks, self._events = np.zeros((most, BLOCK_COLUMNS), np.int64), np.zeros((most, EVENT_COLUMNS), np.int64)
-        self._blocks[:, DATA] = range(most)
-        self._first = self._blocks.ctypes.data
-        self._patience = np.zeros(2, np.int64)  # seconds, nanoseconds
-        self._at = self._events.ctypes.data, self._patience.ctypes.data
-        self._free, self._kept = list(range(most)), {}
+        self._control_blocks, self._events = np.zeros((max_reads, BLOCK_COLUMNS), np.int64), np.zeros((max_reads, EVENT_COLUMNS), np.int64)
+        self._control_blocks[:, DATA] = range(max_reads)
+        self._blocks_address = self._control_blocks.ctypes.data
+        self._timeout = np.zeros(2, np.int64)  # seconds, nanoseconds
+        self._collect_args = self._events.ctypes.data, self._timeout.ctypes.data
+        self._free_slots, self._tags = list(range(max_reads)), {}
 
     @property
-    def under_way(self) -> Collection[object]:
+    def in_flight(self) -> Collection[object]:
         """The tags of reads that have not been collected yet."""
-        return self._kept.values()
+        return self._tags.values()
 
     def submit(self, reads: Sequence[tuple[object, AioRead]]) -> int:
         """Submit reads, each with the tag that `collect` returns; returns how many were accepted (a prefix)."""
-        reads = reads[: len(self._free)]
+        reads = reads[: len(self._free_slots)]
         if not reads:
             return 0
-        places = self._free[-len(reads) :]
-        self._blocks[places, DESCRIPTOR : OFFSET + 1] = [(own.descriptor << 32, own.address, own.nbytes, own.offset) for _, own in reads]
-        addresses = self._first + 8 * BLOCK_COLUMNS * np.array(places, np.int64)
+        slots = self._free_slots[-len(reads) :]
+        self._control_blocks[slots, DESCRIPTOR : OFFSET + 1] = [
+            (read.descriptor << 32, read.address, read.nbytes, read.offset) for _, read in reads]
+        addresses = self._blocks_address + 8 * BLOCK_COLUMNS * np.array(slots, np.int64)
         try:
-            taken = self._call(self._submit, self._context, len(reads), addresses.ctypes.data)
+            num_accepted = self._call(self._submit, self._context, len(reads), addresses.ctypes.data)
         except OSError:  # the very first was refused: the fallback reader reports why
             return 0
-        del self._free[-len(reads) :]
-        self._free += places[taken:]
-        self._kept.update((place, name) for place, (name, _) in zip(places[:taken], reads))
-        return taken
+        del self._free_slots[-len(reads) :]
+        self._free_slots += slots[num_accepted:]
+        self._tags.update((slot, tag) for slot, (tag, _) in zip(slots[:num_accepted], reads))
+        return num_accepted
 
-    def collect(self, least: int = 0, patience_s: float = 0.0) -> list[tuple[object, int]]:
-        """(tag, bytes read or a negative errno) of reads completed since the last call; waits for at least `least` of them, but no longer
-        than `patience_s`."""
-        self._patience[:] = divmod(int(1e9 * patience_s), 10**9)
+    def collect(self, min_completed: int = 0, timeout_s: float = 0.0) -> list[tuple[object, int]]:
+        """Wait at most `timeout_s` for at least `min_completed` reads to complete.
+
+        Returns (tag, bytes read or a negative errno) of all that completed since the last call."""
+        self._timeout[:] = divmod(int(1e9 * timeout_s), 10**9)
         try:
-            count = self._call(self._collect, self._context, min(least, len(self._kept)), len(self._events), *self._at)
+            count = self._call(self._collect, self._context, min(min_completed, len(self._tags)), len(self._events), *self._collect_args)
         except InterruptedError:
             return []
-        done = self._events[:count, [DATA, RESULT]].tolist()
-        self._free += [place for place, _ in done]
-        return [(self._kept.pop(place), result) for place, result in done]
+        completed = self._events[:count, [DATA, RESULT]].tolist()
+        self._free_slots += [slot for slot, _ in completed]
+        return [(self._tags.pop(slot), result) for slot, result in completed]
 
     def close(self) -> None:
         """Destroy the context, unless a read hangs: the kernel would wait for it, so it is left to process exit."""
-        if not self._kept:
+        if not self._tags:
             self._call(self._destroy, self._context)
 
     def _call(self, number: int, *arguments: int) -> int:

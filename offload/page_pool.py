@@ -21,17 +21,15 @@ from .spill_file import SpillFile
 
 @dataclass(frozen=True)
 class DiskTier:
-    """Pages from `first` on go into a file in `folder` and are read through a ring of about `ring` bytes, or, where few are selected, into
-    `slots` slots per layer. `cancelled` is polled while waiting for the disk. `most`: limit of the file in bytes, None for the disk's free
-    space."""
+    """Where pages go that memory cannot hold, and how they are read."""
 
-    folder: Path
-    first: int
-    ring: int = RING_NBYTES
-    cancelled: Callable[[], bool] = lambda: False
-    direct: bool = True
-    slots: int = 0
-    most: int | None = None
+    folder: Path  # of the file
+    first: int  # the first page that goes into it
+    ring: int = RING_NBYTES  # about so many bytes of memory for reading all pages in order
+    cancelled: Callable[[], bool] = lambda: False  # polled while waiting for the disk
+    direct: bool = True  # False reads through the page cache
+    slots: int = 0  # pages per layer kept for selective reads, 0 without them
+    max_nbytes: int | None = None  # limit of the file, None for the disk's free space
 
 
 class PagePool:
@@ -41,7 +39,8 @@ class PagePool:
         """Raises EffllmError if the spill folder cannot take a file."""
         self.page_nbytes, self.pages = tuple(page_nbytes), pages
         self.first = pages if disk is None else min(pages, disk.first)
-        self._least = 0 if disk is None or disk.most is None else max(0, pages - disk.most // sum(page_nbytes))  # pages that stay in memory
+        limit = None if disk is None else disk.max_nbytes
+        self._min_resident = 0 if limit is None else max(0, pages - limit // sum(page_nbytes))  # pages that stay in memory
         self.stream: PageStream | None = None
         if self.first < pages:
             self.stream = PageStream(SpillFile(disk.folder, disk.cancelled), page_nbytes, pages, self.first, disk.ring, disk.cancelled,
@@ -77,7 +76,7 @@ class PagePool:
     def shed(self, sealed: int) -> int:
         """Move half of the pages in memory to disk, or as many as it may take; the first `sealed` of them are written. Returns the bytes
         released. Raises as `keep`, in which case nothing changes."""
-        first = max(self.first // 2, self._least)
+        first = max(self.first // 2, self._min_resident)
         if self.stream is None or first >= self.first or self.stream.slots:  # pages selected sparsely have summaries, which these lack
             return 0
         for index in range(first, min(sealed, self.first)):

@@ -28,7 +28,7 @@ from .spill_file import SpillFile
 
 RING_NBYTES = 16 << 20  # at least two slots, else about this much
 RUN_NBYTES = 2 << 20
-QUEUED = 128  # random reads in flight, at most
+MAX_RANDOM_READS = 128  # in flight
 RUN_THREADS = 2  # concurrent run reads: more are no faster, and take from the compute threads
 
 
@@ -38,7 +38,7 @@ class PagesLost(EffllmError):
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _as_pages_lost() -> Iterator[None]:
     """Translate a reader's errors into errors of this file. Raises PagesLost."""
     try:
         yield
@@ -74,7 +74,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _RunSlot:
     """The slot of a run."""
 
     run: Run
@@ -82,7 +82,7 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class _Checked:
+class _CheckedReads:
     """Reads that `check` verifies; on a mismatch they are repeated once, in case the transfer and not the disk was at fault. Raises
     CheckpointError."""
 
@@ -99,31 +99,38 @@ class _Checked:
 
 
 class PageStream:
-    """`pages` pages of each layer have a place in `spill`; those from `first` on are read from there, in runs or individually through
-    `slots` slots per layer. `cancelled` is polled while waiting. Closes the file with itself.
+    """Reads a spill file's pages, in runs or individually. Closes the file with itself.
+
+    spill:      the file, with room for `pages` pages of each layer
+    page_nbytes: bytes of a page, by layer
+    first:      the first page that is read from the file
+    budget:     bytes of memory for runs, about
+    cancelled:  polled while waiting
+    direct:     False reads through the page cache
+    slots:      pages per layer that individual reads can keep, 0 without them
 
     A pass has one reader per layer, followed by those registered with `add_reader`: layers that attend to another layer's pages."""
 
     def __init__(self, spill: SpillFile, page_nbytes: Sequence[int], pages: int, first: int, budget: int = RING_NBYTES,
                  cancelled: Callable[[], bool] = lambda: False, direct: bool = True, slots: int = 0) -> None:
         self.page_nbytes, self.first, self.spill, self._cancelled = tuple(page_nbytes), first, spill, cancelled
-        self._starts = [0]
+        self._layer_offsets = [0]
         for nbytes in page_nbytes:
-            self._starts.append(self._starts[-1] + -(-pages * nbytes // BLOCK) * BLOCK)
-        self._pages, self._slot = pages, slot_nbytes(page_nbytes, pages)
+            self._layer_offsets.append(self._layer_offsets[-1] + -(-pages * nbytes // BLOCK) * BLOCK)
+        self._pages, self._slot_nbytes = pages, slot_nbytes(page_nbytes, pages)
         self._ring = anonymous(ring_nbytes(page_nbytes, pages, budget))
-        self._at, self._most = self._ring.ctypes.data, max(1, len(self._ring) // self._slot // 2)
+        self._ring_address, self._max_runs = self._ring.ctypes.data, max(1, len(self._ring) // self._slot_nbytes // 2)
         self._reader = Reader({spill.path: spill.descriptor}, THREADS if slots else RUN_THREADS, direct, "the KV cache is")
-        self._queue = self._queue_for(slots)
-        self.slots = [self._slots_of(layer, slots) for layer in range(len(page_nbytes) if slots else 0)]
+        self._queue = self._open_queue(slots)
+        self.slots = [self._page_slots(layer, slots) for layer in range(len(page_nbytes) if slots else 0)]
         self.staging = [np.zeros(nbytes, np.uint8) for nbytes in page_nbytes]
-        self._sums = np.zeros((len(page_nbytes), pages), np.uint64)  # checksums of what was written
-        self._wanted: tuple[tuple[int, int], ...] = ()
-        self._order: list[Run] = []
-        self._places: dict[Run, int] = {}
-        self._layer_of = list(range(len(page_nbytes)))  # by reader
+        self._checksums = np.zeros((len(page_nbytes), pages), np.uint64)  # checksums of what was written
+        self._page_ranges: tuple[tuple[int, int], ...] = ()
+        self._runs_in_order: list[Run] = []
+        self._positions: dict[Run, int] = {}
+        self._reader_layers = list(range(len(page_nbytes)))  # by reader
         self._runs: list[list[Run]] = [[] for _ in page_nbytes]
-        self._turns = ReadAhead(self._reader, self._ask, cancelled)
+        self._read_ahead = ReadAhead(self._reader, self._next_reads, cancelled)
 
     @property
     def nbytes(self) -> int:
@@ -146,9 +153,9 @@ class PageStream:
 
     def add_reader(self, layer: int) -> int:
         """Register another reader of a layer's pages; returns its number."""
-        self._layer_of.append(layer)
+        self._reader_layers.append(layer)
         self._runs.append([])
-        return len(self._layer_of) - 1
+        return len(self._reader_layers) - 1
 
     # -- writing ---------------------------------------------------------------------------------------------------------------
 
@@ -156,29 +163,31 @@ class PageStream:
         """Write what is in `staging`, or in `memory`, as page `page` of every layer. Raises as `SpillFile.write`."""
         for slots in self.slots:
             slots.forget(page)
-        for place, turn in enumerate(self._turns):
-            if turn.where.run.begin <= page < turn.where.run.end:  # a page that is rewritten, with other tokens
-                self._turns.keep(place)
+        for position, pending in enumerate(self._read_ahead):
+            if pending.destination.run.begin <= page < pending.destination.run.end:  # a page that is rewritten, with other tokens
+                self._read_ahead.keep(position)
                 break
         pages = memory or self.staging
-        for sums, own in zip(self._sums, pages, strict=True):
-            sums[page] = word_sums(own[None])[0]
-        self.spill.write([(self._starts[layer] + page * nbytes, own)
-                          for layer, (nbytes, own) in enumerate(zip(self.page_nbytes, pages, strict=True))])
+        for sums, memory_page in zip(self._checksums, pages, strict=True):
+            sums[page] = word_sums(memory_page[None])[0]
+        self.spill.write([(self._layer_offsets[layer] + page * nbytes, memory_page)
+                          for layer, (nbytes, memory_page) in enumerate(zip(self.page_nbytes, pages, strict=True))])
 
     # -- reading ---------------------------------------------------------------------------------------------------------------
 
-    def begin(self, wanted: Sequence[tuple[int, int]]) -> bool:
-        """Begin a pass; `wanted`: the pages [begin, end) that it reads, by reader. Returns whether they differ from the previous pass."""
-        if is_new := tuple(wanted) != self._wanted:
-            self._wanted = tuple(wanted)
-            self._runs = [list(self._cut(reader, begin, end)) for reader, (begin, end) in enumerate(wanted)]
-            self._order = [run for runs in self._runs for run in runs]
-            self._places = {run: place for place, run in enumerate(self._order)}
-            fitting = takewhile(lambda pair: pair[0].where.run == pair[1], zip(self._turns, self._order))  # prefetches that still match
-            self._turns.keep(sum(1 for _ in fitting))
-            self._turns.reorder(len(self._order))
-        self._turns.read_ahead()
+    def begin(self, page_ranges: Sequence[tuple[int, int]]) -> bool:
+        """Begin a pass. `page_ranges`: the pages [begin, end) that it reads, by reader. Returns whether they differ from the previous
+        pass."""
+        if is_new := tuple(page_ranges) != self._page_ranges:
+            self._page_ranges = tuple(page_ranges)
+            self._runs = [list(self._split_runs(reader, begin, end)) for reader, (begin, end) in enumerate(page_ranges)]
+            self._runs_in_order = [run for runs in self._runs for run in runs]
+            self._positions = {run: position for position, run in enumerate(self._runs_in_order)}
+            # Prefetches that still match.
+            fitting = takewhile(lambda pair: pair[0].destination.run == pair[1], zip(self._read_ahead, self._runs_in_order))
+            self._read_ahead.keep(sum(1 for _ in fitting))
+            self._read_ahead.reorder(len(self._runs_in_order))
+        self._read_ahead.read_ahead()
         return is_new
 
     def runs(self, reader: int) -> list[Run]:
@@ -188,90 +197,92 @@ class PageStream:
     @contextmanager
     def lease(self, run: Run) -> Iterator[int]:
         """The address of a run's first page, for a `with` block. Raises PagesLost, Interrupted."""
-        turn = self._enter(run)
+        pending = self._wait_for(run)
         try:
-            yield self._address(turn.where)
+            yield self._address(pending.destination)
         finally:
-            self._turns.leave()
+            self._read_ahead.leave()
 
-    def come(self, reader: int) -> Generator[list[tuple[int, int, int]]]:
+    def arriving_runs(self, reader: int) -> Generator[list[tuple[int, int, int]]]:
         """Yield lists of (first page, end page, address) of a reader's runs in order: those that have arrived, at most half of the ring,
         waiting for at least one. They stay valid until the next iteration. Raises as `lease`."""
         runs, at = self._runs[reader], 0
         while at < len(runs):
-            self._enter(runs[at])
-            turns = self._turns.come(min(self._most, len(runs) - at))
+            self._wait_for(runs[at])
+            batch = self._read_ahead.ready(min(self._max_runs, len(runs) - at))
             try:
-                yield [(turn.where.run.begin, turn.where.run.end, self._address(turn.where)) for turn in turns]
+                arrived = [pending.destination for pending in batch]
+                yield [(held.run.begin, held.run.end, self._address(held)) for held in arrived]
             finally:
-                self._turns.leave(len(turns))
-            at += len(turns)
+                self._read_ahead.leave(len(batch))
+            at += len(batch)
 
-    def _enter(self, run: Run) -> Pending:
-        with _told():
-            return self._turns.enter(self._places[run])
+    def _wait_for(self, run: Run) -> Pending:
+        with _as_pages_lost():
+            return self._read_ahead.enter(self._positions[run])
 
-    def _address(self, held: _Slot) -> int:
+    def _address(self, held: _RunSlot) -> int:
         """The address of a run's first page in its slot."""
         run = held.run
-        return self._at + held.slot * self._slot + (self._starts[run.layer] + run.begin * self.page_nbytes[run.layer]) % BLOCK
+        offset = self._layer_offsets[run.layer] + run.begin * self.page_nbytes[run.layer]
+        return self._ring_address + held.slot * self._slot_nbytes + offset % BLOCK
 
     def page(self, layer: int, index: int) -> np.ndarray:
         """A copy of one page, for occasional access. Raises as `lease`."""
-        offset, nbytes = self._starts[layer] + index * self.page_nbytes[layer], self.page_nbytes[layer]
+        offset, nbytes = self._layer_offsets[layer] + index * self.page_nbytes[layer], self.page_nbytes[layer]
         memory = anonymous(-(-nbytes // BLOCK) * BLOCK + BLOCK)
-        ticket = self._reader.submit([self._checked(Run(layer, index, index + 1), memory)], urgent=True)
-        with _told():
+        ticket = self._reader.submit([self._checked_reads(Run(layer, index, index + 1), memory)], urgent=True)
+        with _as_pages_lost():
             self._reader.wait(ticket, self._cancelled)
         return memory[offset % BLOCK : offset % BLOCK + nbytes]
 
-    def _slots_of(self, layer: int, count: int) -> PageSlots:
-        start, nbytes = self._starts[layer], self.page_nbytes[layer]
-        return PageSlots(nbytes, count, self._reader, lambda page, memory: self._reads(start + page * nbytes, nbytes, memory),
+    def _page_slots(self, layer: int, count: int) -> PageSlots:
+        start, nbytes = self._layer_offsets[layer], self.page_nbytes[layer]
+        return PageSlots(nbytes, count, self._reader, lambda page, memory: self._block_reads(start + page * nbytes, nbytes, memory),
                          lambda page: start + page * nbytes, self._cancelled, self._queue, self._reader.direct(self.spill.path) or -1,
-                         lambda page, memory: self._altered(Run(layer, page, page + 1), memory[None]))
+                         lambda page, memory: self._mismatch(Run(layer, page, page + 1), memory[None]))
 
-    def _queue_for(self, slots: int) -> AsyncReads | None:
+    def _open_queue(self, slots: int) -> AsyncReads | None:
         """An AIO queue for demand reads, where there are slots and the system and the file system support it."""
         if not slots or self._reader.direct(self.spill.path) is None:
             return None
         with suppress(OSError):
-            return AsyncReads(AioQueue(QUEUED), self._reader)
+            return AsyncReads(AioQueue(MAX_RANDOM_READS), self._reader)
         return None
 
-    def _cut(self, reader: int, begin: int, end: int) -> Iterator[Run]:
+    def _split_runs(self, reader: int, begin: int, end: int) -> Iterator[Run]:
         """Runs on a fixed grid, so that one page more or less changes only one run."""
-        layer = self._layer_of[reader]
+        layer = self._reader_layers[reader]
         length = run_pages(self.page_nbytes[layer], self._pages)
         while begin < end:
             stop = min(end, begin + length - begin % length)
             yield Run(layer, begin, stop, reader)
             begin = stop
 
-    def _ask(self, place: int, taken: Sequence[_Slot]) -> tuple[_Slot, list[_Checked]] | None:
+    def _next_reads(self, position: int, taken: Sequence[_RunSlot]) -> tuple[_RunSlot, list[_CheckedReads]] | None:
         """A free slot for a run, and its reads."""
-        free = set(range(len(self._ring) // self._slot)) - {own.slot for own in taken}
+        free = set(range(len(self._ring) // self._slot_nbytes)) - {held.slot for held in taken}
         if not free:
             return None
-        run, slot = self._order[place], free.pop()
-        return _Slot(run, slot), [self._checked(run, self._ring[slot * self._slot : (slot + 1) * self._slot])]
+        run, slot = self._runs_in_order[position], free.pop()
+        return _RunSlot(run, slot), [self._checked_reads(run, self._ring[slot * self._slot_nbytes : (slot + 1) * self._slot_nbytes])]
 
-    def _checked(self, run: Run, memory: np.ndarray) -> _Checked:
+    def _checked_reads(self, run: Run, memory: np.ndarray) -> _CheckedReads:
         """Reads of a layer's pages into `memory`, offset by what precedes them in their first block, with verification."""
         nbytes = self.page_nbytes[run.layer]
-        offset = self._starts[run.layer] + run.begin * nbytes
+        offset = self._layer_offsets[run.layer] + run.begin * nbytes
         pages = memory[offset % BLOCK :][: nbytes * (run.end - run.begin)].reshape(-1, nbytes)
-        return _Checked(self._reads(offset, pages.size, memory), lambda: self._altered(run, pages))
+        return _CheckedReads(self._block_reads(offset, pages.size, memory), lambda: self._mismatch(run, pages))
 
-    def _altered(self, run: Run, pages: np.ndarray) -> CheckpointError | None:
+    def _mismatch(self, run: Run, pages: np.ndarray) -> CheckpointError | None:
         """What is wrong with pages as read, uint8 [pages, bytes]; None if they match what was written."""
-        differ = word_sums(pages) != self._sums[run.layer, run.begin : run.end]
+        differ = word_sums(pages) != self._checksums[run.layer, run.begin : run.end]
         if not differ.any():
             return None
         page = run.begin + int(differ.argmax())
         return CheckpointError(f"the KV cache's file was altered: the checksum of page {page} of layer {run.layer} differs")
 
-    def _reads(self, offset: int, nbytes: int, memory: np.ndarray) -> list[Read]:
+    def _block_reads(self, offset: int, nbytes: int, memory: np.ndarray) -> list[Read]:
         """Whole blocks that cover a byte range of the file, split into reads."""
         start, view = offset // BLOCK * BLOCK, memoryview(memory)
         needed = offset + nbytes - start
@@ -280,8 +291,10 @@ class PageStream:
 
 
 class LayerSpill:
-    """One layer's view of a stream, as attention reads it. `lead`: block-table rows before that of page 0; `reader`: its reader number, by
-    default the layer's own."""
+    """One layer's view of a stream, as attention reads it.
+
+    lead:   block-table rows before that of page 0
+    reader: its reader number, by default the layer's own"""
 
     def __init__(self, stream: PageStream, layer: int, lead: int, reader: int | None = None) -> None:
         self._stream, self._layer, self.lead = stream, layer, lead
@@ -297,24 +310,25 @@ class LayerSpill:
         return (runs[0].begin, runs[-1].end) if runs else (self.first, self.first)
 
     def come(self) -> Generator[list[tuple[int, int, int]]]:
-        return self._stream.come(self._reader)
+        return self._stream.arriving_runs(self._reader)
 
     def page(self, index: int) -> np.ndarray:
         return self._stream.page(self._layer, index)
 
     @property
     def most(self) -> int:
-        return self._stream.slots[self._layer].most if self._stream.slots else 0
+        return self._stream.slots[self._layer].num_slots if self._stream.slots else 0
 
-    def fetch(self, pages: Sequence[int], among: int = 0) -> Iterator[list[tuple[int, int]]]:
+    def fetch(self, pages: Sequence[int], num_candidates: int = 0) -> Iterator[list[tuple[int, int]]]:
         """See `PageSlots.fetch`; reading begins with the call. Raises PagesLost, Interrupted, also while iterating."""
-        with _told():
-            return _each(self._stream.slots[self._layer].fetch(pages, among))
+        with _as_pages_lost():
+            return _translated(self._stream.slots[self._layer].fetch(pages, num_candidates))
 
     def prefetch(self, pages: Sequence[int], keep: Sequence[int]) -> None:
         self._stream.slots[self._layer].prefetch(pages, keep)
 
 
-def _each(coming: Iterator[list[tuple[int, int]]]) -> Iterator[list[tuple[int, int]]]:
-    with _told():
-        yield from coming
+def _translated(batches: Iterator[list[tuple[int, int]]]) -> Iterator[list[tuple[int, int]]]:
+    """Batches of pages, with errors of their reads translated."""
+    with _as_pages_lost():
+        yield from batches

@@ -1,7 +1,7 @@
 """Read-ahead for passes that read the same parts in the same cyclic order: what is in memory, what comes next, what was cancelled.
 
-The order is known, so read-ahead continues past the end of a pass. The memory belongs to the owner, which is asked for the reads of the
-next position and declines while data that is still needed, or still being written, occupies their destination.
+The order is known, so read-ahead continues past the end of a pass. The owner has the memory: a callback returns the reads of the next
+position, or none while data that is still needed, or still being written, occupies their destination.
 """
 
 from __future__ import annotations
@@ -18,104 +18,108 @@ from .direct_io import Interrupted, Read, Reader, Ticket
 
 @dataclass
 class Pending:
-    """A requested position of the cyclic order: its sequence number, its destination, its reads."""
+    """A position of the cyclic order that is in memory or being read."""
 
-    number: int
-    where: Hashable
-    ticket: Ticket
+    number: int  # in sequence; the position is `number % count`
+    destination: Hashable  # the owner's name for its memory
+    ticket: Ticket  # its reads
 
 
 class ReadAhead:
-    """`ask(place, taken)` returns (where, reads) for a position, or None if no memory is free beside `taken`, the `where` of others.
-    `count`: positions in the order. `cancelled` is polled while waiting."""
+    """Reads positions of a cyclic order before they are needed.
 
-    def __init__(self, reader: Reader, ask: Callable[[int, Sequence[Hashable]], tuple[Hashable, Sequence[Read]] | None],
+    next_reads: called with a position and the destinations in use; returns (destination, reads), None if no memory is free
+    cancelled:  polled while waiting
+    count:      positions in the order"""
+
+    def __init__(self, reader: Reader, next_reads: Callable[[int, Sequence[Hashable]], tuple[Hashable, Sequence[Read]] | None],
                  cancelled: Callable[[], bool], count: int = 0) -> None:
-        self._reader, self._ask, self._cancelled, self.count = reader, ask, cancelled, count
-        self._turns: deque[Pending] = deque()  # in memory or in flight, in order; the first ones may be in use
-        self._stale: list[Pending] = []  # cancelled while a read was in flight
-        self._next = 0  # sequence number of the next to be read
-        self._entered = 0  # how many of `_turns` are in use
+        self._reader, self._next_reads, self._cancelled, self.count = reader, next_reads, cancelled, count
+        self._pending: deque[Pending] = deque()  # in memory or in flight, in order; the first ones may be in use
+        self._cancelled_in_flight: list[Pending] = []  # cancelled while a read was in flight
+        self._next_number = 0  # sequence number of the next to be read
+        self._num_in_use = 0  # how many of `_turns` are in use
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return len(self._pending)
 
     def __iter__(self) -> Iterator[Pending]:
-        return iter(self._turns)
+        return iter(self._pending)
 
-    def enter(self, place: int) -> Pending:
+    def enter(self, position: int) -> Pending:
         """Wait for a position; it stays valid until `leave`. Raises CheckpointError, Interrupted."""
-        self._entered = 0
-        first = self._turns[0].number if self._turns else self._next
-        wanted = first + (place - first) % self.count
+        self._num_in_use = 0
+        first = self._pending[0].number if self._pending else self._next_number
+        wanted = first + (position - first) % self.count
         # Skipped ones (a pass that ended early, a pass without a head) are cancelled.
-        while self._turns and self._turns[0].number < wanted:
-            self._give_up(self._turns.popleft())
-        if not self._turns:
-            self._next = wanted
+        while self._pending and self._pending[0].number < wanted:
+            self._cancel(self._pending.popleft())
+        if not self._pending:
+            self._next_number = wanted
         self.read_ahead()
-        while not self._turns:  # a cancelled read still writes to this one's destination
+        while not self._pending:  # a cancelled read still writes to this one's destination
             with suppress(CheckpointError):
-                self.wait(self._stale[0].ticket)
+                self.wait(self._cancelled_in_flight[0].ticket)
             self.read_ahead()
         try:
-            self.wait(self._turns[0].ticket)
+            self.wait(self._pending[0].ticket)
         except CheckpointError:
             self.keep(0)  # prefetches may have failed as well; a retry reads everything again
             raise
         except BaseException:
-            self._give_up(self._turns.popleft())
+            self._cancel(self._pending.popleft())
             raise
-        self._entered = 1
-        return self._turns[0]
+        self._num_in_use = 1
+        return self._pending[0]
 
-    def join(self, place: int) -> bool:
+    def join(self, position: int) -> bool:
         """Also enter the position after those entered, if it is this one, its reads are done, and at most half of the memory is then in
         use: the disk needs the rest. Never waits; a cancelled caller learns of it in `enter`."""
-        if 2 * (self._entered + 1) > len(self._turns) or self._cancelled():
+        if 2 * (self._num_in_use + 1) > len(self._pending) or self._cancelled():
             return False
-        turn = self._turns[self._entered]
-        if turn.number % self.count != place or turn.ticket.left or turn.ticket.error is not None:
+        pending = self._pending[self._num_in_use]
+        if pending.number % self.count != position or pending.ticket.left or pending.ticket.error is not None:
             return False
-        self._entered += 1
+        self._num_in_use += 1
         return True
 
-    def come(self, most: int) -> list[Pending]:
+    def ready(self, limit: int) -> list[Pending]:
         """The entered position and those after it whose reads are done, at most `most`; they stay valid until as many `leave`."""
-        come = takewhile(lambda turn: not turn.ticket.left and turn.ticket.error is None, islice(self._turns, 1, most))
-        return [self._turns[0], *come]
+        ready = takewhile(lambda pending: not pending.ticket.left and pending.ticket.error is None, islice(self._pending, 1, limit))
+        return [self._pending[0], *ready]
 
     def leave(self, count: int = 1) -> None:
         """Release positions in use."""
         for _ in range(count):
-            self._turns.popleft()
-        self._entered = max(0, self._entered - count)
+            self._pending.popleft()
+        self._num_in_use = max(0, self._num_in_use - count)
         self.read_ahead()
 
     def keep(self, count: int) -> None:
         """Cancel all but the first `count`."""
-        while len(self._turns) > count:
-            turn = self._turns.pop()
-            self._next = turn.number
-            self._give_up(turn)
+        while len(self._pending) > count:
+            pending = self._pending.pop()
+            self._next_number = pending.number
+            self._cancel(pending)
 
     def reorder(self, count: int) -> None:
         """Begin a new order of `count` positions, whose first ones are those held."""
         self.count = count
-        for number, turn in enumerate(self._turns):
-            turn.number = number
-        self._next = len(self._turns)
+        for number, pending in enumerate(self._pending):
+            pending.number = number
+        self._next_number = len(self._pending)
 
     def read_ahead(self) -> None:
         """Request the next positions while memory is free."""
-        self._stale = [turn for turn in self._stale if turn.ticket.left]
-        while len(self._turns) < self.count:
-            asked = self._ask(self._next % self.count, [turn.where for turn in (*self._turns, *self._stale)])
-            if asked is None:
+        self._cancelled_in_flight = [pending for pending in self._cancelled_in_flight if pending.ticket.left]
+        while len(self._pending) < self.count:
+            occupied = [pending.destination for pending in (*self._pending, *self._cancelled_in_flight)]
+            request = self._next_reads(self._next_number % self.count, occupied)
+            if request is None:
                 return
-            where, reads = asked
-            self._turns.append(Pending(self._next, where, self._reader.submit(reads)))
-            self._next += 1
+            destination, reads = request
+            self._pending.append(Pending(self._next_number, destination, self._reader.submit(reads)))
+            self._next_number += 1
 
     def wait(self, ticket: Ticket) -> None:
         """Wait for any reads. Raises CheckpointError, Interrupted."""
@@ -123,7 +127,7 @@ class ReadAhead:
             raise Interrupted
         self._reader.wait(ticket, self._cancelled)
 
-    def _give_up(self, turn: Pending) -> None:
-        self._reader.drop(turn.ticket)
-        if turn.ticket.left:
-            self._stale.append(turn)
+    def _cancel(self, pending: Pending) -> None:
+        self._reader.drop(pending.ticket)
+        if pending.ticket.left:
+            self._cancelled_in_flight.append(pending)

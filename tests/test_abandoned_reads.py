@@ -156,7 +156,7 @@ def test_pages_are_handed_over_in_a_portion_for_each_thread(disk, file, wide, mo
     monkeypatch.setattr(wide._reader, "submit", lambda reads, *more, **how: (handed.append(len(reads)), submit(reads, *more, **how))[1])
     assert all_held(wide, (3, 0, 1)) == {page: block(file, page) for page in (0, 1, 3)} and sorted(handed) == [1, 2]
     assert all_held(wide, (2, 0, 1)) == {page: block(file, page) for page in (0, 1, 2)} and len(handed) == 3
-    assert (wide.asked, wide.found) == (6, 2) and sorted(disk.asked) == [place * BLOCK for place in range(4)]
+    assert (wide.num_requested, wide.num_hits) == (6, 2) and sorted(disk.asked) == [place * BLOCK for place in range(4)]
 
 
 def test_a_page_beside_one_that_cannot_be_read_ahead(disk, file, wide):
@@ -174,7 +174,7 @@ def test_reading_ahead_waits_for_nothing_and_drops_nothing_under_way(disk, file,
     slots.prefetch([0], ())
     assert disk.reached.wait(30)
     slots.prefetch([1], ())
-    assert list(slots._held) == [0]
+    assert list(slots._pages) == [0]
     assert meanwhile(disk, lambda: held(slots, 0)) == block(file, 0) and disk.asked == [0]
 
 

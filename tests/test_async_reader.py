@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from effllm.offload import async_reader
-from effllm.offload.async_reader import AHEAD, QUEUED, AsyncReader
+from effllm.offload.async_reader import MAX_IN_FLIGHT, MAX_PREFETCHES, AsyncReader
 from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.direct_io import BLOCK, Interrupted, Read, Ticket
 from effllm.offload.linux_aio import AioRead
@@ -24,12 +24,12 @@ class Patient:
     """A queue that completes reads when released: `let` says how many more of those submitted."""
 
     def __init__(self, most: int) -> None:
-        assert most == QUEUED
+        assert most == MAX_IN_FLIGHT
         self.most, self.waiting, self.left, self.result = most, [], BLOCKS, None
         Patient.made = self
 
     @property
-    def under_way(self) -> list[object]:
+    def in_flight(self) -> list[object]:
         return [name for name, _ in self.waiting]
 
     def submit(self, reads: list[tuple[object, AioRead]]) -> int:
@@ -37,7 +37,7 @@ class Patient:
         self.waiting += reads
         return len(reads)
 
-    def collect(self, least: int = 0, patience_s: float = 0.0) -> list[tuple[object, int]]:
+    def collect(self, min_completed: int = 0, timeout_s: float = 0.0) -> list[tuple[object, int]]:
         done, self.waiting = self.waiting[: self.left], self.waiting[self.left :]
         self.left -= len(done)
         for _, asked in done:
@@ -106,13 +106,13 @@ def test_few_reads_ahead_begin_at_a_time_and_what_is_waited_for_at_once(file: Pa
     pieces, queue = Pieces(file), Patient.made
     queue.left = 0
     ahead = [patient.submit(pieces.reads(block)) for block in range(6)]
-    assert len(queue.waiting) == AHEAD and not patient.idle
+    assert len(queue.waiting) == MAX_PREFETCHES and not patient.idle
     urgent = patient.submit(pieces.reads(10, 11), urgent=True)
-    assert len(queue.waiting) == AHEAD + 2
+    assert len(queue.waiting) == MAX_PREFETCHES + 2
     queue.left = 1
     patient.poll()
-    assert ahead[0].left == 0 and len(queue.waiting) == AHEAD + 1, "nothing more ahead while so much is under way"
-    queue.left = AHEAD + 1
+    assert ahead[0].left == 0 and len(queue.waiting) == MAX_PREFETCHES + 1, "nothing more ahead while so much is under way"
+    queue.left = MAX_PREFETCHES + 1
     patient.poll()
     assert urgent.left == 0 and pieces.there(10, 11) and len(queue.waiting) == 3
     queue.left = BLOCKS
@@ -124,26 +124,26 @@ def test_few_reads_ahead_begin_at_a_time_and_what_is_waited_for_at_once(file: Pa
 def test_what_is_wanted_after_all_begins_before_the_rest(file: Path, patient: AsyncReader) -> None:
     pieces, queue = Pieces(file), Patient.made
     queue.left = 0
-    ahead = [patient.submit(pieces.reads(block)) for block in range(AHEAD + 3)]
+    ahead = [patient.submit(pieces.reads(block)) for block in range(MAX_PREFETCHES + 3)]
     ended = []
     with pytest.raises(Interrupted):
         patient.wait(ahead[-1], lambda: bool(ended) or ended.append(None))
-    assert queue.waiting[-1][0].ticket is ahead[-1] and len(queue.waiting) == AHEAD + 1
+    assert queue.waiting[-1][0].ticket is ahead[-1] and len(queue.waiting) == MAX_PREFETCHES + 1
     queue.left = BLOCKS
     patient.wait(ahead[-1])
-    assert pieces.there(AHEAD + 2)
+    assert pieces.there(MAX_PREFETCHES + 2)
 
 
 def test_what_has_not_begun_is_taken_back(file: Path, patient: AsyncReader) -> None:
     pieces, queue = Pieces(file), Patient.made
     queue.left = 0
-    ahead = [patient.submit(pieces.reads(block)) for block in range(AHEAD + 2)]
+    ahead = [patient.submit(pieces.reads(block)) for block in range(MAX_PREFETCHES + 2)]
     for ticket in ahead:
         patient.drop(ticket)
-    assert [ticket.left for ticket in ahead] == [1] * AHEAD + [0, 0], "the system still writes where those under way go"
+    assert [ticket.left for ticket in ahead] == [1] * MAX_PREFETCHES + [0, 0], "the system still writes where those under way go"
     queue.left = BLOCKS
     patient.poll()
-    assert not any(ticket.left for ticket in ahead) and patient.idle and patient.traffic.reads == AHEAD
+    assert not any(ticket.left for ticket in ahead) and patient.idle and patient.traffic.reads == MAX_PREFETCHES
 
 
 def test_threads_read_what_the_queue_fails_with_and_all_after_it(file: Path, patient: AsyncReader) -> None:

@@ -82,7 +82,7 @@ def test_where_all_pages_are_read_the_numbers_are_the_exact_ones(tmp_path: Path,
     slots, traffic = sparse.cache.pool.stream.slots, sparse.cache.pool.traffic
     np.testing.assert_array_equal(answered(sparse, 700), answered(exact, 700))
     assert any(re.search(SAID, line) for line in said)
-    assert traffic.nbytes > 0 and all(each.asked == each.among > 0 for each in slots)
+    assert traffic.nbytes > 0 and all(each.num_requested == each.num_candidates > 0 for each in slots)
 
 
 def test_a_prompt_reads_all_pages_though_one_token_of_it_is_left(tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_a_prompt_reads_all_pages_though_one_token_of_it_is_left(tmp_path: Path)
             for _ in engine.prefill(ids[:end]):
                 continue
             logits.append(engine._logits.copy())
-    assert np.array_equal(logits[:4], logits[4:]) and not any(each.asked for each in slots)
+    assert np.array_equal(logits[:4], logits[4:]) and not any(each.num_requested for each in slots)
     again = [sparse.forward_logits([token])[0].copy() for token in (7, 8)]
-    assert sum(each.asked for each in slots) > 0, "a token of an answer picks"
+    assert sum(each.num_requested for each in slots) > 0, "a token of an answer picks"
     for _ in sparse.prefill(ids):
         continue
     assert np.array_equal(sparse._logits, logits[3])
@@ -159,7 +159,7 @@ def test_beneath_a_gpu_the_layers_of_the_host_pick(tmp_path: Path, monkeypatch: 
     sparse, _ = opened_beside(FABLE, simulated(), **asked, kv_read="sparse")
     slots = sparse.cache.pool.stream.slots
     np.testing.assert_array_equal(answered(sparse, 780), answered(exact, 780))
-    assert len(slots) == 4 and all(each.asked == each.among > 0 for each in slots)
+    assert len(slots) == 4 and all(each.num_requested == each.num_candidates > 0 for each in slots)
 
 
 def test_a_setting_for_all_models_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from effllm.offload.async_reads import CHANCE, FEW, AsyncReads
+from effllm.offload.async_reads import MAX_SYNCHRONOUS, MIN_READS, AsyncReads
 from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.direct_io import BLOCK, Interrupted, Read, Reader, direct_descriptor
 from effllm.offload.linux_aio import CALLS, AioQueue, AioRead
@@ -57,8 +57,8 @@ def reader(file: Path) -> Iterator[Reader]:
 
 def collected(queue: AioQueue) -> dict[object, int]:
     done: dict[object, int] = {}
-    while queue.under_way:
-        done |= dict(queue.collect(len(queue.under_way), 1.0))
+    while queue.in_flight:
+        done |= dict(queue.collect(len(queue.in_flight), 1.0))
     return done
 
 
@@ -78,7 +78,7 @@ def test_the_bytes_are_those_of_the_file(file: Path, queue: AioQueue, descriptor
 def test_no_more_are_taken_than_there_is_room_for(queue: AioQueue, descriptor: int) -> None:
     memory = anonymous(PAGES * BLOCK)
     reads = [(page, AioRead(descriptor, memory.ctypes.data + page * BLOCK, page * BLOCK, BLOCK)) for page in range(PAGES)]
-    assert queue.submit(reads) == 16 and len(queue.under_way) == 16 and queue.submit(reads[16:]) == 0
+    assert queue.submit(reads) == 16 and len(queue.in_flight) == 16 and queue.submit(reads[16:]) == 0
     assert collected(queue) == dict.fromkeys(range(16), BLOCK)
     assert queue.submit(reads[16:]) == 8 and len(collected(queue)) == 8
 
@@ -92,7 +92,7 @@ def test_what_lies_after_the_end_is_told_as_missing(queue: AioQueue, descriptor:
 def test_a_read_that_the_system_refuses_is_not_taken(queue: AioQueue, descriptor: int) -> None:
     closed, memory = os.dup(descriptor), anonymous(BLOCK)
     os.close(closed)
-    assert queue.submit([(0, AioRead(closed, memory.ctypes.data, 0, BLOCK))]) == 0 and not queue.under_way
+    assert queue.submit([(0, AioRead(closed, memory.ctypes.data, 0, BLOCK))]) == 0 and not queue.in_flight
 
 
 def test_systems_without_a_queue_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_pages_that_are_waited_for_need_no_thread(file: Path, reader: Reader, qu
         assert fetched(slots, pages) == blocks(file, pages)
     traffic = reader.traffic
     assert traffic.nbytes == traffic.reads * BLOCK > 0 and 0 < traffic.busy_s and traffic.read_s == 0
-    assert traffic.reads == slots.asked - slots.found
+    assert traffic.reads == slots.num_requested - slots.num_hits
 
 
 def test_a_file_that_became_shorter_is_named(file: Path, reader: Reader, queue: AioQueue) -> None:
@@ -143,7 +143,7 @@ def test_a_file_that_became_shorter_is_named(file: Path, reader: Reader, queue: 
     with pytest.raises(CheckpointError, match="became shorter while it was being read"):
         fetched(slots, [2, 17, 4])
     assert fetched(slots, [2, 4, 9]) == blocks(file, [2, 4, 9])
-    assert not queue.under_way and reader.traffic.read_s > 0, "threads have taken over"
+    assert not queue.in_flight and reader.traffic.read_s > 0, "threads have taken over"
 
 
 def test_the_last_page_may_end_within_a_block(file: Path, reader: Reader, queue: AioQueue) -> None:
@@ -162,7 +162,7 @@ class Failing:
         self.result, self.names, self.calls = result, [], 0
 
     @property
-    def under_way(self) -> list[object]:
+    def in_flight(self) -> list[object]:
         return self.names
 
     def submit(self, reads: list[tuple[object, AioRead]]) -> int:
@@ -170,7 +170,7 @@ class Failing:
         self.calls += 1
         return len(reads)
 
-    def collect(self, least: int = 0, patience_s: float = 0.0) -> list[tuple[object, int]]:
+    def collect(self, min_completed: int = 0, timeout_s: float = 0.0) -> list[tuple[object, int]]:
         if self.result is None:
             return []
         done, self.names = [(name, self.result) for name in self.names], []
@@ -190,21 +190,21 @@ def test_reads_that_never_end_can_be_left(file: Path, reader: Reader) -> None:
     slots = slots_of(file, reader, queue, 3, cancelled=lambda: ended.pop(0))
     with pytest.raises(Interrupted):
         fetched(slots, [1, 2])
-    assert not slots._held and len(slots._stale) == 2, "their memory is not given to others"
+    assert not slots._pages and len(slots._evicted_in_flight) == 2, "their memory is not given to others"
     queue.result, ended[:] = BLOCK, [False] * 9
     for name in queue.names:
-        assert name.dropped
+        assert name.is_dropped
     slots.forget(1)
-    slots._free_stale()
-    assert len(slots._free) == 3
+    slots._free_slots_stale()
+    assert len(slots._free_slots) == 3
 
 
 def test_a_queue_that_only_looks_like_one_is_abandoned(file: Path, reader: Reader) -> None:
     """Every call reads all that it is handed: threads would do that at the same time."""
     queue = Failing(BLOCK)
     slots = slots_of(file, reader, queue)
-    for turn in range(2 * CHANCE):
-        pages = [(FEW * turn + i) % PAGES for i in range(FEW)]
+    for turn in range(2 * MAX_SYNCHRONOUS):
+        pages = [(MIN_READS * turn + i) % PAGES for i in range(MIN_READS)]
         assert set(fetched(slots, pages)) == set(pages)
-    assert queue.calls == CHANCE
+    assert queue.calls == MAX_SYNCHRONOUS
     assert fetched(slots, [0, 12]) == blocks(file, [0, 12])

@@ -30,7 +30,7 @@ def test_a_page_read_ahead_that_comes_while_another_is_waited_for_makes_room(tmp
         begun.add(offset // BLOCK)
         while offset == 11 * BLOCK and not waited:
             time.sleep(0.001)
-        while offset == 10 * BLOCK and (not waited or slots._held[11].ticket.left):
+        while offset == 10 * BLOCK and (not waited or slots._pages[11].ticket.left):
             time.sleep(0.001)
         return PREADV(descriptor, buffers, offset)
 
@@ -44,4 +44,4 @@ def test_a_page_read_ahead_that_comes_while_another_is_waited_for_makes_room(tmp
             time.sleep(0.001)
         come = [page for some in slots.fetch([0, 1, 2, 3]) for page, _ in some]
         reader.close()
-    assert sorted(come) == [0, 1, 2, 3] and not slots._stale and not slots._free
+    assert sorted(come) == [0, 1, 2, 3] and not slots._evicted_in_flight and not slots._free_slots

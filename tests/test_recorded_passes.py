@@ -83,7 +83,7 @@ def test_pages_that_are_picked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     counted = Counted(recorded, monkeypatch)
     assert np.array_equal(answer(recorded, ids[400:]), answer(anew, ids[400:]))
     slots, layers = recorded.cache.pool.stream.slots, recorded.config.num_hidden_layers
-    assert sum(each.asked for each in slots) > 0
+    assert sum(each.num_requested for each in slots) > 0
     assert counted.count <= 4 * layers, "once for every page that was begun, of 300 tokens"
     for engine in (recorded, anew):
         engine.close()

@@ -46,7 +46,7 @@ def test_where_all_pages_are_read_the_bits_are_those_of_memory(pool, tmp_path, m
         for cut in (*CUTS, 3, 200, *[1] * 5):
             feed.run(cut)
     slots = disk.cache.pool.stream.slots[0]
-    assert same(memory, disk) and slots.asked > 140 and slots.found > 0.9 * slots.asked
+    assert same(memory, disk) and slots.num_requested > 140 and slots.num_hits > 0.9 * slots.num_requested
     disk.cache.close()
 
 
@@ -61,7 +61,7 @@ def test_an_abstract_stands_for_a_page_that_is_not_read(pool, tmp_path, monkeypa
         feed.v[:, : 1000 - PAGE] += 2
         for cut in CUTS:
             feed.run(cut)
-    assert not disk.cache.pool.stream.slots[0].asked
+    assert not disk.cache.pool.stream.slots[0].num_requested
     span = slice(1000, 1140)
     assert relative(disk.out[:, span], memory.out[:, span]) < bound
     disk.cache.close()
@@ -114,7 +114,7 @@ def test_the_pages_that_matter_are_read(pool, tmp_path):
         for cut in CUTS:
             feed.run(cut)
     slots = disk.cache.pool.stream.slots[0]
-    assert 2 in slots._held and slots.found >= slots.asked - 12
+    assert 2 in slots._pages and slots.num_hits >= slots.num_requested - 12
     found, wanted = (feed.out[:, 1000:1140].reshape(140, 2, 4, 64)[:, :, 0] for feed in (disk, memory))
     assert relative(found, wanted) < 0.05, "of the heads that look there"
     disk.cache.close()

@@ -63,17 +63,18 @@ def test_the_next_pass_comes_by_itself_and_reads_nothing_twice(tmp_path):
     stream.begin([(2, 40)])
     check_pass(stream, pages)
     length = run_pages(300_000, 40)
-    assert length == 5 and [(turn.where.run.begin, turn.where.run.end) for turn in stream._turns][:3] == [(2, 5), (5, 10), (10, 15)]
-    assert len(stream._turns) == 8
-    for turn in stream._turns:
+    assert length == 5 and [(run.begin, run.end) for run in (turn.destination.run for turn in stream._read_ahead)][:3] == [
+        (2, 5), (5, 10), (10, 15)]
+    assert len(stream._read_ahead) == 8
+    for turn in stream._read_ahead:
         stream._reader.wait(turn.ticket)
     before = stream.traffic.reads
     stream.begin([(2, 40)])
-    assert stream.traffic.reads == before and len(stream._turns) == 8
+    assert stream.traffic.reads == before and len(stream._read_ahead) == 8
     stream.begin([(2, 39)])  # a page was forgotten: one run is another
-    for turn in stream._turns:
+    for turn in stream._read_ahead:
         stream._reader.wait(turn.ticket)
-    assert list(stream._turns)[-1].where.run == Run(0, 35, 39) and stream.traffic.reads == before + 1
+    assert list(stream._read_ahead)[-1].destination.run == Run(0, 35, 39) and stream.traffic.reads == before + 1
     check_pass(stream, pages)
     stream.close()
 
@@ -215,7 +216,7 @@ def test_pages_come_and_go_by_their_places(tmp_path):
 @pytest.mark.parametrize("most,firsts", ((None, (2, 1, 0, 0)), (5 * 5064 + 99, (3, 3)), (4 * 5064, (4, 4)), (0, (4, 4))))
 def test_no_more_goes_to_the_disk_than_it_may_take(tmp_path, most, firsts):
     """Where memory grows short: eight pages, of which the last four were planned to lie there."""
-    pool = PagePool(8, (5000, 64), DiskTier(tmp_path, 4, most=most))
+    pool = PagePool(8, (5000, 64), DiskTier(tmp_path, 4, max_nbytes=most))
     for index in range(7):
         pool.keep(index)
     for first in firsts:

@@ -71,7 +71,7 @@ def disk_tier(prepared: Prepared, cancelled: Callable[[], bool]) -> DiskTier | N
     left = placement.host_kv_bytes - fixed - _beside_ring(options, codecs, layouts, shape) - placement.kv_pages * page
     slots = picked_pages(shape.pages) if options.kv_read == SPARSE else 0
     return DiskTier(spill_folder(options), placement.kv_pages, max(0, min(_most_ring(options), left)), cancelled, slots=slots,
-                    most=_most(options))
+                    max_nbytes=_most(options))
 
 
 def _most(options: EngineOptions) -> int | None:

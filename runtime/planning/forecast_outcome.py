@@ -117,7 +117,8 @@ def placed(engine: Engine, found: Outcome) -> dict[str, object]:
         made["experts"] = {**streams.to_json(), "slots": engine.model.pager.slots, **engine.model.pager.stats.to_json()}
     if engine.cache.pool.picks:
         slots = engine.cache.pool.stream.slots
-        made["kv_read"] = {name: sum(getattr(each, name) for each in slots) for name in ("among", "asked", "found")}
+        made["kv_read"] = {"among": sum(layer.num_candidates for layer in slots), "asked": sum(layer.num_requested for layer in slots),
+                           "found": sum(layer.num_hits for layer in slots)}
     return made
 
 
