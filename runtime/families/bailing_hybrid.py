@@ -16,7 +16,7 @@ from ..config_reader import ConfigError, Keys, show
 from . import TensorRule, kimi_linear, llama, olmo_hybrid
 from .deepseek_v3 import check_auto_map, mla_config, mla_tensors, with_expert_groups
 from .glm4_moe_lite import sparse_layers_after
-from .kimi_linear import CALLED
+from .kimi_linear import PUBLISHED_KEYS
 from .mixtral import MAX_EXPERTS, expert_tensors, gate_limits, moe_config
 from .qwen3_5_text import FULL, LINEAR
 from .qwen3_moe import NAMES
@@ -46,7 +46,7 @@ def config(keys: Keys) -> ModelConfig:
     if any(EARLIER in str(name) for name in keys.raw.get("architectures") or ()):
         raise ConfigError(f"config.json: architectures {show(keys.raw['architectures'])} is not supported for bailing_hybrid models",
                           "its linear attention differs; Ling 2 (bailing_moe_v2) and Ling 3 run")
-    named = keys.saying(**{name: keys.raw[own] for name, own in CALLED.items() if keys.holds(own)})
+    named = keys.saying(**{name: keys.raw[own] for name, own in PUBLISHED_KEYS.items() if keys.holds(own)})
     base = Defaults(max_position_embeddings=262_144, eos=(156_895,), theta=6e6, sizes=SIZES)
     layers, heads = base.size(keys, "num_hidden_layers"), base.size(keys, "num_attention_heads")
     stated = keys.raw.get("kda_lower_bound", -5.0)
@@ -82,7 +82,7 @@ def _linear(keys: Keys, layers: int) -> tuple[int, ...]:
     if kinds is None and layers % group:
         raise ConfigError(f"config.json: num_hidden_layers {layers} is not a multiple of layer_group_size {group}, which is not supported",
                           "implementations differ on the layers after the last whole group: state them in layer_types")
-    kinds = olmo_hybrid.demand_both(kinds or tuple(LINEAR if (layer + 1) % group else FULL for layer in range(layers)))
+    kinds = olmo_hybrid.demand_both_kinds(kinds or tuple(LINEAR if (layer + 1) % group else FULL for layer in range(layers)))
     return tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
 
 

@@ -14,7 +14,7 @@ from ..config_reader import Keys
 from ..config_rope import MAX_POSITIONS
 from . import TensorRule, opt
 from .llama import with_entry_norm
-from .mpt import STEEPEST, with_alibi
+from .mpt import MAX_ALIBI_BIAS, with_alibi
 from .stablelm import bias_rule
 
 # Of training and of programs, and what other families call by these names.
@@ -43,7 +43,7 @@ def config(keys: Keys) -> ModelConfig:
 def alibi_slopes(heads: int) -> tuple[float, ...]:
     """Of each head. Where these are no power of two, those beyond the power below have every second one of the next power's."""
     power = 1 << heads.bit_length() - 1
-    every = 0.5 ** (np.arange(1, 2 * power + 1) * (STEEPEST / (2 * power)))
+    every = 0.5 ** (np.arange(1, 2 * power + 1) * (MAX_ALIBI_BIAS / (2 * power)))
     return (*every[1::2].tolist(), *every[::2][: heads - power].tolist())
 
 

@@ -22,7 +22,7 @@ from .deepseek_v4 import hyper_connection_tensors, stream_mlp, write_branch
 from .deepseek_v32 import INDEX_NORM_EPS, INDEXED, with_mlp_layer_types
 from .glm4_moe import deepseek_moe_config
 from .glm_moe_dsa import indexer_layers
-from .kimi_linear import linear_tensors
+from .kimi_linear import kda_tensors
 from .mixtral import expert_tensors
 from .qwen3_5_text import FULL, LINEAR
 from .qwen3_moe import NAMES
@@ -36,7 +36,7 @@ REFUSED_UNLESS = {
 SIZES = {"vocab_size": 154_880, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 45, "num_attention_heads": 64}
 MLA_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 256, "qk_rope_head_dim": 0, "v_head_dim": 256}
 LOWEST = -5.0  # logarithm of a decay, where a config says none
-OF_LINEAR = kimi_linear.OF_LINEAR | {"gate_lower_bound", "safe_gate"}
+OF_LINEAR = kimi_linear.LINEAR_ATTENTION_KEYS | {"gate_lower_bound", "safe_gate"}
 DENSE_FIRST = 3
 
 
@@ -111,7 +111,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     prefix, hidden = f"model.layers.{layer}.", config.hidden_size
     rules = expert_tensors(config, layer, "mlp", NAMES)
     if layer in config.recurrent_layers:
-        rules = linear_tensors(config, layer, rules, (config.recurrent.value_heads,))
+        rules = kda_tensors(config, layer, rules, (config.recurrent.value_heads,))
     else:
         rules = mla_tensors(config, layer, rules)
     if config.indexer is not None and (own := config.indexer.shape_of(layer)) is not None:

@@ -16,8 +16,8 @@ CODE = r"(configuration|modeling)_internlm2\.InternLM2\w+"  # of the published o
 # Llama's names -> those of the checkpoints; q, k and v have Llama's once they are apart.
 NAMES = {"self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj":
          "feed_forward.w2", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
-OUTER = {"embed": "model.tok_embeddings.weight", "head": "output.weight"}
-JOINT = "attention.wqkv"
+OUTER_NAMES = {"embed": "model.tok_embeddings.weight", "head": "output.weight"}
+FUSED_QKV = "attention.wqkv"
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -37,7 +37,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    return {role: TensorRule(OUTER.get(role, rule.name), rule.shape) for role, rule in llama.outer_tensors(config).items()}
+    return {role: TensorRule(OUTER_NAMES.get(role, rule.name), rule.shape) for role, rule in llama.outer_tensors(config).items()}
 
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
@@ -46,5 +46,5 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
     queries = config.num_attention_heads // groups
     rows = np.arange(groups * (queries + 2) * config.head_dim).reshape(groups, queries + 2, config.head_dim)
     parts = {"q_proj": rows[:, :queries], "k_proj": rows[:, queries], "v_proj": rows[:, queries + 1]}
-    return {f"{prefix}self_attn.{name}.{kind}": (f"{prefix}{JOINT}.{kind}", part_rows.reshape(-1))
+    return {f"{prefix}self_attn.{name}.{kind}": (f"{prefix}{FUSED_QKV}.{kind}", part_rows.reshape(-1))
             for name, part_rows in parts.items() for kind in ("weight", *(("bias",) if config.qkv_bias else ()))}

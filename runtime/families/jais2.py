@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, llama, opt, stablelm
-from .stablelm import normed
+from .stablelm import with_norm_biases
 
 LIKE = opt
 outer_tensors = stablelm.outer_tensors
@@ -22,4 +22,4 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    return normed({role: rule for role, rule in llama.layer_tensors(config, layer).items() if role not in ("gate", "gate_bias")})
+    return with_norm_biases({role: rule for role, rule in llama.layer_tensors(config, layer).items() if role not in ("gate", "gate_bias")})

@@ -22,13 +22,14 @@ KEYS_HARMLESS = frozenset({"layer_types", "layers_block_type", "layers_num_exper
                            "use_mamba_kernels", "use_mambapy"})
 REFUSED_UNLESS = {"attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 65_536, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
-NORMS = {"input_norm": "input_layernorm", "post_norm": "pre_ff_layernorm"}
+NORM_NAMES = {"input_norm": "input_layernorm", "post_norm": "pre_ff_layernorm"}
 
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=262_144, num_key_value_heads=8, bos=1, eos=(2,), sizes=SIZES)
     layers, width = (base.size(keys, name) for name in ("num_hidden_layers", "intermediate_size"))
-    attention_layers, expert_layers = _every(keys, "attn_layer", 8, 4, layers), _every(keys, "expert_layer", 2, 1, layers)
+    attention_layers = _periodic_layers(keys, "attn_layer", 8, 4, layers)
+    expert_layers = _periodic_layers(keys, "expert_layer", 2, 1, layers)
     if not attention_layers:
         raise ConfigError(f"config.json: attn_layer_offset leaves no attention layer among {layers}, which is not supported",
                           "at least one layer must have attention")
@@ -41,12 +42,12 @@ def config(keys: Keys) -> ModelConfig:
                             recurrent_layers=tuple(layer for layer in range(layers) if layer not in attention_layers))
     demand_silu(keys, config.hidden_act, "its state spaces use it too")
     shape = Mamba1Shape(keys.integer("mamba_expand", 2, high=64) * config.hidden_size, keys.integer("mamba_d_state", 16, high=4096),
-                        rank(keys, "mamba_dt_rank", config.hidden_size), keys.integer("mamba_d_conv", 4, high=64),
+                        time_step_rank(keys, "mamba_dt_rank", config.hidden_size), keys.integer("mamba_d_conv", 4, high=64),
                         keys.flag("mamba_conv_bias", True), normed=True)
     return replace(config, recurrent=shape if config.recurrent_layers else None)
 
 
-def _every(keys: Keys, name: str, period: int, offset: int, layers: int) -> tuple[int, ...]:
+def _periodic_layers(keys: Keys, name: str, period: int, offset: int, layers: int) -> tuple[int, ...]:
     """The layers that a period and an offset name. Raises ConfigError."""
     period, offset = keys.integer(f"{name}_period", period), keys.integer(f"{name}_offset", offset, low=0)
     if offset >= period:
@@ -54,7 +55,7 @@ def _every(keys: Keys, name: str, period: int, offset: int, layers: int) -> tupl
     return tuple(range(offset, layers, period))
 
 
-def rank(keys: Keys, name: str, hidden: int) -> int:
+def time_step_rank(keys: Keys, name: str, hidden: int) -> int:
     """Of how many numbers steps are made; "auto" is a sixteenth of the width. Raises ConfigError."""
     keys.holds(name)
     default = -(-hidden // 16)
@@ -70,15 +71,15 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     else:
         rules = {role: replace(rule, name=rule.name.replace(".mlp.", ".feed_forward."))
                  for role, rule in llama.layer_tensors(config, layer).items()}
-    for role, name in NORMS.items():
+    for role, name in NORM_NAMES.items():
         rules[role] = replace(rules[role], name=f"{prefix}{name}.weight")
     if layer not in config.recurrent_layers:
         return rules
-    return {role: rule for role, rule in rules.items() if expert_of(role) is not None or ".self_attn." not in rule.name} | space_tensors(
+    return {role: rule for role, rule in rules.items() if expert_of(role) is not None or ".self_attn." not in rule.name} | mamba1_tensors(
         config, f"{prefix}mamba.")
 
 
-def space_tensors(config: ModelConfig, prefix: str, norm_weights: bool = True) -> dict[str, TensorRule]:
+def mamba1_tensors(config: ModelConfig, prefix: str, norm_weights: bool = True) -> dict[str, TensorRule]:
     """Tensors of a state space by role: the first product is stored as one matrix, and so is what reads the convolution. `weighed`: norms,
     where there are some, have weights."""
     shape, hidden = config.recurrent, config.hidden_size

@@ -21,8 +21,8 @@ from .qwen3_5_text import FULL, LINEAR
 
 LIKE = deepseek_v3
 # What is called so in transformers -> what published configs call it, where they differ.
-CALLED = {"max_position_embeddings": "model_max_length", "n_group": "num_expert_group", "n_shared_experts": "num_shared_experts",
-          "norm_topk_prob": "moe_renormalize", "num_experts_per_tok": "num_experts_per_token"}
+PUBLISHED_KEYS = {"max_position_embeddings": "model_max_length", "n_group": "num_expert_group", "n_shared_experts": "num_shared_experts",
+                  "norm_topk_prob": "moe_renormalize", "num_experts_per_tok": "num_experts_per_token"}
 # Of training, and of positions that nothing has; qk_head_dim is the sum of two that are read, and use_grouped_topk what the number of
 # groups says.
 KEYS_HARMLESS = frozenset({"original_max_position_embeddings", "qk_head_dim", "rope_parameters", "rope_scaling", "rope_theta",
@@ -30,7 +30,8 @@ KEYS_HARMLESS = frozenset({"original_max_position_embeddings", "qk_head_dim", "r
 REFUSED_UNLESS = {
     "attn_res_block_size": None, "mla_use_nope": True, "mla_use_output_gate": False, "mlp_bias": False, "moe_layer_freq": 1,
     "moe_router_activation_func": "sigmoid", "num_nextn_predict_layers": 0, "routed_expert_hidden_size": None, "sliding_window": None}
-OF_LINEAR = frozenset({"full_attn_layers", "head_dim", "kda_layers", "num_heads", "short_conv_kernel_size"})  # in linear_attn_config
+# Of the section linear_attn_config.
+LINEAR_ATTENTION_KEYS = frozenset({"full_attn_layers", "head_dim", "kda_layers", "num_heads", "short_conv_kernel_size"})
 SIZES = {"vocab_size": 163_840, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27, "num_attention_heads": 32}
 MLA_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 CODE = r"(configuration|modeling)_kimi\.KimiLinear\w+"  # of the published ones, which became part of transformers
@@ -38,10 +39,10 @@ CODE = r"(configuration|modeling)_kimi\.KimiLinear\w+"  # of the published ones,
 
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
-    renamed = keys.saying(**{name: keys.raw[published] for name, published in CALLED.items() if keys.holds(published)})
+    renamed = keys.saying(**{name: keys.raw[published] for name, published in PUBLISHED_KEYS.items() if keys.holds(published)})
     base = Defaults(max_position_embeddings=1_048_576, norm_eps=1e-5, sizes=SIZES, bos=163_584, eos=(163_586,))
     layers = base.size(keys, "num_hidden_layers")
-    shape, recurrent_layers = _linear(keys, layers)
+    shape, recurrent_layers = _linear_attention(keys, layers)
     width = keys.integer("moe_intermediate_size", 1024, high=2**22)
     moe = moe_config(renamed, 256, 8, width, renamed.flag("norm_topk_prob", True), sparse_layers_after(keys, layers, 1), sigmoid=True,
                      correction_bias=True, routed_scale=keys.number("routed_scaling_factor", 2.446),
@@ -52,13 +53,13 @@ def config(keys: Keys) -> ModelConfig:
     return config
 
 
-def _linear(keys: Keys, layers: int) -> tuple[KdaShape, tuple[int, ...]]:
+def _linear_attention(keys: Keys, layers: int) -> tuple[KdaShape, tuple[int, ...]]:
     """What layers of linear attention remember, and which these are. Raises ConfigError."""
     section = dict(keys.section("linear_attn_config") or {})
     for name, value in section.items():
-        if name not in OF_LINEAR and value not in (None, False):
+        if name not in LINEAR_ATTENTION_KEYS and value not in (None, False):
             raise ConfigError(f"config.json: linear_attn_config holds {show(name)}, which is not supported",
-                              f"known: {', '.join(sorted(OF_LINEAR))}")
+                              f"known: {', '.join(sorted(LINEAR_ATTENTION_KEYS))}")
     inner = Keys(section, "config.json: linear_attn_config")
     shape = KdaShape.of(*(inner.integer(name, keys.integer(outer, default, high=high), high=high) for name, outer, default, high in (
         ("num_heads", "linear_num_heads", 32, 4096), ("head_dim", "linear_head_dim", 128, 1024),
@@ -72,7 +73,7 @@ def _linear(keys: Keys, layers: int) -> tuple[KdaShape, tuple[int, ...]]:
         kinds = tuple(FULL if layer in full else LINEAR for layer in range(1, layers + 1))
     elif kinds is None:
         kinds = tuple(FULL if layer and layer % 4 == 0 else LINEAR for layer in range(layers))
-    return shape, tuple(layer for layer, kind in enumerate(olmo_hybrid.demand_both(kinds)) if kind == LINEAR)
+    return shape, tuple(layer for layer, kind in enumerate(olmo_hybrid.demand_both_kinds(kinds)) if kind == LINEAR)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -86,10 +87,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
             rules[role] = replace(rules[role], also=(rules[role].name.replace(".mlp.", ".block_sparse_moe."),))
     if layer not in config.recurrent_layers:
         return mla_tensors(config, layer, rules)
-    return linear_tensors(config, layer, rules, (1, 1, config.recurrent.value_heads, 1))
+    return kda_tensors(config, layer, rules, (1, 1, config.recurrent.value_heads, 1))
 
 
-def linear_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRule], decay: tuple[int, ...]) -> dict[str, TensorRule]:
+def kda_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRule], decay: tuple[int, ...]) -> dict[str, TensorRule]:
     """Tensors of one layer by role: those of linear attention in the place of attention's. `decay`: the shape of its decays."""
     prefix, shape, hidden = f"model.layers.{layer}.", config.recurrent, config.hidden_size
     rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}

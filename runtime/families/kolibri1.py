@@ -17,14 +17,14 @@ from .qwen3_moe import NAMES
 KEYS_HARMLESS = frozenset({"head_dtype"})  # of programs
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": True}
 SIZES = {"vocab_size": 128_000, "hidden_size": 2560, "num_hidden_layers": 50, "num_attention_heads": 48}
-EVERY = 5  # layers, of which the last sees all, where nothing lists them
+FULL_ATTENTION_INTERVAL = 5  # layers, of which the last sees all, where nothing lists them
 
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=262_144, num_key_value_heads=4, head_dim=128, sizes=SIZES)
     layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 513)
-    windows = layer_windows(keys, window, [LOCAL if (layer + 1) % EVERY else GLOBAL for layer in range(layers)])
+    windows = layer_windows(keys, window, [LOCAL if (layer + 1) % FULL_ATTENTION_INTERVAL else GLOBAL for layer in range(layers)])
 
     moe = moe_config(keys, 384, 6, keys.integer("moe_intermediate_size", 512, high=2**22), keys.flag("norm_topk_prob", False),
                      range(layers), sigmoid=True, correction_bias=True, correction_on_logits=True, parallel_to_mlp=True)

@@ -24,8 +24,8 @@ SIZES = {"vocab_size": 100_352, "hidden_size": 2048, "intermediate_size": 8192, 
 ROPES = {GLOBAL: {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
          LOCAL: {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}}
 CODE = r"(configuration|modeling)_laguna\.Laguna\w+"  # of the published ones, which became part of transformers
-WHOLE, EACH = "per-head", "per-element"
-PUBLISHED = "mlp.experts.e_score_correction_bias"  # where the correction lies there
+PER_HEAD, PER_ELEMENT = "per-head", "per-element"
+CORRECTION_NAME = "mlp.experts.e_score_correction_bias"  # where the correction lies there
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -48,24 +48,24 @@ def config(keys: Keys) -> ModelConfig:
                      routed_scale=keys.number("moe_routed_scaling_factor", 1.0),
                      shared_expert_dim=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
     config = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, output_gate=True,
-                            output_gate_softplus=True, output_gate_per_head=_gates(keys, layers) == WHOLE, moe=moe)
-    return replace(config, layer_query_heads=queries_by_layer(keys, config, "num_attention_heads_per_layer"))
+                            output_gate_softplus=True, output_gate_per_head=_gating(keys, layers) == PER_HEAD, moe=moe)
+    return replace(config, layer_query_heads=query_heads_by_layer(keys, config, "num_attention_heads_per_layer"))
 
 
-def _gates(keys: Keys, layers: int) -> str:
+def _gating(keys: Keys, layers: int) -> str:
     """Whether a head has one gate or each of its channels. Raises ConfigError."""
     keys.knows("gating", "gating_types")
     stated, by_layer = keys.raw.get("gating"), keys.raw.get("gating_types")
-    kind = WHOLE if stated in (None, True) else stated
-    if kind not in (WHOLE, EACH):
-        raise ConfigError(f"config.json: gating is {show(stated)}, which is not supported", f"known: true, {WHOLE}, {EACH}")
+    kind = PER_HEAD if stated in (None, True) else stated
+    if kind not in (PER_HEAD, PER_ELEMENT):
+        raise ConfigError(f"config.json: gating is {show(stated)}, which is not supported", f"known: true, {PER_HEAD}, {PER_ELEMENT}")
     if by_layer is not None and by_layer != [kind] * layers and by_layer != [kind.replace("-", "_")] * layers:
         raise ConfigError(f"config.json: gating_types is {show(by_layer)}, which is not {kind} for each of {layers} layers",
                           "all layers must have the same gating")
     return kind
 
 
-def queries_by_layer(keys: Keys, config: ModelConfig, name: str) -> tuple[int, ...]:
+def query_heads_by_layer(keys: Keys, config: ModelConfig, name: str) -> tuple[int, ...]:
     """How many query heads each layer has, where they differ: as a list says. Raises ConfigError."""
     keys.knows(name)
     stated, layers = keys.raw.get(name), config.num_hidden_layers
@@ -85,6 +85,6 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     gates = config.query_heads_of(layer) * (1 if config.output_gate_per_head else config.head_dim)
     rules["attn_gate"] = TensorRule(f"{prefix}self_attn.g_proj.weight", (gates, config.hidden_size))
     if "correction" in rules:
-        rules["correction"] = replace(rules["correction"], name=prefix + PUBLISHED, also=(rules["correction"].name,))
+        rules["correction"] = replace(rules["correction"], name=prefix + CORRECTION_NAME, also=(rules["correction"].name,))
     return {role: replace(rule, also=(rule.name.replace(".shared_expert.", ".shared_experts."),)) if role.startswith("shared.") else rule
             for role, rule in rules.items()}

@@ -20,7 +20,7 @@ KEYS_HARMLESS = frozenset({"block_mlp_init_scale", "block_norm_eps", "block_out_
 REFUSED_UNLESS = {"attention_bias": False, "block_use_swiglu": True, "conv_bias": False, "mlp_bias": False, "sliding_window": None,
                   "use_pos_enc": True}
 CONV, FULL = "conv", "full_attention"
-WIDTHS = {"block_dim": "hidden_size", "conv_dim": "hidden_size", "conv_dim_out": "hidden_size", "num_heads": "num_attention_heads"}
+EQUAL_SIZES = {"block_dim": "hidden_size", "conv_dim": "hidden_size", "conv_dim_out": "hidden_size", "num_heads": "num_attention_heads"}
 SIZES = {"vocab_size": 65_536, "hidden_size": 2560, "intermediate_size": 12_288, "block_ff_dim": 12_288, "num_hidden_layers": 32,
          "num_attention_heads": 32}
 NAMES = {"self_attn.o_proj": "self_attn.out_proj", "self_attn.q_norm": "self_attn.q_layernorm", "self_attn.k_norm": "self_attn.k_layernorm",
@@ -31,7 +31,7 @@ NAMES = {"self_attn.o_proj": "self_attn.out_proj", "self_attn.q_norm": "self_att
 def config(keys: Keys) -> ModelConfig:
     keys.knows("block_ffn_dim_multiplier", "block_multiple_of", "intermediate_size")
     width_key = "intermediate_size" if keys.integer("block_ff_dim", None, high=2**22) is None else "block_ff_dim"
-    config = conv_config(keys, replace(USUAL, ffn_key=width_key, sizes=SIZES), reads_full_attn_idxs=True)
+    config = conv_config(keys, replace(DEFAULTS, ffn_key=width_key, sizes=SIZES), reads_full_attn_idxs=True)
     if not keys.flag("block_auto_adjust_ff_dim", True):
         return config
     width, multiple = int(2 * config.intermediate_size / 3), keys.integer("block_multiple_of", 256, high=2**22)
@@ -42,8 +42,8 @@ def config(keys: Keys) -> ModelConfig:
     return replace(config, intermediate_size=width)
 
 
-USUAL = Defaults(max_position_embeddings=128_000, num_key_value_heads=8, bos=1, eos=(2,), eps_key="norm_eps", norm_eps=1e-5, tied=True,
-                 theta=1e6)
+DEFAULTS = Defaults(max_position_embeddings=128_000, num_key_value_heads=8, bos=1, eos=(2,), eps_key="norm_eps", norm_eps=1e-5, tied=True,
+                    theta=1e6)
 
 
 def conv_config(keys: Keys, base: Defaults, reads_full_attn_idxs: bool, **features: object) -> ModelConfig:
@@ -58,7 +58,7 @@ def conv_config(keys: Keys, base: Defaults, reads_full_attn_idxs: bool, **featur
     config = decoder_config(keys, base, rotary_layers=[kind == FULL for kind in kinds], qk_norm=True,
                             recurrent_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == CONV), **features)
     demand_silu(keys, config.hidden_act)
-    for name, field in WIDTHS.items():
+    for name, field in EQUAL_SIZES.items():
         if keys.integer(name, getattr(config, field)) != getattr(config, field):
             raise ConfigError(f"config.json: {name} is {keys.raw[name]} and {field} {getattr(config, field)}, which should be the same",
                               "no published model of this family has two widths")
@@ -75,7 +75,7 @@ def conv_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRule
                  names: Mapping[str, str] = NAMES) -> dict[str, TensorRule]:
     """Tensors of one layer by role, under a family's `names`: those of a convolution in the place of attention's where it has that."""
     prefix, hidden = f"model.layers.{layer}.", config.hidden_size
-    renamed = {role: replace(rule, name=_named(rule.name, names)) for role, rule in rules.items()
+    renamed = {role: replace(rule, name=_renamed(rule.name, names)) for role, rule in rules.items()
                if layer not in config.recurrent_layers or ".self_attn." not in rule.name}
     if layer in config.recurrent_layers:
         renamed |= {"state_in": TensorRule(f"{prefix}conv.in_proj.weight", (3 * hidden, hidden)),
@@ -84,7 +84,7 @@ def conv_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRule
     return renamed
 
 
-def _named(name: str, names: Mapping[str, str]) -> str:
+def _renamed(name: str, names: Mapping[str, str]) -> str:
     for llama_name, stored_name in names.items():
         name = name.replace(f".{llama_name}.", f".{stored_name}.")
     return name

@@ -22,7 +22,7 @@ def config(keys: Keys) -> ModelConfig:
     moe = moe_config(keys, 32, 4, keys.integer("moe_intermediate_size", 1792, high=2**22), keys.flag("norm_topk_prob", True),
                      range(keys.integer("num_dense_layers", 2, low=0, high=MAX_LAYERS), layers), sigmoid=True,
                      routed_scale=keys.number("routed_scaling_factor", 1.0), correction_bias=keys.flag("use_expert_bias", True))
-    return conv_config(keys, replace(lfm2.USUAL, sizes=SIZES), reads_full_attn_idxs=False, moe=moe)
+    return conv_config(keys, replace(lfm2.DEFAULTS, sizes=SIZES), reads_full_attn_idxs=False, moe=moe)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -22,8 +22,8 @@ KEYS_HARMLESS = frozenset({"attn_scale", "cache_implementation", "for_llm_compre
                            "router_jitter_noise", "sliding_window"})
 REFUSED_UNLESS = {"mlp_bias": False, "query_pre_attn_scalar": 256}  # the latter stated and not read
 SIZES = {"vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48, "num_attention_heads": 40}
-KINDS = ("chunked_attention", "full_attention")
-LENGTH = 8192  # of a chunk, and from which on queries grow
+LAYER_TYPES = ("chunked_attention", "full_attention")
+CHUNK_SIZE = 8192  # of a chunk, and from which on queries grow
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -33,16 +33,16 @@ def config(keys: Keys) -> ModelConfig:
     listed = keys.raw.get("no_rope_layers")
     if isinstance(listed, list):  # the published ones without experts list more layers than they have
         listed = listed[:layers] or None
-    rotated, sparse = rotated_layers(keys.saying(num_hidden_layers=layers, no_rope_layers=listed)), _sparse(keys, layers)
+    rotated, sparse = rotated_layers(keys.saying(num_hidden_layers=layers, no_rope_layers=listed)), _sparse_layers(keys, layers)
     keys.knows("num_experts_per_tok", "num_local_experts")
     moe = None
     if sparse:
         moe = moe_config(keys, 16, 1, width, False, sparse, "num_local_experts", sigmoid=True, weights_scale_inputs=True,
                          shared_expert_dim=width)
     dense = keys.integer("intermediate_size_mlp", 16_384, high=2**22)
-    keys.kinds("layer_types", layers, KINDS)
+    keys.kinds("layer_types", layers, LAYER_TYPES)
 
-    max_tokens, limiting_key = _most_tokens(keys)
+    max_tokens, limiting_key = _max_supported_tokens(keys)
     sizes = () if len(sparse) == layers else tuple(width if layer in sparse else dense for layer in range(layers))
     config = decoder_config(keys, base, rotary_layers=rotated, qkv_bias=bias, o_bias=bias, moe=moe, max_supported_tokens=max_tokens,
                             qk_norm_unweighted=keys.flag("use_qk_norm", True), layer_intermediate_sizes=sizes)
@@ -53,7 +53,7 @@ def config(keys: Keys) -> ModelConfig:
     return replace(config, warnings=(*config.warnings, warning))
 
 
-def _sparse(keys: Keys, layers: int) -> frozenset[int]:
+def _sparse_layers(keys: Keys, layers: int) -> frozenset[int]:
     """The layers with experts; none where the config states a step of 0, or no experts."""
     step = keys.integer("interleave_moe_layer_step", 1, low=0, high=MAX_LAYERS)
     listed = keys.layers("moe_layers", layers) if keys.holds("moe_layers") and keys.raw["moe_layers"] is not None else None
@@ -64,10 +64,10 @@ def _sparse(keys: Keys, layers: int) -> frozenset[int]:
     return listed
 
 
-def _most_tokens(keys: Keys) -> tuple[int | None, str]:
+def _max_supported_tokens(keys: Keys) -> tuple[int | None, str]:
     """How long a text may be of which every token sees all before it, and by which key."""
-    chunk = keys.integer("attention_chunk_size", None if keys.holds("attention_chunk_size") else LENGTH, high=2**27)
-    scaled_from = keys.integer("floor_scale", LENGTH, high=2**27) - 1  # of a text of so many tokens the last one's query would grow
+    chunk = keys.integer("attention_chunk_size", None if keys.holds("attention_chunk_size") else CHUNK_SIZE, high=2**27)
+    scaled_from = keys.integer("floor_scale", CHUNK_SIZE, high=2**27) - 1  # of a text of so many tokens the last one's query would grow
     is_unscaled = keys.holds("attn_temperature_tuning") and not keys.raw["attn_temperature_tuning"]  # a flag, in early configs a number
     limits = [(limit, key) for limit, key in ((chunk, "attention_chunk_size"), (None if is_unscaled else scaled_from, "floor_scale"))
               if limit is not None]

@@ -37,7 +37,7 @@ def config(keys: Keys) -> ModelConfig:
                        high=MAX_SIZES["intermediate_size"])
     resolved = keys.saying(num_hidden_layers=2 * pairs, intermediate_size=ffn)
     base = Defaults(max_position_embeddings=131_072, sizes=SIZES, bos=1, eos=(2,), norm_eps=1e-5, theta=1e7)
-    config = mla_config(resolved, base, MLA_DIMS, QUERY_RANK, True, moe=_mixture(keys, pairs), residual_streams=STREAMS)
+    config = mla_config(resolved, base, MLA_DIMS, QUERY_RANK, True, moe=_moe_config(keys, pairs), residual_streams=STREAMS)
     mla, hidden = config.mla, config.hidden_size
     if (stated := keys.integer("qk_head_dim", mla.query)) != mla.query:
         raise ConfigError(f"config.json: qk_head_dim = {stated} is not supported for longcat_flash models",
@@ -48,7 +48,7 @@ def config(keys: Keys) -> ModelConfig:
     return replace(config, multipliers=(("q_a_norm", (hidden / mla.query_rank) ** 0.5), ("kv_a_norm", (hidden / mla.rank) ** 0.5)))
 
 
-def _mixture(keys: Keys, pairs: int) -> MoEConfig:
+def _moe_config(keys: Keys, pairs: int) -> MoEConfig:
     """The experts of every second layer, the first of a pair. Raises ConfigError."""
     experts = keys.integer("n_routed_experts", 512, high=MAX_EXPERTS)
     zero_experts = keys.integer("zero_expert_num", 256, low=0, high=MAX_EXPERTS)

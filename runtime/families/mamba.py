@@ -12,7 +12,7 @@ from ..config import Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import Keys
 from ..layer import Layer, narrowing
 from . import TensorRule
-from .jamba import rank, space_tensors
+from .jamba import mamba1_tensors, time_step_rank
 from .llama import recurrent_mixer
 
 # Of training, of programs, of what is said twice, and of attention, which nothing has.
@@ -22,14 +22,14 @@ KEYS_HARMLESS = frozenset({
     "time_step_floor", "time_step_init_scheme", "time_step_max", "time_step_min", "time_step_scale", "use_associative_scan", "use_mambapy"})
 REFUSED_UNLESS = {"rms_norm": True, "sliding_window": None, "use_bias": False}
 SIZES = {"vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32}
-ABSENT = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "intermediate_size": 1}  # what no layer has
+PLACEHOLDER_SIZES = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "intermediate_size": 1}  # what no layer has
 
 
 def config(keys: Keys) -> ModelConfig:
-    return spaces_config(keys, None)
+    return mamba1_config(keys, None)
 
 
-def spaces_config(keys: Keys, norm_eps: float | None) -> ModelConfig:
+def mamba1_config(keys: Keys, norm_eps: float | None) -> ModelConfig:
     """What a config of state spaces alone says; `norm_eps`: of the norms of what steps, B and C are made of, None for none.
 
     How long a text may be it does not say: a state is as large behind any.
@@ -37,10 +37,9 @@ def spaces_config(keys: Keys, norm_eps: float | None) -> ModelConfig:
     base = Defaults(max_position_embeddings=1 << 20, bos=0, eos=(0,), eps_key="layer_norm_epsilon", norm_eps=1e-5, tied=True, sizes=SIZES)
     hidden, layers = (base.size(keys, name) for name in ("hidden_size", "num_hidden_layers"))
     width = keys.integer("intermediate_size", keys.integer("expand", 2, high=64) * hidden, high=2**22)
-    shape = Mamba1Shape(width, keys.integer("state_size", 16, high=4096),
-                        rank(keys, "time_step_rank", hidden), keys.integer("conv_kernel", 4, high=64), keys.flag("use_conv_bias", True),
-                        norm_eps is not None)
-    config = decoder_config(keys.saying(**ABSENT), base, lambda *_: (None,) * layers, recurrent=shape,
+    shape = Mamba1Shape(width, keys.integer("state_size", 16, high=4096), time_step_rank(keys, "time_step_rank", hidden),
+                        keys.integer("conv_kernel", 4, high=64), keys.flag("use_conv_bias", True), norm_eps is not None)
+    config = decoder_config(keys.saying(**PLACEHOLDER_SIZES), base, lambda *_: (None,) * layers, recurrent=shape,
                             recurrent_layers=tuple(range(layers)), layers_without_mlp=tuple(range(layers)))
     demand_silu(keys, config.hidden_act)
     return replace(config, recurrent_norm_eps=norm_eps)
@@ -49,7 +48,7 @@ def spaces_config(keys: Keys, norm_eps: float | None) -> ModelConfig:
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     prefix = f"model.layers.{layer}."
     norm = {"input_norm": TensorRule(f"{prefix}norm.weight", (config.hidden_size,))}
-    return norm | space_tensors(config, f"{prefix}mixer.", norm_weights=False)
+    return norm | mamba1_tensors(config, f"{prefix}mixer.", norm_weights=False)
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:

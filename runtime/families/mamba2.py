@@ -7,7 +7,7 @@ from ..config import Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import ConfigError, Keys
 from . import TensorRule, mamba
 from .granitemoehybrid import check_steps, mamba_tensors
-from .mamba import ABSENT
+from .mamba import PLACEHOLDER_SIZES
 
 LIKE = mamba
 KEYS_HARMLESS = mamba.KEYS_HARMLESS | {"chunk_size", "norm_before_gate", "time_step_rank"}
@@ -28,7 +28,7 @@ def config(keys: Keys) -> ModelConfig:
     if shape.heads % shape.groups:
         raise ConfigError(f"config.json: num_heads {shape.heads} is not a multiple of n_groups {shape.groups}")
     check_steps(keys)
-    config = decoder_config(keys.saying(**ABSENT), base, lambda *_: (None,) * layers, recurrent=shape,
+    config = decoder_config(keys.saying(**PLACEHOLDER_SIZES), base, lambda *_: (None,) * layers, recurrent=shape,
                             recurrent_layers=tuple(range(layers)), layers_without_mlp=tuple(range(layers)))
     demand_silu(keys, config.hidden_act)
     return config

@@ -25,26 +25,27 @@ REFUSED_UNLESS = {
     "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 SIZES = {"vocab_size": 152_576, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 48, "num_attention_heads": 64}
 CODE = r"(configuration|modeling)_mimo_v2_flash\.MiMoV2Flash\w+"  # of the published one, which became part of transformers
-TURNED, THETAS, EVERY = 0.334, {GLOBAL: 5e6, LOCAL: 10_000.0}, 6
-# What layers with a window have, of what others have: how many times as many, or as wide.
-MAX_DECODE_TOKENS = {"swa_num_attention_heads": ("num_attention_heads", 1), "swa_num_key_value_heads": ("num_key_value_heads", 2),
-            "swa_head_dim": ("head_dim", 1), "swa_v_head_dim": ("v_head_dim", 1)}
-USUAL = {"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128}
-EPS, SCALE, WINDOW = 1e-5, 0.707, 129
+ROTATED_SHARE, THETAS, FULL_ATTENTION_INTERVAL = 0.334, {GLOBAL: 5e6, LOCAL: 10_000.0}, 6
+# A size of layers with a window -> that of the other layers, and how many times that it must be.
+SWA_RATIOS = {"swa_num_attention_heads": ("num_attention_heads", 1), "swa_num_key_value_heads": ("num_key_value_heads", 2),
+              "swa_head_dim": ("head_dim", 1), "swa_v_head_dim": ("v_head_dim", 1)}
+DEFAULT_SIZES = {"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128}
+EPS, VALUE_SCALE, WINDOW = 1e-5, 0.707, 129
 
 
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, head_dim=192, bos=1, norm_eps=EPS, sizes=SIZES)
-    for name, (full_key, ratio) in MAX_DECODE_TOKENS.items():
-        if (stated := keys.integer(name, None)) not in (None, ratio * keys.integer(full_key, USUAL[full_key])):
-            raise ConfigError(f"config.json: {name} {stated} is not supported with {full_key} {keys.integer(full_key, USUAL[full_key])}",
+    for name, (full_key, ratio) in SWA_RATIOS.items():
+        full_size = keys.integer(full_key, DEFAULT_SIZES[full_key])
+        if (stated := keys.integer(name, None)) not in (None, ratio * full_size):
+            raise ConfigError(f"config.json: {name} {stated} is not supported with {full_key} {full_size}",
                               f"published models of this family have {ratio} times as many in layers with a window")
     layers, kv_heads = base.size(keys, "num_hidden_layers"), keys.integer("num_key_value_heads", 4, high=2048)
     window_without_self = keys.integer("sliding_window_size", None)  # does not count the token that looks
     window = keys.integer("sliding_window", WINDOW) if window_without_self is None else window_without_self + 1
     keys.integer("sliding_window", None)
-    default_kinds = [GLOBAL if layer == 0 or (layer + 1) % EVERY == 0 else LOCAL for layer in range(layers)]
+    default_kinds = [GLOBAL if layer == 0 or (layer + 1) % FULL_ATTENTION_INTERVAL == 0 else LOCAL for layer in range(layers)]
     windowed, sparse = keys.switches("hybrid_layer_pattern", layers), keys.switches("moe_layer_freq", layers)
     if keys.words("layer_types", layers) is None and windowed is not None:
         default_kinds = [LOCAL if each else GLOBAL for each in windowed]
@@ -54,7 +55,7 @@ def config(keys: Keys) -> ModelConfig:
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         by_kind = {kind: rope_from_section(Keys(section, f"config.json: rotary positions of {kind}"), head_dim, positions, THETAS[kind],
                                            partial=True)
-                   for kind, section in _sections(keys).items()}
+                   for kind, section in _rope_sections(keys).items()}
         return tuple(by_kind[kind] for kind in kinds)
 
     moe_keys = keys if sparse is None or keys.holds("mlp_layer_types") else keys.saying(
@@ -65,7 +66,7 @@ def config(keys: Keys) -> ModelConfig:
     resolved = keys.saying(rms_norm_eps=keys.number("rms_norm_eps", keys.number("layernorm_epsilon", EPS)))
     config = decoder_config(resolved, base, ropes, windows=windows, qkv_bias=keys.flag("attention_bias", False),
                             moe=with_expert_groups(keys, moe, 1, 1))
-    v_head_dim, value_scale = keys.integer("v_head_dim", 128, high=1024), keys.number("attention_value_scale", SCALE)
+    v_head_dim, value_scale = keys.integer("v_head_dim", 128, high=1024), keys.number("attention_value_scale", VALUE_SCALE)
     if v_head_dim > config.head_dim or v_head_dim % 2:
         raise ConfigError(f"config.json: v_head_dim {show(v_head_dim)} is not supported with a head_dim of {config.head_dim}",
                           "values of this family are no wider than keys")
@@ -74,9 +75,9 @@ def config(keys: Keys) -> ModelConfig:
                    layer_kv_heads=layer_kv_heads)
 
 
-def _sections(keys: Keys) -> dict[str, dict[str, object]]:
+def _rope_sections(keys: Keys) -> dict[str, dict[str, object]]:
     """Rotary positions by kind of layer. The published config has two bases beside one another, and one share of a head that turns."""
-    rotated_share = keys.number("partial_rotary_factor", TURNED)
+    rotated_share = keys.number("partial_rotary_factor", ROTATED_SHARE)
     thetas = {GLOBAL: keys.number("rope_theta", THETAS[GLOBAL], above=1.0),
               LOCAL: keys.number("swa_rope_theta", THETAS[LOCAL], above=1.0)}
     stated = keys.section("rope_parameters") or {}
@@ -86,7 +87,7 @@ def _sections(keys: Keys) -> dict[str, dict[str, object]]:
     defaults = {kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotated_share}
                 for kind, theta in thetas.items()}
     sections = Keys(stated, "config.json: rope_parameters")
-    return {kind: {"partial_rotary_factor": TURNED, **(sections.section(kind) or default)} for kind, default in defaults.items()}
+    return {kind: {"partial_rotary_factor": ROTATED_SHARE, **(sections.section(kind) or default)} for kind, default in defaults.items()}
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

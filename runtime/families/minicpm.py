@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from .deepseek_v3 import check_auto_map
-from .minicpm3 import scaled
+from .minicpm3 import mup_multipliers
 
 KEYS_HARMLESS = frozenset({"mup_denominator"})  # of training
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "num_experts": 0, "sliding_window": None}
@@ -23,7 +23,7 @@ def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,), tied=True, sizes=SIZES)
     bias = keys.flag("attention_bias", False)
-    config = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, **scaled(keys, base, 1.0, 1.0, 1))
+    config = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, **mup_multipliers(keys, base, 1.0, 1.0, 1))
     if keys.section("sparse_config") is None:
         return config
     warning = "config.json: sparse_config describes sparse attention over long texts: effllm uses full attention"

@@ -14,7 +14,7 @@ KEYS_HARMLESS = frozenset({"qk_head_dim"})  # a sum of two that are read
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 73_448, "hidden_size": 2560, "intermediate_size": 6400, "num_hidden_layers": 62, "num_attention_heads": 40}
 CODE = r"(configuration|modeling)_minicpm(3)?\.MiniCPM3\w+"  # of the published ones, which became part of transformers
-RANK = 768
+QUERY_RANK = 768
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -22,10 +22,10 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=32_768, sizes=SIZES, bos=1, eos=(2,), tied=True, norm_eps=1e-5)
     v_head_dim = base.size(keys, "hidden_size") // base.size(keys, "num_attention_heads")
     widths = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": v_head_dim}
-    return mla_config(keys, base, widths, RANK, False, **scaled(keys, base, 12.0, 1.4, 256))
+    return mla_config(keys, base, widths, QUERY_RANK, False, **mup_multipliers(keys, base, 12.0, 1.4, 256))
 
 
-def scaled(keys: Keys, base: Defaults, embedding: float, depth: float, width: int) -> dict[str, float]:
+def mup_multipliers(keys: Keys, base: Defaults, embedding: float, depth: float, width: int) -> dict[str, float]:
     """The multipliers of a MiniCPM, with the family's defaults; a null takes the latter two away."""
     layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
     depth = keys.number("scale_depth", None if keys.holds("scale_depth") else depth)

@@ -20,31 +20,31 @@ from ..layer import Layer, last_of, narrowing
 from . import TensorRule
 from .deepseek_v3 import check_auto_map
 from .mixtral import NAMES, expert_tensors, moe_config
-from .olmo_hybrid import FULL, LINEAR, demand_both
+from .olmo_hybrid import FULL, LINEAR, demand_both_kinds
 
 if TYPE_CHECKING:
     from ..block_ops import BlockOps
 
 # What is kept of the stream and what of a branch is added, by kind of branch: transformers' names, and those of the published models.
-SHARES = {"full": "full_attention", "linear": "linear_attention", "mlp": "mlp"}
-SPELLED = {(kind, part): (f"{kind}_attn_{part}_factor" if kind != "mlp" else f"mlp_{part}_factor", f"layernorm_{place}_{part}")
-           for kind, place in SHARES.items() for part in ("alpha", "beta")}
+BRANCHES = {"full": "full_attention", "linear": "linear_attention", "mlp": "mlp"}
+FACTOR_KEYS = {(kind, part): (f"{kind}_attn_{part}_factor" if kind != "mlp" else f"mlp_{part}_factor", f"layernorm_{place}_{part}")
+               for kind, place in BRANCHES.items() for part in ("alpha", "beta")}
 # `block_size` is how transformers cuts a prompt; the rest is of training.
 KEYS_HARMLESS = frozenset({"block_size", "router_jitter_noise", "shared_moe_mode"})
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "postnorm": True, "shared_intermediate_size": 0, "sliding_window": None}
 SIZES = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
 CODE = r"(configuration|modeling)_minimax_(text_01\.MiniMaxText01|m1\.MiniMaxM1)\w+"  # of the published ones
 THETA, STATE_EPS = 1e6, 1e-6
-JOINT, OWN = "self_attn.qkv_proj.weight", "self_attn.vkq_proj.weight"
-KEPT = {FULL: "kept.full", LINEAR: "kept.linear"}  # what multiplies the stream once a branch is added, as factors have it
-KEPT_MLP = "kept.mlp"
+STORED_QKV, REORDERED_QKV = "self_attn.qkv_proj.weight", "self_attn.vkq_proj.weight"
+RESIDUAL_FACTORS = {FULL: "kept.full", LINEAR: "kept.linear"}  # what multiplies the stream once a branch is added, as factors have it
+MLP_RESIDUAL_FACTOR = "kept.mlp"
 
 
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,), norm_eps=1e-5, sizes=SIZES)
     layers = base.size(keys, "num_hidden_layers")
-    kinds = _kinds(keys, layers)
+    kinds = _layer_types(keys, layers)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
         # The published models turn as many channels as rotary_dim says, whatever transformers does.
@@ -52,9 +52,10 @@ def config(keys: Keys) -> ModelConfig:
         rope = rope_config(keys, head_dim, positions, THETA, partial=True, share=share)
         return tuple(rope if kind == FULL else None for kind in kinds)
 
-    factors = {kind: tuple(_share(keys, kind, part) for part in ("alpha", "beta")) for kind in SHARES}
+    factors = {kind: tuple(_deepnorm_factor(keys, kind, part) for part in ("alpha", "beta")) for kind in BRANCHES}
     branch_factors = {kind: beta / alpha for kind, (alpha, beta) in factors.items()}
-    residual_factors = {KEPT[FULL]: factors["full"][0], KEPT[LINEAR]: factors["linear"][0], KEPT_MLP: factors["mlp"][0]}
+    residual_factors = {RESIDUAL_FACTORS[FULL]: factors["full"][0], RESIDUAL_FACTORS[LINEAR]: factors["linear"][0],
+                        MLP_RESIDUAL_FACTOR: factors["mlp"][0]}
     heads = base.size(keys, "num_attention_heads")
     head_dim = keys.integer("head_dim", base.size(keys, "hidden_size") // heads, high=1024)
     moe = moe_config(keys, 8, 2, base.size(keys, "intermediate_size"), True, range(layers), routed_scale=branch_factors["mlp"])
@@ -66,23 +67,23 @@ def config(keys: Keys) -> ModelConfig:
     return config
 
 
-def _share(keys: Keys, kind: str, part: str) -> float:
+def _deepnorm_factor(keys: Keys, kind: str, part: str) -> float:
     """One of DeepNorm's numbers under either of its names."""
-    name, published_name = SPELLED[kind, part]
+    name, published_name = FACTOR_KEYS[kind, part]
     factor, published_factor = keys.number(name, 1.0), keys.number(published_name, 1.0)
     if 1.0 not in (factor, published_factor) and factor != published_factor:
         raise ConfigError(f"config.json: {name} is {factor} and {published_name} {published_factor}, which should be the same")
     return published_factor if factor == 1.0 else factor
 
 
-def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
+def _layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
     """FULL or LINEAR, by layer: as layer_types says, or attn_type_list, whose zeros are linear attention."""
     switches = keys.switches("attn_type_list", layers)
     stated = keys.words("layer_types", layers)
     listed = None if switches is None else tuple(FULL if each else LINEAR for each in switches)
     if None not in (stated, listed) and tuple(stated) != listed:
         raise ConfigError("config.json: layer_types and attn_type_list disagree on which layers have attention", "one of the two is wrong")
-    return demand_both(stated or listed or tuple(LINEAR if layer % 2 else FULL for layer in range(layers)))
+    return demand_both_kinds(stated or listed or tuple(LINEAR if layer % 2 else FULL for layer in range(layers)))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -93,7 +94,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         return rules
     hidden = config.hidden_size
     rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
-    return rules | {"state_in": TensorRule(prefix + OWN, (shape.channels, hidden)),
+    return rules | {"state_in": TensorRule(prefix + REORDERED_QKV, (shape.channels, hidden)),
                     "state_gate": TensorRule(f"{prefix}self_attn.output_gate.weight", (shape.values, hidden)),
                     "state_norm": TensorRule(f"{prefix}self_attn.norm.weight", (shape.values,)),
                     "state_out": TensorRule(f"{prefix}self_attn.out_proj.weight", (hidden, shape.values))}
@@ -106,7 +107,7 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
         return {}
     heads, depth, prefix = config.recurrent.heads, config.recurrent.head_dim, f"model.layers.{layer}."
     rows = np.arange(heads * 3 * depth).reshape(heads, 3, depth)
-    return {prefix + OWN: (prefix + JOINT, np.concatenate([rows[:, part].reshape(-1) for part in (2, 1, 0)]))}
+    return {prefix + REORDERED_QKV: (prefix + STORED_QKV, np.concatenate([rows[:, part].reshape(-1) for part in (2, 1, 0)]))}
 
 
 @narrowing
@@ -127,14 +128,14 @@ def block(x: object, at: Layer) -> object:
         attended = kv.attend(q, k, v)
         at.tap("attn_out", attended)
         x = ops.linear_add(attended, w.o, last_of(x, len(attended)), None, config.multiplier("o"))
-    x = _kept(ops, x, config.multiplier(KEPT[FULL if w.recurrent is None else LINEAR]))
+    x = _scaled(ops, x, config.multiplier(RESIDUAL_FACTORS[FULL if w.recurrent is None else LINEAR]))
     x = ops.norm_stream(x, w.middle_norm)
     at.tap("mlp_in", x)
     x = ops.moe(x, w.post_norm, w.router, w.experts, config.moe.routing, config.hidden_act, at.see("visits"))
-    x = _kept(ops, x, config.multiplier(KEPT_MLP))
+    x = _scaled(ops, x, config.multiplier(MLP_RESIDUAL_FACTOR))
     at.tap("block_out", x)
     return x
 
 
-def _kept(ops: BlockOps, x: object, factor: float) -> object:
+def _scaled(ops: BlockOps, x: object, factor: float) -> object:
     return x if factor == 1.0 else ops.scale_in_place(x, factor)

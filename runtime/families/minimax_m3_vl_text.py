@@ -26,12 +26,12 @@ REFUSED_UNLESS = {
     "use_qk_norm": True, "use_routing_bias": True}
 NAMES = qwen3_moe.NAMES  # of an expert that is stored by itself, once a store has its parts
 SIZES = {"vocab_size": 200_064, "hidden_size": 6144, "intermediate_size": 3072, "num_hidden_layers": 60, "num_attention_heads": 64}
-THETA, FULL, CHOSEN = 5e6, "full_attention", "minimax_m3_sparse"
+THETA, FULL, SPARSE_ATTENTION = 5e6, "full_attention", "minimax_m3_sparse"
 # Of a section: keys by the names that they have beside it, and the values of those that change nothing.
-SECTION = {"index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim", "index_block_size": "sparse_block_size",
-           "index_topk_blocks": "sparse_topk_blocks", "index_local_blocks": "sparse_local_block"}
-ALONE = {"sparse_init_block": 0, "sparse_score_type": "max", "use_sparse_attention": True}
-MLP, MOE = "mlp", "block_sparse_moe"  # where transformers has experts, and where they are published
+SECTION_KEYS = {"index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim", "index_block_size": "sparse_block_size",
+                "index_topk_blocks": "sparse_topk_blocks", "index_local_blocks": "sparse_local_block"}
+SECTION_VALUES = {"sparse_init_block": 0, "sparse_score_type": "max", "use_sparse_attention": True}
+TRANSFORMERS_EXPERTS, PUBLISHED_EXPERTS = "mlp", "block_sparse_moe"  # where transformers has experts, and where they are published
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -50,33 +50,33 @@ def config(keys: Keys) -> ModelConfig:
         return (rope,) * layers
 
     width, shared = base.size(keys, "intermediate_size"), keys.integer("shared_intermediate_size", 3072, high=2**22)
-    moe = moe_config(keys, 128, 4, width, True, _sparse(keys, layers), "num_local_experts", sigmoid=True, correction_bias=True,
+    moe = moe_config(keys, 128, 4, width, True, _sparse_layers(keys, layers), "num_local_experts", sigmoid=True, correction_bias=True,
                      routed_scale=keys.number("routed_scaling_factor", 2.0), shared_expert_dim=shared)
     dense = keys.saying(intermediate_size=keys.integer("dense_intermediate_size", 12_288, high=2**22))
     config = decoder_config(dense, base, ropes, qk_norm=True, norm_kind="rms+1", moe=moe)
     if config.hidden_act != "silu":
         raise keys.fail("hidden_act", "swigluoai or silu, which mean the clamped SwiGLU of this family")
-    return replace(config, hidden_act="clamped_swish", indexer=_indexed(keys, section, config))
+    return replace(config, hidden_act="clamped_swish", indexer=_indexer_config(keys, section, config))
 
 
-def _sparse(keys: Keys, layers: int) -> list[int]:
+def _sparse_layers(keys: Keys, layers: int) -> list[int]:
     """The layers with experts: all, but for what a list says."""
     switches, kinds = keys.switches("moe_layer_freq", layers), keys.kinds("mlp_layer_types", layers, (DENSE, SPARSE))
     sparse = [kind == SPARSE for kind in kinds] if kinds is not None else switches or [True] * layers
     return [layer for layer, is_sparse in enumerate(sparse) if is_sparse]
 
 
-def _indexed(keys: Keys, section: Keys, config: ModelConfig) -> IndexerConfig | None:
+def _indexer_config(keys: Keys, section: Keys, config: ModelConfig) -> IndexerConfig | None:
     """What chooses, from keys in a section or beside it, of which those inside win."""
     defaults = {"index_n_heads": 4, "index_head_dim": 128, "index_block_size": PAGE, "index_topk_blocks": 16, "index_local_blocks": 1}
     sizes = {name: section.integer(section_key, keys.integer(name, defaults[name], low=0, high=2**20), low=0, high=2**20)
-             for name, section_key in SECTION.items()}
-    for key, value in ALONE.items():
+             for name, section_key in SECTION_KEYS.items()}
+    for key, value in SECTION_VALUES.items():
         if section.raw.get(key, value) != value:
             raise section.fail(key, show(value))
-    layers, kinds = config.num_hidden_layers, keys.kinds("layer_types", config.num_hidden_layers, (FULL, CHOSEN))
+    layers, kinds = config.num_hidden_layers, keys.kinds("layer_types", config.num_hidden_layers, (FULL, SPARSE_ATTENTION))
     switches, without_values = section.switches("sparse_attention_freq", layers), section.switches("sparse_disable_index_value", layers)
-    is_sparse = [kind == CHOSEN for kind in kinds] if kinds is not None else switches or [False] * layers
+    is_sparse = [kind == SPARSE_ATTENTION for kind in kinds] if kinds is not None else switches or [False] * layers
     if without_values is not None and any(sparse and not valueless for sparse, valueless in zip(is_sparse, without_values, strict=True)):
         raise section.fail("sparse_disable_index_value", "1 for every sparse layer")
     if not any(is_sparse):
@@ -100,7 +100,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     if layer in config.moe.layers:
         for role in NAMES:
             del rules[role]
-        rules |= _experts(config, prefix)
+        rules |= _expert_tensors(config, prefix)
     else:
         fused, width = f"{prefix}mlp.gate_up_proj.weight", config.intermediate_size
         rules |= {role: replace(rules[role], part_of=(fused, i * width, 2 * width)) for i, role in enumerate(("gate", "up"))}
@@ -115,17 +115,17 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     return rules
 
 
-def _experts(config: ModelConfig, prefix: str) -> dict[str, TensorRule]:
+def _expert_tensors(config: ModelConfig, prefix: str) -> dict[str, TensorRule]:
     """Router and experts, and the one that every token visits, whose gate and up transformers joins."""
-    published = moe_tensors(config, f"{prefix}{MOE}.", mixtral.NAMES, correction="e_score_correction_bias")
-    transformers, width = moe_tensors(config, f"{prefix}{MLP}.", NAMES), config.moe.shared_expert_dim
+    published = moe_tensors(config, f"{prefix}{PUBLISHED_EXPERTS}.", mixtral.NAMES, correction="e_score_correction_bias")
+    transformers, width = moe_tensors(config, f"{prefix}{TRANSFORMERS_EXPERTS}.", NAMES), config.moe.shared_expert_dim
     rules = {}
     for role, rule in published.items():
         name = transformers[role].name if role.startswith("shared.") else rule.name
-        rule = replace(rule, name=name.replace(f".{MLP}.", f".{MOE}."), also=(transformers[role].name,))
+        rule = replace(rule, name=name.replace(f".{TRANSFORMERS_EXPERTS}.", f".{PUBLISHED_EXPERTS}."), also=(transformers[role].name,))
         if role in ("shared.gate", "shared.up"):
             part = ("shared.gate", "shared.up").index(role)
-            rule = replace(rule, part_of=(f"{prefix}{MLP}.shared_experts.gate_up_proj.weight", part * width, 2 * width))
+            rule = replace(rule, part_of=(f"{prefix}{TRANSFORMERS_EXPERTS}.shared_experts.gate_up_proj.weight", part * width, 2 * width))
         rules[role] = rule
     return rules
 

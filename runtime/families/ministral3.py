@@ -28,13 +28,13 @@ def config(keys: Keys) -> ModelConfig:
         inner = Keys(section, f"config.json: {'rope_scaling' if scaling else 'rope_parameters'}")
         original = keys.integer("original_max_position_embeddings", None, high=MAX_POSITIONS)
         rope = rope_from_section(inner, head_dim, positions, keys.number("rope_theta", 10_000.0, above=1.0), original)
-        return (grown(rope, inner),) * layers
+        return (with_query_scaling(rope, inner),) * layers
 
     base = Defaults(max_position_embeddings=262_144, num_key_value_heads=8, head_dim=128, bos=1, eos=(2,), norm_eps=1e-5)
     return decoder_config(keys, base, ropes, windows=(window,) * layers)
 
 
-def grown(rope: RopeConfig, section: Keys) -> RopeConfig:
+def with_query_scaling(rope: RopeConfig, section: Keys) -> RopeConfig:
     """Positions with what their section says of queries."""
     length = "original_max_position_embeddings"
     if section.raw.get(QUERY_SCALING_BETA) == 0:

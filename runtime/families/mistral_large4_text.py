@@ -59,11 +59,11 @@ def config(keys: Keys) -> ModelConfig:
     layer_mla = tuple(mla if is_rotated else mla_without_rope for is_rotated in rotated)
     ropes = tuple(rope if is_rotated else None for rope, is_rotated in zip(config.ropes, rotated, strict=True))
     return replace(config, mla_norm_eps=config.norm_eps, ropes=ropes,
-                   layer_mla=layer_mla, layer_kv_heads=tuple((1, layer.key) for layer in layer_mla), kv_sources=_sources(keys, rotated),
+                   layer_mla=layer_mla, layer_kv_heads=tuple((1, layer.key) for layer in layer_mla), kv_sources=_kv_sources(keys, rotated),
                    indexer=IndexerConfig(index_shape, sources_of(indexer_layers(keys, layers)), True, ("layer", INDEX_NORM_EPS)))
 
 
-def _sources(keys: Keys, rotated: Sequence[bool]) -> tuple[int, ...]:
+def _kv_sources(keys: Keys, rotated: Sequence[bool]) -> tuple[int, ...]:
     """By layer whose latents it attends to, nothing where each has its own. Raises ConfigError."""
     sources = keys.places("kv_source_layers", len(rotated))
     shared_layers = {source for layer, source in enumerate(sources or ()) if source != layer}  # whose latents others attend to

@@ -16,8 +16,8 @@ from . import TensorRule, llama
 
 KEYS_HARMLESS = frozenset({"dropout"})
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "layer_types": None, "sliding_window": None}
-WORDS_BESIDE = 8  # of which the first stands where a picture does
-SHARES = ("attn_share", "mlp_share")  # roles: the numbers by which what a layer adds is multiplied are their hyperbolic tangents
+EXTRA_EMBEDDINGS = 8  # of which the first stands where a picture does
+GATE_ROLES = ("attn_share", "mlp_share")  # roles: the numbers by which what a layer adds is multiplied are their hyperbolic tangents
 SIZES = {"vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32, "intermediate_size": 14_336}
 
 
@@ -35,7 +35,8 @@ def config(keys: Keys) -> ModelConfig:
     if len(layers_listed) == layers:
         raise ConfigError("config.json: cross_attention_layers names every layer", "at least one layer must have attention to the text")
     # Whatever is said, the head is one of its own.
-    return replace(config, cross_attention_layers=tuple(sorted(layers_listed)), tie_word_embeddings=False, extra_embeddings=WORDS_BESIDE)
+    return replace(config, cross_attention_layers=tuple(sorted(layers_listed)), tie_word_embeddings=False,
+                   extra_embeddings=EXTRA_EMBEDDINGS)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -47,7 +48,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         rules[role] = TensorRule(f"{prefix}cross_attn.{role}_proj.weight", rules[role].shape)
     for role in ("q_norm", "k_norm"):
         rules[role] = TensorRule(f"{prefix}cross_attn.{role}.weight", (config.head_dim,))
-    return rules | {role: TensorRule(f"{prefix}cross_attn_{name}_gate", (1,)) for role, name in zip(SHARES, ("attn", "mlp"), strict=True)}
+    return rules | {role: TensorRule(f"{prefix}cross_attn_{name}_gate", (1,))
+                    for role, name in zip(GATE_ROLES, ("attn", "mlp"), strict=True)}
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:

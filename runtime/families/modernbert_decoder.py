@@ -22,7 +22,7 @@ KEYS_HARMLESS = frozenset({
     "sparse_prediction"})
 REFUSED_UNLESS = {"causal_mask": True}
 SIZES = {"vocab_size": 50_368, "hidden_size": 768, "intermediate_size": 1152, "num_hidden_layers": 22, "num_attention_heads": 12}
-EVERY = 3  # of so many layers the first sees everything, where none are listed
+GLOBAL_ATTENTION_INTERVAL = 3  # of so many layers the first sees everything, where none are listed
 THETAS = 160_000.0, 10_000.0  # of layers that see everything, and of those with a window
 MATRICES = {**{role: f"attn.{role}_proj" for role in "qkv"}, "o": "attn.Wo", "down": "mlp.Wo"}
 NORMS = {"input_norm": "attn_norm", "post_norm": "mlp_norm"}
@@ -31,7 +31,7 @@ NORMS = {"input_norm": "attn_norm", "post_norm": "mlp_norm"}
 def config(keys: Keys) -> ModelConfig:
     """Raises ConfigError. A window is half of what `local_attention` says, as in the encoders, which see as far to both sides."""
     layers, interval = (keys.integer(name, default, high=MAX_LAYERS) for name, default in (
-        ("num_hidden_layers", SIZES["num_hidden_layers"]), ("global_attn_every_n_layers", EVERY)))
+        ("num_hidden_layers", SIZES["num_hidden_layers"]), ("global_attn_every_n_layers", GLOBAL_ATTENTION_INTERVAL)))
     window = keys.integer("local_attention", 128, low=2) // 2
     if (stated := keys.integer("sliding_window", window)) != window:
         raise ConfigError(f"config.json: sliding_window = {show(stated)} beside local_attention = {2 * window} is not supported",
@@ -66,13 +66,13 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     if layer == 0:
         del rules["input_norm"]
         rules["entry_norm"] = TensorRule("model.embeddings.norm.weight", (hidden,))
-    return with_biases(config, rules)
+    return _with_norm_biases(config, rules)
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     table, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
     transform = TensorRule("lm_head.dense.weight", (hidden, hidden))
-    rules = with_biases(config, {
+    rules = _with_norm_biases(config, {
         "embed": TensorRule("model.embeddings.tok_embeddings.weight", table), "norm": TensorRule("model.final_norm.weight", (hidden,)),
         "head_in": transform, "head_norm": TensorRule("lm_head.norm.weight", (hidden,))})
     if config.head_transform_bias:
@@ -82,7 +82,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("decoder.weight", table)}
 
 
-def with_biases(config: ModelConfig, rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
+def _with_norm_biases(config: ModelConfig, rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
     """The same tensors with those of norms, where a config says that these have some."""
     norms = [role for role in rules if role == "norm" or role.endswith("_norm")] if config.norm_bias else []
     return {**rules, **{f"{role}_bias": bias_rule(rules[role]) for role in norms}}

@@ -14,7 +14,7 @@ KEYS_HARMLESS = frozenset({"embedding_dropout", "residual_dropout"})
 REFUSED_UNLESS = {"attention_bias": False, "qkv_bias": False, "use_qk_norm": True}
 SIZES = {"vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32}
 FUSED = {"self_attn.att_proj": ("q", "k", "v"), "mlp.ff_proj": ("up", "gate")}
-EMBEDDING, TABLES = "model.embed_tokens.weight", ("model.wte.embedding", "model.wte.new_embedding")
+EMBEDDING_NAME, STORED_EMBEDDINGS = "model.embed_tokens.weight", ("model.wte.embedding", "model.wte.new_embedding")
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -51,10 +51,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     """Embedding, which has rows for words that are never written, last norm and head."""
     rules = llama.outer_tensors(config)
-    return rules | {"embed": TensorRule(EMBEDDING, (config.vocab_size + config.extra_embeddings, config.hidden_size))}
+    return rules | {"embed": TensorRule(EMBEDDING_NAME, (config.vocab_size + config.extra_embeddings, config.hidden_size))}
 
 
 def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
     """The embedding -> the two tensors in which it is stored, with their rows; said of the first layer, before which it is."""
     heights = config.vocab_size, config.extra_embeddings
-    return {} if layer else {EMBEDDING: tuple(zip(TABLES, heights, strict=True))}
+    return {} if layer else {EMBEDDING_NAME: tuple(zip(STORED_EMBEDDINGS, heights, strict=True))}

@@ -26,10 +26,11 @@ KEYS_HARMLESS = frozenset({
 REFUSED_UNLESS = {"expansion_ratio": 4, "layer_types": None, "logit_scale": None, "no_bias": True, "norm_type": "low_precision_layernorm",
                   "sliding_window": None}
 CODE = r"(configuration|modeling)_mpt\.MPT\w+"  # of the published ones, which became part of transformers
-ATTENTION = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention", "attn_uses_sequence_id": False, "prefix_lm": False,
-             "qk_ln": False}  # the one value of each that is run
-EVEN = 16  # channels, of which heads that attention is quick with are a multiple
-STEEPEST = 8  # the power of two of the flattest slope
+# The one supported value of each key of attn_config.
+ATTENTION_VALUES = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention", "attn_uses_sequence_id": False,
+                    "prefix_lm": False, "qk_ln": False}
+HEAD_DIM_MULTIPLE = 16  # channels, of which heads that attention is quick with are a multiple
+MAX_ALIBI_BIAS = 8  # the power of two of the flattest slope
 NAMES = {"o": "attn.out_proj", "up": "ffn.up_proj", "down": "ffn.down_proj"}
 
 
@@ -41,7 +42,7 @@ def config(keys: Keys) -> ModelConfig:
              for name, (mpt_key, default, high) in size_keys.items()}
     keys.integer("intermediate_size", None)  # four times the width, whatever it says
     section = Keys(keys.section("attn_config") or {}, "config.json: attn_config")
-    for name, supported in ATTENTION.items():
+    for name, supported in ATTENTION_VALUES.items():
         if (stated := section.raw.get(name, supported)) != supported:
             raise ConfigError(f"config.json: attn_config.{name} = {show(stated)} is not supported for mpt models",
                               f"this family runs only with {name} = {show(supported)}")
@@ -54,7 +55,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def with_alibi(config: ModelConfig, slopes_by_head: tuple[float, ...], scale: float | None = None) -> ModelConfig:
     """The same model with slopes, whose heads are wider in attention."""
-    padded = -(-(config.head_dim + 2) // EVEN) * EVEN
+    padded = -(-(config.head_dim + 2) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
     return replace(config, alibi_slopes=slopes_by_head, attn_scale=config.head_dim**-0.5 if scale is None else scale, head_dim=padded,
                    v_head_dim=config.head_dim)
 
@@ -62,7 +63,7 @@ def with_alibi(config: ModelConfig, slopes_by_head: tuple[float, ...], scale: fl
 def alibi_slopes(heads: int) -> tuple[float, ...]:
     """Of each head. Where these are no power of two, every second one of the next such comes first."""
     power = 2 ** math.ceil(math.log2(heads))
-    of_power = 0.5 ** (np.arange(1, power + 1) * (STEEPEST / power))
+    of_power = 0.5 ** (np.arange(1, power + 1) * (MAX_ALIBI_BIAS / power))
     return tuple(of_power.tolist() if power == heads else [*of_power[1::2], *of_power[::2]][:heads])
 
 

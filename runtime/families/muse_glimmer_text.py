@@ -16,35 +16,36 @@ from . import TensorRule, gemma2, llama
 from .llama import with_entry_norm
 from .qwen2 import layer_windows
 
-STORED = "qk_norm_stored"  # norms of heads have weights, as in GGUF files
+WEIGHTED_QK_NORM_KEY = "qk_norm_stored"  # norms of heads have weights, as in GGUF files
 KEYS_HARMLESS = frozenset({"cache_implementation", "hidden_act"})
 REFUSED_UNLESS = {"mlp_bias": False, "use_bidirectional_attention": False}
 SIZES = {"vocab_size": 202_048, "hidden_size": 6656, "intermediate_size": 19_968, "num_hidden_layers": 52, "num_attention_heads": 32}
-WINDOW, EVERY = 2048, 4  # of so many layers, counted from the last one back, that one sees all
-BEHIND_EPS, CAP, SCALE, MULTIPLIER = 1e-8, 20.0, 3.87, 26**-0.5
+WINDOW, FULL_ATTENTION_INTERVAL = 2048, 4  # of so many layers, counted from the last one back, that one sees all
+POST_NORM_EPS, LOGIT_CAP, QK_SCALE, OUTPUT_MULTIPLIER = 1e-8, 20.0, 3.87, 26**-0.5
 
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, bos=200_000, eos=(200_001,), norm_eps=1e-5,
                     act=("hidden_activation", "silu"), sizes=SIZES)
-    layers, bias, weighted_qk_norm = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False), keys.flag(STORED, False)
-    default_kinds = [GLOBAL if (layers - 1 - layer) % EVERY == 0 else LOCAL for layer in range(layers)]
+    layers, bias = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False)
+    weighted_qk_norm = keys.flag(WEIGHTED_QK_NORM_KEY, False)
+    default_kinds = [GLOBAL if (layers - 1 - layer) % FULL_ATTENTION_INTERVAL == 0 else LOCAL for layer in range(layers)]
     windows = layer_windows(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW), default_kinds)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
         rope = rope_config(keys, head_dim, positions)
-        return tuple(rope if rotated else None for rotated in _turned(keys, default_kinds, rope))
+        return tuple(rope if rotated else None for rotated in _rotated_layers(keys, default_kinds, rope))
 
-    scale = keys.number("qk_scale_factor", SCALE)
+    scale = keys.number("qk_scale_factor", QK_SCALE)
     config = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, norm_kind="rms+1", final_norm_kind="rms",
-                            post_norm_eps=keys.number("post_norm_eps", BEHIND_EPS), embedding_norm=True, output_gate=True,
+                            post_norm_eps=keys.number("post_norm_eps", POST_NORM_EPS), embedding_norm=True, output_gate=True,
                             qk_norm=weighted_qk_norm, qk_norm_unweighted=not weighted_qk_norm, qk_norm_without_rope=True,
-                            logits_scaling=1 / keys.number("output_multiplier", MULTIPLIER),
-                            final_logit_softcapping=gemma2.softcap(keys, "final_logit_softcapping", CAP))
+                            logits_scaling=1 / keys.number("output_multiplier", OUTPUT_MULTIPLIER),
+                            final_logit_softcapping=gemma2.softcap(keys, "final_logit_softcapping", LOGIT_CAP))
     return replace(config, attn_scale=scale * config.head_dim**-0.5)
 
 
-def _turned(keys: Keys, default_kinds: list[str], rope: RopeConfig) -> tuple[bool, ...]:
+def _rotated_layers(keys: Keys, default_kinds: list[str], rope: RopeConfig) -> tuple[bool, ...]:
     """Which layers turn: those of a theta that is not 0 in `layer_rope_theta`, the usual ones where nothing lists them. Raises ConfigError
     for a theta that is not that of all: transformers would turn by the latter all the same."""
     if not keys.holds("layer_rope_theta") or keys.raw["layer_rope_theta"] is None:

@@ -27,13 +27,13 @@ def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,))
-    config = looped(keys, base, keys.integer("num_loops", 1, high=MAX_LAYERS), qkv_bias=bias, o_bias=bias)
+    config = looped_config(keys, base, keys.integer("num_loops", 1, high=MAX_LAYERS), qkv_bias=bias, o_bias=bias)
     if keys.integer("kv_channels", config.head_dim) != config.head_dim:
         raise keys.fail("kv_channels", f"the {config.head_dim} of a head")
     return config
 
 
-def looped(keys: Keys, base: Defaults, loops: int, **features: object) -> ModelConfig:
+def looped_config(keys: Keys, base: Defaults, loops: int, **features: object) -> ModelConfig:
     """`decoder_config` of a model through whose layers a token goes so often. Raises ConfigError."""
     layers = base.size(keys, "num_hidden_layers") * loops
     if layers > MAX_LAYERS:
@@ -41,14 +41,14 @@ def looped(keys: Keys, base: Defaults, loops: int, **features: object) -> ModelC
     return decoder_config(keys.saying(num_hidden_layers=layers), base, loops=loops, **features)
 
 
-def again(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
+def with_loop_norm(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
     """The tensors of a layer, of which `rules` are those that are stored, with the last norm where another round begins."""
     starts_loop = layer > 0 and layer % config.stored_layers == 0
     return rules | ({"entry_norm": TensorRule("model.norm.weight", (config.hidden_size,))} if starts_loop else {})
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    return again(config, layer, llama.layer_tensors(config, layer % config.stored_layers))
+    return with_loop_norm(config, layer, llama.layer_tensors(config, layer % config.stored_layers))
 
 
 block = with_entry_norm(llama.block)

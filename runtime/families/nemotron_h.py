@@ -30,13 +30,13 @@ KEYS_HARMLESS = frozenset({
 REFUSED_UNLESS = {"attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False, "sliding_window": None, "use_bias": False}
 STATE, FULL, MLP, MOE = "M", "*", "-", "E"
 KINDS = {"linear_attention": STATE, "mamba": STATE, "full_attention": FULL, "attention": FULL, "mlp": MLP, "moe": MOE}
-WHOLE = {"".join(halves): letter for halves, letter in zip(product((STATE, FULL), (MLP, MOE)), "mnfg", strict=True)}  # two in one layer
-STATES, SPARSE, ALONE = (STATE, "m", "n"), ("n", "g"), (STATE, FULL)
+COMBINED = {"".join(halves): letter for halves, letter in zip(product((STATE, FULL), (MLP, MOE)), "mnfg", strict=True)}  # two in one layer
+RECURRENT, SPARSE, WITHOUT_MLP = (STATE, "m", "n"), ("n", "g"), (STATE, FULL)
 NAMES = {"up": "up_proj", "down": "down_proj"}  # of an expert
-SECOND = ("post_norm", "up", "down", "router", "correction", "experts_in", "experts_out")
+MLP_ROLES = ("post_norm", "up", "down", "router", "correction", "experts_in", "experts_out")
 SIZES = {"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 21_504, "num_attention_heads": 32}
-USUAL = Defaults(max_position_embeddings=4096, num_key_value_heads=8, head_dim=128, bos=1, eos=(2,), eps_key="layer_norm_epsilon",
-                 norm_eps=1e-5, act=("mlp_hidden_act", "relu2"), sizes=SIZES, rotary=False)
+DEFAULTS = Defaults(max_position_embeddings=4096, num_key_value_heads=8, head_dim=128, bos=1, eos=(2,), eps_key="layer_norm_epsilon",
+                    norm_eps=1e-5, act=("mlp_hidden_act", "relu2"), sizes=SIZES, rotary=False)
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -44,8 +44,8 @@ def config(keys: Keys) -> ModelConfig:
         if task != "AutoTokenizer" and not re.fullmatch(r"(configuration|modeling)_nemotron_h\.NemotronH\w+", str(name)):
             raise ConfigError(f"config.json: auto_map names {show(name)}, which is not Nemotron H",
                               "the checkpoint brings its own code, which is never run")
-    stored_pattern = pattern(keys)
-    layer_letters = re.sub("|".join(map(re.escape, WHOLE)), lambda found: WHOLE[found.group()], stored_pattern)
+    stored_pattern = layer_pattern(keys)
+    layer_letters = re.sub("|".join(map(re.escape, COMBINED)), lambda found: COMBINED[found.group()], stored_pattern)
     resolved = keys.saying(num_hidden_layers=len(layer_letters))
     shape_keys = {"heads": ("mamba_num_heads", 128, 4096), "head_dim": ("mamba_head_dim", 64, 4096), "groups": ("n_groups", 8, 4096),
                   "depth": ("ssm_state_size", 128, 4096), "taps": ("conv_kernel", 4, 64)}
@@ -57,9 +57,9 @@ def config(keys: Keys) -> ModelConfig:
     if (act := keys.text("mamba_hidden_act", "silu")) not in ("silu", "swish"):
         raise ConfigError(f"config.json: mamba_hidden_act = {show(act)} is not supported", "known: silu")
     recurrent_layers, moe_layers, layers_without_mlp = (
-        tuple(layer for layer, letter in enumerate(layer_letters) if letter in kinds) for kinds in (STATES, SPARSE, ALONE))
-    moe = mixture_of(keys, moe_layers)
-    config = decoder_config(resolved, USUAL, recurrent=shape if recurrent_layers else None, recurrent_layers=recurrent_layers,
+        tuple(layer for layer, letter in enumerate(layer_letters) if letter in kinds) for kinds in (RECURRENT, SPARSE, WITHOUT_MLP))
+    moe = _moe_config(keys, moe_layers)
+    config = decoder_config(resolved, DEFAULTS, recurrent=shape if recurrent_layers else None, recurrent_layers=recurrent_layers,
                             layers_without_mlp=layers_without_mlp, moe=moe if moe_layers else None)
     if (attention_head_dim := keys.integer("attention_head_dim", config.head_dim, high=1024)) != config.head_dim:
         raise ConfigError(f"config.json: attention_head_dim is {attention_head_dim} and head_dim {config.head_dim}, which should be the "
@@ -68,7 +68,7 @@ def config(keys: Keys) -> ModelConfig:
     return config
 
 
-def pattern(keys: Keys) -> str:
+def layer_pattern(keys: Keys) -> str:
     """What each layer of the checkpoint is, a letter each. Raises ConfigError."""
     text, kinds = keys.text("hybrid_override_pattern", None), keys.raw.get("layers_block_type") if keys.holds("layers_block_type") else None
     if kinds is not None:
@@ -88,7 +88,7 @@ def pattern(keys: Keys) -> str:
     return text
 
 
-def mixture_of(keys: Keys, layers: tuple[int, ...]) -> MoEConfig:
+def _moe_config(keys: Keys, layers: tuple[int, ...]) -> MoEConfig:
     """What a config says of experts, which are those of `layers`. Raises ConfigError."""
     shared_experts, latent_dim = keys.integer("n_shared_experts", 1, low=0, high=4096), keys.integer("moe_latent_size", None, high=2**22)
     if layers and shared_experts != 1:
@@ -105,18 +105,18 @@ def mixture_of(keys: Keys, layers: tuple[int, ...]) -> MoEConfig:
     return with_expert_groups(keys, moe, 1, 1)
 
 
-def first_half(config: ModelConfig, layer: int) -> int:
+def stored_layer_of(config: ModelConfig, layer: int) -> int:
     """Where checkpoints count what is the first half of a layer here; the other, if there is one, is the next."""
     return 2 * layer - sum(other < layer for other in config.layers_without_mlp)
 
 
-def in_second_half(role: str) -> bool:
+def is_mlp_role(role: str) -> bool:
     """Does a tensor of a layer belong to what is behind its state space or attention?"""
-    return role in SECOND or role.startswith(("experts.", "shared."))
+    return role in MLP_ROLES or role.startswith(("experts.", "shared."))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    stored_layer = first_half(config, layer)
+    stored_layer = stored_layer_of(config, layer)
     rules = llama.layer_tensors(config, layer)
     tensors = {"input_norm": TensorRule(f"model.layers.{stored_layer}.norm.weight", (config.hidden_size,))}
     if layer in config.recurrent_layers:
@@ -144,11 +144,11 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 
-def _second_half(x: object, at: Layer) -> object:
+def _mlp_half(x: object, at: Layer) -> object:
     """Experts, an MLP, or nothing."""
     w = at.w
     if w.latent_projections is not None:
-        return narrowed_experts(x, at)
+        return latent_experts(x, at)
     if w.experts:
         return feed_forward(x, at)
     if at.number not in at.config.layers_without_mlp:
@@ -157,7 +157,7 @@ def _second_half(x: object, at: Layer) -> object:
     return x
 
 
-def narrowed_experts(x: object, at: Layer) -> object:
+def latent_experts(x: object, at: Layer) -> object:
     """Experts over fewer numbers than a token has, beside one over all of them; the router reads all of them too. A tap sees experts_in and
     experts_out, what goes into the experts and comes out of them all, and shared_hidden."""
     ops, w, config = at.ops, at.w, at.config
@@ -174,4 +174,4 @@ def narrowed_experts(x: object, at: Layer) -> object:
     return x
 
 
-block = decoder_block(attention, _second_half)
+block = decoder_block(attention, _mlp_half)

@@ -13,13 +13,13 @@ from . import TensorRule, llama
 from .deepseek_v3 import check_auto_map
 from .llama import feed_forward
 
-ATTENTION, INSIDE = "attention", "ffn"
+ATTENTION, FFN = "attention", "ffn"
 # Of a block's two halves: what says how much of one there is, what says that it is not as Llama's, and what has to be Llama's if stated.
-SIZES = {ATTENTION: ("n_heads_in_group", "num_key_value_heads"), INSIDE: ("ffn_mult", "intermediate_size")}
-OTHERWISE = {ATTENTION: ("llama4", "mamba", "num_sink_tokens", "replace_with_linear", "sparsify", "unshifted_sink",
-                         "use_prefill_window_in_sink_attention", "window_length"), INSIDE: ("moe", "replace_with_linear", "sparsify")}
-ALIKE = {ATTENTION: {}, INSIDE: {"hidden_act": (None, "silu")}}
-MULTIPLE = 256  # of widths inside an MLP
+SIZE_KEYS = {ATTENTION: ("n_heads_in_group", "num_key_value_heads"), FFN: ("ffn_mult", "intermediate_size")}
+UNSUPPORTED = {ATTENTION: ("llama4", "mamba", "num_sink_tokens", "replace_with_linear", "sparsify", "unshifted_sink",
+                           "use_prefill_window_in_sink_attention", "window_length"), FFN: ("moe", "replace_with_linear", "sparsify")}
+LLAMA_VALUES = {ATTENTION: {}, FFN: {"hidden_act": (None, "silu")}}
+FFN_MULTIPLE = 256  # of widths inside an MLP
 CODE = r"(configuration|modeling)_decilm\.DeciLM\w+"  # which the checkpoints bring, and is never run
 
 
@@ -31,7 +31,7 @@ def config(keys: Keys) -> ModelConfig:
     if None in (layers, heads, hidden) or not isinstance(blocks, list) or len(blocks) != layers:
         raise ConfigError("config.json: block_configs does not describe each of num_hidden_layers",
                           "download config.json again from the model's publisher")
-    kv_heads, widths = ([_size(block, number, half, heads, hidden) for number, block in enumerate(blocks)] for half in (ATTENTION, INSIDE))
+    kv_heads, widths = ([_size(block, number, half, heads, hidden) for number, block in enumerate(blocks)] for half in (ATTENTION, FFN))
     if not any(kv_heads) or not any(widths):
         raise ConfigError("config.json: block_configs leaves no layer with attention, or none with an MLP", "published models have both")
     resolved = keys.saying(num_key_value_heads=max(kv_heads), intermediate_size=max(widths))
@@ -53,21 +53,21 @@ def _size(block: object, number: int, half: str, heads: int, hidden: int) -> int
         raise ConfigError(f"config.json: block_configs[{number}].{half} is {show(stated)}, which is not a description")
     where = f"config.json: block_configs[{number}].{half}"
     for name, value in stated.items():
-        known = ("no_op", *SIZES[half], *OTHERWISE[half], *ALIKE[half])
-        if name not in known or name in OTHERWISE[half] and value or value not in ALIKE[half].get(name, (value,)):
+        known = ("no_op", *SIZE_KEYS[half], *UNSUPPORTED[half], *LLAMA_VALUES[half])
+        if name not in known or name in UNSUPPORTED[half] and value or value not in LLAMA_VALUES[half].get(name, (value,)):
             raise ConfigError(f"{where}.{name} = {show(value)} is not supported", "supported are blocks with Llama's attention and MLP, "
                               "or with neither: Nemotron Super 49B and Ultra 253B")
     if stated.get("no_op", False):
         return 0
-    ratio, size = (stated.get(name) for name in SIZES[half])
-    if type(size) is int and 0 < size <= 2**22 and (half == INSIDE or heads % size == 0):
+    ratio, size = (stated.get(name) for name in SIZE_KEYS[half])
+    if type(size) is int and 0 < size <= 2**22 and (half == FFN or heads % size == 0):
         return size
     if half == ATTENTION and type(ratio) is int and 0 < ratio <= heads and heads % ratio == 0:
         return heads // ratio
-    if half == INSIDE and type(ratio) in (int, float) and 0 < ratio < 1024:
-        return -(-int(2 * ratio * hidden / 3) // MULTIPLE) * MULTIPLE
+    if half == FFN and type(ratio) in (int, float) and 0 < ratio < 1024:
+        return -(-int(2 * ratio * hidden / 3) // FFN_MULTIPLE) * FFN_MULTIPLE
     raise ConfigError(f"{where} is {show(stated)}, which states no size",
-                      f"it states {' or '.join(SIZES[half])}, KV heads in a number that divides the query heads")
+                      f"it states {' or '.join(SIZE_KEYS[half])}, KV heads in a number that divides the query heads")
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -14,13 +14,13 @@ LIKE = olmo2
 KEYS_HARMLESS = frozenset({"original_max_position_embeddings"})  # what holds stands in the sections of rotary positions
 REFUSED_UNLESS = {"clip_qkv": None, "mlp_bias": False, "use_sliding_window": True}
 THETA = 500_000.0
-EVERY = 4  # of so many layers the last sees everything, where none are listed
+FULL_ATTENTION_INTERVAL = 4  # of so many layers the last sees everything, where none are listed
 
 
 def config(keys: Keys) -> ModelConfig:
     bias, layers = keys.flag("attention_bias", False), keys.integer("num_hidden_layers", high=MAX_LAYERS)
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
-    windows = layer_windows(keys, window, [LOCAL if (layer + 1) % EVERY else GLOBAL for layer in range(layers)])
+    windows = layer_windows(keys, window, [LOCAL if (layer + 1) % FULL_ATTENTION_INTERVAL else GLOBAL for layer in range(layers)])
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         return ropes_by_window(keys, head_dim, positions, (_theta(keys, windows), THETA), windows, flat=True)

@@ -18,17 +18,17 @@ from .qwen3_5_text import FULL, LINEAR
 KEYS_HARMLESS = frozenset({"linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"})
 REFUSED_UNLESS = {"mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 100_352, "hidden_size": 3840, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 30}
-EVERY = 4  # of so many layers the last has keys and values, where none are listed
+FULL_ATTENTION_INTERVAL = 4  # of so many layers the last has keys and values, where none are listed
 STATE_EPS = 1e-5  # of the norm behind linear attention, whatever the config says
-PARTS = ("q", "k", "v")
+QKV = ("q", "k", "v")
 # What transformers calls norms -> what checkpoints do, of layers of either kind.
-PUBLISHED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+PUBLISHED_NORMS = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
 
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=65_536, eos=(100_257,), sizes=SIZES)
     layers, hidden, heads = (base.size(keys, name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-    kinds, bias = _kinds(keys, layers), keys.flag("attention_bias", False)
+    kinds, bias = _layer_types(keys, layers), keys.flag("attention_bias", False)
     key_heads = keys.integer("linear_num_key_heads", heads, high=4096)
     key_dim = keys.integer("linear_key_head_dim", None, high=1024) or max(1, int(0.75 * hidden / key_heads))
     shape = DeltaShape(key_heads, keys.integer("linear_num_value_heads", heads, high=4096), key_dim,
@@ -51,15 +51,15 @@ def config(keys: Keys) -> ModelConfig:
     return config
 
 
-def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
+def _layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
     """LINEAR or FULL, by layer. Raises ConfigError for other kinds, and unless there are both."""
-    default_kinds = [FULL if layer % EVERY == EVERY - 1 else LINEAR for layer in range(layers)]
+    default_kinds = [FULL if layer % FULL_ATTENTION_INTERVAL == FULL_ATTENTION_INTERVAL - 1 else LINEAR for layer in range(layers)]
     if FULL not in default_kinds:
         default_kinds[-1] = FULL
-    return demand_both(keys.words("layer_types", layers) or tuple(default_kinds))
+    return demand_both_kinds(keys.words("layer_types", layers) or tuple(default_kinds))
 
 
-def demand_both(kinds: tuple[str, ...]) -> tuple[str, ...]:
+def demand_both_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
     """The same. Raises ConfigError for kinds of layers other than LINEAR and FULL, and unless there are both."""
     for kind in kinds:
         if kind not in (LINEAR, FULL):
@@ -78,8 +78,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         rules = olmo2.layer_tensors(config, layer)
     for role, rule in rules.items():
         name = rule.name.removeprefix(prefix).removesuffix(".weight")
-        if name in PUBLISHED:
-            rules[role] = TensorRule(rule.name, rule.shape, also=(f"{prefix}{PUBLISHED[name]}.weight",))
+        if name in PUBLISHED_NORMS:
+            rules[role] = TensorRule(rule.name, rule.shape, also=(f"{prefix}{PUBLISHED_NORMS[name]}.weight",))
     if layer not in config.recurrent_layers:
         return rules
     for role, (name, *dims) in {
@@ -97,5 +97,5 @@ def joined_rows(config: ModelConfig, layer: int, place: str = "linear_attn") -> 
     attention."""
     shape, prefix = config.recurrent, f"model.layers.{layer}.{place}."
     part_rows = shape.keys, shape.keys, shape.values
-    return {f"{prefix}{fused}.weight": tuple((f"{prefix}{part}_{name}.weight", rows) for part, rows in zip(PARTS, part_rows, strict=True))
+    return {f"{prefix}{fused}.weight": tuple((f"{prefix}{part}_{name}.weight", rows) for part, rows in zip(QKV, part_rows, strict=True))
             for fused, name in (("qkv_proj", "proj"), ("conv1d", "conv1d"))} if layer in config.recurrent_layers else {}

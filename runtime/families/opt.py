@@ -18,14 +18,14 @@ KEYS_HARMLESS = frozenset({
     "original_max_position_embeddings", "output_projection", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
 })
 REFUSED_UNLESS = {"_remove_final_layer_norm": False, "do_layer_norm_before": True, "layer_norm_elementwise_affine": True}
-OFFSET = 2
+POSITION_OFFSET = 2
 
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=2048, bos=2, eos=(2,), tied=True, act=("activation_function", "relu"), rotary=False,
                     grouped=False, eps_key=None, norm_eps=1e-5, ffn_key="ffn_dim")  # torch's epsilon
     bias = keys.flag("enable_bias", True)
-    config = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, mlp_bias=bias, norm_kind="layer", position_offset=OFFSET)
+    config = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, mlp_bias=bias, norm_kind="layer", position_offset=POSITION_OFFSET)
     width = keys.integer("word_embed_proj_dim", config.hidden_size)
     if width != config.hidden_size:
         raise ConfigError(f"config.json: word_embed_proj_dim = {width} is not supported for opt models",
@@ -50,7 +50,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     """Embedding, positions, last norm and, unless tied to the embedding, the head."""
-    table, positions = (config.vocab_size, config.hidden_size), (config.max_position_embeddings + OFFSET, config.hidden_size)
+    table, positions = (config.vocab_size, config.hidden_size), (config.max_position_embeddings + POSITION_OFFSET, config.hidden_size)
     rules = {"embed": _rule("decoder.embed_tokens.weight", table), "positions": _rule("decoder.embed_positions.weight", positions),
              **_norm("norm", "decoder.final_layer_norm", config.hidden_size)}
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}

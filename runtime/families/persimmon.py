@@ -18,16 +18,16 @@ LIKE = opt
 KEYS_HARMLESS = frozenset({"head_dim", "num_key_value_heads", "rms_norm_eps"})
 REFUSED_UNLESS = {"attention_bias": True, "layer_types": None, "mlp_bias": True, "sliding_window": None}
 SIZES = {"vocab_size": 262_144, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 36, "num_attention_heads": 64}
-SHARE = 0.5  # of a head that turns, where a config does not say
-PARTS = ("q", "k", "v")  # of what lies in one matrix, head by head
-JOINT = "query_key_value"
+ROTATED_SHARE = 0.5  # of a head that turns, where a config does not say
+QKV = ("q", "k", "v")  # of what lies in one matrix, head by head
+FUSED_QKV = "query_key_value"
 NAMES = {"o": "self_attn.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
 HEAD_NORMS = {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}
 
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=16_384, bos=1, eos=(2,), act=("hidden_act", "relu2"), grouped=False, eps_key="layer_norm_eps",
-                    norm_eps=1e-5, sizes=SIZES, rope={"partial": True, "share": SHARE})
+                    norm_eps=1e-5, sizes=SIZES, rope={"partial": True, "share": ROTATED_SHARE})
     return decoder_config(keys, base, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer",
                           qk_norm=keys.flag("qk_layernorm", True))
 
@@ -51,6 +51,6 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
     """Names of a layer's q, k and v, biases too -> that of what they lie in, and their rows there: heads have all three one by one."""
     prefix, (heads, head_dim) = f"model.layers.{layer}.self_attn.", (config.num_attention_heads, config.head_dim)
-    rows = np.arange(heads * len(PARTS) * head_dim).reshape(heads, len(PARTS), head_dim)
-    return {f"{prefix}{role}_proj.{kind}": (f"{prefix}{JOINT}.{kind}", rows[:, i].reshape(-1))
-            for i, role in enumerate(PARTS) for kind in ("weight", "bias")}
+    rows = np.arange(heads * len(QKV) * head_dim).reshape(heads, len(QKV), head_dim)
+    return {f"{prefix}{role}_proj.{kind}": (f"{prefix}{FUSED_QKV}.{kind}", rows[:, i].reshape(-1))
+            for i, role in enumerate(QKV) for kind in ("weight", "bias")}

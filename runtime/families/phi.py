@@ -12,7 +12,7 @@ LIKE = cohere
 KEYS_HARMLESS = frozenset({"embd_pdrop", "rms_norm_eps"})
 REFUSED_UNLESS = {"attention_bias": True, "layer_types": None, "mlp_bias": True, "qk_layernorm": False, "sliding_window": None}
 SIZES = {"vocab_size": 51_200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32}
-SHARE = 0.5  # of a head that turns, where a config does not say
+ROTATED_SHARE = 0.5  # of a head that turns, where a config does not say
 CODE = r"(configuration|modeling)_phi\.Phi\w+"  # of the published ones, which became part of transformers
 NAMES = {"o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}  # as the checkpoints call them
 
@@ -20,7 +20,7 @@ NAMES = {"o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}  # as the c
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,), act=("hidden_act", "gelu_new"), eps_key="layer_norm_eps",
-                    norm_eps=1e-5, sizes=SIZES, rope={"partial": True, "share": SHARE})
+                    norm_eps=1e-5, sizes=SIZES, rope={"partial": True, "share": ROTATED_SHARE})
     return decoder_config(keys, base, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer")
 
 

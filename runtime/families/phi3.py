@@ -16,19 +16,19 @@ KEYS_HARMLESS = frozenset({"embd_pdrop"})
 REFUSED_UNLESS = {"attention_bias": False, "full_attn_mod": 1, "interpolate_factor": 1, "layer_types": None, "lm_head_bias": False,
                   "mlp_bias": False}
 FUSED = {"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")}
-TRAINED = 4096  # positions, by transformers' default, which goes before what a rotary section says
-LONGROPE = {"su": "longrope", "yarn": "longrope"}  # what it was called before it had a name
+ORIGINAL_POSITIONS = 4096  # positions, by transformers' default, which goes before what a rotary section says
+LONGROPE_ALIASES = {"su": "longrope", "yarn": "longrope"}  # what it was called before it had a name
 
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=4096, bos=1, eos=(32_000,), norm_eps=1e-5)
-    return phi_config(keys, base, r"(configuration|modeling)_phi3\.Phi3\w+")
+    return phi3_config(keys, base, r"(configuration|modeling)_phi3\.Phi3\w+")
 
 
-def phi_config(keys: Keys, base: Defaults, code: str) -> ModelConfig:
+def phi3_config(keys: Keys, base: Defaults, code: str) -> ModelConfig:
     """What a config of these blocks says; the published ones bring the `code` that became part of transformers."""
     check_auto_map(keys, code)
-    base = replace(base, rope={"partial": True, "aliases": LONGROPE, "trained": TRAINED})
+    base = replace(base, rope={"partial": True, "aliases": LONGROPE_ALIASES, "trained": ORIGINAL_POSITIONS})
     return decoder_config(keys, base, windows=(keys.integer("sliding_window", None),) * base.size(keys, "num_hidden_layers"))
 
 

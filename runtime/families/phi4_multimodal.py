@@ -20,4 +20,4 @@ CODE = r"(configuration|modeling)_phi4mm\.Phi4MM\w+"  # of the published one, wh
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=199_999, eos=(199_999, 200_020), norm_eps=1e-5, sizes=SIZES)
-    return phi3.phi_config(keys, base, CODE)
+    return phi3.phi3_config(keys, base, CODE)

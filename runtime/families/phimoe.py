@@ -53,7 +53,7 @@ def _rope(keys: Keys, head_dim: int, positions: int) -> RopeConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    return stablelm.normed(mixtral.layer_tensors(config, layer))
+    return stablelm.with_norm_biases(mixtral.layer_tensors(config, layer))
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:

@@ -12,20 +12,20 @@ from .qwen3_moe import NAMES
 LIKE = qwen3_5_text
 KEYS_HARMLESS = qwen3_5_text.KEYS_HARMLESS - {"mlp_only_layers"} | {"intermediate_size"}
 REFUSED_UNLESS = {**qwen3_5_text.REFUSED_UNLESS, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
-WIDTH = 512
+EXPERT_DIM = 512
 
 
 def config(keys: Keys) -> ModelConfig:
-    return mixed_config(keys, experts=256, per_token=8)
+    return moe_hybrid_config(keys, experts=256, per_token=8)
 
 
-def mixed_config(keys: Keys, experts: int, per_token: int, mtp_layers: int = 0) -> ModelConfig:
+def moe_hybrid_config(keys: Keys, experts: int, per_token: int, mtp_layers: int = 0) -> ModelConfig:
     """What a config says where nothing says how many experts there are, how many a token visits, and of layers to draft by: these."""
     layers, high = keys.integer("num_hidden_layers", high=MAX_LAYERS), 2**22
-    moe = moe_config(keys, experts, per_token, keys.integer("moe_intermediate_size", WIDTH, high=high), True, range(layers),
-                     shared_expert_dim=keys.integer("shared_expert_intermediate_size", WIDTH, high=high), shared_expert_gate=True)
+    moe = moe_config(keys, experts, per_token, keys.integer("moe_intermediate_size", EXPERT_DIM, high=high), True, range(layers),
+                     shared_expert_dim=keys.integer("shared_expert_intermediate_size", EXPERT_DIM, high=high), shared_expert_gate=True)
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=2, head_dim=256, ffn_key="moe_intermediate_size",
-                    sizes={"moe_intermediate_size": WIDTH})
+                    sizes={"moe_intermediate_size": EXPERT_DIM})
     return hybrid_config(keys, base, mtp_layers, moe=moe)
 
 

@@ -19,18 +19,18 @@ from . import TensorRule, llama, with_multimodal_names
 KEYS_HARMLESS = frozenset({"mamba_ssm_dtype", "mlp_only_layers", "mtp_use_dedicated_embeddings", "unsloth_fixed_mtp"})
 REFUSED_UNLESS = {"attn_output_gate": True, "mlp_bias": False, "output_gate_type": "swish", "sliding_window": None}
 LINEAR, FULL = "linear_attention", "full_attention"
-ROTATED = 0.25  # of a head, where the config does not say
+ROTATED_SHARE = 0.25  # of a head, where the config does not say
 
 
 def config(keys: Keys) -> ModelConfig:
     return hybrid_config(keys, Defaults(max_position_embeddings=32_768, num_key_value_heads=4, head_dim=256))
 
 
-def hybrid_config(keys: Keys, base: Defaults, mtp_layers: int = 0, rotated_share: float = ROTATED, **features: object) -> ModelConfig:
+def hybrid_config(keys: Keys, base: Defaults, mtp_layers: int = 0, rotated_share: float = ROTATED_SHARE, **features: object) -> ModelConfig:
     """What a config with layers of linear attention says, from keys with these defaults, `ahead` of layers to draft by and a `share` of a
     head that turns; `features`: what a family decides besides."""
     layers, bias = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.flag("attention_bias", False)
-    kinds = layer_kinds(keys, layers)
+    kinds = layer_types(keys, layers)
     sizes = {"key_heads": ("linear_num_key_heads", 16, 4096), "value_heads": ("linear_num_value_heads", 32, 4096),
              "key_dim": ("linear_key_head_dim", 128, 1024), "value_dim": ("linear_value_head_dim", 128, 1024),
              "taps": ("linear_conv_kernel_dim", 4, 64)}
@@ -49,7 +49,7 @@ def hybrid_config(keys: Keys, base: Defaults, mtp_layers: int = 0, rotated_share
     return config
 
 
-def layer_kinds(keys: Keys, layers: int) -> tuple[str, ...]:
+def layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
     """LINEAR or FULL, by layer. Raises ConfigError for other kinds, and where no layer has keys and values."""
     interval = keys.integer("full_attention_interval", 4)
     default_kinds = tuple(FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers))

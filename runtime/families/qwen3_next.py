@@ -13,17 +13,17 @@ from ...kernels.delta_shape import DeltaShape
 from ..config import ModelConfig
 from ..config_reader import Keys
 from . import qwen3_5_moe_text
-from .qwen3_5_moe_text import mixed_config
+from .qwen3_5_moe_text import moe_hybrid_config
 
 LIKE = qwen3_5_moe_text
 REFUSED_UNLESS = {**qwen3_5_moe_text.REFUSED_UNLESS, "use_sliding_window": False}
 
 
 def config(keys: Keys) -> ModelConfig:
-    return mixed_config(keys, experts=512, per_token=10, mtp_layers=1)  # published configs do not say that there is a layer to draft by
+    return moe_hybrid_config(keys, experts=512, per_token=10, mtp_layers=1)  # published configs do not state their MTP layer
 
 
-def parted_rows(shape: DeltaShape) -> dict[str, tuple[str, np.ndarray]]:
+def fused_rows(shape: DeltaShape) -> dict[str, tuple[str, np.ndarray]]:
     """Name of a matrix of a layer with a state, below `linear_attn.` -> that of the one that it is stored in, and its rows there."""
     values_per_key = shape.value_heads // shape.key_heads
     value_rows = values_per_key * shape.value_dim
@@ -47,4 +47,4 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
     if layer not in config.recurrent_layers:
         return {}
     prefix = f"model.layers.{layer}.linear_attn."
-    return {f"{prefix}{name}.weight": (f"{prefix}{fused}.weight", rows) for name, (fused, rows) in parted_rows(config.recurrent).items()}
+    return {f"{prefix}{name}.weight": (f"{prefix}{fused}.weight", rows) for name, (fused, rows) in fused_rows(config.recurrent).items()}

@@ -28,10 +28,10 @@ from .qwen3_moe import NAMES
 KEYS_HARMLESS = qwen3_5_moe_text.KEYS_HARMLESS | {"number_of_conv_states"}
 REFUSED_UNLESS = {key: value for key, value in qwen3_5_moe_text.REFUSED_UNLESS.items() if key not in ("norm_topk_prob", "output_gate_type")}
 SIZES = {"vocab_size": 248_320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "moe_intermediate_size": 512}
-CHOOSING = "indexed_attention"  # as transformers names what published configs call full
-GATES = {"silu": False, "swish": False, "sigmoid": True}  # of what a state gives: is it the sigmoid alone?
-MOST_ROWS, MOST_TABLES = 2**28, 4096  # of a table of n-grams, and of these
-PLE = "ple.ple_embedding.ngram_embedding"
+INDEXED_ATTENTION = "indexed_attention"  # as transformers names what published configs call full
+SIGMOID_GATES = {"silu": False, "swish": False, "sigmoid": True}  # of what a state gives: is it the sigmoid alone?
+MAX_NGRAM_ROWS, MAX_NGRAM_TABLES = 2**28, 4096  # of a table of n-grams, and of these
+NGRAM_TABLE = "ple.ple_embedding.ngram_embedding"
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -40,20 +40,20 @@ def config(keys: Keys) -> ModelConfig:
     moe = moe_config(keys, 512, 10, base.size(keys, "moe_intermediate_size"), keys.flag("norm_topk_prob", True), range(layers),
                      parallel_to_mlp=True,
                      shared_expert_dim=keys.integer("shared_expert_intermediate_size", 512, high=high), shared_expert_gate=True)
-    kinds = keys.kinds("layer_types", layers, (FULL, LINEAR, CHOOSING))
+    kinds = keys.kinds("layer_types", layers, (FULL, LINEAR, INDEXED_ATTENTION))
     if kinds is not None:
-        keys = keys.saying(layer_types=[FULL if kind == CHOOSING else kind for kind in kinds])
+        keys = keys.saying(layer_types=[FULL if kind == INDEXED_ATTENTION else kind for kind in kinds])
     gate_type = keys.text("output_gate_type", None) or "silu"
-    if gate_type not in GATES:
-        raise keys.fail("output_gate_type", " or ".join(GATES))
+    if gate_type not in SIGMOID_GATES:
+        raise keys.fail("output_gate_type", " or ".join(SIGMOID_GATES))
     config = hybrid_config(keys.saying(num_hidden_layers=layers), base, rotated_share=1.0, moe=moe, final_norm_kind="none",
                            residual_streams=keys.integer("hc_count", 4, low=2, high=16),
                            residual_gate_rank=keys.integer("hc_lowrank", 320, high=2**16))
-    config = replace(config, recurrent=replace(config.recurrent, sigmoid_gate=GATES[gate_type]), mtp_layers=0)
-    return replace(config, indexer=_indexed(keys, config), ngrams=_ngrams(keys, config))
+    config = replace(config, recurrent=replace(config.recurrent, sigmoid_gate=SIGMOID_GATES[gate_type]), mtp_layers=0)
+    return replace(config, indexer=_indexer_config(keys, config), ngrams=_ngram_config(keys, config))
 
 
-def _indexed(keys: Keys, config: ModelConfig) -> IndexerConfig:
+def _indexer_config(keys: Keys, config: ModelConfig) -> IndexerConfig:
     """What chooses, of which all has to be said."""
     heads, kv_heads, width, budget, rate = (keys.integer(f"indexer_{name}", high=high) for name, high in (
         ("n_heads", 1024), ("kv_heads", 1024), ("head_dim", 1024), ("budget", 2**27), ("compress_ratio", 4096)))
@@ -67,14 +67,14 @@ def _indexed(keys: Keys, config: ModelConfig) -> IndexerConfig:
     return IndexerConfig(shape, sources, False, ("rms+1", config.norm_eps))
 
 
-def _ngrams(keys: Keys, config: ModelConfig) -> NgramConfig | None:
+def _ngram_config(keys: Keys, config: ModelConfig) -> NgramConfig | None:
     """The layers that are given rows of n-grams, if any are."""
     keys.knows("ple_layer_ids")
     stated = keys.raw.get("ple_layer_ids") or []
     ngram_size, heads = keys.integer("ngram_size", 3, low=2, high=16), keys.integer("heads_per_ngram", 8, high=64)
     shape = NgramShape(config.residual_streams, config.hidden_size, keys.integer("ple_conv_kernel_size", 4, low=2, high=64), ngram_size,
                        keys.integer("ple_embed_dim", config.hidden_size, high=2**20))
-    hashing = (keys.integer("ngram_vocab_size_base", 20_000_000, low=2, high=MOST_ROWS),
+    hashing = (keys.integer("ngram_vocab_size_base", 20_000_000, low=2, high=MAX_NGRAM_ROWS),
                keys.integer("make_ngram_vocab_size_divisible_by", 128, high=2**20), keys.integer("seed", 1234, low=0, high=2**62))
     shards = keys.integer("split_ngram_parts", 512, high=2**16)
     if not isinstance(stated, list) or not all(is_count(number) and 1 <= number <= config.num_hidden_layers for number in stated):
@@ -84,8 +84,8 @@ def _ngrams(keys: Keys, config: ModelConfig) -> NgramConfig | None:
     layers = tuple(sorted({number - 1 for number in stated}))
     if (invalid := next((layer for layer in layers if layer not in config.recurrent_layers), None)) is not None:
         raise ConfigError(f"config.json: ple_layer_ids holds {invalid + 1}, a layer of another kind than {LINEAR}: this is not supported")
-    if len(layers) * heads * ngram_size > MOST_TABLES:
-        raise ConfigError(f"config.json: ple_layer_ids and heads_per_ngram ask for more than {MOST_TABLES} tables of n-grams")
+    if len(layers) * heads * ngram_size > MAX_NGRAM_TABLES:
+        raise ConfigError(f"config.json: ple_layer_ids and heads_per_ngram ask for more than {MAX_NGRAM_TABLES} tables of n-grams")
     if shape.rows % ((ngram_size - 1) * heads):
         raise ConfigError(f"config.json: ple_embed_dim {shape.rows} is not a multiple of the {(ngram_size - 1) * heads} rows of n-grams "
                           "that a token has", "(ngram_size - 1) times heads_per_ngram")
@@ -104,7 +104,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     for role in ("input_norm", "post_norm"):
         del rules[role]
     for role, name in (("attn_mix", "attn"), ("mlp_mix", "mlp")):
-        rules |= _mix_tensors(config, role, f"{prefix}{name}_hyper_connection.")
+        rules |= _gated_residual_tensors(config, role, f"{prefix}{name}_hyper_connection.")
     if config.indexer is not None and (index := config.indexer.shape_of(layer)) is not None:
         indexer_prefix, query_rows = f"{prefix}self_attn.indexer.", index.heads * index.width
         fused, fused_rows = f"{indexer_prefix}index_qk_proj.weight", query_rows + index.width
@@ -122,7 +122,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     return rules
 
 
-def _mix_tensors(config: ModelConfig, role: str, prefix: str) -> dict[str, TensorRule]:
+def _gated_residual_tensors(config: ModelConfig, role: str, prefix: str) -> dict[str, TensorRule]:
     """What a token's streams say of what a branch reads of them, and of what each gets of it."""
     wide, rank = config.residual_streams * config.hidden_size, config.residual_gate_rank
     return {f"{role}.mix_norm": TensorRule(f"{prefix}hc_norm.weight", (wide,)),
@@ -132,12 +132,12 @@ def _mix_tensors(config: ModelConfig, role: str, prefix: str) -> dict[str, Tenso
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    rules = llama.outer_tensors(config) | _mix_tensors(config, "leave_mix", "model.hyper_connection_mixer.")
+    rules = llama.outer_tensors(config) | _gated_residual_tensors(config, "leave_mix", "model.hyper_connection_mixer.")
     for role in ("norm", "leave_mix.mix_in"):
         del rules[role]
     ngrams = config.ngrams
     for layer in () if ngrams is None else ngrams.layers:
-        rules[role_of(layer)] = TensorRule(f"model.layers.{layer}.{PLE}.weight", (ngrams.num_rows(layer), ngrams.width), plain=True)
+        rules[role_of(layer)] = TensorRule(f"model.layers.{layer}.{NGRAM_TABLE}.weight", (ngrams.num_rows(layer), ngrams.width), plain=True)
     return rules
 
 
@@ -146,7 +146,7 @@ def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, i
     ngrams = config.ngrams
     if ngrams is None or layer not in ngrams.layers:
         return {}
-    prefix = f"model.layers.{layer}.{PLE}."
+    prefix = f"model.layers.{layer}.{NGRAM_TABLE}."
     return {f"{prefix}weight": tuple((f"{prefix}shard_{part}.weight", rows) for part, rows in enumerate(ngrams.shard_rows(layer)))}
 
 

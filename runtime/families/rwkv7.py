@@ -21,16 +21,16 @@ KEYS_HARMLESS = frozenset({
     "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "use_l2warp"})
 REFUSED_UNLESS = {"attn": None, "norm_first": True, "sliding_window": None}
 CODE = r"(configuration|modeling)_rwkv7\.RWKV7\w+|fla\.models\.rwkv7\.\w+\.RWKV7\w+"  # of published ones, which this is
-ABSENT = {"num_attention_heads": 1, "num_key_value_heads": 1}  # what no layer has
+PLACEHOLDER_SIZES = {"num_attention_heads": 1, "num_key_value_heads": 1}  # what no layer has
 ACT = "relu2"
 ACTS = ("sqrelu", ACT)  # two names of one
 SIZES = {"vocab_size": 32_000, "hidden_size": 2048, "num_hidden_layers": 24}
 STREAMS = 2  # what layers work on, and the values of the first
-LETTERS = ("r", "w", "k", "v", "a", "g")  # as papers call what rows are read for: receptances, decays, keys, values, rates, gates
-READ = {"receptance_in": 0, "key_in": 2, "value_in": 3}  # tap -> which of these its matrix reads
-MOST_RANK = 2**16
+MIX_LETTERS = ("r", "w", "k", "v", "a", "g")  # as papers call what rows are read for: receptances, decays, keys, values, rates, gates
+MATRIX_TAPS = {"receptance_in": 0, "key_in": 2, "value_in": 3}  # tap -> which of these its matrix reads
+MAX_RANK = 2**16
 # A rank where a config leaves it out, and how many times the root of the width it is about where it says null.
-RANKS = {"decay_low_rank_dim": (64, 2.5), "a_low_rank_dim": (64, 2.5), "v_low_rank_dim": (16, 1.7), "gate_low_rank_dim": (128, 5)}
+LOW_RANKS = {"decay_low_rank_dim": (64, 2.5), "a_low_rank_dim": (64, 2.5), "v_low_rank_dim": (16, 1.7), "gate_low_rank_dim": (128, 5)}
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -45,7 +45,7 @@ def config(keys: Keys) -> ModelConfig:
                           f"this family runs only with hidden_act = {ACTS[0]}")
     shape = _shape(keys, hidden, layers, keys.number("norm_eps", base.norm_eps))
     all_layers = tuple(range(layers))
-    resolved = keys.saying(**ABSENT, head_dim=2, intermediate_size=ffn, hidden_act=ACT,
+    resolved = keys.saying(**PLACEHOLDER_SIZES, head_dim=2, intermediate_size=ffn, hidden_act=ACT,
                            max_position_embeddings=base.max_position_embeddings)
     return decoder_config(resolved, base, recurrent=shape, recurrent_layers=all_layers, norm_kind="layer",
                           norm_bias=keys.flag("norm_bias", True), residual_streams=STREAMS, low_rank_dim=max(shape.ranks))
@@ -65,15 +65,15 @@ def _shape(keys: Keys, hidden: int, layers: int, eps: float) -> Rwkv7Shape:
     if {*values} != {hidden}:
         raise ConfigError(f"config.json: value_dim = {show(keys.raw['value_dim'])} is not supported for {keys.text('model_type')} models",
                           "published models of this family have values as wide as the model")
-    ranks = [keys.integer(name, _by_width(name, hidden, head_dim) if name in keys.raw else rank, high=MOST_RANK)
-             for name, (rank, _) in RANKS.items()]
+    ranks = [keys.integer(name, _default_rank(name, hidden, head_dim) if name in keys.raw else rank, high=MAX_RANK)
+             for name, (rank, _) in LOW_RANKS.items()]
     return Rwkv7Shape(hidden // head_dim, head_dim, tuple(ranks), head_dim * eps)
 
 
-def _by_width(name: str, hidden: int, head_dim: int) -> int:
+def _default_rank(name: str, hidden: int, head_dim: int) -> int:
     """The rank of a config that says null."""
     factor = 1.0 if name == "gate_low_rank_dim" else head_dim / 64
-    return max(32, int(round(RANKS[name][1] * hidden**0.5 * factor / 32) * 32))
+    return max(32, int(round(LOW_RANKS[name][1] * hidden**0.5 * factor / 32) * 32))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -93,9 +93,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
                   f"state_{letter}_out": TensorRule(f"{lora}2.weight", (hidden, rank))}
         if letter != "g":
             rules[f"state_{letter}_out_bias"] = TensorRule(f"{lora}2.bias", (hidden,))
-    for part, letter in enumerate(LETTERS):
+    for part, letter in enumerate(MIX_LETTERS):
         rules[f"shift_{letter}"] = TensorRule(f"{prefix}attn.x_{letter}", (1, hidden), coefficients=True,
-                                              part_of=(f"{prefix}attn.x_x", part, len(LETTERS)))
+                                              part_of=(f"{prefix}attn.x_x", part, len(MIX_LETTERS)))
     rules |= {role: TensorRule(f"{prefix}{name}", (hidden,)) for role, name in (
         ("shift_up", "ffn.x_k"), ("state_direction", "attn.k_k"), ("state_remains", "attn.k_a"), ("state_bonus", "attn.r_k"))}
     return _with_biases(rules, ("state_norm", *(("input_norm", "post_norm", "entry_norm") if config.norm_bias else ())))
@@ -122,7 +122,7 @@ def block(x: object, at: Layer) -> object:
         hidden = ops.norm_stream(hidden, w.entry_norm)
     at.tap("block_in", hidden)
     rows = kv.shifted(hidden, w.input_norm, w.recurrent.own.shift, 0)
-    for name, index in READ.items():
+    for name, index in MATRIX_TAPS.items():
         at.tap(name, rows[index])
     first_values = ops.second_stream(x, STREAMS) if at.number else None
     products = kv.products(rows, w.recurrent.products, w.recurrent.own, first_values)  # [T, D] each

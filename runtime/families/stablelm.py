@@ -17,12 +17,12 @@ KEYS_HARMLESS = frozenset({"rms_norm_eps"})
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 50_304, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 32, "num_attention_heads": 32}
 HEAD_NORMS = {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}  # once they are one
-SHARE = 0.25  # of a head that turns, where a config does not say
+ROTATED_SHARE = 0.25  # of a head that turns, where a config does not say
 
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=4096, num_key_value_heads=32, bos=0, eos=(0,), eps_key="layer_norm_eps", norm_eps=1e-5,
-                    sizes=SIZES, rope={"partial": True, "share": SHARE})
+                    sizes=SIZES, rope={"partial": True, "share": ROTATED_SHARE})
     qk_norm = keys.flag("qk_layernorm", False)
     return decoder_config(keys, base, qkv_bias=keys.flag("use_qkv_bias", False), norm_kind="layer", qk_norm=qk_norm,
                           qk_norm_per_head=qk_norm, parallel_block=keys.flag("use_parallel_residual", False))
@@ -34,7 +34,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         del rules["post_norm"]
     for role, name in HEAD_NORMS.items() if config.qk_norm_per_head else ():
         rules[role] = TensorRule(f"model.layers.{layer}.self_attn.{name}.weight", rules[role].shape)
-    return normed(rules)
+    return with_norm_biases(rules)
 
 
 def stacked_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
@@ -57,7 +57,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules | {"norm_bias": bias_rule(rules["norm"])}
 
 
-def normed(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
+def with_norm_biases(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
     """The tensors of a layer with biases of its norms before attention and MLP."""
     return {**rules, **{f"{role}_bias": bias_rule(rules[role]) for role in ("input_norm", "post_norm") if role in rules}}
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, llama, opt, stablelm
-from .stablelm import normed
+from .stablelm import with_norm_biases
 
 LIKE = opt
 outer_tensors = stablelm.outer_tensors
 KEYS_HARMLESS = frozenset({"embedding_dropout", "residual_dropout", "rms_norm_eps"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_type": "default", "norm_type": "layer_norm"}
-MLP = {"up": "mlp.c_fc", "down": "mlp.c_proj"}  # as the checkpoints call them
+MLP_NAMES = {"up": "mlp.c_fc", "down": "mlp.c_proj"}  # as the checkpoints call them
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -30,8 +30,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     rules, prefix = llama.layer_tensors(config, layer), f"model.layers.{layer}."
     for role in ("gate", "gate_bias"):
         rules.pop(role, None)
-    for role, name in MLP.items():
+    for role, name in MLP_NAMES.items():
         rules[role] = TensorRule(f"{prefix}{name}.weight", rules[role].shape)
         if config.mlp_bias:
             rules[f"{role}_bias"] = TensorRule(f"{prefix}{name}.bias", rules[role].shape[:1])
-    return normed(rules)
+    return with_norm_biases(rules)

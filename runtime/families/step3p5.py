@@ -20,11 +20,11 @@ from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
 # Names of older configs, those of code that checkpoints brought, by those of transformers.
-CALLED = {"moe_num_experts": "n_routed_experts", "moe_top_k": "num_experts_per_tok", "num_attention_groups": "num_key_value_heads",
-          "share_expert_dims": "share_expert_dim", "num_mtp_layers": "num_nextn_predict_layers"}
-BOUNDS = "swiglu_limits", "swiglu_limits_shared"
-LISTS = "layer_types", "mlp_layer_types", "partial_rotary_factors", "rope_theta", *BOUNDS
-OTHER, ENUM = "attention_other_setting", "moe_layers_enum"
+OLD_KEYS = {"moe_num_experts": "n_routed_experts", "moe_top_k": "num_experts_per_tok", "num_attention_groups": "num_key_value_heads",
+            "share_expert_dims": "share_expert_dim", "num_mtp_layers": "num_nextn_predict_layers"}
+GATE_LIMIT_KEYS = "swiglu_limits", "swiglu_limits_shared"
+BY_LAYER_KEYS = "layer_types", "mlp_layer_types", "partial_rotary_factors", "rope_theta", *GATE_LIMIT_KEYS
+WINDOWED_ATTENTION_KEY, MOE_LAYERS_KEY = "attention_other_setting", "moe_layers_enum"
 # Of layers that guess ahead, of training and of other programs.
 KEYS_HARMLESS = frozenset({"max_seq_len", "moe_layer_offset", "mtp_layer_types", "mtp_mlp_layer_types", "need_fp32_gate", "gating"})
 REFUSED_UNLESS = {
@@ -38,10 +38,10 @@ FIRST_SPARSE = 3
 
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
-    keys.knows(*CALLED, *LISTS, OTHER, ENUM, "rope_scaling")
+    keys.knows(*OLD_KEYS, *BY_LAYER_KEYS, WINDOWED_ATTENTION_KEY, MOE_LAYERS_KEY, "rope_scaling")
     layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
     mtp_layers = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
-    keys = keys.saying(**_as_transformers(keys, layers, mtp_layers))
+    keys = keys.saying(**_with_transformers_names(keys, layers, mtp_layers))
     base = Defaults(max_position_embeddings=128_000, num_key_value_heads=8, head_dim=128, norm_eps=1e-5, sizes=SIZES)
     windows = layer_windows(keys, keys.integer("sliding_window", None), [GLOBAL] * layers)
     default_kinds = tuple(DENSE if layer < FIRST_SPARSE else SPARSE for layer in range(layers))
@@ -57,41 +57,41 @@ def config(keys: Keys) -> ModelConfig:
                      shared_expert_dim=keys.integer("share_expert_dim", 1280, high=2**22))
     config = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1",
                             output_gate=True, output_gate_per_head=True, moe=moe, mtp_layers=mtp_layers,
-                            gate_limits=gate_limits(keys, BOUNDS, sparse, layers))
-    windowed_heads, scale = _heads(keys, config), keys.number("query_pre_attn_scalar", None)
+                            gate_limits=gate_limits(keys, GATE_LIMIT_KEYS, sparse, layers))
+    windowed_heads, scale = _windowed_query_heads(keys, config), keys.number("query_pre_attn_scalar", None)
     query_heads = tuple(config.num_attention_heads if window is None else windowed_heads for window in windows)
     return replace(config, layer_query_heads=query_heads if len({*query_heads, config.num_attention_heads}) > 1 else (),
                    attn_scale=None if scale is None else scale**-0.5)
 
 
-def _as_transformers(keys: Keys, layers: int, mtp_layers: int) -> dict[str, object]:
+def _with_transformers_names(keys: Keys, layers: int, mtp_layers: int) -> dict[str, object]:
     """What an older config says, by the names of the newer ones; lists end with the last layer that is read."""
-    renamed = {name: keys.raw[old_name] for old_name, name in CALLED.items() if keys.holds(old_name) and not keys.holds(name)}
-    for name in LISTS:
+    renamed = {name: keys.raw[old_name] for old_name, name in OLD_KEYS.items() if keys.holds(old_name) and not keys.holds(name)}
+    for name in BY_LAYER_KEYS:
         value = keys.raw.get(name)
         if isinstance(value, list) and len(value) == layers + mtp_layers:
             renamed[name] = value[:layers]
-    stated = keys.raw.get(ENUM)
+    stated = keys.raw.get(MOE_LAYERS_KEY)
     if stated is not None and keys.raw.get("mlp_layer_types") is None:
         items = stated.split(",") if isinstance(stated, str) else stated
         if not isinstance(items, list) or not all(str(each).strip().isdecimal() for each in items):
-            raise keys.fail(ENUM, "layer indices, as a list or separated by commas")
+            raise keys.fail(MOE_LAYERS_KEY, "layer indices, as a list or separated by commas")
         sparse = {int(each) for each in items}
         renamed["mlp_layer_types"] = [SPARSE if layer in sparse else DENSE for layer in range(layers)]
     return renamed
 
 
-def _heads(keys: Keys, config: ModelConfig) -> int:
+def _windowed_query_heads(keys: Keys, config: ModelConfig) -> int:
     """How many query heads layers with a window have. Raises ConfigError where they differ in more than that."""
-    section = keys.section(OTHER) or {}
+    section = keys.section(WINDOWED_ATTENTION_KEY) or {}
     for name, expected in (("num_attention_groups", config.num_key_value_heads), ("head_dim", config.head_dim),
                            ("true_head_dim", config.head_dim), ("attention_type", LOCAL)):
         if (stated := section.get(name, expected)) != expected:
-            raise ConfigError(f"config.json: {OTHER} states {name} {show(stated)} where other layers have {show(expected)}, which is not "
-                              "supported", "layers with a window may differ only in query heads")
+            raise ConfigError(f"config.json: {WINDOWED_ATTENTION_KEY} states {name} {show(stated)} where other layers have "
+                              f"{show(expected)}, which is not supported", "layers with a window may differ only in query heads")
     if unknown := sorted(section.keys() - {"num_attention_groups", "head_dim", "true_head_dim", "attention_type", "num_attention_heads"}):
-        raise ConfigError(f"config.json: {OTHER} states {show(unknown[0])}, which is not supported")
-    default = Keys(section, f"config.json: {OTHER}").integer("num_attention_heads", config.num_attention_heads, high=4096)
+        raise ConfigError(f"config.json: {WINDOWED_ATTENTION_KEY} states {show(unknown[0])}, which is not supported")
+    default = Keys(section, f"config.json: {WINDOWED_ATTENTION_KEY}").integer("num_attention_heads", config.num_attention_heads, high=4096)
     heads = keys.integer("num_sliding_attention_heads", default, high=4096)
     if heads % config.num_key_value_heads:
         raise ConfigError(f"config.json: layers with a window have {heads} heads, which is not a multiple of num_key_value_heads "

@@ -26,8 +26,8 @@ REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 # What sizes of the decoder are called, and what they are where nothing is said.
 SIZES = {"hidden_size": ("d_model", 384), "num_hidden_layers": ("decoder_layers", 4), "num_attention_heads": ("decoder_attention_heads", 6),
          "intermediate_size": ("decoder_ffn_dim", 1536), "max_position_embeddings": ("max_target_positions", 448)}
-USUAL = Defaults(max_position_embeddings=448, bos=50_256, eos=(50_256,), tied=True, act=("activation_function", "gelu"), rotary=False,
-                 grouped=False, eps_key=None, norm_eps=1e-5, sizes={"vocab_size": 51_865})  # torch's epsilon
+DEFAULTS = Defaults(max_position_embeddings=448, bos=50_256, eos=(50_256,), tied=True, act=("activation_function", "gelu"), rotary=False,
+                    grouped=False, eps_key=None, norm_eps=1e-5, sizes={"vocab_size": 51_865})  # torch's epsilon
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -35,7 +35,7 @@ def config(keys: Keys) -> ModelConfig:
     sizes = {name: keys.integer(whisper_key, default, high=limits[name]) for name, (whisper_key, default) in SIZES.items()}
     layers = sizes["num_hidden_layers"] = 2 * sizes["num_hidden_layers"]
     scaled = keys.flag("scale_embedding", False)
-    return decoder_config(keys.saying(**sizes), USUAL, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer", position_offset=0,
+    return decoder_config(keys.saying(**sizes), DEFAULTS, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer", position_offset=0,
                           layers_without_mlp=tuple(range(0, layers, 2)), cross_attention_layers=tuple(range(1, layers, 2)),
                           embedding_multiplier=sizes["hidden_size"] ** 0.5 if scaled else 1.0)
 

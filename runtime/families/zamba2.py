@@ -24,18 +24,18 @@ KEYS_HARMLESS = frozenset({
     "num_query_groups", "time_step_floor", "time_step_max", "time_step_min", "use_conv_bias", "use_mamba_kernels", "use_mem_eff_path"})
 REFUSED_UNLESS = {"add_bias_linear": False, "sliding_window": None, "use_long_context": False, "use_shared_mlp_adapter": True}
 SIZES = {"vocab_size": 32_000, "hidden_size": 2560, "num_hidden_layers": 54, "num_attention_heads": 32}
-STATE, HYBRID = ("linear_attention", "mamba"), "hybrid"
+MAMBA, HYBRID = ("linear_attention", "mamba"), "hybrid"
 STREAMS = 2  # what layers work on, and the embedding
-EPS = 1e-5  # of the norm behind a state
-USUAL = (STATE[0], *((*[STATE[0]] * 5, HYBRID) * 7), *[STATE[0]] * 4, HYBRID, *[STATE[0]] * 3, HYBRID, *[STATE[0]] * 2)
+NORM_EPS = 1e-5  # of the norm behind a state
+DEFAULT_KINDS = (MAMBA[0], *((*[MAMBA[0]] * 5, HYBRID) * 7), *[MAMBA[0]] * 4, HYBRID, *[MAMBA[0]] * 3, HYBRID, *[MAMBA[0]] * 2)
 
 
 def config(keys: Keys) -> ModelConfig:
-    base = Defaults(max_position_embeddings=4096, bos=1, eos=(2,), norm_eps=EPS, tied=True, act=("hidden_act", "gelu"), sizes=SIZES)
+    base = Defaults(max_position_embeddings=4096, bos=1, eos=(2,), norm_eps=NORM_EPS, tied=True, act=("hidden_act", "gelu"), sizes=SIZES)
     hidden, layers, heads = (base.size(keys, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    head_dim = _stated(keys, "attention_head_dim", 2 * hidden, heads, "num_attention_heads")
+    head_dim = _divided(keys, "attention_head_dim", 2 * hidden, heads, "num_attention_heads")
     ffn = keys.integer("intermediate_size", 4 * hidden, high=2**22)
-    uses_rope, hybrid = keys.flag("use_mem_rope", False), _hybrid(keys, layers)
+    uses_rope, hybrid = keys.flag("use_mem_rope", False), _hybrid_layers(keys, layers)
     rotated = [uses_rope and layer in hybrid for layer in range(layers)]
 
     all_layers = tuple(range(layers))
@@ -52,10 +52,10 @@ def config(keys: Keys) -> ModelConfig:
         raise ConfigError(f"config.json: num_key_value_heads {config.num_key_value_heads} is not supported with "
                           "use_shared_attention_adapter",
                           f"its adapters are for {heads}, the number of query heads")
-    return replace(config, recurrent=_shape(keys, hidden), recurrent_norm_eps=None if config.norm_eps == EPS else EPS)
+    return replace(config, recurrent=_shape(keys, hidden), recurrent_norm_eps=None if config.norm_eps == NORM_EPS else NORM_EPS)
 
 
-def _stated(keys: Keys, name: str, total: int, parts: int, parts_key: str) -> int:
+def _divided(keys: Keys, name: str, total: int, parts: int, parts_key: str) -> int:
     """A width that follows from others, and what a config says of it. Raises ConfigError."""
     stated = keys.integer(name, None, high=2**20)
     if total % parts or stated not in (None, total // parts):
@@ -68,19 +68,19 @@ def _stated(keys: Keys, name: str, total: int, parts: int, parts_key: str) -> in
 def _shape(keys: Keys, hidden: int) -> Mamba2Shape:
     """The state of a layer. Raises ConfigError."""
     heads, values = keys.integer("n_mamba_heads", 8, high=4096), keys.integer("mamba_expand", 2, high=64) * hidden
-    shape = Mamba2Shape(heads, _stated(keys, "mamba_headdim", values, heads, "n_mamba_heads"), keys.integer("mamba_ngroups", 1, high=4096),
+    shape = Mamba2Shape(heads, _divided(keys, "mamba_headdim", values, heads, "n_mamba_heads"), keys.integer("mamba_ngroups", 1, high=4096),
                         keys.integer("mamba_d_state", 64, high=4096), keys.integer("mamba_d_conv", 4, high=64))
     if heads % shape.groups:
         raise ConfigError(f"config.json: n_mamba_heads {heads} is not a multiple of mamba_ngroups {shape.groups}")
     return shape
 
 
-def _hybrid(keys: Keys, layers: int) -> tuple[int, ...]:
+def _hybrid_layers(keys: Keys, layers: int) -> tuple[int, ...]:
     """The layers with a shared block. Raises ConfigError for none, and for kinds of layers that nobody knows."""
-    kinds = keys.words("layers_block_type", layers) or (USUAL if layers == len(USUAL) else ())
-    if unknown := next((kind for kind in kinds if kind not in (*STATE, HYBRID)), None):
+    kinds = keys.words("layers_block_type", layers) or (DEFAULT_KINDS if layers == len(DEFAULT_KINDS) else ())
+    if unknown := next((kind for kind in kinds if kind not in (*MAMBA, HYBRID)), None):
         raise ConfigError(f"config.json: layers_block_type holds {show(unknown)}, which is not supported",
-                          f"known: {', '.join((*STATE, HYBRID))}")
+                          f"known: {', '.join((*MAMBA, HYBRID))}")
     hybrid_layers = tuple(layer for layer, kind in enumerate(kinds) if kind == HYBRID)
     if not hybrid_layers:
         raise ConfigError("config.json: layers_block_type names no layer with attention", "at least one is required")
@@ -95,7 +95,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     if layer not in config.hybrid_layers:
         return rules
     number, rank, ffn = config.hybrid_layers.index(layer), config.low_rank_dim, config.intermediate_size
-    block_prefix = _place(config, block_of(config, layer))
+    block_prefix = _shared_block_prefix(config, block_of(config, layer))
     rules["lent_out"] = TensorRule(f"{prefix}linear.weight", (hidden, hidden))
     adapter = f"{block_prefix}feed_forward.gate_up_proj_adapter_list.{number}."
     rules["mlp_low"] = TensorRule(f"{adapter}0.weight", (rank, hidden))
@@ -108,7 +108,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     return rules
 
 
-def _place(config: ModelConfig, block: int) -> str:
+def _shared_block_prefix(config: ModelConfig, block: int) -> str:
     """Where a shared block lies: in the first layer that it is lent to."""
     return f"model.layers.{config.hybrid_layers[block]}.shared_transformer."
 
@@ -118,7 +118,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     rules["norm"] = replace(rules["norm"], name="model.final_layernorm.weight")
     q, kv = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     for block in range(config.num_shared_blocks):
-        prefix = _place(config, block)
+        prefix = _shared_block_prefix(config, block)
         fused = f"{prefix}feed_forward.gate_up_proj.weight"
         tensors = {"input_norm": TensorRule(f"{prefix}input_layernorm.weight", (2 * hidden,)),
                    "post_norm": TensorRule(f"{prefix}pre_ff_layernorm.weight", (hidden,)),
@@ -138,7 +138,7 @@ def block(x: object, at: Layer) -> object:
     ops, w = at.ops, at.w
     hidden = ops.first_stream(x, at.config.residual_streams)
     if w.shared_block is not None:
-        block_output = _shared(x, at)
+        block_output = _shared_block_output(x, at)
         at.tap("lent_in", block_output)
         hidden = ops.linear_add(block_output, w.shared_block.out, hidden)
     at.tap("block_in", hidden)
@@ -149,7 +149,7 @@ def block(x: object, at: Layer) -> object:
     return x
 
 
-def _shared(x: object, at: Layer) -> object:
+def _shared_block_output(x: object, at: Layer) -> object:
     """What the block that the layer is lent makes of both streams, [T, D]."""
     ops, w, positions, rope, config = at.ops, at.w, at.positions, at.rope, at.config
     use, block = w.shared_block, w.shared_block.block

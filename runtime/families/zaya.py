@@ -26,7 +26,7 @@ FULL, LOCAL = "hybrid", "hybrid_sliding"
 ROPES = {FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
          LOCAL: {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}  # where a config has no sections
 STREAMS = 2  # what layers work on, and what routers begin with
-PARTS = ("q_proj", "k_proj", "v_proj_delayed", "v_proj_current")  # of the one product that reads a layer's input
+IN_PROJ_PARTS = ("q_proj", "k_proj", "v_proj_delayed", "v_proj_current")  # of the one product that reads a layer's input
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -44,7 +44,7 @@ def config(keys: Keys) -> ModelConfig:
     moe = replace(moe_config(keys, 16, 1, base.size(keys, "moe_intermediate_size"), False, range(layers), correction_bias=True,
                              parallel_to_mlp=True),
                   zero_experts=1, zero_experts_drop=True)
-    config = decoder_config(_without_kind(keys), base, ropes, windows=tuple(window if kind == LOCAL else None for kind in kinds),
+    config = decoder_config(_without_rope_type(keys), base, ropes, windows=tuple(window if kind == LOCAL else None for kind in kinds),
                             moe=moe, residual_streams=STREAMS, router_mlp_dim=keys.integer("router_hidden_size", 256, high=2**16),
                             head_bias=keys.flag("lm_head_bias", False), parallel_hybrid=True, recurrent_layers=tuple(range(layers)))
     shape = CcaShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim,
@@ -57,7 +57,7 @@ def config(keys: Keys) -> ModelConfig:
     return replace(config, recurrent=shape)
 
 
-def _without_kind(keys: Keys) -> Keys:
+def _without_rope_type(keys: Keys) -> Keys:
     """The same without a kind of rotary positions beside their sections, which a published config has and transformers takes out."""
     sections = keys.section("rope_parameters")
     if sections is None or "rope_type" not in sections:
@@ -73,7 +73,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     rules = {"input_norm": TensorRule(f"{prefix}input_layernorm.weight", (hidden,)),
              "post_norm": TensorRule(f"{prefix}post_attention_layernorm.weight", (hidden,)),
              "o": TensorRule(f"{attention}o_proj.weight", (hidden, shape.values)),
-             "state_in": TensorRule(f"{attention}qkv_proj.{JOINED}", (shape.products[0], hidden)),
+             "state_in": TensorRule(f"{attention}qkv_proj.{FUSED_IN_PROJ}", (shape.products[0], hidden)),
              "state_conv": TensorRule(f"{attention}qkv_proj.conv_qk_depthwise.weight", (shape.convolved, 1, shape.first)),
              "state_conv_bias": TensorRule(f"{attention}qkv_proj.conv_qk_depthwise.bias", (shape.convolved,)),
              "state_heads": TensorRule(f"{attention}qkv_proj.conv_qk_grouped.weight", (shape.convolved, shape.depth, shape.second)),
@@ -98,14 +98,15 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
                     "entry_offset": TensorRule("model.input_hidden_states_bias", (hidden,))}
 
 
-JOINED = "in_proj.weight"
+FUSED_IN_PROJ = "in_proj.weight"
 
 
 def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
     """The product that reads a layer's input -> the tensors in which it is stored, with their rows."""
     shape, prefix = config.recurrent, f"model.layers.{layer}.self_attn.qkv_proj."
     part_rows = shape.values, shape.convolved - shape.values, shape.half, shape.half
-    return {f"{prefix}{JOINED}": tuple((f"{prefix}{part}.weight", rows) for part, rows in zip(PARTS, part_rows, strict=True))}
+    stored = tuple((f"{prefix}{part}.weight", rows) for part, rows in zip(IN_PROJ_PARTS, part_rows, strict=True))
+    return {f"{prefix}{FUSED_IN_PROJ}": stored}
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:

@@ -121,7 +121,7 @@ ARCHITECTURES = {
     "nanbeige": Architecture("nanbeige", interleaved=True, other_keys=frozenset({"attention.head_dim"}), keys={
         "num_loops": "num_loops", "skip_loop_final_norm": "skip_loop_final_norm"}),
     "ouro": Architecture("ouro", interleaved=True, keys={"num_loops": "total_ut_steps", "skip_loop_final_norm": "skip_loop_final_norm"},
-                         layer_names={"post_attention_norm": ouro.BEHIND["o_norm"], "post_ffw_norm": ouro.BEHIND["down_norm"]}),
+                         layer_names={"post_attention_norm": ouro.POST_NORMS["o_norm"], "post_ffw_norm": ouro.POST_NORMS["down_norm"]}),
     deci.NAME: Architecture(deci.FAMILY, interleaved=True),
     mellum.NAME: Architecture(mellum.FAMILY, config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES), window_pattern=True,
                               keys=mellum.KEYS, required_keys=mellum.REQUIRED, other_keys=mellum.READ),
@@ -140,7 +140,7 @@ ARCHITECTURES = {
                                 "attn_q": "attention.q_proj", "attn_k": "attention.k_proj", "attn_v": "attention.v_proj", "attn_output":
                                 "attention.dense", "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}),
     "internlm2": Architecture("internlm2", interleaved=True, outer_names={
-        "token_embd.weight": internlm2.OUTER["embed"], "output.weight": internlm2.OUTER["head"]}, layer_names={
+        "token_embd.weight": internlm2.OUTER_NAMES["embed"], "output.weight": internlm2.OUTER_NAMES["head"]}, layer_names={
         part: internlm2.NAMES[own] for part, own in LAYER.items() if own in internlm2.NAMES}),
     "qwen2": Architecture("qwen2", keys=_CAUSAL),
     "qwen2moe": Architecture("qwen2_moe", config={"norm_topk_prob": False}, experts=("mlp", qwen3_moe.NAMES),

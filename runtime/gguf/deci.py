@@ -9,7 +9,7 @@ import numpy as np
 from ...offload.gguf_header import GgufHeader, Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
-from ..families.nemotron_nas import ATTENTION, INSIDE
+from ..families.nemotron_nas import ATTENTION, FFN
 from .family_context import FamilyContext
 
 NAME, FAMILY = "deci", "nemotron_nas"
@@ -27,7 +27,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
         raise CheckpointError(f"{path} states {NAME}.{QUERIES} or {NAME}.{GROUPS} of layers with a matrix in the place of attention, which "
                               "is not supported", "Nemotron Super 49B and Ultra 253B run, not the 51B")
     raw |= {"num_attention_heads": heads[0], "block_configs": [
-        {ATTENTION: {"no_op": not own, "num_key_value_heads": count}, INSIDE: {"no_op": not width, "intermediate_size": width}}
+        {ATTENTION: {"no_op": not own, "num_key_value_heads": count}, FFN: {"no_op": not width, "intermediate_size": width}}
         for own, count, width in zip(queries, groups, widths)]}
     width, turned = raw.setdefault("head_dim", raw["hidden_size"] // heads[0]), header.metadata.get(f"{NAME}.{TURNED}")
     if turned not in (None, width):

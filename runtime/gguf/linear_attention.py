@@ -113,7 +113,7 @@ def joined_rows(names: Sequence[str], config: ModelConfig) -> list[np.ndarray] |
     """The rows of each of several matrices in the one tensor in which they are joined by heads of keys; None where they are not."""
     if config.family != FAMILY or len(names) != 2 or ".linear_attn." not in names[0]:
         return None
-    places = qwen3_next.parted_rows(config.recurrent)
+    places = qwen3_next.fused_rows(config.recurrent)
     return [places[name.rpartition(".linear_attn.")[2].removesuffix(".weight")][1] for name in names]
 
 

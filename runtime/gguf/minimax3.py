@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ...offload.gguf_header import Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
-from ..families.minimax_m3_vl_text import CHOSEN, FULL
+from ..families.minimax_m3_vl_text import FULL, SPARSE_ATTENTION
 from .family_context import FamilyContext
 
 FAMILY, NAME = "minimax_m3_vl_text", "minimax-m3"
@@ -42,7 +42,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
     raw |= {"sliding_window": gguf.window, "shared_intermediate_size": width, "rope_theta": raw.get("rope_theta", 10_000.0),
             "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0), "moe_layer_freq": [
                 int(f"blk.{layer}.ffn_gate_inp.weight" in header.tensors) for layer in range(layers)], "layer_types": [
-                CHOSEN if f"blk.{layer}.indexer.q_proj.weight" in header.tensors else FULL for layer in range(layers)]}
+                SPARSE_ATTENTION if f"blk.{layer}.indexer.q_proj.weight" in header.tensors else FULL for layer in range(layers)]}
     raw.setdefault("routed_scaling_factor", 1.0)
 
 

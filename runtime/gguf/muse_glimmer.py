@@ -11,7 +11,7 @@ import numpy as np
 from ...offload.gguf_header import Value
 from ..config import ModelConfig
 from ..config_rope import LOCAL
-from ..families.muse_glimmer_text import BEHIND_EPS, STORED
+from ..families.muse_glimmer_text import POST_NORM_EPS, WEIGHTED_QK_NORM_KEY
 from .family_context import FamilyContext
 
 FAMILY, NAME = "muse_glimmer_text", "muse-glimmer"
@@ -27,7 +27,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
     window, kinds = gguf.window, gguf.layer_types(raw, EVERY)
     theta = raw.get("rope_theta", 10_000.0)
     raw |= {"sliding_window": window, "layer_types": kinds, "layer_rope_theta": [theta if kind == LOCAL else 0 for kind in kinds],
-            "post_norm_eps": BEHIND_EPS, STORED: True, "qk_scale_factor": 1.0}
+            "post_norm_eps": POST_NORM_EPS, WEIGHTED_QK_NORM_KEY: True, "qk_scale_factor": 1.0}
     raw.setdefault("final_logit_softcapping", None)
 
 
@@ -51,4 +51,4 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield set(config.windows) == {None}, "has no window"
     yield [rope is None for rope in config.ropes] != [window is None for window in config.windows], \
         "rotates other layers than those with a window"
-    yield config.post_norm_eps != BEHIND_EPS, f"has post-norms with an epsilon of {config.post_norm_eps}"
+    yield config.post_norm_eps != POST_NORM_EPS, f"has post-norms with an epsilon of {config.post_norm_eps}"

@@ -86,22 +86,22 @@ def block_of(config: ModelConfig, layer: int, role: str) -> int:
     """The block of a file that holds a tensor of a layer."""
     if config.family != FAMILY:
         return layer
-    return nemotron_h.first_half(config, layer) + (layer not in config.layers_without_mlp and nemotron_h.in_second_half(role))
+    return nemotron_h.stored_layer_of(config, layer) + (layer not in config.layers_without_mlp and nemotron_h.is_mlp_role(role))
 
 
 def is_behind(name: str, config: ModelConfig) -> bool:
     """Does a tensor of a file belong to a block for multi-token prediction?"""
     block = name.removeprefix("blk.").partition(".")[0]
-    return name.startswith("mtp.") or block.isdecimal() and int(block) >= nemotron_h.first_half(config, config.num_hidden_layers)
+    return name.startswith("mtp.") or block.isdecimal() and int(block) >= nemotron_h.stored_layer_of(config, config.num_hidden_layers)
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its own, without the architecture's prefix, or otherwise than other families have them."""
-    blocks = nemotron_h.first_half(config, config.num_hidden_layers)
+    blocks = nemotron_h.stored_layer_of(config, config.num_hidden_layers)
     heads, widths = np.zeros(blocks, np.int32), np.zeros(blocks, np.int32)
     own, mixture = config.recurrent, config.moe
     for layer in range(config.num_hidden_layers):
-        first = nemotron_h.first_half(config, layer)
+        first = nemotron_h.stored_layer_of(config, layer)
         heads[first] = 0 if layer in config.recurrent_layers else config.num_key_value_heads
         if layer not in config.layers_without_mlp:
             widths[first + 1] = config.intermediate_size if mixture is None else mixture.expert_dim

@@ -13,7 +13,7 @@ import numpy as np
 from ...offload.gguf_header import GgufHeader, Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
-from ..families.qwen4_exp_text import PLE
+from ..families.qwen4_exp_text import NGRAM_TABLE
 from . import linear_attention
 from .family_context import FamilyContext
 
@@ -113,7 +113,7 @@ def check_numbers(header: GgufHeader, name: str, config: ModelConfig) -> None:
 
 def table_name(name: str, config: ModelConfig) -> tuple[str, ...] | None:
     """What a checkpoint calls the table of n-grams."""
-    return (f"model.layers.{config.ngrams.layers[0]}.{PLE}.weight",) if config.ngrams and name == f"{TABLE}.weight" else None
+    return (f"model.layers.{config.ngrams.layers[0]}.{NGRAM_TABLE}.weight",) if config.ngrams and name == f"{TABLE}.weight" else None
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:

@@ -10,7 +10,7 @@ import numpy as np
 from ...offload.gguf_header import Value, shown_value
 from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
-from ..families.rwkv7 import ABSENT, LETTERS
+from ..families.rwkv7 import MIX_LETTERS, PLACEHOLDER_SIZES
 from .family_context import FamilyContext
 
 FAMILY = "rwkv7"
@@ -22,19 +22,19 @@ REQUIRED = tuple(key for key in KEYS if key != EPSILON)
 SHIFTS = "token_shift_count"  # rows of the token before that a layer keeps, one for each half
 CONFIG = {"hidden_act": "sqrelu"}
 # Parts of tensors' names -> those of a checkpoint; without their kind where they have none there.
-FUSED = {"time_mix_lerp_fused": tuple(f"lerp_{letter}" for letter in LETTERS)}
+FUSED = {"time_mix_lerp_fused": tuple(f"lerp_{letter}" for letter in MIX_LETTERS)}
 NAMES = {"attn_norm": "attn_norm", "attn_norm_2": "ffn_norm", "time_mix_ln": "attn.g_norm", "time_mix_receptance": "attn.r_proj",
          "time_mix_key": "attn.k_proj", "time_mix_value": "attn.v_proj", "time_mix_output": "attn.o_proj", "channel_mix_key": "ffn.key",
          "channel_mix_value": "ffn.value"}
 LOW = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}  # how files number what is of low rank
-FULL_NAMES = {f"lerp_{letter}.weight": f"attn.x_{letter}" for letter in LETTERS} | {
+FULL_NAMES = {f"lerp_{letter}.weight": f"attn.x_{letter}" for letter in MIX_LETTERS} | {
     f"time_mix_{letter}{number}.weight": f"attn.{letter}_lora.lora.{own}" for letter in "wavg" for number, own in LOW.items()} | {
     f"time_mix_{name}.weight": f"attn.{name}" for name in ("k_k", "k_a", "r_k")} | {"channel_mix_lerp_k.weight": "ffn.x_k"}
 # Roles -> what their tensors are called; a bias that files call a tensor of its own among them.
 ROLES = {"entry_norm": "token_embd_norm", "post_norm": "attn_norm_2", "state_norm": "time_mix_ln", "state_r": "time_mix_receptance",
          "state_k": "time_mix_key", "state_v": "time_mix_value", "state_out": "time_mix_output", "up": "channel_mix_key",
          "down": "channel_mix_value", "shift_up": "channel_mix_lerp_k.weight",
-         **{f"shift_{letter}": f"lerp_{letter}" for letter in LETTERS},
+         **{f"shift_{letter}": f"lerp_{letter}" for letter in MIX_LETTERS},
          **{f"state_{letter}_{end}": f"time_mix_{letter}{number}.weight" for letter in "wavg"
             for end, number in (("in", 1), ("out", 2), ("out_bias", 0))},
          "state_direction": "time_mix_k_k.weight", "state_remains": "time_mix_k_a.weight", "state_bonus": "time_mix_r_k.weight"}
@@ -55,7 +55,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
     if (stated := header.metadata.get(f"{FAMILY}.{SHIFTS}", 2)) != 2:
         raise CheckpointError(f"{header.path} states {FAMILY}.{SHIFTS} {shown_value(stated)}, which is not supported",
                               "layers of this family keep two rows of the previous token: convert the original checkpoint again")
-    for key in ABSENT:
+    for key in PLACEHOLDER_SIZES:
         raw.pop(key, None)
     raw["norm_bias"] = any(name.endswith("attn_norm.bias") for name in header.tensors)
 

@@ -13,13 +13,13 @@ from ...offload.safetensors_header import damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_rope import GLOBAL, LOCAL
 from ..families.glm4_moe_lite import DENSE, SPARSE
-from ..families.step3p5 import BOUNDS
+from ..families.step3p5 import GATE_LIMIT_KEYS
 from .family_context import SIGMOID, FamilyContext
 from .laguna import QUERIES
 
 FAMILY, NAME = "step3p5", "step35"
 SHARED, THETA, BEHIND = "expert_shared_feed_forward_length", "rope.freq_base_swa", "nextn_predict_layers"
-CLAMPS = dict(zip(("swiglu_clamp_exp", "swiglu_clamp_shexp"), BOUNDS))
+CLAMPS = dict(zip(("swiglu_clamp_exp", "swiglu_clamp_shexp"), GATE_LIMIT_KEYS))
 TURNED = {GLOBAL: 0.5, LOCAL: 1.0}  # how much of a head
 KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length":
         "moe_intermediate_size", SHARED: "share_expert_dim", "expert_weights_scale": "moe_router_scaling_factor", "expert_weights_norm":

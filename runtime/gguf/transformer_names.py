@@ -67,9 +67,9 @@ def add_bloom(gguf: FamilyContext, raw: Raw) -> None:
 
 
 def add_mpt(gguf: FamilyContext, raw: Raw) -> None:
-    if (stated := gguf.numbers(STEEPEST, 0)) != [mpt.STEEPEST]:
+    if (stated := gguf.numbers(STEEPEST, 0)) != [mpt.MAX_ALIBI_BIAS]:
         raise CheckpointError(f"{gguf.header.path} states {gguf.name}.{STEEPEST} {shown_value(stated)}, which is not supported",
-                              f"slopes of this family reach {mpt.STEEPEST}")
+                              f"slopes of this family reach {mpt.MAX_ALIBI_BIAS}")
     raw |= {"sliding_window": gguf.window, "attn_config": {"clip_qkv": raw.pop("clip_qkv", None) or None}}
 
 
@@ -86,7 +86,7 @@ def add_dbrx(gguf: FamilyContext, raw: Raw) -> None:
 
 
 ADDED = {"gpt_bigcode": add_starcoder, "bloom": add_bloom, "mpt": add_mpt, "dbrx": add_dbrx}
-STATED_ALIBI: dict[str, Value] = {STEEPEST: float(mpt.STEEPEST)}
+STATED_ALIBI: dict[str, Value] = {STEEPEST: float(mpt.MAX_ALIBI_BIAS)}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:

@@ -16,7 +16,7 @@ from ...quant.compressed_attention_weights import StreamMean
 from ...quant.weight import AltUp, Bundles, Linear, Norm, PerLayerInput, Weight, XieluParams
 from ..adapters.loaded_adapters import NO_ADAPTERS, LoadedAdapters
 from ..families.diffllama import share_of
-from ..families.mllama_text_model import SHARES
+from ..families.mllama_text_model import GATE_ROLES
 from ..layer import LayerWeights
 from ..ngrams import role_of
 from ..rope import alibi_channels
@@ -153,7 +153,7 @@ class WeightRecords:
             norm_gates=tuple(found.low_rank(f"{role}_in", f"{role}_out") for role in ("input_norm", "post_norm")),
             entry_norm=norm("entry_norm") or entered, middle_norm=norm("middle_norm"), compressed_attention=wide_weights(found),
             gated_residuals=residual_weights.residuals_around(found) or hyper_around(found), ngrams=residual_weights.ngram_weights(found),
-            cross_attention_gates=tuple(math.tanh(found.number(role)) for role in SHARES) if SHARES[0] in roles else None)
+            cross_attention_gates=tuple(math.tanh(found.number(role)) for role in GATE_ROLES) if GATE_ROLES[0] in roles else None)
 
     def _fronts(self, ops: object) -> tuple[object, object]:
         """Per-head query and key prefixes of position-dependent scores, on a backend."""
