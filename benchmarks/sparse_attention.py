@@ -57,10 +57,10 @@ class Side:
         self.cache = build_cache([self.ops], [spec], RawCodec(F16), CacheShape(ctx, chunk=PAGE))
         self.cache.adopt(depth, self.cache.shape.sealed_at(depth))
         self.layer = self.cache.layer(0)
-        self.dense = replace(self.layer, choosing=None)
+        self.dense = replace(self.layer, token_selection=None)
         rng = np.random.default_rng(0)
         drawn = rng.standard_normal(1 << 20).astype(np.float16)
-        for memory in (self.layer.pages.exact, self.layer.pages.sealed, self.layer.choosing.index.memory):
+        for memory in (self.layer.pages.exact, self.layer.pages.sealed, self.layer.token_selection.index.memory):
             halves = memory.view(np.float16)
             for at in range(0, len(halves), len(drawn)):
                 halves[at : at + len(drawn)] = drawn[: len(halves) - at]

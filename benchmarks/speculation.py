@@ -83,18 +83,18 @@ class Beside:
 
     def __init__(self, large: Engine, small: Engine) -> None:
         self._large, self._small = large, small
-        self._pass, self._hold = large.run_ahead, large.accept_token
+        self._pass, self._hold = large.run_draft, large.accept_token
 
     def __enter__(self) -> None:
-        self._large.run_ahead, self._large.accept_token, self._large._next_logits = self._run, self._take, self._next
+        self._large.run_draft, self._large.accept_token, self._large._next_logits = self._run, self._take, self._next
 
     def __exit__(self, *error: object) -> None:
-        for name in ("run_ahead", "accept_token", "_next_logits"):
+        for name in ("run_draft", "accept_token", "_next_logits"):
             delattr(self._large, name)
 
     def _run(self, ids: Sequence[int]) -> np.ndarray:
         self._pass(ids)
-        return self._small.run_ahead(ids)
+        return self._small.run_draft(ids)
 
     def _take(self, token: int) -> None:
         self._hold(token)

@@ -92,7 +92,7 @@ def assign(chat: Conversation, name: str, value: str) -> None:
     elif name in CONSTRAINTS:
         from ..runtime.constraints.constraint import read_constraint_flags
 
-        session.hold_to(None if value == "off" else read_constraint_flags(**{**dict.fromkeys(CONSTRAINTS), name: value}))
+        session.set_constraint(None if value == "off" else read_constraint_flags(**{**dict.fromkeys(CONSTRAINTS), name: value}))
     elif name == "markdown":
         if value not in ("on", "off"):
             raise UsageError(f"markdown is on or off, not {value!r}", "/set markdown on")

@@ -101,7 +101,7 @@ def as_media_items(files: Sequence[MediaFile], session: Session) -> list[Attachm
     """The files as attachments of the next message."""
     attachments = []
     for file in files:
-        items = session.film(file.values) if isinstance(file.values, list) else [("", session.picture(file.values))]
+        items = session.add_video(file.values) if isinstance(file.values, list) else [("", session.add_media(file.values))]
         tokens = sum((session.count(text) if text else 0) + session.engine.media.token_count(picture.digest) for text, picture in items)
         media = tuple(piece for pair in items for piece in pair if piece != "")
         attachments.append(Attachment(file.name, "", tokens, file.part, media))

@@ -55,7 +55,7 @@ def attach_media(chat: Conversation, rest: str, part: str) -> None:
     if rest == "off":
         chat.attached[:] = [attachment for attachment in chat.attached if attachment.part != part]
     elif rest:
-        chat.session.demand_sight(modality_of(part))
+        chat.session.require_modality(modality_of(part))
         path = expand_path(rest)
         with chat.screen.waiting(f"reading {path.name}"):
             file = read_media_file(path, part)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 NO_STATES: Mapping[int, LayerStates] = MappingProxyType({})
 NO_READERS: Mapping[int, LayerPages] = MappingProxyType({})
-NO_CHOICE: Mapping[int, TokenSelection] = MappingProxyType({})
+NO_SELECTIONS: Mapping[int, TokenSelection] = MappingProxyType({})
 
 
 class KVCache(CacheBytes):
@@ -54,7 +54,7 @@ class KVCache(CacheBytes):
     `probes`: records what a policy needs to know of attention.
     `states`: recurrent states. `stateful`: by layer, those that have one; layers in `beside` have pages as well.
     `readers`: by layer, those that attend to an earlier layer's keys and values.
-    `choosing`: sparse attention, by position in `layers`; `apart`: that of `readers`, by layer.
+    `token_selections`: sparse attention, by position in `layers`; `reader_selections`: that of `readers`, by layer.
     `ends`: of the current pass, see `attention_ends`.
     """
 
@@ -65,18 +65,21 @@ class KVCache(CacheBytes):
                  pool: PagePool | None = None, probes: AttentionProbes | None = None, spilling: Sequence[LayerPages] = (),
                  states: States | None = None, stateful: Mapping[int, LayerStates] = NO_STATES,
                  readers: Mapping[int, LayerPages] = NO_READERS, beside: Collection[int] = (),
-                 choosing: Mapping[int, TokenSelection] = NO_CHOICE, apart: Mapping[int, TokenSelection] = NO_CHOICE) -> None:
+                 token_selections: Mapping[int, TokenSelection] = NO_SELECTIONS,
+                 reader_selections: Mapping[int, TokenSelection] = NO_SELECTIONS) -> None:
         self._sealers, self.pool, self.probes, self._spilling = sealers, pool, probes, spilling
         self.shape, self.codecs, self.policy, self.layouts = shape, codecs, policy, layouts
         self.slots = ExactSlots(shape, layouts, exact)
-        self._layers = [LayerCache(pages, self, choosing=choosing.get(position)) for position, pages in enumerate(layers)]
-        self.choosing = choosing
+        self._layers = [LayerCache(pages, self, token_selection=token_selections.get(position)) for position, pages in enumerate(layers)]
+        self.token_selections = token_selections
         self.chosen: Chosen | None = None  # of the current pass, in layers with sparse attention; None: all tokens
-        reading = {index: LayerCache(reader_pages, self, choosing=apart.get(index)) for index, reader_pages in readers.items()}
+        reading = {index: LayerCache(reader_pages, self, token_selection=reader_selections.get(index))
+                   for index, reader_pages in readers.items()}
         self.states, paged, unpaged = states, iter(self._layers), {**stateful, **reading}
         self._by_layer = [replace(next(paged), states=stateful[index]) if index in beside else unpaged.get(index) or next(paged)
                           for index in range(len(layers) + len(unpaged) - len(beside))]
-        selections = [layer.choosing for layer in self._by_layer if isinstance(layer, LayerCache) and layer.choosing is not None]
+        selections = [layer.token_selection for layer in self._by_layer
+                      if isinstance(layer, LayerCache) and layer.token_selection is not None]
         self.indexes = [part for selection in selections for part in (selection.index, selection.keys) if part is not None]
         self.upgraded_codecs = [codec.better for codec in codecs if codec.better is not None]
         self.step: Step | None = None
@@ -190,12 +193,12 @@ class KVCache(CacheBytes):
                 rows.append((0, self.slots.of[page], self.shape.start(page), self.shape.tokens_in(page, end)))
         return np.array(rows, np.int64)
 
-    def held(self) -> np.ndarray:
+    def held_blocks(self) -> np.ndarray:
         """The blocks of all held tokens, for readers that add none."""
         return self._blocks(self.n)
 
     @property
-    def ahead(self) -> int:
+    def max_speculative_tokens(self) -> int:
         """How many tokens a speculative pass may take, so that each attends to what it would in a pass of its own and rejected ones leave
         no trace: no page is sealed before the last token, and all are in the same open page."""
         if self.shape.written is not None:  # a token may overwrite one that the token before it attends to
@@ -269,12 +272,12 @@ class KVCache(CacheBytes):
         self._steps.clear()
         remaining = self._truncate_to(*self._truncation_point(n))
         if self.states is not None:
-            while (reachable := self.states.reach(remaining)) < remaining:  # pages could not be read from disk
+            while (reachable := self.states.reachable_length(remaining)) < remaining:  # pages could not be read from disk
                 remaining = self._truncate_to(reachable, self.shape.sealed_at(reachable))
             self.states.truncate(remaining)
         return remaining
 
-    def reach(self, n: int) -> int:
+    def reachable_length(self, n: int) -> int:
         """How many tokens `truncate` would leave, barring disk errors."""
         return self.n if n >= self.n else self._truncation_point(n)[0]
 
@@ -284,7 +287,7 @@ class KVCache(CacheBytes):
         sealed = min(self.sealed, self.shape.sealed_at(n))
         if self.is_packed and sealed < self.sealed:
             n = min(n, self.shape.start(sealed))
-        while self.states is not None and (reachable := self.states.reach(n)) < n:
+        while self.states is not None and (reachable := self.states.reachable_length(n)) < n:
             n, sealed = reachable, min(self.sealed, self.shape.sealed_at(reachable))
             if self.is_packed:
                 sealed = min(self.sealed, max(0, reachable - self.shape.sinks) // PAGE)

@@ -309,7 +309,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
         finally:
             self.passes_s += time.perf_counter() - started
 
-    def run_ahead(self, ids: Sequence[int]) -> np.ndarray:
+    def run_draft(self, ids: Sequence[int]) -> np.ndarray:
         """Run drafted `ids` without committing them; logits float32 [len(ids), V], a view. `accept_token` commits them one by one."""
         with self._timed_pass():
             self.memory_monitor.look(self.cache)
@@ -322,7 +322,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
             return logits
 
     def accept_token(self, token: int) -> None:
-        """Commit the next token of the last `run_ahead`."""
+        """Commit the next token of the last `run_draft`."""
         with self._timed_pass():
             self.cache.commit(1)
         self.tokens.append(token)
@@ -331,7 +331,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
         with self._explaining_non_finite(self._logits):
             return sampler.sample(self._logits, self.tokens)
 
-    def demand_finite(self, logits: np.ndarray) -> None:
+    def require_finite_logits(self, logits: np.ndarray) -> None:
         """Raises EffllmError for logits float32 [n, V] with NaN or infinity."""
         if not all(np.isfinite(row).all() for row in logits):  # row by row, since the boolean array of all rows would be large
             with self._explaining_non_finite(logits):

@@ -116,7 +116,7 @@ def reusable_tokens(cache: KVCache, held: Sequence[int], ids: Sequence[int], num
         reused = min(common, max(begin, end - FEW - 1))
     else:
         reused = begin if begin <= num_fresh and common - begin <= FEW else common
-    return reused if cache.reach(reused) == reused else common
+    return reused if cache.reachable_length(reused) == reused else common
 
 
 def _pass_spans(at: int, end: int, sinks: int, chunk: int) -> Iterator[tuple[int, int]]:

@@ -65,7 +65,7 @@ class Session:
     `max_tokens` and `max_reasoning_tokens`: limits of each answer and of its reasoning, None: no limit.
     `from_process_start`: the first answer's time to first token counts from the start of the process, for one-shot commands.
     An answer may call `tools`. Its message then has `tool_calls`, and the caller adds a result for each of the `open_calls`
-    (`take_result`), then calls `go_on`.
+    (`take_result`), then calls `answer_tool_results`.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: SamplerSettings, system: str | None = None, think: str = "auto",
@@ -77,7 +77,7 @@ class Session:
         self._media_items: set[MediaItem] = set()  # references that keep their encoded rows while the conversation lives
         self.raw = self._prompts.raw
         self.settings = settings
-        self.hold_to(constraint)
+        self.set_constraint(constraint)
         self.messages: list[Message] = []
         self.tools: Tools | None = None
         self.open_calls: list[Call] = []
@@ -105,7 +105,7 @@ class Session:
         """What answers must match."""
         return self._compiled and self._compiled.source
 
-    def hold_to(self, constraint: Constraint | None) -> None:
+    def set_constraint(self, constraint: Constraint | None) -> None:
         """Constrain answers from now on; None: no longer. Raises EffllmError, and then nothing changes."""
         self._compiled = constraint and constraint.compile(self.tokenizer, self.engine.config.vocab_size)
 
@@ -136,19 +136,19 @@ class Session:
     def n_ctx(self) -> int:
         return self.engine.n_ctx
 
-    def demand_sight(self, modality: Modality = IMAGE_INPUT) -> None:
+    def require_modality(self, modality: Modality = IMAGE_INPUT) -> None:
         """Raises EffllmError if the model takes no input of this modality, or none that this program supports."""
         require_media(self.engine.media, modality)
 
-    def picture(self, points: np.ndarray) -> MediaItem:
+    def add_media(self, points: np.ndarray) -> MediaItem:
         """An image of uint8 pixels [height, width, 3] or a sound of float32 samples [n], as input for `ask`. Its encoded rows are kept for
         the whole conversation. Raises EffllmError."""
         item = require_media(self.engine.media, modality_of(points)).add(points)
         self._media_items.add(item)
         return item
 
-    def film(self, frames: Sequence[Frame]) -> list[tuple[str, MediaItem]]:
-        """As `picture`, for frames of a video: (the text before it, the item) for each frame or group of frames."""
+    def add_video(self, frames: Sequence[Frame]) -> list[tuple[str, MediaItem]]:
+        """As `add_media`, for frames of a video: (the text before it, the item) for each frame or group of frames."""
         items = require_media(self.engine.media).add_video(frames)
         self._media_items.update(each for _, each in items)
         return items
@@ -193,7 +193,7 @@ class Session:
         self._media_items.update(pictures)
         self.messages.append(self._tool_messages.result(call, "\n".join([text, *(each.mark for each in pictures)])))
 
-    def go_on(self) -> Iterator[Event]:
+    def answer_tool_results(self) -> Iterator[Event]:
         """Answer after tool results."""
         yield from self._restoring_on_failure(list(self.messages))
 
@@ -211,7 +211,7 @@ class Session:
     def continue_(self) -> Iterator[Event]:
         """Continue the last answer where it was cut off, or after the tool calls it made."""
         if self.messages and self.messages[-1]["role"] == "tool":
-            yield from self.go_on()
+            yield from self.answer_tool_results()
             return
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise UsageError("there is no answer to continue", "ask something first")
@@ -374,20 +374,20 @@ class Session:
         return History(list(self.messages), self.system, self.settings)
 
     @property
-    def spoken(self) -> TokenizedText | None:
+    def tokenized_text(self) -> TokenizedText | None:
         """The token ids of the text so far, if known: tokenizing it again could give others."""
         text, ids = self._prompts.cached
         last = self._last_answer
         whole = last is not None and last.think is None and last.ids == ids and (last.messages, last.system) == (self.messages, self.system)
         return TokenizedText(text, tuple(ids), last.prompt if whole else None) if text else None
 
-    def take_up(self, messages: list[Message], system: str | None, spoken: TokenizedText | None = None) -> None:
+    def restore(self, messages: list[Message], system: str | None, tokenized_text: TokenizedText | None = None) -> None:
         """Replace the conversation by this one, restored from a file."""
         self.messages, self.system = messages, system
-        self._prompts.cached = ("", []) if spoken is None else (spoken.text, list(spoken.ids))
+        self._prompts.cached = ("", []) if tokenized_text is None else (tokenized_text.text, list(tokenized_text.ids))
         self._last_answer = None
-        if spoken is not None and spoken.prompt is not None:
-            self._last_answer = LastAnswer(list(messages), system, list(spoken.ids), spoken.prompt, None)
+        if tokenized_text is not None and tokenized_text.prompt is not None:
+            self._last_answer = LastAnswer(list(messages), system, list(tokenized_text.ids), tokenized_text.prompt, None)
 
     def save(self, path: Path) -> None:
         """Write the conversation as JSON, atomically."""

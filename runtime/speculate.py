@@ -213,19 +213,20 @@ class Speculation:
             return self._logits[0]
         self._pending = ()
         if self._skips_lookup():
-            logits = engine.run_ahead([token])
+            logits = engine.run_draft([token])
             engine.accept_token(token)
             self._passes_since_draft, self._skipped = self._passes_since_draft + 1, self._skipped + 1
             self._passes, self._cost = self._passes + 1, self._cost + 1.0
             return logits[0]
-        limit = min(MAX_VERIFIED, engine.cache.ahead, engine.n_ctx - len(engine.tokens) - 1, MAX_VERIFIED if left is None else left) - 1
+        limit = min(MAX_VERIFIED, engine.cache.max_speculative_tokens, engine.n_ctx - len(engine.tokens) - 1,
+                    MAX_VERIFIED if left is None else left) - 1
         self._follow(engine.tokens, token)
         started = self._clock()
         draft = self._draft(limit, engine)
         drafted_at = self._clock()
-        logits = engine.run_ahead([token, *draft])
+        logits = engine.run_draft([token, *draft])
         if draft and np.isnan(logits).any():  # a wrong draft may overflow where the answer does not
-            draft, logits = (), engine.run_ahead([token])
+            draft, logits = (), engine.run_draft([token])
         engine.accept_token(token)
         for proposer in self._proposers:
             proposer.observe([token, *draft], logits)

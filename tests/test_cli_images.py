@@ -139,5 +139,5 @@ def test_an_image_that_a_tool_gave_back_is_seen(folder, template, where):
         prompt = session._prompt()
         assert prompt.count("<|user|>") == (2 if where == "user" else 1) and len(marker_digests(prompt)) == 1
         assert marker_digests(prompt[prompt.index(f"<|{where}|>\n", prompt.index("tool_call")) :])
-        seen = list(session.go_on())[-1].stats
+        seen = list(session.answer_tool_results())[-1].stats
         assert len(session._prompts.tokenize(prompt)) == seen.prompt_tokens == session._prompts.count(prompt)

@@ -144,10 +144,10 @@ def test_kernels_compute_their_meaning(pool: ThreadPool, name: str, stored: int,
     text, close = Text(name), 2e-5 if stored == F32 else 3e-3
     for cuts in ([TEXT], [130, 1, 1, 8, 1, 3, 100, TEXT - 244]):
         cache = text.cache(pool, stored, only=only)
-        found, keys = text.through(cache, *cuts), cache.choosing[0].keys
+        found, keys = text.through(cache, *cuts), cache.token_selections[0].keys
         assert np.abs(keys.rows[: TEXT // text.shape.tokens_per_key] - text.keys(TEXT)).max() < close
         if text.index is not None:
-            assert np.abs(cache.choosing[0].index.keys(TEXT // 4) - text.keys(TEXT, 1)).max() < close
+            assert np.abs(cache.token_selections[0].index.keys(TEXT // 4) - text.keys(TEXT, 1)).max() < close
         if stored == F32:  # of rounded keys others may be chosen
             assert np.abs(found - text.meant(TEXT)).max() < 1e-4
     assert np.abs(text.meant(TEXT) - replaced(text, index=None).meant(TEXT)).max() > 0.05 or text.index is None
@@ -165,7 +165,7 @@ def test_neither_threads_nor_pieces_change_a_bit(name: str) -> None:
     for threads, cuts, sink in ((1, [TEXT], 64), (3, [140, *[1] * 20, 5, 2, TEXT - 167], 64), (2, [TEXT], 0), (2, [TEXT], 128)):
         pool = ThreadPool(threads)
         cache = text.cache(pool, F16, sink)
-        found.append((text.through(cache, *cuts), cache.choosing[0].keys.rows[: TEXT // text.shape.tokens_per_key].copy(),
+        found.append((text.through(cache, *cuts), cache.token_selections[0].keys.rows[: TEXT // text.shape.tokens_per_key].copy(),
                       *cache.states.read(TEXT)))
         pool.close()
     for other in found[1:]:

@@ -33,8 +33,8 @@ def assert_rows_alone(engine: Engine) -> None:
         assert not said and passes.most > 1
         for step in range(STEPS):
             place, guesses = step % len(LENGTHS), rng.integers(0, rows, 3).tolist()
-            if engine.speculation is not None and together[place].cache.ahead >= len(guesses):
-                found = together[place].run_ahead(guesses).copy()
+            if engine.speculation is not None and together[place].cache.max_speculative_tokens >= len(guesses):
+                found = together[place].run_draft(guesses).copy()
                 for row, token in enumerate(guesses[: 1 + step % len(guesses)]):
                     together[place].accept_token(token)
                     right = engine.model.logits(engine.model.forward(np.array([token], np.int64), alone[place].cache))[0]

@@ -59,7 +59,7 @@ def test_what_is_chosen_of_many_keys_is_as_good_as_the_oracles(model: tuple[Path
     folder, theirs = model
     engine, tokens, steps = opened(folder, kv="32bit"), 330, 20
     whole, config = engine.config.indexer.shape.dense_tokens, engine.config
-    assert whole == 83 and sum(each.index is not None for each in engine.cache.choosing.values()) == 2
+    assert whole == 83 and sum(each.index is not None for each in engine.cache.token_selections.values()) == 2
     with noted(engine) as chosen:
         anew(engine, IDS[:tokens])
         rows = one_by_one(engine, IDS[tokens : tokens + steps])
@@ -111,7 +111,7 @@ def test_a_session_continues_with_the_same_bits(engine: Engine, tmp_path: Path) 
 def test_keys_of_a_session_that_are_damaged_are_found(engine: Engine, tmp_path: Path) -> None:
     store = SessionStore(tmp_path / "sessions")
     anew(engine, IDS[:300])
-    keys = next(each.keys for each in engine.cache.choosing.values())
+    keys = next(each.keys for each in engine.cache.token_selections.values())
     keys.write(284, np.full(4 * keys.token_nbytes, 255, np.uint8))  # no numbers
     save(engine, store)
     session = store.read("tale")

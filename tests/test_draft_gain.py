@@ -31,10 +31,10 @@ class Replayed:
     """As much of an engine as drafts need; its passes take time on a clock of its own, give or take some."""
 
     def __init__(self, prompt: Sequence[int], costs: Sequence[float]) -> None:
-        self.tokens, self.n_ctx, self.cache, self.now = list(prompt), 1 << 20, SimpleNamespace(step=0, ahead=64), 0.0
+        self.tokens, self.n_ctx, self.cache, self.now = list(prompt), 1 << 20, SimpleNamespace(step=0, max_speculative_tokens=64), 0.0
         self._costs, self._random = costs, random.Random(1)
 
-    def run_ahead(self, ids: Sequence[int]) -> np.ndarray:
+    def run_draft(self, ids: Sequence[int]) -> np.ndarray:
         self.now += self._costs[len(ids) - 1] * (1 + self._random.gauss(0, 0.03))
         self.cache.step += 1
         return np.zeros((len(ids), 1), np.float32)
@@ -120,15 +120,15 @@ def test_an_answer_that_ends_between_two_looks_says_so() -> None:
 def test_passes_that_never_end_are_no_reason_to_look_no_further() -> None:
     """Each was broken off while the disk was waited for; a pass's time was asked for that nobody knew: KeyError."""
     engine = Replayed([1], [cost * 3e-4 for cost in COSTS["vnni"]])
-    speculation, whole = Speculation((SuffixMatch(),), clock=lambda: engine.now, thresholds=IN_MEMORY), engine.run_ahead
+    speculation, whole = Speculation((SuffixMatch(),), clock=lambda: engine.now, thresholds=IN_MEMORY), engine.run_draft
 
     def broken(ids: Sequence[int]) -> np.ndarray:
         raise Interrupted
 
-    engine.run_ahead = broken
+    engine.run_draft = broken
     for _ in range(IDLE_PASSES + LOOKUP_INTERVAL):
         with pytest.raises(Interrupted):
             speculation.next_logits(engine, 2, None)
-    engine.run_ahead = whole
+    engine.run_draft = whole
     speculation.next_logits(engine, 2, None)
     assert speculation.counts.passes == 1 and speculation.counts.skipped == 0

@@ -111,7 +111,7 @@ def test_assistants_of_every_kind_over_caches_of_every_kind(tmp_path: Path, kv: 
 
     def wanted(ids: list[int], count: int) -> list[np.ndarray]:
         """By the keys, values and states that the engine has."""
-        shared, blocks = {}, engine.cache.held()
+        shared, blocks = {}, engine.cache.held_blocks()
         for source in drafts._plan.sources:
             pages = engine.cache.layer(source).pages
             keys, values, at = pages.gathered(blocks)

@@ -141,7 +141,7 @@ def test_packed_pages_are_the_prompts_alone(model, engine):
 def test_drafts_are_not_verified_over_places_that_are_taken(model, engine):
     engine.reset()
     list(engine.prefill(text(model[1], 30)))
-    assert engine.cache.ahead == 1
+    assert engine.cache.max_speculative_tokens == 1
 
 
 def test_a_prompt_cannot_continue_from_what_is_gone(model, engine):

@@ -117,7 +117,7 @@ def test_what_is_chosen_of_many_pools_is_as_good_as_the_oracles(model: tuple[Pat
     folder, theirs = model
     engine, tokens, steps = opened(folder, kv="32bit"), 330, 20
     whole, config = engine.config.indexer.shape.dense_tokens, engine.config
-    assert whole == 87 and len(engine.cache.choosing) == 1
+    assert whole == 87 and len(engine.cache.token_selections) == 1
     with noted(engine) as (chosen,):
         anew(engine, IDS[:tokens])
         rows = one_by_one(engine, IDS[tokens : tokens + steps])
@@ -197,7 +197,7 @@ def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
 
 def test_where_all_tokens_are_seen_there_is_no_indexer(folder: Path, engine: Engine) -> None:
     short = opened(folder, ctx=87)
-    assert short.config.indexer is None and not short.cache.choosing
+    assert short.config.indexer is None and not short.cache.token_selections
     assert np.array_equal(anew(short, IDS[:80]), anew(engine, IDS[:80]))
     short.close()
     with pytest.raises(UsageError, match="this model uses sparse attention") as caught:

@@ -12,7 +12,7 @@ from session_engines import read, save, tokens
 from effllm.kernels.layout import PAGE
 from effllm.runtime.engine import Engine
 from effllm.runtime.prefill_chunks import chunk_lengths, join_chunks, resumes_alike, same_as_uncached
-from effllm.runtime.sessions.saved_cache import identity, read_by
+from effllm.runtime.sessions.saved_cache import identity, kernel_identity
 from effllm.runtime.sessions.session_prefix import restore_prefix
 from effllm.runtime.sessions.session_store import SessionStore
 
@@ -75,7 +75,7 @@ def test_what_is_lent_has_the_bits_of_a_whole_reading(copying: Engine, tmp_path:
 def test_runs_that_copy_otherwise_lend_each_other_nothing(copying: Engine) -> None:
     slow, _ = opened(FABLE, simulated(), gpu_layers=1, ctx=CTX)
     try:
-        assert slow.placement.devices == copying.placement.devices and read_by(slow) != read_by(copying)
+        assert slow.placement.devices == copying.placement.devices and kernel_identity(slow) != kernel_identity(copying)
     finally:
         slow.close()
 

@@ -67,7 +67,7 @@ def said(events) -> str:
 def ids_of(session, text, *points) -> list[int]:
     """The prompt of a question; its images are the conversation's."""
     prompts = PromptBuilder(session.tokenizer, media=session.engine.media)
-    content = "\n".join([*(media_marker(session.picture(each).digest) for each in points), text])
+    content = "\n".join([*(media_marker(session.add_media(each).digest) for each in points), text])
     prompt = prompts.render([{"role": "user", "content": content}], None)
     list(prompts.encode_media(prompt, session.engine, lambda: False))
     return prompts.tokenize(prompt)
@@ -102,7 +102,7 @@ def test_rows_stand_where_transformers_puts_them(made, session):
 
 def test_answers_are_those_of_transformers(made, session):
     sight, model, points = session.engine.media.encoders[IMAGE_INPUT], made[1], picture(3)
-    events = list(session.ask(ASKED, [session.picture(points)]))
+    events = list(session.ask(ASKED, [session.add_media(points)]))
     ids = ids_of(session, ASKED, points)
     with torch.inference_mode():
         wanted = model.generate(**told_to_transformers(sight, ids, [points]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
@@ -113,7 +113,7 @@ def test_answers_are_those_of_transformers(made, session):
 
 def test_a_second_question_about_an_image_reads_and_sees_nothing_again(session):
     engine, points = session.engine, picture(3)
-    first = said(session.ask(ASKED, [session.picture(points)]))
+    first = said(session.ask(ASKED, [session.add_media(points)]))
     held = len(engine.tokens)
     second = said(session.ask("And what else?"))
     assert engine.media.encoders[IMAGE_INPUT].seen == 1 and engine.num_cached_tokens >= held - 1
@@ -123,7 +123,7 @@ def test_a_second_question_about_an_image_reads_and_sees_nothing_again(session):
     list(engine.prefill(ids))
     assert np.allclose(engine._logits, logits, atol=1e-4 * np.abs(logits).max())
     session.clear()
-    assert said(session.ask(ASKED, [session.picture(points)])) == first
+    assert said(session.ask(ASKED, [session.add_media(points)])) == first
     assert said(session.ask("And what else?")) == second and engine.media.encoders[IMAGE_INPUT].seen == 1
 
 
@@ -160,7 +160,7 @@ def test_another_image_is_not_taken_for_the_one_that_was_read(session):
     list(engine.prefill(other))
     assert engine.num_cached_tokens == next(place for place, token in enumerate(one) if token >= FIRST_MEDIA_ID)
     assert not np.allclose(engine._logits, before)
-    texts = [said(session.ask(ASKED, [session.picture(picture(seed))])) for seed in (5, 6) if session.messages.clear() is None]
+    texts = [said(session.ask(ASKED, [session.add_media(picture(seed))])) for seed in (5, 6) if session.messages.clear() is None]
     assert texts[0] != texts[1], "the same words about another picture"
 
 
@@ -180,19 +180,19 @@ def test_no_media_id_is_a_token(session):
 
 
 def test_speculation_changes_nothing_of_an_answer_about_an_image(made, session):
-    whole = said(session.ask(ASKED, [session.picture(picture(8))]))
+    whole = said(session.ask(ASKED, [session.add_media(picture(8))]))
     drafting = list(open_engine(made[0], replace(OPTIONS, spec="lookup")))[-1]
     try:
         drafting.media = session.engine.media
         other = Session(drafting, session.tokenizer, GREEDY, max_tokens=12, ignore_eos=True)
-        assert said(other.ask(ASKED, [other.picture(picture(8))])) == whole
+        assert said(other.ask(ASKED, [other.add_media(picture(8))])) == whole
     finally:
         drafting.close()
 
 
 def test_a_saved_conversation_continues_without_its_image_at_hand(made, session, tmp_path):
     engine = session.engine
-    list(session.ask(ASKED, [session.picture(picture(9))]))
+    list(session.ask(ASKED, [session.add_media(picture(9))]))
     sessions = SavedSessions(SessionStore(tmp_path), "llava", 1 << 30)
     list(sessions.save(session, "seen"))
     assert session.engine.media.encoders[IMAGE_INPUT].seen == 1
@@ -207,14 +207,14 @@ def test_a_saved_conversation_continues_without_its_image_at_hand(made, session,
     later.system = "Be brief."  # now all has to be read again
     with pytest.raises(MediaGone, match="no longer in memory"):
         list(later.ask("And now?"))
-    again = later.picture(picture(9))
+    again = later.add_media(picture(9))
     assert said(later.ask("And now?", [])) and again.encoded is not None, "given once more it is known"
 
 
 def test_an_image_that_does_not_fit_is_not_encoded(session):
     sight = session.engine.media.encoders[IMAGE_INPUT]
     with pytest.raises(ContextOverflow, match="512"):
-        list(session.ask("word " * 520, [session.picture(picture(10))]))
+        list(session.ask("word " * 520, [session.add_media(picture(10))]))
     assert sight.seen == 0 and not session.messages
 
 
@@ -245,15 +245,15 @@ def test_a_model_that_takes_none_says_so(engine, tokenizer):
     engine.media = None
     session = Session(engine, tokenizer, GREEDY)
     with pytest.raises(UsageError, match="does not support image input"):
-        session.picture(picture(1))
-    session.take_up([{"role": "user", "content": media_marker("0" * 32)}, {"role": "assistant", "content": "A fox."}], None)
+        session.add_media(picture(1))
+    session.restore([{"role": "user", "content": media_marker("0" * 32)}, {"role": "assistant", "content": "A fox."}], None)
     with pytest.raises(EffllmError, match="this conversation contains images"):
         list(session.ask("Which?"))
     engine.media = MediaCache({IMAGE_INPUT: UsageError("its images are cut in a way that is not known", "none")})
     with pytest.raises(UsageError, match="not known"):
-        session.picture(picture(1))
+        session.add_media(picture(1))
 
 
 def test_a_text_that_has_the_word_for_images_is_refused_beside_one(session):
     with pytest.raises(UsageError, match=f"contains {IMAGE}"):
-        list(session.ask(f"What is {IMAGE}?", [session.picture(picture(1))]))
+        list(session.ask(f"What is {IMAGE}?", [session.add_media(picture(1))]))

@@ -111,7 +111,7 @@ def test_answers_in_every_way_of_running_are_alike(made):
         other = opened(folder, **options)
         try:
             session = Session(other, Tokenizer.load(folder, other.config), SamplerSettings(temperature=0), max_tokens=8, ignore_eos=True)
-            list(session.ask("It is so. " * 12 + "What is it?", [session.picture(picture(3)), session.picture(picture(4))]))
+            list(session.ask("It is so. " * 12 + "What is it?", [session.add_media(picture(3)), session.add_media(picture(4))]))
             answers.append(session.stats.token_ids)
         finally:
             other.close()

@@ -57,7 +57,7 @@ def said(events) -> str:
 
 def test_looking_ends_where_the_answer_is_stopped_and_is_taken_up_by_the_next_question(made) -> None:
     session, told = begun(made), []
-    for event in session.ask(ASKED, [session.picture(picture(1))]):
+    for event in session.ask(ASKED, [session.add_media(picture(1))]):
         told.append(event)
         if isinstance(event, Progress) and event.done:
             session.cancel()
@@ -65,11 +65,11 @@ def test_looking_ends_where_the_answer_is_stopped_and_is_taken_up_by_the_next_qu
     assert isinstance(told[-1], Done) and told[-1].stats.finish_reason == "cancelled" and not said(told)
     assert session.engine.media.encoders[IMAGE_INPUT].seen == 0 and not session.messages
     session.engine.media.encoders[IMAGE_INPUT].waits = False
-    after = said(session.ask(ASKED, [session.picture(picture(1))]))
+    after = said(session.ask(ASKED, [session.add_media(picture(1))]))
     assert session.engine.media.encoders[IMAGE_INPUT].seen == 1 and after
     again = begun(made)
     again.engine.media.encoders[IMAGE_INPUT].waits = False
-    assert after == said(again.ask(ASKED, [again.picture(picture(1))])), "nothing of what was left stayed behind"
+    assert after == said(again.ask(ASKED, [again.add_media(picture(1))])), "nothing of what was left stayed behind"
     assert np.array_equal(again.engine._logits, session.engine._logits)
 
 

@@ -103,7 +103,7 @@ def told(sight, ids, points) -> dict:
 
 
 def prompt_of(session, text, *points) -> list[int]:
-    pictures = [session.picture(each) for each in points]
+    pictures = [session.add_media(each) for each in points]
     list(session.engine.media.encode(pictures))
     words = session.tokenizer.encode(text)
     return [*words, *(token for each in pictures for token in (*each.ids(), *words[:3])), *words]
@@ -130,7 +130,7 @@ def test_answers_continue_where_the_image_ends(made, session):
     """Also with drafts, which a pass verifies several of."""
     _, model, engine = made
     points = picture(4, 81, 61)
-    list(session.ask("What is it?", [session.picture(points)]))
+    list(session.ask("What is it?", [session.add_media(points)]))
     ids = engine.tokens[: -len(session.stats.token_ids) + 1]
     assert sum(token >= FIRST_MEDIA_ID for token in ids) == engine.media.encoders[IMAGE_INPUT].token_count(81, 61) >= 12
     with torch.inference_mode():

@@ -244,7 +244,7 @@ def test_a_session_keeps_the_cache_that_was_saved_before_where_it_continues_from
         continue
     altered(descriptor(engine))
     made, (said,) = saved(session, sessions)
-    assert (made.cache.tokens == before.cache.tokens) == follows and made.cache.spoken == session.spoken
+    assert (made.cache.tokens == before.cache.tokens) == follows and made.cache.tokenized_text == session.tokenized_text
     assert said.startswith(f"session tale: {len(made.cache.tokens)} of ")
     if follows:
         assert taken_up(session, sessions) == list(before.cache.tokens)

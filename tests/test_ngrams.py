@@ -205,7 +205,7 @@ def test_blocks_are_chosen_by_means_wherever_a_text_is_cut(pool: ThreadPool, sto
                 held.layer(0).choose(by[span].copy(), keys[span].copy(), None, CLOSING)
                 out.append(held.layer(0).attend(q[span].copy(), k[span].copy(), v[span].copy()).copy())
                 held.commit()
-        return np.concatenate(out), held.choosing[0].index.keys(tokens // 4).astype(np.float32)
+        return np.concatenate(out), held.token_selections[0].index.keys(tokens // 4).astype(np.float32)
 
     whole, made = through([tokens])
     stored_keys = keys if stored == F32 else keys.astype(np.float16).astype(np.float32)

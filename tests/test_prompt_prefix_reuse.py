@@ -90,7 +90,7 @@ def test_what_was_answered_is_not_read_again(engine: Engine) -> None:
 def test_every_token_goes_where_one_reading_has_it(total: int, held: int, sinks: int, chunk: int) -> None:
     """Also those that are read again, and no more of them than it takes."""
     ids = list(range(total))
-    cache = SimpleNamespace(shape=SimpleNamespace(sinks=sinks), reach=lambda n: n, lasting=held)
+    cache = SimpleNamespace(shape=SimpleNamespace(sinks=sinks), reachable_length=lambda n: n, resumable=held)
     back, held = reusable_tokens(cache, ids[:held], ids, total, chunk), min(held, total - 1)
 
     def few(begin: int) -> list[bool]:

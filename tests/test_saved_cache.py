@@ -24,7 +24,15 @@ from effllm.quant.kv_page_check import check_stored
 from effllm.runtime.engine import Engine
 from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
-from effllm.runtime.sessions.saved_cache import CHOOSING, folder_identity, identity, page_keys, refuse_other, restore_cache, tail_key
+from effllm.runtime.sessions.saved_cache import (
+    SPARSE_ATTENTION,
+    folder_identity,
+    identity,
+    page_keys,
+    refuse_other,
+    restore_cache,
+    tail_key,
+)
 from effllm.runtime.sessions.session_format import SavedCache, SavedSession, TokenizedText
 from effllm.runtime.sessions.session_store import SessionStore
 
@@ -134,7 +142,7 @@ def test_a_key_tells_every_token_before_it_and_all_that_bytes_depend_on(one):
     ("kv", "8bit", "was saved with --kv 8bit, this run has 4bit"), ("basis", "x", "another KV profile, or by another effllm"),
     ("sink", 16, "--kv-sink 16, this run has 64"), ("sink", 0, "--kv-sink 0, this run has 64"),
     ("window", 256, "--kv-window 256, this run has 128"),
-    (CHOOSING, "chosen ones", "tokens see chosen ones, this run has one in which they see all"),
+    (SPARSE_ATTENTION, "chosen ones", "tokens see chosen ones, this run has one in which they see all"),
     ("positions", "x", "a context of another length"), ("exact", True, "--exact on, this run has off"),
     ("pages", 9, "pages of version 9, this effllm has 1")])
 def test_a_session_of_something_else_is_refused_by_name(one, part, value, said):
@@ -256,7 +264,7 @@ def test_forged_sessions_reach_no_kernel(one, store):
     tried("exact tokens", tail=forged(b"\x01" * 100, cache.tail.key))
     tried("exact tokens", tail=forged(zlib.compress(bytes(10)), cache.tail.key))
     tried("exact tokens", tail=None)
-    tried("tokens that the model does not have", spoken=TokenizedText("a", (5, 1 << 20), None))
+    tried("tokens that the model does not have", tokenized_text=TokenizedText("a", (5, 1 << 20), None))
     tried("pages of other tokens", tokens=tuple(ids[:-1]))
     tail = tail_key(key, ids[192:-1])
     tried("another number of exact tokens", tokens=tuple(ids[:-1]), tail=forged(bytes(store.read_page(cache.tail)), tail))

@@ -149,7 +149,7 @@ def test_an_answer_is_not_lent_because_reading_it_gives_other_bits(one, store):
     answer(one, said)
     session = save(one, store, "one")
     prompt = [*tokens(500), *said, *tokens(30, 4)]
-    assert session.cache.sealed == 5 and session.cache.anew == 500
+    assert session.cache.sealed == 5 and session.cache.num_fresh_tokens == 500
     assert restored(one, store, prompt) == [f"{SINKS + 3 * PAGE} tokens of the prompt restored from session one"]
     got = logits(one)
     one.reset()
@@ -202,8 +202,9 @@ def test_other_bits_of_the_cache_find_nothing(one, packed, store):
     assert len(restored(one, store, tokens(600))) == 1
 
 
-@pytest.mark.parametrize("changes", [{"read_by": "another machine"}, {"anew": 0}, {"anew": SINKS + PAGE - 1},
-                                     {"tokens": tuple(tokens(500, 9))}, {"sinks": None}], ids=lambda changes: next(iter(changes)))
+@pytest.mark.parametrize("changes", [{"kernel_identity": "another machine"}, {"num_fresh_tokens": 0},
+                                     {"num_fresh_tokens": SINKS + PAGE - 1}, {"tokens": tuple(tokens(500, 9))}, {"sinks": None}],
+                         ids=lambda changes: next(iter(changes)))
 def test_pages_that_this_run_would_not_make_are_not_lent(one, store, changes):
     one.reset()
     read(one, tokens(500))
@@ -224,9 +225,9 @@ def test_a_file_of_before_says_nothing_of_reading_and_lends_nothing(one, store):
     read(one, tokens(500))
     session = save(one, store, "one")
     content = json.loads(session.to_json())
-    assert content["cache"].pop("read") == [500, session.cache.read_by]
+    assert content["cache"].pop("read") == [500, session.cache.kernel_identity]
     store.path("one").write_text(_summed(content))
-    assert (store.read("one").cache.anew, store.read("one").cache.read_by) == (0, "")
+    assert (store.read("one").cache.num_fresh_tokens, store.read("one").cache.kernel_identity) == (0, "")
     assert restored(one, store, tokens(600)) == [] and one.num_cached_tokens == 0
     for lie in ([501, ""], [-1, ""], [True, ""], [1], [1, 2], 3):
         content["cache"]["read"] = lie

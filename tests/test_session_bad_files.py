@@ -154,7 +154,7 @@ def test_forged_sessions(store: SessionStore, change: Callable[[dict], object], 
 def test_a_session_that_does_not_say_how_its_last_answer_began(store: SessionStore) -> None:
     """It cannot be gone on with token by token; the word missing was an error of the program."""
     data = forged(store, lambda content: content["cache"].update(spoken={"text": "a", "ids": [2, 7]}))
-    assert parse_saved(data, "tale").cache.spoken.prompt is None
+    assert parse_saved(data, "tale").cache.tokenized_text.prompt is None
 
 
 def test_what_nests_as_deeply_as_can_just_be_read() -> None:

@@ -152,8 +152,8 @@ def wide_and_narrow(engine: Engine, start: int, tokens: int) -> tuple[np.ndarray
         for _ in engine.prefill(ids[:start]):
             continue
         while (at := len(engine.tokens)) < len(ids):
-            count = min(most, engine.cache.ahead, len(ids) - at)
-            rows.append(engine.run_ahead(ids[at : at + count]).copy())
+            count = min(most, engine.cache.max_speculative_tokens, len(ids) - at)
+            rows.append(engine.run_draft(ids[at : at + count]).copy())
             for token in ids[at : at + count]:
                 engine.accept_token(token)
         found.append(np.concatenate(rows))
@@ -291,7 +291,7 @@ def test_an_answer_that_is_left_continues_where_it_stood(engines: dict[str, Engi
 def test_a_guess_that_overflows_harms_nothing(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     engine, prompt = engines["raw"], story(engines["raw"])
     whole = prompt + [step.token for step in answer(engine, prompt, 80)[0]]
-    real, spoilt = engine.run_ahead, []
+    real, spoilt = engine.run_draft, []
 
     def spoil(ids: list[int]) -> np.ndarray:
         rows = real(ids)
@@ -300,7 +300,7 @@ def test_a_guess_that_overflows_harms_nothing(engines: dict[str, Engine], monkey
             spoilt.append(ids)
         return rows
 
-    monkeypatch.setattr(engine, "run_ahead", spoil)
+    monkeypatch.setattr(engine, "run_draft", spoil)
     same(engine, lookup(Guesser(whole, 1.0, 4096)), prompt, 60)
     assert spoilt
 

@@ -224,7 +224,7 @@ def test_an_image_that_the_model_cannot_see_is_reported(session, box):
 
 def test_a_schema_holds_for_what_is_no_call(session, box):
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
-    session.hold_to(read_schema_flag(json.dumps(schema)))
+    session.set_constraint(read_schema_flag(json.dumps(schema)))
     session.max_tokens = 200
     text, steps = carried_out(session, box, "Hello", most=2)
     called = [json.loads(step.call.arguments) for step in steps if isinstance(step, ToolReported)]

@@ -151,7 +151,7 @@ def embed_texts(engine: Engine, texts: Sequence[Sequence[int]], pooling: str, ca
         return None
     embeddings = []
     for ids, total in zip(texts, totals, strict=True):
-        engine.demand_finite(total[None])
+        engine.require_finite_logits(total[None])
         pooled = total / len(ids) if pooling == MEAN else total
         for layer in dense:
             pooled = layer(pooled)

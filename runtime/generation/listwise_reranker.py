@@ -82,7 +82,7 @@ class ListwiseReranker:
         def on_states(index: int, states: np.ndarray, _: bool) -> None:
             marker_states = states[marker_masks[index][read_tokens[index] : read_tokens[index] + len(states)]]
             read_tokens[index] += len(states)
-            engine.demand_finite(marker_states)
+            engine.require_finite_logits(marker_states)
             for row in normalise(marker_states, norm.kind, norm.weight, norm.bias, norm.eps):
                 for layer in dense:
                     row = layer(row)

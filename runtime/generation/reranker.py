@@ -124,7 +124,7 @@ def scores(engine: Engine, texts: Sequence[Sequence[int]], reranker: Reranker,
     def compare(index: int, states: np.ndarray, is_last: bool) -> None:
         if is_last:
             logits = engine.model.logits(states[-1:])
-            engine.demand_finite(logits)
+            engine.require_finite_logits(logits)
             margins[index] = float(logits[0, reranker.yes]) - float(logits[0, reranker.no])
 
     if not (yield from prefill_texts(engine, texts, "ranking", cancelled, compare, last_states=1)):

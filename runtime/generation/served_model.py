@@ -264,7 +264,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
         engine.cancelled = cancelled
         logprobs = [TokenLogprobs(ids[0], None)]
         for start, logits in engine.score(ids):
-            engine.demand_finite(logits)
+            engine.require_finite_logits(logits)
             logprobs += [token_logprobs(row, token, options.logprobs) for row, token in zip(logits, ids[start + 1 :])]
             yield Progress("reading the prompt", start + len(logits), len(ids), "tokens")
             if cancelled():

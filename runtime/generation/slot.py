@@ -51,7 +51,7 @@ class Slot:
             return 0
         if isinstance(prompt, str):
             ids = self.prompts.extend(self.prompts.cached, prompt) or fresh_ids
-        reusable = engine.cache.reach(min(common_prefix(engine.tokens, ids), len(ids) - 1))
+        reusable = engine.cache.reachable_length(min(common_prefix(engine.tokens, ids), len(ids) - 1))
         evicted = min(self.prompt_tokens, len(engine.tokens)) - reusable
         return reusable if evicted < min(WORTH, reusable / MIN_GAIN) else 0
 

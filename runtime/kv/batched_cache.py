@@ -64,7 +64,7 @@ class BatchedLayer:
 
     def choose(self, q: object, k: object | None, weights: object | None, closing: object | None = None) -> None:
         """As `LayerCache.choose`, row i of each argument with cache i."""
-        room = self.layers[0].choosing.index.room(len(self.layers))
+        room = self.layers[0].token_selection.index.room(len(self.layers))
         for row, layer in enumerate(self.layers):
             own = slice(row, row + 1)
             with self.backend.for_row(row):

@@ -60,10 +60,10 @@ def build_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawC
     sealing = [*sealers(backends, layers, codecs, layouts), *second]
     policy = open_policy(kv.policy, codecs[0].share if better else 0.0)
     probes = AttentionProbes(specs, shape, every) if policy.probes else None
-    choosing = _open_indexes(backends, dict(enumerate(specs)), kv, shape, disk)
-    apart = _open_indexes(of_all, {index: spec for index, spec in enumerate(every_spec) if index in shared}, kv, shape, disk)
+    token_selections = _open_indexes(backends, dict(enumerate(specs)), kv, shape, disk)
+    reader_selections = _open_indexes(of_all, {index: spec for index, spec in enumerate(every_spec) if index in shared}, kv, shape, disk)
     return KVCache(layers, codecs, policy, shape, layouts, exact, sealing, pool, probes, [pages for pages, _ in spilling], states, stateful,
-                   readers, both, choosing, apart)
+                   readers, both, token_selections, reader_selections)
 
 
 def _open_indexes(backends: Sequence[object], specs: Mapping[int, AttnSpec | SharedPages], kv: RawCodec | PackedFormat,

@@ -26,7 +26,7 @@ class CacheBytes:
     layouts: Sequence[PageLayout]
     states: States | None
     indexes: Sequence[LayerIndex | CompressedKeys]
-    choosing: Mapping[int, TokenSelection]
+    token_selections: Mapping[int, TokenSelection]
     n: int
     sealed: int
     _kinds: list[int]
@@ -73,16 +73,16 @@ class CacheBytes:
     @property
     def seen_nbytes(self) -> int:
         """Bytes that attention of one more token reads; for sparse attention, only what is selected."""
-        return self.read_nbytes - sum(self._hidden_nbytes(place, each) for place, each in self.choosing.items())
+        return self.read_nbytes - sum(self._hidden_nbytes(place, each) for place, each in self.token_selections.items())
 
-    def _hidden_nbytes(self, place: int, choosing: TokenSelection) -> int:
+    def _hidden_nbytes(self, place: int, selection: TokenSelection) -> int:
         """Bytes that a layer holds and one more token does not read: unselected tokens and, with compressed keys, tokens before the
         window."""
-        whole = self.indexes[0].shape.dense_tokens if choosing.keys is None else choosing.keys.shape.window
+        whole = self.indexes[0].shape.dense_tokens if selection.keys is None else selection.keys.shape.window
         hidden = max(0, self.n - whole) * self.layouts[place].token_nbytes
-        if choosing.keys is None or choosing.index is None:
-            return hidden + (0 if choosing.index is None else choosing.index.unseen_nbytes(self.n))
-        return hidden + choosing.keys.nbytes(max(0, self.n - choosing.index.shape.dense_tokens))
+        if selection.keys is None or selection.index is None:
+            return hidden + (0 if selection.index is None else selection.index.unseen_nbytes(self.n))
+        return hidden + selection.keys.nbytes(max(0, self.n - selection.index.shape.dense_tokens))
 
     @property
     def own_layouts(self) -> Sequence[PageLayout]:

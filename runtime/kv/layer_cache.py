@@ -20,7 +20,7 @@ class LayerCache:
     pages: LayerPages
     cache: KVCache
     states: LayerStates | None = None  # of a layer that has a recurrent state in addition to keys and values
-    choosing: TokenSelection | None = None  # of a layer with sparse attention
+    token_selection: TokenSelection | None = None  # of a layer with sparse attention
     last: int | None = None  # only this many of the pass's tokens attend, the last ones; None: all
 
     def attend(self, q: object, k: object | None, v: object | None, sinks: object | None = None, out: object | None = None) -> object:
@@ -33,11 +33,11 @@ class LayerCache:
             self.pages.write(k, v, step.slots, step.rows)
         q = q if self.last is None else q[-self.last :]
         arguments = q, step.position + len(step.slots) - len(q), step.blocks, sinks
-        if self.choosing is not None and self.choosing.keys is not None:
-            chosen = None if self.choosing.index is None else self._chosen(len(q))
-            return self.pages.attend_compressed(*arguments, self.choosing.keys, chosen, *output)
-        if self.choosing is not None and (chosen := self._chosen(len(q))) is not None:
-            return self.pages.attend_chosen(*arguments, chosen, self.choosing.latent, *output)
+        if self.token_selection is not None and self.token_selection.keys is not None:
+            chosen = None if self.token_selection.index is None else self._chosen(len(q))
+            return self.pages.attend_compressed(*arguments, self.token_selection.keys, chosen, *output)
+        if self.token_selection is not None and (chosen := self._chosen(len(q))) is not None:
+            return self.pages.attend_chosen(*arguments, chosen, self.token_selection.latent, *output)
         if (ends := self.cache.ends) is not None and (visible := ends.get(self.pages.window)) is not None:
             return self.pages.attend(*arguments, out, *(bound if bound is None else bound[-len(q) :] for bound in visible))
         return self.pages.attend(*arguments, *output)
@@ -49,14 +49,14 @@ class LayerCache:
 
     def compress(self, products: Sequence[object], w: object, table: object) -> None:
         """Add the step's tokens to compressed keys, from products of the layer's input, rotated by `table`."""
-        self.states.compress(products, w, self.cache.step.position, table, self.choosing.keys, self.choosing.index)
+        self.states.compress(products, w, self.cache.step.position, table, self.token_selection.keys, self.token_selection.index)
 
     def choose(self, q: object, k: object | None, weights: object | None, closing: object | None = None, out: object | None = None) -> None:
         """Select what the step's tokens attend to, here and in later layers that share the selection.
 
         Index queries q `[T, heads * width]`, keys k `[T, width]` (None if `compress` has made them), weights `[T, heads]`. `closing`: norm
         and rotary table of keys that are means of several tokens."""
-        position, index = self.cache.step.position, self.choosing.index
+        position, index = self.cache.step.position, self.token_selection.index
         if k is not None:
             index.note(k, position, closing)
         self.cache.chosen = index.choose(q, weights, position, out)

@@ -149,7 +149,7 @@ class States:
         ran = n - self._start
         return ran in (0, self._tokens) or (0 < ran < self._tokens <= MAX_DECODE_TOKENS)
 
-    def reach(self, n: int) -> int:
+    def reachable_length(self, n: int) -> int:
         """The largest checkpoint at or before `n` tokens."""
         if self._is_reachable(n):
             return n
@@ -159,7 +159,7 @@ class States:
         return max((position for position in positions if position <= n), default=0)
 
     def truncate(self, n: int) -> None:
-        """Roll back to `n` tokens, as returned by `reach`."""
+        """Roll back to `n` tokens, as returned by `reachable_length`."""
         slot, checkpoint_position = self._pending_checkpoint
         self._in_prompt = False
         if not self._is_reachable(n):

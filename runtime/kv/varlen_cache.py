@@ -83,7 +83,7 @@ def supports_varlen(engine: Engine) -> bool:
     """Whether this engine's passes may hold several sequences: everything is on the CPU, and layers cache nothing but keys and values of
     their own sequence."""
     config, cache = engine.config, engine.cache
-    beyond_pages = config.recurrent is not None or config.kv_sources or cache.choosing or engine.model.predictors is not None
+    beyond_pages = config.recurrent is not None or config.kv_sources or cache.token_selections or engine.model.predictors is not None
     watched = codec(engine.options.kv).policy or cache.pool is not None and cache.pool.stream is not None
     return not ("cuda" in engine.placement.devices or beyond_pages or watched or engine.media is not None and engine.media.axes is not None)
 

@@ -142,7 +142,7 @@ def agent_loop(session: Session, events: Iterator[Event], box: Toolbox, max_roun
             rounds += 1
             yield from _listed(session, box)
             session.tools = box.tools
-            yield Generating(session.go_on())
+            yield Generating(session.answer_tool_results())
     finally:
         for call in list(session.open_calls):
             session.take_result(call, STOPPED)
@@ -163,7 +163,7 @@ def append_result(session: Session, call: Call, tool: Tool | None, error_text: s
     text, remarks, images = found.text, [], []
     for number, data in enumerate(found.pictures, 1):
         try:
-            images.append(session.picture(decode_image(data, f"image {number} of {call.name}")))
+            images.append(session.add_media(decode_image(data, f"image {number} of {call.name}")))
         except EffllmError as error:  # the model takes no images, or the data is not an image
             remarks.append(f"image {number} of {call.name} is left out: {error.message}")
             text += f"\n[image {number} is left out: {error.message}]"

@@ -137,7 +137,7 @@ def perplexity(engine: Engine, tokenizer: Tokenizer, text: str, ctx: int,
     done, total = 0, sum(map(len, cut))
     for window in cut:
         for start, logits in engine.score(window):
-            engine.demand_finite(logits)
+            engine.require_finite_logits(logits)
             losses += map(loss_of, logits, window[start + 1 : start + 1 + len(logits)])
             done += len(logits)
             yield Progress("scoring", done, total, "tokens")
@@ -213,7 +213,7 @@ def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx:
 def _rows(engine: Engine, scored: Iterator[tuple[int, np.ndarray]]) -> Iterator[tuple[int, np.ndarray]]:
     """(position, logits [V]), checked to be finite."""
     for start, logits in scored:
-        engine.demand_finite(logits)
+        engine.require_finite_logits(logits)
         yield from enumerate(logits, start)
 
 

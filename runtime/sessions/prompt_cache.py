@@ -97,7 +97,7 @@ class PromptCache:
         if len(ids) >= engine.n_ctx:  # too long for this context
             return ids
         common = common_prefix(engine.tokens, ids) if choice == engine.adapter_scales else 0
-        held = engine.cache.reach(min(common, max(0, len(ids) - 1)))
+        held = engine.cache.reachable_length(min(common, max(0, len(ids) - 1)))
         found, known, own = self._longest(prompt, ids, prompts, engine.prepared.adapters.digest_of(choice))
         if min(self._prompt, len(engine.tokens)) - held >= WORTH:
             yield from self._save(prompts)
@@ -143,7 +143,7 @@ class PromptCache:
     def _note(self, saved: SavedSession) -> None:
         cache = saved.cache
         if cache is not None and len(cache.tokens) <= self.engine.n_ctx and self._is_ours(cache):
-            text, ids = (cache.spoken.text, cache.spoken.ids) if cache.spoken else ("", ())
+            text, ids = (cache.tokenized_text.text, cache.tokenized_text.ids) if cache.tokenized_text else ("", ())
             kept = self._all()
             kept[saved.name] = CachedPrompt(saved.name, _packed(cache.tokens), text, _packed(ids), str(cache.identity.get(ADAPTERS, "")))
             while len(kept) > 1 and sum(len(each.tokens) for each in kept.values()) > MOST_TOKENS:
@@ -159,7 +159,7 @@ class PromptCache:
         """Save the current cache, replacing entries that it continues."""
         tokens = tuple(self.engine.tokens)
         packed = _packed(tokens)
-        spoken = known_tokenization(tokens, *prompts.cached)
+        tokenized_text = known_tokenization(tokens, *prompts.cached)
         if (large := self.engine.cache.read_nbytes) > self.sessions.budget:
             yield Notice(f"a prompt's cache of {format_size(large)} exceeds --session-disk {format_size(self.sessions.budget)}: it is "
                          "recomputed if the conversation continues")
@@ -169,7 +169,7 @@ class PromptCache:
         if name in self._all():
             return
         try:
-            for event in self.sessions.keep(self.engine, name, spoken, NO_TEXT):
+            for event in self.sessions.keep(self.engine, name, tokenized_text, NO_TEXT):
                 if isinstance(event, SavedSession):
                     self._note(event)
                     yield from [Notice(self.said)] if self.said else ()

@@ -34,7 +34,7 @@ from .session_format import SavedCache, SavedSession, TokenizedText
 from .session_name import rm_command
 from .session_store import SessionStore
 
-ADAPTERS, CHOOSING = "adapters", "chosen"  # parts of the identity that exist only with adapters, or with sparse attention
+ADAPTERS, SPARSE_ATTENTION = "adapters", "chosen"  # parts of the identity that exist only with adapters, or with sparse attention
 # Part of the identity -> the message if it differs; {0} is the saved value, {1} this run's.
 DIFFERENCES = {
     "model": ("another model", "run it with {model}"),
@@ -47,7 +47,7 @@ DIFFERENCES = {
     "exact": ("--exact {0}, this run has {1}", "the same flag"),
     "pages": ("pages of version {0}, this effllm has {1}", "the effllm that wrote it"),
     ADAPTERS: ("another --lora, or none", "the --lora of then, or none"),
-    CHOOSING: ("a context in which tokens see {0}, this run has one in which they see {1}", "the -c of then"),
+    SPARSE_ATTENTION: ("a context in which tokens see {0}, this run has one in which they see {1}", "the -c of then"),
 }
 
 
@@ -78,10 +78,10 @@ def identity(engine: Engine) -> dict[str, object]:
     return {**folder_identity(prepared.folder), "kv": engine.options.kv, "basis": basis.hexdigest()[:32], "sink": shape.sinks,
             "window": engine.prepared.window if packed else 0, "positions": positions.hexdigest()[:32], "exact": engine.options.exact,
             "pages": VERSION, **({ADAPTERS: engine.adapted_by} if engine.adapted_by else {}),
-            **({CHOOSING: "chosen ones"} if engine.cache.indexes else {})}
+            **({SPARSE_ATTENTION: "chosen ones"} if engine.cache.indexes else {})}
 
 
-def read_by(engine: Engine) -> str:
+def kernel_identity(engine: Engine) -> str:
     """What the bits of a prompt's keys and values depend on beyond `identity`: kernels, instruction set, devices, the chunk grid and which
     chunks copy layers to another device."""
     card = f" {engine.backends['cuda'].on.kind}" if "cuda" in engine.backends else ""
@@ -100,7 +100,7 @@ def refuse_other(session: SavedSession, own: Mapping[str, object]) -> None:
         return
     theirs = session.cache.identity
     for part, (what, hint) in DIFFERENCES.items():
-        known = part in own or part in (ADAPTERS, CHOOSING) and "pages" in own  # which every full identity has
+        known = part in own or part in (ADAPTERS, SPARSE_ATTENTION) and "pages" in own  # which every full identity has
         if known and theirs.get(part) != own.get(part):
             values = ["all" if each is None else ("off", "on")[each] if isinstance(each, bool) else each
                       for each in (theirs.get(part), own.get(part))]
@@ -136,12 +136,14 @@ def state_key(tail: str) -> str:
 
 
 def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object],
-               spoken: TokenizedText | None) -> Iterator[Progress | SavedCache]:
+               tokenized_text: TokenizedText | None) -> Iterator[Progress | SavedCache]:
     """Write the cache's contents, while `store.writing`; yields its description last, if it holds anything. Raises OSError; PagesLost,
     after the description of what precedes the first lost page, if anything does."""
     if engine.cache.resumable < engine.cache.n == len(engine.tokens):  # what lies after the last page would be lost on resuming
-        engine.set_tokens(engine.tokens[: (kept := engine.cache.truncate(engine.cache.resumable))], min(engine.num_fresh_tokens, kept))
-    cache, tokens, anew = engine.cache, engine.tokens, engine.num_fresh_tokens  # captured first: the engine's shrink once a page is lost
+        remaining = engine.cache.truncate(engine.cache.resumable)
+        engine.set_tokens(engine.tokens[:remaining], min(engine.num_fresh_tokens, remaining))
+    # Captured now, since the engine's own values shrink when a page is lost.
+    cache, tokens, num_fresh_tokens = engine.cache, engine.tokens, engine.num_fresh_tokens
     if not tokens or cache.n != len(tokens) or cache.upgraded_codecs:  # pages of mixed precision are recomputed instead
         return
     keys = page_keys(own, tokens, cache.shape.sinks, cache.sealed)
@@ -153,8 +155,9 @@ def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object],
                 layers = cache.read(page)
         except PagesLost:
             if pages and cache.states is None:  # states do not exist at page ends
-                whole = tokens[: cache.shape.sinks + PAGE * page]
-                yield SavedCache(own, tuple(whole), tuple(pages), sinks, None, spoken, min(anew, len(whole)), read_by(engine))
+                intact = tokens[: cache.shape.sinks + PAGE * page]
+                yield SavedCache(own, tuple(intact), tuple(pages), sinks, None, tokenized_text, min(num_fresh_tokens, len(intact)),
+                                 kernel_identity(engine))
             raise
         pages.append(store.store_page(keys[page + 1], [memoryview(data) for data in layers]))
         yield Progress("saving the session", (page + 1) * cache.kept_nbytes, total, "bytes")
@@ -163,7 +166,7 @@ def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object],
     state = None
     if cache.states is not None:
         state = store.store_page(state_key(key), [memoryview(data) for data in cache.states.read(cache.n)])
-    yield SavedCache(own, tuple(tokens), tuple(pages), sinks, tail, spoken, anew, read_by(engine), state)
+    yield SavedCache(own, tuple(tokens), tuple(pages), sinks, tail, tokenized_text, num_fresh_tokens, kernel_identity(engine), state)
 
 
 def _keep_exact(cache: KVCache, store: SessionStore, key: str, blocks: Sequence[tuple[int, int]]) -> PageFile | None:
@@ -190,7 +193,8 @@ def restore_cache(engine: Engine, store: SessionStore, session: SavedSession) ->
         raise ContextOverflow(f"session {session.name} holds {len(tokens)} tokens and the context {engine.n_ctx}",
                               f"-c {len(tokens) + 1} or more")
     try:
-        if any(token >= engine.config.vocab_size for token in text_ids((*tokens, *(saved.spoken.ids if saved.spoken else ())))):
+        known_ids = (*tokens, *(saved.tokenized_text.ids if saved.tokenized_text else ()))
+        if any(token >= engine.config.vocab_size for token in text_ids(known_ids)):
             raise ValueError("tokens that the model does not have")
         keys = page_keys(saved.identity, tokens, cache.shape.sinks, saved.sealed)
         keys.append(tail_key(keys[-1], tokens[cache.shape.sinks + PAGE * saved.sealed :]))
@@ -213,7 +217,7 @@ def restore_cache(engine: Engine, store: SessionStore, session: SavedSession) ->
     except BaseException:
         engine.reset()
         raise
-    engine.set_tokens(tokens, saved.anew if saved.read_by == read_by(engine) else 0)
+    engine.set_tokens(tokens, saved.num_fresh_tokens if saved.kernel_identity == kernel_identity(engine) else 0)
 
 
 def put_page(engine: Engine, store: SessionStore, file: PageFile, page: int) -> None:

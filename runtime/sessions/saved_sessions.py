@@ -49,7 +49,7 @@ class SavedSessions:
         else:
             with self.store.reading():
                 yield from restore_cache(engine, self.store, saved)
-        session.take_up(history.messages, history.system, saved.cache and saved.cache.spoken)
+        session.restore(history.messages, history.system, saved.cache and saved.cache.tokenized_text)
         if settings:
             session.settings = history.settings
         held = f"{len(engine.tokens)} tokens restored" if saved.cache else "its text is recomputed"
@@ -66,9 +66,9 @@ class SavedSessions:
 
     def save(self, session: Session, name: str) -> Iterator[Progress | Notice | SavedSession]:
         """`keep` a conversation with its engine's cache."""
-        yield from self.keep(session.engine, name, session.spoken, session.history.to_json())
+        yield from self.keep(session.engine, name, session.tokenized_text, session.history.to_json())
 
-    def keep(self, engine: Engine, name: str, spoken: TokenizedText | None,
+    def keep(self, engine: Engine, name: str, tokenized_text: TokenizedText | None,
              conversation: Mapping[str, object]) -> Iterator[Progress | Notice | SavedSession]:
         """Save under a name; yields the saved session last. If pages of the cache are lost, what precedes them is saved, or the session's
         previous cache if that has more. Raises EffllmError if the disk is full or the folder is not writable: what was saved before
@@ -84,14 +84,14 @@ class SavedSessions:
         with self.store.writing(name):
             kept = large <= self.budget and not picks
             try:
-                for event in save_cache(engine, self.store, self.identity(engine), spoken) if kept else ():
+                for event in save_cache(engine, self.store, self.identity(engine), tokenized_text) if kept else ():
                     if isinstance(event, SavedCache):
                         cache = event
                     else:
                         yield event
             except PagesLost as error:
-                before = self._before(name, tokens, spoken, self.identity(engine))
-                cache = max(cache, before, key=lambda each: len(each.tokens) if each else 0)
+                previous = self._previous_cache(name, tokens, tokenized_text, self.identity(engine))
+                cache = max(cache, previous, key=lambda each: len(each.tokens) if each else 0)
                 held = f"{len(cache.tokens)} of {len(tokens)} tokens are saved, the rest" if cache else "only the text is saved, and"
                 yield Notice(f"session {name}: {held} is recomputed: {error.message}")
             saved = SavedSession(name, self.model, time.time(), conversation, cache)
@@ -102,15 +102,16 @@ class SavedSessions:
             yield Notice(stuck_note(unread, self.budget))
         yield saved
 
-    def _before(self, name: str, tokens: Sequence[int], spoken: TokenizedText | None, own: Mapping[str, object]) -> SavedCache | None:
+    def _previous_cache(self, name: str, tokens: Sequence[int], tokenized_text: TokenizedText | None,
+                        identity: Mapping[str, object]) -> SavedCache | None:
         """The cache previously saved under a name, with the current text, if these tokens continue it."""
         try:
             cache = self.store.read(name).cache
         except EffllmError:
             return None
-        if cache is None or cache.identity != own or tuple(tokens[: len(cache.tokens)]) != cache.tokens:
+        if cache is None or cache.identity != identity or tuple(tokens[: len(cache.tokens)]) != cache.tokens:
             return None
-        return replace(cache, spoken=spoken) if all(self.store.has_page(file.key) for file in cache.files) else None
+        return replace(cache, tokenized_text=tokenized_text) if all(self.store.has_page(file.key) for file in cache.files) else None
 
     def identity(self, engine: Engine) -> dict[str, object]:
         """What the bytes of the engine's cache depend on besides tokens."""

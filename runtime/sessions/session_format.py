@@ -30,36 +30,36 @@ class OtherVersion(ValueError):
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """How the conversation's text was tokenized: the ids of `text`, of which the first `prompt` came from the last question (None if the
-    answer cannot be continued token by token)."""
+    """A conversation's rendered text and its token ids."""
 
     text: str
     ids: tuple[int, ...]
-    prompt: int | None
+    prompt: int | None  # how many of the ids are the last prompt; None if the answer cannot be continued token by token
 
 
 @dataclass(frozen=True)
 class SavedCache:
-    """What a KV cache held: `tokens`, the first of them in `sealed` pages (files `pages`); `sinks` and `tail` are the exact ones, `state`
-    the recurrent states after all tokens. `identity`: what the bytes depend on besides the tokens. The first `anew` tokens are exactly as
-    prefilling them in one prompt with the kernels `read_by` leaves them."""
+    """The contents of a KV cache."""
 
-    identity: Mapping[str, object]
+    identity: Mapping[str, object]  # what the bytes depend on besides the tokens
     tokens: tuple[int, ...]
-    pages: tuple[PageFile, ...]
-    sinks: PageFile | None
-    tail: PageFile | None
-    spoken: TokenizedText | None
-    anew: int = 0
-    read_by: str = ""
-    state: PageFile | None = None
+    pages: tuple[PageFile, ...]  # sealed pages
+    sinks: PageFile | None  # exact tokens at the beginning
+    tail: PageFile | None  # exact tokens after the sealed pages
+    tokenized_text: TokenizedText | None
+    # The first `num_fresh_tokens` are exactly what prefilling them in one prompt with the kernels of `kernel_identity` gives.
+    num_fresh_tokens: int = 0
+    kernel_identity: str = ""
+    state: PageFile | None = None  # recurrent states after all tokens
 
     @property
     def sealed(self) -> int:
+        """Number of sealed pages."""
         return len(self.pages)
 
     @property
     def files(self) -> tuple[PageFile, ...]:
+        """All page files of the cache."""
         return (*self.pages, *(file for file in (self.sinks, self.tail, self.state) if file is not None))
 
 
@@ -68,13 +68,13 @@ FIRST_WORDS = 100  # characters of the first message shown in lists
 
 @dataclass(frozen=True)
 class SavedSession:
-    """`conversation` as written by `conversation_file.py`; `saved`: seconds since the epoch; `cache`: None if only the text is kept."""
+    """A saved conversation with its KV cache."""
 
     name: str
     model: str
-    saved: float
-    conversation: Mapping[str, object]
-    cache: SavedCache | None
+    saved: float  # seconds since the epoch
+    conversation: Mapping[str, object]  # as written by `conversation_file.py`
+    cache: SavedCache | None  # None if only the text is kept
 
     @property
     def messages(self) -> Sequence[object]:
@@ -84,30 +84,32 @@ class SavedSession:
     @property
     def begins(self) -> str:
         """The first words of the first user message, in one line."""
-        said = (each.get("content") for each in self.messages if isinstance(each, dict) and each.get("role") == "user")
-        text = next((each for each in said if isinstance(each, str) and each.strip()), "")
+        contents = (message.get("content") for message in self.messages if isinstance(message, dict) and message.get("role") == "user")
+        text = next((content for content in contents if isinstance(content, str) and content.strip()), "")
         return " ".join(describe_markers(text[: 4 * FIRST_WORDS]).split())[:FIRST_WORDS]
 
     def to_json(self) -> str:
         """The text of its file, checksum included."""
-        cache = self.cache
-        content = {
-            "format": FORMAT, "version": VERSION, "name": self.name, "model": self.model, "saved": self.saved,
-            "conversation": self.conversation,
-            "cache": None if cache is None else {
-                "identity": cache.identity, "tokens": cache.tokens, "pages": [_of_file(file) for file in cache.pages],
-                "sinks": _of_file(cache.sinks), "tail": _of_file(cache.tail), "read": [cache.anew, cache.read_by],
-                **({} if cache.state is None else {"state": _of_file(cache.state)}),
-                "spoken": None if cache.spoken is None else
-                {"text": cache.spoken.text, "ids": _without(cache.spoken.ids, cache.tokens), "prompt": cache.spoken.prompt}}}
+        content = {"format": FORMAT, "version": VERSION, "name": self.name, "model": self.model, "saved": self.saved,
+                   "conversation": self.conversation, "cache": None if self.cache is None else _cache_to_json(self.cache)}
         return json.dumps({**content, "checksum": _checksum(content)}) + "\n"  # escaped: a lone surrogate has no UTF-8 encoding
+
+
+def _cache_to_json(cache: SavedCache) -> dict[str, object]:
+    text = cache.tokenized_text
+    return {"identity": cache.identity, "tokens": cache.tokens, "pages": [_file_to_json(file) for file in cache.pages],
+            "sinks": _file_to_json(cache.sinks), "tail": _file_to_json(cache.tail),
+            "read": [cache.num_fresh_tokens, cache.kernel_identity],
+            **({} if cache.state is None else {"state": _file_to_json(cache.state)}),
+            "spoken": None if text is None else
+            {"text": text.text, "ids": _without_prefix(text.ids, cache.tokens), "prompt": text.prompt}}
 
 
 def parse_saved(data: bytes, name: str) -> SavedSession:
     """Raises Malformed for a file that is truncated, altered or not a saved session, OtherVersion for one of another version."""
     try:
         content = json.loads(data)
-        stated = content.pop("checksum", None) if isinstance(content, dict) else None
+        stated_checksum = content.pop("checksum", None) if isinstance(content, dict) else None
         checksum = _checksum(content)
     except (ValueError, RecursionError) as error:  # what can barely be parsed may be nested too deeply to be written
         raise Malformed("it is cut short, or was altered") from error
@@ -115,7 +117,7 @@ def parse_saved(data: bytes, name: str) -> SavedSession:
         raise Malformed("it is not a saved session")
     if content.get("version") != VERSION:
         raise OtherVersion(content.get("version"))
-    if stated != checksum:
+    if stated_checksum != checksum:
         raise Malformed("it was altered: its checksum differs")
     if content.get("name") != name:
         raise Malformed(f"it is of session {content.get('name')!r:.80}")
@@ -123,51 +125,57 @@ def parse_saved(data: bytes, name: str) -> SavedSession:
     if not isinstance(model, str) or not _is_date(saved) or not isinstance(conversation, dict):
         raise Malformed("it lacks its model, its date or its conversation")
     raw = content.get("cache")
-    return SavedSession(name, model, float(saved), conversation, None if raw is None else _cache(raw))
+    return SavedSession(name, model, float(saved), conversation, None if raw is None else _parse_cache(raw))
 
 
 def _checksum(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _without(ids: Sequence[int], tokens: Sequence[int]) -> list[int]:
+def _without_prefix(ids: Sequence[int], tokens: Sequence[int]) -> list[int]:
     """`ids` as the length of the common prefix with `tokens`, and the rest: nearly all of them are common."""
-    same = next((place for place, (one, other) in enumerate(zip(ids, tokens)) if one != other), min(len(ids), len(tokens)))
-    return [same, *ids[same:]]
+    common = next((index for index, (one, other) in enumerate(zip(ids, tokens)) if one != other), min(len(ids), len(tokens)))
+    return [common, *ids[common:]]
 
 
-def _of_file(file: PageFile | None) -> list[object] | None:
+def _file_to_json(file: PageFile | None) -> list[object] | None:
     return None if file is None else [file.key, file.sha256, file.nbytes]
 
 
-def _cache(raw: object) -> SavedCache:
+def _parse_cache(raw: object) -> SavedCache:
     if not isinstance(raw, dict) or not _is_identity(raw.get("identity")) or not isinstance(raw.get("pages"), list):
         raise Malformed("it describes no cache")
-    spoken, tokens = raw.get("spoken"), _ids(raw.get("tokens"))
-    if spoken is not None:
-        if not isinstance(spoken, dict) or not isinstance(spoken.get("text"), str) or not _is_count(spoken.get("prompt"), True):
-            raise Malformed("it lacks its messages")
-        same, *others = _ids(spoken.get("ids")) or (0,)
-        spoken = TokenizedText(spoken["text"], (*tokens[:same], *others), spoken.get("prompt"))
-    sinks, tail, state = (None if raw.get(key) is None else _file(raw[key]) for key in ("sinks", "tail", "state"))
-    read = raw.get("read", [0, ""])
-    if not (isinstance(read, list) and len(read) == 2 and _is_count(read[0]) and read[0] <= len(tokens) and isinstance(read[1], str)):
+    tokens = _parse_ids(raw.get("tokens"))
+    tokenized_text = None if raw.get("spoken") is None else _parse_text(raw["spoken"], tokens)
+    sinks, tail, state = (None if raw.get(key) is None else _parse_file(raw[key]) for key in ("sinks", "tail", "state"))
+    fresh = raw.get("read", [0, ""])
+    if not (isinstance(fresh, list) and len(fresh) == 2 and _is_count(fresh[0]) and fresh[0] <= len(tokens) and isinstance(fresh[1], str)):
         raise Malformed("it lacks the tokens read")
-    return SavedCache(raw["identity"], tokens, tuple(map(_file, raw["pages"])), sinks, tail, spoken, *read, state)
+    return SavedCache(raw["identity"], tokens, tuple(map(_parse_file, raw["pages"])), sinks, tail, tokenized_text, *fresh, state)
+
+
+def _parse_text(raw: object, tokens: tuple[int, ...]) -> TokenizedText:
+    if not isinstance(raw, dict) or not isinstance(raw.get("text"), str) or not _is_count(raw.get("prompt"), True):
+        raise Malformed("it lacks its messages")
+    common, *rest = _parse_ids(raw.get("ids")) or (0,)
+    return TokenizedText(raw["text"], (*tokens[:common], *rest), raw.get("prompt"))
 
 
 def _is_identity(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(part, str | int) for part in value.values())
 
 
-def _ids(raw: object) -> tuple[int, ...]:
-    if not isinstance(raw, list) or not all(_is_count(each) or type(each) is int and FIRST_MEDIA_ID <= each < 2 * FIRST_MEDIA_ID for each
-                                            in raw):
+def _parse_ids(raw: object) -> tuple[int, ...]:
+    if not isinstance(raw, list) or not all(map(_is_token_id, raw)):
         raise Malformed("it lists no tokens")
     return tuple(raw)
 
 
-def _file(raw: object) -> PageFile:
+def _is_token_id(value: object) -> bool:
+    return _is_count(value) or type(value) is int and FIRST_MEDIA_ID <= value < 2 * FIRST_MEDIA_ID
+
+
+def _parse_file(raw: object) -> PageFile:
     if not (isinstance(raw, list) and len(raw) == 3 and _is_hex(raw[0], 32) and _is_hex(raw[1], 64) and _is_count(raw[2])):
         raise Malformed("it names no file of pages")
     return PageFile(*raw)

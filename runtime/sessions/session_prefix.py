@@ -4,12 +4,14 @@ The names of the page files are the index: each begins with the key of all token
 takes one directory lookup per page and opens nothing on a miss. Then the session files tell whose pages they are, newest first; a file that
 does not mention the key is not parsed.
 
-Only what prefilling again would produce is reused: pages of a prompt, read by the same kernels on the same devices (`SavedCache.anew`).
-Pages of an answer were computed one token at a time, which rounds differently, as may a pass too short to copy layers to a GPU. With an
-unpacked cache, logits are then bit-identical to those of a full prefill. With packed pages, as many of the newest common tokens as the
-window holds are prefilled again, and up to a page more, with everything before them packed: as after `KVCache.truncate` gives up sealed
-pages, so results are those of a process that has prefilled the session's prompt before this one and has to truncate. One that need not
-keeps exact tokens up to the end of the common prefix, which a session cannot provide.
+Only what prefilling again would produce is reused: pages of a prompt, computed by the same kernels on the same devices
+(`SavedCache.num_fresh_tokens`). Pages of an answer were computed one token at a time, which rounds differently, as may a pass too short to
+copy layers to a GPU.
+
+With an unpacked cache, logits are then bit-identical to those of a full prefill. With packed pages, as many of the newest common tokens as
+the window holds are prefilled again, and up to a page more, with everything before them packed. That is the state after `KVCache.truncate`
+drops sealed pages, so results are those of a process that prefilled the session's prompt and then had to truncate. A process that need not
+truncate keeps exact tokens up to the end of the common prefix, which a session cannot provide.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ...offload.direct_io import Interrupted
 from ...offload.page_file import DamagedPage
 from ..engine import Engine
 from ..prefill_chunks import common_prefix, resumes_alike
-from .saved_cache import page_keys, put_exact, put_page, read_by
+from .saved_cache import kernel_identity, page_keys, put_exact, put_page
 from .session_format import SavedCache, SavedSession
 from .session_name import rm_command
 from .session_store import SessionStore
@@ -64,7 +66,7 @@ def restorable_pages(engine: Engine, ids: Sequence[int], common: int, most: int 
 def _longest(engine: Engine, store: SessionStore, own: Mapping[str, object], ids: Sequence[int],
              keys: Sequence[str]) -> tuple[SavedSession | None, int]:
     """The session that provides most pages of these `keys` (the first is that of the sinks), and how many."""
-    best, most, by = None, 0, read_by(engine)
+    best, most, by = None, 0, kernel_identity(engine)
     for name in store.newest() if len(keys) > 1 else ():
         if most + 1 == len(keys):
             break
@@ -72,7 +74,7 @@ def _longest(engine: Engine, store: SessionStore, own: Mapping[str, object], ids
             session = store.read(name, mentions=keys[most + 1])
         except EffllmError:  # reported when it is loaded by name
             continue
-        if session is None or session.cache is None or session.cache.identity != own or session.cache.read_by != by:
+        if session is None or session.cache is None or session.cache.identity != own or session.cache.kernel_identity != by:
             continue
         if (pages := _pages_lent(engine, session.cache, ids, keys)) > most:
             best, most = session, pages
@@ -84,7 +86,7 @@ def _pages_lent(engine: Engine, cache: SavedCache, ids: Sequence[int], keys: Seq
     if sinks and (cache.sinks is None or cache.sinks.key != keys[0]):
         return 0
     same = sum(1 for _ in takewhile(lambda pair: pair[0].key == pair[1], zip(cache.pages, keys[1:])))
-    return restorable_pages(engine, ids, common, min(same, max(0, cache.anew - sinks) // PAGE))
+    return restorable_pages(engine, ids, common, min(same, max(0, cache.num_fresh_tokens - sinks) // PAGE))
 
 
 def _restore(engine: Engine, store: SessionStore, session: SavedSession, ids: Sequence[int], pages: int) -> tuple[int, list[str]]:

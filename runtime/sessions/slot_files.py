@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 FLAG = "--slot-save-path"
 TRIAL = "trial"
-CHOSEN = "adapters"  # where adapter scales are stored, beside an empty conversation
+ADAPTER_SCALES = "adapters"  # where adapter scales are stored, beside an empty conversation
 
 
 class SlotFiles:
@@ -54,7 +54,7 @@ class SlotFiles:
         if needed > self.budget:
             raise UsageError(f"it would take the folder of {FLAG} to {format_size(needed)}, and --session-disk is "
                              f"{format_size(self.budget)}", "remove files there, or serve with a larger --session-disk")
-        saved, chosen = None, {CHOSEN: list(engine.adapter_scales)} if engine.adapter_scales else {}
+        saved, chosen = None, {ADAPTER_SCALES: list(engine.adapter_scales)} if engine.adapter_scales else {}
         for event in self.sessions.keep(engine, name, known_tokenization(engine.tokens, *slot.prompts.cached), {**NO_TEXT, **chosen}):
             if isinstance(event, SavedSession):
                 saved = event
@@ -89,13 +89,13 @@ class SlotFiles:
             with _called(name), self.store.reading():
                 yield from restore_cache(engine, self.store, saved)
             slot.prompt_tokens = len(cache.tokens)
-            if cache.spoken is not None:
-                slot.prompts.cached = cache.spoken.text, list(cache.spoken.ids)
+            if cache.tokenized_text is not None:
+                slot.prompts.cached = cache.tokenized_text.text, list(cache.tokenized_text.ids)
         yield self._done(saved, began)
 
     def _choice(self, saved: SavedSession, engine: Engine) -> AdapterScales:
         """The adapter scales that it was computed with, which `refuse_other` checks."""
-        stated = saved.conversation.get(CHOSEN)
+        stated = saved.conversation.get(ADAPTER_SCALES)
         try:
             choice = tuple(map(float, stated)) if isinstance(stated, list) else self._usual
             check_scales(choice, engine.prepared.adapters.names)

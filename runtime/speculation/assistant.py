@@ -216,7 +216,7 @@ class AssistantDrafts:
         if limit < 1 or self._cache.n != known or not 0 <= index < len(self._ids) or self._ids[index] != self._history[known - 1]:
             return None
         started, drafted = time.perf_counter(), []
-        blocks = self._cache.held()
+        blocks = self._cache.held_blocks()
         target_kv = [TargetKV(pages, known, blocks) for pages in self._pages]
         positions, state = np.array([known], np.int64), self._states[index]
         while True:
