@@ -173,7 +173,7 @@ class PageSlots:
         """Free `count` slots, evicting the least recently used pages that are not in `keep`.
 
         Fewer if that needs a wait and `wait` is False. Raises Interrupted."""
-        self._free_stale()
+        self._release_evicted()
         if len(self._free_slots) < count:
             idle = [page for page, entry in self._pages.items() if page not in keep and not entry.ticket.left]
             for page in idle[: count - len(self._free_slots)]:
@@ -186,11 +186,11 @@ class PageSlots:
                     self._queue.wait(self._evicted_in_flight[:1], self._cancelled)
                 with suppress(CheckpointError):  # nobody wants that page any more
                     self._reader.wait(self._evicted_in_flight[0].ticket, self._cancelled)
-                self._free_stale()
+                self._release_evicted()
         slots, self._free_slots = self._free_slots[:count], self._free_slots[count:]
         return slots
 
-    def _free_stale(self) -> None:
+    def _release_evicted(self) -> None:
         self._collect()
         self._free_slots += [page.slot for page in self._evicted_in_flight if not page.ticket.left]
         self._evicted_in_flight = [page for page in self._evicted_in_flight if page.ticket.left]

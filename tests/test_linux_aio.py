@@ -195,7 +195,7 @@ def test_reads_that_never_end_can_be_left(file: Path, reader: Reader) -> None:
     for name in queue.names:
         assert name.is_dropped
     slots.forget(1)
-    slots._free_slots_stale()
+    slots._release_evicted()
     assert len(slots._free_slots) == 3
 
 
