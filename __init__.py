@@ -52,14 +52,14 @@ class DoesNotFit(EffllmError):
 
 
 class MemoryTooSmall(DoesNotFit):
-    """The host's memory is too small for a plan, which takes `least` bytes of it. `shorter`: tokens of a context that fits, 0 where none
-    was found."""
+    """The host's memory is too small for a plan. `required_nbytes`: memory that it takes; `fitting_ctx`: a shorter context that fits, 0 if
+    none was found."""
 
     option = "ram"
 
-    def __init__(self, message: str, hint: str = "", least: int = 0, shorter: int = 0) -> None:
+    def __init__(self, message: str, hint: str = "", required_nbytes: int = 0, fitting_ctx: int = 0) -> None:
         super().__init__(message, hint)
-        self.least, self.shorter = least, shorter
+        self.required_nbytes, self.fitting_ctx = required_nbytes, fitting_ctx
 
 
 class DiskFull(DoesNotFit):

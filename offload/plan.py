@@ -139,8 +139,8 @@ def does_not_fit(demand: Demand, budget: Budget, split: Split, ctx_max: int, qua
     weights, kv = split.weights[tier], split.kv[tier]
     message = (f"needs {format_size(needs)} of {where} (weights {format_size(weights)} + KV cache {format_size(kv)} for "
                f"{describe_ctx(demand, split.ctx)} + overhead {format_size(needs - weights - kv)}), the budget is {format_size(limit)}")
-    hint, shorter = _nearest(demand, budget, split, ctx_max, quantum)
-    return DoesNotFit(message, hint) if tier else MemoryTooSmall(message, hint, split.ram, shorter)
+    hint, fitting_ctx = _nearest(demand, budget, split, ctx_max, quantum)
+    return DoesNotFit(message, hint) if tier else MemoryTooSmall(message, hint, split.ram, fitting_ctx)
 
 
 def _nearest(demand: Demand, budget: Budget, split: Split, ctx_max: int, quantum: int) -> tuple[str, int]:

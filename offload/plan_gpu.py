@@ -208,7 +208,7 @@ def _gpu_too_small(host: Callable[[int], Demand], budget: Budget, ctx_max: int, 
     try:
         placed(split.ctx, split.gpu_layers, replace(budget, vram=split.vram))
     except MemoryTooSmall as error:
-        return DoesNotFit(message, f"{remedy} and --ram {ram_argument(error.least)}")
+        return DoesNotFit(message, f"{remedy} and --ram {ram_argument(error.required_nbytes)}")
     except DoesNotFit as error:
         return DoesNotFit(message, f"{remedy}, and then {error.hint}")
     return DoesNotFit(message, f"{remedy}, or a smaller model")

@@ -32,12 +32,12 @@ class Spill:
 
 
 class _SpillDoesNotFit(DoesNotFit):
-    """No plan with spilled pages fits. The hint is an alternative to a shorter context; `least`: the memory that the plan takes, None
-    if the disk is too small."""
+    """No plan with spilled pages fits. The hint is an alternative to a shorter context; `required_nbytes`: memory that
+    the plan takes, None if the disk is too small."""
 
-    def __init__(self, message: str, hint: str, least: int | None = None) -> None:
+    def __init__(self, message: str, hint: str, required_nbytes: int | None = None) -> None:
         super().__init__(message, hint)
-        self.least = least
+        self.required_nbytes = required_nbytes
 
 
 def plan_tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, spill: Spill | None) -> Placement:
@@ -51,9 +51,9 @@ def plan_tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | N
         alternative = f", or {error.hint}" if error.hint.startswith("--") else ""
         longest = _longest_ctx(demand, budget, ctx_max, ctx_wanted or ctx_max, spill)
         hint = f"-c {longest} fits{alternative}" if longest else error.hint
-        if error.least is None:
+        if error.required_nbytes is None:
             raise DoesNotFit(error.message, hint) from None
-        raise MemoryTooSmall(error.message, hint, error.least, longest) from None
+        raise MemoryTooSmall(error.message, hint, error.required_nbytes, longest) from None
 
 
 def _longest_ctx(demand: Demand, budget: Budget, ctx_max: int, ctx: int, spill: Spill) -> int:
@@ -166,7 +166,7 @@ def _with_slots(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | 
     try:
         base = planned(pages if pages or fits(0) else min_pages)
     except DoesNotFit as error:
-        raise _SpillDoesNotFit(error.message, error.hint, error.least if isinstance(error, MemoryTooSmall) else None) from None
+        raise _SpillDoesNotFit(error.message, error.hint, error.required_nbytes if isinstance(error, MemoryTooSmall) else None) from None
     placed = _placement(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, base.residency, base.total_bytes)
     if placed.kv_pages is None:
         return placed  # another plan, with slots for its own cache

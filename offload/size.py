@@ -44,11 +44,11 @@ def ram_argument(nbytes: int) -> str:
     return f"{-(-(nbytes + SPARE) // 2**20)}Mi"
 
 
-def memory_too_small(message: str, least: int, ctx: int, shorter: int, otherwise: str) -> MemoryTooSmall:
-    """The error for a plan of `ctx` tokens that takes `least` bytes; the next step is `shorter` tokens, which fit, or `otherwise`."""
-    ram = f"--ram {ram_argument(least)}"
-    hint = f"-c {shorter} fits; {ctx} tokens take {ram}" if shorter else f"it takes {ram}, {otherwise}"
-    return MemoryTooSmall(message, hint, least, shorter)
+def memory_too_small(message: str, required_nbytes: int, ctx: int, fitting_ctx: int, alternative: str) -> MemoryTooSmall:
+    """The error for a plan of `ctx` tokens that takes `required_nbytes`. The hint is the shorter context that fits, else `alternative`."""
+    ram = f"--ram {ram_argument(required_nbytes)}"
+    hint = f"-c {fitting_ctx} fits; {ctx} tokens take {ram}" if fitting_ctx else f"it takes {ram}, {alternative}"
+    return MemoryTooSmall(message, hint, required_nbytes, fitting_ctx)
 
 
 def plural(count: int, noun: str) -> str:

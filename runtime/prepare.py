@@ -356,7 +356,7 @@ def _with_mtp_layer(request: PlanRequest, chunk: int, container: Container | Non
 def unstreamed(error: MemoryTooSmall, parts: StreamLayout, folder: Path | None, ram: int) -> DoesNotFit:
     """The error with the reason why weights cannot stream from disk, and what can, if `ram` holds the rest of the plan."""
     hint = error.hint
-    if parts.kept_for and folder is not None and error.least - parts.always_nbytes <= ram:
+    if parts.kept_for and folder is not None and error.required_nbytes - parts.always_nbytes <= ram:
         hint += f"; effllm quantize {typed(folder)} -o DIR --bits 4 makes a folder that runs from the disk"
     return DoesNotFit(f"{error.message}; {parts.kept_for}", hint)
 

@@ -62,7 +62,8 @@ def test_refusal_says_which_memory_is_too_small_and_what_would_do() -> None:
     """By its kind, which others act on; the words are for people."""
     with pytest.raises(MemoryTooSmall) as caught:
         plan(demand(), Budget(600 * MB), 4096, 4096)
-    assert plan(demand(), Budget(caught.value.least), 4096, 4096) and plan(demand(), Budget(600 * MB), 4096, caught.value.shorter)
+    assert plan(demand(), Budget(caught.value.required_nbytes), 4096, 4096)
+    assert plan(demand(), Budget(600 * MB), 4096, caught.value.fitting_ctx)
     with pytest.raises(DoesNotFit) as caught:
         plan(demand(), Budget(GB, 100 * MB), 4096, 4096, "cuda")
     assert not isinstance(caught.value, MemoryTooSmall)

@@ -96,7 +96,7 @@ def test_what_is_wrong_with_a_request_is_reported_before_kernels_are_compiled_fo
 
 def test_what_memory_decides_is_not_refused_before_kernels_are_weighed_with_it() -> None:
     """Nor kept from being compiled for good: with a cold cache an allowance is planned in their place."""
-    least = refused(FABLE, ctx=512, ram="30M").least
+    least = refused(FABLE, ctx=512, ram="30M").required_nbytes
     streamed = EngineOptions(device="cpu", ctx=512, ram=f"{(least >> 20) + 3}Mi", strict=True)
     with pytest.raises(UsageError, match="--strict"):
         prepare(FABLE, streamed)

@@ -263,11 +263,11 @@ class PlanRequest:
                 return False
 
         requested, budget = self.options.ctx, replace(self.budget, ram=self.budget.ram - SPARE)
-        shorter, ram = largest(fits, requested or self.config.context_length, PAGE), f"--ram {ram_argument(error.least)}"
-        if shorter <= error.shorter:
+        shorter, ram = largest(fits, requested or self.config.context_length, PAGE), f"--ram {ram_argument(error.required_nbytes)}"
+        if shorter <= error.fitting_ctx:
             return error
         hint = f"-c {shorter} fits; {f'{requested} tokens take' if requested else 'without -c it takes'} {ram}"
-        return MemoryTooSmall(error.message, hint, error.least, shorter)
+        return MemoryTooSmall(error.message, hint, error.required_nbytes, shorter)
 
     @cached_property
     def link(self) -> float | None:
