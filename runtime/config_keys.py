@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Training, bookkeeping and the sampling defaults that old versions kept here (generation_config.json is where we read them).
+# Training, bookkeeping, and sampling defaults of old versions, which are read from generation_config.json instead.
 KEYS_HARMLESS = frozenset({
     "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_model_name_or_path", "_name_or_path", "attention_dropout",
     "attn_implementation", "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward", "classifier_dropout", "debug",
@@ -19,23 +19,25 @@ KEYS_HARMLESS = frozenset({
     "transformers.js_config", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16",
     "use_cache", "use_deepep",
 })
-# Key -> the one value that means "not used". null always does. What some families read is refused of those that do not.
+# Keys that only some families read -> the value that means "not used", as null does. Any other value is refused in the other families.
 READ_BY_SOME: Mapping[str, object] = {
     "attention_multiplier": 1.0, "attn_logit_softcapping": None, "auto_map": None, "embedding_multiplier": 1.0,
     "final_logit_softcapping": None, "logits_scaling": 1.0, "num_experts": None, "num_local_experts": None, "partial_rotary_factor": 1.0,
     "per_layer_config": None, "quantization_config": None, "query_pre_attn_scalar": None, "residual_multiplier": 1.0,
     "use_qk_norm": False,
 }
+# Keys that no family reads -> their only supported value.
 REFUSED_UNLESS: Mapping[str, object] = {
     "add_cross_attention": False, "compression_config": None, "cross_attention_hidden_size": None, "is_causal": True,
     "is_encoder_decoder": False, "moe_config": None, "pruned_heads": {}, "quantization": None, "rope_interleaved": False,
 }
+# Key -> hint of the error message, where it is more than "this family runs only with ...".
 REASONS = {
     "auto_map": "the checkpoint brings its own code, which is never run",
     "is_causal": "a bidirectional model cannot generate text",
     "compression_config": "this is the older name of quantization_config: rename it in config.json, or use a newer upload",
     "quantization": "it must be an object with bits and group_size, as MLX writes it: download config.json of the model again",
-    # of one that is an object `import_config.check_method` judges what it says
+    # an object is checked by `import_config.check_method`
     "quantization_config": "it must be an object with a quant_method, as the tool that quantized the model wrote it: take config.json "
                            "again from who published the model, or the original 16-bit checkpoint",
 }

@@ -14,16 +14,14 @@ from typing import TypeVar
 from .. import EffllmError, ModelNotFound, ls, typed
 from .files.bounded_read import IrregularFile, read_bounded
 
-ADAPTER = "adapter_config.json"  # what stands in the place of config.json beside a LoRA adapter
+ADAPTER = "adapter_config.json"  # of a LoRA adapter, instead of config.json
 FILE_LIMIT = 10 * 2**20
-MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # of a positive number: its inverse is a float32 too
-REQUIRED = object()
-# What published configs call kinds of layers -> what transformers calls them now, and takes those for.
-RENAMED_KINDS = {"attention": "full_attention", "mamba": "linear_attention", **dict.fromkeys(
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # limits of positive numbers, whose inverses must be float32 too
+REQUIRED = object()  # in place of a default: the key must be there
+# Older names of layer types -> those that transformers has now.
+RENAMED_LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention", **dict.fromkeys(
     ("deepseek_sparse_attention", "qwen_sparse_attention", "sparse_attention"), "indexed_attention")}
-T = TypeVar("T")  # what a word in a config stands for
-
-
+T = TypeVar("T")
 AGAIN = "correct it there, or fetch the file again"
 
 
@@ -51,15 +49,15 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
 
 
-# A type that configs of several models state -> the class that says which model it is, and the type that is meant.
-BY_CLASS = {"deepseek_vl_v2": {"DeepseekOCRForCausalLM": "deepseek_ocr", "DeepseekOCR2ForCausalLM": "deepseek_ocr2"}}
+# A model_type that several models share -> class in `architectures` -> the model_type of that model.
+SHARED_MODEL_TYPES = {"deepseek_vl_v2": {"DeepseekOCRForCausalLM": "deepseek_ocr", "DeepseekOCR2ForCausalLM": "deepseek_ocr2"}}
 
 
 def of_class(raw: Mapping[str, object]) -> dict[str, object]:
     """The config with the model_type that its class implies, for types that several models share."""
-    classes, stated = BY_CLASS.get(str(raw.get("model_type")), {}), raw.get("architectures")
-    meant = [classes[name] for name in map(str, stated) if name in classes] if isinstance(stated, list) else []
-    return {**raw, "model_type": meant[0]} if meant else dict(raw)
+    model_types, architectures = SHARED_MODEL_TYPES.get(str(raw.get("model_type")), {}), raw.get("architectures")
+    found = [model_types[name] for name in map(str, architectures) if name in model_types] if isinstance(architectures, list) else []
+    return {**raw, "model_type": found[0]} if found else dict(raw)
 
 
 def read_model(folder: Path) -> dict[str, object]:
@@ -97,16 +95,16 @@ class Keys:
 
     def __init__(self, raw: Mapping[str, object], where: str = "config.json") -> None:
         self.raw, self.where = raw, where
-        self.asked: set[str] = set()
+        self.asked: set[str] = set()  # names that were read or marked as known
 
     def saying(self, **others: object) -> Keys:
         """The same keys with some values overridden; reads are recorded for both."""
-        made = Keys({**self.raw, **others}, self.where)
-        made.asked = self.asked
-        return made
+        keys = Keys({**self.raw, **others}, self.where)
+        keys.asked = self.asked
+        return keys
 
     def knows(self, *names: str) -> None:
-        """Mark names as known."""
+        """Mark names as known, without reading them."""
         self.asked.update(names)
 
     def _get(self, name: str, default: object) -> object:
@@ -213,11 +211,14 @@ class Keys:
         return tuple(value)
 
     def kinds(self, name: str, length: int, known: Sequence[str]) -> tuple[str, ...] | None:
-        """Like `words`, all of them `known`; old names are translated."""
-        found = self.words(name, length)
-        if (stray := next((kind for kind in found or () if kind not in known and RENAMED_KINDS.get(kind) not in known), None)) is not None:
-            raise ConfigError(f"{self.where}: {name} holds {show(stray)}, which is not supported", f"known: {', '.join(known)}")
-        return found and tuple(kind if kind in known else RENAMED_KINDS[kind] for kind in found)
+        """Like `words`, of layer types: all must be `known`, older names are replaced."""
+        words = self.words(name, length)
+        if words is None:
+            return None
+        for word in words:
+            if word not in known and RENAMED_LAYER_TYPES.get(word) not in known:
+                raise ConfigError(f"{self.where}: {name} holds {show(word)}, which is not supported", f"known: {', '.join(known)}")
+        return tuple(word if word in known else RENAMED_LAYER_TYPES[word] for word in words)
 
     def token_ids(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
         """A token id or a list of them; absent is `default`, null is none."""

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from .config_reader import REQUIRED, ConfigError, Keys, show
 
 MAX_POSITIONS = 2**27
-# Rotary kinds -> the keys of the section that they use, beyond the kind itself and rope_theta.
+# rope_type -> the keys of the section that it uses, besides rope_type and rope_theta.
 ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -23,47 +23,50 @@ ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor", "original_max_position_embeddings"}),
     "proportional": frozenset({"factor"}),
 }
-# max_position_embeddings repeats what stands beside the section; mrope says which channels turn by which of a picture's positions
+# max_position_embeddings repeats the key outside the section; mrope sections assign channels to an image's position axes.
 ROPE_HARMLESS = frozenset({"finetuned", "max_position_embeddings", "mrope_interleaved", "mrope_section", "xdrope_section"})
-ROTATED_SHARE = "partial_rotary_factor"  # of a proportional table: the share of the pairs of channels that turn
-QUERY_SCALING_BETA = "llama_4_scaling_beta"  # how much queries grow with their position, of families that read it
+ROTATED_SHARE = "partial_rotary_factor"  # of a proportional table: share of the channel pairs that are rotated
+QUERY_SCALING_BETA = "llama_4_scaling_beta"  # factor of position-dependent query scaling, in families that read it
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
-GLOBAL, LOCAL = "full_attention", "sliding_attention"  # types of layers that may have positions of their own
+GLOBAL, LOCAL = "full_attention", "sliding_attention"  # layer types
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions as the checkpoint states them; `rope.rope_table` turns them into frequencies. `params` by ROPE_KEYS, and GROWTH.
-    `interleaved`: channels 2i and 2i + 1 are rotated together, not i and i + half. `backwards`: rotated by the negative
-    angles."""
+    """Rotary positions as the checkpoint states them; `rope.rope_table` computes the frequencies."""
 
-    theta: float
-    kind: str
-    params: Mapping[str, object]
-    partial_rotary_factor: float = 1.0
-    interleaved: bool = False
-    backwards: bool = False
+    theta: float  # base of the frequencies
+    kind: str  # rope_type, a key of ROPE_KEYS
+    params: Mapping[str, object]  # the keys that ROPE_KEYS lists, and QUERY_SCALING_BETA
+    partial_rotary_factor: float = 1.0  # share of a head that is rotated
+    interleaved: bool = False  # channels 2i and 2i + 1 are rotated together, not i and i + half
+    backwards: bool = False  # rotated by the negative angles
 
 
 def rope_config(keys: Keys, head_dim: int, positions: int, theta: float = 10_000.0, partial: bool = False,
                 aliases: Mapping[str, str] = NO_ALIASES, trained: int | None = None, share: float = 1.0,
                 interleaved: bool = False) -> RopeConfig:
-    """Rotary settings from either dialect; the older section wins where both are filled, and a value inside it over the one beside it, as
-    in transformers. `theta` is the family's default; `partial`: it may rotate a part of each head, `share` where nothing says so;
-    `aliases`: its other names of kinds; `trained`: positions that its models were trained with where nothing beside the section says so,
-    whatever is in it; `interleaved` as in the result."""
+    """RoPE settings from either dialect. As in transformers, rope_scaling takes precedence over rope_parameters, and a key within the
+    section over the same key outside. Raises ConfigError.
+
+    theta: default of rope_theta.
+    partial: whether a part of each head may be rotated; `share` is its default.
+    aliases: the family's other names of rope types.
+    trained: default of original_max_position_embeddings outside the section; it takes precedence over the section's.
+    interleaved: as in RopeConfig.
+    """
     outer_theta = keys.number("rope_theta", theta, above=1.0)
     older, newer = keys.section("rope_scaling"), keys.section("rope_parameters")
     name = _section(keys.raw)
     original = keys.integer("original_max_position_embeddings", trained, high=MAX_POSITIONS)
-    turned = keys.number("partial_rotary_factor", share) if partial else None
-    inner = Keys({"partial_rotary_factor": turned, **(older or newer or {})}, f"config.json: {name}")
+    rotary_factor = keys.number("partial_rotary_factor", share) if partial else None
+    inner = Keys({"partial_rotary_factor": rotary_factor, **(older or newer or {})}, f"config.json: {name}")
     return replace(rope_from_section(inner, head_dim, positions, outer_theta, original, partial, aliases), interleaved=interleaved)
 
 
 def rope_from_section(inner: Keys, head_dim: int, positions: int, theta: float, original: int | None = None, partial: bool = False,
                       aliases: Mapping[str, str] = NO_ALIASES) -> RopeConfig:
-    """Rotary settings from one section. `theta` and `original` (trained positions) are those stated beside it."""
+    """RoPE settings from one section. `theta` and `original` (trained positions) are those outside it. Raises ConfigError."""
     kind = inner.raw.get("rope_type") or inner.raw.get("type") or "default"
     if any(isinstance(value, dict) for value in inner.raw.values()):
         raise ConfigError(f"{inner.where} differs by layer type, which is not supported for this family")
@@ -71,7 +74,7 @@ def rope_from_section(inner: Keys, head_dim: int, positions: int, theta: float, 
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise ConfigError(f"{inner.where} of type {show(kind)} is not supported", f"known: {', '.join(ROPE_KEYS)}")
     share = inner.number("partial_rotary_factor", 1.0)
-    if kind == "proportional":  # pairs of channels that do not turn belong to the whole head all the same
+    if kind == "proportional":  # the table spans the whole head; pairs beyond the share have frequency 0
         if share > 1.0:
             raise ConfigError(f"{inner.where}.partial_rotary_factor = {show(share)} is not supported", "it must be at most 1")
         return RopeConfig(inner.number("rope_theta", theta, above=1.0), kind, {"factor": inner.number("factor", 1.0), ROTATED_SHARE: share})
@@ -87,9 +90,13 @@ def rope_from_section(inner: Keys, head_dim: int, positions: int, theta: float, 
 
 def ropes_by_window(keys: Keys, head_dim: int, positions: int, thetas: tuple[float, float], windows: Iterable[int | None],
                     flat: bool = False) -> tuple[RopeConfig, ...]:
-    """Rotary positions of layers by whether they have a window, of families that have two sections in `rope_parameters`. The older
-    dialect's `rope_scaling` is about layers without alone, and so is a `flat` section without types of layers, but for its theta. `thetas`:
-    those of layers without a window, and with one, where their sections state none."""
+    """RoPE settings by layer, in families with one section for full attention and one for sliding windows. Raises ConfigError.
+
+    thetas: defaults of rope_theta for layers without a window, and with one.
+    windows: by layer.
+    flat: a section without layer types is allowed; it applies to full attention, and its rope_theta to all layers. The older dialect's
+    rope_scaling applies to full attention too.
+    """
     sections = keys.section("rope_parameters") or {}
     if flat and is_flat(sections):
         sections = {GLOBAL: sections, LOCAL: {name: value for name, value in sections.items() if name == "rope_theta"}}
@@ -97,30 +104,39 @@ def ropes_by_window(keys: Keys, head_dim: int, positions: int, thetas: tuple[flo
     if stray or not all(isinstance(section, dict | None) for section in sections.values()):
         raise ConfigError("config.json: rope_parameters has no sections for full_attention and sliding_attention",
                           "this family has one section for each layer type")
-    everywhere = {**(sections.get(GLOBAL) or {}), **(keys.section("rope_scaling") or {})}
-    whole = rope_from_section(Keys(everywhere, f"config.json: rotary positions of {GLOBAL}"), head_dim, positions, thetas[0])
+    full_section = {**(sections.get(GLOBAL) or {}), **(keys.section("rope_scaling") or {})}
+    full = rope_from_section(Keys(full_section, f"config.json: rotary positions of {GLOBAL}"), head_dim, positions, thetas[0])
     local = rope_from_section(Keys(sections.get(LOCAL) or {}, f"config.json: rotary positions of {LOCAL}"), head_dim, positions, thetas[1])
-    return tuple(whole if window is None else local for window in windows)
+    return tuple(full if window is None else local for window in windows)
 
 
-def ropes_by_layer_type(keys: Keys, kinds: Sequence[str], usual: Mapping[str, Mapping[str, object]], widths: Mapping[str, int] | int,
-                        positions: int, theta: float = 10_000.0, partial: bool = False, unturned: str = "") -> tuple[RopeConfig | None,
-                                                                                                                     ...]:
-    """Rotary positions of layers by their kind, of families that have a section for each kind but `unturned`; `usual` where a config has
-    none, `theta` where a section states none. `widths`: of heads, where they differ by kind. `partial`: not all of a head need turn."""
+def ropes_by_layer_type(keys: Keys, layer_types: Sequence[str], defaults: Mapping[str, Mapping[str, object]],
+                        head_dims: Mapping[str, int] | int, positions: int, theta: float = 10_000.0, partial: bool = False,
+                        nope_type: str = "") -> tuple[RopeConfig | None, ...]:
+    """RoPE settings by layer, in families with one section for each layer type. Raises ConfigError.
+
+    layer_types: of each layer.
+    defaults: default sections by layer type.
+    head_dims: head dimension, or one for each layer type.
+    theta: default of rope_theta.
+    partial: whether a part of each head may be rotated.
+    nope_type: a layer type without rotary positions.
+    """
     refuse_outside_sections(keys)
-    sections, made = keys.section("rope_parameters") or usual, {}
-    for kind in sorted({*kinds} - {unturned}):
-        section = sections.get(kind)
+    sections, ropes = keys.section("rope_parameters") or defaults, {}
+    for layer_type in sorted({*layer_types} - {nope_type}):
+        section = sections.get(layer_type)
         if not isinstance(section, dict):
-            raise ConfigError(f"config.json: rope_parameters has no section for {kind}", "this family has one section for each layer type")
-        width = widths if isinstance(widths, int) else widths[kind]
-        made[kind] = rope_from_section(Keys(section, f"config.json: rotary positions of {kind}"), width, positions, theta, partial=partial)
-    return tuple(made.get(kind) for kind in kinds)
+            raise ConfigError(f"config.json: rope_parameters has no section for {layer_type}",
+                              "this family has one section for each layer type")
+        head_dim = head_dims if isinstance(head_dims, int) else head_dims[layer_type]
+        where = f"config.json: rotary positions of {layer_type}"
+        ropes[layer_type] = rope_from_section(Keys(section, where), head_dim, positions, theta, partial=partial)
+    return tuple(ropes.get(layer_type) for layer_type in layer_types)
 
 
 def refuse_outside_sections(keys: Keys) -> None:
-    """Raises ConfigError for rotary settings beside per-layer-type sections, which transformers ignores."""
+    """Raises ConfigError for RoPE keys outside the sections by layer type, which transformers ignores."""
     stray = {"rope_scaling": keys.section("rope_scaling"), "rope_theta": keys.number("rope_theta", None),
              "original_max_position_embeddings": keys.integer("original_max_position_embeddings", None)}
     for name, value in stray.items():
@@ -130,18 +146,18 @@ def refuse_outside_sections(keys: Keys) -> None:
 
 
 def is_flat(sections: Mapping[str, object]) -> bool:
-    """Is this rotary section one without per-layer-type subsections?"""
+    """Whether a RoPE section has no sections by layer type within it."""
     return bool(sections) and not {GLOBAL, LOCAL} & sections.keys()
 
 
 def unknown_rope_keys(raw: Mapping[str, object], ropes: Iterable[RopeConfig | None]) -> list[str]:
-    """Keys of the rotary section that none of the model's `ropes` uses, with the section's name."""
+    """Keys of the RoPE section that none of the model's `ropes` uses, as section.key."""
     ropes = [rope for rope in ropes if rope is not None]
     if not ropes:
         return []
     name = _section(raw)
     section = raw.get(name)
-    if not isinstance(section, dict):  # of a family that reads none
+    if not isinstance(section, dict):  # the family reads none
         return []
     nested = {f"{name}.{key}": value for key, value in section.items() if isinstance(value, dict)} or {name: section}
     read = (ROPE_KEYS[rope.kind].union(rope.params) for rope in ropes)
@@ -150,7 +166,7 @@ def unknown_rope_keys(raw: Mapping[str, object], ropes: Iterable[RopeConfig | No
 
 
 def _section(raw: Mapping[str, object]) -> str:
-    """The section of the dialect that applies."""
+    """The name of the section that applies."""
     return "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
 
 

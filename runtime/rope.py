@@ -1,9 +1,9 @@
 """Rotary position tables: one frequency per channel pair and a scale of cos and sin, fixed when the engine starts.
 
-Five ways of context extension are supported besides the plain table, and partial rotation; transformers defines their meaning. Two of them
-(dynamic, longrope) depend on the length: transformers recomputes them as the text grows, which would contradict keys already cached, so
-here the context size decides once. Arithmetic is float32 in the order that checkpoints were trained with: at position 100,000 a "more
-exact" frequency is a different angle.
+Besides the plain table there are partial rotation and five kinds of context extension, as transformers defines them. Two of these (dynamic,
+longrope) depend on the length: transformers recomputes them as the text grows, which would contradict keys already cached, so here the
+context size decides once. Arithmetic is float32 in the order that checkpoints were trained with: at position 100,000 a "more exact"
+frequency is a different angle.
 """
 
 from __future__ import annotations
@@ -25,30 +25,25 @@ F32 = np.float32
 
 @dataclass(frozen=True)
 class RopeTable:
-    """Channel i is rotated with channel i + rotary_dim/2 by `position * inv_freq[i]`, for negative frequencies the other way round; cos and
-    sin are multiplied by `attention_scaling`.
-
-    `interleaved`: channel 2i is rotated with 2i + 1, and the result is stored as i and i + rotary_dim/2, for queries and keys
-    alike, so that dot products are the same and code that stores keys sees one order. `growth` (beta, n): at position p also scaled by 1 +
-    beta ln(1 + p // n). `queries`: the table of queries if it differs; for latent attention the one applied after it. `index`: that of an
-    indexer, which may pair other channels.
-    """
+    """Channel i is rotated with channel i + rotary_dim/2 by `position * inv_freq[i]`; negative frequencies rotate the other way."""
 
     inv_freq: np.ndarray  # float32 [rotary_dim / 2]
-    attention_scaling: float
+    attention_scaling: float  # multiplies cos and sin
     rotary_dim: int
-    growth: tuple[float, int] | None = None
-    queries: RopeTable | None = None
+    growth: tuple[float, int] | None = None  # (beta, n): at position p cos and sin are also scaled by 1 + beta ln(1 + p // n)
+    queries: RopeTable | None = None  # of queries, if it differs; with latent attention it is applied after this one
+    # Channel 2i is rotated with 2i + 1, and the result is stored as i and i + rotary_dim/2, for queries and keys alike: dot products are
+    # the same, and code that stores keys sees one order.
     interleaved: bool = False
-    index: RopeTable | None = None
+    index: RopeTable | None = None  # of an indexer, which may pair other channels
 
     def scale(self, positions: np.ndarray) -> np.ndarray:
         """The factor of cos and sin: float32, one number or [T, 1]."""
         if self.growth is None:
             return F32(self.attention_scaling)
-        beta, every = self.growth
-        grown = F32(1) + F32(beta) * np.log(F32(1) + np.floor(np.asarray(positions, np.float64) / every).astype(F32))
-        return (F32(self.attention_scaling) * grown).reshape(-1, 1)
+        beta, interval = self.growth
+        growth = F32(1) + F32(beta) * np.log(F32(1) + np.floor(np.asarray(positions, np.float64) / interval).astype(F32))
+        return (F32(self.attention_scaling) * growth).reshape(-1, 1)
 
     def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin of each channel pair: float32 [T, rotary_dim / 2] each. `positions` [T], or one per pair."""
@@ -57,14 +52,14 @@ class RopeTable:
         return np.cos(angles) * scale, np.sin(angles) * scale
 
 
-PLACE = 64  # what a key's place is counted in, and then by ones: both are exact in 16 bits
+ALIBI_BASE = 64  # of the two digits of a key's position, which are exact in 16 bits
 
 
 class AlibiTable(RopeTable):
     """For ALiBi: a pair of key channels (1, 0) becomes the two digits of the position."""
 
     def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        high, low = np.divmod(np.asarray(positions).reshape(-1, 1), PLACE)
+        high, low = np.divmod(np.asarray(positions).reshape(-1, 1), ALIBI_BASE)
         return high.astype(F32), low.astype(F32)
 
 
@@ -86,7 +81,7 @@ def alibi_channels(slopes: Sequence[float], kv_heads: int, scale: float, width: 
     """Extra channels of queries [heads, width] and keys [kv_heads, width] for ALiBi, of which the first two become the digits of a
     position: a score, times `scale`, grows by the head's slope for each position of its key. The others are zero."""
     queries, keys = np.zeros((len(slopes), width), F32), np.zeros((kv_heads, width), F32)
-    queries[:, :2] = np.array(slopes, np.float64)[:, None] / scale * (PLACE, 1)
+    queries[:, :2] = np.array(slopes, np.float64)[:, None] / scale * (ALIBI_BASE, 1)
     keys[:, 0] = 1
     return queries, keys
 
@@ -107,8 +102,8 @@ def rope_table(config: RopeConfig, head_dim: int, ctx: int, max_position_embeddi
     elif config.kind == "yarn":
         inv_freq, scaling = _yarn(theta, dim, params), _yarn_scaling(params)
     elif config.kind == "proportional":
-        turned = int(params[ROTATED_SHARE] * dim // 2)
-        inv_freq = np.concatenate([_plain(theta, dim)[:turned], np.zeros(dim // 2 - turned, F32)]) / F32(params["factor"])
+        pairs = int(params[ROTATED_SHARE] * dim // 2)
+        inv_freq = np.concatenate([_plain(theta, dim)[:pairs], np.zeros(dim // 2 - pairs, F32)]) / F32(params["factor"])
     elif config.kind == "longrope":
         factors = params["long_factor" if ctx > params["original_max_position_embeddings"] else "short_factor"]
         inv_freq, scaling = F32(1.0) / (np.array(factors, F32) * _periods(theta, dim)), _longrope_scaling(params)
@@ -186,13 +181,13 @@ def _longrope_scaling(params: Mapping[str, object]) -> float:
 
 
 def query_scaling_table(growth: tuple[float, int], width: int) -> RopeTable:
-    """A table that rotates nothing and scales the whole query: for latent attention, where only a part of it is rotated."""
+    """A table without rotation that scales the whole query: with latent attention RoPE rotates, and so would scale, a part of it only."""
     return RopeTable(np.zeros(width // 2, F32), 1.0, width, growth)
 
 
 def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
     """Each layer's rotary table for a context; layers of one kind share theirs."""
-    made: dict[tuple[int, int], RopeTable] = {}
+    tables: dict[tuple[int, int], RopeTable] = {}  # by identity of the RopeConfig, and head dimension
     if config.alibi_slopes:
         return [ALIBI] * config.num_hidden_layers
 
@@ -200,26 +195,26 @@ def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
         size = config.kv_heads_of(layer)[1] if config.layer_kv_heads and config.mla is None else config.rotary_head_dim
         if rope is None:
             return None
-        if (id(rope), size) not in made:
+        if (id(rope), size) not in tables:
             table = rope_table(rope, size, ctx, config.max_position_embeddings)
             if config.mla is not None and table.queries is not None:
                 table = replace(table, queries=query_scaling_table(table.queries.growth, config.mla.key))
             if config.indexer is not None:
                 table = replace(table, index=config.indexer.rope_table(table))
-            made[id(rope), size] = table
-        return made[id(rope), size]
+            tables[id(rope), size] = table
+        return tables[id(rope), size]
 
     return [of_layer(layer, rope) for layer, rope in enumerate(config.ropes)]
 
 
 def with_learned_frequencies(tables: Sequence[RopeTable | None], alpha: np.ndarray) -> list[RopeTable | None]:
     """Tables whose frequencies are multiplied by the exponential of learned values; layers that share a table still do."""
-    factors, made = np.exp(alpha), {}
+    factors, scaled = np.exp(alpha), {}
 
-    def of(table: RopeTable) -> RopeTable:
-        return replace(table, inv_freq=table.inv_freq * factors, index=None if table.index is None else of(table.index))
+    def scale(table: RopeTable) -> RopeTable:
+        return replace(table, inv_freq=table.inv_freq * factors, index=None if table.index is None else scale(table.index))
 
     for table in tables:
-        if table is not None and id(table) not in made:
-            made[id(table)] = of(table)
-    return [None if table is None else made[id(table)] for table in tables]
+        if table is not None and id(table) not in scaled:
+            scaled[id(table)] = scale(table)
+    return [None if table is None else scaled[id(table)] for table in tables]

@@ -1,7 +1,7 @@
 """AFMoE (Arcee Trinity): pre- and post-norms, gated attention, RoPE only in sliding-window layers (every fourth layer has full attention
 and no positions), and a MoE with corrected sigmoid routing and a shared expert.
 
-What every token visits is the MLP of a layer with experts here, because one norm stands behind the sum of both.
+The shared expert is loaded as the MLP of a layer with experts, because one post-norm follows the sum of both.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from .mixtral import MAX_EXPERTS, moe_config, moe_tensors
 from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"load_balance_coeff", "use_grouped_mm"})  # of training, and how it is computed
-# The published ones say in words what every model of the family does; groups of experts under two names each.
+KEYS_HARMLESS = frozenset({"load_balance_coeff", "use_grouped_mm"})  # training, and how experts are computed
+# Published configs spell out what all models of the family do, and groups of experts under two keys each.
 REFUSED_UNLESS = {"mlp_bias": False, "n_group": 1, "num_expert_groups": 1, "num_limited_groups": 1, "route_norm": True,
                   "score_func": "sigmoid", "topk_group": 1}
 SIZES = {"vocab_size": 200_192, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 16}
-CODE = r"(configuration|modeling)_afmoe\.Afmoe\w+"  # of the published ones, which became part of transformers
+CODE = r"(configuration|modeling)_afmoe\.Afmoe\w+"  # original code of what transformers has adopted
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -32,19 +32,18 @@ def config(keys: Keys) -> ModelConfig:
     windows = layer_windows(keys, window, [LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)])
 
     dense, width = keys.integer("num_dense_layers", 1, low=0, high=layers), keys.integer("moe_intermediate_size", 1408, high=2**22)
-    of_all = width * keys.integer("num_shared_experts", 2, high=MAX_EXPERTS)
+    shared_width = width * keys.integer("num_shared_experts", 2, high=MAX_EXPERTS)
     moe = moe_config(keys, 64, 6, width, True, range(dense, layers), sigmoid=True, correction_bias=True,
-                     routed_scale=keys.number("route_scale", 1.0),
-                     parallel_to_mlp=True)
+                     routed_scale=keys.number("route_scale", 1.0), parallel_to_mlp=True)
     rotary_layers = [window is not None for window in windows]
     return decoder_config(keys, base, windows=windows, rotary_layers=rotary_layers, qkv_bias=bias, o_bias=bias, qk_norm=True,
                           output_gate=True,
-                          moe=moe, layer_intermediate_sizes=(ffn,) * dense + (of_all,) * (layers - dense),
+                          moe=moe, layer_intermediate_sizes=(ffn,) * dense + (shared_width,) * (layers - dense),
                           embedding_multiplier=hidden**0.5 if keys.flag("mup_enabled", False) else 1.0)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role: what Llama calls the norm before the MLP lies behind attention here."""
+    """Tensors of one layer by role. post_attention_layernorm is a post-norm here; in Llama it is the norm before the MLP."""
     rules, prefix, hidden = llama.layer_tensors(config, layer), f"model.layers.{layer}.", config.hidden_size
     names = {"o_norm": "post_attention_layernorm", "post_norm": "pre_mlp_layernorm", "down_norm": "post_mlp_layernorm"}
     rules |= {role: TensorRule(f"{prefix}{name}.weight", (hidden,)) for role, name in names.items()}

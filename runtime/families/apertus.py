@@ -12,13 +12,13 @@ from ..layer import Layer
 from . import TensorRule, llama
 from .llama import attention, decoder_block
 
-CURVES = ("xielu_alpha_p", "xielu_alpha_n")  # of a config that was made of a GGUF file: what checkpoints hold as tensors
+XIELU_KEYS = ("xielu_alpha_p", "xielu_alpha_n")  # in configs read from GGUF files; other checkpoints hold tensors instead
 KEYS_HARMLESS = frozenset({"post_norm", "qk_norm"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
-# Of positions where a config has no section about them.
+# RoPE of a config without a section about it.
 THETA = 12_000_000.0
-STRETCHED = {"rope_type": "llama3", "rope_theta": THETA, "factor": 8.0, "original_max_position_embeddings": 8192,
+DEFAULT_ROPE = {"rope_type": "llama3", "rope_theta": THETA, "factor": 8.0, "original_max_position_embeddings": 8192,
              "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ACT = "xielu"
 
@@ -26,22 +26,23 @@ ACT = "xielu"
 def config(keys: Keys) -> ModelConfig:
     if (act := keys.text("hidden_act", ACT)) != ACT:
         raise ConfigError(f"config.json: hidden_act = {show(act)} is not supported for apertus models", f"known: {ACT}")
-    own = {"hidden_act": "silu"}  # which stands for the other until it is put in its place
+    overrides = {"hidden_act": "silu"}  # a placeholder for xIELU until the end of this function
     if all(keys.raw.get(name) is None for name in ("rope_parameters", "rope_scaling")):
-        if (theta := keys.number("rope_theta", THETA, above=1.0)) != THETA:  # which some releases of transformers pass over, others do not
+        if (theta := keys.number("rope_theta", THETA, above=1.0)) != THETA:  # only some releases of transformers read it
             raise ConfigError(f"config.json: rope_theta = {theta:g} is not supported for apertus models without rope_parameters",
                               f"without a RoPE section the base must be {THETA:g}")
-        own["rope_parameters"] = STRETCHED
+        overrides["rope_parameters"] = DEFAULT_ROPE
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=65_536, bos=1, eos=(2,), norm_eps=1e-5, theta=THETA, sizes=SIZES)
-    config = decoder_config(keys.saying(**own), base, qkv_bias=bias, o_bias=bias, qk_norm=True)
-    above, below = (_numbers(keys, name, config.num_hidden_layers) for name in CURVES)
+    config = decoder_config(keys.saying(**overrides), base, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    above, below = (_layer_numbers(keys, name, config.num_hidden_layers) for name in XIELU_KEYS)
     if (above is None) != (below is None):
-        raise ConfigError(f"config.json: {CURVES[above is not None]} is missing")
+        raise ConfigError(f"config.json: {XIELU_KEYS[above is not None]} is missing")
     return replace(config, hidden_act=ACT, activation_params=() if above is None else tuple(zip(above, below)))
 
 
-def _numbers(keys: Keys, name: str, layers: int) -> list[float] | None:
+def _layer_numbers(keys: Keys, name: str, layers: int) -> list[float] | None:
+    """A number for each layer, None if the key is absent. Raises ConfigError."""
     stated = keys.raw.get(name) if keys.holds(name) else None
     if stated is None:
         return None
@@ -61,8 +62,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
                     "curve_below": TensorRule(f"{prefix}mlp.act_fn.alpha_n", (1,))}
 
 
-def _second_half(x: object, at: Layer) -> object:
-    """An MLP without gates, whose curve each layer has learned."""
+def _mlp_half(x: object, at: Layer) -> object:
+    """The second half of a block: an MLP without a gate and with xIELU."""
     w = at.w
     at.tap("mlp_in", x)
     x = at.ops.mlp(x, w.post_norm, w.up, w.down, "none", at.see("mlp_hidden"), curve=w.xielu)
@@ -70,4 +71,4 @@ def _second_half(x: object, at: Layer) -> object:
     return x
 
 
-block = decoder_block(attention, _second_half)
+block = decoder_block(attention, _mlp_half)

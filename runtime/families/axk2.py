@@ -1,8 +1,8 @@
 """A.X K2 (SK Telecom, Light and larger): DeepSeek V3.2's sparse attention, with gated norms.
 
-What a norm gives is multiplied, channel by channel, by a sigmoid of what it says by way of a few numbers; before attention in every layer,
-before an MLP where that is a mixture. Queries, and gates of what is attended to, are made of the latent of queries twice, normed and as it
-is. Checkpoints hold both in one matrix, head by head (`tensor_views.py`).
+A norm's output is multiplied, channel by channel, by a low-rank sigmoid gate of itself: before attention in every layer, and before the
+experts. Queries and output gates are projected from the query latent concatenated with its norm. Checkpoints fuse both projections head by
+head (`tensor_views.py`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ QUERY_RANK = 384
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, sizes=SIZES, bos=163_691, eos=(163_691,))
-    groups, kept = keys.raw.get("n_group"), keys.raw.get("topk_group")
-    if (groups is None) != (kept is None):
-        raise ConfigError(f"config.json: n_group is {show(groups)} and topk_group {show(kept)}", "models state both, or neither")
+    groups, top_groups = keys.raw.get("n_group"), keys.raw.get("topk_group")
+    if (groups is None) != (top_groups is None):
+        raise ConfigError(f"config.json: n_group is {show(groups)} and topk_group {show(top_groups)}", "models state both, or neither")
     moe = deepseek_moe_config(keys, base.size(keys, "num_hidden_layers"), 128, 8, 1, True, 2.5, 512)
     config = sparse_mla_config(keys, base, MLA_DIMS, QUERY_RANK, (1, 1), 16, False, own=replace(moe, parallel_to_mlp=True))
     if config.o_bias:
@@ -57,7 +57,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
-    """What makes queries and what makes gates -> as in `tensor_views`: of every head a query's rows and then those of its gate."""
+    """Name of q_proj and g_proj -> (fused matrix, rows): every head has its query rows, then its gate rows."""
     mla, prefix = config.mla, f"model.layers.{layer}.self_attn."
     rows = np.arange(config.num_attention_heads * (mla.query + mla.value)).reshape(config.num_attention_heads, -1)
     return {f"{prefix}q_proj.weight": (f"{prefix}q_b_proj.weight", rows[:, : mla.query].reshape(-1)),
@@ -66,16 +66,16 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
 
 @narrowing
 def block(x: object, at: Layer) -> object:
-    """As `deepseek_v3.block`. Taps see block_in, and mlp_in of a mixture, once they have been through norm and gates, and in the place of
-    q_in doubled_in, what queries and gates of what is attended to are made of."""
+    """As `deepseek_v3.block`. Taps get block_in and the experts' mlp_in after norm and gate, and doubled_in, the input of the query and
+    gate projections, instead of q_in."""
     ops, w, config = at.ops, at.w, at.config
-    before, between = w.norm_gates
-    y = ops.gate_rows(ops.norm(x, w.input_norm), before)
+    input_gate, post_gate = w.norm_gates
+    y = ops.gate_rows(ops.norm(x, w.input_norm), input_gate)
     attended = attention_output(y, at)
     x = ops.linear_add(attended, w.o, last_of(x, len(attended)))
     if not w.experts:
         return feed_forward(x, at)
-    y = ops.gate_rows(ops.norm(x, w.post_norm), between)
+    y = ops.gate_rows(ops.norm(x, w.post_norm), post_gate)
     at.tap("mlp_in", y)
     branch = ops.expert_branch(y, w.parallel_experts.norm, w.router, w.experts, w.parallel_experts, config.moe.routing, config.hidden_act,
                                at.see("visits"), w.correction_bias, w.shared_expert)
@@ -85,19 +85,19 @@ def block(x: object, at: Layer) -> object:
 
 
 def attention_output(y: object, at: Layer) -> object:
-    """What o reads, [T, H * value]."""
+    """The attention output before `o`, [T, H * value]."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     at.tap("block_in", y)
     mla, shape, heads = w.mla, config.mla, config.num_attention_heads
-    beside = () if w.indexer is None else (w.indexer.k, w.indexer.weights)
-    latent, low, *said = ops.norm_linear(y, None, [mla.kv_down, mla.q_down, *beside])
+    extra = () if w.indexer is None else (w.indexer.k, w.indexer.weights)  # further matrices that read the layer's input
+    latent, q_latent, *index_outputs = ops.norm_linear(y, None, [mla.kv_down, mla.q_down, *extra])
     k = ops.rope_heads(ops.latent_keys(latent, shape, mla.kv_norm), 1, shape.key, positions, rope, None)
-    both = ops.norm_and_concat(low, mla.q_norm)  # [T, 2 * rank], and the first half in the place of low
-    at.tap("doubled_in", both)
-    if w.indexer is not None:  # before the layer's own queries take the place of its
-        (chosen_by,) = ops.norm_linear(low, None, [w.indexer.q])
-        choose(ops, w.indexer, chosen_by, *said, kv, positions, rope, config.indexer.shape)
-    q, gates = ops.norm_linear(both, None, [mla.q, w.attn_gate])
+    doubled = ops.norm_and_concat(q_latent, mla.q_norm)  # [T, 2 * rank]; q_latent is replaced by its norm
+    at.tap("doubled_in", doubled)
+    if w.indexer is not None:  # before the product below overwrites index_q
+        (index_q,) = ops.norm_linear(q_latent, None, [w.indexer.q])
+        choose(ops, w.indexer, index_q, *index_outputs, kv, positions, rope, config.indexer.shape)
+    q, gates = ops.norm_linear(doubled, None, [mla.q, w.attn_gate])
     q = ops.rope_heads(ops.latent_queries(q, heads, shape, mla.expand), heads, shape.key, positions, rope, None)
     at.tap_heads(q, k, k)
     attended = ops.latent_values(kv.attend(q, k, k), heads, shape, mla.expand)

@@ -8,7 +8,7 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from .gemma2 import embedding_multiplier
 
-# Some releases repeat their activation under a second name.
+# Some releases repeat hidden_act as hidden_activation.
 REFUSED_UNLESS = {"hidden_activation": "gelu_pytorch_tanh", "layer_types": None, "mlp_bias": False, "sliding_window": None,
                   "use_bidirectional_attention": False}
 
@@ -19,5 +19,5 @@ def config(keys: Keys) -> ModelConfig:
                     act=("hidden_act", "gelu_pytorch_tanh"))
     config = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, norm_kind="rms+1",
                             embedding_multiplier=embedding_multiplier(keys, keys.integer("hidden_size")))
-    # The first releases call by the name of the exact function the approximation that they were trained with.
+    # The first releases name the exact GELU, but were trained with its tanh approximation.
     return replace(config, hidden_act="gelu_tanh") if config.hidden_act == "gelu" else config

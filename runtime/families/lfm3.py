@@ -39,7 +39,7 @@ def config(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        return ropes_by_layer_type(keys, kinds, ROPES, head_dim, positions, THETA, unturned=CONV)
+        return ropes_by_layer_type(keys, kinds, ROPES, head_dim, positions, THETA, nope_type=CONV)
 
     config = decoder_config(keys, base, ropes, windows=tuple(window if kind == LOCAL else None for kind in kinds),
                             qkv_bias=bias, o_bias=bias, qk_norm=True, output_gate=keys.flag("use_attention_gate", True),
