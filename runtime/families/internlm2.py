@@ -12,8 +12,8 @@ from .deepseek_v3 import check_auto_map
 
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 103_168, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}
-CODE = r"(configuration|modeling)_internlm2\.InternLM2\w+"  # of the published ones, which is not run
-# Llama's names -> those of the checkpoints; q, k and v have Llama's once they are apart.
+CODE = r"(configuration|modeling)_internlm2\.InternLM2\w+"  # auto_map of published checkpoints; their code is not run
+# Llama's names -> those of checkpoints. q, k and v, once split, have Llama's.
 NAMES = {"self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj":
          "feed_forward.w2", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
 OUTER_NAMES = {"embed": "model.tok_embeddings.weight", "head": "output.weight"}
@@ -41,7 +41,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
-    """Names of a layer's q, k and v, biases too -> that of what they lie in, and their rows there."""
+    """Names of a layer's q, k and v, and of their biases -> the stored tensor that contains them, and their rows of it."""
     prefix, groups = f"model.layers.{layer}.", config.num_key_value_heads
     queries = config.num_attention_heads // groups
     rows = np.arange(groups * (queries + 2) * config.head_dim).reshape(groups, queries + 2, config.head_dim)

@@ -10,7 +10,7 @@ from .deepseek_v3 import check_auto_map
 KEYS_HARMLESS = frozenset({"max_window_layers"})
 REFUSED_UNLESS = {**llama.REFUSED_UNLESS, "clip_qkv": None, "use_sliding_window": False}
 SIZES = {"vocab_size": 76_800, "hidden_size": 5120, "intermediate_size": 27_648, "num_hidden_layers": 80, "num_attention_heads": 40}
-CODE = r"(configuration|modeling)_iquestcoder\.IQuestCoder\w+"  # of the published ones, which became part of transformers
+CODE = r"(configuration|modeling)_iquestcoder\.IQuestCoder\w+"  # auto_map of published checkpoints; part of transformers now
 
 
 def config(keys: Keys) -> ModelConfig:

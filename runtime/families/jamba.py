@@ -1,8 +1,7 @@
 """Jamba (Mini and Large 1.5 to 1.7, Reasoning 3B): Mamba 1 in most layers, attention without positions in the others; in some layers a MoE
 in place of the MLP.
 
-What steps, B and C of a state space are made of is normed, each by weights of its own. Checkpoints join what is convolved and what gates
-it.
+The inputs of dt, B and C have norms of their own. Checkpoints fuse the projections of x and of its gate in one matrix.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from . import TensorRule, expert_of, llama
 from .mixtral import expert_tensors, moe_config
 from .qwen3_moe import NAMES
 
-# Of training, of programs, of what follows from others, and of positions that nothing has.
+# Training and runtime settings, keys that follow from others, and rotary positions, which no layer has.
 KEYS_HARMLESS = frozenset({"layer_types", "layers_block_type", "layers_num_experts", "num_logits_to_keep",
                            "original_max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta", "use_associative_scan",
                            "use_mamba_kernels", "use_mambapy"})
@@ -48,7 +47,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _periodic_layers(keys: Keys, name: str, period: int, offset: int, layers: int) -> tuple[int, ...]:
-    """The layers that a period and an offset name. Raises ConfigError."""
+    """The layers `offset`, `offset + period`, and so on, by the keys `<name>_period` and `<name>_offset`. Raises ConfigError."""
     period, offset = keys.integer(f"{name}_period", period), keys.integer(f"{name}_offset", offset, low=0)
     if offset >= period:
         raise ConfigError(f"config.json: {name}_offset {offset} is not less than {name}_period {period}")
@@ -56,14 +55,14 @@ def _periodic_layers(keys: Keys, name: str, period: int, offset: int, layers: in
 
 
 def time_step_rank(keys: Keys, name: str, hidden: int) -> int:
-    """Of how many numbers steps are made; "auto" is a sixteenth of the width. Raises ConfigError."""
+    """The rank of dt's projection; "auto" is a sixteenth of the hidden size. Raises ConfigError."""
     keys.holds(name)
     default = -(-hidden // 16)
     return default if keys.raw.get(name) == "auto" else keys.integer(name, default, high=2**16)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role: those of a state space in the place of attention's where it is one."""
+    """Tensors of one layer by role; Mamba layers have those of a state space in place of attention's."""
     prefix = f"model.layers.{layer}."
     if config.moe is not None and layer in config.moe.layers:
         rules = expert_tensors(config, layer, "feed_forward", NAMES)
@@ -80,8 +79,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def mamba1_tensors(config: ModelConfig, prefix: str, norm_weights: bool = True) -> dict[str, TensorRule]:
-    """Tensors of a state space by role: the first product is stored as one matrix, and so is what reads the convolution. `weighed`: norms,
-    where there are some, have weights."""
+    """Tensors of a Mamba 1 state space by role; in_proj and x_proj are stored fused. `norm_weights`: the norms of dt, B and C, if the model
+    has them, have weights."""
     shape, hidden = config.recurrent, config.hidden_size
     in_proj, x_proj = (f"{prefix}{name}.weight" for name in ("in_proj", "x_proj"))
     dt_rank, bc_rows = shape.rank, 2 * shape.depth

@@ -1,8 +1,8 @@
 """Kimi Linear (48B-A3B): three of four layers are Kimi Delta Attention (a gated delta rule with a decay per key channel), the others MLA
 without positions; with DeepSeek V3's MoE.
 
-Checkpoints hold queries, keys and values of linear attention in matrices of their own, and so the taps of their convolution; a store of the
-folder joins them (`tensor_views.py`). Decays and gates of every channel come of the input in two steps, by way of a few numbers.
+Checkpoints store q, k and v of linear attention, and their convolutions, separately; the store concatenates them (`tensor_views.py`).
+Decays and gates are low-rank projections of the input.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .mixtral import MAX_EXPERTS, NAMES, expert_tensors, moe_config
 from .qwen3_5_text import FULL, LINEAR
 
 LIKE = deepseek_v3
-# What is called so in transformers -> what published configs call it, where they differ.
+# transformers' key -> that of published configs, where they differ.
 PUBLISHED_KEYS = {"max_position_embeddings": "model_max_length", "n_group": "num_expert_group", "n_shared_experts": "num_shared_experts",
                   "norm_topk_prob": "moe_renormalize", "num_experts_per_tok": "num_experts_per_token"}
-# Of training, and of positions that nothing has; qk_head_dim is the sum of two that are read, and use_grouped_topk what the number of
-# groups says.
+# Training, and rotary positions, which no layer has. qk_head_dim is the sum of two keys that are read; use_grouped_topk follows from the
+# number of groups.
 KEYS_HARMLESS = frozenset({"original_max_position_embeddings", "qk_head_dim", "rope_parameters", "rope_scaling", "rope_theta",
                            "use_grouped_topk"})
 REFUSED_UNLESS = {
@@ -34,7 +34,7 @@ REFUSED_UNLESS = {
 LINEAR_ATTENTION_KEYS = frozenset({"full_attn_layers", "head_dim", "kda_layers", "num_heads", "short_conv_kernel_size"})
 SIZES = {"vocab_size": 163_840, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27, "num_attention_heads": 32}
 MLA_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-CODE = r"(configuration|modeling)_kimi\.KimiLinear\w+"  # of the published ones, which became part of transformers
+CODE = r"(configuration|modeling)_kimi\.KimiLinear\w+"  # auto_map of published checkpoints; part of transformers now
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -54,7 +54,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _linear_attention(keys: Keys, layers: int) -> tuple[KdaShape, tuple[int, ...]]:
-    """What layers of linear attention remember, and which these are. Raises ConfigError."""
+    """The state of linear-attention layers, and which layers these are. Raises ConfigError."""
     section = dict(keys.section("linear_attn_config") or {})
     for name, value in section.items():
         if name not in LINEAR_ATTENTION_KEYS and value not in (None, False):
@@ -65,7 +65,7 @@ def _linear_attention(keys: Keys, layers: int) -> tuple[KdaShape, tuple[int, ...
         ("num_heads", "linear_num_heads", 32, 4096), ("head_dim", "linear_head_dim", 128, 1024),
         ("short_conv_kernel_size", "linear_conv_kernel_dim", 4, 64))))
     kinds = keys.words("layer_types", layers)
-    if kinds is None and {"full_attn_layers", "kda_layers"} <= section.keys():  # which count from 1
+    if kinds is None and {"full_attn_layers", "kda_layers"} <= section.keys():  # layer numbers that count from 1
         full, linear = (inner.layers(name, layers + 1) for name in ("full_attn_layers", "kda_layers"))
         if full | linear != set(range(1, layers + 1)) or full & linear:
             raise ConfigError(f"config.json: full_attn_layers and kda_layers of linear_attn_config do not partition layers 1 to {layers}",
@@ -77,7 +77,7 @@ def _linear_attention(keys: Keys, layers: int) -> tuple[KdaShape, tuple[int, ...
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role. transformers writes an MLP to where others have experts."""
+    """Tensors of one layer by role. transformers writes a dense MLP under the name of the experts' module."""
     prefix = f"model.layers.{layer}."
     rules = expert_tensors(config, layer, "block_sparse_moe", NAMES)
     for role in NAMES:
@@ -91,7 +91,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def kda_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRule], decay: tuple[int, ...]) -> dict[str, TensorRule]:
-    """Tensors of one layer by role: those of linear attention in the place of attention's. `decay`: the shape of its decays."""
+    """Tensors of one layer by role, `rules` with linear attention in place of attention. `decay`: shape of the decays."""
     prefix, shape, hidden = f"model.layers.{layer}.", config.recurrent, config.hidden_size
     rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
     for role, (name, *dims) in {
@@ -106,5 +106,5 @@ def kda_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRule]
 
 
 def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
-    """As OLMo Hybrid's, under the name that attention has in every layer."""
+    """As OLMo Hybrid's, under the name that every layer's attention has."""
     return olmo_hybrid.joined_rows(config, layer, "self_attn")

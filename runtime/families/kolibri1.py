@@ -1,7 +1,7 @@
 """Kolibri 1 (Aleph Alpha, 78B-A3.5B): pre- and post-norms, RoPE only in sliding-window layers (every fifth layer has full attention and no
 positions), and in every layer a MoE with routing by corrected logits and a shared expert.
 
-What every token visits is the MLP of a layer here, because one norm stands behind the sum of both (AFMoE's).
+The shared expert is run as the layer's MLP, because one post-norm follows the sum of both (as in AFMoE).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from .mixtral import moe_config, moe_tensors
 from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"head_dtype"})  # of programs
+KEYS_HARMLESS = frozenset({"head_dtype"})  # a runtime setting
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": True}
 SIZES = {"vocab_size": 128_000, "hidden_size": 2560, "num_hidden_layers": 50, "num_attention_heads": 48}
-FULL_ATTENTION_INTERVAL = 5  # layers, of which the last sees all, where nothing lists them
+FULL_ATTENTION_INTERVAL = 5  # the last layer of every 5 has full attention, without layer_types
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -34,7 +34,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role. The published checkpoint has names of its own for the norms behind, and for the correction."""
+    """Tensors of one layer by role. The published checkpoint has other names for the post-norms and for the correction bias."""
     rules, prefix, norm_shape = llama.layer_tensors(config, layer), f"model.layers.{layer}.", (config.hidden_size,)
     post_norms = {"o_norm": ("post_self_attn_layernorm", "post_attn_norm"), "down_norm": ("post_mlp_layernorm", "post_ffn_norm")}
     rules |= {role: TensorRule(f"{prefix}{name}.weight", norm_shape, also=(f"{prefix}{published}.weight",))

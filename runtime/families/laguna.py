@@ -15,7 +15,7 @@ from .mixtral import expert_tensors, moe_config
 from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
-# What other programs read in the place of the sections of rotary positions.
+# Read by other programs in place of the sections of rope_parameters.
 KEYS_HARMLESS = frozenset({"qkv_bias", "swa_rope_parameters"})
 REFUSED_UNLESS = {
     "decoder_sparse_step": 1, "mlp_bias": False, "moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0,
@@ -23,9 +23,9 @@ REFUSED_UNLESS = {
 SIZES = {"vocab_size": 100_352, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 40, "num_attention_heads": 48}
 ROPES = {GLOBAL: {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
          LOCAL: {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}}
-CODE = r"(configuration|modeling)_laguna\.Laguna\w+"  # of the published ones, which became part of transformers
+CODE = r"(configuration|modeling)_laguna\.Laguna\w+"  # auto_map of published checkpoints; part of transformers now
 PER_HEAD, PER_ELEMENT = "per-head", "per-element"
-CORRECTION_NAME = "mlp.experts.e_score_correction_bias"  # where the correction lies there
+CORRECTION_NAME = "mlp.experts.e_score_correction_bias"  # the correction bias in published checkpoints
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -53,7 +53,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _gating(keys: Keys, layers: int) -> str:
-    """Whether a head has one gate or each of its channels. Raises ConfigError."""
+    """PER_HEAD or PER_ELEMENT: one gate for a head, or one for each of its channels. Raises ConfigError."""
     keys.knows("gating", "gating_types")
     stated, by_layer = keys.raw.get("gating"), keys.raw.get("gating_types")
     kind = PER_HEAD if stated in (None, True) else stated
@@ -66,7 +66,7 @@ def _gating(keys: Keys, layers: int) -> str:
 
 
 def query_heads_by_layer(keys: Keys, config: ModelConfig, name: str) -> tuple[int, ...]:
-    """How many query heads each layer has, where they differ: as a list says. Raises ConfigError."""
+    """Query heads by layer, from the list `name`; empty if all layers have the same number. Raises ConfigError."""
     keys.knows(name)
     stated, layers = keys.raw.get(name), config.num_hidden_layers
     if stated is None:
@@ -80,7 +80,7 @@ def query_heads_by_layer(keys: Keys, config: ModelConfig, name: str) -> tuple[in
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role, under the published names before those of transformers."""
+    """Tensors of one layer by role, under the published names; those of transformers are alternatives."""
     rules, prefix = expert_tensors(config, layer, "mlp", NAMES, "shared_expert"), f"model.layers.{layer}."
     gates = config.query_heads_of(layer) * (1 if config.output_gate_per_head else config.head_dim)
     rules["attn_gate"] = TensorRule(f"{prefix}self_attn.g_proj.weight", (gates, config.hidden_size))

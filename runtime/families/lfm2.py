@@ -1,7 +1,7 @@
 """LFM2 and LFM2.5 (350M, 700M, 1.2B, 2.6B): gated short convolutions in most layers, attention in the others.
 
-A convolution is of three taps a channel, so what such a layer remembers of a text is its last two inputs. The others are Qwen 3's. The
-width inside the MLP may be stated before it is cut to two thirds and rounded up.
+A convolution has three taps per channel, so its state is the last two inputs. Attention layers are Qwen 3's. The config may state the
+MLP's width before it is cut to two thirds and rounded up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config, demand_s
 from ..config_reader import ConfigError, Keys
 from . import TensorRule, llama
 
-# Of training, and other names of norm_eps that are not read.
+# Training, and aliases of norm_eps that transformers does not read.
 KEYS_HARMLESS = frozenset({"block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_xavier_init",
                            "conv_use_xavier_init", "rms_norm_eps"})
 REFUSED_UNLESS = {"attention_bias": False, "block_use_swiglu": True, "conv_bias": False, "mlp_bias": False, "sliding_window": None,
@@ -47,8 +47,8 @@ DEFAULTS = Defaults(max_position_embeddings=128_000, num_key_value_heads=8, bos=
 
 
 def conv_config(keys: Keys, base: Defaults, reads_full_attn_idxs: bool, **features: object) -> ModelConfig:
-    """What a config with layers of convolution says, from keys with these defaults. `attending`: it may list which are not; `features`:
-    what a family decides besides."""
+    """The config of a model with short convolutions, with a family's defaults. `reads_full_attn_idxs`: it may list the attention layers
+    under that key; `features`: further fields of the ModelConfig."""
     layers = keys.integer("num_hidden_layers", base.sizes["num_hidden_layers"], high=MAX_LAYERS)
     full = keys.layers("full_attn_idxs", layers) if reads_full_attn_idxs and keys.holds("full_attn_idxs") else range(layers)
     kinds = keys.kinds("layer_types", layers, (CONV, FULL)) or tuple(FULL if layer in full else CONV for layer in range(layers))
@@ -73,7 +73,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def conv_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRule],
                  names: Mapping[str, str] = NAMES) -> dict[str, TensorRule]:
-    """Tensors of one layer by role, under a family's `names`: those of a convolution in the place of attention's where it has that."""
+    """Tensors of one layer by role, under a family's `names`; convolution layers have a convolution in place of attention."""
     prefix, hidden = f"model.layers.{layer}.", config.hidden_size
     renamed = {role: replace(rule, name=_renamed(rule.name, names)) for role, rule in rules.items()
                if layer not in config.recurrent_layers or ".self_attn." not in rule.name}

@@ -13,7 +13,7 @@ from . import TensorRule, lfm2, llama
 from .lfm2 import CONV, conv_tensors
 
 LIKE = lfm2
-KEYS_HARMLESS = frozenset({"rms_norm_eps"})  # another name of norm_eps that is not read
+KEYS_HARMLESS = frozenset({"rms_norm_eps"})  # an alias of norm_eps that transformers does not read
 REFUSED_UNLESS = {"conv_bias": False, "mlp_bias": False}
 SIZES = {"vocab_size": 128_000, "hidden_size": 2048, "intermediate_size": 7680, "num_hidden_layers": 24, "num_attention_heads": 16}
 ROPES = {LOCAL: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -49,7 +49,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role: those of a convolution in the place of attention's where it has that."""
+    """Tensors of one layer by role; convolution layers have a convolution in place of attention."""
     prefix, rules = f"model.layers.{layer}.", llama.layer_tensors(config, layer)
     if config.branch_post_norms:
         rules |= {role: TensorRule(f"{prefix}{name}.weight", (config.hidden_size,))

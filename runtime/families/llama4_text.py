@@ -1,8 +1,8 @@
 """Llama 4 (Scout, Maverick), text: layers with RoPE and weightless QK norms, beside layers without positions (NoPE); one routed expert per
 token, whose input is scaled by its router weight, and a shared one. MobileLLM R1 is the same without experts.
 
-Layers that turn see the chunk of text that a token is in alone, the others let their queries grow from a length on. In a text of one chunk
-that is not yet as long both are as if they were not: so far such a model runs, and no further.
+Layers with RoPE attend within the token's chunk only (chunked attention); NoPE layers scale queries by position beyond a length. Neither is
+implemented: the context is limited to the length up to which both make no difference.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from .qwen3_moe import NAMES
 from .smollm3 import rotated_layers
 
 LIKE = hunyuan_v1_dense
-# How queries grow beyond what is run; of training and of other programs; and of another family, which transformers passes over in this one.
+# attn_scale is the query scaling beyond the supported length; the rest are training and runtime settings, and keys of other families that
+# transformers ignores.
 KEYS_HARMLESS = frozenset({"attn_scale", "cache_implementation", "for_llm_compressor", "hidden_activation", "rope_local_base_freq",
                            "router_jitter_noise", "sliding_window"})
-REFUSED_UNLESS = {"mlp_bias": False, "query_pre_attn_scalar": 256}  # the latter stated and not read
+REFUSED_UNLESS = {"mlp_bias": False, "query_pre_attn_scalar": 256}  # transformers does not read the latter
 SIZES = {"vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48, "num_attention_heads": 40}
 LAYER_TYPES = ("chunked_attention", "full_attention")
-CHUNK_SIZE = 8192  # of a chunk, and from which on queries grow
+CHUNK_SIZE = 8192  # default chunk, and default length beyond which queries are scaled
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -65,10 +66,10 @@ def _sparse_layers(keys: Keys, layers: int) -> frozenset[int]:
 
 
 def _max_supported_tokens(keys: Keys) -> tuple[int | None, str]:
-    """How long a text may be of which every token sees all before it, and by which key."""
+    """The length up to which attention is neither chunked nor scaled, and the key that sets it; (None, "") if there is no limit."""
     chunk = keys.integer("attention_chunk_size", None if keys.holds("attention_chunk_size") else CHUNK_SIZE, high=2**27)
-    scaled_from = keys.integer("floor_scale", CHUNK_SIZE, high=2**27) - 1  # of a text of so many tokens the last one's query would grow
-    is_unscaled = keys.holds("attn_temperature_tuning") and not keys.raw["attn_temperature_tuning"]  # a flag, in early configs a number
+    scaled_from = keys.integer("floor_scale", CHUNK_SIZE, high=2**27) - 1  # in a text of floor_scale tokens the last query is scaled
+    is_unscaled = keys.holds("attn_temperature_tuning") and not keys.raw["attn_temperature_tuning"]  # a flag; a number in early configs
     limits = [(limit, key) for limit, key in ((chunk, "attention_chunk_size"), (None if is_unscaled else scaled_from, "floor_scale"))
               if limit is not None]
     return min(limits, default=(None, ""))

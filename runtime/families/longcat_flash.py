@@ -1,7 +1,7 @@
 """LongCat Flash (560B-A27B): a checkpoint layer is two blocks of MLA and MLP; its experts read the first MLP's input, and their sum is
 added after the second MLP (shortcut-connected MoE). Some experts are identity functions.
 
-A block is a layer here, and the sum on its way a second stream of a token (`ModelConfig.residual_streams`).
+Each of the two blocks is a layer here; the experts' sum travels in a second residual stream (`ModelConfig.residual_streams`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ REFUSED_UNLESS = {"layer_types": None, "mla_scale_kv_lora": True, "mla_scale_q_l
                   "router_bias": False, "sliding_window": None, "zero_expert_type": "identity"}
 SIZES = {"vocab_size": 131_072, "hidden_size": 6144, "intermediate_size": 12_288, "num_hidden_layers": 56, "num_attention_heads": 64}
 MLA_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-CODE = r"(configuration|modeling)_longcat_flash\.LongcatFlash\w+"  # of the published ones, which became part of transformers
+CODE = r"(configuration|modeling)_longcat_flash\.LongcatFlash\w+"  # auto_map of published checkpoints; part of transformers now
 QUERY_RANK = 1536
-STREAMS = 2  # what layers work on, and a sum that waits
+STREAMS = 2  # the residual stream, and the experts' sum that is added after the second MLP
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -49,7 +49,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _moe_config(keys: Keys, pairs: int) -> MoEConfig:
-    """The experts of every second layer, the first of a pair. Raises ConfigError."""
+    """The experts, which the first layer of every pair has. Raises ConfigError."""
     experts = keys.integer("n_routed_experts", 512, high=MAX_EXPERTS)
     zero_experts = keys.integer("zero_expert_num", 256, low=0, high=MAX_EXPERTS)
     experts_per_token = keys.integer("moe_topk", 12, high=MAX_EXPERTS)
@@ -61,7 +61,7 @@ def _moe_config(keys: Keys, pairs: int) -> MoEConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role: of a half of what checkpoints call a layer."""
+    """Tensors of one layer by role: half of a checkpoint layer."""
     rules = mla_tensors(config, layer, llama.layer_tensors(config, layer))
     prefix, stored_prefix, half = f"model.layers.{layer}.", f"model.layers.{layer // 2}.", layer % 2
     parts = {"self_attn.": f"self_attn.{half}.", "mlp.": f"mlps.{half}.", "input_layernorm.": f"input_layernorm.{half}.",
@@ -81,7 +81,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 @narrowing
 def block(x: object, at: Layer) -> object:
-    """Streams x[T, 2 * D] -> x[T, 2 * D], with the taps of `llama.block` over what a layer works on; of experts the visits come first."""
+    """Streams x[T, 2 * D] -> x[T, 2 * D], with the taps of `llama.block` over the first stream; with experts, visits come first."""
     ops, w, config = at.ops, at.w, at.config
     hidden = attention(ops.first_stream(x, STREAMS), at)
     x = last_of(x, len(hidden))

@@ -1,6 +1,6 @@
 """Mamba (130M to 2.8B): layers of Mamba 1 only, without MLP and attention.
 
-A config has to have heads and a width inside: there is one of each, as small as they can be, and no layer has them.
+ModelConfig requires attention heads and an intermediate size; no layer has them, so they get the smallest valid values.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from . import TensorRule
 from .jamba import mamba1_tensors, time_step_rank
 from .llama import recurrent_mixer
 
-# Of training, of programs, of what is said twice, and of attention, which nothing has.
+# Training and runtime settings, aliases, and attention, which no layer has.
 KEYS_HARMLESS = frozenset({
     "d_inner", "d_model", "fused_add_norm", "n_layer", "original_max_position_embeddings", "pad_vocab_size_multiple",
     "rescale_prenorm_residual", "residual_in_fp32", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "ssm_cfg",
     "time_step_floor", "time_step_init_scheme", "time_step_max", "time_step_min", "time_step_scale", "use_associative_scan", "use_mambapy"})
 REFUSED_UNLESS = {"rms_norm": True, "sliding_window": None, "use_bias": False}
 SIZES = {"vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32}
-PLACEHOLDER_SIZES = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "intermediate_size": 1}  # what no layer has
+# Of attention and MLP, which no layer has.
+PLACEHOLDER_SIZES = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "intermediate_size": 1}
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -30,9 +31,9 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def mamba1_config(keys: Keys, norm_eps: float | None) -> ModelConfig:
-    """What a config of state spaces alone says; `norm_eps`: of the norms of what steps, B and C are made of, None for none.
+    """The config of a model of Mamba 1 layers only. `norm_eps`: epsilon of the norms of dt, B and C; None if it has no such norms.
 
-    How long a text may be it does not say: a state is as large behind any.
+    Configs state no context length, as the state has the same size for any: the maximum here is nominal.
     """
     base = Defaults(max_position_embeddings=1 << 20, bos=0, eos=(0,), eps_key="layer_norm_epsilon", norm_eps=1e-5, tied=True, sizes=SIZES)
     hidden, layers = (base.size(keys, name) for name in ("hidden_size", "num_hidden_layers"))
@@ -60,7 +61,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 @narrowing
 def block(x: object, at: Layer) -> object:
-    """x[T, D] -> x[T, D], with the taps of a state alone."""
+    """x[T, D] -> x[T, D], with the taps of `recurrent_mixer`."""
     x = recurrent_mixer(x, at)
     at.tap("block_out", x)
     return x

@@ -15,7 +15,7 @@ SIZES = {"vocab_size": 32_768, "hidden_size": 4096, "num_hidden_layers": 64}
 
 
 def config(keys: Keys) -> ModelConfig:
-    """How long a text may be it does not say: a state is as large behind any."""
+    """Configs state no context length, as the state has the same size for any: the maximum here is nominal."""
     base = Defaults(max_position_embeddings=1 << 20, bos=0, eos=(2,), eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes=SIZES)
     hidden, layers = (base.size(keys, name) for name in ("hidden_size", "num_hidden_layers"))
     shape = Mamba2Shape(keys.integer("num_heads", 128, high=4096), keys.integer("head_dim", 64, high=4096),

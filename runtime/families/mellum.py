@@ -11,12 +11,12 @@ from .mixtral import moe_config
 from .qwen2 import layer_windows
 
 LIKE = qwen3_moe
-# Of layers that predict a token ahead, which are not read.
+# Keys of MTP layers, which are not loaded.
 KEYS_HARMLESS = frozenset({"mtp_layer_types", "mtp_mlp_layer_types", "num_mtp_layers", "num_nextn_predict_layers",
                            "original_max_position_embeddings"})
 REFUSED_UNLESS = {"decoder_sparse_step": 1, "mlp_bias": False, "mlp_only_layers": [], "use_sliding_window": True}
 SIZES = {"vocab_size": 98_304, "hidden_size": 2304, "intermediate_size": 7168, "num_hidden_layers": 28, "num_attention_heads": 32}
-THETAS = 500_000.0, 10_000.0  # of layers without and with a window, where a config has no rotary positions
+THETAS = 500_000.0, 10_000.0  # of layers without and with a window, if the config states none
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -1,7 +1,7 @@
 """MiMo V2 Flash (309B-A15B): values narrower than keys, RoPE on a third of each head; windowed layers have RoPE parameters of their own,
 twice as many KV heads, and attention sinks. DeepSeek V3's MoE without a shared expert, after the first layer.
 
-Values are cached as wide as keys, a third more than they are.
+Values are padded to the width of keys in the cache, which costs half of their size again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .mixtral import expert_tensors, moe_config
 from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
-# Of programs and of layers that guess ahead; attention to chunks is that of windows.
+# Runtime settings and MTP layers, which are not loaded. attention_chunk_size repeats the sliding window.
 KEYS_HARMLESS = frozenset({"attention_chunk_size", "num_nextn_predict_layers", "rope_scaling", "original_max_position_embeddings"})
 REFUSED_UNLESS = {
     "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "mlp_bias": False, "n_shared_experts": None,
     "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 SIZES = {"vocab_size": 152_576, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 48, "num_attention_heads": 64}
-CODE = r"(configuration|modeling)_mimo_v2_flash\.MiMoV2Flash\w+"  # of the published one, which became part of transformers
+CODE = r"(configuration|modeling)_mimo_v2_flash\.MiMoV2Flash\w+"  # auto_map of the published checkpoint; part of transformers now
 ROTATED_SHARE, THETAS, FULL_ATTENTION_INTERVAL = 0.334, {GLOBAL: 5e6, LOCAL: 10_000.0}, 6
 # A size of layers with a window -> that of the other layers, and how many times that it must be.
 SWA_RATIOS = {"swa_num_attention_heads": ("num_attention_heads", 1), "swa_num_key_value_heads": ("num_key_value_heads", 2),
@@ -42,7 +42,7 @@ def config(keys: Keys) -> ModelConfig:
             raise ConfigError(f"config.json: {name} {stated} is not supported with {full_key} {full_size}",
                               f"published models of this family have {ratio} times as many in layers with a window")
     layers, kv_heads = base.size(keys, "num_hidden_layers"), keys.integer("num_key_value_heads", 4, high=2048)
-    window_without_self = keys.integer("sliding_window_size", None)  # does not count the token that looks
+    window_without_self = keys.integer("sliding_window_size", None)  # does not count the query's own token
     window = keys.integer("sliding_window", WINDOW) if window_without_self is None else window_without_self + 1
     keys.integer("sliding_window", None)
     default_kinds = [GLOBAL if layer == 0 or (layer + 1) % FULL_ATTENTION_INTERVAL == 0 else LOCAL for layer in range(layers)]
@@ -76,7 +76,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _rope_sections(keys: Keys) -> dict[str, dict[str, object]]:
-    """Rotary positions by kind of layer. The published config has two bases beside one another, and one share of a head that turns."""
+    """The rope_parameters of each layer type. The published config has a theta for each type and one partial_rotary_factor."""
     rotated_share = keys.number("partial_rotary_factor", ROTATED_SHARE)
     thetas = {GLOBAL: keys.number("rope_theta", THETAS[GLOBAL], above=1.0),
               LOCAL: keys.number("swa_rope_theta", THETAS[LOCAL], above=1.0)}

@@ -1,7 +1,7 @@
 """MiniCPM 1, 2 and 4 (0.5B to 8B): the Llama block with multipliers of the embedding, branches and logits.
 
-MiniCPM 4.1 states how it would attend to chosen blocks of a long text; its published code does so by kernels of some GPUs alone, and
-attends to all elsewhere, as is done here.
+MiniCPM 4.1's config describes block-sparse attention over long texts. Its published code has that for some GPUs only and uses full
+attention elsewhere, as is done here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..config_reader import Keys
 from .deepseek_v3 import check_auto_map
 from .minicpm3 import mup_multipliers
 
-KEYS_HARMLESS = frozenset({"mup_denominator"})  # of training
+KEYS_HARMLESS = frozenset({"mup_denominator"})  # training only
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "num_experts": 0, "sliding_window": None}
 CODE = r"(configuration|modeling)_minicpm\.MiniCPM(Config|Model|ForCausalLM|ForSequenceClassification)"
 SIZES = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}

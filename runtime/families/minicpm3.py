@@ -10,10 +10,10 @@ from . import TensorRule, deepseek_v3, llama
 from .deepseek_v3 import check_auto_map, mla_config, mla_tensors
 
 LIKE = deepseek_v3
-KEYS_HARMLESS = frozenset({"qk_head_dim"})  # a sum of two that are read
+KEYS_HARMLESS = frozenset({"qk_head_dim"})  # the sum of two keys that are read
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 73_448, "hidden_size": 2560, "intermediate_size": 6400, "num_hidden_layers": 62, "num_attention_heads": 40}
-CODE = r"(configuration|modeling)_minicpm(3)?\.MiniCPM3\w+"  # of the published ones, which became part of transformers
+CODE = r"(configuration|modeling)_minicpm(3)?\.MiniCPM3\w+"  # auto_map of published checkpoints; part of transformers now
 QUERY_RANK = 768
 
 
@@ -26,7 +26,8 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def mup_multipliers(keys: Keys, base: Defaults, embedding: float, depth: float, width: int) -> dict[str, float]:
-    """The multipliers of a MiniCPM, with the family's defaults; a null takes the latter two away."""
+    """The muP multipliers as fields of a ModelConfig. `embedding`, `depth`, `width`: defaults of scale_emb, scale_depth and dim_model_base;
+    null switches the latter two off."""
     layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
     depth = keys.number("scale_depth", None if keys.holds("scale_depth") else depth)
     width = keys.integer("dim_model_base", hidden if keys.holds("dim_model_base") else width)

@@ -1,9 +1,9 @@
 """MiniMax Text-01 and M1: lightning attention in seven of eight layers, softmax attention in the others, and Mixtral's MoE in all.
 
-A norm is taken of the stream itself, in its place, and what a branch makes is added to that, both multiplied by numbers of the config
-(DeepNorm). The sum is made of the branch's share of the stream's number first, which then multiplies both: experts read the norm as it is.
+The residual stream itself is normed, in place; then alpha times the stream plus beta times the branch replaces it (DeepNorm). It is
+computed as alpha * (stream + beta / alpha * branch), so that the experts read the norm unscaled.
 
-Checkpoints hold what is written and read in one matrix, head by head; a store of the folder puts its rows in the order of the kernels.
+Checkpoints fuse q, k and v of linear attention head by head; the store reorders the rows for the kernels.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .olmo_hybrid import FULL, LINEAR, demand_both_kinds
 if TYPE_CHECKING:
     from ..block_ops import BlockOps
 
-# What is kept of the stream and what of a branch is added, by kind of branch: transformers' names, and those of the published models.
+# Kind of branch -> its name in published keys. FACTOR_KEYS: (kind, alpha or beta) -> transformers' key, and that of published configs.
 BRANCHES = {"full": "full_attention", "linear": "linear_attention", "mlp": "mlp"}
 FACTOR_KEYS = {(kind, part): (f"{kind}_attn_{part}_factor" if kind != "mlp" else f"mlp_{part}_factor", f"layernorm_{place}_{part}")
                for kind, place in BRANCHES.items() for part in ("alpha", "beta")}
-# `block_size` is how transformers cuts a prompt; the rest is of training.
+# block_size is how transformers chunks a prompt; the rest is for training.
 KEYS_HARMLESS = frozenset({"block_size", "router_jitter_noise", "shared_moe_mode"})
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "postnorm": True, "shared_intermediate_size": 0, "sliding_window": None}
 SIZES = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
-CODE = r"(configuration|modeling)_minimax_(text_01\.MiniMaxText01|m1\.MiniMaxM1)\w+"  # of the published ones
+CODE = r"(configuration|modeling)_minimax_(text_01\.MiniMaxText01|m1\.MiniMaxM1)\w+"  # auto_map of published checkpoints
 THETA, STATE_EPS = 1e6, 1e-6
 STORED_QKV, REORDERED_QKV = "self_attn.qkv_proj.weight", "self_attn.vkq_proj.weight"
-RESIDUAL_FACTORS = {FULL: "kept.full", LINEAR: "kept.linear"}  # what multiplies the stream once a branch is added, as factors have it
+RESIDUAL_FACTORS = {FULL: "kept.full", LINEAR: "kept.linear"}  # roles in `ModelConfig.multipliers`: alpha, by kind of layer
 MLP_RESIDUAL_FACTOR = "kept.mlp"
 
 
@@ -47,7 +47,7 @@ def config(keys: Keys) -> ModelConfig:
     kinds = _layer_types(keys, layers)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        # The published models turn as many channels as rotary_dim says, whatever transformers does.
+        # The published models rotate rotary_dim channels, which transformers ignores.
         share = keys.integer("rotary_dim", head_dim, low=2, high=head_dim) / head_dim
         rope = rope_config(keys, head_dim, positions, THETA, partial=True, share=share)
         return tuple(rope if kind == FULL else None for kind in kinds)
@@ -68,7 +68,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _deepnorm_factor(keys: Keys, kind: str, part: str) -> float:
-    """One of DeepNorm's numbers under either of its names."""
+    """One of DeepNorm's factors, under either of its keys. Raises ConfigError if they disagree."""
     name, published_name = FACTOR_KEYS[kind, part]
     factor, published_factor = keys.number(name, 1.0), keys.number(published_name, 1.0)
     if 1.0 not in (factor, published_factor) and factor != published_factor:
@@ -77,7 +77,7 @@ def _deepnorm_factor(keys: Keys, kind: str, part: str) -> float:
 
 
 def _layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
-    """FULL or LINEAR, by layer: as layer_types says, or attn_type_list, whose zeros are linear attention."""
+    """FULL or LINEAR by layer, from layer_types or attn_type_list, in which 0 is linear attention. Raises ConfigError."""
     switches = keys.switches("attn_type_list", layers)
     stated = keys.words("layer_types", layers)
     listed = None if switches is None else tuple(FULL if each else LINEAR for each in switches)
@@ -87,7 +87,7 @@ def _layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role: norms of the stream itself, before either branch."""
+    """Tensors of one layer by role; both norms apply to the residual stream itself."""
     rules, shape, prefix = expert_tensors(config, layer, "block_sparse_moe", NAMES), config.recurrent, f"model.layers.{layer}."
     rules["entry_norm"], rules["middle_norm"] = rules.pop("input_norm"), rules.pop("post_norm")
     if layer not in config.recurrent_layers:
@@ -101,8 +101,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
-    """The name of what goes into a layer's state and reads it -> that of what it is stored as, and its rows there: heads have queries, keys
-    and values one by one."""
+    """The layer's fused projection in the kernels' order (values, keys, queries) -> the stored one, and its rows: q, k and v head by
+    head."""
     if layer not in config.recurrent_layers:
         return {}
     heads, depth, prefix = config.recurrent.heads, config.recurrent.head_dim, f"model.layers.{layer}."
@@ -112,7 +112,7 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
 
 @narrowing
 def block(x: object, at: Layer) -> object:
-    """x[T, D] -> x[T, D], with the taps of `llama.block`, of which block_in and mlp_in see what is normed already."""
+    """x[T, D] -> x[T, D], with the taps of `llama.block`; block_in and mlp_in see the normed stream."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     x = ops.norm_stream(x, w.entry_norm)
     at.tap("block_in", x)

@@ -9,14 +9,14 @@ from . import TensorRule
 from .deepseek_v3 import check_auto_map
 from .mixtral import NAMES, expert_tensors, moe_config
 
-# Of training, of the family's first model, whose layers were of two kinds, and of multi-token prediction, whose weights are not published.
+# Training, leftovers of MiniMax Text-01, and multi-token prediction, whose weights are not published.
 KEYS_HARMLESS = frozenset({
     "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta", "mlp_intermediate_size",
     "mtp_transformer_layers", "num_mtp_modules", "router_jitter_noise", "shared_moe_mode", "use_mtp"})
 REFUSED_UNLESS = {
     "attention_bias": False, "layer_types": None, "mlp_bias": False, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
     "shared_intermediate_size": 0, "sliding_window": None, "use_qk_norm": True, "use_routing_bias": True}
-CODE = r"(configuration|modeling)_minimax_m2\.MiniMaxM2\w+"  # of the published ones, which became part of transformers
+CODE = r"(configuration|modeling)_minimax_m2\.MiniMaxM2\w+"  # auto_map of published checkpoints; part of transformers now
 SIZES = {"vocab_size": 200_064, "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48}
 THETA = 5e6
 

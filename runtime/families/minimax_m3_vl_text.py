@@ -18,25 +18,25 @@ from .glm4_moe_lite import DENSE, SPARSE
 from .llama import feed_forward
 from .mixtral import moe_config, moe_tensors
 
-# Of training, and of layers that guess ahead, which are left out.
+# Training, and MTP layers, which are not loaded.
 KEYS_HARMLESS = frozenset({"mtp_transformer_layers", "num_mtp_modules", "num_nextn_predict_layers", "router_jitter_noise", "use_mtp"})
 REFUSED_UNLESS = {
     "attention_bias": False, "attention_output_gate": False, "mlp_bias": False, "n_shared_experts": 1, "qk_norm_type": "per_head",
     "scoring_func": "sigmoid", "sliding_window": None, "swiglu_alpha": SWISH_SLOPE, "swiglu_limit": SWISH_LIMIT, "use_gemma_norm": True,
     "use_qk_norm": True, "use_routing_bias": True}
-NAMES = qwen3_moe.NAMES  # of an expert that is stored by itself, once a store has its parts
+NAMES = qwen3_moe.NAMES  # of an expert's matrices, once the store has split them
 SIZES = {"vocab_size": 200_064, "hidden_size": 6144, "intermediate_size": 3072, "num_hidden_layers": 60, "num_attention_heads": 64}
 THETA, FULL, SPARSE_ATTENTION = 5e6, "full_attention", "minimax_m3_sparse"
-# Of a section: keys by the names that they have beside it, and the values of those that change nothing.
+# Key at the top level -> its name in the section sparse_attention_config; and the only supported values of other keys there.
 SECTION_KEYS = {"index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim", "index_block_size": "sparse_block_size",
                 "index_topk_blocks": "sparse_topk_blocks", "index_local_blocks": "sparse_local_block"}
 SECTION_VALUES = {"sparse_init_block": 0, "sparse_score_type": "max", "use_sparse_attention": True}
-TRANSFORMERS_EXPERTS, PUBLISHED_EXPERTS = "mlp", "block_sparse_moe"  # where transformers has experts, and where they are published
+TRANSFORMERS_EXPERTS, PUBLISHED_EXPERTS = "mlp", "block_sparse_moe"  # the experts' module in transformers, and in published checkpoints
 
 
 def config(keys: Keys) -> ModelConfig:
     act = keys.raw.get("hidden_act")
-    keys = keys.saying(hidden_act="silu") if act == "swigluoai" else keys  # the name of the clamped one
+    keys = keys.saying(hidden_act="silu") if act == "swigluoai" else keys  # the clamped SwiGLU
     base = Defaults(max_position_embeddings=524_288, num_key_value_heads=4, head_dim=128, bos=200_034, eos=(200_020,), sizes=SIZES)
     layers = base.size(keys, "num_hidden_layers")
     section = Keys(keys.section("sparse_attention_config") or {}, "config.json: sparse_attention_config")
@@ -60,14 +60,14 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _sparse_layers(keys: Keys, layers: int) -> list[int]:
-    """The layers with experts: all, but for what a list says."""
+    """The layers with experts: as mlp_layer_types or moe_layer_freq list them, else all."""
     switches, kinds = keys.switches("moe_layer_freq", layers), keys.kinds("mlp_layer_types", layers, (DENSE, SPARSE))
     sparse = [kind == SPARSE for kind in kinds] if kinds is not None else switches or [True] * layers
     return [layer for layer, is_sparse in enumerate(sparse) if is_sparse]
 
 
 def _indexer_config(keys: Keys, section: Keys, config: ModelConfig) -> IndexerConfig | None:
-    """What chooses, from keys in a section or beside it, of which those inside win."""
+    """The indexer, None without sparse layers. Keys in the section take precedence over those at the top level. Raises ConfigError."""
     defaults = {"index_n_heads": 4, "index_head_dim": 128, "index_block_size": PAGE, "index_topk_blocks": 16, "index_local_blocks": 1}
     sizes = {name: section.integer(section_key, keys.integer(name, defaults[name], low=0, high=2**20), low=0, high=2**20)
              for name, section_key in SECTION_KEYS.items()}
@@ -94,7 +94,7 @@ def _indexer_config(keys: Keys, section: Keys, config: ModelConfig) -> IndexerCo
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role, under the published names, and those of transformers."""
+    """Tensors of one layer by role, under the published names; those of transformers are alternatives."""
     prefix, hidden = f"model.layers.{layer}.", config.hidden_size
     rules = llama.layer_tensors(config, layer)
     if layer in config.moe.layers:
@@ -116,7 +116,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def _expert_tensors(config: ModelConfig, prefix: str) -> dict[str, TensorRule]:
-    """Router and experts, and the one that every token visits, whose gate and up transformers joins."""
+    """Router, experts and the shared expert, whose gate and up are fused in transformers."""
     published = moe_tensors(config, f"{prefix}{PUBLISHED_EXPERTS}.", mixtral.NAMES, correction="e_score_correction_bias")
     transformers, width = moe_tensors(config, f"{prefix}{TRANSFORMERS_EXPERTS}.", NAMES), config.moe.shared_expert_dim
     rules = {}
@@ -136,7 +136,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 @narrowing
 def block(x: object, at: Layer) -> object:
-    """As `llama.block`."""
+    """`llama.block`, with an indexer that selects blocks in sparse layers."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     if w.indexer is None:
         return llama.block(x, at)

@@ -1,8 +1,7 @@
 """Ministral 3, text: Mistral without a window, with YaRN, and position-dependent scaling of queries.
 
-A query's scores are times 1 + beta ln(1 + p // n), where n is the length that the model was trained with before it was extended: one for
-the first n tokens, then a step more for each n further. Rotary tables of queries hold it (`rope.py`). Checkpoints that take images hold the
-same tensors under another prefix, beside those of the image encoder.
+A query at position p is scaled by 1 + beta ln(1 + p // n), with n the length before extension: 1 for the first n tokens, then growing in
+steps of n. The rotary table of queries includes the factor (`rope.py`). Multimodal checkpoints have the same tensors under another prefix.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from . import mistral
 
 LIKE = mistral
 YARN = {"rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384, "mscale": 1.0,
-        "mscale_all_dim": 1.0, QUERY_SCALING_BETA: 0.1}  # where a config has no section of rotary positions
+        "mscale_all_dim": 1.0, QUERY_SCALING_BETA: 0.1}  # if the config has no rope_parameters
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -35,7 +34,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def with_query_scaling(rope: RopeConfig, section: Keys) -> RopeConfig:
-    """Positions with what their section says of queries."""
+    """`rope` with the query scaling that `section` states. Raises ConfigError."""
     length = "original_max_position_embeddings"
     if section.raw.get(QUERY_SCALING_BETA) == 0:
         return replace(rope, params={**rope.params, QUERY_SCALING_BETA: 0.0})

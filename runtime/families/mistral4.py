@@ -18,8 +18,8 @@ REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "n_group": 1, "sliding
 SIZES = {"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32}
 MLA_DIMS = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192, "mscale": 1.0,
-        "mscale_all_dim": 1.0, QUERY_SCALING_BETA: 0.1}  # where a config has no section of rotary positions
-ROTATED_SHARE_KEY = "partial_rotary_factor"  # of a head: the part of it that latent attention sets apart, which is stated too
+        "mscale_all_dim": 1.0, QUERY_SCALING_BETA: 0.1}  # if the config has no rope_parameters
+ROTATED_SHARE_KEY = "partial_rotary_factor"  # stated beside MLA's widths, from which it follows
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -1,8 +1,8 @@
 """Mistral Large 4 (1T-A52B), text: MLA with sparse attention as in GLM 5; some layers have no positions, some attend to an earlier layer's
 latents, and queries are scaled by position with learned numbers per head.
 
-Where a layer knows no positions no channels are set apart for them, so its latents are narrower than those of the others. Frequencies of
-the others are times numbers that the checkpoint holds. Index queries are made of what the layer reads, normed once more.
+NoPE layers have no rotary channels, so their cached latents are narrower. RoPE frequencies are multiplied by factors from the checkpoint.
+Index queries are projected from the layer's normed input, normed once more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REFUSED_UNLESS = {"indexer_rope_interleave": True, "mlp_bias": False, "n_group":
 SIZES = {"vocab_size": 204_800, "hidden_size": 6144, "intermediate_size": 24_576, "num_hidden_layers": 72, "num_attention_heads": 64}
 MLA_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2048.0, "original_max_position_embeddings": 512, "beta_fast": 32.0,
-        "beta_slow": 1.0, "attention_factor": 1.0}  # where a config has no section of rotary positions
+        "beta_slow": 1.0, "attention_factor": 1.0}  # if the config has no rope_parameters
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -64,9 +64,9 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _kv_sources(keys: Keys, rotated: Sequence[bool]) -> tuple[int, ...]:
-    """By layer whose latents it attends to, nothing where each has its own. Raises ConfigError."""
+    """By layer, the layer whose latents it attends to; empty if every layer has its own. Raises ConfigError."""
     sources = keys.places("kv_source_layers", len(rotated))
-    shared_layers = {source for layer, source in enumerate(sources or ()) if source != layer}  # whose latents others attend to
+    shared_layers = {source for layer, source in enumerate(sources or ()) if source != layer}  # layers whose latents others attend to
     for layer, source in enumerate(sources or ()):
         last = max((shared for shared in shared_layers if shared < layer and rotated[shared] == rotated[layer]), default=layer)
         if source != layer and (source != last or sources[source] != source):
@@ -97,12 +97,12 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 def attention(x: object, at: Layer) -> object:
-    """As `deepseek_v3.attention`; a layer without latents of its own attends to those that an earlier one has cached."""
+    """`deepseek_v3.attention`; a layer without latents of its own attends to those that an earlier layer cached."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     at.tap("block_in", x)
     mla, shape, heads = w.mla, config.mla_of(at.number), config.num_attention_heads
     y, norm, index_linears = x, w.input_norm, ()
-    if w.indexer is not None:  # whose queries read the row once it is normed
+    if w.indexer is not None:  # its queries need the normed input
         y, norm, index_linears = ops.norm(x, w.input_norm), None, (w.indexer.k, w.indexer.weights)
     down_projections = () if mla.kv_down is None else (mla.kv_down,)
     q, *projections = ops.norm_linear(y, norm, [mla.q, *down_projections, *index_linears])  # [T, H * (nope + rope)], [T, rank + rope]
@@ -111,7 +111,7 @@ def attention(x: object, at: Layer) -> object:
         k = ops.rope_heads(ops.latent_keys(projections.pop(0), shape, mla.kv_norm), 1, shape.key, positions, rope, None)
     q = ops.scale_queries(q, heads, shape.query, positions, LOG_POSITIONS, w.query_scaling)
     q = ops.rope_heads(ops.latent_queries(q, heads, shape, mla.expand), heads, shape.key, positions, rope, None)
-    if w.indexer is not None:  # where the layer's own queries were made
+    if w.indexer is not None:
         (index_queries,) = ops.norm_linear(y, w.indexer.input_norm, [w.indexer.q])
         index_queries = ops.scale_queries(index_queries, config.indexer.shape.heads, config.indexer.shape.width, positions, LOG_POSITIONS,
                                           w.indexer.query_scaling)

@@ -1,8 +1,7 @@
 """The text part of Llama 3.2 Vision: Llama 3.1 with cross-attention layers, which attend only to images.
 
-What such a layer adds, attention and MLP both, is multiplied by a number of the layer's. A token behind which no picture stands it leaves
-as it is, so of a text without pictures these layers are left out. Their keys and values are made of a picture's rows, once for every text
-that has it (`runtime/kv/cross_attention_cache.py`).
+Both branches of such a layer have learned gates. Tokens with no image before them pass unchanged, so these layers are skipped in a text
+without images. Their keys and values are computed once per image (`runtime/kv/cross_attention_cache.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from . import TensorRule, llama
 
 KEYS_HARMLESS = frozenset({"dropout"})
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "layer_types": None, "sliding_window": None}
-EXTRA_EMBEDDINGS = 8  # of which the first stands where a picture does
-GATE_ROLES = ("attn_share", "mlp_share")  # roles: the numbers by which what a layer adds is multiplied are their hyperbolic tangents
+EXTRA_EMBEDDINGS = 8  # the first is the image placeholder
+GATE_ROLES = ("attn_share", "mlp_share")  # roles; the gates are their tanh
 SIZES = {"vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32, "intermediate_size": 14_336}
 
 
@@ -34,7 +33,7 @@ def config(keys: Keys) -> ModelConfig:
         layers_listed = frozenset(default_layers)
     if len(layers_listed) == layers:
         raise ConfigError("config.json: cross_attention_layers names every layer", "at least one layer must have attention to the text")
-    # Whatever is said, the head is one of its own.
+    # The head is a tensor of its own, whatever tie_word_embeddings says.
     return replace(config, cross_attention_layers=tuple(sorted(layers_listed)), tie_word_embeddings=False,
                    extra_embeddings=EXTRA_EMBEDDINGS)
 
@@ -53,7 +52,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    """Embedding, which has rows for words that are never written, last norm and head."""
+    """Embedding, with rows for tokens that are never generated, final norm and head."""
     rules = llama.outer_tensors(config)
     embed = TensorRule(rules["embed"].name, (config.vocab_size + config.extra_embeddings, config.hidden_size))
     return rules | {"embed": embed}
@@ -61,7 +60,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 @narrowing
 def block(x: object, at: Layer) -> object:
-    """`llama.block`; of a layer that attends to pictures a tap sees what goes into its matrices but k and v, of tokens that see some."""
+    """`llama.block`, or cross-attention. In the latter, taps see the inputs of all matrices but k and v, for tokens that see an image."""
     ops, w, kv, config = at.ops, at.w, at.kv, at.config
     if w.cross_attention_gates is None:
         return llama.block(x, at)

@@ -14,7 +14,7 @@ from .llama import with_entry_norm
 from .qwen2 import layer_windows
 from .stablelm import bias_rule
 
-# Of training and of classifiers, and what other families call by these names.
+# Training, classifiers, and keys of other families that transformers ignores in this one.
 KEYS_HARMLESS = frozenset({
     "classifier_pooling", "cls_token_id", "deterministic_flash_attn", "embedding_dropout", "gradient_checkpointing", "head_dim",
     "hidden_act", "initializer_cutoff_factor", "layer_norm_eps", "mlp_dropout", "num_key_value_heads", "original_max_position_embeddings",
@@ -22,14 +22,14 @@ KEYS_HARMLESS = frozenset({
     "sparse_prediction"})
 REFUSED_UNLESS = {"causal_mask": True}
 SIZES = {"vocab_size": 50_368, "hidden_size": 768, "intermediate_size": 1152, "num_hidden_layers": 22, "num_attention_heads": 12}
-GLOBAL_ATTENTION_INTERVAL = 3  # of so many layers the first sees everything, where none are listed
-THETAS = 160_000.0, 10_000.0  # of layers that see everything, and of those with a window
+GLOBAL_ATTENTION_INTERVAL = 3  # the first layer of every 3 has full attention, without layer_types
+THETAS = 160_000.0, 10_000.0  # of layers with full attention, and of those with a window
 MATRICES = {**{role: f"attn.{role}_proj" for role in "qkv"}, "o": "attn.Wo", "down": "mlp.Wo"}
 NORMS = {"input_norm": "attn_norm", "post_norm": "mlp_norm"}
 
 
 def config(keys: Keys) -> ModelConfig:
-    """Raises ConfigError. A window is half of what `local_attention` says, as in the encoders, which see as far to both sides."""
+    """A window is half of local_attention, which in the encoders spans both sides. Raises ConfigError."""
     layers, interval = (keys.integer(name, default, high=MAX_LAYERS) for name, default in (
         ("num_hidden_layers", SIZES["num_hidden_layers"]), ("global_attn_every_n_layers", GLOBAL_ATTENTION_INTERVAL)))
     window = keys.integer("local_attention", 128, low=2) // 2
@@ -52,7 +52,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role: gate and up are one matrix, and the first layer has the norm of embeddings."""
+    """Tensors of one layer by role; gate and up are fused, and the first layer has the embedding norm as its entry norm."""
     rules, prefix, hidden = llama.layer_tensors(config, layer), f"model.layers.{layer}.", config.hidden_size
     rules |= {role: replace(rules[role], name=f"{prefix}{name}.weight") for role, name in (MATRICES | NORMS).items()}
     for part, role in enumerate(("gate", "up")):
@@ -83,7 +83,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 def _with_norm_biases(config: ModelConfig, rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
-    """The same tensors with those of norms, where a config says that these have some."""
+    """The tensors with biases of norms, if the config has them."""
     norms = [role for role in rules if role == "norm" or role.endswith("_norm")] if config.norm_bias else []
     return {**rules, **{f"{role}_bias": bias_rule(rules[role]) for role in norms}}
 

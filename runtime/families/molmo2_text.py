@@ -41,7 +41,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role: where heads are normed together, the two norms of width D are behind the branches."""
+    """Tensors of one layer by role; models with full-width QK norms have post-norms in place of pre-norms."""
     rules = fused(llama.layer_tensors(config, layer), layer, FUSED)
     if config.qk_norm_full_width:
         rules |= {"o_norm": rules.pop("input_norm"), "down_norm": rules.pop("post_norm")}
@@ -49,12 +49,12 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    """Embedding, which has rows for words that are never written, last norm and head."""
+    """Embedding, with rows for tokens that are never generated, final norm and head."""
     rules = llama.outer_tensors(config)
     return rules | {"embed": TensorRule(EMBEDDING_NAME, (config.vocab_size + config.extra_embeddings, config.hidden_size))}
 
 
 def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
-    """The embedding -> the two tensors in which it is stored, with their rows; said of the first layer, before which it is."""
+    """The embedding -> the two tensors that store it, with their rows; listed with layer 0."""
     heights = config.vocab_size, config.extra_embeddings
     return {} if layer else {EMBEDDING_NAME: tuple(zip(STORED_EMBEDDINGS, heights, strict=True))}

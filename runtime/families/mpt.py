@@ -1,8 +1,8 @@
 """MPT (7B, 30B): bias-free layer norms, an ungated MLP, fused QKV, and ALiBi in place of positions: scores grow linearly with the key's
 position, with a slope per head (arXiv 2108.12409).
 
-A head is wider in attention and in the cache than it is made, by two channels that hold the place of a key (`rope.ALIBI`) and by zeros up
-to a multiple of 16, of which kernels make most. A few bits would not hold places, so the cache is not packed.
+ALiBi takes two more channels of each head in attention and in the cache, which encode a key's position (`rope.ALIBI`), and zeros up to a
+multiple of 16, the width that kernels are fast with. Low-bit codes cannot hold positions, so the KV cache is not quantized.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from . import TensorRule, opt
 from .deepseek_v3 import check_auto_map
 
 LIKE = opt
-# Of training, of programs, and what other families call by these names.
+# Training and runtime settings, and keys of other families that transformers ignores in this one.
 KEYS_HARMLESS = frozenset({
     "emb_pdrop", "embedding_fraction", "head_dim", "init_config", "init_device", "learned_pos_emb", "num_key_value_heads",
     "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "tokenizer_name", "verbose"})
 REFUSED_UNLESS = {"expansion_ratio": 4, "layer_types": None, "logit_scale": None, "no_bias": True, "norm_type": "low_precision_layernorm",
                   "sliding_window": None}
-CODE = r"(configuration|modeling)_mpt\.MPT\w+"  # of the published ones, which became part of transformers
+CODE = r"(configuration|modeling)_mpt\.MPT\w+"  # auto_map of published checkpoints; part of transformers now
 # The one supported value of each key of attn_config.
 ATTENTION_VALUES = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention", "attn_uses_sequence_id": False,
                     "prefix_lm": False, "qk_ln": False}
-HEAD_DIM_MULTIPLE = 16  # channels, of which heads that attention is quick with are a multiple
-MAX_ALIBI_BIAS = 8  # the power of two of the flattest slope
+HEAD_DIM_MULTIPLE = 16  # attention is fast with multiples of this
+MAX_ALIBI_BIAS = 8  # the smallest slope is 2 ** -8
 NAMES = {"o": "attn.out_proj", "up": "ffn.up_proj", "down": "ffn.down_proj"}
 
 
@@ -40,7 +40,7 @@ def config(keys: Keys) -> ModelConfig:
                  "num_attention_heads": ("n_heads", 16, 4096), "max_position_embeddings": ("max_seq_len", 2048, MAX_POSITIONS)}
     sizes = {name: keys.integer(mpt_key, keys.integer(name, default, high=high), high=high)
              for name, (mpt_key, default, high) in size_keys.items()}
-    keys.integer("intermediate_size", None)  # four times the width, whatever it says
+    keys.integer("intermediate_size", None)  # ignored: it is four times hidden_size
     section = Keys(keys.section("attn_config") or {}, "config.json: attn_config")
     for name, supported in ATTENTION_VALUES.items():
         if (stated := section.raw.get(name, supported)) != supported:
@@ -54,14 +54,14 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def with_alibi(config: ModelConfig, slopes_by_head: tuple[float, ...], scale: float | None = None) -> ModelConfig:
-    """The same model with slopes, whose heads are wider in attention."""
+    """`config` with ALiBi: slopes, and heads padded for attention. `scale`: of scores, None for the default of the stored head size."""
     padded = -(-(config.head_dim + 2) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
     return replace(config, alibi_slopes=slopes_by_head, attn_scale=config.head_dim**-0.5 if scale is None else scale, head_dim=padded,
                    v_head_dim=config.head_dim)
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """Of each head. Where these are no power of two, every second one of the next such comes first."""
+    """Slopes by head. If the number of heads is not a power of two, they are every second slope of the next power, then the rest."""
     power = 2 ** math.ceil(math.log2(heads))
     of_power = 0.5 ** (np.arange(1, power + 1) * (MAX_ALIBI_BIAS / power))
     return tuple(of_power.tolist() if power == heads else [*of_power[1::2], *of_power[::2]][:heads])

@@ -1,8 +1,8 @@
 """Muse Glimmer's text part (Meta, 30B): pre- and post-norms, a normed embedding and weightless QK norms, gated attention, and RoPE only in
 windowed layers, beside every fourth layer with full attention and no positions.
 
-Norms of layers have weights stored less one, the last one has not, and those behind have an epsilon of their own. GGUF files have the
-queries' factor in norms of heads, with weights: a folder made of one says so in its config.
+Weights of the layers' norms are stored minus one, that of the final norm is not; post-norms have their own epsilon. GGUF files fold the
+query factor into weighted QK norms; a folder converted from one states so in its config.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from . import TensorRule, gemma2, llama
 from .llama import with_entry_norm
 from .qwen2 import layer_windows
 
-WEIGHTED_QK_NORM_KEY = "qk_norm_stored"  # norms of heads have weights, as in GGUF files
+WEIGHTED_QK_NORM_KEY = "qk_norm_stored"  # QK norms have weights, as in GGUF files
 KEYS_HARMLESS = frozenset({"cache_implementation", "hidden_act"})
 REFUSED_UNLESS = {"mlp_bias": False, "use_bidirectional_attention": False}
 SIZES = {"vocab_size": 202_048, "hidden_size": 6656, "intermediate_size": 19_968, "num_hidden_layers": 52, "num_attention_heads": 32}
-WINDOW, FULL_ATTENTION_INTERVAL = 2048, 4  # of so many layers, counted from the last one back, that one sees all
+WINDOW, FULL_ATTENTION_INTERVAL = 2048, 4  # counted from the last layer back, the first of every 4 has full attention
 POST_NORM_EPS, LOGIT_CAP, QK_SCALE, OUTPUT_MULTIPLIER = 1e-8, 20.0, 3.87, 26**-0.5
 
 
@@ -46,8 +46,8 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _rotated_layers(keys: Keys, default_kinds: list[str], rope: RopeConfig) -> tuple[bool, ...]:
-    """Which layers turn: those of a theta that is not 0 in `layer_rope_theta`, the usual ones where nothing lists them. Raises ConfigError
-    for a theta that is not that of all: transformers would turn by the latter all the same."""
+    """By layer, whether it has RoPE: layer_rope_theta is not 0; without that list, the windowed layers. Raises ConfigError for a theta
+    other than rope_theta, which transformers would ignore."""
     if not keys.holds("layer_rope_theta") or keys.raw["layer_rope_theta"] is None:
         return tuple(kind == LOCAL for kind in default_kinds)
     thetas = keys.numbers("layer_rope_theta", len(default_kinds), or_zero=True)
@@ -58,7 +58,7 @@ def _rotated_layers(keys: Keys, default_kinds: list[str], rope: RopeConfig) -> t
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role: Gemma 2's and the gates."""
+    """Tensors of one layer by role: Gemma 2's, and the attention gates."""
     gates = config.num_attention_heads * config.head_dim, config.hidden_size
     return gemma2.layer_tensors(config, layer) | {"attn_gate": TensorRule(f"model.layers.{layer}.self_attn.gate_proj.weight", gates)}
 

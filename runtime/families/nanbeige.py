@@ -9,7 +9,7 @@ from . import TensorRule, llama
 from .deepseek_v3 import check_auto_map
 from .llama import with_entry_norm
 
-# Of what is refused: rows of n-grams, loops through some layers alone, streams, attention to layers before.
+# Settings of features that are refused: n-gram embeddings, partial loops, hyper-connections, depth attention.
 KEYS_HARMLESS = frozenset({
     "depth_attention_recent_window", "depth_attention_static_anchor_once", "depth_attention_stride", "emb_split_num", "emb_tp_num",
     "enable_h_res_identity", "insert_ngram_layer_idx", "loop_middle_layers", "loop_share_kv", "mhc_diff_for_loop",
@@ -34,7 +34,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def looped_config(keys: Keys, base: Defaults, loops: int, **features: object) -> ModelConfig:
-    """`decoder_config` of a model through whose layers a token goes so often. Raises ConfigError."""
+    """`decoder_config` of a model whose stored layers are run `loops` times. Raises ConfigError."""
     layers = base.size(keys, "num_hidden_layers") * loops
     if layers > MAX_LAYERS:
         raise ConfigError(f"config.json: {layers} layers, counted as often as they are repeated, are more than any model has")
@@ -42,7 +42,7 @@ def looped_config(keys: Keys, base: Defaults, loops: int, **features: object) ->
 
 
 def with_loop_norm(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
-    """The tensors of a layer, of which `rules` are those that are stored, with the last norm where another round begins."""
+    """The tensors `rules` of a stored layer, with the final norm as entry norm where another loop begins."""
     starts_loop = layer > 0 and layer % config.stored_layers == 0
     return rules | ({"entry_norm": TensorRule("model.norm.weight", (config.hidden_size,))} if starts_loop else {})
 

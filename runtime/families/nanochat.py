@@ -38,7 +38,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 @narrowing
 def block(x: object, at: Layer) -> object:
-    """Hunyuan's attention and OPT's MLP. What enters the first layer is normed in place, as a row that does not turn."""
+    """Hunyuan's attention and OPT's MLP. The embedding is normed in place before the first layer."""
     if at.number == 0:
         x = at.ops.rope_heads(x, 1, at.config.hidden_size, at.positions, None, at.w.input_norm)
     return feed_forward(attention(x, at), at)

@@ -14,7 +14,7 @@ from .stablelm import with_norm_biases
 LIKE = opt
 outer_tensors = stablelm.outer_tensors
 KEYS_HARMLESS = frozenset({"rms_norm_eps"})
-ROTATED_SHARE = 0.5  # of a head that turns, where a config does not say
+ROTATED_SHARE = 0.5  # default partial_rotary_factor
 REFUSED_UNLESS = {"layer_types": None, "rope_percent": ROTATED_SHARE, "rope_percentage": ROTATED_SHARE, "sliding_window": None}
 SIZES = {"vocab_size": 256_000, "hidden_size": 6144, "intermediate_size": 24_576, "num_hidden_layers": 32, "num_attention_heads": 48}
 

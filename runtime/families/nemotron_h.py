@@ -1,8 +1,8 @@
 """Nemotron H (Nano 9B v2, Nemotron 3 Nano and similar): each layer is one of Mamba 2, attention without positions, an ungated MLP, or a MoE
 of such MLPs.
 
-What checkpoints count as a layer is half of one here: a state space or attention with what follows it, if that is neither. transformers
-keeps steps of prompts above time_step_min, those of answers not; kernels that serve these models limit neither, nor are they here.
+A checkpoint layer is half of a layer here: a layer is a state space or attention, with the MLP or experts that follow it, if any.
+transformers clamps dt to time_step_min in prefill but not in decode; serving kernels clamp neither, and so it is here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .granitemoehybrid import check_steps, mamba_tensors
 from .llama import attention, decoder_block, feed_forward
 from .mixtral import moe_config, moe_tensors
 
-# Of training, of layers for multi-token prediction, of other names' features, and of speed.
+# Training, MTP layers, aliases, and runtime settings.
 KEYS_HARMLESS = frozenset({
     "chunk_size", "expand", "hidden_act", "keep_mtp_spec_in_bf16", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
     "mtp_hybrid_override_pattern", "mtp_layers_block_type", "norm_eps", "num_logits_to_keep", "num_nextn_predict_layers",
@@ -30,7 +30,8 @@ KEYS_HARMLESS = frozenset({
 REFUSED_UNLESS = {"attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False, "sliding_window": None, "use_bias": False}
 STATE, FULL, MLP, MOE = "M", "*", "-", "E"
 KINDS = {"linear_attention": STATE, "mamba": STATE, "full_attention": FULL, "attention": FULL, "mlp": MLP, "moe": MOE}
-COMBINED = {"".join(halves): letter for halves, letter in zip(product((STATE, FULL), (MLP, MOE)), "mnfg", strict=True)}  # two in one layer
+# The letters of two stored layers -> the letter of the layer that they are here.
+COMBINED = {"".join(halves): letter for halves, letter in zip(product((STATE, FULL), (MLP, MOE)), "mnfg", strict=True)}
 RECURRENT, SPARSE, WITHOUT_MLP = (STATE, "m", "n"), ("n", "g"), (STATE, FULL)
 NAMES = {"up": "up_proj", "down": "down_proj"}  # of an expert
 MLP_ROLES = ("post_norm", "up", "down", "router", "correction", "experts_in", "experts_out")
@@ -40,7 +41,7 @@ DEFAULTS = Defaults(max_position_embeddings=4096, num_key_value_heads=8, head_di
 
 
 def config(keys: Keys) -> ModelConfig:
-    for task, name in (keys.section("auto_map") or {}).items():  # what became part of transformers
+    for task, name in (keys.section("auto_map") or {}).items():  # code that is part of transformers now
         if task != "AutoTokenizer" and not re.fullmatch(r"(configuration|modeling)_nemotron_h\.NemotronH\w+", str(name)):
             raise ConfigError(f"config.json: auto_map names {show(name)}, which is not Nemotron H",
                               "the checkpoint brings its own code, which is never run")
@@ -69,7 +70,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_pattern(keys: Keys) -> str:
-    """What each layer of the checkpoint is, a letter each. Raises ConfigError."""
+    """A letter for each layer of the checkpoint: STATE, FULL, MLP or MOE. Raises ConfigError."""
     text, kinds = keys.text("hybrid_override_pattern", None), keys.raw.get("layers_block_type") if keys.holds("layers_block_type") else None
     if kinds is not None:
         if not isinstance(kinds, list) or not all(isinstance(kind, str) and kind in KINDS for kind in kinds):
@@ -89,7 +90,7 @@ def layer_pattern(keys: Keys) -> str:
 
 
 def _moe_config(keys: Keys, layers: tuple[int, ...]) -> MoEConfig:
-    """What a config says of experts, which are those of `layers`. Raises ConfigError."""
+    """The experts of `layers`. Raises ConfigError."""
     shared_experts, latent_dim = keys.integer("n_shared_experts", 1, low=0, high=4096), keys.integer("moe_latent_size", None, high=2**22)
     if layers and shared_experts != 1:
         raise ConfigError(f"config.json: n_shared_experts is {shared_experts}, which is not supported for nemotron_h models",
@@ -106,12 +107,12 @@ def _moe_config(keys: Keys, layers: tuple[int, ...]) -> MoEConfig:
 
 
 def stored_layer_of(config: ModelConfig, layer: int) -> int:
-    """Where checkpoints count what is the first half of a layer here; the other, if there is one, is the next."""
+    """The checkpoint layer that is the first half of `layer`; the second half, if there is one, is the next."""
     return 2 * layer - sum(other < layer for other in config.layers_without_mlp)
 
 
 def is_mlp_role(role: str) -> bool:
-    """Does a tensor of a layer belong to what is behind its state space or attention?"""
+    """Whether a tensor belongs to the second half of a layer: MLP or experts."""
     return role in MLP_ROLES or role.startswith(("experts.", "shared."))
 
 
@@ -152,14 +153,14 @@ def _mlp_half(x: object, at: Layer) -> object:
     if w.experts:
         return feed_forward(x, at)
     if at.number not in at.config.layers_without_mlp:
-        return opt.feed_forward(x, at)  # of two matrices, without a gate
+        return opt.feed_forward(x, at)  # without a gate
     at.tap("block_out", x)
     return x
 
 
 def latent_experts(x: object, at: Layer) -> object:
-    """Experts over fewer numbers than a token has, beside one over all of them; the router reads all of them too. A tap sees experts_in and
-    experts_out, what goes into the experts and comes out of them all, and shared_hidden."""
+    """Experts that read a narrower latent, plus a shared expert; the router and the shared expert read the full width. Taps see
+    experts_in and experts_out, the latent before and after the experts, and shared_hidden."""
     ops, w, config = at.ops, at.w, at.config
     at.tap("mlp_in", x)
     y, act = ops.norm(x, w.post_norm), config.hidden_act

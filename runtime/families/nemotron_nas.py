@@ -1,7 +1,7 @@
 """Llama Nemotron (Super 49B, Ultra 253B): Llama 3 after a neural architecture search that removed attention or the MLP from some layers and
 narrowed others.
 
-A config says block by block what is left. Those that have a matrix in the place of attention or of an MLP (the 51B) are refused.
+The config describes every block. Models that replace attention or an MLP by a single matrix (the 51B) are refused.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from .deepseek_v3 import check_auto_map
 from .llama import feed_forward
 
 ATTENTION, FFN = "attention", "ffn"
-# Of a block's two halves: what says how much of one there is, what says that it is not as Llama's, and what has to be Llama's if stated.
+# By half of a block: keys of its size, as a ratio or a number; keys that must be unset; and keys that must have one of Llama's values.
 SIZE_KEYS = {ATTENTION: ("n_heads_in_group", "num_key_value_heads"), FFN: ("ffn_mult", "intermediate_size")}
 UNSUPPORTED = {ATTENTION: ("llama4", "mamba", "num_sink_tokens", "replace_with_linear", "sparsify", "unshifted_sink",
                            "use_prefill_window_in_sink_attention", "window_length"), FFN: ("moe", "replace_with_linear", "sparsify")}
 LLAMA_VALUES = {ATTENTION: {}, FFN: {"hidden_act": (None, "silu")}}
-FFN_MULTIPLE = 256  # of widths inside an MLP
-CODE = r"(configuration|modeling)_decilm\.DeciLM\w+"  # which the checkpoints bring, and is never run
+FFN_MULTIPLE = 256  # intermediate sizes are rounded up to this
+CODE = r"(configuration|modeling)_decilm\.DeciLM\w+"  # auto_map of published checkpoints; their code is not run
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -47,7 +47,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _size(block: object, number: int, half: str, heads: int, hidden: int) -> int:
-    """How many heads of keys and values attention of a block has, or how wide its MLP is inside; 0 where it has none."""
+    """KV heads of a block's attention, or the intermediate size of its MLP; 0 if the block lacks that half. Raises ConfigError."""
     stated = block.get(half) if isinstance(block, dict) else None
     if not isinstance(stated, dict) or not isinstance(stated.get("no_op", False), bool):
         raise ConfigError(f"config.json: block_configs[{number}].{half} is {show(stated)}, which is not a description")
@@ -81,7 +81,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 @narrowing
 def block(x: object, at: Layer) -> object:
-    """As `llama.block`, without the half that a layer lacks."""
+    """`llama.block`, without the half that a layer lacks."""
     w = at.w
     if w.o is not None:
         x = llama.attention(x, at)

@@ -16,7 +16,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role: no norm before a matrix, and behind the branch what Llama calls the norm before the MLP."""
+    """Tensors of one layer by role: post-norms only; that of attention has the name of Llama's pre-norm of the MLP."""
     rules = llama.layer_tensors(config, layer)
     prefix, shape = f"model.layers.{layer}.", rules.pop("input_norm").shape
     del rules["post_norm"]

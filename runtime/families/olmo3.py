@@ -11,10 +11,10 @@ from . import olmo2
 from .qwen2 import layer_windows
 
 LIKE = olmo2
-KEYS_HARMLESS = frozenset({"original_max_position_embeddings"})  # what holds stands in the sections of rotary positions
+KEYS_HARMLESS = frozenset({"original_max_position_embeddings"})  # the sections of rope_parameters have their own
 REFUSED_UNLESS = {"clip_qkv": None, "mlp_bias": False, "use_sliding_window": True}
 THETA = 500_000.0
-FULL_ATTENTION_INTERVAL = 4  # of so many layers the last sees everything, where none are listed
+FULL_ATTENTION_INTERVAL = 4  # the last layer of every 4 has full attention, without layer_types
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -34,8 +34,8 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _theta(keys: Keys, windows: tuple[int | None, ...]) -> float:
-    """The base that stands beside the sections. Readers disagree whether layers with a window have it as well, so another than the usual
-    one, which the published models have, is refused unless their section says its own."""
+    """The rope_theta at the top level. Programs disagree whether layers with a window use it, so a value other than that of the published
+    models is refused unless their section states its own."""
     stated, sections = keys.number("rope_theta", THETA, above=1.0), keys.section("rope_parameters") or {}
     local = sections.get(LOCAL)
     if stated != THETA and set(windows) != {None} and not (isinstance(local, dict) and local.get("rope_theta") is not None):

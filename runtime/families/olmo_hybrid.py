@@ -1,8 +1,7 @@
 """OLMo Hybrid (7B): three of four layers are gated delta-rule linear attention (with beta up to 2) with pre-norms; the others are OLMo 3's
 attention, without positions in the published models.
 
-Checkpoints hold queries, keys and values of linear attention in matrices of their own, and so the taps of their convolution; a store of the
-folder joins them (`tensor_views.py`).
+Checkpoints store q, k and v of linear attention, and their convolutions, separately; the store concatenates them (`tensor_views.py`).
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama, olmo2
 from .qwen3_5_text import FULL, LINEAR
 
-# How weights were drawn before training.
+# Weight initialization.
 KEYS_HARMLESS = frozenset({"linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"})
 REFUSED_UNLESS = {"mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 100_352, "hidden_size": 3840, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 30}
-FULL_ATTENTION_INTERVAL = 4  # of so many layers the last has keys and values, where none are listed
-STATE_EPS = 1e-5  # of the norm behind linear attention, whatever the config says
+FULL_ATTENTION_INTERVAL = 4  # the last layer of every 4 has attention, without layer_types
+STATE_EPS = 1e-5  # of the output norm of linear attention, independent of the config
 QKV = ("q", "k", "v")
-# What transformers calls norms -> what checkpoints do, of layers of either kind.
+# transformers' names of norms -> those of published checkpoints, in both kinds of layers.
 PUBLISHED_NORMS = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
 
 
@@ -52,7 +51,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
-    """LINEAR or FULL, by layer. Raises ConfigError for other kinds, and unless there are both."""
+    """LINEAR or FULL by layer. Raises ConfigError for other kinds, and unless there are both."""
     default_kinds = [FULL if layer % FULL_ATTENTION_INTERVAL == FULL_ATTENTION_INTERVAL - 1 else LINEAR for layer in range(layers)]
     if FULL not in default_kinds:
         default_kinds[-1] = FULL
@@ -60,7 +59,7 @@ def _layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
 
 
 def demand_both_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """The same. Raises ConfigError for kinds of layers other than LINEAR and FULL, and unless there are both."""
+    """`kinds`. Raises ConfigError for kinds of layers other than LINEAR and FULL, and unless there are both."""
     for kind in kinds:
         if kind not in (LINEAR, FULL):
             raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {LINEAR}, {FULL}")
@@ -70,7 +69,7 @@ def demand_both_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role: norms behind the branches, but of linear attention before them."""
+    """Tensors of one layer by role: post-norms, but pre-norms in layers of linear attention."""
     shape, hidden, prefix = config.recurrent, config.hidden_size, f"model.layers.{layer}."
     if layer in config.recurrent_layers:
         rules = {role: rule for role, rule in llama.layer_tensors(config, layer).items() if ".self_attn." not in rule.name}
@@ -93,8 +92,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def joined_rows(config: ModelConfig, layer: int, place: str = "linear_attn") -> dict[str, tuple[tuple[str, int], ...]]:
-    """Names of a layer's tensors that are stored in parts -> those of the parts, with their rows. `place`: what a layer calls its linear
-    attention."""
+    """Names of a layer's concatenated tensors -> the stored parts, with their rows. `place`: the name of the linear-attention module."""
     shape, prefix = config.recurrent, f"model.layers.{layer}.{place}."
     part_rows = shape.keys, shape.keys, shape.values
     return {f"{prefix}{fused}.weight": tuple((f"{prefix}{part}_{name}.weight", rows) for part, rows in zip(QKV, part_rows, strict=True))

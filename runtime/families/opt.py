@@ -1,7 +1,7 @@
 """OPT: layer norms with biases, learned positions, and an ungated MLP with ReLU.
 
-Row 2 of the table of positions is that of the first token. Scores are scaled before they are summed in the original; the difference is
-rounding. opt-350m, which alone norms behind its branches and has an embedding of another width, is refused.
+The first token's position embedding is row 2. The original scales queries rather than scores, which differs by rounding. opt-350m, the only
+one with post-norms and a projected embedding, is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..layer import Layer
 from . import TensorRule
 from .llama import attention, decoder_block
 
-# What rotary families call by these names, transformers passes over in this one.
+# Keys of other families that transformers ignores in this one.
 KEYS_HARMLESS = frozenset({
     "activation_dropout", "dropout", "head_dim", "hidden_act", "init_std", "intermediate_size", "layerdrop", "num_key_value_heads",
     "original_max_position_embeddings", "output_projection", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
@@ -49,7 +49,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    """Embedding, positions, last norm and, unless tied to the embedding, the head."""
+    """Embedding, positions, final norm and, unless tied to the embedding, the head."""
     table, positions = (config.vocab_size, config.hidden_size), (config.max_position_embeddings + POSITION_OFFSET, config.hidden_size)
     rules = {"embed": _rule("decoder.embed_tokens.weight", table), "positions": _rule("decoder.embed_positions.weight", positions),
              **_norm("norm", "decoder.final_layer_norm", config.hidden_size)}
@@ -57,7 +57,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 def feed_forward(x: object, at: Layer) -> object:
-    """The second half of a block."""
+    """The MLP half of a block, without a gate."""
     ops, w, config = at.ops, at.w, at.config
     at.tap("mlp_in", x)
     see = at.see("mlp_hidden")
@@ -70,7 +70,7 @@ def feed_forward(x: object, at: Layer) -> object:
 
 
 def _rule(name: str, shape: tuple[int, ...]) -> TensorRule:
-    """Old checkpoints are of the decoder, without the prefix of the model around it."""
+    """A tensor's rule; old checkpoints lack the prefix "model."."""
     return TensorRule(f"model.{name}", shape, also=(name,))
 
 

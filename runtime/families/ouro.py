@@ -1,7 +1,7 @@
 """Ouro (1.4B, 2.6B): looped layers as in Nanbeige, with pre- and post-norms.
 
-A gate beside the head may end the loops of a token early. Published configs set its threshold to 1, which no sigmoid is beyond: it never
-does, and another threshold is refused.
+An early-exit gate may end a token's loops. Published configs set its threshold to 1, which no sigmoid exceeds, so it never does; another
+threshold is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Persimmon (8B): GPT-NeoX's fused QKV, attention and an ungated MLP with squared ReLU in sequence, layer norms with biases, also on every
 head of q and k, and RoPE on half of each head.
 
-A store of the folder takes queries, keys and values apart (`tensor_views.py`).
+The store splits q, k and v (`tensor_views.py`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from . import TensorRule, llama, opt
 from .stablelm import bias_rule
 
 LIKE = opt
-# What other families call by these names, transformers passes over in this one.
+# Keys of other families that transformers ignores in this one.
 KEYS_HARMLESS = frozenset({"head_dim", "num_key_value_heads", "rms_norm_eps"})
 REFUSED_UNLESS = {"attention_bias": True, "layer_types": None, "mlp_bias": True, "sliding_window": None}
 SIZES = {"vocab_size": 262_144, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 36, "num_attention_heads": 64}
-ROTATED_SHARE = 0.5  # of a head that turns, where a config does not say
-QKV = ("q", "k", "v")  # of what lies in one matrix, head by head
+ROTATED_SHARE = 0.5  # default partial_rotary_factor
+QKV = ("q", "k", "v")  # order in the fused matrix, within each head
 FUSED_QKV = "query_key_value"
 NAMES = {"o": "self_attn.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
 HEAD_NORMS = {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}
@@ -33,7 +33,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role, `[N, K]` as the store gives them: no gate, and a bias of each."""
+    """Tensors of one layer by role, as the store splits them: no gate, and a bias for each matrix and norm."""
     rules, prefix = llama.layer_tensors(config, layer), f"model.layers.{layer}."
     rules = {role: rule for role, rule in rules.items() if role != "gate" and not role.endswith("_bias")}
     for role, name in NAMES.items():
@@ -49,7 +49,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
-    """Names of a layer's q, k and v, biases too -> that of what they lie in, and their rows there: heads have all three one by one."""
+    """Names of a layer's q, k and v, and of their biases -> the fused tensor, and their rows of it, which has q, k and v head by head."""
     prefix, (heads, head_dim) = f"model.layers.{layer}.self_attn.", (config.num_attention_heads, config.head_dim)
     rows = np.arange(heads * len(QKV) * head_dim).reshape(heads, len(QKV), head_dim)
     return {f"{prefix}{role}_proj.{kind}": (f"{prefix}{FUSED_QKV}.{kind}", rows[:, i].reshape(-1))

@@ -12,9 +12,9 @@ LIKE = cohere
 KEYS_HARMLESS = frozenset({"embd_pdrop", "rms_norm_eps"})
 REFUSED_UNLESS = {"attention_bias": True, "layer_types": None, "mlp_bias": True, "qk_layernorm": False, "sliding_window": None}
 SIZES = {"vocab_size": 51_200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32}
-ROTATED_SHARE = 0.5  # of a head that turns, where a config does not say
-CODE = r"(configuration|modeling)_phi\.Phi\w+"  # of the published ones, which became part of transformers
-NAMES = {"o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}  # as the checkpoints call them
+ROTATED_SHARE = 0.5  # default partial_rotary_factor
+CODE = r"(configuration|modeling)_phi\.Phi\w+"  # auto_map of published checkpoints; part of transformers now
+NAMES = {"o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}  # role -> name in checkpoints
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -25,7 +25,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role: neither a gate nor a norm of the MLP's own."""
+    """Tensors of one layer by role: no gate, and no norm before the MLP."""
     rules, prefix = llama.layer_tensors(config, layer), f"model.layers.{layer}."
     for role in ("gate", "gate_bias", "post_norm"):
         del rules[role]

@@ -1,6 +1,6 @@
 """Phi 3, 3.5 and 4: the Llama block with fused QKV and fused gate and up.
 
-Each part is read as a range of rows, under the name that it has in Llama; a converted folder holds the parts by themselves.
+Each part is read as a range of rows, under its name in Llama; converted folders hold the parts separately.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ KEYS_HARMLESS = frozenset({"embd_pdrop"})
 REFUSED_UNLESS = {"attention_bias": False, "full_attn_mod": 1, "interpolate_factor": 1, "layer_types": None, "lm_head_bias": False,
                   "mlp_bias": False}
 FUSED = {"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")}
-ORIGINAL_POSITIONS = 4096  # positions, by transformers' default, which goes before what a rotary section says
-LONGROPE_ALIASES = {"su": "longrope", "yarn": "longrope"}  # what it was called before it had a name
+ORIGINAL_POSITIONS = 4096  # transformers' default, which takes precedence over a rotary section
+LONGROPE_ALIASES = {"su": "longrope", "yarn": "longrope"}  # older names of longrope
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -26,7 +26,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def phi3_config(keys: Keys, base: Defaults, code: str) -> ModelConfig:
-    """What a config of these blocks says; the published ones bring the `code` that became part of transformers."""
+    """The config of a Phi 3 model. `code`: pattern that auto_map must match."""
     check_auto_map(keys, code)
     base = replace(base, rope={"partial": True, "aliases": LONGROPE_ALIASES, "trained": ORIGINAL_POSITIONS})
     return decoder_config(keys, base, windows=(keys.integer("sliding_window", None),) * base.size(keys, "num_hidden_layers"))

@@ -1,7 +1,7 @@
 """Phi 4 multimodal, text part: Phi 3; vision and audio are left out.
 
-The first checkpoints (`phi4mm`) hold the adapters for pictures and speech beside each matrix, which calls itself the base layer there. A
-text is read without them.
+The first checkpoints (`phi4mm`) have LoRA adapters for images and speech beside each matrix, which is named base_layer there. Text needs no
+adapter.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from ..config_reader import Keys
 from . import phi3
 
 LIKE = phi3
-# Of what sees and hears, and of their adapters.
+# The encoders of images and audio, and their adapters.
 KEYS_HARMLESS = phi3.KEYS_HARMLESS | {"audio_config", "audio_processor", "embd_layer", "img_processor", "speech_lora", "vision_config",
                                       "vision_lora"}
 SIZES = {"vocab_size": 200_064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32}
-CODE = r"(configuration|modeling)_phi4mm\.Phi4MM\w+"  # of the published one, which became part of transformers
+CODE = r"(configuration|modeling)_phi4mm\.Phi4MM\w+"  # auto_map of the published checkpoint; part of transformers now
 
 
 def config(keys: Keys) -> ModelConfig:

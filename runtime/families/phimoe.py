@@ -13,12 +13,12 @@ from .deepseek_v3 import check_auto_map
 from .mixtral import moe_config
 
 LIKE = mixtral
-KEYS_HARMLESS = frozenset({"input_jitter_noise"})  # of training
+KEYS_HARMLESS = frozenset({"input_jitter_noise"})  # training only
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False}
 SIZES = {"vocab_size": 32_064, "hidden_size": 4096, "intermediate_size": 6400, "num_hidden_layers": 32, "num_attention_heads": 32}
 THETA, JITTER = 1e6, 0.01
-CODE = r"(configuration|modeling)_(phi|slim)moe\.PhiMoE\w+"  # of the published ones, which became part of transformers
-MSCALES = ("short_mscale", "long_mscale")  # of rotary positions
+CODE = r"(configuration|modeling)_(phi|slim)moe\.PhiMoE\w+"  # auto_map of published checkpoints; part of transformers now
+MSCALES = ("short_mscale", "long_mscale")  # of longrope
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -39,7 +39,8 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _rope(keys: Keys, head_dim: int, positions: int) -> RopeConfig:
-    """What cos and sin are multiplied by stands beside the factors of longrope, for short texts and for long ones, which is one number."""
+    """The layers' RoPE. longrope's section states the attention factor twice, for short and long texts; both must be equal. Raises
+    ConfigError."""
     rope = rope_config(keys, head_dim, positions, THETA)
     section = keys.section("rope_scaling") or keys.section("rope_parameters") or {}
     short, long = (section.get(name) for name in MSCALES)

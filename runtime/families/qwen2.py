@@ -15,13 +15,13 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def qwen_window(keys: Keys) -> int | None:
-    """How wide windows are where they are used, None where they are switched off."""
+    """The sliding window, None if use_sliding_window is off."""
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
     return window if keys.flag("use_sliding_window", False) else None
 
 
 def qwen_windows(keys: Keys) -> tuple[int | None, ...]:
-    """Each layer's window: as `layer_types` says, else sliding from layer `max_window_layers` on; none unless `use_sliding_window`."""
+    """Windows by layer: as `layer_types` lists, else in layers from `max_window_layers` on; none unless `use_sliding_window`."""
     layers, window = keys.integer("num_hidden_layers", high=MAX_LAYERS), qwen_window(keys)
     first = keys.integer("max_window_layers", 28, low=0)
     return layer_windows(keys, window, ["full_attention" if layer < first or window is None else "sliding_attention"

@@ -20,7 +20,8 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def moe_hybrid_config(keys: Keys, experts: int, per_token: int, mtp_layers: int = 0) -> ModelConfig:
-    """What a config says where nothing says how many experts there are, how many a token visits, and of layers to draft by: these."""
+    """The config of a Qwen 3.5 MoE. `experts`, `per_token`, `mtp_layers`: defaults of the number of experts, of those that a token visits,
+    and of MTP layers."""
     layers, high = keys.integer("num_hidden_layers", high=MAX_LAYERS), 2**22
     moe = moe_config(keys, experts, per_token, keys.integer("moe_intermediate_size", EXPERT_DIM, high=high), True, range(layers),
                      shared_expert_dim=keys.integer("shared_expert_intermediate_size", EXPERT_DIM, high=high), shared_expert_gate=True)

@@ -1,10 +1,10 @@
 """Qwen 3.5 (dense), text: gated delta-rule linear attention in three of four layers, gated attention in the others.
 
-A layer of linear attention convolves queries, keys and values over the last tokens and keeps a matrix a head instead of a cache
-(`kernels/reference_delta.py`). The others are Qwen 3's with a quarter of each head rotated and, beside every query, a gate whose sigmoid
-multiplies what it attends to. Norm weights are stored minus one, but for the one behind the recurrence. Checkpoints that take images hold
-the same tensors under another prefix, and rotate text, whose three positions are one, as if it were all there is. A layer that predicts the
-next token but one (`mtp`, `mtp_tensors.py`) is one of those with attention.
+Linear-attention layers convolve q, k and v over the last tokens and keep a matrix per head instead of a KV cache
+(`kernels/reference_delta.py`). Attention layers are Qwen 3's, with RoPE on a quarter of each head and an output gate in the second half of
+every query. Norm weights are stored minus one, except the output norm of linear attention. Multimodal checkpoints have the same tensors
+under another prefix; the three rotary positions of a text token are equal, which is plain RoPE. The MTP layer (`mtp_tensors.py`) has
+attention.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from . import TensorRule, llama, with_multimodal_names
 KEYS_HARMLESS = frozenset({"mamba_ssm_dtype", "mlp_only_layers", "mtp_use_dedicated_embeddings", "unsloth_fixed_mtp"})
 REFUSED_UNLESS = {"attn_output_gate": True, "mlp_bias": False, "output_gate_type": "swish", "sliding_window": None}
 LINEAR, FULL = "linear_attention", "full_attention"
-ROTATED_SHARE = 0.25  # of a head, where the config does not say
+ROTATED_SHARE = 0.25  # default partial_rotary_factor
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -27,15 +27,15 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def hybrid_config(keys: Keys, base: Defaults, mtp_layers: int = 0, rotated_share: float = ROTATED_SHARE, **features: object) -> ModelConfig:
-    """What a config with layers of linear attention says, from keys with these defaults, `ahead` of layers to draft by and a `share` of a
-    head that turns; `features`: what a family decides besides."""
+    """The config of a model with linear attention, with a family's defaults. `mtp_layers`, `rotated_share`: defaults of the number of MTP
+    layers and of partial_rotary_factor; `features`: further fields of the ModelConfig. Raises ConfigError."""
     layers, bias = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.flag("attention_bias", False)
     kinds = layer_types(keys, layers)
     sizes = {"key_heads": ("linear_num_key_heads", 16, 4096), "value_heads": ("linear_num_value_heads", 32, 4096),
              "key_dim": ("linear_key_head_dim", 128, 1024), "value_dim": ("linear_value_head_dim", 128, 1024),
              "taps": ("linear_conv_kernel_dim", 4, 64)}
     shape = DeltaShape(**{field: keys.integer(name, default, high=high) for field, (name, default, high) in sizes.items()},
-                       tiled=keys.flag("linear_value_heads_tiled", False))  # which folders made of GGUF files say
+                       tiled=keys.flag("linear_value_heads_tiled", False))  # stated in folders converted from GGUF files
     if shape.value_heads % shape.key_heads:
         raise ConfigError(f"config.json: linear_num_value_heads {shape.value_heads} is not a multiple of linear_num_key_heads "
                           f"{shape.key_heads}")
@@ -50,7 +50,7 @@ def hybrid_config(keys: Keys, base: Defaults, mtp_layers: int = 0, rotated_share
 
 
 def layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
-    """LINEAR or FULL, by layer. Raises ConfigError for other kinds, and where no layer has keys and values."""
+    """LINEAR or FULL by layer. Raises ConfigError for other kinds, and if no layer has attention."""
     interval = keys.integer("full_attention_interval", 4)
     default_kinds = tuple(FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers))
     kinds = keys.kinds("layer_types", layers, (LINEAR, FULL)) or default_kinds
@@ -64,7 +64,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def hybrid_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
-    """Tensors of one layer by role: those of linear attention in the place of attention's where it has that."""
+    """Tensors of one layer by role, from `rules`; linear-attention layers have linear attention in place of attention."""
     shape = config.recurrent
     if layer in config.recurrent_layers:
         prefix, hidden = f"model.layers.{layer}.linear_attn.", config.hidden_size

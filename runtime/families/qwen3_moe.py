@@ -8,12 +8,12 @@ from . import TensorRule
 from .mixtral import expert_tensors, moe_config
 from .qwen2 import qwen_window
 
-# Without layer_types the window is that of all layers or of none; max_window_layers is written and not read.
+# transformers ignores max_window_layers here: all layers have the window, or none.
 KEYS_HARMLESS = frozenset({"max_window_layers"})
-# Qwen3-Coder states the norms of q and k, which every model of the family has, and what none has.
+# Qwen3-Coder's config states some features that all models of the family have, or none.
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "qkv_bias": False, "shared_expert_intermediate_size": 0, "use_mrope": False,
                   "use_qk_norm": True}
-NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}  # role of an expert's matrix -> its name in checkpoints
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -25,7 +25,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def sparse_layers(keys: Keys) -> list[int]:
-    """The layers with experts: every `decoder_sparse_step`th, but for those that have an MLP only."""
+    """The layers with experts: every `decoder_sparse_step`th, except those in `mlp_only_layers`."""
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
     step, dense = keys.integer("decoder_sparse_step", 1, high=2048), keys.layers("mlp_only_layers", layers)
     return [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]

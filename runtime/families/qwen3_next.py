@@ -1,8 +1,8 @@
 """Qwen 3 Next (80B-A3B, Coder Next): the predecessor of Qwen 3.5's MoE, with many more experts.
 
-Its checkpoints join what reads a layer's input by heads of keys: of each head the rows of its query, its key, its values and their gates
-follow one another in `in_proj_qkvz`, those of its betas and its decays in `in_proj_ba`. A store of the folder takes them apart
-(`tensor_views.py`), so that nothing else knows. GGUF files have heads of values in the order of the checkpoint.
+Checkpoints fuse the input projections of linear attention key head by key head: `in_proj_qkvz` has the rows of each head's query, key,
+values and gates, `in_proj_ba` those of its betas and decays. The store splits them (`tensor_views.py`). GGUF files keep the checkpoint's
+order of value heads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def fused_rows(shape: DeltaShape) -> dict[str, tuple[str, np.ndarray]]:
-    """Name of a matrix of a layer with a state, below `linear_attn.` -> that of the one that it is stored in, and its rows there."""
+    """Name of a linear-attention matrix, below `linear_attn.` -> the fused matrix that stores it, and its rows of it."""
     values_per_key = shape.value_heads // shape.key_heads
     value_rows = values_per_key * shape.value_dim
     rows_by_part, first = {}, 0
@@ -43,7 +43,7 @@ def fused_rows(shape: DeltaShape) -> dict[str, tuple[str, np.ndarray]]:
 
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
-    """Names of a layer's matrices that lie in one another -> as in `tensor_views`."""
+    """Names of a layer's split matrices -> the fused ones that store them, and their rows."""
     if layer not in config.recurrent_layers:
         return {}
     prefix = f"model.layers.{layer}.linear_attn."

@@ -1,9 +1,9 @@
 """Qwen 4 Exp (Qwen 3.8 Flash Next), text: the layers of Qwen 3.5's MoE without norms, with several residual streams per token.
 
-What a branch reads of the streams says a gate for every channel, and numbers of the token say what each stream gets of it
-(`kernels/reference_gated_residuals.py`). Layers with attention choose blocks of tokens by the means of their keys (QSA,
-`kernels/indexer_shape.py`). Some layers with a state add, before all else, what the last words say: rows of a large table
-(`kernels/reference_ngrams.py`, `runtime/ngrams.py`).
+A branch reads the streams through gates per channel, and is added to each stream with weights of the token
+(`kernels/reference_gated_residuals.py`). Attention layers select blocks of tokens by their mean keys (QSA, `kernels/indexer_shape.py`).
+Some linear-attention layers first add embeddings of the last n-grams, rows of a large table (`kernels/reference_ngrams.py`,
+`runtime/ngrams.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .mixtral import expert_tensors, moe_config
 from .qwen3_5_text import FULL, LINEAR, hybrid_config, hybrid_tensors
 from .qwen3_moe import NAMES
 
-# Of training, of layers that guess ahead, which are left out, and how many buffers transformers keeps.
+# Training, MTP layers, which are not loaded, and a buffer count of transformers.
 KEYS_HARMLESS = qwen3_5_moe_text.KEYS_HARMLESS | {"number_of_conv_states"}
 REFUSED_UNLESS = {key: value for key, value in qwen3_5_moe_text.REFUSED_UNLESS.items() if key not in ("norm_topk_prob", "output_gate_type")}
 SIZES = {"vocab_size": 248_320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "moe_intermediate_size": 512}
-INDEXED_ATTENTION = "indexed_attention"  # as transformers names what published configs call full
-SIGMOID_GATES = {"silu": False, "swish": False, "sigmoid": True}  # of what a state gives: is it the sigmoid alone?
-MAX_NGRAM_ROWS, MAX_NGRAM_TABLES = 2**28, 4096  # of a table of n-grams, and of these
+INDEXED_ATTENTION = "indexed_attention"  # transformers' name of what published configs call full_attention
+SIGMOID_GATES = {"silu": False, "swish": False, "sigmoid": True}  # output_gate_type -> whether the gate is a plain sigmoid
+MAX_NGRAM_ROWS, MAX_NGRAM_TABLES = 2**28, 4096  # rows of an n-gram table, and tables
 NGRAM_TABLE = "ple.ple_embedding.ngram_embedding"
 
 
@@ -54,7 +54,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _indexer_config(keys: Keys, config: ModelConfig) -> IndexerConfig:
-    """What chooses, of which all has to be said."""
+    """The indexer, whose keys have no defaults. Raises ConfigError."""
     heads, kv_heads, width, budget, rate = (keys.integer(f"indexer_{name}", high=high) for name, high in (
         ("n_heads", 1024), ("kv_heads", 1024), ("head_dim", 1024), ("budget", 2**27), ("compress_ratio", 4096)))
     rope = int(config.head_dim * next(rope for rope in config.ropes if rope is not None).partial_rotary_factor)
@@ -68,7 +68,7 @@ def _indexer_config(keys: Keys, config: ModelConfig) -> IndexerConfig:
 
 
 def _ngram_config(keys: Keys, config: ModelConfig) -> NgramConfig | None:
-    """The layers that are given rows of n-grams, if any are."""
+    """The n-gram embeddings, None if no layer has any. Raises ConfigError."""
     keys.knows("ple_layer_ids")
     stated = keys.raw.get("ple_layer_ids") or []
     ngram_size, heads = keys.integer("ngram_size", 3, low=2, high=16), keys.integer("heads_per_ngram", 8, high=64)
@@ -123,7 +123,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def _gated_residual_tensors(config: ModelConfig, role: str, prefix: str) -> dict[str, TensorRule]:
-    """What a token's streams say of what a branch reads of them, and of what each gets of it."""
+    """Tensors of the gated residual connection of a branch, `role`, under `prefix`."""
     wide, rank = config.residual_streams * config.hidden_size, config.residual_gate_rank
     return {f"{role}.mix_norm": TensorRule(f"{prefix}hc_norm.weight", (wide,)),
             f"{role}.mix_down": TensorRule(f"{prefix}input_mix_weight_down.weight", (rank, wide)),
@@ -142,7 +142,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
-    """A layer's table of n-grams -> the tensors in which it is stored, with their rows."""
+    """A layer's n-gram table -> the shards that store it, with their rows."""
     ngrams = config.ngrams
     if ngrams is None or layer not in ngrams.layers:
         return {}
@@ -152,8 +152,8 @@ def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, i
 
 @narrowing
 def block(x: object, at: Layer, rows: object | None = None) -> object:
-    """As `llama.block`, of streams x [T, S * D]; `rows` [T, E]: what tokens have in a table of n-grams. Taps see what a branch reads where
-    they see x of other families, but for block_out."""
+    """`llama.block` over streams x [T, S * D]; `rows` [T, E]: the tokens' rows of the n-gram table. Taps see the branches' inputs where
+    they see x in other families, except block_out."""
     ops, w, kv = at.ops, at.w, at.kv
     around_attention, around_mlp = w.gated_residuals
     if w.ngrams is not None:
@@ -172,7 +172,7 @@ def block(x: object, at: Layer, rows: object | None = None) -> object:
 
 
 def attention(x: object, at: Layer) -> object:
-    """What o reads, [T, H * head_dim], of what a branch reads."""
+    """Attention of the branch input x: the input of `o`, [T, H * head_dim]."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     heads, (kv_heads, head_dim) = config.num_attention_heads, config.kv_heads_of(at.number)
     index_linears = () if w.indexer is None else (w.indexer.q, w.indexer.k)

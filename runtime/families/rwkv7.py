@@ -1,9 +1,8 @@
 """RWKV 7, Goose (0.1B to 13.3B): a recurrent model without attention and positions. Both halves of a layer use token shift (interpolation
 with the previous token); time mixing keeps a matrix-valued state per head, channel mixing is an ungated MLP.
 
-The first layer's values reach all others, which are made of them in shares of their own: they are a second stream of a token
-(`ModelConfig.residual_streams`). A config has to have heads and a width of one: there is one of each, as small as they can be, and no layer
-has them.
+Every layer mixes the first layer's values into its own, so these travel in a second residual stream (`ModelConfig.residual_streams`).
+ModelConfig requires attention heads; no layer has any, so they get the smallest valid values.
 """
 
 from __future__ import annotations
@@ -15,26 +14,27 @@ from ..layer import Layer
 from . import TensorRule
 from .deepseek_v3 import check_auto_map
 
-# Of training, of programs, and of attention, which nothing has.
+# Training and runtime settings, and attention, which no layer has.
 KEYS_HARMLESS = frozenset({
     "attn_mode", "clip_epsilon", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm", "l2warp_weight",
     "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "use_l2warp"})
 REFUSED_UNLESS = {"attn": None, "norm_first": True, "sliding_window": None}
-CODE = r"(configuration|modeling)_rwkv7\.RWKV7\w+|fla\.models\.rwkv7\.\w+\.RWKV7\w+"  # of published ones, which this is
-PLACEHOLDER_SIZES = {"num_attention_heads": 1, "num_key_value_heads": 1}  # what no layer has
+CODE = r"(configuration|modeling)_rwkv7\.RWKV7\w+|fla\.models\.rwkv7\.\w+\.RWKV7\w+"  # auto_map of published checkpoints
+PLACEHOLDER_SIZES = {"num_attention_heads": 1, "num_key_value_heads": 1}  # of attention, which no layer has
 ACT = "relu2"
-ACTS = ("sqrelu", ACT)  # two names of one
+ACTS = ("sqrelu", ACT)  # aliases
 SIZES = {"vocab_size": 32_000, "hidden_size": 2048, "num_hidden_layers": 24}
-STREAMS = 2  # what layers work on, and the values of the first
-MIX_LETTERS = ("r", "w", "k", "v", "a", "g")  # as papers call what rows are read for: receptances, decays, keys, values, rates, gates
-MATRIX_TAPS = {"receptance_in": 0, "key_in": 2, "value_in": 3}  # tap -> which of these its matrix reads
+STREAMS = 2  # the residual stream, and the first layer's values
+# Of token-shift mixes, as in the paper: receptance, decay, key, value, in-context learning rate, gate.
+MIX_LETTERS = ("r", "w", "k", "v", "a", "g")
+MATRIX_TAPS = {"receptance_in": 0, "key_in": 2, "value_in": 3}  # tap -> the mix that its matrix reads
 MAX_RANK = 2**16
-# A rank where a config leaves it out, and how many times the root of the width it is about where it says null.
+# Key -> the default rank, and the factor of sqrt(hidden_size) that gives the rank if the key is null.
 LOW_RANKS = {"decay_low_rank_dim": (64, 2.5), "a_low_rank_dim": (64, 2.5), "v_low_rank_dim": (16, 1.7), "gate_low_rank_dim": (128, 5)}
 
 
 def config(keys: Keys) -> ModelConfig:
-    """How long a text may be it does not say, whatever length it was trained with: a state is as large behind any."""
+    """The state has the same size for any context: the maximum here is nominal. Raises ConfigError."""
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=1 << 20, bos=1, eos=(2,), eps_key="norm_eps", norm_eps=1e-5, sizes=SIZES, rotary=False)
     hidden, layers = (base.size(keys, name) for name in ("hidden_size", "num_hidden_layers"))
@@ -71,13 +71,13 @@ def _shape(keys: Keys, hidden: int, layers: int, eps: float) -> Rwkv7Shape:
 
 
 def _default_rank(name: str, hidden: int, head_dim: int) -> int:
-    """The rank of a config that says null."""
+    """The low rank of a key that is null."""
     factor = 1.0 if name == "gate_low_rank_dim" else head_dim / 64
     return max(32, int(round(LOW_RANKS[name][1] * hidden**0.5 * factor / 32) * 32))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role; the first has no shares of its values, and a norm of what enters it."""
+    """Tensors of one layer by role; the first has no value mix, but an entry norm."""
     hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"model.layers.{layer}."
     rules = {role: TensorRule(f"{prefix}{name}.weight", tuple(shape)) for role, name, *shape in (
         ("input_norm", "attn_norm", hidden), ("post_norm", "ffn_norm", hidden), ("state_norm", "attn.g_norm", hidden),
@@ -114,8 +114,8 @@ def _with_biases(rules: dict[str, TensorRule], roles: tuple[str, ...]) -> dict[s
 
 
 def block(x: object, at: Layer) -> object:
-    """Streams x[T, 2 * D] -> x[T, 2 * D]. Taps see block_in and mlp_in before their norms, what each matrix reads of rows on their way to
-    those before (`READ`, and shifted_in of the MLP), state_out and mlp_hidden before the last matrices."""
+    """Streams x[T, 2 * D] -> x[T, 2 * D]. Taps see block_in and mlp_in before their norms, the token-shifted input of each matrix
+    (`MATRIX_TAPS`, and shifted_in of the MLP), state_out and mlp_hidden before the output matrices."""
     ops, w, kv = at.ops, at.w, at.kv
     hidden = ops.first_stream(x, STREAMS)
     if w.entry_norm is not None:

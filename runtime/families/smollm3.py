@@ -23,8 +23,8 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def rotated_layers(keys: Keys) -> tuple[bool, ...]:
-    """Which layers have rotary positions: as `no_rope_layers` lists (where, despite its name, 1 says that they have), else all but the
-    last of every `no_rope_layer_interval`."""
+    """By layer, whether it has RoPE: as `no_rope_layers` lists (in which, despite its name, 1 means RoPE), else all but the last of every
+    `no_rope_layer_interval`."""
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
     interval = keys.integer("no_rope_layer_interval", 4)
     switches = keys.switches("no_rope_layers", layers)

@@ -11,7 +11,7 @@ from .glm4_moe import deepseek_moe_config
 LIKE = glm4_moe
 KEYS_HARMLESS = glm4_moe.KEYS_HARMLESS | {"intermediate_size", "num_nextn_predict_layers"}
 SIZES = {"vocab_size": 196_608, "hidden_size": 4096, "moe_intermediate_size": 1280, "num_hidden_layers": 48, "num_attention_heads": 64}
-CODE = r"(configuration|modeling)_solar_open\.SolarOpen\w+"  # of the published one, which became part of transformers
+CODE = r"(configuration|modeling)_solar_open\.SolarOpen\w+"  # auto_map of the published checkpoint; part of transformers now
 
 
 def config(keys: Keys) -> ModelConfig:

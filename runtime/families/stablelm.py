@@ -1,7 +1,7 @@
 """StableLM (3B, 2 1.6B, 2 12B, Zephyr): the Llama block with biased layer norms, and RoPE on a quarter of each head.
 
-The 12B of StableLM 2 has attention and MLP side by side, and a norm without a bias for every head of q and k apart, each a tensor of its
-own, which a store of the folder stacks (`tensor_views.py`).
+StableLM 2 12B has parallel attention and MLP, and bias-free QK norms with weights for each head, stored as a tensor per head; the store
+stacks them (`tensor_views.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from . import TensorRule, cohere, llama
 KEYS_HARMLESS = frozenset({"rms_norm_eps"})
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 50_304, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 32, "num_attention_heads": 32}
-HEAD_NORMS = {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}  # once they are one
-ROTATED_SHARE = 0.25  # of a head that turns, where a config does not say
+HEAD_NORMS = {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}  # names of the stacked tensors
+ROTATED_SHARE = 0.25  # default partial_rotary_factor
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -38,7 +38,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def stacked_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
-    """Names of a layer's norms of heads -> those under which each head's lies."""
+    """Names of a layer's stacked QK norms -> the stored tensors, one per head."""
     heads = {"q_norm": config.num_attention_heads, "k_norm": config.num_key_value_heads}
     prefixes = {role: f"model.layers.{layer}.self_attn.{name}" for role, name in HEAD_NORMS.items()}
     return {f"{prefix}.weight": tuple(f"{prefix}.norms.{head}.weight" for head in range(heads[role]))
@@ -47,7 +47,7 @@ def stacked_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
 
 @narrowing
 def block(x: object, at: Layer) -> object:
-    """As Llama's block, or Cohere's."""
+    """Llama's block, or Cohere's if attention and MLP are parallel."""
     run = cohere.block if at.config.parallel_block else llama.block
     return run(x, at)
 
@@ -58,7 +58,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 def with_norm_biases(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
-    """The tensors of a layer with biases of its norms before attention and MLP."""
+    """`rules` with biases of the norms before attention and MLP."""
     return {**rules, **{f"{role}_bias": bias_rule(rules[role]) for role in ("input_norm", "post_norm") if role in rules}}
 
 

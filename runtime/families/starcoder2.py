@@ -14,7 +14,7 @@ LIKE = opt
 outer_tensors = stablelm.outer_tensors
 KEYS_HARMLESS = frozenset({"embedding_dropout", "residual_dropout", "rms_norm_eps"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_type": "default", "norm_type": "layer_norm"}
-MLP_NAMES = {"up": "mlp.c_fc", "down": "mlp.c_proj"}  # as the checkpoints call them
+MLP_NAMES = {"up": "mlp.c_fc", "down": "mlp.c_proj"}  # role -> name in checkpoints
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -1,8 +1,7 @@
 """Step 3.5 Flash and Step 3.7 Flash (StepFun, 196B-A11B): windowed layers with more query heads and RoPE parameters of their own, per-head
 attention gates, and corrected sigmoid routing with a shared expert. Gates of the last layers' experts are clamped.
 
-Checkpoints hold the experts of a layer one behind the other in three tensors. Lists by layer may go on for layers that guess ahead, which
-are not read.
+Checkpoints stack a layer's experts in three tensors. Lists by layer may continue for MTP layers.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from .mixtral import expert_tensors, gate_limits, moe_config
 from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
-# Names of older configs, those of code that checkpoints brought, by those of transformers.
+# Key of older configs, written for the checkpoints' own code -> transformers' key.
 OLD_KEYS = {"moe_num_experts": "n_routed_experts", "moe_top_k": "num_experts_per_tok", "num_attention_groups": "num_key_value_heads",
             "share_expert_dims": "share_expert_dim", "num_mtp_layers": "num_nextn_predict_layers"}
 GATE_LIMIT_KEYS = "swiglu_limits", "swiglu_limits_shared"
 BY_LAYER_KEYS = "layer_types", "mlp_layer_types", "partial_rotary_factors", "rope_theta", *GATE_LIMIT_KEYS
 WINDOWED_ATTENTION_KEY, MOE_LAYERS_KEY = "attention_other_setting", "moe_layers_enum"
-# Of layers that guess ahead, of training and of other programs.
+# MTP layers, training, and settings of other programs.
 KEYS_HARMLESS = frozenset({"max_seq_len", "moe_layer_offset", "mtp_layer_types", "mtp_mlp_layer_types", "need_fp32_gate", "gating"})
 REFUSED_UNLESS = {
     "mlp_bias": False, "moe_every_n_layer": 1, "moe_router_activation": "sigmoid", "norm_expert_weight": True, "sink": False,
     "use_bidirectional_attention": False, "use_head_wise_attn_gate": True, "use_mfa": False, "use_moe": True, "use_moe_router_bias": True,
     "use_qk_norm": True, "yarn_only_types": [GLOBAL], "zero_centered": True}
 SIZES = {"vocab_size": 128_815, "hidden_size": 4096, "intermediate_size": 11_264, "num_hidden_layers": 45, "num_attention_heads": 64}
-CODE = r"(configuration|modeling)_step3p5\.Step3p5\w+"  # of the published ones, which became part of transformers
+CODE = r"(configuration|modeling)_step3p5\.Step3p5\w+"  # auto_map of published checkpoints; part of transformers now
 FIRST_SPARSE = 3
 
 
@@ -65,7 +64,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _with_transformers_names(keys: Keys, layers: int, mtp_layers: int) -> dict[str, object]:
-    """What an older config says, by the names of the newer ones; lists end with the last layer that is read."""
+    """An older config's values under transformers' keys; lists by layer are cut to the decoder's layers. Raises ConfigError."""
     renamed = {name: keys.raw[old_name] for old_name, name in OLD_KEYS.items() if keys.holds(old_name) and not keys.holds(name)}
     for name in BY_LAYER_KEYS:
         value = keys.raw.get(name)
@@ -82,7 +81,7 @@ def _with_transformers_names(keys: Keys, layers: int, mtp_layers: int) -> dict[s
 
 
 def _windowed_query_heads(keys: Keys, config: ModelConfig) -> int:
-    """How many query heads layers with a window have. Raises ConfigError where they differ in more than that."""
+    """Query heads of layers with a window. Raises ConfigError if these layers differ from the others in more than that."""
     section = keys.section(WINDOWED_ATTENTION_KEY) or {}
     for name, expected in (("num_attention_groups", config.num_key_value_heads), ("head_dim", config.head_dim),
                            ("true_head_dim", config.head_dim), ("attention_type", LOCAL)):
@@ -96,7 +95,7 @@ def _windowed_query_heads(keys: Keys, config: ModelConfig) -> int:
     if heads % config.num_key_value_heads:
         raise ConfigError(f"config.json: layers with a window have {heads} heads, which is not a multiple of num_key_value_heads "
                           f"{config.num_key_value_heads}")
-    by_layer = keys.section("per_layer_config") or {}  # which transformers makes of it
+    by_layer = keys.section("per_layer_config") or {}  # transformers writes this
     if any(each != {"num_attention_heads": heads} for each in by_layer.values()):
         raise ConfigError("config.json: per_layer_config has more than num_sliding_attention_heads, which is not supported",
                           "layers with a window may differ only in query heads")
@@ -104,8 +103,8 @@ def _windowed_query_heads(keys: Keys, config: ModelConfig) -> int:
 
 
 def _rope(keys: Keys, kind: str, first: int, head_dim: int, positions: int) -> RopeConfig:
-    """Rotary positions of one kind of layers, of which `first` is one: its own section's, else by the older keys, of which rope_scaling is
-    about layers without a window alone."""
+    """RoPE of the layers of one kind, the first of which is `first`: from the kind's section, else from older keys, in which rope_scaling
+    applies to layers without a window only."""
     section = (keys.section("rope_parameters") or {}).get(kind)
     if not isinstance(section, dict):
         section = {name: value[first] if isinstance(value, list) and first < len(value) else value for name, value in (
@@ -117,7 +116,7 @@ def _rope(keys: Keys, kind: str, first: int, head_dim: int, positions: int) -> R
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role, by their published names."""
+    """Tensors of one layer by role, under their published names."""
     prefix = f"model.layers.{layer}."
     rules = expert_tensors(config, layer, "moe", NAMES, correction="router_bias")
     rules = {role: replace(rule, name=rule.name.replace(".moe.shared_experts.", ".share_expert.")) for role, rule in rules.items()}

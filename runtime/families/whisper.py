@@ -1,7 +1,7 @@
 """Whisper, speech to text: OPT's layers with cross attention to the audio between self-attention and MLP.
 
-What checkpoints count as a layer of the decoder is two here: attention to the text, and attention to the sound with the MLP. Of a text
-without a sound the second is an MLP alone. Keys and values of a sound are made once (`runtime/kv/cross_attention_cache.py`).
+A decoder layer of the checkpoint is two layers here: self-attention, then cross-attention with the MLP. Without audio the second is an MLP
+alone. Keys and values of audio are computed once (`runtime/kv/cross_attention_cache.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from . import TensorRule
 from .llama import attention
 from .opt import feed_forward
 
-# Of the encoder, which `runtime/audio/whisper.py` reads, of training, and of how an answer begins, which generation_config.json says too.
+# The encoder, which `runtime/audio/whisper.py` reads; training; and forced tokens, which generation_config.json states too.
 KEYS_HARMLESS = frozenset({
     "activation_dropout", "apply_spec_augment", "classifier_proj_size", "decoder_layerdrop", "dropout",
     "encoder_attention_heads", "encoder_ffn_dim", "encoder_layerdrop", "encoder_layers", "forced_decoder_ids", "head_dim", "hidden_act",
@@ -23,7 +23,7 @@ KEYS_HARMLESS = frozenset({
     "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
     "use_weighted_layer_sum"})
 REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
-# What sizes of the decoder are called, and what they are where nothing is said.
+# Standard key -> Whisper's, and its default.
 SIZES = {"hidden_size": ("d_model", 384), "num_hidden_layers": ("decoder_layers", 4), "num_attention_heads": ("decoder_attention_heads", 6),
          "intermediate_size": ("decoder_ffn_dim", 1536), "max_position_embeddings": ("max_target_positions", 448)}
 DEFAULTS = Defaults(max_position_embeddings=448, bos=50_256, eos=(50_256,), tied=True, act=("activation_function", "gelu"), rotary=False,
@@ -41,7 +41,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of half of a stored layer by role, `[N, K]` as stored."""
+    """Tensors of one layer, half of a stored one, by role."""
     hidden, ffn, is_cross = config.hidden_size, config.intermediate_size, layer in config.cross_attention_layers
     attention_name = "encoder_attn" if is_cross else "self_attn"
     linears = {role: (f"{attention_name}.{role}_proj", hidden, hidden) for role in "qkv"}
@@ -61,7 +61,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    """Embedding, positions, last norm and, unless tied to the embedding, the head."""
+    """Embedding, positions, final norm and, unless tied to the embedding, the head."""
     table, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
     rules = {"embed": TensorRule("model.decoder.embed_tokens.weight", table),
              "positions": TensorRule("model.decoder.embed_positions.weight", (config.max_position_embeddings, hidden)),
@@ -75,7 +75,7 @@ def _norm(role: str, name: str, width: int) -> dict[str, TensorRule]:
 
 @narrowing
 def block(x: object, at: Layer) -> object:
-    """`opt.block` in two; a tap sees what goes into the matrices at the sound but k and v, of tokens that hear one."""
+    """Half of a decoder layer. Taps of cross-attention see the inputs of all matrices but k and v, for tokens with audio."""
     ops, w, kv, config = at.ops, at.w, at.kv, at.config
     if at.number not in config.cross_attention_layers:
         x = attention(x, at)

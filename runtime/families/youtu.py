@@ -11,7 +11,7 @@ LIKE = deepseek_v3
 KEYS_HARMLESS = frozenset({"embedding_initializer_range", "qk_head_dim"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "n_routed_experts": None, "sliding_window": None}
 SIZES = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 16}
-CODE = r"(configuration|modeling)_youtu\.Youtu\w+"  # of the published ones, which became part of transformers
+CODE = r"(configuration|modeling)_youtu\.Youtu\w+"  # auto_map of published checkpoints; part of transformers now
 
 
 def config(keys: Keys) -> ModelConfig:

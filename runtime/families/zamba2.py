@@ -1,9 +1,9 @@
 """Zamba 2 (1.2B, 2.7B, 7B): Mamba 2 in every layer, some preceded by a shared block of attention and MLP.
 
-Of such blocks there are one or two, which take turns. One reads the stream and the embedding beside it, twice the model's width, so the two
-are two streams of a token here (`ModelConfig.residual_streams`). What it gives goes through a matrix of the layer's own and is added to
-what the state space reads, not to the stream. A layer has branches of low rank beside the block's matrices; these, and the blocks, lie
-under the names of the first layer that a block is lent to. Steps are not kept above time_step_min, as in `nemotron_h.py`.
+There are one or two shared blocks, used in turn. A block reads the residual stream concatenated with the embedding, so the embedding is a
+second stream (`ModelConfig.residual_streams`). Its output goes through a matrix of the layer and is added to the state space's input, not
+to the stream. Each layer has low-rank adapters of the block's matrices; they, and the blocks, are stored under the first layer that uses
+the block. dt is not clamped to time_step_min, as in `nemotron_h.py`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ..weights.shared_block_weights import ATTENTION, WIDE, block_of, block_role
 from . import TensorRule, llama
 from .granitemoehybrid import mamba_tensors
 
-# Of training, of programs, and what follows from others.
+# Training and runtime settings, and keys that follow from others.
 KEYS_HARMLESS = frozenset({
     "attention_hidden_size", "chunk_size", "ffn_hidden_size", "hybrid_layer_ids", "kv_channels", "layer_types", "num_logits_to_keep",
     "num_query_groups", "time_step_floor", "time_step_max", "time_step_min", "use_conv_bias", "use_mamba_kernels", "use_mem_eff_path"})
 REFUSED_UNLESS = {"add_bias_linear": False, "sliding_window": None, "use_long_context": False, "use_shared_mlp_adapter": True}
 SIZES = {"vocab_size": 32_000, "hidden_size": 2560, "num_hidden_layers": 54, "num_attention_heads": 32}
 MAMBA, HYBRID = ("linear_attention", "mamba"), "hybrid"
-STREAMS = 2  # what layers work on, and the embedding
-NORM_EPS = 1e-5  # of the norm behind a state
+STREAMS = 2  # the residual stream, and the embedding
+NORM_EPS = 1e-5  # default, and always that of the state space's output norm
 DEFAULT_KINDS = (MAMBA[0], *((*[MAMBA[0]] * 5, HYBRID) * 7), *[MAMBA[0]] * 4, HYBRID, *[MAMBA[0]] * 3, HYBRID, *[MAMBA[0]] * 2)
 
 
@@ -45,7 +45,7 @@ def config(keys: Keys) -> ModelConfig:
         recurrent_layers=all_layers, layers_without_mlp=all_layers, hybrid_layers=hybrid, num_shared_blocks=shared_blocks,
         shared_attention_lora=keys.flag("use_shared_attention_adapter", False), residual_streams=STREAMS,
         low_rank_dim=keys.integer("adapter_rank", 128, high=2**16))
-    if not config.tie_word_embeddings:  # as transformers has it, layers share nothing then
+    if not config.tie_word_embeddings:  # in transformers the layers share nothing then
         raise ConfigError("config.json: tie_word_embeddings = false is not supported for zamba2 models",
                           "published models of this family tie their output head")
     if config.shared_attention_lora and config.num_key_value_heads != heads:
@@ -56,7 +56,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _divided(keys: Keys, name: str, total: int, parts: int, parts_key: str) -> int:
-    """A width that follows from others, and what a config says of it. Raises ConfigError."""
+    """`total / parts`, which the config may state as `name`. Raises ConfigError if it does not divide or is stated otherwise."""
     stated = keys.integer(name, None, high=2**20)
     if total % parts or stated not in (None, total // parts):
         also_stated = "" if stated is None else f", and stated as {stated}"
@@ -76,7 +76,7 @@ def _shape(keys: Keys, hidden: int) -> Mamba2Shape:
 
 
 def _hybrid_layers(keys: Keys, layers: int) -> tuple[int, ...]:
-    """The layers with a shared block. Raises ConfigError for none, and for kinds of layers that nobody knows."""
+    """The layers with a shared block. Raises ConfigError if there are none, and for unknown kinds of layers."""
     kinds = keys.words("layers_block_type", layers) or (DEFAULT_KINDS if layers == len(DEFAULT_KINDS) else ())
     if unknown := next((kind for kind in kinds if kind not in (*MAMBA, HYBRID)), None):
         raise ConfigError(f"config.json: layers_block_type holds {show(unknown)}, which is not supported",
@@ -109,7 +109,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def _shared_block_prefix(config: ModelConfig, block: int) -> str:
-    """Where a shared block lies: in the first layer that it is lent to."""
+    """The prefix of a shared block's tensors: in the first layer that uses it."""
     return f"model.layers.{config.hybrid_layers[block]}.shared_transformer."
 
 
@@ -133,8 +133,8 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 def block(x: object, at: Layer) -> object:
-    """Streams x[T, 2 * D] -> x[T, 2 * D]. A tap sees in block_in what the state space reads, and of a shared block q, k, v, attn_out and,
-    before the layer's own matrix, lent_in."""
+    """Streams x[T, 2 * D] -> x[T, 2 * D]. Taps see block_in, the state space's input, and of a shared block q, k, v, attn_out and lent_in,
+    the input of the layer's own matrix."""
     ops, w = at.ops, at.w
     hidden = ops.first_stream(x, at.config.residual_streams)
     if w.shared_block is not None:
@@ -150,7 +150,7 @@ def block(x: object, at: Layer) -> object:
 
 
 def _shared_block_output(x: object, at: Layer) -> object:
-    """What the block that the layer is lent makes of both streams, [T, D]."""
+    """The shared block's output for both streams, [T, D]."""
     ops, w, positions, rope, config = at.ops, at.w, at.positions, at.rope, at.config
     use, block = w.shared_block, w.shared_block.block
     projections = ops.norm_linear(x, block.input_norm, [block.q, block.k, block.v])

@@ -2,8 +2,8 @@
 (`kernels/cca_shape.py`), and a MoE with at most one of sixteen experts per token, picked by a small router network that builds on the
 previous layer's router. The residual stream and the branches have learned per-channel scales and offsets.
 
-What routers begin with lies in a second stream of a token (`ModelConfig.residual_streams`), so code that cuts or carries streams need not
-know it.
+The previous router's state travels in a second residual stream (`ModelConfig.residual_streams`), so code that slices or copies streams
+needs no case for it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from . import TensorRule, llama
 from .mixtral import moe_config, moe_tensors
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"intermediate_size"})  # of no layer
+KEYS_HARMLESS = frozenset({"intermediate_size"})  # no layer has a dense MLP
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False}
 SIZES = {"vocab_size": 262_272, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 8, "moe_intermediate_size": 2048}
 FULL, LOCAL = "hybrid", "hybrid_sliding"
 ROPES = {FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
-         LOCAL: {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}  # where a config has no sections
-STREAMS = 2  # what layers work on, and what routers begin with
-IN_PROJ_PARTS = ("q_proj", "k_proj", "v_proj_delayed", "v_proj_current")  # of the one product that reads a layer's input
+         LOCAL: {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}  # if the config has no sections
+STREAMS = 2  # the residual stream, and the routers' state
+IN_PROJ_PARTS = ("q_proj", "k_proj", "v_proj_delayed", "v_proj_current")  # in the order of the fused matrix
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -58,7 +58,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _without_rope_type(keys: Keys) -> Keys:
-    """The same without a kind of rotary positions beside their sections, which a published config has and transformers takes out."""
+    """The keys without rope_type beside the sections of rope_parameters, which a published config has and transformers removes."""
     sections = keys.section("rope_parameters")
     if sections is None or "rope_type" not in sections:
         return keys
@@ -102,7 +102,7 @@ FUSED_IN_PROJ = "in_proj.weight"
 
 
 def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
-    """The product that reads a layer's input -> the tensors in which it is stored, with their rows."""
+    """A layer's fused input projection -> the tensors that store it, with their rows."""
     shape, prefix = config.recurrent, f"model.layers.{layer}.self_attn.qkv_proj."
     part_rows = shape.values, shape.convolved - shape.values, shape.half, shape.half
     stored = tuple((f"{prefix}{part}.weight", rows) for part, rows in zip(IN_PROJ_PARTS, part_rows, strict=True))
@@ -116,7 +116,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 @narrowing
 def block(x: object, at: Layer) -> object:
-    """Streams x[T, 2 * D] -> x[T, 2 * D], with the taps of `llama.block` over what a layer works on."""
+    """Streams x[T, 2 * D] -> x[T, 2 * D], with the taps of `llama.block` over the first stream."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     hidden = ops.first_stream(x, STREAMS)
     if w.input_scale is not None:
