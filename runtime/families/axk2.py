@@ -32,7 +32,7 @@ def config(keys: Keys) -> ModelConfig:
     if (groups is None) != (top_groups is None):
         raise ConfigError(f"config.json: n_group is {show(groups)} and topk_group {show(top_groups)}", "models state both, or neither")
     moe = deepseek_moe_config(keys, base.size(keys, "num_hidden_layers"), 128, 8, 1, True, 2.5, 512)
-    config = sparse_mla_config(keys, base, MLA_DIMS, QUERY_RANK, (1, 1), 16, False, own=replace(moe, parallel_to_mlp=True))
+    config = sparse_mla_config(keys, base, MLA_DIMS, QUERY_RANK, (1, 1), 16, False, moe=replace(moe, parallel_to_mlp=True))
     if config.o_bias:
         raise ConfigError("config.json: attention_bias = true is not supported for axk2 models",
                           "this family runs only with attention_bias = false")

@@ -1,9 +1,9 @@
 """Ling 3 (tiny 7.9B-A1.3B, and flash): Kimi Delta Attention with bounded decays, latent attention with per-head gates in the last layer of
 every group, and DeepSeek V3's MoE.
 
-Decays and gates of every channel come of the input at once. Checkpoints hold queries, keys and values of linear attention in matrices of
-their own, as Kimi Linear's do (`tensor_views.py`). Gates of flash's last experts have bounds, with which it was trained; the code that was
-published beside it, and transformers', pass over them. Ling 2.5 and 2.6 state the same type, are other models and refused.
+Decays and gates are projected from the input by full-rank matrices. Checkpoints hold q, k and v of linear attention in separate matrices,
+as Kimi Linear's do (`tensor_views.py`). Gates of the experts in flash's last layers are clamped, as in training; the published code and
+transformers ignore these limits. Ling 2.5 and 2.6 have the same model_type but are other models, and are refused.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .qwen3_5_text import FULL, LINEAR
 from .qwen3_moe import NAMES
 
 LIKE = kimi_linear
-CLAMPS = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"  # how large gates of experts get, by layer; 0 for no bound
-# Of training and of the layer behind; rotary_dim and qk_head_dim are what others say.
+GATE_LIMIT_KEYS = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"  # by layer, 0: no limit
+# Training and the MTP layer; rotary_dim and qk_head_dim follow from other keys.
 KEYS_HARMLESS = frozenset({"embedding_dropout", "max_window_layers", "mtp_loss_scaling_factor", "mtp_use_kda", "output_dropout",
                            "qk_head_dim", "rotary_dim", "router_dtype"})
 REFUSED_UNLESS = {
@@ -34,23 +34,23 @@ REFUSED_UNLESS = {
     "use_qk_norm": True, "use_qkv_bias": False, "value_norm": False}
 SIZES = {"vocab_size": 157_184, "hidden_size": 2560, "intermediate_size": 6144, "num_hidden_layers": 42, "num_attention_heads": 32}
 MLA_DIMS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-CODE = r"(configuration|modeling)_bailing_(moe_v3|hybrid)\.Bailing(MoeV3|Hybrid)\w+"  # of the published ones
-EARLIER = "MoeV2"  # in the architectures of models of this type with another linear attention
+CODE = r"(configuration|modeling)_bailing_(moe_v3|hybrid)\.Bailing(MoeV3|Hybrid)\w+"  # original code
+UNSUPPORTED = "MoeV2"  # in `architectures` of models of the same model_type with another linear attention
 PLACE = "attention"
 NO_BOUND = 0.0
 
 
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
-    keys.number("partial_rotary_factor", None)  # of a head, of which a part is set apart that turns as a whole
-    if any(EARLIER in str(name) for name in keys.raw.get("architectures") or ()):
+    keys.number("partial_rotary_factor", None)  # implied by qk_rope_head_dim
+    if any(UNSUPPORTED in str(name) for name in keys.raw.get("architectures") or ()):
         raise ConfigError(f"config.json: architectures {show(keys.raw['architectures'])} is not supported for bailing_hybrid models",
                           "its linear attention differs; Ling 2 (bailing_moe_v2) and Ling 3 run")
     named = keys.saying(**{name: keys.raw[own] for name, own in PUBLISHED_KEYS.items() if keys.holds(own)})
     base = Defaults(max_position_embeddings=262_144, eos=(156_895,), theta=6e6, sizes=SIZES)
     layers, heads = base.size(keys, "num_hidden_layers"), base.size(keys, "num_attention_heads")
-    stated = keys.raw.get("kda_lower_bound", -5.0)
-    bound = -stated if type(stated) in (int, float) else NO_BOUND
+    lower_bound = keys.raw.get("kda_lower_bound", -5.0)
+    bound = -lower_bound if type(lower_bound) in (int, float) else NO_BOUND
     keys.knows("kda_lower_bound")
     if not 0 < bound < 1e3:
         raise keys.fail("kda_lower_bound", "a number below 0")
@@ -64,10 +64,10 @@ def config(keys: Keys) -> ModelConfig:
     moe = moe_config(named, 512, 8, width, named.flag("norm_topk_prob", True), sparse, sigmoid=True, correction_bias=True,
                      routed_scale=keys.number("routed_scaling_factor", 2.5),
                      shared_expert_dim=shared * named.integer("n_shared_experts", 1, low=0, high=MAX_EXPERTS) or None)
-    ahead = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
+    mtp_layers = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
     config = mla_config(named, base, MLA_DIMS, None, True, moe=with_expert_groups(named, moe, 8, 4), recurrent=shape, output_gate=True,
-                        output_gate_per_head=True, recurrent_layers=_linear(keys, layers), mtp_layers=ahead,
-                        gate_limits=gate_limits(keys, CLAMPS, sparse, layers, ahead))
+                        output_gate_per_head=True, recurrent_layers=_linear(keys, layers), mtp_layers=mtp_layers,
+                        gate_limits=gate_limits(keys, GATE_LIMIT_KEYS, sparse, layers, mtp_layers))
     if config.qkv_bias:
         raise ConfigError("config.json: attention_bias = true is not supported for bailing_hybrid models",
                           "this family runs only with attention_bias = false")
@@ -76,7 +76,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _linear(keys: Keys, layers: int) -> tuple[int, ...]:
-    """The layers of linear attention: as layer_types says, else all but the last of every group."""
+    """The layers with linear attention: as layer_types lists them, by default all but the last of every group."""
     group = keys.integer("layer_group_size", 6, high=MAX_LAYERS)
     kinds = keys.words("layer_types", layers)
     if kinds is None and layers % group:
@@ -111,5 +111,5 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
-    """As OLMo Hybrid's, under the name that attention has in every layer."""
+    """As of OLMo Hybrid, with this family's name of attention."""
     return olmo_hybrid.joined_rows(config, layer, PLACE)

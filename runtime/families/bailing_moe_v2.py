@@ -13,7 +13,7 @@ from .deepseek_v3 import check_auto_map, with_expert_groups
 from .mixtral import MAX_EXPERTS, expert_tensors, moe_config
 from .qwen3_moe import NAMES
 
-# Of training, and windows that are not used.
+# Training, and windows that are not used.
 KEYS_HARMLESS = frozenset({"embedding_dropout", "max_window_layers", "mtp_loss_scaling_factor", "num_token_max", "output_dropout",
                            "router_dtype", "use_sliding_window"})
 REFUSED_UNLESS = {
@@ -21,7 +21,7 @@ REFUSED_UNLESS = {
     "use_bias": False, "use_qk_norm": True, "use_qkv_bias": False, "use_rmsnorm": True, "using_split_qkv_in_self_attention": False}
 CODE = r"(configuration|modeling)_bailing_moe_v2\.BailingMoeV2\w+"
 ATTENTION = {"q_norm": "query_layernorm", "k_norm": "key_layernorm", "o": "dense"}
-JOINED = {"attention.query_key_value": ("q", "k", "v")}
+FUSED = {"attention.query_key_value": ("q", "k", "v")}
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -33,11 +33,10 @@ def config(keys: Keys) -> ModelConfig:
         return (rope_config(keys, head_dim, positions, 600_000.0, partial=True, share=share),) * layers
 
     first = keys.integer("first_k_dense_replace", 0, low=0, high=layers)
-    shared = keys.integer("moe_shared_expert_intermediate_size", width, high=2**22) * keys.integer("num_shared_experts", 0, low=0,
-                                                                                                   high=MAX_EXPERTS)
+    shared_experts = keys.integer("num_shared_experts", 0, low=0, high=MAX_EXPERTS)
+    shared = keys.integer("moe_shared_expert_intermediate_size", width, high=2**22) * shared_experts
     moe = moe_config(keys, 16, 2, width, keys.flag("norm_topk_prob", True), range(first, layers), sigmoid=True,
-                     shared_expert_dim=shared or None,
-                     correction_bias=keys.flag("moe_router_enable_expert_bias", True),
+                     shared_expert_dim=shared or None, correction_bias=keys.flag("moe_router_enable_expert_bias", True),
                      routed_scale=keys.number("routed_scaling_factor", 1.0))
     base = Defaults(max_position_embeddings=16_384)
     return decoder_config(keys, base, ropes, qk_norm=True, moe=with_expert_groups(keys, moe, 1, 1),
@@ -48,7 +47,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     rules, prefix = expert_tensors(config, layer, "mlp", NAMES, correction="gate.expert_bias"), f"model.layers.{layer}.attention."
     for role, name in ATTENTION.items():
         rules[role] = replace(rules[role], name=f"{prefix}{name}.weight")
-    return fused(rules, layer, JOINED)
+    return fused(rules, layer, FUSED)
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:

@@ -1,7 +1,7 @@
 """BitNet b1.58 (2B-4T): the Llama block with squared ReLU in its MLP, and sub-norms before o and down.
 
-Its matrices are trained to be -1, 0 or 1 times a number; `quantization_config` says how a checkpoint holds them (`imported_ternary.py`).
-Without that section they are what they are.
+Its matrices are ternary, with one scale each; `quantization_config` says how a checkpoint packs them (`imported_ternary.py`). Without that
+section they are plain tensors.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from .deepseek_v3 import check_auto_map
 
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 128_256, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 30, "num_attention_heads": 20}
-CODE = r"(configuration|modeling)_bitnet\.BitNet\w+"  # of the published one, which became part of transformers
-SUB_NORMS = {"o": "attn_sub_norm", "down": "ffn_sub_norm"}  # matrix -> the role of the norm of what goes into it
+CODE = r"(configuration|modeling)_bitnet\.BitNet\w+"  # original code of what transformers has adopted
+SUB_NORMS = {"o": "attn_sub_norm", "down": "ffn_sub_norm"}  # matrix -> role of the norm of its input
 
 
 def config(keys: Keys) -> ModelConfig:

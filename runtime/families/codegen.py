@@ -1,6 +1,6 @@
 """CodeGen 1 and 2 (350M to 16B): GPT-J with fused QKV (in the order q, v, k), in four parts because it was trained on four devices.
 
-A store of the folder takes them apart (`tensor_views.py`).
+`tensor_views.py` splits them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from . import gptj
 from .gpt2 import PREFIX
 
 LIKE = gptj
-PARTS, ORDER = 4, ("q", "v", "k")  # of the matrix, and what each holds one behind the other
+PARTS, ORDER = 4, ("q", "v", "k")  # parts of the fused matrix, and their order within each
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -26,7 +26,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
-    """Names of a layer's q, k and v -> that of what they lie in, and their rows there."""
+    """Name of a layer's q, k or v -> (fused matrix, rows)."""
     prefix = f"{PREFIX}h.{layer}.attn."
     rows = np.arange(3 * config.hidden_size).reshape(PARTS, len(ORDER), -1)
     return {f"{prefix}{role}_proj.weight": (f"{prefix}qkv_proj.weight", rows[:, i].reshape(-1)) for i, role in enumerate(ORDER)}

@@ -19,13 +19,13 @@ THETA = 500_000.0  # of this family alone, not of Cohere 2
 
 
 def config(keys: Keys) -> ModelConfig:
-    normed = keys.flag("use_qk_norm", False)
-    return cohere_config(keys, THETA, qk_norm=normed, qk_norm_per_head=normed)
+    qk_norm = keys.flag("use_qk_norm", False)
+    return cohere_config(keys, THETA, qk_norm=qk_norm, qk_norm_per_head=qk_norm)
 
 
 def cohere_config(keys: Keys, theta: float = 10_000.0, **features: object) -> ModelConfig:
-    """What all families of these blocks share; `theta` as of `Defaults`. Heads are as wide as the model together, whatever is stated of
-    one."""
+    """The config of a family with Cohere's block. `theta`: default of rope_theta; `features`: further fields of the ModelConfig. Raises
+    ConfigError if the heads do not add up to hidden_size."""
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=8192, bos=5, eos=(255_001,), eps_key="layer_norm_eps", norm_eps=1e-5, tied=True, sizes=SIZES,
                     theta=theta, rope={"interleaved": True})
@@ -46,8 +46,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 @narrowing
 def block(x: object, at: Layer) -> object:
-    """As Llama's block, taps too. What was attended to waits while the MLP, with a gate or without, or experts, which read what attention
-    read, add to x."""
+    """Attention and MLP (or experts) in parallel, with the taps of Llama's block. The MLP is added to x first, because it reads the same
+    input as attention; then the attention output."""
     ops, w, positions, rope, config = at.ops, at.w, at.positions, at.rope, at.config
     at.tap("block_in", x)
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])

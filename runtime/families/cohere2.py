@@ -11,18 +11,18 @@ from .cohere import cohere_config
 from .qwen2 import layer_windows
 
 LIKE = cohere
-# The published ones say the pattern by another name too, and which cache they would like.
+# Published configs repeat the pattern under another name, and name a cache class.
 KEYS_HARMLESS = cohere.KEYS_HARMLESS | {"cache_implementation", "layer_switch"}
 REFUSED_UNLESS = {
     **{key: value for key, value in cohere.REFUSED_UNLESS.items() if key not in ("layer_types", "sliding_window")},
     "order_of_interleaved_layers": "local_attn_first"}
-USUAL_WINDOW, USUAL_EVERY = 4096, 4
+DEFAULT_WINDOW, DEFAULT_PATTERN = 4096, 4
 
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", cohere.SIZES["num_hidden_layers"], high=MAX_LAYERS)
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else USUAL_WINDOW)
-    every = keys.integer("sliding_window_pattern", USUAL_EVERY)
+    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else DEFAULT_WINDOW)
+    every = keys.integer("sliding_window_pattern", DEFAULT_PATTERN)
     windows = layer_windows(keys, window, tuple(LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)))
 
     return cohere_config(keys, windows=windows, rotary_layers=[window is not None for window in windows])

@@ -18,7 +18,7 @@ REFUSED_UNLESS = {
     **{key: value for key, value in cohere.REFUSED_UNLESS.items() if key not in ("layer_types", "sliding_window")},
     "order_of_interleaved_layers": "local_attn_first", "use_qk_norm": False}
 CHOICES, SUMS = {"softmax": "softmax", "sigmoid": "sigmoid"}, {"average": "average", "sum": "sum"}
-HALF = 0.5
+HALF = 0.5  # weight of routed and of shared experts, if they are averaged
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -37,8 +37,8 @@ def config(keys: Keys) -> ModelConfig:
 
     shared = keys.integer("num_shared_experts", 0, low=0, high=MAX_EXPERTS)
     averaged = keys.choice("shared_expert_combination_strategy", SUMS, "average") == "average" and shared > 0
-    sigmoid, summed = keys.choice("expert_selection_fn", CHOICES, "softmax") == "sigmoid", keys.flag("norm_topk_prob", True)
-    moe = moe_config(keys, 8, 2, width, summed or not sigmoid, sparse, sigmoid=sigmoid, routed_scale=HALF if averaged else 1.0,
+    sigmoid, renormalise = keys.choice("expert_selection_fn", CHOICES, "softmax") == "sigmoid", keys.flag("norm_topk_prob", True)
+    moe = moe_config(keys, 8, 2, width, renormalise or not sigmoid, sparse, sigmoid=sigmoid, routed_scale=HALF if averaged else 1.0,
                      shared_expert_dim=width * shared or None)
     dense = keys.integer("prefix_dense_intermediate_size", width, high=2**22)
     rotary_layers = [window is not None or layer not in sparse and dense_every == 1 for layer, window in enumerate(windows)]

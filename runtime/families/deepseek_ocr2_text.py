@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import REQUIRED, Keys
 from . import TensorRule
-from .deepseek_v2 import by_method
+from .deepseek_v2 import with_topk_method
 from .glm4_moe import shared_moe_config
 from .glm4_moe_lite import sparse_layers_after
 from .mixtral import expert_tensors
@@ -23,16 +23,16 @@ SIZES = {"vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 11_008
 
 
 def config(keys: Keys) -> ModelConfig:
-    return with_mixture(keys, Defaults(max_position_embeddings=2048, bos=1, eos=(2,), sizes=SIZES), REQUIRED, 1407)
+    return config_with_moe(keys, Defaults(max_position_embeddings=2048, bos=1, eos=(2,), sizes=SIZES), REQUIRED, 1407)
 
 
-def with_mixture(keys: Keys, base: Defaults, per_token: object, width: int, **features: object) -> ModelConfig:
+def config_with_moe(keys: Keys, base: Defaults, per_token: object, width: int, **features: object) -> ModelConfig:
     """`per_token` and the `width` inside an expert are defaults; `features` are what the family decides besides."""
     layers = base.size(keys, "num_hidden_layers")
-    own = shared_moe_config(keys, layers, 64, per_token, 0, False, width, 2)
-    own = replace(by_method(keys, own), layers=sparse_layers_after(keys, layers, 1))
+    moe = shared_moe_config(keys, layers, 64, per_token, 0, False, width, 2)
+    moe = replace(with_topk_method(keys, moe), layers=sparse_layers_after(keys, layers, 1))
     bias = keys.flag("attention_bias", False)
-    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, moe=own, **features)
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, moe=moe, **features)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -20,14 +20,14 @@ GREEDY, LIMITED = "greedy", "group_limited_greedy"
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=2048, sizes=SIZES, bos=1, eos=(2,))
-    own = by_method(keys, shared_moe_config(keys, base.size(keys, "num_hidden_layers"), 64, REQUIRED, 0, False, 1407, 2))
-    return mla_config(keys, base, deepseek_v3.MLA_DIMS, deepseek_v3.QUERY_RANK, True, moe=own)
+    moe = with_topk_method(keys, shared_moe_config(keys, base.size(keys, "num_hidden_layers"), 64, REQUIRED, 0, False, 1407, 2))
+    return mla_config(keys, base, deepseek_v3.MLA_DIMS, deepseek_v3.QUERY_RANK, True, moe=moe)
 
 
-def by_method(keys: Keys, own: MoEConfig) -> MoEConfig:
+def with_topk_method(keys: Keys, moe: MoEConfig) -> MoEConfig:
     """The mixture with groups of experts, where the config chooses experts by them. Raises ConfigError."""
     keys.knows("n_group", "topk_group")
     method = keys.text("topk_method", GREEDY)
     if method not in (GREEDY, LIMITED):
         raise ConfigError(f"config.json: topk_method {show(method)} is not supported", f"known: {GREEDY}, {LIMITED}")
-    return with_expert_groups(keys, own, 1, 1) if method == LIMITED else own
+    return with_expert_groups(keys, moe, 1, 1) if method == LIMITED else moe

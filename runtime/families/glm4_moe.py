@@ -28,18 +28,25 @@ def config(keys: Keys) -> ModelConfig:
 
 def deepseek_moe_config(keys: Keys, layers: int, experts: object, per_token: object, dense: int, renormalise: bool, factor: float = 1.0,
                         width: int = 1408) -> MoEConfig:
-    """The mixture that DeepSeek V3 brought (arXiv:2412.19437), with one group of experts; `experts`, `per_token`, `dense`, the first layers
-    without experts, `factor` and `width` are defaults."""
-    made = shared_moe_config(keys, layers, experts, per_token, dense, keys.flag("norm_topk_prob", renormalise), width,
+    """The MoEConfig of DeepSeek V3 (arXiv:2412.19437): sigmoid routing with a correction bias, here in one group of experts. The arguments
+    after `layers` are defaults, as of `shared_moe_config`."""
+    moe = shared_moe_config(keys, layers, experts, per_token, dense, keys.flag("norm_topk_prob", renormalise), width,
                              REQUIRED if experts is REQUIRED else 1, factor)
-    return replace(made, sigmoid=True, correction_bias=True)
+    return replace(moe, sigmoid=True, correction_bias=True)
 
 
 def shared_moe_config(keys: Keys, layers: int, experts: object, per_token: object, dense: int, renormalise: bool, width: int,
                       shared: object,
                       factor: float = 1.0) -> MoEConfig:
-    """Experts in all layers but the first ones, beside some that every token visits, which are one; as in `corrected`, and the defaults of
-    a width inside an expert and of how many are `shared`."""
+    """Routed experts in all layers but the first ones, and a shared one. REQUIRED may stand for a default that the family lacks.
+
+    experts, per_token: routed experts, and those that a token visits.
+    dense: number of the first layers, which have no experts.
+    renormalise: whether weights of a token's experts add up to 1.
+    width: intermediate size of a routed expert.
+    shared: number of shared experts, which are loaded as one that is as wide as all of them.
+    factor: of the routed experts' output.
+    """
     width = keys.integer("moe_intermediate_size", width, high=2**22)
     first = keys.integer("first_k_dense_replace", dense, low=0, high=layers)
     shared = keys.integer("n_shared_experts", shared, high=MAX_EXPERTS)

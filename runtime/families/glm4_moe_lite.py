@@ -25,7 +25,8 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def sparse_layers(keys: Keys, layers: int) -> frozenset[int]:
-    """The layers with experts: those that mlp_layer_types says, else all but the first."""
+    """The layers with experts: those that mlp_layer_types lists, by default all but the first. Raises ConfigError if first_k_dense_replace
+    disagrees."""
     found = sparse_layers_of(keys.words("mlp_layer_types", layers) or (DENSE, *[SPARSE] * (layers - 1)))
     first = keys.integer("first_k_dense_replace", None, low=0, high=layers)
     if first is not None and found != frozenset(range(first, layers)):
@@ -35,13 +36,13 @@ def sparse_layers(keys: Keys, layers: int) -> frozenset[int]:
 
 
 def sparse_layers_after(keys: Keys, layers: int, dense: int) -> frozenset[int]:
-    """The layers with experts: those that mlp_layer_types says, else all but as many as first_k_dense_replace says, by default `dense`."""
+    """The layers with experts: those that mlp_layer_types lists, or else all but the first first_k_dense_replace (default: `dense`)."""
     first = keys.integer("first_k_dense_replace", dense, low=0, high=MAX_LAYERS)
     return sparse_layers_of(keys.words("mlp_layer_types", layers) or tuple(DENSE if layer < first else SPARSE for layer in range(layers)))
 
 
 def sparse_layers_of(kinds: tuple[str, ...]) -> frozenset[int]:
-    """The layers whose MLP is SPARSE. Raises ConfigError for a kind that is not known."""
+    """The layers of type SPARSE. Raises ConfigError for a type that is neither SPARSE nor DENSE."""
     for kind in kinds:
         if kind not in (DENSE, SPARSE):
             raise ConfigError(f"config.json: mlp_layer_types holds {show(kind)}, which is not supported", f"known: {DENSE}, {SPARSE}")

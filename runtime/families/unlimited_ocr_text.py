@@ -6,7 +6,7 @@ from __future__ import annotations
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys
 from . import deepseek_ocr2_text
-from .deepseek_ocr2_text import with_mixture
+from .deepseek_ocr2_text import config_with_moe
 
 LIKE = deepseek_ocr2_text
 REFUSED_UNLESS = {key: value for key, value in deepseek_ocr2_text.REFUSED_UNLESS.items() if key not in ("layer_types", "sliding_window")}
@@ -21,4 +21,4 @@ def config(keys: Keys) -> ModelConfig:
     if kinds not in ({BY_PROMPT}, {FULL}):
         raise ConfigError(f"config.json: layer_types holds {', '.join(sorted(kinds))}, but all layers must be of one type",
                           f"known: {BY_PROMPT} in all of them, or {FULL}")
-    return with_mixture(keys, base, 6, 896, answer_window=window if kinds == {BY_PROMPT} else None)
+    return config_with_moe(keys, base, 6, 896, answer_window=window if kinds == {BY_PROMPT} else None)
