@@ -145,7 +145,7 @@ def test_a_transcript_is_told_without_what_heads_it() -> None:
         shape = TranscriptSerializer("transcribe", Transcript([AudioChunk(sound(1.5), 0.1, 1.4)], "<asr_text>"), 1.5, "verbose_json")
         pieces = [each for event in events for each in shape.add(event)]
         assert all(each["type"] == "transcript.text.delta" for each in pieces)
-        assert shape.whole(SimpleNamespace(token_ids=(7,))) == {
+        assert shape.whole_answer(SimpleNamespace(token_ids=(7,))) == {
             "task": "transcribe", "language": language, "duration": 1.5, "text": text,
             "segments": [{"id": 0, "start": 0.1, "end": 1.4, "text": text}]}
 

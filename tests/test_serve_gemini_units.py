@@ -111,7 +111,7 @@ def test_what_was_reasoned_said_and_called_is_in_order() -> None:
     with pytest.MonkeyPatch.context() as patched:
         made = SimpleNamespace(token_ids=(1, 2, 3, 4), reasoning_tokens=1)
         patched.setattr("effllm.cli.server.gemini_serializer.total_stats", lambda ended: made)
-        final, (last,) = whole.whole(stats), streamed.last(stats)
+        final, (last,) = whole.whole_answer(stats), streamed.last_chunks(stats)
     first, second = final["candidates"]
     parts = first["content"]["parts"]
     assert parts == [{"text": "hm", "thought": True}, {"text": "so"},
@@ -120,8 +120,8 @@ def test_what_was_reasoned_said_and_called_is_in_order() -> None:
     assert final["usageMetadata"] == last["usageMetadata"] == {
         "promptTokenCount": 3, "cachedContentTokenCount": 1, "candidatesTokenCount": 3, "thoughtsTokenCount": 1, "totalTokenCount": 7}
     assert [each["candidates"][0]["index"] for each in pieces] == [0] * 6 + [1]
-    assert streamed.waiting()[0]["candidates"][0]["content"]["parts"] == [{"text": "", "thought": True}]
-    assert streamed.failed(Problem(503, "the server is shutting down")) == [
+    assert streamed.keep_alive_chunks()[0]["candidates"][0]["content"]["parts"] == [{"text": "", "thought": True}]
+    assert streamed.error_chunks(Problem(503, "the server is shutting down")) == [
         {"error": {"code": 503, "message": "the server is shutting down", "status": "UNAVAILABLE"}}]
     assert GeminiSerializer("m").add(TextDelta("h", "thinking")) == []
 

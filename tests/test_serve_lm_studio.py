@@ -158,12 +158,12 @@ def test_requests_and_answers_as_values() -> None:
                             ttft_s=0.5)
     shape = LmStudioSerializer("m", ResponseSerializer("m", meant, ToolNames()))
     happened = [PromptRead(9, 4), TextDelta("h", "thinking"), TextDelta("m", "thinking"), TextDelta("so")]
-    pieces = [*shape.first(), *(piece for event in happened for piece in shape.add(event)), *shape.last(stats)]
+    pieces = [*shape.first_chunks(), *(piece for event in happened for piece in shape.add(event)), *shape.last_chunks(stats)]
     assert [piece["type"] for piece in pieces] == [
         "chat.start", "prompt_processing.start", "prompt_processing.end", "reasoning.start", "reasoning.delta", "reasoning.delta",
         "reasoning.end", "message.start", "message.delta", "message.end", "chat.end"]
     assert pieces[-1]["result"]["output"] == [{"type": "reasoning", "content": "hm"}, {"type": "message", "content": "so"}]
-    assert LmStudioSerializer("m").failed(Problem(500, "it broke", "server_error")) == [
+    assert LmStudioSerializer("m").error_chunks(Problem(500, "it broke", "server_error")) == [
         {"type": "error", "error": {"type": "internal_error", "message": "it broke"}}]
 
 

@@ -242,10 +242,10 @@ def test_what_was_reasoned_said_and_called_is_in_order() -> None:
                             stop_string=None)
     streamed, whole = (MessageSerializer("m", asked()) for _ in range(2))
     streamed.add(happened[0])
-    events = [*streamed.first(), *(piece for event in happened[1:] for piece in streamed.add(event)), *streamed.last(stats)]
+    events = [*streamed.first_chunks(), *(piece for event in happened[1:] for piece in streamed.add(event)), *streamed.last_chunks(stats)]
     for event in happened:
         whole.add(event)
-    final = whole.whole(stats)
+    final = whole.whole_answer(stats)
     used = {"type": "tool_use", "id": final["content"][2]["id"], "name": "f", "input": {"a": 1}}
     assert final["content"] == [
         {"type": "thinking", "thinking": "hm", "signature": "effllm"}, {"type": "text", "text": "so"}, used,
@@ -257,8 +257,8 @@ def test_what_was_reasoned_said_and_called_is_in_order() -> None:
     assert [event["delta"]["type"] for event in events if event["type"] == "content_block_delta"] == [
         "thinking_delta", "thinking_delta", "signature_delta", "text_delta", "input_json_delta", "text_delta"]
     assert [event["index"] for event in events if event["type"] == "content_block_stop"] == [0, 1, 2, 3]
-    assert streamed.waiting() == [{"type": "ping"}]
-    assert streamed.failed(Problem(503, "the server is shutting down", "overloaded_error")) == [
+    assert streamed.keep_alive_chunks() == [{"type": "ping"}]
+    assert streamed.error_chunks(Problem(503, "the server is shutting down", "overloaded_error")) == [
         {"type": "error", "error": {"type": "overloaded_error", "message": "the server is shutting down"}}]
 
 

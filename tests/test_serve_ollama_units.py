@@ -113,18 +113,19 @@ def test_what_was_reasoned_said_and_called_is_streamed_as_it_is_whole() -> None:
     pieces = [piece["message"] for event in happened for piece in streamed.add(event)]
     for event in happened:
         whole.add(event)
-    message = whole.whole(STATS)["message"]
+    message = whole.whole_answer(STATS)["message"]
     assert [piece.get("thinking") for piece in pieces] == ["h", "m", None, None, None] and message["thinking"] == "hm"
     assert "".join(piece["content"] for piece in pieces) == message["content"] == "so"
     calls = [call["function"] for piece in pieces for call in piece.get("tool_calls", ())]
     assert calls == [call["function"] for call in message["tool_calls"]] == [
         {"index": 0, "name": "f", "arguments": {"a": 1}}, {"index": 1, "name": "g", "arguments": {}}]
-    (last,) = streamed.last(STATS)
+    (last,) = streamed.last_chunks(STATS)
     assert (last["done_reason"], last["prompt_eval_count"], last["eval_count"]) == ("stop", 3, 2)
     assert (last["prompt_eval_duration"], last["eval_duration"]) == (100_000_000, 100_000_000)
     shape = OllamaGenerateSerializer("m")
     assert [piece["response"] for event in happened[:4] for piece in shape.add(event)] == ["", "", "so"]
-    assert shape.whole(STATS)["thinking"] == "hm" and shape.failed(Problem(500, "out of memory")) == [{"error": "out of memory"}]
+    assert shape.whole_answer(STATS)["thinking"] == "hm"
+    assert shape.error_chunks(Problem(500, "out of memory")) == [{"error": "out of memory"}]
 
 
 def test_who_waits_gets_pieces_without_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,10 +194,10 @@ def test_what_was_reasoned_said_and_called_is_in_order(summary: str | None) -> N
                 Call("patch", '{"input": "+ x"}'), TextDelta("end")]
     _, _, names = chat_of(asked(tools=[FREE, SPACE]))
     streamed, whole = (ResponseSerializer("m", asked(reasoning={"summary": summary}), names) for _ in range(2))
-    events = [*streamed.first(), *(piece for event in happened for piece in streamed.add(event)), *streamed.last(STATS)]
+    events = [*streamed.first_chunks(), *(piece for event in happened for piece in streamed.add(event)), *streamed.last_chunks(STATS)]
     for event in happened:
         whole.add(event)
-    final = whole.whole(STATS)
+    final = whole.whole_answer(STATS)
     assert same(events[-1]["response"]) == same(final) and final["status"] == "completed" and final["usage"]["input_tokens"] == 3
     reasoned, said, spawned, patched, end = final["output"]
     place, kind = ("summary", "summary_text") if summary else ("content", "reasoning_text")
@@ -219,8 +219,8 @@ def test_what_was_reasoned_said_and_called_is_in_order(summary: str | None) -> N
 
 def test_an_answer_that_ends_early_says_so() -> None:
     shape = ResponseSerializer("m", asked(), ToolNames())
-    begun = shape.first() + shape.waiting() + shape.add(TextDelta("so"))
-    (failed,) = shape.failed(Problem(500, "out of memory", "server_error"))
+    begun = shape.first_chunks() + shape.keep_alive_chunks() + shape.add(TextDelta("so"))
+    (failed,) = shape.error_chunks(Problem(500, "out of memory", "server_error"))
     assert begun[2] == {"type": "keepalive", "sequence_number": 2}
     assert failed["response"]["error"] == {"code": "server_error", "message": "out of memory"}
     assert failed["response"]["output"][0]["status"] == "incomplete" and failed["sequence_number"] > len(begun)

@@ -56,7 +56,7 @@ def threads(text: str) -> MessageThreads:
     for number in range(400):
         asked = MessagesRequest.model_validate_json(sent({"max_tokens": 1, "messages": [{"role": "user", "content": text}],
                                                           "thread": {"type": "create"}}))
-        held.keep(asked, held.whole(asked), f"msg_{number}", json.loads(sent([{"type": "text", "text": text}])))
+        held.keep(asked, held.with_history(asked), f"msg_{number}", json.loads(sent([{"type": "text", "text": text}])))
     return held
 
 

@@ -62,10 +62,10 @@ def test_the_newest_are_held_as_they_were_sent() -> None:
 
     held = MessageThreads(8000)  # two of them
     first = asked("x" * 900, thread=BEGIN)
-    whole = held.whole(first)
+    whole = held.with_history(first)
     whole.messages[0].content[0] = {"type": "text", "text": "mark"}
     held.keep(first, whole, "a", [{"type": "text", "text": "y"}])
-    second = held.whole(asked("z", thread=going_on({"id": "a"})))
+    second = held.with_history(asked("z", thread=going_on({"id": "a"})))
     assert [turn.content[0]["text"] for turn in second.messages] == ["x" * 900, "y", "z"]
     for name in ("b", "c"):
         held.keep(first, whole, name, [])
@@ -73,8 +73,8 @@ def test_the_newest_are_held_as_they_were_sent() -> None:
     held.keep(asked("x"), whole, "without", [])
     for name in ("a", "large", "without"):
         with pytest.raises(Problem, match="start a"):
-            held.whole(asked("z", thread=going_on({"id": name})))
-    assert len(held.whole(asked("z", thread=going_on({"id": "c"}))).messages) == 3
-    assert held.whole(plain := asked(QUESTION)) is plain
+            held.with_history(asked("z", thread=going_on({"id": name})))
+    assert len(held.with_history(asked("z", thread=going_on({"id": "c"}))).messages) == 3
+    assert held.with_history(plain := asked(QUESTION)) is plain
     with pytest.raises(Problem):
         parse(MessagesRequest, b'{"max_tokens": 1, "messages": [], "thread": {"type": "continue", "previous_message_id": 1}}')

@@ -166,8 +166,8 @@ def asked_for(**fields):
 
 def test_choices():
     assert asked_for() is None and asked_for(tools=[]) is None and asked_for(tools=TOOLS, tool_choice="none") is None
-    assert asked_for(tools=TOOLS).choice == "auto" and asked_for(tools=TOOLS).several
-    assert asked_for(tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False).several is False
+    assert asked_for(tools=TOOLS).choice == "auto" and asked_for(tools=TOOLS).parallel
+    assert asked_for(tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False).parallel is False
     assert asked_for(tools=TOOLS, tool_choice={"type": "function", "name": "weather"}).choice == "weather"
     with pytest.raises(Problem, match="not one of the tools"):
         asked_for(tools=[TIME], tool_choice=NAMED)
@@ -182,8 +182,8 @@ def test_names_of_calls():
     assert all(len(each) == 9 for each in ids)
     assert shape.choice_of(TextDelta("x"))["delta"] == {"content": "x"}
     stats = SimpleNamespace(finish_reason="stop")
-    assert shape.finish(stats) == "tool_calls" and ChatSerializer("m").finish(stats) == "stop"
-    assert shape.finish(SimpleNamespace(finish_reason="length")) == "length"
+    assert shape.finish_reason(stats) == "tool_calls" and ChatSerializer("m").finish_reason(stats) == "stop"
+    assert shape.finish_reason(SimpleNamespace(finish_reason="length")) == "length"
 
 
 SUM = r"[0-9]{1,3} [+-] [0-9]{1,3}\n"

@@ -48,7 +48,7 @@ class Adapters:
         self._served.default_scales = self._chosen(payload.root, "")
         return json_response({"success": True})
 
-    def called(self, model: str | None) -> str | None:
+    def requested_adapter(self, model: str | None) -> str | None:
         """The adapter that a request names as its model; None for any other name."""
         return next((name for name in (model, untagged(model)) if name in self._by_name), None) if model else None
 
@@ -61,14 +61,14 @@ class Adapters:
         """The scale of each adapter for a request. Raises Problem."""
         if payload.lora is None:
             return self.choice_of(payload.model)
-        if (name := self.called(payload.model)) is not None:
+        if (name := self.requested_adapter(payload.model)) is not None:
             raise Problem(400, f"lora and model {name!r:.100} both select an adapter", param=LORA, hint=LEAVE_ONE_OUT)
         return self._chosen(payload.lora, LORA)
 
     def choice_of(self, model: str | None) -> AdapterScales:
         """The scales for a request that names this model. If that is an adapter, it has its initial scale, or 1 if that was 0, and all
         others have 0."""
-        if (name := self.called(model)) is None:
+        if (name := self.requested_adapter(model)) is None:
             return self._served.default_scales
         return tuple((scale or 1.0) if number == self._by_name[name] else 0.0 for number, scale in enumerate(self._scales))
 

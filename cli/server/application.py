@@ -142,7 +142,8 @@ class GenerationService(SingleModelService):
                 self._conversations.append_answer(payload.conversation_id, [*new_items, *response["output"]])
 
         tokenizer = self.served.tokenizer if payload.wants_logprobs else None
-        serializer = ResponseSerializer(self.called(payload.model), payload, names, tokenizer, None if payload.background else keep)
+        serializer = ResponseSerializer(self.response_model_name(payload.model), payload, names, tokenizer,
+                                        None if payload.background else keep)
         if not payload.background:
             return await self.answer(request, payload, serializer, start)
         reader = EventReader(self.answer_queue.submit(start), self.note, RequestRecord(), self.metrics.add)
@@ -189,10 +190,10 @@ class GenerationService(SingleModelService):
 
     async def messages(self, request: Request) -> Response:
         payload = await self.payload(request, MessagesRequest)
-        continued = self._threads.whole(payload)
+        continued = self._threads.with_history(payload)
         media_items = await self.load_media(media.in_messages(continued), documents.in_messages(continued))
         answer = await self.prepare(*messages_requests.chat_of(continued), messages_requests.FIELD_NAMES, media_items)
-        serializer = MessageSerializer(self.called(payload.model), payload, partial(self._threads.keep, payload, continued))
+        serializer = MessageSerializer(self.response_model_name(payload.model), payload, partial(self._threads.keep, payload, continued))
         return await self.answer(request, payload, serializer, partial(self.reply, answer))
 
     async def count_chat(self, request: Request) -> Response:
@@ -207,7 +208,7 @@ class GenerationService(SingleModelService):
         return await self._counted(prepared)
 
     async def count_tokens(self, request: Request) -> Response:
-        payload = self._threads.whole(await self.payload(request, CountTokensRequest))
+        payload = self._threads.with_history(await self.payload(request, CountTokensRequest))
         media_items = await self.load_media(media.in_messages(payload), documents.in_messages(payload))
         return await self._counted(await self.prepare(*messages_requests.chat_of(payload), messages_requests.FIELD_NAMES, media_items), {})
 
@@ -263,17 +264,17 @@ class GenerationService(SingleModelService):
 
     async def _ollama_payload(self, request: Request, kind: type[Kind]) -> Kind:
         payload = await self.payload(request, kind)
-        if remark := ollama_requests.check_request(payload, self.name, self.served.tokenizer.thinks, self.served.engine.n_ctx):
-            self.note(remark)
+        if notice := ollama_requests.check_request(payload, self.name, self.served.tokenizer.thinks, self.served.engine.n_ctx):
+            self.note(notice)
         return payload
 
-    async def _options(self, payload: GenerationRequest, called: Mapping[str, str] | None = None) -> GenerationOptions:
-        """The generation options of a request. Raises Problem that names the field; `called`: our field names -> the client's."""
+    async def _options(self, payload: GenerationRequest, field_names: Mapping[str, str] | None = None) -> GenerationOptions:
+        """The generation options of a request. Raises Problem that names the field; `field_names`: our field names -> the client's."""
         try:
             options = await asyncio.to_thread(options_of, payload, self.defaults, self.served.tokenizer)
             return replace(options, choice=self.adapters.choice(payload))
         except Problem as problem:
-            raise problem.renamed(called or {}) from problem
+            raise problem.renamed(field_names or {}) from problem
 
     async def _start_completion(self, prompt: str | list[int], suffix: str | None, options: GenerationOptions) -> Start:
         """The start of a completion of a raw prompt, or with a suffix of the text between them (FIM). Raises Problem, EffllmError."""
@@ -283,8 +284,8 @@ class GenerationService(SingleModelService):
             raise Problem(400, "suffix needs a text prompt without echo", param="suffix")
         if await asyncio.to_thread(lambda: self.served.fim_tokens) is None:
             raise Problem(400, NO_INSERT.format(self.name), param="suffix", code="unsupported_parameter")
-        around = await asyncio.to_thread(self.served.build_infill_prompt, InfillContext(prompt, suffix), options.max_tokens, False)
-        return partial(self.served.complete, around.ids, options, cacheable_tokens=around.cacheable)
+        infill = await asyncio.to_thread(self.served.build_infill_prompt, InfillContext(prompt, suffix), options.max_tokens, False)
+        return partial(self.served.complete, infill.ids, options, cacheable_tokens=infill.cacheable)
 
     async def load_media(self, sent: Iterable[MediaPart], files: Iterable[documents.DocumentPart] = ()) -> tuple[MediaItem, ...]:
         """Load the media of a request, which are replaced by markers in its messages; document files are replaced by their text. Raises
@@ -296,18 +297,18 @@ class GenerationService(SingleModelService):
         """Decode an uploaded audio file; `where`: its name in errors. Raises Problem."""
         return await self._media.samples(data, where)
 
-    async def prepare(self, payload: ChatRequest, messages: list[dict[str, Any]], called: Mapping[str, str] | None = None,
+    async def prepare(self, payload: ChatRequest, messages: list[dict[str, Any]], field_names: Mapping[str, str] | None = None,
                      media_items: tuple[MediaItem, ...] = ()) -> PreparedRequest:
-        """Prepare a chat request. Raises Problem that names the field; `called`: our field names -> the client's."""
+        """Prepare a chat request. Raises Problem that names the field; `field_names`: our field names -> the client's."""
         if self.defaults.system and not any(message["role"] in SYSTEM for message in messages):
             messages = [{"role": "system", "content": self.defaults.system}, *messages]
         try:
             tools = await asyncio.to_thread(requested_tools, payload)
             options, variables = apply_reasoning(payload, await self._options(payload), self.served.tokenizer)
         except Problem as problem:
-            raise problem.renamed(called or {}) from problem
-        if remark := reasoning_notice(payload, self.served.tokenizer):
-            self.note(remark)
+            raise problem.renamed(field_names or {}) from problem
+        if notice := reasoning_notice(payload, self.served.tokenizer):
+            self.note(notice)
         return PreparedRequest(messages, options, tools, variables, media_items)
 
     def reply(self, prepared: PreparedRequest, cancelled: Callable[[], bool]) -> Iterator[Event]:
@@ -315,14 +316,14 @@ class GenerationService(SingleModelService):
 
     def _completion(self, kind: type[CompletionSerializer], payload: GenerationRequest, options: GenerationOptions) -> CompletionSerializer:
         tokenizer = None if options.logprobs is None else self.served.tokenizer
-        serializer = kind(self.called(payload.model), bool(payload.stream_options and payload.stream_options.include_usage), tokenizer)
+        include_usage = bool(payload.stream_options and payload.stream_options.include_usage)
+        serializer = kind(self.response_model_name(payload.model), include_usage, tokenizer)
         serializer.null_usage = payload.cache_prompt is None  # some clients of llama-server take a null usage for the last chunk
-        serializer.calls.free = names_of(payload.tools) if isinstance(payload, ChatRequest) else frozenset()
+        serializer.call_list.custom_tools = names_of(payload.tools) if isinstance(payload, ChatRequest) else frozenset()
         return serializer
 
     async def _answers(self, request: Request, payload: GenerationRequest, make: Callable[[], CompletionSerializer],
-                       starts: Sequence[Start],
-                       num_choices: int) -> Response:
+                       starts: Sequence[Start], num_choices: int) -> Response:
         """Respond with one answer, or with several: `num_choices` to each prompt."""
         serializer = make() if len(starts) == 1 else MultipleAnswers(make, len(starts), num_choices)
         return await self.answer(request, payload, serializer, in_sequence(starts))
@@ -331,5 +332,5 @@ class GenerationService(SingleModelService):
                      start: Start) -> Response:
         """Queue an answer, and respond with it whole or as a stream. Raises Problem."""
         reader = EventReader(self.answer_queue.submit(start), self.note, request.scope[RECORD], self.metrics.add)
-        kind = LineStream if serializer.json_lines else ListStream if serializer.in_list else EventStream
+        kind = LineStream if serializer.json_lines else ListStream if serializer.is_json_list else EventStream
         return kind(reader, serializer) if payload.stream else await whole_response(request, reader, serializer)

@@ -37,8 +37,8 @@ class BackgroundResponse:
         self._serializer, self._reader, self._logs, self._keep, self._note = serializer, reader, logs, store, note
         self.events = None if logs is None else logs.begin()
         self._state, self._ended, self._changed = QUEUED, None, asyncio.Event()
-        self._publish(serializer.first())
-        self.task = asyncio.ensure_future(self._written())
+        self._publish(serializer.first_chunks())
+        self.task = asyncio.ensure_future(self._run())
 
     @property
     def has_ended(self) -> bool:
@@ -53,7 +53,7 @@ class BackgroundResponse:
         """Stop the answer after its current token, and store it as it is."""
         if not self.has_ended:
             self.task.cancel()
-            self._end(self._serializer.cancelled())
+            self._end(self._serializer.cancelled_response())
 
     async def changed(self, seconds: float | None = None) -> bool:
         """Wait for further events or the end; False on a timeout."""
@@ -63,19 +63,19 @@ class BackgroundResponse:
                 return True
         return False
 
-    async def _written(self) -> None:
+    async def _run(self) -> None:
         reader, serializer = self._reader, self._serializer
         try:
             while not isinstance(event := await reader.next(), Done):
                 if self._state == QUEUED:
                     self._state = IN_PROGRESS
-                    self._publish(serializer.begun())
+                    self._publish(serializer.in_progress_chunks())
                 if isinstance(event, PromptRead | TextDelta | Call | AnswerEnded):
                     self._publish(serializer.add(event))
-            chunks, outcome = serializer.last(event.stats), cost(event.stats)
+            chunks, outcome = serializer.last_chunks(event.stats), cost(event.stats)
         except Exception as error:  # any error: it becomes the result, as no client is connected
             problem = problem_of(error)
-            chunks, outcome = serializer.failed(problem), problem.message
+            chunks, outcome = serializer.error_chunks(problem), problem.message
         self._publish(chunks)
         self._note(f"{serializer.id} has ended: {outcome}")
         self._end(chunks[-1]["response"])

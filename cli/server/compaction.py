@@ -57,7 +57,7 @@ class CompactionSerializer(AnswerSerializer):
             self._texts.append(event.text)
         return []
 
-    def whole(self, stats: Stats) -> dict[str, object]:
+    def whole_answer(self, stats: Stats) -> dict[str, object]:
         text = summary_text(self._texts)
         made = {"id": new_id("cmp"), "type": COMPACTION, "encrypted_content": encode_summary(text)}
         return {"id": self.id, "object": "response.compaction", "created_at": int(time.time()),

@@ -110,7 +110,7 @@ class EmbeddingPaths:
 
         def to_response(embedded: Embedded) -> dict[str, object]:
             vectors = truncate_dimensions(embedded.vectors, payload.dimensions)
-            return {"object": "list", "model": self._adapters.called(payload.model) or self._name,
+            return {"object": "list", "model": self._adapters.requested_adapter(payload.model) or self._name,
                     "usage": {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens},
                     "data": [{"object": "embedding", "index": index, "embedding": encode(each)} for index, each in enumerate(vectors)]}
 

@@ -24,7 +24,7 @@ GENERATED, COUNTED, EMBEDDED = PATHS[:2], PATHS[2], PATHS[3:]
 WRITES, EMBEDS = (METHODS[0], METHODS[2]), METHODS[3:]
 
 
-def in_list(request: Request) -> bool:
+def wants_json_list(request: Request) -> bool:
     """Whether a stream is one JSON list instead of server-sent events."""
     return request.query_params.get("alt") != "sse"
 

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from . import documents, media
 from .bodies import read_request
-from .gemini_models import COUNTED, GENERATED, in_list
+from .gemini_models import COUNTED, GENERATED, wants_json_list
 from .gemini_requests import FIELD_NAMES, CountTokensRequest, GenerateContentRequest, chat_of
 from .gemini_serializer import GeminiSerializer
 from .multiple_answers import choice_count, in_sequence, with_seeds
@@ -39,7 +39,7 @@ class GeminiPaths:
         num_choices = choice_count(chat.n, field=FIELD_NAMES["n"])
         tokenizer = None if prepared.options.logprobs is None else service.served.tokenizer
         starts = [partial(service.reply, replace(prepared, options=options)) for options in with_seeds(prepared.options, num_choices)]
-        serializer = GeminiSerializer(service.called(chat.model), in_list(request), payload.shows_thoughts, tokenizer)
+        serializer = GeminiSerializer(service.response_model_name(chat.model), wants_json_list(request), payload.shows_thoughts, tokenizer)
         return await service.answer(request, chat, serializer, in_sequence(starts))
 
     async def count(self, request: Request) -> Response:

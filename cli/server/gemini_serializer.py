@@ -27,7 +27,7 @@ class Candidate:
     index: int
     parts: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[TokenLogprobs] = field(default_factory=list)
-    calls: CallList = field(default_factory=CallList)
+    call_list: CallList = field(default_factory=CallList)
 
     def add(self, part: dict[str, Any]) -> None:
         """Consecutive text of one kind is one part."""
@@ -39,14 +39,14 @@ class Candidate:
 
 
 class GeminiSerializer(AnswerSerializer):
-    """`in_list`: chunks are elements of one JSON list. Without `shows_thoughts` reasoning is counted but not sent. With a `tokenizer`
+    """`is_json_list`: chunks are elements of one JSON list. Without `shows_thoughts` reasoning is counted but not sent. With a `tokenizer`
     log-probabilities are included."""
 
     terminator, has_comments = b"", False  # some clients take a comment for the beginning of a chunk
 
-    def __init__(self, model: str, in_list: bool = False, shows_thoughts: bool = False, tokenizer: Tokenizer | None = None) -> None:
-        self.model, self.in_list, self._shows_thoughts, self._tokenizer = model, in_list, shows_thoughts, tokenizer
-        self.id, self.terminator = uuid.uuid4().hex, b"]" if in_list else b""
+    def __init__(self, model: str, is_json_list: bool = False, shows_thoughts: bool = False, tokenizer: Tokenizer | None = None) -> None:
+        self.model, self.is_json_list, self._shows_thoughts, self._tokenizer = model, is_json_list, shows_thoughts, tokenizer
+        self.id, self.terminator = uuid.uuid4().hex, b"]" if is_json_list else b""
         self._candidates, self._ended = [Candidate(0)], list[Stats]()
 
     def add(self, event: PromptRead | TextDelta | Call | AnswerEnded) -> list[dict[str, object]]:
@@ -58,7 +58,7 @@ class GeminiSerializer(AnswerSerializer):
             self._candidates.append(Candidate(candidate.index + 1))
             return [self._chunk(self._last(candidate, event.stats))]
         if isinstance(event, Call):
-            call_id = candidate.calls.add(event)["id"]
+            call_id = candidate.call_list.add(event)["id"]
             part = {"functionCall": {"id": call_id, "name": event.name, "args": parse_json(event.arguments)}}
         elif event.kind == "answer":
             part = {"text": event.text}
@@ -69,23 +69,23 @@ class GeminiSerializer(AnswerSerializer):
             return []
         candidate.add(part)
         tokens = event.tokens if isinstance(event, TextDelta) and event.kind == "answer" else ()
-        return [self._chunk({**self._told(tokens), **_candidate(candidate.index, [part])})]
+        return [self._chunk({**self._logprob_fields(tokens), **_candidate(candidate.index, [part])})]
 
-    def waiting(self) -> list[dict[str, object]]:
+    def keep_alive_chunks(self) -> list[dict[str, object]]:
         """An empty thought, which no client shows."""
         return [self._chunk(_candidate(self._candidates[-1].index, [{"text": "", "thought": True}]))]
 
-    def last(self, stats: Stats) -> list[dict[str, object]]:
+    def last_chunks(self, stats: Stats) -> list[dict[str, object]]:
         self._ended.append(stats)
         return [{**self._chunk(self._last(self._candidates[-1], stats)), "usageMetadata": usage(self._ended)}]
 
-    def whole(self, stats: Stats) -> dict[str, object]:
+    def whole_answer(self, stats: Stats) -> dict[str, object]:
         self._ended.append(stats)
-        candidates = [{**_candidate(each.index, each.parts), **self._told(each.tokens), **_finish_reason(own)}
-                      for each, own in zip(self._candidates, self._ended, strict=True)]
+        candidates = [{**_candidate(each.index, each.parts), **self._logprob_fields(each.tokens), **_finish_reason(stats)}
+                      for each, stats in zip(self._candidates, self._ended, strict=True)]
         return {**self._chunk(*candidates), "usageMetadata": usage(self._ended)}
 
-    def failed(self, problem: Problem) -> list[dict[str, object]]:
+    def error_chunks(self, problem: Problem) -> list[dict[str, object]]:
         return [problem.to_google()]
 
     def _chunk(self, *candidates: dict[str, object]) -> dict[str, object]:
@@ -94,19 +94,19 @@ class GeminiSerializer(AnswerSerializer):
     def _last(self, candidate: Candidate, stats: Stats) -> dict[str, object]:
         return {**_candidate(candidate.index, []), **_finish_reason(stats)}
 
-    def _told(self, tokens: Sequence[TokenLogprobs]) -> dict[str, object]:
-        """Log-probabilities of tokens, if asked for."""
+    def _logprob_fields(self, tokens: Sequence[TokenLogprobs]) -> dict[str, object]:
+        """Log-probabilities of tokens; no fields if the request does not want them."""
         if self._tokenizer is None or not tokens:
             return {}
         text = token_bytes_of(self._tokenizer)
 
-        def one(token: int, logprob: float | None) -> dict[str, object]:
+        def entry(token: int, logprob: float | None) -> dict[str, object]:
             return {"token": spelled(text(token)), "tokenId": token, "logProbability": logprob}
 
         total = sum(each.logprob or 0.0 for each in tokens)
         return {"avgLogprobs": total / len(tokens), "logprobsResult": {
-            "topCandidates": [{"candidates": [one(*other) for other in each.top]} for each in tokens],
-            "chosenCandidates": [one(each.token, each.logprob) for each in tokens], "logProbabilitySum": total}}
+            "topCandidates": [{"candidates": [entry(*alternative) for alternative in each.top]} for each in tokens],
+            "chosenCandidates": [entry(each.token, each.logprob) for each in tokens], "logProbabilitySum": total}}
 
 
 def _candidate(index: int, parts: list[dict[str, Any]]) -> dict[str, object]:

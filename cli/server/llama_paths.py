@@ -18,7 +18,7 @@ from .bodies import read_request
 from .llama_requests import InfillRequest, LlamaCompletionRequest, completion_prompts, llama_options
 from .llama_serializer import LlamaAnswerContext, LlamaListSerializer, LlamaSerializer, generation_settings
 from .media import in_chat
-from .metrics import TEXT
+from .metrics import CONTENT_TYPE
 from .multiple_answers import in_sequence, with_seeds
 from .openai_requests import ChatRequest, Detokenize, Tokenize, messages_of
 from .problems import BUSY, LEAVE_OUT, UNSUPPORTED, Problem
@@ -130,7 +130,7 @@ class LlamaPaths(TokenPaths):
                                "n_prompt_tokens": tokens} for number, (is_busy, tokens) in enumerate(slots)])
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._service.metrics.render(self._service.answer_queue), media_type=TEXT)
+        return Response(self._service.metrics.render(self._service.answer_queue), media_type=CONTENT_TYPE)
 
     async def _options(self, payload: LlamaCompletionRequest) -> GenerationOptions:
         options = await asyncio.to_thread(llama_options, payload, self._service.defaults, self._service.served.tokenizer)
@@ -149,7 +149,7 @@ class LlamaPaths(TokenPaths):
                                               None if not payload.response_fields else tuple(payload.response_fields),
                                               bool(payload.return_tokens),
                                               tokenizer if payload.n_probs else None, is_cut)
-                serializers.append(LlamaSerializer(service.called(payload.model), settings))
+                serializers.append(LlamaSerializer(service.response_model_name(payload.model), settings))
                 starts.append(partial(service.served.complete, prompt, variant, cacheable_tokens=cacheable_tokens))
         return await service.answer(request, payload, serializers[0] if len(serializers) == 1 else LlamaListSerializer(serializers),
                                     in_sequence(starts))

@@ -42,29 +42,31 @@ def generation_settings(options: GenerationOptions, stream: bool, grammar: str =
 
 
 class LlamaSerializer(AnswerSerializer):
+    """Serializes one answer. `index`: its number among several."""
+
     terminator = b""
 
     def __init__(self, model: str, settings: LlamaAnswerContext | None = None) -> None:
         self.model, self.settings, self.text, self.index, self._sent = model, settings or LlamaAnswerContext({}), "", 0, 0
-        self._rows = self.settings.tokenizer and LlamaLogprobs(self.settings.tokenizer)
-        self._told: list[dict[str, object]] = []
+        self._logprob_list = self.settings.tokenizer and LlamaLogprobs(self.settings.tokenizer)
+        self._logprobs: list[dict[str, object]] = []
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
         if not isinstance(event, TextDelta):
             return []
         self.text += event.text
-        logprobs = self._rows.to_json(event.tokens) if self._rows else []
-        self._told += logprobs
+        logprobs = self._logprob_list.to_json(event.tokens) if self._logprob_list else []
+        self._logprobs += logprobs
         tokens = [each.token for each in event.tokens] if self.settings.tokens else []
         self._sent += len(tokens)
         return [{"index": self.index, "content": event.text, "tokens": tokens, "stop": False, **_probabilities(logprobs)}]
 
-    def last(self, stats: Stats) -> list[dict[str, object]]:
+    def last_chunks(self, stats: Stats) -> list[dict[str, object]]:
         """The last chunk, with the tokens that have no text: the one that ended the answer, and those of a stop string."""
         return [self._end("", list(stats.token_ids[self._sent :]) if self.settings.tokens else [], stats)]
 
-    def whole(self, stats: Stats) -> dict[str, object]:
-        return self._end(self.text, list(stats.token_ids) if self.settings.tokens else [], stats, **_probabilities(self._told))
+    def whole_answer(self, stats: Stats) -> dict[str, object]:
+        return self._end(self.text, list(stats.token_ids) if self.settings.tokens else [], stats, **_probabilities(self._logprobs))
 
     def _end(self, content: str, tokens: list[int], stats: Stats, **more: object) -> dict[str, object]:
         settings = self.settings
@@ -83,22 +85,22 @@ class LlamaListSerializer(AnswerSerializer):
 
     def __init__(self, answers: Sequence[LlamaSerializer]) -> None:
         self._answers: Sequence[LlamaSerializer] = answers
-        self._made: list[dict[str, object]] = []  # of those that have ended
+        self._finished: list[dict[str, object]] = []  # whole answers of those that have ended
         for index, answer in enumerate(answers):
             answer.index = index
 
     def add(self, event: PromptRead | TextDelta | Call | AnswerEnded) -> list[dict[str, object]]:
         if not isinstance(event, AnswerEnded):
-            return self._answers[len(self._made)].add(event)
-        answer = self._answers[len(self._made)]
-        self._made.append(answer.whole(event.stats))
-        return answer.last(event.stats)
+            return self._answers[len(self._finished)].add(event)
+        answer = self._answers[len(self._finished)]
+        self._finished.append(answer.whole_answer(event.stats))
+        return answer.last_chunks(event.stats)
 
-    def last(self, stats: Stats) -> list[dict[str, object]]:
-        return self._answers[-1].last(stats)
+    def last_chunks(self, stats: Stats) -> list[dict[str, object]]:
+        return self._answers[-1].last_chunks(stats)
 
-    def whole(self, stats: Stats) -> list[dict[str, object]]:
-        return [*self._made, self._answers[-1].whole(stats)]
+    def whole_answer(self, stats: Stats) -> list[dict[str, object]]:
+        return [*self._finished, self._answers[-1].whole_answer(stats)]
 
 
 def stop_type(stats: Stats) -> str:

@@ -64,7 +64,7 @@ class LmStudioChat:
         responses_request = responses_of(payload)
         whole = self._responses.with_history(responses_request, responses_request.input)
         answer, names = await service.prepare_response(whole.model_copy(update={"input": arranged(whole.input)}))
-        inner = ResponseSerializer(service.called(payload.model), responses_request, names,
+        inner = ResponseSerializer(service.response_model_name(payload.model), responses_request, names,
                                    keep=partial(self._responses.keep, responses_request, responses_request.input))
         return await service.answer(request, responses_request, LmStudioSerializer(inner.model, inner), partial(service.reply, answer))
 
@@ -72,13 +72,13 @@ class LmStudioChat:
 class LmStudioSerializer(AnswerSerializer):
     """`inner`: the answer as a stored response, None in the router."""
 
-    named, terminator, starts_early = True, b"", True
+    has_event_names, terminator, starts_early = True, b"", True
 
     def __init__(self, model: str, inner: ResponseSerializer | None = None) -> None:
         self.model, self._inner = model, inner
         self._open: str | None = "prompt_processing"  # what has begun and not ended
 
-    def first(self) -> list[dict[str, object]]:
+    def first_chunks(self) -> list[dict[str, object]]:
         return [{"type": "chat.start", "model_instance_id": self.model}, {"type": f"{self._open}.start"}]
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
@@ -90,18 +90,18 @@ class LmStudioSerializer(AnswerSerializer):
         self._open = kind
         return [*begun, {"type": f"{kind}.delta", "content": event.text}]
 
-    def last(self, stats: Stats) -> list[dict[str, object]]:
-        return [*self._close(), {"type": "chat.end", "result": self.whole(stats)}]
+    def last_chunks(self, stats: Stats) -> list[dict[str, object]]:
+        return [*self._close(), {"type": "chat.end", "result": self.whole_answer(stats)}]
 
-    def whole(self, stats: Stats) -> dict[str, object]:
-        response = self._inner.whole(stats)
+    def whole_answer(self, stats: Stats) -> dict[str, object]:
+        response = self._inner.whole_answer(stats)
         name = {} if self._inner.payload.store is False else {"response_id": response["id"]}
-        return {"model_instance_id": self.model, "output": [*map(_told, response["output"])], "stats": {
+        return {"model_instance_id": self.model, "output": [*map(_output_item, response["output"])], "stats": {
             "input_tokens": stats.prompt_tokens, "total_output_tokens": len(stats.token_ids),
             "reasoning_output_tokens": stats.reasoning_tokens, "tokens_per_second": stats.decode_tps,
             "time_to_first_token_seconds": stats.ttft_s}, **name}
 
-    def failed(self, problem: Problem) -> list[dict[str, object]]:
+    def error_chunks(self, problem: Problem) -> list[dict[str, object]]:
         return [{"type": "error", **problem.to_lm_studio()}]
 
     def _close(self) -> list[dict[str, object]]:
@@ -135,7 +135,7 @@ def _part(item: dict[str, Any], where: str) -> dict[str, Any]:
     raise Problem(400, f"{where} has to be of type message, with its content, or image, with a data_url", param=where)
 
 
-def _told(item: Item) -> dict[str, object]:
+def _output_item(item: Item) -> dict[str, object]:
     """An output item in this API's format."""
     kind = "message" if item["type"] == "message" else "reasoning"
     return {"type": kind, "content": "".join(part["text"] for part in item["content"])}

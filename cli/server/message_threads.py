@@ -32,7 +32,7 @@ class MessageThreads:
         self._max_nbytes, self._nbytes = max_nbytes, 0
         self._turns: dict[str, ThreadTurn] = {}  # by answer id, the oldest first
 
-    def whole(self, payload: CountTokensRequest) -> CountTokensRequest:
+    def with_history(self, payload: CountTokensRequest) -> CountTokensRequest:
         """A copy of the request with its history, in which media are replaced by markers. Raises Problem for an answer that is not
         stored."""
         thread = payload.thread
@@ -51,22 +51,22 @@ class MessageThreads:
             turns, name = [*stored.turns, *turns], stored.previous_id
         return payload.model_copy(update={"messages": deepcopy(turns), "system": previous.system, "tools": previous.tools})
 
-    def keep(self, payload: CountTokensRequest, whole: CountTokensRequest, name: str, blocks: Sequence[dict[str, Any]]) -> None:
+    def keep(self, payload: CountTokensRequest, full_request: CountTokensRequest, name: str, blocks: Sequence[dict[str, Any]]) -> None:
         """Store an answer that has ended, if its request is part of a thread. The oldest ones are dropped for it."""
         if payload.thread is None:
             return
         turns = (*payload.messages, Turn(role="assistant", content=[*blocks]))
-        own = [whole.system, [tool.model_dump() for tool in whole.tools or ()]] if payload.thread.type == CREATE else []
-        nbytes = nbytes_of([*(turn.model_dump() for turn in turns), *own]) + ENTRY_NBYTES * len(turns)
+        shared = [full_request.system, [tool.model_dump() for tool in full_request.tools or ()]] if payload.thread.type == CREATE else []
+        nbytes = nbytes_of([*(turn.model_dump() for turn in turns), *shared]) + ENTRY_NBYTES * len(turns)
         if nbytes > self._max_nbytes:
             return
-        self._turns[name] = ThreadTurn(payload.thread.previous_message_id, turns, whole.system, whole.tools, nbytes)
+        self._turns[name] = ThreadTurn(payload.thread.previous_message_id, turns, full_request.system, full_request.tools, nbytes)
         self._nbytes += nbytes
         while self._nbytes > self._max_nbytes:
             self._nbytes -= self._turns.pop(next(iter(self._turns))).nbytes
 
     def _find(self, name: str | None) -> ThreadTurn:
-        if (held := self._turns.get(name or "")) is None:
+        if (turn := self._turns.get(name or "")) is None:
             raise Problem(404, f"thread.previous_message_id: {name!r:.60} is not stored, or no longer: start a thread with the whole "
                                "conversation", param="thread.previous_message_id", code=THREAD_NOT_FOUND)
-        return held
+        return turn

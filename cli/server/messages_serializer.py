@@ -21,74 +21,75 @@ SIGNED = "effllm"  # a placeholder: clients send it back, and it is not verified
 class MessageSerializer(AnswerSerializer):
     """`keep` is called with the answer's id and blocks when it has ended."""
 
-    named, terminator = True, b""
+    has_event_names, terminator = True, b""
 
     def __init__(self, model: str, payload: CountTokensRequest, keep: Callable[[str, list[dict[str, Any]]], None] | None = None) -> None:
         self._keep = keep
-        self.model, self.stops, self.most = model, payload.stop_sequences or [], payload.max_tokens
+        self.model, self.stop_sequences, self.max_tokens = model, payload.stop_sequences or [], payload.max_tokens
         self.id = f"msg_{uuid.uuid4().hex}"
         self.blocks: list[dict[str, Any]] = []  # complete
         self._open: tuple[str, list[str]] | None = None  # kind and texts of the incomplete one
-        self._calls, self._read = CallList(), PromptRead(0, 0)
+        self._call_list, self._prompt_read = CallList(), PromptRead(0, 0)
 
-    def first(self) -> list[dict[str, object]]:
-        message = self._message([], None, None, usage(self._read.tokens, self._read.cached))
+    def first_chunks(self) -> list[dict[str, object]]:
+        message = self._message([], None, None, usage(self._prompt_read.tokens, self._prompt_read.cached))
         return [{"type": "message_start", "message": message}]
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
         if isinstance(event, PromptRead):
-            self._read = event
+            self._prompt_read = event
             return []
         if isinstance(event, Call):
-            return [*self._close(), *self._called(event)]
+            return [*self._close_block(), *self._call_events(event)]
         kind = TEXT if event.kind == "answer" else THINKING
-        chunks = [] if self._open and self._open[0] == kind else [*self._close(), *self._begin(kind)]
+        chunks = [] if self._open and self._open[0] == kind else [*self._close_block(), *self._begin_block(kind)]
         self._open[1].append(event.text)
         return [*chunks, self._delta(f"{kind}_delta", kind, event.text)]
 
-    def waiting(self) -> list[dict[str, object]]:
+    def keep_alive_chunks(self) -> list[dict[str, object]]:
         return [{"type": "ping"}]
 
-    def last(self, stats: Stats) -> list[dict[str, object]]:
-        closing = self._ended()
-        reason, stop = self._why(stats)
+    def last_chunks(self, stats: Stats) -> list[dict[str, object]]:
+        closing = self._end_answer()
+        reason, stop = self._stop_reason(stats)
         return [*closing, {"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": stop, "stop_details": None},
                            "usage": usage_of(stats)},
                 {"type": "message_stop"}]
 
-    def whole(self, stats: Stats) -> dict[str, object]:
-        self._ended()
-        return self._message(self.blocks, *self._why(stats), usage_of(stats))
+    def whole_answer(self, stats: Stats) -> dict[str, object]:
+        self._end_answer()
+        return self._message(self.blocks, *self._stop_reason(stats), usage_of(stats))
 
-    def _ended(self) -> list[dict[str, object]]:
-        events = self._close()
+    def _end_answer(self) -> list[dict[str, object]]:
+        """End the last block, and store the answer."""
+        events = self._close_block()
         if self._keep is not None:
             self._keep(self.id, self.blocks)
         return events
 
-    def failed(self, problem: Problem) -> list[dict[str, object]]:
+    def error_chunks(self, problem: Problem) -> list[dict[str, object]]:
         return [problem.to_anthropic()]
 
     def _message(self, blocks: list[dict[str, Any]], reason: str | None, stop: str | None, cost: dict[str, object]) -> dict[str, object]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks, "stop_reason": reason,
                 "stop_sequence": stop, "stop_details": None, "usage": cost}
 
-    def _why(self, stats: Stats) -> tuple[str, str | None]:
+    def _stop_reason(self, stats: Stats) -> tuple[str, str | None]:
         """The stop reason, and the stop sequence that ended the answer."""
         if stats.finish_reason != "stop":
-            return "max_tokens" if len(stats.token_ids) == self.most else "model_context_window_exceeded", None
-        if stats.stop_string in self.stops:
+            return "max_tokens" if len(stats.token_ids) == self.max_tokens else "model_context_window_exceeded", None
+        if stats.stop_string in self.stop_sequences:
             return "stop_sequence", stats.stop_string
-        return ("tool_use" if self._calls.made else "end_turn"), None
+        return ("tool_use" if self._call_list.calls else "end_turn"), None
 
     def _delta(self, kind: str, field: str, text: str) -> dict[str, object]:
         return {"type": "content_block_delta", "index": len(self.blocks), "delta": {"type": kind, field: text}}
 
-    def _begin(self, kind: str) -> list[dict[str, object]]:
+    def _begin_block(self, kind: str) -> list[dict[str, object]]:
         self._open = kind, []
         return [{"type": "content_block_start", "index": len(self.blocks), "content_block": _block(kind, "", "")}]
 
-    def _close(self) -> list[dict[str, object]]:
+    def _close_block(self) -> list[dict[str, object]]:
         """Events that end the open block, if any."""
         if self._open is None:
             return []
@@ -98,8 +99,9 @@ class MessageSerializer(AnswerSerializer):
         self.blocks.append(_block(kind, "".join(texts), SIGNED))
         return events
 
-    def _called(self, call: Call) -> list[dict[str, object]]:
-        block = {"type": TOOL_USE, "id": self._calls.add(call)["id"], "name": call.name, "input": {}}
+    def _call_events(self, call: Call) -> list[dict[str, object]]:
+        """The events of a complete call."""
+        block = {"type": TOOL_USE, "id": self._call_list.add(call)["id"], "name": call.name, "input": {}}
         index = len(self.blocks)
         events = [{"type": "content_block_start", "index": index, "content_block": block},
                 self._delta("input_json_delta", "partial_json", call.arguments), {"type": "content_block_stop", "index": index}]

@@ -72,27 +72,27 @@ class MultipleAnswers(AnswerSerializer):
             answer.index, answer.id, answer.created = index, self._answers[0].id, self._answers[0].created
 
     @property
-    def _now(self) -> CompletionSerializer:
+    def _current(self) -> CompletionSerializer:
         return self._answers[len(self._ended)]
 
-    def first(self) -> list[dict[str, object]]:
-        return self._now.first()
+    def first_chunks(self) -> list[dict[str, object]]:
+        return self._current.first_chunks()
 
     def add(self, event: PromptRead | TextDelta | Call | AnswerEnded) -> list[dict[str, object]]:
-        return self._now.add(event) if not isinstance(event, AnswerEnded) else [self._end(event.stats), *self._now.first()]
+        return self._current.add(event) if not isinstance(event, AnswerEnded) else [self._end(event.stats), *self._current.first_chunks()]
 
-    def last(self, stats: Stats) -> list[dict[str, object]]:
+    def last_chunks(self, stats: Stats) -> list[dict[str, object]]:
         chunks, first = [self._end(stats)], self._answers[0]
         return [*chunks, first.chunk(None, usage=self._usage())] if first.include_usage else chunks
 
-    def whole(self, stats: Stats) -> dict[str, object]:
+    def whole_answer(self, stats: Stats) -> dict[str, object]:
         self._ended.append(stats)
-        objects = [answer.whole(own) for answer, own in zip(self._answers, self._ended, strict=True)]
+        objects = [answer.whole_answer(own) for answer, own in zip(self._answers, self._ended, strict=True)]
         choices = [choice for each in objects for choice in each["choices"]]
         return {**objects[0], "choices": choices, "usage": self._usage(), "timings": timings(total_stats(self._ended))}
 
     def _end(self, stats: Stats) -> dict[str, object]:
-        chunk = self._now.end(stats)
+        chunk = self._current.finish_chunk(stats)
         self._ended.append(stats)
         return chunk
 

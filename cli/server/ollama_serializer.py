@@ -27,16 +27,16 @@ def timestamp(seconds: float | None = None) -> str:
 
 
 class OllamaSerializer(AnswerSerializer, Protocol):
-    """The base of both endpoints' formats, which differ in how texts and calls are placed (`said`)."""
+    """The base of both endpoints' formats, which differ in how texts and calls are placed (`message_fields`)."""
 
     json_lines, terminator, has_comments = True, b"", False
 
     def __init__(self, model: str, waited_ns: int = 0, tokenizer: Tokenizer | None = None) -> None:
         """`waited_ns`: time spent loading the model. `tokenizer`: for log-probabilities."""
         self.model, self._waited_ns, self._began = model, waited_ns, time.monotonic()
-        self._tokens, self._told = tokenizer and LogprobList(tokenizer), []
+        self._logprob_list, self._logprobs = tokenizer and LogprobList(tokenizer), []
         self.texts: dict[str, str] = {}  # by kind
-        self.calls = CallList()
+        self.call_list = CallList()
 
     def message_fields(self, answer: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, object]:
         """The fields of an object with this part of the answer."""
@@ -49,23 +49,24 @@ class OllamaSerializer(AnswerSerializer, Protocol):
         if isinstance(event, PromptRead):
             return []
         if isinstance(event, Call):
-            return [self._chunk(self.message_fields(calls=[self._call(self.calls.add(event), len(self.calls.made) - 1)]))]
+            return [self._chunk(self.message_fields(calls=[self._call(self.call_list.add(event), len(self.call_list.calls) - 1)]))]
         self.texts[event.kind] = self.texts.get(event.kind, "") + event.text
-        logprobs = self._tokens.to_json(event.tokens) if self._tokens else []
-        self._told += logprobs
-        return [self._chunk(self.message_fields(**{event.kind: event.text}), **_logprobs(logprobs))]
+        logprobs = self._logprob_list.to_json(event.tokens) if self._logprob_list else []
+        self._logprobs += logprobs
+        return [self._chunk(self.message_fields(**{event.kind: event.text}), **_logprobs_field(logprobs))]
 
-    def waiting(self) -> list[dict[str, object]]:
+    def keep_alive_chunks(self) -> list[dict[str, object]]:
         return [self._chunk(self.message_fields())]
 
-    def last(self, stats: Stats) -> list[dict[str, object]]:
+    def last_chunks(self, stats: Stats) -> list[dict[str, object]]:
         return [self._chunk(self.message_fields(), done=True, **self._cost(stats))]
 
-    def whole(self, stats: Stats) -> dict[str, object]:
-        calls = [self._call(call, number) for number, call in enumerate(self.calls.made)]
-        return self._chunk(self.message_fields(**self.texts, calls=calls), done=True, **self._cost(stats), **_logprobs(self._told))
+    def whole_answer(self, stats: Stats) -> dict[str, object]:
+        calls = [self._call(call, number) for number, call in enumerate(self.call_list.calls)]
+        fields = self.message_fields(**self.texts, calls=calls)
+        return self._chunk(fields, done=True, **self._cost(stats), **_logprobs_field(self._logprobs))
 
-    def failed(self, problem: Problem) -> list[dict[str, object]]:
+    def error_chunks(self, problem: Problem) -> list[dict[str, object]]:
         return [problem.to_ollama()]
 
     def _chunk(self, message_fields: dict[str, object], done: bool = False, **extra: object) -> dict[str, object]:
@@ -82,7 +83,7 @@ class OllamaSerializer(AnswerSerializer, Protocol):
                 "eval_count": len(stats.token_ids), "eval_duration": round(stats.decode_s * NS)}
 
 
-def _logprobs(logprobs: list[dict[str, object]]) -> dict[str, object]:
+def _logprobs_field(logprobs: list[dict[str, object]]) -> dict[str, object]:
     """Log-probabilities of reasoning and answer, in order; left out where there are none."""
     return {"logprobs": logprobs} if logprobs else {}
 

@@ -27,6 +27,8 @@ class UpstreamLost(Exception):
 
 @dataclass(frozen=True)
 class UpstreamResponse:
+    """The status, headers and body of a worker's response."""
+
     status: int
     headers: list[tuple[bytes, bytes]]
     chunks: AsyncIterator[bytes]
@@ -43,10 +45,10 @@ async def proxied(port: int, key: str, method: str, target: bytes, headers: Head
         raise UpstreamLost from error
     connection = h11.Connection(h11.CLIENT)
     try:
-        own = [(b"host", f"{ADDRESS}:{port}".encode()), (b"authorization", f"Bearer {key}".encode()), (b"connection", b"close"),
+        added = [(b"host", f"{ADDRESS}:{port}".encode()), (b"authorization", f"Bearer {key}".encode()), (b"connection", b"close"),
                (b"content-length", str(len(body)).encode()), (WAITED_HEADER.encode(), str(waited_ns).encode())]
-        kept = [(name, value) for name, value in headers if name.lower() not in HOP_BY_HOP | REPLACED]
-        for event in (h11.Request(method=method, target=target, headers=own + kept), h11.Data(data=body), h11.EndOfMessage()):
+        forwarded = [(name, value) for name, value in headers if name.lower() not in HOP_BY_HOP | REPLACED]
+        for event in (h11.Request(method=method, target=target, headers=added + forwarded), h11.Data(data=body), h11.EndOfMessage()):
             writer.write(connection.send(event))
         try:
             await writer.drain()
@@ -56,17 +58,19 @@ async def proxied(port: int, key: str, method: str, target: bytes, headers: Head
         except OSError as error:
             raise UpstreamLost from error
         yield UpstreamResponse(head.status_code, [(name, value) for name, value in head.headers if name not in HOP_BY_HOP],
-                               _pieces(connection, reader))
+                               _chunks(connection, reader))
     finally:
         writer.transport.abort()
 
 
-async def _pieces(connection: h11.Connection, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+async def _chunks(connection: h11.Connection, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The chunks of the response body. Raises UpstreamLost."""
     while not isinstance(event := await _next(connection, reader), h11.EndOfMessage):
         yield bytes(event.data)
 
 
 async def _next(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Event:
+    """The next event of the response. Raises UpstreamLost."""
     try:
         while (event := connection.next_event()) is h11.NEED_DATA:
             connection.receive_data(await reader.read(READ_NBYTES))

@@ -35,7 +35,7 @@ class Relay(Response):
         self._router, self._model, self._serializer, self._body, self._keep_s = router, model, serializer, body, keep_s
         self._kind = LINES if serializer is not None and serializer.json_lines else EVENTS
         self._began = self._is_relaying = False  # bytes were sent; they are the worker's
-        self._held: str | None = None  # id of a background response that continues after this one
+        self._background_id: str | None = None  # id of a background response that continues after this one
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._send = scope, send
@@ -56,7 +56,7 @@ class Relay(Response):
             record.end_reason = problem.message
             if self._serializer is None:  # the client only sees the connection end early
                 return
-            chunks = self._serializer.aborted(problem) if self._is_relaying else self._serializer.failed(problem)
+            chunks = self._serializer.worker_lost_chunks(problem) if self._is_relaying else self._serializer.error_chunks(problem)
             await self._chunk(encode_chunks(self._serializer, chunks) + self._serializer.terminator, more=False)
 
     async def _relay(self) -> None:
@@ -69,7 +69,7 @@ class Relay(Response):
             await self._relay_from(await taking, began)
         finally:
             if not taking.cancel() and not taking.cancelled() and taking.exception() is None:
-                self._router.release(taking.result(), self._keep_s, self._held)
+                self._router.release(taking.result(), self._keep_s, self._background_id)
 
     async def _relay_from(self, loaded: LoadedModel, started_ns: int) -> None:
         scope, record = self._scope, self._scope[RECORD]
@@ -78,7 +78,8 @@ class Relay(Response):
             async with proxied(loaded.worker.port, self._router.key, scope["method"], target, scope["headers"], self._body,
                                time.monotonic_ns() - started_ns) as answer:
                 record.is_proxied = True
-                self._held = next((value.decode("latin-1") for name, value in answer.headers if name == BACKGROUND_HEADER.encode()), None)
+                self._background_id = next((value.decode("latin-1") for name, value in answer.headers
+                                            if name == BACKGROUND_HEADER.encode()), None)
                 if self._began:
                     await self._check_event_stream(answer)
                 else:
@@ -108,7 +109,8 @@ class Relay(Response):
             headers = encode_headers((("content-type", self._kind), *HEADERS.items()))
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         comment = f": {text}\n\n".encode("utf-8", "replace")
-        await self._chunk(comment if self._serializer.has_comments else encode_chunks(self._serializer, self._serializer.waiting()))
+        has_comments = self._serializer.has_comments
+        await self._chunk(comment if has_comments else encode_chunks(self._serializer, self._serializer.keep_alive_chunks()))
 
     async def _chunk(self, body: bytes, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})

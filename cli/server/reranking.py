@@ -78,7 +78,7 @@ class RerankPaths:
                     **({"document": {"text": documents[index]}} if payload.return_documents else {})} for index in order]
         data = [{**each,
                  "document": documents[each["index"]]} if payload.return_documents else each for each in results]  # as at Voyage
-        return json_response({"model": service.called(payload.model), "object": "list", "results": results, "data": data,
+        return json_response({"model": service.response_model_name(payload.model), "object": "list", "results": results, "data": data,
                               "usage": {"prompt_tokens": ranked.tokens, "total_tokens": ranked.tokens}})
 
 

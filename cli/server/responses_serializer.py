@@ -56,27 +56,27 @@ class ResponseSerializer(AnswerSerializer):
     keep: called with the response when it has ended.
     """
 
-    named, terminator, starts_early = True, b"", True
+    has_event_names, terminator, starts_early = True, b"", True
 
     def __init__(self, model: str, payload: ResponsesRequest, names: ToolNames, tokenizer: Tokenizer | None = None,
                  keep: Callable[[dict[str, object]], None] | None = None) -> None:
         self._keep = keep
         self.model, self.payload, self.names = model, payload, names
-        self._tokens, self._told = tokenizer and LogprobList(tokenizer), []  # of the incomplete message
+        self._logprob_list, self._logprobs = tokenizer and LogprobList(tokenizer), []  # of the incomplete message
         self.id, self.created = new_id("resp"), int(time.time())
         wants = payload.reasoning and payload.reasoning.summary
         self.thinking = SUMMARY if wants and wants != "none" else REASONING
         self.items: list[dict[str, Any]] = []  # complete
         self._open: tuple[ItemKind, str, list[str]] | None = None  # kind, id and texts of the incomplete one
-        self._calls, self._events = CallList(), 0
+        self._call_list, self._num_events = CallList(), 0
 
-    def first(self) -> list[dict[str, object]]:
+    def first_chunks(self) -> list[dict[str, object]]:
         if not self.payload.background:
-            return [self._event("response.created", response=self.response(IN_PROGRESS)), *self.begun()]
+            return [self._event("response.created", response=self.response(IN_PROGRESS)), *self.in_progress_chunks()]
         response = self.response(QUEUED)
         return [self._event("response.created", response=response), self._event("response.queued", response=response)]
 
-    def begun(self) -> list[dict[str, object]]:
+    def in_progress_chunks(self) -> list[dict[str, object]]:
         """The event at the start of generation."""
         return [self._event("response.in_progress", response=self.response(IN_PROGRESS))]
 
@@ -84,31 +84,32 @@ class ResponseSerializer(AnswerSerializer):
         if isinstance(event, PromptRead):
             return []
         if isinstance(event, AnswerEnded):
-            return self._shortened(event.stats.text)
+            return self._compaction_events(event.stats.text)
         if isinstance(event, Call):
-            return [*self._close(), *self._called(event)]
+            return [*self._close_item(), *self._call_events(event)]
         kind = MESSAGE if event.kind == "answer" else self.thinking
-        chunks = [] if self._open and self._open[0] is kind else [*self._close(), *self._begin(kind)]
+        chunks = [] if self._open and self._open[0] is kind else [*self._close_item(), *self._begin_item(kind)]
         _, item_id, texts = self._open
         texts.append(event.text)
-        logprobs = self._tokens.to_json(event.tokens) if self._tokens and kind is MESSAGE else []
-        self._told += logprobs
-        return [*chunks, self._event(f"{kind.text_event}.delta", delta=event.text, **self._at(kind, item_id), **_logprobs(kind, logprobs))]
+        logprobs = self._logprob_list.to_json(event.tokens) if self._logprob_list and kind is MESSAGE else []
+        self._logprobs += logprobs
+        fields = {**self._position(kind, item_id), **_logprobs_field(kind, logprobs)}
+        return [*chunks, self._event(f"{kind.text_event}.delta", delta=event.text, **fields)]
 
-    def waiting(self) -> list[dict[str, object]]:
+    def keep_alive_chunks(self) -> list[dict[str, object]]:
         return [self._event("keepalive")]
 
-    def last(self, stats: Stats) -> list[dict[str, object]]:
+    def last_chunks(self, stats: Stats) -> list[dict[str, object]]:
         status = status_of(stats)
-        closing = self._close(status)
-        return [*closing, self._event(f"response.{status}", response=self._ended(status, stats))]
+        closing = self._close_item(status)
+        return [*closing, self._event(f"response.{status}", response=self._final_response(status, stats))]
 
-    def whole(self, stats: Stats) -> dict[str, object]:
+    def whole_answer(self, stats: Stats) -> dict[str, object]:
         status = status_of(stats)
-        self._close(status)
-        return self._ended(status, stats)
+        self._close_item(status)
+        return self._final_response(status, stats)
 
-    def _ended(self, status: str, stats: Stats) -> dict[str, object]:
+    def _final_response(self, status: str, stats: Stats) -> dict[str, object]:
         response = self.response(status, stats)
         if self._keep is not None:
             self._keep(response)
@@ -118,18 +119,18 @@ class ResponseSerializer(AnswerSerializer):
         """True for a full context, as in OpenAI's streams: clients shorten the conversation after that event."""
         return problem.code == TOO_LONG
 
-    def failed(self, problem: Problem) -> list[dict[str, object]]:
-        events = [] if self._events else self.first()
-        self._close(INCOMPLETE)
+    def error_chunks(self, problem: Problem) -> list[dict[str, object]]:
+        events = [] if self._num_events else self.first_chunks()
+        self._close_item(INCOMPLETE)
         error = {"code": problem.code or problem.type, "message": problem.client_message}
         return [*events, self._event("response.failed", response={**self.response("failed"), "error": error})]
 
-    def cancelled(self) -> dict[str, object]:
+    def cancelled_response(self) -> dict[str, object]:
         """The response as it was when it was cancelled."""
-        self._close(INCOMPLETE)
+        self._close_item(INCOMPLETE)
         return self.response(CANCELLED)
 
-    def aborted(self, problem: Problem) -> list[dict[str, object]]:
+    def worker_lost_chunks(self, problem: Problem) -> list[dict[str, object]]:
         """An error event without the response, which the router does not have."""
         return [self._event("error", code=problem.code or problem.type, message=problem.message, param=problem.param)]
 
@@ -150,10 +151,10 @@ class ResponseSerializer(AnswerSerializer):
             "usage": stats and usage(stats)}
 
     def _event(self, kind: str, **fields: object) -> dict[str, object]:
-        self._events += 1
-        return {"type": kind, "sequence_number": self._events - 1, **fields}
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
-    def _at(self, kind: ItemKind, item_id: str) -> dict[str, object]:
+    def _position(self, kind: ItemKind, item_id: str) -> dict[str, object]:
         """The position of a part."""
         return {"item_id": item_id, "output_index": len(self.items), kind.index: 0}
 
@@ -161,34 +162,36 @@ class ResponseSerializer(AnswerSerializer):
         fields = {"role": "assistant"} if kind is MESSAGE else {"summary": [], "content": [], "encrypted_content": None}
         return {"id": item_id, "type": kind.item, "status": status, **fields, kind.place: parts}
 
-    def _begin(self, kind: ItemKind) -> list[dict[str, object]]:
+    def _begin_item(self, kind: ItemKind) -> list[dict[str, object]]:
+        """Events that begin an item of text."""
         item_id = new_id(kind.prefix)
         self._open = kind, item_id, []
         return [self._event("response.output_item.added", output_index=len(self.items), item=self._item(kind, item_id, IN_PROGRESS, [])),
-                self._event(f"{kind.part_event}.added", part=_part(kind, "", []), **self._at(kind, item_id))]
+                self._event(f"{kind.part_event}.added", part=_part(kind, "", []), **self._position(kind, item_id))]
 
-    def _close(self, status: str = COMPLETED) -> list[dict[str, object]]:
+    def _close_item(self, status: str = COMPLETED) -> list[dict[str, object]]:
         """Events that end the open item, if any."""
         if self._open is None:
             return []
         kind, item_id, texts = self._open
-        self._open, text, position = None, "".join(texts), self._at(kind, item_id)
-        logprobs, self._told = self._told, []
+        self._open, text, position = None, "".join(texts), self._position(kind, item_id)
+        logprobs, self._logprobs = self._logprobs, []
         part = _part(kind, text, logprobs)
         item = self._item(kind, item_id, status, [part])
-        events = [self._event(f"{kind.text_event}.done", text=text, **position, **_logprobs(kind, logprobs)),
+        events = [self._event(f"{kind.text_event}.done", text=text, **position, **_logprobs_field(kind, logprobs)),
                 self._event(f"{kind.part_event}.done", part=part, **position),
                 self._event("response.output_item.done", output_index=len(self.items), item=item)]
         self.items.append(item)
         return events
 
-    def _called(self, call: Call) -> list[dict[str, object]]:
+    def _call_events(self, call: Call) -> list[dict[str, object]]:
+        """The events of a complete call."""
         space, name = self.names.spaces.get(call.name, (None, call.name))
         is_free = call.name in self.names.free
         prefix, kind, place = ("ctc", "custom_tool_call", "input") if is_free else ("fc", "function_call", "arguments")
         arguments = input_of(call.arguments) if is_free else call.arguments
         item_id, index = new_id(prefix), len(self.items)
-        item = {"id": item_id, "type": kind, "status": IN_PROGRESS, "call_id": self._calls.add(call)["id"], "name": name, place: "",
+        item = {"id": item_id, "type": kind, "status": IN_PROGRESS, "call_id": self._call_list.add(call)["id"], "name": name, place: "",
                 **({"namespace": space} if space else {})}
         completed = {**item, "status": COMPLETED, place: arguments}
         event, where = f"response.{kind}_{place}", {"item_id": item_id, "output_index": index}
@@ -199,19 +202,19 @@ class ResponseSerializer(AnswerSerializer):
         self.items.append(completed)
         return events
 
-    def _shortened(self, notes: str) -> list[dict[str, object]]:
+    def _compaction_events(self, notes: str) -> list[dict[str, object]]:
         """The compaction item that replaces earlier items, after which the answer follows."""
-        item, at = {"id": new_id("cmp"), "type": COMPACTION, "encrypted_content": encode_summary(notes, alone=True)}, len(self.items)
+        item, index = {"id": new_id("cmp"), "type": COMPACTION, "encrypted_content": encode_summary(notes, alone=True)}, len(self.items)
         self.items.append(item)
-        return [self._event(f"response.output_item.{each}", output_index=at, item=item) for each in ("added", "done")]
+        return [self._event(f"response.output_item.{step}", output_index=index, item=item) for step in ("added", "done")]
 
 
 def _part(kind: ItemKind, text: str, logprobs: list[dict[str, object]]) -> dict[str, object]:
     extra = {"annotations": []} if kind is MESSAGE else {}
-    return {"type": kind.part, "text": text, **extra, **_logprobs(kind, logprobs)}
+    return {"type": kind.part, "text": text, **extra, **_logprobs_field(kind, logprobs)}
 
 
-def _logprobs(kind: ItemKind, logprobs: list[dict[str, object]]) -> dict[str, object]:
+def _logprobs_field(kind: ItemKind, logprobs: list[dict[str, object]]) -> dict[str, object]:
     return {"logprobs": logprobs} if kind is MESSAGE else {}
 
 

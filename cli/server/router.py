@@ -25,7 +25,7 @@ from . import page, responses_requests
 from .bodies import read_body, read_request
 from .compaction import COMPACT
 from .form_data import parts_of
-from .gemini_models import GENERATED, in_list
+from .gemini_models import GENERATED, wants_json_list
 from .gemini_models import PATHS as GEMINI
 from .gemini_serializer import GeminiSerializer
 from .keep_alive import parse_keep_alive
@@ -204,7 +204,7 @@ class Router:
     async def proxy_gemini(self, request: Request) -> Response:
         """The model is named in the path. A stream that is one JSON list cannot begin before the worker's own."""
         body, model = await read_body(request), await self.resolve(request.path_params["name"])
-        streams = request.url.path.endswith(GENERATED[1].rpartition(":")[2]) and not in_list(request)
+        streams = request.url.path.endswith(GENERATED[1].rpartition(":")[2]) and not wants_json_list(request)
         return Relay(self, model, GeminiSerializer(model.name) if streams else None, body, None)
 
     async def proxy_form(self, request: Request) -> Response:

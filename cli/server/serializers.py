@@ -22,44 +22,45 @@ MS = 1000
 class AnswerSerializer(Protocol):
     """Serializes one answer from the events passed to `add`.
 
-    named: chunks are server-sent events named by their `type`.
+    has_event_names: chunks are server-sent events named by their `type`.
     json_lines: chunks are JSON lines.
-    in_list: chunks are elements of one JSON list.
+    is_json_list: chunks are elements of one JSON list.
     terminator: bytes after the last chunk.
     starts_early: the stream begins during prefill, not with the first text.
     has_comments: keep-alives are comments, not chunks.
     """
 
-    named, json_lines, in_list, terminator, starts_early, has_comments = False, False, False, b"data: [DONE]\n\n", False, True
+    has_event_names = json_lines = is_json_list = starts_early = False
+    has_comments, terminator = True, b"data: [DONE]\n\n"
 
-    def first(self) -> list[dict[str, object]]:
+    def first_chunks(self) -> list[dict[str, object]]:
         """Chunks before the first text."""
         return []
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
         """Add an event; returns its chunks."""
 
-    def waiting(self) -> list[dict[str, object]]:
+    def keep_alive_chunks(self) -> list[dict[str, object]]:
         """Chunks that keep a waiting stream alive."""
         return []
 
-    def last(self, stats: Stats) -> list[dict[str, object]]:
+    def last_chunks(self, stats: Stats) -> list[dict[str, object]]:
         """Chunks after the last text."""
 
-    def whole(self, stats: Stats) -> dict[str, object] | list[dict[str, object]]:
+    def whole_answer(self, stats: Stats) -> dict[str, object] | list[dict[str, object]]:
         """The whole answer."""
 
     def sends_error_event(self, problem: Problem) -> bool:
         """Whether an error before the stream begins is sent as an event instead of an HTTP status."""
         return False
 
-    def failed(self, problem: Problem) -> list[dict[str, object]]:
+    def error_chunks(self, problem: Problem) -> list[dict[str, object]]:
         """Chunks that end a stream with an error."""
         return [problem.to_json()]
 
-    def aborted(self, problem: Problem) -> list[dict[str, object]]:
+    def worker_lost_chunks(self, problem: Problem) -> list[dict[str, object]]:
         """Chunks that end a stream whose worker was lost."""
-        return self.failed(problem)
+        return self.error_chunks(problem)
 
 
 class CompletionSerializer(AnswerSerializer, Protocol):
@@ -79,15 +80,17 @@ class CompletionSerializer(AnswerSerializer, Protocol):
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.texts: dict[str, str] = {}  # by kind
         self.logprobs: dict[str, list[dict[str, object]]] = {}  # of a chat's tokens, by the name of their field
-        self.calls = CallList()
+        self.call_list = CallList()
 
-    def head(self, kind: str) -> dict[str, object]:
+    def common_fields(self, kind: str) -> dict[str, object]:
+        """The fields that an answer and its chunks share; `kind`: the `object` field."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": FINGERPRINT}
 
     def chunk(self, choice: dict[str, object] | None, **more: object) -> dict[str, object]:
         """A chunk of the stream with one choice, or none."""
         usage = {"usage": None} if self.include_usage and self.null_usage else {}
-        return {**self.head(self.chunk_kind), "choices": [] if choice is None else [{"index": self.index, **choice}], **usage, **more}
+        choices = [] if choice is None else [{"index": self.index, **choice}]
+        return {**self.common_fields(self.chunk_kind), "choices": choices, **usage, **more}
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
         if isinstance(event, PromptRead):
@@ -105,20 +108,21 @@ class CompletionSerializer(AnswerSerializer, Protocol):
     def whole_choice(self) -> dict[str, object]:
         """The choice of the whole answer."""
 
-    def end(self, stats: Stats) -> dict[str, object]:
+    def finish_chunk(self, stats: Stats) -> dict[str, object]:
+        """The chunk with the finish reason."""
         return self.chunk(self.choice_at_end(stats), timings=timings(stats))
 
-    def last(self, stats: Stats) -> list[dict[str, object]]:
-        chunks = [self.end(stats)]
+    def last_chunks(self, stats: Stats) -> list[dict[str, object]]:
+        chunks = [self.finish_chunk(stats)]
         return [*chunks, self.chunk(None, usage=usage(stats))] if self.include_usage else chunks
 
-    def whole(self, stats: Stats) -> dict[str, object]:
-        choice = {"index": self.index, "logprobs": None, **self.whole_choice(), "finish_reason": self.finish(stats)}
-        return {**self.head(self.kind), "choices": [choice], "usage": usage(stats), "timings": timings(stats)}
+    def whole_answer(self, stats: Stats) -> dict[str, object]:
+        choice = {"index": self.index, "logprobs": None, **self.whole_choice(), "finish_reason": self.finish_reason(stats)}
+        return {**self.common_fields(self.kind), "choices": [choice], "usage": usage(stats), "timings": timings(stats)}
 
-    def finish(self, stats: Stats) -> str:
+    def finish_reason(self, stats: Stats) -> str:
         """The finish reason."""
-        return "length" if stats.finish_reason != "stop" else "tool_calls" if self.calls.made else "stop"
+        return "length" if stats.finish_reason != "stop" else "tool_calls" if self.call_list.calls else "stop"
 
 
 class ChatSerializer(CompletionSerializer):
@@ -126,17 +130,17 @@ class ChatSerializer(CompletionSerializer):
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def first(self) -> list[dict[str, object]]:
+    def first_chunks(self) -> list[dict[str, object]]:
         return [self.chunk({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})]
 
     def choice_of(self, event: TextDelta | Call) -> dict[str, object]:
         if isinstance(event, Call):
-            delta = {"tool_calls": [{"index": len(self.calls.made), **self.calls.add(event)}]}
+            delta = {"tool_calls": [{"index": len(self.call_list.calls), **self.call_list.add(event)}]}
             return {"delta": delta, "logprobs": None, "finish_reason": None}
         name = "content" if event.kind == "answer" else "reasoning_content"
-        return {"delta": {name: event.text}, "logprobs": self._told(name, event), "finish_reason": None}
+        return {"delta": {name: event.text}, "logprobs": self._chunk_logprobs(name, event), "finish_reason": None}
 
-    def _told(self, name: str, event: TextDelta) -> dict[str, object] | None:
+    def _chunk_logprobs(self, name: str, event: TextDelta) -> dict[str, object] | None:
         """The log-probabilities of a chunk, recorded for the whole answer."""
         if self.tokenizer is None:
             return None
@@ -145,12 +149,12 @@ class ChatSerializer(CompletionSerializer):
         return {"content": None, name: logprobs, "refusal": None}
 
     def choice_at_end(self, stats: Stats) -> dict[str, object]:
-        return {"delta": {}, "logprobs": None, "finish_reason": self.finish(stats)}
+        return {"delta": {}, "logprobs": None, "finish_reason": self.finish_reason(stats)}
 
     def whole_choice(self) -> dict[str, object]:
         texts = self.texts
         reasoning = {"reasoning_content": texts["thinking"]} if texts.get("thinking") else {}
-        calls = {"tool_calls": self.calls.made} if self.calls.made else {}
+        calls = {"tool_calls": self.call_list.calls} if self.call_list.calls else {}
         content = texts.get("answer", None if calls else "")
         logprobs = None if self.tokenizer is None else {"content": None, **self.logprobs, "refusal": None}
         return {"message": {"role": "assistant", "content": content, **reasoning, **calls}, "logprobs": logprobs}
@@ -161,8 +165,8 @@ class TextSerializer(CompletionSerializer):
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._columns, self._parts = self.tokenizer and LogprobColumns(self.tokenizer), []
 
     def choice_of(self, event: TextDelta) -> dict[str, object]:
@@ -171,7 +175,7 @@ class TextSerializer(CompletionSerializer):
         return {"text": event.text, "logprobs": logprobs, "finish_reason": None}
 
     def choice_at_end(self, stats: Stats) -> dict[str, object]:
-        return {"text": "", "logprobs": None, "finish_reason": self.finish(stats)}
+        return {"text": "", "logprobs": None, "finish_reason": self.finish_reason(stats)}
 
     def whole_choice(self) -> dict[str, object]:
         return {"text": "".join(self.texts.values()), "logprobs": self._columns and join_columns(self._parts)}

@@ -91,7 +91,7 @@ class SingleModelService:
 
     async def model(self, request: Request) -> Response:
         self.check_model(name := request.path_params["name"])
-        return json_response(self._card(self.adapters.called(name)))
+        return json_response(self._card(self.adapters.requested_adapter(name)))
 
     def check_token_ids(self, ids: Sequence[int], param: str) -> None:
         """Check token ids before they are decoded. Raises Problem for one outside the vocabulary."""
@@ -107,9 +107,9 @@ class SingleModelService:
             self.check_model(payload.model, "model")
         return payload
 
-    def called(self, model: str | None) -> str:
+    def response_model_name(self, model: str | None) -> str:
         """The model's name in a response: its own, or that of the requested adapter."""
-        return self.adapters.called(model) or self.name
+        return self.adapters.requested_adapter(model) or self.name
 
     def check_model(self, name: str, param: str | None = None) -> None:
         known = {name, untagged(name)} & {self.name, *(self.other_names or ()), *self.adapters.models}

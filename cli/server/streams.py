@@ -24,12 +24,12 @@ from .multiple_answers import AnswerEnded, total_stats
 from .problems import Problem, problem_of
 from .serializers import AnswerSerializer
 
-KEEP_ALIVE_S = 5.0  # without a byte
+KEEP_ALIVE_S = 5.0  # longest time without a byte on a stream
 COMMENT_INTERVAL_S = 1.0
 EVENTS, LINES, LIST = "text/event-stream; charset=utf-8", "application/x-ndjson", "application/json"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 CLIENT_LEFT = "the client left"
-Result = TypeVar("Made")
+Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnected
 
 
@@ -92,8 +92,10 @@ class EventReader:
 
     @property
     def comment(self) -> str:
-        before = self.job.ahead
-        return self.progress or (f"{before} answer{'' if before == 1 else 's'} before this one" if before else "reading the prompt")
+        """The text of a keep-alive comment: the progress, or the position in the queue."""
+        num_ahead = self.job.ahead
+        position = f"{num_ahead} answer{'' if num_ahead == 1 else 's'} before this one" if num_ahead else "reading the prompt"
+        return self.progress or position
 
 
 async def whole_response(request: Request, reader: EventReader, serializer: AnswerSerializer) -> Response:
@@ -103,7 +105,7 @@ async def whole_response(request: Request, reader: EventReader, serializer: Answ
         while not isinstance(event := await reader.next(), Done):
             if isinstance(event, PromptRead | TextDelta | Call | AnswerEnded):
                 serializer.add(event)
-        return json_response(serializer.whole(event.stats))
+        return json_response(serializer.whole_answer(event.stats))
 
     try:
         return await unless_disconnected(request.receive, collect(), reader.on_disconnect) or Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -131,66 +133,66 @@ class EventStream(Response):
     kind = EVENTS
 
     def __init__(self, reader: EventReader, serializer: AnswerSerializer) -> None:
-        self._reader, self._serializer, self._began, self._wrote = reader, serializer, False, 0.0
-        self._since = time.monotonic()
+        self._reader, self._serializer, self._began, self._last_write_s = reader, serializer, False, 0.0
+        self._created_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._scope, self._receive = send, scope, receive
         try:
-            await unless_disconnected(receive, self._written(), self._reader.on_disconnect)
+            await unless_disconnected(receive, self._stream(), self._reader.on_disconnect)
         finally:
             self._reader.job.abandon()
 
-    async def _written(self) -> None:
+    async def _stream(self) -> None:
         reader, serializer = self._reader, self._serializer
         try:
             while not isinstance(event := await reader.next(KEEP_ALIVE_S), Done):
                 if isinstance(event, PromptRead):
                     serializer.add(event)
                 elif isinstance(event, TextDelta | Call | AnswerEnded):
-                    await self._begin()
-                    await self._data(serializer.add(event))
+                    await self._send_first_chunks()
+                    await self._send_chunks(serializer.add(event))
                 else:
-                    await self._wait()
-            await self._begin()
-            await self._data(serializer.last(event.stats))
-            await self._body(serializer.terminator, more=False)
+                    await self._send_keep_alive()
+            await self._send_first_chunks()
+            await self._send_chunks(serializer.last_chunks(event.stats))
+            await self._send_body(serializer.terminator, more=False)
         except Problem as problem:
-            if self._wrote or serializer.sends_error_event(problem):
-                await self._data(serializer.failed(problem))
-                await self._body(serializer.terminator, more=False)
+            if self._last_write_s or serializer.sends_error_event(problem):
+                await self._send_chunks(serializer.error_chunks(problem))
+                await self._send_body(serializer.terminator, more=False)
             else:
                 response = problem_response(problem, self._scope.get("path", ""))
                 await response(self._scope, self._receive, self._send)
 
-    async def _begin(self) -> None:
+    async def _send_first_chunks(self) -> None:
         """Send the chunks before the first text, once."""
         if not self._began:
             self._began = True
-            await self._data(self._serializer.first())
+            await self._send_chunks(self._serializer.first_chunks())
 
-    async def _wait(self) -> None:
-        """Send a keep-alive: a comment at most once per PROGRESS_S, or, where there are no comments, a chunk per KEEP_ALIVE_S."""
+    async def _send_keep_alive(self) -> None:
+        """Send a keep-alive: a comment at most once per COMMENT_INTERVAL_S, or, where there are no comments, a chunk per KEEP_ALIVE_S."""
         now = time.monotonic()
         if not self._serializer.has_comments:
-            if now - max(self._since, self._wrote) >= KEEP_ALIVE_S:
-                await self._data(self._serializer.waiting())
-        elif now - self._wrote >= COMMENT_INTERVAL_S:
-            await self._body(f": {self._reader.comment}\n\n".encode())
+            if now - max(self._created_s, self._last_write_s) >= KEEP_ALIVE_S:
+                await self._send_chunks(self._serializer.keep_alive_chunks())
+        elif now - self._last_write_s >= COMMENT_INTERVAL_S:
+            await self._send_body(f": {self._reader.comment}\n\n".encode())
             if self._serializer.starts_early:
-                await self._begin()
+                await self._send_first_chunks()
             if self._began:
-                await self._data(self._serializer.waiting())
+                await self._send_chunks(self._serializer.keep_alive_chunks())
 
-    async def _data(self, chunks: Iterable[Mapping[str, object]]) -> None:
+    async def _send_chunks(self, chunks: Iterable[Mapping[str, object]]) -> None:
         if lines := encode_chunks(self._serializer, chunks):
-            await self._body(lines)
+            await self._send_body(lines)
 
-    async def _body(self, body: bytes, more: bool = True) -> None:
-        if not self._wrote:
+    async def _send_body(self, body: bytes, more: bool = True) -> None:
+        if not self._last_write_s:
             headers = [(name.encode(), value.encode()) for name, value in (("content-type", self.kind), *HEADERS.items())]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        self._wrote = time.monotonic()
+        self._last_write_s = time.monotonic()
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
@@ -205,12 +207,12 @@ class ListStream(EventStream):
     the list is complete."""
 
     kind = LIST
-    _has_one = False
+    _has_elements = False
 
-    async def _data(self, chunks: Iterable[Mapping[str, object]]) -> None:
+    async def _send_chunks(self, chunks: Iterable[Mapping[str, object]]) -> None:
         for chunk in chunks:
-            await self._body((b",\n" if self._has_one else b"[") + encode_json(chunk) + b"\n")
-            self._has_one = True
+            await self._send_body((b",\n" if self._has_elements else b"[") + encode_json(chunk) + b"\n")
+            self._has_elements = True
 
 
 def encode_chunks(serializer: AnswerSerializer, chunks: Iterable[Mapping[str, object]]) -> bytes:
@@ -218,14 +220,14 @@ def encode_chunks(serializer: AnswerSerializer, chunks: Iterable[Mapping[str, ob
     if serializer.json_lines:
         return b"".join(encode_json(chunk) + b"\n" for chunk in chunks)
 
-    def name(chunk: Mapping[str, object]) -> bytes:
-        return f"event: {chunk['type']}\n".encode() if serializer.named else b""
+    def event_name(chunk: Mapping[str, object]) -> bytes:
+        return f"event: {chunk['type']}\n".encode() if serializer.has_event_names else b""
 
-    return b"".join(name(chunk) + b"data: " + encode_json(chunk) + b"\n\n" for chunk in chunks)
+    return b"".join(event_name(chunk) + b"data: " + encode_json(chunk) + b"\n\n" for chunk in chunks)
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Any], on_disconnect: Callable[[], None]) -> Any:
-    """The result of `work`; None if the client disconnects first, in which case `left` is called."""
+    """The result of `work`; None if the client disconnects first, in which case `on_disconnect` is called."""
 
     async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -239,8 +241,8 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Any], 
         on_disconnect()
         return None
     finally:
-        for each in (working, watching):
-            each.cancel()
+        for task in (working, watching):
+            task.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
 
 

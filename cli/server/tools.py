@@ -76,16 +76,16 @@ def _choice(choice: str | dict[str, Any] | None) -> str:
 
 
 class CallList:
-    """The calls of one answer; `free`: names of custom tools."""
+    """The calls of one answer. `custom_tools`: the names of those tools whose input is free text."""
 
-    def __init__(self, free: frozenset[str] = frozenset()) -> None:
-        self.free, self.made = free, list[dict[str, object]]()
+    def __init__(self, custom_tools: frozenset[str] = frozenset()) -> None:
+        self.custom_tools, self.calls = custom_tools, list[dict[str, object]]()
 
     def add(self, call: Call) -> dict[str, object]:
         """Add a call; returns it as part of a message."""
-        used_ids = {each["id"] for each in self.made}
+        used_ids = {each["id"] for each in self.calls}
         call_id = call.id if UNIQUE_ID.fullmatch(call.id) and call.id not in used_ids else new_id()
-        body = {"type": CUSTOM, CUSTOM: {"name": call.name, FREE: input_of(call.arguments)}} if call.name in self.free else \
+        body = {"type": CUSTOM, CUSTOM: {"name": call.name, FREE: input_of(call.arguments)}} if call.name in self.custom_tools else \
             {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        self.made.append({"id": call_id, **body})
-        return self.made[-1]
+        self.calls.append({"id": call_id, **body})
+        return self.calls[-1]

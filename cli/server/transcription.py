@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 AUDIO_PATHS = (TRANSCRIPTIONS, "/audio/transcriptions", TRANSLATIONS, "/audio/translations")
 JSON, TEXT, VERBOSE, SRT, VTT = FORMATS = "json", "text", "verbose_json", "srt", "vtt"
-PLAIN = {TEXT: "text/plain", SRT: "application/x-subrip", VTT: "text/vtt"}  # those that are no JSON
-TIMED = (VERBOSE, SRT, VTT)
-FILE, NUMBERS, GRAINS = "file", ("temperature", "top_p", "min_p"), "timestamp_granularities[]"
+PLAIN = {TEXT: "text/plain", SRT: "application/x-subrip", VTT: "text/vtt"}  # formats other than JSON, with their media types
+TIMED = (VERBOSE, SRT, VTT)  # formats with timestamps
+FILE, NUMBERS, GRANULARITIES = "file", ("temperature", "top_p", "min_p"), "timestamp_granularities[]"
 SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -43,40 +43,40 @@ class TranscriptionRequest(GenerationRequest):
 
     language: str | None = None
     prompt: str | None = None
-    response_format: str = JSON  # which is no form of the answer here
+    response_format: str = JSON  # one of FORMATS; unlike a chat's, no schema
 
 
 class TranscriptSerializer(AnswerSerializer):
-    """Serializes the answers about the chunks of an audio file, collected in `written`. `task` and `seconds` are repeated in verbose
+    """Serializes the answers about the chunks of an audio file, collected in `transcript`. `task` and `seconds` are repeated in verbose
     responses."""
 
-    def __init__(self, task: str, written: Transcript | None = None, seconds: float = 0.0, format: str = JSON) -> None:
-        self._task, self._written, self._seconds, self._format = task, written or Transcript(()), seconds, format
-        self._costs: list[Stats] = []
+    def __init__(self, task: str, transcript: Transcript | None = None, seconds: float = 0.0, format: str = JSON) -> None:
+        self._task, self._transcript, self._seconds, self._format = task, transcript or Transcript(()), seconds, format
+        self._ended_stats: list[Stats] = []
 
     def add(self, event: PromptRead | TextDelta | Call | AnswerEnded) -> list[dict[str, object]]:
         if isinstance(event, AnswerEnded):
             return self._ended(event.stats)
-        return _chunk(self._written.add(event.text)) if isinstance(event, TextDelta) and event.kind == "answer" else []
+        return _chunk(self._transcript.add(event.text)) if isinstance(event, TextDelta) and event.kind == "answer" else []
 
     def _ended(self, stats: Stats) -> list[dict[str, object]]:
-        self._costs.append(stats)
-        return _chunk(self._written.ended(stats.token_ids))
+        self._ended_stats.append(stats)
+        return _chunk(self._transcript.ended(stats.token_ids))
 
-    def last(self, stats: Stats) -> list[dict[str, object]]:
+    def last_chunks(self, stats: Stats) -> list[dict[str, object]]:
         events = self._ended(stats)
-        return [*events, {"type": "transcript.text.done", "text": self._written.text, "usage": usage(total_stats(self._costs))}]
+        return [*events, {"type": "transcript.text.done", "text": self._transcript.text, "usage": usage(total_stats(self._ended_stats))}]
 
-    def whole(self, stats: Stats) -> dict[str, object]:
+    def whole_answer(self, stats: Stats) -> dict[str, object]:
         self._ended(stats)
         if self._format == VERBOSE:
-            return {"task": self._task, **self._written.to_json(self._seconds)}
-        return {"text": self._written.text, "usage": usage(total_stats(self._costs))}
+            return {"task": self._task, **self._transcript.to_json(self._seconds)}
+        return {"text": self._transcript.text, "usage": usage(total_stats(self._ended_stats))}
 
     @property
-    def plain(self) -> str:
+    def plain_text(self) -> str:
         """The answer in a format other than JSON."""
-        return f"{self._written.text}\n" if self._format == TEXT else subtitles(self._written.segments, self._format == VTT)
+        return f"{self._transcript.text}\n" if self._format == TEXT else subtitles(self._transcript.segments, self._format == VTT)
 
 
 def _chunk(text: str) -> list[dict[str, object]]:
@@ -88,28 +88,28 @@ class TranscriptionPaths:
 
     def __init__(self, service: GenerationService) -> None:
         self._service = service
-        self._held: list[ref[np.ndarray]] = []  # samples of audio files, of which chunks are views
+        self._waiting_samples: list[ref[np.ndarray]] = []  # samples of audio files, of which chunks are views
 
-    def _held_nbytes(self) -> int:
+    def _waiting_nbytes(self) -> int:
         """Bytes of audio that is not transcribed yet."""
-        self._held = [each for each in self._held if each() is not None]
-        return sum(samples.nbytes for each in self._held if (samples := each()) is not None)
+        self._waiting_samples = [each for each in self._waiting_samples if each() is not None]
+        return sum(samples.nbytes for each in self._waiting_samples if (samples := each()) is not None)
 
     def routes(self) -> list[Route]:
-        return [Route(path, partial(self.heard, path in AUDIO_PATHS[2:]), methods=["POST"]) for path in AUDIO_PATHS]
+        return [Route(path, partial(self.transcribe, path in AUDIO_PATHS[2:]), methods=["POST"]) for path in AUDIO_PATHS]
 
-    async def heard(self, translates: bool, request: Request) -> Response:
+    async def transcribe(self, translates: bool, request: Request) -> Response:
         form = await form_of(request)
         payload = fields_of(form)
         if payload.model:
             self._service.check_model(payload.model, "model")
         if FILE not in form:
             raise Problem(400, f"{FILE} is missing: send the audio as a file in the form data", param=FILE)
-        if self._held_nbytes() > MAX_WAITING_NBYTES:
+        if self._waiting_nbytes() > MAX_WAITING_NBYTES:
             raise Problem(503, "too many long transcriptions are waiting", BUSY, code="queue_full", headers={"retry-after": "1"},
                           hint=RETRY)
         samples = await self._service.samples(form.pop(FILE), FILE)
-        self._held.append(ref(samples))
+        self._waiting_samples.append(ref(samples))
         seconds = len(samples) / SAMPLE_RATE
         try:
             transcriber = Transcriber(self._service.served, payload.language, payload.prompt, translates)
@@ -123,7 +123,7 @@ class TranscriptionPaths:
         starts = [partial(transcriber.answer, piece, prepared.options, history, prepared.variables) for piece in parts]
         answer = await self._service.answer(request, payload, serializer, in_sequence(starts))
         if payload.response_format in PLAIN and not payload.stream and answer.status_code == 200:
-            return PlainTextResponse(serializer.plain, media_type=PLAIN[payload.response_format])
+            return PlainTextResponse(serializer.plain_text, media_type=PLAIN[payload.response_format])
         return answer
 
 
@@ -145,8 +145,9 @@ def fields_of(form: Mapping[str, bytes]) -> TranscriptionRequest:
     if values.get("stream") and format in TIMED:
         raise Problem(400, f"response_format {format} does not support streaming: leave out stream", param="stream",
                       code="unsupported_parameter")
-    if b"word" in map(bytes.strip, form.get(GRAINS, b"").split(b",")):
-        raise Problem(400, f"{GRAINS} has to be segment: word timestamps are not supported", param=GRAINS, code="unsupported_parameter")
+    if b"word" in map(bytes.strip, form.get(GRANULARITIES, b"").split(b",")):
+        raise Problem(400, f"{GRANULARITIES} has to be segment: word timestamps are not supported", param=GRANULARITIES,
+                      code="unsupported_parameter")
     known = {name: value for name, value in values.items() if name in TranscriptionRequest.model_fields and value is not None}
     return TranscriptionRequest.model_construct(**{**dict.fromkeys(TranscriptionRequest.model_fields), **known, "response_format": format})
 
@@ -168,5 +169,6 @@ def _value(name: str, text: str) -> object:
 
 
 def usage(stats: Stats) -> dict[str, object]:
-    made = len(stats.token_ids)
-    return {"type": "tokens", "input_tokens": stats.prompt_tokens, "output_tokens": made, "total_tokens": stats.prompt_tokens + made}
+    num_tokens = len(stats.token_ids)
+    return {"type": "tokens", "input_tokens": stats.prompt_tokens, "output_tokens": num_tokens,
+            "total_tokens": stats.prompt_tokens + num_tokens}

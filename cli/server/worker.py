@@ -85,11 +85,11 @@ class RouterLink:
 class WorkerScreen(Screen):
     def __init__(self, environment: Environment, send: Callable[[Progress], None]) -> None:
         super().__init__(environment)
-        self._tell_progress, self._told = send, 0.0
+        self._tell_progress, self._last_progress_s = send, 0.0
 
     def progress(self, event: Progress) -> None:
-        if (now := time.monotonic()) - self._told >= PROGRESS_S:
-            self._told = now
+        if (now := time.monotonic()) - self._last_progress_s >= PROGRESS_S:
+            self._last_progress_s = now
             self._tell_progress(event)
 
 
