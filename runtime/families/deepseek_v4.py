@@ -2,8 +2,8 @@
 few heavily compressed or many selected by an indexer; hyper-connections (`kernels/reference_hyper_connections.py`); and a MoE with
 sqrt-softplus routing, in the first layers by a hash table of token ids.
 
-A key is the value too. So what is attended to has been turned as keys are, and is turned back by the place of its token; heads then go
-through matrices by groups.
+Keys are the values too, so the attention output has been rotated as keys are, and is rotated back by the position of its token. The output
+projection is low-rank, in groups of heads.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
-    """By layer what it sees beyond its window."""
+    """By layer the type of its attention beyond the window."""
     ratios = keys.raw.get("compress_ratios") if keys.holds("compress_ratios") else None
     found = keys.kinds("layer_types", layers, (NEAR, CHOSEN, HEAVY))
     if found is None and ratios is not None:
@@ -90,14 +90,14 @@ def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
 
 
 def _rates(keys: Keys) -> dict[str, int]:
-    """By kind of layer of how many tokens a key is made."""
+    """By layer type the number of tokens in a compressed key."""
     section = Keys(keys.section("compress_rates") or {}, "config.json: compress_rates")
     older = {CHOSEN: "compress_rate_csa", HEAVY: "compress_rate_hca"}
     return {kind: keys.integer(older[kind], section.integer(kind, RATES[kind], high=4096), high=4096) for kind in RATES}
 
 
 def _ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, RopeConfig]:
-    """Rotary positions of layers that see a window alone, and of the others, for which alone they are stretched."""
+    """RoPE of layers that attend to a window only, and of the others, which alone have context extension."""
     turned = keys.integer("qk_rope_head_dim", None, low=2, high=head_dim)
     share = keys.number("partial_rotary_factor", 64 / 512 if turned is None else turned / head_dim)
     thetas = keys.number("rope_theta", 10_000.0, above=1.0), keys.number("compress_rope_theta", 160_000.0, above=1.0)
@@ -126,7 +126,7 @@ def _moe_config(keys: Keys, layers: int) -> MoEConfig:
 
 def _compressed(keys: Keys, made: ModelConfig, kinds: tuple[str, ...], rates: Mapping[str, int],
                 window: int) -> tuple[CompressedAttentionConfig, IndexerConfig | None]:
-    """The keys of layers, and how they are chosen."""
+    """Compressed attention, and the indexer if a layer has one."""
     rank, heads, width = keys.integer("q_lora_rank", 1024, high=2**16), made.num_attention_heads, made.head_dim
     groups, inner = keys.integer("o_groups", 8, high=4096), keys.integer("o_lora_rank", 1024, high=2**16)
     index = IndexShape(keys.integer("index_n_heads", 64, high=1024), keys.integer("index_head_dim", 128, high=1024),
@@ -182,7 +182,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def _key_tensors(place: str, roles: tuple[str, ...], shape: CompressedShape, width: int, hidden: int) -> dict[str, TensorRule]:
-    """What makes keys of several tokens, `width` wide. As they are: they decide what is seen, and are little of a layer."""
+    """Matrices of the compressor, for keys of `width` channels. Not quantized: they select what attention sees, and are small."""
     rows, weights, bias, norm = roles
     made = shape.rows_per_token * width
     return {rows: TensorRule(f"{place}wkv.weight", (made, hidden), plain=True),
@@ -215,8 +215,8 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 @narrowing
 def block(x: object, at: Layer, picked: object | None = None) -> object:
-    """As `llama.block`, of streams x [T, S * D]; `picked`: corrections of scores [T, E] where a table says who visits whom. Taps see what a
-    branch reads where they see x of other families, but for block_out; q_in before the norm between q_a and q_b; attn_out before o."""
+    """As `llama.block`, of residual streams x [T, S * D]. `picked`: corrections of scores [T, E] in hash-routed layers. Taps get a branch's
+    input where they get x in other families, except for block_out; q_in, the input of the norm between q_a and q_b; attn_out before o."""
     w = at.w
     compressed = w.compressed_attention
     x = write_branch(at.ops, x, attention(x, at), w.o, compressed.around_attention)
@@ -250,7 +250,7 @@ def stream_mlp(x: object, at: Layer, around: HyperConnection | GatedResidual, ac
 
 
 def attention(x: object, at: Layer) -> object:
-    """What o reads, [T, N]."""
+    """The attention output before `o`, [T, N]."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     compressed, maker, heads, width = w.compressed_attention, w.compressed_attention.compressor, config.num_attention_heads, config.head_dim
     y = ops.read_streams(x, compressed.around_attention)

@@ -1,8 +1,8 @@
 """Doge (20M to 320M): Llama with dynamic mask attention (every key adds a number computed from its value to its scores), QK norms, and a
 learned per-channel scale of the residual stream before each branch.
 
-In attention and in the cache a head is wider than its matrix makes it: a channel in front of a key holds the number, and that of a query
-what makes it one in a score. Beyond `keep_window_size` tokens those of the largest numbers alone would be seen, which is not run.
+In attention and in the cache heads have an additional first channel: that of a key holds the bias, that of a query the constant that adds
+it to scores. Beyond `keep_window_size` tokens only those with the largest biases would be seen, which is not implemented.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from ..config_reader import Keys
 from ..layer import Layer, last_of, narrowing
 from . import TensorRule, llama
 
-OF_MIXTURES = ("num_experts", "num_experts_per_tok")  # which configs of the others have too
-# Of mixtures, which are refused: a prompt's tokens would choose experts by what others say.
+MOE_KEYS = ("num_experts", "num_experts_per_tok")  # dense configs have them too
+# Of MoE models, which are refused: routing would depend on the other tokens of a prompt.
 KEYS_HARMLESS = frozenset({"norm_topk_prob"})
 REFUSED_UNLESS = {"is_moe": False, "layer_types": None, "sliding_window": None}
 SIZES = {"vocab_size": 32_768, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 32, "num_attention_heads": 8}
-EVEN = 16  # a head in attention is so many channels, or several times as many
+HEAD_ALIGNMENT = 16  # the head dimension in attention is a multiple of this
 
 
 def config(keys: Keys) -> ModelConfig:
     """Raises ConfigError."""
     bias = keys.flag("attention_bias", False)
-    for name in OF_MIXTURES:
+    for name in MOE_KEYS:
         keys.integer(name, None)
     config = decoder_config(keys, Defaults(max_position_embeddings=2048, sizes=SIZES), qkv_bias=bias, o_bias=bias, qk_norm=True,
                             mlp_bias=keys.flag("mlp_bias", False), dynamic_mask=True,
                             max_supported_tokens=keys.integer("keep_window_size", 2048, high=2**27))
-    wide = -(-(config.head_dim + 1) // EVEN) * EVEN
+    wide = -(-(config.head_dim + 1) // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
     return replace(config, attn_scale=config.head_dim**-0.5, v_head_dim=config.head_dim, head_dim=wide)
 
 
@@ -53,8 +53,8 @@ def block(x: object, at: Layer) -> object:
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
     q = ops.pad_heads(ops.rope_heads(q, heads, narrow, positions, rope, w.q_norm), heads, wide, w.alibi_channels[0], 0)
     k = ops.pad_heads(ops.rope_heads(k, kv_heads, narrow, positions, rope, w.k_norm), kv_heads, wide, None, 1)
-    (says,) = ops.norm_linear(v, None, [w.dynamic_mask[0]])  # [T, KVH]
-    k = ops.dynamic_mask_heads(k, says, kv_heads, wide, w.dynamic_mask[1])
+    (bias,) = ops.norm_linear(v, None, [w.dynamic_mask[0]])  # [T, KVH]
+    k = ops.dynamic_mask_heads(k, bias, kv_heads, wide, w.dynamic_mask[1])
     v = ops.pad_heads(v, kv_heads, wide, None, 2)
     at.tap_heads(q, k, v)
     attended = ops.unpad_heads(at.kv.attend(q, k, v), heads, narrow)

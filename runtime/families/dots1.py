@@ -9,7 +9,7 @@ from .glm4_moe import deepseek_moe_config
 from .qwen2 import layer_windows
 
 LIKE = glm4_moe
-# The published ones also say how scores are made, in words of their own for what every model of the family does.
+# Published configs name the routing that all models of the family have.
 KEYS_HARMLESS = frozenset({"scoring_func", "topk_method"})
 REFUSED_UNLESS = {"mlp_bias": False, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "use_qk_norm": True}
 

@@ -1,7 +1,7 @@
 """EmbeddingGemma 2, text: Gemma 4's block with bidirectional attention.
 
-What layers are given of a token beside the stream is made of its embedding alone, without a table and as the norm leaves it. There is no
-head: behind the last norm a matrix makes the vector of what is pooled of a text. A window is so many tokens on either side.
+Per-layer inputs are projected from the token's embedding, without a table of their own, and normed. There is no head: a matrix projects the
+pooled output of the last norm. A window counts the tokens on either side.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LIKE = gemma4_text
 KEYS_HARMLESS = frozenset({"hidden_act"})
 SIZES = {"vocab_size": 262_144, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 4}
 ROPES = {GLOBAL: {"rope_theta": 1_000_000.0}, LOCAL: {"rope_theta": 10_000.0}}
-MOST_NUMBERS = 2**16  # of a vector
+MAX_EMBEDDING_DIM = 2**16
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -28,7 +28,7 @@ def config(keys: Keys) -> ModelConfig:
     layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
     every = keys.integer("sliding_window_pattern", PATTERN, high=2**16)
     kinds = list(keys.words("layer_types", layers) or [LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)])
-    kinds[-1] = GLOBAL  # whatever is stated
+    kinds[-1] = GLOBAL  # whatever the config lists
     windows = layer_windows(keys.saying(layer_types=kinds), keys.integer("sliding_window", 512) + 1, kinds)
     wide = keys.integer("num_global_key_value_heads", 1, high=4096), keys.integer("global_head_dim", 512, high=1024)
     usual = keys.integer("num_key_value_heads", base.num_key_value_heads, high=4096), keys.integer("head_dim", base.head_dim, high=1024)
@@ -43,7 +43,7 @@ def config(keys: Keys) -> ModelConfig:
         embedding_multiplier=embedding_multiplier(keys, hidden), layer_kv_heads=heads if {*heads} != {usual} else (),
         per_layer_input_dim=keys.integer("hidden_size_per_layer_input", 512, high=MAX_PER_LAYER_INPUT_DIM), layer_scalars=True,
         bidirectional=True,
-        pooled_dim=keys.integer("embedding_dim", 768, high=MOST_NUMBERS))
+        pooled_dim=keys.integer("embedding_dim", 768, high=MAX_EMBEDDING_DIM))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -18,13 +18,13 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def ernie_config(keys: Keys, base: Defaults, bias: bool = False) -> ModelConfig:
-    """What dense ones and mixtures have in common."""
+    """The config that dense and MoE models share. Raises ConfigError."""
     check_auto_map(keys)
     return decoder_config(keys, replace(base, theta=THETA, rope={"interleaved": True}), qkv_bias=bias, o_bias=bias, mlp_bias=bias)
 
 
 def check_auto_map(keys: Keys) -> None:
-    """Raises ConfigError unless the code that a checkpoint brings is what became part of transformers: the first ones published have it."""
+    """Raises ConfigError unless auto_map names the original code of what transformers has adopted, as the first checkpoints do."""
     for task, name in (keys.section("auto_map") or {}).items():
         if task != "AutoTokenizer" and not re.fullmatch(r"(configuration|modeling)_ernie4_5(_moe)?\.Ernie4_5_\w+", str(name)):
             raise ConfigError(f"config.json: auto_map names {show(name)}, which is not ERNIE 4.5",

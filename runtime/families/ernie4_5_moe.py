@@ -12,8 +12,8 @@ from .glm4_moe_lite import sparse_layers_of
 from .mixtral import MAX_EXPERTS, expert_tensors, moe_config
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"moe_capacity"})  # of training
-# No sum of scores is as small as the least that moe_norm_min lets one be.
+KEYS_HARMLESS = frozenset({"moe_capacity"})  # training only
+# moe_norm_min has no effect at this value: no sum of scores is as small.
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "moe_gate": "topk", "moe_gate_act": "softmax",
                   "moe_norm_gate_logits": True, "moe_norm_min": 1e-12, "sliding_window": None, "use_bias": False}
 
@@ -26,7 +26,6 @@ def config(keys: Keys) -> ModelConfig:
     shared = keys.integer("moe_num_shared_experts", 2, low=0, high=MAX_EXPERTS)
     sparse = [layer for layer in range(layers) if (layer + 1) % every == 0 and first <= layer <= (layers - 1 if last == -1 else last)]
     kinds = keys.words("mlp_layer_types", layers)
-    # The number of a token's experts goes by a name of its own.
     per_token = keys.integer("moe_k", 6, high=MAX_EXPERTS)
     moe = moe_config(keys, 64, per_token, width, True, sparse if kinds is None else sparse_layers_of(kinds), "moe_num_experts",
                      correction_bias=keys.flag("moe_use_aux_free", True), shared_expert_dim=width * shared if shared else None)

@@ -1,7 +1,7 @@
 """The text part of ERNIE 4.5 VL: the ERNIE MoE with two groups of experts per layer, one for text tokens, one for image rows and the tokens
 around them, each with a router of its own; the shared expert serves both.
 
-No token has a choice between the two, so a pass is cut where tokens of one sort end, and each part is a mixture like any other.
+The kind of a token decides on its group, so a pass is split into runs of one kind, and each run is an ordinary MoE.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from .llama import attention
 from .mixtral import MAX_EXPERTS, expert_tensors, moe_config
 from .qwen3_moe import NAMES
 
-# Words around pictures, and around videos, whose experts are those of pictures.
-WORDS = {"image_start_token_id": 101_304, "image_end_token_id": 101_305, "video_start_token_id": 101_306, "video_end_token_id": 101_307}
-KEYS_HARMLESS = frozenset({"moe_capacity"})  # of training
-# No sum of scores is as small as the least that moe_norm_min lets one be.
+# Tokens around images and videos, which visit the vision experts.
+VISION_TOKENS = {"image_start_token_id": 101_304, "image_end_token_id": 101_305, "video_start_token_id": 101_306,
+                 "video_end_token_id": 101_307}
+KEYS_HARMLESS = frozenset({"moe_capacity"})  # training only
+# moe_norm_min has no effect at this value: no sum of scores is as small.
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "moe_gate": "topk", "moe_norm_min": 1e-12,
                   "moe_use_aux_free": True, "sliding_window": None, "use_bias": False}
 CORRECTIONS, ROUTERS = "moe_statics.e_score_correction_bias", ("gate.weight", "gate.weight_1")
@@ -31,14 +32,14 @@ CORRECTIONS, ROUTERS = "moe_statics.e_score_correction_bias", ("gate.weight", "g
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", 28, high=MAX_LAYERS)
     keys.knows("moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index")
-    sparse = sparse_layers_of(keys.words("mlp_layer_types", layers) or _as_published(keys, layers))
+    sparse = sparse_layers_of(keys.words("mlp_layer_types", layers) or _layer_types(keys, layers))
     width, seen = _pair(keys, "moe_intermediate_size", (1536, 512))
     experts, others = _pair(keys, "moe_num_experts", 64)
     if experts != others:
         raise keys.fail("moe_num_experts", "as many experts for images as for words")
     shared = keys.integer("moe_num_shared_experts", 2, low=0, high=MAX_EXPERTS)
     per_token = keys.integer("moe_k", 6, high=MAX_EXPERTS)
-    around = frozenset(keys.integer(name, usual, low=0) for name, usual in WORDS.items())
+    around = frozenset(keys.integer(name, usual, low=0) for name, usual in VISION_TOKENS.items())
     moe = moe_config(keys.saying(moe_num_experts=experts), 64, per_token, width, True, sparse, "moe_num_experts", correction_bias=True,
                      shared_expert_dim=width * shared if shared else None, vision_expert_dim=seen, vision_token_ids=around)
     sizes = {"vocab_size": 103_424, "hidden_size": 2560, "intermediate_size": 12_288, "num_hidden_layers": 28, "num_attention_heads": 20}
@@ -47,7 +48,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def _pair(keys: Keys, name: str, usual: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
-    """A number of experts for words, and of those for pictures: in the first configs that were published a list, else one for both."""
+    """A number for text experts and one for vision experts; the first published configs list both, others have one number."""
     keys.knows(name)
     stated = usual if keys.raw.get(name) is None else keys.raw[name]
     pair = [stated] * 2 if type(stated) is int else stated
@@ -56,8 +57,8 @@ def _pair(keys: Keys, name: str, usual: int | tuple[int, int], least: int = 1) -
     return pair[0], pair[1]
 
 
-def _as_published(keys: Keys, layers: int) -> tuple[str, ...]:
-    """Kinds of layers where a config says between which they have experts, and every how many."""
+def _layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
+    """Layer types by the keys of published configs: the range of layers with experts, and their interval."""
     every = keys.integer("moe_layer_interval", 1, high=MAX_LAYERS)
     first, last = min(_pair(keys, "moe_layer_start_index", 1, 0)), max(_pair(keys, "moe_layer_end_index", layers - 1, -1))
     last = layers - 1 if last == -1 else last
@@ -65,7 +66,7 @@ def _as_published(keys: Keys, layers: int) -> tuple[str, ...]:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Experts for pictures have the numbers behind those for words; the corrections of both sorts are rows of one tensor."""
+    """Vision experts are numbered after the text experts; the correction biases of both are rows of one tensor."""
     rules = expert_tensors(config, layer, "mlp", NAMES, correction=CORRECTIONS)
     moe, hidden, place = config.moe, config.hidden_size, f"model.layers.{layer}.mlp."
     if layer not in moe.layers:
@@ -83,15 +84,15 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def turned_columns(config: ModelConfig, layer: int) -> dict[str, tuple[str, int]]:
-    """Routers lie inputs before outputs."""
+    """Routers are stored transposed."""
     place = f"model.layers.{layer}.mlp."
     return {f"{place}routers.{row}.weight": (place + name, 0) for row, name in enumerate(ROUTERS) if layer in config.moe.layers}
 
 
 @narrowing
 def block(x: object, at: Layer, seen: Sequence[bool] | None = None) -> object:
-    """As `llama.block`; `seen`: of each token whether its experts are those for pictures, None where none's are. Taps see the visits of
-    words alone."""
+    """As `llama.block`. `seen`: of each token whether it visits the vision experts; None: no token does. Taps get visits of text experts
+    only."""
     ops, w, config, layer = at.ops, at.w, at.config, at.number
     x = attention(x, at)
     at.tap("mlp_in", x)
@@ -110,7 +111,7 @@ def block(x: object, at: Layer, seen: Sequence[bool] | None = None) -> object:
 
 
 def _runs(seen: Sequence[bool]) -> Iterator[tuple[int, int, bool]]:
-    """Where tokens of one sort begin and end."""
+    """(begin, end, is vision) of each run of tokens of one kind."""
     begin = 0
     for end in range(1, len(seen) + 1):
         if end == len(seen) or seen[end] != seen[begin]:

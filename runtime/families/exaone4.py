@@ -14,21 +14,22 @@ REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False}
 
 
 def config(keys: Keys) -> ModelConfig:
-    layers, ahead = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
+    layers, mtp_layers = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.integer("num_nextn_predict_layers", 0, low=0,
+                                                                                          high=MAX_LAYERS)
     listed = keys.raw.get("layer_types")
-    if isinstance(listed, list) and len(listed) == layers + max(ahead, 1):  # as published folders of 4.5 list the one behind the last too
+    if isinstance(listed, list) and len(listed) == layers + max(mtp_layers, 1):  # published configs of 4.5 list the MTP layer too
         keys = keys.saying(layer_types=listed[:layers])
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
-    windows = layer_windows(keys, window, usual_layers(keys, layers, window))
+    windows = layer_windows(keys, window, default_layer_types(keys, layers, window))
 
     base = Defaults(max_position_embeddings=2048, num_key_value_heads=32, bos=0, eos=(2,), norm_eps=1e-5)
     rotary_layers = [window is None or layer_window is not None for layer_window in windows]
-    return decoder_config(keys, base, windows=windows, rotary_layers=rotary_layers, qk_norm=True, mtp_layers=ahead)
+    return decoder_config(keys, base, windows=windows, rotary_layers=rotary_layers, qk_norm=True, mtp_layers=mtp_layers)
 
 
-def usual_layers(keys: Keys, layers: int, window: int | None) -> tuple[str, ...]:
-    """Types of layers where none are listed, with a window: by a word of L and G, repeated, as the published configs have it beside their
-    list, or all but the last of so many with a window."""
+def default_layer_types(keys: Keys, layers: int, window: int | None) -> tuple[str, ...]:
+    """Layer types if the config lists none: by sliding_window_pattern, a string of L (local) and G (global) that is repeated, or the
+    interval of layers with full attention."""
     keys.knows("sliding_window_pattern")
     if window is None:
         return (GLOBAL,) * layers

@@ -9,13 +9,13 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule
 from .deepseek_v3 import with_expert_groups
-from .exaone4 import usual_layers
+from .exaone4 import default_layer_types
 from .glm4_moe_lite import sparse_layers
 from .mixtral import MAX_EXPERTS, expert_tensors, moe_config
 from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
-# Which layers have experts is said in a second way, as numbers.
+# is_moe_layer repeats which layers have experts.
 KEYS_HARMLESS = frozenset({"is_moe_layer"})
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 SIZES = {"vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -25,7 +25,7 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=2048, num_key_value_heads=32, bos=1, eos=(53,), norm_eps=1e-5, sizes=SIZES)
     layers = base.size(keys, "num_hidden_layers")
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
-    windows = layer_windows(keys, window, usual_layers(keys, layers, window))
+    windows = layer_windows(keys, window, default_layer_types(keys, layers, window))
 
     width, earlier = keys.integer("moe_intermediate_size", 1024, high=2**22), keys.integer("first_last_k_dense_replace", 1, low=0)
     first = keys.integer("first_k_dense_replace", min(earlier, layers), low=0, high=layers)

@@ -1,8 +1,8 @@
 """Falcon H1: in every layer attention and Mamba 2 run in parallel under one norm, and both are added to the residual stream.
 
-Its configs multiply nearly everything by a number. What multiplies inputs and outputs of linear maps is put where it costs nothing: into
-the scale of scores, what is added of a branch, taps of the convolution, and of a gate into the norm before it, since the MLP's other matrix
-reads that too and what is added takes it back. Gates and steps of state spaces are multiplied where they are used.
+Its configs have multipliers of nearly everything. Those of inputs and outputs of linear maps are merged where they cost nothing: into the
+scale of scores, the factor of a branch, and the taps of the convolution. The gate's is merged into the norm before it; the MLP's other
+matrix reads that norm too, so the factor of the branch divides by it. Gates and steps of state spaces are multiplied where they are used.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ..layer import Layer, last_of, narrowing
 from . import TensorRule, llama
 from .granitemoehybrid import check_steps, mamba_tensors
 
-ONES = ("attention_in_multiplier", "attention_out_multiplier", "embedding_multiplier", "key_multiplier", "lm_head_multiplier",
-        "ssm_in_multiplier", "ssm_out_multiplier")  # numbers that are 1 where nothing is said
-# Of speed, of what was read when the model was made, and of layers, which are all alike.
+MULTIPLIERS = ("attention_in_multiplier", "attention_out_multiplier", "embedding_multiplier", "key_multiplier", "lm_head_multiplier",
+               "ssm_in_multiplier", "ssm_out_multiplier")  # 1 by default
+# Speed, initialization, and layer types, which are all alike.
 KEYS_HARMLESS = frozenset({"layers_block_type", "mamba_chunk_size", "mlp_expansion_factor", "num_logits_to_keep"})
 REFUSED_UNLESS = {"attention_bias": False, "attn_layer_indices": None, "layer_types": None, "mamba_proj_bias": False, "mamba_use_mlp": True,
                   "mlp_bias": False, "projectors_bias": False, "sliding_window": None}
@@ -28,30 +28,30 @@ DEFAULTS = Defaults(max_position_embeddings=8192, num_key_value_heads=8, bos=1, 
 
 def config(keys: Keys) -> ModelConfig:
     layers = tuple(range(keys.integer("num_hidden_layers", 32, high=MAX_LAYERS)))
-    own = {name: multiplier(name, keys.number(name, 1.0)) for name in ONES}
+    multipliers = {name: multiplier(name, keys.number(name, 1.0)) for name in MULTIPLIERS}
     (gate, down), parts = (numbers(keys, name, count) for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)))
-    z, values, b, c, steps = (own["ssm_in_multiplier"] * each for each in parts)
-    attention = own["attention_in_multiplier"]
-    factors = {"o": attention * own["attention_out_multiplier"], "state_out": own["ssm_out_multiplier"], "post_norm": gate,
+    z, values, b, c, steps = (multipliers["ssm_in_multiplier"] * each for each in parts)
+    attention = multipliers["attention_in_multiplier"]
+    factors = {"o": attention * multipliers["attention_out_multiplier"], "state_out": multipliers["ssm_out_multiplier"], "post_norm": gate,
                "down": down / gate, "state_gate": z, "state_in.values": values, "state_in.b": b, "state_in.c": c, "state_rate": steps}
     shape = state_shape(keys, keys.integer("hidden_size", 4096, high=2**20))
     config = decoder_config(keys, DEFAULTS, recurrent=shape, recurrent_layers=layers, parallel_hybrid=True,
-                            embedding_multiplier=own["embedding_multiplier"], logits_scaling=1 / own["lm_head_multiplier"],
+                            embedding_multiplier=multipliers["embedding_multiplier"], logits_scaling=1 / multipliers["lm_head_multiplier"],
                             multipliers=tuple((role, factor) for role, factor in factors.items() if factor != 1.0))
     demand_silu(keys, config.hidden_act, "its state spaces use it too")
-    scale = attention**2 * own["key_multiplier"]
+    scale = attention**2 * multipliers["key_multiplier"]
     return config if scale == 1.0 else replace(config, attn_scale=scale * config.head_dim**-0.5)
 
 
 def multiplier(name: str, value: float) -> float:
-    """A number that something is multiplied by. Raises ConfigError."""
+    """The value of a multiplier. Raises ConfigError if it is not positive."""
     if not 0 < value < MAX_NUMBER:
         raise ConfigError(f"config.json: {name} holds {show(value)}, expected numbers above 0")
     return float(value)
 
 
 def numbers(keys: Keys, name: str, count: int) -> list[float]:
-    """A list of multipliers, all 1 where nothing is said. Raises ConfigError."""
+    """A list of multipliers, all 1 by default. Raises ConfigError."""
     stated = keys.raw.get(name) if keys.holds(name) else None
     if stated is None:
         return [1.0] * count
@@ -94,7 +94,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 @narrowing
 def block(x: object, at: Layer) -> object:
-    """x[T, D] -> x[T, D], with the taps of `llama.block` and of its layers with a state."""
+    """x[T, D] -> x[T, D], with the taps of `llama.block` and of `llama.recurrent_mixer`."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     at.tap("block_in", x)
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])

@@ -1,10 +1,10 @@
 """Gemma 3n, text (E2B, E4B): Gemma 3's block with norms stored as they are, normed values, layers that share the keys and values of earlier
 ones, and three things more.
 
-A token has several streams side by side (AltUp, arXiv 2301.13310), of which each layer works on the first: before it all are predicted of
-one another, behind it all are corrected by what it made of the first. What attention reads goes through a branch of low rank beside it
-(LAuReL, arXiv 2411.07501). And of the gates of the first layers only the largest go on, as the mean and the deviation of a token's tell.
-What layers are given of a token beside the streams, as in Gemma 4, is added to all but the first.
+A token has several residual streams (AltUp, arXiv 2301.13310), of which each layer works on the first: before the layer all are predicted
+from one another, after it all are corrected by the first one's change. A low-rank branch runs beside attention (LAuReL, arXiv 2411.07501).
+In the first layers only the largest gates of an MLP are active, by the mean and standard deviation of a token's gates. Per-layer inputs, as
+in Gemma 4, are added to all streams but the first.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .gemma4_text import MAX_PER_LAYER_INPUT_DIM, absent_roles, kv_sources, per_
 from .llama import attention, mlp_or_experts
 from .qwen2 import layer_windows
 
-# A clip and a multiplier of what was learned.
+# altup_coef_clip and altup_lr_multiplier are used in training only.
 KEYS_HARMLESS = frozenset({"altup_coef_clip", "altup_lr_multiplier", "cache_implementation", "hidden_act",
                            "original_max_position_embeddings"})
 REFUSED_UNLESS = {"altup_active_idx": 0, "altup_correct_scale": True, "mlp_bias": False, "use_bidirectional_attention": False}
 SIZES = {"vocab_size": 262_400, "hidden_size": 2048, "intermediate_size": 16_384, "num_hidden_layers": 35, "num_attention_heads": 8}
-PATTERN = 5  # one layer in so many has no window, where the config lists no types
-CUT, CUT_LAYERS = 0.95, 10  # the share of gates that do not go on, and in how many layers, where it says nothing
-MOST_STREAMS, MOST_RANK, MOST_WIDTH = 8, 2**16, 2**22
-HALF = 0.5**0.5  # of two branches of the same magnitude
+PATTERN = 5  # by default every fifth layer has full attention
+SPARSITY, SPARSE_LAYERS = 0.95, 10  # defaults: the share of gates that are inactive, and the number of such layers
+MAX_STREAMS, MAX_RANK, MAX_WIDTH = 8, 2**16, 2**22
+HALF = 0.5**0.5  # factor of two branches of the same magnitude
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -53,27 +53,27 @@ def config(keys: Keys) -> ModelConfig:
         layer_intermediate_sizes=widths if len(set(widths)) > 1 else (), per_layer_input_dim=width,
         per_layer_input_vocab=keys.integer("vocab_size_per_layer_input", 262_144, high=2**24),
         per_layer_input_multiplier=embedding_multiplier(keys, width),
-        residual_streams=keys.integer("altup_num_inputs", 4, low=2, high=MOST_STREAMS),
-        low_rank_dim=keys.integer("laurel_rank", 64, high=MOST_RANK),
-        gate_cutoffs=_cuts(keys, layers))
+        residual_streams=keys.integer("altup_num_inputs", 4, low=2, high=MAX_STREAMS),
+        low_rank_dim=keys.integer("laurel_rank", 64, high=MAX_RANK),
+        gate_cutoffs=_gate_cutoffs(keys, layers))
 
 
 def _widths(keys: Keys, layers: int) -> tuple[int, ...]:
-    """The width inside the MLP of every layer, of which a config may state one."""
+    """The intermediate size of every layer; a config states one for all, or a list."""
     stated = keys.raw.get("intermediate_size") if keys.holds("intermediate_size") else None
     if not isinstance(stated, list):
-        return (keys.integer("intermediate_size", SIZES["intermediate_size"], high=MOST_WIDTH),) * layers
-    if len(stated) != layers or not all(is_count(each) and 0 < each <= MOST_WIDTH for each in stated):
+        return (keys.integer("intermediate_size", SIZES["intermediate_size"], high=MAX_WIDTH),) * layers
+    if len(stated) != layers or not all(is_count(each) and 0 < each <= MAX_WIDTH for each in stated):
         raise keys.fail("intermediate_size", f"a width, or one for each of {layers} layers")
     return tuple(stated)
 
 
-def _cuts(keys: Keys, layers: int) -> tuple[float | None, ...]:
-    """By layer how many deviations beyond their mean gates have to be for the share of them that is stated not to go on."""
+def _gate_cutoffs(keys: Keys, layers: int) -> tuple[float | None, ...]:
+    """ModelConfig.gate_cutoffs: by layer how many standard deviations above the mean a gate must be, from the share of inactive gates."""
     shares = keys.raw.get("activation_sparsity_pattern") if keys.holds("activation_sparsity_pattern") else None
     if shares is None:
-        count = CUT_LAYERS if layers > CUT_LAYERS else 0
-        shares = [CUT] * count + [0.0] * (layers - count)
+        count = SPARSE_LAYERS if layers > SPARSE_LAYERS else 0
+        shares = [SPARSITY] * count + [0.0] * (layers - count)
     if not isinstance(shares, list) or len(shares) != layers or any(type(each) not in (int, float) or not 0 <= each < 1 for each in shares):
         raise keys.fail("activation_sparsity_pattern", f"a share of gates from 0 to 1 for each of {layers} layers")
     return tuple(NormalDist().inv_cdf(each) if each else None for each in shares) if any(shares) else ()

@@ -1,10 +1,10 @@
 """Gemma 4, text: Gemma 3's block with norms stored as they are, normed values, and two kinds of layers that differ in more than their
 window.
 
-Layers without a window have larger heads, fewer of keys, which may be values too, and turn a quarter of their channels. The last layers may
-attend to the keys and values of the last one of their kind before them; in the smallest models their MLPs are twice as wide, and every
-layer is given some numbers of a token beside the stream, from a table of its own. In the mixture experts are a branch beside the MLP, under
-norms of its own, and the share of each is multiplied by a number of the expert's. Scores are not scaled, norms of queries do that.
+Layers with full attention have larger heads, fewer KV heads, keys that may be values too, and partial RoPE on a quarter of each head. The
+last layers may attend to the keys and values of the last earlier layer of their type; in the smallest models their MLPs are twice as wide,
+and every layer has a per-layer input from an embedding table of its own. In the MoE, experts run beside the MLP under norms of their own,
+and each has a learned scale. Scores are not scaled: the QK norms do that.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .mixtral import MAX_EXPERTS
 from .qwen2 import layer_windows
 from .qwen3_moe import NAMES
 
-# A pattern is written next to the layer_types that it made, and a first name of moe_intermediate_size stands in the published configs.
+# The patterns repeat layer_types, which they generated; expert_intermediate_size is an older name of moe_intermediate_size.
 KEYS_HARMLESS = frozenset({"_sliding_window_pattern", "cache_implementation", "expert_intermediate_size", "hidden_act",
                            "sliding_window_pattern"})
 REFUSED_UNLESS = {"mlp_bias": False}
 SIZES = {"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8}
-PATTERN = 6  # one layer in so many has no window, where the config lists no types
+PATTERN = 6  # by default every sixth layer has full attention
 ROPES = {GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
          LOCAL: {"rope_type": "default", "rope_theta": 10_000.0}}
 MAX_PER_LAYER_INPUT_DIM = 4096
@@ -35,12 +35,12 @@ MAX_PER_LAYER_INPUT_DIM = 4096
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, head_dim=256, bos=2, eos=(1,), tied=True, act=ACT,
                     sizes=SIZES)
-    if (seen := keys.text("use_bidirectional_attention", None)) not in (None, "vision"):  # which is of images alone
+    if (seen := keys.text("use_bidirectional_attention", None)) not in (None, "vision"):  # "vision" is about images only
         raise ConfigError(f"config.json: use_bidirectional_attention = {show(seen)} is not supported for {keys.text('model_type')} models",
                           "a bidirectional model cannot generate text")
     layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
     kinds = list(keys.words("layer_types", layers) or [LOCAL if (layer + 1) % PATTERN else GLOBAL for layer in range(layers)])
-    kinds[-1] = GLOBAL  # whatever is stated
+    kinds[-1] = GLOBAL  # whatever the config lists
     windows = layer_windows(keys.saying(layer_types=kinds), keys.integer("sliding_window", 512), kinds)
     heads = _heads(keys, kinds)
     shared = keys.integer("num_kv_shared_layers", 0, low=0, high=layers)
@@ -112,7 +112,7 @@ def kv_heads_by_layer_type(keys: Keys, kinds: list[str], usual: tuple[int, int],
 
 
 def kv_sources(kinds: list[str], first: int) -> tuple[int, ...]:
-    """By layer whose keys and values it attends to; from `first` on those of the last one of its kind before that."""
+    """ModelConfig.kv_sources, where the layers from `first` on use the keys and values of the last layer of their type before `first`."""
     last = {kind: layer for layer, kind in enumerate(kinds[:first])}
     if missing := sorted(set(kinds) - last.keys()):
         raise ConfigError(f"config.json: num_kv_shared_layers = {len(kinds) - first} leaves no layer of {missing[0]} with keys and values",
@@ -151,21 +151,21 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def absent_roles(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    """The roles of attention that a layer lacks."""
+    """Roles of attention that a layer does not have."""
     if config.kv_sources and config.kv_sources[layer] != layer:
         return "k", "v", "k_norm", "k_bias", "v_bias"
     return ("v", "v_bias") if layer in config.k_eq_v_layers else ()
 
 
 def per_layer_input_tensors(config: ModelConfig) -> dict[str, tuple[str | int, ...]]:
-    """By role the name in a layer, and the shape, of what takes what it is given of a token."""
+    """Tensors of a layer's per-layer input: role -> (name, shape...)."""
     width, hidden = config.per_layer_input_dim, config.hidden_size
     return {"input_gate": ("per_layer_input_gate.weight", width, hidden), "input_out": ("per_layer_projection.weight", hidden, width),
             "input_after": ("post_per_layer_input_norm.weight", hidden)}
 
 
 def per_layer_input_outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    """What makes what layers are given of a token."""
+    """Tensors outside the layers that make the per-layer inputs."""
     every = config.num_hidden_layers * config.per_layer_input_dim
     return {"layer_embed": TensorRule("model.embed_tokens_per_layer.weight", (config.per_layer_input_vocab, every)),
             "layer_proj": TensorRule("model.per_layer_model_projection.weight", (every, config.hidden_size)),
@@ -179,8 +179,8 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 @narrowing
 def block(x: object, at: Layer, inputs: object | None = None) -> object:
-    """As `llama.block`; `inputs` [T, P] are what the layer is given beside the stream, of which a tap sees inputs_in before `input_gate`
-    and inputs_hidden before `input_out`."""
+    """As `llama.block`. `inputs` [T, P]: the per-layer input. Taps also get inputs_in, the input of `input_gate`, and inputs_hidden, that
+    of `input_out`."""
     ops, w = at.ops, at.w
     x = attention(x, at)
     x = mlp_or_experts(x, at)

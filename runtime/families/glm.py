@@ -9,13 +9,13 @@ from . import TensorRule, fused, llama
 
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 FUSED = {"mlp.gate_up_proj": ("gate", "up")}
-SHARE = 0.5  # of a head that turns, where a config does not say
+ROTARY_FACTOR = 0.5  # default share of a head that is rotated
 ENDS = (151_329, 151_336, 151_338)
 
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, eos=ENDS, norm_eps=1.5625e-7,
-                    rope={"partial": True, "share": SHARE, "interleaved": True})
+                    rope={"partial": True, "share": ROTARY_FACTOR, "interleaved": True})
     return decoder_config(keys, base, qkv_bias=keys.flag("attention_bias", True))
 
 

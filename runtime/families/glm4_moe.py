@@ -14,13 +14,13 @@ from .qwen3_moe import NAMES
 
 KEYS_HARMLESS = frozenset({"num_mtp_layers"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "n_group": 1, "sliding_window": None, "topk_group": 1}
-ROTARY = 0.5  # of a head, where nothing is said
+ROTARY_FACTOR = 0.5  # default share of a head that is rotated
 
 
 def config(keys: Keys) -> ModelConfig:
     sizes = {"vocab_size": 151_552, "hidden_size": 4096, "intermediate_size": 10_944, "num_hidden_layers": 46, "num_attention_heads": 96}
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, norm_eps=1e-5, sizes=sizes,
-                    rope={"partial": True, "share": ROTARY})
+                    rope={"partial": True, "share": ROTARY_FACTOR})
     return decoder_config(keys, base, qkv_bias=keys.flag("attention_bias", False), qk_norm=keys.flag("use_qk_norm", False),
                           moe=deepseek_moe_config(keys, base.size(keys, "num_hidden_layers"), 128, 8, 1, True),
                           mtp_layers=keys.integer("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS))

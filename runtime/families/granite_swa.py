@@ -11,7 +11,7 @@ from . import TensorRule, granite, llama
 from .qwen2 import layer_windows
 
 REFUSED_UNLESS = {}
-WINDOW, EVERY = 128, 4  # where a config says nothing: the first of so many layers has none
+WINDOW, PATTERN = 128, 4  # defaults; the first of every four layers has full attention
 DEFAULTS = Defaults(max_position_embeddings=8192, num_key_value_heads=4, bos=100_257, eos=(100_257,), norm_eps=1e-5, tied=True, sizes={
     "vocab_size": 100_352, "hidden_size": 2560, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 20})
 
@@ -25,7 +25,7 @@ def with_windows_and_ropes(keys: Keys, base: ModelConfig) -> ModelConfig:
     `layer_rope_theta` lists none, in which 0 says that a layer has no positions."""
     layers, rope = base.num_hidden_layers, base.rope
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW)
-    usual = ["sliding_attention" if layer % EVERY else "full_attention" for layer in range(layers)]
+    usual = ["sliding_attention" if layer % PATTERN else "full_attention" for layer in range(layers)]
     listed = keys.holds("layer_rope_theta") and keys.raw["layer_rope_theta"] is not None
     bases = keys.numbers("layer_rope_theta", layers, or_zero=True) if listed else None
     if bases is not None and any(0 < each <= 1 for each in bases):

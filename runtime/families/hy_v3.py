@@ -13,13 +13,13 @@ from .mixtral import MAX_EXPERTS, expert_tensors, moe_config
 from .qwen3_moe import NAMES
 
 KEYS_HARMLESS = frozenset({"enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine", "expert_hidden_dim",
-                           "use_grouped_mm"})  # what is added in float32 here
-# The published ones say in words what every model of the family does.
+                           "use_grouped_mm"})  # precision, which is float32 here anyway
+# Published configs spell out what all models of the family do.
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "moe_router_enable_expert_bias": True, "moe_router_use_sigmoid": True,
                   "qk_norm": True, "route_norm": True, "sliding_window": None}
 SIZES = {"vocab_size": 120_832, "hidden_size": 4096, "intermediate_size": 13_312, "num_hidden_layers": 80, "num_attention_heads": 64}
-CODE = r"(configuration|modeling)_hy_v3\.HYV3\w+"  # of what became part of transformers
-# Names of the published ones -> of what some writers call them.
+CODE = r"(configuration|modeling)_hy_v3\.HYV3\w+"  # original code of what transformers has adopted
+# Published names -> names that other tools write.
 OTHER_NAMES = {"mlp.router.gate.weight": "mlp.gate.weight", "mlp.expert_bias": "mlp.e_score_correction_bias",
                "mlp.shared_mlp.": "mlp.shared_experts."}
 
