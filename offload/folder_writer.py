@@ -26,27 +26,30 @@ from .shards import PAD, PlannedFile
 from .size import format_size
 
 JOURNAL = "journal"
-FIRST_LINE_NBYTES = 1 << 16  # of a journal's first line, at most: a file of that name may be the user's, of any size
+MAX_FIRST_LINE = 1 << 16  # bytes to read of a journal's first line: a file of that name may be the user's, of any size
 COPY_NBYTES = 4 << 20
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 class FolderWriter:
-    """Writes the tensors of `files` for the folder `out`. `finished`: name -> the entry passed to `finish`, earlier runs included.
+    """Writes the tensors of `files` for the folder `out`. A context manager; leaving it without `commit` keeps everything for the next run.
 
-    `marker` is the file that makes the folder complete; `of` names its source, for whoever finds it unfinished. `resumed`: an earlier run
-    left something; `discarded`: it left something of another job or in an older format, which has been deleted. Raises UsageError if
-    another process writes the same folder, DoesNotFit if the disk is full. A context manager; leaving it without `commit` keeps everything
-    for the next run."""
+    fingerprint: identifies the job that can be resumed
+    marker:      name of the file whose presence makes the folder complete
+    of:          name of the source, for whoever finds the folder unfinished
+    finished:    name -> the entry passed to `finish`, earlier runs included
+    discarded:   an earlier run left something of another job or in an older format, which has been deleted
+
+    Raises UsageError if another process writes the same folder, DoesNotFit if the disk is full."""
 
     def __init__(self, out: Path, files: Sequence[PlannedFile], fingerprint: str, marker: str, of: str = "") -> None:
-        self.out, self.files, self.marker, self._of = out, tuple(files), marker, of
+        self.out, self.files, self.marker, self._source = out, tuple(files), marker, of
         self.partial = partial_folder(out)
         self.finished: dict[str, Mapping[str, object]] = {}
         self.discarded = False
-        self._places = {name: (file.name, place) for file in files for name, place in file.places.items()}
+        self._tensor_offsets = {name: (file.name, place) for file in files for name, place in file.places.items()}
         self._fds: dict[str, int] = {}
-        self._beside: dict[str, int] = {}  # sizes of the files beside the weights, once known
+        self._extra_sizes: dict[str, int] = {}  # sizes of the files beside the weights, once known
         self._journal = -1
         try:
             self._open(fingerprint)
@@ -60,35 +63,35 @@ class FolderWriter:
 
     def write(self, name: str, offset: int, data: memoryview | bytes) -> None:
         """Write bytes at `offset` of a tensor. Thread-safe."""
-        file, place = self._places[name]
-        with self._space():
+        file, place = self._tensor_offsets[name]
+        with self._disk_errors():
             _pwrite(self._fds[file], data, place + offset)
 
     def finish(self, name: str, entry: Mapping[str, object]) -> None:
         """All bytes of a tensor have been written: sync them, then append to the journal. `entry` must be JSON-serialisable."""
-        with self._space():
-            _make_last(self._fds[self._places[name][0]])
+        with self._disk_errors():
+            _sync_data(self._fds[self._tensor_offsets[name][0]])
             _write_all(self._journal, _journal_line(name, entry))
-            _make_last(self._journal)
+            _sync_data(self._journal)
         self.finished[name] = entry
 
     def adding(self, name: str, pieces: Iterable[bytes]) -> Iterator[int]:
         """Write a file that is not one of `files`, from scratch; yields the bytes written so far."""
-        aside, done = self.partial / f".{name}.new", 0
-        with self._space(), aside.open("wb") as opened:
+        temporary, written = self.partial / f".{name}.new", 0
+        with self._disk_errors(), temporary.open("wb") as out:
             for piece in pieces:
-                opened.write(piece)
-                done += len(piece)
-                yield done
-            opened.flush()
-            os.fsync(opened.fileno())
-        aside.rename(self.partial / name)
+                out.write(piece)
+                written += len(piece)
+                yield written
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.rename(self.partial / name)
 
     def commit(self, copies: Mapping[str, Path], texts: Mapping[str, str], replace: bool = False) -> None:
         """Add copies and small files, the marker last, and rename the folder into place; `replace` swaps it with an existing one."""
-        with self._space():
-            self._beside = {name: source.stat().st_size for name, source in copies.items()}
-            self._beside |= {name: len(text.encode()) for name, text in texts.items()}
+        with self._disk_errors():
+            self._extra_sizes = {name: source.stat().st_size for name, source in copies.items()}
+            self._extra_sizes |= {name: len(text.encode()) for name, text in texts.items()}
             for name, source in copies.items():
                 _copy(source, self.partial / name)
             for name in sorted(texts, key=lambda name: name == self.marker):
@@ -119,7 +122,7 @@ class FolderWriter:
 
     def _open(self, fingerprint: str) -> None:
         """Lock the journal, and adopt what an earlier run of the same job has finished."""
-        with self._space():
+        with self._disk_errors():
             if self.partial.is_dir() and not _is_ours(self.partial, self.marker):
                 raise UsageError(f"{self.partial} is in the way: no unfinished run left it there", "move it away")
             self.partial.mkdir(exist_ok=True)
@@ -127,35 +130,36 @@ class FolderWriter:
             self._journal = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                mine = os.fstat(self._journal).st_ino == path.stat().st_ino  # another process may have finished and removed it just now
+                is_locked = os.fstat(self._journal).st_ino == path.stat().st_ino  # else another process has just removed it
             except (BlockingIOError, FileNotFoundError):
-                mine = False
-            if not mine:
+                is_locked = False
+            if not is_locked:
                 raise UsageError(f"another effllm is writing {self.out}", "wait for it, or choose another folder with -o")
-            first, entries, length = _read_journal(path)
-            kept = first == fingerprint and all(self._is_laid_out(file) for file in self.files)
-            self.discarded = not entries and _is_older(path, length) if kept else first is not None or len(os.listdir(self.partial)) > 1
-            if kept:
-                os.ftruncate(self._journal, length)  # a line cut off by a kill
-                self.finished = {name: entry for name, entry in entries.items() if name in self._places}
+            found_fingerprint, entries, valid_length = _read_journal(path)
+            is_same_job = found_fingerprint == fingerprint and all(self._has_layout(file) for file in self.files)
+            has_leftovers = found_fingerprint is not None or len(os.listdir(self.partial)) > 1
+            self.discarded = not entries and _lacks_checksum(path, valid_length) if is_same_job else has_leftovers
+            if is_same_job:
+                os.ftruncate(self._journal, valid_length)  # a line cut off by a kill
+                self.finished = {name: entry for name, entry in entries.items() if name in self._tensor_offsets}
             else:
                 os.ftruncate(self._journal, 0)
-                _empty(self.partial, keep=JOURNAL)
-                self._lay_out()
-                _write_all(self._journal, (json.dumps({"fingerprint": fingerprint, "of": self._of}) + "\n").encode())
+                _remove_all(self.partial, keep=JOURNAL)
+                self._create_files()
+                _write_all(self._journal, (json.dumps({"fingerprint": fingerprint, "of": self._source}) + "\n").encode())
                 os.fsync(self._journal)
                 _sync_folder(self.partial)
             for file in self.files:
                 self._fds[file.name] = os.open(self.partial / file.name, os.O_RDWR | os.O_CLOEXEC)
 
-    def _is_laid_out(self, file: PlannedFile) -> bool:
+    def _has_layout(self, file: PlannedFile) -> bool:
         try:
             with (self.partial / file.name).open("rb") as opened:
                 return os.fstat(opened.fileno()).st_size == file.size and opened.read(len(file.head)) == file.head
         except FileNotFoundError:
             return False
 
-    def _lay_out(self) -> None:
+    def _create_files(self) -> None:
         for file in self.files:
             with (self.partial / file.name).open("wb") as opened:
                 opened.write(file.head)
@@ -163,16 +167,16 @@ class FolderWriter:
                 opened.flush()
                 os.fsync(opened.fileno())
 
-    def _space(self) -> _Space:
-        return _Space(self)
+    def _disk_errors(self) -> _DiskErrors:
+        return _DiskErrors(self)
 
     def missing_nbytes(self) -> int:
         """Disk space that the unfinished folder still needs: unallocated bytes of its files."""
-        sizes = {file.name: file.size for file in self.files} | self._beside
-        return sum(max(0, size - _taken(self.partial / name)) for name, size in sizes.items())
+        sizes = {file.name: file.size for file in self.files} | self._extra_sizes
+        return sum(max(0, size - _allocated_nbytes(self.partial / name)) for name, size in sizes.items())
 
 
-class _Space:
+class _DiskErrors:
     """A context in which a failed write becomes an error that says how much space is missing and that nothing is lost."""
 
     def __init__(self, writer: FolderWriter) -> None:
@@ -202,12 +206,12 @@ def partial_folder(out: Path) -> Path:
 def partial_nbytes(out: Path) -> int:
     """Disk space that an unfinished `out` already takes."""
     try:
-        return sum(_taken(Path(entry)) for entry in os.scandir(partial_folder(out)))
+        return sum(_allocated_nbytes(Path(entry)) for entry in os.scandir(partial_folder(out)))
     except OSError:
         return 0
 
 
-def _taken(path: Path) -> int:
+def _allocated_nbytes(path: Path) -> int:
     """Disk space of a file, 0 if it does not exist."""
     try:
         return path.stat().st_blocks * 512
@@ -217,11 +221,11 @@ def _taken(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """An unfinished folder: its tensor bytes, `done` of `size`, and the name of its source ("" if unknown)."""
+    """The state of an unfinished folder."""
 
-    of: str
-    done: int
-    size: int
+    of: str  # name of its source, "" if unknown
+    done: int  # tensor bytes written,
+    size: int  # of so many
 
 
 def unfinished(out: Path) -> Unfinished | None:
@@ -268,8 +272,8 @@ def finish_cleanup(out: Path, fingerprint: str, marker: str) -> dict[str, Mappin
     process is still at work. Raises OSError."""
     if not needs_cleanup(out, marker) or is_being_written(out):
         return None
-    first, entries, _ = _read_journal(out / JOURNAL)
-    if first != fingerprint:
+    found_fingerprint, entries, _ = _read_journal(out / JOURNAL)
+    if found_fingerprint != fingerprint:
         return None
     if (replaced := partial_folder(out)).is_dir() and (replaced / marker).is_file() and not (replaced / JOURNAL).exists():
         remove_written(replaced, marker)  # before the journal, so that a kill leaves this to be repeated
@@ -284,7 +288,7 @@ def is_journal(path: Path) -> bool:
         if path.name != JOURNAL or not path.is_file():
             return False
         with path.open("rb") as file:
-            first = json.loads(file.readline(FIRST_LINE_NBYTES))
+            first = json.loads(file.readline(MAX_FIRST_LINE))
         return isinstance(first, dict) and "fingerprint" in first
     except (OSError, ValueError, RecursionError):
         return False
@@ -292,7 +296,7 @@ def is_journal(path: Path) -> bool:
 
 def remove_written(folder: Path, marker: str) -> None:
     """Delete a flat folder of files, the marker last, so that what a kill leaves is still recognised."""
-    _empty(folder, keep=marker)
+    _remove_all(folder, keep=marker)
     (folder / marker).unlink(missing_ok=True)
     folder.rmdir()
 
@@ -302,7 +306,7 @@ def _is_ours(folder: Path, marker: str) -> bool:
     return not names or JOURNAL in names or marker in names
 
 
-def _empty(folder: Path, keep: str) -> None:
+def _remove_all(folder: Path, keep: str) -> None:
     for name in os.listdir(folder):
         if name != keep:
             os.unlink(folder / name)
@@ -326,7 +330,7 @@ def _read_journal(path: Path) -> tuple[str | None, dict[str, Mapping[str, object
     return fingerprint, entries, length
 
 
-def _is_older(path: Path, at: int) -> bool:
+def _lacks_checksum(path: Path, at: int) -> bool:
     """Whether the line at this byte has no checksum, as written by older versions."""
     line, *_ = path.read_bytes()[at:].splitlines(keepends=True) or (b"",)
     try:
@@ -353,7 +357,7 @@ def _write_all(fd: int, data: bytes) -> None:
         data = data[os.write(fd, data) :]
 
 
-def _make_last(fd: int) -> None:
+def _sync_data(fd: int) -> None:
     """fdatasync, where the system has it, else fsync."""
     getattr(os, "fdatasync", os.fsync)(fd)
 
@@ -368,12 +372,12 @@ def _copy(source: Path, target: Path) -> None:
 
 def _write_file(path: Path, content: bytes) -> None:
     """Write a small file atomically."""
-    aside = path.with_name(f".{path.name}.new")
-    with aside.open("wb") as opened:
-        opened.write(content)
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(aside, path)
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(temporary, path)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -384,13 +388,13 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _exchange(one: Path, two: Path) -> None:
+def _exchange(new: Path, old: Path) -> None:
     """Swap two folders atomically where the system can; elsewhere in three renames, between which a kill leaves `two` under
     `.NAME.replaced`."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is not None and rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(two), RENAME_EXCHANGE) == 0:
+    if rename is not None and rename(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE) == 0:
         return
-    aside = two.parent / f".{two.name}.replaced"
-    os.rename(two, aside)
-    os.rename(one, two)
-    os.rename(aside, one)
+    temporary = old.parent / f".{old.name}.replaced"
+    os.rename(old, temporary)
+    os.rename(new, old)
+    os.rename(temporary, new)

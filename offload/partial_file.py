@@ -74,7 +74,7 @@ def read_journal(path: Path, journal: Path, size: int, digest: Digest | None) ->
             return None
     except OSError:
         return None
-    stretches, kept = ByteRanges(), len(lines[0])
+    ranges, length = ByteRanges(), len(lines[0])
     for line in lines[1:]:
         words = line.split()
         if not line.endswith(b"\n") or len(words) != 2 or not all(word.isdigit() for word in words):
@@ -82,65 +82,70 @@ def read_journal(path: Path, journal: Path, size: int, digest: Digest | None) ->
         begin, end = map(int, words)
         if not begin < end <= size:
             break
-        stretches.add(begin, end)
-        kept += len(line)
-    return stretches, kept
+        ranges.add(begin, end)
+        length += len(line)
+    return ranges, length
 
 
 class PartialFile:
-    """`path` holds the bytes, `journal` says which. Safe for concurrent writers in one process; the caller keeps other processes out.
-    `lost`: bytes that were there without a journal entry."""
+    """A file being downloaded. Safe for concurrent writers in one process; the caller keeps other processes out.
 
-    lost = 0
+    path:    holds the bytes
+    journal: file that records which bytes have arrived
+    size:    length of the finished file
+    digest:  its expected hash, None if unknown"""
+
+    lost_nbytes = 0  # bytes that were there without a journal entry
 
     def __init__(self, path: Path, journal: Path, size: int, digest: Digest | None) -> None:
         self.path, self.journal, self.size, self.digest = path, journal, size, digest
         self._lock = threading.Lock()
-        self._stretches = ByteRanges()
-        self._head = head_line(size, digest)
+        self._received = ByteRanges()
+        self._header = head_line(size, digest)
         # No symlinks: their target may belong to another program.
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            self._log = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            self._journal_fd = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except BaseException:
             os.close(self._fd)
             raise
         try:
-            self._take_over()
+            self._resume()
         except BaseException:
             self.close()
             raise
 
-    def _take_over(self) -> None:
+    def _resume(self) -> None:
         """Adopt what an earlier run recorded, if it is about this file."""
-        noted = read_journal(self.path, self.journal, self.size, self.digest)
-        if noted is None:
-            self.lost = min(self.size, 512 * os.fstat(self._fd).st_blocks)
+        recorded = read_journal(self.path, self.journal, self.size, self.digest)
+        if recorded is None:
+            self.lost_nbytes = min(self.size, 512 * os.fstat(self._fd).st_blocks)
             self.restart()
         else:
-            self._stretches, kept = noted
-            os.ftruncate(self._log, kept)
+            self._received, length = recorded
+            os.ftruncate(self._journal_fd, length)
 
     def restart_notice(self, name: str) -> str:
-        """A notice for a file that has `lost` bytes; "" for others."""
-        if not self.lost:
+        """A notice for a file that has `lost_nbytes`; "" for others."""
+        if not self.lost_nbytes:
             return ""
         why = "which ones is unknown (a damaged journal, or another version)"
-        return f"{name} starts over: of {format_size(self.lost)} that are here, {why}"
+        return f"{name} starts over: of {format_size(self.lost_nbytes)} that are here, {why}"
 
     @property
-    def held(self) -> int:
+    def received_nbytes(self) -> int:
         """Bytes that have arrived."""
         with self._lock:
-            return self._stretches.count
+            return self._received.count
 
     def covered_from(self, position: int) -> int:
+        """The end of the contiguous range that contains `position`, or `position`."""
         with self._lock:
-            return self._stretches.covered_from(position)
+            return self._received.covered_from(position)
 
     def missing(self) -> list[tuple[int, int]]:
         with self._lock:
-            return list(self._stretches.missing(self.size))
+            return list(self._received.missing(self.size))
 
     def write(self, offset: int, data: memoryview | bytes) -> int:
         """Write and record bytes; returns how many of them are new."""
@@ -149,8 +154,8 @@ class PartialFile:
         while done < len(view):
             done += os.pwrite(self._fd, view[done:], offset + done)
         with self._lock:
-            os.write(self._log, b"%d %d\n" % (offset, offset + done))
-            return self._stretches.add(offset, offset + done)
+            os.write(self._journal_fd, b"%d %d\n" % (offset, offset + done))
+            return self._received.add(offset, offset + done)
 
     def readinto(self, offset: int, view: memoryview) -> int:
         return os.preadv(self._fd, [view], offset)
@@ -163,21 +168,21 @@ class PartialFile:
     def restart(self, keep: int = 0) -> None:
         """Discard everything from `keep` on; the file keeps its length, the disk space is freed."""
         with self._lock:
-            self._stretches = ByteRanges()
-            os.ftruncate(self._log, 0)
-            os.write(self._log, self._head)
+            self._received = ByteRanges()
+            os.ftruncate(self._journal_fd, 0)
+            os.write(self._journal_fd, self._header)
             if keep:
-                self._stretches.add(0, keep)
-                os.write(self._log, b"0 %d\n" % keep)
+                self._received.add(0, keep)
+                os.write(self._journal_fd, b"0 %d\n" % keep)
             if os.fstat(self._fd).st_size > keep:  # ext4 flushes a file truncated to zero when it is closed: 0.5 s per GB
                 os.ftruncate(self._fd, keep)
             os.ftruncate(self._fd, self.size)
 
     def close(self) -> None:
-        for fd in (self._fd, self._log):
+        for fd in (self._fd, self._journal_fd):
             if fd >= 0:
                 os.close(fd)
-        self._fd = self._log = -1
+        self._fd = self._journal_fd = -1
 
     def discard(self) -> None:
         """Close, and delete both files."""

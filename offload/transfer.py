@@ -21,18 +21,20 @@ from .transfer_types import Complete, Download, OpenRange, Received, RestartFile
 
 CONNECTIONS = 8
 RANGE_NBYTES = 32 << 20
-FIRST_NBYTES = 4 << 20  # the first ranges of a file are small, so that hashing starts at once
-BACKLOG_NBYTES = 64 << 20  # beyond this backlog the hash determines when the file is complete, and receivers leave it the CPU
-PIECE_NBYTES, PIECE_S = 1 << 20, 0.3  # written at once: this much, or what arrived in this time
-TICK_S = 0.1
-SILENCE_S = 3.0
-LEAVE_S = 3.0  # for a thread that is writing; one that waits for a host's first response is abandoned
-DAMAGES = 2  # complete downloads with a wrong hash before giving up
+FIRST_NBYTES = 4 << 20  # smallest range: the first ranges of a file are small, so that hashing starts at once
+BACKLOG_NBYTES = 64 << 20  # bytes waiting for the hash beyond which receivers pause and leave it the CPU
+PIECE_NBYTES, PIECE_S = 1 << 20, 0.3  # received before a write: so many bytes, or what arrives in this time
+TICK_S = 0.1  # how long `events` waits for one
+REPORT_INTERVAL_S = 3.0  # between messages of the same failure
+JOIN_TIMEOUT_S = 3.0  # for a thread that is writing; one that waits for a host's first response is abandoned
+MAX_DAMAGES = 2  # complete downloads with a wrong hash before giving up
 
 
 @dataclass
-class _State:
-    wanted: Download
+class _FileState:
+    """The progress of one file."""
+
+    download: Download
     generation: int = 0  # counts restarts: ranges of an earlier generation are void
     damages: int = 0
     is_doubted: bool = False  # its Xet hash did not match: its own digest decides
@@ -43,7 +45,9 @@ class _State:
 
 @dataclass
 class _Range:
-    state: _State
+    """A byte range [begin, end) to be received; `begin` advances with what is written."""
+
+    state: _FileState
     begin: int
     end: int
     generation: int
@@ -52,29 +56,30 @@ class _Range:
 def transfer(files: Sequence[Download], open_range: OpenRange, network: Network, connections: int = CONNECTIONS,
              backoff: Backoff | None = None) -> Iterator[Received | Complete | Retrying]:
     """Complete every file; they are reported in order. Raises the first error that a retry cannot cure; what has arrived is kept."""
-    work = _Work(files, open_range, network, backoff or Backoff())
-    threads = [threading.Thread(target=work.receive, name=f"effllm-receive-{n}", daemon=True) for n in range(min(connections, work.ranges))]
-    threads.append(threading.Thread(target=work.check, name="effllm-check", daemon=True))
-    most = 0
+    state = _Transfer(files, open_range, network, backoff or Backoff())
+    threads = [threading.Thread(target=state.receive, name=f"effllm-receive-{n}", daemon=True)
+               for n in range(min(connections, state.ranges))]
+    threads.append(threading.Thread(target=state.check, name="effllm-check", daemon=True))
+    total = 0
     try:
         for thread in threads:
             thread.start()
-        left = len(files)
-        while left:
-            for event in work.events():
-                left -= isinstance(event, Complete)
+        files_left = len(files)
+        while files_left:
+            for event in state.events():
+                files_left -= isinstance(event, Complete)
                 yield event
-            most = max(most, sum(each.part.held for each in files))
-            yield Received(most)
+            total = max(total, sum(item.part.received_nbytes for item in files))
+            yield Received(total)
     finally:
-        work.stop()
+        state.stop()
         for thread in threads:
-            if thread.ident is not None and thread not in work.unanswered:
-                thread.join(LEAVE_S)
+            if thread.ident is not None and thread not in state.connecting:
+                thread.join(JOIN_TIMEOUT_S)
 
 
 @dataclass
-class _Work:
+class _Transfer:
     """State shared by the threads, under one condition variable."""
 
     files: Sequence[Download]
@@ -86,21 +91,21 @@ class _Work:
     _failure: Exception | None = None
     _stopping: bool = False
     _running: RunningHash | None = None
-    _said: dict[str, float] = field(default_factory=dict)
-    _quiet_until: float = 0.0  # after an overload response all connections pause
+    _reported_at: dict[str, float] = field(default_factory=dict)
+    _paused_until: float = 0.0  # after an overload response all connections pause
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
         # Threads whose host has not responded: name lookup and connecting cannot be interrupted. Such a thread, when all others
         # stop, no longer touches any file.
-        self.unanswered: set[threading.Thread] = set()
-        self._states = [_State(wanted) for wanted in self.files]
-        self._checking = 0  # index of the file being hashed
+        self.connecting: set[threading.Thread] = set()
+        self._states = [_FileState(download) for download in self.files]
+        self._hashing_index = 0  # index of the file being hashed
         for state in self._states:
             self._enqueue(state)
 
-    def _enqueue(self, state: _State, whole: bool = False) -> None:
-        for begin, end in state.wanted.part.missing():
+    def _enqueue(self, state: _FileState, whole: bool = False) -> None:
+        for begin, end in state.download.part.missing():
             while begin < end:
                 step = end - begin if whole else min(RANGE_NBYTES, max(FIRST_NBYTES, begin // CONNECTIONS))
                 self._queue.append(_Range(state, begin, min(end, begin + step), state.generation))
@@ -118,11 +123,11 @@ class _Work:
         with self._changed:
             if not self._events and self._failure is None:
                 self._changed.wait(TICK_S)
-            found = list(self._events)
+            events = list(self._events)
             self._events.clear()
-            if not found and self._failure is not None:
+            if not events and self._failure is not None:
                 raise self._failure
-            return found
+            return events
 
     def stop(self) -> None:
         with self._changed:
@@ -139,7 +144,7 @@ class _Work:
         buffer = memoryview(bytearray(PIECE_NBYTES))
         try:
             while (piece := self._next()) is not None:
-                self._complete(piece, buffer)
+                self._receive_range(piece, buffer)
         except Exception as error:
             self._fail(error)
 
@@ -151,54 +156,54 @@ class _Work:
                 self._changed.wait()
             return None
 
-    def _complete(self, piece: _Range, buffer: memoryview) -> None:
+    def _receive_range(self, piece: _Range, buffer: memoryview) -> None:
         failures = 0
         while not self._stopping and piece.begin < piece.end and piece.generation == piece.state.generation:
-            before, asked = piece.begin, None
+            begin, retry_after_s = piece.begin, None
             try:
                 self._stream(piece, buffer)
                 continue
             except RestartFile as error:
-                self._start_over(piece, error)
+                self._restart_file(piece, error)
                 return
             except RetryLater as error:
-                reason, asked = error.reason, error.after
+                reason, retry_after_s = error.reason, error.after
             except ConnectionFailed as error:
                 if not error.again:
                     raise DownloadFailed(error.reason, error.step or "check the network, then run the same command again") from error
                 reason = error.reason
-            failures = 1 if piece.begin > before else failures + 1
+            failures = 1 if piece.begin > begin else failures + 1
             if not self._stopping:
-                self._wait_after(piece.state.wanted.name, failures, reason, asked)
+                self._wait_before_retry(piece.state.download.name, failures, reason, retry_after_s)
 
     def _stream(self, piece: _Range, buffer: memoryview) -> None:
         """Receive from `piece.begin` on, advancing it with what is written."""
-        self.unanswered.add(thread := threading.current_thread())
+        self.connecting.add(thread := threading.current_thread())
         try:
-            body = self.open_range(piece.state.wanted.name, piece.begin, piece.end)
+            body = self.open_range(piece.state.download.name, piece.begin, piece.end)
         finally:
             with self._changed:
                 if not self._stopping:
-                    self.unanswered.discard(thread)
+                    self.connecting.discard(thread)
         try:
             while piece.begin < piece.end:
-                room = min(len(buffer), piece.end - piece.begin)
-                filled, since = 0, time.monotonic()
+                limit = min(len(buffer), piece.end - piece.begin)
+                filled, started = 0, time.monotonic()
                 try:
-                    while filled < room and not self._stopping and not (filled and time.monotonic() - since >= PIECE_S):
-                        count = body.readinto(buffer[filled:room])
+                    while filled < limit and not self._stopping and not (filled and time.monotonic() - started >= PIECE_S):
+                        count = body.readinto(buffer[filled:limit])
                         if not count:
                             raise ConnectionFailed("the response ended early")
                         filled += count
                 finally:
-                    self._put(piece, buffer[:filled])
+                    self._write_piece(piece, buffer[:filled])
                 if self._stopping or piece.generation != piece.state.generation:
                     return
-                self._let_hash(piece)
+                self._wait_for_hash(piece)
         finally:
             body.close()
 
-    def _let_hash(self, piece: _Range) -> None:
+    def _wait_for_hash(self, piece: _Range) -> None:
         """Pause while the hash is far behind what this run received: then the user waits for the hash, and the farther behind it is, the
         less of its input is still in the page cache."""
         with self._changed:
@@ -208,53 +213,54 @@ class _Work:
     def _backlog(self) -> int:
         """Bytes that wait only for the hash. Call with the condition held."""
         ahead = sum(state.received - state.hashed for state in self._states)
-        state = self._states[self._checking]
-        return min(ahead, state.wanted.part.covered_from(state.hashed) - state.hashed)
+        state = self._states[self._hashing_index]
+        return min(ahead, state.download.part.covered_from(state.hashed) - state.hashed)
 
-    def _put(self, piece: _Range, data: memoryview) -> None:
+    def _write_piece(self, piece: _Range, data: memoryview) -> None:
         with piece.state.writing:
             if piece.generation != piece.state.generation or not len(data):
                 return
-            piece.state.received += piece.state.wanted.part.write(piece.begin, data)
+            piece.state.received += piece.state.download.part.write(piece.begin, data)
         piece.begin += len(data)
         with self._changed:
             self._changed.notify_all()
 
-    def _start_over(self, piece: _Range, error: RestartFile) -> None:
+    def _restart_file(self, piece: _Range, error: RestartFile) -> None:
         with self._changed:
             state = piece.state
             if self._stopping or piece.generation != state.generation:
                 return
             state.damages += not error.whole
-            if state.damages > DAMAGES:
-                raise DownloadFailed(f"{state.wanted.name}: {error.reason}", "the hub or a proxy alters it; try again later")
-            self._events.append(Retrying(f"{state.wanted.name}: {error.reason}; downloading it from the beginning"))
-            self._renew(state, error.whole)
+            if state.damages > MAX_DAMAGES:
+                raise DownloadFailed(f"{state.download.name}: {error.reason}", "the hub or a proxy alters it; try again later")
+            self._events.append(Retrying(f"{state.download.name}: {error.reason}; downloading it from the beginning"))
+            self._requeue(state, error.whole)
 
-    def _renew(self, state: _State, whole: bool) -> None:
+    def _requeue(self, state: _FileState, whole: bool) -> None:
         """Discard a file and queue it again. Call with the condition held."""
         with state.writing:
             state.generation += 1
             state.received = state.hashed = 0
-            state.wanted.part.restart()
+            state.download.part.restart()
         self._queue = deque(each for each in self._queue if each.state is not state)
         self._enqueue(state, whole)
         self._changed.notify_all()
 
-    def _wait_after(self, name: str, failures: int, reason: str, asked: float | None) -> None:
-        if failures >= self.backoff.attempts or (asked or 0) > self.backoff.patience:
-            wait = f" and asks to wait {asked:.0f} s" if asked else ""
+    def _wait_before_retry(self, name: str, failures: int, reason: str, retry_after_s: float | None) -> None:
+        if failures >= self.backoff.attempts or (retry_after_s or 0) > self.backoff.patience:
+            wait = f" and asks to wait {retry_after_s:.0f} s" if retry_after_s else ""
             raise DownloadFailed(f"{name}: {reason}{wait}", "partial downloads are kept; run the same command to resume")
-        delay = self.backoff.delay(failures, asked)
+        delay = self.backoff.delay(failures, retry_after_s)
         with self._changed:
             until = time.monotonic() + delay
-            if asked:
-                self._quiet_until = max(self._quiet_until, until)
-            if time.monotonic() - self._said.get(reason, -SILENCE_S) >= SILENCE_S:  # connections fail together, and one message is enough
-                self._said[reason] = time.monotonic()
+            if retry_after_s:
+                self._paused_until = max(self._paused_until, until)
+            # Connections fail together, and one message is enough.
+            if time.monotonic() - self._reported_at.get(reason, -REPORT_INTERVAL_S) >= REPORT_INTERVAL_S:
+                self._reported_at[reason] = time.monotonic()
                 self._events.append(Retrying(f"{name}: {reason}; retrying in {max(1, round(delay))} s"))
-            while not self._stopping and (left := max(until, self._quiet_until) - time.monotonic()) > 0:
-                self._changed.wait(left)
+            while not self._stopping and (remaining := max(until, self._paused_until) - time.monotonic()) > 0:
+                self._changed.wait(remaining)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
@@ -268,30 +274,30 @@ class _Work:
         """Hash each file behind its receivers, in order."""
         try:
             for index, state in enumerate(self._states):
-                self._checking = index
+                self._hashing_index = index
                 while not self._matches(state):
                     if self._stopping:
                         return
                 with self._changed:
-                    self._events.append(Complete(state.wanted))
+                    self._events.append(Complete(state.download))
                     self._changed.notify_all()
         except Exception as error:
             self._fail(error)
 
-    def _matches(self, state: _State) -> bool:
+    def _matches(self, state: _FileState) -> bool:
         """Wait for all bytes and hash them; False if stopping, if the file must be downloaded again or if another hash has to decide."""
-        part, generation, at = state.wanted.part, state.generation, 0
-        if self._reaches(state, generation, at) is None:  # until then the server has not named a hash
+        part, generation, at = state.download.part, state.generation, 0
+        if self._wait_for_prefix(state, generation, at) is None:  # until then the server has not named a hash
             return False
-        with closing(begin_hash(part, None if state.is_doubted else state.wanted.xet)) as running, self._stoppable(running):
+        with closing(begin_hash(part, None if state.is_doubted else state.download.xet)) as running, self._stoppable(running):
             while at < part.size:
-                if (end := self._reaches(state, generation, at)) is None:
+                if (end := self._wait_for_prefix(state, generation, at)) is None:
                     return False
                 try:
                     count = running.take(part, at, end - at)
                 except OSError:
                     if isinstance(running, Xet):  # the other hash tells whether the file was at fault
-                        return self._doubt(state)
+                        return self._rehash(state)
                     raise
                 if not count:
                     with state.writing:  # a restart truncates the file for a moment
@@ -306,15 +312,15 @@ class _Work:
             if running.is_right():
                 return True
         if isinstance(running, Xet):
-            return self._doubt(state)
+            return self._rehash(state)
         with self._changed:
             state.damages += 1
-            if state.damages >= DAMAGES:
+            if state.damages >= MAX_DAMAGES:
                 part.restart()
-                raise DownloadFailed(f"{state.wanted.name}: wrong checksum, twice", "the hub or a proxy alters it; "
+                raise DownloadFailed(f"{state.download.name}: wrong checksum, twice", "the hub or a proxy alters it; "
                                      "try another network, or later")
-            self._events.append(Retrying(f"{state.wanted.name}: wrong checksum; downloading it again"))
-            self._renew(state, whole=False)
+            self._events.append(Retrying(f"{state.download.name}: wrong checksum; downloading it again"))
+            self._requeue(state, whole=False)
         return False
 
     @contextmanager
@@ -328,18 +334,18 @@ class _Work:
             with self._changed:
                 self._running = None
 
-    def _reaches(self, state: _State, generation: int, at: int) -> int | None:
+    def _wait_for_prefix(self, state: _FileState, generation: int, at: int) -> int | None:
         """The end of the file's contiguous prefix, once it is past `at`; None if stopping or if the file restarts."""
         with self._changed:
             while not self._stopping and state.generation == generation:
-                end = state.wanted.part.covered_from(at)
-                if end > at or at >= state.wanted.part.size:
+                end = state.download.part.covered_from(at)
+                if end > at or at >= state.download.part.size:
                     return end
                 self._changed.wait(1.0)
             return None
 
-    def _doubt(self, state: _State) -> bool:
-        """Hash it again with the digest under which the cache stores it: that one decides whether to download again."""
+    def _rehash(self, state: _FileState) -> bool:
+        """Hash a file again with the digest under which the cache stores it: that one decides whether to download again."""
         with self._changed:
             state.is_doubted, state.hashed = True, 0
         return False

@@ -17,7 +17,7 @@ class Body(Protocol):
 
 
 class RetryLater(Exception):
-    """No bytes now. `after`: seconds for which all connections should leave the server alone."""
+    """The server sends nothing at the moment. `after`: seconds for which all connections should leave it alone, None if it did not say."""
 
     def __init__(self, reason: str, after: float | None = None) -> None:
         super().__init__(reason)
@@ -25,7 +25,7 @@ class RetryLater(Exception):
 
 
 class RestartFile(Exception):
-    """The partial file cannot be continued. `whole`: the server only sends complete files."""
+    """The partial file cannot be resumed. `whole`: the server only sends complete files."""
 
     def __init__(self, reason: str, whole: bool = False) -> None:
         super().__init__(reason)
@@ -34,11 +34,11 @@ class RestartFile(Exception):
 
 @dataclass(frozen=True)
 class Download:
-    """A file to be completed. `name` is shown to the user; `xet`: its Xet hash, once the server has named one."""
+    """A file to be completed."""
 
-    name: str
+    name: str  # as shown to the user
     part: PartialFile
-    xet: Callable[[], str | None] | None = None
+    xet: Callable[[], str | None] | None = None  # returns its Xet hash, None until the server has named one
 
 
 OpenRange = Callable[[str, int, int], Body]  # (name, begin, end) -> bytes; raises RetryLater, RestartFile, ConnectionFailed, EffllmError
@@ -46,16 +46,16 @@ OpenRange = Callable[[str, int, int], Body]  # (name, begin, end) -> bytes; rais
 
 @dataclass(frozen=True)
 class Received:
-    """`nbytes` of all files have arrived, earlier runs included; never decreases."""
+    """Progress."""
 
-    nbytes: int
+    nbytes: int  # of all files, earlier runs included; never decreases
 
 
 @dataclass(frozen=True)
 class Complete:
     """All bytes of a file have arrived and its hash matches."""
 
-    wanted: Download
+    download: Download
 
 
 @dataclass(frozen=True)

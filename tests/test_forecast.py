@@ -225,7 +225,7 @@ def test_run_holds_the_prediction_against_what_came(known: None) -> None:
     placement = json.loads(out)["placement"]
     assert code == 0 and placement["predicted_tps"] == pytest.approx(forecast(fable(), KNOWN).start.tokens_per_s, rel=0.02)
     ratio, most = placement["measured_tps"] / placement["predicted_tps"], 1 + placement["error"]
-    off = abs(ratio - 1) > forecast_outcome.MISS and not 1 / most <= ratio <= most
+    off = abs(ratio - 1) > forecast_outcome.MISS_SHARE and not 1 / most <= ratio <= most
     assert (placement["miss"] is not None) == off and f"predicted {rounded(placement['predicted_tps'])} tokens/s" in said
     rows = json.loads(ran("bench", "fable", "-p", "1,8,63,64", "-n", "2", "-r", "1", "--device", "cpu", "-o", "json")[1])
     told = {row["n_prompt"] or "answer": row["predicted_ts"] for row in rows}
@@ -290,12 +290,12 @@ def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch)
     others = replace(beside, disturbed={"kind affine2:64": 0.9})
     assert "cores" not in explain(engine, others, 2.0, 100, 1.0, 1.0), "those weights are not this model's"
     busy = hardware.CpuTime(all=2.0, idle=0.1, own=1.1, stolen=0.1)
-    assert explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, cores=busy) == "other programs had 35% of the cores' time meanwhile"
+    assert explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, cpu_use=busy) == "other programs had 35% of the cores' time meanwhile"
     host = explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, "the disk", replace(busy, own=1.2, stolen=0.5))
     assert host == "the disk; this virtual machine's host, for others, had 25% of the cores' time meanwhile"
     for else_ in (replace(busy, idle=0.6), replace(busy, own=1.7), replace(busy, own=1.8, idle=0.0, stolen=0.0)):
-        assert "cores' time" not in explain(engine, MACHINE, 0.4, 100, 1.0, 1.0, cores=else_)
-    assert "cores' time" not in explain(engine, MACHINE, 2.0, 100, 1.0, 1.0, cores=busy)
+        assert "cores' time" not in explain(engine, MACHINE, 0.4, 100, 1.0, 1.0, cpu_use=else_)
+    assert "cores' time" not in explain(engine, MACHINE, 2.0, 100, 1.0, 1.0, cpu_use=busy)
     monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 1.0, 1.0))
     monkeypatch.setattr(forecast_outcome.hardware, "cpu_threads", lambda: 4)
     assert explain(engine, MACHINE, 0.5, 100, 1.0, 1.0) == "9 programs want the 4 cores of this machine"
@@ -356,7 +356,7 @@ def test_a_run_whose_disk_is_slower_than_it_was_says_that(tmp_path: Path, monkey
 
 def test_the_memory_is_read_through_the_weights(engine: object, monkeypatch: pytest.MonkeyPatch) -> None:
     assert forecast_outcome.memory_now(engine) is None, "11 MB may lie in a cache"
-    monkeypatch.setattr(forecast_outcome, "LEAST_NBYTES", 1 << 20)
+    monkeypatch.setattr(forecast_outcome, "MIN_NBYTES", 1 << 20)
     assert forecast_outcome.memory_now(engine) > 1e8
 
 

@@ -13,7 +13,7 @@ from test_streamed_runs import finish, start
 FAULTS = """
 import mmap, resource
 from effllm.runtime.planning import memory_pressure
-memory_pressure.EVERY_S = 0.0
+memory_pressure.CHECK_INTERVAL_S = 0.0
 SIZE = 4 << 20
 path = Path({file!r})
 path.write_bytes(os.urandom(SIZE))
@@ -30,7 +30,7 @@ def fault():
 if fault() < 500:
     print("no faults here", file=sys.stderr)
     os._exit(77)
-memory_pressure.EVERY_S = 0.0
+memory_pressure.CHECK_INTERVAL_S = 0.0
 real, times = memory_pressure.MemoryMonitor.look, []
 def look(self, cache):
     if cache.sealed > 4 and len(times) < 3:
@@ -43,7 +43,7 @@ memory_pressure.MemoryMonitor.look = look
 SHORT = """
 from effllm.offload import hardware
 from effllm.runtime.planning import memory_pressure
-memory_pressure.EVERY_S = 0.0
+memory_pressure.CHECK_INTERVAL_S = 0.0
 real, available, times = memory_pressure.MemoryMonitor.look, hardware.memory_available, []
 def look(self, cache):
     times.append(cache.sealed)

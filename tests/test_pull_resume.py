@@ -232,7 +232,7 @@ def test_a_journal_is_believed_as_far_as_it_makes_sense(tmp_path: Path) -> None:
                        (whole + b"60 70\n", 40), (b"", 0), (b"{}\n10 30\n", 0)):
         journal.write_bytes(torn)
         again = PartialFile(data, journal, 100, digest)
-        assert again.held == held, torn
+        assert again.received_nbytes == held, torn
         said = "data starts over: of 100 B that are here, which ones is unknown (a damaged journal, or another version)"
         assert again.restart_notice("data") == ("" if held else said), "nobody would know why it comes twice"
         again.write(0, b"c")
@@ -243,7 +243,7 @@ def test_a_journal_is_believed_as_far_as_it_makes_sense(tmp_path: Path) -> None:
     journal.write_bytes(whole)
     assert read_journal(data, journal, 101, digest) is None and read_journal(data, journal, 100, Digest("sha256", "1" * 64)) is None
     os.truncate(data, 50)
-    assert PartialFile(data, journal, 100, digest).held == 0
+    assert PartialFile(data, journal, 100, digest).received_nbytes == 0
 
 
 def test_what_is_given_back_is_free_and_the_head_stays(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_what_is_given_back_is_free_and_the_head_stays(tmp_path: Path) -> None:
     status = (tmp_path / "data").stat()
     assert status.st_size == 1 << 22 and status.st_blocks * 512 <= 64 << 10
     again = PartialFile(tmp_path / "data", tmp_path / "journal", 1 << 22, None)
-    assert again.held == 5000 and (tmp_path / "data").read_bytes()[:5000] == b"h" * 5000
+    assert again.received_nbytes == 5000 and (tmp_path / "data").read_bytes()[:5000] == b"h" * 5000
 
 
 def test_retry_delays_grow_and_retry_after_takes_precedence() -> None:

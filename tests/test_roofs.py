@@ -164,11 +164,11 @@ def test_a_real_probe_is_kept(kept: Path) -> None:
 def test_a_deep_context_is_made_of_copies_of_a_page(kv: str) -> None:
     engine = child._engine(child.ATTENTIVE, 1, 1, 24 * PAGE, kv=kv)
     try:
-        child._deepen(engine, 16)
+        child._fill_context(engine, 16)
         cache, held = engine.cache, 64 + 16 * PAGE + 128 + 64
         assert (cache.n, cache.sealed, len(engine.tokens), cache.is_packed) == (held, 16, held, kv == "4bit")
         assert all(np.array_equal(cache.read(0)[0], cache.read(page)[0]) for page in range(16)) and cache.read(0)[0].any()
-        for token in range(child.MOST_RUNS * child.DEEP_TOKENS):
+        for token in range(child.MAX_RUNS * child.DEEP_CONTEXT_TOKENS):
             assert np.isfinite(engine.forward_logits([token])).all()
         assert cache.sealed == 16, "no measured token is one that packs a page"
     finally:
@@ -245,8 +245,8 @@ def test_what_was_measured_beside_others_is_measured_again_when_they_leave(kept:
 def test_a_figure_tells_who_else_had_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter((CpuTime(10.0, 4.0, 1.0), CpuTime(20.0, 5.0, 4.0, 2.0), CpuTime(20.0, 5.0, 4.0, 2.0), CpuTime(20.0, 5.0, 4.0, 2.0)))
     monkeypatch.setattr(hardware, "cpu_time", lambda: next(looks))
-    assert child._watched(lambda: {"figure": "overhead"}) == {"figure": "overhead", "others": 0.6}, "4 of 10 s, 2 for the host"
-    assert child._watched(lambda: {"figure": "overhead"})["others"] == 0.0
+    assert child._with_cpu_use(lambda: {"figure": "overhead"}) == {"figure": "overhead", "others": 0.6}, "4 of 10 s, 2 for the host"
+    assert child._with_cpu_use(lambda: {"figure": "overhead"})["others"] == 0.0
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_a_busy_machine_is_no_quiet_one() -> None:
         time.sleep(1)
         assert not roofs.is_quiet()
         figures = list(child.measure(1, (), ("16bit",), base=False))
-        assert [figure["figure"] for figure in figures] == ["attention"] and figures[0]["others"] > roofs.DISTURBED
+        assert [figure["figure"] for figure in figures] == ["attention"] and figures[0]["others"] > roofs.MAX_OTHERS_SHARE
     finally:
         for loop in loops:
             loop.kill()

@@ -118,7 +118,7 @@ def test_what_comes_slowly_is_written_and_told_as_it_comes(part: Watched, tmp_pa
         told = sorted({*told} - {0})
     again = PartialFile(part.path, tmp_path / "journal", part.size, part.digest)  # as after a kill
     events.close()
-    assert told[0] < told[3] <= again.held < PIECE_NBYTES and part.held < PIECE_NBYTES
+    assert told[0] < told[3] <= again.received_nbytes < PIECE_NBYTES and part.received_nbytes < PIECE_NBYTES
     assert told[1] - told[0] >= PIECE_NBYTES // 50
     again.close()
     part.close()
@@ -128,7 +128,7 @@ def test_a_file_that_somebody_cuts_is_reported(part: Watched) -> None:
     class Cut:
         def __enter__(self) -> None:
             deadline = time.monotonic() + SECONDS
-            while part.held < part.size and time.monotonic() < deadline:  # what is written later would lengthen it again
+            while part.received_nbytes < part.size and time.monotonic() < deadline:  # what is written later would lengthen it again
                 time.sleep(0.001)
             os.truncate(part.path, 0)
 
@@ -167,7 +167,7 @@ def slow_to_hash(monkeypatch: pytest.MonkeyPatch, behind: list[int], received: C
 def test_receivers_wait_for_a_hash_that_is_far_behind(part: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that it has the processor, and what it reads is still in memory."""
     behind: list[int] = []
-    slow_to_hash(monkeypatch, behind, lambda: part.held)
+    slow_to_hash(monkeypatch, behind, lambda: part.received_nbytes)
     events = transfer([Download("file", part)], lambda name, begin, end: Bytes(begin), Quiet(), connections=1)  # nothing before it is late
     assert Complete in {type(event) for event in events}
     assert 0 <= max(behind) <= (256 << 10) + (64 << 10) + (16 << 10), "what may wait, what is being hashed, and one more piece"
@@ -178,7 +178,7 @@ def test_receivers_do_not_wait_while_an_earlier_run_s_bytes_are_hashed(part: Wat
     for at in range(0, 2 * PIECE_NBYTES, PIECE_NBYTES):
         part.write(at, CONTENT[at : at + PIECE_NBYTES])
     behind: list[int] = []
-    slow_to_hash(monkeypatch, behind, lambda: part.held)
+    slow_to_hash(monkeypatch, behind, lambda: part.received_nbytes)
     assert Complete in {type(event) for event in transfer([Download("file", part)], lambda name, begin, end: Bytes(begin), Quiet())}
     all_here = next(n for n, waiting in enumerate(behind, 1) if waiting == len(CONTENT) - n * (64 << 10))
     assert all_here * (64 << 10) <= 1.25 * PIECE_NBYTES, "the hash had come as far as this run's bytes are many, not past the earlier ones"
@@ -202,9 +202,9 @@ def test_a_host_that_does_not_answer_holds_up_nobody_who_leaves(part: Watched) -
     assert waiting.wait(SECONDS)
     began = time.monotonic()
     events.close()
-    assert time.monotonic() - began < transfer_module.LEAVE_S / 2
+    assert time.monotonic() - began < transfer_module.JOIN_TIMEOUT_S / 2
     answered.set()
-    assert closed.wait(SECONDS) and part.held == 0
+    assert closed.wait(SECONDS) and part.received_nbytes == 0
     part.close()
 
 

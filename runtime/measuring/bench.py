@@ -25,7 +25,7 @@ from ...quant.spec import QuantSpec
 from ..engine import Engine
 from ..events import Notice, Progress
 from ..planning import forecast, roofs
-from ..planning.forecast_outcome import LEAST_NBYTES, describe_cpu_use
+from ..planning.forecast_outcome import MIN_NBYTES, describe_cpu_use
 from ..planning.plan_request import LOGIT_ROWS
 from ..prepare import EngineOptions, Prepared, prepare_with
 from ..sampler import Sampler, SamplerSettings
@@ -175,7 +175,7 @@ def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress
         made = (_passes(engine) - passes) // options.repetitions or test.gen
         measured.append(Measured(test, samples, began, hardware.peak_rss(), nbytes, *disk, made))
     cores = hardware.cpu_time().since(began_with)
-    if cores.others_share > roofs.DISTURBED:
+    if cores.others_share > roofs.MAX_OTHERS_SHARE:
         yield Notice(f"{describe_cpu_use(cores)}: a machine that does nothing else is faster")
     roof = _roof(engine)  # last: its buffer is no part of what the model takes
     if _may_predict(engine, options.columns) and roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates is None:
@@ -271,7 +271,7 @@ def _roof(engine: Engine) -> float:
     left = engine.placement.budget.ram - hardware.rss() - (8 << 20)
     if size > left:
         weights = [array[: array.nbytes // BLOCK * BLOCK] for array in engine.model.pager.resident_arrays() if array.nbytes >= BLOCK]
-        if sum(array.nbytes for array in weights) >= LEAST_NBYTES:
+        if sum(array.nbytes for array in weights) >= MIN_NBYTES:
             return read_bandwidth(pool, *weights)
         size = max(4 << 20, left)
     memory = anonymous(size)

@@ -39,19 +39,20 @@ NEURONS = (Kernel("active neurons", "few tokens: inactive neurons are skipped", 
 
 @dataclass(frozen=True)
 class ChosenKernels:
-    """The kernels for all matrices of one stored type on one device; `nbytes`: of those matrices."""
+    """The kernels for all matrices of one stored type on one device."""
 
     stored: str
     device: str
-    nbytes: int
+    nbytes: int  # of these matrices
     token: Kernel
     prompt: Kernel
 
     def to_json(self) -> dict[str, object]:
-        def told(kernel: Kernel) -> dict[str, object]:
+        def kernel_json(kernel: Kernel) -> dict[str, object]:
             return {"kernel": kernel.name, "because": kernel.because, "fallback": kernel.fallback}
 
-        return {"stored": self.stored, "device": self.device, "bytes": self.nbytes, "token": told(self.token), "prompt": told(self.prompt)}
+        return {"stored": self.stored, "device": self.device, "bytes": self.nbytes,
+                "token": kernel_json(self.token), "prompt": kernel_json(self.prompt)}
 
 
 def chosen_kernels(prepared: Prepared, tensors: Tensors | None = None) -> tuple[ChosenKernels, ...]:
@@ -60,14 +61,14 @@ def chosen_kernels(prepared: Prepared, tensors: Tensors | None = None) -> tuple[
     decisions = [] if prepared.options.exact else lookup_layout.decide(prepared, tensors)  # exact mode uses neither
     decided = {tensor.name: decision for decision in decisions for tensor in decision.tensors}
     registries = {device: _registry(device, prepared) for device in dict.fromkeys((*prepared.placement.devices, "cpu"))}
-    found: dict[tuple[str, str, Kernel, Kernel], int] = {}
+    nbytes_by_kernel: dict[tuple[str, str, Kernel, Kernel], int] = {}
     for device, role, tensor in _matrices(prepared, tensors):
         kernels = NEURONS if role == BUNDLES and device == "cpu" else (
             _kernel(registries[device], tensor, columns, decided.get(tensor.name)) for columns in (1, PROMPT))
         key = (str(replace(tensor.spec, outliers=0.0)), device, *kernels)
-        found[key] = found.get(key, 0) + tensor.nbytes
+        nbytes_by_kernel[key] = nbytes_by_kernel.get(key, 0) + tensor.nbytes
     return tuple(ChosenKernels(stored, device, nbytes, token, prompt)
-                 for (stored, device, token, prompt), nbytes in sorted(found.items(), key=lambda item: -item[1]))
+                 for (stored, device, token, prompt), nbytes in sorted(nbytes_by_kernel.items(), key=lambda item: -item[1]))
 
 
 def _registry(device: str, prepared: Prepared) -> Registry:
@@ -87,10 +88,11 @@ def _matrices(prepared: Prepared, tensors: Tensors) -> Iterator[tuple[str, str, 
 
 
 def _kernel(registry: Registry, tensor: ModelTensor, columns: int, decision: lookup_layout.Decision | None) -> Kernel:
-    spec, few = tensor.spec, columns == 1
-    looked_up = few and decision is not None and decision.kernel == "lut"
+    spec, is_token = tensor.spec, columns == 1
+    looked_up = is_token and decision is not None and decision.kernel == "lut"
     op = "matrix" if spec.is_raw or not any(each.op == LOW_BIT for each in registry.candidates) else LOW_BIT
-    own = registry.select(Call(op, spec.scheme, columns, bits=spec.bits, looked_up=looked_up)).candidate
-    if few and decision is not None and decision.reason == lookup_layout.UNMEASURED and not own.fallback:
+    candidate = registry.select(Call(op, spec.scheme, columns, bits=spec.bits, looked_up=looked_up)).candidate
+    if is_token and decision is not None and decision.reason == lookup_layout.UNMEASURED and not candidate.fallback:
         return Kernel(EITHER, "measured when a run begins", False)
-    return Kernel(own.name, decision.reason if few and decision is not None and op == LOW_BIT else own.because, own.fallback)
+    because = decision.reason if is_token and decision is not None and op == LOW_BIT else candidate.because
+    return Kernel(candidate.name, because, candidate.fallback)

@@ -52,40 +52,39 @@ LIBRARIES = ("numpy", "numba", "llvmlite", "tokenizers", "torch")
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """`declined`: (name, reason) of the candidates before the chosen one; `because`: the reason for the choice."""
+    """The kernel that an op would run."""
 
     op: str
-    stored: str
-    columns: int
+    stored: str  # stored type
+    columns: int  # tokens
     chosen: str
     fallback: bool
-    declined: tuple[tuple[str, str], ...]
-    because: str
+    declined: tuple[tuple[str, str], ...]  # (name, reason) of the candidates before the chosen one
+    because: str  # the reason for the choice
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured for a kind of low-bit weights: weights per second by dot products and by lookup, the kernel chosen and why."""
+    """The choice of a kernel for one kind of low-bit weights."""
 
     case: autotune.Case
-    timing: autotune.Timing
+    timing: autotune.Timing  # weights per second by dot products and by lookup
     kernel: str
     reason: str
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`cache_folder`: None if no folder for compiled kernels is writable; `cold`: the next run compiles first. `executable`: the running
-    Python; `libraries`: name -> installed version."""
+    """The contents of `effllm doctor`."""
 
     version: str
     python: str
-    executable: str
-    libraries: dict[str, str]
+    executable: str  # the running Python
+    libraries: dict[str, str]  # name -> installed version
     machine: Machine
-    compiled_for: tuple[str, ...]
-    cache_folder: Path | None
-    cold: bool
+    compiled_for: tuple[str, ...]  # CPU features
+    cache_folder: Path | None  # None if no folder for compiled kernels is writable
+    cold: bool  # the next run compiles first
     kernels: tuple[KernelChoice, ...]
     measured: tuple[Measurement, ...]
     torch: bool
@@ -94,10 +93,10 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, object]:
         disk = self.roofs.disk
-        told = asdict(self.roofs)
+        roofs_json = asdict(self.roofs)
         if disk is not None:
-            told["disk"] |= {"stream_bytes_per_s": disk.disk.stream_rate}
-        return {**asdict(self), "cache_folder": str(self.cache_folder) if self.cache_folder else None, "roofs": told,
+            roofs_json["disk"] |= {"stream_bytes_per_s": disk.disk.stream_rate}
+        return {**asdict(self), "cache_folder": str(self.cache_folder) if self.cache_folder else None, "roofs": roofs_json,
                 "places": [place.to_json() for place in self.places]}
 
 
@@ -113,11 +112,11 @@ def diagnose(known: roofs.Roofs, env: Mapping[str, str]) -> Diagnosis:
 
 def installed(names: Sequence[str]) -> dict[str, str]:
     """Versions of installed libraries, from their metadata, without importing them."""
-    found = {}
+    versions = {}
     for name in names:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def roofs_wanted(env: Mapping[str, str], threads: int) -> roofs.RoofsWanted:
@@ -129,19 +128,19 @@ def roofs_wanted(env: Mapping[str, str], threads: int) -> roofs.RoofsWanted:
 
 
 def kernel_choices() -> tuple[KernelChoice, ...]:
-    """Of every op."""
+    """The choices for every op."""
     registry = default_registry()
-    found = []
+    choices = []
     for op in registry.ops:
         for columns, stored in product(WIDTHS.get(op, (1,)), STORED.get(op, ("f32",))):
             spec = QuantSpec.parse(stored) if op == LOW_BIT else None
             selected = registry.select(Call(op, stored, columns) if spec is None else Call(op, spec.scheme, columns, bits=spec.bits))
-            own = selected.candidate
-            name, because, declined = own.name, own.because, selected.declined
-            if spec is not None and columns == 1 and not own.fallback and not lut_layout.declines(spec.scheme, spec.bits):
+            candidate = selected.candidate
+            name, because, declined = candidate.name, candidate.because, selected.declined
+            if spec is not None and columns == 1 and not candidate.fallback and not lut_layout.declines(spec.scheme, spec.bits):
                 name, because, declined = EITHER, MEASURED, ()  # without weights there is no call to decide it
-            found.append(KernelChoice(op, stored, columns, name, own.fallback, declined, because))
-    return (*found, *(KernelChoice(op, PAGES, columns, name, False, (), because) for op, columns, name, because in BY_FORMAT))
+            choices.append(KernelChoice(op, stored, columns, name, candidate.fallback, declined, because))
+    return (*choices, *(KernelChoice(op, PAGES, columns, name, False, (), because) for op, columns, name, because in BY_FORMAT))
 
 
 def measurements() -> tuple[Measurement, ...]:

@@ -41,9 +41,9 @@ ROOF_NBYTES, MEMORY_PASSES, MORE_PASSES = 256 << 20, 7, 5
 PROMPT = 512  # a prompt chunk, as in a run
 TOKENS = 24
 CHOICES = 128  # tokens of an answer whose sampling is timed
-LEAST_RUNS, MOST_RUNS, CLOSE = 2, 4, 0.03
-PATIENCE_S = 1.0  # per figure: on a machine that is never idle, more runs would take long without agreeing better
-DEPTH, DEEP_TOKENS = SHORT_CONTEXT, 10
+MIN_RUNS, MAX_RUNS, RUN_TOLERANCE = 2, 4, 0.03  # runs that differ by no more than this share agree
+MAX_RUNS_S = 1.0  # per figure: on a machine that is never idle, more runs would take long without agreeing better
+DEPTH, DEEP_CONTEXT_TOKENS = SHORT_CONTEXT, 10
 FEW_LAYERS, MANY_LAYERS, ATTENTION_LAYERS = 2, 12, 3
 _SHAPE = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
           "torch_dtype": "bfloat16", "vocab_size": 512, "max_position_embeddings": 4096, "tie_word_embeddings": True}
@@ -60,14 +60,14 @@ Figure = dict[str, object]
 
 def measure(threads: int, kinds: Sequence[str], kv: Sequence[str], base: bool = True) -> Iterator[Figure]:
     """The figures listed above, measured in a child process and yielded as they arrive."""
-    asked = json.dumps({"threads": threads, "kinds": list(kinds), "kv": list(kv), "base": base})
-    with tempfile.TemporaryFile("w+", errors="replace") as said, subprocess.Popen(
-            [sys.executable, "-P", "-m", __spec__.name, asked], stdout=subprocess.PIPE, stderr=said, text=True) as child:
+    request = json.dumps({"threads": threads, "kinds": list(kinds), "kv": list(kv), "base": base})
+    with tempfile.TemporaryFile("w+", errors="replace") as errors, subprocess.Popen(
+            [sys.executable, "-P", "-m", __spec__.name, request], stdout=subprocess.PIPE, stderr=errors, text=True) as child:
         for line in child.stdout:
             yield json.loads(line)
         if child.wait():
-            said.seek(0)
-            last = said.read().strip().splitlines()[-1:] or [f"it ended with {child.returncode}"]
+            errors.seek(0)
+            last = errors.read().strip().splitlines()[-1:] or [f"it ended with {child.returncode}"]
             yield {"figure": "failed", "what": "the rest", "why": last[0]}
 
 
@@ -111,8 +111,8 @@ def _engine(shape: Mapping[str, object], layers: int, threads: int, ctx: int, sp
     from .needed_kernels import kinds_of
 
     options = EngineOptions(device="cpu", threads=threads, ctx=ctx, kv=kv, exact=exact)
-    made = prepared_shape(shape, layers, options, spec)
-    *_, engine = open_prepared(lambda: made, kinds_of(made.config, made.store, made.container, options))
+    prepared = prepared_shape(shape, layers, options, spec)
+    *_, engine = open_prepared(lambda: prepared, kinds_of(prepared.config, prepared.store, prepared.container, options))
     return engine
 
 
@@ -120,30 +120,30 @@ def _ids(tokens: int) -> list[int]:
     return np.random.default_rng(0).integers(0, _SHAPE["vocab_size"], tokens).tolist()
 
 
-def _settled(run: Callable[[], Sequence[float]]) -> list[float]:
-    """The best of each time that `run` returns, over some runs, since disturbances only lengthen it. On an idle machine two runs agree, and
+def _best_of_runs(run: Callable[[], Sequence[float]]) -> list[float]:
+    """The minimum of each time that `run` returns, over some runs: disturbances only lengthen it. On an idle machine two runs agree, and
     more would add nothing."""
-    found, spent = [], []
-    while len(found) < LEAST_RUNS or (len(found) < MOST_RUNS and sum(spent) < PATIENCE_S and not _agree([sum(times) for times in found])):
+    runs, seconds = [], []
+    while len(runs) < MIN_RUNS or (len(runs) < MAX_RUNS and sum(seconds) < MAX_RUNS_S and not _agree([sum(times) for times in runs])):
         started = time.perf_counter()
-        found.append(run())
-        spent.append(time.perf_counter() - started)
-    return [min(times) for times in zip(*found)]
+        runs.append(run())
+        seconds.append(time.perf_counter() - started)
+    return [min(times) for times in zip(*runs)]
 
 
 def _agree(totals: Sequence[float]) -> bool:
     """Whether the two fastest runs took about equally long."""
     best, second = sorted(totals)[:2]
-    return second - best <= CLOSE * best
+    return second - best <= RUN_TOLERANCE * best
 
 
 def _prompt_s(engine: Engine, tokens: int) -> list[float]:
     """Seconds for each pass over a prompt."""
-    return _settled(lambda: _passes_s(engine, tokens))
+    return _best_of_runs(lambda: _prompt_run_s(engine, tokens))
 
 
-def _passes_s(engine: Engine, tokens: int) -> list[float]:
-    """`_prompt_s`, once."""
+def _prompt_run_s(engine: Engine, tokens: int) -> list[float]:
+    """Seconds for each pass over a prompt, of one run."""
     ids = _ids(tokens)
     engine.reset()
     stamps = [time.perf_counter()]
@@ -156,11 +156,11 @@ def _passes_s(engine: Engine, tokens: int) -> list[float]:
 def _token_s(engine: Engine, tokens: int = TOKENS) -> float:
     """Seconds for one token after the current context: the first quartile over passes. Other programs only ever lengthen a pass, and their
     disturbance often outlasts a run of passes."""
-    return _settled(lambda: [_each_s(engine, tokens)])[0]
+    return _best_of_runs(lambda: [_token_run_s(engine, tokens)])[0]
 
 
-def _each_s(engine: Engine, tokens: int) -> float:
-    """`_token_s`, once."""
+def _token_run_s(engine: Engine, tokens: int) -> float:
+    """Seconds for one token, of one run."""
     times = []
     for token in _ids(tokens):
         started = time.perf_counter()
@@ -183,7 +183,7 @@ def _choice_s(engine: Engine) -> float:
             continue
         return [(engine.decode_s - engine.passes_s - before) / CHOICES]
 
-    return _settled(run)[0]
+    return _best_of_runs(run)[0]
 
 
 def _overhead(threads: int) -> Figure:
@@ -210,42 +210,42 @@ def _attention(threads: int, kv: str) -> Figure:
     def run() -> list[float]:
         engine.reset()
         engine.forward_logits(_ids(4))
-        shallow = _each_s(engine, TOKENS)
-        _passes_s(engine, DEPTH)
-        near = _each_s(engine, TOKENS)
-        return [*_passes_s(engine, 3 * PROMPT)[1:3], shallow, near]
+        shallow = _token_run_s(engine, TOKENS)
+        _prompt_run_s(engine, DEPTH)
+        near = _token_run_s(engine, TOKENS)
+        return [*_prompt_run_s(engine, 3 * PROMPT)[1:3], shallow, near]
 
     try:
-        second, third, shallow, near = _settled(run)
+        second, third, shallow, near = _best_of_runs(run)
         page_nbytes = engine.cache.sealed_nbytes
     finally:
         engine.close()
     pages = max(2 * DEPTH // PAGE, -(-MEMORY_NBYTES // page_nbytes))
     engine = _engine(ATTENTIVE, ATTENTION_LAYERS, threads, PAGE * (pages + 8), kv=kv)
     try:
-        _deepen(engine, pages)
-        held = engine.cache.n
-        deep = _token_s(engine, DEEP_TOKENS)
+        _fill_context(engine, pages)
+        context = engine.cache.n
+        deep = _token_s(engine, DEEP_CONTEXT_TOKENS)
     finally:
         engine.close()
     # The difference of the passes: every query of the third sees another chunk's keys, but few queries reach the last layer.
     seen = layer * PROMPT * ((ATTENTION_LAYERS - 1) * PROMPT + KEPT)
     return {"figure": "attention", "kv": kv, "decode": width * (DEPTH - TOKENS) / max(near - shallow, 1e-6),
-            "prefill": seen / max(third - second, 0.02 * (second + third)), "deep": width * (held - DEPTH) / max(deep - near, 1e-6)}
+            "prefill": seen / max(third - second, 0.02 * (second + third)), "deep": width * (context - DEPTH) / max(deep - near, 1e-6)}
 
 
-def _deepen(engine: Engine, pages: int) -> None:
+def _fill_context(engine: Engine, pages: int) -> None:
     """Fill an engine's cache with `pages` copies of a page, and what is exact after them: values do not affect speed, and prefilling so
     long a prompt would take minutes."""
     for _ in engine.prefill(_ids(PROMPT)):
         continue
     cache = engine.cache
     page = cache.read(0)
-    held = cache.shape.sinks + PAGE * pages + cache.shape.window + PAGE // 2
-    cache.adopt(held, pages)
+    num_tokens = cache.shape.sinks + PAGE * pages + cache.shape.window + PAGE // 2
+    cache.adopt(num_tokens, pages)
     for index in range(pages):
         cache.write(index, page)
-    engine.set_tokens([0] * held)
+    engine.set_tokens([0] * num_tokens)
 
 
 def _kind(threads: int, kind: str, overhead: Figure) -> Figure:
@@ -254,42 +254,42 @@ def _kind(threads: int, kind: str, overhead: Figure) -> Figure:
     name, _, exact = kind.partition(" ")
     spec = QuantSpec.parse(name)
 
-    def opened(shape: Mapping[str, object], layers: int) -> Engine:
-        engine = _engine(shape, layers, threads, PROMPT + MOST_RUNS * TOKENS, None if spec.is_raw else name, exact=bool(exact))
+    def open_engine(shape: Mapping[str, object], layers: int) -> Engine:
+        engine = _engine(shape, layers, threads, PROMPT + MAX_RUNS * TOKENS, None if spec.is_raw else name, exact=bool(exact))
         engine.forward_logits(_ids(4))
         return engine
 
-    found = {}
+    rates = {}
     for rate, shape, nbytes in (("cached", NARROW, CACHED_NBYTES), ("decode", WIDE, MEMORY_NBYTES)):
-        layer = sum(spec.nbytes(own) for own in _matrices(shape).values())
+        layer = sum(spec.nbytes(matrix) for matrix in _matrices(shape).values())
         layers = max(1, round(nbytes / layer))
-        engine = opened(shape, layers)
+        engine = open_engine(shape, layers)
         try:
-            found[rate] = layers * layer / max(_token_s(engine) - overhead["token_s"] - layers * overhead["layer_s"], 1e-6)
+            rates[rate] = layers * layer / max(_token_s(engine) - overhead["token_s"] - layers * overhead["layer_s"], 1e-6)
         finally:
             engine.close()
     # A prompt is bound by arithmetic: one whole layer tells as much as the many that a low-bit format fits in as many bytes.
     # Narrow ones have a single head, so that their attention is as small a part as that of the wide one.
     for rate, shape, layers in (("prefill", WIDE, 2), ("narrow", THIN, THIN_LAYERS)):
-        engine = opened(shape, layers)
+        engine = open_engine(shape, layers)
         try:
             seconds = sum(_prompt_s(engine, PROMPT)) - overhead["token_s"] - layers * overhead["layer_s"]
-            found[rate] = prompt_products(shape, layers) / max(seconds, 1e-6)
+            rates[rate] = prompt_products(shape, layers) / max(seconds, 1e-6)
         finally:
             engine.close()
-    return {"figure": "kind", "kind": kind, **found}
+    return {"figure": "kind", "kind": kind, **rates}
 
 
 def prompt_products(shape: Mapping[str, object], layers: int) -> int:
     """Products of a prompt of PROMPT tokens with the matrices of `layers` layers, the last of which continues with a few tokens only."""
-    each = {role: rows * depth for role, (rows, depth) in _matrices(shape).items()}
-    return PROMPT * layers * sum(each.values()) - (PROMPT - KEPT) * sum(each[role] for role in each if role in BEHIND)
+    products = {role: rows * depth for role, (rows, depth) in _matrices(shape).items()}
+    return PROMPT * layers * sum(products.values()) - (PROMPT - KEPT) * sum(products[role] for role in products if role in BEHIND)
 
 
 def _matrices(shape: Mapping[str, object]) -> dict[str, tuple[int, int]]:
     """[N, K] of a layer's matrices by role."""
     hidden, ffn = shape["hidden_size"], shape["intermediate_size"]
-    queries, keys = (shape[f"num_{of}_heads"] * shape["head_dim"] for of in ("attention", "key_value"))
+    queries, keys = (shape[f"num_{kind}_heads"] * shape["head_dim"] for kind in ("attention", "key_value"))
     return {"q": (queries, hidden), "o": (hidden, queries), "k": (keys, hidden), "v": (keys, hidden), "gate": (ffn, hidden),
             "up": (ffn, hidden), "down": (hidden, ffn)}
 
@@ -297,43 +297,43 @@ def _matrices(shape: Mapping[str, object]) -> dict[str, tuple[int, int]]:
 def _memory(threads: int, passes: Sequence[float], fastest: float) -> Figure:
     """The memory's rate, from passes already made and more. Weights cannot be read faster than memory allows: if some were, other programs
     used memory while it was measured, and it is measured again a few times."""
-    passes, left = [*passes, *memory_passes(threads)], MORE_PASSES
-    while left and max(passes) < fastest:
-        passes, left = [*passes, *memory_passes(threads)], left - 1
+    passes, runs_left = [*passes, *memory_passes(threads)], MORE_PASSES
+    while runs_left and max(passes) < fastest:
+        passes, runs_left = [*passes, *memory_passes(threads)], runs_left - 1
     return {"figure": "memory", "best": max(passes), "median": median(passes), "alone": median(memory_passes(1))}
 
 
-def _watched(take: Callable[[], Figure]) -> Figure:
-    """A figure, with the CPU use of others meanwhile."""
+def _with_cpu_use(take: Callable[[], Figure]) -> Figure:
+    """A figure, with the share of CPU time that others had meanwhile."""
     before = hardware.cpu_time()
-    found = take()
-    return {**found, "others": round(hardware.cpu_time().since(before).others_share, 3)}
+    figure = take()
+    return {**figure, "others": round(hardware.cpu_time().since(before).others_share, 3)}
 
 
-def main(asked: str) -> None:
+def main(argument: str) -> None:
     from ... import EffllmError
 
-    wish = json.loads(asked)
-    threads = wish["threads"]
+    request = json.loads(argument)
+    threads = request["threads"]
 
-    def tell(figure: Figure) -> None:
+    def write(figure: Figure) -> None:
         sys.stdout.write(f"{json.dumps(figure)}\n")
         sys.stdout.flush()
 
-    passes, fastest = memory_passes(threads) if wish["base"] else [], 0.0
-    overhead = _watched(lambda: _overhead(threads))
-    if wish["base"]:
-        tell(overhead)
-    for name, each in (("kv", lambda kv: _attention(threads, kv)), ("kinds", lambda kind: _kind(threads, kind, overhead))):
-        for item in wish[name]:
+    passes, fastest = memory_passes(threads) if request["base"] else [], 0.0
+    overhead = _with_cpu_use(lambda: _overhead(threads))
+    if request["base"]:
+        write(overhead)
+    for name, measure_item in (("kv", lambda kv: _attention(threads, kv)), ("kinds", lambda kind: _kind(threads, kind, overhead))):
+        for item in request[name]:
             try:
-                found = _watched(lambda each=each, item=item: each(item))
-                tell(found)
-                fastest = max(fastest, found["decode"] if name == "kinds" else 0.0)
+                figure = _with_cpu_use(lambda measure_item=measure_item, item=item: measure_item(item))
+                write(figure)
+                fastest = max(fastest, figure["decode"] if name == "kinds" else 0.0)
             except (EffllmError, MemoryError) as error:  # unknown here, but the rest is not
-                tell({"figure": "failed", "what": item, "why": str(error) or "not enough memory"})
-    if wish["base"]:  # at both ends: on a shared machine the roof moves within seconds, and by how much is part of the result
-        tell(_watched(lambda: _memory(threads, passes, fastest)))
+                write({"figure": "failed", "what": item, "why": str(error) or "not enough memory"})
+    if request["base"]:  # at both ends: on a shared machine the roof moves within seconds, and by how much is part of the result
+        write(_with_cpu_use(lambda: _memory(threads, passes, fastest)))
 
 
 if __name__ == "__main__":

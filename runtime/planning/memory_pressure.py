@@ -18,46 +18,49 @@ from ...offload import hardware
 from ...offload.size import format_size
 from ..cache import KVCache
 
-EVERY_S = 1.0
-SWAPPED_NBYTES = 16 << 20  # more than this since the last check
-FAULTS = 200  # major page faults per check
-FEW_NBYTES = 32 << 20  # less free memory than this is low,
-FALLING = 0.75  # and acted upon again if it falls below this share of the earlier value
+CHECK_INTERVAL_S = 1.0
+MAX_SWAPPED_NBYTES = 16 << 20  # newly swapped between checks; more is pressure
+MAX_FAULTS = 200  # major page faults between checks; more are pressure
+LOW_NBYTES = 32 << 20  # less free memory is pressure
+FALLING_SHARE = 0.75  # low memory is acted upon again once it falls below this share of what was free the last time
 
 
 class MemoryMonitor:
-    """Monitors this process. `mapped`: its weights are memory-mapped, so page faults are normal. `shed` releases half of the weights that
-    are read on demand, and returns the bytes released."""
+    """Monitors this process.
+
+    mapped: its weights are memory-mapped, so page faults are normal
+    shed:   releases half of the weights that are read on demand, and returns the bytes released"""
 
     def __init__(self, mapped: bool = False, root: Path = hardware.ROOT, clock: Callable[[], float] = time.monotonic,
                  shed: Callable[[], int] = lambda: 0) -> None:
         self._mapped, self._root, self._clock, self._shed = mapped, root, clock, shed
         self._next, self._last = 0.0, (0, 0)
-        self._low: int | None = None  # free bytes when it was last acted upon, while memory is low
-        self._said: list[str] = []
-        self._told = self._seen = False
+        self._free_when_acted: int | None = None  # free bytes when it was last acted upon, while memory is low
+        self._announcements: list[str] = []
+        self._has_warned = self._has_baseline = False
 
     def look(self, cache: KVCache) -> None:
         """Check if it is due, and act."""
         if (now := self._clock()) < self._next:
             return
-        self._next = now + EVERY_S
+        self._next = now + CHECK_INTERVAL_S
         (swapped, faults), before = (found := hardware.memory_lost(self._root)), self._last
         self._last = found
-        if not self._seen:  # faults before the first check belong to start-up
-            self._seen = True
+        if not self._has_baseline:  # faults before the first check belong to start-up
+            self._has_baseline = True
             return
-        free, low = hardware.memory_available(self._root), self._low
-        if free >= FEW_NBYTES:
-            self._low = None
-        elif low is None or free < FALLING * low:
-            self._low = free
+        free, low = hardware.memory_available(self._root), self._free_when_acted
+        if free >= LOW_NBYTES:
+            self._free_when_acted = None
+        elif low is None or free < FALLING_SHARE * low:
+            self._free_when_acted = free
             self._act(cache, f"memory is short: {format_size(free)} are free")
             return
-        more = swapped - before[0]
-        if more > SWAPPED_NBYTES or (faults - before[1] > FAULTS and not self._mapped):
-            what = f"swaps {format_size(more)} of this process out" if more > SWAPPED_NBYTES else "is reading this process from disk again"
-            self._act(cache, f"memory is short: the system {what}")
+        newly_swapped = swapped - before[0]
+        if newly_swapped > MAX_SWAPPED_NBYTES or (faults - before[1] > MAX_FAULTS and not self._mapped):
+            swaps = newly_swapped > MAX_SWAPPED_NBYTES
+            action = f"swaps {format_size(newly_swapped)} of this process out" if swaps else "is reading this process from disk again"
+            self._act(cache, f"memory is short: the system {action}")
 
     def _act(self, cache: KVCache, why: str) -> None:
         try:
@@ -65,15 +68,15 @@ class MemoryMonitor:
         except EffllmError as error:  # it can continue as it is, as long as the system allows
             pages, why = 0, f"{why}, and the KV cache cannot be moved: {error.message}"
         weights = self._shed()
-        gave = [f"{format_size(pages)} of the KV cache were moved to disk"] if pages else []
-        gave += [f"{format_size(weights)} of experts were released and are read again on demand"] if weights else []
-        if gave:
-            self._said.append("; ".join([why, *gave]))
-        elif not self._told:
-            self._told = True
-            self._said.append(f"{why} (--ram SIZE plans with less)")
+        released = [f"{format_size(pages)} of the KV cache were moved to disk"] if pages else []
+        released += [f"{format_size(weights)} of experts were released and are read again on demand"] if weights else []
+        if released:
+            self._announcements.append("; ".join([why, *released]))
+        elif not self._has_warned:
+            self._has_warned = True
+            self._announcements.append(f"{why} (--ram SIZE plans with less)")
 
     def announcements(self) -> list[str]:
         """What was done since the last call."""
-        said, self._said = self._said, []
-        return said
+        announcements, self._announcements = self._announcements, []
+        return announcements

@@ -30,19 +30,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model has: low-bit weights, neuron bundles, foreign weights that are repacked or widened on read, float8, layers other than
-    plain attention, experts; `formats` of low-bit weights, empty if unknown."""
+    """The properties of a model that decide which kernels it needs."""
 
-    low_bit: bool = False
-    bundled: bool = False
-    foreign: bool = False
-    mixers: bool = False
-    floats: bool = False
+    low_bit: bool = False  # has low-bit weights
+    bundled: bool = False  # stored as neuron bundles
+    foreign: bool = False  # weights of another tool, repacked or widened on read
+    mixers: bool = False  # layers other than plain attention
+    floats: bool = False  # float8 weights
     experts: bool = False
-    formats: frozenset[str] = frozenset()
+    formats: frozenset[str] = frozenset()  # of low-bit weights, empty if unknown
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(*(getattr(self, each.name) | getattr(other, each.name) for each in fields(self)))
+        return Needs(*(getattr(self, field.name) | getattr(other, field.name) for field in fields(self)))
 
 
 def kernel_kinds(needs: Needs, options: EngineOptions) -> tuple[str, ...]:
@@ -64,7 +63,7 @@ def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
 
 
 def on_load_kinds(folder: Path, bits: str, options: EngineOptions) -> tuple[str, ...]:
-    """The same for a folder that is quantized to a format on load. Raises UsageError."""
+    """`kernel_kinds` for a folder that is quantized to a format on load. Raises UsageError."""
     return kernel_kinds(folder_needs(folder) | format_needs(bits), options)
 
 
@@ -93,13 +92,14 @@ def _formats(specs: Iterable[QuantSpec]) -> frozenset[str]:
 
 
 def layer_needs(config: ModelConfig) -> Needs:
-    """Of the layers, whatever format their weights have."""
+    """The needs of a model's layers, whatever format their weights have."""
     return Needs(mixers=has_mixers(config), experts=config.moe is not None)
 
 
 def format_needs(text: str | None) -> Needs:
-    """Of weights generated in a format, at random (`measuring/synthetic.py`) or quantized on load: outer matrices and narrow values may
-    have more bits. None: bf16. Raises UsageError."""
+    """The needs of weights in a format (None: bf16), generated at random (`measuring/synthetic.py`) or quantized on load.
+
+    Outer matrices and narrow values may have more bits. Raises UsageError."""
     from ...quant.recipe import Recipe
     from ...quant.spec import QuantSpec
 
@@ -116,19 +116,19 @@ def has_mixers(config: ModelConfig) -> bool:
 
 
 def folder_needs(folder: Path) -> Needs:
-    """Of a model folder or GGUF file; incomplete if its files are damaged."""
-    low_bit, bundled, foreign, floats, layers = is_low_bit(folder), False, False, False, Needs()
+    """The needs of a model folder or GGUF file; incomplete if its files are damaged."""
+    low_bit, bundled, foreign, floats, layer_kernels = is_low_bit(folder), False, False, False, Needs()
     formats = frozenset(FORMATS)
     with suppress(EffllmError):  # reported when the folder is opened
         container = None if is_gguf(folder) else read_container(folder)
         low_bit, bundled = low_bit and (container is None or container.is_low_bit), is_bundled(container)
         if container is not None or is_gguf(folder):
-            formats = _formats(kept_specs(folder) if container is None else (each.spec for each in container.tensors.values()))
+            formats = _formats(kept_specs(folder) if container is None else (stored.spec for stored in container.tensors.values()))
         foreign = container is None and (low_bit or (not is_gguf(folder) and quantization_of(folder) is not None))
-        section = {} if is_gguf(folder) else quantization_of(folder) or {}
-        floats = low_bit and foreign and are_floats(section)
+        quantization = {} if is_gguf(folder) else quantization_of(folder) or {}
+        floats = low_bit and foreign and are_floats(quantization)
         config = read_config(folder)
-        layers = layer_needs(config)
-        if foreign and low_bit and section and warm.is_cold(FORMATS) and (specs := expected_specs(config, section)) is not None:
+        layer_kernels = layer_needs(config)
+        if foreign and low_bit and quantization and warm.is_cold(FORMATS) and (specs := expected_specs(config, quantization)) is not None:
             low_bit, formats = bool(specs), _formats(specs)
-    return Needs(low_bit, bundled, foreign, floats=floats, formats=formats if low_bit else frozenset()) | layers
+    return Needs(low_bit, bundled, foreign, floats=floats, formats=formats if low_bit else frozenset()) | layer_kernels

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from ..prepare import Prepared
 
 COLD_ALLOWANCE = 16 << 20  # for machine code; all kernels together take 13.6 MB
-BESIDE_KERNELS = 3 << 20  # at most, for modules loaded with kernels of another kind
+MODULES_ALLOWANCE = 3 << 20  # at most, for modules loaded with kernels of another kind
 # Imports at the end of an answer, and small transient objects: a chat over quantized weights and a packed cache took 1.1 MiB
 # more than everything else that is counted.
-LATER = 2 << 20
+LATER_ALLOWANCE = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -27,25 +27,25 @@ class Program:
     charged for what was loaded meanwhile."""
 
     nbytes: int
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # of the kernels that were loaded
     more: dict[str, int] = field(default_factory=dict)  # additional bytes for kernels of other kinds
 
     def with_kinds(self, kinds: Sequence[str]) -> int:
         """Its bytes with kernels of these kinds. The code of a single weight format, some 40 KB, is included in the low-bit figure."""
-        lacking = [kind for kind in kinds if kind not in self.kinds and kind not in FORMATS]
-        for kind in lacking:
+        missing_kinds = [kind for kind in kinds if kind not in self.kinds and kind not in FORMATS]
+        for kind in missing_kinds:
             if kind not in self.more:
                 before = hardware.rss()
-                self.more[kind] = max(0, baseline((kind,)) - LATER - before) + BESIDE_KERNELS
-        return self.nbytes + sum(self.more[kind] for kind in lacking)
+                self.more[kind] = max(0, baseline((kind,)) - LATER_ALLOWANCE - before) + MODULES_ALLOWANCE
+        return self.nbytes + sum(self.more[kind] for kind in missing_kinds)
 
 
 def program_of(prepared: Prepared) -> Program:
     """The process as a plan counted it, for comparing alternative plans, with what each may load in addition."""
     placement = prepared.placement
-    later = prepared.gpu.host_nbytes if "cuda" in placement.devices else 0  # paid by each plan that uses the GPU
+    gpu_nbytes = prepared.gpu.host_nbytes if "cuda" in placement.devices else 0  # paid by each plan that uses the GPU
     kinds = kinds_of(prepared.config, prepared.store, prepared.container, prepared.options)
-    return Program(placement.baseline_bytes - later + SPARE, kinds)
+    return Program(placement.baseline_bytes - gpu_nbytes + SPARE, kinds)
 
 
 def baseline(kinds: Sequence[str]) -> int:
@@ -59,4 +59,4 @@ def baseline(kinds: Sequence[str]) -> int:
     if warm.is_cold(kinds):
         return hardware.rss() + COLD_ALLOWANCE
     warm.load_all(kinds)
-    return hardware.rss() + LATER
+    return hardware.rss() + LATER_ALLOWANCE

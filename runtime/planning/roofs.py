@@ -29,28 +29,27 @@ from ..events import Notice, Progress
 
 FORMAT, VERSION = "effllm-roofs", 3  # version 2 counted prompt products of layers that a prompt skips
 FILE = "roofs.json"
-DISTURBED = 0.1  # CPU share of other programs beyond which it is stored with a figure
-LOOK_S = 0.1  # ten clock ticks
-BASE = ("memory", "overhead")  # figures that do not depend on the weights
-NOTHING: Mapping[str, object] = {"machines": {}, "disks": {}}
+MAX_OTHERS_SHARE = 0.1  # CPU share of other programs beyond which a figure counts as disturbed
+QUIET_SAMPLE_S = 0.1  # ten clock ticks
+BASE_FIGURES = ("memory", "overhead")  # figures that do not depend on the weights
+EMPTY: Mapping[str, object] = {"machines": {}, "disks": {}}
 
 
 @dataclass(frozen=True)
 class MachineRoofs:
-    """`memory`: bytes per second of the best and of the usual pass, and of a single thread; the rest as in `offload.predict.Rates`. `date`:
-    of the last figure."""
+    """Measured rates of a processor with a number of threads, as stored in the file."""
 
     cpu: str
     threads: int
-    date: str
-    memory: float
-    memory_usual: float
-    token_s: float
+    date: str  # of the last figure
+    memory: float  # bytes per second of the best pass,
+    memory_usual: float  # and of the median pass
+    token_s: float  # this and what follows: see `offload.predict.Rates`
     layer_s: float
     kinds: Mapping[str, KindRate]
     attention: Mapping[str, KindRate]
     choice_s: float | None = None  # absent from older files: `missing` then requests the machine's figures
-    memory_alone: float | None = None
+    memory_alone: float | None = None  # bytes per second of a single thread
     disturbed: Mapping[str, float] = field(default_factory=dict)  # CPU share of other programs, by `figure_name`
 
     @property
@@ -59,48 +58,47 @@ class MachineRoofs:
 
     def disturbed_of(self, wanted: RoofsWanted) -> dict[str, float]:
         """The entries of `disturbed` that a prediction of `wanted` uses."""
-        names = {*BASE, *(figure_name("kind", kind) for kind in wanted.kinds), *(figure_name("attention", kv) for kv in wanted.kv)}
+        names = {*BASE_FIGURES, *(figure_name("kind", kind) for kind in wanted.kinds), *(figure_name("attention", kv) for kv in wanted.kv)}
         return {name: share for name, share in self.disturbed.items() if name in names}
 
 
 @dataclass(frozen=True)
 class DiskRoofs:
-    """A disk, the date of its probe, and the size of the file it was probed on."""
+    """Measured rates of a disk."""
 
     disk: Disk
-    date: str
-    file_bytes: int
+    date: str  # of the probe
+    file_bytes: int  # size of the file it was probed on
 
 
 @dataclass(frozen=True)
 class Roofs:
-    """What is known for a run here; None for what was never measured."""
+    """All measured rates for a run on this machine; None if never measured."""
 
     machine: MachineRoofs | None
     disk: DiskRoofs | None
 
     @property
     def rates(self) -> Rates | None:
-        """The figures as the planner takes them."""
-        here = self.machine
-        if here is None:
+        """The rates in the form of the performance model."""
+        machine = self.machine
+        if machine is None:
             return None
-        return Rates(here.memory, here.token_s, here.layer_s, here.kinds, here.attention,
-                     self.disk.disk.stream_rate if self.disk else None, round(here.memory_variation, 2),
+        return Rates(machine.memory, machine.token_s, machine.layer_s, machine.kinds, machine.attention,
+                     self.disk.disk.stream_rate if self.disk else None, round(machine.memory_variation, 2),
                      self.disk.disk.rate_of if self.disk else None, self.disk.disk.single_rate if self.disk else None,
-                     self.disk.disk.rate_again if self.disk else None, here.choice_s or 0.0)
+                     self.disk.disk.rate_again if self.disk else None, machine.choice_s or 0.0)
 
 
 @dataclass(frozen=True)
 class RoofsWanted:
-    """What a prediction needs: kinds of weights, cache precisions, and a file on the disk that they come from (None: no disk). `base`:
-    re-measure the machine's own figures too."""
+    """The measurements that a prediction needs."""
 
     threads: int
-    kinds: tuple[str, ...] = ()
-    kv: tuple[str, ...] = ()
-    file: Path | None = None
-    base: bool = False
+    kinds: tuple[str, ...] = ()  # weight formats
+    kv: tuple[str, ...] = ()  # cache precisions
+    file: Path | None = None  # a file on the disk that weights come from, None for no disk
+    base: bool = False  # re-measure the figures that do not depend on the weights, too
 
 
 def roofs_file() -> Path:
@@ -110,36 +108,38 @@ def roofs_file() -> Path:
 def known(wanted: RoofsWanted) -> Roofs:
     """Earlier measurements, from the file alone."""
     content = _content()
-    found = content["disks"].get(_disk_key(wanted.file)) if wanted.file else None
-    return Roofs(_machine(content["machines"].get(_machine_key(wanted.threads))), _disk(found))
+    disk = content["disks"].get(_disk_key(wanted.file)) if wanted.file else None
+    return Roofs(_machine(content["machines"].get(_machine_key(wanted.threads))), _disk(disk))
 
 
 def missing(wanted: RoofsWanted, roofs: Roofs) -> RoofsWanted | None:
-    """What is not known, or only from a disturbed measurement while the machine is quiet now; None if nothing is missing. Sampling the
-    cores takes LOOK_S, and only happens if needed."""
-    here = roofs.machine
-    again = {} if here is None else here.disturbed_of(wanted)
-    if again and not is_quiet():
-        again = {}
+    """The measurements that are missing; None if there are none. Those made while other programs used the cores count as missing if the
+    machine is quiet now: finding out takes QUIET_SAMPLE_S, and only happens if needed."""
+    machine = roofs.machine
+    outdated = {} if machine is None else machine.disturbed_of(wanted)
+    if outdated and not is_quiet():
+        outdated = {}
     lacking = replace(
-        wanted, kinds=tuple(kind for kind in wanted.kinds if here is None or kind not in here.kinds or figure_name("kind", kind) in again),
-        kv=tuple(kv for kv in wanted.kv if here is None or kv not in here.attention or figure_name("attention", kv) in again),
-        file=None if roofs.disk else wanted.file, base=any(name in again for name in BASE))
-    return lacking if lacking.base or _lacks_base(here) or lacking.kinds or lacking.kv or lacking.file else None
+        wanted,
+        kinds=tuple(kind for kind in wanted.kinds if machine is None or kind not in machine.kinds or figure_name("kind", kind) in outdated),
+        kv=tuple(kv for kv in wanted.kv if machine is None or kv not in machine.attention or figure_name("attention", kv) in outdated),
+        file=None if roofs.disk else wanted.file, base=any(name in outdated for name in BASE_FIGURES))
+    needs_any = lacking.base or _needs_base(machine) or lacking.kinds or lacking.kv or lacking.file
+    return lacking if needs_any else None
 
 
 def everything(wanted: RoofsWanted, roofs: Roofs) -> RoofsWanted:
-    """What is wanted and all else that is known of this machine, to be measured again."""
-    here = roofs.machine
-    return wanted if here is None else replace(wanted, kinds=tuple(dict.fromkeys((*wanted.kinds, *here.kinds))),
-                                               kv=tuple(dict.fromkeys((*wanted.kv, *here.attention))), base=True)
+    """A request to measure again what is wanted and everything else that is known of this machine."""
+    machine = roofs.machine
+    return wanted if machine is None else replace(wanted, kinds=tuple(dict.fromkeys((*wanted.kinds, *machine.kinds))),
+                                               kv=tuple(dict.fromkeys((*wanted.kv, *machine.attention))), base=True)
 
 
 def is_quiet() -> bool:
     """Whether other programs and the hypervisor leave us the cores right now."""
     before = hardware.cpu_time()
-    time.sleep(LOOK_S)
-    return hardware.cpu_time().since(before).others_share <= DISTURBED
+    time.sleep(QUIET_SAMPLE_S)
+    return hardware.cpu_time().since(before).others_share <= MAX_OTHERS_SHARE
 
 
 def figure_name(figure: str, of: str = "") -> str:
@@ -147,41 +147,41 @@ def figure_name(figure: str, of: str = "") -> str:
     return f"{figure} {of}".strip()
 
 
-def _lacks_base(here: MachineRoofs | None) -> bool:
+def _needs_base(machine: MachineRoofs | None) -> bool:
     """Whether a figure is missing that does not depend on the weights."""
-    return here is None or here.choice_s is None
+    return machine is None or machine.choice_s is None
 
 
 def probe(lacking: RoofsWanted, roofs: Roofs) -> Iterator[Progress | Notice | Roofs]:
     """Measure what is lacking, merge it into `roofs` and store it. Yields progress, then the result. What cannot be measured stays unknown,
     with a notice."""
     from ...kernels import warm
-    from . import machine_probe as child
+    from . import machine_probe
 
     if is_cold(lacking):
         for done, count in warm.warm(_kernels(lacking)):
             yield Progress("compiling kernels (once, then cached)", done, count, "kernels")
-    base = lacking.base or _lacks_base(roofs.machine)
-    total = child.count(lacking.kinds, lacking.kv, base) + (lacking.file is not None)
+    base = lacking.base or _needs_base(roofs.machine)
+    total = machine_probe.count(lacking.kinds, lacking.kv, base) + (lacking.file is not None)
     phase, figures, done = "measuring this machine", [], 0
     yield Progress(phase, 0, total, "figures")
     if base or lacking.kinds or lacking.kv:
-        for figure in child.measure(lacking.threads, lacking.kinds, lacking.kv, base):
+        for figure in machine_probe.measure(lacking.threads, lacking.kinds, lacking.kv, base):
             if figure["figure"] == "failed":
                 yield Notice(f"not measured, and so not predicted: {figure['what']} ({figure['why']})")
             else:
                 figures.append(figure)
             done = min(total, done + 1)
             yield Progress(phase, done, total, "figures")
-        roofs = replace(roofs, machine=_keep_machine(lacking.threads, figures))
+        roofs = replace(roofs, machine=_store_machine(lacking.threads, figures))
     if lacking.file is not None:
         try:
-            kept = {**asdict(disk_probe.probe(lacking.file)), "date": _now(), "file_bytes": lacking.file.stat().st_size}
+            entry = {**asdict(disk_probe.probe(lacking.file)), "date": _now(), "file_bytes": lacking.file.stat().st_size}
         except OSError:
-            kept = {}
-        if kept:
-            _write("disks", _disk_key(lacking.file), kept)
-            roofs = replace(roofs, disk=_disk(kept))
+            entry = {}
+        if entry:
+            _write("disks", _disk_key(lacking.file), entry)
+            roofs = replace(roofs, disk=_disk(entry))
         yield Progress(phase, total, total, "figures")
     yield roofs
 
@@ -211,28 +211,28 @@ def largest_file(files: Sequence[Path]) -> Path | None:
     return max(present, key=lambda file: file.stat().st_size, default=None)
 
 
-def _keep_machine(threads: int, figures: Sequence[Mapping[str, object]]) -> MachineRoofs | None:
+def _store_machine(threads: int, figures: Sequence[Mapping[str, object]]) -> MachineRoofs | None:
     key = _machine_key(threads)
-    before = _content()["machines"].get(key)
-    kept = {"kinds": {}, "attention": {}} if _machine(before) is None else dict(before)
-    disturbed = dict(kept.get("disturbed", {}))
+    stored = _content()["machines"].get(key)
+    entry = {"kinds": {}, "attention": {}} if _machine(stored) is None else dict(stored)
+    disturbed = dict(entry.get("disturbed", {}))
     for figure in figures:
-        rest = {name: value for name, value in figure.items() if name not in ("figure", "kind", "kv", "others")}
+        values = {name: value for name, value in figure.items() if name not in ("figure", "kind", "kv", "others")}
         name = figure_name(figure["figure"], figure.get("kind") or figure.get("kv") or "")
         disturbed.pop(name, None)
-        if figure.get("others", 0.0) > DISTURBED:
+        if figure.get("others", 0.0) > MAX_OTHERS_SHARE:
             disturbed[name] = figure["others"]
         if figure["figure"] == "memory":
-            kept |= {"memory": rest["best"], "memory_usual": rest["median"], "memory_alone": rest["alone"]}
+            entry |= {"memory": values["best"], "memory_usual": values["median"], "memory_alone": values["alone"]}
         elif figure["figure"] == "overhead":
-            kept |= rest
+            entry |= values
         else:
             group, name = ("kinds", "kind") if figure["figure"] == "kind" else ("attention", "kv")
-            kept[group] = {**kept[group], figure[name]: rest}
-    kept |= {"cpu": hardware.cpu_name(), "threads": threads, "date": _now(), "disturbed": disturbed}
+            entry[group] = {**entry[group], figure[name]: values}
+    entry |= {"cpu": hardware.cpu_name(), "threads": threads, "date": _now(), "disturbed": disturbed}
     if figures:
-        _write("machines", key, kept)
-    return _machine(kept)
+        _write("machines", key, entry)
+    return _machine(entry)
 
 
 def _content() -> dict[str, dict[str, object]]:
@@ -240,10 +240,10 @@ def _content() -> dict[str, dict[str, object]]:
     try:
         content = json.loads(roofs_file().read_text(encoding="utf-8"))
         if content["format"] != FORMAT or content["version"] != VERSION:
-            return {name: dict(value) for name, value in NOTHING.items()}
-        return {name: dict(content[name]) for name in NOTHING}
+            return {name: dict(value) for name, value in EMPTY.items()}
+        return {name: dict(content[name]) for name in EMPTY}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return {name: dict(value) for name, value in NOTHING.items()}
+        return {name: dict(value) for name, value in EMPTY.items()}
 
 
 def _write(section: str, key: str, value: Mapping[str, object]) -> None:
@@ -260,29 +260,31 @@ def _write(section: str, key: str, value: Mapping[str, object]) -> None:
             unfinished.unlink(missing_ok=True)
 
 
-def _machine(found: object) -> MachineRoofs | None:
+def _machine(entry: object) -> MachineRoofs | None:
     """One entry of the file; None if it is incomplete."""
     try:
-        made = MachineRoofs(**{**found, "kinds": _rates(found["kinds"]), "attention": _rates(found["attention"]),
-                               "disturbed": {str(name): float(share) for name, share in found.get("disturbed", {}).items()}})
-        return made if min(made.memory, made.memory_usual) > 0 and min(made.token_s, made.layer_s, made.choice_s or 0.0) >= 0 else None
+        machine = MachineRoofs(**{**entry, "kinds": _rates(entry["kinds"]), "attention": _rates(entry["attention"]),
+                                 "disturbed": {str(name): float(share) for name, share in entry.get("disturbed", {}).items()}})
+        is_plausible = (min(machine.memory, machine.memory_usual) > 0
+                        and min(machine.token_s, machine.layer_s, machine.choice_s or 0.0) >= 0)
+        return machine if is_plausible else None
     except (TypeError, KeyError, AttributeError, ValueError):
         return None
 
 
-def _rates(found: Mapping[str, Mapping[str, float]]) -> dict[str, KindRate]:
-    made = {name: KindRate(**value) for name, value in found.items()}
-    return {name: rate for name, rate in made.items() if min(rate.decode, rate.prefill) > 0}
+def _rates(entries: Mapping[str, Mapping[str, float]]) -> dict[str, KindRate]:
+    rates = {name: KindRate(**value) for name, value in entries.items()}
+    return {name: rate for name, rate in rates.items() if min(rate.decode, rate.prefill) > 0}
 
 
-def _disk(found: object) -> DiskRoofs | None:
+def _disk(entry: object) -> DiskRoofs | None:
     try:
-        values = dict(found)
+        values = dict(entry)
         date, file_bytes = values.pop("date"), values.pop("file_bytes")
-        made = Disk(**{**values, "reads": tuple(DiskRead(**read) for read in values["reads"])})
-        probed = {(read.nbytes, read.depth) for read in made.reads}
-        whole = len(probed) == len({size for size, _ in probed}) * len({depth for _, depth in probed})
-        return DiskRoofs(made, date, file_bytes) if whole and made.stream_rate > 0 else None
+        disk = Disk(**{**values, "reads": tuple(DiskRead(**read) for read in values["reads"])})
+        probed = {(read.nbytes, read.depth) for read in disk.reads}
+        is_complete = len(probed) == len({size for size, _ in probed}) * len({depth for _, depth in probed})
+        return DiskRoofs(disk, date, file_bytes) if is_complete and disk.stream_rate > 0 else None
     except (TypeError, KeyError, ValueError):
         return None
 

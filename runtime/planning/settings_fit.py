@@ -34,64 +34,67 @@ if TYPE_CHECKING:
 
 
 def drop_unsupported(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore, notices: list[str],
-           container: Container | None = None, own: Collection[str] = ()) -> EngineOptions:
-    """The options without those from the settings file that this model does not support, each with a notice. `own`: names of settings for
-    this model alone; one that it does not support raises an error with its name."""
+           container: Container | None = None, model_settings: Collection[str] = ()) -> EngineOptions:
+    """The options without those from the settings file that this model does not support, each with a notice.
+
+    `model_settings`: names of settings for this model alone; one that it does not support raises an error with its name."""
     # option -> (its neutral value, the check that it fails)
     checks: dict[str, tuple[object, Callable[[EngineOptions], object]]] = {
-        "ctx": (None, lambda asked: check_context(asked, config)),
-        "load": ("ram", lambda asked: asked.load == "mmap" and check_mapping(folder)),
-        "predict_neurons": (False, lambda asked: predictors_of(asked, folder, config)),
-        "spec": ("auto", lambda asked: asked.spec == "mtp" and require_mtp(config, store, container)),
-        "draft": (None, lambda asked: asked.draft and folder and draft_model.refuse_other(folder, Path(asked.draft), config, asked)),
-        "lora": ((), lambda asked: load_adapters(asked.lora, config, check_tensors(config, store, container))),
-        "kv": ("16bit", lambda asked: cache_layout(asked, folder, config, store, lambda said: None))}
-    for name, (without, check) in checks.items():
-        if name in options.from_settings or name in own:
+        "ctx": (None, lambda requested: check_context(requested, config)),
+        "load": ("ram", lambda requested: requested.load == "mmap" and check_mapping(folder)),
+        "predict_neurons": (False, lambda requested: predictors_of(requested, folder, config)),
+        "spec": ("auto", lambda requested: requested.spec == "mtp" and require_mtp(config, store, container)),
+        "draft": (None, lambda requested: requested.draft and folder
+                  and draft_model.refuse_other(folder, Path(requested.draft), config, requested)),
+        "lora": ((), lambda requested: load_adapters(requested.lora, config, check_tensors(config, store, container))),
+        "kv": ("16bit", lambda requested: cache_layout(requested, folder, config, store, lambda message: None))}
+    for name, (neutral, check) in checks.items():
+        if name in options.from_settings or name in model_settings:
             try:
                 check(options)
             except EffllmError as error:
-                if name in own:
+                if name in model_settings:
                     error.option = name
                     raise
-                options = replace(options, **{name: without})
+                options = replace(options, **{name: neutral})
                 notices.append(Fallback(f"{error.message}: ignored, since it is a setting for all models"))
     return options
 
 
-def dropped_settings(folder: Path, options: EngineOptions, own: Collection[str] = ()) -> tuple[EngineOptions, list[str]]:
+def dropped_settings(folder: Path, options: EngineOptions, model_settings: Collection[str] = ()) -> tuple[EngineOptions, list[str]]:
     """`drop_unsupported` with its notices, for a folder that is not opened otherwise; reads only headers."""
     notices: list[str] = []
     store, container = open_weights(folder)
     try:
-        return drop_unsupported(options, folder, read_config(folder), store, notices, container, own), notices
+        return drop_unsupported(options, folder, read_config(folder), store, notices, container, model_settings), notices
     finally:
         store.close()
 
 
 def check_context(options: EngineOptions, config: ModelConfig) -> None:
     """Raises UsageError for a context beyond what the model was trained for, unless it is forced and possible."""
-    learned, most = config.position_offset is not None, config.context_length
+    has_learned_positions, max_ctx = config.position_offset is not None, config.context_length
     if options.ctx is not None and config.max_supported_tokens is not None and options.ctx > config.max_supported_tokens:
         raise UsageError(f"a context of {options.ctx} is more than the {config.max_supported_tokens} tokens that this model attends to at "
                          "once",
-                         f"at most {most}: beyond that it attends to a part of the text, which is not supported", "ctx")
-    if options.ctx is not None and options.ctx > most and (learned or not options.force):
-        raise UsageError(f"a context of {options.ctx} is more than the {most} positions that the model was trained for",
-                         f"at most {most}: its positions are learned" if learned else f"ask for {most} at most, or --force to try", "ctx")
+                         f"at most {max_ctx}: beyond that it attends to a part of the text, which is not supported", "ctx")
+    if options.ctx is not None and options.ctx > max_ctx and (has_learned_positions or not options.force):
+        raise UsageError(f"a context of {options.ctx} is more than the {max_ctx} positions that the model was trained for",
+                         f"at most {max_ctx}: its positions are learned" if has_learned_positions
+                         else f"ask for {max_ctx} at most, or --force to try", "ctx")
 
 
 def predictors_of(options: EngineOptions, folder: Path | None, config: ModelConfig) -> Predictors | None:
     """A model's activation predictors, if a run is to use them. Raises UsageError without any."""
     if not options.predict_neurons:
         return None
-    found = None if folder is None else load(folder, config.num_hidden_layers, config.hidden_size, config.intermediate_size)
-    if found is None and config.hidden_act not in SPARSE and not (folder is not None and is_lossy(read_container(folder))):
+    predictors = None if folder is None else load(folder, config.num_hidden_layers, config.hidden_size, config.intermediate_size)
+    if predictors is None and config.hidden_act not in SPARSE and not (folder is not None and is_lossy(read_container(folder))):
         raise UsageError(f"--predict-neurons: {config.hidden_act} is never exactly zero: there is nothing to predict", "leave it out")
-    if found is None:
+    if predictors is None:
         raise UsageError(f"--predict-neurons: nothing in {folder} predicts this model's neurons",
                          f"effllm calibrate-sparsity {typed(folder)} --predictor 64 trains some")
-    return found
+    return predictors
 
 
 def resolve_sparse_attention(config: ModelConfig, options: EngineOptions, notices: list[str]) -> tuple[ModelConfig, EngineOptions]:
@@ -101,52 +104,52 @@ def resolve_sparse_attention(config: ModelConfig, options: EngineOptions, notice
     on_cpu = {"device": ("cpu", "--device cuda", options.device == "cuda"),
               "gpu_layers": (None, f"-ngl {options.gpu_layers}", bool(options.gpu_layers)), "vram": (None, "--vram", bool(options.vram))}
     if config.family == "whisper":
-        said = "this model's cross-attention to audio runs on the CPU only"
-        options = _without(options, on_cpu, said, "", notices)
+        reason = "this model's cross-attention to audio runs on the CPU only"
+        options = _drop_options(options, on_cpu, reason, "", notices)
         if options.device != "cpu" and options.gpu_layers != 0 and DRIVER.exists():
-            notices.append(Fallback(f"the GPU is not used: {said}"))
+            notices.append(Fallback(f"the GPU is not used: {reason}"))
         return config, replace(options, device="cpu")
     if config.compressed_attention is not None:
-        why, said, instead = "keys are compressed over several tokens", "this model attends to compressed keys", ""
+        cause, reason, alternative = "keys are compressed over several tokens", "this model attends to compressed keys", ""
     elif config.indexer is None:
         return config, options
     else:
-        whole = config.indexer.shape.dense_tokens
-        if options.ctx is not None and options.ctx <= whole:
+        dense_tokens = config.indexer.shape.dense_tokens
+        if options.ctx is not None and options.ctx <= dense_tokens:
             config = without_index(config)
             if config.interleaves_shared_kv:
-                found = {"kv_ram": (None, "--kv-ram", options.kv_ram is not None)}
-                why = "layers of this model share keys and values, and these stay in memory"
-                options = _without(options, found, why, "", notices)
+                ruled_out = {"kv_ram": (None, "--kv-ram", options.kv_ram is not None)}
+                cause = "layers of this model share keys and values, and these stay in memory"
+                options = _drop_options(options, ruled_out, cause, "", notices)
             return config, options
-        why, said = f"attention is sparse beyond {whole}", f"beyond {whole} tokens this model uses sparse attention"
-    packed = options.kv != AUTO and codec(options.kv).is_packed
-    found = {"kv": (UNPACKED, f"--kv {options.kv}", packed), "kv_ram": (None, "--kv-ram", options.kv_ram is not None),
+        cause, reason = f"attention is sparse beyond {dense_tokens}", f"beyond {dense_tokens} tokens this model uses sparse attention"
+    is_packed = options.kv != AUTO and codec(options.kv).is_packed
+    ruled_out = {"kv": (UNPACKED, f"--kv {options.kv}", is_packed), "kv_ram": (None, "--kv-ram", options.kv_ram is not None),
              "kv_read": ("exact", "--kv-read sparse", options.kv_read == "sparse")}
-    said, by_token = f"{said}, with an unpacked cache in memory", config.compressed_attention is None
-    if by_token:
-        found |= on_cpu
-        said, instead = f"{said}, on the CPU", f"; or -c {whole}, where attention is full"
-    options = _without(options, found, said, instead, notices)
+    reason, is_token_sparse = f"{reason}, with an unpacked cache in memory", config.compressed_attention is None
+    if is_token_sparse:
+        ruled_out |= on_cpu
+        reason, alternative = f"{reason}, on the CPU", f"; or -c {dense_tokens}, where attention is full"
+    options = _drop_options(options, ruled_out, reason, alternative, notices)
     if options.kv == AUTO:
-        notices.append(f"--kv auto: {why}, so keys and values stay at {UNPACKED}")
+        notices.append(f"--kv auto: {cause}, so keys and values stay at {UNPACKED}")
         options = replace(options, kv=UNPACKED)
-    if by_token and options.device != "cpu" and options.gpu_layers != 0 and DRIVER.exists():
-        notices.append(Fallback(f"the GPU is not used: {why}, on the CPU alone (-c {whole} uses it)"))
-    return config, replace(options, device="cpu") if by_token else options
+    if is_token_sparse and options.device != "cpu" and options.gpu_layers != 0 and DRIVER.exists():
+        notices.append(Fallback(f"the GPU is not used: {cause}, on the CPU alone (-c {dense_tokens} uses it)"))
+    return config, replace(options, device="cpu") if is_token_sparse else options
 
 
-Found = Mapping[str, tuple[object, str, bool]]  # options: neutral value, the flag, whether it is set
+RuledOut = Mapping[str, tuple[object, str, bool]]  # by option: its neutral value, its flag, whether it is set
 
 
-def _without(options: EngineOptions, found: Found, said: str, instead: str, notices: list[str]) -> EngineOptions:
-    """The options without those of `found` that come from the settings file. Raises UsageError for one given for this model."""
-    for name, (without, flag, is_asked) in found.items():
-        if not is_asked:
+def _drop_options(options: EngineOptions, ruled_out: RuledOut, reason: str, alternative: str, notices: list[str]) -> EngineOptions:
+    """The options without those of `ruled_out` that come from the settings file. Raises UsageError for one set on the command line."""
+    for name, (neutral, flag, is_set) in ruled_out.items():
+        if not is_set:
             continue
-        refused = f"{flag}: {said}"
+        message = f"{flag}: {reason}"
         if name not in options.from_settings:
-            raise UsageError(refused, f"leave {flag} out{instead}")
-        options = replace(options, **{name: without})
-        notices.append(Fallback(f"{refused}; ignored, since it is a setting for all models"))
+            raise UsageError(message, f"leave {flag} out{alternative}")
+        options = replace(options, **{name: neutral})
+        notices.append(Fallback(f"{message}; ignored, since it is a setting for all models"))
     return options

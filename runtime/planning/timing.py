@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
-ENOUGH_S, MOST = 0.4, 9  # of all rounds together
+MIN_TOTAL_S, MAX_ROUNDS = 0.4, 9  # of all rounds together
 
 
 def median_times(measure: Callable[[], Sequence[float]]) -> list[float]:
     """The median of each duration, in seconds, that `measure` returns, over rounds that take ENOUGH_S together. Durations to be compared
     belong in one round, so that both see the same state of the machine. A long round is the only one."""
-    found = [measure()]
-    while len(found) < MOST and sum(map(sum, found)) < ENOUGH_S:
-        found.append(measure())
-    return [median(each) for each in zip(*found, strict=True)]
+    rounds = [measure()]
+    while len(rounds) < MAX_ROUNDS and sum(map(sum, rounds)) < MIN_TOTAL_S:
+        rounds.append(measure())
+    return [median(times) for times in zip(*rounds, strict=True)]

@@ -163,7 +163,7 @@ def complete(destination: Destination, repository: Repository, files: Sequence[R
     downloads = [Download(file.name, destination.part(file), partial(client.xet_hash, file)) for file in missing]
     try:
         yield from (Notice(text) for item in downloads if (text := item.part.restart_notice(item.name)))
-        rate = Rate(sum(item.part.held for item in downloads))
+        rate = Rate(sum(item.part.received_nbytes for item in downloads))
 
         def open_range(name: str, begin: int, end: int) -> Response:
             return client.open_range(repository.requested_name, repository.commit, by_name[name], begin, end)
@@ -175,8 +175,8 @@ def complete(destination: Destination, repository: Repository, files: Sequence[R
                 elif isinstance(event, Retrying):
                     yield Notice(event.text)
                 elif isinstance(event, Complete):
-                    file = by_name[event.wanted.name]
-                    event.wanted.part.finish(destination.blob(file))
+                    file = by_name[event.download.name]
+                    event.download.part.finish(destination.blob(file))
                     for same in by_etag[file.etag]:
                         destination.link(same)
     finally:

@@ -260,7 +260,7 @@ def _fetch(shard: Shard, plan: PullPlan, client: Client, before: int) -> Iterato
     repository, part = plan.repository, shard.part
     if text := part.restart_notice(shard.file.name):
         yield Notice(text)
-    rate = Rate(part.held)
+    rate = Rate(part.received_nbytes)
     events = transfer([Download(shard.file.name, part, lambda: client.xet_hash(shard.file))],
                       lambda name, begin, end: client.open_range(repository.requested_name, repository.commit, shard.file, begin, end),
                       client.network, backoff=client.backoff)
