@@ -89,8 +89,8 @@ MODELS = {
     "phi, tied": Case("phi", {"tie_word_embeddings": True, "hidden_size": 128, **rope("default", partial_rotary_factor=0.25)}),
     "phi3": Case("phi3"),
     "phi3, longrope": Case("phi3", rope("longrope", **SU)),
-    "phi3, half a head": Case("phi3", {"hidden_size": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0,
-                                                                              "partial_rotary_factor": 0.5}}),
+    "phi3, half a head": Case("phi3", {"hidden_size": 128, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}),
     "afmoe": Case("afmoe", {**EXPERTS, "moe_intermediate_size": 32, "num_hidden_layers": 5, "head_dim": 32, "sliding_window": 24,
                             "num_shared_experts": 2, "mup_enabled": True, "route_scale": 2.5, "num_dense_layers": 1,
                             "initializer_range": 0.12}),
@@ -123,8 +123,8 @@ MODELS = {
     "bitnet": Case("bitnet", {"tie_word_embeddings": True}),
     "bitnet, silu": Case("bitnet", {"tie_word_embeddings": True, "hidden_act": "silu", "num_key_value_heads": 1}),
     "arcee": Case("arcee", {"head_dim": 32}),
-    "arcee, llama3": Case("arcee", {"tie_word_embeddings": True, **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                                                                        original_max_position_embeddings=64)}),
+    "arcee, llama3": Case("arcee", {"tie_word_embeddings": True, **rope(
+        "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)}),
     "ernie4_5": Case("ernie4_5", {"head_dim": 32, **rope("yarn", factor=8.0, original_max_position_embeddings=64)}),
     "exaone": Case("exaone", {"head_dim": 16, "tie_word_embeddings": True}),
     "exaone, llama3": Case("exaone", {"head_dim": 16, **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,

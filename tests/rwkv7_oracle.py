@@ -14,8 +14,8 @@ class Rwkv7Config(PretrainedConfig):
     def __init__(self, vocab_size: int = 300, hidden_size: int = 64, intermediate_size: int = 88, num_hidden_layers: int = 3,
                  head_dim: int = 16, decay_low_rank_dim: int = 8, a_low_rank_dim: int = 12, v_low_rank_dim: int = 4,
                  gate_low_rank_dim: int = 16, norm_eps: float = 1e-5, norm_bias: bool = True, hidden_act: str = "sqrelu", **rest: object):
-        self.vocab_size, self.hidden_size, self.intermediate_size, self.num_hidden_layers = (vocab_size, hidden_size, intermediate_size,
-                                                                                             num_hidden_layers)
+        self.vocab_size, self.hidden_size, self.intermediate_size, self.num_hidden_layers = (
+            vocab_size, hidden_size, intermediate_size, num_hidden_layers)
         self.head_dim, self.norm_eps, self.norm_bias, self.hidden_act = head_dim, norm_eps, norm_bias, hidden_act
         self.decay_low_rank_dim, self.a_low_rank_dim = decay_low_rank_dim, a_low_rank_dim
         self.v_low_rank_dim, self.gate_low_rank_dim = v_low_rank_dim, gate_low_rank_dim

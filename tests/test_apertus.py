@@ -117,8 +117,8 @@ def test_numbers_that_every_curve_has_are_looked_into(tmp_path: Path) -> None:
     model("apertus", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     config = read_config(tmp_path)
-    for name, value, left in (("beta", 0.5, ()), ("beta", 0.75, ("model.layers.1.mlp.act_fn.beta",)), ("eps", -1e-3,
-                                                                                             ("model.layers.1.mlp.act_fn.eps",))):
+    for name, value, left in (("beta", 0.5, ()), ("beta", 0.75, ("model.layers.1.mlp.act_fn.beta",)),
+            ("eps", -1e-3, ("model.layers.1.mlp.act_fn.eps",))):
         changed = {**tensors, f"model.layers.1.mlp.act_fn.{name}": torch.tensor(value, dtype=torch.bfloat16)}
         save_file(changed, tmp_path / "model.safetensors")
         with TensorStore.open(tmp_path) as store:

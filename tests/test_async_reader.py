@@ -158,8 +158,8 @@ def test_threads_read_what_the_queue_fails_with_and_all_after_it(file: Path, pat
     assert pieces.there(3, 4)
 
 
-def test_guesses_stay_behind_what_is_waited_for_where_the_queue_failed(file: Path, patient: AsyncReader,
-                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guesses_stay_behind_what_is_waited_for_where_the_queue_failed(
+        file: Path, patient: AsyncReader, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces, handed = Pieces(file), []
     Patient.made.result = -errno.EIO
     patient.wait(patient.submit(pieces.reads(0), urgent=True))

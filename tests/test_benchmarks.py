@@ -83,8 +83,8 @@ def test_figures_of_another_shape_take_no_other_place(script) -> None:
     assert "llama3-8b" in script("kv_depth").INTRO.format(shape="llama3-8b")
 
 
-def test_random_weights_are_quantized_once_and_a_folder_without_its_end_again(script, monkeypatch: pytest.MonkeyPatch,
-                                                                                tmp_path: Path) -> None:
+def test_random_weights_are_quantized_once_and_a_folder_without_its_end_again(
+        script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sides: ModuleType = script("benchmark_processes")
     made: list[Path] = []
 

@@ -289,8 +289,8 @@ def test_what_is_said_of_one_model_is_not_left_out(place: Path) -> None:
     ('draft = "./no-folder"', 3, "there is no folder", True), ('lora = "no-adapter"', 2, "--lora: no-adapter does not exist", True),
     ('spec = "mtp"', 2, "--spec mtp drafts by", True), ("predict-neurons = true", 2, "--predict-neurons: silu", True),
     ('kv-ram = "1K"', 4, "--kv-ram 1000 B is too small", False), ('ram = "10M"', 4, "needs ", False)])
-def test_what_a_model_has_of_its_own_and_cannot_have_is_reported_with_its_place(place: Path, line: str, code: int, said: str,
-                                                                                is_shown: bool) -> None:
+def test_what_a_model_has_of_its_own_and_cannot_have_is_reported_with_its_place(
+        place: Path, line: str, code: int, said: str, is_shown: bool) -> None:
     """By a run; and where headers alone tell, by `config show`, which leaves nothing out that a run refuses."""
     project(place, f"temp = 1\n[model.fable]\n{line}\n")
     for command, refuses in ((("run", "fable", "hi", "-n", "1"), True), (("config", "show", "fable"), is_shown)):

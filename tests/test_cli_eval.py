@@ -27,8 +27,8 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("words", (("kld", "--kv", "4bit"), pytest.param(("recall", "--kv", "4bit", "--samples", "1"),
-                                                                         marks=pytest.mark.slow)))
+@pytest.mark.parametrize("words", (("kld", "--kv", "4bit"), pytest.param(
+        ("recall", "--kv", "4bit", "--samples", "1"), marks=pytest.mark.slow)))
 def test_exact_ends_of_a_packed_cache_are_no_matter_of_the_reference(words: tuple[str, ...], text: Path) -> None:
     ran = Ran("eval", words[0], FABLE, "--text", text, "-c", "512", *words[1:], "--kv-sink", "8", "--kv-window", "16", "--strict")
     assert ran.code == 0 and "has no effect" not in ran.err, ran.err
@@ -60,8 +60,8 @@ def test_strict_still_means_the_run_that_is_measured_and_what_is_known_of_the_re
     assert ran.code == 2 and "tilted_attention" in ran.err
 
 
-def test_a_context_of_the_settings_that_the_model_cannot_have_gives_way_to_the_usual_window(tmp_path: Path,
-                                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_of_the_settings_that_the_model_cannot_have_gives_way_to_the_usual_window(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text(SAMPLE.read_text(encoding="utf-8")[:6000], encoding="utf-8")
     words = ("eval", "ppl", FABLE, "--text", tmp_path / "text.txt", "--json")
     usual = Ran(*words)

@@ -184,8 +184,8 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(("width", "has_repositories"), [(80, False), (140, True)])
-def test_names_that_can_be_pulled_are_a_line_each_and_say_what_to_type(monkeypatch: pytest.MonkeyPatch, width: int,
-                                                                      has_repositories: bool) -> None:
+def test_names_that_can_be_pulled_are_a_line_each_and_say_what_to_type(
+        monkeypatch: pytest.MonkeyPatch, width: int, has_repositories: bool) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     out, err = Terminal(), Terminal()
     assert main(["list", "--all"], Environment(io.StringIO(), out, err, {**os.environ, "NO_COLOR": "1"})) == 0

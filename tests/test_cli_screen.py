@@ -113,8 +113,8 @@ def test_a_pipe_gets_a_line_whole() -> None:
 
 
 def test_a_table_that_no_folding_fits_is_told_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    headings, rows = ("model", "family", "parameters", "size", "licence"), [("fable", "llama", "5.8M", "11.01 MiB", "Apache-2.0"),
-                                                                           ("狐狸", "qwen2", "", "1.00 GiB", "MIT")]
+    headings, rows = ("model", "family", "parameters", "size", "licence"), [
+        ("fable", "llama", "5.8M", "11.01 MiB", "Apache-2.0"), ("狐狸", "qwen2", "", "1.00 GiB", "MIT")]
     monkeypatch.setenv("COLUMNS", "40")
     shown = screen(out=Terminal(), NO_COLOR="1")
     shown.table(headings, rows, right=(2, 3))

@@ -71,8 +71,8 @@ COVERED = {
     "llama.cpp#28455, #28456, #27109, #24485; lmstudio#2246 (a packed cache changes the device)": (
         "test_complaints_caches.py::test_llamacpp_28455_a_packed_cache_stays_where_the_layers_are_and_in_its_kernels",),
     # G. quantized caches
-    "mlx-lm#1573, #1583, #968, #1074, #1353, #1476 (sliding windows crash)": ("test_families.py::test_logits_of_prompts",
-                                                                              "test_families.py::test_greedy_tokens"),
+    "mlx-lm#1573, #1583, #968, #1074, #1353, #1476 (sliding windows crash)": (
+        "test_families.py::test_logits_of_prompts", "test_families.py::test_greedy_tokens"),
     "minimal-ai#18; FreeToken#268; lmstudio#1740 (what is far back is lost)": (
         "test_complaints_caches.py::test_minimal_ai_18_a_packed_cache_finds_what_was_said_far_back",
         "test_evaluate.py::test_recall_counts_what_both_caches_find", "test_evaluate.py::test_a_model_that_forgets_is_counted"),

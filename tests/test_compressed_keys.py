@@ -291,6 +291,6 @@ def test_what_is_counted_of_keys_is_what_they_take() -> None:
     assert FEW.token_nbytes(F16) * 4 == WIDTH * 2 and MANY.token_nbytes(F32) * 16 == WIDTH * 4
     assert MANY.keys_nbytes(33, F16) == 3 * WIDTH * 2 and MANY.keys(33) == 2
     own = IndexShape(3, 16, 8, 20, tokens_per_key=4)
-    assert own.dense_tokens == 83 and own.nbytes(513, F16) == 2 * own.block_nbytes(F16) and replace(own,
-                                                                                                    tokens_per_key=1).dense_tokens == 20
+    assert own.dense_tokens == 83 and own.nbytes(513, F16) == 2 * own.block_nbytes(F16)
+    assert replace(own, tokens_per_key=1).dense_tokens == 20
     assert FEW.own_floats == 3 * 2 * 48 and MANY.own_floats == 96

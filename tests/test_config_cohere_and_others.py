@@ -156,8 +156,8 @@ def test_a_share_of_a_head_turns_in_minimax() -> None:
     ("cohere", {"tie_word_embeddings": False}, "untied output head"), ("cohere", {"attention_bias": True}, "biases on o"),
     ("cohere2", {"sliding_window_pattern": 2}, "every 4th layer"), ("cohere2", {"hidden_act": "gelu"}, "gelu where silu"),
     ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "kind dynamic"),
-    ("exaone_moe", {"sliding_window_pattern": 2}, "every 4th layer"), ("exaone_moe", {"mlp_layer_types": ["sparse", "dense"] * 2},
-                                                                       "without experts")])
+    ("exaone_moe", {"sliding_window_pattern": 2}, "every 4th layer"),
+    ("exaone_moe", {"mlp_layer_types": ["sparse", "dense"] * 2}, "without experts")])
 def test_what_llamacpp_would_run_as_another_model_is_refused(family: str, changes: dict[str, object], said: str) -> None:
     with pytest.raises(EffllmError) as caught:
         export_architecture(parse_config({**LLAMA, "model_type": family, **changes}))

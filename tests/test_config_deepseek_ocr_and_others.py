@@ -70,8 +70,8 @@ def test_deepseek_ocr_2() -> None:
     made = parse_config(OCR, strict=True)
     own = made.moe
     assert made.family == "deepseek_ocr2_text" and (made.head_dim, made.num_key_value_heads, made.mla) == (128, 10, None)
-    assert (own.num_experts, own.experts_per_token, own.expert_dim, own.shared_expert_dim, own.layers) == (64, 6, 896, 1792,
-                                                                                                           frozenset(range(1, 12)))
+    assert (own.num_experts, own.experts_per_token, own.expert_dim, own.shared_expert_dim, own.layers) == (
+        64, 6, 896, 1792, frozenset(range(1, 12)))
     assert not (own.renormalise or own.sigmoid or own.correction_bias or made.tie_word_embeddings) and made.eos_token_ids == (1,)
 
 

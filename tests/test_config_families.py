@@ -270,11 +270,11 @@ def test_gpt_oss_as_published() -> None:
     assert (own.num_experts, own.experts_per_token, own.expert_dim, own.renormalise, len(own.layers)) == (32, 4, 2880, True, 24)
     assert config.rope.params["truncate"] is False and config.rope.theta == 150_000
     # without any of it, what transformers takes
-    bare = {key: value for key, value in published.items() if key not in ("rope_scaling", "rope_theta", "layer_types", "sliding_window",
-                                                                          "quantization_config", "attention_bias", "head_dim")}
+    bare = {key: value for key, value in published.items() if key not in (
+        "rope_scaling", "rope_theta", "layer_types", "sliding_window", "quantization_config", "attention_bias", "head_dim")}
     plain = parse_config(bare)
-    assert (plain.ropes, plain.windows, plain.qkv_bias, plain.head_dim, plain.expert_format) == (config.ropes, config.windows, True, 64,
-                                                                                                 None)
+    assert (plain.ropes, plain.windows, plain.qkv_bias, plain.head_dim, plain.expert_format) == (
+        config.ropes, config.windows, True, 64, None)
     for wrong in ({"swiglu_limit": 5.0}, {"swiglu_alpha": 1.0}, {"hidden_act": "relu"}, {"num_experts_per_tok": 33},
                   {"quantization_config": {"quant_method": "gptq", "bits": 4}}):
         refused({**published, **wrong}, next(iter(wrong)))

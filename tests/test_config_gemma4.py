@@ -61,14 +61,14 @@ def test_layers_are_of_two_kinds():
     assert [small.kv_heads_of(layer) for layer in (3, 4)] == [(1, 256), (1, 512)] and small.windows[3:5] == (512, None)
     assert small.attention_layers == tuple(range(15)) and small.kv_sources[14:21] == (14, 13, 13, 13, 13, 14, 13)
     assert [small.intermediate_size_of(layer) for layer in (14, 15)] == [6144, 12288] and small.widest_intermediate == 12288
-    assert (small.per_layer_input_dim, small.per_layer_input_vocab, small.per_layer_input_multiplier) == (256, 262144,
-                                                                                                          16.0) and not small.k_eq_v_layers
+    assert (small.per_layer_input_dim, small.per_layer_input_vocab, small.per_layer_input_multiplier) == (256, 262144, 16.0)
+    assert not small.k_eq_v_layers
     assert small.embedding_multiplier == float(torch.tensor(1536**0.5).to(torch.bfloat16)) and small.final_logit_softcapping == 30.0
     assert [large.kv_heads_of(layer) for layer in (4, 5)] == [(16, 256),
                                                               (4, 512)] and not large.kv_sources and not large.per_layer_input_dim
     assert large.k_eq_v_layers == tuple(range(5, 60, 6)) and large.moe is None
-    assert (mixture.moe.num_experts, mixture.moe.experts_per_token, mixture.moe.expert_dim, mixture.moe.parallel_to_mlp) == (128, 8, 704,
-                                                                                                                             True)
+    assert (mixture.moe.num_experts, mixture.moe.experts_per_token, mixture.moe.expert_dim, mixture.moe.parallel_to_mlp) == (
+        128, 8, 704, True)
     assert parse_config(E4B).intermediate_size_of(41) == 10240 and parse_config(E4B).kv_sources[23:30] == (23, 22, 22, 22, 22, 22, 23)
 
 

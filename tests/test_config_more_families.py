@@ -126,8 +126,8 @@ def test_blocks_of_llama_nemotron() -> None:
     block = {"attention": {"no_op": False, "num_key_value_heads": 8},
              "ffn": {"hidden_act": "silu", "no_op": False, "intermediate_size": 100}}
     named = parse_config({**base("nemotron_nas"), "block_configs": [block] * 4}, strict=True)
-    assert named.num_key_value_heads == 8 and named.intermediate_size == 100 and not (named.layer_intermediate_sizes
-                                                                                      or named.layer_kv_heads)
+    assert named.num_key_value_heads == 8 and named.intermediate_size == 100
+    assert not (named.layer_intermediate_sizes or named.layer_kv_heads)
     for half, key, value in (("attention", "replace_with_linear", True), ("attention", "window_length", 8192), ("ffn", "sparsify", [1]),
                              ("attention", "num_sink_tokens", 4), ("attention", "no_op", 1), ("attention", "num_key_value_heads", 7),
                              ("ffn", "intermediate_size", -1), ("ffn", "gates", 2), ("ffn", "hidden_act", "gelu")):

@@ -54,8 +54,8 @@ def test_layers_that_share_a_choice(changes: dict[str, object], sources: tuple[i
     own = parse_config(base, strict=True).indexer
     theirs = CONFIG_MAPPING["glm_moe_dsa"](**{key: value for key, value in base.items() if key not in ("model_type", "architectures")})
     kinds = ["full" if source == layer else "shared" for layer, source in enumerate(own.source_layers)]
-    assert own.source_layers == sources and kinds == theirs.indexer_types and own.interleaved_rope and own.shape == IndexShape(32, 128, 64,
-                                                                                                                               2048)
+    assert own.source_layers == sources and kinds == theirs.indexer_types and own.interleaved_rope
+    assert own.shape == IndexShape(32, 128, 64, 2048)
 
 
 # As it is published, shortened by most of its layers.
@@ -82,13 +82,13 @@ def test_minimax_3_as_it_is_published(whole: bool) -> None:
     own, mixture = config.indexer, config.moe
     assert own.shape == IndexShape(4, 128, 64, 16, PAGE, True, 1) and own.shape.dense_tokens == 2048 and own.shape.groups == 4
     assert own.source_layers == (None, None, 2, 3, 4) and mixture.layers == {2, 3, 4} and own.norm == ("rms+1", 1e-6)
-    assert (config.intermediate_size, mixture.expert_dim, mixture.shared_expert_dim, config.hidden_act) == (12288, 3072, 3072,
-                                                                                                            "clamped_swish")
+    assert (config.intermediate_size, mixture.expert_dim, mixture.shared_expert_dim, config.hidden_act) == (
+        12288, 3072, 3072, "clamped_swish")
     assert config.ropes[0].partial_rotary_factor == 0.5 and config.norm_kind == "rms+1" and not config.tie_word_embeddings
     theirs = CONFIG_MAPPING["minimax_m3_vl_text"](**{key: value for key, value in MINIMAX_3.items() if key != "model_type"})
     assert [kind == "minimax_m3_sparse" for kind in theirs.layer_types] == [source is not None for source in own.source_layers]
-    assert (theirs.index_topk_blocks, theirs.index_block_size, theirs.index_local_blocks) == (16, own.shape.block_size,
-                                                                                              own.shape.local_blocks)
+    assert (theirs.index_topk_blocks, theirs.index_block_size, theirs.index_local_blocks) == (
+        16, own.shape.block_size, own.shape.local_blocks)
     plain = {key: value for key, value in MINIMAX_3.items() if key != "sparse_attention_config"}
     assert parse_config(plain).indexer is None
     listed = {**plain, "layer_types": ["full_attention", "minimax_m3_sparse"] + ["full_attention"] * 3, "index_topk_blocks": 3,

@@ -174,8 +174,8 @@ def allowed_after(vocabulary, text: str, inside: bool = True) -> set[int]:
 def test_the_tokens_that_may_come_are_those_that_a_search_finds(engine, tokenizer, before):
     """Every token that goes on with one of the answers, and the end where one is whole."""
     answers = ["yes", "yesterday", "no", "no, no, never"]
-    vocabulary = read_grammar_flag('root ::= "yes" | "yesterday" | "no" | "no, no, never"').compile(tokenizer,
-                                                                                                            engine.config.vocab_size)
+    vocabulary = read_grammar_flag('root ::= "yes" | "yesterday" | "no" | "no, no, never"').compile(
+        tokenizer, engine.config.vocab_size)
     expected = set(vocabulary.stop_ids) if before in answers else set()
     for number in tokenizer.vocabulary().values():
         text = tokenizer.decode([number], skip_special_tokens=True)

@@ -60,8 +60,8 @@ def test_zeros_at_the_end_of_a_multiple_are_no_help(value: float) -> None:
 def test_multiples_of_which_bounds_leave_few_are_listed(schema: dict, expected: list[float] | None) -> None:
     """A number of five digits and bounds of nine ended answers with an error."""
     wanted = schema if expected is None else {"type": schema["type"], "enum": expected}
-    assert multiples_listed({"properties": {"x": [schema], "y": {"const": schema}}}) == {"properties": {"x": [wanted],
-                                                                                                        "y": {"const": schema}}}
+    assert multiples_listed({"properties": {"x": [schema], "y": {"const": schema}}}) == {"properties": {
+        "x": [wanted], "y": {"const": schema}}}
 
 
 @pytest.mark.parametrize("schema", [

@@ -212,8 +212,8 @@ def test_a_config_is_read_as_transformers_does() -> None:
     kinds = {WINDOWED: None, CHOOSES: 4, HEAVY: 128}
     for raw, theirs in ((PUBLISHED, own), ({"model_type": "deepseek_v4"}, DeepseekV4Config())):
         made = parse_config(raw, strict=True)
-        assert [shape and shape.tokens_per_key for shape in made.compressed_attention.shapes] == [kinds[kind]
-                                                                                                  for kind in theirs.layer_types]
+        assert [shape and shape.tokens_per_key for shape in made.compressed_attention.shapes] == [
+            kinds[kind] for kind in theirs.layer_types]
         assert made.moe.hash_routed_layers == {i for i, kind in enumerate(theirs.mlp_layer_types) if kind == "hash_moe"} == {0, 1, 2}
         assert made.indexer.shape == IndexShape(64, 128, 64, 512, tokens_per_key=4) and made.residual_streams == 4 and made.head_dim == 512
         assert (made.moe.num_experts, made.moe.experts_per_token, made.moe.routed_scale, made.moe.sqrt_softplus) == (256, 6, 1.5, True)

@@ -151,8 +151,8 @@ def test_what_a_config_says_by_saying_nothing() -> None:
     theirs = CONFIG_MAPPING["diffllama"]()
     made = parse_config({"model_type": "diffllama", "architectures": ["DiffLlamaForCausalLM"]}, strict=True)
     assert (made.hidden_size, made.num_hidden_layers, made.num_attention_heads) == (2048, 16, 32) and made.norm_eps == theirs.rms_norm_eps
-    assert (made.projected_head_dim, made.head_dim, made.num_key_value_heads) == (theirs.head_dim, 2 * theirs.head_dim,
-                                                                                  theirs.num_key_value_heads)
+    assert (made.projected_head_dim, made.head_dim, made.num_key_value_heads) == (
+        theirs.head_dim, 2 * theirs.head_dim, theirs.num_key_value_heads)
     assert made.attn_scale == theirs.head_dim**-0.5 and made.rotary_head_dim == theirs.head_dim
     whole = partial(parse_config, strict=True)
     assert whole({**theirs.to_dict(), "architectures": ["DiffLlamaForCausalLM"], "dtype": "float32"}) == made

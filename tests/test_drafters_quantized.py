@@ -97,8 +97,8 @@ def test_a_tensor_of_several_steps_is_whole(tmp_path: Path) -> None:
     assert np.array_equal(blob, pack(rtn.quantize(weight.numpy(), FOUR), FOUR))
 
 
-@pytest.mark.parametrize("specs, wanted", ((("bf16", "bf16", "8bit"), None), (("2bit", "bf16", "2bit"), "4bit"), (("5bit", "5bit", "8bit"),
-                                                                                                               "5bit"), ((), None)))
+@pytest.mark.parametrize("specs, wanted", ((("bf16", "bf16", "8bit"), None), (("2bit", "bf16", "2bit"), "4bit"),
+        (("5bit", "5bit", "8bit"), "5bit"), ((), None)))
 def test_bits_are_those_of_most_weights(specs: tuple[str, ...], wanted: str | None) -> None:
     tensors = {str(i): StoredTensor(str(i), QuantSpec.parse(spec), (64, 64), 0) for i, spec in enumerate(specs)}
     found = format_like(Container("mixed", 4.0, tensors, {}, {}, {}, {}))

@@ -122,8 +122,8 @@ PECULIAR = {
                {"windows": (None,) * 3}],
     "olmo_hybrid": [{"norm_eps": 1e-1}, {"recurrent_norm_eps": 1e-1}, {"norm_kind": "rms+1"}],
     "kimi_linear": [{"moe": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"num_groups": 1, "top_groups": 1},
-                                                   {"correction_bias": False}, {"routed_scale": 1.0})] + [{"norm_eps": 1e-1},
-                                                                                                          {"attn_scale": 0.3}],
+                                                   {"correction_bias": False}, {"routed_scale": 1.0})] + [
+                                                       {"norm_eps": 1e-1}, {"attn_scale": 0.3}],
     "jamba": [{"moe": {"renormalise": True}}, {"moe": {"experts_per_token": 1}}, {"norm_eps": 1e-1}, {"recurrent_norm_eps": 1.0}],
     "mamba": [{"norm_eps": 1e-1}, {"recurrent": {"normed": True}}],
     "mamba2": [{"norm_eps": 1e-1}, {"recurrent": {"normed": False}}],
@@ -159,8 +159,8 @@ PECULIAR = {
     "deepseek_v2": [{"moe": each} for each in ({"routed_scale": 1.0}, {"num_groups": 1, "top_groups": 1}, {"shared_expert_dim": None},
                                                    {"renormalise": True})] + [{"attn_scale": 1 / 6}, {"ropes": {"interleaved": False}}],
     "deepseek_v3": [{"moe": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"num_groups": 1, "top_groups": 1},
-                                                   {"correction_bias": False})] + [{"attn_scale": 1 / 6},
-                                                                                   {"ropes": {"interleaved": False}}],
+                                                   {"correction_bias": False})] + [
+                                                       {"attn_scale": 1 / 6}, {"ropes": {"interleaved": False}}],
     "glm4_moe_lite": [{"norm_eps": 1e-5}, {"ropes": {"interleaved": False}}, {"moe": {"routed_scale": 1.0}}],
     "deepseek_v32": [{"moe": each} for each in ({"renormalise": False}, {"num_groups": 1, "top_groups": 1}, {"correction_bias": False})] + [
         {"ropes": {"interleaved": False}}],

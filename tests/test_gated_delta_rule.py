@@ -19,8 +19,8 @@ def test_the_reference_is_what_transformers_computes(shape: DeltaShape) -> None:
     t = lambda x: torch.from_numpy(np.ascontiguousarray(x)).double()  # noqa: E731
     mixed = oracle.causal_conv1d_fn(t(qkv.T)[None], t(w.conv.T), activation="silu")[0].T
     np.testing.assert_allclose(reference_delta.convolve(qkv, np.zeros((shape.taps - 1, shape.channels)), w.conv), mixed, atol=1e-12)
-    q, k, v = (side.unflatten(1, (heads, -1))[None] for side, heads in zip(mixed.split((shape.keys, shape.keys, shape.values), 1),
-                                                                          (shape.key_heads, shape.key_heads, shape.value_heads)))
+    q, k, v = (side.unflatten(1, (heads, -1))[None] for side, heads in zip(
+        mixed.split((shape.keys, shape.keys, shape.values), 1), (shape.key_heads, shape.key_heads, shape.value_heads)))
     if shape.tiled:  # there heads of values that read one of keys lie side by side
         q, k = (side.repeat(1, 1, shape.value_heads // shape.key_heads, 1) for side in (q, k))
     g = -t(w.decay) * torch.nn.functional.softplus(t(a) + t(w.dt))

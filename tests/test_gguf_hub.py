@@ -244,8 +244,8 @@ def test_what_a_model_sees_with_comes_along_and_goes_with_the_last_that_does(hub
     assert person.types("rm", f"{REPO}:other-Q8_0.gguf", "-y").code == 0 and not folder.parents[1].exists()
 
 
-def test_bits_quantize_a_file_when_it_is_here_and_those_of_the_settings_leave_its_codes(hub: Hub, person: Person,
-                                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_quantize_a_file_when_it_is_here_and_those_of_the_settings_leave_its_codes(
+        hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan before the pull, the run and a plan after it agree."""
     own, typed = (person.types("plan", WHOLE, "--no-probe", "--json", *bits).json for bits in ((), ("--bits", "2")))
     assert typed["weights_bytes"] < 3_000_000 < own["weights_bytes"] and typed["pull"]["bits"] is None

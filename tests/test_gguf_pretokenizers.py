@@ -37,8 +37,8 @@ def learnt() -> tuple[list[str], list[str]]:
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made.train_from_iterator([*PLAIN, *MARKS, *CASED, *DIGITS], trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet,
-                                                                                   show_progress=False, min_frequency=1))
+    made.train_from_iterator([*PLAIN, *MARKS, *CASED, *DIGITS], trainers.BpeTrainer(
+        vocab_size=1500, initial_alphabet=alphabet, show_progress=False, min_frequency=1))
     model = json.loads(made.to_str())["model"]
     pairs = (each.split(" ", 1) if isinstance(each, str) else each for each in model["merges"])
     return sorted(model["vocab"], key=model["vocab"].get), [f"{left} {right}" for left, right in pairs]

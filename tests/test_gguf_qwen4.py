@@ -32,10 +32,10 @@ def header(file: Path) -> GgufHeader:
 def test_its_keys_are_read(header: GgufHeader) -> None:
     config = model_config(header, {}, strict=True)
     own, index = config.ngrams, config.indexer.shape
-    assert (own.layers, own.shape.size, own.tables_per_order, own.width, own.eos_token_id) == ((1,), 3, 1, 32,
-                                                                                               7) and config.recurrent.sigmoid_gate
-    assert (config.residual_streams, config.residual_gate_rank, index.heads, index.width, index.tokens_per_key, index.top_k) == (2, 32, 4,
-                                                                                                                                 32, 4, 128)
+    assert (own.layers, own.shape.size, own.tables_per_order, own.width, own.eos_token_id) == ((1,), 3, 1, 32, 7)
+    assert config.recurrent.sigmoid_gate
+    assert (config.residual_streams, config.residual_gate_rank, index.heads, index.width, index.tokens_per_key, index.top_k) == (
+        2, 32, 4, 32, 4, 128)
     assert config.recurrent_layers == (0, 1, 2) and config.recurrent.tiled
 
 

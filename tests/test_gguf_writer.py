@@ -116,8 +116,8 @@ def test_a_disk_that_refuses_leaves_what_was_there_and_nothing_else(tmp_path: Pa
 
 
 @pytest.mark.parametrize("room", (0, 100_000, 3_000_000))
-def test_a_disk_that_fills_while_a_model_is_exported_says_how_much_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                              room: int) -> None:
+def test_a_disk_that_fills_while_a_model_is_exported_says_how_much_is_missing(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     left, real = [room], os.write
 
     def write(fd: int, data: memoryview) -> int:

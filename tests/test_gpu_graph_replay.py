@@ -129,8 +129,8 @@ class Recording(SimulatedDevice):
         return lambda: out.copy_(run()), out
 
 
-@pytest.mark.parametrize("made", ({}, {"spec": "4bit"}, pytest.param({"spec": "4bit+0.5%", "method": "spqr"},
-                                                                         marks=pytest.mark.slow)))
+@pytest.mark.parametrize("made", ({}, {"spec": "4bit"}, pytest.param(
+        {"spec": "4bit+0.5%", "method": "spqr"}, marks=pytest.mark.slow)))
 def test_nothing_of_a_recorded_pass_waits_for_the_gpu(made: dict[str, str], tmp_path: Path) -> None:
     folder = FABLE
     if made:

@@ -143,8 +143,8 @@ def test_a_full_gpu_refuses_what_was_asked() -> None:
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nmore"), "other programs are using the GPU's memory"),
     (RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore"),
      "CUDA error: no kernel image is available for execution on the device")])
-def test_a_gpu_that_is_there_and_cannot_be_used_is_reported_with_its_reason(error: Exception, reason: str,
-                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_there_and_cannot_be_used_is_reported_with_its_reason(
+        error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object, **more: object) -> None:
         raise error
 

@@ -179,8 +179,8 @@ def test_keys_of_several_tokens_on_torch_match_the_reference(shape: CompressedSh
     """Wherever a text is cut, behind what was kept on the way and behind a draft that was taken back; keys of the index too."""
     rng, tokens, index = np.random.default_rng(4), 70, IndexShape(3, 16, 8, 20, tokens_per_key=4)
     products = [rng.standard_normal((tokens, width), np.float32) for width in shape.pooled_products]
-    biases = [rng.standard_normal((shape.tokens_per_key, shape.rows_per_token * width), np.float32) for width in (shape.width,
-                                                                                                                  shape.index_dim) if width]
+    biases = [rng.standard_normal((shape.tokens_per_key, shape.rows_per_token * width), np.float32) for width in (
+        shape.width, shape.index_dim) if width]
     norms = [1 + rng.standard_normal(width, np.float32) / 8 for width in (shape.width, shape.index_dim)]
 
     def meant(place: int) -> np.ndarray:

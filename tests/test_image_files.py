@@ -139,8 +139,8 @@ def test_unsupported_image_formats_are_reported_with_how_to_convert_them(data, h
     assert hint in caught.value.hint
 
 
-@pytest.mark.parametrize(("name", "said"), [("https://a.org/fox.png", "is a URL"), ("data:image/png;base64," + 9000 * "iVBOR/",
-                                                                                    "is an image itself")])
+@pytest.mark.parametrize(("name", "said"), [("https://a.org/fox.png", "is a URL"),
+        ("data:image/png;base64," + 9000 * "iVBOR/", "is an image itself")])
 def test_an_invalid_path_is_reported_in_one_line(name, said):
     with pytest.raises(UsageError, match=said) as caught:
         read_image(Path(name))

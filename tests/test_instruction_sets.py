@@ -226,8 +226,8 @@ def several_assembly() -> str:
 
 def test_several_columns_without_a_dot_product_keep_a_group_in_registers(tmp_path):
     """Two loops over columns, one a group: multiplications for every quad and every two, hardly a vector on the stack."""
-    found = several_assembly() if INSTRUCTION_SET == "avx2" else child("import test_instruction_sets as t; print(t.several_assembly())",
-                                                                       tmp_path, forced="avx2")
+    found = several_assembly() if INSTRUCTION_SET == "avx2" else child(
+        "import test_instruction_sets as t; print(t.several_assembly())", tmp_path, forced="avx2")
     blocks = [each for each in re.split(r"\n(?=\.LBB)", found) if "vpmaddubsw" in each]
     assert len(blocks) == 2
     for block in blocks:
@@ -251,8 +251,8 @@ def pairs_assembly() -> str:
 
 def test_several_columns_of_wide_vectors_keep_two_row_blocks_in_registers(tmp_path):
     """One loop over columns: a dot product for a quad of each row block, a load for a quad of activations, nothing on the stack."""
-    found = pairs_assembly() if INSTRUCTION_SET == "avx512" else child("import test_instruction_sets as t; print(t.pairs_assembly())",
-                                                                       tmp_path, forced="avx512")
+    found = pairs_assembly() if INSTRUCTION_SET == "avx512" else child(
+        "import test_instruction_sets as t; print(t.pairs_assembly())", tmp_path, forced="avx512")
     loops = [re.split(r"\n\tj\w+\t", each)[0] for each in re.split(r"\n(?=\.LBB)", found) if "vpdpbusd" in each]
     both = next(each for each in loops if len(re.findall(r"vpdpbusd\t", each)) == 16)
     assert len(re.findall(r"vpbroadcastd\t", both)) == 8 + 2 and "rsp" not in both

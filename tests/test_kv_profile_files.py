@@ -64,8 +64,8 @@ def test_a_profile_survives_its_file(profiled: tuple[Path, Profile]) -> None:
     assert load_profile(FABLE, read_config(FABLE)) is None
 
 
-def test_a_disk_with_no_room_for_the_last_of_it_keeps_the_profile_that_was_there(profiled: tuple[Path, Profile], tmp_path: Path,
-                                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_with_no_room_for_the_last_of_it_keeps_the_profile_that_was_there(
+        profiled: tuple[Path, Profile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, made = profiled
     copy = shutil.copytree(folder, tmp_path / "copy")
 

@@ -36,8 +36,8 @@ def test_the_published_config() -> None:
     made = parse_config(PUBLISHED, strict=True)
     own = made.moe
     assert made.num_hidden_layers == 56 and own.layers == frozenset(range(0, 56, 2)) and made.residual_streams == 2
-    assert (own.num_experts, own.zero_experts, own.experts_per_token, own.routed_scale) == (512, 256, 12,
-                                                                                            6.0) and own.correction_bias and not own.sigmoid
+    assert (own.num_experts, own.zero_experts, own.experts_per_token, own.routed_scale) == (512, 256, 12, 6.0)
+    assert own.correction_bias and not own.sigmoid
     assert dict(made.multipliers) == {"q_a_norm": 2.0, "kv_a_norm": 12**0.5} and made.attn_scale == 192**-0.5 and made.rope.theta == 1e7
 
 

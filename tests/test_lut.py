@@ -23,8 +23,8 @@ from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight
 
 OUTLIERS = ("affine3:64+0.02", "ternary:128+0.05")
-LOOKED_UP = tuple(text for text in FORMATS if not lut_layout.declines(*(getattr(QuantSpec.parse(text), name) for name in
-                                                                       ("scheme", "bits", "group")))) + OUTLIERS
+LOOKED_UP = tuple(text for text in FORMATS if not lut_layout.declines(*(
+    getattr(QuantSpec.parse(text), name) for name in ("scheme", "bits", "group")))) + OUTLIERS
 SHAPES = ((17, 33), (32, 32), (90, 257), (217, 1100))
 COLUMNS = (1, 2, 5, 16)
 

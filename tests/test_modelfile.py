@@ -55,8 +55,8 @@ def test_a_modelfile_is_taken_apart() -> None:
 
 
 @pytest.mark.parametrize("text, said", [
-    ("", "no FROM"), ("SYSTEM x", "no FROM"), ("FROM", ":1: FROM says nothing"), ("FROM x\nRUN y",
-                                                                                  ":2: 'RUN y' is not a Modelfile instruction"),
+    ("", "no FROM"), ("SYSTEM x", "no FROM"), ("FROM", ":1: FROM says nothing"),
+    ("FROM x\nRUN y", ":2: 'RUN y' is not a Modelfile instruction"),
     ("FROM x\nPARAMETER temperature", ":2: PARAMETER says nothing"), (f"FROM x\n\nSYSTEM {FENCE}y\nz", ":3: the quotes that SYSTEM opens"),
     ("{json}", ":1: '{json}' is not a Modelfile instruction")])
 def test_what_is_no_modelfile_is_said_by_its_line(text: str, said: str) -> None:

@@ -39,8 +39,8 @@ MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes,
           "qwen3_next": Case("qwen3_next", {**CASES["qwen3_next"].changes, **CALM}),
           "deepseek_v32": Case("deepseek_v32", {**CASES["deepseek_v32"].changes, **FEW, "index_topk": 70}),
           "glm_moe_dsa": Case("glm_moe_dsa", {**CASES["glm_moe_dsa"].changes, **FEW, "index_topk": 70}),
-          **{name: Case(name, {**CASES[name].changes, **FEW}) for name in ("ernie4_5_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite",
-                                                                           "bailing_moe_v2", "hy_v3", "mimo")}}
+          **{name: Case(name, {**CASES[name].changes, **FEW}) for name in (
+              "ernie4_5_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "bailing_moe_v2", "hy_v3", "mimo")}}
 MIXTURES = [name for name, case in MODELS.items() if "moe" in case.family or case.family.startswith(("deepseek", "qwen3_next", "hy"))]
 FIRST = next(iter(MODELS))
 

@@ -75,8 +75,8 @@ def test_quantized_folders_keep_it(small: dict[str, Path]) -> None:
     container = read_container(small[FIRST])
     own = {name: stored for name, stored in container.tensors.items() if name.startswith("mtp.")}
     assert len(own) == 15
-    assert {name for name, stored in own.items() if stored.spec.is_raw} == {name for name in own if name.endswith("norm.weight") or
-                                                                          "pre_fc_norm" in name}
+    assert {name for name, stored in own.items() if stored.spec.is_raw} == {
+        name for name in own if name.endswith("norm.weight") or "pre_fc_norm" in name}
     assert planned(small[FIRST]).speculation.mtp and planned(small["glm4_moe_lite"], spec="mtp").speculation.mtp
 
 

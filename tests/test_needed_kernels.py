@@ -65,8 +65,8 @@ def test_a_gguf_file_needs_those_of_its_types(tmp_path: Path, kind: str, needed:
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq 4, act order", "nvfp4", "int4, zero points", "fp8 blocks", "nf4", "bytes by row", "mlx"])
-def test_a_folder_of_another_tool_needs_the_formats_that_its_codes_are_held_in(tmp_path: Path, name: str,
-                                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_tool_needs_the_formats_that_its_codes_are_held_in(
+        tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mlx_checkpoints.written(tmp_path / "m", "affine 4") if name == "mlx" else test_imported.written(tmp_path / "m", name)
     opened = formats_in(kinds_when_open(tmp_path / "m"))
     monkeypatch.setattr(warm, "is_cold", lambda kinds=warm.ALL: True)

@@ -105,8 +105,8 @@ def test_a_damaged_expert_is_named_when_it_is_needed(source: Path, tmp_path: Pat
     engine.close()
 
 
-def test_what_cannot_arrive_piece_by_piece_is_refused_with_the_next_step(source: Path, tmp_path: Path,
-                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_arrive_piece_by_piece_is_refused_with_the_next_step(
+        source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from effllm.offload.checkpoint import TensorStore
     from effllm.runtime.gguf.store import GgufStore
     from effllm.runtime.planning import process_memory

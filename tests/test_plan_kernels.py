@@ -63,8 +63,8 @@ def test_exact_products_are_no_matter_of_measurement(nothing_small: None) -> Non
 def test_bundles_are_multiplied_neuron_by_neuron(tmp_path: Path) -> None:
     assert list(bundle(FABLE.parent / "fable-relu", tmp_path / "made"))
     found = chosen_kernels(planned(tmp_path / "made", None, device="cpu"))
-    assert {(each.token.name, each.prompt.name) for each in found} == {("few columns", "register tiles"),
-                                                                       ("active neurons", "neurons in groups")}
+    assert {(each.token.name, each.prompt.name) for each in found} == {
+        ("few columns", "register tiles"), ("active neurons", "neurons in groups")}
 
 
 def test_the_run_takes_what_is_said() -> None:

@@ -125,8 +125,8 @@ def test_what_is_kept_is_read_without_trust(trained: tuple[Path, activation_pred
     assert activation_predictors.load(tmp_path, 6, 256, 768) is None, "nobody waits for a pipe"
     kept = Sparsity(1024, (0.1,) * 6, {0.5: (0.01,) * 6}, rates)
     sparsity_file.save(kept, tmp_path)
-    assert sparsity_file.load(tmp_path, 6).predictor == PredictorRates(rates.rank, tuple(round(own, 5) for own in rates.recall),
-                                                                       tuple(round(own, 5) for own in rates.named))
+    assert sparsity_file.load(tmp_path, 6).predictor == PredictorRates(
+        rates.rank, tuple(round(own, 5) for own in rates.recall), tuple(round(own, 5) for own in rates.named))
     assert sparsity_file.load(tmp_path, 5) is None
 
 

@@ -98,8 +98,8 @@ def fills(disk: Path, leave: int, word: str) -> Callable[[Request], Reply | None
 
 
 @pytest.mark.parametrize("leave", [0, 1_500_000, *(pytest.param(each, marks=pytest.mark.slow) for each in (4096, 4_000_000))])
-def test_ollama_6727_a_disk_that_fills_midway_says_how_much_is_missing_and_the_pull_resumes(hub: Hub, person: Person, tmp_path: Path,
-                                                                                            leave: int) -> None:
+def test_ollama_6727_a_disk_that_fills_midway_says_how_much_is_missing_and_the_pull_resumes(
+        hub: Hub, person: Person, tmp_path: Path, leave: int) -> None:
     repo = hub.add(REPO, files=tiny(WEIGHTS))
     with small_disk(tmp_path / "disk", "16m") as disk:
         cache = {"HF_HUB_CACHE": str(disk / "hub")}

@@ -189,8 +189,8 @@ def test_a_machine_that_nobody_measured_is_measured_for_the_question(hub: Hub, p
 
 
 @pytest.mark.parametrize(("parameters", "other"), [(8_000_000_000, "gemma4-e4b"), (1_400_000_000, "ouro-1.4b"), (900_000_000_000, None)])
-def test_a_gated_repository_without_an_alias_is_reported_with_an_open_model_of_its_size(hub: Hub, person: Person, parameters: int,
-                                                                                        other: str | None) -> None:
+def test_a_gated_repository_without_an_alias_is_reported_with_an_open_model_of_its_size(
+        hub: Hub, person: Person, parameters: int, other: str | None) -> None:
     hub.add(REPO, files=tiny() | {"m-Q4_K_M.gguf": b"GGUF" + bytes(100)}, gate="good")
     with urlopen(f"{hub.endpoint}/api/models/{REPO}/revision/main") as answer:
         info = json.dumps(json.load(answer) | {"safetensors": {"total": parameters}}).encode()

@@ -41,8 +41,8 @@ def test_it_comes_whole_is_planned_as_the_folder_and_answers_the_same(hub: Hub, 
     assert 4 < rows[REPO]["bits_per_weight"] < 5
 
 
-def test_bits_that_are_typed_are_refused_and_those_of_the_settings_left_out(hub: Hub, person: Person, made: Path,
-                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_that_are_typed_are_refused_and_those_of_the_settings_left_out(
+        hub: Hub, person: Person, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(REPO, made)
     for words in ((REPO, "--bits", "4"), (f"{REPO}:8bit",)):
         said = person.types("pull", *words).refused(2)

@@ -76,8 +76,8 @@ def test_what_does_not_fit_as_it_is_stored_is_judged_as_it_will_run(hub: Hub, pe
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq 4, act order"])
-def test_bits_of_a_variable_give_way_to_a_repository_that_is_quantized(hub: Hub, person: Person, tmp_path: Path, name: str,
-                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_of_a_variable_give_way_to_a_repository_that_is_quantized(
+        hub: Hub, person: Person, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path / "m", name)
     repo = hub.add("org/codes", tmp_path / "m")
     monkeypatch.setenv("EFFLLM_BITS", "4")

@@ -107,8 +107,8 @@ def test_sizes_are_those_of_transformers(qwen, count, height, width, bounds):
     if max(height, width) > 200 * min(height, width):
         return
     sight = opened(folder)
-    (folder / "video_preprocessor_config.json").write_text(json.dumps({"size": dict(zip(("shortest_edge", "longest_edge"), bounds,
-                                                                                        strict=True))}))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({"size": dict(zip(
+        ("shortest_edge", "longest_edge"), bounds, strict=True))}))
     try:
         own = sight.film_sized(count, height, width)
     finally:

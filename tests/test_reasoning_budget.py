@@ -129,8 +129,8 @@ def test_how_programs_ask_for_reasoning(fields, switch, effort, budget):
 def test_other_apis_ask_for_it_too():
     asked = MessagesRequest(max_tokens=1, messages=[], thinking={"type": "enabled", "budget_tokens": 9})
     chat = chat_of_message(asked)[0]
-    assert reasoning_settings(chat, chat.chat_template_kwargs).budget == 9 and reasoning_settings(chat,
-                                                                                                  chat.chat_template_kwargs).switch is True
+    assert reasoning_settings(chat, chat.chat_template_kwargs).budget == 9
+    assert reasoning_settings(chat, chat.chat_template_kwargs).switch is True
     chat = chat_of_response(ResponsesRequest(input="x", reasoning={"effort": "low"}, thinking_budget_tokens=4))[0]
     assert (reasoning_settings(chat, {}).budget, reasoning_settings(chat, {}).effort) == (4, "low")
     for fields, param in (({"thinking_budget": -2}, "thinking_budget"), ({"reasoning": {"max_tokens": -9}}, "reasoning.max_tokens")):

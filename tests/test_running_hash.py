@@ -125,8 +125,8 @@ def test_a_process_that_does_not_end_is_asked_to_and_then_ended(whole: PartialFi
                 hashed.take(whole, 0, 100)
 
 
-def test_a_transfer_that_is_left_ends_the_process_that_its_hash_waits_for(empty: PartialFile, monkeypatch: pytest.MonkeyPatch,
-                                                                          slow_processor: None) -> None:
+def test_a_transfer_that_is_left_ends_the_process_that_its_hash_waits_for(
+        empty: PartialFile, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
     """The thread that checks would wait for it for a minute (END_S)."""
     made = begun(monkeypatch)
     monkeypatch.setattr(running_hash, "XET", STUBBORN)

@@ -72,8 +72,8 @@ def test_answers_at_once_have_each_its_own(server: Served, texts: dict[str, str]
 def test_adapters_are_models_by_their_names(server: Served, texts: dict[str, str]) -> None:
     """In OpenAI's, Anthropic's and Ollama's API; each as it was at the start, one that was nothing then whole."""
     base, *cards = server.ask("GET", "/v1/models").json["data"]
-    assert base["id"] == "fable" and "parent" not in base and [(card["id"], card["parent"]) for card in cards] == [("sea", "fable"),
-                                                                                                               ("fox", "fable")]
+    assert base["id"] == "fable" and "parent" not in base
+    assert [(card["id"], card["parent"]) for card in cards] == [("sea", "fable"), ("fox", "fable")]
     assert server.ask("GET", "/v1/models/sea").json == cards[0] and server.ask("GET", "/v1/models/boat").status == 404
     for name in ("sea", "fox"):
         reply = server.complete(model=name)

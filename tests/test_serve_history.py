@@ -37,8 +37,8 @@ def test_what_was_reasoned_may_be_a_part(inside: object) -> None:
 def test_what_another_model_refused_is_what_it_said() -> None:
     refusal = {"type": "refusal", "refusal": "I will not."}
     assert chat({"role": "assistant", "content": [refusal]})["content"] == [{"type": "text", "text": "I will not."}]
-    _, messages, _ = responses_requests.chat_of(ResponsesRequest(input=[{"role": "user", "content": "Go."},
-                                                                        {"role": "assistant", "content": [refusal]}]))
+    _, messages, _ = responses_requests.chat_of(ResponsesRequest(input=[
+        {"role": "user", "content": "Go."}, {"role": "assistant", "content": [refusal]}]))
     assert messages[1]["content"] == [{"type": "text", "text": "I will not."}]
 
 

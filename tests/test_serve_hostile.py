@@ -25,8 +25,8 @@ from effllm.cli.server.problems import Problem
 from effllm.cli.server.single_model import on_problem
 
 
-def test_a_second_request_whose_bytes_drip_in_does_not_keep_a_connection(answer_queue: AnswerQueue,
-                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_request_whose_bytes_drip_in_does_not_keep_a_connection(
+        answer_queue: AnswerQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.5)
     got: list[bytes] = []
 

@@ -167,8 +167,8 @@ def test_a_special_token_takes_no_place_in_the_text(tokenizer: Tokenizer) -> Non
     end, letters = min(tokenizer.stop_ids), tokenizer.encode("ab", add_special_tokens=False)
     told = [TokenLogprobs(token, -1.0) for token in (letters[0], end, letters[-1])]
     written = tokenizer.decode(letters[:1])
-    assert LogprobColumns(tokenizer).to_json(told, tokenizer.decode([letters[0], letters[-1]]))["text_offset"] == [0, len(written),
-                                                                                                                len(written)]
+    assert LogprobColumns(tokenizer).to_json(told, tokenizer.decode([letters[0], letters[-1]]))["text_offset"] == [
+        0, len(written), len(written)]
     echoed = tokenizer.decode([each.token for each in told], False)
     places = LogprobColumns(tokenizer).to_json(told, echoed)["text_offset"]
     assert places == [0, len(written), len(echoed) - len(tokenizer.decode(letters[-1:]))] and places[2] > places[1]

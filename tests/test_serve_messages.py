@@ -275,8 +275,8 @@ def test_what_a_server_did_before_is_read_as_calls_and_what_they_gave_back() -> 
             {"type": "server_tool_use", "id": "s3", "name": "bash_code_execution", "input": {"command": "ls"}},
             {"type": "bash_code_execution_tool_result", "tool_use_id": "s3",
              "content": {"type": "bash_code_execution_result", "stdout": "a.txt", "stderr": "", "return_code": 0, "content": []}},
-            {"type": "web_search_tool_result", "tool_use_id": "s4", "content": {"type": "web_search_tool_result_error",
-                                                                              "error_code": "max_uses_exceeded"}},
+            {"type": "web_search_tool_result", "tool_use_id": "s4", "content": {
+                "type": "web_search_tool_result_error", "error_code": "max_uses_exceeded"}},
             {"type": "text", "text": "So it is.", "citations": []}]
     _, messages = chat_of(asked(*turn, role="assistant"))
     assert [message["role"] for message in messages] == ["assistant", "tool", "assistant", "tool", "assistant", "tool", "tool", "assistant"]

@@ -40,8 +40,8 @@ def body(kind: type[Body], **fields: object) -> Body:
 def test_lists_take_any_number_of_models() -> None:
     big = ModelEntry("org/big:4bit", "qwen3", 32_760_000_000, "codebook4:16", 18 << 30, "ab" * 32, 1.7e9, True)
     small = ModelEntry("small", "llama", 137_000_000, "F16", 1 << 28, "cd" * 32, 1.7e9)
-    assert [(each["name"], each["details"]["parameter_size"], each["details"]["format"]) for each in tags_response([big,
-                                                                                                                    small])["models"]] == [
+    models = tags_response([big, small])["models"]
+    assert [(each["name"], each["details"]["parameter_size"], each["details"]["format"]) for each in models] == [
         ("org/big:4bit", "32.8B", "gguf"), ("small:latest", "137.0M", "safetensors")]
     assert tags_response([])["models"] == ps_response([])["models"] == []
     (one,) = ps_response([RunningModel(big, 20 << 30, 4 << 30, 4096, 1.8e9)])["models"]
@@ -186,6 +186,6 @@ def test_a_moment_that_no_date_has_is_the_nearest() -> None:
 def test_a_model_whose_files_have_gone_is_listed_still(tmp_path):
     """It is in memory, and answers."""
     digest, changed = digest_and_mtime("tale", tmp_path / "gone")
-    assert digest == digest_and_mtime("tale", tmp_path / "other")[0] != digest_and_mtime("fable",
-                                                                                         tmp_path / "gone")[0] and len(digest) == 64
+    assert digest == digest_and_mtime("tale", tmp_path / "other")[0] != digest_and_mtime("fable", tmp_path / "gone")[0]
+    assert len(digest) == 64
     assert changed == 0.0

@@ -120,8 +120,8 @@ def test_what_is_refused(server, fields, param, said):
 
 
 def allowing(mode: str, *names: str) -> dict:
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [{"type": "function", "function": {"name": name}}
-                                                                               for name in names]}}
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [
+        {"type": "function", "function": {"name": name}} for name in names]}}
 
 
 def test_a_request_may_allow_some_of_its_tools():

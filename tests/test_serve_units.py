@@ -128,8 +128,8 @@ def test_a_panic_of_a_library_ends_its_answer_alone(answer_queue: AnswerQueue) -
     asyncio.run(test())
 
 
-def test_connections_of_which_no_request_comes_are_closed_and_too_many_are_a_line(answer_queue: AnswerQueue,
-                                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_of_which_no_request_comes_are_closed_and_too_many_are_a_line(
+        answer_queue: AnswerQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1.0)
     notes, closed = [], []
 
@@ -191,8 +191,8 @@ def test_a_failure_is_told_to_its_client_alone(answer_queue: AnswerQueue, error:
         await streamed(answer_queue, lambda left: iter([TextDelta("yes"), DONE]), fine)
         assert "yes" in fine.body
         with pytest.raises(Problem) as caught:
-            await whole_response(Request({"type": "http"}, fine.receive), EventReader(answer_queue.submit(fails([])), print,
-                                                                                      RequestRecord()),
+            await whole_response(Request({"type": "http"}, fine.receive), EventReader(
+                answer_queue.submit(fails([])), print, RequestRecord()),
                                  ChatSerializer("m"))
         assert caught.value.status == status and caught.value.client_message == said
 

@@ -79,8 +79,8 @@ def test_numbers_that_json_has_not(tokenizer: Tokenizer, number: str) -> None:
 @pytest.mark.parametrize("odd", ODD, ids=repr)
 def test_calls_of_ollamas_programs(tokenizer: Tokenizer, odd: object) -> None:
     for message in (called(function=odd), called(id=odd)):
-        asked = parse(OllamaChatRequest, json.dumps({"model": "fable", "messages": [USER, message,
-                                                                                    {"role": "tool", "content": "yes"}]}).encode())
+        asked = parse(OllamaChatRequest, json.dumps({"model": "fable", "messages": [
+            USER, message, {"role": "tool", "content": "yes"}]}).encode())
         _, messages = chat_of(asked)
         if message["tool_calls"][0]["id"] == "a":
             with pytest.raises(UsageError, match=r"messages\[1\]\.tool_calls\[0\] has no function with a name"):

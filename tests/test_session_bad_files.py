@@ -97,8 +97,8 @@ def test_a_link_that_leads_nowhere_is_no_new_session(store: SessionStore) -> Non
 
 
 @pytest.mark.parametrize("call", ["listed", "names", "has"])
-def test_a_folder_that_nobody_may_look_into_is_reported_with_a_next_step(store: SessionStore, monkeypatch: pytest.MonkeyPatch,
-                                                                         call: str) -> None:
+def test_a_folder_that_nobody_may_look_into_is_reported_with_a_next_step(
+        store: SessionStore, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """As another user's: a list was empty, or a line whose next step was --debug."""
     def closed(path: object, *more: object, **options: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))

@@ -268,8 +268,8 @@ def test_the_variable_of_a_rule_for_tensors_is_one_rule(place: Path, monkeypatch
 @pytest.mark.parametrize(("lines", "variables", "holds"), [
     ('spec = "off"\n', {"EFFLLM_DRAFT": str(FABLE)}, "draft"), (f'draft = "{FABLE}"\n', {"EFFLLM_SPEC": "off"}, "spec"),
     ('kv = "4bit"\n', {"EFFLLM_CACHE_TYPE_K": "f16"}, "cache-type-k"), ('kernel = "lut"\n', {"EFFLLM_EXACT": "1"}, "exact")])
-def test_of_two_settings_that_exclude_each_other_the_stronger_place_holds(place: Path, lines: str, variables: dict[str, str],
-                                                                          holds: str) -> None:
+def test_of_two_settings_that_exclude_each_other_the_stronger_place_holds(
+        place: Path, lines: str, variables: dict[str, str], holds: str) -> None:
     settings(place, lines)
     ran = Ran("run", "fable", STORY, *FEW, **variables)
     assert ran.code == 0, ran.err

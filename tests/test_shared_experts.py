@@ -148,8 +148,8 @@ def test_a_result_depends_on_neither_threads_nor_neighbours(stored: str, routing
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(),
-                                                                                          reason="torch finds no GPU here"))])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="torch finds no GPU here"))])
 def test_the_other_backend(routing: str, device: str) -> None:
     layer, ops = Shared(("f32",), True, True), TorchOps(device)
 
@@ -208,8 +208,8 @@ def test_a_converted_model_is_near_the_published_one(name: str, method: str, tmp
 def test_what_a_config_says() -> None:
     glm = {**LLAMA, "model_type": "glm4_moe", "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     own = parse_config(glm, strict=True).moe
-    assert (own.num_experts, own.experts_per_token, own.expert_dim, own.shared_expert_dim, own.layers) == (6, 2, 24, 24,
-                                                                                                           frozenset({1, 2, 3}))
+    assert (own.num_experts, own.experts_per_token, own.expert_dim, own.shared_expert_dim, own.layers) == (
+        6, 2, 24, 24, frozenset({1, 2, 3}))
     assert own.routing == Routing(2, True, True) and own.correction_bias and not own.shared_expert_gate
     assert parse_config(glm).ropes[0].partial_rotary_factor == 0.5
     assert parse_config({**glm, "partial_rotary_factor": 1.0}).ropes[0].partial_rotary_factor == 1.0

@@ -101,8 +101,8 @@ def test_no_stop_strings_hold_nothing_back():
 
 
 def test_held_suffix():
-    assert partial_suffix("ab<", ["<think>"]) == 1 and partial_suffix("<think>", ["<think>"]) == 0 and partial_suffix("aab",
-                                                                                                                      ["aabaab"]) == 3
+    assert partial_suffix("ab<", ["<think>"]) == 1 and partial_suffix("<think>", ["<think>"]) == 0
+    assert partial_suffix("aab", ["aabaab"]) == 3
 
 
 # ---- reasoning ----------------------------------------------------------------------------------------------------------

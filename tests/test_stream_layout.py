@@ -50,8 +50,8 @@ def test_every_byte_is_in_one_place(shape: str, spec: str | None) -> None:
                 continue
             assert [(before.end, after.first) for before, after in zip(own, own[1:])] == [(cut.first,) * 2 for cut in own[1:]]
             assert own[0].first == 0 and own[-1].end == tensor.shape[0]
-            ranges = sorted((found.offset, found.nbytes) for cut in own for found in (made.parts[cut.part].ranges[i] for i in
-                                                                                      cut.ranges.values()))
+            ranges = sorted((found.offset, found.nbytes) for cut in own for found in (
+                made.parts[cut.part].ranges[i] for i in cut.ranges.values()))
             assert all(begin + nbytes <= after for (begin, nbytes), (after, _) in zip(ranges, ranges[1:]))
             rest = tensor.nbytes - sum(nbytes for _, nbytes in ranges) - lie.get(stream_layout.fixed_name(tensor.name), 0)
             assert 0 <= rest < 64 * 3

@@ -195,8 +195,8 @@ def test_tools_in_the_message_of_the_system(key: str, role: str, words: list[str
     guard = f"{{% if m.role not in ['system', 'user', 'assistant', '{role}'] %}}{{{{ raise_exception('roles') }}}}{{% endif %}}"
     template = ChatTemplate(TURN + guard + "{{ m.content }}" + told.replace("KEY", key) + END)
     call_style = detect_style(template.render, words)
-    assert (call_style.format.name, call_style.variable, call_style.key, call_style.role, call_style.knows_tools) == (name, "", key, role,
-                                                                                                                      True)
+    assert (call_style.format.name, call_style.variable, call_style.key, call_style.role, call_style.knows_tools) == (
+        name, "", key, role, True)
     for system in ([], [{"role": "system", "content": "Be kind."}]):
         messages, options = prepare_messages([*system, *CALLED], TOOLS, call_style)
         text = template.render(messages, **options)

@@ -231,8 +231,8 @@ def test_objects_have_the_properties_that_they_name() -> None:
         assert closed_schema(each) == each
     assert closed_schema(inner) == shut(inner) and closed_schema({"properties": {}}) == shut({"properties": {}})
     assert closed_schema({"type": "array", "items": inner}) == {"type": "array", "items": shut(inner)}
-    assert closed_schema({"anyOf": [inner, {"type": "null"}], "$defs": {"d": inner}}) == {"anyOf": [shut(inner), {"type": "null"}],
-                                                                                  "$defs": {"d": shut(inner)}}
+    assert closed_schema({"anyOf": [inner, {"type": "null"}], "$defs": {"d": inner}}) == {
+        "anyOf": [shut(inner), {"type": "null"}], "$defs": {"d": shut(inner)}}
     assert closed_schema({"properties": {"properties": inner}}) == shut({"properties": {"properties": shut(inner)}})
 
 

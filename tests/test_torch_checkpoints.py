@@ -27,8 +27,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "pytorch_model.bin"
 
 
-@pytest.mark.parametrize("made", (dict, OrderedDict, lambda tensors: {name: torch.nn.Parameter(each, False)
-                                                                      for name, each in tensors.items()}))
+@pytest.mark.parametrize("made", (dict, OrderedDict, lambda tensors: {
+        name: torch.nn.Parameter(each, False) for name, each in tensors.items()}))
 def test_tensors_are_those_that_torch_reads(path: Path, made: type) -> None:
     torch.save(made(TENSORS), path)
     with open_torch_checkpoint(path) as store:

@@ -96,8 +96,8 @@ def test_a_fresh_start_while_the_bytes_before_it_are_hashed(part: Watched, monke
     monkeypatch.setattr(transfer_module, "FIRST_NBYTES", len(CONTENT))  # one range
     part.pause = Pause()
     events = list(transfer([Download("weights", part)], opened, Quiet()))
-    assert [event.text for event in events if isinstance(event, Retrying)] == ["weights: it changed on the server; downloading it from the "
-                                                                            "beginning"]
+    assert [event.text for event in events if isinstance(event, Retrying)] == [
+        "weights: it changed on the server; downloading it from the beginning"]
     assert sum(isinstance(event, Complete) for event in events) == 1
     assert part.path.read_bytes() == CONTENT and hashed.is_set() and len(bodies) == 2
     part.close()

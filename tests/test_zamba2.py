@@ -159,8 +159,8 @@ def gelu(values: np.ndarray) -> np.ndarray:
 
 def test_the_published_1_2b() -> None:
     made = parse_config(ZAMBA, strict=True)
-    assert (made.head_dim, made.num_key_value_heads, made.attn_scale, made.residual_streams, made.low_rank_dim) == (128, 32, 64**-0.5, 2,
-                                                                                                                    128)
+    assert (made.head_dim, made.num_key_value_heads, made.attn_scale, made.residual_streams, made.low_rank_dim) == (
+        128, 32, 64**-0.5, 2, 128)
     assert made.hybrid_layers == made.attention_layers == (5, 11, 17, 23, 29, 35) and made.num_shared_blocks == 1
     assert made.recurrent_layers == made.layers_without_mlp == tuple(range(38)) and made.shared_attention_lora and made.hidden_act == "gelu"
     assert (made.recurrent.heads, made.recurrent.head_dim, made.recurrent.depth, made.recurrent.groups) == (64, 64, 128, 1)

@@ -7,8 +7,8 @@ PARTS = {"num_key_value_heads": 4, "q_lora_rank": 36, "kv_lora_rank": 48, "qk_no
          "v_head_dim": 28}
 # Cohere's layers with a window turn, the others do not.
 COMPASS = {"num_hidden_layers": 4, "sliding_window": 40, "layer_types": [*["sliding_attention"] * 3, "full_attention"],
-           "rope_parameters": {"full_attention": None, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0,
-                                                                             "mrope_section": [4, 2, 2]}}}
+           "rope_parameters": {"full_attention": None, "sliding_attention": {
+               "rope_type": "default", "rope_theta": 300.0, "mrope_section": [4, 2, 2]}}}
 # What of a model sees and hears, as small as it can be.
 SENSES = {"vision_config": {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32,
                             "patch_size": 8, "crop_size": 32},
