@@ -89,7 +89,7 @@ class ToolSession:
         except Cancelled:
             raise KeyboardInterrupt from None
         session.tools = self.box.tools
-        if not self.box.found:
+        if not self.box.all_tools:
             self.screen.note(f"no tools are available: answering without them (check the servers of {self.source})")
         elif (tokens := self._tokens(session)) > session.n_ctx // 2:
             self.screen.note(f"tool definitions take about {tokens:,} of the {session.n_ctx:,} tokens of context: "
@@ -97,14 +97,15 @@ class ToolSession:
 
     def _tokens(self, session: Session) -> int:
         """Approximate number of tokens that the tool definitions take in every prompt."""
-        return session.count(json.dumps([tool.function for tool in self.box.on], ensure_ascii=False))
+        return session.count(json.dumps([tool.function for tool in self.box.enabled], ensure_ascii=False))
 
     def announce(self, session: Session) -> None:
         """Note how many tools there are, and how many prompt tokens they take."""
-        if self.box.on:
+        if self.box.enabled:
             tokens = self._tokens(session)
-            servers = dict.fromkeys(tool.server for tool in self.box.on)
-            self.screen.note(f"{len(self.box.on)} tools of {', '.join(servers)}, about {tokens} tokens of every prompt (/tools lists them)")
+            servers = dict.fromkeys(tool.server for tool in self.box.enabled)
+            self.screen.note(f"{len(self.box.enabled)} tools of {', '.join(servers)}, about {tokens} tokens of every prompt "
+                             "(/tools lists them)")
 
     def answer(self, events: Iterable[object], session: Session, show: Callable[[Iterable[object]], Stats]) -> Stats:
         """Show an answer with `show`, run its approved calls, and repeat until an answer makes none. Returns the statistics of the last
@@ -150,7 +151,7 @@ class ToolSession:
             try:
                 reply = screen.prompt(f"Call it? {CHOICES}{f', [s]how all {len(call_text)} characters' if is_cut else ''}:")
             except KeyboardInterrupt:
-                request.is_over = self.was_stopped = True
+                request.is_stopped = self.was_stopped = True
                 screen.note("stopped by Ctrl-C: no more tools are called")
                 return
             answer = reply.strip().lower()
@@ -174,7 +175,7 @@ class ToolSession:
             self.screen.note(f"stopped by {termination_signal() or 'Ctrl-C'}: {execution.call.name} was cancelled")
 
     def _report(self, report: ToolReported) -> None:
-        call, result = report.call, report.found
+        call, result = report.call, report.result
         self.calls.append({"name": call.name, "server": report.tool and report.tool.server, "arguments": json.loads(call.arguments or "{}"),
                            "result": report.text, "is_error": result is None or result.is_error, "was_run": result is not None})
         line = " ".join(report.text.split())
@@ -218,20 +219,20 @@ def tools(chat: Conversation, rest: str) -> None:
     if word:
         if word not in ("on", "off") or not name.strip():
             raise UsageError(f"/tools takes on or off and the name of a tool or server, not {rest!r:.80}", "/tools off NAME")
-        toolbox.turn(name.strip(), word == "on")
+        toolbox.set_enabled(name.strip(), word == "on")
         chat.session.tools = toolbox.tools
     for client in toolbox.clients:
-        client_tools = [tool for tool in toolbox.found if tool.client is client]
+        client_tools = [tool for tool in toolbox.all_tools if tool.client is client]
         chat.screen.note(f"{client.entry.name}: {len(client_tools)} tools" if client_tools else f"{client.entry.name}: no tools")
         for tool in client_tools:
-            state = "off" if tool.name in toolbox.off else "on, without asking" if tool.name in toolbox.approved else "on"
+            state = "off" if tool.name in toolbox.disabled else "on, without asking" if tool.name in toolbox.approved else "on"
             chat.screen.note(f"  {tool.name} ({state})  {brief(tool.description.strip().partition(chr(10))[0])}".rstrip(), 4)
 
 
 def names(chat: Conversation) -> list[str]:
     """Names of tools and servers, for completion."""
     toolbox = chat.tools and chat.tools.box
-    return [*dict.fromkeys(name for tool in toolbox.found for name in (tool.server, tool.name))] if toolbox else []
+    return [*dict.fromkeys(name for tool in toolbox.all_tools for name in (tool.server, tool.name))] if toolbox else []
 
 
 def refuse_raw_tools(raw: bool, flags: ToolFlags) -> None:

@@ -219,7 +219,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
     def _forward(self, ids: Sequence[int], prompt: bool = False, commit: bool = True, num_states: int | None = None) -> np.ndarray:
         self.memory_monitor.look(self.cache)
         started = time.perf_counter()
-        text_ids, media = self.seen(ids)
+        text_ids, media = self.forward_inputs(ids)
         with self.keeping_intact_prefix():
             states = self.model.forward(text_ids, self.cache, commit=commit, prompt=prompt, scales=scales_of([self]), num_states=num_states,
                                    **media)
@@ -313,7 +313,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
         """Run drafted `ids` without committing them; logits float32 [len(ids), V], a view. `accept_token` commits them one by one."""
         with self._timed_pass():
             self.memory_monitor.look(self.cache)
-            text_ids, media = self.seen(ids)
+            text_ids, media = self.forward_inputs(ids)
             with self.keeping_intact_prefix():
                 states = self.model.forward(text_ids, self.cache, commit=False, scales=scales_of([self]), **media)
             logits = self.model.logits(states)

@@ -21,7 +21,7 @@ from .adapters.loaded_adapters import NO_ADAPTERS, LoadedAdapters
 from .cache import KVCache
 from .config import ModelConfig
 from .families import VISION_PREFIX, expert_of
-from .images.media import MediaEmbeddings
+from .images.media_embeddings import MediaEmbeddings
 from .images.vision_experts import vision_routing
 from .kv.bidirectional import attention_ends
 from .kv.cross_attention_cache import NO_IMAGES, CrossAttentionCache, CrossAttentionLayer, ImageSpan
@@ -232,7 +232,7 @@ class Model(StoreReads):
             tap = cache.probes.see
         self._media, self._rope_positions, self._images = media, rope_positions, (image_spans, scales)
         self._extra_inputs = vision_routing(self.config.moe, ids, media)
-        needs_all_states = tap is not no_tap or image_spans or self.between or (media is not None and media.deep is not None)
+        needs_all_states = tap is not no_tap or image_spans or self.between or (media is not None and media.deepstack_rows is not None)
         self._num_last = None if needs_all_states else kept_of(len(ids), num_states)
         if image_spans:
             self.cross_attention.begin(image_spans)
@@ -291,7 +291,7 @@ class Model(StoreReads):
         config = self.config
         learned_positions = None if config.position_offset is None else positions + config.position_offset
         return self.backends["cpu"].embed(ids, outer.embed, config.embedding_multiplier, learned_positions, outer.positions,
-                                          media and media.put)
+                                          media and media.insert_into)
 
     def _layers(self, x: object, cache: KVCache, tap: Tap, num_states: int | None = None) -> object:
         """All blocks, each on its backend: the host's x[T, D], or with several streams [T, S * D] -> x[T, D]."""
@@ -326,7 +326,7 @@ class Model(StoreReads):
                         host.flush()
             else:
                 x = self._block(layer, ops, self._gpu_layers[layer], x, cache, tap)
-            x = x if self._media is None else self._media.deepened(ops, x, layer)
+            x = x if self._media is None else self._media.add_deepstack(ops, x, layer)
         x = x if current == "cpu" else host.from_host(ops.to_host(x))
         if not self.config.residual_streams:
             return x

@@ -173,7 +173,7 @@ class Session:
         self._media_items.update(each for each in media if not isinstance(each, str))
         if previous and previous[-1]["role"] == "tool":
             self.messages.append({"role": "assistant", "content": INTERRUPTED_REPLY})
-        parts = [each if isinstance(each, str) else each.mark for each in media]
+        parts = [each if isinstance(each, str) else each.marker for each in media]
         self.messages.append({"role": "user", "content": "\n".join([*parts, *([text] if text.strip() else [])])})
         yield from self._restoring_on_failure(previous)
         if self.messages and self.messages[-1]["role"] == "user":  # no answer: templates expect roles to alternate
@@ -191,7 +191,7 @@ class Session:
         """Add the result of one of the pending tool calls, to be sent with the next turn."""
         self.open_calls.remove(call)
         self._media_items.update(pictures)
-        self.messages.append(self._tool_messages.result(call, "\n".join([text, *(each.mark for each in pictures)])))
+        self.messages.append(self._tool_messages.result(call, "\n".join([text, *(each.marker for each in pictures)])))
 
     def answer_tool_results(self) -> Iterator[Event]:
         """Answer after tool results."""

@@ -18,8 +18,8 @@ class PatchSight:
     """One row for each of 16 patches of an image, whatever its size. `seen` counts images."""
 
     modality = IMAGE_INPUT
-    placeholder = written = IMAGE
-    together = bordered = False
+    placeholder = placeholder_text = IMAGE
+    joint_attention = shares_border = False
 
     def __init__(self, width: int) -> None:
         self.matrix = np.random.default_rng(3).normal(0, 0.2, (3 * SIDE * SIDE, width)).astype(np.float32)
@@ -33,7 +33,7 @@ class PatchSight:
         return EncodedMedia(patches @ self.matrix, (ROW_PLACEHOLDER,) * ROWS)
 
     def video_inputs(self, frames: list) -> list[tuple[str, np.ndarray, float]]:
-        return [(f"<{each.second:.1f} seconds>", each.points, 0.0) for each in frames]
+        return [(f"<{each.second:.1f} seconds>", each.pixels, 0.0) for each in frames]
 
     def token_count(self, height: int, width: int) -> int:
         return ROWS

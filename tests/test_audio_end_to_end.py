@@ -38,7 +38,7 @@ def test_logits_after_audio_are_those_of_transformers(hearing):
             samples = sound(seconds)
             heard = engine.media.add(samples)
             engine.reset()
-            prompt = f"Once {heard.mark} was a fox in the wood."
+            prompt = f"Once {heard.marker} was a fox in the wood."
             list(prompts.encode_media(prompt, engine, lambda: False))
             ids = prompts.tokenize(prompt)
             ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
@@ -98,7 +98,7 @@ def test_audio_input_trained_as_an_adapter_requires_the_adapter(tmp_path):
         try:
             engine.media = open_media(tmp_path, engine.config)
             prompts = PromptBuilder(Tokenizer.load(tmp_path, engine.config), media=engine.media)
-            prompt = f"Once {engine.media.add(samples).mark} was a fox."
+            prompt = f"Once {engine.media.add(samples).marker} was a fox."
             list(prompts.encode_media(prompt, engine, lambda: False))
             ids = prompts.tokenize(prompt)
             if not options.lora:

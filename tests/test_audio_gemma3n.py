@@ -93,7 +93,7 @@ def test_logits_after_audio_are_those_of_transformers(gemma):
         samples = sound(0.8)
         heard = engine.media.add(samples)
         prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
-        prompt = f"Once {heard.mark} was a fox."
+        prompt = f"Once {heard.marker} was a fox."
         list(prompts.encode_media(prompt, engine, lambda: False))
         told = prompts.tokenize(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(told)])

@@ -71,7 +71,7 @@ def logits_behind(folder, samples, points):
         engine.media = open_media(folder, engine.config)
         heard, seen = engine.media.add(samples), engine.media.add(points)
         prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
-        prompt = f"Once {heard.mark} was {seen.mark} a fox."
+        prompt = f"Once {heard.marker} was {seen.marker} a fox."
         said = [str(each) for each in prompts.encode_media(prompt, engine, lambda: False)]
         assert any("encoding the audio clip" in each for each in said) and any("encoding the image" in each for each in said)
         told = prompts.tokenize(prompt)

@@ -92,12 +92,12 @@ def test_rows_and_tokens_are_those_of_the_folder(pair_of: tuple[str, Path, Path,
             assert (ours.grid, ours.bidirectional) == (theirs.grid, theirs.bidirectional)
             most = ROUNDED.get(family, 0) if modality is AUDIO_INPUT else 0
             assert np.abs(ours.rows - theirs.rows).max() <= most * np.abs(theirs.rows).max()
-        assert (sight.placeholder, sight.written) == (wanted.placeholder, wanted.written)
+        assert (sight.placeholder, sight.placeholder_text) == (wanted.placeholder, wanted.placeholder_text)
         if modality is SEEN:  # videos too: the Omni models have no words for their times
             film = [Frame(float(second), PICTURES["photo"]) for second in range(4)]
             assert [(words, apart) for words, _, apart in sight.video_inputs(film)] == [
                 (words, apart) for words, _, apart in wanted.video_inputs(film)]
-            assert sight.pace == wanted.pace
+            assert sight.positions_per_second == wanted.positions_per_second
         assert sight.most_seconds == wanted.most_seconds if modality is AUDIO_INPUT else sight.bytes_needed() > 0
     assert found.encoders[AUDIO_INPUT].bytes_needed() > mmproj.stat().st_size // 4
 

@@ -115,7 +115,7 @@ def test_logits_after_both_are_those_of_transformers(omni):
         prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         samples = sound(1.6)
         ear, eye = engine.media.add(samples), engine.media.add(PICTURES["photo"])
-        for marks in ([ear.mark], [eye.mark, ear.mark]):
+        for marks in ([ear.marker], [eye.marker, ear.marker]):
             engine.reset()
             prompt = f"Once {' and '.join(marks)} was a fox in the wood."
             list(prompts.encode_media(prompt, engine, lambda: False))

@@ -68,7 +68,7 @@ def test_rows_of_an_image_are_those_of_transformers(omni, name):
         made = model.model.get_image_features(**ready)
     wanted = torch.cat(list(made.pooler_output)).numpy()
     if later(model):
-        assert_close(found.deep[0], torch.cat(list(made.deepstack_features[0])).numpy())
+        assert_close(found.deepstack_rows[0], torch.cat(list(made.deepstack_features[0])).numpy())
     assert found.grid == tuple(each // 2 for each in ready["image_grid_thw"][0, 1:].tolist())
     assert_close(found.rows, wanted)
 
@@ -84,8 +84,8 @@ def test_logits_after_both_are_those_of_transformers(omni):
             waiting, marks, kinds = iter(samples), [], []
             for modality in order:
                 given = engine.media.add(next(waiting) if modality is AUDIO_INPUT else PICTURES["photo"])
-                written = engine.media.encoders[modality].written
-                marks.append(written.replace(engine.media.encoders[modality].placeholder, given.mark))
+                written = engine.media.encoders[modality].placeholder_text
+                marks.append(written.replace(engine.media.encoders[modality].placeholder, given.marker))
                 kinds.append((given, AUDIO if modality is AUDIO_INPUT else FIRST))
             prompt = f"Once {' and '.join(marks)} was a fox."
             engine.reset()

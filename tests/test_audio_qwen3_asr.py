@@ -73,7 +73,7 @@ def test_logits_after_audio_are_those_of_transformers(asr: tuple[Path, PreTraine
         engine.media = open_media(folder, engine.config)
         prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         samples = sound(2.41)
-        prompt = f"Once {engine.media.add(samples).mark} was a fox in the wood."
+        prompt = f"Once {engine.media.add(samples).marker} was a fox in the wood."
         list(prompts.encode_media(prompt, engine, lambda: False))
         ids = prompts.tokenize(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])

@@ -106,7 +106,7 @@ def test_what_it_writes_is_what_transformers_writes(whisper: tuple[Path, Whisper
         replies = ServedModel(engine, Tokenizer.load(folder, engine.config))
         samples = sound(0.8, seed=3)
         heard, hearing = engine.media.add(samples), engine.media.encoders[AUDIO_INPUT]
-        messages = transcription_messages(hearing, replies.tokenizer.added, heard.mark, language, None, translates)
+        messages = transcription_messages(hearing, replies.tokenizer.added, heard.marker, language, None, translates)
         *_, done = replies.reply(messages, replace(GREEDY, translate=translates))
         assert isinstance(done, Done)
         ours = [START, *([DE, TRANSLATE if translates else TRANSCRIBE, UNTIMED] if language else []), *done.stats.token_ids]
@@ -148,7 +148,7 @@ def test_one_that_knows_english_alone(tmp_path: Path) -> None:
         replies = ServedModel(engine, Tokenizer.load(tmp_path, engine.config))
         samples, hearing = sound(0.8), engine.media.encoders[AUDIO_INPUT]
         heard = engine.media.add(samples)
-        messages = transcription_messages(hearing, replies.tokenizer.added, heard.mark, "en")
+        messages = transcription_messages(hearing, replies.tokenizer.added, heard.marker, "en")
         *_, done = replies.reply(messages, GREEDY)
         with torch.inference_mode():
             wanted = model.generate(ready(samples), max_new_tokens=24, do_sample=False, force_unique_generate_call=True)[0].tolist()
@@ -156,6 +156,6 @@ def test_one_that_knows_english_alone(tmp_path: Path) -> None:
         assert ours[: len(wanted)] == wanted[: len(ours)] and len(wanted) > 8
         for asked, said in (({"language": "de"}, "not trained to transcribe 'de'"), ({"translates": True}, "knows only English")):
             with pytest.raises(UsageError, match=said):
-                transcription_messages(hearing, replies.tokenizer.added, heard.mark, **asked)
+                transcription_messages(hearing, replies.tokenizer.added, heard.marker, **asked)
     finally:
         engine.close()

@@ -135,11 +135,11 @@ def test_of_the_smallest_images_not_more_are_kept_than_there_is_room_for(monkeyp
     held = media.add(points[0])
     for each in points:
         media.add(each)
-    assert media.add(points[0]) is held and media.pending_nbytes() == 3 * len(media._known)
-    assert 90 < len(media._known) <= 101
+    assert media.add(points[0]) is held and media.pending_nbytes() == 3 * len(media._by_digest)
+    assert 90 < len(media._by_digest) <= 101
     for each in points:
         media.add(each)
-    assert len(media._known) <= 101 and media._kept_nbytes == sum(counted for _, counted in media._kept.values())
+    assert len(media._by_digest) <= 101 and media._retained_nbytes == sum(counted for _, counted in media._retained.values())
 
 
 def test_the_same_prompt_comes_with_the_same_bits(session):

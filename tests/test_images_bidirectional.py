@@ -27,8 +27,8 @@ ROWS = 70
 class DrawnSight:
     """Random rows, seeded by an image's pixels."""
 
-    placeholder = written = "<image>"
-    together = bordered = False
+    placeholder = placeholder_text = "<image>"
+    joint_attention = shares_border = False
 
     def encode(self, points: np.ndarray, work: object) -> EncodedMedia:
         draw = np.random.default_rng(int(points[:4].sum()))
@@ -80,7 +80,7 @@ def expected(model, engine, ids) -> np.ndarray:
     try:
         with torch.inference_mode():
             states = model.get_input_embeddings()(torch.tensor([plain]))
-            states[0, shown.places] = torch.from_numpy(shown.rows).double()
+            states[0, shown.positions] = torch.from_numpy(shown.rows).double()
             kinds = torch.tensor([[int(token >= FIRST_MEDIA_ID) for token in ids]])
             return model(inputs_embeds=states, token_type_ids=kinds, use_cache=False).logits[0].numpy()
     finally:

@@ -42,7 +42,7 @@ def laid_out(height: int, width: int, side: int, unit: int, most: int) -> tuple[
         ids += [LINE] * bool(row)
         for _ in range(columns):
             ids += [SLICE, *[IMAGE] * (slices[0][0] * slices[0][1]), SLICED]
-    return ids, [small, *slices], sight.stated(height, width)
+    return ids, [small, *slices], sight.layout_tags(height, width)
 
 
 def wanted(ids: list[int], sizes: list[tuple[int, int]]) -> np.ndarray:
@@ -68,8 +68,8 @@ def test_places_are_those_of_transformers_wherever_a_pass_begins(shown, before, 
     at, axes = int(cut * (len(ids) - 1)), np.arange(3)
     held = CanvasPositions(own[:at], markers=MARKERS)
     expected = wanted(ids, sizes)[at:]
-    assert np.array_equal(held.placed(own[at:]), expected)
-    found = held.behind(own[at:], axes)
+    assert np.array_equal(held.position_triples(own[at:]), expected)
+    found = held.positions_after(own[at:], axes)
     plain = (expected == expected[:, :1]).all()
     assert np.array_equal(np.arange(at, len(own))[:, None] if found is None else found.reshape(len(expected), -1),
                           expected[:, :1] if plain else expected)
@@ -95,7 +95,7 @@ def folder(tmp_path_factory):
     for name in ("photo", "tiny"):
         ready = CASES["minicpmv4_7"][-1](PICTURES[name], input_data_format="channels_last", return_tensors="np")
         seen = held_against(opened(made), PICTURES[name], model, {key: ready[key] for key in ("pixel_values", "target_sizes")})
-        assert len(seen.stated) == len(seen.rows)
+        assert len(seen.layout_tags) == len(seen.rows)
     return made
 
 
@@ -104,7 +104,7 @@ def test_its_tokens_state_the_canvas(folder):
     photo = media.add(PICTURES["photo"])
     list(media.encode([photo]))
     rows = [token for token in photo.ids() if token >= FIRST_MEDIA_ID]
-    assert [token >> 15 & 2047 for token in rows] == list(photo.encoded.stated)
+    assert [token >> 15 & 2047 for token in rows] == list(photo.encoded.layout_tags)
     assert media.markers == canvas_markers(json.loads((folder / "config.json").read_text())) == (*range(FIRST + 1, FIRST + 5), 203)
 
 
@@ -115,7 +115,7 @@ def test_a_text_is_read_the_same_token_by_token_and_continues_in_order(folder):
         engine.media = open_media(folder, engine.config)
         pictures = [engine.media.add(PICTURES[name]) for name in ("photo", "tall")]
         prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
-        prompt = f"Once {pictures[0].mark}\n{pictures[1].mark} was a fox."
+        prompt = f"Once {pictures[0].marker}\n{pictures[1].marker} was a fox."
         list(prompts.encode_media(prompt, engine, lambda: False))
         ids = prompts.tokenize(prompt)
         whole, one = (np.concatenate([logits.copy() for _, logits in engine.score(ids, by_token=each)]) for each in (False, True))
@@ -123,7 +123,7 @@ def test_a_text_is_read_the_same_token_by_token_and_continues_in_order(folder):
     finally:
         engine.close()
     held = CanvasPositions(ids, markers=engine.media.markers)
-    assert held.behind([9, 10], np.arange(3)).tolist() == [(last := max(held.placed([9])[0])), last + 1]
+    assert held.positions_after([9, 10], np.arange(3)).tolist() == [(last := max(held.position_triples([9])[0])), last + 1]
 
 
 def test_a_config_without_the_words_around_images_is_refused(folder, tmp_path):

@@ -40,13 +40,13 @@ CASES = {
 class GridSight:
     """What transformers' tower makes of patches seeded by an image's pixels; 20 of them in height and width are one position."""
 
-    placeholder = written = "<image>"
-    together = bordered = False
+    placeholder = placeholder_text = "<image>"
+    joint_attention = shares_border = False
 
     def __init__(self, model) -> None:
         self.model = model
         self.vision = model.config.vision_config
-        self.joined, self.framed = self.vision.spatial_merge_size, int(model.config.model_type == "hunyuan_vl")
+        self.joined, self.num_border_rows = self.vision.spatial_merge_size, int(model.config.model_type == "hunyuan_vl")
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         return height // 20, width // 20
@@ -65,11 +65,12 @@ class GridSight:
         deep = np.stack([torch.cat(list(each)).numpy() for each in deep]) if deep else None
         rows = torch.cat(list(found.pooler_output)).numpy()
         lines, columns = self.grid(*points.shape[:2])
-        return EncodedMedia(rows, (ROW_PLACEHOLDER,) * len(rows), (lines, columns + self.framed), deep=deep, framed=self.framed)
+        return EncodedMedia(rows, (ROW_PLACEHOLDER,) * len(rows), (lines, columns + self.num_border_rows), deepstack_rows=deep,
+                            num_border_rows=self.num_border_rows)
 
     def token_count(self, height: int, width: int) -> int:
         rows, columns = self.grid(height, width)
-        return rows * (columns + self.framed) + 2 * self.framed
+        return rows * (columns + self.num_border_rows) + 2 * self.num_border_rows
 
     def bytes_needed(self) -> int:
         return 0
@@ -195,15 +196,15 @@ def test_places_follow_from_the_tokens_alone():
     one, other = ([media_token_id(number, columns, row) for row in range(rows * columns)] for number, rows,
                   columns in ((5, 2, 3), (6, 4, 2)))
     held = MropePositions([9, 9])
-    places = held.behind([*one, 9, *other, 9, 9], axes)
+    places = held.positions_after([*one, 9, *other, 9, 9], axes)
     assert places[:, 0].tolist() == [2] * 6 + [5] + [6] * 8 + [10, 11]
     assert places[:, 1].tolist() == [2, 2, 2, 3, 3, 3, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 11]
     assert places[:, 2].tolist() == [2, 3, 4, 2, 3, 4, 5, 6, 7, 6, 7, 6, 7, 6, 7, 10, 11]
-    assert held.behind([9, 9], axes) is None, "their order is what turns them"
+    assert held.positions_after([9, 9], axes) is None, "their order is what turns them"
     held.tokens.extend([*one[:4]])
-    assert held.behind([*one[4:], 9], axes)[:, 1].tolist() == [3, 3, 5], "a chunk may begin inside an image"
+    assert held.positions_after([*one[4:], 9], axes)[:, 1].tolist() == [3, 3, 5], "a chunk may begin inside an image"
     held.tokens.extend([*one[4:], *one])
-    assert held.behind([9], axes).tolist() == [8] and split_media_token(one[4]) == (5, 3, 4)
+    assert held.positions_after([9], axes).tolist() == [8] and split_media_token(one[4]) == (5, 3, 4)
 
 
 def test_sections_that_share_out_other_channels_are_refused(made, tmp_path):

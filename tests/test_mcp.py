@@ -27,8 +27,8 @@ from effllm.runtime.tokens.plain_text import TOKEN_BREAK
 SERVER = str(Path(__file__).resolve().parent / "tool_server.py")
 
 
-def entry(*manner: str, name: str = "demo", patience_s: float = 20.0, env: dict[str, str] | None = None) -> ServerEntry:
-    return ServerEntry(name, sys.executable, ("-S", SERVER, *manner), env or {}, patience_s=patience_s, source="mcp.json")
+def entry(*manner: str, name: str = "demo", timeout_s: float = 20.0, env: dict[str, str] | None = None) -> ServerEntry:
+    return ServerEntry(name, sys.executable, ("-S", SERVER, *manner), env or {}, timeout_s=timeout_s, source="mcp.json")
 
 
 def never() -> bool:
@@ -127,13 +127,13 @@ def test_a_server_that_dies_is_reported_and_restarted(client):
 
 
 def test_who_lets_go_is_free_at_once_and_the_server_is_told(client, tmp_path, monkeypatch):
-    monkeypatch.setattr(stdio, "ENDS_WITHIN_S", 0.2)
+    monkeypatch.setattr(stdio, "EXIT_TIMEOUT_S", 0.2)
     list(client.connect(never))
     begun, pressed = time.monotonic(), []
     with pytest.raises(Cancelled):
         for _ in client.call("slow", {}, lambda: bool(pressed)):
             pressed.append(True)
-    monkeypatch.setattr(mcp_client, "PING_S", 0.2)
+    monkeypatch.setattr(mcp_client, "PING_TIMEOUT_S", 0.2)
     assert found(client.call("weather", {"place": "Oslo"}, never)).text.startswith("Oslo"), "begun anew, since it is asleep"
     assert time.monotonic() - begun < 10
     sleeper, awake = (message["pid"] for message in told(tmp_path) if "pid" in message)
@@ -143,10 +143,10 @@ def test_who_lets_go_is_free_at_once_and_the_server_is_told(client, tmp_path, mo
 @pytest.mark.parametrize(("manner", "said"), [("ends", "ended with exit code 2: no key was given"), ("mute", "gave no answer within 0.5 s"),
                                               ("garbage", "0.5 s; it wrote an invalid message: listening")])
 def test_a_server_that_cannot_be_used(manner, said):
-    client = Client(entry(manner, patience_s=0.5), os.environ)
+    client = Client(entry(manner, timeout_s=0.5), os.environ)
     with pytest.raises(ServerFailed, match=said) as failed:
         list(client.connect(never))
-    assert "\n" not in failed.value.message and failed.value.hint and not client.is_begun
+    assert "\n" not in failed.value.message and failed.value.hint and not client.is_started
 
 
 @pytest.mark.parametrize("client", [["asks"]], indirect=True)
@@ -232,7 +232,7 @@ def web(request):
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_address[1]}/mcp"
-    client = Client(ServerEntry("web", url=address, headers={"Authorization": "Bearer k"}, patience_s=20, source="mcp.json"), {})
+    client = Client(ServerEntry("web", url=address, headers={"Authorization": "Bearer k"}, timeout_s=20, source="mcp.json"), {})
     yield client, handler.seen
     client.close()
     server.shutdown()
@@ -296,7 +296,7 @@ def test_results_become_a_text(result, text):
 
 
 def test_images_are_passed_on():
-    assert parse_result({"content": [{"type": "image", "data": PIXEL}]}).pictures[0].startswith(b"\x89PNG")
+    assert parse_result({"content": [{"type": "image", "data": PIXEL}]}).images[0].startswith(b"\x89PNG")
 
 
 @given(st.text() | st.lists(st.sampled_from(["\x1b[31m", BEGIN, END, TOKEN_BREAK, "\x07", "a", "\udc80", "\r"])).map("".join))
@@ -319,13 +319,13 @@ def test_tools_of_two_servers_have_names_of_their_own():
         deep = {"a": deep}
     one.tools = [{"name": "weather", "description": "\x1b[1mIt.\x1b[0m"}, {"name": "a b"}, {"name": "deep", "inputSchema": deep}]
     other.tools = [{"name": "weather", "inputSchema": {"type": "object", "properties": {"a\x07": {"type": "string"}}}}]
-    notices = [event.text for event in box._name() if isinstance(event, Notice)]
-    assert [tool.name for tool in box.found] == ["one.weather", "a_b", "the_other.weather"] and "too deeply" in notices[0]
-    assert box.found[0].description == "It." and box.approved == {"one.weather"}
-    assert [*box.found[2].function["function"]["parameters"]["properties"]] == ["a"]
-    assert [tool.name for tool in box.turn("the other", False)] == ["the_other.weather"] and box.find("the_other.weather") is None
-    assert len(box.tools.functions) == 2 and box.turn("one", False) and box.tools is None
-    box.turn("weather", True)
-    assert [tool.name for tool in box.on] == ["one.weather", "the_other.weather"]
+    notices = [event.text for event in box._assign_names() if isinstance(event, Notice)]
+    assert [tool.name for tool in box.all_tools] == ["one.weather", "a_b", "the_other.weather"] and "too deeply" in notices[0]
+    assert box.all_tools[0].description == "It." and box.approved == {"one.weather"}
+    assert [*box.all_tools[2].function["function"]["parameters"]["properties"]] == ["a"]
+    assert [tool.name for tool in box.set_enabled("the other", False)] == ["the_other.weather"] and box.find("the_other.weather") is None
+    assert len(box.tools.functions) == 2 and box.set_enabled("one", False) and box.tools is None
+    box.set_enabled("weather", True)
+    assert [tool.name for tool in box.enabled] == ["one.weather", "the_other.weather"]
     with pytest.raises(UsageError, match="no tool or server"):
-        box.turn("nix", True)
+        box.set_enabled("nix", True)

@@ -16,9 +16,9 @@ from tool_server import TOOLS
 from effllm.runtime.events import Notice
 from effllm.runtime.mcp.client import Client, ServerFailed
 from effllm.runtime.mcp.configuration import ServerEntry
-from effllm.runtime.mcp.http import in_header
-from effllm.runtime.mcp.jsonrpc import LARGEST, MOST_PARTS, ConnectionLost, Inbox
-from effllm.runtime.mcp.toolbox import LONGEST, Toolbox
+from effllm.runtime.mcp.http import header_value
+from effllm.runtime.mcp.jsonrpc import MAX_MESSAGE_ITEMS, MAX_MESSAGE_NBYTES, ConnectionLost, Inbox
+from effllm.runtime.mcp.toolbox import MAX_DEFINITION_LENGTH, Toolbox
 
 
 @pytest.mark.parametrize("client", [["odd"]], indirect=True)
@@ -46,7 +46,7 @@ def test_progress_of_any_size_is_shown_or_left_out(client):
 
 def test_a_message_of_parts_without_end_is_not_taken_apart():
     inbox = Inbox()
-    inbox.put(b'{"id": 1, "result": {"content": [' + b"[]," * (MOST_PARTS // 2) + b"[]]}}")
+    inbox.put(b'{"id": 1, "result": {"content": [' + b"[]," * (MAX_MESSAGE_ITEMS // 2) + b"[]]}}")
     with pytest.raises(ConnectionLost, match="more than 4,000,000 parts"):
         inbox.take(0)
 
@@ -58,7 +58,7 @@ def test_what_nobody_asks_for_fills_no_memory():
     assert inbox.take(0) is None and not inbox.is_changed
     inbox.put('{"method": "notifications/tools/list_changed"}')
     assert inbox.is_changed and inbox.take(0) is None
-    ping = json.dumps({"id": 1, "method": "ping", "params": {"_": "x" * (LARGEST // 4)}})
+    ping = json.dumps({"id": 1, "method": "ping", "params": {"_": "x" * (MAX_MESSAGE_NBYTES // 4)}})
     for _ in range(3):
         inbox.put(ping)
     assert inbox.take(0)["method"] == "ping" and not inbox.is_full
@@ -105,7 +105,7 @@ def test_a_stream_that_ends_without_the_answer_is_reported_at_once(web):
 
 @given(st.text())
 def test_any_name_can_stand_in_a_header(name):
-    said = in_header(name)
+    said = header_value(name)
     assert said.isascii() and said.isprintable() and said == said.strip()
     if said != name:
         assert base64.b64decode(said.removeprefix("=?base64?").removesuffix("?=")) == name.encode(errors="replace")
@@ -113,11 +113,12 @@ def test_any_name_can_stand_in_a_header(name):
 
 def test_a_tool_that_is_told_at_great_length_is_left_out():
     client = Client(ServerEntry("one", "x", source="mcp.json"), {})
-    client.tools, client.has_more = [{"name": "a"}, {"name": "b", "description": "x" * LONGEST}, *[{"name": "a"}] * 2], True
+    client.tools, client.has_more = [{"name": "a"}, {"name": "b", "description": "x" * MAX_DEFINITION_LENGTH}, *[{"name": "a"}] * 2], True
     box = Toolbox((), {})
     box.clients = [client]
-    more, *notices = [event.text for event in box._name()]
-    assert [tool.name for tool in box.found] == ["a"] and "more than 500 tools" in more and "more than the 100,000 allowed" in notices[0]
+    more, *notices = [event.text for event in box._assign_names()]
+    assert [tool.name for tool in box.all_tools] == ["a"] and "more than 500 tools" in more
+    assert "more than the 100,000 allowed" in notices[0]
 
 
 def test_other_tools_are_learned_and_what_was_agreed_to_holds_for_those_of_before():
@@ -125,15 +126,15 @@ def test_other_tools_are_learned_and_what_was_agreed_to_holds_for_those_of_befor
     box = Toolbox((), {})
     box.clients = [client]
     list(box.start()), list(box.connect(never))
-    box.turn("slow", False)
+    box.set_enabled("slow", False)
     box.approved, before = {"weather", "long"}, box.tools
     list(client.call("weather", {"place": "Oslo"}, never))
     assert box.is_changed and box.tools == before, "until they are asked for"
-    notice = [event.text for event in box.renew(never) if isinstance(event, Notice)][-1]
+    notice = [event.text for event in box.refresh(never) if isinstance(event, Notice)][-1]
     assert "(new: tides; gone: broken, slow, dies, picture, long and 1 more; told otherwise: weather)" in notice
-    assert [tool.own for tool in box.found] == ["weather", "tides"] and not box.is_changed
+    assert [tool.original_name for tool in box.all_tools] == ["weather", "tides"] and not box.is_changed
     assert box.approved == set(), "a person agreed to what was told before"
     client.tools = [*client.tools, {"name": "slow"}]
-    list(box._name())
+    list(box._assign_names())
     assert box.find("slow") is None and box.find("tides"), "what was turned off stays off"
     client.close()

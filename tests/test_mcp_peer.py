@@ -66,7 +66,7 @@ def tried(client: Client) -> None:
         wrong, _ = found(client, "add", a="x")
         assert wrong.is_error and "add" in wrong.text
         assert found(client, "fails")[0].is_error and found(client, "nix")[0].is_error
-        assert found(client, "looks")[0].pictures == (b"\x89PNG",)
+        assert found(client, "looks")[0].images == (b"\x89PNG",)
         assert found(client, "counts")[0] == ToolResult("counted")
 
 

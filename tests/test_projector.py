@@ -65,8 +65,9 @@ def test_rows_tokens_and_places_are_those_of_the_folder(pair_of: tuple[Path, Pat
         ours, theirs = found.encoders[SEEN].encode(PICTURES[name], EncodingJob()), wanted.encode(PICTURES[name], EncodingJob())
         assert np.array_equal(ours.rows, theirs.rows) and ours.tokens == theirs.tokens
         assert (ours.grid, ours.bidirectional) == (theirs.grid, theirs.bidirectional)
-        assert (ours.deep is None) == (theirs.deep is None) and (ours.deep is None or np.array_equal(ours.deep, theirs.deep))
-        before = ours.numbered(0) if ours.numbered else ()
+        assert (ours.deepstack_rows is None) == (theirs.deepstack_rows is None)
+        assert ours.deepstack_rows is None or np.array_equal(ours.deepstack_rows, theirs.deepstack_rows)
+        before = ours.prefix_tokens(0) if ours.prefix_tokens else ()
         assert found.encoders[SEEN].token_count(*PICTURES[name].shape[:2]) == len(before) + len(ours.tokens)
     turned = mrope_axes(folder, read_config(folder))
     assert (found.axes is None) == (turned is None) and (turned is None or np.array_equal(found.axes, turned))

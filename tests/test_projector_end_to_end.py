@@ -166,9 +166,9 @@ def test_llamacpp_sees_the_same_in_the_same_file(family: str, tmp_path: Path, mo
     if family == "mistral3":  # has the ends of lines among its rows
         lines = int(len(wanted) ** 0.5)
         rows = np.stack([row for number, row in enumerate(rows) if number % (lines + 1) != lines])
-    if seen.deep is not None:
-        rows, *deep = np.split(rows, 1 + len(seen.deep), axis=1)
-        assert np.abs(np.stack(deep) - seen.deep).max() < 2e-3 * np.abs(seen.deep).max()
+    if seen.deepstack_rows is not None:
+        rows, *deep = np.split(rows, 1 + len(seen.deepstack_rows), axis=1)
+        assert np.abs(np.stack(deep) - seen.deepstack_rows).max() < 2e-3 * np.abs(seen.deepstack_rows).max()
     if family == "llama4":
         rows = rows.reshape(2, 2, -1).swapaxes(0, 1).reshape(4, -1)
     bound = 2e-2 if family == "llama4" else 2e-3  # whose values are rounded to bfloat16, which llama.cpp does not do

@@ -71,8 +71,8 @@ def test_llamacpp_sees_the_same_in_a_pair(family: str, tmp_path: Path) -> None:
     assert typed("export", folder, "-o", model)[0] == typed("export", folder, "-o", tmp_path / "mmproj.gguf", "--mmproj")[0] == 0
     rows, _ = of_llamacpp(peer, model, tmp_path / "mmproj.gguf", points)
     wanted = opened(folder).encode(points, EncodingJob())
-    if wanted.deep is not None:
-        rows = np.split(rows, 1 + len(wanted.deep), axis=1)[0]
+    if wanted.deepstack_rows is not None:
+        rows = np.split(rows, 1 + len(wanted.deepstack_rows), axis=1)[0]
     assert rows.shape == wanted.rows.shape and np.abs(rows - wanted.rows).max() < 1e-2 * np.abs(wanted.rows).max()
 
 

@@ -85,7 +85,7 @@ def test_rows_are_those_of_transformers(qwen, count):
     assert_close(np.concatenate([each.rows for each in seen]), torch.cat(list(found.pooler_output)).numpy())
     if family == "qwen3_vl":
         for number, deep in enumerate(found.deepstack_features):
-            assert_close(np.concatenate([each.deep[number] for each in seen]), torch.cat(list(deep)).numpy())
+            assert_close(np.concatenate([each.deepstack_rows[number] for each in seen]), torch.cat(list(deep)).numpy())
     for each, points in zip(seen, films, strict=True):
         assert len(each.rows) == sight.token_count(*points.shape[:-1]) == len(points) // 2 * math.prod(each.grid)
 
@@ -95,8 +95,8 @@ def test_a_video_of_one_frame_is_that_image(qwen):
     _, folder, _ = qwen
     sight, (frame,) = opened(folder), frames(1, 48, 64)
     (_, film, _), = sight.video_inputs([frame])
-    assert np.array_equal(film[0], film[1]) and np.array_equal(film[0], frame.points)
-    alone, twice = (sight.encode(each, EncodingJob()).rows for each in (frame.points, film))
+    assert np.array_equal(film[0], film[1]) and np.array_equal(film[0], frame.pixels)
+    alone, twice = (sight.encode(each, EncodingJob()).rows for each in (frame.pixels, film))
     assert np.abs(alone - twice).max() < 2e-5 * np.abs(alone).max()
 
 
@@ -131,7 +131,7 @@ def test_seconds_are_those_in_the_middle(qwen):
 
 def told(prompts, engine, shown, words=("Once ", " was a fox in the wood.")):
     """Ids of a prompt with videos, each after its text."""
-    marks = [f"{caption}<|vision_start|>{film.mark}<|vision_end|>" for caption, film in shown]
+    marks = [f"{caption}<|vision_start|>{film.marker}<|vision_end|>" for caption, film in shown]
     prompt = "".join(marks).join(words)
     list(prompts.encode_media(prompt, engine, lambda: False))
     return prompts.tokenize(prompt)
@@ -149,7 +149,7 @@ def test_logits_after_a_video_are_those_of_transformers(qwen, count, step):
         shown = engine.media.add_video(frames(count, step=step))
         ids = told(prompts, engine, shown)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
-        places = track_positions([], engine.media.axes).placed(ids)
+        places = track_positions([], engine.media.axes).position_triples(ids)
     finally:
         engine.close()
     plain = torch.tensor([[VIDEO if token >= 1 << 40 else token for token in ids]])
@@ -184,10 +184,11 @@ def test_positions_of_omni_models_are_those_of_transformers(written, tmp_path):
     plain = torch.tensor([[video if token >= 1 << 40 else token for token in ids]])
     wanted, _ = model.get_rope_index(plain, video_grid_thw=torch.tensor([[3, 2 * lines, 2 * columns]]), use_audio_in_video=False,
                                      attention_mask=torch.ones_like(plain), second_per_grids=torch.tensor([2.0]))
-    assert np.array_equal(track_positions([], media.axes).placed(ids).T, wanted[:, 0].long().numpy()) and sight.pace == 25
+    assert np.array_equal(track_positions([], media.axes).position_triples(ids).T, wanted[:, 0].long().numpy())
+    assert sight.positions_per_second == 25
     cut = len(ids) - 9
     known = track_positions(ids[:cut], media.axes)
-    assert np.array_equal(known.placed(ids[cut:]).T, wanted[:, 0, cut:].long().numpy()), "also gone on from amid the film"
+    assert np.array_equal(known.position_triples(ids[cut:]).T, wanted[:, 0, cut:].long().numpy()), "also gone on from amid the film"
 
 
 def test_an_answer_is_about_a_video(qwen, tmp_path):
@@ -205,7 +206,7 @@ def test_a_pair_of_files_takes_videos_as_its_folder_does(qwen, tmp_path):
     model, _ = write_pair(folder, tmp_path / "files")
     media = open_media(model, read_config(model))
     wanted, ours = opened(folder), media.encoders[IMAGE_INPUT]
-    assert ours.pace == (2 if family == "qwen2_5_vl" else None)
+    assert ours.positions_per_second == (2 if family == "qwen2_5_vl" else None)
     for (words, points, apart), theirs in zip(wanted.video_inputs(frames(4, 48, 64)), ours.video_inputs(frames(4, 48, 64)), strict=True):
         assert (words, apart) == (theirs[0], theirs[2]) and np.array_equal(points, theirs[1])
         assert np.array_equal(wanted.encode(points, EncodingJob()).rows, ours.encode(points, EncodingJob()).rows)
@@ -230,7 +231,7 @@ def test_a_video_that_is_too_wide_for_its_tokens_is_refused(qwen):
 
 def test_a_vision_tower_takes_images_and_videos_together(qwen):
     _, folder, _ = qwen
-    sight, picture = encoder_of(folder, read_config(folder), IMAGE_INPUT), frames(1)[0].points
+    sight, picture = encoder_of(folder, read_config(folder), IMAGE_INPUT), frames(1)[0].pixels
     before = sight.encode(picture, EncodingJob()).rows
     sight.encode(sight.video_inputs(frames(4))[0][1], EncodingJob())
     assert np.array_equal(sight.encode(picture, EncodingJob()).rows, before)

@@ -146,7 +146,7 @@ def test_several_images_stand_where_they_were_put(server):
 
 def test_a_video_is_its_moments_each_after_its_second(server):
     clip = as_video(3)
-    urls = [f"data:image/png;base64,{base64.b64encode(as_png(each.points)).decode()}" for each in decode_video(clip, "it")]
+    urls = [f"data:image/png;base64,{base64.b64encode(as_png(each.pixels)).decode()}" for each in decode_video(clip, "it")]
     frames = [(f"<{second:.1f} seconds>", url) for second, url in zip((0, 0.8, 1.5, 2.3), urls, strict=True)]
     apart = [part for words, url in frames for part in ({"type": "text", "text": words}, {"type": "image_url", "image_url": {"url": url}})]
     whole = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{base64.b64encode(clip).decode()}"}}

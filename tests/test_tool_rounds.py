@@ -17,7 +17,7 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice, TextDelta
 from effllm.runtime.generation.served_model import ServedModel
 from effllm.runtime.mcp import stdio
-from effllm.runtime.mcp.agent_loop import GIVEN_UP, REFUSED, STOPPED, ApprovalRequest, Generating, ToolExecution, ToolReported, agent_loop
+from effllm.runtime.mcp.agent_loop import CANCELLED, REFUSED, STOPPED, ApprovalRequest, Generating, ToolExecution, ToolReported, agent_loop
 from effllm.runtime.mcp.configuration import ServerEntry
 from effllm.runtime.mcp.toolbox import Toolbox
 from effllm.runtime.prepare import EngineOptions
@@ -71,7 +71,7 @@ def box():
 @pytest.fixture
 def session(engine, tokenizer, box):
     engine.reset()
-    box.off, box.approved = set(), {tool.name for tool in box.found}
+    box.disabled, box.approved = set(), {tool.name for tool in box.all_tools}
     session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=64)
     session.tools = box.tools
     return session
@@ -86,7 +86,7 @@ def carried_out(session, box, text, allow=None, most=25, cancel=()):
             if isinstance(step, Generating):
                 said += [event.text for event in step.events if isinstance(event, TextDelta)]
             elif isinstance(step, ApprovalRequest):
-                step.is_allowed, step.is_over = allow(step)
+                step.is_allowed, step.is_stopped = allow(step)
             elif isinstance(step, ToolExecution):
                 for _ in step.events:
                     if step.tool.name in cancel:
@@ -134,10 +134,10 @@ def test_a_call_is_asked_for(session, box):
 
 def test_a_call_that_is_abandoned_ends_the_answer_and_continue_continues(session, box, monkeypatch):
     text, steps = carried_out(session, box, "slow", cancel=("slow",))
-    assert (text, told(steps)) == ("", [GIVEN_UP]) and roles(session) == ["user", "assistant", "tool"]
+    assert (text, told(steps)) == ("", [CANCELLED]) and roles(session) == ["user", "assistant", "tool"]
     assert "".join(event.text for event in session.continue_() if isinstance(event, TextDelta)) == "It rains."
     assert roles(session) == ["user", "assistant", "tool", "assistant"]
-    monkeypatch.setattr(stdio, "ENDS_WITHIN_S", 0.1)
+    monkeypatch.setattr(stdio, "EXIT_TIMEOUT_S", 0.1)
     box.clients[0].close()  # it is still asleep
 
 
@@ -182,14 +182,14 @@ def test_whatever_becomes_of_a_call_the_answer_continues(session, box, word, sai
 
 
 def test_a_tool_that_is_off_is_not_told_of(session, box):
-    box.turn("weather", False)
+    box.set_enabled("weather", False)
     session.tools = box.tools
     session.messages = [{"role": "user", "content": "Hello"}]
     assert "About weather" not in session._prompt() and "About broken" in session._prompt()
     session.messages = []
     _, steps = carried_out(session, box, "Hello")
     assert told(steps)[0].startswith("Error: there is no tool weather")
-    box.turn("demo", False)
+    box.set_enabled("demo", False)
     session.tools = box.tools
     assert carried_out(session, box, "Hello")[0] == "No tools."
 

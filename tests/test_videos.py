@@ -33,14 +33,14 @@ def test_moments_are_spread_evenly_and_each_is_what_is_seen_then(container, code
     for frames, seconds in ((4, [0, 2.5, 5, 7.5]), (16, [number * 10 / 11 for number in range(11)]), (1, [0])):
         found = decode_video(as_video(10, container, codec), "it", frames)
         assert len(found) == len(seconds) and np.allclose([each.second for each in found], seconds, atol=0.1 + 1e-3)
-        assert all(abs(float(each.points.mean()) - gray(each.second + 1e-3)) < 4 for each in found)
-        assert all(each.points.dtype == np.uint8 and each.points.shape == (48, 64, 3) for each in found)
+        assert all(abs(float(each.pixels.mean()) - gray(each.second + 1e-3)) < 4 for each in found)
+        assert all(each.pixels.dtype == np.uint8 and each.pixels.shape == (48, 64, 3) for each in found)
 
 
 def test_a_stream_whose_seconds_begin_elsewhere_is_told_by_its_own():
     found = decode_video(as_video(8, "mpegts", "mpeg2video", rate=25), "it", 4)
     assert 2 <= len(found) <= 4 and 0 <= found[0].second < 2.5 and found[-1].second < 8
-    assert all(abs(float(each.points.mean()) - gray(each.second + 1e-3)) < 4 for each in found)
+    assert all(abs(float(each.pixels.mean()) - gray(each.second + 1e-3)) < 4 for each in found)
 
 
 @pytest.mark.parametrize(("frames", "seconds"), [(16, [*range(9)]), (4, [0, 2, 5, 8]), (2, [0, 8])])
@@ -49,17 +49,17 @@ def test_without_a_stated_length_they_are_spread_as_well(frames, seconds):
     data = as_video(9, "webm", "libvpx-vp9", live="1")
     found = decode_video(data, "it", frames)
     assert len(found) == len(seconds) and np.allclose([each.second for each in found], seconds, atol=1.1)
-    assert all(abs(float(each.points.mean()) - gray(each.second + 1e-3)) < 4 for each in found)
+    assert all(abs(float(each.pixels.mean()) - gray(each.second + 1e-3)) < 4 for each in found)
 
 
 def test_their_points_are_bounded_together_and_turned_as_they_were_taken():
     wide = as_video(2, size=(1280, 720))
-    assert [each.points.shape for each in decode_video(wide, "it", 1)] == [(720, 1280, 3)]
+    assert [each.pixels.shape for each in decode_video(wide, "it", 1)] == [(720, 1280, 3)]
     many = decode_video(as_video(20, size=(1280, 720), rate=1), "it")
-    assert len(many) == 16 and sum(each.points[..., 0].size for each in many) <= MOST_POINTS
-    height, width = many[0].points.shape[:2]
+    assert len(many) == 16 and sum(each.pixels[..., 0].size for each in many) <= MOST_POINTS
+    height, width = many[0].pixels.shape[:2]
     assert abs(width / height - 16 / 9) < 0.01 and width * height > 0.97 * MOST_POINTS / 16
-    assert decode_video(as_video(1, turned=90), "it", 1)[0].points.shape == (64, 48, 3)
+    assert decode_video(as_video(1, turned=90), "it", 1)[0].pixels.shape == (64, 48, 3)
 
 
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n"
@@ -101,7 +101,7 @@ def test_broken_files_are_seen_as_far_as_they_go_or_refused_in_one_line(at, nois
     except UsageError as error:
         assert error.message.startswith("it ") and error.hint and "\n" not in error.message
     else:
-        assert 1 <= len(found) <= 3 and all(each.points.ndim == 3 and each.second >= 0 for each in found)
+        assert 1 <= len(found) <= 3 and all(each.pixels.ndim == 3 and each.second >= 0 for each in found)
 
 
 # -- a user ----------------------------------------------------------------------------------------------------------------------

@@ -53,11 +53,11 @@ def test_a_question_follows_its_image(blip) -> None:
     prompts = PromptBuilder(tokenizer, media=open_media(folder, config))
     photo = prompts.media.add(PICTURES["photo"])
     list(prompts.media.encode([photo]))
-    ids = prompts.tokenize(prompts.render([{"role": "user", "content": f"{photo.mark}Is it a fox?"}], None))
+    ids = prompts.tokenize(prompts.render([{"role": "user", "content": f"{photo.marker}Is it a fox?"}], None))
     rows = [token >= 1 << 40 for token in ids]
     assert rows == [True] * 6 + [False] * (len(ids) - 6)
     assert tokenizer.decode(ids[6:]).endswith("Question: Is it a fox? Answer:")
-    alone = prompts.tokenize(prompts.render([{"role": "user", "content": photo.mark}], None))
+    alone = prompts.tokenize(prompts.render([{"role": "user", "content": photo.marker}], None))
     assert len(alone) - 6 <= 1, "an image without a question is described"
 
 

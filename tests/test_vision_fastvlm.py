@@ -121,7 +121,7 @@ def test_a_folder_as_first_published_sees_the_same(fast, tmp_path, monkeypatch):
     sight, processor = opened(first), LlavaImageProcessorPil(size={"shortest_edge": 192}, crop_size=SQUARE, image_mean=[0.0] * 3,
                                                              image_std=[1.0] * 3, do_pad=True)
     values = processor(PICTURES["photo"], input_data_format="channels_last", return_tensors="np")["pixel_values"][0]
-    assert np.array_equal(sight.values(PICTURES["photo"])[0].transpose(2, 0, 1), values) and sight.written == "<image>\n"
+    assert np.array_equal(sight.values(PICTURES["photo"])[0].transpose(2, 0, 1), values) and sight.placeholder_text == "<image>\n"
     config_changed(folder, "preprocessor_config.json", do_pad=True, image_mean=[0.0] * 3, image_std=[1.0] * 3)
     assert np.array_equal(sight.encode(PICTURES["photo"], EncodingJob()).rows, opened(folder).encode(PICTURES["photo"], EncodingJob()).rows)
     *said, engine = open_engine(first, EngineOptions(device="cpu", ctx=128))

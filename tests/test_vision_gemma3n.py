@@ -97,7 +97,7 @@ def test_logits_after_an_image_are_those_of_transformers(gemma):
         engine.media = open_media(folder, engine.config)
         photo = engine.media.add(PICTURES["photo"])
         prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
-        prompt = f"Once {photo.mark} was a fox."
+        prompt = f"Once {photo.marker} was a fox."
         list(prompts.encode_media(prompt, engine, lambda: False))
         ids = prompts.tokenize(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])

@@ -47,7 +47,7 @@ def test_rows_are_those_of_transformers(gemma, name):
                           ready["pixel_values"][0][: rows * columns])
     seen = held_against(sight, picture, model, ready)
     assert seen.tokens == (FIRST + 1, *(ROW_PLACEHOLDER,) * count, FIRST + 2)
-    assert seen.in_windows and seen.bidirectional == (model.config.text_config.use_bidirectional_attention == "vision")
+    assert seen.sliding_window_only and seen.bidirectional == (model.config.text_config.use_bidirectional_attention == "vision")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_rows_without_a_tower(unified, name):
     seen = held_against(sight, picture, model, made_ready)
     same = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)(picture, input_data_format="channels_last", return_tensors="np")
     count = int(same["num_soft_tokens_per_image"][0])
-    assert seen.tokens == (FIRST + 1, *(ROW_PLACEHOLDER,) * count, FIRST + 2) and seen.bidirectional and seen.in_windows
+    assert seen.tokens == (FIRST + 1, *(ROW_PLACEHOLDER,) * count, FIRST + 2) and seen.bidirectional and seen.sliding_window_only
     assert np.isclose(made_ready["pixel_values"].double().sum(), same["pixel_values"].astype(float).sum())
 
 

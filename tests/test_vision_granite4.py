@@ -32,7 +32,7 @@ def test_rows_for_each_layer(granite, name):
     assert wanted.keys() == TARGETS
     seen = sight.encode(picture, EncodingJob())
     assert seen.tokens == (ROW_PLACEHOLDER,) * len(seen.rows) and len(seen.tokens) == sight.token_count(*picture.shape[:2])
-    ours = {0: seen.rows, **{layer + 1: rows for layer, rows in zip(seen.behind, seen.deep, strict=True)}}
+    ours = {0: seen.rows, **{layer + 1: rows for layer, rows in zip(seen.deepstack_layers, seen.deepstack_rows, strict=True)}}
     assert ours.keys() == TARGETS
     for layer, rows in wanted.items():
         assert np.abs(ours[layer] - rows).max() < 2e-5 * np.abs(rows).max(), layer

@@ -53,7 +53,7 @@ def test_rows_are_those_of_transformers(hunyuan, name):
     words = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), pad_token="<pad>", extra_special_tokens={
         "image_token": image, "image_start_token": begin, "image_end_token": end})
     counted = HunYuanVLProcessor(processor, words)(images=picture, text=f"{begin}{image}{end}")["input_ids"][0]
-    assert counted.count(FIRST) == len(seen.tokens) and sight.written == f"{begin}{image}{end}"
+    assert counted.count(FIRST) == len(seen.tokens) and sight.placeholder_text == f"{begin}{image}{end}"
 
 
 def test_the_filter_that_files_state_is_none(hunyuan, tmp_path):
@@ -128,16 +128,16 @@ def test_places_follow_from_the_tokens_alone():
     one, other = ([media_token_id(number, columns if 0 < row <= lines * columns else 0, row) for row in range(lines * columns + 2)]
                   for number, lines, columns in ((5, 2, 3), (6, 2, 2)))
     held = track_positions([9, 9], axes)
-    places = held.behind([*one, 9, *other, 9], axes)
+    places = held.positions_after([*one, 9, *other, 9], axes)
     assert places[:, 0].tolist() == list(range(2, 18))
     assert places[:, 1].tolist() == [2, 0, 1, 2, 0, 1, 2, 9, 10, 11, 0, 1, 0, 1, 16, 17]
     assert places[:, 2].tolist() == [2, 0, 0, 0, 1, 1, 1, 9, 10, 11, 0, 0, 1, 1, 16, 17]
     assert places[:, 3].tolist() == [2, 0, 0, 0, 0, 0, 0, 9, 10, 11, 1, 1, 1, 1, 16, 17]
     held.tokens.extend([*one[:5]])
-    assert held.behind(one[5:], axes).tolist() == [[7, 1, 1, 0], [8, 2, 1, 0], [9] * 4], "a chunk may begin inside an image"
+    assert held.positions_after(one[5:], axes).tolist() == [[7, 1, 1, 0], [8, 2, 1, 0], [9] * 4], "a chunk may begin inside an image"
     held.tokens.extend([*one[5:], *one])
-    assert held.behind([9], axes) is None, "a word is turned by its order"
-    assert held.behind(other[:2], axes)[1].tolist() == [19, 0, 0, 2], "the same picture twice counts twice"
+    assert held.positions_after([9], axes) is None, "a word is turned by its order"
+    assert held.positions_after(other[:2], axes)[1].tolist() == [19, 0, 0, 2], "the same picture twice counts twice"
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(5, 6)), min_size=1, max_size=4),
@@ -157,7 +157,7 @@ def test_places_are_those_of_transformers_wherever_a_chunk_begins(shown, cut):
                                                     torch.tensor(grids))
     at, axes = int(cut * (len(ids) - 1)), np.arange(4) + ORDER
     held = track_positions(ids[:at], axes)
-    found = held.behind([*ids[at:], *ids[2:6]], axes)[: len(ids) - at]
+    found = held.positions_after([*ids[at:], *ids[2:6]], axes)[: len(ids) - at]
     assert np.array_equal(found, wanted[:, 0, at:].T) and not further.any()
 
 

@@ -45,7 +45,7 @@ def test_words_around_images_are_those_of_its_processor(idefics, said):
     media, words = open_media(folder, config), Tokenizer.load(folder, config)
     prompts, pictures = PromptBuilder(words, media=media), [media.add(PICTURES[name]) for name in ("odd", "tiny")]
     list(media.encode(pictures))
-    prompt = said.format(*(each.mark for each in pictures))
+    prompt = said.format(*(each.marker for each in pictures))
     ids = prompts.tokenize(prompt)
     whole = Idefics2Processor(processor, words_of(folder), image_seq_len=5)
     wanted = whole(text=said.replace("{0}", "<image>").replace("{1}", "<image>"), add_special_tokens=False)["input_ids"][0]

@@ -73,7 +73,7 @@ def test_a_folder_as_it_was_published_is_the_same(kimi, tmp_path):
         "fixed_output_tokens": None, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "in_patch_limit": 120, "merge_kernel_size": 2,
         "patch_limit_on_one_side": 20, "patch_size": 8}}))
     assert np.array_equal(*(opened(each).encode(PICTURES["tall"], EncodingJob()).rows for each in (kimi[0], tmp_path)))
-    assert opened(tmp_path).written.count(opened(tmp_path).placeholder) == 1
+    assert opened(tmp_path).placeholder_text.count(opened(tmp_path).placeholder) == 1
 
 
 def as_kimi_vl(folder):
@@ -102,7 +102,7 @@ def test_kimi_vl_is_the_same_tower_under_other_names(kimi, tmp_path):
     config = read_config(tmp_path)
     assert config.family == "deepseek_v3" and not config.tie_word_embeddings
     sight = opened(tmp_path)
-    assert sight.written.count(sight.placeholder) == 1
+    assert sight.placeholder_text.count(sight.placeholder) == 1
     for name in ("photo", "odd", "tiny"):
         first, second = (each.encode(PICTURES[name], EncodingJob()) for each in (opened(kimi[0]), sight))
         assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
@@ -130,7 +130,7 @@ def test_files_of_kimi_vl_see_as_its_folder(kimi, tmp_path):
     for name in ("photo", "odd", "tiny"):
         first, second = (each.encode(PICTURES[name], EncodingJob()) for each in (found, wanted))
         assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
-    assert found.written == wanted.written and found.longest == wanted.longest
+    assert found.placeholder_text == wanted.placeholder_text and found.longest == wanted.longest
 
 
 @given(st.integers(14, 5000), st.integers(14, 5000), st.integers(16, 5000))

@@ -41,7 +41,7 @@ def test_rows_and_words(sliced, name):
     told = MiniCPMV4_6Processor.replace_image_token(marks, ready, 0, image_token_divisor=16 if sight.merges else 4)
     ids = words_of(folder).encode(told, add_special_tokens=False)
     assert [ROW_PLACEHOLDER if token == FIRST else token for token in ids] == list(seen.tokens)
-    assert sight.with_numbers == (seen.numbered is not None)
+    assert sight.with_numbers == (seen.prefix_tokens is not None)
 
 
 def test_images_are_numbered_through_a_conversation(sliced):
@@ -50,14 +50,14 @@ def test_images_are_numbered_through_a_conversation(sliced):
     media, words = open_media(folder, config), Tokenizer.load(folder, config)
     prompts = PromptBuilder(words, media=media)
     photo, tall = (media.add(PICTURES[name]) for name in ("photo", "tall"))
-    begin = f"One {photo.mark} and {tall.mark} two"
+    begin = f"One {photo.marker} and {tall.marker} two"
     counted = prompts.count(begin)
     list(media.encode([photo, tall]))
     ids = prompts.tokenize(begin)
     assert counted == len(ids)
     prompts.cached = (begin, ids)
     end = words.decode([min(words.stop_ids)], skip_special_tokens=False)
-    on = prompts.tokenize(f"{begin}{end} and once more {photo.mark} .")
+    on = prompts.tokenize(f"{begin}{end} and once more {photo.marker} .")
     text = words.decode([token for token in on if token < 1 << 40], skip_special_tokens=False)
     assert on[: len(ids)] == ids
     numbers = [int(part.partition("</image_id>")[0]) for part in text.split("<image_id>")[1:]]
@@ -95,7 +95,7 @@ def test_pages_of_minicpm_ocr(tmp_path, upsize):
         assert np.array_equal(np.concatenate(ours, axis=-1), ready["pixel_values"][0])
         seen = held_against(sight, PICTURES[name], model, {key: ready[key] for key in ("pixel_values", "target_sizes")})
         sizes[name] = len(seen.rows)
-        assert seen.numbered is not None and 4 * len(seen.rows) == ready["target_sizes"].prod(-1).sum()
+        assert seen.prefix_tokens is not None and 4 * len(seen.rows) == ready["target_sizes"].prod(-1).sum()
     assert (sizes["tiny"] == 1) == (upsize == "never") and sizes["photo"] > 5 * 12
 
 

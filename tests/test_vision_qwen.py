@@ -63,10 +63,10 @@ def test_rows_are_those_of_transformers(qwen, name):
     with torch.inference_mode():
         found = model.model.get_image_features(**{key: torch.as_tensor(value) for key, value in ready.items()})
     deep = getattr(found, "deepstack_features", None)
-    assert (seen.deep is None) == (not deep)
+    assert (seen.deepstack_rows is None) == (not deep)
     if deep:
         wanted = np.stack([each[0].numpy() for each in deep])
-        assert np.abs(seen.deep - wanted).max() < 2e-5 * np.abs(wanted).max()
+        assert np.abs(seen.deepstack_rows - wanted).max() < 2e-5 * np.abs(wanted).max()
 
 
 def test_an_image_with_an_extreme_aspect_ratio_is_refused(qwen):

@@ -154,7 +154,7 @@ def test_internvl_as_its_makers_publish_it(template, tmp_path):
     config = read_config(folder, strict=True)
     assert config.family == "qwen3" and not config.tie_word_embeddings
     sight = opened(folder)
-    assert sight.written == ("<image>\n" if template else "<IMG_CONTEXT>\n")
+    assert sight.placeholder_text == ("<image>\n" if template else "<IMG_CONTEXT>\n")
     for name in ("photo", "tall", "tiny"):
         ready = processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
         seen = held_against(sight, PICTURES[name], model, {"pixel_values": ready["pixel_values"]})

@@ -42,7 +42,7 @@ def test_values_rows_and_tokens(made: tuple[str, Path, PreTrainedModel], name: s
         return
     seen = held_against(sight, picture, model, dict(ready))
     assert (seen.grid is None) is (family != "cohere_compass")
-    assert (seen.deep is not None) is (family == "cohere_compass")
+    assert (seen.deepstack_rows is not None) is (family == "cohere_compass")
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 60), st.integers(60, 9000))
@@ -58,7 +58,7 @@ def test_a_video_has_no_mrope_positions_where_a_text_has_one_position_per_token(
     sight = opened(tmp_path)
     (words, film, apart), = sight.video_inputs([Frame(float(second), PICTURES["photo"]) for second in range(3)])
     seen = sight.encode(film, EncodingJob())
-    assert not words and seen.grid is None and seen.pace is None and len(film) == 4 and apart
+    assert not words and seen.grid is None and seen.positions_per_second is None and len(film) == 4 and apart
     assert seen.tokens == (ROW_PLACEHOLDER,) * sight.token_count(*film.shape[:3]) and len(seen.rows) == len(seen.tokens)
 
 

@@ -53,8 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TorchSight:
     """The output of transformers' encoder for an image resized to 32 x 32 pixels. `seen` counts images."""
 
-    placeholder = written = IMAGE
-    together = bordered = False
+    placeholder = placeholder_text = IMAGE
+    joint_attention = shares_border = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.seen = model, 0

@@ -136,7 +136,7 @@ def held_against(sight: MediaEncoder, picture: np.ndarray, model: PreTrainedMode
     encoded = sight.encode(picture, EncodingJob())
     assert encoded.rows.dtype == np.float32 and encoded.rows.shape == expected.shape
     assert np.abs(encoded.rows - expected).max() < 2e-5 * np.abs(expected).max()
-    before = encoded.numbered(0) if encoded.numbered else ()
+    before = encoded.prefix_tokens(0) if encoded.prefix_tokens else ()
     assert len(before) + len(encoded.tokens) == sight.token_count(*picture.shape[:2])
     assert encoded.tokens.count(ROW_PLACEHOLDER) == len(encoded.rows)
     return encoded

@@ -158,7 +158,7 @@ def _load_all(sent: Iterable[MediaPart], served: ServedModel, note: Callable[[st
         if points > MOST_POINTS:
             raise Problem(400, f"{each.where}: the images in this request have more than {MOST_POINTS:,} pixels in all: make them smaller",
                           param=each.where)
-        each.put("\n".join(piece for words, picture in loaded for piece in (words, picture.mark) if piece))
+        each.put("\n".join(piece for words, picture in loaded for piece in (words, picture.marker) if piece))
         items += (picture for _, picture in loaded)
     return tuple(items)
 

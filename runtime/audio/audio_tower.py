@@ -50,10 +50,10 @@ class AudioTower(Tower):
     def read_preprocessor(self) -> Keys:
         return self.source.extractor(self.EXTRACTORS)
 
-    def encode(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
+    def encode(self, picture: np.ndarray, job: EncodingJob) -> EncodedMedia:
         """Encode audio float32 [samples]. Raises CheckpointError where weights are damaged, UsageError for a clip that is too long,
         EncodingCancelled."""
-        rows, tokens, _ = self.run_tower(picture, work)
+        rows, tokens, _ = self.run_tower(picture, job)
         return EncodedMedia(rows, tokens, needs_adapter=self.needs_adapter, placeholder_id=self.placeholder_id)
 
     def unlike(self, produced: str, expected: str) -> ConfigError:

@@ -254,7 +254,7 @@ class CausalConformer:
 
     def rows(self, frames: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """Spectrogram float32 [frames, bands] -> [subsampled / every, made]."""
-        pool.work.total += len(self.blocks)
+        pool.job.total += len(self.blocks)
         x = frames[..., None]
         for halving in self.halvings:
             x = halving(x, pool)
@@ -263,7 +263,7 @@ class CausalConformer:
             for part in block:
                 part.run(x, pool)
             x = norm(_bounded(x, self.bound))
-            pool.work.done += 1
+            pool.job.done += 1
         kept = x[:: self.every]
         return kept if self.last is None else matmul(kept, self.last, pool)
 

@@ -147,7 +147,7 @@ class ConformerBlock:
         for part in self.parts:
             part.run(x, pool)
         self.after.over(x, pool)
-        pool.work.done += 1
+        pool.job.done += 1
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Conformer:
 
     def rows(self, frames: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """Frames float32 [T, inputs] -> [T, D]."""
-        pool.work.total += len(self.blocks)
+        pool.job.total += len(self.blocks)
         x = matmul(frames, self.enter, pool)
         for number, block in enumerate(self.blocks, 1):
             block.run(x, pool)

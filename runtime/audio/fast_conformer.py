@@ -183,7 +183,7 @@ class FastBlock:
         self.convolution.run(x, pool, heard)
         self.behind.run(x, pool)
         self.after.over(x, pool)
-        pool.work.done += 1
+        pool.job.done += 1
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class FastConformer:
 
     def rows(self, frames: np.ndarray, count: int, pool: WorkerPool) -> np.ndarray:
         """So many rows of frames float32 [T, bands], those that they become or one more -> [count, D]."""
-        pool.work.total += len(self.blocks)
+        pool.job.total += len(self.blocks)
         made = self.halvings.rows(frames, pool)
         heard = len(made)
         x = matmul(np.pad(made, ((0, count - heard), (0, 0))), self.enter, pool) * self.scale

@@ -74,7 +74,7 @@ class Qwen3Omni(AudioTower):
 
         def rows(frames: np.ndarray, pool: WorkerPool) -> np.ndarray:
             begins = range(0, len(frames), self.piece)
-            pool.work.total += len(blocks) * -(-len(begins) // (self.in_sight * AT_ONCE))
+            pool.job.total += len(blocks) * -(-len(begins) // (self.in_sight * AT_ONCE))
             made = []
             for group in range(0, len(begins), self.in_sight * AT_ONCE):
                 pieces = [entered(frames[begin : begin + self.piece], self.FILLED or len(begins) > 1, pool)

@@ -64,7 +64,7 @@ class Transcriber:
         options = replace(options, think="off" if self.replies.tokenizer.thinks else options.think, constraint=None,
                           translate=self.translate,
                        may_shift=False)
-        yield from self.replies.reply([*before, *self.messages(clip.mark)], options, None, variables, cancelled)
+        yield from self.replies.reply([*before, *self.messages(clip.marker)], options, None, variables, cancelled)
 
     def transcript(self, pieces: Sequence[AudioChunk]) -> Transcript:
         """An empty transcript for the answers about these chunks."""

@@ -67,7 +67,7 @@ class WhisperEncoder:
     def rows(self, windows: Sequence[tuple[np.ndarray, int]], pool: WorkerPool) -> list[np.ndarray]:
         """Windows (spectrogram float32 [frames, bands], frames that hold audio) -> hidden states of each, [rows, D], without the final
         norm."""
-        pool.work.total += len(self.blocks) * len(windows)
+        pool.job.total += len(self.blocks) * len(windows)
         made = []
         for window, frames in windows:
             made.append(run_blocks(self.blocks, self._convolved(window, frames, pool), pool, self.rope))
@@ -75,7 +75,7 @@ class WhisperEncoder:
 
     def rows_apart(self, windows: Sequence[tuple[np.ndarray, int]], pool: WorkerPool) -> np.ndarray:
         """As `rows`, for many small windows in one batch with separate attention: [total rows, D]."""
-        pool.work.total += len(self.blocks)
+        pool.job.total += len(self.blocks)
         parts = [self._convolved(window, frames, pool) for window, frames in windows]
         ends = np.cumsum([0, *map(len, parts)]).tolist()
         return run_blocks(self.blocks, np.concatenate(parts), pool, spans=list(zip(ends, ends[1:], strict=False)))

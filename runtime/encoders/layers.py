@@ -149,7 +149,7 @@ class Stack:
         for layer in self.layers:
             apart = same if layer.of_distances is None else Disentangled(*layer.of_distances, rows)
             self._through(layer, x, batch, pool, turns.get(layer.theta), apart)
-            pool.work.done += 1
+            pool.job.done += 1
         return x if self.last_norm is None else self.last_norm(x)
 
     def _distances(self, longest: int) -> RelativeBias | None:

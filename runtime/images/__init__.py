@@ -65,19 +65,18 @@ class EncodedMedia:
     # Rows and columns, for families with two-dimensional rotary positions; None for others.
     grid: tuple[int, int] | None = None
     bidirectional: bool = False  # tokens of one image attend to each other, later ones included
-    in_windows: bool = False  # bidirectional attention only in sliding-window layers
-    # float32 [layers, n, hidden]: the k-th is added to the hidden states after layer k of the text model, or after layer `behind`[k]
-    # (DeepStack, Qwen 3 VL).
-    deep: np.ndarray | None = None
+    sliding_window_only: bool = False  # bidirectional attention only in sliding-window layers
+    # float32 [layers, n, hidden] (DeepStack, Qwen 3 VL): the k-th is added to the hidden states after the k-th of `deepstack_layers`.
+    deepstack_rows: np.ndarray | None = None
     needs_adapter: bool = False  # the text model reads the rows through the LoRA adapter it was published with
-    behind: tuple[int, ...] | None = None
-    # Function of the number of images before this one: tokens that precede it. None: there are none.
-    numbered: Callable[[int], tuple[int, ...]] | None = None
+    deepstack_layers: tuple[int, ...] | None = None  # layers of the text model; None for the first ones
+    # Number of images before this one -> token ids that precede it; None if nothing does.
+    prefix_tokens: Callable[[int], tuple[int, ...]] | None = None
     placeholder_id: int | None = None  # in families that cross-attend to the rows: the token id in the prompt
-    framed: int = 0  # so many rows at either end have positions like text
-    stated: tuple[int, ...] | None = None  # the layout tag in each row's token id (`canvas.py`)
-    together: bool = False  # tokens of all images of a prompt attend to each other
-    pace: float | None = None  # positions per second of video; None: each frame is one position after the last
+    num_border_rows: int = 0  # rows at either end whose positions are like text's
+    layout_tags: tuple[int, ...] | None = None  # the layout tag in each row's token id (`canvas.py`)
+    joint_attention: bool = False  # tokens of all images of a prompt attend to each other
+    positions_per_second: float | None = None  # positions per second of video; None: each frame is one position after the last
 
 
 class EncodingJob:
@@ -101,16 +100,16 @@ class MediaEncoder(Protocol):
 
     modality: Modality
     placeholder: str  # the text by which the chat template marks an item
-    written: str  # the placeholder with the text around it, for templates without media support
+    placeholder_text: str  # the placeholder with the text around it, for templates without media support
     threads: int | None  # None for as many as pay off
-    together: bool  # all images of a prompt attend to each other
-    bordered: bool  # adjacent images share the token between them, and text after an image begins with a space
+    joint_attention: bool  # all images of a prompt attend to each other
+    shares_border: bool  # adjacent images share the token between them, and text after an image begins with a space
     # Of speech-to-text models: masks in place the tokens that may not follow. Arguments: ids so far, whether to translate, logits [V].
     constrain_logits: Callable[[Sequence[int], bool, np.ndarray], None] | None
 
-    def encode(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
+    def encode(self, picture: np.ndarray, job: EncodingJob) -> EncodedMedia:
         """Encode an image uint8 [height, width, 3], a video [frames, height, width, 3] or audio float32 [samples]. Raises EncodingCancelled
-        when `work` is cancelled."""
+        when `job` is cancelled."""
 
     def video_inputs(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
         """What to encode for a video: images, or clips where the tower takes several frames at once. Each is (caption before it, pixels,

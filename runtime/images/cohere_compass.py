@@ -8,7 +8,7 @@ from .qwen3_vl import DEEP, Qwen3Vl
 class CohereCompass(Qwen3Vl):
     KINDS = {"cohere_compass_vision": DEEP, "cohere_compass": DEEP}
     PROCESSORS = ("CohereCompassImageProcessor", *Qwen3Vl.PROCESSORS)
-    placeholder, written = "<|IMAGE_PAD|>", "<|VISION_START|><|IMAGE_PAD|><|VISION_END|>"
+    placeholder, placeholder_text = "<|IMAGE_PAD|>", "<|VISION_START|><|IMAGE_PAD|><|VISION_END|>"
 
 
 encoder = CohereCompass

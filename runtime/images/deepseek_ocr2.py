@@ -142,7 +142,7 @@ class DeepseekOcr2(TiledPages):
             tiles, whole = parts[:-1], parts[-1:]
             few = max(1, BATCH_PATCHES // (2 * self.across(self.tile) ** 2))
             groups = [tiles[at : at + few] for at in range(0, len(tiles), few)] + [whole]
-            pool.work.total += len(parts) * count + len(groups) * len(reading.blocks)
+            pool.job.total += len(parts) * count + len(groups) * len(reading.blocks)
             made = [reading.read([tower(part, pool).reshape(-1, reading.width) for part in group], pool) for group in groups]
             return np.concatenate([matmul(np.concatenate(made), project, pool), separator[None]])
 

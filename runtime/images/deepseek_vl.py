@@ -12,7 +12,7 @@ from .vision_transformer import SIGLIP, layer_count, load_transformer
 class DeepseekVl(Janus):
     KINDS = {"siglip_vision_model": SIGLIP}
     PROCESSORS = ("DeepseekVLImageProcessor",)
-    placeholder = written = "<image_placeholder>"
+    placeholder = placeholder_text = "<image_placeholder>"
     FIXED = ()
 
     def load(self, weights: Weights) -> Rows:

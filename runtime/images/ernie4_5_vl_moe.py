@@ -22,7 +22,7 @@ class Ernie45Vl(QwenPatches):
     PROCESSORS = ("Ernie4_5_VLMoeImageProcessor", "Ernie4_5_VL_MoeImageProcessor", "Ernie4_5_VLImageProcessor")
     SIZE = (56 * 56, 28 * 28 * 6177)
     placeholder = "<|IMAGE_PLACEHOLDER|>"
-    written = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
+    placeholder_text = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
 
     def load(self, weights: Weights) -> Rows:
         keys, width, hidden = self.tower_config, self.width, self.config.hidden_size
@@ -49,7 +49,7 @@ class Ernie45Vl(QwenPatches):
 
         def rows(values: tuple[np.ndarray, np.ndarray], pool: WorkerPool) -> np.ndarray:
             patches, places = values
-            pool.work.total += len(blocks)
+            pool.job.total += len(blocks)
             x = norm(run_blocks(blocks, matmul(patches, embedding, pool), pool, self.rope(places, self.theta(THETA)))).reshape(-1, together)
             for into, out, normed in (spatial, (once, *behind)):
                 x = normed(mlp(x, into, out, gelu, pool))

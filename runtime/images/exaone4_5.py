@@ -14,10 +14,10 @@ GROUPED = {**USUAL, "num_key_value_heads": 8}
 class Exaone45(Qwen25Vl):
     KINDS = {"exaone4_5_vision": GROUPED, "exaone4_5": GROUPED}
     BY_PLACE = False
-    placeholder, written = "<|image_pad|>", "<vision><|image_pad|></vision>"
+    placeholder, placeholder_text = "<|image_pad|>", "<vision><|image_pad|></vision>"
 
     @property
-    def pace(self) -> None:
+    def positions_per_second(self) -> None:
         return None
 
     def looked(self, weights: Weights, name: str) -> list[Matrix]:

@@ -82,7 +82,7 @@ class FastVlm(OfOneSize):
 class FirstFastVlm(FastVlm):
     """Whose template knows of no pictures."""
 
-    written = "<image>\n"
+    placeholder_text = "<image>\n"
 
 
 def _stages(said: Keys, name: str, usual: tuple[int, ...], high: int) -> tuple[int, ...]:

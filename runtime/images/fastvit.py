@@ -140,7 +140,7 @@ class Stage:
             else:
                 x = mixer(x, pool)
             ffn.add(x, pool)
-            pool.work.done += 1
+            pool.job.done += 1
         return x
 
 
@@ -155,7 +155,7 @@ class FastVit:
 
     def seen(self, values: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """Of a picture float32 [side, side, 3] -> float32 [rows * columns, channels]."""
-        pool.work.total += sum(len(stage.blocks) for stage in self.stages)
+        pool.job.total += sum(len(stage.blocks) for stage in self.stages)
         first, second, third = self.stem
         x = mixed(second(mixed(_neighbours(values), first, pool, gelu), pool), third, pool, gelu)
         for stage in self.stages:

@@ -65,7 +65,7 @@ class Gemma3n(VisionTower):
             raise self.tower_config.fail("vocab_offset", f"a number by which {END} is one of the tower's words, or one of the text part's")
 
         def rows(values: np.ndarray, pool: WorkerPool) -> np.ndarray:
-            pool.work.total += tower.layers
+            pool.job.total += tower.layers
             x = tower(values, math.isqrt(self.count), pool) * np.float32(width**0.5)
             x = np.concatenate([soft(x), hard(words[end : end + 1])]) if end >= 0 else soft(x)
             return plain(matmul(x, project, pool))

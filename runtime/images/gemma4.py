@@ -34,7 +34,7 @@ class Gemma4(VisionTower):
     PROCESSORS = ("Gemma4ImageProcessor",)
     LOOK = [0.0] * 3, [1.0] * 3, BICUBIC
     SEES: str | None = None  # which tokens see what comes behind them, where nothing is stated
-    placeholder, in_windows = IMAGE, True
+    placeholder, sliding_window_only = IMAGE, True
 
     def renamed(self, keys: Keys) -> Keys:
         """Values are not normalized where nothing is said of that."""
@@ -135,7 +135,7 @@ class Gemma4(VisionTower):
             x = matmul(2 * (cut - np.float32(0.5)), embedding, pool)
             x += table[0, column] + table[1, row]
             rope = Rope.of(np.concatenate([column[:, None] * steps, row[:, None] * steps], axis=1).astype(np.float32))
-            pool.work.total += len(blocks)
+            pool.job.total += len(blocks)
             x = run_blocks(blocks, x, pool, rope)
             side = self.joined
             x = x.reshape(lines // side, side, columns // side, side, width).mean((1, 3), dtype=np.float32).reshape(-1, width)

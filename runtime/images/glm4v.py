@@ -78,7 +78,7 @@ class Glm4v(QwenPatches):
 
         def rows(values: tuple[np.ndarray, np.ndarray], pool: WorkerPool) -> np.ndarray:
             patches, places = values
-            pool.work.total += len(blocks)
+            pool.job.total += len(blocks)
             x = run_blocks(blocks, placed(matmul(patches, embedding, pool), places), pool, self.rope(places))
             squares = after(x).reshape(-1, unit, width).swapaxes(1, 2).reshape(-1, width * unit)
             y = gelu(norm(matmul(matmul(squares, joining, pool), project, pool)))

@@ -41,7 +41,7 @@ class GotOcr2(FittedTiles):
         project = weights.matrix(f"{own}multimodal_projector", hidden, hidden, bias=True)
 
         def rows(tiles: list[np.ndarray], pool: WorkerPool) -> np.ndarray:
-            pool.work.total += len(tiles) * layer_count(self)
+            pool.job.total += len(tiles) * layer_count(self)
             made = [convolved(convolved(tower.seen(tile, pool), first, 2, pool), second, 2, pool).reshape(-1, hidden) for tile in tiles]
             return matmul(np.concatenate(made), project, pool)
 

@@ -25,7 +25,7 @@ CORNERS = tuple(pairs((0, 1), repeat=2))  # of each square of four patches, the 
 
 
 class Granite4Vision(LlavaNext):
-    multiplied = False  # rows come behind the embedding's multiplier here
+    scales_rows = False  # rows are inserted after the embeddings were scaled
 
     def configure(self, keys: Keys) -> None:
         super().configure(keys)
@@ -54,8 +54,8 @@ class Granite4Vision(LlavaNext):
         return self.patched * self.asked // self.window
 
     @property
-    def behind(self) -> tuple[int, ...]:
-        """Layers of the text part behind which something is added."""
+    def deepstack_layers(self) -> tuple[int, ...]:
+        """Layers of the text model after which rows are added."""
         return tuple(sorted({target - 1 for _, target in self.pairs if target}))
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
@@ -77,7 +77,8 @@ class Granite4Vision(LlavaNext):
             for number, (_, target), ask in zip(numbers, self.pairs, windows, strict=True):  # of two for one layer the later counts
                 made[target - 1] = self.packed(ask(seen[number], pool), size, newline)
             nothing = np.zeros_like(next(iter(made.values())))
-            return np.stack([made.get(-1, nothing), *(made[layer] for layer in self.behind)]).reshape(1 + len(self.behind), -1, hidden)
+            layers = [made.get(-1, nothing), *(made[layer] for layer in self.deepstack_layers)]
+            return np.stack(layers).reshape(len(layers), -1, hidden)
 
         return rows
 

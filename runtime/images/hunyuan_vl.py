@@ -28,9 +28,9 @@ class HunyuanVl(QwenPatches):
     PROCESSORS = ("HunYuanVLImageProcessor",)
     SIZE = (512 * 512, 2048 * 2048)
     placeholder = "<｜hy_place▁holder▁no▁102｜>"
-    written = "<｜hy_place▁holder▁no▁100｜><｜hy_place▁holder▁no▁102｜><｜hy_place▁holder▁no▁101｜>"
+    placeholder_text = "<｜hy_place▁holder▁no▁100｜><｜hy_place▁holder▁no▁102｜><｜hy_place▁holder▁no▁101｜>"
     HEADS, TURNED = "num_attention_heads", 1
-    framed = 1
+    num_border_rows = 1
 
     def configure(self, keys: Keys) -> None:
         super().configure(keys)
@@ -45,7 +45,7 @@ class HunyuanVl(QwenPatches):
         return lines, columns + 1
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        return super().tokens(height, width) + 2 * self.framed * (ROW_PLACEHOLDER,)
+        return super().tokens(height, width) + 2 * self.num_border_rows * (ROW_PLACEHOLDER,)
 
     def values(self, picture: np.ndarray) -> tuple[np.ndarray, tuple[int, int]]:
         """Patches float32 [n, 3 * patch * patch] line by line, and how many lines and columns there are of them."""
@@ -75,7 +75,7 @@ class HunyuanVl(QwenPatches):
             patches, (lines, columns) = values
             x = matmul(patches, embedding, pool)
             x += bilinear(table, row_major(lines, columns))
-            pool.work.total += len(blocks)
+            pool.job.total += len(blocks)
             squares = before(run_blocks(blocks, x, pool)).reshape(lines // side, side, columns // side, side, width)
             squares = squares.transpose(0, 2, 4, 1, 3)
             made = joining(squares.reshape(len(x) // side**2, -1), pool).reshape(lines // side, -1, 4 * width)

@@ -70,7 +70,7 @@ class Idefics2(VisionTower):
     KINDS = {"idefics2_vision": IDEFICS, "idefics2": IDEFICS}
     PROCESSORS = ("Idefics2ImageProcessor",)
     LOOK = HALF, HALF, BILINEAR
-    bordered = True
+    shares_border = True
 
     def configure(self, keys: Keys) -> None:
         size = sides(keys, "size", {"shortest_edge": 378, "longest_edge": 980})
@@ -124,7 +124,7 @@ class Idefics2(VisionTower):
             return patches + tower.places[nearest_indices(side, float32_fractions(lines), float32_fractions(columns))]
 
         def rows(parts: list[np.ndarray], pool: WorkerPool) -> np.ndarray:
-            pool.work.total += len(tower.blocks) * len(parts)
+            pool.job.total += len(tower.blocks) * len(parts)
             return np.concatenate([seen(part, pool) for part in parts])
 
         def seen(part: np.ndarray, pool: WorkerPool) -> np.ndarray:

@@ -51,7 +51,7 @@ class InternVlChat(QianfanOcr):
         self.placeholder = IMAGE if template is not None and IMAGE in template.source else "<image>"
 
     @property
-    def written(self) -> str:
+    def placeholder_text(self) -> str:
         return f"{self.placeholder}\n"
 
 

@@ -22,7 +22,7 @@ LAYER = replace(SEPARATE_QKV, out="self_attn.projection_layer")
 class Janus(VisionTower):
     KINDS = {"janus_vision_model": USUAL}
     PROCESSORS = ("JanusImageProcessor",)
-    placeholder, written = "<image_placeholder>", "<begin_of_image><image_placeholder><end_of_image>\n"
+    placeholder, placeholder_text = "<image_placeholder>", "<begin_of_image><image_placeholder><end_of_image>\n"
 
     FIXED: tuple[tuple[str, object], ...] = (("use_qk_norm", False), ("attention_bias", True), ("depth", 2))  # what a tower says of itself
 
@@ -60,7 +60,7 @@ class Janus(VisionTower):
         project = weights.two_layers("aligner.", (width, hidden, hidden), curve, True, ("fc1", "hidden_layers.0"))
 
         def rows(values: np.ndarray, pool: WorkerPool) -> np.ndarray:
-            pool.work.total += len(blocks)
+            pool.job.total += len(blocks)
             return project(after(run_blocks(blocks, matmul(patches_of(values, self.patch), patches, pool) + places, pool)), pool)
 
         return rows

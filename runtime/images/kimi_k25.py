@@ -35,7 +35,7 @@ class KimiK25(VisionTower):
     TURNED = 4
     PROJECTOR = "mm_projector.pre_norm", "mm_projector.proj.", ("0", "2")
     placeholder = "<|media_pad|>"
-    written = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
+    placeholder_text = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
 
     def renamed(self, keys: Keys) -> Keys:
         stated = keys.section(READY)
@@ -109,7 +109,7 @@ class KimiK25(VisionTower):
             lines, columns = values.shape[0] // patch, values.shape[1] // patch
             at = row_major(lines, columns)
             x = matmul(patches_of(values, patch), embedding, pool) + bicubic(table, at)
-            pool.work.total += len(blocks)
+            pool.job.total += len(blocks)
             x = norm(after(run_blocks(blocks, x, pool, self.rope(at))))
             return project(merge_patches(x, columns, side), pool)
 

@@ -16,7 +16,7 @@ class KimiVl(KimiK25):
     PROCESSORS = ("KimiVLImageProcessor",)
     LOOK = CLIP_MEAN, CLIP_STD, BICUBIC
     PROJECTOR = "multi_modal_projector.pre_norm", "multi_modal_projector.linear_", ("1", "2")
-    written = "<|media_start|>image<|media_content|><|media_pad|><|media_end|>"
+    placeholder_text = "<|media_start|>image<|media_content|><|media_pad|><|media_end|>"
 
     def renamed(self, keys: Keys) -> Keys:
         if not keys.flag("pad_input", False):

@@ -134,7 +134,7 @@ class Lfm2Vl(VisionTower):
                     groups[-1].append(part)
                 else:
                     groups.append([part])
-            pool.work.total += len(groups) * len(tower.blocks)
+            pool.job.total += len(groups) * len(tower.blocks)
             x = np.concatenate([each for group in groups for each in seen(group, pool)])
             return project(x if norm is None else norm(x), pool)
 

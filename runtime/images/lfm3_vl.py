@@ -44,7 +44,7 @@ class ConvLayer:
             x[rows] += down(silu(gate(normed)) * up(normed))
 
         pool.each(rest, len(x))
-        pool.work.done += 1
+        pool.job.done += 1
 
     def _neighbours(self, x: np.ndarray, places: np.ndarray, pool: WorkerPool) -> np.ndarray:
         (rows, columns), side = places.max(0) + 1, len(self.near)
@@ -111,7 +111,7 @@ class Lfm3Vl(QwenPatches):
         def rows(values: tuple[np.ndarray, np.ndarray], pool: WorkerPool) -> np.ndarray:
             patches, places = values
             x, rope = entry(matmul(patches, embedding, pool)), self.rope(places, self.theta(THETA))
-            pool.work.total += len(layers)
+            pool.job.total += len(layers)
             for each in layers:
                 if isinstance(each, ConvLayer):
                     each.run(x, places, pool)

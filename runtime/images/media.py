@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -28,6 +28,7 @@ from ...offload.safetensors_header import is_gguf
 from ..events import Notice, Progress
 from . import ROW_PLACEHOLDER, EncodedMedia, EncodingCancelled, EncodingJob, MediaEncoder, encoders_of, modalities_of, raw_config
 from .canvas import canvas_markers
+from .media_embeddings import MediaEmbeddings, stacked_deepstack
 from .media_markers import MediaGone, media_marker
 from .modality import AUDIO_INPUT, IMAGE_INPUT, Modality, modality_of
 from .mrope import COLUMN_BITS, FIRST_MEDIA_ID, FRAME_STEP, HASH_BITS, ROW_BITS, media_token_id, mrope_axes, split_media_token
@@ -41,13 +42,6 @@ ITEM_OVERHEAD_NBYTES = 2048  # bytes of overhead counted per item: otherwise tin
 PROGRESS_S = 0.1  # seconds between progress updates
 
 
-class Ops(Protocol):
-    """A backend that runs layers."""
-
-    def to_host(self, x: object) -> np.ndarray: ...
-    def from_host(self, x: np.ndarray) -> object: ...
-
-
 @dataclass(eq=False)
 class MediaItem:
     """One image, video or audio clip."""
@@ -56,12 +50,12 @@ class MediaItem:
     size: tuple[int, ...]  # (height, width), (frames, height, width) or (samples,)
     modality: Modality
     # uint8 [height, width, 3] or [frames, height, width, 3], or float32 [samples]; None once it is encoded.
-    points: np.ndarray | None = field(repr=False)
+    data: np.ndarray | None = field(repr=False)
     encoded: EncodedMedia | None = field(default=None, repr=False)
     frame_interval: float = 0.0  # seconds between the frames of a video
 
     @property
-    def mark(self) -> str:
+    def marker(self) -> str:
         """The marker that stands for it in a text."""
         return media_marker(self.digest, self.modality is AUDIO_INPUT)
 
@@ -72,8 +66,8 @@ class MediaItem:
 
     @property
     def nbytes(self) -> int:
-        kept = (self.points,) if self.encoded is None else (self.encoded.rows, self.encoded.deep)
-        return sum(each.nbytes for each in kept if each is not None)
+        arrays = (self.data,) if self.encoded is None else (self.encoded.rows, self.encoded.deepstack_rows)
+        return sum(array.nbytes for array in arrays if array is not None)
 
     def ids(self, before: int = 0, within: bytes = b"") -> list[int]:
         """Token ids of an encoded item that follows `before` others, vocabulary tokens around it included.
@@ -81,71 +75,50 @@ class MediaItem:
         `within`: a hash of the text that images with mutual attention span. The ids carry it, so that a cache entry computed among other
         images is not reused.
         """
-        row, ids, columns = 0, list(self.encoded.numbered(before) if self.encoded.numbered
-                                    else ()), self.encoded.grid[1] if self.encoded.grid else 0
-        tagged_rows = range(self.encoded.framed, len(self.encoded.rows) - self.encoded.framed)
-        for token in self.encoded.tokens:
+        encoded = self.encoded
+        ids = list(encoded.prefix_tokens(before)) if encoded.prefix_tokens else []
+        row = 0
+        for token in encoded.tokens:
             if token == ROW_PLACEHOLDER:
-                tag = self.encoded.stated[row] if self.encoded.stated else columns if row in tagged_rows else 0
-                if (offset := self._later(row)) is not None:
-                    tag = FRAME_STEP + min(offset, (1 << COLUMN_BITS) - 1 - FRAME_STEP)
-                if within:
-                    tag = int.from_bytes(within[(at := 2 * row % len(within)) : at + 2]) & (1 << COLUMN_BITS) - 1
-                token, row = media_token_id(self.number, tag, row), row + 1
-            ids.append(token)
+                ids.append(media_token_id(self.number, self._row_tag(row, within), row))
+                row += 1
+            else:
+                ids.append(token)
         return ids
 
-    def _later(self, row: int) -> int | None:
+    def _row_tag(self, row: int, within: bytes) -> int:
+        """What a row's token id carries beside hash and row index: usually its image's number of columns (`mrope.py`)."""
+        encoded, tag_mask = self.encoded, (1 << COLUMN_BITS) - 1
+        if within:
+            start = 2 * row % len(within)
+            return int.from_bytes(within[start : start + 2]) & tag_mask
+        if (step := self._frame_step(row)) is not None:
+            return FRAME_STEP + min(step, tag_mask - FRAME_STEP)
+        if encoded.layout_tags:
+            return encoded.layout_tags[row]
+        is_border = not encoded.num_border_rows <= row < len(encoded.rows) - encoded.num_border_rows
+        return 0 if is_border or not encoded.grid else encoded.grid[1]
+
+    def _frame_step(self, row: int) -> int | None:
         """For the first row of a video frame, how many positions it is after the previous frame; None for any other row."""
-        frame, rest = divmod(row, self.encoded.grid[0] * self.encoded.grid[1]) if len(self.size) == 3 and self.encoded.grid else (0, 1)
-        if rest or not frame:
+        if len(self.size) != 3 or not self.encoded.grid:
             return None
-        step = None if self.encoded.pace is None else self.encoded.pace * self.frame_interval
-        return 1 if step is None else int(frame * step) - int((frame - 1) * step)
-
-
-@dataclass(frozen=True)
-class MediaEmbeddings:
-    """What a forward pass needs of its media."""
-
-    places: np.ndarray  # int64 [n]: positions in the pass where `rows` replace embeddings
-    rows: np.ndarray  # float32 [n, hidden]
-    # float32 [layers, n, hidden]: added there after each of the first layers, or after those in `behind`.
-    deep: np.ndarray | None = None
-    reach: np.ndarray | None = None  # int64 [T]: how many later tokens each token attends to; None for causal attention
-    in_windows: bool = False  # `reach` applies only in sliding-window layers
-    behind: tuple[int, ...] | None = None
-    among: np.ndarray | None = None  # int64 [T]: which tokens earlier ones attend to; None for all
-
-    def ends(self, first: int) -> tuple[np.ndarray, bool] | None:
-        """The last position that each token attends to and `in_windows`, for a pass that begins at position `first`; None for causal
-        attention. Raises RuntimeError for a pass that ends inside an image."""
-        if self.reach is None:
+        frame, row_in_frame = divmod(row, self.encoded.grid[0] * self.encoded.grid[1])
+        if row_in_frame or not frame:
             return None
-        last = np.arange(len(self.reach)) + self.reach
-        if last.max() >= len(last):
-            raise RuntimeError("a pass ends inside an image whose tokens see each other")
-        return first + last, self.in_windows
-
-    def put(self, x: np.ndarray) -> None:
-        """Write the rows into embeddings x [T, D], in place."""
-        x[self.places] = self.rows
-
-    def deepened(self, ops: Ops, x: object, layer: int) -> object:
-        """Hidden states x [T, D] after a layer, with the rows that are added there."""
-        layers = range(len(self.deep)) if self.deep is not None and self.behind is None else self.behind or ()
-        if self.deep is None or layer not in layers:
-            return x
-        states = ops.to_host(x)
-        states[self.places] += self.deep[layers.index(layer)]
-        return ops.from_host(states)
+        if self.encoded.positions_per_second is None:
+            return 1
+        step = self.encoded.positions_per_second * self.frame_interval
+        return int(frame * step) - int((frame - 1) * step)
 
 
 class MediaCache:
     """The media of one model with their encodings. Items may be added from any thread; the thread that generates encodes them.
 
-    `encoders`: by modality; `refused`: modalities of the model that cannot be used here, with the error.
-    `axes` as in `mrope_axes`, `markers` as in `canvas_markers`.
+    `encoders`: by modality.
+    `refused`: modalities of the model that cannot be used here, with the error.
+    `axes`: as in `mrope_axes`.
+    `markers`: as in `canvas_markers`.
     `bidirectional`: an encoded image has tokens that attend to each other.
     """
 
@@ -156,162 +129,174 @@ class MediaCache:
                                                        encoder in modalities.items() if modality not in self.refused}
         self.axes, self.markers, self.bidirectional = axes, markers, False
         self._lock = threading.Lock()
-        self._known: WeakValueDictionary[str, MediaItem] = WeakValueDictionary()
-        self._numbered: WeakValueDictionary[int, MediaItem] = WeakValueDictionary()
-        self._kept: OrderedDict[str, tuple[MediaItem, int]] = OrderedDict()  # newest last, with the bytes counted for each
-        self._kept_nbytes = 0
-        self._looks = threading.Lock()
+        self._by_digest: WeakValueDictionary[str, MediaItem] = WeakValueDictionary()
+        self._by_number: WeakValueDictionary[int, MediaItem] = WeakValueDictionary()  # by `MediaItem.number`
+        self._retained: OrderedDict[str, tuple[MediaItem, int]] = OrderedDict()  # newest last, with the bytes counted for each
+        self._retained_nbytes = 0
+        self._encode_lock = threading.Lock()  # one encoding at a time, since the plan budgets memory for one
 
     def add_video(self, frames: Sequence[Frame]) -> list[tuple[str, MediaItem]]:
         """Add a video: (caption, item) for each image or clip that it becomes."""
         inputs = self.encoders[IMAGE_INPUT].video_inputs(frames)
-        return [(caption, self.add(points, frame_interval)) for caption, points, frame_interval in inputs]
+        return [(caption, self.add(data, frame_interval)) for caption, data, frame_interval in inputs]
 
-    def add(self, points: np.ndarray, frame_interval: float = 0.0) -> MediaItem:
+    def add(self, data: np.ndarray, frame_interval: float = 0.0) -> MediaItem:
         """The item for pixels uint8 [height, width, 3], a video [frames, height, width, 3] with `frame_interval` seconds between frames, or
         audio float32 [n]. The same data gives the same item."""
-        size = points.shape if points.ndim == 1 else points.shape[:-1]
-        said = (*size, frame_interval) if frame_interval else size
-        digest = hashlib.sha256(f"{' '.join(map(str, said))} ".encode() + np.ascontiguousarray(points).data.cast("B")).hexdigest()[:32]
+        size = data.shape if data.ndim == 1 else data.shape[:-1]
+        header = (*size, frame_interval) if frame_interval else size
+        digest = hashlib.sha256(f"{' '.join(map(str, header))} ".encode() + np.ascontiguousarray(data).data.cast("B")).hexdigest()[:32]
         with self._lock:
-            found = self._known.get(digest)
-            if found is None:
-                found = MediaItem(digest, size, modality_of(points), points, frame_interval=frame_interval)
-                if found.number in self._numbered:
-                    raise UsageError(f"two {found.modality.plural} have colliding hashes",
+            item = self._by_digest.get(digest)
+            if item is None:
+                item = MediaItem(digest, size, modality_of(data), data, frame_interval=frame_interval)
+                if item.number in self._by_number:
+                    raise UsageError(f"two {item.modality.plural} have colliding hashes",
                                      "change a pixel or a sample of one")
-                self._known[digest] = self._numbered[found.number] = found
-            self._keep(found)
-        return found
+                self._by_digest[digest] = self._by_number[item.number] = item
+            self._retain(item)
+        return item
 
     def pending_nbytes(self) -> int:
         """Bytes of media that were not encoded yet."""
         with self._lock:
-            return sum(each.nbytes for each in self._known.values() if each.encoded is None)
+            return sum(item.nbytes for item in self._by_digest.values() if item.encoded is None)
 
     def find(self, digest: str) -> MediaItem:
         """The item of a digest. Raises MediaGone."""
-        found = self._known.get(digest)
-        if found is None:
-            raise self._gone(digest[:8])
-        return found
+        item = self._by_digest.get(digest)
+        if item is None:
+            raise self._gone_error(digest[:8])
+        return item
 
-    def encode(self, pictures: Sequence[MediaItem], left: Callable[[], bool] = lambda: False) -> Iterator[Progress | Notice]:
-        """Encode those that are not yet, until `left` says that the client is gone. Concurrent answers encode an image once, and one at a
-        time, since the plan budgets memory for one."""
-        new = [each for each in dict.fromkeys(pictures) if each.encoded is None]
-        counts: Counter[Modality] = Counter()
-        for picture in new:
-            modality, alike = picture.modality, sum(each.modality is picture.modality for each in new)
+    def encode(self, items: Sequence[MediaItem], cancelled: Callable[[], bool] = lambda: False) -> Iterator[Progress | Notice]:
+        """Encode those that are not yet, until `cancelled` returns true. Concurrent answers encode an image once."""
+        new = [item for item in dict.fromkeys(items) if item.encoded is None]
+        totals, counts = Counter(item.modality for item in new), Counter[Modality]()
+        for item in new:
+            modality = item.modality
             counts[modality] += 1
-            phase = f"encoding {f'the {modality.noun}' if alike == 1 else f'{modality.noun} {counts[modality]} of {alike}'}"
-            while not self._looks.acquire(blocking=False):
-                if left():
+            which = f"the {modality.noun}" if totals[modality] == 1 else f"{modality.noun} {counts[modality]} of {totals[modality]}"
+            phase = f"encoding {which}"
+            while not self._encode_lock.acquire(blocking=False):
+                if cancelled():
                     return
                 yield Progress(phase, 0, 0, "layers")
             try:
-                seen = picture.encoded or (yield from self._looked(picture, phase, left))
+                encoded = item.encoded or (yield from self._encode_item(item, phase, cancelled))
             finally:
-                self._looks.release()
-            if seen is None:
+                self._encode_lock.release()
+            if encoded is None:
                 return
-            self.bidirectional = self.bidirectional or seen.bidirectional
-            rows = seen.tokens.count(ROW_PLACEHOLDER)
-            too_wide = seen.grid and seen.grid[1] >= 1 << COLUMN_BITS
-            if seen.placeholder_id is None and rows != len(seen.rows) or rows > 1 << ROW_BITS or too_wide:
-                raise UsageError(f"this {picture.modality.called(picture.size)} takes {rows} tokens, which is not supported",
-                                 f"use a smaller {picture.modality.noun}")
-            with self._lock:
-                picture.encoded, picture.points = seen, None
-                self._keep(picture)
-            tokens = len(picture.ids())
-            beside = "" if seen.placeholder_id is None else f", and {len(seen.rows)} rows that some layers attend to"
-            yield Notice(f"{picture.modality.called(picture.size)}: {tokens} token{'' if tokens == 1 else 's'}{beside}")
+            yield self._add_encoding(item, encoded)
 
-    def _looked(self, picture: MediaItem, phase: str, left: Callable[[], bool]) -> Generator[Progress, None, EncodedMedia | None]:
-        """The encoding of an item; None where it was cancelled."""
-        work = EncodingJob()
-        with ThreadPoolExecutor(1, "sight") as beside:
-            looking = beside.submit(self.encoders[picture.modality].encode, picture.points, work)
+    def _add_encoding(self, item: MediaItem, encoded: EncodedMedia) -> Notice:
+        """Attach an encoding to its item, in place of the pixels or samples. Raises UsageError for one that token ids cannot express."""
+        self.bidirectional = self.bidirectional or encoded.bidirectional
+        description, num_rows = item.modality.called(item.size), encoded.tokens.count(ROW_PLACEHOLDER)
+        is_mismatched = encoded.placeholder_id is None and num_rows != len(encoded.rows)
+        is_too_wide = encoded.grid is not None and encoded.grid[1] >= 1 << COLUMN_BITS
+        if is_mismatched or is_too_wide or num_rows > 1 << ROW_BITS:
+            raise UsageError(f"this {description} takes {num_rows} tokens, which is not supported", f"use a smaller {item.modality.noun}")
+        with self._lock:
+            item.encoded, item.data = encoded, None
+            self._retain(item)
+        num_tokens = len(item.ids())
+        cross_attended = "" if encoded.placeholder_id is None else f", and {len(encoded.rows)} rows that some layers attend to"
+        return Notice(f"{description}: {num_tokens} token{'' if num_tokens == 1 else 's'}{cross_attended}")
+
+    def _encode_item(self, item: MediaItem, phase: str, cancelled: Callable[[], bool]) -> Generator[Progress, None, EncodedMedia | None]:
+        """The encoding of an item; None if it was cancelled."""
+        job = EncodingJob()
+        with ThreadPoolExecutor(1, "sight") as executor:
+            encoding = executor.submit(self.encoders[item.modality].encode, item.data, job)
             try:
                 while True:  # at least one event, even if encoding is immediate
-                    work.is_cancelled = work.is_cancelled or left()
-                    yield Progress(phase, min(work.done, work.total), work.total, "layers")
-                    if wait([looking], PROGRESS_S).done:
-                        return looking.result()
+                    job.is_cancelled = job.is_cancelled or cancelled()
+                    yield Progress(phase, min(job.done, job.total), job.total, "layers")
+                    if wait([encoding], PROGRESS_S).done:
+                        return encoding.result()
             except EncodingCancelled:
                 return None
             finally:
-                work.is_cancelled = True
+                job.is_cancelled = True
 
     def ids(self, digest: str, before: int = 0, within: bytes = b"") -> list[int]:
         """Token ids of an item that follows `before` others, as `MediaItem.ids`. One that was left unencoded gets as many placeholder ids,
         which are only counted. Raises MediaGone."""
-        picture = self.find(digest)
-        if picture.encoded:
-            return picture.ids(before, within)
-        return [media_token_id(picture.number, 0, row) for row in range(self.token_count(digest))]
+        item = self.find(digest)
+        if item.encoded:
+            return item.ids(before, within)
+        return [media_token_id(item.number, 0, row) for row in range(self.token_count(digest))]
 
     def pending(self, digest: str) -> list[MediaItem]:
         """The item, if it is present and not encoded yet."""
-        picture = self._known.get(digest)
-        return [picture] if picture is not None and picture.encoded is None else []
+        item = self._by_digest.get(digest)
+        return [item] if item is not None and item.encoded is None else []
 
     def token_count(self, digest: str) -> int:
         """Number of tokens of an item, encoded or not."""
-        picture = self.find(digest)
-        return self.encoders[picture.modality].token_count(*picture.size) if picture.encoded is None else len(picture.ids())
+        item = self.find(digest)
+        return self.encoders[item.modality].token_count(*item.size) if item.encoded is None else len(item.ids())
 
     def embeddings(self, ids: Sequence[int]) -> tuple[list[int], MediaEmbeddings | None]:
         """Ids within the vocabulary, with stand-ins for media ids, and the rows to put there. Raises MediaGone."""
-        places = [place for place, token in enumerate(ids) if token >= FIRST_MEDIA_ID]
-        if not places:
+        media_positions = [position for position, token in enumerate(ids) if token >= FIRST_MEDIA_ID]
+        if not media_positions:
             return list(ids), None
-        rows, deep, pictured, plain, reach, narrow, behind = [], [], [], list(ids), np.zeros(len(ids), np.int64), False, None
-        together: list[int] = []
-        for place in places:
-            number, _, row = split_media_token(ids[place])
-            picture = self._numbered.get(number)
-            if picture is None or picture.encoded is None or row >= len(picture.encoded.rows):
-                raise self._gone()
-            if picture.encoded.placeholder_id is not None:
-                plain[place] = picture.encoded.placeholder_id
+        text_ids, lookahead = list(ids), np.zeros(len(ids), np.int64)
+        positions: list[int] = []
+        rows: list[np.ndarray] = []
+        deepstack_rows: list[np.ndarray | None] = []
+        joint_positions: list[int] = []  # of images that all attend to each other
+        sliding_window_only, deepstack_layers = False, None
+        for position in media_positions:
+            number, _, row = split_media_token(ids[position])
+            item = self._by_number.get(number)
+            if item is None or item.encoded is None or row >= len(item.encoded.rows):
+                raise self._gone_error()
+            encoded = item.encoded
+            if encoded.placeholder_id is not None:
+                text_ids[position] = encoded.placeholder_id
                 continue
-            pictured.append(place)
-            rows.append(picture.encoded.rows[row])
-            deep.append(None if picture.encoded.deep is None else picture.encoded.deep[:, row])
-            if picture.encoded.bidirectional:
-                reach[place], narrow = len(picture.encoded.rows) - 1 - row, picture.encoded.in_windows
-            if picture.encoded.together:
-                together.append(place)
-            behind, plain[place] = picture.encoded.behind or behind, 0
-        if not pictured:
-            return plain, None
-        among = None
-        if together:  # text between images is attended to causally
-            among = np.zeros(len(ids), np.int64)
-            among[together], reach[together] = 1, together[-1] - np.array(together)
-        return plain, MediaEmbeddings(np.array(pictured, np.int64), np.stack(rows).astype(np.float32, copy=False), _joined(deep),
-                            reach if reach.any() else None, narrow, behind, among)
+            text_ids[position] = 0
+            positions.append(position)
+            rows.append(encoded.rows[row])
+            deepstack_rows.append(None if encoded.deepstack_rows is None else encoded.deepstack_rows[:, row])
+            deepstack_layers = encoded.deepstack_layers or deepstack_layers
+            if encoded.bidirectional:
+                lookahead[position], sliding_window_only = len(encoded.rows) - 1 - row, encoded.sliding_window_only
+            if encoded.joint_attention:
+                joint_positions.append(position)
+        if not positions:
+            return text_ids, None
+        attention_groups = None
+        if joint_positions:  # text between images is attended to causally
+            attention_groups = np.zeros(len(ids), np.int64)
+            attention_groups[joint_positions] = 1
+            lookahead[joint_positions] = joint_positions[-1] - np.array(joint_positions)
+        return text_ids, MediaEmbeddings(
+            np.array(positions, np.int64), np.stack(rows).astype(np.float32, copy=False), stacked_deepstack(deepstack_rows),
+            lookahead if lookahead.any() else None, sliding_window_only, deepstack_layers, attention_groups)
 
     def rows_of(self, number: int) -> np.ndarray:
         """Rows of the item with this number, for cross-attention. Raises MediaGone."""
-        picture = self._numbered.get(number)
-        if picture is None or picture.encoded is None:
-            raise self._gone()
-        return picture.encoded.rows
+        item = self._by_number.get(number)
+        if item is None or item.encoded is None:
+            raise self._gone_error()
+        return item.encoded.rows
 
     def is_causal(self, token: int) -> bool:
         """Whether a media token belongs to an item without bidirectional attention, such as audio."""
-        found = self._numbered.get(split_media_token(token)[0])
-        return found is not None and found.encoded is not None and not found.encoded.bidirectional
+        item = self._by_number.get(split_media_token(token)[0])
+        return item is not None and item.encoded is not None and not item.encoded.bidirectional
 
     def needs_adapter(self, ids: Sequence[int]) -> Modality | None:
         """The modality of an item among the ids that needs the model's LoRA adapter; None for none."""
-        found = (self._numbered.get(split_media_token(token)[0]) for token in ids if token >= FIRST_MEDIA_ID)
-        return next((each.modality for each in found if each is not None and each.encoded is not None and each.encoded.needs_adapter), None)
+        items = (self._by_number.get(split_media_token(token)[0]) for token in ids if token >= FIRST_MEDIA_ID)
+        return next((item.modality for item in items if item is not None and item.encoded is not None and item.encoded.needs_adapter), None)
 
-    def _gone(self, which: str = "") -> MediaGone:
+    def _gone_error(self, which: str = "") -> MediaGone:
         """Names every modality of the model, since it is unknown which one the missing item had."""
         modalities = [*self.encoders] or [IMAGE_INPUT]
         nouns = " or ".join(f"{modality.noun} {which}" if which else f"an {modality.noun}" for modality in modalities)
@@ -319,41 +304,36 @@ class MediaCache:
         return MediaGone(f"{nouns} of this conversation is needed again but no longer in memory",
                            f"attach it again ({ways}), or start over (/clear)")
 
-    def _keep(self, picture: MediaItem) -> None:
-        """Mark as newest and evict the oldest beyond KEPT bytes. Call with the lock held."""
-        _, before = self._kept.pop(picture.digest, (None, 0))
-        self._kept[picture.digest] = picture, (nbytes := ITEM_OVERHEAD_NBYTES + picture.nbytes)
-        self._kept_nbytes += nbytes - before
-        while self._kept_nbytes > MAX_RETAINED_NBYTES and len(self._kept) > 1:
-            self._kept_nbytes -= self._kept.popitem(last=False)[1][1]
-
-
-def _joined(deep: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Rows that early layers add, [layers, n, hidden], zero for items that have none; None where no item has any."""
-    like = next((each for each in deep if each is not None), None)
-    return None if like is None else np.stack([np.zeros_like(like) if each is None else each for each in deep], axis=1)
+    def _retain(self, item: MediaItem) -> None:
+        """Mark as newest, and evict the oldest beyond MAX_RETAINED_NBYTES. Call with the lock held."""
+        _, before = self._retained.pop(item.digest, (None, 0))
+        self._retained[item.digest] = item, (nbytes := ITEM_OVERHEAD_NBYTES + item.nbytes)
+        self._retained_nbytes += nbytes - before
+        while self._retained_nbytes > MAX_RETAINED_NBYTES and len(self._retained) > 1:
+            self._retained_nbytes -= self._retained.popitem(last=False)[1][1]
 
 
 def open_media(model: Path, config: ModelConfig, mmproj: str | None = None, threads: int | None = None) -> MediaCache | None:
     """The media cache for a model folder, or for a GGUF file with its mmproj file (`mmproj`, or one next to it); None for a text-only
     model. `threads` encode. Raises EffllmError where the named mmproj file does not belong to the model."""
     try:
-        media = MediaCache(*_senses(model, config, mmproj))
+        media = MediaCache(*_encoders(model, config, mmproj))
     except EffllmError as error:
         if mmproj is not None and not config.cross_attention_layers:  # cross-attention models have no mmproj, and text works without
             raise
-        either = (IMAGE_INPUT, AUDIO_INPUT) if is_gguf(model) else (IMAGE_INPUT,)  # a GGUF file alone does not say which modalities it has
-        return MediaCache(dict.fromkeys(modalities_of(raw_config(model)) or either, error))
+        possible = (IMAGE_INPUT, AUDIO_INPUT) if is_gguf(model) else (IMAGE_INPUT,)  # a GGUF file alone does not name its modalities
+        return MediaCache(dict.fromkeys(modalities_of(raw_config(model)) or possible, error))
     for encoder in media.encoders.values():
         encoder.threads = threads
     return media if media.encoders or media.refused else None
 
 
-def _senses(model: Path, config: ModelConfig,
-            mmproj: str | None) -> tuple[dict[Modality, MediaEncoder | EffllmError], np.ndarray | None, tuple[int, ...]]:
+def _encoders(model: Path, config: ModelConfig,
+              mmproj: str | None) -> tuple[dict[Modality, MediaEncoder | EffllmError], np.ndarray | None, tuple[int, ...]]:
+    """The arguments of `MediaCache`: encoders, M-RoPE axes and canvas markers."""
     if mmproj is None and not is_gguf(model):
-        found = encoders_of(model, config)
-        return found, mrope_axes(model, config) if found else None, canvas_markers(raw_config(model)) if found else ()
+        encoders = encoders_of(model, config)
+        return encoders, mrope_axes(model, config) if encoders else None, canvas_markers(raw_config(model)) if encoders else ()
     from .mmproj import mmproj_encoders
 
     return *mmproj_encoders(model, config, None if mmproj is None else Path(os.path.expanduser(mmproj))), ()
@@ -379,7 +359,7 @@ def check_modality(model: Path, config: ModelConfig, mmproj: str | None = None, 
     mmproj file that does not fit."""
     if modality is not None and not is_gguf(model) and modality not in (IMAGE_INPUT, *modalities_of(raw_config(model))):
         raise UsageError(*modality.refusal)
-    media = MediaCache(*_senses(model, config, mmproj))
+    media = MediaCache(*_encoders(model, config, mmproj))
     if modality is not None:
         require_media(media, modality)
 

@@ -104,17 +104,17 @@ class MiniCpmV(VisionTower):
             self.token_id(word)
         return self.spelled(text, image)
 
-    def encode(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
-        return replace(super().encode(picture, work), numbered=self.numbered if self.with_numbers else None)
+    def encode(self, picture: np.ndarray, job: EncodingJob) -> EncodedMedia:
+        return replace(super().encode(picture, job), prefix_tokens=self.prefix_tokens if self.with_numbers else None)
 
-    def numbered(self, before: int) -> tuple[int, ...]:
+    def prefix_tokens(self, before: int) -> tuple[int, ...]:
         """What says of a picture how many are before it."""
         for word in ("<image_id>", "</image_id>"):
             self.token_id(word)
         return tuple(self.tokenizer.encode(f"<image_id>{before}</image_id>", add_special_tokens=False))
 
     def token_count(self, *size: int) -> int:
-        return super().token_count(*size) + (len(self.numbered(0)) if self.with_numbers else 0)
+        return super().token_count(*size) + (len(self.prefix_tokens(0)) if self.with_numbers else 0)
 
     def values(self, picture: np.ndarray) -> list[np.ndarray]:
         grid, (small, *slices) = self.grid(*picture.shape[:2]), self.sizes(*picture.shape[:2])
@@ -157,16 +157,16 @@ class OnCanvas(MiniCpmV):
 
     KINDS = {"minicpmv4_7_vision": USUAL}
 
-    def encode(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
-        return replace(super().encode(picture, work), stated=self.stated(*picture.shape[:2]))
+    def encode(self, picture: np.ndarray, job: EncodingJob) -> EncodedMedia:
+        return replace(super().encode(picture, job), layout_tags=self.layout_tags(*picture.shape[:2]))
 
-    def stated(self, height: int, width: int) -> tuple[int, ...]:
-        """`EncodedMedia.stated` of a picture of this size."""
+    def layout_tags(self, height: int, width: int) -> tuple[int, ...]:
+        """`EncodedMedia.layout_tags` of a picture of this size."""
         small, *slices = ((high // self.unit, wide // self.unit) for high, wide in self.sizes(height, width)[:2])
         return row_tags(small, self.grid(height, width) or (0, 0), *(slices or [(0, 0)]))
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        self.stated(height, width)  # before it is looked at
+        self.layout_tags(height, width)  # before it is looked at
         return super().tokens(height, width)
 
 

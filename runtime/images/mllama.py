@@ -145,7 +145,7 @@ class Mllama(VisionTower):
             return table[0] * to_float32(table[1][shape]).reshape(most, 1, width)
 
         def rows(given: Tiles, pool: WorkerPool) -> np.ndarray:
-            pool.work.total += len(blocks)
+            pool.job.total += len(blocks)
             tiles, shape, nothing = len(given.values), given.shape, self.filled - count
             x = np.zeros((most, count, width), np.float32)
             x[:tiles, 1:] = matmul(np.concatenate([patches_of(each, patch) for each in given.values]), embedding,

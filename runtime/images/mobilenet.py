@@ -176,7 +176,7 @@ class MobileNet:
         for stage in self.stages:
             for block in stage:
                 x = block(x, pool)
-                pool.work.done += 1
+                pool.job.done += 1
             maps.append(x)
         high, low = maps[-2:]
         rows, columns, _ = high.shape

@@ -43,7 +43,7 @@ class Molmo2(VisionTower):
     PROCESSORS = ("Molmo2ImageProcessor",)
     LOOK = HALF, HALF, BILINEAR
     placeholder = "<|image|>"
-    bidirectional = together = True
+    bidirectional = joint_attention = True
 
     def configure(self, keys: Keys) -> None:
         stated = {FIRST_NAMES.get(key, key): value for key, value in (self.root_config.section("adapter_config") or {}).items()}

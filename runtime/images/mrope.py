@@ -36,7 +36,7 @@ SECTIONS = {"ernie4_5_moe_vl": ((22, 22, 20), False), "ernie4_5_vl_moe": ((22, 2
 # Row and column sections are interleaved with each other, followed by time.
 HEIGHT_WIDTH_INTERLEAVED = ("ernie4_5_moe_vl", "ernie4_5_vl_moe")
 ORDERED = ("hunyuan_vl",)  # image tokens have a sequential position too (XD-RoPE)
-ORDER = 3  # of axes, which number is the first of a family that is IN_ORDER
+ORDER = 3  # number of the first axis of ORDERED families
 SECTION_KEYS = ("mrope_section", "xdrope_section")  # config keys of the sections
 FIRST_MEDIA_ID = 1 << 62  # media ids start here: 36 bits of hash, 11 of columns, 15 of row
 HASH_BITS, COLUMN_BITS, ROW_BITS = 36, 11, 15
@@ -44,7 +44,7 @@ FRAME_STEP = 512  # the first row of a later video frame carries this plus the p
 
 
 def media_token_id(number: int, columns: int, row: int) -> int:
-    """Token id of a row of an image with so many columns, 0 where its position is like that of text."""
+    """Token id of an image's row. `columns`: of the image, 0 for a row that is positioned like text."""
     return FIRST_MEDIA_ID | (number << COLUMN_BITS | columns) << ROW_BITS | row
 
 
@@ -63,37 +63,37 @@ def mrope_axes(folder: Path, config: ModelConfig) -> np.ndarray | None:
     inner = raw.get("thinker_config") or raw
     inner = inner.get("text_config") or inner
     section = {**(inner.get("rope_scaling") or {}), **(inner.get("rope_parameters") or {})}
-    found = []
-    for own in [section[kind] for kind in (GLOBAL, LOCAL) if isinstance(section.get(kind), dict)] or [section]:
-        name = next((name for name in SECTION_KEYS if own.get(name) is not None), SECTION_KEYS[0])
-        found.append(section_axes(raw["model_type"], own.get(name), config, f"config.json: {name}"))
-    if not np.array_equal(found[0], found[-1]):  # sliding and full layers, where both use RoPE
+    axes = []
+    for rope in [section[kind] for kind in (GLOBAL, LOCAL) if isinstance(section.get(kind), dict)] or [section]:
+        name = next((name for name in SECTION_KEYS if rope.get(name) is not None), SECTION_KEYS[0])
+        axes.append(section_axes(raw["model_type"], rope.get(name), config, f"config.json: {name}"))
+    if not np.array_equal(axes[0], axes[-1]):  # sliding and full layers, where both use RoPE
         raise UsageError(f"config.json: {GLOBAL} and {LOCAL} have different M-RoPE sections, which is not supported",
                          "fetch the model's files again; text-only works")
-    return found[0]
+    return axes[0]
 
 
 def section_axes(kind: str, stated: object, config: ModelConfig, where: str) -> np.ndarray | None:
     """As `mrope_axes`, for a model type whose sections are `stated` at `where`, or None for its defaults."""
     if kind not in SECTIONS:
         return None
-    usual, in_turns = SECTIONS[kind]
-    stated = usual if stated is None else stated
-    turned = next(each for each in config.ropes if each is not None)
-    pairs = int(config.head_dim * turned.partial_rotary_factor) // 2
+    default_sections, is_interleaved = SECTIONS[kind]
+    stated = default_sections if stated is None else stated
+    rope = next(rope for rope in config.ropes if rope is not None)
+    pairs = int(config.head_dim * rope.partial_rotary_factor) // 2
     counts = (3, 4) if kind in ORDERED else (3,)
     if not isinstance(stated, list | tuple) or len(stated) not in counts or not all(type(each) is int for each in stated) \
             or min(stated) < 0 or sum(stated) != pairs:
         raise UsageError(f"{where} is {stated!r:.60}, which does not add up to {pairs} channel pairs",
                          "fetch the model's files again; text-only works")
-    if kind in ORDERED:  # with three sections there is none for the sequence
+    if kind in ORDERED:  # with three sections, none is for the sequential position
         return np.repeat(np.arange(4)[-len(stated) :], stated) + ORDER
     if kind in HEIGHT_WIDTH_INTERLEAVED:
         if stated[0] != stated[1]:
             raise UsageError(f"{where} is {stated!r:.60}, with different sizes for rows and columns",
                              "fetch the model's files again; text-only works")
         return np.concatenate([np.tile([1, 2], stated[0]), np.zeros(stated[2], np.int64)])
-    if not in_turns:
+    if not is_interleaved:
         return np.repeat(np.arange(3), stated)
     axes = np.zeros(pairs, np.int64)
     for axis in (1, 2):
@@ -103,64 +103,64 @@ def section_axes(kind: str, stated: object, config: ModelConfig, where: str) -> 
 
 @dataclass
 class MropePositions:
-    """Tracks the positions of a sequence. `tokens`: the sequence, append-only; the first `known` are done and the next text token is at
-    `following`. `run`: of the image that they end in, its number, columns, first row of the frame, position, and frame offset."""
+    """Tracks the positions of a sequence."""
 
-    tokens: list[int]
-    known: int = 0
-    following: int = 0
+    tokens: list[int]  # the sequence, append-only
+    num_tracked: int = 0  # how many of them are done
+    next_text_position: int = 0
+    # Of the image that the tracked tokens end in: its number, columns, first row of the frame, position, and frame offset.
     run: tuple[int, int, int, int, int] | None = None
     FIRST = 0  # first axis number
 
-    def place(self, token: int) -> tuple[int, int, int]:
+    def next_position(self, token: int) -> tuple[int, int, int]:
         """Position triple of the next token."""
-        number, said, row = split_media_token(token) if token >= FIRST_MEDIA_ID else (0, 0, 0)
-        if not said:
-            self.following, self.run = self.following + 1, None
-            return (self.following - 1,) * 3
+        number, tag, row = split_media_token(token) if token >= FIRST_MEDIA_ID else (0, 0, 0)
+        if not tag:  # text, or a row that is positioned like text
+            self.next_text_position, self.run = self.next_text_position + 1, None
+            return (self.next_text_position - 1,) * 3
         if self.run is None or self.run[0] != number or not row:
-            self.run = number, said, row - row % said, self.following, 0
-        elif said != self.run[1]:
-            _, columns, _, start, later = self.run
-            self.run = number, columns, row, start, later + max(said - FRAME_STEP, 0)
-        _, columns, first, start, later = self.run
-        line, column = divmod(row - first, columns)
-        self.following = max(self.following, start + max(line + 1, columns, later + 1))
-        return start + later, start + line, start + column
+            self.run = number, tag, row - row % tag, self.next_text_position, 0
+        elif tag != self.run[1]:  # the first row of a later video frame
+            _, columns, _, start, frame_offset = self.run
+            self.run = number, columns, row, start, frame_offset + max(tag - FRAME_STEP, 0)
+        _, columns, first_row, start, frame_offset = self.run
+        line, column = divmod(row - first_row, columns)
+        self.next_text_position = max(self.next_text_position, start + max(line + 1, columns, frame_offset + 1))
+        return start + frame_offset, start + line, start + column
 
-    def behind(self, ids: Sequence[int], axes: np.ndarray) -> np.ndarray | None:
+    def positions_after(self, ids: Sequence[int], axes: np.ndarray) -> np.ndarray | None:
         """Positions of tokens appended to the sequence: int64 [T], or [T, pairs] with media among them; None where they are sequential."""
-        places = self.placed(ids)
+        triples = self.position_triples(ids)
         if any(token >= FIRST_MEDIA_ID for token in ids):
-            return places[:, axes - self.FIRST]
-        return None if self.following == self.known else places[:, 0]
+            return triples[:, axes - self.FIRST]
+        return None if self.next_text_position == self.num_tracked else triples[:, 0]
 
-    def placed(self, ids: Sequence[int]) -> np.ndarray:
+    def position_triples(self, ids: Sequence[int]) -> np.ndarray:
         """Position triples of tokens appended to the sequence, int64 [T, 3] or, for ORDERED families, [T, 4]."""
-        for token in self.tokens[self.known :]:
-            self.place(token)
-        self.known = len(self.tokens)
-        there = replace(self)
-        return np.array([there.place(token) for token in ids], np.int64)
+        for token in self.tokens[self.num_tracked :]:
+            self.next_position(token)
+        self.num_tracked = len(self.tokens)
+        lookahead = replace(self)
+        return np.array([lookahead.next_position(token) for token in ids], np.int64)
 
 
 @dataclass
 class OrderedMropePositions(MropePositions):
-    """For ORDERED families. `pictures`: how many images have begun. An image's first and last row are positioned like text, so their ids
-    carry no column count; its lines begin with the second row."""
+    """For ORDERED families. An image's first and last row are positioned like text, so their ids carry no column count; its lines begin
+    with the second row."""
 
-    pictures: int = 0
+    num_images: int = 0  # how many have begun
     FIRST = ORDER
 
-    def place(self, token: int) -> tuple[int, int, int, int]:
+    def next_position(self, token: int) -> tuple[int, int, int, int]:
         """The four positions of the next token: sequence, column, line, image."""
         _, columns, row = split_media_token(token) if token >= FIRST_MEDIA_ID else (0, 0, 1)
-        here, self.following = self.following, self.following + 1
-        self.pictures += not row
+        position, self.next_text_position = self.next_text_position, self.next_text_position + 1
+        self.num_images += not row
         if not columns:
-            return (here,) * 4
+            return (position,) * 4
         line, column = divmod(row - 1, columns)
-        return here, column, line, self.pictures - 1
+        return position, column, line, self.num_images - 1
 
 
 def track_positions(tokens: list[int], axes: np.ndarray, markers: tuple[int, ...] = ()) -> MropePositions:

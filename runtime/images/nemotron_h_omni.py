@@ -104,7 +104,7 @@ class NemotronHOmni(VisionTower):
             lines, columns = values.shape[0] // patch, values.shape[1] // patch
             at = row_major(lines, columns)
             x = matmul(patches_of(values, patch), embedding, pool) + bilinear(table, at, max(lines, columns))
-            pool.work.total += len(blocks)
+            pool.job.total += len(blocks)
             x = run_blocks(blocks, np.concatenate([front, x]), pool)[lead:]
             return project(norm(merge_patches(x, columns, side)), pool)
 

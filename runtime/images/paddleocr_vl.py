@@ -24,7 +24,7 @@ class PaddleOcrVl(QwenPatches):
     SIZE = (384 * 384, 1536 * 1536)
     HEADS = "num_attention_heads"
     placeholder = "<|IMAGE_PLACEHOLDER|>"
-    written = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
+    placeholder_text = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
         unit = self.patch * self.joined
@@ -46,7 +46,7 @@ class PaddleOcrVl(QwenPatches):
             patches, places = values
             x = matmul(patches, tower.patches, pool)
             x += bilinear(table, places)
-            pool.work.total += len(tower.blocks)
+            pool.job.total += len(tower.blocks)
             x = run_blocks(tower.blocks, x, pool, self.rope(places))
             return project(norm(tower.after(x)).reshape(-1, together), pool)
 

@@ -93,7 +93,7 @@ class Pixtral(VisionTower):
             lines, columns = values.shape[0] // patch, values.shape[1] // patch
             x = before(matmul(patches_of(values, patch), embedding, pool))
             rope, made = self.rope(lines, columns), {0: x.copy()} if 0 in wanted else {}
-            pool.work.total += max(wanted)
+            pool.job.total += max(wanted)
             for number, block in enumerate(blocks[: max(wanted)], start=1):
                 block.run(x, [(0, len(x))], pool, rope)
                 if number in wanted:

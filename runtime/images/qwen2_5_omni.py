@@ -9,10 +9,10 @@ from .tower_weights import Weights
 
 class Qwen25Omni(Qwen25Vl):
     KINDS = {"qwen2_5_omni_vision_encoder": USUAL}
-    placeholder, written = "<|IMAGE|>", "<|vision_bos|><|IMAGE|><|vision_eos|>"
+    placeholder, placeholder_text = "<|IMAGE|>", "<|vision_bos|><|IMAGE|><|vision_eos|>"
 
     @property
-    def pace(self) -> float:
+    def positions_per_second(self) -> float:
         return self.root_config.number("position_id_per_seconds", 25)
 
     def looked(self, weights: Weights, name: str) -> list[Matrix]:

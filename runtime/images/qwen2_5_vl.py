@@ -23,7 +23,7 @@ class Qwen25Vl(QwenPatches):
     FILMS = True
 
     @property
-    def pace(self) -> float:
+    def positions_per_second(self) -> float:
         return self.tower_config.number("tokens_per_second", 4)
 
     def looked(self, weights: Weights, name: str) -> list[Matrix]:
@@ -55,7 +55,7 @@ class Qwen25Vl(QwenPatches):
             by_window = (order[:, None] * unit + np.arange(unit)).reshape(-1)
             x = embedded(patches[by_window], pool)
             rope = self.rope(places[by_window])
-            pool.work.total += len(blocks)
+            pool.job.total += len(blocks)
             for number, block in enumerate(blocks):
                 block.run(x, apart if number in whole else windows, pool, rope)
             made = project(norm(x).reshape(-1, together), pool)

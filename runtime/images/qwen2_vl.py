@@ -39,7 +39,7 @@ class Qwen2Vl(QwenPatches):
 
         def rows(values: tuple[np.ndarray, np.ndarray], pool: WorkerPool) -> np.ndarray:
             patches, places = values
-            pool.work.total += len(blocks)
+            pool.job.total += len(blocks)
             x = run_blocks(blocks, embedded(patches, pool), pool, self.rope(places), frames_at(places))
             return project(norm(x).reshape(-1, together), pool)
 

@@ -27,7 +27,7 @@ class Qwen3Omni(Qwen3Vl):
         return QwenPatches.film_sized(self, count, height, width)
 
     @property
-    def pace(self) -> float:
+    def positions_per_second(self) -> float:
         return self.root_config.number("position_id_per_seconds", 25)
 
 

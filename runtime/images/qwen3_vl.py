@@ -76,7 +76,7 @@ class Qwen3Vl(QwenPatches):
             x = embedded(patches, pool)
             x += bilinear_aligned(table.reshape(side, side, width), places)
             rope, spans, found = self.rope(places), frames_at(places), []
-            pool.work.total += len(blocks)
+            pool.job.total += len(blocks)
             for number, block in enumerate(blocks):
                 block.run(x, spans, pool, rope)
                 if number in deep:

@@ -39,7 +39,7 @@ class QwenPatches(VisionTower):
     FILMS, BY_PLACE = False, True
     HEADS, TURNED = "num_heads", 4
     placeholder = "<|image_pad|>"
-    written = "<|vision_start|><|image_pad|><|vision_end|>"
+    placeholder_text = "<|vision_start|><|image_pad|><|vision_end|>"
 
     def configure(self, keys: Keys) -> None:
         self.joined = self.tower_config.integer("spatial_merge_size", 2, high=16)
@@ -103,10 +103,10 @@ class QwenPatches(VisionTower):
 
     def film_of(self, frames: Sequence[Frame]) -> np.ndarray:
         """Frames resized and padded to a multiple of the temporal patch size by repeating the last."""
-        high, wide = self.film_sized(max(len(frames), self.frames), *frames[0].points.shape[:2])
+        high, wide = self.film_sized(max(len(frames), self.frames), *frames[0].pixels.shape[:2])
         if wide // (self.patch * self.joined) >= FRAME_STEP:
             raise UsageError(f"a video of {wide} × {high} is too wide for this model", "cut it into narrower ones")
-        made = [resized(each.points, high, wide, self.resample) for each in frames]
+        made = [resized(each.pixels, high, wide, self.resample) for each in frames]
         return np.stack([*made, *made[-1:] * (-len(made) % self.frames)])
 
     def film_sized(self, count: int, height: int, width: int) -> tuple[int, int]:

@@ -57,7 +57,7 @@ class SamLayer:
         pool.all([_look(queries[window, which], keys[window, which], values[window, which], seen[window, :, which], some, far)
                   for window in range(len(windows)) for which in heads for some in lines])
         x = x + _whole(matmul(seen.reshape(-1, width), self.out, pool).reshape(windows.shape), rows, columns)
-        pool.work.done += 1
+        pool.job.done += 1
         return x + mlp(self.norms[1](x), self.up, self.down, self.curve, pool)
 
 

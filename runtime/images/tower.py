@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
     from .tower_source import TowerSource
 
-MULTIPLIED = ("granite",)  # text families that scale embeddings after media rows are inserted
+SCALED_EMBEDDING_FAMILIES = ("granite",)  # text families that scale embeddings after media rows are inserted
 # Output of `values`, and workers -> rows float32 [n, hidden], or [1 + layers, n, hidden] with DeepStack rows.
 Rows = Callable[[Any, WorkerPool], np.ndarray]
 
@@ -59,9 +59,9 @@ class Tower(Family):
     modality: Modality
     placeholder: str
     threads: int | None = None
-    together = bordered = False  # as of `MediaEncoder`
+    joint_attention = shares_border = False  # as of `MediaEncoder`
     constrain_logits: Callable[[Sequence[int], bool, np.ndarray], None] | None = None
-    multiplied = True  # scaled like embeddings, in MULTIPLIED families
+    scales_rows = True  # rows are scaled like embeddings, in SCALED_EMBEDDING_FAMILIES
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         self.source, self.config = source, config
@@ -77,21 +77,21 @@ class Tower(Family):
         self._once = threading.Lock()
         self.configure(self.read_preprocessor())
 
-    def run_tower(self, taken: np.ndarray, work: EncodingJob) -> tuple[np.ndarray, tuple[int, ...], np.ndarray | None]:
+    def run_tower(self, taken: np.ndarray, job: EncodingJob) -> tuple[np.ndarray, tuple[int, ...], np.ndarray | None]:
         """Rows, tokens and DeepStack rows, as in `EncodedMedia`."""
         with self._once, self.source.saying():
             tokens = self.tokens(*(taken.shape if taken.ndim == 1 else taken.shape[:-1]))
             if self._rows is None:
                 with self.source.weights() as weights:
                     self._rows = self.load(weights)
-        with WorkerPool(self.workers, work) as pool:
+        with WorkerPool(self.workers, job) as pool:
             rows, deep = self._rows(self.values(taken), pool), None
         if rows.ndim == 3:
             rows, deep = rows[0], rows[1:]
         if rows.shape != (self.row_count(tokens, taken), self.config.hidden_size):
             raise ConfigError(f"{self.source.model}: an {self.modality.noun} became {len(rows)} rows of {rows.shape[-1]}, but "
                               f"{self.row_count(tokens, taken)} of {self.config.hidden_size} are expected")
-        if self.multiplied and self.config.family in MULTIPLIED:
+        if self.scales_rows and self.config.family in SCALED_EMBEDDING_FAMILIES:
             rows = rows * np.float32(self.config.embedding_multiplier)
         return rows, tokens, deep
 
@@ -116,7 +116,7 @@ class Tower(Family):
             return weights.nbytes + 4 * self.workspace_floats()
 
     @property
-    def written(self) -> str:
+    def placeholder_text(self) -> str:
         return self.placeholder
 
     def token_count(self, *size: int) -> int:

@@ -29,13 +29,13 @@ Span = tuple[int, int]  # [begin, end) of patches that attend to each other
 
 
 class WorkerPool:
-    """Threads that share rows among them until `work` is cancelled. A context manager; only one is active at a time, because the BLAS
+    """Threads that share rows among them until `job` is cancelled. A context manager; only one is active at a time, because the BLAS
     thread count is global to the process."""
 
     _entered = Lock()
 
-    def __init__(self, threads: int, work: EncodingJob) -> None:
-        self._threads, self._pool, self._blas, self.work = threads, ThreadPoolExecutor(threads, "tower"), one_thread(), work
+    def __init__(self, threads: int, job: EncodingJob) -> None:
+        self._threads, self._pool, self._blas, self.job = threads, ThreadPoolExecutor(threads, "tower"), one_thread(), job
 
     def each(self, do: Callable[[slice], None], count: int) -> None:
         """Call `do` on slices of `count` rows, evenly spread over the threads."""
@@ -51,13 +51,13 @@ class WorkerPool:
     def groups(self, parts: Sequence[np.ndarray], few: int, layers: int) -> list[Sequence[np.ndarray]]:
         """Split the tiles of an image into batches of `few`, each of which runs through `layers`; adds them to the total work."""
         found = [parts[at : at + max(1, few)] for at in range(0, len(parts), max(1, few))]
-        self.work.total += len(found) * layers
+        self.job.total += len(found) * layers
         return found
 
     def all(self, pieces: Sequence[Callable[[], None]]) -> None:
         """Run tasks in parallel. Raises EncodingCancelled, also midway."""
         def one(piece: Callable[[], None]) -> None:
-            self.work.raise_if_cancelled()
+            self.job.raise_if_cancelled()
             with np.errstate(over="ignore", invalid="ignore"):  # damaged weights are detected by the caller
                 piece()
 
@@ -294,7 +294,7 @@ class Block:
             x[rows] += self.added(1, down(inner))
 
         pool.each(rest, tokens)
-        pool.work.done += 1
+        pool.job.done += 1
 
     def added(self, which: int, y: np.ndarray) -> np.ndarray:
         """A residual branch with its post-norm and scale: 0 attention, 1 FFN."""
@@ -320,10 +320,10 @@ def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.nd
         mixed /= scores.sum(-1, keepdims=True)
         out[rows].reshape(-1, heads, depth)[:, which] = mixed.swapaxes(0, 1)
 
-    work: list[Callable[[], None]] = []
+    job: list[Callable[[], None]] = []
     for (begin, end), others, hidden in zip(spans, seen or spans, causal or [False] * len(spans), strict=True):
         if max(end - begin, others[1] - others[0]) <= SHORT:
-            work.append(lambda span=slice(begin, end), others=slice(*others), ahead=not hidden: look(slice(None), span, others, ahead))
+            job.append(lambda span=slice(begin, end), others=slice(*others), ahead=not hidden: look(slice(None), span, others, ahead))
             continue
         for head in range(heads):
             def of_head(head: int = head, begin: int = begin, end: int = end, others: slice = slice(*others),
@@ -331,8 +331,8 @@ def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.nd
                 for first in range(begin, end, QUERIES):
                     look(slice(head, head + 1), slice(first, min(first + QUERIES, end)), others, ahead)
 
-            work.append(of_head)
-    pool.all(work)
+            job.append(of_head)
+    pool.all(job)
 
 
 def matmul(x: np.ndarray, matrix: Matrix, pool: WorkerPool) -> np.ndarray:

@@ -53,7 +53,7 @@ class UnlimitedOcr(TiledPages):
             tiles, whole = parts[:-1], parts[-1:]
             few = max(1, BATCH_PATCHES // (self.across(self.tile) ** 2 + 1))
             groups = [tiles[at : at + few] for at in range(0, len(tiles), few)] + [whole]
-            pool.work.total += len(parts) * count + len(groups) * len(reading.blocks)
+            pool.job.total += len(parts) * count + len(groups) * len(reading.blocks)
             made = [matmul(reading.read([tower(part, pool) for part in group], pool), project, pool) for group in groups]
             side = self.across(self.whole)
             found = [lined(made.pop().reshape(side, side, hidden)), separator[None]]

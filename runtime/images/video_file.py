@@ -40,7 +40,7 @@ class Frame:
     """A frame: its timestamp `second` and its pixels uint8 [height, width, 3]."""
 
     second: float
-    points: np.ndarray
+    pixels: np.ndarray
 
 
 def read_video(path: Path, frames: int = FRAMES) -> list[Frame]:
@@ -146,5 +146,5 @@ def _points(frame: VideoFrame, most: int, source: str) -> np.ndarray:
         raise UsageError(f"{source} has {frame.width} × {frame.height} pixels, more than {image_file.MOST_POINTS:,}", "make it smaller")
     scale = min(1.0, (most / (frame.width * frame.height)) ** 0.5)
     size: dict[str, Any] = {"width": max(1, int(frame.width * scale)), "height": max(1, int(frame.height * scale))}
-    points = frame.reformat(**size, format="rgb24").to_ndarray()
-    return np.ascontiguousarray(np.rot90(points, frame.rotation // 90))
+    pixels = frame.reformat(**size, format="rgb24").to_ndarray()
+    return np.ascontiguousarray(np.rot90(pixels, frame.rotation // 90))

@@ -8,14 +8,14 @@ import numpy as np
 
 if TYPE_CHECKING:
     from ..moe_config import MoEConfig
-    from .media import MediaEmbeddings
+    from .media_embeddings import MediaEmbeddings
 
 
-def vision_routing(own: MoEConfig | None, ids: np.ndarray, shown: MediaEmbeddings | None) -> dict[int, tuple[bool, ...]] | None:
+def vision_routing(own: MoEConfig | None, ids: np.ndarray, media: MediaEmbeddings | None) -> dict[int, tuple[bool, ...]] | None:
     """By layer with text and vision experts, for each token of a pass whether it goes to the vision experts; None where none does."""
     if own is None or not own.vision_token_ids:
         return None
-    seen = np.isin(ids, [*own.vision_token_ids])
-    if shown is not None:
-        seen[shown.places] = True
-    return dict.fromkeys(own.layers, tuple(seen.tolist())) if seen.any() else None
+    is_vision = np.isin(ids, [*own.vision_token_ids])
+    if media is not None:
+        is_vision[media.positions] = True
+    return dict.fromkeys(own.layers, tuple(is_vision.tolist())) if is_vision.any() else None

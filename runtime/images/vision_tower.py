@@ -41,9 +41,9 @@ class VisionTower(Tower):
     HEADS, TURNED = "num_attention_heads", 1  # config key of the head count; the head size must be a multiple of TURNED
     modality = IMAGE_INPUT
     placeholder = "<image>"
-    bidirectional = in_windows = False
-    behind: tuple[int, ...] | None = None  # as of `EncodedMedia`
-    framed = 0
+    bidirectional = sliding_window_only = False
+    deepstack_layers: tuple[int, ...] | None = None  # as of `EncodedMedia`
+    num_border_rows = 0
     most_patches: int  # maximum number of patches in the tower at once
     whole_patches = 0  # patches of all tiles of an image, 0 for `most_patches`
 
@@ -61,16 +61,17 @@ class VisionTower(Tower):
         """The preprocessor config under the key names of transformers."""
         return keys
 
-    def encode(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
+    def encode(self, picture: np.ndarray, job: EncodingJob) -> EncodedMedia:
         """Raises CheckpointError where weights are damaged, UsageError for an image the model cannot take, and EncodingCancelled."""
-        rows, tokens, deep = self.run_tower(picture, work)
-        return EncodedMedia(rows, tokens, self.rope_grid(*picture.shape[:-1]), self.bidirectional, self.in_windows, deep,
-                            behind=self.behind,
-                    placeholder_id=self.placeholder_id, framed=self.framed, together=self.together, pace=self.pace)
+        rows, tokens, deepstack_rows = self.run_tower(picture, job)
+        return EncodedMedia(rows, tokens, self.rope_grid(*picture.shape[:-1]), self.bidirectional, self.sliding_window_only,
+                            deepstack_rows=deepstack_rows, deepstack_layers=self.deepstack_layers, placeholder_id=self.placeholder_id,
+                            num_border_rows=self.num_border_rows, joint_attention=self.joint_attention,
+                            positions_per_second=self.positions_per_second)
 
     def video_inputs(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
         """As `MediaEncoder`: each frame is an image after its timestamp."""
-        return [(f"<{each.second:.1f} seconds>", each.points, 0.0) for each in frames]
+        return [(f"<{each.second:.1f} seconds>", each.pixels, 0.0) for each in frames]
 
     def spelled(self, text: str, word: str) -> tuple[int, ...]:
         """Tokens of an image's text form, in which `word` stands for a row. Cached by text, because images of one shape share it."""
@@ -85,8 +86,8 @@ class VisionTower(Tower):
         return None
 
     @property
-    def pace(self) -> float | None:
-        """`EncodedMedia.pace`."""
+    def positions_per_second(self) -> float | None:
+        """`EncodedMedia.positions_per_second`."""
         return None
 
     @property

@@ -21,7 +21,7 @@ from .kv_setting import AUTO
 if TYPE_CHECKING:
     from ..cache import KVCache
     from ..config import ModelConfig
-    from ..images.media import MediaEmbeddings
+    from ..images.media_embeddings import MediaEmbeddings
     from ..prepare import EngineOptions
 
 WHOLE = "32bit"  # keys and values live for one pass only, so fewer bits would save little
@@ -31,7 +31,7 @@ TOGETHER = ("molmo2_text",)
 Ends = Mapping["int | None", tuple[np.ndarray, "np.ndarray | None"]]
 
 
-def attention_ends(config: ModelConfig, cache: KVCache, tokens: int, shown: MediaEmbeddings | None) -> Ends | None:
+def attention_ends(config: ModelConfig, cache: KVCache, tokens: int, media: MediaEmbeddings | None) -> Ends | None:
     """By window (None: full attention), the last position int64 [T] that each token of the pass attends to, and which tokens those before
     them see, int64 [T] or None for all. A window that is missing, or None for everything, means causal attention."""
     if config.bidirectional:
@@ -39,10 +39,10 @@ def attention_ends(config: ModelConfig, cache: KVCache, tokens: int, shown: Medi
         at = np.arange(cache.n, last + 1, dtype=np.int64)
         return {window: (np.full(tokens, last, np.int64) if window is None else np.minimum(at + window - 1, last), None)
                 for window in {None, *config.windows}}
-    if shown is None or (found := shown.ends(cache.n)) is None:
+    if media is None or (found := media.attention_ends(cache.n)) is None:
         return None
-    ends, in_windows = found
-    return {window: (ends, shown.among) for window in {None, *config.windows} if window is not None or not in_windows}
+    ends, sliding_window_only = found
+    return {window: (ends, media.attention_groups) for window in {None, *config.windows} if window is not None or not sliding_window_only}
 
 
 def single_pass_options(config: ModelConfig, options: EngineOptions) -> EngineOptions:

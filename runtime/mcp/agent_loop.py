@@ -23,7 +23,7 @@ ANSWER_TOKENS = 512  # reserved for the answer after a tool result, at most a qu
 MIN_RESULT_TOKENS = 16  # a shorter part of a result is not worth including
 REFUSED = "Error: the user did not allow this call."
 STOPPED = "Error: the user stopped this before it ran."
-GIVEN_UP = "Error: the user stopped this before it returned anything."
+CANCELLED = "Error: the user stopped this before it returned anything."
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Generating:
 
 @dataclass
 class ApprovalRequest:
-    """Asks whether a tool may be called. The caller sets `is_allowed`; `is_over` stops the loop."""
+    """Asks whether a tool may be called. The caller sets `is_allowed`, or `is_stopped` to end the loop."""
 
     call: Call
     tool: Tool
     is_allowed: bool = False
-    is_over: bool = False
+    is_stopped: bool = False
 
 
 class Cancellable:
@@ -59,33 +59,33 @@ class Cancellable:
 
 @dataclass
 class ToolExecution(Cancellable):
-    """A call that was approved. `found`: its result."""
+    """An approved call. `result`: None until it returned, and where it was cancelled."""
 
     call: Call
     tool: Tool
     box: Toolbox
-    found: ToolResult | None = None
+    result: ToolResult | None = None
 
     def _run(self) -> Iterator[Progress | Notice]:
         try:
             for event in self.box.call(self.tool, arguments_of(self.call.arguments), lambda: self.is_cancelled):
                 if isinstance(event, ToolResult):
-                    self.found = event
+                    self.result = event
                 else:
                     yield event
         except Cancelled:
-            self.found = None
+            self.result = None
 
 
 @dataclass(frozen=True)
 class ToolReported:
-    """A tool result was appended: `text` is what the model reads, `found` the tool's result, None if it was not called."""
+    """A tool result was appended to the history."""
 
     call: Call
-    tool: Tool | None
-    text: str
-    found: ToolResult | None = None
-    remarks: tuple[str, ...] = ()
+    tool: Tool | None  # None if there is none of this name
+    text: str  # what the model reads
+    result: ToolResult | None = None  # None if the tool was not called
+    remarks: tuple[str, ...] = ()  # notes for the user: what was left out
 
 
 @dataclass
@@ -96,7 +96,7 @@ class ToolRefresh(Cancellable):
 
     def _run(self) -> Iterator[Progress | Notice]:
         with suppress(Cancelled):
-            yield from self.box.renew(lambda: self.is_cancelled)
+            yield from self.box.refresh(lambda: self.is_cancelled)
 
 
 Step = Generating | ToolRefresh | ApprovalRequest | ToolExecution | ToolReported | Notice
@@ -108,39 +108,39 @@ def agent_loop(session: Session, events: Iterator[Event], box: Toolbox, max_roun
     The caller must close the generator.
     """
     try:
-        yield from _listed(session, box)
+        yield from _refresh_tools(session, box)
         yield Generating(events)
         rounds = 0
         while session.open_calls:
-            is_over = session.was_cancelled
-            if rounds == max_rounds and not is_over:
+            is_stopped = session.was_cancelled
+            if rounds == max_rounds and not is_stopped:
                 yield Notice(f"the answer reached the limit of {max_rounds} tool rounds: no more tools are called "
                              "(--tool-rounds N allows more)")
-                is_over = True
+                is_stopped = True
             for call in list(session.open_calls):
-                if is_over:
+                if is_stopped:
                     yield append_result(session, call, None, STOPPED)
                     continue
                 tool = box.find(call.name)
                 if tool is None:
-                    known = ", ".join(each.name for each in box.on)
-                    yield append_result(session, call, None, f"Error: there is no tool {call.name}; there are: {known}")
+                    names = ", ".join(other.name for other in box.enabled)
+                    yield append_result(session, call, None, f"Error: there is no tool {call.name}; there are: {names}")
                     continue
                 if tool.name not in box.approved:
                     request = ApprovalRequest(call, tool)
                     yield request
-                    is_over = request.is_over
+                    is_stopped = request.is_stopped
                     if not request.is_allowed:
-                        yield append_result(session, call, tool, STOPPED if is_over else REFUSED)
+                        yield append_result(session, call, tool, STOPPED if is_stopped else REFUSED)
                         continue
                 execution = ToolExecution(call, tool, box)
                 yield execution
-                is_over = execution.is_cancelled
-                yield append_result(session, call, tool, GIVEN_UP, execution.found)
-            if is_over:
+                is_stopped = execution.is_cancelled
+                yield append_result(session, call, tool, CANCELLED, execution.result)
+            if is_stopped:
                 return
             rounds += 1
-            yield from _listed(session, box)
+            yield from _refresh_tools(session, box)
             session.tools = box.tools
             yield Generating(session.answer_tool_results())
     finally:
@@ -148,20 +148,20 @@ def agent_loop(session: Session, events: Iterator[Event], box: Toolbox, max_roun
             session.take_result(call, STOPPED)
 
 
-def _listed(session: Session, box: Toolbox) -> Iterator[Step]:
-    """Give the session the current tools."""
+def _refresh_tools(session: Session, box: Toolbox) -> Iterator[Step]:
+    """Give the session the current tools, if a server changed its list."""
     if box.is_changed:
         yield ToolRefresh(box)
         session.tools = box.tools
 
 
-def append_result(session: Session, call: Call, tool: Tool | None, error_text: str, found: ToolResult | None = None) -> ToolReported:
-    """Append a tool result to the history, truncated to the context."""
-    if found is None:
+def append_result(session: Session, call: Call, tool: Tool | None, error_text: str, result: ToolResult | None = None) -> ToolReported:
+    """Append a tool result to the history, truncated to the context; `error_text` where there is none."""
+    if result is None:
         session.take_result(call, error_text)
         return ToolReported(call, tool, error_text)
-    text, remarks, images = found.text, [], []
-    for number, data in enumerate(found.pictures, 1):
+    text, remarks, images = result.text, [], []
+    for number, data in enumerate(result.images, 1):
         try:
             images.append(session.add_media(decode_image(data, f"image {number} of {call.name}")))
         except EffllmError as error:  # the model takes no images, or the data is not an image
@@ -172,7 +172,7 @@ def append_result(session: Session, call: Call, tool: Tool | None, error_text: s
         remarks.append(f"the context has room for only part of the result of {call.name}: {dropped_tokens} tokens are left out "
                        "(-c for a larger one)")
     session.take_result(call, text, images)
-    return ToolReported(call, tool, text, found, tuple(remarks))
+    return ToolReported(call, tool, text, result, tuple(remarks))
 
 
 def truncated_to_context(session: Session, text: str) -> tuple[str, int]:

@@ -16,32 +16,32 @@ from typing import Any
 from ... import UsageError
 from ..files.bounded_read import read_text
 
-LARGEST = 1 << 20  # bytes
+MAX_FILE_NBYTES = 1 << 20
 SERVERS = "mcpServers"
 EXAMPLE = '{"mcpServers": {"NAME": {"command": "PROGRAM", "args": []}}} is how it is written'
-PATIENCE_S, MOST_PATIENCE_S = 60.0, 3600.0
-SPOKEN = ("stdio", "http", "streamable-http", "streamableHttp", "streamable_http")
+DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S = 60.0, 3600.0
+SUPPORTED_TYPES = ("stdio", "http", "streamable-http", "streamableHttp", "streamable_http")
 HEADER_NAME, HEADER_VALUE = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII), re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 
 @dataclass(frozen=True)
 class ServerEntry:
-    """One configured server. `approved`: tools that need no approval; `patience_s`: timeout of a request."""
+    """One configured server: a program or a URL."""
 
     name: str
     command: str = ""
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    cwd: str | None = None
+    cwd: str | None = None  # None for the current directory
     url: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
-    approved: frozenset[str] = frozenset()
-    patience_s: float = PATIENCE_S
-    source: str = ""
+    approved: frozenset[str] = frozenset()  # tools that need no approval, * for all
+    timeout_s: float = DEFAULT_TIMEOUT_S  # of a request
+    source: str = ""  # path of the file
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Where it is configured, for hints."""
         return f"{SERVERS}.{self.name} in {self.source}"
 
@@ -49,7 +49,7 @@ class ServerEntry:
 def read_configuration(path: Path, env: Mapping[str, str]) -> tuple[ServerEntry, ...]:
     """The enabled servers of a file. Raises UsageError."""
     try:
-        content = json.loads(read_text(path, LARGEST))
+        content = json.loads(read_text(path, MAX_FILE_NBYTES))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", f"--mcp takes the path of a file: {EXAMPLE}") from error
     except (ValueError, RecursionError) as error:
@@ -58,68 +58,69 @@ def read_configuration(path: Path, env: Mapping[str, str]) -> tuple[ServerEntry,
     servers = content.get(SERVERS) if isinstance(content, dict) else None
     if not isinstance(servers, dict):
         raise UsageError(f"{path} has no object {SERVERS}", EXAMPLE)
-    made = [_entry(name, given, path, env) for name, given in servers.items()
-            if not (isinstance(given, dict) and given.get("disabled") is True)]
-    if not made:
+    entries = [_entry(name, fields, path, env) for name, fields in servers.items()
+            if not (isinstance(fields, dict) and fields.get("disabled") is True)]
+    if not entries:
         raise UsageError(f"{path} names no server{' that is not disabled' if servers else ''}", EXAMPLE)
-    return tuple(made)
+    return tuple(entries)
 
 
-def _entry(name: str, given: Any, path: Path, env: Mapping[str, str]) -> ServerEntry:
+def _entry(name: str, fields: Any, path: Path, env: Mapping[str, str]) -> ServerEntry:
+    """Parse one server. Raises UsageError."""
     where = f"{path}: {SERVERS}.{name}"
-    if not isinstance(given, dict):
+    if not isinstance(fields, dict):
         raise UsageError(f"{where} is not an object", EXAMPLE)
-    kind = given.get("type", "stdio" if "command" in given else "http")
-    if kind not in SPOKEN:
+    kind = fields.get("type", "stdio" if "command" in fields else "http")
+    if kind not in SUPPORTED_TYPES:
         raise UsageError(f"{where} is of type {kind!r:.40}, which is not supported", 'programs ("command") and streamable HTTP ("url") are')
-    if ("command" in given) == ("url" in given):
-        raise UsageError(f"{where} has {'both a command and' if 'url' in given else 'neither a command nor'} a url",
+    if ("command" in fields) == ("url" in fields):
+        raise UsageError(f"{where} has {'both a command and' if 'url' in fields else 'neither a command nor'} a url",
                          "give the one by which it is reached")
-    texts = _Texts(where, env)
-    headers = texts.mapped(given, "headers")
+    reader = _EntryReader(where, env)
+    headers = reader.string_map(fields, "headers")
     for header, value in headers.items():
         if not HEADER_NAME.fullmatch(header) or not HEADER_VALUE.fullmatch(value):
             raise UsageError(f"{where}.headers: {header!r:.40} is not a header that can be sent",
                              "its value must be one line of ASCII, without a line break")
-    approved = [*texts.listed(given, "autoApprove"), *texts.listed(given, "alwaysAllow")]
-    patience = given.get("timeout", PATIENCE_S)
-    if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 < patience <= MOST_PATIENCE_S:
-        raise UsageError(f"{where}.timeout is {patience!r:.40}", f"seconds that an answer may take, at most {MOST_PATIENCE_S:.0f}")
-    return ServerEntry(name, texts.text(given, "command"), tuple(texts.listed(given, "args")), texts.mapped(given, "env"),
-                       texts.text(given, "cwd") or None, texts.text(given, "url"), headers, frozenset(approved),
-                       float(patience), str(path))
+    approved = [*reader.string_list(fields, "autoApprove"), *reader.string_list(fields, "alwaysAllow")]
+    timeout = fields.get("timeout", DEFAULT_TIMEOUT_S)
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT_S:
+        raise UsageError(f"{where}.timeout is {timeout!r:.40}", f"seconds that an answer may take, at most {MAX_TIMEOUT_S:.0f}")
+    return ServerEntry(name, reader.text(fields, "command"), tuple(reader.string_list(fields, "args")), reader.string_map(fields, "env"),
+                       reader.text(fields, "cwd") or None, reader.text(fields, "url"), headers, frozenset(approved),
+                       float(timeout), str(path))
 
 
-class _Texts:
-    """Strings of an entry, with variables expanded. Raises UsageError for other types and for unset variables."""
+class _EntryReader:
+    """Reads the strings of an entry and expands variables in them. Raises UsageError for other types and for unset variables."""
 
     def __init__(self, where: str, env: Mapping[str, str]) -> None:
         self._where, self._env = where, env
 
-    def text(self, given: Mapping[str, Any], key: str) -> str:
-        return self._filled(given[key], key) if key in given else ""
+    def text(self, fields: Mapping[str, Any], key: str) -> str:
+        return self._expanded(fields[key], key) if key in fields else ""
 
-    def listed(self, given: Mapping[str, Any], key: str) -> list[str]:
-        value = given.get(key, [])
+    def string_list(self, fields: Mapping[str, Any], key: str) -> list[str]:
+        value = fields.get(key, [])
         if not isinstance(value, list):
             raise UsageError(f"{self._where}.{key} is not a list", f'write it as "{key}": ["…"]')
-        return [self._filled(each, key) for each in value]
+        return [self._expanded(item, key) for item in value]
 
-    def mapped(self, given: Mapping[str, Any], key: str) -> dict[str, str]:
-        value = given.get(key, {})
+    def string_map(self, fields: Mapping[str, Any], key: str) -> dict[str, str]:
+        value = fields.get(key, {})
         if not isinstance(value, dict):
             raise UsageError(f"{self._where}.{key} is not an object", f'write it as "{key}": {{"NAME": "…"}}')
-        return {name: self._filled(each, f"{key}.{name}") for name, each in value.items()}
+        return {name: self._expanded(item, f"{key}.{name}") for name, item in value.items()}
 
-    def _filled(self, value: Any, key: str) -> str:
+    def _expanded(self, value: Any, key: str) -> str:
         if not isinstance(value, str) or "\0" in value:
             raise UsageError(f"{self._where}.{key} is not text", "put it between quotes")
 
-        def of(found: re.Match[str]) -> str:
-            name, otherwise = found.groups()
-            known = self._env.get(name) or otherwise
-            if known is None:
+        def variable(match: re.Match[str]) -> str:
+            name, default = match.groups()
+            expansion = self._env.get(name) or default
+            if expansion is None:
                 raise UsageError(f"{self._where}.{key} names the variable {name}, which is not set", f"export {name}=…, or ${{{name}:-…}}")
-            return known
+            return expansion
 
-        return VARIABLE.sub(of, value)
+        return VARIABLE.sub(variable, value)

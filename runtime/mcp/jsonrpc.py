@@ -10,29 +10,33 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 Message = dict[str, Any]
-LARGEST = 64 << 20  # bytes of a message, and of those that nobody has read yet
-MOST_PARTS = 4_000_000  # of a message
-OVERHEAD = 1 << 10  # bytes that a short one takes
-SHOWN = 200  # letters of what a server says of itself
+MAX_MESSAGE_NBYTES = 64 << 20  # also of all messages that nobody has read yet
+MAX_MESSAGE_ITEMS = 4_000_000  # JSON values of a message
+MESSAGE_OVERHEAD_NBYTES = 1 << 10  # counted per message
+MAX_SHOWN_LENGTH = 200  # characters of a server's text in our messages
 METHOD_NOT_FOUND = -32601
-CHANGED, PROGRESS = "notifications/tools/list_changed", "notifications/progress"
+TOOLS_CHANGED, PROGRESS = "notifications/tools/list_changed", "notifications/progress"
 
 
 class ConnectionLost(Exception):
-    """The server is gone, or was never reached. `reason` continues a line that begins with its name; `step`: the hint. `is_forgotten`:
-    it answers, but the session has expired."""
+    """The server is gone, or was never reached.
 
-    def __init__(self, reason: str, step: str = "", is_forgotten: bool = False) -> None:
+    `reason`: continues a line that begins with the server's name
+    `hint`: what the user can do
+    `is_session_expired`: the server answers, but no longer knows the session
+    """
+
+    def __init__(self, reason: str, hint: str = "", is_session_expired: bool = False) -> None:
         super().__init__(reason)
-        self.reason, self.step, self.is_forgotten = reason, step, is_forgotten
+        self.reason, self.hint, self.is_session_expired = reason, hint, is_session_expired
 
 
 class JsonRpcError(Exception):
     """The server answered a request with an error."""
 
-    def __init__(self, code: int, said: str) -> None:
-        super().__init__(said)
-        self.code, self.said = code, said
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
 
 
 class Transport(Protocol):
@@ -47,7 +51,7 @@ class Transport(Protocol):
     def send(self, message: Message) -> None:
         """Raises ConnectionLost."""
 
-    def give_up(self) -> None:
+    def abort_request(self) -> None:
         """The pending request was cancelled."""
 
     def close(self) -> None:
@@ -55,72 +59,76 @@ class Transport(Protocol):
 
 
 class Inbox:
-    """Received messages, and why no more will come. `garbage`: the last line that was no message. `is_changed`: the server announced a
-    changed tool list; other notifications except progress are dropped. `is_full`: it kept writing while no request was pending."""
+    """Received responses, requests and progress; or why no more will come.
+
+    `invalid_lines`: the last line that was no message
+    `is_changed`: the server announced a changed tool list
+    `is_full`: it kept writing while no request was pending
+    """
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Message | ConnectionLost, int]] = SimpleQueue()
-        self._waiting, self._lock = 0, threading.Lock()  # bytes
-        self.garbage: deque[str] = deque(maxlen=1)
+        self._queued_nbytes, self._lock = 0, threading.Lock()
+        self.invalid_lines: deque[str] = deque(maxlen=1)
         self.is_changed = self.is_full = False
 
     def put(self, data: bytes | str) -> list[Any]:
         """Take a message. Returns the ids of the requests that it answers."""
         data = data.encode(errors="replace") if isinstance(data, str) else data
-        if sum(map(data.count, b"[{,")) > MOST_PARTS:  # each takes many times its bytes
+        if sum(map(data.count, b"[{,")) > MAX_MESSAGE_ITEMS:  # parsed, each takes many times its bytes
             self.is_full = True
-            self.end(ConnectionLost(f"wrote a message of more than {MOST_PARTS:,} parts", "ask it for less"))
+            self.fail(ConnectionLost(f"wrote a message of more than {MAX_MESSAGE_ITEMS:,} parts", "ask it for less"))
             return []
         try:
             message = json.loads(data)
         except (ValueError, RecursionError):
             message = None
         if isinstance(message, dict | list):
-            batch = [each for each in (message if isinstance(message, list) else [message])  # as one version of the protocol had
-                     if isinstance(each, dict)]
-            for number, each in enumerate(batch):
-                self._sort(each, OVERHEAD + (0 if number else len(data)))
-            return [each.get("id") for each in batch if "method" not in each]
-        if text := short(data[: 4 * SHOWN].decode(errors="replace")):
-            self.garbage.append(text)
+            batch = message if isinstance(message, list) else [message]  # one version of the protocol has batches
+            messages = [item for item in batch if isinstance(item, dict)]
+            for index, item in enumerate(messages):
+                self._enqueue(item, MESSAGE_OVERHEAD_NBYTES + (0 if index else len(data)))
+            return [item.get("id") for item in messages if "method" not in item]
+        if text := short(data[: 4 * MAX_SHOWN_LENGTH].decode(errors="replace")):
+            self.invalid_lines.append(text)
         return []
 
-    def _sort(self, message: Message, nbytes: int) -> None:
-        """Keep responses and requests."""
+    def _enqueue(self, message: Message, nbytes: int) -> None:
+        """Queue a response, a request or progress; drop other notifications."""
         if "id" not in message and message.get("method") != PROGRESS:
-            self.is_changed |= message.get("method") == CHANGED
+            self.is_changed |= message.get("method") == TOOLS_CHANGED
             return
         with self._lock:
             if self.is_full:
                 return
-            self._waiting += nbytes
-            self.is_full = self._waiting > LARGEST + nbytes  # one of any length has room
+            self._queued_nbytes += nbytes
+            self.is_full = self._queued_nbytes > MAX_MESSAGE_NBYTES + nbytes  # an empty queue takes a message of any length
         if self.is_full:
-            self.end(ConnectionLost(f"wrote more than {LARGEST >> 20} MiB without being asked"))
+            self.fail(ConnectionLost(f"wrote more than {MAX_MESSAGE_NBYTES >> 20} MiB without being asked"))
         else:
             self._queue.put((message, nbytes))
 
-    def end(self, lost: ConnectionLost) -> None:
+    def fail(self, lost: ConnectionLost) -> None:
         self._queue.put((lost, 0))
 
     def take(self, seconds: float) -> Message | None:
         """The next message, None after `seconds`. Raises ConnectionLost."""
         try:
-            found, nbytes = self._queue.get(timeout=seconds)
+            message, nbytes = self._queue.get(timeout=seconds)
         except Empty:
             return None
         with self._lock:
-            self._waiting -= nbytes
-        if isinstance(found, ConnectionLost):
-            self._queue.put((found, 0))  # also for whoever asks next
-            raise found
-        return found
+            self._queued_nbytes -= nbytes
+        if isinstance(message, ConnectionLost):
+            self._queue.put((message, 0))  # for the next caller too
+            raise message
+        return message
 
 
 def short(text: str) -> str:
-    """A server's text on one line of a message."""
-    said = " ".join(text[: 100 * SHOWN].split())
-    return said if len(said) <= SHOWN else f"{said[: SHOWN - 1]}…"
+    """A server's text, on one line and no longer than MAX_SHOWN_LENGTH."""
+    line = " ".join(text[: 100 * MAX_SHOWN_LENGTH].split())
+    return line if len(line) <= MAX_SHOWN_LENGTH else f"{line[: MAX_SHOWN_LENGTH - 1]}…"
 
 
 def request(number: int, method: str, params: Mapping[str, Any]) -> Message:
@@ -144,7 +152,7 @@ def result_of(message: Message) -> dict[str, Any]:
     """The result of a response. Raises JsonRpcError."""
     error = message.get("error")
     if error is not None:
-        code, said = (error.get("code"), error.get("message")) if isinstance(error, dict) else (None, error)
-        raise JsonRpcError(code if isinstance(code, int) else 0, short(said) if said and isinstance(said, str) else "no reason was given")
+        code, text = (error.get("code"), error.get("message")) if isinstance(error, dict) else (None, error)
+        raise JsonRpcError(code if isinstance(code, int) else 0, short(text) if text and isinstance(text, str) else "no reason was given")
     result = message.get("result")
     return result if isinstance(result, dict) else {}

@@ -13,49 +13,49 @@ from ..images.media_markers import BEGIN, END
 from ..tokens.plain_text import TOKEN_BREAK
 from ..tokens.terminal_text import sanitize
 
-NOTHING = "(nothing)"
-# by which texts here say where pictures are, and where marks are cut
-OWN_LETTERS = dict.fromkeys(map(ord, (BEGIN, END, TOKEN_BREAK)), "\ufffd")
+EMPTY_RESULT = "(nothing)"
+# Private characters by which our texts mark media and token breaks, replaced.
+PRIVATE_CHARACTERS = dict.fromkeys(map(ord, (BEGIN, END, TOKEN_BREAK)), "\ufffd")
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """`text` has a line for each of the `pictures` (bytes of image files), and for content that is neither text nor image."""
+    """What a tool returned."""
 
-    text: str
-    pictures: tuple[bytes, ...] = ()
+    text: str  # also names images and content that is neither text nor image
+    images: tuple[bytes, ...] = ()  # image files
     is_error: bool = False
 
 
 def sanitized(text: str) -> str:
     """Untrusted text without terminal escapes, control characters and the private characters used here."""
-    return sanitize(text.encode("utf-8", "replace").decode()).translate(OWN_LETTERS)
+    return sanitize(text.encode("utf-8", "replace").decode()).translate(PRIVATE_CHARACTERS)
 
 
 def parse_result(result: Mapping[str, Any]) -> ToolResult:
     """Parse the result of tools/call."""
     try:
-        return _returned(result)
-    except RecursionError:  # what is read may be nested deeper than what can be written
+        return _parse(result)
+    except RecursionError:  # JSON may be read at a deeper nesting than it can be written
         return ToolResult("Error: the result is nested too deeply", is_error=True)
 
 
-def _returned(result: Mapping[str, Any]) -> ToolResult:
-    texts, pictures = [], []
+def _parse(result: Mapping[str, Any]) -> ToolResult:
+    texts, images = [], []
     content = result.get("content")
     for part in content if isinstance(content, list) else ():
         if isinstance(part, Mapping):
-            said, picture = _part(part)
-            texts.append(said)
-            pictures += [picture] if picture else []
+            text, image = _parse_part(part)
+            texts.append(text)
+            images += [image] if image else []
     if not texts and result.get("structuredContent") is not None:
         texts.append(json.dumps(result["structuredContent"], ensure_ascii=False))
     is_error = result.get("isError") is True
-    text = sanitized("\n".join(texts)).strip() or NOTHING
-    return ToolResult(f"Error: {text}" if is_error else text, tuple(pictures), is_error)
+    text = sanitized("\n".join(texts)).strip() or EMPTY_RESULT
+    return ToolResult(f"Error: {text}" if is_error else text, tuple(images), is_error)
 
 
-def _part(part: Mapping[str, Any]) -> tuple[str, bytes | None]:
+def _parse_part(part: Mapping[str, Any]) -> tuple[str, bytes | None]:
     kind = part.get("type")
     if kind == "text":
         return str(part.get("text") or ""), None

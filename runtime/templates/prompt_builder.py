@@ -83,7 +83,7 @@ class PromptBuilder:
             prompt = render(messages)
             if all(text.strip() in prompt for each, text in zip(messages, texts, strict=True) if each["role"] == "user"):
                 return prompt
-        return with_marks(render, messages, {modality: (encoder.placeholder, encoder.written) for modality,
+        return with_marks(render, messages, {modality: (encoder.placeholder, encoder.placeholder_text) for modality,
                                              encoder in self.media.encoders.items()})
 
     def with_answer_prefix(self, prompt: str, answer_prefix: str) -> str:
@@ -125,7 +125,7 @@ class PromptBuilder:
             return len(self.tokenize(prompt))
         prompt = self._with_spaces(prompt)
         text_ids = self._text_ids(MARKER.sub("", prompt), self.raw)
-        shared_tokens = sum(self.media.encoders[marker_modality(mark)].bordered for mark in ADJACENT_MARKER.finditer(prompt))
+        shared_tokens = sum(self.media.encoders[marker_modality(mark)].shares_border for mark in ADJACENT_MARKER.finditer(prompt))
         return len(text_ids) + sum(map(self.media.token_count, digests)) - shared_tokens
 
     def _token_ids(self, text: str, add_special_tokens: bool, media_before: int = 0) -> list[int]:
@@ -152,22 +152,23 @@ class PromptBuilder:
 
     def _span_hash(self, text: str) -> bytes:
         """Hash of the text between images that attend to each other; empty for fewer than two."""
-        markers = [mark for mark in MARKER.finditer(text) if self.media is not None and self.media.encoders[marker_modality(mark)].together]
+        markers = [] if self.media is None else [
+            mark for mark in MARKER.finditer(text) if self.media.encoders[marker_modality(mark)].joint_attention]
         return hashlib.sha256(text[markers[0].start() : markers[-1].end()].encode()).digest() if len(markers) > 1 else b""
 
     def _with_spaces(self, text: str) -> str:
         """A text with a space after images that require one."""
         def with_space(mark: re.Match[str]) -> str:
             next_char = text[mark.end() : mark.end() + 1]
-            bordered = self.media.encoders[marker_modality(mark)].bordered
-            needs_space = bordered and next_char and not next_char.isspace() and next_char not in f"<{BEGIN}"
+            shares_border = self.media.encoders[marker_modality(mark)].shares_border
+            needs_space = shares_border and next_char and not next_char.isspace() and next_char not in f"<{BEGIN}"
             return f"{mark[0]} " if needs_space else mark[0]
 
         return MARKER.sub(with_space, text)
 
     def _without_shared_border(self, before: Sequence[int], item_ids: list[int], mark: re.Match[str]) -> list[int]:
         """Tokens of an image, without the first if an adjacent image before it ends with the same token."""
-        shares_border = self.media.encoders[marker_modality(mark)].bordered and before[-1:] == item_ids[:1]
+        shares_border = self.media.encoders[marker_modality(mark)].shares_border and before[-1:] == item_ids[:1]
         return item_ids[1:] if shares_border else item_ids
 
     def _text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
