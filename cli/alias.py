@@ -9,7 +9,7 @@ import typer
 
 from .. import UsageError
 from .flags import add_command, flag
-from .migration_hints import TAKES_AWAY
+from .migration_hints import REMOVAL_WORDS
 from .options import OUTPUT, Json, complete_model
 from .screen import Screen
 
@@ -55,7 +55,7 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, model
     elif name is not None:
         if model is None:
             raise UsageError("MODEL is missing", f"effllm alias {name} MODEL; without a name, effllm alias lists yours")
-        if name in TAKES_AWAY:
+        if name in REMOVAL_WORDS:
             raise UsageError(f"{name} would be another name of {model}", f"effllm alias --rm {model} removes that one")
         check_alias(name)
         entry = entry_for(name, model, variables)

@@ -13,42 +13,44 @@ if TYPE_CHECKING:
     from .options import AnswerFlags
     from .screen import Screen
 
-RUN = 'effllm run MODEL "your prompt"'
-# Other names that llama.cpp has for a flag that both have, with the same values.
-SAME = {"--n-predict": "--predict", "--n-gpu-layers": "--gpu-layers", "--temperature": "--temp", "-sys": "--system",
-        "--system-prompt": "--system", "--json-schema": "--schema", "--json-schema-file": "--schema", "-jf": "--schema",
-        "--grammar-file": "--grammar", "--reasoning": "--think", "-rea": "--think"}
-# A flag of elsewhere -> the one that does this here, where the command has it.
-CALLED = {"--max-tokens": "-n", "--num-predict": "-n", "--max-new-tokens": "-n", "--num-ctx": "-c", "--n-ctx": "-c",
-          "--context-length": "-c", "--max-kv-size": "-c", "--verbose": "--stats", "-v": "--stats", "--format": "--json",
-          "--kv-bits": "--kv", "--reverse-prompt": "--stop", "-r": "--stop", "-j": "--schema", "--mmap": "--load", "--num-gpu": "-ngl",
-          "--num-thread": "-t", "--q-bits": "--bits", "-q": "--bits", "--quantize": "--bits", "--mlx-path": "-o", "--outfile": "-o",
-          "--outtype": "--type", "--model-draft": "--draft", "--draft-model": "--draft", "--alias": "--name",
-          "--served-model-name": "--name", "--max-queue": "--queue", "--models-max": "--max-models",
-          "--max-num-seqs": "--parallel", "--allowed-origins": "--cors", "--adapter": "--lora", "--adapter-path": "--lora",
-          "--reps": "-r", "--num-trials": "-r", "-f": "--text", "--file": "--text", "-tb": "-t", "--threads-batch": "-t",
-          "--max-model-len": "-c", "--gpu-memory-utilization": "--vram", "--kv-cache-dtype": "--kv", "--quantization": "--bits",
-          "--ignore-chat-template": "--raw", "--sleep-idle-seconds": "--keep-alive",
-          **dict.fromkeys(("--prompt-cache", "--prompt-cache-file", "--continue", "-cid", "--cid"), "--session"),
-          **dict.fromkeys(("--think-budget", "--thinking-budget", "--thinking-token-budget"), "--reasoning-budget")}
-BITS = "--bits"
-ALWAYS = "leave it out: it is always on, or the plan decides"
-# A flag that names the model -> how the model is named here, behind the command.
-NAMES_MODEL = {
+RUN_EXAMPLE = 'effllm run MODEL "your prompt"'
+# Other programs' name of a flag -> our name: accepted silently, since the values are the same.
+FLAG_SYNONYMS = {"--n-predict": "--predict", "--n-gpu-layers": "--gpu-layers", "--temperature": "--temp", "-sys": "--system",
+                 "--system-prompt": "--system", "--json-schema": "--schema", "--json-schema-file": "--schema", "-jf": "--schema",
+                 "--grammar-file": "--grammar", "--reasoning": "--think", "-rea": "--think"}
+# Other programs' flag -> our equivalent, which a hint names if the command has it: its values may differ.
+EQUIVALENT_FLAGS = {
+    "--max-tokens": "-n", "--num-predict": "-n", "--max-new-tokens": "-n", "--num-ctx": "-c", "--n-ctx": "-c",
+    "--context-length": "-c", "--max-kv-size": "-c", "--verbose": "--stats", "-v": "--stats", "--format": "--json",
+    "--kv-bits": "--kv", "--reverse-prompt": "--stop", "-r": "--stop", "-j": "--schema", "--mmap": "--load", "--num-gpu": "-ngl",
+    "--num-thread": "-t", "--q-bits": "--bits", "-q": "--bits", "--quantize": "--bits", "--mlx-path": "-o", "--outfile": "-o",
+    "--outtype": "--type", "--model-draft": "--draft", "--draft-model": "--draft", "--alias": "--name",
+    "--served-model-name": "--name", "--max-queue": "--queue", "--models-max": "--max-models",
+    "--max-num-seqs": "--parallel", "--allowed-origins": "--cors", "--adapter": "--lora", "--adapter-path": "--lora",
+    "--reps": "-r", "--num-trials": "-r", "-f": "--text", "--file": "--text", "-tb": "-t", "--threads-batch": "-t",
+    "--max-model-len": "-c", "--gpu-memory-utilization": "--vram", "--kv-cache-dtype": "--kv", "--quantization": "--bits",
+    "--ignore-chat-template": "--raw", "--sleep-idle-seconds": "--keep-alive",
+    **dict.fromkeys(("--prompt-cache", "--prompt-cache-file", "--continue", "-cid", "--cid"), "--session"),
+    **dict.fromkeys(("--think-budget", "--thinking-budget", "--thinking-token-budget"), "--reasoning-budget"),
+}
+BITS_FLAG = "--bits"
+ALWAYS_ON_HINT = "leave it out: it is always on, or the plan decides"
+# A flag that names the model -> the hint; `{}` is the command.
+MODEL_FLAG_HINTS = {
     **dict.fromkeys(("-m", "--model", "--hf-path"), "the model comes right after the command, without a flag: {} MODEL"),
     **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "a repository is named like any model: {} org/repo:Q4_K_M"),
     **dict.fromkeys(("-hff", "--hf-file"), "a file of a repository: {} org/repo:FILE.gguf"),
 }
-TOKEN = "a token of the hub is taken from HF_TOKEN, or from hf auth login"
-# A flag of elsewhere -> what to type instead.
-INSTEAD = {
-    **dict.fromkeys(("-p", "--prompt"), f"the prompt comes after the model, without a flag: {RUN}"),
+TOKEN_HINT = "a token of the hub is taken from HF_TOKEN, or from hf auth login"
+# Other programs' flag -> the hint for run, chat and serve.
+FLAG_HINTS = {
+    **dict.fromkeys(("-p", "--prompt"), f"the prompt comes after the model, without a flag: {RUN_EXAMPLE}"),
     **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive", "-if"), "a conversation: effllm chat MODEL"),
-    **dict.fromkeys(("-no-cnv", "--no-conversation", "-st", "--single-turn"), f"a prompt on the line is answered once: {RUN}"),
+    **dict.fromkeys(("-no-cnv", "--no-conversation", "-st", "--single-turn"), f"a prompt on the line is answered once: {RUN_EXAMPLE}"),
     **dict.fromkeys(("-fa", "--flash-attn", "-b", "--batch-size", "-ub", "--ubatch-size", "--no-warmup", "--keepalive", "--color",
                      "--no-display-prompt", "-no-display-prompt", "-kvu", "--kv-unified", "--swa-full", "-fit", "--fit", "--repack",
                      "--no-repack", "--perf", "--no-perf", "-dt", "--defrag-thold", "-dio", "--direct-io", "--no-op-offload",
-                     "-nkvo", "--no-kv-offload", "--cache-reuse", "--enforce-eager", "--enable-prefix-caching"), ALWAYS),
+                     "-nkvo", "--no-kv-offload", "--cache-reuse", "--enforce-eager", "--enable-prefix-caching"), ALWAYS_ON_HINT),
     **dict.fromkeys(("-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu", "-dev", "--tensor-parallel-size"),
                     "leave it out: the plan places layers; -ngl and --vram limit what a GPU gets"),
     **dict.fromkeys(("--rope-scaling", "--rope-scale", "--rope-freq-base", "--rope-freq-scale", "--yarn-orig-ctx", "--yarn-ext-factor"),
@@ -85,8 +87,8 @@ INSTEAD = {
     "-md": "use --draft: effllm run --help",
     **dict.fromkeys(("--mlock", "--no-mmap"), "leave it out: weights are read into memory (--load mmap maps the files)"),
 }
-# The same for a server.
-SERVED = {
+# Other programs' flag -> the hint for serve.
+SERVE_FLAG_HINTS = {
     **dict.fromkeys(("--slots", "--props", "--metrics"), "leave it out: GET /slots, /props and /metrics are always there"),
     **dict.fromkeys(("--embedding", "--embeddings", "--rerank", "--reranking", "--pooling"),
                     "leave it out: embedding and reranking models answer at /v1/embeddings or /v1/rerank"),
@@ -100,48 +102,57 @@ SERVED = {
     **dict.fromkeys(("--tool-call-parser", "--enable-auto-tool-choice"), "leave it out: the tool call format is detected from the model"),
     "-a": "use --name",
 }
-# The same for what a model is.
-SHOWN = {"--license": "use effllm show MODEL: it shows the licence", **dict.fromkeys(
+# Other programs' flag -> the hint for show.
+SHOW_FLAG_HINTS = {"--license": "use effllm show MODEL: it shows the licence", **dict.fromkeys(
     ("--modelfile", "--parameters", "--system"), "the settings of a model, and where each comes from: effllm config show MODEL --origin")}
-BEFORE = ("-p", "--prompt", "-i", "--interactive", "-cnv")  # before any command as well
-# A command of elsewhere -> the one here, or in a sentence what stands for it.
-COMMANDS = {"models": "list --all", "find": "search", "tags": "list", "download": "pull", "install": "pull",
-            "get": "pull", "fetch": "pull", "add": "pull", "remove": "rm", "delete": "rm", "uninstall": "rm", "info": "show",
-            "inspect": "show", "clone": "pull", "manage": "list", "env": "doctor",
-            "generate": "run", "ask": "run", "prompt": "run", "cli": "run",
-            "server": "serve", "start": "serve", "convert": "quantize", "benchmark": "bench",
-            **{each: f"eval {each}" for each in ("ppl", "kld", "recall", "kv-profile")}, "perplexity": "eval ppl",
-            **dict.fromkeys(("embedding", "embeddings", "vectorize"), "embed"),
-            **dict.fromkeys(("transcription", "asr", "stt", "listen"), "transcribe"),
-            "version": "--version", "sessions": "session list", "settings": "config show"}
-SENTENCES = {**dict.fromkeys(("ps", "stop", "unload", "status"), "nothing stays in memory after a command ends; what a server has "
-                             "loaded: curl http://127.0.0.1:8080/api/ps"),
-             **dict.fromkeys(("load", "daemon"), "each command loads its model by itself, and effllm serve keeps models loaded"),
-             **dict.fromkeys(("cp", "tag", "mv", "rename"), "to give a model another name: effllm alias NEW MODEL"),
-             "import": "a file is used in place: effllm run ./model.gguf; a short name for it: effllm alias NAME FILE",
-             **dict.fromkeys(("log", "logs"), "no log is written; effllm serve prints a line for each request, and effllm session list "
-                             "shows saved conversations"),
-             "launch": "effllm serve, and then the program with the server's address (docs/clients.md)",
-             "imatrix": "quantize takes the text itself: effllm quantize MODEL -o DIR --bits 4 --method gptq --calib FILE",
-             **dict.fromkeys(("completion", "completions"), "effllm --show-completion prints the completion script for this shell, effllm "
-                             "--install-completion installs it"),
-             **dict.fromkeys(("login", "signin", "keys"), "hf auth login, or a token in HF_TOKEN"),
-             **dict.fromkeys(("merge", "fuse"), "to merge an adapter into its model: effllm export MODEL -o DIR --lora ADAPTER"),
-             **dict.fromkeys(("lora", "train", "finetune"), "effllm does not train; an adapter trained elsewhere is applied to its "
-                             "model: effllm run MODEL --lora ADAPTER"),
-             **dict.fromkeys(("tokenize", "detokenize"), "effllm serve MODEL does this: POST /tokenize or /detokenize"),
-             "create": "from a Modelfile: effllm alias NAME --modelfile FILE; with fewer bits: effllm quantize MODEL -o DIR --bits 4",
-             **dict.fromkeys(("push", "upload"), "effllm uploads nothing; use hf upload ORG/REPO DIR")}
+FLAGS_BEFORE_COMMAND = ("-p", "--prompt", "-i", "--interactive", "-cnv")  # flags with a hint even before any command
+# Other programs' command -> our equivalent.
+EQUIVALENT_COMMANDS = {
+    "models": "list --all", "find": "search", "tags": "list", "download": "pull", "install": "pull",
+    "get": "pull", "fetch": "pull", "add": "pull", "remove": "rm", "delete": "rm", "uninstall": "rm", "info": "show",
+    "inspect": "show", "clone": "pull", "manage": "list", "env": "doctor",
+    "generate": "run", "ask": "run", "prompt": "run", "cli": "run",
+    "server": "serve", "start": "serve", "convert": "quantize", "benchmark": "bench",
+    **{measure: f"eval {measure}" for measure in ("ppl", "kld", "recall", "kv-profile")}, "perplexity": "eval ppl",
+    **dict.fromkeys(("embedding", "embeddings", "vectorize"), "embed"),
+    **dict.fromkeys(("transcription", "asr", "stt", "listen"), "transcribe"),
+    "version": "--version", "sessions": "session list", "settings": "config show",
+}
+# Other programs' command -> the hint, where we have no equivalent.
+COMMAND_HINTS = {
+    **dict.fromkeys(("ps", "stop", "unload", "status"), "nothing stays in memory after a command ends; what a server has "
+                    "loaded: curl http://127.0.0.1:8080/api/ps"),
+    **dict.fromkeys(("load", "daemon"), "each command loads its model by itself, and effllm serve keeps models loaded"),
+    **dict.fromkeys(("cp", "tag", "mv", "rename"), "to give a model another name: effllm alias NEW MODEL"),
+    "import": "a file is used in place: effllm run ./model.gguf; a short name for it: effllm alias NAME FILE",
+    **dict.fromkeys(("log", "logs"), "no log is written; effllm serve prints a line for each request, and effllm session list "
+                    "shows saved conversations"),
+    "launch": "effllm serve, and then the program with the server's address (docs/clients.md)",
+    "imatrix": "quantize takes the text itself: effllm quantize MODEL -o DIR --bits 4 --method gptq --calib FILE",
+    **dict.fromkeys(("completion", "completions"), "effllm --show-completion prints the completion script for this shell, effllm "
+                    "--install-completion installs it"),
+    **dict.fromkeys(("login", "signin", "keys"), "hf auth login, or a token in HF_TOKEN"),
+    **dict.fromkeys(("merge", "fuse"), "to merge an adapter into its model: effllm export MODEL -o DIR --lora ADAPTER"),
+    **dict.fromkeys(("lora", "train", "finetune"), "effllm does not train; an adapter trained elsewhere is applied to its "
+                    "model: effllm run MODEL --lora ADAPTER"),
+    **dict.fromkeys(("tokenize", "detokenize"), "effllm serve MODEL does this: POST /tokenize or /detokenize"),
+    "create": "from a Modelfile: effllm alias NAME --modelfile FILE; with fewer bits: effllm quantize MODEL -o DIR --bits 4",
+    **dict.fromkeys(("push", "upload"), "effllm uploads nothing; use hf upload ORG/REPO DIR"),
+}
 
-KEPT = "settings are lines of effllm.toml, such as temp = 0.5: effllm config show --help"
-TAKEN_UP = "to continue a saved conversation: effllm chat MODEL --session NAME"
-# A group of commands -> a word behind it that is none of them -> the next step; "" is any word.
-BENEATH = {"config": {"": KEPT, **dict.fromkeys(("get", "list", "ls", "print", "view"), "effllm config show --origin shows every setting")},
-           "session": {**dict.fromkeys(("show", "load", "open", "resume", "continue", "start", "new"), TAKEN_UP),
-                       **dict.fromkeys(("ls", "remove", "delete"), "effllm session list, effllm session rm NAME")}}
-OF_COMMAND = {"serve": SERVED, "show": SHOWN}
-# Words that take an alias away elsewhere, and would be made one here.
-TAKES_AWAY = ("rm", "remove", "delete", "unset", "unalias")
+SETTINGS_HINT = "settings are lines of effllm.toml, such as temp = 0.5: effllm config show --help"
+RESUME_HINT = "to continue a saved conversation: effllm chat MODEL --session NAME"
+# Command group -> unknown subcommand -> the hint; "" stands for any other word.
+SUBCOMMAND_HINTS = {
+    "config": {"": SETTINGS_HINT,
+               **dict.fromkeys(("get", "list", "ls", "print", "view"), "effllm config show --origin shows every setting")},
+    "session": {**dict.fromkeys(("show", "load", "open", "resume", "continue", "start", "new"), RESUME_HINT),
+                **dict.fromkeys(("ls", "remove", "delete"), "effllm session list, effllm session rm NAME")},
+}
+# Command -> its own flag hints.
+COMMAND_FLAG_HINTS = {"serve": SERVE_FLAG_HINTS, "show": SHOW_FLAG_HINTS}
+# Subcommands that remove an alias in other programs; here they would become the name of a new one.
+REMOVAL_WORDS = ("rm", "remove", "delete", "unset", "unalias")
 
 
 def translate_commands(argv: Sequence[str]) -> list[str]:
@@ -153,18 +164,19 @@ def translate_commands(argv: Sequence[str]) -> list[str]:
 
 def command_hint(word: str, variables: Mapping[str, str]) -> str:
     """The hint for an unknown command; empty if there is none."""
-    if word in COMMANDS:
-        return f"use effllm {COMMANDS[word]}"
-    return SENTENCES.get(word, "") or (f'effllm run {word} "your prompt", or effllm chat {word}' if is_model(word, variables) else "")
+    if word in EQUIVALENT_COMMANDS:
+        return f"use effllm {EQUIVALENT_COMMANDS[word]}"
+    return COMMAND_HINTS.get(word, "") or (f'effllm run {word} "your prompt", or effllm chat {word}' if is_model(word, variables) else "")
 
 
 def subcommand_hint(group: str, word: str) -> str:
     """`command_hint` for a command of a group: `effllm config set`."""
-    hints = BENEATH.get(group, {})
+    hints = SUBCOMMAND_HINTS.get(group, {})
     return hints.get(word, hints.get("", ""))
 
 
 def is_model(word: str, variables: Mapping[str, str]) -> bool:
+    """Whether a word names a model that is here, or one of the catalog."""
     from ..runtime.catalog import Absent, resolve
 
     try:
@@ -181,47 +193,47 @@ def flag_hint(command: Any, name: str) -> str:
         return "use effllm --version"
     if getattr(command, "commands", None) and (hint := misplaced_flag_hint(name)):
         return hint
-    if any({name, SAME.get(name)} & {*flags_of(each)} for each in getattr(command, "commands", {}).values()):
+    if any({name, FLAG_SYNONYMS.get(name)} & {*flags_of(subcommand)} for subcommand in getattr(command, "commands", {}).values()):
         return f"flags go after the command: effllm COMMAND {name}"
-    if name in NAMES_MODEL and any(parameter.name in ("model", "models") for parameter in command.params):
-        return NAMES_MODEL[name].format(command_path(command)) + (' "your prompt"' if command.name == "run" else "")
-    elsewhere = {**(INSTEAD if command.name in ("run", "chat", "serve") else {}), **OF_COMMAND.get(command.name, {})}
-    if name in elsewhere:
-        return elsewhere[name]
-    ours = CALLED.get(name)
-    if ours is not None and ours in flags_of(command):
-        return f"use {ours}: {command_path(command)} --help"
-    return TOKEN if name in ("--token", "--hf-token", "-hft") else ""
+    if name in MODEL_FLAG_HINTS and any(parameter.name in ("model", "models") for parameter in command.params):
+        return MODEL_FLAG_HINTS[name].format(command_path(command)) + (' "your prompt"' if command.name == "run" else "")
+    hints = {**(FLAG_HINTS if command.name in ("run", "chat", "serve") else {}), **COMMAND_FLAG_HINTS.get(command.name, {})}
+    if name in hints:
+        return hints[name]
+    equivalent = EQUIVALENT_FLAGS.get(name)
+    if equivalent is not None and equivalent in flags_of(command):
+        return f"use {equivalent}: {command_path(command)} --help"
+    return TOKEN_HINT if name in ("--token", "--hf-token", "-hft") else ""
 
 
 def misplaced_flag_hint(name: str) -> str:
     """The hint for another program's flag before any command; empty if there is none."""
-    if name in NAMES_MODEL:
-        return NAMES_MODEL[name].format("effllm run") + ' "your prompt"'
-    return INSTEAD[name] if name in BEFORE else ""
+    if name in MODEL_FLAG_HINTS:
+        return MODEL_FLAG_HINTS[name].format("effllm run") + ' "your prompt"'
+    return FLAG_HINTS[name] if name in FLAGS_BEFORE_COMMAND else ""
 
 
 def intended_variable(name: str, preferred: Collection[str] = ()) -> str:
     """The variable meant by a flag's short name (`ctx`, `N`), by another program's name (`num_ctx`), or by a misspelling; if several flags
-    share the name, the one among `own`. Empty if none is close."""
+    share the name, the one among `preferred`. Empty if none is close."""
     from difflib import get_close_matches
 
     from .env_variables import SECOND, VARIABLES
 
     dashed = name.lower().replace("_", "-")
-    ours = SAME.get(f"--{dashed}") or SAME.get(f"-{dashed}") or CALLED.get(f"--{dashed}") or dashed
-    ours = ours.lstrip("-").upper().replace("-", "_")
-    candidates = [variable for short, variable in SECOND if short == ours]
+    flag = FLAG_SYNONYMS.get(f"--{dashed}") or FLAG_SYNONYMS.get(f"-{dashed}") or EQUIVALENT_FLAGS.get(f"--{dashed}") or dashed
+    short_name = flag.lstrip("-").upper().replace("-", "_")
+    candidates = [variable for short, variable in SECOND if short == short_name]
     # Compared without the common prefix. The closest match of a name is itself.
     if not candidates:
-        matches = get_close_matches(ours, [each.removeprefix("EFFLLM_") for each in VARIABLES], 1)
+        matches = get_close_matches(short_name, [variable.removeprefix("EFFLLM_") for variable in VARIABLES], 1)
         candidates = [f"EFFLLM_{match}" for match in matches]
     return next((variable for variable in candidates if variable in preferred), candidates[0] if candidates else "")
 
 
 def command_path(command: Any) -> str:
     """A command as typed, with its group."""
-    return f"effllm {COMMANDS.get(command.name, command.name)}"
+    return f"effllm {EQUIVALENT_COMMANDS.get(command.name, command.name)}"
 
 
 def flags_of(command: Any) -> dict[str, bool]:
@@ -233,20 +245,20 @@ def flags_of(command: Any) -> dict[str, bool]:
 def translate_flags(command: Any, line: Sequence[str]) -> list[str]:
     """The arguments of a command with other programs' flag names replaced by ours. Raises UsageError for a single-dash word that only looks
     like a short flag with its value."""
-    known, words, is_value = flags_of(command), [], False
-    for place, word in enumerate(line):
+    flags, words, is_value = flags_of(command), [], False
+    for index, word in enumerate(line):
         if word == "--":
-            return [*words, *line[place:]]
-        if is_value and words[-1] == BITS:
+            return [*words, *line[index:]]
+        if is_value and words[-1] == BITS_FLAG:
             check_bits(command, word)
         elif is_value and words[-1] in ("-ngl", "--gpu-layers") and word in ("auto", "all"):
             raise UsageError(f"{words[-1]} takes a number of layers, not {word!r}", "leave it out: the plan puts as many on a GPU as fit")
         elif not is_value and word.startswith("-"):
-            word = own_name(command, known, word)
+            word = translate_flag(command, flags, word)
             name, equals, value = word.partition("=")
-            if equals and name == BITS and name in known:
+            if equals and name == BITS_FLAG and name in flags:
                 check_bits(command, value)
-        is_value = not is_value and known.get(word, False)
+        is_value = not is_value and flags.get(word, False)
         words.append(word)
     return words
 
@@ -254,14 +266,16 @@ def translate_flags(command: Any, line: Sequence[str]) -> list[str]:
 def check_bits(command: Any, text: str) -> None:
     """Raises UsageError if --bits is not a number (a format belongs elsewhere), or not a supported number of bits."""
     if text in ("16", "32") and command.name != "quantize":
-        raise UsageError(f"{BITS} is 8, 6, 5, 4, 3 or 2, not {text}", f"leave out {BITS}: the weights stay as they are stored")
+        raise UsageError(f"{BITS_FLAG} is 8, 6, 5, 4, 3 or 2, not {text}", f"leave out {BITS_FLAG}: the weights stay as they are stored")
     if not text.removeprefix("-").isdigit():
-        elsewhere = f"{command_path(command)} MODEL -o DIR --spec SPEC" if "--spec" in flags_of(command) and command.name == "quantize" \
+        spec_command = f"{command_path(command)} MODEL -o DIR --spec SPEC" if "--spec" in flags_of(command) and command.name == "quantize" \
             else f"{command_path(command)} MODEL:ternary"
-        raise UsageError(f"{BITS} is 8, 6, 5, 4, 3 or 2, not {text!r}", f"ternary and other formats: {elsewhere}")
+        raise UsageError(f"{BITS_FLAG} is 8, 6, 5, 4, 3 or 2, not {text!r}", f"ternary and other formats: {spec_command}")
 
 
-def own_name(command: Any, flags: Mapping[str, bool], word: str) -> str:
+def translate_flag(command: Any, flags: Mapping[str, bool], word: str) -> str:
+    """A word that begins with a dash, with our name of its flag; unchanged if there is none. Raises UsageError for a word that the parser
+    would misread as a short flag with its value."""
     name, equals, value = word.partition("=")
     if name in flags:
         return word
@@ -269,15 +283,16 @@ def own_name(command: Any, flags: Mapping[str, bool], word: str) -> str:
         raise UsageError(f"no such option: {word}", f"put -- before a prompt that begins with a dash: effllm run MODEL -- {typed(word)}")
     if name.startswith("--"):
         dashed = name.replace("_", "-")
-        meant = SAME.get(dashed, dashed)
-        return f"{meant}{equals}{value}" if meant in flags else word
-    if SAME.get(name) in flags:
-        return SAME[name] + equals + value
-    long = f"-{name}".replace("_", "-")
-    if len(name) > 2 and (name in NAMES_MODEL or name in INSTEAD or name in CALLED):
+        synonym = FLAG_SYNONYMS.get(dashed, dashed)
+        return f"{synonym}{equals}{value}" if synonym in flags else word
+    if FLAG_SYNONYMS.get(name) in flags:
+        return FLAG_SYNONYMS[name] + equals + value
+    dashed = f"-{name}".replace("_", "-")
+    long_flag = FLAG_SYNONYMS.get(dashed, dashed)
+    if len(name) > 2 and (name in MODEL_FLAG_HINTS or name in FLAG_HINTS or name in EQUIVALENT_FLAGS):
         raise UsageError(f"no such option: {name}", flag_hint(command, name) or f"{command_path(command)} --help")
-    if len(name) > 2 and SAME.get(long, long) in flags:
-        raise UsageError(f"no such option: {name}", f"with two dashes: {SAME.get(long, long)}")
+    if len(name) > 2 and long_flag in flags:
+        raise UsageError(f"no such option: {name}", f"with two dashes: {long_flag}")
     return word
 
 

@@ -55,7 +55,7 @@ def test_a_command_of_another_program_is_answered_with_its_equivalent(word: str,
 
 
 def test_commands_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in set(migration_hints.COMMANDS.values()):
+    for command in set(migration_hints.EQUIVALENT_COMMANDS.values()):
         flags = [word for word in command.split() if word.startswith("-")]
         said = page(capsys, *(word for word in command.split() if word not in flags), "--help")
         begin = "usage: effllm " + command.partition("--")[0]
@@ -152,7 +152,7 @@ def test_what_hints_name_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     """A hint is given to a command that has what it names."""
     pages = "".join(page(capsys, command, "--help") for command in ("run", "serve", "quantize", "export", "bench"))
     pages += page(capsys, "eval", "ppl", "--help")
-    for here in {*migration_hints.CALLED.values(), *migration_hints.SAME.values()}:
+    for here in {*migration_hints.EQUIVALENT_FLAGS.values(), *migration_hints.FLAG_SYNONYMS.values()}:
         assert f" {here}" in pages, here
 
 

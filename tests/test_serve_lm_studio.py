@@ -8,7 +8,7 @@ import pytest
 from server_process import QUESTION, Reply, Served, serving
 from test_serve import thinking_model
 
-from effllm.cli.server.lm_studio_chat import LmStudioChatRequest, LmStudioSerializer, arranged, responses_of
+from effllm.cli.server.lm_studio_chat import LmStudioChatRequest, LmStudioSerializer, responses_of, with_newest_system
 from effllm.cli.server.ollama_models import ModelEntry
 from effllm.cli.server.openai_requests import parse
 from effllm.cli.server.problems import Problem
@@ -153,7 +153,7 @@ def test_requests_and_answers_as_values() -> None:
         {"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:,b"}]}]
     assert (meant.reasoning.effort, meant.top_k, meant.store) == ("medium", 3, None)
     old, new, user = {"role": "system", "content": "old"}, {"role": "system", "content": "new"}, {"role": "user", "content": "a"}
-    assert arranged([old, user, new, user]) == [new, user, user] and arranged([user]) == [user]
+    assert with_newest_system([old, user, new, user]) == [new, user, user] and with_newest_system([user]) == [user]
     stats = SimpleNamespace(finish_reason="stop", token_ids=(1, 2), prompt_tokens=9, cached_tokens=4, reasoning_tokens=1, decode_tps=5.0,
                             ttft_s=0.5)
     shape = LmStudioSerializer("m", ResponseSerializer("m", meant, ToolNames()))

@@ -14,42 +14,42 @@ from ...runtime.tool_calls.free_text import FREE, within_json
 from .problems import Problem, problem_of
 
 CUSTOM = "custom"
-FREE_TEXT = {"type": "object", "properties": {FREE: {"type": "string"}}, "required": [FREE], "additionalProperties": False}
+FREE_TEXT_SCHEMA = {"type": "object", "properties": {FREE: {"type": "string"}}, "required": [FREE], "additionalProperties": False}
 SYNTAXES = ("lark", "regex")
-TOLD = "{}Its input has to follow this {}:\n{}"
-WORDS = {"lark": "grammar in Lark's notation", "regex": "regular expression"}
+GRAMMAR_DESCRIPTION = "{}Its input has to follow this {}:\n{}"
+SYNTAX_NAMES = {"lark": "grammar in Lark's notation", "regex": "regular expression"}
 
 
 def function_of(name: str, description: object, format: object, where: str) -> dict[str, Any]:
     """A custom tool as a function. `format`: as in Responses, or as in chats, where the grammar is a nested object. Raises Problem."""
-    function = {"name": name, "description": description, "parameters": FREE_TEXT, "strict": False}
+    function = {"name": name, "description": description, "parameters": FREE_TEXT_SCHEMA, "strict": False}
     if format is None or isinstance(format, dict) and format.get("type") == "text":
         return function
-    inner = format.get("grammar", format) if isinstance(format, dict) and format.get("type") == "grammar" else None
-    syntax, text = (inner.get("syntax"), inner.get("definition")) if isinstance(inner, dict) else (None, None)
+    definition = format.get("grammar", format) if isinstance(format, dict) and format.get("type") == "grammar" else None
+    syntax, text = (definition.get("syntax"), definition.get("definition")) if isinstance(definition, dict) else (None, None)
     if syntax not in SYNTAXES or not isinstance(text, str) or not text.strip():
         raise Problem(400, f'{where} has to be {{"type": "text"}}, or of type grammar with a syntax, lark or regex, and a definition',
                       param=where)
     grammar = text if syntax == "lark" else regex_grammar(text)
     try:
-        lark_constraint(grammar, where, WORDS[syntax])
+        lark_constraint(grammar, where, SYNTAX_NAMES[syntax])
         within_json(grammar)
     except EffllmError as error:
         raise problem_of(error, where) from error
-    head = f"{description}\n\n" if description else ""
-    return {**function, "description": TOLD.format(head, WORDS[syntax], text), "strict": True, "grammar": grammar}
+    prefix = f"{description}\n\n" if description else ""
+    return {**function, "description": GRAMMAR_DESCRIPTION.format(prefix, SYNTAX_NAMES[syntax], text), "strict": True, "grammar": grammar}
 
 
 def regex_grammar(pattern: str) -> str:
     """A regular expression that has to match the whole text, as a Lark grammar."""
-    kept = pattern.removeprefix("^")
-    kept = kept[:-1] if re.search(r"(?<!\\)(?:\\\\)*\$$", kept) else kept
-    return "start: /" + re.sub(r"\\.|[/\n]", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), kept, flags=re.DOTALL) + "/"
+    body = pattern.removeprefix("^")
+    body = body[:-1] if re.search(r"(?<!\\)(?:\\\\)*\$$", body) else body  # an unescaped $ at the end
+    return "start: /" + re.sub(r"\\.|[/\n]", lambda match: {"/": r"\/", "\n": r"\n"}.get(match[0], match[0]), body, flags=re.DOTALL) + "/"
 
 
 def in_chat(tools: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The tools of a chat, custom ones as functions. Raises Problem."""
-    return [_as_function(tool, f"tools[{at}].{CUSTOM}") if is_custom(tool) else tool for at, tool in enumerate(tools)]
+    return [_as_function(tool, f"tools[{index}].{CUSTOM}") if is_custom(tool) else tool for index, tool in enumerate(tools)]
 
 
 def is_custom(tool: object) -> bool:
@@ -57,12 +57,13 @@ def is_custom(tool: object) -> bool:
 
 
 def _as_function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    own = tool.get(CUSTOM)
-    if not isinstance(own, dict) or not isinstance(own.get("name"), str):
+    custom = tool.get(CUSTOM)
+    if not isinstance(custom, dict) or not isinstance(custom.get("name"), str):
         raise Problem(400, f"{where}.name is missing", param=f"{where}.name")
-    if not isinstance(own.get("description"), str | None):
+    if not isinstance(custom.get("description"), str | None):
         raise Problem(400, f"{where}.description has to be a string", param=f"{where}.description")
-    return {"type": "function", "function": function_of(own["name"], own.get("description"), own.get("format"), f"{where}.format")}
+    return {"type": "function", "function": function_of(custom["name"], custom.get("description"), custom.get("format"),
+                                                        f"{where}.format")}
 
 
 def names_of(tools: Iterable[object] | None) -> frozenset[str]:
