@@ -251,11 +251,11 @@ def main() -> None:
     parser.add_argument("--quality", action="store_true")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--picked", type=int, default=kv_spill.LEAST_PICKED, help="most pages of a layer for a token, with --quality")
+    parser.add_argument("--picked", type=int, default=kv_spill.MIN_SELECTED, help="most pages of a layer for a token, with --quality")
     parser.add_argument("--publish", action="store_true", help="keep the result")
     options = parser.parse_args()
     if options.quality:
-        kv_spill.LEAST_PICKED = options.picked
+        kv_spill.MIN_SELECTED = options.picked
         quality(options.text, options.windows, options.publish)
     else:
         speed(options.ctx, options.rounds, options.spill_dir, options.publish)

@@ -48,13 +48,15 @@ NO_SELECTIONS: Mapping[int, TokenSelection] = MappingProxyType({})
 class KVCache(CacheBytes):
     """The cache of one sequence, as returned by `build_cache`; `n` tokens are in it.
 
-    `layers`: the storage of the layers with pages, in layer order; `codecs` seal their pages.
-    `layouts`: of the exact tokens of these layers; `exact`: their memory. `sealers`: flushed when a page has been sealed.
+    `layers`: the storage of the layers with pages, in layer order.
+    `codecs`: they seal the pages of these layers.
+    `policy`: decides which pages get more bits. `probes`: records the attention scores that it needs.
+    `layouts`, `exact`: layout and memory of the exact tokens of these layers.
+    `sealers`: flushed when a page has been sealed.
     `pool`: the memory of sealed pages; those of `spilling` layers may be on disk.
-    `probes`: records what a policy needs to know of attention.
-    `states`: recurrent states. `stateful`: by layer, those that have one; layers in `beside` have pages as well.
+    `states`: recurrent states. `stateful`: by layer, those that have one; layers in `with_pages_and_state` have pages as well.
     `readers`: by layer, those that attend to an earlier layer's keys and values.
-    `token_selections`: sparse attention, by position in `layers`; `reader_selections`: that of `readers`, by layer.
+    `token_selections`: sparse attention, by index in `layers`. `reader_selections`: that of `readers`, by layer.
     `ends`: of the current pass, see `attention_ends`.
     """
 
@@ -64,7 +66,7 @@ class KVCache(CacheBytes):
                  layouts: Sequence[PageLayout], exact: Sequence[np.ndarray] = (), sealers: Sequence[Sealer] = (),
                  pool: PagePool | None = None, probes: AttentionProbes | None = None, spilling: Sequence[LayerPages] = (),
                  states: States | None = None, stateful: Mapping[int, LayerStates] = NO_STATES,
-                 readers: Mapping[int, LayerPages] = NO_READERS, beside: Collection[int] = (),
+                 readers: Mapping[int, LayerPages] = NO_READERS, with_pages_and_state: Collection[int] = (),
                  token_selections: Mapping[int, TokenSelection] = NO_SELECTIONS,
                  reader_selections: Mapping[int, TokenSelection] = NO_SELECTIONS) -> None:
         self._sealers, self.pool, self.probes, self._spilling = sealers, pool, probes, spilling
@@ -76,8 +78,9 @@ class KVCache(CacheBytes):
         reading = {index: LayerCache(reader_pages, self, token_selection=reader_selections.get(index))
                    for index, reader_pages in readers.items()}
         self.states, paged, unpaged = states, iter(self._layers), {**stateful, **reading}
-        self._by_layer = [replace(next(paged), states=stateful[index]) if index in beside else unpaged.get(index) or next(paged)
-                          for index in range(len(layers) + len(unpaged) - len(beside))]
+        num_layers = len(layers) + len(unpaged) - len(with_pages_and_state)
+        self._by_layer = [replace(next(paged), states=stateful[index]) if index in with_pages_and_state
+                          else unpaged.get(index) or next(paged) for index in range(num_layers)]
         selections = [layer.token_selection for layer in self._by_layer
                       if isinstance(layer, LayerCache) and layer.token_selection is not None]
         self.indexes = [part for selection in selections for part in (selection.index, selection.keys) if part is not None]

@@ -26,7 +26,7 @@ from .images.vision_experts import vision_routing
 from .kv.bidirectional import attention_ends
 from .kv.cross_attention_cache import NO_IMAGES, CrossAttentionCache, CrossAttentionLayer, ImageSpan
 from .kv.layer_cache import for_last_tokens
-from .last_layers import first_alone, kept_of, narrows
+from .last_layers import first_last_token_layer, narrows_to_last_tokens, num_last_tokens_of
 from .layer import Layer, LayerWeights, Tap, last_of, no_tap
 from .ngrams import away_nbytes, held, is_table
 from .rope import rope_tables, with_learned_frequencies
@@ -71,8 +71,8 @@ class Model(StoreReads):
         self.streamed = None if streaming is None else StreamedWeights(streaming.parts, self.pager)
         self.paging = Paging(streaming, self.pager) if isinstance(streaming, PagedExperts) else None
         self.records = WeightRecords(config, self.tensors, store, backends["cpu"], self.pager, self.streamed, self.paging, adapters)
-        self.block, self._first_narrow = families.get(config.family).block, first_alone(config)
-        self._narrows = [narrows(config, layer) for layer in range(config.num_hidden_layers)]
+        self.block, self._first_narrow = families.get(config.family).block, first_last_token_layer(config)
+        self._narrows = [narrows_to_last_tokens(config, layer) for layer in range(config.num_hidden_layers)]
         self.looked_up: set[str] = set()  # tensors whose codes are in lookup order in the pager's memory (`lookup_layout.py`)
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}  # records by layer or "outer", and their memory
         # Recorded passes, by number of tokens: the buffer their ids are read from, and the states they return.
@@ -233,7 +233,7 @@ class Model(StoreReads):
         self._media, self._rope_positions, self._images = media, rope_positions, (image_spans, scales)
         self._extra_inputs = vision_routing(self.config.moe, ids, media)
         needs_all_states = tap is not no_tap or image_spans or self.between or (media is not None and media.deepstack_rows is not None)
-        self._num_last = None if needs_all_states else kept_of(len(ids), num_states)
+        self._num_last = None if needs_all_states else num_last_tokens_of(len(ids), num_states)
         if image_spans:
             self.cross_attention.begin(image_spans)
         record_key = step.blocks if self._is_repeatable(len(ids), cache, tap) else None

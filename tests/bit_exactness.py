@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from effllm.runtime.engine import Engine
 from effllm.runtime.generation.batching import PendingToken, open_sequences
-from effllm.runtime.last_layers import KEPT, narrows
+from effllm.runtime.last_layers import MIN_LAST_TOKENS, narrows_to_last_tokens
 from effllm.runtime.sessions.saved_cache import identity, save_cache
 from effllm.runtime.sessions.session_format import SavedSession
 from effllm.runtime.sessions.session_store import SessionStore
@@ -65,7 +65,8 @@ def assert_a_prompt_ends_as_a_whole_one(engine: Engine, ids: Sequence[int], behi
             list(engine.prefill(ids[:length]))
             ends.append([engine._logits.copy(), *(engine.forward_logits([token])[0].copy() for token in ids[length:])])
             seen_state.clear()
-    limit = KEPT if any(narrows(engine.config, layer) for layer in range(engine.config.num_hidden_layers)) else length
+    is_narrowed = any(narrows_to_last_tokens(engine.config, layer) for layer in range(engine.config.num_hidden_layers))
+    limit = MIN_LAST_TOKENS if is_narrowed else length
     assert np.array_equal(*ends) and sum(widths[0]) == length + behind and widths[1] == [min(limit, width) for width in widths[0]]
 
 

@@ -15,8 +15,8 @@ from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.events import Progress
 from effllm.runtime.generation.embedding import LAST, MEAN, embed_text, embed_texts
 from effllm.runtime.generation.reranker import Reranker, scores
-from effllm.runtime.kv.varlen_cache import RAW, VarlenCache, kernel_boundaries, plan_batches, supports_varlen
-from effllm.runtime.last_layers import KEPT
+from effllm.runtime.kv.varlen_cache import MAX_DECODE, VarlenCache, kernel_boundaries, plan_batches, supports_varlen
+from effllm.runtime.last_layers import MIN_LAST_TOKENS
 from effllm.runtime.prefill_chunks import FEW
 
 LENGTHS = (1, 3, 3, 8, 9, 16, 17, 40, 40, 100, 130, 300, 700)
@@ -56,7 +56,7 @@ def assert_same(engine: Engine, rows: list[list[int]], way: str) -> None:
 def test_vectors_have_the_bits_of_a_text_alone(engine: Engine, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
     monkeypatch.setattr(engine, "together", lambda rows: passes.append([*map(len, rows)]) or type(engine).together(engine, rows))
-    assert supports_varlen(engine) and kernel_boundaries(engine) == (RAW,)
+    assert supports_varlen(engine) and kernel_boundaries(engine) == (MAX_DECODE,)
     assert_same(engine, texts(), way)
     assert [1, 3, 3] in passes and any(len(each) > 3 for each in passes) and engine.tokens == []
 
@@ -66,7 +66,7 @@ def test_the_state_of_the_last_token_has_the_same_bits_where_others_are_spared_t
     whole = np.concatenate([states.copy() for _, states in engine.states(ids)])
     found = [(start, states.copy()) for start, states in engine.states(ids, wanted=1)]
     engine.reset()
-    assert [len(states) for _, states in found] == [KEPT] * len(found) and found[-1][0] == len(ids) - KEPT
+    assert [len(states) for _, states in found] == [MIN_LAST_TOKENS] * len(found) and found[-1][0] == len(ids) - MIN_LAST_TOKENS
     assert np.array_equal(found[-1][1][-1], whole[-1])
 
 
@@ -80,7 +80,7 @@ def test_so_have_vectors_of_weights_in_few_bits(tmp_path: Path, kv: str) -> None
     """Whose kernels of an answer reach further."""
     fable_gguf(tmp_path / "m.gguf", "Q8_0")
     *_, engine = open_engine(tmp_path / "m.gguf", EngineOptions(ctx=1024, kv=kv))
-    assert kernel_boundaries(engine) == (RAW, FEW)
+    assert kernel_boundaries(engine) == (MAX_DECODE, FEW)
     assert_same(engine, texts(), MEAN)
     engine.close()
 
@@ -104,7 +104,7 @@ def test_what_is_told_of_them(engine: Engine) -> None:
     engine.reset()
 
 
-@given(st.lists(st.integers(1, 600), max_size=60), st.integers(FEW, 512), st.sampled_from([(RAW,), (RAW, FEW)]))
+@given(st.lists(st.integers(1, 600), max_size=60), st.integers(FEW, 512), st.sampled_from([(MAX_DECODE,), (MAX_DECODE, FEW)]))
 def test_each_text_is_in_one_pass_of_its_kind(lengths: list[int], most: int, bounds: tuple[int, ...]) -> None:
     passes = plan_batches(lengths, most, bounds)
     assert sorted(place for places in passes for place in places) == list(range(len(lengths)))

@@ -24,7 +24,7 @@ from effllm.offload.predict import KindRate, PagedExpertCost, Prediction
 from effllm.offload.size import format_size
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.engine import open_engine
-from effllm.runtime.last_layers import KEPT
+from effllm.runtime.last_layers import MIN_LAST_TOKENS
 from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.planning import forecast_outcome, machine_probe, roofs
 from effllm.runtime.planning.forecast import UNMEASURED_EXACT, forecast, kind_of_weight, prepare_quantized, suggest, wanted, work
@@ -83,7 +83,7 @@ def test_a_prompt_is_spared_what_its_last_layers_make_of_all_but_the_last_tokens
                   for whole in [forecast(prepared, KNOWN).work] for part in whole.parts if not part.last_only}
     wide, ffn, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
     behind, before = wide * wide + 3 * wide * ffn, wide * wide + 2 * wide * kv
-    assert counted == (pytest.approx(behind / (behind + before) / config.num_hidden_layers), 1, KEPT)
+    assert counted == (pytest.approx(behind / (behind + before) / config.num_hidden_layers), 1, MIN_LAST_TOKENS)
 
 
 @pytest.mark.parametrize(("shape", "layers"), [(machine_probe.WIDE, 2), (machine_probe.THIN, machine_probe.THIN_LAYERS)])

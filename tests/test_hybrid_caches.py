@@ -43,7 +43,7 @@ def test_a_session_continues_with_the_same_bits(engine: Engine, store: SessionSt
 @pytest.mark.slow
 def test_prompts_that_take_turns_are_kept_with_their_state(engine: Engine, tmp_path: Path) -> None:
     kept = PromptCache(engine, SavedSessions(SessionStore(tmp_path / "sessions"), "hybrid", 1 << 30))
-    other, without_text = IDS[:300][::-1], SimpleNamespace(held=("", []))
+    other, without_text = IDS[:300][::-1], SimpleNamespace(cached=("", []))
     engine.reset()
 
     def read_next(ids: list[int]) -> int:

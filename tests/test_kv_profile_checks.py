@@ -27,7 +27,7 @@ from effllm.runtime.kv import kv_profile_run
 from effllm.runtime.kv.kv_profile import Profile
 from effllm.runtime.kv.kv_profile_file import load_profile
 from effllm.runtime.kv.kv_profile_run import recorded, report
-from effllm.runtime.kv.kv_validation import LEAST_SCORED, held_out_window, validate_auto
+from effllm.runtime.kv.kv_validation import MIN_SCORED, held_out_window, validate_auto
 from effllm.runtime.measuring.evaluate import windows
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.tokenizer import Tokenizer
@@ -53,8 +53,8 @@ def test_the_longest_window_is_held_back_and_not_what_is_left_behind_it() -> Non
         return held_out_window([range(length) for length in lengths], 320)
 
     assert held(1024, 1024, 1024, 326) == held(1024, 1024, 1024, 1000) == 2
-    assert held(1024, 1024) == held(1024, 320 + LEAST_SCORED) == 1
-    assert held() is held(1024) is held(1024, 326) is held(1024, 319 + LEAST_SCORED) is held(400, 400, 400) is None
+    assert held(1024, 1024) == held(1024, 320 + MIN_SCORED) == 1
+    assert held() is held(1024) is held(1024, 326) is held(1024, 319 + MIN_SCORED) is held(400, 400, 400) is None
 
 
 def test_a_handful_of_tokens_decides_nothing(tmp_path: Path) -> None:

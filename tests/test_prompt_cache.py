@@ -155,7 +155,7 @@ def test_what_is_looked_for_has_a_bound_and_the_newest_is_found(engine, tmp_path
         talk.go_on(one)
     Talk("The end.").go_on(one)
     assert len(one.prompt_cache._all()) == 3
-    monkeypatch.setattr(prompt_cache, "MOST_TOKENS", 900)  # of two
+    monkeypatch.setattr(prompt_cache, "MAX_TOKENS", 900)  # of two
     again = replies(engine, tmp_path)
     assert len(again.prompt_cache._all()) == 2
     for talk, is_found in ((talks[2], True), (talks[0], False)):

@@ -85,7 +85,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
         self.default_scales = engine.adapter_scales
         self._prompts = self._new_prompt_builder()
         self._slots = [Slot(engine, self._prompts, prompt_cache),
-                           *(Slot(other, self._new_prompt_builder(), prompt_cache and prompt_cache.beside(other))
+                           *(Slot(other, self._new_prompt_builder(), prompt_cache and prompt_cache.for_sequence(other))
                              for other in other_engines)]
         self._request_count = 0
         self._compiled: CompiledConstraint | None = None

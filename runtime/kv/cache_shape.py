@@ -21,20 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttnSpec:
-    """Attention of one layer, bound when the cache is built. `window`: a query at p sees keys after p - window. `index`: the indexer of
-    sparse attention; `by_choice`: attention is sparse, by this layer's selection or that of the last layer with an `index`. `latent`: keys
-    double as values. `compressed`: compressed keys that are seen in addition to those within the window."""
+    """Attention of one layer, bound when the cache is built."""
 
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
-    window: int | None = None
+    window: int | None = None  # a query at position p sees keys after p - window; None: all
     softcap: float | None = None
-    index: IndexShape | None = None
-    by_choice: bool = False
-    latent: bool = False
-    compressed: CompressedShape | None = None
+    index: IndexShape | None = None  # the indexer of sparse attention
+    is_sparse: bool = False  # by this layer's selection, or that of the last layer with an `index`
+    latent: bool = False  # keys double as values
+    compressed: CompressedShape | None = None  # compressed keys, seen in addition to those within the window
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class SharedPages:
 
     layer: int
     index: IndexShape | None = None
-    by_choice: bool = False
+    is_sparse: bool = False
     latent: bool = False
     compressed: CompressedShape | None = None
 
@@ -62,15 +60,15 @@ class NoCache:
     """A layer that caches nothing of the text: cross-attention to images only (`cross_attention_cache.py`), or none."""
 
 
-LayerSpec = "AttnSpec | SharedPages | StateShape | Both | Nothing"  # what a layer caches: pages of keys and values, or a state
+LayerSpec = "AttnSpec | SharedPages | StateShape | AttentionAndState | NoCache"  # what a layer caches
 
 
 def attention_specs(config: ModelConfig) -> list[AttnSpec]:
     """The attention of each layer that has its own keys and values."""
-    own = config.indexer
+    indexer = config.indexer
     return [AttnSpec(config.query_heads_of(layer), kv_heads, head_dim, head_dim**-0.5 if config.attn_scale is None else config.attn_scale,
-                     config.windows[layer], config.attn_logit_softcapping, own.shape_of(layer) if own else None,
-                     own is not None and own.source_layers[layer] is not None, config.mla is not None,
+                     config.windows[layer], config.attn_logit_softcapping, indexer.shape_of(layer) if indexer else None,
+                     indexer is not None and indexer.source_layers[layer] is not None, config.mla is not None,
                      config.compressed_attention.shapes[layer] if config.compressed_attention else None)
             for layer, (kv_heads, head_dim) in zip(config.attention_layers, config.cache_kv_heads, strict=True)]
 
@@ -78,35 +76,33 @@ def attention_specs(config: ModelConfig) -> list[AttnSpec]:
 def layer_specs(config: ModelConfig) -> list[LayerSpec]:
     """What each layer caches."""
     paged = dict(zip(config.attention_layers, attention_specs(config), strict=True))
-    found: list[LayerSpec] = []
+    specs: list[LayerSpec] = []
     for layer in range(config.num_hidden_layers):
         if layer in config.cross_attention_layers or layer in config.layers_without_attention:
-            found.append(NoCache())
+            specs.append(NoCache())
         elif layer not in config.recurrent_layers:
-            found.append(paged.get(layer) or _shared(config, layer))
+            specs.append(paged.get(layer) or _shared_spec(config, layer))
         else:
-            own = shape_of(config, layer)
-            found.append(AttentionAndState(paged[layer], own) if config.has_attention(layer) else own)
-    return found
+            state = shape_of(config, layer)
+            specs.append(AttentionAndState(paged[layer], state) if config.has_attention(layer) else state)
+    return specs
 
 
-def _shared(config: ModelConfig, layer: int) -> SharedPages:
-    own = config.indexer
-    return SharedPages(config.kv_sources[layer], own.shape_of(layer) if own else None,
-                       own is not None and own.source_layers[layer] is not None,
-                       config.mla is not None)
+def _shared_spec(config: ModelConfig, layer: int) -> SharedPages:
+    indexer = config.indexer
+    return SharedPages(config.kv_sources[layer], indexer.shape_of(layer) if indexer else None,
+                       indexer is not None and indexer.source_layers[layer] is not None, config.mla is not None)
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The capacity of the cache in tokens: context, sinks, exact window, longest chunk. `written`: how many generated tokens are kept; None
-    for all. Tokens lie on a grid of pages, where page -1 is the sinks."""
+    """The capacity of the cache in tokens. Tokens are stored on a grid of pages, where page -1 is the sinks."""
 
     ctx: int
     sink: int = 64
-    window: int = 128
-    chunk: int = 512
-    written: int | None = None
+    window: int = 128  # the newest tokens, which stay exact
+    chunk: int = 512  # the longest chunk of a prompt
+    written: int | None = None  # how many generated tokens are kept; None: all
 
     @property
     def sinks(self) -> int:
@@ -125,6 +121,7 @@ class CacheShape:
 
     @property
     def pages(self) -> int:
+        """Pages of a full context, without the sinks."""
         return max(1, -(-(self.ctx - self.sinks) // PAGE))
 
     def start(self, page: int) -> int:
@@ -163,7 +160,7 @@ def exact_parts(layout: PageLayout, shape: CacheShape) -> int:
 
 def page_sizes(codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout]) -> list[int]:
     """Bytes of a sealed page, by layer; `layouts`: of exact tokens."""
-    return [codec.layout(each.kv_heads, each.head_dim).layer_page_nbytes for codec, each in zip(codecs, layouts, strict=True)]
+    return [codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec, layout in zip(codecs, layouts, strict=True)]
 
 
 def cache_nbytes(codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout], shape: CacheShape) -> tuple[int, int]:
@@ -173,8 +170,8 @@ def cache_nbytes(codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[Pag
     if not codecs or codecs[0].better is None:
         return fixed, sealed
     # The upgraded share takes more, rounded up to whole pages.
-    more = sum(page_sizes([codec.better for codec in codecs], layouts)) - sealed
-    return fixed + more, sealed + ceil(codecs[0].share * more)
+    upgrade_nbytes = sum(page_sizes([codec.better for codec in codecs], layouts)) - sealed
+    return fixed + upgrade_nbytes, sealed + ceil(codecs[0].share * upgrade_nbytes)
 
 
 def exact_nbytes(layout: PageLayout, shape: CacheShape) -> int:

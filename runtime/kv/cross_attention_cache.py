@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from .cache_components import LayerPages
 
 SLOTS = 104  # pages per sequence, about: for published models, two images of four tiles of 1,601 rows, or eight of one
-OF_SOUNDS = 24  # for Whisper: two audio inputs of 1,500 rows
+WHISPER_SLOTS = 24  # for Whisper: two audio inputs of 1,500 rows
 Key = tuple[int, tuple[float, ...]]  # an image's id, and the adapter scales that its keys were computed with
 Rows = Callable[[int], np.ndarray]  # an image's id -> the rows that layers attend to, float32 [n, D]
 
 
 def pages_per_sequence(config: ModelConfig) -> int:
     """Pages for a sequence; 0 for a model without cross-attention layers."""
-    return (OF_SOUNDS if config.family == "whisper" else SLOTS) if config.cross_attention_layers else 0
+    return (WHISPER_SLOTS if config.family == "whisper" else SLOTS) if config.cross_attention_layers else 0
 
 
 def cross_attention_nbytes(config: ModelConfig, kv: RawCodec | PackedFormat, sequences: int) -> int:

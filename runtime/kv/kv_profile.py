@@ -23,18 +23,17 @@ Bits = list[list[tuple[int, int]]]  # per layer, per KV head: of K, of V
 
 @dataclass(frozen=True)
 class Profile:
-    """One basis per layer, and the cost of each side of its heads at each of `quant.kv_bits.SIDES`, float32 [H, sides] (K, V); none for
-    layers that the recording did not reach. `weights`: identity of the weights. `checks`: (cost, KL divergence, share of changed top
-    tokens) of validated settings; `auto`: the fewest bits with few enough changes. `ends`: default sink and window tokens that stay
-    exact."""
+    """The KV profile of one model."""
 
     layers: tuple[KVBasis, ...]
+    # Per layer: the cost of K and of V of its heads at each of `quant.kv_bits.SIDES`, float32 [H, sides]; None for layers that the
+    # recording did not reach.
     costs: tuple[tuple[np.ndarray, np.ndarray] | None, ...]
-    weights: str
-    tokens: int
-    checks: tuple[tuple[float, float, float], ...] = ()
-    auto: int | None = None
-    ends: tuple[int, int] = SINK_SPLITS[0]
+    weights: str  # identity of the weights
+    tokens: int  # of the recording
+    checks: tuple[tuple[float, float, float], ...] = ()  # of validated settings: (cost, KL divergence, share of changed top tokens)
+    auto: int | None = None  # the fewest bits with few enough changed top tokens; None: no setting, or not validated
+    ends: tuple[int, int] = SINK_SPLITS[0]  # default sink and window tokens that stay exact
 
     @property
     def hash(self) -> int:

@@ -30,7 +30,7 @@ from .kv_profile import Profile
 FILE, ARRAYS = KV_PROFILE, KV_ARRAYS
 FORMAT, VERSION = "effllm-kv-profile", 2
 BITS = {1: [bits for bits in SIDES if bits <= 8], 2: list(SIDES)}  # the bits whose costs each profile version contains
-MOST_COST = 1e30  # keeps sums finite
+MAX_COST = 1e30  # keeps sums finite
 SAMPLE_NBYTES = 4096  # from each end of a tensor, for the weights' identity
 REMEDY = "effllm eval kv-profile {}"
 
@@ -75,18 +75,18 @@ def save_profile(profile: Profile, path: Path) -> Path:
     parts = [part for basis in profile.layers for part in _parts(basis)]
     raw = b"".join(np.ascontiguousarray(part, "<f4").tobytes() for part in parts)
     content = {
-        "format": FORMAT, "version": VERSION, **_stated([basis.k_scale.shape for basis in profile.layers]), "weights": profile.weights,
-        "tokens": profile.tokens,
+        "format": FORMAT, "version": VERSION, **_model_fields([basis.k_scale.shape for basis in profile.layers]),
+        "weights": profile.weights, "tokens": profile.tokens,
         "checks": [list(check) for check in profile.checks], "auto": profile.auto, "ends": list(profile.ends),
         "arrays": {"nbytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}, "bits": list(SIDES),
         "costs": [None if cost is None else [np.asarray(side).tolist() for side in cost] for cost in profile.costs],
     }
     try:
         # written so that a full disk keeps the previous profile
-        with atomic_file(target) as said, atomic_file(arrays) as values:
-            said.write(json.dumps({**content, "sha256": _own_hash(content)}).encode())
-            said.flush()
-            values.write(raw)
+        with atomic_file(target) as json_file, atomic_file(arrays) as array_file:
+            json_file.write(json.dumps({**content, "sha256": _own_hash(content)}).encode())
+            json_file.flush()
+            array_file.write(raw)
     except OSError as error:
         raise _not_saved(error, target) from error
     return target
@@ -99,44 +99,44 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     target, arrays = profile_paths(path)
     if not target.exists():
         return None
-    again = REMEDY.format(typed(path))
+    hint = REMEDY.format(typed(path))
     try:
         raw = read_json(target)
     except EffllmError as error:  # the usual hint for a bad config, downloading again, does not apply here
-        raise UsageError(str(error), f"remove it, or {again}") from error
+        raise UsageError(str(error), f"remove it, or {hint}") from error
     if raw.get("format") != FORMAT:
-        raise UsageError(f"{target} is not a KV profile", f"remove it, or {again}")
+        raise UsageError(f"{target} is not a KV profile", f"remove it, or {hint}")
     version = raw.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version not in BITS:
-        raise UsageError(f"{target} is of version {version!r}, this effllm reads {VERSION}", again)
-    shapes, stated = config.cache_kv_heads, _stated(config.cache_kv_heads)
-    theirs = {key: raw.get(key) for key in stated}
-    if theirs != stated:
-        raise UsageError(f"{target} is of another model: {_described(theirs)}, this one has {_described(stated)}", again)
+        raise UsageError(f"{target} is of version {version!r}, this effllm reads {VERSION}", hint)
+    shapes, expected = config.cache_kv_heads, _model_fields(config.cache_kv_heads)
+    recorded = {key: raw.get(key) for key in expected}
+    if recorded != expected:
+        raise UsageError(f"{target} is of another model: {_describe(recorded)}, this one has {_describe(expected)}", hint)
     # Blocks of a GGUF file may have been widened; a plan for weights that are not here has no bytes to check.
-    own = identity(store) if isinstance(store, TensorStore) and not is_gguf(path) else identity_of(path)
-    if raw.get("weights") != own:
-        raise UsageError(f"{target} was recorded with other weights than those beside it", again)
+    weights = identity(store) if isinstance(store, TensorStore) and not is_gguf(path) else identity_of(path)
+    if raw.get("weights") != weights:
+        raise UsageError(f"{target} was recorded with other weights than those beside it", hint)
     bits, tokens, checks, auto = raw.get("bits"), raw.get("tokens"), raw.get("checks", []), raw.get("auto")
     costs = _costs(raw.get("costs"), shapes, len(bits)) if bits == BITS[version] else None
     ends = raw.get("ends", list(SINK_SPLITS[0]))  # absent from older profiles
-    sound = costs is not None and isinstance(tokens, int) and tokens >= 0 and _are_rows(checks, 3)
-    if not sound or not (auto is None or auto in SIDES) or ends not in map(list, SINK_SPLITS):
-        raise UsageError(f"{target} is damaged", again)
-    said = {key: value for key, value in raw.items() if key != "sha256"}
-    if "sha256" in raw and raw["sha256"] != _own_hash(said):  # absent from older profiles
-        raise UsageError(f"{target} is damaged: its checksum does not match", again)
-    values = np.frombuffer(_array_bytes(arrays, raw.get("arrays"), shapes, again), "<f4")
+    is_valid = costs is not None and isinstance(tokens, int) and tokens >= 0 and _are_rows(checks, 3)
+    if not is_valid or not (auto is None or auto in SIDES) or ends not in map(list, SINK_SPLITS):
+        raise UsageError(f"{target} is damaged", hint)
+    hashed = {key: value for key, value in raw.items() if key != "sha256"}
+    if "sha256" in raw and raw["sha256"] != _own_hash(hashed):  # absent from older profiles
+        raise UsageError(f"{target} is damaged: its checksum does not match", hint)
+    values = np.frombuffer(_array_bytes(arrays, raw.get("arrays"), shapes, hint), "<f4")
     if not np.isfinite(values).all():  # bit allocation would not terminate on values that cannot be compared
-        raise UsageError(f"{arrays} holds NaN or infinity", again)
+        raise UsageError(f"{arrays} holds NaN or infinity", hint)
     bases = _bases(values, shapes, [cost is None for cost in costs])
-    if not all(map(_is_turned_back, bases)):
-        raise UsageError(f"{arrays} holds a singular matrix", again)
+    if not all(map(_is_invertible, bases)):
+        raise UsageError(f"{arrays} holds a singular matrix", hint)
     if version < VERSION:
-        costs = tuple(cost and _of_all_sides(cost, basis) for cost, basis in zip(costs, bases, strict=True))
+        costs = tuple(cost and _extrapolate(cost, basis) for cost, basis in zip(costs, bases, strict=True))
         if not all(np.isfinite(side).all() for cost in costs for side in cost or ()):
-            raise UsageError(f"{arrays} holds invalid strengths", again)
-    return Profile(tuple(bases), costs, own, tokens, tuple(tuple(map(float, check)) for check in checks), auto, tuple(ends))
+            raise UsageError(f"{arrays} holds invalid strengths", hint)
+    return Profile(tuple(bases), costs, weights, tokens, tuple(tuple(map(float, check)) for check in checks), auto, tuple(ends))
 
 
 def _own_hash(content: Mapping[str, object]) -> str:
@@ -144,15 +144,16 @@ def _own_hash(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _stated(shapes: Sequence[tuple[int, int]]) -> dict[str, object]:
+def _model_fields(shapes: Sequence[tuple[int, int]]) -> dict[str, object]:
     """The layers, KV heads and head sizes; lists by layer where layers differ."""
-    heads, sizes = ([int(each) for each in column] for column in zip(*shapes, strict=True))
-    own = {"kv_heads": heads, "head_dim": sizes} if len(set(shapes)) > 1 else {"kv_heads": heads[0], "head_dim": sizes[0]}
-    return {"layers": len(shapes), **own}
+    heads, sizes = ([int(value) for value in column] for column in zip(*shapes, strict=True))
+    if len(set(shapes)) > 1:
+        return {"layers": len(shapes), "kv_heads": heads, "head_dim": sizes}
+    return {"layers": len(shapes), "kv_heads": heads[0], "head_dim": sizes[0]}
 
 
-def _described(stated: Mapping[str, object]) -> str:
-    return "{layers} layers of {kv_heads} KV heads of {head_dim}".format(**stated)
+def _describe(fields: Mapping[str, object]) -> str:
+    return "{layers} layers of {kv_heads} KV heads of {head_dim}".format(**fields)
 
 
 def identity_of(path: Path) -> str:
@@ -164,8 +165,8 @@ def identity_of(path: Path) -> str:
 
 def _parts(basis: KVBasis) -> list[np.ndarray]:
     heads, groups = len(basis.k_scale), basis.k_scale.shape[1] // 16
-    none = np.zeros((heads, groups), np.float32)
-    strengths = (none if side is None else side for side in (basis.strength_k, basis.strength_v))
+    zeros = np.zeros((heads, groups), np.float32)
+    strengths = (zeros if side is None else side for side in (basis.strength_k, basis.strength_v))
     return [basis.k_scale, basis.k_matrix, basis.v_matrix, *strengths]
 
 
@@ -175,35 +176,36 @@ def _shapes(shape: tuple[int, int]) -> list[tuple[int, ...]]:
     return [(heads, size), (heads, size, size), (heads, size, size), (heads, size // 16), (heads, size // 16)]
 
 
-def _array_bytes(path: Path, said: object, shapes: Sequence[tuple[int, int]], again: str) -> bytes:
+def _array_bytes(path: Path, entry: object, shapes: Sequence[tuple[int, int]], hint: str) -> bytes:
+    """The bytes of the arrays' file. `entry`: its size and SHA-256 from the profile. Raises UsageError if they differ."""
     expected = 4 * sum(int(np.prod(part)) for shape in shapes for part in _shapes(shape))
-    if not isinstance(said, Mapping) or said.get("nbytes") != expected:
-        raise UsageError(f"{path} should have {expected} bytes for this model, but its profile states another size", again)
+    if not isinstance(entry, Mapping) or entry.get("nbytes") != expected:
+        raise UsageError(f"{path} should have {expected} bytes for this model, but its profile states another size", hint)
     try:
         if path.stat().st_size != expected:
-            raise UsageError(f"{path} has {path.stat().st_size} bytes, expected {expected}", again)
+            raise UsageError(f"{path} has {path.stat().st_size} bytes, expected {expected}", hint)
         data = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", again) from error
-    if hashlib.sha256(data).hexdigest() != said.get("sha256"):
-        raise UsageError(f"{path} is damaged: its checksum does not match the profile", again)
+        raise UsageError(f"{path} cannot be read: {error.strerror}", hint) from error
+    if hashlib.sha256(data).hexdigest() != entry.get("sha256"):
+        raise UsageError(f"{path} is damaged: its checksum does not match the profile", hint)
     return data
 
 
-def _bases(values: np.ndarray, shapes: Sequence[tuple[int, int]], even: Sequence[bool]) -> list[KVBasis]:
-    at, bases = 0, []
+def _bases(values: np.ndarray, shapes: Sequence[tuple[int, int]], has_no_cost: Sequence[bool]) -> list[KVBasis]:
+    offset, bases = 0, []
     for layer, shape in enumerate(shapes):
         parts = []
         for part in _shapes(shape):
             count = int(np.prod(part))
-            parts.append(values[at : at + count].reshape(part).astype(np.float32))
-            at += count
+            parts.append(values[offset : offset + count].reshape(part).astype(np.float32))
+            offset += count
         k_scale, k_matrix, v_matrix, *strengths = parts
-        bases.append(KVBasis(k_scale, k_matrix, v_matrix, None, *([None, None] if even[layer] else strengths)))
+        bases.append(KVBasis(k_scale, k_matrix, v_matrix, None, *([None, None] if has_no_cost[layer] else strengths)))
     return bases
 
 
-def _is_turned_back(basis: KVBasis) -> bool:
+def _is_invertible(basis: KVBasis) -> bool:
     """Whether the transforms of queries and outputs invert those of keys and values."""
     try:
         return bool(np.isfinite(basis.k_inverse).all() and np.isfinite(basis.v_inverse).all() and (basis.k_scale > 0).all())
@@ -211,7 +213,7 @@ def _is_turned_back(basis: KVBasis) -> bool:
         return False
 
 
-def _of_all_sides(cost: tuple[np.ndarray, np.ndarray], basis: KVBasis) -> tuple[np.ndarray, np.ndarray]:
+def _extrapolate(cost: tuple[np.ndarray, np.ndarray], basis: KVBasis) -> tuple[np.ndarray, np.ndarray]:
     k, v = (extrapolated_costs(side[:, : SIDES.index(MOST_TRIED) + 1], strength)
             for side, strength in zip(cost, (basis.strength_k, basis.strength_v), strict=True))
     return k, v
@@ -221,15 +223,15 @@ def _costs(raw: object, shapes: Sequence[tuple[int, int]], width: int) -> tuple[
     """None unless these are finite numbers in the shape of a profile of this model."""
     if not isinstance(raw, list) or len(raw) != len(shapes):
         return None
-    found: list[tuple[np.ndarray, np.ndarray] | None] = []
+    costs: list[tuple[np.ndarray, np.ndarray] | None] = []
     for entry, (heads, _) in zip(raw, shapes, strict=True):
         if entry is None:
-            found.append(None)
+            costs.append(None)
             continue
         if not (isinstance(entry, list) and len(entry) == 2 and all(_is_table(side, heads, width) for side in entry)):
             return None
-        found.append((np.array(entry[0], np.float64), np.array(entry[1], np.float64)))
-    return tuple(found)
+        costs.append((np.array(entry[0], np.float64), np.array(entry[1], np.float64)))
+    return tuple(costs)
 
 
 def _is_table(raw: object, heads: int, width: int) -> bool:
@@ -238,8 +240,8 @@ def _is_table(raw: object, heads: int, width: int) -> bool:
 
 def _are_rows(raw: object, width: int) -> bool:
     """Whether these are lists of `width` finite, non-negative numbers."""
-    return isinstance(raw, list) and all(isinstance(row, list) and len(row) == width and all(map(_is_amount, row)) for row in raw)
+    return isinstance(raw, list) and all(isinstance(row, list) and len(row) == width and all(map(_is_cost, row)) for row in raw)
 
 
-def _is_amount(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < MOST_COST
+def _is_cost(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < MAX_COST

@@ -21,11 +21,11 @@ from ..tokenizer import Tokenizer
 from .kv_profile import Profile
 from .kv_profile_file import identity_of, profile_paths, refuse_unwritable, save_profile
 from .kv_recording import SECONDS, WINDOW, record
-from .kv_validation import FEWEST, LEAST_SCORED, MEANS, held_out_window, validate_auto
+from .kv_validation import FEWEST_BITS, MEANS, MIN_SCORED, held_out_window, validate_auto
 
 PRESETS = (8, 6, 5, 4, 3, 2)
 FORMAT = "8bit"  # of the recording engine: room for any packed cache
-FOR_RECORDING = 0.6  # of the time; the rest is for validation
+RECORDING_SHARE = 0.6  # of the time; the rest is for validation
 
 
 def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | None = None,
@@ -60,11 +60,11 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
         held = held_out_window(cut, engine.first_reader())
         if cut and held is None:
             room = ctx - engine.first_reader()
-            why = (f"windows of {ctx} tokens, as long as the model's context, have {room} that read a packed page, of {LEAST_SCORED} wanted"
-                   if room < LEAST_SCORED else
-                   f"{source} has no second window of {LEAST_SCORED + engine.first_reader()} tokens (a longer --text)")
+            why = (f"windows of {ctx} tokens, as long as the model's context, have {room} that read a packed page, of {MIN_SCORED} wanted"
+                   if room < MIN_SCORED else
+                   f"{source} has no second window of {MIN_SCORED + engine.first_reader()} tokens (a longer --text)")
             yield Notice(f"nothing can be validated, so --kv auto will not pack the cache: {why}")
-        share = 1.0 if held is None else FOR_RECORDING
+        share = 1.0 if held is None else RECORDING_SHARE
         with one_thread():  # BLAS products of a few million multiplications, between passes of our own threads
             for item in record(engine, tokenizer, text, weights, share * seconds, source, held_back=held):
                 if not isinstance(item, Profile):
@@ -93,7 +93,7 @@ def report(profile: Profile, path: Path) -> dict[str, object]:
         k, v = zip(*(pair for layer in bits for pair in layer), strict=True)
         usual = profile.cost(even)
         presets[mean] = ((min(k), max(k)), (min(v), max(v)), profile.cost(bits) / usual if usual else None)
-    costs = {mean: profile.cost(profile.bits(mean)) for mean in (FEWEST, *MEANS)}
+    costs = {mean: profile.cost(profile.bits(mean)) for mean in (FEWEST_BITS, *MEANS)}
     return {"file": str(profile_paths(path)[0]), "tokens": profile.tokens, "hash": f"{profile.hash:016x}", "presets": presets,
             "ends": list(profile.ends), "auto": profile.auto,
             "checks": [{"bits": min(costs, key=lambda mean: abs(costs[mean] - cost)), "cost": cost, "kld": kld, "flips": flips}

@@ -30,10 +30,10 @@ from .kv_profile import Profile
 WINDOW = 1024  # tokens per window, if the context allows
 ROWS = 128  # queries sampled per window
 SECONDS = 60.0
-FOR_MOMENTS, FOR_TRIALS = 0.7, 0.2  # of the time; the rest is for comparing ends
+MOMENTS_SHARE, TRIALS_SHARE = 0.7, 0.2  # of the time; the rest is for comparing ends
 ENDS_BITS, ENDS_STEP = 4, 4  # mean bits at which ends are compared; use every n-th sampled query
-KEPT_NBYTES = 512 << 20  # of recorded q, k and v, for trials
-MOST_WINDOWS = 16
+MAX_RECORDED_NBYTES = 512 << 20  # of recorded q, k and v, for trials
+MAX_WINDOWS = 16
 TAPPED = {"q": "queries", "k": "keys", "v": "values", "attn_out": "outputs of attention"}
 
 
@@ -50,7 +50,7 @@ def record(engine: Engine, tokenizer: Tokenizer, text: str, weights: str, second
         raise UsageError(f"a context of {engine.n_ctx} tokens is never packed: sinks, window and a page take {least}",
                          "a profile only helps longer contexts")
     cut = [window for window in windows(tokenizer, text, engine.n_ctx, source) if len(window) >= least]
-    cut = [window for number, window in enumerate(cut) if number != held_back][:MOST_WINDOWS]
+    cut = [window for number, window in enumerate(cut) if number != held_back][:MAX_WINDOWS]
     cut = [echoed(window) if number % 2 == 0 else window for number, window in enumerate(cut)]
     if not cut:
         raise UsageError(f"{source} has too few tokens for a profile: at least {least} in a row are needed", "a longer --text")
@@ -96,7 +96,7 @@ class _Recording:
             done += len(window)
             yield Progress("recording keys and values", done, sum(map(len, self.cut)), "tokens")
             spent = self.clock() - began
-            if spent + spent / number > FOR_MOMENTS * self.seconds:
+            if spent + spent / number > MOMENTS_SHARE * self.seconds:
                 break
         self.engine.reset()
         reached = sum(moments.windows > 0 for moments in self.moments)
@@ -119,7 +119,7 @@ class _Recording:
 
     def _try(self, bases: Sequence[KVBasis], costs: list, reached: int) -> Iterator[Progress]:
         """Costs of the layers reached, averaged over as many windows as time allows, at least one."""
-        total, until = len(self.kept) * reached, self.until - (1 - FOR_MOMENTS - FOR_TRIALS) * self.seconds
+        total, until = len(self.kept) * reached, self.until - (1 - MOMENTS_SHARE - TRIALS_SHARE) * self.seconds
         for number, window in enumerate(self.kept):
             if len(window) < reached or (number and self.clock() > until):
                 break
@@ -169,7 +169,7 @@ class _Recording:
         if not self.moments[place].are_finite:
             self._refuse(f"keys or values of layer {layer} are too large to be squared on this text")
         nbytes = sum(each.nbytes for each in recorded)
-        if len(self.kept) == 1 or self.kept_nbytes + nbytes <= KEPT_NBYTES:
+        if len(self.kept) == 1 or self.kept_nbytes + nbytes <= MAX_RECORDED_NBYTES:
             self.kept[-1].append(recorded)
             self.kept_nbytes += nbytes
         if self.clock() > self.until:

@@ -14,37 +14,38 @@ from .kv_profile import Profile
 from .kv_profile_file import load_profile
 
 AUTO, UNPACKED = "auto", "16bit"
-MOST_FLIPS = 0.05  # of top next tokens: beyond this a setting breaks the model
+MAX_FLIPS = 0.05  # of top next tokens: beyond this a setting breaks the model
 
 
-def profile_for(name: str, folder: Path | None, config: ModelConfig, store: TensorStore, remark: Callable[[str], None]) -> Profile | None:
-    """The model's profile if the cache `name` needs one; its absence is reported to `remark`. Raises UsageError as `load_profile`."""
+def profile_for(name: str, folder: Path | None, config: ModelConfig, store: TensorStore,
+                add_notice: Callable[[str], None]) -> Profile | None:
+    """The model's profile if the cache `name` needs one; its absence is reported to `add_notice`. Raises UsageError as `load_profile`."""
     if folder is None or (name != AUTO and not codec(name).is_packed):
         return None
     if not config.cache_kv_heads:
-        remark(f"--kv {name}: this model has no keys and values, and its recurrent states are not quantized")
+        add_notice(f"--kv {name}: this model has no keys and values, and its recurrent states are not quantized")
         return None
     profile = load_profile(folder, config, store)
-    if profile is None and name == AUTO and (said := unpackable(config.cache_kv_heads)):
-        remark(f"--kv auto: {said}; keys and values stay at {UNPACKED}")
+    if profile is None and name == AUTO and (reason := unpackable(config.cache_kv_heads)):
+        add_notice(f"--kv auto: {reason}; keys and values stay at {UNPACKED}")
     elif profile is None:
-        then = f"keys and values stay at {UNPACKED}" if name == AUTO else "every head gets the same bits"
-        said = f"--kv {name}: no profile of this model, {then}; effllm eval kv-profile records one"
-        remark(Fallback(said) if name == AUTO else said)
+        consequence = f"keys and values stay at {UNPACKED}" if name == AUTO else "every head gets the same bits"
+        message = f"--kv {name}: no profile of this model, {consequence}; effllm eval kv-profile records one"
+        add_notice(Fallback(message) if name == AUTO else message)
     return profile
 
 
-def resolve_auto(name: str, profile: Profile | None, remark: Callable[[str], None]) -> str:
+def resolve_auto(name: str, profile: Profile | None, add_notice: Callable[[str], None]) -> str:
     """The cache that `name` means: for auto, the bits that the profile's checks found good enough."""
     if name != AUTO:
         return name
     if profile is not None and profile.auto is None:
         why = "no setting that was validated preserves this model's output" if profile.checks else "this model's profile was not validated"
-        remark(f"--kv auto: {why}, keys and values stay at {UNPACKED}")
-    found = UNPACKED if profile is None or profile.auto is None else f"{profile.auto}bit"
-    if found != UNPACKED:
-        remark(f"--kv auto: {found} by this model's profile")
-    return found
+        add_notice(f"--kv auto: {why}, keys and values stay at {UNPACKED}")
+    resolved = UNPACKED if profile is None or profile.auto is None else f"{profile.auto}bit"
+    if resolved != UNPACKED:
+        add_notice(f"--kv auto: {resolved} by this model's profile")
+    return resolved
 
 
 def refuse_broken(name: str, profile: Profile) -> None:
@@ -52,6 +53,6 @@ def refuse_broken(name: str, profile: Profile) -> None:
     kv = codec(name)
     kv = kv.mixed[1] if kv.policy else kv
     flips = profile.flips(profile.bits_for(kv.bits_k, kv.bits_v))
-    if flips is not None and flips > MOST_FLIPS:
-        raise UsageError(f"--kv {name} would change {100 * flips:.0f}% of this model's top next tokens, more than {MOST_FLIPS:.0%}",
+    if flips is not None and flips > MAX_FLIPS:
+        raise UsageError(f"--kv {name} would change {100 * flips:.0f}% of this model's top next tokens, more than {MAX_FLIPS:.0%}",
                          "use more bits, or --force to try")

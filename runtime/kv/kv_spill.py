@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..prepare import EngineOptions, Prepared
 
 SPARSE = "sparse"
-LEAST_PICKED, PICKED_SHARE = 4, 10  # at least this many pages, else at most this share (1 in 10) of all
+MIN_SELECTED, MAX_SELECTED_FRACTION = 4, 10  # at least this many pages, else at most this share (1 in 10) of all
 SPARSE_RING = 8 << 20  # only prompts read through it; memory is better spent on pages
 
 
@@ -81,7 +81,7 @@ def _most(options: EngineOptions) -> int | None:
 
 def picked_pages(pages: int) -> int:
     """The most pages of a layer that a token reads, and that stay for the next one, when few are selected from a cache of `pages`."""
-    return max(LEAST_PICKED, pages // PICKED_SHARE)
+    return max(MIN_SELECTED, pages // MAX_SELECTED_FRACTION)
 
 
 def resolve_kv_read(options: EngineOptions, placement: Placement, config: ModelConfig, pages: int,

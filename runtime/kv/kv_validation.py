@@ -22,9 +22,9 @@ from .cache_shape import layer_specs
 from .kv_profile import Profile, flips_of
 
 FIRST, MEANS, PASSES = 4, (3, 4, 5, 6, 8), 3  # first bits to try, candidates of `--kv auto`, passes
-FEWEST = 2  # tried last: its cost is far from the others', and its predicted effect was half of the real one
+FEWEST_BITS = 2  # tried last: its cost is far from the others', and its predicted effect was half of the real one
 AUTO_FLIPS = 0.005  # of top next tokens, at most, for `--kv auto`
-LEAST_SCORED = 256  # tokens that read a packed page: with fewer, a single token decides
+MIN_SCORED = 256  # tokens that read a packed page: with fewer, a single token decides
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def held_out_window(cut: Sequence[Sequence[int]], first: int) -> int | None:
     """The index of the window held out for validation: the last of the longest after the first one, if at least LEAST_SCORED of its tokens,
     those from `first` on, read a packed page; else None."""
     longest = max(range(1, len(cut)), key=lambda number: (len(cut[number]), number), default=None)
-    return None if longest is None or len(cut[longest]) - first < LEAST_SCORED else longest
+    return None if longest is None or len(cut[longest]) - first < MIN_SCORED else longest
 
 
 def validate_auto(engine: Engine, profile: Profile, window: Sequence[int],
@@ -66,7 +66,7 @@ def validate_auto(engine: Engine, profile: Profile, window: Sequence[int],
     if bits not in found and len(found) < PASSES:
         yield Notice(f"validation stopped at its time limit, after {len(found)} of {PASSES} passes (more --seconds)")
     if time.monotonic() < until:
-        profile = _with(profile, [*found.values(), _check(engine, profile, FEWEST, window, wanted)])
+        profile = _with(profile, [*found.values(), _check(engine, profile, FEWEST_BITS, window, wanted)])
         yield Progress("checking bits", PASSES + 1, PASSES + 1, "passes")
     late = time.monotonic() >= until
     if ends != SINK_SPLITS[0] and late:

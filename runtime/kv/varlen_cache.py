@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from .cache_components import Step
 
-RAW = 8  # tokens up to which a sequence uses decode kernels for any weights; with low-bit weights, up to FEW
+MAX_DECODE = 8  # tokens up to which a sequence uses decode kernels for any weights; with low-bit weights, up to FEW
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class VarlenLayer:
     """A block's view of the cache: one layer, sequence by sequence."""
 
     layer: LayerCache
-    texts: VarlenCache
+    batch: VarlenCache
 
     def attend(self, q: object, k: object, v: object, sinks: object | None = None) -> object:
         """As `LayerCache.attend`, within each sequence."""
-        cache, out = self.texts.cache, self.layer.pages.attended(q)
-        for rows, step, ends in self.texts.parts:
+        cache, out = self.batch.cache, self.layer.pages.attended(q)
+        for rows, step, ends in self.batch.parts:
             cache.step, cache.ends = step, ends
             self.layer.attend(q[rows], k[rows], v[rows], sinks, out[rows])
         return out
@@ -70,12 +70,13 @@ class VarlenCache:
         self.step = VarlenStep(np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]))
 
     def begin(self, tokens: int, prompt: bool = False) -> VarlenStep:
-        """Raises ValueError unless the number of tokens matches the lengths."""
+        """The step of the pass. Raises ValueError unless the number of tokens matches the lengths."""
         if tokens != len(self.step.positions):
             raise ValueError(f"{tokens} tokens for texts of {len(self.step.positions)}")
         return self.step
 
     def layer(self, index: int) -> VarlenLayer:
+        """The view of layer `index`."""
         return VarlenLayer(self.cache.layer(index), self)
 
 
@@ -84,28 +85,29 @@ def supports_varlen(engine: Engine) -> bool:
     their own sequence."""
     config, cache = engine.config, engine.cache
     beyond_pages = config.recurrent is not None or config.kv_sources or cache.token_selections or engine.model.predictors is not None
-    watched = codec(engine.options.kv).policy or cache.pool is not None and cache.pool.stream is not None
-    return not ("cuda" in engine.placement.devices or beyond_pages or watched or engine.media is not None and engine.media.axes is not None)
+    has_policy_or_disk = codec(engine.options.kv).policy or cache.pool is not None and cache.pool.stream is not None
+    has_mrope = engine.media is not None and engine.media.axes is not None
+    return not ("cuda" in engine.placement.devices or beyond_pages or has_policy_or_disk or has_mrope)
 
 
 def kernel_boundaries(engine: Engine) -> tuple[int, ...]:
     """The sequence lengths, ascending, beyond which other kernels may be used."""
     matrices = (tensor for roles in engine.model.tensors.values() for tensor in roles.values() if len(tensor.shape) > 1)
-    plain = not engine.prepared.adapters.names and all(tensor.spec.is_raw for tensor in matrices)
-    return (RAW,) if plain else (RAW, FEW)
+    is_raw = not engine.prepared.adapters.names and all(tensor.spec.is_raw for tensor in matrices)
+    return (MAX_DECODE,) if is_raw else (MAX_DECODE, FEW)
 
 
-def plan_batches(lengths: Sequence[int], most: int, bounds: Sequence[int]) -> list[list[int]]:
-    """Sequences by index, in batches of at most `most` tokens, shortest first. Those up to one of `bounds` are only batched with others
+def plan_batches(lengths: Sequence[int], max_tokens: int, bounds: Sequence[int]) -> list[list[int]]:
+    """Sequences by index, in batches of at most `max_tokens`, shortest first. Those up to one of `bounds` are only batched with others
     between the same two bounds, and with no more tokens in all."""
-    passes: list[list[int]] = []
-    room = kind = -1
-    for place in sorted(range(len(lengths)), key=lambda at: lengths[at]):
-        length = lengths[place]
-        own = bisect_left(bounds, length)
-        if own != kind or length > room:
-            kind, room = own, (*bounds, most)[own]
-            passes.append([])
-        passes[-1].append(place)
-        room -= length
-    return passes
+    batches: list[list[int]] = []
+    num_left = bucket = -1
+    for sequence in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        length = lengths[sequence]
+        own_bucket = bisect_left(bounds, length)
+        if own_bucket != bucket or length > num_left:
+            bucket, num_left = own_bucket, (*bounds, max_tokens)[own_bucket]
+            batches.append([])
+        batches[-1].append(sequence)
+        num_left -= length
+    return batches

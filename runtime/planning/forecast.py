@@ -35,7 +35,7 @@ from ...offload.size import format_size, parse_size, ram_argument
 from ...quant.spec import QuantSpec
 from ..config import ModelConfig, read_config
 from ..families import VISION_PREFIX, expert_of
-from ..last_layers import KEPT, attending_alone, spares
+from ..last_layers import MIN_LAST_TOKENS, num_last_token_attention_layers, runs_on_last_tokens
 from ..ngrams import is_table
 from ..prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, worker_count
 from ..sparse.neuron_bundles import ROLE as BUNDLES
@@ -119,8 +119,8 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
     load = (max(0, placement.weights_bytes - placement.streamed_bytes - round(neurons.get("neuron_bytes", 0))) if paged is None
             else prepared.streaming.load_nbytes)
     return Work(
-        parts=_weight_costs(prepared, tensors, sparsity), num_last_tokens=KEPT, num_last_token_layers=attending_alone(config),
-        **attention_work(prepared), kv=options.kv,
+        parts=_weight_costs(prepared, tensors, sparsity), num_last_tokens=MIN_LAST_TOKENS,
+        num_last_token_layers=num_last_token_attention_layers(config), **attention_work(prepared), kv=options.kv,
         num_recurrent_layers=sum(not config.has_attention(layer) for layer in config.recurrent_layers),
         state_bytes=0 if config.recurrent is None else STATE_TRAFFIC * config.recurrent.state_floats * len(config.recurrent_layers),
         streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)), load=load,
@@ -152,7 +152,7 @@ def _weight_costs(prepared: Prepared, tensors: Tensors, sparsity: Sparsity | Non
             if len(tensor.shape) == 2:
                 products[kind] += share * prod(tensor.shape)
                 features[kind] += share * sum(tensor.shape)
-                last_tokens_products[kind] += share * prod(tensor.shape) * (key != "outer" and spares(config, key, role))
+                last_tokens_products[kind] += share * prod(tensor.shape) * (key != "outer" and runs_on_last_tokens(config, key, role))
     if any(prepared.adapters.scales):
         adapters = RAW_KIND, False, False
         nbytes[adapters] += prepared.adapters.nbytes_of(prepared.adapters.scales)

@@ -31,7 +31,7 @@ import numpy as np
 from ...kernels.layout import PAGE
 from ...offload import hardware
 from ...offload.predict import CACHED_NBYTES, MEMORY_NBYTES, SHORT_CONTEXT
-from ..last_layers import BEHIND, KEPT
+from ..last_layers import LAST_TOKEN_ROLES, MIN_LAST_TOKENS
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -229,7 +229,7 @@ def _attention(threads: int, kv: str) -> Figure:
     finally:
         engine.close()
     # The difference of the passes: every query of the third sees another chunk's keys, but few queries reach the last layer.
-    seen = layer * PROMPT * ((ATTENTION_LAYERS - 1) * PROMPT + KEPT)
+    seen = layer * PROMPT * ((ATTENTION_LAYERS - 1) * PROMPT + MIN_LAST_TOKENS)
     return {"figure": "attention", "kv": kv, "decode": width * (DEPTH - TOKENS) / max(near - shallow, 1e-6),
             "prefill": seen / max(third - second, 0.02 * (second + third)), "deep": width * (context - DEPTH) / max(deep - near, 1e-6)}
 
@@ -283,7 +283,8 @@ def _kind(threads: int, kind: str, overhead: Figure) -> Figure:
 def prompt_products(shape: Mapping[str, object], layers: int) -> int:
     """Products of a prompt of PROMPT tokens with the matrices of `layers` layers, the last of which continues with a few tokens only."""
     products = {role: rows * depth for role, (rows, depth) in _matrices(shape).items()}
-    return PROMPT * layers * sum(products.values()) - (PROMPT - KEPT) * sum(products[role] for role in products if role in BEHIND)
+    last_token_products = sum(products[role] for role in products if role in LAST_TOKEN_ROLES)
+    return PROMPT * layers * sum(products.values()) - (PROMPT - MIN_LAST_TOKENS) * last_token_products
 
 
 def _matrices(shape: Mapping[str, object]) -> dict[str, tuple[int, int]]:

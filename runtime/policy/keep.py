@@ -19,12 +19,13 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class PageStats:
-    """What a policy may look at: the page's index, first position and token count and, where `Policy.probes`, the attention that later
-    tokens paid to it, float32 [layers, KV heads, blocks of 16 tokens] (`attention_probes.py`)."""
+    """What a policy may know of a page."""
 
-    page: int
-    first: int
-    count: int
+    page: int  # index
+    first: int  # first position
+    count: int  # tokens
+    # With `Policy.probes`: attention that later tokens paid to the page, float32 [layers, KV heads, blocks of 16 tokens], see
+    # `attention_probes.py`.
     attention: np.ndarray | None = None
 
 
@@ -40,7 +41,9 @@ class Policy(Protocol):
 
     probes: bool
 
-    def act(self, stats: PageStats) -> Action: ...
+    def act(self, stats: PageStats) -> Action:
+        """The codec for a page."""
+        ...
 
 
 def max_upgraded(share: float, pages: int) -> int:

@@ -15,23 +15,25 @@ from .keep import Action, PageStats, max_upgraded
 
 
 class Salient:
-    """`score`: attention float32 [layers, KV heads, blocks] -> a number. `share`: of the pages, at most (rounded up)."""
+    """More bits for the pages with the highest scores.
+
+    `score`: from attention float32 [layers, KV heads, blocks] to a number. `share`: of the pages, an upper bound (rounded up)."""
 
     probes = True
 
     def __init__(self, score: Callable[[np.ndarray], float], share: float) -> None:
         self.score, self.share = score, share
         self._scores: list[float] = []
-        self._more: list[bool] = []
+        self._is_upgraded: list[bool] = []
 
     def act(self, stats: PageStats) -> Action:
         """Raises ValueError for a page out of order."""
         if stats.page > len(self._scores):
             raise ValueError(f"page {stats.page} comes before page {len(self._scores)}")
-        del self._scores[stats.page :], self._more[stats.page :]
+        del self._scores[stats.page :], self._is_upgraded[stats.page :]
         self._scores.append(self.score(stats.attention))
-        better = sum(score > self._scores[-1] for score in self._scores)
-        most = max_upgraded(self.share, len(self._scores))
-        free = most - sum(self._more)
-        self._more.append(free >= 2 or (free == 1 and better < most))
-        return Action.MORE if self._more[-1] else Action.FEWER
+        num_better = sum(score > self._scores[-1] for score in self._scores)
+        limit = max_upgraded(self.share, len(self._scores))
+        num_left = limit - sum(self._is_upgraded)
+        self._is_upgraded.append(num_left >= 2 or (num_left == 1 and num_better < limit))
+        return Action.MORE if self._is_upgraded[-1] else Action.FEWER

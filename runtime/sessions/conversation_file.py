@@ -17,14 +17,14 @@ from ..files.bounded_read import read_text
 from ..sampler import SamplerSettings
 
 FORMAT, VERSION = "effllm-session", 1
-BESIDE_CALLS, BESIDE_RESULTS = frozenset({"reasoning_content"}), frozenset({"tool_call_id", "name"})
+CALL_MESSAGE_FIELDS, RESULT_MESSAGE_FIELDS = frozenset({"reasoning_content"}), frozenset({"tool_call_id", "name"})
 LARGEST = 256 << 20  # bytes of such a file
 HINT = "give a file that /save wrote"
 
 
 @dataclass(frozen=True)
 class History:
-    """`messages` are dicts of `role` and `content`, with the additional fields of OpenAI's API for tool calls."""
+    """A conversation. `messages`: dicts of `role` and `content`, with the additional fields of OpenAI's API for tool calls."""
 
     messages: list[dict[str, Any]]
     system: str | None
@@ -36,25 +36,25 @@ class History:
 
 
 def save_conversation(history: History, path: Path) -> None:
-    """Atomic."""
+    """Write a conversation, atomically."""
     # escaped: a lone surrogate has no UTF-8 encoding
     write_text_atomic(path, json.dumps(history.to_json(), indent=2) + "\n", "choose another place: /save FILE")
 
 
 def load_conversation(path: Path) -> History:
-    """Raises EffllmError if the file is not a conversation."""
+    """Read a file that `save_conversation` wrote. Raises EffllmError if it is not one."""
     try:
         content = json.loads(read_text(path, LARGEST))
     except OSError as error:
-        said = os.strerror(errno.EISDIR) if path.is_dir() else error.strerror
-        raise EffllmError(f"{path}: {said}", HINT) from None
+        reason = os.strerror(errno.EISDIR) if path.is_dir() else error.strerror
+        raise EffllmError(f"{path}: {reason}", HINT) from None
     except (ValueError, RecursionError):  # the JSON library's error would not help a user who named the wrong file
         raise EffllmError(f"{path} is not a conversation", HINT) from None
     return parse_conversation(content, str(path))
 
 
 def parse_conversation(content: object, where: str, hint: str = HINT) -> History:
-    """`where` prefixes the errors, `hint` is their next step."""
+    """A conversation from its JSON. `where`: prefix of the errors; `hint`: their next step. Raises EffllmError."""
     if not isinstance(content, Mapping) or content.get("format") != FORMAT or content.get("version") != VERSION:
         raise EffllmError(f"{where} is not a conversation of this version", hint)
     messages = content.get("messages")
@@ -74,12 +74,12 @@ def parse_conversation(content: object, where: str, hint: str = HINT) -> History
 def _is_message(value: object) -> bool:
     if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in ("role", "content")):
         return False
-    beside = {key: part for key, part in value.items() if key not in ("role", "content")}
-    calls = beside.pop("tool_calls", None)
+    other_fields = {key: part for key, part in value.items() if key not in ("role", "content")}
+    calls = other_fields.pop("tool_calls", None)
     if calls is not None and not (value["role"] == "assistant" and isinstance(calls, list) and calls and all(map(_is_call, calls))):
         return False
-    known = BESIDE_CALLS if calls is not None else BESIDE_RESULTS if value["role"] == "tool" else frozenset()
-    return beside.keys() <= known and all(isinstance(part, str) for part in beside.values())
+    allowed = CALL_MESSAGE_FIELDS if calls is not None else RESULT_MESSAGE_FIELDS if value["role"] == "tool" else frozenset()
+    return other_fields.keys() <= allowed and all(isinstance(part, str) for part in other_fields.values())
 
 
 def _is_call(value: object) -> bool:

@@ -1,8 +1,8 @@
 """Prompt cache of a server: the KV cache of one conversation is saved before another replaces it, and restored when it continues.
 
-Entries are ordinary sessions without messages, in a folder that lives as long as the server or among the user's sessions. An entry is found
-by its tokens, as far as they are a prefix of the prompt, and by the text they were made from: an answer's tokens are those sampled, which
-tokenizing its text again need not give. A conversation that continues gets bit-identical results to one that was never interrupted.
+Entries are ordinary sessions without messages, in a temporary folder of the server or among the user's sessions. An entry is found by its
+tokens, as far as they are a prefix of the prompt, and by its text: an answer's tokens are those sampled, and tokenizing its text again may
+give others. A conversation that continues gets bit-identical results to one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ if TYPE_CHECKING:
     from .saved_sessions import SavedSessions
 
 PREFIX = "served-"  # of session names
-MOST_TOKENS = 1 << 20  # of all entries that are searched, some 20 bytes of memory each; a small model's would fit on disk by far more
+MAX_TOKENS = 1 << 20  # of all entries together: each takes about 20 bytes of memory, and the disk holds far more tokens of a small model
 WORTH = 256  # tokens: fewer are recomputed in about the time that files take
 NO_TEXT = History([], None, SamplerSettings()).to_json()
 
 
 @dataclass(frozen=True)
 class CachedPrompt:
-    """A saved prompt with its answer: the tokens in the cache, and the `text` known to correspond to `ids` ("" for none). `adapted_by`: the
-    adapters and scales that it was computed with."""
+    """A saved prompt with its answer."""
 
-    name: str
-    tokens: array[int]
-    text: str
-    ids: array[int]
-    adapted_by: str = ""
+    name: str  # of its session
+    tokens: array[int]  # in the cache
+    text: str  # "" if unknown
+    ids: array[int]  # the tokenization of `text`
+    adapted_by: str = ""  # the adapters and scales that it was computed with
 
 
 def conflicting_flag(options: EngineOptions) -> str:
@@ -71,88 +70,92 @@ def _packed(tokens: Sequence[int]) -> array[int]:
 
 
 class PromptCache:
-    """The cache of one engine, in one session folder; `said` receives a message when something is saved. Raises UsageError if the engine's
-    caches cannot be restored."""
+    """The prompt cache of one engine, in one session folder.
 
-    def __init__(self, engine: Engine, sessions: SavedSessions, said: str = "") -> None:
+    `saved_notice`: text of a Notice when an entry is saved, "" for none. Raises UsageError if the engine's caches cannot be restored."""
+
+    def __init__(self, engine: Engine, sessions: SavedSessions, saved_notice: str = "") -> None:
         refuse_inexact_cache(engine.options)
-        self.engine, self.sessions, self.said = engine, sessions, said
-        self._kept: dict[str, CachedPrompt] = {}
-        self._looked = [False]  # whether existing entries have been loaded
-        self._prompt = 0  # prompt tokens in the cache that are worth saving
+        self.engine, self.sessions, self.saved_notice = engine, sessions, saved_notice
+        self._entries: dict[str, CachedPrompt] = {}
+        self._is_loaded = [False]  # whether existing entries have been loaded; a list, shared by all sequences
+        self._num_worth_saving = 0  # prompt tokens in the engine's cache that are worth saving
 
-    def beside(self, engine: Engine) -> PromptCache:
+    def for_sequence(self, engine: Engine) -> PromptCache:
         """The same cache for another sequence of the model; entries are shared."""
         other = copy(self)
-        other.engine, other._prompt = engine, 0
+        other.engine, other._num_worth_saving = engine, 0
         return other
 
-    def switch_to(self, prompt: str | None, ids: list[int], prompts: PromptBuilder, lasting: int | None = None,
-                choice: AdapterScales | None = None) -> Generator[Progress | Notice, None, list[int]]:
-        """Before a prompt is read: save what it would overwrite, restore what it continues. Returns its token ids, which may follow the
-        tokenization of a restored answer. `prompts` knows the text of the current cache; `prompt` is None if ids were given. `lasting`: how
-        many of them are worth saving later, None for all. `choice`: adapter scales for this prompt, None to keep the current ones."""
+    def switch_to(self, prompt: str | None, ids: list[int], prompts: PromptBuilder, num_worth_saving: int | None = None,
+                  choice: AdapterScales | None = None) -> Generator[Progress | Notice, None, list[int]]:
+        """Before a prompt is prefilled: save the cache that it would overwrite, restore the entry that it continues. Returns the prompt's
+        token ids, which may follow the tokenization of a restored answer.
+
+        `prompt`: the text of `ids`, None if ids were given. `prompts`: its `cached` is the text of the engine's cache.
+        `num_worth_saving`: how many of the ids are worth saving later, None for all.
+        `choice`: adapter scales for this prompt, None to keep the current ones."""
         engine = self.engine
         choice = engine.adapter_scales if choice is None else choice
         if len(ids) >= engine.n_ctx:  # too long for this context
             return ids
         common = common_prefix(engine.tokens, ids) if choice == engine.adapter_scales else 0
-        held = engine.cache.reachable_length(min(common, max(0, len(ids) - 1)))
-        found, known, own = self._longest(prompt, ids, prompts, engine.prepared.adapters.digest_of(choice))
-        if min(self._prompt, len(engine.tokens)) - held >= WORTH:
+        reusable = engine.cache.reachable_length(min(common, max(0, len(ids) - 1)))
+        entry, length, entry_ids = self._longest(prompt, ids, prompts, engine.prepared.adapters.digest_of(choice))
+        if min(self._num_worth_saving, len(engine.tokens)) - reusable >= WORTH:
             yield from self._save(prompts)
         engine.choose(choice)
-        if found is not None and found.name not in self._all():  # it was evicted to make room for what was just saved
-            found = None
-        if found is not None and known - held >= WORTH and (yield from self._restore(found)):
-            ids = own.tolist()
-            prompts.cached = found.text, found.ids.tolist()
-        self._prompt = len(ids) if lasting is None else lasting
+        if entry is not None and entry.name not in self._all():  # evicted to make room for the one just saved
+            entry = None
+        if entry is not None and length - reusable >= WORTH and (yield from self._restore(entry)):
+            ids = entry_ids.tolist()
+            prompts.cached = entry.text, entry.ids.tolist()
+        self._num_worth_saving = len(ids) if num_worth_saving is None else num_worth_saving
         return ids
 
     def _longest(self, prompt: str | None, ids: list[int], prompts: PromptBuilder,
                  adapted_by: str) -> tuple[CachedPrompt | None, int, array[int]]:
         """The entry that shares the longest prefix with the prompt, the length, and the prompt's ids if it continues from there. Runs for
         every request, so it does not build a list of 100,000 tokens per entry."""
-        plain = _packed(ids)
-        best: tuple[CachedPrompt | None, int, array[int]] = (None, 0, plain)
-        for kept in self._all().values():
-            if kept.adapted_by != adapted_by:
+        packed_ids = _packed(ids)
+        best: tuple[CachedPrompt | None, int, array[int]] = (None, 0, packed_ids)
+        for entry in self._all().values():
+            if entry.adapted_by != adapted_by:
                 continue
-            rest = None if prompt is None else prompts.added_ids(kept.text, prompt)
-            own = plain if rest is None else kept.ids + _packed(rest)
-            known = common_prefix(kept.tokens, own)
-            if self.engine.cache.states is not None and known < len(kept.tokens):
+            rest = None if prompt is None else prompts.added_ids(entry.text, prompt)
+            entry_ids = packed_ids if rest is None else entry.ids + _packed(rest)
+            length = common_prefix(entry.tokens, entry_ids)
+            if self.engine.cache.states is not None and length < len(entry.tokens):
                 continue  # states exist only after the last token
-            if known > best[1]:
-                best = kept, known, own
+            if length > best[1]:
+                best = entry, length, entry_ids
         return best
 
     def _all(self) -> dict[str, CachedPrompt]:
-        """All entries of this model, read and run in the same way; also those of an earlier process."""
-        if not self._looked[0]:
-            self._looked[0] = True
+        """All entries that this engine can restore, including those of an earlier process."""
+        if not self._is_loaded[0]:
+            self._is_loaded[0] = True
             store = self.sessions.store
             for name in reversed([name for name in store.newest() if name.startswith(PREFIX)]):
                 try:
-                    self._note(store.read(name))
+                    self._add(store.read(name))
                 except EffllmError:  # `effllm session list` reports it
                     continue
-        return self._kept
+        return self._entries
 
-    def _note(self, saved: SavedSession) -> None:
+    def _add(self, saved: SavedSession) -> None:
         cache = saved.cache
         if cache is not None and len(cache.tokens) <= self.engine.n_ctx and self._is_ours(cache):
             text, ids = (cache.tokenized_text.text, cache.tokenized_text.ids) if cache.tokenized_text else ("", ())
-            kept = self._all()
-            kept[saved.name] = CachedPrompt(saved.name, _packed(cache.tokens), text, _packed(ids), str(cache.identity.get(ADAPTERS, "")))
-            while len(kept) > 1 and sum(len(each.tokens) for each in kept.values()) > MOST_TOKENS:
-                del kept[next(iter(kept))]  # the oldest
+            entries = self._all()
+            entries[saved.name] = CachedPrompt(saved.name, _packed(cache.tokens), text, _packed(ids), str(cache.identity.get(ADAPTERS, "")))
+            while len(entries) > 1 and sum(len(entry.tokens) for entry in entries.values()) > MAX_TOKENS:
+                del entries[next(iter(entries))]  # the oldest
 
     def _is_ours(self, cache: SavedCache) -> bool:
-        """Whether it was made by this model, read and run in the same way; adapter scales may differ."""
-        theirs, own = ({part: value for part, value in each.items() if part != ADAPTERS}
-                       for each in (cache.identity, self.sessions.identity(self.engine)))
+        """Whether it was made by this model with the same settings; adapter scales may differ."""
+        theirs, own = ({part: value for part, value in identity.items() if part != ADAPTERS}
+                       for identity in (cache.identity, self.sessions.identity(self.engine)))
         return theirs == own
 
     def _save(self, prompts: PromptBuilder) -> Generator[Progress | Notice, None, None]:
@@ -160,8 +163,8 @@ class PromptCache:
         tokens = tuple(self.engine.tokens)
         packed = _packed(tokens)
         tokenized_text = known_tokenization(tokens, *prompts.cached)
-        if (large := self.engine.cache.read_nbytes) > self.sessions.budget:
-            yield Notice(f"a prompt's cache of {format_size(large)} exceeds --session-disk {format_size(self.sessions.budget)}: it is "
+        if (nbytes := self.engine.cache.read_nbytes) > self.sessions.budget:
+            yield Notice(f"a prompt's cache of {format_size(nbytes)} exceeds --session-disk {format_size(self.sessions.budget)}: it is "
                          "recomputed if the conversation continues")
             return
         adapted_by = self.engine.adapted_by
@@ -171,30 +174,31 @@ class PromptCache:
         try:
             for event in self.sessions.keep(self.engine, name, tokenized_text, NO_TEXT):
                 if isinstance(event, SavedSession):
-                    self._note(event)
-                    yield from [Notice(self.said)] if self.said else ()
+                    self._add(event)
+                    if self.saved_notice:
+                        yield Notice(self.saved_notice)
                 else:
                     yield event
-            before = [each.name for each in self._all().values() if each.name != name and each.adapted_by == adapted_by
-                      and each.tokens == packed[: len(each.tokens)]]
-            self.sessions.store.remove([each for each in before if self.sessions.store.has(each)])
-            for each in [each for each in self._all() if not self.sessions.store.has(each)]:  # these, and those evicted to make room
-                self._all().pop(each)
+            prefixes = [entry.name for entry in self._all().values() if entry.name != name and entry.adapted_by == adapted_by
+                        and entry.tokens == packed[: len(entry.tokens)]]
+            self.sessions.store.remove([prefix for prefix in prefixes if self.sessions.store.has(prefix)])
+            for gone in [entry for entry in self._all() if not self.sessions.store.has(entry)]:  # these, and those evicted to make room
+                self._all().pop(gone)
         except EffllmError as error:
             yield Notice(f"{error.message}: the previous prompt is recomputed if its conversation continues")
 
-    def _restore(self, kept: CachedPrompt) -> Generator[Progress | Notice, None, bool]:
+    def _restore(self, entry: CachedPrompt) -> Generator[Progress | Notice, None, bool]:
         """Restore an entry; returns whether that worked."""
         store = self.sessions.store
         try:
-            saved = store.read(kept.name)
-            if saved.cache is None or _packed(saved.cache.tokens) != kept.tokens:
-                raise EffllmError(f"session {kept.name} lost its cache")
+            saved = store.read(entry.name)
+            if saved.cache is None or _packed(saved.cache.tokens) != entry.tokens:
+                raise EffllmError(f"session {entry.name} lost its cache")
             with store.reading():
                 yield from restore_cache(self.engine, store, saved)
             return True
         except EffllmError as error:
-            self._all().pop(kept.name, None)
+            self._all().pop(entry.name, None)
             yield Notice(f"{error.message}: the prompt is read")
             return False
 

@@ -1,8 +1,8 @@
 """A KV cache as files, and back: all the state that the next token depends on.
 
-Sealed pages are written as they lie in memory, one file for all layers of a page; exact tokens (sinks, and the newest) losslessly in fewer
-bytes. A page's key is a hash chain over what its bytes depend on (model, weights, codec, grid) and every token up to its end, so sessions
-with a common prefix share their first pages. What comes back is exactly what was held, including which tokens were exact.
+Sealed pages are written as they are in memory, one file for all layers of a page; exact tokens (the sinks and the newest) are compressed
+losslessly. A page's key is a hash chain over what its bytes depend on (model, weights, codec, grid) and every token up to its end, so
+sessions with a common prefix share their first pages. A restored cache is bit-identical, including which tokens are exact.
 """
 
 from __future__ import annotations
@@ -84,24 +84,24 @@ def identity(engine: Engine) -> dict[str, object]:
 def kernel_identity(engine: Engine) -> str:
     """What the bits of a prompt's keys and values depend on beyond `identity`: kernels, instruction set, devices, the chunk grid and which
     chunks copy layers to another device."""
-    card = f" {engine.backends['cuda'].on.kind}" if "cuda" in engine.backends else ""
-    return _kernels(" ".join(engine.placement.devices) + card, engine.prepared.chunk, engine.model.copied_from)
+    gpu = f" {engine.backends['cuda'].on.kind}" if "cuda" in engine.backends else ""
+    return _kernel_hash(" ".join(engine.placement.devices) + gpu, engine.prepared.chunk, engine.model.copied_from)
 
 
 @remembered
-def _kernels(devices: str, chunk: int, copied_from: int | None) -> str:
+def _kernel_hash(devices: str, chunk: int, copied_from: int | None) -> str:
     copies = "" if copied_from is None else f" {copied_from}"
     return hashlib.sha256(f"{cache_key()} {np.__version__} {sys.platform} {devices} {chunk}{copies}".encode()).hexdigest()[:32]
 
 
 def refuse_other(session: SavedSession, own: Mapping[str, object]) -> None:
-    """Raises UsageError if a session's cache does not match `own`, which is all of `identity` or a part of it."""
+    """Raises UsageError if a session's cache was made by another model or other settings. `own`: this run's `identity`, or a part of it."""
     if session.cache is None:
         return
     theirs = session.cache.identity
     for part, (what, hint) in DIFFERENCES.items():
-        known = part in own or part in (ADAPTERS, SPARSE_ATTENTION) and "pages" in own  # which every full identity has
-        if known and theirs.get(part) != own.get(part):
+        is_compared = part in own or part in (ADAPTERS, SPARSE_ATTENTION) and "pages" in own  # which every full identity has
+        if is_compared and theirs.get(part) != own.get(part):
             values = ["all" if each is None else ("off", "on")[each] if isinstance(each, bool) else each
                       for each in (theirs.get(part), own.get(part))]
             raise UsageError(f"session {session.name} was saved with {what.format(*values)}",
@@ -112,11 +112,11 @@ def refuse_other(session: SavedSession, own: Mapping[str, object]) -> None:
 def page_keys(own: Mapping[str, object], tokens: Sequence[int], sinks: int, pages: int) -> list[str]:
     """The keys of the sinks and of the first `pages` pages of these tokens."""
     link = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()
-    keys, at = [], 0
+    keys, begin = [], 0
     for end in (sinks, *(sinks + PAGE * (page + 1) for page in range(pages))):
-        link = hashlib.sha256(link + token_bytes(tokens[at:end])).digest()
+        link = hashlib.sha256(link + token_bytes(tokens[begin:end])).digest()
         keys.append(link[:KEY_NBYTES].hex())
-        at = end
+        begin = end
     return keys
 
 
@@ -173,9 +173,9 @@ def _keep_exact(cache: KVCache, store: SessionStore, key: str, blocks: Sequence[
     """Write the exact tokens of `blocks`; None if there are none."""
     if not blocks:
         return None
-    pages, own = [cache.read(page) for page, _ in blocks], len(cache.own_layouts)
-    packed = pack_exact([layers[:own] for layers in pages], [count for _, count in blocks], cache.own_layouts)
-    return store.store_page(key, [packed, *(memoryview(data) for layers in pages for data in layers[own:])])
+    pages, num_layers = [cache.read(page) for page, _ in blocks], len(cache.own_layouts)
+    packed = pack_exact([layers[:num_layers] for layers in pages], [count for _, count in blocks], cache.own_layouts)
+    return store.store_page(key, [packed, *(memoryview(data) for layers in pages for data in layers[num_layers:])])
 
 
 def _sinks_and_tail(cache: KVCache) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -228,15 +228,15 @@ def put_page(engine: Engine, store: SessionStore, file: PageFile, page: int) -> 
         if file.nbytes != cache.kept_nbytes:  # checked before allocating as much as the session claims
             raise ValueError(f"{file.nbytes} bytes for a page of {cache.kept_nbytes}")
         data = np.frombuffer(store.read_page(file), np.uint8)
-        layers, at = [], 0
+        layers, offset = [], 0
         for layer, (codec, layout) in enumerate(zip(cache.codecs, cache.layouts)):
             nbytes = codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes
-            layers.append(data[at : at + nbytes])
+            layers.append(data[offset : offset + nbytes])
             check_stored(codec, layers[-1], layout, layer, first)
-            at += nbytes
-        layers += _index_keys(cache, data[at:], PAGE)
+            offset += nbytes
+        layers += _index_keys(cache, data[offset:], PAGE)
     except (DamagedPage, ValueError) as error:
-        raise DamagedPage(f"the page of tokens {first} to {first + PAGE - 1} {_said(error)}") from error
+        raise DamagedPage(f"the page of tokens {first} to {first + PAGE - 1} {_reason(error)}") from error
     cache.write(page, layers)
 
 
@@ -249,30 +249,30 @@ def put_exact(engine: Engine, store: SessionStore, file: PageFile | None, blocks
     cache = engine.cache
     counts = [count for _, count in blocks]
     try:
-        beside = sum(counts) * sum(cache.index_sizes)
-        if not beside <= file.nbytes <= most_exact(counts, cache.own_layouts) + beside:
+        index_nbytes = sum(counts) * sum(cache.index_sizes)
+        if not index_nbytes <= file.nbytes <= most_exact(counts, cache.own_layouts) + index_nbytes:
             raise ValueError(f"{file.nbytes} bytes are more than they take")
         data = store.read_page(file)
-        end = len(data) - beside
+        end = len(data) - index_nbytes
         pages = unpack_exact(data[:end], counts, cache.own_layouts)
         for layers, count in zip(pages, counts, strict=True):
             layers += _index_keys(cache, np.frombuffer(data, np.uint8)[end:], count)
             end += count * sum(cache.index_sizes)
     except (DamagedPage, ValueError) as error:
-        raise DamagedPage(f"the file of {sum(counts)} exact tokens {_said(error)}") from error
+        raise DamagedPage(f"the file of {sum(counts)} exact tokens {_reason(error)}") from error
     for (page, _), layers in zip(blocks, pages, strict=True):
         cache.write(page, layers)
 
 
 def _index_keys(cache: KVCache, data: np.ndarray, tokens: int) -> list[np.ndarray]:
     """The index keys at the start of `data`, for `tokens` tokens of each layer with an indexer. Raises ValueError for NaN or infinity."""
-    found, at = [], 0
+    keys, offset = [], 0
     for index, size in zip(cache.indexes, cache.index_sizes, strict=True):
-        found.append(data[at : at + tokens * size])
-        at += tokens * size
-        if not np.isfinite(found[-1].view(np.float32 if index.stored == F32 else np.float16)).all():
+        keys.append(data[offset : offset + tokens * size])
+        offset += tokens * size
+        if not np.isfinite(keys[-1].view(np.float32 if index.stored == F32 else np.float16)).all():
             raise ValueError("NaN or infinity")
-    return found
+    return keys
 
 
 def put_state(engine: Engine, store: SessionStore, file: PageFile | None) -> None:
@@ -289,9 +289,9 @@ def put_state(engine: Engine, store: SessionStore, file: PageFile | None) -> Non
         if not np.isfinite(data.view("<f4")).all():
             raise ValueError("NaN or infinity")
     except (DamagedPage, ValueError) as error:
-        raise DamagedPage(f"the state behind {engine.cache.n} tokens {_said(error)}") from error
+        raise DamagedPage(f"the state behind {engine.cache.n} tokens {_reason(error)}") from error
     states.write(engine.cache.n, np.split(data, np.cumsum(states.slot_nbytes)[:-1]))
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return error.message if isinstance(error, DamagedPage) else f"is not what it says: {error}"

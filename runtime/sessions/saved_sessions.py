@@ -27,11 +27,13 @@ LOCK = ".saving.lock"  # not a valid session name
 
 
 class SavedSessions:
-    """The sessions of one folder, for one run. `model`: its name in messages; `budget`: bytes for the pages of all sessions."""
+    """The sessions of one folder, for one run.
+
+    `model`: its name in messages. `budget`: bytes for the pages of all sessions."""
 
     def __init__(self, store: SessionStore, model: str, budget: int) -> None:
         self.store, self.model, self.budget = store, model, budget
-        self._own: dict[AdapterScales, dict[str, object]] = {}
+        self._identities: dict[AdapterScales, dict[str, object]] = {}
 
     def check(self, name: str, folder: Path, strict: bool = False) -> None:
         """Before the weights are read: raises what `load` would raise, as far as the model's files tell. A new name is fine."""
@@ -52,16 +54,16 @@ class SavedSessions:
         session.restore(history.messages, history.system, saved.cache and saved.cache.tokenized_text)
         if settings:
             session.settings = history.settings
-        held = f"{len(engine.tokens)} tokens restored" if saved.cache else "its text is recomputed"
-        yield Notice(f"session {name}: {len(session.messages)} messages, {held}")
+        outcome = f"{len(engine.tokens)} tokens restored" if saved.cache else "its text is recomputed"
+        yield Notice(f"session {name}: {len(session.messages)} messages, {outcome}")
 
     @contextmanager
     def save_lock(self) -> Iterator[None]:
         """A lock around reading what is saved under a name and saving based on it. If the folder refuses, saving reports it."""
-        with ExitStack() as held:
+        with ExitStack() as locks:
             with suppress(OSError):
                 self.store.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                held.enter_context(file_lock(self.store.folder / LOCK, 0o600))
+                locks.enter_context(file_lock(self.store.folder / LOCK, 0o600))
             yield
 
     def save(self, session: Session, name: str) -> Iterator[Progress | Notice | SavedSession]:
@@ -75,29 +77,29 @@ class SavedSessions:
         stays."""
         cache, tokens = None, engine.tokens
         self.store.path(name)
-        large, picks = engine.cache.read_nbytes, engine.cache.pool.picks
-        if picks:  # later tokens were computed from approximate attention: no other run may reuse them
+        nbytes, is_approximate = engine.cache.read_nbytes, engine.cache.pool.picks
+        if is_approximate:  # later tokens were computed from approximate attention: no other run may reuse them
             yield Notice(f"session {name}: only the text is saved, since --kv-read sparse leaves an approximate cache")
-        elif large > self.budget:
-            yield Notice(f"session {name}: its cache of {format_size(large)} exceeds --session-disk {format_size(self.budget)}, only the"
+        elif nbytes > self.budget:
+            yield Notice(f"session {name}: its cache of {format_size(nbytes)} exceeds --session-disk {format_size(self.budget)}, only the"
                          " text is saved")
         with self.store.writing(name):
-            kept = large <= self.budget and not picks
+            saves_cache = nbytes <= self.budget and not is_approximate
             try:
-                for event in save_cache(engine, self.store, self.identity(engine), tokenized_text) if kept else ():
+                for event in save_cache(engine, self.store, self.identity(engine), tokenized_text) if saves_cache else ():
                     if isinstance(event, SavedCache):
                         cache = event
                     else:
                         yield event
             except PagesLost as error:
                 previous = self._previous_cache(name, tokens, tokenized_text, self.identity(engine))
-                cache = max(cache, previous, key=lambda each: len(each.tokens) if each else 0)
-                held = f"{len(cache.tokens)} of {len(tokens)} tokens are saved, the rest" if cache else "only the text is saved, and"
-                yield Notice(f"session {name}: {held} is recomputed: {error.message}")
+                cache = max(cache, previous, key=lambda candidate: len(candidate.tokens) if candidate else 0)
+                outcome = f"{len(cache.tokens)} of {len(tokens)} tokens are saved, the rest" if cache else "only the text is saved, and"
+                yield Notice(f"session {name}: {outcome} is recomputed: {error.message}")
             saved = SavedSession(name, self.model, time.time(), conversation, cache)
             self.store.write(saved)
-        if lost := self.store.make_room(self.budget, name):
-            yield Notice(lost_note(lost, self.budget))
+        if stripped := self.store.make_room(self.budget, name):
+            yield Notice(lost_note(stripped, self.budget))
         elif unread := self.store.stuck(self.budget):
             yield Notice(stuck_note(unread, self.budget))
         yield saved
@@ -115,9 +117,9 @@ class SavedSessions:
 
     def identity(self, engine: Engine) -> dict[str, object]:
         """What the bytes of the engine's cache depend on besides tokens."""
-        if engine.adapter_scales not in self._own:
-            self._own[engine.adapter_scales] = identity(engine)
-        return self._own[engine.adapter_scales]
+        if engine.adapter_scales not in self._identities:
+            self._identities[engine.adapter_scales] = identity(engine)
+        return self._identities[engine.adapter_scales]
 
     def reuse_prefixes(self, engine: Engine) -> None:
         """From now on, prompts that share a prefix with a saved session reuse its pages, with a notice."""

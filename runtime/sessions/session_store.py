@@ -30,7 +30,7 @@ from .session_pages import SessionPages
 SUFFIX = ".json"
 DISK = "4G"  # for the pages of all sessions
 TRIAL_NBYTES = 16 << 10
-YOUNG_S = 3600.0  # below this age, sessions are ranked only by what they save
+MIN_AGE_S = 3600.0  # below this age, sessions are ranked only by what they save
 
 
 class NoSession(UsageError):
@@ -43,40 +43,39 @@ class DamagedSession(EffllmError):
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """A session as `effllm session list` shows it. `nbytes`: its pages; `own_nbytes`: those that no other session uses; `begins`: its first
-    words; `problem`: why its file cannot be read."""
+    """A session as `effllm session list` shows it."""
 
     name: str
     model: str = ""
-    saved: float = 0.0
+    saved: float = 0.0  # seconds since the epoch
     messages: int = 0
     tokens: int = 0
-    kv: str = ""
-    nbytes: int = 0
-    own_nbytes: int = 0
-    problem: str = ""
-    begins: str = ""
+    kv: str = ""  # the format of its cache
+    nbytes: int = 0  # of its pages
+    own_nbytes: int = 0  # of pages that no other session uses
+    problem: str = ""  # why its file cannot be read, "" if it can
+    begins: str = ""  # its first words
 
 
 class SessionStore(SessionPages):
     """The sessions in one folder, which need not exist yet."""
 
     def __init__(self, folder: Path, lasting: bool = True) -> None:
-        """See `SessionPages`."""
+        """`lasting`: as in `SessionPages`."""
         super().__init__(folder, lasting)
         # Parsed sessions by name, without page sizes, and their page names: a server that caches thousands of prompts would otherwise read
         # all of them for each one it saves.
-        self._seen: dict[str, tuple[tuple[int, int] | None, SessionInfo, frozenset[str]]] = {}
+        self._infos: dict[str, tuple[tuple[int, int] | None, SessionInfo, frozenset[str]]] = {}
 
     def names(self) -> list[str]:
         """Names of all files that are valid session names. Raises EffllmError if the folder is not readable."""
         try:
-            found = os.listdir(self.folder)
+            filenames = os.listdir(self.folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise self._closed(error) from error
-        return sorted(name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX) and is_valid_name(name.removesuffix(SUFFIX)))
+        return sorted(name.removesuffix(SUFFIX) for name in filenames if name.endswith(SUFFIX) and is_valid_name(name.removesuffix(SUFFIX)))
 
     def newest(self) -> list[str]:
         """`names`, most recently saved first."""
@@ -108,14 +107,14 @@ class SessionStore(SessionPages):
     def version(self, name: str) -> tuple[int, int] | None:
         """Identifies the current version of a session's file: each save makes a new file. None if there is none."""
         try:
-            found = self.path(name).stat()
+            status = self.path(name).stat()
         except OSError:
             return None
-        return found.st_ino, found.st_mtime_ns
+        return status.st_ino, status.st_mtime_ns
 
     def read(self, name: str, mentions: str = "") -> SavedSession | None:
-        """Raises NoSession, UsageError for another version, EffllmError for a damaged or unreadable file. Returns None, without parsing,
-        for a file that does not contain `mentions`."""
+        """Read a session. Returns None, without parsing, for a file that does not contain `mentions`. Raises NoSession, UsageError for
+        another version, EffllmError for a damaged or unreadable file."""
         path = self.path(name)
         try:
             data = read_bounded(path, LARGEST)
@@ -125,8 +124,8 @@ class SessionStore(SessionPages):
             if path.is_symlink():
                 raise EffllmError(f"session {name}: {path} is a dangling link", "restore its target (an unmounted disk?), use"
                                   f" another --session NAME, or {rm_command(name)}") from error
-            there = self.names()
-            raise NoSession(f"there is no session {name!r}", f"there are: {', '.join(there)}" if there else "none is saved yet") from error
+            names = self.names()
+            raise NoSession(f"there is no session {name!r}", f"there are: {', '.join(names)}" if names else "none is saved yet") from error
         except OSError as error:
             raise EffllmError(f"session {name}: {path} cannot be read: {error.strerror}",
                               f"check it: ls -l {typed(path)}, or another --session NAME") from error
@@ -169,8 +168,8 @@ class SessionStore(SessionPages):
 
     def write(self, session: SavedSession) -> None:
         """Replace the session's file, after its pages. Raises OSError."""
-        places = {file.name[:2] for file in session.cache.files} if session.cache and self.lasting else set()
-        for folder in (*(self.pages / place for place in sorted(places)), *([self.pages] if places else ())):
+        subfolders = {file.name[:2] for file in session.cache.files} if session.cache and self.lasting else set()
+        for folder in (*(self.pages / name for name in sorted(subfolders)), *([self.pages] if subfolders else ())):
             sync_folder(folder)
         path = self.path(session.name)
         unfinished = path.with_name(f".{session.name}.{os.getpid()}.new")
@@ -215,33 +214,33 @@ class SessionStore(SessionPages):
                 if not alone or self.unread():
                     return []
                 self._collect()
-                lost: list[str] = []
+                stripped: list[str] = []
                 while self.nbytes() > budget:
-                    listed = [each for each in self.listed() if each.nbytes]
-                    if not listed:
+                    candidates = [session for session in self.listed() if session.nbytes]
+                    if not candidates:
                         break
-                    least = min(listed, key=lambda each: (each.name == spare, retention_value(each)))
-                    if self.read(least.name).conversation.get("messages"):
-                        self._strip(least.name)
-                        lost.append(least.name)
+                    victim = min(candidates, key=lambda session: (session.name == spare, retention_value(session))).name
+                    if self.read(victim).conversation.get("messages"):
+                        self._strip(victim)
+                        stripped.append(victim)
                     else:  # a server's cached prompt is nothing but its cache
-                        self._unlink(self.path(least.name))
+                        self._unlink(self.path(victim))
                     self._collect()
-                return lost
+                return stripped
         except OSError:
             return []
 
     def unread(self) -> list[str]:
         """Sessions of another version, or not readable by this user: any page may be theirs, so none is removed."""
-        found = []
+        names = []
         for name in self.names():
             try:
-                self._look(name)
+                self._info(name)
             except (DamagedSession, NoSession):
                 continue
             except EffllmError:
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     def stuck(self, budget: int) -> list[str]:
         """Those of `unread` that keep the pages above `budget` bytes; empty if the budget holds."""
@@ -263,13 +262,13 @@ class SessionStore(SessionPages):
         names = self.names()
         for name in names:
             try:
-                used |= self._look(name)[1]
+                used |= self._info(name)[1]
             except DamagedSession:
                 continue
             except EffllmError:
                 return 0
         self._known &= used
-        self._seen = {name: self._seen[name] for name in names if name in self._seen}
+        self._infos = {name: self._infos[name] for name in names if name in self._infos}
         unused = [self.pages / name for name in self._sizes() if name not in used]
         return sum(map(self._unlink, [*unused, *self.folder.glob(".*.new")]))
 
@@ -281,32 +280,32 @@ class SessionStore(SessionPages):
             names, sizes = self.names(), self._sizes()
         except OSError as error:
             raise self._closed(error) from error
-        seen: list[tuple[SessionInfo, frozenset[str]]] = []
-        found: list[SessionInfo] = []
+        readable: list[tuple[SessionInfo, frozenset[str]]] = []
+        listed: list[SessionInfo] = []
         users: Counter[str] = Counter()
         for name in names:
             try:
-                seen.append(self._look(name))
-                users.update(seen[-1][1])
+                readable.append(self._info(name))
+                users.update(readable[-1][1])
             except NoSession:  # removed meanwhile
                 continue
             except EffllmError as error:
-                found.append(SessionInfo(name, problem=error.message))
-        for session, files in seen:
-            found.append(replace(session, nbytes=sum(sizes.get(name, 0) for name in files),
-                                 own_nbytes=sum(sizes.get(name, 0) for name in files if users[name] == 1)))
-        return sorted(found, key=lambda each: (-each.saved, each.name))
+                listed.append(SessionInfo(name, problem=error.message))
+        for session, files in readable:
+            listed.append(replace(session, nbytes=sum(sizes.get(name, 0) for name in files),
+                                  own_nbytes=sum(sizes.get(name, 0) for name in files if users[name] == 1)))
+        return sorted(listed, key=lambda session: (-session.saved, session.name))
 
-    def _look(self, name: str) -> tuple[SessionInfo, frozenset[str]]:
+    def _info(self, name: str) -> tuple[SessionInfo, frozenset[str]]:
         """A session, without page sizes, and its page names; cached while its file is unchanged. Raises as `read`."""
         version = self.version(name)
-        if version is None or self._seen.get(name, (None,))[0] != version:
+        if version is None or self._infos.get(name, (None,))[0] != version:
             session = self.read(name)
             cache = session.cache
-            listed = SessionInfo(name, session.model, session.saved, len(session.messages), len(cache.tokens) if cache else 0,
-                            str(cache.identity.get("kv", "")) if cache else "", begins=session.begins)
-            self._seen[name] = version, listed, frozenset(file.name for file in cache.files) if cache else frozenset()
-        return self._seen[name][1:]
+            info = SessionInfo(name, session.model, session.saved, len(session.messages), len(cache.tokens) if cache else 0,
+                               str(cache.identity.get("kv", "")) if cache else "", begins=session.begins)
+            self._infos[name] = version, info, frozenset(file.name for file in cache.files) if cache else frozenset()
+        return self._infos[name][1:]
 
 
 def _damaged(name: str, path: Path, why: object) -> DamagedSession:
@@ -315,7 +314,7 @@ def _damaged(name: str, path: Path, why: object) -> DamagedSession:
 
 def retention_value(session: SessionInfo) -> float:
     """Tokens saved per byte freed, divided by age: the lowest value is evicted first."""
-    age = max(YOUNG_S, time.time() - session.saved)
+    age = max(MIN_AGE_S, time.time() - session.saved)
     return session.tokens / max(1, session.own_nbytes) / age
 
 
@@ -326,6 +325,6 @@ def lost_note(names: Sequence[str], budget: int) -> str:
 
 def stuck_note(names: Sequence[str], budget: int) -> str:
     """The message when caches exceed their budget and none can be removed."""
-    one = len(names) == 1
+    verb = "is" if len(names) == 1 else "are"
     return (f"--session-disk {format_size(budget)} is full, and no cache can be removed: session {', '.join(names)} "
-            f"{'is' if one else 'are'} unreadable here and may use any page ({rm_command(*names)})")
+            f"{verb} unreadable here and may use any page ({rm_command(*names)})")

@@ -37,15 +37,17 @@ ADAPTER_SCALES = "adapters"  # where adapter scales are stored, beside an empty 
 
 
 class SlotFiles:
-    """`model`: its name in messages; `budget`: bytes for pages in `folder`; `usual`: default adapter scales."""
+    """The saved slots of one folder.
 
-    def __init__(self, folder: Path, model: str, budget: int, usual: AdapterScales) -> None:
-        self.store, self.budget, self._usual = SessionStore(folder), budget, usual
+    `model`: its name in messages. `budget`: bytes for the pages in `folder`. `default_scales`: adapter scales of files that state none."""
+
+    def __init__(self, folder: Path, model: str, budget: int, default_scales: AdapterScales) -> None:
+        self.store, self.budget, self._default_scales = SessionStore(folder), budget, default_scales
         self.sessions = SavedSessions(self.store, model, sys.maxsize)
 
     def save(self, slot: Slot, name: str) -> Iterator[Event]:
-        """Raises UsageError for an invalid name or a cache that does not fit, EffllmError if the disk refuses."""
-        began, engine = time.perf_counter(), slot.engine
+        """Save a slot's cache. Raises UsageError for an invalid name or a cache that does not fit, EffllmError if the disk refuses."""
+        started, engine = time.perf_counter(), slot.engine
         before = self._read(name) if self.store.has(check_name(name)) else None
         if before is not None and before.messages:
             raise UsageError(f"{name!r} is a session with a conversation", "save under another name")
@@ -54,67 +56,67 @@ class SlotFiles:
         if needed > self.budget:
             raise UsageError(f"it would take the folder of {FLAG} to {format_size(needed)}, and --session-disk is "
                              f"{format_size(self.budget)}", "remove files there, or serve with a larger --session-disk")
-        saved, chosen = None, {ADAPTER_SCALES: list(engine.adapter_scales)} if engine.adapter_scales else {}
-        for event in self.sessions.keep(engine, name, known_tokenization(engine.tokens, *slot.prompts.cached), {**NO_TEXT, **chosen}):
+        saved, scales = None, {ADAPTER_SCALES: list(engine.adapter_scales)} if engine.adapter_scales else {}
+        for event in self.sessions.keep(engine, name, known_tokenization(engine.tokens, *slot.prompts.cached), {**NO_TEXT, **scales}):
             if isinstance(event, SavedSession):
                 saved = event
             else:
                 yield event
-        yield self._done(saved, began)
+        yield self._done(saved, started)
 
     def restore(self, slot: Slot, name: str) -> Iterator[Event]:
         """Restore a slot; its previous contents go to the prompt cache. Raises UsageError if `name` does not exist or does not match this
         model; the slot is then unchanged, or empty if a file is damaged."""
-        began, engine = time.perf_counter(), slot.engine
+        started, engine = time.perf_counter(), slot.engine
         if not self.store.has(check_name(name)):
-            there = self.store.names()
-            raise UsageError(f"nothing is saved as {name!r}", f"there is: {', '.join(there[:20])}" if there else "nothing is saved yet")
+            names = self.store.names()
+            raise UsageError(f"nothing is saved as {name!r}", f"there is: {', '.join(names[:20])}" if names else "nothing is saved yet")
         saved = self._read(name)
         cache = saved.cache
-        choice = self._choice(saved, engine)
-        digest = engine.prepared.adapters.digest_of(choice)
-        own = {part: value for part, value in self.sessions.identity(engine).items() if part != ADAPTERS}
-        with _called(name):
-            refuse_other(saved, {**own, **({ADAPTERS: digest} if digest else {})})
+        scales = self._adapter_scales(saved, engine)
+        digest = engine.prepared.adapters.digest_of(scales)
+        identity = {part: value for part, value in self.sessions.identity(engine).items() if part != ADAPTERS}
+        with _naming_file(name):
+            refuse_other(saved, {**identity, **({ADAPTERS: digest} if digest else {})})
         if cache is not None and len(cache.tokens) > engine.n_ctx:  # before the current cache is dropped
             raise ContextOverflow(f"{name!r} holds {len(cache.tokens)} tokens and the context {engine.n_ctx}",
                                   f"serve with -c {len(cache.tokens) + 1} or more")
         if slot.prompt_cache is not None:
-            yield from slot.prompt_cache.switch_to(None, [], slot.prompts, choice=choice)
-        engine.choose(choice)
+            yield from slot.prompt_cache.switch_to(None, [], slot.prompts, choice=scales)
+        engine.choose(scales)
         slot.prompts.cached, slot.prompt_tokens = ("", []), 0
         if cache is None:
             engine.reset()
         else:
-            with _called(name), self.store.reading():
+            with _naming_file(name), self.store.reading():
                 yield from restore_cache(engine, self.store, saved)
             slot.prompt_tokens = len(cache.tokens)
             if cache.tokenized_text is not None:
                 slot.prompts.cached = cache.tokenized_text.text, list(cache.tokenized_text.ids)
-        yield self._done(saved, began)
+        yield self._done(saved, started)
 
-    def _choice(self, saved: SavedSession, engine: Engine) -> AdapterScales:
-        """The adapter scales that it was computed with, which `refuse_other` checks."""
-        stated = saved.conversation.get(ADAPTER_SCALES)
+    def _adapter_scales(self, saved: SavedSession, engine: Engine) -> AdapterScales:
+        """The adapter scales that a saved cache was computed with, which `refuse_other` checks."""
+        stored = saved.conversation.get(ADAPTER_SCALES)
         try:
-            choice = tuple(map(float, stated)) if isinstance(stated, list) else self._usual
-            check_scales(choice, engine.prepared.adapters.names)
+            scales = tuple(map(float, stored)) if isinstance(stored, list) else self._default_scales
+            check_scales(scales, engine.prepared.adapters.names)
         except (UsageError, TypeError, ValueError):
-            return self._usual
-        return choice
+            return self._default_scales
+        return scales
 
     def _read(self, name: str) -> SavedSession:
-        with _called(name):
+        with _naming_file(name):
             return self.store.read(name)
 
-    def _done(self, saved: SavedSession, began: float) -> SlotDone:
+    def _done(self, saved: SavedSession, started: float) -> SlotDone:
         files = () if saved.cache is None else saved.cache.files
         nbytes = self.store.path(saved.name).stat().st_size + sum(file.stored_nbytes for file in files)
-        return SlotDone(0 if saved.cache is None else len(saved.cache.tokens), nbytes, time.perf_counter() - began)
+        return SlotDone(0 if saved.cache is None else len(saved.cache.tokens), nbytes, time.perf_counter() - started)
 
 
 @contextmanager
-def _called(name: str) -> Iterator[None]:
+def _naming_file(name: str) -> Iterator[None]:
     """Rephrase a session error in terms of the file name that the client knows, with the next step it has."""
     try:
         yield
@@ -138,8 +140,8 @@ def slot_folder(text: str, options: EngineOptions) -> Path:
         folder = Path(text).expanduser()
     except RuntimeError as error:
         raise UsageError(f"{FLAG} {text}: there is no such user", "give the path without ~") from error
-    if not os.path.exists(folder) and not os.path.isdir(above := folder.absolute().parent):
-        raise UsageError(f"{FLAG} {text}: there is no folder {above}", f"correct the path, or make it: mkdir -p {typed(above)}")
+    if not os.path.exists(folder) and not os.path.isdir(parent := folder.absolute().parent):
+        raise UsageError(f"{FLAG} {text}: there is no folder {parent}", f"correct the path, or make it: mkdir -p {typed(parent)}")
     try:
         SessionStore(folder).try_out(TRIAL)
     except EffllmError as error:

@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 FILE = PREDICTORS
 RANK, RECALL = 64, 0.95
 RIDGE = 1e-2  # relative to the mean square that it is added to
-KEPT_BACK = 4  # one part in this many is held out
-FEW = 8  # tokens at a time: more use too many neurons for a prediction to help
+HELD_OUT_FRACTION = 4  # one part in this many is held out
+FEW = 8  # tokens of a pass: more activate too many neurons for a prediction to help
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """One layer's: float32 [D, rank], [rank, F], and thresholds [F]."""
+    """The predictor of one layer."""
 
-    into: np.ndarray
-    out: np.ndarray
-    thresholds: np.ndarray
+    into: np.ndarray  # float32 [D, rank]
+    out: np.ndarray  # float32 [rank, F]
+    thresholds: np.ndarray  # float32 [F]
 
     def active(self, x: np.ndarray) -> np.ndarray:
         """Indices of the neurons likely to be activated by any of the residual streams x [T, D], likeliest first."""
         above = (scaled(x) @ self.into @ self.out - self.thresholds).max(0)
-        found = np.flatnonzero(above > 0)
-        return found[np.argsort(-above[found], kind="stable")]
+        neurons = np.flatnonzero(above > 0)
+        return neurons[np.argsort(-above[neurons], kind="stable")]
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class Predictors:
 
     @property
     def nbytes(self) -> int:
-        return sum(own.nbytes for each in self.layers for own in (each.into, each.out, each.thresholds))
+        return sum(array.nbytes for layer in self.layers for array in (layer.into, layer.out, layer.thresholds))
 
     def save(self, folder: Path) -> Path:
         """Write them beside a model's weights. Raises EffllmError."""
         target = folder / FILE
         try:
             with atomic_file(target) as out:
-                np.savez(out, **{name: np.stack([getattr(each, name) for each in self.layers]) for name in ("into", "out", "thresholds")})
+                np.savez(out, **{name: np.stack([getattr(layer, name) for layer in self.layers]) for name in ("into", "out", "thresholds")})
         except OSError as error:
             raise not_written(error, f"{target} cannot be written", "copy the model to a folder that you can write to") from error
         return target
@@ -84,7 +84,7 @@ def load(folder: Path, layers: int, width: int, neurons: int) -> Predictors | No
         return None
     rank = into.shape[-1] if into.ndim else 0
     fits = (into.shape, out.shape, thresholds.shape) == ((layers, width, rank), (layers, rank, neurons), (layers, neurons))
-    valid = fits and all(np.isfinite(own).all() for own in (into, out)) and not np.isnan(thresholds).any()
+    valid = fits and all(np.isfinite(array).all() for array in (into, out)) and not np.isnan(thresholds).any()
     return Predictors(tuple(map(Predictor, into, out, thresholds))) if valid else None
 
 
@@ -103,20 +103,20 @@ def scaled(x: np.ndarray) -> np.ndarray:
 
 def train(trace: Trace, inputs: Sequence[np.ndarray], rank: int = RANK,
           recall: float = RECALL) -> Iterator[Progress | tuple[Predictors, PredictorRates]]:
-    """Fit every layer's predictor on `inputs` [T, D] per layer and the trace; yields them last, with their quality on the end of the
-    text."""
-    fitted, found, named = [], [], []
-    cut = trace.tokens - trace.tokens // KEPT_BACK
+    """Fit every layer's predictor on `inputs` [T, D] per layer and the trace; yields Progress and, last, the predictors with their quality
+    on the end of the text."""
+    fitted, recalls, named = [], [], []
+    cut = trace.tokens - trace.tokens // HELD_OUT_FRACTION
     for layer, x in enumerate(inputs):
         active = np.unpackbits(trace.layers[layer], axis=1, count=trace.neurons).astype(bool)
         x = scaled(np.asarray(x, np.float32))
-        each = _fit(x[:cut], active[:cut], rank, recall)
-        guessed = x[cut:] @ each.into @ each.out > each.thresholds
-        fitted.append(each)
-        found.append(float((guessed & active[cut:]).sum() / max(1, active[cut:].sum())))
-        named.append(float(guessed.mean()))
+        predictor = _fit(x[:cut], active[:cut], rank, recall)
+        predicted = x[cut:] @ predictor.into @ predictor.out > predictor.thresholds
+        fitted.append(predictor)
+        recalls.append(float((predicted & active[cut:]).sum() / max(1, active[cut:].sum())))
+        named.append(float(predicted.mean()))
         yield Progress("training predictors", layer + 1, len(inputs), "layers")
-    yield Predictors(tuple(fitted)), PredictorRates(fitted[0].into.shape[1], tuple(found), tuple(named))
+    yield Predictors(tuple(fitted)), PredictorRates(fitted[0].into.shape[1], tuple(recalls), tuple(named))
 
 
 def _fit(x: np.ndarray, active: np.ndarray, rank: int, recall: float) -> Predictor:
@@ -131,5 +131,5 @@ def _fit(x: np.ndarray, active: np.ndarray, rank: int, recall: float) -> Predict
     into = np.linalg.solve(root.T, directions).astype(np.float32)
     out = (directions.T @ explained).astype(np.float32)
     likely = (x @ into @ out + mean)[active]
-    least = np.quantile(likely, 1 - recall) if len(likely) else np.inf
-    return Predictor(into, out, (least - mean).astype(np.float32))
+    threshold = np.quantile(likely, 1 - recall) if len(likely) else np.inf
+    return Predictor(into, out, (threshold - mean).astype(np.float32))

@@ -19,37 +19,35 @@ FILE, FORMAT, VERSION = SPARSITY, "effllm-sparsity", 1
 
 @dataclass(frozen=True)
 class PredictorRates:
-    """Quality of predictors of a rank, by layer, on held-out text: `recall`, the share of active neurons that they name, and `named`, the
-    share of all neurons."""
+    """Quality of activation predictors on held-out text."""
 
     rank: int
-    recall: tuple[float, ...]
-    named: tuple[float, ...]
+    recall: tuple[float, ...]  # by layer: the share of active neurons that are predicted
+    named: tuple[float, ...]  # by layer: the share of all neurons that are predicted
 
     @property
     def missed(self) -> float:
-        """Share of active neurons that are not named, over all layers."""
+        """Share of active neurons that are not predicted, over all layers."""
         return 1 - float(np.mean(self.recall))
 
     def to_json(self) -> dict[str, object]:
-        return {"rank": self.rank, "recall": [round(own, 5) for own in self.recall], "named": [round(own, 5) for own in self.named],
+        return {"rank": self.rank, "recall": [round(share, 5) for share in self.recall], "named": [round(share, 5) for share in self.named],
                 "missed": round(self.missed, 5)}
 
 
 @dataclass(frozen=True)
 class Sparsity:
-    """`active`: each layer's share of active neurons. `missed`: share of slots -> each layer's share of units that a token must read.
-    `predictor`: if any were trained."""
+    """A model's activation sparsity, measured on a text."""
 
-    tokens: int
-    active: tuple[float, ...]
-    missed: Mapping[float, tuple[float, ...]]
-    predictor: PredictorRates | None = None
+    tokens: int  # of the text
+    active: tuple[float, ...]  # each layer's share of active neurons
+    missed: Mapping[float, tuple[float, ...]]  # share of units with slots -> each layer's share of units that a token must read
+    predictor: PredictorRates | None = None  # if predictors were trained
 
     def missed_at(self, share: float) -> float:
         """Share of all units that a token reads if a `share` of them have slots, interpolated linearly."""
         known = sorted(self.missed)
-        return float(np.interp(share, [*known, 1.0], [*(float(np.mean(self.missed[own])) for own in known), 0.0]))
+        return float(np.interp(share, [*known, 1.0], [*(float(np.mean(self.missed[point])) for point in known), 0.0]))
 
     def curve(self, layer: int) -> tuple[tuple[float, float], ...]:
         """(share of slots, share of the layer's units that a token reads), ascending."""
@@ -57,23 +55,23 @@ class Sparsity:
 
     def missed_with(self, shares: Sequence[float]) -> float:
         """Share of all units that a token reads with these shares of slots, one per layer."""
-        every = []
+        missed_by_layer = []
         for layer, share in enumerate(shares):
-            known = (*self.curve(layer), (1.0, 0.0))
-            every.append(np.interp(share, [own for own, _ in known], [missed for _, missed in known]))
-        return float(np.mean(every))
+            slots, missed = zip(*self.curve(layer), (1.0, 0.0), strict=True)
+            missed_by_layer.append(np.interp(share, slots, missed))
+        return float(np.mean(missed_by_layer))
 
     def to_json(self) -> dict[str, object]:
         return {"format": FORMAT, "version": VERSION, "tokens": self.tokens, "active": [round(share, 5) for share in self.active],
-                "missed": {str(share): [round(own, 5) for own in layers] for share, layers in self.missed.items()},
+                "missed": {str(share): [round(value, 5) for value in layers] for share, layers in self.missed.items()},
                 **({} if self.predictor is None else {"predictor": self.predictor.to_json()})}
 
 
-def save(found: Sparsity, folder: Path) -> Path:
+def save(sparsity: Sparsity, folder: Path) -> Path:
     """Write `sparsity.json`. Raises EffllmError."""
     try:
         with atomic_file(folder / FILE) as file:
-            file.write((json.dumps(found.to_json(), indent=1) + "\n").encode())
+            file.write((json.dumps(sparsity.to_json(), indent=1) + "\n").encode())
     except OSError as error:
         raise _not_saved(error, folder) from error
     return folder / FILE
@@ -99,15 +97,14 @@ def load(folder: Path | None, layers: int) -> Sparsity | None:
         raw = read_json(folder / FILE)
         if raw["format"] != FORMAT or raw["version"] != VERSION:
             return None
-        missed = {float(share): tuple(map(float, own)) for share, own in dict(raw["missed"]).items()}
+        missed = {float(share): tuple(map(float, values)) for share, values in dict(raw["missed"]).items()}
         rates = raw.get("predictor")
         predictor = None
         if rates is not None:
             predictor = PredictorRates(int(rates["rank"]), tuple(map(float, rates["recall"])), tuple(map(float, rates["named"])))
-        found = Sparsity(int(raw["tokens"]), tuple(map(float, raw["active"])), missed, predictor)
+        sparsity = Sparsity(int(raw["tokens"]), tuple(map(float, raw["active"])), missed, predictor)
     except (EffllmError, KeyError, TypeError, ValueError, OverflowError):
         return None
-    named = () if predictor is None else (predictor.recall, predictor.named)
-    every = [*found.active, *(value for own in (*missed.values(), *named) for value in own)]
-    valid = missed and all(len(own) == layers for own in (found.active, *missed.values(), *named)) and all(0 < own < 1 for own in missed)
-    return found if valid and all(0 <= value <= 1 for value in every) else None
+    by_layer = [sparsity.active, *missed.values(), *(() if predictor is None else (predictor.recall, predictor.named))]
+    has_valid_shape = missed and all(len(values) == layers for values in by_layer) and all(0 < share < 1 for share in missed)
+    return sparsity if has_valid_shape and all(0 <= value <= 1 for values in by_layer for value in values) else None
