@@ -186,7 +186,8 @@ def speed(ctx: int, rounds: int, folder: str | None, keep: bool) -> None:
                Figure("predicted_processor_ms", "of that, the processor", "a token, beside the disk", 1e3 * expected.processor_s, "ms"),
                Figure("memory_tps", "all in memory", f"{cache.n} tokens", 1 / median(seconds["memory"]), "tokens/s"),
                Figure("sparse_kept", "few picked: of the rate in memory", under, median(ratios), ""),
-               Figure("sparse_tps", "few picked", f"at most {kv_spill.picked_pages(sides['sparse'].prepared.shape.pages)} pages a layer, "
+               Figure("sparse_tps", "few picked",
+                      f"at most {kv_spill.max_selected_pages(sides['sparse'].prepared.shape.pages)} pages a layer, "
                       f"{sparse_run.kv_pages} in memory", 1 / median(seconds["sparse"]), "tokens/s"),
                Figure("sparse_read", "few picked: read from the disk", "share of the cache's bytes a token", median(read), ""),
                Figure("alike_kept", "few picked, tokens alike: of the rate in memory", f"{100 * same_found:.0f}% of the pages were there",

@@ -184,7 +184,7 @@ def test_images_give_way_and_come_again(made, engine: Engine, monkeypatch: pytes
     for _ in range(2):
         found = read(engine, ids)
         assert_close(found[None], wanted(made[1], ids, points_of(TEXTS["one after the other"]))[-1:])
-        assert len(engine.model.cross_attention._made) < 3
+        assert len(engine.model.cross_attention._images) < 3
         engine.reset()
     with pytest.raises(UsageError, match="images in a row"):
         read(engine, ids_of(engine, TEXTS["side by side"]))

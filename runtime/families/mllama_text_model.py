@@ -64,13 +64,13 @@ def block(x: object, at: Layer) -> object:
     ops, w, kv, config = at.ops, at.w, at.kv, at.config
     if w.cross_attention_gates is None:
         return llama.block(x, at)
-    for span in kv.looks:
+    for span in kv.spans:
         with kv.within(span, w):
             rows = x[span.rows]
             at.tap("block_in", rows)
             q = ops.norm_linear(rows, w.input_norm, [w.q])[0]
             q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, at.positions, None, w.q_norm)
-            attended = kv.attend(q, span.pictures)
+            attended = kv.attend(q, span.images)
             at.tap("attn_out", attended)
             rows = ops.linear_add(attended, w.o, rows, None, w.cross_attention_gates[0])
             at.tap("mlp_in", rows)

@@ -81,11 +81,11 @@ def block(x: object, at: Layer) -> object:
         x = attention(x, at)
         at.tap("block_out", x)
         return x
-    for span in kv.looks:
+    for span in kv.spans:
         with kv.within(span, w):
             rows = x[span.rows]
             at.tap("block_in", rows)
-            attended = kv.attend(ops.norm_linear(rows, w.input_norm, [w.q])[0], span.pictures)
+            attended = kv.attend(ops.norm_linear(rows, w.input_norm, [w.q])[0], span.images)
             at.tap("attn_out", attended)
             ops.linear_add(attended, w.o, rows)
     return feed_forward(x, at)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class RowAwareBackend(Protocol):
     """A backend that is told which row of the pass the following calls belong to."""
 
-    def of_row(self, row: int) -> AbstractContextManager[None]: ...
+    def for_row(self, row: int) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)

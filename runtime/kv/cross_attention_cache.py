@@ -49,13 +49,12 @@ def cross_attention_nbytes(config: ModelConfig, kv: RawCodec | PackedFormat, seq
 
 @dataclass
 class VisibleImages:
-    """Which images the next token of a sequence sees, after the first `known` of `tokens` (a list that only grows): the last image before
-    it, or the adjacent ones there. `ended`: text follows them."""
+    """The images that the next token of a sequence sees: the last image before it, with those adjacent to that one."""
 
-    tokens: list[int]
-    known: int = 0
-    seen: tuple[int, ...] = ()
-    ended: bool = True
+    tokens: list[int]  # of the sequence; the list only grows
+    known: int = 0  # how many of them have been processed
+    seen: tuple[int, ...] = ()  # ids of the images
+    ended: bool = True  # whether text follows the images
 
     def after(self, token: int) -> tuple[int, ...]:
         """Advance by one token; returns the ids of the images that it sees."""
@@ -75,21 +74,21 @@ class VisibleImages:
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """Consecutive tokens of a pass that see the same images. `text`: their sequence, in a batched pass."""
+    """Consecutive tokens of a pass that see the same images."""
 
-    rows: slice
-    pictures: tuple[Key, ...]
-    text: int | None = None
+    rows: slice  # of the pass
+    images: tuple[Key, ...]
+    text: int | None = None  # index of their sequence in a batched pass
 
 
 @dataclass
 class CachedImage:
-    """One image: its `slots`, how many `tokens` they hold, and the `rows` for layers whose keys are not `done` yet."""
+    """The keys and values of one image."""
 
-    slots: np.ndarray
-    tokens: int
-    rows: np.ndarray | None
-    done: set[int] = field(default_factory=set)
+    slots: np.ndarray  # pages, int64
+    tokens: int  # how many the slots hold
+    rows: np.ndarray | None  # its encoded rows; None once all layers are done
+    done: set[int] = field(default_factory=set)  # layers whose keys and values have been computed
 
 
 class CrossAttentionCache:
@@ -103,31 +102,31 @@ class CrossAttentionCache:
             exact = anonymous(sequences * self.slots * layout.layer_page_nbytes)
             scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
             self.layers[layer]: LayerPages = host.kv_layer(layout, exact, exact[:0], scale, None, None, codec)
-        self._free, self._made = list(range(sequences * self.slots)), OrderedDict[Key, CachedImage]()
+        self._free, self._images = list(range(sequences * self.slots)), OrderedDict[Key, CachedImage]()
         self._tables: dict[tuple[Key, ...], tuple[np.ndarray, int]] = {}  # of the current pass, read by its jobs
 
-    def admit(self, looks: Sequence[ImageSpan], rows_of: Rows) -> None:
+    def admit(self, spans: Sequence[ImageSpan], rows_of: Rows) -> None:
         """Reserve slots for each image of a pass. Raises UsageError if there are too many, and whatever `rows_of` raises."""
-        needed = dict.fromkeys(key for look in looks for key in look.pictures)
+        needed = dict.fromkeys(key for span in spans for key in span.images)
         for key in needed:
-            if key in self._made:
-                self._made.move_to_end(key)
+            if key in self._images:
+                self._images.move_to_end(key)
         for key in needed:
-            if key not in self._made:
+            if key not in self._images:
                 rows = rows_of(key[0])
                 count = -(-len(rows) // PAGE)
-                while len(self._free) < count and (oldest := next((each for each in self._made if each not in needed), None)):
-                    self._free += self._made.pop(oldest).slots.tolist()
+                while len(self._free) < count and (oldest := next((other for other in self._images if other not in needed), None)):
+                    self._free += self._images.pop(oldest).slots.tolist()
                 if len(self._free) < count:
                     raise self._too_many(len(needed))
-                self._made[key] = CachedImage(np.array([self._free.pop() for _ in range(count)], np.int64), len(rows), rows)
-        for look in looks:
-            if sum(len(self._made[key].slots) for key in look.pictures) > self.slots:
-                raise self._too_many(len(look.pictures))
+                self._images[key] = CachedImage(np.array([self._free.pop() for _ in range(count)], np.int64), len(rows), rows)
+        for span in spans:
+            if sum(len(self._images[key].slots) for key in span.images) > self.slots:
+                raise self._too_many(len(span.images))
 
-    def begin(self, looks: Sequence[ImageSpan]) -> None:
+    def begin(self, spans: Sequence[ImageSpan]) -> None:
         """Begin a pass whose images have been admitted."""
-        self._tables = {look.pictures: self._table(look.pictures) for look in looks}
+        self._tables = {span.images: self._table(span.images) for span in spans}
 
     def _too_many(self, count: int) -> UsageError:
         if self.config.family == "whisper":  # which takes no text between them
@@ -136,78 +135,78 @@ class CrossAttentionCache:
         return UsageError(f"{count} images in a row are more than fit at once",
                           "put text between them, or use fewer or smaller images")
 
-    def _table(self, pictures: Sequence[Key]) -> tuple[np.ndarray, int]:
+    def _table(self, images: Sequence[Key]) -> tuple[np.ndarray, int]:
         """The concatenated blocks of these images, and their number of keys."""
-        blocks, first = [], 0
-        for made in map(self._made.__getitem__, pictures):
-            for place, slot in enumerate(made.slots.tolist()):
-                held = min(PAGE, made.tokens - PAGE * place)
-                blocks.append((0, slot, first, held))
-                first += held
-        return np.array(blocks, np.int64), first
+        blocks, position = [], 0
+        for image in map(self._images.__getitem__, images):
+            for page, slot in enumerate(image.slots.tolist()):
+                num_tokens = min(PAGE, image.tokens - PAGE * page)
+                blocks.append((0, slot, position, num_tokens))
+                position += num_tokens
+        return np.array(blocks, np.int64), position
 
-    def make(self, layer: int, w: LayerWeights, pictures: Sequence[Key]) -> None:
+    def compute(self, layer: int, w: LayerWeights, images: Sequence[Key]) -> None:
         """Compute a layer's keys and values of these images if missing, using the query buffer as scratch."""
-        for key in pictures:
-            if layer not in (made := self._made[key]).done:
-                self._make(layer, made, w)
+        for key in images:
+            if layer not in (image := self._images[key]).done:
+                self._compute(layer, image, w)
 
-    def attend(self, layer: int, q: np.ndarray, pictures: tuple[Key, ...]) -> np.ndarray:
+    def attend(self, layer: int, q: np.ndarray, images: tuple[Key, ...]) -> np.ndarray:
         """q [T, H * D] over all keys of these images -> [T, H * D]."""
-        blocks, behind = self._tables[pictures]
-        return self.layers[layer].attend(q, behind, blocks)
+        blocks, num_keys = self._tables[images]
+        return self.layers[layer].attend(q, num_keys, blocks)
 
-    def _make(self, layer: int, made: CachedImage, w: LayerWeights) -> None:
-        host, config, most = self.host, self.config, self.host.dims.chunk
+    def _compute(self, layer: int, image: CachedImage, w: LayerWeights) -> None:
+        host, config, chunk = self.host, self.config, self.host.dims.chunk
         host.flush()
-        for begin in range(0, made.tokens, most):
-            rows = np.ascontiguousarray(made.rows[begin : begin + most])
-            places = np.arange(begin, begin + len(rows))
+        for begin in range(0, image.tokens, chunk):
+            rows = np.ascontiguousarray(image.rows[begin : begin + chunk])
+            positions = np.arange(begin, begin + len(rows))
             k, v = host.norm_linear(rows, None, [w.k, w.v])
-            k = host.rope_heads(k, config.num_key_value_heads, config.head_dim, places, None, w.k_norm)
-            self.layers[layer].write(k, v, made.slots[places // PAGE], places % PAGE)
+            k = host.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, None, w.k_norm)
+            self.layers[layer].write(k, v, image.slots[positions // PAGE], positions % PAGE)
             host.flush()
-        made.done.add(layer)
-        if len(made.done) == len(self.layers):
-            made.rows = None
+        image.done.add(layer)
+        if len(image.done) == len(self.layers):
+            image.rows = None
 
-    def layer(self, index: int, looks: Sequence[ImageSpan], scales: np.ndarray | None) -> CrossAttentionLayer:
+    def layer(self, index: int, spans: Sequence[ImageSpan], scales: np.ndarray | None) -> CrossAttentionLayer:
         """A block's view for the current pass; `scales` as in `Model.forward`."""
-        return CrossAttentionLayer(self, index, looks, scales)
+        return CrossAttentionLayer(self, index, spans, scales)
 
 
 @dataclass(frozen=True)
 class CrossAttentionLayer:
-    """A block's view of the images; empty if the pass has no `looks`."""
+    """A block's view of the images; empty if the pass has no `spans`."""
 
     keys: CrossAttentionCache | None
     index: int = 0
-    looks: Sequence[ImageSpan] = ()
+    spans: Sequence[ImageSpan] = ()
     scales: np.ndarray | None = None
 
     @contextmanager
-    def within(self, look: ImageSpan, w: LayerWeights) -> Iterator[None]:
+    def within(self, span: ImageSpan, w: LayerWeights) -> Iterator[None]:
         """A context for processing some tokens of the pass, once the keys they need exist; adapters apply as to the text these tokens
         belong to."""
-        if look.text is None:
-            self.keys.make(self.index, w, look.pictures)
+        if span.text is None:
+            self.keys.compute(self.index, w, span.images)
             yield
             return
         host = self.keys.host
-        apart = self.scales is not None and len(self.scales) > 1
-        if apart:
+        has_own_scales = self.scales is not None and len(self.scales) > 1
+        if has_own_scales:
             host.flush()
-            host.adapt(self.scales[look.text : look.text + 1])
-        self.keys.make(self.index, w, look.pictures)
-        with host.for_row(look.text):
+            host.adapt(self.scales[span.text : span.text + 1])
+        self.keys.compute(self.index, w, span.images)
+        with host.for_row(span.text):
             yield
-        if apart:
+        if has_own_scales:
             host.flush()
             host.adapt(self.scales)
 
-    def attend(self, q: np.ndarray, pictures: tuple[Key, ...]) -> np.ndarray:
+    def attend(self, q: np.ndarray, images: tuple[Key, ...]) -> np.ndarray:
         """As `CrossAttentionCache.attend`, for this layer."""
-        return self.keys.attend(self.index, q, pictures)
+        return self.keys.attend(self.index, q, images)
 
 
 NO_IMAGES = CrossAttentionLayer(None)  # for passes in which no token sees an image
