@@ -173,6 +173,6 @@ def test_a_part_of_a_request_is_a_video():
         content = [{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, {"type": "text", "text": "Who?"}]
 
     (sent,) = in_chat(type("Asked", (), {"messages": [Message]}))
-    assert sent.moves and sent.noun == "video" and sent.text() == "data:video/mp4;base64,AAAA" and sent.where == "messages[0].content[0]"
+    assert sent.is_video and sent.noun == "video" and sent.text() == "data:video/mp4;base64,AAAA" and sent.where == "messages[0].content[0]"
     sent.put("here")
     assert Message.content[0] == {"type": "text", "text": "here"}
