@@ -52,7 +52,7 @@ class Side:
 
     def __init__(self, shape: Shape, depth: int, pool: ThreadPool) -> None:
         self.shape, ctx, index_shape = shape, depth + 2 * PAGE, shape.index
-        self.ops = CpuOps(pool, Dims(PAGE, shape.heads, shape.kv_heads, shape.head_dim, PAGE, PAGE, PAGE, ctx, 1, index=index_shape))
+        self.ops = CpuOps(pool, Dims(PAGE, shape.heads, shape.kv_heads, shape.head_dim, PAGE, PAGE, PAGE, ctx, 1, indexer=index_shape))
         spec = AttnSpec(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, None, None, index_shape, True, shape.latent)
         self.cache = build_cache([self.ops], [spec], RawCodec(F16), CacheShape(ctx, chunk=PAGE))
         self.cache.adopt(depth, self.cache.shape.sealed_at(depth))

@@ -26,10 +26,10 @@ def allocation(nbytes: int) -> int:
 
 def gpu_workspace(dims: Dims, largest_raw: int, largest_low_bit: int) -> int:
     """Upper bound in bytes. `largest_raw`, `largest_low_bit`: number of weights in the largest matrix of each kind."""
-    if dims.other_heads:
-        return max(gpu_workspace(kind, largest_raw, largest_low_bit) for kind in dims.per_layer_kind)
+    if dims.other_kv_heads:
+        return max(gpu_workspace(kind, largest_raw, largest_low_bit) for kind in dims.by_layer_kind)
     recorded = 0
-    if not (dims.packed_kv or dims.experts or dims.state):  # a recorded graph (`cuda/graph_replay.py`) has a memory pool of its own
+    if not (dims.packed_kv or dims.num_experts or dims.recurrent):  # a recorded graph (`cuda/graph_replay.py`) has a memory pool of its own
         recorded = _pass(dims, min(dims.chunk, MAX_DECODE_TOKENS), largest_raw, largest_low_bit)
     return SMALL_BUFFERS_NBYTES + _pass(dims, dims.chunk, largest_raw, largest_low_bit) + recorded
 
@@ -41,40 +41,42 @@ def head_workspace(tokens: int, hidden: int, vocabulary: int, values: int, is_ra
 
 
 def _pass(dims: Dims, tokens: int, largest_raw: int, largest_low_bit: int) -> int:
-    heads, depth = dims.heads, dims.head_dim
-    row_block = 16 * max(dims.hidden, dims.ffn, dims.attention_width)
+    heads, depth = dims.num_attention_heads, dims.head_dim
+    row_block = 16 * max(dims.hidden_size, dims.intermediate_size, dims.attention_width)
     product = max(F32_NBYTES * min(largest_raw, MAX_WIDENED), DEQUANTIZE_NBYTES * min(largest_low_bit, MAX_DEQUANTIZED + row_block))
-    queries, keys = tokens * heads * depth, tokens * dims.kv_heads * depth
-    projected = F32_NBYTES * (2 * tokens * dims.hidden + (6 if dims.gated_queries or dims.separate_gates else 3) * queries + 4 * keys)
-    if dims.value_width:  # also before padding
+    queries, keys = tokens * heads * depth, tokens * dims.num_key_value_heads * depth
+    projected = F32_NBYTES * (2 * tokens * dims.hidden_size + (6 if dims.output_gate_in_q or dims.output_gate else 3) * queries + 4 * keys)
+    if dims.v_head_dim:  # also before padding
         projected += F32_NBYTES * (2 * queries + 2 * keys)
-    if dims.grouped_width:  # also the inputs of compressed keys, and of the grouped output projections
-        projected += F32_NBYTES * tokens * (sum(dims.state.products) + 2 * dims.grouped_width + queries // tokens)
+    if dims.output_group_width:  # also the inputs of compressed keys, and of the grouped output projections
+        projected += F32_NBYTES * tokens * (sum(dims.recurrent.products) + 2 * dims.output_group_width + queries // tokens)
         projected += _choice(dims, tokens)
-    mlp = F32_NBYTES * tokens * (3 * dims.hidden + 4 * dims.ffn)
-    if dims.experts:
-        rows = tokens * dims.top_k
-        mlp += F32_NBYTES * rows * (4 * dims.expert_ffn + 4 * dims.hidden) + F32_NBYTES * tokens * dims.experts * 4
-    stream = F32_NBYTES * 2 * tokens * dims.hidden
-    if dims.streams:  # all streams twice, the stream that a layer reads, and four steps of its branch
-        stream += F32_NBYTES * tokens * (3 * dims.streams * dims.hidden + 5 * dims.hidden + 2 * dims.low_rank)
-    if dims.mixes_streams or dims.mix_rank:  # normed and gated streams, each stream's share of a branch, mixing weights per token
-        stream += F32_NBYTES * tokens * (4 * dims.streams * (dims.hidden + dims.streams) + 3 * dims.mix_rank)
+    mlp = F32_NBYTES * tokens * (3 * dims.hidden_size + 4 * dims.intermediate_size)
+    if dims.num_experts:
+        rows = tokens * dims.experts_per_token
+        mlp += F32_NBYTES * rows * (4 * dims.expert_dim + 4 * dims.hidden_size) + F32_NBYTES * tokens * dims.num_experts * 4
+    stream = F32_NBYTES * 2 * tokens * dims.hidden_size
+    if dims.residual_streams:  # all streams twice, the stream that a layer reads, and four steps of its branch
+        stream += F32_NBYTES * tokens * (3 * dims.residual_streams * dims.hidden_size + 5 * dims.hidden_size + 2 * dims.low_rank_dim)
+    if dims.has_hyper_connections or dims.residual_gate_rank:
+        # Normed and gated streams, each stream's share of a branch, mixing weights per token.
+        mixed = 4 * dims.residual_streams * (dims.hidden_size + dims.residual_streams)
+        stream += F32_NBYTES * tokens * (mixed + 3 * dims.residual_gate_rank)
     return stream + max(projected + _attention(dims, tokens), projected + product, mlp + product, _state(dims, tokens, product))
 
 
 def _state(dims: Dims, tokens: int, product: int) -> int:
     """Workspace of a layer with a recurrent state."""
-    if dims.state is None:
+    if dims.recurrent is None:
         return 0
     ngrams = 0 if dims.ngrams is None else tokens * dims.ngrams.rows + dims.ngrams.gpu_workspace_floats(tokens)
-    return F32_NBYTES * (2 * tokens * dims.hidden + max(ngrams, dims.state.gpu_workspace_floats(tokens))) + product
+    return F32_NBYTES * (2 * tokens * dims.hidden_size + max(ngrams, dims.recurrent.gpu_workspace_floats(tokens))) + product
 
 
 def _attention(dims: Dims, tokens: int) -> int:
-    heads, depth, state = dims.heads, dims.head_dim, dims.state if dims.grouped_width else None
+    heads, depth, state = dims.num_attention_heads, dims.head_dim, dims.recurrent if dims.output_group_width else None
     pages = -(-(dims.ctx if state is None else state.window + tokens) // PAGE) + 3
-    page = PAGE * dims.kv_heads * depth
+    page = PAGE * dims.num_key_value_heads * depth
     if dims.packed_kv:
         max_pages = min(pages, MAX_UNPACKED_PAGES)
     else:
@@ -89,8 +91,8 @@ def _attention(dims: Dims, tokens: int) -> int:
 
 def _choice(dims: Dims, tokens: int) -> int:
     """Selection among compressed keys: scores of some tokens, their order, and one byte per token and key."""
-    if dims.index is None:
+    if dims.indexer is None:
         return 0
-    indexer, keys = dims.index, dims.index.keys(dims.ctx)
+    indexer, keys = dims.indexer, dims.indexer.keys(dims.ctx)
     scored = keys * min(tokens, max(1, MAX_SCORES // (indexer.heads * keys)))
     return F32_NBYTES * (keys * indexer.width + 2 * indexer.heads * scored + 6 * scored) + 4 * tokens * keys

@@ -132,7 +132,7 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
     reads = said if said is not None else n if apart is None else reference.normalise(x, *_norm(apart.router_norm))
     chosen, shares = route(apply(reads, router), routing, correction)
     if apart is not None:
-        shares = shares * apart.scales[chosen]
+        shares = shares * apart.expert_scales[chosen]
     offsets, tokens, visit_of = visits(chosen, len(experts) + routing.zero_experts)
     visit_weight = np.empty(tokens.size)
     visit_weight[visit_of] = shares
@@ -148,9 +148,9 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
     shared_input = None
     if shared is not None:
         shared_input = inside(n, shared, shared.act or act)
-        if shared.scale is not None:
-            shared_input = shared_input / (1 + np.exp(-apply(n, shared.scale)))
-        out += shared.factor * apply(shared_input, shared.down)
+        if shared.shared_gate is not None:
+            shared_input = shared_input / (1 + np.exp(-apply(n, shared.shared_gate)))
+        out += shared.multiplier * apply(shared_input, shared.down)
         shared_input = shared_input.astype(np.float32)
     inner = np.concatenate(hidden) if hidden else np.zeros((0, experts[0].up.weight.shape[0]))
     return out, Routed(offsets, tokens, inner.astype(np.float32), shared_input)

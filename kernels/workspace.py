@@ -22,79 +22,80 @@ MAX_VIEWS = 256
 class Dims:
     """The model dimensions that determine the workspace size. 0, None and False mean that the model has no such part."""
 
-    hidden: int
-    heads: int
-    kv_heads: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
-    ffn: int  # at least `expert_ffn`
-    vocab: int
+    intermediate_size: int  # at least `expert_ffn`
+    vocab_size: int
     chunk: int  # tokens of a prefill chunk
     ctx: int
-    rows: int  # maximum number of rows of logits computed at once
-    experts: int = 0
-    top_k: int = 0  # experts per token
-    expert_ffn: int = 0  # FFN width of one expert
+    logit_rows: int  # maximum number of rows of logits computed at once
+    num_experts: int = 0
+    experts_per_token: int = 0  # experts per token
+    expert_dim: int = 0  # FFN width of one expert
     packed_kv: bool = False  # sealed pages of the KV cache are packed
     bundled: bool = False  # `up` and `down` are stored as neuron bundles
     spilled_kv: bool = False  # some sealed pages are on disk
-    state: StateShape | None = None  # of recurrent layers
-    gated_queries: bool = False  # the query projection also yields a gate per query
-    latent: LatentShape | None = None  # latent attention (MLA)
-    other_heads: tuple[tuple[int, int], ...] = ()  # (KV heads, head size) of layers where these differ
-    per_layer_inputs: int = 0  # values per token of all per-layer input embeddings
-    parallel_experts: bool = False  # experts are a branch parallel to an MLP
-    mtp_inputs: int = 0  # input width of the multi-token prediction layer
-    parallel_state: bool = False  # layers have attention and a recurrent state in parallel
-    separate_gates: bool = False  # attention gates have a matrix of their own
-    streams: int = 0  # residual streams per token; 0 for an ordinary residual stream
-    low_rank: int = 0  # inner width of a low-rank branch
-    lora: int = 0  # the largest LoRA rank
-    one_scale: bool = False  # activations of ternary products have one scale per token
-    value_width: int = 0  # head width of values before padding, where attention uses wider ones
-    index: IndexShape | None = None  # the indexer of sparse attention layers
-    grouped_width: int = 0  # output width of grouped output projections (hyper-connections)
-    table_routed_layers: int = 0  # layers whose experts are selected by a table
-    image_key_pages: int = 0  # maximum number of pages of image keys in cross-attention
-    mix_rank: int = 0  # rank of the gates of gated residuals
+    recurrent: StateShape | None = None  # of recurrent layers
+    output_gate_in_q: bool = False  # the query projection also yields a gate per query
+    mla: LatentShape | None = None  # latent attention (MLA)
+    other_kv_heads: tuple[tuple[int, int], ...] = ()  # (KV heads, head size) of layers where these differ
+    per_layer_input_width: int = 0  # values per token of all per-layer input embeddings
+    parallel_to_mlp: bool = False  # experts are a branch parallel to an MLP
+    mtp_input_width: int = 0  # input width of the multi-token prediction layer
+    parallel_hybrid: bool = False  # layers have attention and a recurrent state in parallel
+    output_gate: bool = False  # attention gates have a matrix of their own
+    residual_streams: int = 0  # residual streams per token; 0 for an ordinary residual stream
+    low_rank_dim: int = 0  # inner width of a low-rank branch
+    max_lora_rank: int = 0  # the largest LoRA rank
+    per_token_scale: bool = False  # activations of ternary products have one scale per token
+    v_head_dim: int = 0  # head width of values before padding, where attention uses wider ones
+    indexer: IndexShape | None = None  # the indexer of sparse attention layers
+    output_group_width: int = 0  # output width of grouped output projections (hyper-connections)
+    num_hash_routed_layers: int = 0  # layers whose experts are selected by a table
+    max_image_key_pages: int = 0  # maximum number of pages of image keys in cross-attention
+    residual_gate_rank: int = 0  # rank of the gates of gated residuals
     ngrams: NgramShape | None = None  # n-gram embeddings
-    ngram_layers: int = 0  # layers that have them
-    mixes_streams: bool = False  # streams are mixed (hyper-connections) without grouped output projections
-    draft_state_layers: int = 0  # layers whose input states are kept for drafts
-    differential: bool = False  # differential attention
+    num_ngram_layers: int = 0  # layers that have them
+    has_hyper_connections: bool = False  # streams are mixed (hyper-connections) without grouped output projections
+    num_draft_state_layers: int = 0  # layers whose input states are kept for drafts
+    differential_attention: bool = False  # differential attention
     gated_norms: bool = False  # norm outputs have gates; queries and attention gates come from a latent with and without its norm
-    gate_width: int = 0  # width of the gates of latent attention in layers with an indexer
-    low_rank_experts: bool = False  # experts read a low-rank projection of the normed input
+    mla_gate_width: int = 0  # width of the gates of latent attention in layers with an indexer
+    latent_experts: bool = False  # experts read a low-rank projection of the normed input
 
     @property
-    def per_layer_kind(self) -> tuple[Dims, ...]:
+    def by_layer_kind(self) -> tuple[Dims, ...]:
         """One `Dims` per kind of layer, as if all layers were of that kind. A buffer needs the maximum over them."""
-        return tuple(replace(self, kv_heads=kv_heads, head_dim=head_dim, other_heads=())
-                     for kv_heads, head_dim in ((self.kv_heads, self.head_dim), *self.other_heads))
+        return tuple(replace(self, num_key_value_heads=kv_heads, head_dim=head_dim, other_kv_heads=())
+                     for kv_heads, head_dim in ((self.num_key_value_heads, self.head_dim), *self.other_kv_heads))
 
     @property
     def projection_width(self) -> int:
         """Maximum output width of a layer's first projection (queries, latent, recurrent inputs or indexer queries)."""
-        state = 0 if self.state is None else self.state.products[0]
-        if self.latent is not None:
-            indexer = 0 if self.index is None else self.index.heads * self.index.width
-            return max(self.heads * self.latent.query, self.latent.key, indexer, state)
-        indexer = 0 if self.index is None or not self.grouped_width else self.index.heads * self.index.width
-        return max(self.heads * self.head_dim * (2 if self.gated_queries else 1), state, indexer)
+        state = 0 if self.recurrent is None else self.recurrent.products[0]
+        if self.mla is not None:
+            indexer = 0 if self.indexer is None else self.indexer.heads * self.indexer.width
+            return max(self.num_attention_heads * self.mla.query, self.mla.key, indexer, state)
+        indexer = 0 if self.indexer is None or not self.output_group_width else self.indexer.heads * self.indexer.width
+        return max(self.num_attention_heads * self.head_dim * (2 if self.output_gate_in_q else 1), state, indexer)
 
     @property
     def attention_width(self) -> int:
         """Maximum output width of attention or a recurrent state."""
-        return max(self.heads * self.head_dim, 0 if self.state is None else self.state.values)
+        return max(self.num_attention_heads * self.head_dim, 0 if self.recurrent is None else self.recurrent.values)
 
     @property
     def projection_input_width(self) -> int:
         """Maximum input width of a projection in attention."""
-        if self.latent is None:
-            wide = self.streams * self.hidden if self.grouped_width or self.mix_rank else 0
-            return max(self.attention_width, wide, self.grouped_width, self.mix_rank, 0 if self.ngrams is None else self.ngrams.rows)
-        wide = self.streams * self.hidden if self.mixes_streams else 0
-        queries = (self.latent.query_rank or 0) * (1 + self.gated_norms)
-        return max(wide, self.heads * self.latent.value, queries, 0 if self.state is None else self.state.values)
+        if self.mla is None:
+            wide = self.residual_streams * self.hidden_size if self.output_group_width or self.residual_gate_rank else 0
+            ngrams = 0 if self.ngrams is None else self.ngrams.rows
+            return max(self.attention_width, wide, self.output_group_width, self.residual_gate_rank, ngrams)
+        wide = self.residual_streams * self.hidden_size if self.has_hyper_connections else 0
+        queries = (self.mla.query_rank or 0) * (1 + self.gated_norms)
+        return max(wide, self.num_attention_heads * self.mla.value, queries, 0 if self.recurrent is None else self.recurrent.values)
 
 
 def address(array: np.ndarray | None) -> int:

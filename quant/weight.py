@@ -27,23 +27,24 @@ RAW_NUMPY = {"f32": np.dtype(np.float32), "f16": np.dtype(np.uint16), "bf16": np
 
 @dataclass(frozen=True)
 class Weight:
-    """`parts["data"]` holds raw values `[N, K]`, or the blob of a low-bit weight as uint8. `address` is for CPU kernels.
+    """A matrix or table `[N, K]`: raw values, or a low-bit weight.
 
-    `looked_up`: the codes of the blob have been put in lookup order (`kernels/cpu/lut_layout.py`).
-    A low-bit weight may have its sections (SECTIONS) as parts instead, each somewhere else. A weight that is not in memory has no parts:
-    of a matrix `in_parts` lists its rows, of a table `fetch` brings some; it is called with ids [T] and yields (place of the first, ids
-    among the rows of a weight, that weight), which holds until the next.
+    In memory, `parts["data"]` holds the raw values, or the blob of a low-bit weight as uint8; a low-bit weight may have the sections of its
+    blob (SECTIONS) as separate parts instead. A weight that is not in memory has no parts: a matrix has `row_parts`, a table `fetch_rows`.
     """
 
     spec: QuantSpec
     shape: tuple[int, ...]
     parts: Mapping[str, object]
-    looked_up: bool = False
-    in_parts: tuple[RowPart, ...] = ()
-    fetch: Callable[[np.ndarray], Iterator[tuple[int, np.ndarray, Weight]]] | None = None
+    in_lut_layout: bool = False  # its codes have been rearranged for table-lookup kernels (`kernels/cpu/lut_layout.py`)
+    row_parts: tuple[RowPart, ...] = ()  # of a streamed matrix: all its rows, in order
+    # Of a table on disk: ids [T] -> (index of the first id, positions of the next ids among the rows of a weight, that weight), in batches.
+    # A batch's weight is valid until the next one is requested.
+    fetch_rows: Callable[[np.ndarray], Iterator[tuple[int, np.ndarray, Weight]]] | None = None
 
     @cached_property
     def address(self) -> int:
+        """Address of the first byte, for CPU kernels."""
         return self.parts["data" if "data" in self.parts else "codes"].ctypes.data
 
     @classmethod
@@ -54,7 +55,6 @@ class Weight:
             raise ValueError(f"{data.nbytes} bytes for shape {shape} in {scheme}, expected {spec.nbytes(shape)}")
         return cls(spec, shape, {"data": data.view(RAW_NUMPY[scheme]).reshape(shape)})
 
-
     @classmethod
     def low_bit(cls, spec: QuantSpec, shape: tuple[int, int], blob: np.ndarray) -> Weight:
         """Wrap the blob of a low-bit weight without copying. Raises ValueError when its size is not the shape's."""
@@ -63,18 +63,21 @@ class Weight:
         return cls(spec, shape, {"data": blob})
 
     @cached_property
-    def low_bit_fields(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What the CPU kernels of low-bit weights read of it: address, kind, rows; then tiles, shift, addresses of its sections, outliers.
+    def low_bit_kernel_args(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Arguments of the low-bit CPU kernels, in the order of `kernels/cpu/packed.py`.
 
-        In the order of `kernels/cpu/packed.py`; 0 for a section that the format lacks.
+        (address, bits and scheme, rows), then (tiles per row, log2 of tiles per group or -1 for half a tile, addresses of scales, zeros,
+        row scales, tables and outliers, number of outliers). The address of a section that the format lacks is 0.
         """
-        spec, base, at = self.spec, self.address, self.spec.sections(self.shape)
+        spec, base, sections = self.spec, self.address, self.spec.sections(self.shape)
         if "data" in self.parts:
-            places = [base + offset if offset >= 0 else 0 for offset in (at.scales, at.zeros, at.row_scales, at.tables, at.sparse)]
+            offsets = sections.scales, sections.zeros, sections.row_scales, sections.tables, sections.sparse
+            addresses = [base + offset if offset >= 0 else 0 for offset in offsets]
         else:
-            places = [self.parts[name].ctypes.data if name in self.parts else 0 for name in SECTIONS[1:]] + [0]
+            addresses = [self.parts[name].ctypes.data if name in self.parts else 0 for name in SECTIONS[1:]] + [0]
         shift = (spec.group // TILE).bit_length() - 1  # -1: half a tile
-        return (base, spec.bits << SCHEME_SHIFT | SCHEMES[spec.scheme], self.shape[0]), (at.depth // TILE, shift, *places, at.sparse_count)
+        matrix = base, spec.bits << SCHEME_SHIFT | SCHEMES[spec.scheme], self.shape[0]
+        return matrix, (sections.depth // TILE, shift, *addresses, sections.sparse_count)
 
     def to_f32(self) -> np.ndarray:
         """Dequantize to float32 `[N, K]`: a copy."""
@@ -84,19 +87,19 @@ class Weight:
         from .pack import unpack
 
         blob = self.parts["data"] if "data" in self.parts else self._assembled()
-        if self.looked_up:
+        if self.in_lut_layout:
             from ..kernels.cpu.lut_layout import canonical_blob
 
             blob = canonical_blob(blob, self.spec, self.shape)
         return dequantize(unpack(blob, self.spec, self.shape), self.spec)
 
     def _assembled(self) -> np.ndarray:
-        """One blob of sections that lie apart."""
-        at = self.spec.sections(self.shape)
-        blob = np.zeros(at.nbytes, np.uint8)
-        for name, section in self.parts.items():
-            begin = getattr(at, name)
-            blob[begin : begin + section.nbytes] = section
+        """The blob, copied together from separate sections."""
+        sections = self.spec.sections(self.shape)
+        blob = np.zeros(sections.nbytes, np.uint8)
+        for name, part in self.parts.items():
+            begin = getattr(sections, name)
+            blob[begin : begin + part.nbytes] = part
         return blob
 
 
@@ -106,8 +109,8 @@ def first_rows(weight: Weight, rows: int) -> Weight:
 
 
 def can_slice_rows(weight: Weight) -> bool:
-    """Whether rows can be sliced without copying: it is in memory, has no outliers (one list for all rows) and is not in lookup order."""
-    return "data" in weight.parts and not weight.looked_up and not weight.spec.outliers
+    """Whether rows can be sliced without copying: in memory, without outliers (one list for all rows) and not in lookup layout."""
+    return "data" in weight.parts and not weight.in_lut_layout and not weight.spec.outliers
 
 
 def slice_rows(weight: Weight, begin: int, end: int) -> Weight:
@@ -116,34 +119,37 @@ def slice_rows(weight: Weight, begin: int, end: int) -> Weight:
     shape = rows, weight.shape[1]
     if spec.is_raw:
         return Weight(spec, shape, {"data": weight.parts["data"][begin:end]})
-    blob, at = weight.parts["data"], spec.sections(weight.shape)
-    found = {name: blob[getattr(at, name) :][begin // ROWS * each : -(-end // ROWS) * each]
-             for name, each in block_nbytes(at.depth, spec.bits, spec.scheme, spec.group).items()}
-    found |= {"row_scales": blob[at.row_scales :][row_nbytes(spec.scheme) * begin : row_nbytes(spec.scheme) * -(-end // ROWS) * ROWS],
-              **({} if at.tables < 0 else {"tables": blob[at.tables :]})}
-    return Weight(spec, shape, found)
+    blob, sections = weight.parts["data"], spec.sections(weight.shape)
+    first_block, end_block = begin // ROWS, -(-end // ROWS)
+    parts = {}
+    for name, nbytes in block_nbytes(sections.depth, spec.bits, spec.scheme, spec.group).items():
+        parts[name] = blob[getattr(sections, name) :][first_block * nbytes : end_block * nbytes]
+    scale_nbytes = row_nbytes(spec.scheme)
+    parts["row_scales"] = blob[sections.row_scales :][scale_nbytes * begin : scale_nbytes * end_block * ROWS]
+    if sections.tables >= 0:
+        parts["tables"] = blob[sections.tables :]
+    return Weight(spec, shape, parts)
 
 
 class Lease(Protocol):
-    """Context manager during which streamed rows are in memory; entering waits for them."""
+    """Keeps streamed rows in memory while it is entered; entering waits for them."""
 
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
 
     def join(self) -> bool:
-        """Enter in addition to leases already held, if that needs no wait and leaves room for what comes next. Returns whether it was
-        entered."""
+        """Enter without waiting, in addition to leases already held. Returns False if that would wait, or would leave no room to read
+        ahead."""
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """Rows of a matrix from `first` on. Rows of several matrices may share one `part`, in memory during its `lease`; None: always in
-    memory."""
+    """Consecutive rows of a matrix."""
 
-    first: int
+    first_row: int
     weight: Weight
-    part: int
-    lease: Lease | None
+    part_index: int  # of the part of the model that holds these rows, perhaps with rows of other matrices
+    lease: Lease | None  # while entered, the part is in memory; None: it always is
 
 
 def to_f32(data: np.ndarray, scheme: str) -> np.ndarray:
@@ -164,165 +170,156 @@ def from_f32(data: np.ndarray, scheme: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x @ weight.T + bias; `bias` is float32 `[N]` or None. `lora`: adapters applied beside it."""
+    """y = x @ weight.T + bias, plus the output of LoRA adapters."""
 
     weight: Weight
-    bias: np.ndarray | None = None
+    bias: np.ndarray | None = None  # float32 [N]
     lora: Lora | None = None
 
     @cached_property
-    def plain(self) -> Linear:
-        """The same product without adapters."""
+    def without_lora(self) -> Linear:
+        """The same layer without its adapters."""
         return replace(self, lora=None)
 
     @property
-    def is_lengthened(self) -> bool:
-        """Whether an adapter rescales the rows of the matrix itself (DoRA)."""
-        return self.lora is not None and self.lora.gains is not None
+    def has_dora(self) -> bool:
+        """Whether an adapter also rescales the rows of the matrix itself (DoRA)."""
+        return self.lora is not None and self.lora.dora_gains is not None
 
     @cached_property
-    def fields(self) -> tuple[int, int, int, int]:
-        """What a CPU kernel reads of it: address, stored type, rows, address of the bias (0: none). Raises ValueError for a product with an
-        adapter, of which a kernel would leave out a part."""
+    def kernel_args(self) -> tuple[int, int, int, int]:
+        """Arguments of CPU kernels: address, stored type, rows, address of the bias (0: none). Raises ValueError if there are adapters,
+        which such a kernel would ignore."""
         if self.lora is not None:
             raise ValueError("this kernel does not support a matrix with a LoRA adapter")
         weight, bias = self.weight, self.bias
         return weight.address, STORED_TYPES[weight.spec.scheme], weight.shape[0], 0 if bias is None else bias.ctypes.data
 
     @cached_property
-    def parts(self) -> tuple[tuple[RowPart, Linear], ...]:
-        """Of a weight in parts each one's rows and the product with them. Raises ValueError for one with an adapter, which has all rows."""
+    def part_linears(self) -> tuple[tuple[RowPart, Linear], ...]:
+        """Each row part of a streamed weight, with the layer that computes those rows. Raises ValueError if there are adapters, which
+        apply to all rows."""
         if self.lora is not None:
             raise ValueError("a matrix with a LoRA adapter cannot be split into parts")
-        return tuple((rows, replace(self, weight=rows.weight, bias=self._bias(rows))) for rows in self.weight.in_parts)
+        return tuple((part, replace(self, weight=part.weight, bias=self._bias_of(part))) for part in self.weight.row_parts)
 
-    def _bias(self, rows: RowPart) -> np.ndarray | None:
-        return None if self.bias is None else self.bias[rows.first : rows.first + rows.weight.shape[0]]
+    def _bias_of(self, part: RowPart) -> np.ndarray | None:
+        return None if self.bias is None else self.bias[part.first_row : part.first_row + part.weight.shape[0]]
 
 
 @dataclass(frozen=True)
 class Lora:
-    """LoRA adapters beside a product: out(s * into(x)) for each of `pairs`, by adapter number, alpha folded in; s is the text's scale
-    for it. `gains` float32 [adapters, N]: for DoRA adapters, the relative change of the matrix's own y (without bias) at scale 1; None
-    without any."""
+    """LoRA adapters of a matrix: each adds s * B(A(x)) to its output, where s is the scale that a text gives the adapter."""
 
-    pairs: tuple[LoraPair, ...]
-    gains: object | None = None
+    pairs: tuple[LoraPair, ...]  # by adapter number, with alpha folded in
+    dora_gains: object | None = None  # float32 [adapters, N], relative change of the matrix's own output (without bias) at scale 1; None
+    # without a DoRA adapter
 
 
 @dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention (`kernels/latent_shape.py`): queries from `q_down` and its norm, where present, then `q`; latents from
-    `kv_down` and its norm, absent in a layer that attends to another's; `expand` [heads * (nope + value), rank] is a raw matrix."""
+class MlaWeights:
+    """Multi-head latent attention (`kernels/latent_shape.py`), with matrices named as in DeepSeek's checkpoints."""
 
-    q_down: Linear | None
-    q_norm: Norm | None
-    q: Linear
-    kv_down: Linear | None
-    kv_norm: Norm | None
-    expand: Weight
+    q_a: Linear | None  # None: q_b reads the layer's input
+    q_a_norm: Norm | None
+    q_b: Linear
+    kv_a: Linear | None  # None in a layer that attends to another layer's latents
+    kv_a_norm: Norm | None
+    kv_b: Weight  # [heads * (nope + value), rank], always raw
 
 
 @dataclass(frozen=True)
 class Indexer:
-    """An indexer's parameters (`kernels/indexer_shape.py`): queries of what the layer's are made of, keys and norms of both, of which that
-    of queries may be absent, and weights of heads, absent where each chooses for itself. Keys of several tokens are made elsewhere.
-    `entered`: the norm of what queries are made of, where they have one; `grows`: scales and offsets [heads] by which they grow with
-    their place; `places` [rate * width]: what is added to what tokens of a pool say, by their place in it."""
+    """The indexer of sparse attention (`kernels/indexer_shape.py`); its queries are made of the input of the layer's queries."""
 
     q: Linear
     q_norm: Norm | None
-    k: Linear | None
+    k: Linear | None  # None: keys are made of several tokens, by a `Compressor`
     k_norm: Norm | None
-    weights: Linear | None
-    input_norm: Norm | None = None
-    query_scaling: tuple[object, object] | None = None
-    pool_bias: object | None = None
+    weights: Linear | None  # of heads, per token; None: every head selects for itself
+    input_norm: Norm | None = None  # of the input of the queries
+    query_scaling: tuple[object, object] | None = None  # scales and offsets [heads] of queries by their position
+    pool_bias: object | None = None  # [tokens_per_key * width], added to pooling logits by a token's place in its pool
 
 
 @dataclass(frozen=True)
 class ResidualScale:
-    """Learned residual mixing: x becomes scales * x + branch_scales * branch + offsets, [D] each; `branch_scales` None: without a
-    branch."""
+    """Learned residual mixing: x becomes scales * x + branch_scales * branch + offsets, [D] each."""
 
     scales: object
-    branch_scales: object | None
+    branch_scales: object | None  # None: no branch is added
     offsets: object
 
 
 @dataclass(frozen=True)
 class RouterMlp:
-    """MLP in front of a router: `into` projects a token down, `share` [R] is how much of the previous layer's projection is added, None
-    in the first layer; after a norm `first` and `second` follow, each with an activation."""
+    """MLP in front of a router (ZAYA1): `down` to width R, the norm, then `fc1` and `fc2`, each with an activation."""
 
-    into: Linear
-    share: object | None
+    down: Linear
+    previous_scale: object | None  # [R], share of the previous layer's `down` output that is added; None in the first layer
     norm: Norm
-    first: Linear
-    second: Linear
+    fc1: Linear
+    fc2: Linear
 
 
 @dataclass(frozen=True)
 class XieluParams:
-    """Learned parameters of the xIELU activation (`reference.curved`): the factor of the square above zero, and of the exponential
-    below."""
+    """Learned parameters of the xIELU activation (`reference.curved`), after their softplus."""
 
-    above: float
-    below: float
+    alpha_p: float  # factor of the square, for positive inputs
+    alpha_n: float  # factor of the exponential, for negative inputs
 
 
 @dataclass(frozen=True)
 class Expert:
-    """One expert of a mixture: `gate` and `up` are [F, D], `down` is [D, F]. `gate` None: act(up) goes into `down`."""
+    """One expert of a mixture, F wide."""
 
-    gate: Linear | None
-    up: Linear
-    down: Linear
+    gate: Linear | None  # [F, D]; None: down reads act(up)
+    up: Linear  # [F, D]
+    down: Linear  # [D, F]
 
 
 @dataclass(frozen=True)
 class SharedExpert(Expert):
-    """The shared expert of a mixture; `scale` [1, D]: a sigmoid gate per token, None for 1. Its output is multiplied by `factor`. `act`:
-    its activation, None for that of the other experts."""
+    """The expert that every token visits."""
 
-    scale: Linear | None = None
-    factor: float = 1.0
-    act: str | None = None
+    shared_gate: Linear | None = None  # [1, D], a sigmoid gate of its output; None: no gate
+    multiplier: float = 1.0  # of its output
+    act: str | None = None  # None: the activation of the other experts
 
 
 @dataclass(frozen=True)
 class ParallelExperts:
-    """Extra weights of experts that run in parallel to a dense MLP: norms before the router, before and after the experts, and after the
-    MLP, of which the last two may be absent; `scales` float32 [E]: factor of each expert's routing weight."""
+    """What a layer has besides its experts if they run in parallel to a dense MLP."""
 
-    router_norm: Norm
-    norm: Norm
-    after: Norm | None
-    mlp_after: Norm | None
-    scales: object
+    router_norm: Norm  # of the router's input
+    pre_norm: Norm  # of the experts' input
+    post_norm: Norm | None  # of the experts' output
+    mlp_post_norm: Norm | None  # of the MLP's output
+    expert_scales: object  # float32 [E], factors of the routing weights
 
 
 @dataclass(frozen=True)
 class PerLayerInput:
-    """Per-layer input embeddings (Gemma 3n), P numbers per token: `gate` [P, D] and `out` [D, P], then a norm."""
+    """Takes in the per-layer input embedding (Gemma 3n), P values per token."""
 
-    gate: Linear
-    out: Linear
-    after: Norm
+    gate: Linear  # [P, D]
+    projection: Linear  # [D, P]
+    post_norm: Norm
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """A low-rank branch beside a layer's input: `into` [R, D], `out` [D, R], then a norm, None for none."""
+    """A low-rank projection: `up(down(x))`, R wide in between."""
 
-    into: Linear
-    out: Linear
-    after: Norm | None = None
+    down: Linear  # [R, D]
+    up: Linear  # [D, R]
+    post_norm: Norm | None = None
 
 
 @dataclass(frozen=True)
 class SharedBlock:
-    """Attention and MLP weights shared by several layers (Zamba 2): inputs are normed, nothing is added to the residual stream."""
+    """Attention and MLP shared by several layers (Zamba 2); its branches' inputs are normed, and it adds nothing to the residual stream."""
 
     input_norm: Norm
     q: Linear
@@ -337,55 +334,49 @@ class SharedBlock:
 
 @dataclass(frozen=True)
 class SharedBlockUse:
-    """One layer's use of a shared block: its own low-rank branches for q, k and v, if any, and for gate and up, and the output
-    projection."""
+    """A layer's use of a shared block, with weights of the layer's own."""
 
     block: SharedBlock
-    attention: tuple[LowRank, ...]
-    mlp: tuple[LowRank, ...]
-    out: Linear
+    qkv_lora: tuple[LowRank, ...]  # low-rank branches of q, k and v; empty: none
+    gate_up_lora: tuple[LowRank, ...]  # ... and of gate and up
+    out_proj: Linear  # of the block's output
 
 
 @dataclass(frozen=True)
 class AltUp:
-    """AltUp (Gemma 3n): a token has `count` streams, S, of which the layer processes the first (`kernels/reference_streams.py`): a norm
-    and a `router` [S, D] give coefficients, by `predict` [S * S, S] before the layer and `correct` [S, S] after it; `scale` [D] of the
-    first stream for per-layer inputs. All float32."""
+    """AltUp (Gemma 3n; `kernels/reference_streams.py`): a token has S streams, of which the layer processes the first. All float32."""
 
-    count: int
-    norm: Norm
-    router: object
-    predict: object
-    correct: object
-    scale: object
+    num_streams: int
+    router_norm: Norm
+    router: object  # [S, D]
+    prediction_coefs: object  # [S * S, S], applied to the router's output before the layer
+    correction_coefs: object  # [S, S], applied to it after the layer
+    output_scale: object  # [D], of the first stream, from which per-layer inputs are gated
 
 
 @dataclass(frozen=True)
 class Bundles:
-    """`up` and `down` of an MLP neuron by neuron: the row of `up`, if `has_up`, `width` values, then the column of `down`, as many.
+    """`up` and `down` of an MLP, stored neuron by neuron: the neuron's row of `up`, then its column of `down`."""
 
-    `offset`: bytes from the beginning of a bundle to its column. `holder` brings them (`kernels/cpu/bundled_mlp.py`). Biases are float32,
-    `up`'s one value a neuron. `thresholds`, float32, one a neuron: gates below it count as zero, which changes the result; None: none do.
-    """
-
-    scheme: str
-    width: int
-    has_up: bool
-    holder: object
-    up_bias: np.ndarray | None = None
-    down_bias: np.ndarray | None = None
-    thresholds: np.ndarray | None = None
+    scheme: str  # stored type of the values
+    width: int  # values of a row, and of a column
+    has_up: bool  # False: a bundle is only the column
+    source: object  # provides the bundles (`kernels/cpu/bundled_mlp.py`); on a GPU an array of them
+    up_bias: np.ndarray | None = None  # float32, by neuron
+    down_bias: np.ndarray | None = None  # float32 [D]
+    thresholds: np.ndarray | None = None  # float32, by neuron: gates below count as zero, which changes the result; None: no thresholds
 
     @cached_property
-    def offset(self) -> int:
+    def column_offset(self) -> int:
+        """Bytes from the beginning of a bundle to its column."""
         return self.width * RAW_NUMPY[self.scheme].itemsize if self.has_up else 0
 
 
 @dataclass(frozen=True)
 class Norm:
-    """`kind` is rms, rms+1 (weights stored minus one), layer or none; `weight` and `bias` are float32 `[K]` or None."""
+    """A normalization over the last dimension, K."""
 
-    kind: str
-    weight: np.ndarray | None = None
-    bias: np.ndarray | None = None
+    kind: str  # rms, rms+1 (weights are stored minus one), layer or none
+    weight: np.ndarray | None = None  # float32 [K]
+    bias: np.ndarray | None = None  # float32 [K]
     eps: float = 1e-5

@@ -113,9 +113,9 @@ class BlockOps(Protocol):
     def mlp_and_experts(self, x: object, norm: Norm, gate: Linear | None, up: Linear | None, down: Linear | None, router: Linear,
                         experts: Sequence[Expert], apart: ParallelExperts, routing: Routing, act: str, see: See = None,
                         see_visits: See = None, after: Norm | None = None, correction: object | None = None) -> object:
-        """x + after(m + e), in place: m is `gated_mlp`'s branch under `apart.mlp_after`, e under `apart.after` the sum of the experts
-        that `router` picks. These read `apart.norm` of x, the router `apart.router_norm`. `correction` as in `moe`. Without matrices of
-        an MLP there is no m."""
+        """x + after(m + e), in place: m is `gated_mlp`'s branch under `apart.mlp_post_norm`, e under `apart.post_norm` the sum of the
+        experts that `router` picks. These read `apart.pre_norm` of x, the router `apart.router_norm`. `correction` as in `moe`.
+        Without matrices of an MLP there is no m."""
 
     def expert_branch(self, x: object, norm: Norm, router: Linear, experts: Sequence[Expert], apart: ParallelExperts, routing: Routing,
                       act: str, see: See = None, correction: object | None = None, shared: SharedExpert | None = None,

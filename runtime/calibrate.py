@@ -53,9 +53,9 @@ READS = {"block_in": ("q", "k", "v", "kv_a", "q_a", "attn_gate", "state_in", "st
 DOUBLED_READS = {"doubled_in": ("q_b", "attn_gate")}  # where both are made of a latent, normed and as it is
 SHIFTED_READS = {"shifted_in": ("up",)}  # where an MLP reads each token on its way to the one before
 SHARED_READS = {"mlp_in": SHARED_EXPERT_ROLES[:2], "shared_hidden": SHARED_EXPERT_ROLES[2:3]}  # those of a shared expert
-NORMS = {"block_in": "input_norm", "q_in": "mla.q_norm", "mlp_in": "post_norm"}  # a tap before a norm
+NORMS = {"block_in": "input_norm", "q_in": "mla.q_a_norm", "mlp_in": "post_norm"}  # a tap before a norm
 GATED = {"block_in": 0, "mlp_in": 1}  # and those that come behind norm and gates, where a layer has such gates
-WIDE = {"q_in": "compressed_attention.q_norm"}  # where attention is of another kind
+WIDE = {"q_in": "compressed_attention.q_a_norm"}  # where attention is of another kind
 FEW = 4  # how costs are measured: a quarter of the tokens apart
 
 
@@ -270,7 +270,7 @@ class Calibration:
                 entered = np.array(value)
                 gather(name, entered)
             if name == "mlp_in" and apart is not None and weights.latent_projections is None:
-                entered = normalised(value, apart.norm)
+                entered = normalised(value, apart.pre_norm)
                 gather("experts_in", entered)
 
         model, kv = self.model, cache.layer(0)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
         Bundles,
         Expert,
         Indexer,
-        Latent,
         Linear,
         LowRank,
+        MlaWeights,
         Norm,
         ParallelExperts,
         PerLayerInput,
@@ -64,7 +64,7 @@ class LayerWeights:
     alibi_channels: tuple[object, object] | None = None  # constant channels in front of queries [H, F] and keys [KVH, F]
     dynamic_mask: tuple[Linear, object] | None = None  # makes a key's bias from its value; a rate for each head
     differential_lambda: float = 0.0  # share of the second half of the heads that is subtracted from the first
-    mla: Latent | None = None  # in place of q, k and v
+    mla: MlaWeights | None = None  # in place of q, k and v
     indexer: Indexer | None = None
     compressed_attention: CompressedAttention | None = None  # in place of q; also mixes the residual streams
     cross_attention_gates: tuple[float, float] | None = None  # of attention to images, and of that layer's MLP

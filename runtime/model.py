@@ -73,7 +73,7 @@ class Model(StoreReads):
         self.records = WeightRecords(config, self.tensors, store, backends["cpu"], self.pager, self.streamed, self.paging, adapters)
         self.block, self._first_narrow = families.get(config.family).block, first_last_token_layer(config)
         self._narrows = [narrows_to_last_tokens(config, layer) for layer in range(config.num_hidden_layers)]
-        self.looked_up: set[str] = set()  # tensors whose codes are in lookup order in the pager's memory (`lookup_layout.py`)
+        self.lut_tensors: set[str] = set()  # tensors whose codes are in lookup order in the pager's memory (`lookup_layout.py`)
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}  # records by layer or "outer", and their memory
         # Recorded passes, by number of tokens: the buffer their ids are read from, and the states they return.
         self._recorded_ids: dict[int, np.ndarray] = {}
@@ -93,7 +93,7 @@ class Model(StoreReads):
     @property
     def copied_from(self) -> int | None:
         """From this many tokens on, a pass copies the host's layers to the GPU; None: never."""
-        return None if self.uploader is None or self.looked_up else self._copied_from
+        return None if self.uploader is None or self.lut_tensors else self._copied_from
 
     @property
     def nbytes(self) -> int:
@@ -204,7 +204,7 @@ class Model(StoreReads):
         """Records over leased memory, reused while its address stays the same."""
         if key not in self._wrapped or self._wrapped[key][0] is not raw:
             host = self.backends["cpu"]
-            records = self.records.outer(raw) if key == "outer" else self.records.layer(key, raw, host, looked_up=self.looked_up)
+            records = self.records.outer(raw) if key == "outer" else self.records.layer(key, raw, host, lut_tensors=self.lut_tensors)
             self._wrapped[key] = (raw, records)
         return self._wrapped[key][1]
 
@@ -244,11 +244,11 @@ class Model(StoreReads):
         with self._within_memory("the GPU ran out of memory during a pass"), host.collecting():
             with self.pager.lease("outer") as raw:
                 outer = self._lease("outer", raw)
-                embeds_in_record = record_key is not None and outer.is_job and not self.config.residual_streams
+                embeds_in_record = record_key is not None and outer.embeds_by_kernel and not self.config.residual_streams
                 x = None if embeds_in_record else self._embed(ids, outer, step.positions, media)
                 self._extra_inputs = self._layer_inputs(ids, x, outer, cache) or self._extra_inputs
                 if self.config.residual_streams:
-                    x = host.enter_streams(x, outer.enter, self.config.residual_streams)
+                    x = host.enter_streams(x, outer.stream_inputs, self.config.residual_streams)
                     if not self.pager.stays:
                         host.flush()
             if record_key is not None and host.replay(record_key, len(ids), step.position):
@@ -279,11 +279,11 @@ class Model(StoreReads):
             words = {layer: cache.layer(layer).words(ids, ngrams.eos_token_id) for layer in ngrams.layers}
             return {layer: host.ngram_rows(ngrams.row_ids(layer, words[layer]), table, index)
                     for index, (layer, table) in enumerate(outer.ngrams.items())}
-        if outer.picks:
-            return host.picked_experts(ids, outer.picks, config.moe.num_experts)
-        if outer.inputs is None:
+        if outer.hash_routing:
+            return host.picked_experts(ids, outer.hash_routing, config.moe.num_experts)
+        if outer.per_layer_inputs is None:
             return {}
-        table, *projections = outer.inputs
+        table, *projections = outer.per_layer_inputs
         clipped_ids = ids if table is None else clip_to_table(ids, config.per_layer_input_vocab)
         return dict(enumerate(host.layer_inputs(clipped_ids, x, table, *projections, config.per_layer_input_multiplier)))
 
@@ -332,7 +332,10 @@ class Model(StoreReads):
             return x
         with self.pager.lease("outer") as raw:
             outer = self._lease("outer", raw)
-            x = host.read_streams(x, outer.leaves) if outer.leaves else host.leave_streams(x, outer.leave, self.config.residual_streams)
+            if outer.stream_merge:
+                x = host.read_streams(x, outer.stream_merge)
+            else:
+                x = host.leave_streams(x, outer.stream_outputs, self.config.residual_streams)
             if not self.pager.stays:
                 host.flush()
         return x
@@ -380,7 +383,7 @@ class Model(StoreReads):
         """Logits of hidden states `[T, D]` -> float32 `[T, V]`, a view of the workspace."""
         config, host = self.config, self.backends["cpu"]
         with self.outer() as outer:
-            norm, before = outer.norm, outer.before
+            norm, before = outer.norm, outer.pre_head
             if before is not None:
                 x, norm = host.gated_hidden(x, norm, None, before.matrix, before.act), before.norm
             if self.gpu_output_head is None:

@@ -51,7 +51,7 @@ def packed_cache(pool: ThreadPool, kv: str = "4bit", heads: int = 8, kv_heads: i
     shape = shape or CacheShape(1024, sink=64, window=16, chunk=PAGE)
     form = form_of(kv)
     packs = isinstance(form, PackedFormat)
-    ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1, packed_kv=packs))
+    ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, logit_rows=1, packed_kv=packs))
     codecs = [PackedCodec(((form.bits_k, form.bits_v),) * kv_heads, basis)] if packs and basis is not None else None
     return build_cache([ops], [AttnSpec(heads, kv_heads, head_dim, head_dim**-0.5, window, softcap)], form, shape, codecs)
 

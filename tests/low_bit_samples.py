@@ -134,7 +134,8 @@ def _range(codes: Codes, spec: QuantSpec) -> tuple[np.ndarray, int]:
 
 
 def dims_for(depth: int, rows: int, chunk: int = 32) -> Dims:
-    return Dims(hidden=depth, heads=1, kv_heads=1, head_dim=rows, ffn=rows, vocab=rows, chunk=chunk, ctx=128, rows=chunk)
+    return Dims(hidden_size=depth, num_attention_heads=1, num_key_value_heads=1, head_dim=rows, intermediate_size=rows, vocab_size=rows,
+                chunk=chunk, ctx=128, logit_rows=chunk)
 
 
 def seed_of(text: str) -> int:

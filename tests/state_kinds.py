@@ -75,7 +75,7 @@ def matrix(seed: int, *shape: int) -> Linear:
 
 def delta_weights(shape: DeltaShape) -> SimpleNamespace:
     return SimpleNamespace(conv=normal(1, shape.taps, shape.channels), decay=np.exp(normal(2, shape.value_heads)),
-                           dt=normal(3, shape.value_heads), norm=SimpleNamespace(weight=normal(4, shape.value_dim), eps=EPS))
+                           dt_bias=normal(3, shape.value_heads), norm=SimpleNamespace(weight=normal(4, shape.value_dim), eps=EPS))
 
 
 def delta_inputs(shape: DeltaShape, products: list[np.ndarray]) -> None:
@@ -91,7 +91,7 @@ def delta_expected(shape: DeltaShape, w: SimpleNamespace, given: Arrays) -> tupl
     mixed = reference_delta.convolve(qkv, np.zeros((shape.taps - 1, shape.channels)), w.conv)
     q, k, v = np.split(mixed, (shape.keys, 2 * shape.keys), axis=1)
     heads = lambda x, count: x.reshape(len(x), count, -1)  # noqa: E731
-    decay, beta = reference_delta.gates(a, b, w.decay, w.dt, shape.beta_scale)
+    decay, beta = reference_delta.gates(a, b, w.decay, w.dt_bias, shape.beta_scale)
     out, state = reference_delta.recur(heads(q, shape.key_heads), heads(k, shape.key_heads), heads(v, shape.value_heads), decay, beta,
                                        np.zeros((shape.value_heads, shape.value_dim, shape.key_dim)), shape.tiled)
     return reference_delta.gated_norm(out, heads(z, shape.value_heads), w.norm.weight, EPS).reshape(len(qkv), -1), state.reshape(-1)
@@ -99,9 +99,9 @@ def delta_expected(shape: DeltaShape, w: SimpleNamespace, given: Arrays) -> tupl
 
 def kda_weights(shape: KdaShape) -> SimpleNamespace:
     return SimpleNamespace(conv=normal(1, shape.taps, shape.channels), decay=np.exp(normal(2, shape.value_heads)),
-                           dt=normal(3, shape.keys), norm=SimpleNamespace(weight=normal(4, shape.value_dim), eps=EPS),
-                           gate=matrix(5, shape.values, shape.value_dim) if shape.low_rank_gates else None,
-                           rate=matrix(6, shape.keys, shape.key_dim) if shape.low_rank_gates else None)
+                           dt_bias=normal(3, shape.keys), norm=SimpleNamespace(weight=normal(4, shape.value_dim), eps=EPS),
+                           gate_up=matrix(5, shape.values, shape.value_dim) if shape.low_rank_gates else None,
+                           decay_up=matrix(6, shape.keys, shape.key_dim) if shape.low_rank_gates else None)
 
 
 def kda_inputs(shape: KdaShape, products: list[np.ndarray]) -> None:
@@ -114,10 +114,10 @@ def kda_inputs(shape: KdaShape, products: list[np.ndarray]) -> None:
 def kda_expected(shape: KdaShape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
     qkv, z, a, b = given
     if shape.low_rank_gates:
-        z, a = (reference.linear(x, linear.weight.parts["data"], None) for x, linear in ((z, w.gate), (a, w.rate)))
+        z, a = (reference.linear(x, linear.weight.parts["data"], None) for x, linear in ((z, w.gate_up), (a, w.decay_up)))
     mixed = reference_delta.convolve(qkv, np.zeros((shape.taps - 1, shape.channels)), w.conv)
     q, k, v = (part.reshape(len(qkv), shape.key_heads, -1) for part in np.split(mixed, 3, axis=1))
-    out, state = reference_delta.recur(q, k, v, *reference_delta.channel_gates(a, b, w.decay, w.dt, shape.decay_bound),
+    out, state = reference_delta.recur(q, k, v, *reference_delta.channel_gates(a, b, w.decay, w.dt_bias, shape.decay_bound),
                                        np.zeros((shape.value_heads, shape.value_dim, shape.key_dim)))
     return reference_delta.sigmoid_norm(out, z.reshape(v.shape), w.norm.weight, EPS).reshape(len(qkv), -1), state.reshape(-1)
 
@@ -128,10 +128,10 @@ def conv_expected(shape: ConvShape, w: SimpleNamespace, given: Arrays) -> tuple[
 
 
 def mamba_weights(shape: Mamba2Shape) -> SimpleNamespace:
-    return SimpleNamespace(conv=normal(1, shape.taps, shape.channels), bias=normal(5, shape.channels) if shape.taps > 1 else None,
-                           decay=np.exp(normal(2, shape.heads)), dt=normal(3, shape.heads), skip=normal(6, shape.heads),
+    return SimpleNamespace(conv=normal(1, shape.taps, shape.channels), conv_bias=normal(5, shape.channels) if shape.taps > 1 else None,
+                           decay=np.exp(normal(2, shape.heads)), dt_bias=normal(3, shape.heads), skip=normal(6, shape.heads),
                            norm=SimpleNamespace(weight=normal(4, shape.values), eps=EPS) if shape.normed else None,
-                           gate_factor=1.0 if shape.normed else 0.7, step_factor=1.0 if shape.normed else 1.3)
+                           gate_multiplier=1.0 if shape.normed else 0.7, dt_multiplier=1.0 if shape.normed else 1.3)
 
 
 def mamba_inputs(shape: Mamba2Shape, products: list[np.ndarray]) -> None:
@@ -142,13 +142,13 @@ def mamba_inputs(shape: Mamba2Shape, products: list[np.ndarray]) -> None:
 
 def mamba_expected(shape: Mamba2Shape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
     xbc, z, steps = given
-    mixed = reference_delta.convolve(xbc, np.zeros((shape.taps - 1, shape.channels)), w.conv, w.bias)
+    mixed = reference_delta.convolve(xbc, np.zeros((shape.taps - 1, shape.channels)), w.conv, w.conv_bias)
     x, b, c = np.split(mixed, (shape.values, shape.values + shape.groups * shape.depth), axis=1)
     heads = lambda x, count: x.reshape(len(x), count, -1)  # noqa: E731
     out, state = reference_mamba2.recur(heads(x, shape.heads), heads(b, shape.groups), heads(c, shape.groups),
-                                        *reference_mamba2.steps(steps * np.float64(w.step_factor), w.decay, w.dt), w.skip,
+                                        *reference_mamba2.steps(steps * np.float64(w.dt_multiplier), w.decay, w.dt_bias), w.skip,
                                         np.zeros((shape.heads, shape.head_dim, shape.depth)))
-    weight, gates = None if w.norm is None else w.norm.weight, z * np.float64(w.gate_factor)
+    weight, gates = None if w.norm is None else w.norm.weight, z * np.float64(w.gate_multiplier)
     return reference_mamba2.gated_norm(out.reshape(len(xbc), -1), gates, weight, shape.groups, EPS), state.reshape(-1)
 
 
@@ -167,11 +167,11 @@ def lightning_expected(shape: LightningShape, w: SimpleNamespace, given: Arrays)
 
 def mamba_1_weights(shape: Mamba1Shape) -> SimpleNamespace:
     norm = lambda seed, size: Norm("rms", normal(seed, size), None, EPS) if shape.normed else None  # noqa: E731
-    return SimpleNamespace(conv=normal(1, shape.taps, shape.values), bias=normal(5, shape.values) if shape.biased else None,
-                           decay=np.exp(normal(2, shape.values * shape.depth)), dt=normal(3, shape.values), skip=normal(6, shape.values),
-                           rate=matrix(7, shape.rank, shape.values), keys=matrix(8, 2 * shape.depth, shape.values),
-                           steps=matrix(9, shape.values, shape.rank), rate_norm=norm(10, shape.rank), b_norm=norm(11, shape.depth),
-                           c_norm=norm(12, shape.depth))
+    return SimpleNamespace(conv=normal(1, shape.taps, shape.values), conv_bias=normal(5, shape.values) if shape.biased else None,
+                           decay=np.exp(normal(2, shape.values * shape.depth)), dt_bias=normal(3, shape.values),
+                           skip=normal(6, shape.values), dt_down=matrix(7, shape.rank, shape.values),
+                           bc_proj=matrix(8, 2 * shape.depth, shape.values), dt_up=matrix(9, shape.values, shape.rank),
+                           dt_norm=norm(10, shape.rank), b_norm=norm(11, shape.depth), c_norm=norm(12, shape.depth))
 
 
 def mamba_1_inputs(shape: Mamba1Shape, products: list[np.ndarray]) -> None:
@@ -181,11 +181,11 @@ def mamba_1_inputs(shape: Mamba1Shape, products: list[np.ndarray]) -> None:
 
 def mamba_1_expected(shape: Mamba1Shape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
     x, z = given
-    mixed = reference_delta.convolve(x, np.zeros((shape.taps - 1, shape.channels)), w.conv, w.bias)
+    mixed = reference_delta.convolve(x, np.zeros((shape.taps - 1, shape.channels)), w.conv, w.conv_bias)
     times = lambda values, linear: reference.linear(values, linear.weight.parts["data"], None)  # noqa: E731
     normed = lambda values, own: values if own is None else reference.normalise(values, own.kind, own.weight, None, own.eps)  # noqa: E731
-    steps = reference_mamba1.steps(times(normed(times(mixed, w.rate), w.rate_norm), w.steps), w.dt)
-    b, c = np.split(times(mixed, w.keys), 2, axis=1)
+    steps = reference_mamba1.steps(times(normed(times(mixed, w.dt_down), w.dt_norm), w.dt_up), w.dt_bias)
+    b, c = np.split(times(mixed, w.bc_proj), 2, axis=1)
     size = shape.values, shape.depth
     out, state = reference_mamba1.recur(mixed, steps, normed(b, w.b_norm), normed(c, w.c_norm), w.decay.reshape(size), w.skip,
                                         np.zeros(size))
@@ -193,7 +193,7 @@ def mamba_1_expected(shape: Mamba1Shape, w: SimpleNamespace, given: Arrays) -> t
 
 
 def rwkv_weights(shape: Rwkv7Shape) -> SimpleNamespace:
-    return SimpleNamespace(direction=normal(1, shape.values), remains=normal(2, shape.values), bonus=normal(3, shape.values),
+    return SimpleNamespace(k_k=normal(1, shape.values), k_a=normal(2, shape.values), r_k=normal(3, shape.values),
                            norm=SimpleNamespace(weight=normal(4, shape.values), bias=normal(5, shape.values), eps=shape.eps))
 
 
@@ -206,9 +206,9 @@ def rwkv_inputs(shape: Rwkv7Shape, products: list[np.ndarray]) -> None:
 
 def rwkv_expected(shape: Rwkv7Shape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
     r, k, v, decay, rate, gate = given
-    k, *gates = reference_rwkv7.gates(k, decay, rate, w.direction, w.remains, shape.heads)
+    k, *gates = reference_rwkv7.gates(k, decay, rate, w.k_k, w.k_a, shape.heads)
     out, state = reference_rwkv7.recur(r, k, v, *gates, np.zeros((shape.heads, shape.head_dim, shape.head_dim)))
-    return reference_rwkv7.finished(out, r, k, v, gate, w.bonus, w.norm.weight, w.norm.bias, shape.eps, shape.heads), state.reshape(-1)
+    return reference_rwkv7.finished(out, r, k, v, gate, w.r_k, w.norm.weight, w.norm.bias, shape.eps, shape.heads), state.reshape(-1)
 
 
 KINDS = {Rwkv7Shape: Kind(rwkv_weights, rwkv_inputs, rwkv_expected),
@@ -281,7 +281,7 @@ class Layer:
 
 
 def cpu(shape: StateShape, threads: int = 2, only: str | None = None) -> CpuOps:
-    dims = Dims(64, 2, 1, 16, 64, 64, 128, 128, 4, state=shape)
+    dims = Dims(64, 2, 1, 16, 64, 64, 128, 128, 4, recurrent=shape)
     return CpuOps(ThreadPool(threads), dims, default_registry(only))
 
 

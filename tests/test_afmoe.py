@@ -59,7 +59,7 @@ def resident(folder: Path, **asked: object) -> Engine:
 @pytest.mark.parametrize("kind", [pytest.param("whole", marks=pytest.mark.slow), "4bit"])
 def test_weights_and_experts_from_the_disk_give_the_same_bits(kind: str, folders: dict[str, Path | str],
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1024)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 1024)
     whole, slots = found_by(resident(folders[kind])), SLOTS[folders["family"]]
     for engine in (streaming(folders[kind], keep=3, ctx=384, kv="16bit"), paging(folders[kind], slots, ctx=384, kv="16bit")):
         assert np.array_equal(found_by(engine), whole)
@@ -112,7 +112,7 @@ def test_smoothing_moves_nothing_that_experts_read_too() -> None:
 def test_gates_by_themselves_match_the_reference(tokens: int) -> None:
     """And are those that stand behind queries, once these are taken away."""
     rng, heads, depth = np.random.default_rng(1), 6, 24
-    sizes, pool = Dims(96, heads, 2, depth, 64, 300, chunk=64, ctx=128, rows=8, separate_gates=True), ThreadPool(2)
+    sizes, pool = Dims(96, heads, 2, depth, 64, 300, chunk=64, ctx=128, logit_rows=8, output_gate=True), ThreadPool(2)
     x, gates = (rng.standard_normal((tokens, heads * depth), np.float32) for _ in range(2))
     joined = np.stack([rng.standard_normal((tokens, heads, depth), np.float32), gates.reshape(tokens, heads, depth)], 2).reshape(tokens, -1)
     fast, exact = CpuOps(pool, sizes), CpuOps(pool, sizes, default_registry("reference"))
@@ -128,7 +128,7 @@ def test_gates_by_themselves_match_the_reference(tokens: int) -> None:
 def test_gates_of_a_softplus_match_the_reference(width: int, tokens: int) -> None:
     """One of a head or of each of its channels; large ones are what they are, and small ones nearly nothing."""
     rng, heads, depth = np.random.default_rng(2), 6, 24
-    sizes, pool = Dims(96, heads, 2, depth, 64, 300, chunk=64, ctx=128, rows=8, separate_gates=True), ThreadPool(2)
+    sizes, pool = Dims(96, heads, 2, depth, 64, 300, chunk=64, ctx=128, logit_rows=8, output_gate=True), ThreadPool(2)
     x, gates = rng.standard_normal((tokens, heads * depth), np.float32), 30 * rng.standard_normal((tokens, width), np.float32)
     gates[0, :3] = 200, -200, 0
     fast, exact = CpuOps(pool, sizes), CpuOps(pool, sizes, default_registry("reference"))

@@ -127,7 +127,7 @@ def test_what_stands_in_front_makes_slopes_of_places() -> None:
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_heads_become_wider_and_narrower(tokens: int) -> None:
     rng, heads, depth, wide = np.random.default_rng(1), 4, 12, 20
-    sizes, pool = Dims(96, heads, heads, wide, 64, 300, chunk=64, ctx=128, rows=8, value_width=depth), ThreadPool(2)
+    sizes, pool = Dims(96, heads, heads, wide, 64, 300, chunk=64, ctx=128, logit_rows=8, v_head_dim=depth), ThreadPool(2)
     y, front = rng.standard_normal((tokens, heads * depth), np.float32), rng.standard_normal((heads, wide - depth), np.float32)
     x, norm = rng.standard_normal((tokens, 96), np.float32), Norm("layer", *rng.standard_normal((2, 96)).astype(np.float32), 1e-5)
     for registry in (None, default_registry("reference")):

@@ -16,7 +16,7 @@ from effllm.kernels.workspace import Dims
 from effllm.quant.weight import AltUp, Linear, LowRank, Norm, PerLayerInput, Weight
 
 D, S, F, P, R = 96, 3, 137, 24, 20
-DIMS = Dims(D, 4, 2, 24, F, 301, chunk=192, ctx=256, rows=8, streams=S, low_rank=R)
+DIMS = Dims(D, 4, 2, 24, F, 301, chunk=192, ctx=256, logit_rows=8, residual_streams=S, low_rank_dim=R)
 TOKENS = (1, 2, FEW_TOKENS, FEW_TOKENS + 1, 130)
 CUT = 0.4
 
@@ -43,9 +43,9 @@ class Model:
         linear = lambda each: Linear(Weight(each.weight.spec, each.weight.shape, {"data": put(each.weight.parts["data"])}))  # noqa: E731
         made.norms = [norm(each) for each in made.norms]
         own = made.streams
-        made.streams = AltUp(S, made.norms[0], *map(put, (own.router, own.predict, own.correct, own.scale)))
-        made.inputs = PerLayerInput(linear(made.inputs.gate), linear(made.inputs.out), made.norms[1])
-        made.low = LowRank(linear(made.low.into), linear(made.low.out), made.norms[2])
+        made.streams = AltUp(S, made.norms[0], *map(put, (own.router, own.prediction_coefs, own.correction_coefs, own.output_scale)))
+        made.inputs = PerLayerInput(linear(made.inputs.gate), linear(made.inputs.projection), made.norms[1])
+        made.low = LowRank(linear(made.low.down), linear(made.low.up), made.norms[2])
         made.gate, made.up, made.down = map(linear, (made.gate, made.up, made.down))
         return made
 
@@ -82,18 +82,18 @@ def by_hand(of: Model, tokens: int) -> list[np.ndarray]:
     said = lambda x: np.tanh(normed(x, of.norms[0]) @ of.streams.router.T / D)  # noqa: E731
     gated = lambda gate, up: reference.activate(gate, "gelu_tanh") * up  # noqa: E731
     streams, own, given = of.x[:tokens].reshape(-1, S, D).astype(np.float64), of.own[:tokens], of.given[:tokens]
-    shares = np.stack([(of.streams.predict @ each).reshape(S, S) for each in said(streams[:, 0])])
+    shares = np.stack([(of.streams.prediction_coefs @ each).reshape(S, S) for each in said(streams[:, 0])])
     predicted = np.stack([each + share @ each for each, share in zip(streams, shares, strict=True)])
-    shares = 1 + said(own) @ of.streams.correct.T
+    shares = 1 + said(own) @ of.streams.correction_coefs.T
     corrected = predicted + np.stack([np.outer(share, a - p[0]) for share, a, p in zip(shares, own, predicted, strict=True)])
-    first = corrected[:, 0] * of.streams.scale
+    first = corrected[:, 0] * of.streams.output_scale
     hidden = gated(times(first, of.inputs.gate), given)
     spread = corrected.copy()
     for stream in range(1, S):
-        spread[:, stream] += normed(times(hidden, of.inputs.out), of.norms[1])
+        spread[:, stream] += normed(times(hidden, of.inputs.projection), of.norms[1])
     n = normed(own, of.norms[3])
-    low = times(n, of.low.into)
-    beside = n + normed(times(low, of.low.out), of.norms[2])
+    low = times(n, of.low.down)
+    beside = n + normed(times(low, of.low.up), of.norms[2])
     gate = times(n, of.gate)
     gate = np.maximum(gate - np.array([[row.mean() + CUT * row.std()] for row in gate]), 0)
     inside = gated(gate, times(n, of.up))

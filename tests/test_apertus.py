@@ -56,7 +56,7 @@ def test_kernels_compute_the_definition(workers: int) -> None:
     for rows in (1, 3, 70):
         values = rng.standard_normal((rows, 513), np.float32) * np.float32(10.0) ** rng.integers(-6, 2, (rows, 513)).astype(np.float32)
         values[0, : len(EXTREMES)] = EXTREMES
-        expected = reference.curved(values, OWN.above, OWN.below)
+        expected = reference.curved(values, OWN.alpha_p, OWN.alpha_n)
         for each in (ops, slow):
             y = each.workspace.take("gate", *values.shape)
             y[:] = values
@@ -72,7 +72,7 @@ def test_both_backends_run_the_mlp() -> None:
     up, down = (rng.standard_normal(shape, np.float32) / 8 for shape in ((96, 64), (64, 96)))
     x, ones = rng.standard_normal((5, 64), np.float32), np.ones(64, np.float32)
     norm, seen = Norm("rms", ones), []
-    inside = reference.curved(reference.normalise(x, "rms", ones, None, norm.eps) @ up.T, OWN.above, OWN.below)
+    inside = reference.curved(reference.normalise(x, "rms", ones, None, norm.eps) @ up.T, OWN.alpha_p, OWN.alpha_n)
     expected = x + inside @ down.T
     linears = [Linear(Weight.raw("f32", each.shape, each)) for each in (up, down)]
     ours = ops.mlp(ops.from_host(x), norm, *linears, "none", seen.append, curve=OWN)

@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sizes() -> Dims:
-    return Dims(HIDDEN, 4, 1, 64, 64, 300, chunk=64, ctx=128, rows=8, latent=LatentShape(48, 20, 16, 28, QUERIES), gated_norms=True)
+    return Dims(HIDDEN, 4, 1, 64, 64, 300, chunk=64, ctx=128, logit_rows=8, mla=LatentShape(48, 20, 16, 28, QUERIES), gated_norms=True)
 
 
 def both(put: object, tokens: int, ops: object) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -166,7 +166,7 @@ def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
 @pytest.mark.slow
 def test_weights_from_the_disk_give_the_bits_of_weights_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(stream_layout, "PART_NBYTES", 24 << 10)
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 512)
     run(folder, tmp_path / "4bit", options("4bit"))
     for each in (folder, tmp_path / "4bit"):
         expected = rows(opened(each), IDS)

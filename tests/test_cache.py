@@ -29,7 +29,7 @@ SHAPE = CacheShape(CTX)
 
 def make(pool, kv="32bit", heads=6, kv_heads=2, head_dim=24, window=None, softcap=None, shape=SHAPE, layers=1, only=None) -> KVCache:
     """A cache with CPU storage for every layer."""
-    ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1,
+    ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, logit_rows=1,
                              packed_kv=codec(kv).is_packed), default_registry(only))
     spec = AttnSpec(heads, kv_heads, head_dim, head_dim**-0.5, window, softcap)
     return build_cache([ops] * layers, [spec] * layers, codec(kv), shape)
@@ -299,7 +299,7 @@ def test_raw_pages_in_parts_are_the_same_tokens(pool):
     outs = []
     for parts in (1, 2):
         shape = CacheShape(700, sink=48, window=512, chunk=PAGE)
-        ops = CpuOps(pool, Dims(8, 6, 2, 24, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1), default_registry())
+        ops = CpuOps(pool, Dims(8, 6, 2, 24, 8, 8, chunk=shape.chunk, ctx=shape.ctx, logit_rows=1), default_registry())
         layout = PageLayout(2, 24, F16, parts)
         memory = np.zeros(((shape.slots - 1) * parts + 1) * layout.part_nbytes, np.uint8)
         layer = ops.kv_layer(layout, memory, np.zeros(0, np.uint8), 24**-0.5, None, None)

@@ -63,8 +63,8 @@ class Text:
             self.by, self.weights = normal(12, TEXT, 48), normal(13, TEXT, 3)
 
     def cache(self, pool: ThreadPool, stored: int = F32, sink: int = 64, only: str | None = None) -> KVCache:
-        dims = Dims(8, HEADS, 1, WIDTH, 8, 8, chunk=512, ctx=CTX, rows=1, state=self.shape, index=self.index,
-                    parallel_state=True, grouped_width=8)
+        dims = Dims(8, HEADS, 1, WIDTH, 8, 8, chunk=512, ctx=CTX, logit_rows=1, recurrent=self.shape, indexer=self.index,
+                    parallel_hybrid=True, output_group_width=8)
         spec = AttnSpec(HEADS, 1, WIDTH, WIDTH**-0.5, WINDOW, None, self.index, self.index is not None, False, self.shape)
         backends = [CpuOps(pool, dims, default_registry(only))]
         return build_cache(backends, [AttentionAndState(spec, self.shape)], RawCodec(stored), CacheShape(CTX, sink))
@@ -248,7 +248,8 @@ def test_streams_are_mixed_as_transformers_does(pool: ThreadPool, count: int, on
         for each in made:
             for parameter in each.parameters():
                 parameter.normal_(0, 0.4)
-    ops = CpuOps(pool, Dims(width, 2, 1, 32, 8, 8, chunk=16, ctx=64, rows=1, streams=count, grouped_width=8), default_registry(only))
+    ops = CpuOps(pool, Dims(width, 2, 1, 32, 8, 8, chunk=16, ctx=64, logit_rows=1, residual_streams=count,
+                            output_group_width=8), default_registry(only))
     x, branch = normal(6, tokens, count, width), normal(7, tokens, width)
     with torch.inference_mode():
         post, comb, collapsed = made[0](torch.from_numpy(x)[None])
@@ -278,7 +279,7 @@ def of(width: int, count: int, module: torch.nn.Module, leaves: bool) -> HyperCo
 
 @pytest.mark.parametrize("only", [None, "reference"])
 def test_tails_turn_in_their_places_and_back(pool: ThreadPool, only: str | None) -> None:
-    ops = CpuOps(pool, Dims(8, 3, 1, 20, 8, 8, chunk=16, ctx=64, rows=1), default_registry(only))
+    ops = CpuOps(pool, Dims(8, 3, 1, 20, 8, 8, chunk=16, ctx=64, logit_rows=1), default_registry(only))
     y, places = normal(5, 9, 60), np.arange(40, 49)
     cos, sin = TABLE.turns(places)
     expected = meaning.turned_tails(y.reshape(9, 3, 20), cos, sin).reshape(9, -1)

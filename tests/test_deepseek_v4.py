@@ -141,7 +141,7 @@ def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
 
 def test_weights_from_the_disk_give_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_layout, "PART_NBYTES", 4096)
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1024)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 1024)
     engines = opened(folder), streaming(folder, keep=3, ctx=CTX, chunk=128)
     found = [rows_of(each, 300, 310) for each in engines]
     names = engines[1].model.streamed.parts.slices

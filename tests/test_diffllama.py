@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_pairs_of_values_match_their_meaning(tokens: int) -> None:
     rng, pool, heads, depth = np.random.default_rng(5), ThreadPool(2), 6, 16
-    sizes = Dims(96, 6, heads, 2 * depth, 64, 300, chunk=64, ctx=128, rows=8, value_width=depth, differential=True)
+    sizes = Dims(96, 6, heads, 2 * depth, 64, 300, chunk=64, ctx=128, logit_rows=8, v_head_dim=depth, differential_attention=True)
     v = rng.standard_normal((tokens, heads * depth), np.float32)
     fast, exact = CpuOps(pool, sizes), CpuOps(pool, sizes, default_registry("reference"))
     found = [ops.pair_heads(v.copy(), heads, depth) for ops in (fast, exact)]

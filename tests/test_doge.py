@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_numbers_of_keys_match_their_meaning(tokens: int) -> None:
     rng, pool, heads, wide = np.random.default_rng(6), ThreadPool(2), 3, 32
-    sizes = Dims(96, 6, heads, wide, 64, 300, chunk=64, ctx=128, rows=8, value_width=16)
+    sizes = Dims(96, 6, heads, wide, 64, 300, chunk=64, ctx=128, logit_rows=8, v_head_dim=16)
     k, says, rates = (rng.standard_normal(shape, np.float32) for shape in ((tokens, heads * wide), (tokens, heads), heads))
     fast, exact = CpuOps(pool, sizes), CpuOps(pool, sizes, default_registry("reference"))
     found = [ops.dynamic_mask_heads(k.copy(), says, heads, wide, rates).reshape(tokens, heads, wide) for ops in (fast, exact)]

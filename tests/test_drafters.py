@@ -221,7 +221,7 @@ def test_answers_over_other_caches(kind: str, asked: dict[str, object], assistan
 @pytest.mark.parametrize("kind", ("assistant", "head"))
 def test_weights_of_the_model_from_the_disk(kind: str, assistant: tuple[Path, object], head: tuple[Path, Head],
                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1 << 10)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 1 << 10)
     base = {"assistant": assistant, "head": head}[kind][0]
     resident = opened(base)
     wanted = answer(resident, IDS[:150], 60, SEEDED)

@@ -108,7 +108,7 @@ def test_four_bits_mean_what_they_say(kind, folders, tmp_path):
 @pytest.mark.parametrize("bits", ["", "-4bit"])
 @pytest.mark.parametrize("kind", ["small", "large"])
 def test_weights_from_the_disk_give_the_same_bits(kind, bits, folders, monkeypatch):
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1024)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 1024)
     folder = folders[f"{kind}{bits}"]
     whole = found_by(resident(folder))
     engine = streaming(folder, keep=3, ctx=384, kv="16bit")

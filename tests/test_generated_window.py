@@ -207,7 +207,7 @@ def test_layers_on_torch_agree(model):
 @pytest.fixture(scope="module")
 def ops():
     pool = ThreadPool(1)
-    yield CpuOps(pool, Dims(8, 2, 1, 16, 8, 8, chunk=128, ctx=CONTEXT, rows=1), default_registry())
+    yield CpuOps(pool, Dims(8, 2, 1, 16, 8, 8, chunk=128, ctx=CONTEXT, logit_rows=1), default_registry())
     pool.close()
 
 

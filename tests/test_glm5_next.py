@@ -60,7 +60,7 @@ def test_keys_of_pools_match_the_reference_wherever_a_text_is_cut(stored: int) -
     """And are the same bits however the tokens came."""
     rng, pool, width, rate, tokens = np.random.default_rng(1), ThreadPool(2), 24, 5, 203
     shape = IndexShape(2, width, 0, 4, tokens_per_key=rate, pooled=True, weighted_pooling=True)
-    sizes = Dims(64, 4, 1, 16, 64, 300, chunk=256, ctx=256, rows=8, index=shape)
+    sizes = Dims(64, 4, 1, 16, 64, 300, chunk=256, ctx=256, logit_rows=8, indexer=shape)
     given = rng.standard_normal((tokens, 2 * width), np.float32) * np.where(np.arange(2 * width) < width, 1, 6).astype(np.float32)
     norm = Norm("layer", *rng.standard_normal((2, width), np.float32), 1e-6)
     closing = norm, rng.standard_normal(rate * width, np.float32)

@@ -103,12 +103,12 @@ def test_queries_keys_and_values_on_torch_match_the_reference(shape: CcaShape) -
     x = rng.standard_normal((tokens, shape.products[0]), np.float32)
     w = Cca(*(rng.standard_normal(size, np.float32) for size in ((shape.first, count), count, count * shape.second * shape.depth, count,
                                                                  shape.kv_heads)))
-    by_head = w.by_head.reshape(count, shape.second, shape.depth)
+    by_head = w.head_conv.reshape(count, shape.second, shape.depth)
     before = np.zeros((shape.taps - 1, shape.channels))
-    expected = np.concatenate(reference_cca.mix(x, before, w.conv, w.bias, by_head, w.head_bias, w.temps, shape), 1)
+    expected = np.concatenate(reference_cca.mix(x, before, w.conv, w.conv_bias, by_head, w.head_conv_bias, w.key_temperatures, shape), 1)
     for cuts in ((40,), (1, 1, 2, 9, 27)):
         layer, at = OnTorch(shape), 0
-        own, rows = Cca(*layer.put(w.conv, w.bias, w.by_head, w.head_bias, w.temps)), []
+        own, rows = Cca(*layer.put(w.conv, w.conv_bias, w.head_conv, w.head_conv_bias, w.key_temperatures)), []
 
         def run(begin: int, end: int, layer: OnTorch = layer, own: Cca = own) -> np.ndarray:
             return torch.cat(layer.states.convolved(torch.from_numpy(x[begin:end]), own), 1).numpy()

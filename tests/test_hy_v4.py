@@ -81,8 +81,8 @@ def test_streams_that_are_kept_are_what_they_say(count: int, tokens: int) -> Non
     reads, writes = said[:, :count] + 1e-2, 2 * said[:, count:] + 1e-2
     split = x.reshape(tokens, count, width).astype(np.float64)
     read, behind = np.einsum("ts,tsd->td", reads, split), split + writes[..., None] * branch[:, None]
-    sizes = Dims(width, 2, 1, 36, 64, 300, chunk=64, ctx=128, rows=8, streams=count, mixes_streams=True,
-                 latent=LatentShape(48, 20, 16, 28, 20))
+    sizes = Dims(width, 2, 1, 36, 64, 300, chunk=64, ctx=128, logit_rows=8, residual_streams=count, has_hyper_connections=True,
+                 mla=LatentShape(48, 20, 16, 28, 20))
     try:
         for registry in (None, default_registry("reference")):
             ops, own = CpuOps(pool, sizes, registry), x.copy()
@@ -163,7 +163,7 @@ def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
 @pytest.mark.slow
 def test_weights_from_the_disk_give_the_bits_of_weights_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(stream_layout, "PART_NBYTES", 24 << 10)
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 512)
     run(folder, tmp_path / "4bit", options("4bit"))
     for each in (folder, tmp_path / "4bit"):
         expected = rows(opened(each))

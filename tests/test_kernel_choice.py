@@ -51,7 +51,7 @@ def opened(shape: str, kernel: str, spec: str = "affine3:64", load: str = "ram")
 
 
 def looked_up(engine: Engine) -> int:
-    return len(engine.model.looked_up)
+    return len(engine.model.lut_tensors)
 
 
 # -- measuring and remembering ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from effllm.quant.weight import Linear, Norm, Weight, from_f32, to_f32
 from effllm.runtime.rope import RopeTable
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 96, 6, 2, 24, 137, 301
-DIMS = Dims(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, chunk=256, ctx=512, rows=64)
+DIMS = Dims(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, chunk=256, ctx=512, logit_rows=64)
 AFTER = Norm("rms+1", np.linspace(-0.5, 0.5, HIDDEN, dtype=np.float32), eps=1e-6)
 TOKENS = (1, 2, FEW_TOKENS, FEW_TOKENS + 1, 33, 130)
 
@@ -77,7 +77,7 @@ def test_the_clamped_swish_by_hand(pool):
     g, u = np.minimum(gate, 7).astype(np.float64), np.clip(up, -7, 7).astype(np.float64)
     by_hand = g / (1 + np.exp(-1.702 * g)) * (u + 1)
     assert np.abs(reference.gated(gate.astype(np.float64), up, "clamped_swish") - by_hand).max() < 1e-12
-    dims = Dims(gate.size, 1, 1, 2, gate.size, 8, chunk=128, ctx=128, rows=1)
+    dims = Dims(gate.size, 1, 1, 2, gate.size, 8, chunk=128, ctx=128, logit_rows=1)
     for registry in (None, default_registry("reference")):
         out = gate.copy()
         CpuOps(pool, dims, registry).gate(out, up, "clamped_swish")
@@ -94,7 +94,7 @@ def test_a_silu_with_a_bound_by_hand(pool, bound):
     g, act = gate.astype(np.float64), capped_silu(np.float32(bound))
     by_hand = np.minimum(g / (1 + np.exp(-g)), np.float32(bound)) * np.clip(up, -np.float32(bound), np.float32(bound))
     assert np.abs(reference.gated(g, up, act) - by_hand).max() < 1e-12
-    dims = Dims(gate.size, 1, 1, 2, gate.size, 8, chunk=128, ctx=128, rows=1)
+    dims = Dims(gate.size, 1, 1, 2, gate.size, 8, chunk=128, ctx=128, logit_rows=1)
     for registry in (None, default_registry("reference")):
         out = gate.copy()
         CpuOps(pool, dims, registry).gate(out, up, act)
@@ -109,7 +109,7 @@ def test_the_clamped_silu_by_hand(pool):
     gate, up = (each.reshape(1, -1).astype(np.float32) for each in np.meshgrid(np.linspace(-60, 30, 46), np.linspace(-25, 25, 41)))
     g, u = np.minimum(gate, 10).astype(np.float64), np.clip(up, -10, 10).astype(np.float64)
     by_hand = g / (1 + np.exp(-g)) * u
-    dims = Dims(gate.size, 1, 1, 2, gate.size, 8, chunk=128, ctx=128, rows=1)
+    dims = Dims(gate.size, 1, 1, 2, gate.size, 8, chunk=128, ctx=128, logit_rows=1)
     for registry in (None, default_registry("reference")):
         out = gate.copy()
         CpuOps(pool, dims, registry).gate(out, up, "clamped_silu")
@@ -151,7 +151,7 @@ def test_results_do_not_depend_on_threads_or_on_few_columns(stored):
 def test_tiles_longer_than_a_depth_block():
     rng = np.random.default_rng(3)
     depth, rows = 1100, 97
-    dims = Dims(depth, 1, 1, 64, rows, 11, chunk=128, ctx=128, rows=1)
+    dims = Dims(depth, 1, 1, 64, rows, 11, chunk=128, ctx=128, logit_rows=1)
     pool = ThreadPool(2)
     each = Linear(weight(rng, rows, depth, "bf16"))
     x = rng.standard_normal((40, depth), np.float32)

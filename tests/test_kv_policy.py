@@ -46,7 +46,8 @@ def mixed_cache(pool: ThreadPool, kv: str = "4bit+mikv", heads: int = 8, kv_head
                 basis: KVBasis | None = None) -> KVCache:
     """One layer. Nobody tells its policy of queries, so all pages score alike and the budget alone decides: every other page at 4 bits."""
     form, shape = codec(kv), CacheShape(2048, sink=64, window=16, chunk=2 * PAGE)
-    ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1, packed_kv=True, spilled_kv=True))
+    ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, logit_rows=1, packed_kv=True,
+                            spilled_kv=True))
     codecs = layer_codecs(form, [(kv_heads, head_dim)])
     if basis is not None:
         own = codecs[0]

@@ -36,7 +36,7 @@ def cache_of(pool: ThreadPool, disk: DiskTier | None, kv: str = "4bit", windows:
              kv_heads: int = 2, head_dim: int = 64, shape: CacheShape = SHAPE, plain: bool = False) -> KVCache:
     """A layer for each of `windows`; `plain`: in the basis of a model without a profile."""
     form = codec(kv)
-    ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1, packed_kv=form.is_packed,
+    ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, logit_rows=1, packed_kv=form.is_packed,
                             spilled_kv=disk is not None))
     basis = moments_basis(kv_heads, head_dim) if form.is_packed and not plain else None
     codecs = [PackedCodec(((form.bits_k, form.bits_v),) * kv_heads, basis)] * len(windows) if basis else None

@@ -37,7 +37,7 @@ def drawn(shape: LatentShape, heads: int, stored: str) -> tuple[Weight, np.ndarr
 
 
 def ops_of(shape: LatentShape, heads: int, threads: int = 2, only: str | None = None) -> CpuOps:
-    return CpuOps(ThreadPool(threads), Dims(16, heads, 1, shape.key, 16, 11, 64, 128, 1, latent=shape), default_registry(only))
+    return CpuOps(ThreadPool(threads), Dims(16, heads, 1, shape.key, 16, 11, 64, 128, 1, mla=shape), default_registry(only))
 
 
 def rows(tokens: int, width: int, seed: int = 3) -> np.ndarray:
@@ -178,7 +178,7 @@ def test_attention_of_one_wide_head_with_many_queries(heads: int, depth: int) ->
     keys, queries = draw.standard_normal((300, depth)).astype(np.float32), draw.standard_normal((300, heads * depth)).astype(np.float32)
     shape = CacheShape(320, sink=64, window=128, chunk=192)
     for only in (None, "reference"):
-        ops = CpuOps(ThreadPool(2), Dims(8, heads, 1, depth, 8, 8, chunk=192, ctx=320, rows=1), default_registry(only))
+        ops = CpuOps(ThreadPool(2), Dims(8, heads, 1, depth, 8, 8, chunk=192, ctx=320, logit_rows=1), default_registry(only))
         cache = build_cache([ops], [AttnSpec(heads, 1, depth, depth**-0.5, None, None)], RawCodec(F16), shape)
         outs, at = [], 0
         for tokens in (192, 70, 1, 8, 29):
@@ -193,7 +193,7 @@ def test_attention_of_one_wide_head_with_many_queries(heads: int, depth: int) ->
 
 
 def test_memory_between_turns_is_counted_by_the_tiles_that_there_are() -> None:
-    dims = Dims(8, 20, 1, 576, 8, 8, chunk=100, ctx=320, rows=1, spilled_kv=True)
+    dims = Dims(8, 20, 1, 576, 8, 8, chunk=100, ctx=320, logit_rows=1, spilled_kv=True)
     height = _tile_height(20, 576, 512)
     assert height == 9 and attend_prefill_state(100, dims) >= -(-100 // height) * height * 20 * (576 + 4)
 
@@ -203,7 +203,7 @@ def test_memory_between_turns_is_counted_by_the_tiles_that_there_are() -> None:
 def test_memory_between_turns_holds_every_chunk_up_to_the_longest(group: int, packed: bool) -> None:
     """Whichever height the tiles of a shorter one have."""
     def floats(chunk: int, tokens: int) -> int:
-        dims = Dims(8, 2 * group, 2, 64, 8, 8, chunk=chunk, ctx=1024, rows=1, spilled_kv=True, packed_kv=packed)
+        dims = Dims(8, 2 * group, 2, 64, 8, 8, chunk=chunk, ctx=1024, logit_rows=1, spilled_kv=True, packed_kv=packed)
         height = _tile_height(group, 0 if packed else 64, tokens)
         unit = TILE_ROWS * DECODE_TILE_ROWS if packed else TILE_ROWS
         rows = -(-height * group // unit) * unit

@@ -112,7 +112,7 @@ def test_a_draft_model_may_have_latents(folder: Path, small: Path) -> None:
 def test_weights_from_the_disk_give_the_same_bits(folder: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices in parts, of which the one that all heads share out stays; experts one by one."""
     monkeypatch.setattr(stream_layout, "PART_NBYTES", 4096)
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1024)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 1024)
     for path in (folder, small):
         engines = opened(path), streaming(path, keep=3, ctx=CTX, chunk=128)
         found = [rows_of(each, 300, 320) for each in engines]

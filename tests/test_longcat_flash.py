@@ -53,7 +53,7 @@ def test_what_it_may_not_have_is_named(key: str, value: object) -> None:
 def test_what_is_passed_on_matches_the_definition(handed: int, threads: int) -> None:
     """One beside many that have matrices, and so many that some tokens visit no other."""
     pool = ThreadPool(threads)
-    ops = CpuOps(pool, replace(dims(experts=EXPERTS + handed), parallel_experts=True))
+    ops = CpuOps(pool, replace(dims(experts=EXPERTS + handed), parallel_to_mlp=True))
     layer = Layer(experts=EXPERTS + handed)
     layer.experts = layer.experts[:EXPERTS]
     routing = Routing(TOP, False, routed_scale=2.0, zero_experts=handed)

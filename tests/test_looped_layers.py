@@ -73,7 +73,7 @@ def test_they_are_there_once_and_read_several_times(folder: Path) -> None:
 
 def test_from_the_disk_they_are_read_every_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_layout, "PART_NBYTES", 24 << 10)
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 512)
     expected = resident(folder)
     for keep in (0, 3):
         engine = streaming(folder, ctx=256, keep=keep)
@@ -84,7 +84,7 @@ def test_from_the_disk_they_are_read_every_time(folder: Path, monkeypatch: pytes
 
 def test_what_stays_of_them_stays_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_layout, "PART_NBYTES", 24 << 10)
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 512)
     with open_store(folder) as store:
         cut = stream_layout.plan_layout(check_tensors(read_config(folder), store), store)
     once = sum(cut.sizes[index] for index in first_copies(cut.same))
@@ -104,7 +104,7 @@ def test_mapped_files_and_table_lookup_change_nothing(folder: Path, tmp_path: Pa
     assert np.array_equal(resident(folder, load="mmap"), resident(folder))
     run(folder, tmp_path / "small", options("affine4:32"))
     *_, engine = open_engine(tmp_path / "small", EngineOptions(device="cpu", ctx=256, kernel="lut"))
-    assert engine.model.looked_up
+    assert engine.model.lut_tensors
     engine.close()
     assert np.array_equal(resident(tmp_path / "small", kernel="lut"), resident(tmp_path / "small", kernel="dot"))
 
@@ -112,7 +112,7 @@ def test_mapped_files_and_table_lookup_change_nothing(folder: Path, tmp_path: Pa
 @pytest.mark.parametrize("method", ["rtn", "gptq", "smooth"])
 def test_a_quantized_folder_holds_them_once(folder: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_layout, "PART_NBYTES", 24 << 10)
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 512)
     run(folder, tmp_path / "small", options("8bit", method=method, **({} if method == "rtn" else {"calibration_tokens": 512})))
     with open_store(tmp_path / "small") as store:
         names = {name for name in store.tensors if "layers" in name}

@@ -39,7 +39,7 @@ def adapted(depth: int, rows: int, rank: int, scheme: str, seed: int) -> tuple[L
 
 
 def ops_of(depth: int, rows: int, rank: int, threads: int) -> CpuOps:
-    ops = CpuOps(ThreadPool(threads), Dims(depth, 1, 1, max(rows, depth), max(rows, depth), rows, 64, 128, 64, lora=rank))
+    ops = CpuOps(ThreadPool(threads), Dims(depth, 1, 1, max(rows, depth), max(rows, depth), rows, 64, 128, 64, max_lora_rank=rank))
     ops.adapt(np.ones((1, 1), np.float32))
     return ops
 
@@ -53,7 +53,7 @@ def check(depth: int, rows: int, rank: int) -> None:
     x, norm = random(TOKENS, depth, seed=1), Norm("rms", random(depth, seed=2), None, 1e-5)
     for first, last in (("bf16", "f16"), ("f32", "bf16")):
         (one, wanted), (two, other) = adapted(depth, rows, rank, first, 3), adapted(depth, rows, 4, last, 5)
-        stage, n = [one, one.plain, two], x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-5) * norm.weight
+        stage, n = [one, one.without_lora, two], x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-5) * norm.weight
         bits = {}
         for threads in (1, 2):
             ops = ops_of(depth, rows, max(rank, 4), threads)
@@ -149,7 +149,7 @@ def test_of_a_product_there_is_more_or_less_by_the_scale_of_each_adapter(count):
         close(ops.norm_linear(x, None, [each])[0], expected, x)
         close(ops.linear_add(x, each, stream.copy()), stream + expected, x)
     ops.adapt(None)
-    assert np.array_equal(ops.norm_linear(x, None, [each])[0].copy(), ops.norm_linear(x, None, [each.plain])[0])
+    assert np.array_equal(ops.norm_linear(x, None, [each])[0].copy(), ops.norm_linear(x, None, [each.without_lora])[0])
     ops.close()
 
 

@@ -51,7 +51,7 @@ def moved(pool: ThreadPool, weight: Weight) -> Weight:
     copy = room[start : start + blob.size]
     copy[:] = blob
     lut_layout.reorder_codes(pool, copy, weight.spec, weight.shape)
-    return replace(weight, parts={"data": copy}, looked_up=True)
+    return replace(weight, parts={"data": copy}, in_lut_layout=True)
 
 
 def same(a: np.ndarray, b: np.ndarray) -> bool:

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_queries_that_grow_match_the_reference(tokens: int) -> None:
     """Some of them fall: an offset or a scale may be below zero."""
     rng, pool = np.random.default_rng(3), ThreadPool(2)
-    sizes = Dims(96, HEADS, 2, DEPTH, 64, 300, chunk=64, ctx=128, rows=8)
+    sizes = Dims(96, HEADS, 2, DEPTH, 64, 300, chunk=64, ctx=128, logit_rows=8)
     x = rng.standard_normal((tokens, HEADS * DEPTH), np.float32)
     scales, offsets = rng.standard_normal((2, HEADS), np.float32)
     positions = np.arange(70, 70 + tokens)

@@ -23,7 +23,7 @@ HEADS, SHAPE = 4, CacheShape(1024, sink=64, window=16, chunk=PAGE)
 SPECS = [AttnSpec(HEADS, 2, 32, 0.2, 40), AttnSpec(HEADS, 1, 64, 0.1), AttnSpec(HEADS, 2, 32, 0.2, 40), AttnSpec(HEADS, 4, 16, 0.3)]
 SHARED = [SharedPages(1), SharedPages(2)]  # the last layers
 SIZES = [(spec.kv_heads, spec.head_dim) for spec in SPECS]
-DIMS = Dims(8, HEADS, 2, 32, 8, 8, chunk=PAGE, ctx=1024, rows=1, packed_kv=True, other_heads=((1, 64), (4, 16)))
+DIMS = Dims(8, HEADS, 2, 32, 8, 8, chunk=PAGE, ctx=1024, logit_rows=1, packed_kv=True, other_kv_heads=((1, 64), (4, 16)))
 
 
 def opened(pool: ThreadPool, kv: str, disk: DiskTier | None = None) -> KVCache:
@@ -117,10 +117,10 @@ def test_exact_tokens_and_pages_go_into_another_cache(pool, kv):
 
 
 def test_working_memory_is_the_most_that_a_layer_needs():
-    plans, whole = [plan_workspace(own, 2) for own in DIMS.per_layer_kind], plan_workspace(DIMS, 2)
-    assert [(own.kv_heads, own.head_dim) for own in DIMS.per_layer_kind] == [(2, 32), (1, 64), (4, 16)]
+    plans, whole = [plan_workspace(own, 2) for own in DIMS.by_layer_kind], plan_workspace(DIMS, 2)
+    assert [(own.num_key_value_heads, own.head_dim) for own in DIMS.by_layer_kind] == [(2, 32), (1, 64), (4, 16)]
     assert whole == {name: max(plan[name] for plan in plans) for name in whole} and whole not in plans[:1]
-    assert gpu_workspace(DIMS, 8, 8) == max(gpu_workspace(own, 8, 8) for own in DIMS.per_layer_kind)
+    assert gpu_workspace(DIMS, 8, 8) == max(gpu_workspace(own, 8, 8) for own in DIMS.by_layer_kind)
 
 
 def test_packed_pages_ask_for_a_workspace_that_has_room_for_them(pool: ThreadPool) -> None:

@@ -208,7 +208,7 @@ def test_a_context_that_shifts_and_a_cache_on_the_disk(folder: Path, tmp_path: P
 @pytest.mark.parametrize("kind", (pytest.param("raw", marks=pytest.mark.slow), "tied", "4bit"))
 def test_weights_from_the_disk(folder: Path, small: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """The head stays in memory, and the layer; the rest comes as it does for any."""
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1 << 10)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 1 << 10)
     path = folder if kind == "raw" else small[FIRST]
     if kind == "tied":
         path = tmp_path / "tied"

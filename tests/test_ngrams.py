@@ -67,7 +67,8 @@ def drawn(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def ops_of(pool: ThreadPool, only: str | None) -> CpuOps:
-    dims = Dims(WIDTH, 4, 2, 16, 8, 8, chunk=128, ctx=512, rows=1, streams=COUNT, mix_rank=9, ngrams=SHAPE, ngram_layers=1)
+    dims = Dims(WIDTH, 4, 2, 16, 8, 8, chunk=128, ctx=512, logit_rows=1, residual_streams=COUNT, residual_gate_rank=9, ngrams=SHAPE,
+                num_ngram_layers=1)
     return CpuOps(pool, dims, default_registry(only))
 
 
@@ -191,7 +192,7 @@ CLOSING = Norm("rms+1", normal(8, 16), None, 1e-6), TABLE
 def test_blocks_are_chosen_by_means_wherever_a_text_is_cut(pool: ThreadPool, stored: int, only: str | None) -> None:
     """And attended to with the tokens behind the last whole one, whose block has no key."""
     tokens, heads, depth = 200, 4, 16
-    dims = Dims(8, heads, 2, depth, 8, 8, chunk=256, ctx=256, rows=1, index=INDEX)
+    dims = Dims(8, heads, 2, depth, 8, 8, chunk=256, ctx=256, logit_rows=1, indexer=INDEX)
     spec = AttnSpec(heads, 2, depth, depth**-0.5, None, None, INDEX, True)
     by, keys = normal(11, tokens, 96), normal(12, tokens, 16)
     q, k, v = normal(13, tokens, heads * depth), normal(14, tokens, 2 * depth), normal(15, tokens, 2 * depth)

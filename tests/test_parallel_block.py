@@ -20,7 +20,7 @@ IDS = np.random.default_rng(0).integers(0, 300, 30).tolist()
 @pytest.mark.parametrize("name", ["cohere", "gpt_neox", "phi", "stablelm, side by side"])
 def test_weights_that_stream_come_once_a_token_and_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_layout, "PART_NBYTES", 8 << 10)
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 512)
     saved(CASES[name], tmp_path)
     *_, resident = open_engine(tmp_path, EngineOptions(device="cpu", ctx=128))
     engine = streaming(tmp_path, ctx=128)

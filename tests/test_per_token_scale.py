@@ -69,7 +69,7 @@ def test_products_by_lookup_are_the_same(pools):
     lut_layout.reorder_codes(pools[1], blob, spec, shape)
     cpu = CpuOps(pools[1], replace(dims_for(640, 64), one_scale=True))
     for count in (1, 4):
-        got = product(cpu, x[:count], Linear(Weight(spec, shape, {"data": blob}, looked_up=True)))
+        got = product(cpu, x[:count], Linear(Weight(spec, shape, {"data": blob}, in_lut_layout=True)))
         assert np.allclose(got, few(x[:count], codes, spec, one_scale=True), rtol=0, atol=1e-6 * np.abs(got).max())
 
 

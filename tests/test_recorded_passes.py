@@ -134,7 +134,7 @@ def test_experts_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_stands_between_is_done_again() -> None:
     pool = ThreadPool(2)
-    ops, seen = CpuOps(pool, Dims(8, 2, 1, 8, 8, 8, chunk=4, ctx=64, rows=1)), []
+    ops, seen = CpuOps(pool, Dims(8, 2, 1, 8, 8, 8, chunk=4, ctx=64, logit_rows=1)), []
     assert isinstance(ops, Jobs)
     key, again = object(), [False]
     for turn in range(3):

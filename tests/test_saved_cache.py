@@ -352,7 +352,7 @@ def test_pages_are_the_same_wherever_they_lie(tmp_path, before, after):
     pool, shape, rng = ThreadPool(2), CacheShape(1024, sink=64, window=16, chunk=PAGE), np.random.default_rng(0)
 
     def opened_cache(first):
-        ops = CpuOps(pool, Dims(8, 8, 2, 64, 8, 8, chunk=PAGE, ctx=1024, rows=1, packed_kv=True, spilled_kv=first is not None))
+        ops = CpuOps(pool, Dims(8, 8, 2, 64, 8, 8, chunk=PAGE, ctx=1024, logit_rows=1, packed_kv=True, spilled_kv=first is not None))
         disk = None if first is None else DiskTier(tmp_path, first)
         return build_cache([ops, ops], [AttnSpec(8, 2, 64, 0.125)] * 2, codec("4bit"), shape, disk=disk)
 

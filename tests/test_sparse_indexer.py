@@ -41,7 +41,7 @@ class Text:
         self.index = [rng.integers(-3, 4, (TEXT, width)).astype(np.float32) for width in (own.heads * own.width, own.width, own.heads)]
 
     def cache(self, pool: ThreadPool, stored: int = F32, sink: int = 64, only: str | None = None) -> KVCache:
-        dims = Dims(8, self.heads, self.kv_heads, self.depth, 8, 8, chunk=512, ctx=CTX, rows=1, index=self.shape)
+        dims = Dims(8, self.heads, self.kv_heads, self.depth, 8, 8, chunk=512, ctx=CTX, logit_rows=1, indexer=self.shape)
         spec = AttnSpec(self.heads, self.kv_heads, self.depth, self.depth**-0.5, None, None, self.shape, True, self.latent)
         return build_cache([CpuOps(pool, dims, default_registry(only))], [spec], RawCodec(stored), CacheShape(CTX, sink))
 

@@ -158,7 +158,7 @@ def test_keys_of_a_session_that_are_damaged_are_found(engine: Engine, tmp_path: 
 
 def test_weights_from_the_disk_give_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_layout, "PART_NBYTES", 4096)
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1024)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 1024)
     engines = opened(folder), streaming(folder, keep=3, ctx=CTX, chunk=128)
     found = [rows_of(each, 300, 320) for each in engines]
     names = engines[1].model.streamed.parts.slices

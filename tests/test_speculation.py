@@ -308,7 +308,7 @@ def test_a_guess_that_overflows_harms_nothing(engines: dict[str, Engine], monkey
 @pytest.mark.parametrize("kv", (pytest.param("16bit", marks=pytest.mark.slow), "4bit"))
 def test_streamed_weights(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_layout, "PART_NBYTES", 512 << 10)
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 128 << 10)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 128 << 10)
     engine = streaming(FABLE, ctx=640, kv=kv, kv_window=32, keep=3)
     speculation = lookup()
     same(engine, speculation, story(engine), 45, SEEDED)

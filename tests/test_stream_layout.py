@@ -86,9 +86,9 @@ def test_what_cannot_be_read_as_it_lies_stays() -> None:
     assert plain.parts and not stream_layout.plan_layout(with_outliers, store).parts
     store.place = lambda info: None
     converted = stream_layout.plan_layout(tensors, store)
-    assert not converted.parts and not converted.tables and converted.kept_for == stream_layout.CONVERTED
+    assert not converted.parts and not converted.tables and converted.kept_for == stream_layout.CONVERTED_REASON
     mixture, *_ = cut_of("olmoe-1b-7b")
-    assert mixture.kept_for == stream_layout.EXPERTS and not any("experts" in name for name in mixture.slices)
+    assert mixture.kept_for == stream_layout.EXPERTS_REASON and not any("experts" in name for name in mixture.slices)
     assert any("q_proj" in name for name in mixture.slices) and not plain.kept_for
 
 
@@ -104,13 +104,14 @@ def test_the_number_of_parts_is_bounded() -> None:
 
 def test_a_model_that_cannot_be_streamed_says_why() -> None:
     apart = lambda info: None if ".experts.3.up" in info.name else info.offset  # noqa: E731
-    for shape, said, place in (("olmoe-1b-7b", stream_layout.EXPERTS, apart), ("llama3.2-1b", stream_layout.CONVERTED, lambda info: None)):
+    for shape, said, place in (("olmoe-1b-7b", stream_layout.EXPERTS_REASON, apart),
+                               ("llama3.2-1b", stream_layout.CONVERTED_REASON, lambda info: None)):
         config = parse_config(SHAPES[shape])
         store = ExpectedStore(config)
         store.place = place
         with pytest.raises(DoesNotFit, match=said) as caught:
             prepare_with(FABLE, config, store, EngineOptions(device="cpu", ram=str(rss() + (1200 << 20)), ctx=512))
-        assert caught.value.exit_code == 4 and (said == stream_layout.EXPERTS or "effllm quantize" in caught.value.hint)
+        assert caught.value.exit_code == 4 and (said == stream_layout.EXPERTS_REASON or "effllm quantize" in caught.value.hint)
 
 
 @given(chunks=st.lists(st.integers(1, 512), max_size=20), most=st.integers(512, 4096))

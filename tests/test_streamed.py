@@ -50,7 +50,7 @@ def streamed(folder: Path, **asked: object) -> np.ndarray:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of some rows, so that every matrix of a small model is cut."""
     monkeypatch.setattr(stream_layout, "PART_NBYTES", 24 << 10)
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 512)
 
 
 FORMATS = ("bf16", "4bit", "8bit", "3bit", "affine4:64", "symmetric6:32", "ternary")

@@ -29,7 +29,7 @@ PRODUCTS = (linear.many_columns, linear_amx.multiply, gemm.multiply, gemm.multip
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_layout, "PART_NBYTES", 24 << 10)
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 512)
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ def test_calibration_is_a_pass_of_the_model(folders: dict[str, Path]) -> None:
 def test_stages_match_the_reference(tokens: int) -> None:
     """The first of two streams taken and added to, branches of low rank, and an MLP that adds to nothing."""
     rng, hidden, ffn, rank = np.random.default_rng(3), 96, 72, 8
-    sizes, pool = Dims(hidden, 4, 4, 48, ffn, 300, chunk=64, ctx=128, rows=8, streams=2, low_rank=rank), ThreadPool(2)
+    sizes, pool = Dims(hidden, 4, 4, 48, ffn, 300, chunk=64, ctx=128, logit_rows=8, residual_streams=2, low_rank_dim=rank), ThreadPool(2)
 
     def linear(*shape: int) -> Linear:
         return Linear(Weight.raw("f32", shape, rng.standard_normal(shape).astype(np.float32).view(np.uint8).reshape(-1)))
@@ -136,7 +136,7 @@ def test_stages_match_the_reference(tokens: int) -> None:
     pool.close()
     n, m = (normed(values, each) for values, each in ((x, wide), (x[:, :hidden], narrow)))
     matrix = {id(each): each.weight.to_f32().astype(np.float64) for each in (
-        gate, up, down, out, first, *(part for low in (*own, beside) for part in (low.into, low.out)))}
+        gate, up, down, out, first, *(part for low in (*own, beside) for part in (low.down, low.up)))}
     low = lambda values, each: values @ matrix[id(each.into)].T @ matrix[id(each.out)].T  # noqa: E731
     gates, ups = (m @ matrix[id(each)].T + low(m, branch) for each, branch in zip((gate, up), own, strict=True))
     wanted = (n @ matrix[id(first)].T + low(n, beside), gelu(gates) * ups @ matrix[id(down)].T,

@@ -56,7 +56,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMod
 def test_queries_keys_and_values_match_the_reference_wherever_a_text_is_cut(shape: CcaShape) -> None:
     """And are the same bits however the tokens came."""
     rng, pool, tokens, wide = np.random.default_rng(2), ThreadPool(2), 60, shape.products[0]
-    sizes = Dims(64, shape.heads, shape.kv_heads, shape.depth, 64, 300, chunk=64, ctx=128, rows=8, state=shape, parallel_state=True)
+    sizes = Dims(64, shape.heads, shape.kv_heads, shape.depth, 64, 300, chunk=64, ctx=128, logit_rows=8, recurrent=shape,
+                 parallel_hybrid=True)
     x, count = rng.standard_normal((tokens, wide), np.float32), shape.convolved
     w = Cca(*(rng.standard_normal(size, np.float32) for size in ((shape.first, count), count, count * shape.second * shape.depth, count,
                                                                  shape.kv_heads)))
@@ -84,7 +85,7 @@ def test_queries_keys_and_values_match_the_reference_wherever_a_text_is_cut(shap
 @pytest.mark.parametrize("tokens", [1, 50])
 def test_streams_that_are_multiplied_and_moved_match_the_reference(tokens: int) -> None:
     rng, pool, width = np.random.default_rng(4), ThreadPool(2), 96
-    sizes = Dims(width, 4, 2, 24, 64, 300, chunk=64, ctx=128, rows=8)
+    sizes = Dims(width, 4, 2, 24, 64, 300, chunk=64, ctx=128, logit_rows=8)
     x, branch, own = *rng.standard_normal((2, tokens, width), np.float32), ResidualScale(*rng.standard_normal((3, width), np.float32))
     fast, exact = CpuOps(pool, sizes), CpuOps(pool, sizes, default_registry("reference"))
     for each in (branch, None):
@@ -170,7 +171,7 @@ def test_a_session_continues_with_the_same_bits(engine: Engine, tmp_path: Path) 
 
 def test_weights_and_experts_from_the_disk_give_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody guesses whom the next layer visits: its router goes on from this one's."""
-    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1024)
+    monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 1024)
     engines = opened(folder), streaming(folder, keep=3, ctx=CTX, chunk=128), paging(folder, 3, ctx=CTX, chunk=128)
     found = [rows_of(each, 300, 320) for each in engines]
     assert engines[2].model.pager.stats.hits > 0

@@ -337,11 +337,12 @@ def attend_prefill_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
 
 def attend_prefill_state(tokens: int, dims: Dims) -> int:
     """Floats that a prefill chunk of up to `tokens` tokens keeps between calls, here or in `kv/prefill.py`."""
-    group, unit, max_rows = dims.heads // dims.kv_heads, TILE_ROWS * DECODE_TILE_ROWS if dims.packed_kv else TILE_ROWS, 0
+    group, unit = dims.num_attention_heads // dims.num_key_value_heads, TILE_ROWS * DECODE_TILE_ROWS if dims.packed_kv else TILE_ROWS
+    max_rows = 0
     for count in {tokens, min(tokens, LONG_CHUNK_TOKENS - 1)}:  # longer chunks have taller tiles, which may need less
         height = _tile_height(group, 0 if dims.packed_kv else dims.head_dim, count)
         max_rows = max(max_rows, -(-count // height) * (-(-height * group // unit) * unit))
-    return dims.kv_heads * max_rows * (2 * dims.head_dim + 6 if dims.packed_kv else dims.head_dim + 4)
+    return dims.num_key_value_heads * max_rows * (2 * dims.head_dim + 6 if dims.packed_kv else dims.head_dim + 4)
 
 
 # Slots of `write_kv`: K and V [T, kv_heads * head_dim]; W_SLOTS and W_ROWS: exact slot and row of each token.

@@ -1,6 +1,6 @@
 """The MLP op over neuron bundles (sparse activation): gates first, then only the active neurons, fetched by the bundles' holder.
 
-A holder (`Bundles.holder`) has `few(active)` and `groups()`. `few` takes the indices of the active neurons, ascending, and yields batches
+A holder (`Bundles.source`) has `few(active)` and `groups()`. `few` takes the indices of the active neurons, ascending, and yields batches
 of them, ascending, whose bundles are in memory: the `ready` ones immediately, the `late` ones after its `wait()`; a batch is valid until
 the next. `groups` yields all neurons as runs (first, count, address, bytes between two), valid until the next.
 """
@@ -30,7 +30,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     if not dims.bundled:
         return {}
     columns = -(-chunk // TILE_COLUMNS) * TILE_COLUMNS
-    return {"lanes": max(FEW_TOKENS * kernels.MAX_LANES * dims.hidden, (dims.hidden + TILE_ROWS) * columns)}
+    return {"lanes": max(FEW_TOKENS * kernels.MAX_LANES * dims.hidden_size, (dims.hidden_size + TILE_ROWS) * columns)}
 
 
 def bundled_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, bundles: Bundles, act: str,
@@ -56,7 +56,7 @@ def _few(ops: CpuOps, x: np.ndarray, norm: Norm, hidden: np.ndarray, bundles: Bu
     active = np.flatnonzero(hidden[0] if len(hidden) == 1 else hidden.any(axis=0))
     block = _fill(ops, x, norm, hidden, bundles, act, out, mode)
     block[kernels.BEGINS] = 1
-    for batch in bundles.holder.few(active):
+    for batch in bundles.source.few(active):
         if bundles.has_up:
             _neurons(ops, block, batch.ready, batch.addresses(batch.ready))
             ops.run(kernels.active_up, address(block), True, block)
@@ -98,7 +98,7 @@ def _many(ops: CpuOps, x: np.ndarray, norm: Norm, hidden: np.ndarray, bundles: B
     block[kernels.X] = 0 if panels is None else ops.address_of(panels)
     block[kernels.PANELS] = ops.address_of(ops.workspace.take("up", columns, hidden.shape[1]))
     block[kernels.BEGINS] = 1
-    for first, count, group_address, pitch in bundles.holder.groups():
+    for first, count, group_address, pitch in bundles.source.groups():
         block[kernels.COUNT], block[kernels.ADDRESSES], block[kernels.NEURONS], block[kernels.PITCH] = count, group_address, first, pitch
         block[kernels.ENDS] = first + count == hidden.shape[1]
         for kernel in ((kernels.group_up,) if bundles.has_up else ()) + (kernels.pack_group, kernels.group_down):
@@ -113,7 +113,7 @@ def _fill(ops: CpuOps, x: np.ndarray, norm: Norm | None, hidden: np.ndarray, bun
     tokens, depth = x.shape
     ops.fill(ops.address_of(x), tokens, depth, norm, mode, act, (), ())
     block = ops.args[: kernels.SLOTS].copy()
-    block[kernels.DTYPE : kernels.FFN + 1] = STORED_TYPES[bundles.scheme], bundles.offset, bundles.width, hidden.shape[1]
+    block[kernels.DTYPE : kernels.FFN + 1] = STORED_TYPES[bundles.scheme], bundles.column_offset, bundles.width, hidden.shape[1]
     block[kernels.HIDDEN], block[kernels.LANES] = ops.address_of(hidden), address(ops.workspace.take("lanes", 1))
     block[kernels.OUT], block[kernels.OUT_STRIDE] = ops.address_of(out), out.strides[0] // 4
     block[kernels.UP_BIAS], block[kernels.DOWN_BIAS] = address(bundles.up_bias), address(bundles.down_bias)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the buffers, none without such layers."""
-    shape = dims.state
+    shape = dims.recurrent
     if not isinstance(shape, CcaShape):
         return {}
     return {"made q": chunk * shape.values, **dict.fromkeys(("made k", "made v"), chunk * 2 * shape.half)}
@@ -29,7 +29,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 def scratch_floats(dims: Dims) -> int:
     """Per worker."""
-    return dims.state.second * dims.state.depth if isinstance(dims.state, CcaShape) else 0
+    return dims.recurrent.second * dims.recurrent.depth if isinstance(dims.recurrent, CcaShape) else 0
 
 
 class CcaStates(Slots):
@@ -65,9 +65,10 @@ class CcaStates(Slots):
 def run(states: CcaStates, product: np.ndarray, w: Cca, outs: tuple[np.ndarray, ...]) -> None:
     ops, block, shape, tokens = states.ops, states.block, states.shape, len(product)
     raw = address(states._raw) if tokens <= MAX_DECODE_TOKENS else 0
-    block[X:MEMORY] = ops.address_of(product), tokens, 0, raw, address(w.conv), address(w.bias)
-    block[loops.HEADS :] = (shape.heads, shape.kv_heads, shape.depth, shape.first, shape.second, product.shape[1], address(w.by_head),
-                            address(w.head_bias), address(w.temps), *map(ops.address_of, outs), ops.scratch, ops.scratch_stride)
+    block[X:MEMORY] = ops.address_of(product), tokens, 0, raw, address(w.conv), address(w.conv_bias)
+    block[loops.HEADS :] = (shape.heads, shape.kv_heads, shape.depth, shape.first, shape.second, product.shape[1], address(w.head_conv),
+                            address(w.head_conv_bias), address(w.key_temperatures), *map(ops.address_of, outs), ops.scratch,
+                            ops.scratch_stride)
     ops.run(loops.convolve_heads, address(block), True, block)
 
 
@@ -75,8 +76,8 @@ def run_reference(states: CcaStates, product: np.ndarray, w: Cca, outs: tuple[np
     states.ops.flush()
     shape, raw = states.shape, states.log_buffers(len(product))
     inputs = product[:, : shape.channels]
-    results = reference.mix(product, states.last_inputs(states.pass_slots()[0], inputs[:0]), w.conv.reshape(shape.first, -1), w.bias,
-                            w.by_head.reshape(shape.convolved, shape.second, shape.depth), w.head_bias, w.temps, shape)
+    results = reference.mix(product, states.last_inputs(states.pass_slots()[0], inputs[:0]), w.conv.reshape(shape.first, -1), w.conv_bias,
+                            w.head_conv.reshape(shape.convolved, shape.second, shape.depth), w.head_conv_bias, w.key_temperatures, shape)
     for out, result in zip(outs, results, strict=True):
         out[:] = result
     states.keep_inputs(inputs)

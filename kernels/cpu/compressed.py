@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 def wide_floats(dims: Dims) -> int:
     """Floats of scratch per worker for these layers and for mixing streams."""
-    if not isinstance(dims.state, CompressedShape):
+    if not isinstance(dims.recurrent, CompressedShape):
         return hyper_connections.scratch_floats(dims)
-    return max(loops.scratch_floats(dims.state.width), attending.scratch_floats(dims.heads, dims.head_dim),
+    return max(loops.scratch_floats(dims.recurrent.width), attending.scratch_floats(dims.num_attention_heads, dims.head_dim),
                hyper_connections.scratch_floats(dims))
 
 

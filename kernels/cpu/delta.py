@@ -51,7 +51,7 @@ def run(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: n
     raw, mixed, gates = states.log_buffers(tokens)
     block[X:BIAS] = ops.address_of(qkv), tokens, ops.address_of(mixed), 0 if raw is None else ops.address_of(raw), address(w.conv)
     block[loops.Z : loops.EPS] = (ops.address_of(z), ops.address_of(b), ops.address_of(a), ops.address_of(gates), ops.address_of(out),
-                                  address(w.decay), address(w.dt),
+                                  address(w.decay), address(w.dt_bias),
                                   address(w.norm.weight))
     block.view(np.float64)[loops.EPS] = w.norm.eps
     at = address(block)
@@ -63,7 +63,7 @@ def run(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: n
 def run_reference(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: GatedDelta,
                   out: np.ndarray) -> None:
     states.ops.flush()
-    read(states, qkv, reference.gates(a, b, w.decay, w.dt, states.shape.beta_scale), w, out)
+    read(states, qkv, reference.gates(a, b, w.decay, w.dt_bias, states.shape.beta_scale), w, out)
     heads = out.reshape(len(out), states.shape.value_heads, -1)
     norm = reference.sigmoid_norm if states.shape.sigmoid_gate else reference.gated_norm
     heads[:] = norm(heads, z.reshape(heads.shape), w.norm.weight, w.norm.eps)

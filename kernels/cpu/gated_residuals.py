@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the buffers, none for a model without gated residuals."""
-    if not dims.mix_rank:
+    if not dims.residual_gate_rank:
         return {}
-    wide = chunk * dims.streams * dims.hidden
-    buffers = {f"ngram rows {index}": chunk * dims.ngrams.rows for index in range(dims.ngram_layers)}
-    return {"normed streams": wide, "opened": wide, "low mix": chunk * dims.mix_rank, "said": chunk * dims.streams, **buffers,
-            **({"ngram keys": wide} if buffers else {})}
+    wide = chunk * dims.residual_streams * dims.hidden_size
+    buffers = {f"ngram rows {index}": chunk * dims.ngrams.rows for index in range(dims.num_ngram_layers)}
+    return {"normed streams": wide, "opened": wide, "low mix": chunk * dims.residual_gate_rank, "said": chunk * dims.residual_streams,
+            **buffers, **({"ngram keys": wide} if buffers else {})}
 
 
 def read(ops: CpuOps, x: np.ndarray, residual: GatedResidual) -> np.ndarray:
     """A branch's input from x [T, S * D], or the output of the last layer, [T, D]; the write weights of the streams are kept until `write`.
     """
-    take, count = ops.workspace.take, residual.count
+    take, count = ops.workspace.take, residual.num_streams
     normed = take("normed streams", *x.shape)
     ops.registry.select(Call("norm streams")).candidate.run(ops, x, normed, residual.norm, count)
     linears = (residual.down,) if residual.inject is None else (residual.down, residual.inject)
@@ -52,7 +52,7 @@ def read(ops: CpuOps, x: np.ndarray, residual: GatedResidual) -> np.ndarray:
 
 def write(ops: CpuOps, x: np.ndarray, branch: np.ndarray, residual: GatedResidual) -> np.ndarray:
     """x after a branch's output [T, D] has been added, in place."""
-    logits = ops.workspace.take("said", len(x), residual.count)
+    logits = ops.workspace.take("said", len(x), residual.num_streams)
     ops.registry.select(Call("write streams")).candidate.run(ops, x, branch, logits)
     return x
 

@@ -30,11 +30,11 @@ Y, OUT, TOKENS, HEADS, DEPTH, WIDE, FRONT = range(7)
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the buffers, none for a model without padded heads."""
-    if not dims.value_width:
+    if not dims.v_head_dim:
         return {}
-    queries, keys = chunk * dims.heads * dims.head_dim, chunk * dims.kv_heads * dims.head_dim
-    halves = dict.fromkeys(("stream", "beside"), queries // 2) if dims.differential else {}
-    return {"wide0": queries, "wide1": keys, "wide2": keys, "narrow": chunk * dims.heads * dims.value_width, **halves}
+    queries, keys = chunk * dims.num_attention_heads * dims.head_dim, chunk * dims.num_key_value_heads * dims.head_dim
+    halves = dict.fromkeys(("stream", "beside"), queries // 2) if dims.differential_attention else {}
+    return {"wide0": queries, "wide1": keys, "wide2": keys, "narrow": chunk * dims.num_attention_heads * dims.v_head_dim, **halves}
 
 
 @kernel()

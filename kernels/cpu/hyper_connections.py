@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the buffers, none for a model without hyper-connections."""
-    logits = {"said": chunk * dims.streams * (2 + dims.streams)}
-    if not dims.grouped_width:
-        return logits if dims.mixes_streams else gated_residuals.plan_workspace(dims, chunk)
-    picks = {f"picks{index}": chunk * dims.experts for index in range(dims.table_routed_layers)}
-    return {**picks, **logits, "grouped": chunk * dims.grouped_width,
-            "gave": chunk * dims.grouped_width, "group": chunk * dims.heads * dims.head_dim}
+    logits = {"said": chunk * dims.residual_streams * (2 + dims.residual_streams)}
+    if not dims.output_group_width:
+        return logits if dims.has_hyper_connections else gated_residuals.plan_workspace(dims, chunk)
+    picks = {f"picks{index}": chunk * dims.num_experts for index in range(dims.num_hash_routed_layers)}
+    return {**picks, **logits, "grouped": chunk * dims.output_group_width,
+            "gave": chunk * dims.output_group_width, "group": chunk * dims.num_attention_heads * dims.head_dim}
 
 
 def scratch_floats(dims: Dims) -> int:
     """Per worker."""
-    return dims.streams * loops.BLOCK if dims.grouped_width or dims.mixes_streams else 0
+    return dims.residual_streams * loops.BLOCK if dims.output_group_width or dims.has_hyper_connections else 0
 
 
 def read_streams(ops: CpuOps, x: np.ndarray, hyper: HyperConnection | GatedResidual | StreamMean) -> np.ndarray:
@@ -39,11 +39,11 @@ def read_streams(ops: CpuOps, x: np.ndarray, hyper: HyperConnection | GatedResid
     if hyper.is_gated:
         return gated_residuals.read(ops, x, hyper)
     if hyper.is_mean:
-        return streams.mean_stream(ops, x, hyper.count)
-    if (outs := ops._run_cached(x, hyper.norm, (hyper.matrix,), linear.PLAIN, "none")) is None:
-        outs = [ops.workspace.take("said", len(x), hyper.matrix.weight.shape[0])]
-        ops._run_stage(x, hyper.norm, [hyper.matrix], outs, linear.PLAIN, "none")
-    branch_input = ops.workspace.take("stream", len(x), x.shape[1] // hyper.count)
+        return streams.mean_stream(ops, x, hyper.num_streams)
+    if (outs := ops._run_cached(x, hyper.norm, (hyper.proj,), linear.PLAIN, "none")) is None:
+        outs = [ops.workspace.take("said", len(x), hyper.proj.weight.shape[0])]
+        ops._run_stage(x, hyper.norm, [hyper.proj], outs, linear.PLAIN, "none")
+    branch_input = ops.workspace.take("stream", len(x), x.shape[1] // hyper.num_streams)
     ops.registry.select(Call("gather streams")).candidate.run(ops, x, branch_input, outs[0], hyper)
     return branch_input
 
@@ -52,7 +52,7 @@ def write_streams(ops: CpuOps, x: np.ndarray, branch: np.ndarray, hyper: HyperCo
     """See `BlockOps`."""
     if hyper.is_gated:
         return gated_residuals.write(ops, x, branch, hyper)
-    logits = ops.workspace.take("said", len(x), hyper.matrix.weight.shape[0])
+    logits = ops.workspace.take("said", len(x), hyper.proj.weight.shape[0])
     ops.registry.select(Call("mix streams")).candidate.run(ops, x, branch, logits, hyper)
     return x
 
@@ -87,8 +87,8 @@ def picked_experts(ops: CpuOps, ids: np.ndarray, picks: Mapping[int, np.ndarray]
 
 
 def _fill(ops: CpuOps, x: np.ndarray, branch: np.ndarray, logits: np.ndarray, hyper: HyperConnection) -> None:
-    ops.args[: loops.SLOTS] = (ops.address_of(x), ops.address_of(branch), len(x), hyper.count, branch.shape[1], ops.address_of(logits),
-                               address(hyper.scale),
+    ops.args[: loops.SLOTS] = (ops.address_of(x), ops.address_of(branch), len(x), hyper.num_streams, branch.shape[1],
+                               ops.address_of(logits), address(hyper.scale),
                                address(hyper.base), hyper.sinkhorn_iterations, hyper.is_final, 0, ops.scratch, ops.scratch_stride)
     ops.reals[loops.EPSILON] = hyper.sinkhorn_eps
 
@@ -108,17 +108,18 @@ def mix(ops: CpuOps, x: np.ndarray, branch: np.ndarray, logits: np.ndarray, hype
 
 def gather_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray, logits: np.ndarray, hyper: HyperConnection) -> None:
     ops.flush()
-    split = x.reshape(len(x), hyper.count, -1)
+    split = x.reshape(len(x), hyper.num_streams, -1)
     if hyper.is_final:
         branch[:] = meaning.left(split, logits, hyper.scale, hyper.base, hyper.sinkhorn_eps)
         return
-    reads, writes, mixes = meaning.numbers(logits, hyper.scale, hyper.base, hyper.count, hyper.sinkhorn_eps, hyper.sinkhorn_iterations)
+    reads, writes, mixes = meaning.numbers(logits, hyper.scale, hyper.base, hyper.num_streams, hyper.sinkhorn_eps,
+                                           hyper.sinkhorn_iterations)
     branch[:] = meaning.gathered(split, reads)
     logits[:] = np.concatenate([reads, writes, mixes.reshape(len(x), -1)], 1)
 
 
 def mix_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray, logits: np.ndarray, hyper: HyperConnection) -> None:
     ops.flush()
-    split, count = x.reshape(len(x), hyper.count, -1), hyper.count
+    split, count = x.reshape(len(x), hyper.num_streams, -1), hyper.num_streams
     _, writes, mixes = np.split(logits, [count, 2 * count], axis=1)
     split[:] = meaning.mixed(split, branch, writes, mixes.reshape(len(x), *((count, count) if hyper.sinkhorn_iterations else (0, 0))))

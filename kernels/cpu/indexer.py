@@ -29,40 +29,42 @@ if TYPE_CHECKING:
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the indexer's buffers, none without one: scores in decode, and the selection of a whole pass."""
-    shape = dims.index
+    shape = dims.indexer
     if shape is None:
         return {}
     # Products of an indexer, in addition to those of attention: keys and weights, or queries of heads that select separately and keys.
     others = states.plan_workspace(dims, chunk) | latent.plan_workspace(dims, chunk)
     own_heads = shape.per_head or shape.pooled
     widths = {"y3": shape.heads * shape.width, "y4": shape.width} if own_heads else {"y2": shape.width, "y3": shape.heads}
-    if dims.latent is not None and shape.pooled:
+    if dims.mla is not None and shape.pooled:
         widths = {"y2": shape.pool_row, "y3": shape.heads}
-    if dims.latent is not None and dims.latent.query_rank is None:  # their queries come from a normed row; some layers have no y1
-        widths = {"normed": dims.hidden, "y1": shape.width, "y2": max(shape.width, shape.heads), "y3": shape.heads}
+    if dims.mla is not None and dims.mla.query_rank is None:  # their queries come from a normed row; some layers have no y1
+        widths = {"normed": dims.hidden_size, "y1": shape.width, "y2": max(shape.width, shape.heads), "y3": shape.heads}
     return {"index scores": FEW_TOKENS * shape.groups * _row(shape, _keys(dims)), "chosen": chunk * shape.groups * shape.selected,
             **{name: max(chunk * width, others.get(name, 0)) for name, width in widths.items()}}
 
 
 def _keys(dims: Dims) -> int:
     """Most keys a token selects from; a layer that drafts has room for draft tokens beyond the context."""
-    return dims.index.keys(dims.ctx + (FEW_TOKENS if dims.mtp_inputs else 0))
+    return dims.indexer.keys(dims.ctx + (FEW_TOKENS if dims.mtp_input_width else 0))
 
 
 def scratch_floats(dims: Dims) -> int:
     """Floats of scratch per worker."""
-    shape = dims.index
+    shape = dims.indexer
     if shape is None:
         return 0
     return max(loops.scratch_floats(shape.heads, shape.width, shape.groups * _row(shape, _keys(dims))),
                indexer_pooling.SCRATCH_ROWS * shape.width,
-               sparse_attention_loops.scratch_floats(dims.heads, dims.kv_heads, dims.head_dim))
+               sparse_attention_loops.scratch_floats(dims.num_attention_heads, dims.num_key_value_heads, dims.head_dim))
 
 
 def partials_floats(dims: Dims) -> int:
     """Floats for a token's partials over its selection."""
-    shape = dims.index
-    return 0 if shape is None or shape.tokens_per_key > 1 and not shape.pooled else _tiles(shape) * dims.heads * (dims.head_dim + 2)
+    shape = dims.indexer
+    if shape is None or shape.tokens_per_key > 1 and not shape.pooled:
+        return 0
+    return _tiles(shape) * dims.num_attention_heads * (dims.head_dim + 2)
 
 
 def _tiles(shape: IndexShape) -> int:

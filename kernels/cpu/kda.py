@@ -31,7 +31,7 @@ class KdaStates(DeltaStates):
         qkv, z, a, b = products
         out = self.mixed(len(qkv)) if out is None else out
         if self.shape.low_rank_gates:
-            (z,), (a,) = self.widen(0, z, (w.gate,)), self.widen(1, a, (w.rate,))
+            (z,), (a,) = self.widen(0, z, (w.gate_up,)), self.widen(1, a, (w.decay_up,))
         self.block.view(np.float64)[kda_loops.BOUND] = self.shape.decay_bound or 0.0
         self.run(self, qkv, z, b, a, w, out)
         return out
@@ -39,6 +39,6 @@ class KdaStates(DeltaStates):
 
 def run_reference(states: KdaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Kda, out: np.ndarray) -> None:
     states.ops.flush()
-    delta.read(states, qkv, reference.channel_gates(a, b, w.decay, w.dt, states.shape.decay_bound), w, out)
+    delta.read(states, qkv, reference.channel_gates(a, b, w.decay, w.dt_bias, states.shape.decay_bound), w, out)
     heads = out.reshape(len(out), states.shape.value_heads, -1)
     heads[:] = reference.sigmoid_norm(heads, z.reshape(heads.shape), w.norm.weight, w.norm.eps)

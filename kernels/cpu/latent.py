@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of latent attention's buffers, none without it; buffers shared with layers with a state have the larger of the two sizes."""
-    shape, others = dims.latent, states.plan_workspace(dims, chunk)
+    shape, others = dims.mla, states.plan_workspace(dims, chunk)
     if shape is None:
         return {}
-    planned = {"y1": chunk * max(shape.key, shape.query_rank or 0), "latents": chunk * shape.key, "queries": chunk * dims.heads * shape.key,
-               "values": chunk * dims.heads * shape.value, "y4": chunk * dims.gate_width,
-               "y2": chunk * max(dims.heads * dims.separate_gates, dims.gate_width)}
+    planned = {"y1": chunk * max(shape.key, shape.query_rank or 0), "latents": chunk * shape.key,
+               "queries": chunk * dims.num_attention_heads * shape.key,
+               "values": chunk * dims.num_attention_heads * shape.value, "y4": chunk * dims.mla_gate_width,
+               "y2": chunk * max(dims.num_attention_heads * dims.output_gate, dims.mla_gate_width)}
     if dims.gated_norms:  # norm outputs, the latent of queries with and without its norm, and gates
-        planned |= {"normed": chunk * dims.hidden, "doubled": 2 * chunk * shape.query_rank,
-                    "y1": max(planned["y1"], chunk * dims.heads * shape.value), "y2": 0}
+        planned |= {"normed": chunk * dims.hidden_size, "doubled": 2 * chunk * shape.query_rank,
+                    "y1": max(planned["y1"], chunk * dims.num_attention_heads * shape.value), "y2": 0}
     return {name: max(floats, others.get(name, 0)) for name, floats in planned.items() if floats}
 
 

@@ -70,20 +70,20 @@ class AdapterScales:
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the intermediates between A and B."""
-    if not dims.lora:
+    if not dims.max_lora_rank:
         return {}
-    tokens = max(chunk, GROUP * parts_of(max(dims.hidden, dims.ffn, dims.projection_input_width)))
-    return {_between(i): tokens * dims.lora for i in range(MAX_MATRICES)}
+    tokens = max(chunk, GROUP * parts_of(max(dims.hidden_size, dims.intermediate_size, dims.projection_input_width)))
+    return {_between(i): tokens * dims.max_lora_rank for i in range(MAX_MATRICES)}
 
 
 def scratch_floats(dims: Dims) -> int:
     """Per worker: the growth of a run of outputs, and twice the intermediates of a group's tokens."""
-    return RUN + 2 * GROUP * dims.lora if dims.lora else 0
+    return RUN + 2 * GROUP * dims.max_lora_rank if dims.max_lora_rank else 0
 
 
 def run(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int, act: str) -> None:
     """`CpuOps._run_stage` if some of the matrices have adapters."""
-    plain, is_added = [matrix.plain for matrix in linears], ops._scaling != NONE
+    plain, is_added = [matrix.without_lora for matrix in linears], ops._scaling != NONE
     plain_mode, plain_act = (mode, act) if mode != linear.GATED or not is_added else (linear.PLAIN, "none")
     if mode == linear.GATED and is_added:
         outs = [outs[0], ops.workspace.take("up", *outs[0].shape)]
@@ -126,7 +126,7 @@ def _out_products(ops: CpuOps, x: np.ndarray, pairs: Sequence[tuple[Linear, np.n
     matrices, fields, at = [], [], OWN_FIRST + OUT_FIELDS * len(indices)
     for i in indices:
         (matrix, out), added = pairs[i], pairs[i][0].lora.pairs if i in between else ()
-        gains = [address(matrix.lora.gains), len(matrix.lora.gains), address(matrix.bias)] if matrix.is_lengthened else [0, 0, 0]
+        gains = [address(matrix.lora.dora_gains), len(matrix.lora.dora_gains), address(matrix.bias)] if matrix.has_dora else [0, 0, 0]
         matrices += [out.shape[1], ops.address_of(out), out.strides[0] // 4, len(added), at + len(fields),
                      sum(pair.out.shape[1] for pair in added),
                      *gains]

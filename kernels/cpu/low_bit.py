@@ -47,12 +47,12 @@ def kind_of(weight: Weight) -> int:
     """Which kind of job a weight belongs to."""
     if weight.spec.scheme == "float":
         return FLOATS
-    return RAW if weight.spec.is_raw else LOOKED_UP if weight.looked_up else DOT
+    return RAW if weight.spec.is_raw else LOOKED_UP if weight.in_lut_layout else DOT
 
 
 def loops_at(weight: Weight) -> int:
     """The last of a matrix's fields in `packed_matrix.py`: the address of its format's loop table, which float formats lack."""
-    (_, kind, _), (_, shift, *_) = weight.low_bit_fields
+    (_, kind, _), (_, shift, *_) = weight.low_bit_kernel_args
     return 0 if kind_of(weight) == FLOATS else packed_formats.table_at(kind, shift)
 
 
@@ -92,7 +92,7 @@ def can_share_job(linears: Sequence[Linear]) -> bool:
 def _norm_of(ops: CpuOps, norm: Norm | None, linears: Sequence[Linear]) -> int:
     """The norm kind as stored in a low-bit product's argument block, which also says how activations are rounded."""
     kind = 0 if norm is None else NORMS[norm.kind]
-    return kind + ONE_SCALE if ops.dims.one_scale and all(matrix.weight.spec.scheme == "ternary" for matrix in linears) else kind
+    return kind + ONE_SCALE if ops.dims.per_token_scale and all(matrix.weight.spec.scheme == "ternary" for matrix in linears) else kind
 
 
 def fill_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
@@ -104,7 +104,7 @@ def fill_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
              0 if norm is None else address(norm.bias), 0, ops.scratch, ops.scratch_stride, mode, activation_number(act), len(linears)]
     for i, matrix in enumerate(linears):
         out = outs[min(i, len(outs) - 1)]
-        before, after = matrix.weight.low_bit_fields
+        before, after = matrix.weight.low_bit_kernel_args
         block += [*before, address(matrix.bias), ops.address_of(out), out.strides[0] // 4, *after, loops_at(matrix.weight)]
     ops.args[: len(block)] = block
     if norm is not None:
@@ -114,7 +114,7 @@ def fill_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
 def run_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
     """Up to 16 columns."""
     fill_few(ops, x, norm, linears, outs, mode, act)
-    kernel = lut.looked_up_columns if linears[0].weight.looked_up else packed.packed_columns
+    kernel = lut.looked_up_columns if linears[0].weight.in_lut_layout else packed.packed_columns
     ops.run_and_cache(kernel, x, norm, linears, outs, mode, act)
 
 
@@ -123,7 +123,7 @@ def run_fine(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
     """Any number of columns of an LM head. Nothing after it averages out the rounding of its inputs: with 8 bits, the head causes a third
     of the loss of all activation rounding. So the rounding errors are multiplied in integers too, for at most eight tokens at once, reading
     the weights as often as for one."""
-    if ops._select_kernel(linears[0], 1, act) is not run_few or linears[0].weight.looked_up:
+    if ops._select_kernel(linears[0], 1, act) is not run_few or linears[0].weight.in_lut_layout:
         ops._select_kernel(linears[0], len(x), act)(ops, x, norm, linears, outs, mode, act)
         return
     if len(x) <= FINE_COLUMNS:
@@ -197,14 +197,14 @@ def run_exact(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[L
 
 def gemm_fields(weight: Weight, bias: np.ndarray | None = None) -> list[int]:
     """The fields of a matrix for the kernels for many columns, up to its output address, in the order of `gemm_formats.py`."""
-    (base, kind, rows), (_, _, scales, zeros, row_scales, tables, sparse, _) = weight.low_bit_fields
-    return [base, scales, zeros, row_scales, tables, sparse, kind >> SCHEME_SHIFT, kind & SCHEME_MASK, weight.spec.group, weight.looked_up,
-            rows, address(bias)]
+    (base, kind, rows), (_, _, scales, zeros, row_scales, tables, sparse, _) = weight.low_bit_kernel_args
+    return [base, scales, zeros, row_scales, tables, sparse, kind >> SCHEME_SHIFT, kind & SCHEME_MASK, weight.spec.group,
+            weight.in_lut_layout, rows, address(bias)]
 
 
 def embed(ops: CpuOps, ids: np.ndarray, table: Weight, scale: float, out: np.ndarray) -> None:
     """Rows of a low-bit embedding table -> float32 [T, K] at `out`."""
-    before, after = table.low_bit_fields
+    before, after = table.low_bit_kernel_args
     factor = int(np.float32(scale).view(np.uint32))
     block = [ids.__array_interface__["data"][0], len(ids), table.shape[1], factor, *before, 0, ops.address_of(out), out.strides[0] // 4,
              *after, 0]

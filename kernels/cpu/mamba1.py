@@ -32,8 +32,8 @@ class Mamba1States(RecurrentStates):
 
     def products_of(self, mixed: np.ndarray, w: Mamba1) -> tuple[np.ndarray, np.ndarray]:
         """(steps before their bias [T, values], B and C [T, 2 * depth]) from the convolution's output."""
-        low, keys = self.widen(0, mixed, (w.rate, w.keys))
-        (raw,) = self.widen(2, low, (w.steps,), w.rate_norm)
+        low, keys = self.widen(0, mixed, (w.dt_down, w.bc_proj))
+        (raw,) = self.widen(2, low, (w.dt_up,), w.dt_norm)
         return raw, keys
 
     def recur_reference(self, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
@@ -52,12 +52,12 @@ def run(states: Mamba1States, x: np.ndarray, z: np.ndarray, w: Mamba1, out: np.n
     ops, block, shape, tokens = states.ops, states.block, states.shape, len(x)
     raw, mixed, gates = states.log_buffers(tokens)
     raw_address = 0 if raw is None else ops.address_of(raw)
-    block[X:MEMORY] = ops.address_of(x), tokens, ops.address_of(mixed), raw_address, address(w.conv), address(w.bias)
+    block[X:MEMORY] = ops.address_of(x), tokens, ops.address_of(mixed), raw_address, address(w.conv), address(w.conv_bias)
     at = address(block)
     ops.run(loops.mix_inputs, at, tokens * shape.values >= MIN_PARALLEL_SIZE, block)
     steps, keys = states.products_of(mixed, w)
     block[loops.Z : loops.EPS] = (ops.address_of(z), ops.address_of(steps), ops.address_of(keys), ops.address_of(gates),
-                                  ops.address_of(out), address(w.decay), address(w.dt),
+                                  ops.address_of(out), address(w.decay), address(w.dt_bias),
                                   address(w.skip), *(0 if norm is None else address(norm.weight) for norm in (w.b_norm, w.c_norm)))
     block.view(np.float64)[loops.EPS] = 0.0 if w.b_norm is None else w.b_norm.eps
     ops.run(loops.make_gates, at, tokens * shape.values >= MIN_PARALLEL_SIZE, block)
@@ -71,12 +71,12 @@ def run_reference(states: Mamba1States, x: np.ndarray, z: np.ndarray, w: Mamba1,
     raw, mixed, gates = states.log_buffers(len(x))
     if raw is not None:
         raw[:] = x
-    mixed[:] = reference_delta.convolve(x, states.last_inputs(states.pass_slots()[0], x[:0]), w.conv.reshape(shape.taps, -1), w.bias)
+    mixed[:] = reference_delta.convolve(x, states.last_inputs(states.pass_slots()[0], x[:0]), w.conv.reshape(shape.taps, -1), w.conv_bias)
     states.keep_inputs(x)
     steps, keys = states.products_of(mixed, w)
     states.ops.flush()
     b, c = (side if norm is None else reference.normalise(side, "rms", norm.weight, None, norm.eps)
             for side, norm in zip(np.split(keys, 2, axis=1), (w.b_norm, w.c_norm)))
-    gates[:] = np.concatenate([reference_mamba1.steps(steps, w.dt), b, c], axis=1)
+    gates[:] = np.concatenate([reference_mamba1.steps(steps, w.dt_bias), b, c], axis=1)
     states.recur_reference(mixed, gates, out)
     out[:] = reference_mamba1.gated(out, z)

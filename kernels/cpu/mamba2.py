@@ -39,11 +39,11 @@ def run(states: Mamba2States, xbc: np.ndarray, z: np.ndarray, steps: np.ndarray,
     ops, block, shape, tokens = states.ops, states.block, states.shape, len(xbc)
     raw, mixed, gates = states.log_buffers(tokens)
     raw_address = 0 if raw is None else ops.address_of(raw)
-    block[X:MEMORY] = ops.address_of(xbc), tokens, ops.address_of(mixed), raw_address, address(w.conv), address(w.bias)
+    block[X:MEMORY] = ops.address_of(xbc), tokens, ops.address_of(mixed), raw_address, address(w.conv), address(w.conv_bias)
     block[loops.Z : loops.EPS] = (ops.address_of(z), ops.address_of(steps), ops.address_of(gates), ops.address_of(out), address(w.decay),
-                                  address(w.dt), address(w.skip),
+                                  address(w.dt_bias), address(w.skip),
                                   0 if w.norm is None else address(w.norm.weight))
-    block.view(np.float64)[loops.EPS : loops.HEADS] = 0.0 if w.norm is None else w.norm.eps, w.gate_factor, w.step_factor
+    block.view(np.float64)[loops.EPS : loops.HEADS] = 0.0 if w.norm is None else w.norm.eps, w.gate_multiplier, w.dt_multiplier
     at = address(block)
     ops.run(loops.mix_inputs, at, tokens * shape.channels >= MIN_PARALLEL_SIZE, block)
     ops.run(loops.recur, at, tokens * shape.state_floats >= MIN_PARALLEL_SIZE, block)
@@ -57,12 +57,12 @@ def run_reference(states: Mamba2States, xbc: np.ndarray, z: np.ndarray, steps: n
     if raw is not None:
         raw[:] = xbc
     before = states.last_inputs(states.pass_slots()[0], xbc[:0])
-    mixed[:] = reference_delta.convolve(xbc, before, w.conv.reshape(shape.taps, -1), w.bias)
-    gates[:] = np.concatenate(reference_mamba2.steps(steps * np.float64(w.step_factor), w.decay, w.dt), axis=1)
+    mixed[:] = reference_delta.convolve(xbc, before, w.conv.reshape(shape.taps, -1), w.conv_bias)
+    gates[:] = np.concatenate(reference_mamba2.steps(steps * np.float64(w.dt_multiplier), w.decay, w.dt_bias), axis=1)
     states.keep_inputs(xbc)
     recur_reference(states, mixed, gates, w.skip, out)
     norm = (None, 0.0) if w.norm is None else (w.norm.weight, w.norm.eps)
-    out[:] = reference_mamba2.gated_norm(out, z * np.float64(w.gate_factor), norm[0], shape.groups, norm[1])
+    out[:] = reference_mamba2.gated_norm(out, z * np.float64(w.gate_multiplier), norm[0], shape.groups, norm[1])
 
 
 def recur_reference(states: Mamba2States, mixed: np.ndarray, gates: np.ndarray, skip: np.ndarray, out: np.ndarray) -> None:

@@ -40,14 +40,14 @@ RoutingAndAct = tuple[Routing, str]  # with the activation
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of a mixture's buffers, none without one."""
-    if not dims.experts:
+    if not dims.num_experts:
         return {}
-    visits, jobs = chunk * dims.top_k, _jobs_size(dims.experts, packed.MAX_COLUMNS * dims.top_k)
-    ahead = {f"routes_ahead_{distance}": dims.experts for distance in range(1, MAX_LOOKAHEAD_LAYERS + 1)}
-    return {"routes": chunk * dims.experts, **ahead, "shares": visits, "visits": 2 * (3 * visits + dims.experts + 1),
-            "rows": visits * dims.hidden, "hidden": visits * dims.expert_ffn, "products": 2 * jobs, "scales": chunk,
-            **dict.fromkeys(("branch", "sum"), chunk * dims.hidden * dims.parallel_experts),
-            **({"normed": chunk * dims.hidden} if dims.low_rank_experts else {})}
+    visits, jobs = chunk * dims.experts_per_token, _jobs_size(dims.num_experts, packed.MAX_COLUMNS * dims.experts_per_token)
+    ahead = {f"routes_ahead_{distance}": dims.num_experts for distance in range(1, MAX_LOOKAHEAD_LAYERS + 1)}
+    return {"routes": chunk * dims.num_experts, **ahead, "shares": visits, "visits": 2 * (3 * visits + dims.num_experts + 1),
+            "rows": visits * dims.hidden_size, "hidden": visits * dims.expert_dim, "products": 2 * jobs, "scales": chunk,
+            **dict.fromkeys(("branch", "sum"), chunk * dims.hidden_size * dims.parallel_to_mlp),
+            **({"normed": chunk * dims.hidden_size} if dims.latent_experts else {})}
 
 
 def _jobs_size(experts: int, visits: int) -> int:
@@ -126,11 +126,11 @@ def mlp_and_experts(self: CpuOps, x: np.ndarray, norm: Norm, gate: Linear | None
         run = self.registry.select(Call("moe", act=act)).candidate.run
     else:
         from .moe_paged import run
-    total = run(self, x, apart.norm, router, experts, (routing, act), see_visits, correction, None, apart)
-    if apart.after is not None:
-        norm_rows(self, total, apart.after)
+    total = run(self, x, apart.pre_norm, router, experts, (routing, act), see_visits, correction, None, apart)
+    if apart.post_norm is not None:
+        norm_rows(self, total, apart.post_norm)
     if down is not None:
-        self._add_with(self, branch, apart.mlp_after, total, 1.0)
+        self._add_with(self, branch, apart.mlp_post_norm, total, 1.0)
     self._add_with(self, total, after, x, 1.0)
     return x
 
@@ -178,10 +178,10 @@ def shared_hidden(ops: CpuOps, x: np.ndarray, norm: Norm, shared: SharedExpert |
     if shared is None:
         return None
     hidden = ops.gated_hidden(x, norm, shared.gate, shared.up, shared.act or act)
-    if shared.scale is not None:
+    if shared.shared_gate is not None:
         scales = ops.workspace.take("scales", len(x), 1)
-        if ops._run_cached(x, norm, (shared.scale,), linear.PLAIN, "none") is None:
-            ops._run_stage(x, norm, [shared.scale], [scales], linear.PLAIN, "none")
+        if ops._run_cached(x, norm, (shared.shared_gate,), linear.PLAIN, "none") is None:
+            ops._run_stage(x, norm, [shared.shared_gate], [scales], linear.PLAIN, "none")
         block = np.array([ops.address_of(hidden), *hidden.shape, ops.address_of(scales)], np.int64)
         ops.keep_alive(block)
         ops.run(kernels.scale_rows, address(block), len(x) > 1)
@@ -193,7 +193,7 @@ def add_shared(ops: CpuOps, x: np.ndarray, stage: PreparedStage, shared_input: n
     """The residual stream after adding the shared expert to the others; for parallel experts their sum alone."""
     out = x if stage.parallel is None else ops.workspace.take("sum", *x.shape)
     if shared_input is not None:
-        ops.linear_add(shared_input, shared.down, out, None, shared.factor)
+        ops.linear_add(shared_input, shared.down, out, None, shared.multiplier)
     if see is not None:
         see(stage.routed if shared_input is None else replace(stage.routed, shared=shared_input))
     return out
@@ -283,7 +283,8 @@ def _prepare_stage(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, exper
                       address(table.gated) * is_few, address(table.down), address(headers), products, blocks, counters,
                       kernels.ROOTS if routing.sqrt_softplus else kernels.LOGIT_CORRECTION if routing.correction_on_logits
                       else routing.sigmoid,
-                      address(correction), 0, routing.num_groups, routing.top_groups, 0 if parallel is None else address(parallel.scales),
+                      address(correction), 0, routing.num_groups, routing.top_groups,
+                      0 if parallel is None else address(parallel.expert_scales),
                       0 if parallel is None else ops.address_of(take("sum", tokens, depth)),
                       0 if input_norm is None else address(input_norm.weight), 0, 0,
                       0 if correction is None or correction.ndim == 1 else 4 * count, num_experts,
@@ -371,12 +372,12 @@ def _kernel(matrix: Linear) -> Kernel:
         return linear.few_columns
     if matrix.weight.spec.scheme == "float":
         return fp8_loops.fp8_columns
-    return lut.looked_up_columns if matrix.weight.looked_up else packed.packed_columns
+    return lut.looked_up_columns if matrix.weight.in_lut_layout else packed.packed_columns
 
 
 def fields(matrix: Linear) -> list[int]:
     """A matrix's fields in an argument block, without its output address."""
     if matrix.weight.spec.is_raw:
-        return [*matrix.fields, 0, matrix.weight.shape[0]]
-    before, after = matrix.weight.low_bit_fields
+        return [*matrix.kernel_args, 0, matrix.weight.shape[0]]
+    before, after = matrix.weight.low_bit_kernel_args
     return [*before, address(matrix.bias), 0, matrix.weight.shape[0], *after, low_bit.loops_at(matrix.weight)]

@@ -88,7 +88,7 @@ def ngram_rows(ops: CpuOps, numbers: np.ndarray, table: Weight, place: int) -> n
     jobs of a recorded pass find the next pass's."""
     out = ops.workspace.take(f"ngram rows {place}", len(numbers), numbers.shape[1] * table.shape[1])
     rows = out.reshape(numbers.size, -1)
-    for begin, rows_of_part, fetched in table.fetch(numbers.reshape(-1)):
+    for begin, rows_of_part, fetched in table.fetch_rows(numbers.reshape(-1)):
         ops._embed(rows_of_part, fetched, 1.0, rows[begin : begin + len(rows_of_part)])
         ops.flush()
     return out
@@ -104,8 +104,8 @@ def run(states: NgramStates, x: np.ndarray, keys: np.ndarray, values: np.ndarray
     raw = address(states.raw) if tokens <= MAX_DECODE_TOKENS else 0
     block[X:BIAS] = ops.address_of(normed), tokens, ops.address_of(mixed), raw, address(w.conv)
     block[loops.STREAMS : loops.COUNT] = (ops.address_of(x), ops.address_of(keys), ops.address_of(values), ops.address_of(gates),
-                                          *(address(norm.weight) for norm in (w.of_streams, w.of_keys, w.behind)))
-    block.view(np.float64)[loops.EPS] = w.behind.eps
+                                          *(address(norm.weight) for norm in (w.query_norm, w.key_norm, w.conv_norm)))
+    block.view(np.float64)[loops.EPS] = w.conv_norm.eps
     ops.run(loops.gate_values, address(block), x.size >= MIN_PARALLEL_SIZE, block)
     ops.run(loops.add_values, address(block), x.size >= MIN_PARALLEL_SIZE, block)
 
@@ -114,8 +114,8 @@ def run_reference(states: NgramStates, x: np.ndarray, keys: np.ndarray, values: 
     states.ops.flush()
     shape = states.shape
     streams = x.reshape(len(x), shape.count, -1)
-    norms = [norm.weight for norm in (w.of_streams, w.of_keys, w.behind)]
-    values_added, convolved = reference.gated(streams, keys.reshape(streams.shape), values, norms, w.behind.eps)
+    norms = [norm.weight for norm in (w.query_norm, w.key_norm, w.conv_norm)]
+    values_added, convolved = reference.gated(streams, keys.reshape(streams.shape), values, norms, w.conv_norm.eps)
     convolved = convolved.reshape(x.shape).astype(np.float32)
     before = states.last_inputs(states.pass_slots()[FROM], convolved[:0])
     x[:] = x + values_added.reshape(x.shape) + reference.convolve(convolved, before, w.conv.reshape(shape.kernel, -1), shape.size)

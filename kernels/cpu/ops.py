@@ -51,40 +51,43 @@ if TYPE_CHECKING:  # records of the layer above; kernels read their fields and n
 
 def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     """Floats of every buffer used by the ops: exact, because the same table sizes the buffers."""
-    if dims.other_heads:
-        plans = [plan_workspace(kind, workers) for kind in dims.per_layer_kind]
+    if dims.other_kv_heads:
+        plans = [plan_workspace(kind, workers) for kind in dims.by_layer_kind]
         return {name: max(plan[name] for plan in plans) for name in plans[0]}
-    chunk = max(dims.chunk, dims.rows)
-    wide = max(dims.hidden, dims.ffn, dims.projection_input_width, dims.mtp_inputs, dims.lora)
+    chunk = max(dims.chunk, dims.logit_rows)
+    wide = max(dims.hidden_size, dims.intermediate_size, dims.projection_input_width, dims.mtp_input_width, dims.max_lora_rank)
     columns = -(-chunk // TILE_COLUMNS) * TILE_COLUMNS
-    group = dims.heads // dims.kv_heads
+    group = dims.num_attention_heads // dims.num_key_value_heads
     scratch = max(linear.HEADROOM + FEW_TOKENS * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
-                  attention.attend_prefill_scratch(dims.heads, dims.kv_heads, dims.head_dim),
-                  attend_decode_scratch(FEW_TOKENS, dims.heads, dims.kv_heads, dims.head_dim),
+                  attention.attend_prefill_scratch(dims.num_attention_heads, dims.num_key_value_heads, dims.head_dim),
+                  attend_decode_scratch(FEW_TOKENS, dims.num_attention_heads, dims.num_key_value_heads, dims.head_dim),
                   low_bit.scratch_floats(chunk, wide), scratch_floats(chunk, wide),
-                  0 if dims.latent is None else latent_loops.scratch_floats(dims.latent.nope, dims.latent.rank),
-                  max(prefill_scratch(dims.heads, dims.kv_heads, dims.head_dim), decode_scratch(group, dims.head_dim),
-                      seal_scratch(dims.head_dim)) if dims.packed_kv else 0, streams.scratch_floats(dims), lora.scratch_floats(dims),
+                  0 if dims.mla is None else latent_loops.scratch_floats(dims.mla.nope, dims.mla.rank),
+                  max(prefill_scratch(dims.num_attention_heads, dims.num_key_value_heads, dims.head_dim),
+                      decode_scratch(group, dims.head_dim), seal_scratch(dims.head_dim)) if dims.packed_kv else 0,
+                  streams.scratch_floats(dims), lora.scratch_floats(dims),
                   indexer.scratch_floats(dims), wide_floats(dims), cca.scratch_floats(dims))
-    blocks = max(dims.ctx // attention.PAGE + 3, dims.image_key_pages)
+    blocks = max(dims.ctx // attention.PAGE + 3, dims.max_image_key_pages)
     # Where attention processes pages in several calls, each of few tokens has its own partials at any depth, and prefill tiles keep their
     # state between calls.
-    partials = max(partials_floats(FEW_TOKENS, dims.heads, dims.head_dim, blocks), indexer.partials_floats(dims))
+    partials = max(partials_floats(FEW_TOKENS, dims.num_attention_heads, dims.head_dim, blocks), indexer.partials_floats(dims))
     state = 0
     if dims.spilled_kv:
-        partials, state = FEW_TOKENS * blocks * dims.heads * (dims.head_dim + 2), attention.attend_prefill_state(chunk, dims)
+        partials, state = FEW_TOKENS * blocks * dims.num_attention_heads * (dims.head_dim + 2), attention.attend_prefill_state(chunk, dims)
     # y0 holds the queries, and later in a layer a branch before it is added to the stream
-    return {"x": chunk * dims.hidden * max(1, dims.streams), "y0": chunk * max(dims.projection_width, dims.hidden),
-            **states.plan_workspace(dims, chunk), "attend": chunk * dims.attention_width, "gate": chunk * dims.ffn, "up": chunk * dims.ffn,
+    return {"x": chunk * dims.hidden_size * max(1, dims.residual_streams), "y0": chunk * max(dims.projection_width, dims.hidden_size),
+            **states.plan_workspace(dims, chunk), "attend": chunk * dims.attention_width,
+            "gate": chunk * dims.intermediate_size, "up": chunk * dims.intermediate_size,
             "panels": max(columns * wide, panel_floats(chunk, wide)), "low_panels": low_bit.panel_floats(chunk, wide),
-            "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
+            "scratch": workers * (scratch + 16), "logits": dims.logit_rows * dims.vocab_size,
             "partials": partials, "state": state, **moe.plan_workspace(dims, chunk), **bundled_mlp.plan_workspace(dims, chunk),
             **latent.plan_workspace(dims, chunk), **per_layer_inputs.plan_workspace(dims, chunk), **streams.plan_workspace(dims, chunk),
             **lora.plan_workspace(dims, chunk), **widths.plan_workspace(dims, chunk), **indexer.plan_workspace(dims, chunk),
             **cca.plan_workspace(dims, chunk), **wide_workspace(dims, chunk),
             # of the multi-token prediction layer: its inputs and pending states
-            "joined": min(chunk, PAGE) * dims.mtp_inputs, "states": (chunk + FEW_TOKENS) * dims.hidden if dims.mtp_inputs else 0,
-            "between": chunk * dims.draft_state_layers * dims.hidden}
+            "joined": min(chunk, PAGE) * dims.mtp_input_width,
+            "states": (chunk + FEW_TOKENS) * dims.hidden_size if dims.mtp_input_width else 0,
+            "between": chunk * dims.num_draft_state_layers * dims.hidden_size}
 
 
 class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
@@ -110,10 +113,10 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
         """Rows of the embedding table as the residual stream x[T, D], some replaced by rows of `put`, plus rows `places` of a raw table of
         `learned` positions."""
         x = self.workspace.take("x", len(ids), table.shape[1])
-        if table.fetch is None:
+        if table.fetch_rows is None:
             self._embed(ids, table, scale, x)
         else:
-            for begin, part_ids, fetched in table.fetch(ids):  # the next rows reuse this memory
+            for begin, part_ids, fetched in table.fetch_rows(ids):  # the next rows reuse this memory
                 self._embed(part_ids, fetched, scale, x[begin : begin + len(part_ids)])
                 self.flush()
         if put is not None:
@@ -148,7 +151,7 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
 
     def linear_add(self, x: np.ndarray, each: Linear, residual: np.ndarray, after: Norm | None = None, factor: float = 1.0) -> np.ndarray:
         """residual + factor * after(x @ W.T + b), in place; `after` is an optional norm."""
-        if after is not None or factor != 1.0 or each.is_lengthened and self.is_adapted:
+        if after is not None or factor != 1.0 or each.has_dora and self.is_adapted:
             (branch,) = self.norm_linear(x, None, (each,))
             self._add_with(self, branch, after, residual, factor)
         elif self._run_cached(x, None, (each,), linear.ADD, "none", residual) is None:

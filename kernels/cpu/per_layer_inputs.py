@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the buffers, none for a model without per-layer inputs."""
-    return dict.fromkeys(("given", "given rows"), chunk * dims.per_layer_inputs) if dims.per_layer_inputs else {}
+    return dict.fromkeys(("given", "given rows"), chunk * dims.per_layer_input_width) if dims.per_layer_input_width else {}
 
 
 def layer_inputs(ops: CpuOps, ids: np.ndarray, x: np.ndarray, table: Weight | None, projection: Linear, norm: Norm,
@@ -39,10 +39,10 @@ def layer_inputs(ops: CpuOps, ids: np.ndarray, x: np.ndarray, table: Weight | No
     out *= norm.weight
     if table is None:
         return out
-    if table.fetch is None:
+    if table.fetch_rows is None:
         _rows(ops, ids, table, scale, rows)
     else:
-        for begin, part_ids, fetched in table.fetch(ids):  # the next rows reuse this memory
+        for begin, part_ids, fetched in table.fetch_rows(ids):  # the next rows reuse this memory
             _rows(ops, part_ids, fetched, scale, rows[begin : begin + len(part_ids)])
     out += layers
     out *= np.float32(0.5**0.5)
@@ -63,4 +63,4 @@ def add_per_layer_input(ops: CpuOps, x: np.ndarray, inputs: PerLayerInput, given
     ops.gate(outs[0], given, act)
     if see is not None:
         see(outs[0])
-    return ops.linear_add(outs[0], inputs.out, x, inputs.after)
+    return ops.linear_add(outs[0], inputs.projection, x, inputs.post_norm)

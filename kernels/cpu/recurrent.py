@@ -34,7 +34,7 @@ class RecurrentStates(Slots):
 
     def mixed(self, tokens: int) -> np.ndarray:
         """Output buffer of `mix` for this many tokens."""
-        return self.ops.workspace.take("beside" if self.ops.dims.parallel_state else "attend", tokens, self.shape.values)
+        return self.ops.workspace.take("beside" if self.ops.dims.parallel_hybrid else "attend", tokens, self.shape.values)
 
     def mix(self, products: list[np.ndarray], w: object, out: np.ndarray | None = None) -> np.ndarray:
         """The layer's head outputs, [T, values], gated and normed, in `out` if given; advances the state. Projections are as in the shape,

@@ -69,17 +69,17 @@ def scaled_residual(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: 
 
 def router_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, path: RouterMlp, streams: np.ndarray) -> np.ndarray:
     """See `BlockOps`."""
-    (y,) = ops.norm_linear(x, norm, [path.into])
-    ops.registry.select(Call("carry")).candidate.run(ops, y, streams, x.shape[1], path.share)
-    inner = ops.gated_hidden(y, path.norm, None, path.first, "gelu")
-    (logits,) = ops.norm_linear(inner, None, [path.second])
+    (y,) = ops.norm_linear(x, norm, [path.down])
+    ops.registry.select(Call("carry")).candidate.run(ops, y, streams, x.shape[1], path.previous_scale)
+    inner = ops.gated_hidden(y, path.norm, None, path.fc1, "gelu")
+    (logits,) = ops.norm_linear(inner, None, [path.fc2])
     ops.gate(logits, None, "gelu")
     return logits
 
 
 def gate_rows(ops: CpuOps, y: np.ndarray, gates: LowRank) -> np.ndarray:
     """See `BlockOps`."""
-    (opened,) = ops.norm_linear(ops.gated_hidden(y, None, None, gates.into, "silu"), None, [gates.out])
+    (opened,) = ops.norm_linear(ops.gated_hidden(y, None, None, gates.down, "silu"), None, [gates.up])
     return ops.gate_heads(y, opened, 1, y.shape[1])
 
 

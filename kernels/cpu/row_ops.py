@@ -256,13 +256,13 @@ def gate(ops: CpuOps, gated: np.ndarray, up: np.ndarray | None, act: str) -> Non
 def curve(ops: CpuOps, y: np.ndarray, xielu: XieluParams) -> None:
     """y = xIELU of y with a layer's own numbers."""
     ops.args[:C_ABOVE] = (ops.address_of(y), *y.shape)
-    ops.reals[C_ABOVE], ops.reals[C_BELOW] = xielu.above, xielu.below
+    ops.reals[C_ABOVE], ops.reals[C_BELOW] = xielu.alpha_p, xielu.alpha_n
     ops.run(curve_rows, ops.args_address, y.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
 def curve_reference(ops: CpuOps, y: np.ndarray, xielu: XieluParams) -> None:
     ops.flush()
-    y[:] = reference.curved(y, xielu.above, xielu.below)
+    y[:] = reference.curved(y, xielu.alpha_p, xielu.alpha_n)
 
 
 def gate_reference(ops: CpuOps, gated: np.ndarray, up: np.ndarray | None, act: str) -> None:

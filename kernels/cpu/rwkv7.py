@@ -66,11 +66,11 @@ class Rwkv7States(Slots):
     def products(self, rows: list[np.ndarray], linears: tuple[Linear, ...], w: Rwkv7, first: np.ndarray | None) -> list[np.ndarray]:
         """The arguments of `mix`, from the rows that `shifted` gave, values third; `first`: the first layer's values, None in that layer.
         """
-        decay = self._low_rank(rows, 1, w.decay, True)
+        decay = self._low_rank(rows, 1, w.w_lora, True)
         r, k, v = (self._product(rows[row], matrix, name) for row, matrix, name in zip((0, 2, 3), linears, (R, K, V)))
         if first is not None:
-            self._blend(self, v, first, self._low_rank(rows, 3, w.share, None))
-        return [r, k, v, decay, self._low_rank(rows, 4, w.rate, None), self._low_rank(rows, 5, w.gate, False)]
+            self._blend(self, v, first, self._low_rank(rows, 3, w.v_lora, None))
+        return [r, k, v, decay, self._low_rank(rows, 4, w.a_lora, None), self._low_rank(rows, 5, w.g_lora, False)]
 
     def mix(self, products: list[np.ndarray], w: Rwkv7, out: np.ndarray | None = None) -> np.ndarray:
         """The layer's head outputs, [T, values], normed and gated, in `out` if given; advances the state. Raw keys, decays and rates may be
@@ -87,10 +87,10 @@ class Rwkv7States(Slots):
 
     def _low_rank(self, rows: list[np.ndarray], which: int, pair: LowRank, doubled: bool | None) -> np.ndarray:
         """Two matrices applied to some of the rows, in place, with sigmoid in between, tanh if `doubled`, nothing for None."""
-        low = self._product(rows[which], pair.into, "low rank")
+        low = self._product(rows[which], pair.down, "low rank")
         if doubled is not None:
             self._squash(self, low, doubled)
-        return self._product(low, pair.out, ROWS[which])
+        return self._product(low, pair.up, ROWS[which])
 
     def parts(self, products: list[np.ndarray]) -> list[np.ndarray]:
         """Buffers of the recurrence's inputs: in the rollback log if tokens are few, else in place of the projections."""
@@ -129,7 +129,7 @@ def run(states: Rwkv7States, products: list[np.ndarray], w: Rwkv7, out: np.ndarr
     block[loops.RECEPTANCE : loops.PUT + 1] = [ops.address_of(array) for array in (r, parts[1], v, *parts[3:])]
     block[loops.GATE : loops.KEEP_R] = ops.address_of(gate), ops.address_of(out)
     block[loops.KEEP_R : loops.DIRECTION] = (address(parts[0]), address(parts[2])) if is_decode else (0, 0)
-    block[loops.DIRECTION : loops.G_EPS] = [address(array) for array in (w.direction, w.remains, w.bonus, w.norm.weight, w.norm.bias)]
+    block[loops.DIRECTION : loops.G_EPS] = [address(array) for array in (w.k_k, w.k_a, w.r_k, w.norm.weight, w.norm.bias)]
     block.view(np.float64)[loops.G_EPS] = w.norm.eps
     at, shared = address(block), tokens * shape.values >= MIN_PARALLEL_SIZE
     ops.run(loops.make_gates, at, shared, block)
@@ -140,12 +140,12 @@ def run(states: Rwkv7States, products: list[np.ndarray], w: Rwkv7, out: np.ndarr
 def run_reference(states: Rwkv7States, products: list[np.ndarray], w: Rwkv7, out: np.ndarray) -> None:
     states.ops.flush()
     heads, (r, k, v, decay, rate, gate) = states.shape.heads, products
-    gates = reference_rwkv7.gates(k, decay, rate, w.direction, w.remains, heads)
+    gates = reference_rwkv7.gates(k, decay, rate, w.k_k, w.k_a, heads)
     parts = states.parts(products)
     for part, values in zip(parts, (r, gates[0], v, *gates[1:])):
         part[:] = values
     states.recurred(parts, reference_rwkv7.recur, out)
-    out[:] = reference_rwkv7.finished(out, *parts[:3], gate, w.bonus, w.norm.weight, w.norm.bias, w.norm.eps, heads)
+    out[:] = reference_rwkv7.finished(out, *parts[:3], gate, w.r_k, w.norm.weight, w.norm.bias, w.norm.eps, heads)
 
 
 def shift(states: Rwkv7States, x: np.ndarray, norm: Norm, mix: np.ndarray, half: int, outs: list[np.ndarray]) -> None:

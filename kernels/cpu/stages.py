@@ -87,7 +87,7 @@ class MatrixStages(Jobs):
         if any(matrix.lora for matrix in linears):
             lora.run(self, x, norm, linears, outs, mode, act)
             return
-        if any(matrix.weight.in_parts for matrix in linears):
+        if any(matrix.weight.row_parts for matrix in linears):
             streamed_linear.run(self, x, norm, linears, outs, mode, act)
             return
         kinds = [low_bit.kind_of(matrix.weight) for matrix in linears]
@@ -131,7 +131,7 @@ class MatrixStages(Jobs):
                  self.scratch, self.scratch_stride, mode, activation_number(act), len(linears)]
         for i, matrix in enumerate(linears):
             out = outs[min(i, len(outs) - 1)]
-            block += [*matrix.fields, self.address_of(out), out.strides[0] // 4]
+            block += [*matrix.kernel_args, self.address_of(out), out.strides[0] // 4]
         self.args[: len(block)] = block
         if norm is not None:
             self.reals[linear.EPS] = norm.eps

@@ -40,14 +40,14 @@ class LayerStates(Protocol):
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the buffers of a layer's projections and of the inputs of the state update."""
-    kv, shape = dims.kv_heads * dims.head_dim, dims.state
+    kv, shape = dims.num_key_value_heads * dims.head_dim, dims.recurrent
     products = () if shape is None else shape.products[1:]
     widths = [max(pair) for pair in zip((kv, kv, *products[2:]), (*products, 0, 0))]
     buffers = {f"y{i}": chunk * width for i, width in enumerate(widths, 1)}
-    queries = {"queries": chunk * dims.heads * dims.head_dim * dims.gated_queries}
-    if dims.separate_gates and dims.latent is None:  # gates of the attention output
-        buffers["y3"] = max(buffers.get("y3", 0), chunk * dims.heads * dims.head_dim)
-    if dims.parallel_state:  # the output of attention until it is added
+    queries = {"queries": chunk * dims.num_attention_heads * dims.head_dim * dims.output_gate_in_q}
+    if dims.output_gate and dims.mla is None:  # gates of the attention output
+        buffers["y3"] = max(buffers.get("y3", 0), chunk * dims.num_attention_heads * dims.head_dim)
+    if dims.parallel_hybrid:  # the output of attention until it is added
         buffers["beside"] = chunk * shape.values
     if shape is None:
         return buffers | queries

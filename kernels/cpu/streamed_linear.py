@@ -28,11 +28,11 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear]
         if mode == linear.GATED:
             _gated(ops, x, norm, linears, outs[0], act)
             return
-        resident = [i for i, matrix in enumerate(linears) if not matrix.weight.in_parts]
+        resident = [i for i, matrix in enumerate(linears) if not matrix.weight.row_parts]
         if resident:
             ops._run_stage(x, norm, [linears[i] for i in resident], [outs[i] for i in resident], mode, act)
         products = [product for matrix, out in zip(linears, outs, strict=True) for product in _products(matrix, out)]
-        parts = (list(part) for _, part in groupby(products, lambda product: product[0].part))
+        parts = (list(part) for _, part in groupby(products, lambda product: product[0].part_index))
         _run_as_loaded(ops, x, norm, parts, low_bit.MAX_MATRICES, mode, act)
 
 
@@ -45,7 +45,7 @@ def run_pair(ops: CpuOps, x: np.ndarray, norm: Norm | None, pair: Sequence[Linea
 
 def _gated(ops: CpuOps, x: np.ndarray, norm: Norm | None, pair: Sequence[Linear], out: np.ndarray, act: str) -> None:
     """A gate and its up matrix: the same rows of both are one part."""
-    first = [matrix.parts[0][1] for matrix in pair]
+    first = [matrix.part_linears[0][1] for matrix in pair]
     runner = ops._select_kernel(first[0], len(x), act)
     at_once = (len({low_bit.kind_of(matrix.weight) for matrix in first}) == 1 and low_bit.can_share_job(first)
                and runner not in (type(ops).many_columns, linear_amx.run_many, low_bit.run_exact))
@@ -59,7 +59,7 @@ def _gated(ops: CpuOps, x: np.ndarray, norm: Norm | None, pair: Sequence[Linear]
 
 
 def _products(matrix: Linear, out: np.ndarray) -> list[_Product]:
-    return [(rows, product, out[:, rows.first : rows.first + rows.weight.shape[0]]) for rows, product in matrix.parts]
+    return [(rows, product, out[:, rows.first_row : rows.first_row + rows.weight.shape[0]]) for rows, product in matrix.part_linears]
 
 
 def _run_as_loaded(ops: CpuOps, x: np.ndarray, norm: Norm | None, parts: Iterable[list[_Product]], limit: int, mode: int, act: str) -> None:

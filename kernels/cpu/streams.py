@@ -28,15 +28,15 @@ See = Callable[[np.ndarray], None] | None
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the buffers, none for a model with one stream."""
-    if not dims.streams:
+    if not dims.residual_streams:
         return {}
-    return {"streams": chunk * dims.streams * dims.hidden, "branches": chunk * (dims.streams - 1) * dims.hidden,
-            "stream": chunk * dims.hidden, "beside": chunk * dims.hidden, "low rank": chunk * dims.low_rank}
+    return {"streams": chunk * dims.residual_streams * dims.hidden_size, "branches": chunk * (dims.residual_streams - 1) * dims.hidden_size,
+            "stream": chunk * dims.hidden_size, "beside": chunk * dims.hidden_size, "low rank": chunk * dims.low_rank_dim}
 
 
 def scratch_floats(dims: Dims) -> int:
     """Per worker."""
-    return loops.scratch_floats(dims.streams, dims.hidden) if dims.streams else 0
+    return loops.scratch_floats(dims.residual_streams, dims.hidden_size) if dims.residual_streams else 0
 
 
 def enter_streams(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear], count: int) -> np.ndarray:
@@ -109,10 +109,10 @@ def add_to_first(ops: CpuOps, x: np.ndarray, y: np.ndarray, each: Linear) -> np.
 
 def add_low_rank(ops: CpuOps, x: np.ndarray, norm: Norm, low: LowRank, out: np.ndarray) -> np.ndarray:
     """See `BlockOps`."""
-    if (outs := ops._run_cached(x, norm, (low.into,), linear.PLAIN, "none")) is None:
-        outs = [ops.workspace.take("low rank", len(x), low.into.weight.shape[0])]
-        ops._run_stage(x, norm, [low.into], outs, linear.PLAIN, "none")
-    return ops.linear_add(outs[0], low.out, out)
+    if (outs := ops._run_cached(x, norm, (low.down,), linear.PLAIN, "none")) is None:
+        outs = [ops.workspace.take("low rank", len(x), low.down.weight.shape[0])]
+        ops._run_stage(x, norm, [low.down], outs, linear.PLAIN, "none")
+    return ops.linear_add(outs[0], low.up, out)
 
 
 def shared_block_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, own: Sequence[LowRank],
@@ -132,7 +132,7 @@ def shared_block_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: L
 
 def altup_predict(ops: CpuOps, x: np.ndarray, streams: AltUp) -> np.ndarray:
     """See `BlockOps`."""
-    active = ops.workspace.take("stream", len(x), x.shape[1] // streams.count)
+    active = ops.workspace.take("stream", len(x), x.shape[1] // streams.num_streams)
     ops.registry.select(Call("predict")).candidate.run(ops, x, active, streams)
     return active
 
@@ -152,8 +152,8 @@ def altup_add_input(ops: CpuOps, x: np.ndarray, own: np.ndarray, inputs: PerLaye
     ops.gate(outs[0], given, act)
     if see is not None:
         see(outs[0])
-    (branch,) = ops.norm_linear(outs[0], None, (inputs.out,))
-    ops.registry.select(Call("spread")).candidate.run(ops, x, branch, inputs.after)
+    (branch,) = ops.norm_linear(outs[0], None, (inputs.projection,))
+    ops.registry.select(Call("spread")).candidate.run(ops, x, branch, inputs.post_norm)
     return x
 
 
@@ -162,12 +162,12 @@ def low_rank_branch(ops: CpuOps, x: np.ndarray, norm: Norm, low: LowRank, see: S
     n = ops.workspace.take("beside", *x.shape)
     ops.registry.select(Call("scale")).candidate.run(ops, x, n, 1.0)
     row_ops.norm_rows(ops, n, norm)
-    if (outs := ops._run_cached(n, None, (low.into,), linear.PLAIN, "none")) is None:
-        outs = [ops.workspace.take("low rank", len(x), low.into.weight.shape[0])]
-        ops._run_stage(n, None, [low.into], outs, linear.PLAIN, "none")
+    if (outs := ops._run_cached(n, None, (low.down,), linear.PLAIN, "none")) is None:
+        outs = [ops.workspace.take("low rank", len(x), low.down.weight.shape[0])]
+        ops._run_stage(n, None, [low.down], outs, linear.PLAIN, "none")
     if see is not None:
         see(outs[0])
-    return ops.linear_add(outs[0], low.out, n, low.after)
+    return ops.linear_add(outs[0], low.up, n, low.post_norm)
 
 
 def add_scaled(ops: CpuOps, x: np.ndarray, y: np.ndarray, factor: float) -> np.ndarray:
@@ -181,7 +181,7 @@ def cutoff_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear,
     """See `BlockOps`."""
     if (outs := ops._run_cached(x, norm, (gate, up), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take(name, len(x), gate.weight.shape[0]) for name in ("gate", "up")]
-        if gate.weight.in_parts and up.weight.in_parts and gate.lora is None and up.lora is None:
+        if gate.weight.row_parts and up.weight.row_parts and gate.lora is None and up.lora is None:
             streamed_linear.run_pair(ops, x, norm, (gate, up), outs)
         else:
             ops._run_stage(x, norm, [gate, up], outs, linear.PLAIN, "none")
@@ -195,20 +195,20 @@ def cutoff_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear,
 
 
 def _fill(ops: CpuOps, x: np.ndarray, active: np.ndarray, streams: AltUp, coefficients: np.ndarray) -> None:
-    norm = streams.norm
-    ops.args[: loops.EPS] = (ops.address_of(x), ops.address_of(active), *active.shape[:1], streams.count, active.shape[1], NORMS[norm.kind],
-                             address(norm.weight),
-                             address(streams.router), address(coefficients), address(streams.scale), ops.scratch, ops.scratch_stride)
+    norm = streams.router_norm
+    ops.args[: loops.EPS] = (ops.address_of(x), ops.address_of(active), *active.shape[:1], streams.num_streams, active.shape[1],
+                             NORMS[norm.kind], address(norm.weight),
+                             address(streams.router), address(coefficients), address(streams.output_scale), ops.scratch, ops.scratch_stride)
     ops.reals[loops.EPS] = norm.eps
 
 
 def predict(ops: CpuOps, x: np.ndarray, active: np.ndarray, streams: AltUp) -> None:
-    _fill(ops, x, active, streams, streams.predict)
+    _fill(ops, x, active, streams, streams.prediction_coefs)
     ops.run(loops.predict, ops.args_address, len(x) > 1, ops.args)
 
 
 def correct(ops: CpuOps, x: np.ndarray, active: np.ndarray, streams: AltUp) -> None:
-    _fill(ops, x, active, streams, streams.correct)
+    _fill(ops, x, active, streams, streams.correction_coefs)
     ops.run(loops.correct, ops.args_address, len(x) > 1, ops.args)
 
 
@@ -255,7 +255,7 @@ def cut(ops: CpuOps, gate: np.ndarray, up: np.ndarray, act: str, deviations: flo
 
 
 def _said(rows_of: np.ndarray, streams: AltUp) -> np.ndarray:
-    norm = streams.norm
+    norm = streams.router_norm
     return meaning.said(rows_of, (norm.kind, norm.weight, norm.bias, norm.eps), streams.router)
 
 
@@ -266,15 +266,15 @@ def _parted(x: np.ndarray, one: np.ndarray) -> np.ndarray:
 def predict_reference(ops: CpuOps, x: np.ndarray, active: np.ndarray, streams: AltUp) -> None:
     ops.flush()
     split = _parted(x, active)
-    split[:] = meaning.predicted(split, _said(split[:, 0], streams), streams.predict)
+    split[:] = meaning.predicted(split, _said(split[:, 0], streams), streams.prediction_coefs)
     active[:] = split[:, 0]
 
 
 def correct_reference(ops: CpuOps, x: np.ndarray, active: np.ndarray, streams: AltUp) -> None:
     ops.flush()
     split = _parted(x, active)
-    split[:] = meaning.corrected(split, active, _said(active, streams), streams.correct)
-    active[:] = split[:, 0] * streams.scale
+    split[:] = meaning.corrected(split, active, _said(active, streams), streams.correction_coefs)
+    active[:] = split[:, 0] * streams.output_scale
 
 
 def spread_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray, norm: Norm) -> None:

@@ -37,7 +37,7 @@ class TorchCca(TorchSlots):
         split = x[:, : shape.convolved].unflatten(1, (-1, shape.depth))
         residual = 0.5 * (split[:, : shape.heads] + split[:, shape.heads :].repeat_interleave(group, 1))
         q = _stretched(convolved[:, : shape.heads] + residual)
-        k = _stretched(convolved[:, shape.heads :] + residual.unflatten(1, (-1, group)).mean(2)) * w.temps[:, None]
+        k = _stretched(convolved[:, shape.heads :] + residual.unflatten(1, (-1, group)).mean(2)) * w.key_temperatures[:, None]
         delayed = inputs[shape.taps - 2 :][:tokens, shape.convolved :]
         return q.flatten(1), k.flatten(1), torch.cat([product[:, shape.channels :], delayed], 1)
 
@@ -45,10 +45,10 @@ class TorchCca(TorchSlots):
         """Heads [T, heads + kv_heads, depth] after both convolutions of rows [taps - 1 + T, convolved]."""
         shape, count = self.shape, len(rows) - self.shape.first + 1
         taps = w.conv.view(shape.first, -1)
-        once = (w.bias + sum(taps[tap] * rows[tap : tap + count] for tap in range(shape.first))).unflatten(1, (-1, shape.depth))
-        by_head = w.by_head.view(-1, shape.depth, shape.second, shape.depth)
+        once = (w.conv_bias + sum(taps[tap] * rows[tap : tap + count] for tap in range(shape.first))).unflatten(1, (-1, shape.depth))
+        by_head = w.head_conv.view(-1, shape.depth, shape.second, shape.depth)
         twice = sum(torch.einsum("hoi,thi->tho", by_head[:, :, tap], once[tap : tap + tokens]) for tap in range(shape.second))
-        return twice + w.head_bias.view(-1, shape.depth)
+        return twice + w.head_conv_bias.view(-1, shape.depth)
 
     def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         """As `kernels/cpu/states.py`."""

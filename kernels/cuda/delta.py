@@ -38,7 +38,7 @@ class TorchDelta(TorchRecurrent):
         """As `kernels/cpu/delta.py`."""
         qkv, z, b, a = products
         mixed = functional.silu(self.convolve(qkv, w.conv))
-        gates = torch.cat([torch.exp(-w.decay * functional.softplus(a + w.dt, threshold=80.0)),
+        gates = torch.cat([torch.exp(-w.decay * functional.softplus(a + w.dt_bias, threshold=80.0)),
                            self.shape.beta_scale * torch.sigmoid(b)], dim=1)
         out = self.recurred(qkv, mixed, gates)
         out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm.eps) * w.norm.weight

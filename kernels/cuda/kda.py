@@ -29,9 +29,9 @@ class TorchKda(TorchDelta):
         """As `kernels/cpu/kda.py`."""
         (qkv, z, a, b), shape = products, self.shape
         if shape.low_rank_gates:
-            z, a = self.linear(z, w.gate), self.linear(a, w.rate)
+            z, a = self.linear(z, w.gate_up), self.linear(a, w.decay_up)
         mixed = functional.silu(self.convolve(qkv, w.conv))
-        steps = (a + w.dt).unflatten(1, (shape.key_heads, -1))
+        steps = (a + w.dt_bias).unflatten(1, (shape.key_heads, -1))
         if shape.decay_bound is None:
             logs = -w.decay[:, None] * functional.softplus(steps, threshold=80.0)
         else:

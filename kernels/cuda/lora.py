@@ -41,7 +41,7 @@ class AdapterScales:
 
     def lengthened(self, x: torch.Tensor, each: Linear, y: torch.Tensor, into: ResidualAndFactor) -> torch.Tensor:
         """`beside` applied to a product y of its own [T, N] whose rows adapters rescale (DoRA); added to `into`."""
-        total = self.upload(self._scales) @ each.lora.gains if self._scaling == PER_TOKEN else each.lora.gains.sum(0)
+        total = self.upload(self._scales) @ each.lora.dora_gains if self._scaling == PER_TOKEN else each.lora.dora_gains.sum(0)
         y = y + total * (y if each.bias is None else y - each.bias)
         y = self.beside(x, each.lora, y, 1.0)
         residual, factor = into

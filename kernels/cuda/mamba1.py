@@ -35,10 +35,10 @@ class TorchMamba1(TorchRecurrent):
         """As `kernels/cpu/mamba1.py`."""
         (x, z), self._decay = products, w.decay.view(self.sizes)
         mixed = self.convolve(x, w.conv)
-        mixed = functional.silu(mixed if w.bias is None else mixed + w.bias)
-        low = _normed(self.linear(mixed, w.rate), w.rate_norm)
-        b, c = self.linear(mixed, w.keys).chunk(2, dim=1)
-        steps = functional.softplus(self.linear(low, w.steps) + w.dt, threshold=80.0)
+        mixed = functional.silu(mixed if w.conv_bias is None else mixed + w.conv_bias)
+        low = _normed(self.linear(mixed, w.dt_down), w.dt_norm)
+        b, c = self.linear(mixed, w.bc_proj).chunk(2, dim=1)
+        steps = functional.softplus(self.linear(low, w.dt_up) + w.dt_bias, threshold=80.0)
         out = self.recurred(x, mixed, torch.cat([steps, _normed(b, w.b_norm), _normed(c, w.c_norm)], dim=1))
         return (out + w.skip * mixed).mul_(functional.silu(z))
 

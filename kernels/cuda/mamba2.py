@@ -34,12 +34,12 @@ class TorchMamba2(TorchRecurrent):
         """As `kernels/cpu/mamba2.py`."""
         (xbc, z, steps), shape = products, self.shape
         mixed = self.convolve(xbc, w.conv)
-        mixed = functional.silu(mixed if w.bias is None else mixed + w.bias)
-        step = functional.softplus(steps * w.step_factor + w.dt, threshold=80.0)
+        mixed = functional.silu(mixed if w.conv_bias is None else mixed + w.conv_bias)
+        step = functional.softplus(steps * w.dt_multiplier + w.dt_bias, threshold=80.0)
         gates = torch.cat([-w.decay * step, step], dim=1)
         out = self.recurred(xbc, mixed, gates)
         out = out + w.skip[:, None] * mixed[:, : shape.values].unflatten(1, (shape.heads, -1))
-        out = out.flatten(1) * functional.silu(z * w.gate_factor)
+        out = out.flatten(1) * functional.silu(z * w.gate_multiplier)
         if w.norm is None:
             return out
         out = out.unflatten(1, (shape.groups, -1))

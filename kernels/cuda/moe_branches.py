@@ -27,10 +27,10 @@ def mlp_and_experts(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear | N
         hidden = ops.stages.gated(ops._linear(n, gate), ops._linear(n, up), act)
         if see is not None:
             see(hidden)
-    total = expert_branch(ops, x, apart.norm, router, experts, apart, routing, act, see_visits, correction)
+    total = expert_branch(ops, x, apart.pre_norm, router, experts, apart, routing, act, see_visits, correction)
     normed = lambda branch, norm: branch if norm is None else ops.stages.normalise(branch, norm)  # noqa: E731
-    branch = 0 if down is None else normed(ops._linear(hidden, down), apart.mlp_after)
-    return x.add_(normed(branch + normed(total, apart.after), after))
+    branch = 0 if down is None else normed(ops._linear(hidden, down), apart.mlp_post_norm)
+    return x.add_(normed(branch + normed(total, apart.post_norm), after))
 
 
 def expert_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], apart: ParallelExperts,
@@ -42,16 +42,16 @@ def expert_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, router: Linear, ex
     reads = ops.stages.normalise(x, apart.router_norm) if said is None else said
     chosen, shares = routed(ops._linear(reads, router), routing, correction)
     total = torch.zeros_like(x)
-    ops._visited(total, n, chosen, shares * apart.scales[chosen], experts, act, see, shared_input, handed=routing.zero_experts)
-    return total if shared is None else ops.linear_add(shared_input, shared.down, total, None, shared.factor)
+    ops._visited(total, n, chosen, shares * apart.expert_scales[chosen], experts, act, see, shared_input, handed=routing.zero_experts)
+    return total if shared is None else ops.linear_add(shared_input, shared.down, total, None, shared.multiplier)
 
 
 def router_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, path: RouterMlp, streams: torch.Tensor) -> torch.Tensor:
     """See `BlockOps`."""
-    y = ops._linear(ops.stages.normalise(x, norm), path.into)
+    y = ops._linear(ops.stages.normalise(x, norm), path.down)
     carried = streams[:, x.shape[1] :][:, : y.shape[1]]
-    if path.share is not None:
-        y = torch.addcmul(y, path.share, carried)
+    if path.previous_scale is not None:
+        y = torch.addcmul(y, path.previous_scale, carried)
     carried.copy_(y)
-    inner = activated(ops._linear(ops.stages.normalise(y, path.norm), path.first), "gelu")
-    return activated(ops._linear(inner, path.second), "gelu")
+    inner = activated(ops._linear(ops.stages.normalise(y, path.norm), path.fc1), "gelu")
+    return activated(ops._linear(inner, path.fc2), "gelu")

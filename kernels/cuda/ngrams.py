@@ -48,10 +48,10 @@ class TorchNgrams(TorchSlots):
         """As `kernels/cpu/ngrams.py`."""
         (keys, values), shape, tokens = products, self.shape, len(x)
         count = shape.count
-        match = (normed_streams(keys, w.of_keys, count) * normed_streams(x, w.of_streams, count)).sum(-1) / shape.width**0.5
+        match = (normed_streams(keys, w.key_norm, count) * normed_streams(x, w.query_norm, count)).sum(-1) / shape.width**0.5
         gate = torch.sigmoid(match.abs().clamp_min(MIN_MATCH).sqrt() * match.sign())
         values_added = (gate[..., None] * values[:, None]).flatten(1)
-        inputs = normed_streams(values_added, w.behind, count).flatten(1)
+        inputs = normed_streams(values_added, w.conv_norm, count).flatten(1)
         if tokens <= MAX_DECODE_TOKENS:
             self._raw[:tokens] = inputs
         inputs_with_previous, taps = self.append_inputs(inputs), w.conv.view(shape.kernel, -1)

@@ -52,22 +52,22 @@ class TorchRwkv7(TorchSlots):
                  first: torch.Tensor | None) -> list[torch.Tensor]:
         """As `kernels/cpu/rwkv7.py`."""
         r, k, v = (self.linear(rows[row], matrix) for row, matrix in zip((0, 2, 3), linears))
-        decay = self.linear(torch.tanh(self.linear(rows[1], w.decay.into)), w.decay.out)
+        decay = self.linear(torch.tanh(self.linear(rows[1], w.w_lora.down)), w.w_lora.up)
         if first is not None:
-            v = v + (first - v) * torch.sigmoid(self.linear(self.linear(rows[3], w.share.into), w.share.out))
-        rate = self.linear(self.linear(rows[4], w.rate.into), w.rate.out)
-        gate = self.linear(torch.sigmoid(self.linear(rows[5], w.gate.into)), w.gate.out)
+            v = v + (first - v) * torch.sigmoid(self.linear(self.linear(rows[3], w.v_lora.down), w.v_lora.up))
+        rate = self.linear(self.linear(rows[4], w.a_lora.down), w.a_lora.up)
+        gate = self.linear(torch.sigmoid(self.linear(rows[5], w.g_lora.down)), w.g_lora.up)
         return [r, k, v, decay, rate, gate]
 
     def mix(self, products: list[torch.Tensor], w: Rwkv7) -> torch.Tensor:
         """As `kernels/cpu/rwkv7.py`."""
         (r, k, v, raw, rate, gate), heads = products, self.shape.heads
-        in_context_rate, removed = torch.sigmoid(rate), (k * w.direction).unflatten(1, (heads, -1))
+        in_context_rate, removed = torch.sigmoid(rate), (k * w.k_k).unflatten(1, (heads, -1))
         removed = (removed / removed.norm(dim=-1, keepdim=True).clamp_min(EPS)).flatten(1)
-        k = k * (1 + (in_context_rate - 1) * w.remains)
+        k = k * (1 + (in_context_rate - 1) * w.k_a)
         parts = torch.stack([r, k, v, torch.exp(-SLOWEST * torch.sigmoid(raw)), removed, removed * in_context_rate])
         read = functional.group_norm(self._recurred(parts), heads, w.norm.weight, w.norm.bias, w.norm.eps)
-        share = (r * k * w.bonus).unflatten(1, (heads, -1)).sum(-1, keepdim=True)
+        share = (r * k * w.r_k).unflatten(1, (heads, -1)).sum(-1, keepdim=True)
         return (read + (share * v.unflatten(1, (heads, -1))).flatten(1)) * gate
 
     def _recurred(self, parts: torch.Tensor) -> torch.Tensor:

@@ -18,13 +18,13 @@ def read_streams(ops: TorchOps, x: torch.Tensor, hyper: HyperConnection | GatedR
     """See `BlockOps`."""
     if hyper.is_gated:
         return _gated(ops, x, hyper)
-    reads, *ops.write_weights = _numbers(ops._linear(ops.stages.normalise(x, hyper.norm), hyper.matrix), hyper)
-    return torch.bmm(reads[:, None], x.unflatten(1, (hyper.count, -1)))[:, 0]
+    reads, *ops.write_weights = _numbers(ops._linear(ops.stages.normalise(x, hyper.norm), hyper.proj), hyper)
+    return torch.bmm(reads[:, None], x.unflatten(1, (hyper.num_streams, -1)))[:, 0]
 
 
 def write_streams(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor, hyper: HyperConnection | GatedResidual) -> torch.Tensor:
     """See `BlockOps`."""
-    split, (writes, *others) = x.view(len(x), hyper.count, -1), ops.write_weights
+    split, (writes, *others) = x.view(len(x), hyper.num_streams, -1), ops.write_weights
     if not others:
         split.addcmul_(writes[..., None], branch[:, None])
     else:
@@ -34,7 +34,7 @@ def write_streams(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor, hyper: H
 
 def _numbers(logits: torch.Tensor, hyper: HyperConnection) -> tuple[torch.Tensor, ...]:
     """`reference_hyper_connections.numbers` on tensors, without the mixing matrix if streams are not mixed."""
-    count, epsilon = hyper.count, hyper.sinkhorn_eps
+    count, epsilon = hyper.num_streams, hyper.sinkhorn_eps
     sizes = (count, count, count**2) if hyper.sinkhorn_iterations else (count, count)
     reads, writes, *mixes = (part * hyper.scale[index] + base for index, (part, base) in enumerate(zip(
         *(values.split(sizes, -1) for values in (logits, hyper.base)), strict=True)))
@@ -51,7 +51,7 @@ def _numbers(logits: torch.Tensor, hyper: HyperConnection) -> tuple[torch.Tensor
 
 def _gated(ops: TorchOps, x: torch.Tensor, residual: GatedResidual) -> torch.Tensor:
     """The gated mean of the streams; the write weights are kept until the branch's output is added."""
-    count = residual.count
+    count = residual.num_streams
     normed = normed_streams(x, residual.norm, count)
     flat = normed.flatten(1)
     ops.write_weights = (2 * torch.sigmoid(ops._linear(flat, residual.inject) / count),)

@@ -16,21 +16,21 @@ See = Callable[[torch.Tensor], None] | None
 
 def altup_predict(ops: TorchOps, x: torch.Tensor, streams: AltUp) -> torch.Tensor:
     """See `BlockOps`."""
-    split = x.view(len(x), streams.count, -1)
-    shares = _shares(ops, split[:, 0].contiguous(), streams, streams.predict).view(-1, streams.count, streams.count)
+    split = x.view(len(x), streams.num_streams, -1)
+    shares = _shares(ops, split[:, 0].contiguous(), streams, streams.prediction_coefs).view(-1, streams.num_streams, streams.num_streams)
     split.add_(torch.bmm(shares, split))
     return split[:, 0].clone()
 
 
 def altup_correct(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, streams: AltUp) -> torch.Tensor:
     """See `BlockOps`."""
-    split, shares = x.view(len(x), streams.count, -1), _shares(ops, own, streams, streams.correct)
+    split, shares = x.view(len(x), streams.num_streams, -1), _shares(ops, own, streams, streams.correction_coefs)
     split.addcmul_(shares[..., None] + 1, (own - split[:, 0])[:, None])
-    return torch.mul(split[:, 0], streams.scale, out=own)
+    return torch.mul(split[:, 0], streams.output_scale, out=own)
 
 
 def _shares(ops: TorchOps, rows: torch.Tensor, streams: AltUp, coefficients: torch.Tensor) -> torch.Tensor:
-    router_outputs = torch.tanh(ops.stages.normalise(rows, streams.norm) @ streams.router.T / rows.shape[1])
+    router_outputs = torch.tanh(ops.stages.normalise(rows, streams.router_norm) @ streams.router.T / rows.shape[1])
     return router_outputs @ coefficients.T
 
 
@@ -40,7 +40,7 @@ def altup_add_input(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, inputs: P
     hidden = ops.stages.gated(ops._linear(own, inputs.gate), given, act)
     if see is not None:
         see(hidden)
-    branch = ops.stages.normalise(ops._linear(hidden, inputs.out), inputs.after)
+    branch = ops.stages.normalise(ops._linear(hidden, inputs.projection), inputs.post_norm)
     x.view(len(x), -1, branch.shape[1])[:, 1:].add_(branch[:, None])
     return x
 
@@ -48,10 +48,10 @@ def altup_add_input(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, inputs: P
 def low_rank_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, low: LowRank, see: See = None) -> torch.Tensor:
     """See `BlockOps`."""
     n = ops.stages.normalise(x, norm)
-    hidden = ops._linear(n, low.into)
+    hidden = ops._linear(n, low.down)
     if see is not None:
         see(hidden)
-    return n + ops.stages.normalise(ops._linear(hidden, low.out), low.after)
+    return n + ops.stages.normalise(ops._linear(hidden, low.up), low.post_norm)
 
 
 def add_scaled(ops: TorchOps, x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
@@ -84,7 +84,7 @@ def add_to_first(ops: TorchOps, x: torch.Tensor, y: torch.Tensor, each: Linear) 
 
 def add_low_rank(ops: TorchOps, x: torch.Tensor, norm: Norm, low: LowRank, out: torch.Tensor) -> torch.Tensor:
     """See `BlockOps`."""
-    return out.add_(ops._linear(ops._linear(ops.stages.normalise(x, norm), low.into), low.out))
+    return out.add_(ops._linear(ops._linear(ops.stages.normalise(x, norm), low.down), low.up))
 
 
 def shared_block_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, own: Sequence[LowRank],
@@ -93,7 +93,7 @@ def shared_block_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear, u
     n = ops.stages.normalise(x, norm)
     products = [ops._linear(n, matrix) for matrix in (gate, up)]
     for low, out in zip(own, products, strict=bool(own)):
-        out.add_(ops._linear(ops._linear(n, low.into), low.out))
+        out.add_(ops._linear(ops._linear(n, low.down), low.up))
     hidden = ops.stages.gated(*products, act)
     if see is not None:
         see(hidden)

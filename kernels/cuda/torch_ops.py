@@ -127,16 +127,16 @@ class TorchOps(lora.AdapterScales):
 
     def bundled_mlp(self, x: torch.Tensor, norm: Norm, gate: Linear, bundles: Bundles, act: str,
                     see: Callable[[torch.Tensor], None] | None = None, after: Norm | None = None, factor: float = 1.0) -> torch.Tensor:
-        """`gated_mlp` with `up` and `down` neuron by neuron, [F, values of a bundle] in `bundles.holder`; `mlp` where they hold no `up`."""
+        """`gated_mlp` with `up` and `down` neuron by neuron, [F, values of a bundle] in `bundles.source`; `mlp` where they hold no `up`."""
         n = self.stages.normalise(x, norm)
         hidden, width = activated(self._linear(n, gate), act), bundles.width
         if bundles.thresholds is not None:
             hidden = hidden.masked_fill_(hidden.abs() < bundles.thresholds, 0.0)
         if bundles.has_up:
-            hidden.mul_(tiled(n, bundles.holder[:, :width], bundles.up_bias))
+            hidden.mul_(tiled(n, bundles.source[:, :width], bundles.up_bias))
         if see is not None:
             see(hidden)
-        columns, branch = bundles.holder[:, bundles.has_up * width :][:, :width], torch.zeros_like(x)
+        columns, branch = bundles.source[:, bundles.has_up * width :][:, :width], torch.zeros_like(x)
         rows = max(1, MAX_WIDENED // width)
         for begin in range(0, len(columns), rows):
             branch.addmm_(hidden[:, begin : begin + rows], columns[begin : begin + rows].float())
@@ -153,7 +153,7 @@ class TorchOps(lora.AdapterScales):
         shared_input = None if shared is None else self.shared_hidden(n, shared, act)
         chosen, shares = routed(self._linear(n, router), routing, correction)
         self._visited(x, n, chosen, shares, experts, act, see, shared_input, routing.weights_scale_inputs, routing.zero_experts)
-        return x if shared_input is None else self.linear_add(shared_input, shared.down, x, None, shared.factor)
+        return x if shared_input is None else self.linear_add(shared_input, shared.down, x, None, shared.multiplier)
 
     def _visited(self, out: torch.Tensor, n: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Sequence[Expert], act: str,
                  see: Callable[[Routed], None] | None, shared_input: torch.Tensor | None = None, of_inputs: bool = False,
@@ -187,7 +187,7 @@ class TorchOps(lora.AdapterScales):
     def shared_hidden(self, n: torch.Tensor, shared: SharedExpert, act: str) -> torch.Tensor:
         """The shared expert's `down` input, times its weight."""
         hidden = self._inside(n, shared, shared.act or act)
-        return hidden if shared.scale is None else hidden * self._linear(n, shared.scale).sigmoid()
+        return hidden if shared.shared_gate is None else hidden * self._linear(n, shared.shared_gate).sigmoid()
 
     mlp_and_experts, expert_branch, router_mlp = moe_branches.mlp_and_experts, moe_branches.expert_branch, moe_branches.router_mlp
     read_streams, write_streams, ngram_products = stream_mixing.read_streams, stream_mixing.write_streams, ngrams.ngram_products
@@ -198,7 +198,7 @@ class TorchOps(lora.AdapterScales):
                             see: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
         """See `BlockOps`."""
         hidden = self.stages.gated(self._linear(x, inputs.gate), given, act)
-        return self._down(hidden, inputs.out, x, see, inputs.after, 1.0)
+        return self._down(hidden, inputs.projection, x, see, inputs.post_norm, 1.0)
 
     altup_predict, altup_correct, altup_add_input = streams.altup_predict, streams.altup_correct, streams.altup_add_input
     low_rank_branch, add_scaled, cutoff_mlp = streams.low_rank_branch, streams.add_scaled, streams.cutoff_mlp
@@ -226,8 +226,8 @@ class TorchOps(lora.AdapterScales):
 
     def gate_rows(self, y: torch.Tensor, gates: LowRank) -> torch.Tensor:
         """See `BlockOps`."""
-        inner = torch.nn.functional.silu(self._linear(y, gates.into))
-        return y.mul_(torch.sigmoid(self._linear(inner, gates.out)))
+        inner = torch.nn.functional.silu(self._linear(y, gates.down))
+        return y.mul_(torch.sigmoid(self._linear(inner, gates.up)))
 
     def norm_and_concat(self, y: torch.Tensor, norm: Norm) -> torch.Tensor:
         """See `BlockOps`."""
@@ -361,7 +361,7 @@ class TorchOps(lora.AdapterScales):
         run = self.registry.select(Call("matrix", weight.spec.scheme)).candidate.run
         if self.one_scale and weight.spec.scheme == "ternary":
             x = _by_one_scale(x)
-        if each.is_lengthened and self.is_adapted:
+        if each.has_dora and self.is_adapted:
             return self.lengthened(x, each, run(self.products, x, weight, each.bias, (None, 1.0)), into)
         y = run(self.products, x, weight, each.bias, into)
         return y if each.lora is None else self.beside(x, each.lora, y, into[1])
@@ -385,8 +385,8 @@ class TorchOps(lora.AdapterScales):
 
 def _curved(x: torch.Tensor, xielu: XieluParams) -> torch.Tensor:
     """`reference.curved` on tensors."""
-    below = xielu.below * (torch.expm1(x.clamp(max=CURVE_EDGE)) - x)
-    return CURVE_SLOPE * x + torch.where(x > 0, xielu.above * x.square(), below)
+    below = xielu.alpha_n * (torch.expm1(x.clamp(max=CURVE_EDGE)) - x)
+    return CURVE_SLOPE * x + torch.where(x > 0, xielu.alpha_p * x.square(), below)
 
 
 def _cos_or_sin(which: int, positions: np.ndarray, table: RopeTable) -> np.ndarray:

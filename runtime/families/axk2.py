@@ -77,8 +77,8 @@ def block(x: object, at: Layer) -> object:
         return feed_forward(x, at)
     y = ops.gate_rows(ops.norm(x, w.post_norm), post_gate)
     at.tap("mlp_in", y)
-    branch = ops.expert_branch(y, w.parallel_experts.norm, w.router, w.experts, w.parallel_experts, config.moe.routing, config.hidden_act,
-                               at.see("visits"), w.correction_bias, w.shared_expert)
+    branch = ops.expert_branch(y, w.parallel_experts.pre_norm, w.router, w.experts, w.parallel_experts, config.moe.routing,
+                               config.hidden_act, at.see("visits"), w.correction_bias, w.shared_expert)
     x = ops.add_scaled(x, branch, 1.0)
     at.tap("block_out", x)
     return x
@@ -90,17 +90,17 @@ def attention_output(y: object, at: Layer) -> object:
     at.tap("block_in", y)
     mla, shape, heads = w.mla, config.mla, config.num_attention_heads
     extra = () if w.indexer is None else (w.indexer.k, w.indexer.weights)  # further matrices that read the layer's input
-    latent, q_latent, *index_outputs = ops.norm_linear(y, None, [mla.kv_down, mla.q_down, *extra])
-    k = ops.rope_heads(ops.latent_keys(latent, shape, mla.kv_norm), 1, shape.key, positions, rope, None)
-    doubled = ops.norm_and_concat(q_latent, mla.q_norm)  # [T, 2 * rank]; q_latent is replaced by its norm
+    latent, q_latent, *index_outputs = ops.norm_linear(y, None, [mla.kv_a, mla.q_a, *extra])
+    k = ops.rope_heads(ops.latent_keys(latent, shape, mla.kv_a_norm), 1, shape.key, positions, rope, None)
+    doubled = ops.norm_and_concat(q_latent, mla.q_a_norm)  # [T, 2 * rank]; q_latent is replaced by its norm
     at.tap("doubled_in", doubled)
     if w.indexer is not None:  # before the product below overwrites index_q
         (index_q,) = ops.norm_linear(q_latent, None, [w.indexer.q])
         choose(ops, w.indexer, index_q, *index_outputs, kv, positions, rope, config.indexer.shape)
-    q, gates = ops.norm_linear(doubled, None, [mla.q, w.attn_gate])
-    q = ops.rope_heads(ops.latent_queries(q, heads, shape, mla.expand), heads, shape.key, positions, rope, None)
+    q, gates = ops.norm_linear(doubled, None, [mla.q_b, w.attn_gate])
+    q = ops.rope_heads(ops.latent_queries(q, heads, shape, mla.kv_b), heads, shape.key, positions, rope, None)
     at.tap_heads(q, k, k)
-    attended = ops.latent_values(kv.attend(q, k, k), heads, shape, mla.expand)
+    attended = ops.latent_values(kv.attend(q, k, k), heads, shape, mla.kv_b)
     attended = ops.gate_heads(attended, last_of(gates, len(attended)), heads, shape.value)
     at.tap("attn_out", attended)
     return attended

@@ -147,23 +147,23 @@ def attention_output(x: object, at: Layer) -> object:
     extra = () if w.indexer is None else (w.indexer.k, w.indexer.weights)  # further matrices that read the layer's input
     if w.attn_gate is not None:
         extra += (w.attn_gate,)  # [T, H] or [T, H * value]
-    if mla.q_down is None:
+    if mla.q_a is None:
         q, latent, *extra_outputs = ops.norm_linear(x, w.input_norm,
-                                                    [mla.q, mla.kv_down, *extra])  # [T, H * (nope + rope)], [T, rank + rope]
+                                                    [mla.q_b, mla.kv_a, *extra])  # [T, H * (nope + rope)], [T, rank + rope]
     else:
-        latent, q, *extra_outputs = ops.norm_linear(x, w.input_norm, [mla.kv_down, mla.q_down, *extra])
-    k = ops.rope_heads(ops.latent_keys(latent, shape, mla.kv_norm), 1, shape.key, positions, rope, None)
-    if mla.q_down is not None:
+        latent, q, *extra_outputs = ops.norm_linear(x, w.input_norm, [mla.kv_a, mla.q_a, *extra])
+    k = ops.rope_heads(ops.latent_keys(latent, shape, mla.kv_a_norm), 1, shape.key, positions, rope, None)
+    if mla.q_a is not None:
         at.tap("q_in", q)
         if w.indexer is not None:  # before the product below overwrites index_q
-            (index_q,) = ops.norm_linear(q, mla.q_norm, [w.indexer.q])
+            (index_q,) = ops.norm_linear(q, mla.q_a_norm, [w.indexer.q])
             choose(ops, w.indexer, index_q, *extra_outputs[:2], kv, positions, rope, config.indexer.shape)
-        (q,) = ops.norm_linear(q, mla.q_norm, [mla.q])
-    q = ops.rope_heads(ops.latent_queries(q, heads, shape, mla.expand), heads, shape.key, positions, rope, None)
+        (q,) = ops.norm_linear(q, mla.q_a_norm, [mla.q_b])
+    q = ops.rope_heads(ops.latent_queries(q, heads, shape, mla.kv_b), heads, shape.key, positions, rope, None)
     if rope is not None and rope.queries is not None:
         q = ops.rope_heads(q, heads, shape.key, positions, rope.queries, None)
     at.tap_heads(q, k, k)
-    attended = ops.latent_values(kv.attend(q, k, k, w.sinks), heads, shape, mla.expand)  # [T, H * value]
+    attended = ops.latent_values(kv.attend(q, k, k, w.sinks), heads, shape, mla.kv_b)  # [T, H * value]
     if w.attn_gate is not None:
         attended = ops.gate_heads(attended, last_of(extra_outputs[-1], len(attended)), heads, shape.value)
     at.tap("attn_out", attended)

@@ -219,9 +219,9 @@ def block(x: object, at: Layer, picked: object | None = None) -> object:
     input where they get x in other families, except for block_out; q_in, the input of the norm between q_a and q_b; attn_out before o."""
     w = at.w
     compressed = w.compressed_attention
-    x = write_branch(at.ops, x, attention(x, at), w.o, compressed.around_attention)
+    x = write_branch(at.ops, x, attention(x, at), w.o, compressed.attn_hyper_connection)
     picked = None if picked is None else last_of(picked, len(x))
-    return stream_mlp(x, at, compressed.around_mlp, at.config.hidden_act, picked)
+    return stream_mlp(x, at, compressed.mlp_hyper_connection, at.config.hidden_act, picked)
 
 
 def write_branch(ops: BlockOps, x: object, gave: object, last: Linear, around: HyperConnection | GatedResidual) -> object:
@@ -253,24 +253,24 @@ def attention(x: object, at: Layer) -> object:
     """The attention output before `o`, [T, N]."""
     ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     compressed, maker, heads, width = w.compressed_attention, w.compressed_attention.compressor, config.num_attention_heads, config.head_dim
-    y = ops.read_streams(x, compressed.around_attention)
+    y = ops.read_streams(x, compressed.attn_hyper_connection)
     at.tap("block_in", y)
-    beside = () if maker is None else (*maker.products, *(() if w.indexer is None else (w.indexer.weights,)))
-    k, low, *made = ops.norm_linear(y, w.input_norm, [w.k, compressed.q_down, *beside])
+    beside = () if maker is None else (*maker.projections, *(() if w.indexer is None else (w.indexer.weights,)))
+    k, low, *made = ops.norm_linear(y, w.input_norm, [w.k, compressed.q_a, *beside])
     at.tap("q_in", low)
     if maker is not None:
-        kv.compress(made[: len(maker.products)], maker, rope)
+        kv.compress(made[: len(maker.projections)], maker, rope)
     k = ops.rope_heads(ops.copy(k), 1, width, positions, None, w.k_norm)  # before queries take its place
     k = ops.rope_tails(k, 1, width, positions, rope)
     if w.indexer is not None:
         shape = config.indexer.shape
-        (by,) = ops.norm_linear(low, compressed.q_norm, [w.indexer.q])
+        (by,) = ops.norm_linear(low, compressed.q_a_norm, [w.indexer.q])
         kv.choose(ops.rope_tails(by, shape.heads, shape.width, positions, rope), None, made[-1])
-    (q,) = ops.norm_linear(low, compressed.q_norm, [compressed.q])
-    q = ops.rope_tails(ops.rope_heads(q, heads, width, positions, None, compressed.heads_norm), heads, width, positions, rope)
+    (q,) = ops.norm_linear(low, compressed.q_a_norm, [compressed.q_b])
+    q = ops.rope_tails(ops.rope_heads(q, heads, width, positions, None, compressed.q_b_norm), heads, width, positions, rope)
     at.tap_heads(q, k, k)
     attended = kv.attend(q, k, k, w.sinks)
     attended = ops.rope_tails(attended, heads, width, last_of(positions, len(attended)), rope, True)
-    gave = ops.grouped_linear(attended, compressed.groups)
+    gave = ops.grouped_linear(attended, compressed.output_groups)
     at.tap("attn_out", gave)
     return gave

@@ -149,7 +149,7 @@ def block(x: object, at: Layer) -> object:
     own = ops.read_streams(x, around_attention)
     if w.recurrent is not None:
         at.tap("block_in", own)
-        gave, last = at.kv.mix(ops.norm_linear(own, w.input_norm, w.recurrent.products), w.recurrent.own), w.recurrent.out
+        gave, last = at.kv.mix(ops.norm_linear(own, w.input_norm, w.recurrent.projections), w.recurrent.params), w.recurrent.out_proj
         at.tap("state_out", gave)
     else:
         gave, last = attention_output(own, at), w.o

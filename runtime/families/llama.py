@@ -157,9 +157,9 @@ def recurrent_mixer(x: object, at: Layer) -> object:
     of q, k, v and attn_out."""
     ops, w = at.ops, at.w
     at.tap("block_in", x)
-    mixed = at.kv.mix(ops.norm_linear(x, w.input_norm, w.recurrent.products), w.recurrent.own)  # [T, values]
+    mixed = at.kv.mix(ops.norm_linear(x, w.input_norm, w.recurrent.projections), w.recurrent.params)  # [T, values]
     at.tap("state_out", mixed)
-    return ops.linear_add(mixed, w.recurrent.out, last_of(x, len(mixed)), w.o_norm, at.config.residual_multiplier)
+    return ops.linear_add(mixed, w.recurrent.out_proj, last_of(x, len(mixed)), w.o_norm, at.config.residual_multiplier)
 
 
 def decoder_block(attention_half: Block, mlp_half: Block = feed_forward) -> Block:

@@ -117,9 +117,9 @@ def block(x: object, at: Layer) -> object:
     x = ops.norm_stream(x, w.entry_norm)
     at.tap("block_in", x)
     if w.recurrent is not None:
-        mixed = kv.mix(ops.norm_linear(x, w.input_norm, w.recurrent.products), w.recurrent.own)
+        mixed = kv.mix(ops.norm_linear(x, w.input_norm, w.recurrent.projections), w.recurrent.params)
         at.tap("state_out", mixed)
-        x = ops.linear_add(mixed, w.recurrent.out, last_of(x, len(mixed)), None, config.multiplier("state_out"))
+        x = ops.linear_add(mixed, w.recurrent.out_proj, last_of(x, len(mixed)), None, config.multiplier("state_out"))
     else:
         q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
         q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)

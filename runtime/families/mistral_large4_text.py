@@ -104,13 +104,13 @@ def attention(x: object, at: Layer) -> object:
     y, norm, index_linears = x, w.input_norm, ()
     if w.indexer is not None:  # its queries need the normed input
         y, norm, index_linears = ops.norm(x, w.input_norm), None, (w.indexer.k, w.indexer.weights)
-    down_projections = () if mla.kv_down is None else (mla.kv_down,)
-    q, *projections = ops.norm_linear(y, norm, [mla.q, *down_projections, *index_linears])  # [T, H * (nope + rope)], [T, rank + rope]
+    down_projections = () if mla.kv_a is None else (mla.kv_a,)
+    q, *projections = ops.norm_linear(y, norm, [mla.q_b, *down_projections, *index_linears])  # [T, H * (nope + rope)], [T, rank + rope]
     k = None
     if down_projections:
-        k = ops.rope_heads(ops.latent_keys(projections.pop(0), shape, mla.kv_norm), 1, shape.key, positions, rope, None)
+        k = ops.rope_heads(ops.latent_keys(projections.pop(0), shape, mla.kv_a_norm), 1, shape.key, positions, rope, None)
     q = ops.scale_queries(q, heads, shape.query, positions, LOG_POSITIONS, w.query_scaling)
-    q = ops.rope_heads(ops.latent_queries(q, heads, shape, mla.expand), heads, shape.key, positions, rope, None)
+    q = ops.rope_heads(ops.latent_queries(q, heads, shape, mla.kv_b), heads, shape.key, positions, rope, None)
     if w.indexer is not None:
         (index_queries,) = ops.norm_linear(y, w.indexer.input_norm, [w.indexer.q])
         index_queries = ops.scale_queries(index_queries, config.indexer.shape.heads, config.indexer.shape.width, positions, LOG_POSITIONS,
@@ -120,7 +120,7 @@ def attention(x: object, at: Layer) -> object:
     if k is not None:
         at.tap("k", k)
         at.tap("v", k)
-    attended = ops.latent_values(kv.attend(q, k, k), heads, shape, mla.expand)  # [T, H * value]
+    attended = ops.latent_values(kv.attend(q, k, k), heads, shape, mla.kv_b)  # [T, H * value]
     at.tap("attn_out", attended)
     return ops.linear_add(attended, w.o, last_of(x, len(attended)), None, config.residual_multiplier)
 

@@ -162,7 +162,7 @@ def block(x: object, at: Layer, rows: object | None = None) -> object:
     hidden = ops.read_streams(x, around_attention)
     at.tap("block_in", hidden)
     if w.recurrent is not None:
-        branch, out_linear = kv.mix(ops.norm_linear(hidden, None, w.recurrent.products), w.recurrent.own), w.recurrent.out
+        branch, out_linear = kv.mix(ops.norm_linear(hidden, None, w.recurrent.projections), w.recurrent.params), w.recurrent.out_proj
         at.tap("state_out", branch)
     else:
         branch, out_linear = attention(hidden, at), w.o

@@ -121,18 +121,18 @@ def block(x: object, at: Layer) -> object:
     if w.entry_norm is not None:
         hidden = ops.norm_stream(hidden, w.entry_norm)
     at.tap("block_in", hidden)
-    rows = kv.shifted(hidden, w.input_norm, w.recurrent.own.shift, 0)
+    rows = kv.shifted(hidden, w.input_norm, w.recurrent.params.time_shift, 0)
     for name, index in MATRIX_TAPS.items():
         at.tap(name, rows[index])
     first_values = ops.second_stream(x, STREAMS) if at.number else None
-    products = kv.products(rows, w.recurrent.products, w.recurrent.own, first_values)  # [T, D] each
+    products = kv.products(rows, w.recurrent.projections, w.recurrent.params, first_values)  # [T, D] each
     if first_values is None:
         x = ops.put_stream(x, products[2], 1)
-    mixed = kv.mix(products, w.recurrent.own)
+    mixed = kv.mix(products, w.recurrent.params)
     at.tap("state_out", mixed)
-    hidden = ops.linear_add(mixed, w.recurrent.out, hidden)
+    hidden = ops.linear_add(mixed, w.recurrent.out_proj, hidden)
     at.tap("mlp_in", hidden)
-    (row,) = kv.shifted(hidden, w.post_norm, w.recurrent.own.channel_shift, 1)
+    (row,) = kv.shifted(hidden, w.post_norm, w.recurrent.params.channel_shift, 1)
     at.tap("shifted_in", row)
     hidden = ops.mlp_branch(row, w.up, w.down, at.config.hidden_act, hidden, at.see("mlp_hidden"))
     x = ops.put_stream(x, hidden, 0)

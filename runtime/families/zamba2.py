@@ -14,7 +14,7 @@ from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..layer import Layer
-from ..weights.shared_block_weights import ATTENTION, WIDE, block_of, block_role
+from ..weights.shared_block_weights import MLP_UP_ROLES, QKV, block_of, block_role
 from . import TensorRule, llama
 from .granitemoehybrid import mamba_tensors
 
@@ -99,9 +99,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     rules["lent_out"] = TensorRule(f"{prefix}linear.weight", (hidden, hidden))
     adapter = f"{block_prefix}feed_forward.gate_up_proj_adapter_list.{number}."
     rules["mlp_low"] = TensorRule(f"{adapter}0.weight", (rank, hidden))
-    for i, role in enumerate(WIDE):
+    for i, role in enumerate(MLP_UP_ROLES):
         rules[role] = TensorRule(f"{adapter}{role}.weight", (ffn, rank), part_of=(f"{adapter}1.weight", i * ffn, 2 * ffn))
-    for role in ATTENTION if config.shared_attention_lora else ():
+    for role in QKV if config.shared_attention_lora else ():
         adapter = f"{block_prefix}self_attn.linear_{role}_adapter_list.{number}."
         rules |= {f"{role}_low": TensorRule(f"{adapter}0.weight", (rank, 2 * hidden)),
                   f"{role}_wide": TensorRule(f"{adapter}1.weight", (config.num_attention_heads * config.head_dim, rank))}
@@ -123,7 +123,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
         tensors = {"input_norm": TensorRule(f"{prefix}input_layernorm.weight", (2 * hidden,)),
                    "post_norm": TensorRule(f"{prefix}pre_ff_layernorm.weight", (hidden,)),
                    **{role: TensorRule(f"{prefix}self_attn.{role}_proj.weight", (rows, 2 * hidden))
-                      for role, rows in zip(ATTENTION, (q, kv, kv))},
+                      for role, rows in zip(QKV, (q, kv, kv))},
                    "o": TensorRule(f"{prefix}self_attn.o_proj.weight", (hidden, q)),
                    **{role: TensorRule(f"{prefix}feed_forward.{role}_proj.weight", (ffn, hidden), part_of=(fused, i * ffn, 2 * ffn))
                       for i, role in enumerate(("gate", "up"))},
@@ -140,11 +140,11 @@ def block(x: object, at: Layer) -> object:
     if w.shared_block is not None:
         block_output = _shared_block_output(x, at)
         at.tap("lent_in", block_output)
-        hidden = ops.linear_add(block_output, w.shared_block.out, hidden)
+        hidden = ops.linear_add(block_output, w.shared_block.out_proj, hidden)
     at.tap("block_in", hidden)
-    mixed = at.kv.mix(ops.norm_linear(hidden, w.input_norm, w.recurrent.products), w.recurrent.own)
+    mixed = at.kv.mix(ops.norm_linear(hidden, w.input_norm, w.recurrent.projections), w.recurrent.params)
     at.tap("state_out", mixed)
-    x = ops.add_to_first(x, mixed, w.recurrent.out)
+    x = ops.add_to_first(x, mixed, w.recurrent.out_proj)
     at.tap("block_out", x)
     return x
 
@@ -154,7 +154,7 @@ def _shared_block_output(x: object, at: Layer) -> object:
     ops, w, positions, rope, config = at.ops, at.w, at.positions, at.rope, at.config
     use, block = w.shared_block, w.shared_block.block
     projections = ops.norm_linear(x, block.input_norm, [block.q, block.k, block.v])
-    for low, out in zip(use.attention, projections):
+    for low, out in zip(use.qkv_lora, projections):
         ops.add_low_rank(x, block.input_norm, low, out)
     q, k, v = projections
     q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
@@ -163,4 +163,4 @@ def _shared_block_output(x: object, at: Layer) -> object:
     attended = at.kv.attend(q, k, v)
     at.tap("attn_out", attended)
     (attention_output,) = ops.norm_linear(attended, None, [block.o])
-    return ops.shared_block_mlp(attention_output, block.mlp_norm, block.gate, block.up, block.down, config.hidden_act, use.mlp)
+    return ops.shared_block_mlp(attention_output, block.mlp_norm, block.gate, block.up, block.down, config.hidden_act, use.gate_up_lora)

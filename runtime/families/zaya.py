@@ -122,8 +122,8 @@ def block(x: object, at: Layer) -> object:
     if w.input_scale is not None:
         hidden = ops.scaled_residual(hidden, None, w.input_scale)
     at.tap("block_in", hidden)
-    (product,) = ops.norm_linear(hidden, w.input_norm, w.recurrent.products)
-    q, k, v = kv.convolved(product, w.recurrent.own)
+    (product,) = ops.norm_linear(hidden, w.input_norm, w.recurrent.projections)
+    q, k, v = kv.convolved(product, w.recurrent.params)
     q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
     k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, None)
     at.tap_heads(q, k, v)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...offload.gguf_header import Value
 from ..config import ModelConfig
-from ..weights.state_weights import channel_factors
+from ..weights.state_weights import channel_multipliers
 from . import state_spaces
 from .family_context import FamilyContext
 
@@ -39,7 +39,7 @@ def factors(config: ModelConfig) -> Mapping[str, float | np.ndarray]:
         return {}
     roles = ("o", "down", "post_norm", "state_out", "state_gate", "state_rate")
     scale = 1.0 if config.attn_scale is None else config.attn_scale * config.head_dim**0.5
-    return {**{role: config.multiplier(role) for role in roles}, "q": scale, "state_in": channel_factors(config),
+    return {**{role: config.multiplier(role) for role in roles}, "q": scale, "state_in": channel_multipliers(config),
             "embed": config.embedding_multiplier, "head": 1 / config.logits_scaling}
 
 

@@ -93,8 +93,8 @@ def vram(options: EngineOptions, gpu_device: Device, notices: list[str]) -> int:
 
 def blocks(tensors: Tensors, dims: Dims, packed_kv: bool) -> tuple[BlockBytes, ...]:
     """Weights by layer, with their size on a GPU: vectors are float32 there, and a packed cache has its basis rotations."""
-    bases = (2 * allocation(4 * shape.heads * shape.head_dim**2) + allocation(4 * shape.heads * shape.head_dim)
-             for shape in dims.per_layer_kind)
+    bases = (2 * allocation(4 * shape.num_attention_heads * shape.head_dim**2) + allocation(4 * shape.num_attention_heads * shape.head_dim)
+             for shape in dims.by_layer_kind)
     basis = max(bases) if packed_kv else 0
     return tuple(BlockBytes(str(key), sum(tensor.nbytes for tensor in roles.values() if not tensor.turn),
                             basis + sum(map(gpu_nbytes, roles.values())))
@@ -122,7 +122,7 @@ def copied(tensors: Tensors, dims: Dims, mixture: MoEConfig | None, exact: bool,
     kind = kind_of_weight(max(matrices(heaviest), key=lambda tensor: tensor.nbytes).spec, exact)
     machine = roofs.known(roofs.RoofsWanted(workers)).machine
     rate = None if machine is None else machine.kinds.get(kind)
-    token_nbytes = max(4 * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) for shape in dims.per_layer_kind)
+    token_nbytes = max(4 * shape.head_dim * (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads) for shape in dims.by_layer_kind)
     products_s, memory_s = (DEFAULT_CPU_RATES[0] * workers, DEFAULT_CPU_RATES[1]) if rate is None else (rate.prefill, rate.decode)
     rates = LinkRates(products_s, memory_s, link)
     tokens = copied_from(nbytes, products, token_nbytes, rates)
@@ -159,5 +159,5 @@ def backends_of(devices: Sequence[str], widths: Dims, pool: ThreadPool, exact: b
     if "cuda" in devices:
         from ...kernels.cuda.torch_ops import TorchOps
 
-        backends["cuda"] = TorchOps(gpu_device, one_scale=widths.one_scale)
+        backends["cuda"] = TorchOps(gpu_device, one_scale=widths.per_token_scale)
     return backends

@@ -94,7 +94,7 @@ def plan_assistant(folder: Path, raw: Mapping[str, object], store: TensorStore, 
     # A pass has one token. `spilled_kv` also covers pages of two kinds, over which attention runs one after the other.
     dims = Dims(config.hidden_size, config.num_attention_heads, *heads[0], config.widest_intermediate, rows, 1, run.ctx, 1,
                 packed_kv=run.packed_kv,
-                spilled_kv=run.mixed_kv, other_heads=tuple(sorted({*heads} - {heads[0]})), mtp_inputs=2 * backbone)
+                spilled_kv=run.mixed_kv, other_kv_heads=tuple(sorted({*heads} - {heads[0]})), mtp_input_width=2 * backbone)
     return Assistant(folder, store, config, tensors, dims, run.workers, DraftInputs(kv_cache=True), token_lists,
                      4 * FEW_TOKENS * backbone, tuple(sources), centroids)
 

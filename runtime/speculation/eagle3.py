@@ -94,7 +94,7 @@ def plan_eagle3(folder: Path, raw: Mapping[str, object], store: TensorStore, tar
     store, tensors = resolve_tensors(run.spec, store, rules)
     heads, distinct = config.kv_heads_of(0), tuple(dict.fromkeys(layers))
     dims = Dims(hidden, config.num_attention_heads, *heads, config.widest_intermediate, draft_vocab_size, PAGE, cache_shape(run.ctx).ctx, 1,
-                mtp_inputs=max(2 * hidden, len(layers) * target_hidden))
+                mtp_input_width=max(2 * hidden, len(layers) * target_hidden))
     nbytes = layer_cache_nbytes(heads, run.ctx, config.num_hidden_layers) + TOKEN_ID_NBYTES * draft_vocab_size * len(token_lists)
     return Eagle3(folder, store, config, tensors, dims, run.workers, DraftInputs(distinct), token_lists, nbytes,
                   state_indices=tuple(map(distinct.index, layers)), ctx=run.ctx,

@@ -76,7 +76,7 @@ class MtpDrafts(StateDrafts):
             columns = (width, 0) if MTP_NAMES[config.family].state_first else (0, width)
             for column, values, norm in zip(columns, (embedded, states), (mtp.embed_norm, mtp.state_norm), strict=True):
                 normalize_rows(values, norm, joined[:, column : column + width])
-            (inputs,) = host.norm_linear(joined, None, [mtp.join])
+            (inputs,) = host.norm_linear(joined, None, [mtp.eh_proj])
             host.flush()
             layer = Layer(host, mtp.layer, self._cache.layer(0), step.positions, model.ropes[self._layer], config, self._layer)
             x = self._block(host.from_host(inputs), layer)

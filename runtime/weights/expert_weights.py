@@ -1,4 +1,4 @@
-"""Parameters of a mixture-of-experts layer, as blocks and ops read them."""
+"""Weights of a mixture-of-experts layer, from its tensors."""
 
 from __future__ import annotations
 
@@ -31,54 +31,58 @@ class MixtureWeights:
     latent_projections: LowRank | None
 
 
-def mixture_weights(found: RoleSource, post_norm: Norm, paging: Paging | None) -> MixtureWeights:
-    """For a layer whose MLP would read the output of `post_norm`; experts handled by `paging` stay on disk."""
-    config, own = found.config, found.config.moe
-    router, correction = found.linear("router"), found.vector("correction")
+def mixture_weights(source: RoleSource, post_norm: Norm, paging: Paging | None) -> MixtureWeights:
+    """The mixture of a layer, whose router and experts read the output of `post_norm` unless they have norms of their own.
+
+    With `paging`, experts stay on disk. Of a layer without experts only the shared expert and the router's MLP can be present.
+    """
+    config, moe = source.config, source.config.moe
+    router, correction = source.linear("router"), source.vector("correction")
     if router is None:
-        return MixtureWeights(None, correction, (), _shared(found), None, _path(found), None, None)
-    if correction is None and own.correction_bias:  # all zeros, since group selection needs one
-        correction = found.put(np.zeros(own.num_experts, np.float32))
-    apart = _apart(found, post_norm) if own.parallel_to_mlp else None
+        return MixtureWeights(None, correction, (), _shared_expert(source), None, _router_mlp(source), None, None)
+    if correction is None and moe.correction_bias:  # group selection needs one: all zeros
+        correction = source.put(np.zeros(moe.num_experts, np.float32))
+    parallel = _parallel_experts(source, post_norm) if moe.parallel_to_mlp else None
     if paging is None:
-        experts = _experts(found)
+        experts = _experts(source)
     else:
-        experts = paging.layer(found.layer, found.roles, lambda role: found.vector(f"{role}_bias"),
-                               apart.router_norm if apart else post_norm,
-                               None if config.router_mlp_dim or config.gated_norm_rank or own.latent_dim else router,
-                               lambda logits: ranks(logits, own.routing, correction))
-    seen = None
-    if f"{VISION_PREFIX}router" in found.roles:
-        seen = found.linear(f"{VISION_PREFIX}router"), _experts(found, VISION_PREFIX), found.vector(f"{VISION_PREFIX}correction")
-    between = found.low_rank("experts_in", "experts_out")
-    return MixtureWeights(router, correction, experts, _shared(found), apart, _path(found), seen, between)
+        reads_residual_stream = not (config.router_mlp_dim or config.gated_norm_rank or moe.latent_dim)
+        experts = paging.layer(source.layer, source.roles, lambda role: source.vector(f"{role}_bias"),
+                               parallel.router_norm if parallel else post_norm, router if reads_residual_stream else None,
+                               lambda logits: ranks(logits, moe.routing, correction))
+    vision = None
+    if f"{VISION_PREFIX}router" in source.roles:
+        vision = source.linear(f"{VISION_PREFIX}router"), _experts(source, VISION_PREFIX), source.vector(f"{VISION_PREFIX}correction")
+    latent_projections = source.low_rank("experts_in", "experts_out")
+    return MixtureWeights(router, correction, experts, _shared_expert(source), parallel, _router_mlp(source), vision, latent_projections)
 
 
-def _experts(found: RoleSource, whose: str = "") -> tuple[Expert, ...]:
-    return tuple(Expert(*(found.linear(whose + role) for role in expert_roles(e))) for e in range(found.config.moe.num_experts))
+def _experts(source: RoleSource, prefix: str = "") -> tuple[Expert, ...]:
+    return tuple(Expert(*(source.linear(prefix + role) for role in expert_roles(number)))
+                 for number in range(source.config.moe.num_experts))
 
 
-def _apart(found: RoleSource, post_norm: Norm) -> ParallelExperts:
-    """A branch without parameters of its own reads what the MLP would, and only idle experts contribute nothing."""
-    config, own = found.config, found.config.moe
-    if "router_scale" in found.roles:
-        router_norm = found.ones(config.hidden_size, found.values("router_scale") * np.float32(config.hidden_size**-0.5))
-        return ParallelExperts(router_norm, found.norm("expert_norm"), found.norm("experts_after"), found.norm("mlp_after"),
-                     found.vector("expert_scales"))
-    read = Norm("none") if config.gated_norm_rank or own.latent_dim else post_norm  # from a norm computed beforehand
-    return ParallelExperts(read, read, None, None,
-                           found.put(np.repeat(np.float32([1, not own.zero_experts_drop]), [own.num_experts, own.zero_experts])))
+def _parallel_experts(source: RoleSource, post_norm: Norm) -> ParallelExperts:
+    """What experts beside an MLP have besides their matrices. Without norms of their own, they read what the MLP reads."""
+    config, moe = source.config, source.config.moe
+    if "router_scale" in source.roles:
+        router_scale = source.values("router_scale") * np.float32(config.hidden_size**-0.5)
+        return ParallelExperts(source.constant_norm(config.hidden_size, router_scale), source.norm("expert_norm"),
+                               source.norm("experts_after"), source.norm("mlp_after"), source.vector("expert_scales"))
+    norm = Norm("none") if config.gated_norm_rank or moe.latent_dim else post_norm  # none: the block has already applied it
+    scales = np.repeat(np.float32([1, not moe.zero_experts_drop]), [moe.num_experts, moe.zero_experts])
+    return ParallelExperts(norm, norm, None, None, source.put(scales))
 
 
-def _shared(found: RoleSource) -> SharedExpert | None:
-    if SHARED_EXPERT_ROLES[1] not in found.roles:
+def _shared_expert(source: RoleSource) -> SharedExpert | None:
+    if SHARED_EXPERT_ROLES[1] not in source.roles:
         return None
-    factor = found.config.residual_multiplier * found.config.multiplier(SHARED_EXPERT_ROLES[2])
-    return SharedExpert(*map(found.linear, SHARED_EXPERT_ROLES), factor, found.config.expert_act(found.layer, shared=True))
+    multiplier = source.config.residual_multiplier * source.config.multiplier(SHARED_EXPERT_ROLES[2])
+    return SharedExpert(*map(source.linear, SHARED_EXPERT_ROLES), multiplier, source.config.expert_act(source.layer, shared=True))
 
 
-def _path(found: RoleSource) -> RouterMlp | None:
-    if "router_in" not in found.roles:
+def _router_mlp(source: RoleSource) -> RouterMlp | None:
+    if "router_in" not in source.roles:
         return None
-    return RouterMlp(found.linear("router_in"), found.vector("router_share"), found.norm("router_norm"), found.linear("router_first"),
-                      found.linear("router_second"))
+    return RouterMlp(source.linear("router_in"), source.vector("router_share"), source.norm("router_norm"), source.linear("router_first"),
+                     source.linear("router_second"))

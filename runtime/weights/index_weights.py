@@ -1,4 +1,4 @@
-"""Parameters of a sparse-attention indexer, and token selection with them."""
+"""Weights of the indexer of sparse attention, and the selection of tokens with them."""
 
 from __future__ import annotations
 
@@ -16,35 +16,50 @@ if TYPE_CHECKING:
     from .role_source import RoleSource
 
 
-def index_weights(found: RoleSource) -> Indexer | None:
-    """The indexer of a layer."""
-    if "index_q" not in found.roles:
+def indexer_weights(source: RoleSource) -> Indexer | None:
+    """The indexer of a layer, if it has one."""
+    if "index_q" not in source.roles:
         return None
-    linear, vector, (kind, eps) = found.linear, found.vector, found.config.indexer.norm
+    linear, vector = source.linear, source.vector
+    kind, eps = source.config.indexer.norm
 
     def norm(role: str) -> Norm | None:
-        return Norm(kind, vector(role), vector(f"{role}_bias"), eps) if role in found.roles else None
+        return Norm(kind, vector(role), vector(f"{role}_bias"), eps) if role in source.roles else None
 
-    return Indexer(linear("index_q"), norm("index_q_norm"), linear("index_k"), norm("index_k_norm"), linear("index_weights"),
-                 norm("index_entered"), growth(found, "index_"), vector("index_places"))
+    return Indexer(
+        q=linear("index_q"),
+        q_norm=norm("index_q_norm"),
+        k=linear("index_k"),
+        k_norm=norm("index_k_norm"),
+        weights=linear("index_weights"),
+        input_norm=norm("index_entered"),
+        query_scaling=query_scaling(source, "index_"),
+        pool_bias=vector("index_places"),
+    )
 
 
-def growth(found: RoleSource, whose: str = "") -> tuple[object, object] | None:
-    """Per-head factors by which queries of a layer, or of its indexer, grow with position."""
-    return (found.vector(f"{whose}grow_scale"), found.vector(f"{whose}grow_offset")) if f"{whose}grow_scale" in found.roles else None
+def query_scaling(source: RoleSource, prefix: str = "") -> tuple[object, object] | None:
+    """Scales and offsets, by head, of queries by their position: those of a layer, or with a `prefix` of its indexer. None: not scaled."""
+    if f"{prefix}grow_scale" not in source.roles:
+        return None
+    return source.vector(f"{prefix}grow_scale"), source.vector(f"{prefix}grow_offset")
 
 
 def choose(ops: BlockOps, w: Indexer, q: object, k: object, weights: object | None, kv: LayerCache, positions: np.ndarray,
            rope: RopeTable | None, shape: IndexShape) -> None:
-    """Select what the tokens of a pass attend to: products with the index matrices, normed and rotated in place; keys that are means over
-    several tokens are normed and rotated once complete."""
+    """Select what the tokens of a pass attend to.
+
+    q, k: index queries and keys before their norms; both are changed in place. Keys that are means over several tokens are normed and
+    rotated by the cache, once they are complete.
+    weights: of the index heads, per token.
+    """
     table = None if rope is None else rope.index
-    if shape.weighted_pooling:
-        kv.choose(ops.rope_heads(q, shape.heads, shape.width, positions, table, w.q_norm), k, weights, (w.k_norm, w.pool_bias))
-        return
-    if shape.pooled:
-        kv.choose(ops.rope_heads(q, shape.heads, shape.width, positions, table, w.q_norm), k, weights, (w.k_norm, table))
-        return
-    k = ops.rope_heads(k, 1, shape.width, positions, table, w.k_norm)
+    if not shape.pooled and not shape.weighted_pooling:
+        k = ops.rope_heads(k, 1, shape.width, positions, table, w.k_norm)
     q = ops.rope_heads(q, shape.heads, shape.width, positions, table, w.q_norm)
-    kv.choose(q, k, weights)
+    if shape.weighted_pooling:
+        kv.choose(q, k, weights, (w.k_norm, w.pool_bias))
+    elif shape.pooled:
+        kv.choose(q, k, weights, (w.k_norm, table))
+    else:
+        kv.choose(q, k, weights)

@@ -103,9 +103,9 @@ def apply_layout(model: Model, prepared: Prepared) -> Iterator[Progress | Notice
             continue
         with model.pager.lease(layer) as raw:
             for tensor in model.tensors[layer].values():
-                if tensor.name in wanted - model.looked_up:
+                if tensor.name in wanted - model.lut_tensors:
                     lut_layout.reorder_codes(model.backends["cpu"].pool, raw[tensor.name], tensor.spec, tensor.shape)
-                    model.looked_up.add(tensor.name)
+                    model.lut_tensors.add(tensor.name)
                     done += tensor.nbytes
         yield Progress("arranging for table lookup", done, total, "bytes")
     for decision in chosen:

@@ -1,4 +1,4 @@
-"""Parameters of gated residuals and of n-gram layers, as blocks and ops read them."""
+"""Weights of gated residuals and of n-gram embeddings, from a layer's tensors."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from ...quant.weight import Norm
 if TYPE_CHECKING:
     from .role_source import RoleSource
 
-AROUND, LEAVES = ("attn_mix", "mlp_mix"), "leave_mix"  # role prefixes of a layer's branches, and of the final merge
-KIND = "rms+1"  # of norms, which are stored minus one
+BRANCH_MIXES, FINAL_MIX = ("attn_mix", "mlp_mix"), "leave_mix"  # role prefixes of a layer's branches, and of the final merge
+NORM_KIND = "rms+1"
 
 
-def _norm(found: RoleSource, role: str) -> Norm:
-    return Norm(KIND, found.vector(role), None, found.config.norm_eps)
+def _norm(source: RoleSource, role: str) -> Norm:
+    return Norm(NORM_KIND, source.vector(role), None, source.config.norm_eps)
 
 
-def residual(found: RoleSource, role: str) -> GatedResidual:
-    """The gates where a branch, or the merge after the last layer, meets the streams."""
-    return GatedResidual(found.config.residual_streams, _norm(found, f"{role}.mix_norm"),
-                    *(found.linear(f"{role}.mix_{part}") for part in ("down", "up", "in")))
+def gated_residual(source: RoleSource, role: str) -> GatedResidual:
+    """The gates of a branch, or of the merge after the last layer."""
+    down, up, inject = (source.linear(f"{role}.mix_{matrix}") for matrix in ("down", "up", "in"))
+    return GatedResidual(source.config.residual_streams, _norm(source, f"{role}.mix_norm"), down, up, inject)
 
 
-def residuals_around(found: RoleSource) -> tuple[GatedResidual, ...] | None:
+def layer_gated_residuals(source: RoleSource) -> tuple[GatedResidual, ...] | None:
     """The gated residuals of both branches of a layer, if it has them."""
-    return tuple(residual(found, role) for role in AROUND) if found.config.residual_gate_rank else None
+    return tuple(gated_residual(source, role) for role in BRANCH_MIXES) if source.config.residual_gate_rank else None
 
 
-def ngram_weights(found: RoleSource) -> NgramWeights | None:
-    """The n-gram parameters of a layer; convolution taps are stored tap-major."""
-    if "ngram_key" not in found.roles:
+def ngram_weights(source: RoleSource) -> NgramWeights | None:
+    """The n-gram embeddings of a layer, if it has them."""
+    if "ngram_key" not in source.roles:
         return None
-    taps = found.values("ngram_conv").reshape(-1, found.config.ngrams.shape.kernel)
-    return NgramWeights(found.linear("ngram_key"), found.linear("ngram_value"), found.put(taps.T),
-                  *(_norm(found, f"ngram_{name}_norm") for name in ("query", "key", "conv")))
+    taps = source.values("ngram_conv").reshape(-1, source.config.ngrams.shape.kernel)
+    norms = (_norm(source, f"ngram_{name}_norm") for name in ("query", "key", "conv"))
+    return NgramWeights(source.linear("ngram_key"), source.linear("ngram_value"), source.put(taps.T), *norms)

@@ -1,4 +1,4 @@
-"""Attention and MLP blocks shared by several layers (Zamba 2), and each layer's own additions.
+"""Attention and MLP blocks shared by several layers (Zamba 2), and the weights that a layer adds to the block it uses.
 
 Shared blocks are stored outside the layers (roles `blocks.<number>.<role>`), so they are in memory once, and stay there when weights
 stream: a token reads each several times. A layer's additions are stored with the layer.
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from ..tensors import ModelTensor
     from .role_source import RoleSource
 
-BLOCKS, LENT_OUT, ATTENTION = "blocks.", "lent_out", ("q", "k", "v")
-MATRICES = (*ATTENTION, "o", "gate", "up", "down")
-WIDE = ("gate_wide", "up_wide")
+BLOCKS = "blocks."  # prefix of the roles of shared blocks
+OUT_ROLE = "lent_out"  # of a layer's output projection; present in layers that use a block
+QKV = ("q", "k", "v")
+MATRICES = (*QKV, "o", "gate", "up", "down")
+MLP_UP_ROLES = ("gate_wide", "up_wide")  # of a layer's low-rank branches of gate and up, which share the matrix "mlp_low"
 
 
 def block_role(block: int, role: str) -> str:
@@ -43,17 +45,20 @@ def uses(config: ModelConfig, role: str) -> int:
     return sum(role.startswith(block_role(block_of(config, layer), "")) for layer in config.hybrid_layers)
 
 
-def shared_blocks(found: RoleSource) -> tuple[SharedBlock, ...]:
-    """The shared blocks, from tensors outside the layers."""
-    made = []
-    for number in range(found.config.num_shared_blocks):
-        own = {role: found.linear(block_role(number, role)) for role in MATRICES}
-        made.append(SharedBlock(found.norm(block_role(number, "input_norm")), mlp_norm=found.norm(block_role(number, "post_norm")), **own))
-    return tuple(made)
+def shared_blocks(source: RoleSource) -> tuple[SharedBlock, ...]:
+    """The shared blocks, from the tensors outside the layers."""
+    blocks = []
+    for number in range(source.config.num_shared_blocks):
+        matrices = {role: source.linear(block_role(number, role)) for role in MATRICES}
+        input_norm, mlp_norm = source.norm(block_role(number, "input_norm")), source.norm(block_role(number, "post_norm"))
+        blocks.append(SharedBlock(input_norm, mlp_norm=mlp_norm, **matrices))
+    return tuple(blocks)
 
 
-def block_of_layer(found: RoleSource, blocks: Sequence[SharedBlock]) -> SharedBlockUse:
+def block_of_layer(source: RoleSource, blocks: Sequence[SharedBlock]) -> SharedBlockUse:
     """The shared block as this layer uses it."""
-    beside = [made for role in ATTENTION if (made := found.low_rank(f"{role}_low", f"{role}_wide")) is not None]
-    into, block = found.linear("mlp_low"), blocks[block_of(found.config, found.layer)]
-    return SharedBlockUse(block, tuple(beside), tuple(LowRank(into, found.linear(role)) for role in WIDE), found.linear(LENT_OUT))
+    qkv_lora = (source.low_rank(f"{role}_low", f"{role}_wide") for role in QKV)
+    mlp_down = source.linear("mlp_low")
+    gate_up_lora = tuple(LowRank(mlp_down, source.linear(role)) for role in MLP_UP_ROLES)
+    block = blocks[block_of(source.config, source.layer)]
+    return SharedBlockUse(block, tuple(branch for branch in qkv_lora if branch is not None), gate_up_lora, source.linear(OUT_ROLE))

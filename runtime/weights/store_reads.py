@@ -17,7 +17,7 @@ from ...quant.weight import Norm, Weight, to_f32
 from ..ngrams import held, role_of
 from ..tensors import ModelTensor, as_float32, typed
 from . import residual_weights
-from .compressed_weights import LEAVES, PICKS, hash_routing, routing_correction
+from .compressed_weights import FINAL_MIX, HASH_TABLE, hash_routing, routing_correction
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class StoreReads:
-    """A mix-in of `Model`, whose fields these are."""
+    """A mix-in of `Model`: methods that read tensors from the store. The fields are those of the model."""
 
     config: ModelConfig
     store: TensorStore
@@ -43,7 +43,7 @@ class StoreReads:
         return self.records.layer(layer, raw, self.backends["cpu"])
 
     def read_before_head(self) -> PreHead | None:
-        """What lies between the last norm and the head."""
+        """The transform between the last norm and the head, if there is one."""
         tensors = [tensor for role, tensor in self.tensors["outer"].items() if role.startswith(("head_in", "head_norm"))]
         return self.records.before_head({tensor.name: self.store.read(tensor.info) for tensor in tensors})
 
@@ -55,15 +55,18 @@ class StoreReads:
     def read_vector(self) -> list[np.ndarray]:
         """The matrices float32 [N, K] that project a state to an embedding, applied in turn with a ReLU between them."""
         tensors = [self.tensors["outer"][role] for role in ("vector_in", "vector") if role in self.tensors["outer"]]
-        return [as_float32(each, {each.name: self.store.read(each.info)}).reshape(each.shape) for each in tensors]
+        return [as_float32(tensor, {tensor.name: self.store.read(tensor.info)}).reshape(tensor.shape) for tensor in tensors]
 
     def find_nan(self) -> str | None:
         """The name of a tensor that contains NaN or infinity, if there is one."""
         for roles in self.tensors.values():
             for tensor in held(roles).values():
                 raw = {tensor.name: self.store.read(tensor.info)}
-                low = None if tensor.spec.is_raw else Weight.low_bit(tensor.spec, tensor.shape, raw[tensor.name])
-                if not np.isfinite(as_float32(tensor, raw) if low is None else low.to_f32()).all():
+                if tensor.spec.is_raw:
+                    values = as_float32(tensor, raw)
+                else:
+                    values = Weight.low_bit(tensor.spec, tensor.shape, raw[tensor.name]).to_f32()
+                if not np.isfinite(values).all():
                     return tensor.name
         return None
 
@@ -71,10 +74,10 @@ class StoreReads:
         """The initial residual stream of windows of text, from an unquantized store: float32 [tokens, D], or [tokens, S * D] for several
         streams."""
         states = self._read_embeddings(windows)
-        made = [states @ matrix.T for matrix in self._read_streams("enter")]
-        if self.config.residual_streams and not made:
+        others = [states @ matrix.T for matrix in self._read_streams("enter")]
+        if self.config.residual_streams and not others:
             return np.tile(states, self.config.residual_streams)
-        return entered(states, np.stack(made)).astype(np.float32).reshape(len(states), -1) if made else states
+        return entered(states, np.stack(others)).astype(np.float32).reshape(len(states), -1) if others else states
 
     def read_left(self, states: np.ndarray) -> np.ndarray:
         """The input of the last norm, from final states [tokens, S * D]: float32 [tokens, D]."""
@@ -82,8 +85,8 @@ class StoreReads:
             return self._read_gated(states.reshape(len(states), self.config.residual_streams, -1))
         if self.config.sinkhorn_iterations:
             return states.reshape(len(states), self.config.residual_streams, -1).mean(1)
-        if LEAVES in self.tensors["outer"]:
-            matrix, base, scale = (self._read_whole(LEAVES + end) for end in ("", "_base", "_scale"))
+        if FINAL_MIX in self.tensors["outer"]:
+            matrix, base, scale = (self._read_whole(FINAL_MIX + suffix) for suffix in ("", "_base", "_scale"))
             split = states.reshape(len(states), self.config.residual_streams, -1)
             say = reference_hyper_connections.said(split, matrix, self.config.norm_eps)
             return reference_hyper_connections.left(split, say, scale, base, self.config.sinkhorn[1]).astype(np.float32)
@@ -93,15 +96,16 @@ class StoreReads:
 
     def _read_gated(self, streams: np.ndarray) -> np.ndarray:
         """Streams [tokens, S, D] merged by per-channel gates."""
-        norm, down, up = (self._read_whole(f"{residual_weights.LEAVES}.{part}") for part in ("mix_norm", "mix_down", "mix_up"))
-        normed = reference_gated_residuals.normed(streams, norm, self.config.norm_eps, residual_weights.KIND)
+        norm, down, up = (self._read_whole(f"{residual_weights.FINAL_MIX}.{part}") for part in ("mix_norm", "mix_down", "mix_up"))
+        normed = reference_gated_residuals.normed(streams, norm, self.config.norm_eps, residual_weights.NORM_KIND)
         opened = reference_gated_residuals.gates(normed.reshape(len(streams), -1) @ down.T, up, self.config.residual_streams)
         return reference_gated_residuals.read(normed, opened).astype(np.float32)
 
     def _read_streams(self, role: str) -> Iterator[np.ndarray]:
-        for each in (f"streams.{i}.{role}" for i in range(1, self.config.residual_streams)):
-            if each in self.tensors["outer"]:
-                yield self._read_whole(each)
+        """The matrices of the residual streams after the first."""
+        for name in (f"streams.{stream}.{role}" for stream in range(1, self.config.residual_streams)):
+            if name in self.tensors["outer"]:
+                yield self._read_whole(name)
 
     def _read_whole(self, role: str) -> np.ndarray:
         tensor = self.tensors["outer"][role]
@@ -122,7 +126,7 @@ class StoreReads:
             every = np.concatenate([np.full(behind - 1, own.eos_token_id, np.int64), ids])
             numbers = own.row_ids(layer, np.lib.stride_tricks.sliding_window_view(every, behind))
             return self._read_rows(role_of(layer), numbers.reshape(-1)).reshape(len(ids), -1)
-        width, role = config.per_layer_input_dim, f"{PICKS}{layer}"
+        width, role = config.per_layer_input_dim, f"{HASH_TABLE}{layer}"
         if role in roles:
             table = hash_routing(config, {layer: (roles[role], self._read_whole(role))})[layer]
             return routing_correction(table[ids], config.moe.num_experts)

@@ -30,37 +30,38 @@ if TYPE_CHECKING:  # imported by the module that makes models from parts
     from ..tensors import ModelTensor
 
 PART_NBYTES = 8 << 20
-LEAST_NBYTES = 16 << 10  # smaller tensors stay
-LARGE_NBYTES, MOST_NBYTES = 64 << 30, 2 << 40  # larger models get larger parts; beyond the second limit a token would take an hour
-CONVERTED = "its weights are converted on load, which cannot be repeated for every token"
-EXPERTS = "its experts are not stored as they are used, so they cannot be read individually"
-TABLES = ("embed", "layer_embed")  # of which a token needs a single row
+MIN_STREAMED_NBYTES = 16 << 10  # smaller tensors stay in memory
+LARGE_MODEL_NBYTES = 64 << 30  # larger models get larger parts
+MAX_MODEL_NBYTES = 2 << 40  # beyond this, a token would take an hour
+CONVERTED_REASON = "its weights are converted on load, which cannot be repeated for every token"
+EXPERTS_REASON = "its experts are not stored as they are used, so they cannot be read individually"
+TABLES = ("embed", "layer_embed")  # roles of which a token needs a single row
+# Stages of a layer, in order of use: the matrices of a stage read the same input.
 STAGES = (("lent_out",), ("state_in", "state_gate"), ("state_r", "state_k", "state_v"), ("state_out",), ("low_in",), ("low_out",),
           ("q", "k", "v", "kv_a", "q_a", "attn_gate"), ("q_b",), ("o",), ("gate", "up"), ("down",),
-          ("input_gate",), ("input_out",))  # stages of a layer, in order of use
+          ("input_gate",), ("input_out",))
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows [first, end) of a matrix in a part; its section names with the part's ranges that hold them."""
+    """Rows [first, end) of a matrix, in a part."""
 
-    name: str
+    name: str  # of the tensor
     first: int
     end: int
-    part: int
-    ranges: Mapping[str, int]
+    part: int  # index of the part
+    ranges: Mapping[str, int]  # section name -> index of the part's range that holds these rows of it
 
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """`always`: resident tensors per group. `slices`: per matrix, its rows in parts. `tables`: names of tables whose rows are fetched, the
-    embedding among them. `kept_for`: why large tensors stay, if any do."""
+    """What of a model is streamed, and what stays in memory."""
 
-    parts: tuple[Part, ...]
-    slices: Mapping[str, tuple[Slice, ...]]
-    always: Mapping[int | str, tuple[TensorInfo, ...]]
-    tables: frozenset[str]
-    kept_for: str
+    parts: tuple[Part, ...]  # in the order in which a pass uses them
+    slices: Mapping[str, tuple[Slice, ...]]  # by matrix (`ModelTensor.used_as`): its rows, in order
+    always: Mapping[int | str, tuple[TensorInfo, ...]]  # by layer or "outer": tensors that stay in memory
+    tables: frozenset[str]  # names of tensors whose rows are fetched one by one, such as the embedding
+    kept_for: str  # why large tensors stay in memory, empty if none do
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -70,8 +71,8 @@ class StreamLayout:
     @cached_property
     def same(self) -> tuple[int, ...]:
         """For every part, the first one with the same bytes; empty if all differ, as in models without layer loops."""
-        found = same_parts(self.parts)
-        return found if any(first != index for index, first in enumerate(found)) else ()
+        same = same_parts(self.parts)
+        return same if any(first != index for index, first in enumerate(same)) else ()
 
     @cached_property
     def always_nbytes(self) -> int:
@@ -80,60 +81,60 @@ class StreamLayout:
 
 
 def plan_layout(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> StreamLayout:
-    """The parts of a model, none for one larger than MOST_NBYTES; reads only headers."""
+    """The layout of a model, without parts for one larger than MAX_MODEL_NBYTES. Reads only headers."""
     tensors = {**tensors, "outer": held(tensors["outer"])}
     total = sum(tensor.nbytes for roles in tensors.values() for tensor in roles.values())
-    if total > MOST_NBYTES:
+    if total > MAX_MODEL_NBYTES:
         always = {key: tuple(tensor.info for tensor in roles.values()) for key, roles in tensors.items()}
         return StreamLayout((), {}, always, frozenset(), "")
-    maker = _Cut(store, PART_NBYTES * (2 if total > LARGE_NBYTES else 1))
+    splitter = _Splitter(store, PART_NBYTES * (2 if total > LARGE_MODEL_NBYTES else 1))
     outer = tensors["outer"]
     for key in sorted(key for key in tensors if key != "outer" and not is_cross_attention(tensors[key])):
         for stage in stages_of(tensors[key]):
             present = [tensors[key][role] for role in stage if role in tensors[key]]
-            maker.stage(present, together="gate" in stage and len(present) == 2)
+            splitter.add_stage(present, together="gate" in stage and len(present) == 2)
     head, drafts = outer.get("head", outer["embed"]), any(role.startswith(MTP) for role in outer)
-    if not drafts:  # which use the head between two passes
-        maker.stage([head])
+    if not drafts:  # a draft uses the head between two passes
+        splitter.add_stage([head])
     tables = frozenset(outer[role].name for role in TABLES
-                       if role in outer and maker.streams(outer[role]) and not (drafts and outer[role] is head))
-    always = {key: tuple(info for role, tensor in roles.items() if role != BUNDLES for info in maker.staying(tensor, tensor.name in tables))
+                       if role in outer and splitter.streams(outer[role]) and not (drafts and outer[role] is head))
+    always = {key: tuple(info for role, tensor in roles.items() if role != BUNDLES
+                         for info in splitter.resident(tensor, tensor.name in tables))
               for key, roles in tensors.items()}
-    kept = [info for infos in always.values() for info in infos]
-    whole = sum(tensor.nbytes for roles in tensors.values() for tensor in roles.values())
+    converted_nbytes = sum(info.nbytes for infos in always.values() for info in infos if store.place(info) is None)
+    expert_nbytes = sum(tensor.nbytes for roles in tensors.values() for role, tensor in roles.items() if expert_of(role) is not None)
     kept_for = ""
-    if 2 * sum(info.nbytes for info in kept if store.place(info) is None) > whole:
-        kept_for = CONVERTED
-    elif 2 * sum(tensor.nbytes for roles in tensors.values() for role, tensor in roles.items() if expert_of(role) is not None) > whole:
-        kept_for = EXPERTS
-    return StreamLayout(tuple(maker.parts), {name: tuple(found) for name, found in maker.slices.items()}, always, tables, kept_for)
+    if 2 * converted_nbytes > total:
+        kept_for = CONVERTED_REASON
+    elif 2 * expert_nbytes > total:
+        kept_for = EXPERTS_REASON
+    return StreamLayout(tuple(splitter.parts), {name: tuple(rows) for name, rows in splitter.slices.items()}, always, tables, kept_for)
 
 
 def stages_of(roles: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """STAGES of a layer. With parallel attention and MLP, o comes last (`families/cohere.py`); with a state beside attention, the state
-    reads after it and both are added then (`families/falcon_h1.py`). With gated norms, attention gates come from the same input as queries
-    (`families/axk2.py`)."""
-    if "state_in" in roles and "q" in roles:
+    """The stages of a layer with these roles: STAGES, but for blocks that use their matrices in another order."""
+    if "state_in" in roles and "q" in roles:  # a state beside attention reads the input after it (`families/falcon_h1.py`)
         first = ("q", "k", "v"), *STAGES[:3], ("o",)
         return (*first, *(stage for stage in STAGES if "q" not in stage and stage not in first))
-    if "input_norm_in" in roles:
+    if "input_norm_in" in roles:  # with gated norms, attention gates and queries have the same input (`families/axk2.py`)
         return tuple(("q_b", "attn_gate") if stage == ("q_b",) else tuple(role for role in stage if role != "attn_gate")
                      for stage in STAGES)
     if not is_parallel_block(roles):
         return STAGES
+    # Parallel attention and MLP (`families/cohere.py`): o comes last.
     return (*(stage for stage in STAGES if stage != ("o",)), ("o",))
 
 
-def sections(tensor: ModelTensor, place: int, first: int, end: int) -> Iterator[tuple[str, Range]]:
-    """The file ranges of a matrix's rows; its blob or values begin at `place`. Low-bit rows begin on a row block."""
+def sections(tensor: ModelTensor, offset: int, first: int, end: int) -> Iterator[tuple[str, Range]]:
+    """(section name, file range) for rows [first, end) of a matrix that begins at `offset` of its file. Low-bit rows begin on a block."""
     info, spec = tensor.info, tensor.spec
     if spec.is_raw:
         row = info.nbytes // tensor.shape[0]
-        yield "data", Range(info.file, place + first * row, (end - first) * row)
+        yield "data", Range(info.file, offset + first * row, (end - first) * row)
         return
-    at, begin, last = spec.sections(tensor.shape), first // ROWS, -(-end // ROWS)
-    for name, each in block_nbytes(at.depth, spec.bits, spec.scheme, spec.group).items():
-        yield name, Range(info.file, place + getattr(at, name) + begin * each, (last - begin) * each)
+    layout, first_block, end_block = spec.sections(tensor.shape), first // ROWS, -(-end // ROWS)
+    for name, nbytes in block_nbytes(layout.depth, spec.bits, spec.scheme, spec.group).items():
+        yield name, Range(info.file, offset + getattr(layout, name) + first_block * nbytes, (end_block - first_block) * nbytes)
 
 
 def fixed_name(name: str) -> str:
@@ -143,66 +144,68 @@ def fixed_name(name: str) -> str:
 
 def fixed_part(tensor: ModelTensor, store: TensorStore) -> TensorInfo:
     """The row scales and tables of a low-bit matrix, at the end of its blob."""
-    at = tensor.spec.sections(tensor.shape)
-    place, nbytes = store.place(tensor.info), at.nbytes - at.row_scales
-    return replace(tensor.info, name=fixed_name(tensor.name), shape=(nbytes,), offset=place + at.row_scales, nbytes=nbytes)
+    layout = tensor.spec.sections(tensor.shape)
+    nbytes = layout.nbytes - layout.row_scales
+    return replace(tensor.info, name=fixed_name(tensor.name), shape=(nbytes,), offset=store.place(tensor.info) + layout.row_scales,
+                   nbytes=nbytes)
 
 
-class _Cut:
-    """Collects parts of about `most` bytes."""
+class _Splitter:
+    """Splits matrices into parts of about `part_nbytes`, and collects them."""
 
-    def __init__(self, store: TensorStore, most: int) -> None:
-        self._store, self._most = store, most
+    def __init__(self, store: TensorStore, part_nbytes: int) -> None:
+        self._store, self._part_nbytes = store, part_nbytes
         self.parts: list[Part] = []
         self.slices: dict[str, list[Slice]] = {}
 
     def streams(self, tensor: ModelTensor) -> bool:
-        """Whether its rows can be used as they lie in the file."""
-        if len(tensor.shape) != 2 or tensor.nbytes < LEAST_NBYTES or tensor.spec.outliers:
+        """Whether rows of a tensor can be used as they are in the file."""
+        if len(tensor.shape) != 2 or tensor.nbytes < MIN_STREAMED_NBYTES or tensor.spec.outliers:
             return False
-        place = self._store.place(tensor.info)
-        return place is not None and place % (tensor.spec.bits // 8 if tensor.spec.is_raw else 2) == 0
+        offset = self._store.place(tensor.info)
+        return offset is not None and offset % (tensor.spec.bits // 8 if tensor.spec.is_raw else 2) == 0
 
-    def stage(self, tensors: Sequence[ModelTensor], together: bool = False) -> None:
-        """Split matrices that read the same input; `together`: equal rows of all go into one part."""
+    def add_stage(self, tensors: Sequence[ModelTensor], together: bool = False) -> None:
+        """Split matrices that read the same input. `together`: each part has the same rows of all of them."""
         if together:
             if all(map(self.streams, tensors)):
-                for first, end in _cuts(tensors[0].shape[0], sum(tensor.nbytes for tensor in tensors), self._most):
-                    self._part([(tensor, first, end) for tensor in tensors])
+                for first, end in _row_ranges(tensors[0].shape[0], sum(tensor.nbytes for tensor in tensors), self._part_nbytes):
+                    self._add_part([(tensor, first, end) for tensor in tensors])
             return
-        room, waiting = 0, []
+        free_nbytes, pending = 0, []
         for tensor in filter(self.streams, tensors):
-            for first, end in _cuts(tensor.shape[0], tensor.nbytes, self._most):
+            for first, end in _row_ranges(tensor.shape[0], tensor.nbytes, self._part_nbytes):
                 nbytes = tensor.nbytes * (end - first) // tensor.shape[0]
-                if waiting and nbytes > room:
-                    self._part(waiting)
-                    waiting, room = [], 0
-                room = (room if waiting else self._most) - nbytes
-                waiting.append((tensor, first, end))
-        if waiting:
-            self._part(waiting)
+                if pending and nbytes > free_nbytes:
+                    self._add_part(pending)
+                    pending = []
+                free_nbytes = (free_nbytes if pending else self._part_nbytes) - nbytes
+                pending.append((tensor, first, end))
+        if pending:
+            self._add_part(pending)
 
-    def _part(self, rows: Sequence[tuple[ModelTensor, int, int]]) -> None:
+    def _add_part(self, rows: Sequence[tuple[ModelTensor, int, int]]) -> None:
+        """A part of rows [first, end) of each of these tensors."""
         ranges: list[Range] = []
         for tensor, first, end in rows:
-            own = {}
-            for name, found in sections(tensor, self._store.place(tensor.info), first, end):
-                own[name] = len(ranges)
-                ranges.append(found)
-            self.slices.setdefault(tensor.used_as, []).append(Slice(tensor.name, first, end, len(self.parts), own))
+            range_of = {}
+            for name, section in sections(tensor, self._store.place(tensor.info), first, end):
+                range_of[name] = len(ranges)
+                ranges.append(section)
+            self.slices.setdefault(tensor.used_as, []).append(Slice(tensor.name, first, end, len(self.parts), range_of))
         self.parts.append(Part(tuple(ranges)))
 
-    def staying(self, tensor: ModelTensor, is_table: bool) -> Iterator[TensorInfo]:
-        """What of a tensor stays resident."""
+    def resident(self, tensor: ModelTensor, is_table: bool) -> Iterator[TensorInfo]:
+        """What of a tensor stays in memory."""
         if not is_table and tensor.used_as not in self.slices:
             yield tensor.info
         elif not tensor.spec.is_raw:
             yield fixed_part(tensor, self._store)
 
 
-def _cuts(rows: int, nbytes: int, most: int) -> Iterator[tuple[int, int]]:
-    """Row ranges of a matrix (or of several of the same shape) of at most `most` bytes, on row blocks."""
+def _row_ranges(rows: int, nbytes: int, max_nbytes: int) -> Iterator[tuple[int, int]]:
+    """Row ranges of a matrix (or of several of the same shape) of at most `max_nbytes`, on row blocks."""
     first = 0
-    for count in split_evenly(rows, max(ROWS, most * rows // nbytes), ROWS):
+    for count in split_evenly(rows, max(ROWS, max_nbytes * rows // nbytes), ROWS):
         yield first, first + count
         first += count

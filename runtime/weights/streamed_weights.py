@@ -27,25 +27,25 @@ if TYPE_CHECKING:  # imported by the module that uses these weights
 
 @dataclass(frozen=True)
 class StreamingPlan:
-    """How a model is streamed: its parts, which of them stay, cancellation, whether to use direct reads, and which neurons are read on
-    demand."""
+    """How a model's weights are streamed."""
 
     parts: StreamLayout
-    residency: Residency
+    residency: Residency  # which parts stay in memory
     cancelled: Callable[[], bool] = lambda: False
-    direct: bool = True
-    windows: NeuronWindows | None = None
+    direct: bool = True  # use direct reads, past the page cache
+    windows: NeuronWindows | None = None  # neurons that are read on demand; None: parts alone
 
     def pager(self, store: TensorStore) -> StreamingPager | NeuronPager:
-        rest = StreamingPager(store, self.parts.always, self.parts.parts, self.residency, self.cancelled, self.direct)
+        """The pager that carries out this plan."""
+        pager = StreamingPager(store, self.parts.always, self.parts.parts, self.residency, self.cancelled, self.direct)
         if self.windows is None:
-            return rest
-        return NeuronPager(rest, store, self.windows.places, self.windows.slots, self.cancelled, self.direct)
+            return pager
+        return NeuronPager(pager, store, self.windows.places, self.windows.slots, self.cancelled, self.direct)
 
 
 @dataclass(frozen=True)
 class StreamedWeights:
-    """Creates the weight records of one model."""
+    """Makes the `Weight`s of streamed matrices and of the embedding."""
 
     parts: StreamLayout
     pager: StreamingPager | NeuronPager
@@ -55,68 +55,75 @@ class StreamedWeights:
         return tensor.used_as in self.parts.slices
 
     def matrix(self, tensor: ModelTensor, resident: Mapping[str, np.ndarray]) -> Weight:
-        """A streamed matrix; `resident`: what its group keeps in memory."""
-        rows = []
-        for own in self.parts.slices[tensor.used_as]:
-            views, lease = self.pager.part(own.part)
-            found = {name: views[index] for name, index in own.ranges.items()}
-            rows.append(RowPart(own.first, _weight(tensor, found, own.first, own.end, resident), own.part, lease))
-        return Weight(tensor.spec, tensor.shape, {}, in_parts=tuple(rows))
+        """A streamed matrix; `resident` holds its row scales and tables, by name (`fixed_name`)."""
+        row_parts = []
+        for rows in self.parts.slices[tensor.used_as]:
+            views, lease = self.pager.part(rows.part)
+            parts = {name: views[index] for name, index in rows.ranges.items()}
+            row_parts.append(RowPart(rows.first, _rows_weight(tensor, parts, rows.first, rows.end, resident), rows.part, lease))
+        return Weight(tensor.spec, tensor.shape, {}, row_parts=tuple(row_parts))
 
-    def table(self, tensor: ModelTensor, place: int, resident: Mapping[str, np.ndarray]) -> Weight:
-        """The embedding, which begins at `place` of its file."""
+    def table(self, tensor: ModelTensor, offset: int, resident: Mapping[str, np.ndarray]) -> Weight:
+        """The embedding, which begins at `offset` of its file; `resident` as in `matrix`."""
+        block_rows = 1 if tensor.spec.is_raw else ROWS
+        block_nbytes = sum(section.nbytes + 2 * BLOCK for _, section in sections(tensor, offset, 0, block_rows))
+        max_blocks = max(1, FETCH_NBYTES // block_nbytes)
 
         def fetch(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray, Weight]]:
-            for begin, end, blocks in batches(ids, height, most):
-                ranges = [found for block in blocks
-                          for found in sections(tensor, place, block * height, min(tensor.shape[0], (block + 1) * height))]
-                with self.pager.fetch([found for _, found in ranges]) as views:
-                    joined = {name: np.concatenate([view for (own, _), view in zip(ranges, views, strict=True) if own == name])
-                              for name in dict.fromkeys(name for name, _ in ranges)}
-                    places = np.searchsorted(blocks, ids[begin:end] // height) * height + ids[begin:end] % height
-                    yield begin, places, _joined(tensor, joined, blocks, height, resident)
+            for begin, end, blocks in batches(ids, block_rows, max_blocks):
+                named_ranges = [section for block in blocks for section in sections(
+                    tensor, offset, block * block_rows, min(tensor.shape[0], (block + 1) * block_rows))]
+                with self.pager.fetch([section for _, section in named_ranges]) as views:
+                    parts: dict[str, list[np.ndarray]] = {}
+                    for (name, _), view in zip(named_ranges, views, strict=True):
+                        parts.setdefault(name, []).append(view)
+                    joined = {name: np.concatenate(pieces) for name, pieces in parts.items()}
+                    rows = rows_in_blocks(ids[begin:end], blocks, block_rows)
+                    yield begin, rows, _blocks_weight(tensor, joined, blocks, block_rows, resident)
 
-        height = 1 if tensor.spec.is_raw else ROWS
-        nbytes = sum(found.nbytes + 2 * BLOCK for _, found in sections(tensor, place, 0, height))
-        most = max(1, FETCH_NBYTES // nbytes)
-        return Weight(tensor.spec, tensor.shape, {}, fetch=fetch)
+        return Weight(tensor.spec, tensor.shape, {}, fetch_rows=fetch)
 
 
-def batches(ids: np.ndarray, height: int, most: int) -> Iterator[tuple[int, int, np.ndarray]]:
-    """(begin, end, ascending blocks of `height` rows that contain ids [begin, end)), at most `most` blocks each."""
+def batches(ids: np.ndarray, block_rows: int, max_blocks: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    """(begin, end, ascending blocks of `block_rows` rows that contain ids [begin, end)), at most `max_blocks` blocks each."""
     begin = 0
     while begin < len(ids):
         end, blocks = begin, set()
-        while end < len(ids) and (len(blocks) < most or int(ids[end]) // height in blocks):
-            blocks.add(int(ids[end]) // height)
+        while end < len(ids) and (len(blocks) < max_blocks or int(ids[end]) // block_rows in blocks):
+            blocks.add(int(ids[end]) // block_rows)
             end += 1
         yield begin, end, np.array(sorted(blocks), np.int64)
         begin = end
 
 
-def _weight(tensor: ModelTensor, found: dict[str, np.ndarray], first: int, end: int, resident: Mapping[str, np.ndarray]) -> Weight:
+def rows_in_blocks(ids: np.ndarray, blocks: np.ndarray, block_rows: int) -> np.ndarray:
+    """Positions of ids among the rows of these ascending blocks, one block after the other."""
+    return np.searchsorted(blocks, ids // block_rows) * block_rows + ids % block_rows
+
+
+def _rows_weight(tensor: ModelTensor, parts: dict[str, np.ndarray], first: int, end: int, resident: Mapping[str, np.ndarray]) -> Weight:
     """Rows [first, end) of a matrix, from its sections."""
     shape = (end - first, tensor.shape[1])
     if tensor.spec.is_raw:
-        return Weight.raw(tensor.spec.scheme, shape, found["data"])
-    scales, tables = _fixed(tensor, resident)
-    padded, each = -(-end // ROWS) * ROWS, row_nbytes(tensor.spec.scheme)
-    return Weight(tensor.spec, shape, {**found, "row_scales": scales[each * first : each * padded], **tables})
+        return Weight.raw(tensor.spec.scheme, shape, parts["data"])
+    scales, tables = _scales_and_tables(tensor, resident)
+    padded_end, scale_nbytes = -(-end // ROWS) * ROWS, row_nbytes(tensor.spec.scheme)
+    return Weight(tensor.spec, shape, {**parts, "row_scales": scales[scale_nbytes * first : scale_nbytes * padded_end], **tables})
 
 
-def _joined(tensor: ModelTensor, found: dict[str, np.ndarray], blocks: np.ndarray, height: int,
-            resident: Mapping[str, np.ndarray]) -> Weight:
-    """Scattered blocks of rows of a table, concatenated."""
-    shape = (len(blocks) * height, tensor.shape[1])
+def _blocks_weight(tensor: ModelTensor, parts: dict[str, np.ndarray], blocks: np.ndarray, block_rows: int,
+                   resident: Mapping[str, np.ndarray]) -> Weight:
+    """Scattered blocks of rows of a table, from their concatenated sections."""
+    shape = (len(blocks) * block_rows, tensor.shape[1])
     if tensor.spec.is_raw:
-        return Weight(tensor.spec, shape, {"data": found["data"].view(RAW_NUMPY[tensor.spec.scheme]).reshape(shape)})
-    scales, tables = _fixed(tensor, resident)
-    chosen = scales.reshape(-1, row_nbytes(tensor.spec.scheme) * ROWS)[blocks].reshape(-1)
-    return Weight(tensor.spec, shape, {**found, "row_scales": chosen, **tables})
+        return Weight(tensor.spec, shape, {"data": parts["data"].view(RAW_NUMPY[tensor.spec.scheme]).reshape(shape)})
+    scales, tables = _scales_and_tables(tensor, resident)
+    row_scales = scales.reshape(-1, row_nbytes(tensor.spec.scheme) * ROWS)[blocks].reshape(-1)
+    return Weight(tensor.spec, shape, {**parts, "row_scales": row_scales, **tables})
 
 
-def _fixed(tensor: ModelTensor, resident: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Row scales and tables of a low-bit matrix."""
-    kept, at = resident[fixed_name(tensor.name)], tensor.spec.sections(tensor.shape)
-    tables = {} if at.tables < 0 else {"tables": kept[at.tables - at.row_scales :]}
-    return kept[: row_nbytes(tensor.spec.scheme) * at.rows], tables
+def _scales_and_tables(tensor: ModelTensor, resident: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Row scales and tables of a low-bit matrix, which stay in memory."""
+    fixed, layout = resident[fixed_name(tensor.name)], tensor.spec.sections(tensor.shape)
+    tables = {} if layout.tables < 0 else {"tables": fixed[layout.tables - layout.row_scales :]}
+    return fixed[: row_nbytes(tensor.spec.scheme) * layout.rows], tables
