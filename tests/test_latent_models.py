@@ -189,7 +189,7 @@ def test_a_profile_weighs_values_by_what_latents_go_through(folder: Path, tmp_pa
         error = np.random.default_rng(1).standard_normal((3, own.key)).astype(np.float32)
         with engine.model.layer(1) as weights:
             grams = _grams(weights, None, engine.config, 1)
-            values = reference_latent.values(np.tile(error, heads), heads, own, weights.mla.expand.to_f32()).reshape(3, heads, -1)
+            values = reference_latent.values(np.tile(error, heads), heads, own, weights.mla.kv_b.to_f32()).reshape(3, heads, -1)
             o = weights.o.weight.to_f32().reshape(-1, heads, own.value)
             moved = np.square(np.einsum("thv,dhv->thd", values, o)).sum(-1)
         assert np.allclose(np.einsum("ti,hij,tj->th", error, grams, error), moved, rtol=1e-3)

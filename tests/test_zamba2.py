@@ -137,7 +137,7 @@ def test_stages_match_the_reference(tokens: int) -> None:
     n, m = (normed(values, each) for values, each in ((x, wide), (x[:, :hidden], narrow)))
     matrix = {id(each): each.weight.to_f32().astype(np.float64) for each in (
         gate, up, down, out, first, *(part for low in (*own, beside) for part in (low.down, low.up)))}
-    low = lambda values, each: values @ matrix[id(each.into)].T @ matrix[id(each.out)].T  # noqa: E731
+    low = lambda values, each: values @ matrix[id(each.down)].T @ matrix[id(each.up)].T  # noqa: E731
     gates, ups = (m @ matrix[id(each)].T + low(m, branch) for each, branch in zip((gate, up), own, strict=True))
     wanted = (n @ matrix[id(first)].T + low(n, beside), gelu(gates) * ups @ matrix[id(down)].T,
               np.concatenate([x[:, :hidden] + read @ matrix[id(out)].T, x[:, hidden:]], 1))

@@ -13,7 +13,7 @@ from ...offload.gguf_header import GgufHeader, Value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..tensors import as_float32
-from ..weights.weight_records import CURVE
+from ..weights.weight_records import XIELU_ROLES
 from .family_context import USUAL_THETA, FamilyContext
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def with_curves(config: ModelConfig, tensors: Mapping[int | str, Mapping[str, Mo
         return config, dict(tensors)
     layers = range(config.num_hidden_layers)
     read = lambda tensor: float(as_float32(tensor, {tensor.name: store.read(tensor.info)})[0])  # noqa: E731
-    curves = config.activation_params or tuple(tuple(read(tensors[layer][role]) for role in CURVE) for layer in layers)
-    left = {key: {role: tensor for role, tensor in roles.items() if role not in CURVE} for key, roles in tensors.items()}
+    curves = config.activation_params or tuple(tuple(read(tensors[layer][role]) for role in XIELU_ROLES) for layer in layers)
+    left = {key: {role: tensor for role, tensor in roles.items() if role not in XIELU_ROLES} for key, roles in tensors.items()}
     return replace(config, activation_params=curves), left
 
 
