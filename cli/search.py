@@ -77,8 +77,7 @@ def print_results(shown: Sequence[SearchResult], memory: int, screen: Screen) ->
     fitted_table(screen, headings,
                  [(each.repo, each.kind, each.form, format_parameters(each.parameters) if each.parameters else "",
                    format_size(each.nbytes) if each.nbytes else "", each.fits(memory), abbreviate(each.downloads),
-                   shown_licence(each.licence), "gated" if each.gated else "",
-                   *((f"no: {each.why_not}" if each.why_not else "embeddings" if each.makes_vectors else "yes",) if shows_reason else ()))
+                   shown_licence(each.licence), "gated" if each.gated else "", *((runs_here(each),) if shows_reason else ()))
                   for each in shown], ("parameters", "size", "downloads"), spare=("format", "licence", "downloads", "type", "parameters"))
     example = next((each for each in shown if not each.why_not), None)
     if example is not None:
@@ -86,6 +85,11 @@ def print_results(shown: Sequence[SearchResult], memory: int, screen: Screen) ->
                     f"`effllm pull {typed(example.repo)}` fetches it")
     if any(each.form == "GGUF" and not each.why_not for each in shown):
         screen.note("a GGUF repository has files of several precisions: add one to its name, as in org/repo:Q4_K_M")
+
+
+def runs_here(result: SearchResult) -> str:
+    """Whether a model runs here, and as what; why not otherwise."""
+    return f"no: {result.why_not}" if result.why_not else "embeddings" if result.is_embedding_model else "yes"
 
 
 def note_other_results(text: str, shown: int, running: int, found: int, all: bool, limit: int, screen: Screen) -> None:

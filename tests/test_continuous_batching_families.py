@@ -30,7 +30,7 @@ def assert_rows_alone(engine: Engine) -> None:
             ids = rng.integers(0, rows, length).tolist()
             for reads, passes.is_single in ((one, False), (other, True)):  # in pieces, and in chunks
                 list(reads.prefill(ids))
-        assert not said and passes.most > 1
+        assert not said and passes.max_tokens > 1
         for step in range(STEPS):
             place, guesses = step % len(LENGTHS), rng.integers(0, rows, 3).tolist()
             if engine.speculation is not None and together[place].cache.max_speculative_tokens >= len(guesses):

@@ -64,7 +64,8 @@ def test_working_memory_stays_below_the_plan(name: str, kv: str, tmp_path: Path)
         saved(made, folder := tmp_path)
     engine, _ = opened(folder, simulated(), kv=kv)
     ids = np.random.default_rng(1).integers(0, engine.config.vocab_size, 480).tolist()
-    engine._wanted = lambda ends: None  # as where drafts read the states of all tokens: the last layers take no less than others
+    # As where drafts read the states of all tokens: the last layers take no less than others.
+    engine._num_states_needed = lambda ends_prompt: None
     try:
         with watched() as seen:
             list(engine.prefill(ids))

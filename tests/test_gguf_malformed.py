@@ -98,7 +98,7 @@ def test_a_token_that_is_there_often_is_cut_once(monkeypatch: pytest.MonkeyPatch
                                       np.ones(756), np.zeros(756, np.float32), [], {}, True, True, None)
     ids = tokenizer._ids(vocabulary.tokens)
     assert len(tokenizer.implied_merges(vocabulary, ids)) == sum(range(256))
-    monkeypatch.setattr(tokenizer, "MOST_CUTS", 1000)
+    monkeypatch.setattr(tokenizer, "MAX_SPLITS", 1000)
     with pytest.raises(tokenizer.TokenizerError, match="more than 1,000 ways"):
         tokenizer.implied_merges(vocabulary, ids)
 

@@ -287,7 +287,7 @@ def test_calibration_sees_every_matrix_and_smoothing_changes_nothing_but_roundin
             if not isinstance(found, LayerStats) or found.key == "outer":
                 continue
             assert {"kv_a", "o", *queries} <= set(found.roles) and "kv_b" not in found.roles
-            changed = converter._equalised(found)
+            changed = converter._equalise(found)
             roles = {job.role for job in plan.jobs if job.name in changed}
             dense = set() if found.key in plan.config.moe.layers else {"post_norm", "gate", "up", "down"}
             assert roles == {"input_norm", "kv_a"} | queries | ({"q_a_norm"} if "q_a" in queries else set()) | dense

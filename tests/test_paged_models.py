@@ -190,7 +190,7 @@ def test_records_follow_their_expert_from_slot_to_slot(folders) -> None:
         assert isinstance(pages, LayerExperts) and raw is not None and len(pages) == 6
         table = engine.backends["cpu"].mixtures.tables[id(pages)]
         for expert in range(6):
-            slot = table.where[expert] // pages.slot_nbytes
+            slot = table.slot_address[expert] // pages.slot_nbytes
             own = pages.expert(expert, slot)
             assert table.gated[expert, 1] == own.gate.weight.address and table.down[expert, 1] == own.down.weight.address, key
     engine.close()

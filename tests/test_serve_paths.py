@@ -21,7 +21,7 @@ OF_ONE = {("/lora-adapters", "GET"), ("/lora-adapters", "POST"), ("/v1/responses
 
 
 def of_one_model() -> set[tuple[str, str]]:
-    replies = SimpleNamespace(adapted=SimpleNamespace(names=(), scales=()), tokenizer=None, config=None, engine=None)
+    replies = SimpleNamespace(adapters=SimpleNamespace(names=(), scales=()), tokenizer=None, config=None, engine=None)
     return paths(GenerationService(replies, MagicMock(), "m", print, defaults=Defaults(GenerationOptions(SamplerSettings()))).routes())
 
 

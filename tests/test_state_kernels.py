@@ -30,7 +30,7 @@ def test_kernels_compute_the_reference(layer: Layer) -> None:
     given = inputs(layer.shape, 90)
     out, state = expected(layer.shape, given)
     assert_close(layer.text(given, [90]), out, 2e-5)
-    assert_close(layer.recurrent(), state, 2e-5)
+    assert_close(layer.state(), state, 2e-5)
 
 
 def test_neither_cuts_nor_threads_change_a_bit(layer: Layer) -> None:
@@ -84,9 +84,9 @@ def test_a_draft_is_gone_back_in(shape: StateShape, backend: str) -> None:
     begun, draft = layer.slot, tuple(x[20:] for x in given)
     for tokens in range(1, MAX_DECODE_TOKENS):
         layer.run(draft, hold=False)
-        told = layer.told.copy()
+        told = layer.pass_slots.copy()
         layer.states.rebuild_slot(begun, 2, tokens)
-        assert np.array_equal(layer.told, told) and layer.slot == begun
+        assert np.array_equal(layer.pass_slots, told) and layer.slot == begun
         layer.run(tuple(x[:tokens] for x in draft), hold=False)
         assert_close(*(layer.slot_values(slot) for slot in (2, 1 - begun)), within)
     fresh = Layer(ops, shape)
@@ -103,7 +103,7 @@ def test_torch_computes_the_reference(shape: StateShape) -> None:
     for cuts in ([150], [70, 1, 8, 71]):
         layer = Layer(TorchOps("cpu"), shape)
         assert_close(layer.text(given, cuts), out, 2e-4)
-        assert_close(layer.recurrent(), state, 2e-4)
+        assert_close(layer.state(), state, 2e-4)
 
 
 def test_a_state_goes_from_one_backend_to_another(layer: Layer) -> None:

@@ -64,7 +64,7 @@ class SearchResult:
     def to_json(self, memory: int) -> dict[str, object]:
         return {"repo": self.repo, "type": self.kind, "format": self.form, "parameters": self.parameters, "size_bytes": self.nbytes,
                 "fits": self.fits(memory) or None, "licence": self.licence, "gated": self.gated, "downloads": self.downloads,
-                "likes": self.likes, "makes_vectors": self.makes_vectors, "why_not": self.why_not or None}
+                "likes": self.likes, "makes_vectors": self.is_embedding_model, "why_not": self.why_not or None}
 
 
 def search(client: Client, words: str, order: str = "downloads", wanted: int = 20) -> list[SearchResult]:
