@@ -183,8 +183,6 @@ class Model(StoreReads):
         self.pager.close()
         self.store.close()
 
-    # -- weights ---------------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def layer(self, index: int) -> Iterator[LayerWeights]:
         """Lease a layer's weights, on its backend."""
@@ -207,8 +205,6 @@ class Model(StoreReads):
             records = self.records.outer(raw) if key == "outer" else self.records.layer(key, raw, host, lut_tensors=self.lut_tensors)
             self._wrapped[key] = (raw, records)
         return self._wrapped[key][1]
-
-    # -- forward ---------------------------------------------------------------------------------------------------------------
 
     def forward(self, ids: np.ndarray, cache: KVCache, tap: Tap = no_tap, commit: bool = True, prompt: bool = False,
                 scales: np.ndarray | None = None, media: MediaEmbeddings | None = None, rope_positions: np.ndarray | None = None,
