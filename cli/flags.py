@@ -32,7 +32,7 @@ def flag(panel: str, names: str, metavar: str, help: str, command: str = "", **m
 
     panel: the section of the help page.
     names: its names, separated by spaces; the first long one also names its variable and its setting.
-    value: the placeholder of its value, empty for a boolean. Words between bars (`auto|on|off`) are completed by a shell.
+    metavar: the placeholder of its value, empty for a boolean. Words between bars (`auto|on|off`) are completed by a shell.
     command: set if the flag means something else in this command than in others, so that it needs a variable of its own.
     """
     long = long_name(names.split())

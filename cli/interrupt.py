@@ -50,8 +50,8 @@ def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
 
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal count
-        previous_handler, count = count, count + (new := presses())
-        if previous_handler == 0 < new:
+        previous_count, count = count, count + (new := presses())
+        if previous_count == 0 < new:
             cancel()
         if new and count > 1:
             raise SecondInterrupt

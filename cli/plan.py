@@ -136,7 +136,8 @@ def plan_before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen
 
 
 def machine_roofs(prepared: Prepared, screen: Screen, no_probe: bool, download_folder: Path | None = None) -> Roofs:
-    """The measured rates of this machine; missing ones are measured first. `coming`: where a model will be that is not here."""
+    """The measured rates of this machine; missing ones are measured first. `download_folder`: of a model that is not here
+    yet."""
     from ..runtime.planning import forecast, roofs
     from ..runtime.pull.run_estimate import nearest
 

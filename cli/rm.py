@@ -59,8 +59,8 @@ def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes =
         screen.json({**removal.to_json(), "removed": True})
     else:
         part = "the partial download was removed" if removal.was_pulled else "the unfinished folder was removed"
-        question = part if removal.is_part else "removed"
-        screen.note(f"{removal.folder}: {question}, {size} freed")
+        outcome = part if removal.is_part else "removed"
+        screen.note(f"{removal.folder}: {outcome}, {size} freed")
 
 
 def removal_question(removal: Removal, size: str) -> str:

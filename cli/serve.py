@@ -278,9 +278,9 @@ def note_page(screen: Screen, url: str, is_shown: bool) -> None:
 
 
 def log_request(screen: Screen, quiet: bool, method: str, path: str, status: int, record: RequestRecord) -> None:
-    """Write the log line of a request; `quiet` omits successful ones. Files of the chat page are not logged, nor are requests that a worker
-    logs."""
-    if record.is_page_asset or record.is_proxied:
+    """Write the log line of a request; `quiet` omits successful ones. Files of the chat page and polls of background responses are not
+    logged, nor are requests that a worker logs."""
+    if record.is_unlogged or record.is_proxied:
         return
     results = [text for text in (record.stats and format_cost(record.stats), record.summary) if text]
     parts = [f"{method} {truncate(path, MAX_PATH)} {status}", *(f"{text}, {format_elapsed(record.seconds)}" for text in results)]

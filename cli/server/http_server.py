@@ -129,8 +129,8 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _close_unused(self, previous_idle: object, previous_unread: int) -> None:
-        """Called every KEEP_S seconds with the state of the last call. `rested`: the cycle that was complete then, None if a request was in
-        progress; `untaken`: bytes that the client had left unread, 0 if there was room for more."""
+        """Called every KEEP_ALIVE_S seconds with the state of the last call. `previous_idle`: the cycle that was complete then, None if a
+        request was in progress; `previous_unread`: bytes that the client had left unread, 0 if there was room for more."""
         idle = self if self.cycle is None else self.cycle if self.cycle.response_complete else None
         unread = self.transport.get_write_buffer_size() if self.flow.write_paused else 0
         if idle is not None and idle is previous_idle or unread and unread == previous_unread:

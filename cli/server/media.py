@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .openai_requests import ChatRequest
     from .responses_requests import ResponsesRequest
 
-Result = TypeVar("Made")
+Result = TypeVar("Result")
 WHITESPACE = str.maketrans("", "", " \r\n\t")
 MAX_WAITING_NBYTES = 1 << 30  # bytes of pixels that wait to be encoded: a request of some thousand bytes may decode to 192 million
 AUDIO_NOT_FETCHED = "audio is not fetched from URLs: send it base64-encoded in the request, as data of input_audio"

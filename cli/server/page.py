@@ -32,7 +32,7 @@ def is_page(path: str, headers: Headers) -> bool:
 
 
 def routes(greeting: str, shows_page: bool) -> list[Route]:
-    """`greeting`: what clients get at `/`, and browsers too where no page is `shown`."""
+    """`greeting`: what clients get at `/`, and browsers too without `shows_page`."""
     front = Route("/", partial(_front, greeting, shows_page), methods=["GET"])
     return [front, Route(f"/{FOLDER}/{{name}}", _part, methods=["GET"])] if shows_page else [front]
 
@@ -52,7 +52,7 @@ def _file(name: str, request: Request) -> Response:
     if found is None:
         raise HTTPException(404)
     body, tag = found
-    request.scope[RECORD].is_page_asset = True
+    request.scope[RECORD].is_unlogged = True
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers={**HEADERS, "etag": tag})
     return Response(body, media_type=TYPES[PurePath(name).suffix], headers={**HEADERS, "etag": tag})

@@ -62,7 +62,7 @@ class ResponsesPaths:
         name, query = request.path_params["name"], request.query_params
         running = self._background.find(name)
         if query.get("stream", "false") == "false":
-            request.scope[RECORD].is_page_asset = running is not None  # clients poll it many times a second
+            request.scope[RECORD].is_unlogged = running is not None  # clients poll it many times a second
             return json_response(self._responses.get(name) if running is None else running.response)
         if (events := self._responses.events(name) if running is None else running.events) is None:
             raise Problem(400, NOT_STREAMED, param="stream", code="unsupported_parameter")
@@ -88,7 +88,7 @@ class ResponsesPaths:
 
     async def end(self, request: Request) -> Response:
         """Answers when a response has ended."""
-        request.scope[RECORD].is_page_asset = True
+        request.scope[RECORD].is_unlogged = True
         running = self._background.find(request.path_params["name"])
 
         async def ended() -> Response:

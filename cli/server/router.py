@@ -76,7 +76,7 @@ def responses_serializer(name: str, body: bytes) -> AnswerSerializer:
 
 @dataclass(frozen=True)
 class ProxiedPaths:
-    """Paths of requests that models answer. `shape`: the serializer of their streams, given the model's name and the body; None where they
+    """Paths of requests that models answer. `serializer`: that of their streams, given the model's name and the body; None where they
     have no stream, or one that only the worker can begin. `streams`: without being asked to, as Ollama's do."""
 
     paths: tuple[str, ...]
@@ -101,7 +101,7 @@ POLLED_PATHS = ("/slots", "/metrics")  # never load a model nor keep it loaded: 
 
 @dataclass(frozen=True)
 class ModelState:
-    """One model, as in lists of models; None for what does not apply. `since`, `until`: in seconds since 1970."""
+    """One model, as in lists of models; None for what does not apply. `loaded_at`, `expires_at`: in seconds since 1970."""
 
     model: RegisteredModel
     context: int | None
@@ -112,7 +112,7 @@ class ModelState:
 
 
 class Router:
-    """`key`: the API key of the workers; `most_context`: the limit on the context of each (-c); `shows_page`: to browsers."""
+    """`key`: the API key of the workers; `max_context`: the limit on the context of each (-c); `shows_page`: to browsers."""
 
     def __init__(self, registry: ModelRegistry, pool: ModelPool, key: str, max_context: int | None = None,
                  shows_page: bool = True) -> None:
@@ -235,7 +235,7 @@ class Router:
         return RelayIfLoaded(self, await self.resolve(request.query_params.get("model")), None, b"", None)
 
     def release(self, loaded: LoadedModel, keep_s: float | None, background_id: str | None) -> None:
-        """Release a model after its answer, or, if a background response continues (`held`), once that has ended."""
+        """Release a model after its answer, or, if a background response continues (`background_id`), once that has ended."""
         if background_id is None:
             self.pool.release(loaded, keep_s)
         else:

@@ -42,7 +42,7 @@ class RequestRecord:
     end_reason: str = ""  # why it was refused or ended early
     problem: str = ""  # an internal error, for the person at the terminal
     is_proxied: bool = False  # answered by a worker, which logs it
-    is_page_asset: bool = False  # a file of the chat page
+    is_unlogged: bool = False  # files of the chat page, polls of background responses
     seconds: float = 0.0  # from its first line to the end of its response
     background_task: asyncio.Task[None] | None = None  # continues after the response, and holds the request's body
 

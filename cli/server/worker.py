@@ -64,7 +64,7 @@ class RouterLink:
         return self.negotiate_memory(options, required_bytes)
 
     def negotiate_memory(self, options: Options, required_bytes: Callable[[Options], int]) -> Options:
-        """`negotiate` for any kind of model: `needed` returns the bytes that it takes. Raises what `needed` raises."""
+        """`negotiate` for any kind of model: `required_bytes` returns the bytes that it takes. Raises what that raises."""
         while RAM in (message := self._messages.get()):
             options = replace(options, ram=f"{max(1, message[RAM] >> 20)}Mi")
             self.send(PLANNED, nbytes=required_bytes(options))

@@ -57,7 +57,7 @@ class WorkerLauncher:
 
 
 class WorkerProcess:
-    """`at`: what it is doing, in words; `ended`: done when the process has ended."""
+    """`status`: what it is doing, in words; `ended`: done when the process has ended."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, launcher: WorkerLauncher) -> None:
         self.name, self.status, self.port = name, "starting", 0

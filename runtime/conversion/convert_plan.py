@@ -165,8 +165,8 @@ class ConversionPlan:
 def plan_conversion(folder: Path, recipe: Recipe, keep: bool = True, whole: bool = True) -> ConversionPlan:
     """Plan a conversion from headers. The store of the plan stays open.
 
-    keep: keep published 4-bit codes instead of rounding them to as many or more bits, unless a rule names them.
-    whole: False while weights are still missing: then an LM head of a tied model is not read as such.
+    keep: keep published 4-bit codes instead of rounding them to as many or more bits, unless a rule names them. whole: False while weights
+    are still missing: then an LM head stored beside the embedding of a tied model is kept, whatever it will hold.
 
     Raises UsageError for a quantized model and for a rule that matches no matrix, CheckpointError for a damaged one.
     """

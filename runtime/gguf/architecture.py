@@ -33,7 +33,6 @@ CLAMP = "attention.clamp_kqv"
 ALPHA = "rope.scaling.alpha"  # stretches the RoPE base, to a power
 RANK = 4  # pooling_type of rerankers (`reranker.py`)
 # Key below the architecture's name -> the value, or values, that change nothing.
-# Key below the architecture's name -> the one value that changes nothing of an answer, or those that do not.
 NEUTRAL: Mapping[str, object] = {
     "attention.causal": True, CLAMP: 0.0, "attention.scale": None, "attn_logit_softcapping": 0.0,
     "embedding_scale": 1.0, "expert_count": 0, "expert_gating_func": 1, "expert_shared_count": 0, "expert_used_count": 0,

@@ -308,8 +308,8 @@ ARCHITECTURES = {
     nemotron_h.MIXED: Architecture(nemotron_h.FAMILY, keys={**nemotron_h.KEYS, **nemotron_h.COUNTS}, experts=("mixer", qwen3_moe.NAMES),
                                     **_HALVES),
     "olmo": Architecture("olmo", interleaved=True, epsilon_key=LAYER_NORM, keys={LAYER_NORM: "layer_norm_eps", CLAMP: "clip_qkv"}),
+    # OLMo 3 too
     "olmo2": Architecture("olmo2", layer_names=_BEHIND, keys={"rope.freq_base_swa": "rope_local_base_freq"}, window_pattern=True),
-     # OLMo 3 too
     "olmoe": Architecture("olmoe", config={"norm_topk_prob": False}, keys=_COUNTS, experts=("mlp", qwen3_moe.NAMES)),
     "qwen3moe": Architecture("qwen3_moe", config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES),
                              keys={**_COUNTS, "expert_feed_forward_length": "moe_intermediate_size"}),

@@ -2,7 +2,6 @@
 
 16- and 32-bit values are passed through. Block types that kernels can multiply are repacked losslessly, code by code and scale by scale;
 others become 16-bit floats, or 32-bit ones where the exact value matters. Conversion runs a few rows at a time, so a load needs only
-others become 16-bit floats, or 32-bit ones where the exact value matters. Conversion runs a few rows at a time, so a load needs only
 megabytes in addition to its result.
 """
 
@@ -86,7 +85,6 @@ class GgufStore(ConvertingStore):
     def place(self, info: TensorInfo) -> int | None:
         if info.name not in self._sources:
             return None
-        source = self._sources[info.name]
         source = self._sources[info.name]
         if source.tensor.type not in RAW or source.is_reordered or source.is_transformed:
             return None

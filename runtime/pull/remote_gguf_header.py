@@ -31,7 +31,7 @@ TOKENS = "tokenizer.ggml.tokens"
 TOKEN_NBYTES = 40  # of the header for a token: its text, score and type, and a merge
 TYPES = ("IQ2_XXS", "Q2_K", "IQ3_XXS", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16", "F32")
 FAVOURED = ("head", "embed", "down", "v")  # matrices that writers give larger types first
-# Values of general.file_type whose weights run from their codes, and so take about as much memory as in the file.
+# Values of general.file_type whose weights take about as much memory as in the file: raw, or run from their codes.
 RUN_FROM_CODES = frozenset({0, 1, 2, 3, *range(7, 25), *range(26, 33), 36, 37, 39})
 SLACK = 1.02
 READS = "it does not generate text: once downloaded, effllm plan shows what it needs"
@@ -89,7 +89,8 @@ def _config(path: Path, keys: dict[str, Value], vocab_size: int, parameters: int
 
 
 def _store(config: ModelConfig, nbytes: int, from_codes: bool) -> ExpectedStore:
-    """The tensors of a file of `nbytes`; unless they run `from_codes`, matrices are widened to f16."""
+    """The tensors of a file of `nbytes`; unless they run `from_codes`, or if the file is smaller than
+    all types allow, matrices are widened to f16."""
     matrices: list[tuple[str, TensorRule]] = []
 
     def collect(role: str, rule: TensorRule) -> None:
@@ -104,7 +105,7 @@ def _store(config: ModelConfig, nbytes: int, from_codes: bool) -> ExpectedStore:
 
 
 def assign_types(matrices: Sequence[tuple[str, tuple[int, ...]]], nbytes: int) -> list[str] | None:
-    """The type of each matrix, given as (kind, shape), so that all of them take about `nbytes` and no more; None if even the smallest
+    """The type of each matrix, given as (kind, shape), so that all of them take about `nbytes`; None if even the smallest
     types take more."""
 
     def size(shape: tuple[int, ...], kind: str) -> int:
