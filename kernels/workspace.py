@@ -26,7 +26,7 @@ class Dims:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    intermediate_size: int  # at least `expert_ffn`
+    intermediate_size: int  # at least `expert_dim`
     vocab_size: int
     chunk: int  # tokens of a prefill chunk
     ctx: int

@@ -389,7 +389,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Swap two folders atomically where the system can; elsewhere in three renames, between which a kill leaves `two` under
+    """Swap two folders atomically where the system can; elsewhere in three renames, between which a kill leaves `old` under
     `.NAME.replaced`."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is not None and rename(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE) == 0:

@@ -38,7 +38,7 @@ class ReadAhead:
         self._pending: deque[Pending] = deque()  # in memory or in flight, in order; the first ones may be in use
         self._cancelled_in_flight: list[Pending] = []  # cancelled while a read was in flight
         self._next_number = 0  # sequence number of the next to be read
-        self._num_in_use = 0  # how many of `_turns` are in use
+        self._num_in_use = 0  # how many of `_pending` are in use
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -84,7 +84,7 @@ class ReadAhead:
         return True
 
     def ready(self, limit: int) -> list[Pending]:
-        """The entered position and those after it whose reads are done, at most `most`; they stay valid until as many `leave`."""
+        """The entered position and those after it whose reads are done, at most `limit`; they stay valid until as many `leave`."""
         ready = takewhile(lambda pending: not pending.ticket.left and pending.ticket.error is None, islice(self._pending, 1, limit))
         return [self._pending[0], *ready]
 

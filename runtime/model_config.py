@@ -119,7 +119,7 @@ class ModelConfig:
     residual_streams: int = 0  # streams that a token has side by side; 0: one
     residual_gate_rank: int = 0  # width of the low-rank gates by which branches read the streams, channel by channel; 0: none
     sinkhorn_iterations: int = 0  # streams are mixed by a matrix normalized this often by rows and columns; 0: they are not
-    sinkhorn_eps: float = 0.0  # is added to what those sums divide by
+    sinkhorn_eps: float = 0.0  # is added to the weights of streams, and to the sums of those normalizations
     unmixed_streams: bool = False  # branches read and write the streams with a token's own numbers, without mixing them
     loops: int = 1  # passes through the stored layers, each with a KV cache of its own; `num_hidden_layers` counts all of them
 
@@ -225,7 +225,7 @@ class ModelConfig:
 
     @property
     def cache_kv_heads(self) -> tuple[tuple[int, int], ...]:
-        """`heads_of` the `attention_layers`."""
+        """`kv_heads_of` the `attention_layers`."""
         return tuple(map(self.kv_heads_of, self.attention_layers))
 
     @property

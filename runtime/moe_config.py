@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts. How experts are scored and selected is explained in `Routing`, which has the same fields."""
+    """A mixture of experts. How experts are scored and selected is explained in `Routing`, whose fields are among these."""
 
     num_experts: int
     experts_per_token: int

@@ -328,7 +328,8 @@ def _with_mtp_layer(request: PlanRequest, chunk: int, container: Container | Non
     """The request and plan with the MTP layer, and the bytes of that layer and its cache.
 
     Both are returned unchanged, with None for the bytes, if the model has no such layer, if it would push weights to disk or make the
-    context shorter than usual, or if nothing is drafted under this plan. With --spec mtp it may push weights to disk."""
+    context shorter than usual, or if nothing is drafted under this plan. With --spec mtp, weights that stream anyway may be read far
+    more."""
     before = planned[1]
     unchanged = request, planned, None
     is_sparse = request.options.kv_read == "sparse" and before.kv_pages is not None

@@ -39,7 +39,7 @@ def test_a_sum_tells_every_bit_and_every_block_of_a_page(nbytes: int) -> None:
 def alter(disk: Feed, page: int, layer: int = 1) -> None:
     """A bit of a page is another in the file, as of a disk that fails or of somebody who writes to it."""
     stream = disk.cache.pool.stream
-    place = stream._starts[layer] + page * stream.page_nbytes[layer] + 300
+    place = stream._layer_offsets[layer] + page * stream.page_nbytes[layer] + 300
     (byte,) = os.pread(stream.spill.descriptor, 1, place)
     os.pwrite(stream.spill.descriptor, bytes([byte ^ 16]), place)
     os.fsync(stream.spill.descriptor)

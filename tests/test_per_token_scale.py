@@ -52,7 +52,7 @@ def test_products_are_their_definition(pools, text, shape):
     codes = random_codes(np.random.default_rng(seed_of(text)), spec, shape)
     each, x, wide = Linear(low_bit(codes, spec)), columns(16, depth), columns(40, depth, 1)
     x[3] = 0
-    cpu = CpuOps(pools[2], replace(dims_for(depth, rows, 64), one_scale=True))
+    cpu = CpuOps(pools[2], replace(dims_for(depth, rows, 64), per_token_scale=True))
     want = few(x, codes, spec, one_scale=True)
     assert not np.array_equal(want, few(x, codes, spec)) or depth <= 32
     for count in COLUMNS:
@@ -67,7 +67,7 @@ def test_products_by_lookup_are_the_same(pools):
     weight = low_bit(codes, spec)
     blob = weight.parts["data"].copy()
     lut_layout.reorder_codes(pools[1], blob, spec, shape)
-    cpu = CpuOps(pools[1], replace(dims_for(640, 64), one_scale=True))
+    cpu = CpuOps(pools[1], replace(dims_for(640, 64), per_token_scale=True))
     for count in (1, 4):
         got = product(cpu, x[:count], Linear(Weight(spec, shape, {"data": blob}, in_lut_layout=True)))
         assert np.allclose(got, few(x[:count], codes, spec, one_scale=True), rtol=0, atol=1e-6 * np.abs(got).max())
@@ -88,7 +88,7 @@ def test_other_formats_and_other_models_round_by_blocks(pools):
     for text, one_scale in (("symmetric4:32", True), ("ternary:64", False)):
         spec = QuantSpec.parse(text)
         codes = random_codes(np.random.default_rng(2), spec, (48, 256))
-        cpu = CpuOps(pools[1], replace(dims_for(256, 48), one_scale=one_scale))
+        cpu = CpuOps(pools[1], replace(dims_for(256, 48), per_token_scale=one_scale))
         assert np.array_equal(product(cpu, x, Linear(low_bit(codes, spec))), few(x, codes, spec))
 
 
@@ -96,7 +96,7 @@ def test_a_norm_before_the_product_is_what_it_is_without(pools):
     spec, x = QuantSpec.parse("ternary:64"), columns(24, 256)
     codes = random_codes(np.random.default_rng(3), spec, (48, 256))
     norm = Norm("rms", np.linspace(0.5, 2, 256, dtype=np.float32), None, 1e-5)
-    cpu = CpuOps(pools[1], replace(dims_for(256, 48, 64), one_scale=True))
+    cpu = CpuOps(pools[1], replace(dims_for(256, 48, 64), per_token_scale=True))
     normed = (x / np.sqrt(np.square(x.astype(np.float64)).mean(-1, keepdims=True) + 1e-5)).astype(np.float32) * norm.weight
     for count, means in ((3, few), (24, many)):
         got = cpu.norm_linear(x[:count].copy(), norm, [Linear(low_bit(codes, spec))])[0]

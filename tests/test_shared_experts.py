@@ -159,7 +159,7 @@ def test_the_other_backend(routing: str, device: str) -> None:
 
     norm = Norm("rms", ops.put(layer.norm.weight, "f32"))
     experts = tuple(type(each)(placed(each.gate), placed(each.up), placed(each.down)) for each in layer.experts)
-    shared = SharedExpert(*(placed(getattr(layer.shared, name)) for name in ("gate", "up", "down", "scale")))
+    shared = SharedExpert(*(placed(getattr(layer.shared, name)) for name in ("gate", "up", "down", "shared_gate")))
     for tokens in (1, 6, 70):
         x, seen = inputs(tokens, seed=tokens), []
         expected, routed = layer.meant(x, ROUTINGS[routing])

@@ -93,7 +93,7 @@ class GraphCache:
         return self._current.arrays[id(array)][1]
 
     def of_positions(self, key: object, positions: np.ndarray, derive: Derive) -> torch.Tensor | None:
-        """The device copy of `make(positions)`, inside `run`; None outside."""
+        """The device copy of `derive(positions)`, inside `run`; None outside."""
         if self._current is None:
             return None
         if key not in self._current.derived:

@@ -228,7 +228,7 @@ def write_branch(ops: BlockOps, x: object, gave: object, last: Linear, around: H
     """Streams x behind a branch whose `last` matrix reads what it `gave`: of as many tokens, the last ones, as that is of."""
     if len(gave) < len(x):
         x = last_of(x, len(gave))
-        ops.read_streams(x, around)  # how these are written to: what the branch began with noted it of all
+        ops.read_streams(x, around)  # recompute the coefficients for the remaining rows
     (branch,) = ops.norm_linear(gave, None, [last])
     return ops.write_streams(x, branch, around)
 

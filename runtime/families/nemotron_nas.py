@@ -36,9 +36,11 @@ def config(keys: Keys) -> ModelConfig:
         raise ConfigError("config.json: block_configs leaves no layer with attention, or none with an MLP", "published models have both")
     resolved = keys.saying(num_key_value_heads=max(kv_heads), intermediate_size=max(widths))
     bias = keys.flag("attention_bias", False)
-    head_dim = keys.integer("head_dim", None) or hidden // heads
     layer_sizes = tuple(width or max(widths) for width in widths) if len({*widths} - {0}) > 1 else ()
-    layer_kv_heads = tuple((count or max(kv_heads), head_dim) for count in kv_heads) if len({*kv_heads} - {0}) > 1 else ()
+    layer_kv_heads: tuple[tuple[int, int], ...] = ()
+    if len({*kv_heads} - {0}) > 1:
+        head_dim = keys.integer("head_dim", None) or hidden // heads
+        layer_kv_heads = tuple((count or max(kv_heads), head_dim) for count in kv_heads)
     return decoder_config(resolved, Defaults(max_position_embeddings=2048, bos=1, eos=(2,)), qkv_bias=bias, o_bias=bias,
                           mlp_bias=keys.flag("mlp_bias", False),
                           layers_without_attention=tuple(layer for layer, count in enumerate(kv_heads) if not count),

@@ -127,7 +127,7 @@ def read_json(path: Path) -> object:
 
 def embed_text(engine: Engine, ids: Sequence[int], pooling: str, cancelled: Callable[[], bool],
            dense: Sequence[Dense] = ()) -> Generator[Yield, None, np.ndarray | None]:
-    """`vectors` of one text."""
+    """`embed_texts` of one text."""
     embeddings = yield from embed_texts(engine, [ids], pooling, cancelled, dense)
     return None if embeddings is None else embeddings[0]
 

@@ -9,7 +9,7 @@ MIN_TOTAL_S, MAX_ROUNDS = 0.4, 9  # of all rounds together
 
 
 def median_times(measure: Callable[[], Sequence[float]]) -> list[float]:
-    """The median of each duration, in seconds, that `measure` returns, over rounds that take ENOUGH_S together. Durations to be compared
+    """The median of each duration, in seconds, that `measure` returns, over rounds that take MIN_TOTAL_S together. Durations to be compared
     belong in one round, so that both see the same state of the machine. A long round is the only one."""
     rounds = [measure()]
     while len(rounds) < MAX_ROUNDS and sum(map(sum, rounds)) < MIN_TOTAL_S:

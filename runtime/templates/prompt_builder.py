@@ -172,7 +172,7 @@ class PromptBuilder:
         return item_ids[1:] if shares_border else item_ids
 
     def _text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text without media; no token spans a CUT."""
+        """Token ids of a text without media; no token spans a TOKEN_BREAK."""
         first, *parts = text.split(TOKEN_BREAK)
         ids = self.tokenizer.encode(first, add_special_tokens=add_special_tokens)
         plain_text = PlainText(self.tokenizer) if parts else None

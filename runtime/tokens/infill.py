@@ -47,8 +47,8 @@ END_TOKENS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>", "<EOT>", "<|E
 UNNAMED_FILE_TOKEN = "<file_sep>"  # no file name follows it: StarCoder 2 was trained with half of its files unnamed
 PROJECT, CURRENT_FILE = "myproject", "filename"  # llama.cpp's defaults
 SNIPPET = "\n\n--- snippet ---\n\n"  # before each other file, without a file token; as llama.cpp
-SUFFIX_SHARE = 4  # the suffix may take 1 / SHARE of the room
-PREFIX_STEPS = 8  # a long prefix is cut in steps of 1 / STEPS of the room, so that most keystrokes keep the cached prefix
+SUFFIX_SHARE = 4  # the suffix may take 1 / SUFFIX_SHARE of the room
+PREFIX_STEPS = 8  # a long prefix is cut in steps of 1 / PREFIX_STEPS of the room, so that most keystrokes keep the cached prefix
 MIN_CONTEXT_TOKENS = 4096  # tokens reserved around the gap; other files may take the rest
 COMPLETION_TOKENS = 512  # tokens that other files leave for the completion
 

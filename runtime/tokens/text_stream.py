@@ -92,7 +92,7 @@ class TextStream:
         return rest
 
     def _show(self, text: str) -> str:
-        """The part of `text`, decoded from all tokens since `begin`, that was not shown."""
+        """The part of `text`, decoded from all tokens since `_window_start`, that was not shown."""
         shown_text = self._shown_text
         if self._incomplete_text:  # its last character is complete now, or known to be invalid
             shown_text = commonprefix([self._incomplete_text, text])

@@ -84,7 +84,7 @@ class OuterWeights:
     norm: Norm  # after the last layer
     head: Linear
     per_layer_inputs: tuple[Weight | None, Linear, Norm] | None = None  # of all layers: table (None if there is none), projection, norm
-    stream_inputs: tuple[Linear, ...] = ()  # make the other residual streams from the first, before the layers (AltUp); empty: one stream
+    stream_inputs: tuple[Linear, ...] = ()  # make the other residual streams of the first (AltUp); empty: they are copies of it
     stream_outputs: tuple[Linear, ...] = ()  # ... and take part in merging them after the layers
     mtp: MtpLayer | None = None  # None: the model has none, or does not draft with it
     stream_merge: HyperConnection | GatedResidual | StreamMean | None = None  # merges the residual streams after the layers
