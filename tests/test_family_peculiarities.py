@@ -72,7 +72,7 @@ PECULIAR = {
         {"ropes": {"partial_rotary_factor": 1.0}}],
     "gpt2": [{"hidden_act": "silu"}, {"norm_eps": 1e-1}, {"norm_kind": "rms"}, {"attn_scale": 1.0}],
     "falcon": [{"hidden_act": "silu"}, {"norm_eps": 1e-1}, {"norm_kind": "rms"}, {"ropes": (None,) * 3}],
-    "cwm": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": {"routed_scale": 1.0}}],
+    "cwm": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": {"factor": 1.0}}],
     "vaultgemma": [{"windows": (None,) * 3}, {"attn_logit_softcapping": None}, {"final_logit_softcapping": None}, {"attn_scale": None}],
     "helium": [{"ropes": {"interleaved": False}}, {"norm_eps": 1e-1}],
     "jais2": [{"hidden_act": "relu"}, {"norm_eps": 1e-1}, {"ropes": (None,) * 3}],
