@@ -230,26 +230,25 @@ def decoder_config(keys: Keys, defaults: Defaults, ropes: Ropes | None = None, r
     moe = features.get("moe")
     if moe is not None and layers * moe.num_experts > MAX_TOTAL_EXPERTS:
         raise ConfigError(f"config.json: {layers} layers of {moe.num_experts} experts are more than any model has")
-    return ModelConfig(**{
-        "family": keys.text("model_type"),
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": defaults.size(keys, defaults.ffn_key),
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": positions,
-        "norm_eps": defaults.norm_eps if defaults.eps_key is None else keys.number(defaults.eps_key, defaults.norm_eps),
-        "hidden_act": keys.choice(defaults.act[0], ACTS, defaults.act[1]),
-        "tie_word_embeddings": keys.flag("tie_word_embeddings", defaults.tied),
-        "bos_token_id": bos,
-        "eos_token_ids": eos,
-        "dtype": dtype,
-        "warnings": warnings,
-        "windows": (None,) * layers,
-        "ropes": layer_ropes,
-    } | features)
+    features = {"windows": (None,) * layers, "ropes": layer_ropes} | features
+    return ModelConfig(
+        family=keys.text("model_type"),
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=defaults.size(keys, defaults.ffn_key),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=positions,
+        norm_eps=defaults.norm_eps if defaults.eps_key is None else keys.number(defaults.eps_key, defaults.norm_eps),
+        hidden_act=keys.choice(defaults.act[0], ACTS, defaults.act[1]),
+        tie_word_embeddings=keys.flag("tie_word_embeddings", defaults.tied),
+        bos_token_id=bos,
+        eos_token_ids=eos,
+        dtype=dtype,
+        warnings=warnings,
+        **features)
 
 
 def demand_silu(keys: Keys, act: str, why: str = "") -> None:

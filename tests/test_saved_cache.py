@@ -14,6 +14,7 @@ from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.kernels import raw_pages
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.layout import F16, F32, PAGE, PageLayout
+from effllm.kernels.mamba1_shape import Mamba1Shape
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.offload.page_file import PageFile
@@ -24,6 +25,8 @@ from effllm.quant.kv_page_check import check_stored
 from effllm.runtime.engine import Engine
 from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
+from effllm.runtime.moe_config import MoEConfig
+from effllm.runtime.sessions.config_identity import first_repr
 from effllm.runtime.sessions.saved_cache import (
     SPARSE_ATTENTION,
     folder_identity,
@@ -380,3 +383,13 @@ def test_pages_are_the_same_wherever_they_lie(tmp_path, before, after):
     for each in (first, second):
         each.close()
     pool.close()
+
+
+def test_a_digest_is_of_the_first_names_of_fields() -> None:
+    """As when sessions were first saved: names that have changed since, and values that were left out."""
+    assert first_repr((Mamba1Shape(512, 16, 8, 4, normed=True), Mamba1Shape(512, 16, 8, 4))) == (
+        "(Mamba1Shape(width=512, depth=16, rank=8, taps=4, biased=True), "
+        "Mamba1Shape(width=512, depth=16, rank=8, taps=4, biased=True, normed=False))")
+    assert first_repr(MoEConfig(8, 2, 64, True, frozenset({0}))) == (
+        "Mixture(experts=8, per_token=2, width=64, renormalise=True, layers=frozenset({0}))")
+    assert first_repr(MoEConfig(8, 2, 64, True, frozenset({0}), num_groups=2)).endswith("groups=2, kept_groups=1)")

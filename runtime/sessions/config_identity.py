@@ -1,8 +1,9 @@
 """What of a model's config the pages of a saved session depend on, as a digest.
 
 The digest is over field names and values, in the form that they had when sessions were first saved: a field that was renamed counts under
-its first name, and one that was added later only where it is not at its default. So sessions saved by earlier versions still match, and a
-new field needs nothing here; a renamed one needs an entry in `renamed`.
+its first name, and one that was added later only where it is not at its default. So sessions saved by earlier versions still match, except
+of models whose indexer has keys of several tokens (GLM 5.3, Qwen 4). A new field needs nothing here; a renamed one needs an entry in
+`renamed`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ NOT_IN_PAGES = {"warnings", "ropes", "bos_token_id", "eos_token_ids", "max_posit
 class FirstForm:
     """How a dataclass was first written. `name`: its own, empty if that has not changed. `renamed`: field -> its first name. `original`:
     fields that count even at their default. `together`: fields that came at once, which count as soon as one of them is not at its
-    default."""
+    default. `omitted_at`: field -> the value at which it does not count, where that is not its default."""
 
     name: str = ""
     renamed: dict[str, str] = field(default_factory=dict)
     original: frozenset[str] = frozenset()
     together: tuple[tuple[str, ...], ...] = ()
+    omitted_at: dict[str, object] = field(default_factory=dict)
 
 
 FIRST_FORMS = {
@@ -104,7 +106,7 @@ FIRST_FORMS = {
     "LightningShape": FirstForm(
         original=frozenset({"taps"})),
     "Mamba1Shape": FirstForm(
-        original=frozenset({"biased", "normed"})),
+        original=frozenset({"biased"}), omitted_at={"normed": True}),
     "Mamba2Shape": FirstForm(
         original=frozenset({"biased"})),
     "Rwkv7Shape": FirstForm(
@@ -131,7 +133,8 @@ def first_repr(value: object) -> str:
 def _counted(record: object) -> list[tuple[Field, str, object]]:
     """The fields of a dataclass that count, each with its first name and its value."""
     form = FIRST_FORMS.get(type(record).__name__, FirstForm())
-    used = {each.name for each in fields(record) if each.default is MISSING or getattr(record, each.name) != each.default}
+    used = {each.name for each in fields(record)
+            if each.default is MISSING or getattr(record, each.name) != form.omitted_at.get(each.name, each.default)}
     used |= {name for group in form.together if used.intersection(group) for name in group}
     return [(each, form.renamed.get(each.name, each.name), getattr(record, each.name)) for each in fields(record)
             if each.name in used or each.name in form.original]
