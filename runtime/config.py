@@ -15,7 +15,7 @@ from pathlib import Path
 from .. import UsageError
 from ..offload.safetensors_header import is_gguf
 from .config_keys import KEYS_HARMLESS, READ_BY_SOME, REASONS, REFUSED_UNLESS
-from .config_reader import REQUIRED, ConfigError, Keys, of_class, read_model, show, special_tokens
+from .config_reader import REQUIRED, ConfigError, Keys, read_model, resolve_shared_model_type, show, special_tokens
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
 from .images import input_modalities
 from .model_config import ModelConfig
@@ -93,7 +93,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     from .encoders import refuse_writing
 
     Keys(raw).text("model_type", None)  # must be a string: it is looked up in tables below
-    raw = of_class(raw)
+    raw = resolve_shared_model_type(raw)
     refuse_writing(raw)
     refuse_alone(raw)
     text_config = families.resolve_model_type(raw)
@@ -119,13 +119,13 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
         check_method(section)
         check_family(section, keys.text("model_type"))
         keys = Keys(mlx_says(section, raw))
-        keys.knows("quantization_config")
+        keys.mark_known("quantization_config")
         refused |= {key: raw.get(key) for key in ("quantization", "compression_config")}  # some configs repeat the section
     if _has_only_full_attention(raw):
         refused["layer_types"] = raw["layer_types"]
     _refuse(raw, refused)
     config = family.config(keys)
-    known = harmless | keys.asked | refused.keys() | {"architectures"}
+    known = harmless | keys.accessed | refused.keys() | {"architectures"}
     unread = {key: value for key, value in READ_BY_SOME.items() if key not in known}
     _refuse(raw, unread)
     if isinstance(section, dict) and section.get("quant_method") == "bitnet":
@@ -260,11 +260,11 @@ def demand_silu(keys: Keys, act: str, why: str = "") -> None:
 
 def _kv_heads(keys: Keys, defaults: Defaults, hidden: int, heads: int) -> tuple[int, int]:
     """(key-value heads, head dimension). A null key means none, not the family's default."""
-    default = None if keys.holds("num_key_value_heads") else defaults.num_key_value_heads
+    default = None if keys.has("num_key_value_heads") else defaults.num_key_value_heads
     kv_heads = keys.integer("num_key_value_heads", default or heads, high=4096)
     if heads % kv_heads:
         raise ConfigError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    default = defaults.head_dim if not keys.holds("head_dim") else None
+    default = defaults.head_dim if not keys.has("head_dim") else None
     return kv_heads, keys.integer("head_dim", default, high=1024) or _default_head_dim(hidden, heads)
 
 

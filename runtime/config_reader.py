@@ -1,7 +1,7 @@
 """Validated access to `config.json`, which is hostile input: type and range of each value are checked before it sizes anything.
 
-`Keys` remembers which names were read: a key that a family neither reads nor lists is unknown. A JSON `true` is no number here, nor is NaN
-(which Python's parser accepts).
+`Keys` records which keys are read: one that a family neither reads nor lists as known is reported as unknown. A JSON `true` is not a number
+here, and neither is NaN (which Python's parser accepts).
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import TypeVar
 from .. import EffllmError, ModelNotFound, ls, typed
 from .files.bounded_read import IrregularFile, read_bounded
 
-ADAPTER = "adapter_config.json"  # of a LoRA adapter, instead of config.json
-FILE_LIMIT = 10 * 2**20
-MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # limits of positive numbers, whose inverses must be float32 too
-REQUIRED = object()  # in place of a default: the key must be there
-# Older names of layer types -> those that transformers has now.
+ADAPTER = "adapter_config.json"  # what a LoRA adapter has instead of config.json
+FILE_LIMIT = 10 * 2**20  # bytes
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # bounds of positive numbers, so that their inverses are representable in float32 too
+REQUIRED = object()  # sentinel default: the key must be present
+# Older name of a layer type -> its present name in transformers.
 RENAMED_LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention", **dict.fromkeys(
     ("deepseek_sparse_attention", "qwen_sparse_attention", "sparse_attention"), "indexed_attention")}
 T = TypeVar("T")
-AGAIN = "correct it there, or fetch the file again"
+REFETCH_HINT = "correct it there, or fetch the file again"
 
 
 class ConfigError(EffllmError):
-    """The model's config is malformed, absurd, or asks for something unsupported."""
+    """The model's config is malformed, out of range, or requires something unsupported."""
 
-    def __init__(self, message: str, hint: str = AGAIN) -> None:
+    def __init__(self, message: str, hint: str = REFETCH_HINT) -> None:
         super().__init__(message, hint)
 
 
@@ -49,20 +49,22 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
 
 
-# A model_type that several models share -> class in `architectures` -> the model_type of that model.
+# A model_type used by several architectures -> class name in `architectures` -> our model_type for it.
 SHARED_MODEL_TYPES = {"deepseek_vl_v2": {"DeepseekOCRForCausalLM": "deepseek_ocr", "DeepseekOCR2ForCausalLM": "deepseek_ocr2"}}
 
 
-def of_class(raw: Mapping[str, object]) -> dict[str, object]:
-    """The config with the model_type that its class implies, for types that several models share."""
+def resolve_shared_model_type(raw: Mapping[str, object]) -> dict[str, object]:
+    """A copy of the config. A model_type that several architectures share is replaced by the one for the class in `architectures`."""
     model_types, architectures = SHARED_MODEL_TYPES.get(str(raw.get("model_type")), {}), raw.get("architectures")
-    found = [model_types[name] for name in map(str, architectures) if name in model_types] if isinstance(architectures, list) else []
-    return {**raw, "model_type": found[0]} if found else dict(raw)
+    for name in architectures if isinstance(architectures, list) else ():
+        if str(name) in model_types:
+            return {**raw, "model_type": model_types[str(name)]}
+    return dict(raw)
 
 
 def read_model(folder: Path) -> dict[str, object]:
-    """The config.json of a folder after `of_class`; raises like `read_json`."""
-    return of_class(read_json(folder / "config.json"))
+    """The config.json of a folder, with its model_type resolved by `resolve_shared_model_type`. Raises like `read_json`."""
+    return resolve_shared_model_type(read_json(folder / "config.json"))
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -91,24 +93,28 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 class Keys:
-    """Typed access to a JSON object; `where` begins every error message. null counts as absent. All methods raise ConfigError."""
+    """Typed access to a JSON object.
+
+    A value of null counts as absent: a method then returns its default, or raises if that is REQUIRED. All methods raise ConfigError.
+    """
 
     def __init__(self, raw: Mapping[str, object], where: str = "config.json") -> None:
-        self.raw, self.where = raw, where
-        self.asked: set[str] = set()  # names that were read or marked as known
+        self.raw = raw
+        self.where = where  # file and section, the beginning of every error message
+        self.accessed: set[str] = set()  # keys that were read or marked as known
 
-    def saying(self, **others: object) -> Keys:
-        """The same keys with some values overridden; reads are recorded for both."""
-        keys = Keys({**self.raw, **others}, self.where)
-        keys.asked = self.asked
+    def with_values(self, **values: object) -> Keys:
+        """A copy with some values overridden, which shares `accessed` with the original."""
+        keys = Keys({**self.raw, **values}, self.where)
+        keys.accessed = self.accessed
         return keys
 
-    def knows(self, *names: str) -> None:
-        """Mark names as known, without reading them."""
-        self.asked.update(names)
+    def mark_known(self, *names: str) -> None:
+        """Mark keys as known without reading them."""
+        self.accessed.update(names)
 
     def _get(self, name: str, default: object) -> object:
-        self.asked.add(name)
+        self.accessed.add(name)
         value = self.raw.get(name)
         if value is not None:
             return value
@@ -119,12 +125,13 @@ class Keys:
     def fail(self, name: str, expected: str) -> ConfigError:
         return ConfigError(f"{self.where}: {name} is {show(self.raw.get(name))}, expected {expected}")
 
-    def holds(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         """Whether the key is present, null included."""
-        self.asked.add(name)
+        self.accessed.add(name)
         return name in self.raw
 
     def integer(self, name: str, default: object = REQUIRED, low: int = 1, high: int = 2**31) -> int:
+        """A whole number from `low` to `high`."""
         value = self._get(name, default)
         if value is default:
             return value
@@ -133,6 +140,7 @@ class Keys:
         return value
 
     def number(self, name: str, default: object = REQUIRED, above: float = 0.0) -> float:
+        """A number greater than `above`, within MIN_NUMBER and MAX_NUMBER."""
         value = self._get(name, default)
         if value is default:
             return value
@@ -154,6 +162,7 @@ class Keys:
         return value
 
     def choice(self, name: str, table: Mapping[str, T], default: str) -> T:
+        """The entry of `table` that the key's string names."""
         value = self.text(name, default)
         if value not in table:
             raise ConfigError(f"{self.where}: {name} {show(value)} is not supported", f"known: {', '.join(table)}")
@@ -167,7 +176,7 @@ class Keys:
         return value or None
 
     def numbers(self, name: str, length: int, or_zero: bool = False) -> tuple[float, ...]:
-        """A list of exactly `length` positive numbers, `or_zero`."""
+        """A list of exactly `length` positive numbers; with `or_zero` they may be 0."""
         value = self._get(name, REQUIRED)
         if not isinstance(value, list) or len(value) != length:
             raise self.fail(name, f"a list of {length} numbers")
@@ -176,7 +185,7 @@ class Keys:
             raise self.fail(name, f"a list of {length} {'numbers of 0 or more' if or_zero else 'positive numbers'}")
         return tuple(float(v) for v in value)
 
-    def switches(self, name: str, length: int) -> tuple[bool, ...] | None:
+    def flags(self, name: str, length: int) -> tuple[bool, ...] | None:
         """A list of exactly `length` zeros and ones, None if absent."""
         value = self._get(name, None)
         if value is None:
@@ -192,7 +201,7 @@ class Keys:
             raise self.fail(name, f"a list of layers from 0 to {count - 1}")
         return frozenset(value)
 
-    def places(self, name: str, count: int) -> tuple[int, ...] | None:
+    def layer_indices(self, name: str, count: int) -> tuple[int, ...] | None:
         """A list of exactly `count` layer numbers, None if absent."""
         value = self._get(name, None)
         if value is None:
@@ -201,7 +210,7 @@ class Keys:
             raise self.fail(name, f"a list of {count} layers from 0 to {count - 1}")
         return tuple(value)
 
-    def words(self, name: str, length: int) -> tuple[str, ...] | None:
+    def strings(self, name: str, length: int) -> tuple[str, ...] | None:
         """A list of exactly `length` strings, None if absent."""
         value = self._get(name, None)
         if value is None:
@@ -210,18 +219,18 @@ class Keys:
             raise self.fail(name, f"a list of {length} strings")
         return tuple(value)
 
-    def kinds(self, name: str, length: int, known: Sequence[str]) -> tuple[str, ...] | None:
-        """Like `words`, of layer types: all must be `known`, older names are replaced."""
-        words = self.words(name, length)
-        if words is None:
+    def layer_types(self, name: str, length: int, known: Sequence[str]) -> tuple[str, ...] | None:
+        """A list of exactly `length` layer types, all of them `known`, with older names replaced by present ones; None if absent."""
+        stated = self.strings(name, length)
+        if stated is None:
             return None
-        for word in words:
-            if word not in known and RENAMED_LAYER_TYPES.get(word) not in known:
-                raise ConfigError(f"{self.where}: {name} holds {show(word)}, which is not supported", f"known: {', '.join(known)}")
-        return tuple(word if word in known else RENAMED_LAYER_TYPES[word] for word in words)
+        for layer_type in stated:
+            if layer_type not in known and RENAMED_LAYER_TYPES.get(layer_type) not in known:
+                raise ConfigError(f"{self.where}: {name} holds {show(layer_type)}, which is not supported", f"known: {', '.join(known)}")
+        return tuple(layer_type if layer_type in known else RENAMED_LAYER_TYPES[layer_type] for layer_type in stated)
 
     def token_ids(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """A token id or a list of them; absent is `default`, null is none."""
+        """Token ids, from one number or a list; `default` if the key is absent, empty if it is null."""
         if name in self.raw and self.raw[name] is None:
             default = ()
         value = self._get(name, default)
@@ -232,13 +241,14 @@ class Keys:
 
 
 def special_tokens(keys: Keys, bos: int | None, eos: tuple[int, ...], vocab: int) -> tuple[int | None, tuple[int, ...], tuple[str, ...]]:
-    """(bos, eos ids, warnings); `bos` and `eos` are the family's defaults. An id outside the vocabulary can never occur: it is dropped,
-    with a warning if the file states it."""
+    """(BOS id, EOS ids, warnings). `bos` and `eos` are the family's defaults.
+
+    An id outside the vocabulary can never be generated: it is dropped, with a warning if it comes from the file."""
     warnings: list[str] = []
-    found: dict[str, tuple[int, ...]] = {}
+    resolved: dict[str, tuple[int, ...]] = {}
     for name, default in (("bos_token_id", () if bos is None else (bos,)), ("eos_token_id", eos)):
         ids = keys.token_ids(name, default)
-        found[name] = tuple(dict.fromkeys(i for i in ids if 0 <= i < vocab))
-        if len(found[name]) < len(set(ids)) and keys.raw.get(name) is not None:
+        resolved[name] = tuple(dict.fromkeys(i for i in ids if 0 <= i < vocab))
+        if len(resolved[name]) < len(set(ids)) and keys.raw.get(name) is not None:
             warnings.append(f"config.json: {name} {show(keys.raw[name])} is outside the vocabulary of {vocab} and is ignored")
-    return (found["bos_token_id"] or (None,))[0], found["eos_token_id"], tuple(warnings)
+    return (resolved["bos_token_id"] or (None,))[0], resolved["eos_token_id"], tuple(warnings)

@@ -45,7 +45,7 @@ def keys_read(family: str) -> set[str]:
     keys = Keys(small_config(family))
     keys.text("model_type")
     families.get(family).config(keys)
-    return keys.asked
+    return keys.accessed
 
 
 def refused(raw: dict[str, object], *words: str, strict: bool = False) -> EffllmError:

@@ -84,7 +84,7 @@ def test_a_key_that_is_known_is_known_whatever_the_others_say(data: st.DataObjec
         families.get(family).config(keys)
     except ConfigError:
         return
-    assert known <= keys.asked
+    assert known <= keys.accessed
 
 
 @pytest.mark.parametrize(("family", "changes", "name"), [
@@ -100,7 +100,7 @@ def test_a_key_that_is_known_is_known_whatever_the_others_say(data: st.DataObjec
 def test_a_key_that_the_others_make_idle_is_known(family: str, changes: dict[str, object], name: str) -> None:
     keys = Keys({**small_config(family), **changes})
     families.get(family).config(keys)
-    assert name in keys.asked
+    assert name in keys.accessed
 
 
 def test_a_section_of_positions_that_nothing_reads_may_be_anything() -> None:

@@ -27,7 +27,7 @@ class GlmAsr(WhisperTower):
 
     def configure(self, keys: Keys) -> None:
         said = self.tower_config
-        self.tower_config = said.saying(max_source_positions=said.raw["max_position_embeddings"],
+        self.tower_config = said.with_values(max_source_positions=said.raw["max_position_embeddings"],
                                         activation_function=said.raw["hidden_act"])
         super().configure(keys)
         width, heads = self.sizes.width, self.sizes.heads

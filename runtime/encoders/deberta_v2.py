@@ -33,7 +33,7 @@ def config(keys: Keys) -> EncoderConfig:
            pooler_hidden_size=width)
     if not keys.flag("share_att_key", False):
         raise ConfigError("config.json: share_att_key is False, which is not supported", "they run only with share_att_key = True")
-    stated = keys.raw.get("pos_att_type") if keys.holds("pos_att_type") else None
+    stated = keys.raw.get("pos_att_type") if keys.has("pos_att_type") else None
     terms = stated.split("|") if isinstance(stated, str) else stated
     if not isinstance(terms, list) or sorted(map(str, terms)) != ["c2p", "p2c"]:
         raise ConfigError(f"config.json: pos_att_type {show(stated)} is not supported", "they run only with c2p and p2c")

@@ -124,7 +124,7 @@ def read_encoder_config(folder: Path, strict: bool = False) -> EncoderConfig:
                               "embedding models are")
         config = replace(config, labels=_labels(raw))
     context = min([config.context_length, *_stated_lengths(folder)])
-    unknown = sorted(raw.keys() - keys.asked - HARMLESS)
+    unknown = sorted(raw.keys() - keys.accessed - HARMLESS)
     if unknown and strict:
         raise UsageError(f"config.json has keys that effllm does not know: {', '.join(map(show, unknown[:8]))}",
                          "without --strict they are ignored with a warning")
@@ -169,7 +169,7 @@ def act_of(keys: Keys, name: str, default: str = "gelu") -> str:
 def refuse(keys: Keys, **only: object) -> None:
     """Raises ConfigError for a key with a value that is not supported."""
     for name, value in only.items():
-        if keys.holds(name) and (said := keys.raw[name]) is not None and said != value:
+        if keys.has(name) and (said := keys.raw[name]) is not None and said != value:
             raise ConfigError(f"config.json: {name} = {show(said)} is not supported for {keys.raw.get('model_type')} models",
                               f"they run only with {name} = {show(value)}")
 

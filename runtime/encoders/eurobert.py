@@ -25,7 +25,7 @@ def config(keys: Keys) -> EncoderConfig:
     shared = keys.integer("num_key_value_heads", heads, high=MOST["heads"])
     if heads % shared:
         raise ConfigError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {shared}")
-    keys.choice("classifier_pooling" if keys.holds("classifier_pooling") else "clf_pooling", POOLINGS, "late")
+    keys.choice("classifier_pooling" if keys.has("classifier_pooling") else "clf_pooling", POOLINGS, "late")
     return EncoderConfig(
         keys.text("model_type"), **found, context_length=keys.integer("max_position_embeddings", 8192, high=MOST["positions"]),
         norm_eps=keys.number("rms_norm_eps", 1e-5), hidden_act=act_of(keys, "hidden_act", "silu"), kv_heads=shared,

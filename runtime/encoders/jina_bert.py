@@ -26,7 +26,7 @@ def config(keys: Keys) -> EncoderConfig:
     """Raises ConfigError."""
     keys.choice("position_embedding_type", {"alibi": "alibi"}, "absolute")
     refuse(keys, is_decoder=False, add_cross_attention=False, emb_pooler="mean")
-    keys.holds("hidden_act")  # of FFNs without a gate
+    keys.has("hidden_act")  # of FFNs without a gate
     return EncoderConfig(
         "jina_bert", **sizes(keys, vocab_size=30522), context_length=keys.integer("max_position_embeddings", 512, high=MOST["positions"]),
         norm_eps=keys.number("layer_norm_eps", 1e-12), hidden_act=keys.choice("feed_forward_type", GATES, "original"),

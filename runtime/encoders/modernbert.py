@@ -24,7 +24,7 @@ def config(keys: Keys) -> EncoderConfig:
     found = sizes(keys, intermediate_size=1152, num_hidden_layers=22, vocab_size=50368)
     layers = found["num_hidden_layers"]
     every = keys.integer("global_attn_every_n_layers", 3, high=MOST["layers"])
-    kinds = keys.words("layer_types", layers) or tuple(SLIDING if number % every else FULL for number in range(layers))
+    kinds = keys.strings("layer_types", layers) or tuple(SLIDING if number % every else FULL for number in range(layers))
     if not set(kinds) <= THETAS.keys():
         raise ConfigError(f"config.json: layer_types has {show(sorted(set(kinds) - THETAS.keys())[0])}, which is not supported")
     thetas = {each: keys.number(*THETAS[each]) for each in THETAS}

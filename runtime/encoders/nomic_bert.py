@@ -24,7 +24,7 @@ def config(keys: Keys) -> EncoderConfig:
            expert_choice_router=False, moe_normalize_expert_weights=False)
     act = keys.choice("activation_function", {"swiglu": "silu", "gelu": "gelu"}, "swiglu")
     experts = keys.integer("num_experts", 0, low=0, high=MOST["layers"])
-    older = keys.holds("n_embd")
+    older = keys.has("n_embd")
     names = ("n_embd", "n_inner", "n_layer", "n_head") if older else ()
     found = sizes(keys, *names, vocab_size=30528)
     refuse(keys, head_dim=found["hidden_size"] // found["num_attention_heads"])

@@ -46,7 +46,7 @@ class AdaptedMatrix(Float32Matrix):
 
 def read_tasks(keys: Keys) -> dict[str, str]:
     """Tasks with their instruction prefixes; empty for a model without adapters. Raises ConfigError."""
-    if not keys.holds("lora_adaptations") or (named := keys.raw["lora_adaptations"]) is None:
+    if not keys.has("lora_adaptations") or (named := keys.raw["lora_adaptations"]) is None:
         return {}
     if not isinstance(named, list) or not 0 < len(named) <= MOST_TASKS or not all(isinstance(each, str) for each in named):
         raise ConfigError(f"config.json: lora_adaptations is {show(named)}, expected names of tasks")

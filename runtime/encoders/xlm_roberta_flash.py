@@ -19,12 +19,12 @@ LIKE = "xlm-roberta"  # whose positions, sizes and head it has
 def config(keys: Keys) -> EncoderConfig:
     """Raises ConfigError."""
     rotary = keys.choice("position_embedding_type", {"absolute": "absolute", "rotary": "rotary"}, "absolute") == "rotary"
-    found = bert.config(keys.saying(model_type=LIKE, position_embedding_type="absolute"))
+    found = bert.config(keys.with_values(model_type=LIKE, position_embedding_type="absolute"))
     theta = keys.number("rotary_emb_base", 10_000.0, above=1.0)
     if rotary:
         found = replace(found, context_length=found.position_rows, position_rows=0, position_offset=0, pad_id=None,
                         thetas=(theta,) * found.num_hidden_layers)
     for name in ("emb_pooler", "load_trained_adapters", "lora_alpha", "lora_dropout_p", "lora_main_params_trainable", "lora_rank",
                  "matryoshka_dimensions", "truncate_dim"):
-        keys.holds(name)  # read where adapters are, and of vectors by `pooling.py`, or without effect
+        keys.has(name)  # read where adapters are, and of vectors by `pooling.py`, or without effect
     return replace(found, family="xlm_roberta_flash", tasks=tuple(read_tasks(keys).items()))

@@ -28,7 +28,7 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=16_384, head_dim=128, norm_eps=1e-5, sizes=SIZES)
     layers, hidden, ffn = (base.size(keys, name) for name in ("num_hidden_layers", "hidden_size", "intermediate_size"))
     bias, every = keys.flag("attention_bias", False), keys.integer("global_attn_every_n_layers", 4, high=MAX_LAYERS)
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 1024)
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else 1024)
     windows = layer_windows(keys, window, [LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)])
 
     dense, width = keys.integer("num_dense_layers", 1, low=0, high=layers), keys.integer("moe_intermediate_size", 1408, high=2**22)

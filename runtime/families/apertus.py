@@ -34,7 +34,7 @@ def config(keys: Keys) -> ModelConfig:
         overrides["rope_parameters"] = DEFAULT_ROPE
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=65_536, bos=1, eos=(2,), norm_eps=1e-5, theta=THETA, sizes=SIZES)
-    config = decoder_config(keys.saying(**overrides), base, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    config = decoder_config(keys.with_values(**overrides), base, qkv_bias=bias, o_bias=bias, qk_norm=True)
     above, below = (_layer_numbers(keys, name, config.num_hidden_layers) for name in XIELU_KEYS)
     if (above is None) != (below is None):
         raise ConfigError(f"config.json: {XIELU_KEYS[above is not None]} is missing")
@@ -43,7 +43,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def _layer_numbers(keys: Keys, name: str, layers: int) -> list[float] | None:
     """A number for each layer, None if the key is absent. Raises ConfigError."""
-    stated = keys.raw.get(name) if keys.holds(name) else None
+    stated = keys.raw.get(name) if keys.has(name) else None
     if stated is None:
         return None
     if not isinstance(stated, list) or len(stated) != layers or any(type(each) is not float or not isfinite(each) for each in stated):

@@ -46,12 +46,12 @@ def config(keys: Keys) -> ModelConfig:
     if any(UNSUPPORTED in str(name) for name in keys.raw.get("architectures") or ()):
         raise ConfigError(f"config.json: architectures {show(keys.raw['architectures'])} is not supported for bailing_hybrid models",
                           "its linear attention differs; Ling 2 (bailing_moe_v2) and Ling 3 run")
-    named = keys.saying(**{name: keys.raw[own] for name, own in PUBLISHED_KEYS.items() if keys.holds(own)})
+    named = keys.with_values(**{name: keys.raw[own] for name, own in PUBLISHED_KEYS.items() if keys.has(own)})
     base = Defaults(max_position_embeddings=262_144, eos=(156_895,), theta=6e6, sizes=SIZES)
     layers, heads = base.size(keys, "num_hidden_layers"), base.size(keys, "num_attention_heads")
     lower_bound = keys.raw.get("kda_lower_bound", -5.0)
     bound = -lower_bound if type(lower_bound) in (int, float) else NO_BOUND
-    keys.knows("kda_lower_bound")
+    keys.mark_known("kda_lower_bound")
     if not 0 < bound < 1e3:
         raise keys.fail("kda_lower_bound", "a number below 0")
     shape = KdaShape.of(*(keys.integer(own, keys.integer(name, usual, high=high), high=high) for own, name, usual, high in (
@@ -78,7 +78,7 @@ def config(keys: Keys) -> ModelConfig:
 def _linear(keys: Keys, layers: int) -> tuple[int, ...]:
     """The layers with linear attention: as layer_types lists them, by default all but the last of every group."""
     group = keys.integer("layer_group_size", 6, high=MAX_LAYERS)
-    kinds = keys.words("layer_types", layers)
+    kinds = keys.strings("layer_types", layers)
     if kinds is None and layers % group:
         raise ConfigError(f"config.json: num_hidden_layers {layers} is not a multiple of layer_group_size {group}, which is not supported",
                           "implementations differ on the layers after the last whole group: state them in layer_types")

@@ -42,7 +42,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def _attention_layers(keys: Keys, layers: int) -> frozenset[int]:
     """The layers with attention: those that attn_layer_indices lists. Raises ConfigError if there is none."""
-    found, kinds = keys.layers("attn_layer_indices", layers), keys.kinds("layer_types", layers, KINDS)
+    found, kinds = keys.layers("attn_layer_indices", layers), keys.layer_types("layer_types", layers, KINDS)
     if kinds is not None:
         listed = frozenset(layer for layer, kind in enumerate(kinds) if kind == KINDS[0])
         if listed != found:

@@ -35,7 +35,7 @@ def config(keys: Keys) -> ModelConfig:
     keys.integer("intermediate_size", None)  # ignored: it is always four times hidden_size
     base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,), tied=True, act=("hidden_act", "gelu_pytorch_tanh"), rotary=False,
                     grouped=False, eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 250_880})
-    resolved = keys.saying(**sizes, intermediate_size=4 * sizes["hidden_size"], hidden_act="gelu_pytorch_tanh")
+    resolved = keys.with_values(**sizes, intermediate_size=4 * sizes["hidden_size"], hidden_act="gelu_pytorch_tanh")
     config = decoder_config(resolved, base, norm_kind="layer", qkv_bias=True, o_bias=True, mlp_bias=True)
     return with_alibi(config, alibi_slopes(config.num_attention_heads))
 

@@ -21,7 +21,7 @@ DEFAULT_WINDOW, DEFAULT_PATTERN = 4096, 4
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", cohere.SIZES["num_hidden_layers"], high=MAX_LAYERS)
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else DEFAULT_WINDOW)
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else DEFAULT_WINDOW)
     every = keys.integer("sliding_window_pattern", DEFAULT_PATTERN)
     windows = layer_windows(keys, window, tuple(LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)))
 

@@ -22,18 +22,18 @@ HALF = 0.5  # weight of routed and of shared experts, if they are averaged
 
 
 def config(keys: Keys) -> ModelConfig:
-    keys.knows("layer_norm_eps")
+    keys.mark_known("layer_norm_eps")
     rms = keys.number("rms_norm_eps", None) is not None
     base = Defaults(max_position_embeddings=8192, head_dim=128, bos=5, eos=(255_001,), eps_key="rms_norm_eps" if rms else "layer_norm_eps",
                     norm_eps=1e-5, tied=True, sizes=cohere.SIZES, rope={"interleaved": True})
     layers, width, bias = base.size(keys, "num_hidden_layers"), base.size(keys, "intermediate_size"), keys.flag("attention_bias", False)
     first = keys.integer("first_k_dense_replace", 0, low=0, high=layers)
-    sparse = frozenset(range(first, layers) if keys.words("mlp_layer_types", layers) is None else sparse_layers(keys, layers))
+    sparse = frozenset(range(first, layers) if keys.strings("mlp_layer_types", layers) is None else sparse_layers(keys, layers))
     dense_every, every = (keys.integer(name, usual) for name, usual in (("prefix_dense_sliding_window_pattern", 1),
                                                                         ("sliding_window_pattern", 4)))
     kinds = [*(GLOBAL if (i + 1) % dense_every == 0 else LOCAL for i in range(first)),
              *(GLOBAL if (i + 1) % every == 0 else LOCAL for i in range(layers - first))]
-    windows = layer_windows(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096), kinds)
+    windows = layer_windows(keys, keys.integer("sliding_window", None if keys.has("sliding_window") else 4096), kinds)
 
     shared = keys.integer("num_shared_experts", 0, low=0, high=MAX_EXPERTS)
     averaged = keys.choice("shared_expert_combination_strategy", SUMS, "average") == "average" and shared > 0

@@ -26,7 +26,7 @@ SECTIONS_HINT = "this family has one section for each layer type, or null for no
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", cohere.SIZES["num_hidden_layers"], high=MAX_LAYERS)
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else DEFAULT_WINDOW)
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else DEFAULT_WINDOW)
     windows = layer_windows(keys, window, (GLOBAL,) * layers)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
@@ -40,7 +40,7 @@ def config(keys: Keys) -> ModelConfig:
 
     # Logits are not scaled by default, unlike in Cohere 2.
     scale = keys.number("logit_scale", 1.0)
-    return cohere_config(keys.saying(logit_scale=scale), ropes=ropes, windows=windows)
+    return cohere_config(keys.with_values(logit_scale=scale), ropes=ropes, windows=windows)
 
 
 def _rope_of_kind(sections: Mapping[str, object], kind: str, head_dim: int, positions: int,

@@ -15,11 +15,11 @@ ROPE = {"rope_type": "llama3", "rope_theta": THETA, "factor": 16.0, "low_freq_fa
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW)
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else WINDOW)
     layer_types = ["sliding_attention" if layer % PATTERN else "full_attention" for layer in range(layers)]
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        stated = keys if keys.section("rope_scaling") or keys.section("rope_parameters") else keys.saying(rope_parameters=ROPE)
+        stated = keys if keys.section("rope_scaling") or keys.section("rope_parameters") else keys.with_values(rope_parameters=ROPE)
         return (rope_config(stated, head_dim, positions, THETA),) * layers
 
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, bos=128_000, eos=(128_001, 128_008, 128_009),

@@ -47,7 +47,7 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=2048, eps_key=None, norm_eps=1e-5, sizes={"vocab_size": 32_000})  # torch's epsilon
     if keys.flag("tie_word_embeddings", False):
         raise ConfigError("config.json: tie_word_embeddings = true is not supported for dbrx models", "this family unties its output head")
-    resolved = keys.saying(**sizes, hidden_act="silu", intermediate_size=width,
+    resolved = keys.with_values(**sizes, hidden_act="silu", intermediate_size=width,
                            num_key_value_heads=attn.integer("kv_n_heads", 1, high=4096))
     return decoder_config(resolved, base, ropes, norm_kind="layer", clip_qkv=attn.number("clip_qkv", None), moe=moe)
 

@@ -26,7 +26,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def with_topk_method(keys: Keys, moe: MoEConfig) -> MoEConfig:
     """The mixture with groups of experts, where the config chooses experts by them. Raises ConfigError."""
-    keys.knows("n_group", "topk_group")
+    keys.mark_known("n_group", "topk_group")
     method = keys.text("topk_method", GREEDY)
     if method not in (GREEDY, LIMITED):
         raise ConfigError(f"config.json: topk_method {show(method)} is not supported", f"known: {GREEDY}, {LIMITED}")

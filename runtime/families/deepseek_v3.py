@@ -85,7 +85,7 @@ def mla_config(keys: Keys, base: Defaults, dims: Mapping[str, int], query_rank: 
         raise ConfigError(f"config.json: kv_lora_rank {rank} with qk_rope_head_dim {rope} is not supported",
                           f"the latter must be even, and both together at most {MAX_LATENT_DIM}")
     bias = keys.flag("attention_bias", False)
-    cache_keys = keys.saying(num_key_value_heads=1, head_dim=shape.key)  # what the cache holds: one latent head
+    cache_keys = keys.with_values(num_key_value_heads=1, head_dim=shape.key)  # what the cache holds: one latent head
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
         shared = None if interleaved is NO_ROPE else rope_config(keys, rope, positions, base.theta, interleaved=interleaved)

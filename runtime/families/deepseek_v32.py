@@ -42,7 +42,7 @@ def sparse_mla_config(keys: Keys, base: Defaults, dims: Mapping[str, int], query
     moe: the experts, with their groups to be read. None: those of V3.
     """
     layers = base.size(keys, "num_hidden_layers")
-    keys.kinds("layer_types", layers, (INDEXED,))
+    keys.layer_types("layer_types", layers, (INDEXED,))
     moe = with_mlp_layer_types(keys, layers, moe or deepseek_moe_config(keys, layers, 256, 8, 3, True, 2.5, 2048))
     config = mla_config(keys, base, dims, query_rank, interleaved, moe=with_expert_groups(keys, moe, *groups))
     rope, rank = config.mla.rope, config.mla.query_rank
@@ -70,5 +70,5 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def with_mlp_layer_types(keys: Keys, layers: int, moe: MoEConfig) -> MoEConfig:
     """`moe` in the layers that mlp_layer_types lists, if there is such a key."""
-    kinds = keys.words("mlp_layer_types", layers)
+    kinds = keys.strings("mlp_layer_types", layers)
     return moe if kinds is None else replace(moe, layers=sparse_layers_of(kinds))

@@ -76,8 +76,8 @@ def config(keys: Keys) -> ModelConfig:
 
 def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
     """By layer the type of its attention beyond the window."""
-    ratios = keys.raw.get("compress_ratios") if keys.holds("compress_ratios") else None
-    found = keys.kinds("layer_types", layers, (NEAR, CHOSEN, HEAVY))
+    ratios = keys.raw.get("compress_ratios") if keys.has("compress_ratios") else None
+    found = keys.layer_types("layer_types", layers, (NEAR, CHOSEN, HEAVY))
     if found is None and ratios is not None:
         if not isinstance(ratios, list) or len(ratios) < layers or any(each not in BY_RATIO for each in ratios):
             raise keys.fail("compress_ratios", f"0, 4 or 128 for each of {layers} layers")
@@ -118,7 +118,7 @@ def _ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, RopeC
 def _moe_config(keys: Keys, layers: int) -> MoEConfig:
     width, shared = keys.integer("moe_intermediate_size", 2048, high=2**22), keys.integer("n_shared_experts", 1, high=MAX_EXPERTS)
     first = keys.integer("num_hash_layers", 3, low=0, high=MAX_LAYERS)
-    kinds = keys.kinds("mlp_layer_types", layers, (PICKED, ROUTED)) or (PICKED,) * min(first, layers) + (ROUTED,) * (layers - first)
+    kinds = keys.layer_types("mlp_layer_types", layers, (PICKED, ROUTED)) or (PICKED,) * min(first, layers) + (ROUTED,) * (layers - first)
     return moe_config(keys, 256, 6, width, True, range(layers), "n_routed_experts", routed_scale=keys.number("routed_scaling_factor", 1.5),
                       correction_bias=True, parallel_to_mlp=True, sqrt_softplus=True, shared_expert_dim=width * shared,
                       hash_routed_layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == PICKED))

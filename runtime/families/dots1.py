@@ -16,7 +16,7 @@ REFUSED_UNLESS = {"mlp_bias": False, "moe_layer_freq": 1, "n_group": 1, "topk_gr
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", 62, high=MAX_LAYERS)
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else 4096)
     first = keys.integer("max_window_layers", 62, low=0)
     windows = layer_windows(keys, window, ["full_attention" if layer < first or window is None else "sliding_attention"
                                            for layer in range(layers)])

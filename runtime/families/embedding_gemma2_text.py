@@ -27,9 +27,9 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=262_144, num_key_value_heads=2, head_dim=256, bos=2, eos=(1,), tied=True, act=ACT, sizes=SIZES)
     layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
     every = keys.integer("sliding_window_pattern", PATTERN, high=2**16)
-    kinds = list(keys.words("layer_types", layers) or [LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)])
+    kinds = list(keys.strings("layer_types", layers) or [LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)])
     kinds[-1] = GLOBAL  # whatever the config lists
-    windows = layer_windows(keys.saying(layer_types=kinds), keys.integer("sliding_window", 512) + 1, kinds)
+    windows = layer_windows(keys.with_values(layer_types=kinds), keys.integer("sliding_window", 512) + 1, kinds)
     wide = keys.integer("num_global_key_value_heads", 1, high=4096), keys.integer("global_head_dim", 512, high=1024)
     usual = keys.integer("num_key_value_heads", base.num_key_value_heads, high=4096), keys.integer("head_dim", base.head_dim, high=1024)
     heads = kv_heads_by_layer_type(keys, kinds, usual, wide, SIZES["num_attention_heads"])

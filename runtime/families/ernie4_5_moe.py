@@ -25,7 +25,7 @@ def config(keys: Keys) -> ModelConfig:
     width = keys.integer("moe_intermediate_size", 1536, high=2**22)
     shared = keys.integer("moe_num_shared_experts", 2, low=0, high=MAX_EXPERTS)
     sparse = [layer for layer in range(layers) if (layer + 1) % every == 0 and first <= layer <= (layers - 1 if last == -1 else last)]
-    kinds = keys.words("mlp_layer_types", layers)
+    kinds = keys.strings("mlp_layer_types", layers)
     per_token = keys.integer("moe_k", 6, high=MAX_EXPERTS)
     moe = moe_config(keys, 64, per_token, width, True, sparse if kinds is None else sparse_layers_of(kinds), "moe_num_experts",
                      correction_bias=keys.flag("moe_use_aux_free", True), shared_expert_dim=width * shared if shared else None)

@@ -31,8 +31,8 @@ CORRECTIONS, ROUTERS = "moe_statics.e_score_correction_bias", ("gate.weight", "g
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", 28, high=MAX_LAYERS)
-    keys.knows("moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index")
-    sparse = sparse_layers_of(keys.words("mlp_layer_types", layers) or _layer_types(keys, layers))
+    keys.mark_known("moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index")
+    sparse = sparse_layers_of(keys.strings("mlp_layer_types", layers) or _layer_types(keys, layers))
     width, seen = _pair(keys, "moe_intermediate_size", (1536, 512))
     experts, others = _pair(keys, "moe_num_experts", 64)
     if experts != others:
@@ -40,7 +40,7 @@ def config(keys: Keys) -> ModelConfig:
     shared = keys.integer("moe_num_shared_experts", 2, low=0, high=MAX_EXPERTS)
     per_token = keys.integer("moe_k", 6, high=MAX_EXPERTS)
     around = frozenset(keys.integer(name, usual, low=0) for name, usual in VISION_TOKENS.items())
-    moe = moe_config(keys.saying(moe_num_experts=experts), 64, per_token, width, True, sparse, "moe_num_experts", correction_bias=True,
+    moe = moe_config(keys.with_values(moe_num_experts=experts), 64, per_token, width, True, sparse, "moe_num_experts", correction_bias=True,
                      shared_expert_dim=width * shared if shared else None, vision_expert_dim=seen, vision_token_ids=around)
     sizes = {"vocab_size": 103_424, "hidden_size": 2560, "intermediate_size": 12_288, "num_hidden_layers": 28, "num_attention_heads": 20}
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, eos=(2,), norm_eps=1e-5, tied=True, sizes=sizes)
@@ -49,7 +49,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def _pair(keys: Keys, name: str, usual: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
     """A number for text experts and one for vision experts; the first published configs list both, others have one number."""
-    keys.knows(name)
+    keys.mark_known(name)
     stated = usual if keys.raw.get(name) is None else keys.raw[name]
     pair = [stated] * 2 if type(stated) is int else stated
     if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(type(each) is int and least <= each <= 2**22 for each in pair):

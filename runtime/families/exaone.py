@@ -26,7 +26,7 @@ def config(keys: Keys) -> ModelConfig:
         raise ConfigError(f"config.json: num_layers is {layers} and num_hidden_layers {also}, which should be the same")
     base = Defaults(max_position_embeddings=2048, bos=0, eos=(2,), act=("activation_function", "silu"), eps_key="layer_norm_epsilon",
                     norm_eps=1e-5)
-    return decoder_config(keys if layers is None else keys.saying(num_hidden_layers=layers), base)
+    return decoder_config(keys if layers is None else keys.with_values(num_hidden_layers=layers), base)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

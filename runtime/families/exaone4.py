@@ -18,8 +18,8 @@ def config(keys: Keys) -> ModelConfig:
                                                                                           high=MAX_LAYERS)
     listed = keys.raw.get("layer_types")
     if isinstance(listed, list) and len(listed) == layers + max(mtp_layers, 1):  # published configs of 4.5 list the MTP layer too
-        keys = keys.saying(layer_types=listed[:layers])
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
+        keys = keys.with_values(layer_types=listed[:layers])
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else 4096)
     windows = layer_windows(keys, window, default_layer_types(keys, layers, window))
 
     base = Defaults(max_position_embeddings=2048, num_key_value_heads=32, bos=0, eos=(2,), norm_eps=1e-5)
@@ -30,7 +30,7 @@ def config(keys: Keys) -> ModelConfig:
 def default_layer_types(keys: Keys, layers: int, window: int | None) -> tuple[str, ...]:
     """Layer types if the config lists none: by sliding_window_pattern, a string of L (local) and G (global) that is repeated, or the
     interval of layers with full attention."""
-    keys.knows("sliding_window_pattern")
+    keys.mark_known("sliding_window_pattern")
     if window is None:
         return (GLOBAL,) * layers
     pattern = keys.raw.get("sliding_window_pattern")

@@ -24,12 +24,12 @@ SIZES = {"vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 16_384
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=2048, num_key_value_heads=32, bos=1, eos=(53,), norm_eps=1e-5, sizes=SIZES)
     layers = base.size(keys, "num_hidden_layers")
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else 4096)
     windows = layer_windows(keys, window, default_layer_types(keys, layers, window))
 
     width, earlier = keys.integer("moe_intermediate_size", 1024, high=2**22), keys.integer("first_last_k_dense_replace", 1, low=0)
     first = keys.integer("first_k_dense_replace", min(earlier, layers), low=0, high=layers)
-    sparse = range(first, layers) if keys.words("mlp_layer_types", layers) is None else sparse_layers(keys, layers)
+    sparse = range(first, layers) if keys.strings("mlp_layer_types", layers) is None else sparse_layers(keys, layers)
     moe = moe_config(keys, 64, 8, width, keys.flag("norm_topk_prob", True), sparse, sigmoid=True, correction_bias=True,
                      routed_scale=keys.number("routed_scaling_factor", 2.5),
                      shared_expert_dim=width * keys.integer("num_shared_experts", 1, high=MAX_EXPERTS))

@@ -30,7 +30,7 @@ FUSED_QKV = "self_attention.query_key_value"
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     hidden, heads = (keys.integer(name, SIZES[name], high=2**20) for name in ("hidden_size", "num_attention_heads"))
-    keys.knows("multi_query")  # read only by the older architecture
+    keys.mark_known("multi_query")  # read only by the older architecture
     newer, parallel = keys.flag("new_decoder_architecture", False), keys.flag("parallel_attn", True)
     kv_heads = keys.integer("num_kv_heads", heads, high=4096)
     groups = kv_heads if newer else 1 if keys.flag("multi_query", True) else heads
@@ -43,8 +43,8 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=2048, bos=11, eos=(11,), tied=True, act=("activation", "gelu"), eps_key="layer_norm_epsilon",
                     norm_eps=1e-5, sizes=SIZES)
     bias = keys.flag("bias", False)
-    return decoder_config(keys.saying(**sizes), base, qkv_bias=bias, o_bias=bias, mlp_bias=bias, norm_kind="layer", parallel_block=parallel,
-                          parallel_block_norms=norms == 2)
+    return decoder_config(keys.with_values(**sizes), base, qkv_bias=bias, o_bias=bias, mlp_bias=bias, norm_kind="layer",
+                          parallel_block=parallel, parallel_block_norms=norms == 2)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -52,7 +52,7 @@ def multiplier(name: str, value: float) -> float:
 
 def numbers(keys: Keys, name: str, count: int) -> list[float]:
     """A list of multipliers, all 1 by default. Raises ConfigError."""
-    stated = keys.raw.get(name) if keys.holds(name) else None
+    stated = keys.raw.get(name) if keys.has(name) else None
     if stated is None:
         return [1.0] * count
     if not isinstance(stated, list) or len(stated) != count or not all(type(each) in (int, float) for each in stated):
@@ -64,7 +64,7 @@ def state_shape(keys: Keys, hidden: int) -> Mamba2Shape:
     """The state of every layer. Raises ConfigError."""
     heads, expand = keys.integer("mamba_n_heads", 128, high=4096), keys.integer("mamba_expand", 2, high=64)
     values = keys.integer("mamba_d_ssm", None if "mamba_d_ssm" in keys.raw else 1024, high=2**22) or expand * hidden
-    keys.holds("mamba_d_head")
+    keys.has("mamba_d_head")
     stated = None if keys.raw.get("mamba_d_head") in (None, "auto") else keys.integer("mamba_d_head", None, high=4096)
     shape = Mamba2Shape(heads, stated or values // heads, keys.integer("mamba_n_groups", 1, high=4096),
                         keys.integer("mamba_d_state", 256, high=4096), keys.integer("mamba_d_conv", 4, high=64),

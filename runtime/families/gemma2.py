@@ -35,7 +35,7 @@ def config(keys: Keys) -> ModelConfig:
 def gemma_features(keys: Keys, layer_types: Sequence[str], hidden: int) -> dict[str, object]:
     """Fields of a ModelConfig that Gemma 2 and 3 share. `layer_types`: the default if the config lists none."""
     bias = keys.flag("attention_bias", False)
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else 4096)
     return {"windows": layer_windows(keys, window, layer_types), "qkv_bias": bias, "o_bias": bias, "norm_kind": "rms+1",
             "attn_scale": keys.number("query_pre_attn_scalar", 256.0) ** -0.5, "embedding_multiplier": embedding_multiplier(keys, hidden)}
 
@@ -48,7 +48,7 @@ def embedding_multiplier(keys: Keys, hidden: int) -> float:
 
 def softcap(keys: Keys, name: str, default: float | None) -> float | None:
     """A soft cap; null means none, absent the default."""
-    return keys.number(name, None if keys.holds(name) else default)
+    return keys.number(name, None if keys.has(name) else default)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

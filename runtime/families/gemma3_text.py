@@ -24,7 +24,7 @@ def config(keys: Keys) -> ModelConfig:
     layer_types = [LOCAL if (layer + 1) % pattern else GLOBAL for layer in range(layers)]
     bidirectional = keys.flag("use_bidirectional_attention", False)
     if bidirectional:  # sliding_window counts both sides together
-        keys = keys.saying(sliding_window=keys.integer("sliding_window", 4096) // 2 + 1)
+        keys = keys.with_values(sliding_window=keys.integer("sliding_window", 4096) // 2 + 1)
     features = gemma_features(keys, layer_types, base.size(keys, "hidden_size"))
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:

@@ -35,8 +35,8 @@ HALF = 0.5**0.5  # factor of two branches of the same magnitude
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=2, head_dim=256, bos=2, eos=(1,), tied=True, act=ACT, sizes=SIZES)
     layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
-    kinds = list(keys.words("layer_types", layers) or [LOCAL if (layer + 1) % PATTERN else GLOBAL for layer in range(layers)])
-    windows = layer_windows(keys.saying(layer_types=kinds), keys.integer("sliding_window", 512), kinds)
+    kinds = list(keys.strings("layer_types", layers) or [LOCAL if (layer + 1) % PATTERN else GLOBAL for layer in range(layers)])
+    windows = layer_windows(keys.with_values(layer_types=kinds), keys.integer("sliding_window", 512), kinds)
     shared = keys.integer("num_kv_shared_layers", 15, low=0, high=layers)
     sources = kv_sources(kinds, layers - shared)
     widths, bias = _widths(keys, layers), keys.flag("attention_bias", False)
@@ -47,8 +47,8 @@ def config(keys: Keys) -> ModelConfig:
         return ropes_by_window(keys, head_dim, positions, thetas, windows)
 
     return decoder_config(
-        keys.saying(intermediate_size=max(widths)), base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, attn_scale=1.0,
-        v_norm=True, embedding_multiplier=embedding_multiplier(keys, hidden),
+        keys.with_values(intermediate_size=max(widths)), base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True,
+        attn_scale=1.0, v_norm=True, embedding_multiplier=embedding_multiplier(keys, hidden),
         final_logit_softcapping=softcap(keys, "final_logit_softcapping", 30.0), kv_sources=sources if shared else (),
         layer_intermediate_sizes=widths if len(set(widths)) > 1 else (), per_layer_input_dim=width,
         per_layer_input_vocab=keys.integer("vocab_size_per_layer_input", 262_144, high=2**24),
@@ -60,7 +60,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def _widths(keys: Keys, layers: int) -> tuple[int, ...]:
     """The intermediate size of every layer; a config states one for all, or a list."""
-    stated = keys.raw.get("intermediate_size") if keys.holds("intermediate_size") else None
+    stated = keys.raw.get("intermediate_size") if keys.has("intermediate_size") else None
     if not isinstance(stated, list):
         return (keys.integer("intermediate_size", SIZES["intermediate_size"], high=MAX_WIDTH),) * layers
     if len(stated) != layers or not all(is_count(each) and 0 < each <= MAX_WIDTH for each in stated):
@@ -70,7 +70,7 @@ def _widths(keys: Keys, layers: int) -> tuple[int, ...]:
 
 def _gate_cutoffs(keys: Keys, layers: int) -> tuple[float | None, ...]:
     """ModelConfig.gate_cutoffs: by layer how many standard deviations above the mean a gate must be, from the share of inactive gates."""
-    shares = keys.raw.get("activation_sparsity_pattern") if keys.holds("activation_sparsity_pattern") else None
+    shares = keys.raw.get("activation_sparsity_pattern") if keys.has("activation_sparsity_pattern") else None
     if shares is None:
         count = SPARSE_LAYERS if layers > SPARSE_LAYERS else 0
         shares = [SPARSITY] * count + [0.0] * (layers - count)

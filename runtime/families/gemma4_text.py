@@ -39,9 +39,9 @@ def config(keys: Keys) -> ModelConfig:
         raise ConfigError(f"config.json: use_bidirectional_attention = {show(seen)} is not supported for {keys.text('model_type')} models",
                           "a bidirectional model cannot generate text")
     layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
-    kinds = list(keys.words("layer_types", layers) or [LOCAL if (layer + 1) % PATTERN else GLOBAL for layer in range(layers)])
+    kinds = list(keys.strings("layer_types", layers) or [LOCAL if (layer + 1) % PATTERN else GLOBAL for layer in range(layers)])
     kinds[-1] = GLOBAL  # whatever the config lists
-    windows = layer_windows(keys.saying(layer_types=kinds), keys.integer("sliding_window", 512), kinds)
+    windows = layer_windows(keys.with_values(layer_types=kinds), keys.integer("sliding_window", 512), kinds)
     heads = _heads(keys, kinds)
     shared = keys.integer("num_kv_shared_layers", 0, low=0, high=layers)
     sources = kv_sources(kinds, layers - shared)

@@ -27,7 +27,7 @@ def config(keys: Keys) -> ModelConfig:
 def sparse_layers(keys: Keys, layers: int) -> frozenset[int]:
     """The layers with experts: those that mlp_layer_types lists, by default all but the first. Raises ConfigError if first_k_dense_replace
     disagrees."""
-    found = sparse_layers_of(keys.words("mlp_layer_types", layers) or (DENSE, *[SPARSE] * (layers - 1)))
+    found = sparse_layers_of(keys.strings("mlp_layer_types", layers) or (DENSE, *[SPARSE] * (layers - 1)))
     first = keys.integer("first_k_dense_replace", None, low=0, high=layers)
     if first is not None and found != frozenset(range(first, layers)):
         raise ConfigError(f"config.json: first_k_dense_replace {first} disagrees with mlp_layer_types, one dense layer by default",
@@ -38,7 +38,7 @@ def sparse_layers(keys: Keys, layers: int) -> frozenset[int]:
 def sparse_layers_after(keys: Keys, layers: int, dense: int) -> frozenset[int]:
     """The layers with experts: those that mlp_layer_types lists, or else all but the first first_k_dense_replace (default: `dense`)."""
     first = keys.integer("first_k_dense_replace", dense, low=0, high=MAX_LAYERS)
-    return sparse_layers_of(keys.words("mlp_layer_types", layers) or tuple(DENSE if layer < first else SPARSE for layer in range(layers)))
+    return sparse_layers_of(keys.strings("mlp_layer_types", layers) or tuple(DENSE if layer < first else SPARSE for layer in range(layers)))
 
 
 def sparse_layers_of(kinds: tuple[str, ...]) -> frozenset[int]:

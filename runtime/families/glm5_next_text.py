@@ -45,7 +45,7 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=2**20, norm_eps=1e-5, sizes=SIZES)
     layers = base.size(keys, "num_hidden_layers")
     usual = tuple(FULL if layer % 4 == 3 else LINEAR for layer in range(layers))
-    kinds = keys.kinds("layer_types", layers, (INDEXED, FULL, LINEAR)) or usual
+    kinds = keys.layer_types("layer_types", layers, (INDEXED, FULL, LINEAR)) or usual
     states = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
     if not 0 < len(states) < layers:
         raise ConfigError(f"config.json: layer_types without {LINEAR if not states else INDEXED} is not supported",
@@ -79,7 +79,7 @@ def _linear(keys: Keys) -> KdaShape:
     heads, width, taps = (inner.integer(name, keys.integer(outer, default, high=high), high=high) for name, outer, default, high in (
         ("num_heads", "linear_num_heads", 64, 4096), ("head_dim", "linear_head_dim", 128, 1024),
         ("short_conv_kernel_size", "linear_conv_kernel_dim", 4, 64)))
-    keys.knows("linear_lower_bound")
+    keys.mark_known("linear_lower_bound")
     lowest = section.get("gate_lower_bound", keys.raw.get("linear_lower_bound", LOWEST))
     if lowest is None and section and section.get("safe_gate", True):
         lowest = LOWEST

@@ -23,10 +23,10 @@ def config(keys: Keys) -> ModelConfig:
 
 def indexer_layers(keys: Keys, layers: int) -> list[bool]:
     """By layer whether it chooses for itself: by its own word, by a letter each, or every so many behind the first."""
-    keys.knows(*INDEXER_LAYER_KEYS)
+    keys.mark_known(*INDEXER_LAYER_KEYS)
     letters = isinstance(keys.raw.get("index_topk_pattern"), str)
-    pattern = keys.text("index_topk_pattern") if letters else keys.words("index_topk_pattern", layers)
-    kinds = keys.words("indexer_types", layers)
+    pattern = keys.text("index_topk_pattern") if letters else keys.strings("index_topk_pattern", layers)
+    kinds = keys.strings("indexer_types", layers)
     if kinds is None and pattern is not None:
         kinds = [{"F": FULL, "S": SHARED}.get(each, each) for each in pattern]
     if kinds is None:

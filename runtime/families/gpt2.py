@@ -40,7 +40,7 @@ def with_gpt2_sizes(keys: Keys, usual: Mapping[str, int] = SIZES) -> Keys:
     own = {"hidden_size": ("n_embd", MAX_SIZES["hidden_size"]), "num_hidden_layers": ("n_layer", MAX_LAYERS),
            "num_attention_heads": ("n_head", 4096), "max_position_embeddings": ("n_positions", 2**27)}
     sizes = {name: keys.integer(short, keys.integer(name, usual[name], high=most), high=most) for name, (short, most) in own.items()}
-    return keys.saying(**sizes, intermediate_size=keys.integer("n_inner", 4 * sizes["hidden_size"], high=2**22))
+    return keys.with_values(**sizes, intermediate_size=keys.integer("n_inner", 4 * sizes["hidden_size"], high=2**22))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -19,7 +19,7 @@ REFUSED_UNLESS = {"layer_types": None, "multi_query": True, "sliding_window": No
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=1024, bos=50_256, eos=(50_256,), tied=True, act=("activation_function", "gelu_pytorch_tanh"),
                     rotary=False, eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 50_257})
-    one = with_gpt2_sizes(keys).saying(num_key_value_heads=1, head_dim=None)
+    one = with_gpt2_sizes(keys).with_values(num_key_value_heads=1, head_dim=None)
     return decoder_config(one, base, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer", position_offset=0,
                           attn_scale=None if keys.flag("scale_attn_weights", True) else 1.0)
 

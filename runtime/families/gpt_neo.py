@@ -31,13 +31,14 @@ def config(keys: Keys) -> ModelConfig:
         "intermediate_size", 4 * hidden, high=MAX_SIZES["intermediate_size"])}
     base = Defaults(max_position_embeddings=2048, bos=50_256, eos=(50_256,), tied=True, act=("activation_function", "gelu_new"),
                     rotary=False, grouped=False, eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 50_257})
-    return decoder_config(keys.saying(**sizes), base, windows=tuple(window if kind == "local" else None for kind in _kinds(keys, layers)),
-                          o_bias=True, mlp_bias=True, norm_kind="layer", position_offset=0, attn_scale=1.0)
+    windows = tuple(window if kind == "local" else None for kind in _kinds(keys, layers))
+    return decoder_config(keys.with_values(**sizes), base, windows=windows, o_bias=True, mlp_bias=True, norm_kind="layer",
+                          position_offset=0, attn_scale=1.0)
 
 
 def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
     """What each layer sees: some kinds one after the other, so and so often. Raises ConfigError."""
-    keys.knows("attention_types")
+    keys.mark_known("attention_types")
     stated = keys.raw.get("attention_types") or [[list(KINDS), 12]]
     found: list[str] = []
     for each in stated if isinstance(stated, list) else [None]:
@@ -47,7 +48,7 @@ def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
         found += each[0] * each[1]
     if len(found) != layers:
         raise ConfigError(f"config.json: attention_types names {len(found)} layers, num_layers {layers}")
-    if (beside := keys.words("attention_layers", layers)) not in (None, tuple(found)):
+    if (beside := keys.strings("attention_layers", layers)) not in (None, tuple(found)):
         raise ConfigError(f"config.json: attention_layers = {show(list(beside))} is not what attention_types says")
     return tuple(found)
 

@@ -28,7 +28,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW)
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else WINDOW)
     bias, width = keys.flag("attention_bias", True), keys.integer("intermediate_size", high=2**22)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:

@@ -24,9 +24,9 @@ def with_windows_and_ropes(keys: Keys, base: ModelConfig) -> ModelConfig:
     """`base` with the windows and positions of each layer: the section of rotary positions holds for all, its base only where
     `layer_rope_theta` lists none, in which 0 says that a layer has no positions."""
     layers, rope = base.num_hidden_layers, base.rope
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW)
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else WINDOW)
     usual = ["sliding_attention" if layer % PATTERN else "full_attention" for layer in range(layers)]
-    listed = keys.holds("layer_rope_theta") and keys.raw["layer_rope_theta"] is not None
+    listed = keys.has("layer_rope_theta") and keys.raw["layer_rope_theta"] is not None
     bases = keys.numbers("layer_rope_theta", layers, or_zero=True) if listed else None
     if bases is not None and any(0 < each <= 1 for each in bases):
         raise keys.fail("layer_rope_theta", "bases above 1, or 0 for a layer without positions")

@@ -22,7 +22,7 @@ NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # of steps, as w
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
-    kinds = keys.kinds("layer_types", layers, (ATTENTION, MAMBA)) or (MAMBA,) * layers
+    kinds = keys.layer_types("layer_types", layers, (ATTENTION, MAMBA)) or (MAMBA,) * layers
     if ATTENTION not in kinds:
         raise ConfigError("config.json: layer_types without attention are not supported", f"at least one layer must be {ATTENTION}")
     turns = keys.text("position_embedding_type", None)
@@ -48,7 +48,7 @@ def mamba_shape(keys: Keys, base: ModelConfig) -> Mamba2Shape:
     """The state of a layer of state spaces. Raises ConfigError."""
     heads, expand = keys.integer("mamba_n_heads", 128, high=4096), keys.integer("mamba_expand", 2, high=64)
     values = expand * base.hidden_size
-    keys.holds("mamba_d_head")
+    keys.has("mamba_d_head")
     stated = None if keys.raw.get("mamba_d_head") == "auto" else keys.integer("mamba_d_head", None, high=4096)
     shape = Mamba2Shape(heads, stated or values // heads, keys.integer("mamba_n_groups", 1, high=4096),
                         keys.integer("mamba_d_state", 256, high=4096), keys.integer("mamba_d_conv", 4, high=64),
@@ -59,7 +59,7 @@ def mamba_shape(keys: Keys, base: ModelConfig) -> Mamba2Shape:
 
 def check_steps(keys: Keys) -> None:
     """Raises ConfigError for steps with limits."""
-    limit = keys.raw["time_step_limit"] if keys.holds("time_step_limit") else None
+    limit = keys.raw["time_step_limit"] if keys.has("time_step_limit") else None
     if limit is not None and limit not in NO_LIMIT:
         raise ConfigError(f"config.json: time_step_limit {show(limit)} is not supported", "no published model limits its steps")
 

@@ -45,7 +45,7 @@ def _rope(keys: Keys, head_dim: int, positions: int) -> RopeConfig:
         raise ConfigError("config.json: head_dim = 2 is not supported with rotary positions that state an alpha",
                           "NTK scaling by alpha is undefined for heads of two channels")
     plain = {name: value for name, value in section.items() if name == "rope_theta"}
-    theta = rope_config(keys.saying(rope_scaling=None, rope_parameters=plain), head_dim, positions).theta
+    theta = rope_config(keys.with_values(rope_scaling=None, rope_parameters=plain), head_dim, positions).theta
     alpha = Keys(section, "config.json: rotary positions").number(STRETCH)
     stated = {name: section[name] for name in BESIDE if name in section}
     return RopeConfig(theta * alpha ** (head_dim / (head_dim - 2)), "default", {STRETCH: alpha, **stated})

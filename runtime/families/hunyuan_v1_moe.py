@@ -25,7 +25,7 @@ REFUSED_UNLESS = {
 
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, r"(configuration_hunyuan|modeling_hunyuan|hunyuan)\.HunYuan\w+")
-    factor = keys.raw.get("routed_scaling_factor") if keys.holds("routed_scaling_factor") else None
+    factor = keys.raw.get("routed_scaling_factor") if keys.has("routed_scaling_factor") else None
     if factor and factor != 1.0:  # their first code says false for none
         raise ConfigError(f"config.json: routed_scaling_factor = {show(factor)} is not supported for hunyuan_v1_moe models",
                           "published models of this family have none")
@@ -40,12 +40,12 @@ def config(keys: Keys) -> ModelConfig:
 
 def same_for_all(keys: Keys, name: str, layers: int, default: int) -> int:
     """A number that may be stated layer by layer. Raises ConfigError where layers differ."""
-    stated = keys.raw.get(name) if keys.holds(name) else None
+    stated = keys.raw.get(name) if keys.has(name) else None
     if not isinstance(stated, list):
         return keys.integer(name, default, high=2**22)
     if len(stated) != layers or any(type(each) is not int or each != stated[0] for each in stated):
         raise keys.fail(name, f"one number for all of {layers} layers")
-    return keys.saying(**{name: stated[0]}).integer(name, high=MAX_EXPERTS if name != "moe_intermediate_size" else 2**22)
+    return keys.with_values(**{name: stated[0]}).integer(name, high=MAX_EXPERTS if name != "moe_intermediate_size" else 2**22)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -30,7 +30,7 @@ def config(keys: Keys) -> ModelConfig:
     layers, bias = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False)
     width = keys.integer("moe_intermediate_size", 1536, high=2**22)
     first = keys.integer("first_k_dense_replace", 1, low=0, high=layers)
-    sparse = range(first, layers) if keys.words("mlp_layer_types", layers) is None else sparse_layers(keys, layers)
+    sparse = range(first, layers) if keys.strings("mlp_layer_types", layers) is None else sparse_layers(keys, layers)
     moe = moe_config(keys, 192, 8, width, True, sparse, sigmoid=True, correction_bias=True,
                      routed_scale=keys.number("router_scaling_factor", 2.826),
                      shared_expert_dim=width * keys.integer("num_shared_experts", 1, high=MAX_EXPERTS))

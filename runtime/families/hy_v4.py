@@ -48,9 +48,9 @@ def config(keys: Keys) -> ModelConfig:
     if (limit := keys.raw.get("swiglu_limit", SILU_LIMIT)) != SILU_LIMIT:
         raise ConfigError(f"config.json: swiglu_limit = {show(limit)} is not supported for hy_v4 models",
                           f"this family runs only with swiglu_limit = {SILU_LIMIT}")
-    keys.knows("swiglu_limit")
+    keys.mark_known("swiglu_limit")
     usual = [layer % EVERY == 1 or not layer for layer in range(layers)]
-    chooses = indexer_layers(keys, layers) if keys.holds("indexer_types") else usual
+    chooses = indexer_layers(keys, layers) if keys.has("indexer_types") else usual
     moe, interleaved = deepseek_moe_config(keys, layers, 256, 8, 1, True, 2.827, 768), keys.flag("rope_interleave", True)
     config = sparse_mla_config(keys, base, MLA_DIMS, QUERY_RANK, (1, 1), 16, interleaved, chooses, replace(moe, parallel_to_mlp=True),
                                interleaved)

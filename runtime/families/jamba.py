@@ -34,7 +34,7 @@ def config(keys: Keys) -> ModelConfig:
                           "at least one layer must have attention")
     # A single expert is an MLP; its number per token is checked all the same.
     single_expert = 1 in (keys.integer("num_experts", None), keys.integer("num_local_experts", None))
-    moe = moe_config(keys.saying(num_experts_per_tok=1) if single_expert else keys, 16, 2, width, False, expert_layers)
+    moe = moe_config(keys.with_values(num_experts_per_tok=1) if single_expert else keys, 16, 2, width, False, expert_layers)
     if single_expert or not expert_layers:
         moe = None
     config = decoder_config(keys, base, lambda *_: (None,) * layers, moe=moe,
@@ -56,7 +56,7 @@ def _periodic_layers(keys: Keys, name: str, period: int, offset: int, layers: in
 
 def time_step_rank(keys: Keys, name: str, hidden: int) -> int:
     """The rank of dt's projection; "auto" is a sixteenth of the hidden size. Raises ConfigError."""
-    keys.holds(name)
+    keys.has(name)
     default = -(-hidden // 16)
     return default if keys.raw.get(name) == "auto" else keys.integer(name, default, high=2**16)
 

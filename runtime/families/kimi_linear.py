@@ -39,7 +39,7 @@ CODE = r"(configuration|modeling)_kimi\.KimiLinear\w+"  # auto_map of published 
 
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
-    renamed = keys.saying(**{name: keys.raw[published] for name, published in PUBLISHED_KEYS.items() if keys.holds(published)})
+    renamed = keys.with_values(**{name: keys.raw[published] for name, published in PUBLISHED_KEYS.items() if keys.has(published)})
     base = Defaults(max_position_embeddings=1_048_576, norm_eps=1e-5, sizes=SIZES, bos=163_584, eos=(163_586,))
     layers = base.size(keys, "num_hidden_layers")
     shape, recurrent_layers = _linear_attention(keys, layers)
@@ -64,7 +64,7 @@ def _linear_attention(keys: Keys, layers: int) -> tuple[KdaShape, tuple[int, ...
     shape = KdaShape.of(*(inner.integer(name, keys.integer(outer, default, high=high), high=high) for name, outer, default, high in (
         ("num_heads", "linear_num_heads", 32, 4096), ("head_dim", "linear_head_dim", 128, 1024),
         ("short_conv_kernel_size", "linear_conv_kernel_dim", 4, 64))))
-    kinds = keys.words("layer_types", layers)
+    kinds = keys.strings("layer_types", layers)
     if kinds is None and {"full_attn_layers", "kda_layers"} <= section.keys():  # layer numbers that count from 1
         full, linear = (inner.layers(name, layers + 1) for name in ("full_attn_layers", "kda_layers"))
         if full | linear != set(range(1, layers + 1)) or full & linear:

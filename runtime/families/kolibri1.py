@@ -23,12 +23,12 @@ FULL_ATTENTION_INTERVAL = 5  # the last layer of every 5 has full attention, wit
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=262_144, num_key_value_heads=4, head_dim=128, sizes=SIZES)
     layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 513)
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else 513)
     windows = layer_windows(keys, window, [LOCAL if (layer + 1) % FULL_ATTENTION_INTERVAL else GLOBAL for layer in range(layers)])
 
     moe = moe_config(keys, 384, 6, keys.integer("moe_intermediate_size", 512, high=2**22), keys.flag("norm_topk_prob", False),
                      range(layers), sigmoid=True, correction_bias=True, correction_on_logits=True, parallel_to_mlp=True)
-    resolved = keys.saying(intermediate_size=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
+    resolved = keys.with_values(intermediate_size=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
     rotated = [window is None or layer_window is not None for layer_window in windows]
     return decoder_config(resolved, base, windows=windows, rotary_layers=rotated, qk_norm=True, moe=moe)
 

@@ -33,7 +33,7 @@ def config(keys: Keys) -> ModelConfig:
     keys.number("partial_rotary_factor", None)  # each section has its own
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, sizes=SIZES)
     layers, bias = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False)
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 512, low=0) or None
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else 512, low=0) or None
     windows = layer_windows(keys, window, [GLOBAL] * layers)
     kinds = tuple(GLOBAL if layer_window is None else LOCAL for layer_window in windows)
 
@@ -54,7 +54,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def _gating(keys: Keys, layers: int) -> str:
     """PER_HEAD or PER_ELEMENT: one gate for a head, or one for each of its channels. Raises ConfigError."""
-    keys.knows("gating", "gating_types")
+    keys.mark_known("gating", "gating_types")
     stated, by_layer = keys.raw.get("gating"), keys.raw.get("gating_types")
     kind = PER_HEAD if stated in (None, True) else stated
     if kind not in (PER_HEAD, PER_ELEMENT):
@@ -67,7 +67,7 @@ def _gating(keys: Keys, layers: int) -> str:
 
 def query_heads_by_layer(keys: Keys, config: ModelConfig, name: str) -> tuple[int, ...]:
     """Query heads by layer, from the list `name`; empty if all layers have the same number. Raises ConfigError."""
-    keys.knows(name)
+    keys.mark_known(name)
     stated, layers = keys.raw.get(name), config.num_hidden_layers
     if stated is None:
         return ()

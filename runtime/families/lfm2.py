@@ -29,13 +29,13 @@ NAMES = {"self_attn.o_proj": "self_attn.out_proj", "self_attn.q_norm": "self_att
 
 
 def config(keys: Keys) -> ModelConfig:
-    keys.knows("block_ffn_dim_multiplier", "block_multiple_of", "intermediate_size")
+    keys.mark_known("block_ffn_dim_multiplier", "block_multiple_of", "intermediate_size")
     width_key = "intermediate_size" if keys.integer("block_ff_dim", None, high=2**22) is None else "block_ff_dim"
     config = conv_config(keys, replace(DEFAULTS, ffn_key=width_key, sizes=SIZES), reads_full_attn_idxs=True)
     if not keys.flag("block_auto_adjust_ff_dim", True):
         return config
     width, multiple = int(2 * config.intermediate_size / 3), keys.integer("block_multiple_of", 256, high=2**22)
-    if (factor := keys.number("block_ffn_dim_multiplier", None if keys.holds("block_ffn_dim_multiplier") else 1.0)) is not None:
+    if (factor := keys.number("block_ffn_dim_multiplier", None if keys.has("block_ffn_dim_multiplier") else 1.0)) is not None:
         width = multiple * -(-int(factor * width) // multiple)
     if not 0 < width <= 2**22:
         raise ConfigError(f"config.json: {width_key} and block_ffn_dim_multiplier make a width of {width}, which no model has")
@@ -50,8 +50,8 @@ def conv_config(keys: Keys, base: Defaults, reads_full_attn_idxs: bool, **featur
     """The config of a model with short convolutions, with a family's defaults. `reads_full_attn_idxs`: it may list the attention layers
     under that key; `features`: further fields of the ModelConfig."""
     layers = keys.integer("num_hidden_layers", base.sizes["num_hidden_layers"], high=MAX_LAYERS)
-    full = keys.layers("full_attn_idxs", layers) if reads_full_attn_idxs and keys.holds("full_attn_idxs") else range(layers)
-    kinds = keys.kinds("layer_types", layers, (CONV, FULL)) or tuple(FULL if layer in full else CONV for layer in range(layers))
+    full = keys.layers("full_attn_idxs", layers) if reads_full_attn_idxs and keys.has("full_attn_idxs") else range(layers)
+    kinds = keys.layer_types("layer_types", layers, (CONV, FULL)) or tuple(FULL if layer in full else CONV for layer in range(layers))
     if FULL not in kinds:
         raise ConfigError("config.json: layer_types without attention are not supported", f"at least one layer must be {FULL}")
 

@@ -28,11 +28,11 @@ def config(keys: Keys) -> ModelConfig:
                     norm_eps=1e-5, tied=True, sizes=SIZES)
     layers = base.size(keys, "num_hidden_layers")
     default_kinds = tuple(GLOBAL if layer % 4 == 2 else LOCAL if layer % 4 == 0 < layer else CONV for layer in range(layers))
-    kinds = keys.kinds("layer_types", layers, (CONV, GLOBAL, LOCAL)) or default_kinds
+    kinds = keys.layer_types("layer_types", layers, (CONV, GLOBAL, LOCAL)) or default_kinds
     if {*kinds} == {CONV}:
         raise ConfigError("config.json: layer_types without attention are not supported", f"at least one layer must be {GLOBAL}")
-    keys.knows("conv_L_cache")
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW)
+    keys.mark_known("conv_L_cache")
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else WINDOW)
     if window is None and LOCAL in kinds:
         raise ConfigError("config.json: layer_types holds sliding_attention, but there is no sliding window",
                           "state its width in sliding_window")

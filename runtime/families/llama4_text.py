@@ -34,14 +34,14 @@ def config(keys: Keys) -> ModelConfig:
     listed = keys.raw.get("no_rope_layers")
     if isinstance(listed, list):  # the published ones without experts list more layers than they have
         listed = listed[:layers] or None
-    rotated, sparse = rotated_layers(keys.saying(num_hidden_layers=layers, no_rope_layers=listed)), _sparse_layers(keys, layers)
-    keys.knows("num_experts_per_tok", "num_local_experts")
+    rotated, sparse = rotated_layers(keys.with_values(num_hidden_layers=layers, no_rope_layers=listed)), _sparse_layers(keys, layers)
+    keys.mark_known("num_experts_per_tok", "num_local_experts")
     moe = None
     if sparse:
         moe = moe_config(keys, 16, 1, width, False, sparse, "num_local_experts", sigmoid=True, weights_scale_inputs=True,
                          shared_expert_dim=width)
     dense = keys.integer("intermediate_size_mlp", 16_384, high=2**22)
-    keys.kinds("layer_types", layers, LAYER_TYPES)
+    keys.layer_types("layer_types", layers, LAYER_TYPES)
 
     max_tokens, limiting_key = _max_supported_tokens(keys)
     sizes = () if len(sparse) == layers else tuple(width if layer in sparse else dense for layer in range(layers))
@@ -57,7 +57,7 @@ def config(keys: Keys) -> ModelConfig:
 def _sparse_layers(keys: Keys, layers: int) -> frozenset[int]:
     """The layers with experts; none where the config states a step of 0, or no experts."""
     step = keys.integer("interleave_moe_layer_step", 1, low=0, high=MAX_LAYERS)
-    listed = keys.layers("moe_layers", layers) if keys.holds("moe_layers") and keys.raw["moe_layers"] is not None else None
+    listed = keys.layers("moe_layers", layers) if keys.has("moe_layers") and keys.raw["moe_layers"] is not None else None
     if keys.raw.get("num_local_experts") == 0 and listed:
         raise ConfigError(f"config.json: num_local_experts is 0, and moe_layers lists {len(listed)} layers with experts")
     if listed is None:
@@ -67,9 +67,9 @@ def _sparse_layers(keys: Keys, layers: int) -> frozenset[int]:
 
 def _max_supported_tokens(keys: Keys) -> tuple[int | None, str]:
     """The length up to which attention is neither chunked nor scaled, and the key that sets it; (None, "") if there is no limit."""
-    chunk = keys.integer("attention_chunk_size", None if keys.holds("attention_chunk_size") else CHUNK_SIZE, high=2**27)
+    chunk = keys.integer("attention_chunk_size", None if keys.has("attention_chunk_size") else CHUNK_SIZE, high=2**27)
     scaled_from = keys.integer("floor_scale", CHUNK_SIZE, high=2**27) - 1  # in a text of floor_scale tokens the last query is scaled
-    is_unscaled = keys.holds("attn_temperature_tuning") and not keys.raw["attn_temperature_tuning"]  # a flag; a number in early configs
+    is_unscaled = keys.has("attn_temperature_tuning") and not keys.raw["attn_temperature_tuning"]  # a flag; a number in early configs
     limits = [(limit, key) for limit, key in ((chunk, "attention_chunk_size"), (None if is_unscaled else scaled_from, "floor_scale"))
               if limit is not None]
     return min(limits, default=(None, ""))

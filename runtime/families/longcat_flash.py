@@ -35,7 +35,7 @@ def config(keys: Keys) -> ModelConfig:
     ffn = keys.integer("ffn_hidden_size",
                        keys.integer("intermediate_size", SIZES["intermediate_size"], high=MAX_SIZES["intermediate_size"]),
                        high=MAX_SIZES["intermediate_size"])
-    resolved = keys.saying(num_hidden_layers=2 * pairs, intermediate_size=ffn)
+    resolved = keys.with_values(num_hidden_layers=2 * pairs, intermediate_size=ffn)
     base = Defaults(max_position_embeddings=131_072, sizes=SIZES, bos=1, eos=(2,), norm_eps=1e-5, theta=1e7)
     config = mla_config(resolved, base, MLA_DIMS, QUERY_RANK, True, moe=_moe_config(keys, pairs), residual_streams=STREAMS)
     mla, hidden = config.mla, config.hidden_size

@@ -40,7 +40,7 @@ def mamba1_config(keys: Keys, norm_eps: float | None) -> ModelConfig:
     width = keys.integer("intermediate_size", keys.integer("expand", 2, high=64) * hidden, high=2**22)
     shape = Mamba1Shape(width, keys.integer("state_size", 16, high=4096), time_step_rank(keys, "time_step_rank", hidden),
                         keys.integer("conv_kernel", 4, high=64), keys.flag("use_conv_bias", True), norm_eps is not None)
-    config = decoder_config(keys.saying(**PLACEHOLDER_SIZES), base, lambda *_: (None,) * layers, recurrent=shape,
+    config = decoder_config(keys.with_values(**PLACEHOLDER_SIZES), base, lambda *_: (None,) * layers, recurrent=shape,
                             recurrent_layers=tuple(range(layers)), layers_without_mlp=tuple(range(layers)))
     demand_silu(keys, config.hidden_act)
     return replace(config, recurrent_norm_eps=norm_eps)

@@ -28,7 +28,7 @@ def config(keys: Keys) -> ModelConfig:
     if shape.heads % shape.groups:
         raise ConfigError(f"config.json: num_heads {shape.heads} is not a multiple of n_groups {shape.groups}")
     check_steps(keys)
-    config = decoder_config(keys.saying(**PLACEHOLDER_SIZES), base, lambda *_: (None,) * layers, recurrent=shape,
+    config = decoder_config(keys.with_values(**PLACEHOLDER_SIZES), base, lambda *_: (None,) * layers, recurrent=shape,
                             recurrent_layers=tuple(range(layers)), layers_without_mlp=tuple(range(layers)))
     demand_silu(keys, config.hidden_act)
     return config

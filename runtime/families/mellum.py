@@ -22,9 +22,9 @@ THETAS = 500_000.0, 10_000.0  # of layers without and with a window, if the conf
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, head_dim=128, sizes=SIZES)
     layers, bias = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False)
-    windows = layer_windows(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else 1024),
+    windows = layer_windows(keys, keys.integer("sliding_window", None if keys.has("sliding_window") else 1024),
                             ["full_attention"] * layers)
-    sparse = sparse_layers_of(keys.words("mlp_layer_types", layers) or (SPARSE,) * layers)
+    sparse = sparse_layers_of(keys.strings("mlp_layer_types", layers) or (SPARSE,) * layers)
     moe = moe_config(keys, 64, 8, keys.integer("moe_intermediate_size", 896, high=2**22), keys.flag("norm_topk_prob", True), sparse)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:

@@ -46,8 +46,8 @@ def config(keys: Keys) -> ModelConfig:
     window = keys.integer("sliding_window", WINDOW) if window_without_self is None else window_without_self + 1
     keys.integer("sliding_window", None)
     default_kinds = [GLOBAL if layer == 0 or (layer + 1) % FULL_ATTENTION_INTERVAL == 0 else LOCAL for layer in range(layers)]
-    windowed, sparse = keys.switches("hybrid_layer_pattern", layers), keys.switches("moe_layer_freq", layers)
-    if keys.words("layer_types", layers) is None and windowed is not None:
+    windowed, sparse = keys.flags("hybrid_layer_pattern", layers), keys.flags("moe_layer_freq", layers)
+    if keys.strings("layer_types", layers) is None and windowed is not None:
         default_kinds = [LOCAL if each else GLOBAL for each in windowed]
     windows = layer_windows(keys, window, default_kinds)
     kinds = tuple(GLOBAL if layer_window is None else LOCAL for layer_window in windows)
@@ -58,12 +58,12 @@ def config(keys: Keys) -> ModelConfig:
                    for kind, section in _rope_sections(keys).items()}
         return tuple(by_kind[kind] for kind in kinds)
 
-    moe_keys = keys if sparse is None or keys.holds("mlp_layer_types") else keys.saying(
+    moe_keys = keys if sparse is None or keys.has("mlp_layer_types") else keys.with_values(
         mlp_layer_types=[SPARSE if each else DENSE for each in sparse])
     moe = moe_config(keys, 256, 8, keys.integer("moe_intermediate_size", 2048, high=2**22), keys.flag("norm_topk_prob", True),
                      sparse_layers(moe_keys, layers), "n_routed_experts", sigmoid=True, correction_bias=True,
                      routed_scale=keys.number("routed_scaling_factor", 1.0))
-    resolved = keys.saying(rms_norm_eps=keys.number("rms_norm_eps", keys.number("layernorm_epsilon", EPS)))
+    resolved = keys.with_values(rms_norm_eps=keys.number("rms_norm_eps", keys.number("layernorm_epsilon", EPS)))
     config = decoder_config(resolved, base, ropes, windows=windows, qkv_bias=keys.flag("attention_bias", False),
                             moe=with_expert_groups(keys, moe, 1, 1))
     v_head_dim, value_scale = keys.integer("v_head_dim", 128, high=1024), keys.number("attention_value_scale", VALUE_SCALE)

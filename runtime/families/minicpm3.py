@@ -29,8 +29,8 @@ def mup_multipliers(keys: Keys, base: Defaults, embedding: float, depth: float, 
     """The muP multipliers as fields of a ModelConfig. `embedding`, `depth`, `width`: defaults of scale_emb, scale_depth and dim_model_base;
     null switches the latter two off."""
     layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
-    depth = keys.number("scale_depth", None if keys.holds("scale_depth") else depth)
-    width = keys.integer("dim_model_base", hidden if keys.holds("dim_model_base") else width)
+    depth = keys.number("scale_depth", None if keys.has("scale_depth") else depth)
+    width = keys.integer("dim_model_base", hidden if keys.has("dim_model_base") else width)
     return {"embedding_multiplier": keys.number("scale_emb", embedding), "logits_scaling": hidden / width,
             "residual_multiplier": 1.0 if depth is None else depth / math.sqrt(layers)}
 

@@ -78,8 +78,8 @@ def _deepnorm_factor(keys: Keys, kind: str, part: str) -> float:
 
 def _layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
     """FULL or LINEAR by layer, from layer_types or attn_type_list, in which 0 is linear attention. Raises ConfigError."""
-    switches = keys.switches("attn_type_list", layers)
-    stated = keys.words("layer_types", layers)
+    switches = keys.flags("attn_type_list", layers)
+    stated = keys.strings("layer_types", layers)
     listed = None if switches is None else tuple(FULL if each else LINEAR for each in switches)
     if None not in (stated, listed) and tuple(stated) != listed:
         raise ConfigError("config.json: layer_types and attn_type_list disagree on which layers have attention", "one of the two is wrong")

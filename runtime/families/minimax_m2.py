@@ -25,7 +25,7 @@ def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     base = Defaults(max_position_embeddings=196_608, num_key_value_heads=8, head_dim=128, bos=200_034, eos=(200_020,), sizes=SIZES)
     layers = base.size(keys, "num_hidden_layers")
-    kinds = keys.switches("attn_type_list", layers)
+    kinds = keys.flags("attn_type_list", layers)
     if kinds is not None and not all(kinds):
         raise ConfigError("config.json: attn_type_list has layers of linear attention, which is not supported for minimax_m2 models",
                           "MiniMax M2 has none: the config is another model's")

@@ -36,7 +36,7 @@ TRANSFORMERS_EXPERTS, PUBLISHED_EXPERTS = "mlp", "block_sparse_moe"  # the exper
 
 def config(keys: Keys) -> ModelConfig:
     act = keys.raw.get("hidden_act")
-    keys = keys.saying(hidden_act="silu") if act == "swigluoai" else keys  # the clamped SwiGLU
+    keys = keys.with_values(hidden_act="silu") if act == "swigluoai" else keys  # the clamped SwiGLU
     base = Defaults(max_position_embeddings=524_288, num_key_value_heads=4, head_dim=128, bos=200_034, eos=(200_020,), sizes=SIZES)
     layers = base.size(keys, "num_hidden_layers")
     section = Keys(keys.section("sparse_attention_config") or {}, "config.json: sparse_attention_config")
@@ -52,7 +52,7 @@ def config(keys: Keys) -> ModelConfig:
     width, shared = base.size(keys, "intermediate_size"), keys.integer("shared_intermediate_size", 3072, high=2**22)
     moe = moe_config(keys, 128, 4, width, True, _sparse_layers(keys, layers), "num_local_experts", sigmoid=True, correction_bias=True,
                      routed_scale=keys.number("routed_scaling_factor", 2.0), shared_expert_dim=shared)
-    dense = keys.saying(intermediate_size=keys.integer("dense_intermediate_size", 12_288, high=2**22))
+    dense = keys.with_values(intermediate_size=keys.integer("dense_intermediate_size", 12_288, high=2**22))
     config = decoder_config(dense, base, ropes, qk_norm=True, norm_kind="rms+1", moe=moe)
     if config.hidden_act != "silu":
         raise keys.fail("hidden_act", "swigluoai or silu, which mean the clamped SwiGLU of this family")
@@ -61,7 +61,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def _sparse_layers(keys: Keys, layers: int) -> list[int]:
     """The layers with experts: as mlp_layer_types or moe_layer_freq list them, else all."""
-    switches, kinds = keys.switches("moe_layer_freq", layers), keys.kinds("mlp_layer_types", layers, (DENSE, SPARSE))
+    switches, kinds = keys.flags("moe_layer_freq", layers), keys.layer_types("mlp_layer_types", layers, (DENSE, SPARSE))
     sparse = [kind == SPARSE for kind in kinds] if kinds is not None else switches or [True] * layers
     return [layer for layer, is_sparse in enumerate(sparse) if is_sparse]
 
@@ -74,8 +74,8 @@ def _indexer_config(keys: Keys, section: Keys, config: ModelConfig) -> IndexerCo
     for key, value in SECTION_VALUES.items():
         if section.raw.get(key, value) != value:
             raise section.fail(key, show(value))
-    layers, kinds = config.num_hidden_layers, keys.kinds("layer_types", config.num_hidden_layers, (FULL, SPARSE_ATTENTION))
-    switches, without_values = section.switches("sparse_attention_freq", layers), section.switches("sparse_disable_index_value", layers)
+    layers, kinds = config.num_hidden_layers, keys.layer_types("layer_types", config.num_hidden_layers, (FULL, SPARSE_ATTENTION))
+    switches, without_values = section.flags("sparse_attention_freq", layers), section.flags("sparse_disable_index_value", layers)
     is_sparse = [kind == SPARSE_ATTENTION for kind in kinds] if kinds is not None else switches or [False] * layers
     if without_values is not None and any(sparse and not valueless for sparse, valueless in zip(is_sparse, without_values, strict=True)):
         raise section.fail("sparse_disable_index_value", "1 for every sparse layer")

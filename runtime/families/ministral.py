@@ -12,6 +12,6 @@ REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False}
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else 4096)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,))
     return decoder_config(keys, base, windows=layer_windows(keys, window, (GLOBAL if window is None else LOCAL,) * layers))

@@ -14,7 +14,7 @@ REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": Fals
 
 def config(keys: Keys) -> ModelConfig:
     # An absent key means the first release's 4096, null means no window, as in transformers.
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else 4096)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,))
     return decoder_config(keys, base, windows=(window,) * keys.integer("num_hidden_layers", high=MAX_LAYERS))
 

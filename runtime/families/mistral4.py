@@ -27,7 +27,7 @@ def config(keys: Keys) -> ModelConfig:
     moe = shared_moe_config(keys, base.size(keys, "num_hidden_layers"), 128, 4, 0, keys.flag("norm_topk_prob", True), 2048, 1)
     section = dict(keys.section("rope_scaling") or keys.section("rope_parameters") or YARN)
     stated_share = section.pop(ROTATED_SHARE_KEY, None)
-    resolved = keys.saying(rope_scaling=None, rope_parameters=section)
+    resolved = keys.with_values(rope_scaling=None, rope_parameters=section)
     config = mla_config(resolved, base, MLA_DIMS, 1024, keys.flag("rope_interleave", True), moe=moe)
     rotated_share = config.mla.rope / (config.mla.rope + config.mla.nope)
     if stated_share not in (None, rotated_share):

@@ -39,12 +39,12 @@ def config(keys: Keys) -> ModelConfig:
     """Raises ConfigError."""
     base = Defaults(max_position_embeddings=2**20, norm_eps=1e-5, sizes=SIZES, bos=1, eos=(2,))
     layers = base.size(keys, "num_hidden_layers")
-    keys.kinds("layer_types", layers, (INDEXED,))
-    resolved = keys if keys.section("rope_scaling") or keys.section("rope_parameters") else keys.saying(rope_parameters=YARN)
+    keys.layer_types("layer_types", layers, (INDEXED,))
+    resolved = keys if keys.section("rope_scaling") or keys.section("rope_parameters") else keys.with_values(rope_parameters=YARN)
     moe = with_mlp_layer_types(keys, layers, shared_moe_config(keys, layers, 128, 4, 1, True, 6144, 1))
     config = mla_config(resolved, base, MLA_DIMS, None, True, moe=moe, query_position_scaling=True, learned_rope_alpha=True,
                         final_logit_softcapping=keys.number("final_logit_softcapping", 30.0))
-    rotated, mla = rotated_layers(keys.saying(num_hidden_layers=layers)), config.mla
+    rotated, mla = rotated_layers(keys.with_values(num_hidden_layers=layers)), config.mla
     for key, is_set, value in (("attention_bias", config.o_bias, config.o_bias),
                                ("q_lora_rank", mla.query_rank is not None, mla.query_rank)):
         if is_set:
@@ -65,7 +65,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def _kv_sources(keys: Keys, rotated: Sequence[bool]) -> tuple[int, ...]:
     """By layer, the layer whose latents it attends to; empty if every layer has its own. Raises ConfigError."""
-    sources = keys.places("kv_source_layers", len(rotated))
+    sources = keys.layer_indices("kv_source_layers", len(rotated))
     shared_layers = {source for layer, source in enumerate(sources or ()) if source != layer}  # layers whose latents others attend to
     for layer, source in enumerate(sources or ()):
         last = max((shared for shared in shared_layers if shared < layer and rotated[shared] == rotated[layer]), default=layer)

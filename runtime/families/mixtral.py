@@ -52,7 +52,7 @@ def gate_limits(keys: Keys, names: tuple[str, str], sparse: frozenset[int], laye
     """
     columns = []
     for name in names:
-        keys.knows(name)
+        keys.mark_known(name)
         limits = keys.raw.get(name) or [None] * layers
         if not isinstance(limits, list) or len(limits) not in (layers, layers + extra_layers) or not all(
                 limit is None or type(limit) in (int, float) and 0 <= limit < MAX_GATE_LIMIT for limit in limits):

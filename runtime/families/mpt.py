@@ -48,7 +48,7 @@ def config(keys: Keys) -> ModelConfig:
                               f"this family runs only with {name} = {show(supported)}")
     base = Defaults(max_position_embeddings=2048, tied=True, act=("hidden_act", "gelu"), rotary=False, grouped=False,
                     eps_key="layer_norm_epsilon", norm_eps=1e-5, sizes={"vocab_size": 50_368})
-    resolved = keys.saying(**sizes, intermediate_size=4 * sizes["hidden_size"], hidden_act="gelu")
+    resolved = keys.with_values(**sizes, intermediate_size=4 * sizes["hidden_size"], hidden_act="gelu")
     config = decoder_config(resolved, base, norm_kind="layer", clip_qkv=section.number("clip_qkv", None))
     return with_alibi(config, alibi_slopes(config.num_attention_heads), section.number("softmax_scale", None))
 

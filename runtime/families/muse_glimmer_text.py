@@ -30,7 +30,7 @@ def config(keys: Keys) -> ModelConfig:
     layers, bias = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False)
     weighted_qk_norm = keys.flag(WEIGHTED_QK_NORM_KEY, False)
     default_kinds = [GLOBAL if (layers - 1 - layer) % FULL_ATTENTION_INTERVAL == 0 else LOCAL for layer in range(layers)]
-    windows = layer_windows(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW), default_kinds)
+    windows = layer_windows(keys, keys.integer("sliding_window", None if keys.has("sliding_window") else WINDOW), default_kinds)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
         rope = rope_config(keys, head_dim, positions)
@@ -48,7 +48,7 @@ def config(keys: Keys) -> ModelConfig:
 def _rotated_layers(keys: Keys, default_kinds: list[str], rope: RopeConfig) -> tuple[bool, ...]:
     """By layer, whether it has RoPE: layer_rope_theta is not 0; without that list, the windowed layers. Raises ConfigError for a theta
     other than rope_theta, which transformers would ignore."""
-    if not keys.holds("layer_rope_theta") or keys.raw["layer_rope_theta"] is None:
+    if not keys.has("layer_rope_theta") or keys.raw["layer_rope_theta"] is None:
         return tuple(kind == LOCAL for kind in default_kinds)
     thetas = keys.numbers("layer_rope_theta", len(default_kinds), or_zero=True)
     if unsupported := next((theta for theta in thetas if theta and theta != rope.theta), None):

@@ -38,7 +38,7 @@ def looped_config(keys: Keys, base: Defaults, loops: int, **features: object) ->
     layers = base.size(keys, "num_hidden_layers") * loops
     if layers > MAX_LAYERS:
         raise ConfigError(f"config.json: {layers} layers, counted as often as they are repeated, are more than any model has")
-    return decoder_config(keys.saying(num_hidden_layers=layers), base, loops=loops, **features)
+    return decoder_config(keys.with_values(num_hidden_layers=layers), base, loops=loops, **features)
 
 
 def with_loop_norm(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:

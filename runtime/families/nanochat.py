@@ -20,7 +20,7 @@ NAMES = {"up": "fc1", "down": "fc2"}
 def config(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=2048, bos=0, eos=(1,), act=("hidden_act", "relu2"), sizes=SIZES)
-    cap = keys.number("final_logit_softcapping", None if keys.holds("final_logit_softcapping") else 15.0)
+    cap = keys.number("final_logit_softcapping", None if keys.has("final_logit_softcapping") else 15.0)
     config = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, unweighted_norms=True, qk_norm_unweighted=True,
                             final_logit_softcapping=cap)
     return replace(config, ropes=tuple(replace(rope, backwards=True) for rope in config.ropes))

@@ -47,7 +47,7 @@ def config(keys: Keys) -> ModelConfig:
                               "the checkpoint brings its own code, which is never run")
     stored_pattern = layer_pattern(keys)
     layer_letters = re.sub("|".join(map(re.escape, COMBINED)), lambda found: COMBINED[found.group()], stored_pattern)
-    resolved = keys.saying(num_hidden_layers=len(layer_letters))
+    resolved = keys.with_values(num_hidden_layers=len(layer_letters))
     shape_keys = {"heads": ("mamba_num_heads", 128, 4096), "head_dim": ("mamba_head_dim", 64, 4096), "groups": ("n_groups", 8, 4096),
                   "depth": ("ssm_state_size", 128, 4096), "taps": ("conv_kernel", 4, 64)}
     shape = Mamba2Shape(**{field: keys.integer(name, default, high=high) for field, (name, default, high) in shape_keys.items()},
@@ -71,7 +71,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def layer_pattern(keys: Keys) -> str:
     """A letter for each layer of the checkpoint: STATE, FULL, MLP or MOE. Raises ConfigError."""
-    text, kinds = keys.text("hybrid_override_pattern", None), keys.raw.get("layers_block_type") if keys.holds("layers_block_type") else None
+    text, kinds = keys.text("hybrid_override_pattern", None), keys.raw.get("layers_block_type") if keys.has("layers_block_type") else None
     if kinds is not None:
         if not isinstance(kinds, list) or not all(isinstance(kind, str) and kind in KINDS for kind in kinds):
             raise ConfigError(f"config.json: layers_block_type is {show(kinds)}, expected a list", f"known: {', '.join(KINDS)}")

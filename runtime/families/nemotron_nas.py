@@ -27,14 +27,14 @@ def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
     layers, heads, hidden = (keys.integer(name, None, high=high) for name, high in (
         ("num_hidden_layers", MAX_LAYERS), ("num_attention_heads", 4096), ("hidden_size", 2**20)))
-    blocks = keys.raw["block_configs"] if keys.holds("block_configs") else None
+    blocks = keys.raw["block_configs"] if keys.has("block_configs") else None
     if None in (layers, heads, hidden) or not isinstance(blocks, list) or len(blocks) != layers:
         raise ConfigError("config.json: block_configs does not describe each of num_hidden_layers",
                           "download config.json again from the model's publisher")
     kv_heads, widths = ([_size(block, number, half, heads, hidden) for number, block in enumerate(blocks)] for half in (ATTENTION, FFN))
     if not any(kv_heads) or not any(widths):
         raise ConfigError("config.json: block_configs leaves no layer with attention, or none with an MLP", "published models have both")
-    resolved = keys.saying(num_key_value_heads=max(kv_heads), intermediate_size=max(widths))
+    resolved = keys.with_values(num_key_value_heads=max(kv_heads), intermediate_size=max(widths))
     bias = keys.flag("attention_bias", False)
     layer_sizes = tuple(width or max(widths) for width in widths) if len({*widths} - {0}) > 1 else ()
     layer_kv_heads: tuple[tuple[int, int], ...] = ()

@@ -19,7 +19,7 @@ FULL_ATTENTION_INTERVAL = 4  # the last layer of every 4 has full attention, wit
 
 def config(keys: Keys) -> ModelConfig:
     bias, layers = keys.flag("attention_bias", False), keys.integer("num_hidden_layers", high=MAX_LAYERS)
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else 4096)
     windows = layer_windows(keys, window, [LOCAL if (layer + 1) % FULL_ATTENTION_INTERVAL else GLOBAL for layer in range(layers)])
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:

@@ -55,7 +55,7 @@ def _layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
     default_kinds = [FULL if layer % FULL_ATTENTION_INTERVAL == FULL_ATTENTION_INTERVAL - 1 else LINEAR for layer in range(layers)]
     if FULL not in default_kinds:
         default_kinds[-1] = FULL
-    return demand_both_kinds(keys.words("layer_types", layers) or tuple(default_kinds))
+    return demand_both_kinds(keys.strings("layer_types", layers) or tuple(default_kinds))
 
 
 def demand_both_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:

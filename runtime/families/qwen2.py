@@ -16,7 +16,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def qwen_window(keys: Keys) -> int | None:
     """The sliding window, None if use_sliding_window is off."""
-    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
+    window = keys.integer("sliding_window", None if keys.has("sliding_window") else 4096)
     return window if keys.flag("use_sliding_window", False) else None
 
 
@@ -30,7 +30,7 @@ def qwen_windows(keys: Keys) -> tuple[int | None, ...]:
 
 def layer_windows(keys: Keys, window: int | None, default_kinds: Sequence[str]) -> tuple[int | None, ...]:
     """Each layer's window by its type: as `layer_types` says, where that is absent as is `usual` for the family."""
-    kinds = keys.kinds("layer_types", len(default_kinds), ("full_attention", "sliding_attention")) or tuple(default_kinds)
+    kinds = keys.layer_types("layer_types", len(default_kinds), ("full_attention", "sliding_attention")) or tuple(default_kinds)
     if window is None and "sliding_attention" in kinds:
         raise ConfigError("config.json: layer_types holds sliding_attention, but there is no sliding window",
                           "state its width in sliding_window, and set use_sliding_window, where there is one, to true")

@@ -53,7 +53,7 @@ def layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
     """LINEAR or FULL by layer. Raises ConfigError for other kinds, and if no layer has attention."""
     interval = keys.integer("full_attention_interval", 4)
     default_kinds = tuple(FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers))
-    kinds = keys.kinds("layer_types", layers, (LINEAR, FULL)) or default_kinds
+    kinds = keys.layer_types("layer_types", layers, (LINEAR, FULL)) or default_kinds
     if FULL not in kinds:
         raise ConfigError("config.json: a model with only linear attention is not supported", "at least one layer must be full_attention")
     return kinds

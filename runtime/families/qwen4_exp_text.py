@@ -40,13 +40,13 @@ def config(keys: Keys) -> ModelConfig:
     moe = moe_config(keys, 512, 10, base.size(keys, "moe_intermediate_size"), keys.flag("norm_topk_prob", True), range(layers),
                      parallel_to_mlp=True,
                      shared_expert_dim=keys.integer("shared_expert_intermediate_size", 512, high=high), shared_expert_gate=True)
-    kinds = keys.kinds("layer_types", layers, (FULL, LINEAR, INDEXED_ATTENTION))
+    kinds = keys.layer_types("layer_types", layers, (FULL, LINEAR, INDEXED_ATTENTION))
     if kinds is not None:
-        keys = keys.saying(layer_types=[FULL if kind == INDEXED_ATTENTION else kind for kind in kinds])
+        keys = keys.with_values(layer_types=[FULL if kind == INDEXED_ATTENTION else kind for kind in kinds])
     gate_type = keys.text("output_gate_type", None) or "silu"
     if gate_type not in SIGMOID_GATES:
         raise keys.fail("output_gate_type", " or ".join(SIGMOID_GATES))
-    config = hybrid_config(keys.saying(num_hidden_layers=layers), base, rotated_share=1.0, moe=moe, final_norm_kind="none",
+    config = hybrid_config(keys.with_values(num_hidden_layers=layers), base, rotated_share=1.0, moe=moe, final_norm_kind="none",
                            residual_streams=keys.integer("hc_count", 4, low=2, high=16),
                            residual_gate_rank=keys.integer("hc_lowrank", 320, high=2**16))
     config = replace(config, recurrent=replace(config.recurrent, sigmoid_gate=SIGMOID_GATES[gate_type]), mtp_layers=0)
@@ -69,7 +69,7 @@ def _indexer_config(keys: Keys, config: ModelConfig) -> IndexerConfig:
 
 def _ngram_config(keys: Keys, config: ModelConfig) -> NgramConfig | None:
     """The n-gram embeddings, None if no layer has any. Raises ConfigError."""
-    keys.knows("ple_layer_ids")
+    keys.mark_known("ple_layer_ids")
     stated = keys.raw.get("ple_layer_ids") or []
     ngram_size, heads = keys.integer("ngram_size", 3, low=2, high=16), keys.integer("heads_per_ngram", 8, high=64)
     shape = NgramShape(config.residual_streams, config.hidden_size, keys.integer("ple_conv_kernel_size", 4, low=2, high=64), ngram_size,

@@ -45,7 +45,7 @@ def config(keys: Keys) -> ModelConfig:
                           f"this family runs only with hidden_act = {ACTS[0]}")
     shape = _shape(keys, hidden, layers, keys.number("norm_eps", base.norm_eps))
     all_layers = tuple(range(layers))
-    resolved = keys.saying(**PLACEHOLDER_SIZES, head_dim=2, intermediate_size=ffn, hidden_act=ACT,
+    resolved = keys.with_values(**PLACEHOLDER_SIZES, head_dim=2, intermediate_size=ffn, hidden_act=ACT,
                            max_position_embeddings=base.max_position_embeddings)
     return decoder_config(resolved, base, recurrent=shape, recurrent_layers=all_layers, norm_kind="layer",
                           norm_bias=keys.flag("norm_bias", True), residual_streams=STREAMS, low_rank_dim=max(shape.ranks))

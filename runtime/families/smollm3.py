@@ -27,5 +27,5 @@ def rotated_layers(keys: Keys) -> tuple[bool, ...]:
     `no_rope_layer_interval`."""
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
     interval = keys.integer("no_rope_layer_interval", 4)
-    switches = keys.switches("no_rope_layers", layers)
+    switches = keys.flags("no_rope_layers", layers)
     return switches or tuple((layer + 1) % interval != 0 for layer in range(layers))

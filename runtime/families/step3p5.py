@@ -37,14 +37,14 @@ FIRST_SPARSE = 3
 
 def config(keys: Keys) -> ModelConfig:
     check_auto_map(keys, CODE)
-    keys.knows(*OLD_KEYS, *BY_LAYER_KEYS, WINDOWED_ATTENTION_KEY, MOE_LAYERS_KEY, "rope_scaling")
+    keys.mark_known(*OLD_KEYS, *BY_LAYER_KEYS, WINDOWED_ATTENTION_KEY, MOE_LAYERS_KEY, "rope_scaling")
     layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
     mtp_layers = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
-    keys = keys.saying(**_with_transformers_names(keys, layers, mtp_layers))
+    keys = keys.with_values(**_with_transformers_names(keys, layers, mtp_layers))
     base = Defaults(max_position_embeddings=128_000, num_key_value_heads=8, head_dim=128, norm_eps=1e-5, sizes=SIZES)
     windows = layer_windows(keys, keys.integer("sliding_window", None), [GLOBAL] * layers)
     default_kinds = tuple(DENSE if layer < FIRST_SPARSE else SPARSE for layer in range(layers))
-    bias, sparse = keys.flag("attention_bias", False), sparse_layers_of(keys.words("mlp_layer_types", layers) or default_kinds)
+    bias, sparse = keys.flag("attention_bias", False), sparse_layers_of(keys.strings("mlp_layer_types", layers) or default_kinds)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         kinds = tuple(GLOBAL if window is None else LOCAL for window in windows)
@@ -65,7 +65,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def _with_transformers_names(keys: Keys, layers: int, mtp_layers: int) -> dict[str, object]:
     """An older config's values under transformers' keys; lists by layer are cut to the decoder's layers. Raises ConfigError."""
-    renamed = {name: keys.raw[old_name] for old_name, name in OLD_KEYS.items() if keys.holds(old_name) and not keys.holds(name)}
+    renamed = {name: keys.raw[old_name] for old_name, name in OLD_KEYS.items() if keys.has(old_name) and not keys.has(name)}
     for name in BY_LAYER_KEYS:
         value = keys.raw.get(name)
         if isinstance(value, list) and len(value) == layers + mtp_layers:

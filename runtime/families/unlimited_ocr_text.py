@@ -17,7 +17,7 @@ BY_PROMPT, FULL = "reference_sliding_attention", "full_attention"
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=10, bos=0, eos=(1,), sizes=SIZES)
     layers, window = base.size(keys, "num_hidden_layers"), keys.integer("sliding_window", 128, high=1 << 12)
-    kinds = set(keys.words("layer_types", layers) or (BY_PROMPT,))
+    kinds = set(keys.strings("layer_types", layers) or (BY_PROMPT,))
     if kinds not in ({BY_PROMPT}, {FULL}):
         raise ConfigError(f"config.json: layer_types holds {', '.join(sorted(kinds))}, but all layers must be of one type",
                           f"known: {BY_PROMPT} in all of them, or {FULL}")

@@ -35,9 +35,9 @@ def config(keys: Keys) -> ModelConfig:
     sizes = {name: keys.integer(whisper_key, default, high=limits[name]) for name, (whisper_key, default) in SIZES.items()}
     layers = sizes["num_hidden_layers"] = 2 * sizes["num_hidden_layers"]
     scaled = keys.flag("scale_embedding", False)
-    return decoder_config(keys.saying(**sizes), DEFAULTS, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer", position_offset=0,
-                          layers_without_mlp=tuple(range(0, layers, 2)), cross_attention_layers=tuple(range(1, layers, 2)),
-                          embedding_multiplier=sizes["hidden_size"] ** 0.5 if scaled else 1.0)
+    return decoder_config(keys.with_values(**sizes), DEFAULTS, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer",
+                          position_offset=0, layers_without_mlp=tuple(range(0, layers, 2)),
+                          cross_attention_layers=tuple(range(1, layers, 2)), embedding_multiplier=sizes["hidden_size"] ** 0.5 if scaled else 1.0)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -41,7 +41,7 @@ def config(keys: Keys) -> ModelConfig:
     all_layers = tuple(range(layers))
     shared_blocks = min(keys.integer("num_mem_blocks", 1, high=len(all_layers)), len(hybrid))
     config = decoder_config(
-        keys.saying(head_dim=head_dim, intermediate_size=ffn), base, rotary_layers=rotated, attn_scale=(head_dim / 2) ** -0.5,
+        keys.with_values(head_dim=head_dim, intermediate_size=ffn), base, rotary_layers=rotated, attn_scale=(head_dim / 2) ** -0.5,
         recurrent_layers=all_layers, layers_without_mlp=all_layers, hybrid_layers=hybrid, num_shared_blocks=shared_blocks,
         shared_attention_lora=keys.flag("use_shared_attention_adapter", False), residual_streams=STREAMS,
         low_rank_dim=keys.integer("adapter_rank", 128, high=2**16))
@@ -77,7 +77,7 @@ def _shape(keys: Keys, hidden: int) -> Mamba2Shape:
 
 def _hybrid_layers(keys: Keys, layers: int) -> tuple[int, ...]:
     """The layers with a shared block. Raises ConfigError if there are none, and for unknown kinds of layers."""
-    kinds = keys.words("layers_block_type", layers) or (DEFAULT_KINDS if layers == len(DEFAULT_KINDS) else ())
+    kinds = keys.strings("layers_block_type", layers) or (DEFAULT_KINDS if layers == len(DEFAULT_KINDS) else ())
     if unknown := next((kind for kind in kinds if kind not in (*MAMBA, HYBRID)), None):
         raise ConfigError(f"config.json: layers_block_type holds {show(unknown)}, which is not supported",
                           f"known: {', '.join((*MAMBA, HYBRID))}")

@@ -34,7 +34,7 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, norm_eps=1e-5, tied=True, bos=2, eos=(106,),
                     sizes=SIZES, ffn_key="moe_intermediate_size")
     layers, window = base.size(keys, "num_hidden_layers"), keys.integer("sliding_window", None)
-    kinds = keys.kinds("layer_types", layers, (FULL, LOCAL)) or (FULL,) * layers
+    kinds = keys.layer_types("layer_types", layers, (FULL, LOCAL)) or (FULL,) * layers
     if LOCAL in kinds and window is None:
         raise ConfigError(f"config.json: layer_types holds {LOCAL} without a sliding_window")
 
@@ -62,7 +62,7 @@ def _without_rope_type(keys: Keys) -> Keys:
     sections = keys.section("rope_parameters")
     if sections is None or "rope_type" not in sections:
         return keys
-    return keys.saying(rope_parameters={name: value for name, value in sections.items() if name != "rope_type"})
+    return keys.with_values(rope_parameters={name: value for name, value in sections.items() if name != "rope_type"})
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ... import EffllmError, UsageError
 from ..audio import AUDIO_ENCODERS, SECTIONS, takes_audio
-from ..config_reader import of_class
+from ..config_reader import resolve_shared_model_type
 from ..families import COMPOSITE, NEMOTRON_OMNI
 from ..files.bounded_read import JSON_NBYTES, read_bounded
 from .modality import AUDIO_INPUT, IMAGE_INPUT, Modality
@@ -186,4 +186,4 @@ def raw_config(folder: Path) -> Mapping[str, object]:
         raw = json.loads(read_bounded(path, JSON_NBYTES)) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return {}
-    return of_class(raw) if isinstance(raw, dict) and isinstance(raw.get("model_type"), str) else {}
+    return resolve_shared_model_type(raw) if isinstance(raw, dict) and isinstance(raw.get("model_type"), str) else {}

@@ -181,7 +181,7 @@ class Reading:
             raise keys.fail("hidden_size", f"the {encoder.widths[-1]} of downsample_channels")
         if width % (2 * heads) or heads % groups:
             raise keys.fail("num_attention_heads", f"an even part of {width}, and a multiple of num_key_value_heads")
-        if set(keys.words("layer_types", count) or (FULL,)) != {FULL} or keys.flag("use_sliding_window", False):
+        if set(keys.strings("layer_types", count) or (FULL,)) != {FULL} or keys.flag("use_sliding_window", False):
             raise ConfigError(f"{keys.where}: a layer has a window, which is not known of this model")
         curve, depth = keys.choice("hidden_act", ACTIVATIONS, "silu"), width // heads
 

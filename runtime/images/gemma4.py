@@ -38,7 +38,7 @@ class Gemma4(VisionTower):
 
     def renamed(self, keys: Keys) -> Keys:
         """Values are not normalized where nothing is said of that."""
-        return keys.saying(do_normalize=keys.flag("do_normalize", False))
+        return keys.with_values(do_normalize=keys.flag("do_normalize", False))
 
     def configure(self, keys: Keys) -> None:
         self.joined = self.tower_config.integer("pooling_kernel_size", high=64)

@@ -42,7 +42,7 @@ class InternVlChat(QianfanOcr):
     KINDS = {"intern_vit_6b": USUAL}
 
     def configure(self, keys: Keys) -> None:
-        self.root_config = self.root_config.saying(vision_feature_layer=self.root_config.integer("select_layer", -1, low=-512))
+        self.root_config = self.root_config.with_values(vision_feature_layer=self.root_config.integer("select_layer", -1, low=-512))
         super().configure(keys)
         for name, value in (("qk_normalization", False), ("qkv_bias", True)):
             if self.tower_config.flag(name, value) is not value:

@@ -67,7 +67,7 @@ class Lfm3Vl(QwenPatches):
     def kinds(self) -> Sequence[str]:
         count = layer_count(self)
         usual = tuple(CONV if number < 2 or number % 2 else ATTENTION for number in range(count))
-        kinds = self.tower_config.words("layer_types", count) or usual
+        kinds = self.tower_config.strings("layer_types", count) or usual
         if not set(kinds) <= {CONV, ATTENTION}:
             raise ConfigError(f"config.json: vision_config: layer_types holds others than {CONV} and {ATTENTION}")
         return kinds

@@ -29,7 +29,7 @@ class NemotronHOmni(VisionTower):
 
     def renamed(self, keys: Keys) -> Keys:
         named = {"image_mean": keys.raw.get("norm_mean"), "image_std": keys.raw.get("norm_std")}  # as published files call them
-        return keys.saying(**{name: value for name, value in named.items() if value is not None and keys.raw.get(name) is None})
+        return keys.with_values(**{name: value for name, value in named.items() if value is not None and keys.raw.get(name) is None})
 
     def configure(self, keys: Keys) -> None:
         self.factor = keys.number("rescale_factor", 1 / 255) if keys.flag("do_rescale", True) else 1.0

@@ -32,7 +32,7 @@ def side_of(says: Keys, name: str, high: int) -> int:
     stated = says.raw.get(name)
     if isinstance(stated, list | tuple) and len(stated) == 2 and stated[0] == stated[1]:
         stated = stated[0]
-    return says.saying(**{name: stated}).integer(name, high=high)
+    return says.with_values(**{name: stated}).integer(name, high=high)
 
 
 @dataclass(frozen=True)

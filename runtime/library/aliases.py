@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ... import ModelNotFound, UsageError, ls, not_written
 from .. import hub
-from ..config_reader import AGAIN, ConfigError, Keys, show
+from ..config_reader import REFETCH_HINT, ConfigError, Keys, show
 from ..files.bounded_read import JSON_NBYTES, read_bounded
 from . import storage
 
@@ -171,7 +171,7 @@ def own_aliases(env: Mapping[str, str]) -> tuple[CatalogEntry, ...]:
         return parse_catalog(text, str(path), own=True)
     except ConfigError as error:  # a file of the person's own, which is nowhere to be fetched from
         written = "correct or remove that entry; `effllm alias NAME MODEL` writes complete ones"
-        raise ConfigError(error.message, written if error.hint == AGAIN else error.hint) from error
+        raise ConfigError(error.message, written if error.hint == REFETCH_HINT else error.hint) from error
 
 
 def library_aliases(env: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 from ... import DownloadFailed
 from ...offload import hardware
 from ...offload.safetensors_header import DTYPE_BITS
-from ..config_reader import is_count, of_class, show
+from ..config_reader import is_count, resolve_shared_model_type, show
 from ..encoders import ENCODERS, FILES
 from ..families import COMPOSITE, FAMILIES, MODEL_TYPE_ALIASES, is_embedding_model
 from ..gguf.architectures import ARCHITECTURES
@@ -93,7 +93,7 @@ def _result(raw: Mapping[str, object]) -> SearchResult | None:
     config, stored, files = (raw[key] if isinstance(raw.get(key), dict) else {} for key in ("config", "safetensors", "gguf"))
     method = _method(config)
     form = (method or SAFETENSORS) if stored else GGUF if files else ""
-    kind = str((of_class(config).get("model_type") if stored else files.get("architecture")) or "")
+    kind = str((resolve_shared_model_type(config).get("model_type") if stored else files.get("architecture")) or "")
     total = files.get("total") if form == GGUF else stored.get("total") if not method else None
     downloads, likes = (raw[key] if is_count(raw.get(key)) else 0 for key in ("downloads", "likes"))
     return SearchResult(repo, kind, form, total if is_count(total) else None, _nbytes(stored.get("parameters")), stated_licence(raw),
