@@ -37,7 +37,8 @@ def config(keys: Keys) -> ModelConfig:
     scaled = keys.flag("scale_embedding", False)
     return decoder_config(keys.with_values(**sizes), DEFAULTS, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer",
                           position_offset=0, layers_without_mlp=tuple(range(0, layers, 2)),
-                          cross_attention_layers=tuple(range(1, layers, 2)), embedding_multiplier=sizes["hidden_size"] ** 0.5 if scaled else 1.0)
+                          cross_attention_layers=tuple(range(1, layers, 2)),
+                          embedding_multiplier=sizes["hidden_size"] ** 0.5 if scaled else 1.0)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
