@@ -13,7 +13,7 @@ from effllm.kernels.cuda import triton_matmul as own
 from effllm.kernels.layout import ACTIVATIONS, NORM_LAYER, NORM_RMS
 from effllm.quant.spec import QuantSpec
 
-FLOATS = ("x", "bias", "out", "y", "cos", "sin", "gate", "up", "k", "v", "q", "most", "total", "parts", "sinks")
+FLOATS = ("x", "bias", "out", "y", "cos", "sin", "gate", "up", "k", "v", "q", "maxima_at", "total", "parts", "sinks")
 TYPES = {**dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(("blob", "exact", "sealed"), "*u8"), "weight": "*bf16",
          **dict.fromkeys(("slots", "rows_of", "table", "positions"), "*i64"), **dict.fromkeys(("factor", "eps", "scale", "cap"), "fp32")}
 PLAIN = {"BIAS": False, "ADDS": False}
@@ -39,7 +39,7 @@ def between(capability: int) -> None:
         made(triton_stages._write, capability, N=64, HALVES=halves, PARTS=1, ROWS=128)
         made(triton_attention._partials, capability, GROUP=4, R=triton_attention.ROWS, C=triton_attention.CHANNELS, HALVES=halves,
              CAPPED=halves, PRECISION="tf32x3")
-        made(triton_attention._merge, capability, GROUP=4, D=64, TOGETHER=triton_attention.PAGES_AT_ONCE, SINKS=halves)
+        made(triton_attention._merge, capability, GROUP=4, D=64, PAGES_AT_ONCE=triton_attention.PAGES_AT_ONCE, SINKS=halves)
 
 
 def main(capability: int, texts: list[str]) -> None:

@@ -145,6 +145,17 @@ def test_kernels_that_fail_or_err_are_not_taken_and_told_once(kernel: object, sa
     assert ops.products.is_slow == (said is not None)
 
 
+@pytest.mark.parametrize("text", ["4bit", "3bit", "affine3:64+0.02"])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_single_kernels_are_used(text: str, tokens: int) -> None:
+    """An error in calling them would be taken for that of a compiler, and the ops of torch would answer in silence."""
+    ops, linear, wide = placed(text, 48, 64)
+    x = np.random.default_rng(3).standard_normal((tokens, 64), np.float32)
+    found = ops.to_host(ops.norm_linear(ops.from_host(x), Norm("none"), [linear])[0])
+    np.testing.assert_allclose(found, x @ wide.T, rtol=1e-4, atol=1e-5)
+    assert ops.kernel_choice.broken == "" and set(ops.kernel_choice.declined.values()) == {""}
+
+
 def test_a_kernel_that_fails_later_leaves_its_products_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another shape is compiled anew, when the disk may be full."""
     ops, linear, wide = placed("4bit", 48, 64)

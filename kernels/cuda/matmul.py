@@ -47,7 +47,7 @@ class Matmul:
         def by_triton(kernels: ModuleType, *residual_and_factor: object) -> torch.Tensor:
             if len(x) <= FEW_TOKENS:
                 return kernels.low_bit_matmul(x, blob, form, bias, *residual_and_factor)
-            return _added(low_bit.product(x, blob, form, bias, kernels.opened), *residual_and_factor)
+            return _added(low_bit.product(x, blob, form, bias, kernels.dequantize), *residual_and_factor)
 
         return self._chosen((spec.scheme, spec.bits, spec.group, bool(spec.outliers)), len(x), by_triton,
                             partial(low_bit.product, x, blob, form, bias), residual_and_factor)

@@ -33,7 +33,7 @@ def _side(at, mask, HALVES: tl.constexpr):
 def _partials(q, table, positions, exact, sealed, out, maxima_at, total, tokens, window, scale, cap, kv_heads, depth, nbytes, record_nbytes,
               header, side, GROUP: tl.constexpr, R: tl.constexpr, C: tl.constexpr, HALVES: tl.constexpr, CAPPED: tl.constexpr,
               PRECISION: tl.constexpr):
-    """A page, a KV head and R of its queries: out [P, KVH, tokens * GROUP, depth], most and total [P, KVH, tokens * GROUP]."""
+    """A page, a KV head and R of its queries: out [P, KVH, tokens * GROUP, depth], maxima_at and total [P, KVH, tokens * GROUP]."""
     page, head = tl.program_id(0), tl.program_id(1)
     # A row of the table: sealed, index, first position, count.
     is_sealed, index = tl.load(table + page * 4), tl.load(table + page * 4 + 1).to(tl.int64)
