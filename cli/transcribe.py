@@ -55,13 +55,13 @@ def transcribe(context: typer.Context, model: Model, file: File, language: Langu
     options, is_plain = engine.options(), format == "text" and not json
     with quantized_on_load(unquantized, weights, screen, options) as ref, open_model(ref, options, screen, with_media=True) as opened:
         transcriber = Transcriber(ServedModel(opened.engine, opened.tokenizer), language, hint, translate)
-        chunks = transcriber.pieces(samples, timed=not is_plain)
+        chunks = transcriber.chunks(samples, timed=not is_plain)
         transcript, generation_options = transcriber.transcript(chunks), GenerationOptions(SamplerSettings(temperature=0.0))
         try:
             for chunk in chunks:
                 for event in show_progress(transcriber.answer(chunk, generation_options), screen, TextDelta | Done):
                     if isinstance(event, Done):
-                        text = transcript.ended(event.stats.token_ids)
+                        text = transcript.finish_answer(event.stats.token_ids)
                     else:
                         text = transcript.add(event.text) if event.kind == "answer" else ""
                     if is_plain and text:

@@ -67,7 +67,7 @@ def test_a_sound_that_is_too_long_for_the_model_is_told(hearing):
     _, folder, _ = hearing
     ours = opened(folder)
     with pytest.raises(UsageError, match="are too long for this model, which takes"):
-        ours.token_count(int(ours.most_seconds * 16_000) + 1)
+        ours.token_count(int(ours.max_seconds * 16_000) + 1)
 
 
 def test_a_plan_has_room_for_weights_and_work(hearing):

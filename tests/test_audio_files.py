@@ -14,10 +14,10 @@ from video_files import as_sound, as_video
 
 from effllm import UsageError
 from effllm.runtime.audio import audio_file, resampling
-from effllm.runtime.audio.audio_file import LEAST_SAMPLES, decode_audio, read_audio
+from effllm.runtime.audio.audio_file import MIN_SAMPLES, decode_audio, read_audio
 from effllm.runtime.audio.log_mel import WHISPER, LogMel, log_mel_of, read_extractor
 from effllm.runtime.audio.resampling import resample
-from effllm.runtime.audio.wav import PIECE, read_wav
+from effllm.runtime.audio.wav import CHUNK_FRAMES, read_wav
 from effllm.runtime.images.modality import SAMPLE_RATE
 
 
@@ -66,7 +66,7 @@ def test_a_broken_file_is_reported_in_one_line(noise, at, overwrites):
     except UsageError as error:
         assert error.message.startswith("it ") and error.hint and "\n" not in error.message
     else:
-        assert made.dtype == np.float32 and np.isfinite(made).all() and len(made) >= LEAST_SAMPLES
+        assert made.dtype == np.float32 and np.isfinite(made).all() and len(made) >= MIN_SAMPLES
 
 
 def test_invalid_audio_is_reported(tmp_path, monkeypatch):
@@ -107,7 +107,7 @@ def test_a_video_without_valid_audio_is_reported(monkeypatch):
         with pytest.raises(UsageError, match=said) as raised:
             decode_audio(data, "it")
         assert raised.value.hint
-    monkeypatch.setattr(audio_file, "MOST_SECONDS", 1)
+    monkeypatch.setattr(audio_file, "MAX_SECONDS", 1)
     with pytest.raises(UsageError, match="longer than 1 seconds"):
         decode_audio(whole, "it")
     monkeypatch.setitem(sys.modules, "av", None)
@@ -148,7 +148,7 @@ def test_other_formats_are_read_by_the_library_which_is_held_to_what_it_claims(m
             return None
 
         def read(self, most, dtype, always_2d):
-            assert most == PIECE and dtype == "float32" and always_2d
+            assert most == CHUNK_FRAMES and dtype == "float32" and always_2d
             if self.is_endless:
                 return np.zeros((most, 2), np.float32)
             piece, self.left = self.left[:1000], self.left[1000:]
@@ -158,11 +158,11 @@ def test_other_formats_are_read_by_the_library_which_is_held_to_what_it_claims(m
     assert len(decode_audio(b"fLaC" + bytes(10), "it")) == 2 * len(SAMPLES)
     with pytest.raises(UsageError, match="not a readable audio file"):
         decode_audio(b"fLaCx" + bytes(10), "it")
-    monkeypatch.setattr(audio_file, "MOST_SECONDS", 120)
+    monkeypatch.setattr(audio_file, "MAX_SECONDS", 120)
     with pytest.raises(UsageError, match="longer than 2 minutes"):
         decode_audio(b"fLaCe" + bytes(10), "it")
     monkeypatch.setattr(File, "samplerate", 655_350)
-    monkeypatch.setattr(audio_file, "MOST_SAMPLES", 655_350)
+    monkeypatch.setattr(audio_file, "MAX_SAMPLES", 655_350)
     with pytest.raises(UsageError, match="longer than 1 seconds"):  # whatever the rate: two minutes of it would be gigabytes
         decode_audio(b"fLaCe" + bytes(10), "it")
     monkeypatch.setattr(File, "samplerate", 8000)

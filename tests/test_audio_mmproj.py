@@ -98,7 +98,7 @@ def test_rows_and_tokens_are_those_of_the_folder(pair_of: tuple[str, Path, Path,
             assert [(words, apart) for words, _, apart in sight.video_inputs(film)] == [
                 (words, apart) for words, _, apart in wanted.video_inputs(film)]
             assert sight.positions_per_second == wanted.positions_per_second
-        assert sight.most_seconds == wanted.most_seconds if modality is AUDIO_INPUT else sight.bytes_needed() > 0
+        assert sight.max_seconds == wanted.max_seconds if modality is AUDIO_INPUT else sight.bytes_needed() > 0
     assert found.encoders[AUDIO_INPUT].bytes_needed() > mmproj.stat().st_size // 4
 
 

@@ -17,7 +17,7 @@ from whisper_models import written_whisper
 from effllm.cli.server.form_data import parts_of
 from effllm.cli.server.problems import Problem
 from effllm.runtime.audio.audio_tower import AudioTower
-from effllm.runtime.audio.chunking import FRAME, PAUSE, split_at_pauses
+from effllm.runtime.audio.chunking import FRAME_SAMPLES, PAUSE_FRAMES, split_at_pauses
 from effllm.runtime.audio.transcript import subtitles
 from effllm.runtime.audio.transcription import transcription_messages
 from effllm.runtime.audio.voxtral import Voxtral
@@ -112,15 +112,15 @@ def test_a_model_without_audio_input_says_so() -> None:
 
 
 def test_each_family_is_asked_in_its_own_words() -> None:
-    plain = SimpleNamespace(asks_to_transcribe="Write.", transcribes="", heads_text="", constrain_logits=None)
-    by_token = SimpleNamespace(transcribes=Voxtral.transcribes, heads_text="", constrain_logits=None)
+    plain = SimpleNamespace(transcription_prompt="Write.", transcribe_token="", transcript_start_token="", constrain_logits=None)
+    by_token = SimpleNamespace(transcribe_token=Voxtral.transcribe_token, transcript_start_token="", constrain_logits=None)
     assert transcription_messages(plain, {}, "M", "de") == [{"role": "user", "content": "MWrite. It is in de."}]
     added = {"[TRANSCRIBE]": 34}
     assert transcription_messages(by_token, added, "M", "de", "hint") == [{"role": "user", "content": "M"},
                                                                 {"role": "assistant", "content": "lang:de[TRANSCRIBE]"}]
     assert transcription_messages(by_token, added, "M")[1]["content"] == "[TRANSCRIBE]"
     assert len(transcription_messages(by_token, added, "M", translates=True)) == 1
-    assert AudioTower.asks_to_transcribe
+    assert AudioTower.transcription_prompt
     assert transcription_messages(AudioTower, added, "M") == [{"role": "user", "content": "MTranscribe the speech."}]
 
 
@@ -186,7 +186,7 @@ def test_a_subtitle_is_a_line() -> None:
 def test_pieces_are_all_that_is_heard(parts: list[tuple[bool, int]], max_seconds: float) -> None:
     samples = np.concatenate([np.full(count, 0.1 if is_heard else 0.0, np.float32) for is_heard, count in parts])
     found = split_at_pauses(samples, max_seconds)
-    assert found and all(len(each.samples) <= max(max_seconds * SAMPLE_RATE, PAUSE * FRAME) for each in found)
+    assert found and all(len(each.samples) <= max(max_seconds * SAMPLE_RATE, PAUSE_FRAMES * FRAME_SAMPLES) for each in found)
     assert all(0 <= each.begin_s < each.end_s <= len(samples) / SAMPLE_RATE for each in found)
     assert all(before.end_s <= after.begin_s for before, after in zip(found, found[1:]))
     assert sum(np.count_nonzero(each.samples) for each in found) == np.count_nonzero(samples)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 from ... import EffllmError
-from ...runtime.audio.audio_file import MOST_SECONDS
+from ...runtime.audio.audio_file import MAX_SECONDS
 from ...runtime.images.image_file import MOST_POINTS
 from ...runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT, SAMPLE_RATE, Modality
 from .content_parts import of_chat, of_messages, of_responses
@@ -152,8 +152,8 @@ def _load_all(sent: Iterable[MediaPart], served: ServedModel, note: Callable[[st
             continue
         size = sum(prod(picture.size) for _, picture in loaded)
         points, samples = (points + size, samples) if each.modality is IMAGE_INPUT else (points, samples + size)
-        if samples > MOST_SECONDS * SAMPLE_RATE:
-            raise Problem(400, f"{each.where}: the audio in this request is longer than {MOST_SECONDS // 60} minutes in all: shorten it",
+        if samples > MAX_SECONDS * SAMPLE_RATE:
+            raise Problem(400, f"{each.where}: the audio in this request is longer than {MAX_SECONDS // 60} minutes in all: shorten it",
                           param=each.where)
         if points > MOST_POINTS:
             raise Problem(400, f"{each.where}: the images in this request have more than {MOST_POINTS:,} pixels in all: make them smaller",

@@ -61,7 +61,7 @@ class TranscriptSerializer(AnswerSerializer):
 
     def _ended(self, stats: Stats) -> list[dict[str, object]]:
         self._ended_stats.append(stats)
-        return _chunk(self._transcript.ended(stats.token_ids))
+        return _chunk(self._transcript.finish_answer(stats.token_ids))
 
     def last_chunks(self, stats: Stats) -> list[dict[str, object]]:
         events = self._ended(stats)
@@ -116,8 +116,8 @@ class TranscriptionPaths:
         except UsageError as error:
             raise problem_of(error, "model" if translates else "language") from error
         prepared = await self._service.prepare(chat_of(payload), [])
-        history = prepared.messages if transcriber.takes_words else ()
-        parts = await asyncio.to_thread(transcriber.pieces, samples, payload.response_format in TIMED)
+        history = prepared.messages if transcriber.accepts_messages else ()
+        parts = await asyncio.to_thread(transcriber.chunks, samples, payload.response_format in TIMED)
         serializer = TranscriptSerializer("translate" if translates else "transcribe", transcriber.transcript(parts), seconds,
                                           payload.response_format)
         starts = [partial(transcriber.answer, piece, prepared.options, history, prepared.variables) for piece in parts]

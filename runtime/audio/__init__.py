@@ -12,17 +12,18 @@ from collections.abc import Mapping
 from ..families import NEMOTRON_OMNI
 
 # model_type -> module here; its `encoder(source, config)` returns a MediaEncoder.
-AUDIO_ENCODERS: dict[str, str] = {"audioflamingo3": "audioflamingo3", "gemma3n": "gemma3n", "gemma4": "gemma4",
-                                  "gemma4_unified": "gemma4_unified",
-                           "glmasr": "glmasr",
-                           "granite_speech": "granite_speech", "qwen2_5_omni": "qwen2_5_omni", "qwen2_audio": "qwen2_audio",
-                           "qwen3_asr": "qwen3_asr", "qwen3_omni_moe": "qwen3_omni_moe", "voxtral": "voxtral", "whisper": "whisper",
-                           **dict.fromkeys(NEMOTRON_OMNI, "nemotron_h_omni")}
-# Model types of which some models have no audio tower: they have none of these config sections.
-OPTIONAL_AUDIO, SECTIONS = ("gemma4", "gemma4_unified", *NEMOTRON_OMNI), ("audio_config", "sound_config")
+AUDIO_ENCODERS: dict[str, str] = {
+    "audioflamingo3": "audioflamingo3", "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified", "glmasr": "glmasr",
+    "granite_speech": "granite_speech", "qwen2_5_omni": "qwen2_5_omni", "qwen2_audio": "qwen2_audio", "qwen3_asr": "qwen3_asr",
+    "qwen3_omni_moe": "qwen3_omni_moe", "voxtral": "voxtral", "whisper": "whisper", **dict.fromkeys(NEMOTRON_OMNI, "nemotron_h_omni")}
+# Config sections of audio towers, and the model types that have a tower only where such a section is present.
+AUDIO_SECTIONS = ("audio_config", "sound_config")
+OPTIONAL_AUDIO = ("gemma4", "gemma4_unified", *NEMOTRON_OMNI)
 
 
 def takes_audio(raw: Mapping[str, object]) -> bool:
     """Whether the model of a config.json takes audio."""
-    kind = raw.get("model_type")
-    return kind in AUDIO_ENCODERS and (kind not in OPTIONAL_AUDIO or any(isinstance(raw.get(key), dict) for key in SECTIONS))
+    model_type = raw.get("model_type")
+    if model_type in OPTIONAL_AUDIO:
+        return any(isinstance(raw.get(key), dict) for key in AUDIO_SECTIONS)
+    return model_type in AUDIO_ENCODERS

@@ -1,7 +1,7 @@
 """Base classes of audio towers: one for all, one for those with Whisper's encoder over windows of a log-mel spectrogram.
 
-A family is a class with `tokens` (what a clip of a number of samples becomes in the prompt) and `load` (weights to a function that computes
-rows); its module binds it to `encoder`.
+A family is a class with `tokens` (the prompt tokens of a clip, by its number of samples) and `load` (returns the function that computes
+embedding rows); its module binds the class to `encoder`.
 """
 
 from __future__ import annotations
@@ -19,80 +19,74 @@ from ..images.tower_ops import ROWS
 from .log_mel import WHISPER, log_mel_of
 from .whisper_encoder import WhisperSizes
 
-Windows = list[tuple[np.ndarray, int]]  # (spectrogram float32 [frames, bands], how many of its frames are audio, not padding)
+Windows = list[tuple[np.ndarray, int]]  # (spectrogram float32 [frames, bands], number of frames that are audio, not padding)
 
 
 class AudioTower(Tower):
-    """A `MediaEncoder` for audio.
+    """A `MediaEncoder` for audio. Subclasses override the class attributes."""
 
-    `EXTRACTORS`: supported feature extractor types.
-    `most_seconds`: the longest clip.
-    `needs_adapter`, `placeholder_id`: as in `EncodedMedia`.
-    `asks_to_transcribe`: the prompt that the model was trained to transcribe with.
-    `transcribes`: a token at the start of the answer that requests transcription.
-    `heads_text`: in ASR-only models, the token after which the transcript begins, with the language before it.
-    `languages`: codes -> names of the supported languages.
-    """
-
-    EXTRACTORS: tuple[str, ...] = WHISPER
+    EXTRACTORS: tuple[str, ...] = WHISPER  # supported feature extractor types
     SECTION = "audio_config"
     modality = AUDIO_INPUT
-    needs_adapter = False
-    placeholder_id: int | None = None
-    asks_to_transcribe, transcribes, heads_text = "Transcribe the speech.", "", ""
-    languages: Mapping[str, str] = {}
-    most_seconds: float
+    needs_adapter = False  # as in `EncodedMedia`
+    placeholder_id: int | None = None  # as in `EncodedMedia`
+    max_seconds: float  # longest clip
+    transcription_prompt = "Transcribe the speech."  # the wording that the model was trained with
+    transcribe_token = ""  # token at the start of an answer that requests a transcription, empty if the family has none
+    transcript_start_token = ""  # of ASR-only models: ends the preamble of an answer, which names the language; empty for others
+    languages: Mapping[str, str] = {}  # supported languages: code -> name
 
-    def language_of(self, tokens: Sequence[int]) -> str:
-        """The language that an answer's first tokens state, where its text does not."""
+    def stated_language(self, tokens: Sequence[int]) -> str:
+        """The language stated by an answer's first tokens, empty if they state none."""
         return ""
 
     def read_preprocessor(self) -> Keys:
         return self.source.extractor(self.EXTRACTORS)
 
-    def encode(self, picture: np.ndarray, job: EncodingJob) -> EncodedMedia:
-        """Encode audio float32 [samples]. Raises CheckpointError where weights are damaged, UsageError for a clip that is too long,
+    def encode(self, samples: np.ndarray, job: EncodingJob) -> EncodedMedia:
+        """Encode a clip, float32 [samples]. Raises CheckpointError for damaged weights, UsageError for a clip that is too long, and
         EncodingCancelled."""
-        rows, tokens, _ = self.run_tower(picture, job)
+        rows, tokens, _ = self.run_tower(samples, job)
         return EncodedMedia(rows, tokens, needs_adapter=self.needs_adapter, placeholder_id=self.placeholder_id)
 
-    def unlike(self, produced: str, expected: str) -> ConfigError:
-        """The error for a spectrogram whose shape is not what the tower takes."""
+    def shape_mismatch_error(self, produced: str, expected: str) -> ConfigError:
+        """The error for spectrograms whose shape does not match the tower's input."""
         return ConfigError(f"{self.source.model}: the audio preprocessor makes {produced}, but the tower takes {expected}")
 
-    def demand_length(self, samples: int) -> None:
+    def check_length(self, samples: int) -> None:
         """Raises UsageError for a clip that is too long."""
-        if samples > self.most_seconds * SAMPLE_RATE:
-            raise UsageError(f"{samples / SAMPLE_RATE:.1f} s of audio are too long for this model, which takes {self.most_seconds:g} s",
+        if samples > self.max_seconds * SAMPLE_RATE:
+            raise UsageError(f"{samples / SAMPLE_RATE:.1f} s of audio are too long for this model, which takes {self.max_seconds:g} s",
                              "split it into shorter clips; `effllm transcribe` handles longer ones")
 
 
 class WhisperTower(AudioTower):
-    """An audio tower with Whisper's encoder, which takes windows of fixed length."""
+    """An audio tower with Whisper's encoder, whose input are windows of fixed length."""
 
     def configure(self, keys: Keys) -> None:
         self.sizes, self.log_mel = WhisperSizes.read(self.tower_config), log_mel_of(keys)
-        if self.log_mel.bands != self.sizes.bands or self.log_mel.frames != 2 * self.sizes.places:
-            raise self.unlike(f"{self.log_mel.frames} frames of {self.log_mel.bands} bands",
-                              f"{2 * self.sizes.places} of {self.sizes.bands}")
+        produced = self.log_mel.frames, self.log_mel.bands
+        expected = 2 * self.sizes.places, self.sizes.bands  # the second convolution has stride 2
+        if produced != expected:
+            raise self.shape_mismatch_error("{} frames of {} bands".format(*produced), "{} of {}".format(*expected))
 
     def values(self, samples: np.ndarray) -> Windows:
         """Spectrogram of each window, each normalized by its own maximum."""
         length, windows = self.log_mel.samples, []
         for start in range(0, len(samples), length):
             window = samples[start : start + length]
-            windows.append((self.log_mel(np.pad(window, (0, length - len(window)))), self.frames_of(len(window))))
+            windows.append((self.log_mel(np.pad(window, (0, length - len(window)))), self.num_frames(len(window))))
         return windows
 
-    def frames_of(self, samples: int) -> int:
-        """Number of spectrogram frames of a number of samples."""
+    def num_frames(self, samples: int) -> int:
+        """Number of spectrogram frames, a partial one included."""
         return -(-samples // self.log_mel.hop)
 
     def workspace_floats(self) -> int:
-        """The largest matrices, the activations of a layer, its row blocks, and what the convolutions read."""
+        """The largest matrices, a layer's activations and row blocks, and the convolutions' inputs."""
         width = self.sizes.width
         matrices, layer = 12 * width**2, 6 * self.sizes.places * width
         row_blocks = 16 * width * ROWS * self.workers
         conv_inputs = 4 * self.log_mel.frames * (self.sizes.bands + width)
-        spectrograms = 2 * int(self.most_seconds * SAMPLE_RATE) // self.log_mel.hop * (self.sizes.bands + width)
+        spectrograms = 2 * int(self.max_seconds * SAMPLE_RATE) // self.log_mel.hop * (self.sizes.bands + width)
         return matrices + layer + row_blocks + conv_inputs + spectrograms

@@ -11,8 +11,8 @@ from .whisper_encoder import LARGE
 class AudioFlamingo3(Qwen2Audio):
     KINDS = {"audioflamingo3_encoder": LARGE}
     placeholder = written = "<sound>"
-    asks_to_transcribe = "Transcribe the input speech."
-    most_seconds = 600.0
+    transcription_prompt = "Transcribe the input speech."
+    max_seconds = 600.0
 
     def projector(self, weights: Weights) -> Rows:
         return self.to_text(weights, self.sizes.width)

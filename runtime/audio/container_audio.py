@@ -10,19 +10,19 @@ import numpy as np
 
 from ... import UsageError
 from ..images.video_file import FORMATS, library
-from .wav import HIGHEST_RATE, LOWEST_RATE, MOST_CHANNELS
+from .wav import MAX_CHANNELS, MAX_RATE, MIN_RATE
 
 if TYPE_CHECKING:
     from av.audio.stream import AudioStream
     from av.container import InputContainer
 
-ANOTHER = "give one as WAV, FLAC, MP3, Ogg or M4A"
-EBML = b"\x1a\x45\xdf\xa3"  # of WebM and MKV
+FORMAT_HINT = "give one as WAV, FLAC, MP3, Ogg or M4A"
+EBML_SIGNATURE = b"\x1a\x45\xdf\xa3"  # WebM and MKV
 
 
 def is_container(data: bytes) -> bool:
-    """Whether data begins like such a file."""
-    return data[4:8] == b"ftyp" or data[:4] == EBML
+    """Whether data begins like MP4, M4A, MOV, WebM or MKV."""
+    return data[4:8] == b"ftyp" or data[:4] == EBML_SIGNATURE
 
 
 def read_container_audio(data: bytes, source: str) -> tuple[Iterator[np.ndarray], int]:
@@ -31,22 +31,22 @@ def read_container_audio(data: bytes, source: str) -> tuple[Iterator[np.ndarray]
     try:
         container = av.open(io.BytesIO(data), options={"format_whitelist": FORMATS, "protocol_whitelist": ""})
         streams = [*container.streams.audio]
-    except Exception as error:  # its decoders raise whatever a broken file leads them to
-        raise UsageError(f"{source} is not a readable audio file", ANOTHER) from error
+    except Exception as error:  # broken files raise any kind of exception
+        raise UsageError(f"{source} is not a readable audio file", FORMAT_HINT) from error
     if not streams:
         container.close()
-        raise UsageError(f"{source} has no audio track", ANOTHER)
-    if streams[0].codec_context is None:  # the file names a codec that no decoder here knows
+        raise UsageError(f"{source} has no audio track", FORMAT_HINT)
+    if streams[0].codec_context is None:  # a codec unknown to PyAV
         container.close()
-        raise UsageError(f"{source} is not a readable audio file", ANOTHER)
+        raise UsageError(f"{source} is not a readable audio file", FORMAT_HINT)
     rate, channels = streams[0].codec_context.sample_rate, streams[0].codec_context.channels
-    if not LOWEST_RATE <= rate <= HIGHEST_RATE or not 1 <= channels <= MOST_CHANNELS:
+    if not MIN_RATE <= rate <= MAX_RATE or not 1 <= channels <= MAX_CHANNELS:
         container.close()
-        raise UsageError(f"{source} claims {channels} channels at {rate} Hz", ANOTHER)
-    return _pieces(container, streams[0], rate, source), rate
+        raise UsageError(f"{source} claims {channels} channels at {rate} Hz", FORMAT_HINT)
+    return _decode_chunks(container, streams[0], rate, source), rate
 
 
-def _pieces(container: InputContainer, stream: AudioStream, rate: int, source: str) -> Iterator[np.ndarray]:
+def _decode_chunks(container: InputContainer, stream: AudioStream, rate: int, source: str) -> Iterator[np.ndarray]:
     import av
 
     resampler = av.AudioResampler(format="fltp", layout=stream.codec_context.layout, rate=rate)
@@ -55,9 +55,9 @@ def _pieces(container: InputContainer, stream: AudioStream, rate: int, source: s
         while True:
             try:
                 frame = next(frames, None)
-                made = [each.to_ndarray() for each in resampler.resample(frame)]
+                chunks = [chunk.to_ndarray() for chunk in resampler.resample(frame)]
             except Exception as error:
-                raise UsageError(f"{source} is not a readable audio file", ANOTHER) from error
-            yield from (np.nan_to_num(each.T, nan=0.0, posinf=1.0, neginf=-1.0) for each in made)
+                raise UsageError(f"{source} is not a readable audio file", FORMAT_HINT) from error
+            yield from (np.nan_to_num(chunk.T, nan=0.0, posinf=1.0, neginf=-1.0) for chunk in chunks)
             if frame is None:
                 return

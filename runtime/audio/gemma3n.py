@@ -84,7 +84,7 @@ class Gemma3n(Gemma4):
         return before, [ROW_PLACEHOLDER if token == end >= self.first else token for token in behind]
 
     def tokens(self, samples: int) -> tuple[int, ...]:
-        self.demand_length(samples)
+        self.check_length(samples)
         if not self.bands.frames(samples):
             raise UsageError(f"an audio clip of {samples / SAMPLE_RATE:.3f} s is too short for this model", "use a longer clip")
         before, behind = self._around

@@ -24,7 +24,7 @@ class Gemma4(AudioTower):
     KINDS = {"gemma4_audio": USUAL}
     EXTRACTORS, SAYING = ("Gemma4AudioFeatureExtractor",), GEMMA_4
     placeholder = SOUND
-    most_seconds = 30.0
+    max_seconds = 30.0
 
     def configure(self, keys: Keys) -> None:
         self.bands = GemmaLogMel.read(keys, self.SAYING)
@@ -35,7 +35,7 @@ class Gemma4(AudioTower):
         return CausalSizes.read(keys, bands)
 
     def tokens(self, samples: int) -> tuple[int, ...]:
-        self.demand_length(samples)
+        self.check_length(samples)
         return (self.token_id(BEGIN), *(ROW_PLACEHOLDER,) * subsampled(self.bands.frames(samples)), self.token_id(END))
 
     def values(self, taken: np.ndarray) -> np.ndarray:
@@ -52,7 +52,7 @@ class Gemma4(AudioTower):
 
     def workspace_floats(self) -> int:
         """The largest matrices, the activations of a layer, its row blocks, and what the first convolutions read."""
-        sizes, frames = self.sizes, self.bands.frames(int(self.most_seconds * SAMPLE_RATE))
+        sizes, frames = self.sizes, self.bands.frames(int(self.max_seconds * SAMPLE_RATE))
         matrices = 8 * sizes.width**2
         layer = subsampled(frames) * (8 + 2 * sizes.context // sizes.block) * sizes.width
         pieces = 5 * ROWS * sizes.width + HELD * sizes.bands * sizes.channels[0] * KERNEL**2 // 4

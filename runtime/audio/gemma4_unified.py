@@ -18,7 +18,7 @@ class Gemma4Unified(AudioTower):
     KINDS = {"gemma4_unified_audio": {"audio_embed_dim": 640, "rms_norm_eps": 1e-6}}
     EXTRACTORS = ("Gemma4UnifiedAudioFeatureExtractor",)
     placeholder = SOUND
-    most_seconds = 30.0
+    max_seconds = 30.0
 
     def configure(self, keys: Keys) -> None:
         self.each = self.tower_config.integer("audio_embed_dim", high=1 << 14)
@@ -26,7 +26,7 @@ class Gemma4Unified(AudioTower):
             raise keys.fail("audio_samples_per_token", f"{self.each}, as in config.json")
 
     def tokens(self, samples: int) -> tuple[int, ...]:
-        self.demand_length(samples)
+        self.check_length(samples)
         return (self.token_id(BEGIN), *(ROW_PLACEHOLDER,) * -(-samples // self.each), self.token_id(END))
 
     def values(self, taken: np.ndarray) -> np.ndarray:
@@ -40,7 +40,7 @@ class Gemma4Unified(AudioTower):
 
     def workspace_floats(self) -> int:
         """Weights as float32, and inputs and outputs."""
-        return self.each * self.config.hidden_size + 3 * int(self.most_seconds * SAMPLE_RATE)
+        return self.each * self.config.hidden_size + 3 * int(self.max_seconds * SAMPLE_RATE)
 
 
 encoder = Gemma4Unified

@@ -22,8 +22,8 @@ BESIDE = 4  # rows
 class GlmAsr(WhisperTower):
     KINDS = {"glmasr_encoder": {**LARGE, "max_position_embeddings": 1500, "hidden_act": "gelu"}}
     placeholder, written = "<|pad|>", "<|begin_of_audio|><|pad|><|end_of_audio|>"
-    asks_to_transcribe = "Please transcribe this audio into text"
-    most_seconds = 655.0  # as many as its context of 8,192 tokens was made for
+    transcription_prompt = "Please transcribe this audio into text"
+    max_seconds = 655.0  # as many as its context of 8,192 tokens was made for
 
     def configure(self, keys: Keys) -> None:
         said = self.tower_config
@@ -42,9 +42,9 @@ class GlmAsr(WhisperTower):
         self.pairs = int(width // heads * (rope.number("partial_rotary_factor", None) or said.number("partial_rotary_factor", 0.5))) // 2
 
     def tokens(self, samples: int) -> tuple[int, ...]:
-        self.demand_length(samples)
+        self.check_length(samples)
         whole, rest = divmod(samples, self.log_mel.samples)
-        return (ROW_PLACEHOLDER,) * (whole * (self.sizes.places // BESIDE) + encoder_rows(self.frames_of(rest)) // BESIDE)
+        return (ROW_PLACEHOLDER,) * (whole * (self.sizes.places // BESIDE) + encoder_rows(self.num_frames(rest)) // BESIDE)
 
     def load(self, weights: Weights) -> Rows:
         sizes, inner = self.sizes, self.sizes.inner

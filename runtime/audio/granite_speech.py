@@ -60,8 +60,8 @@ class GraniteSpeech(AudioTower):
     EXTRACTORS = ("GraniteSpeechFeatureExtractor",)
     SECTION = "encoder_config"
     placeholder = "<|audio|>"
-    asks_to_transcribe = "can you transcribe the speech into a written format?"
-    most_seconds = 600.0
+    transcription_prompt = "can you transcribe the speech into a written format?"
+    max_seconds = 600.0
 
     def configure(self, keys: Keys) -> None:
         self.sizes, self.mel = ConformerSizes.read(self.tower_config), PairedMel.read(keys)
@@ -77,7 +77,7 @@ class GraniteSpeech(AudioTower):
         self.needs_adapter = self.root_config.flag("has_lora_adapter", True)
 
     def tokens(self, samples: int) -> tuple[int, ...]:
-        self.demand_length(samples)
+        self.check_length(samples)
         return (ROW_PLACEHOLDER,) * (-(-self.mel.frames(samples) // self.window) * self.made)
 
     def values(self, taken: np.ndarray) -> np.ndarray:
@@ -97,7 +97,7 @@ class GraniteSpeech(AudioTower):
 
     def workspace_floats(self) -> int:
         """The largest matrices, the activations of a layer, and its row blocks."""
-        sizes, frames = self.sizes, self.mel.frames(int(self.most_seconds * SAMPLE_RATE))
+        sizes, frames = self.sizes, self.mel.frames(int(self.max_seconds * SAMPLE_RATE))
         matrices = 3 * sizes.width * max(sizes.inner, sizes.channels)
         layer = frames * (2 * sizes.inputs + 3 * sizes.width + sizes.channels)
         pieces = (3 * ROWS * max(sizes.inner, 2 * sizes.channels) + 4 * sizes.heads * sizes.block**2) * self.workers

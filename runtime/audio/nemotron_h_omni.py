@@ -11,7 +11,7 @@ from ..images.nemotron_h_omni import PROJECTOR_EPS, relu_squared
 from ..images.tower import Rows
 from ..images.tower_ops import QUERIES, ROWS
 from ..images.tower_weights import Weights
-from . import SECTIONS
+from . import AUDIO_SECTIONS
 from .audio_tower import AudioTower
 from .fast_conformer import HELD, USUAL, FastSizes, load_fast_conformer
 from .normalized_mel import NormalizedMel
@@ -23,11 +23,11 @@ BEGIN, SOUND, END = "<so_start>", "<so_embedding>", "<so_end>"
 class NemotronHOmni(AudioTower):
     KINDS = dict.fromkeys(("parakeet_encoder", "parakeet"), {**USUAL, "attention_bias": False, "scale_input": False})
     placeholder = SOUND
-    most_seconds = 600.0
+    max_seconds = 600.0
 
     @property
     def SECTION(self) -> str:
-        return next((name for name in SECTIONS if isinstance(self.source.config.get(name), dict)), SECTIONS[0])
+        return next((name for name in AUDIO_SECTIONS if isinstance(self.source.config.get(name), dict)), AUDIO_SECTIONS[0])
 
     def read_preprocessor(self) -> Keys:
         """Published folders state only the number of mel bands, in config.json; the rest are the encoder family's defaults."""
@@ -38,14 +38,14 @@ class NemotronHOmni(AudioTower):
     def configure(self, keys: Keys) -> None:
         self.mel = NormalizedMel.read(keys)
         if self.mel.bands != self.sizes.bands:
-            raise self.unlike(f"frames of {self.mel.bands} bands", f"{self.sizes.bands}")
+            raise self.shape_mismatch_error(f"frames of {self.mel.bands} bands", f"{self.sizes.bands}")
 
     def count(self, samples: int) -> int:
         """Rows, with the frame that begins at the very end."""
         return self.sizes.rows(self.mel.frames(samples) + 1)
 
     def tokens(self, samples: int) -> tuple[int, ...]:
-        self.demand_length(samples)
+        self.check_length(samples)
         return (self.token_id(BEGIN), *(ROW_PLACEHOLDER,) * self.count(samples), self.token_id(END))
 
     def values(self, taken: np.ndarray) -> tuple[np.ndarray, int]:
@@ -60,7 +60,7 @@ class NemotronHOmni(AudioTower):
 
     def workspace_floats(self) -> int:
         """The largest matrices, the activations of a layer, its row blocks, and what the convolutions read."""
-        sizes, samples = self.sizes, int(self.most_seconds * SAMPLE_RATE)
+        sizes, samples = self.sizes, int(self.max_seconds * SAMPLE_RATE)
         rows, width, share = self.count(samples), sizes.width, 1 << sizes.halvings
         matrices = 3 * width * max(sizes.inner, sizes.channels * sizes.bands // share)
         layer = rows * (10 * width + sizes.channels * sizes.bands // share)

@@ -28,18 +28,18 @@ class Qwen25Omni(AudioTower):
         self.sizes, self.log_mel = WhisperSizes.read(self.tower_config), log_mel_of(keys)
         self.piece = 2 * self.tower_config.integer("n_window", high=1 << 12)
         if self.log_mel.bands != self.sizes.bands or self.piece > 2 * self.sizes.places or self.sizes.width % 2:
-            raise self.unlike(f"pieces of {self.piece} frames of {self.log_mel.bands} bands",
+            raise self.shape_mismatch_error(f"pieces of {self.piece} frames of {self.log_mel.bands} bands",
                               f"{2 * self.sizes.places} of {self.sizes.bands} at most, and makes an even number of each")
 
     @property
-    def most_seconds(self) -> float:
+    def max_seconds(self) -> float:
         return self.log_mel.samples / SAMPLE_RATE
 
     def frames(self, samples: int) -> int:
         return -(-samples // self.log_mel.hop)
 
     def tokens(self, samples: int) -> tuple[int, ...]:
-        self.demand_length(samples)
+        self.check_length(samples)
         return (ROW_PLACEHOLDER,) * (encoder_rows(self.frames(samples)) // 2)
 
     def values(self, taken: np.ndarray) -> Windows:

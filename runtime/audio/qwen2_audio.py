@@ -17,13 +17,13 @@ class Qwen2Audio(WhisperTower):
     placeholder, written = "<|AUDIO|>", "<|audio_bos|><|AUDIO|><|audio_eos|>"
 
     @property
-    def most_seconds(self) -> float:
+    def max_seconds(self) -> float:
         return self.log_mel.samples / 16_000
 
     def tokens(self, samples: int) -> tuple[int, ...]:
-        self.demand_length(samples)
+        self.check_length(samples)
         whole, rest = divmod(samples, self.log_mel.samples)
-        return (ROW_PLACEHOLDER,) * (whole * (self.sizes.places // 2) + encoder_rows(self.frames_of(rest)) // 2)
+        return (ROW_PLACEHOLDER,) * (whole * (self.sizes.places // 2) + encoder_rows(self.num_frames(rest)) // 2)
 
     def load(self, weights: Weights) -> Rows:
         encoder, project = load_encoder(weights, self.sizes, "audio_tower."), self.projector(weights)

@@ -28,17 +28,17 @@ class Qwen3Asr(Qwen3Omni):
 
     KINDS = {"qwen3_asr_encoder": USUAL, "qwen3_asr_audio_encoder": USUAL}
     EXTRACTORS, FILLED = ("Qwen3ASRFeatureExtractor", "WhisperFeatureExtractor"), True
-    heads_text, languages = "<asr_text>", LANGUAGES
-    most_seconds = 1200.0
+    transcript_start_token, languages = "<asr_text>", LANGUAGES
+    max_seconds = 1200.0
 
     def configure(self, keys: Keys) -> None:
         super().configure(keys)
-        self.shortest = keys.integer("min_length", SHORTEST, low=0, high=SAMPLE_RATE * int(self.most_seconds))
+        self.shortest = keys.integer("min_length", SHORTEST, low=0, high=SAMPLE_RATE * int(self.max_seconds))
         if 2 * keys.integer("n_window", self.piece // 2, high=1 << 12) != self.piece:
             raise keys.fail("n_window", f"{self.piece // 2}, as in config.json")
 
     def tokens(self, samples: int) -> tuple[int, ...]:
-        self.demand_length(samples)
+        self.check_length(samples)
         return super().tokens(max(samples, self.shortest))
 
     def values(self, taken: np.ndarray) -> np.ndarray:

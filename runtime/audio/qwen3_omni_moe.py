@@ -29,7 +29,7 @@ class Qwen3Omni(AudioTower):
     KINDS = {"qwen3_omni_moe_audio_encoder": {**LARGE, "n_window": 50, "n_window_infer": 800, "downsample_hidden_size": 480}}
     placeholder, written = "<|audio_pad|>", "<|audio_start|><|audio_pad|><|audio_end|>"
     EXTRACTORS, FILLED = WHISPER, False
-    most_seconds = 2400.0
+    max_seconds = 2400.0
 
     def configure(self, keys: Keys) -> None:
         self.sizes, self.log_mel = WhisperSizes.read(self.tower_config), log_mel_of(keys)
@@ -38,11 +38,11 @@ class Qwen3Omni(AudioTower):
         self.channels = self.tower_config.integer("downsample_hidden_size", high=1 << 14)
         if self.log_mel.bands != self.sizes.bands or subsampled(self.piece) > self.sizes.places or self.sizes.width % 2 \
                 or not self.in_sight:
-            raise self.unlike(f"pieces of {self.piece} frames of {self.log_mel.bands} bands, {self.in_sight} together",
+            raise self.shape_mismatch_error(f"pieces of {self.piece} frames of {self.log_mel.bands} bands, {self.in_sight} together",
                               f"{SHARE * self.sizes.places} of {self.sizes.bands} at most, one at least")
 
     def tokens(self, samples: int) -> tuple[int, ...]:
-        self.demand_length(samples)
+        self.check_length(samples)
         whole, rest = divmod(samples // self.log_mel.hop, self.piece)
         return (ROW_PLACEHOLDER,) * (whole * subsampled(self.piece) + subsampled(rest))
 
@@ -92,7 +92,7 @@ class Qwen3Omni(AudioTower):
 
     def workspace_floats(self) -> int:
         """The largest matrices, the activations of a layer, its row blocks, and what the convolutions read."""
-        width, frames = self.sizes.width, int(self.most_seconds * SAMPLE_RATE) // self.log_mel.hop
+        width, frames = self.sizes.width, int(self.max_seconds * SAMPLE_RATE) // self.log_mel.hop
         matrices, layer = 12 * width**2, 8 * AT_ONCE * self.in_sight * subsampled(self.piece) * width
         pieces = 16 * width * ROWS * self.workers
         read = self.sizes.bands * self.channels * (self.piece // 2 + self.workers * HELD * KERNEL**2 // 4)

@@ -1,4 +1,4 @@
-"""Prompts for transcription, in the wording or with the special token that a family was trained with, and parsing of the answer."""
+"""Transcription prompts, in the wording or with the special token that a family was trained with, and parsing of answers."""
 
 from __future__ import annotations
 
@@ -10,79 +10,86 @@ from .audio_tower import AudioTower
 if TYPE_CHECKING:
     from collections.abc import Container
 
-TRANSLATES = "Translate the speech into English. Write the translation alone."
-IN_LANGUAGE, HINTED = " It is in {}.", " Words that may be in it, or what came before it: {}"
-NAMED, NOBODY = "language ", "None"  # preamble of models that name the language; its value for silence
+TRANSLATION_PROMPT = "Translate the speech into English. Write the translation alone."
+LANGUAGE_SENTENCE, HINT_SENTENCE = " It is in {}.", " Words that may be in it, or what came before it: {}"
+LANGUAGE_PREFIX, NO_LANGUAGE = "language ", "None"  # preamble of ASR-only models, and its value for silence
 
 
-def transcription_messages(hearing: AudioTower, added_tokens: Container[str], marker: str, language: str | None = None,
-                           hint: str | None = None,
-                 translates: bool = False) -> list[dict[str, str]]:
-    """Messages that ask for a transcript of the clip with marker `marker`. `added_tokens`: the model's added tokens; `language`: code or
-    name;
-    `hint` is used where the family has a place for it. Raises UsageError for what an ASR-only model cannot do."""
-    if hearing.heads_text:
-        return _asr_only_messages(hearing, marker, language, hint, translates)
-    if hearing.constrain_logits is not None:
-        answer_prefix = hearing.begun(translates, language and language_code(hearing, language))
+def transcription_messages(tower: AudioTower, added_tokens: Container[str], marker: str, language: str | None = None,
+                           hint: str | None = None, translates: bool = False) -> list[dict[str, str]]:
+    """Messages that request a transcript. Raises UsageError if an ASR-only model cannot do this.
+
+    added_tokens: the tokenizer's added tokens
+    marker: stands for the clip in the prompt
+    language: code or name, None if unknown
+    hint: words that may occur; ignored if the family has no place for it in the prompt
+    """
+    if tower.transcript_start_token:
+        return _asr_only_messages(tower, marker, language, hint, translates)
+    if tower.constrain_logits is not None:
+        answer_prefix = tower.answer_prefix(translates, language and language_code(tower, language))
         return [{"role": "user", "content": marker}, *([{"role": "assistant", "content": answer_prefix}] if answer_prefix else [])]
-    if hearing.transcribes in added_tokens and not translates:
+    if tower.transcribe_token in added_tokens and not translates:
         code = f"lang:{language}" if language else ""
-        return [{"role": "user", "content": marker}, {"role": "assistant", "content": f"{code}{hearing.transcribes}"}]
-    request = TRANSLATES if translates else hearing.asks_to_transcribe
-    request += IN_LANGUAGE.format(language) if language and not translates else ""
-    return [{"role": "user", "content": marker + request + (HINTED.format(hint) if hint else "")}]
+        return [{"role": "user", "content": marker}, {"role": "assistant", "content": f"{code}{tower.transcribe_token}"}]
+    request = TRANSLATION_PROMPT if translates else tower.transcription_prompt
+    request += LANGUAGE_SENTENCE.format(language) if language and not translates else ""
+    return [{"role": "user", "content": marker + request + (HINT_SENTENCE.format(hint) if hint else "")}]
 
 
-def _asr_only_messages(hearing: AudioTower, mark: str, language: str | None, hint: str | None,
-                                   translates: bool) -> list[dict[str, str]]:
-    """For ASR-only models: the hint is the system prompt, and the language a prefix of the answer."""
+def _asr_only_messages(tower: AudioTower, marker: str, language: str | None, hint: str | None,
+                       translates: bool) -> list[dict[str, str]]:
+    """Messages for ASR-only models: the hint is the system prompt, the language a prefix of the answer. Raises UsageError."""
     if translates:
         raise UsageError("this model transcribes and does not translate", "ask for a transcription, or another model")
     messages = [{"role": "system", "content": hint}] if hint else []
-    messages.append({"role": "user", "content": mark})
+    messages.append({"role": "user", "content": marker})
     if language:
-        messages.append({"role": "assistant", "content": f"{NAMED}{language_name(hearing, language)}{hearing.heads_text}"})
+        preamble = f"{LANGUAGE_PREFIX}{language_name(tower, language)}{tower.transcript_start_token}"
+        messages.append({"role": "assistant", "content": preamble})
     return messages
 
 
-def language_name(hearing: AudioTower, language: str) -> str:
-    """The name of a language, as `language_code`."""
-    return hearing.languages[language_code(hearing, language)]
+def language_name(tower: AudioTower, language: str) -> str:
+    """The name of a language, from its name or code. Raises UsageError."""
+    return tower.languages[language_code(tower, language)]
 
 
-def language_code(hearing: AudioTower, language: str) -> str:
-    """The code of a language, from its name or a code that may have a region. Raises UsageError."""
+def language_code(tower: AudioTower, language: str) -> str:
+    """The code of a language, from its name or code, which may include a region. Raises UsageError for an unsupported one."""
     wanted = language.strip().lower()
-    for code, name in hearing.languages.items():
+    for code, name in tower.languages.items():
         if wanted in (code, name.lower()) or wanted.replace("_", "-").startswith(f"{code}-"):
             return code
     raise UsageError(f"this model was not trained to transcribe {language!r:.40}",
-                     f"known: {', '.join(hearing.languages)}; or leave it out")
+                     f"known: {', '.join(tower.languages)}; or leave it out")
 
 
 class AnswerParser:
-    """Extracts the transcript from a streamed answer. `heads`: token that ends the preamble, or empty; `language`: as the preamble states
-    it."""
+    """Extracts the transcript from a streamed answer.
 
-    def __init__(self, heads: str = "") -> None:
-        self._heads, self._held, self.language = heads, "", ""
+    start_token: the token that ends the preamble, empty if there is no preamble
+    language: as stated in the preamble, empty if unknown
+    """
+
+    def __init__(self, start_token: str = "") -> None:
+        self._start_token, self._buffer, self.language = start_token, "", ""
 
     def add(self, text: str) -> str:
-        """The part of the transcript that is known now."""
-        if not self._heads:
+        """Add streamed text; returns the part of it that belongs to the transcript."""
+        if not self._start_token:
             return text
-        self._held += text
-        before, found, behind = self._held.partition(self._heads)
+        self._buffer += text
+        before, found, after = self._buffer.partition(self._start_token)
         if not found:
             return ""
-        self._heads, self._held = "", ""
-        first = before.strip().partition("\n")[0]
-        named = first[len(NAMED) :].strip() if first.lower().startswith(NAMED) else ""
-        self.language = "" if named == NOBODY else named
-        return behind
+        self._start_token, self._buffer = "", ""
+        preamble_line = before.strip().partition("\n")[0]
+        language = preamble_line[len(LANGUAGE_PREFIX) :].strip() if preamble_line.lower().startswith(LANGUAGE_PREFIX) else ""
+        self.language = "" if language == NO_LANGUAGE else language
+        return after
 
     def rest(self) -> str:
-        """The held-back text of an answer that ended without `heads`."""
-        held, self._heads, self._held = self._held, "", ""
-        return held
+        """The held-back text, after the end of an answer without `start_token`."""
+        remaining, self._start_token, self._buffer = self._buffer, "", ""
+        return remaining

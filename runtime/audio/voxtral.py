@@ -17,8 +17,8 @@ from .whisper_encoder import LARGE, load_encoder
 class Voxtral(WhisperTower):
     KINDS = {"voxtral_encoder": LARGE}
     placeholder, written = "[AUDIO]", "[BEGIN_AUDIO][AUDIO]"
-    transcribes = "[TRANSCRIBE]"
-    most_seconds = 2400.0  # as many as its context of 32,768 tokens was made for
+    transcribe_token = "[TRANSCRIBE]"
+    max_seconds = 2400.0  # as many as its context of 32,768 tokens was made for
 
     def configure(self, keys: Keys) -> None:
         super().configure(keys)
@@ -27,7 +27,7 @@ class Voxtral(WhisperTower):
             raise ConfigError(f"{self.tower_config.where}: intermediate_size {self.sizes.inner} is not a multiple of {self.sizes.width}")
 
     def tokens(self, samples: int) -> tuple[int, ...]:
-        self.demand_length(samples)
+        self.check_length(samples)
         return (ROW_PLACEHOLDER,) * (-(-samples // self.log_mel.samples) * self.sizes.places // self.beside)
 
     def values(self, taken: np.ndarray) -> Windows:

@@ -1,5 +1,7 @@
-"""Whisper: zero-padded windows of 30 s through its encoder; the text decoder cross-attends to the rows. An answer begins with tokens for
-language, task and no timestamps; without a given language the model picks the first."""
+"""Whisper: zero-padded windows of 30 s through its encoder; the text decoder cross-attends to the rows.
+
+An answer begins with forced tokens for language, task and no timestamps. If no language is given, the model chooses the first of them.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ from .whisper_encoder import load_encoder
 
 USUAL = {"d_model": 384, "encoder_layers": 4, "encoder_attention_heads": 6, "encoder_ffn_dim": 1536, "num_mel_bins": 80,
          "max_source_positions": 1500, "activation_function": "gelu"}
-BEGIN, TRANSCRIBE, TRANSLATE, UNTIMED = "<|startoftranscript|>", "<|transcribe|>", "<|translate|>", "<|notimestamps|>"
-OF_SEVERAL = 51_865  # words of a vocabulary: models that know English alone have fewer
-GENERATION = "generation_config.json"
+BEGIN, TRANSCRIBE, TRANSLATE, NO_TIMESTAMPS = "<|startoftranscript|>", "<|transcribe|>", "<|translate|>", "<|notimestamps|>"
+MULTILINGUAL_VOCAB_SIZE = 51_865  # English-only models have smaller vocabularies
+GENERATION_CONFIG = "generation_config.json"
 
 
 class Whisper(WhisperTower):
@@ -33,14 +35,14 @@ class Whisper(WhisperTower):
     placeholder = BEGIN
 
     @property
-    def most_seconds(self) -> float:
+    def max_seconds(self) -> float:
         return self.log_mel.samples / 16_000
 
     def tokens(self, samples: int) -> tuple[int, ...]:
-        self.demand_length(samples)
+        self.check_length(samples)
         return (ROW_PLACEHOLDER,)
 
-    def frames_of(self, samples: int) -> int:
+    def num_frames(self, samples: int) -> int:
         return self.log_mel.frames
 
     def row_count(self, tokens: tuple[int, ...], taken: np.ndarray) -> int:
@@ -58,65 +60,71 @@ class Whisper(WhisperTower):
 
         return rows
 
-    # -- what is written -------------------------------------------------------------------------------------------------------------
+    # -- the answer ------------------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def stated(self) -> dict[str, object]:
-        """Generation settings, from generation_config.json, or config.json in older folders."""
-        path = self.source.model / GENERATION
+    def generation_settings(self) -> dict[str, object]:
+        """Settings of generation_config.json, or of config.json in older folders."""
+        path = self.source.model / GENERATION_CONFIG
         return {**self.source.config, **(read_json(path) if path.is_file() else {})}
 
     @property
-    def several(self) -> bool:
-        """Whether it is multilingual."""
-        return self.stated.get("is_multilingual", self.config.vocab_size >= OF_SEVERAL) is True
+    def is_multilingual(self) -> bool:
+        """Whether the model knows more languages than English."""
+        return self.generation_settings.get("is_multilingual", self.config.vocab_size >= MULTILINGUAL_VOCAB_SIZE) is True
 
     @cached_property
     def languages(self) -> dict[str, str]:
-        if not self.several:
+        if not self.is_multilingual:
             return {"en": LANGUAGES["en"]}
         first, last = self.placeholder_id, self.token_id(TRANSLATE)
-        codes = (re.fullmatch(r"<\|([a-z]{2,3})\|>", text) for text, number in self.tokenizer.added.items() if first < number < last)
-        return {found[1]: LANGUAGES.get(found[1], found[1]) for found in codes if found}
+        matches = (re.fullmatch(r"<\|([a-z]{2,3})\|>", text) for text, token in self.tokenizer.added.items() if first < token < last)
+        return {match[1]: LANGUAGES.get(match[1], match[1]) for match in matches if match}
 
-    def begun(self, translates: bool, language: str | None) -> str:
-        """Prefix of an answer in a language; empty where the model detects it."""
-        if translates and not self.several:
+    def answer_prefix(self, translates: bool, language: str | None) -> str:
+        """Prefix of an answer in a language; empty if the model detects it. Raises UsageError."""
+        if translates and not self.is_multilingual:
             raise UsageError("this model knows only English and cannot translate", "ask for a transcription, or another model")
-        return f"<|{language}|>{TRANSLATE if translates else TRANSCRIBE}{UNTIMED}" if language and self.several else ""
+        return f"<|{language}|>{TRANSLATE if translates else TRANSCRIBE}{NO_TIMESTAMPS}" if language and self.is_multilingual else ""
 
-    def language_of(self, tokens: Sequence[int]) -> str:
-        numbers = {self.token_id(f"<|{code}|>"): name for code, name in self.languages.items()} if self.several else {}
-        return numbers.get(tokens[0], "") if tokens else ""
+    def stated_language(self, tokens: Sequence[int]) -> str:
+        names = {self.token_id(f"<|{code}|>"): name for code, name in self.languages.items()} if self.is_multilingual else {}
+        return names.get(tokens[0], "") if tokens else ""
 
-    def begins(self, translates: bool) -> list[list[int]]:
-        """The first tokens of an answer: for each position, the allowed ids."""
-        words = [[TRANSLATE if translates else TRANSCRIBE], [UNTIMED]]
-        words = [[f"<|{code}|>" for code in self.languages], *words] if self.several else words[1:]
-        return [[self.token_id(each) for each in alike] for alike in words]
+    def forced_tokens(self, translates: bool) -> list[list[int]]:
+        """The allowed token ids at each of the first positions of an answer."""
+        tokens = [[NO_TIMESTAMPS]]
+        if self.is_multilingual:
+            tokens = [[f"<|{code}|>" for code in self.languages], [TRANSLATE if translates else TRANSCRIBE], *tokens]
+        return [[self.token_id(text) for text in choices] for choices in tokens]
 
     @cached_property
-    def barred(self) -> tuple[list[int], list[int]]:
-        """Tokens that are never generated, and those that are not generated first."""
-        each = (self.stated.get(key) for key in ("suppress_tokens", "begin_suppress_tokens"))
-        never, first = ([token for token in found if type(token) is int and 0 <= token < self.config.vocab_size]
-                        if isinstance(found, list) else [] for found in each)
-        return never, first
+    def suppressed_tokens(self) -> tuple[list[int], list[int]]:
+        """Tokens that are never generated, and tokens that are not generated first."""
+        return self._token_ids("suppress_tokens"), self._token_ids("begin_suppress_tokens")
+
+    def _token_ids(self, key: str) -> list[int]:
+        """The valid token ids of a generation setting."""
+        tokens = self.generation_settings.get(key)
+        if not isinstance(tokens, list):
+            return []
+        return [token for token in tokens if type(token) is int and 0 <= token < self.config.vocab_size]
 
     def constrain_logits(self, ids: Sequence[int], translates: bool, logits: np.ndarray) -> None:
-        place = len(ids) - 1 - max((at for at, token in enumerate(ids) if token >= FIRST_MEDIA_ID), default=len(ids))
-        if place < 0:
+        # Position in the answer, which begins after the last media token.
+        position = len(ids) - 1 - max((index for index, token in enumerate(ids) if token >= FIRST_MEDIA_ID), default=len(ids))
+        if position < 0:
             return
-        begins = self.begins(translates)
-        if place < len(begins):
-            kept = logits[begins[place]]
+        forced = self.forced_tokens(translates)
+        if position < len(forced):
+            allowed = logits[forced[position]]
             logits.fill(-np.inf)
-            logits[begins[place]] = kept
+            logits[forced[position]] = allowed
             return
-        never, first = self.barred
-        logits[never] = -np.inf
-        if place == len(begins):
-            logits[first] = -np.inf
+        always, at_start = self.suppressed_tokens
+        logits[always] = -np.inf
+        if position == len(forced):
+            logits[at_start] = -np.inf
 
 
 encoder = Whisper

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ... import EffllmError, UsageError
-from ..audio import AUDIO_ENCODERS, SECTIONS, takes_audio
 from ..config_reader import resolve_shared_model_type
+from ..audio import AUDIO_ENCODERS, AUDIO_SECTIONS, takes_audio
+from ..config_reader import of_class
 from ..families import COMPOSITE, NEMOTRON_OMNI
 from ..files.bounded_read import JSON_NBYTES, read_bounded
 from .modality import AUDIO_INPUT, IMAGE_INPUT, Modality
@@ -169,7 +170,7 @@ def input_modalities(raw: Mapping[str, object]) -> str:
         return ""
     modalities = modalities_of(raw)
     has_images = not modalities or IMAGE_INPUT in modalities
-    has_audio = AUDIO_INPUT in modalities or any(raw.get(key) is not None for key in SECTIONS)
+    has_audio = AUDIO_INPUT in modalities or any(raw.get(key) is not None for key in AUDIO_SECTIONS)
     return " and ".join([*("images",) * has_images, *("audio",) * has_audio])
 
 
