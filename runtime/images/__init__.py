@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ... import EffllmError, UsageError
-from ..config_reader import resolve_shared_model_type
 from ..audio import AUDIO_ENCODERS, AUDIO_SECTIONS, takes_audio
-from ..config_reader import of_class
+from ..config_reader import resolve_shared_model_type
 from ..families import COMPOSITE, NEMOTRON_OMNI
 from ..files.bounded_read import JSON_NBYTES, read_bounded
 from .modality import AUDIO_INPUT, IMAGE_INPUT, Modality
