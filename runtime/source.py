@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,35 +22,40 @@ from .weights.tied_head import drop_tied_copy, drop_tied_copy_parts, outer_rules
 
 if TYPE_CHECKING:
     from ..quant.spec import QuantSpec
+    from .config import ModelConfig
+    from .families import TensorRule
 
-# Models whose folders hold matrices of experts with inputs before outputs (`transposed_experts.py`), and whether all of them do.
-BY_ROWS = ("dbrx",)  # and those of all experts of a layer in one matrix, row by row (`dbrx_experts.py`)
-TURNED = {"llama4": True, "llama4_text": True, "qwen3_vl_moe": False}
+# Models whose fused expert tensors [E, K, N] store inputs before outputs (`transposed_experts.py`) -> whether all of their tensors do.
+TRANSPOSED_EXPERTS = {"llama4": True, "llama4_text": True, "qwen3_vl_moe": False}
+# Models that store the rows of all experts of a layer in one matrix (`dbrx_experts.py`).
+ROW_FUSED_EXPERTS = ("dbrx",)
+# Files in which tools describe their quantization outside config.json -> the quant_method to name in an error's hint.
+SEPARATE_QUANT_CONFIGS = {"quantize_config.json": "gptq or awq", "quant_config.json": "gptq or awq", "hf_quant_config.json": "modelopt"}
 
 
-# Files in which tools say how they quantized, where config.json does not -> the quant_method that is meant.
-BESIDE = {"quantize_config.json": "gptq or awq", "quant_config.json": "gptq or awq", "hf_quant_config.json": "modelopt"}
+def open_store(path: Path, dequant_dtype: str = "f16", low_bit: bool = False, keeps_packed: Callable[[str], bool] | None = None,
+               drop_tied: bool = True) -> TensorStore:
+    """The weights of a model as raw values.
 
-
-def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Callable[[str], bool] | None = None,
-               whole: bool = True) -> TensorStore:
-    """The weights of a model as raw values; GGUF blocks are widened to `wide`, f16 or f32. With `low_bit` blocks that kernels support stay
-    packed, and the store has a `container` that lists them; for a folder, `kept` decides by tensor name. Not `whole`: weights are still to
-    come, or every tensor of a file counts, so none is ignored for its content.
+    `dequant_dtype`: f16 or f32, to which quantized weights are dequantized.
+    `low_bit`: weights in formats that the kernels support stay packed; the store's `container` lists them.
+    `keeps_packed`: for a folder, decides that by tensor name instead of `low_bit`.
+    `drop_tied`: leave out an output head that is a copy of the embedding. False while a folder is still being downloaded, and where every
+    tensor of a file counts.
 
     Raises CheckpointError, ModelNotFound.
     """
     if is_gguf(path):
         from .gguf.store import open_gguf_store
 
-        return open_gguf_store(path, wide, low_bit)
-    made = os.path.exists(path / FILE)
-    with made_here() if made else nullcontext():
+        return open_gguf_store(path, dequant_dtype, low_bit)
+    is_ours = os.path.exists(path / FILE)
+    with made_here() if is_ours else nullcontext():
         store = TensorStore.open(path)
     try:
-        if not made:
-            store = _rearranged(store, wide, low_bit, kept, whole)
-        if whole:
+        if not is_ours:
+            store = _canonical_store(store, dequant_dtype, low_bit, keeps_packed, drop_tied)
+        if drop_tied:
             drop_tied_copy(store)
         return store
     except BaseException:
@@ -58,62 +63,65 @@ def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Calla
         raise
 
 
-def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[str], bool] | None, whole: bool) -> TensorStore:
+def _canonical_store(store: TensorStore, dequant_dtype: str, low_bit: bool, keeps_packed: Callable[[str], bool] | None,
+                     drop_tied: bool) -> TensorStore:
     """The store under the names and layouts that families expect; the config was checked when it was read."""
-    outer = read_model(store.folder)
-    raw = text_model_config(outer)
-    if outer.get("model_type") in PREFIX_STRIPPED:
+    full_config = read_model(store.folder)
+    raw = text_model_config(full_config)
+    if full_config.get("model_type") in PREFIX_STRIPPED:
         canonicalize_text_names(store)
-    if outer.get("model_type") in TURNED:
+    if full_config.get("model_type") in TRANSPOSED_EXPERTS:
         from .stores.transposed_experts import with_transposed_experts
 
-        store = with_transposed_experts(store, raw, TURNED[outer["model_type"]])
-    if raw.get("model_type") in BY_ROWS:
+        store = with_transposed_experts(store, raw, TRANSPOSED_EXPERTS[full_config["model_type"]])
+    if raw.get("model_type") in ROW_FUSED_EXPERTS:
         from .stores.dbrx_experts import with_dbrx_experts
 
         store = with_dbrx_experts(store, raw)
     from .stores.fp8_ngram_tables import with_tables, without_tables
     from .stores.integer_tables import with_integer_tables
-    from .stores.tensor_views import IN_ONE, JOINED, ROUTERS_TURNED, STACKED, with_views
+    from .stores.tensor_views import VIEW_FAMILIES, with_views
 
     canonicalize_names(store, raw.get("model_type"))
-    tables = without_tables(store, wide)
-    store = with_tables(with_integer_tables(_in_own_form(store, raw, wide, low_bit, kept, whole)), tables)
-
-    if raw.get("model_type") not in (*IN_ONE, *JOINED, *ROUTERS_TURNED, *STACKED):
+    tables = without_tables(store, dequant_dtype)
+    decoded = _decoded_store(store, raw, dequant_dtype, low_bit, keeps_packed, drop_tied)
+    store = with_tables(with_integer_tables(decoded), tables)
+    if raw.get("model_type") not in VIEW_FAMILIES:
         return store
     from .config import read_config
 
     return with_views(store, read_config(store.folder))
 
 
-def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_bit: bool, kept: Callable[[str], bool] | None,
-                 whole: bool) -> TensorStore:
-    """`_rearranged` except for fused matrices and names."""
+def _decoded_store(store: TensorStore, raw: Mapping[str, object], dequant_dtype: str, low_bit: bool,
+                   keeps_packed: Callable[[str], bool] | None, drop_tied: bool) -> TensorStore:
+    """The store that decodes the quantization, or the expert layout, of another tool's checkpoint; the same store if it has neither."""
     from .stores.import_config import MLX, section_of
 
+    is_packed = keeps_packed or (lambda name: low_bit)
     if (section := section_of(raw)) is not None and section["quant_method"] == MLX:
-        return _of_mlx(store, raw, wide, kept or (lambda name: low_bit), whole)
+        return _mlx_store(store, raw, dequant_dtype, is_packed, drop_tied)
     if raw.get("model_type") == "deepseek_v4":
         split_groups(store, raw.get("o_groups", 8))
     if raw.get("model_type") == "gpt_oss":
         from .stores.gpt_oss_experts import GptOssExpertStore
 
-        return GptOssExpertStore(store, kept or (lambda name: low_bit))
+        return GptOssExpertStore(store, is_packed)
     if section is not None:
         from .stores.import_decoder import asks_for_depths
         from .stores.imported import ImportedStore
         from .stores.imported_ternary import TernaryStore
 
         if section.get("quant_method") == "bitnet":
-            return TernaryStore(store, section, wide, _linears(store.folder, section), kept or (lambda name: low_bit))
-        return ImportedStore(store, section, wide, low_bit, _parted(store.folder) if low_bit else (), kept,
-                             _depths(store.folder) if asks_for_depths(section) else None)
-    _refuse_undescribed(store)
+            return TernaryStore(store, section, dequant_dtype, _quantized_linears(store.folder, section), is_packed)
+        return ImportedStore(store, section, dequant_dtype, low_bit, _sliced_tensors(store.folder) if low_bit else (), keeps_packed,
+                             _input_widths(store.folder) if asks_for_depths(section) else None)
+    _refuse_undeclared_quantization(store)
     return Float64Store(store) if has_float64(store) else store
 
 
-def _of_mlx(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Callable[[str], bool], whole: bool) -> TensorStore:
+def _mlx_store(store: TensorStore, raw: Mapping[str, object], dequant_dtype: str, is_packed: Callable[[str], bool],
+               drop_tied: bool) -> TensorStore:
     """The store of a folder that MLX quantized, under the names of its family."""
     from . import families
     from .config import read_config
@@ -121,76 +129,83 @@ def _of_mlx(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Call
     from .stores.imported_mlx import MlxStore
     from .stores.mlx_latent import latent_rules, with_heads_joined
     from .stores.mlx_names import canonicalize_mlx_names
-    from .stores.tensor_views import places
+    from .stores.tensor_views import gathered_rows
 
     config = read_config(store.folder)
     family = families.get(config.family)
     canonicalize_mlx_names(store, config.family)
-    if whole:
+    if drop_tied:
         drop_tied_copy_parts(store, config)
-    rules = {**{f"outer.{role}": rule for role, rule in outer_rules(config, store.tensors).items()},
-             **{f"{layer}.{role}": rule for layer in range(config.num_hidden_layers)
-                for role, rule in family.layer_tensors(config, layer).items()}}
-    codes = {rule.name for role, rule in rules.items() if families.base_role(role) in FROM_MLX and not rule.plain}
-    exact = {rule.name for role, rule in rules.items() if families.base_role(role) in EXACT_OF_MLX}
-    every = [*rules.values(), *latent_rules(config)]
-    made = MlxStore(store, str(raw.get("model_type")), wide, every, codes, exact, kept, places(config))
-    return with_heads_joined(made, config)
+    rules_by_role = {**{f"outer.{role}": rule for role, rule in outer_rules(config, store.tensors).items()},
+                     **{f"{layer}.{role}": rule for layer in range(config.num_hidden_layers)
+                        for role, rule in family.layer_tensors(config, layer).items()}}
+    packable = {rule.name for role, rule in rules_by_role.items() if families.base_role(role) in FROM_MLX and not rule.plain}
+    exact = {rule.name for role, rule in rules_by_role.items() if families.base_role(role) in EXACT_OF_MLX}
+    rules = [*rules_by_role.values(), *latent_rules(config)]
+    mlx_store = MlxStore(store, str(raw.get("model_type")), dequant_dtype, rules, packable, exact, is_packed, gathered_rows(config))
+    return with_heads_joined(mlx_store, config)
 
 
-def _refuse_undescribed(store: TensorStore) -> None:
+def _refuse_undeclared_quantization(store: TensorStore) -> None:
     """Raises CheckpointError for packed or low-bit weights that config.json does not describe, as older tools left them."""
-    words = next((name for name, info in store.tensors.items() if name.endswith((".qweight", ".weight_packed"))
-                  or info.dtype in ("F8_E4M3", "U8") and not store.tensors.keys().isdisjoint((f"{name}_scale", f"{name}_scale_inv"))), None)
-    if words is None:
+    names = store.tensors.keys()
+    packed = next((name for name, info in store.tensors.items() if name.endswith((".qweight", ".weight_packed"))
+                   or info.dtype in ("F8_E4M3", "U8") and not names.isdisjoint((f"{name}_scale", f"{name}_scale_inv"))), None)
+    if packed is None:
         return
-    beside = next((name for name in BESIDE if (store.folder / name).exists()), None)
-    raise CheckpointError(f"{store.folder} holds {shown(words)}, quantized weights that its config.json does not mention",
-                          f"copy {beside} into config.json as quantization_config, with its quant_method ({BESIDE[beside]}); or "
-                          "use the original checkpoint" if beside else "use the original 16-bit checkpoint, or an upload that does")
+    hint = "use the original 16-bit checkpoint, or an upload that does"
+    described_in = next((name for name in SEPARATE_QUANT_CONFIGS if (store.folder / name).exists()), None)
+    if described_in is not None:
+        hint = (f"copy {described_in} into config.json as quantization_config, with its quant_method "
+                f"({SEPARATE_QUANT_CONFIGS[described_in]}); or use the original checkpoint")
+    raise CheckpointError(f"{store.folder} holds {shown(packed)}, quantized weights that its config.json does not mention", hint)
 
 
-def _linears(path: Path, section: Mapping[str, object]) -> frozenset[str]:
+def _layer_rules(config: ModelConfig) -> Iterator[tuple[str, TensorRule]]:
+    """(role, rule) of every tensor of every layer."""
+    from . import families
+
+    family = families.get(config.family)
+    for layer in range(config.num_hidden_layers):
+        yield from family.layer_tensors(config, layer).items()
+
+
+def _quantized_linears(path: Path, section: Mapping[str, object]) -> frozenset[str]:
     """Names of the matrices that a `quantization_config` covers, without its exceptions."""
     from . import families
     from .config import read_config
     from .stores.import_config import LINEARS, is_named, left_out
 
-    config, named = read_config(path), left_out(section)
-    rules = (families.get(config.family).layer_tensors(config, layer) for layer in range(config.num_hidden_layers))
-    return frozenset(rule.name for each in rules for role, rule in each.items()
-                     if families.base_role(role) in LINEARS and not any(is_named(module, rule.name) for module in named))
+    excluded = left_out(section)
+    return frozenset(rule.name for role, rule in _layer_rules(read_config(path))
+                     if families.base_role(role) in LINEARS and not any(is_named(module, rule.name) for module in excluded))
 
 
-def _parted(path: Path) -> frozenset[str]:
+def _sliced_tensors(path: Path) -> frozenset[str]:
     """Names of tensors of which a model reads row ranges under other names, or raw values."""
-    from . import families
     from .config import read_config
+    from .stores.tensor_views import concatenated_parts, gathered_rows
 
     config = read_config(path)
-    family = families.get(config.family)
-    rules = (rule for i in range(config.num_hidden_layers) for rule in family.layer_tensors(config, i).values())
-    found = frozenset(rule.part_of[0] if rule.part_of else rule.name for rule in rules if rule.part_of or rule.plain)
-    from .stores.tensor_views import joins, places
-
-    return found | {whole for whole, _ in places(config).values()} | {name for named in joins(config).values() for name, _ in named}
+    sliced = {rule.part_of[0] if rule.part_of else rule.name for _, rule in _layer_rules(config) if rule.part_of or rule.plain}
+    sliced.update(source for source, _ in gathered_rows(config).values())
+    sliced.update(source for parts in concatenated_parts(config).values() for source, _ in parts)
+    return frozenset(sliced)
 
 
-def _depths(path: Path) -> dict[str, int]:
+def _input_widths(path: Path) -> dict[str, int]:
     """Name -> input width of the matrices that a model reads, whole or in parts."""
     from . import families
     from .config import read_config
-    from .stores.tensor_views import joins, places, stacks
+    from .stores.tensor_views import concatenated_parts, gathered_rows, stacked_vectors
 
     config = read_config(path)
-    family = families.get(config.family)
-    rules = [*family.outer_tensors(config).values(),
-             *(rule for layer in range(config.num_hidden_layers) for rule in family.layer_tensors(config, layer).values())]
-    found = {name: rule.shape[1] for rule in rules if len(rule.shape) == 2
-             for name in (rule.name, *rule.also, *(rule.part_of[:1] if rule.part_of else ()))}
-    lying = {own: (whole,) for own, (whole, _) in places(config).items()} | stacks(config)
-    lying |= {own: tuple(name for name, _ in parts) for own, parts in joins(config).items()}
-    return found | {name: found[own] for own, names in lying.items() if own in found for name in names}
+    rules = [*families.get(config.family).outer_tensors(config).values(), *(rule for _, rule in _layer_rules(config))]
+    widths = {name: rule.shape[1] for rule in rules if len(rule.shape) == 2
+              for name in (rule.name, *rule.also, *(rule.part_of[:1] if rule.part_of else ()))}
+    sources = {name: (source,) for name, (source, _) in gathered_rows(config).items()} | stacked_vectors(config)
+    sources |= {name: tuple(source for source, _ in parts) for name, parts in concatenated_parts(config).items()}
+    return widths | {source: widths[name] for name, names in sources.items() if name in widths for source in names}
 
 
 def quantization_of(path: Path) -> Mapping[str, object] | None:
@@ -201,23 +216,24 @@ def quantization_of(path: Path) -> Mapping[str, object] | None:
 
 
 def open_weights(path: Path, low_bit: bool = True) -> tuple[TensorStore, Container | None]:
-    """The weights of a model for a run, and the container that says which are low-bit. Without `low_bit`, weights that other tools
-    quantized are widened.
+    """(weights of a model for a run, container that lists the low-bit ones or None). Without `low_bit`, weights that other tools quantized
+    are dequantized.
 
     Raises CheckpointError, ModelNotFound.
     """
-    store, container = open_store(path, low_bit=low_bit), None if is_gguf(path) else read_container(path)
+    store = open_store(path, low_bit=low_bit)
+    container = None if is_gguf(path) else read_container(path)
     return store, container or getattr(store, "container", None)
 
 
 def is_low_bit(path: Path, low_bit: bool = True) -> bool:
     """Whether `open_weights` will find low-bit weights, whatever else may be wrong with the model."""
     if not is_gguf(path):
-        return os.path.exists(path / FILE) or (low_bit and _imports_codes(path))
-    return low_bit and bool(kept_specs(path))
+        return os.path.exists(path / FILE) or (low_bit and _runs_from_codes(path))
+    return low_bit and bool(native_gguf_formats(path))
 
 
-def kept_specs(path: Path) -> set[QuantSpec]:
+def native_gguf_formats(path: Path) -> set[QuantSpec]:
     """The formats of a GGUF file that kernels multiply as stored, whatever else may be wrong with it."""
     from ..quant.imports.gguf import NATIVE
     from .gguf.store import read_header
@@ -228,18 +244,19 @@ def kept_specs(path: Path) -> set[QuantSpec]:
         return set()
 
 
-def is_rounded(path: Path) -> bool:
+def is_already_quantized(path: Path) -> bool:
     """Whether a model's weights were quantized before, so that quantizing them loses twice."""
     if is_gguf(path):
         from ..quant.imports.gguf import DECODERS
         from .gguf.store import read_header
 
         return any(tensor.type in DECODERS for tensor in read_header(path).tensors.values())
-    made = read_container(path)
-    return quantization_of(path) is not None if made is None else made.is_low_bit
+    container = read_container(path)
+    return quantization_of(path) is not None if container is None else container.is_low_bit
 
 
-def _imports_codes(path: Path) -> bool:
+def _runs_from_codes(path: Path) -> bool:
+    """Whether kernels multiply the codes of another tool's quantized folder as stored."""
     from .stores.import_config import is_quantized
 
     try:
@@ -249,13 +266,19 @@ def _imports_codes(path: Path) -> bool:
     return section is not None and is_quantized(section)
 
 
-def _is_rearranged(path: Path) -> bool:
+def _is_converted_on_read(path: Path) -> bool:
+    """Whether a folder has tensors that are renamed, decoded or rearranged in memory, so that the files cannot be mapped."""
     from .config import read_config
-    from .stores.tensor_views import IN_ONE, JOINED, ROUTERS_TURNED, STACKED, stacks
+    from .stores.tensor_views import STACKED_FAMILIES, VIEW_FAMILIES, stacked_vectors
 
-    kind = read_model(path).get("model_type")
-    made = ("gpt_oss", *IN_ONE, *JOINED, *ROUTERS_TURNED, *TURNED, *BY_ROWS)
-    if quantization_of(path) is not None or kind in made or kind in STACKED and stacks(read_config(path)):
+    if quantization_of(path) is not None:
+        return True
+    model_type = read_model(path).get("model_type")
+    if model_type in STACKED_FAMILIES:  # only some of their models have such vectors
+        has_views = bool(stacked_vectors(read_config(path)))
+    else:
+        has_views = model_type in ("gpt_oss", *VIEW_FAMILIES, *TRANSPOSED_EXPERTS, *ROW_FUSED_EXPERTS)
+    if has_views:
         return True
     with TensorStore.open(path) as store:
         return has_float64(store)
@@ -291,5 +314,5 @@ def folder_files(path: Path) -> dict[str, str]:
 
 def check_mapping(path: Path | None) -> None:
     """Raises UsageError for weights that cannot be memory-mapped."""
-    if path is not None and (is_gguf(path) or not os.path.exists(path / FILE) and _is_rearranged(path)):
+    if path is not None and (is_gguf(path) or not os.path.exists(path / FILE) and _is_converted_on_read(path)):
         raise UsageError(f"--load mmap: the weights of {path.name} are repacked as they are read", "leave out --load")

@@ -6,7 +6,7 @@ from effllm import EffllmError
 from effllm.runtime import families
 from effllm.runtime.config import ModelConfig, parse_config
 from effllm.runtime.config_reader import Keys
-from effllm.runtime.stores.tensor_views import joins, places, stacks
+from effllm.runtime.stores.tensor_views import concatenated_parts, gathered_rows, stacked_vectors
 
 SMALL = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 88, "num_hidden_layers": 4, "num_attention_heads": 6,
          "num_key_value_heads": 2}
@@ -81,11 +81,11 @@ def in_a_file(family: str, name: str, shape: tuple[int, ...]) -> list[tuple[str,
 def in_one(shapes: dict[str, tuple[int, ...]], config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The same tensors with those that are stored row by row in one combined."""
     joined: dict[str, tuple[int, ...]] = {}
-    for name, (whole, rows) in places(config).items():
+    for name, (whole, rows) in gathered_rows(config).items():
         width = () if name.endswith(".bias") else (config.hidden_size,)
         assert shapes[name] == (len(rows), *width)
         joined[whole] = joined.get(whole, (0, 0))[0] + len(rows), *width
-    apart = {row: shapes[name][1:] for name, rows in stacks(config).items() for row in rows}
-    apart |= {part: (rows, *shapes[name][1:]) for name, named in joins(config).items() for part, rows in named}
-    made = {*places(config), *stacks(config), *joins(config)}
+    apart = {row: shapes[name][1:] for name, rows in stacked_vectors(config).items() for row in rows}
+    apart |= {part: (rows, *shapes[name][1:]) for name, named in concatenated_parts(config).items() for part, rows in named}
+    made = {*gathered_rows(config), *stacked_vectors(config), *concatenated_parts(config)}
     return {name: shape for name, shape in shapes.items() if name not in made} | joined | apart

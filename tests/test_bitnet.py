@@ -25,7 +25,7 @@ from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.planning.expected_store import ExpectedStore
-from effllm.runtime.source import is_low_bit, is_rounded, open_store, open_weights, quantization_of
+from effllm.runtime.source import is_already_quantized, is_low_bit, open_store, open_weights, quantization_of
 from effllm.runtime.stores.expected_formats import expected_formats
 
 CASES = {
@@ -74,7 +74,7 @@ def test_values_are_those_of_the_model(case: tuple[str, Path]) -> None:
     name, folder = case
     want = meant(folder)
     assert len(want) == 21
-    with open_store(folder, wide="f32") as store:
+    with open_store(folder, dequant_dtype="f32") as store:
         for own, values in want.items():
             info = store.tensors[own]
             got = to_f32(store.read(info).view(RAW_NUMPY["f32"]), "f32").reshape(info.shape)
@@ -87,7 +87,7 @@ def test_values_are_those_of_the_model(case: tuple[str, Path]) -> None:
             got = Weight.low_bit(stored.spec, stored.shape, store.read(store.tensors[own])).to_f32()
             assert stored.spec == ternary.spec_of(values.shape[1])
             assert np.allclose(got, values, rtol=0 if name in EXACT else 1 / 3_400, atol=0)
-    assert is_low_bit(folder) and is_rounded(folder) and read_config(folder, strict=True).per_token_scale
+    assert is_low_bit(folder) and is_already_quantized(folder) and read_config(folder, strict=True).per_token_scale
 
 
 def test_logits_are_those_of_transformers(case: tuple[str, Path]) -> None:

@@ -114,7 +114,7 @@ def test_every_linear_is_packed_or_named_as_one_that_is_not(name: str, folders) 
 def test_our_importer_reads_back_what_was_rounded(name: str, folders) -> None:
     source, out = folders(name)
     packed, _ = names(out)
-    with open_store(out, wide="f32") as store:
+    with open_store(out, dequant_dtype="f32") as store:
         for weight, values in weights(source).items():
             info = store.tensors[weight]
             found = store.read(info)

@@ -82,7 +82,7 @@ def compared(folder: Path, out: Path) -> np.ndarray:
     theirs = load_file(out)
     logits = theirs.pop("logits")
     assert len(theirs) == 42
-    with open_store(folder, wide="f32") as store:
+    with open_store(folder, dequant_dtype="f32") as store:
         for name, values in theirs.items():
             np.testing.assert_array_equal(store.read(store.tensors[name]).view(np.float32).reshape(values.shape), values, err_msg=name)
     *_, engine = open_engine(folder, EngineOptions(device="cpu", kv="32bit", ctx=64, threads=1, exact=True))

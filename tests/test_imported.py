@@ -201,7 +201,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_weights_mean_what_their_format_says(checkpoint: tuple[str, Path, dict[str, np.ndarray]]) -> None:
     """To the last bit, whole and by rows."""
     _, folder, meant = checkpoint
-    with open_store(folder, wide="f32") as store:
+    with open_store(folder, dequant_dtype="f32") as store:
         assert set(store.tensors) == set(meant)
         for tensor, values in meant.items():
             info = store.tensors[tensor]

@@ -202,7 +202,7 @@ def test_shapes_are_known_before_a_byte_is_here(folder: tuple[Path, dict[str, np
     length = 8 + int.from_bytes(whole[:8], "little")
     (tmp_path / "model.safetensors").write_bytes(whole[:length] + bytes(len(whole) - length))
     (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
-    with open_store(tmp_path, wide="f32", whole=False) as store:
+    with open_store(tmp_path, dequant_dtype="f32", drop_tied=False) as store:
         assert {name: info.shape for name, info in store.tensors.items()} == {name: values.shape for name, values in meant.items()}
         with pytest.raises(CheckpointError, match="not JSON"):
             store.read(store.tensors["model.layers.0.mlp.down_proj.weight"])
@@ -292,7 +292,7 @@ def test_folders_of_the_package_mean_what_it_says(tmp_path: Path, kind: str, dou
     ran = subprocess.run([sys.executable, "-P", "-c", WRITE, *map(str, words)], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-2000:]
     meant = load_file(tmp_path / "meant")
-    with open_store(tmp_path / "m", wide="f32") as store:
+    with open_store(tmp_path / "m", dequant_dtype="f32") as store:
         assert len(meant) >= 7
         for name, values in meant.items():
             found = store.read(store.tensors[name]).view(np.float32).reshape(values.shape)

@@ -153,7 +153,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_each_weight_means_what_its_format_says(checkpoint: tuple[str, Path, dict[str, np.ndarray]]) -> None:
     """To the last bit, wide and from its codes; a plan expects the formats that the files turn out to have."""
     name, folder, meant = checkpoint
-    with open_store(folder, wide="f32") as store:
+    with open_store(folder, dequant_dtype="f32") as store:
         assert set(store.tensors) == set(meant)
         for tensor, values in meant.items():
             np.testing.assert_array_equal(store.read(store.tensors[tensor]).view(np.float32).reshape(values.shape), values, err_msg=tensor)
@@ -360,7 +360,7 @@ def test_folders_of_the_package_mean_what_it_says(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr[-2000:]
     section, meant = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"], load_file(tmp_path / "meant")
     assert section["format"] == "mixed-precision" and len(meant) == 14
-    with open_store(tmp_path / "m", wide="f32") as store:
+    with open_store(tmp_path / "m", dequant_dtype="f32") as store:
         for name, values in meant.items():
             found = store.read(store.tensors[name]).view(np.float32).reshape(values.shape)
             np.testing.assert_allclose(found, values.numpy(), rtol=2.0**-7, err_msg=name)  # the package's products are bfloat16

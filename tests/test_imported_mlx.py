@@ -30,7 +30,7 @@ from effllm.runtime.source import is_low_bit, open_store, open_weights
 from effllm.runtime.stores.expected_formats import expected_formats
 from effllm.runtime.stores.import_config import section_of
 from effllm.runtime.stores.mlx_names import canonicalize_mlx_names
-from effllm.runtime.stores.tensor_views import places
+from effllm.runtime.stores.tensor_views import gathered_rows
 
 IDS = [0, 1, 17, 300, 2, 4000, 91, 1234]
 UP = "model.layers.1.mlp.up_proj"
@@ -89,7 +89,7 @@ def test_weights_are_what_they_mean(checkpoint: tuple[str, Path, dict[str, np.nd
         assert sum(raw.nbytes for raw in raws) == repack_plan.file_nbytes == store.stored_nbytes(store.tensors[f"{UP}.weight"])
         piece.put(raws, [out])
         np.testing.assert_array_equal(out, store.read(store.tensors[f"{UP}.weight"]))
-    with open_store(folder, wide="f32") as store:
+    with open_store(folder, dequant_dtype="f32") as store:
         for tensor, values in meant.items():
             info = store.tensors[tensor]
             raw = store.read(info, len(values) // 3, len(values))
@@ -163,7 +163,7 @@ def test_matrices_that_lie_in_one_another_keep_their_codes(tmp_path: Path) -> No
         "hidden_size": 64, "head_dim": 16, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_experts": 2,
         "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 16}), tmp_path)
-    meant, found = switched(tmp_path), places(read_config(tmp_path))
+    meant, found = switched(tmp_path), gathered_rows(read_config(tmp_path))
     store, container = open_weights(tmp_path)
     with store:
         coded = {name: each for name, each in found.items() if name in container.tensors}
@@ -173,7 +173,7 @@ def test_matrices_that_lie_in_one_another_keep_their_codes(tmp_path: Path) -> No
             values = Weight.low_bit(stored.spec, stored.shape, store.read(info)).to_f32()
             np.testing.assert_array_equal(values, meant[whole][rows], err_msg=name)
             assert store.repack_plan([info]) is None and store.stored_nbytes(info) == len(rows) * (64 // 2 + 2 * 4)
-    with open_store(tmp_path, wide="f32") as store:
+    with open_store(tmp_path, dequant_dtype="f32") as store:
         for name, (whole, rows) in found.items():
             read = store.read(store.tensors[name], 1, len(rows) - 1).view(np.float32).reshape(-1, 64)
             np.testing.assert_array_equal(read, meant[whole][rows][1:-1], err_msg=name)
@@ -210,7 +210,7 @@ def by_heads(folder: Path, keys_in_codes: bool) -> np.ndarray:
 @pytest.mark.parametrize("keys_in_codes", [True, False])
 def test_what_lies_by_heads_is_one_matrix_again(tmp_path: Path, keys_in_codes: bool) -> None:
     meant = by_heads(tmp_path, keys_in_codes)
-    with open_store(tmp_path, wide="f32") as store:
+    with open_store(tmp_path, dequant_dtype="f32") as store:
         info = store.tensors[KV_B]
         assert not any("embed_q" in name or "unembed_out" in name for name in store.tensors)
         np.testing.assert_array_equal(store.read(info).view(np.float32).reshape(info.shape), meant)

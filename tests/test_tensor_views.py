@@ -104,7 +104,7 @@ def test_what_another_tool_quantized_is_widened_first(folder: Path, tmp_path: Pa
     plain = rewritten(folder, tmp_path / "plain", meant)
     expected = score(plain)
     assert np.abs(score(quantized) - expected).max() < 2e-2 * np.abs(expected).max()  # 16 bits of each weight
-    with open_store(quantized, wide="f32") as store, open_store(plain) as beside:
+    with open_store(quantized, dequant_dtype="f32") as store, open_store(plain) as beside:
         assert any("fp8 weights" in said for said in store.notices)
         for part in ("qkv", "z"):
             name = f"{PREFIX}in_proj_{part}.weight"

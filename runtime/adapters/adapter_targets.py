@@ -14,8 +14,8 @@ import numpy as np
 
 from ...kernels.delta_shape import DeltaShape
 from .. import families
-from ..stores.tensor_views import columns, joins
-from ..stores.tensor_views import places as parted_places
+from ..stores.tensor_views import concatenated_parts, transposed_columns
+from ..stores.tensor_views import gathered_rows as parted_places
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -33,7 +33,7 @@ class TargetRows:
     rows: slice | np.ndarray
     height: int
     first: int = 0
-    columns: np.ndarray | None = None
+    transposed_columns: np.ndarray | None = None
 
     def into_role(self, a: np.ndarray) -> np.ndarray:
         """The weight's A [r, K] for the role's matrix."""
@@ -61,7 +61,7 @@ def target_rows(config: ModelConfig, tensors: Matrices, of_file: bool = False) -
     """The weights of the layers by name: their shapes, and what they are. One that is stored as several roles has all of them. `of_file`:
     for adapters in GGUF files, by the names of the family and in the order of the model's matrices."""
     found: dict[str, tuple[tuple[int, int], list[TargetRows]]] = {}
-    inside, apart = _inside(config), joins(config)
+    inside, apart = _inside(config), concatenated_parts(config)
     heights: dict[str, int] = {}
     for whole, rows in inside.values():
         heights[whole] = heights.get(whole, 0) + _count(rows)
@@ -94,7 +94,7 @@ def target_rows(config: ModelConfig, tensors: Matrices, of_file: bool = False) -
 
 def transposed_weights(config: ModelConfig) -> set[str]:
     """Names of the weights that the model's folder stores transposed; adapters are never transposed."""
-    return {whole for whole, _ in columns(config).values()}
+    return {whole for whole, _ in transposed_columns(config).values()}
 
 
 def _tiled(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -108,7 +108,7 @@ def _tiled(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarra
 
 def _inside(config: ModelConfig) -> dict[str, tuple[str, slice | np.ndarray]]:
     """Name of a matrix -> that of the one in which it is stored, and which of the outputs there are its own."""
-    family, layers, turned = families.get(config.family), range(config.num_hidden_layers), columns(config)
+    family, layers, turned = families.get(config.family), range(config.num_hidden_layers), transposed_columns(config)
     heights = {rule.name: rule.shape[0] for layer in layers for rule in family.layer_tensors(config, layer).values()} if turned else {}
     found = {own: place for own, place in parted_places(config).items() if own.endswith(".weight")}
     return found | {own: (whole, slice(first, first + heights[own])) for own, (whole, first) in turned.items()}

@@ -26,7 +26,7 @@ from ...offload.safetensors_header import is_gguf, shown
 from ...quant.lora_layout import LoraMatrix, LoraPair
 from ...quant.weight import Lora
 from .. import families
-from ..stores.tensor_views import TURNED_OVER
+from ..stores.tensor_views import TRANSPOSED_FAMILIES
 from .adapter import DAMAGED, HEAD, MLX, PEFT, STATED, TABLE, Adapter, Delta
 from .adapter_targets import target_rows
 
@@ -199,7 +199,7 @@ def _deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, int
 
         yield from gguf_deltas(path, config, shapes | _outer(config))
         return
-    own = Adapter.open(path, config.family in TURNED_OVER)
+    own = Adapter.open(path, config.family in TRANSPOSED_FAMILIES)
     with own.store:
         yield from own.deltas(shapes | _outer(config))
         if whole := own.replaced_names:

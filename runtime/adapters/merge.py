@@ -27,7 +27,7 @@ from ..convert import check_space, check_target, companion_files
 from ..events import Notice, Progress
 from ..files.model_folder_files import already_complete
 from ..hub import PIECES, RANKS
-from ..source import is_rounded
+from ..source import is_already_quantized
 from ..stores.container import read_container
 from .adapter import floats
 from .merge_changes import Changes, changes
@@ -59,7 +59,7 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
     if not (is_named := needs_cleanup(out, MARKER)):
         check_target(out, None)
     config = read_config(source)
-    if is_gguf(source) or read_container(source) is not None or is_rounded(source):
+    if is_gguf(source) or read_container(source) is not None or is_already_quantized(source):
         raise UsageError(f"adapters can only be merged into a folder of 16-bit weights, and {source} is quantized or a GGUF file",
                          "use the original checkpoint; effllm quantize shrinks the result")
     with ExitStack() as opened:

@@ -15,7 +15,7 @@ from ...offload.safetensors_header import TensorInfo, is_gguf, shown
 from .. import families
 from ..config import ModelConfig
 from ..source import open_weights
-from ..stores.tensor_views import TURNED_OVER
+from ..stores.tensor_views import TRANSPOSED_FAMILIES
 from ..tensors import check_tensors
 from .adapter import MLX, PEFT, STATED, Adapter, Delta, matching_names
 from .adapter_targets import target_rows, transposed_weights
@@ -48,7 +48,7 @@ def changes(adapter: Path, source: Path, config: ModelConfig, held: Mapping[str,
         return _of_file(adapter, source, config, shapes, turned)
     embed = families.get(config.family).outer_tensors(config)["embed"]
     tables = {name.removesuffix(".weight").rpartition(".")[2] for name in (embed.name, *embed.also)}
-    own = Adapter.open(adapter, config.family in TURNED_OVER, tables)
+    own = Adapter.open(adapter, config.family in TRANSPOSED_FAMILIES, tables)
     try:
         if config.tie_word_embeddings:
             own.tie()

@@ -29,11 +29,11 @@ from ..events import Notice, Progress
 from ..families import MODEL_TYPE_ALIASES, base_role
 from ..files.model_folder_files import already_complete
 from ..images import input_modalities
-from ..source import folder_files, is_rounded, open_store
+from ..source import folder_files, is_already_quantized, open_store
 from ..stores.composite import text_model_config
 from ..stores.container import DTYPES, read_container
 from ..stores.import_config import LINEARS
-from ..stores.tensor_views import STACKED
+from ..stores.tensor_views import STACKED_FAMILIES
 from ..tensors import ModelTensor, check_tensors
 from ..weights.tied_head import outer_rules
 
@@ -115,19 +115,19 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     why = NOT_WRITTEN.get(config.family) or (RECURRENT if config.recurrent is not None else "")
     if config.listwise_reranker:
         why = "no other tool is known to load its listwise ranking head"
-    if config.family in STACKED and config.qk_norm_per_head:
+    if config.family in STACKED_FAMILIES and config.qk_norm_per_head:
         why = "other tools expect separate norms for each head"
     if why:
         raise UsageError(f"{config.family} models cannot be exported as compressed-tensors: {why}",
                          "effllm quantize makes a folder for effllm")
-    if (made := read_container(source)) is not None or is_rounded(source):
+    if (made := read_container(source)) is not None or is_already_quantized(source):
         how = "by another tool" if made is None else made.spec_text
         raise UsageError(f"{source} is quantized already ({how})", "export the original checkpoint")
     texts = folder_files(source)
     raw = json.loads(texts[MARKER] if texts else (source / MARKER).read_text(encoding="utf-8"))
     if raw["model_type"] not in (config.family, DASHED.get(config.family)):
         yield Notice(f"{raw['model_type']} takes {input_modalities(raw)} too: only its text part is exported, {config.family}")
-    with open_store(source, wide="f32") as store:
+    with open_store(source, dequant_dtype="f32") as store:
         items = tuple(_items(config, store, bits))
         for item in items:
             if item.bits and item.shape[1] % GROUP:

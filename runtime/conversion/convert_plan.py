@@ -176,7 +176,8 @@ def plan_conversion(folder: Path, recipe: Recipe, keep: bool = True, whole: bool
     config = read_config(folder)
     keeps_codes = keep and not recipe.base.is_raw and recipe.base.bits >= KEPT_BITS
     keeps_ternary = keep and config.per_token_scale and not recipe.base.is_raw  # exact, and smaller than any format
-    store = open_store(folder, wide="f32", kept=lambda name: (keeps_codes or keeps_ternary) and recipe.ruled(name) is None, whole=whole)
+    store = open_store(folder, dequant_dtype="f32", drop_tied=whole,
+                       keeps_packed=lambda name: (keeps_codes or keeps_ternary) and recipe.ruled(name) is None)
     try:
         jobs = tuple(_jobs(with_own_layer(config, store, getattr(store, "container", None)), recipe, store))
         _check_rules(recipe, jobs)

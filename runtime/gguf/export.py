@@ -32,10 +32,10 @@ from ..families import EXPERT_ROLES, SHARED_EXPERT_ROLES, base_role, expert_of
 from ..files.model_folder_files import describe_existing, require_folder
 from ..ngrams import is_table
 from ..sampling.generation_config import read_generation_config
-from ..source import is_rounded, licence_of, open_store
+from ..source import is_already_quantized, licence_of, open_store
 from ..sparse.neuron_bundles import is_bundled
 from ..stores.container import read_container
-from ..stores.tensor_views import joins
+from ..stores.tensor_views import concatenated_parts
 from ..tensors import ModelTensor, check_tensors, with_own_layer
 from ..tokenizer import Tokenizer
 from ..weights.outliers import check_outliers
@@ -124,7 +124,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
     config, container = read_config(source), read_container(source)
     if is_bundled(container):
         raise UsageError(f"{source} has bundled neurons, a layout that no other program reads", "export the original checkpoint")
-    with open_store(source, wide="f32") as store:
+    with open_store(source, dequant_dtype="f32") as store:
         check_target(out, replace, store)
         tensors = (with_own_layer if config.family in nextn.WRITTEN else check_tensors)(config, store, container)
         config = replace_fields(config, tie_word_embeddings="head" not in tensors["outer"])
@@ -144,7 +144,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         constants_of = {muse_glimmer.FAMILY: muse_glimmer.head_norms, rwkv7.FAMILY: rwkv7.unread}.get(config.family)
         constants = rotary_tensors(config) | (constants_of(config) if constants_of else {})
         planned = [PlannedTensor(key, "F32", values.shape) for key, values in constants.items()] + [job.planned for job in jobs]
-        yield from _notices(config, jobs, kind, is_rounded(source))
+        yield from _notices(config, jobs, kind, is_already_quantized(source))
         head = gguf_head(metadata, planned)
         total = len(head) + sum(padded(tensor.nbytes) for tensor in planned)
         done = len(head)
@@ -209,7 +209,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
     factors = falcon_h1.factors(config)
     if "head" not in outer and (BY_FAMILY[config.family] in UNTIED or factors.get("head") != factors.get("embed")):
         outer = {**outer, "head": outer["embed"]}
-    joined = joins(config)
+    joined = concatenated_parts(config)
     layers = [(key, roles) for key, roles in tensors.items() if key != "outer"]
     for key, roles in (("outer", outer), *layers, (config.num_hidden_layers, mtp)):
         if config.family == deci.FAMILY and key != "outer":

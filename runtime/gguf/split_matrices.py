@@ -11,7 +11,7 @@ from ...kernels.tiles import ROWS
 from ...offload.safetensors_header import CheckpointError
 from ...quant.imports.gguf import NATIVE
 from ..config import ModelConfig
-from ..stores.tensor_views import joins
+from ..stores.tensor_views import concatenated_parts
 from .tensor_sources import RAW, Source
 
 
@@ -58,13 +58,13 @@ class SplitMatrix:
 
 def split_parts(config: ModelConfig) -> dict[str, tuple[str, int]]:
     """The name of a part in a checkpoint -> that of the whole, and which part it is."""
-    return {part: (whole, index) for whole, parts in joins(config).items() for index, (part, _) in enumerate(parts)}
+    return {part: (whole, index) for whole, parts in concatenated_parts(config).items() for index, (part, _) in enumerate(parts)}
 
 
 def split_matrix(path: object, name: str, found: Mapping[int, Source], shape: tuple[int, ...], config: ModelConfig) -> SplitMatrix:
     """The parts of a tensor of the model's `shape`. Raises CheckpointError where one is missing or of another size."""
     parts = []
-    for index, (_, rows) in enumerate(joins(config)[name]):
+    for index, (_, rows) in enumerate(concatenated_parts(config)[name]):
         if index not in found:
             raise CheckpointError(f"{path} holds a part of {name} without another", "the file is damaged: download it again")
         tensor, own = found[index].tensor, (rows, *shape[1:])

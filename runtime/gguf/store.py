@@ -29,7 +29,7 @@ from ...quant.imports.repack import put_gguf_blocks
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from ..config import ModelConfig
 from ..stores.container import Container, StoredTensor
-from ..stores.converting_store import ARRANGED_NBYTES, ConvertingStore, scratch_nbytes, steps
+from ..stores.converting_store import REPACK_SCRATCH_NBYTES, ConvertingStore, scratch_nbytes, steps
 from . import listwise
 from .architecture import DIVISORS
 from .architectures import architecture
@@ -58,7 +58,7 @@ class GgufStore(ConvertingStore):
             mapping.tensors |= ranking.tensors
             opened |= ranking.take_files()
         super().__init__(self._path, mapping.tensors, opened)
-        self.made = self._sources.keys() | self._halves.keys() | self._split.keys()
+        self.converted = self._sources.keys() | self._halves.keys() | self._split.keys()
         self.container = _container(file, mapping.stored, self._sources) if mapping.stored else None
         self.notices = tuple(self._conversion_notices(mapping))
 
@@ -98,7 +98,7 @@ class GgufStore(ConvertingStore):
             return None
         return Repack(tuple(info.nbytes for info in infos), sum(source.nbytes for source in sources),
                       max(staging_buffer(source.rows_per_step * source.tensor.row_nbytes) for source in sources),
-                      max(ARRANGED_NBYTES if info.dtype == "U8" else scratch_nbytes(*source.shape)
+                      max(REPACK_SCRATCH_NBYTES if info.dtype == "U8" else scratch_nbytes(*source.shape)
                           for info, source in zip(infos, sources, strict=True)), partial(self._repack_steps, tuple(infos)))
 
     def _repack_steps(self, infos: Sequence[TensorInfo]) -> list[RepackStep]:

@@ -23,16 +23,16 @@ CHANNELS = 3  # of a picture
 class ChannelsFirst:
     """A convolution stored as [out, ..., channels], read as [out, channels, ...]."""
 
-    whole: TensorInfo
+    source: TensorInfo
     at_once: bool = False
 
     @property
-    def wholes(self) -> tuple[TensorInfo, ...]:
-        return (self.whole,)
+    def sources(self) -> tuple[TensorInfo, ...]:
+        return (self.source,)
 
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
-        shape = (end - begin, *self.whole.shape[1:])
-        values = store.read(self.whole, begin, end).view(f"u{self.whole.nbytes // int(np.prod(self.whole.shape))}").reshape(shape)
+        shape = (end - begin, *self.source.shape[1:])
+        values = store.read(self.source, begin, end).view(f"u{self.source.nbytes // int(np.prod(self.source.shape))}").reshape(shape)
         return np.ascontiguousarray(np.moveaxis(values, -1, 1)).reshape(-1).view(np.uint8)
 
 

@@ -71,7 +71,7 @@ def verify(folder: Path) -> Iterator[Progress | Verified]:
                              f"to be able to verify it later: {checksum_command(folder)}")
         yield from _verify_blobs(found)
         return
-    with open_store(folder, whole=False) as store:
+    with open_store(folder, drop_tied=False) as store:
         check_stored(container, store)
         total = sum(store.tensors[name].nbytes for name in container.tensors)
         done, damaged = 0, []

@@ -16,7 +16,7 @@ from ..conversion.convert_plan import MATRICES
 from ..families import TensorRule
 from ..speculation.mtp_tensors import mtp_rules
 from ..stores.container import DTYPES, Container, StoredTensor
-from ..stores.converting_store import ARRANGED, ARRANGED_NBYTES, scratch_nbytes
+from ..stores.converting_store import REPACK_SCRATCH_NBYTES, REPACKED_SCHEMES, scratch_nbytes
 
 RAW = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
@@ -87,7 +87,7 @@ class ExpectedStore:
         if not self._made.issuperset(info.name for info in infos):
             return None
         sizes = tuple(info.nbytes for info in infos)
-        scratch = max(ARRANGED_NBYTES if self._schemes[info.name] in ARRANGED else scratch_nbytes(*self._shapes[info.name])
+        scratch = max(REPACK_SCRATCH_NBYTES if self._schemes[info.name] in REPACKED_SCHEMES else scratch_nbytes(*self._shapes[info.name])
                       for info in infos)
         return Repack(sizes, sum(sizes), max(map(staging_buffer, sizes)), scratch, tuple)
 

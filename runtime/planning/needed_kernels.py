@@ -16,7 +16,7 @@ from ...offload.safetensors_header import is_gguf
 from ...quant.kv import codec
 from ..config import ModelConfig, read_config
 from ..kv.kv_setting import AUTO
-from ..source import is_low_bit, kept_specs, quantization_of
+from ..source import is_low_bit, native_gguf_formats, quantization_of
 from ..sparse.neuron_bundles import is_bundled
 from ..speculation.draft_types import draft_in
 from ..stores.container import Container, read_container
@@ -123,7 +123,7 @@ def folder_needs(folder: Path) -> Needs:
         container = None if is_gguf(folder) else read_container(folder)
         low_bit, bundled = low_bit and (container is None or container.is_low_bit), is_bundled(container)
         if container is not None or is_gguf(folder):
-            formats = _formats(kept_specs(folder) if container is None else (stored.spec for stored in container.tensors.values()))
+            formats = _formats(native_gguf_formats(folder) if container is None else (stored.spec for stored in container.tensors.values()))
         foreign = container is None and (low_bit or (not is_gguf(folder) and quantization_of(folder) is not None))
         quantization = {} if is_gguf(folder) else quantization_of(folder) or {}
         floats = low_bit and foreign and are_floats(quantization)

@@ -15,11 +15,11 @@ from ...offload.checkpoint import TensorStore
 from ...offload.safetensors_header import TensorInfo
 from .container import Container
 
-BLOCK_NBYTES = 256 << 10  # of what one step of a conversion makes: the arrays of four threads stay within a few megabytes
-STEP_VALUES = 1 << 17  # that are put in order at once where a tensor is made again and again: what is between stays in a cache
-SCRATCH_NBYTES = 32  # for each of them, of all arrays between what is read and what is made; tests measure them
-ARRANGED_NBYTES = 4 << 10  # of all there is beside blob and file where compiled functions put in order
-ARRANGED = ("block", "minimum", "mxfp", "nvfp", "super", "nibble", "signed", "table")  # the schemes of that
+BLOCK_NBYTES = 256 << 10  # output of one conversion step: the arrays of four threads stay within a few megabytes
+STEP_VALUES = 1 << 17  # values repacked at once by experts that are paged in repeatedly: intermediate arrays stay in a cache
+SCRATCH_NBYTES_PER_VALUE = 32  # upper bound over all arrays between file bytes and result; tests measure them
+REPACK_SCRATCH_NBYTES = 4 << 10  # scratch of the schemes that compiled functions repack without intermediate arrays
+REPACKED_SCHEMES = ("block", "minimum", "mxfp", "nvfp", "super", "nibble", "signed", "table")
 
 
 def steps(rows: int, width: int, unit: int = ROWS) -> Iterator[tuple[int, int]]:
@@ -31,7 +31,7 @@ def steps(rows: int, width: int, unit: int = ROWS) -> Iterator[tuple[int, int]]:
 
 def scratch_nbytes(rows: int, width: int, unit: int = ROWS) -> int:
     """Upper bound on the memory for the arrays of one step."""
-    return SCRATCH_NBYTES * width * min(rows, _step(width, unit))
+    return SCRATCH_NBYTES_PER_VALUE * width * min(rows, _step(width, unit))
 
 
 def _step(width: int, unit: int) -> int:
@@ -39,32 +39,34 @@ def _step(width: int, unit: int) -> int:
 
 
 class ConvertingStore(TensorStore, ABC):
-    """`made` names the tensors that are made, whoever inherits makes their rows; others lie in files as they are read. One of bytes (U8)
-    is a blob of codes in the order of the kernels, whose format and shape `container` lists."""
+    """A store that computes some of its tensors from those in the files.
 
-    made: Collection[str]
-    container: Container | None = None
+    A converted tensor of dtype U8 is a blob of codes in the layout of the kernels (`kernels/tiles.py`).
+    """
+
+    converted: Collection[str]  # names of the computed tensors; all others are read from files as they are
+    container: Container | None = None  # formats and shapes of the blobs, None if there are none
 
     @property
     def repacks_on_read(self) -> bool:
-        """As of any store: where codes are read; what else is made needs no compiled function."""
+        """As in TensorStore; only blobs of codes need compiled functions."""
         return self.container is not None
 
     @abstractmethod
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
-        """Rows [begin, end) of a raw tensor, as they are described, into `out`."""
+        """Write rows [begin, end) of a raw tensor, in its dtype, into `out`."""
 
     @abstractmethod
     def put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
-        """Rows [begin, end), `begin` on a row block, into their places in a blob."""
+        """Write the codes of rows [begin, end) into their places in a blob; `begin` is a multiple of ROWS."""
 
     def place(self, info: TensorInfo) -> int | None:
-        """As of any store: none for what is made."""
-        return None if info.name in self.made else super().place(info)
+        """As in TensorStore; None for a converted tensor."""
+        return None if info.name in self.converted else super().place(info)
 
     def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
-        """As of any store: bytes of rows of the tensor as `tensors` describes it."""
-        if info.name not in self.made:
+        """As in TensorStore: bytes of rows of the tensor as `tensors` describes it."""
+        if info.name not in self.converted:
             return super().read(info, row_begin, row_end)
         if info.dtype == "U8":
             blob = np.zeros(info.nbytes, np.uint8)
@@ -80,26 +82,28 @@ class ConvertingStore(TensorStore, ABC):
         return out
 
     def read_into(self, info: TensorInfo, out: np.ndarray | memoryview) -> None:
-        if info.name not in self.made:
+        if info.name not in self.converted:
             super().read_into(info, out)
             return
         for step, _ in self.reads(info, np.frombuffer(out, np.uint8)):
             step()
 
     def reads(self, info: TensorInfo, out: np.ndarray) -> Iterator[tuple[Callable[[], None], int]]:
-        if info.name not in self.made:
+        if info.name not in self.converted:
             yield from super().reads(info, out)
             return
         if out.nbytes != info.nbytes:
             raise ValueError(f"{info.name} has {info.nbytes} bytes, the buffer {out.nbytes}")
-        low = info.dtype == "U8"
-        rows = self.container.tensors[info.name].shape[0] if low else info.shape[0]
+        is_blob = info.dtype == "U8"
+        rows = self.container.tensors[info.name].shape[0] if is_blob else info.shape[0]
         step = max(ROWS, BLOCK_NBYTES // max(1, info.nbytes // rows) // ROWS * ROWS)
-        share = 0
+        offset = 0
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
-            nbytes = info.nbytes * end // rows - share
-            call = partial(self.put_codes, info, begin, end, out) if low else partial(self.fill, info, begin, end,
-                                                                                      out[share : share + nbytes])
-            share += nbytes
-            yield call, nbytes
+            nbytes = info.nbytes * end // rows - offset
+            if is_blob:
+                convert = partial(self.put_codes, info, begin, end, out)
+            else:
+                convert = partial(self.fill, info, begin, end, out[offset : offset + nbytes])
+            offset += nbytes
+            yield convert, nbytes

@@ -21,7 +21,7 @@ class Float64Store(ConvertingStore):
         self._stored = {name: info for name, info in store.tensors.items() if info.dtype == DOUBLE}
         made = {name: replace(info, dtype="F32", nbytes=info.nbytes // 2) for name, info in self._stored.items()}
         super().__init__(store.folder, store.tensors | made, store.take_files())
-        self.made = self._stored
+        self.converted = self._stored
         sizes = [format_size(sum(info.nbytes for info in infos.values())) for infos in (made, self._stored)]
         self.notices = (f"{len(made)} tensors of 64 bits are rounded to f32 as they are read: {sizes[0]} of memory for {sizes[1]} of file",)
 

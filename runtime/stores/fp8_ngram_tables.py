@@ -37,12 +37,12 @@ class ScaledTable:
     known: dict[str, np.float32] = field(default_factory=dict, compare=False)
 
     @property
-    def whole(self) -> TensorInfo:
+    def source(self) -> TensorInfo:
         return replace(self.stored, dtype=self.wide.upper(), nbytes=ITEM_NBYTES[self.wide] * prod(self.stored.shape))
 
     @property
-    def wholes(self) -> tuple[TensorInfo, ...]:
-        return self.whole, self.scale
+    def sources(self) -> tuple[TensorInfo, ...]:
+        return self.source, self.scale
 
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
         if self.scale.name not in self.known:

@@ -34,7 +34,7 @@ from ...quant.spec import QuantSpec
 from ...quant.weight import RAW_NUMPY, from_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
-from .converting_store import ARRANGED_NBYTES, scratch_nbytes, steps
+from .converting_store import REPACK_SCRATCH_NBYTES, scratch_nbytes, steps
 from .import_config import BYTES, CUTS, IN_BLOCKS, LEVELS, MXFP4, NVFP4, PAIRS, runs_from_codes
 from .import_decoder import BLOCK, OPENED, Array, Decoder, decoders_of
 from .import_index import MADE, as_typed, index_weights, scales_of, unfit, widened_dtype
@@ -186,11 +186,11 @@ class ImportedStore(TensorStore):
         others = sum(part.nbytes for part in self._parts[info.name].values()) - codes.nbytes
         rows, depth = self._shape_of(info)
         if self._decoders[info.name].layout in MXFP4 and info.name in self._specs:
-            return ARRANGED_NBYTES
+            return REPACK_SCRATCH_NBYTES
         if self._is_floats(info):  # scales are spread over row blocks
-            return ARRANGED_NBYTES + 4 * others + 3 * (info.nbytes - self._specs[info.name].sections((rows, depth)).scales)
+            return REPACK_SCRATCH_NBYTES + 4 * others + 3 * (info.nbytes - self._specs[info.name].sections((rows, depth)).scales)
         if self._in_halves(info):
-            return ARRANGED_NBYTES + 4 * others
+            return REPACK_SCRATCH_NBYTES + 4 * others
         if self._decoder(info).layout == LEVELS:
             others *= 4  # scales as codes, opened
         return scratch_nbytes(rows, self._between(info), self._unit(info)) + 4 * others + 16 * depth * self._in_words(info)

@@ -80,7 +80,7 @@ class MlxStore(ConvertingStore):
             raise CheckpointError(f"{store.folder} says that MLX quantized it, but has no such weights", ORIGINAL)
         self._norm_types = {name: store.tensors[name].dtype for name in self._norms}
         super().__init__(store.folder, tensors, store.take_files())
-        self.made = self._parts.keys() | self._norms
+        self.converted = self._parts.keys() | self._norms
         self.container = self._described(stored) if stored else None
         self.notices = tuple(self._said(stored, MLX_LEAVES_OUT.get(family)))
 

@@ -58,7 +58,7 @@ class TernaryStore(ConvertingStore):
             else:
                 tensors[name] = TensorInfo(name, wide.upper(), shape, info.file, info.offset, prod(shape) * (4 if wide == "f32" else 2))
         super().__init__(store.folder, tensors, store.take_files())
-        self.made = self._parts
+        self.converted = self._parts
         self.container = self._described(stored) if stored else None
         self.notices = tuple(self._said(stored))
 

@@ -22,12 +22,12 @@ class IntegerTable:
     at_once: bool = False
 
     @property
-    def whole(self) -> TensorInfo:
+    def source(self) -> TensorInfo:
         return replace(self.stored, dtype="F32", nbytes=4 * prod(self.stored.shape))
 
     @property
-    def wholes(self) -> tuple[TensorInfo, ...]:
-        return (self.whole,)
+    def sources(self) -> tuple[TensorInfo, ...]:
+        return (self.source,)
 
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
         raw = store.read(self.stored, begin, end)

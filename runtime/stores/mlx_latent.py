@@ -33,11 +33,11 @@ class Heads:
     at_once: bool = False
 
     @property
-    def whole(self) -> TensorInfo:
+    def source(self) -> TensorInfo:
         return self.values
 
     @property
-    def wholes(self) -> tuple[TensorInfo, ...]:
+    def sources(self) -> tuple[TensorInfo, ...]:
         return self.values, self.keys
 
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
@@ -51,7 +51,7 @@ class Heads:
 
         keys, values = of_heads(self.keys, own.rank).transpose(0, 2, 1), of_heads(self.values, own.value)
         made = np.concatenate([keys, values], axis=1).reshape(-1, own.rank)[begin - first * height : end - first * height]
-        return np.ascontiguousarray(from_f32(made, self.whole.dtype.lower())).reshape(-1).view(np.uint8)
+        return np.ascontiguousarray(from_f32(made, self.source.dtype.lower())).reshape(-1).view(np.uint8)
 
 
 def latent_rules(config: ModelConfig) -> Iterator[TensorRule]:

@@ -43,7 +43,7 @@ class QuantizingStore(ConvertingStore):
             made[info.name] = replace(info, dtype="U8", shape=(spec.nbytes(info.shape),), nbytes=spec.nbytes(info.shape))
             described[info.name] = StoredTensor(info.name, spec, tuple(info.shape), 0)
         super().__init__(store.folder, store.tensors | made, store.take_files())
-        self.made = self._stored
+        self.converted = self._stored
         weights = sum(prod(info.shape) for info in infos)
         bits = 8 * sum(info.nbytes for info in made.values()) / max(1, weights)
         self.container = Container(str(spec), bits, described, {}, {}, {"name": "rtn"}, {})

@@ -26,25 +26,27 @@ from .. import families
 from ..config import ModelConfig
 from .converting_store import ConvertingStore
 
-# Whose folders hold matrices in one another, row by row, or in another order of their rows.
-IN_ONE = ("axk2", "bloom", "codegen", "falcon", "gpt2", "gpt_neox", "hy_v4", "internlm2", "minimax", "persimmon", "qwen3_next")
-STACKED = ("stablelm",)  # and those that may hold rows of one apart
-# And those that hold parts of one apart.
-JOINED = ("bailing_hybrid", "glm5_next_text", "kimi_linear", "molmo2_text", "olmo_hybrid", "qwen4_exp_text", "zaya")
-VECTORS = (".bias", "_norm.weight")  # endings of what is no matrix
-WIDE = ("F64", "F32", "F16", "BF16")
-TURNED_OVER = ("gpt2",)  # and those whose matrices lie inputs before outputs
-ROUTERS_TURNED = ("ernie4_5_vl_moe_text",)  # or of whose matrices those that choose experts
+# Families whose folders hold several matrices in one, or one in another order of rows.
+ROW_GATHERED_FAMILIES = ("axk2", "bloom", "codegen", "falcon", "gpt2", "gpt_neox", "hy_v4", "internlm2", "minimax", "persimmon",
+                         "qwen3_next")
+STACKED_FAMILIES = ("stablelm",)  # some of their models hold the rows of a matrix as separate vectors
+# Families whose folders hold one matrix as several.
+CONCATENATED_FAMILIES = ("bailing_hybrid", "glm5_next_text", "kimi_linear", "molmo2_text", "olmo_hybrid", "qwen4_exp_text", "zaya")
+TRANSPOSED_FAMILIES = ("gpt2",)  # their matrices are stored inputs before outputs
+TRANSPOSED_ROUTER_FAMILIES = ("ernie4_5_vl_moe_text",)  # of their matrices, only routers are
+VIEW_FAMILIES = (*ROW_GATHERED_FAMILIES, *STACKED_FAMILIES, *CONCATENATED_FAMILIES, *TRANSPOSED_FAMILIES, *TRANSPOSED_ROUTER_FAMILIES)
+VECTOR_ENDINGS = (".bias", "_norm.weight")
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class TensorView(Protocol):
     """A matrix read from `whole`, a tensor of the store, or from several, `wholes`; `at_once`: reading some of its rows reads all of it."""
 
-    whole: TensorInfo
+    source: TensorInfo
     at_once: bool
 
     @property
-    def wholes(self) -> tuple[TensorInfo, ...]: ...
+    def sources(self) -> tuple[TensorInfo, ...]: ...
 
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
         """Bytes of the rows [begin, end)."""
@@ -54,53 +56,53 @@ class TensorView(Protocol):
 class GatheredRows:
     """Selected rows of a stored matrix."""
 
-    whole: TensorInfo
+    source: TensorInfo
     rows: np.ndarray
     at_once: bool = False
 
     @property
-    def wholes(self) -> tuple[TensorInfo, ...]:
-        return (self.whole,)
+    def sources(self) -> tuple[TensorInfo, ...]:
+        return (self.source,)
 
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
         rows = self.rows[begin:end]
         runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
-        return np.concatenate([store.read(self.whole, int(run[0]), int(run[-1]) + 1) for run in runs])
+        return np.concatenate([store.read(self.source, int(run[0]), int(run[-1]) + 1) for run in runs])
 
 
 @dataclass(frozen=True)
 class StackedVectors:
     """Vectors stacked into a matrix."""
 
-    wholes: tuple[TensorInfo, ...]
+    sources: tuple[TensorInfo, ...]
     at_once: bool = False
 
     @property
-    def whole(self) -> TensorInfo:
-        return self.wholes[0]
+    def source(self) -> TensorInfo:
+        return self.sources[0]
 
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
-        return np.concatenate([store.read(info) for info in self.wholes[begin:end]])
+        return np.concatenate([store.read(info) for info in self.sources[begin:end]])
 
 
 @dataclass(frozen=True)
 class ConcatenatedRows:
     """Matrices of `heights` rows each, concatenated."""
 
-    wholes: tuple[TensorInfo, ...]
+    sources: tuple[TensorInfo, ...]
     heights: tuple[int, ...]
     at_once: bool = False
 
     @property
-    def whole(self) -> TensorInfo:
-        return self.wholes[0]
+    def source(self) -> TensorInfo:
+        return self.sources[0]
 
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
         parts = []
         while begin < end:  # there may be hundreds, of which a row is asked for
             place = bisect_right(self.firsts, begin) - 1
             first, last = self.firsts[place], min(end, self.firsts[place] + self.heights[place])
-            parts.append(store.read(self.wholes[place], begin - first, last - first))
+            parts.append(store.read(self.sources[place], begin - first, last - first))
             begin = last
         return np.concatenate(parts)
 
@@ -114,44 +116,44 @@ class ConcatenatedRows:
 class TransposedColumns:
     """Columns from `first` on of a matrix [K, N], as rows."""
 
-    whole: TensorInfo
+    source: TensorInfo
     first: int
     at_once: bool = True
 
     @property
-    def wholes(self) -> tuple[TensorInfo, ...]:
-        return (self.whole,)
+    def sources(self) -> tuple[TensorInfo, ...]:
+        return (self.source,)
 
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
-        inputs, outputs = self.whole.shape
-        typed = store.read(self.whole).view(f"u{self.whole.nbytes // (inputs * outputs)}").reshape(inputs, outputs)
+        inputs, outputs = self.source.shape
+        typed = store.read(self.source).view(f"u{self.source.nbytes // (inputs * outputs)}").reshape(inputs, outputs)
         return np.ascontiguousarray(typed[:, self.first + begin : self.first + end].T).view(np.uint8).reshape(-1)
 
 
-def columns(config: ModelConfig) -> dict[str, tuple[str, int]]:
+def transposed_columns(config: ModelConfig) -> dict[str, tuple[str, int]]:
     """Name of a matrix -> the transposed matrix that contains it, and its first column there."""
     family = families.get(config.family)
-    return {} if config.family not in (*TURNED_OVER, *ROUTERS_TURNED) else {
+    return {} if config.family not in (*TRANSPOSED_FAMILIES, *TRANSPOSED_ROUTER_FAMILIES) else {
         own: found for layer in range(config.num_hidden_layers) for own, found in family.turned_columns(config, layer).items()}
 
 
-def joins(config: ModelConfig) -> dict[str, tuple[tuple[str, int], ...]]:
+def concatenated_parts(config: ModelConfig) -> dict[str, tuple[tuple[str, int], ...]]:
     """Name of a matrix -> the separately stored matrices it is concatenated from, with their row counts."""
     family = families.get(config.family)
-    return {} if config.family not in JOINED else {
+    return {} if config.family not in CONCATENATED_FAMILIES else {
         own: found for layer in range(config.num_hidden_layers) for own, found in family.joined_rows(config, layer).items()}
 
 
-def stacks(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+def stacked_vectors(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Name of a matrix -> its separately stored rows."""
     family = families.get(config.family)
-    return {} if config.family not in STACKED else {
+    return {} if config.family not in STACKED_FAMILIES else {
         own: found for layer in range(config.num_hidden_layers) for own, found in family.stacked_rows(config, layer).items()}
 
 
-def places(config: ModelConfig) -> dict[str, tuple[str, np.ndarray]]:
+def gathered_rows(config: ModelConfig) -> dict[str, tuple[str, np.ndarray]]:
     """Name of a tensor -> the stored tensor that contains it, and its rows there."""
-    if config.family not in IN_ONE:
+    if config.family not in ROW_GATHERED_FAMILIES:
         return {}
     family = families.get(config.family)
     return {own: found for layer in range(config.num_hidden_layers) for own, found in family.stored_rows(config, layer).items()}
@@ -162,19 +164,19 @@ def with_views(store: TensorStore, config: ModelConfig) -> TensorStore:
     another shape."""
     parts: dict[str, tuple[tuple[int, ...], TensorView]] = {}
     heights: dict[str, int] = {}
-    for whole, rows in places(config).values():
+    for whole, rows in gathered_rows(config).values():
         heights[whole] = heights.get(whole, 0) + len(rows)
-    for name, (whole, rows) in places(config).items():
+    for name, (whole, rows) in gathered_rows(config).items():
         info = store.tensors.get(whole)
         if name in store.tensors or info is None:
             continue
-        if len(info.shape) != (1 if name.endswith(VECTORS) else 2) or info.shape[0] != heights[whole]:
+        if len(info.shape) != (1 if name.endswith(VECTOR_ENDINGS) else 2) or info.shape[0] != heights[whole]:
             raise CheckpointError(f"tensor {whole} has shape {list(info.shape)}, the config says {heights[whole]} rows",
                                   "the config and the weights are of different models")
         parts[name] = (len(rows), *info.shape[1:]), GatheredRows(info, rows)
-    turned = columns(config)
+    turned = transposed_columns(config)
     if turned and (low := next((store.tensors[whole] for whole, _ in turned.values() if whole in store.tensors
-                                and store.tensors[whole].dtype not in WIDE), None)) is not None:
+                                and store.tensors[whole].dtype not in FLOAT_DTYPES), None)) is not None:
         raise CheckpointError(f"tensor {low.name} is {low.dtype}: matrices of {config.family} models are transposed, which is not "
                               "supported for other tools' low-bit formats", "use the original 16-bit checkpoint, or a GGUF file")
     for name, (whole, first) in turned.items():
@@ -186,7 +188,7 @@ def with_views(store: TensorStore, config: ModelConfig) -> TensorStore:
             raise CheckpointError(f"tensor {whole} has shape {list(info.shape)}, expected {shape[1]} inputs before its outputs",
                                   "the config and the weights are of different models")
         parts[name] = shape, TransposedColumns(info, first)
-    for name, rows in stacks(config).items():
+    for name, rows in stacked_vectors(config).items():
         wholes = tuple(found for found in map(store.tensors.get, rows) if found is not None)
         if name in store.tensors or len(wholes) < len(rows):
             continue
@@ -194,7 +196,7 @@ def with_views(store: TensorStore, config: ModelConfig) -> TensorStore:
             raise CheckpointError(f"tensor {stray.name} is {stray.dtype} {list(stray.shape)}, expected {config.head_dim} numbers alike",
                                   "the config and the weights are of different models")
         parts[name] = (len(rows), config.head_dim), StackedVectors(wholes)
-    for name, named in joins(config).items():
+    for name, named in concatenated_parts(config).items():
         wholes = tuple(found for found in (store.tensors.get(each) for each, _ in named) if found is not None)
         if name in store.tensors or len(wholes) < len(named):
             continue
@@ -219,13 +221,13 @@ class ViewStore(ConvertingStore):
 
     def __init__(self, inner: TensorStore, parts: Mapping[str, tuple[tuple[int, ...], TensorView]]) -> None:
         self._inner, self._parts = inner, {name: part for name, (_, part) in parts.items()}
-        joined = {info.name for part in self._parts.values() for info in part.wholes}
+        joined = {info.name for part in self._parts.values() for info in part.sources}
         tensors = {name: info for name, info in inner.tensors.items() if name not in joined}
         for name, (shape, part) in parts.items():
-            nbytes = part.whole.nbytes * prod(shape) // prod(part.whole.shape)
-            tensors[name] = TensorInfo(name, part.whole.dtype, shape, part.whole.file, part.whole.offset, nbytes)
+            nbytes = part.source.nbytes * prod(shape) // prod(part.source.shape)
+            tensors[name] = TensorInfo(name, part.source.dtype, shape, part.source.file, part.source.offset, nbytes)
         super().__init__(inner.folder, tensors, {})
-        self.made, self.files = self._parts.keys(), inner.files
+        self.converted, self.files = self._parts.keys(), inner.files
         self.container, self.notices = getattr(inner, "container", None), inner.notices
 
     @property
@@ -239,10 +241,10 @@ class ViewStore(ConvertingStore):
         raise TypeError(f"{info.name} has no codes")
 
     def place(self, info: TensorInfo) -> int | None:
-        return None if info.name in self.made else self._inner.place(info)
+        return None if info.name in self.converted else self._inner.place(info)
 
     def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
-        return (super() if info.name in self.made else self._inner).read(info, row_begin, row_end)
+        return (super() if info.name in self.converted else self._inner).read(info, row_begin, row_end)
 
     def read_into(self, info: TensorInfo, out: np.ndarray | memoryview) -> None:
         own = self._parts.get(info.name)
@@ -258,15 +260,15 @@ class ViewStore(ConvertingStore):
         return (self._inner if own is None else super()).reads(info, out)
 
     def repack_plan(self, infos: Sequence[TensorInfo]) -> Repack | None:
-        return None if any(info.name in self.made for info in infos) else self._inner.repack_plan(infos)
+        return None if any(info.name in self.converted for info in infos) else self._inner.repack_plan(infos)
 
     def files_of(self, info: TensorInfo) -> frozenset[Path]:
         own = self._parts.get(info.name)
-        return self._inner.files_of(info) if own is None else frozenset().union(*map(self._inner.files_of, own.wholes))
+        return self._inner.files_of(info) if own is None else frozenset().union(*map(self._inner.files_of, own.sources))
 
     def stored_nbytes(self, info: TensorInfo) -> int:
         own = self._parts.get(info.name)
-        return self._inner.stored_nbytes(info) if own is None else self._inner.stored_nbytes(own.whole) * info.nbytes // own.whole.nbytes
+        return self._inner.stored_nbytes(info) if own is None else self._inner.stored_nbytes(own.source) * info.nbytes // own.source.nbytes
 
     def read_at(self, file: Path, offset: int, out: memoryview) -> None:
         self._inner.read_at(file, offset, out)

@@ -22,7 +22,7 @@ from ..families.mixtral import MAX_EXPERTS
 from .canonical_names import EXPERTS, PARTS
 from .tensor_views import TensorView, ViewStore
 
-JOINT = re.compile(r"(.+\.)(?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj)")
+FUSED_NAME = re.compile(r"(.+\.)(?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj)")
 
 
 class LastExpert:
@@ -45,28 +45,28 @@ class LastExpert:
 class TransposedExpert:
     """Columns from `first` on of an expert's slice [K, N] of a tensor, as rows."""
 
-    whole: TensorInfo
+    source: TensorInfo
     expert: int
     first: int
     last: LastExpert = field(compare=False)
     at_once: bool = True
 
     @property
-    def wholes(self) -> tuple[TensorInfo, ...]:
-        return (self.whole,)
+    def sources(self) -> tuple[TensorInfo, ...]:
+        return (self.source,)
 
     @property
     def range(self) -> Range:
         """The expert's part of the file."""
-        nbytes = self.whole.nbytes // self.whole.shape[0]
-        return Range(self.whole.file, self.whole.offset + self.expert * nbytes, nbytes)
+        nbytes = self.source.nbytes // self.source.shape[0]
+        return Range(self.source.file, self.source.offset + self.expert * nbytes, nbytes)
 
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
-        return self.rows(self.last.read(store, self.whole, self.expert), begin, end).reshape(-1)
+        return self.rows(self.last.read(store, self.source, self.expert), begin, end).reshape(-1)
 
     def rows(self, raw: np.ndarray, begin: int, end: int) -> np.ndarray:
         """Bytes [end - begin, K, of a value] of the expert's part of the file."""
-        _, inputs, outputs = self.whole.shape
+        _, inputs, outputs = self.source.shape
         typed = raw.view(f"u{len(raw) // (inputs * outputs)}").reshape(inputs, outputs)
         return np.ascontiguousarray(typed[:, self.first + begin : self.first + end].T).view(np.uint8)
 
@@ -78,7 +78,7 @@ class TransposedExpertStore(ViewStore):
         parts = [self._parts.get(info.name) for info in infos]
         if not all(isinstance(part, TransposedExpert) for part in parts):
             return super().repack_plan(infos)
-        ranges = {part.whole.name: part.range for part in parts}.values()  # gate and up lie in one
+        ranges = {part.source.name: part.range for part in parts}.values()  # gate and up lie in one
         return Repack(tuple(info.nbytes for info in infos), sum(each.nbytes for each in ranges),
                        max(staging_buffer(each.nbytes) for each in ranges), max(info.nbytes for info in infos),
                        partial(self._pieces, tuple(infos)))
@@ -87,7 +87,7 @@ class TransposedExpertStore(ViewStore):
         inside: dict[str, list[tuple[int, TransposedExpert, TensorInfo]]] = {}
         for index, info in enumerate(infos):
             part = self._parts[info.name]
-            inside.setdefault(part.whole.name, []).append((index, part, info))
+            inside.setdefault(part.source.name, []).append((index, part, info))
         return [RepackStep((own[0][1].range,), partial(_put, tuple(own))) for own in inside.values()]
 
 
@@ -103,7 +103,7 @@ def with_transposed_experts(store: TensorStore, raw: Mapping[str, object], alway
     have them, stay as they are, and so do those in which both ways are one, unless `always`. Raises CheckpointError, also for such experts
     in a checkpoint that another tool has quantized: scales of codes that lie so are not read."""
     if raw.get("quantization_config") is not None:
-        if joint := next((name for name in store.tensors if JOINT.match(name)), None):
+        if joint := next((name for name in store.tensors if FUSED_NAME.match(name)), None):
             raise CheckpointError(f"{store.folder} holds {shown(joint)}, the experts of a layer in one tensor, beside quantized weights",
                                   "use the original 16-bit checkpoint, a GGUF file, or an upload with separate experts")
         return store
@@ -111,7 +111,7 @@ def with_transposed_experts(store: TensorStore, raw: Mapping[str, object], alway
     place, names, last = EXPERTS[family], families.get(family).NAMES, LastExpert()
     found: dict[str, tuple[tuple[int, ...], TensorView]] = {}
     for name, info in store.tensors.items():
-        each = JOINT.fullmatch(name)
+        each = FUSED_NAME.fullmatch(name)
         if each is None:
             continue
         if len(info.shape) != 3 or 0 in info.shape or info.shape[0] > MAX_EXPERTS or info.nbytes % np.prod(info.shape, dtype=np.int64):
