@@ -83,8 +83,8 @@ RELATED = {
         inside="mllama"),
     "whisper": Case("whisper", {"d_model": 64, "decoder_layers": 2, "decoder_ffn_dim": 88, "decoder_attention_heads": 4,
                                 "max_target_positions": CONTEXT, "vocab_size": 301, "init_std": 0.2}),
-    "whisper, scaled, own head, bfloat16": Case("whisper", {
-        "d_model": 48, "decoder_layers": 3, "decoder_ffn_dim": 56, "decoder_attention_heads": 3, "max_target_positions": CONTEXT,
+    "whisper, own head, bfloat16": Case("whisper", {
+        "hidden_size": 48, "decoder_layers": 3, "decoder_ffn_dim": 56, "decoder_attention_heads": 3, "max_target_positions": CONTEXT,
         "init_std": 0.2, "scale_embedding": True, "activation_function": "relu", "tie_word_embeddings": False}, dtype="bfloat16"),
     "molmo2_text": Case("molmo2_text", {"vocab_size": 301, "additional_vocab_size": 16, "head_dim": 24}, shard="60KB", inside="molmo2"),
     "molmo2, norms behind, stretched in a layer, bfloat16": Case("molmo2_text", {

@@ -13,14 +13,15 @@ from . import TensorRule
 from .llama import attention
 from .opt import feed_forward
 
-# The encoder, which `runtime/audio/whisper.py` reads; training; and forced tokens, which generation_config.json states too.
+# The encoder, which `runtime/audio/whisper.py` reads; training; forced tokens, which generation_config.json states too; and the scale of
+# embeddings, which transformers reads and does not apply.
 KEYS_HARMLESS = frozenset({
     "activation_dropout", "apply_spec_augment", "classifier_proj_size", "decoder_layerdrop", "dropout",
     "encoder_attention_heads", "encoder_ffn_dim", "encoder_layerdrop", "encoder_layers", "forced_decoder_ids", "head_dim", "hidden_act",
     "init_std", "is_encoder_decoder", "mask_feature_length", "mask_feature_min_masks",
     "mask_feature_prob", "mask_time_length", "mask_time_min_masks", "mask_time_prob", "max_source_positions",
     "median_filter_width", "num_key_value_heads", "num_mel_bins",
-    "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
+    "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "scale_embedding",
     "use_weighted_layer_sum"})
 REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 # Standard key -> Whisper's, and its default.
@@ -34,11 +35,9 @@ def config(keys: Keys) -> ModelConfig:
     limits = {**MAX_SIZES, "num_hidden_layers": MAX_LAYERS // 2, "max_position_embeddings": 1 << 20}
     sizes = {name: keys.integer(whisper_key, default, high=limits[name]) for name, (whisper_key, default) in SIZES.items()}
     layers = sizes["num_hidden_layers"] = 2 * sizes["num_hidden_layers"]
-    scaled = keys.flag("scale_embedding", False)
     return decoder_config(keys.with_values(**sizes), DEFAULTS, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer",
                           position_offset=0, layers_without_mlp=tuple(range(0, layers, 2)),
-                          cross_attention_layers=tuple(range(1, layers, 2)),
-                          embedding_multiplier=sizes["hidden_size"] ** 0.5 if scaled else 1.0)
+                          cross_attention_layers=tuple(range(1, layers, 2)))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
