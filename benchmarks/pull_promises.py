@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from hub_server import Hub, running
-from hub_user import FABLE, Person, sharded
+from hub_user import FABLE, HubUser, sharded
 from platformdirs import user_cache_path
 
 from benchmark_processes import random_folder
@@ -70,12 +70,12 @@ def peak_of(process: subprocess.Popen, folder: Path) -> int:
     return peak
 
 
-def planned_and_kept(hub: Hub, person: Person) -> Iterator[Figure]:
+def planned_and_kept(hub: Hub, person: HubUser) -> Iterator[Figure]:
     files = hub.repos[REPO].files
     total, largest = sum(map(len, files.values())), max(len(data) for name, data in files.items() if name.endswith(WEIGHTS))
     conditions = f"{total / 1e9:.2f} GB in {SHARDS} shards"
     hub.forget()
-    process = person.starts("pull", REPO, "--bits", "4", "--dry-run", "--json")
+    process = person.start("pull", REPO, "--bits", "4", "--dry-run", "--json")
     out, error_output = process.communicate()
     if process.returncode != 0:
         raise SystemExit(error_output)
@@ -84,7 +84,7 @@ def planned_and_kept(hub: Hub, person: Person) -> Iterator[Figure]:
                  plan["bytes_read_for_plan"] / 1e3, "kB")
     home = person.home
     before = allocated(home)
-    peak = peak_of(person.starts("pull", REPO, "--bits", "4", "-y"), home) - before
+    peak = peak_of(person.start("pull", REPO, "--bits", "4", "-y"), home) - before
     folder = Path(plan["folder"])
     result = sum(path.stat().st_size for path in folder.iterdir())
     yield Figure("kept_of_plan", "size of the result, of the planned one", f"4 bits, {result / 1e9:.3f} GB",
@@ -94,7 +94,7 @@ def planned_and_kept(hub: Hub, person: Person) -> Iterator[Figure]:
                  peak / (largest + result), "")
 
 
-def killed(hub: Hub, person: Person, kills: int) -> Iterator[Figure]:
+def killed(hub: Hub, person: HubUser, kills: int) -> Iterator[Figure]:
     files = hub.repos[REPO].files
     total = sum(len(data) for name, data in files.items() if name.endswith(WEIGHTS))
     served = lambda: sum(count for name, count in hub.served.items() if name.endswith(WEIGHTS))  # noqa: E731
@@ -102,14 +102,14 @@ def killed(hub: Hub, person: Person, kills: int) -> Iterator[Figure]:
     hub.rate = 60e6  # a connection: slow enough that every kill strikes
     struck, rng = 0, random.Random()
     for goal in sorted(rng.uniform(0.02, 0.98) * total for _ in range(kills)):
-        process = person.starts("pull", REPO, "-y")
+        process = person.start("pull", REPO, "-y")
         while served() < goal and process.poll() is None:
             time.sleep(0.002)
         struck += process.poll() is None
         process.kill()
         process.communicate()
     hub.rate = None
-    ended(person.starts("pull", REPO, "-y"))
+    ended(person.start("pull", REPO, "-y"))
     snapshot = person.snapshot(REPO, hub.repos[REPO].commit)
     for name, data in files.items():
         with (snapshot / name).open("rb") as file:
@@ -131,7 +131,7 @@ def main() -> None:
     figures = []
     with tempfile.TemporaryDirectory(prefix="effllm-pull-") as home, running() as hub:
         hub.add(REPO, files=files_of(source))
-        person = Person(Path(home), hub.endpoint)
+        person = HubUser(Path(home), hub.endpoint)
         for part in (planned_and_kept(hub, person), killed(hub, person, options.kills)):
             for figure in part:
                 print(f"{figure.what}, {figure.conditions}: {figure.value:.4g} {figure.unit}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from command_line import typed
+from command_line import run_cli
 from mmproj_files import _more, _shape, _written, put
 from omni_models import OMNI_LOOKED
 from safetensors.torch import load_file
@@ -43,7 +43,7 @@ def write_text(folder: Path, path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     arch = EARS[config["model_type"]][0]
     plain = path if arch not in PLAIN else path.with_name("plain.gguf")
-    code, _, err = typed("export", folder, "-o", plain)
+    code, _, err = run_cli("export", folder, "-o", plain)
     assert code == 0, err
     if arch not in PLAIN:
         return

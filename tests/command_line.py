@@ -10,7 +10,7 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 
 
-class Ran:
+class CliRun:
     """The output and return value of a call of `main`."""
 
     def __init__(self, *argv: object, stdin: str = "", **variables: str) -> None:
@@ -25,7 +25,7 @@ class Ran:
         return json.loads(self.out)
 
 
-def typed(*argv: object) -> tuple[int, str, str]:
+def run_cli(*argv: object) -> tuple[int, str, str]:
     """The exit code of a call, and its output on both streams."""
-    ran = Ran(*argv)
+    ran = CliRun(*argv)
     return ran.code, ran.out, ran.err

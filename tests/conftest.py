@@ -17,8 +17,8 @@ if not Path("/dev/nvidiactl").exists():
 
 sys.path.insert(0, str(Path(__file__).parent))  # what files of tests share lies beside them
 from hub_server import Hub, running
-from hub_user import Person
-from server_process import MINUTE, Served, serving
+from hub_user import HubUser
+from server_process import MINUTE, ServerProcess, serving
 
 from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.kernels import blas, warm
@@ -34,8 +34,8 @@ gc.set_threshold(10_000, 20, 20)
 settings.register_profile("quick", max_examples=25, deadline=None)
 settings.register_profile("whole", max_examples=150, deadline=None)
 NO_PROFILE = "EFFLLM_NO_KV_PROFILE"  # `quantize` would take most of a minute for each of the models that tests make
-SHOWS = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
-VARIABLES = ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")
+TERMINAL_VARIABLES = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
+FOLDER_VARIABLES = ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,19 +62,19 @@ def pool() -> Iterator[ThreadPool]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
+def server() -> Iterator[ServerProcess]:
     """A server of fable, shared by all tests of a file."""
     with serving() as started:
         yield started
 
 
 @pytest.fixture(scope="session", autouse=True)
-def folders_of_nobody() -> Iterator[None]:
+def isolated_user_folders() -> Iterator[None]:
     """Isolated folders: models, aliases and stored conversations written by tests are visible to tests only. The cache of compiled kernels
     is the machine's."""
-    before = {name: os.environ.get(name) for name in (*VARIABLES, NO_PROFILE)}
+    before = {name: os.environ.get(name) for name in (*FOLDER_VARIABLES, NO_PROFILE)}
     with tempfile.TemporaryDirectory(prefix="effllm-tests-") as folder:
-        os.environ.update({name: str(Path(folder) / name) for name in VARIABLES})
+        os.environ.update({name: str(Path(folder) / name) for name in FOLDER_VARIABLES})
         os.environ[NO_PROFILE] = "1"
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(ollama, "SERVICE", Path(folder) / "no-service")
@@ -88,7 +88,7 @@ def folders_of_nobody() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_files_are_left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def remove_temporary_files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Of a module whose tests passed: what all of them write would be 16 GB."""
     base, failed = tmp_path_factory.getbasetemp(), request.session.testsfailed
     before = {*base.iterdir()}
@@ -99,16 +99,16 @@ def no_files_are_left(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
 
 
 @pytest.fixture(scope="session", autouse=True)
-def terminals_are_those_of_tests() -> Iterator[None]:
+def fixed_terminal() -> Iterator[None]:
     """A fixed terminal width and color mode, wherever the suite itself was started."""
     with pytest.MonkeyPatch.context() as patched:
-        for name in SHOWS:
+        for name in TERMINAL_VARIABLES:
             patched.delenv(name, raising=False)
         yield
 
 
 @pytest.fixture(autouse=True)
-def measured_by_nobody(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_bit_search_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clean format search cache for every test."""
     folders: list[Path] = []
     monkeypatch.setattr(bit_search_cache, "folder",
@@ -116,7 +116,7 @@ def measured_by_nobody(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
 
 
 @pytest.fixture(scope="session", autouse=True)
-def signals_are_heard() -> Iterator[None]:
+def default_signal_handlers() -> Iterator[None]:
     """Restores signal handling, so that programs started by tests can be ended: what a shell starts in the background ignores Ctrl-C, what
     `nohup` starts ignores hangups, and children inherit both."""
     defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
@@ -130,7 +130,7 @@ def signals_are_heard() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def oracles_on_one_thread() -> Iterator[None]:
+def single_threaded_oracles() -> Iterator[None]:
     """NumPy and torch serve as references here: their small products, split over threads that spin next to another test, take twice the
     time."""
     if "torch" in sys.modules:
@@ -140,7 +140,7 @@ def oracles_on_one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nobody_waits_for_the_disk() -> Iterator[None]:
+def fsync_disabled() -> Iterator[None]:
     """Disables fsync: a conversion waits for every tensor to survive a power cut, which no test has, ten thousand times in some files. What
     is synced, and in which order, is checked by tests that patch in their own listener; child processes of tests do sync."""
     with pytest.MonkeyPatch.context() as patched:
@@ -151,7 +151,7 @@ def nobody_waits_for_the_disk() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernels_are_compiled_once() -> None:
+def compile_kernels_once() -> None:
     """Two test workers with a cold cache would compile the same functions in parallel, each on one core; this makes them wait for one that
     uses both."""
     if "PYTEST_XDIST_WORKER" in os.environ and warm.is_cold():
@@ -182,5 +182,5 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def person(tmp_path: Path, hub: Hub) -> Person:
-    return Person(tmp_path, hub.endpoint)
+def user(tmp_path: Path, hub: Hub) -> HubUser:
+    return HubUser(tmp_path, hub.endpoint)

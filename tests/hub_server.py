@@ -27,7 +27,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 LFS_SUFFIXES = (".safetensors", ".gguf", ".bin", "tokenizer.json")
-PIECE = 64 << 10
+CHUNK_NBYTES = 64 << 10
 
 
 @dataclass
@@ -64,14 +64,14 @@ class Request:
         return self.headers.get("range")
 
 
-def told_config(repo: Repo) -> dict[str, object] | None:
+def reported_config(repo: Repo) -> dict[str, object] | None:
     """The subset of a config that a hub reports."""
     raw = json.loads(repo.files.get("config.json", b"null"))
     wanted = ("architectures", "model_type", "quantization_config")
     return {key: raw[key] for key in wanted if key in raw} if isinstance(raw, dict) else None
 
 
-def told_safetensors(repo: Repo) -> dict[str, object] | None:
+def reported_parameters(repo: Repo) -> dict[str, object] | None:
     """Parameter counts by dtype over all safetensors files, from their headers."""
     counts: Counter = Counter()
     for name, content in repo.files.items():
@@ -150,7 +150,7 @@ class Hub:
         self.repos[repo] = Repo(files, **more)
         return self.repos[repo]
 
-    def asked(self, word: str) -> list[Request]:
+    def requests_for(self, word: str) -> list[Request]:
         return [request for request in self.requests if word in request.path]
 
     def forget(self) -> None:
@@ -236,18 +236,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def search(self, query: dict[str, list[str]], body: bool) -> None:
         """Of each repository whose name holds all words its name, and what `expand` asks for."""
-        found, words = [], query.get("search", [""])[0].lower().split()
+        results, words = [], query.get("search", [""])[0].lower().split()
         for name, repo in self.hub.repos.items():
             task = query.get("pipeline_tag", [repo.task])[0]
             if repo.private or repo.task != task or not all(word in name.lower() for word in words):
                 continue
-            facts = {"config": told_config(repo), "safetensors": told_safetensors(repo), "gguf": repo.gguf, "downloads": repo.downloads,
-                     "likes": 1, "gated": "manual" if repo.gate else False, "tags": [f"license:{repo.licence}"]}
-            kept = {key: facts[key] for key in query.get("expand", []) if facts[key] is not None}
-            found.append({"_id": repo.commit[:24], "id": name, **kept})
+            facts = {"config": reported_config(repo), "safetensors": reported_parameters(repo), "gguf": repo.gguf,
+                     "downloads": repo.downloads, "likes": 1,
+                     "gated": "manual" if repo.gate else False, "tags": [f"license:{repo.licence}"]}
+            details = {key: facts[key] for key in query.get("expand", []) if facts[key] is not None}
+            results.append({"_id": repo.commit[:24], "id": name, **details})
         if query.get("sort") == ["downloads"]:
-            found.sort(key=lambda each: -self.hub.repos[each["id"]].downloads)
-        answer = found[: int(query["limit"][0])] if "limit" in query else found
+            results.sort(key=lambda result: -self.hub.repos[result["id"]].downloads)
+        answer = results[: int(query["limit"][0])] if "limit" in query else results
         self.send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode(), body)
 
     def list_tree(self, name: str, request: Request, body: bool) -> None:
@@ -320,41 +321,41 @@ class Handler(BaseHTTPRequestHandler):
                 self.send_header(key, value)
             self.end_headers()
             if body:
-                self.pour(content, file)
+                self.send_body(content, file)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
-    def pour(self, content: bytes | memoryview, file: str) -> None:
+    def send_body(self, content: bytes | memoryview, file: str) -> None:
         hub, view = self.hub, memoryview(content)
-        for at in range(0, len(content), PIECE):
-            piece = view[at : at + PIECE]
-            if file and hub.cut_after is not None and at + len(piece) > hub.cut_after:
+        for offset in range(0, len(content), CHUNK_NBYTES):
+            chunk = view[offset : offset + CHUNK_NBYTES]
+            if file and hub.cut_after is not None and offset + len(chunk) > hub.cut_after:
                 with hub.lock:
                     cut = hub.cuts > 0
                     hub.cuts -= cut
                 if cut:
-                    piece = piece[: hub.cut_after - at]
-                    self.wfile.write(piece)
+                    chunk = chunk[: hub.cut_after - offset]
+                    self.wfile.write(chunk)
                     self.wfile.flush()
-                    hub.served[file] += len(piece)
+                    hub.served[file] += len(chunk)
                     self.connection.shutdown(socket.SHUT_RDWR)
                     self.close_connection = True
                     return
-            self.wfile.write(piece)
+            self.wfile.write(chunk)
             with hub.lock:
-                hub.served[file] += len(piece)
+                hub.served[file] += len(chunk)
             if file and hub.rate:
-                time.sleep(len(piece) / hub.rate)
+                time.sleep(len(chunk) / hub.rate)
 
 
 def always(status: int, headers: dict[str, str] | None = None, body: bytes = b"", word: str = "", times: int = 1000) -> Disturbance:
     """Answers requests whose path holds `word`, for a number of times."""
-    left = [times]
+    num_left = [times]
 
     def disturb(request: Request) -> Reply | None:
-        if word not in request.path or not left[0]:
+        if word not in request.path or not num_left[0]:
             return None
-        left[0] -= 1
+        num_left[0] -= 1
         return status, headers or {}, body
 
     return disturb

@@ -34,7 +34,7 @@ class Terminal(io.StringIO):
 
 
 @dataclass
-class Person:
+class HubUser:
     """A user with a home folder who types commands."""
 
     home: Path
@@ -46,18 +46,18 @@ class Person:
         return {"HOME": str(self.home), "HF_ENDPOINT": self.endpoint, "XDG_DATA_HOME": str(self.home / "data"),
                 "XDG_CONFIG_HOME": str(self.home / "config"), "HF_HOME": str(self.home / "hf"), "TERM": "dumb", **self.variables}
 
-    def types(self, *words: str | Path, answers: str | None = None, **variables: str) -> Typed:
+    def run(self, *words: str | Path, answers: str | None = None, **variables: str) -> CommandResult:
         """Run a command; with `answers` at a terminal."""
         kind = io.StringIO if answers is None else Terminal
         environment = Environment(kind(answers or ""), io.StringIO(), kind(), self.env | variables)
         code = main([str(word) for word in words], environment)
-        return Typed(code, environment.stdout.getvalue(), environment.stderr.getvalue())
+        return CommandResult(code, environment.stdout.getvalue(), environment.stderr.getvalue())
 
-    def starts(self, *words: str | Path, **variables: str) -> subprocess.Popen:
+    def start(self, *words: str | Path, **variables: str) -> subprocess.Popen:
         """Start a separate process."""
-        return self.runs("-m", "effllm", *words, **variables)
+        return self.start_python("-m", "effllm", *words, **variables)
 
-    def runs(self, *words: str | Path, **variables: str) -> subprocess.Popen:
+    def start_python(self, *words: str | Path, **variables: str) -> subprocess.Popen:
         """Run a separate interpreter."""
         env = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "XDG_CACHE_HOME") if name in os.environ} | self.env | variables
         env.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # compiled kernels
@@ -74,7 +74,7 @@ class Person:
 
 
 @dataclass(frozen=True)
-class Typed:
+class CommandResult:
     code: int
     out: str
     err: str

@@ -10,7 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from command_line import typed
+from command_line import run_cli
 from gguf_samples import interleaved, write_model
 from remapped_checkpoints import RETOLD
 from safetensors.torch import load_file, save_file
@@ -84,7 +84,7 @@ def write_pair(folder: Path, out: Path, kind: str = "F32", name: str = "mmproj-m
 
 def _write_text(folder: Path, path: Path, arch: str, config: Mapping[str, object]) -> None:
     if arch in EXPORTED:
-        code, _, err = typed("export", folder, "-o", path)
+        code, _, err = run_cli("export", folder, "-o", path)
         assert code == 0, err
         return
     raw = dict(config["text_config"])

@@ -13,15 +13,16 @@ from contextlib import contextmanager
 from typing import Any
 
 QUESTION = "Tell me a story about the fox and the king."
-ASKED = [{"role": "user", "content": QUESTION}]
+MESSAGES = [{"role": "user", "content": QUESTION}]
 MINUTE = 60
 
 
-def until(holds: Callable[[], object], seconds: float = MINUTE, said: Callable[[], object] = lambda: "it never came so far") -> None:
+def wait_until(condition: Callable[[], object], seconds: float = MINUTE,
+               message: Callable[[], object] = lambda: "the condition never became true") -> None:
     """Wait for a condition; with a timeout generous enough for a busy machine, so no test should rely on its expiry."""
     end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, said()
+    while not condition():
+        assert time.monotonic() < end, message()
         time.sleep(0.02)
 
 
@@ -53,14 +54,14 @@ class Reply:
     def named_events(self) -> list[Any]:
         """The objects of a stream of named events, checking their names."""
         blocks = [[line for line in block.split("\n") if line and line[0] != ":"] for block in self.body.decode().split("\n\n")]
-        made = []
+        events = []
         for name, data in filter(None, blocks):
-            made.append(json.loads(data.removeprefix("data: ")))
-            assert name == f"event: {made[-1]['type']}"
-        return made
+            events.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {events[-1]['type']}"
+        return events
 
 
-class Served:
+class ServerProcess:
     """A running server. `err` is its terminal output so far."""
 
     def __init__(self, process: subprocess.Popen, stderr: Any) -> None:
@@ -88,44 +89,44 @@ class Served:
         connection.request(method, path, sent, {"Content-Type": "application/json", **named})
         return connection
 
-    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+    def request(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
         response = self.open(method, path, body, **headers)
         try:
             return Reply(response.status, dict(response.headers), response.read())
         finally:
             response.connection.close()
 
-    def chat(self, messages: Any = ASKED, **fields: Any) -> Reply:
-        return self.ask("POST", "/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 24, **fields})
+    def chat(self, messages: Any = MESSAGES, **fields: Any) -> Reply:
+        return self.request("POST", "/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 24, **fields})
 
     def complete(self, prompt: Any = "Once upon a time", **fields: Any) -> Reply:
-        return self.ask("POST", "/v1/completions", {"prompt": prompt, "temperature": 0, "max_tokens": 24, **fields})
+        return self.request("POST", "/v1/completions", {"prompt": prompt, "temperature": 0, "max_tokens": 24, **fields})
 
     def respond(self, input: Any = QUESTION, **fields: Any) -> Reply:
-        return self.ask("POST", "/v1/responses", {"input": input, "temperature": 0, "max_output_tokens": 24, **fields})
+        return self.request("POST", "/v1/responses", {"input": input, "temperature": 0, "max_output_tokens": 24, **fields})
 
-    def message(self, messages: Any = ASKED, path: str = "/v1/messages", **fields: Any) -> Reply:
-        return self.ask("POST", path, {"messages": messages, "temperature": 0, "max_tokens": 24, **fields})
+    def message(self, messages: Any = MESSAGES, path: str = "/v1/messages", **fields: Any) -> Reply:
+        return self.request("POST", path, {"messages": messages, "temperature": 0, "max_tokens": 24, **fields})
 
-    def until(self, said: str, seconds: float = MINUTE) -> None:
+    def wait_for_output(self, message: str, seconds: float = MINUTE) -> None:
         """Wait for a line of terminal output."""
-        until(lambda: said in self.err, seconds, lambda: self.err)
+        wait_until(lambda: message in self.err, seconds, lambda: self.err)
 
 
-def started(*flags: str, model: str | None = "fable", **variables: str) -> tuple[subprocess.Popen, Any]:
+def start_server(*flags: str, model: str | None = "fable", **variables: str) -> tuple[subprocess.Popen, Any]:
     """`model` None serves all local models."""
     stderr = tempfile.TemporaryFile("a+b")
-    named = [] if model is None else [model]
-    process = subprocess.Popen([sys.executable, "-P", "-m", "effllm", "serve", *named, "--port", "0", "--json", *flags],
+    model_argument = [] if model is None else [model]
+    process = subprocess.Popen([sys.executable, "-P", "-m", "effllm", "serve", *model_argument, "--port", "0", "--json", *flags],
                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env={**os.environ, **variables})
     return process, stderr
 
 
 @contextmanager
-def serving(*flags: str, model: str | None = "fable", **variables: str) -> Iterator[Served]:
-    process, stderr = started(*flags, model=model, **variables)
+def serving(*flags: str, model: str | None = "fable", **variables: str) -> Iterator[ServerProcess]:
+    process, stderr = start_server(*flags, model=model, **variables)
     try:
-        yield Served(process, stderr)
+        yield ServerProcess(process, stderr)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()

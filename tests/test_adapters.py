@@ -290,22 +290,22 @@ def test_it_may_be_wider_than_the_model(tmp_path: Path) -> None:
     assert_near(logits(opened(base, own)), logits(opened(tmp_path / "out")))
 
 
-def test_from_the_command_line(person, tmp_path: Path, own: Path) -> None:
+def test_from_the_command_line(user, tmp_path: Path, own: Path) -> None:
     """The text of the merged model, in a run, from a plan, and in a conversation that is not taken for another's."""
     list(merge(FABLE, own, tmp_path / "out"))
     asked = ("Once upon a time", "--raw", "-n", "12", "--temp", "0", "--kv", "32bit")
-    beside, merged, plain = (person.types("run", *words, *asked) for words in (("fable", "--lora", own), (tmp_path / "out",), ("fable",)))
+    beside, merged, plain = (user.run("run", *words, *asked) for words in (("fable", "--lora", own), (tmp_path / "out",), ("fable",)))
     assert beside.code == 0 and beside.out == merged.out != plain.out
-    shown = person.types("plan", "fable", "--lora", own, "--no-probe")
+    shown = user.run("plan", "fable", "--lora", own, "--no-probe")
     assert f"own: beside 42 matrices, rank {RANK}" in shown.out
-    first = person.types("run", "fable", "Once", "-n", "4", "--session", "tale", "--lora", own)
-    other = person.types("run", "fable", "And", "-n", "4", "--session", "tale")
+    first = user.run("run", "fable", "Once", "-n", "4", "--session", "tale", "--lora", own)
+    other = user.run("run", "fable", "And", "-n", "4", "--session", "tale")
     assert first.code == 0 and other.code == 2 and "was saved with another --lora, or none" in other.err
-    assert person.types("run", "fable", "And", "-n", "4", "--session", "tale", "--lora", own).code == 0
-    assert person.types("run", "fable", "Once", "-n", "4", "--session", "plain").code == 0
-    other = person.types("run", "fable", "And", "-n", "4", "--session", "plain", "--lora", own)
+    assert user.run("run", "fable", "And", "-n", "4", "--session", "tale", "--lora", own).code == 0
+    assert user.run("run", "fable", "Once", "-n", "4", "--session", "plain").code == 0
+    other = user.run("run", "fable", "And", "-n", "4", "--session", "plain", "--lora", own)
     assert other.code == 2 and "was saved with another --lora, or none" in other.err
-    refused = person.types("serve", "--lora", own)
+    refused = user.run("serve", "--lora", own)
     assert refused.code == 2 and "--lora is for a server of one model" in refused.err
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_line import CliRun
 from family_models import Case
 from gpu_runs import card_here, simulated
 from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
@@ -27,7 +28,6 @@ from test_adapters import (  # noqa: F401  a fixture
     widen,
 )
 from test_adapters_per_request import CHOICES, alone_and_together, logits_of
-from test_cli_eval import Ran
 
 from effllm import EffllmError
 from effllm.runtime.adapters.dora import OPENING, RATE
@@ -133,12 +133,12 @@ def test_what_is_counted_is_there_before_it_is_measured(own: Path) -> None:
 def test_a_plan_says_how_long_measuring_takes(own: Path, tmp_path: Path) -> None:
     """As products that a thread makes; nothing where no rows get lengths."""
     both = own, of_all_matrices(FABLE, tmp_path / "plain")
-    told = [Ran("plan", FABLE, "--lora", each, "--json", "--no-probe", "-t", "2") for each in both]
+    told = [CliRun("plan", FABLE, "--lora", each, "--json", "--no-probe", "-t", "2") for each in both]
     lengthened, plain = (json.loads(ran.out)["adapters"] for ran in told)
     assert lengthened["matrices"] == plain["matrices"] and plain["measuring_s"] == 0
     count = sum(tensor.numel() for name, tensor in weights(FABLE).items() if "layers" in name and tensor.dim() == 2)
     assert lengthened["measuring_s"] == pytest.approx(count * (OPENING + RANK) / (2 * RATE))
-    assert "; computing row norms for DoRA takes about" in Ran("plan", FABLE, "--lora", own, "--no-probe").out
+    assert "; computing row norms for DoRA takes about" in CliRun("plan", FABLE, "--lora", own, "--no-probe").out
 
 
 def test_what_has_no_direction_is_refused(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import CliRun
 from gpu_runs import card_here, simulated
 from streamed_models import streaming
 from test_adapters import assert_near, low_bit, of_all_matrices, opened  # noqa: F401  a fixture
 from test_cli_chat import STORY, Chat
-from test_cli_eval import SAMPLE, Ran
+from test_cli_eval import SAMPLE
 from test_continuous_batching import one_by_one, tokens_of, written
 
 import effllm
@@ -258,7 +259,7 @@ def test_prompts_that_are_kept_come_back_for_the_same_choice(pair: tuple[str, ..
 
 
 def measured(*words: object) -> dict[str, float]:
-    ran = Ran("eval", *words, "-c", "128", "--kv", "32bit", "--json")
+    ran = CliRun("eval", *words, "-c", "128", "--kv", "32bit", "--json")
     assert ran.code == 0, ran.err
     return json.loads(ran.out)
 

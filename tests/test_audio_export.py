@@ -11,7 +11,7 @@ import pytest
 from asr_models import written_asr
 from audio_gguf_files import write_ears, write_text
 from audio_models import opened, sound, written_hearing
-from command_line import typed
+from command_line import run_cli
 from omni_models import written_gemma4
 from test_audio_mmproj import written_usual_gemma4
 from transformers import WhisperFeatureExtractor
@@ -38,9 +38,9 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     place = tmp_path_factory.mktemp("written")
     folder, model, ours = place / "folder", place / "small.gguf", place / "mmproj-small.gguf"
     FAMILIES[request.param](folder)
-    code, _, said = typed("export", folder, "-o", model)
+    code, _, said = run_cli("export", folder, "-o", model)
     assert code == 0, said
-    code, out, err = typed("export", folder, "-o", ours, "--mmproj", "--json")
+    code, out, err = run_cli("export", folder, "-o", ours, "--mmproj", "--json")
     assert code == 0, err
     assert json.loads(out)["file"] == str(ours)
     return folder, model, ours, said
@@ -75,8 +75,8 @@ def test_audio_rows_of_both_are_nearly_those_of_the_folder(written: tuple[Path, 
 def test_one_file_of_both_senses_is_that_of_another_writer_and_gives_both(tmp_path: Path) -> None:
     folder, out = tmp_path / "folder", tmp_path / "mmproj-small.gguf"
     written_usual_gemma4(folder)
-    assert "to export the vision tower" in typed("export", folder, "-o", tmp_path / "small.gguf")[2]
-    code, _, err = typed("export", folder, "-o", out, "--mmproj")
+    assert "to export the vision tower" in run_cli("export", folder, "-o", tmp_path / "small.gguf")[2]
+    code, _, err = run_cli("export", folder, "-o", out, "--mmproj")
     assert code == 0, err
     write_ears(folder, tmp_path / "theirs.gguf")
     alike(out, tmp_path / "theirs.gguf")
@@ -86,7 +86,7 @@ def test_one_file_of_both_senses_is_that_of_another_writer_and_gives_both(tmp_pa
         ours, wanted = found[modality].encode(taken, EncodingJob()), encoder_of(folder, config, modality).encode(taken, EncodingJob())
         assert ours.tokens == wanted.tokens and np.abs(ours.rows - wanted.rows).max() < 1e-2 * np.abs(wanted.rows).max()
     written_gemma4(tmp_path / "other")
-    code, _, err = typed("export", tmp_path / "other", "-o", tmp_path / "mmproj.gguf", "--mmproj")
+    code, _, err = run_cli("export", tmp_path / "other", "-o", tmp_path / "mmproj.gguf", "--mmproj")
     assert code == 2 and "differs from other Gemma 4 models in more than sizes" in err and len(err.splitlines()) <= 3
 
 
@@ -99,7 +99,7 @@ def test_what_such_a_file_cannot_say_is_refused_in_one_line(tmp_path: Path) -> N
     ready.write_text(json.dumps({**json.loads(ready.read_text()), "n_fft": 512}))
     for name, line in (("asr", "of which 200 attend to each other, which such a file does not say"), ("audio", "frames of 512 samples"),
                        ("granite", "granite_speech")):
-        code, _, err = typed("export", tmp_path / name, "-o", tmp_path / "mmproj.gguf", "--mmproj")
+        code, _, err = run_cli("export", tmp_path / name, "-o", tmp_path / "mmproj.gguf", "--mmproj")
         assert code == 2 and line in err and len(err.splitlines()) <= 3 and not (tmp_path / "mmproj.gguf").exists()
 
 
@@ -115,7 +115,7 @@ def test_llamacpp_reads_the_same_audio_rows_from_it(family: str, seconds: float,
     folder, mmproj = tmp_path / "folder", tmp_path / "mmproj.gguf"
     {**FAMILIES, "qwen3_asr": lambda folder: written_asr(folder, True, n_window_infer=800), "gemma4": written_usual_gemma4}[family](folder)
     write_text(folder, tmp_path / "model.gguf")
-    assert typed("export", folder, "-o", mmproj, "--mmproj")[0] == 0
+    assert run_cli("export", folder, "-o", mmproj, "--mmproj")[0] == 0
     rows, _ = of_llamacpp(peer, tmp_path / "model.gguf", mmproj, sound(seconds))
     wanted = opened(folder).encode(sound(seconds), EncodingJob()).rows
     assert np.abs(rows[: len(wanted)] - wanted).max() < (2e-2 if family == "gemma4" else 1e-2) * np.abs(wanted).max()

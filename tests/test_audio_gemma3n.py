@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from audio_models import as_wav, sound
-from command_line import Ran
+from command_line import CliRun
 from family_models import assert_close
 from family_sizes import GEMMA_3N
 from omni_models import TEMPLATE
@@ -116,7 +116,7 @@ def test_an_image_is_refused_by_itself(gemma, tmp_path):
     assert isinstance(found[IMAGE_INPUT], UsageError) and "describes the image preprocessing" in found[IMAGE_INPUT].message
     wave.write_bytes(as_wav(sound(0.8)))
     image.write_bytes(b"")
-    ran = Ran("run", str(folder), "Who?", "--audio", str(wave), "--temp", "0", "-n", "4", "-c", "512")
+    ran = CliRun("run", str(folder), "Who?", "--audio", str(wave), "--temp", "0", "-n", "4", "-c", "512")
     assert ran.code == 0 and "audio clip of 0.8 s" in ran.err, ran.err
-    ran = Ran("run", str(folder), "Who?", "--image", str(image))
+    ran = CliRun("run", str(folder), "Who?", "--image", str(image))
     assert ran.code == 2 and "describes the image preprocessing" in ran.err

@@ -13,7 +13,7 @@ import pytest
 from asr_models import written_asr
 from audio_gguf_files import EARS, write_ears, write_hearing_pair
 from audio_models import as_wav, sound, written_hearing
-from command_line import typed
+from command_line import run_cli
 from hypothesis import given
 from hypothesis import strategies as st
 from omni_models import written_gemma4, written_later_omni, written_omni, written_unified
@@ -172,14 +172,14 @@ def test_a_run_takes_audio(ears: tuple[Path, Path, Path], tmp_path: Path) -> Non
     _, model, mmproj = ears
     wave = tmp_path / "note.wav"
     wave.write_bytes(as_wav(sound(0.9)))
-    code, out, err = typed("run", model, "", "--audio", wave, "-n", "4", "--temp", "0", "-c", "256")
+    code, out, err = run_cli("run", model, "", "--audio", wave, "-n", "4", "--temp", "0", "-c", "256")
     assert code == 0 and "audio clip of 0.9 s: 12 tokens" in err, err
-    assert typed("run", model, "", "--audio", wave, "-n", "4", "--temp", "0", "-c", "256", "--mmproj", mmproj)[:2] == (0, out)
-    shown = json.loads(typed("show", model, "--json")[1])
+    assert run_cli("run", model, "", "--audio", wave, "-n", "4", "--temp", "0", "-c", "256", "--mmproj", mmproj)[:2] == (0, out)
+    shown = json.loads(run_cli("show", model, "--json")[1])
     assert shown["audio"]["placeholder"] == "<|audio_pad|>" and shown["images"] is None
     alone = tmp_path / "alone.gguf"
     alone.symlink_to(model)
-    code, out, err = typed("run", alone, "", "--audio", wave)
+    code, out, err = run_cli("run", alone, "", "--audio", wave)
     assert code == 2 and not out and "there is no mmproj file next to it" in err and len(err.splitlines()) <= 3
 
 

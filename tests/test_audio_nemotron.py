@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from audio_models import as_wav, sound
-from command_line import Ran
+from command_line import CliRun
 from family_models import assert_close
 from omni_models import TEMPLATE
 from remapped_checkpoints import as_nemotron_omni
@@ -173,8 +173,8 @@ def test_an_answer_is_about_both_also_of_low_bit_weights(omni, tmp_path):
     folder, image, wave = omni[0], tmp_path / "1.png", tmp_path / "1.wav"
     image.write_bytes(as_png(picture(1)))
     wave.write_bytes(as_wav(sound(0.8)))
-    quantized = Ran("quantize", str(folder), "-o", str(tmp_path / "out"), "--bits", "8")
+    quantized = CliRun("quantize", str(folder), "-o", str(tmp_path / "out"), "--bits", "8")
     assert quantized.code == 0, quantized.err
     for model in (folder, tmp_path / "out"):
-        ran = Ran("run", str(model), "Who?", "--image", str(image), "--audio", str(wave), "--temp", "0", "-n", "4", "-c", "512")
+        ran = CliRun("run", str(model), "Who?", "--image", str(image), "--audio", str(wave), "--temp", "0", "-n", "4", "-c", "512")
         assert ran.code == 0 and "image of 64 × 48" in ran.err and "audio clip of 0.8 s: 13 tokens" in ran.err, ran.err

@@ -11,11 +11,11 @@ import pytest
 import torch
 from asr_models import EXTRACTOR, written_asr
 from audio_models import as_wav, opened, sound
-from command_line import typed
+from command_line import run_cli
 from family_models import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
-from server_process import Served, serving
+from server_process import ServerProcess, serving
 from test_serve_transcriptions import heard
 from transformers import PreTrainedModel
 from transformers.models.qwen3_asr.processing_qwen3_asr import LANGUAGE_CODE_TO_NAME, _parse_single_output
@@ -132,11 +132,11 @@ def test_a_run_has_no_text_besides_the_audio(asr: tuple[Path, PreTrainedModel], 
     wave = tmp_path / "note.wav"
     wave.write_bytes(as_wav(sound(0.9)))
     asked = ("--audio", wave, "-n", "4", "--temp", "0", "-c", "256")
-    code, out, err = typed("run", asr[0], "", *asked)
+    code, out, err = run_cli("run", asr[0], "", *asked)
     assert code == 0 and out.strip() and "audio clip of 0.9 s: 12 tokens" in err, err
-    code, out, err = typed("run", asr[0], "Who speaks?", *asked)
+    code, out, err = run_cli("run", asr[0], "Who speaks?", *asked)
     assert code == 2 and "drops text next to an audio clip" in err and "without text" in err and len(err.splitlines()) <= 3
-    assert typed("run", asr[0], "")[0] == 2
+    assert run_cli("run", asr[0], "")[0] == 2
 
 
 def test_a_transcript_is_told_without_what_heads_it() -> None:
@@ -151,7 +151,7 @@ def test_a_transcript_is_told_without_what_heads_it() -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Served:
+def server(tmp_path_factory: pytest.TempPathFactory) -> ServerProcess:
     folder = tmp_path_factory.mktemp("served")
     written_asr(folder)
     with serving("-c", "512", "-n", "8", "--temp", "0", "--name", "ears", model=str(folder)) as server:
@@ -159,7 +159,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 @pytest.mark.slow
-def test_a_server_transcribes_audio_in_the_requested_language(server: Served) -> None:
+def test_a_server_transcribes_audio_in_the_requested_language(server: ServerProcess) -> None:
     wave = as_wav(sound(0.9))
     part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(wave).decode(), "format": "wav"}}
     for more, begins in (({}, []), ({"language": "de"}, [{"role": "assistant", "content": "language German<asr_text>"}])):

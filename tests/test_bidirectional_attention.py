@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from bidirectional_models import INNER, WIDTH, as_gguf, both_ways, mean_of, turned_both_ways
 from gguf_samples import add_fable_tokenizer, write_model
-from hub_user import Person
+from hub_user import HubUser
 from packaged_embedder import FABLE
 from safetensors.numpy import load_file
 
@@ -97,10 +97,10 @@ def test_what_such_a_pass_cannot_do(model: Path, options: dict[str, object]) -> 
 
 
 def test_matrices_go_along_where_a_model_is_made_smaller(model: Path, tmp_path: Path) -> None:
-    person = Person(tmp_path, "http://127.0.0.1:9")
+    user = HubUser(tmp_path, "http://127.0.0.1:9")
     out = tmp_path / "b"
-    assert person.types("quantize", model, "-o", out, "--bits", "8", "--no-kv-profile").code == 0
-    assert person.types("verify", out).code == 0
+    assert user.run("quantize", model, "-o", out, "--bits", "8", "--no-kv-profile").code == 0
+    assert user.run("verify", out).code == 0
     for own, whole in zip(read_dense_layers(out, WIDTH), read_dense_layers(model, WIDTH), strict=True):
         assert np.array_equal(own.matrix, whole.matrix)
     *_, small = open_engine(out, EngineOptions(ctx=128))

@@ -10,7 +10,7 @@ import sys
 import pexpect
 import pytest
 from audio_models import as_wav, opened, sound, written_hearing
-from command_line import Ran
+from command_line import CliRun
 from server_process import serving
 from vision_language_models import as_png, picture
 
@@ -39,21 +39,21 @@ GREEDY = ("--temp", "0", "-n", "8", "--ignore-eos", "-c", "256")
 
 
 def test_an_answer_depends_on_the_given_audio(folder, files):
-    one, other = (Ran("run", str(folder), "Who?", "--audio", str(path), *GREEDY) for path in files)
+    one, other = (CliRun("run", str(folder), "Who?", "--audio", str(path), *GREEDY) for path in files)
     assert one.code == other.code == 0 and one.out != other.out, one.err
     assert "audio clip of 0.8 s: 20 tokens" in one.err and "takes audio too" not in one.err
-    both = Ran("run", str(folder), "Who?", "--audio", str(files[0]), "--audio", str(files[1]), *GREEDY)
+    both = CliRun("run", str(folder), "Who?", "--audio", str(files[0]), "--audio", str(files[1]), *GREEDY)
     assert both.code == 0 and both.out not in (one.out, other.out)
 
 
 def test_a_list_shows_audio_support_and_omits_the_column_where_no_model_has_it(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert "input" not in Ran("list").out.splitlines()[0]
-    assert Ran("alias", "listener", str(folder)).code == 0
-    listed = Ran("list").out.splitlines()
+    assert "input" not in CliRun("list").out.splitlines()[0]
+    assert CliRun("alias", "listener", str(folder)).code == 0
+    listed = CliRun("list").out.splitlines()
     assert "input" in listed[0] and {line.split()[0]: "text, audio" in line for line in listed[1:]} == {"fable": False, "listener": True}
-    rows = json.loads(Ran("list", "--json").out)["models"]
+    rows = json.loads(CliRun("list", "--json").out)["models"]
     assert {row["name"]: row["input_modalities"] for row in rows} == {"fable": ["text"], "listener": ["text", "audio"]}
 
 
@@ -61,14 +61,14 @@ def test_a_second_list_does_not_load_what_reads_towers_until_a_file_changes(fold
     own = shutil.copytree(folder, tmp_path / "own")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert Ran("alias", "listener", str(own)).code == 0
+    assert CliRun("alias", "listener", str(own)).code == 0
 
     looked, look = [], media.open_media
     monkeypatch.setattr(media, "open_media", lambda model, *more: looked.append(model) or look(model, *more))
 
     def listed():
         looked.clear()
-        return {row["name"]: row["input_modalities"] for row in json.loads(Ran("list", "--json").out)["models"]}, looked == [own]
+        return {row["name"]: row["input_modalities"] for row in json.loads(CliRun("list", "--json").out)["models"]}, looked == [own]
 
     hears = {"fable": ["text"], "listener": ["text", "audio"]}
     assert [listed(), listed()] == [(hears, True), (hears, False)]
@@ -87,11 +87,11 @@ def test_a_second_list_does_not_load_what_reads_towers_until_a_file_changes(fold
 
 
 def test_low_bit_weights_keep_the_published_audio_encoder(folder, files, tmp_path):
-    made = Ran("quantize", str(folder), "-o", str(tmp_path / "out"), "--bits", "8")
+    made = CliRun("quantize", str(folder), "-o", str(tmp_path / "out"), "--bits", "8")
     assert made.code == 0 and "takes audio too" not in made.err, made.err
     samples = sound(0.8)
     assert (opened(tmp_path / "out").encode(samples, _work()).rows == opened(folder).encode(samples, _work()).rows).all()
-    ran = Ran("run", str(tmp_path / "out"), "Who?", "--audio", str(files[0]), *GREEDY)
+    ran = CliRun("run", str(tmp_path / "out"), "Who?", "--audio", str(files[0]), *GREEDY)
     assert ran.code == 0 and "audio clip of 0.8 s: 20 tokens" in ran.err
 
 
@@ -113,21 +113,21 @@ def test_unreadable_audio_is_reported_before_weights_are_read(folder, files, tmp
                        ((str(folder), "Who?", "--image", str(image), "--audio", str(files[0])), "does not support image input"),
                        ((str(folder), "Who?", "--raw", "--audio", str(files[0])), "--audio cannot be combined with --raw"),
                        ((str(folder), "Who?", "--audio", str(long)), "1.5 s of audio are too long for this model")):
-        ran = Ran("run", *argv)
+        ran = CliRun("run", *argv)
         assert ran.code in (1, 2) and said in ran.err and not ran.out, (argv, ran.err)
-    ran = Ran("chat", "fable", "--audio", str(files[0]))
+    ran = CliRun("chat", "fable", "--audio", str(files[0]))
     assert ran.code == 2 and "effllm run MODEL --audio FILE" in ran.err
 
 
 def test_plan_and_show_state_audio_support_and_its_cost(folder):
     tower = opened(folder).bytes_needed()
-    shown, plan = (json.loads(Ran(command, str(folder), "--json").out) for command in ("show", "plan"))
+    shown, plan = (json.loads(CliRun(command, str(folder), "--json").out) for command in ("show", "plan"))
     assert shown["audio"] == {"placeholder": "<|AUDIO|>", "bytes": tower} and shown["images"] is None
     assert plan["media_bytes"] == tower
     for command, line in (("show", "supported, as <|AUDIO|>; the audio tower takes"), ("plan", "supported; the audio tower takes")):
-        ran = Ran(command, str(folder))
+        ran = CliRun(command, str(folder))
         assert ran.code == 0 and line in ran.out and "audio  " in ran.out and "takes audio too" not in ran.err
-    assert json.loads(Ran("show", "fable", "--json").out)["audio"] is None
+    assert json.loads(CliRun("show", "fable", "--json").out)["audio"] is None
 
 
 @pytest.mark.slow
@@ -179,8 +179,8 @@ def test_a_server_takes_audio_in_requests(folder):
                               ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}, "does not support image input")):
             reply = server.chat([{"role": "user", "content": [content]}])
             assert reply.status == 400 and said in reply.error["message"] and "messages[0].content[0]" in reply.error["message"], reply.body
-        props = server.ask("GET", "/props").json
+        props = server.request("GET", "/props").json
         assert props["modalities"] == {"vision": False, "audio": True}
-        card = server.ask("GET", "/v1/models").json["data"][0]
-        told = server.ask("POST", "/api/show", {"model": card["id"]}).json["capabilities"]
+        card = server.request("GET", "/v1/models").json["data"][0]
+        told = server.request("POST", "/api/show", {"model": card["id"]}).json["capabilities"]
         assert card["capabilities"] == ["completion", "audio"] and "audio" in told and "vision" not in told

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pexpect
 import pytest
-from command_line import Ran
+from command_line import CliRun
 from test_cli_session import FLAGS, MINUTE, MORE, STORY, THIRD, _compiled, home, told
 
 from effllm.cli.conversation import Conversation
@@ -69,9 +69,9 @@ def test_a_chat_is_kept_after_every_turn_and_comes_back(home: Path, told: list[s
 def test_of_two_chats_under_one_name_none_loses_the_others_words(home: Path) -> None:
     chat = Chat("--session", "tale")
     chat.say(STORY)
-    assert Ran("session", "rm", "tale", "--cache").code == 0
+    assert CliRun("session", "rm", "tale", "--cache").code == 0
     assert "meanwhile" not in chat.say(MORE), "the same conversation, without its cache"
-    assert Ran("run", "fable", THIRD, "--session", "tale", *FLAGS).code == 0
+    assert CliRun("run", "fable", THIRD, "--session", "tale", *FLAGS).code == 0
     theirs = (home / "tale.json").read_bytes()
     said = " ".join(chat.say("What then?").split())
     assert "another process saved session tale in the meantime: this conversation is saved as tale-2" in said
@@ -81,7 +81,7 @@ def test_of_two_chats_under_one_name_none_loses_the_others_words(home: Path) -> 
     chat.terminal.send("n\r")
     assert "session tale stays as it is" in chat._until(WAITS)
     assert re.search(r"saved \d+ messages and .* as tale-2", chat.say("/save")), "its own by now"
-    assert Ran("run", "fable", THIRD, "--session", "tale-2", *FLAGS).code == 0
+    assert CliRun("run", "fable", THIRD, "--session", "tale-2", *FLAGS).code == 0
     chat.terminal.send("/save\r")
     chat.terminal.expect_exact("Overwrite it?")
     chat.terminal.send("n\r")
@@ -106,7 +106,7 @@ def test_quotes_make_a_message_of_a_command_and_undo_leaves_nothing_of_the_only_
 
 @pytest.mark.slow
 def test_a_chat_takes_up_another_session_and_continues_with_that(home: Path) -> None:
-    assert Ran("run", "fable", STORY, "--session", "other", *FLAGS).code == 0
+    assert CliRun("run", "fable", STORY, "--session", "other", *FLAGS).code == 0
     kept = (home / "other.json").read_bytes()
     chat = Chat()
     assert "needs a name" in chat.say("/save") and "needs a name" in chat.say("/load")
@@ -162,16 +162,17 @@ def test_ctrl_c_while_a_session_is_saved_stops_the_saving_alone(home: Path, tmp_
 
 
 def test_a_session_of_another_version_costs_no_other_its_cache(home: Path) -> None:
-    assert Ran("run", "fable", STORY * 20, "--session", "old", *FLAGS).code == 0
+    assert CliRun("run", "fable", STORY * 20, "--session", "old", *FLAGS).code == 0
     path = home / "old.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
-    assert Ran("run", "fable", THIRD, "--session", "new", *FLAGS).code == 0
-    ran = Ran("run", "fable", MORE, "--session", "new", "--session-disk", str(sum(file.stat().st_size for file in home.rglob("*.kv")) - 1),
-              *FLAGS)
+    assert CliRun("run", "fable", THIRD, "--session", "new", *FLAGS).code == 0
+    limit = sum(file.stat().st_size for file in home.rglob("*.kv")) - 1
+    ran = CliRun("run", "fable", MORE, "--session", "new", "--session-disk", str(limit),
+                 *FLAGS)
     assert ran.code == 0 and "no cache can be removed: session old is unreadable here" in ran.err
-    kept = {entry["name"]: entry["tokens"] for entry in json.loads(Ran("session", "list", "--json").out)["sessions"]}
+    kept = {entry["name"]: entry["tokens"] for entry in json.loads(CliRun("session", "list", "--json").out)["sessions"]}
     assert kept["new"] > 24, "its cache stays"
-    assert "pages stay: session old cannot be read here" in Ran("session", "rm", "new", "-y").err
+    assert "pages stay: session old cannot be read here" in CliRun("session", "rm", "new", "-y").err
 
 
 def test_a_conversation_from_a_file_does_not_replace_the_session(home: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from command_line import Ran
+from command_line import CliRun
 
 import effllm
 from effllm.cli.flags import token_count, variable_name
@@ -32,7 +32,7 @@ def user(place: Path, text: str) -> None:
 
 
 def planned(*argv: str, **variables: str) -> int:
-    ran = Ran("plan", "fable", "--json", *argv)
+    ran = CliRun("plan", "fable", "--json", *argv)
     assert ran.code == 0, ran.err
     return json.loads(ran.out)["ctx"]
 
@@ -50,26 +50,26 @@ def test_each_place_wins_over_the_next(place: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_variable_of_no_flag_is_reported_and_one_of_another_command_is_not(place: Path) -> None:
-    ran = Ran("config", "show", EFFLLM_TMP="0.3", EFFLLM_NO_KV_PROFILE="1", EFFLLM_CTX_SIZE="256", EFFLLM_ZQX="1")
+    ran = CliRun("config", "show", EFFLLM_TMP="0.3", EFFLLM_NO_KV_PROFILE="1", EFFLLM_CTX_SIZE="256", EFFLLM_ZQX="1")
     said = [line for line in ran.err.splitlines() if "not the variable of any flag" in line]
     assert ran.code == 0 and len(said) == 2
     assert said[0] == "EFFLLM_TMP is not the variable of any flag, did you mean EFFLLM_TEMP?" and "EFFLLM_ZQX" in said[1]
-    assert "did you mean EFFLLM_TEMP?" in Ran("plan", "fable", "--no-probe", EFFLLM_TMP="0.3").err
+    assert "did you mean EFFLLM_TEMP?" in CliRun("plan", "fable", "--no-probe", EFFLLM_TMP="0.3").err
     for short, meant in (("CTX", "CTX_SIZE"), ("N", "PREDICT"), ("NUM_CTX", "CTX_SIZE"), ("NGL", "GPU_LAYERS"), ("TEMPERATURE", "TEMP")):
-        said = Ran("config", "show", **{f"EFFLLM_{short}": "3"}).err
+        said = CliRun("config", "show", **{f"EFFLLM_{short}": "3"}).err
         assert said == f"EFFLLM_{short} is not the variable of any flag, did you mean EFFLLM_{meant}?\n"
-    assert "did you mean EFFLLM_N_GEN?" in Ran("bench", EFFLLM_N="3").err, "what -n is to this command"
-    assert "variable" not in Ran("plan", "fable", "--no-probe", EFFLLM_TEMP="0.3", EFFLLM_PREDICTOR="8").err
+    assert "did you mean EFFLLM_N_GEN?" in CliRun("bench", EFFLLM_N="3").err, "what -n is to this command"
+    assert "variable" not in CliRun("plan", "fable", "--no-probe", EFFLLM_TEMP="0.3", EFFLLM_PREDICTOR="8").err
 
 
 def test_strict_refuses_a_variable_of_no_flag(place: Path) -> None:
     refusal = "--strict refuses this: EFFLLM_TMP is not the variable of any flag, did you mean EFFLLM_TEMP?"
     for argv, more in ((("--strict",), {}), ((), {"EFFLLM_STRICT": "1"})):
-        ran = Ran("plan", "fable", "--no-probe", *argv, EFFLLM_TMP="0.3", **more)
+        ran = CliRun("plan", "fable", "--no-probe", *argv, EFFLLM_TMP="0.3", **more)
         assert ran.code == 2 and refusal in ran.err and not ran.out
     user(place, "strict = true\n")
-    assert refusal in Ran("plan", "fable", "--no-probe", EFFLLM_TMP="0.3").err
-    assert Ran("config", "show", EFFLLM_TMP="0.3").code == 0, "where one looks for what is wrong"
+    assert refusal in CliRun("plan", "fable", "--no-probe", EFFLLM_TMP="0.3").err
+    assert CliRun("config", "show", EFFLLM_TMP="0.3").code == 0, "where one looks for what is wrong"
 
 
 @pytest.mark.slow
@@ -80,17 +80,17 @@ def test_a_context_may_be_written_in_thousands(place: Path, monkeypatch: pytest.
         with pytest.raises(ValueError):
             token_count(wrong)
     project(place, 'ctx-size = "1k"\n')
-    assert planned() == 1024 and json.loads(Ran("config", "show", "--json").out)["ctx-size"]["value"] == 1024
+    assert planned() == 1024 and json.loads(CliRun("config", "show", "--json").out)["ctx-size"]["value"] == 1024
     monkeypatch.setenv("EFFLLM_CTX_SIZE", "1K")
     project(place, "")
-    assert planned() == 1024 and json.loads(Ran("config", "show", "--json").out)["ctx-size"]["value"] == 1024
+    assert planned() == 1024 and json.loads(CliRun("config", "show", "--json").out)["ctx-size"]["value"] == 1024
 
 
 def test_show_says_what_holds_and_why(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     user(place, "# mine\ntop-k = 7\nkv = '32bit'\n")
     project(place, 'kv = "16bit"\n\nstop = ["END"]\nstrict = true\n')
     monkeypatch.setenv("EFFLLM_THREADS", "2")
-    shown = json.loads(Ran("config", "show", "fable", "--json").out)
+    shown = json.loads(CliRun("config", "show", "fable", "--json").out)
     assert shown["kv"] == {"value": "16bit", "origin": "effllm.toml:1"}
     assert shown["stop"] == {"value": ["END"], "origin": "effllm.toml:3"} and shown["strict"]["value"] is True
     assert shown["top-k"] == {"value": 7, "origin": f"{place}/home/effllm/config.toml:2"}
@@ -98,10 +98,10 @@ def test_show_says_what_holds_and_why(place: Path, monkeypatch: pytest.MonkeyPat
     assert shown["repeat-penalty"] == {"value": 1.2, "origin": "generation_config.json"}
     assert shown["kv-window"] == {"value": 128, "origin": "built in"}
     assert list(shown) == list(known_settings())
-    assert json.loads(Ran("config", "show", "--json").out)["repeat-penalty"] == {"value": 1.0, "origin": "built in"}
-    table = Ran("config", "show", "--origin")
+    assert json.loads(CliRun("config", "show", "--json").out)["repeat-penalty"] == {"value": 1.0, "origin": "built in"}
+    table = CliRun("config", "show", "--origin")
     assert "effllm.toml:1" in table.out and "EFFLLM_THREADS" in table.out and "looked for effllm.toml" in table.err
-    assert "effllm.toml" not in Ran("config", "show").out
+    assert "effllm.toml" not in CliRun("config", "show").out
 
 
 def test_show_and_a_run_leave_the_same_out(place: Path) -> None:
@@ -110,31 +110,31 @@ def test_show_and_a_run_leave_the_same_out(place: Path) -> None:
     reason = ("a context of 9000 is more than the 2048 positions that the model was trained for: ignored, since it is a setting for all "
               "models")
     for words in (("run", "fable", "Tell me a story.", "-n", "2"), ("plan", "fable", "--no-probe"), ("config", "show", "fable")):
-        ran = Ran(*words)
+        ran = CliRun(*words)
         assert ran.code == 0 and reason in ran.err and "--predict-neurons" in ran.err, words
-    shown = json.loads(Ran("config", "show", "fable", "--json").out)
+    shown = json.loads(CliRun("config", "show", "fable", "--json").out)
     assert shown["ctx-size"] == {"value": None, "origin": "built in, effllm.toml:1 is left out"}
     assert shown["predict-neurons"] == {"value": False, "origin": "built in, effllm.toml:2 is left out"}
     assert shown["kv"] == {"value": "8bit", "origin": "effllm.toml:3"}, "what the model can have stays"
-    assert json.loads(Ran("config", "show", "--json").out)["ctx-size"] == {"value": 9000, "origin": "effllm.toml:1"}
+    assert json.loads(CliRun("config", "show", "--json").out)["ctx-size"] == {"value": 9000, "origin": "effllm.toml:1"}
     project(place, "ctx-size = 512\n")
-    assert json.loads(Ran("config", "show", "fable", "--json").out)["ctx-size"] == {"value": 512, "origin": "effllm.toml:1"}
+    assert json.loads(CliRun("config", "show", "fable", "--json").out)["ctx-size"] == {"value": 512, "origin": "effllm.toml:1"}
 
 
 def test_show_leaves_out_the_bits_of_a_model_that_is_quantized(place: Path) -> None:
     project(place, "bits = 4\n")
-    assert json.loads(Ran("config", "show", "fable", "--json").out)["bits"]["value"] == 4
-    assert Ran("quantize", "fable", "-o", str(place / "small"), "--bits", "8").code == 0
-    ran = Ran("config", "show", str(place / "small"), "--json")
+    assert json.loads(CliRun("config", "show", "fable", "--json").out)["bits"]["value"] == 4
+    assert CliRun("quantize", "fable", "-o", str(place / "small"), "--bits", "8").code == 0
+    ran = CliRun("config", "show", str(place / "small"), "--json")
     assert json.loads(ran.out)["bits"] == {"value": None, "origin": "built in, effllm.toml:1 is left out"}
     assert "is quantized already (symmetric8:32): bits of effllm.toml:1 is ignored" in ran.err
 
 
 def test_switches_and_numbers_arrive(place: Path) -> None:
     project(place, "stats = true\ntemp = 0\npredict = 3\nsystem = 'Speak of the sea.'\n")
-    ran = Ran("run", "fable", "Tell me a story.")
+    ran = CliRun("run", "fable", "Tell me a story.")
     assert ran.code == 0 and "answer 3 tokens" in ran.err and "stopped after 3 tokens" in ran.err
-    assert "stopped after 2 tokens" in Ran("run", "fable", "Tell me a story.", "-n", "2").err
+    assert "stopped after 2 tokens" in CliRun("run", "fable", "Tell me a story.", "-n", "2").err
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -160,7 +160,7 @@ def test_switches_and_numbers_arrive(place: Path) -> None:
 def test_a_file_that_is_wrong_is_one_line_with_its_place(place: Path, text: str, said: str) -> None:
     (place / "effllm.toml").write_bytes(text.encode("utf-8", "surrogateescape"))
     for command in (("plan", "fable"), ("config", "show")):
-        ran = Ran(*command)
+        ran = CliRun(*command)
         lines = ran.err.splitlines()
         assert ran.code == 2 and ran.out == "" and len(lines) == 2 and lines[0].startswith(f"effllm: {said}"), ran.err
 
@@ -168,41 +168,41 @@ def test_a_file_that_is_wrong_is_one_line_with_its_place(place: Path, text: str,
 @pytest.mark.parametrize("text", ("yes = true\n", "a = 1\ntemp = = 2\n", "\udc80"))
 def test_help_is_there_whatever_a_file_says(place: Path, text: str) -> None:
     (place / "effllm.toml").write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert Ran("plan", "--help").code == 0 and Ran("--version").code == 0
+    assert CliRun("plan", "--help").code == 0 and CliRun("--version").code == 0
 
 
 def test_a_size_without_its_unit_is_answered_with_one(place: Path) -> None:
     for key in ("ram", "kv-ram", "session-disk"):
         project(place, f"{key} = 6\n")
         said = f'effllm: effllm.toml:1: {key} is a size between quotes, not 6\nhint: with its unit: {key} = "6G", or M\n'
-        assert Ran("config", "show").err == said
+        assert CliRun("config", "show").err == said
 
 
 def test_text_without_quotes_is_answered_with_how_it_is_written(place: Path) -> None:
     project(place, "kv = 8bit\n")
-    ran = Ran("plan", "fable")
+    ran = CliRun("plan", "fable")
     assert ran.code == 2 and ran.err.splitlines()[1] == 'hint: settings are lines of TOML, such as `temp = 0.5` or `kv = "8bit"`'
 
 
 def test_a_file_that_cannot_be_read_is_one_line(place: Path) -> None:
     (place / "effllm.toml").mkdir()
-    ran = Ran("plan", "fable")
+    ran = CliRun("plan", "fable")
     assert ran.code == 2 and ran.err.startswith("effllm: effllm.toml: not a regular file\nhint: ")
 
 
 def test_a_file_that_is_a_link_to_itself_is_one_line(place: Path) -> None:
     (place / "effllm.toml").symlink_to("effllm.toml")
-    ran = Ran("plan", "fable")
+    ran = CliRun("plan", "fable")
     assert ran.code == 2 and ran.err.startswith("effllm: effllm.toml: Too many levels of symbolic links\nhint: ")
 
 
 def test_a_file_that_is_linked_to_nothing_sets_nothing(place: Path) -> None:
     (place / "effllm.toml").symlink_to(os.devnull)
-    assert json.loads(Ran("config", "show", "--json").out)["kv"]["origin"] == "built in"
+    assert json.loads(CliRun("config", "show", "--json").out)["kv"]["origin"] == "built in"
 
 
 def test_every_setting_is_a_flag_and_has_a_default(place: Path) -> None:
-    shown = json.loads(Ran("config", "show", "--json").out)
+    shown = json.loads(CliRun("config", "show", "--json").out)
     assert {"temp", "ctx-size", "bits", "think", "markdown", "stats"} <= shown.keys()
     assert not {"json", "yes", "debug", "output", "file", "raw"} & shown.keys(), "what one command is to do is not a setting"
     for key, entry in shown.items():
@@ -223,7 +223,7 @@ WRONG = [("SEED", "abc", "'abc' is not a whole number"), ("TEMP", "hot", "'hot' 
 def test_a_wrong_value_of_a_variable_is_said_by_show_as_by_a_run(place: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str,
                                                                  said: str) -> None:
     monkeypatch.setenv(f"EFFLLM_{name}", value)
-    shown, ran = Ran("config", "show"), Ran("run", "fable", "hi")
+    shown, ran = CliRun("config", "show"), CliRun("run", "fable", "hi")
     assert shown.code == ran.code == 2 and shown.out == ran.out == ""
     assert shown.err == ran.err and shown.err.startswith(f"effllm: the variable EFFLLM_{name}: {said}") and "\nhint: " in shown.err
 
@@ -231,11 +231,11 @@ def test_a_wrong_value_of_a_variable_is_said_by_show_as_by_a_run(place: Path, mo
 def test_a_wrong_value_of_a_file_is_reported_with_its_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project(place, '# mine\nkv = "foo"\n')
     for command in (("config", "show"), ("plan", "fable"), ("run", "fable", "hi")):
-        assert Ran(*command).err.startswith("effllm: effllm.toml:2: --kv foo is not known\nhint: use 32bit"), command
-    assert Ran("plan", "fable", "--no-probe", "--kv", "8bit").code == 0, "what is typed holds"
+        assert CliRun(*command).err.startswith("effllm: effllm.toml:2: --kv foo is not known\nhint: use 32bit"), command
+    assert CliRun("plan", "fable", "--no-probe", "--kv", "8bit").code == 0, "what is typed holds"
     monkeypatch.setenv("EFFLLM_KV", "8bit")
-    assert Ran("plan", "fable", "--no-probe").code == 0, "and so does a variable"
-    assert json.loads(Ran("config", "show", "--json").out)["kv"] == {"value": "8bit", "origin": "EFFLLM_KV"}
+    assert CliRun("plan", "fable", "--no-probe").code == 0, "and so does a variable"
+    assert json.loads(CliRun("config", "show", "--json").out)["kv"] == {"value": "8bit", "origin": "EFFLLM_KV"}
 
 
 @pytest.mark.parametrize(("on", "off"), [("1", "0"), ("true", "false"), ("T", "f"), ("Yes", "NO"), ("y", "n"), ("on", "off"),
@@ -243,15 +243,15 @@ def test_a_wrong_value_of_a_file_is_reported_with_its_line(place: Path, monkeypa
 def test_show_knows_the_words_of_a_switch_that_commands_know(place: Path, monkeypatch: pytest.MonkeyPatch, on: str, off: str) -> None:
     monkeypatch.setenv("EFFLLM_EXACT", on)
     monkeypatch.setenv("EFFLLM_STRICT", off)
-    shown = json.loads(Ran("config", "show", "--json").out)
+    shown = json.loads(CliRun("config", "show", "--json").out)
     assert shown["exact"]["value"] is True and shown["strict"]["value"] is False
-    assert Ran("plan", "fable", "--no-probe").code == 0
+    assert CliRun("plan", "fable", "--no-probe").code == 0
 
 
 @pytest.mark.parametrize("word", ["2", "enable", "-"])
 def test_show_refuses_the_words_of_a_switch_that_commands_refuse(place: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.setenv("EFFLLM_STRICT", word)
-    shown, ran = Ran("config", "show"), Ran("plan", "fable", "--no-probe")
+    shown, ran = CliRun("config", "show"), CliRun("plan", "fable", "--no-probe")
     assert shown.code == ran.code == 2 and shown.err == ran.err and f"{word!r} is neither true nor false" in shown.err
 
 
@@ -259,15 +259,15 @@ def test_a_model_has_settings_of_its_own(place: Path, monkeypatch: pytest.Monkey
     """By the name that is typed, with what stands behind it or without; in each file before what is said of all."""
     user(place, "[model.fable]\nctx-size = 384\ntop-k = 9\n")
     project(place, "ctx-size = 512\n\n[model.'no/other.1']\nctx-size = 128\n")
-    shown = json.loads(Ran("config", "show", "fable", "--json").out)
+    shown = json.loads(CliRun("config", "show", "fable", "--json").out)
     assert shown["ctx-size"] == {"value": 512, "origin": "effllm.toml:1"}, "the stronger file holds"
     assert shown["top-k"] == {"value": 9, "origin": f"{place}/home/effllm/config.toml:3"}
-    assert json.loads(Ran("config", "show", "--json").out)["top-k"]["origin"] == "built in"
+    assert json.loads(CliRun("config", "show", "--json").out)["top-k"]["origin"] == "built in"
     project(place, "ctx-size = 512\n[model.fable]\nctx-size = 256\n[model.'fable:4bit']\nctx-size = 320\n")
-    assert json.loads(Ran("config", "show", "fable", "--json").out)["ctx-size"] == {"value": 256, "origin": "effllm.toml:3"}
+    assert json.loads(CliRun("config", "show", "fable", "--json").out)["ctx-size"] == {"value": 256, "origin": "effllm.toml:3"}
     assert planned() == 256 and planned("-c", "128") == 128
     for name, ctx in (("fable:8bit", 256), ("fable:4bit", 320), (str(FABLE), 512)):
-        ran = Ran("plan", name, "--json", "--no-probe")
+        ran = CliRun("plan", name, "--json", "--no-probe")
         assert ran.code == 0 and json.loads(ran.out)["ctx"] == ctx, (name, ran.err)
     monkeypatch.setenv("EFFLLM_CTX_SIZE", "192")
     assert planned() == 192
@@ -276,11 +276,11 @@ def test_a_model_has_settings_of_its_own(place: Path, monkeypatch: pytest.Monkey
 def test_what_is_said_of_one_model_is_not_left_out(place: Path) -> None:
     """A context that a model cannot have gives way where it was said of all models, and is an error where it was said of this one."""
     project(place, "ctx-size = 9000\n")
-    assert Ran("plan", "fable", "--no-probe").code == 0
+    assert CliRun("plan", "fable", "--no-probe").code == 0
     project(place, "[model.fable]\nctx-size = 9000\n")
-    ran = Ran("plan", "fable", "--no-probe")
+    ran = CliRun("plan", "fable", "--no-probe")
     assert ran.code == 2 and ran.err.startswith("effllm: effllm.toml:2: a context of 9000 is more than the 2048 positions"), ran.err
-    typed = Ran("plan", "fable", "--no-probe", "-c", "9001")
+    typed = CliRun("plan", "fable", "--no-probe", "-c", "9001")
     assert typed.code == 2 and typed.err.startswith("effllm: a context of 9001 is more"), "what was typed stands in no file"
 
 
@@ -294,13 +294,13 @@ def test_what_a_model_has_of_its_own_and_cannot_have_is_reported_with_its_place(
     """By a run; and where headers alone tell, by `config show`, which leaves nothing out that a run refuses."""
     project(place, f"temp = 1\n[model.fable]\n{line}\n")
     for command, refuses in ((("run", "fable", "hi", "-n", "1"), True), (("config", "show", "fable"), is_shown)):
-        ran = Ran(*command)
+        ran = CliRun(*command)
         if refuses:
             assert ran.code == code and ran.out == "" and ran.err.startswith(f"effllm: effllm.toml:3: {said}"), ran.err
             assert "left out" not in ran.err and ran.err.count("\n") == 2
         else:  # what memory decides may be otherwise the next time
             assert ran.code == 0 and f"a run would be refused because of effllm.toml:3: {said}" in ran.err, ran.err
-    assert Ran("config", "show", "--json").code == 0, "of no model in particular nothing is refused"
+    assert CliRun("config", "show", "--json").code == 0, "of no model in particular nothing is refused"
 
 
 def test_show_says_what_the_machine_refuses_and_no_more(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,30 +310,30 @@ def test_show_says_what_the_machine_refuses_and_no_more(place: Path, monkeypatch
     for line, said in (('device = "cuda"', "effllm.toml:1: --device cuda: torch finds no GPU here"),
                        ('vram = "2G"\nbits = 4', "effllm.toml:1: --vram 2G"), ('ram = "20M"', "effllm.toml:1: needs ")):
         project(place, line)
-        ran = Ran("config", "show", "fable", "--json")
+        ran = CliRun("config", "show", "fable", "--json")
         assert ran.code == 0 and ran.err.count("\n") == 1 and f"a run would be refused because of {said}" in ran.err, ran.err
         assert json.loads(ran.out)[line.split()[0]]["origin"] == "effllm.toml:1", "it holds, whatever comes of it"
     project(place, 'ram = "4G"\nkv-ram = "64M"\ndevice = "cpu"\nctx-size = 512\n')
-    assert Ran("config", "show", "fable").err == ""
+    assert CliRun("config", "show", "fable").err == ""
 
 
 def test_a_format_that_was_typed_wins_over_the_bits_of_the_name(place: Path) -> None:
     project(place, "[model.fable]\nbits = 4\nctx-size = 256\n[model.'fable:8bit']\nbits = 2\n")
-    bits = {name: json.loads(Ran("plan", name, "--json", "--no-probe").out)["weights_bytes"]
+    bits = {name: json.loads(CliRun("plan", name, "--json", "--no-probe").out)["weights_bytes"]
             for name in ("fable", "fable:4bit", "fable:6bit")}
     assert bits["fable"] == bits["fable:4bit"] < bits["fable:6bit"]
-    shown = json.loads(Ran("config", "show", "fable:6bit", "--json").out)
+    shown = json.loads(CliRun("config", "show", "fable:6bit", "--json").out)
     assert planned() == 256 == shown["ctx-size"]["value"] and shown["bits"] == {"value": None, "origin": "built in"}
-    ran = Ran("plan", "fable:8bit", "--no-probe")
+    ran = CliRun("plan", "fable:8bit", "--no-probe")
     assert ran.code == 2 and ran.err.startswith("effllm: effllm.toml:5: fable:8bit and --bits 2 disagree"), "a table of that very name"
     project(place, "bits = 4\n")
-    shown = json.loads(Ran("config", "show", "fable:6bit", "--json").out)
+    shown = json.loads(CliRun("config", "show", "fable:6bit", "--json").out)
     assert shown["bits"] == {"value": None, "origin": "built in, effllm.toml:1 is left out"}
 
 
 def test_a_draft_that_was_typed_is_reported_without_a_place(place: Path) -> None:
     project(place, '[model.fable]\ndraft = "nobody/here"\n')
-    ran = Ran("run", "fable", "hi", "-n", "1", "--draft", "./none")
+    ran = CliRun("run", "fable", "hi", "-n", "1", "--draft", "./none")
     assert ran.code == 3 and ran.err.startswith("effllm: there is no folder"), ran.err
 
 
@@ -347,5 +347,5 @@ def test_a_draft_that_was_typed_is_reported_without_a_place(place: Path) -> None
 def test_a_table_of_a_model_that_is_wrong_is_one_line_with_its_place(place: Path, text: str, said: str) -> None:
     project(place, text)
     for command in (("plan", "fable"), ("config", "show")):
-        ran = Ran(*command)
+        ran = CliRun(*command)
         assert ran.code == 2 and ran.out == "" and ran.err.startswith(f"effllm: {said}"), ran.err

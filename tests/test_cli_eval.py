@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import Ran
+from command_line import CliRun
 
 import effllm
 
@@ -23,40 +23,41 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "fable-4bit"
-    assert Ran("quantize", FABLE, "-o", folder, "--spec", "affine4:64", "--tensor-type", "v_proj=affine4:64", "--no-kv-profile").code == 0
+    ran = CliRun("quantize", FABLE, "-o", folder, "--spec", "affine4:64", "--tensor-type", "v_proj=affine4:64", "--no-kv-profile")
+    assert ran.code == 0
     return folder
 
 
 @pytest.mark.parametrize("words", (("kld", "--kv", "4bit"), pytest.param(
         ("recall", "--kv", "4bit", "--samples", "1"), marks=pytest.mark.slow)))
 def test_exact_ends_of_a_packed_cache_are_no_matter_of_the_reference(words: tuple[str, ...], text: Path) -> None:
-    ran = Ran("eval", words[0], FABLE, "--text", text, "-c", "512", *words[1:], "--kv-sink", "8", "--kv-window", "16", "--strict")
+    ran = CliRun("eval", words[0], FABLE, "--text", text, "-c", "512", *words[1:], "--kv-sink", "8", "--kv-window", "16", "--strict")
     assert ran.code == 0 and "has no effect" not in ran.err, ran.err
 
 
 @pytest.mark.parametrize("words", (("kld",), pytest.param(("recall", "--samples", "1"), marks=pytest.mark.slow)))
 def test_what_a_cache_would_pack_is_not_said_of_one_that_packs_nothing(words: tuple[str, ...], text: Path) -> None:
     for kv, packed in (("16bit", False), ("4bit", True)):
-        ran = Ran("eval", words[0], FABLE, "--text", text, "-c", "512", *words[1:], "--kv", kv)
+        ran = CliRun("eval", words[0], FABLE, "--text", text, "-c", "512", *words[1:], "--kv", kv)
         assert ran.code == 0 and "bits per value overall" in ran.out and ("packed" in ran.out) == packed, (ran.out, ran.err)
 
 
 def test_a_kernel_of_low_bit_weights_is_no_matter_of_a_reference_with_other_weights(text: Path, quantized: Path) -> None:
     words = ("eval", "kld", quantized, "--text", text, "-c", "128", "--kernel", "lut", "--strict", "--against")
-    ran = Ran(*words, FABLE)
+    ran = CliRun(*words, FABLE)
     assert ran.code == 0 and "has no effect" not in ran.err, ran.err
     assert f"reference       {FABLE}, its cache at 32bit\n" in ran.out, "the report says what it held the model against"
 
 
 def test_strict_still_means_the_run_that_is_measured_and_what_is_known_of_the_reference(text: Path, tmp_path: Path) -> None:
     words = ("eval", "kld", FABLE, "--text", text, "-c", "128", "--strict")
-    ran = Ran(*words, "--kv-sink", "8")
+    ran = CliRun(*words, "--kv-sink", "8")
     assert ran.code == 2 and "--kv-sink has no effect: at --kv 16bit" in ran.err
     odd = tmp_path / "odd"
     shutil.copytree(FABLE, odd)
     (odd / "config.json").write_text(json.dumps({**json.loads((FABLE / "config.json").read_text()), "tilted_attention": True}))
-    assert Ran(*words[:-1], "--against", odd).code == 0
-    ran = Ran(*words, "--against", odd)
+    assert CliRun(*words[:-1], "--against", odd).code == 0
+    ran = CliRun(*words, "--against", odd)
     assert ran.code == 2 and "tilted_attention" in ran.err
 
 
@@ -64,14 +65,14 @@ def test_a_context_of_the_settings_that_the_model_cannot_have_gives_way_to_the_u
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text(SAMPLE.read_text(encoding="utf-8")[:6000], encoding="utf-8")
     words = ("eval", "ppl", FABLE, "--text", tmp_path / "text.txt", "--json")
-    usual = Ran(*words)
+    usual = CliRun(*words)
     monkeypatch.setenv("EFFLLM_CTX_SIZE", "256")
-    assert Ran(*words).out != usual.out
+    assert CliRun(*words).out != usual.out
     monkeypatch.setenv("EFFLLM_CTX_SIZE", "99999")
-    ran = Ran(*words)
+    ran = CliRun(*words)
     assert usual.code == ran.code == 0 and ran.out == usual.out
     assert ran.err.count("a context of 99999 is more") == 1 and "ignored" in ran.err
-    refused = Ran(*words, "--strict")
+    refused = CliRun(*words, "--strict")
     assert refused.code == 2 and "--strict refuses" in refused.err
 
 
@@ -84,10 +85,10 @@ def test_models_of_other_tokenizers_are_not_compared(tmp_path: Path, text: Path)
     content["model"]["vocab"] |= {one: 4095, two: 4094}
     (other / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     words = ("eval", "kld", FABLE, "--text", text, "-c", "128", "--against")
-    ran = Ran(*words, other)
+    ran = CliRun(*words, other)
     assert ran.code == 2 and f"{other} has another tokenizer than {FABLE}: token 4094 is {two!r} and {one!r}" in ran.err
     special = json.loads(raw)["added_tokens"][-1]["content"]
     (named / "tokenizer.json").write_text(raw.replace(json.dumps(special), '"<|another|>"'), encoding="utf-8")
     (named / "tokenizer_config.json").unlink()
-    assert Ran(*words, named).code == 0
-    assert Ran("export", FABLE, "-o", tmp_path / "m.gguf").code == 0 and Ran(*words, tmp_path / "m.gguf").code == 0
+    assert CliRun(*words, named).code == 0
+    assert CliRun("export", FABLE, "-o", tmp_path / "m.gguf").code == 0 and CliRun(*words, tmp_path / "m.gguf").code == 0

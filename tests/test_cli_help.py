@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from command_line import Ran
+from command_line import CliRun
 
 from effllm.cli.app import build
 from effllm.cli.env_variables import SECOND, VARIABLES
@@ -57,7 +57,7 @@ def effllm(*words: str, **variables: str) -> subprocess.CompletedProcess:
 def page(*words: str) -> str:
     with pytest.MonkeyPatch.context() as patched, redirect_stdout(io.StringIO()) as out:
         patched.setenv("COLUMNS", str(WIDTH))
-        ran = Ran(*words, "--help")
+        ran = CliRun(*words, "--help")
     assert ran.code == 0 and not ran.err, ran.err
     return out.getvalue() + ran.out
 

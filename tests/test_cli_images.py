@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pexpect
 import pytest
-from command_line import Ran
+from command_line import CliRun
 from patch_encoder import __file__ as PROGRAM
 from patch_encoder import patch_sights_of
 from vision_language_models import TEMPLATE, as_png, folder, picture
@@ -46,11 +46,11 @@ GREEDY = ("--temp", "0", "-n", "8", "--ignore-eos", "-c", "256")
 
 
 def test_an_answer_depends_on_the_given_images(folder, files):
-    one, other = (Ran("run", str(folder), "Who?", "--image", str(path), *GREEDY) for path in files)
+    one, other = (CliRun("run", str(folder), "Who?", "--image", str(path), *GREEDY) for path in files)
     assert one.code == other.code == 0 and one.out != other.out
     assert "image of 64 × 48: 16 tokens" in one.err
-    both = Ran("run", str(folder), "Who?", "--image", str(files[0]), "--image", str(files[1]), "--stats", *GREEDY)
-    alone = Ran("run", str(folder), "Who?", "--stats", *GREEDY)
+    both = CliRun("run", str(folder), "Who?", "--image", str(files[0]), "--image", str(files[1]), "--stats", *GREEDY)
+    alone = CliRun("run", str(folder), "Who?", "--stats", *GREEDY)
     assert both.err.count("image of") == 1, "the same line is said once"
     prompt = [int(ran.err.partition("prompt ")[2].split()[0]) for ran in (alone, both)]
     assert prompt[1] - prompt[0] == 32 and both.out not in (one.out, other.out, alone.out)
@@ -58,7 +58,7 @@ def test_an_answer_depends_on_the_given_images(folder, files):
 
 def test_low_bit_weights_see_what_the_model_was_published_with(folder, files):
     """What is quantized is the text model alone; the images are seen from the folder that it was made of."""
-    ran = Ran("run", str(folder), "Who?", "--bits", "8", "--image", str(files[0]), *GREEDY)
+    ran = CliRun("run", str(folder), "Who?", "--bits", "8", "--image", str(files[0]), *GREEDY)
     assert ran.code == 0 and "image of" in ran.err
 
 
@@ -70,27 +70,27 @@ def test_unreadable_images_are_reported_before_weights_are_read(folder, files, t
                        ((str(folder), "Who?", "--image", str(text)), "not a readable image"),
                        ((str(folder), "Who?", "--image", str(tmp_path / "absent.png")), "No such file"),
                        ((str(folder), "Who?", "--raw", "--image", str(files[0])), "--image cannot be combined with --raw")):
-        ran = Ran("run", *argv)
+        ran = CliRun("run", *argv)
         assert ran.code in (1, 2) and said in ran.err and not ran.out, argv
         assert len(ran.err.strip().splitlines()) == 2, "the failure and its next step"
-    ran = Ran("chat", "fable", "--image", str(files[0]))
+    ran = CliRun("chat", "fable", "--image", str(files[0]))
     assert ran.code == 2 and "effllm run MODEL --image FILE" in ran.err
 
 
 def test_an_image_too_many_for_the_context_is_reported(folder, files):
-    ran = Ran("run", str(folder), "Who?", "--image", str(files[0]), "-c", "20")
+    ran = CliRun("run", str(folder), "Who?", "--image", str(files[0]), "-c", "20")
     assert ran.code == 5 and "context" in ran.err and "image of" not in ran.err
 
 
 def test_plan_and_show_state_image_support_and_its_cost(folder):
     tower = patch_sights_of(folder, type("Config", (), {"hidden_size": 64}))[IMAGE_INPUT].bytes_needed()
-    shown, plan = (json.loads(Ran(command, str(folder), "--json").out) for command in ("show", "plan"))
+    shown, plan = (json.loads(CliRun(command, str(folder), "--json").out) for command in ("show", "plan"))
     assert shown["images"] == {"placeholder": "<image>", "bytes": tower} and plan["media_bytes"] == tower
     for command, line in (("show", "supported, as <image>"), ("plan", "the vision tower takes 48.00 KiB")):
-        ran = Ran(command, str(folder))
+        ran = CliRun(command, str(folder))
         assert ran.code == 0 and line in ran.out and "takes images too" not in ran.err
-    assert json.loads(Ran("show", "fable", "--json").out)["images"] is None
-    assert json.loads(Ran("plan", "fable", "--json").out)["media_bytes"] == 0
+    assert json.loads(CliRun("show", "fable", "--json").out)["images"] is None
+    assert json.loads(CliRun("plan", "fable", "--json").out)["media_bytes"] == 0
 
 
 def test_an_image_goes_with_the_next_message_of_a_chat(folder, files):

@@ -8,7 +8,7 @@ import sys
 import pexpect
 import pytest
 from audio_models import as_wav, sound
-from command_line import Ran
+from command_line import CliRun
 from omni_models import written_gemma4
 from server_process import serving
 from vision_language_models import as_png, picture
@@ -30,27 +30,27 @@ def folder(tmp_path_factory):
 
 def test_an_answer_is_about_both(folder, tmp_path):
     shown, heard = ("--image", str(folder / "1.png")), ("--audio", str(folder / "1.wav"))
-    ran = [Ran("run", str(folder), "Who?", *given, *GREEDY) for given in (shown, heard, (*shown, *heard))]
+    ran = [CliRun("run", str(folder), "Who?", *given, *GREEDY) for given in (shown, heard, (*shown, *heard))]
     assert all(each.code == 0 for each in ran) and len({each.out for each in ran}) == 3, ran[-1].err
     assert "image of 64 × 48" in ran[2].err and "audio clip of 0.8 s: 22 tokens" in ran[2].err and " too" not in ran[2].err
-    made = Ran("quantize", str(folder), "-o", str(tmp_path / "out"), "--bits", "8")
+    made = CliRun("quantize", str(folder), "-o", str(tmp_path / "out"), "--bits", "8")
     assert made.code == 0 and "audio too" not in made.err, made.err
-    low = Ran("run", str(tmp_path / "out"), "Who?", *shown, *heard, *GREEDY)
+    low = CliRun("run", str(tmp_path / "out"), "Who?", *shown, *heard, *GREEDY)
     assert low.code == 0 and "image of 64 × 48" in low.err and "audio clip of 0.8 s: 22 tokens" in low.err
 
 
 def test_list_show_and_plan_say_both(folder, tmp_path, monkeypatch):
     for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
-    assert Ran("alias", "both", str(folder)).code == 0
-    assert any("text, image, audio" in line for line in Ran("list").out.splitlines())
-    rows = json.loads(Ran("list", "--json").out)["models"]
+    assert CliRun("alias", "both", str(folder)).code == 0
+    assert any("text, image, audio" in line for line in CliRun("list").out.splitlines())
+    rows = json.loads(CliRun("list", "--json").out)["models"]
     assert {row["name"]: row["input_modalities"] for row in rows}["both"] == ["text", "image", "audio"]
-    shown, plan = (json.loads(Ran(command, "both", "--json").out) for command in ("show", "plan"))
+    shown, plan = (json.loads(CliRun(command, "both", "--json").out) for command in ("show", "plan"))
     assert shown["images"]["placeholder"] == "<|image|>" and shown["audio"]["placeholder"] == "<|audio|>"
     assert plan["media_bytes"] == shown["images"]["bytes"] + shown["audio"]["bytes"]
     for command in ("show", "plan"):
-        said = Ran(command, "both").out
+        said = CliRun(command, "both").out
         assert "the vision tower takes" in said and "the audio tower takes" in said
 
 
@@ -63,20 +63,20 @@ def test_a_request_may_hold_both_in_any_order(folder):
             assert reply.status == 200, reply.body
             said.append(reply.json["choices"][0]["message"]["content"])
         assert said[0] == said[3] and len(set(said)) == 3
-        assert server.ask("GET", "/props").json["modalities"] == {"vision": True, "audio": True}
-        assert server.ask("GET", "/v1/models").json["data"][0]["capabilities"] == ["completion", "vision", "audio"]
+        assert server.request("GET", "/props").json["modalities"] == {"vision": True, "audio": True}
+        assert server.request("GET", "/v1/models").json["data"][0]["capabilities"] == ["completion", "vision", "audio"]
 
 
 def test_a_conversation_that_is_saved_knows_both_again(folder, tmp_path, monkeypatch):
     for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
     given = ("--image", str(folder / "1.png"), "--audio", str(folder / "1.wav"))
-    first = Ran("run", str(folder), "Who?", *given, *GREEDY, "--session", "talk")
-    again = Ran("run", str(folder), "And?", *GREEDY, "--session", "talk")
+    first = CliRun("run", str(folder), "Who?", *given, *GREEDY, "--session", "talk")
+    again = CliRun("run", str(folder), "And?", *GREEDY, "--session", "talk")
     assert first.code == again.code == 0 and "audio clip of 0.8 s" in first.err, first.err + again.err
     assert again.out and "audio clip of" not in again.err and "image of" not in again.err
     (tmp_path / "2.png").write_bytes(as_png(picture(2)))
-    another = Ran("run", str(folder), "And here?", "--image", str(tmp_path / "2.png"), *GREEDY, "--session", "talk")
+    another = CliRun("run", str(folder), "And here?", "--image", str(tmp_path / "2.png"), *GREEDY, "--session", "talk")
     assert another.code == 0 and another.err.count("image of") == 1, another.err
 
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import Ran
+from command_line import CliRun
 
 import effllm
 from effllm.cli.app import main
@@ -41,7 +41,7 @@ def test_a_pipe_gets_the_answer_and_nothing_else() -> None:
     ran = shell(f'EFFLLM run fable "{STORY}" --temp 0 -n 30 2>/dev/null | cat')
     assert len(ran.stdout.split()) > 10 and ran.stdout.endswith("\n")
     assert not any(ord(c) < 32 and c != "\n" for c in ran.stdout)
-    assert Ran("run", "fable", STORY, "--temp", "0", "-n", "30").out == ran.stdout, "the same words, whoever listens"
+    assert CliRun("run", "fable", STORY, "--temp", "0", "-n", "30").out == ran.stdout, "the same words, whoever listens"
 
 
 def test_a_reader_that_leaves_is_no_failure() -> None:
@@ -75,22 +75,22 @@ def test_standard_input_file_and_argument_are_one_prompt(tmp_path: Path) -> None
     path = tmp_path / "letter.txt"
     path.write_text("A fox met a king.\n")
     flags = ("--raw", "--temp", "0", "-n", "8")
-    whole = Ran("run", "fable", "A fox met a king.\n\nThe king said", *flags)
+    whole = CliRun("run", "fable", "A fox met a king.\n\nThe king said", *flags)
     assert whole.code == 0 and whole.out.strip()
-    assert Ran("run", "fable", "The king said", "-f", str(path), *flags).out == whole.out
-    assert Ran("run", "fable", "The king said", "-f", "-", *flags, stdin="A fox met a king.\n").out == whole.out
-    assert Ran("run", "fable", *flags, stdin="A fox met a king.\n\nThe king said").out == whole.out
+    assert CliRun("run", "fable", "The king said", "-f", str(path), *flags).out == whole.out
+    assert CliRun("run", "fable", "The king said", "-f", "-", *flags, stdin="A fox met a king.\n").out == whole.out
+    assert CliRun("run", "fable", *flags, stdin="A fox met a king.\n\nThe king said").out == whole.out
     piped = shell(f'cat {path} | EFFLLM run fable "The king said" {" ".join(flags)}')
     assert piped.stdout == whole.out, piped.stderr
 
 
 def test_chat_into_a_pipe_answers_once() -> None:
     flags = ("--temp", "0", "-n", "12", "--markdown")  # which a pipe is spared
-    assert Ran("chat", "fable", *flags, stdin=STORY + "\n").out == Ran("run", "fable", STORY, *flags).out
+    assert CliRun("chat", "fable", *flags, stdin=STORY + "\n").out == CliRun("run", "fable", STORY, *flags).out
 
 
 def test_json_is_one_object_with_the_promised_keys() -> None:
-    ran = Ran("run", "fable", STORY, "--seed", "7", "-n", "20", "--json")
+    ran = CliRun("run", "fable", STORY, "--seed", "7", "-n", "20", "--json")
     figures = json.loads(ran.out)
     assert ran.code == 0 and ran.out.count("\n") == 1
     shape = {"text": str, "token_ids": list, "finish_reason": str, "seed": int, "usage": {"prompt_tokens": int, "completion_tokens": int},
@@ -110,46 +110,46 @@ def test_json_is_one_object_with_the_promised_keys() -> None:
 
 
 def test_the_same_seed_writes_the_same_text() -> None:
-    one, two, other = (Ran("run", "fable", STORY, "--seed", seed, "-n", "25").out for seed in ("11", "11", "12"))
+    one, two, other = (CliRun("run", "fable", STORY, "--seed", seed, "-n", "25").out for seed in ("11", "11", "12"))
     assert one == two != other
 
 
 def test_a_seed_of_minus_one_is_a_random_one_as_in_other_tools() -> None:
-    seeds = {json.loads(Ran("run", "fable", STORY, "--seed", "-1", "-n", "1", "--json").out)["seed"] for _ in range(2)}
+    seeds = {json.loads(CliRun("run", "fable", STORY, "--seed", "-1", "-n", "1", "--json").out)["seed"] for _ in range(2)}
     assert len(seeds) == 2 and min(seeds) >= 0
 
 
 def test_no_tokens_evaluates_the_prompt_and_writes_nothing() -> None:
-    ran = Ran("run", "fable", STORY, "-n", "0")
+    ran = CliRun("run", "fable", STORY, "-n", "0")
     assert (ran.code, ran.out) == (0, "") and "stopped after 0 tokens" in ran.err
-    figures = json.loads(Ran("run", "fable", STORY, "-n", "0", "--json").out)
+    figures = json.loads(CliRun("run", "fable", STORY, "-n", "0", "--json").out)
     assert (figures["text"], figures["finish_reason"]) == ("", "length") and figures["usage"]["prompt_tokens"] > 10
 
 
 def test_a_stop_string_ends_the_answer_before_it() -> None:
-    whole = Ran("run", "fable", STORY, "--temp", "0", "-n", "30").out
+    whole = CliRun("run", "fable", STORY, "--temp", "0", "-n", "30").out
     word = whole.split()[6]
-    cut = Ran("run", "fable", STORY, "--temp", "0", "-n", "30", "--stop", word)
+    cut = CliRun("run", "fable", STORY, "--temp", "0", "-n", "30", "--stop", word)
     assert cut.code == 0 and cut.out.strip() == whole[: whole.index(word)].strip()
     assert "stopped" not in cut.err
 
 
 def test_a_prompt_beyond_the_context_names_both_numbers() -> None:
-    ran = Ran("run", "fable", "--raw", "word " * 400, "-c", "256")
+    ran = CliRun("run", "fable", "--raw", "word " * 400, "-c", "256")
     assert ran.code == 5 and ran.out == ""
     line = ran.err.splitlines()[-2]
     assert " 256" in line and any(int(number) > 256 for number in line.split() if number.isdigit()), ran.err
-    assert Ran("run", "fable", "--raw", "word " * 400, "-c", "256", "--overflow", "shift", "-n", "3").code == 0
+    assert CliRun("run", "fable", "--raw", "word " * 400, "-c", "256", "--overflow", "shift", "-n", "3").code == 0
 
 
 def test_a_full_context_ends_the_answer_and_says_so() -> None:
-    ran = Ran("run", "fable", STORY, "-c", "128", "--ignore-eos", "--temp", "0")
+    ran = CliRun("run", "fable", STORY, "-c", "128", "--ignore-eos", "--temp", "0")
     assert ran.code == 0 and ran.out.strip()
     assert "context of 128 tokens is full" in ran.err and "(-n)" not in ran.err
 
 
 def test_stats_are_on_stderr() -> None:
-    ran = Ran("run", "fable", STORY, "-n", "5", "--seed", "3", "--stats")
+    ran = CliRun("run", "fable", STORY, "-n", "5", "--seed", "3", "--stats")
     for said in ("prompt ", "answer 5 tokens", "first token", "seed 3", "memory", "weights 11.01 MiB", "context ", "of 2048 tokens"):
         assert said in ran.err, said
     assert "seed" not in ran.out
@@ -158,7 +158,7 @@ def test_stats_are_on_stderr() -> None:
 def test_stats_say_what_of_the_cache_is_packed() -> None:
     """A cache of 16 bits packs nothing ever, one of few bits nothing yet."""
     def cache(*words: str) -> str:
-        ran = Ran("run", "fable", *words, "-n", "3", "--temp", "0", "--stats")
+        ran = CliRun("run", "fable", *words, "-n", "3", "--temp", "0", "--stats")
         return next(line for line in ran.err.splitlines() if line.startswith("context "))
 
     long = "word " * 400
@@ -169,15 +169,16 @@ def test_stats_say_what_of_the_cache_is_packed() -> None:
 
 def test_raw_and_template_differ_and_a_system_prompt_is_read() -> None:
     flags = ("--temp", "0", "-n", "12")
-    chat, raw = Ran("run", "fable", STORY, *flags).out, Ran("run", "fable", STORY, "--raw", *flags).out
+    chat, raw = CliRun("run", "fable", STORY, *flags).out, CliRun("run", "fable", STORY, "--raw", *flags).out
     assert chat != raw
-    longer = json.loads(Ran("run", "fable", STORY, "-s", "Speak of the sea.", "-n", "0", "--json").out)["usage"]["prompt_tokens"]
-    assert longer > json.loads(Ran("run", "fable", STORY, "-n", "0", "--json").out)["usage"]["prompt_tokens"]
+    longer = json.loads(CliRun("run", "fable", STORY, "-s", "Speak of the sea.", "-n", "0", "--json").out)["usage"]["prompt_tokens"]
+    assert longer > json.loads(CliRun("run", "fable", STORY, "-n", "0", "--json").out)["usage"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize("flags", [("--kv", "32bit"), ("--load", "mmap"), ("-t", "1"), ("--kv-sink", "0")], ids=" ".join)
 def test_ways_to_run_give_the_same_words(flags: tuple[str, ...]) -> None:
-    assert Ran("run", "fable", STORY, "--temp", "0", "-n", "10", *flags).out == Ran("run", "fable", STORY, "--temp", "0", "-n", "10").out
+    command = ("run", "fable", STORY, "--temp", "0", "-n", "10")
+    assert CliRun(*command, *flags).out == CliRun(*command).out
 
 
 def test_an_interrupt_keeps_what_was_written_and_ends_with_130() -> None:
@@ -223,7 +224,7 @@ def test_a_folder_without_a_tokenizer_is_reported_before_the_weights_are_read(tm
     for name in ("config.json", "model.safetensors"):
         os.link(packaged / name, tmp_path / name) if os.stat(packaged).st_dev == os.stat(tmp_path).st_dev else (
             (tmp_path / name).write_bytes((packaged / name).read_bytes()))
-    ran = Ran("run", str(tmp_path), STORY)
+    ran = CliRun("run", str(tmp_path), STORY)
     assert ran.code == 3 and "tokenizer.json" in ran.err and ran.out == ""
 
 
@@ -234,10 +235,10 @@ def test_a_broken_generation_config_is_one_line(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).symlink_to(packaged / name)
     (tmp_path / "generation_config.json").write_text("[1, 2")
-    ran = Ran("run", str(tmp_path), STORY, "-n", "2")
+    ran = CliRun("run", str(tmp_path), STORY, "-n", "2")
     assert ran.code == 1 and "generation_config.json" in ran.err and len(ran.err.splitlines()) == 2
     (tmp_path / "generation_config.json").unlink()
-    assert Ran("run", str(tmp_path), STORY, "-n", "2").code == 0
+    assert CliRun("run", str(tmp_path), STORY, "-n", "2").code == 0
 
 
 @pytest.mark.parametrize(("content", "said"), [
@@ -254,7 +255,7 @@ def test_an_irregular_generation_config_is_a_remark(tmp_path: Path, content: dic
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).symlink_to(packaged / name)
     (tmp_path / "generation_config.json").write_text(json.dumps(content))
-    ran = Ran("run", str(tmp_path), STORY, "-n", "2", "--seed", "1")
+    ran = CliRun("run", str(tmp_path), STORY, "-n", "2", "--seed", "1")
     lines = [line for line in ran.err.splitlines() if "generation_config.json" in line]
     assert ran.code == 0 and len(lines) == bool(said) and "Traceback" not in ran.err, ran.err
     assert not said or (said in lines[0] and len(lines[0]) < 240)
@@ -264,13 +265,13 @@ def test_an_irregular_generation_config_is_a_remark(tmp_path: Path, content: dic
 
 
 def test_list_and_show_know_the_packaged_model() -> None:
-    listed = json.loads(Ran("list", "--json").out)
+    listed = json.loads(CliRun("list", "--json").out)
     fable = next(model for model in listed["models"] if model["name"] == "fable")
     assert fable["family"] == "llama" and fable["licence"] == "Apache-2.0"
-    assert "fable" in Ran("list").out and "llama3" in Ran("list", "--all").out
-    shown = json.loads(Ran("show", "fable", "--json").out)
+    assert "fable" in CliRun("list").out and "llama3" in CliRun("list", "--all").out
+    shown = json.loads(CliRun("show", "fable", "--json").out)
     assert shown["context"] == 2048 and shown["parameters"] == fable["parameters"] and shown["chat_template"] is True
-    assert "2048 tokens" in Ran("show", "fable").out and "not in the template" in Ran("show", "fable").out and shown["tools"] is None
+    assert "2048 tokens" in CliRun("show", "fable").out and "not in the template" in CliRun("show", "fable").out and shown["tools"] is None
 
 
 def test_show_says_how_a_model_calls_tools(tmp_path: Path) -> None:
@@ -280,44 +281,44 @@ def test_show_says_how_a_model_calls_tools(tmp_path: Path) -> None:
     for template, line in (("{{ messages[0].content }}{{ tools | tojson }} in <tool_call></tool_call>", "calls in the format of Hermes"),
                            (None, ""), ("{% if %}", "not in the template")):
         (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
-        ran = Ran("show", str(folder))
+        ran = CliRun("show", str(folder))
         assert ran.code == 0 and line in ran.out and ("tools " in ran.out) == bool(line), ran.out
 
 
 def test_plan_adds_up_and_reads_no_weights() -> None:
-    plan = json.loads(Ran("plan", "fable", "--json", "-c", "512").out)
+    plan = json.loads(CliRun("plan", "fable", "--json", "-c", "512").out)
     parts = plan["weights_bytes"] + plan["kv_bytes"] + plan["workspace_bytes"] + plan["baseline_bytes"]
     assert plan["ctx"] == 512 and parts < plan["total_bytes"] < 1.2 * parts
-    assert "cache" in Ran("plan", "fable").out
-    refused = Ran("plan", "fable", "--ram", "60M")
+    assert "cache" in CliRun("plan", "fable").out
+    refused = CliRun("plan", "fable", "--ram", "60M")
     assert refused.code == 4 and refused.out == "" and "57.22 MiB" in refused.err
 
 
 def test_bench_speaks_markdown_json_and_csv() -> None:
     flags = ("fable", "-p", "32", "-n", "4", "-r", "2")
-    rows = json.loads(Ran("bench", *flags, "-o", "json").out)
+    rows = json.loads(CliRun("bench", *flags, "-o", "json").out)
     assert [row["test"] for row in rows] == ["pp32", "tg4"] and all(row["avg_ts"] > 0 and len(row["samples_ts"]) == 2 for row in rows)
-    table = Ran("bench", *flags).out.splitlines()
+    table = CliRun("bench", *flags).out.splitlines()
     assert len(table) == 4 and len({len(line) for line in table}) == 1 and "tg4" in table[3]
     assert table[0].split("|")[-2].strip() == "memory" and parse_size(table[3].split("|")[-2].replace(" ", "")) > rows[1]["model_size"]
     assert "columns" not in table[0] and "ngl" not in table[0]
-    heading, _, *measured = Ran("bench", "fable", "-p", "0", "-n", "4", "-r", "1", "--columns", "2").out.splitlines()
+    heading, _, *measured = CliRun("bench", "fable", "-p", "0", "-n", "4", "-r", "1", "--columns", "2").out.splitlines()
     assert [cell.strip() for cell in heading.split("|")][6] == "columns" and [line.split("|")[6].strip() for line in measured] == ["2"]
-    header, *lines = Ran("bench", *flags, "-o", "csv").out.splitlines()
+    header, *lines = CliRun("bench", *flags, "-o", "csv").out.splitlines()
     assert len(lines) == 2 and header.split(",")[:9] == ["build_commit", "build_number", "cpu_info", "gpu_info", "backends",
                                                          "model_filename", "model_type", "model_size", "model_n_params"]
-    refused = Ran("bench", *flags, "-o", "csv", "--json")
+    refused = CliRun("bench", *flags, "-o", "csv", "--json")
     assert refused.code == 2 and refused.err == "effllm: --json and -o csv are different formats\nhint: give one of them\n"
 
 
 def test_eval_measures_a_text(tmp_path: Path) -> None:
     text = tmp_path / "story.txt"
     text.write_text("Once upon a time there was a fox who lived in a wood near the castle of an old king. " * 12)
-    scored = json.loads(Ran("eval", "ppl", "fable", "--text", str(text), "-c", "128", "--json").out)
+    scored = json.loads(CliRun("eval", "ppl", "fable", "--text", str(text), "-c", "128", "--json").out)
     assert scored["tokens"] > 100 and 1 < scored["ppl"] < 1000
-    compared = json.loads(Ran("eval", "kld", "fable", "--text", str(text), "-c", "128", "--json").out)
+    compared = json.loads(CliRun("eval", "kld", "fable", "--text", str(text), "-c", "128", "--json").out)
     assert 0 <= compared["kld_mean"] < 1e-3 and compared["same_top"] > 0.99 and compared["ppl"] == pytest.approx(scored["ppl"], rel=1e-3)
-    assert "perplexity" in Ran("eval", "ppl", "fable", "--text", str(text), "-c", "128").out
+    assert "perplexity" in CliRun("eval", "ppl", "fable", "--text", str(text), "-c", "128").out
 
 
 def test_a_text_that_cannot_be_scored_is_named(tmp_path: Path) -> None:
@@ -327,14 +328,14 @@ def test_a_text_that_cannot_be_scored_is_named(tmp_path: Path) -> None:
     for name, said in (("absent.txt", "No such file"), ("empty.txt", "is empty"), ("latin.txt", "is not UTF-8"),
                        ("a.txt", "nothing to score")):
         for command in ("ppl", "kld"):
-            ran = Ran("eval", command, "fable", "--text", str(tmp_path / name))
+            ran = CliRun("eval", command, "fable", "--text", str(tmp_path / name))
             lines = ran.err.splitlines()
             assert ran.code == 2 and ran.out == "" and len(lines) == 2, ran.err
             assert str(tmp_path / name) in lines[0] and said in lines[0] and "-f" not in ran.err, ran.err
 
 
 def test_doctor_names_the_machine_and_tries_a_model() -> None:
-    report = json.loads(Ran("doctor", "--no-probe", "--json").out)
+    report = json.loads(CliRun("doctor", "--no-probe", "--json").out)
     assert report["trial"]["ok"], report["trial"]
     assert report["machine"]["threads"] >= 1 and report["cold"] is False
     assert {"f32", "f16", "bf16", "codebook4:16", "symmetric8:32"} <= {choice["stored"] for choice in report["kernels"]}

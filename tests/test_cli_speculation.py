@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import Ran
+from command_line import CliRun
 
 import effllm
 
@@ -15,7 +15,7 @@ ASKED = ("--raw", "The fox ran. The fox ran. The fox ran. The", "-n", "60", "--t
 
 
 def test_the_text_is_the_same_with_and_without() -> None:
-    plain, *others = (Ran("run", "fable", *ASKED, "--json", *more).json
+    plain, *others = (CliRun("run", "fable", *ASKED, "--json", *more).json
                       for more in (("--spec", "off"), (), ("--spec", "lookup"), ("--draft", "fable")))
     assert plain["speculation"] is None
     for other in others:
@@ -26,37 +26,37 @@ def test_the_text_is_the_same_with_and_without() -> None:
 
 
 def test_a_user_reads_what_was_drafted() -> None:
-    repeats, ends = Ran("run", "fable", *ASKED, "--stats"), Ran("run", "fable", "--raw", "Once", "-n", "3", "--stats")
+    repeats, ends = CliRun("run", "fable", *ASKED, "--stats"), CliRun("run", "fable", "--raw", "Once", "-n", "3", "--stats")
     line = r"^speculation: (\d+) drafted, \d+ accepted, \d\.\d\d tokens per pass, \d+\.\d times as fast$"
     drafted = re.search(line, repeats.err, re.MULTILINE)
     assert drafted and int(drafted[1]) > 0 or "speculation" not in repeats.err, "by what passes took just then"
     assert "speculation" not in ends.err, "of three tokens none is drafted: the first passes are timed"
-    assert "speculation" not in Ran("run", "fable", *ASKED, "--stats", "--spec", "off").err
+    assert "speculation" not in CliRun("run", "fable", *ASKED, "--stats", "--spec", "off").err
 
 
 @pytest.mark.parametrize("asked", (("--spec", "lookup"), ("--draft", "fable")))
 def test_who_asked_for_drafts_reads_why_none_came(asked: tuple[str, ...]) -> None:
-    ran = Ran("run", "fable", "--raw", "Once", "-n", "3", "--stats", *asked)
+    ran = CliRun("run", "fable", "--raw", "Once", "-n", "3", "--stats", *asked)
     assert "speculation: nothing was drafted: the answer ended while passes of one token were timed\n" in ran.err
 
 
 def test_the_plan_says_who_drafts() -> None:
-    auto, off, lookup, drafted = (Ran("plan", "fable", "--no-probe", "--json", *more).json["speculation"]
+    auto, off, lookup, drafted = (CliRun("plan", "fable", "--no-probe", "--json", *more).json["speculation"]
                                   for more in ((), ("--spec", "off"), ("--spec", "lookup"), ("--draft", "fable")))
     assert off == {"lookup": False, "draft": None, "draft_bytes": 0, "draft_bits": None, "mtp": False, "mtp_bytes": 0}
     assert auto == lookup == {**off, "lookup": True}
     assert Path(drafted["draft"]) == FABLE and drafted["draft_bytes"] > 11_540_992
-    shown = Ran("plan", "fable", "--no-probe", "--draft", "fable").out
+    shown = CliRun("plan", "fable", "--no-probe", "--draft", "fable").out
     assert "speculation" in shown and "drafts from the text and by fable" in shown
-    assert "drafts where the text repeats" in Ran("plan", "fable", "--no-probe").out
-    assert "speculation" not in Ran("plan", "fable", "--no-probe", "--spec", "off").out
+    assert "drafts where the text repeats" in CliRun("plan", "fable", "--no-probe").out
+    assert "speculation" not in CliRun("plan", "fable", "--no-probe", "--spec", "off").out
 
 
 def test_a_measurement_of_what_the_model_writes() -> None:
     asked = ("bench", "fable", "-p", "0", "-n", "40", "-r", "1", "-o", "json")
-    (plain,), (lookup,) = (Ran(*asked, *more).json for more in ((), ("--spec", "lookup")))
+    (plain,), (lookup,) = (CliRun(*asked, *more).json for more in ((), ("--spec", "lookup")))
     assert plain["tokens_per_pass"] == 1 and lookup["tokens_per_pass"] >= 1 and lookup["n_gen"] == 40
-    refused = Ran(*asked, "--spec", "lookup", "--columns", "2")
+    refused = CliRun(*asked, "--spec", "lookup", "--columns", "2")
     assert refused.code == 2 and "--columns" in refused.err
 
 
@@ -66,7 +66,7 @@ def test_a_measurement_of_what_the_model_writes() -> None:
     (("--draft", "no-such-model-anywhere"), 3, "no-such-model-anywhere"),
 ))
 def test_refusals(more: tuple[str, ...], code: int, said: str) -> None:
-    ran = Ran("run", "fable", "hi", *more)
+    ran = CliRun("run", "fable", "hi", *more)
     assert ran.code == code and said in ran.err and "Traceback" not in ran.err and not ran.out
 
 
@@ -76,16 +76,16 @@ def test_another_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     content["model"]["vocab"] |= {next(token for token, number in content["model"]["vocab"].items() if number == 4095): 4094,
                                   next(token for token, number in content["model"]["vocab"].items() if number == 4094): 4095}
     (other / "tokenizer.json").write_text(json.dumps(content))
-    ran = Ran("run", "fable", "hi", "--draft", other)
+    ran = CliRun("run", "fable", "hi", "--draft", other)
     assert ran.code == 2 and f"the draft model {other} has another tokenizer" in ran.err and "token 4094 is" in ran.err
 
 
 def test_a_variable_and_a_file_of_settings_say_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EFFLLM_SPEC", "lookup")
-    assert Ran("plan", "fable", "--no-probe", "--json").json["speculation"]["lookup"]
+    assert CliRun("plan", "fable", "--no-probe", "--json").json["speculation"]["lookup"]
     monkeypatch.delenv("EFFLLM_SPEC")
     (tmp_path / "effllm.toml").write_text('draft = "fable"\n')
-    assert Ran("plan", "fable", "--no-probe", "--json").json["speculation"]["draft_bytes"]
-    shown = Ran("config", "show", "--origin").out
+    assert CliRun("plan", "fable", "--no-probe", "--json").json["speculation"]["draft_bytes"]
+    shown = CliRun("config", "show", "--origin").out
     assert "spec " in shown and "draft " in shown and "effllm.toml:1" in shown

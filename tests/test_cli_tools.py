@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import Ran
+from command_line import CliRun
 from scripted_model import AFTER, LAST, calls, scripted
 from test_cli_chat import CTRL_C, CTRL_D, ENTER, WAITS, Chat, plain
 
@@ -41,10 +41,10 @@ def file(tmp_path_factory) -> str:
 
 
 def test_a_pipe_runs_what_was_agreed_to_before(model, tmp_path, file):
-    ran = Ran("run", model, "both", "--mcp", file, "--yes-tools")
+    ran = CliRun("run", model, "both", "--mcp", file, "--yes-tools")
     assert (ran.code, ran.out) == (0, "Let me look.\nIt rains there.\n")
     assert f'weather(place="Oslo") → {RAIN}' in ran.err and 'broken(place="Rome") → Error: no such place' in ran.err
-    ran = Ran("run", model, "both", "--mcp", configured(tmp_path, autoApprove=["weather"]), "--json")
+    ran = CliRun("run", model, "both", "--mcp", configured(tmp_path, autoApprove=["weather"]), "--json")
     document = json.loads(ran.out)
     assert document["text"] == "It rains there." and document["calls"] == [
         {"name": "weather", "server": "demo", "arguments": {"place": "Oslo"}, "result": RAIN, "is_error": False, "was_run": True},
@@ -55,14 +55,14 @@ def test_a_pipe_runs_what_was_agreed_to_before(model, tmp_path, file):
 
 def test_a_server_that_fails_is_a_line_and_the_answer_is_written(model, tmp_path, file):
     for manner, said in (("ends", "server demo ended with exit code 2: no key was given ("), ("empty", "server demo offers no tools (")):
-        ran = Ran("run", model, "Hello", "--mcp", configured(tmp_path, manner))
+        ran = CliRun("run", model, "Hello", "--mcp", configured(tmp_path, manner))
         assert (ran.code, ran.out) == (0, "I know no tools.\n") and said in ran.err and "no tools are available: answering" in ran.err
-    ran = Ran("run", model, "Hello", "--mcp", configured(tmp_path, "ends"), "--strict")
+    ran = CliRun("run", model, "Hello", "--mcp", configured(tmp_path, "ends"), "--strict")
     assert (ran.code, ran.out) == (1, "") and "effllm: server demo ended with exit code 2" in ran.err and "hint: check" in ran.err
 
 
 def test_tools_that_changed_are_reported_before_the_answer_continues(model, tmp_path):
-    ran = Ran("run", model, "Oslo?", "--mcp", configured(tmp_path, "changes"), "--yes-tools")
+    ran = CliRun("run", model, "Oslo?", "--mcp", configured(tmp_path, "changes"), "--yes-tools")
     assert (ran.code, ran.out) == (0, "It rains there.\n") and "server demo has changed its tools (new: tides; gone: broken, " in ran.err
 
 
@@ -72,10 +72,10 @@ def test_what_is_refused_before_anything_is_loaded(model, tmp_path, file, monkey
                        (("run", model, "Hi", "--yes-tools"), "--yes-tools needs tools"),
                        (("run", model, "Hi", "--mcp", file, "--tool-rounds", "0"), "--tool-rounds 0"),
                        (("run", model, "Hi", "--mcp", str(tmp_path / "none.json")), "none.json: No such file")):
-        ran = Ran(*argv)
+        ran = CliRun(*argv)
         assert ran.code == 2 and said in ran.err and ran.err.count("\n") == 2 and "hint: " in ran.err and not ran.out
     monkeypatch.setenv("EFFLLM_MCP", file)
-    ran = Ran("run", "fable", "Hi", "-n", "1")
+    ran = CliRun("run", "fable", "Hi", "-n", "1")
     assert ran.code == 0 and "EFFLLM_MCP is ignored: the chat template of fable has no tool support" in ran.err
     assert "mcp" not in settings.known_settings() and "yes-tools" not in settings.known_settings(), "a file of a folder begins no programs"
 

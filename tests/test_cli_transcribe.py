@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from audio_models import EXTRACTOR, as_wav, sound
-from command_line import Ran
+from command_line import CliRun
 from transformers import WhisperForConditionalGeneration
 from whisper_models import written_whisper
 
@@ -38,7 +38,7 @@ def test_words_are_those_of_transformers(whisper: tuple[Path, WhisperForConditio
     path = tmp_path / "talk.wav"
     path.write_bytes(as_wav(HEARD))
     for flags, how in (((), {"task": "transcribe"}), (("--language", "German", "--translate"), {"language": "de", "task": "translate"})):
-        ran, wanted = Ran("transcribe", str(folder), str(path), "--kv", "32bit", *flags), written(folder, model, read_audio(path), **how)
+        ran, wanted = CliRun("transcribe", str(folder), str(path), "--kv", "32bit", *flags), written(folder, model, read_audio(path), **how)
         told = ran.out.removesuffix("\n")
         assert ran.code == 0 and len(told) > 20 and wanted.startswith(told), ran.err
         assert "audio clip of" not in ran.err
@@ -48,15 +48,15 @@ def test_longer_audio_in_subtitles_and_in_json(whisper: tuple[Path, WhisperForCo
     folder, _ = whisper
     path, other = tmp_path / "talk.wav", sound(0.9, seed=4)
     path.write_bytes(as_wav(np.concatenate([HEARD, np.zeros(SAMPLE_RATE, np.float32), other])))
-    made = json.loads(Ran("transcribe", str(folder), str(path), "--json").out)
+    made = json.loads(CliRun("transcribe", str(folder), str(path), "--json").out)
     assert made["task"] == "transcribe" and made["language"] in ("English", "German") and made["duration"] == 2.7
     first, *_, last = made["segments"]
     assert (first["start"], first["end"]) == (0.0, pytest.approx(0.8, abs=0.03)) and last["end"] == pytest.approx(2.7, abs=0.03)
     assert made["text"] == " ".join(each["text"] for each in made["segments"])
-    assert Ran("transcribe", str(folder), str(path)).out == made["text"] + "\n"
-    srt = Ran("transcribe", str(folder), str(path), "--format", "srt").out
+    assert CliRun("transcribe", str(folder), str(path)).out == made["text"] + "\n"
+    srt = CliRun("transcribe", str(folder), str(path), "--format", "srt").out
     assert srt.startswith(f"1\n00:00:00,000 --> 00:00:00,{1000 * first['end']:.0f}\n{first['text']}\n\n2\n")
-    assert Ran("transcribe", str(folder), str(path), "--format", "vtt").out.startswith("WEBVTT\n\n1\n00:00:00.000 --> ")
+    assert CliRun("transcribe", str(folder), str(path), "--format", "vtt").out.startswith("WEBVTT\n\n1\n00:00:00.000 --> ")
 
 
 @pytest.mark.parametrize(("model", "more", "code", "told"), [
@@ -66,9 +66,9 @@ def test_bad_input_is_reported(whisper: tuple[Path, WhisperForConditionalGenerat
                                code: int, told: str) -> None:
     path = tmp_path / "talk.wav"
     path.write_bytes(as_wav(HEARD))
-    ran = Ran("transcribe", model or str(whisper[0]), str(path), *more)
+    ran = CliRun("transcribe", model or str(whisper[0]), str(path), *more)
     assert ran.code == code and told in ran.err and not ran.out
-    assert Ran("transcribe", str(whisper[0]), str(tmp_path / "none.wav")).code == 2
+    assert CliRun("transcribe", str(whisper[0]), str(tmp_path / "none.wav")).code == 2
 
 
 def test_a_chat_with_it_takes_audio_of_half_a_minute(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path) -> None:
@@ -76,9 +76,9 @@ def test_a_chat_with_it_takes_audio_of_half_a_minute(whisper: tuple[Path, Whispe
     path = tmp_path / "talk.wav"
     path.write_bytes(as_wav(sound(1.2)))
     for argv, told in ((("Hello",), "drops text without an audio clip"), (("", "--audio", str(path)), "effllm transcribe")):
-        ran = Ran("run", str(whisper[0]), *argv)
+        ran = CliRun("run", str(whisper[0]), *argv)
         assert ran.code == 2 and told in ran.err and not ran.out, ran.err
     path.write_bytes(as_wav(HEARD))
-    heard, ran = (Ran(*argv, "--kv", "32bit").out for argv in (("transcribe", whisper[0], path), (
+    heard, ran = (CliRun(*argv, "--kv", "32bit").out for argv in (("transcribe", whisper[0], path), (
         "run", whisper[0], "", "--audio", path, "--temp", "0")))
     assert heard.strip() == ran.strip() != ""

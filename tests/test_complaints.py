@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hub_server import Hub
-from hub_user import FABLE, MINUTE, Person, sharded
+from hub_user import FABLE, MINUTE, HubUser, sharded
 from safetensors.numpy import save_file
 
 from effllm.runtime.engine import open_engine
@@ -152,7 +152,7 @@ def test_every_test_of_the_table_is_there() -> None:
 # -- A. the context is cut silently ------------------------------------------------------------------------------------------------
 
 
-def test_ollama_17889_a_prompt_is_read_whole_or_refused(person: Person) -> None:
+def test_ollama_17889_a_prompt_is_read_whole_or_refused(user: HubUser) -> None:
     """Around the limit, one token at a time: never a part of it. The last place is left for a token of the answer."""
     tokenizer = Tokenizer.load(FABLE, prepare(FABLE, EngineOptions()).config)
     text = "a"
@@ -161,7 +161,7 @@ def test_ollama_17889_a_prompt_is_read_whole_or_refused(person: Person) -> None:
     codes = []
     for _ in range(8):
         count = len(tokenizer.encode(text))
-        ran = person.types("run", "fable", text, "--raw", "-c", "128", "-n", "1", "--json")
+        ran = user.run("run", "fable", text, "--raw", "-c", "128", "-n", "1", "--json")
         codes.append(ran.code)
         if ran.code == 0:
             assert ran.json["usage"]["prompt_tokens"] == count and ran.json["truncated"] is False
@@ -172,29 +172,29 @@ def test_ollama_17889_a_prompt_is_read_whole_or_refused(person: Person) -> None:
     assert codes == sorted(codes) and {0, 5} == set(codes)
 
 
-def test_ollama_17427_the_whole_context_can_be_used(person: Person) -> None:
+def test_ollama_17427_the_whole_context_can_be_used(user: HubUser) -> None:
     """Not half of it: a prompt of all tokens but one is read and answered."""
     tokenizer = Tokenizer.load(FABLE, prepare(FABLE, EngineOptions()).config)
     text = "a"
     while len(tokenizer.encode(text)) < 127:
         text += " a"
-    ran = person.types("run", "fable", text, "--raw", "-c", "128", "-n", "1", "--json").json
+    ran = user.run("run", "fable", text, "--raw", "-c", "128", "-n", "1", "--json").json
     assert (ran["usage"]["prompt_tokens"], ran["usage"]["completion_tokens"], ran["truncated"]) == (127, 1, False)
 
 
-def test_ollama_18399_a_shift_is_asked_for_and_reported(person: Person) -> None:
+def test_ollama_18399_a_shift_is_asked_for_and_reported(user: HubUser) -> None:
     words = ("run", "fable", "the king " * 200, "--raw", "-c", "128", "-n", "3")
-    assert "--overflow shift" in person.types(*words).refused(5)
-    shifted = person.types(*words, "--overflow", "shift", "--json")
+    assert "--overflow shift" in user.run(*words).refused(5)
+    shifted = user.run(*words, "--overflow", "shift", "--json")
     assert shifted.json["truncated"] is True and "dropped" in shifted.err
 
 
 @pytest.mark.slow
-def test_lmstudio_2191_another_context_than_the_asked_one_is_never_loaded(person: Person) -> None:
+def test_lmstudio_2191_another_context_than_the_asked_one_is_never_loaded(user: HubUser) -> None:
     """The refusal names a budget that will do; within it the context of our choice is smaller, and said."""
 
     def typed(*words: str) -> tuple[int, str]:
-        process = person.starts("run", "fable", STORY, "-n", "1", *words)
+        process = user.start("run", "fable", STORY, "-n", "1", *words)
         return process.communicate(timeout=MINUTE)[1], process.returncode
 
     said, code = typed("--ram", "60M")
@@ -210,50 +210,50 @@ def test_lmstudio_2191_another_context_than_the_asked_one_is_never_loaded(person
 # -- B, C. memory ------------------------------------------------------------------------------------------------------------------
 
 
-def test_ollama_5754_a_budget_in_a_variable_or_a_file_holds(person: Person) -> None:
+def test_ollama_5754_a_budget_in_a_variable_or_a_file_holds(user: HubUser) -> None:
     def typed(*words: str, **variables: str) -> str:
-        process = person.starts(*words, **variables)
+        process = user.start(*words, **variables)
         said = process.communicate(timeout=MINUTE)
         assert process.returncode == (0 if "--json" in words else 4), said
         return "".join(said)
 
     assert all("57.22 MiB" in typed(*words, EFFLLM_RAM="60M") for words in (("run", "fable", STORY), ("plan", "fable")))
     assert json.loads(typed("plan", "fable", "--json", "--no-probe", EFFLLM_RAM="3G"))["ram_bytes"] == 3_000_000_000
-    (person.home / "config" / "effllm").mkdir(parents=True)
-    (person.home / "config" / "effllm" / "config.toml").write_text('ram = "60M"\n')
+    (user.home / "config" / "effllm").mkdir(parents=True)
+    (user.home / "config" / "effllm" / "config.toml").write_text('ram = "60M"\n')
     assert "57.22 MiB" in typed("run", "fable", STORY)
 
 
 # -- E. downloads ------------------------------------------------------------------------------------------------------------------
 
 
-def test_ollama_2463_nobody_throws_away_what_has_come(hub: Hub, person: Person) -> None:
+def test_ollama_2463_nobody_throws_away_what_has_come(hub: Hub, user: HubUser) -> None:
     """(#6711, #14254) Other commands, other pulls and a later start leave an unfinished download alone."""
     hub.add(REPO, files=sharded(FABLE))
     hub.add("org/other", FABLE)
     hub.swap["model-00003-of-00003.safetensors"] = b"x" * len(hub.repos[REPO].files["model-00003-of-00003.safetensors"])
-    assert person.types("pull", REPO).code == 6
-    held = {name: path.stat().st_size for name, path in person.blobs(REPO).items()}
+    assert user.run("pull", REPO).code == 6
+    held = {name: path.stat().st_size for name, path in user.blobs(REPO).items()}
     assert sum(held.values()) > 5_000_000
     for words in (("list",), ("pull", "org/other"), ("run", "org/other", "Hi", "-n", "1"), ("rm", "org/other", "-y"), ("run", REPO, "Hi"),
                   ("verify", REPO), ("show", REPO), ("doctor", "--json", "--no-probe")):
-        person.types(*words)
-        assert {name: path.stat().st_size for name, path in person.blobs(REPO).items()} == held, words
+        user.run(*words)
+        assert {name: path.stat().st_size for name, path in user.blobs(REPO).items()} == held, words
     hub.swap.clear()
     hub.forget()
-    assert person.types("pull", REPO).code == 0
+    assert user.run("pull", REPO).code == 0
     assert not any(hub.served[name] for name in ("model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"))
 
 
 # -- F. where does it run ----------------------------------------------------------------------------------------------------------
 
 
-def test_ollama_9704_no_device_is_taken_silently(person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ollama_9704_no_device_is_taken_silently(user: HubUser, monkeypatch: pytest.MonkeyPatch) -> None:
     """(#7323, #12141, #9517, #10381, #14461) One that was asked for and is not there ends the run; what was not asked for is told; --json
     names every layer's."""
     if not Path("/dev/nvidiactl").exists():
-        assert "cuda" in person.types("run", "fable", STORY, "--device", "cuda", "-n", "1").refused(2)
-    ran = person.types("run", "fable", STORY, "--device", "cpu", "-n", "1", "--json").json
+        assert "cuda" in user.run("run", "fable", STORY, "--device", "cuda", "-n", "1").refused(2)
+    ran = user.run("run", "fable", STORY, "--device", "cpu", "-n", "1", "--json").json
     assert json.dumps(ran["placement"]).count("cpu") >= 1 and "cuda" not in json.dumps(ran["placement"])
     notices: list[str] = []
     monkeypatch.setattr(devices, "DRIVER", Path("/dev/null"))
@@ -266,11 +266,11 @@ def test_ollama_9704_no_device_is_taken_silently(person: Person, monkeypatch: py
 
 @pytest.mark.parametrize("kv", ["32bit", "16bit", "8bit", "4bit", "2bit", "k8v4"])
 @pytest.mark.parametrize("head_dim", [72, 80, 96])
-def test_ollama_7983_heads_that_no_block_divides_do_not_crash(person: Person, tmp_path: Path, head_dim: int, kv: str) -> None:
+def test_ollama_7983_heads_that_no_block_divides_do_not_crash(user: HubUser, tmp_path: Path, head_dim: int, kv: str) -> None:
     config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 2 * head_dim, "intermediate_size": 128, "num_hidden_layers": 2,
               "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024, "torch_dtype": "float16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    ran = person.types("bench", "--synthetic", tmp_path / "config.json", "--kv", kv, "-p", "200", "-n", "3", "-r", "1", "-o", "json")
+    ran = user.run("bench", "--synthetic", tmp_path / "config.json", "--kv", kv, "-p", "200", "-n", "3", "-r", "1", "-o", "json")
     if head_dim % 16 and kv not in ("32bit", "16bit"):
         assert ran.code == 2 and f"this model has {head_dim}" in ran.err and "--kv 16bit" in ran.err
     else:
@@ -316,11 +316,11 @@ def test_pygama_348_what_was_compiled_from_other_sources_is_not_used(tmp_path: P
 
 
 @pytest.mark.slow
-def test_llamacpp_27214_nothing_waits_for_a_user_who_is_not_there(person: Person) -> None:
+def test_llamacpp_27214_nothing_waits_for_a_user_who_is_not_there(user: HubUser) -> None:
     """(#18200) With nothing on standard input, every command ends by itself."""
     for words, code in ((("run", "fable", STORY, "-n", "1"), 0), (("run", "fable"), 2), (("chat", "fable"), 2), (("chat",), 2),
                         (("run", "tinyllama", "Hi"), 3), (("rm", "fable"), 2)):
-        process = person.starts(*words)
+        process = user.start(*words)
         out, err = process.communicate(timeout=MINUTE)
         assert process.returncode == code and "Traceback" not in err, (words, process.returncode, err)
 
@@ -333,9 +333,9 @@ def test_ollama_17679_nothing_is_penalised_unasked() -> None:
     assert (settings.repetition_penalty, settings.presence_penalty, settings.frequency_penalty) == (1.0, 0.0, 0.0)
 
 
-def test_mlx_lm_818_an_answer_that_was_cut_says_so(person: Person) -> None:
-    assert "stopped after 4 tokens (-n)" in person.types("run", "fable", STORY, "-n", "4").err
-    assert person.types("run", "fable", STORY, "-n", "4", "--json").json["finish_reason"] == "length"
+def test_mlx_lm_818_an_answer_that_was_cut_says_so(user: HubUser) -> None:
+    assert "stopped after 4 tokens (-n)" in user.run("run", "fable", STORY, "-n", "4").err
+    assert user.run("run", "fable", STORY, "-n", "4", "--json").json["finish_reason"] == "length"
 
 
 # -- N. quantizing -----------------------------------------------------------------------------------------------------------------

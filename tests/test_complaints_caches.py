@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import running
-from hub_user import FABLE, Person
+from hub_user import FABLE, HubUser
 
 from effllm.kernels.cpu import attention_decode
 from effllm.kernels.cpu.jobs import Jobs
@@ -21,9 +21,9 @@ PROSE = (FABLE.parent.parent / "runtime" / "calibration.txt").read_text(encoding
 
 
 @pytest.fixture
-def person(tmp_path: Path) -> Iterator[Person]:
+def user(tmp_path: Path) -> Iterator[HubUser]:
     with running() as hub:
-        yield Person(tmp_path, hub.endpoint)
+        yield HubUser(tmp_path, hub.endpoint)
 
 
 @pytest.mark.parametrize("kv", ["4bit", "k8v4"])
@@ -75,10 +75,10 @@ def test_minimal_ai_18_a_packed_cache_finds_what_was_said_far_back(kv: str) -> N
     assert far.right == far.right_exact and result.packed_bits < (5 if kv == "4bit" else 7)
 
 
-def test_ollama_10794_keys_and_values_have_widths_of_their_own(person: Person) -> None:
+def test_ollama_10794_keys_and_values_have_widths_of_their_own(user: HubUser) -> None:
     """(#16245) By one name or by llama.cpp's two flags, whatever the order; what is reported is what was asked for."""
     def typed(*flags: str) -> dict:
-        ran = person.types("run", "fable", PROSE[:2200], "--raw", "-c", "1024", "-n", "2", "--temp", "0", "--json", *flags).json
+        ran = user.run("run", "fable", PROSE[:2200], "--raw", "-c", "1024", "-n", "2", "--temp", "0", "--json", *flags).json
         return {"bits": ran["memory"]["packed_bits"], "text": ran["text"]}
 
     apart, turned = typed("--kv", "k8v4"), typed("--kv", "k4v8")
@@ -86,4 +86,4 @@ def test_ollama_10794_keys_and_values_have_widths_of_their_own(person: Person) -
     one, other = (typed("--kv", kv)["bits"] for kv in ("4bit", "8bit"))
     assert one < apart["bits"] < other and one < turned["bits"] < other
     assert apart["bits"] + turned["bits"] == one + other, "the widths of keys and of values add up"
-    assert "k8v4" in person.types("run", "fable", "Hi", "--kv", "k8").refused(2)
+    assert "k8v4" in user.run("run", "fable", "Hi", "--kv", "k8").refused(2)

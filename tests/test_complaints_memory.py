@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub
-from hub_user import FABLE, MINUTE, Person, Typed, on_disk, tiny
+from hub_user import FABLE, MINUTE, CommandResult, HubUser, on_disk, tiny
 from streamed_models import streaming
 from test_hardware import GIB, machine, tree, v1, v2
 
@@ -28,7 +28,7 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_psutil_2100_a_plan_follows_the_container_not_its_host(person: Person, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_psutil_2100_a_plan_follows_the_container_not_its_host(user: HubUser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                                version: int) -> None:
     """(vllm#47372; ComfyUI#14938, #15272, #15788; facet#111) On a host of 64 GiB: the budget is the limit less what is used, moves with
     both, and what does not fit in it is refused however much the host has free."""
@@ -38,11 +38,11 @@ def test_psutil_2100_a_plan_follows_the_container_not_its_host(person: Person, t
         names = {"memory.limit_in_bytes": str(limit), "memory.usage_in_bytes": str(used), "memory.stat": "total_inactive_file 0\n"}
         return v1({"memory": "/job"}, {"memory/job": names})
 
-    def planned(name: str, limit: int, used: int) -> Typed:
+    def planned(name: str, limit: int, used: int) -> CommandResult:
         root = tree(tmp_path / name, machine() | group(limit, used))
         for each in ("memory_available", "memory_total"):
             monkeypatch.setattr(hardware, each, partial(originals[each], root))
-        return person.types("plan", "fable", "--json", "--no-probe", "--device", "cpu")
+        return user.run("plan", "fable", "--json", "--no-probe", "--device", "cpu")
 
     originals = {each: getattr(hardware, each) for each in ("memory_available", "memory_total")}
     held = hardware.rss()
@@ -71,15 +71,15 @@ def test_llamacpp_27766_weights_from_the_disk_are_read_not_faulted_in() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="what a process holds is read from /proc")
-def test_huggingface_hub_3960_a_large_file_does_not_pass_through_memory(hub: Hub, person: Person) -> None:
+def test_huggingface_hub_3960_a_large_file_does_not_pass_through_memory(hub: Hub, user: HubUser) -> None:
     """A process of its own says the most that it held: as much for 160 MB as for 2."""
     held = {}
     for size in (2_000_000, 160_000_000):
         repo = hub.add(f"org/of-{size}", files=tiny(size))
-        process = person.runs("-c", MEASURED, "pull", f"org/of-{size}")
+        process = user.start_python("-c", MEASURED, "pull", f"org/of-{size}")
         _, said = process.communicate(timeout=MINUTE)
         assert process.returncode == 0, said
         held[size] = int(re.search(r"^VmHWM:\s+(\d+) kB", said, re.MULTILINE)[1]) * 1024
-        assert on_disk(person.snapshot(f"org/of-{size}", repo.commit)) == repo.files
+        assert on_disk(user.snapshot(f"org/of-{size}", repo.commit)) == repo.files
     small, large = held.values()
     assert large - small < 24 * MIB, held

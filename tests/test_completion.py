@@ -7,7 +7,7 @@ import sys
 import pexpect
 import pytest
 from hub_server import Hub
-from hub_user import FABLE, Person, tiny
+from hub_user import FABLE, HubUser, tiny
 
 from effllm.cli.completion import join_at_colons
 from effllm.runtime.library import storage
@@ -15,12 +15,12 @@ from effllm.runtime.library import storage
 REPO = "org/name"
 
 
-def test_ollama_925_the_shell_completes_commands_and_models(hub: Hub, person: Person) -> None:
+def test_ollama_925_the_shell_completes_commands_and_models(hub: Hub, user: HubUser) -> None:
     hub.add(REPO, files=tiny())
-    assert person.types("pull", REPO).code == 0
+    assert user.run("pull", REPO).code == 0
 
     def completed(words: str) -> list[str]:
-        env = {**os.environ, **person.env, "_EFFLLM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        env = {**os.environ, **user.env, "_EFFLLM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
         ran = subprocess.run([sys.executable, "-P", "-m", "effllm"], env=env, capture_output=True, text=True, timeout=60, check=False)
         assert not ran.stderr
         return ran.stdout.split()
@@ -41,21 +41,21 @@ def test_words_that_bash_broke_are_put_together(words: tuple[str, ...], at: int,
         assert join_at_colons(apart.join(words), at) == (apart.join(line), number, before)
 
 
-def test_bash_completes_names_with_a_colon(person: Person) -> None:
+def test_bash_completes_names_with_a_colon(user: HubUser) -> None:
     """In a real bash, with its default word breaks and with a user's."""
-    kept = storage.own_folder(person.env, "fable", f"local-{storage.local_fingerprint(FABLE)}", "4bit")
+    kept = storage.own_folder(user.env, "fable", f"local-{storage.local_fingerprint(FABLE)}", "4bit")
     kept.mkdir(parents=True)
     (kept / "effllm.json").write_text("{}")
-    program = person.home / "bin" / "effllm"
+    program = user.home / "bin" / "effllm"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m effllm "$@"\n')
     program.chmod(0o755)
-    env = {**os.environ, **person.env, "PATH": f"{program.parent}:{os.environ['PATH']}", "PS1": "$ ", "TERM": "dumb"}
+    env = {**os.environ, **user.env, "PATH": f"{program.parent}:{os.environ['PATH']}", "PS1": "$ ", "TERM": "dumb"}
     shown = ["bash", "-c", "effllm --show-completion; exit $?"]  # the shell that asks is the one that is meant
     script = subprocess.run(shown, env=env, capture_output=True, text=True, check=True).stdout
-    (person.home / "rc").write_text(script + "\nbind 'set enable-bracketed-paste off'\nPS1='ready> '\n")
+    (user.home / "rc").write_text(script + "\nbind 'set enable-bracketed-paste off'\nPS1='ready> '\n")
     for breaks in (":", "COMP_WORDBREAKS=${COMP_WORDBREAKS//:}"):
-        bash = pexpect.spawn("bash", ["--noprofile", "--rcfile", str(person.home / "rc"), "-i"], env=env, encoding="utf-8", timeout=60,
+        bash = pexpect.spawn("bash", ["--noprofile", "--rcfile", str(user.home / "rc"), "-i"], env=env, encoding="utf-8", timeout=60,
                              dimensions=(24, 200))
         bash.expect_exact("ready> ")
         bash.sendline(f"{breaks}; echo begun")

@@ -351,28 +351,28 @@ def test_an_answer_that_something_else_ends_says_so(plain, tokenizer, stops):
     assert session.stats.finish_reason == "stop" and any("before it was complete" in each for each in notices) == bool(stops)
 
 
-def test_from_the_command_line_to_the_answer(person, tmp_path):
+def test_from_the_command_line_to_the_answer(user, tmp_path):
     (tmp_path / "person.json").write_text(json.dumps(PERSON))
-    told = person.types("run", "fable", QUESTION, "--schema", tmp_path / "person.json", "--seed", "1")
+    told = user.run("run", "fable", QUESTION, "--schema", tmp_path / "person.json", "--seed", "1")
     assert [*json.loads(told.out)] == PERSON["required"]
-    told = person.types("run", "fable", "Once", "--raw", "--grammar", 'root ::= "yes" | "no"', "--json")
+    told = user.run("run", "fable", "Once", "--raw", "--grammar", 'root ::= "yes" | "no"', "--json")
     assert json.loads(told.out)["text"] in ("yes", "no")
-    told = person.types("run", "fable", QUESTION, "--schema", tmp_path / "person.json", "-n", "5")
+    told = user.run("run", "fable", QUESTION, "--schema", tmp_path / "person.json", "-n", "5")
     assert "the answer ended before it was complete" in told.err and told.code == 1
     for words, whole, code in ((("-n", "5"), False, 1), (("-n", "0"), False, 0), (("-n", "300"), True, 0)):
-        told = person.types("run", "fable", QUESTION, "--schema", tmp_path / "person.json", "--seed", "1", "--json", *words)
+        told = user.run("run", "fable", QUESTION, "--schema", tmp_path / "person.json", "--seed", "1", "--json", *words)
         assert (json.loads(told.out)["whole"], told.code) == (whole, code), words
-    assert json.loads(person.types("run", "fable", QUESTION, "-n", "5", "--json").out)["whole"] is None, "nothing was asked of it"
-    told = person.types("run", "fable", QUESTION, "--schema", "nowhere.json")
+    assert json.loads(user.run("run", "fable", QUESTION, "-n", "5", "--json").out)["whole"] is None, "nothing was asked of it"
+    told = user.run("run", "fable", QUESTION, "--schema", "nowhere.json")
     assert told.code == 2 and told.err.splitlines()[0] == "effllm: --schema: cannot read nowhere.json: No such file or directory"
 
 
 @pytest.mark.slow
-def test_what_was_typed_holds_against_a_setting(person):
+def test_what_was_typed_holds_against_a_setting(user):
     no = 'root ::= "no"'
 
     def ran(*words: str, **variables: str) -> tuple[str, str, int]:
-        process = person.starts("run", "fable", QUESTION, *words, **variables)
+        process = user.start("run", "fable", QUESTION, *words, **variables)
         return *process.communicate(), process.returncode
 
     assert json.loads(ran(EFFLLM_SCHEMA=FOX)[0]) == "fox"

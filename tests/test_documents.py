@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from hub_user import Person
+from hub_user import HubUser
 from library_trees import OllamaTree
 from test_forecast import KNOWN
 
@@ -289,15 +289,15 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_samples_have_the_lines_that_are_printed_now(at_home: Path, person, hub) -> None:
+def test_the_samples_have_the_lines_that_are_printed_now(at_home: Path, user, hub) -> None:
     hub.add("org/model", FABLE)
     command = "effllm run fable \"Tell me a story about the fox and the king.\" --seed 4 -n 90 --stats"
-    ran, said = person.types(*shlex.split(command)[1:]), sample(command)
+    ran, said = user.run(*shlex.split(command)[1:]), sample(command)
     begun = next(index for index, line in enumerate(said) if line.startswith("stopped after"))
     *figures, foreseen = shapes([line for line in ran.err.splitlines() if not line.startswith(("compiling kernels", "speculation: "))])
     assert figures == shapes(said[begun:-1]) and foreseen.startswith(shape(said[-1].partition(":")[0]))
-    assert shapes(person.types("plan", "fable").out.splitlines()) == shapes(sample("effllm plan fable"))
-    pulled = person.types("pull", "org/model", "--dry-run").err.splitlines()
+    assert shapes(user.run("plan", "fable").out.splitlines()) == shapes(sample("effllm plan fable"))
+    pulled = user.run("pull", "org/model", "--dry-run").err.splitlines()
     assert shapes(pulled) == shapes(sample("effllm pull org/model --dry-run"))
 
 
@@ -310,23 +310,23 @@ def test_what_doctor_shows_is_part_of_what_it_says() -> None:
 
 
 @pytest.mark.slow
-def test_the_sample_of_quantize_and_what_is_cheap_to_type(at_home: Path, person, hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sample_of_quantize_and_what_is_cheap_to_type(at_home: Path, user, hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command lines of all documents that take no time on the packaged model, in their order."""
     hub.add("Qwen/Qwen3-0.6B", FABLE)
     monkeypatch.setattr(kv_profile_run, "recorded", lambda *_, **__: iter([object.__new__(Profile)]))  # a minute
     monkeypatch.delenv("EFFLLM_NO_KV_PROFILE")
     monkeypatch.setenv("EFFLLM_PREDICT", "3")  # flags look for their variables there
-    made = person.types("quantize", "fable", "-o", "fable-4bit", "--bits", "4")
+    made = user.run("quantize", "fable", "-o", "fable-4bit", "--bits", "4")
     lines = made.err.splitlines()
     printed = [*lines[:-1], *made.out.splitlines(), lines[-1]]
     assert shapes(printed) == shapes(sample("effllm quantize fable -o fable-4bit --bits 4"))
     shutil.copytree("fable-4bit", "to-remove")
-    others_have(at_home, person)
+    others_have(at_home, user)
     typed = []
     for words in (words for path in DOCUMENTS for words in command_lines(path)):
         if is_cheap(words) and words not in typed:
             typed.append(words)
-            ran = person.types(*on_fable(words), answers="y\n" if "rm" in words[:2] else None)
+            ran = user.run(*on_fable(words), answers="y\n" if "rm" in words[:2] else None)
             assert ran.code == (1 if {"--schema", "--grammar"} & set(words) else 0), (words, ran.err)  # three tokens are no whole form
     assert len(typed) > 25, typed
 
@@ -337,11 +337,11 @@ DEAR = {"chat", "serve", "transcribe", "doctor", "bench", "calibrate-sparsity", 
         "people.json", "letter.txt", "google/gemma-4-E2B-it-assistant"}
 
 
-def others_have(home: Path, person: Person) -> None:
+def others_have(home: Path, user: HubUser) -> None:
     """What the documents take other programs to have, and a Modelfile."""
     place = home / ".lmstudio" / "models" / "org" / "repo" / "Qwen3-8B-Q4_K_M.gguf"
     place.parent.mkdir(parents=True)
-    assert person.types("export", "fable", "-o", place).code == 0
+    assert user.run("export", "fable", "-o", place).code == 0
     OllamaTree(home / ".ollama" / "models").add("llama3.2:3b", place.read_bytes())
     (home / "Modelfile").write_text("FROM fable\n")
 
@@ -358,12 +358,12 @@ def on_fable(words: list[str]) -> list[str]:
     return [*(names.get(word, word) for word in words), *(["hi"] if asks else [])]
 
 
-def test_keys_of_json_have_the_names_that_are_told(at_home: Path, person) -> None:
+def test_keys_of_json_have_the_names_that_are_told(at_home: Path, user) -> None:
     memory, speed = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("memory.md", "speed.md"))
-    planned = person.types("plan", "fable", "--json").json
+    planned = user.run("plan", "fable", "--json").json
     (keys,) = re.findall(r"under fixed keys: (.+?)\.\n", memory)
     assert set(re.findall(r"`(\w+)`", keys)) <= planned.keys()
-    figures = person.types("run", "fable", "hi", "-n", "1", "--json").json
+    figures = user.run("run", "fable", "hi", "-n", "1", "--json").json
     assert set(re.findall(r"`io\.(\w+)`", memory)) == {"disk_bytes_read", "disk_wait_s"} <= figures["io"].keys()
     (first, ours) = re.findall(r"its fields come first in JSON and CSV \((.+?);.+?ours after \((.+?)\)", speed, re.DOTALL)[0]
     from effllm.runtime.measuring.bench import BenchRow

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import Ran
+from command_line import CliRun
 from drafter_models import Head, guessed_by, saved_head, with_assistant, with_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -204,7 +204,7 @@ def test_what_rounds_is_compiled_before_a_run(head: tuple[Path, Head]) -> None:
 def test_the_plan_says_so(tmp_path: Path) -> None:
     saved_head(tmp_path / "fox-eagle3", 256, 4096, 512)
     asked = ("plan", "fable", "--no-probe", "--draft", str(tmp_path / "fox-eagle3"))
-    wide, low = (Ran(*asked, *more, "--json").json["speculation"] for more in ((), ("--bits", "4")))
+    wide, low = (CliRun(*asked, *more, "--json").json["speculation"] for more in ((), ("--bits", "4")))
     assert (wide["draft_bits"], low["draft_bits"]) == (None, 4) and low["draft_bytes"] < wide["draft_bytes"]
-    ran = Ran(*asked, "--bits", "4")
+    ran = CliRun(*asked, "--bits", "4")
     assert "rounded to 4 bits like the model)" in ran.out

@@ -10,7 +10,7 @@ import packaged_embedder
 import pytest
 from gguf_samples import fable_gguf
 from hub_server import running
-from hub_user import Person, sharded
+from hub_user import HubUser, sharded
 from packaged_embedder import ENDS, FABLE, MODULES, embedder, expected
 
 from effllm import ContextOverflow, EffllmError, UsageError
@@ -144,20 +144,20 @@ def test_models_that_say_nothing_or_nonsense(tmp_path: Path) -> None:
 
 
 def test_it_goes_along_where_a_model_is_made_smaller(tmp_path: Path) -> None:
-    person = Person(tmp_path, "http://127.0.0.1:9")
+    user = HubUser(tmp_path, "http://127.0.0.1:9")
     for source, out in ((embedder(tmp_path / "a"), tmp_path / "b"), (tmp_path / "a", tmp_path / "c")):
-        assert person.types("quantize", source, "-o", out, "--bits", "8", "--no-kv-profile").code == 0
-        assert read_pooling_mode(out) == LAST and person.types("verify", out).code == 0
+        assert user.run("quantize", source, "-o", out, "--bits", "8", "--no-kv-profile").code == 0
+        assert read_pooling_mode(out) == LAST and user.run("verify", out).code == 0
 
 
 def test_it_comes_with_a_download(tmp_path: Path) -> None:
-    person = Person(tmp_path, "")
+    user = HubUser(tmp_path, "")
     with running() as hub:
         beside = {"1_Pooling/config.json": json.dumps(packaged_embedder.LAST).encode(), "modules.json": json.dumps(MODULES).encode(),
                   "2_Normalize/config.json": b"{}"}
         hub.add("org/name", files=sharded(FABLE) | beside)
-        person.endpoint = hub.endpoint
-        assert person.types("pull", "org/name", "--bits", "4").code == person.types("pull", "org/name").code == 0
+        user.endpoint = hub.endpoint
+        assert user.run("pull", "org/name", "--bits", "4").code == user.run("pull", "org/name").code == 0
         commit = hub.repos["org/name"].commit
     pulled = tmp_path / "hf" / "hub" / "models--org--name" / "snapshots" / commit
     kept = tmp_path / "data" / "effllm" / "models" / "org--name" / commit / "4bit"

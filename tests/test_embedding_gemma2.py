@@ -9,7 +9,7 @@ import pytest
 from bidirectional_models import INNER, WIDTH, embedding_gemma2, mean_of
 from config_samples import refused
 from gguf_samples import add_fable_tokenizer
-from hub_user import Person
+from hub_user import HubUser
 from packaged_embedder import FABLE
 from safetensors.numpy import load_file
 from transformers import EmbeddingGemma2Config, EmbeddingGemma2TextConfig
@@ -98,9 +98,9 @@ def test_a_user_asks_by_the_prompts_that_the_model_has(tmp_path: Path) -> None:
         (folder / name).symlink_to(FABLE / name)
     prompts = {"query": "task: search result | query: ", "document": "title: none | text: "}
     (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts, "default_prompt_name": "document"}))
-    person, tokenizer = Person(tmp_path, "http://127.0.0.1:9"), Tokenizer.load(folder, read_config(folder))
+    user, tokenizer = HubUser(tmp_path, "http://127.0.0.1:9"), Tokenizer.load(folder, read_config(folder))
     for name, flags in (("query", ("--prompt-name", "query")), ("document", ())):
-        ran = person.types("embed", folder, "The fox was king.", "-c", "128", "--dimensions", "32", *flags)
+        ran = user.run("embed", folder, "The fox was king.", "-c", "128", "--dimensions", "32", *flags)
         first = mean_of(folder, tokenizer.encode(prompts[name] + "The fox was king."))[:32]
         assert ran.code == 0
         assert_near(np.array(json.loads(ran.out)["embedding"]), first / np.linalg.norm(first))
@@ -109,10 +109,10 @@ def test_a_user_asks_by_the_prompts_that_the_model_has(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_folder_of_few_bits(model: Path, tmp_path: Path) -> None:
     """In which the matrix behind the mean stays as it was stored."""
-    person, out = Person(tmp_path, "http://127.0.0.1:9"), tmp_path / "b"
-    made_smaller = person.types("quantize", model, "-o", out, "--bits", "8", "--no-kv-profile")
+    user, out = HubUser(tmp_path, "http://127.0.0.1:9"), tmp_path / "b"
+    made_smaller = user.run("quantize", model, "-o", out, "--bits", "8", "--no-kv-profile")
     assert made_smaller.code == 0 and f'effllm embed {out} "a text"' in made_smaller.err
-    assert person.types("verify", out).code == 0 and person.types("plan", out).code == 0
+    assert user.run("verify", out).code == 0 and user.run("plan", out).code == 0
     *_, small = open_engine(out, EngineOptions(ctx=128))
     dense, stored = all_dense_layers(small), load_file(model / "model.safetensors")
     assert np.array_equal(dense[0].matrix, stored["language_model.embedding_projection.weight"])
@@ -226,9 +226,9 @@ def test_it_writes_no_text_and_no_file(model: Path, engine: Engine, tmp_path: Pa
     for run in (lambda: list(engine.prefill([5, 6])), lambda: list(engine.score([5, 6]))):
         with pytest.raises(UsageError, match="embedding model, which does not generate text"):
             run()
-    person = Person(tmp_path, "http://127.0.0.1:9")
+    user = HubUser(tmp_path, "http://127.0.0.1:9")
     for out, more in (("out.gguf", ()), ("out", ("--format", "compressed-tensors"))):
-        ran = person.types("export", model, "-o", tmp_path / out, *more)
+        ran = user.run("export", model, "-o", tmp_path / out, *more)
         assert ran.code and "embedding_gemma2_text models " in ran.err and "exported" in ran.err, ran.err
 
 

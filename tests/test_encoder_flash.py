@@ -9,7 +9,7 @@ import pytest
 import torch
 from encoder_gguf_files import write_encoder
 from encoder_models import POOLING, made_encoder, random_model, states_of, unigrams, unit
-from hub_user import Person
+from hub_user import HubUser
 from safetensors.numpy import load_file, save_file
 from server_process import serving
 from test_encoders import TEXTS, never, opened, returned, rows_of
@@ -163,13 +163,13 @@ def test_adapters_of_tasks(tmp_path: Path) -> None:
             np.testing.assert_allclose(own, unit(states_of(model, ids).mean(0)), atol=3e-6, rtol=0)
         found[task] = embedded.vectors[0]
     assert all(found[one] @ found[other] < 0.999 for one in found for other in found if one != other)
-    person = Person(tmp_path, "http://127.0.0.1:9")
-    assert "\ntasks       retrieval.query, retrieval.passage, separation\n" in person.types("show", tmp_path / "m").out
+    user = HubUser(tmp_path, "http://127.0.0.1:9")
+    assert "\ntasks       retrieval.query, retrieval.passage, separation\n" in user.run("show", tmp_path / "m").out
     with pytest.raises(UsageError, match="no prompt 'clustering'"):
         next(encodings.embed(texts, prompt_name="clustering"))
     with serving(model=str(tmp_path / "m")) as server:  # as Jina's API asks for it
-        reply = server.ask("POST", "/v1/embeddings", {"input": texts[:1], "task": "retrieval.query"})
-        other = server.ask("POST", "/v1/embeddings", {"input": texts[:1], "task": "clustering"})
+        reply = server.request("POST", "/v1/embeddings", {"input": texts[:1], "task": "retrieval.query"})
+        other = server.request("POST", "/v1/embeddings", {"input": texts[:1], "task": "clustering"})
     for told, task in ((reply, "retrieval.query"), (other, None)):
         np.testing.assert_allclose(told.json["data"][0]["embedding"], found[task], atol=1e-6, rtol=0)
     assert (encodings.embedding_prompts.query, encodings.embedding_prompts.document) == ("retrieval.query", "retrieval.passage")

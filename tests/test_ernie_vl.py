@@ -14,7 +14,7 @@ import torch
 from config_samples import SMALL, refused
 from conversions import options, run
 from family_models import assert_close
-from hub_user import Person
+from hub_user import HubUser
 from streamed_models import paging
 from transformers import PreTrainedModel
 from vision_cases import CASES
@@ -202,8 +202,8 @@ def test_sections_of_rows_and_columns_that_differ_are_refused(made: Made) -> Non
         section_axes(FAMILY, [4, 6, 6], config, "here")
 
 
-def test_show_tells_of_both_sorts(made: Made, person: Person) -> None:
-    said = person.types("show", made.folder).out
+def test_show_tells_of_both_sorts(made: Made, user: HubUser) -> None:
+    said = user.run("show", made.folder).out
     assert "2 of 5 per token, of width 64, in 2 layers, plus a shared one of width 128; as many of width 32 for image tokens" in said
 
 

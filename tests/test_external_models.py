@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from gguf_bytes import small_model
-from hub_user import FABLE, Person
+from hub_user import FABLE, HubUser
 from hypothesis import given
 from hypothesis import strategies as st
 from library_trees import OllamaTree, put, state
@@ -35,8 +35,8 @@ def fable(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.fixture
-def person(tmp_path: Path) -> Person:
-    return Person(tmp_path, "http://127.0.0.1:9")
+def user(tmp_path: Path) -> HubUser:
+    return HubUser(tmp_path, "http://127.0.0.1:9")
 
 
 @pytest.fixture
@@ -58,24 +58,24 @@ def refused(text: str, env: dict[str, str], kind: type[EffllmError] = ModelNotFo
 # -- Ollama ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_ollama_keeps_is_listed_by_its_names(person: Person, tree: OllamaTree) -> None:
+def test_what_ollama_keeps_is_listed_by_its_names(user: HubUser, tree: OllamaTree) -> None:
     tree.add("tiny", SMALL, license="MIT License\n\nCopyright")
     tree.add("tiny:8b", SMALL)  # another name of the same file
     tree.add("other:q4", OTHER, namespace="someone")
     tree.add("repo:Q8_0", OTHER, namespace="org", host="hf.co")
     tree.add("cloud", None)  # runs elsewhere
     theirs = ("ollama:tiny", "ollama:tiny:8b", "ollama:someone/other:q4", "ollama:hf.co/org/repo:Q8_0")
-    assert listed(person.env) == {"fable": "effllm", **dict.fromkeys(theirs, "Ollama")}
-    licences = {model.name: model.licence for model in local_models(person.env)}
+    assert listed(user.env) == {"fable": "effllm", **dict.fromkeys(theirs, "Ollama")}
+    licences = {model.name: model.licence for model in local_models(user.env)}
     assert licences["ollama:tiny"] == "MIT" and licences["ollama:tiny:8b"] is None
-    for name in listed(person.env):
-        assert name in model_names(person.env)
+    for name in listed(user.env):
+        assert name in model_names(user.env)
     for name in ("ollama:tiny", "ollama:tiny:latest", "Ollama:TINY", "ollama:library/tiny:8b", "ollama:registry.ollama.ai/library/tiny"):
-        assert resolve(name, person.env).folder == tree.blob(SMALL), name
-    assert resolve("ollama:hf.co/org/repo:Q8_0", person.env).folder == resolve("ollama:someone/other:q4", person.env).folder
+        assert resolve(name, user.env).folder == tree.blob(SMALL), name
+    assert resolve("ollama:hf.co/org/repo:Q8_0", user.env).folder == resolve("ollama:someone/other:q4", user.env).folder
 
 
-def test_what_is_not_whole_is_not_listed_and_says_why(person: Person, tree: OllamaTree) -> None:
+def test_what_is_not_whole_is_not_listed_and_says_why(user: HubUser, tree: OllamaTree) -> None:
     tree.add("cut", SMALL)
     tree.blob(SMALL).write_bytes(SMALL[:-100])
     tree.add("gone", OTHER)
@@ -84,71 +84,71 @@ def test_what_is_not_whole_is_not_listed_and_says_why(person: Person, tree: Olla
     (tree.folder / "manifests" / "registry.ollama.ai" / "library" / "torn").mkdir()
     for number, text in enumerate(("{", "[]", '{"layers": 5}', '{"layers": [5, {"mediaType": 3}]}', "")):
         (tree.folder / "manifests" / "registry.ollama.ai" / "library" / "torn" / f"{number}").write_text(text)
-    assert listed(person.env).keys() == {"fable"}
-    assert "ollama pull cut" in refused("ollama:cut", person.env) and "ollama pull gone" in refused("ollama:gone", person.env)
-    assert "no GGUF file" in refused("ollama:elsewhere:cloud", person.env)
-    assert "cannot be read\nollama pull torn:1 writes it anew" in refused("ollama:torn:1", person.env)
+    assert listed(user.env).keys() == {"fable"}
+    assert "ollama pull cut" in refused("ollama:cut", user.env) and "ollama pull gone" in refused("ollama:gone", user.env)
+    assert "no GGUF file" in refused("ollama:elsewhere:cloud", user.env)
+    assert "cannot be read\nollama pull torn:1 writes it anew" in refused("ollama:torn:1", user.env)
 
 
-def test_words_without_end_are_counted(tree: OllamaTree, person: Person) -> None:
+def test_words_without_end_are_counted(tree: OllamaTree, user: HubUser) -> None:
     tree.add("wordy", SMALL, params={f"k{number:02}": 1 for number in range(50)})
-    _, said = settings_of(ollama.find("wordy", person.env), "wordy")
+    _, said = settings_of(ollama.find("wordy", user.env), "wordy")
     assert said[0].endswith("k10, k11, 38 others")
 
 
-def test_a_model_in_several_files_is_reported(person: Person, tree: OllamaTree) -> None:
+def test_a_model_in_several_files_is_reported(user: HubUser, tree: OllamaTree) -> None:
     manifest = tree.add("split", SMALL)
     content = json.loads(manifest.read_text())
     content["layers"].append(tree.layer("model", OTHER))
     manifest.write_text(json.dumps(content))
-    assert "2 files" in refused("ollama:split", person.env) and "ollama:split" not in listed(person.env)
+    assert "2 files" in refused("ollama:split", user.env) and "ollama:split" not in listed(user.env)
 
 
-def test_a_name_that_leads_nowhere_is_answered_with_what_ollama_has(person: Person, tree: OllamaTree) -> None:
-    assert "no library of Ollama" in refused("ollama:x", {**person.env, "HOME": "/nonexistent"})
+def test_a_name_that_leads_nowhere_is_answered_with_what_ollama_has(user: HubUser, tree: OllamaTree) -> None:
+    assert "no library of Ollama" in refused("ollama:x", {**user.env, "HOME": "/nonexistent"})
     tree.add("tiny:8b", SMALL)
-    assert "did you mean ollama:tiny:8b?" in refused("tiny:8b", person.env, ModelNotFound)
-    assert "did you mean ollama:tiny:8b?" in refused("ollama:tiny", person.env)
+    assert "did you mean ollama:tiny:8b?" in refused("tiny:8b", user.env, ModelNotFound)
+    assert "did you mean ollama:tiny:8b?" in refused("ollama:tiny", user.env)
     tree.add("sole", SMALL)
-    assert "did you mean ollama:sole?" in refused("sole", person.env)
+    assert "did you mean ollama:sole?" in refused("sole", user.env)
     for wrong in ("ollama:../x", "ollama:a/b/c/d:e", "ollama:", "ollama:a//b", "ollama:-x"):
-        refused(wrong, person.env, EffllmError)
+        refused(wrong, user.env, EffllmError)
 
 
-def test_where_ollama_keeps_models_may_be_said(person: Person, tmp_path: Path) -> None:
+def test_where_ollama_keeps_models_may_be_said(user: HubUser, tmp_path: Path) -> None:
     OllamaTree(tmp_path / "elsewhere").add("tiny", SMALL)
-    assert "ollama:tiny" not in listed(person.env)
-    assert "ollama:tiny" in listed({**person.env, "OLLAMA_MODELS": "~/elsewhere"})
+    assert "ollama:tiny" not in listed(user.env)
+    assert "ollama:tiny" in listed({**user.env, "OLLAMA_MODELS": "~/elsewhere"})
 
 
-def test_early_files_have_a_colon_in_their_name(person: Person, tree: OllamaTree) -> None:
+def test_early_files_have_a_colon_in_their_name(user: HubUser, tree: OllamaTree) -> None:
     tree.add("tiny", SMALL)
     early = tree.blobs / tree.blob(SMALL).name.replace("-", ":")
     tree.blob(SMALL).rename(early)
-    assert resolve("ollama:tiny", person.env).folder == early and "ollama:tiny" in listed(person.env)
+    assert resolve("ollama:tiny", user.env).folder == early and "ollama:tiny" in listed(user.env)
 
 
-def test_a_run_takes_what_ollama_says_beneath_what_the_user_does(person: Person, tree: OllamaTree, fable: bytes,
+def test_a_run_takes_what_ollama_says_beneath_what_the_user_does(user: HubUser, tree: OllamaTree, fable: bytes,
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(person.home / "config"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(user.home / "config"))
     tree.add("fable", fable, system="You tell tales.", params={"temperature": 0, "num_ctx": 256, "stop": ["king"], "num_gpu": 1},
              messages=[{"role": "user", "content": "hi"}])
-    first = person.types("run", "ollama:fable", "Tell me of the fox.", "-n", "12", "--stats")
-    again = person.types("run", "ollama:fable", "Tell me of the fox.", "-n", "12")
+    first = user.run("run", "ollama:fable", "Tell me of the fox.", "-n", "12", "--stats")
+    again = user.run("run", "ollama:fable", "Tell me of the fox.", "-n", "12")
     assert first.code == 0 and first.out == again.out, "at a temperature of 0 an answer is the same twice"
     assert "of 256 tokens" in first.err and "ignored parameters of the Ollama model: num_gpu" in first.err and "messages" in first.err
-    config = person.home / "config" / "effllm" / "config.toml"
+    config = user.home / "config" / "effllm" / "config.toml"
     config.parent.mkdir(parents=True)
     config.write_text("ctx-size = 512\n")
-    assert "of 512 tokens" in person.types("run", "ollama:fable", "Tell me", "-n", "2", "--stats").err
+    assert "of 512 tokens" in user.run("run", "ollama:fable", "Tell me", "-n", "2", "--stats").err
     config.write_text('ctx-size = 512\n[model."ollama:fable"]\nctx-size = 400\n[model.ollama]\nctx-size = 128\n')
     for name in ("ollama:fable", "ollama:fable:4bit"):
-        assert "of 400 tokens" in person.types("run", name, "Tell me", "-n", "2", "--stats").err, name
-    assert "of 300 tokens" in person.types("run", "ollama:fable", "Tell me", "-n", "2", "--stats", "-c", "300").err
-    alias = person.types("alias", "tale", "ollama:fable")
-    assert alias.code == 0 and "tale" in listed(person.env)
-    assert "of 300 tokens" in person.types("run", "tale", "Tell me", "-n", "2", "--stats", "-c", "300").err
-    assert "num_gpu" in person.types("run", "tale", "Tell me", "-n", "2").err
+        assert "of 400 tokens" in user.run("run", name, "Tell me", "-n", "2", "--stats").err, name
+    assert "of 300 tokens" in user.run("run", "ollama:fable", "Tell me", "-n", "2", "--stats", "-c", "300").err
+    alias = user.run("alias", "tale", "ollama:fable")
+    assert alias.code == 0 and "tale" in listed(user.env)
+    assert "of 300 tokens" in user.run("run", "tale", "Tell me", "-n", "2", "--stats", "-c", "300").err
+    assert "num_gpu" in user.run("run", "tale", "Tell me", "-n", "2").err
 
 
 def test_words_of_ollama_are_settings() -> None:
@@ -168,10 +168,10 @@ def test_a_value_is_read_back_as_it_was(value: object) -> None:
     assert tomllib.loads(f"a = {to_toml(value)}")["a"] == value
 
 
-def test_a_server_of_several_takes_ollamas_own_names(person: Person, tree: OllamaTree) -> None:
+def test_a_server_of_several_takes_ollamas_own_names(user: HubUser, tree: OllamaTree) -> None:
     tree.add("tiny:8b", SMALL)
     tree.add("fable", SMALL)
-    registry = ModelRegistry(person.env)
+    registry = ModelRegistry(user.env)
     assert {each.name for each in registry.models()} == {"fable", "ollama:tiny:8b", "ollama:fable"}
     for name in ("tiny:8b", "ollama:tiny:8b", "Tiny:8b"):
         assert registry.find(name).folder == tree.blob(SMALL), name
@@ -257,83 +257,83 @@ def test_links_that_lead_back_and_closed_folders_are_ignored(tmp_path: Path, mon
 # -- what is never done ------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_of_them_is_removed_pulled_or_written(person: Person, tree: OllamaTree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_them_is_removed_pulled_or_written(user: HubUser, tree: OllamaTree, monkeypatch: pytest.MonkeyPatch) -> None:
     on_linux(monkeypatch)
     tree.add("tiny", SMALL)
-    put(person.home, {place: SMALL for place, name in FILES.items() if name})
-    before = state(tree.folder), state(person.home / ".lmstudio")
-    assert "ollama rm tiny" in person.types("rm", "ollama:tiny", "-y").refused(2)
-    assert "remove it in LM Studio" in person.types("rm", "lmstudio:m-Q8_0", "-y").refused(2)
-    for path in (tree.blob(SMALL), person.home / ".lmstudio/models/pub/repo-GGUF/m-Q8_0.gguf"):
-        assert "never changes" in person.types("rm", path, "-y").refused(2)
-    person.types("rm", "ollama:nothing", "-y").refused(3)
-    assert "ollama pull tiny" in person.types("pull", "ollama:tiny").refused(2)
-    assert person.types("alias", "mine", "ollama:tiny").code == 0
-    assert "effllm alias --rm mine" in person.types("rm", "mine", "-y").refused(2)
-    assert "needs no download" in person.types("pull", "mine").err
-    assert person.types("verify", "ollama:tiny").code == 0 and person.types("list").code == 0
-    assert (state(tree.folder), state(person.home / ".lmstudio")) == before
+    put(user.home, {place: SMALL for place, name in FILES.items() if name})
+    before = state(tree.folder), state(user.home / ".lmstudio")
+    assert "ollama rm tiny" in user.run("rm", "ollama:tiny", "-y").refused(2)
+    assert "remove it in LM Studio" in user.run("rm", "lmstudio:m-Q8_0", "-y").refused(2)
+    for path in (tree.blob(SMALL), user.home / ".lmstudio/models/pub/repo-GGUF/m-Q8_0.gguf"):
+        assert "never changes" in user.run("rm", path, "-y").refused(2)
+    user.run("rm", "ollama:nothing", "-y").refused(3)
+    assert "ollama pull tiny" in user.run("pull", "ollama:tiny").refused(2)
+    assert user.run("alias", "mine", "ollama:tiny").code == 0
+    assert "effllm alias --rm mine" in user.run("rm", "mine", "-y").refused(2)
+    assert "needs no download" in user.run("pull", "mine").err
+    assert user.run("verify", "ollama:tiny").code == 0 and user.run("list").code == 0
+    assert (state(tree.folder), state(user.home / ".lmstudio")) == before
     tree.blob(SMALL).write_bytes(SMALL[:-1] + b"\1")
-    assert person.types("verify", tree.blob(SMALL)).code == 1
+    assert user.run("verify", tree.blob(SMALL)).code == 1
 
 
-def test_what_is_measured_of_them_is_kept_elsewhere_or_refused(person: Person, tree: OllamaTree, fable: bytes) -> None:
+def test_what_is_measured_of_them_is_kept_elsewhere_or_refused(user: HubUser, tree: OllamaTree, fable: bytes) -> None:
     """What effllm stores next to a model would lie in another program's folder."""
     tree.add("fable", fable)
     before = state(tree.folder)
-    said = person.types("eval", "kv-profile", "ollama:fable").refused(2)
+    said = user.run("eval", "kv-profile", "ollama:fable").refused(2)
     assert "effllm writes nothing there" in said and "ln -s" in said
-    assert "effllm writes nothing there" in person.types("eval", "kv-profile", tree.blob(fable)).refused(2)
-    person.types("calibrate-sparsity", "ollama:fable").refused(2)
-    assert person.types("quantize", "ollama:fable", "-o", person.home / "small", "--bits", "4").code == 0
-    assert person.types("run", "ollama:fable:4bit", "A fox", "-n", "2", "--keep").code == 0
-    assert "ollama:fable:4bit" in listed(person.env)
-    assert person.types("rm", "ollama:fable:4bit", "-y").code == 0
+    assert "effllm writes nothing there" in user.run("eval", "kv-profile", tree.blob(fable)).refused(2)
+    user.run("calibrate-sparsity", "ollama:fable").refused(2)
+    assert user.run("quantize", "ollama:fable", "-o", user.home / "small", "--bits", "4").code == 0
+    assert user.run("run", "ollama:fable:4bit", "A fox", "-n", "2", "--keep").code == 0
+    assert "ollama:fable:4bit" in listed(user.env)
+    assert user.run("rm", "ollama:fable:4bit", "-y").code == 0
     assert state(tree.folder) == before
 
 
-def test_a_projector_that_is_not_read_leaves_the_text(person: Person, tree: OllamaTree, fable: bytes) -> None:
+def test_a_projector_that_is_not_read_leaves_the_text(user: HubUser, tree: OllamaTree, fable: bytes) -> None:
     tree.add("sees", fable, projector=b"GGUF of another kind", params={"num_ctx": 1 << 20, "temperature": -1})
-    run = person.types("run", "ollama:sees", "A fox", "-n", "2")
+    run = user.run("run", "ollama:sees", "A fox", "-n", "2")
     assert run.code == 0 and "cannot take images here" in run.err and "ignored parameters of the Ollama model: temperature" in run.err
-    assert {row["name"]: row["mmproj"] is not None for row in person.types("list", "--json").json["models"]} == {
+    assert {row["name"]: row["mmproj"] is not None for row in user.run("list", "--json").json["models"]} == {
         "fable": False, "ollama:sees": True}
-    person.types("run", "ollama:sees", "A fox", "--image", person.home / "x.png").refused(2)
+    user.run("run", "ollama:sees", "A fox", "--image", user.home / "x.png").refused(2)
 
 
-def test_an_alias_of_what_has_gone_says_so(person: Person, tree: OllamaTree) -> None:
+def test_an_alias_of_what_has_gone_says_so(user: HubUser, tree: OllamaTree) -> None:
     manifest = tree.add("tiny", SMALL)
-    assert person.types("alias", "mine", "ollama:tiny").code == 0
+    assert user.run("alias", "mine", "ollama:tiny").code == 0
     manifest.unlink()
-    assert "mine: Ollama has no model" in person.types("show", "mine").refused(3)
-    assert "mine" not in listed(person.env)
+    assert "mine: Ollama has no model" in user.run("show", "mine").refused(3)
+    assert "mine" not in listed(user.env)
 
 
-def test_a_name_without_a_program_looks_through_no_library(person: Person, tree: OllamaTree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_without_a_program_looks_through_no_library(user: HubUser, tree: OllamaTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """The start of a run waits for nobody's disk."""
     tree.add("tiny", SMALL)
     looked = []
     monkeypatch.setattr(ollama, "roots", lambda env: looked.append(env) or [])
-    resolve("fable", person.env)
-    assert person.types("show", "fable").code == 0 and not looked
+    resolve("fable", user.env)
+    assert user.run("show", "fable").code == 0 and not looked
 
 
-def test_a_second_list_reads_no_headers_and_says_the_same(person: Person, tree: OllamaTree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_list_reads_no_headers_and_says_the_same(user: HubUser, tree: OllamaTree, monkeypatch: pytest.MonkeyPatch) -> None:
     tree.add("tiny", SMALL)
     tree.add("other", OTHER)
     tree.add("none", b"GGUF" + bytes(100))
-    first, read = local_models(person.env), []
-    noted = storage.data_folder(person.env) / listing_cache.FILE
+    first, read = local_models(user.env), []
+    noted = storage.data_folder(user.env) / listing_cache.FILE
     monkeypatch.setattr(local_model, "_local_file", lambda name, path, *more: read.append(path))
-    assert local_models(person.env) == first and read == [tree.blob(b"GGUF" + bytes(100))], "what could not run is looked at anew"
+    assert local_models(user.env) == first and read == [tree.blob(b"GGUF" + bytes(100))], "what could not run is looked at anew"
     kept = noted.read_text()
     odd = kept.replace('"bits": ', '"bits": "x", "bit": ')
     for damaged in ("", "[]", kept[:-20], odd, kept.replace(__version__, "0.0"), '{"files": 3}'):
         noted.write_text(damaged)
-        assert listed(person.env) == {"fable": "effllm"}
+        assert listed(user.env) == {"fable": "effllm"}
         noted.write_text(kept)
     os.utime(tree.blob(OTHER), ns=(1, 1))
-    assert "ollama:tiny" in listed(person.env) and "ollama:other" not in listed(person.env)
+    assert "ollama:tiny" in listed(user.env) and "ollama:other" not in listed(user.env)
 
 
 def test_programs_are_those_whose_names_are_taken_apart() -> None:

@@ -19,7 +19,7 @@ from gguf_samples import Reader
 from gpu_runs import opened as with_card
 from gpu_runs import simulated
 from hub_server import Hub
-from hub_user import Person
+from hub_user import HubUser
 from safetensors.numpy import save_file
 from saved_models import saved
 from test_paged_models import paged, resident
@@ -246,7 +246,7 @@ def test_what_a_pull_says_of_its_memory(folders: dict[str, Path], tmp_path: Path
     write(folders[family], tmp_path / "m.gguf", "Q8_0", change=lambda writer: (writer.add_file_type(7), words(writer)))
     assert (family == MIXTURE) != (f"{ARCH[family]}.feed_forward_length" in Reader(tmp_path / "m.gguf").fields)
     hub.add("org/name", files={"m.gguf": (tmp_path / "m.gguf").read_bytes()})
-    plan = Person(tmp_path / "home", hub.endpoint).types("pull", "org/name:m.gguf", "--dry-run", "--json").json
+    plan = HubUser(tmp_path / "home", hub.endpoint).run("pull", "org/name:m.gguf", "--dry-run", "--json").json
     prepared = prepare(tmp_path / "m.gguf", EngineOptions())
     prepared.store.close()
     assert plan["memory"]["weights_bytes"] == pytest.approx(prepared.placement.weights_bytes, rel=0.1)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from gguf_bytes import small_model
-from hub_user import Person
+from hub_user import HubUser
 from library_trees import OllamaTree
 
 from effllm.runtime.config import read_config
@@ -71,13 +71,13 @@ def test_what_goes_before_a_text_goes_before_a_chat(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_template_is_asked_as_ollama_asks_it(tmp_path: Path) -> None:
-    person, tree = Person(tmp_path, "http://127.0.0.1:9"), OllamaTree(tmp_path / ".ollama" / "models")
+    user, tree = HubUser(tmp_path, "http://127.0.0.1:9"), OllamaTree(tmp_path / ".ollama" / "models")
     tree.add("small", small_model(), template="<|im_start|>user\n{{ .Prompt }}<|im_end|>\n")
     tree.add("odd", small_model(), template="{{ .Prompt }}")
-    assert person.types("show", "ollama:small", "--json").json["chat_template"] is True
-    assert person.types("show", "ollama:odd", "--json").json["chat_template"] is False
-    assert {row["name"]: row["chat_template"] for row in person.types("list", "--json").json["models"][1:]} == {
+    assert user.run("show", "ollama:small", "--json").json["chat_template"] is True
+    assert user.run("show", "ollama:odd", "--json").json["chat_template"] is False
+    assert {row["name"]: row["chat_template"] for row in user.run("list", "--json").json["models"][1:]} == {
         "ollama:small": True, "ollama:odd": False}
-    run = person.types("run", "ollama:small", "a", "-n", "1", "-c", "64")
+    run = user.run("run", "ollama:small", "a", "-n", "1", "-c", "64")
     assert "using that of ChatML" in run.err, run.err
-    assert "base model" in person.types("run", "ollama:odd", "a", "-n", "1").err
+    assert "base model" in user.run("run", "ollama:odd", "a", "-n", "1").err

@@ -253,10 +253,10 @@ def test_a_prompt_after_a_short_answer_is_a_way_back(folder: Path, tokens: int) 
         engine.close()
 
 
-def test_show_says_how_a_model_knows_where_a_token_stands(folder: Path, tmp_path: Path, person) -> None:
+def test_show_says_how_a_model_knows_where_a_token_stands(folder: Path, tmp_path: Path, user) -> None:
     model = shutil.copytree(folder, tmp_path / "shown")
     (model / "tokenizer.json").write_bytes((FABLE / "tokenizer.json").read_bytes())
-    (said,) = [line for line in person.types("show", model).out.splitlines() if line.startswith("context")]
+    (said,) = [line for line in user.run("show", model).out.splitlines() if line.startswith("context")]
     silent = dict.fromkeys(("jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h", "nemotron_h, experts",
                             "nemotron_h, experts of fewer numbers", "rwkv7"), "no positions")
     others = {**silent, "lfm3": "rotary positions proportional"}

@@ -7,9 +7,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from command_line import CliRun
 from gguf_samples import FABLE, add_fable_tokenizer, write_model
 from infill_models import OF_CODESTRAL, OF_QWEN, ROWS, filling_model
-from test_cli_config import Ran
 
 from effllm import ContextOverflow
 from effllm.offload.gguf_header import GgufHeader
@@ -208,9 +208,9 @@ def test_what_a_folder_states_is_in_the_file_that_is_made_of_it(tmp_path: Path) 
 
 def test_show_says_whether_a_model_has_them(tmp_path: Path) -> None:
     for model, said in ((str(filling_model(tmp_path / "coder")), "supported (<|fim_prefix|>)"), ("fable", "")):
-        table = Ran("show", model)
+        table = CliRun("show", model)
         assert table.code == 0 and ("infill " in table.out) == bool(said) and said in table.out
-        assert json.loads(Ran("show", model, "--json").out)["infill"] == bool(said)
+        assert json.loads(CliRun("show", model, "--json").out)["infill"] == bool(said)
 
 
 # ---- where it ends

@@ -301,11 +301,11 @@ def test_calibration_sees_every_matrix_and_smoothing_changes_nothing_but_roundin
     assert np.abs(after - before).max() < 1e-4 * np.abs(before).max()
 
 
-def test_show_says_what_is_kept_of_a_token(folder: Path, tmp_path: Path, person) -> None:
+def test_show_says_what_is_kept_of_a_token(folder: Path, tmp_path: Path, user) -> None:
     model = shutil.copytree(folder, tmp_path / "shown")
     (model / "tokenizer.json").write_bytes((FABLE / "tokenizer.json").read_bytes())
-    (said,) = [line for line in person.types("show", model).out.splitlines() if line.startswith("attention")]
+    (said,) = [line for line in user.run("show", model).out.splitlines() if line.startswith("attention")]
     config = prepare(folder, EngineOptions(ctx=1)).config
     assert said.endswith(f"from a latent of {config.mla.rank}; {config.mla.key} values cached per token")
-    shown = json.loads(person.types("show", model, "--json").out)
+    shown = json.loads(user.run("show", model, "--json").out)
     assert shown["latent_attention"]["cached"] == config.mla.key

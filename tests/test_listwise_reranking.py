@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from config_samples import refused
-from hub_user import Person
+from hub_user import HubUser
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packaged_embedder import FABLE
@@ -154,8 +154,8 @@ def test_a_file_ranks_by_the_matrices_that_lie_beside_it(model: Path, replies: S
     engine.close()
     *_, wanted = replies.rank(QUERY, DOCUMENTS)
     assert ranked.scores == pytest.approx(wanted.scores, abs=2e-3)
-    person = Person(tmp_path, "http://127.0.0.1:9")
-    made = person.types("quantize", file, "-o", tmp_path / "b", "--bits", "8", "--no-kv-profile")
+    user = HubUser(tmp_path, "http://127.0.0.1:9")
+    made = user.run("quantize", file, "-o", tmp_path / "b", "--bits", "8", "--no-kv-profile")
     assert made.code == 0 and read_config(tmp_path / "b").listwise_reranker, made.err
     save_file({name: each[:-1] for name, each in matrices.items()}, tmp_path / "projector.safetensors")
     with pytest.raises(CheckpointError, match="projector.0.weight"):
@@ -164,10 +164,10 @@ def test_a_file_ranks_by_the_matrices_that_lie_beside_it(model: Path, replies: S
 
 def test_a_folder_of_few_bits(model: Path, tmp_path: Path) -> None:
     """Whose matrices stay as they were stored."""
-    person, out = Person(tmp_path, "http://127.0.0.1:9"), tmp_path / "b"
-    made = person.types("quantize", model, "-o", out, "--bits", "8", "--no-kv-profile")
+    user, out = HubUser(tmp_path, "http://127.0.0.1:9"), tmp_path / "b"
+    made = user.run("quantize", model, "-o", out, "--bits", "8", "--no-kv-profile")
     assert made.code == 0 and f"effllm serve {out}" in made.err
-    assert person.types("verify", out).code == 0 and person.types("plan", out).code == 0
+    assert user.run("verify", out).code == 0 and user.run("plan", out).code == 0
     *_, small = open_engine(out, EngineOptions(ctx=512))
     *_, ranked = ServedModel(small, Tokenizer.load(out, small.config)).rank(QUERY, DOCUMENTS)
     stored = load_file(model / "model.safetensors")
@@ -189,19 +189,19 @@ def test_it_writes_nothing_and_its_files_belong_together(model: Path, replies: S
     assert config.listwise_reranker and (config.pooled_inner_dim, config.pooled_dim) == (32, 512) and not config.is_generative
     refused({**stated, "model_type": "llama"}, "JinaForRanking")
     refused({**stated, "architectures": ["Qwen3ForCausalLM"]}, "auto_map")
-    person = Person(tmp_path, "http://127.0.0.1:9")
+    user = HubUser(tmp_path, "http://127.0.0.1:9")
     for out, more in (("out.gguf", ()), ("out", ("--format", "compressed-tensors"))):
-        ran = person.types("export", model, "-o", tmp_path / out, *more)
+        ran = user.run("export", model, "-o", tmp_path / out, *more)
         assert ran.code and "listwise ranking head" in ran.err, ran.err
 
 
 @pytest.mark.slow
 def test_over_http(model: Path) -> None:
     with serving("-c", "1024", model=str(model)) as server:
-        reply = server.ask("POST", "/v1/rerank", {"query": QUERY, "documents": DOCUMENTS, "top_n": 2})
+        reply = server.request("POST", "/v1/rerank", {"query": QUERY, "documents": DOCUMENTS, "top_n": 2})
         assert reply.status == 200, reply.body
         scores = expected(model, [prompt(QUERY, DOCUMENTS)])
         order = sorted(range(len(scores)), key=lambda at: -scores[at])[:2]
         assert [each["index"] for each in reply.json["results"]] == order
-        asked = server.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2})
+        asked = server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2})
         assert asked.status in (400, 501) and "ranks documents" in asked.json["error"]["message"], asked.body

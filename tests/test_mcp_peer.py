@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from server_process import until
+from server_process import wait_until
 
 from effllm.runtime.mcp.client import Client
 from effllm.runtime.mcp.configuration import ServerEntry
@@ -94,7 +94,7 @@ def test_by_http(program: str) -> None:
 
     with subprocess.Popen([sys.executable, "-P", program, str(port)], env=env, stderr=subprocess.DEVNULL) as server:
         try:
-            until(listens)
+            wait_until(listens)
             tried(Client(ServerEntry("peer", url=f"http://127.0.0.1:{port}/mcp", source="mcp.json"), {}))
         finally:
             server.terminate()

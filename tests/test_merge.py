@@ -241,26 +241,26 @@ def test_a_head_that_is_the_embeddings(tmp_path):
     assert "output head is tied" in refused.value.hint
 
 
-def test_from_the_command_line_to_a_run(person, tmp_path):
+def test_from_the_command_line_to_a_run(user, tmp_path):
     own = weights(Path(merging.__file__).parents[2] / "models" / "fable")
     name = "model.layers.2.mlp.down_proj"
     rows, columns = own[f"{name}.weight"].shape
     tuned = adapter(tmp_path / "tuned", peft({name: (random(RANK, columns), random(rows, RANK))}))
-    told = person.types("export", "fable", "-o", tmp_path / "out", "--lora", tuned)
+    told = user.run("export", "fable", "-o", tmp_path / "out", "--lora", tuned)
     assert told.code == 0 and f"1 of {len(own)} tensors changed" in told.err
-    assert person.types("run", tmp_path / "out", "Once", "--raw", "-n", "3").code == 0
+    assert user.run("run", tmp_path / "out", "Once", "--raw", "-n", "3").code == 0
     with TensorStore.open(tmp_path / "out") as store:
         assert len(store.tensors) == len(own)
-    again = person.types("export", "fable", "-o", tmp_path / "out", "--lora", tuned)
+    again = user.run("export", "fable", "-o", tmp_path / "out", "--lora", tuned)
     assert again.code == 2 and "exists" in again.err
-    assert person.types("export", "fable", "-o", tmp_path / "x", "--lora", tuned, "--type", "Q4_0").code == 2
-    assert "holds no LoRA adapter" in person.types("export", "fable", "-o", tmp_path / "x", "--lora", tmp_path).err
-    assert "does not exist" in person.types("export", "fable", "-o", tmp_path / "x", "--lora", tmp_path / "absent.gguf").err
+    assert user.run("export", "fable", "-o", tmp_path / "x", "--lora", tuned, "--type", "Q4_0").code == 2
+    assert "holds no LoRA adapter" in user.run("export", "fable", "-o", tmp_path / "x", "--lora", tmp_path).err
+    assert "does not exist" in user.run("export", "fable", "-o", tmp_path / "x", "--lora", tmp_path / "absent.gguf").err
     small = tmp_path / "small"
-    assert person.types("quantize", tmp_path / "out", "-o", small, "--bits", "4").code == 0
-    told = person.types("export", small, "-o", tmp_path / "x", "--lora", tuned)
+    assert user.run("quantize", tmp_path / "out", "-o", small, "--bits", "4").code == 0
+    told = user.run("export", small, "-o", tmp_path / "x", "--lora", tuned)
     assert told.code == 2 and "is quantized" in told.err
-    assert "--lora" in person.types("run", tuned, "x").err + person.types("show", tuned).err
+    assert "--lora" in user.run("run", tuned, "x").err + user.run("show", tuned).err
 
 
 @pytest.mark.parametrize("tensors", [

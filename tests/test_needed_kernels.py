@@ -18,9 +18,9 @@ import test_imported
 from conversions import FABLE, odd_model, options, run
 from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub
-from hub_user import MINUTE, Person
+from hub_user import MINUTE, HubUser
 from low_bit_samples import FORMATS as SAMPLES
-from server_process import until
+from server_process import wait_until
 
 from effllm.kernels import warm
 from effllm.kernels.cpu import packed_formats
@@ -128,7 +128,7 @@ def pulled_when(hub: Hub, tmp_path: Path, rate: float, is_time: Callable[[Path],
     run(FABLE, made, options("4bit"))
     hub.add("org/name", made)
     kept, hub.rate = tmp_path / "kernels", rate
-    pull = Person(tmp_path, hub.endpoint).starts("pull", "org/name", XDG_CACHE_HOME=str(kept))
+    pull = HubUser(tmp_path, hub.endpoint).start("pull", "org/name", XDG_CACHE_HOME=str(kept))
     while pull.poll() is None and not is_time(kept):
         time.sleep(0.02)
     hub.rate = None
@@ -149,7 +149,7 @@ def test_what_a_download_compiles_is_what_the_folder_needs(hub: Hub, tmp_path: P
     else:
         test_imported.written(folder, name)
     hub.add("org/name", folder)
-    env = Person(tmp_path, hub.endpoint).env
+    env = HubUser(tmp_path, hub.endpoint).env
     plan = plan_pull(pull_target(parse_reference("org/name", env), env), Client(env), env)
     monkeypatch.setattr(warm, "is_cold", lambda kinds=warm.ALL: True)
     given: list[tuple[str, ...]] = []
@@ -194,7 +194,7 @@ def test_a_compiler_beside_a_process_that_is_killed_ends_too(tmp_path: Path) -> 
             parent.wait()
             before = len(list(kept.rglob("*.o")))
     assert compilers
-    until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in compilers))
+    wait_until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in compilers))
     assert len(list(kept.rglob("*.o"))) <= before + 1 and not list(kept.rglob("complete-*"))
 
 
@@ -210,7 +210,7 @@ def test_where_no_process_can_be_started_a_download_continues(tmp_path: Path, mo
 def test_a_long_download_compiles_all_that_the_first_run_needs(hub: Hub, tmp_path: Path) -> None:
     last = kernel_kinds(format_needs("4bit"), EngineOptions())[-1]
     folder = pulled_when(hub, tmp_path, 10_000, lambda kept: any(kept.rglob(f"complete-{last}")))
-    first_run = Person(tmp_path, hub.endpoint).starts("run", "org/name", "Once", "-n", "2", XDG_CACHE_HOME=str(folder.parents[2]))
+    first_run = HubUser(tmp_path, hub.endpoint).start("run", "org/name", "Once", "-n", "2", XDG_CACHE_HOME=str(folder.parents[2]))
     out, said = first_run.communicate(timeout=MINUTE)
     assert first_run.returncode == 0 and out.strip() and "kernels" not in said, said
     needed = folder_kinds(tmp_path / "made", EngineOptions())

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf_bytes import KEYS, SHAPES, file, small_model, tensor, text, typed
-from hub_user import Person
+from hub_user import HubUser
 from library_trees import OllamaTree
 from ollama_files import WRITTEN, write_one
 from PIL import Image
@@ -76,22 +76,22 @@ def test_models_of_ollamas_library_see_by_a_layer_or_by_themselves(tmp_path: Pat
     seeing(tmp_path / "folder", QUICK, CASES[QUICK])
     whole = write_one(tmp_path / "folder", tmp_path / "files").read_bytes()
     text, projector = ((tmp_path / "files" / name).read_bytes() for name in ("model-Q8_0.gguf", "mmproj-model-f16.gguf"))
-    person, tree = Person(tmp_path, "http://127.0.0.1:9"), OllamaTree(tmp_path / ".ollama" / "models")
+    user, tree = HubUser(tmp_path, "http://127.0.0.1:9"), OllamaTree(tmp_path / ".ollama" / "models")
     asks = "<start_of_turn>user\n{{ .Prompt }}<end_of_turn>"
     tree.add("pair", text, projector=projector, template=asks)
     tree.add("one", whole, template=asks)
     tree.add("blind", text)
     Image.fromarray(PICTURES["photo"]).save(tmp_path / "photo.png")
-    shown = {name: person.types("show", f"ollama:{name}", "--json").json["images"] for name in ("pair", "one", "blind")}
+    shown = {name: user.run("show", f"ollama:{name}", "--json").json["images"] for name in ("pair", "one", "blind")}
     assert shown["pair"] == shown["one"] is not None and shown["blind"] is None
     for _ in range(2):  # from headers, then from what they told
-        takes = {row["name"]: row["input_modalities"] for row in person.types("list", "--json").json["models"]}
+        takes = {row["name"]: row["input_modalities"] for row in user.run("list", "--json").json["models"]}
         assert takes == {"fable": ["text"], "ollama:pair": ["text", "image"], "ollama:one": ["text", "image"], "ollama:blind": ["text"]}
     tree.blob(projector).write_bytes(b"GGUF of another kind")
-    rows = person.types("list", "--json").json["models"]
+    rows = user.run("list", "--json").json["models"]
     assert not [row for row in rows if row["name"] == "ollama:pair" and "image" in row["input_modalities"]]
     tree.blob(projector).write_bytes(projector)
-    said = [person.types("run", f"ollama:{name}", "fox", "-n", "3", "--temp", "0", "--image", tmp_path / "photo.png")
+    said = [user.run("run", f"ollama:{name}", "fox", "-n", "3", "--temp", "0", "--image", tmp_path / "photo.png")
             for name in ("pair", "one")]
     assert [each.code for each in said] == [0, 0] and all("image of 160 × 120: 20 tokens" in each.err for each in said), said
     assert "using that of Gemma" in said[1].err and "that of Gemma" not in said[0].err, "whose file has a template itself"
@@ -102,5 +102,5 @@ def test_a_stated_tower_without_numbers_is_refused_for_images_alone(tmp_path: Pa
     model = write_one(tmp_path / "folder", tmp_path / "files", **{"vision.patch_size": "x"})
     config = read_config(model)
     assert read_header(model).sees and not open_media(model, config).encoders
-    person = Person(tmp_path, "http://127.0.0.1:9")
-    assert json.loads(person.types("show", model, "--json").out)["images"] is None
+    user = HubUser(tmp_path, "http://127.0.0.1:9")
+    assert json.loads(user.run("show", model, "--json").out)["images"] is None

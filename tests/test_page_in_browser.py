@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server_process import Served, serving, until
+from server_process import ServerProcess, serving, wait_until
 
 from effllm.runtime.sessions.conversation_file import load_conversation
 
@@ -20,7 +20,7 @@ LONG = 60_000  # ms
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
+def server() -> Iterator[ServerProcess]:
     with serving("--overflow", "shift", "--seed", "4") as server:
         yield server
 
@@ -34,12 +34,12 @@ def browser():
 
 
 @pytest.fixture
-def page(browser, server: Served):
+def page(browser, server: ServerProcess):
     """A new user's page; no script error may occur."""
     yield from opened(browser, server)
 
 
-def opened(browser, server: Served):
+def opened(browser, server: ServerProcess):
     context = browser.new_context(accept_downloads=True)
     page, wrong = context.new_page(), []
     page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -64,7 +64,7 @@ def say(page, text: str) -> None:
 
 
 def answered(page) -> None:
-    until(lambda: page.is_visible("#send") and not page.inner_text("#state"))
+    wait_until(lambda: page.is_visible("#send") and not page.inner_text("#state"))
 
 
 def messages(page) -> list[tuple[str, str]]:
@@ -124,7 +124,7 @@ def test_a_conversation_is_a_file_that_the_terminal_reads(page, tmp_path: Path) 
     assert history.system == "You tell tales." and [each["role"] for each in history.messages] == ["user", "assistant"]
     assert history.messages[0]["content"] == "The fox & the <king>"
     page.set_input_files("#load-file", str(file))
-    until(lambda: len(page.query_selector_all("#conversations li")) == 2)
+    wait_until(lambda: len(page.query_selector_all("#conversations li")) == 2)
     assert [text for _, text in messages(page)][0] == "The fox & the <king>"
     (other := tmp_path / "other.json").write_text(json.dumps({"messages": 3}))
     page.set_input_files("#load-file", str(other))
@@ -280,11 +280,11 @@ def test_a_key_is_asked_for(browser) -> None:
         assert "needs an API key" in page.inner_text("#settings")
         page.fill("[name=key]", "wrong")
         page.click("#settings button")
-        until(lambda: "Wrong API key" in page.inner_text("#settings"))
+        wait_until(lambda: "Wrong API key" in page.inner_text("#settings"))
         page.fill("[name=key]", "secret")
         page.click("#settings button")
         page.wait_for_selector("#model option", state="attached", timeout=LONG)
-        until(lambda: not page.inner_text("#state"))
+        wait_until(lambda: not page.inner_text("#state"))
         assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
         page.click("#open-settings")
         assert "API key." not in page.inner_text("#settings"), "whoever opens it is asked for nothing"

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hub_user import Person
+from hub_user import HubUser
 from test_forecast import KNOWN
 
 from effllm.runtime.planning import roofs
@@ -28,16 +28,16 @@ def test_the_start_of_a_run_is_foretold() -> None:
     assert 0.4 * least < told < 1.6 * least, "most of what a run of one token takes"
 
 
-def test_the_start_counts_for_the_first_token(person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_counts_for_the_first_token(user: HubUser, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofs, "known", lambda asked: KNOWN)
-    (line,) = [line for line in person.types("plan", "fable").out.splitlines() if line.startswith("first token ")]
+    (line,) = [line for line in user.run("plan", "fable").out.splitlines() if line.startswith("first token ")]
     assert " s of starting and " in line and line.endswith(" of loading from a cold disk")
 
 
 @pytest.mark.parametrize(("figure", "told"), [("memory", True), ("attention 16bit", True), ("kind affine2:64", False)])
-def test_figures_that_were_taken_beside_others_are_called_that(person: Person, monkeypatch: pytest.MonkeyPatch, figure: str,
+def test_figures_that_were_taken_beside_others_are_called_that(user: HubUser, monkeypatch: pytest.MonkeyPatch, figure: str,
                                                                told: bool) -> None:
     beside = replace(KNOWN, machine=replace(KNOWN.machine, disturbed={figure: 0.62}))
     monkeypatch.setattr(roofs, "known", lambda asked: beside)
     said = "other programs had up to 62% of the cores' time then"
-    assert (said in person.types("plan", "fable", "--no-probe").out) is told
+    assert (said in user.run("plan", "fable", "--no-probe").out) is told

@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from command_line import typed
+from command_line import run_cli
 from family_models import assert_close
 from mmproj_files import EXPORTED, PAIRS, SEEN_BY, seeing_as_published, write_pair
 from PIL import Image
@@ -96,26 +96,26 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 def test_show_and_plan_say_what_sees(files: tuple[Path, Path, Path]) -> None:
     model, mmproj, _ = files
-    assert json.loads(typed("show", model, "--json")[1])["images"] is None
-    shown = json.loads(typed("show", model, "--mmproj", mmproj, "--json")[1])["images"]
+    assert json.loads(run_cli("show", model, "--json")[1])["images"] is None
+    shown = json.loads(run_cli("show", model, "--mmproj", mmproj, "--json")[1])["images"]
     assert shown["placeholder"] == "<|image_pad|>" and shown["bytes"] > mmproj.stat().st_size
-    plans = [json.loads(typed("plan", model, "--no-probe", "--json", *more)[1])["media_bytes"] for more in ((), ("-mm", mmproj))]
+    plans = [json.loads(run_cli("plan", model, "--no-probe", "--json", *more)[1])["media_bytes"] for more in ((), ("-mm", mmproj))]
     assert plans == [0, shown["bytes"]]
 
 
 def test_a_run_takes_an_image(files: tuple[Path, Path, Path]) -> None:
     model, mmproj, photo = files
-    code, out, err = typed("run", model, "What is it?", "--image", photo)
+    code, out, err = run_cli("run", model, "What is it?", "--image", photo)
     assert code == 2 and not out and "there is no mmproj file next to it" in err and "--mmproj FILE" in err and len(err.splitlines()) <= 3
-    code, out, err = typed("run", model, "What is it?", "--mmproj", model)
+    code, out, err = run_cli("run", model, "What is it?", "--mmproj", model)
     assert code != 0 and "not a projector" in err
     asked = ("run", model, "What is it?", "--image", photo, "-n", "4", "--temp", "0", "-c", "256")
-    code, out, err = typed(*asked, "--mmproj", mmproj)
+    code, out, err = run_cli(*asked, "--mmproj", mmproj)
     assert code == 0 and "image of 160 × 120: " in err, err
     beside = model.with_name("mmproj-model-f16.gguf")
     beside.symlink_to(mmproj)
     try:
-        assert typed(*asked)[:2] == (0, out)
+        assert run_cli(*asked)[:2] == (0, out)
     finally:
         beside.unlink()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from command_line import typed
+from command_line import run_cli
 from mmproj_files import PAIRS, SEEN_BY, seeing_as_published, write_pair
 from vision_cases import CASES
 from vision_models import PICTURES, opened, seeing
@@ -28,7 +28,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     seeing_as_published(folder, request.param)
     model, theirs = write_pair(folder, place / "files")
     ours = place / "mmproj-ours.gguf"
-    code, out, err = typed("export", folder, "-o", ours, "--mmproj", "--json")
+    code, out, err = run_cli("export", folder, "-o", ours, "--mmproj", "--json")
     assert code == 0, err
     assert json.loads(out)["file"] == str(ours)
     return folder, model, theirs, ours
@@ -68,7 +68,7 @@ def test_llamacpp_sees_the_same_in_a_pair(family: str, tmp_path: Path) -> None:
     seeing_as_published(folder, family, **OTHER.get(family, {}))
     points = PICTURES["square"] if "qwen" in family else np.ascontiguousarray(PICTURES["square"][:32, :32])
     points = np.tile(PICTURES["square"], (5, 5, 1)) if "glm" in family else points
-    assert typed("export", folder, "-o", model)[0] == typed("export", folder, "-o", tmp_path / "mmproj.gguf", "--mmproj")[0] == 0
+    assert run_cli("export", folder, "-o", model)[0] == run_cli("export", folder, "-o", tmp_path / "mmproj.gguf", "--mmproj")[0] == 0
     rows, _ = of_llamacpp(peer, model, tmp_path / "mmproj.gguf", points)
     wanted = opened(folder).encode(points, EncodingJob())
     if wanted.deepstack_rows is not None:
@@ -87,7 +87,7 @@ def test_several_layers_of_a_tower_without_a_first_row_come_back(tmp_path: Path)
     folder, out = tmp_path / "folder", tmp_path / "files" / "mmproj.gguf"
     siglip(folder, [-3, -2], "full")
     model, _ = write_pair(folder, tmp_path / "files")
-    assert typed("export", folder, "-o", out, "--mmproj")[0] == 0
+    assert run_cli("export", folder, "-o", out, "--mmproj")[0] == 0
     assert {each.name.split(".")[2] for each in gguf.GGUFReader(out).tensors if ".blk." in each.name} == {"0", "1"}  # of three layers
     beside, = open_media(model, read_config(model), str(out)).encoders.values()
     found, wanted = (sight.encode(PICTURES["tall"], EncodingJob()) for sight in (beside, opened(folder)))
@@ -96,7 +96,7 @@ def test_several_layers_of_a_tower_without_a_first_row_come_back(tmp_path: Path)
 
 def test_a_strategy_that_such_a_file_cannot_say_is_refused(tmp_path: Path) -> None:
     siglip(tmp_path / "folder", [-2], "default")
-    code, _, err = typed("export", tmp_path / "folder", "-o", tmp_path / "mmproj.gguf", "--mmproj")
+    code, _, err = run_cli("export", tmp_path / "folder", "-o", tmp_path / "mmproj.gguf", "--mmproj")
     assert code == 2 and "unusual feature strategy" in err and len(err.splitlines()) <= 3
 
 
@@ -110,7 +110,7 @@ def test_llamacpp_sees_the_same_with_layers_in_the_middle(tmp_path: Path) -> Non
     folder, out = tmp_path / "folder", tmp_path / "mmproj.gguf"
     siglip(folder, [-3, -2], "full")
     model, _ = write_pair(folder, tmp_path / "files")
-    assert typed("export", folder, "-o", out, "--mmproj")[0] == 0
+    assert run_cli("export", folder, "-o", out, "--mmproj")[0] == 0
     points = np.ascontiguousarray(PICTURES["square"][:32, :32])
     rows, _ = of_llamacpp(peer, model, out, points)
     wanted = opened(folder).encode(points, EncodingJob()).rows[:16]
@@ -120,9 +120,9 @@ def test_llamacpp_sees_the_same_with_layers_in_the_middle(tmp_path: Path) -> Non
 def test_an_export_of_the_text_part_says_how_to_have_the_other(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     seeing(folder, "idefics3", CASES["idefics3"])
-    code, _, err = typed("export", folder, "-o", tmp_path / "small.gguf")
+    code, _, err = run_cli("export", folder, "-o", tmp_path / "small.gguf")
     assert code == 0 and f"effllm export {folder} -o {tmp_path / 'mmproj-small.gguf'} --mmproj" in err
-    assert typed("export", folder, "-o", tmp_path / "mmproj-small.gguf", "--mmproj")[0] == 0
+    assert run_cli("export", folder, "-o", tmp_path / "mmproj-small.gguf", "--mmproj")[0] == 0
     model = tmp_path / "small.gguf"  # and both files are found and belong together
     assert open_media(model, read_config(model)).encoders[SEEN].encode(PICTURES["photo"], EncodingJob()).rows.shape[1] == 48
 
@@ -135,10 +135,10 @@ def test_both_exports_are_a_pair_that_answers_as_the_folder(family: str, arch: s
 
     folder, model = tmp_path / "folder", tmp_path / "small.gguf"
     transformer = seeing_as_published(folder, family)
-    assert typed("export", folder, "-o", model)[0] == typed("export", folder, "-o", tmp_path / "mmproj.gguf", "--mmproj")[0] == 0
+    assert run_cli("export", folder, "-o", model)[0] == run_cli("export", folder, "-o", tmp_path / "mmproj.gguf", "--mmproj")[0] == 0
     (tmp_path / "again").mkdir()
     again = tmp_path / "again" / "small.gguf"
-    assert typed("export", model, "-o", again)[0] == 0
+    assert run_cli("export", model, "-o", again)[0] == 0
     stated = [{key: field.contents() for key, field in gguf.GGUFReader(path).fields.items() if "rope" in key or "architecture" in key}
               for path in (model, again)]
     assert stated[0] == stated[1] and stated[0]["general.architecture"] == arch and f"{arch}.rope.dimension_sections" in stated[0]
@@ -155,7 +155,7 @@ def test_models_and_options_without_such_a_file_are_refused_in_one_line(tmp_path
     out = tmp_path / "mmproj.gguf"
     for more, line in (((), "of ovis2 models no mmproj file is written"), (("--type", "Q8_0"), "--mmproj writes a GGUF file of type F16"),
                        (("--format", "compressed-tensors"), "--mmproj writes a GGUF file of type F16")):
-        code, _, err = typed("export", folder, "-o", out, "--mmproj", *more)
+        code, _, err = run_cli("export", folder, "-o", out, "--mmproj", *more)
         assert code == 2 and line in err and len(err.splitlines()) <= 3 and not out.exists()
-    code, _, err = typed("export", "fable", "-o", out, "--mmproj")
+    code, _, err = run_cli("export", "fable", "-o", out, "--mmproj")
     assert code == 2 and "takes neither images" in err

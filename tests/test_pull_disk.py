@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub, Reply, Request
-from hub_user import FABLE, MINUTE, Person, on_disk, sharded, tiny
+from hub_user import FABLE, MINUTE, HubUser, on_disk, sharded, tiny
 
 from effllm.offload.size import parse_size
 
@@ -99,12 +99,12 @@ def fills(disk: Path, leave: int, word: str) -> Callable[[Request], Reply | None
 
 @pytest.mark.parametrize("leave", [0, 1_500_000, *(pytest.param(each, marks=pytest.mark.slow) for each in (4096, 4_000_000))])
 def test_ollama_6727_a_disk_that_fills_midway_says_how_much_is_missing_and_the_pull_resumes(
-        hub: Hub, person: Person, tmp_path: Path, leave: int) -> None:
+        hub: Hub, user: HubUser, tmp_path: Path, leave: int) -> None:
     repo = hub.add(REPO, files=tiny(WEIGHTS))
     with small_disk(tmp_path / "disk", "16m") as disk:
         cache = {"HF_HUB_CACHE": str(disk / "hub")}
         hub.disturb = fills(disk, leave, "model.safetensors")
-        process = person.starts("pull", REPO, **cache)
+        process = user.start("pull", REPO, **cache)
         _, said = process.communicate(timeout=MINUTE)
         assert process.returncode == 4 and "Traceback" not in said, said
         found = FULL.search(said)
@@ -116,29 +116,29 @@ def test_ollama_6727_a_disk_that_fills_midway_says_how_much_is_missing_and_the_p
         assert not list((disk / "hub").glob("models--*/snapshots/*/model.safetensors"))
         (disk / "somebody-elses").unlink()
         hub.disturb, before = None, hub.served["model.safetensors"]
-        again = person.types("pull", REPO, **cache)
+        again = user.run("pull", REPO, **cache)
         assert again.code == 0, again.err
         assert on_disk(disk / "hub" / "models--org--name" / "snapshots" / repo.commit) == repo.files
         assert hub.served["model.safetensors"] - before <= missing + (1 << 17), "what had come was loaded again"
 
 
-def test_a_disk_that_fills_while_quantizing_as_it_comes(hub: Hub, person: Person, tmp_path: Path) -> None:
+def test_a_disk_that_fills_while_quantizing_as_it_comes(hub: Hub, user: HubUser, tmp_path: Path) -> None:
     repo = hub.add(REPO, files=sharded(FABLE))
     with small_disk(tmp_path / "disk", "40m") as disk:
         data = {"XDG_DATA_HOME": str(disk)}
         hub.disturb = fills(disk, 1_000_000, "00002-of")
-        process = person.starts("pull", REPO, "--bits", "4", **data)
+        process = user.start("pull", REPO, "--bits", "4", **data)
         _, said = process.communicate(timeout=MINUTE)
         assert process.returncode == 4 and "is full" in said and "Traceback" not in said, said
         assert re.search(r"[\d.]+ [KM]iB (are still missing|more)", said) and "same command" in said, said
         (disk / "somebody-elses").unlink()
         hub.disturb = None
-        assert person.types("pull", REPO, "--bits", "4", **data).code == 0
-        assert person.types("verify", f"{REPO}:4bit", **data).code == 0 and repo.commit
+        assert user.run("pull", REPO, "--bits", "4", **data).code == 0
+        assert user.run("verify", f"{REPO}:4bit", **data).code == 0 and repo.commit
 
 
 @pytest.mark.parametrize("room", [0, 1, 70_000, 1_000_000, 1_900_000])
-def test_wherever_a_disk_fills_nothing_unwritten_counts_as_here(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch,
+def test_wherever_a_disk_fills_nothing_unwritten_counts_as_here(hub: Hub, user: HubUser, monkeypatch: pytest.MonkeyPatch,
                                                                 room: int) -> None:
     """Also where nothing can be mounted: the write itself fails, or takes only a part first."""
     repo = hub.add(REPO, files=tiny())
@@ -153,13 +153,13 @@ def test_wherever_a_disk_fills_nothing_unwritten_counts_as_here(hub: Hub, person
 
     with monkeypatch.context() as full:
         full.setattr(os, "pwrite", pwrite)
-        said = person.types("pull", REPO).refused(4)
+        said = user.run("pull", REPO).refused(4)
     assert FULL.search(said), said
-    assert person.types("pull", REPO).code == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    assert user.run("pull", REPO).code == 0 and on_disk(user.snapshot(REPO, repo.commit)) == repo.files
 
 
 @pytest.mark.parametrize("room", [0, 70_000, 1_500_000])
-def test_wherever_a_disk_fills_while_quantizing_as_it_comes(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+def test_wherever_a_disk_fills_while_quantizing_as_it_comes(hub: Hub, user: HubUser, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     """The same of a pull that keeps only the small weights: what it had made is kept, and the next one finishes."""
     hub.add(REPO, files=sharded(FABLE))
     left, real = [room], os.pwrite
@@ -172,25 +172,25 @@ def test_wherever_a_disk_fills_while_quantizing_as_it_comes(hub: Hub, person: Pe
 
     with monkeypatch.context() as full:
         full.setattr(os, "pwrite", pwrite)
-        said = person.types("pull", REPO, "--bits", "4").refused(4)
+        said = user.run("pull", REPO, "--bits", "4").refused(4)
     assert "is full" in said, said
-    assert person.types("pull", REPO, "--bits", "4").code == 0 and person.types("verify", f"{REPO}:4bit").code == 0
+    assert user.run("pull", REPO, "--bits", "4").code == 0 and user.run("verify", f"{REPO}:4bit").code == 0
 
 
-def test_a_file_larger_than_the_file_system_takes(hub: Hub, person: Person) -> None:
+def test_a_file_larger_than_the_file_system_takes(hub: Hub, user: HubUser) -> None:
     """As FAT ends at 4 GB: said in one line, in a process of its own whose files may have a megabyte."""
     hub.add(REPO, files=tiny())
     code = ("import resource, sys\nfrom effllm.cli.app import main\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))\nsys.exit(main(sys.argv[1:]))\n")
-    process = person.runs("-c", code, "pull", REPO)
+    process = user.start_python("-c", code, "pull", REPO)
     _, said = process.communicate(timeout=MINUTE)
     lines = said.splitlines()
     assert process.returncode == 4 and lines[-2].startswith("effllm: a file that large may not be written"), said
     assert lines[-1].startswith("hint: set HF_HUB_CACHE to") and "is full" not in said and "Traceback" not in said, said
-    assert person.types("pull", REPO).code == 0
+    assert user.run("pull", REPO).code == 0
 
 
-def test_a_quota_that_is_used_up_is_no_full_disk(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quota_that_is_used_up_is_no_full_disk(hub: Hub, user: HubUser, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(REPO, files=tiny())
 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
@@ -198,11 +198,11 @@ def test_a_quota_that_is_used_up_is_no_full_disk(hub: Hub, person: Person, monke
 
     with monkeypatch.context() as full:
         full.setattr(os, "pwrite", pwrite)
-        said = person.types("pull", REPO).refused(4)
+        said = user.run("pull", REPO).refused(4)
     assert "the quota is used up" in said and "HF_HUB_CACHE" in said and "make room" not in said
 
 
-def test_a_file_system_without_room_for_a_single_name(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_room_for_a_single_name(hub: Hub, user: HubUser, monkeypatch: pytest.MonkeyPatch) -> None:
     """No journal, no folder, no length: each of these calls can be the first that fails."""
     repo = hub.add(REPO, files=tiny())
     for call in ("mkdir", "ftruncate", "symlink", "replace"):
@@ -211,56 +211,56 @@ def test_a_file_system_without_room_for_a_single_name(hub: Hub, person: Person, 
 
         with monkeypatch.context() as full:
             full.setattr(os, call, fail)
-            assert "is full" in person.types("pull", REPO).refused(4), call
-    assert person.types("pull", REPO).code == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+            assert "is full" in user.run("pull", REPO).refused(4), call
+    assert user.run("pull", REPO).code == 0 and on_disk(user.snapshot(REPO, repo.commit)) == repo.files
 
 
 @pytest.mark.parametrize("way", ["mount", "calls"])
-def test_a_cache_on_a_read_only_mount(hub: Hub, person: Person, way: str) -> None:
+def test_a_cache_on_a_read_only_mount(hub: Hub, user: HubUser, way: str) -> None:
     """What is in it runs; nothing is fetched into it, and the line names the variable that gives another place."""
     repo = hub.add(REPO, FABLE)
-    assert person.types("pull", REPO).code == 0
-    cache = person.home / "hf" / "hub"
+    assert user.run("pull", REPO).code == 0
+    cache = user.home / "hf" / "hub"
     hub.add("org/other", files=tiny())
     with read_only(cache, way):
-        ran = person.types("run", REPO, "Once", "--raw", "-n", "2", "--temp", "0")
+        ran = user.run("run", REPO, "Once", "--raw", "-n", "2", "--temp", "0")
         assert ran.code == 0 and ran.out.strip(), ran.err
-        assert [model["name"] for model in person.types("list", "--json").json["models"]] == ["fable", REPO]
-        assert person.types("pull", REPO).code == 0, "everything is here"
+        assert [model["name"] for model in user.run("list", "--json").json["models"]] == ["fable", REPO]
+        assert user.run("pull", REPO).code == 0, "everything is here"
         hub.forget()
-        said = person.types("pull", "org/other").refused(1)
+        said = user.run("pull", "org/other").refused(1)
         assert "read-only file system" in said and "HF_HUB_CACHE" in said and str(cache) in said
-        assert not hub.asked("model.safetensors")
-        removed = person.types("rm", REPO, "-y")
+        assert not hub.requests_for("model.safetensors")
+        removed = user.run("rm", REPO, "-y")
         assert removed.code == 1 and "Traceback" not in removed.err and "ead-only" in removed.err
-    assert person.types("verify", REPO).code == 0 and repo.commit
+    assert user.run("verify", REPO).code == 0 and repo.commit
 
 
 @pytest.mark.parametrize("way", ["mount", "calls"])
-def test_a_home_on_a_read_only_mount(hub: Hub, person: Person, way: str) -> None:
+def test_a_home_on_a_read_only_mount(hub: Hub, user: HubUser, way: str) -> None:
     """Nowhere to keep kernels, settings or models: a run works and says what it costs, what must be kept says where."""
     hub.add(REPO, files=sharded(FABLE))
-    variables = {"XDG_DATA_HOME": str(person.home / "ro" / "data"), "XDG_CONFIG_HOME": str(person.home / "ro" / "config"),
-                 "HF_HOME": str(person.home / "ro" / "hf")}
-    (person.home / "ro").mkdir()
-    with read_only(person.home / "ro", way):
-        assert person.types("run", "fable", "Hi", "-n", "2", "--bits", "4", **variables).code == 0
+    variables = {"XDG_DATA_HOME": str(user.home / "ro" / "data"), "XDG_CONFIG_HOME": str(user.home / "ro" / "config"),
+                 "HF_HOME": str(user.home / "ro" / "hf")}
+    (user.home / "ro").mkdir()
+    with read_only(user.home / "ro", way):
+        assert user.run("run", "fable", "Hi", "-n", "2", "--bits", "4", **variables).code == 0
         for words, named in ((("pull", REPO), "HF_HUB_CACHE"), (("pull", REPO, "--bits", "4"), "XDG_DATA_HOME"),
                              (("alias", "work", "fable"), "models.yaml")):
-            said = person.types(*words, **variables).refused(1)
+            said = user.run(*words, **variables).refused(1)
             assert "ead-only file system" in said and named in said, said
 
 
-def test_pulls_of_one_model_into_one_full_disk_do_not_harm_each_other(hub: Hub, person: Person, tmp_path: Path) -> None:
+def test_pulls_of_one_model_into_one_full_disk_do_not_harm_each_other(hub: Hub, user: HubUser, tmp_path: Path) -> None:
     """Two at once, on a disk that fills: both say so, and the next one finishes."""
     repo = hub.add(REPO, files=tiny(WEIGHTS))
     with small_disk(tmp_path / "disk", "16m") as disk:
         cache = {"HF_HUB_CACHE": str(disk / "hub")}
         hub.disturb = fills(disk, 1_000_000, "model.safetensors")
-        both = [person.starts("pull", REPO, **cache) for _ in range(2)]
+        both = [user.start("pull", REPO, **cache) for _ in range(2)]
         said = [process.communicate(timeout=MINUTE)[1] for process in both]
         assert [process.returncode for process in both] == [4, 4], said
         (disk / "somebody-elses").unlink()
         hub.disturb = None
-        assert person.types("pull", REPO, **cache).code == 0
+        assert user.run("pull", REPO, **cache).code == 0
         assert on_disk(disk / "hub" / "models--org--name" / "snapshots" / repo.commit) == repo.files

@@ -6,15 +6,15 @@ import pytest
 from encoder_gguf_files import write_encoder
 from encoder_models import made_encoder, random_model
 from hub_server import Hub
-from hub_user import Person, measure_nothing
+from hub_user import HubUser, measure_nothing
 
 REPO = "org/vectors"
 
 
 @pytest.fixture
-def person(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Person:
+def user(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> HubUser:
     measure_nothing(monkeypatch)
-    return Person(tmp_path / "home", hub.endpoint)
+    return HubUser(tmp_path / "home", hub.endpoint)
 
 
 @pytest.fixture
@@ -25,22 +25,22 @@ def files(tmp_path: Path) -> dict[str, bytes]:
     return {**read, "small.gguf": (tmp_path / "m.gguf").read_bytes()}
 
 
-def test_a_folder(hub: Hub, person: Person, files: dict[str, bytes]) -> None:
+def test_a_folder(hub: Hub, user: HubUser, files: dict[str, bytes]) -> None:
     hub.add(REPO, files=files)
-    assert "it does not generate text" in person.types("pull", REPO, "--dry-run").err
-    pulled = person.types("pull", REPO)
+    assert "it does not generate text" in user.run("pull", REPO, "--dry-run").err
+    pulled = user.run("pull", REPO)
     assert pulled.code == 0, pulled.err
-    shown = person.types("show", REPO, "--json").json
+    shown = user.run("show", REPO, "--json").json
     assert (shown["pooling"], shown["context"]) == ("mean", 64)
-    assert [each["family"] for each in person.types("list", "--json").json["models"] if each["name"] == REPO] == ["bert"]
-    assert person.types("verify", REPO).code == 0
-    assert "this is an embedding model, which does not generate text" in person.types("run", REPO, "a").err
-    assert "runs as it is stored" in person.types("pull", f"{REPO}:4bit").refused(2)
-    assert person.types("rm", REPO, "--yes").code == 0
-    assert REPO not in person.types("list").out
+    assert [each["family"] for each in user.run("list", "--json").json["models"] if each["name"] == REPO] == ["bert"]
+    assert user.run("verify", REPO).code == 0
+    assert "this is an embedding model, which does not generate text" in user.run("run", REPO, "a").err
+    assert "runs as it is stored" in user.run("pull", f"{REPO}:4bit").refused(2)
+    assert user.run("rm", REPO, "--yes").code == 0
+    assert REPO not in user.run("list").out
 
 
-def test_a_file(hub: Hub, person: Person, files: dict[str, bytes]) -> None:
+def test_a_file(hub: Hub, user: HubUser, files: dict[str, bytes]) -> None:
     hub.add(REPO, files=files)
-    assert person.types("pull", f"{REPO}:small.gguf").code == 0
-    assert person.types("show", f"{REPO}:small.gguf", "--json").json["vector"] == 48
+    assert user.run("pull", f"{REPO}:small.gguf").code == 0
+    assert user.run("show", f"{REPO}:small.gguf", "--json").json["vector"] == 48

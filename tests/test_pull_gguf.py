@@ -6,7 +6,7 @@ import gguf
 import pytest
 from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub
-from hub_user import FABLE, Person
+from hub_user import FABLE, HubUser
 
 from effllm.offload.gguf_header import read_gguf_keys
 from effllm.offload.safetensors_header import CheckpointError
@@ -17,8 +17,8 @@ REPO, FILE = "org/name", "fable.gguf"
 
 
 @pytest.fixture
-def person(tmp_path: Path, hub: Hub) -> Person:
-    return Person(tmp_path / "home", hub.endpoint)
+def user(tmp_path: Path, hub: Hub) -> HubUser:
+    return HubUser(tmp_path / "home", hub.endpoint)
 
 
 def stated(kind: int | None) -> object:
@@ -34,7 +34,7 @@ def stated(kind: int | None) -> object:
 
 @pytest.mark.parametrize(("kind", "number", "per_file"), [("Q8_0", 7, 0), ("Q4_K", None, 0), ("Q6_K", 18, 0), ("F16", 1, 0), ("Q4_1", 3, 0),
                                                           ("Q8_0", None, 20)])
-def test_the_memory_is_that_of_the_run_that_follows(hub: Hub, person: Person, tmp_path: Path, kind: str, number: int | None,
+def test_the_memory_is_that_of_the_run_that_follows(hub: Hub, user: HubUser, tmp_path: Path, kind: str, number: int | None,
                                                     per_file: int) -> None:
     """Blocks that kernels multiply, 16 bits, and a file in parts."""
     (tmp_path / "made").mkdir()
@@ -42,7 +42,7 @@ def test_the_memory_is_that_of_the_run_that_follows(hub: Hub, person: Person, tm
     files = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
     hub.add(REPO, files=files)
     first = min(files)
-    plan = person.types("pull", f"{REPO}:{first}", "--dry-run", "--json").json
+    plan = user.run("pull", f"{REPO}:{first}", "--dry-run", "--json").json
     assert plan["bytes_total"] == sum(map(len, files.values())) and sum(hub.served.values()) <= 300_000
     assert plan["bytes_read_for_plan"] <= 300_000
     prepared = prepare(tmp_path / "made" / first, EngineOptions())
@@ -51,11 +51,11 @@ def test_the_memory_is_that_of_the_run_that_follows(hub: Hub, person: Person, tm
     assert memory["kv_bytes"] == placement.kv_bytes and memory["context"] == placement.ctx
     assert memory["layers"] == list(placement.tiers)
     prepared.store.close()
-    said = person.types("pull", f"{REPO}:{first}", "--dry-run").err
+    said = user.run("pull", f"{REPO}:{first}", "--dry-run").err
     assert "memory    █" in said and "speed" in said
 
 
-def test_an_architecture_that_is_not_supported_is_refused_before_the_download(hub: Hub, person: Person, tmp_path: Path) -> None:
+def test_an_architecture_that_is_not_supported_is_refused_before_the_download(hub: Hub, user: HubUser, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / FILE, "mamba9")
     writer.add_block_count(2)
     writer.add_token_list(["x" * 20] * 20_000)
@@ -63,11 +63,11 @@ def test_an_architecture_that_is_not_supported_is_refused_before_the_download(hu
     writer.write_kv_data_to_file()
     writer.close()
     hub.add(REPO, files={FILE: (tmp_path / FILE).read_bytes()})
-    said = person.types("pull", f"{REPO}:{FILE}").refused(1)
-    assert "mamba9" in said and "docs/models.md has all families" in said and hub.served[FILE] <= HEAD_NBYTES and not person.blobs(REPO)
+    said = user.run("pull", f"{REPO}:{FILE}").refused(1)
+    assert "mamba9" in said and "docs/models.md has all families" in said and hub.served[FILE] <= HEAD_NBYTES and not user.blobs(REPO)
 
 
-def test_a_head_that_does_not_tell_is_said_in_words(hub: Hub, person: Person, tmp_path: Path) -> None:
+def test_a_head_that_does_not_tell_is_said_in_words(hub: Hub, user: HubUser, tmp_path: Path) -> None:
     """The vocabulary comes first here; another file is none of this format at all."""
     writer = gguf.GGUFWriter(tmp_path / FILE, "llama")
     writer.add_token_list([f"token {i}" for i in range(30_000)])
@@ -77,9 +77,9 @@ def test_a_head_that_does_not_tell_is_said_in_words(hub: Hub, person: Person, tm
     writer.close()
     hub.add(REPO, files={FILE: (tmp_path / FILE).read_bytes(), "junk.gguf": b"g" * 1000})
     for name, why in ((FILE, "does not state its shape before its vocabulary"), ("junk.gguf", "is not a GGUF file")):
-        ran = person.types("pull", f"{REPO}:{name}")
+        ran = user.run("pull", f"{REPO}:{name}")
         assert ran.code == 0 and "memory and speed are not known: " in ran.err and why in ran.err, ran.err
-    plan = person.types("pull", f"{REPO}:{FILE}", "--dry-run", "--json").json
+    plan = user.run("pull", f"{REPO}:{FILE}", "--dry-run", "--json").json
     assert plan["memory"] is None and plan["tokens_per_s_estimate"] is None and "its files are here" in plan["speed_unknown"]
 
 
@@ -116,12 +116,12 @@ def test_types_follow_from_the_length() -> None:
     assert assign_types([("q", (256, 96))], 256 * 102) == ["Q8_0"] and assign_types([("q", (256, 24))], 256 * 48) == ["F16"]
 
 
-def test_what_a_file_ranks_by_comes_and_goes_with_it(hub: Hub, person: Person, tmp_path: Path) -> None:
+def test_what_a_file_ranks_by_comes_and_goes_with_it(hub: Hub, user: HubUser, tmp_path: Path) -> None:
     """It lies in the same folder, and is no model by itself."""
     write_model(FABLE, tmp_path / FILE, "Q8_0", change=stated(7))
     hub.add(REPO, files={FILE: (tmp_path / FILE).read_bytes(), "projector.safetensors": b"x" * 64})
-    assert "holds only GGUF files" in person.types("pull", REPO).refused(3)
-    assert person.types("pull", f"{REPO}:{FILE}").code == 0
-    (held,) = (person.blobs(REPO)[name] for name in person.blobs(REPO) if person.blobs(REPO)[name].stat().st_size == 64)
-    assert held.read_bytes() == b"x" * 64 and person.types("verify", f"{REPO}:{FILE}").code == 0
-    assert person.types("rm", f"{REPO}:{FILE}", answers="y").code == 0 and not person.blobs(REPO)
+    assert "holds only GGUF files" in user.run("pull", REPO).refused(3)
+    assert user.run("pull", f"{REPO}:{FILE}").code == 0
+    (held,) = (user.blobs(REPO)[name] for name in user.blobs(REPO) if user.blobs(REPO)[name].stat().st_size == 64)
+    assert held.read_bytes() == b"x" * 64 and user.run("verify", f"{REPO}:{FILE}").code == 0
+    assert user.run("rm", f"{REPO}:{FILE}", answers="y").code == 0 and not user.blobs(REPO)

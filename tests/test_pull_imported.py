@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub
-from hub_user import Person, sharded
+from hub_user import HubUser, sharded
 from test_imported import written
 from test_pull_bits import REPO, allocated, kept, weights, weights_served
 
@@ -20,39 +20,39 @@ from effllm.runtime.pull.shard_disk_peak import peak_held_nbytes
 
 
 @pytest.fixture
-def person(tmp_path: Path, hub: Hub) -> Person:
-    return Person(tmp_path / "home", hub.endpoint)
+def user(tmp_path: Path, hub: Hub) -> HubUser:
+    return HubUser(tmp_path / "home", hub.endpoint)
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq 4, act order", "nvfp4", *(
     pytest.param(name, marks=pytest.mark.slow) for name in ("int4, zero points", "fp8 blocks", "nf4", "bytes by row"))])
-def test_a_weight_waits_for_the_shards_of_all_its_parts(hub: Hub, person: Person, tmp_path: Path, name: str) -> None:
+def test_a_weight_waits_for_the_shards_of_all_its_parts(hub: Hub, user: HubUser, tmp_path: Path, name: str) -> None:
     """Codes and scales lie in different shards here; what is made has the bytes that `quantize` makes of the folder."""
     written(tmp_path / "m", name)
     hub.add(REPO, files=sharded(tmp_path / "m"))
-    assert person.types("quantize", tmp_path / "m", "-o", tmp_path / "out", "--bits", "4").code == 0
-    ran = person.types("pull", REPO, "--bits", "4")
+    assert user.run("quantize", tmp_path / "m", "-o", tmp_path / "out", "--bits", "4").code == 0
+    ran = user.run("pull", REPO, "--bits", "4")
     assert ran.code == 0, ran.err
-    assert (kept(person, hub) / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert weights_served(hub) == weights(hub) and not person.blobs(REPO)
+    assert (kept(user, hub) / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert weights_served(hub) == weights(hub) and not user.blobs(REPO)
 
 
-def test_stopped_while_parts_wait_it_continues(hub: Hub, person: Person, tmp_path: Path) -> None:
+def test_stopped_while_parts_wait_it_continues(hub: Hub, user: HubUser, tmp_path: Path) -> None:
     written(tmp_path / "m", "awq")
     hub.add(REPO, files=sharded(tmp_path / "m", 4))
-    assert person.types("quantize", tmp_path / "m", "-o", tmp_path / "out", "--bits", "4").code == 0
-    client = Client(person.env)
-    plan = plan_pull(pull_target(parse_reference(f"{REPO}:4bit", person.env), person.env), client, person.env)
-    running_pull, peak = pull_model(plan, client, person.env), 0
+    assert user.run("quantize", tmp_path / "m", "-o", tmp_path / "out", "--bits", "4").code == 0
+    client = Client(user.env)
+    plan = plan_pull(pull_target(parse_reference(f"{REPO}:4bit", user.env), user.env), client, user.env)
+    running_pull, peak = pull_model(plan, client, user.env), 0
     for item in running_pull:
-        peak = max(peak, allocated(person.home))
+        peak = max(peak, allocated(user.home))
         if isinstance(item, Progress) and item.phase == "quantizing" and item.done > item.total // 2:
             break
     running_pull.close()
-    for _item in pull_model(plan, client, person.env):
-        peak = max(peak, allocated(person.home))
+    for _item in pull_model(plan, client, user.env):
+        peak = max(peak, allocated(user.home))
     assert weights_served(hub) == weights(hub) and peak <= 1.02 * plan.disk_bytes
-    assert (kept(person, hub) / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert (kept(user, hub) / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
 
 
 def test_shards_that_lie_on_the_disk_together() -> None:
@@ -66,17 +66,17 @@ def test_shards_that_lie_on_the_disk_together() -> None:
     assert peak_held_nbytes(sizes, {name: "a" for name in experts}) == 7
 
 
-def test_an_index_that_makes_no_sense_is_no_reason_to_fail_early(hub: Hub, person: Person, tmp_path: Path) -> None:
+def test_an_index_that_makes_no_sense_is_no_reason_to_fail_early(hub: Hub, user: HubUser, tmp_path: Path) -> None:
     written(tmp_path / "m", "awq")
     files = sharded(tmp_path / "m", 2)
     for text in (b"[]", b'{"weight_map": 3}', b"{"):
         hub.add(REPO, files=files | {"model.safetensors.index.json": text})
-        plan = person.types("pull", REPO, "--bits", "4", "--dry-run", "--json").json
+        plan = user.run("pull", REPO, "--bits", "4", "--dry-run", "--json").json
         assert plan["disk_needed_bytes"] > weights(hub)
         assert plan["bits"] == "4bit"
 
 
-def test_published_codes_of_experts_come_along_from_two_shards(hub: Hub, person: Person, tmp_path: Path) -> None:
+def test_published_codes_of_experts_come_along_from_two_shards(hub: Hub, user: HubUser, tmp_path: Path) -> None:
     from test_mxfp4 import packed_model
 
     packed_model(tmp_path / "m")
@@ -89,15 +89,15 @@ def test_published_codes_of_experts_come_along_from_two_shards(hub: Hub, person:
                 path.rename(path.with_name(theirs.decode() + "safetensors"))
     hub.add(REPO, tmp_path / "m")
     *_, made = convert(tmp_path / "m", tmp_path / "out", ConvertOptions(recipe_of("4bit", (), "rtn"), "4bit", threads=1))
-    ran = person.types("pull", REPO, "--bits", "4", "-y")
+    ran = user.run("pull", REPO, "--bits", "4", "-y")
     assert ran.code == 0 and "stay in mxfp4:32" in ran.err, ran.err
-    assert (kept(person, hub) / "model.safetensors").read_bytes() == (made.folder / "model.safetensors").read_bytes()
-    assert not person.blobs(REPO), "the published weights were kept, and nobody had asked for that"
+    assert (kept(user, hub) / "model.safetensors").read_bytes() == (made.folder / "model.safetensors").read_bytes()
+    assert not user.blobs(REPO), "the published weights were kept, and nobody had asked for that"
 
 
 @pytest.mark.parametrize("name", ["gptq 4, act order", *(pytest.param(name, marks=pytest.mark.slow) for name in (
     "gptq 4", "gptq 3", "awq", "int4", "int8, a scale per row", "fp8 blocks", "nvfp4", "nf4", "bytes by row"))])
-def test_the_memory_is_that_of_the_run_that_follows(hub: Hub, person: Person, tmp_path: Path, name: str) -> None:
+def test_the_memory_is_that_of_the_run_that_follows(hub: Hub, user: HubUser, tmp_path: Path, name: str) -> None:
     """Codes that kernels multiply count as they are, what is widened with 16 bits, before a byte of them is here."""
     written(tmp_path / "m", name)
     raw = json.loads((tmp_path / "m" / "config.json").read_text())
@@ -107,7 +107,7 @@ def test_the_memory_is_that_of_the_run_that_follows(hub: Hub, person: Person, tm
         section["config_groups"]["group_0"]["weights"] |= group
     (tmp_path / "m" / "config.json").write_text(json.dumps(raw | {"torch_dtype": "float32", "quantization_config": section}))
     hub.add(REPO, tmp_path / "m")
-    plan = person.types("pull", REPO, "--dry-run", "--json").json["memory"]
+    plan = user.run("pull", REPO, "--dry-run", "--json").json["memory"]
     assert not weights_served(hub)
     prepared = prepare(tmp_path / "m", EngineOptions())
     assert plan["weights_bytes"] == pytest.approx(prepared.placement.weights_bytes, rel=0.01)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub, Reply, Request, running, sha256
-from hub_user import FABLE, Person, sharded, tiny
+from hub_user import FABLE, HubUser, sharded, tiny
 
 from effllm.offload import transfer
 from effllm.runtime.library.unfinished_downloads import NOTE
@@ -39,7 +39,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PIECE_NBYTES", 1 << 15)
 
 
-def stop(hub: Hub, person: Person, name: str, word: str, after: int = 1_000_000) -> None:
+def stop(hub: Hub, user: HubUser, name: str, word: str, after: int = 1_000_000) -> None:
     """A pull whose storage goes away for good when `after` bytes of the files with `word` in their names have been sent."""
 
     def gone(request: Request) -> Reply | None:
@@ -48,119 +48,119 @@ def stop(hub: Hub, person: Person, name: str, word: str, after: int = 1_000_000)
 
     hub.forget()
     hub.disturb = gone
-    person.types("pull", name).refused(6)
+    user.run("pull", name).refused(6)
     hub.disturb = None
 
 
-def incomplete(person: Person) -> dict[str, tuple[int, int]]:
-    return {each["name"]: (each["bytes_here"], each["bytes_total"]) for each in person.types("list", "--json").json["incomplete"]}
+def incomplete(user: HubUser) -> dict[str, tuple[int, int]]:
+    return {each["name"]: (each["bytes_here"], each["bytes_total"]) for each in user.run("list", "--json").json["incomplete"]}
 
 
-def left(person: Person) -> list[str]:
+def left(user: HubUser) -> list[str]:
     """Every file and link below the hub cache but for the locks, which all tools leave."""
-    cache = person.home / "hf" / "hub"
+    cache = user.home / "hf" / "hub"
     return sorted(str(path.relative_to(cache)) for path in cache.rglob("*") if not path.is_dir() and ".locks" not in path.parts)
 
 
 @pytest.mark.parametrize(("file", "tag"), [(WHOLE, "Q8_0"), (SPLIT, "q4_0")])
-def test_a_file_that_is_partly_here_is_listed_and_removed_by_its_tag(hub: Hub, person: Person, files: dict[str, bytes], file: str,
+def test_a_file_that_is_partly_here_is_listed_and_removed_by_its_tag(hub: Hub, user: HubUser, files: dict[str, bytes], file: str,
                                                                      tag: str) -> None:
     total = sum(len(raw) for name, raw in files.items() if tag.upper() in name)
-    stop(hub, person, f"{REPO}:{tag}", tag.upper())
-    here, size = incomplete(person)[f"{REPO}:{file}"]
+    stop(hub, user, f"{REPO}:{tag}", tag.upper())
+    here, size = incomplete(user)[f"{REPO}:{file}"]
     assert 250_000 < here < total and size == total
-    assert [model["name"] for model in person.types("list", "--json").json["models"]] == ["fable"]
-    shown = person.types("list")
+    assert [model["name"] for model in user.run("list", "--json").json["models"]] == ["fable"]
+    shown = user.run("list")
     (line,) = [line for line in shown.out.splitlines() if file in line]
     assert "MiB" in line and "effllm rm NAME` removes it" in shown.err
-    said = person.types("run", f"{REPO}:{tag}", "Hi").refused(3)
+    said = user.run("run", f"{REPO}:{tag}", "Hi").refused(3)
     assert "is only partly downloaded: " in said and f"effllm pull {REPO}:{tag}" in said
-    planned = person.types("rm", f"{REPO}:{tag}", "--dry-run", "--json").json
-    assert planned["bytes"] == here and left(person)
-    assert "partly downloaded, is in the hub cache" in person.types("rm", f"{REPO}:{tag}").refused(2)
-    removed = person.types("rm", f"{REPO}:{tag}", "-y")
+    planned = user.run("rm", f"{REPO}:{tag}", "--dry-run", "--json").json
+    assert planned["bytes"] == here and left(user)
+    assert "partly downloaded, is in the hub cache" in user.run("rm", f"{REPO}:{tag}").refused(2)
+    removed = user.run("rm", f"{REPO}:{tag}", "-y")
     assert removed.code == 0 and "the partial download was removed" in removed.err
-    assert left(person) == [] and incomplete(person) == {}
-    assert "is not on this machine" in person.types("rm", f"{REPO}:{tag}", "-y").refused(3)
+    assert left(user) == [] and incomplete(user) == {}
+    assert "is not on this machine" in user.run("rm", f"{REPO}:{tag}", "-y").refused(3)
 
 
-def test_only_that_file_goes_and_what_is_whole_beside_it_stays(hub: Hub, person: Person, files: dict[str, bytes]) -> None:
-    assert person.types("pull", f"{REPO}:{WHOLE}").code == 0
-    before = left(person)
-    stop(hub, person, f"{REPO}:{SPLIT}", "Q4_0")
+def test_only_that_file_goes_and_what_is_whole_beside_it_stays(hub: Hub, user: HubUser, files: dict[str, bytes]) -> None:
+    assert user.run("pull", f"{REPO}:{WHOLE}").code == 0
+    before = left(user)
+    stop(hub, user, f"{REPO}:{SPLIT}", "Q4_0")
     for name in (f"{REPO}:Q4_0", f"{REPO}:{SPLIT}", f"{REPO}@{hub.repos[REPO].commit[:9]}:Q4_0"):
-        removed = person.types("rm", name, "--dry-run", "--json").json
-        assert removed["folder"] != str(person.home / "hf" / "hub" / "models--org--name"), "the repository holds another file"
-    assert person.types("rm", f"{REPO}:Q4_0", "-y").code == 0
-    assert left(person) == before and person.types("verify", f"{REPO}:{WHOLE}").code == 0 and incomplete(person) == {}
+        removed = user.run("rm", name, "--dry-run", "--json").json
+        assert removed["folder"] != str(user.home / "hf" / "hub" / "models--org--name"), "the repository holds another file"
+    assert user.run("rm", f"{REPO}:Q4_0", "-y").code == 0
+    assert left(user) == before and user.run("verify", f"{REPO}:{WHOLE}").code == 0 and incomplete(user) == {}
 
 
-def test_a_pull_that_continues_leaves_no_note(hub: Hub, person: Person, files: dict[str, bytes]) -> None:
-    stop(hub, person, f"{REPO}:Q4_0", "Q4_0")
-    assert any(name.endswith(NOTE) for name in left(person))
+def test_a_pull_that_continues_leaves_no_note(hub: Hub, user: HubUser, files: dict[str, bytes]) -> None:
+    stop(hub, user, f"{REPO}:Q4_0", "Q4_0")
+    assert any(name.endswith(NOTE) for name in left(user))
     hub.forget()
-    assert person.types("pull", f"{REPO}:Q4_0").code == 0
-    assert not any("incomplete" in name for name in left(person)) and incomplete(person) == {}
-    assert person.types("verify", f"{REPO}:Q4_0").code == 0
+    assert user.run("pull", f"{REPO}:Q4_0").code == 0
+    assert not any("incomplete" in name for name in left(user)) and incomplete(user) == {}
+    assert user.run("verify", f"{REPO}:Q4_0").code == 0
     assert sum(hub.served.values()) < sum(len(raw) for name, raw in files.items() if "Q4_0" in name), "what had come was loaded again"
 
 
-def test_what_an_older_version_left_goes_with_the_file_that_took_its_place(hub: Hub, person: Person, files: dict[str, bytes]) -> None:
-    stop(hub, person, f"{REPO}:Q8_0", "Q8_0")
+def test_what_an_older_version_left_goes_with_the_file_that_took_its_place(hub: Hub, user: HubUser, files: dict[str, bytes]) -> None:
+    stop(hub, user, f"{REPO}:Q8_0", "Q8_0")
     hub.add(REPO, files={WHOLE: files[WHOLE] + b"\0" * 32})
-    assert person.types("pull", f"{REPO}:Q8_0").code == 0
-    assert list(incomplete(person)) == [f"{REPO}:{WHOLE}"]
-    assert person.types("rm", f"{REPO}:Q8_0", "-y").code == 0 and left(person) == []
+    assert user.run("pull", f"{REPO}:Q8_0").code == 0
+    assert list(incomplete(user)) == [f"{REPO}:{WHOLE}"]
+    assert user.run("rm", f"{REPO}:Q8_0", "-y").code == 0 and left(user) == []
 
 
-def test_a_tag_of_two_files_that_are_partly_here_removes_neither(hub: Hub, person: Person, files: dict[str, bytes]) -> None:
+def test_a_tag_of_two_files_that_are_partly_here_removes_neither(hub: Hub, user: HubUser, files: dict[str, bytes]) -> None:
     hub.add(REPO, files={"a-Q8_0.gguf": files[WHOLE], "b-Q8_0.gguf": files[WHOLE] + b"\0" * 32})
     for name in ("a-Q8_0.gguf", "b-Q8_0.gguf"):
-        stop(hub, person, f"{REPO}:{name}", name)
-    before = left(person)
-    said = person.types("rm", f"{REPO}:Q8_0", "-y").refused(3)
-    assert "2 files" in said and f"{REPO}:a-Q8_0.gguf or {REPO}:b-Q8_0.gguf" in said and left(person) == before
-    assert person.types("rm", f"{REPO}:a-Q8_0.gguf", "-y").code == 0 and list(incomplete(person)) == [f"{REPO}:b-Q8_0.gguf"]
+        stop(hub, user, f"{REPO}:{name}", name)
+    before = left(user)
+    said = user.run("rm", f"{REPO}:Q8_0", "-y").refused(3)
+    assert "2 files" in said and f"{REPO}:a-Q8_0.gguf or {REPO}:b-Q8_0.gguf" in said and left(user) == before
+    assert user.run("rm", f"{REPO}:a-Q8_0.gguf", "-y").code == 0 and list(incomplete(user)) == [f"{REPO}:b-Q8_0.gguf"]
 
 
-def test_a_whole_repository_that_is_partly_here_is_listed_by_its_name(hub: Hub, person: Person) -> None:
+def test_a_whole_repository_that_is_partly_here_is_listed_by_its_name(hub: Hub, user: HubUser) -> None:
     hub.add("org/other", files=tiny(), branches=("main", "v1.0"))
     total = sum(map(len, tiny().values()))
-    stop(hub, person, "org/other@v1.0", "model.safetensors", 1_000_000)
-    here, size = incomplete(person)["org/other@v1.0"]
+    stop(hub, user, "org/other@v1.0", "model.safetensors", 1_000_000)
+    here, size = incomplete(user)["org/other@v1.0"]
     assert 500_000 < here < total == size
-    said = person.types("run", "org/other@v1.0", "Hi").refused(3)
+    said = user.run("run", "org/other@v1.0", "Hi").refused(3)
     assert "org/other is only partly downloaded" in said and "to complete it: effllm pull org/other@v1.0" in said
-    assert person.types("rm", "org/other@v1.0", "--dry-run", "--json").json["bytes"] < total, "a hole frees nothing"
-    assert person.types("rm", "org/other@v1.0", "-y").code == 0 and left(person) == []
+    assert user.run("rm", "org/other@v1.0", "--dry-run", "--json").json["bytes"] < total, "a hole frees nothing"
+    assert user.run("rm", "org/other@v1.0", "-y").code == 0 and left(user) == []
 
 
 @pytest.mark.parametrize("lie", [{"name": "../../../../precious.gguf"}, {"commit": "../../.."}, {"name": 5}, {"revision": "../x"},
                                  {"name": ".."}])
-def test_a_note_that_leads_elsewhere_is_not_believed(hub: Hub, person: Person, files: dict[str, bytes], lie: dict[str, object]) -> None:
-    stop(hub, person, f"{REPO}:Q8_0", "Q8_0")
-    (person.home / "precious.gguf").write_bytes(b"precious")
-    place = person.blobs(REPO)[sha256(files[WHOLE]).hex() + NOTE]
+def test_a_note_that_leads_elsewhere_is_not_believed(hub: Hub, user: HubUser, files: dict[str, bytes], lie: dict[str, object]) -> None:
+    stop(hub, user, f"{REPO}:Q8_0", "Q8_0")
+    (user.home / "precious.gguf").write_bytes(b"precious")
+    place = user.blobs(REPO)[sha256(files[WHOLE]).hex() + NOTE]
     place.write_text(json.dumps({"name": WHOLE, "revision": "main", "commit": hub.repos[REPO].commit} | lie))
-    assert incomplete(person) == {}
-    assert person.types("rm", f"{REPO}:Q8_0", "-y").code == 3 and (person.home / "precious.gguf").exists()
+    assert incomplete(user) == {}
+    assert user.run("rm", f"{REPO}:Q8_0", "-y").code == 3 and (user.home / "precious.gguf").exists()
     for torn in (b"", b"{", b"[" * 5000, b"\xff\xfe"):
         place.write_bytes(torn)
-        assert incomplete(person) == {}
-    assert person.types("rm", REPO, "-y").code == 0 and left(person) == []
+        assert incomplete(user) == {}
+    assert user.run("rm", REPO, "-y").code == 0 and left(user) == []
 
 
-def test_what_a_stopped_pull_of_bits_has_left_goes_by_the_name_of_the_format(hub: Hub, person: Person) -> None:
+def test_what_a_stopped_pull_of_bits_has_left_goes_by_the_name_of_the_format(hub: Hub, user: HubUser) -> None:
     repo = hub.add("org/other", files=sharded(FABLE))
     hub.disturb = lambda request: (451, {}, b"") if "00003-of" in request.path and hub.served["model-00002-of-00003.safetensors"] else None
     for name in ("org/other:4bit", f"org/other@{repo.commit[:9]}:4bit"):
-        person.types("pull", "org/other", "--bits", "4").refused(6)
-        place = person.home / "data" / "effllm" / "models" / "org--other" / repo.commit
+        user.run("pull", "org/other", "--bits", "4").refused(6)
+        place = user.home / "data" / "effllm" / "models" / "org--other" / repo.commit
         lock = place / ".4bit.lock"
         with lock.open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
-            assert "is being downloaded" in person.types("rm", name).refused(1) and (place / ".4bit.source").is_dir()
-        person.types("rm", "org/other:3bit").refused(3)
-        removed = person.types("rm", name, "-y")
+            assert "is being downloaded" in user.run("rm", name).refused(1) and (place / ".4bit.source").is_dir()
+        user.run("rm", "org/other:3bit").refused(3)
+        removed = user.run("rm", name, "-y")
         assert removed.code == 0 and "the partial download was removed" in removed.err and not place.exists()
-        person.types("rm", name).refused(3)
+        user.run("rm", name).refused(3)

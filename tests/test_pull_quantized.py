@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conversions import options, run
 from hub_server import Hub
-from hub_user import FABLE, Person, measure_nothing, on_disk
+from hub_user import FABLE, HubUser, measure_nothing, on_disk
 
 from effllm.runtime.files.model_folder_files import MEASURED, TOWER
 
@@ -21,54 +21,54 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def person(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Person:
+def user(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> HubUser:
     measure_nothing(monkeypatch)
-    return Person(tmp_path, hub.endpoint)
+    return HubUser(tmp_path, hub.endpoint)
 
 
-def test_it_comes_whole_is_planned_as_the_folder_and_answers_the_same(hub: Hub, person: Person, made: Path) -> None:
+def test_it_comes_whole_is_planned_as_the_folder_and_answers_the_same(hub: Hub, user: HubUser, made: Path) -> None:
     repo = hub.add(REPO, made)
-    planned = person.types("plan", REPO, "--no-probe", "--json").json["pull"]
+    planned = user.run("plan", REPO, "--no-probe", "--json").json["pull"]
     assert not hub.served["model.safetensors"] and planned["bytes_total"] == sum(map(len, repo.files.values()))
-    pulled = person.types("pull", REPO, "--json").json
-    folder = person.snapshot(REPO, repo.commit)
+    pulled = user.run("pull", REPO, "--json").json
+    folder = user.snapshot(REPO, repo.commit)
     assert on_disk(folder) == repo.files and pulled["plan"]["memory"]["weights_bytes"] == planned["memory"]["weights_bytes"]
-    here = person.types("plan", made, "--no-probe", "--json").json
+    here = user.run("plan", made, "--no-probe", "--json").json
     assert planned["memory"]["weights_bytes"] == here["weights_bytes"] and planned["memory"]["kv_bytes"] == here["kv_bytes"]
-    assert person.types("run", REPO, *FEW).out == person.types("run", made, *FEW).out
-    assert person.types("verify", REPO, "--json").json["damaged"] == []
-    rows = {model["name"]: model for model in person.types("list", "--json").json["models"]}
+    assert user.run("run", REPO, *FEW).out == user.run("run", made, *FEW).out
+    assert user.run("verify", REPO, "--json").json["damaged"] == []
+    rows = {model["name"]: model for model in user.run("list", "--json").json["models"]}
     assert 4 < rows[REPO]["bits_per_weight"] < 5
 
 
 def test_bits_that_are_typed_are_refused_and_those_of_the_settings_left_out(
-        hub: Hub, person: Person, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        hub: Hub, user: HubUser, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(REPO, made)
     for words in ((REPO, "--bits", "4"), (f"{REPO}:8bit",)):
-        said = person.types("pull", *words).refused(2)
+        said = user.run("pull", *words).refused(2)
         assert f"{REPO} is quantized already (4bit)" in said and said.endswith(f"hint: effllm pull {REPO}"), said
     assert not hub.served["model.safetensors"]
     monkeypatch.setenv("EFFLLM_BITS", "3")
-    pulled = person.types("pull", REPO)
+    pulled = user.run("pull", REPO)
     assert pulled.code == 0 and "is quantized already (4bit): bits of EFFLLM_BITS is ignored" in pulled.err, pulled.err
 
 
-def test_what_was_measured_and_what_it_sees_with_come_along(hub: Hub, person: Person, made: Path) -> None:
+def test_what_was_measured_and_what_it_sees_with_come_along(hub: Hub, user: HubUser, made: Path) -> None:
     beside = (*MEASURED, TOWER)
     hub.add(REPO, made, files=dict.fromkeys(beside, b"x"))
-    assert set(beside) <= set(person.types("pull", REPO, "--dry-run", "--json").json["files"])
+    assert set(beside) <= set(user.run("pull", REPO, "--dry-run", "--json").json["files"])
     hub.add("org/plain", FABLE, files=dict.fromkeys(beside, b"x"))
-    assert not set(beside) & set(person.types("pull", "org/plain", "--dry-run", "--json").json["files"])
+    assert not set(beside) & set(user.run("pull", "org/plain", "--dry-run", "--json").json["files"])
 
 
 @pytest.mark.parametrize(("change", "said"), [
     ({"version": 2}, "newer effllm wrote it"), ({"tensors": {}}, "lists no tensors"), ({"format": "other"}, "says format"),
     ({"tensors": {"w": {"spec": "9bit", "shape": [1, 2], "crc32": 0}}}, "unknown format '9bit'"), (None, "damaged")])
-def test_a_damaged_description_is_refused_before_weights_are_loaded(hub: Hub, person: Person, made: Path, change: dict | None,
+def test_a_damaged_description_is_refused_before_weights_are_loaded(hub: Hub, user: HubUser, made: Path, change: dict | None,
                                                                     said: str) -> None:
     text = (made / "effllm.json").read_text()
     text = text[:100] if change is None else json.dumps(json.loads(text) | change)
     hub.add(REPO, files={path.name: path.read_bytes() for path in made.iterdir()} | {"effllm.json": text.encode()})
-    answer = person.types("pull", REPO)
+    answer = user.run("pull", REPO)
     assert answer.code == 1 and REPO in answer.err and said in answer.err and answer.err.count("\n") == 2, answer.err
     assert not hub.served["model.safetensors"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub, Reply, Request, etag
-from hub_user import MINUTE, Person, on_disk, tiny
+from hub_user import MINUTE, HubUser, on_disk, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,14 +57,14 @@ def weights_served(hub: Hub) -> int:
 
 
 @pytest.mark.slow
-def test_huggingface_hub_4196_a_killed_download_continues_in_the_next_process(hub: Hub, person: Person) -> None:
+def test_huggingface_hub_4196_a_killed_download_continues_in_the_next_process(hub: Hub, user: HubUser) -> None:
     """At ten random points; what a kill loses is at most what each connection had received and not noted yet."""
     repo = hub.add(REPO, files=large(40_000_000))
     hub.rate = 30e6
     total, kills = SHARDS * 40_000_000, 0
     rng = random.Random(os.urandom(8))
     for at in sorted(rng.uniform(0.02, 0.98) * total for _ in range(10)):
-        process = person.starts("pull", REPO)
+        process = user.start("pull", REPO)
         if wait_until(lambda goal=at: weights_served(hub) >= goal, process):
             process.kill()
             kills += 1
@@ -72,18 +72,18 @@ def test_huggingface_hub_4196_a_killed_download_continues_in_the_next_process(hu
         if process.returncode == 0:
             break
     hub.rate = None
-    ran = person.types("pull", REPO)
-    assert ran.code == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files and kills >= 8
+    ran = user.run("pull", REPO)
+    assert ran.code == 0 and on_disk(user.snapshot(REPO, repo.commit)) == repo.files and kills >= 8
     lost = kills * transfer.CONNECTIONS * (transfer.PIECE_NBYTES + IN_FLIGHT)
     assert total <= weights_served(hub) <= total + lost, f"{weights_served(hub) - total} bytes came twice after {kills} kills"
     begins = [int(request.range.removeprefix("bytes=").partition("-")[0]) for request in hub.requests if request.range]
     assert any(begin > transfer.PIECE_NBYTES for begin in begins), "no process went on where another had stopped"
 
 
-def interrupted(hub: Hub, person: Person, after: int) -> str:
+def interrupted(hub: Hub, user: HubUser, after: int) -> str:
     """What a pull says that Ctrl-C ends when so many bytes were served."""
     hub.rate = 3e6
-    process = person.starts("pull", REPO)
+    process = user.start("pull", REPO)
     assert wait_until(lambda: weights_served(hub) > after, process)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=MINUTE)
@@ -92,34 +92,34 @@ def interrupted(hub: Hub, person: Person, after: int) -> str:
     return said
 
 
-def test_ctrl_c_keeps_what_came_and_says_how_to_continue(hub: Hub, person: Person) -> None:
+def test_ctrl_c_keeps_what_came_and_says_how_to_continue(hub: Hub, user: HubUser) -> None:
     repo = hub.add(REPO, files=large())
-    said = interrupted(hub, person, 9_000_000)
+    said = interrupted(hub, user, 9_000_000)
     assert f"effllm pull {REPO} continues from here" in said and "Traceback" not in said
     before = weights_served(hub)
-    again = person.types("pull", REPO)
+    again = user.run("pull", REPO)
     assert again.code == 0 and "downloaded already" in again.err
     assert weights_served(hub) - before <= SHARDS * SHARD_NBYTES - 5_000_000
-    assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    assert on_disk(user.snapshot(REPO, repo.commit)) == repo.files
 
 
-def test_a_file_whose_journal_is_damaged_begins_again_and_says_so(hub: Hub, person: Person) -> None:
+def test_a_file_whose_journal_is_damaged_begins_again_and_says_so(hub: Hub, user: HubUser) -> None:
     repo = hub.add(REPO, files=large())
-    interrupted(hub, person, 4_000_000)
-    journals = sorted((person.home / "hf" / "hub").rglob(f"*{JOURNAL}"), key=lambda path: path.stat().st_size)
+    interrupted(hub, user, 4_000_000)
+    journals = sorted((user.home / "hf" / "hub").rglob(f"*{JOURNAL}"), key=lambda path: path.stat().st_size)
     journals[-1].write_bytes(b"?" + journals[-1].read_bytes()[1:])
-    again = person.types("pull", REPO)
-    assert again.code == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    again = user.run("pull", REPO)
+    assert again.code == 0 and on_disk(user.snapshot(REPO, repo.commit)) == repo.files
     assert again.err.count("starts over: of ") == 1 and "safetensors starts over" in again.err
 
 
 @pytest.mark.slow
-def test_two_pulls_of_one_model_share_the_work(hub: Hub, person: Person) -> None:
+def test_two_pulls_of_one_model_share_the_work(hub: Hub, user: HubUser) -> None:
     repo = hub.add(REPO, files=large())
     hub.rate = 2e5
-    first = person.starts("pull", REPO)
+    first = user.start("pull", REPO)
     assert wait_until(lambda: weights_served(hub) > 500_000, first)
-    second = person.starts("pull", REPO)
+    second = user.start("pull", REPO)
     said = ""
     while "another program is downloading" not in said:
         line = second.stderr.readline()
@@ -129,51 +129,51 @@ def test_two_pulls_of_one_model_share_the_work(hub: Hub, person: Person) -> None
     others = [process.communicate(timeout=MINUTE)[1] for process in (first, second)]
     assert first.returncode == second.returncode == 0, others
     assert "another program" not in others[0]
-    assert weights_served(hub) == SHARDS * SHARD_NBYTES and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    assert weights_served(hub) == SHARDS * SHARD_NBYTES and on_disk(user.snapshot(REPO, repo.commit)) == repo.files
 
 
-def test_a_lock_of_the_hubs_own_library_is_respected(hub: Hub, person: Person) -> None:
+def test_a_lock_of_the_hubs_own_library_is_respected(hub: Hub, user: HubUser) -> None:
     repo = hub.add(REPO, files=tiny())
     name = etag("model.safetensors", repo.files["model.safetensors"])
-    lock = person.home / "hf" / "hub" / ".locks" / "models--org--name" / f"{name}.lock"
+    lock = user.home / "hf" / "hub" / ".locks" / "models--org--name" / f"{name}.lock"
     lock.parent.mkdir(parents=True)
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        process = person.starts("pull", REPO)
+        process = user.start("pull", REPO)
         said = ""
         while "waiting for it" not in said:
             line = process.stderr.readline()
             assert line, "it ended without waiting"
             said += line
-        assert not hub.asked("model.safetensors")
-    assert process.wait(MINUTE) == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+        assert not hub.requests_for("model.safetensors")
+    assert process.wait(MINUTE) == 0 and on_disk(user.snapshot(REPO, repo.commit)) == repo.files
     process.communicate()
 
 
 # -- progress ------------------------------------------------------------------------------------------------------------------------
 
 
-def events(person: Person, attempts: int = 6) -> list[object]:
-    client = Client(person.env, backoff=Backoff(attempts, first=0.01))
-    target = pull_target(parse_reference(REPO, person.env), person.env)
-    return list(pull_model(plan_pull(target, client, person.env), client, person.env))
+def events(user: HubUser, attempts: int = 6) -> list[object]:
+    client = Client(user.env, backoff=Backoff(attempts, first=0.01))
+    target = pull_target(parse_reference(REPO, user.env), user.env)
+    return list(pull_model(plan_pull(target, client, user.env), client, user.env))
 
 
-def test_ollama_8484_progress_never_runs_backwards(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ollama_8484_progress_never_runs_backwards(hub: Hub, user: HubUser, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where a file turns out to be wrong and comes again."""
     monkeypatch.setattr(transfer, "RANGE_NBYTES", 1 << 18)
     repo = hub.add(REPO, files=tiny(4_000_000))
     hub.rate, hub.cut_after, hub.cuts = 4e6, 100_000, 3
     hub.tags["model.safetensors"] = iter(["one"] * 6 + ["two"] * 100)
-    told = events(person)
+    told = events(user)
     done = [item.done for item in told if isinstance(item, Progress)]
     assert done == sorted(done) and len(set(done)) > 3 and {item.total for item in told if isinstance(item, Progress)} == {done[-1]}
     assert all(item.rate is not None and item.rate >= 0 for item in told if isinstance(item, Progress))
     assert any("changed on the server" in item.text for item in told if isinstance(item, Notice))
-    assert isinstance(told[-1], Pulled) and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    assert isinstance(told[-1], Pulled) and on_disk(user.snapshot(REPO, repo.commit)) == repo.files
 
 
-def test_a_hub_that_stays_down_is_abandoned_with_what_came_kept(hub: Hub, person: Person) -> None:
+def test_a_hub_that_stays_down_is_abandoned_with_what_came_kept(hub: Hub, user: HubUser) -> None:
     from effllm import DownloadFailed
 
     repo = hub.add(REPO, files=tiny(4_000_000))
@@ -184,11 +184,11 @@ def test_a_hub_that_stays_down_is_abandoned_with_what_came_kept(hub: Hub, person
 
     hub.disturb = down
     with pytest.raises(DownloadFailed, match="502"):
-        events(person, attempts=3)
+        events(user, attempts=3)
     hub.disturb = None
-    events(person)
+    events(user)
     assert hub.served["model.safetensors"] == len(repo.files["model.safetensors"])
-    assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    assert on_disk(user.snapshot(REPO, repo.commit)) == repo.files
 
 
 def test_ollama_8280_the_rate_is_that_of_late_and_the_time_left_follows_from_it() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pexpect
 import pytest
 from hub_server import Hub
-from hub_user import FABLE, MINUTE, Person, on_disk, sharded, tiny
+from hub_user import FABLE, MINUTE, HubUser, on_disk, sharded, tiny
 
 REPO = "org/name"
 NARROW, WIDE = 40, 100
@@ -19,9 +19,9 @@ NARROW, WIDE = 40, 100
 DRAWN = re.compile(r"\r\x1b\[K(?:\x1b\[2m)?([^\r\n\x1b]*)(?!(?:\x1b\[0m)?\r\n)(?=\x1b\[0m|\r|\Z)")
 
 
-def at_terminal(person: Person, columns: int, *words: str) -> pexpect.spawn:
+def at_terminal(user: HubUser, columns: int, *words: str) -> pexpect.spawn:
     env = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "XDG_CACHE_HOME", "EFFLLM_NO_KV_PROFILE") if name in os.environ}
-    env |= person.env | {"TERM": "xterm", "XDG_CACHE_HOME": env.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))}
+    env |= user.env | {"TERM": "xterm", "XDG_CACHE_HOME": env.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))}
     return pexpect.spawn(sys.executable, ["-P", "-m", "effllm", *words], env=env, encoding="utf-8", timeout=MINUTE,
                          dimensions=(30, columns))
 
@@ -39,10 +39,10 @@ def text(shown: str) -> str:
 
 
 @pytest.mark.parametrize("columns", (NARROW, pytest.param(WIDE, marks=pytest.mark.slow)))
-def test_ctrl_c_in_the_middle_says_how_to_continue_and_the_next_pull_does(hub: Hub, person: Person, columns: int) -> None:
+def test_ctrl_c_in_the_middle_says_how_to_continue_and_the_next_pull_does(hub: Hub, user: HubUser, columns: int) -> None:
     repo = hub.add(REPO, files=tiny(30_000_000))
     hub.rate = 3e6
-    terminal = at_terminal(person, columns, "pull", REPO)
+    terminal = at_terminal(user, columns, "pull", REPO)
     until = time.monotonic() + MINUTE
     while hub.served["model.safetensors"] < 10_000_000 and time.monotonic() < until:
         time.sleep(0.005)
@@ -56,24 +56,24 @@ def test_ctrl_c_in_the_middle_says_how_to_continue_and_the_next_pull_does(hub: H
     assert lines == ["stopped; the partial download is kept. ", f" {REPO} continues from here"], "one line, and nothing behind it"
     for line in DRAWN.findall(drawn + rest):
         assert len(line) < columns and re.fullmatch(r"|.*(%|/s|left)|stopped; .*", line), f"{line!r} ends in the middle of a figure"
-    listed = person.types("list", "--json").json
+    listed = user.run("list", "--json").json
     assert REPO in json.dumps(listed)
     hub.rate, before = None, hub.served["model.safetensors"]
-    again = at_terminal(person, columns, "pull", REPO)
+    again = at_terminal(user, columns, "pull", REPO)
     said = text(ended(again))
     assert again.exitstatus == 0 and "of 28.61 MiB in 4 files, the others are downloaded already" in said
-    assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    assert on_disk(user.snapshot(REPO, repo.commit)) == repo.files
     assert hub.served["model.safetensors"] < before + 25_000_000, "what had come was loaded again"
-    third = at_terminal(person, columns, "pull", REPO)
+    third = at_terminal(user, columns, "pull", REPO)
     assert "nothing: 28.61 MiB in 4 files are downloaded already" in text(ended(third))
 
 
 @pytest.mark.slow
-def test_bars_of_a_pull_that_quantizes(hub: Hub, person: Person) -> None:
+def test_bars_of_a_pull_that_quantizes(hub: Hub, user: HubUser) -> None:
     """Every line that is drawn fits and ends with a whole figure; the small model answers for itself."""
     hub.add(REPO, files=sharded(FABLE))
     hub.rate = 4e6
-    terminal = at_terminal(person, NARROW, "pull", REPO, "--bits", "4")
+    terminal = at_terminal(user, NARROW, "pull", REPO, "--bits", "4")
     shown = ended(terminal)
     assert terminal.exitstatus == 0, shown
     drawn = [line for line in DRAWN.findall(shown) if "%" in line]
@@ -81,15 +81,15 @@ def test_bars_of_a_pull_that_quantizes(hub: Hub, person: Person) -> None:
     shares = [int(share) for share in re.findall(r"(\d+)%", " ".join(line for line in drawn if "downloading" in line))]
     assert shares == sorted(shares) and shares[-1] > 80
     assert f"effllm run {REPO}:4bit" in text(shown)
-    assert person.types("verify", f"{REPO}:4bit").code == 0
+    assert user.run("verify", f"{REPO}:4bit").code == 0
 
 
-def test_a_host_that_says_nothing_is_named_while_it_is_asked(person: Person) -> None:
+def test_a_host_that_says_nothing_is_named_while_it_is_asked(user: HubUser) -> None:
     """Ctrl-C ends the waiting at once, and its line."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        person.endpoint = f"http://{address}"
-        terminal = at_terminal(person, WIDE, "pull", REPO)
+        user.endpoint = f"http://{address}"
+        terminal = at_terminal(user, WIDE, "pull", REPO)
         terminal.expect_exact(f"asking {address} for {REPO}")
         began = time.monotonic()
         terminal.sendintr()

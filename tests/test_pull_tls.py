@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub, running
-from hub_user import Person, on_disk, tiny
+from hub_user import HubUser, on_disk, tiny
 
 REPO = "org/name"
 
@@ -39,8 +39,8 @@ def hub(certificate: tuple[Path, Path]) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def person(hub: Hub, tmp_path: Path) -> Person:
-    return Person(tmp_path, hub.endpoint)
+def user(hub: Hub, tmp_path: Path) -> HubUser:
+    return HubUser(tmp_path, hub.endpoint)
 
 
 @pytest.fixture
@@ -86,28 +86,28 @@ def pump(source: socket.socket, target: socket.socket) -> None:
         return  # the other side has gone
 
 
-def test_a_pull_through_a_proxy_that_asks_for_a_name(hub: Hub, person: Person, trusted: None) -> None:
+def test_a_pull_through_a_proxy_that_asks_for_a_name(hub: Hub, user: HubUser, trusted: None) -> None:
     with proxy("Basic bWU6cGEgc3M=") as (address, asked):
-        ran = person.types("pull", REPO, "--json", HTTPS_PROXY=f"http://me:pa%20ss@{address}")
-        assert on_disk(person.snapshot(REPO, ran.json["plan"]["revision"])) == hub.repos[REPO].files
+        ran = user.run("pull", REPO, "--json", HTTPS_PROXY=f"http://me:pa%20ss@{address}")
+        assert on_disk(user.snapshot(REPO, ran.json["plan"]["revision"])) == hub.repos[REPO].files
         ports = {request.split()[1].rpartition(":")[2] for request in asked}
         assert all(line.startswith("CONNECT 127.0.0.1:") for line in asked)
         assert ports == {address.rpartition(":")[2] for address in (hub.endpoint, hub.storage)}, "the storage behind the hub too"
-        said = person.types("pull", "org/other", HTTPS_PROXY=f"http://{address}").refused(6)
+        said = user.run("pull", "org/other", HTTPS_PROXY=f"http://{address}").refused(6)
         assert "asks for a name and password" in said and "http://name:password@host:port" in said
 
 
-def test_a_certificate_that_is_not_trusted_is_reported_with_what_would_make_it_so(person: Person) -> None:
-    said = person.types("pull", REPO).refused(6)
+def test_a_certificate_that_is_not_trusted_is_reported_with_what_would_make_it_so(user: HubUser) -> None:
+    said = user.run("pull", REPO).refused(6)
     assert "certificate is not trusted" in said and "SSL_CERT_FILE" in said
 
 
-def test_a_pull_without_a_proxy_and_around_one(hub: Hub, person: Person, trusted: None) -> None:
+def test_a_pull_without_a_proxy_and_around_one(hub: Hub, user: HubUser, trusted: None) -> None:
     with proxy() as (address, asked):
-        assert person.types("pull", REPO, HTTPS_PROXY=f"http://{address}", NO_PROXY="127.0.0.1").code == 0 and not asked
-    assert person.types("rm", REPO, "-y").code == 0 and person.types("pull", REPO).code == 0
+        assert user.run("pull", REPO, HTTPS_PROXY=f"http://{address}", NO_PROXY="127.0.0.1").code == 0 and not asked
+    assert user.run("rm", REPO, "-y").code == 0 and user.run("pull", REPO).code == 0
 
 
-def test_a_hub_behind_tls_never_sends_on_to_an_address_without(hub: Hub, person: Person, trusted: None) -> None:
+def test_a_hub_behind_tls_never_sends_on_to_an_address_without(hub: Hub, user: HubUser, trusted: None) -> None:
     hub.storage = hub.storage.replace("https", "http")
-    assert "unencrypted" in person.types("pull", REPO).refused(6)
+    assert "unencrypted" in user.run("pull", REPO).refused(6)

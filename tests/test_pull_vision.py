@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hub_server import Hub, running
-from hub_user import Person, sharded
+from hub_user import HubUser, sharded
 from test_pull_bits import REPO, kept, weights
 from test_pull_resume import weights_served
 from test_vision_quantized import seeing
@@ -42,28 +42,28 @@ def held_against(whole: Path, made: Path) -> None:
     assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
 
 
-def test_what_comes_quantized_sees_the_same(hub: Hub, person: Person, whole: Path) -> None:
-    plan = person.types("pull", REPO, "--bits", "4", "--dry-run", "--json").json
-    ran = person.types("pull", REPO, "--bits", "4")
+def test_what_comes_quantized_sees_the_same(hub: Hub, user: HubUser, whole: Path) -> None:
+    plan = user.run("pull", REPO, "--bits", "4", "--dry-run", "--json").json
+    ran = user.run("pull", REPO, "--bits", "4")
     assert ran.code == 0 and "takes images too" not in ran.err, ran.err
-    made = kept(person, hub)
+    made = kept(user, hub)
     held_against(whole, made)
-    assert person.types("verify", f"{REPO}:4bit").code == 0
-    assert {row["name"]: row["input_modalities"] for row in person.types("list", "--json").json["models"]} == {
+    assert user.run("verify", f"{REPO}:4bit").code == 0
+    assert {row["name"]: row["input_modalities"] for row in user.run("list", "--json").json["models"]} == {
         "fable": ["text"], f"{REPO}:4bit": ["text", "image"]}
     assert plan["bytes_kept"] >= 0.95 * sum(path.stat().st_size for path in made.iterdir())
     assert not [path for path in made.parent.iterdir() if path.name not in (".4bit.lock", "4bit")]
 
 
-def test_stopped_between_shards_nothing_of_it_comes_twice(hub: Hub, person: Person, whole: Path) -> None:
-    client = Client(person.env)
-    plan = plan_pull(pull_target(parse_reference(f"{REPO}:4bit", person.env), person.env), client, person.env)
-    pulling = pull_model(plan, client, person.env)
+def test_stopped_between_shards_nothing_of_it_comes_twice(hub: Hub, user: HubUser, whole: Path) -> None:
+    client = Client(user.env)
+    plan = plan_pull(pull_target(parse_reference(f"{REPO}:4bit", user.env), user.env), client, user.env)
+    pulling = pull_model(plan, client, user.env)
     for item in pulling:
         if isinstance(item, Progress) and item.phase == "quantizing" and item.done > item.total // 2:
             break
     pulling.close()
-    assert not kept(person, hub).exists()
-    assert person.types("pull", REPO, "--bits", "4").code == 0
+    assert not kept(user, hub).exists()
+    assert user.run("pull", REPO, "--bits", "4").code == 0
     assert weights_served(hub) == weights(hub)
-    held_against(whole, kept(person, hub))
+    held_against(whole, kept(user, hub))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from command_line import Ran
+from command_line import CliRun
 from family_models import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
@@ -195,7 +195,7 @@ def test_an_answer_is_about_a_video(qwen, tmp_path):
     family, folder, _ = qwen
     clip = tmp_path / "clip.mp4"
     clip.write_bytes(as_video(5))
-    ran = Ran("run", str(folder), "Who?", "--video", str(clip), "--frames", "5", "--temp", "0", "-n", "4", "-c", "512", "--ignore-eos")
+    ran = CliRun("run", str(folder), "Who?", "--video", str(clip), "--frames", "5", "--temp", "0", "-n", "4", "-c", "512", "--ignore-eos")
     assert ran.code == 0, ran.err
     assert f"video of 64 × 48, {'2 frames: 12' if family == 'qwen3_vl' else '6 frames: 36'} tokens" in ran.err
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from server_process import ASKED, serving
+from server_process import MESSAGES, serving
 from test_constraint import FOX, QUESTION, Insisting, reasoning_folder
 from test_serve_tools import knowing_folder
 from test_session_channels import write_folder
@@ -192,10 +192,10 @@ def test_a_request_and_a_flag_of_the_server(server):
     assert thought(thinking_budget=0)[0] == ""
     blocks = server.message(max_tokens=40, thinking={"type": "enabled", "budget_tokens": 3}).json["content"]
     assert [block["type"] for block in blocks] == ["thinking", "text"] and blocks[0]["thinking"] == fewer
-    streamed = server.chat(ASKED, max_tokens=40, stream=True, thinking_budget_tokens=3).events
+    streamed = server.chat(MESSAGES, max_tokens=40, stream=True, thinking_budget_tokens=3).events
     deltas = [event["choices"][0]["delta"] for event in streamed]
     assert "".join(each.get("reasoning_content") or "" for each in deltas) == fewer
-    server.until(ENDED.format(12))
+    server.wait_for_output(ENDED.format(12))
     assert server.chat(thinking_budget_tokens=-7).error["param"] == "thinking_budget_tokens"
 
 
@@ -215,6 +215,6 @@ def test_a_stop_string_ends_the_answer_and_not_its_reasoning(server):
     assert tuple(item["content"][0]["text"] for item in items) == expected
     made = server.message(max_tokens=40, stop_sequences=[within, stop]).json
     assert tuple(block.get("thinking", block.get("text")) for block in made["content"]) == expected and made["stop_sequence"] == stop
-    asked = {"messages": ASKED, "stream": False, "options": {"temperature": 0, "num_predict": 40, "stop": [within, stop]}}
-    said_ = server.ask("POST", "/api/chat", asked).json["message"]
+    asked = {"messages": MESSAGES, "stream": False, "options": {"temperature": 0, "num_predict": 40, "stop": [within, stop]}}
+    said_ = server.request("POST", "/api/chat", asked).json["message"]
     assert (said_["thinking"], said_["content"]) == expected

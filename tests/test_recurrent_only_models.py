@@ -41,32 +41,32 @@ def test_a_context_takes_no_more_memory_the_longer_it_is(alone: Path) -> None:
     assert plans[0].kv_bytes == len(read_config(alone).recurrent_layers) * read_config(alone).recurrent.nbytes
 
 
-def test_packing_what_is_not_there_is_remarked(alone: Path, person) -> None:
-    said = person.types("run", alone, "Once", "-n", "3", "--kv", "4bit")
+def test_packing_what_is_not_there_is_remarked(alone: Path, user) -> None:
+    said = user.run("run", alone, "Once", "-n", "3", "--kv", "4bit")
     assert said.code == 0 and "--kv 4bit: this model has no keys and values" in said.err
 
 
-def test_there_is_no_profile_of_it(alone: Path, person) -> None:
-    said = person.types("eval", "kv-profile", alone)
+def test_there_is_no_profile_of_it(alone: Path, user) -> None:
+    said = user.run("eval", "kv-profile", alone)
     assert said.code != 0 and "this model has no keys and values to profile" in said.err
 
 
-def test_quantizing_records_none_and_the_folder_runs(alone: Path, tmp_path: Path, person) -> None:
-    made = person.types("quantize", alone, "-o", tmp_path / "4bit", "--bits", "4")
+def test_quantizing_records_none_and_the_folder_runs(alone: Path, tmp_path: Path, user) -> None:
+    made = user.run("quantize", alone, "-o", tmp_path / "4bit", "--bits", "4")
     assert made.code == 0 and "packed cache" not in made.err and "profile" not in made.err
     assert {path.name for path in (tmp_path / "4bit").glob("kv_profile*")} == set()
-    assert person.types("run", tmp_path / "4bit", "Once", "-n", "3").code == 0
+    assert user.run("run", tmp_path / "4bit", "Once", "-n", "3").code == 0
 
 
-def test_a_session_continues_where_it_ended(alone: Path, person) -> None:
+def test_a_session_continues_where_it_ended(alone: Path, user) -> None:
     name = f"alone-{alone.name}"
-    first = person.types("run", alone, "Once upon a time " * 30, "-n", "3", "--session", name)
-    again = person.types("run", alone, "there was", "-n", "3", "--session", name)
+    first = user.run("run", alone, "Once upon a time " * 30, "-n", "3", "--session", name)
+    again = user.run("run", alone, "there was", "-n", "3", "--session", name)
     assert first.code == again.code == 0 and "is new" in first.err and "tokens restored" in again.err
 
 
-def test_show_and_plan_speak_of_no_attention(alone: Path, person) -> None:
-    lines = dict(line.split(maxsplit=1) for line in person.types("show", alone).out.splitlines() if not line.startswith(" "))
+def test_show_and_plan_speak_of_no_attention(alone: Path, user) -> None:
+    lines = dict(line.split(maxsplit=1) for line in user.run("show", alone).out.splitlines() if not line.startswith(" "))
     behind = ", feed-forward 88" if alone.name == "rwkv7" else ""  # no other has an MLP
     assert lines["attention"] == "none" and lines["layers"] == f"4 of width 64{behind}" and lines["context"].endswith("no positions")
-    assert "up to 0 B of cache" in person.types("plan", alone).out
+    assert "up to 0 B of cache" in user.run("plan", alone).out

@@ -7,7 +7,7 @@ import gguf
 import pytest
 from gguf_samples import fable_gguf
 from hub_server import running
-from hub_user import Person, sharded
+from hub_user import HubUser, sharded
 from packaged_embedder import FABLE
 from reranker_models import MODULES, TEMPLATE, WORDS, expected, prompt, ranker
 
@@ -119,14 +119,14 @@ def test_a_model_that_was_not_made_for_it(tmp_path: Path, words: dict[str, int])
 
 
 def test_it_goes_along_where_a_model_is_made_smaller_and_comes_with_a_download(tmp_path: Path, words: dict[str, int]) -> None:
-    person = Person(tmp_path, "http://127.0.0.1:9")
-    assert person.types("quantize", ranker(tmp_path / "a", words), "-o", tmp_path / "b", "--bits", "8", "--no-kv-profile").code == 0
-    assert person.types("verify", tmp_path / "b").code == 0 and asked_of(tmp_path / "b").yes == words["true_token_id"]
+    user = HubUser(tmp_path, "http://127.0.0.1:9")
+    assert user.run("quantize", ranker(tmp_path / "a", words), "-o", tmp_path / "b", "--bits", "8", "--no-kv-profile").code == 0
+    assert user.run("verify", tmp_path / "b").code == 0 and asked_of(tmp_path / "b").yes == words["true_token_id"]
     with running() as hub:
         beside = {"1_LogitScore/config.json": json.dumps(words).encode(), "modules.json": json.dumps(MODULES).encode(),
                   "chat_template.jinja": TEMPLATE.encode()}
         hub.add("org/name", files=sharded(FABLE) | beside)
-        person.endpoint = hub.endpoint
-        assert person.types("pull", "org/name").code == 0
+        user.endpoint = hub.endpoint
+        assert user.run("pull", "org/name").code == 0
         commit = hub.repos["org/name"].commit
     assert asked_of(tmp_path / "hf" / "hub" / "models--org--name" / "snapshots" / commit).no == words["false_token_id"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub, running, xet_hash
-from hub_user import MINUTE, Person, tiny
+from hub_user import MINUTE, HubUser, tiny
 from test_pull_resume import wait_until
 from test_transfer import Quiet
 
@@ -157,11 +157,11 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def test_ctrl_c_leaves_no_process_behind(hub: Hub, person: Person, tmp_path: Path, named: str) -> None:
+def test_ctrl_c_leaves_no_process_behind(hub: Hub, user: HubUser, tmp_path: Path, named: str) -> None:
     hub.add("org/name", files=tiny() | {"model.safetensors": CONTENT})
     hub.xet["model.safetensors"] = named
     noted = tmp_path / "pid"
-    process = person.runs("-c", CHILD, noted, "pull", "org/name")
+    process = user.start_python("-c", CHILD, noted, "pull", "org/name")
     assert wait_until(lambda: noted.exists() and noted.read_text() and hub.served.get("model.safetensors", 0) >= len(CONTENT), process)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=MINUTE)

@@ -2,12 +2,12 @@
 
 
 import pytest
-from server_process import ASKED, serving
+from server_process import MESSAGES, serving
 from test_serve_messages import TOOL
 
 anthropic = pytest.importorskip("anthropic")
 pytestmark = [pytest.mark.peer, pytest.mark.slow]
-GIVEN = {"model": "fable", "messages": ASKED, "max_tokens": 24, "extra_body": {"temperature": 0}}
+GIVEN = {"model": "fable", "messages": MESSAGES, "max_tokens": 24, "extra_body": {"temperature": 0}}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_answers_whole_and_streamed(client) -> None:
         final = stream.get_final_message()
     assert final.content[0].text == block.text and final.stop_reason == "max_tokens"
     used = [each.usage.input_tokens + each.usage.cache_read_input_tokens for each in (whole, final)]
-    counted = client.messages.count_tokens(model="fable", messages=ASKED, system="Be brief.")
+    counted = client.messages.count_tokens(model="fable", messages=MESSAGES, system="Be brief.")
     assert used == [counted.input_tokens] * 2 and final.usage.output_tokens == 24 and final.usage.cache_read_input_tokens > 0
     assert client.models.list().data[0].display_name == "fable" == client.models.retrieve("fable").id
     kinds = [event.type for event in client.beta.messages.create(**GIVEN, stream=True, betas=["unknown-2026-01-01"])]
@@ -42,7 +42,7 @@ def test_calls_whole_streamed_and_answered(client) -> None:
         (final,) = stream.get_final_message().content
     assert final.input == call.input
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "Rain."}
-    told = [*ASKED, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
+    told = [*MESSAGES, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
     assert client.messages.create(**{**GIVEN, "messages": told, "tools": [TOOL]}).usage.output_tokens > 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from huggingface_hub import ChatCompletionInputFunctionName, ChatCompletionInputToolChoiceClass, InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
-from server_process import ASKED, Served, serving
+from server_process import MESSAGES, ServerProcess, serving
 
 TELLER = {"type": "function", "function": {"name": "tell", "description": "Tells.", "parameters": {
     "type": "object", "properties": {"of": {"enum": ["fox", "king"]}}, "required": ["of"]}}}
@@ -15,31 +15,31 @@ SCHEMA = {"type": "object", "properties": {"of": {"enum": ["fox", "king"]}}, "re
 
 
 @pytest.fixture(scope="module", params=["fable", None], ids=["one model", "all models"])
-def server(request: pytest.FixtureRequest) -> Iterator[Served]:
+def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     with serving(model=request.param) as server:
         server.chat(model="fable")
         yield server
 
 
-def test_an_address_alone_means_the_model_that_is_there(server: Served) -> None:
+def test_an_address_alone_means_the_model_that_is_there(server: ServerProcess) -> None:
     """The client then says dummy for a model."""
     client, wanted = InferenceClient(model=server.url.removesuffix("/v1")), server.chat(model="fable").json
-    whole = client.chat_completion(ASKED, max_tokens=24, temperature=0)
+    whole = client.chat_completion(MESSAGES, max_tokens=24, temperature=0)
     assert whole.model == "fable" and whole.choices[0].message.content == wanted["choices"][0]["message"]["content"]
     assert whole.usage.completion_tokens == 24
-    pieces = client.chat_completion(ASKED, max_tokens=24, temperature=0, stream=True)
+    pieces = client.chat_completion(MESSAGES, max_tokens=24, temperature=0, stream=True)
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == whole.choices[0].message.content
-    called = client.chat_completion(ASKED, max_tokens=200, temperature=0, tools=[TELLER], tool_choice=TELL).choices[0].message.tool_calls
+    called = client.chat_completion(MESSAGES, max_tokens=200, temperature=0, tools=[TELLER], tool_choice=TELL).choices[0].message.tool_calls
     assert [call.function.name for call in called] == ["tell"] and "fox" in called[0].function.arguments
     form = {"type": "json_schema", "json_schema": {"name": "told", "schema": SCHEMA}}
-    said = client.chat_completion(ASKED, max_tokens=200, temperature=0, response_format=form).choices[0].message.content
+    said = client.chat_completion(MESSAGES, max_tokens=200, temperature=0, response_format=form).choices[0].message.content
     assert json.loads(said)["of"] in ("fox", "king")
     address = {"model": f"http://127.0.0.1:{server.port}/v1/chat/completions"}  # as the client in JavaScript says
     assert server.chat(**address).json["choices"] == wanted["choices"]
 
 
-def test_a_name_is_still_a_name(server: Served) -> None:
+def test_a_name_is_still_a_name(server: ServerProcess) -> None:
     client = InferenceClient(base_url=server.url, api_key="none")
-    assert client.chat.completions.create(model="fable", messages=ASKED, max_tokens=2).usage.completion_tokens == 2
+    assert client.chat.completions.create(model="fable", messages=MESSAGES, max_tokens=2).usage.completion_tokens == 2
     with pytest.raises(HfHubHTTPError, match="there is no model 'dum'"):
-        client.chat.completions.create(model="dum", messages=ASKED, max_tokens=2)
+        client.chat.completions.create(model="dum", messages=MESSAGES, max_tokens=2)

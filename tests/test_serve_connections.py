@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from server_process import MINUTE, until
+from server_process import MINUTE, wait_until
 
 from effllm.cli.server import http_server
 from effllm.cli.server.answer_queue import AnswerQueue
@@ -119,17 +119,17 @@ def test_who_says_no_more_is_answered(listened: Callable) -> None:
 def test_who_says_no_more_and_goes_is_noticed(listened: Callable) -> None:
     def client(application: Slow, connected: Callable) -> None:
         sent(connected(), GET % (b"slow", b"1.1")).close()
-        until(lambda: application.gone == ["/slow"])
+        wait_until(lambda: application.gone == ["/slow"])
         waits = sent(connected(), GET % (b"slow", b"1.1"))
         waits.recv(len(CONTINUE), socket.MSG_WAITALL)
         assert application.gone == ["/slow"]
         waits.close()
-        until(lambda: application.gone == ["/slow"] * 2)
+        wait_until(lambda: application.gone == ["/slow"] * 2)
         assert rest(sent(connected(), GET % (b"slow", b"1.0"))) == b""
-        until(lambda: application.gone == ["/slow"] * 3)
+        wait_until(lambda: application.gone == ["/slow"] * 3)
         part = sent(connected(), b"POST /slow HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf")
         assert rest(part) == b"", "what was not asked whole is not answered"
-        until(lambda: application.gone == ["/slow"] * 4)
+        wait_until(lambda: application.gone == ["/slow"] * 4)
 
     listened(client)
 
@@ -145,7 +145,7 @@ def test_who_stops_reading_is_left(listened: Callable, monkeypatch: pytest.Monke
                 slowly.recv(1 << 22)
             assert application.gone == ["/large"]
             assert len(slowly.recv(1 << 16)) > 0, "one that reads is not"
-        until(lambda: application.gone == ["/large"] * 2)
+        wait_until(lambda: application.gone == ["/large"] * 2)
 
     listened(client)
 

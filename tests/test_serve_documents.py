@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from pypdf import PdfReader
-from server_process import Served
+from server_process import ServerProcess
 
 from effllm import UsageError
 from effllm.cli.server import documents
@@ -170,7 +170,7 @@ def test_a_file_that_comes_again_is_not_read_again(monkeypatch: pytest.MonkeyPat
     assert count == [b"%PDF-1", b"%PDF-2", b"%PDF-3", b"%PDF-2"], "the one that was used longest ago makes room"
 
 
-def test_the_library_reads_and_the_model_is_told(server: Served) -> None:
+def test_the_library_reads_and_the_model_is_told(server: ServerProcess) -> None:
     said = ["The fox is king.", "The sea is calm."]
     assert len(PdfReader(BytesIO(pdf(*said))).pages) == 2, "a file that others read"
     assert [page.strip() for page in pages_of(pdf(*said), "it")] == said

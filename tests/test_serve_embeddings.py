@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from packaged_embedder import ENDS, FABLE, embedder, expected
-from server_process import ASKED, Reply, Served, serving
+from server_process import MESSAGES, Reply, ServerProcess, serving
 
 from effllm.runtime.config import read_config
 from effllm.runtime.tokenizer import Tokenizer
@@ -32,8 +32,8 @@ def theirs(folder: Path) -> list[np.ndarray]:
     return [expected(FABLE, tokenizer.encode(text + ENDS)) for text in TEXTS]
 
 
-def embed(server: Served, given: object, path: str = "/v1/embeddings", **fields: object) -> Reply:
-    return server.ask("POST", path, {"input": given, **fields})
+def embed(server: ServerProcess, given: object, path: str = "/v1/embeddings", **fields: object) -> Reply:
+    return server.request("POST", path, {"input": given, **fields})
 
 
 def vectors(reply: Reply) -> list[np.ndarray]:
@@ -43,18 +43,18 @@ def vectors(reply: Reply) -> list[np.ndarray]:
     return [np.array(each["embedding"], np.float32) for each in reply.json["data"]]
 
 
-def test_vectors_are_those_of_transformers(server: Served, theirs: list[np.ndarray]) -> None:
+def test_vectors_are_those_of_transformers(server: ServerProcess, theirs: list[np.ndarray]) -> None:
     reply = embed(server, TEXTS, model="vectors", user="me")
     for own, other in zip(vectors(reply), theirs, strict=True):
         assert own.shape == (256,) and own @ other > 0.99999 and abs(np.linalg.norm(own) - 1) < 1e-6
-    counted = sum(len(server.ask("POST", "/tokenize", {"content": text}).json["tokens"]) + 1 for text in TEXTS)  # and the end
+    counted = sum(len(server.request("POST", "/tokenize", {"content": text}).json["tokens"]) + 1 for text in TEXTS)  # and the end
     assert reply.json["object"] == "list" and reply.json["model"] == "vectors"
     assert reply.json["usage"] == {"prompt_tokens": counted, "total_tokens": counted}
-    server.until(f"POST /v1/embeddings 200 · {counted} tokens in, 2 vectors")
+    server.wait_for_output(f"POST /v1/embeddings 200 · {counted} tokens in, 2 vectors")
 
 
-def test_inputs_of_every_kind(server: Served) -> None:
-    (first, second), ids = vectors(embed(server, TEXTS)), [server.ask("POST", "/tokenize", {"content": text, "add_special": True}).json[
+def test_inputs_of_every_kind(server: ServerProcess) -> None:
+    (first, second), ids = vectors(embed(server, TEXTS)), [server.request("POST", "/tokenize", {"content": text, "add_special": True}).json[
         "tokens"] for text in TEXTS]
     for given in (TEXTS[0], [TEXTS[0]], ids[0], [ids[0]]):
         (own,) = vectors(embed(server, given))
@@ -66,24 +66,25 @@ def test_inputs_of_every_kind(server: Served) -> None:
     assert short.shape == (16,) and np.allclose(short, first[:16] / np.linalg.norm(first[:16]), atol=1e-6)
 
 
-def test_as_ollama_has_it(server: Served) -> None:
+def test_as_ollama_has_it(server: ServerProcess) -> None:
     plain = vectors(embed(server, TEXTS))
     made = embed(server, TEXTS, "/api/embed", model="vectors:latest", keep_alive="5m").json
     assert made["model"] == "vectors:latest" and made["prompt_eval_count"] > 4 and made["total_duration"] > made["load_duration"] == 0
     assert all(np.array_equal(np.array(own, np.float32), other) for own, other in zip(made["embeddings"], plain, strict=True))
     assert len(embed(server, TEXTS[0], "/api/embed", dimensions=8).json["embeddings"][0]) == 8
-    one = server.ask("POST", "/api/embeddings", {"model": "vectors", "prompt": TEXTS[1]}).json
+    one = server.request("POST", "/api/embeddings", {"model": "vectors", "prompt": TEXTS[1]}).json
     assert set(one) == {"embedding"} and np.array_equal(np.array(one["embedding"], np.float32), plain[1])
     for nothing in ("", [], None):
         assert embed(server, nothing, "/api/embed").json["embeddings"] == []
-    assert server.ask("POST", "/api/show", {"model": "vectors"}).json["capabilities"] == ["completion", "embedding"]
+    assert server.request("POST", "/api/show", {"model": "vectors"}).json["capabilities"] == ["completion", "embedding"]
 
 
-def test_as_llama_server_has_it(server: Served) -> None:
-    plain, ids = vectors(embed(server, TEXTS)), server.ask("POST", "/tokenize", {"content": TEXTS[0], "add_special": True}).json["tokens"]
+def test_as_llama_server_has_it(server: ServerProcess) -> None:
+    plain = vectors(embed(server, TEXTS))
+    ids = server.request("POST", "/tokenize", {"content": TEXTS[0], "add_special": True}).json["tokens"]
 
     def asked(**fields: object) -> list[np.ndarray]:
-        made = server.ask("POST", "/embedding", fields).json
+        made = server.request("POST", "/embedding", fields).json
         assert [each["index"] for each in made] == [*range(len(made))] and all(len(each["embedding"]) == 1 for each in made)
         return [np.array(each["embedding"][0], np.float32) for each in made]
 
@@ -94,23 +95,23 @@ def test_as_llama_server_has_it(server: Served) -> None:
     assert abs(np.abs(one).sum() - 1) < 1e-5 and abs((np.abs(three) ** 3).sum() - 1) < 1e-5 and abs(np.abs(largest).max() - 32760) < 1e-2
     for made in (one, three, largest):
         assert np.allclose(made / np.linalg.norm(made), plain[0], atol=1e-6)
-    (packed,) = server.ask("POST", "/embedding", {"content": TEXTS[0], "encoding_format": "base64"}).json
+    (packed,) = server.request("POST", "/embedding", {"content": TEXTS[0], "encoding_format": "base64"}).json
     assert np.array_equal(np.frombuffer(base64.b64decode(packed["embedding"][0]), "<f4"), plain[0])
     for fields, param in (({}, "content"), ({"content": ""}, "content"), ({"content": ["a", 1.5]}, "content"), ({"input": []}, "input"),
                           ({"content": "a", "embd_normalize": -1}, "embd_normalize")):
-        refused = server.ask("POST", "/embedding", fields)
+        refused = server.request("POST", "/embedding", fields)
         assert refused.status == 400 and refused.error["param"] == param, fields
-    server.until("POST /embedding 200 · ")
+    server.wait_for_output("POST /embedding 200 · ")
 
 
-def test_texts_that_are_too_long(server: Served) -> None:
+def test_texts_that_are_too_long(server: ServerProcess) -> None:
     """Cut where Ollama's API has them cut, but for the token at the end; elsewhere refused with the number."""
     long = "The fox saw the king. " * 200
     made = embed(server, long, "/api/embed").json
-    ids = server.ask("POST", "/tokenize", {"content": long, "add_special": True}).json["tokens"]
+    ids = server.request("POST", "/tokenize", {"content": long, "add_special": True}).json["tokens"]
     (own,) = vectors(embed(server, [*ids[:511], ids[-1]]))
     assert made["prompt_eval_count"] == 512 and np.array_equal(np.array(made["embeddings"][0], np.float32), own)
-    server.until(f"a text of {len(ids)} tokens is cut: the context is 512 tokens (-c)")
+    server.wait_for_output(f"a text of {len(ids)} tokens is cut: the context is 512 tokens (-c)")
     said = f"a text has {len(ids)} tokens and the context holds 512"
     assert embed(server, long).error["code"] == "context_length_exceeded" and said in embed(server, long).error["message"]
     assert said in embed(server, long, "/api/embed", truncate=False).json["error"]
@@ -124,17 +125,17 @@ def test_texts_that_are_too_long(server: Served) -> None:
     ({"input": [4096]}, None, "token id 4096 is outside"), ({"input": [-1]}, None, "token id -1 is outside"),
     ({"input": "a", "dimensions": 0}, "dimensions", "1 to 256"), ({"input": "a", "dimensions": 257}, "dimensions", "1 to 256"),
     ({"input": "a", "encoding_format": "hex"}, "encoding_format", "float or base64")])
-def test_what_is_refused_is_named(server: Served, fields: dict, param: str | None, said: str) -> None:
-    reply = server.ask("POST", "/v1/embeddings", fields)
+def test_what_is_refused_is_named(server: ServerProcess, fields: dict, param: str | None, said: str) -> None:
+    reply = server.request("POST", "/v1/embeddings", fields)
     assert reply.status == 400 and reply.error["param"] == param and said in reply.error["message"]
 
 
-def test_another_model_is_not_here(server: Served) -> None:
+def test_another_model_is_not_here(server: ServerProcess) -> None:
     for path in ("/v1/embeddings", "/embedding", "/api/embed", "/api/embeddings"):
-        assert server.ask("POST", path, {"model": "other", "input": "a", "prompt": "a"}).status == 404
+        assert server.request("POST", path, {"model": "other", "input": "a", "prompt": "a"}).status == 404
 
 
-def test_answers_continue_as_they_were(server: Served) -> None:
+def test_answers_continue_as_they_were(server: ServerProcess) -> None:
     """What the cache held of a conversation is kept while vectors are made."""
     long = [{"role": "user", "content": "The fox saw the king and the king saw the fox. " * 24}]
     first = server.chat(long, max_tokens=8).json
@@ -150,7 +151,7 @@ def test_a_model_that_was_not_made_for_it_says_so() -> None:
             reply = embed(server, "a", path)
             assert reply.status == 400 and "this model is not an embedding model" in reply.error["message"]
         assert "not an embedding model" in embed(server, "a", "/api/embed").json["error"]
-        assert server.chat(ASKED).status == 200
+        assert server.chat(MESSAGES).status == 200
 
 
 def test_several_at_once(folder: Path) -> None:
@@ -158,7 +159,7 @@ def test_several_at_once(folder: Path) -> None:
     with serving("-c", "512", "--parallel", "2", model=str(folder)) as server:
         alone = vectors(embed(server, TEXTS))
         text = server.chat(max_tokens=60).json["choices"][0]["message"]["content"]
-        stream = server.open("POST", "/v1/chat/completions", {"messages": ASKED, "temperature": 0, "max_tokens": 60, "stream": True})
+        stream = server.open("POST", "/v1/chat/completions", {"messages": MESSAGES, "temperature": 0, "max_tokens": 60, "stream": True})
         beside = vectors(embed(server, TEXTS))
         events = Reply(200, {}, stream.read()).events
         assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == text

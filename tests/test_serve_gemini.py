@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from packaged_embedder import embedder
 from scripted_model import AFTER, calls, scripted
-from server_process import QUESTION, Reply, Served, serving
+from server_process import QUESTION, Reply, ServerProcess, serving
 from test_serve import thinking_model
 
 CONTENTS = [{"role": "user", "parts": [{"text": QUESTION}]}]
@@ -15,13 +15,13 @@ TOOLS = [{"functionDeclarations": [{"name": "weather", "description": "Tells it.
 ANY = {"functionCallingConfig": {"mode": "ANY"}}
 
 
-def generate(server: Served, contents: object = CONTENTS, path: str = "/v1beta/models/fable:generateContent", most: int = 24,
+def generate(server: ServerProcess, contents: object = CONTENTS, path: str = "/v1beta/models/fable:generateContent", most: int = 24,
              config: dict | None = None, **fields: object) -> Reply:
     settings = {"temperature": 0, "maxOutputTokens": most, **(config or {})}
-    return server.ask("POST", path, {"contents": contents, "generationConfig": settings, **fields})
+    return server.request("POST", path, {"contents": contents, "generationConfig": settings, **fields})
 
 
-def streamed(server: Served, query: str = "?alt=sse", **fields: object) -> Reply:
+def streamed(server: ServerProcess, query: str = "?alt=sse", **fields: object) -> Reply:
     return generate(server, path=f"/v1beta/models/fable:streamGenerateContent{query}", **fields)
 
 
@@ -44,10 +44,10 @@ def error_of(reply: Reply) -> dict:
     return error
 
 
-def test_an_answer_is_that_of_chat_completions(server: Served) -> None:
+def test_an_answer_is_that_of_chat_completions(server: ServerProcess) -> None:
     said = server.chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]).json
     text = said["choices"][0]["message"]["content"]
-    by_buffers = server.ask("POST", "/v1beta/models/fable:generateContent", {
+    by_buffers = server.request("POST", "/v1beta/models/fable:generateContent", {
         "contents": {"parts": {"text": QUESTION}}, "system_instruction": {"parts": {"text": "Be brief."}}, "safety_settings": [],
         "generation_config": {"temperature": 0, "max_output_tokens": 24}})
     for reply in (generate(server, systemInstruction={"role": "user", "parts": [{"text": "Be brief."}]}), by_buffers):
@@ -57,13 +57,13 @@ def test_an_answer_is_that_of_chat_completions(server: Served) -> None:
         assert whole["modelVersion"] == "fable" and whole["responseId"] and reply.status == 200
         usage, prompt = whole["usageMetadata"], said["usage"]["prompt_tokens"]
         assert (usage["promptTokenCount"], usage["candidatesTokenCount"], usage["totalTokenCount"]) == (prompt, 24, prompt + 24)
-    counted = server.ask("POST", "/v1beta/models/fable:countTokens", {"generateContentRequest": {
+    counted = server.request("POST", "/v1beta/models/fable:countTokens", {"generateContentRequest": {
         "model": "models/fable", "contents": CONTENTS, "systemInstruction": {"parts": [{"text": "Be brief."}]}}}).json
-    alone = server.ask("POST", "/v1beta/models/fable:countTokens", {"contents": CONTENTS}).json
+    alone = server.request("POST", "/v1beta/models/fable:countTokens", {"contents": CONTENTS}).json
     assert counted == {"totalTokens": prompt} and 0 < alone["totalTokens"] < prompt
 
 
-def test_a_stream_builds_the_whole_as_events_and_as_a_list(server: Served) -> None:
+def test_a_stream_builds_the_whole_as_events_and_as_a_list(server: ServerProcess) -> None:
     text = text_of(generate(server).json)
     reply = streamed(server)
     listed = streamed(server, query="")
@@ -74,7 +74,7 @@ def test_a_stream_builds_the_whole_as_events_and_as_a_list(server: Served) -> No
         assert pieces[-1]["usageMetadata"]["candidatesTokenCount"] == 24 and len({each["responseId"] for each in pieces}) == 1
 
 
-def test_a_list_is_told_apart_before_it_is_whole(server: Served) -> None:
+def test_a_list_is_told_apart_before_it_is_whole(server: ServerProcess) -> None:
     """As Continue reads it, piece by piece as they come: what begins with a comma goes on, and a line that begins with one parts two."""
     response = server.open("POST", "/v1beta/models/fable:streamGenerateContent?key=none", {
         "contents": CONTENTS, "generationConfig": {"temperature": 0, "maxOutputTokens": 24}})
@@ -92,7 +92,7 @@ def test_a_list_is_told_apart_before_it_is_whole(server: Served) -> None:
     assert text_of(*read) == text_of(generate(server).json) and len(read) > 10 and not buffer.strip()
 
 
-def test_several_answers_to_one_prompt(server: Served) -> None:
+def test_several_answers_to_one_prompt(server: ServerProcess) -> None:
     warm = {"candidateCount": 2, "temperature": 1, "seed": 5}
     whole = generate(server, config=warm, most=8).json
     first, second = (candidate["content"]["parts"] for candidate in whole["candidates"])
@@ -103,7 +103,7 @@ def test_several_answers_to_one_prompt(server: Served) -> None:
     assert sum("finishReason" in candidate for each in pieces for candidate in each["candidates"]) == 2
 
 
-def test_how_likely_tokens_were(server: Served) -> None:
+def test_how_likely_tokens_were(server: ServerProcess) -> None:
     told = generate(server, config={"responseLogprobs": True, "logprobs": 2}, most=6).json["candidates"][0]
     chosen, top = told["logprobsResult"]["chosenCandidates"], told["logprobsResult"]["topCandidates"]
     assert "".join(each["token"] for each in chosen) == told["content"]["parts"][0]["text"] and len(top) == 6
@@ -114,7 +114,7 @@ def test_how_likely_tokens_were(server: Served) -> None:
         each["tokenId"] for each in chosen]
 
 
-def test_answers_of_a_form(server: Served) -> None:
+def test_answers_of_a_form(server: ServerProcess) -> None:
     schema = {"type": "OBJECT", "properties": {"is_king": {"type": "BOOLEAN"}, "name": {"type": "STRING", "maxLength": "5"}},
               "required": ["is_king", "name"], "propertyOrdering": ["name", "is_king"]}
     made = json.loads(text_of(generate(server, config={"responseMimeType": "application/json", "responseSchema": schema}, most=100).json))
@@ -141,7 +141,7 @@ def test_a_call_is_made_and_its_result_is_read(tmp_path: Path) -> None:
         assert text_of(generate(server, told, path=path, tools=TOOLS).json) == "It rains."
 
 
-def test_a_call_may_be_demanded_or_forbidden(server: Served) -> None:
+def test_a_call_may_be_demanded_or_forbidden(server: ServerProcess) -> None:
     only = {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["tides"]}}
     tools = [{"functionDeclarations": [*TOOLS[0]["functionDeclarations"], {"name": "tides", "parametersJsonSchema": {
         "type": "object", "properties": {"hour": {"type": "integer", "maximum": 9}}, "required": ["hour"]}}]}]
@@ -163,7 +163,7 @@ def test_reasoning_is_counted_and_told_where_it_is_asked_for(tmp_path: Path) -> 
         assert [part["thought"] for part in told] == [True] and told[0]["text"]
         none = generate(server, path=path, config={"thinkingConfig": {"thinkingBudget": 0}}).json
         assert text_of(none) and "thoughtsTokenCount" not in none["usageMetadata"]
-        card = server.ask("GET", "/v1beta/models/thinker").json
+        card = server.request("GET", "/v1beta/models/thinker").json
         assert card["thinking"] is True and card["supportedGenerationMethods"] == ["generateContent", "countTokens"]
 
 
@@ -186,34 +186,34 @@ def test_reasoning_is_counted_and_told_where_it_is_asked_for(tmp_path: Path) -> 
     ({"contents": [{"parts": [{"inlineData": {"mimeType": "image/png", "data": "aGk="}}]}]}, "contents[0].parts[0]",
      "does not support image input"),
     ({"contents": [{"parts": [{"fileData": {"fileUri": "https://a.example/b.pdf"}}]}]}, "contents[0].parts[0]", "not fetched")])
-def test_what_is_refused_is_named(server: Served, body: dict, field: str, said: str) -> None:
-    reply = server.ask("POST", "/v1beta/models/fable:generateContent", body)
+def test_what_is_refused_is_named(server: ServerProcess, body: dict, field: str, said: str) -> None:
+    reply = server.request("POST", "/v1beta/models/fable:generateContent", body)
     error = error_of(reply)
     assert reply.status == 400 and error["status"] == "INVALID_ARGUMENT" and said in error["message"]
     assert error["details"][0]["fieldViolations"][0]["field"] == field
 
 
-def test_errors_have_googles_words_at_its_paths_alone(server: Served) -> None:
+def test_errors_have_googles_words_at_its_paths_alone(server: ServerProcess) -> None:
     lost = generate(server, path="/v1beta/models/gemini-pro:generateContent")
     assert lost.status == 404 and error_of(lost)["status"] == "NOT_FOUND" and "serves fable" in error_of(lost)["message"]
-    for reply in (server.ask("GET", "/v1beta/models/nobody"), server.ask("POST", "/v1beta/cachedContents", {})):
+    for reply in (server.request("GET", "/v1beta/models/nobody"), server.request("POST", "/v1beta/cachedContents", {})):
         assert error_of(reply)["code"] == 404
-    assert server.ask("POST", "/v1/nothing", {}).error["code"] == "unknown_url"
+    assert server.request("POST", "/v1/nothing", {}).error["code"] == "unknown_url"
     long = generate(server, [{"parts": [{"text": "fox " * 3000}]}])
     assert "maximum context length is 2048" in error_of(long)["message"] and long.status == 400
     late = streamed(server, contents=[{"parts": [{"text": "fox " * 3000}]}])
     assert late.status == 400 and error_of(late)["status"] == "INVALID_ARGUMENT", "a stream that does not begin has a status"
 
 
-def test_models_at_each_version_and_beside_openais(server: Served) -> None:
+def test_models_at_each_version_and_beside_openais(server: ServerProcess) -> None:
     """google-genai 3 asks at /v1, where OpenAI's models are as well: it is known by its headers, or by what it asks of a model."""
-    listed = server.ask("GET", "/v1beta/models?pageSize=50").json
+    listed = server.request("GET", "/v1beta/models?pageSize=50").json
     (card,) = listed["models"]
     assert card["name"] == "models/fable" and card["inputTokenLimit"] == 2048
     for version in ("v1alpha", "v1"):
-        assert server.ask("GET", f"/{version}/models", x_goog_api_key="x").json == listed
-    assert server.ask("GET", "/v1/models/fable", x_goog_api_client="google-genai-sdk/3.6.1").json == card
-    assert server.ask("GET", "/v1/models").json["data"][0]["id"] == "fable" == server.ask("GET", "/v1/models/fable").json["id"]
+        assert server.request("GET", f"/{version}/models", x_goog_api_key="x").json == listed
+    assert server.request("GET", "/v1/models/fable", x_goog_api_client="google-genai-sdk/3.6.1").json == card
+    assert server.request("GET", "/v1/models").json["data"][0]["id"] == "fable" == server.request("GET", "/v1/models/fable").json["id"]
     assert text_of(generate(server, path="/v1/models/fable:generateContent").json) == text_of(generate(server).json)
     assert error_of(generate(server, path="/v1/models/other:generateContent"))["status"] == "NOT_FOUND"
 
@@ -221,10 +221,10 @@ def test_models_at_each_version_and_beside_openais(server: Served) -> None:
 def test_the_key_may_stand_where_googles_programs_have_it() -> None:
     with serving("--api-key", "k&y") as server:
         path = "/v1beta/models"
-        assert server.ask("GET", path, x_goog_api_key="k&y").status == 200 == server.ask("GET", f"{path}?key=k%26y").status
+        assert server.request("GET", path, x_goog_api_key="k&y").status == 200 == server.request("GET", f"{path}?key=k%26y").status
         for query, key in (("", ""), ("?key=other", ""), ("", "é"), ("?key=%C3%A9", "k")):
-            assert error_of(server.ask("GET", path + query, x_goog_api_key=key))["status"] == "UNAUTHENTICATED"
-        assert server.ask("GET", "/v1/chat/completions?key=k%26y").status == 401, "addresses of others are kept in logs"
+            assert error_of(server.request("GET", path + query, x_goog_api_key=key))["status"] == "UNAUTHENTICATED"
+        assert server.request("GET", "/v1/chat/completions?key=k%26y").status == 401, "addresses of others are kept in logs"
         assert "k%26y" not in server.err and "k&y" not in server.err
 
 
@@ -236,27 +236,27 @@ def test_vectors(tmp_path: Path) -> None:
         path = "/v1beta/models/embedder:"
 
         def vectors(*texts: str, **fields: object) -> Reply:
-            return server.ask("POST", f"{path}batchEmbedContents", {"requests": [
+            return server.request("POST", f"{path}batchEmbedContents", {"requests": [
                 {"model": "models/embedder", "content": {"parts": [{"text": text}]}, **fields} for text in texts]})
 
-        plain = server.ask("POST", "/v1/embeddings", {"input": ["fox", "Question: fox", "Text: fox"]}).json["data"]
+        plain = server.request("POST", "/v1/embeddings", {"input": ["fox", "Question: fox", "Text: fox"]}).json["data"]
         expected = [each["embedding"] for each in plain]
         for task, number in ((None, 0), ("RETRIEVAL_QUERY", 1), ("RETRIEVAL_DOCUMENT", 2), ("CLUSTERING", 0)):
             made = vectors("fox", "fox", taskType=task).json["embeddings"]
             assert made[0]["values"] == made[1]["values"] == pytest.approx(expected[number], abs=1e-6)
-        one = server.ask("POST", f"{path}embedContent", {"content": {"parts": [{"text": "fox"}]}, "outputDimensionality": 8}).json
+        one = server.request("POST", f"{path}embedContent", {"content": {"parts": [{"text": "fox"}]}, "outputDimensionality": 8}).json
         assert len(one["embedding"]["values"]) == 8
-        assert "requests[1].content" in error_of(server.ask("POST", f"{path}batchEmbedContents", {"requests": [
+        assert "requests[1].content" in error_of(server.request("POST", f"{path}batchEmbedContents", {"requests": [
             {"content": {"parts": [{"text": "a"}]}}, {"content": {"parts": [{"inlineData": {"data": "aGk="}}]}}]}))["message"]
         mixed = [{"content": {"parts": [{"text": "a"}]}, "taskType": task} for task in ("RETRIEVAL_QUERY", "CLUSTERING")]
-        assert "taskType" in error_of(server.ask("POST", f"{path}batchEmbedContents", {"requests": mixed}))["message"]
+        assert "taskType" in error_of(server.request("POST", f"{path}batchEmbedContents", {"requests": mixed}))["message"]
         assert error_of(vectors())["status"] == error_of(vectors("fox", outputDimensionality=10**6))["status"] == "INVALID_ARGUMENT"
-        assert "embedContent" in server.ask("GET", "/v1beta/models/embedder").json["supportedGenerationMethods"]
+        assert "embedContent" in server.request("GET", "/v1beta/models/embedder").json["supportedGenerationMethods"]
 
 
 def test_models_by_name() -> None:
     with serving("--api-key", "k", model=None) as server:
-        names = [each["name"] for each in server.ask("GET", "/v1beta/models?key=k").json["models"]]
+        names = [each["name"] for each in server.request("GET", "/v1beta/models?key=k").json["models"]]
         assert "models/fable" in names
         whole = generate(server, path="/v1/models/fable:generateContent?key=k").json
         assert whole["modelVersion"] == "fable" and text_of(whole)
@@ -264,6 +264,6 @@ def test_models_by_name() -> None:
             reply = streamed(server, query=f"?{query}")
             pieces = events_of(reply) if "alt" in query else reply.json
             assert text_of(*pieces) == text_of(whole) and pieces[-1]["candidates"][0]["finishReason"] == "MAX_TOKENS"
-        assert server.ask("POST", "/v1beta/models/fable:countTokens?key=k", {"contents": CONTENTS}).json["totalTokens"] > 0
+        assert server.request("POST", "/v1beta/models/fable:countTokens?key=k", {"contents": CONTENTS}).json["totalTokens"] > 0
         lost = generate(server, path="/v1beta/models/nobody:streamGenerateContent?alt=sse&key=k")
         assert lost.status == 404 and error_of(lost)["status"] == "NOT_FOUND"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from server_process import MINUTE, Served, serving, until
+from server_process import MINUTE, ServerProcess, serving, wait_until
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Mount
@@ -116,7 +116,7 @@ def of_text(body: bytes, length: int | None = None) -> bytes:
     return b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (length or len(body), body)
 
 
-def peak(server: Served) -> int:
+def peak(server: ServerProcess) -> int:
     """Bytes of memory, the most that a server has had."""
     lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
@@ -130,7 +130,7 @@ def test_memory_has_a_bound_whatever_is_sent() -> None:
         for bomb in (b'{"prompt":[' + b"[]," * 10_000_000 + b"[]]}", b'{"messages":[' + b"{}," * 10_000_000 + b"{}]}",
                      b"{" + b",".join(b'"%d":0' % number for number in range(1_500_000)) + b"}",
                      b'{"prompt":[' + b"1," * 15_000_000 + b"1]}"):
-            reply = server.ask("POST", "/v1/completions", bomb)
+            reply = server.request("POST", "/v1/completions", bomb)
             assert reply.status == 413 and reply.error["code"] == "body_too_large"
         assert peak(server) - before < 200 << 20
         unfinished, flooding = b'{"prompt":"' + b"a" * (bodies.MAX_BODY_NBYTES - 100), []
@@ -145,11 +145,11 @@ def test_memory_has_a_bound_whatever_is_sent() -> None:
             each.start()
         for each in floods:
             each.join(MINUTE)
-        until(lambda: "request bodies of 512 MiB are in progress" in server.err)
+        wait_until(lambda: "request bodies of 512 MiB are in progress" in server.err)
         for each in flooding:
             each.close()
         assert peak(server) - before < guard.MAX_BODIES_NBYTES + (512 << 20)
-        until(lambda: server.chat().status == 200)
+        wait_until(lambda: server.chat().status == 200)
         assert server.chat().json["choices"] == plain
 
 
@@ -169,4 +169,4 @@ def test_hundreds_of_clients_that_vanish_leave_nothing() -> None:
             assert server.chat().json["choices"] == plain
             seen.append((process.memory_info().rss, process.num_fds(), process.num_threads()))
         assert seen[-1][0] - seen[0][0] < 8 << 20 and seen[-1][1] <= seen[0][1] + 4 and seen[-1][2] <= seen[0][2] + 2, seen
-        assert server.ask("GET", "/slots").json[0]["is_processing"] is False
+        assert server.request("GET", "/slots").json[0]["is_processing"] is False

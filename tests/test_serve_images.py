@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from patch_encoder import __file__ as PROGRAM
-from server_process import ASKED, Served, serving
+from server_process import MESSAGES, ServerProcess, serving
 from video_files import as_video
 from vision_language_models import as_png, folder, picture
 
@@ -40,7 +40,7 @@ def server(folder):
     process = subprocess.Popen([sys.executable, "-P", PROGRAM, "serve", str(folder), *flags], stdin=subprocess.DEVNULL,
                                stdout=subprocess.PIPE, stderr=stderr)
     try:
-        yield Served(process, stderr)
+        yield ServerProcess(process, stderr)
     finally:
         process.kill()
         process.wait()
@@ -68,14 +68,14 @@ def test_each_api_comes_to_the_same_answer(server):
         **FIXED)
     assert reply.status == 200 and reply.json["content"][-1]["text"] == one
     config = {"temperature": 0, "maxOutputTokens": 10}
-    reply = server.ask("POST", "/v1beta/models/seer:generateContent", {"generationConfig": config, "contents": [{"parts": [
+    reply = server.request("POST", "/v1beta/models/seer:generateContent", {"generationConfig": config, "contents": [{"parts": [
         {"inlineData": {"mimeType": "image/png", "data": DATA[1]}}, {"text": "Who?"}]}]})
     assert reply.status == 200 and other.startswith(text := reply.json["candidates"][0]["content"]["parts"][0]["text"]) and text
     options = {"temperature": 0, "num_predict": 10}
-    reply = server.ask("POST", "/api/chat", {"messages": [{"role": "user", "content": "Who?", "images": [DATA[1]]}], "stream": False,
-                                             "options": options})
+    reply = server.request("POST", "/api/chat", {"messages": [{"role": "user", "content": "Who?", "images": [DATA[1]]}], "stream": False,
+                                                 "options": options})
     assert reply.status == 200 and other.startswith(reply.json["message"]["content"]) and reply.json["message"]["content"]
-    reply = server.ask("POST", "/api/generate", {"prompt": "Who?", "images": [DATA[1]], "stream": False, "options": options})
+    reply = server.request("POST", "/api/generate", {"prompt": "Who?", "images": [DATA[1]], "stream": False, "options": options})
     assert reply.status == 200 and other.startswith(reply.json["response"]) and reply.json["response"]
 
 
@@ -84,33 +84,33 @@ def test_what_a_tool_shows_is_seen_in_each_api(server):
     called = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
     def chat(*given: dict) -> str:
-        return said(server.chat([*ASKED, {"role": "assistant", "content": None, "tool_calls": [called]},
+        return said(server.chat([*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [called]},
                                  {"role": "tool", "tool_call_id": called["id"], "content": [*given]}], **FIXED))
 
     one, other = (chat({"type": "image_url", "image_url": {"url": url}}) for url in URLS)
     assert one != other
-    reply = server.respond([*ASKED, {"type": "function_call", "call_id": "call12345", "name": "look", "arguments": "{}"},
+    reply = server.respond([*MESSAGES, {"type": "function_call", "call_id": "call12345", "name": "look", "arguments": "{}"},
                             {"type": "function_call_output", "call_id": "call12345",
                              "output": [{"type": "input_image", "image_url": URLS[0]}]}], max_output_tokens=10, ignore_eos=True)
     assert reply.status == 200 and reply.json["output"][-1]["content"][0]["text"] == one
     block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA[0]}}
     use, result = {"type": "tool_use", "id": "call12345", "name": "look", "input": {}}, {"type": "tool_result", "tool_use_id": "call12345"}
-    reply = server.message([*ASKED, {"role": "assistant", "content": [use]}, {"role": "user", "content": [{**result, "content": [block]}]}],
-                           **FIXED)
+    reply = server.message([*MESSAGES, {"role": "assistant", "content": [use]},
+                            {"role": "user", "content": [{**result, "content": [block]}]}], **FIXED)
     assert reply.status == 200 and reply.json["content"][-1]["text"] == one
-    reply = server.ask("POST", "/api/chat", {"messages": [*ASKED, {"role": "assistant", "tool_calls": [called]},
-                                                          {"role": "tool", "tool_name": "look", "images": [DATA[1]]}],
-                                             "stream": False, "options": {"temperature": 0, "num_predict": 10}})
+    reply = server.request("POST", "/api/chat", {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [called]},
+                                                              {"role": "tool", "tool_name": "look", "images": [DATA[1]]}],
+                                                 "stream": False, "options": {"temperature": 0, "num_predict": 10}})
     assert reply.status == 200 and other.startswith(reply.json["message"]["content"])
     picture = {"inlineData": {"mimeType": "image/png", "data": DATA[1]}}
-    reply = server.ask("POST", "/v1beta/models/seer:generateContent", {
+    reply = server.request("POST", "/v1beta/models/seer:generateContent", {
         "generationConfig": {"temperature": 0, "maxOutputTokens": 10}, "contents": [
-            {"parts": [{"text": ASKED[0]["content"]}]}, {"role": "model", "parts": [{"functionCall": {"name": "look", "args": {}}}]},
+            {"parts": [{"text": MESSAGES[0]["content"]}]}, {"role": "model", "parts": [{"functionCall": {"name": "look", "args": {}}}]},
             {"parts": [{"functionResponse": {"name": "look", "response": {"output": ""}, "parts": [picture]}}]}]})
     assert reply.status == 200 and other.startswith(reply.json["candidates"][0]["content"]["parts"][0]["text"])
     left = chat({"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}})
     assert left == chat({"type": "text", "text": f"[image left out: {NOT_FETCHED}]"})
-    server.until("image in a tool result left out")
+    server.wait_for_output("image in a tool result left out")
 
 
 def test_what_was_read_of_an_image_is_not_read_again(server):
@@ -167,14 +167,14 @@ def test_tokens_are_counted_before_anything_is_looked_at(server):
 
     new = base64.b64encode(as_png(picture(77))).decode()
     assert count(DATA[0], new) - count() == 32
-    prompt = server.ask("POST", "/apply-template", {"messages": parts(URLS[0])}).json["prompt"]
+    prompt = server.request("POST", "/apply-template", {"messages": parts(URLS[0])}).json["prompt"]
     assert "[image " in prompt and "Who?" in prompt
 
 
 def test_clients_are_told_that_it_takes_images(server):
-    assert server.ask("GET", "/props").json["modalities"]["vision"] is True
-    assert "vision" in server.ask("GET", "/v1/models").json["data"][0]["capabilities"]
-    assert "vision" in server.ask("POST", "/api/show", {"model": "seer"}).json["capabilities"]
+    assert server.request("GET", "/props").json["modalities"]["vision"] is True
+    assert "vision" in server.request("GET", "/v1/models").json["data"][0]["capabilities"]
+    assert "vision" in server.request("POST", "/api/show", {"model": "seer"}).json["capabilities"]
 
 
 @pytest.mark.parametrize(("url", "words"), [
@@ -236,7 +236,7 @@ def test_other_ways_to_refer_to_an_image_are_distinguished(server):
     assert reply.status == 400 and "not fetched" in json.dumps(reply.json)
     reply = server.respond([{"role": "user", "content": [{"type": "input_image", "file_id": "file_1"}]}])
     assert reply.status == 400 and "file ids are not supported" in reply.error["message"]
-    reply = server.ask("POST", "/api/generate", {"prompt": "Who?", "raw": True, "images": [DATA[0]], "stream": False})
+    reply = server.request("POST", "/api/generate", {"prompt": "Who?", "raw": True, "images": [DATA[0]], "stream": False})
     assert reply.status == 400 and "raw" in reply.json["error"]
     long = server.chat(parts(*URLS, text="word " * 600))
     assert long.status == 400 and long.error["code"] == "context_length_exceeded"
@@ -246,8 +246,8 @@ def test_a_model_of_text_refuses_images_in_every_api():
     with serving() as server:
         reply = server.chat(parts(URLS[0]))
         assert reply.status == 400 and "does not support image input" in reply.error["message"]
-        assert server.ask("GET", "/props").json["modalities"]["vision"] is False
-        assert "capabilities" not in server.ask("GET", "/v1/models").json["data"][0]
-        reply = server.ask("POST", "/api/chat", {"messages": [{"role": "user", "content": "Who?", "images": [DATA[0]]}]})
+        assert server.request("GET", "/props").json["modalities"]["vision"] is False
+        assert "capabilities" not in server.request("GET", "/v1/models").json["data"][0]
+        reply = server.request("POST", "/api/chat", {"messages": [{"role": "user", "content": "Who?", "images": [DATA[0]]}]})
         assert reply.status == 400 and "does not support image input" in reply.json["error"]
-        assert "vision" not in server.ask("POST", "/api/show", {"model": "fable"}).json["capabilities"]
+        assert "vision" not in server.request("POST", "/api/show", {"model": "fable"}).json["capabilities"]

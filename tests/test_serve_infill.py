@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from infill_models import OF_CODESTRAL, OF_QWEN, filling_model, model_of
-from server_process import Reply, Served, serving
+from server_process import Reply, ServerProcess, serving
 from test_infill import VOCABS, needs_vocabularies
 
 PREFIX, SUFFIX = "def fox(king):\n", "\n    return tail\n"
@@ -26,41 +26,41 @@ OF_VSCODE = {"input_prefix": PREFIX, "input_suffix": SUFFIX, "input_extra": [], 
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with serving(model=str(filling_model(tmp_path_factory.mktemp("model") / "coder"))) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """With a context that is soon full, in which suffixes come first."""
     model = filling_model(tmp_path_factory.mktemp("model") / "codestral", OF_CODESTRAL)
     with serving("-c", "256", "--parallel", "2", model=str(model)) as server:
         yield server
 
 
-def infill(server: Served, **fields: object) -> Reply:
-    return server.ask("POST", "/infill", {"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_predict": 12, "temperature": 0, **fields})
+def infill(server: ServerProcess, **fields: object) -> Reply:
+    return server.request("POST", "/infill", {"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_predict": 12, "temperature": 0, **fields})
 
 
-def test_the_answer_is_that_to_the_prompt_of_its_marks(server: Served) -> None:
+def test_the_answer_is_that_to_the_prompt_of_its_marks(server: ServerProcess) -> None:
     whole = infill(server, prompt="    x").json
     said = f"<|fim_prefix|>{PREFIX}    x<|fim_suffix|>{SUFFIX}<|fim_middle|>"
     assert whole["prompt"] == said and whole["stop"] is True and whole["model"] == "coder" and whole["truncated"] is False
-    assert whole["tokens_evaluated"] == len(server.ask("POST", "/tokenize", {"content": said}).json["tokens"])
+    assert whole["tokens_evaluated"] == len(server.request("POST", "/tokenize", {"content": said}).json["tokens"])
     completed = server.complete(said, max_tokens=12).json["choices"][0]["text"]
     assert whole["content"] == completed != ""
     for path, fields in (("/v1/completions", {"prompt": PREFIX + "    x", "suffix": SUFFIX, "max_tokens": 12, "temperature": 0}),
                          ("/api/generate", {"prompt": PREFIX + "    x", "suffix": SUFFIX, "stream": False, "system": "Be brief.",
                                             "options": {"num_predict": 12, "temperature": 0}})):
-        reply = server.ask("POST", path, fields)
+        reply = server.request("POST", path, fields)
         assert reply.status == 200
         joined = f"<|fim_prefix|>{PREFIX}    x<|fim_suffix|>{SUFFIX}<|fim_middle|>"
         text = reply.json["choices"][0]["text"] if "choices" in reply.json else reply.json["response"]
         assert text == server.complete(joined, max_tokens=12).json["choices"][0]["text"], path
 
 
-def test_a_stream_joined_is_the_whole(server: Served) -> None:
+def test_a_stream_joined_is_the_whole(server: ServerProcess) -> None:
     whole = infill(server).json
     reply = infill(server, stream=True)
     assert reply.headers["content-type"].startswith("text/event-stream") and b"[DONE]" not in reply.body
@@ -68,15 +68,15 @@ def test_a_stream_joined_is_the_whole(server: Served) -> None:
     assert "".join(piece["content"] for piece in pieces) == whole["content"] and not any(piece["stop"] for piece in pieces)
     assert (last["stop"], last["content"], last["stop_type"]) == (True, "", whole["stop_type"]) and last["prompt"] == whole["prompt"]
     for fields in ({"suffix": SUFFIX, "prompt": PREFIX, "max_tokens": 12},):
-        events = server.ask("POST", "/v1/completions", {**fields, "temperature": 0, "stream": True}).events
+        events = server.request("POST", "/v1/completions", {**fields, "temperature": 0, "stream": True}).events
         assert "".join(event["choices"][0]["text"] for event in events) == whole["content"]
-    lines = server.ask("POST", "/api/generate", {"prompt": PREFIX, "suffix": SUFFIX, "options": {"num_predict": 12, "temperature": 0}})
+    lines = server.request("POST", "/api/generate", {"prompt": PREFIX, "suffix": SUFFIX, "options": {"num_predict": 12, "temperature": 0}})
     assert "".join(json.loads(line)["response"] for line in lines.body.splitlines()) == whole["content"]
 
 
 @pytest.mark.parametrize("mark", OF_QWEN)
-def test_marks_end_it_and_are_no_text(server: Served, mark: str) -> None:
-    number = server.ask("POST", "/tokenize", {"content": mark}).json["tokens"]
+def test_marks_end_it_and_are_no_text(server: ServerProcess, mark: str) -> None:
+    number = server.request("POST", "/tokenize", {"content": mark}).json["tokens"]
     assert len(number) == 1
     ended = infill(server, logit_bias=[[number[0], 1000]]).json
     assert (ended["content"], ended["stop_type"], ended["tokens_predicted"]) == ("", "eos", 1)
@@ -90,29 +90,29 @@ def test_marks_end_it_and_are_no_text(server: Served, mark: str) -> None:
     assert asked["tokens_evaluated"] > plain["tokens_evaluated"] + 3, "as letters"
 
 
-def test_what_editors_send(server: Served) -> None:
+def test_what_editors_send(server: ServerProcess) -> None:
     server.complete("Something else is read in between.", max_tokens=2)
-    assert server.ask("POST", "/infill", {**WARMING, "input_extra": OF_VIM["input_extra"]}).json == {}
-    first = server.ask("POST", "/infill", OF_VIM)
+    assert server.request("POST", "/infill", {**WARMING, "input_extra": OF_VIM["input_extra"]}).json == {}
+    first = server.request("POST", "/infill", OF_VIM)
     assert first.status == 200 and set(first.json) == {*OF_VIM["response_fields"]} and first.json["truncated"] is False
     prompt = infill(server, **{**OF_VIM, "n_predict": 0, "response_fields": None}).json
     files = "<|repo_name|>myproject\n<|file_sep|>a.py\nx = 1\n<|file_sep|>b.py\ny = 2\n<|file_sep|>filename\n"
     assert prompt["prompt"] == f"{files}<|fim_prefix|>{PREFIX}    <|fim_suffix|>{SUFFIX}<|fim_middle|>"
     read, all_of_it = first.json["timings/prompt_n"], prompt["tokens_evaluated"]
-    held = len(server.ask("POST", "/tokenize", {"content": files + "<|fim_prefix|>"}).json["tokens"])
+    held = len(server.request("POST", "/tokenize", {"content": files + "<|fim_prefix|>"}).json["tokens"])
     assert read == all_of_it - held, "what was read to warm is not read again"
-    again = server.ask("POST", "/infill", {**OF_VIM, "response_fields": None}).json
+    again = server.request("POST", "/infill", {**OF_VIM, "response_fields": None}).json
     assert again["content"] == first.json["content"] and again["stop_type"] == "eos", "random weights are sure of nothing for long"
-    second = server.ask("POST", "/infill", OF_VSCODE)
+    second = server.request("POST", "/infill", OF_VSCODE)
     assert second.status == 200 and {"content", "generation_settings", "tokens_cached", "truncated", "timings"} <= set(second.json)
     assert second.json["prompt"].startswith("<|fim_prefix|>"), "no file, no names"
     for body in (OF_VIM, OF_VSCODE):
-        assert server.ask("POST", "/infill", {**body, "stream": True}).status == 200
+        assert server.request("POST", "/infill", {**body, "stream": True}).status == 200
 
 
-def test_where_it_ends(server: Served) -> None:
-    line = server.ask("POST", "/tokenize", {"content": "\n"}).json["tokens"][0]
-    word = server.ask("POST", "/tokenize", {"content": " fox"}).json["tokens"][0]
+def test_where_it_ends(server: ServerProcess) -> None:
+    line = server.request("POST", "/tokenize", {"content": "\n"}).json["tokens"][0]
+    word = server.request("POST", "/tokenize", {"content": " fox"}).json["tokens"][0]
     two = {"grammar": 'root ::= " fox\\n" " fox\\n" " fox\\n" " fox\\n"', "n_predict": 20}
     assert infill(server, **two).json["content"] == " fox\n" * 4 and line != word
     for indent, said in ((1, " fox\n" * 4), (2, " fox\n")):
@@ -124,24 +124,24 @@ def test_where_it_ends(server: Served) -> None:
     assert infill(server, **two, stop=["x\n f"]).json["content"] == " fo"
 
 
-def test_what_has_no_room_is_left_out(small: Served) -> None:
+def test_what_has_no_room_is_left_out(small: ServerProcess) -> None:
     near = infill(small, input_prefix="the fox " * 300 + "here", input_suffix="there" + " the king" * 300, prompt=" and", n_predict=8)
     said = near.json
     assert near.status == 200 and said["truncated"] is True and said["tokens_evaluated"] <= 256 - 8 and said["tokens_predicted"] <= 8
     assert said["prompt"].startswith("[SUFFIX]there the king") and said["prompt"].endswith("the fox here and")
     assert "[PREFIX]" in said["prompt"] and said["tokens_evaluated"] > 256 * 0.8
-    small.until("only what is nearest to the gap is read")
+    small.wait_for_output("only what is nearest to the gap is read")
     files = [{"filename": f"{number}.py", "text": "the tale " * 30} for number in range(9)]
     held = infill(small, input_extra=files, n_predict=4).json
     assert held["truncated"] is True and held["prompt"].count("--- snippet ---") in (1, 2) and held["tokens_evaluated"] < 256
     assert infill(small, prompt="begun " * 400).error["code"] == "context_length_exceeded"
     for path, fields in (("/v1/completions", {"prompt": "the fox " * 300, "suffix": "."}),
                          ("/api/generate", {"prompt": "the fox " * 300, "suffix": "."})):
-        reply = small.ask("POST", path, fields)
+        reply = small.request("POST", path, fields)
         assert reply.status == 400 and "the context holds 256" in reply.body.decode(), "nothing is cut where nobody asks for it"
 
 
-def test_prompts_of_editors_are_not_kept_on_the_disk(server: Served) -> None:
+def test_prompts_of_editors_are_not_kept_on_the_disk(server: ServerProcess) -> None:
     """Each is another one at the next key. What they take the place of is kept."""
     for number in range(4):
         before, behind = "the fox " * 100 + "and " * number, f"{number}" + " the king" * 300
@@ -149,7 +149,7 @@ def test_prompts_of_editors_are_not_kept_on_the_disk(server: Served) -> None:
     assert server.chat([{"role": "user", "content": "the tale " * 200}], max_tokens=2).status == 200
     assert "are kept in" not in server.err
     assert infill(server).status == 200
-    server.until("are kept in")
+    server.wait_for_output("are kept in")
 
 
 @pytest.mark.parametrize(("fields", "said"), [
@@ -160,20 +160,20 @@ def test_prompts_of_editors_are_not_kept_on_the_disk(server: Served) -> None:
     ({"json_schema": {}, "grammar": "root ::= \"a\""}, "json_schema and grammar both"),
     ({"json_schema": {"type": "odd"}}, "json_schema: the"),
     ({"samplers": [1]}, "samplers"), ({"t_max_predict_ms": "1"}, "t_max_predict_ms")])
-def test_what_is_refused_is_named(server: Served, fields: dict, said: str) -> None:
+def test_what_is_refused_is_named(server: ServerProcess, fields: dict, said: str) -> None:
     for stream in (False, True):
         reply = infill(server, **fields, stream=stream)
         assert reply.status == 400 and said in reply.error["message"], reply.body
 
 
-def test_suffixes_that_are_none(server: Served) -> None:
+def test_suffixes_that_are_none(server: ServerProcess) -> None:
     plain = server.complete(PREFIX).json["choices"]
     for nothing in ("", None):
         assert server.complete(PREFIX, suffix=nothing).json["choices"] == plain
     for fields in ({"echo": True}, {"prompt": [5, 6]}):
         assert server.complete(**{"prompt": PREFIX, **fields}, suffix=SUFFIX).error["param"] == "suffix"
     assert server.chat(suffix=SUFFIX).error["message"].startswith("suffix is not supported")
-    assert server.ask("POST", "/api/show", {"model": "coder"}).json["capabilities"] == ["completion", "insert"]
+    assert server.request("POST", "/api/show", {"model": "coder"}).json["capabilities"] == ["completion", "insert"]
 
 
 @pytest.mark.slow

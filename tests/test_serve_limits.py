@@ -10,8 +10,8 @@ import time
 
 import psutil
 import pytest
-from command_line import Ran
-from server_process import ASKED, MINUTE, Served, serving, started, until
+from command_line import CliRun
+from server_process import MESSAGES, MINUTE, ServerProcess, serving, start_server, wait_until
 from starlette.datastructures import Headers
 
 from effllm.cli.serve import check_server_flags
@@ -37,7 +37,7 @@ def talker():
 
 
 @pytest.fixture(scope="module")
-def plain(server: Served) -> list:
+def plain(server: ServerProcess) -> list:
     return server.chat().json["choices"]
 
 
@@ -76,7 +76,7 @@ def plain(server: Served) -> list:
     ({"structured_outputs": {"choice": ["a"]}, "grammar": 'root ::= "a"'}, "structured_outputs.choice"),
     ({"modalities": ["audio"]}, "modalities"), ({"mirostat": 3}, "mirostat"),
     ({"mirostat_tau": -1}, "mirostat_tau"), ({"dynatemp_range": 0.5}, "dynatemp_range")])
-def test_what_is_not_answered_names_its_field(server: Served, plain: list, fields: dict, param: str | None) -> None:
+def test_what_is_not_answered_names_its_field(server: ServerProcess, plain: list, fields: dict, param: str | None) -> None:
     for stream in ({}, {"stream": True}):
         reply = server.chat(**stream | fields)
         assert reply.status == 400 and reply.error["type"] == "invalid_request_error" and reply.error["param"] == param
@@ -90,19 +90,19 @@ def test_what_is_not_answered_names_its_field(server: Served, plain: list, field
     ({"echo": 1}, "echo"), ({"suffix": "end"}, "suffix"), ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"), ({"best_of": 2}, "best_of"), ({"echo": True, "prompt": [5] * 2048}, None),
     ({"prompt": [10**6]}, None), ({"prompt": [-1]}, None), ({"prompt": ""}, None), ({"prompt": []}, None)])
-def test_texts_that_are_not_continued(server: Served, fields: dict, param: str | None) -> None:
+def test_texts_that_are_not_continued(server: ServerProcess, fields: dict, param: str | None) -> None:
     reply = server.complete(**{"prompt": "Once", **fields})
     assert reply.status == 400 and reply.error["param"] == param
 
 
-def test_bodies_that_are_no_request(server: Served, plain: list) -> None:
+def test_bodies_that_are_no_request(server: ServerProcess, plain: list) -> None:
     for body in (b"", b"{", b"[]", b"null", b"\xff", b'{"messages": [' + b"[" * 5000, b'{"temperature": NaN}', b'{"prompt": "\\ud80"}'):
         for path in (CHAT, TEXT, "/tokenize"):
-            reply = server.ask("POST", path, body)
+            reply = server.request("POST", path, body)
             assert reply.status == 400 and reply.error["type"] == "invalid_request_error", body
-    reply = server.ask("POST", CHAT, b"\x1f\x8b", Content_Encoding="gzip")
+    reply = server.request("POST", CHAT, b"\x1f\x8b", Content_Encoding="gzip")
     assert reply.status == 415 and "Content-Encoding gzip is not supported" in reply.error["message"]
-    reply = server.ask("POST", CHAT, b" " * (33 << 20))
+    reply = server.request("POST", CHAT, b" " * (33 << 20))
     assert reply.status == 413 and reply.error["code"] == "body_too_large"
     assert server.chat().json["choices"] == plain
 
@@ -110,28 +110,28 @@ def test_bodies_that_are_no_request(server: Served, plain: list) -> None:
 @pytest.mark.parametrize(("sent", "meant"), [
     (rb"fox \ud83e", "fox \ufffd"), (rb"\udd8a fox", "\ufffd fox"), (rb"\uD83E\uDD8A\ud83e fox", "\U0001f98a\ufffd fox"),
     (rb"\\ud83e fox", r"\ud83e fox"), (rb"\ud83e\ud83e\udd8a", "\ufffd\U0001f98a")])
-def test_half_an_emoji_is_read_as_a_mark_in_its_place(server: Served, sent: bytes, meant: str) -> None:
+def test_half_an_emoji_is_read_as_a_mark_in_its_place(server: ServerProcess, sent: bytes, meant: str) -> None:
     """Programs cut texts by units of 16 bits, and send what is left of a letter with every turn from then on: refused, none could go on."""
     whole = b'{"temperature": 0, "max_tokens": 9, "messages": [{"role": "user", "content": "%s"}]}' % sent
     expected = server.chat([{"role": "user", "content": meant}], max_tokens=9).json
     for path in (CHAT, "/v1/messages"):
-        reply = server.ask("POST", path, whole).json
+        reply = server.request("POST", path, whole).json
         assert (reply["choices"][0]["message"] if path == CHAT else reply)["content"] in (
             expected["choices"][0]["message"]["content"], [{"type": "text", "text": expected["choices"][0]["message"]["content"]}])
-    ids = server.ask("POST", "/tokenize", b'{"content": "%s"}' % sent).json["tokens"]
-    assert ids == server.ask("POST", "/tokenize", {"content": meant}).json["tokens"]
+    ids = server.request("POST", "/tokenize", b'{"content": "%s"}' % sent).json["tokens"]
+    assert ids == server.request("POST", "/tokenize", {"content": meant}).json["tokens"]
 
 
-def test_paths_methods_and_models_that_there_are_not(server: Served) -> None:
+def test_paths_methods_and_models_that_there_are_not(server: ServerProcess) -> None:
     for method, path, status in (("GET", "/v1/nothing", 404), ("POST", "/v1/moderations", 404), ("GET", CHAT, 405), ("DELETE", TEXT, 405),
                                  ("POST", "/v1/models", 405), ("GET", "/v1/models/gpt-4o", 404), ("GET", "/..%2f..%2fetc/passwd", 404)):
-        assert server.ask(method, path).status == status and server.ask(method, path).error["param"] is None
+        assert server.request(method, path).status == status and server.request(method, path).error["param"] is None
     reply = server.chat(model="gpt-4o")
     assert reply.status == 404 and (reply.error["param"], reply.error["code"]) == ("model", "model_not_found")
     assert "this server serves fable" in reply.error["message"]
 
 
-def test_a_prompt_that_is_too_long_says_how_long_it_is(server: Served, plain: list) -> None:
+def test_a_prompt_that_is_too_long_says_how_long_it_is(server: ServerProcess, plain: list) -> None:
     for stream in ({}, {"stream": True}):
         reply = server.chat([{"role": "user", "content": "fox " * 3000}], **stream)
         assert reply.status == 400 and reply.error["code"] == "context_length_exceeded"
@@ -147,31 +147,31 @@ def test_the_key_is_asked_for() -> None:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}, {"Authorization": "Basic s3cret"},
                         {"Authorization": "Bearer s3cret\xe4"}, {"X_Api_Key": ""}):
             for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("GET", "/nothing")):
-                reply = server.ask(method, path, None, **headers)
+                reply = server.request(method, path, None, **headers)
                 assert reply.status == 401 and reply.error["code"] == "invalid_api_key" and reply.headers["www-authenticate"] == "Bearer"
-        assert server.ask("GET", "/health").status == 200
+        assert server.request("GET", "/health").status == 200
         for headers in ({"Authorization": "Bearer s3cret"}, {"Authorization": "bearer s3cret"}, {"X_Api_Key": "s3cret"}):
-            assert server.ask("GET", "/v1/models", **headers).status == 200
+            assert server.request("GET", "/v1/models", **headers).status == 200
         assert "s3cret" not in server.err
     with serving(EFFLLM_API_KEY="other") as server:
-        assert server.ask("GET", "/v1/models").status == 401
-        assert server.ask("GET", "/v1/models", Authorization="Bearer other").status == 200
+        assert server.request("GET", "/v1/models").status == 401
+        assert server.request("GET", "/v1/models", Authorization="Bearer other").status == 200
 
 
-def test_pages_of_other_sites_may_not_ask(server: Served) -> None:
-    body = {"messages": ASKED, "max_tokens": 1}
+def test_pages_of_other_sites_may_not_ask(server: ServerProcess) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 1}
     for headers in ({"Host": "evil.example"}, {"Host": f"evil.example:{server.port}"}, {"Host": "127.0.0.1.evil.example"},
                     {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Origin": "https://app"}, {"Origin": "ftp://127.0.0.1"},
                     {"Origin": "http://localhost.evil.example"}, {"Host": "host.docker.internal.evil.example"}, {"Host": "docker.internal"},
                     {"Origin": "http://host.docker.internal"},
                     {"Origin": "http://[::1"}):
-        reply = server.ask("POST", CHAT, body, **headers)
+        reply = server.request("POST", CHAT, body, **headers)
         assert reply.status == 403 and "access-control-allow-origin" not in reply.headers, headers
     for headers in ({"Host": "localhost"}, {"Host": f"LOCALHOST:{server.port}"}, {"Host": "127.0.0.7"}, {"Host": "[::1]:80"},
                     {"Host": f"host.docker.internal:{server.port}"}, {"Host": "host.containers.internal"},
                     {"Origin": "tauri://localhost"}, {"Origin": "app://obsidian.md"}, {"Origin": "vscode-webview://0a"},
                     {"Origin": f"http://127.0.0.1:{server.port}"}, {"Origin": "http://localhost:3000"}):
-        reply = server.ask("POST", CHAT, body, **headers)
+        reply = server.request("POST", CHAT, body, **headers)
         assert reply.status == 200 and reply.headers.get("access-control-allow-origin") == headers.get("Origin"), headers
 
 
@@ -214,15 +214,16 @@ def test_what_the_server_in_front_has_judged_is_not_judged_again() -> None:
 
 def test_who_serves_reads_why_a_request_was_refused() -> None:
     with serving("--api-key", "k") as server:
-        server.ask("GET", "/v1/models", Origin="https://chat.example")
-        server.until("GET /v1/models 403 · pages of https://chat.example may not send requests: --cors https://chat.example allows them")
-        server.ask("GET", "/v1/models", Host="evil.example:80")
-        server.until("403 · this server accepts the hosts localhost and 127.0.0.1, not evil.example:80: use one of these; behind a proxy "
-                     "serve with --cors")
-        server.ask("GET", "/v1/models")
-        server.until("GET /v1/models 401 · the key is missing or wrong")
-        server.ask("POST", CHAT, {"messages": ASKED, "max_tokens": 4}, Authorization="Bearer k")
-        server.until(" 4 tokens out")
+        server.request("GET", "/v1/models", Origin="https://chat.example")
+        server.wait_for_output("GET /v1/models 403 · pages of https://chat.example may not send requests: "
+                               "--cors https://chat.example allows them")
+        server.request("GET", "/v1/models", Host="evil.example:80")
+        server.wait_for_output("403 · this server accepts the hosts localhost and 127.0.0.1, not evil.example:80: use one of these; "
+                               "behind a proxy serve with --cors")
+        server.request("GET", "/v1/models")
+        server.wait_for_output("GET /v1/models 401 · the key is missing or wrong")
+        server.request("POST", CHAT, {"messages": MESSAGES, "max_tokens": 4}, Authorization="Bearer k")
+        server.wait_for_output(" 4 tokens out")
         *first, last = server.err.splitlines()
         assert re.fullmatch(r"[-\d]{10} [:\d]{8} POST \S+ 200 · 17 tokens in, 4 tokens out, [\d.]+ tokens/s, [\d.]+ s", last)
         assert first[0].startswith("http://127.0.0.1:"), "the line to copy has no time before it"
@@ -232,28 +233,28 @@ def test_origins_that_are_let_in() -> None:
     with serving("--cors", "https://chat.example", "--api-key", "k", "--queue", "0") as server:
         asked = {"Origin": "https://chat.example", "Access_Control_Request_Method": "POST",
                  "Access_Control_Request_Headers": "authorization,x-own"}
-        reply = server.ask("OPTIONS", CHAT, **asked)
+        reply = server.request("OPTIONS", CHAT, **asked)
         allowed = {name.removeprefix("access-control-allow-"): value for name, value in reply.headers.items()}
         assert (reply.status, reply.body, allowed["origin"]) == (204, b"", "https://chat.example")
         assert allowed["headers"] == "authorization,x-own" and "POST" in allowed["methods"]
-        assert server.ask("OPTIONS", CHAT, **asked | {"Origin": "https://other.example"}).status == 403
-        reply = server.ask("GET", "/v1/models", Origin="https://chat.example", Authorization="Bearer k")
+        assert server.request("OPTIONS", CHAT, **asked | {"Origin": "https://other.example"}).status == 403
+        reply = server.request("GET", "/v1/models", Origin="https://chat.example", Authorization="Bearer k")
         assert reply.status == 200 and reply.headers["access-control-allow-origin"] == "https://chat.example"
-        refused = server.ask("GET", "/v1/models", Origin="https://chat.example")
+        refused = server.request("GET", "/v1/models", Origin="https://chat.example")
         assert refused.status == 401 and "access-control-allow-origin" in refused.headers, "else a page cannot read why"
         for host, status in (("chat.example", 200), ("CHAT.example:443", 200), ("a.chat.example", 403), ("evil.example", 403)):
-            reply = server.ask("GET", "/v1/models", Host=host, Authorization="Bearer k")
+            reply = server.request("GET", "/v1/models", Host=host, Authorization="Bearer k")
             assert reply.status == status, f"a proxy that passes on the name {host}"
 
 
-def endless(server: Served):
+def endless(server: ServerProcess):
     """A stream that goes on until it is left."""
     response = server.open("POST", TEXT, {"prompt": "Once", "temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": -1})
     assert response.readline().startswith(b"data: ")
     return response
 
 
-def test_a_client_that_goes_away_ends_its_answer(talker: Served, plain: list) -> None:
+def test_a_client_that_goes_away_ends_its_answer(talker: ServerProcess, plain: list) -> None:
     for _ in range(3):
         lines = talker.err.count("the client left")
         response = endless(talker)
@@ -261,25 +262,25 @@ def test_a_client_that_goes_away_ends_its_answer(talker: Served, plain: list) ->
         response.close()
         response.connection.close()
         talker.chat(max_tokens=1)
-        until(lambda lines=lines: talker.err.count("the client left") > lines)
+        wait_until(lambda lines=lines: talker.err.count("the client left") > lines)
         assert talker.err.count("the client left") == lines + 1
     with socket.create_connection(("127.0.0.1", talker.port)) as client:
         body = json.dumps({"prompt": "Once", "ignore_eos": True, "max_tokens": -1}).encode()
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-        until(lambda: talker.ask("GET", "/slots").json[0]["is_processing"])
+        wait_until(lambda: talker.request("GET", "/slots").json[0]["is_processing"])
     assert talker.chat().json["choices"] == plain, "one that waits for a whole answer goes too"
-    talker.until("POST /v1/completions 499 · the client left")
+    talker.wait_for_output("POST /v1/completions 499 · the client left")
 
 
-def test_others_wait_in_order_and_no_more_than_may(talker: Served, plain: list) -> None:
+def test_others_wait_in_order_and_no_more_than_may(talker: ServerProcess, plain: list) -> None:
     first = endless(talker)
     ended: list[str] = []
     waiting = threading.Thread(target=lambda: ended.append(talker.chat().json["choices"]))
     waiting.start()
-    until(lambda: talker.ask("GET", "/health").json["waiting"])
+    wait_until(lambda: talker.request("GET", "/health").json["waiting"])
     reply = talker.chat()
     assert reply.status == 503 and reply.error["code"] == "queue_full" and reply.headers["retry-after"] == "1"
-    assert not ended and talker.ask("GET", "/v1/models").status == 200
+    assert not ended and talker.request("GET", "/v1/models").status == 200
     first.close()
     first.connection.close()
     waiting.join(MINUTE)
@@ -292,7 +293,7 @@ def test_a_signal_ends_it_within_a_second(number: signal.Signals) -> None:
         running, idle, replies = endless(server), server.open("GET", "/health"), []
         waiting = threading.Thread(target=lambda: replies.append(server.chat()))
         waiting.start()
-        until(lambda: server.ask("GET", "/health").json["waiting"])
+        wait_until(lambda: server.request("GET", "/health").json["waiting"])
         began = time.monotonic()
         server.process.send_signal(number)
         *_, last, done = running.read().decode().strip().split("\n\n")
@@ -302,7 +303,7 @@ def test_a_signal_ends_it_within_a_second(number: signal.Signals) -> None:
         assert replies[0].status == 503 and replies[0].error["code"] == "server_closing" and idle.status == 200
         assert "Traceback" not in server.err
         with pytest.raises(ConnectionRefusedError):
-            server.ask("GET", "/health")
+            server.request("GET", "/health")
 
 
 @pytest.mark.parametrize(("flag", "value", "code", "said"), [
@@ -312,23 +313,23 @@ def test_a_signal_ends_it_within_a_second(number: signal.Signals) -> None:
             ("--cors", "chat.example", 2, "is not an origin"), ("--cors", "http://[::1", 2, "is not an origin"),
             ("--queue", "-1", 2, "--queue -1"), ("--name", " ", 2, "--name"),
             ("--stop", "", 2, "stop")))])
-def test_addresses_that_cannot_be_had(server: Served, flag: str, value: str, code: int, said: str) -> None:
+def test_addresses_that_cannot_be_had(server: ServerProcess, flag: str, value: str, code: int, said: str) -> None:
     if value == "that of another":
         value, said = str(server.port), f"port {server.port} of 127.0.0.1 is in use"
-    done = Ran("serve", "fable", flag, value)
+    done = CliRun("serve", "fable", flag, value)
     assert done.code == code and said in done.err and "hint: " in done.err and not done.out
 
 
 def test_a_model_that_is_nowhere_is_not_served() -> None:
-    assert Ran("serve", "no-such-model").code == 3
+    assert CliRun("serve", "no-such-model").code == 3
 
 
 def test_another_address_without_a_key_is_reported() -> None:
-    process, stderr = started("--host", "0.0.0.0")
+    process, stderr = start_server("--host", "0.0.0.0")
     try:
-        server = Served(process, stderr)
+        server = ServerProcess(process, stderr)
         assert server.url.startswith("http://0.0.0.0:") and "without --api-key: anyone who reaches this machine can use it" in server.err
-        assert server.ask("GET", "/v1/models", Host="my-machine.lan").status == 200
+        assert server.request("GET", "/v1/models", Host="my-machine.lan").status == 200
     finally:
         process.kill()
         process.wait()
@@ -337,7 +338,7 @@ def test_another_address_without_a_key_is_reported() -> None:
 
 
 @pytest.mark.slow
-def test_memory_stays_flat(server: Served) -> None:
+def test_memory_stays_flat(server: ServerProcess) -> None:
     def ask(number: int) -> None:
         server.complete(f"There were {number} foxes", max_tokens=4, stream=bool(number % 2))
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from server_process import ASKED, Reply, Served, serving, until
+from server_process import MESSAGES, Reply, ServerProcess, serving, wait_until
 from test_serve_router import here, states  # noqa: F401  a fixture
 
 import effllm
@@ -26,13 +26,13 @@ OF_TAVERN = {"prompt": ONCE, "max_new_tokens": 24, "max_tokens": 24, "n_predict"
 
 
 @pytest.fixture(scope="module")
-def many(here: dict[str, str]) -> Iterator[Served]:  # noqa: F811
+def many(here: dict[str, str]) -> Iterator[ServerProcess]:  # noqa: F811
     with serving(model=None, **here) as server:
         yield server
 
 
-def completed(server: Served, path: str = "/completion", **fields: object) -> Reply:
-    return server.ask("POST", path, {"prompt": ONCE, "temperature": 0, "n_predict": 12, **fields})
+def completed(server: ServerProcess, path: str = "/completion", **fields: object) -> Reply:
+    return server.request("POST", path, {"prompt": ONCE, "temperature": 0, "n_predict": 12, **fields})
 
 
 def events(reply: Reply) -> list[dict]:
@@ -41,13 +41,13 @@ def events(reply: Reply) -> list[dict]:
     return [json.loads(each.removeprefix("data: ")) for each in reply.body.decode().split("\n\n") if each and each[0] != ":"]
 
 
-def test_an_answer_has_the_shape_of_llama_servers(server: Served) -> None:
+def test_an_answer_has_the_shape_of_llama_servers(server: ServerProcess) -> None:
     text = server.complete(ONCE, max_tokens=12).json["choices"][0]["text"]
-    ids = server.ask("POST", "/tokenize", {"content": ONCE}).json["tokens"]
+    ids = server.request("POST", "/tokenize", {"content": ONCE}).json["tokens"]
     for path in ("/completion", "/completions"):
         whole = completed(server, path, return_tokens=True).json
         assert (whole["content"], whole["stop"], whole["model"], whole["index"]) == (text, True, "fable", 0)
-        assert server.ask("POST", "/detokenize", {"tokens": whole["tokens"]}).json["content"] == text and len(whole["tokens"]) == 12
+        assert server.request("POST", "/detokenize", {"tokens": whole["tokens"]}).json["content"] == text and len(whole["tokens"]) == 12
         assert (whole["tokens_predicted"], whole["tokens_evaluated"], whole["prompt"]) == (12, len(ids), ONCE)
         assert (whole["stop_type"], whole["stopping_word"], whole["truncated"], whole["has_new_line"]) == ("limit", "", False, "\n" in text)
         assert whole["tokens_cached"] in (len(ids) + 11, len(ids) + 12)
@@ -59,9 +59,9 @@ def test_an_answer_has_the_shape_of_llama_servers(server: Served) -> None:
     assert completed(server).json["tokens"] == []
 
 
-def test_prompts_of_text_and_tokens(server: Served) -> None:
-    ids = server.ask("POST", "/tokenize", {"content": ONCE}).json["tokens"]
-    first = server.ask("POST", "/tokenize", {"content": "Once upon"}).json["tokens"]
+def test_prompts_of_text_and_tokens(server: ServerProcess) -> None:
+    ids = server.request("POST", "/tokenize", {"content": ONCE}).json["tokens"]
+    first = server.request("POST", "/tokenize", {"content": "Once upon"}).json["tokens"]
     said = completed(server).json["content"]
     for prompt in ([ONCE], ids, [ids], {"prompt_string": ONCE}, [{"prompt_string": ONCE, "multimodal_data": []}], ["Once upon", *ids[2:]],
                    [*first, " a time"], [[*first, " a time"]]):
@@ -75,7 +75,7 @@ def test_prompts_of_text_and_tokens(server: Served) -> None:
     assert "multimodal_data is not supported" in completed(server, prompt=image).error["message"]
 
 
-def test_a_stream_joined_is_the_whole(server: Served) -> None:
+def test_a_stream_joined_is_the_whole(server: ServerProcess) -> None:
     whole = completed(server, return_tokens=True).json
     *pieces, last = events(completed(server, stream=True, return_tokens=True))
     assert "".join(each["content"] for each in pieces) == whole["content"] and len(pieces) > 6
@@ -85,12 +85,12 @@ def test_a_stream_joined_is_the_whole(server: Served) -> None:
     assert all(each["tokens"] == [] for each in events(completed(server, stream=True)))
 
 
-def test_where_it_ends(server: Served) -> None:
+def test_where_it_ends(server: ServerProcess) -> None:
     whole = completed(server, n_predict=40).json["content"]
     stop = whole[20:25]
     ended = completed(server, n_predict=40, stop=[stop, "\0"]).json
     assert (ended["content"], ended["stop_type"], ended["stopping_word"]) == (whole.partition(stop)[0], "word", stop)
-    end = server.ask("POST", "/tokenize", {"content": "<|end|>"}).json["tokens"]
+    end = server.request("POST", "/tokenize", {"content": "<|end|>"}).json["tokens"]
     assert completed(server, logit_bias=[[end[0], 1000]]).json["stop_type"] == "eos"
     nothing = completed(server, n_predict=0).json
     assert (nothing["content"], nothing["tokens_predicted"], nothing["stop_type"]) == ("", 0, "limit")
@@ -115,14 +115,14 @@ OF_SILLYTAVERN = {
     "grammar": "", "cache_prompt": True}
 
 
-def test_sillytavern_is_answered(server: Served) -> None:
+def test_sillytavern_is_answered(server: ServerProcess) -> None:
     for stream in (False, True):
         reply = completed(server, **OF_SILLYTAVERN, stream=stream)
         told = events(reply)[0] if stream else reply.json
         assert reply.status == 200 and len(told["completion_probabilities"][0]["top_logprobs"]) == 10
 
 
-def test_forms_and_chances(server: Served) -> None:
+def test_forms_and_chances(server: ServerProcess) -> None:
     assert set(json.loads(completed(server, json_schema=SCHEMA, n_predict=60).json["content"])) == {"fox"}
     assert completed(server, grammar='root ::= "yes" | "no"').json["content"] in ("yes", "no")
     told = completed(server, n_probs=3, return_tokens=True).json
@@ -135,18 +135,18 @@ def test_forms_and_chances(server: Served) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 32, 10**30, 4096])
-def test_tokens_that_no_vocabulary_has(server: Served, token: int) -> None:
+def test_tokens_that_no_vocabulary_has(server: ServerProcess, token: int) -> None:
     refused = completed(server, prompt=["Once", token])
     assert refused.status == 400 and refused.error["param"] == "prompt" and f"token id {token} is outside" in refused.error["message"]
 
 
-def test_fields_of_an_answer_are_chosen(server: Served) -> None:
+def test_fields_of_an_answer_are_chosen(server: ServerProcess) -> None:
     chosen = completed(server, response_fields=["content", "timings/predicted_n", "generation_settings/n_predict", "nothing", "stop/deep"])
     assert set(chosen.json) == {"content", "timings/predicted_n", "generation_settings/n_predict"}
     assert chosen.json["timings/predicted_n"] == chosen.json["generation_settings/n_predict"] == 12
 
 
-def test_samplers_that_are_not_named_are_off(server: Served) -> None:
+def test_samplers_that_are_not_named_are_off(server: ServerProcess) -> None:
     def settings(**fields: object) -> dict:
         asked = {"n_predict": 0, "seed": 1, "temperature": 0.7, "top_k": 9, "top_p": 0.5, "min_p": 0.2, **fields}
         return completed(server, **asked).json["generation_settings"]
@@ -162,7 +162,7 @@ def test_samplers_that_are_not_named_are_off(server: Served) -> None:
     assert settings(samplers=["top_k"], temperature=0)["temperature"] == 0, "what is greedy stays so"
 
 
-def test_what_the_model_is_sure_of(server: Served) -> None:
+def test_what_the_model_is_sure_of(server: ServerProcess) -> None:
     """It ends where that is nothing; a form goes before."""
     asked = {"samplers": ["top_k", "top_p", "infill"], "n_predict": 60, "top_k": 40, "top_p": 0.99, "temperature": None}
     first, second = (completed(server, prompt="and they lived happily ever", **asked).json for _ in range(2))
@@ -172,63 +172,63 @@ def test_what_the_model_is_sure_of(server: Served) -> None:
     assert completed(server, grammar='root ::= "yes"', **asked).json["content"] == "yes"
 
 
-def test_what_sillytavern_sends(server: Served) -> None:
-    whole = server.ask("POST", "/completion", OF_TAVERN)
+def test_what_sillytavern_sends(server: ServerProcess) -> None:
+    whole = server.request("POST", "/completion", OF_TAVERN)
     assert whole.status == 200 and whole.json["tokens_predicted"] <= 24 and whole.json["generation_settings"]["seed"] == 7
-    *pieces, _ = events(server.ask("POST", "/completion", {**OF_TAVERN, "stream": True}))
+    *pieces, _ = events(server.request("POST", "/completion", {**OF_TAVERN, "stream": True}))
     assert "".join(each["content"] for each in pieces) == whole.json["content"]
-    props = server.ask("GET", "/props").json
+    props = server.request("GET", "/props").json
     assert props["default_generation_settings"]["n_ctx"] == 2048 and "<|assistant|>" in props["chat_template"]
 
 
-def test_what_is_told_of_the_server(server: Served) -> None:
-    props = server.ask("GET", "/props").json
+def test_what_is_told_of_the_server(server: ServerProcess) -> None:
+    props = server.request("GET", "/props").json
     assert props["total_slots"] == 1 and props["model_alias"] == "fable" and "/" not in props["model_path"]
     assert (props["bos_token"], props["eos_token"]) == ("<|endoftext|>", "<|end|>")
     assert props["modalities"] == {"vision": False, "audio": False} and props["build_info"] == f"effllm-{effllm.__version__}"
-    assert props["default_generation_settings"]["params"]["temperature"] == 0.8 and server.ask("GET", "/props?x=1").json == props
-    prompt = server.ask("POST", "/apply-template", {"messages": ASKED}).json["prompt"]
-    assert prompt == f"<|user|>\n{ASKED[0]['content']}<|end|><|assistant|>\n"
-    chat = server.chat(ASKED, max_tokens=5).json["choices"][0]["message"]["content"]
+    assert props["default_generation_settings"]["params"]["temperature"] == 0.8 and server.request("GET", "/props?x=1").json == props
+    prompt = server.request("POST", "/apply-template", {"messages": MESSAGES}).json["prompt"]
+    assert prompt == f"<|user|>\n{MESSAGES[0]['content']}<|end|><|assistant|>\n"
+    chat = server.chat(MESSAGES, max_tokens=5).json["choices"][0]["message"]["content"]
     assert completed(server, prompt=prompt, n_predict=5).json["content"] == chat
-    assert server.ask("POST", "/apply-template", {}).error["param"] == "messages"
+    assert server.request("POST", "/apply-template", {}).error["param"] == "messages"
 
 
-def test_nothing_of_the_server_is_changed_by_a_request(server: Served, many: Served) -> None:
+def test_nothing_of_the_server_is_changed_by_a_request(server: ServerProcess, many: ServerProcess) -> None:
     before = states(many)
     for each in (server, many):
-        refused = each.ask("POST", "/props", {"default_generation_settings": {}})
+        refused = each.request("POST", "/props", {"default_generation_settings": {}})
         assert refused.status == 501 and refused.error["type"] == "not_supported_error"
         assert "only POST /lora-adapters changes server settings" in refused.error["message"]
     assert states(many) == before
 
 
-def test_pieces_of_tokens_are_texts_or_bytes(server: Served) -> None:
+def test_pieces_of_tokens_are_texts_or_bytes(server: ServerProcess) -> None:
     text = "the kïng 🦊"
-    made = server.ask("POST", "/tokenize", {"content": text, "with_pieces": True}).json["tokens"]
-    assert [each["id"] for each in made] == server.ask("POST", "/tokenize", {"content": text}).json["tokens"]
+    made = server.request("POST", "/tokenize", {"content": text, "with_pieces": True}).json["tokens"]
+    assert [each["id"] for each in made] == server.request("POST", "/tokenize", {"content": text}).json["tokens"]
     spelled = [each["piece"] if isinstance(each["piece"], list) else [*each["piece"].encode()] for each in made]
     assert bytes(sum(spelled, [])).decode() == text and made[0]["piece"] == "the"
     assert sum(isinstance(each["piece"], list) for each in made) >= 4, "a fox is four bytes"
 
 
-def test_marks_in_a_text_are_letters_where_that_is_asked(server: Served) -> None:
+def test_marks_in_a_text_are_letters_where_that_is_asked(server: ServerProcess) -> None:
     def tokens(content: str, **fields: object) -> list[int]:
-        return server.ask("POST", "/tokenize", {"content": content, **fields}).json["tokens"]
+        return server.request("POST", "/tokenize", {"content": content, **fields}).json["tokens"]
 
     text = "a<|end|>b"
     (end,) = tokens("<|end|>")
     assert end in tokens(text) == tokens(text, parse_special=True)
     plain = tokens(text, parse_special=False)
-    assert end not in plain and server.ask("POST", "/detokenize", {"tokens": plain}).json["content"] == text
+    assert end not in plain and server.request("POST", "/detokenize", {"tokens": plain}).json["content"] == text
     assert tokens("a fox", parse_special=False) == tokens("a fox") and end in tokens(text), "and nobody else's are"
     begun = tokens(text, parse_special=False, add_special=True)
     assert begun[len(begun) - len(plain):] == plain and begun[: len(begun) - len(plain)] == [
         token for token in tokens("a", add_special=True) if token not in tokens("a")]
 
 
-def figures(server: Served, query: str = "") -> dict[str, float]:
-    reply = server.ask("GET", f"/metrics{query}")
+def figures(server: ServerProcess, query: str = "") -> dict[str, float]:
+    reply = server.request("GET", f"/metrics{query}")
     assert reply.status == 200 and reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     lines = reply.body.decode().splitlines()
     found = dict(line.split(" ") for line in lines if not line.startswith("#"))
@@ -237,11 +237,11 @@ def figures(server: Served, query: str = "") -> dict[str, float]:
     return {name.removeprefix("llamacpp:"): float(value) for name, value in found.items()}
 
 
-def test_what_answers_took_is_counted(server: Served) -> None:
+def test_what_answers_took_is_counted(server: ServerProcess) -> None:
     before = figures(server)
     server.complete("Nobody else has read this prompt before.", max_tokens=7)
-    server.chat(ASKED, max_tokens=3, stream=True)
-    server.ask("POST", "/api/generate", {"prompt": ONCE, "options": {"num_predict": 2}})
+    server.chat(MESSAGES, max_tokens=3, stream=True)
+    server.request("POST", "/api/generate", {"prompt": ONCE, "options": {"num_predict": 2}})
     after = figures(server)
     assert after["tokens_predicted_total"] - before["tokens_predicted_total"] == 12
     assert after["prompt_tokens_total"] - before["prompt_tokens_total"] >= 10
@@ -252,24 +252,24 @@ def test_what_answers_took_is_counted(server: Served) -> None:
 def test_slots_that_are_busy() -> None:
     """With an answer that goes on for as long as a test may be kept from looking at it."""
     with serving("--overflow", "shift", "-t", "1") as server:
-        (slot,) = server.ask("GET", "/slots").json
+        (slot,) = server.request("GET", "/slots").json
         assert slot["id"] == 0 and slot["n_ctx"] == 2048 and slot["is_processing"] is False
         endless = {"prompt": ONCE, "ignore_eos": True, "n_predict": -1, "stream": True, "temperature": 0}
         running = server.open("POST", "/completion", endless)
         running.readline()
-        (slot,) = server.ask("GET", "/slots").json
-        assert slot["is_processing"] is True and server.ask("GET", "/slots?fail_on_no_slot=1").status == 503
+        (slot,) = server.request("GET", "/slots").json
+        assert slot["is_processing"] is True and server.request("GET", "/slots?fail_on_no_slot=1").status == 503
         assert figures(server)["requests_processing"] == 1
         running.connection.close()
-        until(lambda: not server.ask("GET", "/slots").json[0]["is_processing"])
-        assert server.ask("GET", "/slots?fail_on_no_slot=1").status == 200
+        wait_until(lambda: not server.request("GET", "/slots").json[0]["is_processing"])
+        assert server.request("GET", "/slots?fail_on_no_slot=1").status == 200
 
 
-def test_a_model_without_the_tokens_fills_in_nothing(server: Served) -> None:
-    reply = server.ask("POST", "/infill", {"input_prefix": "a", "input_suffix": "b"})
+def test_a_model_without_the_tokens_fills_in_nothing(server: ServerProcess) -> None:
+    reply = server.request("POST", "/infill", {"input_prefix": "a", "input_suffix": "b"})
     assert reply.status == 501 and reply.error["message"].startswith("Infill is not supported by this model: fable has no tokens")
     assert server.complete(suffix="b").error["param"] == "suffix"
-    reply = server.ask("POST", "/api/generate", {"prompt": "a", "suffix": "b"})
+    reply = server.request("POST", "/api/generate", {"prompt": "a", "suffix": "b"})
     assert reply.status == 400 and '"fable" does not support insert' in reply.json["error"], "by which Ollama's programs know it"
     assert server.complete().status == 200
 
@@ -278,14 +278,14 @@ def test_a_key_guards_all_of_them() -> None:
     with serving("--api-key", "k", "--parallel", "2") as server:
         for method, path in (("POST", "/completion"), ("POST", "/infill"), ("GET", "/props"), ("GET", "/slots"), ("GET", "/metrics"),
                              ("POST", "/apply-template")):
-            assert server.ask(method, path, {}).status == 401
-            assert server.ask(method, path, {}, Authorization="Bearer k").status != 401
-        assert server.ask("GET", "/props", Authorization="Bearer k").json["total_slots"] == 2
+            assert server.request(method, path, {}).status == 401
+            assert server.request(method, path, {}, Authorization="Bearer k").status != 401
+        assert server.request("GET", "/props", Authorization="Bearer k").json["total_slots"] == 2
         with ThreadPoolExecutor(4) as pool:
             bodies = [{"prompt": f"There were {number} foxes and", "temperature": 0, "n_predict": 9} for number in range(4)]
-            asked = [*pool.map(lambda body: server.ask("POST", "/completion", body, Authorization="Bearer k").json["content"], bodies)]
-        assert asked == [server.ask("POST", "/completion", body, Authorization="Bearer k").json["content"] for body in bodies]
-        assert len(server.ask("GET", "/slots", Authorization="Bearer k").json) == 2
+            asked = [*pool.map(lambda body: server.request("POST", "/completion", body, Authorization="Bearer k").json["content"], bodies)]
+        assert asked == [server.request("POST", "/completion", body, Authorization="Bearer k").json["content"] for body in bodies]
+        assert len(server.request("GET", "/slots", Authorization="Bearer k").json) == 2
 
 
 def test_a_prompt_is_read_again_where_that_is_asked() -> None:
@@ -305,26 +305,26 @@ def test_a_prompt_is_read_again_where_that_is_asked() -> None:
     assert again[0] > 200 and again[2] > 200 and again[1] != first[1]
 
 
-def test_of_several_models_a_request_names_its_own(many: Served) -> None:
-    assert completed(many).status == 400 and many.ask("GET", "/props").status == 400, "none is loaded"
+def test_of_several_models_a_request_names_its_own(many: ServerProcess) -> None:
+    assert completed(many).status == 400 and many.request("GET", "/props").status == 400, "none is loaded"
     for path in ("/slots", "/metrics"):
-        assert "twin is not loaded" in many.ask("GET", f"{path}?model=twin").error["message"]
+        assert "twin is not loaded" in many.request("GET", f"{path}?model=twin").error["message"]
     assert set(states(many).values()) == {"unloaded"}, "and none is by these"
     alone = completed(many, model="fable").json
     assert alone["model"] == "fable" and completed(many).json["content"] == alone["content"], "the one that is loaded"
     assert [each["content"] for each in events(completed(many, stream=True))][-1] == ""
-    assert many.ask("POST", "/infill", {"input_prefix": "a", "input_suffix": "b"}).status == 501
-    template = many.ask("GET", "/props?model=twin").json["chat_template"]
+    assert many.request("POST", "/infill", {"input_prefix": "a", "input_suffix": "b"}).status == 501
+    template = many.request("GET", "/props?model=twin").json["chat_template"]
     assert template.startswith("Long, long ago.") and states(many)["twin"] == "loaded"
     for name in ("fable", "twin"):
-        prompt = many.ask("POST", "/apply-template", {"model": name, "messages": ASKED}).json["prompt"]
+        prompt = many.request("POST", "/apply-template", {"model": name, "messages": MESSAGES}).json["prompt"]
         assert prompt.startswith("Long, long ago.") == (name == "twin")
     assert figures(many, "?model=fable")["tokens_predicted_total"] >= 24 and figures(many, "?model=twin")["tokens_predicted_total"] == 0
-    assert many.ask("GET", "/slots?model=twin").json[0]["n_ctx"] == 2048
-    assert many.ask("GET", "/props?model=nobody").status == 404 and many.ask("GET", "/slots").status == 400
+    assert many.request("GET", "/slots?model=twin").json[0]["n_ctx"] == 2048
+    assert many.request("GET", "/props?model=nobody").status == 404 and many.request("GET", "/slots").status == 400
 
 
-def test_watching_a_model_is_no_use_of_it(many: Served) -> None:
+def test_watching_a_model_is_no_use_of_it(many: ServerProcess) -> None:
     assert completed(many, model="fable", keep_alive="1s").status == 200
-    until(lambda: many.ask("GET", "/metrics?model=fable").status != 200, said=lambda: "it is held by those who watch")
+    wait_until(lambda: many.request("GET", "/metrics?model=fable").status != 200, message=lambda: "it is held by those who watch")
     assert states(many)["fable"] == "unloaded"

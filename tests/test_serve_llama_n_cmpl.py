@@ -1,7 +1,7 @@
 """Several completions per request in llama.cpp's `/completion`: one or `n_cmpl` for each prompt."""
 
 
-from server_process import Served
+from server_process import ServerProcess
 from test_serve_llama import ONCE, completed, events
 
 PROMPTS = [ONCE, "The king said", "A fox"]
@@ -13,11 +13,11 @@ def told(answers: list[dict]) -> list[str]:
     return [each["content"] for each in answers]
 
 
-def ids_of(server: Served, text: str) -> list[int]:
-    return server.ask("POST", "/tokenize", {"content": text}).json["tokens"]
+def ids_of(server: ServerProcess, text: str) -> list[int]:
+    return server.request("POST", "/tokenize", {"content": text}).json["tokens"]
 
 
-def test_each_prompt_has_its_answer(server: Served) -> None:
+def test_each_prompt_has_its_answer(server: ServerProcess) -> None:
     alone = [completed(server, prompt=prompt).json for prompt in PROMPTS]
     ids = [ids_of(server, prompt) for prompt in PROMPTS]
     for prompts in (PROMPTS, ids, [{"prompt_string": PROMPTS[0]}, ids[1], PROMPTS[2]], [[ids[0][0], *ids[0][1:]], *PROMPTS[1:]]):
@@ -29,7 +29,7 @@ def test_each_prompt_has_its_answer(server: Served) -> None:
     assert few == [{"content": each["content"]} for each in alone]
 
 
-def test_several_answers_to_one_prompt_have_seeds_one_after_the_other(server: Served) -> None:
+def test_several_answers_to_one_prompt_have_seeds_one_after_the_other(server: ServerProcess) -> None:
     alone = [completed(server, **{**SAMPLED, "seed": seed}).json for seed in (7, 8, 9)]
     for field in ("n_cmpl", "n"):
         several = completed(server, **SAMPLED, **{field: 3}).json
@@ -41,7 +41,7 @@ def test_several_answers_to_one_prompt_have_seeds_one_after_the_other(server: Se
     assert len(set(told(completed(server, n_cmpl=3, temperature=1.2).json))) == 3, "no seed is said: none is the same"
 
 
-def test_streams_joined_are_the_whole(server: Served) -> None:
+def test_streams_joined_are_the_whole(server: ServerProcess) -> None:
     asked = {"prompt": PROMPTS, "n_probs": 1, "return_tokens": True}
     whole, pieces = completed(server, **asked).json, events(completed(server, **asked, stream=True))
     for index, answer in enumerate(whole):
@@ -53,7 +53,7 @@ def test_streams_joined_are_the_whole(server: Served) -> None:
     assert [each["index"] for each in pieces] == sorted(each["index"] for each in pieces)
 
 
-def test_the_token_that_ends_an_answer_is_the_last_of_a_stream(server: Served) -> None:
+def test_the_token_that_ends_an_answer_is_the_last_of_a_stream(server: ServerProcess) -> None:
     ends = {ids_of(server, mark)[0] for mark in ("<|end|>", "<|endoftext|>")}
     stop = completed(server, n_predict=40).json["content"][20:25]
     for asked in ({"grammar": 'root ::= "yes" | "no"'}, {"n_predict": 40, "stop": [stop]}):
@@ -65,7 +65,7 @@ def test_the_token_that_ends_an_answer_is_the_last_of_a_stream(server: Served) -
     assert events(completed(server, stream=True, n_predict=3))[-1]["tokens"] == []
 
 
-def test_what_cannot_be_answered_is_reported_first(server: Served) -> None:
+def test_what_cannot_be_answered_is_reported_first(server: ServerProcess) -> None:
     for wrong, said in (("the fox " * 3000, "and the context holds 2048"), ([4096], "is outside the vocabulary"), ("", "is empty")):
         for stream in (False, True):
             refused = completed(server, prompt=[ONCE, wrong], stream=stream)
@@ -78,9 +78,9 @@ def test_what_cannot_be_answered_is_reported_first(server: Served) -> None:
     assert completed(server).status == 200
 
 
-def test_who_leaves_ends_all_of_them(server: Served) -> None:
+def test_who_leaves_ends_all_of_them(server: ServerProcess) -> None:
     response = server.open("POST", "/completion", {"prompt": PROMPTS * 40, "stream": True, "n_predict": 400, "temperature": 0})
     assert response.read(200)
     response.connection.close()
-    server.until("the client left")
+    server.wait_for_output("the client left")
     assert completed(server).status == 200

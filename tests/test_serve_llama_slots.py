@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from command_line import Ran
+from command_line import CliRun
 from packaged_embedder import FABLE
-from server_process import MINUTE, Reply, Served, serving
+from server_process import MINUTE, Reply, ServerProcess, serving
 from test_adapters import of_all_matrices
 from test_serve_llama import completed
 from test_serve_router import here, states  # noqa: F401  a fixture
@@ -22,25 +22,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
+def server(folder: Path) -> Iterator[ServerProcess]:
     with serving("--slot-save-path", str(folder)) as server:
         yield server
 
 
-def act(server: Served, action: str, filename: str | None = None, slot: int | str = 0, **fields: object) -> Reply:
+def act(server: ServerProcess, action: str, filename: str | None = None, slot: int | str = 0, **fields: object) -> Reply:
     named = {} if filename is None else {"filename": filename}
-    return server.ask("POST", f"/slots/{slot}?action={action}", {**named, **fields} or None)
+    return server.request("POST", f"/slots/{slot}?action={action}", {**named, **fields} or None)
 
 
-def held(server: Served) -> int:
-    return server.ask("GET", "/slots").json[0]["n_prompt_tokens"]
+def held(server: ServerProcess) -> int:
+    return server.request("GET", "/slots").json[0]["n_prompt_tokens"]
 
 
 def cached(reply: Reply) -> int:
     return reply.json["timings"]["cache_n"]
 
 
-def test_what_a_slot_held_comes_back(server: Served, folder: Path) -> None:
+def test_what_a_slot_held_comes_back(server: ServerProcess, folder: Path) -> None:
     assert f"{folder} is a new folder, for slots that are saved" in server.err
     tale = f"Once more: {FOX}"  # whose pages no other test has saved
     first, before = completed(server, prompt=tale), {*folder.rglob("*")}
@@ -59,14 +59,14 @@ def test_what_a_slot_held_comes_back(server: Served, folder: Path) -> None:
     assert (restored["n_restored"], restored["n_read"]) == (holds, saved["n_written"]) and held(server) == holds
     again = completed(server, prompt=tale)
     assert again.json["content"] == first.json["content"] and cached(again) > 140
-    server.until(f"POST /slots/0 200 · {holds} tokens restored")
+    server.wait_for_output(f"POST /slots/0 200 · {holds} tokens restored")
     with serving("--slot-save-path", str(folder), "-c", "1024") as other:
         assert act(other, "restore", "fox.bin").json["n_restored"] == holds
         after = completed(other, prompt=tale)
         assert after.json["content"] == first.json["content"] and cached(after) == cached(again), "in another process"
 
 
-def test_a_conversation_continues_from_its_own_tokens(server: Served) -> None:
+def test_a_conversation_continues_from_its_own_tokens(server: ServerProcess) -> None:
     """An answer's tokens are those that were sampled, which its text cut anew need not give."""
     talk = [{"role": "user", "content": "Tell me about the fox."}]
     talk += [server.chat(talk, temperature=1.5, seed=3).json["choices"][0]["message"], {"role": "user", "content": "Go on."}]
@@ -79,7 +79,7 @@ def test_a_conversation_continues_from_its_own_tokens(server: Served) -> None:
     assert restored["usage"]["prompt_tokens_details"]["cached_tokens"] >= holds - 1
 
 
-def test_an_empty_slot(server: Served) -> None:
+def test_an_empty_slot(server: ServerProcess) -> None:
     act(server, "erase")
     assert act(server, "erase").json["n_erased"] == act(server, "save", "empty").json["n_saved"] == 0
     completed(server)
@@ -87,7 +87,7 @@ def test_an_empty_slot(server: Served) -> None:
     assert completed(server).status == 200
 
 
-def test_names_and_numbers_that_are_none(server: Served, folder: Path) -> None:
+def test_names_and_numbers_that_are_none(server: ServerProcess, folder: Path) -> None:
     before = sorted(folder.rglob("*"))
     for name in ("../up", "/etc/passwd", "a/b", "a\\b", "", ".hidden", "-flag", "a\nb", "a" * 101, None):
         for action in ("save", "restore"):
@@ -102,10 +102,10 @@ def test_names_and_numbers_that_are_none(server: Served, folder: Path) -> None:
     nothing = act(server, "restore", "nobody.bin")
     assert nothing.status == 400 and nothing.error["message"].startswith("nothing is saved as 'nobody.bin': there is: ")
     assert act(server, "erase", model="fable").status == 200 and act(server, "erase", model="other").status == 404
-    assert server.ask("POST", "/slots/0?action=erase&model=other").status == 404 and server.ask("GET", "/slots/0").status == 405
+    assert server.request("POST", "/slots/0?action=erase&model=other").status == 404 and server.request("GET", "/slots/0").status == 405
 
 
-def test_what_does_not_belong_here_leaves_the_slot_alone(server: Served, folder: Path) -> None:
+def test_what_does_not_belong_here_leaves_the_slot_alone(server: ServerProcess, folder: Path) -> None:
     completed(server, prompt=FOX)
     assert act(server, "save", "own").status == 200
     holds = held(server)
@@ -122,7 +122,7 @@ def test_what_does_not_belong_here_leaves_the_slot_alone(server: Served, folder:
         assert f"'own' holds {holds} tokens and the context 64" in refused.error["message"]
 
 
-def test_damaged_files_are_reported_and_the_prompt_is_read(server: Served, folder: Path) -> None:
+def test_damaged_files_are_reported_and_the_prompt_is_read(server: ServerProcess, folder: Path) -> None:
     said = completed(server, prompt=SEA).json["content"]
     assert act(server, "save", "sea").status == 200
     page = max(folder.rglob("*.kv"), key=lambda path: path.stat().st_mtime_ns)
@@ -147,7 +147,7 @@ def test_nothing_makes_room_for_another(tmp_path: Path) -> None:
         assert not (tmp_path / "second.json").exists() and act(server, "restore", "first").json["n_restored"] > 150
 
 
-def test_the_sessions_of_a_user_are_read_and_not_overwritten(server: Served, folder: Path) -> None:
+def test_the_sessions_of_a_user_are_read_and_not_overwritten(server: ServerProcess, folder: Path) -> None:
     from effllm.runtime.sessions.session_format import SavedSession
     from effllm.runtime.sessions.session_store import SessionStore
 
@@ -176,19 +176,19 @@ def test_a_busy_slot_is_waited_for(tmp_path: Path) -> None:
         asked = {"prompt": FOX, "ignore_eos": True, "n_predict": 600, "stream": True, "temperature": 0}
         running = server.open("POST", "/completion", asked)
         running.readline()
-        (busy,) = [each["id"] for each in server.ask("GET", "/slots").json if each["is_processing"]]
+        (busy,) = [each["id"] for each in server.request("GET", "/slots").json if each["is_processing"]]
         saving = pool.submit(act, server, "save", "busy", busy)
         assert act(server, "erase", slot=1 - busy).json["n_erased"] == 0, "the other one need not wait"
         running.read()
         running.connection.close()
-        tokens = server.ask("GET", "/slots").json[busy]["n_prompt_tokens"]
+        tokens = server.request("GET", "/slots").json[busy]["n_prompt_tokens"]
         assert saving.result(MINUTE).json["n_saved"] == tokens > 700, "behind the answer"
         assert act(server, "restore", "busy", slot=1 - busy).json["n_restored"] == tokens, "in whichever slot"
-        assert [each["n_prompt_tokens"] for each in server.ask("GET", "/slots").json] == [tokens, tokens]
+        assert [each["n_prompt_tokens"] for each in server.request("GET", "/slots").json] == [tokens, tokens]
 
 
 @pytest.mark.slow
-def test_adapters_are_had_again_as_they_were(server: Served, folder: Path, tmp_path: Path) -> None:
+def test_adapters_are_had_again_as_they_were(server: ServerProcess, folder: Path, tmp_path: Path) -> None:
     """Whatever the slot, and the server, would have by themselves."""
     adapter = str(of_all_matrices(FABLE, tmp_path / "sea", 1, 0.12))
     with serving("--lora", f"{adapter}:0", "--slot-save-path", str(folder)) as adapted:
@@ -212,7 +212,7 @@ def test_of_several_models_a_request_names_its_own(here: dict[str, str], tmp_pat
         saved = act(many, "save", "sea", model="fable").json
         assert saved["n_saved"] > 50 and act(many, "erase").json["n_erased"] == saved["n_saved"], "the one that is loaded"
         assert states(many)["twin"] == "unloaded"
-        assert many.ask("POST", "/slots/0?action=restore&model=fable", {"filename": "sea"}).json["n_restored"] == saved["n_saved"]
+        assert many.request("POST", "/slots/0?action=restore&model=fable", {"filename": "sea"}).json["n_restored"] == saved["n_saved"]
         assert act(many, "erase", model="nobody").status == 404
 
 
@@ -220,5 +220,5 @@ def test_of_several_models_a_request_names_its_own(here: dict[str, str], tmp_pat
                                              (("--slot-save-path", "/proc/none"), "--slot-save-path /proc/none is not writable: "),
                                              (("--slot-save-path", "/nowhere/slots"), "correct the path, or make it: mkdir -p /nowhere\n")])
 def test_what_cannot_be_saved_is_reported_before_the_weights_are_read(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    ran = Ran("serve", "fable", "--port", "0", "--slot-save-path", tmp_path, *flags)
+    ran = CliRun("serve", "fable", "--port", "0", "--slot-save-path", tmp_path, *flags)
     assert ran.code in (1, 2) and said in ran.err

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from server_process import QUESTION, Reply, Served, serving
+from server_process import QUESTION, Reply, ServerProcess, serving
 from test_serve import thinking_model
 
 from effllm.cli.server.lm_studio_chat import LmStudioChatRequest, LmStudioSerializer, responses_of, with_newest_system
@@ -19,8 +19,8 @@ from effllm.runtime.events import PromptRead, TextDelta
 CHAT, MODELS = "/api/v1/chat", "/api/v1/models"
 
 
-def said(server: Served, input: object = QUESTION, **fields: object) -> Reply:
-    return server.ask("POST", CHAT, {"model": "fable", "input": input, "temperature": 0, "max_output_tokens": 24, **fields})
+def said(server: ServerProcess, input: object = QUESTION, **fields: object) -> Reply:
+    return server.request("POST", CHAT, {"model": "fable", "input": input, "temperature": 0, "max_output_tokens": 24, **fields})
 
 
 def error_of(reply: Reply) -> dict:
@@ -29,7 +29,7 @@ def error_of(reply: Reply) -> dict:
     return error
 
 
-def test_an_answer_is_that_of_chat_completions(server: Served) -> None:
+def test_an_answer_is_that_of_chat_completions(server: ServerProcess) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
     chat = server.chat(messages).json
     whole = said(server, system_prompt="Be brief.").json
@@ -43,7 +43,7 @@ def test_an_answer_is_that_of_chat_completions(server: Served) -> None:
     assert said(server, parts, system_prompt="Be brief.").json["output"] == whole["output"]
 
 
-def test_a_chat_continues_by_the_name_of_its_answer(server: Served) -> None:
+def test_a_chat_continues_by_the_name_of_its_answer(server: ServerProcess) -> None:
     """From any of its answers, under its own system prompt, or a new one in its place."""
     first = said(server, system_prompt="Be brief.").json
     text = first["output"][0]["content"]
@@ -58,7 +58,7 @@ def test_a_chat_continues_by_the_name_of_its_answer(server: Served) -> None:
     assert lost.status == 400 and error_of(lost)["type"] == "invalid_request" and error_of(lost)["param"] == "previous_response_id"
 
 
-def test_a_stream_builds_the_whole(server: Served) -> None:
+def test_a_stream_builds_the_whole(server: ServerProcess) -> None:
     whole = said(server).json
     events = said(server, stream=True).named_events
     kinds = [event["type"] for event in events]
@@ -84,44 +84,44 @@ def test_reasoning_stands_apart(tmp_path: Path) -> None:
     ({"reasoning": "some"}, "reasoning", "off, low"), ({"integrations": ["mcp/x"]}, "integrations", "--mcp"),
     ({"input": [{"type": "image", "data_url": "data:image/png;base64,aGk="}]}, "input[0].content[0]", "does not support image input"),
     ({"max_output_tokens": -7}, "max_output_tokens", "-7")])
-def test_what_is_refused_is_named(server: Served, fields: dict, param: str, told: str) -> None:
+def test_what_is_refused_is_named(server: ServerProcess, fields: dict, param: str, told: str) -> None:
     error = error_of(said(server, **fields))
     assert error["type"] == "invalid_request" and error["param"].startswith(param) and told in error["message"]
 
 
-def test_one_model_is_listed_is_loaded_and_stays(server: Served) -> None:
-    (model,) = server.ask("GET", MODELS).json["models"]
+def test_one_model_is_listed_is_loaded_and_stays(server: ServerProcess) -> None:
+    (model,) = server.request("GET", MODELS).json["models"]
     assert (model["key"], model["type"], model["format"], model["params_string"]) == ("fable", "llm", "mlx", "5.8M")
     assert model["loaded_instances"] == [{"id": "fable", "config": {"context_length": 2048}}] and model["max_context_length"] == 2048
     assert model["quantization"]["bits_per_weight"] == pytest.approx(16, abs=0.5) and model["capabilities"]["vision"] is False
-    loaded = server.ask("POST", f"{MODELS}/load", {"model": "fable", "context_length": 512, "echo_load_config": True}).json
+    loaded = server.request("POST", f"{MODELS}/load", {"model": "fable", "context_length": 512, "echo_load_config": True}).json
     assert (loaded["status"], loaded["instance_id"], loaded["load_config"]) == ("loaded", "fable", {"context_length": 2048})
-    stays = server.ask("POST", f"{MODELS}/unload", {"instance_id": "fable"})
+    stays = server.request("POST", f"{MODELS}/unload", {"instance_id": "fable"})
     assert stays.status == 501 and error_of(stays)["type"] == "not_implemented"
-    assert server.ask("POST", f"{MODELS}/download", {"model": "https://hub.example/fable"}).json == {"status": "already_downloaded"}
-    absent = server.ask("POST", f"{MODELS}/download", {"model": "org/other"})
+    assert server.request("POST", f"{MODELS}/download", {"model": "https://hub.example/fable"}).json == {"status": "already_downloaded"}
+    absent = server.request("POST", f"{MODELS}/download", {"model": "org/other"})
     assert absent.status == 404 and error_of(absent)["type"] == "model_not_found" and "effllm pull org/other" in error_of(absent)["message"]
-    assert server.ask("GET", f"{MODELS}/download/status").json == {"downloading": [], "completed": [], "failed": [], "paused": []}
-    assert error_of(server.ask("GET", f"{MODELS}/download/status/job_1"))["type"] == "job_not_found"
+    assert server.request("GET", f"{MODELS}/download/status").json == {"downloading": [], "completed": [], "failed": [], "paused": []}
+    assert error_of(server.request("GET", f"{MODELS}/download/status/job_1"))["type"] == "job_not_found"
     said(server, context_length=9000)
-    server.until("requests a context_length of 9000")
+    server.wait_for_output("requests a context_length of 9000")
 
 
 def test_models_are_loaded_and_ended_by_name() -> None:
     with serving(model=None) as server:
         def instances() -> list[dict]:
-            (model,) = [each for each in server.ask("GET", MODELS).json["models"] if each["key"] == "fable"]
+            (model,) = [each for each in server.request("GET", MODELS).json["models"] if each["key"] == "fable"]
             return model["loaded_instances"]
 
         assert instances() == []
-        gone = server.ask("POST", f"{MODELS}/unload", {"instance_id": "fable"})
+        gone = server.request("POST", f"{MODELS}/unload", {"instance_id": "fable"})
         assert gone.status == 400 and error_of(gone)["param"] == "instance_id"
-        assert server.ask("POST", f"{MODELS}/load", {"model": "fable"}).json["type"] == "llm"
+        assert server.request("POST", f"{MODELS}/load", {"model": "fable"}).json["type"] == "llm"
         assert [each["id"] for each in instances()] == ["fable"]
         first = said(server).json
         second = said(server, "And then?", previous_response_id=first["response_id"], stream=True).named_events
         assert second[-1]["result"]["stats"]["input_tokens"] > first["stats"]["input_tokens"]
-        assert server.ask("POST", f"{MODELS}/unload", {"instance_id": "fable"}).json == {"instance_id": "fable"}
+        assert server.request("POST", f"{MODELS}/unload", {"instance_id": "fable"}).json == {"instance_id": "fable"}
         assert instances() == []
         assert said(server, model="nobody").status == 404
         assert said(server, stream=True).named_events[-1]["type"] == "chat.end", "it is loaded again"
@@ -131,13 +131,13 @@ def test_models_are_loaded_and_ended_by_name() -> None:
 def test_what_crush_asks_to_know_of_models(model: str | None) -> None:
     """It joins what OpenAI's list names with what LM Studio's and llama-server's tell of it, and takes Ollama's names to OpenAI's chats."""
     with serving("-c", "1024", model=model) as server:
-        listed = {each["id"]: each for each in server.ask("GET", "/v1/models").json["data"]}
+        listed = {each["id"]: each for each in server.request("GET", "/v1/models").json["data"]}
         assert listed["fable"]["meta"]["n_ctx"] == 1024 and listed["fable"]["meta"]["n_ctx_train"] == 2048
-        told = {each["key"]: each for each in server.ask("GET", MODELS).json["models"]}
+        told = {each["key"]: each for each in server.request("GET", MODELS).json["models"]}
         loaded = told["fable"]["loaded_instances"]
         assert set(told) == set(listed) and told["fable"]["max_context_length"] == 2048
         assert [each["config"]["context_length"] for each in loaded] == ([1024] if model else [])
-        (name,) = [each["name"] for each in server.ask("GET", "/api/tags").json["models"] if each["name"].startswith("fable:")]
+        (name,) = [each["name"] for each in server.request("GET", "/api/tags").json["models"] if each["name"].startswith("fable:")]
         tool = {"type": "function", "function": {"name": "view", "description": "Shows a file.", "parameters": {
             "type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}}}
         events = server.chat(model=name, stream=True, stream_options={"include_usage": True}, tools=[tool], tool_choice="auto",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from server_process import ASKED, Served, serving
+from server_process import MESSAGES, ServerProcess, serving
 from speculative_runs import both_ways
 from test_continuous_batching import FOX, opened, rounds_of, wish, written
 from test_serve import thinking_model
@@ -75,7 +75,7 @@ def assert_told(told: list[dict], rows: np.ndarray, ids: list[int], top: int, to
         assert all(other["bytes"] == [*other["token"].encode()] for other in each["top_logprobs"] if "\\x" not in other["token"])
 
 
-def forgetful(server: Served) -> Served:
+def forgetful(server: ServerProcess) -> ServerProcess:
     """The server, which holds nothing of a prompt any more: what it held was read in other pieces, to other bits."""
     server.complete("Zebras.", max_tokens=0)
     return server
@@ -93,10 +93,10 @@ def ids_of(told: list[dict], tokenizer: Tokenizer) -> list[int]:
 @pytest.mark.parametrize("fields", [
     {}, {"temperature": 1.4, "seed": 3, "top_k": 5, "repeat_penalty": 1.5}, {"logit_bias": {"264": -100, " said": False}},
     {"temperature": 1, "seed": 2, "xtc_probability": 1, "dry_multiplier": 2, "n_probs": 7}], ids=str)
-def test_a_chat_tells_the_models_own_distribution(server: Served, engine: Engine, tokenizer: Tokenizer, fields: dict) -> None:
+def test_a_chat_tells_the_models_own_distribution(server: ServerProcess, engine: Engine, tokenizer: Tokenizer, fields: dict) -> None:
     """However tokens were drawn."""
     reply = forgetful(server).chat(logprobs=True, top_logprobs=4, **fields)
-    prompt, told = tokenizer.encode_chat(ASKED, add_generation_prompt=True), content_of(reply)
+    prompt, told = tokenizer.encode_chat(MESSAGES, add_generation_prompt=True), content_of(reply)
     ids = ids_of(told, tokenizer)
     assert reply.json["usage"]["prompt_tokens"] == len(prompt) and len(ids) == 24
     assert_told(told, of_answer(engine, prompt, ids), ids, 4, tokenizer)
@@ -106,7 +106,7 @@ def test_a_chat_tells_the_models_own_distribution(server: Served, engine: Engine
     assert choice["logprobs"].keys() == {"content", "refusal"} and choice["logprobs"]["refusal"] is None
 
 
-def test_a_stream_tells_the_same(server: Served) -> None:
+def test_a_stream_tells_the_same(server: ServerProcess) -> None:
     whole = forgetful(server).chat(logprobs=True, top_logprobs=2, stop=["xyz"])
     events = forgetful(server).chat(logprobs=True, top_logprobs=2, stop=["xyz"], stream=True).events
     pieces = [choice for event in events for choice in event["choices"] if choice["logprobs"]]
@@ -118,7 +118,7 @@ def test_a_stream_tells_the_same(server: Served) -> None:
     assert events[0]["choices"][0]["logprobs"] is None is events[-1]["choices"][0]["logprobs"]
 
 
-def test_what_does_not_ask_is_told_nothing(server: Served) -> None:
+def test_what_does_not_ask_is_told_nothing(server: ServerProcess) -> None:
     for fields in ({}, {"logprobs": False}, {"logprobs": None, "top_logprobs": None}, {"n_probs": 0}, {"top_logprobs": 0}):
         assert server.chat(**fields).json["choices"][0]["logprobs"] is None
     assert server.complete(logprobs=False).json["choices"][0]["logprobs"] is None
@@ -126,7 +126,7 @@ def test_what_does_not_ask_is_told_nothing(server: Served) -> None:
     assert server.chat(logprobs=True).json["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
-def test_completions_have_four_lists(server: Served, engine: Engine, tokenizer: Tokenizer) -> None:
+def test_completions_have_four_lists(server: ServerProcess, engine: Engine, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("Once upon a time")
     for fields in ({"logprobs": 3}, {"n_probs": 3}, {"logprobs": 0}):
         (choice,) = forgetful(server).complete(prompt, **fields).json["choices"]
@@ -144,7 +144,7 @@ def test_completions_have_four_lists(server: Served, engine: Engine, tokenizer: 
         assert [each for part in joined for each in part[name]] == told[name]
 
 
-def test_half_characters_are_told_by_their_bytes(server: Served) -> None:
+def test_half_characters_are_told_by_their_bytes(server: ServerProcess) -> None:
     reply = server.chat(grammar=FORM, logprobs=True, max_tokens=40)
     text = reply.json["choices"][0]["message"]["content"]
     assert text.startswith("狐🦊") and bytes(byte for each in content_of(reply) for byte in each["bytes"]).decode() == text
@@ -154,7 +154,7 @@ def test_half_characters_are_told_by_their_bytes(server: Served) -> None:
     assert choice["logprobs"]["text_offset"][:4] == [0, 0, 0, 1]
 
 
-def test_what_stands_before_a_stop_string_at_the_very_end_is_reported(server: Served) -> None:
+def test_what_stands_before_a_stop_string_at_the_very_end_is_reported(server: ServerProcess) -> None:
     """A stop string that half a character completes where the answer is cut; another held back what comes before it."""
     fields = {"grammar": 'root ::= "x狐"', "max_tokens": 2, "stop": ["xy", "\ufffd"]}
     for more in ({}, {"logprobs": 0}):
@@ -174,7 +174,7 @@ def test_a_special_token_takes_no_place_in_the_text(tokenizer: Tokenizer) -> Non
     assert places == [0, len(written), len(echoed) - len(tokenizer.decode(letters[-1:]))] and places[2] > places[1]
 
 
-def test_a_stop_string_is_not_told(server: Served) -> None:
+def test_a_stop_string_is_not_told(server: ServerProcess) -> None:
     whole = server.chat(max_tokens=60).json["choices"][0]["message"]["content"]
     for begin in (18, 20, 23):
         reply = server.chat(max_tokens=60, stop=whole[begin : begin + 7], logprobs=True)
@@ -193,7 +193,7 @@ def test_reasoning_stands_apart(tmp_path: Path) -> None:
         assert "".join(each["token"] for piece in pieces for each in piece["reasoning_content"]) == said
 
 
-def test_tool_calls_are_told_no_tokens_of(server: Served) -> None:
+def test_tool_calls_are_told_no_tokens_of(server: ServerProcess) -> None:
     for stream in (False, True):
         reply = server.chat(tools=[WEATHER], tool_choice="required", logprobs=True, max_tokens=160, stream=stream)
         choices = [choice for event in (reply.events if stream else [reply.json]) for choice in event["choices"]]
@@ -201,7 +201,7 @@ def test_tool_calls_are_told_no_tokens_of(server: Served) -> None:
         assert not any(choice["logprobs"] and choice["logprobs"]["content"] for choice in choices)
 
 
-def test_responses_tell_them_where_they_are_included(server: Served) -> None:
+def test_responses_tell_them_where_they_are_included(server: ServerProcess) -> None:
     wanted = content_of(forgetful(server).chat(logprobs=True, top_logprobs=2))
     reply = forgetful(server).respond(include=INCLUDE, top_logprobs=2).json
     told = reply["output"][0]["content"][0]["logprobs"]
@@ -213,7 +213,7 @@ def test_responses_tell_them_where_they_are_included(server: Served) -> None:
     assert joined == done and [each["token"] for each in joined] == [each["token"] for each in wanted]
 
 
-def test_what_is_said_of_answers_at_once_is_what_is_said_of_each_alone(server: Served) -> None:
+def test_what_is_said_of_answers_at_once_is_what_is_said_of_each_alone(server: ServerProcess) -> None:
     asked = [{"prompt": "Once upon a time", "seed": 1}, {"prompt": "The king", "seed": 2}, {"prompt": "A fox and a wolf", "seed": 3}]
     fields = {"logprobs": 2, "temperature": 1.0, "max_tokens": 60, "ignore_eos": True, "dry_multiplier": 0.5, "xtc_probability": 0.5,
               "top_n_sigma": 1.5}
@@ -237,7 +237,7 @@ def test_drafts_change_no_number(engine: Engine, tokenizer: Tokenizer) -> None:
 # -- a text that is scored ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_echoed_prompt_is_scored(server: Served, engine: Engine, tokenizer: Tokenizer) -> None:
+def test_an_echoed_prompt_is_scored(server: ServerProcess, engine: Engine, tokenizer: Tokenizer) -> None:
     """As lm-evaluation-harness asks: token ids, a list of one, a token more or none."""
     text = "Once upon a time there was a fox — a 狐 — who had a house."
     ids = tokenizer.encode(text)
@@ -287,7 +287,7 @@ def test_others_write_while_a_prompt_is_scored(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.peer
 @pytest.mark.slow
-def test_lm_evaluation_harness_scores_by_it(server: Served, engine: Engine, tokenizer: Tokenizer) -> None:
+def test_lm_evaluation_harness_scores_by_it(server: ServerProcess, engine: Engine, tokenizer: Tokenizer) -> None:
     for each in ("aiohttp", "tenacity"):  # which it wants for this alone
         pytest.importorskip(each)
     Instance = pytest.importorskip("lm_eval.api.instance").Instance

@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from server_process import ASKED, QUESTION, Reply, Served, serving
+from server_process import MESSAGES, QUESTION, Reply, ServerProcess, serving
 from test_serve_responses import SCHEMA
 from test_tool_call_generation import WEATHER
 
@@ -44,14 +44,14 @@ def asked(*content: object, role: str = "user", **fields: object) -> MessagesReq
     return parse(MessagesRequest, json.dumps(body).encode())
 
 
-def test_an_answer_is_that_of_chat_completions(server: Served) -> None:
-    said = server.chat([{"role": "system", "content": "Be brief."}, *ASKED]).json
+def test_an_answer_is_that_of_chat_completions(server: ServerProcess) -> None:
+    said = server.chat([{"role": "system", "content": "Be brief."}, *MESSAGES]).json
     text = said["choices"][0]["message"]["content"]
     cached = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
     attributed = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=0a1b2;"}
     parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}]}]
-    for messages, system in ((ASKED, "Be brief."), (parts, [attributed, cached])):
-        reply = server.ask("POST", "/v1/messages?beta=true", {
+    for messages, system in ((MESSAGES, "Be brief."), (parts, [attributed, cached])):
+        reply = server.request("POST", "/v1/messages?beta=true", {
             "messages": messages, "system": system, "temperature": 0, "max_tokens": 24, "model": "fable", "metadata": {"user_id": "me"}},
             anthropic_version="2023-06-01", anthropic_beta="unknown-2026-01-01")
         whole = reply.json
@@ -63,7 +63,7 @@ def test_an_answer_is_that_of_chat_completions(server: Served) -> None:
         assert prompt_of(usage) == said["usage"]["prompt_tokens"]
 
 
-def test_a_stream_builds_the_whole(server: Served) -> None:
+def test_a_stream_builds_the_whole(server: ServerProcess) -> None:
     whole = server.message().json
     reply = server.message(stream=True)
     start, begun, *deltas, ended, last, stop = reply.named_events
@@ -78,7 +78,7 @@ def test_a_stream_builds_the_whole(server: Served) -> None:
     assert prompt_of(told) == prompt_of(whole["usage"]) and b"[DONE]" not in reply.body
 
 
-def test_why_answers_end(server: Served) -> None:
+def test_why_answers_end(server: ServerProcess) -> None:
     text = server.message(max_tokens=60).json["content"][0]["text"]
     stop = text[20:24]
     answer = server.message(max_tokens=60, stop_sequences=["\x00", stop]).json
@@ -89,13 +89,13 @@ def test_why_answers_end(server: Served) -> None:
     ended = server.message(grammar='root ::= "yes"').json
     assert (ended["content"][0]["text"], ended["stop_reason"], ended["stop_sequence"]) == ("yes", "end_turn", None)
     assert server.message(max_tokens=5000).json["stop_reason"] in ("end_turn", "model_context_window_exceeded")
-    begun = [*ASKED, {"role": "assistant", "content": text[:20]}]
+    begun = [*MESSAGES, {"role": "assistant", "content": text[:20]}]
     assert server.message(begun, max_tokens=0).json["content"] == []
     assert server.message(begun).json["usage"]["output_tokens"] == 24
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}])
-def test_a_call_is_made_and_its_answer_continues(server: Served, choice: dict) -> None:
+def test_a_call_is_made_and_its_answer_continues(server: ServerProcess, choice: dict) -> None:
     given = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 160}
     first = server.message(**given).json
     (call,) = first["content"]
@@ -106,7 +106,7 @@ def test_a_call_is_made_and_its_answer_continues(server: Served, choice: dict) -
     assert start["type"] == "message_start" and last["delta"]["stop_reason"] == "tool_use"
     assert delta["delta"]["type"] == "input_json_delta" and json.loads(delta["delta"]["partial_json"]) == call["input"]
     result = {"type": "tool_result", "tool_use_id": call["id"], "content": "Rain."}
-    told = [*ASKED, {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": "x"}, call]}]
+    told = [*MESSAGES, {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": "x"}, call]}]
     second = server.message([*told, {"role": "user", "content": [result]}], tools=[TOOL]).json
     assert prompt_of(second["usage"]) > prompt_of(first["usage"])
     parts = {**result, "content": [{"type": "text", "text": "Rain."}], "cache_control": {"type": "ephemeral"}}
@@ -114,21 +114,21 @@ def test_a_call_is_made_and_its_answer_continues(server: Served, choice: dict) -
     assert counted[0] == counted[1] == {"input_tokens": prompt_of(second["usage"])}
 
 
-def test_tokens_are_counted_as_they_are_read(server: Served) -> None:
+def test_tokens_are_counted_as_they_are_read(server: ServerProcess) -> None:
     for fields in ({}, {"system": "Be brief."}, {"tools": [TOOL]}, {"thinking": {"type": "disabled"}}):
         used = prompt_of(server.message(**fields, max_tokens=1).json["usage"])
-        body = {"messages": ASKED, "model": "fable", **fields}
-        assert server.ask("POST", PATHS[1], body).json == {"input_tokens": used}
+        body = {"messages": MESSAGES, "model": "fable", **fields}
+        assert server.request("POST", PATHS[1], body).json == {"input_tokens": used}
         if "tools" not in fields:
             system = [{"role": "system", "content": fields["system"]}] if "system" in fields else []
-            of_responses = {"input": ASKED, "instructions": fields.get("system")}
-            for path, asked in (("responses", of_responses), ("chat/completions", {"messages": [*system, *ASKED]})):
-                counted = server.ask("POST", f"/v1/{path}/input_tokens", asked).json
+            of_responses = {"input": MESSAGES, "instructions": fields.get("system")}
+            for path, asked in (("responses", of_responses), ("chat/completions", {"messages": [*system, *MESSAGES]})):
+                counted = server.request("POST", f"/v1/{path}/input_tokens", asked).json
                 assert counted == {"object": "response.input_tokens", "input_tokens": used}
     assert server.message("x", PATHS[1]).status == 400 and server.message([], PATHS[1]).status == 400
 
 
-def test_forms_hold_answers(server: Served) -> None:
+def test_forms_hold_answers(server: ServerProcess) -> None:
     form = {"type": "json_schema", "schema": SCHEMA}
     for fields in ({"output_config": {"format": form, "effort": "low"}}, {"output_format": form}):
         assert [*json.loads(server.message(max_tokens=100, **fields).json["content"][0]["text"])] == ["fox"]
@@ -160,32 +160,32 @@ def test_forms_hold_answers(server: Served) -> None:
     ({"output_config": {"effort": "most"}}, "output_config.effort has to be one of"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type has to be"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers")])
-def test_what_is_refused_is_named(server: Served, fields: dict, said: str) -> None:
+def test_what_is_refused_is_named(server: ServerProcess, fields: dict, said: str) -> None:
     for more in ({}, {"stream": True}):
         reply = server.message(**{**fields, **more})
         assert reply.status == 400 and error_of(reply)["type"] == "invalid_request_error" and said in error_of(reply)["message"], reply.body
 
 
-def test_errors_are_of_their_types(server: Served, guarded: Served) -> None:
+def test_errors_are_of_their_types(server: ServerProcess, guarded: ServerProcess) -> None:
     long = [{"role": "user", "content": "fox " * 3000}]
     for more in ({}, {"stream": True}):
         reply = server.message(long, **more)
         assert reply.status == 400 and error_of(reply)["message"].startswith("prompt is too long: the prompt has ")
         assert error_of(server.message(model="claude", **more))["type"] == "not_found_error"
-    assert error_of(server.ask("GET", "/v1/messages"))["message"].startswith("/v1/messages takes POST")
-    assert error_of(server.ask("POST", "/v1/messages/batches", {}))["type"] == "not_found_error"
-    assert error_of(server.ask("POST", "/v1/messages", b"{"))["type"] == "invalid_request_error"
-    assert error_of(server.ask("POST", "/v1/messages", {}, Host="a.example"))["type"] == "permission_error"
+    assert error_of(server.request("GET", "/v1/messages"))["message"].startswith("/v1/messages takes POST")
+    assert error_of(server.request("POST", "/v1/messages/batches", {}))["type"] == "not_found_error"
+    assert error_of(server.request("POST", "/v1/messages", b"{"))["type"] == "invalid_request_error"
+    assert error_of(server.request("POST", "/v1/messages", {}, Host="a.example"))["type"] == "permission_error"
     for headers in ({}, {"x_api_key": "no"}, {"Authorization": "Bearer no", "x_api_key": "no"}):
-        reply = guarded.ask("POST", "/v1/messages", {}, **headers)
+        reply = guarded.request("POST", "/v1/messages", {}, **headers)
         assert reply.status == 401 and error_of(reply)["type"] == "authentication_error"
     for headers in ({"x_api_key": "k"}, {"Authorization": "Bearer k"}, {"Authorization": "Bearer no", "x_api_key": "k"}):
-        body = {"messages": ASKED, "max_tokens": 1}
-        assert guarded.ask("POST", "/v1/messages", body, **headers).status == 200
+        body = {"messages": MESSAGES, "max_tokens": 1}
+        assert guarded.request("POST", "/v1/messages", body, **headers).status == 200
 
 
-def test_the_command_lines_system_prompt_is_that_of_requests_without(guarded: Served) -> None:
-    counts = [guarded.ask("POST", PATHS[1], {"messages": ASKED, **fields}, x_api_key="k").json["input_tokens"]
+def test_the_command_lines_system_prompt_is_that_of_requests_without(guarded: ServerProcess) -> None:
+    counts = [guarded.request("POST", PATHS[1], {"messages": MESSAGES, **fields}, x_api_key="k").json["input_tokens"]
               for fields in ({}, {"system": "Be brief."}, {"system": "Be"})]
     assert counts[0] == counts[1] > counts[2]
 
@@ -311,6 +311,6 @@ def test_tools_that_a_search_would_find_are_reported_at_once() -> None:
     assert [tool["function"]["name"] for tool in chat.tools] == ["weather"]
 
 
-def test_a_shell_is_called_by_its_schema(server: Served) -> None:
+def test_a_shell_is_called_by_its_schema(server: ServerProcess) -> None:
     call, = server.message(tools=[{"type": "bash_20250124", "name": "bash"}], tool_choice={"type": "any"}, max_tokens=200).json["content"]
     assert call["name"] == "bash" and set(call["input"]) <= {"command", "restart"}

@@ -2,7 +2,7 @@
 
 
 import pytest
-from server_process import ASKED, Served, serving
+from server_process import MESSAGES, ServerProcess, serving
 
 PROMPTS = ["Once upon a time", "The king said", "A fox"]
 
@@ -18,20 +18,20 @@ def texts(choices: list) -> list[str]:
     return [choice["text"] if "text" in choice else choice["message"]["content"] for choice in choices]
 
 
-def test_each_prompt_has_its_answer(server: Served) -> None:
+def test_each_prompt_has_its_answer(server: ServerProcess) -> None:
     alone = [server.complete(prompt).json for prompt in PROMPTS]
     whole = server.complete(PROMPTS).json
     assert texts(whole["choices"]) == [texts(each["choices"])[0] for each in alone]
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert whole["usage"][name] == sum(each["usage"][name] for each in alone)
     assert whole["timings"]["predicted_n"] == 3 * 24
-    ids = [server.ask("POST", "/tokenize", {"content": prompt}).json["tokens"] for prompt in PROMPTS]
+    ids = [server.request("POST", "/tokenize", {"content": prompt}).json["tokens"] for prompt in PROMPTS]
     assert server.complete(ids).json["choices"] == whole["choices"] == server.complete([ids[0], *PROMPTS[1:]]).json["choices"]
     assert server.complete([PROMPTS[0], 7]).error["param"] == server.complete([PROMPTS[0], ["x"]]).error["param"] == "prompt"
     assert "129" not in server.complete(PROMPTS * 43).error["message"] and server.complete(PROMPTS * 43).error["param"] == "n"
 
 
-def test_a_prompt_that_is_wrong_is_reported_before_the_first_is_answered(server: Served) -> None:
+def test_a_prompt_that_is_wrong_is_reported_before_the_first_is_answered(server: ServerProcess) -> None:
     """Whatever it is: nothing was written by then, and a stream has a status."""
     before = server.err.count("tokens out")
     wrongs = (("the fox " * 3000, "and the context holds 2048", "context_length_exceeded"), ([4096], "is outside the vocabulary", None),
@@ -46,7 +46,7 @@ def test_a_prompt_that_is_wrong_is_reported_before_the_first_is_answered(server:
 
 
 @pytest.mark.parametrize("ask", [lambda server, **fields: server.chat(**fields), lambda server, **fields: server.complete(**fields)])
-def test_several_of_one_prompt_have_seeds_one_after_the_other(server: Served, ask) -> None:
+def test_several_of_one_prompt_have_seeds_one_after_the_other(server: ServerProcess, ask) -> None:
     sampled = {"temperature": 1.2, "max_tokens": 12}
     alone = [ask(server, seed=seed, **sampled).json for seed in (7, 8, 9)]
     whole = ask(server, seed=7, n=3, **sampled).json
@@ -56,7 +56,7 @@ def test_several_of_one_prompt_have_seeds_one_after_the_other(server: Served, as
     assert len(set(texts(ask(server, n=3, temperature=1.2).json["choices"]))) == 3, "no seed is said: none is the same"
 
 
-def test_streams_joined_are_the_whole(server: Served) -> None:
+def test_streams_joined_are_the_whole(server: ServerProcess) -> None:
     for reply, whole in ((server.complete(PROMPTS, stream=True, logprobs=1, stream_options={"include_usage": True}),
                           server.complete(PROMPTS, logprobs=1).json),
                          (server.chat(n=2, stream=True, stream_options={"include_usage": True}), server.chat(n=2).json)):
@@ -75,9 +75,9 @@ def test_streams_joined_are_the_whole(server: Served) -> None:
         assert len({(piece["id"], piece["created"]) for piece in reply.events}) == 1
 
 
-def test_who_leaves_ends_all_of_them(server: Served) -> None:
+def test_who_leaves_ends_all_of_them(server: ServerProcess) -> None:
     response = server.open("POST", "/v1/completions", {"prompt": PROMPTS * 40, "stream": True, "max_tokens": 400, "temperature": 0})
     assert response.read(200)
     response.connection.close()
-    assert server.chat(ASKED, max_tokens=4).status == 200
-    server.until("the client left")
+    assert server.chat(MESSAGES, max_tokens=4).status == 200
+    server.wait_for_output("the client left")

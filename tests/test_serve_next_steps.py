@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from server_process import ASKED, Reply, Served
+from server_process import MESSAGES, Reply, ServerProcess
 
 CHAT, TEXT, LLAMA = "/v1/chat/completions", "/v1/completions", "/completion"
 POSTED = (CHAT, TEXT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses/input_tokens",
@@ -28,13 +28,13 @@ def message(reply: Reply, path: str) -> str:
 
 
 @pytest.mark.parametrize("path", POSTED)
-def test_what_is_no_request_is_refused_in_words(server: Served, path: str) -> None:
+def test_what_is_no_request_is_refused_in_words(server: ServerProcess, path: str) -> None:
     for body in NO_BODY:
-        reply = server.ask("POST", path, body, **{"Content-Type": "application/json"})
+        reply = server.request("POST", path, body, **{"Content-Type": "application/json"})
         assert 400 <= reply.status < 500 or reply.status == 501, (path, body[:40], reply.status, reply.body[:300])
         said = message(reply, path)
         assert said and "internal" not in said and len(said) < 500, (path, body[:40], said)
-    assert server.ask("GET", "/health").status == 200
+    assert server.request("GET", "/health").status == 200
 
 
 @pytest.mark.parametrize(("path", "fields", "step"), [
@@ -48,12 +48,12 @@ def test_what_is_no_request_is_refused_in_words(server: Served, path: str) -> No
     (LLAMA, {"prompt": "x", "json_schema": {}, "grammar": 'root ::= "a"'}, "leave one of them out"),
     (LLAMA, {"prompt": {"prompt_string": "x", "multimodal_data": ["AAAA"]}}, "send prompt_string alone"),
     (LLAMA, {"prompt": "x", "lora": [{"id": 0, "scale": 1.0}]}, "effllm serve MODEL --lora ADAPTER"),
-    ("/api/chat", {"messages": [{**ASKED[0], "images": ["AAAA"]}]}, "`effllm list` shows which models here take images"),
+    ("/api/chat", {"messages": [{**MESSAGES[0], "images": ["AAAA"]}]}, "`effllm list` shows which models here take images"),
     ("/v1/responses", {"input": [5]}, "an item is an object, as "),
     ("/v1/responses", {"input": [{"type": "reasoning_of_old"}]}, "leave it out"),
     ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "models for code have them"),
 ])
-def test_a_refusal_says_what_would_be_right(server: Served, path: str, fields: dict[str, object], step: str) -> None:
-    asked = {"messages": ASKED} if path in (CHAT, "/api/chat") else {}
-    reply = server.ask("POST", path, {"model": "fable", "max_tokens": 1, **asked, **fields})
+def test_a_refusal_says_what_would_be_right(server: ServerProcess, path: str, fields: dict[str, object], step: str) -> None:
+    asked = {"messages": MESSAGES} if path in (CHAT, "/api/chat") else {}
+    reply = server.request("POST", path, {"model": "fable", "max_tokens": 1, **asked, **fields})
     assert 400 <= reply.status <= 501 and step in message(reply, path), reply.body

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from packaged_embedder import embedder
-from server_process import ASKED, QUESTION, serving
+from server_process import MESSAGES, QUESTION, serving
 from test_serve import thinking_model
 
 ollama = pytest.importorskip("ollama")
@@ -21,9 +21,9 @@ def client():
 
 
 def test_answers_whole_and_streamed(client) -> None:
-    whole = client.chat("fable", ASKED, options=GREEDY)
+    whole = client.chat("fable", MESSAGES, options=GREEDY)
     assert (whole.message.role, whole.done, whole.done_reason, whole.eval_count) == ("assistant", True, "length", 24)
-    pieces = [*client.chat("fable:latest", ASKED, options=GREEDY, stream=True)]
+    pieces = [*client.chat("fable:latest", MESSAGES, options=GREEDY, stream=True)]
     assert "".join(piece.message.content for piece in pieces) == whole.message.content != "" and len(pieces) > 10
     assert pieces[-1].done and pieces[-1].total_duration > pieces[-1].eval_duration > 0 and pieces[-1].eval_count == 24
     assert client.generate("fable", QUESTION, options=GREEDY).response == whole.message.content
@@ -34,12 +34,12 @@ def test_answers_whole_and_streamed(client) -> None:
 
 def test_calls_whole_streamed_and_answered(client) -> None:
     given = {"tools": [WEATHER], "format": {"const": -7}, "options": {**GREEDY, "num_predict": 160}}
-    whole = client.chat("fable", ASKED, **given).message
+    whole = client.chat("fable", MESSAGES, **given).message
     (call,) = whole.tool_calls
     assert call.function.name == "weather" and call.function.arguments["place"]
-    (streamed,) = [call for piece in client.chat("fable", ASKED, stream=True, **given) for call in piece.message.tool_calls or ()]
+    (streamed,) = [call for piece in client.chat("fable", MESSAGES, stream=True, **given) for call in piece.message.tool_calls or ()]
     assert streamed == call
-    told = [*ASKED, whole, {"role": "tool", "tool_name": "weather", "content": "Rain."}]
+    told = [*MESSAGES, whole, {"role": "tool", "tool_name": "weather", "content": "Rain."}]
     assert client.chat("fable", told, tools=[WEATHER], options=GREEDY).eval_count > 0
 
 
@@ -49,15 +49,15 @@ def test_objects_of_a_class(client) -> None:
     class Fox(BaseModel):
         is_king: bool
 
-    answer = client.chat("fable", ASKED, format=Fox.model_json_schema(), options={**GREEDY, "num_predict": 100})
+    answer = client.chat("fable", MESSAGES, format=Fox.model_json_schema(), options={**GREEDY, "num_predict": 100})
     assert isinstance(Fox.model_validate_json(answer.message.content), Fox)
 
 
 def test_reasoning(tmp_path: Path) -> None:
     with serving(model=str(thinking_model(tmp_path / "thinker"))) as server:
         client = ollama.Client(server.url.removesuffix("/v1"))
-        thought = client.chat("thinker", ASKED, think=True, options=GREEDY).message
-        assert thought.thinking and not thought.content and client.chat("thinker", ASKED, think=False, options=GREEDY).message.content
+        thought = client.chat("thinker", MESSAGES, think=True, options=GREEDY).message
+        assert thought.thinking and not thought.content and client.chat("thinker", MESSAGES, think=False, options=GREEDY).message.content
         assert "thinking" in client.show("thinker").capabilities
 
 
@@ -78,9 +78,9 @@ def test_vectors(tmp_path: Path) -> None:
 
 
 def test_errors(client) -> None:
-    for call, status, said in ((lambda: client.chat("llama3", ASKED), 404, "model not found"),
-                               (lambda: [*client.chat("fable", ASKED, stream=True, think=True)], 400, "does not support thinking"),
-                               (lambda: client.chat("fable", [{**ASKED[0], "images": [b"x"]}]), 400, "does not support image input"),
+    for call, status, said in ((lambda: client.chat("llama3", MESSAGES), 404, "model not found"),
+                               (lambda: [*client.chat("fable", MESSAGES, stream=True, think=True)], 400, "does not support thinking"),
+                               (lambda: client.chat("fable", [{**MESSAGES[0], "images": [b"x"]}]), 400, "does not support image input"),
                                (lambda: client.pull("llama3"), 404, "effllm pull llama3"),
                                (lambda: client.delete("fable"), 501, "effllm rm"),
                                (lambda: client.embed("fable", "a"), 400, "not an embedding model"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from packaged_embedder import embedder
-from server_process import ASKED, serving
+from server_process import MESSAGES, serving
 
 openai = pytest.importorskip("openai")
 pytestmark = [pytest.mark.peer, pytest.mark.slow]
@@ -17,14 +17,15 @@ def client():
 
 
 def test_chats_whole_and_streamed(client) -> None:
-    whole = client.chat.completions.create(model="fable", messages=ASKED, temperature=0, max_completion_tokens=24, seed=1, user="me")
+    whole = client.chat.completions.create(model="fable", messages=MESSAGES, temperature=0, max_completion_tokens=24, seed=1, user="me")
     assert whole.choices[0].message.role == "assistant" and whole.choices[0].finish_reason == "length"
     assert whole.usage.completion_tokens == 24 and whole.usage.prompt_tokens_details.cached_tokens >= 0
-    with client.chat.completions.stream(model="fable", messages=ASKED, temperature=0, max_completion_tokens=24,
+    with client.chat.completions.stream(model="fable", messages=MESSAGES, temperature=0, max_completion_tokens=24,
                                         stream_options={"include_usage": True}) as stream:
         pieces = [event for event in stream if event.type == "content.delta"]
         assert "".join(event.delta for event in pieces) == whole.choices[0].message.content
-    longer = [{"role": "system", "content": "Speak of foxes, kings and the sea, and of nothing else. " * 3}, *ASKED]  # than is read again
+    instructions = {"role": "system", "content": "Speak of foxes, kings and the sea, and of nothing else. " * 3}
+    longer = [instructions, *MESSAGES]  # more tokens than a cached prompt prefills again
     whole = client.chat.completions.create(model="fable", messages=longer, temperature=0, max_tokens=24)
     pieces = [*client.chat.completions.create(model="fable", messages=longer, temperature=0, max_tokens=24, stream=True,
                                               stream_options={"include_usage": True})]
@@ -38,7 +39,7 @@ def test_objects_of_a_class(client) -> None:
     class Fox(BaseModel):
         is_king: bool
 
-    parsed = client.chat.completions.parse(model="fable", messages=ASKED, response_format=Fox, temperature=0, max_tokens=100)
+    parsed = client.chat.completions.parse(model="fable", messages=MESSAGES, response_format=Fox, temperature=0, max_tokens=100)
     assert isinstance(parsed.choices[0].message.parsed, Fox)
 
 
@@ -51,10 +52,10 @@ def test_texts_and_models(client) -> None:
 
 def test_how_likely_tokens_were(client) -> None:
     asked = {"model": "fable", "temperature": 0, "logprobs": True, "top_logprobs": 3}
-    (choice,) = client.chat.completions.create(messages=ASKED, max_tokens=12, **asked).choices
+    (choice,) = client.chat.completions.create(messages=MESSAGES, max_tokens=12, **asked).choices
     told = choice.logprobs.content
     assert "".join(each.token for each in told) == choice.message.content and len(told[0].top_logprobs) == 3
-    with client.chat.completions.stream(messages=ASKED, max_tokens=12, **asked) as stream:
+    with client.chat.completions.stream(messages=MESSAGES, max_tokens=12, **asked) as stream:
         pieces = [event for event in stream if event.type == "logprobs.content.delta"]
     assert [each.token for each in pieces[-1].snapshot] == [each.token for each in told]
     (scored,) = client.completions.create(model="fable", prompt="Once upon a time", echo=True, logprobs=2, max_tokens=0).choices
@@ -67,7 +68,7 @@ def test_how_likely_tokens_were(client) -> None:
 
 def test_errors_are_of_their_classes(client) -> None:
     def ask(**fields: object) -> object:
-        return client.chat.completions.create(**{"model": "fable", "messages": ASKED, "max_tokens": 1, **fields})
+        return client.chat.completions.create(**{"model": "fable", "messages": MESSAGES, "max_tokens": 1, **fields})
 
     with pytest.raises(openai.NotFoundError, match="this server serves fable"):
         ask(model="gpt-4o")
@@ -98,7 +99,7 @@ def test_vectors(tmp_path: Path) -> None:
 def test_models_by_name() -> None:
     with serving("--api-key", "k", model=None) as server, openai.OpenAI(base_url=server.url, api_key="k", max_retries=0) as client:
         assert "fable" in [model.id for model in client.models.list()] and client.models.retrieve("fable").owned_by == "effllm"
-        asked = {"model": "fable", "messages": ASKED, "max_completion_tokens": 8, "temperature": 0}
+        asked = {"model": "fable", "messages": MESSAGES, "max_completion_tokens": 8, "temperature": 0}
         with client.chat.completions.stream(**asked) as stream:
             text = "".join(event.delta for event in stream if event.type == "content.delta")
         assert text == client.chat.completions.create(**asked).choices[0].message.content != ""

@@ -5,52 +5,52 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server_process import Served, serving
+from server_process import ServerProcess, serving
 
 FOLDER = Path(__file__).resolve().parent.parent / "cli" / "server" / "browser"
 HTML = "text/html,application/xhtml+xml,*/*;q=0.8"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
+def server() -> Iterator[ServerProcess]:
     with serving("--api-key", "secret") as server:
         yield server
 
 
-def test_a_browser_finds_a_page_and_a_program_a_line(server: Served) -> None:
-    page = server.ask("GET", "/", accept=HTML)
+def test_a_browser_finds_a_page_and_a_program_a_line(server: ServerProcess) -> None:
+    page = server.request("GET", "/", accept=HTML)
     assert page.status == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
     assert page.body == (FOLDER / "index.html").read_bytes() and page.headers["vary"] == "accept"
-    line = server.ask("GET", "/", authorization="Bearer secret")
+    line = server.request("GET", "/", authorization="Bearer secret")
     assert line.headers["content-type"] == "text/plain; charset=utf-8" and line.headers["vary"] == "accept"
     assert b"Ollama is running" in line.body
-    assert server.ask("GET", "/").status == server.ask("GET", "/v1/models", accept=HTML).status == 401
+    assert server.request("GET", "/").status == server.request("GET", "/v1/models", accept=HTML).status == 401
     assert f"http://127.0.0.1:{server.port}/ is the chat page\n" in server.err
 
 
-def test_each_part_is_given_without_a_key_and_may_reach_this_server_alone(server: Served) -> None:
+def test_each_part_is_given_without_a_key_and_may_reach_this_server_alone(server: ServerProcess) -> None:
     kinds = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml",
              ".html": "text/html; charset=utf-8"}
     for file in FOLDER.iterdir():
-        part = server.ask("GET", f"/browser/{file.name}")
+        part = server.request("GET", f"/browser/{file.name}")
         assert part.status == 200 and part.body == file.read_bytes() and part.headers["content-type"] == kinds[file.suffix], file
         policy = dict(each.split(" ", 1) for each in part.headers["content-security-policy"].split("; "))
         assert policy["default-src"] == "'none'" and policy["script-src"] == policy["connect-src"] == "'self'"
         assert part.headers["x-content-type-options"] == "nosniff" and part.headers["cache-control"] == "no-cache"
-        again = server.ask("GET", f"/browser/{file.name}", if_none_match=part.headers["etag"])
+        again = server.request("GET", f"/browser/{file.name}", if_none_match=part.headers["etag"])
         assert again.status == 304 and again.body == b""
     assert "/browser/" not in server.err  # a terminal is told of requests for models
 
 
 @pytest.mark.parametrize("path", ["/browser/none.js", "/browser/../page.py", "/browser/..%2fpage.py", "/browser/%2fetc%2fpasswd",
                                   "/browser/"])
-def test_nothing_else_is_given(server: Served, path: str) -> None:
-    assert server.ask("GET", path).status == 404 and server.ask("POST", path, {}).status in (404, 405)
+def test_nothing_else_is_given(server: ServerProcess, path: str) -> None:
+    assert server.request("GET", path).status == 404 and server.request("POST", path, {}).status in (404, 405)
 
 
-def test_foreign_origins_and_host_names_are_refused(server: Served) -> None:
-    assert server.ask("GET", "/", accept=HTML, origin="https://elsewhere.example").status == 403
-    assert server.ask("GET", "/browser/main.js", host="elsewhere.example").status == 403
+def test_foreign_origins_and_host_names_are_refused(server: ServerProcess) -> None:
+    assert server.request("GET", "/", accept=HTML, origin="https://elsewhere.example").status == 403
+    assert server.request("GET", "/browser/main.js", host="elsewhere.example").status == 403
 
 
 def test_the_page_names_what_is_there() -> None:
@@ -69,14 +69,14 @@ def test_the_page_names_what_is_there() -> None:
 
 def test_a_server_can_be_without_it() -> None:
     with serving("--no-webui") as server:
-        reply = server.ask("GET", "/", accept=HTML)
+        reply = server.request("GET", "/", accept=HTML)
         assert reply.headers["content-type"] == "text/plain; charset=utf-8" and b"effllm serves fable" in reply.body
-        assert server.ask("GET", "/browser/main.js").status == 404 and "the chat page" not in server.err
+        assert server.request("GET", "/browser/main.js").status == 404 and "the chat page" not in server.err
 
 
 @pytest.mark.slow
 def test_a_server_of_several_models_has_it_once() -> None:
     with serving(model=None) as server:
-        assert server.ask("GET", "/", accept=HTML).body == (FOLDER / "index.html").read_bytes()
-        assert server.ask("GET", "/browser/api.js").status == 200
+        assert server.request("GET", "/", accept=HTML).body == (FOLDER / "index.html").read_bytes()
+        assert server.request("GET", "/browser/api.js").status == 200
         assert server.chat(model="fable").status == 200 and server.err.count("is the chat page") == 1

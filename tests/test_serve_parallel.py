@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from command_line import Ran
-from server_process import MINUTE, Served, serving, until
+from command_line import CliRun
+from server_process import MINUTE, ServerProcess, serving, wait_until
 
 FOX = "The fox asked the king for bread and the king gave him none. "
 LONG = [{"role": "user", "content": FOX * 40}]
@@ -33,10 +33,10 @@ def text_of(reply) -> str:
     return choice["text"] if "text" in choice else choice["message"]["content"]
 
 
-def test_answers_at_once_are_those_of_a_server_that_gives_one_at_a_time(server: Served) -> None:
+def test_answers_at_once_are_those_of_a_server_that_gives_one_at_a_time(server: ServerProcess) -> None:
     assert server.said["parallel"] == 3 and "context 2048 tokens each, 3 answers at once; Ctrl-C stops it\n" in server.err
 
-    def asked(by: Served) -> list[Callable[[], object]]:
+    def asked(by: ServerProcess) -> list[Callable[[], object]]:
         return [lambda: by.chat(LONG, max_tokens=60), lambda: by.complete(max_tokens=200, ignore_eos=True),
                 lambda: by.chat(max_tokens=150, temperature=1.0, seed=7)]
 
@@ -47,7 +47,7 @@ def test_answers_at_once_are_those_of_a_server_that_gives_one_at_a_time(server: 
         assert [text_of(each) for each in at_once(*asked(server))] == expected
 
 
-def test_streams_come_side_by_side(server: Served) -> None:
+def test_streams_come_side_by_side(server: ServerProcess) -> None:
     body = {"prompt": "Once upon a time", "temperature": 0, "stream": True, "ignore_eos": True, "max_tokens": -1}
     streams = [server.open("POST", "/v1/completions", {**body, "prompt": f"The {who}"}) for who in ("fox", "king")]
     try:
@@ -59,18 +59,18 @@ def test_streams_come_side_by_side(server: Served) -> None:
     finally:
         for each in streams:
             each.connection.close()
-    server.until("the client left")
+    server.wait_for_output("the client left")
     assert server.chat(max_tokens=5).status == 200
 
 
-def test_a_request_waits_when_all_slots_are_busy_and_the_next_is_refused(server: Served) -> None:
+def test_a_request_waits_when_all_slots_are_busy_and_the_next_is_refused(server: ServerProcess) -> None:
     body = {"prompt": "The sea", "temperature": 0, "stream": True, "ignore_eos": True, "max_tokens": -1}
     streams = [server.open("POST", "/v1/completions", body) for _ in range(3)]
     waits = threading.Thread(target=lambda: got.append(server.chat(max_tokens=5)))
     got: list = []
     try:
         waits.start()
-        until(lambda: server.ask("GET", "/health").json["waiting"])
+        wait_until(lambda: server.request("GET", "/health").json["waiting"])
         refused = server.chat(max_tokens=5)
         assert refused.status == 503 and refused.error["code"] == "queue_full"
     finally:
@@ -95,7 +95,7 @@ def test_long_conversations_beyond_those_at_once_are_kept(tmp_path: Path) -> Non
 
 def test_a_plan_is_of_as_many_answers() -> None:
     def planned(*flags: str) -> str:
-        ran = Ran("plan", "fable", "--no-probe", *flags)
+        ran = CliRun("plan", "fable", "--no-probe", *flags)
         assert ran.code == 0, ran.err
         return ran.out
 

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import Ran
-from server_process import MINUTE, Served, serving
+from command_line import CliRun
+from server_process import MINUTE, ServerProcess, serving
 
 FOX, SEA = ("The fox asked the king for bread and the king gave him none. " * 24,
             "The sea was calm and the boat was far from the shore. " * 30)
 
 
-def asked(server: Served, messages: list[dict[str, str]]) -> int:
+def asked(server: ServerProcess, messages: list[dict[str, str]]) -> int:
     """Go on with a conversation; how many tokens of it were not read again."""
     reply = server.chat(messages).json
     messages += [reply["choices"][0]["message"], {"role": "user", "content": "Go on."}]
@@ -75,5 +75,5 @@ def test_a_folder_that_cannot_be_made_costs_reading_alone(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("flags", "said"), [(("--kv", "4bit+mikv"), "--kv 4bit+mikv"),
                                              (("--kv", "4bit", "--kv-read", "sparse"), "--kv-read sparse")])
 def test_what_cannot_be_kept_is_refused_before_the_weights_are_read(flags: tuple[str, ...], said: str) -> None:
-    ran = Ran("serve", "fable", "--port", "0", "--keep-prompts", *flags)
+    ran = CliRun("serve", "fable", "--port", "0", "--keep-prompts", *flags)
     assert ran.code == 2 and f"with {said} prompt caches cannot be stored" in ran.err

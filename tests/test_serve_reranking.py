@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from packaged_embedder import FABLE
 from reranker_models import WORDS, ranker
-from server_process import ASKED, Reply, Served, serving
+from server_process import MESSAGES, Reply, ServerProcess, serving
 from test_serve_router import here  # noqa: F401  a fixture
 
 from effllm.runtime.config import read_config
@@ -24,16 +24,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
+def server(folder: Path) -> Iterator[ServerProcess]:
     with serving("-c", "512", model=str(folder)) as server:
         yield server
 
 
-def rank(server: Served, path: str = PATHS[0], **fields: object) -> Reply:
-    return server.ask("POST", path, {"query": QUERY, "documents": DOCUMENTS, **fields})
+def rank(server: ServerProcess, path: str = PATHS[0], **fields: object) -> Reply:
+    return server.request("POST", path, {"query": QUERY, "documents": DOCUMENTS, **fields})
 
 
-def test_documents_come_in_order(server: Served) -> None:
+def test_documents_come_in_order(server: ServerProcess) -> None:
     whole = rank(server, model="ranks").json
     results = whole["results"]
     assert set(whole) == {"model", "object", "results", "data", "usage"} and whole["data"] == results
@@ -51,16 +51,16 @@ def test_documents_come_in_order(server: Served) -> None:
     bare = rank(server, top_k=2, return_documents=True).json["data"]
     assert [each["document"] for each in bare] == [DOCUMENTS[each["index"]] for each in results[:2]], "as Voyage's clients take them"
     assert rank(server, instruction="Find boats.").json["results"] != results
-    server.until("POST /reranking 200 · ")
+    server.wait_for_output("POST /reranking 200 · ")
     assert "3 documents ranked" in server.err
 
 
-def test_texts_as_text_embeddings_inference_has_them(server: Served) -> None:
+def test_texts_as_text_embeddings_inference_has_them(server: ServerProcess) -> None:
     results = rank(server).json["results"]
-    texts = server.ask("POST", "/rerank", {"query": QUERY, "texts": DOCUMENTS, "return_text": True}).json
+    texts = server.request("POST", "/rerank", {"query": QUERY, "texts": DOCUMENTS, "return_text": True}).json
     assert [(each["index"], each["score"], each["text"]) for each in texts] == [
         (each["index"], each["relevance_score"], DOCUMENTS[each["index"]]) for each in results]
-    assert all(set(each) == {"index", "score"} for each in server.ask("POST", "/rerank", {"query": QUERY, "texts": DOCUMENTS}).json)
+    assert all(set(each) == {"index", "score"} for each in server.request("POST", "/rerank", {"query": QUERY, "texts": DOCUMENTS}).json)
 
 
 @pytest.mark.parametrize(("fields", "param", "said"), [
@@ -70,19 +70,19 @@ def test_texts_as_text_embeddings_inference_has_them(server: Served) -> None:
     ({"documents": ["a", 3]}, "documents", "a list of non-empty strings"),
     ({"documents": [{"image": "a"}]}, "documents", "a list of non-empty strings"),
     ({"top_n": 0}, "top_n", "1 or more"), ({"documents": ["a"] * 2049}, "documents", "at most 2048")])
-def test_what_is_refused_is_named(server: Served, fields: dict, param: str, said: str) -> None:
+def test_what_is_refused_is_named(server: ServerProcess, fields: dict, param: str, said: str) -> None:
     refused = rank(server, **fields)
     assert refused.status == 400 and refused.error["param"] == param and said in refused.error["message"]
 
 
-def test_what_has_no_room_is_told_by_number(server: Served) -> None:
+def test_what_has_no_room_is_told_by_number(server: ServerProcess) -> None:
     refused = rank(server, documents=["a fox", "the sea was calm " * 200])
     assert refused.status == 400 and refused.error["code"] == "context_length_exceeded"
     assert "the context holds 512" in refused.error["message"]
-    assert rank(server).status == 200 and rank(server, model="other").status == 404 and server.ask("GET", "/rerank").status == 405
+    assert rank(server).status == 200 and rank(server, model="other").status == 404 and server.request("GET", "/rerank").status == 405
 
 
-def test_conversations_continue_as_they_were(server: Served) -> None:
+def test_conversations_continue_as_they_were(server: ServerProcess) -> None:
     long = [{"role": "user", "content": "The fox saw the king and the king saw the fox. " * 24}]
     first = server.chat([{"role": "query", "content": "a"}])
     assert first.status == 400, "a chat has no such role"
@@ -99,4 +99,4 @@ def test_a_model_that_was_not_made_for_it_says_so(here: dict[str, str]) -> None:
             assert refused.status == 501 and refused.error["type"] == "not_supported_error"
             assert "this model is not a reranker" in refused.error["message"]
             assert "use a reranker, such as qwen3-reranker-0.6b" in refused.error["message"]
-        assert many.chat(ASKED, model="fable").status == 200
+        assert many.chat(MESSAGES, model="fable").status == 200

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
-from server_process import ASKED, MINUTE, QUESTION, Reply, Served
+from server_process import MESSAGES, MINUTE, QUESTION, Reply, ServerProcess
 from test_serve_units import Client
 from test_tool_call_generation import WEATHER
 
@@ -43,10 +43,10 @@ def same(event: dict, **more: object) -> dict:
     return {**plain, **more}
 
 
-def test_an_answer_is_that_of_chat_completions(server: Served) -> None:
-    said = server.chat([{"role": "system", "content": "Be brief."}, *ASKED]).json
+def test_an_answer_is_that_of_chat_completions(server: ServerProcess) -> None:
+    said = server.chat([{"role": "system", "content": "Be brief."}, *MESSAGES]).json
     part = [{"type": "input_text", "text": QUESTION}]
-    for given in (QUESTION, ASKED, [{"type": "message", "role": "user", "content": part}]):
+    for given in (QUESTION, MESSAGES, [{"type": "message", "role": "user", "content": part}]):
         reply = server.respond(given, instructions="Be brief.", metadata={"a": "b"}, store=True, user="me")
         whole, (item,) = reply.json, reply.json["output"]
         assert reply.status == 200 and item["content"][0]["text"] == said["choices"][0]["message"]["content"]
@@ -59,7 +59,7 @@ def test_an_answer_is_that_of_chat_completions(server: Served) -> None:
         assert whole["usage"]["total_tokens"] == said["usage"]["total_tokens"]
 
 
-def test_a_stream_builds_the_whole(server: Served) -> None:
+def test_a_stream_builds_the_whole(server: ServerProcess) -> None:
     whole = server.respond().json
     reply = server.respond(stream=True)
     events = reply.named_events
@@ -77,7 +77,7 @@ def test_a_stream_builds_the_whole(server: Served) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
-def test_a_call_is_made_and_its_answer_continues(server: Served, choice: object) -> None:
+def test_a_call_is_made_and_its_answer_continues(server: ServerProcess, choice: object) -> None:
     given = {"tools": [TOOL], "tool_choice": choice, "max_output_tokens": 160}
     first = server.respond(**given).json
     (call,) = first["output"]
@@ -88,7 +88,7 @@ def test_a_call_is_made_and_its_answer_continues(server: Served, choice: object)
         "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done", "completed"]
     assert events[2]["item"]["arguments"] == "" and events[3]["delta"] == events[4]["arguments"] == call["arguments"]
     assert same(events[5]["item"]) == same(call)
-    told = [*ASKED, {"type": "reasoning", "id": "rs_1", "summary": []}, call,
+    told = [*MESSAGES, {"type": "reasoning", "id": "rs_1", "summary": []}, call,
             {"type": "function_call_output", "call_id": call["call_id"], "output": "Rain."}]
     second = server.respond(told, tools=[TOOL]).json
     assert second["status"] in ("completed", "incomplete") and second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
@@ -97,14 +97,14 @@ def test_a_call_is_made_and_its_answer_continues(server: Served, choice: object)
     assert server.respond([*told[:-1], *parts], tools=[TOOL]).json["usage"]["input_tokens"] == second["usage"]["input_tokens"]
 
 
-def test_forms_hold_answers(server: Served) -> None:
+def test_forms_hold_answers(server: ServerProcess) -> None:
     answer = server.respond(text={"format": FORM}, max_output_tokens=100).json
     assert [*json.loads(answer["output"][0]["content"][0]["text"])] == ["fox"] and answer["text"]["format"] == FORM
     assert server.respond(text={"format": {"type": "json_object"}}).json["output"][0]["content"][0]["text"].startswith("{")
     assert server.respond(text={"format": {"type": "text"}, "verbosity": "low"}).json["text"]["format"] == {"type": "text"}
 
 
-def test_a_context_that_is_too_small(server: Served) -> None:
+def test_a_context_that_is_too_small(server: ServerProcess) -> None:
     """An event where the answer is a stream: programs make room by it."""
     long = "fox " * 3000
     whole = server.respond(long)
@@ -149,7 +149,7 @@ def test_a_context_that_is_too_small(server: Served) -> None:
     ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "[1]"}]}, "input[0].arguments", "not a JSON object"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "missing"),
     ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output", "")])
-def test_what_is_refused_is_named(server: Served, fields: dict, param: str | None, said: str) -> None:
+def test_what_is_refused_is_named(server: ServerProcess, fields: dict, param: str | None, said: str) -> None:
     for more in ({}, {"stream": True}):
         reply = server.respond(**fields, **more)
         assert reply.status == 400 and reply.error["param"] == param and said in reply.error["message"], reply.error
@@ -249,7 +249,7 @@ def test_waiting_clients_receive_events(monkeypatch: pytest.MonkeyPatch) -> None
     kinds = [event["type"] for event in asyncio.run(heard(ResponseSerializer("m", asked(), ToolNames()), "event: keepalive\n"))]
     assert kinds[:5] == ["response.created", "response.in_progress", *["keepalive"] * 3] and kinds[-1] == "response.completed"
     go.clear()
-    body = parse(MessagesRequest, json.dumps({"messages": ASKED, "max_tokens": 9}).encode())
+    body = parse(MessagesRequest, json.dumps({"messages": MESSAGES, "max_tokens": 9}).encode())
     events = asyncio.run(heard(MessageSerializer("m", body), ": reading the prompt: 512 of 2048 tokens\n\n"))
     assert events[0]["type"] == "message_start" and events[0]["message"]["usage"]["input_tokens"] == 2
     answer_queue.close()

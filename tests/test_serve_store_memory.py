@@ -92,5 +92,5 @@ def test_a_server_has_it_in_its_plan():
     planned = subprocess.run([sys.executable, "-P", "-m", "effllm", "plan", "fable", "--json", "-c", "256", "--device", "cpu"],
                              capture_output=True, text=True, timeout=MINUTE, stdin=subprocess.DEVNULL, check=True)
     with serving("-c", "256", "--device", "cpu") as server:
-        (model,) = server.ask("GET", "/api/ps").json["models"]
+        (model,) = server.request("GET", "/api/ps").json["models"]
         assert model["size"] - json.loads(planned.stdout)["total_bytes"] > 0.9 * ALL_STORES_NBYTES

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from server_process import ASKED, serving
+from server_process import MESSAGES, serving
 from test_tool_call_generation import FABLE, HERMES, TIME, WEATHER
 
 from effllm.cli.server import responses_requests
@@ -70,7 +70,7 @@ def test_a_conversation_with_a_call(knowing):
     """What the tool gave back is in the next prompt, whose beginning the cache holds."""
     first = knowing.chat(tools=TOOLS, tool_choice=NAMED, **MORE).json
     message = first["choices"][0]["message"]
-    messages = [*ASKED, message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "Rain."}]
+    messages = [*MESSAGES, message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "Rain."}]
     second = knowing.chat(messages, tools=TOOLS).json
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
     assert second["choices"][0]["finish_reason"] in ("stop", "length")
@@ -84,10 +84,10 @@ def test_an_image_of_a_tool_is_named_to_a_model_that_takes_none(server):
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGFsbG8="}}
     called = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     back = {"role": "tool", "tool_call_id": "call12345", "content": [{"type": "text", "text": "a.png"}, picture]}
-    messages = [*ASKED, {"role": "assistant", "tool_calls": [called]}, back]
-    prompt = server.ask("POST", "/apply-template", {"messages": messages}).json["prompt"]
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [called]}, back]
+    prompt = server.request("POST", "/apply-template", {"messages": messages}).json["prompt"]
     assert "a.png\n[image left out: this model does not support image input" in prompt
-    server.until("image in a tool result left out (the model is told so): this model does not support image input")
+    server.wait_for_output("image in a tool result left out (the model is told so): this model does not support image input")
     assert server.chat([{"role": "user", "content": [picture]}]).status == 400  # what a user shows is not passed over
 
 
@@ -147,7 +147,7 @@ def test_a_request_may_allow_some_of_its_tools():
 
 @pytest.mark.parametrize("calls", [[{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}], [{"id": "1"}], ["f"]])
 def test_calls_of_before_that_are_none_are_refused(server, calls):
-    answer = server.chat([*ASKED, {"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "x"}])
+    answer = server.chat([*MESSAGES, {"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "x"}])
     assert answer.status == 400 and "messages[1].tool_calls[0]" in answer.error["message"]
 
 
@@ -161,7 +161,7 @@ def test_a_schema_that_cannot_be_held_to_in_full_is_no_reason_to_refuse(server):
 
 
 def asked_for(**fields):
-    return requested_tools(parse(ChatRequest, json.dumps({"messages": ASKED, **fields}).encode()))
+    return requested_tools(parse(ChatRequest, json.dumps({"messages": MESSAGES, **fields}).encode()))
 
 
 def test_choices():
@@ -202,7 +202,7 @@ def test_a_custom_tool_gets_text_of_its_grammar(server) -> None:
     (streamed,) = [each for piece in server.chat(**given, stream=True).events
                    for each in piece["choices"][0]["delta"].get("tool_calls", ())]
     assert streamed == {"index": 0, **call, "id": streamed["id"]}
-    history = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]},
+    history = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]},
                {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
     assert server.chat(history, tools=[OF_CHAT]).status == 200
     item = server.respond(tools=[OF_RESPONSES], tool_choice={"type": "custom", "name": "reckon"}, max_output_tokens=160).json["output"][0]

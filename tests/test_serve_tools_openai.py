@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from server_process import ASKED, serving
+from server_process import MESSAGES, serving
 from test_serve_tools import MORE, NAMED, TOOLS, knowing_folder
 
 openai = pytest.importorskip("openai")
@@ -18,7 +18,7 @@ def client(tmp_path_factory):
 
 
 def test_calls_whole_streamed_and_answered(client):
-    given = {"model": client.models.list().data[0].id, "messages": ASKED, "tools": TOOLS, "tool_choice": NAMED, "temperature": 0, **MORE}
+    given = {"model": client.models.list().data[0].id, "messages": MESSAGES, "tools": TOOLS, "tool_choice": NAMED, "temperature": 0, **MORE}
     whole = client.chat.completions.create(**given).choices[0]
     call, = whole.message.tool_calls
     assert whole.finish_reason == "tool_calls" and call.function.name == "weather" and json.loads(call.function.arguments)["place"]
@@ -28,5 +28,5 @@ def test_calls_whole_streamed_and_answered(client):
             arguments += delta.function.arguments or ""
             names.append(delta.function.name)
     assert names == ["weather"] and arguments == call.function.arguments
-    messages = [*ASKED, whole.message, {"role": "tool", "tool_call_id": call.id, "content": "Rain."}]
+    messages = [*MESSAGES, whole.message, {"role": "tool", "tool_call_id": call.id, "content": "Rain."}]
     assert client.chat.completions.create(**{**given, "messages": messages, "tool_choice": "auto"}).choices

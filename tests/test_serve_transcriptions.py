@@ -11,7 +11,7 @@ import pytest
 from audio_models import as_wav, sound, written_hearing
 from hypothesis import given
 from hypothesis import strategies as st
-from server_process import Reply, Served, serving
+from server_process import Reply, ServerProcess, serving
 from whisper_models import written_whisper
 
 from effllm.cli.server.form_data import parts_of
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Served]:
+def server(folder: Path) -> Iterator[ServerProcess]:
     with serving("-c", "512", "-n", "12", "--temp", "1", "--name", "ears", model=str(folder)) as server:
         yield server
 
@@ -50,11 +50,11 @@ def form(**fields: str | bytes) -> bytes:
     return made + f"--{BOUNDARY}--\r\n".encode()
 
 
-def heard(server: Served, path: str = PATH, **fields: str | bytes) -> Reply:
-    return server.ask("POST", path, form(**fields), Content_Type=f"multipart/form-data; boundary={BOUNDARY}")
+def heard(server: ServerProcess, path: str = PATH, **fields: str | bytes) -> Reply:
+    return server.request("POST", path, form(**fields), Content_Type=f"multipart/form-data; boundary={BOUNDARY}")
 
 
-def test_a_transcription_equals_that_in_a_chat(server: Served) -> None:
+def test_a_transcription_equals_that_in_a_chat(server: ServerProcess) -> None:
     reply = heard(server, file=WAV, model="ears", language="en", prompt="Fox")
     part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(WAV).decode(), "format": "wav"}}
     asks = "Transcribe the speech. It is in en. Words that may be in it, or what came before it: Fox"
@@ -72,7 +72,7 @@ def test_a_transcription_equals_that_in_a_chat(server: Served) -> None:
     assert translated and translated != plain
 
 
-def test_a_stream_is_the_whole_in_pieces(server: Served) -> None:
+def test_a_stream_is_the_whole_in_pieces(server: ServerProcess) -> None:
     *pieces, last = heard(server, file=WAV, stream="true").events
     whole = heard(server, file=WAV).json
     assert {piece["type"] for piece in pieces} == {"transcript.text.delta"} and last == {"type": "transcript.text.done", **whole}
@@ -86,22 +86,22 @@ def test_a_stream_is_the_whole_in_pieces(server: Served) -> None:
     ({"file": WAV, "timestamp_granularities[]": "word"}, 400, "timestamp_granularities[]"),
     ({"file": WAV, "temperature": "hot"}, 400, "temperature"),
     ({"file": WAV, "temperature": "-1"}, 400, "temperature"), ({"file": WAV, "stream": "perhaps"}, 400, "stream")])
-def test_what_is_refused_is_named(server: Served, fields: dict, status: int, param: str) -> None:
+def test_what_is_refused_is_named(server: ServerProcess, fields: dict, status: int, param: str) -> None:
     reply = heard(server, **fields)
     assert reply.status == status and reply.error["param"] == param, reply.body
 
 
-def test_times_of_words_are_refused_wherever_they_are_asked_for(server: Served) -> None:
+def test_times_of_words_are_refused_wherever_they_are_asked_for(server: ServerProcess) -> None:
     for grains in (("segment", "word"), ("word", "segment")):
         first, second = (form(**{"timestamp_granularities[]": each}).removesuffix(f"--{BOUNDARY}--\r\n".encode()) for each in grains)
-        reply = server.ask("POST", PATH, first + second + form(file=WAV, response_format="verbose_json"),
-                           Content_Type=f"multipart/form-data; boundary={BOUNDARY}")
+        reply = server.request("POST", PATH, first + second + form(file=WAV, response_format="verbose_json"),
+                               Content_Type=f"multipart/form-data; boundary={BOUNDARY}")
         assert reply.status == 400 and reply.error["param"] == "timestamp_granularities[]", grains
 
 
-def test_an_invalid_constraint_is_reported(server: Served) -> None:
-    assert server.ask("POST", PATH, {"file": "x"}).status == 415
-    cut = server.ask("POST", PATH, form(file=WAV)[:-60], Content_Type=f"multipart/form-data; boundary={BOUNDARY}")
+def test_an_invalid_constraint_is_reported(server: ServerProcess) -> None:
+    assert server.request("POST", PATH, {"file": "x"}).status == 415
+    cut = server.request("POST", PATH, form(file=WAV)[:-60], Content_Type=f"multipart/form-data; boundary={BOUNDARY}")
     assert cut.status == 400 and "complete form" in cut.error["message"]
 
 
@@ -124,7 +124,7 @@ def test_each_family_is_asked_in_its_own_words() -> None:
     assert transcription_messages(AudioTower, added, "M") == [{"role": "user", "content": "MTranscribe the speech."}]
 
 
-def test_audio_is_transcribed_in_chunks_as_long_as_the_model_takes(server: Served) -> None:
+def test_audio_is_transcribed_in_chunks_as_long_as_the_model_takes(server: ServerProcess) -> None:
     """Qwen2-Audio's here takes a second: pieces are cut where it is quiet, silence between them is left out, and times are theirs."""
     parts = [sound(0.6), np.zeros(SAMPLE_RATE, np.float32), sound(0.8, seed=2), np.zeros(SAMPLE_RATE // 2, np.float32), sound(0.5, seed=3)]
     alone = [heard(server, file=as_wav(parts[0])).json["text"], *(heard(server, file=as_wav(each)).json["text"] for each in parts[2::2])]
@@ -210,7 +210,7 @@ def test_no_bytes_are_more_than_refused(body: bytes) -> None:
 
 
 @pytest.mark.peer
-def test_openais_client_understands_the_responses(server: Served) -> None:
+def test_openais_client_understands_the_responses(server: ServerProcess) -> None:
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
         file = ("note.wav", WAV)

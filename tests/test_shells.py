@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pexpect
 import pytest
-from hub_user import FABLE, Person
+from hub_user import FABLE, HubUser
 
 from effllm.quant.kv import CODECS, WIDTHS
 from effllm.runtime.library import storage
@@ -28,28 +28,28 @@ SETTINGS = {"bash": (".bashrc", "bind 'set enable-bracketed-paste off'\nPS1='rea
 
 
 @pytest.fixture(params=SHELLS)
-def shell(request: pytest.FixtureRequest, person: Person) -> Callable[[str], str]:
+def shell(request: pytest.FixtureRequest, user: HubUser) -> Callable[[str], str]:
     """What the program receives when a user types a line with tabs, then return, in a shell that `--install-completion` was run in."""
     name = request.param
     if shutil.which(name) is None:
         pytest.skip(f"{name} is not installed")
-    kept = storage.own_folder(person.env, "fable", f"local-{storage.local_fingerprint(FABLE)}", "4bit")
+    kept = storage.own_folder(user.env, "fable", f"local-{storage.local_fingerprint(FABLE)}", "4bit")
     kept.mkdir(parents=True)
     (kept / "effllm.json").write_text("{}")
-    (person.home / "a file").write_text("")
-    program = person.home / "bin" / "effllm"
+    (user.home / "a file").write_text("")
+    program = user.home / "bin" / "effllm"
     program.parent.mkdir()
     program.write_text(PROGRAM.replace("PYTHON", sys.executable))
     program.chmod(0o755)
-    env = {**os.environ, **person.env, "PATH": f"{program.parent}:{os.environ['PATH']}", "TERM": "dumb" if name == "bash" else "xterm"}
+    env = {**os.environ, **user.env, "PATH": f"{program.parent}:{os.environ['PATH']}", "TERM": "dumb" if name == "bash" else "xterm"}
     del env["XDG_CONFIG_HOME"]
     file, text = SETTINGS[name]
-    (person.home / file).parent.mkdir(parents=True, exist_ok=True)
-    (person.home / file).write_text(text)
-    installed = pexpect.run(f"{name} -c 'effllm --install-completion; true'", env=env, cwd=person.home, encoding="utf-8",
+    (user.home / file).parent.mkdir(parents=True, exist_ok=True)
+    (user.home / file).write_text(text)
+    installed = pexpect.run(f"{name} -c 'effllm --install-completion; true'", env=env, cwd=user.home, encoding="utf-8",
                             timeout=MINUTE)
     assert f"{name} completion installed" in installed, installed
-    terminal = pexpect.spawn(SHELLS[name][0], SHELLS[name][1:], env=env, cwd=person.home, encoding="utf-8", timeout=MINUTE,
+    terminal = pexpect.spawn(SHELLS[name][0], SHELLS[name][1:], env=env, cwd=user.home, encoding="utf-8", timeout=MINUTE,
                              dimensions=(40, 200))
     terminal.expect_exact(READY)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bundle_models import RELU, bundled, folders, found, resident, windowed
-from command_line import Ran
+from command_line import CliRun
 from conversions import options as conversion
 from conversions import run as convert_run
 from family_models import Case
@@ -168,14 +168,14 @@ def test_what_cannot_be_recorded_or_kept_is_refused_before_the_model_is_loaded(t
     mixture = long_context_mixture(tmp_path / "mixture")
     with pytest.raises(UsageError, match="whole experts"):
         sparsity.require_sparse_folder(mixture)
-    assert Ran("calibrate-sparsity", mixture).code == 2
+    assert CliRun("calibrate-sparsity", mixture).code == 2
     relu = random_model(tmp_path / "relu", hidden_act="relu")
     sparsity.require_sparse_folder(relu)
     assert not [path for path in relu.iterdir() if "sparsity" in path.name]
     there = os.open
     monkeypatch.setattr(os, "open", lambda path, *more, **named: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system"))
                         if str(path).endswith(".partial") else there(path, *more, **named))
-    ran = Ran("calibrate-sparsity", relu)
+    ran = CliRun("calibrate-sparsity", relu)
     assert ran.code == 1 and "sparsity.json cannot be written: Read-only file system" in ran.err
 
 
@@ -188,11 +188,11 @@ def test_a_trace_takes_the_place_of_an_older_one_and_of_nothing_else(tmp_path: P
     (tmp_path / "link").symlink_to(relu / "config.json")
     for place in (text, relu / "config.json", relu / "model.safetensors", tmp_path / "mine.npz", tmp_path / "link"):
         before = place.read_bytes()
-        ran = Ran("calibrate-sparsity", relu, "--text", text, "--trace", place)
+        ran = CliRun("calibrate-sparsity", relu, "--text", text, "--trace", place)
         assert ran.code == 2 and f"--trace {place} is not a neuron trace" in ran.err and "hint: " in ran.err
         assert place.read_bytes() == before
     for place, said in ((tmp_path, "is a folder"), (tmp_path / "none" / "trace.npz", f"there is no folder {tmp_path / 'none'}")):
-        ran = Ran("calibrate-sparsity", relu, "--trace", place)
+        ran = CliRun("calibrate-sparsity", relu, "--trace", place)
         assert ran.code == 2 and said in ran.err
     sparsity.Trace(8, (np.ones((2, 1), np.uint8),)).save(tmp_path / "trace.npz")
     for place in (tmp_path / "trace.npz", tmp_path / "new.npz", Path("/dev/null")):
@@ -208,36 +208,36 @@ def test_the_way_of_a_model_through_the_commands(tmp_path: Path) -> None:
     shutil.copytree(FABLE, tmp_path / "relu")
     config = json.loads((FABLE / "config.json").read_text())
     (tmp_path / "relu" / "config.json").write_text(json.dumps({**config, "hidden_act": "relu"}))
-    made = Ran("quantize", tmp_path / "relu", "-o", tmp_path / "out", "--bundle-ffn", "--json")
+    made = CliRun("quantize", tmp_path / "relu", "-o", tmp_path / "out", "--bundle-ffn", "--json")
     assert made.code == 0, made.err
     assert json.loads(made.out)["bytes_before"] == json.loads(made.out)["bytes_after"]
     assert "4 neurons fill a block" in made.err
-    asked = Ran("calibrate-sparsity", tmp_path / "out", "--tokens", 512, "--trace", tmp_path / "trace.npz", "--json")
+    asked = CliRun("calibrate-sparsity", tmp_path / "out", "--tokens", 512, "--trace", tmp_path / "trace.npz", "--json")
     assert asked.code == 0, asked.err
     told = json.loads(asked.out)
     assert told["tokens"] == 512 and told["together"] == 4 and len(told["active"]) == 6
     trace = sparsity.Trace.load(tmp_path / "trace.npz")
     assert trace.shares() == pytest.approx(told["active"], abs=1e-5)
-    shown = Ran("calibrate-sparsity", tmp_path / "relu", "--tokens", 512)
+    shown = CliRun("calibrate-sparsity", tmp_path / "relu", "--tokens", 512)
     assert shown.code == 0 and "read per token" in shown.out and "25% of up and down" in shown.out
-    answers = [Ran("run", tmp_path / name, "--raw", "Once upon a time", "-n", 12, "--temp", 0) for name in ("relu", "out")]
+    answers = [CliRun("run", tmp_path / name, "--raw", "Once upon a time", "-n", 12, "--temp", 0) for name in ("relu", "out")]
     assert answers[0].code == answers[1].code == 0 and answers[0].out == answers[1].out
-    assert Ran("show", tmp_path / "out").code == 0
+    assert CliRun("show", tmp_path / "out").code == 0
 
 
 @pytest.mark.parametrize("arguments, said", ((("--bundle-ffn",), "silu is never exactly zero"),
                                              (("--bundle-ffn", "--bits", 4), "as they are"),
                                              (("--bits", 4, "--gate-sparsity", 0.5), "needs --bundle-ffn")))
 def test_commands_that_contradict_themselves_are_refused(arguments: tuple, said: str, tmp_path: Path) -> None:
-    ran = Ran("quantize", FABLE, "-o", tmp_path / "out", *arguments)
+    ran = CliRun("quantize", FABLE, "-o", tmp_path / "out", *arguments)
     assert ran.code == 2 and said in ran.err and "hint: " in ran.err
     assert not (tmp_path / "out").exists()
 
 
 def test_a_text_that_is_too_short_is_refused() -> None:
-    ran = Ran("calibrate-sparsity", "fable", "--tokens", 10)
+    ran = CliRun("calibrate-sparsity", "fable", "--tokens", 10)
     assert ran.code == 2 and "too few" in ran.err
-    ran = Ran("calibrate-sparsity", "fable")
+    ran = CliRun("calibrate-sparsity", "fable")
     assert ran.code == 2 and "never exactly zero" in ran.err
 
 

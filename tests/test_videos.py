@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pexpect
 import pytest
-from command_line import Ran
+from command_line import CliRun
 from hypothesis import given
 from hypothesis import strategies as st
 from patch_encoder import __file__ as PROGRAM
@@ -118,7 +118,7 @@ def clip(tmp_path, monkeypatch) -> Path:
 def test_an_answer_is_about_the_moments_of_a_video(folder, clip):
     prompts = {}
     for frames in (1, 2, 4):
-        ran = Ran("run", str(folder), "Who?", "--video", str(clip), "--frames", str(frames), "--stats", *GREEDY)
+        ran = CliRun("run", str(folder), "Who?", "--video", str(clip), "--frames", str(frames), "--stats", *GREEDY)
         assert ran.code == 0 and "image of 64 × 48: 16 tokens" in ran.err
         prompts[frames] = int(ran.err.partition("prompt ")[2].split()[0])
     words = prompts[2] - prompts[1] - 16  # of the second that stands before an image
@@ -134,17 +134,17 @@ def test_unreadable_images_are_reported_before_weights_are_read(folder, clip, tm
                        ((str(folder), "Who?", "--raw", "--video", str(clip)), "--video cannot be combined with --raw"),
                        ((str(folder), "Who?", "--video", str(clip), "--frames", "0"), "--frames 0 is out of range"),
                        ((str(folder), "Who?", "--frames", "4"), "--frames needs a video")):
-        ran = Ran("run", *argv)
+        ran = CliRun("run", *argv)
         assert ran.code in (1, 2) and said in ran.err and not ran.out, argv
         assert len(ran.err.strip().splitlines()) == 2, "the failure and its next step"
 
 
 def test_a_setting_of_frames_holds_where_there_is_a_video_alone(folder, clip, monkeypatch):
     monkeypatch.setenv("EFFLLM_FRAMES", "2")
-    alone = Ran("run", str(folder), "Who?", "--stats", *GREEDY)
-    shown = Ran("run", str(folder), "Who?", "--video", str(clip), "--stats", *GREEDY)
+    alone = CliRun("run", str(folder), "Who?", "--stats", *GREEDY)
+    shown = CliRun("run", str(folder), "Who?", "--video", str(clip), "--stats", *GREEDY)
     assert alone.code == shown.code == 0
-    typed = Ran("run", str(folder), "Who?", "--video", str(clip), "--frames", "2", "--stats", *GREEDY)
+    typed = CliRun("run", str(folder), "Who?", "--video", str(clip), "--frames", "2", "--stats", *GREEDY)
     assert typed.out == shown.out != alone.out
 
 

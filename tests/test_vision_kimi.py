@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from command_line import typed
+from command_line import run_cli
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from mmproj_files import write_projector
@@ -124,7 +124,7 @@ def test_files_of_kimi_vl_see_as_its_folder(kimi, tmp_path):
     as_kimi_vl(copied(kimi[0], tmp_path / "folder"))
     config_changed(tmp_path / "folder", "preprocessor_config.json", in_token_limit=4096)
     model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj-model-f16.gguf"
-    assert typed("export", tmp_path / "folder", "-o", model)[0] == 0
+    assert run_cli("export", tmp_path / "folder", "-o", model)[0] == 0
     write_projector(tmp_path / "folder", mmproj, "kimivl", json.loads((tmp_path / "folder" / "config.json").read_text()))
     found, wanted = open_media(model, read_config(model)).encoders[SEEN], opened(tmp_path / "folder")
     for name in ("photo", "odd", "tiny"):

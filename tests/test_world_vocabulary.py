@@ -154,14 +154,14 @@ def test_a_file_that_is_no_vocabulary_is_named(folder: Path, tmp_path: Path, cha
     assert said in caught.value.message and caught.value.hint and "\n" not in caught.value.message
 
 
-def test_a_model_is_run_held_to_a_form_and_asked_again(folder: Path, tmp_path: Path, person) -> None:
-    said = person.types("run", folder, "User: the", "-n", "4", "--temp", "0")
+def test_a_model_is_run_held_to_a_form_and_asked_again(folder: Path, tmp_path: Path, user) -> None:
+    said = user.run("run", folder, "User: the", "-n", "4", "--temp", "0")
     assert said.code == 0, said.err
-    held = person.types("run", folder, "the", "-n", "12", "--grammar", 'root ::= "abcdef" | "thereof"')
+    held = user.run("run", folder, "the", "-n", "12", "--grammar", 'root ::= "abcdef" | "thereof"')
     assert held.code == 0 and held.out.strip() in ("abcdef", "thereof"), held
-    made = person.types("quantize", folder, "-o", tmp_path / "4bit", "--bits", "8")
+    made = user.run("quantize", folder, "-o", tmp_path / "4bit", "--bits", "8")
     assert made.code == 0 and (tmp_path / "4bit" / WORLD).exists()
-    assert person.types("run", tmp_path / "4bit", "User: the", "-n", "4", "--temp", "0").code == 0
+    assert user.run("run", tmp_path / "4bit", "User: the", "-n", "4", "--temp", "0").code == 0
 
 
 @pytest.mark.peer
