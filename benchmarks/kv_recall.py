@@ -10,7 +10,7 @@ meaningful for the cache only where the exact one is right at least 99 times out
 from pathlib import Path
 
 from effllm.runtime.config import read_config
-from effllm.runtime.measuring.recall import SURE, RecallResult, recall
+from effllm.runtime.measuring.recall import MIN_EXACT_ACCURACY, RecallResult, recall
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.tokenizer import Tokenizer
 from kv_grid import opened
@@ -41,7 +41,7 @@ def main() -> None:
         for ctx in options.ctx:
             for kv in options.kv:
                 for row in recall_of(folder, text, ctx, kv).rows:
-                    counts = "yes" if row.comparable else f"no: below {SURE:.0%}"
+                    counts = "yes" if row.comparable else f"no: below {MIN_EXACT_ACCURACY:.0%}"
                     lines.append(f"| {folder.name} | {ctx} | {row.spread:.0%} | {kv} | {row.tokens} | {row.right:.2%} | "
                                  f"{row.right_exact:.2%} | {counts} |")
                     if row.comparable:

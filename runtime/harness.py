@@ -149,7 +149,7 @@ class Scoring:
             raise EffllmError(f"a continuation of {len(target)} tokens is longer than the context of {self.engine.n_ctx}", "a larger ctx=")
         ids = (context + target)[-self.engine.n_ctx - 1 : -1]  # the last token predicts nothing that is asked for
         first, total, greedy = len(ids) - len(target), 0.0, True
-        for start, logits in self.engine.score(ids, known=first if self.engine.options.kv in EXACT_CACHES else 0):
+        for start, logits in self.engine.score(ids, num_cached=first if self.engine.options.kv in EXACT_CACHES else 0):
             rows = np.arange(max(start, first), start + len(logits))
             if len(rows):
                 wanted = np.array([target[row - first] for row in rows], np.int64)

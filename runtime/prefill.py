@@ -46,7 +46,7 @@ class Prefill:
     batched_passes: BatchedPasses | None
     speculation: Speculation | None
     extend_prefix: Callable[[list[int], int], tuple[int, list[str]]]
-    demand_prompt: Callable[[Sequence[int]], None]
+    check_prompt: Callable[[Sequence[int]], None]
     keep_images_whole: Callable[[Iterator[int]], Iterator[int]]
     bidirectional: bool
     split_at_images: Callable[[Iterable[tuple[int, int]]], Iterator[tuple[int, int]]]
@@ -73,7 +73,7 @@ class Prefill:
         ids = list(ids)
         if not ids:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
-        self.demand_prompt(ids)
+        self.check_prompt(ids)
         if len(ids) >= self.n_ctx:
             if self.options.overflow != "shift" or self.n_ctx < MIN_SHIFT_CTX:
                 raise context_overflow(len(ids), self.n_ctx, self.config.context_length)

@@ -55,7 +55,8 @@ def assert_same(engine: Engine, rows: list[list[int]], way: str) -> None:
 @pytest.mark.parametrize("way", [LAST, MEAN])
 def test_vectors_have_the_bits_of_a_text_alone(engine: Engine, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
-    monkeypatch.setattr(engine, "together", lambda rows: passes.append([*map(len, rows)]) or type(engine).together(engine, rows))
+    monkeypatch.setattr(engine, "batched_states",
+                        lambda rows: passes.append([*map(len, rows)]) or type(engine).batched_states(engine, rows))
     assert supports_varlen(engine) and kernel_boundaries(engine) == (MAX_DECODE,)
     assert_same(engine, texts(), way)
     assert [1, 3, 3] in passes and any(len(each) > 3 for each in passes) and engine.tokens == []
@@ -64,7 +65,7 @@ def test_vectors_have_the_bits_of_a_text_alone(engine: Engine, way: str, monkeyp
 def test_the_state_of_the_last_token_has_the_same_bits_where_others_are_spared_the_last_layer(engine: Engine) -> None:
     (ids,) = texts((700,))
     whole = np.concatenate([states.copy() for _, states in engine.states(ids)])
-    found = [(start, states.copy()) for start, states in engine.states(ids, wanted=1)]
+    found = [(start, states.copy()) for start, states in engine.states(ids, num_last=1)]
     engine.reset()
     assert [len(states) for _, states in found] == [MIN_LAST_TOKENS] * len(found) and found[-1][0] == len(ids) - MIN_LAST_TOKENS
     assert np.array_equal(found[-1][1][-1], whole[-1])

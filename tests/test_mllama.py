@@ -173,7 +173,7 @@ def test_a_conversation_continues_and_back(made, engine: Engine) -> None:
 
 def test_the_word_of_an_image_in_a_text_is_refused(engine: Engine) -> None:
     with pytest.raises(UsageError, match=f"token id {FIRST} is outside") as caught:
-        engine.demand_prompt([5, FIRST])
+        engine.check_prompt([5, FIRST])
     assert "image placeholder" in caught.value.hint
 
 

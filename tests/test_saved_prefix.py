@@ -364,7 +364,7 @@ def test_an_engine_knows_what_it_holds_as_reading_leaves_it(one):
     assert one.num_fresh_tokens == 300 + FEW and one.num_prefilled_tokens == FEW + 1  # few tokens alone would go to another kernel
     read(one, tokens(448 + FEW))
     assert one.num_fresh_tokens == 448
-    for _ in one.score(tokens(400), known=200):
+    for _ in one.score(tokens(400), num_cached=200):
         continue
     assert one.num_fresh_tokens <= 200
     one.reset()

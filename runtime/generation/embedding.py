@@ -172,13 +172,13 @@ def prefill_texts(engine: Engine, texts: Sequence[Sequence[int]], phase: str, ca
     try:
         for indexes in _plan_passes(engine, texts):
             if len(indexes) > 1:
-                for index, states in zip(indexes, engine.together([texts[index] for index in indexes]), strict=True):
+                for index, states in zip(indexes, engine.batched_states([texts[index] for index in indexes]), strict=True):
                     on_states(index, states, True)
                 if cancelled():
                     return False
                 yield Yield()
             else:
-                for start, states in engine.states(texts[indexes[0]], wanted=last_states):
+                for start, states in engine.states(texts[indexes[0]], num_last=last_states):
                     on_states(indexes[0], states, start + len(states) == len(texts[indexes[0]]))
                     if cancelled():
                         return False
@@ -195,7 +195,8 @@ def prefill_texts(engine: Engine, texts: Sequence[Sequence[int]], phase: str, ca
 
 def _plan_passes(engine: Engine, texts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Indexes of the texts of each pass: short texts share passes, a long one has its own."""
-    batchable = [index for index, ids in enumerate(texts) if engine.alone(len(ids))] if len(texts) > 1 and supports_varlen(engine) else []
+    can_batch = len(texts) > 1 and supports_varlen(engine)
+    batchable = [index for index, ids in enumerate(texts) if can_batch and engine.fits_one_pass(len(ids))]
     passes = plan_batches([len(texts[index]) for index in batchable], engine.cache.shape.chunk, kernel_boundaries(engine))
     single_passes = [[index] for index in range(len(texts)) if index not in {*batchable}]
     return [[batchable[position] for position in batch] for batch in passes] + single_passes

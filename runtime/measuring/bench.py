@@ -37,30 +37,29 @@ ROOF_NBYTES = 1 << 30
 
 @dataclass(frozen=True)
 class BenchTest:
-    """Process a prompt of `prompt` tokens or generate `gen`, the other is 0, after `depth` tokens."""
+    """One measurement: either a prompt is processed or tokens are generated."""
 
-    prompt: int
-    gen: int
-    depth: int
+    prompt: int  # tokens of the prompt, 0 for generation
+    gen: int  # tokens to generate, 0 for a prompt
+    depth: int  # tokens in the cache before
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Every prompt length in `prompt` and generation length in `gen`, after every `depth`, `repetitions` times; `columns` tokens per
-    forward pass of generation. A 0 is no test. An engine with speculation generates its greedy text, any other runs random tokens."""
+    """What to measure. An engine with speculation generates its greedy text, any other runs random tokens."""
 
-    prompt: tuple[int, ...] = (512,)
-    gen: tuple[int, ...] = (64,)
+    prompt: tuple[int, ...] = (512,)  # a test of each prompt length at each depth; 0 is no test
+    gen: tuple[int, ...] = (64,)  # a test of each generation length at each depth; 0 is no test
     depth: tuple[int, ...] = (0,)
     repetitions: int = 3
-    columns: int = 1
+    columns: int = 1  # tokens per forward pass of generation
 
     def __post_init__(self) -> None:
-        for name, given, least in (("-p", self.prompt, 0), ("-n", self.gen, 0), ("-d", self.depth, 0), ("-r", [self.repetitions], 1),
+        for name, values, minimum in (("-p", self.prompt, 0), ("-n", self.gen, 0), ("-d", self.depth, 0), ("-r", [self.repetitions], 1),
                                    ("--columns", [self.columns], 1)):
-            for value in given:
-                if value < least:
-                    raise UsageError(f"{name} {value} is too small", f"at least {least}")
+            for value in values:
+                if value < minimum:
+                    raise UsageError(f"{name} {value} is too small", f"at least {minimum}")
         if self.columns > LOGIT_ROWS:
             raise UsageError(f"--columns {self.columns} is too large", f"at most {LOGIT_ROWS}")
         if not self.tests:
@@ -79,25 +78,22 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The runs of one test: seconds each, start time, peak memory by the end, bytes of weights and cache that the last pass read, and
-    disk reads and waits of one repetition."""
+class BenchSamples:
+    """The repetitions of one test."""
 
     test: BenchTest
-    samples: list[float]
-    began: str
-    peak: int
-    pass_nbytes: int
-    disk_nbytes: int
-    disk_wait_s: float
-    passes: int
+    samples: list[float]  # seconds
+    start_time: str  # UTC
+    peak_rss: int  # bytes, by the end of the test
+    pass_nbytes: int  # weights and cache read by the last pass
+    disk_nbytes: int  # per repetition
+    disk_wait_s: float  # per repetition
+    passes: int  # forward passes of generation per repetition
 
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One test. Rates in tokens per second over repetitions, times in nanoseconds, bandwidth in bytes per second, `test_time` the UTC
-    start. `n_batch` is the most tokens per pass; disk figures are of one repetition; `predicted_ts` is None if this machine was not
-    measured, or for a short prompt; `tokens_per_pass` of generation is the mean if tokens were drafted."""
+    """Result of one test. `_ts` are tokens per second, `_ns` nanoseconds, bandwidths bytes per second."""
 
     build_commit: str
     build_number: int
@@ -108,7 +104,7 @@ class BenchRow:
     model_type: str
     model_size: int
     model_n_params: int
-    n_batch: int
+    n_batch: int  # maximum tokens per pass
     n_ubatch: int
     n_threads: int
     type_k: str
@@ -118,7 +114,7 @@ class BenchRow:
     n_prompt: int
     n_gen: int
     n_depth: int
-    test_time: str
+    test_time: str  # UTC start
     avg_ns: int
     stddev_ns: int
     avg_ts: float
@@ -132,10 +128,10 @@ class BenchRow:
     roof_bandwidth: float
     roof_fraction: float
     peak_rss_bytes: int
-    disk_bytes_read: int
-    disk_wait_s: float
-    predicted_ts: float | None
-    tokens_per_pass: float
+    disk_bytes_read: int  # per repetition
+    disk_wait_s: float  # per repetition
+    predicted_ts: float | None  # None for a short prompt, or if this machine was not measured
+    tokens_per_pass: float  # of generation, the mean if tokens were drafted; 0 for a prompt
 
     @property
     def test(self) -> str:
@@ -153,8 +149,11 @@ def prepare_synthetic(shape: str, options: EngineOptions, spec: str | None = Non
 
 
 def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress | Notice | BenchRow]:
-    """Measure; yields Progress per repetition and a BenchRow per test; before those a Notice if other processes used the cores, and one
-    if the machine was not measured, so that nothing is predicted. Each test warms up once."""
+    """Run the tests, each after one warm-up. Yields Progress per repetition, then a BenchRow per test.
+
+    Before the rows comes a Notice if other processes used the cores, and one if this machine was not measured, so that nothing is
+    predicted.
+    """
     if options.ctx > engine.n_ctx:
         raise UsageError(f"the measurement needs a context of {options.ctx}, the engine has {engine.n_ctx}",
                          f"-c {options.ctx}, or fewer tokens: -p, -n, -d")
@@ -162,26 +161,27 @@ def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress
         raise UsageError("--columns runs tokens side by side that speculation would choose", "drop --columns, or --spec and --draft")
     rng = np.random.default_rng(0)
     ids = rng.integers(0, engine.config.vocab_size, options.ctx).tolist()
-    measured, began_with = list[Measured](), hardware.cpu_time()
+    results, cpu_time_before = list[BenchSamples](), hardware.cpu_time()
     for test in options.tests:
-        samples, began = [], datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        _once(engine, ids, replace(test, prompt=min(test.prompt, PAGE), gen=min(test.gen, 2)), options.columns)
-        before, passes = (engine.disk_nbytes, engine.disk_wait_s), _passes(engine)
+        samples, start_time = [], datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        _run_test(engine, ids, replace(test, prompt=min(test.prompt, PAGE), gen=min(test.gen, 2)), options.columns)
+        disk_nbytes_before, disk_wait_before, passes_before = engine.disk_nbytes, engine.disk_wait_s, _num_speculative_passes(engine)
         for done in range(options.repetitions):
             yield Progress(f"measuring {test_name(test)}", done, options.repetitions, "runs")
-            samples.append(_once(engine, ids, test, options.columns))
-        disk = (engine.disk_nbytes - before[0]) // options.repetitions, (engine.disk_wait_s - before[1]) / options.repetitions
-        nbytes = engine.model.bytes_per_pass + engine.prepared.adapters.nbytes_of(engine.adapter_scales) + engine.cache.seen_nbytes
-        made = (_passes(engine) - passes) // options.repetitions or test.gen
-        measured.append(Measured(test, samples, began, hardware.peak_rss(), nbytes, *disk, made))
-    cores = hardware.cpu_time().since(began_with)
+            samples.append(_run_test(engine, ids, test, options.columns))
+        disk_nbytes = (engine.disk_nbytes - disk_nbytes_before) // options.repetitions
+        disk_wait_s = (engine.disk_wait_s - disk_wait_before) / options.repetitions
+        pass_nbytes = engine.model.bytes_per_pass + engine.prepared.adapters.nbytes_of(engine.adapter_scales) + engine.cache.seen_nbytes
+        passes = (_num_speculative_passes(engine) - passes_before) // options.repetitions or test.gen
+        results.append(BenchSamples(test, samples, start_time, hardware.peak_rss(), pass_nbytes, disk_nbytes, disk_wait_s, passes))
+    cores = hardware.cpu_time().since(cpu_time_before)
     if cores.others_share > roofs.MAX_OTHERS_SHARE:
         yield Notice(f"{describe_cpu_use(cores)}: a machine that does nothing else is faster")
-    roof = _roof(engine)  # last: its buffer is no part of what the model takes
-    if _may_predict(engine, options.columns) and roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates is None:
+    roof = _roof_bandwidth(engine)  # last: its buffer must not count as the model's memory
+    if _is_predictable(engine, options.columns) and roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates is None:
         yield Notice(f"no prediction: {forecast.no_roofs(engine.options)}")
-    for each in measured:
-        yield _row(engine, options, name, each, roof)
+    for result in results:
+        yield _row(engine, options, name, result, roof)
 
 
 def test_name(test: BenchTest) -> str:
@@ -190,26 +190,26 @@ def test_name(test: BenchTest) -> str:
     return name + (f" @ d{test.depth}" if test.depth else "")
 
 
-def _passes(engine: Engine) -> int:
+def _num_speculative_passes(engine: Engine) -> int:
     """Speculative passes so far."""
     return engine.speculation.counts.passes if engine.speculation else 0
 
 
-def _once(engine: Engine, ids: list[int], test: BenchTest, columns: int) -> float:
-    """Seconds for one test without its depth."""
+def _run_test(engine: Engine, ids: list[int], test: BenchTest, columns: int) -> float:
+    """Run a test once; returns its seconds, without the prefill of its depth."""
     engine.reset()
-    writes = engine.speculation is not None and test.gen > 0
-    if test.depth or writes:
+    generates = engine.speculation is not None and test.gen > 0
+    if test.depth or generates:
         for _ in engine.prefill(ids[: max(test.depth, 1)]):
             continue
     started = time.perf_counter()
-    if writes:
+    if generates:
         greedy = Sampler(SamplerSettings(temperature=0), engine.config.vocab_size)
-        for _ in engine.generate(greedy, test.gen + 1, frozenset()):  # the first comes with what was read
+        for _ in engine.generate(greedy, test.gen + 1, frozenset()):  # the first token needs no pass after the prefill
             continue
         return time.perf_counter() - started
     if test.prompt:
-        engine.set_tokens(engine.tokens)  # as many are read behind them as were asked for, however few
+        engine.set_tokens(engine.tokens)  # so that the prefill runs exactly `prompt` tokens, however few
         for _ in engine.prefill(ids[: test.depth + test.prompt]):
             continue
     for step in range(test.gen):
@@ -218,13 +218,13 @@ def _once(engine: Engine, ids: list[int], test: BenchTest, columns: int) -> floa
     return time.perf_counter() - started
 
 
-def _row(engine: Engine, options: BenchOptions, name: str, measured: Measured, roof: float) -> BenchRow:
-    test, samples, devices = measured.test, measured.samples, engine.placement.devices
+def _row(engine: Engine, options: BenchOptions, name: str, result: BenchSamples, roof: float) -> BenchRow:
+    test, samples, devices = result.test, result.samples, engine.placement.devices
     prompt, gen = test.prompt, test.gen
     tokens = prompt or gen * options.columns
     rates = [tokens / seconds for seconds in samples]
     nanoseconds = [round(seconds * 1e9) for seconds in samples]
-    bandwidth = measured.pass_nbytes * measured.passes / median(samples) if gen else 0.0
+    bandwidth = result.pass_nbytes * result.passes / median(samples) if gen else 0.0
     major, minor, patch = (int(part) for part in __version__.split(".")[:3])
     folder = engine.prepared.folder
     return BenchRow(
@@ -234,47 +234,49 @@ def _row(engine: Engine, options: BenchOptions, name: str, measured: Measured, r
         model_n_params=parameters(engine.model.tensors), n_batch=engine.prepared.shape.chunk, n_ubatch=engine.prepared.shape.chunk,
         n_threads=engine.backends["cpu"].pool.workers, type_k=engine.options.kv, type_v=engine.options.kv,
         n_gpu_layers=devices.count("cuda"), use_mmap=engine.options.load == "mmap", n_prompt=prompt, n_gen=gen, n_depth=test.depth,
-        test_time=measured.began, avg_ns=round(fmean(nanoseconds)), stddev_ns=round(_spread(nanoseconds)), avg_ts=fmean(rates),
-        stddev_ts=_spread(rates), samples_ns=tuple(nanoseconds),
-        samples_ts=tuple(rates), median_ts=median(rates), columns=options.columns if gen else 1, bytes_per_pass=measured.pass_nbytes,
-        read_bandwidth=bandwidth, roof_bandwidth=roof, roof_fraction=bandwidth / roof, peak_rss_bytes=measured.peak,
-        disk_bytes_read=measured.disk_nbytes, disk_wait_s=measured.disk_wait_s, predicted_ts=_predicted(engine, test, options.columns),
-        tokens_per_pass=tokens / measured.passes if gen else 0.0)
+        test_time=result.start_time, avg_ns=round(fmean(nanoseconds)), stddev_ns=round(_stdev(nanoseconds)), avg_ts=fmean(rates),
+        stddev_ts=_stdev(rates), samples_ns=tuple(nanoseconds),
+        samples_ts=tuple(rates), median_ts=median(rates), columns=options.columns if gen else 1, bytes_per_pass=result.pass_nbytes,
+        read_bandwidth=bandwidth, roof_bandwidth=roof, roof_fraction=bandwidth / roof, peak_rss_bytes=result.peak_rss,
+        disk_bytes_read=result.disk_nbytes, disk_wait_s=result.disk_wait_s, predicted_ts=_predicted_rate(engine, test, options.columns),
+        tokens_per_pass=tokens / result.passes if gen else 0.0)
 
 
-def _predicted(engine: Engine, test: BenchTest, columns: int) -> float | None:
+def _predicted_rate(engine: Engine, test: BenchTest, columns: int) -> float | None:
     """The plan's prediction for a test on this machine, None for several columns, sparse KV reads and short prompts."""
-    known = roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates
-    unforeseen = engine.cache.pool.picks if test.gen else not predict.is_predictable(test.prompt)
-    if known is None or not _may_predict(engine, columns) or unforeseen:
+    rates = roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates
+    is_unpredictable = engine.cache.pool.picks if test.gen else not predict.is_predictable(test.prompt)
+    if rates is None or not _is_predictable(engine, columns) or is_unpredictable:
         return None
-    asked = forecast.work(engine.prepared, engine.model.tensors)
+    work = forecast.work(engine.prepared, engine.model.tensors)
     if test.gen:
-        made = predict.decode(asked, known, test.depth + test.gen // 2)
-        return made and made.tokens_per_s
-    whole, before = predict.prompt(asked, known, test.depth + test.prompt), predict.prompt(asked, known, test.depth)
-    return test.prompt / (whole.seconds - (before.seconds if test.depth else 0)) if whole and before else None
+        decoding = predict.decode(work, rates, test.depth + test.gen // 2)
+        return decoding and decoding.tokens_per_s
+    prefill, depth_prefill = predict.prompt(work, rates, test.depth + test.prompt), predict.prompt(work, rates, test.depth)
+    if not (prefill and depth_prefill):
+        return None
+    return test.prompt / (prefill.seconds - (depth_prefill.seconds if test.depth else 0))
 
 
-def _may_predict(engine: Engine, columns: int) -> bool:
+def _is_predictable(engine: Engine, columns: int) -> bool:
     return "cuda" not in engine.placement.devices and columns == 1
 
 
-def _spread(values: Sequence[float]) -> float:
+def _stdev(values: Sequence[float]) -> float:
     return stdev(values) if len(values) > 1 else 0.0
 
 
-def _roof(engine: Engine) -> float:
-    """Read bandwidth with the engine's threads, over memory as large as the weights. If the budget has no room, over the weights in
-    memory, and if those are few, over what is left."""
-    pool, size = engine.backends["cpu"].pool, min(ROOF_NBYTES, max(64 << 20, engine.model.nbytes))
-    left = engine.placement.budget.ram - hardware.rss() - (8 << 20)
-    if size > left:
+def _roof_bandwidth(engine: Engine) -> float:
+    """Read bandwidth with the engine's threads, bytes per second, over a buffer as large as the weights (64 MiB to ROOF_NBYTES). If the
+    memory budget has no room for it, over the weights in memory; if those are few, over a buffer that fits."""
+    pool, nbytes = engine.backends["cpu"].pool, min(ROOF_NBYTES, max(64 << 20, engine.model.nbytes))
+    available_nbytes = engine.placement.budget.ram - hardware.rss() - (8 << 20)
+    if nbytes > available_nbytes:
         weights = [array[: array.nbytes // BLOCK * BLOCK] for array in engine.model.pager.resident_arrays() if array.nbytes >= BLOCK]
         if sum(array.nbytes for array in weights) >= MIN_NBYTES:
             return read_bandwidth(pool, *weights)
-        size = max(4 << 20, left)
-    memory = anonymous(size)
+        nbytes = max(4 << 20, available_nbytes)
+    memory = anonymous(nbytes)
     memory.view(np.uint64)[:] = 0x0101010101010101  # untouched memory is one shared page of zeros
     return read_bandwidth(pool, memory)
 

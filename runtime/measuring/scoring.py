@@ -36,62 +36,64 @@ class Scoring:
     n_ctx: int
     media: MediaCache | None
 
-    def demand_prompt(self, ids: Sequence[int]) -> None:
+    def check_prompt(self, ids: Sequence[int]) -> None:
         """Raises UsageError for a prompt that this model cannot continue."""
         require_text_generation(self.model.config)
         check_token_ids(ids, self.model.config.vocab_size, self.media)
 
     def forward_logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Run `ids` after what is held; logits float32 [len(ids), V], a view."""
+        """Run `ids` after the tokens in the cache; logits float32 [len(ids), V], a view."""
         return self.model.logits(self._forward(ids))
 
-    def score(self, ids: Sequence[int], pages: int | None = None, known: int = 0,
+    def score(self, ids: Sequence[int], pages: int | None = None, num_cached: int = 0,
               by_token: bool = False) -> Iterator[tuple[int, np.ndarray]]:
-        """Run `ids` from an empty cache; yields (position, logits float32 [n, V]) for every position. A view: copy what you keep.
+        """Run `ids` from an empty cache; yields (position, logits float32 [n, V]) for every position. Logits are views: copy to keep them.
 
-        `pages` splits the text into chunks of this many pages instead of the engine's. The logits of the first `known` positions are not
-        needed: those already cached are not run again. `by_token` runs and yields one token at a time, as decoding does.
+        `pages`: pages per chunk, None for the engine's chunk size.
+        `num_cached`: logits of this many first positions are not needed, so that positions already in the cache are not run again.
+        `by_token`: run and yield one token at a time, as decoding does.
         """
         require_text_generation(self.model.config)
         if not 0 < len(ids) <= self.n_ctx:
             raise ContextOverflow(f"{len(ids)} tokens to score in a context of {self.n_ctx}")
-        held = self.cache.truncate(min(common_prefix(self.tokens, ids), known, self.cache.resumable)) if known else 0
-        if held:
-            self.set_tokens(ids[:held], min(self.num_fresh_tokens, held))
+        num_kept = self.cache.truncate(min(common_prefix(self.tokens, ids), num_cached, self.cache.resumable)) if num_cached else 0
+        if num_kept:
+            self.set_tokens(ids[:num_kept], min(self.num_fresh_tokens, num_kept))
         else:
             self.reset()
-        for piece in self._passes(len(ids) - held, pages or self.prepared.chunk // PAGE):
+        for num_tokens in self._passes(len(ids) - num_kept, pages or self.prepared.chunk // PAGE):
             start = len(self.tokens)
-            if by_token or self.cache.pool.picks:  # pages are picked for an answer alone
-                for row in range(start, start + piece):
+            if by_token or self.cache.pool.picks:  # sparse KV reads pick pages only while decoding
+                for row in range(start, start + num_tokens):
                     yield row, self.forward_logits(ids[row : row + 1])
                 continue
-            x = self._forward(ids[start : start + piece])
-            for row in range(0, piece, LOGIT_ROWS):
+            x = self._forward(ids[start : start + num_tokens])
+            for row in range(0, num_tokens, LOGIT_ROWS):
                 yield start + row, self.model.logits(x[row : row + LOGIT_ROWS])
 
     def first_reader(self, by_token: bool = False) -> int:
         """The first position that reads a packed page if `score` runs page by page, or by token; 0 if the cache packs nothing."""
-        one_by_one = by_token or self.cache.pool.picks
-        return self.cache.shape.first_reader(one_by_one) if self.cache.is_packed else 0
+        return self.cache.shape.first_reader(by_token or self.cache.pool.picks) if self.cache.is_packed else 0
 
-    def states(self, ids: Sequence[int], pages: int | None = None, wanted: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """Run `ids` as `score` does; yields (position, last hidden states float32 [n, D]) per pass, views; convert them to logits
-        LOGIT_ROWS rows at once. `wanted`: how many of the last tokens' states are needed, which spares the others the last layers; None
-        for all."""
+    def states(self, ids: Sequence[int], pages: int | None = None, num_last: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+        """Run `ids` as `score` does; yields (position, last hidden states float32 [n, D]) per pass, views. Convert them to logits at most
+        LOGIT_ROWS rows at a time.
+
+        `num_last`: only the states of this many last tokens are needed, so that the others skip the last layers; None for all.
+        """
         self.reset()
-        both_ways = self.model.config.bidirectional
-        for piece in (len(ids),) if both_ways else self._passes(len(ids), pages or self.prepared.chunk // PAGE):
-            end = len(self.tokens) + piece
-            x = self._forward(ids[end - piece : end], prompt=True, num_states=wanted if wanted is None or end == len(ids) else 0)
+        is_bidirectional = self.model.config.bidirectional
+        for num_tokens in (len(ids),) if is_bidirectional else self._passes(len(ids), pages or self.prepared.chunk // PAGE):
+            end = len(self.tokens) + num_tokens
+            x = self._forward(ids[end - num_tokens : end], prompt=True, num_states=num_last if num_last is None or end == len(ids) else 0)
             yield end - len(x), x
 
-    def alone(self, tokens: int) -> bool:
-        """Whether a text of this length is one pass from an empty cache, so that `together` may batch it."""
+    def fits_one_pass(self, tokens: int) -> bool:
+        """Whether a text of this length is one pass from an empty cache, so that `batched_states` may batch it."""
         self.reset()
         return self.model.config.bidirectional or next(self._passes(tokens, self.prepared.chunk // PAGE)) == tokens
 
-    def together(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def batched_states(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """The last hidden states float32 [n, D] of several texts in one batched pass; views. Requires `supports_varlen`."""
         self.reset()
         self.memory_monitor.look(self.cache)

@@ -28,7 +28,7 @@ from ..stores.container import Container, StoredTensor
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
           "torch_dtype": "bfloat16"}
-_MIXTURE = {"hidden_act": "silu", "hidden_size": 2048, "norm_topk_prob": False, "num_experts_per_tok": 8, "torch_dtype": "bfloat16",
+_MOE = {"hidden_act": "silu", "hidden_size": 2048, "norm_topk_prob": False, "num_experts_per_tok": 8, "torch_dtype": "bfloat16",
             "tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, object]] = {
     "tinyllama-1.1b": {**_LLAMA, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
@@ -38,18 +38,18 @@ SHAPES: dict[str, dict[str, object]] = {
                     "tie_word_embeddings": True},
     "llama3-8b": {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
                   "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False},
-    "olmoe-1b-7b": {**_MIXTURE, "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "intermediate_size": 1024,
+    "olmoe-1b-7b": {**_MOE, "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "intermediate_size": 1024,
                     "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
                     "max_position_embeddings": 4096, "num_experts": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
-    "qwen3-30b-a3b": {**_MIXTURE, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "intermediate_size": 6144,
+    "qwen3-30b-a3b": {**_MOE, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "intermediate_size": 6144,
                       "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
                       "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "num_experts": 128, "norm_topk_prob": True,
                       "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
-    "qwen1.5-moe-a2.7b": {**_MIXTURE, "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "intermediate_size": 5632,
+    "qwen1.5-moe-a2.7b": {**_MOE, "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "intermediate_size": 5632,
                           "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_hidden_layers": 24,
                           "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 151936, "max_position_embeddings": 8192,
                           "num_experts": 60, "num_experts_per_tok": 4, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
-    "glm-4.5-air": {**_MIXTURE, "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "hidden_size": 4096,
+    "glm-4.5-air": {**_MOE, "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "hidden_size": 4096,
                     "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96,
                     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552, "max_position_embeddings": 131072,
                     "n_routed_experts": 128, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
@@ -66,18 +66,18 @@ class SyntheticStore:
     def __init__(self, config: ModelConfig, spec: QuantSpec | None = None) -> None:
         family = families.get(config.family)
         layers = (family.layer_tensors(config, i) for i in range(config.num_hidden_layers))
-        named = {rule.name: (role, rule) for rules in (family.outer_tensors(config), *layers) for role, rule in rules.items()}
-        rules = [*named.values()]  # layers may be used again
+        rules_by_name = {rule.name: (role, rule) for rules in (family.outer_tensors(config), *layers) for role, rule in rules.items()}
+        rules = [*rules_by_name.values()]  # layers may share tensors
         self.tensors: dict[str, TensorInfo] = {}
         stored: dict[str, StoredTensor] = {}
         recipe = None if spec is None else Recipe(spec)
         offset = 0
         for role, rule in rules:
-            low = recipe is not None and families.base_role(role) in MATRICES
-            own = recipe.spec_for(rule.name, rule.shape, role) if low else QuantSpec.raw("bf16")
-            stored[rule.name] = StoredTensor(rule.name, own, tuple(rule.shape), 0)
-            nbytes = own.nbytes(rule.shape)
-            dtype, shape = ("BF16", tuple(rule.shape)) if own.is_raw else ("U8", (nbytes,))
+            is_quantized = recipe is not None and families.base_role(role) in MATRICES
+            tensor_spec = recipe.spec_for(rule.name, rule.shape, role) if is_quantized else QuantSpec.raw("bf16")
+            stored[rule.name] = StoredTensor(rule.name, tensor_spec, tuple(rule.shape), 0)
+            nbytes = tensor_spec.nbytes(rule.shape)
+            dtype, shape = ("BF16", tuple(rule.shape)) if tensor_spec.is_raw else ("U8", (nbytes,))
             self.tensors[rule.name] = TensorInfo(rule.name, dtype, shape, Path("synthetic"), offset, nbytes)
             offset += nbytes
         bits = 8 * offset / sum(prod(rule.shape) for _, rule in rules)
@@ -92,36 +92,39 @@ class SyntheticStore:
         done = 0
         while done < len(out):
             index = bisect_right(self._starts, offset + done) - 1
-            within, stored = offset + done - self._starts[index], self._stored[index]
-            part = out[done : done + stored.nbytes - within]
+            tensor_offset, stored = offset + done - self._starts[index], self._stored[index]
+            part = out[done : done + stored.nbytes - tensor_offset]
             if stored.spec.is_raw:
-                _repeat(self._values, within, part)
+                _fill_repeated(self._values, tensor_offset, part)
             else:
-                self._fill_blob(stored, within, part)
+                self._fill_blob(stored, tensor_offset, part)
             done += len(part)
 
     def _fill_blob(self, stored: StoredTensor, start: int, out: memoryview) -> None:
-        """Random codes and scales, then zeros in the middle of the codes, small row scales and plain tables."""
-        _repeat(self._codes, start, out)
-        spec, at = stored.spec, stored.spec.sections(stored.shape)
-        tail, each = np.zeros(stored.nbytes - at.row_scales, np.uint8), row_nbytes(spec.scheme)
-        kind = "f32" if each == 4 else "bf16"
-        tail[: each * at.rows].view(RAW_NUMPY[kind])[:] = from_f32(np.full(at.rows, 1e-5, np.float32), kind)
-        if at.tables >= 0:
+        """The bytes of a blob from offset `start` on: random codes, zero points in the middle of their range, scales and row scales of one
+        size, tables of evenly spaced levels."""
+        _fill_repeated(self._codes, start, out)
+        spec, sections = stored.spec, stored.spec.sections(stored.shape)
+        row_scales_and_tables, row_scale_nbytes = np.zeros(stored.nbytes - sections.row_scales, np.uint8), row_nbytes(spec.scheme)
+        row_scale_dtype = "f32" if row_scale_nbytes == 4 else "bf16"
+        row_scales = from_f32(np.full(sections.rows, 1e-5, np.float32), row_scale_dtype)
+        row_scales_and_tables[: row_scale_nbytes * sections.rows].view(RAW_NUMPY[row_scale_dtype])[:] = row_scales
+        if sections.tables >= 0:
             levels = np.linspace(-MAX_LEVEL, MAX_LEVEL - 1, 1 << spec.bits).astype(np.int8)
             tables = np.concatenate([np.resize(levels, LEVELS_NBYTES).view(np.uint8), np.arange(14, 14 + STEPS_NBYTES, dtype=np.uint8)])
-            tail[at.tables - at.row_scales :][: tables.size] = tables
-        _overlay(tail, at.row_scales, start, out)
-        middle = at.row_scales - (at.zeros if at.zeros >= 0 else at.scales)
+            row_scales_and_tables[sections.tables - sections.row_scales :][: tables.size] = tables
+        _copy_overlap(row_scales_and_tables, sections.row_scales, start, out)
+        scales_nbytes = sections.row_scales - (sections.zeros if sections.zeros >= 0 else sections.scales)
         if spec.scheme == "float":
-            _overlay(np.ones(middle // 4, np.float32).view(np.uint8), at.scales, start, out)
-            codes = out[: max(0, at.scales - start)]
+            _copy_overlap(np.ones(scales_nbytes // 4, np.float32).view(np.uint8), sections.scales, start, out)
+            codes = out[: max(0, sections.scales - start)]
             np.bitwise_and(codes, 0xF7, out=np.frombuffer(codes, np.uint8))  # none is NaN
         elif spec.scheme != "codebook":  # scales of one size: random ones would span 2**16, exponents all of float32
-            usual = {"mxfp": 128, "nvfp": 56, "minimum": 0x3C}.get(spec.scheme, 64)
-            _overlay(np.full(middle, usual if at.zeros < 0 else 1 << (spec.bits - 1), np.uint8), at.row_scales - middle, start, out)
-            if at.zeros >= 0:
-                _overlay(np.full(at.zeros - at.scales, 64, np.uint8), at.scales, start, out)
+            scale_code = {"mxfp": 128, "nvfp": 56, "minimum": 0x3C}.get(spec.scheme, 64)
+            code = scale_code if sections.zeros < 0 else 1 << (spec.bits - 1)
+            _copy_overlap(np.full(scales_nbytes, code, np.uint8), sections.row_scales - scales_nbytes, start, out)
+            if sections.zeros >= 0:
+                _copy_overlap(np.full(sections.zeros - sections.scales, 64, np.uint8), sections.scales, start, out)
 
     def read(self, info: TensorInfo) -> np.ndarray:
         out = np.empty(info.nbytes, np.uint8)
@@ -145,21 +148,21 @@ class SyntheticStore:
         """Nothing is open."""
 
 
-def _repeat(block: np.ndarray, start: int, out: memoryview) -> None:
+def _fill_repeated(block: np.ndarray, start: int, out: memoryview) -> None:
     """Fill `out` with the repeated block, from offset `start` on."""
-    first = start % len(block)
-    for at in range(0, len(out), len(block)):
-        part = out[at : at + len(block)]
-        head = min(len(part), len(block) - first)
-        part[:head] = memoryview(block[first : first + head])
-        part[head:] = memoryview(block[: len(part) - head])
+    block_offset = start % len(block)
+    for position in range(0, len(out), len(block)):
+        part = out[position : position + len(block)]
+        head_nbytes = min(len(part), len(block) - block_offset)
+        part[:head_nbytes] = memoryview(block[block_offset : block_offset + head_nbytes])
+        part[head_nbytes:] = memoryview(block[: len(part) - head_nbytes])
 
 
-def _overlay(piece: np.ndarray, begin: int, start: int, out: memoryview) -> None:
-    """Copy the overlap of `piece` at offset `begin` with `out` at offset `start`."""
-    low, high = max(begin, start), min(begin + len(piece), start + len(out))
-    if low < high:
-        out[low - start : high - start] = memoryview(piece[low - begin : high - begin])
+def _copy_overlap(source: np.ndarray, source_offset: int, out_offset: int, out: memoryview) -> None:
+    """Copy the overlap of `source`, which begins at `source_offset`, with `out`, which begins at `out_offset`."""
+    begin, end = max(source_offset, out_offset), min(source_offset + len(source), out_offset + len(out))
+    if begin < end:
+        out[begin - out_offset : end - out_offset] = memoryview(source[begin - source_offset : end - source_offset])
 
 
 def synthetic_config(shape: str) -> ModelConfig:
