@@ -15,7 +15,7 @@ from video_files import as_sound, as_video
 from effllm import UsageError
 from effllm.runtime.audio import audio_file, resampling
 from effllm.runtime.audio.audio_file import MIN_SAMPLES, decode_audio, read_audio
-from effllm.runtime.audio.log_mel import WHISPER, LogMel, log_mel_of, read_extractor
+from effllm.runtime.audio.log_mel import WHISPER_EXTRACTORS, LogMel, log_mel_of, read_extractor
 from effllm.runtime.audio.resampling import resample
 from effllm.runtime.audio.wav import CHUNK_FRAMES, read_wav
 from effllm.runtime.images.modality import SAMPLE_RATE
@@ -198,7 +198,7 @@ def test_a_filter_that_is_looked_up_is_the_one_that_is_computed(monkeypatch):
     for rate in (22_222, 7_778):  # 8,000 phases each
         looked_up = resample(samples, rate, SAMPLE_RATE)
         with monkeypatch.context() as patched:
-            patched.setattr(resampling, "MANY_PHASES", 8000)
+            patched.setattr(resampling, "MAX_EXACT_PHASES", 8000)
             assert np.abs(looked_up - resample(samples, rate, SAMPLE_RATE)).max() < 3e-6
     with pytest.raises(UsageError, match="claims 1 channels at 99 Hz"):
         decode_audio(wav(bytes(4000), 1, 8, rate=99), "it")
@@ -216,14 +216,14 @@ def test_a_spectrogram_is_that_of_whispers_extractor(count, bands, loud, seed):
 
 def test_a_folder_states_its_audio_preprocessing(tmp_path):
     with pytest.raises(UsageError, match="has no preprocessor_config.json"):
-        log_mel_of(read_extractor(tmp_path, WHISPER))
+        log_mel_of(read_extractor(tmp_path, WHISPER_EXTRACTORS))
     WhisperFeatureExtractor(feature_size=128).save_pretrained(tmp_path)
-    assert log_mel_of(read_extractor(tmp_path, WHISPER)) == LogMel(128, 400, 160, 480_000)
+    assert log_mel_of(read_extractor(tmp_path, WHISPER_EXTRACTORS)) == LogMel(128, 400, 160, 480_000)
     for says, said in (('{"feature_extractor_type": "Other"}', "audio preprocessor 'Other'"), ('{"sampling_rate": 8000}', "sampling_rate"),
                        ('{"hop_length": 161}', "hop_length"), ('{"dither": 0.1}', "dither")):
         (tmp_path / "preprocessor_config.json").write_text(says)
         with pytest.raises(Exception, match=said) as raised:
-            log_mel_of(read_extractor(tmp_path, WHISPER))
+            log_mel_of(read_extractor(tmp_path, WHISPER_EXTRACTORS))
         assert type(raised.value).__name__ in ("UsageError", "ConfigError")
 
 

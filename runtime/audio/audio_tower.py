@@ -16,7 +16,7 @@ from ..images import EncodedMedia, EncodingJob
 from ..images.modality import AUDIO_INPUT, SAMPLE_RATE
 from ..images.tower import Tower
 from ..images.tower_ops import ROWS
-from .log_mel import WHISPER, log_mel_of
+from .log_mel import WHISPER_EXTRACTORS, log_mel_of
 from .whisper_encoder import WhisperSizes
 
 Windows = list[tuple[np.ndarray, int]]  # (spectrogram float32 [frames, bands], number of frames that are audio, not padding)
@@ -25,7 +25,7 @@ Windows = list[tuple[np.ndarray, int]]  # (spectrogram float32 [frames, bands], 
 class AudioTower(Tower):
     """A `MediaEncoder` for audio. Subclasses override the class attributes."""
 
-    EXTRACTORS: tuple[str, ...] = WHISPER  # supported feature extractor types
+    EXTRACTORS: tuple[str, ...] = WHISPER_EXTRACTORS  # supported feature extractor types
     SECTION = "audio_config"
     modality = AUDIO_INPUT
     needs_adapter = False  # as in `EncodedMedia`
@@ -66,7 +66,7 @@ class WhisperTower(AudioTower):
     def configure(self, keys: Keys) -> None:
         self.sizes, self.log_mel = WhisperSizes.read(self.tower_config), log_mel_of(keys)
         produced = self.log_mel.frames, self.log_mel.bands
-        expected = 2 * self.sizes.places, self.sizes.bands  # the second convolution has stride 2
+        expected = 2 * self.sizes.max_positions, self.sizes.bands  # the second convolution has stride 2
         if produced != expected:
             raise self.shape_mismatch_error("{} frames of {} bands".format(*produced), "{} of {}".format(*expected))
 
@@ -85,7 +85,7 @@ class WhisperTower(AudioTower):
     def workspace_floats(self) -> int:
         """The largest matrices, a layer's activations and row blocks, and the convolutions' inputs."""
         width = self.sizes.width
-        matrices, layer = 12 * width**2, 6 * self.sizes.places * width
+        matrices, layer = 12 * width**2, 6 * self.sizes.max_positions * width
         row_blocks = 16 * width * ROWS * self.workers
         conv_inputs = 4 * self.log_mel.frames * (self.sizes.bands + width)
         spectrograms = 2 * int(self.max_seconds * SAMPLE_RATE) // self.log_mel.hop * (self.sizes.bands + width)

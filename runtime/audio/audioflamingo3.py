@@ -5,11 +5,11 @@ from __future__ import annotations
 from ..images.tower import Rows
 from ..images.tower_weights import Weights
 from .qwen2_audio import Qwen2Audio
-from .whisper_encoder import LARGE
+from .whisper_encoder import LARGE_DEFAULTS
 
 
 class AudioFlamingo3(Qwen2Audio):
-    KINDS = {"audioflamingo3_encoder": LARGE}
+    KINDS = {"audioflamingo3_encoder": LARGE_DEFAULTS}
     placeholder = written = "<sound>"
     transcription_prompt = "Transcribe the input speech."
     max_seconds = 600.0

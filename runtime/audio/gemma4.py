@@ -12,52 +12,62 @@ from ..images.tower import Rows
 from ..images.tower_ops import ROWS, Norm, matmul
 from ..images.tower_weights import Weights
 from .audio_tower import AudioTower
-from .causal_conformer import HELD, KERNEL, NOW, USUAL, CausalConformer, CausalSizes, load_causal_conformer, subsampled
+from .causal_conformer import (
+    CONFIG_DEFAULTS,
+    GEMMA_4_NAMES,
+    KERNEL,
+    TASK_ROWS,
+    CausalConformer,
+    CausalSizes,
+    load_causal_conformer,
+    subsampled,
+)
 from .gemma_mel import GEMMA_4, GemmaLogMel
 
-BEGIN, SOUND, END = "<|audio>", "<|audio|>", "<audio|>"
+BEGIN_TOKEN, AUDIO_TOKEN, END_TOKEN = "<|audio>", "<|audio|>", "<audio|>"
 
 
 class Gemma4(AudioTower):
-    """`SAYING`: defaults of the feature extractor."""
+    """The tower of Gemma 4; Gemma 3n's derives from it."""
 
-    KINDS = {"gemma4_audio": USUAL}
-    EXTRACTORS, SAYING = ("Gemma4AudioFeatureExtractor",), GEMMA_4
-    placeholder = SOUND
+    KINDS = {"gemma4_audio": CONFIG_DEFAULTS}
+    EXTRACTORS = ("Gemma4AudioFeatureExtractor",)
+    EXTRACTOR_DEFAULTS = GEMMA_4
+    placeholder = AUDIO_TOKEN
     max_seconds = 30.0
 
     def configure(self, keys: Keys) -> None:
-        self.bands = GemmaLogMel.read(keys, self.SAYING)
-        self.sizes = self.sized(self.tower_config, self.bands.bands)
+        self.mel = GemmaLogMel.read(keys, self.EXTRACTOR_DEFAULTS)
+        self.sizes = self.read_sizes(self.tower_config, self.mel.bands)
         demand_padding(self.root_config, self.config)
 
-    def sized(self, keys: Keys, bands: int) -> CausalSizes:
+    def read_sizes(self, keys: Keys, bands: int) -> CausalSizes:
         return CausalSizes.read(keys, bands)
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.check_length(samples)
-        return (self.token_id(BEGIN), *(ROW_PLACEHOLDER,) * subsampled(self.bands.frames(samples)), self.token_id(END))
+        return (self.token_id(BEGIN_TOKEN), *(ROW_PLACEHOLDER,) * subsampled(self.mel.frames(samples)), self.token_id(END_TOKEN))
 
-    def values(self, taken: np.ndarray) -> np.ndarray:
-        return self.bands(taken)
+    def values(self, samples: np.ndarray) -> np.ndarray:
+        return self.mel(samples)
 
     def load(self, weights: Weights) -> Rows:
-        tower, made = self.tower_of(weights), self.sizes.made
-        plain = Norm(np.ones(made, np.float32), None, self.sizes.eps, centered=False)
-        project = weights.matrix("embed_audio.embedding_projection", self.config.hidden_size, made, bias=False)
-        return lambda frames, pool: matmul(plain(tower.rows(frames, pool)), project, pool)
+        tower, width = self.load_tower(weights), self.sizes.output_width
+        norm = Norm(np.ones(width, np.float32), None, self.sizes.eps, centered=False)
+        project = weights.matrix("embed_audio.embedding_projection", self.config.hidden_size, width, bias=False)
+        return lambda frames, pool: matmul(norm(tower.rows(frames, pool)), project, pool)
 
-    def tower_of(self, weights: Weights) -> CausalConformer:
-        return load_causal_conformer(weights, self.sizes, "audio_tower.", NOW, lambda weight: Norm(weight, None, self.sizes.eps))
+    def load_tower(self, weights: Weights) -> CausalConformer:
+        return load_causal_conformer(weights, self.sizes, "audio_tower.", GEMMA_4_NAMES, lambda weight: Norm(weight, None, self.sizes.eps))
 
     def workspace_floats(self) -> int:
-        """The largest matrices, the activations of a layer, its row blocks, and what the first convolutions read."""
-        sizes, frames = self.sizes, self.bands.frames(int(self.max_seconds * SAMPLE_RATE))
+        """The largest matrices, a layer's activations and row blocks, and the convolutions' inputs."""
+        sizes, frames = self.sizes, self.mel.frames(int(self.max_seconds * SAMPLE_RATE))
         matrices = 8 * sizes.width**2
-        layer = subsampled(frames) * (8 + 2 * sizes.context // sizes.block) * sizes.width
-        pieces = 5 * ROWS * sizes.width + HELD * sizes.bands * sizes.channels[0] * KERNEL**2 // 4
-        first = frames * sizes.bands * (1 + sizes.channels[0]) // 2
-        return matrices + layer + pieces * self.workers + first
+        layer = subsampled(frames) * (8 + 2 * sizes.context // sizes.chunk) * sizes.width
+        tasks = 5 * ROWS * sizes.width + TASK_ROWS * sizes.bands * sizes.conv_channels[0] * KERNEL**2 // 4
+        subsampling = frames * sizes.bands * (1 + sizes.conv_channels[0]) // 2
+        return matrices + layer + tasks * self.workers + subsampling
 
 
 encoder = Gemma4

@@ -16,21 +16,22 @@ from ... import ModelNotFound, UsageError
 from ..config_reader import ConfigError, Keys, read_json, show
 from ..images.modality import SAMPLE_RATE
 
-WHISPER = ("WhisperFeatureExtractor",)
-FILE, OUTER = "preprocessor_config.json", "processor_config.json"
-EDGE_HZ, EDGE_MEL, PER_MEL, OCTAVES = 1000.0, 15.0, 200 / 3, 27 / np.log(6.4)  # of Slaney's scale
-HIGHEST_HZ = 8000.0
-FRAMES = 4096  # of a spectrogram at once
+WHISPER_EXTRACTORS = ("WhisperFeatureExtractor",)
+PREPROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
+# Slaney's scale: linear up to EDGE_HZ, then logarithmic.
+EDGE_HZ, EDGE_MEL, HZ_PER_MEL, MELS_PER_E_FOLD = 1000.0, 15.0, 200 / 3, 27 / np.log(6.4)
+MAX_HZ = 8000.0
+BATCH_FRAMES = 4096  # frames transformed at once
 
 
 @dataclass(frozen=True)
 class LogMel:
-    """`bands`: mel bands; `window`: samples of a frame, `hop` between frames; `samples`: length of the encoder's input."""
+    """Settings of the spectrogram. Call it with samples."""
 
-    bands: int
-    window: int
-    hop: int
-    samples: int
+    bands: int  # mel bands
+    window: int  # samples of a frame
+    hop: int  # samples between frames
+    samples: int  # length of the encoder's input
 
     @property
     def frames(self) -> int:
@@ -39,13 +40,13 @@ class LogMel:
 
     @cached_property
     def filters(self) -> np.ndarray:
-        """float32 [1 + window // 2, bands]."""
-        edges = _hertz(np.linspace(0, _mels(HIGHEST_HZ), self.bands + 2))
+        """Triangular mel filters, float32 [1 + window // 2, bands]."""
+        edges = _mel_to_hertz(np.linspace(0, _hertz_to_mel(MAX_HZ), self.bands + 2))
         return (triangular_filters(edges, self.window) * (2 / (edges[2:] - edges[:-2]))).astype(np.float32)
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
-        """float32 [n], at least a window -> float32 [n // hop, bands]."""
-        return log_powers(samples, hann(self.window), self.hop, len(samples) // self.hop, self.filters)
+        """Samples float32 [n], at least a window -> float32 [n // hop, bands]."""
+        return log_mel_power(samples, hann(self.window), self.hop, len(samples) // self.hop, self.filters)
 
 
 def hann(window: int) -> np.ndarray:
@@ -60,63 +61,70 @@ def triangular_filters(edges: np.ndarray, window: int) -> np.ndarray:
     return np.maximum(0, np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
 
 
-def log_powers(samples: np.ndarray, shape: np.ndarray, hop: int, frames: int, filters: np.ndarray) -> np.ndarray:
-    """The first `frames` frames of samples float32 [n], windowed by `shape` [window] -> float32 [frames, bands]."""
-    around = np.pad(samples.astype(np.float32, copy=False), len(shape) // 2, mode="reflect")
-    windows = np.lib.stride_tricks.sliding_window_view(around, len(shape))[::hop][:frames]
-    made = np.empty((len(windows), filters.shape[1]), np.float32)
-    for begin in range(0, len(windows), FRAMES):
-        some = slice(begin, begin + FRAMES)
-        found = np.fft.rfft(windows[some] * shape)
-        made[some] = (found.real**2 + found.imag**2).astype(np.float32) @ filters
-    np.log10(np.maximum(made, 1e-10, out=made), out=made)
-    np.maximum(made, made.max(initial=-10) - 8, out=made)
-    return (made + 4) / 4
+def log_mel_power(samples: np.ndarray, window: np.ndarray, hop: int, frames: int, filters: np.ndarray) -> np.ndarray:
+    """Log-mel power of the first `frames` frames of samples float32 [n], clipped and scaled as Whisper's: float32 [frames, bands].
+
+    window: float32 [window]
+    filters: float32 [1 + window // 2, bands]
+    """
+    padded = np.pad(samples.astype(np.float32, copy=False), len(window) // 2, mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(padded, len(window))[::hop][:frames]
+    power = np.empty((len(windows), filters.shape[1]), np.float32)
+    for begin in range(0, len(windows), BATCH_FRAMES):
+        batch = slice(begin, begin + BATCH_FRAMES)
+        spectrum = np.fft.rfft(windows[batch] * window)
+        power[batch] = (spectrum.real**2 + spectrum.imag**2).astype(np.float32) @ filters
+    np.log10(np.maximum(power, 1e-10, out=power), out=power)
+    np.maximum(power, power.max(initial=-10) - 8, out=power)
+    return (power + 4) / 4
 
 
-def _mels(hertz: float) -> float:
-    return hertz / PER_MEL if hertz < EDGE_HZ else EDGE_MEL + OCTAVES * np.log(hertz / EDGE_HZ)
+def _hertz_to_mel(hertz: float) -> float:
+    return hertz / HZ_PER_MEL if hertz < EDGE_HZ else EDGE_MEL + MELS_PER_E_FOLD * np.log(hertz / EDGE_HZ)
 
 
-def _hertz(mels: np.ndarray) -> np.ndarray:
-    return np.where(mels < EDGE_MEL, mels * PER_MEL, EDGE_HZ * np.exp((mels - EDGE_MEL) / OCTAVES))
+def _mel_to_hertz(mels: np.ndarray) -> np.ndarray:
+    return np.where(mels < EDGE_MEL, mels * HZ_PER_MEL, EDGE_HZ * np.exp((mels - EDGE_MEL) / MELS_PER_E_FOLD))
 
 
 def log_mel_of(keys: Keys) -> LogMel:
-    """From the config of a Whisper feature extractor."""
-    found = LogMel(keys.integer("feature_size", 80, high=512), keys.integer("n_fft", 400, low=16, high=4096),
-                   keys.integer("hop_length", 160, high=4096), SAMPLE_RATE * keys.integer("chunk_length", 30, high=600))
-    if found.samples % found.hop:
+    """The spectrogram of a Whisper feature extractor's config. Raises ConfigError."""
+    log_mel = LogMel(keys.integer("feature_size", 80, high=512), keys.integer("n_fft", 400, low=16, high=4096),
+                     keys.integer("hop_length", 160, high=4096), SAMPLE_RATE * keys.integer("chunk_length", 30, high=600))
+    if log_mel.samples % log_mel.hop:
         raise keys.fail("hop_length", "a divisor of the encoder's input length")
-    return found
+    return log_mel
 
 
-def read_extractor(folder: Path, known: Sequence[str], usual: Mapping[str, object] | None = None) -> Keys:
-    """The feature extractor's config, of one of the `known` types, the first where it names none; `usual`: for families whose folders may
-    have none. Raises UsageError where there is none, or another type."""
-    inside, where = _json(folder / FILE), FILE
-    if inside is None or "feature_extractor_type" not in inside and "image_processor_type" in inside:  # of pictures alone
-        outer, where = _json(folder / OUTER) or {}, OUTER
-        inside = outer.get("feature_extractor", outer.get("audio_processor"))
-    if inside is None and usual is not None:
-        inside, where = dict(usual), "config.json"
-    if not isinstance(inside, dict):
-        raise UsageError(f"{folder} has no {FILE}, which describes the audio preprocessing of this model",
+def read_extractor(folder: Path, known: Sequence[str], defaults: Mapping[str, object] | None = None) -> Keys:
+    """The config of the feature extractor in `folder`. Raises UsageError if it is missing or of another type.
+
+    known: supported types; the first is assumed if the config names none
+    defaults: the config for families whose folders may have none
+    """
+    settings, where = _read_json(folder / PREPROCESSOR_FILE), PREPROCESSOR_FILE
+    if settings is None or "feature_extractor_type" not in settings and "image_processor_type" in settings:  # images only
+        processor, where = _read_json(folder / PROCESSOR_FILE) or {}, PROCESSOR_FILE
+        settings = processor.get("feature_extractor", processor.get("audio_processor"))
+    if settings is None and defaults is not None:
+        settings, where = dict(defaults), "config.json"
+    if not isinstance(settings, dict):
+        raise UsageError(f"{folder} has no {PREPROCESSOR_FILE}, which describes the audio preprocessing of this model",
                          "download that file from the model's repository into its folder")
-    keys = Keys(inside, where)
-    kind = keys.text("feature_extractor_type", known[0])
-    if kind not in known:
-        raise UsageError(f"{where}: audio preprocessor {show(kind)} is not supported for this model",
+    keys = Keys(settings, where)
+    extractor_type = keys.text("feature_extractor_type", known[0])
+    if extractor_type not in known:
+        raise UsageError(f"{where}: audio preprocessor {show(extractor_type)} is not supported for this model",
                          f"known: {', '.join(known)}; text-only works")
     if keys.integer("sampling_rate", SAMPLE_RATE) != SAMPLE_RATE:
         raise keys.fail("sampling_rate", f"{SAMPLE_RATE}")
-    normalized = None if "image_processor_type" in inside else keys.raw.get("do_normalize")  # a joint file states it for images
+    normalized = None if "image_processor_type" in settings else keys.raw.get("do_normalize")  # a shared file means the images
     if keys.raw.get("dither") not in (None, 0) or normalized not in (None, False):
         raise ConfigError(f"{where}: dither and do_normalize are not supported", "remove them")
     return keys
 
 
-def _json(path: Path) -> dict[str, object] | None:
+def _read_json(path: Path) -> dict[str, object] | None:
     try:
         return read_json(path)
     except ModelNotFound:

@@ -1,5 +1,7 @@
-"""Qwen 3 Omni: chunks of a second through three subsampling convolutions, then Whisper-like layers with attention within eight chunks. A
-row is 80 ms; the last of a chunk may be shorter."""
+"""Qwen 3 Omni: chunks of a second through three subsampling convolutions, then Whisper-like layers with attention within eight chunks.
+
+A row is 80 ms; the last of a chunk may be shorter.
+"""
 
 from __future__ import annotations
 
@@ -13,76 +15,81 @@ from ..images.tower_layers import run_blocks
 from ..images.tower_ops import ROWS, Matrix, WorkerPool, gelu, matmul
 from ..images.tower_weights import Weights
 from .audio_tower import AudioTower
-from .causal_conformer import HELD, KERNEL, SubsamplingConv
-from .log_mel import WHISPER, log_mel_of
+from .causal_conformer import KERNEL, TASK_ROWS, SubsamplingConv
+from .log_mel import WHISPER_EXTRACTORS, log_mel_of
 from .qwen2_5_omni import sinusoids
-from .whisper_encoder import EPS, LARGE, WhisperSizes, load_layers
+from .whisper_encoder import EPS, LARGE_DEFAULTS, WhisperSizes, load_layers
 
-SHARE = 8  # frames, or bands, of which the convolutions make one
-AT_ONCE = 32  # windows that go through the layers together
+SUBSAMPLING = 8  # factor by which the convolutions reduce frames and bands
+BATCH_WINDOWS = 32  # attention windows that run through the layers together
 
 
 class Qwen3Omni(AudioTower):
-    """`piece`: frames of a chunk; `in_sight`: chunks that attend to each other. `FILLED`: a partial chunk is padded even if it is the only
-    one."""
+    """The tower of Qwen 3 Omni; Qwen3-ASR's derives from it.
 
-    KINDS = {"qwen3_omni_moe_audio_encoder": {**LARGE, "n_window": 50, "n_window_infer": 800, "downsample_hidden_size": 480}}
+    chunk_frames: frames of a chunk
+    chunks_per_window: chunks that attend to each other
+    """
+
+    KINDS = {"qwen3_omni_moe_audio_encoder": {**LARGE_DEFAULTS, "n_window": 50, "n_window_infer": 800, "downsample_hidden_size": 480}}
     placeholder, written = "<|audio_pad|>", "<|audio_start|><|audio_pad|><|audio_end|>"
-    EXTRACTORS, FILLED = WHISPER, False
+    EXTRACTORS = WHISPER_EXTRACTORS
+    PADS_CHUNKS = False  # whether a partial chunk is padded even if it is the only one
     max_seconds = 2400.0
 
     def configure(self, keys: Keys) -> None:
         self.sizes, self.log_mel = WhisperSizes.read(self.tower_config), log_mel_of(keys)
-        self.piece = 2 * self.tower_config.integer("n_window", high=1 << 12)
-        self.in_sight = self.tower_config.integer("n_window_infer", high=1 << 16) // self.piece
+        self.chunk_frames = 2 * self.tower_config.integer("n_window", high=1 << 12)
+        self.chunks_per_window = self.tower_config.integer("n_window_infer", high=1 << 16) // self.chunk_frames
         self.channels = self.tower_config.integer("downsample_hidden_size", high=1 << 14)
-        if self.log_mel.bands != self.sizes.bands or subsampled(self.piece) > self.sizes.places or self.sizes.width % 2 \
-                or not self.in_sight:
-            raise self.shape_mismatch_error(f"pieces of {self.piece} frames of {self.log_mel.bands} bands, {self.in_sight} together",
-                              f"{SHARE * self.sizes.places} of {self.sizes.bands} at most, one at least")
+        if self.log_mel.bands != self.sizes.bands or subsampled(self.chunk_frames) > self.sizes.max_positions or self.sizes.width % 2 \
+                or not self.chunks_per_window:
+            produced = f"pieces of {self.chunk_frames} frames of {self.log_mel.bands} bands, {self.chunks_per_window} together"
+            expected = f"{SUBSAMPLING * self.sizes.max_positions} of {self.sizes.bands} at most, one at least"
+            raise self.shape_mismatch_error(produced, expected)
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.check_length(samples)
-        whole, rest = divmod(samples // self.log_mel.hop, self.piece)
-        return (ROW_PLACEHOLDER,) * (whole * subsampled(self.piece) + subsampled(rest))
+        whole, remainder = divmod(samples // self.log_mel.hop, self.chunk_frames)
+        return (ROW_PLACEHOLDER,) * (whole * subsampled(self.chunk_frames) + subsampled(remainder))
 
-    def values(self, taken: np.ndarray) -> np.ndarray:
+    def values(self, samples: np.ndarray) -> np.ndarray:
         """float32 [frames, bands]; the maximum for clipping is that of the whole clip."""
-        return self.log_mel(taken)
+        return self.log_mel(samples)
 
     def load(self, weights: Weights) -> Rows:
         sizes, width, channels, name = self.sizes, self.sizes.width, self.channels, "audio_tower."
 
-        def halving(number: int) -> SubsamplingConv:
-            inside = 1 if number == 1 else channels
-            stored = weights.stored(f"{name}conv2d{number}.weight", channels, inside * KERNEL**2)  # bands before frames
-            turned = stored.reshape(channels, inside, KERNEL, KERNEL).swapaxes(2, 3).reshape(channels, -1)
-            return SubsamplingConv(Matrix(np.ascontiguousarray(turned), weights.numbers(f"{name}conv2d{number}.bias", channels)), gelu)
+        def load_conv(number: int) -> SubsamplingConv:
+            in_channels = 1 if number == 1 else channels
+            stored = weights.stored(f"{name}conv2d{number}.weight", channels, in_channels * KERNEL**2)  # stored with bands before frames
+            kernel = stored.reshape(channels, in_channels, KERNEL, KERNEL).swapaxes(2, 3).reshape(channels, -1)
+            return SubsamplingConv(Matrix(np.ascontiguousarray(kernel), weights.numbers(f"{name}conv2d{number}.bias", channels)), gelu)
 
-        halvings, blocks = [halving(number) for number in (1, 2, 3)], load_layers(weights, sizes, name)
-        enter = weights.matrix(f"{name}conv_out", width, channels * subsampled(sizes.bands), bias=False)
-        places, after = sinusoids(sizes.places, width), weights.layer_norm(f"{name}ln_post", width, EPS)
-        project = weights.two_layers("", (width, width, self.config.hidden_size), sizes.curve, parts=self.projector(weights))
+        subsampling, blocks = [load_conv(number) for number in (1, 2, 3)], load_layers(weights, sizes, name)
+        input_projection = weights.matrix(f"{name}conv_out", width, channels * subsampled(sizes.bands), bias=False)
+        positions, output_norm = sinusoids(sizes.max_positions, width), weights.layer_norm(f"{name}ln_post", width, EPS)
+        project = weights.two_layers("", (width, width, self.config.hidden_size), sizes.activation, parts=self.projector(weights))
 
-        def entered(frames: np.ndarray, fills: bool, pool: WorkerPool) -> np.ndarray:
-            """Of a piece; one that is not whole is filled with nothing where there are others, as if all were in one batch."""
-            x = np.pad(frames, ((0, self.piece - len(frames) if fills else 0), (0, 0)))[..., None]
-            for halving in halvings:
-                x = halving(x, pool)
-            x = matmul(x.swapaxes(1, 2).reshape(len(x), -1)[: subsampled(len(frames))], enter, pool)
-            return x + places[: len(x)]
+        def embed_chunk(frames: np.ndarray, pads: bool, pool: WorkerPool) -> np.ndarray:
+            """Rows of a chunk, with position embeddings. `pads`: a partial chunk is zero-padded, as it would be in a batch."""
+            x = np.pad(frames, ((0, self.chunk_frames - len(frames) if pads else 0), (0, 0)))[..., None]
+            for convolution in subsampling:
+                x = convolution(x, pool)
+            x = matmul(x.swapaxes(1, 2).reshape(len(x), -1)[: subsampled(len(frames))], input_projection, pool)
+            return x + positions[: len(x)]
 
         def rows(frames: np.ndarray, pool: WorkerPool) -> np.ndarray:
-            begins = range(0, len(frames), self.piece)
-            pool.job.total += len(blocks) * -(-len(begins) // (self.in_sight * AT_ONCE))
-            made = []
-            for group in range(0, len(begins), self.in_sight * AT_ONCE):
-                pieces = [entered(frames[begin : begin + self.piece], self.FILLED or len(begins) > 1, pool)
-                          for begin in begins[group : group + self.in_sight * AT_ONCE]]
-                ends = [*np.cumsum([0, *map(len, pieces)])[:: self.in_sight].tolist(), sum(map(len, pieces))]
-                x, spans = np.concatenate(pieces), [span for span in zip(ends, ends[1:], strict=False) if span[0] < span[1]]
-                made.append(project(after(run_blocks(blocks, x, pool, spans=spans)), pool))
-            return np.concatenate(made)
+            starts = range(0, len(frames), self.chunk_frames)
+            pool.job.total += len(blocks) * -(-len(starts) // (self.chunks_per_window * BATCH_WINDOWS))
+            pads, outputs = self.PADS_CHUNKS or len(starts) > 1, []
+            for batch in range(0, len(starts), self.chunks_per_window * BATCH_WINDOWS):
+                chunks = [embed_chunk(frames[begin : begin + self.chunk_frames], pads, pool)
+                          for begin in starts[batch : batch + self.chunks_per_window * BATCH_WINDOWS]]
+                ends = [*np.cumsum([0, *map(len, chunks)])[:: self.chunks_per_window].tolist(), sum(map(len, chunks))]
+                x, spans = np.concatenate(chunks), [span for span in zip(ends, ends[1:], strict=False) if span[0] < span[1]]
+                outputs.append(project(output_norm(run_blocks(blocks, x, pool, spans=spans)), pool))
+            return np.concatenate(outputs)
 
         return rows
 
@@ -91,18 +98,18 @@ class Qwen3Omni(AudioTower):
         return "audio_tower.proj1", "audio_tower.proj2"
 
     def workspace_floats(self) -> int:
-        """The largest matrices, the activations of a layer, its row blocks, and what the convolutions read."""
+        """The largest matrices, a layer's activations and row blocks, and the convolutions' inputs."""
         width, frames = self.sizes.width, int(self.max_seconds * SAMPLE_RATE) // self.log_mel.hop
-        matrices, layer = 12 * width**2, 8 * AT_ONCE * self.in_sight * subsampled(self.piece) * width
-        pieces = 16 * width * ROWS * self.workers
-        read = self.sizes.bands * self.channels * (self.piece // 2 + self.workers * HELD * KERNEL**2 // 4)
-        whole = frames * self.sizes.bands + subsampled(frames) * (width + self.config.hidden_size)
-        return matrices + layer + pieces + read + whole
+        matrices, layer = 12 * width**2, 8 * BATCH_WINDOWS * self.chunks_per_window * subsampled(self.chunk_frames) * width
+        tasks = 16 * width * ROWS * self.workers
+        conv_inputs = self.sizes.bands * self.channels * (self.chunk_frames // 2 + self.workers * TASK_ROWS * KERNEL**2 // 4)
+        spectrogram = frames * self.sizes.bands + subsampled(frames) * (width + self.config.hidden_size)
+        return matrices + layer + tasks + conv_inputs + spectrogram
 
 
 def subsampled(count: int) -> int:
     """Length after the subsampling convolutions."""
-    return -(-count // SHARE)
+    return -(-count // SUBSAMPLING)
 
 
 encoder = Qwen3Omni

@@ -14,6 +14,7 @@ import numpy as np
 from ... import UsageError
 from ..config_reader import read_json
 from ..images import ROW_PLACEHOLDER
+from ..images.modality import SAMPLE_RATE
 from ..images.mrope import FIRST_MEDIA_ID
 from ..images.tower import Rows
 from ..images.tower_ops import WorkerPool
@@ -22,21 +23,22 @@ from .audio_tower import WhisperTower, Windows
 from .qwen3_asr import LANGUAGES
 from .whisper_encoder import load_encoder
 
-USUAL = {"d_model": 384, "encoder_layers": 4, "encoder_attention_heads": 6, "encoder_ffn_dim": 1536, "num_mel_bins": 80,
-         "max_source_positions": 1500, "activation_function": "gelu"}
-BEGIN, TRANSCRIBE, TRANSLATE, NO_TIMESTAMPS = "<|startoftranscript|>", "<|transcribe|>", "<|translate|>", "<|notimestamps|>"
+CONFIG_DEFAULTS = {
+    "d_model": 384, "encoder_layers": 4, "encoder_attention_heads": 6, "encoder_ffn_dim": 1536, "num_mel_bins": 80,
+    "max_source_positions": 1500, "activation_function": "gelu"}
+BEGIN_TOKEN, TRANSCRIBE, TRANSLATE, NO_TIMESTAMPS = "<|startoftranscript|>", "<|transcribe|>", "<|translate|>", "<|notimestamps|>"
 MULTILINGUAL_VOCAB_SIZE = 51_865  # English-only models have smaller vocabularies
 GENERATION_CONFIG = "generation_config.json"
 
 
 class Whisper(WhisperTower):
-    KINDS = {"whisper": USUAL}
+    KINDS = {"whisper": CONFIG_DEFAULTS}
     SECTION = ""
-    placeholder = BEGIN
+    placeholder = BEGIN_TOKEN
 
     @property
     def max_seconds(self) -> float:
-        return self.log_mel.samples / 16_000
+        return self.log_mel.samples / SAMPLE_RATE
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.check_length(samples)
@@ -45,18 +47,18 @@ class Whisper(WhisperTower):
     def num_frames(self, samples: int) -> int:
         return self.log_mel.frames
 
-    def row_count(self, tokens: tuple[int, ...], taken: np.ndarray) -> int:
-        return self.sizes.places
+    def row_count(self, tokens: tuple[int, ...], samples: np.ndarray) -> int:
+        return self.sizes.max_positions
 
     @cached_property
     def placeholder_id(self) -> int:
-        return self.token_id(BEGIN)
+        return self.token_id(BEGIN_TOKEN)
 
     def load(self, weights: Weights) -> Rows:
         encoder = load_encoder(weights, self.sizes, "encoder.")
 
         def rows(windows: Windows, pool: WorkerPool) -> np.ndarray:
-            return encoder.after(encoder.rows(windows, pool)[0])
+            return encoder.output_norm(encoder.rows(windows, pool)[0])
 
         return rows
 

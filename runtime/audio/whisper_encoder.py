@@ -13,15 +13,18 @@ from ..images.tower_layers import SEPARATE_QKV, LayerNames, LayerShape, load_blo
 from ..images.tower_ops import ACTIVATIONS, Activation, Block, Matrix, Norm, Rope, WorkerPool, gelu, matmul
 from ..images.tower_weights import Weights
 
-# Two spellings of configs -> the one that is read here.
-SPELLED = {"d_model": "hidden_size", "encoder_layers": "num_hidden_layers", "encoder_attention_heads": "num_attention_heads",
-           "encoder_ffn_dim": "intermediate_size"}
-LARGE: Mapping[str, object] = {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 20, "intermediate_size": 5120,
-                               "num_mel_bins": 128, "max_source_positions": 1500, "activation_function": "gelu"}
+# Key names of Whisper's own configs -> those of the families that adopted its encoder.
+WHISPER_KEYS = {
+    "d_model": "hidden_size", "encoder_layers": "num_hidden_layers", "encoder_attention_heads": "num_attention_heads",
+    "encoder_ffn_dim": "intermediate_size"}
+LARGE_DEFAULTS: Mapping[str, object] = {
+    "hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 20, "intermediate_size": 5120, "num_mel_bins": 128,
+    "max_source_positions": 1500, "activation_function": "gelu"}
 EPS = 1e-5
-LAYER = LayerNames(("self_attn_layer_norm", "final_layer_norm"), SEPARATE_QKV.looked, SEPARATE_QKV.out, ("fc1", "fc2"))
-KERNEL = 3  # frames that a convolution reads
-MOST_LAYERS, MOST_WIDTH, MOST_PLACES = 512, 1 << 16, 1 << 14
+LAYER_NAMES = LayerNames(
+    ("self_attn_layer_norm", "final_layer_norm"), SEPARATE_QKV.looked, SEPARATE_QKV.out, ("fc1", "fc2"))
+KERNEL = 3  # kernel size of the convolutions, in frames
+MAX_LAYERS, MAX_WIDTH, MAX_POSITIONS = 512, 1 << 16, 1 << 14
 
 
 @dataclass(frozen=True)
@@ -31,80 +34,85 @@ class WhisperSizes:
     width: int
     layers: int
     heads: int
-    inner: int
-    bands: int
-    places: int
-    curve: Activation
+    ffn_width: int
+    bands: int  # mel bands of the spectrogram
+    max_positions: int  # rows of a window
+    activation: Activation
 
     @staticmethod
     def read(keys: Keys) -> WhisperSizes:
-        keys = Keys({**keys.raw, **{own: keys.raw[key] for key, own in SPELLED.items() if key in keys.raw}}, keys.where)
-        width, heads = keys.integer("hidden_size", high=MOST_WIDTH), keys.integer("num_attention_heads", high=1024)
+        renamed = {name: keys.raw[whisper_name] for whisper_name, name in WHISPER_KEYS.items() if whisper_name in keys.raw}
+        keys = Keys({**keys.raw, **renamed}, keys.where)
+        width, heads = keys.integer("hidden_size", high=MAX_WIDTH), keys.integer("num_attention_heads", high=1024)
         if width % heads:
             raise ConfigError(f"{keys.where}: hidden_size {width} is not a multiple of {heads} heads")
-        return WhisperSizes(width, keys.integer("num_hidden_layers", high=MOST_LAYERS), heads,
-                            keys.integer("intermediate_size", high=1 << 20),
-                     keys.integer("num_mel_bins", high=512), keys.integer("max_source_positions", high=MOST_PLACES),
-                     keys.choice("activation_function", ACTIVATIONS, "gelu"))
+        return WhisperSizes(width, keys.integer("num_hidden_layers", high=MAX_LAYERS), heads,
+                            keys.integer("intermediate_size", high=1 << 20), keys.integer("num_mel_bins", high=512),
+                            keys.integer("max_source_positions", high=MAX_POSITIONS),
+                            keys.choice("activation_function", ACTIVATIONS, "gelu"))
 
 
 def encoder_rows(frames: int) -> int:
-    """Rows after the convolutions for so many frames."""
+    """Number of rows that the convolutions make of this number of frames."""
     return (frames - 1) // 2 + 1
 
 
 @dataclass(frozen=True)
 class WhisperEncoder:
-    """`places` float32 [rows of a window, D]: position embeddings; `rope`: rotary ones, or None."""
+    """Two convolutions and layers. Callers apply `output_norm`, since some families pool rows before it."""
 
-    first: Matrix
-    second: Matrix
-    places: np.ndarray
+    conv1: Matrix
+    conv2: Matrix
+    positions: np.ndarray  # absolute position embeddings, float32 [rows of a window, D]
     blocks: Sequence[Block]
-    after: Norm
-    rope: Rope | None = None
+    output_norm: Norm
+    rope: Rope | None = None  # rotary position embeddings
 
     def rows(self, windows: Sequence[tuple[np.ndarray, int]], pool: WorkerPool) -> list[np.ndarray]:
-        """Windows (spectrogram float32 [frames, bands], frames that hold audio) -> hidden states of each, [rows, D], without the final
-        norm."""
-        pool.job.total += len(self.blocks) * len(windows)
-        made = []
-        for window, frames in windows:
-            made.append(run_blocks(self.blocks, self._convolved(window, frames, pool), pool, self.rope))
-        return made
+        """Hidden states of each window, [rows, D], without the final norm.
 
-    def rows_apart(self, windows: Sequence[tuple[np.ndarray, int]], pool: WorkerPool) -> np.ndarray:
-        """As `rows`, for many small windows in one batch with separate attention: [total rows, D]."""
+        windows: (spectrogram float32 [frames, bands], number of frames that hold audio)
+        """
+        pool.job.total += len(self.blocks) * len(windows)
+        return [run_blocks(self.blocks, self._convolved(window, frames, pool), pool, self.rope) for window, frames in windows]
+
+    def rows_batched(self, windows: Sequence[tuple[np.ndarray, int]], pool: WorkerPool) -> np.ndarray:
+        """As `rows`, for many small windows in one batch; attention stays within a window. Returns [total rows, D]."""
         pool.job.total += len(self.blocks)
         parts = [self._convolved(window, frames, pool) for window, frames in windows]
         ends = np.cumsum([0, *map(len, parts)]).tolist()
         return run_blocks(self.blocks, np.concatenate(parts), pool, spans=list(zip(ends, ends[1:], strict=False)))
 
     def _convolved(self, window: np.ndarray, frames: int, pool: WorkerPool) -> np.ndarray:
-        """Only rows that overlap audio; the padding they read is present."""
+        """The rows that overlap audio, after both convolutions; `window` includes the padding that they read."""
         count = encoder_rows(frames)
-        made = gelu(matmul(_reads(window[: frames + 2], 1), self.first, pool))
-        made = gelu(matmul(_reads(made, 2)[:count], self.second, pool))
-        return made + self.places[:count]
+        rows = gelu(matmul(_receptive_fields(window[: frames + 2], 1), self.conv1, pool))
+        rows = gelu(matmul(_receptive_fields(rows, 2)[:count], self.conv2, pool))
+        return rows + self.positions[:count]
 
 
-def _reads(x: np.ndarray, step: int) -> np.ndarray:
-    """Receptive fields of a zero-padded convolution over x [T, C] with stride `step` -> [T / step, C * KERNEL]."""
-    around = np.pad(x, ((1, 1), (0, 0)))
-    return np.lib.stride_tricks.sliding_window_view(around, KERNEL, axis=0)[::step].reshape(-1, x.shape[1] * KERNEL)
+def _receptive_fields(x: np.ndarray, stride: int) -> np.ndarray:
+    """Receptive fields of a zero-padded convolution over x [T, C] with stride `stride` -> [T / stride, C * KERNEL]."""
+    padded = np.pad(x, ((1, 1), (0, 0)))
+    return np.lib.stride_tricks.sliding_window_view(padded, KERNEL, axis=0)[::stride].reshape(-1, x.shape[1] * KERNEL)
 
 
-def load_encoder(weights: Weights, sizes: WhisperSizes, name: str, after: str = "layer_norm",
-                 places: np.ndarray | None = None, layer: LayerNames = LAYER, rope: Rope | None = None) -> WhisperEncoder:
-    """The encoder whose tensor names begin with `name`; `after`: its final norm. Position embeddings are loaded unless `places` are
-    given."""
+def load_encoder(weights: Weights, sizes: WhisperSizes, name: str, norm_name: str = "layer_norm",
+                 positions: np.ndarray | None = None, layer_names: LayerNames = LAYER_NAMES, rope: Rope | None = None) -> WhisperEncoder:
+    """The encoder whose tensor names begin with `name`.
+
+    norm_name: name of the final norm
+    positions: absolute position embeddings, None to load them
+    rope: rotary position embeddings
+    """
     width = sizes.width
     return WhisperEncoder(
-        first=weights.matrix(f"{name}conv1", width, sizes.bands * KERNEL), second=weights.matrix(f"{name}conv2", width, width * KERNEL),
-        places=weights.numbers(f"{name}embed_positions.weight", sizes.places, width) if places is None else places,
-        blocks=load_layers(weights, sizes, name, layer), after=weights.layer_norm(f"{name}{after}", width, EPS), rope=rope)
+        conv1=weights.matrix(f"{name}conv1", width, sizes.bands * KERNEL), conv2=weights.matrix(f"{name}conv2", width, width * KERNEL),
+        positions=weights.numbers(f"{name}embed_positions.weight", sizes.max_positions, width) if positions is None else positions,
+        blocks=load_layers(weights, sizes, name, layer_names), output_norm=weights.layer_norm(f"{name}{norm_name}", width, EPS), rope=rope)
 
 
-def load_layers(weights: Weights, sizes: WhisperSizes, name: str, layer: LayerNames = LAYER) -> list[Block]:
+def load_layers(weights: Weights, sizes: WhisperSizes, name: str, layer_names: LayerNames = LAYER_NAMES) -> list[Block]:
     """The layers of an encoder whose tensor names begin with `name`."""
-    return load_blocks(weights, f"{name}layers.", sizes.layers, layer, LayerShape(sizes.width, sizes.inner, sizes.heads, sizes.curve, EPS))
+    shape = LayerShape(sizes.width, sizes.ffn_width, sizes.heads, sizes.activation, EPS)
+    return load_blocks(weights, f"{name}layers.", sizes.layers, layer_names, shape)

@@ -13,7 +13,7 @@ from ...offload.safetensors_header import AGAIN, TensorInfo
 from ..audio.audio_tower import WhisperTower
 from ..audio.log_mel import LogMel
 from ..audio.qwen2_5_omni import sinusoids
-from ..audio.qwen3_asr import SHORTEST, Qwen3Asr
+from ..audio.qwen3_asr import MIN_SAMPLES, Qwen3Asr
 from ..audio.voxtral import Voxtral
 from ..audio.whisper_encoder import EPS
 from ..images.modality import AUDIO_INPUT, Modality
@@ -38,10 +38,10 @@ def metadata(sight: WhisperTower | Qwen3Asr, name: str, kind: str) -> dict[str, 
     sizes = sight.sizes
     _demand_usual(sight)
     stated: dict[str, Value] = {
-        "embedding_length": sizes.width, "feed_forward_length": sizes.inner, "block_count": sizes.layers, "attention.head_count":
+        "embedding_length": sizes.width, "feed_forward_length": sizes.ffn_width, "block_count": sizes.layers, "attention.head_count":
         sizes.heads, "projection_dim": sight.config.hidden_size, "attention.layer_norm_epsilon": EPS, "num_mel_bins": sizes.bands}
     if isinstance(sight, Voxtral):
-        stated["projector.stack_factor"] = sight.beside
+        stated["projector.stack_factor"] = sight.stacked_rows
     return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,
             f"{CLIP}.has_audio_encoder": True, f"{CLIP}.projector_type": TYPES[kind], **{f"{CLIP}.audio.{key}": value
                                                                                         for key, value in stated.items()}}
@@ -49,16 +49,16 @@ def metadata(sight: WhisperTower | Qwen3Asr, name: str, kind: str) -> dict[str, 
 
 def _demand_usual(sight: WhisperTower | Qwen3Asr) -> None:
     said, bands = "which such a file does not say", sight.sizes.bands
-    samples = sight.log_mel.samples if isinstance(sight, Qwen3Asr) else HALVED * sight.sizes.places * HOP
+    samples = sight.log_mel.samples if isinstance(sight, Qwen3Asr) else HALVED * sight.sizes.max_positions * HOP
     if sight.log_mel != LogMel(bands, WINDOW, HOP, samples):
         raise UsageError(f"its audio becomes frames of {sight.log_mel.window} samples, one every {sight.log_mel.hop}, {said}", AWAY)
-    if sight.sizes.curve is not gelu or sight.root_config.raw.get("projector_hidden_act", "gelu") != "gelu":
+    if sight.sizes.activation is not gelu or sight.root_config.raw.get("projector_hidden_act", "gelu") != "gelu":
         raise UsageError(f"its audio tower has another activation than gelu, {said}", AWAY)
     if isinstance(sight, Qwen3Asr):
         half, together = USUAL_PIECES
-        if (sight.piece, sight.piece * sight.in_sight, sight.shortest) != (2 * half, together, SHORTEST):
-            raise UsageError(f"its audio is encoded in chunks of {sight.piece} frames, of which "
-                             f"{sight.piece * sight.in_sight} attend to each other, {said}", AWAY)
+        if (sight.chunk_frames, sight.chunk_frames * sight.chunks_per_window, sight.min_samples) != (2 * half, together, MIN_SAMPLES):
+            raise UsageError(f"its audio is encoded in chunks of {sight.chunk_frames} frames, of which "
+                             f"{sight.chunk_frames * sight.chunks_per_window} attend to each other, {said}", AWAY)
 
 
 def pieces(store: TensorStore, kind: str) -> list[ProjectorTensor]:

@@ -12,7 +12,7 @@ from ... import UsageError
 from ...offload.checkpoint import TensorStore
 from ...offload.gguf_header import Value
 from ...offload.safetensors_header import TensorInfo
-from ..audio.causal_conformer import USUAL
+from ..audio.causal_conformer import CONFIG_DEFAULTS
 from ..audio.gemma4 import Gemma4 as Ears
 from ..audio.gemma_mel import GEMMA_4, GemmaLogMel
 from ..config_reader import Keys
@@ -67,11 +67,11 @@ def _demand_usual_eyes(eyes: Eyes) -> None:
 
 
 def _demand_usual_ears(ears: Ears) -> None:
-    sizes, usual = ears.sizes, Keys(USUAL)
+    sizes, usual = ears.sizes, Keys(CONFIG_DEFAULTS)
     back, block = usual.integer("attention_context_left") - 1, usual.integer("attention_chunk_size")
-    alike = (sizes.block, sizes.back, sizes.ahead, sizes.share, sizes.cap, sizes.eps, sizes.curve) == (
+    alike = (sizes.chunk, sizes.left_context, sizes.right_context, sizes.residual_weight, sizes.softcap, sizes.eps, sizes.activation) == (
         block, back, 0, usual.number("residual_weight"), usual.number("attention_logit_cap"), EPS, silu)
-    if not alike or ears.bands != GemmaLogMel.read(Keys({"feature_size": sizes.bands}), GEMMA_4):
+    if not alike or ears.mel != GemmaLogMel.read(Keys({"feature_size": sizes.bands}), GEMMA_4):
         raise UsageError("its audio tower differs from other Gemma 4 models in more than sizes, which an mmproj file cannot state", AWAY)
 
 

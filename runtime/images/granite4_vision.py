@@ -112,7 +112,7 @@ class Windows:
         else:
             fewer = grid[:, self.corner[0] :: 2, self.corner[1] :: 2]
         queries, seen = _windows(fewer, encoder.asked) + self.former.learned, _windows(grid, encoder.window) + self.places
-        made = matmul(self.former.asked(queries, seen, pool).reshape(-1, width), self.out, pool)
+        made = matmul(self.former.with_queries(queries, seen, pool).reshape(-1, width), self.out, pool)
         count, side = encoder.across // encoder.asked, encoder.asked
         return made.reshape(tiles, count, count, side, side, -1).swapaxes(2, 3).reshape(tiles, encoder.across**2, -1)
 
