@@ -19,7 +19,7 @@ from vision_models import PICTURES as SHOWN
 
 from effllm.runtime.audio import AUDIO_ENCODERS
 from effllm.runtime.config import read_config
-from effllm.runtime.gguf.audio_export import TYPES
+from effllm.runtime.gguf.audio_export import PROJECTOR_TYPES
 from effllm.runtime.images import EncodingJob, encoder_of
 from effllm.runtime.images.media import open_media
 from effllm.runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT
@@ -91,7 +91,7 @@ def test_one_file_of_both_senses_is_that_of_another_writer_and_gives_both(tmp_pa
 
 
 def test_what_such_a_file_cannot_say_is_refused_in_one_line(tmp_path: Path) -> None:
-    assert TYPES.keys() == FAMILIES.keys() <= AUDIO_ENCODERS.keys()
+    assert PROJECTOR_TYPES.keys() == FAMILIES.keys() <= AUDIO_ENCODERS.keys()
     written_asr(tmp_path / "asr")
     written_hearing("granite_speech", tmp_path / "granite")
     written_hearing("qwen2_audio", tmp_path / "audio")

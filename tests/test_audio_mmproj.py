@@ -113,10 +113,10 @@ def test_audio_rows_of_smaller_types_are_nearly_the_same(ears: tuple[Path, Path,
 
 
 def test_every_type_has_ears_and_what_is_known_of_its_keys() -> None:
-    assert audio_names.EARS.keys() == audio_config.BUILDERS.keys() == {ears for _, ears, _ in EARS.values()}
+    assert audio_names.AUDIO_PROJECTORS.keys() == audio_config.BUILDERS.keys() == {ears for _, ears, _ in EARS.values()}
     assert EARS.keys() <= AUDIO_ENCODERS.keys()
     for text, kind, _ in EARS.values():
-        assert text in audio_names.EARS[kind].texts
+        assert text in audio_names.AUDIO_PROJECTORS[kind].text_architectures
 
 
 def test_without_such_a_file_the_missing_one_is_named(ears: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def file_says(**keys: object) -> dict[str, object]:
            "num_attention_heads_per_layer": [64, 96, 96, 96], "rope_scaling": {
                "rope_type": "longrope", "short_factor": [2.0] * 64, "long_factor": [2.0] * 64}}
     step35.complete_config(FamilyContext(header, 512, 512), raw)
-    step35.two_tables(header, raw)
+    step35.split_rope_tables(header, raw)
     return raw
 
 

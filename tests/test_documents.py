@@ -28,7 +28,7 @@ from effllm.cli.screen import Screen
 from effllm.runtime.conversion import compressed_tensors
 from effllm.runtime.families import COMPOSITE, FAMILIES, MODEL_TYPE_ALIASES
 from effllm.runtime.gguf import config_export
-from effllm.runtime.gguf.architectures import BY_FAMILY
+from effllm.runtime.gguf.file_architecture import ARCHITECTURE_BY_FAMILY
 from effllm.runtime.kv import kv_profile_run
 from effllm.runtime.kv.kv_profile import Profile
 from effllm.runtime.planning import roofs
@@ -106,7 +106,8 @@ def test_the_table_of_models_has_every_family() -> None:
     assert all(named.count(name) == 1 for name in FAMILIES)
     for _, _, kinds, files, _ in rows:
         families = {*quoted(kinds)} & {*FAMILIES}
-        own = {BY_FAMILY[name] for name in families if name in BY_FAMILY} | {SECOND[name] for name in families if name in SECOND}
+        own = {ARCHITECTURE_BY_FAMILY[name] for name in families if name in ARCHITECTURE_BY_FAMILY} | {SECOND[name] for name in families
+                                                                                                       if name in SECOND}
         assert families and {*quoted(files)} == own, kinds
         meant = {MODEL_TYPE_ALIASES.get(each, each) for kind in quoted(kinds) for each in COMPOSITE.get(kind, (kind,))[:1]}
         assert meant <= {*FAMILIES} and meant & families, kinds
@@ -130,7 +131,7 @@ def test_the_readme_counts_the_families_with_audio_input() -> None:
     assert ("seven", "eight", "nine", "ten", "eleven", "twelve").index(count) + 7 == len(rows)
 
 
-@pytest.mark.parametrize(("format_", "not_written"), [("GGUF", config_export.NOT_WRITTEN),
+@pytest.mark.parametrize(("format_", "not_written"), [("GGUF", config_export.UNSUPPORTED_REASONS),
                                                       ("compressed-tensors", compressed_tensors.NOT_WRITTEN)])
 def test_the_models_that_are_not_exported_are_named(format_: str, not_written: dict[str, str]) -> None:
     """By how the names of their rows begin."""

@@ -15,9 +15,9 @@ from saved_models import saved
 from effllm import EffllmError
 from effllm.runtime.config import read_config
 from effllm.runtime.families import FAMILIES
-from effllm.runtime.gguf.architectures import BY_FAMILY
-from effllm.runtime.gguf.config_export import NOT_WRITTEN, export_architecture
+from effllm.runtime.gguf.config_export import UNSUPPORTED_REASONS, export_architecture
 from effllm.runtime.gguf.export import export_gguf
+from effllm.runtime.gguf.file_architecture import ARCHITECTURE_BY_FAMILY
 from effllm.runtime.rope import rope_table
 from effllm.runtime.sampler import Sampler, SamplerSettings
 
@@ -27,8 +27,9 @@ LIKELY = 2e-2  # llama.cpp rounds activations to 16 bits; below this share of th
 
 
 def test_every_family_is_exported_or_says_why_not() -> None:
-    assert set(FAMILIES) == {*BY_FAMILY, *NOT_WRITTEN}, "BY_FAMILY of runtime/gguf/architectures.py, or NOT_WRITTEN of config_export.py"
-    assert {case.family for case in MODELS.values()} == set(BY_FAMILY), "MODELS of export_models.py"
+    assert set(FAMILIES) == {*ARCHITECTURE_BY_FAMILY,
+                             *UNSUPPORTED_REASONS}, "ARCHITECTURE_BY_FAMILY of runtime/gguf/file_architecture.py, or UNSUPPORTED_REASONS of config_export.py"
+    assert {case.family for case in MODELS.values()} == set(ARCHITECTURE_BY_FAMILY), "MODELS of export_models.py"
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in MODELS])
@@ -44,7 +45,7 @@ def test_a_file_is_the_model_that_it_was_made_of(tmp_path: Path, name: str) -> N
     hybrid = "mamba" in changes.get("layer_types", changes.get("layers_block_type", ()))
     others = {"granitemoehybrid": "granitehybrid"} if hybrid else {}
     others |= {"nemotron_h": "nemotron_h_moe"} if "n_routed_experts" in changes else {}
-    assert fields["general.architecture"].contents() == {**BY_FAMILY, **others}[MODELS[name].family]
+    assert fields["general.architecture"].contents() == {**ARCHITECTURE_BY_FAMILY, **others}[MODELS[name].family]
     there = scores(exported(path, tmp_path / "again.gguf"), ids)
     hybrid = hybrid or "mamba_d_ssm" in changes
     turned = hybrid or MODELS[name].family.startswith((

@@ -23,7 +23,7 @@ from effllm.quant.spec import QuantSpec
 from effllm.runtime.config import read_config
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import open_engine
-from effllm.runtime.gguf.latent_attention import HALVES, halves
+from effllm.runtime.gguf.latent_attention import KV_B_HALVES, split_kv_b
 from effllm.runtime.gguf.store import open_gguf_store, read_header
 from effllm.runtime.planning.forecast import prepare_quantized
 from effllm.runtime.prepare import EngineOptions
@@ -174,10 +174,10 @@ def test_a_half_that_is_missing_is_named(tmp_path: Path) -> None:
         with pytest.raises(EffllmError, match="blk.9.attn"):
             open_gguf_store(path)
     header, config = read_header(path), read_config(path)
-    for part in HALVES:
-        own = {each: header.tensors[f"blk.0{each}"] for each in HALVES if each != part}
+    for part in KV_B_HALVES:
+        own = {each: header.tensors[f"blk.0{each}"] for each in KV_B_HALVES if each != part}
         with pytest.raises(EffllmError, match=f"without {part[1:]}"):
-            halves(path, "kv_b_proj", own, config)
+            split_kv_b(path, "kv_b_proj", own, config)
 
 
 def test_a_file_has_the_widths_and_the_mixture_of_its_folder(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from effllm.offload.safetensors_header import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.families.hunyuan_v1_dense import STRETCH
 from effllm.runtime.gguf.family_context import FamilyContext
-from effllm.runtime.gguf.family_keys import OWN
-from effllm.runtime.gguf.transformer_names import ADDED
+from effllm.runtime.gguf.family_keys import COMPLETE_BY_FAMILY
+from effllm.runtime.gguf.transformer_names import COMPLETE_CONFIG
 
 IDS = list(range(5, 90))
 # Architecture -> the model that its text model is, and its sections, as converters write them: 8 or 16 pairs of channels.
@@ -127,14 +127,14 @@ def test_llamacpp_means_the_same(tmp_path: Path, arch: str) -> None:
 def test_a_stretch_that_is_none_is_refused(tmp_path: Path, stated: object) -> None:
     given = FamilyContext(GgufHeader(tmp_path, {"general.architecture": "hunyuan_vl"}, {}), None, None)
     with pytest.raises(CheckpointError, match="rope.scaling.alpha .*expected a number above 0"):
-        OWN["hunyuan_v1_dense"](given, {STRETCH: stated, "num_attention_heads": 4, "hidden_size": 128})
+        COMPLETE_BY_FAMILY["hunyuan_v1_dense"](given, {STRETCH: stated, "num_attention_heads": 4, "hidden_size": 128})
 
 
 def test_heads_whose_width_no_key_states_are_stretched_too(tmp_path: Path) -> None:
     given = FamilyContext(GgufHeader(tmp_path, {"general.architecture": "hunyuan_vl"}, {}), None, None)
     raws = [{STRETCH: 1000.0, "num_attention_heads": 4, "hidden_size": 128, **width} for width in ({}, {"head_dim": 32})]
     for raw in raws:
-        OWN["hunyuan_v1_dense"](given, raw)
+        COMPLETE_BY_FAMILY["hunyuan_v1_dense"](given, raw)
     assert raws[0]["rope_theta"] == raws[1]["rope_theta"] == pytest.approx(10_000 * 1000 ** (32 / 30))
 
 
@@ -142,4 +142,4 @@ def test_heads_whose_width_no_key_states_are_stretched_too(tmp_path: Path) -> No
 def test_numbers_that_are_none_are_damage(tmp_path: Path, stated: object) -> None:
     header = GgufHeader(tmp_path, {"general.architecture": "mpt", "mpt.attention.max_alibi_bias": stated}, {})
     with pytest.raises(CheckpointError, match="max_alibi_bias .*expected numbers"):
-        ADDED["mpt"](FamilyContext(header, None, None), {})
+        COMPLETE_CONFIG["mpt"](FamilyContext(header, None, None), {})

@@ -24,7 +24,7 @@ def test_blocks_are_those_of_the_checkpoint(tmp_path: Path, name: str) -> None:
     path = exported(source, tmp_path / "m.gguf")
     reader, config = Reader(path), read_config(path, strict=True)
     arch = "nemotron_h_moe" if name == MIXED else "nemotron_h"
-    stated = {key: reader.fields[f"{arch}.{key}"].contents() for key in ("block_count", *nemotron_h.BY_BLOCK)}
+    stated = {key: reader.fields[f"{arch}.{key}"].contents() for key in ("block_count", *nemotron_h.PER_BLOCK_KEYS)}
     kinds = ["E" if width and name == MIXED else "-" if width else "*" if heads else "M"
              for heads, width in zip(stated["attention.head_count_kv"], stated["feed_forward_length"])]
     assert "".join(kinds) == ("MEM*E*EM" if name == MIXED else "M-M*-M") and stated["block_count"] == len(kinds)
@@ -76,13 +76,13 @@ def test_blocks_that_guess_ahead_are_left_out(tmp_path: Path, monkeypatch: pytes
     source = model(MIXED, tmp_path / "source")
     expected = read_config(exported(source, tmp_path / "without.gguf"), strict=True)
     changed(monkeypatch, lambda keys: keys.update({"block_count": 9, "nextn_predict_layers": 1, **{
-        key: np.append(keys[key], count).astype(np.int32) for key, count in zip(nemotron_h.BY_BLOCK, (2, 32))}}))
+        key: np.append(keys[key], count).astype(np.int32) for key, count in zip(nemotron_h.PER_BLOCK_KEYS, (2, 32))}}))
     path = exported(source, tmp_path / "m.gguf")
     config = read_config(path, strict=True)
     assert config == expected
     assert np.array_equal(scores(path, range(5, 40)), scores(tmp_path / "without.gguf", range(5, 40)))
-    assert nemotron_h.is_behind("blk.8.nextn.eh_proj.weight", config) and not nemotron_h.is_behind("blk.7.ssm_out.weight", config)
-    assert not nemotron_h.is_behind("output_norm.weight", config)
+    assert nemotron_h.is_mtp("blk.8.nextn.eh_proj.weight", config) and not nemotron_h.is_mtp("blk.7.ssm_out.weight", config)
+    assert not nemotron_h.is_mtp("output_norm.weight", config)
 
 
 def test_experts_that_read_fewer_numbers_are_written(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_file_of_ollama_leaves_it_to_be_seen_how_many_numbers_experts_read(tmp
     path = exported(source, tmp_path / "m.gguf")
     assert "blk.1.ffn_latent_in.weight" in {tensor.name for tensor in Reader(path).tensors}
     config = read_config(path, strict=True)
-    assert config == expected and nemotron_h.is_behind("mtp.layers.0.norm.weight", config)
+    assert config == expected and nemotron_h.is_mtp("mtp.layers.0.norm.weight", config)
     assert np.array_equal(scores(path, range(5, 40)), scores(tmp_path / "usual.gguf", range(5, 40)))
 
 

@@ -13,8 +13,8 @@ from export_models import exported, model
 from effllm import EffllmError
 from effllm.offload.gguf_header import GgufHeader
 from effllm.runtime.config import ModelConfig, read_config
-from effllm.runtime.gguf.architectures import file_architecture
 from effllm.runtime.gguf.config import model_config
+from effllm.runtime.gguf.file_architecture import file_architecture
 from effllm.runtime.gguf.store import read_header
 
 CONV, MOE, MAMBA, MIXED = "lfm2", "lfm2_moe", "granitemoehybrid, state spaces", "granitemoehybrid, experts"

@@ -20,7 +20,7 @@ from effllm import EffllmError
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf import file_names
 from effllm.runtime.gguf.projector_names import PROJECTORS
-from effllm.runtime.gguf.vision_config import BUILDERS, MODELS
+from effllm.runtime.gguf.vision_config import BUILDERS, MODEL_TYPES
 from effllm.runtime.images import VISION_ENCODERS, EncodingJob
 from effllm.runtime.images.media import MediaCache, check_modality, open_media
 from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
@@ -91,8 +91,8 @@ def test_every_type_has_a_tower_and_what_is_known_of_its_keys() -> None:
     written |= {"gemma3nv", "hunyuanocr", "kimivl"}  # in tests of those families; and what files of hunyuanvl were called first
     assert PROJECTORS["hunyuanocr"] == PROJECTORS["hunyuanvl"] and BUILDERS["hunyuanocr"] is BUILDERS["hunyuanvl"]
     assert PROJECTORS.keys() == BUILDERS.keys() and written == PROJECTORS.keys()
-    assert set(MODELS.values()) <= VISION_ENCODERS.keys()
-    assert {text for each in PROJECTORS.values() for text in each.texts} >= MODELS.keys()
+    assert set(MODEL_TYPES.values()) <= VISION_ENCODERS.keys()
+    assert {text for each in PROJECTORS.values() for text in each.texts} >= MODEL_TYPES.keys()
 
 
 def test_without_such_a_file_the_missing_one_is_named(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:

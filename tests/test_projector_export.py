@@ -12,12 +12,12 @@ from vision_cases import CASES
 from vision_models import PICTURES, opened, seeing
 
 from effllm.runtime.config import read_config
-from effllm.runtime.gguf.projector_export import TYPES
+from effllm.runtime.gguf.projector_export import PROJECTOR_TYPES
 from effllm.runtime.images import VISION_ENCODERS, EncodingJob
 from effllm.runtime.images.media import open_media
 from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
 
-FAMILIES = [family for family in SEEN_BY if family in PAIRS and family in TYPES]
+FAMILIES = [family for family in SEEN_BY if family in PAIRS and family in PROJECTOR_TYPES]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -149,7 +149,7 @@ def test_both_exports_are_a_pair_that_answers_as_the_folder(family: str, arch: s
 
 
 def test_models_and_options_without_such_a_file_are_refused_in_one_line(tmp_path: Path) -> None:
-    assert set(TYPES) <= set(VISION_ENCODERS)
+    assert set(PROJECTOR_TYPES) <= set(VISION_ENCODERS)
     folder = tmp_path / "folder"
     seeing(folder, "ovis2", CASES["ovis2"])
     out = tmp_path / "mmproj.gguf"

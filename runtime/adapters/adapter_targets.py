@@ -101,9 +101,9 @@ def _tiled(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarra
     """Which row, and which column, of a checkpoint each of a matrix is in a model that has them in the order of a GGUF file."""
     if not isinstance(config.recurrent, DeltaShape) or not config.recurrent.tiled:
         return None, None
-    from ..gguf.recurrent_layers import order
+    from ..gguf.recurrent_layers import reordering
 
-    return order(role, replace(config, recurrent=replace(config.recurrent, tiled=False)))
+    return reordering(role, replace(config, recurrent=replace(config.recurrent, tiled=False)))
 
 
 def _inside(config: ModelConfig) -> dict[str, tuple[str, slice | np.ndarray]]:

@@ -60,7 +60,7 @@ def changes(adapter: Path, source: Path, config: ModelConfig, held: Mapping[str,
 
 def _of_file(adapter: Path, source: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], turned: frozenset[str]) -> Changes:
     """Of a GGUF file, which says it of the matrices as a model computes with them."""
-    from ..gguf.adapter import gguf_deltas, opened_file
+    from ..gguf.adapter import gguf_deltas, open_adapter_file
 
     store, _ = open_weights(source, low_bit=False)
     with store:
@@ -96,4 +96,4 @@ def _of_file(adapter: Path, source: Path, config: ModelConfig, shapes: Mapping[s
         raise CheckpointError(f"{adapter} changes {shown(found[first][0])}, which {source} stores in another layout",
                               "effllm run --lora applies it at run time" if first[1] in BESIDE
                               else "merge it with the program that trained it")
-    return Changes(made, {}, turned, opened_file(adapter), {})
+    return Changes(made, {}, turned, open_adapter_file(adapter), {})

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from ...offload.safetensors_header import shown
 from ..gguf.store import read_header
-from ..gguf.tokenizer import CONTROL, OTHER_FILE, SPACE, UNKNOWN, backend, read_vocabulary
+from ..gguf.tokenizer import CONTROL, OTHER_FILE_HINT, SPACE, UNKNOWN, backend, read_vocabulary
 from ..tokenizer import Tokenizer as ModelTokenizer
 from ..tokenizer import TokenizerError
 
@@ -32,10 +32,10 @@ def load_file_tokenizer(path: Path, rows: int) -> ModelTokenizer:
                              f"known: {', '.join(KINDS)}")
     kinds = data.get("tokenizer.ggml.token_type")
     if not isinstance(kinds, np.ndarray) or len(kinds) != len(tokens):
-        raise TokenizerError(f"{path} has no token type for each of its {len(tokens)} tokens", OTHER_FILE)
+        raise TokenizerError(f"{path} has no token type for each of its {len(tokens)} tokens", OTHER_FILE_HINT)
     special = {role: token for role, names in ROLES.items() if (token := _named(role, names, data, tokens)) is not None}
     if missing := {"cls_token", "sep_token", *(() if kind == "gpt2" else ("unk_token",))} - special.keys():
-        raise TokenizerError(f"{path} names no {sorted(missing)[0]}", OTHER_FILE)
+        raise TokenizerError(f"{path} names no {sorted(missing)[0]}", OTHER_FILE_HINT)
     try:
         if kind == "gpt2":
             made = backend(read_vocabulary(read_header(path)))
@@ -47,7 +47,7 @@ def load_file_tokenizer(path: Path, rows: int) -> ModelTokenizer:
     except TokenizerError:
         raise
     except Exception as error:  # the library raises plain Exception
-        raise TokenizerError(f"{path} holds a tokenizer that cannot be built: {shown(str(error))}", OTHER_FILE) from None
+        raise TokenizerError(f"{path} holds a tokenizer that cannot be built: {shown(str(error))}", OTHER_FILE_HINT) from None
     return ModelTokenizer(made, special, False, None, rows, (), None, path)
 
 

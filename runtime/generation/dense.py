@@ -19,7 +19,7 @@ from ...offload.safetensors_header import CheckpointError
 from ...quant.imports.gguf import DECODERS, dequantize
 from ...quant.weight import RAW_NUMPY, to_f32
 from ..config_reader import ConfigError, show
-from ..gguf.tensor_sources import RAW
+from ..gguf.tensor_sources import RAW_TYPES
 from ..hub import DENSE, NESTED
 
 # Activation by the last word of the class name in a module's config.
@@ -72,13 +72,13 @@ def dense_layers_of_gguf(path: Path, tensors: Mapping[str, GgufTensor], width: i
         with tensor.file.open("rb") as file:
             file.seek(tensor.offset)
             data = np.frombuffer(file.read(tensor.nbytes), np.uint8)
-        if tensor.type in RAW:
+        if tensor.type in RAW_TYPES:
             matrix = _to_float32(data, tensor.type)
         elif tensor.type in DECODERS:
             matrix = dequantize(data, tensor.type, tensor.shape[-1])
         else:
             raise CheckpointError(f"{path} has tensor {tensor.name} of type {tensor.type}, which is not supported",
-                                  f"known: {', '.join((*RAW, *DECODERS))}")
+                                  f"known: {', '.join((*RAW_TYPES, *DECODERS))}")
         layers.append(Dense(matrix.reshape(tensor.shape)))
     return _check_shapes(path, layers, width)
 
@@ -96,9 +96,9 @@ def _read_matrix(file: Path) -> tuple[np.ndarray, np.ndarray | None]:
         if WEIGHT not in tensors:
             raise CheckpointError(f"{file} holds no tensor {WEIGHT}", "the download may be incomplete")
         for info in tensors.values():
-            if info.dtype not in RAW:
+            if info.dtype not in RAW_TYPES:
                 raise CheckpointError(f"{file} has tensor {info.name} of type {show(info.dtype)}, which is not supported",
-                                      f"known: {', '.join(RAW)}")
+                                      f"known: {', '.join(RAW_TYPES)}")
         arrays = {name: _to_float32(store.read(info), info.dtype).reshape(info.shape) for name, info in tensors.items()}
     return arrays[WEIGHT], arrays.get(BIAS)
 

@@ -22,7 +22,7 @@ from ..config_reader import ConfigError, show
 from ..engine import Engine
 from ..events import Progress, Yield
 from ..files.bounded_read import JSON_NBYTES, read_bounded
-from ..gguf.architecture import POOLED
+from ..gguf.architecture import POOLING_TYPES
 from ..hub import DENSE, MODULES, POOLING, POOLING_KEPT
 from ..kv.varlen_cache import kernel_boundaries, plan_batches, supports_varlen
 from ..tokenizer import Tokenizer
@@ -42,7 +42,7 @@ def read_pooling_mode(path: Path | None) -> str:
     """The pooling of the model at `path`: last or mean. Raises UsageError for a model that is no embedding model, or whose pooling is
     not supported."""
     if path is not None and is_gguf(path):
-        if (mode := POOLED.get(gguf_value(path, POOLING_TYPE))) is None:
+        if (mode := POOLING_TYPES.get(gguf_value(path, POOLING_TYPE))) is None:
             raise UsageError("this model is not an embedding model: its file states no pooling", OTHER_MODEL_HINT)
         return mode
     names = () if path is None else (POOLING, POOLING_KEPT)

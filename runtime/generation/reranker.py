@@ -19,7 +19,7 @@ from ...offload.safetensors_header import is_gguf
 from ..config_reader import show
 from ..engine import Engine
 from ..events import Progress, Yield
-from ..gguf.architecture import RANK
+from ..gguf.architecture import RERANKER_POOLING_TYPE
 from ..hub import MODULES, RANKING, RANKING_KEPT
 from ..templates.template import TemplateError
 from ..tokenizer import Tokenizer
@@ -106,7 +106,7 @@ def _from_folder(path: Path, settings: object, tokenizer: Tokenizer) -> Reranker
 
 def _from_gguf(path: Path, tokenizer: Tokenizer) -> Reranker:
     labels, template = gguf_value(path, LABELS), gguf_value(path, TEMPLATE)
-    if gguf_value(path, POOLING_TYPE) != RANK or not isinstance(template, str):
+    if gguf_value(path, POOLING_TYPE) != RERANKER_POOLING_TYPE or not isinstance(template, str):
         raise UsageError(NOT_A_RERANKER.format("its file states no rerank pooling"), OTHER_MODEL_HINT)
     label_ids = [tokenizer.encode(str(each), False) for each in labels] if isinstance(labels, list) else []
     if [len(each) for each in label_ids] != [1, 1]:

@@ -22,18 +22,19 @@ from .. import families
 from ..adapters.adapter import Delta
 from ..config import ModelConfig
 from .architecture import Architecture
-from .architectures import BY_FAMILY, architecture, file_architecture
-from .linear_attention import joined_rows
-from .recurrent_layers import order
+from .architectures import architecture
+from .file_architecture import ARCHITECTURE_BY_FAMILY, file_architecture
+from .linear_attention import fused_rows
+from .recurrent_layers import reordering
 from .split_files import close_all, open_parts
 from .tensor_mapping import heads_of
 from .tensor_names import checkpoint_names
-from .tensor_sources import RAW, deinterleaved
+from .tensor_sources import RAW_TYPES, deinterleaved
 
-ENDINGS = {".lora_a": "a", ".lora_b": "b"}
-TABLE = "token_embd.weight"
-ALPHA, INVOKED = "adapter.lora.alpha", "adapter.alora.invocation_tokens"
-MADE = "convert a PEFT adapter with llama.cpp's convert_lora_to_gguf.py, or give its folder"
+LORA_SUFFIXES = {".lora_a": "a", ".lora_b": "b"}
+EMBEDDING = "token_embd.weight"
+ALPHA, INVOCATION_TOKENS = "adapter.lora.alpha", "adapter.alora.invocation_tokens"
+CONVERT_HINT = "convert a PEFT adapter with llama.cpp's convert_lora_to_gguf.py, or give its folder"
 
 
 def gguf_deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Delta]]:
@@ -45,18 +46,18 @@ def gguf_deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int,
         parts: dict[str, dict[str, GgufTensor]] = {}
         for tensor in header.tensors.values():
             name, dot, ending = tensor.name.rpartition(".")
-            if (part := ENDINGS.get(dot + ending)) is None:
-                raise CheckpointError(f"{path} replaces {shown(tensor.name)} entirely, which is not supported", MADE)
+            if (part := LORA_SUFFIXES.get(dot + ending)) is None:
+                raise CheckpointError(f"{path} replaces {shown(tensor.name)} entirely, which is not supported", CONVERT_HINT)
             parts.setdefault(name, {})[part] = tensor
         store, family = TensorStore(path, {}, opened), families.get(config.family)
         roles = {rule.name: role for i in range(config.num_hidden_layers) for role, rule in family.layer_tensors(config, i).items()}
         for name, pair in parts.items():
-            yield from _deltas(path, name, pair, store, header, found, config, shapes, roles)
+            yield from _tensor_deltas(path, name, pair, store, header, found, config, shapes, roles)
     finally:
         close_all(opened)
 
 
-def opened_file(path: Path) -> TensorStore:
+def open_adapter_file(path: Path) -> TensorStore:
     """The open file of an adapter, of which nothing is read by name; whoever takes it closes it."""
     return TensorStore(path, {}, open_parts(path)[1])
 
@@ -64,18 +65,18 @@ def opened_file(path: Path) -> TensorStore:
 def _architecture(path: Path, header: GgufHeader, config: ModelConfig) -> Architecture:
     told = {key: header.metadata.get(key) for key in ("general.type", "adapter.type", "general.architecture")}
     if told["general.type"] != "adapter" or told["adapter.type"] != "lora":
-        raise CheckpointError(f"{path} is not a LoRA adapter but {shown(told['general.type'] or 'a model')}", MADE)
-    if INVOKED in header.metadata:
-        raise CheckpointError(f"{path} is an activated LoRA (aLoRA), which is not supported", MADE)
+        raise CheckpointError(f"{path} is not a LoRA adapter but {shown(told['general.type'] or 'a model')}", CONVERT_HINT)
+    if INVOCATION_TOKENS in header.metadata:
+        raise CheckpointError(f"{path} is an activated LoRA (aLoRA), which is not supported", CONVERT_HINT)
     name = told["general.architecture"]
     found = architecture(path, name)
-    if found.family != config.family and (config.family not in BY_FAMILY or file_architecture(config) != name):
+    if found.family != config.family and (config.family not in ARCHITECTURE_BY_FAMILY or file_architecture(config) != name):
         raise CheckpointError(f"{path} is an adapter for {shown(name)}, but the model is {config.family}",
                               "is this its base model?")
     return found
 
 
-def _deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: TensorStore, header: GgufHeader, found: Architecture,
+def _tensor_deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: TensorStore, header: GgufHeader, found: Architecture,
             config: ModelConfig, shapes: Mapping[str, tuple[int, int]], roles: Mapping[str, str]) -> Iterator[tuple[str, Delta]]:
     """Of a tensor of a model's file: one, or the several that lie in it."""
     def refuse(why: str) -> CheckpointError:
@@ -90,7 +91,7 @@ def _deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: Tensor
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not np.isfinite(alpha):
         raise refuse(f"states {ALPHA} {shown(alpha)}, which is not a number")
     a, b = (_values(path, store, pair[part]) for part in "ab")
-    if name == TABLE and a.ndim == b.ndim == 2:
+    if name == EMBEDDING and a.ndim == b.ndim == 2:
         a, b = np.ascontiguousarray(b.T), a
     said, count = f"{list(a.shape)} and {list(b.shape)}", config.moe.num_experts if config.moe else 1
     experts = count if a.ndim == 3 and len(names) % count == 0 else 1
@@ -103,23 +104,24 @@ def _deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: Tensor
                      f"{sum(heights)} rows of {width}")
     scale = float(alpha) / a.shape[1] if alpha else 1.0
     for expert in range(experts):
-        yield from _of_one(names[expert * len(heights) : (expert + 1) * len(heights)], a[expert], b[expert], scale, heights, found, config,
+        yield from _matrix_deltas(names[expert * len(heights) : (expert + 1) * len(heights)], a[expert], b[expert], scale, heights, found,
+                                  config,
                            roles)
 
 
-def _of_one(names: Sequence[str], a: np.ndarray, b: np.ndarray, scale: float, heights: Sequence[int], found: Architecture,
+def _matrix_deltas(names: Sequence[str], a: np.ndarray, b: np.ndarray, scale: float, heights: Sequence[int], found: Architecture,
             config: ModelConfig, roles: Mapping[str, str]) -> Iterator[tuple[str, Delta]]:
     """Of matrices that lie behind one another, and share A."""
     ends = np.cumsum(heights)
-    for each, rows in zip(names, joined_rows(names, config) or [np.arange(end - height, end) for end, height in zip(ends, heights)]):
+    for each, rows in zip(names, fused_rows(names, config) or [np.arange(end - height, end) for end, height in zip(ends, heights)]):
         heads = heads_of(each, config) if found.interleaved else 0
         own = b[rows[deinterleaved(np.arange(len(rows)), len(rows) // heads)] if heads else rows]
-        yield each, Delta(*_as_in_a_folder(a, own, roles.get(each, ""), config), scale, None)
+        yield each, Delta(*_checkpoint_order(a, own, roles.get(each, ""), config), scale, None)
 
 
-def _as_in_a_folder(a: np.ndarray, b: np.ndarray, role: str, config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+def _checkpoint_order(a: np.ndarray, b: np.ndarray, role: str, config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
     """A and B of a role in the order of a checkpoint, where files have heads of values in another than the model."""
-    rows, columns = order(role, config)
+    rows, columns = reordering(role, config)
     if rows is not None:
         b = b[np.argsort(rows)]
     return a if columns is None else np.ascontiguousarray(a[:, np.argsort(columns)]), b
@@ -129,12 +131,12 @@ def _values(path: Path, store: TensorStore, tensor: GgufTensor) -> np.ndarray:
     """float32, in its shape. Raises CheckpointError for NaN, infinity and a type that is not known."""
     raw = np.empty(tensor.nbytes, np.uint8)
     store.read_at(tensor.file, tensor.offset, memoryview(raw))
-    if tensor.type in RAW:
+    if tensor.type in RAW_TYPES:
         values = to_f32(raw.view(RAW_NUMPY[tensor.type.lower()]), tensor.type.lower()).reshape(tensor.shape)
     elif tensor.type in DECODERS:
         values = dequantize(raw, tensor.type, tensor.shape[-1]).reshape(tensor.shape)
     else:
-        raise CheckpointError(f"{path} has tensor {shown(tensor.name)} of type {tensor.type}, which is not supported", MADE)
+        raise CheckpointError(f"{path} has tensor {shown(tensor.name)} of type {tensor.type}, which is not supported", CONVERT_HINT)
     if not np.isfinite(values).all():
         raise CheckpointError(f"{path} has NaN or infinity in {shown(tensor.name)}", "the adapter is damaged: download it again")
     return values

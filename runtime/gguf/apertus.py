@@ -14,36 +14,36 @@ from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..tensors import as_float32
 from ..weights.weight_records import XIELU_ROLES
-from .family_context import USUAL_THETA, FamilyContext
+from .family_context import DEFAULT_ROPE_THETA, FamilyContext
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
     from ..tensors import ModelTensor
 
 FAMILY = "apertus"
-LISTS = {"xielu.alpha_p": "xielu_alpha_p", "xielu.alpha_n": "xielu_alpha_n"}  # of a file -> of a config
-USUAL = {"xielu.beta": CURVE_SLOPE, "xielu.eps": CURVE_EDGE}  # lists too, of one number
+LAYER_LISTS = {"xielu.alpha_p": "xielu_alpha_p", "xielu.alpha_n": "xielu_alpha_n"}  # of a file -> of a config
+FIXED_LISTS = {"xielu.beta": CURVE_SLOPE, "xielu.eps": CURVE_EDGE}  # lists too, of one number
 NAMES = {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
-NEAR = 3e-2  # what 16 bits hold of numbers as small as these
+BF16_TOLERANCE = 3e-2  # what 16 bits hold of numbers as small as these
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled: the activations of all layers, and that positions are plain where nothing stretches
     them. Raises CheckpointError."""
-    header = gguf.header
-    raw |= {"sliding_window": gguf.window, "attention_bias": gguf.has("attn_q.bias")}
-    raw.setdefault("rope_theta", USUAL_THETA)
+    header = context.header
+    raw |= {"sliding_window": context.window, "attention_bias": context.has("attn_q.bias")}
+    raw.setdefault("rope_theta", DEFAULT_ROPE_THETA)
     layers = raw["num_hidden_layers"]
     if raw.get("rope_scaling") is None and "rope_theta" in raw:
         raw["rope_parameters"] = {"rope_type": "default", "rope_theta": raw.pop("rope_theta")}
-    for key, usual in USUAL.items():
-        if key in header.metadata and not np.allclose(_list(header, key, layers), usual, rtol=NEAR, atol=0):
+    for key, usual in FIXED_LISTS.items():
+        if key in header.metadata and not np.allclose(_layer_values(header, key, layers), usual, rtol=BF16_TOLERANCE, atol=0):
             raise CheckpointError(f"{header.path} states {key} that is not {usual:g} in every layer, which is not supported",
                                   "no published model has others")
-    raw |= {ours: _list(header, theirs, layers) for theirs, ours in LISTS.items()}
+    raw |= {ours: _layer_values(header, theirs, layers) for theirs, ours in LAYER_LISTS.items()}
 
 
-def _list(header: GgufHeader, key: str, layers: object) -> list[float]:
+def _layer_values(header: GgufHeader, key: str, layers: object) -> list[float]:
     value = header.metadata.get(key)
     if isinstance(value, int | float) and type(layers) is int and 0 < layers < 1 << 16:  # one for all
         return [float(value)] * layers
@@ -52,7 +52,7 @@ def _list(header: GgufHeader, key: str, layers: object) -> list[float]:
     return [float(each) for each in value]
 
 
-def with_curves(config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]],
+def extract_activations(config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]],
                 store: TensorStore) -> tuple[ModelConfig, dict[int | str, dict[str, ModelTensor]]]:
     """The config with what tensors say of activations, and the tensors without those."""
     if config.family != FAMILY:
@@ -69,5 +69,5 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     if config.family != FAMILY:
         return {}
     columns = [np.array(column, np.float32) for column in zip(*config.activation_params)]
-    usual = {key: np.full(config.num_hidden_layers, value, np.float32) for key, value in USUAL.items()}
-    return dict(zip(LISTS, columns, strict=True)) | usual
+    usual = {key: np.full(config.num_hidden_layers, value, np.float32) for key, value in FIXED_LISTS.items()}
+    return dict(zip(LAYER_LISTS, columns, strict=True)) | usual

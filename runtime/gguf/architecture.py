@@ -12,36 +12,38 @@ from dataclasses import dataclass, field
 from . import linear_attention
 
 # The parts of a tensor's name: in the file -> in a checkpoint of the Hugging Face kind.
-OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
-LAYER = {
+OUTER_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+               "output.weight": "lm_head.weight"}
+LAYER_NAMES = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }
 ROUTER = "ffn_gate_inp"
 SHARED_EXPERT = {"ffn_gate_shexp": "gate_proj", "ffn_up_shexp": "up_proj", "ffn_down_shexp": "down_proj"}
-CORRECTION = "exp_probs_b"  # of expert scores; its kind is bias and it has no weight
-SHARED_GATE = "ffn_gate_inp_shexp"
+SCORE_CORRECTION = "exp_probs_b"  # of expert scores; its kind is bias and it has no weight
+SHARED_EXPERT_GATE = "ffn_gate_inp_shexp"
 DEEPSEEK_OCR = "deepseek2-ocr"
 DEEPSTACK = "n_deepstack_layers"  # number of layers that image features are added to
-SHARED_WIDTH = "shared_width"  # of all shared experts together; no config.json has this key
+SHARED_EXPERT_WIDTH = "shared_width"  # of all shared experts together; no config.json has this key
 # Divisors of the rotary frequencies: part of the config, not weights. One tensor for all lengths, or one for short and one for long texts.
-FACTORS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-DIVISORS = (FACTORS, LONG, SHORT)
-POOLED = {1: "mean", 3: "last"}  # pooling_type of embedding models (`embedding.py`)
-CLAMP = "attention.clamp_kqv"
-ALPHA = "rope.scaling.alpha"  # stretches the RoPE base, to a power
-RANK = 4  # pooling_type of rerankers (`reranker.py`)
+ROPE_FACTORS, LONG_ROPE_FACTORS, SHORT_ROPE_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_FACTOR_TENSORS = (ROPE_FACTORS, LONG_ROPE_FACTORS, SHORT_ROPE_FACTORS)
+POOLING_TYPES = {1: "mean", 3: "last"}  # pooling_type of embedding models (`embedding.py`)
+CLAMP_KQV = "attention.clamp_kqv"
+ROPE_ALPHA = "rope.scaling.alpha"  # stretches the RoPE base, to a power
+RERANKER_POOLING_TYPE = 4  # pooling_type of rerankers (`reranker.py`)
 # Key below the architecture's name -> the value, or values, that change nothing.
-NEUTRAL: Mapping[str, object] = {
-    "attention.causal": True, CLAMP: 0.0, "attention.scale": None, "attn_logit_softcapping": 0.0,
+NEUTRAL_VALUES: Mapping[str, object] = {
+    "attention.causal": True, CLAMP_KQV: 0.0, "attention.scale": None, "attn_logit_softcapping": 0.0,
     "embedding_scale": 1.0, "expert_count": 0, "expert_gating_func": 1, "expert_shared_count": 0, "expert_used_count": 0,
     "expert_group_count": 1, "expert_group_used_count": 1, "final_logit_softcapping": 0.0, "logit_scale": 1.0,
-    "pooling_type": (0, *POOLED, RANK), "residual_scale": 1.0, "rope.dimension_sections": None, "use_parallel_residual": False,
+    "pooling_type": (0, *POOLING_TYPES, RERANKER_POOLING_TYPE), "residual_scale": 1.0, "rope.dimension_sections": None,
+    "use_parallel_residual": False,
 }
 RMS_NORM, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-UNTURNED = "rope.scaling.finetuned"  # false means no rotary positions, but for granite only
-HARMLESS = frozenset({"vocab_size", "tensor_data_layout", "classifier.output_labels", UNTURNED})
+ROPE_FINETUNED = "rope.scaling.finetuned"  # false means no rotary positions, but for granite only
+IGNORED_KEYS = frozenset({"vocab_size", "tensor_data_layout", "classifier.output_labels", ROPE_FINETUNED})
 
 
 @dataclass(frozen=True)
@@ -74,5 +76,5 @@ class Architecture:
 
     def offset(self, name: str) -> float:
         """What the file adds to a tensor of the checkpoint."""
-        is_shifted = "norm" in name and linear_attention.OWN_NORM not in name and not name.endswith("bias")
+        is_shifted = "norm" in name and linear_attention.GATED_NORM not in name and not name.endswith("bias")
         return self.norm_offset if is_shifted and name not in self.unshifted_norms else 0.0

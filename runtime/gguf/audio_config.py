@@ -12,15 +12,16 @@ from collections.abc import Callable, Mapping
 from ...offload.gguf_header import GgufHeader
 from ...offload.safetensors_header import damaged
 from ..config_reader import Keys
-from .audio_names import PLACES
+from .audio_names import POSITION_EMBD
 
-HOP, RATE, HALVED = 160, 16_000, 2  # samples from a frame to the next; of a second; frames of a row, behind the convolutions
-ASKING = re.compile(r"a\.proj_blk\.([0-9]{1,4})\.(.+)")
-Built = tuple[Mapping[str, object], Mapping[str, object]]
-Tower = Mapping[str, object]
+HOP_LENGTH, SAMPLE_RATE = 160, 16_000  # samples between mel frames; samples per second
+CONV_STRIDE = 2  # mel frames per encoder position
+QFORMER_TENSOR = re.compile(r"a\.proj_blk\.([0-9]{1,4})\.(.+)")
+JsonPair = tuple[Mapping[str, object], Mapping[str, object]]
+TowerConfig = Mapping[str, object]
 
 
-def shape_of(header: GgufHeader, name: str, dimensions: int = 2) -> tuple[int, ...]:
+def require_shape(header: GgufHeader, name: str, dimensions: int = 2) -> tuple[int, ...]:
     """Of a tensor, which has so many dimensions. Raises CheckpointError."""
     found = header.tensors.get(name)
     if found is None:
@@ -30,16 +31,16 @@ def shape_of(header: GgufHeader, name: str, dimensions: int = 2) -> tuple[int, .
     return found.shape
 
 
-def whisper(tower: Tower, seconds: int) -> dict[str, object]:
-    return {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": tower["num_mel_bins"], "hop_length": HOP,
+def whisper_extractor(tower: TowerConfig, seconds: int) -> dict[str, object]:
+    return {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": tower["num_mel_bins"], "hop_length": HOP_LENGTH,
             "chunk_length": seconds}
 
 
-def _of_windows(kind: str) -> Callable[..., Built]:
+def _whisper(kind: str) -> Callable[..., JsonPair]:
     """Of a family whose encoder has a learned place for every row of a window."""
-    def built(header: GgufHeader, keys: Keys, tower: Tower, text: str) -> Built:
-        places = shape_of(header, PLACES)[0]
-        seconds, rest = divmod(places * HALVED * HOP, RATE)
+    def built(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> JsonPair:
+        places = require_shape(header, POSITION_EMBD)[0]
+        seconds, rest = divmod(places * CONV_STRIDE * HOP_LENGTH, SAMPLE_RATE)
         if rest or not seconds:
             damaged(header.path, f"has {places} places for rows of a window, which are not whole seconds")
         joined = {} if kind != "voxtral" else {"intermediate_size": keys.integer("projector.stack_factor", 4, high=1 << 10)
@@ -47,63 +48,66 @@ def _of_windows(kind: str) -> Callable[..., Built]:
         if joined and joined["intermediate_size"] != tower["intermediate_size"]:
             damaged(header.path, f"joins rows to {joined['intermediate_size']} numbers, but its layers widen them to "
                                  f"{tower['intermediate_size']}")
-        return {"model_type": kind, "audio_config": {"model_type": ENCODERS[kind], **tower, "max_source_positions": places}}, \
-            whisper(tower, seconds)
+        return {"model_type": kind, "audio_config": {"model_type": ENCODER_TYPES[kind], **tower, "max_source_positions": places}}, \
+            whisper_extractor(tower, seconds)
 
     return built
 
 
 # Model type -> type of its encoder.
-ENCODERS = {"audioflamingo3": "audioflamingo3_encoder", "qwen2_audio": "qwen2_audio_encoder", "voxtral": "voxtral_encoder"}
+ENCODER_TYPES = {"audioflamingo3": "audioflamingo3_encoder", "qwen2_audio": "qwen2_audio_encoder", "voxtral": "voxtral_encoder"}
 
 
-def _omni(header: GgufHeader, keys: Keys, tower: Tower, text: str) -> Built:
-    return {"model_type": "qwen2_5_omni", "audio_config": {"model_type": "qwen2_5_omni_audio_encoder", **tower}}, whisper(tower, 300)
+def _qwen2_5_omni(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> JsonPair:
+    return {"model_type": "qwen2_5_omni", "audio_config": {"model_type": "qwen2_5_omni_audio_encoder", **tower}}, whisper_extractor(tower,
+                                                                                                                                    300)
 
 
-def _later_omni(header: GgufHeader, keys: Keys, tower: Tower, text: str) -> Built:
+def _qwen3_audio(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> JsonPair:
     """Qwen 3 Omni, which is a mixture, or Qwen3-ASR, which is not."""
     model = "qwen3_omni_moe" if text == "qwen3vlmoe" else "qwen3_asr"
     encoder = "qwen3_omni_moe_audio_encoder" if text == "qwen3vlmoe" else "qwen3_asr_audio_encoder"
-    channels = shape_of(header, "a.conv2d.1.weight", 4)[0]
-    return {"model_type": model, "audio_config": {"model_type": encoder, **tower, "downsample_hidden_size": channels}}, whisper(tower, 30)
+    channels = require_shape(header, "a.conv2d.1.weight", 4)[0]
+    return {"model_type": model,
+            "audio_config": {"model_type": encoder, **tower, "downsample_hidden_size": channels}}, whisper_extractor(tower, 30)
 
 
-def _gemma4(header: GgufHeader, keys: Keys, tower: Tower, text: str) -> Built:
+def _gemma4(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> JsonPair:
     """The epsilon that files state is another than the model's (1e-6), by an oversight of the converter."""
-    channels = [shape_of(header, f"a.conv1d.{number}.weight", 4)[0] for number in (0, 1)]
+    channels = [require_shape(header, f"a.conv1d.{number}.weight", 4)[0] for number in (0, 1)]
     sizes = {key: tower[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
-    more = {"subsampling_conv_channels": channels, "conv_kernel_size": shape_of(header, "a.blk.0.conv_dw.weight")[1],
+    more = {"subsampling_conv_channels": channels, "conv_kernel_size": require_shape(header, "a.blk.0.conv_dw.weight")[1],
             "use_clipped_linears": "a.blk.0.attn_q.input_max" in header.tensors,
-            "output_proj_dims": shape_of(header, "a.pre_encode.out.weight")[0]}
+            "output_proj_dims": require_shape(header, "a.pre_encode.out.weight")[0]}
     return {"model_type": "gemma4", "audio_config": {"model_type": "gemma4_audio", **sizes, **more}}, \
         {"feature_extractor_type": "Gemma4AudioFeatureExtractor", "feature_size": tower["num_mel_bins"]}
 
 
-def _gemma4_flat(header: GgufHeader, keys: Keys, tower: Tower, text: str) -> Built:
-    samples = shape_of(header, "mm.a.input_projection.weight")[1]
+def _gemma4_unified(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> JsonPair:
+    samples = require_shape(header, "mm.a.input_projection.weight")[1]
     return {"model_type": "gemma4_unified", "audio_config": {"model_type": "gemma4_unified_audio", "audio_embed_dim": samples}}, \
         {"feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor", "audio_samples_per_token": samples}
 
 
-def _granite(header: GgufHeader, keys: Keys, tower: Tower, text: str) -> Built:
+def _granite_speech(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> JsonPair:
     """The adapter by which the first of these models were taught to hear is not spoken of: where it is, it is in the text part."""
     width, inner = keys.integer("embedding_length", high=1 << 16), keys.integer("feed_forward_length", high=1 << 20)
-    channels, taps = shape_of(header, "a.blk.0.conv_dw.weight")
+    channels, taps = require_shape(header, "a.blk.0.conv_dw.weight")
     heads = keys.integer("attention.head_count", high=1024)
     encoder = {
         "model_type": "granite_speech_encoder", "input_dim": tower["num_mel_bins"], "num_layers": tower["num_hidden_layers"],
         "hidden_dim": width, "feedforward_mult": inner // width, "num_heads": heads, "dim_head":
-        shape_of(header, "a.blk.0.attn_q.weight")[0] // heads, "output_dim": shape_of(header, "a.enc_ctc_out.weight")[0], "context_size":
+        require_shape(header, "a.blk.0.attn_q.weight")[0] // heads, "output_dim": require_shape(header, "a.enc_ctc_out.weight")[0],
+        "context_size":
         keys.raw.get("chunk_size"), "max_pos_emb": keys.raw.get("max_pos_emb"), "conv_kernel_size": taps, "conv_expansion_factor":
         channels // width}
-    parts = [found for name in header.tensors if (found := ASKING.fullmatch(name))]
+    parts = [found for name in header.tensors if (found := QFORMER_TENSOR.fullmatch(name))]
     count = len({int(part[1]) for part in parts})
     looking = sorted(int(part[1]) for part in parts if part[2] == "cross_attn_q.weight")
     often = looking[1] if len(looking) > 1 else max(1, count)
     if looking != list(range(0, count, max(1, often))):
         damaged(header.path, f"has cross-attention layers {looking} that are not evenly spaced among {count}")
-    inside, own = shape_of(header, "a.proj_blk.0.ffn_up.weight")
+    inside, own = require_shape(header, "a.proj_blk.0.ffn_up.weight")
     asks = {"model_type": "blip_2_qformer", "hidden_size": own, "num_hidden_layers": count, "num_attention_heads":
             keys.raw.get("projector.head_count"), "intermediate_size": inside, "encoder_hidden_size": width,
             "cross_attention_frequency": often}
@@ -113,6 +117,7 @@ def _granite(header: GgufHeader, keys: Keys, tower: Tower, text: str) -> Built:
         {"feature_extractor_type": "GraniteSpeechFeatureExtractor", "melspec_kwargs": {"n_mels": bands}}
 
 
-BUILDERS: Mapping[str, Callable[..., Built]] = {
-    "gemma4a": _gemma4, "gemma4ua": _gemma4_flat, "granite_speech": _granite, "musicflamingo": _of_windows("audioflamingo3"), "qwen2.5o":
-    _omni, "qwen2a": _of_windows("qwen2_audio"), "qwen3a": _later_omni, "voxtral": _of_windows("voxtral")}
+BUILDERS: Mapping[str, Callable[..., JsonPair]] = {
+    "gemma4a": _gemma4, "gemma4ua": _gemma4_unified, "granite_speech": _granite_speech, "musicflamingo": _whisper("audioflamingo3"),
+    "qwen2.5o":
+    _qwen2_5_omni, "qwen2a": _whisper("qwen2_audio"), "qwen3a": _qwen3_audio, "voxtral": _whisper("voxtral")}

@@ -14,26 +14,27 @@ from ..config import ModelConfig
 from .family_context import FamilyContext
 
 FAMILY, NAME = "cohere2_moe", "cohere2moe"
-EVERY = 4  # all but the last of so many layers have a window, where a file says nothing
+WINDOW_PERIOD = 4  # all but the last of so many layers have a window, where a file says nothing
 KEYS = {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale", "expert_count": "num_experts",
         "expert_used_count": "num_experts_per_tok", "expert_shared_count": "num_shared_experts", "expert_feed_forward_length":
         "intermediate_size", "feed_forward_length": "prefix_dense_intermediate_size", "leading_dense_block_count":
         "first_k_dense_replace", "expert_weights_norm": "norm_topk_prob", "expert_gating_func": "expert_selection_fn",
         "nextn_predict_layers": "num_nextn_predict_layers"}
 REQUIRED = ("logit_scale", "attention.sliding_window", "expert_feed_forward_length", "leading_dense_block_count")
-SCORES = {0: "sigmoid", 1: "softmax", 2: "sigmoid"}  # 0 and nothing are what llama.cpp takes for the latter
-RMS = "attention.layer_norm_rms_epsilon"
+SCORE_FUNCTIONS = {0: "sigmoid", 1: "softmax", 2: "sigmoid"}  # 0 and nothing are what llama.cpp takes for the latter
+RMS_NORM_EPSILON = "attention.layer_norm_rms_epsilon"
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
-    header, kinds = gguf.header, gguf.layer_types(raw, EVERY)
+    header, kinds = context.header, context.layer_types(raw, WINDOW_PERIOD)
     scored, layers = raw.pop("expert_selection_fn", 0), raw["num_hidden_layers"]
-    if scored not in SCORES or scored == 1 and raw.get("norm_topk_prob") is not True:
+    if scored not in SCORE_FUNCTIONS or scored == 1 and raw.get("norm_topk_prob") is not True:
         raise CheckpointError(f"{header.path}: {NAME}.expert_gating_func = {scored} is not supported for this architecture with "
                               f"expert_weights_norm = {raw.get('norm_topk_prob', False)}",
                               "give the folder of the original checkpoint, if its family is supported")
-    raw |= {"expert_selection_fn": SCORES[scored], "norm_topk_prob": raw.get("norm_topk_prob", False), "sliding_window": gguf.window,
+    raw |= {"expert_selection_fn": SCORE_FUNCTIONS[scored], "norm_topk_prob": raw.get("norm_topk_prob", False),
+            "sliding_window": context.window,
             "attention_bias": "blk.0.attn_q.bias" in header.tensors, "shared_expert_combination_strategy": "average"}
     behind = raw.setdefault("num_nextn_predict_layers", 0)
     if type(behind) is int and type(layers) is int and 0 <= behind < layers:
@@ -54,7 +55,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
         "expert_gating_func": 2 if own.sigmoid else 1, "expert_weights_norm": own.renormalise,
         "logit_scale": float(1 / config.logits_scaling), "attention.layer_norm_epsilon": float(config.norm_eps)}
     if config.norm_kind == "rms":
-        keys[RMS] = float(config.norm_eps)
+        keys[RMS_NORM_EPSILON] = float(config.norm_eps)
     if own.shared_expert_dim:
         keys |= {"expert_shared_count": own.shared_expert_dim // own.expert_dim, "expert_shared_feed_forward_length": own.shared_expert_dim}
     return keys

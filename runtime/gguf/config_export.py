@@ -15,9 +15,8 @@ import numpy as np
 from ... import EffllmError
 from ...offload.gguf_header import Value
 from ..config import ModelConfig
-from ..config_rope import QUERY_SCALING_BETA, RopeConfig
+from ..config_rope import QUERY_SCALING_BETA
 from ..moe_config import MoEConfig
-from ..rope import RopeTable, rope_table
 from . import (
     apertus,
     bitnet,
@@ -46,179 +45,187 @@ from . import (
     sparse_indexer,
     step35,
     transformer_names,
-    yarn,
 )
-from .architecture import FACTORS, LONG, SHORT, UNTURNED, Architecture
-from .architectures import ARCHITECTURES, BY_FAMILY, file_architecture
-from .family_context import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, SIGMOID
-from .family_keys import OTHER_SCALE
+from .architecture import ROPE_FINETUNED, Architecture
+from .architectures import ARCHITECTURES
+from .family_context import (
+    AFMOE_WINDOW_PERIOD,
+    COHERE2_WINDOW_PERIOD,
+    EXAONE4_WINDOW_PERIOD,
+    EXAONE4_WINDOWED_LAYERS,
+    OLMO3_WINDOW_PERIOD,
+    SIGMOID,
+)
+from .family_keys import QUERY_SCALE_BY_WIDTH_LAYERS
+from .file_architecture import ARCHITECTURE_BY_FAMILY, file_architecture
+from .rope_export import FOLDER_HINT, PLACEHOLDER_ROPE, export_rope_table, rope_scaling_keys
 
-TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
+FILE_TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
 QUANTIZATION_VERSION = 2
-INDEXED = ": exporting their indexer is not supported"
-UNTRIED = ": exporting them is not supported"
-NOT_WRITTEN = {**dict.fromkeys(("axk1", "cohere_compass_text", "cwm", "deepseek_ocr2_text", "ernie4_5_vl_moe_text", "helium",
+INDEXER_REASON = ": exporting their indexer is not supported"
+UNTESTED_REASON = ": exporting them is not supported"
+UNSUPPORTED_REASONS = {**dict.fromkeys(("axk1", "cohere_compass_text", "cwm", "deepseek_ocr2_text", "ernie4_5_vl_moe_text", "helium",
                                 "hyperclovax", "lfm3", "longcat_flash", "minimax", "molmo2_text", "olmo_hybrid", "persimmon",
-                                "nanbeige", "ouro", "phi4_multimodal", "unlimited_ocr_text", "vaultgemma", "youtu"), UNTRIED),
+                                "nanbeige", "ouro", "phi4_multimodal", "unlimited_ocr_text", "vaultgemma", "youtu"), UNTESTED_REASON),
                **dict.fromkeys(("codegen", "diffllama", "doge", "flex_olmo", "flint", "gpt_neo", "gptj", "mistral_large4_text",
                                 "modernbert_decoder", "nanochat", "zamba2", "zaya"),
                                ": llama.cpp does not support them"),
                "ministral": ": llama.cpp ignores their sliding windows",
                "phimoe": ": llama.cpp weights their experts differently",
                "bamba": ": llama.cpp runs them as Granite 4, which rotates whole heads",
-               "axk2": INDEXED, "deepseek_v4": INDEXED,
-               **dict.fromkeys(("embedding_gemma2_text", "gemma3n_text"), UNTRIED),
+               "axk2": INDEXER_REASON, "deepseek_v4": INDEXER_REASON,
+               **dict.fromkeys(("embedding_gemma2_text", "gemma3n_text"), UNTESTED_REASON),
                **dict.fromkeys(("mllama_text_model", "whisper"), ": llama.cpp does not support them"),
                "opt": ": llama.cpp does not support them"}
-WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
+WINDOW_IGNORED = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 # All but every so-manieth layer has one.
-WINDOW_EVERY = {"afmoe": AFMOE_EVERY, "cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2": 2, "gemma3_text": 6,
-                gpt_oss.FAMILY: gpt_oss.EVERY, "olmo3": OLMO3_EVERY}
+WINDOW_PERIODS = {"afmoe": AFMOE_WINDOW_PERIOD, "cohere2": COHERE2_WINDOW_PERIOD, "exaone_moe": EXAONE4_WINDOW_PERIOD, "gemma2": 2,
+                  "gemma3_text": 6,
+                gpt_oss.FAMILY: gpt_oss.WINDOW_PERIOD, "olmo3": OLMO3_WINDOW_PERIOD}
 # Families whose rotary frequencies llama.cpp divides by no tensor.
-UNDIVIDED = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+WITHOUT_ROPE_FACTORS = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "deepseek_v3",
+                        "deepseek_v32",
              "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
              "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_neox", gpt_oss.FAMILY, "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4",
              "internlm2", "kolibri1", "lfm2", "lfm2_moe", "mimo", "minimax_m2", "muse_glimmer_text", "nemotron", "olmo", "olmo2", "olmo3",
              "olmoe", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
              "smollm3", "solar_open", "stablelm", "starcoder2", qwen4.FAMILY)
-HEADED = ("dots1", "exaone_moe", "internlm2", "minimax_m2", "qwen2_moe")  # families of which llama.cpp demands a head
+REQUIRES_HEAD = ("dots1", "exaone_moe", "internlm2", "minimax_m2", "qwen2_moe")  # families of which llama.cpp demands a head
 # Families whose heads llama.cpp takes to be as wide as the model together.
-EVEN_HEADS = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "jamba", "lfm2", "lfm2_moe",
+HEADS_SPAN_WIDTH = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "jamba", "lfm2", "lfm2_moe",
               "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
-ALL_BIASED = ("bloom", "gpt_bigcode", "gpt_neox", gpt_oss.FAMILY, "jais2", "starcoder2")  # of which llama.cpp demands them
+REQUIRES_BIASES = ("bloom", "gpt_bigcode", "gpt_neox", gpt_oss.FAMILY, "jais2", "starcoder2")  # of which llama.cpp demands them
 # By family, others have silu.
-ACTS = {"apertus": "xielu", "falcon": "gelu", glm5_next.FAMILY: "clamped_silu", "gpt_neox": "gelu",
+ACTIVATIONS = {"apertus": "xielu", "falcon": "gelu", glm5_next.FAMILY: "clamped_silu", "gpt_neox": "gelu",
         **dict.fromkeys((gpt_oss.FAMILY, minimax3.FAMILY), "clamped_swish"), "mpt": "gelu",
         **dict.fromkeys(("arcee", "jais2", "nemotron", "nemotron_h", rwkv7.FAMILY), "relu2"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2", "bloom", "gpt_bigcode"),
                         "gelu_tanh")}
 # Families whose files say which layers have experts, or of which all have.
-SAYING_WHERE = (cohere2_moe.FAMILY, nemotron_h.FAMILY, jamba.FAMILY, kolibri1.FAMILY, mimo2.FAMILY, minimax3.FAMILY, step35.FAMILY)
-LONG_AND_SHORT = ("minicpm", "minicpm3", "phi3")  # families whose rotary frequencies llama.cpp divides by the length that is asked for
-UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
+STATES_EXPERT_LAYERS = (cohere2_moe.FAMILY, nemotron_h.FAMILY, jamba.FAMILY, kolibri1.FAMILY, mimo2.FAMILY, minimax3.FAMILY, step35.FAMILY)
+WITHOUT_GQA = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
-STATED_SUM = ("afmoe", "bailing_moe_v2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite",
+STATES_EXPERT_SCORING = ("afmoe", "bailing_moe_v2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe",
+                         "glm4_moe_lite",
               "glm_moe_dsa", "hy_v3", "hy_v4", "laguna", "mistral4", "solar_open", kimi_delta_attention.KIMI_FAMILY,
               kimi_delta_attention.LING_FAMILY, glm5_next.FAMILY)
-LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
-CONVOLVED = ("lfm2", "lfm2_moe")
+LEADING_DENSE = (*STATES_EXPERT_SCORING, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
+SHORT_CONV_FAMILIES = ("lfm2", "lfm2_moe")
 # Whose modules say what files state of them.
-STATED = {own.FAMILY: own for own in (bitnet, cohere2_moe, deci, gemma4, hy_v4, kolibri1, laguna, llama4, mellum, mimo2, minimax3,
+FAMILY_MODULES = {own.FAMILY: own for own in (bitnet, cohere2_moe, deci, gemma4, hy_v4, kolibri1, laguna, llama4, mellum, mimo2, minimax3,
                                       muse_glimmer, qwen4, step35)}
-STATED |= dict.fromkeys((granite_swash.DENSE, granite_swash.MIXED), granite_swash)
+FAMILY_MODULES |= dict.fromkeys((granite_swash.DENSE, granite_swash.MOE), granite_swash)
 # Families of which files know all that they may have of windows, and more: their modules say so.
-OWN_EXPORT_LIMITS = {bitnet.FAMILY: bitnet.export_limits, cohere2_moe.FAMILY: cohere2_moe.export_limits,
+FAMILY_EXPORT_LIMITS = {bitnet.FAMILY: bitnet.export_limits, cohere2_moe.FAMILY: cohere2_moe.export_limits,
                      gemma4.FAMILY: gemma4.export_limits,
                   kolibri1.FAMILY: kolibri1.export_limits, laguna.FAMILY: laguna.export_limits, mellum.FAMILY: mellum.export_limits,
                   muse_glimmer.FAMILY: muse_glimmer.export_limits, qwen4.FAMILY: qwen4.export_limits,
                   step35.FAMILY: step35.export_limits, mimo2.FAMILY: mimo2.export_limits, minimax3.FAMILY: minimax3.export_limits,
-                  **dict.fromkeys(transformer_names.ADDED, transformer_names.export_limits),
-                  **dict.fromkeys((granite_swash.DENSE, granite_swash.MIXED), granite_swash.export_limits)}
-NORMED_FROM = 64  # layers: smaller models of Cohere's have no norms of queries and keys
-NO_ROPE_EVERY = 4  # of SmolLM 3
-PLAIN_ROPE = RopeConfig(10_000.0, "default", {})  # what a file states where it leaves positions out
-PLAIN = "use the model folder itself"
+                  **dict.fromkeys(transformer_names.COMPLETE_CONFIG, transformer_names.export_limits),
+                  **dict.fromkeys((granite_swash.DENSE, granite_swash.MOE), granite_swash.export_limits)}
+COHERE_QK_NORM_LAYERS = 64  # layers: smaller models of Cohere's have no norms of queries and keys
+SMOLLM3_NO_ROPE_PERIOD = 4  # of SmolLM 3
 
 
 def export_architecture(config: ModelConfig) -> Architecture:
     """The architecture to export as. Raises EffllmError for families without one, and for models that GGUF cannot express."""
     family = config.family
-    if family not in BY_FAMILY:
-        raise EffllmError(f"{family} models are not exported as GGUF{NOT_WRITTEN.get(family, '')}",
-                          f"exported are {', '.join(sorted(BY_FAMILY))}")
+    if family not in ARCHITECTURE_BY_FAMILY:
+        raise EffllmError(f"{family} models are not exported as GGUF{UNSUPPORTED_REASONS.get(family, '')}",
+                          f"exported are {', '.join(sorted(ARCHITECTURE_BY_FAMILY))}")
     for departs, what in _export_limits(config):
         if departs:
-            raise EffllmError(f"a GGUF file of the {family} family cannot express that this model {what}", PLAIN)
+            raise EffllmError(f"a GGUF file of the {family} family cannot express that this model {what}", FOLDER_HINT)
     return ARCHITECTURES[file_architecture(config)]
 
 
 def _export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what cannot be said), of what a model is refused for the first that is so."""
     family = config.family
-    act = ACTS.get(family, "silu")
+    act = ACTIVATIONS.get(family, "silu")
     biased = config.o_bias or config.mlp_bias
-    yield biased and family not in (*ALL_BIASED, "gpt2", "phi"), "has biases on o or in its feed-forward"
-    yield not (biased and config.qkv_bias) and family in ALL_BIASED, "has no biases"
+    yield biased and family not in (*REQUIRES_BIASES, "gpt2", "phi"), "has biases on o or in its feed-forward"
+    yield not (biased and config.qkv_bias) and family in REQUIRES_BIASES, "has no biases"
     yield config.hidden_act != act and family != bitnet.FAMILY, f"has {config.hidden_act} where {act} is meant"
-    yield from _export_limits_of_windows(config)
-    yield from _export_limits_of_scales(config)
+    yield from _window_limits(config)
+    yield from _scale_limits(config)
     yield config.bidirectional, "uses bidirectional attention"
     yield config.listwise_reranker, "has a listwise ranking head"
-    yield from _export_limits_of_layers(config)
+    yield from _layer_limits(config)
     yield from recurrent_layers.export_limits(config)
     if family == deci.FAMILY:
         yield from deci.export_limits(config)
     if family == minicpm3.FAMILY:
         yield from minicpm3.export_limits(config)
     elif config.mla is not None:
-        yield from latent_attention.export_limits(config, 1.0 if config.rope is None else _table(config).attention_scaling)
-        if BY_FAMILY[family] in (latent_attention.NAME, latent_attention.GROWN):
-            yield from latent_attention.unread(config)
-        elif BY_FAMILY[family] in sparse_indexer.FAMILIES:
+        yield from latent_attention.export_limits(config, 1.0 if config.rope is None else export_rope_table(config).attention_scaling)
+        if ARCHITECTURE_BY_FAMILY[family] in (latent_attention.NAME, latent_attention.MISTRAL4):
+            yield from latent_attention.query_rank_limits(config)
+        elif ARCHITECTURE_BY_FAMILY[family] in sparse_indexer.FAMILIES:
             yield from sparse_indexer.export_limits(config)
-    yield from _export_limits_of_positions(config)
-    yield from _export_limits_of_experts(config)
+    yield from _rope_limits(config)
+    yield from _moe_limits(config)
 
 
-def _export_limits_of_windows(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+def _window_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """In which layers they are; of `OWN_EXPORT_LIMITS` all that is theirs alone."""
     family = config.family
-    if family in WINDOW_EVERY:
-        every = WINDOW_EVERY[family]
+    if family in WINDOW_PERIODS:
+        every = WINDOW_PERIODS[family]
         window = next((each for each in config.windows if each is not None), None)
         yield window is None or config.windows != tuple(window if (i + 1) % every else None for i in range(config.num_hidden_layers)), \
             f"does not have a sliding window in all but every {every}th layer"
     elif family == "exaone4":
-        windows = config.num_hidden_layers == EXAONE4_LAYERS
+        windows = config.num_hidden_layers == EXAONE4_WINDOWED_LAYERS
         window = next((each for each in config.windows if each is not None), None)
-        usual = tuple(window if windows and (i + 1) % EXAONE4_EVERY else None for i in range(config.num_hidden_layers))
+        usual = tuple(window if windows and (i + 1) % EXAONE4_WINDOW_PERIOD else None for i in range(config.num_hidden_layers))
         yield config.windows != usual or (window is None) == windows, \
             f"has {config.num_hidden_layers} layers and {'no sliding' if window is None else 'sliding'} windows in its layers"
         yield window is None and None in config.ropes, "has layers without rotary positions"
-    elif depart := OWN_EXPORT_LIMITS.get(family):
+    elif depart := FAMILY_EXPORT_LIMITS.get(family):
         yield from depart(config)
     else:
-        yield family not in WITHOUT_WINDOW and set(config.windows) != {None}, "has a sliding window"
+        yield family not in WINDOW_IGNORED and set(config.windows) != {None}, "has a sliding window"
 
 
-def _export_limits_of_scales(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+def _scale_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """What embeddings and scores are multiplied by, heads of their own, norms and caps."""
     family = config.family
     if family.startswith("gemma") or family == "afmoe":
         yield not np.isclose(config.embedding_multiplier, config.hidden_size**0.5, rtol=1e-2), "has another embedding multiplier"
     if family in ("gemma2", "gemma3_text"):
-        whole = OTHER_SCALE[BY_FAMILY[family]] == config.num_hidden_layers
+        whole = QUERY_SCALE_BY_WIDTH_LAYERS[ARCHITECTURE_BY_FAMILY[family]] == config.num_hidden_layers
         usual = (config.hidden_size / config.num_attention_heads if whole else config.head_dim) ** -0.5
         yield not np.isclose(config.attn_scale, usual, rtol=1e-4), f"scales its scores by {config.attn_scale:.4g} instead of {usual:.4g}"
     if family in ("cohere", "cohere2", "gemma", "gemma2"):
         yield not config.tie_word_embeddings, "has an untied output head"
-    if family in HEADED:
+    if family in REQUIRES_HEAD:
         yield config.tie_word_embeddings, "ties its output head to the embedding"
     if family == "cohere":
-        yield config.qk_norm != (config.num_hidden_layers >= NORMED_FROM), \
+        yield config.qk_norm != (config.num_hidden_layers >= COHERE_QK_NORM_LAYERS), \
             f"has {config.num_hidden_layers} layers and {'norms' if config.qk_norm else 'no norms'} of queries and keys"
     if family == "gemma2":
         yield config.attn_logit_softcapping is None or config.final_logit_softcapping is None, "has no softcapping"
 
 
-def _export_limits_of_layers(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+def _layer_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     family = config.family
     if family == "gemma3_text":
         yield config.final_logit_softcapping is not None, "softcaps its logits"
         local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
         yield any(rope.kind != "default" for rope in local), "scales RoPE in layers with a window"
-    yield family in EVEN_HEADS and config.head_dim * config.num_attention_heads != config.hidden_size, \
+    yield family in HEADS_SPAN_WIDTH and config.head_dim * config.num_attention_heads != config.hidden_size, \
         f"has {config.num_attention_heads} heads of {config.head_dim} for a width of {config.hidden_size}"
-    yield family in CONVOLVED and config.recurrent is None, "has no convolution"
+    yield family in SHORT_CONV_FAMILIES and config.recurrent is None, "has no convolution"
     yield family == "granitemoehybrid" and config.recurrent is None and config.moe is not None, "has experts but no state-space layers"
     yield family in (nemotron_h.FAMILY, jamba.FAMILY) and config.recurrent is None, "has no state space"
     yield family == "falcon" and not config.parallel_block, "has its MLP after attention instead of beside it"
     yield family == "gpt2" and config.attn_scale is not None, "does not scale its scores by head_dim"
 
 
-def _export_limits_of_positions(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+def _rope_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     family = config.family
-    if family in UNDIVIDED:
+    if family in WITHOUT_ROPE_FACTORS:
         yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"
     if family == "ministral3":
         yield config.rope.kind != "yarn", f"has rotary positions of kind {config.rope.kind}"
@@ -227,40 +234,36 @@ def _export_limits_of_positions(config: ModelConfig) -> Iterator[tuple[bool, str
         yield any(rope.kind != "default" for rope in plain), "scales RoPE in layers with a window"
         yield any(rope.theta != config.rope.theta for rope in plain), "has another rope_theta in layers with a window"
     if family == "smollm3":
-        yield [rope is not None for rope in config.ropes] != [(i + 1) % NO_ROPE_EVERY != 0 for i in range(config.num_hidden_layers)], \
-            f"does not leave out RoPE in exactly every {NO_ROPE_EVERY}th layer"
+        yield [rope is not None for rope in config.ropes] != [(i + 1) % SMOLLM3_NO_ROPE_PERIOD != 0
+                                                              for i in range(config.num_hidden_layers)], \
+            f"does not leave out RoPE in exactly every {SMOLLM3_NO_ROPE_PERIOD}th layer"
 
 
-def _export_limits_of_experts(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+def _moe_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     family, mixture = config.family, config.moe
     yield family == "bailing_moe_v2" and not mixture.shared_expert_dim, "has no shared expert"
     if family == llama4.FAMILY:
         yield from llama4.export_limits(config)
-    elif mixture is not None and family not in SAYING_WHERE:
+    elif mixture is not None and family not in STATES_EXPERT_LAYERS:
         dense = min(mixture.layers, default=config.num_hidden_layers) if family in LEADING_DENSE else 0
         yield mixture.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts"
-        yield family not in STATED_SUM and mixture.renormalise != (family not in ("olmoe", "qwen2_moe")), \
+        yield family not in STATES_EXPERT_SCORING and mixture.renormalise != (family not in ("olmoe", "qwen2_moe")), \
             f"{'normalizes' if mixture.renormalise else 'does not normalize'} its expert weights"
-        yield family in UNGROUPED and config.num_key_value_heads != config.num_attention_heads, "has fewer key-value heads than heads"
+        yield family in WITHOUT_GQA and config.num_key_value_heads != config.num_attention_heads, "has fewer key-value heads than heads"
 
 
 def ignored_window(config: ModelConfig) -> int | None:
     """A sliding window that llama.cpp ignores."""
-    return config.windows[0] if config.family in WITHOUT_WINDOW else None
-
-
-def ignored_rope_scaling(config: ModelConfig) -> str:
-    """What llama.cpp ignores of the RoPE scaling, as a sentence; empty where nothing."""
-    rope = config.rope
-    return yarn.passed_over(rope.params, file_architecture(config)) if rope is not None and rope.kind == "yarn" else ""
+    return config.windows[0] if config.family in WINDOW_IGNORED else None
 
 
 def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Value]:
     """The metadata describing the model, without the tokenizer."""
     arch, unturned = file_architecture(config), config.rope is None
     if unturned:
-        config = replace(config, ropes=(PLAIN_ROPE,) * config.num_hidden_layers)
-    out: dict[str, Value] = {"general.architecture": arch, "general.type": "model", "general.name": name, "general.file_type": TYPES[kind],
+        config = replace(config, ropes=(PLACEHOLDER_ROPE,) * config.num_hidden_layers)
+    out: dict[str, Value] = {"general.architecture": arch, "general.type": "model", "general.name": name,
+                             "general.file_type": FILE_TYPES[kind],
                              "general.quantization_version": QUANTIZATION_VERSION}
     keys: dict[str, Value] = {
         "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
@@ -270,14 +273,15 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
         "rope.dimension_count": int(config.projected_head_dim * config.rope.partial_rotary_factor),
         "rope.freq_base": float(config.rope.theta),
         "vocab_size": config.vocab_size}
-    keys |= _of_family(config) | recurrent_layers.export_keys(config) | _rope(config) | ({UNTURNED: False} if unturned else {})
+    keys |= _family_keys(config) | recurrent_layers.export_keys(config) | rope_scaling_keys(config) | ({ROPE_FINETUNED: False} if unturned
+                                                                                                        else {})
     if config.mla is not None:
         keys |= (minicpm3 if config.family == minicpm3.FAMILY else latent_attention).export_keys(config)
-    left_out = rwkv7.NOWHERE if config.family == rwkv7.FAMILY else ()
+    left_out = rwkv7.ABSENT_KEYS if config.family == rwkv7.FAMILY else ()
     return out | {f"{arch}.{key}": value for key, value in keys.items() if key not in left_out} | apertus.export_keys(config)
 
 
-def _of_family(config: ModelConfig) -> dict[str, Value]:
+def _family_keys(config: ModelConfig) -> dict[str, Value]:
     keys: dict[str, Value] = {}
     window = next((each for each in config.windows if each is not None), None)
     if window is not None or config.family == "starcoder2":  # whose files without the key are read with a window
@@ -292,7 +296,7 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
     if config.family == "gpt_neox":
         keys["use_parallel_residual"] = config.parallel_block
     if config.family == "mpt":
-        keys |= transformer_names.STATED_ALIBI
+        keys |= transformer_names.ALIBI_METADATA
     if config.clip_qkv is not None:
         keys["attention.clamp_kqv"] = float(config.clip_qkv)
     if config.family in ("cohere", "cohere2"):
@@ -306,18 +310,18 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
     if config.rope.params.get(QUERY_SCALING_BETA):
         keys["attention.temperature_scale"] = float(config.rope.params[QUERY_SCALING_BETA])
     if config.moe is not None:
-        keys |= _of_mixture(config, config.moe)
-    own = STATED.get(config.family)
+        keys |= _moe_keys(config, config.moe)
+    own = FAMILY_MODULES.get(config.family)
     return keys if own is None else keys | own.export_keys(config)
 
 
-def _of_mixture(config: ModelConfig, mixture: MoEConfig) -> dict[str, Value]:
+def _moe_keys(config: ModelConfig, mixture: MoEConfig) -> dict[str, Value]:
     keys: dict[str, Value] = {"expert_count": mixture.num_experts, "expert_used_count": mixture.experts_per_token}
     if config.family in (gpt_oss.FAMILY, mellum.FAMILY, "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", *LEADING_DENSE):
         keys["expert_feed_forward_length"] = mixture.expert_dim
     if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"):
         keys["expert_shared_feed_forward_length"] = mixture.shared_expert_dim
-    if config.family in LEADING_DENSE and config.family not in CONVOLVED:
+    if config.family in LEADING_DENSE and config.family not in SHORT_CONV_FAMILIES:
         keys |= {"expert_shared_count": (mixture.shared_expert_dim or 0) // mixture.expert_dim,
                  "leading_dense_block_count": min(mixture.layers, default=config.num_hidden_layers)}
     if config.family == "afmoe":  # of which what all tokens visit is an MLP
@@ -325,14 +329,14 @@ def _of_mixture(config: ModelConfig, mixture: MoEConfig) -> dict[str, Value]:
     if config.family == "hunyuan_v1_moe":
         keys |= {"expert_feed_forward_length": mixture.expert_dim, "expert_shared_count": 1,
                  "expert_shared_feed_forward_length": mixture.shared_expert_dim}
-    if config.family in ("granitemoeshared", granite_swash.MIXED):
+    if config.family in ("granitemoeshared", granite_swash.MOE):
         keys |= {"feed_forward_length": mixture.expert_dim, "expert_shared_feed_forward_length": mixture.shared_expert_dim or 0}
     if config.family == "minimax_m2":
         keys |= {"expert_feed_forward_length": mixture.expert_dim, "expert_gating_func": SIGMOID}
     if config.family == "exaone_moe":
         keys |= {"expert_shared_feed_forward_length": mixture.shared_expert_dim, "expert_group_count": mixture.num_groups,
                  "expert_group_used_count": mixture.top_groups}
-    if config.family in STATED_SUM:
+    if config.family in STATES_EXPERT_SCORING:
         keys |= {"expert_gating_func": SIGMOID if mixture.sigmoid else 1, "expert_weights_scale": float(mixture.routed_scale),
                  "expert_weights_norm": mixture.renormalise}
     if config.family == "bailing_moe_v2":  # whose shared experts are one here
@@ -345,50 +349,3 @@ def _of_mixture(config: ModelConfig, mixture: MoEConfig) -> dict[str, Value]:
     if config.family == "ernie4_5_moe":
         keys |= {"interleave_moe_layer_step": 1, "expert_shared_feed_forward_length": mixture.shared_expert_dim or 0}
     return keys
-
-
-def _table(config: ModelConfig) -> RopeTable:
-    return rope_table(config.rope, config.rotary_head_dim, config.max_position_embeddings, config.max_position_embeddings)
-
-
-def _rope(config: ModelConfig) -> dict[str, Value]:
-    """How rotary positions are stretched."""
-    rope, params = config.rope, config.rope.params
-    if rope.kind == "linear":
-        return {"rope.scaling.type": "linear", "rope.scaling.factor": float(params["factor"])}
-    if rope.kind == "yarn":
-        if not params["truncate"] and config.family != gpt_oss.FAMILY:
-            raise EffllmError("this model's yarn scaling has settings that a GGUF file cannot state", PLAIN)
-        table = _table(config)
-        own = yarn.export_keys(params, table.attention_scaling, file_architecture(config))
-        return {f"rope.scaling.{key}": value for key, value in own.items()}
-    if rope.kind == "longrope" and config.family in LONG_AND_SHORT:
-        table = _table(config)
-        own = {} if config.family == "phi3" else {"rope.scaling.type": "longrope"}
-        return {**own, "rope.scaling.attn_factor": float(table.attention_scaling),
-                "rope.scaling.original_context_length": int(params["original_max_position_embeddings"])}
-    return {}
-
-
-def rotary_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Divisors of the rotary frequencies by tensor name, float32 [rotary channels / 2]; empty for plain or linear scaling.
-
-    Raises EffllmError for scaling that depends on the length.
-    """
-    rope = config.rope or PLAIN_ROPE
-    of_head = lambda divisors: step35.filled(divisors, config) if config.family == step35.FAMILY else divisors  # noqa: E731
-    if config.family == gemma4.FAMILY:
-        return {FACTORS: gemma4.divisors(config)}
-    if rope.kind in ("default", "linear", "yarn"):
-        return {}
-    params = rope.params
-    if rope.kind == "longrope" and config.family in LONG_AND_SHORT:
-        return {LONG: np.array(params["long_factor"], "<f4"), SHORT: np.array(params["short_factor"], "<f4")}
-    if rope.kind == "longrope" and params["short_factor"] == params["long_factor"] and params["attention_factor"] == 1.0:
-        return {FACTORS: of_head(np.array(params["long_factor"], "<f4"))}
-    if rope.kind != "llama3":
-        raise EffllmError(f"rotary positions of kind {rope.kind} depend on the length of the text, which a GGUF file cannot state", PLAIN)
-    turned = int(config.head_dim * rope.partial_rotary_factor)
-    plain = rope.theta ** (-np.arange(0, turned, 2, np.float64) / turned)
-    stretched = _table(config).inv_freq
-    return {FACTORS: of_head((plain / stretched).astype("<f4"))}

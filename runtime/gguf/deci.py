@@ -13,28 +13,28 @@ from ..families.nemotron_nas import ATTENTION, FFN
 from .family_context import FamilyContext
 
 NAME, FAMILY = "deci", "nemotron_nas"
-BY_LAYER = QUERIES, GROUPS, WIDTHS = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
-WIDTH, TURNED = "attention.key_length", "rope.dimension_count"
+PER_LAYER_KEYS = QUERY_HEADS, KV_HEADS, MLP_WIDTHS = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
+KEY_LENGTH, ROPE_DIMS = "attention.key_length", "rope.dimension_count"
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled: what is in each layer. Raises CheckpointError."""
-    header = gguf.header
+    header = context.header
     layers, path = raw["num_hidden_layers"], header.path
-    queries, groups, widths = (_by_layer(header, f"{NAME}.{key}", layers) for key in BY_LAYER)
+    queries, groups, widths = (_per_layer(header, f"{NAME}.{key}", layers) for key in PER_LAYER_KEYS)
     heads = sorted({each for each in queries if each})
     if len(heads) != 1 or any(each and not own for each, own in zip(queries, groups)):
-        raise CheckpointError(f"{path} states {NAME}.{QUERIES} or {NAME}.{GROUPS} of layers with a matrix in the place of attention, which "
-                              "is not supported", "Nemotron Super 49B and Ultra 253B run, not the 51B")
+        raise CheckpointError(f"{path} states {NAME}.{QUERY_HEADS} or {NAME}.{KV_HEADS} of layers with a matrix in the place of attention, "
+                              "which is not supported", "Nemotron Super 49B and Ultra 253B run, not the 51B")
     raw |= {"num_attention_heads": heads[0], "block_configs": [
         {ATTENTION: {"no_op": not own, "num_key_value_heads": count}, FFN: {"no_op": not width, "intermediate_size": width}}
         for own, count, width in zip(queries, groups, widths)]}
-    width, turned = raw.setdefault("head_dim", raw["hidden_size"] // heads[0]), header.metadata.get(f"{NAME}.{TURNED}")
+    width, turned = raw.setdefault("head_dim", raw["hidden_size"] // heads[0]), header.metadata.get(f"{NAME}.{ROPE_DIMS}")
     if turned not in (None, width):
-        damaged(path, f"states {NAME}.{TURNED} {shown_value(turned)} for heads of {width}")
+        damaged(path, f"states {NAME}.{ROPE_DIMS} {shown_value(turned)} for heads of {width}")
 
 
-def _by_layer(header: GgufHeader, key: str, layers: object) -> list[int]:
+def _per_layer(header: GgufHeader, key: str, layers: object) -> list[int]:
     value = header.metadata.get(key)
     if type(value) is int and type(layers) is int and 0 < layers <= 4096:
         value = np.full(layers, value)  # of layers that are alike
@@ -52,6 +52,7 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its own, without the architecture's prefix."""
     layers = range(config.num_hidden_layers)
-    return {QUERIES: np.array([config.has_attention(layer) and config.num_attention_heads for layer in layers], np.int32),
-            GROUPS: np.array([config.has_attention(layer) and config.kv_heads_of(layer)[0] for layer in layers], np.int32),
-            WIDTHS: np.array([layer not in config.layers_without_mlp and config.intermediate_size_of(layer) for layer in layers], np.int32)}
+    return {QUERY_HEADS: np.array([config.has_attention(layer) and config.num_attention_heads for layer in layers], np.int32),
+            KV_HEADS: np.array([config.has_attention(layer) and config.kv_heads_of(layer)[0] for layer in layers], np.int32),
+            MLP_WIDTHS: np.array([layer not in config.layers_without_mlp and config.intermediate_size_of(layer) for layer in layers],
+                                 np.int32)}

@@ -13,8 +13,8 @@ from ..config import MAX_LAYERS, ModelConfig
 from .family_context import FamilyContext
 
 FAMILY, NAME = "deepseek_v4", "deepseek4"
-ROOTS = 4  # how experts are scored
-RATIOS, SCORES, CLAMPS = "attention.compress_ratios", "expert_gating_func", ("swiglu_clamp_exp", "swiglu_clamp_shexp")
+SQRT_SOFTPLUS = 4  # how experts are scored
+COMPRESS_RATIOS, GATING_FUNC, SWIGLU_CLAMPS = "attention.compress_ratios", "expert_gating_func", ("swiglu_clamp_exp", "swiglu_clamp_shexp")
 KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts",
         "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm":
         "norm_topk_prob", "attention.q_lora_rank": "q_lora_rank", "attention.output_lora_rank": "o_lora_rank",
@@ -22,9 +22,9 @@ KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_pe
         "attention.indexer.head_count": "index_n_heads", "attention.indexer.key_length": "index_head_dim", "attention.indexer.top_k":
         "index_topk", "hash_layer_count": "num_hash_layers", "hyper_connection.count": "hc_mult", "hyper_connection.sinkhorn_iterations":
         "hc_sinkhorn_iters", "hyper_connection.epsilon": "hc_eps", "nextn_predict_layers": "num_nextn_predict_layers"}
-READ = frozenset({RATIOS, SCORES, *CLAMPS, "leading_dense_block_count"})
-OPTIONAL = frozenset({"feed_forward_length"})  # of no layer: each has experts
-REQUIRED = (RATIOS, SCORES, "attention.key_length", "attention.sliding_window", "rope.dimension_count", *(
+OTHER_KEYS = frozenset({COMPRESS_RATIOS, GATING_FUNC, *SWIGLU_CLAMPS, "leading_dense_block_count"})
+OPTIONAL_KEYS = frozenset({"feed_forward_length"})  # of no layer: each has experts
+REQUIRED = (COMPRESS_RATIOS, GATING_FUNC, "attention.key_length", "attention.sliding_window", "rope.dimension_count", *(
     key for key in KEYS if key not in ("hash_layer_count", "nextn_predict_layers")))
 NAMES = {"attn_norm": "attn_norm", "ffn_norm": "ffn_norm", "attn_kv": "attn.wkv", "attn_kv_a_norm": "attn.norm", "attn_q_a": "attn.wq_a",
          "attn_q_a_norm": "attn.q_norm", "attn_q_b": "attn.wq_b", "attn_output_b": "attn.wo_b", "exp_probs_b": "ffn.gate.bias",
@@ -37,31 +37,31 @@ FULL_NAMES = {"attn_sinks.weight": "attn.attn_sink", "attn_compressor_ape.weight
          "attn.indexer.compressor.ape", "ffn_gate_tid2eid.weight": "ffn.gate.tid2eid", **{
              f"hc_{branch}_{part}.weight": f"hc_{branch}_{part}" for branch in ("attn", "ffn") for part in ("fn", "base", "scale")}}
 OUTER = {"output.weight": "head.weight", **{f"output_hc_{part}.weight": f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")}}
-BEFORE_O = "attn_output_a.weight"
+OUTPUT_DOWN = "attn_output_a.weight"
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
-    header = gguf.header
-    layers, ratios = raw["num_hidden_layers"], header.metadata[f"{NAME}.{RATIOS}"]
-    if (scored := header.metadata[f"{NAME}.{SCORES}"]) != ROOTS:
-        raise CheckpointError(f"{header.path}: {NAME}.{SCORES} = {shown_value(scored)} is not supported for this architecture",
+    header = context.header
+    layers, ratios = raw["num_hidden_layers"], header.metadata[f"{NAME}.{COMPRESS_RATIOS}"]
+    if (scored := header.metadata[f"{NAME}.{GATING_FUNC}"]) != SQRT_SOFTPLUS:
+        raise CheckpointError(f"{header.path}: {NAME}.{GATING_FUNC} = {shown_value(scored)} is not supported for this architecture",
                               "give the folder of the original checkpoint, if its family is supported")
     if type(layers) is not int or not 0 < layers <= MAX_LAYERS or not isinstance(ratios, np.ndarray) or len(ratios) < layers:
-        raise CheckpointError(f"{header.path} states {NAME}.{RATIOS} {shown_value(ratios)} for {shown_value(layers)} layers",
+        raise CheckpointError(f"{header.path} states {NAME}.{COMPRESS_RATIOS} {shown_value(ratios)} for {shown_value(layers)} layers",
                               "the file is damaged or was converted wrongly: download it again, or use another one")
     behind = raw.setdefault("num_nextn_predict_layers", 0)
     if type(behind) is int and 0 <= behind < layers and f"blk.{layers - 1}.nextn.enorm.weight" in header.tensors:
         raw["num_hidden_layers"] = layers - behind  # files count them in
-    raw |= {"compress_ratios": [int(each) for each in ratios], "sliding_window": gguf.window, "swiglu_limit": SILU_LIMIT}
+    raw |= {"compress_ratios": [int(each) for each in ratios], "sliding_window": context.window, "swiglu_limit": SILU_LIMIT}
     raw.setdefault("num_hash_layers", 0)
-    for key in CLAMPS:
-        for bound in gguf.numbers(key, SILU_LIMIT)[: raw["num_hidden_layers"]]:
+    for key in SWIGLU_CLAMPS:
+        for bound in context.numbers(key, SILU_LIMIT)[: raw["num_hidden_layers"]]:
             if bound != SILU_LIMIT:
                 raw["swiglu_limit"] = bound  # which is refused by its name
 
 
-def groups_in(name: str, config: ModelConfig) -> tuple[str, ...]:
+def output_group_names(name: str, config: ModelConfig) -> tuple[str, ...]:
     """What every group of heads has of a matrix before o."""
     layer = name.split(".")[1]
     return tuple(f"model.layers.{layer}.attn.wo_a.{group}.weight" for group in range(config.compressed_attention.output_groups))

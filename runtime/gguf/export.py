@@ -55,20 +55,21 @@ from . import (
     rwkv7,
 )
 from .architecture import Architecture
-from .architectures import BY_FAMILY, file_architecture
-from .config_export import TYPES, config_metadata, export_architecture, ignored_rope_scaling, ignored_window, rotary_tensors
+from .config_export import FILE_TYPES, config_metadata, export_architecture, ignored_window
+from .file_architecture import ARCHITECTURE_BY_FAMILY, file_architecture
 from .folder_files import licence_metadata, sampling_metadata
-from .multimodal_text import rows_of, with_mrope_keys
+from .multimodal_text import checkpoint_rows, with_mrope_keys
+from .rope_export import ignored_rope_scaling, rotary_tensors
 from .tensor_names import file_part
 from .tensor_sources import deinterleaved
 
-OTHER_PLACE = "choose another path with -o"
+OUTPUT_PATH_HINT = "choose another path with -o"
 MXFP4 = "MXFP4"
-BLOCK, HEADS = 32, ("embed", "layer_embed", "head")
-BLOCK_NBYTES = 16 << 20  # float32 rows at once
-VECTORS = (SHARED_EXPERT_ROLES[3], "correction")  # roles of one-row matrices that files hold as vectors
+BLOCK_SIZE, HIGH_PRECISION_ROLES = 32, ("embed", "layer_embed", "head")
+STEP_NBYTES = 16 << 20  # float32 rows at once
+VECTOR_ROLES = (SHARED_EXPERT_ROLES[3], "correction")  # roles of one-row matrices that files hold as vectors
 # Architectures whose files must hold an output head, even if it is tied to the embedding.
-UNTIED = ("apertus", "bailingmoe2", "glm5-next", "gptneox", hy_v4.NAME, "kimi-linear", "mellum", "muse-glimmer", "nemotron", "olmo2",
+REQUIRES_HEAD = ("apertus", "bailingmoe2", "glm5-next", "gptneox", hy_v4.NAME, "kimi-linear", "mellum", "muse-glimmer", "nemotron", "olmo2",
           "olmoe", "phi2", "stablelm", "step35")
 
 SHARED_AS_MLP = ("afmoe", "kolibri1")  # families whose shared experts are an MLP in the checkpoint
@@ -88,22 +89,22 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _TensorJob:
     """A tensor of the file and the model's tensors in it, one after the other, with the transformations to apply."""
 
     planned: PlannedTensor
     tensors: tuple[ModelTensor, ...]
-    heads: int = 0  # interleave rows within so many heads
+    interleaved_heads: int = 0  # interleave rows within so many heads
     offset: float = 0.0  # added to the values
     rows: np.ndarray | None = None  # by row of the file the model's row, None for the same order
     columns: np.ndarray | None = None  # the same for columns
-    decay: float = 0.0  # values x become decay * exp(x); 0 for no change
-    half: tuple[ModelConfig, str] | None = None  # (config, part): write one part of latent attention's joint matrix
+    decay_sign: float = 0.0  # values x become decay * exp(x); 0 for no change
+    kv_b_half: tuple[ModelConfig, str] | None = None  # (config, part): write one part of latent attention's joint matrix
     factors: tuple[float | np.ndarray, ...] = ()  # by tensor, multiplied with all its values or its rows; empty for none
-    turns: int = 0  # alternate between so many rows of each tensor
+    interleaved_rows: int = 0  # alternate between so many rows of each tensor
 
 
-def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = False,
+def export_gguf(source: Path, out: Path, matrix_type: str, name: str, replace: bool = False,
                 tokenizer: Mapping[str, Value] | None = None,
                 licence: str | None = None) -> Iterator[Progress | Notice | Exported]:
     """Write the model in `source` to the file `out`; yields progress, the result last.
@@ -116,35 +117,36 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
     Raises UsageError if `out` exists (unless `replace`) or belongs to the source, and for an unknown `kind`; EffllmError for what GGUF
     cannot express.
     """
-    if kind not in TYPES:
-        raise UsageError(f"unknown GGUF type {kind!r}",
-                         f"known: {', '.join(TYPES)}; INT8 and INT4 go with --format compressed-tensors")
+    if matrix_type not in FILE_TYPES:
+        raise UsageError(f"unknown GGUF type {matrix_type!r}",
+                         f"known: {', '.join(FILE_TYPES)}; INT8 and INT4 go with --format compressed-tensors")
     out = Path(os.path.abspath(out))
-    check_name(out)
+    check_output_name(out)
     config, container = read_config(source), read_container(source)
     if is_bundled(container):
         raise UsageError(f"{source} has bundled neurons, a layout that no other program reads", "export the original checkpoint")
     with open_store(source, dequant_dtype="f32") as store:
         check_target(out, replace, store)
-        tensors = (with_own_layer if config.family in nextn.WRITTEN else check_tensors)(config, store, container)
+        tensors = (with_own_layer if config.family in nextn.EXPORTED_FAMILIES else check_tensors)(config, store, container)
         config = replace_fields(config, tie_word_embeddings="head" not in tensors["outer"])
         arch = export_architecture(config)
         check_outliers(tensors, store)
-        config, tensors = apertus.with_curves(config, tensors, store)
-        jobs = list(_jobs(tensors, config, arch, kind))
+        config, tensors = apertus.extract_activations(config, tensors, store)
+        jobs = list(_jobs(tensors, config, arch, matrix_type))
         settings, notices = read_generation_config(source)
         yield from map(Notice, notices)
         keys = _tokenizer(source, config) if tokenizer is None else tokenizer
         licence = licence or (container and container.licence) or licence_of(source)
-        mtp_keys = nextn.export_keys(file_architecture(config), config) if nextn.parted(tensors["outer"])[1] else {}
-        metadata = with_mrope_keys(source, config, config_metadata(config, name, kind) | mtp_keys) | licence_metadata(source, licence)
+        mtp_keys = nextn.export_keys(file_architecture(config), config) if nextn.split_mtp_layer(tensors["outer"])[1] else {}
+        metadata = with_mrope_keys(source, config, config_metadata(config, name, matrix_type) | mtp_keys) | licence_metadata(source,
+                                                                                                                             licence)
         metadata |= sampling_metadata(settings) | dict(keys)
-        row_order = {hy_v4.FAMILY: hy_v4.rows_of}.get(config.family, rows_of)
+        row_order = {hy_v4.FAMILY: hy_v4.checkpoint_rows}.get(config.family, checkpoint_rows)
         jobs = [job if (rows := row_order(job.planned.name, config, metadata)) is None else replace_fields(job, rows=rows) for job in jobs]
-        constants_of = {muse_glimmer.FAMILY: muse_glimmer.head_norms, rwkv7.FAMILY: rwkv7.unread}.get(config.family)
+        constants_of = {muse_glimmer.FAMILY: muse_glimmer.head_norms, rwkv7.FAMILY: rwkv7.placeholder_tensors}.get(config.family)
         constants = rotary_tensors(config) | (constants_of(config) if constants_of else {})
         planned = [PlannedTensor(key, "F32", values.shape) for key, values in constants.items()] + [job.planned for job in jobs]
-        yield from _notices(config, jobs, kind, is_already_quantized(source))
+        yield from _notices(config, jobs, matrix_type, is_already_quantized(source))
         head = gguf_head(metadata, planned)
         total = len(head) + sum(padded(tensor.nbytes) for tensor in planned)
         done = len(head)
@@ -159,7 +161,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
                 file.write(values.tobytes() + bytes(padded(values.nbytes) - values.nbytes))
                 done += padded(values.nbytes)
             for job in jobs:
-                for piece in _pieces(store, job):
+                for piece in _encoded_chunks(store, job):
                     file.write(memoryview(piece).cast("B"))
                     done += piece.nbytes
                     yield Progress("exporting", done, total, "bytes", job.planned.name)
@@ -169,11 +171,12 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
             store.check_unchanged()
             check_target(out, replace, store)  # it may have been created meanwhile
             file.commit()
-    counts = {kind: sum(tensor.type == kind for tensor in planned) for kind in dict.fromkeys(tensor.type for tensor in planned)}
+    counts = {matrix_type: sum(tensor.type == matrix_type for tensor in planned)
+              for matrix_type in dict.fromkeys(tensor.type for tensor in planned)}
     yield Exported(out, total, len(planned), counts)
 
 
-def check_name(out: Path) -> None:
+def check_output_name(out: Path) -> None:
     require_folder(out.parent)
     if not is_gguf(out):
         raise UsageError(f"{out.name or out} does not end in .gguf", f"-o {out.name or 'model'}.gguf")
@@ -184,11 +187,11 @@ def check_target(out: Path, replace: bool, store: TensorStore) -> None:
     if not os.path.lexists(out):
         return
     if any(out.exists() and os.path.samefile(out, file) for file in store.files):
-        raise UsageError(f"{out} belongs to the model being exported", OTHER_PLACE)
+        raise UsageError(f"{out} belongs to the model being exported", OUTPUT_PATH_HINT)
     if out.is_symlink() or not out.is_file():
-        raise UsageError(f"{out} is {describe_existing(out)}, which cannot be replaced", OTHER_PLACE)
+        raise UsageError(f"{out} is {describe_existing(out)}, which cannot be replaced", OUTPUT_PATH_HINT)
     if not replace:
-        raise UsageError(f"{out} exists", f"--force replaces it, or {OTHER_PLACE}")
+        raise UsageError(f"{out} exists", f"--force replaces it, or {OUTPUT_PATH_HINT}")
 
 
 def _tokenizer(source: Path, config: ModelConfig) -> dict[str, Value]:
@@ -202,12 +205,13 @@ def _tokenizer(source: Path, config: ModelConfig) -> dict[str, Value]:
     return tokenizer_metadata(source, Tokenizer.load(source, config), config.vocab_size)
 
 
-def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelConfig, arch: Architecture, kind: str) -> Iterator[_Job]:
+def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelConfig, arch: Architecture,
+          matrix_type: str) -> Iterator[_TensorJob]:
     """The tensors of the file in the model's order; several of the model may be one of the file, and the reverse."""
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads} if arch.interleaved else {}
-    outer, mtp = nextn.parted(tensors["outer"])
-    factors = falcon_h1.factors(config)
-    if "head" not in outer and (BY_FAMILY[config.family] in UNTIED or factors.get("head") != factors.get("embed")):
+    outer, mtp = nextn.split_mtp_layer(tensors["outer"])
+    factors = falcon_h1.tensor_multipliers(config)
+    if "head" not in outer and (ARCHITECTURE_BY_FAMILY[config.family] in REQUIRES_HEAD or factors.get("head") != factors.get("embed")):
         outer = {**outer, "head": outer["embed"]}
     joined = concatenated_parts(config)
     layers = [(key, roles) for key, roles in tensors.items() if key != "outer"]
@@ -218,28 +222,29 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
         for role, tensor in roles.items():
             if role in arch.split_tensors:
                 parts = zip(arch.split_tensors[role], joined[tensor.name], strict=True)
-                yield from _split_jobs(f"blk.{key}.", role, tensor, parts, kind)
+                yield from _split_jobs(f"blk.{key}.", role, tensor, parts, matrix_type)
             else:
                 grouped.setdefault(_file_name(key, role, roles, config, arch), []).append((role, tensor))
         for name, members in grouped.items():
             role, first = members[0]
             if role == "kv_b" and config.family != "minicpm3":
-                yield from _half_jobs(f"blk.{key}", first, config, kind)
+                yield from _kv_b_jobs(f"blk.{key}", first, config, matrix_type)
                 continue
             shape = (sum(tensor.shape[0] for _, tensor in members), *first.shape[1:])
             if expert_of(role) is not None:
                 shape = (len(members), *first.shape)
-            elif role in VECTORS and len(shape) == 2:
+            elif role in VECTOR_ROLES and len(shape) == 2:
                 shape = shape[1:]
             elif role.startswith(("state_", "shift_", "ngram_conv")):
-                shape = recurrent_layers.shape_in_file(role, config, shape)
-            planned = PlannedTensor(name, _file_type(role, first, config, arch, kind), shape)
+                shape = recurrent_layers.gguf_shape(role, config, shape)
+            planned = PlannedTensor(name, _file_type(role, first, config, arch, matrix_type), shape)
             is_shifted = "norm" in role and role != "state_norm" and not role.endswith("_bias") and first.name not in arch.unshifted_norms
-            yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
-                       arch.norm_offset if is_shifted else 0.0, *recurrent_layers.order(role, config),
-                       recurrent_layers.side(config) if role == "state_decay" else 0.0,
+            yield _TensorJob(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
+                       arch.norm_offset if is_shifted else 0.0, *recurrent_layers.reordering(role, config),
+                       recurrent_layers.decay_sign(config) if role == "state_decay" else 0.0,
                        factors=tuple(factors.get(role, 1.0) for role, _ in members) if factors else (),
-                       turns=first.shape[0] // config.recurrent.key_heads if name.endswith(linear_attention.IN_TURN) else 0)
+                       interleaved_rows=first.shape[0] // config.recurrent.key_heads if name.endswith(linear_attention.BETA_ALPHA_SUFFIX)
+                             else 0)
 
 
 def _file_name(key: int | str, role: str, roles: Mapping[str, ModelTensor], config: ModelConfig, arch: Architecture) -> str:
@@ -256,58 +261,61 @@ def _file_name(key: int | str, role: str, roles: Mapping[str, ModelTensor], conf
     return f"{block}{fused}.{suffix}"
 
 
-def _file_type(role: str, tensor: ModelTensor, config: ModelConfig, arch: Architecture, kind: str) -> str:
+def _file_type(role: str, tensor: ModelTensor, config: ModelConfig, arch: Architecture, matrix_type: str) -> str:
     """The type in the file of a role whose first tensor is `tensor`."""
-    is_sensitive = role == "kv_b" or (bool(arch.split_tensors) and role in kimi_delta_attention.FINER)
+    is_sensitive = role == "kv_b" or (bool(arch.split_tensors) and role in kimi_delta_attention.HIGH_PRECISION_ROLES)
     if base_role(role) not in MATRICES and not is_sensitive:
         return "F32"
-    if tensor.shape[1] % BLOCK:
+    if tensor.shape[1] % BLOCK_SIZE:
         return "F16"
     if tensor.spec.scheme == "mxfp" or (config.expert_format and expert_of(role) is not None):
         return MXFP4  # the file has that type too: nothing is rounded
-    return "Q8_0" if kind == "Q4_0" and (role in HEADS or is_sensitive or is_table(role)) else kind
+    return "Q8_0" if matrix_type == "Q4_0" and (role in HIGH_PRECISION_ROLES or is_sensitive or is_table(role)) else matrix_type
 
 
-def _split_jobs(block: str, role: str, tensor: ModelTensor, parts: Iterable[tuple[str, tuple[str, int]]], kind: str) -> Iterator[_Job]:
+def _split_jobs(block: str, role: str, tensor: ModelTensor, parts: Iterable[tuple[str, tuple[str, int]]],
+                matrix_type: str) -> Iterator[_TensorJob]:
     """A tensor that files hold as several. `parts`: (name in the file, (name in a checkpoint, rows))."""
-    begin, is_matrix = 0, base_role(role) in MATRICES
+    first_row, is_matrix = 0, base_role(role) in MATRICES
     for name, (_, rows) in parts:
-        stored = "F32" if not is_matrix else kind if tensor.shape[1] % BLOCK == 0 else "F16"
+        stored = "F32" if not is_matrix else matrix_type if tensor.shape[1] % BLOCK_SIZE == 0 else "F16"
         planned = PlannedTensor(f"{block}{name}.weight", stored, (rows, *tensor.shape[1:]))
-        yield _Job(planned, (tensor,), rows=np.arange(begin, begin + rows))
-        begin += rows
+        yield _TensorJob(planned, (tensor,), rows=np.arange(first_row, first_row + rows))
+        first_row += rows
 
 
-def _half_jobs(block: str, tensor: ModelTensor, config: ModelConfig, kind: str) -> Iterator[_Job]:
+def _kv_b_jobs(block: str, tensor: ModelTensor, config: ModelConfig, matrix_type: str) -> Iterator[_TensorJob]:
     """Latent attention's joint matrix, which files hold as two; with the precision of the embedding, as in llama.cpp's own files."""
-    latent, heads = config.mla, config.num_attention_heads
-    for part, shape in zip(latent_attention.HALVES, ((heads, latent.rank, latent.nope), (heads, latent.value, latent.rank))):
-        stored = ("Q8_0" if kind == "Q4_0" else kind) if shape[-1] % BLOCK == 0 else "F16"
-        yield _Job(PlannedTensor(block + part, stored, shape), (tensor,), half=(config, part))
+    mla, heads = config.mla, config.num_attention_heads
+    for part, shape in zip(latent_attention.KV_B_HALVES, ((heads, mla.rank, mla.nope), (heads, mla.value, mla.rank))):
+        stored = ("Q8_0" if matrix_type == "Q4_0" else matrix_type) if shape[-1] % BLOCK_SIZE == 0 else "F16"
+        yield _TensorJob(PlannedTensor(block + part, stored, shape), (tensor,), kv_b_half=(config, part))
 
 
-def _notices(config: ModelConfig, jobs: list[_Job], kind: str, quantized: bool) -> Iterator[Notice]:
+def _notices(config: ModelConfig, jobs: list[_TensorJob], matrix_type: str, quantized: bool) -> Iterator[Notice]:
     if any(job.planned.type == MXFP4 for job in jobs):
         yield Notice("experts stay in MXFP4, as they were published")
     if quantized and not config.expert_format:
         yield Notice("the source is quantized already: its errors and those of the new type add up")
-    if kind == "Q4_0":
+    if matrix_type == "Q4_0":
         yield Notice("the embedding and the head are written as Q8_0, where errors weigh most")
-    odd = [job for job in jobs if len(job.planned.shape) > 1 and job.planned.shape[-1] % BLOCK and job.planned.type == "F16" != kind]
-    if odd:
-        yield Notice(f"{odd[0].planned.name} and {len(odd) - 1} more are written as F16: their rows are not a multiple of {BLOCK}")
-    if config.family == bitnet.FAMILY and config.hidden_act != bitnet.ACTS[0]:
-        yield Notice(bitnet.RUN_OTHERWISE)
+    unaligned = [job for job in jobs if len(job.planned.shape) > 1 and job.planned.shape[-1] % BLOCK_SIZE
+                 and job.planned.type == "F16" != matrix_type]
+    if unaligned:
+        yield Notice(f"{unaligned[0].planned.name} and {len(unaligned) - 1} more are written as F16: "
+                     f"their rows are not a multiple of {BLOCK_SIZE}")
+    if config.family == bitnet.FAMILY and config.hidden_act != bitnet.ACTIVATIONS[0]:
+        yield Notice(bitnet.OLD_LLAMA_CPP_NOTICE)
     if (window := ignored_window(config)) is not None:
         yield Notice(f"llama.cpp runs this family without its sliding window: texts beyond {window} tokens differ")
     if notice := ignored_rope_scaling(config):
         yield Notice(notice)
 
 
-def _pieces(store: TensorStore, job: _Job) -> Iterator[np.ndarray]:
+def _encoded_chunks(store: TensorStore, job: _TensorJob) -> Iterator[np.ndarray]:
     """The encoded bytes of a tensor, some rows at a time."""
-    if job.turns:
-        parts = [_all_values(store, tensor).reshape(-1, job.turns, tensor.shape[1]) for tensor in job.tensors]
+    if job.interleaved_rows:
+        parts = [_all_values(store, tensor).reshape(-1, job.interleaved_rows, tensor.shape[1]) for tensor in job.tensors]
         values = np.stack(parts, axis=1).reshape(job.planned.shape)
         yield _encode(values, job, job.tensors[0], len(values))
         return
@@ -317,11 +325,11 @@ def _pieces(store: TensorStore, job: _Job) -> Iterator[np.ndarray]:
             values = _all_values(store, tensor)
             yield _encode(_scale(values if job.rows is None else values[job.rows], factor, 0), job, tensor, rows)
             continue
-        step = max(1, BLOCK_NBYTES // 4 // max(1, prod(tensor.shape[1:])))
-        if job.half is not None:
-            step = max(1, step // job.half[0].mla.made) * job.half[0].mla.made
-        if job.heads:  # rows are reordered within a head, so steps are whole heads
-            head_rows = rows // job.heads
+        step = max(1, STEP_NBYTES // 4 // max(1, prod(tensor.shape[1:])))
+        if job.kv_b_half is not None:
+            step = max(1, step // job.kv_b_half[0].mla.made) * job.kv_b_half[0].mla.made
+        if job.interleaved_heads:  # rows are reordered within a head, so steps are whole heads
+            head_rows = rows // job.interleaved_heads
             step = max(1, step // head_rows) * head_rows
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
@@ -353,31 +361,31 @@ def _values(store: TensorStore, tensor: ModelTensor, begin: int, end: int, rows:
     return to_f32(store.read(tensor.info, begin, end).view(RAW_NUMPY[scheme]), scheme).reshape(end - begin, -1)
 
 
-def _encode(values: np.ndarray, job: _Job, tensor: ModelTensor, rows: int) -> np.ndarray:
+def _encode(values: np.ndarray, job: _TensorJob, tensor: ModelTensor, rows: int) -> np.ndarray:
     """The bytes in the file of some rows. Raises EffllmError for NaN and infinity, CheckpointError for values out of the type's range."""
     if not np.isfinite(values).all():
         raise EffllmError(f"{tensor.name}: NaN or infinity", "the checkpoint is damaged: download it again, or contact its publisher")
-    if job.half is not None:
-        values = latent_attention.half_of(values, *job.half)
-    if job.heads:
-        head_rows = tensor.shape[0] // job.heads
+    if job.kv_b_half is not None:
+        values = latent_attention.kv_b_half(values, *job.kv_b_half)
+    if job.interleaved_heads:
+        head_rows = tensor.shape[0] // job.interleaved_heads
         order = np.empty(rows, np.intp)
         order[deinterleaved(np.arange(rows), head_rows)] = np.arange(rows)
         values = values[order]
     if job.columns is not None:
         values = np.ascontiguousarray(values[:, job.columns])
-    if job.decay:
-        values = np.float32(job.decay) * np.exp(values)
+    if job.decay_sign:
+        values = np.float32(job.decay_sign) * np.exp(values)
     if job.offset:
         values = values + np.float32(job.offset)
-    kind = job.planned.type
-    if kind in ("F32", "F16"):
-        encoded = from_f32(values, kind.lower())
-        if kind == "F16" and np.isinf(encoded.view(np.float16)).any():
+    gguf_type = job.planned.type
+    if gguf_type in ("F32", "F16"):
+        encoded = from_f32(values, gguf_type.lower())
+        if gguf_type == "F16" and np.isinf(encoded.view(np.float16)).any():
             raise CheckpointError(f"{tensor.name} holds weights that F16 cannot", "--type Q8_0")
         return np.ascontiguousarray(encoded).view(np.uint8)
-    encoded = quantize(values, kind)
-    scales = encoded.reshape(-1, BLOCKS[kind][1])[:, :2].copy().view(np.float16)  # blocks begin with their scale, except MXFP4's
-    if kind != MXFP4 and np.isinf(scales).any():
-        raise CheckpointError(f"{tensor.name} holds weights that {kind} cannot", "no model has such weights: contact its publisher")
+    encoded = quantize(values, gguf_type)
+    scales = encoded.reshape(-1, BLOCKS[gguf_type][1])[:, :2].copy().view(np.float16)  # blocks begin with their scale, except MXFP4's
+    if gguf_type != MXFP4 and np.isinf(scales).any():
+        raise CheckpointError(f"{tensor.name} holds weights that {gguf_type} cannot", "no model has such weights: contact its publisher")
     return encoded

@@ -24,16 +24,16 @@ FULL_NAMES = {**state_spaces.FULL_NAMES, "ffn_norm": "pre_ff_layernorm.weight"}
 OUTER = {"output_norm.weight": "model.final_layernorm.weight"}
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled: what tensors say."""
-    header, raw["sliding_window"] = gguf.header, gguf.window
+    header, raw["sliding_window"] = context.header, context.window
     ends = {"mamba_rms_norm": ".ssm_norm.weight", "mamba_conv_bias": ".ssm_conv1d.bias", "attention_bias": ".attn_q.bias",
             "mlp_bias": ".ffn_gate.bias"}
     raw |= {key: any(tensor.endswith(end) for tensor in header.tensors) for key, end in ends.items()}
     raw["mamba_norm_before_gate"] = False
 
 
-def factors(config: ModelConfig) -> Mapping[str, float | np.ndarray]:
+def tensor_multipliers(config: ModelConfig) -> Mapping[str, float | np.ndarray]:
     """What the values of a tensor are multiplied by in a file, or row by row, by role; none of other families."""
     if config.family != FAMILY:
         return {}

@@ -13,13 +13,13 @@ from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS
 from ..config_rope import GLOBAL, LOCAL
 
-USUAL_WINDOW = 4096  # of every size of Gemma 2, EXAONE 4 and StarCoder 2
-USUAL_WINDOW_MOE = 128  # of K-EXAONE
-AFMOE_EVERY = OLMO3_EVERY = EXAONE4_EVERY = COHERE2_EVERY = 4  # every fourth layer has no window
-KOLIBRI_EVERY = 5  # the same of Kolibri 1
-EXAONE4_LAYERS = 64  # of the one size that has windows
-PATTERN = ".attention.sliding_window_pattern"
-USUAL_THETA = 10_000.0
+DEFAULT_WINDOW = 4096  # of every size of Gemma 2, EXAONE 4 and StarCoder 2
+K_EXAONE_WINDOW = 128  # of K-EXAONE
+AFMOE_WINDOW_PERIOD = OLMO3_WINDOW_PERIOD = EXAONE4_WINDOW_PERIOD = COHERE2_WINDOW_PERIOD = 4  # every fourth layer has no window
+KOLIBRI_WINDOW_PERIOD = 5  # the same of Kolibri 1
+EXAONE4_WINDOWED_LAYERS = 64  # of the one size that has windows
+WINDOW_PATTERN_SUFFIX = ".attention.sliding_window_pattern"
+DEFAULT_ROPE_THETA = 10_000.0
 SIGMOID = 2  # a value of expert_gating_func
 
 
@@ -28,7 +28,7 @@ class FamilyContext:
     """What completes a family's config, in addition to the keys that it has."""
 
     header: GgufHeader
-    stated: object  # the window in the file, None if it states none
+    stated_window: object  # the window in the file, None if it states none
     window: object  # the window of the layers, None for none
 
     @property
@@ -51,11 +51,11 @@ class FamilyContext:
     def layer_types(self, raw: dict[str, object], every: int) -> list[str]:
         """`layer_types` of the layers of `raw`. The file's list may include MTP layers, which `raw` does not count."""
         layers, mtp_layers = raw["num_hidden_layers"], raw.get("num_nextn_predict_layers")
-        listed = self.header.metadata.get(f"{self.name}{PATTERN}")
+        listed = self.header.metadata.get(f"{self.name}{WINDOW_PATTERN_SUFFIX}")
         includes_mtp = isinstance(listed, np.ndarray) and type(layers) is type(mtp_layers) is int and len(listed) == layers + mtp_layers
         return layer_types(self.header, layers + mtp_layers, every)[:layers] if includes_mtp else layer_types(self.header, layers, every)
 
-    def demand_sigmoids(self, raw: dict[str, object]) -> None:
+    def require_sigmoid_scores(self, raw: dict[str, object]) -> None:
         """Raises CheckpointError for expert scores other than sigmoid, where the family supports no other."""
         if raw.pop("scoring_func", SIGMOID) != SIGMOID:
             raise CheckpointError(f"{self.header.path}: {self.name}.expert_gating_func is not {SIGMOID}, which is not supported for this "
@@ -75,7 +75,7 @@ def family_context(header: GgufHeader, raw: dict[str, object]) -> FamilyContext:
     stated, family = raw.pop("sliding_window", None), raw["model_type"]
     window = stated or None  # files of Phi 4 state 0 for none
     if family == "gemma2" and stated is None:
-        window = USUAL_WINDOW  # early files leave it out
+        window = DEFAULT_WINDOW  # early files leave it out
     if family in ("gemma2", "gemma3_text", "gemma3n_text") and not window:
         key = f"{header.metadata['general.architecture']}.attention.sliding_window"
         how = "lacks key" if stated is None else "states 0 for"
@@ -86,7 +86,7 @@ def family_context(header: GgufHeader, raw: dict[str, object]) -> FamilyContext:
 
 def layer_types(header: GgufHeader, layers: object, every: int) -> list[str]:
     """`layer_types`: the file's list of booleans, or all layers but every n-th have a window, n as the file states it, else `every`."""
-    key = f"{header.metadata['general.architecture']}{PATTERN}"
+    key = f"{header.metadata['general.architecture']}{WINDOW_PATTERN_SUFFIX}"
     stated = header.metadata.get(key, every)
     if isinstance(stated, np.ndarray) and stated.dtype.kind in "biu" and len(stated) == layers and np.isin(stated, (0, 1)).all():
         return [LOCAL if has_window else GLOBAL for has_window in stated]

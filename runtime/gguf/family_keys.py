@@ -41,171 +41,174 @@ from . import (
     state_spaces,
     step35,
 )
-from .architecture import SHARED_WIDTH
+from .architecture import SHARED_EXPERT_WIDTH
 from .family_context import (
-    AFMOE_EVERY,
-    COHERE2_EVERY,
-    EXAONE4_EVERY,
-    USUAL_THETA,
-    USUAL_WINDOW_MOE,
+    AFMOE_WINDOW_PERIOD,
+    COHERE2_WINDOW_PERIOD,
+    DEFAULT_ROPE_THETA,
+    EXAONE4_WINDOW_PERIOD,
+    K_EXAONE_WINDOW,
     FamilyContext,
     drop_mtp_layers,
     family_context,
 )
-from .plain_families import PLAIN, add_others
+from .plain_families import COMPLETE_PLAIN, add_window
 
 SOFTMAX = 1  # how experts are scored
-REPAIR = "the file is damaged or was converted wrongly: download it again, or use another one"
-OTHER_SCALE = {"gemma2": 46, "gemma3": 62, "gemma-embedding": 0}  # the layers of the one size whose scores are scaled by width over heads
+DAMAGED_HINT = "the file is damaged or was converted wrongly: download it again, or use another one"
+QUERY_SCALE_BY_WIDTH_LAYERS = {"gemma2": 46, "gemma3": 62,
+                               "gemma-embedding": 0}  # the layers of the one size whose scores are scaled by width over heads
 Raw = dict[str, object]  # a config.json in the making
 
 
 def add_family(header: GgufHeader, raw: Raw) -> None:
     """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
-    gguf = family_context(header, raw)
+    context = family_context(header, raw)
     if raw.get("num_local_experts") == 0:  # llama files state it of dense models too
         del raw["num_local_experts"]
         raw.pop("num_experts_per_tok", None)
     family = raw["model_type"]
-    own = OWN.get(family) or next((add for key, add in BY_KEY.items() if key in raw), None)
+    own = COMPLETE_BY_FAMILY.get(family) or next((add for key, add in COMPLETE_BY_KEY.items() if key in raw), None)
     if own is not None:
-        own(gguf, raw)
-    PLAIN.get(raw["model_type"], add_others)(gguf, raw)
-    if (layers := OTHER_SCALE.get(gguf.name)) is not None and isinstance(raw["num_attention_heads"], int):
+        own(context, raw)
+    COMPLETE_PLAIN.get(raw["model_type"], add_window)(context, raw)
+    if (layers := QUERY_SCALE_BY_WIDTH_LAYERS.get(context.name)) is not None and isinstance(raw["num_attention_heads"], int):
         whole = raw["num_hidden_layers"] == layers and raw["num_attention_heads"] > 0
         raw["query_pre_attn_scalar"] = raw["hidden_size"] / raw["num_attention_heads"] if whole else raw.get("head_dim", 256)
 
 
-def _ernie_moe(gguf: FamilyContext, raw: Raw) -> None:
-    raw |= {"moe_num_shared_experts": raw.get("moe_num_shared_experts", 0), "rope_theta": raw.get("rope_theta", USUAL_THETA)}
-    raw["moe_use_aux_free"] = any(name.endswith(".exp_probs_b.bias") for name in gguf.header.tensors)
-    _shared(gguf.header, raw, "moe_num_shared_experts")
+def _ernie_moe(context: FamilyContext, raw: Raw) -> None:
+    raw |= {"moe_num_shared_experts": raw.get("moe_num_shared_experts", 0), "rope_theta": raw.get("rope_theta", DEFAULT_ROPE_THETA)}
+    raw["moe_use_aux_free"] = any(name.endswith(".exp_probs_b.bias") for name in context.header.tensors)
+    _check_shared_experts(context.header, raw, "moe_num_shared_experts")
 
 
-def _minimax(gguf: FamilyContext, raw: Raw) -> None:
-    gguf.demand_sigmoids(raw)
-    raw |= {"sliding_window": gguf.window, "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
+def _minimax(context: FamilyContext, raw: Raw) -> None:
+    context.require_sigmoid_scores(raw)
+    raw |= {"sliding_window": context.window, "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
 
 
-def _afmoe(gguf: FamilyContext, raw: Raw) -> None:
-    gguf.demand_sigmoids(raw)
-    raw |= {"attention_bias": gguf.has("attn_q.bias"), "sliding_window": gguf.window,
-            "layer_types": gguf.layer_types(raw, AFMOE_EVERY if gguf.window else 1)}
+def _afmoe(context: FamilyContext, raw: Raw) -> None:
+    context.require_sigmoid_scores(raw)
+    raw |= {"attention_bias": context.has("attn_q.bias"), "sliding_window": context.window,
+            "layer_types": context.layer_types(raw, AFMOE_WINDOW_PERIOD if context.window else 1)}
     for key, usual in (("route_norm", False), ("num_dense_layers", 0)):  # what llama.cpp takes for granted
         raw.setdefault(key, usual)
 
 
-def _bailing(gguf: FamilyContext, raw: Raw) -> None:
-    gguf.demand_sigmoids(raw)
-    raw["sliding_window"] = gguf.window
+def _bailing(context: FamilyContext, raw: Raw) -> None:
+    context.require_sigmoid_scores(raw)
+    raw["sliding_window"] = context.window
     for key, usual in (("routed_scaling_factor", 1.0), ("norm_topk_prob", False), ("partial_rotary_factor", 1.0)):
         raw.setdefault(key, usual)  # what llama.cpp takes for granted
-    raw["moe_router_enable_expert_bias"] = any(name.endswith(".exp_probs_b.bias") for name in gguf.header.tensors)
+    raw["moe_router_enable_expert_bias"] = any(name.endswith(".exp_probs_b.bias") for name in context.header.tensors)
     drop_mtp_layers(raw)
 
 
-def _cohere(gguf: FamilyContext, raw: Raw) -> None:
-    raw |= {"attention_bias": gguf.has("attn_q.bias"), "sliding_window": gguf.window, "use_qk_norm": gguf.has("attn_q_norm.weight")}
+def _cohere(context: FamilyContext, raw: Raw) -> None:
+    raw |= {"attention_bias": context.has("attn_q.bias"), "sliding_window": context.window,
+            "use_qk_norm": context.has("attn_q_norm.weight")}
 
 
-def _cohere2(gguf: FamilyContext, raw: Raw) -> None:
-    raw |= {"attention_bias": gguf.has("attn_q.bias"), "sliding_window": gguf.window, "layer_types": gguf.layer_types(raw, COHERE2_EVERY)}
+def _cohere2(context: FamilyContext, raw: Raw) -> None:
+    raw |= {"attention_bias": context.has("attn_q.bias"), "sliding_window": context.window,
+            "layer_types": context.layer_types(raw, COHERE2_WINDOW_PERIOD)}
 
 
-def _hunyuan(gguf: FamilyContext, raw: Raw) -> None:
-    raw |= {"attention_bias": gguf.has("attn_q.bias"), "sliding_window": gguf.window}
+def _hunyuan(context: FamilyContext, raw: Raw) -> None:
+    raw |= {"attention_bias": context.has("attn_q.bias"), "sliding_window": context.window}
     stretched, heads = raw.pop(STRETCH, None), raw["num_attention_heads"]
     if stretched is None:
         return
     if isinstance(stretched, bool) or not isinstance(stretched, int | float) or not 1e-6 < stretched < 1e9:
-        damaged(gguf.header.path, f"states {gguf.name}.rope.scaling.alpha {shown_value(stretched)}, expected a number above 0")
+        damaged(context.header.path, f"states {context.name}.rope.scaling.alpha {shown_value(stretched)}, expected a number above 0")
     width = raw.get("head_dim") or (raw["hidden_size"] // heads if type(heads) is int and heads > 0 else 0)
     if isinstance(width, int) and width > 2:  # else refused for that
-        raw["rope_theta"] = raw.get("rope_theta", USUAL_THETA) * stretched ** (width / (width - 2))
+        raw["rope_theta"] = raw.get("rope_theta", DEFAULT_ROPE_THETA) * stretched ** (width / (width - 2))
 
 
-def _hunyuan_moe(gguf: FamilyContext, raw: Raw) -> None:
-    _shared(gguf.header, raw, "num_shared_expert")
-    _hunyuan(gguf, raw)
+def _hunyuan_moe(context: FamilyContext, raw: Raw) -> None:
+    _check_shared_experts(context.header, raw, "num_shared_expert")
+    _hunyuan(context, raw)
 
 
-def _qwen2_moe(gguf: FamilyContext, raw: Raw) -> None:
-    raw["qkv_bias"] = gguf.has("attn_q.bias")
+def _qwen2_moe(context: FamilyContext, raw: Raw) -> None:
+    raw["qkv_bias"] = context.has("attn_q.bias")
 
 
-def _exaone_moe(gguf: FamilyContext, raw: Raw) -> None:
-    gguf.demand_sigmoids(raw)
-    _shared(gguf.header, raw, "num_shared_experts")
+def _exaone_moe(context: FamilyContext, raw: Raw) -> None:
+    context.require_sigmoid_scores(raw)
+    _check_shared_experts(context.header, raw, "num_shared_experts")
     raw.setdefault("norm_topk_prob", False)
     raw.setdefault("first_k_dense_replace", 0)
     raw.setdefault("routed_scaling_factor", 1.0)  # in a config.json an absent one is 2.5
     drop_mtp_layers(raw)
-    window = USUAL_WINDOW_MOE if gguf.stated is None else gguf.window
-    raw |= {"sliding_window": window, "layer_types": gguf.layer_types(raw, EXAONE4_EVERY if window else 1)}
+    window = K_EXAONE_WINDOW if context.stated_window is None else context.window
+    raw |= {"sliding_window": window, "layer_types": context.layer_types(raw, EXAONE4_WINDOW_PERIOD if window else 1)}
 
 
-def _minicpm(gguf: FamilyContext, raw: Raw) -> None:
+def _minicpm(context: FamilyContext, raw: Raw) -> None:
     """Multipliers as they are, which a checkpoint states by depth and width; early files are of models that have the same ones."""
-    raw["sliding_window"] = gguf.window
-    raw["attention_bias"] = gguf.has("attn_q.bias")
+    raw["sliding_window"] = context.window
+    raw["attention_bias"] = context.has("attn_q.bias")
     if not {"scale_emb", "scale_depth", "dim_model_base"} & raw.keys():
         raw |= {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256}
         return
     added, divisor, layers, hidden = (raw.get(key, 1.0) for key in ("scale_depth", "dim_model_base", "num_hidden_layers", "hidden_size"))
     for key, value in (("residual_scale", added), ("logit_scale", divisor)):
         if not isinstance(value, float | int) or not 1e-9 < value < 1e9:
-            damaged(gguf.header.path, f"states minicpm.{key} {shown_value(value)}, expected a number above 0")
+            damaged(context.header.path, f"states minicpm.{key} {shown_value(value)}, expected a number above 0")
     if type(layers) is int and type(hidden) is int and layers > 0:  # else refused for that
         raw |= {"scale_depth": added * layers**0.5, "dim_model_base": max(1, round(hidden / divisor))}
 
 
-def _deepseek_ocr(gguf: FamilyContext, raw: Raw) -> None:
+def _deepseek_ocr(context: FamilyContext, raw: Raw) -> None:
     """Of Unlimited OCR too, whose answers see a window of themselves."""
     if raw.pop("scoring_func", SOFTMAX) not in (0, SOFTMAX):
-        raise CheckpointError(f"{gguf.header.path}: {gguf.name}.expert_gating_func is not {SOFTMAX}, which is not supported for this "
+        raise CheckpointError(f"{context.header.path}: {context.name}.expert_gating_func is not {SOFTMAX}, which is not supported for this "
                               "architecture", "give the folder of the original checkpoint, if its family is supported")
     raw.setdefault("first_k_dense_replace", 0)
-    if gguf.window:
+    if context.window:
         raw["model_type"] = "unlimited_ocr_text"
 
 
-def _hy3(gguf: FamilyContext, raw: Raw) -> None:
+def _hy3(context: FamilyContext, raw: Raw) -> None:
     """Which layers have experts is said by their routers alone, and how many are shared by their width."""
-    gguf.demand_sigmoids(raw)
-    width, inside = raw.get(SHARED_WIDTH), raw.get("moe_intermediate_size")
+    context.require_sigmoid_scores(raw)
+    width, inside = raw.get(SHARED_EXPERT_WIDTH), raw.get("moe_intermediate_size")
     if "num_shared_experts" not in raw and type(width) is type(inside) is int and inside > 0:
         raw["num_shared_experts"] = width // inside
-    _shared(gguf.header, raw, "num_shared_experts")
+    _check_shared_experts(context.header, raw, "num_shared_experts")
     for key, usual in (("router_scaling_factor", 1.0), ("route_norm", False), ("num_nextn_predict_layers", 0)):
         raw.setdefault(key, usual)  # what llama.cpp takes for granted
     drop_mtp_layers(raw)
     raw.pop("first_k_dense_replace", None)
-    raw["attention_bias"] = gguf.has("attn_q.bias")
-    layers, tensors = raw["num_hidden_layers"], gguf.header.tensors
+    raw["attention_bias"] = context.has("attn_q.bias")
+    layers, tensors = raw["num_hidden_layers"], context.header.tensors
     if type(layers) is int and 0 < layers <= MAX_LAYERS:  # else refused for that
         raw["mlp_layer_types"] = ["sparse" if f"blk.{layer}.ffn_gate_inp.weight" in tensors else "dense" for layer in range(layers)]
 
 
-def _glm(gguf: FamilyContext, raw: Raw) -> None:
+def _glm(context: FamilyContext, raw: Raw) -> None:
     """What files say otherwise of a mixture whose scores are corrected."""
-    gguf.demand_sigmoids(raw)
-    raw["attention_bias"] = gguf.has("attn_q.bias")
+    context.require_sigmoid_scores(raw)
+    raw["attention_bias"] = context.has("attn_q.bias")
     raw.setdefault("norm_topk_prob", False)  # what llama.cpp takes for granted, as of rotary positions
     if raw["model_type"] == "glm4_moe":
         raw.setdefault("partial_rotary_factor", 1.0)
-        raw["use_qk_norm"] = gguf.has("attn_q_norm.weight")
+        raw["use_qk_norm"] = context.has("attn_q_norm.weight")
         drop_mtp_layers(raw)
 
 
-def _shared(header: GgufHeader, raw: Raw, key: str) -> None:
+def _check_shared_experts(header: GgufHeader, raw: Raw, key: str) -> None:
     """Raises CheckpointError for shared experts, of which `key` is the number, that are together of another width than so many."""
-    width, count, inside = raw.pop(SHARED_WIDTH, None), raw.get(key), raw.get("moe_intermediate_size")
+    width, count, inside = raw.pop(SHARED_EXPERT_WIDTH, None), raw.get(key), raw.get("moe_intermediate_size")
     if width is not None and type(count) is type(inside) is int and width != count * inside:
         raise CheckpointError(f"{header.path} states a width of {shown_value(width)} for {shown_value(count)} shared experts of "
-                              f"{shown_value(inside)}, which is not supported", REPAIR)
+                              f"{shown_value(inside)}, which is not supported", DAMAGED_HINT)
 
 
-OWN: Mapping[str, Callable[[FamilyContext, Raw], None]] = {
+COMPLETE_BY_FAMILY: Mapping[str, Callable[[FamilyContext, Raw], None]] = {
     "afmoe": _afmoe, apertus.FAMILY: apertus.complete_config, "bailing_moe_v2": _bailing, bitnet.FAMILY: bitnet.complete_config,
     "cohere": _cohere, "cohere2": _cohere2, cohere2_moe.FAMILY: cohere2_moe.complete_config, deci.FAMILY: deci.complete_config,
     deepseek4.FAMILY: deepseek4.complete_config, "deepseek_ocr2_text": _deepseek_ocr, "dots1": _glm,
@@ -223,7 +226,7 @@ OWN: Mapping[str, Callable[[FamilyContext, Raw], None]] = {
     rwkv7.FAMILY: rwkv7.complete_config, step35.FAMILY: step35.complete_config, granite_swash.DENSE: granite_swash.complete_config,
 }
 # Where several families have a part, a key of that part tells; one that has two of them, as Kimi Linear, goes by the first.
-BY_KEY: Mapping[str, Callable[[FamilyContext, Raw], None]] = {
+COMPLETE_BY_KEY: Mapping[str, Callable[[FamilyContext, Raw], None]] = {
     "linear_head_dim": kimi_delta_attention.complete_config, "kv_lora_rank": latent_attention.complete_config,
     "conv_L_cache": short_conv.complete_config, "linear_num_key_heads": linear_attention.complete_config,
 }

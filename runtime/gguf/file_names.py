@@ -10,22 +10,22 @@ import re
 from collections.abc import Iterable
 
 SUFFIX = ".gguf"
-PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
-MOST_PARTS = 1024
+PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
+MAX_PARTS = 1024
 PRECISION = r"(?:I?Q[1-8]|TQ[12]|BF16|F16|F32|MXFP4)(?:_[A-Za-z0-9]+)*"
 TAG = "(?:[A-Za-z0-9]+-)?" + PRECISION
-_STATED = re.compile(rf"(?<=[-._]){PRECISION}(?=[-._])", re.IGNORECASE)
+_PRECISION_IN_NAME = re.compile(rf"(?<=[-._]){PRECISION}(?=[-._])", re.IGNORECASE)
 FOLDERS = r"(?:[A-Za-z0-9_][A-Za-z0-9_.+-]*/)*"  # none is hidden, none leads out
 PATH = FOLDERS + r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.gguf"
 PROJECTOR = re.compile(r"(?:^|[-._])mmproj(?=[-._])", re.IGNORECASE)  # in what llama.cpp names the part of a model that sees
-USUAL = "Q4_K_M"  # what llama.cpp and Ollama take of a repository where no precision is named
-TAKEN_FIRST = ("F16", "BF16", "Q8_0", "F32")  # of such a part, those that are taken first
+DEFAULT_PRECISION = "Q4_K_M"  # what llama.cpp and Ollama take of a repository where no precision is named
+PROJECTOR_PRECISIONS = ("F16", "BF16", "Q8_0", "F32")  # of such a part, those that are taken first
 
 
 def part_names(name: str) -> tuple[str, ...] | None:
     """The names of all parts, from that of one; None for a name that is not of a part."""
-    found = PART.fullmatch(name)
-    if found is None or not 1 <= int(found[2]) <= int(found[3]) <= MOST_PARTS:
+    found = PART_NAME.fullmatch(name)
+    if found is None or not 1 <= int(found[2]) <= int(found[3]) <= MAX_PARTS:
         return None
     return tuple(f"{found[1]}-{number:05}-of-{found[3]}{found[4]}" for number in range(1, int(found[3]) + 1))
 
@@ -44,13 +44,13 @@ def projectors(names: Iterable[str]) -> list[str]:
     """The parts that see among `names`, sorted; of those that differ in their precision alone the one to take."""
     found: dict[str, list[str]] = {}
     for name in sorted(filter(is_projector, names)):
-        found.setdefault(_STATED.sub("", name).lower(), []).append(name)
-    return [min(each, key=_turn) for each in found.values()]
+        found.setdefault(_PRECISION_IN_NAME.sub("", name).lower(), []).append(name)
+    return [min(each, key=_precision_rank) for each in found.values()]
 
 
-def _turn(name: str) -> int:
-    stated = [each.upper() for each in _STATED.findall(name)]
-    return next((turn for turn, kind in enumerate(TAKEN_FIRST) if kind in stated), len(TAKEN_FIRST))
+def _precision_rank(name: str) -> int:
+    stated = [each.upper() for each in _PRECISION_IN_NAME.findall(name)]
+    return next((turn for turn, kind in enumerate(PROJECTOR_PRECISIONS) if kind in stated), len(PROJECTOR_PRECISIONS))
 
 
 def model_files(names: Iterable[str]) -> list[str]:
@@ -72,14 +72,14 @@ def default_model(names: Iterable[str]) -> str | None:
     """The model that is meant where none of `names` is asked for: the only one, or else the only one of the usual precision; None where
     that is not one."""
     ours = model_files(names)
-    found = ours if len(ours) == 1 else matching(USUAL, ours)
+    found = ours if len(ours) == 1 else matching(DEFAULT_PRECISION, ours)
     return found[0] if len(found) == 1 else None
 
 
 def nearest_precision(names: Iterable[str], bits: int) -> str:
     """Among `names`, the model whose quantization type is nearest to `bits`; of several, the usual kind."""
     def far(name: str) -> tuple[int, bool, str]:
-        stated = [int(re.search(r"\d+", each)[0]) for each in _STATED.findall(name)]
+        stated = [int(re.search(r"\d+", each)[0]) for each in _PRECISION_IN_NAME.findall(name)]
         return min((abs(each - bits) for each in stated), default=32), "_k_m" not in name.lower(), name
 
     return min(names, key=far)

@@ -12,16 +12,16 @@ from ...offload.safetensors_header import is_gguf
 from .config import config_json
 from .split_files import close_all
 from .store import open_file, read_header
-from .tokenizer import ENDS, tokenizer_files
+from .tokenizer import END_ROLES, tokenizer_files
 
-SAMPLING, LICENSE = "general.sampling.", "general.license"
-LICENCE = re.compile(r"[A-Za-z0-9.+_-]{1,40}")
-LARGEST_WHOLE, LARGEST_VALUE = 2**31 - 1, 3e38  # of 32 bits
+SAMPLING_PREFIX, LICENSE_KEY = "general.sampling.", "general.license"
+LICENCE_NAME = re.compile(r"[A-Za-z0-9.+_-]{1,40}")
+MAX_INT32, MAX_FLOAT32 = 2**31 - 1, 3e38  # of 32 bits
 # What a file recommends -> generation_config.json.
 SETTINGS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
             "penalty_last_n": "penalty_last_n", "xtc_probability": "xtc_probability", "xtc_threshold": "xtc_threshold",
             "mirostat": "mirostat", "mirostat_tau": "mirostat_tau", "mirostat_eta": "mirostat_eta"}
-WHOLE = {"top_k": 0, "penalty_last_n": -1, "mirostat": 0}  # those that are whole numbers, and the least of each
+INTEGER_SETTINGS = {"top_k": 0, "penalty_last_n": -1, "mirostat": 0}  # those that are whole numbers, and the least of each
 
 
 def generation_config(path: Path) -> dict[str, object]:
@@ -30,7 +30,7 @@ def generation_config(path: Path) -> dict[str, object]:
 
 
 def _sampling(header: GgufHeader) -> dict[str, object]:
-    stated = {ours: header.metadata.get(SAMPLING + theirs) for theirs, ours in SETTINGS.items()}
+    stated = {ours: header.metadata.get(SAMPLING_PREFIX + theirs) for theirs, ours in SETTINGS.items()}
     return {name: value for name, value in stated.items() if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
@@ -39,20 +39,20 @@ def sampling_metadata(settings: Mapping[str, object]) -> dict[str, Value]:
     found = {theirs: settings[ours] for theirs, ours in SETTINGS.items() if ours in settings}
     if settings.get("do_sample") is False:
         found["temp"] = 0.0
-    return {SAMPLING + name: min(max(WHOLE[name], value), LARGEST_WHOLE) if name in WHOLE else float(value)
-            for name, value in found.items() if value < LARGEST_VALUE}
+    return {SAMPLING_PREFIX + name: min(max(INTEGER_SETTINGS[name], value), MAX_INT32) if name in INTEGER_SETTINGS else float(value)
+            for name, value in found.items() if value < MAX_FLOAT32}
 
 
 def stated_licence(header: GgufHeader) -> str | None:
     """The licence that a file states of its model, where that is a name; of one whose kind is "other", its own."""
-    stated = (header.metadata.get(key) for key in (f"{LICENSE}.name", LICENSE))
-    return next((value for value in stated if isinstance(value, str) and LICENCE.fullmatch(value)), None)
+    stated = (header.metadata.get(key) for key in (f"{LICENSE_KEY}.name", LICENSE_KEY))
+    return next((value for value in stated if isinstance(value, str) and LICENCE_NAME.fullmatch(value)), None)
 
 
 def licence_metadata(source: Path, licence: str | None) -> dict[str, Value]:
     """The keys that state a licence: as a GGUF file that is the source does, else the one given, which may not be known."""
-    stated = {key: value for key, value in read_header(source).metadata.items() if key.startswith(LICENSE)} if is_gguf(source) else {}
-    return stated or ({LICENSE: licence} if licence else {})
+    stated = {key: value for key, value in read_header(source).metadata.items() if key.startswith(LICENSE_KEY)} if is_gguf(source) else {}
+    return stated or ({LICENSE_KEY: licence} if licence else {})
 
 
 def folder_texts(path: Path) -> dict[str, str]:
@@ -60,8 +60,8 @@ def folder_texts(path: Path) -> dict[str, str]:
     with_factors = open_file(path)
     header = with_factors.header
     close_all(with_factors.opened)
-    config = config_json(header, with_factors.factors)
-    ends = [header.metadata[key] for name in ENDS if type(header.metadata.get(key := f"tokenizer.ggml.{name}_token_id")) is int]
+    config = config_json(header, with_factors.rope_factors)
+    ends = [header.metadata[key] for name in END_ROLES if type(header.metadata.get(key := f"tokenizer.ggml.{name}_token_id")) is int]
     config["eos_token_id"] = ends or None
     generation = {"eos_token_id": ends or None, "bos_token_id": config["bos_token_id"], **_sampling(header)}
     return {"config.json": json.dumps(config, indent=1) + "\n", "generation_config.json": json.dumps(generation, indent=1) + "\n",

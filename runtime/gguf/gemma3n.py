@@ -18,39 +18,39 @@ KEYS = {"altup.active_idx": "altup_active_idx", "altup.correct_scale": "altup_co
         "altup.num_inputs": "altup_num_inputs", "attention.shared_kv_layers": "num_kv_shared_layers", "embedding_length_per_layer_input":
         "hidden_size_per_layer_input", "final_logit_softcapping": "final_logit_softcapping", "rope.freq_base_swa": "rope_local_base_freq",
         "rope.freq_base_local": "rope_local_base_freq", "head_dim": "head_dim"}
-BY_LAYER = ("feed_forward_length",)  # one number, or one for every layer
-BEYOND = "activation_sparsity_scale"  # by layer how many deviations beyond their mean gates have to be, or less than any are
+PER_LAYER_KEYS = ("feed_forward_length",)  # one number, or one for every layer
+ACTIVATION_SPARSITY = "activation_sparsity_scale"  # by layer how many deviations beyond their mean gates have to be, or less than any are
 REQUIRED = ("altup.num_inputs", "attention.shared_kv_layers", "embedding_length_per_layer_input")
-PATTERN = 5  # one layer in so many has no window, where a file lists none
+WINDOW_PERIOD = 5  # one layer in so many has no window, where a file lists none
 NAMES = {**{part: gemma4.NAMES[part] for part in ("post_attention_norm", "ffn_norm", "post_ffw_norm", "inp_gate", "proj", "post_norm")},
          "altup_router": "altup.modality_router", "altup_router_norm": "altup.router_norm", "altup_predict_coef": "altup.prediction_coefs",
          "altup_correct_coef": "altup.correction_coefs", "laurel_l": "laurel.linear_left", "laurel_r": "laurel.linear_right",
          "laurel_post_norm": "laurel.post_laurel_norm"}
 FULL_NAMES = {"altup_correct_scale.weight": "altup.correct_output_scale"}
-STACKED = {"altup_proj.weight": "model.altup_projections", "altup_unembd_proj.weight": "model.altup_unembed_projections"}
+STACKED_MATRICES = {"altup_proj.weight": "model.altup_projections", "altup_unembd_proj.weight": "model.altup_unembed_projections"}
 
 
-def stacked(name: str, config: ModelConfig) -> tuple[str, ...] | None:
+def stacked_names(name: str, config: ModelConfig) -> tuple[str, ...] | None:
     """The names of the matrices that lie one after the other in a tensor of STACKED; None of a model with one stream."""
-    return tuple(f"{STACKED[name]}.{i}.weight" for i in range(config.residual_streams - 1)) or None
+    return tuple(f"{STACKED_MATRICES[name]}.{i}.weight" for i in range(config.residual_streams - 1)) or None
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
-    header, kinds = gguf.header, gguf.layer_types(raw, PATTERN)
+    header, kinds = context.header, context.layer_types(raw, WINDOW_PERIOD)
     tensors, layers = header.tensors, len(kinds)
     for name, what in (("blk.0.laurel_l.weight", "laurel_rank"), ("per_layer_token_embd.weight", "vocab_size_per_layer_input")):
         if name not in tensors:
             damaged(header.path, f"lacks tensor {name}")
         raw[what] = tensors[name].shape[0]
-    raw |= {"layer_types": kinds, "sliding_window": gguf.window, "attention_bias": "blk.0.attn_q.bias" in tensors,
-            "intermediate_size": gemma4.by_layer(header, NAME, BY_LAYER[0], layers)}
+    raw |= {"layer_types": kinds, "sliding_window": context.window, "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "intermediate_size": gemma4.per_layer(header, NAME, PER_LAYER_KEYS[0], layers)}
     shared = raw["num_kv_shared_layers"]
     if isinstance(shared, float) and shared.is_integer():  # as files have it
         raw["num_kv_shared_layers"] = int(shared)
-    beyond = header.metadata.get(f"{NAME}.{BEYOND}")
+    beyond = header.metadata.get(f"{NAME}.{ACTIVATION_SPARSITY}")
     if beyond is None:
         return
     if not isinstance(beyond, np.ndarray) or beyond.dtype.kind != "f" or len(beyond) != layers or np.isnan(beyond).any():
-        damaged(header.path, f"states {NAME}.{BEYOND} {shown_value(beyond)}, expected a number for each of {layers} layers")
+        damaged(header.path, f"states {NAME}.{ACTIVATION_SPARSITY} {shown_value(beyond)}, expected a number for each of {layers} layers")
     raw["activation_sparsity_pattern"] = [NormalDist().cdf(float(each)) if np.isfinite(each) else float(each > 0) for each in beyond]

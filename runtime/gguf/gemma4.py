@@ -18,8 +18,8 @@ KEYS = {"attention.key_length": "global_head_dim", "attention.key_length_swa": "
         "num_kv_shared_layers", "embedding_length_per_layer_input": "hidden_size_per_layer_input", "expert_count": "num_experts",
         "expert_used_count": "top_k_experts", "expert_feed_forward_length": "moe_intermediate_size", "final_logit_softcapping":
         "final_logit_softcapping", "rope.freq_base_swa": "rope_local_base_freq"}
-BY_LAYER = ("attention.head_count_kv", "feed_forward_length")  # one number, or one for every layer
-LENGTHS = ("attention.value_length", "attention.value_length_swa", "rope.dimension_count", "rope.dimension_count_swa")
+PER_LAYER_KEYS = ("attention.head_count_kv", "feed_forward_length")  # one number, or one for every layer
+HEAD_LENGTHS = ("attention.value_length", "attention.value_length_swa", "rope.dimension_count", "rope.dimension_count_swa")
 REQUIRED = ("attention.key_length", "attention.key_length_swa", "attention.sliding_window", "attention.sliding_window_pattern",
             "embedding_length_per_layer_input")
 # Parts of tensors' names -> those of a checkpoint, and such parts with their kinds.
@@ -36,11 +36,12 @@ ROLES = {"layer_scale": "layer_output_scale.weight", "router_scale": "ffn_gate_i
          "input_gate": "inp_gate", "input_out": "proj", "input_after": "post_norm", "expert_norm": "pre_ffw_norm_2", "experts_after":
          "post_ffw_norm_2", "mlp_after": "post_ffw_norm_1", "layer_embed": "per_layer_token_embd", "layer_proj": "per_layer_model_proj",
          "layer_norm": "per_layer_proj_norm"}
-STILL = 1e30  # what the frequency of a pair of channels is divided by that does not turn
-UNUSED = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm)\..+")  # where a layer has no keys and values of its own
+NO_ROTATION = 1e30  # what the frequency of a pair of channels is divided by that does not turn
+# Written also for layers that share the keys and values of an earlier layer.
+UNUSED_TENSORS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm)\..+")
 
 
-def by_layer(header: GgufHeader, name: str, key: str, layers: object) -> list[int]:
+def per_layer(header: GgufHeader, name: str, key: str, layers: object) -> list[int]:
     """The numbers of all layers, of the architecture `name`. Raises CheckpointError."""
     value = header.metadata.get(f"{name}.{key}")
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) == layers:
@@ -50,11 +51,11 @@ def by_layer(header: GgufHeader, name: str, key: str, layers: object) -> list[in
     return [value] * min(layers, 1 << 16)
 
 
-def heads_by_layer(header: GgufHeader, name: str, raw: dict[str, object], kinds: list[str]) -> dict[str, object]:
+def per_layer_heads(header: GgufHeader, name: str, raw: dict[str, object], kinds: list[str]) -> dict[str, object]:
     """What a config.json says of heads, and of the layers' types, where the architecture `name` has keys of its own for both kinds. Takes
     the widths out of `raw`. Raises CheckpointError."""
-    heads, narrow, wide = by_layer(header, name, BY_LAYER[0], len(kinds)), raw.pop("head_dim"), raw.pop("global_head_dim")
-    for key, own in zip(LENGTHS, (wide, narrow) * 2, strict=True):
+    heads, narrow, wide = per_layer(header, name, PER_LAYER_KEYS[0], len(kinds)), raw.pop("head_dim"), raw.pop("global_head_dim")
+    for key, own in zip(HEAD_LENGTHS, (wide, narrow) * 2, strict=True):
         if header.metadata.get(f"{name}.{key}", own) != own:
             raise CheckpointError(f"{header.path} states {name}.{key} {header.metadata[f'{name}.{key}']} for heads of {own}, which is not "
                                   "supported", "keys and values must have one width and be rotated entirely")
@@ -67,9 +68,9 @@ def add_gemma4(header: GgufHeader, raw: dict[str, object], kinds: list[str], div
     """Complete `raw`, the config.json being assembled, with what no generic key of the file states: `kinds` are the layers' types,
     `divisors` of rotary frequencies. Raises CheckpointError."""
     layers, tensors = len(kinds), header.tensors
-    wide, widths = raw["global_head_dim"], by_layer(header, NAME, BY_LAYER[1], layers)
+    wide, widths = raw["global_head_dim"], per_layer(header, NAME, PER_LAYER_KEYS[1], layers)
     shared = raw.setdefault("num_kv_shared_layers", 0)
-    raw |= {**heads_by_layer(header, NAME, raw, kinds), "sliding_window": window}
+    raw |= {**per_layer_heads(header, NAME, raw, kinds), "sliding_window": window}
     first = layers - shared if type(shared) is int and 0 <= shared < layers else layers
     double = first < layers and widths[-1] == 2 * widths[0]
     if widths != [widths[0] * (1 + (double and i >= first)) for i in range(layers)]:
@@ -85,7 +86,7 @@ def add_gemma4(header: GgufHeader, raw: dict[str, object], kinds: list[str], div
     turned = 1.0
     if divisors is not None:
         count = int((divisors == 1.0).sum())
-        if len(divisors) != wide // 2 or (divisors[:count] != 1.0).any() or (divisors[count:] < STILL / 1e9).any():
+        if len(divisors) != wide // 2 or (divisors[:count] != 1.0).any() or (divisors[count:] < NO_ROTATION / 1e9).any():
             damaged(header.path, "has RoPE frequency factors that neither keep nor disable a channel pair")
         turned = count / len(divisors)
     raw["rope_parameters"] = {GLOBAL: {"rope_type": "proportional", ROTATED_SHARE: turned,
@@ -95,7 +96,7 @@ def add_gemma4(header: GgufHeader, raw: dict[str, object], kinds: list[str], div
 
 def is_unused(name: str, config: ModelConfig) -> bool:
     """Is this, by its name in a checkpoint, of a layer's keys and values that attends to another's? Writers keep them."""
-    found = UNUSED.fullmatch(name)
+    found = UNUSED_TENSORS.fullmatch(name)
     return bool(config.kv_sources) and found is not None and int(found[1]) not in config.attention_layers
 
 
@@ -105,7 +106,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     narrow = next(layer for layer, window in enumerate(config.windows) if window is not None)
     (_, long), (_, short) = config.kv_heads_of(wide), config.kv_heads_of(narrow)
     layers = range(config.num_hidden_layers)
-    lengths = dict(zip(LENGTHS, (long, short) * 2, strict=True))
+    lengths = dict(zip(HEAD_LENGTHS, (long, short) * 2, strict=True))
     keys: dict[str, Value] = {
         "attention.key_length": long, "attention.key_length_swa": short, **lengths,
         "rope.freq_base_swa": float(config.ropes[narrow].theta),
@@ -133,10 +134,10 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield other_vocab, "has another vocabulary in what layers are given"
 
 
-def divisors(config: ModelConfig) -> np.ndarray:
+def rope_factors(config: ModelConfig) -> np.ndarray:
     """Of the rotary frequencies of layers without a window, float32 [half of a head]."""
     wide = next(layer for layer, window in enumerate(config.windows) if window is None)
     half = config.kv_heads_of(wide)[1] // 2
     turned = int(config.ropes[wide].params[ROTATED_SHARE] * half)
-    return np.where(np.arange(half) < turned, 1.0, STILL).astype("<f4")
+    return np.where(np.arange(half) < turned, 1.0, NO_ROTATION).astype("<f4")
 

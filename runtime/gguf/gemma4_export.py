@@ -22,34 +22,34 @@ from ..images.modality import AUDIO_INPUT, IMAGE_INPUT, Modality
 from ..images.tower_ops import silu
 from ..images.tower_weights import HEARING_PARTS, canonical_name, is_of_tower
 from ..images.vision_transformer import layer_count
-from .audio_export import AWAY, file_name
-from .audio_names import EARS
+from .audio_export import OMIT_MMPROJ_HINT, gguf_name
+from .audio_names import AUDIO_PROJECTORS
 from .projector_names import CLIP, PROJECTORS
 from .projector_tensors import ProjectorTensor, projector_tensor
 
 NAME, TYPES = "gemma4", {IMAGE_INPUT: "gemma4v", AUDIO_INPUT: "gemma4a"}
-SIDE = 224  # which no such model has, and readers want to have
-EPS, HEARD_EPS = 1e-6, 1e-5  # the second is the converter's word, not the model's
-JOINED, COUNT = 3, 280
-Sights = Mapping[Modality, Eyes | Ears]
+IMAGE_SIZE = 224  # which no such model has, and readers want to have
+EPS, AUDIO_EPS = 1e-6, 1e-5  # the second is the converter's word, not the model's
+POOLING_KERNEL, TOKENS_PER_IMAGE = 3, 280
+Encoders = Mapping[Modality, Eyes | Ears]
 
 
-def metadata(encoders: Sights, name: str) -> dict[str, Value]:
+def metadata(encoders: Encoders, name: str) -> dict[str, Value]:
     """The keys of the file. Raises UsageError for what such a file does not say."""
     stated: dict[str, Value] = {}
     if (eyes := encoders.get(IMAGE_INPUT)) is not None:
-        _demand_usual_eyes(eyes)
+        _check_vision_defaults(eyes)
         stated |= {f"vision.{key}": value for key, value in {
-            "image_size": SIDE, "patch_size": eyes.patch, "embedding_length": eyes.width, "feed_forward_length":
+            "image_size": IMAGE_SIZE, "patch_size": eyes.patch, "embedding_length": eyes.width, "feed_forward_length":
             eyes.tower_config.integer("intermediate_size"), "block_count": layer_count(eyes), "attention.head_count": eyes.heads,
             "projection_dim": eyes.config.hidden_size, "attention.layer_norm_epsilon": EPS, "image_mean": np.zeros(3, np.float32),
             "image_std": np.ones(3, np.float32)}.items()}
     if (ears := encoders.get(AUDIO_INPUT)) is not None:
-        _demand_usual_ears(ears)
+        _check_audio_defaults(ears)
         sizes = ears.sizes
         stated |= {f"audio.{key}": value for key, value in {
             "embedding_length": sizes.width, "feed_forward_length": 4 * sizes.width, "block_count": sizes.layers, "attention.head_count":
-            sizes.heads, "projection_dim": ears.config.hidden_size, "attention.layer_norm_epsilon": HEARD_EPS, "num_mel_bins":
+            sizes.heads, "projection_dim": ears.config.hidden_size, "attention.layer_norm_epsilon": AUDIO_EPS, "num_mel_bins":
             sizes.bands}.items()}
     own = {"vision": eyes is not None, "audio": ears is not None}
     kinds = {f"{part}.projector_type": TYPES[modality] for part, modality in zip(own, TYPES, strict=True) if own[part]}
@@ -58,34 +58,36 @@ def metadata(encoders: Sights, name: str) -> dict[str, Value]:
                                                          **stated}.items()}}
 
 
-def _demand_usual_eyes(eyes: Eyes) -> None:
+def _check_vision_defaults(eyes: Eyes) -> None:
     keys = eyes.tower_config
     usual = (eyes.joined, eyes.count, keys.number("rms_norm_eps"), eyes.theta(THETA), keys.raw.get("hidden_activation"),
-             eyes.bidirectional) == (JOINED, COUNT, EPS, THETA, "gelu_pytorch_tanh", not eyes.config.per_layer_input_dim)
+             eyes.bidirectional) == (POOLING_KERNEL, TOKENS_PER_IMAGE, EPS, THETA, "gelu_pytorch_tanh", not eyes.config.per_layer_input_dim)
     if not usual or any(eyes.scale.mean) or set(eyes.scale.std) != {1.0}:
-        raise UsageError("its vision tower differs from other Gemma 4 models in more than sizes, which an mmproj file cannot state", AWAY)
+        raise UsageError("its vision tower differs from other Gemma 4 models in more than sizes, which an mmproj file cannot state",
+                         OMIT_MMPROJ_HINT)
 
 
-def _demand_usual_ears(ears: Ears) -> None:
+def _check_audio_defaults(ears: Ears) -> None:
     sizes, usual = ears.sizes, Keys(CONFIG_DEFAULTS)
     back, block = usual.integer("attention_context_left") - 1, usual.integer("attention_chunk_size")
     alike = (sizes.chunk, sizes.left_context, sizes.right_context, sizes.residual_weight, sizes.softcap, sizes.eps, sizes.activation) == (
         block, back, 0, usual.number("residual_weight"), usual.number("attention_logit_cap"), EPS, silu)
     if not alike or ears.mel != GemmaLogMel.read(Keys({"feature_size": sizes.bands}), GEMMA_4):
-        raise UsageError("its audio tower differs from other Gemma 4 models in more than sizes, which an mmproj file cannot state", AWAY)
+        raise UsageError("its audio tower differs from other Gemma 4 models in more than sizes, which an mmproj file cannot state",
+                         OMIT_MMPROJ_HINT)
 
 
-def pieces(encoders: Sights, store: TensorStore) -> list[ProjectorTensor]:
+def file_tensors(encoders: Encoders, store: TensorStore) -> list[ProjectorTensor]:
     """The tensors of the file, in the checkpoint's order. Raises CheckpointError for one that no such file has."""
     stored = {canonical_name(name): info for name, info in store.tensors.items() if is_of_tower(name, NAME)}
-    return [each for own, info in stored.items() for each in _of(own, info, encoders, store)]
+    return [each for own, info in stored.items() for each in _map_tensor(own, info, encoders, store)]
 
 
-def _of(own: str, info: TensorInfo, encoders: Sights, store: TensorStore) -> Iterator[ProjectorTensor]:
+def _map_tensor(own: str, info: TensorInfo, encoders: Encoders, store: TensorStore) -> Iterator[ProjectorTensor]:
     modality = AUDIO_INPUT if own.startswith(HEARING_PARTS) else IMAGE_INPUT
     if modality not in encoders:
         return
-    name = file_name(own, EARS[TYPES[modality]] if modality is AUDIO_INPUT else PROJECTORS[TYPES[modality]], store, modality)
+    name = gguf_name(own, AUDIO_PROJECTORS[TYPES[modality]] if modality is AUDIO_INPUT else PROJECTORS[TYPES[modality]], store, modality)
     if not info.shape:
         yield projector_tensor(name, info, lambda values: values.reshape(1), (1,))
     elif own.endswith("per_dim_scale"):

@@ -12,32 +12,32 @@ from ..config import ModelConfig
 from ..config_rope import LOCAL
 from .family_context import FamilyContext
 
-NAME, DENSE, MIXED = "granite_swa", "granite_swa", "granitemoe_swa"  # of a file, and families
-TURNED = "attention.rope_pattern"
+NAME, DENSE, MOE = "granite_swa", "granite_swa", "granitemoe_swa"  # of a file, and families
+ROPE_PATTERN = "attention.rope_pattern"
 FULL_NAMES = {"attn_sinks.weight": "self_attn.sinks"}
 ROLES = {"sinks": "attn_sinks.weight"}
 FUSED = {"ffn_up_shexp": ("ffn_gate_shexp", "ffn_up_shexp")}
-USUAL_THETA = 10_000.0
+DEFAULT_ROPE_THETA = 10_000.0
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
-    header, window, kinds = gguf.header, gguf.window, gguf.layer_types(raw, 1)
+    header, window, kinds = context.header, context.window, context.layer_types(raw, 1)
     raw |= {"sliding_window": window, "layer_types": kinds, "attention_bias": "blk.0.attn_q.bias" in header.tensors}
     if window is None and LOCAL in kinds:
         damaged(header.path, f"states 0 for {NAME}.attention.sliding_window, or nothing: the width of its sliding window is unknown")
     for key, name in (("attention_multiplier", "attention.scale"), ("logits_scaling", "logit_scale")):
         if key not in raw:
             damaged(header.path, f"lacks key {NAME}.{name}")
-    theta, layers = raw.setdefault("rope_theta", USUAL_THETA), raw["num_hidden_layers"]
-    turned = header.metadata.get(f"{NAME}.{TURNED}")
+    theta, layers = raw.setdefault("rope_theta", DEFAULT_ROPE_THETA), raw["num_hidden_layers"]
+    turned = header.metadata.get(f"{NAME}.{ROPE_PATTERN}")
     if turned is not None:
         are_truths = isinstance(turned, np.ndarray) and turned.dtype.kind in "biu" and np.isin(turned, (0, 1)).all()
         if not are_truths or len(turned) != layers:
-            damaged(header.path, f"states {NAME}.{TURNED} {shown_value(turned)}, expected a boolean for each of {layers} layers")
+            damaged(header.path, f"states {NAME}.{ROPE_PATTERN} {shown_value(turned)}, expected a boolean for each of {layers} layers")
         raw["layer_rope_theta"] = [theta if each else 0 for each in turned]
     if "num_local_experts" in raw:
-        raw["model_type"] = MIXED
+        raw["model_type"] = MOE
         raw.setdefault("shared_intermediate_size", 0)
     else:
         raw["mlp_bias"] = "blk.0.ffn_gate.bias" in header.tensors
@@ -50,7 +50,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     keys: dict[str, Value] = {"attention.sliding_window": window,
                               "attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.int32)}
     if None in config.ropes:
-        keys[TURNED] = np.array([each is not None for each in config.ropes], np.int32)
+        keys[ROPE_PATTERN] = np.array([each is not None for each in config.ropes], np.int32)
     return keys
 
 

@@ -16,7 +16,7 @@ from . import latent_attention, sparse_indexer
 from .family_context import FamilyContext
 
 FAMILY = NAME = "hy_v4"
-CLAMP, MAGNITUDE = "swiglu_clamp_exp", "hc_magnitude"
+SWIGLU_CLAMP, MAGNITUDE = "swiglu_clamp_exp", "hc_magnitude"
 KEYS = {**sparse_indexer.KEYS, "hyper_connection.count": "hc_mult", "hyper_connection.epsilon": "hc_eps",
     "hyper_connection.magnitude": MAGNITUDE}
 _INDEXER, _PARTS = "self_attn.indexer.", ("fn", "base", "scale")
@@ -30,11 +30,11 @@ ROLES = {**sparse_indexer.ROLES, "sinks": "attn_sinks", **{
     for end, part in zip(("", "_base", "_scale"), _PARTS, strict=True)}}
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
-    latent_attention.complete_config(gguf, raw)
+    latent_attention.complete_config(context, raw)
     raw["rope_interleave"] = True  # as llama.cpp turns them
-    others = [each for each in gguf.numbers(CLAMP, SILU_LIMIT) if each != SILU_LIMIT]
+    others = [each for each in context.numbers(SWIGLU_CLAMP, SILU_LIMIT) if each != SILU_LIMIT]
     raw["swiglu_limit"] = others[0] if others else SILU_LIMIT  # another is refused by its name
 
 
@@ -42,19 +42,19 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of streams, without the architecture's prefix."""
     return {"hyper_connection.count": config.residual_streams, "hyper_connection.epsilon": float(config.sinkhorn_eps),
             "hyper_connection.magnitude":
-            float(REFUSED_UNLESS[MAGNITUDE]), CLAMP: np.full(config.num_hidden_layers, SILU_LIMIT, np.float32)}
+            float(REFUSED_UNLESS[MAGNITUDE]), SWIGLU_CLAMP: np.full(config.num_hidden_layers, SILU_LIMIT, np.float32)}
 
 
-def rows_in_file(config: ModelConfig, name: str) -> np.ndarray | None:
+def gguf_row_order(config: ModelConfig, name: str) -> np.ndarray | None:
     """Where in a file the rows of a checkpoint's tensor lie, if that is of an indexer whose channels this version turns in front."""
     if config.family != FAMILY or not name.startswith("model.layers."):
         return None
     return stored_rows(config, int(name.split(".")[2])).get(name, (name, None))[1]
 
 
-def rows_of(name: str, config: ModelConfig, _metadata: Mapping[str, Value]) -> np.ndarray | None:
+def checkpoint_rows(name: str, config: ModelConfig, _metadata: Mapping[str, Value]) -> np.ndarray | None:
     """Which of a model's rows those of a file's tensor are, where they lie in another order."""
     _, layer, part = name.split(".", 2) if name.startswith("blk.") else ("", "", "")
     part, _, kind = part.rpartition(".")
-    order = rows_in_file(config, f"model.layers.{layer}.{NAMES[part]}.{kind}") if part in NAMES else None
+    order = gguf_row_order(config, f"model.layers.{layer}.{NAMES[part]}.{kind}") if part in NAMES else None
     return None if order is None else np.argsort(order)

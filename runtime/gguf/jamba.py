@@ -16,12 +16,12 @@ from .family_context import FamilyContext
 from .state_spaces import export_limits as export_limits
 
 FAMILY = "jamba"
-INNER = "inner_size"  # of all channels together, which no config states
+INNER_SIZE = "inner_size"  # of all channels together, which no config states
 # Below the architecture's name -> config.json.
 KEYS = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.time_step_rank": "mamba_dt_rank",
-        "ssm.inner_size": INNER, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+        "ssm.inner_size": INNER_SIZE, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 REQUIRED = (*(key for key in KEYS if key.startswith("ssm.")), "attention.head_count_kv")
-KINDS = "mamba", "attention"
+LAYER_TYPES = "mamba", "attention"
 # A matrix of a file -> what lies in it: what is convolved and its gates; what steps are made of, and B and C.
 FUSED = {"ssm_in": ("ssm_convolved", "ssm_gates"), "ssm_x": ("ssm_low", "ssm_keys")}
 # Parts of tensors' names -> those of a checkpoint; without their kind where they have none there.
@@ -35,30 +35,30 @@ OUTER = {"output_norm.weight": "model.final_layernorm.weight"}
 ROLES = {"state_in": "ssm_convolved", "state_gate": "ssm_gates", "state_rate": "ssm_low", "state_keys": "ssm_keys",
          "state_rate_wide": "ssm_dt", "state_rate_norm": "ssm_dt_norm", "state_b_norm": "ssm_b_norm", "state_c_norm": "ssm_c_norm",
          "state_skip": "ssm_d"}
-AGAIN = "the file is damaged or was converted wrongly: download it again, or use another one"
+DAMAGED_HINT = "the file is damaged or was converted wrongly: download it again, or use another one"
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
-    header, raw["sliding_window"] = gguf.header, gguf.window
-    path, inner, hidden, layers = header.path, raw.pop(INNER), raw["hidden_size"], raw["num_hidden_layers"]
+    header, raw["sliding_window"] = context.header, context.window
+    path, inner, hidden, layers = header.path, raw.pop(INNER_SIZE), raw["hidden_size"], raw["num_hidden_layers"]
     if type(inner) is int and type(hidden) is int and hidden > 0:
         if inner < 1 or inner % hidden:
             raise CheckpointError(f"{path} states {FAMILY}.ssm.inner_size {inner} for a width of {hidden}, of which it is not a multiple",
-                                  AGAIN)
+                                  DAMAGED_HINT)
         raw["mamba_expand"] = inner // hidden
     if type(layers) is not int:
         return  # refused for that
-    kinds = raw.pop("layer_types", [KINDS[1]] * layers)
+    kinds = raw.pop("layer_types", [LAYER_TYPES[1]] * layers)
     mixed = [layer for layer in range(layers) if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors]
     if not mixed:
         raw |= {"num_experts": 1, "num_experts_per_tok": 1}
-    for name, own in (("attn_layer", [layer for layer, kind in enumerate(kinds) if kind == KINDS[1]]), ("expert_layer", mixed)):
-        raw |= _every(path, name, own, layers)
+    for name, own in (("attn_layer", [layer for layer, kind in enumerate(kinds) if kind == LAYER_TYPES[1]]), ("expert_layer", mixed)):
+        raw |= _period_and_offset(path, name, own, layers)
     raw["mamba_conv_bias"] = any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors)
 
 
-def _every(path: object, name: str, own: Sequence[int], layers: int) -> dict[str, object]:
+def _period_and_offset(path: object, name: str, own: Sequence[int], layers: int) -> dict[str, object]:
     """The period and the offset of some layers. Raises CheckpointError where they have none."""
     if not own:
         return {}

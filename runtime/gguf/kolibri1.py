@@ -11,31 +11,32 @@ import numpy as np
 from ...offload.gguf_header import Value
 from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
-from .family_context import KOLIBRI_EVERY, SIGMOID, FamilyContext
+from .family_context import KOLIBRI_WINDOW_PERIOD, SIGMOID, FamilyContext
 
 FAMILY = NAME = "kolibri1"
-COUNT, SCORES, SHARED = "expert_shared_count", "expert_gating_func", "expert_shared_feed_forward_length"
+SHARED_EXPERT_COUNT, GATING_FUNC, SHARED_EXPERT_WIDTH = "expert_shared_count", "expert_gating_func", "expert_shared_feed_forward_length"
 KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
-        SHARED: "shared_expert_intermediate_size", "expert_weights_norm": "norm_topk_prob"}
-READ = frozenset({COUNT, SCORES})
-REQUIRED = ("attention.sliding_window", "expert_feed_forward_length", "expert_weights_norm", SHARED)
+        SHARED_EXPERT_WIDTH: "shared_expert_intermediate_size", "expert_weights_norm": "norm_topk_prob"}
+OTHER_KEYS = frozenset({SHARED_EXPERT_COUNT, GATING_FUNC})
+REQUIRED = ("attention.sliding_window", "expert_feed_forward_length", "expert_weights_norm", SHARED_EXPERT_WIDTH)
 NAMES = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
-    header, kinds = gguf.header, gguf.layer_types(raw, KOLIBRI_EVERY)
-    for key, only in ((SCORES, SIGMOID), (COUNT, 1)):
+    header, kinds = context.header, context.layer_types(raw, KOLIBRI_WINDOW_PERIOD)
+    for key, only in ((GATING_FUNC, SIGMOID), (SHARED_EXPERT_COUNT, 1)):
         if (found := header.metadata.get(f"{NAME}.{key}")) != only:
             raise CheckpointError(f"{header.path}: {NAME}.{key} = {found} is not supported for this architecture",
                                   "use a file that llama.cpp's converter made, or the folder of the original checkpoint")
-    raw |= {"sliding_window": gguf.window, "layer_types": kinds}
+    raw |= {"sliding_window": context.window, "layer_types": kinds}
 
 
 def export_keys(config: ModelConfig) -> Mapping[str, Value]:
     """Metadata keys beside those of every mixture, without the architecture's prefix."""
     return {"attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.int32),
-            "expert_feed_forward_length": config.moe.expert_dim, SHARED: config.intermediate_size, COUNT: 1, SCORES: SIGMOID,
+            "expert_feed_forward_length": config.moe.expert_dim, SHARED_EXPERT_WIDTH: config.intermediate_size, SHARED_EXPERT_COUNT: 1,
+            GATING_FUNC: SIGMOID,
             "expert_weights_norm": config.moe.renormalise}
 
 

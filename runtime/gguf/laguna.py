@@ -13,19 +13,19 @@ from ..config_rope import GLOBAL, LOCAL
 from .family_context import FamilyContext
 
 NAME = FAMILY = "laguna"
-QUERIES = "attention.head_count"  # one number, or one for every layer
-PATTERN, EVERY = "attention.sliding_window_pattern", 4  # the first of so many layers has no window
-THETA, TURNED = "rope.freq_base_swa", "rope.dimension_count_swa"
-READ = frozenset({QUERIES, PATTERN, THETA, TURNED})
-SHARED = "expert_shared_feed_forward_length"
-COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
+QUERY_HEADS = "attention.head_count"  # one number, or one for every layer
+WINDOW_PATTERN, WINDOW_PERIOD = "attention.sliding_window_pattern", 4  # the first of so many layers has no window
+LOCAL_ROPE_THETA, LOCAL_ROPE_DIMS = "rope.freq_base_swa", "rope.dimension_count_swa"
+OTHER_KEYS = frozenset({QUERY_HEADS, WINDOW_PATTERN, LOCAL_ROPE_THETA, LOCAL_ROPE_DIMS})
+SHARED_EXPERT_WIDTH = "expert_shared_feed_forward_length"
+KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
           "expert_weights_scale": "moe_routed_scaling_factor", "expert_weights_norm": "norm_topk_prob", "expert_gating_func":
-          "scoring_func", "leading_dense_block_count": "first_k_dense_replace", SHARED: "shared_expert_intermediate_size"}
-REQUIRED = ("attention.key_length", "expert_feed_forward_length", SHARED, "expert_weights_scale", "expert_weights_norm",
+          "scoring_func", "leading_dense_block_count": "first_k_dense_replace", SHARED_EXPERT_WIDTH: "shared_expert_intermediate_size"}
+REQUIRED = ("attention.key_length", "expert_feed_forward_length", SHARED_EXPERT_WIDTH, "expert_weights_scale", "expert_weights_norm",
             "leading_dense_block_count")
 
 
-def heads_of(value: Value, raw: dict[str, object]) -> Value:
+def query_heads(value: Value, raw: dict[str, object]) -> Value:
     """The number of query heads, of a file that states one for every layer: then these are put into `raw`."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.size:
         raw["num_attention_heads_per_layer"] = value.tolist()
@@ -33,16 +33,16 @@ def heads_of(value: Value, raw: dict[str, object]) -> Value:
     return value
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
-    gguf.demand_sigmoids(raw)
-    header, window = gguf.header, gguf.window
-    layers, gates = raw["num_hidden_layers"], _gates(header.tensors)
+    context.require_sigmoid_scores(raw)
+    header, window = context.header, context.window
+    layers, gates = raw["num_hidden_layers"], _gate_rows(header.tensors)
     if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
         return  # refused for that
-    every, dense = header.metadata.get(f"{NAME}.{PATTERN}", EVERY), raw.pop("first_k_dense_replace")
+    every, dense = header.metadata.get(f"{NAME}.{WINDOW_PATTERN}", WINDOW_PERIOD), raw.pop("first_k_dense_replace")
     if type(every) is not int or every < 1:
-        damaged(header.path, f"states {NAME}.{PATTERN} {shown_value(every)}, expected a number of layers")
+        damaged(header.path, f"states {NAME}.{WINDOW_PATTERN} {shown_value(every)}, expected a number of layers")
     if header.metadata.get(f"{NAME}.expert_shared_count", 1) != 1:
         raise CheckpointError(f"{header.path} states {NAME}.expert_shared_count {header.metadata[f'{NAME}.expert_shared_count']}, which is "
                               "not supported", "there must be one shared expert")
@@ -53,20 +53,21 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
             "mlp_layer_types": ["dense" if type(dense) is int and layer < dense else "sparse" for layer in range(layers)]}
 
 
-def _gates(tensors: Mapping[str, GgufTensor]) -> int | None:
+def _gate_rows(tensors: Mapping[str, GgufTensor]) -> int | None:
     """How many gates the first layer has; None without any."""
     found = tensors.get("blk.0.attn_gate.weight")
     return found.shape[0] if found is not None and len(found.shape) == 2 else None
 
 
-def two_tables(header: GgufHeader, raw: dict[str, object]) -> None:
+def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
     """Put the rotary positions of `raw`, which hold of layers without a window, into a section beside one of those with a window."""
     width = raw["head_dim"]
     everywhere = {"rope_type": "default", **(raw.pop("rope_scaling", None) or {}), "rope_theta": raw.pop("rope_theta", 10_000.0),
                   "partial_rotary_factor": raw.pop("partial_rotary_factor", 1.0)}
-    theta, turned = (header.metadata.get(f"{NAME}.{key}", usual) for key, usual in ((THETA, everywhere["rope_theta"]), (TURNED, width)))
+    theta, turned = (header.metadata.get(f"{NAME}.{key}", usual) for key,
+                     usual in ((LOCAL_ROPE_THETA, everywhere["rope_theta"]), (LOCAL_ROPE_DIMS, width)))
     if type(turned) is not int or type(width) is not int or not 0 < turned <= width:
-        damaged(header.path, f"states {NAME}.{TURNED} {shown_value(turned)} for heads of {shown_value(width)}")
+        damaged(header.path, f"states {NAME}.{LOCAL_ROPE_DIMS} {shown_value(turned)} for heads of {shown_value(width)}")
     raw["rope_parameters"] = {GLOBAL: everywhere, LOCAL: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor":
                                                           turned / width}}
 
@@ -75,17 +76,18 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys beside those of every mixture, without the architecture's prefix."""
     own = config.moe
     keys: dict[str, Value] = {
-        SHARED: own.shared_expert_dim, "expert_shared_count": 1, "expert_feed_forward_length": own.expert_dim,
+        SHARED_EXPERT_WIDTH: own.shared_expert_dim, "expert_shared_count": 1, "expert_feed_forward_length": own.expert_dim,
         "leading_dense_block_count": min(
             own.layers, default=config.num_hidden_layers),
-        QUERIES: np.array([config.query_heads_of(layer) for layer in range(config.num_hidden_layers)], np.int32)}
+        QUERY_HEADS: np.array([config.query_heads_of(layer) for layer in range(config.num_hidden_layers)], np.int32)}
     local = next((rope for rope, window in zip(config.ropes, config.windows) if window is not None), None)
     if local is not None:
-        keys |= {PATTERN: _every(config), THETA: float(local.theta), TURNED: int(config.head_dim * local.partial_rotary_factor)}
+        keys |= {WINDOW_PATTERN: _window_period(config), LOCAL_ROPE_THETA: float(local.theta),
+                 LOCAL_ROPE_DIMS: int(config.head_dim * local.partial_rotary_factor)}
     return keys
 
 
-def _every(config: ModelConfig) -> int:
+def _window_period(config: ModelConfig) -> int:
     """How many layers lie between two without a window."""
     full = [layer for layer, window in enumerate(config.windows) if window is None]
     return full[1] if len(full) > 1 else config.num_hidden_layers
@@ -95,7 +97,7 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
     wide = [window is not None for window in config.windows]
     local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
-    yield any(wide) and wide != [layer % _every(config) != 0 for layer in range(config.num_hidden_layers)], \
+    yield any(wide) and wide != [layer % _window_period(config) != 0 for layer in range(config.num_hidden_layers)], \
         "does not have a layer without a window as the first of each group"
     yield any(rope.kind != "default" for rope in local), "scales RoPE in layers with a window"
     yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"

@@ -24,47 +24,50 @@ from ..config_rope import QUERY_SCALING_BETA
 from . import sparse_indexer
 from .family_context import FamilyContext, drop_mtp_layers
 
-NAME, GROWN, GROWN_FAMILY = "deepseek2", "mistral4", "mistral4"
+NAME, MISTRAL4, MISTRAL4_FAMILY = "deepseek2", "mistral4", "mistral4"
 KEYS = {"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank", "expert_group_count": "n_group",
         "expert_group_used_count": "topk_group", "nextn_predict_layers": "num_nextn_predict_layers"}
 REQUIRED = ("attention.kv_lora_rank", "rope.dimension_count", "attention.key_length", "attention.value_length")
-WIDTHS = ("attention.key_length_mla", "attention.value_length_mla")  # of the heads that are made, where the others are those of the cache
-READ = frozenset(WIDTHS)
+MLA_LENGTHS = ("attention.key_length_mla",
+               "attention.value_length_mla")  # of the heads that are made, where the others are those of the cache
+OTHER_KEYS = frozenset(MLA_LENGTHS)
 NAMES = {"attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
          "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
          **dict.fromkeys(("attn_kv_b", "attn_k_b", "attn_v_b"), "self_attn.kv_b_proj")}
 ROLES = {"q_a": "attn_q_a", "q_a_norm": "attn_q_a_norm", "q_b": "attn_q_b", "kv_a": "attn_kv_a_mqa", "kv_a_norm": "attn_kv_a_norm",
          "kv_b": "attn_kv_b"}
-HALVES = (".attn_k_b.weight", ".attn_v_b.weight")
-FAMILIES = {1: "deepseek_v2", 2: "deepseek_v3"}  # by how experts are scored
+KV_B_HALVES = (".attn_k_b.weight", ".attn_v_b.weight")
+FAMILY_BY_GATING = {1: "deepseek_v2", 2: "deepseek_v3"}  # by how experts are scored
 # architectures of one family
-OF_ONE = {GROWN: {1: GROWN_FAMILY}, **{name: {2: family} for name, family in sparse_indexer.FAMILIES.items()}}
-LATENT = (NAME, *OF_ONE)
-KANANA = 48, 128_256  # layers and words of models whose queries llama.cpp takes to be made at once, beside those of 26 and 27 layers
-UNSAID, CORRECTED = 0, ".exp_probs_b.bias"
-GROWING = "attention.temperature_scale"
-MSCALE = 0.1  # of yarn's multiplier to mscale_all_dim
+SINGLE_FAMILY = {MISTRAL4: {1: MISTRAL4_FAMILY}, **{name: {2: family} for name, family in sparse_indexer.FAMILIES.items()}}
+MLA_ARCHITECTURES = (NAME, *SINGLE_FAMILY)
+# Layers and vocabulary of a model (Kanana) that llama.cpp expects to project queries directly, as it does with 26 or 27 layers.
+DIRECT_QUERY_SHAPE = 48, 128_256
+NO_GATING_FUNC, CORRECTION_SUFFIX = 0, ".exp_probs_b.bias"
+TEMPERATURE_SCALE = "attention.temperature_scale"
+LOG_MULTIPLIER_PER_MSCALE = 0.1  # of yarn's multiplier to mscale_all_dim
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
-    header = gguf.header
+    header = context.header
     path, data = header.path, header.metadata
     name = data["general.architecture"]
-    families = OF_ONE.get(name, FAMILIES)
-    scored = raw.pop("scoring_func", UNSAID)
-    if scored == UNSAID and type(scored) is int:  # as in files of V2, and in GLM-4.7-Flash's, whose scores are corrected, shares sum to 1
-        scored = 2 if raw.get("norm_topk_prob") is True or any(tensor.endswith(CORRECTED) for tensor in header.tensors) else 1
-        scored = 1 if name == GROWN else scored
+    families = SINGLE_FAMILY.get(name, FAMILY_BY_GATING)
+    scored = raw.pop("scoring_func", NO_GATING_FUNC)
+    # Files of V2 state no function, and neither do those of GLM-4.7-Flash, whose scores have a correction bias and weights sum to 1.
+    if scored == NO_GATING_FUNC and type(scored) is int:
+        scored = 2 if raw.get("norm_topk_prob") is True or any(tensor.endswith(CORRECTION_SUFFIX) for tensor in header.tensors) else 1
+        scored = 1 if name == MISTRAL4 else scored
     if scored not in families:
         raise CheckpointError(f"{path} states {name}.expert_gating_func {shown_value(scored)}, which is not supported",
                               f"known: {', '.join(map(str, families))}")
     raw["model_type"] = families[scored]
-    if name == NAME and data.get(f"{NAME}.{GROWING}"):  # Mistral Large 3
-        raise CheckpointError(f"{path} states {NAME}.{GROWING}: queries scaled by position are not supported for this "
+    if name == NAME and data.get(f"{NAME}.{TEMPERATURE_SCALE}"):  # Mistral Large 3
+        raise CheckpointError(f"{path} states {NAME}.{TEMPERATURE_SCALE}: queries scaled by position are not supported for this "
                               "architecture", "models of Mistral's whose architecture is mistral3 run")
-    older = f"{name}.{WIDTHS[0]}" not in data
-    keys = ("attention.key_length", "attention.value_length") if older else WIDTHS
+    older = f"{name}.{MLA_LENGTHS[0]}" not in data
+    keys = ("attention.key_length", "attention.value_length") if older else MLA_LENGTHS
     query, value, rope = (data.get(f"{name}.{key}") for key in (*keys, "rope.dimension_count"))
     for key, width in zip((*keys, "rope.dimension_count"), (query, value, rope)):
         if type(width) is not int or not 0 < width < 1 << 16:
@@ -85,20 +88,20 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
         raw["topk_method"] = "group_limited_greedy" if raw["n_group"] != 1 else "greedy"
         raw.pop("num_nextn_predict_layers", None)
         return
-    if name == GROWN:
+    if name == MISTRAL4:
         raw.pop("num_nextn_predict_layers", None)
         return
     layers = raw["num_hidden_layers"]  # with those behind
     drop_mtp_layers(raw)
-    sparse_indexer.add_sharing(header, name, raw, layers)
+    sparse_indexer.add_layer_types(header, name, raw, layers)
 
 
-def sharpened(prefix: str, data: Mapping[str, Value], section: dict[str, object]) -> dict[str, object]:
+def with_mscale(prefix: str, data: Mapping[str, Value], section: dict[str, object]) -> dict[str, object]:
     """The `rope_scaling` of such a file: cos and sin as they are, scores by what it states."""
     multiplier = data.get(f"{prefix}yarn_log_multiplier")
     if multiplier is None or multiplier == 0:
         return section | {"attention_factor": 1.0}
-    return section | dict.fromkeys(("mscale", "mscale_all_dim"), round(float(multiplier) / MSCALE, 6))
+    return section | dict.fromkeys(("mscale", "mscale_all_dim"), round(float(multiplier) / LOG_MULTIPLIER_PER_MSCALE, 6))
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
@@ -112,7 +115,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     if mixture.top_groups < mixture.num_groups:
         keys |= {"expert_group_count": mixture.num_groups, "expert_group_used_count": mixture.top_groups}
     if (all_dim := config.rope.params.get("mscale_all_dim")) is not None:
-        keys["rope.scaling.yarn_log_multiplier"] = MSCALE * all_dim
+        keys["rope.scaling.yarn_log_multiplier"] = LOG_MULTIPLIER_PER_MSCALE * all_dim
     if config.rope.params.get(QUERY_SCALING_BETA):  # without it llama.cpp aborts
         keys["attention.temperature_length"] = int(config.rope.params["original_max_position_embeddings"])
     return keys | sparse_indexer.export_keys(config)
@@ -126,16 +129,16 @@ def export_limits(config: ModelConfig, scaling: float) -> Iterator[tuple[bool, s
     yield not config.moe.sigmoid and config.moe.top_groups < config.moe.num_groups, "chooses groups only by their best expert"
 
 
-def unread(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+def query_rank_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what llama.cpp does not read) of a file of `NAME`: by layers alone it knows how queries are made."""
     layers, ranked = config.num_hidden_layers, config.mla.query_rank is not None
-    at_once = layers in (26, 27) or (layers, config.vocab_size) == KANANA
+    at_once = layers in (26, 27) or (layers, config.vocab_size) == DIRECT_QUERY_SHAPE
     yield at_once and ranked, f"projects queries through q_lora_rank: with {layers} layers llama.cpp expects a direct projection"
     yield not at_once and not ranked, f"projects queries directly: with {layers} layers llama.cpp requires a q_lora_rank"
 
 
 @dataclass(frozen=True)
-class Halves:
+class SplitKvB:
     """Where the matrix that heads share out comes from: `keys` [heads * rank, nope] and `values` [heads * value, rank] of a file."""
 
     keys: GgufTensor
@@ -171,26 +174,26 @@ class Halves:
         return np.concatenate(parts)
 
 
-def halves(path: object, name: str, found: Mapping[str, GgufTensor], config: ModelConfig) -> Halves:
+def split_kv_b(path: object, name: str, found: Mapping[str, GgufTensor], config: ModelConfig) -> SplitKvB:
     """Both halves of a layer's matrix. Raises CheckpointError where one is missing or has another shape than the config says."""
     own, heads = config.mla, config.num_attention_heads
-    shapes = {HALVES[0]: (heads, own.rank, own.nope), HALVES[1]: (heads, own.value, own.rank)}
+    shapes = {KV_B_HALVES[0]: (heads, own.rank, own.nope), KV_B_HALVES[1]: (heads, own.value, own.rank)}
     for part, shape in shapes.items():
         if part not in found:
             raise CheckpointError(f"{path} holds one half of {name} without {part.strip('.')}", "the file is damaged: download it again")
         if tuple(found[part].shape) != shape:
             raise CheckpointError(f"{path} has tensor {found[part].name} of shape {list(found[part].shape)}, the config says {list(shape)}",
                                   "the config and the weights are of different models")
-    return Halves(*(_flat(found[part]) for part in HALVES), heads, own)
+    return SplitKvB(*(_flat(found[part]) for part in KV_B_HALVES), heads, own)
 
 
 def _flat(tensor: GgufTensor) -> GgufTensor:
     return replace(tensor, shape=(tensor.shape[0] * tensor.shape[1], tensor.shape[2]))
 
 
-def half_of(values: np.ndarray, config: ModelConfig, part: str) -> np.ndarray:
+def kv_b_half(values: np.ndarray, config: ModelConfig, part: str) -> np.ndarray:
     """Rows of whole heads of the matrix, float32, as a file's tensor `part` has them: rows of keys turned over, or of values."""
     own = config.mla
     split = values.reshape(-1, own.made, own.rank)
-    half = split[:, : own.nope].swapaxes(1, 2) if part == HALVES[0] else split[:, own.nope :]
+    half = split[:, : own.nope].swapaxes(1, 2) if part == KV_B_HALVES[0] else split[:, own.nope :]
     return np.ascontiguousarray(half).reshape(-1, half.shape[-1])

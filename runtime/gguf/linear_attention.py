@@ -18,18 +18,18 @@ from ..families import qwen3_next
 from . import mrope_sections
 from .family_context import FamilyContext
 
-RECURRENT = "attention.recurrent_layers"
-REORDERED = "ssm.v_head_reordered"  # which Ollama writes; false where heads have the order of the checkpoint
-READ = frozenset({mrope_sections.KEY, RECURRENT, REORDERED})
+RECURRENT_LAYERS = "attention.recurrent_layers"
+V_HEAD_REORDERED = "ssm.v_head_reordered"  # which Ollama writes; false where heads have the order of the checkpoint
+OTHER_KEYS = frozenset({mrope_sections.KEY, RECURRENT_LAYERS, V_HEAD_REORDERED})
 # Below the architecture's name -> config.json.
 KEYS = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
         "ssm.time_step_rank": "linear_num_value_heads", "ssm.inner_size": "linear_value_head_dim",
         "full_attention_interval": "full_attention_interval", "nextn_predict_layers": "mtp_num_hidden_layers"}
 REQUIRED = tuple(key for key in KEYS if key.startswith("ssm."))
-KINDS = ("full_attention", "linear_attention")
-FAMILY, JOINED = "qwen3_next", "qwen3next"  # the family, and the architecture, whose matrices are joined by heads of keys
-IN_TURN = ".ssm_ba.weight"
-BY_HEADS, BY_HEADS_BEFORE = {"ssm_ba": ("ssm_beta", "ssm_alpha")}, {"ssm_in": ("attn_qkv", "attn_gate")}
+LAYER_TYPES = ("full_attention", "linear_attention")
+FAMILY, QWEN3_NEXT = "qwen3_next", "qwen3next"  # the family, and the architecture, whose matrices are joined by heads of keys
+BETA_ALPHA_SUFFIX = ".ssm_ba.weight"
+FUSED, LEGACY_FUSED = {"ssm_ba": ("ssm_beta", "ssm_alpha")}, {"ssm_in": ("attn_qkv", "attn_gate")}
 # Parts of tensors' names -> those of a checkpoint; without their kind where they have none there.
 NAMES = {"post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
          "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d",
@@ -38,12 +38,12 @@ FULL_NAMES = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"
 # Role -> the same; the last two with their kind.
 ROLES = {"state_in": "attn_qkv", "state_gate": "attn_gate", "state_beta": "ssm_beta", "state_rate": "ssm_alpha", "state_conv": "ssm_conv1d",
          "state_norm": "ssm_norm", "state_out": "ssm_out", "state_decay": "ssm_a", "state_dt": "ssm_dt.bias"}
-DECAY, OWN_NORM = ".linear_attn.A_log", ".linear_attn.norm."
+DECAY, GATED_NORM = ".linear_attn.A_log", ".linear_attn.norm."
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
-    header, name, raw["sliding_window"] = gguf.header, gguf.name, gguf.window
+    header, name, raw["sliding_window"] = context.header, context.name, context.window
     path, data = header.path, header.metadata
     heads, keys, inner = (raw[key] for key in ("linear_num_value_heads", "linear_num_key_heads", "linear_value_head_dim"))
     if type(heads) is type(inner) is int and heads > 0:
@@ -51,10 +51,10 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
             raise CheckpointError(f"{path} states {name}.ssm.inner_size {inner} for {heads} heads, which it is not a multiple of",
                                   "the file is damaged or was converted wrongly: download it again, or use another one")
         raw["linear_value_head_dim"] = inner // heads
-    reordered = data.get(f"{name}.{REORDERED}", True)
+    reordered = data.get(f"{name}.{V_HEAD_REORDERED}", True)
     if not isinstance(reordered, bool):
-        damaged(path, f"states {name}.{REORDERED} {shown_value(reordered)}, expected true or false")
-    raw["linear_value_heads_tiled"] = reordered and heads != keys and name != JOINED
+        damaged(path, f"states {name}.{V_HEAD_REORDERED} {shown_value(reordered)}, expected true or false")
+    raw["linear_value_heads_tiled"] = reordered and heads != keys and name != QWEN3_NEXT
     attending = raw["num_attention_heads"]
     raw.setdefault("num_key_value_heads", attending)  # these are what llama.cpp takes for granted, and not what transformers does
     raw.setdefault("rope_theta", 10_000.0)
@@ -63,21 +63,21 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
         raw.setdefault("head_dim", raw["hidden_size"] // attending)
     behind, blocks = raw.setdefault("mtp_num_hidden_layers", 0), raw["num_hidden_layers"]
     if type(behind) is type(blocks) is int and 0 < behind <= MAX_LAYERS:
-        _check_behind(header, f"{name}.nextn_predict_layers", blocks - behind, blocks)
+        _check_mtp_blocks(header, f"{name}.nextn_predict_layers", blocks - behind, blocks)
         raw["num_hidden_layers"] = blocks - behind  # files count them in
-    if (stated := data.get(f"{name}.{RECURRENT}")) is not None and type(blocks) is int and 0 < blocks <= MAX_LAYERS:
+    if (stated := data.get(f"{name}.{RECURRENT_LAYERS}")) is not None and type(blocks) is int and 0 < blocks <= MAX_LAYERS:
         if not isinstance(stated, np.ndarray) or len(stated) != blocks or not np.isin(stated, (0, 1)).all():
-            damaged(path, f"states {name}.{RECURRENT} {shown_value(stated)}, expected a boolean for each of {blocks} layers")
-        kinds = [KINDS[int(each)] for each in stated]
+            damaged(path, f"states {name}.{RECURRENT_LAYERS} {shown_value(stated)}, expected a boolean for each of {blocks} layers")
+        kinds = [LAYER_TYPES[int(each)] for each in stated]
         if raw.setdefault("layer_types", kinds) != kinds:
-            damaged(path, f"states {name}.{RECURRENT} for other layers than those without KV heads")
+            damaged(path, f"states {name}.{RECURRENT_LAYERS} for other layers than those without KV heads")
     if "layer_types" in raw:
         raw["layer_types"] = raw["layer_types"][: raw["num_hidden_layers"]]
     if type(width := raw.get("head_dim")) is int:
         mrope_sections.check(header, name, round(width * raw["partial_rotary_factor"]) // 2, in_turn=True)
 
 
-def _check_behind(header: GgufHeader, key: str, first: int, blocks: int) -> None:
+def _check_mtp_blocks(header: GgufHeader, key: str, first: int, blocks: int) -> None:
     """Blocks from `first` on are left out, so they must be what `key` says that they are."""
     if first < 1:
         damaged(header.path, f"states {key} {blocks - first} of {blocks} blocks")
@@ -91,25 +91,25 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of linear attention, without the architecture's prefix, of a model that has it."""
     own, pairs = config.recurrent, int(config.head_dim * config.rope.partial_rotary_factor) // 2
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.key_dim, "ssm.group_count": own.key_heads,
-            "ssm.time_step_rank": own.value_heads, "ssm.inner_size": own.values, "full_attention_interval": interval(config),
+            "ssm.time_step_rank": own.value_heads, "ssm.inner_size": own.values, "full_attention_interval": full_attention_interval(config),
             **({} if config.family == FAMILY else
                {mrope_sections.KEY: np.array([*(len(range(first, pairs, 3)) for first in range(3)), 0], np.int32)})}
 
 
-def interval(config: ModelConfig) -> int:
+def full_attention_interval(config: ModelConfig) -> int:
     """One layer in so many has keys and values, if it is as files say it."""
     return config.attention_layers[0] + 1
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express of a model with linear attention."""
-    every, own = interval(config), config.recurrent
+    every, own = full_attention_interval(config), config.recurrent
     yield config.attention_layers != tuple(range(every - 1, config.num_hidden_layers, every)), \
         f"has attention elsewhere than in every {every}th layer"
     yield own.key_dim != own.value_dim, f"has heads of values of {own.value_dim} beside heads of keys of {own.key_dim}"
 
 
-def joined_rows(names: Sequence[str], config: ModelConfig) -> list[np.ndarray] | None:
+def fused_rows(names: Sequence[str], config: ModelConfig) -> list[np.ndarray] | None:
     """The rows of each of several matrices in the one tensor in which they are joined by heads of keys; None where they are not."""
     if config.family != FAMILY or len(names) != 2 or ".linear_attn." not in names[0]:
         return None
@@ -117,7 +117,7 @@ def joined_rows(names: Sequence[str], config: ModelConfig) -> list[np.ndarray] |
     return [places[name.rpartition(".linear_attn.")[2].removesuffix(".weight")][1] for name in names]
 
 
-def order(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray | None]:
+def value_head_order(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Which row, and which column, of a tensor of a checkpoint each of a file's is; None where they lie as they do there."""
     shape = config.recurrent
     if config.family == FAMILY or shape.tiled or shape.value_heads == shape.key_heads:

@@ -14,43 +14,45 @@ from ..config import ModelConfig
 from . import jamba
 from .family_context import FamilyContext
 
-NAME, NORMED = "mamba", "falcon_mamba"
-INNER, NORMS = "inner_size", "ssm.dt_b_c_rms"  # of all channels together; whether what steps, B and C are made of is normed
+NAME, FALCON_MAMBA = "mamba", "falcon_mamba"
+INNER_SIZE, BC_NORM_KEY = "inner_size", "ssm.dt_b_c_rms"  # of all channels together; whether what steps, B and C are made of is normed
 # Below the architecture's name -> config.json.
-KEYS = {"ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", "ssm.time_step_rank": "time_step_rank", "ssm.inner_size": INNER,
+KEYS = {"ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", "ssm.time_step_rank": "time_step_rank",
+        "ssm.inner_size": INNER_SIZE,
         "attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
 REQUIRED = tuple(key for key in KEYS if key.startswith("ssm."))
 NAMES = {"attn_norm": "norm"} | {part: own.replace("mamba.", "mixer.") for part, own in jamba.NAMES.items() if own.startswith("mamba.")}
 FULL_NAMES = {part: own.replace("mamba.", "mixer.") for part, own in jamba.FULL_NAMES.items() if own.startswith("mamba.")}
 OUTER = {"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"}
-EPS = 1e-6  # of the norms that are not stated
-NOWHERE = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+MIXER_NORM_EPS = 1e-6  # of the norms that are not stated
+ABSENT_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
-    header, raw["sliding_window"] = gguf.header, gguf.window
-    normed = header.metadata.get(f"{NAME}.{NORMS}", False)
+    header, raw["sliding_window"] = context.header, context.window
+    normed = header.metadata.get(f"{NAME}.{BC_NORM_KEY}", False)
     if not isinstance(normed, bool):
-        damaged(header.path, f"states {NAME}.{NORMS} {normed!r}, expected true or false")
-    for key in NOWHERE:
+        damaged(header.path, f"states {NAME}.{BC_NORM_KEY} {normed!r}, expected true or false")
+    for key in ABSENT_SIZES:
         raw.pop(key, None)
-    inner = raw.pop(INNER)
+    inner = raw.pop(INNER_SIZE)
     if type(inner) is not int or inner < 1:
-        raise CheckpointError(f"{header.path} states {NAME}.ssm.inner_size {inner!r}, expected a width", jamba.AGAIN)
-    raw |= {"model_type": NORMED if normed else NAME, "intermediate_size": inner,
+        raise CheckpointError(f"{header.path} states {NAME}.ssm.inner_size {inner!r}, expected a width", jamba.DAMAGED_HINT)
+    raw |= {"model_type": FALCON_MAMBA if normed else NAME, "intermediate_size": inner,
             "use_conv_bias": any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors)}
-    raw |= {"mixer_rms_eps": EPS} if normed else {}
+    raw |= {"mixer_rms_eps": MIXER_NORM_EPS} if normed else {}
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its states, without the architecture's prefix."""
     own = config.recurrent
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.time_step_rank": own.rank, "ssm.inner_size": own.values,
-            NORMS: own.normed, "attention.head_count": 0, "attention.head_count_kv": 0, "feed_forward_length": 0}
+            BC_NORM_KEY: own.normed, "attention.head_count": 0, "attention.head_count_kv": 0, "feed_forward_length": 0}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
     yield from jamba.export_limits(config)
-    yield config.recurrent.normed and config.recurrent_norm_eps != EPS, f"norms its steps with an epsilon of {config.recurrent_norm_eps}"
+    yield config.recurrent.normed and config.recurrent_norm_eps != MIXER_NORM_EPS, \
+        f"norms its steps with an epsilon of {config.recurrent_norm_eps}"

@@ -11,26 +11,26 @@ from . import jamba, mamba, state_spaces
 from .family_context import FamilyContext
 
 NAME = "mamba2"
-INNER = "inner_size"  # of all heads together
+INNER_SIZE = "inner_size"  # of all heads together
 # Below the architecture's name -> config.json.
 KEYS = {"ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", "ssm.group_count": "n_groups", "ssm.time_step_rank": "num_heads",
-        "ssm.inner_size": INNER, "attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
+        "ssm.inner_size": INNER_SIZE, "attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
 REQUIRED = tuple(key for key in KEYS if key.startswith("ssm."))
 NAMES = {"attn_norm": "norm"} | {part: own.replace("mamba.", "mixer.") for part, own in state_spaces.NAMES.items()
                                  if own.startswith("mamba.")}
 FULL_NAMES = {part: own.replace("mamba.", "mixer.") for part, own in state_spaces.FULL_NAMES.items()}
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
-    header, raw["sliding_window"] = gguf.header, gguf.window
-    for key in mamba.NOWHERE:
+    header, raw["sliding_window"] = context.header, context.window
+    for key in mamba.ABSENT_SIZES:
         raw.pop(key, None)
-    inner, heads, hidden = raw.pop(INNER), raw["num_heads"], raw["hidden_size"]
+    inner, heads, hidden = raw.pop(INNER_SIZE), raw["num_heads"], raw["hidden_size"]
     if type(inner) is type(heads) is type(hidden) is int and heads > 0 and hidden > 0:
         if inner < 1 or inner % heads or inner % hidden:
             raise CheckpointError(f"{header.path} states {NAME}.ssm.inner_size {inner} for {heads} heads and a width of {hidden}, one of "
-                                  "which it is not a multiple of", jamba.AGAIN)
+                                  "which it is not a multiple of", jamba.DAMAGED_HINT)
         raw |= {"head_dim": inner // heads, "expand": inner // hidden}
     raw["use_conv_bias"] = any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors)
 

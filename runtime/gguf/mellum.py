@@ -12,22 +12,22 @@ from ..config_rope import GLOBAL, LOCAL
 from .family_context import FamilyContext
 
 NAME = FAMILY = "mellum"
-THETA, EVERY = "rope.freq_base_swa", 4  # all but the last of so many layers have a window, where a file says nothing
-READ = frozenset({THETA})
+LOCAL_ROPE_THETA, WINDOW_PERIOD = "rope.freq_base_swa", 4  # all but the last of so many layers have a window, where a file says nothing
+OTHER_KEYS = frozenset({LOCAL_ROPE_THETA})
 KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size"}
 REQUIRED = ("expert_feed_forward_length",)
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled: how far layers see."""
-    window, kinds = gguf.window, gguf.layer_types(raw, EVERY)
+    window, kinds = context.window, context.layer_types(raw, WINDOW_PERIOD)
     raw |= {"sliding_window": window, "layer_types": kinds if window else [GLOBAL] * len(kinds)}
 
 
-def two_tables(header: GgufHeader, raw: dict[str, object]) -> None:
+def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
     """Put the rotary positions of `raw`, which hold of layers without a window, into a section beside one of those with a window."""
     everywhere = {"rope_type": "default", **(raw.pop("rope_scaling", None) or {}), "rope_theta": raw.pop("rope_theta", 10_000.0)}
-    theta = header.metadata.get(f"{NAME}.{THETA}", everywhere["rope_theta"])
+    theta = header.metadata.get(f"{NAME}.{LOCAL_ROPE_THETA}", everywhere["rope_theta"])
     raw["rope_parameters"] = {GLOBAL: everywhere, LOCAL: {"rope_type": "default", "rope_theta": theta}}
 
 
@@ -37,7 +37,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     if local is None:
         return {}
     return {"attention.sliding_window_pattern": np.array([window is not None for window in config.windows], np.bool_),
-            THETA: float(local.theta)}
+            LOCAL_ROPE_THETA: float(local.theta)}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:

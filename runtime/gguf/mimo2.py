@@ -15,15 +15,16 @@ from ..config_rope import LOCAL
 from .family_context import FamilyContext
 
 FAMILY, NAME = "mimo_v2_flash", "mimo2"
-KV, BEHIND, SCALE, THETA = "attention.head_count_kv", "nextn_predict_layers", "attention.value_scale", "rope.freq_base_swa"
-BY_LAYER = (KV,)
-VALUE, TURNED = "attention.value_length", "rope.dimension_count"
+KV_HEADS, MTP_LAYERS = "attention.head_count_kv", "nextn_predict_layers"
+VALUE_SCALE, LOCAL_ROPE_THETA = "attention.value_scale", "rope.freq_base_swa"
+PER_LAYER_KEYS = (KV_HEADS,)
+VALUE_LENGTH, ROPE_DIMS = "attention.value_length", "rope.dimension_count"
 KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length":
         "moe_intermediate_size", "expert_gating_func": "scoring_func", "expert_weights_scale": "routed_scaling_factor",
         "expert_weights_norm": "norm_topk_prob", "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
-        BEHIND: "num_nextn_predict_layers", SCALE: "attention_value_scale", THETA: "swa_rope_theta",
-        VALUE: "v_head_dim"}
-REQUIRED = ("attention.key_length", VALUE, TURNED, "attention.sliding_window", KV, "expert_feed_forward_length")
+        MTP_LAYERS: "num_nextn_predict_layers", VALUE_SCALE: "attention_value_scale", LOCAL_ROPE_THETA: "swa_rope_theta",
+        VALUE_LENGTH: "v_head_dim"}
+REQUIRED = ("attention.key_length", VALUE_LENGTH, ROPE_DIMS, "attention.sliding_window", KV_HEADS, "expert_feed_forward_length")
 NAMES = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
 FULL_NAMES = {"attn_sinks.weight": "self_attn.attention_sink_bias"}
 ROLES = {"sinks": "attn_sinks"}
@@ -31,26 +32,26 @@ ARCHITECTURE = {"keys": KEYS, "required_keys": REQUIRED, "layer_names": NAMES, "
                 "window_pattern": True}
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
-    gguf.demand_sigmoids(raw)
-    header, kinds = gguf.header, gguf.layer_types(raw, 1)  # with those behind the last
+    context.require_sigmoid_scores(raw)
+    header, kinds = context.header, context.layer_types(raw, 1)  # with those behind the last
     data, path, blocks = header.metadata, header.path, raw["num_hidden_layers"]
-    behind, heads = raw.setdefault("num_nextn_predict_layers", 0), np.atleast_1d(data[f"{NAME}.{KV}"])
+    behind, heads = raw.setdefault("num_nextn_predict_layers", 0), np.atleast_1d(data[f"{NAME}.{KV_HEADS}"])
     if type(blocks) is not int or type(behind) is not int or not 0 <= behind < blocks <= MAX_LAYERS:
-        damaged(path, f"states {NAME}.block_count {shown_value(blocks)} and {NAME}.{BEHIND} {shown_value(behind)}")
+        damaged(path, f"states {NAME}.block_count {shown_value(blocks)} and {NAME}.{MTP_LAYERS} {shown_value(behind)}")
     if heads.dtype.kind not in "iu" or len(heads) not in (1, blocks):
-        damaged(path, f"states {NAME}.{KV} {shown_value(data[f'{NAME}.{KV}'])}, expected a number for each of {blocks} layers")
-    width, turned, layers = raw["head_dim"], data[f"{NAME}.{TURNED}"], blocks - behind
+        damaged(path, f"states {NAME}.{KV_HEADS} {shown_value(data[f'{NAME}.{KV_HEADS}'])}, expected a number for each of {blocks} layers")
+    width, turned, layers = raw["head_dim"], data[f"{NAME}.{ROPE_DIMS}"], blocks - behind
     if type(width) is not int or type(turned) is not int or not 0 < turned <= width:
-        damaged(path, f"states {NAME}.{TURNED} {shown_value(turned)} of heads of {shown_value(width)}")
+        damaged(path, f"states {NAME}.{ROPE_DIMS} {shown_value(turned)} of heads of {shown_value(width)}")
     local = [kind == LOCAL for kind in kinds[:layers]]
     of_kind = {own: {int(each) for each, marked in zip(np.broadcast_to(heads, blocks), local) if marked == own} for own in (False, True)}
     full = next(iter(of_kind[False] or {0}))
     if of_kind[False] - {full} or of_kind[True] - {2 * full}:
-        raise CheckpointError(f"{path} states {NAME}.{KV} {heads[:8].tolist()}, which is not supported",
+        raise CheckpointError(f"{path} states {NAME}.{KV_HEADS} {heads[:8].tolist()}, which is not supported",
                               "models of this family have twice as many KV heads in layers with a window")
-    raw |= {"num_hidden_layers": layers, "num_key_value_heads": full, "sliding_window": gguf.window,
+    raw |= {"num_hidden_layers": layers, "num_key_value_heads": full, "sliding_window": context.window,
             "partial_rotary_factor": turned / width,
             "hybrid_layer_pattern": [int(each) for each in local], "attention_bias": "blk.0.attn_q.bias" in header.tensors,
             "moe_layer_freq": [int(f"blk.{layer}.ffn_gate_inp.weight" in header.tensors) for layer in range(layers)]}
@@ -62,9 +63,9 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys beside those of every model, without the architecture's prefix."""
     local = next((rope for rope, window in zip(config.ropes, config.windows) if window is not None), config.rope)
     layers = range(config.num_hidden_layers)
-    return {KV: np.array([config.kv_heads_of(layer)[0] for layer in layers], np.int32), VALUE: config.v_head_dim,
-            SCALE: config.multiplier("v"),
-            THETA: float(local.theta), "expert_feed_forward_length": config.moe.expert_dim,
+    return {KV_HEADS: np.array([config.kv_heads_of(layer)[0] for layer in layers], np.int32), VALUE_LENGTH: config.v_head_dim,
+            VALUE_SCALE: config.multiplier("v"),
+            LOCAL_ROPE_THETA: float(local.theta), "expert_feed_forward_length": config.moe.expert_dim,
             "attention.sliding_window_pattern": np.array([window is not None for window in config.windows], np.bool_)}
 
 

@@ -15,12 +15,12 @@ from .family_context import FamilyContext
 FAMILY = NAME = "minicpm3"
 KEYS = {"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank"}
 REQUIRED = (*KEYS, "attention.key_length", "rope.dimension_count")
-EMBEDDING, DEPTH, WIDTH = 12.0, 1.4, 256
+EMBEDDING_MULTIPLIER, SCALE_DEPTH, DIM_MODEL_BASE = 12.0, 1.4, 256
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
-    header, raw["sliding_window"] = gguf.header, gguf.window
+    header, raw["sliding_window"] = context.header, context.window
     query, rope = (header.metadata[f"{NAME}.{key}"] for key in REQUIRED[2:])
     for key, width in zip(REQUIRED[2:], (query, rope)):
         if type(width) is not int or not 0 < width < 1 << 16:
@@ -29,7 +29,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
         damaged(header.path, f"states {NAME}.rope.dimension_count {rope} of heads of {query}")
     raw.pop("head_dim", None)
     raw |= {"qk_rope_head_dim": rope, "qk_nope_head_dim": query - rope, "num_key_value_heads": raw["num_attention_heads"],
-            "scale_emb": EMBEDDING, "scale_depth": DEPTH, "dim_model_base": WIDTH}
+            "scale_emb": EMBEDDING_MULTIPLIER, "scale_depth": SCALE_DEPTH, "dim_model_base": DIM_MODEL_BASE}
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
@@ -41,10 +41,10 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    own, added = config.mla, DEPTH / math.sqrt(config.num_hidden_layers)
+    own, added = config.mla, SCALE_DEPTH / math.sqrt(config.num_hidden_layers)
     yield config.rope.kind == "llama3", "has rotary positions of kind llama3"
     yield own.query_rank is None, "projects its queries directly"
     yield own.value * config.num_attention_heads != config.hidden_size, f"has values of {own.value}"
-    yield config.embedding_multiplier != EMBEDDING, "has another embedding multiplier"
+    yield config.embedding_multiplier != EMBEDDING_MULTIPLIER, "has another embedding multiplier"
     yield not math.isclose(config.residual_multiplier, added, rel_tol=1e-6), "has another residual multiplier"
-    yield not math.isclose(config.logits_scaling, config.hidden_size / WIDTH, rel_tol=1e-6), "has another logits divisor"
+    yield not math.isclose(config.logits_scaling, config.hidden_size / DIM_MODEL_BASE, rel_tol=1e-6), "has another logits divisor"

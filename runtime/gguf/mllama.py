@@ -11,18 +11,18 @@ from ...offload.safetensors_header import damaged
 from .family_context import FamilyContext
 
 FAMILY, NAME = "mllama_text_model", "mllama"
-LAYERS, HEAD = "attention.cross_attention_layers", "output.weight"
-REQUIRED, READ = (LAYERS,), frozenset({LAYERS})
+CROSS_ATTENTION_LAYERS, HEAD = "attention.cross_attention_layers", "output.weight"
+REQUIRED, OTHER_KEYS = (CROSS_ATTENTION_LAYERS,), frozenset({CROSS_ATTENTION_LAYERS})
 NAMES = {f"cross_attn_{name}": f"cross_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
 FULL_NAMES = {name: name for name in ("cross_attn_attn_gate", "cross_attn_mlp_gate")}
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
-    header, raw["sliding_window"] = gguf.header, gguf.window
-    stated = header.metadata[f"{NAME}.{LAYERS}"]
+    header, raw["sliding_window"] = context.header, context.window
+    stated = header.metadata[f"{NAME}.{CROSS_ATTENTION_LAYERS}"]
     if not isinstance(stated, np.ndarray) or stated.dtype.kind not in "iu":
-        damaged(header.path, f"states {NAME}.{LAYERS} {shown_value(stated)}, expected layer indices")
+        damaged(header.path, f"states {NAME}.{CROSS_ATTENTION_LAYERS} {shown_value(stated)}, expected layer indices")
     head = header.tensors.get(HEAD)
     if head is None or len(head.shape) != 2:
         damaged(header.path, f"holds no tensor {HEAD}" if head is None else f"has tensor {HEAD} of shape {list(head.shape)}")

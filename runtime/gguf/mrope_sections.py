@@ -15,28 +15,30 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
 
 KEY = "rope.dimension_sections"
-OF_FOUR = "hunyuan_vl"
-MOST = 1 << 16  # pairs of channels
+FOUR_AXES = "hunyuan_vl"
+MAX_CHANNEL_PAIRS = 1 << 16  # pairs of channels
 # Architectures of such models whose text parts are of families that run -> whether sections take turns.
-IN_TURN = {"glm4": False, "glm4moe": False, "hunyuan_vl": False, "paddleocr": False, "qwen2vl": False, "qwen3vl": True, "qwen3vlmoe": True}
+INTERLEAVED = {"glm4": False, "glm4moe": False, "hunyuan_vl": False, "paddleocr": False, "qwen2vl": False, "qwen3vl": True,
+               "qwen3vlmoe": True}
 
-HEADS = {"q": "num_attention_heads", "k": "num_key_value_heads"}
-HALVED = "glm4"  # whose heads turn neighbours, but in files with sections halves of what turns
+HEAD_COUNT_FIELDS = {"q": "num_attention_heads", "k": "num_key_value_heads"}
+REORDERED_QK = "glm4"  # whose heads turn neighbours, but in files with sections halves of what turns
 
 
-def turned_rows(header: GgufHeader, config: ModelConfig, name: str) -> np.ndarray | None:
+def gguf_row_order(header: GgufHeader, config: ModelConfig, name: str) -> np.ndarray | None:
     """Where in a file the rows of a checkpoint's tensor lie, if that is of queries or keys that a file with sections has in another
     order."""
-    arch, part = header.metadata.get("general.architecture"), next((part for part in HEADS if f".{part}_proj." in name), None)
-    return None if arch != HALVED or part is None or f"{arch}.{KEY}" not in header.metadata else np.argsort(halved_rows(config, part))
+    arch, part = header.metadata.get("general.architecture"), next((part for part in HEAD_COUNT_FIELDS if f".{part}_proj." in name), None)
+    return None if arch != REORDERED_QK or part is None or f"{arch}.{KEY}" not in header.metadata else np.argsort(half_split_rows(config,
+                                                                                                                                  part))
 
 
-def halved_rows(config: ModelConfig, part: str) -> np.ndarray:
+def half_split_rows(config: ModelConfig, part: str) -> np.ndarray:
     """Rows of a checkpoint's queries or keys in the order in which such a file has them."""
     width, own = config.head_dim, np.arange(config.head_dim)
     turned = int(width * config.rope.partial_rotary_factor)
     own[:turned] = own[:turned].reshape(-1, 2).T.reshape(-1)
-    return (np.arange(getattr(config, HEADS[part]))[:, None] * width + own).reshape(-1)
+    return (np.arange(getattr(config, HEAD_COUNT_FIELDS[part]))[:, None] * width + own).reshape(-1)
 
 
 def check(header: GgufHeader, name: str, pairs: int, in_turn: bool) -> None:
@@ -47,11 +49,11 @@ def check(header: GgufHeader, name: str, pairs: int, in_turn: bool) -> None:
     if stated is None:
         return
     if not isinstance(stated, np.ndarray) or stated.dtype.kind not in "iu" or not 3 <= len(stated) <= 4 \
-            or (stated < 0).any() or (stated > MOST).any():
+            or (stated < 0).any() or (stated > MAX_CHANNEL_PAIRS).any():
         damaged(path, f"states {key} {shown_value(stated)}, expected three or four whole numbers")
     whole = int(stated.sum())
     # The fourth number is none of a text, but for one family whose pictures have four.
-    places, own = np.arange(min(pairs, MOST)) % max(whole, 1), stated[: 4 if name == OF_FOUR else 3].astype(np.int64)
+    places, own = np.arange(min(pairs, MAX_CHANNEL_PAIRS)) % max(whole, 1), stated[: 4 if name == FOUR_AXES else 3].astype(np.int64)
     if not whole or (places >= (3 * own[places % 3] if in_turn else own.sum())).any():
         raise CheckpointError(f"{path} states {key} {stated.tolist()} for {pairs} pairs of channels, which is not supported",
                               "give the folder of the original checkpoint")

@@ -16,39 +16,41 @@ from ..config import ModelConfig
 from ..images import raw_config
 from ..images.mrope import mrope_axes
 from .architecture import DEEPSTACK
-from .mrope_sections import HALVED, HEADS, KEY, halved_rows
+from .mrope_sections import HEAD_COUNT_FIELDS, KEY, REORDERED_QK, half_split_rows
 from .store import read_header
 
 # Architecture of the text part alone -> of one that sees.
-SEEING = {"glm4": "glm4", "glm4moe": "glm4moe", "qwen2": "qwen2vl", "qwen3": "qwen3vl", "qwen35": "qwen35", "qwen35moe": "qwen35moe",
+MULTIMODAL_ARCHITECTURES = {"glm4": "glm4", "glm4moe": "glm4moe", "qwen2": "qwen2vl", "qwen3": "qwen3vl", "qwen35": "qwen35",
+                            "qwen35moe": "qwen35moe",
           "qwen3moe": "qwen3vlmoe"}
 
 
 def with_mrope_keys(source: Path, config: ModelConfig, metadata: Mapping[str, Value]) -> dict[str, Value]:
     """Export metadata of `source` with M-RoPE keys; unchanged for a model with one position per token."""
     plain = str(metadata["general.architecture"])
-    stated = _of_file(source) if is_gguf(source) else _of_folder(source, config)
-    if plain not in SEEING or not stated:
+    stated = _file_keys(source) if is_gguf(source) else _folder_keys(source, config)
+    if plain not in MULTIMODAL_ARCHITECTURES or not stated:
         return dict(metadata)
-    name = SEEING[plain]
+    name = MULTIMODAL_ARCHITECTURES[plain]
     renamed = {f"{name}.{key.removeprefix(f'{plain}.')}" if key.startswith(f"{plain}.") else key: value for key, value in metadata.items()}
     return renamed | {"general.architecture": name} | {f"{name}.{key}": value for key, value in stated.items()}
 
 
-def rows_of(name: str, config: ModelConfig, metadata: Mapping[str, Value]) -> np.ndarray | None:
+def checkpoint_rows(name: str, config: ModelConfig, metadata: Mapping[str, Value]) -> np.ndarray | None:
     """Which of a model's rows those of a tensor of the file are, where they lie in another order."""
     arch, part = metadata["general.architecture"], name.partition(".attn_")[2].partition(".")[0]
-    return halved_rows(config, part) if arch == HALVED and part in HEADS and f"{arch}.{KEY}" in metadata else None
+    return half_split_rows(config, part) if arch == REORDERED_QK and part in HEAD_COUNT_FIELDS and f"{arch}.{KEY}" in metadata else None
 
 
-def _of_file(source: Path) -> dict[str, Value]:
+def _file_keys(source: Path) -> dict[str, Value]:
     """Those that are stated alone, by their names behind the architecture's."""
     found = read_header(source).metadata
     name = found.get("general.architecture")
-    return {key: found[f"{name}.{key}"] for key in (KEY, DEEPSTACK) if name in SEEING.values() and f"{name}.{key}" in found}
+    return {key: found[f"{name}.{key}"] for key in (KEY,
+                                                    DEEPSTACK) if name in MULTIMODAL_ARCHITECTURES.values() and f"{name}.{key}" in found}
 
 
-def _of_folder(folder: Path, config: ModelConfig) -> dict[str, Value]:
+def _folder_keys(folder: Path, config: ModelConfig) -> dict[str, Value]:
     try:
         axes = mrope_axes(folder, config)
     except EffllmError:  # of what is said wrong of pictures: a text needs none of it

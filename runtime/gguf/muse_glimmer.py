@@ -15,16 +15,16 @@ from ..families.muse_glimmer_text import POST_NORM_EPS, WEIGHTED_QK_NORM_KEY
 from .family_context import FamilyContext
 
 FAMILY, NAME = "muse_glimmer_text", "muse-glimmer"
-EVERY = 4  # of so many layers the last one sees all
+WINDOW_PERIOD = 4  # of so many layers the last one sees all
 KEYS = {"logit_scale": "output_multiplier", "final_logit_softcapping": "final_logit_softcapping", "rope.freq_base_swa": "rope_theta"}
 REQUIRED = ("attention.key_length", "attention.sliding_window", "logit_scale")
 NAMES = {"attn_gate": "self_attn.gate_proj"}
-AS_IS = frozenset({"model.norm.weight"})  # norms to which nothing is added
+UNSHIFTED_NORMS = frozenset({"model.norm.weight"})  # norms to which nothing is added
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, with what no generic key of the file states: layers with a window turn."""
-    window, kinds = gguf.window, gguf.layer_types(raw, EVERY)
+    window, kinds = context.window, context.layer_types(raw, WINDOW_PERIOD)
     theta = raw.get("rope_theta", 10_000.0)
     raw |= {"sliding_window": window, "layer_types": kinds, "layer_rope_theta": [theta if kind == LOCAL else 0 for kind in kinds],
             "post_norm_eps": POST_NORM_EPS, WEIGHTED_QK_NORM_KEY: True, "qk_scale_factor": 1.0}

@@ -15,19 +15,19 @@ from ..families import nemotron_h
 from . import state_spaces
 from .family_context import FamilyContext
 
-FAMILY, LATENT = "nemotron_h", "moe_latent_size"
-DENSE, MIXED = "nemotron_h", "nemotron_h_moe"  # architectures
+FAMILY, MOE_LATENT_SIZE = "nemotron_h", "moe_latent_size"
+DENSE, MOE = "nemotron_h", "nemotron_h_moe"  # architectures
 # Below the architecture's name -> config.json.
 KEYS = {**{key: ours for key, ours in state_spaces.KEYS.items() if key.startswith("ssm.")},
         "attention.layer_norm_rms_epsilon": "layer_norm_epsilon", "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "ssm_state_size",
         "ssm.group_count": "n_groups", "ssm.time_step_rank": "mamba_num_heads"}
-COUNTS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts",
+MOE_KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts",
           "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_scale": "routed_scaling_factor",
           "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size", "expert_weights_norm": "norm_topk_prob",
           "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "expert_gating_func": "scoring_func",
-          LATENT: LATENT, "nextn_predict_layers": "num_nextn_predict_layers"}
-BY_BLOCK = ("attention.head_count_kv", "feed_forward_length")  # one number for every block, 0 where it has none
-REQUIRED = (*(key for key in KEYS if key.startswith("ssm.")), BY_BLOCK[0])
+          MOE_LATENT_SIZE: MOE_LATENT_SIZE, "nextn_predict_layers": "num_nextn_predict_layers"}
+PER_BLOCK_KEYS = ("attention.head_count_kv", "feed_forward_length")  # one number for every block, 0 where it has none
+REQUIRED = (*(key for key in KEYS if key.startswith("ssm.")), PER_BLOCK_KEYS[0])
 # Parts of tensors' names -> those of a checkpoint; WHOLE with their kinds, where it has none.
 NAMES = {"attn_norm": "norm", "attn_q": "mixer.q_proj", "attn_k": "mixer.k_proj", "attn_v": "mixer.v_proj", "attn_output": "mixer.o_proj",
          "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj", "ssm_z": "mixer.gate_proj", "ssm_xbc": "mixer.xbc_proj",
@@ -39,19 +39,19 @@ NAMES = {"attn_norm": "norm", "attn_q": "mixer.q_proj", "attn_k": "mixer.k_proj"
 FULL_NAMES = {"ssm_a": "mixer.A_log", "ssm_d": "mixer.D", "ssm_dt.bias": "mixer.dt_bias"}
 OUTER = {"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"}
 ROLES = {**state_spaces.ROLES, "post_norm": "attn_norm", "experts_in": "ffn_latent_down", "experts_out": "ffn_latent_up"}
-BEHIND = "nextn_predict_layers"  # blocks for multi-token prediction, which files count in
+MTP_LAYERS = "nextn_predict_layers"  # blocks for multi-token prediction, which files count in
 DECAY = ".mixer.A_log"
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
-    gguf.demand_sigmoids(raw)
-    header, name, raw["sliding_window"] = gguf.header, gguf.name, gguf.window
+    context.require_sigmoid_scores(raw)
+    header, name, raw["sliding_window"] = context.header, context.name, context.window
     path, blocks, kinds = header.path, raw["num_hidden_layers"], []
-    heads, widths = (_by_block(header, f"{name}.{key}", blocks) for key in BY_BLOCK)
+    heads, widths = (_per_block(header, f"{name}.{key}", blocks) for key in PER_BLOCK_KEYS)
     behind = raw.pop("num_nextn_predict_layers", 0)
     if type(behind) is not int or not 0 <= behind < len(heads):
-        damaged(path, f"states {name}.{BEHIND} {shown_value(behind)} of {len(heads)} blocks")
+        damaged(path, f"states {name}.{MTP_LAYERS} {shown_value(behind)} of {len(heads)} blocks")
     raw["num_hidden_layers"] = blocks = len(heads) - behind
     heads, widths = heads[:blocks], widths[:blocks]
     for block, (count, width) in enumerate(zip(heads, widths)):
@@ -59,23 +59,23 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
             damaged(path, f"states heads and a width of block {block}, which is one thing")
         inside = "moe" if f"blk.{block}.ffn_gate_inp.weight" in header.tensors else "mlp"
         kinds.append("attention" if count else inside if width else "mamba")
-    for ours, key, counts in (("num_key_value_heads", BY_BLOCK[0], heads), ("intermediate_size", BY_BLOCK[1], widths)):
+    for ours, key, counts in (("num_key_value_heads", PER_BLOCK_KEYS[0], heads), ("intermediate_size", PER_BLOCK_KEYS[1], widths)):
         some = sorted({count for count in counts if count})
         if len(some) > 1:
             damaged(path, f"states {name}.{key} {some[:8]}, which differ by block")
         raw[ours] = some[0] if some else None
-    inner, count = raw.pop(state_spaces.INNER), raw["mamba_num_heads"]
+    inner, count = raw.pop(state_spaces.INNER_SIZE), raw["mamba_num_heads"]
     if type(inner) is not int or type(count) is not int or count < 1 or inner < 1 or inner % count:
         damaged(path, f"states {name}.ssm.inner_size {inner} for {count} heads, of which it is not a multiple")
-    if "moe" in kinds and LATENT not in raw:  # Ollama's converter leaves it to be seen, and calls the matrices in and out
+    if "moe" in kinds and MOE_LATENT_SIZE not in raw:  # Ollama's converter leaves it to be seen, and calls the matrices in and out
         narrow = header.tensors.get(f"blk.{kinds.index('moe')}.ffn_latent_in.weight")
-        raw |= {} if narrow is None or len(narrow.shape) != 2 else {LATENT: narrow.shape[0]}
+        raw |= {} if narrow is None or len(narrow.shape) != 2 else {MOE_LATENT_SIZE: narrow.shape[0]}
     raw |= {"layers_block_type": kinds, "mamba_head_dim": inner // count,
             "use_conv_bias": any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors),
             "attention_bias": any(tensor.endswith(".attn_q.bias") for tensor in header.tensors)}
 
 
-def _by_block(header: GgufHeader, key: str, blocks: object) -> list[int]:
+def _per_block(header: GgufHeader, key: str, blocks: object) -> list[int]:
     value = header.metadata.get(key)
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or len(value) != blocks or (value < 0).any():
         damaged(header.path, f"states {key} that is not a number for each of {blocks} blocks")
@@ -89,7 +89,7 @@ def block_of(config: ModelConfig, layer: int, role: str) -> int:
     return nemotron_h.stored_layer_of(config, layer) + (layer not in config.layers_without_mlp and nemotron_h.is_mlp_role(role))
 
 
-def is_behind(name: str, config: ModelConfig) -> bool:
+def is_mtp(name: str, config: ModelConfig) -> bool:
     """Does a tensor of a file belong to a block for multi-token prediction?"""
     block = name.removeprefix("blk.").partition(".")[0]
     return name.startswith("mtp.") or block.isdecimal() and int(block) >= nemotron_h.stored_layer_of(config, config.num_hidden_layers)
@@ -112,7 +112,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     if mixture is None:
         return keys
     if mixture.latent_dim:
-        keys[LATENT] = mixture.latent_dim
+        keys[MOE_LATENT_SIZE] = mixture.latent_dim
     return keys | {"expert_feed_forward_length": mixture.expert_dim, "expert_shared_feed_forward_length": mixture.shared_expert_dim,
                    "expert_shared_count": 1, "expert_weights_norm": mixture.renormalise,
                    "expert_weights_scale": float(mixture.routed_scale),

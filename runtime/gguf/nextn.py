@@ -15,14 +15,14 @@ from ..speculation.mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NO
 if TYPE_CHECKING:
     from ..tensors import ModelTensor
 
-PASSED_OVER = ("deepseek_v4", "glm5_next_text", "mimo_v2_flash")  # families of which it is left out, whatever a file holds
-WRITTEN = ("glm4_moe", "qwen3_5_moe_text", "qwen3_5_text")  # families whose files llama.cpp has long taken with such a block
+IGNORED_FAMILIES = ("deepseek_v4", "glm5_next_text", "mimo_v2_flash")  # families of which it is left out, whatever a file holds
+EXPORTED_FAMILIES = ("glm4_moe", "qwen3_5_moe_text", "qwen3_5_text")  # families whose files llama.cpp has long taken with such a block
 PARTS = {"nextn.eh_proj": JOIN, "nextn.enorm": EMBED_NORM, "nextn.hnorm": STATE_NORM, "nextn.shared_head_norm": LAST_NORM}
 
 ROLES = {role: part for part, role in PARTS.items()}
 
 
-def parted(outer: Mapping[str, ModelTensor]) -> tuple[dict[str, ModelTensor], dict[str, ModelTensor]]:
+def split_mtp_layer(outer: Mapping[str, ModelTensor]) -> tuple[dict[str, ModelTensor], dict[str, ModelTensor]]:
     """What is outside the layers without the layer to draft by, and that layer's tensors by their roles in it."""
     beside = {role.removeprefix(MTP): tensor for role, tensor in outer.items() if role.startswith(MTP)}
     return {role: tensor for role, tensor in outer.items() if not role.startswith(MTP)}, beside
@@ -33,11 +33,11 @@ def export_keys(arch: str, config: ModelConfig) -> dict[str, Value]:
     return {f"{arch}.block_count": config.num_hidden_layers + 1, f"{arch}.nextn_predict_layers": 1}
 
 
-def is_behind(name: str, config: ModelConfig) -> bool:
+def is_ignored_mtp(name: str, config: ModelConfig) -> bool:
     """Is a tensor of a layer that guesses ahead, which is left out?"""
     first, _, rest = name.partition(".")
     layer = rest.partition(".")[0]
-    return config.family in PASSED_OVER and first == "blk" and layer.isdecimal() and int(layer) >= config.num_hidden_layers
+    return config.family in IGNORED_FAMILIES and first == "blk" and layer.isdecimal() and int(layer) >= config.num_hidden_layers
 
 
 def mtp_names(name: str, own: Sequence[str] | None, config: ModelConfig) -> tuple[str, ...]:

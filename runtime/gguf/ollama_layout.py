@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ...offload.gguf_header import GgufHeader, GgufTensor, Value
-from .projector_names import CLIP, FRAMES
+from .projector_names import CLIP, SECOND_FRAME_EMBD
 
-TOWERS = ("v.", "mm.", "a.")  # how the tensors of towers begin
-SECTIONS = ("vision.", "mm.", "audio.")  # and keys, behind the architecture's name
-LAYER = re.compile(r"v\.blk\.([0-9]{1,4})\.(.+)\.(weight|bias)")
-IN_ORDER = f"{CLIP}.rows_in_order"  # made here: rows of q and k are halves of a head, as in the checkpoint
-HALF = [0.5, 0.5, 0.5]
+ENCODER_PREFIXES = ("v.", "mm.", "a.")  # how the tensors of towers begin
+ENCODER_SECTIONS = ("vision.", "mm.", "audio.")  # and keys, behind the architecture's name
+LAYER_TENSOR = re.compile(r"v\.blk\.([0-9]{1,4})\.(.+)\.(weight|bias)")
+ROWS_IN_ORDER = f"{CLIP}.rows_in_order"  # made here: rows of q and k are halves of a head, as in the checkpoint
+IMAGE_HALF = [0.5, 0.5, 0.5]
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
 
@@ -29,13 +29,13 @@ class OllamaVision:
     `layer` parts of those within a layer, `outer` the others, each -> llama.cpp's. `usual`: keys that are left out, behind `clip.`, or made
     of the others by `more`."""
 
-    text: str
-    type: str
-    layer: Mapping[str, str]
-    outer: Mapping[str, str]
-    usual: Mapping[str, Value]
-    more: Callable[[GgufHeader], Mapping[str, Value]] = lambda header: {}
-    whole: Mapping[str, str] = field(default_factory=dict)
+    text_architecture: str
+    projector_type: str
+    layer_names: Mapping[str, str]
+    outer_names: Mapping[str, str]
+    default_keys: Mapping[str, Value]
+    derived_keys: Callable[[GgufHeader], Mapping[str, Value]] = lambda header: {}
+    full_names: Mapping[str, str] = field(default_factory=dict)
 
 
 def _gemma3(header: GgufHeader) -> dict[str, Value]:
@@ -69,7 +69,8 @@ OLLAMA_VISION: Mapping[str, OllamaVision] = {
                              "ffn_down"},
         {"v.patch_embedding": "v.patch_embd", "v.position_embedding": "v.position_embd", "v.post_layernorm": "v.post_ln",
          "mm.mm_soft_emb_norm": "mm.soft_emb_norm", "mm.mm_input_projection": "mm.input_projection"},
-        {"vision.image_mean": HALF, "vision.image_std": HALF, "use_gelu": True, "vision.attention.layer_norm_epsilon": 1e-6}, _gemma3),
+        {"vision.image_mean": IMAGE_HALF, "vision.image_std": IMAGE_HALF, "use_gelu": True, "vision.attention.layer_norm_epsilon": 1e-6},
+        _gemma3),
     "mistral3": OllamaVision(
         "llama", "pixtral", {"attn_norm": "ln1", "ffn_norm": "ln2", "attn_output": "attn_out"},
         {"v.patch_conv": "v.patch_embd", "v.encoder_norm": "v.pre_ln", "mm.norm": "mm.input_norm", "mm.patch_merger.merging_layer":
@@ -80,14 +81,14 @@ OLLAMA_VISION: Mapping[str, OllamaVision] = {
         "qwen2vl", "qwen2.5vl_merger", _FFN,
         {"v.merger.ln_q": "v.post_ln", "v.merger.mlp.0": "mm.0", "v.merger.mlp.2": "mm.2"},
         {"vision.image_mean": CLIP_MEAN, "vision.image_std": CLIP_STD, "use_silu": True, "vision.image_size": 560}, _qwen,
-        {"v.patch_embd_0.weight": FRAMES.removesuffix(".1"), "v.patch_embd_1.weight": FRAMES}),
+        {"v.patch_embd_0.weight": SECOND_FRAME_EMBD.removesuffix(".1"), "v.patch_embd_1.weight": SECOND_FRAME_EMBD}),
 }
 # Architecture -> a key as Ollama's converter calls it -> as llama.cpp's does.
-RENAMED = {"gemma3": {"rope.local.freq_base": "rope.freq_base_swa", "rope.global.freq_base": "rope.freq_base"},
+RENAMED_KEYS = {"gemma3": {"rope.local.freq_base": "rope.freq_base_swa", "rope.global.freq_base": "rope.freq_base"},
            "qwen25vl": {"rope.mrope_section": "rope.dimension_sections"}}
 # What files of Gemma 3 that see leave out, and of the sizes that state it wrongly (layers): how far positions are stretched.
-GEMMA3 = {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1_000_000.0, "rope.freq_base_swa": 10_000.0}
-GEMMA3_STRETCHED, GEMMA3_SMALL, UNTRUE_CAP = (34, 48, 62), 26, 30.0
+GEMMA3_DEFAULTS = {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1_000_000.0, "rope.freq_base_swa": 10_000.0}
+GEMMA3_SCALED_ROPE, GEMMA3_1B_LAYERS, GEMMA2_SOFTCAP = (34, 48, 62), 26, 30.0
 
 
 def text_part(header: GgufHeader) -> GgufHeader:
@@ -95,40 +96,40 @@ def text_part(header: GgufHeader) -> GgufHeader:
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or name == CLIP:
         return header
-    towers = _towers(header, name)
-    if not towers and not any(f"{name}.{key}" in header.metadata for key in RENAMED.get(name, ())):
+    towers = _encoder_tensors(header, name)
+    if not towers and not any(f"{name}.{key}" in header.metadata for key in RENAMED_KEYS.get(name, ())):
         return header
-    own = OLLAMA_VISION[name].text if towers and name in OLLAMA_VISION else name
+    own = OLLAMA_VISION[name].text_architecture if towers and name in OLLAMA_VISION else name
     data: dict[str, Value] = {}
     for key, value in header.metadata.items():
         inner = key.removeprefix(f"{name}.") if key.startswith(f"{name}.") else None
         if inner is None:
             data[key] = value
-        elif not (towers and inner.startswith(SECTIONS)):
-            data[f"{own}.{RENAMED.get(name, {}).get(inner, inner)}"] = value
+        elif not (towers and inner.startswith(ENCODER_SECTIONS)):
+            data[f"{own}.{RENAMED_KEYS.get(name, {}).get(inner, inner)}"] = value
     data["general.architecture"] = own
-    _amend(name, data)
+    _add_defaults(name, data)
     sees = bool(towers) and name in OLLAMA_VISION
     return replace(header, metadata=data, tensors={key: each for key, each in header.tensors.items() if key not in towers},
                    left_out=() if sees else tuple(sorted(towers)), sees=sees)
 
 
-def _towers(header: GgufHeader, name: str) -> frozenset[str]:
+def _encoder_tensors(header: GgufHeader, name: str) -> frozenset[str]:
     """The tensors of towers in the file of a model, which states how many layers one has."""
     if not any(f"{name}.{section}block_count" in header.metadata for section in ("vision.", "audio.")):
         return frozenset()
-    return frozenset(each for each in header.tensors if each.startswith(TOWERS))
+    return frozenset(each for each in header.tensors if each.startswith(ENCODER_PREFIXES))
 
 
-def _amend(name: str, data: dict[str, Value]) -> None:
+def _add_defaults(name: str, data: dict[str, Value]) -> None:
     """What a file leaves to Ollama to know."""
     if name == "gemma3":
-        for key, value in GEMMA3.items():
+        for key, value in GEMMA3_DEFAULTS.items():
             data.setdefault(f"gemma3.{key}", value)
         layers = data.get("gemma3.block_count")
-        if layers in GEMMA3_STRETCHED and "gemma3.rope.scaling.type" not in data:
+        if layers in GEMMA3_SCALED_ROPE and "gemma3.rope.scaling.type" not in data:
             data |= {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
-        if layers == GEMMA3_SMALL and data.get("gemma3.final_logit_softcapping") == UNTRUE_CAP:
+        if layers == GEMMA3_1B_LAYERS and data.get("gemma3.final_logit_softcapping") == GEMMA2_SOFTCAP:
             del data["gemma3.final_logit_softcapping"]
         data.setdefault("tokenizer.ggml.add_space_prefix", False)
     if name == "mistral3":
@@ -141,22 +142,23 @@ def _amend(name: str, data: dict[str, Value]) -> None:
 def vision_part(header: GgufHeader) -> GgufHeader | None:
     """Header of the vision part as llama.cpp would write it; None where there is none, or an unknown one."""
     name = header.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in OLLAMA_VISION or not _towers(header, name):
+    if not isinstance(name, str) or name not in OLLAMA_VISION or not _encoder_tensors(header, name):
         return None
     found, before = OLLAMA_VISION[name], f"{name}.vision."
     stated = {f"vision.{key.removeprefix(before)}": value for key, value in header.metadata.items() if key.startswith(before)}
-    data = {f"{CLIP}.{key}": value for key, value in {**found.usual, **found.more(header), **stated, "projector_type": found.type}.items()}
+    data = {f"{CLIP}.{key}": value for key,
+            value in {**found.default_keys, **found.derived_keys(header), **stated, "projector_type": found.projector_type}.items()}
     data["general.architecture"] = CLIP
     tensors: dict[str, GgufTensor] = {}
-    for each in _towers(header, name):
-        tensors[_llama_cpps(each, found)] = header.tensors[each]
+    for each in _encoder_tensors(header, name):
+        tensors[_llama_cpp_name(each, found)] = header.tensors[each]
     return replace(header, metadata=data, tensors=dict(sorted(tensors.items())))
 
 
-def _llama_cpps(name: str, found: OllamaVision) -> str:
-    if name in found.whole:
-        return found.whole[name]
-    if (within := LAYER.fullmatch(name)) is not None:
-        return f"v.blk.{int(within[1])}.{found.layer.get(within[2], within[2])}.{within[3]}"
+def _llama_cpp_name(name: str, found: OllamaVision) -> str:
+    if name in found.full_names:
+        return found.full_names[name]
+    if (within := LAYER_TENSOR.fullmatch(name)) is not None:
+        return f"v.blk.{int(within[1])}.{found.layer_names.get(within[2], within[2])}.{within[3]}"
     stem, _, kind = name.rpartition(".")
-    return f"{found.outer.get(stem, stem)}.{kind}"
+    return f"{found.outer_names.get(stem, stem)}.{kind}"

@@ -9,144 +9,152 @@ from collections.abc import Callable, Mapping
 from ...offload.safetensors_header import damaged
 from ..config_rope import LOCAL, QUERY_SCALING_BETA
 from . import gpt_oss, transformer_names
-from .family_context import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, USUAL_THETA, USUAL_WINDOW, FamilyContext
+from .family_context import (
+    DEFAULT_ROPE_THETA,
+    DEFAULT_WINDOW,
+    EXAONE4_WINDOW_PERIOD,
+    EXAONE4_WINDOWED_LAYERS,
+    OLMO3_WINDOW_PERIOD,
+    FamilyContext,
+)
 
 Raw = dict[str, object]  # a config.json in the making
 
 
-def _llama(gguf: FamilyContext, raw: Raw) -> None:
+def _llama(context: FamilyContext, raw: Raw) -> None:
     raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
     if "num_local_experts" in raw:
-        raw |= {"model_type": "mixtral", "sliding_window": gguf.window}
-    elif gguf.window:
-        raw |= {"model_type": "mistral", "sliding_window": gguf.window}
+        raw |= {"model_type": "mixtral", "sliding_window": context.window}
+    elif context.window:
+        raw |= {"model_type": "mistral", "sliding_window": context.window}
     else:
-        raw |= {"attention_bias": gguf.has("attn_q.bias"), "mlp_bias": gguf.has("ffn_gate.bias")}
+        raw |= {"attention_bias": context.has("attn_q.bias"), "mlp_bias": context.has("ffn_gate.bias")}
 
 
-def _looped(gguf: FamilyContext, raw: Raw) -> None:
-    raw |= {"attention_bias": gguf.has("attn_q.bias"), "sliding_window": gguf.window}
+def _looped(context: FamilyContext, raw: Raw) -> None:
+    raw |= {"attention_bias": context.has("attn_q.bias"), "sliding_window": context.window}
     raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
     raw.setdefault("num_loops" if raw["model_type"] == "nanbeige" else "total_ut_steps", 1)
 
 
-def _ministral3(gguf: FamilyContext, raw: Raw) -> None:
+def _ministral3(context: FamilyContext, raw: Raw) -> None:
     if not raw.get(QUERY_SCALING_BETA):  # as files of Mistral Small have none
         raw |= {"model_type": "mistral"}
         raw.pop(QUERY_SCALING_BETA, None)
-    raw["sliding_window"] = gguf.window
+    raw["sliding_window"] = context.window
 
 
-def _seed_oss(gguf: FamilyContext, raw: Raw) -> None:
-    raw |= {"attention_bias": gguf.has("attn_q.bias"), "sliding_window": gguf.window, "attention_out_bias": gguf.has("attn_output.bias")}
+def _seed_oss(context: FamilyContext, raw: Raw) -> None:
+    raw |= {"attention_bias": context.has("attn_q.bias"), "sliding_window": context.window,
+            "attention_out_bias": context.has("attn_output.bias")}
 
 
-def _ernie(gguf: FamilyContext, raw: Raw) -> None:
-    _own_width(gguf, raw, "use_bias")
-    raw.setdefault("rope_theta", USUAL_THETA)
+def _ernie(context: FamilyContext, raw: Raw) -> None:
+    _add_head_dim(context, raw, "use_bias")
+    raw.setdefault("rope_theta", DEFAULT_ROPE_THETA)
 
 
-def _glm(gguf: FamilyContext, raw: Raw) -> None:
-    _own_width(gguf, raw, "attention_bias")
+def _glm(context: FamilyContext, raw: Raw) -> None:
+    _add_head_dim(context, raw, "attention_bias")
     raw.setdefault("partial_rotary_factor", 1.0)
 
 
-def _own_width(gguf: FamilyContext, raw: Raw, bias: str) -> None:
+def _add_head_dim(context: FamilyContext, raw: Raw, bias: str) -> None:
     """Of families whose heads may be of another width than the model's over their number; `bias` is what a config calls biases."""
-    raw |= {"sliding_window": gguf.window, bias: gguf.has("attn_q.bias", "attn_qkv.bias")}
+    raw |= {"sliding_window": context.window, bias: context.has("attn_q.bias", "attn_qkv.bias")}
     if isinstance(heads := raw["num_attention_heads"], int) and heads > 0:
         raw.setdefault("head_dim", raw["hidden_size"] // heads)
 
 
-def _nemotron(gguf: FamilyContext, raw: Raw) -> None:
-    raw |= {"sliding_window": gguf.window, "attention_bias": gguf.has("attn_output.bias"), "mlp_bias": gguf.has("ffn_up.bias"),
+def _nemotron(context: FamilyContext, raw: Raw) -> None:
+    raw |= {"sliding_window": context.window, "attention_bias": context.has("attn_output.bias"), "mlp_bias": context.has("ffn_up.bias"),
             "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
 
 
-def _stablelm(gguf: FamilyContext, raw: Raw) -> None:
-    raw |= {"sliding_window": gguf.window, "use_qkv_bias": gguf.has("attn_q.bias"), "qk_layernorm": gguf.has("attn_q_norm.weight"),
-            "use_parallel_residual": not gguf.has("ffn_norm.weight"), "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
+def _stablelm(context: FamilyContext, raw: Raw) -> None:
+    raw |= {"sliding_window": context.window, "use_qkv_bias": context.has("attn_q.bias"), "qk_layernorm": context.has("attn_q_norm.weight"),
+            "use_parallel_residual": not context.has("ffn_norm.weight"), "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
     raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
 
 
-def _falcon(gguf: FamilyContext, raw: Raw) -> None:
+def _falcon(context: FamilyContext, raw: Raw) -> None:
     """Of which llama.cpp runs those with attention and MLP side by side alone."""
-    raw |= {"sliding_window": gguf.window, "bias": gguf.has("attn_qkv.bias"), "new_decoder_architecture": True,
-            "num_ln_in_parallel_attn": 2 if gguf.has("attn_norm_2.weight") else 1}
+    raw |= {"sliding_window": context.window, "bias": context.has("attn_qkv.bias"), "new_decoder_architecture": True,
+            "num_ln_in_parallel_attn": 2 if context.has("attn_norm_2.weight") else 1}
     raw.setdefault("num_kv_heads", raw["num_attention_heads"])
     raw.pop("head_dim", None)
 
 
-def _gpt_neox(gguf: FamilyContext, raw: Raw) -> None:
-    raw |= {"sliding_window": gguf.window, "attention_bias": gguf.has("attn_qkv.bias", "attn_q.bias"),
+def _gpt_neox(context: FamilyContext, raw: Raw) -> None:
+    raw |= {"sliding_window": context.window, "attention_bias": context.has("attn_qkv.bias", "attn_q.bias"),
             "rotary_pct": raw.pop("partial_rotary_factor", 1.0)}
 
 
-def _internlm2(gguf: FamilyContext, raw: Raw) -> None:
-    raw |= {"sliding_window": gguf.window, "bias": gguf.has("attn_q.bias")}
+def _internlm2(context: FamilyContext, raw: Raw) -> None:
+    raw |= {"sliding_window": context.window, "bias": context.has("attn_q.bias")}
     raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
 
 
-def _olmo(gguf: FamilyContext, raw: Raw) -> None:
-    raw |= {"sliding_window": gguf.window, "clip_qkv": raw.get("clip_qkv") or None,  # 0 for none
-            "attention_bias": gguf.has("attn_q.bias")}
+def _olmo(context: FamilyContext, raw: Raw) -> None:
+    raw |= {"sliding_window": context.window, "clip_qkv": raw.get("clip_qkv") or None,  # 0 for none
+            "attention_bias": context.has("attn_q.bias")}
     raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
 
 
-def _phi(gguf: FamilyContext, raw: Raw) -> None:
-    raw |= {"sliding_window": gguf.window, "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
+def _phi(context: FamilyContext, raw: Raw) -> None:
+    raw |= {"sliding_window": context.window, "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
     raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
 
 
-def _starcoder2(gguf: FamilyContext, raw: Raw) -> None:
-    window = USUAL_WINDOW if gguf.stated is None else gguf.window  # llama.cpp passes it over, and converters do not write it
-    raw |= {"use_bias": gguf.has("attn_output.bias"), "sliding_window": window}
+def _starcoder2(context: FamilyContext, raw: Raw) -> None:
+    window = DEFAULT_WINDOW if context.stated_window is None else context.window  # llama.cpp passes it over, and converters do not write it
+    raw |= {"use_bias": context.has("attn_output.bias"), "sliding_window": window}
 
 
-def _exaone4(gguf: FamilyContext, raw: Raw) -> None:
-    window = USUAL_WINDOW if gguf.stated is None and raw["num_hidden_layers"] == EXAONE4_LAYERS else gguf.window
-    raw |= {"sliding_window": window, "layer_types": gguf.layer_types(raw, EXAONE4_EVERY if window else 1)}
+def _exaone4(context: FamilyContext, raw: Raw) -> None:
+    window = DEFAULT_WINDOW if context.stated_window is None and raw["num_hidden_layers"] == EXAONE4_WINDOWED_LAYERS else context.window
+    raw |= {"sliding_window": window, "layer_types": context.layer_types(raw, EXAONE4_WINDOW_PERIOD if window else 1)}
 
 
-def _olmo2(gguf: FamilyContext, raw: Raw) -> None:
-    local = raw.pop("rope_local_base_freq", raw.get("rope_theta", USUAL_THETA))
-    if gguf.window:
-        raw |= {"model_type": "olmo3", "sliding_window": gguf.window, "rope_parameters": {LOCAL: {"rope_theta": local}},
-                "layer_types": gguf.layer_types(raw, OLMO3_EVERY)}
-        raw.setdefault("rope_theta", USUAL_THETA)
+def _olmo2(context: FamilyContext, raw: Raw) -> None:
+    local = raw.pop("rope_local_base_freq", raw.get("rope_theta", DEFAULT_ROPE_THETA))
+    if context.window:
+        raw |= {"model_type": "olmo3", "sliding_window": context.window, "rope_parameters": {LOCAL: {"rope_theta": local}},
+                "layer_types": context.layer_types(raw, OLMO3_WINDOW_PERIOD)}
+        raw.setdefault("rope_theta", DEFAULT_ROPE_THETA)
 
 
-def _granite(gguf: FamilyContext, raw: Raw) -> None:
-    if gguf.window:
-        raw["sliding_window"] = gguf.window
+def _granite(context: FamilyContext, raw: Raw) -> None:
+    if context.window:
+        raw["sliding_window"] = context.window
         return
     if raw.get("shared_intermediate_size") == 0:
         del raw["shared_intermediate_size"]
     if "shared_intermediate_size" in raw:
         raw["model_type"] = "granitemoeshared"
-    raw |= {"attention_bias": gguf.has("attn_q.bias"), "mlp_bias": gguf.has("ffn_gate.bias")}
+    raw |= {"attention_bias": context.has("attn_q.bias"), "mlp_bias": context.has("ffn_gate.bias")}
     if "attention_multiplier" not in raw:
-        damaged(gguf.header.path, f"lacks key {raw['model_type']}.attention.scale")
+        damaged(context.header.path, f"lacks key {raw['model_type']}.attention.scale")
 
 
-def _jais2(gguf: FamilyContext, raw: Raw) -> None:
-    raw |= {"sliding_window": gguf.window, "attention_bias": gguf.has("attn_q.bias"), "mlp_bias": gguf.has("ffn_up.bias")}
+def _jais2(context: FamilyContext, raw: Raw) -> None:
+    raw |= {"sliding_window": context.window, "attention_bias": context.has("attn_q.bias"), "mlp_bias": context.has("ffn_up.bias")}
     raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
 
 
-def add_others(gguf: FamilyContext, raw: Raw) -> None:
+def add_window(context: FamilyContext, raw: Raw) -> None:
     """The window alone, as the family has one at all."""
-    if gguf.window and raw["model_type"].startswith("qwen"):
-        raw |= {"sliding_window": gguf.window, "use_sliding_window": True, "max_window_layers": 0}
-    elif gguf.window or raw["model_type"] in ("gemma2", "gemma3_text", "phi3"):
-        raw["sliding_window"] = gguf.window
+    if context.window and raw["model_type"].startswith("qwen"):
+        raw |= {"sliding_window": context.window, "use_sliding_window": True, "max_window_layers": 0}
+    elif context.window or raw["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+        raw["sliding_window"] = context.window
 
 
-PLAIN: Mapping[str, Callable[[FamilyContext, Raw], None]] = {
+COMPLETE_PLAIN: Mapping[str, Callable[[FamilyContext, Raw], None]] = {
     "ernie4_5": _ernie, "exaone4": _exaone4, "falcon": _falcon, "glm": _glm, "glm4": _glm, "gpt_neox": _gpt_neox,
     gpt_oss.FAMILY: gpt_oss.complete_config, "jais2": _jais2, "granite": _granite, "granitemoe": _granite, "internlm2": _internlm2,
     "llama": _llama, **dict.fromkeys(("nanbeige", "ouro"), _looped),
     "ministral3": _ministral3, "nemotron": _nemotron, "olmo": _olmo, "olmo2": _olmo2,
     "phi": _phi, "seed_oss": _seed_oss, "stablelm": _stablelm, "starcoder2": _starcoder2,
-    **transformer_names.ADDED,
+    **transformer_names.COMPLETE_CONFIG,
 }

@@ -35,42 +35,42 @@ from ..images.tower_weights import canonical_name, is_of_tower, tower_store
 from ..images.vision_tower import VisionTower
 from ..images.vision_transformer import layer_count, wanted_layers
 from . import audio_export, gemma4_export
-from .export import Exported, check_name, check_target
-from .projector_names import CLIP, DEEP_PARTS, FRAMES, KINDS, PROJECTORS, Projector
-from .projector_store import COLOURS, order_of
+from .export import Exported, check_output_name, check_target
+from .projector_names import CLIP, DEEPSTACK_PARTS, PROJECTORS, SECOND_FRAME_EMBD, TENSOR_KINDS, Projector
+from .projector_store import CHANNELS, gguf_row_order
 from .projector_tensors import ProjectorTensor, projector_tensor
 
 # Model type -> type of its projector's file.
-TYPES: Mapping[str, str] = {
+PROJECTOR_TYPES: Mapping[str, str] = {
     "exaone4_5": "exaone4_5", "gemma3": "gemma3", "glm5_next": "glm5v", **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr"),
                                                                                         "glm4v"),
     **dict.fromkeys(("idefics3", "smolvlm"), "idefics3"), "internvl": "internvl", "kimi_k25": "kimik25", "lfm2_vl": "lfm2",
     "lighton_ocr": "lightonocr", "llama4": "llama4", "llava": "mlp", "llava_next": "mlp", "minicpmv4_6": "minicpmv4_6",
     "mistral3": "pixtral", "qwen2_5_vl": "qwen2.5vl_merger", "qwen2_vl": "qwen2vl_merger",
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), "qwen3vl_merger")}
-OF_LAYER = re.compile(r"vision_tower\.encoder\.layers\.(\d+)\.(.+)")  # of LLaVA's towers
-EARLY = {"mlp.fc1": "mlp.fc2", "mlp.fc2": "mlp.fc1"}  # LLaVA's files call the FFN's second matrix its first
-QKV, BREAK = ".attn.qkv.", "v.token_embd.img_break"
+TOWER_LAYER = re.compile(r"vision_tower\.encoder\.layers\.(\d+)\.(.+)")  # of LLaVA's towers
+SWAPPED_FFN = {"mlp.fc1": "mlp.fc2", "mlp.fc2": "mlp.fc1"}  # LLaVA's files call the FFN's second matrix its first
+QKV, IMG_BREAK = ".attn.qkv.", "v.token_embd.img_break"
 Keys = dict[str, Value]
 
 
 def exportable_projector(folder: Path) -> Modality | None:
     """The encoder that would be exported from the model in a folder; None where there is none to write."""
     kind = None if is_gguf(folder) else str(model_type_of(folder))
-    if kind not in (*TYPES, *audio_export.TYPES, gemma4_export.NAME):
+    if kind not in (*PROJECTOR_TYPES, *audio_export.PROJECTOR_TYPES, gemma4_export.NAME):
         return None
     with tower_store(folder) as store:
         if not any(is_of_tower(name, kind) for name in store.tensors):
             return None
-    return AUDIO_INPUT if kind in audio_export.TYPES else IMAGE_INPUT
+    return AUDIO_INPUT if kind in audio_export.PROJECTOR_TYPES else IMAGE_INPUT
 
 
-def export_source(folder: Path, config: ModelConfig) -> dict[Modality, VisionTower | AudioTower]:
+def require_encoders(folder: Path, config: ModelConfig) -> dict[Modality, VisionTower | AudioTower]:
     """The encoder to export. Raises UsageError for a model without one, or with one that mmproj files do not support."""
     found = encoders_of(folder, config)
     if not found:
         raise UsageError(f"{folder} takes neither images nor audio", "leave out --mmproj")
-    known = (*TYPES, *audio_export.TYPES, gemma4_export.NAME)
+    known = (*PROJECTOR_TYPES, *audio_export.PROJECTOR_TYPES, gemma4_export.NAME)
     if (kind := str(model_type_of(folder))) not in known or kind == "llava" and not isinstance(found[IMAGE_INPUT], (Llava, EffllmError)):
         raise UsageError(f"of {kind} models no mmproj file is written", f"known: {', '.join(known)}")
     for sight in found.values():
@@ -81,17 +81,18 @@ def export_source(folder: Path, config: ModelConfig) -> dict[Modality, VisionTow
 
 def metadata(sight: VisionTower, name: str, kind: str) -> Keys:
     """Metadata of the mmproj file of a model of this type."""
-    projector, keys = TYPES[kind], sight.tower_config
+    projector, keys = PROJECTOR_TYPES[kind], sight.tower_config
     activation = str(keys.raw.get("hidden_act"))
     eps = {"pixtral": 1e-5, "lightonocr": 1e-5}.get(projector, 1e-6)
     of_tower: Keys = {
-        "image_size": _side(sight, projector), "patch_size": sight.patch, "embedding_length": sight.width,
+        "image_size": _image_size(sight, projector), "patch_size": sight.patch, "embedding_length": sight.width,
         "feed_forward_length": keys.integer("mlp_ratio") * sight.width if projector == "qwen2vl_merger" else keys.integer(
             "intermediate_size"),
         "block_count": keys.integer("depth") if projector.startswith(("exaone", "glm", "qwen")) else layer_count(sight),
         "attention.head_count": sight.heads, "projection_dim": sight.config.hidden_size,
         "attention.layer_norm_epsilon": keys.number("layer_norm_eps", eps),
-        "image_mean": np.array(sight.scale.mean, np.float32), "image_std": np.array(sight.scale.std, np.float32), **MORE[projector](sight)}
+        "image_mean": np.array(sight.scale.mean, np.float32), "image_std": np.array(sight.scale.std, np.float32),
+        **EXTRA_KEYS[projector](sight)}
     curve = "use_silu" if activation == "silu" else "use_gelu"
     early = {f"{CLIP}.has_llava_projector": True} if projector == "mlp" else {}
     return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,
@@ -99,16 +100,16 @@ def metadata(sight: VisionTower, name: str, kind: str) -> Keys:
             **{f"{CLIP}.vision.{key}": value for key, value in of_tower.items()}}
 
 
-def _side(sight: VisionTower, projector: str) -> int:
+def _image_size(sight: VisionTower, projector: str) -> int:
     """Of pictures, or of the square that has a place for every patch."""
     if projector == "lfm2":
-        return LFM2_SIDE
+        return LFM2_IMAGE_SIZE
     if projector.startswith(("exaone", "qwen")):
         return round(sight.tower_config.integer("num_position_embeddings", 1600) ** 0.5) * sight.patch
     return sight.tower_config.integer("pos_emb_height") * sight.patch if projector == "kimik25" else sight.side
 
 
-def _mlp(sight: Llava) -> Keys:
+def _llava(sight: Llava) -> Keys:
     """The layers that count are those of the file; which of them are read is said all the same: without that a reader may stop before."""
     if sight.drops_first != sight.tower.startswith("clip"):
         raise UsageError("its vision tower uses an unusual feature strategy, which an mmproj file cannot state",
@@ -155,8 +156,8 @@ def _glm5(sight: Glm5Next) -> Keys:
             int(sight.most)}
 
 
-def _groups(sight: VisionTower) -> Keys:
-    return {**_windows(sight), "attention.head_count_kv": sight.tower_config.integer("num_key_value_heads")}
+def _exaone(sight: VisionTower) -> Keys:
+    return {**_qwen2_5(sight), "attention.head_count_kv": sight.tower_config.integer("num_key_value_heads")}
 
 
 def _lfm2(sight: VisionTower) -> Keys:
@@ -169,7 +170,7 @@ def _llama4(sight: Llama4) -> Keys:
 
 def _kimi(sight: KimiK25) -> Keys:
     return {"attention.layer_norm_epsilon": sight.projector_eps, "projector.scale_factor": sight.joined,
-            "image_min_pixels": LEAST_PATCHES * sight.patch**2, "image_max_pixels": sight.most * sight.patch**2}
+            "image_min_pixels": KIMI_MIN_PATCHES * sight.patch**2, "image_max_pixels": sight.most * sight.patch**2}
 
 
 def _minicpm(sight: MiniCpmV) -> Keys:
@@ -177,7 +178,7 @@ def _minicpm(sight: MiniCpmV) -> Keys:
             "wa_layer_indexes": np.array([sight.insert], np.int32)}
 
 
-def _windows(sight: VisionTower) -> Keys:
+def _qwen2_5(sight: VisionTower) -> Keys:
     """All patches see all in every so many layers, which is all that the file can say."""
     depth = sight.tower_config.integer("depth")
     whole = sorted(sight.tower_config.layers("fullatt_block_indexes", depth))
@@ -186,76 +187,77 @@ def _windows(sight: VisionTower) -> Keys:
     return {**_qwen(sight), "n_wa_pattern": whole[0] + 1, "window_size": sight.tower_config.integer("window_size")}
 
 
-def _deep(sight: VisionTower) -> Keys:
+def _qwen3(sight: VisionTower) -> Keys:
     depth = sight.tower_config.integer("depth")
     deep = sight.tower_config.layers("deepstack_visual_indexes", depth) if "deepstack_visual_indexes" in sight.tower_config.raw else ()
     return {**_qwen(sight), "spatial_merge_size": sight.joined,
             "is_deepstack_layers": np.array([number in deep for number in range(depth)], np.bool_)}
 
 
-MORE: Mapping[str, Callable[[VisionTower], Keys]] = {
-    "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral, "lightonocr": _pixtral, "internvl": _internvl, "gemma3": _gemma3,
-    "exaone4_5": _groups, "glm4v": _glm, "glm5v": _glm5, "kimik25": _kimi, "lfm2": _lfm2, "llama4": _llama4, "minicpmv4_6": _minicpm,
-    "qwen2vl_merger": _qwen, "qwen2.5vl_merger": _windows, "qwen3vl_merger": _deep}
-APART = ("qwen2vl_merger", "qwen2.5vl_merger")  # whose files have queries, keys and values each by itself
-LEAST_PATCHES, LFM2_SIDE = 8, 256  # of a picture, as such files say of Kimi's and of LFM2-VL's
+EXTRA_KEYS: Mapping[str, Callable[[VisionTower], Keys]] = {
+    "mlp": _llava, "idefics3": _idefics3, "pixtral": _pixtral, "lightonocr": _pixtral, "internvl": _internvl, "gemma3": _gemma3,
+    "exaone4_5": _exaone, "glm4v": _glm, "glm5v": _glm5, "kimik25": _kimi, "lfm2": _lfm2, "llama4": _llama4, "minicpmv4_6": _minicpm,
+    "qwen2vl_merger": _qwen, "qwen2.5vl_merger": _qwen2_5, "qwen3vl_merger": _qwen3}
+SEPARATE_QKV = ("qwen2vl_merger", "qwen2.5vl_merger")  # whose files have queries, keys and values each by itself
+KIMI_MIN_PATCHES, LFM2_IMAGE_SIZE = 8, 256  # of a picture, as such files say of Kimi's and of LFM2-VL's
 
 
 def file_tensors(sight: VisionTower, store: TensorStore, kind: str) -> list[ProjectorTensor]:
     """The file's tensors, in checkpoint order. Raises CheckpointError for one that no mmproj file has."""
-    projector, found = PROJECTORS[TYPES[kind]], []
+    projector, found = PROJECTORS[PROJECTOR_TYPES[kind]], []
     for stored, info in store.tensors.items():
-        if TYPES[kind] == "pixtral" and stored.endswith("embed_tokens.weight"):  # llama.cpp takes the end of a line from here
-            found.append(projector_tensor(BREAK, info, lambda values: values[sight.token_id("[IMG_BREAK]")], (info.shape[1],)))
+        if PROJECTOR_TYPES[kind] == "pixtral" and stored.endswith("embed_tokens.weight"):  # llama.cpp takes the end of a line from here
+            found.append(projector_tensor(IMG_BREAK, info, lambda values: values[sight.token_id("[IMG_BREAK]")], (info.shape[1],)))
         if is_of_tower(stored) and not stored.endswith("position_ids"):
-            found += _of(canonical_name(stored), info, projector, sight)
+            found += _map_tensor(canonical_name(stored), info, projector, sight)
     return found
 
 
-def _of(own: str, info: TensorInfo, projector: Projector, sight: VisionTower) -> Iterator[ProjectorTensor]:
+def _map_tensor(own: str, info: TensorInfo, projector: Projector, sight: VisionTower) -> Iterator[ProjectorTensor]:
     if own == "visual.patch_embed.proj.weight":
-        for frame, name in enumerate((FRAMES.removesuffix(".1"), FRAMES)[: info.shape[2]]):
+        for frame, name in enumerate((SECOND_FRAME_EMBD.removesuffix(".1"), SECOND_FRAME_EMBD)[: info.shape[2]]):
             yield projector_tensor(name, info, lambda values, frame=frame: values[:, :, frame], (*info.shape[:2], *info.shape[3:]))
         return
-    if QKV in own and any(projector is PROJECTORS[name] for name in APART):
+    if QKV in own and any(projector is PROJECTORS[name] for name in SEPARATE_QKV):
         for part, letter in enumerate("qkv"):
-            name = _file_name(own.replace(QKV, f".attn.{letter}."), projector, sight)
+            name = _gguf_name(own.replace(QKV, f".attn.{letter}."), projector, sight)
             yield projector_tensor(name, info, lambda values, part=part: np.split(values, 3)[part], (info.shape[0] // 3, *info.shape[1:]))
         return
     if projector is PROJECTORS["mlp"]:
-        found = OF_LAYER.fullmatch(own)
+        found = TOWER_LAYER.fullmatch(own)
         if ".post_layernorm." in own or found and int(found[1]) >= max(sight.wanted):  # which nothing is read behind
             return
-        if found and (stem := found[2].rpartition(".")[0]) in EARLY:
-            own = own.replace(stem, EARLY[stem])
-    name = _file_name(own.replace("encoder.patch_embed.", "patch_embed."), projector, sight)  # so some of Kimi's are called
-    if name in projector.turned:
-        shape = (info.shape[0], COLOURS, sight.patch, sight.patch)
-        yield projector_tensor(name, info, lambda values: np.moveaxis(values.reshape(shape[0], *shape[2:], COLOURS), -1, 1), shape)
+        if found and (stem := found[2].rpartition(".")[0]) in SWAPPED_FFN:
+            own = own.replace(stem, SWAPPED_FFN[stem])
+    name = _gguf_name(own.replace("encoder.patch_embed.", "patch_embed."), projector, sight)  # so some of Kimi's are called
+    if name in projector.channels_last:
+        shape = (info.shape[0], CHANNELS, sight.patch, sight.patch)
+        yield projector_tensor(name, info, lambda values: np.moveaxis(values.reshape(shape[0], *shape[2:], CHANNELS), -1, 1), shape)
         return
-    if (order := order_of(own, projector, info.shape[0], sight.heads)) is not None:
+    if (order := gguf_row_order(own, projector, info.shape[0], sight.heads)) is not None:
         yield projector_tensor(name, info, lambda values: values[np.argsort(order)])
         return
-    yield projector_tensor(name, info, (lambda values: values + np.float32(1)) if name in projector.less else (lambda values: values))
+    yield projector_tensor(name, info,
+                           (lambda values: values + np.float32(1)) if name in projector.shifted_norms else (lambda values: values))
 
 
-def _file_name(own: str, projector: Projector, sight: VisionTower) -> str:
+def _gguf_name(own: str, projector: Projector, sight: VisionTower) -> str:
     stem, _, kind = own.rpartition(".")
-    whole = {ours: theirs for theirs, ours in projector.whole.items()}
-    outer = {ours: theirs for theirs, ours in projector.outer.items()}
+    whole = {ours: theirs for theirs, ours in projector.full_names.items()}
+    outer = {ours: theirs for theirs, ours in projector.outer_names.items()}
     if own in whole:
         return whole[own]
-    if stem in outer and kind in KINDS:
+    if stem in outer and kind in TENSOR_KINDS:
         return f"{outer[stem]}.{kind}"
-    if found := re.fullmatch(rf"{re.escape(projector.layers)}(\d+)\.(.+)", own):
-        inside, (stem, _, kind) = {ours: theirs for theirs, ours in projector.layer.items()}, found[2].rpartition(".")
+    if found := re.fullmatch(rf"{re.escape(projector.layers_prefix)}(\d+)\.(.+)", own):
+        inside, (stem, _, kind) = {ours: theirs for theirs, ours in projector.layer_names.items()}, found[2].rpartition(".")
         if found[2] in whole:
             return f"v.blk.{found[1]}.{whole[found[2]]}"
-        if stem in inside and kind in KINDS:
+        if stem in inside and kind in TENSOR_KINDS:
             return f"v.blk.{found[1]}.{inside[stem]}.{kind}"
     if found := re.fullmatch(r"visual\.deepstack_merger_list\.(\d+)\.(\w+)\.(\w+)", own):
         numbers = sorted(sight.tower_config.layers("deepstack_visual_indexes", sight.tower_config.integer("depth")))
-        part = {ours: theirs for theirs, ours in DEEP_PARTS.items()}[found[2]]
+        part = {ours: theirs for theirs, ours in DEEPSTACK_PARTS.items()}[found[2]]
         return f"v.deepstack.{numbers[int(found[1])]}.{part}.{found[3]}"
     raise CheckpointError(f"{sight.source.model} holds tensor {own} of the vision tower, which no mmproj file of its type has", AGAIN)
 
@@ -263,18 +265,18 @@ def _file_name(own: str, projector: Projector, sight: VisionTower) -> str:
 def export_projector(source: Path, out: Path, name: str, replace: bool = False) -> Iterator[Progress | Exported]:
     """Write the encoder of the model in `source` to the file `out`; `name` becomes its title. Yields progress, the result last."""
     out = Path(os.path.abspath(out))
-    check_name(out)
+    check_output_name(out)
     if is_gguf(source):
         raise UsageError(f"{source} is a GGUF file, whose mmproj file is one already", "leave out --mmproj")
-    encoders, kind = export_source(source, read_config(source)), str(model_type_of(source))
+    encoders, kind = require_encoders(source, read_config(source)), str(model_type_of(source))
     sight, *_ = encoders.values()
     with tower_store(source) as store:
         check_target(out, replace, store)
         with sight.source.saying():
             if kind == gemma4_export.NAME:
-                found, keys = gemma4_export.pieces(encoders, store), gemma4_export.metadata(encoders, name)
+                found, keys = gemma4_export.file_tensors(encoders, store), gemma4_export.metadata(encoders, name)
             elif sight.modality is AUDIO_INPUT:
-                found, keys = audio_export.pieces(store, kind), audio_export.metadata(sight, name, kind)
+                found, keys = audio_export.file_tensors(store, kind), audio_export.metadata(sight, name, kind)
             else:
                 found, keys = file_tensors(sight, store, kind), metadata(sight, name, kind)
         planned = [each.planned for each in found]

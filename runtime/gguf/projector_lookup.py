@@ -11,7 +11,7 @@ from ...offload.safetensors_header import is_blob
 from ..hub import names_in
 from . import file_names
 
-NOTED = (".json", ".etag")  # beside a file in llama.cpp's cache, whose name begins with its repository's
+SIDECAR_SUFFIXES = (".json", ".etag")  # beside a file in llama.cpp's cache, whose name begins with its repository's
 SNAPSHOTS = "snapshots"  # of a repository in the hub cache, a folder for each commit
 
 
@@ -20,10 +20,10 @@ def sibling_projectors(model: Path) -> list[Path]:
     cache, one folder for all, those noted for this model."""
     if is_blob(model.name):  # which of thousands belong to it, names do not say
         return []
-    for folder in _folders(model):
+    for folder in _search_folders(model):
         here = names_in(folder)
         found = file_names.projectors(here)
-        if {f"{model.name}{ending}" for ending in NOTED} & {*here}:
+        if {f"{model.name}{ending}" for ending in SIDECAR_SUFFIXES} & {*here}:
             found = [name for name in found if model.name.startswith(name[: name.lower().index("mmproj")])]
         if found:
             return [folder / name for name in found]
@@ -39,7 +39,7 @@ def find_projector(model: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _folders(model: Path) -> list[Path]:
+def _search_folders(model: Path) -> list[Path]:
     above = [model.parent, *model.parent.parents]
     whole = next((number for number, folder in enumerate(above) if folder.parent.name == SNAPSHOTS), 0)
     return above[: whole + 1]

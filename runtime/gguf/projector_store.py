@@ -20,18 +20,18 @@ from ...offload.safetensors_header import CheckpointError, TensorInfo, damaged, 
 from ...quant.imports.gguf import DECODERS, dequantize
 from ...quant.weight import from_f32, to_f32
 from ..images.modality import AUDIO_INPUT
-from .audio_names import BEGIN
+from .audio_names import AUDIO_PREFIXES
 from .ollama_layout import vision_part
-from .projector_config import Described
-from .projector_names import FRAMES, Projector, own_name
-from .tensor_sources import RAW, deinterleaved
+from .projector_config import ProjectorConfig
+from .projector_names import SECOND_FRAME_EMBD, Projector, checkpoint_name
+from .tensor_sources import RAW_TYPES, deinterleaved
 
-COLOURS = 3
-DAMAGED = "the file is damaged: download it again"
+CHANNELS = 3
+DAMAGED_HINT = "the file is damaged: download it again"
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSource:
     """What a tensor is made of: rows of several, one behind the other, or where `frames` channels of two by turns. `order`: where its rows
     lie in the file, if not in order. `less`: of every value. `soft`: the file has their softplus. `turned`: channels, which
     come second in the file, are last. `planes`, `crossed`: as of `Projector`."""
@@ -57,7 +57,7 @@ class Part:
     @property
     def dtype(self) -> str:
         types = {each.type for each in self.tensors}
-        kept = len(types) == 1 and types <= {*RAW} and not (self.less or self.soft)
+        kept = len(types) == 1 and types <= {*RAW_TYPES} and not (self.less or self.soft)
         return types.pop() if kept else "F32" if len(self.shape) == 1 else "F16"
 
 
@@ -65,23 +65,23 @@ def read_projector_header(path: Path) -> GgufHeader:
     """Of a file of its own, or of what the file of a model holds to see with. Raises CheckpointError, ModelNotFound."""
     opened = open_regular_file(path)
     try:
-        return _seeing(read_gguf_header(path, opened.fd))
+        return _projector_part(read_gguf_header(path, opened.fd))
     finally:
         opened.close()
 
 
-def _seeing(header: GgufHeader) -> GgufHeader:
+def _projector_part(header: GgufHeader) -> GgufHeader:
     return vision_part(header) or header
 
 
 class ProjectorStore(TensorStore):
     """Raises CheckpointError for a tensor that no such file has, and for one of a type that is not read."""
 
-    def __init__(self, path: Path, said: Described) -> None:
+    def __init__(self, path: Path, said: ProjectorConfig) -> None:
         opened = open_regular_file(path)
         try:
-            header = _seeing(read_gguf_header(path, opened.fd))
-            self._parts = dict(_parts(header, said))
+            header = _projector_part(read_gguf_header(path, opened.fd))
+            self._parts = dict(_tensor_sources(header, said))
             first = {name: part.tensors[0] for name, part in self._parts.items()}
             infos = {name: TensorInfo(name, part.dtype, part.shape, path, first[name].offset,
                                       prod(part.shape) * (4 if part.dtype == "F32" else 2)) for name, part in self._parts.items()}
@@ -99,11 +99,11 @@ class ProjectorStore(TensorStore):
         if part.turned:
             made = np.moveaxis(made, 1, -1)
         if part.planes:
-            made = made.reshape(*made.shape[:-1], COLOURS, -1).swapaxes(-1, -2).reshape(made.shape)
+            made = made.reshape(*made.shape[:-1], CHANNELS, -1).swapaxes(-1, -2).reshape(made.shape)
         if part.crossed:
             made = made.swapaxes(0, 1)
         if part.soft:
-            made = from_f32(_sharp(to_f32(made, info.dtype.lower())), info.dtype.lower())
+            made = from_f32(_inverse_softplus(to_f32(made, info.dtype.lower())), info.dtype.lower())
         if part.less:
             made = from_f32(to_f32(made, info.dtype.lower()) - np.float32(part.less), info.dtype.lower())
         return np.ascontiguousarray(made[row_begin:row_end]).reshape(-1).view(np.uint8)
@@ -114,25 +114,25 @@ class ProjectorStore(TensorStore):
         self.read_at(tensor.file, tensor.offset, memoryview(raw))
         if tensor.type == dtype:
             return raw.view(np.float32 if dtype == "F32" else np.uint16).reshape(tensor.shape)
-        if tensor.type in RAW:
+        if tensor.type in RAW_TYPES:
             wide = to_f32(raw.view(np.float32 if tensor.type == "F32" else np.uint16), tensor.type.lower())
         else:
             wide = dequantize(raw, tensor.type, tensor.shape[-1])
         made = from_f32(wide.reshape(tensor.shape), dtype.lower())
         if not np.isfinite(wide).all() or dtype == "F16" and np.isinf(made.view(np.float16)).any():
-            raise CheckpointError(f"{self.folder} has tensor {shown(tensor.name)} with values that exceed the 16-bit range", DAMAGED)
+            raise CheckpointError(f"{self.folder} has tensor {shown(tensor.name)} with values that exceed the 16-bit range", DAMAGED_HINT)
         return made
 
 
-def order_of(own: str, projector: Projector, count: int, heads: int) -> np.ndarray | None:
+def gguf_row_order(own: str, projector: Projector, count: int, heads: int) -> np.ndarray | None:
     """Where in a file the `count` rows of a tensor of layers lie, int64 [count]; None where they lie in order. Raises ValueError for rows
     that so many heads cannot share."""
     stem = own.rpartition(".")[0]
-    if projector.halves and stem.endswith(("q_proj", "k_proj")):
+    if projector.deinterleaved_qk and stem.endswith(("q_proj", "k_proj")):
         if heads < 1 or count % (2 * heads):
             raise ValueError(heads)
         return deinterleaved(np.arange(count), count // heads)
-    if projector.axes and stem.endswith("wqkv"):
+    if projector.regrouped_axes and stem.endswith("wqkv"):
         if heads < 1 or count % (3 * 4 * heads):
             raise ValueError(heads)
         one = np.arange(count // 3).reshape(heads, 2, -1, 2).swapaxes(1, 2).reshape(-1)
@@ -140,50 +140,53 @@ def order_of(own: str, projector: Projector, count: int, heads: int) -> np.ndarr
     return None
 
 
-def _sharp(soft: np.ndarray) -> np.ndarray:
+def _inverse_softplus(soft: np.ndarray) -> np.ndarray:
     """Of what values, float32, are the softplus; of what none is, as near as there is."""
     least = np.maximum(soft.astype(np.float64), np.finfo(np.float32).tiny)
     return (least + np.log(-np.expm1(-least))).astype(np.float32)
 
 
-def _parts(header: GgufHeader, said: Described) -> Iterator[tuple[str, Part]]:
+def _tensor_sources(header: GgufHeader, said: ProjectorConfig) -> Iterator[tuple[str, TensorSource]]:
     """Of every tensor of a checkpoint by its name, as far as it is of that sense."""
     path, projector, split = header.path, said.projector, []
     for name, tensor in header.tensors.items():
-        if name in projector.unused or name == FRAMES or name.startswith(BEGIN) is not (said.modality is AUDIO_INPUT):
+        if name in projector.ignored or name == SECOND_FRAME_EMBD or name.startswith(AUDIO_PREFIXES) is not (said.modality is AUDIO_INPUT):
             continue
-        own = own_name(name, projector, [*said.deep], said.swapped)
+        own = checkpoint_name(name, projector, [*said.deep], said.swapped)
         if own is None:
             raise CheckpointError(f"{path} holds tensor {shown(name)}, which no projector of its type has",
                                   "the file's contents do not match its stated type: use another mmproj file of this model")
-        if tensor.type not in (*RAW, *DECODERS):
+        if tensor.type not in (*RAW_TYPES, *DECODERS):
             raise CheckpointError(f"{path} has tensor {shown(name)} of type {tensor.type}, which is not supported",
-                                  f"known: {', '.join((*RAW, *DECODERS))}")
-        which = next((each for each in projector.joined if f".{each}." in own), None)
+                                  f"known: {', '.join((*RAW_TYPES, *DECODERS))}")
+        which = next((each for each in projector.fused_parts if f".{each}." in own), None)
         if which is not None:
-            split.append((own.replace(f".{which}.", f".{projector.into}."), projector.joined.index(which), tensor))
+            split.append((own.replace(f".{which}.", f".{projector.fused_name}."), projector.fused_parts.index(which), tensor))
             continue
-        if (second := header.tensors.get(FRAMES)) is not None and name == FRAMES.removesuffix(".1"):
+        if (second := header.tensors.get(SECOND_FRAME_EMBD)) is not None and name == SECOND_FRAME_EMBD.removesuffix(".1"):
             if second.shape != tensor.shape or len(tensor.shape) != 4:
-                damaged(path, f"has tensor {shown(FRAMES)} of shape {list(second.shape)}, of another than that of the first frame")
-            yield own, Part((tensor, second), frames=True)
+                damaged(path,
+                        f"has tensor {shown(SECOND_FRAME_EMBD)} of shape {list(second.shape)}, of another than that of the first frame")
+            yield own, TensorSource((tensor, second), frames=True)
             continue
         try:
-            order = order_of(own, projector, tensor.shape[0], said.heads)
+            order = gguf_row_order(own, projector, tensor.shape[0], said.heads)
         except ValueError:
             damaged(path, f"has tensor {shown(name)} of {tensor.shape[0]} rows for {said.heads} heads")
-        if name in projector.turned and len(tensor.shape) != 4:
+        if name in projector.channels_last and len(tensor.shape) != 4:
             damaged(path, f"has tensor {shown(name)} of {len(tensor.shape)} dimensions, not 4")
-        if name in projector.crossed and len(tensor.shape) != 3:
+        if name in projector.swapped_axes and len(tensor.shape) != 3:
             damaged(path, f"has tensor {shown(name)} of {len(tensor.shape)} dimensions, not 3")
-        if name in projector.planes and tensor.shape[-1] % COLOURS:
+        if name in projector.planar_colors and tensor.shape[-1] % CHANNELS:
             damaged(path, f"has tensor {shown(name)} of {tensor.shape[-1]} values a row, not as many of each colour")
-        yield own, Part((tensor,), order=order, less=float(name in projector.less),
-                        soft=name.endswith(projector.soft) if projector.soft else False, turned=name in projector.turned,
-                        planes=name in projector.planes, crossed=name in projector.crossed)
+        yield own, TensorSource((tensor,), order=order, less=float(name in projector.shifted_norms),
+                        soft=name.endswith(projector.softplus_suffixes) if projector.softplus_suffixes else False,
+                                turned=name in projector.channels_last,
+                        planes=name in projector.planar_colors, crossed=name in projector.swapped_axes)
     for own, found in groupby(sorted(split, key=lambda each: each[:2]), key=lambda each: each[0]):
         tensors = tuple(tensor for _, _, tensor in found)
-        if len(tensors) != len(projector.joined) or len({each.shape[1:] for each in tensors}) > 1:
-            damaged(path, f"holds {len(tensors)} of {len(projector.joined)} parts of a matrix beside {shown(tensors[0].name)}, or such as "
+        if len(tensors) != len(projector.fused_parts) or len({each.shape[1:] for each in tensors}) > 1:
+            damaged(path,
+                    f"holds {len(tensors)} of {len(projector.fused_parts)} parts of a matrix beside {shown(tensors[0].name)}, or such as "
                           "do not belong together")
-        yield own, Part(tensors)
+        yield own, TensorSource(tensors)

@@ -16,10 +16,11 @@ from ...offload.safetensors_header import TensorInfo
 from ...quant.weight import from_f32
 from ..images.tower_ops import to_float32
 from ..images.tower_weights import STORED
-from .projector_names import FIRST
+from .projector_names import CLASS_EMBD
 
-WIDE = ("v.patch_embd", "v.position_embd", FIRST, "a.position_embd", "a.conv1d", "a.conv2d")  # what stays F32 of what has rows
-CONVOLVED = ".conv_dw.weight"  # and the end of another name
+FLOAT32_PREFIXES = ("v.patch_embd", "v.position_embd", CLASS_EMBD, "a.position_embd", "a.conv1d",
+                    "a.conv2d")  # what stays F32 of what has rows
+DEPTHWISE_SUFFIX = ".conv_dw.weight"  # and the end of another name
 
 
 @dataclass(frozen=True)
@@ -42,5 +43,5 @@ def projector_tensor(name: str, info: TensorInfo, made: Callable[[np.ndarray], n
     if info.dtype not in STORED:
         raise CheckpointError(f"{info.name} is stored as {info.dtype}: only F32, F16 and BF16 are supported for the vision tower",
                               "use a version of the model with a bfloat16 vision tower")
-    wide = len(shape) < 2 or name.startswith(WIDE) or name.endswith(CONVOLVED)
+    wide = len(shape) < 2 or name.startswith(FLOAT32_PREFIXES) or name.endswith(DEPTHWISE_SUFFIX)
     return ProjectorTensor(PlannedTensor(name, "F32" if wide else "F16", shape), info, made)

@@ -19,101 +19,107 @@ from .family_context import FamilyContext
 
 FAMILY, NAME = "qwen4_exp_text", "qwen4exp"
 SEED = 1234
-RATIOS, LAYERS, WIDTH, END = "attention.compress_ratios", "ple.layers", "embedding_length_per_layer_input", "ple.eos_token_id"
-MULTIPLIERS, FIRSTS, HEIGHTS = "ple.layer_multipliers", "ple.head_offsets", "ple.head_vocab_sizes"
-IMAGE = "ple.image_token_id"  # a word like others in a text
-TABLE = "per_layer_token_embd"
+COMPRESS_RATIOS, NGRAM_LAYERS = "attention.compress_ratios", "ple.layers"
+NGRAM_WIDTH, EOS_TOKEN = "embedding_length_per_layer_input", "ple.eos_token_id"
+HASH_MULTIPLIERS, TABLE_OFFSETS, TABLE_SIZES = "ple.layer_multipliers", "ple.head_offsets", "ple.head_vocab_sizes"
+IMAGE_TOKEN = "ple.image_token_id"  # a word like others in a text
+NGRAM_TENSOR = "per_layer_token_embd"
 KEYS = {"hyper_connection.count": "hc_count", "hyper_connection.low_rank": "hc_lowrank", "attention.indexer.head_count":
         "indexer_n_heads", "attention.indexer.key_length": "indexer_head_dim", "attention.indexer.top_k": "indexer_budget",
         "ple.ngram_size": "ngram_size", "ple.heads_per_ngram": "heads_per_ngram", "ple.conv_kernel": "ple_conv_kernel_size",
         **linear_attention.KEYS}
-REQUIRED = (*linear_attention.REQUIRED, *(key for key in KEYS if key.startswith(("hyper", "attention.indexer"))), RATIOS)
-READ = linear_attention.READ | {RATIOS, LAYERS, WIDTH, END, MULTIPLIERS, FIRSTS, HEIGHTS, IMAGE}
+REQUIRED = (*linear_attention.REQUIRED, *(key for key in KEYS if key.startswith(("hyper", "attention.indexer"))), COMPRESS_RATIOS)
+OTHER_KEYS = linear_attention.OTHER_KEYS | {COMPRESS_RATIOS, NGRAM_LAYERS, NGRAM_WIDTH, EOS_TOKEN, HASH_MULTIPLIERS, TABLE_OFFSETS,
+                                            TABLE_SIZES, IMAGE_TOKEN}
 # Parts of tensors' names -> those of a checkpoint.
-_AROUND = {"norm": "hc_norm", "down": "input_mix_weight_down", "up": "input_mix_weight_up", "inject": "block_inject_weight"}
-_MIXES = {"attn": "attn", "ffn": "mlp"}  # branches of a layer as files call them, and as checkpoints do
-_OF_INDEX = {"q_proj": "index_q_proj", "k_proj": "index_k_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
-NAMES = {**{f"hc_{branch}_{part}": f"{ours}_hyper_connection.{own}" for branch, ours in _MIXES.items() for part, own in _AROUND.items()},
-         **{f"indexer.{part}": f"self_attn.indexer.{own}" for part, own in _OF_INDEX.items()},
+_HYPER_CONNECTION = {"norm": "hc_norm", "down": "input_mix_weight_down", "up": "input_mix_weight_up", "inject": "block_inject_weight"}
+_BRANCHES = {"attn": "attn", "ffn": "mlp"}  # branches of a layer as files call them, and as checkpoints do
+_INDEXER = {"q_proj": "index_q_proj", "k_proj": "index_k_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
+NAMES = {**{f"hc_{branch}_{part}": f"{ours}_hyper_connection.{own}" for branch, ours in _BRANCHES.items() for part,
+            own in _HYPER_CONNECTION.items()},
+         **{f"indexer.{part}": f"self_attn.indexer.{own}" for part, own in _INDEXER.items()},
          **{f"ple_{part}": f"ple.{part}" for part in ("conv1d", "norm_key", "norm_query", "norm_conv")},
          "ple_key": "ple.key_proj", "ple_value": "ple.value_proj",
          **{part: own for part, own in linear_attention.NAMES.items() if part != "post_attention_norm"}}
-OUTER = {f"output_hc_{part}.weight": f"model.hyper_connection_mixer.{own}.weight" for part, own in _AROUND.items() if part != "inject"}
+OUTER = {f"output_hc_{part}.weight": f"model.hyper_connection_mixer.{own}.weight" for part,
+         own in _HYPER_CONNECTION.items() if part != "inject"}
 # Roles -> what their tensors are called.
-_PARTS = {"mix_norm": "norm", "mix_down": "down", "mix_up": "up", "mix_in": "inject"}
-_PLACES = {"attn_mix": "hc_attn", "mlp_mix": "hc_ffn", "leave_mix": "output_hc"}
-ROLES = {**{f"{role}.{own}": f"{before}_{part}" for role, before in _PLACES.items() for own, part in _PARTS.items()},
+_MIX_ROLES = {"mix_norm": "norm", "mix_down": "down", "mix_up": "up", "mix_in": "inject"}
+_MIX_PREFIXES = {"attn_mix": "hc_attn", "mlp_mix": "hc_ffn", "leave_mix": "output_hc"}
+ROLES = {**{f"{role}.{own}": f"{before}_{part}" for role, before in _MIX_PREFIXES.items() for own, part in _MIX_ROLES.items()},
          "index_q": "indexer.q_proj", "index_k": "indexer.k_proj", "index_q_norm": "indexer.q_norm", "index_k_norm": "indexer.k_norm",
          "ngram_key": "ple_key", "ngram_value": "ple_value", "ngram_conv": "ple_conv1d", "ngram_key_norm": "ple_norm_key",
          "ngram_query_norm": "ple_norm_query", "ngram_conv_norm": "ple_norm_conv"}
-ORIGINAL = "give the folder of the original checkpoint"
-MOST_MULTIPLE = 1 << 20
+ORIGINAL_HINT = "give the folder of the original checkpoint"
+MAX_PADDING_MULTIPLE = 1 << 20
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
-    header, name = gguf.header, gguf.name
+    header, name = context.header, context.name
     data, blocks = header.metadata, raw["num_hidden_layers"]
-    linear_attention.complete_config(gguf, raw)
-    ratios, layers = data[f"{name}.{RATIOS}"], raw["num_hidden_layers"]
+    linear_attention.complete_config(context, raw)
+    ratios, layers = data[f"{name}.{COMPRESS_RATIOS}"], raw["num_hidden_layers"]
     if type(blocks) is not int or not 0 < blocks <= MAX_LAYERS or not isinstance(ratios, np.ndarray) or ratios.dtype.kind not in "iu" \
             or len(ratios) not in (layers, blocks):
-        damaged(header.path, f"states {name}.{RATIOS} {shown_value(ratios)}, expected a number for each of {shown_value(blocks)} layers")
+        damaged(header.path,
+                f"states {name}.{COMPRESS_RATIOS} {shown_value(ratios)}, expected a number for each of {shown_value(blocks)} layers")
     of_keys = {int(each) for each in ratios[:layers]} - {0}
     if len(of_keys) != 1:
-        raise CheckpointError(f"{header.path} states {name}.{RATIOS} {sorted(of_keys)} for layers with attention, which is not supported",
-                              ORIGINAL)
+        raise CheckpointError(f"{header.path} states {name}.{COMPRESS_RATIOS} {sorted(of_keys)} for layers with attention, which is not "
+                              "supported",
+                              ORIGINAL_HINT)
     raw |= {"indexer_kv_heads": 1, "indexer_compress_ratio": of_keys.pop(), "output_gate_type": "sigmoid", "norm_topk_prob": True}
-    raw.setdefault("layer_types", [linear_attention.KINDS[int(not ratio)] for ratio in ratios[:layers]])
+    raw.setdefault("layer_types", [linear_attention.LAYER_TYPES[int(not ratio)] for ratio in ratios[:layers]])
     _add_ngrams(header, name, raw)
 
 
 def _add_ngrams(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
     data, path = header.metadata, header.path
-    stated = data.get(f"{name}.{LAYERS}")
+    stated = data.get(f"{name}.{NGRAM_LAYERS}")
     if stated is None or not len(np.atleast_1d(stated)):
         return
-    given, (heights, firsts) = np.atleast_1d(stated), (data.get(f"{name}.{key}") for key in (HEIGHTS, FIRSTS))
-    size, each, width = raw.get("ngram_size"), raw.get("heads_per_ngram"), data.get(f"{name}.{WIDTH}")
+    given, (heights, firsts) = np.atleast_1d(stated), (data.get(f"{name}.{key}") for key in (TABLE_SIZES, TABLE_OFFSETS))
+    size, each, width = raw.get("ngram_size"), raw.get("heads_per_ngram"), data.get(f"{name}.{NGRAM_WIDTH}")
     if len(given) != 1:
-        raise CheckpointError(f"{path} states {name}.{LAYERS} {given[:8].tolist()}: n-grams in several layers are not supported",
-                              ORIGINAL)
+        raise CheckpointError(f"{path} states {name}.{NGRAM_LAYERS} {given[:8].tolist()}: n-grams in several layers are not supported",
+                              ORIGINAL_HINT)
     if not all(type(one) is int and 0 < one < 1 << 16 for one in (size, each, width)) or not isinstance(heights, np.ndarray) \
             or len(heights) != (size - 1) * each or not (heights.astype(np.float64) > 1).all() \
             or not np.array_equal(firsts, np.concatenate([[0], np.cumsum(heights)[:-1]])):
-        damaged(path, f"states {name}.{HEIGHTS} {shown_value(heights)} for n-grams of {shown_value(size)} words")
-    table = header.tensors.get(f"{TABLE}.weight")
+        damaged(path, f"states {name}.{TABLE_SIZES} {shown_value(heights)} for n-grams of {shown_value(size)} words")
+    table = header.tensors.get(f"{NGRAM_TENSOR}.weight")
     if table is None:
-        damaged(path, f"holds no tensor {TABLE}.weight")
+        damaged(path, f"holds no tensor {NGRAM_TENSOR}.weight")
     whole, multiple = int(heights.sum()), 1
-    while -(-whole // multiple) * multiple != table.shape[0] and multiple <= MOST_MULTIPLE:
+    while -(-whole // multiple) * multiple != table.shape[0] and multiple <= MAX_PADDING_MULTIPLE:
         multiple *= 2
-    if multiple > MOST_MULTIPLE:
-        damaged(path, f"has tensor {TABLE}.weight of {table.shape[0]} rows, its keys say {whole}")
+    if multiple > MAX_PADDING_MULTIPLE:
+        damaged(path, f"has tensor {NGRAM_TENSOR}.weight of {table.shape[0]} rows, its keys say {whole}")
     raw |= {"ple_layer_ids": [int(given[0]) + 1], "ple_embed_dim": width * (size - 1) * each, "ngram_vocab_size_base": int(heights[0]),
             "make_ngram_vocab_size_divisible_by": multiple, "split_ngram_parts": 1, "seed": SEED}
 
 
-def end_texts(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
+def add_eos_token(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
     """The word before which n-grams end is the first that ends a text."""
-    if (end := header.metadata.get(f"{name}.{END}")) is not None and raw.get("ple_layer_ids"):
+    if (end := header.metadata.get(f"{name}.{EOS_TOKEN}")) is not None and raw.get("ple_layer_ids"):
         other = raw.get("eos_token_id")
         raw["eos_token_id"] = [end, *([] if other in (None, end) else [other])]
 
 
-def check_numbers(header: GgufHeader, name: str, config: ModelConfig) -> None:
+def check_hashing(header: GgufHeader, name: str, config: ModelConfig) -> None:
     """Raises CheckpointError where a file numbers its n-grams otherwise than its config says."""
     own = config.ngrams
     for layer in () if own is None else own.layers:
-        for key, meant in ((MULTIPLIERS, own.multipliers(layer)), (HEIGHTS, own.table_sizes(layer))):
+        for key, meant in ((HASH_MULTIPLIERS, own.multipliers(layer)), (TABLE_SIZES, own.table_sizes(layer))):
             if not np.array_equal(np.atleast_1d(header.metadata.get(f"{name}.{key}", 0)).astype(object), np.array(meant, object)):
                 raise CheckpointError(f"{header.path} states {name}.{key} that do not follow from the seed {SEED}, which is not supported",
-                                      ORIGINAL)
+                                      ORIGINAL_HINT)
 
 
-def table_name(name: str, config: ModelConfig) -> tuple[str, ...] | None:
+def ngram_table_name(name: str, config: ModelConfig) -> tuple[str, ...] | None:
     """What a checkpoint calls the table of n-grams."""
-    return (f"model.layers.{config.ngrams.layers[0]}.{NGRAM_TABLE}.weight",) if config.ngrams and name == f"{TABLE}.weight" else None
+    return (f"model.layers.{config.ngrams.layers[0]}.{NGRAM_TABLE}.weight",) if config.ngrams and name == f"{NGRAM_TENSOR}.weight" else None
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
@@ -121,16 +127,19 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     index, own, mixture = config.indexer.shape, config.ngrams, config.moe
     ratios = [0 if layer in config.recurrent_layers else index.tokens_per_key for layer in range(config.num_hidden_layers)]
     keys = {"hyper_connection.count": config.residual_streams, "hyper_connection.low_rank": config.residual_gate_rank,
-            RATIOS: np.array(ratios, np.uint32),
+            COMPRESS_RATIOS: np.array(ratios, np.uint32),
             "attention.indexer.head_count": index.heads, "attention.indexer.key_length": index.width, "attention.indexer.top_k":
             index.top_k * index.tokens_per_key, "expert_feed_forward_length": mixture.expert_dim, "expert_shared_feed_forward_length":
             mixture.shared_expert_dim}
     if own is None:
         return keys
     layer, firsts = own.layers[0], np.cumsum([0, *own.table_sizes(own.layers[0])[:-1]])
-    return keys | {LAYERS: np.array([layer], np.uint32), "ple.ngram_size": own.shape.size, "ple.heads_per_ngram": own.tables_per_order,
-                   "ple.conv_kernel": own.shape.kernel, WIDTH: own.width, MULTIPLIERS: np.array(own.multipliers(layer), np.uint64),
-                   FIRSTS: firsts.astype(np.uint64), HEIGHTS: np.array(own.table_sizes(layer), np.uint64), END: own.eos_token_id}
+    return keys | {NGRAM_LAYERS: np.array([layer], np.uint32), "ple.ngram_size": own.shape.size,
+                   "ple.heads_per_ngram": own.tables_per_order,
+                   "ple.conv_kernel": own.shape.kernel, NGRAM_WIDTH: own.width,
+                   HASH_MULTIPLIERS: np.array(own.multipliers(layer), np.uint64),
+                   TABLE_OFFSETS: firsts.astype(np.uint64), TABLE_SIZES: np.array(own.table_sizes(layer), np.uint64),
+                   EOS_TOKEN: own.eos_token_id}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
@@ -145,8 +154,8 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
 
 def architecture_fields(counts: Mapping[str, str], shared: Mapping[str, str]) -> dict[str, object]:
     """All of the architecture but its experts: `counts` and names of the one that is `shared` are those of Qwen's other mixtures."""
-    kinds = linear_attention.KINDS[1], linear_attention.KINDS[0]
-    return {"keys": {**counts, **KEYS}, "layer_names": {**shared, **NAMES}, "required_keys": REQUIRED, "other_keys": READ,
+    kinds = linear_attention.LAYER_TYPES[1], linear_attention.LAYER_TYPES[0]
+    return {"keys": {**counts, **KEYS}, "layer_names": {**shared, **NAMES}, "required_keys": REQUIRED, "other_keys": OTHER_KEYS,
             "outer_names": OUTER,
             "full_names": linear_attention.FULL_NAMES, "roles": ROLES, "layer_kinds": kinds, "norm_offset": 1.0, "partial_rotary": True,
             "optional_keys": frozenset({"feed_forward_length"})}

@@ -31,19 +31,20 @@ from . import (
     state_spaces,
 )
 
-HEADS = "attention.head_count_kv"
+KV_HEADS = "attention.head_count_kv"
 # Kind -> what files say of it.
-SAYS = {ConvShape: short_conv, DeltaShape: linear_attention, KdaShape: kimi_delta_attention, Mamba1Shape: jamba, Mamba2Shape: state_spaces,
+MODULE_BY_SHAPE = {ConvShape: short_conv, DeltaShape: linear_attention, KdaShape: kimi_delta_attention, Mamba1Shape: jamba,
+                   Mamba2Shape: state_spaces,
         Rwkv7Shape: rwkv7}
 # Those whose files say it otherwise.
-BY_FAMILY = {falcon_h1.FAMILY: falcon_h1, glm5_next.FAMILY: glm5_next, nemotron_h.FAMILY: nemotron_h, mamba.NAME: mamba,
-             mamba.NORMED: mamba, mamba2.NAME: mamba2}
+MODULE_BY_FAMILY = {falcon_h1.FAMILY: falcon_h1, glm5_next.FAMILY: glm5_next, nemotron_h.FAMILY: nemotron_h, mamba.NAME: mamba,
+             mamba.FALCON_MAMBA: mamba, mamba2.NAME: mamba2}
 # Ends of names of what is stored as less than zero, and as more.
-DECAYS = linear_attention.DECAY, state_spaces.DECAY, nemotron_h.DECAY, kimi_delta_attention.BELOW
-GROWTHS = (kimi_delta_attention.ABOVE,)
+NEGATIVE_DECAYS = linear_attention.DECAY, state_spaces.DECAY, nemotron_h.DECAY, kimi_delta_attention.NEGATIVE_DECAY
+POSITIVE_DECAYS = (kimi_delta_attention.POSITIVE_DECAY,)
 
 
-def layers_without(path: Path, key: str, value: np.ndarray, layers: object, kinds: tuple[str, str]) -> tuple[np.ndarray, list[str]]:
+def split_kv_heads(path: Path, key: str, value: np.ndarray, layers: object, kinds: tuple[str, str]) -> tuple[np.ndarray, list[str]]:
     """(the counts of layers that have keys and values, the kind of each layer), of counts by layer, of `layers`; `kinds`: without
     heads, and with. Raises CheckpointError."""
     if value.dtype.kind not in "iu" or (value < 0).any() or not value.any() or len(value) != layers:
@@ -53,31 +54,31 @@ def layers_without(path: Path, key: str, value: np.ndarray, layers: object, kind
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its states, without the architecture's prefix."""
-    return {} if config.recurrent is None else _says(config).export_keys(config)
+    return {} if config.recurrent is None else _module(config).export_keys(config)
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what files cannot say of its states)."""
     if config.recurrent is not None:
-        yield from _says(config).export_limits(config)
+        yield from _module(config).export_limits(config)
 
 
-def _says(config: ModelConfig) -> ModuleType:
+def _module(config: ModelConfig) -> ModuleType:
     """What files say of its states."""
-    return BY_FAMILY.get(config.family) or SAYS[type(config.recurrent)]
+    return MODULE_BY_FAMILY.get(config.family) or MODULE_BY_SHAPE[type(config.recurrent)]
 
 
-def order(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray | None]:
+def reordering(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Which row, and which column, of a tensor of a checkpoint each of a file's is; None where they lie as they do there."""
-    return linear_attention.order(role, config) if isinstance(config.recurrent, DeltaShape) else (None, None)
+    return linear_attention.value_head_order(role, config) if isinstance(config.recurrent, DeltaShape) else (None, None)
 
 
-def side(config: ModelConfig) -> float:
+def decay_sign(config: ModelConfig) -> float:
     """On which side of zero files have decays."""
     return 1.0 if config.family == kimi_delta_attention.LING_FAMILY else -1.0
 
 
-def shape_in_file(role: str, config: ModelConfig, shape: tuple[int, ...]) -> tuple[int, ...]:
+def gguf_shape(role: str, config: ModelConfig, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of a tensor of a checkpoint."""
     if role in ("state_conv", "ngram_conv") and not isinstance(config.recurrent, KdaShape):
         return shape[0], shape[-1]

@@ -19,16 +19,16 @@ EPSILON = "attention.layer_norm_epsilon"
 KEYS = {"wkv.head_size": "head_dim", "attention.decay_lora_rank": "decay_low_rank_dim", "attention.iclr_lora_rank": "a_low_rank_dim",
         "attention.value_residual_mix_lora_rank": "v_low_rank_dim", "attention.gate_lora_rank": "gate_low_rank_dim", EPSILON: "norm_eps"}
 REQUIRED = tuple(key for key in KEYS if key != EPSILON)
-SHIFTS = "token_shift_count"  # rows of the token before that a layer keeps, one for each half
+TOKEN_SHIFT_COUNT = "token_shift_count"  # rows of the token before that a layer keeps, one for each half
 CONFIG = {"hidden_act": "sqrelu"}
 # Parts of tensors' names -> those of a checkpoint; without their kind where they have none there.
 FUSED = {"time_mix_lerp_fused": tuple(f"lerp_{letter}" for letter in MIX_LETTERS)}
 NAMES = {"attn_norm": "attn_norm", "attn_norm_2": "ffn_norm", "time_mix_ln": "attn.g_norm", "time_mix_receptance": "attn.r_proj",
          "time_mix_key": "attn.k_proj", "time_mix_value": "attn.v_proj", "time_mix_output": "attn.o_proj", "channel_mix_key": "ffn.key",
          "channel_mix_value": "ffn.value"}
-LOW = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}  # how files number what is of low rank
+LORA_PARTS = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}  # how files number what is of low rank
 FULL_NAMES = {f"lerp_{letter}.weight": f"attn.x_{letter}" for letter in MIX_LETTERS} | {
-    f"time_mix_{letter}{number}.weight": f"attn.{letter}_lora.lora.{own}" for letter in "wavg" for number, own in LOW.items()} | {
+    f"time_mix_{letter}{number}.weight": f"attn.{letter}_lora.lora.{own}" for letter in "wavg" for number, own in LORA_PARTS.items()} | {
     f"time_mix_{name}.weight": f"attn.{name}" for name in ("k_k", "k_a", "r_k")} | {"channel_mix_lerp_k.weight": "ffn.x_k"}
 # Roles -> what their tensors are called; a bias that files call a tensor of its own among them.
 ROLES = {"entry_norm": "token_embd_norm", "post_norm": "attn_norm_2", "state_norm": "time_mix_ln", "state_r": "time_mix_receptance",
@@ -39,48 +39,48 @@ ROLES = {"entry_norm": "token_embd_norm", "post_norm": "attn_norm_2", "state_nor
             for end, number in (("in", 1), ("out", 2), ("out_bias", 0))},
          "state_direction": "time_mix_k_k.weight", "state_remains": "time_mix_k_a.weight", "state_bonus": "time_mix_r_k.weight"}
 # What files say of heads and positions, of which there are none.
-NOWHERE = ("attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base", "rope.scaling.finetuned")
-USUAL_EPS = 64e-5  # behind the recurrence, whatever a file says
+ABSENT_KEYS = ("attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base", "rope.scaling.finetuned")
+GROUP_NORM_EPS = 64e-5  # behind the recurrence, whatever a file says
 OUTER = {"token_embd.weight": "model.embeddings.weight", "output_norm.bias": "model.norm.bias",
          **{f"token_embd_norm.{kind}": f"model.layers.0.pre_norm.{kind}" for kind in ("weight", "bias")}}
 ARCHITECTURE = {"config": CONFIG, "keys": KEYS, "epsilon_key": EPSILON, "required_keys": REQUIRED, "layer_names": NAMES,
                 "full_names": FULL_NAMES,
-                "fused": FUSED, "outer_names": OUTER, "roles": ROLES, "other_keys": frozenset({SHIFTS})}  # all of it
-UNUSED = re.compile(r"model\.layers\.0\.attn\.v_lora\..+")
+                "fused": FUSED, "outer_names": OUTER, "roles": ROLES, "other_keys": frozenset({TOKEN_SHIFT_COUNT})}  # all of it
+UNUSED_TENSORS = re.compile(r"model\.layers\.0\.attn\.v_lora\..+")
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
-    header, raw["sliding_window"] = gguf.header, gguf.window
-    if (stated := header.metadata.get(f"{FAMILY}.{SHIFTS}", 2)) != 2:
-        raise CheckpointError(f"{header.path} states {FAMILY}.{SHIFTS} {shown_value(stated)}, which is not supported",
+    header, raw["sliding_window"] = context.header, context.window
+    if (stated := header.metadata.get(f"{FAMILY}.{TOKEN_SHIFT_COUNT}", 2)) != 2:
+        raise CheckpointError(f"{header.path} states {FAMILY}.{TOKEN_SHIFT_COUNT} {shown_value(stated)}, which is not supported",
                               "layers of this family keep two rows of the previous token: convert the original checkpoint again")
     for key in PLACEHOLDER_SIZES:
         raw.pop(key, None)
     raw["norm_bias"] = any(name.endswith("attn_norm.bias") for name in header.tensors)
 
 
-def is_left_out(name: str, config: ModelConfig) -> bool:
+def is_ignored(name: str, config: ModelConfig) -> bool:
     """Is this, by its name in a checkpoint, of the shares that the first layer's values have of themselves? Writers keep them."""
-    return config.family == FAMILY and UNUSED.fullmatch(name) is not None
+    return config.family == FAMILY and UNUSED_TENSORS.fullmatch(name) is not None
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its states, without the architecture's prefix."""
     own = config.recurrent
     ranks = dict(zip(("decay", "iclr", "value_residual_mix", "gate"), own.ranks, strict=True))
-    return {"wkv.head_size": own.head_dim, **{f"attention.{name}_lora_rank": rank for name, rank in ranks.items()}, SHIFTS: 2,
+    return {"wkv.head_size": own.head_dim, **{f"attention.{name}_lora_rank": rank for name, rank in ranks.items()}, TOKEN_SHIFT_COUNT: 2,
             "attention.head_count": 0, "attention.head_count_kv": 0}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    yield not np.isclose(config.recurrent.eps, USUAL_EPS, rtol=1e-4), \
-        f"has an epsilon of {config.recurrent.eps:g} behind its recurrence instead of {USUAL_EPS:g}"
+    yield not np.isclose(config.recurrent.eps, GROUP_NORM_EPS, rtol=1e-4), \
+        f"has an epsilon of {config.recurrent.eps:g} behind its recurrence instead of {GROUP_NORM_EPS:g}"
     yield not config.norm_bias, "has norms without biases"
 
 
-def unread(config: ModelConfig) -> dict[str, np.ndarray]:
+def placeholder_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     """The shares of the first layer's values by name, float32: nothing reads them, and llama.cpp asks for them, as wide as rates."""
     hidden, rank = config.hidden_size, config.recurrent.ranks[1]
     shapes = (hidden,), (rank, hidden), (hidden, rank)

@@ -29,7 +29,7 @@ def open_parts(path: Path) -> tuple[GgufHeader, dict[Path, OpenFile]]:
         if key not in _LAST:  # config, tokenizer and weights each ask for it
             headers = [read_gguf_header(part, file.fd) for part, file in opened.items()]
             _LAST.clear()
-            _LAST[key] = _joined(path, headers)
+            _LAST[key] = _merge_headers(path, headers)
         return _LAST[key], opened
     except BaseException:
         close_all(opened)
@@ -48,7 +48,7 @@ def _open(part: Path, asked: Path) -> OpenFile:
     return open_regular_file(part)
 
 
-def _joined(path: Path, headers: list[GgufHeader]) -> GgufHeader:
+def _merge_headers(path: Path, headers: list[GgufHeader]) -> GgufHeader:
     """One header of all parts."""
     first, count = headers[0], headers[0].metadata.get("split.count", 0)
     if len(headers) == 1:

@@ -12,7 +12,7 @@ from ...offload.safetensors_header import CheckpointError
 from ...quant.imports.gguf import NATIVE
 from ..config import ModelConfig
 from ..stores.tensor_views import concatenated_parts
-from .tensor_sources import RAW, Source
+from .tensor_sources import RAW_TYPES, Source
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class SplitMatrix:
         return first if all(part.tensor.type == first and part.scale == self.parts[0].scale for part in self.parts) else None
 
     @property
-    def is_kept(self) -> bool:
+    def keeps_codes(self) -> bool:
         """Whether kernels multiply it as it lies: parts begin on row blocks."""
         return len(self.shape) == 2 and self.kind in NATIVE and not any(part.tensor.shape[0] % ROWS for part in self.parts)
 
     def dtype(self, wide: str) -> str:
         """The raw type of its values where it is not kept."""
-        return self.kind if self.kind in RAW else wide.upper()
+        return self.kind if self.kind in RAW_TYPES else wide.upper()
 
     @property
     def files(self) -> frozenset[Path]:

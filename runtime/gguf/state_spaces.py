@@ -11,14 +11,14 @@ from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from .family_context import FamilyContext
 
-INNER = "inner_size"  # of all heads together, which no config states
+INNER_SIZE = "inner_size"  # of all heads together, which no config states
 # Below the architecture's name -> config.json.
 KEYS = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
-        "ssm.time_step_rank": "mamba_n_heads", "ssm.inner_size": INNER, "expert_count": "num_local_experts",
+        "ssm.time_step_rank": "mamba_n_heads", "ssm.inner_size": INNER_SIZE, "expert_count": "num_local_experts",
         "expert_used_count": "num_experts_per_tok", "expert_shared_feed_forward_length": "shared_intermediate_size"}
 REQUIRED = (*(key for key in KEYS if key.startswith("ssm.")), "attention.head_count_kv", "attention.scale")
-KINDS = "mamba", "attention"
-TURNED = "rope.scaling.finetuned"  # false where no layer turns by position
+LAYER_TYPES = "mamba", "attention"
+ROPE_FINETUNED = "rope.scaling.finetuned"  # false where no layer turns by position
 # A matrix of a file -> what lies in it: gates, what is convolved, steps.
 FUSED = {"ssm_in": ("ssm_z", "ssm_xbc", "ssm_steps")}
 # Parts of tensors' names -> those of a checkpoint; without their kind where they have none there.
@@ -29,24 +29,24 @@ NAMES = {"ssm_z": "mamba.gate_proj", "ssm_xbc": "mamba.xbc_proj", "ssm_steps": "
 FULL_NAMES = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 ROLES = {"state_gate": "ssm_z", "state_in": "ssm_xbc", "state_rate": "ssm_steps", "state_skip": "ssm_d"}
 DECAY = ".mamba.A_log"
-EXPANDS = 2  # channels together are so many times as wide as the model
+EXPAND = 2  # channels together are so many times as wide as the model
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
-    header, name = gguf.header, gguf.name
-    if gguf.window:
+    header, name = context.header, context.name
+    if context.window:
         return  # refused for that
-    path, (inner, heads, hidden) = header.path, (raw.pop(INNER), raw["mamba_n_heads"], raw["hidden_size"])
+    path, (inner, heads, hidden) = header.path, (raw.pop(INNER_SIZE), raw["mamba_n_heads"], raw["hidden_size"])
     if type(inner) is type(heads) is type(hidden) is int and heads > 0 and hidden > 0:
         if inner < 1 or inner % heads or inner % hidden:
             raise CheckpointError(f"{path} states {name}.ssm.inner_size {inner} for {heads} heads and a width of {hidden}, one of which it "
                                   "is not a multiple of",
                                   "the file is damaged or was converted wrongly: download it again, or use another one")
         raw |= {"mamba_d_head": inner // heads, "mamba_expand": inner // hidden}
-    turned = header.metadata.get(f"{name}.{TURNED}", True)
+    turned = header.metadata.get(f"{name}.{ROPE_FINETUNED}", True)
     if not isinstance(turned, bool):
-        damaged(path, f"states {name}.{TURNED} {turned!r}, expected true or false")
+        damaged(path, f"states {name}.{ROPE_FINETUNED} {turned!r}, expected true or false")
     if not raw.setdefault("num_local_experts", 0):
         raw["shared_intermediate_size"] = raw["intermediate_size"]
     raw |= {"position_embedding_type": "rope" if turned else "nope",
@@ -68,6 +68,6 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express of a model with state spaces."""
-    yield config.recurrent.values != EXPANDS * config.hidden_size, \
+    yield config.recurrent.values != EXPAND * config.hidden_size, \
         f"has state spaces of {config.recurrent.values} channels for a width of {config.hidden_size}"
     yield not config.recurrent.biased, "has convolutions without biases"  # for which llama.cpp looks all the same

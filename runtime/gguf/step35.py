@@ -15,58 +15,59 @@ from ..config_rope import GLOBAL, LOCAL
 from ..families.glm4_moe_lite import DENSE, SPARSE
 from ..families.step3p5 import GATE_LIMIT_KEYS
 from .family_context import SIGMOID, FamilyContext
-from .laguna import QUERIES
+from .laguna import QUERY_HEADS
 
 FAMILY, NAME = "step3p5", "step35"
-SHARED, THETA, BEHIND = "expert_shared_feed_forward_length", "rope.freq_base_swa", "nextn_predict_layers"
-CLAMPS = dict(zip(("swiglu_clamp_exp", "swiglu_clamp_shexp"), GATE_LIMIT_KEYS))
-TURNED = {GLOBAL: 0.5, LOCAL: 1.0}  # how much of a head
+SHARED_EXPERT_WIDTH, LOCAL_ROPE_THETA, MTP_LAYERS = "expert_shared_feed_forward_length", "rope.freq_base_swa", "nextn_predict_layers"
+SWIGLU_CLAMPS = dict(zip(("swiglu_clamp_exp", "swiglu_clamp_shexp"), GATE_LIMIT_KEYS))
+ROTARY_FACTORS = {GLOBAL: 0.5, LOCAL: 1.0}  # how much of a head
 KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length":
-        "moe_intermediate_size", SHARED: "share_expert_dim", "expert_weights_scale": "moe_router_scaling_factor", "expert_weights_norm":
-        "norm_expert_weight", "expert_gating_func": "scoring_func", BEHIND: "num_nextn_predict_layers"}
-READ = frozenset({QUERIES, THETA, *CLAMPS, "leading_dense_block_count", "moe_every_n_layers"})
-REQUIRED = ("attention.key_length", "attention.sliding_window", "expert_feed_forward_length", SHARED)
+        "moe_intermediate_size", SHARED_EXPERT_WIDTH: "share_expert_dim", "expert_weights_scale": "moe_router_scaling_factor",
+        "expert_weights_norm":
+        "norm_expert_weight", "expert_gating_func": "scoring_func", MTP_LAYERS: "num_nextn_predict_layers"}
+OTHER_KEYS = frozenset({QUERY_HEADS, LOCAL_ROPE_THETA, *SWIGLU_CLAMPS, "leading_dense_block_count", "moe_every_n_layers"})
+REQUIRED = ("attention.key_length", "attention.sliding_window", "expert_feed_forward_length", SHARED_EXPERT_WIDTH)
 NAMES = {"attn_gate": "self_attn.g_proj", "exp_probs_b": "moe.router_bias", **{
     f"ffn_{part}_shexp": f"share_expert.{part}_proj" for part in ("gate", "up", "down")}}
 
 
-def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, with what no generic key of the file states, also of layers behind the last. Raises
     CheckpointError."""
-    gguf.demand_sigmoids(raw)
-    header, kinds = gguf.header, gguf.layer_types(raw, 1)
+    context.require_sigmoid_scores(raw)
+    header, kinds = context.header, context.layer_types(raw, 1)
     layers, behind = raw["num_hidden_layers"], raw.setdefault("num_nextn_predict_layers", 0)
     if type(layers) is not int or type(behind) is not int or not 0 <= behind < layers <= MAX_LAYERS:
-        damaged(header.path, f"states {NAME}.block_count {shown_value(layers)} and {NAME}.{BEHIND} {shown_value(behind)}")
+        damaged(header.path, f"states {NAME}.block_count {shown_value(layers)} and {NAME}.{MTP_LAYERS} {shown_value(behind)}")
     heads = raw.pop("num_attention_heads_per_layer", [raw["num_attention_heads"]] * layers)
     if len(heads) != layers:
-        damaged(header.path, f"states {NAME}.{QUERIES} for {len(heads)} of {layers} layers")
+        damaged(header.path, f"states {NAME}.{QUERY_HEADS} for {len(heads)} of {layers} layers")
     of_kind = {kind: {own for own, each in zip(heads, kinds) if each == kind} or {heads[0]} for kind in (GLOBAL, LOCAL)}
     if any(len(each) > 1 for each in of_kind.values()):
-        damaged(header.path, f"states {NAME}.{QUERIES} that differ among layers of one kind")
-    raw |= {"num_hidden_layers": layers - behind, "layer_types": kinds, "sliding_window": gguf.window,
+        damaged(header.path, f"states {NAME}.{QUERY_HEADS} that differ among layers of one kind")
+    raw |= {"num_hidden_layers": layers - behind, "layer_types": kinds, "sliding_window": context.window,
             "num_attention_heads": min(of_kind[GLOBAL]), "num_sliding_attention_heads": min(of_kind[LOCAL]),
             "attention_bias": "blk.0.attn_q.bias" in header.tensors, "mlp_layer_types": [
                 SPARSE if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors else DENSE for layer in range(layers - behind)]}
     raw.setdefault("norm_expert_weight", False)  # what llama.cpp takes for granted, where a checkpoint says nothing
-    for key, ours in CLAMPS.items():
+    for key, ours in SWIGLU_CLAMPS.items():
         if (stated := header.metadata.get(f"{NAME}.{key}")) is not None:
             raw[ours] = np.asarray(stated).tolist() if np.ndim(stated) else [stated] * layers
 
 
-def two_tables(header: GgufHeader, raw: dict[str, object]) -> None:
+def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
     """Put the rotary positions of `raw`, which hold of layers without a window, into a section beside one of those with a window."""
     theta, scaled = raw.pop("rope_theta", 10_000.0), dict(raw.pop("rope_scaling", None) or {})
     for name in ("short_factor", "long_factor"):  # as many as a whole head would have, of which the first are read
         if name in scaled:
-            scaled[name] = scaled[name][: int(raw["head_dim"] * TURNED[GLOBAL]) // 2]
+            scaled[name] = scaled[name][: int(raw["head_dim"] * ROTARY_FACTORS[GLOBAL]) // 2]
     raw["rope_parameters"] = {
-        GLOBAL: {"rope_type": "default", **scaled, "rope_theta": theta, "partial_rotary_factor": TURNED[GLOBAL]},
-        LOCAL: {"rope_type": "default", "rope_theta": header.metadata.get(f"{NAME}.{THETA}", theta), "partial_rotary_factor":
-                TURNED[LOCAL]}}
+        GLOBAL: {"rope_type": "default", **scaled, "rope_theta": theta, "partial_rotary_factor": ROTARY_FACTORS[GLOBAL]},
+        LOCAL: {"rope_type": "default", "rope_theta": header.metadata.get(f"{NAME}.{LOCAL_ROPE_THETA}", theta), "partial_rotary_factor":
+                ROTARY_FACTORS[LOCAL]}}
 
 
-def filled(divisors: np.ndarray, config: ModelConfig) -> np.ndarray:
+def pad_rope_factors(divisors: np.ndarray, config: ModelConfig) -> np.ndarray:
     """Divisors of the rotary frequencies, as many as of a whole head."""
     return np.concatenate([divisors, np.ones(config.head_dim // 2 - len(divisors), divisors.dtype)])
 
@@ -76,21 +77,21 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     own, layers = config.moe, range(config.num_hidden_layers)
     local = next(rope for rope, window in zip(config.ropes, config.windows) if window is not None)
     keys: dict[str, Value] = {
-        QUERIES: np.array([config.query_heads_of(layer) for layer in layers], np.int32), "attention.sliding_window_pattern": np.array(
+        QUERY_HEADS: np.array([config.query_heads_of(layer) for layer in layers], np.int32), "attention.sliding_window_pattern": np.array(
             [each is not None for each in config.windows], np.bool_), "expert_feed_forward_length": own.expert_dim,
-            SHARED: own.shared_expert_dim,
+            SHARED_EXPERT_WIDTH: own.shared_expert_dim,
         "expert_gating_func": SIGMOID, "expert_weights_norm": True, "expert_weights_scale": float(own.routed_scale),
         "leading_dense_block_count":
-        min(own.layers, default=config.num_hidden_layers), "rope.dimension_count": config.head_dim, THETA: float(local.theta)}
+        min(own.layers, default=config.num_hidden_layers), "rope.dimension_count": config.head_dim, LOCAL_ROPE_THETA: float(local.theta)}
     return keys | {key: np.array([config.gate_limits[layer][which] or 0.0 for layer in layers], np.float32)
-                   for which, key in enumerate(CLAMPS) if config.gate_limits}
+                   for which, key in enumerate(SWIGLU_CLAMPS) if config.gate_limits}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
     kinds = {GLOBAL if window is None else LOCAL for window in config.windows}
     yield len(kinds) < 2, "has layers of one kind"
-    yield any(rope.partial_rotary_factor != TURNED[GLOBAL if window is None else LOCAL]
+    yield any(rope.partial_rotary_factor != ROTARY_FACTORS[GLOBAL if window is None else LOCAL]
               for rope, window in zip(config.ropes, config.windows)), "rotates another part of a head"
     yield any(rope.kind != "default" for rope, window in zip(config.ropes, config.windows) if window is not None), \
         "scales RoPE in layers with a window"

@@ -31,12 +31,12 @@ from ..config import ModelConfig
 from ..stores.container import Container, StoredTensor
 from ..stores.converting_store import REPACK_SCRATCH_NBYTES, ConvertingStore, scratch_nbytes, steps
 from . import listwise
-from .architecture import DIVISORS
+from .architecture import ROPE_FACTOR_TENSORS
 from .architectures import architecture
-from .config import model_config, rotary_divisors
+from .config import model_config, rope_factors
 from .split_files import close_all, open_parts
-from .tensor_mapping import NO_SCALE, GgufFile, TensorMapping, map_tensors
-from .tensor_sources import INTEGER, RAW, Source
+from .tensor_mapping import UNIT_SCALE, GgufFile, TensorMapping, map_tensors
+from .tensor_sources import INTEGER_TYPE, RAW_TYPES, Source
 
 
 class GgufStore(ConvertingStore):
@@ -48,10 +48,10 @@ class GgufStore(ConvertingStore):
     Rows are in the checkpoint's order, which within a head may differ from the file's.
     """
 
-    def __init__(self, file: GgufFile, config: ModelConfig, wide: str, low_bit: bool) -> None:
-        self._path, self._wide = file.header.path, wide
-        mapping = map_tensors(file, config, wide, low_bit)
-        self._sources, self._halves, self._split, self._scales = mapping.sources, mapping.halves, mapping.split_matrices, mapping.scales
+    def __init__(self, file: GgufFile, config: ModelConfig, dequant_dtype: str, low_bit: bool) -> None:
+        self._path, self._wide = file.header.path, dequant_dtype
+        mapping = map_tensors(file, config, dequant_dtype, low_bit)
+        self._sources, self._halves, self._split, self._scales = mapping.sources, mapping.kv_b, mapping.split_matrices, mapping.scales
         opened = dict(file.opened)
         if config.listwise_reranker:
             ranking = listwise.open_ranking_file(self._path)
@@ -67,18 +67,19 @@ class GgufStore(ConvertingStore):
         return source.nbytes
 
     def files_of(self, info: TensorInfo) -> frozenset[Path]:
-        joined = self._split.get(info.name) or self._halves.get(info.name)
-        return super().files_of(info) if joined is None else joined.files
+        parts = self._split.get(info.name) or self._halves.get(info.name)
+        return super().files_of(info) if parts is None else parts.files
 
     def _conversion_notices(self, mapping: TensorMapping) -> Iterator[str]:
-        for is_repacked, what in ((True, "are repacked for the kernels"), (False, f"are widened to {self._wide}")):
+        for is_repacked, action in ((True, "are repacked for the kernels"), (False, f"are widened to {self._wide}")):
             names = [name for name, source in self._sources.items()
-                     if source.tensor.type not in RAW and (name in mapping.stored) == is_repacked and name not in mapping.plain]
+                     if source.tensor.type not in RAW_TYPES and (name in mapping.stored) == is_repacked
+                     and name not in mapping.high_precision]
             if names:
                 counts = Counter(self._sources[name].tensor.type for name in names)
-                listed = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+                listed = ", ".join(f"{count} {type_name}" for type_name, count in sorted(counts.items()))
                 loaded, stored = (sum(tensors[name].nbytes for name in names) for tensors in (self.tensors, self._sources))
-                message = (f"weights in blocks ({listed}) {what} as they are read: {format_size(loaded)} of memory for "
+                message = (f"weights in blocks ({listed}) {action} as they are read: {format_size(loaded)} of memory for "
                            f"{format_size(stored)} of file")
                 yield Detail(message) if is_repacked else Fallback(message)
 
@@ -86,54 +87,55 @@ class GgufStore(ConvertingStore):
         if info.name not in self._sources:
             return None
         source = self._sources[info.name]
-        if source.tensor.type not in RAW or source.is_reordered or source.is_transformed:
+        if source.tensor.type not in RAW_TYPES or source.is_reordered or source.is_transformed:
             return None
-        return source.tensor.offset + source.first * (source.tensor.nbytes // source.tensor.shape[0])
+        return source.tensor.offset + source.first_row * (source.tensor.nbytes // source.tensor.shape[0])
 
-    def repack_plan(self, infos: Sequence[TensorInfo]) -> Repack | None:
-        if any(info.name not in self._sources for info in infos):
+    def repack_plan(self, tensors: Sequence[TensorInfo]) -> Repack | None:
+        if any(info.name not in self._sources for info in tensors):
             return None
-        sources = [self._sources[info.name] for info in infos]
+        sources = [self._sources[info.name] for info in tensors]
         if not all(source.in_order for source in sources):
             return None
-        return Repack(tuple(info.nbytes for info in infos), sum(source.nbytes for source in sources),
+        return Repack(tuple(info.nbytes for info in tensors), sum(source.nbytes for source in sources),
                       max(staging_buffer(source.rows_per_step * source.tensor.row_nbytes) for source in sources),
                       max(REPACK_SCRATCH_NBYTES if info.dtype == "U8" else scratch_nbytes(*source.shape)
-                          for info, source in zip(infos, sources, strict=True)), partial(self._repack_steps, tuple(infos)))
+                          for info, source in zip(tensors, sources, strict=True)), partial(self._repack_steps, tuple(tensors)))
 
-    def _repack_steps(self, infos: Sequence[TensorInfo]) -> list[RepackStep]:
+    def _repack_steps(self, tensors: Sequence[TensorInfo]) -> list[RepackStep]:
         """Steps over some rows of each matrix; the rows of an expert are consecutive in the file."""
-        result = []
-        for index, info in enumerate(infos):
+        repack_steps = []
+        for index, info in enumerate(tensors):
             source, (rows, _) = self._sources[info.name], self._sources[info.name].shape
             tensor, row_nbytes = source.tensor, source.tensor.row_nbytes
             for begin in range(0, rows, source.rows_per_step):
                 count = min(source.rows_per_step, rows - begin)
-                extent = Range(tensor.file, tensor.offset + (source.first + begin) * row_nbytes, count * row_nbytes)
-                result.append(RepackStep((extent,), partial(self._repack, info, index, begin)))
-        return result
+                extent = Range(tensor.file, tensor.offset + (source.first_row + begin) * row_nbytes, count * row_nbytes)
+                repack_steps.append(RepackStep((extent,), partial(self._repack, info, index, begin)))
+        return repack_steps
 
-    def _repack(self, info: TensorInfo, index: int, first: int, raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
+    def _repack(self, info: TensorInfo, index: int, first: int, raw_buffers: Sequence[np.ndarray],
+                out_buffers: Sequence[np.ndarray]) -> None:
         """Convert the rows from `first` on, as read from the file."""
-        source, out = self._sources[info.name], outs[index]
-        raw, row_nbytes = raws[0].reshape(-1, source.tensor.row_nbytes), info.nbytes // source.shape[0]
+        source, out = self._sources[info.name], out_buffers[index]
+        raw, row_nbytes = raw_buffers[0].reshape(-1, source.tensor.row_nbytes), info.nbytes // source.shape[0]
         if info.dtype == "U8":
             self._put_codes(info, first, raw, out)
             return
         for begin, end in steps(len(raw), source.shape[1]):
             self._widen(info, raw[begin:end], out[(first + begin) * row_nbytes : (first + end) * row_nbytes])
 
-    def put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
-        if (joined := self._split.get(info.name)) is not None:
-            for part, first, last, at in joined.ranges(begin, end):
-                self._put_codes(info, at, self._rows(part, first, last, part.tensor.row_nbytes), blob, part)
+    def put_codes(self, info: TensorInfo, begin: int, end: int, codes: np.ndarray) -> None:
+        if (split := self._split.get(info.name)) is not None:
+            for part, first, last, row in split.ranges(begin, end):
+                self._put_codes(info, row, self._rows(part, first, last, part.tensor.row_nbytes), codes, part)
             return
         source = self._sources[info.name]
-        self._put_codes(info, begin, self._rows(source, begin, end, source.tensor.row_nbytes), blob)
+        self._put_codes(info, begin, self._rows(source, begin, end, source.tensor.row_nbytes), codes)
 
-    def _put_codes(self, info: TensorInfo, begin: int, raw: np.ndarray, blob: np.ndarray, part: Source | None = None) -> None:
+    def _put_codes(self, info: TensorInfo, begin: int, raw: np.ndarray, codes: np.ndarray, part: Source | None = None) -> None:
         source = part or self._sources[info.name]
-        if not put_gguf_blocks(blob, source.tensor.type, source.shape, begin, raw, source.scale):
+        if not put_gguf_blocks(codes, source.tensor.type, source.shape, begin, raw, source.scale):
             self._refuse(source.tensor, "a scale of NaN or infinity")
 
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
@@ -150,7 +152,7 @@ class GgufStore(ConvertingStore):
         source = self._sources[info.name]
         tensor = source.tensor
         nbytes = tensor.nbytes // tensor.shape[0]
-        if len(tensor.shape) == 1 and tensor.type not in RAW:  # the blocks of a vector cross its rows
+        if len(tensor.shape) == 1 and tensor.type not in RAW_TYPES:  # the blocks of a vector cross its rows
             raw = np.empty(tensor.nbytes, np.uint8)
             self.read_at(tensor.file, tensor.offset, memoryview(raw))
             values = self._dequantized(raw, tensor, tensor.shape[0]).reshape(-1)[begin:end]
@@ -162,9 +164,9 @@ class GgufStore(ConvertingStore):
         """Rows [n, row bytes] of the file as raw values."""
         source = part or self._sources[info.name]
         tensor = source.tensor
-        if tensor.type == INTEGER:
+        if tensor.type == INTEGER_TYPE:
             values = raw.reshape(-1).view(np.int32).astype(np.float32)
-        elif tensor.type not in RAW:
+        elif tensor.type not in RAW_TYPES:
             values = self._dequantized(raw, tensor, tensor.shape[-1] if len(tensor.shape) > 1 else 1) * np.float32(source.scale)
         elif source.is_transformed or info.dtype != tensor.type:
             scheme = tensor.type.lower()
@@ -177,8 +179,8 @@ class GgufStore(ConvertingStore):
     def _values(self, tensor: GgufTensor, begin: int, end: int) -> np.ndarray:
         """Values of rows of a matrix in the file, float32."""
         raw = self._rows(Source(tensor, tensor.shape), begin, end, tensor.row_nbytes)
-        if tensor.type not in RAW:
-            return self._dequantized(raw, tensor, tensor.shape[1]) * self._scales.get(tensor.name, NO_SCALE)[0]
+        if tensor.type not in RAW_TYPES:
+            return self._dequantized(raw, tensor, tensor.shape[1]) * self._scales.get(tensor.name, UNIT_SCALE)[0]
         scheme = tensor.type.lower()
         return to_f32(raw.reshape(-1).view(RAW_NUMPY[scheme]), scheme).reshape(end - begin, -1)
 
@@ -191,11 +193,11 @@ class GgufStore(ConvertingStore):
 
     def _untransform(self, source: Source, values: np.ndarray) -> np.ndarray:
         """The checkpoint's values of a vector of the file, float32."""
-        if source.decay:
+        if source.is_negative_decay:
             if not (values < 0).all() or np.isinf(values).any():
                 self._refuse(source.tensor, "a decay that is not below zero")
             return np.log(-values)
-        if source.growth:
+        if source.is_positive_decay:
             if not (values > 0).all() or np.isinf(values).any():
                 self._refuse(source.tensor, "a decay that is not above zero")
             return np.log(values)
@@ -208,8 +210,8 @@ class GgufStore(ConvertingStore):
             self._refuse(tensor, "a scale of NaN or infinity")
         return values
 
-    def _refuse(self, tensor: GgufTensor, what: str) -> NoReturn:
-        raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} with {what}", "the file is damaged: download it again")
+    def _refuse(self, tensor: GgufTensor, problem: str) -> NoReturn:
+        raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} with {problem}", "the file is damaged: download it again")
 
     def _rows(self, source: Source, begin: int, end: int, nbytes: int) -> np.ndarray:
         """Bytes [rows, nbytes] of the rows [begin, end) in a checkpoint's order."""
@@ -217,7 +219,7 @@ class GgufStore(ConvertingStore):
         if order is not None:
             first, last = int(order.min()), int(order.max()) + 1
         raw = np.empty(((last - first), nbytes), np.uint8)
-        self.read_at(source.tensor.file, source.tensor.offset + (source.first + first) * nbytes, memoryview(raw).cast("B"))
+        self.read_at(source.tensor.file, source.tensor.offset + (source.first_row + first) * nbytes, memoryview(raw).cast("B"))
         return raw if order is None else raw[order - first]
 
 
@@ -225,14 +227,14 @@ def open_file(path: Path) -> GgufFile:
     """Open a file; the store made from it closes it. Raises CheckpointError, ModelNotFound."""
     header, opened = open_parts(path)
     try:
-        found = architecture(path, header.metadata.get("general.architecture"))
+        arch = architecture(path, header.metadata.get("general.architecture"))
         factors = {}
-        for name in DIVISORS:
+        for name in ROPE_FACTOR_TENSORS:
             if (tensor := header.tensors.get(name)) is not None:
                 raw = np.empty(min(tensor.nbytes, 1 << 17), np.uint8)
                 TensorStore(path, {}, opened).read_at(tensor.file, tensor.offset, memoryview(raw))
-                factors[name] = rotary_divisors(tensor, raw, path)
-        return GgufFile(header, opened, found, factors)
+                factors[name] = rope_factors(tensor, raw, path)
+        return GgufFile(header, opened, arch, factors)
     except BaseException:
         close_all(opened)
         raise
@@ -249,16 +251,16 @@ def read_gguf_config(path: Path, strict: bool = False) -> ModelConfig:
     """The ModelConfig of a file. Raises CheckpointError, ModelNotFound, with `strict` UsageError."""
     file = open_file(path)
     close_all(file.opened)
-    return model_config(file.header, file.factors, strict)
+    return model_config(file.header, file.rope_factors, strict)
 
 
 def _container(file: GgufFile, stored: dict[str, StoredTensor], sources: Mapping[str, Source]) -> Container:
     """The container of the tensors that run from their codes. A GGUF file has no checksums."""
-    kinds = Counter(source.tensor.type for source in sources.values() if len(source.tensor.shape) == 2)
+    counts = Counter(source.tensor.type for source in sources.values() if len(source.tensor.shape) == 2)
     nbytes = sum(source.nbytes for source in sources.values())
     weights = sum(prod(source.shape) for source in sources.values())
     model = str(file.header.metadata.get("general.name", file.header.path.name))
-    spec_text = ", ".join(kind for kind, _ in kinds.most_common())
+    spec_text = ", ".join(kind for kind, _ in counts.most_common())
     return Container(spec_text, 8 * nbytes / weights, stored, {"model": model}, {"name": "GGUF"}, {"name": "GGUF blocks"}, {})
 
 
@@ -269,7 +271,7 @@ def open_gguf_store(path: Path, wide: str = "f16", low_bit: bool = False) -> Ggu
     """
     file = open_file(path)
     try:
-        return GgufStore(file, model_config(file.header, file.factors), wide, low_bit)
+        return GgufStore(file, model_config(file.header, file.rope_factors), wide, low_bit)
     except EffllmError:
         close_all(file.opened)
         raise

@@ -26,23 +26,23 @@ from ..speculation.mtp_tensors import mtp_rules
 from ..stores.container import StoredTensor
 from . import deci, hy_v4, nemotron_h
 from .architecture import ROUTER, Architecture
-from .config import Factors
-from .deepseek4 import BEFORE_O, groups_in
-from .gemma3n import STACKED, stacked
+from .config import RopeFactors
+from .deepseek4 import OUTPUT_DOWN, output_group_names
+from .gemma3n import STACKED_MATRICES, stacked_names
 from .gemma4 import is_unused
-from .latent_attention import HALVES, Halves, halves
-from .linear_attention import joined_rows
-from .mrope_sections import turned_rows
-from .nextn import is_behind, mtp_names
-from .qwen4 import table_name
-from .recurrent_layers import DECAYS, GROWTHS
-from .rwkv7 import is_left_out
+from .latent_attention import KV_B_HALVES, SplitKvB, split_kv_b
+from .linear_attention import fused_rows
+from .mrope_sections import gguf_row_order
+from .nextn import is_ignored_mtp, mtp_names
+from .qwen4 import ngram_table_name
+from .recurrent_layers import NEGATIVE_DECAYS, POSITIVE_DECAYS
+from .rwkv7 import is_ignored
 from .split_matrices import SplitMatrix, split_matrix, split_parts
 from .tensor_names import checkpoint_names
 from .tensor_scales import is_weight, tensor_scales
-from .tensor_sources import INTEGER, RAW, TABLE, Source
+from .tensor_sources import EXPERT_TABLE_SUFFIX, INTEGER_TYPE, RAW_TYPES, Source
 
-NO_SCALE = np.ones(1, np.float32)
+UNIT_SCALE = np.ones(1, np.float32)
 
 
 @dataclass(frozen=True)
@@ -52,29 +52,29 @@ class GgufFile:
     header: GgufHeader
     opened: Mapping[Path, OpenFile]
     architecture: Architecture
-    factors: Factors
+    rope_factors: RopeFactors
 
 
 @dataclass
 class TensorMapping:
     """Where the tensors of a model come from, by their names in a checkpoint unless noted."""
 
-    plain: frozenset[str]  # never low-bit
+    high_precision: frozenset[str]  # never low-bit
     scales: Mapping[str, np.ndarray]  # per-tensor scales of NVFP4, by names of the file
     tensors: dict[str, TensorInfo] = field(default_factory=dict)  # as the store lists them
     stored: dict[str, StoredTensor] = field(default_factory=dict)  # formats of those that run from their codes
     sources: dict[str, Source] = field(default_factory=dict)  # of those that are a tensor of the file, or a part of one
-    halves: dict[str, Halves] = field(default_factory=dict)  # of those that are joined from two
+    kv_b: dict[str, SplitKvB] = field(default_factory=dict)  # of those that are joined from two
     split_matrices: dict[str, SplitMatrix] = field(default_factory=dict)  # of those that are joined from several, one after the other
 
 
-def map_tensors(file: GgufFile, config: ModelConfig, wide: str, low_bit: bool) -> TensorMapping:
+def map_tensors(file: GgufFile, config: ModelConfig, dequant_dtype: str, low_bit: bool) -> TensorMapping:
     """Map the tensors of a file for a model of this config; `wide`, `low_bit`: see `open_gguf_store`. Raises CheckpointError for unknown,
     missing or misshapen tensors."""
     rules = _rules(config)
     scales = tensor_scales(file.header, file.opened, config.moe.num_experts if config.moe else 0)
     mapping = TensorMapping(frozenset(rule.name for rule in rules if rule.plain or rule.coefficients), scales)
-    _Mapper(file, config, wide.upper(), low_bit, {rule.name: rule.shape for rule in rules}, mapping).run()
+    _Mapper(file, config, dequant_dtype.upper(), low_bit, {rule.name: rule.shape for rule in rules}, mapping).run()
     return mapping
 
 
@@ -95,15 +95,15 @@ class _Mapper:
 
     def run(self) -> None:
         part_of = split_parts(self.config)
-        halves_of, parts_of = defaultdict[str, dict](dict), defaultdict[str, dict[int, Source]](dict)
+        kv_b_parts, parts_of = defaultdict[str, dict](dict), defaultdict[str, dict[int, Source]](dict)
         for stored in self.file.header.tensors.values():
             if not is_weight(stored.name, self.config, self.file.header):
                 continue
-            if is_behind(stored.name, self.config):
+            if is_ignored_mtp(stored.name, self.config):
                 continue
-            tensor = _flatten_experts(stored)
+            tensor = _flatten_matrices(stored)
             names = self._names(tensor.name)
-            if names is not None and all(is_unused(name, self.config) or is_left_out(name, self.config) for name in names):
+            if names is not None and all(is_unused(name, self.config) or is_ignored(name, self.config) for name in names):
                 continue
             part = part_of.get(names[0]) if names and names[0] not in self.shapes else None
             if names is None or not part and not self.shapes.keys() >= set(names):
@@ -111,13 +111,13 @@ class _Mapper:
                                       "the file's contents do not match its stated architecture")
             self._check_type(tensor)
             if (half := self._half_of(tensor.name)) is not None:
-                halves_of[names[0]][half] = stored
+                kv_b_parts[names[0]][half] = stored
             elif part:
                 parts_of[part[0]][part[1]] = Source(tensor, (), scale=float(self._scales(tensor.name)[0]))
             else:
                 self._add(tensor, names)
-        for name, halves_by_kind in halves_of.items():
-            self._add_halves(name, halves_by_kind)
+        for name, halves in kv_b_parts.items():
+            self._add_halves(name, halves)
         for name, parts in parts_of.items():
             self._add_split(name, parts)
 
@@ -125,20 +125,21 @@ class _Mapper:
         """The checkpoint's names of the tensors in a tensor of the file; None for an unknown one."""
         config = self.config
         names = checkpoint_names(name, self.file.architecture, config.moe.num_experts if config.moe else 0)
-        if name.endswith(f".{BEFORE_O}") and config.compressed_attention is not None:
-            names = groups_in(name, config)
-        if name in STACKED:
-            names = stacked(name, config)
-        names = table_name(name, config) or names
-        if config.family == nemotron_h.FAMILY and nemotron_h.is_behind(name, config):
+        if name.endswith(f".{OUTPUT_DOWN}") and config.compressed_attention is not None:
+            names = output_group_names(name, config)
+        if name in STACKED_MATRICES:
+            names = stacked_names(name, config)
+        names = ngram_table_name(name, config) or names
+        if config.family == nemotron_h.FAMILY and nemotron_h.is_mtp(name, config):
             return ()
         mtp_prefixes = tuple(f"blk.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))
         return mtp_names(name, names, config) if name.startswith(mtp_prefixes) else names
 
     def _check_type(self, tensor: GgufTensor) -> None:
-        if tensor.type not in DECODERS and tensor.type not in RAW and (tensor.type != INTEGER or not tensor.name.endswith(TABLE)):
+        if tensor.type not in DECODERS and tensor.type not in RAW_TYPES and (tensor.type != INTEGER_TYPE
+                                                                             or not tensor.name.endswith(EXPERT_TABLE_SUFFIX)):
             raise CheckpointError(f"{self.path} has tensor {shown(tensor.name)} of type {tensor.type}, which is not supported",
-                                  f"known: {', '.join((*RAW, *DECODERS))}")
+                                  f"known: {', '.join((*RAW_TYPES, *DECODERS))}")
         if tensor.type in LEVELED and (grid := LEVELED[tensor.type].grid):
             try:
                 grid_of(grid)
@@ -148,10 +149,10 @@ class _Mapper:
 
     def _half_of(self, name: str) -> str | None:
         """Which half of latent attention's joint matrix a tensor is; None for other tensors."""
-        return None if self.config.mla is None else next((part for part in HALVES if name.endswith(part)), None)
+        return None if self.config.mla is None else next((part for part in KV_B_HALVES if name.endswith(part)), None)
 
     def _scales(self, name: str) -> np.ndarray:
-        return self.mapping.scales.get(name, NO_SCALE)
+        return self.mapping.scales.get(name, UNIT_SCALE)
 
     def _add(self, tensor: GgufTensor, names: tuple[str, ...]) -> None:
         """Map a tensor that is one or several of the checkpoint's."""
@@ -162,26 +163,26 @@ class _Mapper:
         scales = self._scales(tensor.name)
         for index, (name, source) in enumerate(self._split(tensor, names)):
             source = self.mapping.sources[name] = replace(source, scale=float(scales[index * len(scales) // len(names)]))
-            is_matrix = len(tensor.shape) == 2 and f".{ROUTER}." not in tensor.name and name not in self.mapping.plain
+            is_matrix = len(tensor.shape) == 2 and f".{ROUTER}." not in tensor.name and name not in self.mapping.high_precision
             if self.low_bit and tensor.type in NATIVE and is_matrix:
                 self._add_low_bit(name, tensor, source.shape)
                 continue
-            is_vector = len(tensor.shape) == 1 or tensor.type == INTEGER or source.decay or source.growth
-            dtype = tensor.type if tensor.type in RAW and not source.is_transformed else "F32" if is_vector else self.wide
+            is_vector = len(tensor.shape) == 1 or tensor.type == INTEGER_TYPE or source.is_negative_decay or source.is_positive_decay
+            dtype = tensor.type if tensor.type in RAW_TYPES and not source.is_transformed else "F32" if is_vector else self.wide
             self._add_raw(name, tensor, source.shape, dtype)
 
     def _add_halves(self, name: str, parts: Mapping[str, GgufTensor]) -> None:
-        joined = self.mapping.halves[name] = halves(self.path, name, parts, self.config)
-        dtype = joined.keys.type if joined.keys.type == joined.values.type and joined.keys.type in RAW else self.wide
-        self._add_raw(name, joined.keys, joined.shape, dtype)
+        kv_b = self.mapping.kv_b[name] = split_kv_b(self.path, name, parts, self.config)
+        dtype = kv_b.keys.type if kv_b.keys.type == kv_b.values.type and kv_b.keys.type in RAW_TYPES else self.wide
+        self._add_raw(name, kv_b.keys, kv_b.shape, dtype)
 
     def _add_split(self, name: str, parts: Mapping[int, Source]) -> None:
-        joined = self.mapping.split_matrices[name] = split_matrix(self.path, name, parts, self.shapes[name], self.config)
-        first = joined.parts[0].tensor
-        if self.low_bit and joined.is_kept and name not in self.mapping.plain:
-            self._add_low_bit(name, first, joined.shape)
+        matrix = self.mapping.split_matrices[name] = split_matrix(self.path, name, parts, self.shapes[name], self.config)
+        first = matrix.parts[0].tensor
+        if self.low_bit and matrix.keeps_codes and name not in self.mapping.high_precision:
+            self._add_low_bit(name, first, matrix.shape)
         else:
-            self._add_raw(name, first, joined.shape, joined.dtype(self.wide.lower()))
+            self._add_raw(name, first, matrix.shape, matrix.dtype(self.wide.lower()))
 
     def _add_low_bit(self, name: str, tensor: GgufTensor, shape: Sequence[int]) -> None:
         """A tensor that kernels multiply by the codes of its blocks."""
@@ -203,13 +204,13 @@ class _Mapper:
             heights = expected
         if sum(heights) != tensor.shape[0]:
             damaged(self.path, f"has tensor {shown(tensor.name)} of {tensor.shape[0]} rows, the config says {sum(heights)}")
-        if (rows_by_name := joined_rows(names, config)) is not None:
+        if (rows_by_name := fused_rows(names, config)) is not None:
             for name, rows in zip(names, rows_by_name, strict=True):
                 yield name, Source(tensor, (len(rows), *tensor.shape[1:]), rows=rows)
             return
         first = 0
         for name, rows in zip(names, heights, strict=True):
-            order = hy_v4.rows_in_file(config, name) if config.family == hy_v4.FAMILY else turned_rows(self.file.header, config, name)
+            order = hy_v4.gguf_row_order(config, name) if config.family == hy_v4.FAMILY else gguf_row_order(self.file.header, config, name)
             if order is not None:
                 yield name, Source(tensor, (rows, *tensor.shape[1:]), rows=first + order)
                 first += rows
@@ -217,12 +218,12 @@ class _Mapper:
             heads = heads_of(name, config) if architecture.interleaved else 0
             if heads and rows % (2 * heads):
                 damaged(self.path, f"has tensor {shown(tensor.name)} of {rows} rows for {heads} heads")
-            yield name, Source(tensor, (rows, *tensor.shape[1:]), first, heads, architecture.offset(name), name.endswith(DECAYS),
-                               name.endswith(GROWTHS))
+            yield name, Source(tensor, (rows, *tensor.shape[1:]), first, heads, architecture.offset(name), name.endswith(NEGATIVE_DECAYS),
+                               name.endswith(POSITIVE_DECAYS))
             first += rows
 
 
-def _flatten_experts(tensor: GgufTensor) -> GgufTensor:
+def _flatten_matrices(tensor: GgufTensor) -> GgufTensor:
     """A stack of matrices (those of all experts) as one matrix, their rows one after the other. Also removes dimensions of 1 within a
     matrix, which some writers add."""
     if len(tensor.shape) > 3 and prod(tensor.shape[1:-1]) == 1:

@@ -16,7 +16,7 @@ from ...offload.checkpoint import OpenFile, TensorStore
 from ...offload.gguf_header import GgufHeader
 from ...offload.safetensors_header import damaged, shown
 from ..hub import DENSE
-from .architecture import DIVISORS
+from .architecture import ROPE_FACTOR_TENSORS
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -38,7 +38,7 @@ def is_scale(name: str, header: GgufHeader) -> bool:
 def is_weight(name: str, config: ModelConfig, header: GgufHeader) -> bool:
     """Whether a tensor is one of the model's weights. Others are read separately: rotary divisors, scales of NVFP4, the dense layers of
     embedding models."""
-    return name not in DIVISORS and not (config.bidirectional and name in DENSE.values()) and not is_scale(name, header)
+    return name not in ROPE_FACTOR_TENSORS and not (config.bidirectional and name in DENSE.values()) and not is_scale(name, header)
 
 
 def tensor_scales(header: GgufHeader, opened: Mapping[Path, OpenFile], experts: int) -> dict[str, np.ndarray]:

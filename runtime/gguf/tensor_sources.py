@@ -10,8 +10,8 @@ from ...kernels.tiles import ROWS
 from ...offload.direct_io import READ_NBYTES
 from ...offload.gguf_header import GgufTensor
 
-RAW = ("F32", "F16", "BF16")
-INTEGER, TABLE = "I32", "tid2eid.weight"  # expert numbers in tables, which are read as float32
+RAW_TYPES = ("F32", "F16", "BF16")
+INTEGER_TYPE, EXPERT_TABLE_SUFFIX = "I32", "tid2eid.weight"  # expert numbers in tables, which are read as float32
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Source:
 
     tensor: GgufTensor
     shape: tuple[int, ...]
-    first: int = 0  # row of `tensor`
-    heads: int = 0  # rows are interleaved within so many heads; 0 if they are not
+    first_row: int = 0  # row of `tensor`
+    interleaved_heads: int = 0  # rows are interleaved within so many heads; 0 if they are not
     offset: float = 0.0  # subtracted from the values
-    decay: bool = False  # values x are below zero: log(-x) is meant
-    growth: bool = False  # values x are above zero: log(x) is meant
+    is_negative_decay: bool = False  # values x are below zero: log(-x) is meant
+    is_positive_decay: bool = False  # values x are above zero: log(x) is meant
     rows: np.ndarray | None = None  # rows of `tensor`, if they are not consecutive
     scale: float = 1.0  # per-tensor scale of NVFP4, in addition to the scales in its blocks
 
@@ -44,7 +44,7 @@ class Source:
     @property
     def is_transformed(self) -> bool:
         """Whether its values differ from the file's."""
-        return bool(self.offset) or self.decay or self.growth
+        return bool(self.offset) or self.is_negative_decay or self.is_positive_decay
 
     @property
     def in_order(self) -> bool:
@@ -54,13 +54,13 @@ class Source:
     @property
     def is_reordered(self) -> bool:
         """Whether the file has its rows in another order."""
-        return bool(self.heads) or self.rows is not None
+        return bool(self.interleaved_heads) or self.rows is not None
 
     def order(self, begin: int, end: int) -> np.ndarray | None:
         """The rows of the file, counted from `first`, of the rows [begin, end); None if they are the same."""
         if self.rows is not None:
             return self.rows[begin:end]
-        return deinterleaved(np.arange(begin, end), self.shape[0] // self.heads) if self.heads else None
+        return deinterleaved(np.arange(begin, end), self.shape[0] // self.interleaved_heads) if self.interleaved_heads else None
 
 
 def deinterleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:

@@ -33,12 +33,12 @@ MODELS = ("gpt2", "llama", "gemma4", WORLD)
 ROLES = {"bos_token": ("bos",), "eos_token": ("eos",), "unk_token": ("unknown",), "pad_token": ("padding",),
          "prefix_token": ("fim_pre", "prefix"), "suffix_token": ("fim_suf", "suffix"), "middle_token": ("fim_mid", "middle"),
          "fim_pad_token": ("fim_pad",), "fim_rep_token": ("fim_rep",), "fim_sep_token": ("fim_sep",)}
-ENDS = ("eos", "eot", "eom")
+END_ROLES = ("eos", "eot", "eom")
 # Also made control tokens if a file has them as ordinary ones, as some do: templates write them, and they end a turn.
 TURN_TOKENS = frozenset(END_OF_TURN)
 # The special tokens of Phi 3 strip the white space after them, which a file does not state; these do not.
 PHI_UNSTRIPPED = frozenset(("<unk>", "<s>", "<|endoftext|>"))
-OTHER_FILE = "give a file that holds the model's tokenizer, or the folder of the original checkpoint"
+OTHER_FILE_HINT = "give a file that holds the model's tokenizer, or the folder of the original checkpoint"
 MAX_TOKEN_LENGTH = 256  # characters of a token that merges are derived for: each split of it is looked up
 MAX_SPLITS = 1 << 22  # of all tokens; a vocabulary of 256,000 has a fifth of it
 
@@ -73,11 +73,11 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     data, path = header.metadata, header.path
 
     def fail(key: str, expected: str) -> TokenizerError:
-        return TokenizerError(f"{path} states {key} {shown_value(data.get(key))}, expected {expected}", OTHER_FILE)
+        return TokenizerError(f"{path} states {key} {shown_value(data.get(key))}, expected {expected}", OTHER_FILE_HINT)
 
     model = data.get("tokenizer.ggml.model")
     if model is None or (isinstance(model, str) and model in ("none", "no_vocab")):
-        raise TokenizerError(f"{path} holds no tokenizer", OTHER_FILE)
+        raise TokenizerError(f"{path} holds no tokenizer", OTHER_FILE_HINT)
     if not isinstance(model, str) or model not in MODELS:
         raise TokenizerError(f"{path} has a tokenizer of kind {shown_value(model)}, which is not supported", f"known: {', '.join(MODELS)}")
     tokens = data.get("tokenizer.ggml.tokens")
@@ -97,9 +97,9 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     if not isinstance(pre, str):
         raise fail("tokenizer.ggml.pre", "a text")
     if model == "gpt2" and pre not in SPLITTERS:
-        raise TokenizerError(f"{path} uses the pre-tokenizer {shown_value(pre)}, which is not supported", OTHER_FILE)
+        raise TokenizerError(f"{path} uses the pre-tokenizer {shown_value(pre)}, which is not supported", OTHER_FILE_HINT)
     ids = {}
-    for name in (*(name for names in ROLES.values() for name in names), *ENDS):
+    for name in (*(name for names in ROLES.values() for name in names), *END_ROLES):
         value = data.get(f"tokenizer.ggml.{name}_token_id")
         if value is not None and (type(value) is not int or not 0 <= value < 1 << 32):
             raise fail(f"tokenizer.ggml.{name}_token_id", "a token")
@@ -137,7 +137,7 @@ def backend(vocabulary: Vocabulary) -> Tokenizer:
                      for i in np.flatnonzero(np.isin(kinds, added_kinds)) if tokens[i]]
             (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     except Exception as error:  # the library raises plain Exception
-        raise TokenizerError(f"{vocabulary.path} holds a tokenizer that cannot be built: {shown(str(error))}", OTHER_FILE) from None
+        raise TokenizerError(f"{vocabulary.path} holds a tokenizer that cannot be built: {shown(str(error))}", OTHER_FILE_HINT) from None
     return tokenizer
 
 
@@ -195,7 +195,7 @@ def implied_merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple
         if kinds[number] not in (NORMAL, USER, UNUSED) or not 1 < len(token) <= MAX_TOKEN_LENGTH or ids[token] != number:
             continue
         if len(splits) > MAX_SPLITS:
-            raise TokenizerError(f"{vocabulary.path} has tokens that can be split in more than {MAX_SPLITS:,} ways", OTHER_FILE)
+            raise TokenizerError(f"{vocabulary.path} has tokens that can be split in more than {MAX_SPLITS:,} ways", OTHER_FILE_HINT)
         for at in range(1, len(token)):
             left, right = ids.get(token[:at]), ids.get(token[at:])
             if left is not None and right is not None:
@@ -209,7 +209,7 @@ def load_tokenizer(path: Path, model_rows: int) -> ModelTokenizer:
     vocabulary = read_vocabulary(read_header(path))
     special = vocabulary.special_tokens
     template = None if vocabulary.template is None else ChatTemplate(vocabulary.template, special, for_tools=vocabulary.for_tools)
-    ends = [vocabulary.ids[name] for name in ENDS if name in vocabulary.ids]
+    ends = [vocabulary.ids[name] for name in END_ROLES if name in vocabulary.ids]
     return ModelTokenizer(backend(vocabulary), special, vocabulary.add_bos, vocabulary.ids.get("bos"), model_rows, ends, template, path,
                           vocabulary.remarks)
 

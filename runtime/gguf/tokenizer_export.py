@@ -21,7 +21,7 @@ from ..tokens.token_bytes import byte_to_unicode
 from .pre_tokenizers import SPLITTERS, WORDS, same_pattern
 from .tokenizer import BYTE, CONTROL, NORMAL, ROLES, UNKNOWN, UNUSED, USER, WORLD, backend, read_vocabulary
 
-PLAIN = "use the model folder, which transformers and effllm read"
+FOLDER_HINT = "use the model folder, which transformers and effllm read"
 SAMPLES = ("Hello World's 12345 words,  two spaces\n\n\tand (tabs)!",
            "naïve Äpfel 中文かな 한국어 … 🙂", " leading", "x=y+1; // C++\r\n", "ab")
 
@@ -33,20 +33,20 @@ def tokenizer_metadata(path: Path, tokenizer: ModelTokenizer, rows: int) -> dict
     if _is_world(raw):
         return _world(raw, made, tokenizer, rows, path)
     if raw["model"].get("type") != "BPE":
-        raise TokenizerError(f"{path} has a tokenizer of kind {raw['model'].get('type')}, GGUF export supports BPE merges", PLAIN)
+        raise TokenizerError(f"{path} has a tokenizer of kind {raw['model'].get('type')}, GGUF export supports BPE merges", FOLDER_HINT)
     tokens, kinds = _tokens(raw, made, rows, path)
     sentence_piece = bool(raw["model"].get("byte_fallback"))
     out: dict[str, Value] = {"tokenizer.ggml.model": "llama" if sentence_piece else "gpt2",
                              "tokenizer.ggml.pre": "default" if sentence_piece else _pre_tokenizer_name(raw, path)}
     out |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
     if sentence_piece:
-        out |= {"tokenizer.ggml.scores": _scores(raw, tokens), "tokenizer.ggml.add_space_prefix": _prefixes(raw)}
+        out |= {"tokenizer.ggml.scores": _scores(raw, tokens), "tokenizer.ggml.add_space_prefix": _adds_space_prefix(raw)}
     else:
         out["tokenizer.ggml.merges"] = [" ".join(_pair(merge)) for merge in raw["model"]["merges"]]
     out |= _special(tokenizer, made, len(tokens))
     if tokenizer.template is not None:
         out["tokenizer.chat_template"] = tokenizer.template.source
-    _check(out, made, path)
+    _check_round_trip(out, made, path)
     return out
 
 
@@ -67,7 +67,7 @@ def _world(raw: Mapping, made: Tokenizer, tokenizer: ModelTokenizer, rows: int, 
     out |= _special(tokenizer, made, len(tokens))
     if tokenizer.template is not None:
         out["tokenizer.chat_template"] = tokenizer.template.source
-    _check(out, made, path)
+    _check_round_trip(out, made, path)
     return out
 
 
@@ -100,7 +100,7 @@ def _scores(raw: Mapping, tokens: list[str]) -> np.ndarray:
     return np.array([-float(ranks.get(token, len(ranks))) for token in tokens], np.float32)
 
 
-def _prefixes(raw: Mapping) -> bool:
+def _adds_space_prefix(raw: Mapping) -> bool:
     """Whether a text gets a space before it."""
     text = json.dumps([raw.get("normalizer"), raw.get("pre_tokenizer")], ensure_ascii=False)
     return '"Prepend"' in text or ('"Metaspace"' in text and '"prepend_scheme": "never"' not in text)
@@ -114,12 +114,12 @@ def _pre_tokenizer_name(raw: Mapping, path: Path) -> str:
     # In a vocabulary of ranks, merges lead to every piece that is a token, so ignoring them changes nothing; samples of text are compared.
     names = [name for name, splitter in known.items() if splitter.ignore_merges == ignore_merges] or list(known) * ignore_merges
     if not names:
-        raise _unnamed(path)
+        raise _unnamed_pre_tokenizer(path)
     return names[0]
 
 
-def _unnamed(path: Path) -> TokenizerError:
-    return TokenizerError(f"{path} has a pre-tokenizer that GGUF has no name for", PLAIN)
+def _unnamed_pre_tokenizer(path: Path) -> TokenizerError:
+    return TokenizerError(f"{path} has a pre-tokenizer that GGUF has no name for", FOLDER_HINT)
 
 
 def _patterns(step: Mapping | None, path: Path) -> Iterator[str]:
@@ -135,7 +135,7 @@ def _patterns(step: Mapping | None, path: Path) -> Iterator[str]:
     elif kind == "Split" and step["behavior"] == "Isolated" and not step.get("invert") and "Regex" in step["pattern"]:
         yield step["pattern"]["Regex"]
     else:
-        raise _unnamed(path)
+        raise _unnamed_pre_tokenizer(path)
 
 
 def _special(tokenizer: ModelTokenizer, made: Tokenizer, count: int) -> dict[str, Value]:
@@ -157,11 +157,11 @@ def _special(tokenizer: ModelTokenizer, made: Tokenizer, count: int) -> dict[str
     return out
 
 
-def _check(metadata: Mapping[str, Value], made: Tokenizer, path: Path) -> None:
+def _check_round_trip(metadata: Mapping[str, Value], made: Tokenizer, path: Path) -> None:
     """What was written is read back and must cut the samples as the folder's tokenizer does."""
     again = backend(read_vocabulary(GgufHeader(path, metadata, {})))
     for text in SAMPLES:
         if again.encode(text, add_special_tokens=False).ids != made.encode(text, add_special_tokens=False).ids:
-            raise TokenizerError(f"{path} has a tokenizer that would split text differently in a GGUF file ({text!r})", PLAIN)
+            raise TokenizerError(f"{path} has a tokenizer that would split text differently in a GGUF file ({text!r})", FOLDER_HINT)
 
 

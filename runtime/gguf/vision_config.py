@@ -11,100 +11,101 @@ from ...offload.gguf_header import GgufHeader
 from ...offload.safetensors_header import damaged, shown
 from ..config_reader import Keys
 from ..images.modality import AUDIO_INPUT, IMAGE_INPUT
-from .projector_config import HAS, NAMES, VISION, Values, tensor_of, types_of
-from .projector_names import AFTER, CLIP, DEEP, FIRST, FRAMES, NEWLINE
+from .projector_config import HAS_ENCODER_KEY, MODALITY_NAMES, VISION_PREFIX, Values, projector_types, require_tensor
+from .projector_names import CLASS_EMBD, CLIP, DEEPSTACK_TENSOR, IMAGE_NEWLINE, POST_LN, SECOND_FRAME_EMBD
 
 BICUBIC, BILINEAR, LANCZOS = 3, 2, 1
 QWEN_KEYS = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
-TILES = 4  # of Idefics 3's pictures, in a row at most, where the file does not say it
+IDEFICS3_MAX_TILES = 4  # of Idefics 3's pictures, in a row at most, where the file does not say it
 # Least and most of a picture.
-QWEN_POINTS = {**dict.fromkeys(("exaone4_5", "qwen2vl_merger", "qwen2.5vl_merger", "qwen2.5o"), (56 * 56, 12_845_056)),
+QWEN_PIXELS = {**dict.fromkeys(("exaone4_5", "qwen2vl_merger", "qwen2.5vl_merger", "qwen2.5o"), (56 * 56, 12_845_056)),
                "qwen3vl_merger": (65_536, 16_777_216)}
-GLM_POINTS, KIMI_PATCHES = (112 * 112, 9_633_792), 16_384  # least and most of a film of two frames; most of a picture
+GLM_PIXELS, KIMI_MAX_PATCHES = (112 * 112, 9_633_792), 16_384  # least and most of a film of two frames; most of a picture
 
-Built = tuple[Mapping[str, object], Mapping[str, object]]
-Tower = Mapping[str, object]
+JsonPair = tuple[Mapping[str, object], Mapping[str, object]]
+TowerConfig = Mapping[str, object]
 
 
-def _square(tower: Tower) -> dict[str, object]:
+def _square_size(tower: TowerConfig) -> dict[str, object]:
     return {"height": tower["image_size"], "width": tower["image_size"]}
 
 
-def _curve(keys: Values, gelu: str) -> str:
+def _activation(keys: Values, gelu: str) -> str:
     return "silu" if keys["use_silu"] else gelu if keys["use_gelu"] else "quick_gelu"
 
 
-def _mlp(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _llava(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """LLaVA 1.5 and 1.6. Such a file holds the layers that count: without a word of others, what its last one made is projected."""
-    clip, tiles = FIRST in header.tensors, any(name in header.tensors for name in NEWLINE)
+    clip, tiles = CLASS_EMBD in header.tensors, any(name in header.tensors for name in IMAGE_NEWLINE)
     config = {
         "model_type": "llava_next" if tiles else "llava", "vision_feature_layer": keys.get("feature_layer") or tower["num_hidden_layers"],
         "vision_feature_select_strategy": "default" if clip else "full",
         "vision_config": {"model_type": "clip_vision_model" if clip else "siglip_vision_model", **tower,
-                          "hidden_act": _curve(keys, "gelu" if clip else "gelu_pytorch_tanh")}}
-    sized = {"size": {"shortest_edge": tower["image_size"]}, "crop_size": _square(tower), "resample": BICUBIC}
+                          "hidden_act": _activation(keys, "gelu" if clip else "gelu_pytorch_tanh")}}
+    sized = {"size": {"shortest_edge": tower["image_size"]}, "crop_size": _square_size(tower), "resample": BICUBIC}
     if not tiles:
         return config, {"image_processor_type": "LlavaImageProcessor", "do_pad": True, **sized}
     stated = keys.get("image_grid_pinpoints")
     if stated is not None and (not isinstance(stated, list) or len(stated) % 2):
-        damaged(header.path, f"states {VISION}image_grid_pinpoints that are not widths and heights")
+        damaged(header.path, f"states {VISION_PREFIX}image_grid_pinpoints that are not widths and heights")
     pairs = [[high, wide] for wide, high in zip(stated[::2], stated[1::2], strict=True)] if stated else None
     return config, {"image_processor_type": "LlavaNextImageProcessor", **sized, **({"image_grid_pinpoints": pairs} if pairs else {})}
 
 
-def _idefics3(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _idefics3(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     side = tower["image_size"]
-    longest = keys.get("preproc_image_size") or (TILES * side if type(side) is int else side)
+    longest = keys.get("preproc_image_size") or (IDEFICS3_MAX_TILES * side if type(side) is int else side)
     return ({"model_type": "idefics3", "scale_factor": keys.get("projector.scale_factor"),
-             "vision_config": {"model_type": "idefics3_vision", **tower, "hidden_act": _curve(keys, "gelu_pytorch_tanh")}},
+             "vision_config": {"model_type": "idefics3_vision", **tower, "hidden_act": _activation(keys, "gelu_pytorch_tanh")}},
             {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": longest}, "max_image_size": {"longest_edge": side},
              "resample": LANCZOS})
 
 
-def _pixtral(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _pixtral(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     merge = keys.get("spatial_merge_size")
     return ({"model_type": "llava" if merge is None else "mistral3", "spatial_merge_size": merge, "vision_feature_layer": -1,
              "vision_config": {"model_type": "pixtral", **tower, "rope_theta": header.metadata.get(f"{CLIP}.rope.freq_base"),
-                               "hidden_act": _curve(keys, "gelu")}},
+                               "hidden_act": _activation(keys, "gelu")}},
             {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": tower["image_size"]}, "resample": BICUBIC})
 
 
-def _lighton(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _lighton(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """Pictures are made of whole patches, as all its folders say."""
     config, processor = _pixtral(header, keys, tower, text)
     return {**config, "model_type": "lighton_ocr"}, {**processor, "patch_size": {side: tower["patch_size"] for side in ("height", "width")}}
 
 
-def _internvl(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _internvl(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     merge = keys.get("projector.scale_factor", 2)
     return ({"model_type": "internvl", "downsample_ratio": 1 / merge if type(merge) is int and merge > 0 else merge,
              "vision_feature_layer": -1,
-             "vision_config": {"model_type": "internvl_vision", **tower, "hidden_act": _curve(keys, "gelu"),
+             "vision_config": {"model_type": "internvl_vision", **tower, "hidden_act": _activation(keys, "gelu"),
                                "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in header.tensors else "rms_norm",
                                "use_qk_norm": "v.blk.0.attn_q_norm.weight" in header.tensors,
-                               "use_mean_pooling": f"{AFTER}.weight" not in header.tensors}},
-            {"image_processor_type": "GotOcr2ImageProcessor", "size": _square(tower), "min_patches": keys.get("preproc_min_tiles"),
+                               "use_mean_pooling": f"{POST_LN}.weight" not in header.tensors}},
+            {"image_processor_type": "GotOcr2ImageProcessor", "size": _square_size(tower), "min_patches": keys.get("preproc_min_tiles"),
              "max_patches": keys.get("preproc_max_tiles"), "resample": BICUBIC})
 
 
-def _gemma3(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _gemma3(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     numbers = Keys({"projector.scale_factor": 4, **keys}, f"{header.path}: {CLIP}.vision")
     side, patch = numbers.integer("image_size", high=1 << 14), numbers.integer("patch_size", high=1 << 10)
     across = side // patch // numbers.integer("projector.scale_factor", high=1 << 10)
     return ({"model_type": "gemma3", "mm_tokens_per_image": across**2,
-             "vision_config": {"model_type": "siglip_vision_model", **tower, "hidden_act": _curve(keys, "gelu_pytorch_tanh")}},
-            {"image_processor_type": "Gemma3ImageProcessor", "size": _square(tower), "resample": BILINEAR})
+             "vision_config": {"model_type": "siglip_vision_model", **tower, "hidden_act": _activation(keys, "gelu_pytorch_tanh")}},
+            {"image_processor_type": "Gemma3ImageProcessor", "size": _square_size(tower), "resample": BILINEAR})
 
 
-def _qwen(kind: str, more: Callable[[GgufHeader, Values, dict[str, object]], None]) -> Callable[..., Built]:
-    def built(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _qwen(kind: str, more: Callable[[GgufHeader, Values, dict[str, object]], None]) -> Callable[..., JsonPair]:
+    def built(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
         vision = {QWEN_KEYS.get(name, name): value for name, value in tower.items()}
-        vision |= {"spatial_merge_size": keys.get("spatial_merge_size"), "temporal_patch_size": 1 + (FRAMES in header.tensors)}
+        vision |= {"spatial_merge_size": keys.get("spatial_merge_size"), "temporal_patch_size": 1 + (SECOND_FRAME_EMBD in header.tensors)}
         more(header, keys, vision)
         names = ("image_min_pixels", "image_max_pixels")
-        least, most = (keys.get(name, usual) for name, usual in zip(names, QWEN_POINTS[kind], strict=True))
-        model, own = OWN.get(kind) or (MODELS[text], vision["model_type"])
-        if (model, header.metadata.get(HAS.format(NAMES[AUDIO_INPUT]))) == ("qwen3_vl_moe", True):  # no other of these hears
+        least, most = (keys.get(name, usual) for name, usual in zip(names, QWEN_PIXELS[kind], strict=True))
+        model, own = FIXED_MODEL_TYPES.get(kind) or (MODEL_TYPES[text], vision["model_type"])
+        if (model, header.metadata.get(HAS_ENCODER_KEY.format(MODALITY_NAMES[AUDIO_INPUT]))) == ("qwen3_vl_moe",
+                                                                                                 True):  # no other of these hears
             model = "qwen3_omni_moe"
         return ({"model_type": model, "vision_config": {**vision, "model_type": own}},
                 {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": least, "max_pixels": most, "resample": BICUBIC})
@@ -113,61 +114,62 @@ def _qwen(kind: str, more: Callable[[GgufHeader, Values, dict[str, object]], Non
 
 
 # Architecture of a text part -> the model type whose positions go by place.
-MODELS = {"qwen2vl": "qwen2_5_vl", "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
+MODEL_TYPES = {"qwen2vl": "qwen2_5_vl", "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "qwen35": "qwen3_5",
+               "qwen35moe": "qwen3_5_moe"}
 
 
 # Type -> those of the model and of its tower, whatever the text part.
-OWN = {"exaone4_5": ("exaone4_5", "exaone4_5_vision"), "qwen2.5o": ("qwen2_5_omni", "qwen2_5_omni_vision_encoder"),
+FIXED_MODEL_TYPES = {"exaone4_5": ("exaone4_5", "exaone4_5_vision"), "qwen2.5o": ("qwen2_5_omni", "qwen2_5_omni_vision_encoder"),
        "qwen2vl_merger": ("qwen2_vl", "qwen2_vl_vision")}
 
 
-def _plain(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
+def _add_qwen2(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
     """Sizes by other names: what the tower's width is called elsewhere is the text part's."""
     where = Keys(keys, f"{header.path}: {CLIP}.vision")
     width, inner = where.integer("embedding_length", high=1 << 16), where.integer("feed_forward_length", high=1 << 20)
     if inner % width:
         damaged(header.path, f"has {inner} inner numbers for a width of {width}, which are no whole multiple")
-    vision |= {"model_type": "qwen2_vl", "embed_dim": width, "mlp_ratio": inner // width, "hidden_act": _curve(keys, "gelu")}
+    vision |= {"model_type": "qwen2_vl", "embed_dim": width, "mlp_ratio": inner // width, "hidden_act": _activation(keys, "gelu")}
 
 
-def _windows(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
+def _add_qwen2_5(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
     """All patches see all in every so many layers. How many positions a second of a film counts is as in all folders."""
     where = Keys(keys, f"{header.path}: {CLIP}.vision")
     every, depth = where.integer("n_wa_pattern", high=1 << 10), where.integer("block_count", high=1 << 10)
-    vision |= {"model_type": "qwen2_5_vl", "hidden_act": _curve(keys, "gelu_pytorch_tanh"), "window_size": keys.get("window_size"),
+    vision |= {"model_type": "qwen2_5_vl", "hidden_act": _activation(keys, "gelu_pytorch_tanh"), "window_size": keys.get("window_size"),
                "tokens_per_second": 2,
                "fullatt_block_indexes": list(range(every - 1, depth, every))}
 
 
-def _groups(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
-    _windows(header, keys, vision)
+def _add_exaone(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
+    _add_qwen2_5(header, keys, vision)
     vision |= {"num_key_value_heads": keys.get("attention.head_count_kv")}
 
 
-def _places(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
-    deep = sorted({int(found[1]) for name in header.tensors if (found := DEEP.fullmatch(name))})
-    count = tensor_of(header, "v.position_embd.weight").shape[0]
+def _add_qwen3(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
+    deep = sorted({int(found[1]) for name in header.tensors if (found := DEEPSTACK_TENSOR.fullmatch(name))})
+    count = require_tensor(header, "v.position_embd.weight").shape[0]
     if isqrt(count) ** 2 != count:
         damaged(header.path, f"has {count} places for patches in v.position_embd.weight, which are not a square")
-    vision |= {"model_type": "qwen3_vl" if deep else "qwen3_5", "hidden_act": _curve(keys, "gelu_pytorch_tanh"),
+    vision |= {"model_type": "qwen3_vl" if deep else "qwen3_5", "hidden_act": _activation(keys, "gelu_pytorch_tanh"),
                "num_position_embeddings": count, "deepstack_visual_indexes": deep}
 
 
-def _lfm2(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _lfm2(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """A file holds the layers that count."""
-    vision = {"model_type": "siglip2_vision_model", **tower, "num_patches": tensor_of(header, "v.position_embd.weight").shape[0],
-              "hidden_act": _curve(keys, "gelu_pytorch_tanh")}
+    vision = {"model_type": "siglip2_vision_model", **tower, "num_patches": require_tensor(header, "v.position_embd.weight").shape[0],
+              "hidden_act": _activation(keys, "gelu_pytorch_tanh")}
     factor = keys.get("projector.scale_factor", 2)
-    return ({"model_type": "lfm2_vl", "downsample_factor": factor, "projector_hidden_size": tensor_of(header, "mm.1.weight").shape[0],
+    return ({"model_type": "lfm2_vl", "downsample_factor": factor, "projector_hidden_size": require_tensor(header, "mm.1.weight").shape[0],
              "projector_bias": "mm.1.bias" in header.tensors, "projector_use_layernorm": "mm.input_norm.weight" in header.tensors,
              "vision_config": vision},
             {"image_processor_type": "Lfm2VlImageProcessor", "encoder_patch_size": tower["patch_size"], "downsample_factor": factor})
 
 
-def _gemma4(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _gemma4(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """Sizes of heads and how many places there are follow from tensors."""
-    queries, heads = tensor_of(header, "v.blk.0.attn_q.weight"), tower["num_attention_heads"]
-    table = tensor_of(header, "v.position_embd.weight").shape
+    queries, heads = require_tensor(header, "v.blk.0.attn_q.weight"), tower["num_attention_heads"]
+    table = require_tensor(header, "v.position_embd.weight").shape
     vision = {"model_type": "gemma4_vision", **tower, "head_dim": queries.shape[0] // heads if type(heads) is int and heads > 0 else heads,
               "position_embedding_size": table[1] if len(table) > 1 else 0, "rms_norm_eps": tower["layer_norm_eps"],
               "use_clipped_linears": "v.blk.0.attn_q.input_max" in header.tensors, "standardize": "v.std_bias" in header.tensors}
@@ -175,11 +177,11 @@ def _gemma4(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
                                                                "image_std": None, "patch_size": tower["patch_size"]}
 
 
-def _gemma4_flat(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _gemma4_unified(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """Squares of how many patches become a row follows from the matrix that makes it."""
     numbers = Keys({"attention.layer_norm_epsilon": 1e-6, **keys}, f"{header.path}: {CLIP}.vision")
-    patch, shape = numbers.integer("patch_size", high=1 << 10), tensor_of(header, "v.patch_embd.weight").shape
-    joined, table = isqrt(shape[-1] // 3) // patch, tensor_of(header, "v.position_embd.weight").shape
+    patch, shape = numbers.integer("patch_size", high=1 << 10), require_tensor(header, "v.patch_embd.weight").shape
+    joined, table = isqrt(shape[-1] // 3) // patch, require_tensor(header, "v.position_embd.weight").shape
     if len(shape) != 2 or shape[1] != 3 * (joined * patch) ** 2:
         damaged(header.path, f"has tensor v.patch_embd.weight of shape {list(shape)}, not of square patches of {patch} pixels")
     vision = {"model_type": "gemma4_unified_vision", "patch_size": patch, "pooling_kernel_size": joined, "mm_embed_dim": shape[0],
@@ -190,111 +192,111 @@ def _gemma4_flat(header: GgufHeader, keys: Values, tower: Tower, text: str) -> B
         "pooling_kernel_size": joined}
 
 
-def _glm(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _glm(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """GLM-OCR has no places for patches. Otherwise the file states how wide the FFN behind all layers is; those of layers are as wide as
     the text part."""
-    ocr, points = "v.position_embd.weight" not in header.tensors, dict(zip(("min_pixels", "max_pixels"), GLM_POINTS, strict=True))
+    ocr, points = "v.position_embd.weight" not in header.tensors, dict(zip(("min_pixels", "max_pixels"), GLM_PIXELS, strict=True))
     model = "glm_ocr" if ocr else "glm4v_moe" if text == "glm4moe" else "glm4v"
     vision = {QWEN_KEYS.get(name, name): value for name, value in tower.items()}
     vision |= {"model_type": "glm_ocr_vision" if ocr else f"{model}_vision", "rms_norm_eps": tower["layer_norm_eps"], "hidden_act":
-               _curve(keys, "gelu"), "out_hidden_size": tensor_of(header, "mm.down.weight").shape[0], "attention_bias":
+               _activation(keys, "gelu"), "out_hidden_size": require_tensor(header, "mm.down.weight").shape[0], "attention_bias":
                "v.blk.0.attn_qkv.bias" in header.tensors, "spatial_merge_size": keys.get("spatial_merge_size", 2), "temporal_patch_size":
-               1 + (FRAMES in header.tensors)}
+               1 + (SECOND_FRAME_EMBD in header.tensors)}
     return {"model_type": model, "vision_config": vision}, {"image_processor_type": "Glm4vImageProcessor", **points, "resample": BICUBIC}
 
 
-def _glm5(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _glm5(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """Squares of how many points a picture has, and at what its FFNs are cut off, is stated."""
     config, _ = _glm(header, keys, tower, text)
     numbers, vision = Keys(keys, f"{header.path}: {CLIP}.vision"), config["vision_config"]
     unit = (numbers.integer("patch_size", high=1 << 10) * numbers.integer("spatial_merge_size", 2, high=16)) ** 2
     tokens = {f"{bound}_image_tokens": numbers.integer(f"image_{bound}_pixels", high=1 << 40) // unit for bound in ("min", "max")}
-    vision = {**vision, "model_type": "glm5_next_vision", "projection_intermediate_size": tensor_of(header, "mm.up.weight").shape[0],
+    vision = {**vision, "model_type": "glm5_next_vision", "projection_intermediate_size": require_tensor(header, "mm.up.weight").shape[0],
               "swiglu_limit": numbers.number("swiglu_clamp")}
     return {"model_type": "glm5_next", "vision_config": vision}, {"image_processor_type": "Glm5NextImageProcessor", **tokens,
                                                                   "resample": BICUBIC}
 
 
-def _llama4(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
-    merge, first, second = keys.get("projector.scale_factor", 2), *(tensor_of(header, f"mm.model.mlp.{number}.weight").shape[0]
+def _llama4(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
+    merge, first, second = keys.get("projector.scale_factor", 2), *(require_tensor(header, f"mm.model.mlp.{number}.weight").shape[0]
                                                                     for number in (1, 2))
     vision = {"model_type": "llama4_vision_model", **tower, "projector_input_dim": first, "projector_output_dim": second,
               "vision_output_dim": second, "pixel_shuffle_ratio": 1 / merge if type(merge) is int and merge > 0 else merge}
-    return {"model_type": "llama4", "vision_config": vision}, {"image_processor_type": "Llama4ImageProcessor", "size": _square(tower)}
+    return {"model_type": "llama4", "vision_config": vision}, {"image_processor_type": "Llama4ImageProcessor", "size": _square_size(tower)}
 
 
-def _kimi(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _kimi(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """A picture has at most so many points that are made into patches. Files of Kimi-VL do not say it, and
     have their places in one row."""
-    numbers, places = Keys(keys, f"{header.path}: {CLIP}.vision"), tensor_of(header, "v.position_embd.weight").shape
+    numbers, places = Keys(keys, f"{header.path}: {CLIP}.vision"), require_tensor(header, "v.position_embd.weight").shape
     merge, patch = numbers.integer("projector.scale_factor", 2, high=16), numbers.integer("patch_size", high=1 << 10)
     vision = {**tower, "hidden_act": "gelu_pytorch_tanh", "merge_kernel_size": [merge] * 2}
     outer = {"projection_layer_norm_eps": tower["layer_norm_eps"]}
-    if types_of(header)[IMAGE_INPUT] == "kimivl":
+    if projector_types(header)[IMAGE_INPUT] == "kimivl":
         places = (isqrt(places[0]),) * 2
         ready = {"image_processor_type": "KimiVLImageProcessor", "pad_input": True, "merge_size": merge, "patch_size": patch}
-        return {"model_type": "kimi_vl", **outer, "vision_config": {**vision, **_learned(places), "model_type": "moonvit"}}, ready
+        return {"model_type": "kimi_vl", **outer, "vision_config": {**vision, **_position_table(places), "model_type": "moonvit"}}, ready
     if len(places) != 3:
         damaged(header.path, f"has tensor v.position_embd.weight of shape {list(places)}, not of lines, columns and numbers")
-    most = numbers.integer("image_max_pixels", KIMI_PATCHES * patch**2, high=1 << 40) // patch**2
-    return {"model_type": "kimi_k25", **outer, "vision_config": {**vision, **_learned(places), "model_type": "kimi_k25_vision"}}, {
+    most = numbers.integer("image_max_pixels", KIMI_MAX_PATCHES * patch**2, high=1 << 40) // patch**2
+    return {"model_type": "kimi_k25", **outer, "vision_config": {**vision, **_position_table(places), "model_type": "kimi_k25_vision"}}, {
         "image_processor_type": "Kimi_K25ImageProcessor", "max_patches": most, "merge_size": merge, "patch_size": patch}
 
 
-def _learned(places: tuple[int, ...]) -> dict[str, int]:
+def _position_table(places: tuple[int, ...]) -> dict[str, int]:
     return {"pos_emb_height": places[0], "pos_emb_width": places[1]}
 
 
-def _minicpm(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _minicpm(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """Its size is that of slices; how many places there are follows from their tensor."""
-    where, count = Keys(keys, f"{header.path}: {CLIP}.vision"), tensor_of(header, "v.position_embd.weight").shape[0]
+    where, count = Keys(keys, f"{header.path}: {CLIP}.vision"), require_tensor(header, "v.position_embd.weight").shape[0]
     patch, layers, merge = where.integer("patch_size", high=1 << 10), keys.get("wa_layer_indexes"), keys.get("projector.scale_factor", 4)
     if merge not in (2, 4):
-        damaged(header.path, f"states {VISION}projector.scale_factor {shown(merge)}, expected 2 or 4")
+        damaged(header.path, f"states {VISION_PREFIX}projector.scale_factor {shown(merge)}, expected 2 or 4")
     mode = "4x" if merge == 2 else "16x"
     vision = {"model_type": "minicpmv4_6_vision", **tower, "image_size": isqrt(count) * patch, "hidden_act":
-              _curve(keys, "gelu_pytorch_tanh")}
+              _activation(keys, "gelu_pytorch_tanh")}
     return ({"model_type": "minicpmv4_6", "downsample_mode": mode, "vision_config": vision,
              **({"insert_layer_id": layers[0]} if isinstance(layers, list) and layers else {})},
             {"image_processor_type": "MiniCPMV4_6ImageProcessor", "scale_resolution": tower["image_size"], "patch_size": patch,
              "downsample_mode": mode, "resample": BICUBIC})
 
 
-def _gemma3n(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _gemma3n(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """A patch is so many rows' share of a picture's side. The tower's words, and then those of what hears, end the vocabulary."""
-    numbers, words = Keys(keys, f"{header.path}: {CLIP}.vision"), tensor_of(header, "mm.embedding.weight").shape[0]
+    numbers, words = Keys(keys, f"{header.path}: {CLIP}.vision"), require_tensor(header, "mm.embedding.weight").shape[0]
     heard = header.tensors["mm.a.embedding.weight"].shape[0] if "mm.a.embedding.weight" in header.tensors else words
     count = numbers.integer("image_size", high=1 << 14) // numbers.integer("patch_size", high=1 << 14)
     vision = {"model_type": "gemma3n_vision", "hidden_size": tower["hidden_size"], "rms_norm_eps": tower["layer_norm_eps"],
               "vocab_size": words, "words_from_end": words + heard}
     return {"model_type": "gemma3n", "vision_soft_tokens_per_image": count, "vision_config": vision}, {
-        "image_processor_type": "SiglipImageProcessor", "size": _square(tower), "resample": BILINEAR}
+        "image_processor_type": "SiglipImageProcessor", "size": _square_size(tower), "resample": BILINEAR}
 
 
-def _paddle(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _paddle(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """Its size is that of the largest picture; how many places there are follows from their tensor."""
-    patch, count = tower["patch_size"], tensor_of(header, "v.position_embd.weight").shape[0]
+    patch, count = tower["patch_size"], require_tensor(header, "v.position_embd.weight").shape[0]
     points = {f"{bound}_pixels": keys.get(f"image_{bound}_pixels") for bound in ("min", "max")}
     vision = {"model_type": "paddleocr_vl_vision", **tower, "image_size": isqrt(count) * patch if type(patch) is int else patch,
-              "hidden_act": _curve(keys, "gelu_pytorch_tanh")}
+              "hidden_act": _activation(keys, "gelu_pytorch_tanh")}
     return {"model_type": "paddleocr_vl", "vision_config": vision}, {"image_processor_type": "PaddleOCRVLImageProcessor", **points,
                                                                      "resample": BICUBIC}
 
 
-def _hunyuan(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+def _hunyuan(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """Of its places the file has those of patches alone."""
-    patch, count = tower["patch_size"], tensor_of(header, "v.position_embd.weight").shape[0]
+    patch, count = tower["patch_size"], require_tensor(header, "v.position_embd.weight").shape[0]
     points = {f"{bound}_pixels": keys.get(f"image_{bound}_pixels") for bound in ("min", "max")}
     vision = {"model_type": "hunyuan_vl_vision", **tower, "max_image_size": isqrt(count) * patch if type(patch) is int else patch,
-              "rms_norm_eps": tower["layer_norm_eps"], "hidden_act": _curve(keys, "gelu"), "places_before": 0,
+              "rms_norm_eps": tower["layer_norm_eps"], "hidden_act": _activation(keys, "gelu"), "places_before": 0,
               "spatial_merge_size": keys.get("spatial_merge_size", 2)}
     return {"model_type": "hunyuan_vl", "vision_config": vision}, {"image_processor_type": "HunYuanVLImageProcessor", **points}
 
 
-BUILDERS: Mapping[str, Callable[..., Built]] = {
-    "exaone4_5": _qwen("exaone4_5", _groups), "gemma3": _gemma3, "gemma3nv": _gemma3n, "gemma4uv": _gemma4_flat, "gemma4v": _gemma4,
+BUILDERS: Mapping[str, Callable[..., JsonPair]] = {
+    "exaone4_5": _qwen("exaone4_5", _add_exaone), "gemma3": _gemma3, "gemma3nv": _gemma3n, "gemma4uv": _gemma4_unified, "gemma4v": _gemma4,
     "glm4v": _glm, "glm5v": _glm5, "hunyuanocr": _hunyuan, "hunyuanvl": _hunyuan, "idefics3": _idefics3, "internvl": _internvl,
-    "kimik25": _kimi, "kimivl": _kimi, "lfm2": _lfm2, "lightonocr": _lighton, "llama4": _llama4, "minicpmv4_6": _minicpm, "mlp": _mlp,
-    "paddleocr": _paddle, "pixtral": _pixtral, "qwen2.5o": _qwen("qwen2.5o", _windows),
-    "qwen2.5vl_merger": _qwen("qwen2.5vl_merger", _windows), "qwen2vl_merger": _qwen("qwen2vl_merger", _plain),
-    "qwen3vl_merger": _qwen("qwen3vl_merger", _places)}
+    "kimik25": _kimi, "kimivl": _kimi, "lfm2": _lfm2, "lightonocr": _lighton, "llama4": _llama4, "minicpmv4_6": _minicpm, "mlp": _llava,
+    "paddleocr": _paddle, "pixtral": _pixtral, "qwen2.5o": _qwen("qwen2.5o", _add_qwen2_5),
+    "qwen2.5vl_merger": _qwen("qwen2.5vl_merger", _add_qwen2_5), "qwen2vl_merger": _qwen("qwen2vl_merger", _add_qwen2),
+    "qwen3vl_merger": _qwen("qwen3vl_merger", _add_qwen3)}

@@ -17,57 +17,58 @@ from ...offload.gguf_header import Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 
 KEYS = ("attn_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_ext_factor", "yarn_log_multiplier")
-ORIGINAL = "give the folder of the original checkpoint, if its family is supported"
-DIVIDED = ("mistral3",)  # architectures whose cos and sin may be left as they are
+ORIGINAL_HINT = "give the folder of the original checkpoint, if its family is supported"
+UNSCALED_ALLOWED = ("mistral3",)  # architectures whose cos and sin may be left as they are
 # Whose multiplier is of scores (`latent_attention.sharpened`), or none: cos and sin are as they are.
-SHARPENED = ("deepseek2", "deepseek32", "deepseek4", "glm-dsa", "hy_v4", "mistral4")
-BETWEEN = ("gpt-oss",)  # whose stretched channels begin and end between two, which no key says and llama.cpp rounds
-TWICE = ("olmo2",)  # whose earlier files state the checkpoint's own number as `attn_factor`, by which llama.cpp multiplies the usual
-BETAS, READ = (32.0, 1.0), ("mistral3",)  # what llama.cpp takes for the two, and of which architectures it reads them
-SAME = 1e-3  # of a number that was rounded on its way
+SCORE_SCALING = ("deepseek2", "deepseek32", "deepseek4", "glm-dsa", "hy_v4", "mistral4")
+UNTRUNCATED = ("gpt-oss",)  # whose stretched channels begin and end between two, which no key says and llama.cpp rounds
+LEGACY_ATTN_FACTOR = ("olmo2",)
+                      # whose earlier files state the checkpoint's own number as `attn_factor`, by which llama.cpp multiplies the usual
+DEFAULT_BETAS, READS_BETAS = (32.0, 1.0), ("mistral3",)  # what llama.cpp takes for the two, and of which architectures it reads them
+FACTOR_TOLERANCE = 1e-3  # of a number that was rounded on its way
 
 
-def magnitude(factor: float) -> float:
+def default_attention_factor(factor: float) -> float:
     """What cos and sin are times where nothing else is stated (https://arxiv.org/abs/2309.00071)."""
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def section(path: Path, prefix: str, data: Mapping[str, Value], positions: object) -> tuple[dict[str, object], str]:
+def rope_scaling(path: Path, prefix: str, data: Mapping[str, Value], positions: object) -> tuple[dict[str, object], str]:
     """(the `rope_scaling` of a file whose scaling is yarn, what has to be said of it). `prefix` of its keys ends in a dot; `positions` the
     model was trained with where the file does not say. Raises CheckpointError naming the key."""
     factor = _number(path, prefix, data, "factor")
     if factor is None:
         damaged(path, f"lacks key {prefix}factor")
     if (share := _number(path, prefix, data, "yarn_ext_factor")) is not None and 0 <= share != 1:  # below 0 it is not set
-        raise CheckpointError(f"{path} states {prefix}yarn_ext_factor {share:g}, which is not supported", ORIGINAL)
+        raise CheckpointError(f"{path} states {prefix}yarn_ext_factor {share:g}, which is not supported", ORIGINAL_HINT)
     arch, share = prefix.partition(".")[0], _number(path, prefix, data, "yarn_log_multiplier")
-    plain = arch in DIVIDED and share == 1
-    if arch in SHARPENED:
+    plain = arch in UNSCALED_ALLOWED and share == 1
+    if arch in SCORE_SCALING:
         if _number(path, prefix, data, "attn_factor") not in (None, 1.0):
-            raise CheckpointError(f"{path} states {prefix}attn_factor, which is not supported for this architecture", ORIGINAL)
+            raise CheckpointError(f"{path} states {prefix}attn_factor, which is not supported for this architecture", ORIGINAL_HINT)
         plain = True
     elif share and not plain:
-        raise CheckpointError(f"{path} states {prefix}yarn_log_multiplier {share:g}, which is not supported", ORIGINAL)
+        raise CheckpointError(f"{path} states {prefix}yarn_log_multiplier {share:g}, which is not supported", ORIGINAL_HINT)
     found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": data.get(f"{prefix}original_context_length",
                                                                                                  positions)}
     for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
         if (value := _number(path, prefix, data, theirs)) is not None:
             found[ours] = value
-    if arch in BETWEEN:
+    if arch in UNTRUNCATED:
         found["truncate"] = False
-    if plain and arch not in SHARPENED:
+    if plain and arch not in SCORE_SCALING:
         found |= {"mscale": 1.0, "mscale_all_dim": 1.0}
-    usual = 1.0 if plain else magnitude(factor)
+    usual = 1.0 if plain else default_attention_factor(factor)
     times, own = (_number(path, prefix, data, key) for key in ("attn_factor", "yarn_attn_factor"))
     if times not in (None, 1.0) and own not in (None, 1.0):
         raise CheckpointError(f"{path} states both {prefix}attn_factor {times:g} and {prefix}yarn_attn_factor {own:g}",
                               "only one of the two is allowed")
-    if arch in TWICE and times is not None and math.isclose(times, usual, rel_tol=SAME):
+    if arch in LEGACY_ATTN_FACTOR and times is not None and math.isclose(times, usual, rel_tol=FACTOR_TOLERANCE):
         return found, (f"{path.name} states {prefix}attn_factor {times:g}, the number that positions are scaled by anyway: it is taken "
                        f"once, as in the checkpoint; llama.cpp takes it twice, {times * usual:.4g}")
     if times not in (None, 1.0):
         return found | {"attention_factor": times * usual}, ""
-    if own is None or math.isclose(own, usual, rel_tol=SAME):
+    if own is None or math.isclose(own, usual, rel_tol=FACTOR_TOLERANCE):
         return found, ""
     if own == 1.0:  # converters that know nothing of it write it too
         return found, (f"{path.name} states {prefix}yarn_attn_factor 1, which is read as none: positions are scaled by {usual:.4g}, as in "
@@ -88,21 +89,21 @@ def export_keys(params: Mapping[str, object], scaling: float, arch: str) -> dict
     keys: dict[str, Value] = {"type": "yarn", "factor": float(params["factor"]),
                               "original_context_length": int(params["original_max_position_embeddings"]),
                               "yarn_beta_fast": float(params["beta_fast"]), "yarn_beta_slow": float(params["beta_slow"])}
-    if arch in DIVIDED:
+    if arch in UNSCALED_ALLOWED:
         plain = math.isclose(scaling, 1.0, rel_tol=1e-6)
         keys["yarn_log_multiplier"] = 1.0 if plain else 0.0
         if plain:
             return keys
-    times = 1.0 if arch in SHARPENED else scaling / magnitude(params["factor"])
+    times = 1.0 if arch in SCORE_SCALING else scaling / default_attention_factor(params["factor"])
     return keys if math.isclose(times, 1.0, rel_tol=1e-6) else {**keys, "attn_factor": float(times)}
 
 
-def passed_over(params: Mapping[str, object], arch: str) -> str:
+def ignored_settings(params: Mapping[str, object], arch: str) -> str:
     """What llama.cpp does not read of such positions, as a sentence; empty where it reads all."""
-    if arch in BETWEEN and not params["truncate"]:
+    if arch in UNTRUNCATED and not params["truncate"]:
         return "llama.cpp rounds the YaRN boundaries of this model to whole channels: its answers differ slightly"
     own = (params["beta_fast"], params["beta_slow"])
-    if arch in READ or own == BETAS:
+    if arch in READS_BETAS or own == DEFAULT_BETAS:
         return ""
-    return (f"llama.cpp scales RoPE of this family with beta_fast {BETAS[0]:g} and beta_slow {BETAS[1]:g}, whatever a file says: "
-            f"with this model's {own[0]:g} and {own[1]:g} its answers differ")
+    return (f"llama.cpp scales RoPE of this family with beta_fast {DEFAULT_BETAS[0]:g} and beta_slow {DEFAULT_BETAS[1]:g}, "
+            f"whatever a file says: with this model's {own[0]:g} and {own[1]:g} its answers differ")

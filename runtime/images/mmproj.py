@@ -20,7 +20,7 @@ from ...offload.gguf_header import GgufHeader
 from ...offload.safetensors_header import AGAIN, CheckpointError, is_gguf
 from ..config_reader import ConfigError, Keys
 from ..gguf import mrope_sections
-from ..gguf.projector_config import Described, described, types_of
+from ..gguf.projector_config import ProjectorConfig, projector_config, projector_types
 from ..gguf.projector_lookup import find_projector
 from ..gguf.projector_store import ProjectorStore, read_projector_header
 from ..gguf.store import read_header
@@ -40,7 +40,7 @@ class MmprojSource:
 
     without_word = "the two files are of different models, or the model's was converted without its image tokens"
 
-    def __init__(self, model: Path, path: Path, said: Described) -> None:
+    def __init__(self, model: Path, path: Path, said: ProjectorConfig) -> None:
         self.model, self.path, self.config, self._said = model, path, said.config, said
 
     def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
@@ -85,9 +85,9 @@ def mmproj_encoders(model: Path, config: ModelConfig, named: Path | None) -> tup
     header, text = read_projector_header(path), read_header(model).metadata
     found: dict[Modality, MediaEncoder | EffllmError] = {}
     axes = None
-    for modality in types_of(header):
+    for modality in projector_types(header):
         try:
-            said = described(header, str(text.get("general.architecture")), modality)
+            said = projector_config(header, str(text.get("general.architecture")), modality)
             found[modality] = _sight(header, said, model, config)
             axes = _axes(str(said.config["model_type"]), text, config) if modality is IMAGE_INPUT else axes
         except EffllmError as error:
@@ -97,19 +97,19 @@ def mmproj_encoders(model: Path, config: ModelConfig, named: Path | None) -> tup
     return found, axes
 
 
-def _sight(header: GgufHeader, said: Described, model: Path, config: ModelConfig) -> MediaEncoder:
+def _sight(header: GgufHeader, said: ProjectorConfig, model: Path, config: ModelConfig) -> MediaEncoder:
     _demand_width(header, said, config)
     source = MmprojSource(model, header.path, said)
     with source.saying():
         return build_encoder(str(said.config["model_type"]), source, config, said.modality)
 
 
-def _demand_width(header: GgufHeader, said: Described, config: ModelConfig) -> None:
+def _demand_width(header: GgufHeader, said: ProjectorConfig, config: ModelConfig) -> None:
     """Raises CheckpointError for a projector whose output width is not the model's hidden size."""
-    last = header.tensors.get(said.projector.width)
+    last = header.tensors.get(said.projector.width_tensor)
     if last is None:
-        raise CheckpointError(f"{header.path} holds no tensor {said.projector.width}", "the file is incomplete: download it again")
-    width = last.shape[-1 if said.projector.across else 0]
+        raise CheckpointError(f"{header.path} holds no tensor {said.projector.width_tensor}", "the file is incomplete: download it again")
+    width = last.shape[-1 if said.projector.width_is_last else 0]
     if width != config.hidden_size:
         raise CheckpointError(f"{header.path} projects to width {width}, but the model's hidden size is {config.hidden_size}",
                               "it belongs to another model or size: use the mmproj file published with this one")

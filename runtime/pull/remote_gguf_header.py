@@ -21,7 +21,7 @@ from ..conversion.convert_plan import MATRICES
 from ..encoders import FILES
 from ..families import TensorRule, base_role
 from ..gguf.architectures import architecture
-from ..gguf.config import SCALING, config_json, parsed, required
+from ..gguf.config import ROPE_SCALING_PREFIX, config_json, parse_gguf_config, required_keys
 from ..planning.expected_store import ExpectedStore
 from .client import Client, DownloadFailed, RemoteFile
 from .repository import Repository
@@ -64,7 +64,7 @@ def read_head(repository: Repository, files: Sequence[RemoteFile], client: Clien
     name, vocab_size = keys.get("general.architecture"), lengths.get(TOKENS)
     if name in FILES:
         return RemoteGguf(unknown=READS, nbytes_read=len(head))
-    needed = () if name is None else required(architecture(path, name))
+    needed = () if name is None else required_keys(architecture(path, name))
     if name is None or vocab_size is None or any(f"{name}.{key}" not in keys for key in needed):
         return RemoteGguf(unknown=f"{first.name} does not state its shape before its vocabulary", nbytes_read=len(head))
     nbytes = sum(file.size for file in files) - TOKEN_NBYTES * vocab_size
@@ -76,12 +76,12 @@ def read_head(repository: Repository, files: Sequence[RemoteFile], client: Clien
 def _config(path: Path, keys: dict[str, Value], vocab_size: int, parameters: int | None) -> ModelConfig:
     """The file's config. Whether the embedding is also the LM head follows from the number of parameters."""
     name = keys["general.architecture"]
-    if keys.get(f"{name}.{SCALING}type") == "longrope":  # its factors are tensors, which are not in the head
-        keys = {key: value for key, value in keys.items() if not key.startswith(f"{name}.{SCALING}")}
+    if keys.get(f"{name}.{ROPE_SCALING_PREFIX}type") == "longrope":  # its factors are tensors, which are not in the head
+        keys = {key: value for key, value in keys.items() if not key.startswith(f"{name}.{ROPE_SCALING_PREFIX}")}
     embedding = GgufTensor("token_embd.weight", "F16", (vocab_size, 1), 0, 0, path)
     tensors = {tensor.name: tensor for tensor in (embedding, replace(embedding, name="output.weight"))}
     header = GgufHeader(path, keys, tensors)
-    untied = replace(parsed(header, config_json(header, {})), dtype="float16")
+    untied = replace(parse_gguf_config(header, config_json(header, {})), dtype="float16")
     table = vocab_size * untied.hidden_size
     weights = sum(prod(info.shape) for info in ExpectedStore(untied).tensors.values()) - table
     tied = table > TIED_SHARE * weights if parameters is None else abs(parameters - weights) < abs(parameters - weights - table)
