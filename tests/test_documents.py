@@ -106,8 +106,8 @@ def test_the_table_of_models_has_every_family() -> None:
     assert all(named.count(name) == 1 for name in FAMILIES)
     for _, _, kinds, files, _ in rows:
         families = {*quoted(kinds)} & {*FAMILIES}
-        own = {ARCHITECTURE_BY_FAMILY[name] for name in families if name in ARCHITECTURE_BY_FAMILY} | {SECOND[name] for name in families
-                                                                                                       if name in SECOND}
+        own = {ARCHITECTURE_BY_FAMILY[name] for name in families if name in ARCHITECTURE_BY_FAMILY}
+        own |= {SECOND[name] for name in families if name in SECOND}
         assert families and {*quoted(files)} == own, kinds
         meant = {MODEL_TYPE_ALIASES.get(each, each) for kind in quoted(kinds) for each in COMPOSITE.get(kind, (kind,))[:1]}
         assert meant <= {*FAMILIES} and meant & families, kinds

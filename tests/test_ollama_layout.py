@@ -68,8 +68,9 @@ def test_gemma_by_its_older_keys_has_the_positions_of_the_newer(tmp_path: Path) 
 def test_tables_name_what_projectors_have() -> None:
     for name, found in OLLAMA_VISION.items():
         projector = PROJECTORS[found.projector_type]
-        assert set(found.layer_names.values()) <= projector.layer.keys(), name
-        assert set(found.outer_names.values()) <= projector.outer.keys() | {each.removesuffix(".weight") for each in projector.full_names}
+        assert set(found.layer_names.values()) <= projector.layer_names.keys(), name
+        known = projector.outer_names.keys() | {each.removesuffix(".weight") for each in projector.full_names}
+        assert set(found.outer_names.values()) <= known
 
 
 def test_models_of_ollamas_library_see_by_a_layer_or_by_themselves(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_every_type_has_a_tower_and_what_is_known_of_its_keys() -> None:
     assert PROJECTORS["hunyuanocr"] == PROJECTORS["hunyuanvl"] and BUILDERS["hunyuanocr"] is BUILDERS["hunyuanvl"]
     assert PROJECTORS.keys() == BUILDERS.keys() and written == PROJECTORS.keys()
     assert set(MODEL_TYPES.values()) <= VISION_ENCODERS.keys()
-    assert {text for each in PROJECTORS.values() for text in each.texts} >= MODEL_TYPES.keys()
+    assert {text for each in PROJECTORS.values() for text in each.text_architectures} >= MODEL_TYPES.keys()
 
 
 def test_without_such_a_file_the_missing_one_is_named(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ PROJECTORS: Mapping[str, Projector] = {
     "idefics3": Projector(
         "vision_model.encoder.layers.", _SIGLIP,
         {**_embeddings("vision_model"), "mm.model.fc": "connector.modality_projection.proj"}, "mm.model.fc.weight"),
-    "pixtral": _PIXTRAL, "lightonocr": replace(_PIXTRAL, texts=("qwen3",)),
+    "pixtral": _PIXTRAL, "lightonocr": replace(_PIXTRAL, text_architectures=("qwen3",)),
     "internvl": Projector(
         "vision_tower.encoder.layer.",
         {"ln1": "layernorm_before", "ln2": "layernorm_after", "attn_q": "attention.q_proj", "attn_k": "attention.k_proj", "attn_v":

@@ -19,7 +19,7 @@ from ...offload.safetensors_header import CheckpointError, damaged
 KEYS = ("attn_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_ext_factor", "yarn_log_multiplier")
 ORIGINAL_HINT = "give the folder of the original checkpoint, if its family is supported"
 UNSCALED_ALLOWED = ("mistral3",)  # architectures whose cos and sin may be left as they are
-# Whose multiplier is of scores (`latent_attention.sharpened`), or none: cos and sin are as they are.
+# Whose multiplier is of scores (`latent_attention.with_mscale`), or none: cos and sin are as they are.
 SCORE_SCALING = ("deepseek2", "deepseek32", "deepseek4", "glm-dsa", "hy_v4", "mistral4")
 UNTRUNCATED = ("gpt-oss",)  # whose stretched channels begin and end between two, which no key says and llama.cpp rounds
 LEGACY_ATTN_FACTOR = ("olmo2",)
