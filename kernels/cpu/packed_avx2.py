@@ -128,7 +128,7 @@ def _dots(builder: ir.IRBuilder, way: str, tile: object, group: int, weights: li
     elif way == ways.TABLE:
         per = 1
     else:
-        per = 1 if tile.most > 127 else min(4, 32767 // (2 * 127 * tile.most))
+        per = 1 if tile.max_weight > 127 else min(4, 32767 // (2 * 127 * tile.max_weight))
     if way in (ways.CODEBOOK, ways.SIGNED, ways.TABLE):
         steps = (tile.factors if way == ways.CODEBOOK else tile.steps)[group]
     elif way == ways.SUPER:
