@@ -119,7 +119,7 @@ def test_a_budget_beyond_the_machine_is_refused_and_not_left_to_the_system(model
            "hardware.memory_available = lambda *_: {} << 20\nhardware.memory_total = lambda *_: {} << 20\n")
     out, err = finish(start(*answer(model, "--ram", "900M"), before=has.format(40, 60)), 4)
     assert json.loads(out)["code"] == 4
-    assert re.search(r"MiB of memory are planned and this process can have 60\.00 MiB\nhint: leave --ram out", err)
+    assert re.search(r"MiB of memory are planned, this process can have 60\.00 MiB\nhint: leave --ram out", err)
     out, err = finish(start(*answer(model, "--ram", "900M"), before=has.format(40, 8000)))
     assert json.loads(out)["token_ids"] and err.count("are available now: the system may kill this process") == 1
     _, err = finish(start("plan", model, "-c", 2048, "--ram", "900M", "--no-probe", before=has.format(40, 60)))

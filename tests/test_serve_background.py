@@ -99,9 +99,9 @@ def test_a_model_stays_until_its_answer_has_ended() -> None:
         begun = server.respond(model="fable", max_output_tokens=120, stream=True, **BEHIND).named_events
         name = begun[0]["response"]["id"]
         assert begun[-1]["type"] == "response.incomplete"
-        server.wait_for_output("fable is ended")
+        server.wait_for_output("fable is unloaded")
         lines = server.err.splitlines()
-        order = [next(at for at, line in enumerate(lines) if words in line) for words in (f"{name} has ended", "fable is ended")]
+        order = [next(at for at, line in enumerate(lines) if words in line) for words in (f"{name} has ended", "fable is unloaded")]
         assert order == sorted(order)
         followed = server.respond(model="fable", max_output_tokens=200, stream=True, keep_alive="1m", **BEHIND).named_events
         assert told(server, followed[0]["response"]["id"], "?stream=true&starting_after=9").named_events == followed[10:]

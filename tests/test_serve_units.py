@@ -286,7 +286,8 @@ def test_lines_of_a_server_have_the_time_but_in_the_journal(tmp_path: Path) -> N
 def test_files_are_not_named() -> None:
     for text, said in (("cannot read /etc/passwd: no", "cannot read (a file): no"), ("~/a/b.gguf is", "(a file) is"),
                        ("20 tokens/s, 3 of 4", "20 tokens/s, 3 of 4"), ("read ./x/y, then", "read (a file), then"),
-                       ("<think>/</think>", "<think>/</think>"), ("$ref names #/$defs/a, which", "$ref names #/$defs/a, which")):
+                       ("<think>/</think>", "<think>/</think>"), ("it answers /v1/rerank", "it answers /v1/rerank"),
+                       ("$ref names #/$defs/a, which", "$ref names #/$defs/a, which")):
         assert without_paths(text) == said
     assert public_name("org/repo:4bit") == "org/repo:4bit" and public_name("/models/mine/") == "mine"
     assert public_name(".") == Path.cwd().name

@@ -26,7 +26,7 @@ LEAVE_OUT, LEAVE_ONE_OUT = "leave it out", "leave one of them out"
 SEND_SEPARATELY = "send the others in another request"
 RETRY = "retry in a moment"
 CONTEXT_SIZE = re.compile(r"the context holds (\d+)")
-PATH_PATTERN = re.compile(r"(?<![\w/.<>:#-])(?:~|\.{1,2})?/[^\s:,;'\"]*")
+PATH_PATTERN = re.compile(r"(?<![\w/.<>:#-])(?:~|\.{1,2})?/(?!(?:v1|api)/)[^\s:,;'\"]*")  # paths of files, not of this API
 
 
 class Problem(Exception):
