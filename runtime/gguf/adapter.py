@@ -42,7 +42,7 @@ def gguf_deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int,
     CheckpointError for a file that is no adapter, is one of another kind of model, or does not fit."""
     header, opened = open_parts(path)
     try:
-        found = _architecture(path, header, config)
+        arch = _architecture(path, header, config)
         parts: dict[str, dict[str, GgufTensor]] = {}
         for tensor in header.tensors.values():
             name, dot, ending = tensor.name.rpartition(".")
@@ -52,7 +52,7 @@ def gguf_deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int,
         store, family = TensorStore(path, {}, opened), families.get(config.family)
         roles = {rule.name: role for i in range(config.num_hidden_layers) for role, rule in family.layer_tensors(config, i).items()}
         for name, pair in parts.items():
-            yield from _tensor_deltas(path, name, pair, store, header, found, config, shapes, roles)
+            yield from _tensor_deltas(path, name, pair, store, header, arch, config, shapes, roles)
     finally:
         close_all(opened)
 
@@ -63,20 +63,20 @@ def open_adapter_file(path: Path) -> TensorStore:
 
 
 def _architecture(path: Path, header: GgufHeader, config: ModelConfig) -> Architecture:
-    told = {key: header.metadata.get(key) for key in ("general.type", "adapter.type", "general.architecture")}
-    if told["general.type"] != "adapter" or told["adapter.type"] != "lora":
-        raise CheckpointError(f"{path} is not a LoRA adapter but {shown(told['general.type'] or 'a model')}", CONVERT_HINT)
+    stated = {key: header.metadata.get(key) for key in ("general.type", "adapter.type", "general.architecture")}
+    if stated["general.type"] != "adapter" or stated["adapter.type"] != "lora":
+        raise CheckpointError(f"{path} is not a LoRA adapter but {shown(stated['general.type'] or 'a model')}", CONVERT_HINT)
     if INVOCATION_TOKENS in header.metadata:
         raise CheckpointError(f"{path} is an activated LoRA (aLoRA), which is not supported", CONVERT_HINT)
-    name = told["general.architecture"]
-    found = architecture(path, name)
-    if found.family != config.family and (config.family not in ARCHITECTURE_BY_FAMILY or file_architecture(config) != name):
+    name = stated["general.architecture"]
+    arch = architecture(path, name)
+    if arch.family != config.family and (config.family not in ARCHITECTURE_BY_FAMILY or file_architecture(config) != name):
         raise CheckpointError(f"{path} is an adapter for {shown(name)}, but the model is {config.family}",
                               "is this its base model?")
-    return found
+    return arch
 
 
-def _tensor_deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: TensorStore, header: GgufHeader, found: Architecture,
+def _tensor_deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: TensorStore, header: GgufHeader, arch: Architecture,
             config: ModelConfig, shapes: Mapping[str, tuple[int, int]], roles: Mapping[str, str]) -> Iterator[tuple[str, Delta]]:
     """Of a tensor of a model's file: one, or the several that lie in it."""
     def refuse(why: str) -> CheckpointError:
@@ -84,7 +84,7 @@ def _tensor_deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store:
 
     if pair.keys() != {"a", "b"}:
         raise refuse(f"holds only one of the two LoRA matrices of {shown(name)}")
-    names = checkpoint_names(name, found, config.moe.num_experts if config.moe else 0)
+    names = checkpoint_names(name, arch, config.moe.num_experts if config.moe else 0)
     if names is None or not shapes.keys() >= {*names}:
         raise refuse(f"changes {shown(name)}, which is not supported")
     alpha = header.metadata.get(ALPHA, 0.0)
@@ -93,30 +93,30 @@ def _tensor_deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store:
     a, b = (_values(path, store, pair[part]) for part in "ab")
     if name == EMBEDDING and a.ndim == b.ndim == 2:
         a, b = np.ascontiguousarray(b.T), a
-    said, count = f"{list(a.shape)} and {list(b.shape)}", config.moe.num_experts if config.moe else 1
+    stated_shapes, count = f"{list(a.shape)} and {list(b.shape)}", config.moe.num_experts if config.moe else 1
     experts = count if a.ndim == 3 and len(names) % count == 0 else 1
     a, b = (each if each.ndim == 3 else each[None] for each in (a, b))
     ranks, heights = {a.shape[-2], b.shape[-1]}, [shapes[each][0] for each in names[: len(names) // experts]]
     width = shapes[names[0]][1]
     if a.ndim != 3 or b.ndim != 3 or len(ranks) > 1 or (len(a), len(b)) != (experts, experts) or a.shape[2] != width \
             or b.shape[1] != sum(heights):
-        raise refuse(f"changes {shown(name)} with matrices of {said}, but in the model it has "
+        raise refuse(f"changes {shown(name)} with matrices of {stated_shapes}, but in the model it has "
                      f"{sum(heights)} rows of {width}")
     scale = float(alpha) / a.shape[1] if alpha else 1.0
     for expert in range(experts):
-        yield from _matrix_deltas(names[expert * len(heights) : (expert + 1) * len(heights)], a[expert], b[expert], scale, heights, found,
+        yield from _matrix_deltas(names[expert * len(heights) : (expert + 1) * len(heights)], a[expert], b[expert], scale, heights, arch,
                                   config,
                            roles)
 
 
-def _matrix_deltas(names: Sequence[str], a: np.ndarray, b: np.ndarray, scale: float, heights: Sequence[int], found: Architecture,
+def _matrix_deltas(names: Sequence[str], a: np.ndarray, b: np.ndarray, scale: float, heights: Sequence[int], arch: Architecture,
             config: ModelConfig, roles: Mapping[str, str]) -> Iterator[tuple[str, Delta]]:
     """Of matrices that lie behind one another, and share A."""
     ends = np.cumsum(heights)
     for each, rows in zip(names, fused_rows(names, config) or [np.arange(end - height, end) for end, height in zip(ends, heights)]):
-        heads = heads_of(each, config) if found.interleaved else 0
-        own = b[rows[deinterleaved(np.arange(len(rows)), len(rows) // heads)] if heads else rows]
-        yield each, Delta(*_checkpoint_order(a, own, roles.get(each, ""), config), scale, None)
+        heads = heads_of(each, config) if arch.interleaved else 0
+        lora_b = b[rows[deinterleaved(np.arange(len(rows)), len(rows) // heads)] if heads else rows]
+        yield each, Delta(*_checkpoint_order(a, lora_b, roles.get(each, ""), config), scale, None)
 
 
 def _checkpoint_order(a: np.ndarray, b: np.ndarray, role: str, config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:

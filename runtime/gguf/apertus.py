@@ -36,11 +36,11 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     layers = raw["num_hidden_layers"]
     if raw.get("rope_scaling") is None and "rope_theta" in raw:
         raw["rope_parameters"] = {"rope_type": "default", "rope_theta": raw.pop("rope_theta")}
-    for key, usual in FIXED_LISTS.items():
-        if key in header.metadata and not np.allclose(_layer_values(header, key, layers), usual, rtol=BF16_TOLERANCE, atol=0):
-            raise CheckpointError(f"{header.path} states {key} that is not {usual:g} in every layer, which is not supported",
+    for key, expected in FIXED_LISTS.items():
+        if key in header.metadata and not np.allclose(_layer_values(header, key, layers), expected, rtol=BF16_TOLERANCE, atol=0):
+            raise CheckpointError(f"{header.path} states {key} that is not {expected:g} in every layer, which is not supported",
                                   "no published model has others")
-    raw |= {ours: _layer_values(header, theirs, layers) for theirs, ours in LAYER_LISTS.items()}
+    raw |= {config_key: _layer_values(header, gguf_key, layers) for gguf_key, config_key in LAYER_LISTS.items()}
 
 
 def _layer_values(header: GgufHeader, key: str, layers: object) -> list[float]:
@@ -58,10 +58,10 @@ def extract_activations(config: ModelConfig, tensors: Mapping[int | str, Mapping
     if config.family != FAMILY:
         return config, dict(tensors)
     layers = range(config.num_hidden_layers)
-    read = lambda tensor: float(as_float32(tensor, {tensor.name: store.read(tensor.info)})[0])  # noqa: E731
-    curves = config.activation_params or tuple(tuple(read(tensors[layer][role]) for role in XIELU_ROLES) for layer in layers)
-    left = {key: {role: tensor for role, tensor in roles.items() if role not in XIELU_ROLES} for key, roles in tensors.items()}
-    return replace(config, activation_params=curves), left
+    read_scalar = lambda tensor: float(as_float32(tensor, {tensor.name: store.read(tensor.info)})[0])  # noqa: E731
+    params = config.activation_params or tuple(tuple(read_scalar(tensors[layer][role]) for role in XIELU_ROLES) for layer in layers)
+    remaining = {key: {role: tensor for role, tensor in roles.items() if role not in XIELU_ROLES} for key, roles in tensors.items()}
+    return replace(config, activation_params=params), remaining
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:

@@ -36,22 +36,23 @@ def whisper_extractor(tower: TowerConfig, seconds: int) -> dict[str, object]:
             "chunk_length": seconds}
 
 
-def _whisper(kind: str) -> Callable[..., JsonPair]:
+def _whisper(model_type: str) -> Callable[..., JsonPair]:
     """Of a family whose encoder has a learned place for every row of a window."""
-    def built(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> JsonPair:
-        places = require_shape(header, POSITION_EMBD)[0]
-        seconds, rest = divmod(places * CONV_STRIDE * HOP_LENGTH, SAMPLE_RATE)
-        if rest or not seconds:
-            damaged(header.path, f"has {places} places for rows of a window, which are not whole seconds")
-        joined = {} if kind != "voxtral" else {"intermediate_size": keys.integer("projector.stack_factor", 4, high=1 << 10)
+    def build(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> JsonPair:
+        num_positions = require_shape(header, POSITION_EMBD)[0]
+        seconds, remainder = divmod(num_positions * CONV_STRIDE * HOP_LENGTH, SAMPLE_RATE)
+        if remainder or not seconds:
+            damaged(header.path, f"has {num_positions} places for rows of a window, which are not whole seconds")
+        stacked = {} if model_type != "voxtral" else {"intermediate_size": keys.integer("projector.stack_factor", 4, high=1 << 10)
                                                * keys.integer("embedding_length", high=1 << 16)}
-        if joined and joined["intermediate_size"] != tower["intermediate_size"]:
-            damaged(header.path, f"joins rows to {joined['intermediate_size']} numbers, but its layers widen them to "
+        if stacked and stacked["intermediate_size"] != tower["intermediate_size"]:
+            damaged(header.path, f"joins rows to {stacked['intermediate_size']} numbers, but its layers widen them to "
                                  f"{tower['intermediate_size']}")
-        return {"model_type": kind, "audio_config": {"model_type": ENCODER_TYPES[kind], **tower, "max_source_positions": places}}, \
+        return {"model_type": model_type,
+                "audio_config": {"model_type": ENCODER_TYPES[model_type], **tower, "max_source_positions": num_positions}}, \
             whisper_extractor(tower, seconds)
 
-    return built
+    return build
 
 
 # Model type -> type of its encoder.
@@ -76,10 +77,10 @@ def _gemma4(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> Js
     """The epsilon that files state is another than the model's (1e-6), by an oversight of the converter."""
     channels = [require_shape(header, f"a.conv1d.{number}.weight", 4)[0] for number in (0, 1)]
     sizes = {key: tower[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
-    more = {"subsampling_conv_channels": channels, "conv_kernel_size": require_shape(header, "a.blk.0.conv_dw.weight")[1],
+    derived = {"subsampling_conv_channels": channels, "conv_kernel_size": require_shape(header, "a.blk.0.conv_dw.weight")[1],
             "use_clipped_linears": "a.blk.0.attn_q.input_max" in header.tensors,
             "output_proj_dims": require_shape(header, "a.pre_encode.out.weight")[0]}
-    return {"model_type": "gemma4", "audio_config": {"model_type": "gemma4_audio", **sizes, **more}}, \
+    return {"model_type": "gemma4", "audio_config": {"model_type": "gemma4_audio", **sizes, **derived}}, \
         {"feature_extractor_type": "Gemma4AudioFeatureExtractor", "feature_size": tower["num_mel_bins"]}
 
 
@@ -91,30 +92,31 @@ def _gemma4_unified(header: GgufHeader, keys: Keys, tower: TowerConfig, text: st
 
 def _granite_speech(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> JsonPair:
     """The adapter by which the first of these models were taught to hear is not spoken of: where it is, it is in the text part."""
-    width, inner = keys.integer("embedding_length", high=1 << 16), keys.integer("feed_forward_length", high=1 << 20)
-    channels, taps = require_shape(header, "a.blk.0.conv_dw.weight")
+    width, ffn_width = keys.integer("embedding_length", high=1 << 16), keys.integer("feed_forward_length", high=1 << 20)
+    channels, conv_kernel = require_shape(header, "a.blk.0.conv_dw.weight")
     heads = keys.integer("attention.head_count", high=1024)
     encoder = {
         "model_type": "granite_speech_encoder", "input_dim": tower["num_mel_bins"], "num_layers": tower["num_hidden_layers"],
-        "hidden_dim": width, "feedforward_mult": inner // width, "num_heads": heads, "dim_head":
+        "hidden_dim": width, "feedforward_mult": ffn_width // width, "num_heads": heads, "dim_head":
         require_shape(header, "a.blk.0.attn_q.weight")[0] // heads, "output_dim": require_shape(header, "a.enc_ctc_out.weight")[0],
         "context_size":
-        keys.raw.get("chunk_size"), "max_pos_emb": keys.raw.get("max_pos_emb"), "conv_kernel_size": taps, "conv_expansion_factor":
+        keys.raw.get("chunk_size"), "max_pos_emb": keys.raw.get("max_pos_emb"), "conv_kernel_size": conv_kernel, "conv_expansion_factor":
         channels // width}
-    parts = [found for name in header.tensors if (found := QFORMER_TENSOR.fullmatch(name))]
-    count = len({int(part[1]) for part in parts})
-    looking = sorted(int(part[1]) for part in parts if part[2] == "cross_attn_q.weight")
-    often = looking[1] if len(looking) > 1 else max(1, count)
-    if looking != list(range(0, count, max(1, often))):
-        damaged(header.path, f"has cross-attention layers {looking} that are not evenly spaced among {count}")
-    inside, own = require_shape(header, "a.proj_blk.0.ffn_up.weight")
-    asks = {"model_type": "blip_2_qformer", "hidden_size": own, "num_hidden_layers": count, "num_attention_heads":
-            keys.raw.get("projector.head_count"), "intermediate_size": inside, "encoder_hidden_size": width,
-            "cross_attention_frequency": often}
-    bands = keys.integer("num_mel_bins", high=1024) // 2
-    return {"model_type": "granite_speech", "encoder_config": encoder, "projector_config": asks, "has_lora_adapter": False, "window_size":
+    qformer_tensors = [found for name in header.tensors if (found := QFORMER_TENSOR.fullmatch(name))]
+    count = len({int(part[1]) for part in qformer_tensors})
+    cross_attention_layers = sorted(int(part[1]) for part in qformer_tensors if part[2] == "cross_attn_q.weight")
+    frequency = cross_attention_layers[1] if len(cross_attention_layers) > 1 else max(1, count)
+    if cross_attention_layers != list(range(0, count, max(1, frequency))):
+        damaged(header.path, f"has cross-attention layers {cross_attention_layers} that are not evenly spaced among {count}")
+    qformer_ffn_width, qformer_width = require_shape(header, "a.proj_blk.0.ffn_up.weight")
+    qformer = {"model_type": "blip_2_qformer", "hidden_size": qformer_width, "num_hidden_layers": count, "num_attention_heads":
+            keys.raw.get("projector.head_count"), "intermediate_size": qformer_ffn_width, "encoder_hidden_size": width,
+            "cross_attention_frequency": frequency}
+    num_mels = keys.integer("num_mel_bins", high=1024) // 2
+    return {"model_type": "granite_speech", "encoder_config": encoder, "projector_config": qformer, "has_lora_adapter": False,
+            "window_size":
             keys.raw.get("projector.window_size"), "downsample_rate": keys.raw.get("projector.downsample_rate")}, \
-        {"feature_extractor_type": "GraniteSpeechFeatureExtractor", "melspec_kwargs": {"n_mels": bands}}
+        {"feature_extractor_type": "GraniteSpeechFeatureExtractor", "melspec_kwargs": {"n_mels": num_mels}}
 
 
 BUILDERS: Mapping[str, Callable[..., JsonPair]] = {

@@ -34,70 +34,73 @@ QWEN3_ASR_NAMES = {"multi_modal_projector.linear_1": "audio_tower.proj1", "multi
 OMIT_MMPROJ_HINT = "leave out --mmproj"
 
 
-def metadata(sight: WhisperTower | Qwen3Asr, name: str, kind: str) -> dict[str, Value]:
+def metadata(encoder: WhisperTower | Qwen3Asr, name: str, kind: str) -> dict[str, Value]:
     """The keys of the file of a model of this type. Raises UsageError for what such a file does not say."""
-    sizes = sight.sizes
-    _check_defaults(sight)
+    sizes = encoder.sizes
+    _check_defaults(encoder)
     stated: dict[str, Value] = {
         "embedding_length": sizes.width, "feed_forward_length": sizes.ffn_width, "block_count": sizes.layers, "attention.head_count":
-        sizes.heads, "projection_dim": sight.config.hidden_size, "attention.layer_norm_epsilon": EPS, "num_mel_bins": sizes.bands}
-    if isinstance(sight, Voxtral):
-        stated["projector.stack_factor"] = sight.stacked_rows
+        sizes.heads, "projection_dim": encoder.config.hidden_size, "attention.layer_norm_epsilon": EPS, "num_mel_bins": sizes.bands}
+    if isinstance(encoder, Voxtral):
+        stated["projector.stack_factor"] = encoder.stacked_rows
     return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,
             f"{CLIP}.has_audio_encoder": True, f"{CLIP}.projector_type": PROJECTOR_TYPES[kind], **{f"{CLIP}.audio.{key}": value
                                                                                         for key, value in stated.items()}}
 
 
-def _check_defaults(sight: WhisperTower | Qwen3Asr) -> None:
-    said, bands = "which such a file does not say", sight.sizes.bands
-    samples = sight.log_mel.samples if isinstance(sight, Qwen3Asr) else CONV_STRIDE * sight.sizes.max_positions * HOP_LENGTH
-    if sight.log_mel != LogMel(bands, WINDOW_SAMPLES, HOP_LENGTH, samples):
-        raise UsageError(f"its audio becomes frames of {sight.log_mel.window} samples, one every {sight.log_mel.hop}, {said}",
+def _check_defaults(encoder: WhisperTower | Qwen3Asr) -> None:
+    reason, bands = "which such a file does not say", encoder.sizes.bands
+    samples = encoder.log_mel.samples if isinstance(encoder, Qwen3Asr) else CONV_STRIDE * encoder.sizes.max_positions * HOP_LENGTH
+    if encoder.log_mel != LogMel(bands, WINDOW_SAMPLES, HOP_LENGTH, samples):
+        raise UsageError(f"its audio becomes frames of {encoder.log_mel.window} samples, one every {encoder.log_mel.hop}, {reason}",
                          OMIT_MMPROJ_HINT)
-    if sight.sizes.activation is not gelu or sight.root_config.raw.get("projector_hidden_act", "gelu") != "gelu":
-        raise UsageError(f"its audio tower has another activation than gelu, {said}", OMIT_MMPROJ_HINT)
-    if isinstance(sight, Qwen3Asr):
-        half, together = DEFAULT_CHUNKING
-        if (sight.chunk_frames, sight.chunk_frames * sight.chunks_per_window, sight.min_samples) != (2 * half, together, MIN_SAMPLES):
-            raise UsageError(f"its audio is encoded in chunks of {sight.chunk_frames} frames, of which "
-                             f"{sight.chunk_frames * sight.chunks_per_window} attend to each other, {said}", OMIT_MMPROJ_HINT)
+    if encoder.sizes.activation is not gelu or encoder.root_config.raw.get("projector_hidden_act", "gelu") != "gelu":
+        raise UsageError(f"its audio tower has another activation than gelu, {reason}", OMIT_MMPROJ_HINT)
+    if isinstance(encoder, Qwen3Asr):
+        half_chunk, window = DEFAULT_CHUNKING
+        if (encoder.chunk_frames, encoder.chunk_frames * encoder.chunks_per_window, encoder.min_samples) != (2 * half_chunk, window,
+                                                                                                             MIN_SAMPLES):
+            raise UsageError(f"its audio is encoded in chunks of {encoder.chunk_frames} frames, of which "
+                             f"{encoder.chunk_frames * encoder.chunks_per_window} attend to each other, {reason}", OMIT_MMPROJ_HINT)
 
 
 def file_tensors(store: TensorStore, kind: str) -> list[ProjectorTensor]:
     """The tensors of the file, in the checkpoint's order. Raises CheckpointError for one that no such file has."""
-    projector, found = AUDIO_PROJECTORS[PROJECTOR_TYPES[kind]], []
+    projector, tensors = AUDIO_PROJECTORS[PROJECTOR_TYPES[kind]], []
     for stored, info in store.tensors.items():
         if is_of_tower(stored, kind):
-            found += _map_tensor(canonical_name(stored), info, projector, store)
-    return found
+            tensors += _map_tensor(canonical_name(stored), info, projector, store)
+    return tensors
 
 
-def _map_tensor(own: str, info: TensorInfo, projector: Projector, store: TensorStore) -> Iterator[ProjectorTensor]:
+def _map_tensor(checkpoint_name: str, info: TensorInfo, projector: Projector, store: TensorStore) -> Iterator[ProjectorTensor]:
     """Biases of convolutions have a dimension for each over which they go."""
     if POSITION_EMBD in projector.ignored:
-        stem, _, kind = own.rpartition(".")
-        own = f"{QWEN3_ASR_NAMES.get(stem, stem)}.{kind}"
-    name = gguf_name(own, projector, store)
+        stem, _, kind = checkpoint_name.rpartition(".")
+        checkpoint_name = f"{QWEN3_ASR_NAMES.get(stem, stem)}.{kind}"
+    name = gguf_name(checkpoint_name, projector, store)
     if name.endswith(".bias") and name.startswith(("a.conv1d", "a.conv2d")):
         shape = (*info.shape, *(1,) * int(name[len("a.conv")]))
         yield projector_tensor(name, info, lambda values: values.reshape(shape), shape)
         return
     yield projector_tensor(name, info)
-    if POSITION_EMBD in projector.ignored and own == "audio_tower.ln_post.weight":  # as wide as the places that readers want to have
+    if POSITION_EMBD in projector.ignored and checkpoint_name == "audio_tower.ln_post.weight":
+        # Readers require the sinusoidal position table, which no checkpoint holds; its width is that of this norm.
         yield projector_tensor(POSITION_EMBD, info, lambda values: sinusoids(NUM_POSITIONS, len(values)), (NUM_POSITIONS, info.shape[0]))
 
 
-def gguf_name(own: str, projector: Projector, store: TensorStore, modality: Modality = AUDIO_INPUT) -> str:
+def gguf_name(checkpoint_name: str, projector: Projector, store: TensorStore, modality: Modality = AUDIO_INPUT) -> str:
     """What a tensor of that sense is called in the file. Raises CheckpointError for one that no such file has."""
-    whole, inside, outer = ({ours: theirs for theirs, ours in names.items()}
+    full_names, layer_names, outer_names = ({ours: theirs for theirs, ours in names.items()}
                             for names in (projector.full_names, projector.layer_names, projector.outer_names))
-    stem, _, kind = own.rpartition(".")
-    if own in whole or stem in outer and kind in TENSOR_KINDS:
-        return whole.get(own) or f"{outer[stem]}.{kind}"
-    number, _, rest = own.removeprefix(projector.layers_prefix).partition(".")
+    stem, _, kind = checkpoint_name.rpartition(".")
+    if checkpoint_name in full_names or stem in outer_names and kind in TENSOR_KINDS:
+        return full_names.get(checkpoint_name) or f"{outer_names[stem]}.{kind}"
+    number, _, rest = checkpoint_name.removeprefix(projector.layers_prefix).partition(".")
     part, _, kind = rest.rpartition(".")
-    named = inside.get(part.removesuffix(".linear"), "")
-    kinds = (*TENSOR_KINDS, *CLAMP_KINDS) if named in projector.clamped_linears else TENSOR_KINDS
-    if own.startswith(projector.layers_prefix) and number.isdigit() and (rest in whole or named and kind in kinds):
-        return f"{projector.blocks_prefix}.{number}.{whole.get(rest) or f'{named}.{kind}'}"
-    raise CheckpointError(f"{store.folder} holds tensor {own} of the {modality.tower}, which no mmproj file of its type has", AGAIN)
+    layer_name = layer_names.get(part.removesuffix(".linear"), "")
+    kinds = (*TENSOR_KINDS, *CLAMP_KINDS) if layer_name in projector.clamped_linears else TENSOR_KINDS
+    if checkpoint_name.startswith(projector.layers_prefix) and number.isdigit() and (rest in full_names or layer_name and kind in kinds):
+        return f"{projector.blocks_prefix}.{number}.{full_names.get(rest) or f'{layer_name}.{kind}'}"
+    raise CheckpointError(f"{store.folder} holds tensor {checkpoint_name} of the {modality.tower}, which no mmproj file of its type has",
+                          AGAIN)

@@ -28,45 +28,45 @@ RMS_NORM_EPSILON = "attention.layer_norm_rms_epsilon"
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
     header, kinds = context.header, context.layer_types(raw, WINDOW_PERIOD)
-    scored, layers = raw.pop("expert_selection_fn", 0), raw["num_hidden_layers"]
-    if scored not in SCORE_FUNCTIONS or scored == 1 and raw.get("norm_topk_prob") is not True:
-        raise CheckpointError(f"{header.path}: {NAME}.expert_gating_func = {scored} is not supported for this architecture with "
+    gating_func, layers = raw.pop("expert_selection_fn", 0), raw["num_hidden_layers"]
+    if gating_func not in SCORE_FUNCTIONS or gating_func == 1 and raw.get("norm_topk_prob") is not True:
+        raise CheckpointError(f"{header.path}: {NAME}.expert_gating_func = {gating_func} is not supported for this architecture with "
                               f"expert_weights_norm = {raw.get('norm_topk_prob', False)}",
                               "give the folder of the original checkpoint, if its family is supported")
-    raw |= {"expert_selection_fn": SCORE_FUNCTIONS[scored], "norm_topk_prob": raw.get("norm_topk_prob", False),
+    raw |= {"expert_selection_fn": SCORE_FUNCTIONS[gating_func], "norm_topk_prob": raw.get("norm_topk_prob", False),
             "sliding_window": context.window,
             "attention_bias": "blk.0.attn_q.bias" in header.tensors, "shared_expert_combination_strategy": "average"}
-    behind = raw.setdefault("num_nextn_predict_layers", 0)
-    if type(behind) is int and type(layers) is int and 0 <= behind < layers:
-        raw["num_hidden_layers"] = layers - behind  # files count them in
-        kinds = kinds[: layers - behind]
+    mtp_layers = raw.setdefault("num_nextn_predict_layers", 0)
+    if type(mtp_layers) is int and type(layers) is int and 0 <= mtp_layers < layers:
+        raw["num_hidden_layers"] = layers - mtp_layers  # files count them in
+        kinds = kinds[: layers - mtp_layers]
     raw["layer_types"] = kinds
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys beside those of every mixture, without the architecture's prefix."""
-    own = config.moe
-    dense = sum(layer not in own.layers for layer in range(config.num_hidden_layers))
+    moe = config.moe
+    dense = sum(layer not in moe.layers for layer in range(config.num_hidden_layers))
     keys: dict[str, Value] = {
         "attention.sliding_window": next((each for each in config.windows if each is not None), 0),
         "attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.int32),
-        "feed_forward_length": config.intermediate_size_of(0), "expert_feed_forward_length": own.expert_dim,
+        "feed_forward_length": config.intermediate_size_of(0), "expert_feed_forward_length": moe.expert_dim,
         "leading_dense_block_count": dense,
-        "expert_gating_func": 2 if own.sigmoid else 1, "expert_weights_norm": own.renormalise,
+        "expert_gating_func": 2 if moe.sigmoid else 1, "expert_weights_norm": moe.renormalise,
         "logit_scale": float(1 / config.logits_scaling), "attention.layer_norm_epsilon": float(config.norm_eps)}
     if config.norm_kind == "rms":
         keys[RMS_NORM_EPSILON] = float(config.norm_eps)
-    if own.shared_expert_dim:
-        keys |= {"expert_shared_count": own.shared_expert_dim // own.expert_dim, "expert_shared_feed_forward_length": own.shared_expert_dim}
+    if moe.shared_expert_dim:
+        keys |= {"expert_shared_count": moe.shared_expert_dim // moe.expert_dim, "expert_shared_feed_forward_length": moe.shared_expert_dim}
     return keys
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    own = config.moe
-    dense = sum(layer not in own.layers for layer in range(config.num_hidden_layers))
-    turned = [each is not None or layer < dense for layer, each in enumerate(config.windows)]
+    moe = config.moe
+    dense = sum(layer not in moe.layers for layer in range(config.num_hidden_layers))
+    has_rope = [each is not None or layer < dense for layer, each in enumerate(config.windows)]
     yield set(config.windows) == {None}, "has no window"
-    yield own.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts after others"
-    yield turned != [each is not None for each in config.ropes], "rotates other layers than those with a window and dense ones"
-    yield bool(own.shared_expert_dim) and config.multiplier("shared.down") == 1.0, "adds the shared expert to the sum of the others"
+    yield moe.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts after others"
+    yield has_rope != [each is not None for each in config.ropes], "rotates other layers than those with a window and dense ones"
+    yield bool(moe.shared_expert_dim) and config.multiplier("shared.down") == 1.0, "adds the shared expert to the sum of the others"

@@ -133,9 +133,9 @@ def export_architecture(config: ModelConfig) -> Architecture:
     if family not in ARCHITECTURE_BY_FAMILY:
         raise EffllmError(f"{family} models are not exported as GGUF{UNSUPPORTED_REASONS.get(family, '')}",
                           f"exported are {', '.join(sorted(ARCHITECTURE_BY_FAMILY))}")
-    for departs, what in _export_limits(config):
-        if departs:
-            raise EffllmError(f"a GGUF file of the {family} family cannot express that this model {what}", FOLDER_HINT)
+    for applies, description in _export_limits(config):
+        if applies:
+            raise EffllmError(f"a GGUF file of the {family} family cannot express that this model {description}", FOLDER_HINT)
     return ARCHITECTURES[file_architecture(config)]
 
 
@@ -171,19 +171,19 @@ def _window_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """In which layers they are; of `OWN_EXPORT_LIMITS` all that is theirs alone."""
     family = config.family
     if family in WINDOW_PERIODS:
-        every = WINDOW_PERIODS[family]
+        period = WINDOW_PERIODS[family]
         window = next((each for each in config.windows if each is not None), None)
-        yield window is None or config.windows != tuple(window if (i + 1) % every else None for i in range(config.num_hidden_layers)), \
-            f"does not have a sliding window in all but every {every}th layer"
+        yield window is None or config.windows != tuple(window if (i + 1) % period else None for i in range(config.num_hidden_layers)), \
+            f"does not have a sliding window in all but every {period}th layer"
     elif family == "exaone4":
-        windows = config.num_hidden_layers == EXAONE4_WINDOWED_LAYERS
+        is_windowed_size = config.num_hidden_layers == EXAONE4_WINDOWED_LAYERS
         window = next((each for each in config.windows if each is not None), None)
-        usual = tuple(window if windows and (i + 1) % EXAONE4_WINDOW_PERIOD else None for i in range(config.num_hidden_layers))
-        yield config.windows != usual or (window is None) == windows, \
+        expected = tuple(window if is_windowed_size and (i + 1) % EXAONE4_WINDOW_PERIOD else None for i in range(config.num_hidden_layers))
+        yield config.windows != expected or (window is None) == is_windowed_size, \
             f"has {config.num_hidden_layers} layers and {'no sliding' if window is None else 'sliding'} windows in its layers"
         yield window is None and None in config.ropes, "has layers without rotary positions"
-    elif depart := FAMILY_EXPORT_LIMITS.get(family):
-        yield from depart(config)
+    elif family_limits := FAMILY_EXPORT_LIMITS.get(family):
+        yield from family_limits(config)
     else:
         yield family not in WINDOW_IGNORED and set(config.windows) != {None}, "has a sliding window"
 
@@ -194,9 +194,10 @@ def _scale_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     if family.startswith("gemma") or family == "afmoe":
         yield not np.isclose(config.embedding_multiplier, config.hidden_size**0.5, rtol=1e-2), "has another embedding multiplier"
     if family in ("gemma2", "gemma3_text"):
-        whole = QUERY_SCALE_BY_WIDTH_LAYERS[ARCHITECTURE_BY_FAMILY[family]] == config.num_hidden_layers
-        usual = (config.hidden_size / config.num_attention_heads if whole else config.head_dim) ** -0.5
-        yield not np.isclose(config.attn_scale, usual, rtol=1e-4), f"scales its scores by {config.attn_scale:.4g} instead of {usual:.4g}"
+        is_scaled_by_width = QUERY_SCALE_BY_WIDTH_LAYERS[ARCHITECTURE_BY_FAMILY[family]] == config.num_hidden_layers
+        expected = (config.hidden_size / config.num_attention_heads if is_scaled_by_width else config.head_dim) ** -0.5
+        yield not np.isclose(config.attn_scale, expected,
+                             rtol=1e-4), f"scales its scores by {config.attn_scale:.4g} instead of {expected:.4g}"
     if family in ("cohere", "cohere2", "gemma", "gemma2"):
         yield not config.tie_word_embeddings, "has an untied output head"
     if family in REQUIRES_HEAD:
@@ -230,9 +231,9 @@ def _rope_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     if family == "ministral3":
         yield config.rope.kind != "yarn", f"has rotary positions of kind {config.rope.kind}"
     if family == "olmo3":
-        plain = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
-        yield any(rope.kind != "default" for rope in plain), "scales RoPE in layers with a window"
-        yield any(rope.theta != config.rope.theta for rope in plain), "has another rope_theta in layers with a window"
+        local_ropes = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
+        yield any(rope.kind != "default" for rope in local_ropes), "scales RoPE in layers with a window"
+        yield any(rope.theta != config.rope.theta for rope in local_ropes), "has another rope_theta in layers with a window"
     if family == "smollm3":
         yield [rope is not None for rope in config.ropes] != [(i + 1) % SMOLLM3_NO_ROPE_PERIOD != 0
                                                               for i in range(config.num_hidden_layers)], \
@@ -240,15 +241,15 @@ def _rope_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
 
 
 def _moe_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    family, mixture = config.family, config.moe
-    yield family == "bailing_moe_v2" and not mixture.shared_expert_dim, "has no shared expert"
+    family, moe = config.family, config.moe
+    yield family == "bailing_moe_v2" and not moe.shared_expert_dim, "has no shared expert"
     if family == llama4.FAMILY:
         yield from llama4.export_limits(config)
-    elif mixture is not None and family not in STATES_EXPERT_LAYERS:
-        dense = min(mixture.layers, default=config.num_hidden_layers) if family in LEADING_DENSE else 0
-        yield mixture.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts"
-        yield family not in STATES_EXPERT_SCORING and mixture.renormalise != (family not in ("olmoe", "qwen2_moe")), \
-            f"{'normalizes' if mixture.renormalise else 'does not normalize'} its expert weights"
+    elif moe is not None and family not in STATES_EXPERT_LAYERS:
+        dense = min(moe.layers, default=config.num_hidden_layers) if family in LEADING_DENSE else 0
+        yield moe.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts"
+        yield family not in STATES_EXPERT_SCORING and moe.renormalise != (family not in ("olmoe", "qwen2_moe")), \
+            f"{'normalizes' if moe.renormalise else 'does not normalize'} its expert weights"
         yield family in WITHOUT_GQA and config.num_key_value_heads != config.num_attention_heads, "has fewer key-value heads than heads"
 
 
@@ -259,10 +260,10 @@ def ignored_window(config: ModelConfig) -> int | None:
 
 def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Value]:
     """The metadata describing the model, without the tokenizer."""
-    arch, unturned = file_architecture(config), config.rope is None
-    if unturned:
+    arch, without_rope = file_architecture(config), config.rope is None
+    if without_rope:
         config = replace(config, ropes=(PLACEHOLDER_ROPE,) * config.num_hidden_layers)
-    out: dict[str, Value] = {"general.architecture": arch, "general.type": "model", "general.name": name,
+    general: dict[str, Value] = {"general.architecture": arch, "general.type": "model", "general.name": name,
                              "general.file_type": FILE_TYPES[kind],
                              "general.quantization_version": QUANTIZATION_VERSION}
     keys: dict[str, Value] = {
@@ -273,12 +274,13 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
         "rope.dimension_count": int(config.projected_head_dim * config.rope.partial_rotary_factor),
         "rope.freq_base": float(config.rope.theta),
         "vocab_size": config.vocab_size}
-    keys |= _family_keys(config) | recurrent_layers.export_keys(config) | rope_scaling_keys(config) | ({ROPE_FINETUNED: False} if unturned
+    keys |= _family_keys(config) | recurrent_layers.export_keys(config) | rope_scaling_keys(config) | ({ROPE_FINETUNED: False}
+                                                                                                       if without_rope
                                                                                                         else {})
     if config.mla is not None:
         keys |= (minicpm3 if config.family == minicpm3.FAMILY else latent_attention).export_keys(config)
-    left_out = rwkv7.ABSENT_KEYS if config.family == rwkv7.FAMILY else ()
-    return out | {f"{arch}.{key}": value for key, value in keys.items() if key not in left_out} | apertus.export_keys(config)
+    absent_keys = rwkv7.ABSENT_KEYS if config.family == rwkv7.FAMILY else ()
+    return general | {f"{arch}.{key}": value for key, value in keys.items() if key not in absent_keys} | apertus.export_keys(config)
 
 
 def _family_keys(config: ModelConfig) -> dict[str, Value]:

@@ -44,15 +44,15 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
     header = context.header
     layers, ratios = raw["num_hidden_layers"], header.metadata[f"{NAME}.{COMPRESS_RATIOS}"]
-    if (scored := header.metadata[f"{NAME}.{GATING_FUNC}"]) != SQRT_SOFTPLUS:
-        raise CheckpointError(f"{header.path}: {NAME}.{GATING_FUNC} = {shown_value(scored)} is not supported for this architecture",
+    if (gating_func := header.metadata[f"{NAME}.{GATING_FUNC}"]) != SQRT_SOFTPLUS:
+        raise CheckpointError(f"{header.path}: {NAME}.{GATING_FUNC} = {shown_value(gating_func)} is not supported for this architecture",
                               "give the folder of the original checkpoint, if its family is supported")
     if type(layers) is not int or not 0 < layers <= MAX_LAYERS or not isinstance(ratios, np.ndarray) or len(ratios) < layers:
         raise CheckpointError(f"{header.path} states {NAME}.{COMPRESS_RATIOS} {shown_value(ratios)} for {shown_value(layers)} layers",
                               "the file is damaged or was converted wrongly: download it again, or use another one")
-    behind = raw.setdefault("num_nextn_predict_layers", 0)
-    if type(behind) is int and 0 <= behind < layers and f"blk.{layers - 1}.nextn.enorm.weight" in header.tensors:
-        raw["num_hidden_layers"] = layers - behind  # files count them in
+    mtp_layers = raw.setdefault("num_nextn_predict_layers", 0)
+    if type(mtp_layers) is int and 0 <= mtp_layers < layers and f"blk.{layers - 1}.nextn.enorm.weight" in header.tensors:
+        raw["num_hidden_layers"] = layers - mtp_layers  # files count them in
     raw |= {"compress_ratios": [int(each) for each in ratios], "sliding_window": context.window, "swiglu_limit": SILU_LIMIT}
     raw.setdefault("num_hash_layers", 0)
     for key in SWIGLU_CLAMPS:

@@ -45,9 +45,10 @@ def tensor_multipliers(config: ModelConfig) -> Mapping[str, float | np.ndarray]:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of state spaces, without the architecture's prefix."""
-    own = config.recurrent
-    return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.group_count": own.groups, "ssm.time_step_rank": own.heads,
-            "ssm.inner_size": own.values}
+    state = config.recurrent
+    return {"ssm.conv_kernel": state.taps, "ssm.state_size": state.depth, "ssm.group_count": state.groups,
+            "ssm.time_step_rank": state.heads,
+            "ssm.inner_size": state.values}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:

@@ -55,31 +55,31 @@ def _precision_rank(name: str) -> int:
 
 def model_files(names: Iterable[str]) -> list[str]:
     """GGUF model files among `names`, sorted; of a split one the first part."""
-    ours = sorted(name for name in names if name.lower().endswith(SUFFIX) and not is_projector(name))
-    return [name for name in ours if all_parts(name)[0] == name]
+    models = sorted(name for name in names if name.lower().endswith(SUFFIX) and not is_projector(name))
+    return [name for name in models if all_parts(name)[0] == name]
 
 
-def matching(asked: str, names: Iterable[str]) -> list[str]:
+def matching(wanted: str, names: Iterable[str]) -> list[str]:
     """Those of `names` that are meant: the file of that name or, for a tag (case-insensitive), every model whose name contains it."""
     names = list(names)
-    if asked.lower().endswith(SUFFIX):
-        return [asked] if asked in names else []
-    stated = re.compile(rf"(?:^|[-._/]){re.escape(asked)}(?=[-./])", re.IGNORECASE)
+    if wanted.lower().endswith(SUFFIX):
+        return [wanted] if wanted in names else []
+    stated = re.compile(rf"(?:^|[-._/]){re.escape(wanted)}(?=[-./])", re.IGNORECASE)
     return [name for name in model_files(names) if stated.search(name)]
 
 
 def default_model(names: Iterable[str]) -> str | None:
     """The model that is meant where none of `names` is asked for: the only one, or else the only one of the usual precision; None where
     that is not one."""
-    ours = model_files(names)
-    found = ours if len(ours) == 1 else matching(DEFAULT_PRECISION, ours)
+    models = model_files(names)
+    found = models if len(models) == 1 else matching(DEFAULT_PRECISION, models)
     return found[0] if len(found) == 1 else None
 
 
 def nearest_precision(names: Iterable[str], bits: int) -> str:
     """Among `names`, the model whose quantization type is nearest to `bits`; of several, the usual kind."""
-    def far(name: str) -> tuple[int, bool, str]:
+    def distance(name: str) -> tuple[int, bool, str]:
         stated = [int(re.search(r"\d+", each)[0]) for each in _PRECISION_IN_NAME.findall(name)]
         return min((abs(each - bits) for each in stated), default=32), "_k_m" not in name.lower(), name
 
-    return min(names, key=far)
+    return min(names, key=distance)

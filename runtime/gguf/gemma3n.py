@@ -39,18 +39,18 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
     header, kinds = context.header, context.layer_types(raw, WINDOW_PERIOD)
     tensors, layers = header.tensors, len(kinds)
-    for name, what in (("blk.0.laurel_l.weight", "laurel_rank"), ("per_layer_token_embd.weight", "vocab_size_per_layer_input")):
+    for name, config_key in (("blk.0.laurel_l.weight", "laurel_rank"), ("per_layer_token_embd.weight", "vocab_size_per_layer_input")):
         if name not in tensors:
             damaged(header.path, f"lacks tensor {name}")
-        raw[what] = tensors[name].shape[0]
+        raw[config_key] = tensors[name].shape[0]
     raw |= {"layer_types": kinds, "sliding_window": context.window, "attention_bias": "blk.0.attn_q.bias" in tensors,
             "intermediate_size": gemma4.per_layer(header, NAME, PER_LAYER_KEYS[0], layers)}
     shared = raw["num_kv_shared_layers"]
     if isinstance(shared, float) and shared.is_integer():  # as files have it
         raw["num_kv_shared_layers"] = int(shared)
-    beyond = header.metadata.get(f"{NAME}.{ACTIVATION_SPARSITY}")
-    if beyond is None:
+    sparsity = header.metadata.get(f"{NAME}.{ACTIVATION_SPARSITY}")
+    if sparsity is None:
         return
-    if not isinstance(beyond, np.ndarray) or beyond.dtype.kind != "f" or len(beyond) != layers or np.isnan(beyond).any():
-        damaged(header.path, f"states {NAME}.{ACTIVATION_SPARSITY} {shown_value(beyond)}, expected a number for each of {layers} layers")
-    raw["activation_sparsity_pattern"] = [NormalDist().cdf(float(each)) if np.isfinite(each) else float(each > 0) for each in beyond]
+    if not isinstance(sparsity, np.ndarray) or sparsity.dtype.kind != "f" or len(sparsity) != layers or np.isnan(sparsity).any():
+        damaged(header.path, f"states {NAME}.{ACTIVATION_SPARSITY} {shown_value(sparsity)}, expected a number for each of {layers} layers")
+    raw["activation_sparsity_pattern"] = [NormalDist().cdf(float(each)) if np.isfinite(each) else float(each > 0) for each in sparsity]

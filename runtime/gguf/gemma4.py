@@ -54,42 +54,45 @@ def per_layer(header: GgufHeader, name: str, key: str, layers: object) -> list[i
 def per_layer_heads(header: GgufHeader, name: str, raw: dict[str, object], kinds: list[str]) -> dict[str, object]:
     """What a config.json says of heads, and of the layers' types, where the architecture `name` has keys of its own for both kinds. Takes
     the widths out of `raw`. Raises CheckpointError."""
-    heads, narrow, wide = per_layer(header, name, PER_LAYER_KEYS[0], len(kinds)), raw.pop("head_dim"), raw.pop("global_head_dim")
-    for key, own in zip(HEAD_LENGTHS, (wide, narrow) * 2, strict=True):
-        if header.metadata.get(f"{name}.{key}", own) != own:
-            raise CheckpointError(f"{header.path} states {name}.{key} {header.metadata[f'{name}.{key}']} for heads of {own}, which is not "
-                                  "supported", "keys and values must have one width and be rotated entirely")
-    usual = next((count for count, kind in zip(heads, kinds) if kind == LOCAL), heads[0])
-    return {"head_dim": narrow, "num_key_value_heads": usual, "layer_types": kinds, "per_layer_config": {
-        str(i): {"head_dim": wide, "num_key_value_heads": count} for i, (count, kind) in enumerate(zip(heads, kinds)) if kind == GLOBAL}}
+    heads, local_head_dim, global_head_dim = per_layer(header, name, PER_LAYER_KEYS[0],
+                                                       len(kinds)), raw.pop("head_dim"), raw.pop("global_head_dim")
+    for key, expected in zip(HEAD_LENGTHS, (global_head_dim, local_head_dim) * 2, strict=True):
+        if header.metadata.get(f"{name}.{key}", expected) != expected:
+            raise CheckpointError(f"{header.path} states {name}.{key} {header.metadata[f'{name}.{key}']} for heads of {expected}, "
+                                  "which is not supported", "keys and values must have one width and be rotated entirely")
+    local_kv_heads = next((count for count, kind in zip(heads, kinds) if kind == LOCAL), heads[0])
+    return {"head_dim": local_head_dim, "num_key_value_heads": local_kv_heads, "layer_types": kinds, "per_layer_config": {
+        str(i): {"head_dim": global_head_dim, "num_key_value_heads": count} for i,
+        (count, kind) in enumerate(zip(heads, kinds)) if kind == GLOBAL}}
 
 
 def add_gemma4(header: GgufHeader, raw: dict[str, object], kinds: list[str], divisors: np.ndarray | None, window: object) -> None:
     """Complete `raw`, the config.json being assembled, with what no generic key of the file states: `kinds` are the layers' types,
     `divisors` of rotary frequencies. Raises CheckpointError."""
     layers, tensors = len(kinds), header.tensors
-    wide, widths = raw["global_head_dim"], per_layer(header, NAME, PER_LAYER_KEYS[1], layers)
+    global_head_dim, widths = raw["global_head_dim"], per_layer(header, NAME, PER_LAYER_KEYS[1], layers)
     shared = raw.setdefault("num_kv_shared_layers", 0)
     raw |= {**per_layer_heads(header, NAME, raw, kinds), "sliding_window": window}
-    first = layers - shared if type(shared) is int and 0 <= shared < layers else layers
-    double = first < layers and widths[-1] == 2 * widths[0]
-    if widths != [widths[0] * (1 + (double and i >= first)) for i in range(layers)]:
+    first_shared = layers - shared if type(shared) is int and 0 <= shared < layers else layers
+    is_double_wide = first_shared < layers and widths[-1] == 2 * widths[0]
+    if widths != [widths[0] * (1 + (is_double_wide and i >= first_shared)) for i in range(layers)]:
         damaged(header.path, f"states {NAME}.feed_forward_length that differs by layer, but not where keys and values are shared")
-    raw |= {"intermediate_size": widths[0], "use_double_wide_mlp": double, "attention_bias": "blk.0.attn_q.bias" in tensors,
-            "attention_k_eq_v": any(kind == GLOBAL and f"blk.{i}.attn_v.weight" not in tensors for i, kind in enumerate(kinds[:first])),
+    raw |= {"intermediate_size": widths[0], "use_double_wide_mlp": is_double_wide, "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "attention_k_eq_v": any(kind == GLOBAL and f"blk.{i}.attn_v.weight" not in tensors for i,
+                                    kind in enumerate(kinds[:first_shared])),
             "enable_moe_block": bool(raw.get("num_experts"))}
     if not raw["enable_moe_block"]:
         raw |= {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}
-    table = tensors.get("per_layer_token_embd.weight")
-    if table is not None:
-        raw["vocab_size_per_layer_input"] = table.shape[0]
-    turned = 1.0
+    per_layer_embedding = tensors.get("per_layer_token_embd.weight")
+    if per_layer_embedding is not None:
+        raw["vocab_size_per_layer_input"] = per_layer_embedding.shape[0]
+    rotated_share = 1.0
     if divisors is not None:
         count = int((divisors == 1.0).sum())
-        if len(divisors) != wide // 2 or (divisors[:count] != 1.0).any() or (divisors[count:] < NO_ROTATION / 1e9).any():
+        if len(divisors) != global_head_dim // 2 or (divisors[:count] != 1.0).any() or (divisors[count:] < NO_ROTATION / 1e9).any():
             damaged(header.path, "has RoPE frequency factors that neither keep nor disable a channel pair")
-        turned = count / len(divisors)
-    raw["rope_parameters"] = {GLOBAL: {"rope_type": "proportional", ROTATED_SHARE: turned,
+        rotated_share = count / len(divisors)
+    raw["rope_parameters"] = {GLOBAL: {"rope_type": "proportional", ROTATED_SHARE: rotated_share,
                                        "rope_theta": raw.pop("rope_theta", 1_000_000.0)},
                               LOCAL: {"rope_type": "default", "rope_theta": raw.pop("rope_local_base_freq", 10_000.0)}}
 
@@ -102,14 +105,14 @@ def is_unused(name: str, config: ModelConfig) -> bool:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of the family, without the architecture's prefix."""
-    wide = next(layer for layer, window in enumerate(config.windows) if window is None)
-    narrow = next(layer for layer, window in enumerate(config.windows) if window is not None)
-    (_, long), (_, short) = config.kv_heads_of(wide), config.kv_heads_of(narrow)
+    global_layer = next(layer for layer, window in enumerate(config.windows) if window is None)
+    local_layer = next(layer for layer, window in enumerate(config.windows) if window is not None)
+    (_, global_head_dim), (_, local_head_dim) = config.kv_heads_of(global_layer), config.kv_heads_of(local_layer)
     layers = range(config.num_hidden_layers)
-    lengths = dict(zip(HEAD_LENGTHS, (long, short) * 2, strict=True))
+    lengths = dict(zip(HEAD_LENGTHS, (global_head_dim, local_head_dim) * 2, strict=True))
     keys: dict[str, Value] = {
-        "attention.key_length": long, "attention.key_length_swa": short, **lengths,
-        "rope.freq_base_swa": float(config.ropes[narrow].theta),
+        "attention.key_length": global_head_dim, "attention.key_length_swa": local_head_dim, **lengths,
+        "rope.freq_base_swa": float(config.ropes[local_layer].theta),
         "attention.shared_kv_layers": config.num_hidden_layers - len(config.attention_layers),
         "embedding_length_per_layer_input": config.per_layer_input_dim,
         "attention.sliding_window_pattern": np.array([config.windows[layer] is not None for layer in layers], np.int32),
@@ -122,22 +125,23 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
     kinds = {window is None for window in config.windows}
     yield len(kinds) < 2, "has only one type of layer"
-    wide, narrow = ([rope for rope, window in zip(config.ropes, config.windows) if (window is None) == is_wide]
-                    for is_wide in (True, False))
-    yield any(rope.kind != "proportional" or rope.params["factor"] != 1.0 for rope in wide), "scales its RoPE"
-    yield any(rope.kind != "default" for rope in narrow), "scales RoPE in layers with a window"
-    first = len(config.attention_layers)
-    shared = {(config.windows[layer] is None, source) for layer, source in enumerate(config.kv_sources) if layer >= first}
+    global_ropes, local_ropes = ([rope for rope, window in zip(config.ropes, config.windows) if (window is None) == is_global]
+                    for is_global in (True, False))
+    yield any(rope.kind != "proportional" or rope.params["factor"] != 1.0 for rope in global_ropes), "scales its RoPE"
+    yield any(rope.kind != "default" for rope in local_ropes), "scales RoPE in layers with a window"
+    first_shared = len(config.attention_layers)
+    shared = {(config.windows[layer] is None, source) for layer, source in enumerate(config.kv_sources) if layer >= first_shared}
     # llama.cpp takes the last two layers with their own for one with a window and one without, in this order.
-    yield bool(shared - {(True, first - 1), (False, first - 2)}), "shares keys and values of other layers than the last two that have some"
+    yield bool(shared - {(True, first_shared - 1),
+                         (False, first_shared - 2)}), "shares keys and values of other layers than the last two that have some"
     other_vocab = bool(config.per_layer_input_dim) and config.per_layer_input_vocab != config.vocab_size
     yield other_vocab, "has another vocabulary in what layers are given"
 
 
 def rope_factors(config: ModelConfig) -> np.ndarray:
     """Of the rotary frequencies of layers without a window, float32 [half of a head]."""
-    wide = next(layer for layer, window in enumerate(config.windows) if window is None)
-    half = config.kv_heads_of(wide)[1] // 2
-    turned = int(config.ropes[wide].params[ROTATED_SHARE] * half)
-    return np.where(np.arange(half) < turned, 1.0, NO_ROTATION).astype("<f4")
+    global_layer = next(layer for layer, window in enumerate(config.windows) if window is None)
+    channel_pairs = config.kv_heads_of(global_layer)[1] // 2
+    rotated_pairs = int(config.ropes[global_layer].params[ROTATED_SHARE] * channel_pairs)
+    return np.where(np.arange(channel_pairs) < rotated_pairs, 1.0, NO_ROTATION).astype("<f4")
 

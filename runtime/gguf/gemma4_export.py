@@ -36,43 +36,44 @@ Encoders = Mapping[Modality, Eyes | Ears]
 
 def metadata(encoders: Encoders, name: str) -> dict[str, Value]:
     """The keys of the file. Raises UsageError for what such a file does not say."""
-    stated: dict[str, Value] = {}
-    if (eyes := encoders.get(IMAGE_INPUT)) is not None:
-        _check_vision_defaults(eyes)
-        stated |= {f"vision.{key}": value for key, value in {
-            "image_size": IMAGE_SIZE, "patch_size": eyes.patch, "embedding_length": eyes.width, "feed_forward_length":
-            eyes.tower_config.integer("intermediate_size"), "block_count": layer_count(eyes), "attention.head_count": eyes.heads,
-            "projection_dim": eyes.config.hidden_size, "attention.layer_norm_epsilon": EPS, "image_mean": np.zeros(3, np.float32),
+    keys: dict[str, Value] = {}
+    if (vision := encoders.get(IMAGE_INPUT)) is not None:
+        _check_vision_defaults(vision)
+        keys |= {f"vision.{key}": value for key, value in {
+            "image_size": IMAGE_SIZE, "patch_size": vision.patch, "embedding_length": vision.width, "feed_forward_length":
+            vision.tower_config.integer("intermediate_size"), "block_count": layer_count(vision), "attention.head_count": vision.heads,
+            "projection_dim": vision.config.hidden_size, "attention.layer_norm_epsilon": EPS, "image_mean": np.zeros(3, np.float32),
             "image_std": np.ones(3, np.float32)}.items()}
-    if (ears := encoders.get(AUDIO_INPUT)) is not None:
-        _check_audio_defaults(ears)
-        sizes = ears.sizes
-        stated |= {f"audio.{key}": value for key, value in {
+    if (audio := encoders.get(AUDIO_INPUT)) is not None:
+        _check_audio_defaults(audio)
+        sizes = audio.sizes
+        keys |= {f"audio.{key}": value for key, value in {
             "embedding_length": sizes.width, "feed_forward_length": 4 * sizes.width, "block_count": sizes.layers, "attention.head_count":
-            sizes.heads, "projection_dim": ears.config.hidden_size, "attention.layer_norm_epsilon": AUDIO_EPS, "num_mel_bins":
+            sizes.heads, "projection_dim": audio.config.hidden_size, "attention.layer_norm_epsilon": AUDIO_EPS, "num_mel_bins":
             sizes.bands}.items()}
-    own = {"vision": eyes is not None, "audio": ears is not None}
-    kinds = {f"{part}.projector_type": TYPES[modality] for part, modality in zip(own, TYPES, strict=True) if own[part]}
+    present = {"vision": vision is not None, "audio": audio is not None}
+    kinds = {f"{part}.projector_type": TYPES[modality] for part, modality in zip(present, TYPES, strict=True) if present[part]}
     return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,
-            **{f"{CLIP}.{key}": value for key, value in {**{f"has_{part}_encoder": has for part, has in own.items()}, **kinds,
-                                                         **stated}.items()}}
+            **{f"{CLIP}.{key}": value for key, value in {**{f"has_{part}_encoder": has for part, has in present.items()}, **kinds,
+                                                         **keys}.items()}}
 
 
-def _check_vision_defaults(eyes: Eyes) -> None:
-    keys = eyes.tower_config
-    usual = (eyes.joined, eyes.count, keys.number("rms_norm_eps"), eyes.theta(THETA), keys.raw.get("hidden_activation"),
-             eyes.bidirectional) == (POOLING_KERNEL, TOKENS_PER_IMAGE, EPS, THETA, "gelu_pytorch_tanh", not eyes.config.per_layer_input_dim)
-    if not usual or any(eyes.scale.mean) or set(eyes.scale.std) != {1.0}:
+def _check_vision_defaults(vision: Eyes) -> None:
+    keys = vision.tower_config
+    matches = (vision.joined, vision.count, keys.number("rms_norm_eps"), vision.theta(THETA), keys.raw.get("hidden_activation"),
+             vision.bidirectional) == (POOLING_KERNEL, TOKENS_PER_IMAGE, EPS, THETA, "gelu_pytorch_tanh",
+                                       not vision.config.per_layer_input_dim)
+    if not matches or any(vision.scale.mean) or set(vision.scale.std) != {1.0}:
         raise UsageError("its vision tower differs from other Gemma 4 models in more than sizes, which an mmproj file cannot state",
                          OMIT_MMPROJ_HINT)
 
 
-def _check_audio_defaults(ears: Ears) -> None:
-    sizes, usual = ears.sizes, Keys(CONFIG_DEFAULTS)
-    back, block = usual.integer("attention_context_left") - 1, usual.integer("attention_chunk_size")
-    alike = (sizes.chunk, sizes.left_context, sizes.right_context, sizes.residual_weight, sizes.softcap, sizes.eps, sizes.activation) == (
-        block, back, 0, usual.number("residual_weight"), usual.number("attention_logit_cap"), EPS, silu)
-    if not alike or ears.mel != GemmaLogMel.read(Keys({"feature_size": sizes.bands}), GEMMA_4):
+def _check_audio_defaults(audio: Ears) -> None:
+    sizes, defaults = audio.sizes, Keys(CONFIG_DEFAULTS)
+    back, block = defaults.integer("attention_context_left") - 1, defaults.integer("attention_chunk_size")
+    matches = (sizes.chunk, sizes.left_context, sizes.right_context, sizes.residual_weight, sizes.softcap, sizes.eps, sizes.activation) == (
+        block, back, 0, defaults.number("residual_weight"), defaults.number("attention_logit_cap"), EPS, silu)
+    if not matches or audio.mel != GemmaLogMel.read(Keys({"feature_size": sizes.bands}), GEMMA_4):
         raise UsageError("its audio tower differs from other Gemma 4 models in more than sizes, which an mmproj file cannot state",
                          OMIT_MMPROJ_HINT)
 
@@ -83,18 +84,19 @@ def file_tensors(encoders: Encoders, store: TensorStore) -> list[ProjectorTensor
     return [each for own, info in stored.items() for each in _map_tensor(own, info, encoders, store)]
 
 
-def _map_tensor(own: str, info: TensorInfo, encoders: Encoders, store: TensorStore) -> Iterator[ProjectorTensor]:
-    modality = AUDIO_INPUT if own.startswith(HEARING_PARTS) else IMAGE_INPUT
+def _map_tensor(checkpoint_name: str, info: TensorInfo, encoders: Encoders, store: TensorStore) -> Iterator[ProjectorTensor]:
+    modality = AUDIO_INPUT if checkpoint_name.startswith(HEARING_PARTS) else IMAGE_INPUT
     if modality not in encoders:
         return
-    name = gguf_name(own, AUDIO_PROJECTORS[TYPES[modality]] if modality is AUDIO_INPUT else PROJECTORS[TYPES[modality]], store, modality)
+    name = gguf_name(checkpoint_name, AUDIO_PROJECTORS[TYPES[modality]] if modality is AUDIO_INPUT else PROJECTORS[TYPES[modality]], store,
+                     modality)
     if not info.shape:
         yield projector_tensor(name, info, lambda values: values.reshape(1), (1,))
-    elif own.endswith("per_dim_scale"):
+    elif checkpoint_name.endswith("per_dim_scale"):
         yield projector_tensor(name, info, lambda values: np.logaddexp(0, values.astype(np.float64)))
-    elif own.endswith("depthwise_conv1d.weight"):
+    elif checkpoint_name.endswith("depthwise_conv1d.weight"):
         yield projector_tensor(name, info, lambda values: values[:, 0], (info.shape[0], info.shape[-1]))
-    elif own.endswith("patch_embedder.input_proj.weight"):
+    elif checkpoint_name.endswith("patch_embedder.input_proj.weight"):
         side = encoders[IMAGE_INPUT].patch
         yield projector_tensor(name, info, lambda values: values.reshape(-1, side, side, 3).transpose(0, 3, 1, 2), (info.shape[0], 3, side,
             side))

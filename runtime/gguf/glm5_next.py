@@ -62,8 +62,8 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     for key, width in zip(MLA_LENGTHS, widths, strict=True):
         if type(width) is not int or not 0 < width < 1 << 16:
             damaged(path, f"states {name}.{key} {shown_value(width)}, expected a width")
-    if type(turned := data.get(f"{name}.rope.dimension_count", 0)) is not int or turned:
-        raise CheckpointError(f"{path} states {name}.rope.dimension_count {shown_value(turned)}, which is not supported",
+    if type(rope_dims := data.get(f"{name}.rope.dimension_count", 0)) is not int or rope_dims:
+        raise CheckpointError(f"{path} states {name}.rope.dimension_count {shown_value(rope_dims)}, which is not supported",
                               "models of this family have no positions")
     heads = raw["num_attention_heads"]
     raw |= {"qk_rope_head_dim": 0, "qk_nope_head_dim": widths[0], "v_head_dim": widths[1], "num_key_value_heads": heads,
@@ -73,22 +73,22 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     for key, usual in (("first_k_dense_replace", 0), ("routed_scaling_factor", 1.0), ("norm_topk_prob", False), ("n_group", 1),
                        ("topk_group", 1), ("linear_lower_bound", None)):
         raw.setdefault(key, usual)
-    behind = raw.setdefault("num_nextn_predict_layers", 0)
-    if type(behind) is not int or type(blocks) is not int or not 0 <= behind < blocks <= MAX_LAYERS:
-        damaged(path, f"states {name}.nextn_predict_layers {shown_value(behind)} of {shown_value(blocks)} blocks")
-    layers = raw["num_hidden_layers"] = blocks - behind  # files count them in
+    mtp_layers = raw.setdefault("num_nextn_predict_layers", 0)
+    if type(mtp_layers) is not int or type(blocks) is not int or not 0 <= mtp_layers < blocks <= MAX_LAYERS:
+        damaged(path, f"states {name}.nextn_predict_layers {shown_value(mtp_layers)} of {shown_value(blocks)} blocks")
+    layers = raw["num_hidden_layers"] = blocks - mtp_layers  # files count them in
     if isinstance(kinds := raw.get("layer_types"), list):
         raw["layer_types"] = kinds[:layers]
     sparse_indexer.add_layer_types(header, name, raw, blocks)
-    other = [each for key in SWIGLU_CLAMPS for each in context.numbers(key, SILU_LIMIT)[:layers] if each != SILU_LIMIT]
-    raw["swiglu_limit"] = other[0] if other else SILU_LIMIT  # another is refused by its name
+    clamps = [each for key in SWIGLU_CLAMPS for each in context.numbers(key, SILU_LIMIT)[:layers] if each != SILU_LIMIT]
+    raw["swiglu_limit"] = clamps[0] if clamps else SILU_LIMIT  # another is refused by its name
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of what this family has, without the architecture's prefix."""
-    own, layers = config.indexer, config.num_hidden_layers
+    indexer, layers = config.indexer, config.num_hidden_layers
     return kimi_delta_attention.export_keys(config) | sparse_indexer.export_keys(config) | {
-        "attention.indexer.kpool": own.shape.tokens_per_key, SELECT_TAIL: True, INDEXER_NORM_EPSILON: float(own.norm[1]),
+        "attention.indexer.kpool": indexer.shape.tokens_per_key, SELECT_TAIL: True, INDEXER_NORM_EPSILON: float(indexer.norm[1]),
         "hyper_connection.count":
         config.residual_streams, "hyper_connection.sinkhorn_iterations": config.sinkhorn_iterations,
         "hyper_connection.epsilon": float(config.sinkhorn_eps), **{key: np.full(layers, SILU_LIMIT, np.float32) for key in SWIGLU_CLAMPS}}

@@ -30,12 +30,13 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
         if key not in raw:
             damaged(header.path, f"lacks key {NAME}.{name}")
     theta, layers = raw.setdefault("rope_theta", DEFAULT_ROPE_THETA), raw["num_hidden_layers"]
-    turned = header.metadata.get(f"{NAME}.{ROPE_PATTERN}")
-    if turned is not None:
-        are_truths = isinstance(turned, np.ndarray) and turned.dtype.kind in "biu" and np.isin(turned, (0, 1)).all()
-        if not are_truths or len(turned) != layers:
-            damaged(header.path, f"states {NAME}.{ROPE_PATTERN} {shown_value(turned)}, expected a boolean for each of {layers} layers")
-        raw["layer_rope_theta"] = [theta if each else 0 for each in turned]
+    rope_pattern = header.metadata.get(f"{NAME}.{ROPE_PATTERN}")
+    if rope_pattern is not None:
+        is_boolean = isinstance(rope_pattern, np.ndarray) and rope_pattern.dtype.kind in "biu" and np.isin(rope_pattern, (0, 1)).all()
+        if not is_boolean or len(rope_pattern) != layers:
+            damaged(header.path,
+                    f"states {NAME}.{ROPE_PATTERN} {shown_value(rope_pattern)}, expected a boolean for each of {layers} layers")
+        raw["layer_rope_theta"] = [theta if each else 0 for each in rope_pattern]
     if "num_local_experts" in raw:
         raw["model_type"] = MOE
         raw.setdefault("shared_intermediate_size", 0)

@@ -34,8 +34,8 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
     latent_attention.complete_config(context, raw)
     raw["rope_interleave"] = True  # as llama.cpp turns them
-    others = [each for each in context.numbers(SWIGLU_CLAMP, SILU_LIMIT) if each != SILU_LIMIT]
-    raw["swiglu_limit"] = others[0] if others else SILU_LIMIT  # another is refused by its name
+    clamps = [each for each in context.numbers(SWIGLU_CLAMP, SILU_LIMIT) if each != SILU_LIMIT]
+    raw["swiglu_limit"] = clamps[0] if clamps else SILU_LIMIT  # another is refused by its name
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:

@@ -41,38 +41,39 @@ DAMAGED_HINT = "the file is damaged or was converted wrongly: download it again,
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
     header, raw["sliding_window"] = context.header, context.window
-    path, inner, hidden, layers = header.path, raw.pop(INNER_SIZE), raw["hidden_size"], raw["num_hidden_layers"]
-    if type(inner) is int and type(hidden) is int and hidden > 0:
-        if inner < 1 or inner % hidden:
-            raise CheckpointError(f"{path} states {FAMILY}.ssm.inner_size {inner} for a width of {hidden}, of which it is not a multiple",
-                                  DAMAGED_HINT)
-        raw["mamba_expand"] = inner // hidden
+    path, inner_size, hidden, layers = header.path, raw.pop(INNER_SIZE), raw["hidden_size"], raw["num_hidden_layers"]
+    if type(inner_size) is int and type(hidden) is int and hidden > 0:
+        if inner_size < 1 or inner_size % hidden:
+            raise CheckpointError(f"{path} states {FAMILY}.ssm.inner_size {inner_size} for a width of {hidden}, of which it is not a "
+                                  "multiple", DAMAGED_HINT)
+        raw["mamba_expand"] = inner_size // hidden
     if type(layers) is not int:
         return  # refused for that
     kinds = raw.pop("layer_types", [LAYER_TYPES[1]] * layers)
-    mixed = [layer for layer in range(layers) if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors]
-    if not mixed:
+    expert_layers = [layer for layer in range(layers) if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors]
+    if not expert_layers:
         raw |= {"num_experts": 1, "num_experts_per_tok": 1}
-    for name, own in (("attn_layer", [layer for layer, kind in enumerate(kinds) if kind == LAYER_TYPES[1]]), ("expert_layer", mixed)):
-        raw |= _period_and_offset(path, name, own, layers)
+    for name, layers_of_kind in (("attn_layer", [layer for layer, kind in enumerate(kinds) if kind == LAYER_TYPES[1]]),
+                                 ("expert_layer", expert_layers)):
+        raw |= _period_and_offset(path, name, layers_of_kind, layers)
     raw["mamba_conv_bias"] = any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors)
 
 
-def _period_and_offset(path: object, name: str, own: Sequence[int], layers: int) -> dict[str, object]:
+def _period_and_offset(path: object, name: str, members: Sequence[int], layers: int) -> dict[str, object]:
     """The period and the offset of some layers. Raises CheckpointError where they have none."""
-    if not own:
+    if not members:
         return {}
-    period = own[1] - own[0] if len(own) > 1 else layers
-    if list(own) != list(range(own[0], layers, period)) or own[0] >= period:
-        what = "attention" if name == "attn_layer" else "experts"
-        raise CheckpointError(f"{path} has {what} in layers {list(own)[:8]} of {layers}, which is not supported",
+    period = members[1] - members[0] if len(members) > 1 else layers
+    if list(members) != list(range(members[0], layers, period)) or members[0] >= period:
+        description = "attention" if name == "attn_layer" else "experts"
+        raise CheckpointError(f"{path} has {description} in layers {list(members)[:8]} of {layers}, which is not supported",
                               "published models of this family have them at equal distances")
-    return {f"{name}_period": period, f"{name}_offset": own[0]}
+    return {f"{name}_period": period, f"{name}_offset": members[0]}
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its states, without the architecture's prefix."""
-    own = config.recurrent
+    state = config.recurrent
     heads = [0 if layer in config.recurrent_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
-    return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.time_step_rank": own.rank, "ssm.inner_size": own.values,
+    return {"ssm.conv_kernel": state.taps, "ssm.state_size": state.depth, "ssm.time_step_rank": state.rank, "ssm.inner_size": state.values,
             "attention.head_count_kv": np.array(heads, np.int32)}

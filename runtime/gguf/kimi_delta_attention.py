@@ -70,14 +70,15 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     context.require_sigmoid_scores(raw)
     header, name, raw["sliding_window"] = context.header, context.name, context.window
     data, path, layers = header.metadata, header.path, raw["num_hidden_layers"]
-    query, value, rope = (data[f"{name}.{key}"] for key in (*MLA_LENGTHS, "rope.dimension_count"))
-    for key, width in zip((*MLA_LENGTHS, "rope.dimension_count"), (query, value, rope)):
+    key_length, value_length, rope_dims = (data[f"{name}.{key}"] for key in (*MLA_LENGTHS, "rope.dimension_count"))
+    for key, width in zip((*MLA_LENGTHS, "rope.dimension_count"), (key_length, value_length, rope_dims)):
         if type(width) is not int or not 0 < width < 1 << 16:
             damaged(path, f"states {name}.{key} {shown_value(width)}, expected a width")
-    if rope >= query:
-        damaged(path, f"states {name}.rope.dimension_count {rope} of heads of {query}")
+    if rope_dims >= key_length:
+        damaged(path, f"states {name}.rope.dimension_count {rope_dims} of heads of {key_length}")
     _check_gates(header, name, data)
-    raw |= {"qk_rope_head_dim": rope, "qk_nope_head_dim": query - rope, "v_head_dim": value, "linear_num_heads": raw["num_attention_heads"],
+    raw |= {"qk_rope_head_dim": rope_dims, "qk_nope_head_dim": key_length - rope_dims, "v_head_dim": value_length,
+            "linear_num_heads": raw["num_attention_heads"],
             "num_key_value_heads": raw["num_attention_heads"]}
     raw.pop("head_dim", None)
     # What llama.cpp takes for granted where a file is silent.
@@ -93,24 +94,24 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     for key, ours in SWIGLU_CLAMPS.items():
         if (stated := data.get(f"{name}.{key}")) is not None:  # of every layer, or one for all
             raw[ours] = [stated] * layers if np.ndim(stated) == 0 and type(layers) is int else np.asarray(stated).tolist()
-    behind = raw.setdefault("num_nextn_predict_layers", 0)
-    if type(behind) is int and type(layers) is int and 0 <= behind < layers <= MAX_LAYERS:
-        raw["num_hidden_layers"] = layers - behind  # files count them in
+    mtp_layers = raw.setdefault("num_nextn_predict_layers", 0)
+    if type(mtp_layers) is int and type(layers) is int and 0 <= mtp_layers < layers <= MAX_LAYERS:
+        raw["num_hidden_layers"] = layers - mtp_layers  # files count them in
         if isinstance(kinds := raw.get("layer_types"), list):
-            raw["layer_types"] = kinds[: layers - behind]
+            raw["layer_types"] = kinds[: layers - mtp_layers]
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of such layers, and of what else these families have, without the architecture's prefix."""
-    own, mixture = config.recurrent, config.moe
+    state, moe = config.recurrent, config.moe
     heads = [0 if layer in config.recurrent_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
-    keys = {"attention.head_count_kv": np.array(heads, np.int32), CONV_KERNEL: own.taps, HEAD_DIM: own.key_dim,
-            "expert_group_count": mixture.num_groups,
-            "expert_group_used_count": mixture.top_groups}
-    if own.decay_bound is not None:
-        keys[GATE_LOWER_BOUND] = float(own.decay_bound)
+    keys = {"attention.head_count_kv": np.array(heads, np.int32), CONV_KERNEL: state.taps, HEAD_DIM: state.key_dim,
+            "expert_group_count": moe.num_groups,
+            "expert_group_used_count": moe.top_groups}
+    if state.decay_bound is not None:
+        keys[GATE_LOWER_BOUND] = float(state.decay_bound)
     if config.family == LING_FAMILY:
-        keys |= {SAFE_GATE: True, SHARED_EXPERT_WIDTH: mixture.shared_expert_dim}
+        keys |= {SAFE_GATE: True, SHARED_EXPERT_WIDTH: moe.shared_expert_dim}
         layers = range(config.num_hidden_layers)
         keys |= {key: np.array([config.gate_limits[layer][which] or 0.0 for layer in layers], np.float32)
                  for which, key in enumerate(SWIGLU_CLAMPS) if config.gate_limits}
@@ -119,13 +120,13 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    own = config.recurrent
-    yield own.value_heads != config.num_attention_heads, \
-        f"has {own.value_heads} heads of linear attention beside {config.num_attention_heads} of attention"
+    state = config.recurrent
+    yield state.value_heads != config.num_attention_heads, \
+        f"has {state.value_heads} heads of linear attention beside {config.num_attention_heads} of attention"
     yield not config.moe.shared_expert_dim, "has no shared expert"
     yield config.family == KIMI_FAMILY and not config.moe.renormalise, "does not normalize its expert weights"
     if config.family == LING_FAMILY:
-        yield own.decay_bound is None, "has decays without a bound"
+        yield state.decay_bound is None, "has decays without a bound"
         yield config.rope.kind != "default", f"has rotary positions of kind {config.rope.kind}"
 
 

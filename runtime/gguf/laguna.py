@@ -37,20 +37,20 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
     context.require_sigmoid_scores(raw)
     header, window = context.header, context.window
-    layers, gates = raw["num_hidden_layers"], _gate_rows(header.tensors)
+    layers, gate_rows = raw["num_hidden_layers"], _gate_rows(header.tensors)
     if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
         return  # refused for that
-    every, dense = header.metadata.get(f"{NAME}.{WINDOW_PATTERN}", WINDOW_PERIOD), raw.pop("first_k_dense_replace")
-    if type(every) is not int or every < 1:
-        damaged(header.path, f"states {NAME}.{WINDOW_PATTERN} {shown_value(every)}, expected a number of layers")
+    period, dense_layers = header.metadata.get(f"{NAME}.{WINDOW_PATTERN}", WINDOW_PERIOD), raw.pop("first_k_dense_replace")
+    if type(period) is not int or period < 1:
+        damaged(header.path, f"states {NAME}.{WINDOW_PATTERN} {shown_value(period)}, expected a number of layers")
     if header.metadata.get(f"{NAME}.expert_shared_count", 1) != 1:
         raise CheckpointError(f"{header.path} states {NAME}.expert_shared_count {header.metadata[f'{NAME}.expert_shared_count']}, which is "
                               "not supported", "there must be one shared expert")
     heads = raw.get("num_attention_heads_per_layer", [raw["num_attention_heads"]])
     raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window, "layer_types": [
-                LOCAL if window and layer % every else GLOBAL for layer in range(layers)],
-            "gating": "per-head" if gates == heads[0] else "per-element",
-            "mlp_layer_types": ["dense" if type(dense) is int and layer < dense else "sparse" for layer in range(layers)]}
+                LOCAL if window and layer % period else GLOBAL for layer in range(layers)],
+            "gating": "per-head" if gate_rows == heads[0] else "per-element",
+            "mlp_layer_types": ["dense" if type(dense_layers) is int and layer < dense_layers else "sparse" for layer in range(layers)]}
 
 
 def _gate_rows(tensors: Mapping[str, GgufTensor]) -> int | None:
@@ -61,24 +61,24 @@ def _gate_rows(tensors: Mapping[str, GgufTensor]) -> int | None:
 
 def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
     """Put the rotary positions of `raw`, which hold of layers without a window, into a section beside one of those with a window."""
-    width = raw["head_dim"]
-    everywhere = {"rope_type": "default", **(raw.pop("rope_scaling", None) or {}), "rope_theta": raw.pop("rope_theta", 10_000.0),
+    head_dim = raw["head_dim"]
+    global_rope = {"rope_type": "default", **(raw.pop("rope_scaling", None) or {}), "rope_theta": raw.pop("rope_theta", 10_000.0),
                   "partial_rotary_factor": raw.pop("partial_rotary_factor", 1.0)}
-    theta, turned = (header.metadata.get(f"{NAME}.{key}", usual) for key,
-                     usual in ((LOCAL_ROPE_THETA, everywhere["rope_theta"]), (LOCAL_ROPE_DIMS, width)))
-    if type(turned) is not int or type(width) is not int or not 0 < turned <= width:
-        damaged(header.path, f"states {NAME}.{LOCAL_ROPE_DIMS} {shown_value(turned)} for heads of {shown_value(width)}")
-    raw["rope_parameters"] = {GLOBAL: everywhere, LOCAL: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor":
-                                                          turned / width}}
+    theta, rope_dims = (header.metadata.get(f"{NAME}.{key}", usual) for key,
+                     usual in ((LOCAL_ROPE_THETA, global_rope["rope_theta"]), (LOCAL_ROPE_DIMS, head_dim)))
+    if type(rope_dims) is not int or type(head_dim) is not int or not 0 < rope_dims <= head_dim:
+        damaged(header.path, f"states {NAME}.{LOCAL_ROPE_DIMS} {shown_value(rope_dims)} for heads of {shown_value(head_dim)}")
+    raw["rope_parameters"] = {GLOBAL: global_rope, LOCAL: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor":
+                                                          rope_dims / head_dim}}
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys beside those of every mixture, without the architecture's prefix."""
-    own = config.moe
+    moe = config.moe
     keys: dict[str, Value] = {
-        SHARED_EXPERT_WIDTH: own.shared_expert_dim, "expert_shared_count": 1, "expert_feed_forward_length": own.expert_dim,
+        SHARED_EXPERT_WIDTH: moe.shared_expert_dim, "expert_shared_count": 1, "expert_feed_forward_length": moe.expert_dim,
         "leading_dense_block_count": min(
-            own.layers, default=config.num_hidden_layers),
+            moe.layers, default=config.num_hidden_layers),
         QUERY_HEADS: np.array([config.query_heads_of(layer) for layer in range(config.num_hidden_layers)], np.int32)}
     local = next((rope for rope, window in zip(config.ropes, config.windows) if window is not None), None)
     if local is not None:
@@ -89,15 +89,15 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 def _window_period(config: ModelConfig) -> int:
     """How many layers lie between two without a window."""
-    full = [layer for layer, window in enumerate(config.windows) if window is None]
-    return full[1] if len(full) > 1 else config.num_hidden_layers
+    global_layers = [layer for layer, window in enumerate(config.windows) if window is None]
+    return global_layers[1] if len(global_layers) > 1 else config.num_hidden_layers
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    wide = [window is not None for window in config.windows]
-    local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
-    yield any(wide) and wide != [layer % _window_period(config) != 0 for layer in range(config.num_hidden_layers)], \
+    has_window = [window is not None for window in config.windows]
+    local_ropes = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
+    yield any(has_window) and has_window != [layer % _window_period(config) != 0 for layer in range(config.num_hidden_layers)], \
         "does not have a layer without a window as the first of each group"
-    yield any(rope.kind != "default" for rope in local), "scales RoPE in layers with a window"
+    yield any(rope.kind != "default" for rope in local_ropes), "scales RoPE in layers with a window"
     yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"

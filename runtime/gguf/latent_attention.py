@@ -54,27 +54,27 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     path, data = header.path, header.metadata
     name = data["general.architecture"]
     families = SINGLE_FAMILY.get(name, FAMILY_BY_GATING)
-    scored = raw.pop("scoring_func", NO_GATING_FUNC)
+    gating_func = raw.pop("scoring_func", NO_GATING_FUNC)
     # Files of V2 state no function, and neither do those of GLM-4.7-Flash, whose scores have a correction bias and weights sum to 1.
-    if scored == NO_GATING_FUNC and type(scored) is int:
-        scored = 2 if raw.get("norm_topk_prob") is True or any(tensor.endswith(CORRECTION_SUFFIX) for tensor in header.tensors) else 1
-        scored = 1 if name == MISTRAL4 else scored
-    if scored not in families:
-        raise CheckpointError(f"{path} states {name}.expert_gating_func {shown_value(scored)}, which is not supported",
+    if gating_func == NO_GATING_FUNC and type(gating_func) is int:
+        gating_func = 2 if raw.get("norm_topk_prob") is True or any(tensor.endswith(CORRECTION_SUFFIX) for tensor in header.tensors) else 1
+        gating_func = 1 if name == MISTRAL4 else gating_func
+    if gating_func not in families:
+        raise CheckpointError(f"{path} states {name}.expert_gating_func {shown_value(gating_func)}, which is not supported",
                               f"known: {', '.join(map(str, families))}")
-    raw["model_type"] = families[scored]
+    raw["model_type"] = families[gating_func]
     if name == NAME and data.get(f"{NAME}.{TEMPERATURE_SCALE}"):  # Mistral Large 3
         raise CheckpointError(f"{path} states {NAME}.{TEMPERATURE_SCALE}: queries scaled by position are not supported for this "
                               "architecture", "models of Mistral's whose architecture is mistral3 run")
-    older = f"{name}.{MLA_LENGTHS[0]}" not in data
-    keys = ("attention.key_length", "attention.value_length") if older else MLA_LENGTHS
-    query, value, rope = (data.get(f"{name}.{key}") for key in (*keys, "rope.dimension_count"))
-    for key, width in zip((*keys, "rope.dimension_count"), (query, value, rope)):
+    is_legacy = f"{name}.{MLA_LENGTHS[0]}" not in data
+    keys = ("attention.key_length", "attention.value_length") if is_legacy else MLA_LENGTHS
+    key_length, value_length, rope_dims = (data.get(f"{name}.{key}") for key in (*keys, "rope.dimension_count"))
+    for key, width in zip((*keys, "rope.dimension_count"), (key_length, value_length, rope_dims)):
         if type(width) is not int or not 0 < width < 1 << 16:
             damaged(path, f"states {name}.{key} {shown_value(width)}, expected a width")
-    if rope >= query:
-        damaged(path, f"states {name}.rope.dimension_count {rope} of heads of {query}")
-    raw |= {"qk_rope_head_dim": rope, "qk_nope_head_dim": query - rope, "v_head_dim": value,
+    if rope_dims >= key_length:
+        damaged(path, f"states {name}.rope.dimension_count {rope_dims} of heads of {key_length}")
+    raw |= {"qk_rope_head_dim": rope_dims, "qk_nope_head_dim": key_length - rope_dims, "v_head_dim": value_length,
             "num_key_value_heads": raw["num_attention_heads"]}
     raw.pop("head_dim", None)
     raw.setdefault("q_lora_rank", None)
@@ -106,14 +106,14 @@ def with_mscale(prefix: str, data: Mapping[str, Value], section: dict[str, objec
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of latent attention, without the architecture's prefix, of a model that has it."""
-    own, mixture = config.mla, config.moe
+    mla, moe = config.mla, config.moe
     keys: dict[str, Value] = {
-        "attention.kv_lora_rank": own.rank, "attention.value_length": own.rank, "attention.key_length_mla": own.query,
-        "attention.value_length_mla": own.value, "rope.dimension_count": own.rope}
-    if own.query_rank is not None:
-        keys["attention.q_lora_rank"] = own.query_rank
-    if mixture.top_groups < mixture.num_groups:
-        keys |= {"expert_group_count": mixture.num_groups, "expert_group_used_count": mixture.top_groups}
+        "attention.kv_lora_rank": mla.rank, "attention.value_length": mla.rank, "attention.key_length_mla": mla.query,
+        "attention.value_length_mla": mla.value, "rope.dimension_count": mla.rope}
+    if mla.query_rank is not None:
+        keys["attention.q_lora_rank"] = mla.query_rank
+    if moe.top_groups < moe.num_groups:
+        keys |= {"expert_group_count": moe.num_groups, "expert_group_used_count": moe.top_groups}
     if (all_dim := config.rope.params.get("mscale_all_dim")) is not None:
         keys["rope.scaling.yarn_log_multiplier"] = LOG_MULTIPLIER_PER_MSCALE * all_dim
     if config.rope.params.get(QUERY_SCALING_BETA):  # without it llama.cpp aborts
@@ -131,10 +131,10 @@ def export_limits(config: ModelConfig, scaling: float) -> Iterator[tuple[bool, s
 
 def query_rank_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what llama.cpp does not read) of a file of `NAME`: by layers alone it knows how queries are made."""
-    layers, ranked = config.num_hidden_layers, config.mla.query_rank is not None
-    at_once = layers in (26, 27) or (layers, config.vocab_size) == DIRECT_QUERY_SHAPE
-    yield at_once and ranked, f"projects queries through q_lora_rank: with {layers} layers llama.cpp expects a direct projection"
-    yield not at_once and not ranked, f"projects queries directly: with {layers} layers llama.cpp requires a q_lora_rank"
+    layers, has_query_rank = config.num_hidden_layers, config.mla.query_rank is not None
+    is_direct = layers in (26, 27) or (layers, config.vocab_size) == DIRECT_QUERY_SHAPE
+    yield is_direct and has_query_rank, f"projects queries through q_lora_rank: with {layers} layers llama.cpp expects a direct projection"
+    yield not is_direct and not has_query_rank, f"projects queries directly: with {layers} layers llama.cpp requires a q_lora_rank"
 
 
 @dataclass(frozen=True)
@@ -161,30 +161,31 @@ class SplitKvB:
 
     def rows(self, begin: int, end: int, read: Callable[[GgufTensor, int, int], np.ndarray]) -> np.ndarray:
         """Rows [begin, end) float32; `read` gives rows of either as they mean, [rows, width]."""
-        own, parts = self.widths, []
-        for head in range(begin // own.made, -(-end // own.made)):
-            first = head * own.made
-            low, high = max(begin - first, 0), min(end - first, own.made)
-            if low < own.nope:
-                turned = read(self.keys, head * own.rank, (head + 1) * own.rank).T
-                parts.append(turned[low : min(high, own.nope)])
-            if high > own.nope:
-                at = head * own.value - own.nope
-                parts.append(read(self.values, at + max(low, own.nope), at + high))
+        shape, parts = self.widths, []
+        for head in range(begin // shape.made, -(-end // shape.made)):
+            first = head * shape.made
+            low, high = max(begin - first, 0), min(end - first, shape.made)
+            if low < shape.nope:
+                transposed = read(self.keys, head * shape.rank, (head + 1) * shape.rank).T
+                parts.append(transposed[low : min(high, shape.nope)])
+            if high > shape.nope:
+                first_value_row = head * shape.value - shape.nope
+                parts.append(read(self.values, first_value_row + max(low, shape.nope), first_value_row + high))
         return np.concatenate(parts)
 
 
-def split_kv_b(path: object, name: str, found: Mapping[str, GgufTensor], config: ModelConfig) -> SplitKvB:
+def split_kv_b(path: object, name: str, halves: Mapping[str, GgufTensor], config: ModelConfig) -> SplitKvB:
     """Both halves of a layer's matrix. Raises CheckpointError where one is missing or has another shape than the config says."""
-    own, heads = config.mla, config.num_attention_heads
-    shapes = {KV_B_HALVES[0]: (heads, own.rank, own.nope), KV_B_HALVES[1]: (heads, own.value, own.rank)}
+    mla, heads = config.mla, config.num_attention_heads
+    shapes = {KV_B_HALVES[0]: (heads, mla.rank, mla.nope), KV_B_HALVES[1]: (heads, mla.value, mla.rank)}
     for part, shape in shapes.items():
-        if part not in found:
+        if part not in halves:
             raise CheckpointError(f"{path} holds one half of {name} without {part.strip('.')}", "the file is damaged: download it again")
-        if tuple(found[part].shape) != shape:
-            raise CheckpointError(f"{path} has tensor {found[part].name} of shape {list(found[part].shape)}, the config says {list(shape)}",
+        if tuple(halves[part].shape) != shape:
+            raise CheckpointError(f"{path} has tensor {halves[part].name} of shape {list(halves[part].shape)}, "
+                                  f"the config says {list(shape)}",
                                   "the config and the weights are of different models")
-    return SplitKvB(*(_flat(found[part]) for part in KV_B_HALVES), heads, own)
+    return SplitKvB(*(_flat(halves[part]) for part in KV_B_HALVES), heads, mla)
 
 
 def _flat(tensor: GgufTensor) -> GgufTensor:
@@ -193,7 +194,7 @@ def _flat(tensor: GgufTensor) -> GgufTensor:
 
 def kv_b_half(values: np.ndarray, config: ModelConfig, part: str) -> np.ndarray:
     """Rows of whole heads of the matrix, float32, as a file's tensor `part` has them: rows of keys turned over, or of values."""
-    own = config.mla
-    split = values.reshape(-1, own.made, own.rank)
-    half = split[:, : own.nope].swapaxes(1, 2) if part == KV_B_HALVES[0] else split[:, own.nope :]
+    mla = config.mla
+    heads = values.reshape(-1, mla.made, mla.rank)
+    half = heads[:, : mla.nope].swapaxes(1, 2) if part == KV_B_HALVES[0] else heads[:, mla.nope :]
     return np.ascontiguousarray(half).reshape(-1, half.shape[-1])

@@ -45,26 +45,27 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
     header, name, raw["sliding_window"] = context.header, context.name, context.window
     path, data = header.path, header.metadata
-    heads, keys, inner = (raw[key] for key in ("linear_num_value_heads", "linear_num_key_heads", "linear_value_head_dim"))
-    if type(heads) is type(inner) is int and heads > 0:
-        if inner % heads:
-            raise CheckpointError(f"{path} states {name}.ssm.inner_size {inner} for {heads} heads, which it is not a multiple of",
+    value_heads, key_heads, inner_size = (raw[key] for key in ("linear_num_value_heads", "linear_num_key_heads", "linear_value_head_dim"))
+    if type(value_heads) is type(inner_size) is int and value_heads > 0:
+        if inner_size % value_heads:
+            raise CheckpointError(f"{path} states {name}.ssm.inner_size {inner_size} for {value_heads} heads, which it is not a "
+                                  "multiple of",
                                   "the file is damaged or was converted wrongly: download it again, or use another one")
-        raw["linear_value_head_dim"] = inner // heads
+        raw["linear_value_head_dim"] = inner_size // value_heads
     reordered = data.get(f"{name}.{V_HEAD_REORDERED}", True)
     if not isinstance(reordered, bool):
         damaged(path, f"states {name}.{V_HEAD_REORDERED} {shown_value(reordered)}, expected true or false")
-    raw["linear_value_heads_tiled"] = reordered and heads != keys and name != QWEN3_NEXT
-    attending = raw["num_attention_heads"]
-    raw.setdefault("num_key_value_heads", attending)  # these are what llama.cpp takes for granted, and not what transformers does
+    raw["linear_value_heads_tiled"] = reordered and value_heads != key_heads and name != QWEN3_NEXT
+    num_heads = raw["num_attention_heads"]
+    raw.setdefault("num_key_value_heads", num_heads)  # these are what llama.cpp takes for granted, and not what transformers does
     raw.setdefault("rope_theta", 10_000.0)
     raw.setdefault("partial_rotary_factor", 1.0)
-    if isinstance(attending, int) and attending > 0:
-        raw.setdefault("head_dim", raw["hidden_size"] // attending)
-    behind, blocks = raw.setdefault("mtp_num_hidden_layers", 0), raw["num_hidden_layers"]
-    if type(behind) is type(blocks) is int and 0 < behind <= MAX_LAYERS:
-        _check_mtp_blocks(header, f"{name}.nextn_predict_layers", blocks - behind, blocks)
-        raw["num_hidden_layers"] = blocks - behind  # files count them in
+    if isinstance(num_heads, int) and num_heads > 0:
+        raw.setdefault("head_dim", raw["hidden_size"] // num_heads)
+    mtp_layers, blocks = raw.setdefault("mtp_num_hidden_layers", 0), raw["num_hidden_layers"]
+    if type(mtp_layers) is type(blocks) is int and 0 < mtp_layers <= MAX_LAYERS:
+        _check_mtp_blocks(header, f"{name}.nextn_predict_layers", blocks - mtp_layers, blocks)
+        raw["num_hidden_layers"] = blocks - mtp_layers  # files count them in
     if (stated := data.get(f"{name}.{RECURRENT_LAYERS}")) is not None and type(blocks) is int and 0 < blocks <= MAX_LAYERS:
         if not isinstance(stated, np.ndarray) or len(stated) != blocks or not np.isin(stated, (0, 1)).all():
             damaged(path, f"states {name}.{RECURRENT_LAYERS} {shown_value(stated)}, expected a boolean for each of {blocks} layers")
@@ -74,7 +75,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     if "layer_types" in raw:
         raw["layer_types"] = raw["layer_types"][: raw["num_hidden_layers"]]
     if type(width := raw.get("head_dim")) is int:
-        mrope_sections.check(header, name, round(width * raw["partial_rotary_factor"]) // 2, in_turn=True)
+        mrope_sections.check(header, name, round(width * raw["partial_rotary_factor"]) // 2, interleaved=True)
 
 
 def _check_mtp_blocks(header: GgufHeader, key: str, first: int, blocks: int) -> None:
@@ -89,9 +90,10 @@ def _check_mtp_blocks(header: GgufHeader, key: str, first: int, blocks: int) -> 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of linear attention, without the architecture's prefix, of a model that has it."""
-    own, pairs = config.recurrent, int(config.head_dim * config.rope.partial_rotary_factor) // 2
-    return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.key_dim, "ssm.group_count": own.key_heads,
-            "ssm.time_step_rank": own.value_heads, "ssm.inner_size": own.values, "full_attention_interval": full_attention_interval(config),
+    state, pairs = config.recurrent, int(config.head_dim * config.rope.partial_rotary_factor) // 2
+    return {"ssm.conv_kernel": state.taps, "ssm.state_size": state.key_dim, "ssm.group_count": state.key_heads,
+            "ssm.time_step_rank": state.value_heads, "ssm.inner_size": state.values,
+            "full_attention_interval": full_attention_interval(config),
             **({} if config.family == FAMILY else
                {mrope_sections.KEY: np.array([*(len(range(first, pairs, 3)) for first in range(3)), 0], np.int32)})}
 
@@ -103,18 +105,18 @@ def full_attention_interval(config: ModelConfig) -> int:
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express of a model with linear attention."""
-    every, own = full_attention_interval(config), config.recurrent
-    yield config.attention_layers != tuple(range(every - 1, config.num_hidden_layers, every)), \
-        f"has attention elsewhere than in every {every}th layer"
-    yield own.key_dim != own.value_dim, f"has heads of values of {own.value_dim} beside heads of keys of {own.key_dim}"
+    period, state = full_attention_interval(config), config.recurrent
+    yield config.attention_layers != tuple(range(period - 1, config.num_hidden_layers, period)), \
+        f"has attention elsewhere than in every {period}th layer"
+    yield state.key_dim != state.value_dim, f"has heads of values of {state.value_dim} beside heads of keys of {state.key_dim}"
 
 
 def fused_rows(names: Sequence[str], config: ModelConfig) -> list[np.ndarray] | None:
     """The rows of each of several matrices in the one tensor in which they are joined by heads of keys; None where they are not."""
     if config.family != FAMILY or len(names) != 2 or ".linear_attn." not in names[0]:
         return None
-    places = qwen3_next.fused_rows(config.recurrent)
-    return [places[name.rpartition(".linear_attn.")[2].removesuffix(".weight")][1] for name in names]
+    rows_by_name = qwen3_next.fused_rows(config.recurrent)
+    return [rows_by_name[name.rpartition(".linear_attn.")[2].removesuffix(".weight")][1] for name in names]
 
 
 def value_head_order(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -124,7 +126,7 @@ def value_head_order(role: str, config: ModelConfig) -> tuple[np.ndarray | None,
         return None, None
     heads = np.arange(shape.value_heads).reshape(shape.key_heads, -1).T.reshape(-1)
     channels = (heads[:, None] * shape.value_dim + np.arange(shape.value_dim)).reshape(-1)
-    behind = np.concatenate([np.arange(2 * shape.keys), 2 * shape.keys + channels])
-    rows = {"state_in": behind, "state_conv": behind, "state_gate": channels,
+    qkv_order = np.concatenate([np.arange(2 * shape.keys), 2 * shape.keys + channels])
+    rows = {"state_in": qkv_order, "state_conv": qkv_order, "state_gate": channels,
             **dict.fromkeys(("state_rate", "state_beta", "state_decay", "state_dt"), heads)}
     return rows.get(role), channels if role == "state_out" else None

@@ -49,12 +49,12 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    layers, own = range(config.num_hidden_layers), config.moe
-    yield own is None, "has no experts"
+    layers, moe = range(config.num_hidden_layers), config.moe
+    yield moe is None, "has no experts"
     step = _moe_layer_step(config)
-    yield own.layers != frozenset(layers[step - 1 :: step]), f"has experts elsewhere than in every {step}th layer"
+    yield moe.layers != frozenset(layers[step - 1 :: step]), f"has experts elsewhere than in every {step}th layer"
     yield [rope is not None for rope in config.ropes] != [(layer + 1) % NO_ROPE_PERIOD != 0 for layer in layers], \
         f"does not leave out RoPE in exactly every {NO_ROPE_PERIOD}th layer"
-    yield config.qk_norm_unweighted != (own.num_experts != EXPERTS_WITHOUT_QK_NORM), \
-        f"has {own.num_experts} experts and {'norms' if config.qk_norm_unweighted else 'no norms'} of queries and keys"
+    yield config.qk_norm_unweighted != (moe.num_experts != EXPERTS_WITHOUT_QK_NORM), \
+        f"has {moe.num_experts} experts and {'norms' if config.qk_norm_unweighted else 'no norms'} of queries and keys"
     yield config.max_supported_tokens not in (CHUNK_LENGTH - 1, CHUNK_LENGTH), f"has other chunks of text than of {CHUNK_LENGTH}"

@@ -31,24 +31,24 @@ ABSENT_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "inter
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
     header, raw["sliding_window"] = context.header, context.window
-    normed = header.metadata.get(f"{NAME}.{BC_NORM_KEY}", False)
-    if not isinstance(normed, bool):
-        damaged(header.path, f"states {NAME}.{BC_NORM_KEY} {normed!r}, expected true or false")
+    has_bc_norms = header.metadata.get(f"{NAME}.{BC_NORM_KEY}", False)
+    if not isinstance(has_bc_norms, bool):
+        damaged(header.path, f"states {NAME}.{BC_NORM_KEY} {has_bc_norms!r}, expected true or false")
     for key in ABSENT_SIZES:
         raw.pop(key, None)
-    inner = raw.pop(INNER_SIZE)
-    if type(inner) is not int or inner < 1:
-        raise CheckpointError(f"{header.path} states {NAME}.ssm.inner_size {inner!r}, expected a width", jamba.DAMAGED_HINT)
-    raw |= {"model_type": FALCON_MAMBA if normed else NAME, "intermediate_size": inner,
+    inner_size = raw.pop(INNER_SIZE)
+    if type(inner_size) is not int or inner_size < 1:
+        raise CheckpointError(f"{header.path} states {NAME}.ssm.inner_size {inner_size!r}, expected a width", jamba.DAMAGED_HINT)
+    raw |= {"model_type": FALCON_MAMBA if has_bc_norms else NAME, "intermediate_size": inner_size,
             "use_conv_bias": any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors)}
-    raw |= {"mixer_rms_eps": MIXER_NORM_EPS} if normed else {}
+    raw |= {"mixer_rms_eps": MIXER_NORM_EPS} if has_bc_norms else {}
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its states, without the architecture's prefix."""
-    own = config.recurrent
-    return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.time_step_rank": own.rank, "ssm.inner_size": own.values,
-            BC_NORM_KEY: own.normed, "attention.head_count": 0, "attention.head_count_kv": 0, "feed_forward_length": 0}
+    state = config.recurrent
+    return {"ssm.conv_kernel": state.taps, "ssm.state_size": state.depth, "ssm.time_step_rank": state.rank, "ssm.inner_size": state.values,
+            BC_NORM_KEY: state.normed, "attention.head_count": 0, "attention.head_count_kv": 0, "feed_forward_length": 0}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:

@@ -26,20 +26,21 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     header, raw["sliding_window"] = context.header, context.window
     for key in mamba.ABSENT_SIZES:
         raw.pop(key, None)
-    inner, heads, hidden = raw.pop(INNER_SIZE), raw["num_heads"], raw["hidden_size"]
-    if type(inner) is type(heads) is type(hidden) is int and heads > 0 and hidden > 0:
-        if inner < 1 or inner % heads or inner % hidden:
-            raise CheckpointError(f"{header.path} states {NAME}.ssm.inner_size {inner} for {heads} heads and a width of {hidden}, one of "
-                                  "which it is not a multiple of", jamba.DAMAGED_HINT)
-        raw |= {"head_dim": inner // heads, "expand": inner // hidden}
+    inner_size, heads, hidden = raw.pop(INNER_SIZE), raw["num_heads"], raw["hidden_size"]
+    if type(inner_size) is type(heads) is type(hidden) is int and heads > 0 and hidden > 0:
+        if inner_size < 1 or inner_size % heads or inner_size % hidden:
+            raise CheckpointError(f"{header.path} states {NAME}.ssm.inner_size {inner_size} for {heads} heads and a width of {hidden}, "
+                                  "one of which it is not a multiple of", jamba.DAMAGED_HINT)
+        raw |= {"head_dim": inner_size // heads, "expand": inner_size // hidden}
     raw["use_conv_bias"] = any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors)
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its states, without the architecture's prefix."""
-    own = config.recurrent
-    return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.group_count": own.groups, "ssm.time_step_rank": own.heads,
-            "ssm.inner_size": own.values, "attention.head_count": 0, "attention.head_count_kv": 0, "feed_forward_length": 0}
+    state = config.recurrent
+    return {"ssm.conv_kernel": state.taps, "ssm.state_size": state.depth, "ssm.group_count": state.groups,
+            "ssm.time_step_rank": state.heads,
+            "ssm.inner_size": state.values, "attention.head_count": 0, "attention.head_count_kv": 0, "feed_forward_length": 0}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:

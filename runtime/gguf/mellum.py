@@ -26,9 +26,9 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
     """Put the rotary positions of `raw`, which hold of layers without a window, into a section beside one of those with a window."""
-    everywhere = {"rope_type": "default", **(raw.pop("rope_scaling", None) or {}), "rope_theta": raw.pop("rope_theta", 10_000.0)}
-    theta = header.metadata.get(f"{NAME}.{LOCAL_ROPE_THETA}", everywhere["rope_theta"])
-    raw["rope_parameters"] = {GLOBAL: everywhere, LOCAL: {"rope_type": "default", "rope_theta": theta}}
+    global_rope = {"rope_type": "default", **(raw.pop("rope_scaling", None) or {}), "rope_theta": raw.pop("rope_theta", 10_000.0)}
+    theta = header.metadata.get(f"{NAME}.{LOCAL_ROPE_THETA}", global_rope["rope_theta"])
+    raw["rope_parameters"] = {GLOBAL: global_rope, LOCAL: {"rope_type": "default", "rope_theta": theta}}
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
@@ -42,8 +42,8 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
-    yield any(rope.kind != "default" for rope in local), "scales RoPE in layers with a window"
-    yield any(rope.theta != config.rope.theta for rope in local), \
+    local_ropes = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
+    yield any(rope.kind != "default" for rope in local_ropes), "scales RoPE in layers with a window"
+    yield any(rope.theta != config.rope.theta for rope in local_ropes), \
         "has another rope_theta in layers with a window, which llama.cpp ignores"
     yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"

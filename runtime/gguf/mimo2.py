@@ -37,23 +37,24 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     context.require_sigmoid_scores(raw)
     header, kinds = context.header, context.layer_types(raw, 1)  # with those behind the last
     data, path, blocks = header.metadata, header.path, raw["num_hidden_layers"]
-    behind, heads = raw.setdefault("num_nextn_predict_layers", 0), np.atleast_1d(data[f"{NAME}.{KV_HEADS}"])
-    if type(blocks) is not int or type(behind) is not int or not 0 <= behind < blocks <= MAX_LAYERS:
-        damaged(path, f"states {NAME}.block_count {shown_value(blocks)} and {NAME}.{MTP_LAYERS} {shown_value(behind)}")
+    mtp_layers, heads = raw.setdefault("num_nextn_predict_layers", 0), np.atleast_1d(data[f"{NAME}.{KV_HEADS}"])
+    if type(blocks) is not int or type(mtp_layers) is not int or not 0 <= mtp_layers < blocks <= MAX_LAYERS:
+        damaged(path, f"states {NAME}.block_count {shown_value(blocks)} and {NAME}.{MTP_LAYERS} {shown_value(mtp_layers)}")
     if heads.dtype.kind not in "iu" or len(heads) not in (1, blocks):
         damaged(path, f"states {NAME}.{KV_HEADS} {shown_value(data[f'{NAME}.{KV_HEADS}'])}, expected a number for each of {blocks} layers")
-    width, turned, layers = raw["head_dim"], data[f"{NAME}.{ROPE_DIMS}"], blocks - behind
-    if type(width) is not int or type(turned) is not int or not 0 < turned <= width:
-        damaged(path, f"states {NAME}.{ROPE_DIMS} {shown_value(turned)} of heads of {shown_value(width)}")
-    local = [kind == LOCAL for kind in kinds[:layers]]
-    of_kind = {own: {int(each) for each, marked in zip(np.broadcast_to(heads, blocks), local) if marked == own} for own in (False, True)}
-    full = next(iter(of_kind[False] or {0}))
-    if of_kind[False] - {full} or of_kind[True] - {2 * full}:
+    head_dim, rope_dims, layers = raw["head_dim"], data[f"{NAME}.{ROPE_DIMS}"], blocks - mtp_layers
+    if type(head_dim) is not int or type(rope_dims) is not int or not 0 < rope_dims <= head_dim:
+        damaged(path, f"states {NAME}.{ROPE_DIMS} {shown_value(rope_dims)} of heads of {shown_value(head_dim)}")
+    has_window = [kind == LOCAL for kind in kinds[:layers]]
+    heads_by_window = {own: {int(each) for each,
+                             marked in zip(np.broadcast_to(heads, blocks), has_window) if marked == own} for own in (False, True)}
+    global_heads = next(iter(heads_by_window[False] or {0}))
+    if heads_by_window[False] - {global_heads} or heads_by_window[True] - {2 * global_heads}:
         raise CheckpointError(f"{path} states {NAME}.{KV_HEADS} {heads[:8].tolist()}, which is not supported",
                               "models of this family have twice as many KV heads in layers with a window")
-    raw |= {"num_hidden_layers": layers, "num_key_value_heads": full, "sliding_window": context.window,
-            "partial_rotary_factor": turned / width,
-            "hybrid_layer_pattern": [int(each) for each in local], "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+    raw |= {"num_hidden_layers": layers, "num_key_value_heads": global_heads, "sliding_window": context.window,
+            "partial_rotary_factor": rope_dims / head_dim,
+            "hybrid_layer_pattern": [int(each) for each in has_window], "attention_bias": "blk.0.attn_q.bias" in header.tensors,
             "moe_layer_freq": [int(f"blk.{layer}.ffn_gate_inp.weight" in header.tensors) for layer in range(layers)]}
     raw.setdefault("attention_value_scale", 1.0)
     raw.setdefault("swa_rope_theta", raw.get("rope_theta"))
@@ -71,9 +72,9 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes for granted."""
-    own = config.moe
+    moe = config.moe
     yield set(config.windows) == {None}, "has no window"
     yield any(rope.kind != "default" for rope in config.ropes), "scales its RoPE"
-    yield own.routed_scale != 1.0, f"scales its expert weights by {own.routed_scale:g}"
-    yield not own.renormalise, "does not normalize its expert weights"
-    yield own.top_groups < own.num_groups, "chooses groups of experts"
+    yield moe.routed_scale != 1.0, f"scales its expert weights by {moe.routed_scale:g}"
+    yield not moe.renormalise, "does not normalize its expert weights"
+    yield moe.top_groups < moe.num_groups, "chooses groups of experts"

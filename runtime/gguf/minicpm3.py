@@ -34,17 +34,17 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of latent attention, without the architecture's prefix."""
-    own = config.mla
-    return {"attention.kv_lora_rank": own.rank, "attention.q_lora_rank": own.query_rank, "attention.key_length": own.query,
-            "attention.value_length": own.value, "attention.head_count_kv": config.num_attention_heads, "rope.dimension_count": own.rope}
+    mla = config.mla
+    return {"attention.kv_lora_rank": mla.rank, "attention.q_lora_rank": mla.query_rank, "attention.key_length": mla.query,
+            "attention.value_length": mla.value, "attention.head_count_kv": config.num_attention_heads, "rope.dimension_count": mla.rope}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    own, added = config.mla, SCALE_DEPTH / math.sqrt(config.num_hidden_layers)
+    mla, added = config.mla, SCALE_DEPTH / math.sqrt(config.num_hidden_layers)
     yield config.rope.kind == "llama3", "has rotary positions of kind llama3"
-    yield own.query_rank is None, "projects its queries directly"
-    yield own.value * config.num_attention_heads != config.hidden_size, f"has values of {own.value}"
+    yield mla.query_rank is None, "projects its queries directly"
+    yield mla.value * config.num_attention_heads != config.hidden_size, f"has values of {mla.value}"
     yield config.embedding_multiplier != EMBEDDING_MULTIPLIER, "has another embedding multiplier"
     yield not math.isclose(config.residual_multiplier, added, rel_tol=1e-6), "has another residual multiplier"
     yield not math.isclose(config.logits_scaling, config.hidden_size / DIM_MODEL_BASE, rel_tol=1e-6), "has another logits divisor"

@@ -50,20 +50,20 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys beside those of every model, without the architecture's prefix."""
-    own, index = config.moe, config.indexer.shape
-    return {"expert_feed_forward_length": own.expert_dim, SHARED_EXPERT_COUNT: 1, LEADING_DENSE: min(own.layers),
-            "expert_weights_scale": float(own.routed_scale),
+    moe, index = config.moe, config.indexer.shape
+    return {"expert_feed_forward_length": moe.expert_dim, SHARED_EXPERT_COUNT: 1, LEADING_DENSE: min(moe.layers),
+            "expert_weights_scale": float(moe.routed_scale),
             "expert_weights_norm": True, "expert_gating_func": SIGMOID, **dict(zip((f"attention.indexer.{key}" for key in INDEXER_KEYS), (
                 index.heads, index.width, index.top_k, index.block_size, index.local_blocks), strict=True))}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes for granted."""
-    own, layers = config.moe, config.num_hidden_layers
-    experts = set(range(min(own.layers, default=layers), layers))
-    yield not experts or set(own.layers) != experts, "has layers without experts"
-    yield (own.shared_expert_dim != own.expert_dim,
-           f"has an expert of {own.shared_expert_dim} numbers shared by all tokens beside experts of {own.expert_dim}")
+    moe, layers = config.moe, config.num_hidden_layers
+    experts = set(range(min(moe.layers, default=layers), layers))
+    yield not experts or set(moe.layers) != experts, "has layers without experts"
+    yield (moe.shared_expert_dim != moe.expert_dim,
+           f"has an expert of {moe.shared_expert_dim} numbers shared by all tokens beside experts of {moe.expert_dim}")
     yield config.indexer is None or {layer for layer,
                                      context in enumerate(config.indexer.source_layers) if context is not None} != experts, \
         "has sparse attention in other layers than those with experts"

@@ -35,13 +35,13 @@ def gguf_row_order(header: GgufHeader, config: ModelConfig, name: str) -> np.nda
 
 def half_split_rows(config: ModelConfig, part: str) -> np.ndarray:
     """Rows of a checkpoint's queries or keys in the order in which such a file has them."""
-    width, own = config.head_dim, np.arange(config.head_dim)
-    turned = int(width * config.rope.partial_rotary_factor)
-    own[:turned] = own[:turned].reshape(-1, 2).T.reshape(-1)
-    return (np.arange(getattr(config, HEAD_COUNT_FIELDS[part]))[:, None] * width + own).reshape(-1)
+    head_dim, channels = config.head_dim, np.arange(config.head_dim)
+    rotary_dims = int(head_dim * config.rope.partial_rotary_factor)
+    channels[:rotary_dims] = channels[:rotary_dims].reshape(-1, 2).T.reshape(-1)
+    return (np.arange(getattr(config, HEAD_COUNT_FIELDS[part]))[:, None] * head_dim + channels).reshape(-1)
 
 
-def check(header: GgufHeader, name: str, pairs: int, in_turn: bool) -> None:
+def check(header: GgufHeader, name: str, channel_pairs: int, interleaved: bool) -> None:
     """Raises CheckpointError where text would not turn as if there were no sections, of so many pairs of channels. `in_turn`: every third
     pair is of a section as long as that has some left; else sections follow one another."""
     key, path = f"{name}.{KEY}", header.path
@@ -51,9 +51,11 @@ def check(header: GgufHeader, name: str, pairs: int, in_turn: bool) -> None:
     if not isinstance(stated, np.ndarray) or stated.dtype.kind not in "iu" or not 3 <= len(stated) <= 4 \
             or (stated < 0).any() or (stated > MAX_CHANNEL_PAIRS).any():
         damaged(path, f"states {key} {shown_value(stated)}, expected three or four whole numbers")
-    whole = int(stated.sum())
+    total = int(stated.sum())
     # The fourth number is none of a text, but for one family whose pictures have four.
-    places, own = np.arange(min(pairs, MAX_CHANNEL_PAIRS)) % max(whole, 1), stated[: 4 if name == FOUR_AXES else 3].astype(np.int64)
-    if not whole or (places >= (3 * own[places % 3] if in_turn else own.sum())).any():
-        raise CheckpointError(f"{path} states {key} {stated.tolist()} for {pairs} pairs of channels, which is not supported",
+    positions, sections = np.arange(min(channel_pairs, MAX_CHANNEL_PAIRS)) % max(total,
+                                                                                 1), stated[: 4 if name == FOUR_AXES
+                                                                                            else 3].astype(np.int64)
+    if not total or (positions >= (3 * sections[positions % 3] if interleaved else sections.sum())).any():
+        raise CheckpointError(f"{path} states {key} {stated.tolist()} for {channel_pairs} pairs of channels, which is not supported",
                               "give the folder of the original checkpoint")

@@ -27,12 +27,13 @@ MULTIMODAL_ARCHITECTURES = {"glm4": "glm4", "glm4moe": "glm4moe", "qwen2": "qwen
 
 def with_mrope_keys(source: Path, config: ModelConfig, metadata: Mapping[str, Value]) -> dict[str, Value]:
     """Export metadata of `source` with M-RoPE keys; unchanged for a model with one position per token."""
-    plain = str(metadata["general.architecture"])
+    text_architecture = str(metadata["general.architecture"])
     stated = _file_keys(source) if is_gguf(source) else _folder_keys(source, config)
-    if plain not in MULTIMODAL_ARCHITECTURES or not stated:
+    if text_architecture not in MULTIMODAL_ARCHITECTURES or not stated:
         return dict(metadata)
-    name = MULTIMODAL_ARCHITECTURES[plain]
-    renamed = {f"{name}.{key.removeprefix(f'{plain}.')}" if key.startswith(f"{plain}.") else key: value for key, value in metadata.items()}
+    name = MULTIMODAL_ARCHITECTURES[text_architecture]
+    renamed = {f"{name}.{key.removeprefix(f'{text_architecture}.')}" if key.startswith(f"{text_architecture}.") else key: value for key,
+               value in metadata.items()}
     return renamed | {"general.architecture": name} | {f"{name}.{key}": value for key, value in stated.items()}
 
 
@@ -44,10 +45,10 @@ def checkpoint_rows(name: str, config: ModelConfig, metadata: Mapping[str, Value
 
 def _file_keys(source: Path) -> dict[str, Value]:
     """Those that are stated alone, by their names behind the architecture's."""
-    found = read_header(source).metadata
-    name = found.get("general.architecture")
-    return {key: found[f"{name}.{key}"] for key in (KEY,
-                                                    DEEPSTACK) if name in MULTIMODAL_ARCHITECTURES.values() and f"{name}.{key}" in found}
+    metadata = read_header(source).metadata
+    name = metadata.get("general.architecture")
+    return {key: metadata[f"{name}.{key}"] for key in (KEY,
+                                                    DEEPSTACK) if name in MULTIMODAL_ARCHITECTURES.values() and f"{name}.{key}" in metadata}
 
 
 def _folder_keys(folder: Path, config: ModelConfig) -> dict[str, Value]:
@@ -59,5 +60,6 @@ def _folder_keys(folder: Path, config: ModelConfig) -> dict[str, Value]:
         return {}
     raw = raw_config(folder)
     vision = raw.get("thinker_config", raw).get("vision_config") or {}
-    deep = vision.get("deepstack_visual_indexes")
-    return {KEY: np.bincount(axes, minlength=4).astype(np.int32), **({DEEPSTACK: len(deep)} if isinstance(deep, list) else {})}
+    deepstack_layers = vision.get("deepstack_visual_indexes")
+    return {KEY: np.bincount(axes, minlength=4).astype(np.int32),
+            **({DEEPSTACK: len(deepstack_layers)} if isinstance(deepstack_layers, list) else {})}

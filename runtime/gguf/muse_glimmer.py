@@ -42,8 +42,8 @@ def head_norms(config: ModelConfig) -> dict[str, np.ndarray]:
     if config.qk_norm:
         return {}
     scale, ones = config.attn_scale * config.head_dim**0.5, np.ones(config.head_dim, "<f4")
-    return {f"blk.{layer}.attn_{which}_norm.weight": ones * np.float32(factor)
-            for layer in range(config.num_hidden_layers) for which, factor in (("q", scale), ("k", 1.0))}
+    return {f"blk.{layer}.attn_{letter}_norm.weight": ones * np.float32(factor)
+            for layer in range(config.num_hidden_layers) for letter, factor in (("q", scale), ("k", 1.0))}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:

@@ -49,28 +49,28 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     header, name, raw["sliding_window"] = context.header, context.name, context.window
     path, blocks, kinds = header.path, raw["num_hidden_layers"], []
     heads, widths = (_per_block(header, f"{name}.{key}", blocks) for key in PER_BLOCK_KEYS)
-    behind = raw.pop("num_nextn_predict_layers", 0)
-    if type(behind) is not int or not 0 <= behind < len(heads):
-        damaged(path, f"states {name}.{MTP_LAYERS} {shown_value(behind)} of {len(heads)} blocks")
-    raw["num_hidden_layers"] = blocks = len(heads) - behind
+    mtp_layers = raw.pop("num_nextn_predict_layers", 0)
+    if type(mtp_layers) is not int or not 0 <= mtp_layers < len(heads):
+        damaged(path, f"states {name}.{MTP_LAYERS} {shown_value(mtp_layers)} of {len(heads)} blocks")
+    raw["num_hidden_layers"] = blocks = len(heads) - mtp_layers
     heads, widths = heads[:blocks], widths[:blocks]
     for block, (count, width) in enumerate(zip(heads, widths)):
         if count and width:
             damaged(path, f"states heads and a width of block {block}, which is one thing")
-        inside = "moe" if f"blk.{block}.ffn_gate_inp.weight" in header.tensors else "mlp"
-        kinds.append("attention" if count else inside if width else "mamba")
+        mlp_kind = "moe" if f"blk.{block}.ffn_gate_inp.weight" in header.tensors else "mlp"
+        kinds.append("attention" if count else mlp_kind if width else "mamba")
     for ours, key, counts in (("num_key_value_heads", PER_BLOCK_KEYS[0], heads), ("intermediate_size", PER_BLOCK_KEYS[1], widths)):
-        some = sorted({count for count in counts if count})
-        if len(some) > 1:
-            damaged(path, f"states {name}.{key} {some[:8]}, which differ by block")
-        raw[ours] = some[0] if some else None
-    inner, count = raw.pop(state_spaces.INNER_SIZE), raw["mamba_num_heads"]
-    if type(inner) is not int or type(count) is not int or count < 1 or inner < 1 or inner % count:
-        damaged(path, f"states {name}.ssm.inner_size {inner} for {count} heads, of which it is not a multiple")
+        distinct = sorted({count for count in counts if count})
+        if len(distinct) > 1:
+            damaged(path, f"states {name}.{key} {distinct[:8]}, which differ by block")
+        raw[ours] = distinct[0] if distinct else None
+    inner_size, count = raw.pop(state_spaces.INNER_SIZE), raw["mamba_num_heads"]
+    if type(inner_size) is not int or type(count) is not int or count < 1 or inner_size < 1 or inner_size % count:
+        damaged(path, f"states {name}.ssm.inner_size {inner_size} for {count} heads, of which it is not a multiple")
     if "moe" in kinds and MOE_LATENT_SIZE not in raw:  # Ollama's converter leaves it to be seen, and calls the matrices in and out
-        narrow = header.tensors.get(f"blk.{kinds.index('moe')}.ffn_latent_in.weight")
-        raw |= {} if narrow is None or len(narrow.shape) != 2 else {MOE_LATENT_SIZE: narrow.shape[0]}
-    raw |= {"layers_block_type": kinds, "mamba_head_dim": inner // count,
+        latent_in = header.tensors.get(f"blk.{kinds.index('moe')}.ffn_latent_in.weight")
+        raw |= {} if latent_in is None or len(latent_in.shape) != 2 else {MOE_LATENT_SIZE: latent_in.shape[0]}
+    raw |= {"layers_block_type": kinds, "mamba_head_dim": inner_size // count,
             "use_conv_bias": any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors),
             "attention_bias": any(tensor.endswith(".attn_q.bias") for tensor in header.tensors)}
 
@@ -99,28 +99,28 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its own, without the architecture's prefix, or otherwise than other families have them."""
     blocks = nemotron_h.stored_layer_of(config, config.num_hidden_layers)
     heads, widths = np.zeros(blocks, np.int32), np.zeros(blocks, np.int32)
-    own, mixture = config.recurrent, config.moe
+    state, moe = config.recurrent, config.moe
     for layer in range(config.num_hidden_layers):
         first = nemotron_h.stored_layer_of(config, layer)
         heads[first] = 0 if layer in config.recurrent_layers else config.num_key_value_heads
         if layer not in config.layers_without_mlp:
-            widths[first + 1] = config.intermediate_size if mixture is None else mixture.expert_dim
+            widths[first + 1] = config.intermediate_size if moe is None else moe.expert_dim
     keys: dict[str, Value] = {"block_count": blocks, "attention.head_count_kv": heads, "feed_forward_length": widths,
-                              "ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.group_count": own.groups,
-                              "ssm.time_step_rank": own.heads, "ssm.inner_size": own.values,
+                              "ssm.conv_kernel": state.taps, "ssm.state_size": state.depth, "ssm.group_count": state.groups,
+                              "ssm.time_step_rank": state.heads, "ssm.inner_size": state.values,
                               "attention.layer_norm_epsilon": float(config.norm_eps)}  # for which llama.cpp looks too
-    if mixture is None:
+    if moe is None:
         return keys
-    if mixture.latent_dim:
-        keys[MOE_LATENT_SIZE] = mixture.latent_dim
-    return keys | {"expert_feed_forward_length": mixture.expert_dim, "expert_shared_feed_forward_length": mixture.shared_expert_dim,
-                   "expert_shared_count": 1, "expert_weights_norm": mixture.renormalise,
-                   "expert_weights_scale": float(mixture.routed_scale),
-                   "expert_group_count": mixture.num_groups, "expert_group_used_count": mixture.top_groups}
+    if moe.latent_dim:
+        keys[MOE_LATENT_SIZE] = moe.latent_dim
+    return keys | {"expert_feed_forward_length": moe.expert_dim, "expert_shared_feed_forward_length": moe.shared_expert_dim,
+                   "expert_shared_count": 1, "expert_weights_norm": moe.renormalise,
+                   "expert_weights_scale": float(moe.routed_scale),
+                   "expert_group_count": moe.num_groups, "expert_group_used_count": moe.top_groups}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    own = config.moe
-    yield own is not None and len(own.layers) + len(config.layers_without_mlp) < config.num_hidden_layers, "has MLPs beside experts"
-    yield own is not None and own.top_groups < own.num_groups, "chooses experts by groups"
+    moe = config.moe
+    yield moe is not None and len(moe.layers) + len(config.layers_without_mlp) < config.num_hidden_layers, "has MLPs beside experts"
+    yield moe is not None and moe.top_groups < moe.num_groups, "chooses experts by groups"

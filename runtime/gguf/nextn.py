@@ -24,8 +24,8 @@ ROLES = {role: part for part, role in PARTS.items()}
 
 def split_mtp_layer(outer: Mapping[str, ModelTensor]) -> tuple[dict[str, ModelTensor], dict[str, ModelTensor]]:
     """What is outside the layers without the layer to draft by, and that layer's tensors by their roles in it."""
-    beside = {role.removeprefix(MTP): tensor for role, tensor in outer.items() if role.startswith(MTP)}
-    return {role: tensor for role, tensor in outer.items() if not role.startswith(MTP)}, beside
+    mtp = {role.removeprefix(MTP): tensor for role, tensor in outer.items() if role.startswith(MTP)}
+    return {role: tensor for role, tensor in outer.items() if not role.startswith(MTP)}, mtp
 
 
 def export_keys(arch: str, config: ModelConfig) -> dict[str, Value]:
@@ -40,15 +40,15 @@ def is_ignored_mtp(name: str, config: ModelConfig) -> bool:
     return config.family in IGNORED_FAMILIES and first == "blk" and layer.isdecimal() and int(layer) >= config.num_hidden_layers
 
 
-def mtp_names(name: str, own: Sequence[str] | None, config: ModelConfig) -> tuple[str, ...]:
+def mtp_names(name: str, layer_names: Sequence[str] | None, config: ModelConfig) -> tuple[str, ...]:
     """The names in a checkpoint folder of what lies in a tensor of a block behind the last, which would have the names `own` in a layer of
     that number; none where nothing is read of it."""
-    before, rules = f"blk.{config.num_hidden_layers}.", mtp_rules(config)
-    part, _, kind = name.removeprefix(before).rpartition(".")
-    if not rules or not name.startswith(before):
+    prefix, rules = f"blk.{config.num_hidden_layers}.", mtp_rules(config)
+    part, _, kind = name.removeprefix(prefix).rpartition(".")
+    if not rules or not name.startswith(prefix):
         return ()
     if part in PARTS:
         rule = rules.get(MTP + PARTS[part])
         return () if rule is None or kind != "weight" else (rule.name,)
-    names = tuple(each.replace(f"model.layers.{config.num_hidden_layers}.", block_name(config), 1) for each in own or ())
+    names = tuple(each.replace(f"model.layers.{config.num_hidden_layers}.", block_name(config), 1) for each in layer_names or ())
     return names if {rule.name for rule in rules.values()} >= set(names) else ()

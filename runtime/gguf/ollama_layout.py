@@ -55,11 +55,15 @@ def _pixtral(header: GgufHeader) -> dict[str, Value]:
 
 
 def _qwen(header: GgufHeader) -> dict[str, Value]:
-    """Every so many layers see all; the FFN's width is told by its tensor."""
-    full, up = header.metadata.get("qwen25vl.vision.fullatt_block_indexes"), header.tensors.get("v.blk.0.ffn_up.weight")
-    up = up or header.tensors.get("v.blk.0.mlp.up_proj.weight")
-    made: dict[str, Value] = {} if full is None or not len(full) else {"vision.n_wa_pattern": int(full[0]) + 1}
-    return made if up is None else {**made, "vision.feed_forward_length": up.shape[0]}
+    """The period of layers with full attention, and the FFN width, which only its tensor states."""
+    keys: dict[str, Value] = {}
+    full_attention_layers = header.metadata.get("qwen25vl.vision.fullatt_block_indexes")
+    if full_attention_layers is not None and len(full_attention_layers):
+        keys["vision.n_wa_pattern"] = int(full_attention_layers[0]) + 1
+    ffn_up = header.tensors.get("v.blk.0.ffn_up.weight") or header.tensors.get("v.blk.0.mlp.up_proj.weight")
+    if ffn_up is not None:
+        keys["vision.feed_forward_length"] = ffn_up.shape[0]
+    return keys
 
 
 _FFN = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
@@ -99,19 +103,19 @@ def text_part(header: GgufHeader) -> GgufHeader:
     towers = _encoder_tensors(header, name)
     if not towers and not any(f"{name}.{key}" in header.metadata for key in RENAMED_KEYS.get(name, ())):
         return header
-    own = OLLAMA_VISION[name].text_architecture if towers and name in OLLAMA_VISION else name
+    architecture = OLLAMA_VISION[name].text_architecture if towers and name in OLLAMA_VISION else name
     data: dict[str, Value] = {}
     for key, value in header.metadata.items():
-        inner = key.removeprefix(f"{name}.") if key.startswith(f"{name}.") else None
-        if inner is None:
+        suffix = key.removeprefix(f"{name}.") if key.startswith(f"{name}.") else None
+        if suffix is None:
             data[key] = value
-        elif not (towers and inner.startswith(ENCODER_SECTIONS)):
-            data[f"{own}.{RENAMED_KEYS.get(name, {}).get(inner, inner)}"] = value
-    data["general.architecture"] = own
+        elif not (towers and suffix.startswith(ENCODER_SECTIONS)):
+            data[f"{architecture}.{RENAMED_KEYS.get(name, {}).get(suffix, suffix)}"] = value
+    data["general.architecture"] = architecture
     _add_defaults(name, data)
-    sees = bool(towers) and name in OLLAMA_VISION
+    has_vision = bool(towers) and name in OLLAMA_VISION
     return replace(header, metadata=data, tensors={key: each for key, each in header.tensors.items() if key not in towers},
-                   left_out=() if sees else tuple(sorted(towers)), sees=sees)
+                   left_out=() if has_vision else tuple(sorted(towers)), sees=has_vision)
 
 
 def _encoder_tensors(header: GgufHeader, name: str) -> frozenset[str]:
@@ -144,21 +148,21 @@ def vision_part(header: GgufHeader) -> GgufHeader | None:
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in OLLAMA_VISION or not _encoder_tensors(header, name):
         return None
-    found, before = OLLAMA_VISION[name], f"{name}.vision."
-    stated = {f"vision.{key.removeprefix(before)}": value for key, value in header.metadata.items() if key.startswith(before)}
+    layout, prefix = OLLAMA_VISION[name], f"{name}.vision."
+    stated = {f"vision.{key.removeprefix(prefix)}": value for key, value in header.metadata.items() if key.startswith(prefix)}
     data = {f"{CLIP}.{key}": value for key,
-            value in {**found.default_keys, **found.derived_keys(header), **stated, "projector_type": found.projector_type}.items()}
+            value in {**layout.default_keys, **layout.derived_keys(header), **stated, "projector_type": layout.projector_type}.items()}
     data["general.architecture"] = CLIP
     tensors: dict[str, GgufTensor] = {}
     for each in _encoder_tensors(header, name):
-        tensors[_llama_cpp_name(each, found)] = header.tensors[each]
+        tensors[_llama_cpp_name(each, layout)] = header.tensors[each]
     return replace(header, metadata=data, tensors=dict(sorted(tensors.items())))
 
 
-def _llama_cpp_name(name: str, found: OllamaVision) -> str:
-    if name in found.full_names:
-        return found.full_names[name]
-    if (within := LAYER_TENSOR.fullmatch(name)) is not None:
-        return f"v.blk.{int(within[1])}.{found.layer_names.get(within[2], within[2])}.{within[3]}"
+def _llama_cpp_name(name: str, layout: OllamaVision) -> str:
+    if name in layout.full_names:
+        return layout.full_names[name]
+    if (match := LAYER_TENSOR.fullmatch(name)) is not None:
+        return f"v.blk.{int(match[1])}.{layout.layer_names.get(match[2], match[2])}.{match[3]}"
     stem, _, kind = name.rpartition(".")
-    return f"{found.outer_names.get(stem, stem)}.{kind}"
+    return f"{layout.outer_names.get(stem, stem)}.{kind}"

@@ -40,83 +40,86 @@ class ProjectorConfig:
     config: Mapping[str, object]
     processor: Mapping[str, object]
     projector: Projector
-    deep: tuple[int, ...]
-    swapped: bool
+    deepstack_layers: tuple[int, ...]
+    ffn_swapped: bool
     heads: int
     modality: Modality = IMAGE_INPUT
 
 
 def projector_types(header: GgufHeader) -> dict[Modality, object]:
     """The type of what a file sees with, and of what it hears with. Raises CheckpointError for what is no such file."""
-    path, data, found = header.path, header.metadata, {}
+    path, data, types = header.path, header.metadata, {}
     has = {modality: data.get(HAS_ENCODER_KEY.format(name)) is True for modality, name in MODALITY_NAMES.items()}
     for modality, name in MODALITY_NAMES.items():
         common = data.get(TYPE_KEY) if has[modality] or modality is IMAGE_INPUT and not has[AUDIO_INPUT] else None
-        if (kind := data.get(MODALITY_TYPE_KEY.format(name), common)) is not None:
-            found[modality] = kind
-    if data.get("general.architecture") != CLIP or not found:
+        if (projector_type := data.get(MODALITY_TYPE_KEY.format(name), common)) is not None:
+            types[modality] = projector_type
+    if data.get("general.architecture") != CLIP or not types:
         raise CheckpointError(f"{path} is of architecture {shown(data.get('general.architecture'))}, not a projector",
                               "--mmproj takes the file beside the model's, named mmproj-*.gguf")
-    return found
+    return types
 
 
-def projector_config(header: GgufHeader, text: str, modality: Modality = IMAGE_INPUT) -> ProjectorConfig:
+def projector_config(header: GgufHeader, text_architecture: str, modality: Modality = IMAGE_INPUT) -> ProjectorConfig:
     """What a file that has this sense says of it, beside a text part of architecture `text`. Raises CheckpointError for a type that is not
     read, or for a key that is lacking."""
-    path, data, kind = header.path, header.metadata, projector_types(header)[modality]
+    path, data, projector_type = header.path, header.metadata, projector_types(header)[modality]
     known = AUDIO_PROJECTORS if modality is AUDIO_INPUT else PROJECTORS
-    if not isinstance(kind, str) or kind not in known:
-        raise CheckpointError(f"{path} has a projector of type {shown(kind)}, which is not supported",
+    if not isinstance(projector_type, str) or projector_type not in known:
+        raise CheckpointError(f"{path} has a projector of type {shown(projector_type)}, which is not supported",
                               f"known: {', '.join(known)}; text-only works")
-    projector = replace(known[kind], deinterleaved_qk=False) if data.get(ROWS_IN_ORDER) else known[kind]
-    if projector.text_architectures and text not in projector.text_architectures:
-        raise CheckpointError(f"{path} has a projector of type {kind}, which goes with models of architecture "
-                              f"{' or '.join(projector.text_architectures)}, not {shown(text)}", "use the mmproj file of this model")
+    projector = replace(known[projector_type], deinterleaved_qk=False) if data.get(ROWS_IN_ORDER) else known[projector_type]
+    if projector.text_architectures and text_architecture not in projector.text_architectures:
+        raise CheckpointError(f"{path} has a projector of type {projector_type}, which goes with models of architecture "
+                              f"{' or '.join(projector.text_architectures)}, not {shown(text_architecture)}",
+                              "use the mmproj file of this model")
     if modality is AUDIO_INPUT:
-        return _audio_config(header, text, kind, projector)
+        return _audio_config(header, text_architecture, projector_type, projector)
     from .vision_config import BUILDERS
 
     keys = _modality_keys(header)
     tower = _tower_config(header, keys, VISION_PREFIX, VISION_KEYS if projector.layer_names else LAYERLESS_KEYS)
-    deep = tuple(sorted({int(found[1]) for name in header.tensors if (found := DEEPSTACK_TENSOR.fullmatch(name))}))
-    config, processor = BUILDERS[kind](header, keys, tower, text)
+    deepstack_layers = tuple(sorted({int(found[1]) for name in header.tensors if (found := DEEPSTACK_TENSOR.fullmatch(name))}))
+    config, processor = BUILDERS[projector_type](header, keys, tower, text_architecture)
     heads = tower.get("num_attention_heads")
-    look = {name: keys[name] for name in ("image_mean", "image_std") if name in keys}
-    return ProjectorConfig(config, {**look, **processor}, projector, deep, _is_ffn_swapped(header, tower.get("hidden_size"), kind),
+    image_statistics = {name: keys[name] for name in ("image_mean", "image_std") if name in keys}
+    return ProjectorConfig(config, {**image_statistics, **processor}, projector, deepstack_layers,
+                           _is_ffn_swapped(header, tower.get("hidden_size"), projector_type),
                      heads if type(heads) is int else 0)
 
 
-def _audio_config(header: GgufHeader, text: str, kind: str, projector: Projector) -> ProjectorConfig:
+def _audio_config(header: GgufHeader, text_architecture: str, projector_type: str, projector: Projector) -> ProjectorConfig:
     from .audio_config import BUILDERS as HEARING_BUILDERS
 
     keys = _modality_keys(header, AUDIO_PREFIX)
     tower = _tower_config(header, keys, AUDIO_PREFIX, AUDIO_KEYS if projector.layer_names else {})
-    config, extractor = HEARING_BUILDERS[kind](header, Keys(keys, f"{header.path}: {CLIP}.audio"), tower, text)
+    config, extractor = HEARING_BUILDERS[projector_type](header, Keys(keys, f"{header.path}: {CLIP}.audio"), tower, text_architecture)
     return ProjectorConfig(config, extractor, projector, (), False, 0, AUDIO_INPUT)
 
 
-def _tower_config(header: GgufHeader, keys: Values, before: str, names: Mapping[str, str]) -> dict[str, object]:
-    for theirs in names:
-        if theirs not in keys:
-            damaged(header.path, f"lacks key {before}{theirs}")
-    return {ours: keys[theirs] for theirs, ours in names.items()}
+def _tower_config(header: GgufHeader, keys: Values, prefix: str, names: Mapping[str, str]) -> dict[str, object]:
+    for gguf_key in names:
+        if gguf_key not in keys:
+            damaged(header.path, f"lacks key {prefix}{gguf_key}")
+    return {config_key: keys[gguf_key] for gguf_key, config_key in names.items()}
 
 
-def _modality_keys(header: GgufHeader, before: str = VISION_PREFIX) -> dict[str, object]:
+def _modality_keys(header: GgufHeader, prefix: str = VISION_PREFIX) -> dict[str, object]:
     """Those of a tower, as JSON would have them, and what curve its FFN has."""
-    def plain(value: object) -> object:
+    def to_json(value: object) -> object:
         return [bool(each) if value.dtype == np.uint8 else each for each in value.tolist()] if isinstance(value, np.ndarray) else value
 
-    found = {key.removeprefix(before): plain(value) for key, value in header.metadata.items() if key.startswith(before)}
+    keys = {key.removeprefix(prefix): to_json(value) for key, value in header.metadata.items() if key.startswith(prefix)}
     for name in ("use_gelu", "use_silu"):
-        found[name] = header.metadata.get(f"{CLIP}.{name}", False) is True
-    return found
+        keys[name] = header.metadata.get(f"{CLIP}.{name}", False) is True
+    return keys
 
 
-def _is_ffn_swapped(header: GgufHeader, width: object, kind: object) -> bool:
+def _is_ffn_swapped(header: GgufHeader, width: object, projector_type: object) -> bool:
     """Whether the FFN's second matrix is called its first: in files of early writers it has as many inputs as the tower is wide."""
-    first = header.tensors.get("v.blk.0.ffn_down.weight")
-    return first is not None and len(first.shape) == 2 and first.shape[1] == width and (first.shape[0] != width or kind == "mlp")
+    ffn_down = header.tensors.get("v.blk.0.ffn_down.weight")
+    return ffn_down is not None and len(ffn_down.shape) == 2 and ffn_down.shape[1] == width and (ffn_down.shape[0] != width
+                                                                                                 or projector_type == "mlp")
 
 
 def require_tensor(header: GgufHeader, name: str) -> GgufTensor:

@@ -67,131 +67,134 @@ def exportable_projector(folder: Path) -> Modality | None:
 
 def require_encoders(folder: Path, config: ModelConfig) -> dict[Modality, VisionTower | AudioTower]:
     """The encoder to export. Raises UsageError for a model without one, or with one that mmproj files do not support."""
-    found = encoders_of(folder, config)
-    if not found:
+    encoders = encoders_of(folder, config)
+    if not encoders:
         raise UsageError(f"{folder} takes neither images nor audio", "leave out --mmproj")
     known = (*PROJECTOR_TYPES, *audio_export.PROJECTOR_TYPES, gemma4_export.NAME)
-    if (kind := str(model_type_of(folder))) not in known or kind == "llava" and not isinstance(found[IMAGE_INPUT], (Llava, EffllmError)):
+    if (kind := str(model_type_of(folder))) not in known or kind == "llava" and not isinstance(encoders[IMAGE_INPUT], (Llava, EffllmError)):
         raise UsageError(f"of {kind} models no mmproj file is written", f"known: {', '.join(known)}")
-    for sight in found.values():
-        if isinstance(sight, EffllmError):
-            raise sight
-    return found
+    for encoder in encoders.values():
+        if isinstance(encoder, EffllmError):
+            raise encoder
+    return encoders
 
 
-def metadata(sight: VisionTower, name: str, kind: str) -> Keys:
+def metadata(encoder: VisionTower, name: str, kind: str) -> Keys:
     """Metadata of the mmproj file of a model of this type."""
-    projector, keys = PROJECTOR_TYPES[kind], sight.tower_config
+    projector, keys = PROJECTOR_TYPES[kind], encoder.tower_config
     activation = str(keys.raw.get("hidden_act"))
     eps = {"pixtral": 1e-5, "lightonocr": 1e-5}.get(projector, 1e-6)
-    of_tower: Keys = {
-        "image_size": _image_size(sight, projector), "patch_size": sight.patch, "embedding_length": sight.width,
-        "feed_forward_length": keys.integer("mlp_ratio") * sight.width if projector == "qwen2vl_merger" else keys.integer(
+    tower_keys: Keys = {
+        "image_size": _image_size(encoder, projector), "patch_size": encoder.patch, "embedding_length": encoder.width,
+        "feed_forward_length": keys.integer("mlp_ratio") * encoder.width if projector == "qwen2vl_merger" else keys.integer(
             "intermediate_size"),
-        "block_count": keys.integer("depth") if projector.startswith(("exaone", "glm", "qwen")) else layer_count(sight),
-        "attention.head_count": sight.heads, "projection_dim": sight.config.hidden_size,
+        "block_count": keys.integer("depth") if projector.startswith(("exaone", "glm", "qwen")) else layer_count(encoder),
+        "attention.head_count": encoder.heads, "projection_dim": encoder.config.hidden_size,
         "attention.layer_norm_epsilon": keys.number("layer_norm_eps", eps),
-        "image_mean": np.array(sight.scale.mean, np.float32), "image_std": np.array(sight.scale.std, np.float32),
-        **EXTRA_KEYS[projector](sight)}
-    curve = "use_silu" if activation == "silu" else "use_gelu"
-    early = {f"{CLIP}.has_llava_projector": True} if projector == "mlp" else {}
+        "image_mean": np.array(encoder.scale.mean, np.float32), "image_std": np.array(encoder.scale.std, np.float32),
+        **EXTRA_KEYS[projector](encoder)}
+    activation_key = "use_silu" if activation == "silu" else "use_gelu"
+    legacy_keys = {f"{CLIP}.has_llava_projector": True} if projector == "mlp" else {}
     return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,
-            f"{CLIP}.has_vision_encoder": True, f"{CLIP}.projector_type": projector, f"{CLIP}.{curve}": activation != "quick_gelu", **early,
-            **{f"{CLIP}.vision.{key}": value for key, value in of_tower.items()}}
+            f"{CLIP}.has_vision_encoder": True, f"{CLIP}.projector_type": projector, f"{CLIP}.{activation_key}": activation != "quick_gelu",
+            **legacy_keys,
+            **{f"{CLIP}.vision.{key}": value for key, value in tower_keys.items()}}
 
 
-def _image_size(sight: VisionTower, projector: str) -> int:
+def _image_size(encoder: VisionTower, projector: str) -> int:
     """Of pictures, or of the square that has a place for every patch."""
     if projector == "lfm2":
         return LFM2_IMAGE_SIZE
     if projector.startswith(("exaone", "qwen")):
-        return round(sight.tower_config.integer("num_position_embeddings", 1600) ** 0.5) * sight.patch
-    return sight.tower_config.integer("pos_emb_height") * sight.patch if projector == "kimik25" else sight.side
+        return round(encoder.tower_config.integer("num_position_embeddings", 1600) ** 0.5) * encoder.patch
+    return encoder.tower_config.integer("pos_emb_height") * encoder.patch if projector == "kimik25" else encoder.side
 
 
-def _llava(sight: Llava) -> Keys:
+def _llava(encoder: Llava) -> Keys:
     """The layers that count are those of the file; which of them are read is said all the same: without that a reader may stop before."""
-    if sight.drops_first != sight.tower.startswith("clip"):
+    if encoder.drops_first != encoder.tower.startswith("clip"):
         raise UsageError("its vision tower uses an unusual feature strategy, which an mmproj file cannot state",
                          "leave out --mmproj")
-    keys: Keys = {"block_count": max(sight.wanted), "feature_layer": np.array(sight.wanted, np.int32),
-                  "projection_dim": sight.tower_config.integer("projection_dim", 768)}
-    if isinstance(sight, LlavaNext):
-        sides = [side for high, wide in sight.pinpoints for side in (wide, high)]
+    keys: Keys = {"block_count": max(encoder.wanted), "feature_layer": np.array(encoder.wanted, np.int32),
+                  "projection_dim": encoder.tower_config.integer("projection_dim", 768)}
+    if isinstance(encoder, LlavaNext):
+        sides = [side for high, wide in encoder.pinpoints for side in (wide, high)]
         keys |= {"image_grid_pinpoints": np.array(sides, np.int32), "mm_patch_merge_type": "spatial_unpad"}
     return keys
 
 
-def _idefics3(sight: VisionTower) -> Keys:
-    return {"projector.scale_factor": sight.joined, "preproc_image_size": sight.longest}
+def _idefics3(encoder: VisionTower) -> Keys:
+    return {"projector.scale_factor": encoder.joined, "preproc_image_size": encoder.longest}
 
 
-def _pixtral(sight: VisionTower) -> Keys:
-    if wanted_layers(sight, -1) != [layer_count(sight)]:
+def _pixtral(encoder: VisionTower) -> Keys:
+    if wanted_layers(encoder, -1) != [layer_count(encoder)]:
         raise UsageError("its vision tower is read from other layers than the last, which an mmproj file cannot state",
                          "leave out --mmproj")
-    return {"spatial_merge_size": sight.joined, "image_size": sight.most[0]}
+    return {"spatial_merge_size": encoder.joined, "image_size": encoder.most[0]}
 
 
-def _internvl(sight: VisionTower) -> Keys:
-    return {"projector.scale_factor": sight.joined, "preproc_min_tiles": sight.least, "preproc_max_tiles": sight.most}
+def _internvl(encoder: VisionTower) -> Keys:
+    return {"projector.scale_factor": encoder.joined, "preproc_min_tiles": encoder.least, "preproc_max_tiles": encoder.most}
 
 
-def _gemma3(sight: VisionTower) -> Keys:
-    across = sight.side // sight.patch
-    return {"projector.scale_factor": across // round(sight.root_config.integer("mm_tokens_per_image", 256) ** 0.5)}
+def _gemma3(encoder: VisionTower) -> Keys:
+    across = encoder.side // encoder.patch
+    return {"projector.scale_factor": across // round(encoder.root_config.integer("mm_tokens_per_image", 256) ** 0.5)}
 
 
-def _qwen(sight: VisionTower) -> Keys:
-    return {"image_min_pixels": int(sight.least), "image_max_pixels": int(sight.most)}
+def _qwen(encoder: VisionTower) -> Keys:
+    return {"image_min_pixels": int(encoder.least), "image_max_pixels": int(encoder.most)}
 
 
-def _glm(sight: Glm4v) -> Keys:
-    return {"attention.layer_norm_epsilon": sight.tower_config.number("rms_norm_eps"), "spatial_merge_size": sight.joined}
+def _glm(encoder: Glm4v) -> Keys:
+    return {"attention.layer_norm_epsilon": encoder.tower_config.number("rms_norm_eps"), "spatial_merge_size": encoder.joined}
 
 
-def _glm5(sight: Glm5Next) -> Keys:
-    return {**_glm(sight), "swiglu_clamp": sight.tower_config.number("swiglu_limit"), "image_min_pixels": int(sight.least),
+def _glm5(encoder: Glm5Next) -> Keys:
+    return {**_glm(encoder), "swiglu_clamp": encoder.tower_config.number("swiglu_limit"), "image_min_pixels": int(encoder.least),
             "image_max_pixels":
-            int(sight.most)}
+            int(encoder.most)}
 
 
-def _exaone(sight: VisionTower) -> Keys:
-    return {**_qwen2_5(sight), "attention.head_count_kv": sight.tower_config.integer("num_key_value_heads")}
+def _exaone(encoder: VisionTower) -> Keys:
+    return {**_qwen2_5(encoder), "attention.head_count_kv": encoder.tower_config.integer("num_key_value_heads")}
 
 
-def _lfm2(sight: VisionTower) -> Keys:
-    return {"projector.scale_factor": sight.joined}
+def _lfm2(encoder: VisionTower) -> Keys:
+    return {"projector.scale_factor": encoder.joined}
 
 
-def _llama4(sight: Llama4) -> Keys:
-    return {"attention.layer_norm_epsilon": LLAMA4_EPS, "projector.scale_factor": sight.joined}
+def _llama4(encoder: Llama4) -> Keys:
+    return {"attention.layer_norm_epsilon": LLAMA4_EPS, "projector.scale_factor": encoder.joined}
 
 
-def _kimi(sight: KimiK25) -> Keys:
-    return {"attention.layer_norm_epsilon": sight.projector_eps, "projector.scale_factor": sight.joined,
-            "image_min_pixels": KIMI_MIN_PATCHES * sight.patch**2, "image_max_pixels": sight.most * sight.patch**2}
+def _kimi(encoder: KimiK25) -> Keys:
+    return {"attention.layer_norm_epsilon": encoder.projector_eps, "projector.scale_factor": encoder.joined,
+            "image_min_pixels": KIMI_MIN_PATCHES * encoder.patch**2, "image_max_pixels": encoder.most * encoder.patch**2}
 
 
-def _minicpm(sight: MiniCpmV) -> Keys:
-    return {"image_size": sight.resolution, "projector.scale_factor": 4 if sight.merges else 2,
-            "wa_layer_indexes": np.array([sight.insert], np.int32)}
+def _minicpm(encoder: MiniCpmV) -> Keys:
+    return {"image_size": encoder.resolution, "projector.scale_factor": 4 if encoder.merges else 2,
+            "wa_layer_indexes": np.array([encoder.insert], np.int32)}
 
 
-def _qwen2_5(sight: VisionTower) -> Keys:
+def _qwen2_5(encoder: VisionTower) -> Keys:
     """All patches see all in every so many layers, which is all that the file can say."""
-    depth = sight.tower_config.integer("depth")
-    whole = sorted(sight.tower_config.layers("fullatt_block_indexes", depth))
-    if not whole or whole != list(range(whole[0], depth, whole[0] + 1)):
-        raise UsageError(f"its vision tower has full attention in layers {whole}, which an mmproj file cannot state", "leave out --mmproj")
-    return {**_qwen(sight), "n_wa_pattern": whole[0] + 1, "window_size": sight.tower_config.integer("window_size")}
+    depth = encoder.tower_config.integer("depth")
+    full_attention_layers = sorted(encoder.tower_config.layers("fullatt_block_indexes", depth))
+    if not full_attention_layers or full_attention_layers != list(range(full_attention_layers[0], depth, full_attention_layers[0] + 1)):
+        raise UsageError(f"its vision tower has full attention in layers {full_attention_layers}, which an mmproj file cannot state",
+                         "leave out --mmproj")
+    return {**_qwen(encoder), "n_wa_pattern": full_attention_layers[0] + 1, "window_size": encoder.tower_config.integer("window_size")}
 
 
-def _qwen3(sight: VisionTower) -> Keys:
-    depth = sight.tower_config.integer("depth")
-    deep = sight.tower_config.layers("deepstack_visual_indexes", depth) if "deepstack_visual_indexes" in sight.tower_config.raw else ()
-    return {**_qwen(sight), "spatial_merge_size": sight.joined,
-            "is_deepstack_layers": np.array([number in deep for number in range(depth)], np.bool_)}
+def _qwen3(encoder: VisionTower) -> Keys:
+    depth = encoder.tower_config.integer("depth")
+    deepstack_layers = encoder.tower_config.layers("deepstack_visual_indexes",
+                                                   depth) if "deepstack_visual_indexes" in encoder.tower_config.raw else ()
+    return {**_qwen(encoder), "spatial_merge_size": encoder.joined,
+            "is_deepstack_layers": np.array([number in deepstack_layers for number in range(depth)], np.bool_)}
 
 
 EXTRA_KEYS: Mapping[str, Callable[[VisionTower], Keys]] = {
@@ -202,64 +205,65 @@ SEPARATE_QKV = ("qwen2vl_merger", "qwen2.5vl_merger")  # whose files have querie
 KIMI_MIN_PATCHES, LFM2_IMAGE_SIZE = 8, 256  # of a picture, as such files say of Kimi's and of LFM2-VL's
 
 
-def file_tensors(sight: VisionTower, store: TensorStore, kind: str) -> list[ProjectorTensor]:
+def file_tensors(encoder: VisionTower, store: TensorStore, kind: str) -> list[ProjectorTensor]:
     """The file's tensors, in checkpoint order. Raises CheckpointError for one that no mmproj file has."""
-    projector, found = PROJECTORS[PROJECTOR_TYPES[kind]], []
+    projector, tensors = PROJECTORS[PROJECTOR_TYPES[kind]], []
     for stored, info in store.tensors.items():
         if PROJECTOR_TYPES[kind] == "pixtral" and stored.endswith("embed_tokens.weight"):  # llama.cpp takes the end of a line from here
-            found.append(projector_tensor(IMG_BREAK, info, lambda values: values[sight.token_id("[IMG_BREAK]")], (info.shape[1],)))
+            tensors.append(projector_tensor(IMG_BREAK, info, lambda values: values[encoder.token_id("[IMG_BREAK]")], (info.shape[1],)))
         if is_of_tower(stored) and not stored.endswith("position_ids"):
-            found += _map_tensor(canonical_name(stored), info, projector, sight)
-    return found
+            tensors += _map_tensor(canonical_name(stored), info, projector, encoder)
+    return tensors
 
 
-def _map_tensor(own: str, info: TensorInfo, projector: Projector, sight: VisionTower) -> Iterator[ProjectorTensor]:
-    if own == "visual.patch_embed.proj.weight":
+def _map_tensor(checkpoint_name: str, info: TensorInfo, projector: Projector, encoder: VisionTower) -> Iterator[ProjectorTensor]:
+    if checkpoint_name == "visual.patch_embed.proj.weight":
         for frame, name in enumerate((SECOND_FRAME_EMBD.removesuffix(".1"), SECOND_FRAME_EMBD)[: info.shape[2]]):
             yield projector_tensor(name, info, lambda values, frame=frame: values[:, :, frame], (*info.shape[:2], *info.shape[3:]))
         return
-    if QKV in own and any(projector is PROJECTORS[name] for name in SEPARATE_QKV):
+    if QKV in checkpoint_name and any(projector is PROJECTORS[name] for name in SEPARATE_QKV):
         for part, letter in enumerate("qkv"):
-            name = _gguf_name(own.replace(QKV, f".attn.{letter}."), projector, sight)
+            name = _gguf_name(checkpoint_name.replace(QKV, f".attn.{letter}."), projector, encoder)
             yield projector_tensor(name, info, lambda values, part=part: np.split(values, 3)[part], (info.shape[0] // 3, *info.shape[1:]))
         return
     if projector is PROJECTORS["mlp"]:
-        found = TOWER_LAYER.fullmatch(own)
-        if ".post_layernorm." in own or found and int(found[1]) >= max(sight.wanted):  # which nothing is read behind
+        found = TOWER_LAYER.fullmatch(checkpoint_name)
+        if ".post_layernorm." in checkpoint_name or found and int(found[1]) >= max(encoder.wanted):  # which nothing is read behind
             return
         if found and (stem := found[2].rpartition(".")[0]) in SWAPPED_FFN:
-            own = own.replace(stem, SWAPPED_FFN[stem])
-    name = _gguf_name(own.replace("encoder.patch_embed.", "patch_embed."), projector, sight)  # so some of Kimi's are called
+            checkpoint_name = checkpoint_name.replace(stem, SWAPPED_FFN[stem])
+    name = _gguf_name(checkpoint_name.replace("encoder.patch_embed.", "patch_embed."), projector, encoder)  # so some of Kimi's are called
     if name in projector.channels_last:
-        shape = (info.shape[0], CHANNELS, sight.patch, sight.patch)
+        shape = (info.shape[0], CHANNELS, encoder.patch, encoder.patch)
         yield projector_tensor(name, info, lambda values: np.moveaxis(values.reshape(shape[0], *shape[2:], CHANNELS), -1, 1), shape)
         return
-    if (order := gguf_row_order(own, projector, info.shape[0], sight.heads)) is not None:
+    if (order := gguf_row_order(checkpoint_name, projector, info.shape[0], encoder.heads)) is not None:
         yield projector_tensor(name, info, lambda values: values[np.argsort(order)])
         return
     yield projector_tensor(name, info,
                            (lambda values: values + np.float32(1)) if name in projector.shifted_norms else (lambda values: values))
 
 
-def _gguf_name(own: str, projector: Projector, sight: VisionTower) -> str:
-    stem, _, kind = own.rpartition(".")
-    whole = {ours: theirs for theirs, ours in projector.full_names.items()}
-    outer = {ours: theirs for theirs, ours in projector.outer_names.items()}
-    if own in whole:
-        return whole[own]
-    if stem in outer and kind in TENSOR_KINDS:
-        return f"{outer[stem]}.{kind}"
-    if found := re.fullmatch(rf"{re.escape(projector.layers_prefix)}(\d+)\.(.+)", own):
-        inside, (stem, _, kind) = {ours: theirs for theirs, ours in projector.layer_names.items()}, found[2].rpartition(".")
-        if found[2] in whole:
-            return f"v.blk.{found[1]}.{whole[found[2]]}"
-        if stem in inside and kind in TENSOR_KINDS:
-            return f"v.blk.{found[1]}.{inside[stem]}.{kind}"
-    if found := re.fullmatch(r"visual\.deepstack_merger_list\.(\d+)\.(\w+)\.(\w+)", own):
-        numbers = sorted(sight.tower_config.layers("deepstack_visual_indexes", sight.tower_config.integer("depth")))
+def _gguf_name(checkpoint_name: str, projector: Projector, encoder: VisionTower) -> str:
+    stem, _, kind = checkpoint_name.rpartition(".")
+    full_names = {ours: theirs for theirs, ours in projector.full_names.items()}
+    outer_names = {ours: theirs for theirs, ours in projector.outer_names.items()}
+    if checkpoint_name in full_names:
+        return full_names[checkpoint_name]
+    if stem in outer_names and kind in TENSOR_KINDS:
+        return f"{outer_names[stem]}.{kind}"
+    if found := re.fullmatch(rf"{re.escape(projector.layers_prefix)}(\d+)\.(.+)", checkpoint_name):
+        layer_names, (stem, _, kind) = {ours: theirs for theirs, ours in projector.layer_names.items()}, found[2].rpartition(".")
+        if found[2] in full_names:
+            return f"v.blk.{found[1]}.{full_names[found[2]]}"
+        if stem in layer_names and kind in TENSOR_KINDS:
+            return f"v.blk.{found[1]}.{layer_names[stem]}.{kind}"
+    if found := re.fullmatch(r"visual\.deepstack_merger_list\.(\d+)\.(\w+)\.(\w+)", checkpoint_name):
+        numbers = sorted(encoder.tower_config.layers("deepstack_visual_indexes", encoder.tower_config.integer("depth")))
         part = {ours: theirs for theirs, ours in DEEPSTACK_PARTS.items()}[found[2]]
         return f"v.deepstack.{numbers[int(found[1])]}.{part}.{found[3]}"
-    raise CheckpointError(f"{sight.source.model} holds tensor {own} of the vision tower, which no mmproj file of its type has", AGAIN)
+    raise CheckpointError(f"{encoder.source.model} holds tensor {checkpoint_name} of the vision tower, "
+                          "which no mmproj file of its type has", AGAIN)
 
 
 def export_projector(source: Path, out: Path, name: str, replace: bool = False) -> Iterator[Progress | Exported]:
@@ -269,17 +273,17 @@ def export_projector(source: Path, out: Path, name: str, replace: bool = False) 
     if is_gguf(source):
         raise UsageError(f"{source} is a GGUF file, whose mmproj file is one already", "leave out --mmproj")
     encoders, kind = require_encoders(source, read_config(source)), str(model_type_of(source))
-    sight, *_ = encoders.values()
+    encoder, *_ = encoders.values()
     with tower_store(source) as store:
         check_target(out, replace, store)
-        with sight.source.saying():
+        with encoder.source.saying():
             if kind == gemma4_export.NAME:
-                found, keys = gemma4_export.file_tensors(encoders, store), gemma4_export.metadata(encoders, name)
-            elif sight.modality is AUDIO_INPUT:
-                found, keys = audio_export.file_tensors(store, kind), audio_export.metadata(sight, name, kind)
+                tensors, keys = gemma4_export.file_tensors(encoders, store), gemma4_export.metadata(encoders, name)
+            elif encoder.modality is AUDIO_INPUT:
+                tensors, keys = audio_export.file_tensors(store, kind), audio_export.metadata(encoder, name, kind)
             else:
-                found, keys = file_tensors(sight, store, kind), metadata(sight, name, kind)
-        planned = [each.planned for each in found]
+                tensors, keys = file_tensors(encoder, store, kind), metadata(encoder, name, kind)
+        planned = [each.planned for each in tensors]
         head = gguf_head(keys, planned)
         done, total = len(head), len(head) + sum(padded(each.nbytes) for each in planned)
         with NewFile(out, total) as file:
@@ -287,7 +291,7 @@ def export_projector(source: Path, out: Path, name: str, replace: bool = False) 
                 raise DoesNotFit(f"{out.name} needs {format_size(total)}, and the disk of {out.parent} has {format_size(free)} free",
                                  "make room, or give a place on another disk with -o")
             file.write(head)
-            for each in found:
+            for each in tensors:
                 data = each.bytes_of(store)
                 file.write(memoryview(data).cast("B"))
                 file.write(bytes(padded(each.planned.nbytes) - each.planned.nbytes))

@@ -21,9 +21,9 @@ def sibling_projectors(model: Path) -> list[Path]:
     if is_blob(model.name):  # which of thousands belong to it, names do not say
         return []
     for folder in _search_folders(model):
-        here = names_in(folder)
-        found = file_names.projectors(here)
-        if {f"{model.name}{ending}" for ending in SIDECAR_SUFFIXES} & {*here}:
+        names = names_in(folder)
+        found = file_names.projectors(names)
+        if {f"{model.name}{ending}" for ending in SIDECAR_SUFFIXES} & {*names}:
             found = [name for name in found if model.name.startswith(name[: name.lower().index("mmproj")])]
         if found:
             return [folder / name for name in found]

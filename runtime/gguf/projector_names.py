@@ -210,26 +210,26 @@ PROJECTORS: Mapping[str, Projector] = {
 }
 
 
-def checkpoint_name(name: str, projector: Projector, deep: list[int], swapped: bool = False) -> str | None:
+def checkpoint_name(name: str, projector: Projector, deepstack_layers: list[int], ffn_swapped: bool = False) -> str | None:
     """What a tensor of a file is called here; None for one that no such file has. `deep`: numbers of the layers from which early layers of
     the text part get something. `swapped`: the file calls the FFN's second matrix its first, as early writers did."""
     if name in projector.full_names:
         return projector.full_names[name]
     groups = {projector.blocks_prefix: (projector.layers_prefix, projector.layer_names), **projector.other_groups}
-    if (found := LAYER_TENSOR.fullmatch(name)) and found[1] in groups:
-        layers, layer = groups[found[1]]
-        begin, part = f"{layers}{int(found[2])}.", found[3]
+    if (match := LAYER_TENSOR.fullmatch(name)) and match[1] in groups:
+        layers, layer = groups[match[1]]
+        prefix, part = f"{layers}{int(match[2])}.", match[3]
         if projector.has_steps and (step := STAGE_STEP.fullmatch(part)):
-            begin, part = begin + step[1], step[2]
+            prefix, part = prefix + step[1], step[2]
         stem, _, kind = part.rpartition(".")
         if part in projector.full_names:
-            return begin + projector.full_names[part]
-        if swapped:
+            return prefix + projector.full_names[part]
+        if ffn_swapped:
             stem = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}.get(stem, stem)
         if stem in projector.clamped_linears and kind in (*TENSOR_KINDS, *CLAMP_KINDS):
-            return f"{begin}{layer[stem]}.{kind if kind in CLAMP_KINDS else f'linear.{kind}'}"
-        return f"{begin}{layer[stem]}.{kind}" if stem in layer and kind in TENSOR_KINDS else None
-    if (found := DEEPSTACK_TENSOR.fullmatch(name)) and int(found[1]) in deep:
-        return f"visual.deepstack_merger_list.{deep.index(int(found[1]))}.{DEEPSTACK_PARTS[found[2]]}.{found[3]}"
+            return f"{prefix}{layer[stem]}.{kind if kind in CLAMP_KINDS else f'linear.{kind}'}"
+        return f"{prefix}{layer[stem]}.{kind}" if stem in layer and kind in TENSOR_KINDS else None
+    if (match := DEEPSTACK_TENSOR.fullmatch(name)) and int(match[1]) in deepstack_layers:
+        return f"visual.deepstack_merger_list.{deepstack_layers.index(int(match[1]))}.{DEEPSTACK_PARTS[match[2]]}.{match[3]}"
     stem, _, kind = name.rpartition(".")
     return f"{projector.outer_names[stem]}.{kind}" if stem in projector.outer_names and kind in TENSOR_KINDS else None

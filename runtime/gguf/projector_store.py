@@ -37,27 +37,27 @@ class TensorSource:
     come second in the file, are last. `planes`, `crossed`: as of `Projector`."""
 
     tensors: tuple[GgufTensor, ...]
-    frames: bool = False
-    order: np.ndarray | None = None
-    less: float = 0.0
-    soft: bool = False
-    turned: bool = False
-    planes: bool = False
-    crossed: bool = False
+    has_two_frames: bool = False
+    row_order: np.ndarray | None = None
+    offset: float = 0.0
+    is_softplus: bool = False
+    channels_last: bool = False
+    planar_colors: bool = False
+    swapped_axes: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         first = self.tensors[0].shape
-        if self.turned:
+        if self.channels_last:
             return first[0], *first[2:], first[1]
-        if self.crossed:
+        if self.swapped_axes:
             return first[1], first[0], *first[2:]
-        return (first[0], first[1], 2, *first[2:]) if self.frames else (sum(each.shape[0] for each in self.tensors), *first[1:])
+        return (first[0], first[1], 2, *first[2:]) if self.has_two_frames else (sum(each.shape[0] for each in self.tensors), *first[1:])
 
     @property
     def dtype(self) -> str:
         types = {each.type for each in self.tensors}
-        kept = len(types) == 1 and types <= {*RAW_TYPES} and not (self.less or self.soft)
+        kept = len(types) == 1 and types <= {*RAW_TYPES} and not (self.offset or self.is_softplus)
         return types.pop() if kept else "F32" if len(self.shape) == 1 else "F16"
 
 
@@ -77,11 +77,11 @@ def _projector_part(header: GgufHeader) -> GgufHeader:
 class ProjectorStore(TensorStore):
     """Raises CheckpointError for a tensor that no such file has, and for one of a type that is not read."""
 
-    def __init__(self, path: Path, said: ProjectorConfig) -> None:
+    def __init__(self, path: Path, config: ProjectorConfig) -> None:
         opened = open_regular_file(path)
         try:
             header = _projector_part(read_gguf_header(path, opened.fd))
-            self._parts = dict(_tensor_sources(header, said))
+            self._parts = dict(_tensor_sources(header, config))
             first = {name: part.tensors[0] for name, part in self._parts.items()}
             infos = {name: TensorInfo(name, part.dtype, part.shape, path, first[name].offset,
                                       prod(part.shape) * (4 if part.dtype == "F32" else 2)) for name, part in self._parts.items()}
@@ -93,20 +93,20 @@ class ProjectorStore(TensorStore):
     def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
         part = self._parts[info.name]
         values = [self._values(each, info.dtype) for each in part.tensors]
-        made = np.stack(values, axis=2) if part.frames else values[0] if len(values) == 1 else np.concatenate(values)
-        if part.order is not None:
-            made = made[part.order]
-        if part.turned:
-            made = np.moveaxis(made, 1, -1)
-        if part.planes:
-            made = made.reshape(*made.shape[:-1], CHANNELS, -1).swapaxes(-1, -2).reshape(made.shape)
-        if part.crossed:
-            made = made.swapaxes(0, 1)
-        if part.soft:
-            made = from_f32(_inverse_softplus(to_f32(made, info.dtype.lower())), info.dtype.lower())
-        if part.less:
-            made = from_f32(to_f32(made, info.dtype.lower()) - np.float32(part.less), info.dtype.lower())
-        return np.ascontiguousarray(made[row_begin:row_end]).reshape(-1).view(np.uint8)
+        result = np.stack(values, axis=2) if part.has_two_frames else values[0] if len(values) == 1 else np.concatenate(values)
+        if part.row_order is not None:
+            result = result[part.row_order]
+        if part.channels_last:
+            result = np.moveaxis(result, 1, -1)
+        if part.planar_colors:
+            result = result.reshape(*result.shape[:-1], CHANNELS, -1).swapaxes(-1, -2).reshape(result.shape)
+        if part.swapped_axes:
+            result = result.swapaxes(0, 1)
+        if part.is_softplus:
+            result = from_f32(_inverse_softplus(to_f32(result, info.dtype.lower())), info.dtype.lower())
+        if part.offset:
+            result = from_f32(to_f32(result, info.dtype.lower()) - np.float32(part.offset), info.dtype.lower())
+        return np.ascontiguousarray(result[row_begin:row_end]).reshape(-1).view(np.uint8)
 
     def _values(self, tensor: GgufTensor, dtype: str) -> np.ndarray:
         """In its shape, as values of `dtype` lie."""
@@ -115,78 +115,79 @@ class ProjectorStore(TensorStore):
         if tensor.type == dtype:
             return raw.view(np.float32 if dtype == "F32" else np.uint16).reshape(tensor.shape)
         if tensor.type in RAW_TYPES:
-            wide = to_f32(raw.view(np.float32 if tensor.type == "F32" else np.uint16), tensor.type.lower())
+            floats = to_f32(raw.view(np.float32 if tensor.type == "F32" else np.uint16), tensor.type.lower())
         else:
-            wide = dequantize(raw, tensor.type, tensor.shape[-1])
-        made = from_f32(wide.reshape(tensor.shape), dtype.lower())
-        if not np.isfinite(wide).all() or dtype == "F16" and np.isinf(made.view(np.float16)).any():
+            floats = dequantize(raw, tensor.type, tensor.shape[-1])
+        result = from_f32(floats.reshape(tensor.shape), dtype.lower())
+        if not np.isfinite(floats).all() or dtype == "F16" and np.isinf(result.view(np.float16)).any():
             raise CheckpointError(f"{self.folder} has tensor {shown(tensor.name)} with values that exceed the 16-bit range", DAMAGED_HINT)
-        return made
+        return result
 
 
-def gguf_row_order(own: str, projector: Projector, count: int, heads: int) -> np.ndarray | None:
+def gguf_row_order(checkpoint_name: str, projector: Projector, rows: int, heads: int) -> np.ndarray | None:
     """Where in a file the `count` rows of a tensor of layers lie, int64 [count]; None where they lie in order. Raises ValueError for rows
     that so many heads cannot share."""
-    stem = own.rpartition(".")[0]
+    stem = checkpoint_name.rpartition(".")[0]
     if projector.deinterleaved_qk and stem.endswith(("q_proj", "k_proj")):
-        if heads < 1 or count % (2 * heads):
+        if heads < 1 or rows % (2 * heads):
             raise ValueError(heads)
-        return deinterleaved(np.arange(count), count // heads)
+        return deinterleaved(np.arange(rows), rows // heads)
     if projector.regrouped_axes and stem.endswith("wqkv"):
-        if heads < 1 or count % (3 * 4 * heads):
+        if heads < 1 or rows % (3 * 4 * heads):
             raise ValueError(heads)
-        one = np.arange(count // 3).reshape(heads, 2, -1, 2).swapaxes(1, 2).reshape(-1)
-        return np.concatenate([one, one + len(one), np.arange(2 * len(one), count)])
+        q_order = np.arange(rows // 3).reshape(heads, 2, -1, 2).swapaxes(1, 2).reshape(-1)
+        return np.concatenate([q_order, q_order + len(q_order), np.arange(2 * len(q_order), rows)])
     return None
 
 
-def _inverse_softplus(soft: np.ndarray) -> np.ndarray:
+def _inverse_softplus(values: np.ndarray) -> np.ndarray:
     """Of what values, float32, are the softplus; of what none is, as near as there is."""
-    least = np.maximum(soft.astype(np.float64), np.finfo(np.float32).tiny)
-    return (least + np.log(-np.expm1(-least))).astype(np.float32)
+    positive = np.maximum(values.astype(np.float64), np.finfo(np.float32).tiny)
+    return (positive + np.log(-np.expm1(-positive))).astype(np.float32)
 
 
-def _tensor_sources(header: GgufHeader, said: ProjectorConfig) -> Iterator[tuple[str, TensorSource]]:
+def _tensor_sources(header: GgufHeader, config: ProjectorConfig) -> Iterator[tuple[str, TensorSource]]:
     """Of every tensor of a checkpoint by its name, as far as it is of that sense."""
-    path, projector, split = header.path, said.projector, []
+    path, projector, fused = header.path, config.projector, []
     for name, tensor in header.tensors.items():
-        if name in projector.ignored or name == SECOND_FRAME_EMBD or name.startswith(AUDIO_PREFIXES) is not (said.modality is AUDIO_INPUT):
+        is_other_modality = name.startswith(AUDIO_PREFIXES) is not (config.modality is AUDIO_INPUT)
+        if name in projector.ignored or name == SECOND_FRAME_EMBD or is_other_modality:
             continue
-        own = checkpoint_name(name, projector, [*said.deep], said.swapped)
-        if own is None:
+        target = checkpoint_name(name, projector, [*config.deepstack_layers], config.ffn_swapped)
+        if target is None:
             raise CheckpointError(f"{path} holds tensor {shown(name)}, which no projector of its type has",
                                   "the file's contents do not match its stated type: use another mmproj file of this model")
         if tensor.type not in (*RAW_TYPES, *DECODERS):
             raise CheckpointError(f"{path} has tensor {shown(name)} of type {tensor.type}, which is not supported",
                                   f"known: {', '.join((*RAW_TYPES, *DECODERS))}")
-        which = next((each for each in projector.fused_parts if f".{each}." in own), None)
-        if which is not None:
-            split.append((own.replace(f".{which}.", f".{projector.fused_name}."), projector.fused_parts.index(which), tensor))
+        fused_part = next((each for each in projector.fused_parts if f".{each}." in target), None)
+        if fused_part is not None:
+            fused.append((target.replace(f".{fused_part}.", f".{projector.fused_name}."), projector.fused_parts.index(fused_part), tensor))
             continue
         if (second := header.tensors.get(SECOND_FRAME_EMBD)) is not None and name == SECOND_FRAME_EMBD.removesuffix(".1"):
             if second.shape != tensor.shape or len(tensor.shape) != 4:
                 damaged(path,
                         f"has tensor {shown(SECOND_FRAME_EMBD)} of shape {list(second.shape)}, of another than that of the first frame")
-            yield own, TensorSource((tensor, second), frames=True)
+            yield target, TensorSource((tensor, second), has_two_frames=True)
             continue
         try:
-            order = gguf_row_order(own, projector, tensor.shape[0], said.heads)
+            order = gguf_row_order(target, projector, tensor.shape[0], config.heads)
         except ValueError:
-            damaged(path, f"has tensor {shown(name)} of {tensor.shape[0]} rows for {said.heads} heads")
+            damaged(path, f"has tensor {shown(name)} of {tensor.shape[0]} rows for {config.heads} heads")
         if name in projector.channels_last and len(tensor.shape) != 4:
             damaged(path, f"has tensor {shown(name)} of {len(tensor.shape)} dimensions, not 4")
         if name in projector.swapped_axes and len(tensor.shape) != 3:
             damaged(path, f"has tensor {shown(name)} of {len(tensor.shape)} dimensions, not 3")
         if name in projector.planar_colors and tensor.shape[-1] % CHANNELS:
             damaged(path, f"has tensor {shown(name)} of {tensor.shape[-1]} values a row, not as many of each colour")
-        yield own, TensorSource((tensor,), order=order, less=float(name in projector.shifted_norms),
-                        soft=name.endswith(projector.softplus_suffixes) if projector.softplus_suffixes else False,
-                                turned=name in projector.channels_last,
-                        planes=name in projector.planar_colors, crossed=name in projector.swapped_axes)
-    for own, found in groupby(sorted(split, key=lambda each: each[:2]), key=lambda each: each[0]):
+        yield target, TensorSource((tensor,), row_order=order, offset=float(name in projector.shifted_norms),
+                        is_softplus=name.endswith(projector.softplus_suffixes) if projector.softplus_suffixes else False,
+                                channels_last=name in projector.channels_last,
+                        planar_colors=name in projector.planar_colors, swapped_axes=name in projector.swapped_axes)
+    for target, found in groupby(sorted(fused, key=lambda each: each[:2]), key=lambda each: each[0]):
         tensors = tuple(tensor for _, _, tensor in found)
         if len(tensors) != len(projector.fused_parts) or len({each.shape[1:] for each in tensors}) > 1:
             damaged(path,
                     f"holds {len(tensors)} of {len(projector.fused_parts)} parts of a matrix beside {shown(tensors[0].name)}, or such as "
                           "do not belong together")
-        yield own, TensorSource(tensors)
+        yield target, TensorSource(tensors)

@@ -29,19 +29,19 @@ class ProjectorTensor:
 
     planned: PlannedTensor
     info: TensorInfo
-    made: Callable[[np.ndarray], np.ndarray]
+    transform: Callable[[np.ndarray], np.ndarray]
 
     def bytes_of(self, store: TensorStore) -> np.ndarray:
-        values = self.made(to_float32(store.read(self.info).view(STORED[self.info.dtype]).reshape(self.info.shape)))
+        values = self.transform(to_float32(store.read(self.info).view(STORED[self.info.dtype]).reshape(self.info.shape)))
         return np.ascontiguousarray(from_f32(np.ascontiguousarray(values, np.float32), self.planned.type.lower()))
 
 
-def projector_tensor(name: str, info: TensorInfo, made: Callable[[np.ndarray], np.ndarray] = lambda values: values,
+def projector_tensor(name: str, info: TensorInfo, transform: Callable[[np.ndarray], np.ndarray] = lambda values: values,
           shape: tuple[int, ...] | None = None) -> ProjectorTensor:
     """Of this name and shape, the checkpoint's where none is given. Raises CheckpointError."""
     shape = info.shape if shape is None else shape
     if info.dtype not in STORED:
         raise CheckpointError(f"{info.name} is stored as {info.dtype}: only F32, F16 and BF16 are supported for the vision tower",
                               "use a version of the model with a bfloat16 vision tower")
-    wide = len(shape) < 2 or name.startswith(FLOAT32_PREFIXES) or name.endswith(DEPTHWISE_SUFFIX)
-    return ProjectorTensor(PlannedTensor(name, "F32" if wide else "F16", shape), info, made)
+    is_float32 = len(shape) < 2 or name.startswith(FLOAT32_PREFIXES) or name.endswith(DEPTHWISE_SUFFIX)
+    return ProjectorTensor(PlannedTensor(name, "F32" if is_float32 else "F16", shape), info, transform)

@@ -64,12 +64,12 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
             or len(ratios) not in (layers, blocks):
         damaged(header.path,
                 f"states {name}.{COMPRESS_RATIOS} {shown_value(ratios)}, expected a number for each of {shown_value(blocks)} layers")
-    of_keys = {int(each) for each in ratios[:layers]} - {0}
-    if len(of_keys) != 1:
-        raise CheckpointError(f"{header.path} states {name}.{COMPRESS_RATIOS} {sorted(of_keys)} for layers with attention, which is not "
-                              "supported",
+    distinct_ratios = {int(each) for each in ratios[:layers]} - {0}
+    if len(distinct_ratios) != 1:
+        raise CheckpointError(f"{header.path} states {name}.{COMPRESS_RATIOS} {sorted(distinct_ratios)} for layers with attention, "
+                              "which is not supported",
                               ORIGINAL_HINT)
-    raw |= {"indexer_kv_heads": 1, "indexer_compress_ratio": of_keys.pop(), "output_gate_type": "sigmoid", "norm_topk_prob": True}
+    raw |= {"indexer_kv_heads": 1, "indexer_compress_ratio": distinct_ratios.pop(), "output_gate_type": "sigmoid", "norm_topk_prob": True}
     raw.setdefault("layer_types", [linear_attention.LAYER_TYPES[int(not ratio)] for ratio in ratios[:layers]])
     _add_ngrams(header, name, raw)
 
@@ -79,40 +79,42 @@ def _add_ngrams(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
     stated = data.get(f"{name}.{NGRAM_LAYERS}")
     if stated is None or not len(np.atleast_1d(stated)):
         return
-    given, (heights, firsts) = np.atleast_1d(stated), (data.get(f"{name}.{key}") for key in (TABLE_SIZES, TABLE_OFFSETS))
-    size, each, width = raw.get("ngram_size"), raw.get("heads_per_ngram"), data.get(f"{name}.{NGRAM_WIDTH}")
-    if len(given) != 1:
-        raise CheckpointError(f"{path} states {name}.{NGRAM_LAYERS} {given[:8].tolist()}: n-grams in several layers are not supported",
+    layers, (table_sizes, offsets) = np.atleast_1d(stated), (data.get(f"{name}.{key}") for key in (TABLE_SIZES, TABLE_OFFSETS))
+    ngram_size, heads_per_ngram, width = raw.get("ngram_size"), raw.get("heads_per_ngram"), data.get(f"{name}.{NGRAM_WIDTH}")
+    if len(layers) != 1:
+        raise CheckpointError(f"{path} states {name}.{NGRAM_LAYERS} {layers[:8].tolist()}: n-grams in several layers are not supported",
                               ORIGINAL_HINT)
-    if not all(type(one) is int and 0 < one < 1 << 16 for one in (size, each, width)) or not isinstance(heights, np.ndarray) \
-            or len(heights) != (size - 1) * each or not (heights.astype(np.float64) > 1).all() \
-            or not np.array_equal(firsts, np.concatenate([[0], np.cumsum(heights)[:-1]])):
-        damaged(path, f"states {name}.{TABLE_SIZES} {shown_value(heights)} for n-grams of {shown_value(size)} words")
-    table = header.tensors.get(f"{NGRAM_TENSOR}.weight")
-    if table is None:
+    if not all(type(one) is int and 0 < one < 1 << 16 for one in (ngram_size, heads_per_ngram, width)) or not isinstance(table_sizes,
+                                                                                                                         np.ndarray) \
+            or len(table_sizes) != (ngram_size - 1) * heads_per_ngram or not (table_sizes.astype(np.float64) > 1).all() \
+            or not np.array_equal(offsets, np.concatenate([[0], np.cumsum(table_sizes)[:-1]])):
+        damaged(path, f"states {name}.{TABLE_SIZES} {shown_value(table_sizes)} for n-grams of {shown_value(ngram_size)} words")
+    tensor = header.tensors.get(f"{NGRAM_TENSOR}.weight")
+    if tensor is None:
         damaged(path, f"holds no tensor {NGRAM_TENSOR}.weight")
-    whole, multiple = int(heights.sum()), 1
-    while -(-whole // multiple) * multiple != table.shape[0] and multiple <= MAX_PADDING_MULTIPLE:
+    total_rows, multiple = int(table_sizes.sum()), 1
+    while -(-total_rows // multiple) * multiple != tensor.shape[0] and multiple <= MAX_PADDING_MULTIPLE:
         multiple *= 2
     if multiple > MAX_PADDING_MULTIPLE:
-        damaged(path, f"has tensor {NGRAM_TENSOR}.weight of {table.shape[0]} rows, its keys say {whole}")
-    raw |= {"ple_layer_ids": [int(given[0]) + 1], "ple_embed_dim": width * (size - 1) * each, "ngram_vocab_size_base": int(heights[0]),
+        damaged(path, f"has tensor {NGRAM_TENSOR}.weight of {tensor.shape[0]} rows, its keys say {total_rows}")
+    raw |= {"ple_layer_ids": [int(layers[0]) + 1], "ple_embed_dim": width * (ngram_size - 1) * heads_per_ngram,
+            "ngram_vocab_size_base": int(table_sizes[0]),
             "make_ngram_vocab_size_divisible_by": multiple, "split_ngram_parts": 1, "seed": SEED}
 
 
 def add_eos_token(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
     """The word before which n-grams end is the first that ends a text."""
-    if (end := header.metadata.get(f"{name}.{EOS_TOKEN}")) is not None and raw.get("ple_layer_ids"):
-        other = raw.get("eos_token_id")
-        raw["eos_token_id"] = [end, *([] if other in (None, end) else [other])]
+    if (ngram_eos := header.metadata.get(f"{name}.{EOS_TOKEN}")) is not None and raw.get("ple_layer_ids"):
+        eos = raw.get("eos_token_id")
+        raw["eos_token_id"] = [ngram_eos, *([] if eos in (None, ngram_eos) else [eos])]
 
 
 def check_hashing(header: GgufHeader, name: str, config: ModelConfig) -> None:
     """Raises CheckpointError where a file numbers its n-grams otherwise than its config says."""
-    own = config.ngrams
-    for layer in () if own is None else own.layers:
-        for key, meant in ((HASH_MULTIPLIERS, own.multipliers(layer)), (TABLE_SIZES, own.table_sizes(layer))):
-            if not np.array_equal(np.atleast_1d(header.metadata.get(f"{name}.{key}", 0)).astype(object), np.array(meant, object)):
+    ngrams = config.ngrams
+    for layer in () if ngrams is None else ngrams.layers:
+        for key, expected in ((HASH_MULTIPLIERS, ngrams.multipliers(layer)), (TABLE_SIZES, ngrams.table_sizes(layer))):
+            if not np.array_equal(np.atleast_1d(header.metadata.get(f"{name}.{key}", 0)).astype(object), np.array(expected, object)):
                 raise CheckpointError(f"{header.path} states {name}.{key} that do not follow from the seed {SEED}, which is not supported",
                                       ORIGINAL_HINT)
 
@@ -124,32 +126,32 @@ def ngram_table_name(name: str, config: ModelConfig) -> tuple[str, ...] | None:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of what this family has, without the architecture's prefix."""
-    index, own, mixture = config.indexer.shape, config.ngrams, config.moe
+    index, ngrams, moe = config.indexer.shape, config.ngrams, config.moe
     ratios = [0 if layer in config.recurrent_layers else index.tokens_per_key for layer in range(config.num_hidden_layers)]
     keys = {"hyper_connection.count": config.residual_streams, "hyper_connection.low_rank": config.residual_gate_rank,
             COMPRESS_RATIOS: np.array(ratios, np.uint32),
             "attention.indexer.head_count": index.heads, "attention.indexer.key_length": index.width, "attention.indexer.top_k":
-            index.top_k * index.tokens_per_key, "expert_feed_forward_length": mixture.expert_dim, "expert_shared_feed_forward_length":
-            mixture.shared_expert_dim}
-    if own is None:
+            index.top_k * index.tokens_per_key, "expert_feed_forward_length": moe.expert_dim, "expert_shared_feed_forward_length":
+            moe.shared_expert_dim}
+    if ngrams is None:
         return keys
-    layer, firsts = own.layers[0], np.cumsum([0, *own.table_sizes(own.layers[0])[:-1]])
-    return keys | {NGRAM_LAYERS: np.array([layer], np.uint32), "ple.ngram_size": own.shape.size,
-                   "ple.heads_per_ngram": own.tables_per_order,
-                   "ple.conv_kernel": own.shape.kernel, NGRAM_WIDTH: own.width,
-                   HASH_MULTIPLIERS: np.array(own.multipliers(layer), np.uint64),
-                   TABLE_OFFSETS: firsts.astype(np.uint64), TABLE_SIZES: np.array(own.table_sizes(layer), np.uint64),
-                   EOS_TOKEN: own.eos_token_id}
+    layer, firsts = ngrams.layers[0], np.cumsum([0, *ngrams.table_sizes(ngrams.layers[0])[:-1]])
+    return keys | {NGRAM_LAYERS: np.array([layer], np.uint32), "ple.ngram_size": ngrams.shape.size,
+                   "ple.heads_per_ngram": ngrams.tables_per_order,
+                   "ple.conv_kernel": ngrams.shape.kernel, NGRAM_WIDTH: ngrams.width,
+                   HASH_MULTIPLIERS: np.array(ngrams.multipliers(layer), np.uint64),
+                   TABLE_OFFSETS: firsts.astype(np.uint64), TABLE_SIZES: np.array(ngrams.table_sizes(layer), np.uint64),
+                   EOS_TOKEN: ngrams.eos_token_id}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    own = config.ngrams
+    ngrams = config.ngrams
     yield config.indexer is None, "has no indexer"
     yield not config.recurrent.sigmoid_gate, "has gates that are no sigmoids"
-    yield own is not None and len(own.layers) > 1, "has n-grams in several layers"
-    yield own is not None and own.shape.rows != config.hidden_size, "has rows of n-grams that are not as wide as the model together"
-    yield own is not None and own.seed != SEED, f"hashes n-grams with another seed than {SEED}"
+    yield ngrams is not None and len(ngrams.layers) > 1, "has n-grams in several layers"
+    yield ngrams is not None and ngrams.shape.rows != config.hidden_size, "has rows of n-grams that are not as wide as the model together"
+    yield ngrams is not None and ngrams.seed != SEED, f"hashes n-grams with another seed than {SEED}"
 
 
 def architecture_fields(counts: Mapping[str, str], shared: Mapping[str, str]) -> dict[str, object]:

@@ -37,12 +37,12 @@ def rope_scaling_keys(config: ModelConfig) -> dict[str, Value]:
         if not params["truncate"] and config.family != gpt_oss.FAMILY:
             raise EffllmError("this model's yarn scaling has settings that a GGUF file cannot state", FOLDER_HINT)
         table = export_rope_table(config)
-        own = yarn.export_keys(params, table.attention_scaling, file_architecture(config))
-        return {f"rope.scaling.{key}": value for key, value in own.items()}
+        keys = yarn.export_keys(params, table.attention_scaling, file_architecture(config))
+        return {f"rope.scaling.{key}": value for key, value in keys.items()}
     if rope.kind == "longrope" and config.family in LONGROPE_FAMILIES:
         table = export_rope_table(config)
-        own = {} if config.family == "phi3" else {"rope.scaling.type": "longrope"}
-        return {**own, "rope.scaling.attn_factor": float(table.attention_scaling),
+        keys = {} if config.family == "phi3" else {"rope.scaling.type": "longrope"}
+        return {**keys, "rope.scaling.attn_factor": float(table.attention_scaling),
                 "rope.scaling.original_context_length": int(params["original_max_position_embeddings"])}
     return {}
 
@@ -53,7 +53,7 @@ def rotary_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     Raises EffllmError for scaling that depends on the length.
     """
     rope = config.rope or PLACEHOLDER_ROPE
-    of_head = lambda divisors: step35.pad_rope_factors(divisors, config) if config.family == step35.FAMILY else divisors  # noqa: E731
+    pad = lambda divisors: step35.pad_rope_factors(divisors, config) if config.family == step35.FAMILY else divisors  # noqa: E731
     if config.family == gemma4.FAMILY:
         return {ROPE_FACTORS: gemma4.rope_factors(config)}
     if rope.kind in ("default", "linear", "yarn"):
@@ -62,11 +62,11 @@ def rotary_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     if rope.kind == "longrope" and config.family in LONGROPE_FAMILIES:
         return {LONG_ROPE_FACTORS: np.array(params["long_factor"], "<f4"), SHORT_ROPE_FACTORS: np.array(params["short_factor"], "<f4")}
     if rope.kind == "longrope" and params["short_factor"] == params["long_factor"] and params["attention_factor"] == 1.0:
-        return {ROPE_FACTORS: of_head(np.array(params["long_factor"], "<f4"))}
+        return {ROPE_FACTORS: pad(np.array(params["long_factor"], "<f4"))}
     if rope.kind != "llama3":
         raise EffllmError(f"rotary positions of kind {rope.kind} depend on the length of the text, which a GGUF file cannot state",
                           FOLDER_HINT)
-    turned = int(config.head_dim * rope.partial_rotary_factor)
-    plain = rope.theta ** (-np.arange(0, turned, 2, np.float64) / turned)
-    stretched = export_rope_table(config).inv_freq
-    return {ROPE_FACTORS: of_head((plain / stretched).astype("<f4"))}
+    rotary_dims = int(config.head_dim * rope.partial_rotary_factor)
+    unscaled = rope.theta ** (-np.arange(0, rotary_dims, 2, np.float64) / rotary_dims)
+    scaled = export_rope_table(config).inv_freq
+    return {ROPE_FACTORS: pad((unscaled / scaled).astype("<f4"))}

@@ -67,9 +67,9 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of its states, without the architecture's prefix."""
-    own = config.recurrent
-    ranks = dict(zip(("decay", "iclr", "value_residual_mix", "gate"), own.ranks, strict=True))
-    return {"wkv.head_size": own.head_dim, **{f"attention.{name}_lora_rank": rank for name, rank in ranks.items()}, TOKEN_SHIFT_COUNT: 2,
+    state = config.recurrent
+    ranks = dict(zip(("decay", "iclr", "value_residual_mix", "gate"), state.ranks, strict=True))
+    return {"wkv.head_size": state.head_dim, **{f"attention.{name}_lora_rank": rank for name, rank in ranks.items()}, TOKEN_SHIFT_COUNT: 2,
             "attention.head_count": 0, "attention.head_count_kv": 0}
 
 

@@ -43,16 +43,16 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of a family with short convolutions, without the architecture's prefix."""
     heads = [0 if layer in config.recurrent_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
     keys: dict[str, Value] = {"attention.head_count_kv": np.array(heads, np.int32), "shortconv.l_cache": config.recurrent.taps}
-    if (own := config.moe) is not None:
-        keys |= {"expert_feed_forward_length": own.expert_dim, "expert_gating_func": SIGMOID,
-                 "expert_weights_scale": float(own.routed_scale),
-                 "leading_dense_block_count": min(own.layers, default=config.num_hidden_layers)}
+    if (moe := config.moe) is not None:
+        keys |= {"expert_feed_forward_length": moe.expert_dim, "expert_gating_func": SIGMOID,
+                 "expert_weights_scale": float(moe.routed_scale),
+                 "leading_dense_block_count": min(moe.layers, default=config.num_hidden_layers)}
     return keys
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express of a family with short convolutions."""
     yield config.recurrent.taps < 2, "has no convolution over several tokens"
-    if (own := config.moe) is not None:
-        yield not own.correction_bias, "chooses experts by scores that nothing corrects"
-        yield own.routed_scale != 1.0, f"scales its expert weights by {own.routed_scale:g}"
+    if (moe := config.moe) is not None:
+        yield not moe.correction_bias, "chooses experts by scores that nothing corrects"
+        yield moe.routed_scale != 1.0, f"scales its expert weights by {moe.routed_scale:g}"

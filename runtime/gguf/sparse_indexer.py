@@ -40,12 +40,12 @@ def add_layer_types(header: GgufHeader, name: str, raw: dict[str, object], block
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of an indexer, without the architecture's prefix; none of a model without one."""
-    if (own := config.indexer) is None:
+    if (indexer := config.indexer) is None:
         return {}
-    keys: dict[str, Value] = {"attention.indexer.head_count": own.shape.heads, "attention.indexer.key_length": own.shape.width,
-                              "attention.indexer.top_k": own.shape.top_k * own.shape.tokens_per_key}
+    keys: dict[str, Value] = {"attention.indexer.head_count": indexer.shape.heads, "attention.indexer.key_length": indexer.shape.width,
+                              "attention.indexer.top_k": indexer.shape.top_k * indexer.shape.tokens_per_key}
     return keys if config.family == FAMILIES["deepseek32"] else keys | {INDEXER_TYPES: np.array(
-        [layer in config.recurrent_layers or own.shape_of(layer) is not None for layer in range(config.num_hidden_layers)], np.int32)}
+        [layer in config.recurrent_layers or indexer.shape_of(layer) is not None for layer in range(config.num_hidden_layers)], np.int32)}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:

@@ -38,9 +38,9 @@ class SplitMatrix:
         """Whether kernels multiply it as it lies: parts begin on row blocks."""
         return len(self.shape) == 2 and self.kind in NATIVE and not any(part.tensor.shape[0] % ROWS for part in self.parts)
 
-    def dtype(self, wide: str) -> str:
+    def dtype(self, dequant_dtype: str) -> str:
         """The raw type of its values where it is not kept."""
-        return self.kind if self.kind in RAW_TYPES else wide.upper()
+        return self.kind if self.kind in RAW_TYPES else dequant_dtype.upper()
 
     @property
     def files(self) -> frozenset[Path]:
@@ -48,12 +48,12 @@ class SplitMatrix:
 
     def ranges(self, begin: int, end: int) -> Iterator[tuple[Source, int, int, int]]:
         """(part, its first row, the one behind its last, the row of the whole that the first is) of the rows [begin, end)."""
-        before = 0
+        offset = 0
         for part in self.parts:
-            low, high = max(begin, before), min(end, before + part.tensor.shape[0])
+            low, high = max(begin, offset), min(end, offset + part.tensor.shape[0])
             if low < high:
-                yield part, low - before, high - before, low
-            before += part.tensor.shape[0]
+                yield part, low - offset, high - offset, low
+            offset += part.tensor.shape[0]
 
 
 def split_parts(config: ModelConfig) -> dict[str, tuple[str, int]]:
@@ -61,15 +61,15 @@ def split_parts(config: ModelConfig) -> dict[str, tuple[str, int]]:
     return {part: (whole, index) for whole, parts in concatenated_parts(config).items() for index, (part, _) in enumerate(parts)}
 
 
-def split_matrix(path: object, name: str, found: Mapping[int, Source], shape: tuple[int, ...], config: ModelConfig) -> SplitMatrix:
+def split_matrix(path: object, name: str, sources: Mapping[int, Source], shape: tuple[int, ...], config: ModelConfig) -> SplitMatrix:
     """The parts of a tensor of the model's `shape`. Raises CheckpointError where one is missing or of another size."""
     parts = []
     for index, (_, rows) in enumerate(concatenated_parts(config)[name]):
-        if index not in found:
+        if index not in sources:
             raise CheckpointError(f"{path} holds a part of {name} without another", "the file is damaged: download it again")
-        tensor, own = found[index].tensor, (rows, *shape[1:])
-        if prod(tensor.shape) != prod(own):
-            raise CheckpointError(f"{path} has tensor {tensor.name} of shape {list(tensor.shape)}, the config says {list(own)}",
+        tensor, part_shape = sources[index].tensor, (rows, *shape[1:])
+        if prod(tensor.shape) != prod(part_shape):
+            raise CheckpointError(f"{path} has tensor {tensor.name} of shape {list(tensor.shape)}, the config says {list(part_shape)}",
                                   "the config and the weights are of different models")
-        parts.append(replace(found[index], tensor=replace(tensor, shape=own), shape=shape))
+        parts.append(replace(sources[index], tensor=replace(tensor, shape=part_shape), shape=shape))
     return SplitMatrix(tuple(parts), shape)

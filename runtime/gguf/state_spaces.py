@@ -37,29 +37,29 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     header, name = context.header, context.name
     if context.window:
         return  # refused for that
-    path, (inner, heads, hidden) = header.path, (raw.pop(INNER_SIZE), raw["mamba_n_heads"], raw["hidden_size"])
-    if type(inner) is type(heads) is type(hidden) is int and heads > 0 and hidden > 0:
-        if inner < 1 or inner % heads or inner % hidden:
-            raise CheckpointError(f"{path} states {name}.ssm.inner_size {inner} for {heads} heads and a width of {hidden}, one of which it "
-                                  "is not a multiple of",
+    path, (inner_size, heads, hidden) = header.path, (raw.pop(INNER_SIZE), raw["mamba_n_heads"], raw["hidden_size"])
+    if type(inner_size) is type(heads) is type(hidden) is int and heads > 0 and hidden > 0:
+        if inner_size < 1 or inner_size % heads or inner_size % hidden:
+            raise CheckpointError(f"{path} states {name}.ssm.inner_size {inner_size} for {heads} heads and a width of {hidden}, "
+                                  "one of which it is not a multiple of",
                                   "the file is damaged or was converted wrongly: download it again, or use another one")
-        raw |= {"mamba_d_head": inner // heads, "mamba_expand": inner // hidden}
-    turned = header.metadata.get(f"{name}.{ROPE_FINETUNED}", True)
-    if not isinstance(turned, bool):
-        damaged(path, f"states {name}.{ROPE_FINETUNED} {turned!r}, expected true or false")
+        raw |= {"mamba_d_head": inner_size // heads, "mamba_expand": inner_size // hidden}
+    has_rope = header.metadata.get(f"{name}.{ROPE_FINETUNED}", True)
+    if not isinstance(has_rope, bool):
+        damaged(path, f"states {name}.{ROPE_FINETUNED} {has_rope!r}, expected true or false")
     if not raw.setdefault("num_local_experts", 0):
         raw["shared_intermediate_size"] = raw["intermediate_size"]
-    raw |= {"position_embedding_type": "rope" if turned else "nope",
+    raw |= {"position_embedding_type": "rope" if has_rope else "nope",
             "mamba_conv_bias": any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors),
             "attention_bias": any(tensor.endswith(".attn_q.bias") for tensor in header.tensors)}
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of state spaces, without the architecture's prefix, of a model that has them."""
-    own = config.recurrent
+    state = config.recurrent
     heads = [0 if layer in config.recurrent_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
-    keys: dict[str, Value] = {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.group_count": own.groups,
-                              "ssm.time_step_rank": own.heads, "ssm.inner_size": own.values,
+    keys: dict[str, Value] = {"ssm.conv_kernel": state.taps, "ssm.state_size": state.depth, "ssm.group_count": state.groups,
+                              "ssm.time_step_rank": state.heads, "ssm.inner_size": state.values,
                               "attention.head_count_kv": np.array(heads, np.int32)}
     if config.moe is not None:
         keys |= {"feed_forward_length": config.moe.expert_dim, "expert_shared_feed_forward_length": config.moe.shared_expert_dim}

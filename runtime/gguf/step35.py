@@ -36,19 +36,19 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     CheckpointError."""
     context.require_sigmoid_scores(raw)
     header, kinds = context.header, context.layer_types(raw, 1)
-    layers, behind = raw["num_hidden_layers"], raw.setdefault("num_nextn_predict_layers", 0)
-    if type(layers) is not int or type(behind) is not int or not 0 <= behind < layers <= MAX_LAYERS:
-        damaged(header.path, f"states {NAME}.block_count {shown_value(layers)} and {NAME}.{MTP_LAYERS} {shown_value(behind)}")
+    layers, mtp_layers = raw["num_hidden_layers"], raw.setdefault("num_nextn_predict_layers", 0)
+    if type(layers) is not int or type(mtp_layers) is not int or not 0 <= mtp_layers < layers <= MAX_LAYERS:
+        damaged(header.path, f"states {NAME}.block_count {shown_value(layers)} and {NAME}.{MTP_LAYERS} {shown_value(mtp_layers)}")
     heads = raw.pop("num_attention_heads_per_layer", [raw["num_attention_heads"]] * layers)
     if len(heads) != layers:
         damaged(header.path, f"states {NAME}.{QUERY_HEADS} for {len(heads)} of {layers} layers")
-    of_kind = {kind: {own for own, each in zip(heads, kinds) if each == kind} or {heads[0]} for kind in (GLOBAL, LOCAL)}
-    if any(len(each) > 1 for each in of_kind.values()):
+    heads_by_kind = {kind: {own for own, each in zip(heads, kinds) if each == kind} or {heads[0]} for kind in (GLOBAL, LOCAL)}
+    if any(len(each) > 1 for each in heads_by_kind.values()):
         damaged(header.path, f"states {NAME}.{QUERY_HEADS} that differ among layers of one kind")
-    raw |= {"num_hidden_layers": layers - behind, "layer_types": kinds, "sliding_window": context.window,
-            "num_attention_heads": min(of_kind[GLOBAL]), "num_sliding_attention_heads": min(of_kind[LOCAL]),
+    raw |= {"num_hidden_layers": layers - mtp_layers, "layer_types": kinds, "sliding_window": context.window,
+            "num_attention_heads": min(heads_by_kind[GLOBAL]), "num_sliding_attention_heads": min(heads_by_kind[LOCAL]),
             "attention_bias": "blk.0.attn_q.bias" in header.tensors, "mlp_layer_types": [
-                SPARSE if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors else DENSE for layer in range(layers - behind)]}
+                SPARSE if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors else DENSE for layer in range(layers - mtp_layers)]}
     raw.setdefault("norm_expert_weight", False)  # what llama.cpp takes for granted, where a checkpoint says nothing
     for key, ours in SWIGLU_CLAMPS.items():
         if (stated := header.metadata.get(f"{NAME}.{key}")) is not None:
@@ -57,12 +57,12 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
     """Put the rotary positions of `raw`, which hold of layers without a window, into a section beside one of those with a window."""
-    theta, scaled = raw.pop("rope_theta", 10_000.0), dict(raw.pop("rope_scaling", None) or {})
+    theta, scaling = raw.pop("rope_theta", 10_000.0), dict(raw.pop("rope_scaling", None) or {})
     for name in ("short_factor", "long_factor"):  # as many as a whole head would have, of which the first are read
-        if name in scaled:
-            scaled[name] = scaled[name][: int(raw["head_dim"] * ROTARY_FACTORS[GLOBAL]) // 2]
+        if name in scaling:
+            scaling[name] = scaling[name][: int(raw["head_dim"] * ROTARY_FACTORS[GLOBAL]) // 2]
     raw["rope_parameters"] = {
-        GLOBAL: {"rope_type": "default", **scaled, "rope_theta": theta, "partial_rotary_factor": ROTARY_FACTORS[GLOBAL]},
+        GLOBAL: {"rope_type": "default", **scaling, "rope_theta": theta, "partial_rotary_factor": ROTARY_FACTORS[GLOBAL]},
         LOCAL: {"rope_type": "default", "rope_theta": header.metadata.get(f"{NAME}.{LOCAL_ROPE_THETA}", theta), "partial_rotary_factor":
                 ROTARY_FACTORS[LOCAL]}}
 
@@ -74,15 +74,15 @@ def pad_rope_factors(divisors: np.ndarray, config: ModelConfig) -> np.ndarray:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys beside those of every mixture, without the architecture's prefix."""
-    own, layers = config.moe, range(config.num_hidden_layers)
+    moe, layers = config.moe, range(config.num_hidden_layers)
     local = next(rope for rope, window in zip(config.ropes, config.windows) if window is not None)
     keys: dict[str, Value] = {
         QUERY_HEADS: np.array([config.query_heads_of(layer) for layer in layers], np.int32), "attention.sliding_window_pattern": np.array(
-            [each is not None for each in config.windows], np.bool_), "expert_feed_forward_length": own.expert_dim,
-            SHARED_EXPERT_WIDTH: own.shared_expert_dim,
-        "expert_gating_func": SIGMOID, "expert_weights_norm": True, "expert_weights_scale": float(own.routed_scale),
+            [each is not None for each in config.windows], np.bool_), "expert_feed_forward_length": moe.expert_dim,
+            SHARED_EXPERT_WIDTH: moe.shared_expert_dim,
+        "expert_gating_func": SIGMOID, "expert_weights_norm": True, "expert_weights_scale": float(moe.routed_scale),
         "leading_dense_block_count":
-        min(own.layers, default=config.num_hidden_layers), "rope.dimension_count": config.head_dim, LOCAL_ROPE_THETA: float(local.theta)}
+        min(moe.layers, default=config.num_hidden_layers), "rope.dimension_count": config.head_dim, LOCAL_ROPE_THETA: float(local.theta)}
     return keys | {key: np.array([config.gate_limits[layer][which] or 0.0 for layer in layers], np.float32)
                    for which, key in enumerate(SWIGLU_CLAMPS) if config.gate_limits}
 

@@ -29,12 +29,12 @@ SAMPLES = ("Hello World's 12345 words,  two spaces\n\n\tand (tabs)!",
 def tokenizer_metadata(path: Path, tokenizer: ModelTokenizer, rows: int) -> dict[str, Value]:
     """The `tokenizer.*` keys of the tokenizer in folder `path`, with `rows` tokens. Raises TokenizerError for what GGUF cannot express."""
     text = tokenizer.to_json()
-    raw, made = json.loads(text), Tokenizer.from_str(text)
+    raw, hf_tokenizer = json.loads(text), Tokenizer.from_str(text)
     if _is_world(raw):
-        return _world(raw, made, tokenizer, rows, path)
+        return _world(raw, hf_tokenizer, tokenizer, rows, path)
     if raw["model"].get("type") != "BPE":
         raise TokenizerError(f"{path} has a tokenizer of kind {raw['model'].get('type')}, GGUF export supports BPE merges", FOLDER_HINT)
-    tokens, kinds = _tokens(raw, made, rows, path)
+    tokens, kinds = _tokens(raw, hf_tokenizer, rows, path)
     sentence_piece = bool(raw["model"].get("byte_fallback"))
     out: dict[str, Value] = {"tokenizer.ggml.model": "llama" if sentence_piece else "gpt2",
                              "tokenizer.ggml.pre": "default" if sentence_piece else _pre_tokenizer_name(raw, path)}
@@ -43,10 +43,10 @@ def tokenizer_metadata(path: Path, tokenizer: ModelTokenizer, rows: int) -> dict
         out |= {"tokenizer.ggml.scores": _scores(raw, tokens), "tokenizer.ggml.add_space_prefix": _adds_space_prefix(raw)}
     else:
         out["tokenizer.ggml.merges"] = [" ".join(_pair(merge)) for merge in raw["model"]["merges"]]
-    out |= _special(tokenizer, made, len(tokens))
+    out |= _special(tokenizer, hf_tokenizer, len(tokens))
     if tokenizer.template is not None:
         out["tokenizer.chat_template"] = tokenizer.template.source
-    _check_round_trip(out, made, path)
+    _check_round_trip(out, hf_tokenizer, path)
     return out
 
 
@@ -56,30 +56,30 @@ def _is_world(raw: Mapping) -> bool:
     return raw["model"].get("type") == "WordLevel" and [step["type"] for step in steps] == ["ByteLevel", "Split"]
 
 
-def _world(raw: Mapping, made: Tokenizer, tokenizer: ModelTokenizer, rows: int, path: Path) -> dict[str, Value]:
+def _world(raw: Mapping, hf_tokenizer: Tokenizer, tokenizer: ModelTokenizer, rows: int, path: Path) -> dict[str, Value]:
     """The same of RWKV's vocabulary: bytes that do not print as Python writes them."""
-    tokens, kinds = _tokens(raw, made, rows, path)
+    tokens, kinds = _tokens(raw, hf_tokenizer, rows, path)
     kinds[kinds == UNKNOWN] = NORMAL  # no text is unknown, as all bytes are tokens
     letters = {letter: byte for byte, letter in byte_to_unicode().items()}
     texts = [token if kind in (CONTROL, UNUSED) else repr(token.translate(letters).encode("latin-1"))[2:-1]
              for token, kind in zip(tokens, kinds, strict=True)]
     out: dict[str, Value] = {"tokenizer.ggml.model": WORLD, "tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": kinds}
-    out |= _special(tokenizer, made, len(tokens))
+    out |= _special(tokenizer, hf_tokenizer, len(tokens))
     if tokenizer.template is not None:
         out["tokenizer.chat_template"] = tokenizer.template.source
-    _check_round_trip(out, made, path)
+    _check_round_trip(out, hf_tokenizer, path)
     return out
 
 
-def _tokens(raw: Mapping, made: Tokenizer, rows: int, path: Path) -> tuple[list[str], np.ndarray]:
+def _tokens(raw: Mapping, hf_tokenizer: Tokenizer, rows: int, path: Path) -> tuple[list[str], np.ndarray]:
     """Text and kind of every id; rows of the model beyond the vocabulary get names of their own."""
-    if made.get_vocab_size() > rows:
-        raise TokenizerError(f"{path} has {made.get_vocab_size()} tokens for {rows} rows of the model", "the two do not match")
+    if hf_tokenizer.get_vocab_size() > rows:
+        raise TokenizerError(f"{path} has {hf_tokenizer.get_vocab_size()} tokens for {rows} rows of the model", "the two do not match")
     added = {each["id"]: CONTROL if each.get("special") else USER for each in raw.get("added_tokens") or ()}
     unknown = raw["model"].get("unk_token")
     tokens, kinds = [], np.full(rows, NORMAL, np.int32)
     for number in range(rows):
-        token = made.id_to_token(number)
+        token = hf_tokenizer.id_to_token(number)
         tokens.append(f"[PAD{number}]" if token is None else token)
         kinds[number] = UNUSED if token is None else UNKNOWN if token == unknown else added.get(number, NORMAL)
         if raw["model"].get("byte_fallback") and len(tokens[-1]) == 6 and tokens[-1].startswith("<0x"):
@@ -138,11 +138,11 @@ def _patterns(step: Mapping | None, path: Path) -> Iterator[str]:
         raise _unnamed_pre_tokenizer(path)
 
 
-def _special(tokenizer: ModelTokenizer, made: Tokenizer, count: int) -> dict[str, Value]:
+def _special(tokenizer: ModelTokenizer, hf_tokenizer: Tokenizer, count: int) -> dict[str, Value]:
     """Ids of roles, and whether texts begin with the begin token."""
     out: dict[str, Value] = {}
     for role, (name, *_) in ROLES.items():
-        number = made.token_to_id(tokenizer.special_tokens.get(role, ""))
+        number = hf_tokenizer.token_to_id(tokenizer.special_tokens.get(role, ""))
         if number is not None and number < count:
             out[f"tokenizer.ggml.{name}_token_id"] = number
     if tokenizer.bos_id is not None and 0 <= tokenizer.bos_id < count:
@@ -157,11 +157,11 @@ def _special(tokenizer: ModelTokenizer, made: Tokenizer, count: int) -> dict[str
     return out
 
 
-def _check_round_trip(metadata: Mapping[str, Value], made: Tokenizer, path: Path) -> None:
+def _check_round_trip(metadata: Mapping[str, Value], hf_tokenizer: Tokenizer, path: Path) -> None:
     """What was written is read back and must cut the samples as the folder's tokenizer does."""
-    again = backend(read_vocabulary(GgufHeader(path, metadata, {})))
+    read_back = backend(read_vocabulary(GgufHeader(path, metadata, {})))
     for text in SAMPLES:
-        if again.encode(text, add_special_tokens=False).ids != made.encode(text, add_special_tokens=False).ids:
+        if read_back.encode(text, add_special_tokens=False).ids != hf_tokenizer.encode(text, add_special_tokens=False).ids:
             raise TokenizerError(f"{path} has a tokenizer that would split text differently in a GGUF file ({text!r})", FOLDER_HINT)
 
 

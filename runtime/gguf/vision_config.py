@@ -42,14 +42,14 @@ def _llava(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> J
         "vision_feature_select_strategy": "default" if clip else "full",
         "vision_config": {"model_type": "clip_vision_model" if clip else "siglip_vision_model", **tower,
                           "hidden_act": _activation(keys, "gelu" if clip else "gelu_pytorch_tanh")}}
-    sized = {"size": {"shortest_edge": tower["image_size"]}, "crop_size": _square_size(tower), "resample": BICUBIC}
+    resize = {"size": {"shortest_edge": tower["image_size"]}, "crop_size": _square_size(tower), "resample": BICUBIC}
     if not tiles:
-        return config, {"image_processor_type": "LlavaImageProcessor", "do_pad": True, **sized}
-    stated = keys.get("image_grid_pinpoints")
-    if stated is not None and (not isinstance(stated, list) or len(stated) % 2):
+        return config, {"image_processor_type": "LlavaImageProcessor", "do_pad": True, **resize}
+    pinpoints = keys.get("image_grid_pinpoints")
+    if pinpoints is not None and (not isinstance(pinpoints, list) or len(pinpoints) % 2):
         damaged(header.path, f"states {VISION_PREFIX}image_grid_pinpoints that are not widths and heights")
-    pairs = [[high, wide] for wide, high in zip(stated[::2], stated[1::2], strict=True)] if stated else None
-    return config, {"image_processor_type": "LlavaNextImageProcessor", **sized, **({"image_grid_pinpoints": pairs} if pairs else {})}
+    pairs = [[high, wide] for wide, high in zip(pinpoints[::2], pinpoints[1::2], strict=True)] if pinpoints else None
+    return config, {"image_processor_type": "LlavaNextImageProcessor", **resize, **({"image_grid_pinpoints": pairs} if pairs else {})}
 
 
 def _idefics3(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
@@ -88,29 +88,29 @@ def _internvl(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -
 
 
 def _gemma3(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
-    numbers = Keys({"projector.scale_factor": 4, **keys}, f"{header.path}: {CLIP}.vision")
-    side, patch = numbers.integer("image_size", high=1 << 14), numbers.integer("patch_size", high=1 << 10)
-    across = side // patch // numbers.integer("projector.scale_factor", high=1 << 10)
-    return ({"model_type": "gemma3", "mm_tokens_per_image": across**2,
+    reader = Keys({"projector.scale_factor": 4, **keys}, f"{header.path}: {CLIP}.vision")
+    side, patch = reader.integer("image_size", high=1 << 14), reader.integer("patch_size", high=1 << 10)
+    patches_per_side = side // patch // reader.integer("projector.scale_factor", high=1 << 10)
+    return ({"model_type": "gemma3", "mm_tokens_per_image": patches_per_side**2,
              "vision_config": {"model_type": "siglip_vision_model", **tower, "hidden_act": _activation(keys, "gelu_pytorch_tanh")}},
             {"image_processor_type": "Gemma3ImageProcessor", "size": _square_size(tower), "resample": BILINEAR})
 
 
-def _qwen(kind: str, more: Callable[[GgufHeader, Values, dict[str, object]], None]) -> Callable[..., JsonPair]:
-    def built(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
+def _qwen(kind: str, add_keys: Callable[[GgufHeader, Values, dict[str, object]], None]) -> Callable[..., JsonPair]:
+    def build(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
         vision = {QWEN_KEYS.get(name, name): value for name, value in tower.items()}
         vision |= {"spatial_merge_size": keys.get("spatial_merge_size"), "temporal_patch_size": 1 + (SECOND_FRAME_EMBD in header.tensors)}
-        more(header, keys, vision)
+        add_keys(header, keys, vision)
         names = ("image_min_pixels", "image_max_pixels")
-        least, most = (keys.get(name, usual) for name, usual in zip(names, QWEN_PIXELS[kind], strict=True))
-        model, own = FIXED_MODEL_TYPES.get(kind) or (MODEL_TYPES[text], vision["model_type"])
+        min_pixels, max_pixels = (keys.get(name, usual) for name, usual in zip(names, QWEN_PIXELS[kind], strict=True))
+        model, tower_type = FIXED_MODEL_TYPES.get(kind) or (MODEL_TYPES[text], vision["model_type"])
         if (model, header.metadata.get(HAS_ENCODER_KEY.format(MODALITY_NAMES[AUDIO_INPUT]))) == ("qwen3_vl_moe",
                                                                                                  True):  # no other of these hears
             model = "qwen3_omni_moe"
-        return ({"model_type": model, "vision_config": {**vision, "model_type": own}},
-                {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": least, "max_pixels": most, "resample": BICUBIC})
+        return ({"model_type": model, "vision_config": {**vision, "model_type": tower_type}},
+                {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": min_pixels, "max_pixels": max_pixels, "resample": BICUBIC})
 
-    return built
+    return build
 
 
 # Architecture of a text part -> the model type whose positions go by place.
@@ -125,20 +125,20 @@ FIXED_MODEL_TYPES = {"exaone4_5": ("exaone4_5", "exaone4_5_vision"), "qwen2.5o":
 
 def _add_qwen2(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
     """Sizes by other names: what the tower's width is called elsewhere is the text part's."""
-    where = Keys(keys, f"{header.path}: {CLIP}.vision")
-    width, inner = where.integer("embedding_length", high=1 << 16), where.integer("feed_forward_length", high=1 << 20)
-    if inner % width:
-        damaged(header.path, f"has {inner} inner numbers for a width of {width}, which are no whole multiple")
-    vision |= {"model_type": "qwen2_vl", "embed_dim": width, "mlp_ratio": inner // width, "hidden_act": _activation(keys, "gelu")}
+    reader = Keys(keys, f"{header.path}: {CLIP}.vision")
+    width, ffn_width = reader.integer("embedding_length", high=1 << 16), reader.integer("feed_forward_length", high=1 << 20)
+    if ffn_width % width:
+        damaged(header.path, f"has {ffn_width} inner numbers for a width of {width}, which are no whole multiple")
+    vision |= {"model_type": "qwen2_vl", "embed_dim": width, "mlp_ratio": ffn_width // width, "hidden_act": _activation(keys, "gelu")}
 
 
 def _add_qwen2_5(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
     """All patches see all in every so many layers. How many positions a second of a film counts is as in all folders."""
-    where = Keys(keys, f"{header.path}: {CLIP}.vision")
-    every, depth = where.integer("n_wa_pattern", high=1 << 10), where.integer("block_count", high=1 << 10)
+    reader = Keys(keys, f"{header.path}: {CLIP}.vision")
+    period, depth = reader.integer("n_wa_pattern", high=1 << 10), reader.integer("block_count", high=1 << 10)
     vision |= {"model_type": "qwen2_5_vl", "hidden_act": _activation(keys, "gelu_pytorch_tanh"), "window_size": keys.get("window_size"),
                "tokens_per_second": 2,
-               "fullatt_block_indexes": list(range(every - 1, depth, every))}
+               "fullatt_block_indexes": list(range(period - 1, depth, period))}
 
 
 def _add_exaone(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
@@ -147,12 +147,12 @@ def _add_exaone(header: GgufHeader, keys: Values, vision: dict[str, object]) -> 
 
 
 def _add_qwen3(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
-    deep = sorted({int(found[1]) for name in header.tensors if (found := DEEPSTACK_TENSOR.fullmatch(name))})
-    count = require_tensor(header, "v.position_embd.weight").shape[0]
-    if isqrt(count) ** 2 != count:
-        damaged(header.path, f"has {count} places for patches in v.position_embd.weight, which are not a square")
-    vision |= {"model_type": "qwen3_vl" if deep else "qwen3_5", "hidden_act": _activation(keys, "gelu_pytorch_tanh"),
-               "num_position_embeddings": count, "deepstack_visual_indexes": deep}
+    deepstack_layers = sorted({int(found[1]) for name in header.tensors if (found := DEEPSTACK_TENSOR.fullmatch(name))})
+    num_positions = require_tensor(header, "v.position_embd.weight").shape[0]
+    if isqrt(num_positions) ** 2 != num_positions:
+        damaged(header.path, f"has {num_positions} places for patches in v.position_embd.weight, which are not a square")
+    vision |= {"model_type": "qwen3_vl" if deepstack_layers else "qwen3_5", "hidden_act": _activation(keys, "gelu_pytorch_tanh"),
+               "num_position_embeddings": num_positions, "deepstack_visual_indexes": deepstack_layers}
 
 
 def _lfm2(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
@@ -168,10 +168,10 @@ def _lfm2(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> Js
 
 def _gemma4(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """Sizes of heads and how many places there are follow from tensors."""
-    queries, heads = require_tensor(header, "v.blk.0.attn_q.weight"), tower["num_attention_heads"]
-    table = require_tensor(header, "v.position_embd.weight").shape
-    vision = {"model_type": "gemma4_vision", **tower, "head_dim": queries.shape[0] // heads if type(heads) is int and heads > 0 else heads,
-              "position_embedding_size": table[1] if len(table) > 1 else 0, "rms_norm_eps": tower["layer_norm_eps"],
+    q_proj, heads = require_tensor(header, "v.blk.0.attn_q.weight"), tower["num_attention_heads"]
+    position_shape = require_tensor(header, "v.position_embd.weight").shape
+    vision = {"model_type": "gemma4_vision", **tower, "head_dim": q_proj.shape[0] // heads if type(heads) is int and heads > 0 else heads,
+              "position_embedding_size": position_shape[1] if len(position_shape) > 1 else 0, "rms_norm_eps": tower["layer_norm_eps"],
               "use_clipped_linears": "v.blk.0.attn_q.input_max" in header.tensors, "standardize": "v.std_bias" in header.tensors}
     return {"model_type": "gemma4", "vision_config": vision}, {"image_processor_type": "Gemma4ImageProcessor", "image_mean": None,
                                                                "image_std": None, "patch_size": tower["patch_size"]}
@@ -179,40 +179,42 @@ def _gemma4(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> 
 
 def _gemma4_unified(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """Squares of how many patches become a row follows from the matrix that makes it."""
-    numbers = Keys({"attention.layer_norm_epsilon": 1e-6, **keys}, f"{header.path}: {CLIP}.vision")
-    patch, shape = numbers.integer("patch_size", high=1 << 10), require_tensor(header, "v.patch_embd.weight").shape
-    joined, table = isqrt(shape[-1] // 3) // patch, require_tensor(header, "v.position_embd.weight").shape
-    if len(shape) != 2 or shape[1] != 3 * (joined * patch) ** 2:
+    reader = Keys({"attention.layer_norm_epsilon": 1e-6, **keys}, f"{header.path}: {CLIP}.vision")
+    patch, shape = reader.integer("patch_size", high=1 << 10), require_tensor(header, "v.patch_embd.weight").shape
+    pooling, position_shape = isqrt(shape[-1] // 3) // patch, require_tensor(header, "v.position_embd.weight").shape
+    if len(shape) != 2 or shape[1] != 3 * (pooling * patch) ** 2:
         damaged(header.path, f"has tensor v.patch_embd.weight of shape {list(shape)}, not of square patches of {patch} pixels")
-    vision = {"model_type": "gemma4_unified_vision", "patch_size": patch, "pooling_kernel_size": joined, "mm_embed_dim": shape[0],
-              "output_proj_dims": shape[0], "mm_posemb_size": table[1] if len(table) == 3 else 0,
-              "rms_norm_eps": numbers.number("attention.layer_norm_epsilon")}
+    vision = {"model_type": "gemma4_unified_vision", "patch_size": patch, "pooling_kernel_size": pooling, "mm_embed_dim": shape[0],
+              "output_proj_dims": shape[0], "mm_posemb_size": position_shape[1] if len(position_shape) == 3 else 0,
+              "rms_norm_eps": reader.number("attention.layer_norm_epsilon")}
     return {"model_type": "gemma4_unified", "vision_config": vision}, {
         "image_processor_type": "Gemma4UnifiedImageProcessor", "image_mean": None, "image_std": None, "patch_size": patch,
-        "pooling_kernel_size": joined}
+        "pooling_kernel_size": pooling}
 
 
 def _glm(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """GLM-OCR has no places for patches. Otherwise the file states how wide the FFN behind all layers is; those of layers are as wide as
     the text part."""
-    ocr, points = "v.position_embd.weight" not in header.tensors, dict(zip(("min_pixels", "max_pixels"), GLM_PIXELS, strict=True))
-    model = "glm_ocr" if ocr else "glm4v_moe" if text == "glm4moe" else "glm4v"
+    is_ocr, pixel_limits = "v.position_embd.weight" not in header.tensors, dict(zip(("min_pixels", "max_pixels"), GLM_PIXELS, strict=True))
+    model = "glm_ocr" if is_ocr else "glm4v_moe" if text == "glm4moe" else "glm4v"
     vision = {QWEN_KEYS.get(name, name): value for name, value in tower.items()}
-    vision |= {"model_type": "glm_ocr_vision" if ocr else f"{model}_vision", "rms_norm_eps": tower["layer_norm_eps"], "hidden_act":
+    vision |= {"model_type": "glm_ocr_vision" if is_ocr else f"{model}_vision", "rms_norm_eps": tower["layer_norm_eps"], "hidden_act":
                _activation(keys, "gelu"), "out_hidden_size": require_tensor(header, "mm.down.weight").shape[0], "attention_bias":
                "v.blk.0.attn_qkv.bias" in header.tensors, "spatial_merge_size": keys.get("spatial_merge_size", 2), "temporal_patch_size":
                1 + (SECOND_FRAME_EMBD in header.tensors)}
-    return {"model_type": model, "vision_config": vision}, {"image_processor_type": "Glm4vImageProcessor", **points, "resample": BICUBIC}
+    return {"model_type": model, "vision_config": vision}, {"image_processor_type": "Glm4vImageProcessor", **pixel_limits,
+                                                            "resample": BICUBIC}
 
 
 def _glm5(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """Squares of how many points a picture has, and at what its FFNs are cut off, is stated."""
     config, _ = _glm(header, keys, tower, text)
-    numbers, vision = Keys(keys, f"{header.path}: {CLIP}.vision"), config["vision_config"]
-    unit = (numbers.integer("patch_size", high=1 << 10) * numbers.integer("spatial_merge_size", 2, high=16)) ** 2
-    tokens = {f"{bound}_image_tokens": numbers.integer(f"image_{bound}_pixels", high=1 << 40) // unit for bound in ("min", "max")}
+    reader, vision = Keys(keys, f"{header.path}: {CLIP}.vision"), config["vision_config"]
+    pixels_per_token = (reader.integer("patch_size", high=1 << 10) * reader.integer("spatial_merge_size", 2, high=16)) ** 2
+    tokens = {f"{bound}_image_tokens": reader.integer(f"image_{bound}_pixels", high=1 << 40) // pixels_per_token for bound in ("min",
+                                                                                                                               "max")}
     vision = {**vision, "model_type": "glm5_next_vision", "projection_intermediate_size": require_tensor(header, "mm.up.weight").shape[0],
-              "swiglu_limit": numbers.number("swiglu_clamp")}
+              "swiglu_limit": reader.number("swiglu_clamp")}
     return {"model_type": "glm5_next", "vision_config": vision}, {"image_processor_type": "Glm5NextImageProcessor", **tokens,
                                                                   "resample": BICUBIC}
 
@@ -228,33 +230,35 @@ def _llama4(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> 
 def _kimi(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """A picture has at most so many points that are made into patches. Files of Kimi-VL do not say it, and
     have their places in one row."""
-    numbers, places = Keys(keys, f"{header.path}: {CLIP}.vision"), require_tensor(header, "v.position_embd.weight").shape
-    merge, patch = numbers.integer("projector.scale_factor", 2, high=16), numbers.integer("patch_size", high=1 << 10)
+    reader, position_shape = Keys(keys, f"{header.path}: {CLIP}.vision"), require_tensor(header, "v.position_embd.weight").shape
+    merge, patch = reader.integer("projector.scale_factor", 2, high=16), reader.integer("patch_size", high=1 << 10)
     vision = {**tower, "hidden_act": "gelu_pytorch_tanh", "merge_kernel_size": [merge] * 2}
-    outer = {"projection_layer_norm_eps": tower["layer_norm_eps"]}
+    outer_config = {"projection_layer_norm_eps": tower["layer_norm_eps"]}
     if projector_types(header)[IMAGE_INPUT] == "kimivl":
-        places = (isqrt(places[0]),) * 2
-        ready = {"image_processor_type": "KimiVLImageProcessor", "pad_input": True, "merge_size": merge, "patch_size": patch}
-        return {"model_type": "kimi_vl", **outer, "vision_config": {**vision, **_position_table(places), "model_type": "moonvit"}}, ready
-    if len(places) != 3:
-        damaged(header.path, f"has tensor v.position_embd.weight of shape {list(places)}, not of lines, columns and numbers")
-    most = numbers.integer("image_max_pixels", KIMI_MAX_PATCHES * patch**2, high=1 << 40) // patch**2
-    return {"model_type": "kimi_k25", **outer, "vision_config": {**vision, **_position_table(places), "model_type": "kimi_k25_vision"}}, {
-        "image_processor_type": "Kimi_K25ImageProcessor", "max_patches": most, "merge_size": merge, "patch_size": patch}
+        position_shape = (isqrt(position_shape[0]),) * 2
+        processor = {"image_processor_type": "KimiVLImageProcessor", "pad_input": True, "merge_size": merge, "patch_size": patch}
+        return {"model_type": "kimi_vl", **outer_config,
+                "vision_config": {**vision, **_position_table(position_shape), "model_type": "moonvit"}}, processor
+    if len(position_shape) != 3:
+        damaged(header.path, f"has tensor v.position_embd.weight of shape {list(position_shape)}, not of lines, columns and numbers")
+    max_patches = reader.integer("image_max_pixels", KIMI_MAX_PATCHES * patch**2, high=1 << 40) // patch**2
+    return {"model_type": "kimi_k25", **outer_config,
+            "vision_config": {**vision, **_position_table(position_shape), "model_type": "kimi_k25_vision"}}, {
+        "image_processor_type": "Kimi_K25ImageProcessor", "max_patches": max_patches, "merge_size": merge, "patch_size": patch}
 
 
-def _position_table(places: tuple[int, ...]) -> dict[str, int]:
-    return {"pos_emb_height": places[0], "pos_emb_width": places[1]}
+def _position_table(shape: tuple[int, ...]) -> dict[str, int]:
+    return {"pos_emb_height": shape[0], "pos_emb_width": shape[1]}
 
 
 def _minicpm(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """Its size is that of slices; how many places there are follows from their tensor."""
-    where, count = Keys(keys, f"{header.path}: {CLIP}.vision"), require_tensor(header, "v.position_embd.weight").shape[0]
-    patch, layers, merge = where.integer("patch_size", high=1 << 10), keys.get("wa_layer_indexes"), keys.get("projector.scale_factor", 4)
+    reader, num_positions = Keys(keys, f"{header.path}: {CLIP}.vision"), require_tensor(header, "v.position_embd.weight").shape[0]
+    patch, layers, merge = reader.integer("patch_size", high=1 << 10), keys.get("wa_layer_indexes"), keys.get("projector.scale_factor", 4)
     if merge not in (2, 4):
         damaged(header.path, f"states {VISION_PREFIX}projector.scale_factor {shown(merge)}, expected 2 or 4")
     mode = "4x" if merge == 2 else "16x"
-    vision = {"model_type": "minicpmv4_6_vision", **tower, "image_size": isqrt(count) * patch, "hidden_act":
+    vision = {"model_type": "minicpmv4_6_vision", **tower, "image_size": isqrt(num_positions) * patch, "hidden_act":
               _activation(keys, "gelu_pytorch_tanh")}
     return ({"model_type": "minicpmv4_6", "downsample_mode": mode, "vision_config": vision,
              **({"insert_layer_id": layers[0]} if isinstance(layers, list) and layers else {})},
@@ -264,33 +268,33 @@ def _minicpm(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) ->
 
 def _gemma3n(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """A patch is so many rows' share of a picture's side. The tower's words, and then those of what hears, end the vocabulary."""
-    numbers, words = Keys(keys, f"{header.path}: {CLIP}.vision"), require_tensor(header, "mm.embedding.weight").shape[0]
-    heard = header.tensors["mm.a.embedding.weight"].shape[0] if "mm.a.embedding.weight" in header.tensors else words
-    count = numbers.integer("image_size", high=1 << 14) // numbers.integer("patch_size", high=1 << 14)
+    reader, vision_vocab = Keys(keys, f"{header.path}: {CLIP}.vision"), require_tensor(header, "mm.embedding.weight").shape[0]
+    audio_vocab = header.tensors["mm.a.embedding.weight"].shape[0] if "mm.a.embedding.weight" in header.tensors else vision_vocab
+    tokens_per_image = reader.integer("image_size", high=1 << 14) // reader.integer("patch_size", high=1 << 14)
     vision = {"model_type": "gemma3n_vision", "hidden_size": tower["hidden_size"], "rms_norm_eps": tower["layer_norm_eps"],
-              "vocab_size": words, "words_from_end": words + heard}
-    return {"model_type": "gemma3n", "vision_soft_tokens_per_image": count, "vision_config": vision}, {
+              "vocab_size": vision_vocab, "words_from_end": vision_vocab + audio_vocab}
+    return {"model_type": "gemma3n", "vision_soft_tokens_per_image": tokens_per_image, "vision_config": vision}, {
         "image_processor_type": "SiglipImageProcessor", "size": _square_size(tower), "resample": BILINEAR}
 
 
 def _paddle(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """Its size is that of the largest picture; how many places there are follows from their tensor."""
-    patch, count = tower["patch_size"], require_tensor(header, "v.position_embd.weight").shape[0]
-    points = {f"{bound}_pixels": keys.get(f"image_{bound}_pixels") for bound in ("min", "max")}
-    vision = {"model_type": "paddleocr_vl_vision", **tower, "image_size": isqrt(count) * patch if type(patch) is int else patch,
+    patch, num_positions = tower["patch_size"], require_tensor(header, "v.position_embd.weight").shape[0]
+    pixel_limits = {f"{bound}_pixels": keys.get(f"image_{bound}_pixels") for bound in ("min", "max")}
+    vision = {"model_type": "paddleocr_vl_vision", **tower, "image_size": isqrt(num_positions) * patch if type(patch) is int else patch,
               "hidden_act": _activation(keys, "gelu_pytorch_tanh")}
-    return {"model_type": "paddleocr_vl", "vision_config": vision}, {"image_processor_type": "PaddleOCRVLImageProcessor", **points,
+    return {"model_type": "paddleocr_vl", "vision_config": vision}, {"image_processor_type": "PaddleOCRVLImageProcessor", **pixel_limits,
                                                                      "resample": BICUBIC}
 
 
 def _hunyuan(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
     """Of its places the file has those of patches alone."""
-    patch, count = tower["patch_size"], require_tensor(header, "v.position_embd.weight").shape[0]
-    points = {f"{bound}_pixels": keys.get(f"image_{bound}_pixels") for bound in ("min", "max")}
-    vision = {"model_type": "hunyuan_vl_vision", **tower, "max_image_size": isqrt(count) * patch if type(patch) is int else patch,
+    patch, num_positions = tower["patch_size"], require_tensor(header, "v.position_embd.weight").shape[0]
+    pixel_limits = {f"{bound}_pixels": keys.get(f"image_{bound}_pixels") for bound in ("min", "max")}
+    vision = {"model_type": "hunyuan_vl_vision", **tower, "max_image_size": isqrt(num_positions) * patch if type(patch) is int else patch,
               "rms_norm_eps": tower["layer_norm_eps"], "hidden_act": _activation(keys, "gelu"), "places_before": 0,
               "spatial_merge_size": keys.get("spatial_merge_size", 2)}
-    return {"model_type": "hunyuan_vl", "vision_config": vision}, {"image_processor_type": "HunYuanVLImageProcessor", **points}
+    return {"model_type": "hunyuan_vl", "vision_config": vision}, {"image_processor_type": "HunYuanVLImageProcessor", **pixel_limits}
 
 
 BUILDERS: Mapping[str, Callable[..., JsonPair]] = {

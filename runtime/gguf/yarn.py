@@ -39,42 +39,43 @@ def rope_scaling(path: Path, prefix: str, data: Mapping[str, Value], positions: 
     factor = _number(path, prefix, data, "factor")
     if factor is None:
         damaged(path, f"lacks key {prefix}factor")
-    if (share := _number(path, prefix, data, "yarn_ext_factor")) is not None and 0 <= share != 1:  # below 0 it is not set
-        raise CheckpointError(f"{path} states {prefix}yarn_ext_factor {share:g}, which is not supported", ORIGINAL_HINT)
-    arch, share = prefix.partition(".")[0], _number(path, prefix, data, "yarn_log_multiplier")
-    plain = arch in UNSCALED_ALLOWED and share == 1
+    if (ext_factor := _number(path, prefix, data, "yarn_ext_factor")) is not None and 0 <= ext_factor != 1:  # below 0 it is not set
+        raise CheckpointError(f"{path} states {prefix}yarn_ext_factor {ext_factor:g}, which is not supported", ORIGINAL_HINT)
+    arch, ext_factor = prefix.partition(".")[0], _number(path, prefix, data, "yarn_log_multiplier")
+    is_unscaled = arch in UNSCALED_ALLOWED and ext_factor == 1
     if arch in SCORE_SCALING:
         if _number(path, prefix, data, "attn_factor") not in (None, 1.0):
             raise CheckpointError(f"{path} states {prefix}attn_factor, which is not supported for this architecture", ORIGINAL_HINT)
-        plain = True
-    elif share and not plain:
-        raise CheckpointError(f"{path} states {prefix}yarn_log_multiplier {share:g}, which is not supported", ORIGINAL_HINT)
-    found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": data.get(f"{prefix}original_context_length",
+        is_unscaled = True
+    elif ext_factor and not is_unscaled:
+        raise CheckpointError(f"{path} states {prefix}yarn_log_multiplier {ext_factor:g}, which is not supported", ORIGINAL_HINT)
+    section = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": data.get(f"{prefix}original_context_length",
                                                                                                  positions)}
-    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-        if (value := _number(path, prefix, data, theirs)) is not None:
-            found[ours] = value
+    for config_key, gguf_key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        if (value := _number(path, prefix, data, gguf_key)) is not None:
+            section[config_key] = value
     if arch in UNTRUNCATED:
-        found["truncate"] = False
-    if plain and arch not in SCORE_SCALING:
-        found |= {"mscale": 1.0, "mscale_all_dim": 1.0}
-    usual = 1.0 if plain else default_attention_factor(factor)
-    times, own = (_number(path, prefix, data, key) for key in ("attn_factor", "yarn_attn_factor"))
-    if times not in (None, 1.0) and own not in (None, 1.0):
-        raise CheckpointError(f"{path} states both {prefix}attn_factor {times:g} and {prefix}yarn_attn_factor {own:g}",
+        section["truncate"] = False
+    if is_unscaled and arch not in SCORE_SCALING:
+        section |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+    default_factor = 1.0 if is_unscaled else default_attention_factor(factor)
+    attn_factor, stated_factor = (_number(path, prefix, data, key) for key in ("attn_factor", "yarn_attn_factor"))
+    if attn_factor not in (None, 1.0) and stated_factor not in (None, 1.0):
+        raise CheckpointError(f"{path} states both {prefix}attn_factor {attn_factor:g} and {prefix}yarn_attn_factor {stated_factor:g}",
                               "only one of the two is allowed")
-    if arch in LEGACY_ATTN_FACTOR and times is not None and math.isclose(times, usual, rel_tol=FACTOR_TOLERANCE):
-        return found, (f"{path.name} states {prefix}attn_factor {times:g}, the number that positions are scaled by anyway: it is taken "
-                       f"once, as in the checkpoint; llama.cpp takes it twice, {times * usual:.4g}")
-    if times not in (None, 1.0):
-        return found | {"attention_factor": times * usual}, ""
-    if own is None or math.isclose(own, usual, rel_tol=FACTOR_TOLERANCE):
-        return found, ""
-    if own == 1.0:  # converters that know nothing of it write it too
-        return found, (f"{path.name} states {prefix}yarn_attn_factor 1, which is read as none: positions are scaled by {usual:.4g}, as in "
-                       "llama.cpp; a checkpoint that means 1 by it gives other answers")
-    return found | {"attention_factor": own}, (f"{path.name} states {prefix}yarn_attn_factor {own:g}: positions are scaled by it, as in "
-                                               f"the checkpoint; llama.cpp ignores it and scales them by {usual:.4g}")
+    if arch in LEGACY_ATTN_FACTOR and attn_factor is not None and math.isclose(attn_factor, default_factor, rel_tol=FACTOR_TOLERANCE):
+        return section, (f"{path.name} states {prefix}attn_factor {attn_factor:g}, the number that positions are scaled by anyway: "
+                         f"it is taken once, as in the checkpoint; llama.cpp takes it twice, {attn_factor * default_factor:.4g}")
+    if attn_factor not in (None, 1.0):
+        return section | {"attention_factor": attn_factor * default_factor}, ""
+    if stated_factor is None or math.isclose(stated_factor, default_factor, rel_tol=FACTOR_TOLERANCE):
+        return section, ""
+    if stated_factor == 1.0:  # converters that know nothing of it write it too
+        return section, (f"{path.name} states {prefix}yarn_attn_factor 1, which is read as none: positions are scaled by "
+                         f"{default_factor:.4g}, as in llama.cpp; a checkpoint that means 1 by it gives other answers")
+    notice = (f"{path.name} states {prefix}yarn_attn_factor {stated_factor:g}: positions are scaled by it, as in the checkpoint; "
+              f"llama.cpp ignores it and scales them by {default_factor:.4g}")
+    return section | {"attention_factor": stated_factor}, notice
 
 
 def _number(path: Path, prefix: str, data: Mapping[str, Value], key: str) -> float | None:
@@ -90,20 +91,20 @@ def export_keys(params: Mapping[str, object], scaling: float, arch: str) -> dict
                               "original_context_length": int(params["original_max_position_embeddings"]),
                               "yarn_beta_fast": float(params["beta_fast"]), "yarn_beta_slow": float(params["beta_slow"])}
     if arch in UNSCALED_ALLOWED:
-        plain = math.isclose(scaling, 1.0, rel_tol=1e-6)
-        keys["yarn_log_multiplier"] = 1.0 if plain else 0.0
-        if plain:
+        is_unscaled = math.isclose(scaling, 1.0, rel_tol=1e-6)
+        keys["yarn_log_multiplier"] = 1.0 if is_unscaled else 0.0
+        if is_unscaled:
             return keys
-    times = 1.0 if arch in SCORE_SCALING else scaling / default_attention_factor(params["factor"])
-    return keys if math.isclose(times, 1.0, rel_tol=1e-6) else {**keys, "attn_factor": float(times)}
+    attn_factor = 1.0 if arch in SCORE_SCALING else scaling / default_attention_factor(params["factor"])
+    return keys if math.isclose(attn_factor, 1.0, rel_tol=1e-6) else {**keys, "attn_factor": float(attn_factor)}
 
 
 def ignored_settings(params: Mapping[str, object], arch: str) -> str:
     """What llama.cpp does not read of such positions, as a sentence; empty where it reads all."""
     if arch in UNTRUNCATED and not params["truncate"]:
         return "llama.cpp rounds the YaRN boundaries of this model to whole channels: its answers differ slightly"
-    own = (params["beta_fast"], params["beta_slow"])
-    if arch in READS_BETAS or own == DEFAULT_BETAS:
+    betas = (params["beta_fast"], params["beta_slow"])
+    if arch in READS_BETAS or betas == DEFAULT_BETAS:
         return ""
     return (f"llama.cpp scales RoPE of this family with beta_fast {DEFAULT_BETAS[0]:g} and beta_slow {DEFAULT_BETAS[1]:g}, "
-            f"whatever a file says: with this model's {own[0]:g} and {own[1]:g} its answers differ")
+            f"whatever a file says: with this model's {betas[0]:g} and {betas[1]:g} its answers differ")
