@@ -22,32 +22,33 @@ from .projector_names import CLIP, DEEPSTACK_TENSOR, PROJECTORS, Projector
 VISION_PREFIX, AUDIO_PREFIX = f"{CLIP}.vision.", f"{CLIP}.audio."
 TYPE_KEY, HAS_ENCODER_KEY = "clip.projector_type", "clip.has_{}_encoder"
 MODALITY_TYPE_KEY = "clip.{}.projector_type"  # in files with a vision and an audio encoder
-# Below `clip.vision.` -> of a tower in config.json; below `clip.audio.` those of HEARD.
+# Key below `clip.vision.` -> key of vision_config.
 VISION_KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
         "attention.head_count": "num_attention_heads", "image_size": "image_size", "patch_size": "patch_size",
         "attention.layer_norm_epsilon": "layer_norm_eps"}
+# Key below `clip.audio.` -> key of audio_config.
 AUDIO_KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
          "attention.head_count": "num_attention_heads", "num_mel_bins": "num_mel_bins"}
-LAYERLESS_KEYS = {"patch_size": "patch_size"}  # of KEYS, those of what has no layers
-MODALITY_NAMES = {IMAGE_INPUT: "vision", AUDIO_INPUT: "audio"}  # of senses, in keys
+LAYERLESS_KEYS = {"patch_size": "patch_size"}  # those of VISION_KEYS that a projector without layers has
+MODALITY_NAMES = {IMAGE_INPUT: "vision", AUDIO_INPUT: "audio"}  # in keys
 Values = Mapping[str, object]
+
 
 @dataclass(frozen=True)
 class ProjectorConfig:
-    """`config` and `processor` are the two JSON files'; `projector` says how tensors are called, those of `deep` layers by number, which
-    are those of one `modality`."""
+    """What an mmproj file states of one modality, as the checkpoint's JSON files would."""
 
-    config: Mapping[str, object]
-    processor: Mapping[str, object]
-    projector: Projector
-    deepstack_layers: tuple[int, ...]
-    ffn_swapped: bool
-    heads: int
+    config: Mapping[str, object]  # config.json
+    processor: Mapping[str, object]  # preprocessor_config.json
+    projector: Projector  # tensor names
+    deepstack_layers: tuple[int, ...]  # encoder layers whose features are added to early layers of the text model
+    ffn_swapped: bool  # the file swaps the names of the FFN's two matrices
+    heads: int  # attention heads; 0 if the file states none, or for audio
     modality: Modality = IMAGE_INPUT
 
 
 def projector_types(header: GgufHeader) -> dict[Modality, object]:
-    """The type of what a file sees with, and of what it hears with. Raises CheckpointError for what is no such file."""
+    """The projector type of each modality in a file. Raises CheckpointError for a file that is not an mmproj file."""
     path, data, types = header.path, header.metadata, {}
     has = {modality: data.get(HAS_ENCODER_KEY.format(name)) is True for modality, name in MODALITY_NAMES.items()}
     for modality, name in MODALITY_NAMES.items():
@@ -61,8 +62,10 @@ def projector_types(header: GgufHeader) -> dict[Modality, object]:
 
 
 def projector_config(header: GgufHeader, text_architecture: str, modality: Modality = IMAGE_INPUT) -> ProjectorConfig:
-    """What a file that has this sense says of it, beside a text part of architecture `text`. Raises CheckpointError for a type that is not
-    read, or for a key that is lacking."""
+    """Read what a file states of a modality, for a text model of architecture `text_architecture`.
+
+    Raises CheckpointError for an unsupported projector type, a text model that it does not fit, and a missing key.
+    """
     path, data, projector_type = header.path, header.metadata, projector_types(header)[modality]
     known = AUDIO_PROJECTORS if modality is AUDIO_INPUT else PROJECTORS
     if not isinstance(projector_type, str) or projector_type not in known:
@@ -98,6 +101,7 @@ def _audio_config(header: GgufHeader, text_architecture: str, projector_type: st
 
 
 def _tower_config(header: GgufHeader, keys: Values, prefix: str, names: Mapping[str, str]) -> dict[str, object]:
+    """The encoder's sizes by their config.json keys. Raises CheckpointError for a missing one."""
     for gguf_key in names:
         if gguf_key not in keys:
             damaged(header.path, f"lacks key {prefix}{gguf_key}")
@@ -105,7 +109,7 @@ def _tower_config(header: GgufHeader, keys: Values, prefix: str, names: Mapping[
 
 
 def _modality_keys(header: GgufHeader, prefix: str = VISION_PREFIX) -> dict[str, object]:
-    """Those of a tower, as JSON would have them, and what curve its FFN has."""
+    """The keys below `prefix` as JSON values, and the FFN's activation flags."""
     def to_json(value: object) -> object:
         return [bool(each) if value.dtype == np.uint8 else each for each in value.tolist()] if isinstance(value, np.ndarray) else value
 
@@ -116,13 +120,14 @@ def _modality_keys(header: GgufHeader, prefix: str = VISION_PREFIX) -> dict[str,
 
 
 def _is_ffn_swapped(header: GgufHeader, width: object, projector_type: object) -> bool:
-    """Whether the FFN's second matrix is called its first: in files of early writers it has as many inputs as the tower is wide."""
+    """Whether the names of the FFN's two matrices are swapped, as by early writers: `ffn_down` has the encoder's width as its input."""
     ffn_down = header.tensors.get("v.blk.0.ffn_down.weight")
     return ffn_down is not None and len(ffn_down.shape) == 2 and ffn_down.shape[1] == width and (ffn_down.shape[0] != width
                                                                                                  or projector_type == "mlp")
 
 
 def require_tensor(header: GgufHeader, name: str) -> GgufTensor:
+    """A tensor by name. Raises CheckpointError where the file lacks it."""
     if name not in header.tensors:
         damaged(header.path, f"holds no tensor {name}")
     return header.tensors[name]

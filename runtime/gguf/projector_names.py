@@ -10,51 +10,46 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-CLIP = "clip"  # the architecture
-LAYER_TENSOR, STAGE_STEP = re.compile(r"([a-z_.]+)\.([0-9]{1,4})\.(.+)"), re.compile(r"([0-9]{1,4}\.)(.+)")
+CLIP = "clip"  # general.architecture of every mmproj file
+LAYER_TENSOR = re.compile(r"([a-z_.]+)\.([0-9]{1,4})\.(.+)")
+STAGE_STEP = re.compile(r"([0-9]{1,4}\.)(.+)")
 DEEPSTACK_TENSOR = re.compile(r"v\.deepstack\.([0-9]{1,4})\.(norm|fc1|fc2)\.(weight|bias)")
 DEEPSTACK_PARTS = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
 TENSOR_KINDS, CLAMP_KINDS = ("weight", "bias"), ("input_max", "input_min", "output_max", "output_min")
-SECOND_FRAME_EMBD = "v.patch_embd.weight.1"  # of the second of two frames, whose first has the usual name
+SECOND_FRAME_EMBD = "v.patch_embd.weight.1"  # patch embedding of the second frame; the first frame's has no number
 IMAGE_NEWLINE = ("model.image_newline", "v.image_newline")
 CLASS_EMBD, POST_LN = "v.class_embd", "v.post_ln"
 
 
 @dataclass(frozen=True)
 class Projector:
-    """`layers` goes before the number of a layer, `layer` are parts of names within one and `outer` those of the others, all without their
-    kind; `whole` are names with theirs, within layers and outside. `stepped`: a layer is a stage, and each of its steps has a number too.
-    `blocks`: what layers are called in the file; `others`: of other groups that are counted, as `layers` and `layer`. `joined`: parts of a
-    layer that are one matrix here, the last of which `into` is called. `halves`: rows of q and k are neighbours in the file and halves of a
-    head here; `axes`: those of a head that turn by columns lie before those that turn by lines in the file, and by turns here, two at once.
-    `less`: names from which the one is taken that the file added. `soft`: endings of names of which the file has the softplus; `turned`:
-    names whose channels come last here; `planes`: names whose last dimension is a plane of each colour in the file and points with all of
-    theirs here; `crossed`: names whose first two dimensions change places. `linear`: parts whose weight is that of a matrix in them, which
-    is clipped by the LIMITS beside it. `width`: the tensor whose first dimension, where `across` its last, is the text part's width.
-    `texts`: architectures that it goes with, of files; none for any. `unused`: names that are the text part's own here, or follow from
-    others."""
+    """Tensor names of one projector type, and how its values differ from a checkpoint's.
 
-    layers_prefix: str
-    layer_names: Mapping[str, str]
-    outer_names: Mapping[str, str]
-    width_tensor: str
-    full_names: Mapping[str, str] = field(default_factory=dict)
-    has_steps: bool = False
-    blocks_prefix: str = "v.blk"
-    other_groups: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
-    fused_parts: tuple[str, ...] = ()
-    fused_name: str = ""
-    deinterleaved_qk: bool = False
-    regrouped_axes: bool = False
-    shifted_norms: frozenset[str] = frozenset()
-    softplus_suffixes: tuple[str, ...] = ()
-    channels_last: frozenset[str] = frozenset()
-    planar_colors: frozenset[str] = frozenset()
-    swapped_axes: frozenset[str] = frozenset()
-    clamped_linears: frozenset[str] = frozenset()
-    width_is_last: bool = False
-    text_architectures: tuple[str, ...] = ()
-    ignored: frozenset[str] = frozenset()
+    Tensors are named as in the file, "here" means the names of `images/` and `audio/`. Names in `layer_names` and `outer_names` are without
+    their kind (weight, bias), all others with it.
+    """
+
+    layers_prefix: str  # of layers here, followed by the layer index
+    layer_names: Mapping[str, str]  # part of a layer in the file -> here
+    outer_names: Mapping[str, str]  # tensor outside the layers in the file -> here
+    width_tensor: str  # its first dimension is the text model's hidden size
+    full_names: Mapping[str, str] = field(default_factory=dict)  # names with kind, within layers and outside: in the file -> here
+    has_steps: bool = False  # a layer is a stage of several numbered steps
+    blocks_prefix: str = "v.blk"  # of layers in the file
+    other_groups: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)  # prefix in the file -> (prefix here, names)
+    fused_parts: tuple[str, ...] = ()  # parts of a layer here that are one matrix, separate in the file
+    fused_name: str = ""  # the part that `fused_parts` become
+    deinterleaved_qk: bool = False  # the file interleaves the halves of each head's rows of q and k
+    regrouped_axes: bool = False  # the file has a head's x channels before its y channels; here they alternate in pairs
+    shifted_norms: frozenset[str] = frozenset()  # the file adds 1 to these
+    softplus_suffixes: tuple[str, ...] = ()  # suffixes of tensors of which the file holds the softplus
+    channels_last: frozenset[str] = frozenset()  # convolutions whose channels are the second dimension in the file, the last here
+    planar_colors: frozenset[str] = frozenset()  # the last dimension is one plane per color in the file, interleaved colors here
+    swapped_axes: frozenset[str] = frozenset()  # the first two dimensions are swapped
+    clamped_linears: frozenset[str] = frozenset()  # parts with CLAMP_KINDS beside their weight, which is named `linear.weight` here
+    width_is_last: bool = False  # the last dimension of `width_tensor` is the hidden size, not the first
+    text_architectures: tuple[str, ...] = ()  # GGUF architectures of the text models it fits; empty for any
+    ignored: frozenset[str] = frozenset()  # tensors of the text model, or computed from others
 
 
 _NORMS, _ATTENTION = {"ln1": "layer_norm1", "ln2": "layer_norm2"}, {
@@ -168,7 +163,7 @@ PROJECTORS: Mapping[str, Projector] = {
     "exaone4_5": Projector("visual.blocks.", _QWEN_GATED, _QWEN_OUTER, "mm.2.weight", text_architectures=("exaone4",)),
     "llama4": Projector(
         "vision_model.model.layers.",
-        {"attn_post_norm": "post_attention_layernorm",  # so llama.cpp's converter calls it since Gemma 4
+        {"attn_post_norm": "post_attention_layernorm",  # its name since llama.cpp's converter supports Gemma 4
          "ln1": "input_layernorm", "ln2": "post_attention_layernorm", **_ATTENTION, "attn_out": "self_attn.o_proj", "ffn_up": "mlp.fc1",
          "ffn_down": "mlp.fc2"},
         {"v.patch_embd": "vision_model.patch_embedding.linear", "v.pre_ln": "vision_model.layernorm_pre", POST_LN:
@@ -200,7 +195,7 @@ PROJECTORS: Mapping[str, Projector] = {
         full_names={"v.position_embd.weight": "vision_tower.patch_embedder.position_embedding_table", "v.std_bias": "vision_tower.std_bias",
                "v.std_scale": "vision_tower.std_scale"},
         clamped_linears=frozenset(_GEMMA4), channels_last=frozenset({"v.patch_embd.weight"}), text_architectures=("gemma4",)),
-    "gemma4uv": Projector(  # which has no layers
+    "gemma4uv": Projector(  # no layers
         "", {}, {"v.patch_embd": "vision_embedder.patch_dense", "v.patch_norm.1": "vision_embedder.patch_ln1", "v.patch_norm.2":
                  "vision_embedder.patch_ln2", "v.patch_norm.3": "vision_embedder.pos_norm", "mm.input_projection":
                  "embed_vision.embedding_projection"},
@@ -211,8 +206,11 @@ PROJECTORS: Mapping[str, Projector] = {
 
 
 def checkpoint_name(name: str, projector: Projector, deepstack_layers: list[int], ffn_swapped: bool = False) -> str | None:
-    """What a tensor of a file is called here; None for one that no such file has. `deep`: numbers of the layers from which early layers of
-    the text part get something. `swapped`: the file calls the FFN's second matrix its first, as early writers did."""
+    """The checkpoint's name of a tensor of a file; None if no file of this type has such a tensor.
+
+    deepstack_layers: indices of the encoder layers whose features are added to early layers of the text model.
+    ffn_swapped: the file names the FFN's down projection `ffn_up` and the reverse, as early writers did.
+    """
     if name in projector.full_names:
         return projector.full_names[name]
     groups = {projector.blocks_prefix: (projector.layers_prefix, projector.layer_names), **projector.other_groups}

@@ -32,18 +32,16 @@ DAMAGED_HINT = "the file is damaged: download it again"
 
 @dataclass(frozen=True)
 class TensorSource:
-    """What a tensor is made of: rows of several, one behind the other, or where `frames` channels of two by turns. `order`: where its rows
-    lie in the file, if not in order. `less`: of every value. `soft`: the file has their softplus. `turned`: channels, which
-    come second in the file, are last. `planes`, `crossed`: as of `Projector`."""
+    """The file's tensors that a checkpoint tensor is made of, and the conversions to apply. Several are concatenated by rows."""
 
     tensors: tuple[GgufTensor, ...]
-    has_two_frames: bool = False
-    row_order: np.ndarray | None = None
-    offset: float = 0.0
-    is_softplus: bool = False
-    channels_last: bool = False
-    planar_colors: bool = False
-    swapped_axes: bool = False
+    has_two_frames: bool = False  # two tensors, stacked in a new third dimension
+    row_order: np.ndarray | None = None  # row in the file for each row; None for the same order
+    offset: float = 0.0  # subtracted from every value
+    is_softplus: bool = False  # the file holds the softplus of the values
+    channels_last: bool = False  # the channels, second in the file, come last
+    planar_colors: bool = False  # as in `Projector`
+    swapped_axes: bool = False  # as in `Projector`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,7 +60,7 @@ class TensorSource:
 
 
 def read_projector_header(path: Path) -> GgufHeader:
-    """Of a file of its own, or of what the file of a model holds to see with. Raises CheckpointError, ModelNotFound."""
+    """The header of an mmproj file, or of the vision part of a model file. Raises CheckpointError, ModelNotFound."""
     opened = open_regular_file(path)
     try:
         return _projector_part(read_gguf_header(path, opened.fd))
@@ -75,7 +73,7 @@ def _projector_part(header: GgufHeader) -> GgufHeader:
 
 
 class ProjectorStore(TensorStore):
-    """Raises CheckpointError for a tensor that no such file has, and for one of a type that is not read."""
+    """The tensors of one modality. Raises CheckpointError for an unknown tensor and for an unsupported tensor type."""
 
     def __init__(self, path: Path, config: ProjectorConfig) -> None:
         opened = open_regular_file(path)
@@ -109,7 +107,8 @@ class ProjectorStore(TensorStore):
         return np.ascontiguousarray(result[row_begin:row_end]).reshape(-1).view(np.uint8)
 
     def _values(self, tensor: GgufTensor, dtype: str) -> np.ndarray:
-        """In its shape, as values of `dtype` lie."""
+        """The values of a tensor in its shape: float32 for `dtype` F32, uint16 for 16-bit types. Raises CheckpointError for values out of
+        range."""
         raw = np.empty(tensor.nbytes, np.uint8)
         self.read_at(tensor.file, tensor.offset, memoryview(raw))
         if tensor.type == dtype:
@@ -125,8 +124,8 @@ class ProjectorStore(TensorStore):
 
 
 def gguf_row_order(checkpoint_name: str, projector: Projector, rows: int, heads: int) -> np.ndarray | None:
-    """Where in a file the `count` rows of a tensor of layers lie, int64 [count]; None where they lie in order. Raises ValueError for rows
-    that so many heads cannot share."""
+    """The row in the file for each of a layer tensor's rows, int64 [rows]; None for the same order. Raises ValueError for a number of rows
+    that does not divide into `heads`."""
     stem = checkpoint_name.rpartition(".")[0]
     if projector.deinterleaved_qk and stem.endswith(("q_proj", "k_proj")):
         if heads < 1 or rows % (2 * heads):
@@ -141,13 +140,13 @@ def gguf_row_order(checkpoint_name: str, projector: Projector, rows: int, heads:
 
 
 def _inverse_softplus(values: np.ndarray) -> np.ndarray:
-    """Of what values, float32, are the softplus; of what none is, as near as there is."""
+    """x with softplus(x) = values, float32; values of 0 are taken as the smallest positive float32."""
     positive = np.maximum(values.astype(np.float64), np.finfo(np.float32).tiny)
     return (positive + np.log(-np.expm1(-positive))).astype(np.float32)
 
 
 def _tensor_sources(header: GgufHeader, config: ProjectorConfig) -> Iterator[tuple[str, TensorSource]]:
-    """Of every tensor of a checkpoint by its name, as far as it is of that sense."""
+    """(checkpoint name, source) of every tensor of the modality. Raises CheckpointError."""
     path, projector, fused = header.path, config.projector, []
     for name, tensor in header.tensors.items():
         is_other_modality = name.startswith(AUDIO_PREFIXES) is not (config.modality is AUDIO_INPUT)
