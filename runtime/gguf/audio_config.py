@@ -17,12 +17,12 @@ from .audio_names import POSITION_EMBD
 HOP_LENGTH, SAMPLE_RATE = 160, 16_000  # samples between mel frames; samples per second
 CONV_STRIDE = 2  # mel frames per encoder position
 QFORMER_TENSOR = re.compile(r"a\.proj_blk\.([0-9]{1,4})\.(.+)")
-JsonPair = tuple[Mapping[str, object], Mapping[str, object]]
-TowerConfig = Mapping[str, object]
+JsonPair = tuple[Mapping[str, object], Mapping[str, object]]  # config.json and preprocessor_config.json
+TowerConfig = Mapping[str, object]  # sizes of the encoder, by their config.json keys
 
 
 def require_shape(header: GgufHeader, name: str, dimensions: int = 2) -> tuple[int, ...]:
-    """Of a tensor, which has so many dimensions. Raises CheckpointError."""
+    """The shape of a tensor. Raises CheckpointError if it is missing or has another number of dimensions."""
     found = header.tensors.get(name)
     if found is None:
         damaged(header.path, f"holds no tensor {name}")
@@ -32,12 +32,13 @@ def require_shape(header: GgufHeader, name: str, dimensions: int = 2) -> tuple[i
 
 
 def whisper_extractor(tower: TowerConfig, seconds: int) -> dict[str, object]:
+    """The preprocessor_config.json of Whisper's feature extractor."""
     return {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": tower["num_mel_bins"], "hop_length": HOP_LENGTH,
             "chunk_length": seconds}
 
 
 def _whisper(model_type: str) -> Callable[..., JsonPair]:
-    """Of a family whose encoder has a learned place for every row of a window."""
+    """A builder for families with a Whisper encoder, which has a learned position for every row of a window."""
     def build(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> JsonPair:
         num_positions = require_shape(header, POSITION_EMBD)[0]
         seconds, remainder = divmod(num_positions * CONV_STRIDE * HOP_LENGTH, SAMPLE_RATE)
@@ -55,7 +56,7 @@ def _whisper(model_type: str) -> Callable[..., JsonPair]:
     return build
 
 
-# Model type -> type of its encoder.
+# Model type -> model type of its audio_config.
 ENCODER_TYPES = {"audioflamingo3": "audioflamingo3_encoder", "qwen2_audio": "qwen2_audio_encoder", "voxtral": "voxtral_encoder"}
 
 
@@ -65,7 +66,7 @@ def _qwen2_5_omni(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str)
 
 
 def _qwen3_audio(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> JsonPair:
-    """Qwen 3 Omni, which is a mixture, or Qwen3-ASR, which is not."""
+    """Qwen3 Omni for a mixture-of-experts text model, else Qwen3-ASR."""
     model = "qwen3_omni_moe" if text == "qwen3vlmoe" else "qwen3_asr"
     encoder = "qwen3_omni_moe_audio_encoder" if text == "qwen3vlmoe" else "qwen3_asr_audio_encoder"
     channels = require_shape(header, "a.conv2d.1.weight", 4)[0]
@@ -74,7 +75,7 @@ def _qwen3_audio(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) 
 
 
 def _gemma4(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> JsonPair:
-    """The epsilon that files state is another than the model's (1e-6), by an oversight of the converter."""
+    """The epsilon of the file is not read: the converter writes another one than the model's 1e-6."""
     channels = [require_shape(header, f"a.conv1d.{number}.weight", 4)[0] for number in (0, 1)]
     sizes = {key: tower[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
     derived = {"subsampling_conv_channels": channels, "conv_kernel_size": require_shape(header, "a.blk.0.conv_dw.weight")[1],
@@ -91,7 +92,7 @@ def _gemma4_unified(header: GgufHeader, keys: Keys, tower: TowerConfig, text: st
 
 
 def _granite_speech(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> JsonPair:
-    """The adapter by which the first of these models were taught to hear is not spoken of: where it is, it is in the text part."""
+    """The LoRA adapter of early Granite Speech models is not part of an mmproj file: the text model has it merged."""
     width, ffn_width = keys.integer("embedding_length", high=1 << 16), keys.integer("feed_forward_length", high=1 << 20)
     channels, conv_kernel = require_shape(header, "a.blk.0.conv_dw.weight")
     heads = keys.integer("attention.head_count", high=1024)
@@ -119,6 +120,7 @@ def _granite_speech(header: GgufHeader, keys: Keys, tower: TowerConfig, text: st
         {"feature_extractor_type": "GraniteSpeechFeatureExtractor", "melspec_kwargs": {"n_mels": num_mels}}
 
 
+# Projector type -> builder of the JSON files.
 BUILDERS: Mapping[str, Callable[..., JsonPair]] = {
     "gemma4a": _gemma4, "gemma4ua": _gemma4_unified, "granite_speech": _granite_speech, "musicflamingo": _whisper("audioflamingo3"),
     "qwen2.5o":

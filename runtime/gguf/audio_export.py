@@ -24,18 +24,19 @@ from .audio_names import AUDIO_PROJECTORS, POSITION_EMBD
 from .projector_names import CLAMP_KINDS, CLIP, TENSOR_KINDS, Projector
 from .projector_tensors import ProjectorTensor, projector_tensor
 
-# Model type -> type of its projector's file.
+# Model type -> projector type.
 PROJECTOR_TYPES: Mapping[str, str] = {"audioflamingo3": "musicflamingo", "qwen2_audio": "qwen2a", "qwen3_asr": "qwen3a",
                                       "voxtral": "voxtral"}
-WINDOW_SAMPLES = 400  # samples of a frame
-DEFAULT_CHUNKING = 50, 800  # frames of half a piece, and of those that see each other: of all such models
-NUM_POSITIONS = 1500  # places that files have of those that follow from their number
+WINDOW_SAMPLES = 400  # of a mel frame
+DEFAULT_CHUNKING = 50, 800  # frames of half a chunk, and of an attention window, in every published Qwen3-ASR
+NUM_POSITIONS = 1500  # rows of the sinusoidal position table that files hold
+# Module of a Qwen3-ASR checkpoint -> the name that its projector table uses.
 QWEN3_ASR_NAMES = {"multi_modal_projector.linear_1": "audio_tower.proj1", "multi_modal_projector.linear_2": "audio_tower.proj2"}
 OMIT_MMPROJ_HINT = "leave out --mmproj"
 
 
 def metadata(encoder: WhisperTower | Qwen3Asr, name: str, kind: str) -> dict[str, Value]:
-    """The keys of the file of a model of this type. Raises UsageError for what such a file does not say."""
+    """Metadata of the mmproj file of a model type. Raises UsageError for settings that such a file cannot state."""
     sizes = encoder.sizes
     _check_defaults(encoder)
     stated: dict[str, Value] = {
@@ -49,6 +50,7 @@ def metadata(encoder: WhisperTower | Qwen3Asr, name: str, kind: str) -> dict[str
 
 
 def _check_defaults(encoder: WhisperTower | Qwen3Asr) -> None:
+    """Raises UsageError for an encoder that departs from what readers of such a file assume."""
     reason, bands = "which such a file does not say", encoder.sizes.bands
     samples = encoder.log_mel.samples if isinstance(encoder, Qwen3Asr) else CONV_STRIDE * encoder.sizes.max_positions * HOP_LENGTH
     if encoder.log_mel != LogMel(bands, WINDOW_SAMPLES, HOP_LENGTH, samples):
@@ -65,7 +67,7 @@ def _check_defaults(encoder: WhisperTower | Qwen3Asr) -> None:
 
 
 def file_tensors(store: TensorStore, kind: str) -> list[ProjectorTensor]:
-    """The tensors of the file, in the checkpoint's order. Raises CheckpointError for one that no such file has."""
+    """The tensors of the file in the checkpoint's order. Raises CheckpointError for one that no such file has."""
     projector, tensors = AUDIO_PROJECTORS[PROJECTOR_TYPES[kind]], []
     for stored, info in store.tensors.items():
         if is_of_tower(stored, kind):
@@ -74,7 +76,7 @@ def file_tensors(store: TensorStore, kind: str) -> list[ProjectorTensor]:
 
 
 def _map_tensor(checkpoint_name: str, info: TensorInfo, projector: Projector, store: TensorStore) -> Iterator[ProjectorTensor]:
-    """Biases of convolutions have a dimension for each over which they go."""
+    """The tensors of the file made from one of the checkpoint. Convolution biases get a dimension of 1 for each spatial dimension."""
     if POSITION_EMBD in projector.ignored:
         stem, _, kind = checkpoint_name.rpartition(".")
         checkpoint_name = f"{QWEN3_ASR_NAMES.get(stem, stem)}.{kind}"
@@ -90,7 +92,7 @@ def _map_tensor(checkpoint_name: str, info: TensorInfo, projector: Projector, st
 
 
 def gguf_name(checkpoint_name: str, projector: Projector, store: TensorStore, modality: Modality = AUDIO_INPUT) -> str:
-    """What a tensor of that sense is called in the file. Raises CheckpointError for one that no such file has."""
+    """The name in the file of a checkpoint tensor of a modality. Raises CheckpointError for one that no such file has."""
     full_names, layer_names, outer_names = ({ours: theirs for theirs, ours in names.items()}
                             for names in (projector.full_names, projector.layer_names, projector.outer_names))
     stem, _, kind = checkpoint_name.rpartition(".")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from .projector_names import Projector
 
-AUDIO_PREFIXES = ("a.", "mm.a.")  # of tensors that a model hears with
+AUDIO_PREFIXES = ("a.", "mm.a.")  # of audio tensors
 POSITION_EMBD = "a.position_embd.weight"
 
 _WHISPER = {"ln1": "self_attn_layer_norm", "ln2": "final_layer_norm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v":
@@ -32,6 +32,7 @@ def _whisper_projector(outer: Mapping[str, str], width: str, **more: object) -> 
     return Projector("audio_tower.layers.", _WHISPER, outer, width, blocks_prefix="a.blk", **more)
 
 
+# Projector type -> tensor names.
 AUDIO_PROJECTORS: Mapping[str, Projector] = {
     "qwen2a": _whisper_projector({**_WHISPER_OUTER, "mm.a.fc": "multi_modal_projector.linear"}, "mm.a.fc.weight",
                                  text_architectures=("qwen2",)),
@@ -56,7 +57,7 @@ AUDIO_PROJECTORS: Mapping[str, Projector] = {
         "mm.a.input_projection.weight", blocks_prefix="a.blk", full_names={"per_dim_scale.weight": "self_attn.per_dim_scale"},
         softplus_suffixes=("per_dim_scale.weight",), clamped_linears=frozenset(_CAUSAL_CONFORMER), text_architectures=("gemma4",)),
     "gemma4ua": Projector("", {}, {"mm.a.input_projection": "embed_audio.embedding_projection"}, "mm.a.input_projection.weight",
-                          text_architectures=("gemma4",)),  # which has no layers
+                          text_architectures=("gemma4",)),  # no layers
     "granite_speech": Projector(
         "encoder.layers.",
         {"ln1": "attn.pre_norm", "attn_q": "attn.to_q", "attn_k": "attn.to_k", "attn_v": "attn.to_v", "attn_out": "attn.to_out", "ln2":

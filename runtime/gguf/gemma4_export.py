@@ -28,14 +28,14 @@ from .projector_names import CLIP, PROJECTORS
 from .projector_tensors import ProjectorTensor, projector_tensor
 
 NAME, TYPES = "gemma4", {IMAGE_INPUT: "gemma4v", AUDIO_INPUT: "gemma4a"}
-IMAGE_SIZE = 224  # which no such model has, and readers want to have
-EPS, AUDIO_EPS = 1e-6, 1e-5  # the second is the converter's word, not the model's
-POOLING_KERNEL, TOKENS_PER_IMAGE = 3, 280
+IMAGE_SIZE = 224  # required by readers, unused by the model
+EPS, AUDIO_EPS = 1e-6, 1e-5  # the model has 1e-6 for both; the converter writes 1e-5 for audio
+POOLING_KERNEL, TOKENS_PER_IMAGE = 3, 280  # of every published model
 Encoders = Mapping[Modality, Eyes | Ears]
 
 
 def metadata(encoders: Encoders, name: str) -> dict[str, Value]:
-    """The keys of the file. Raises UsageError for what such a file does not say."""
+    """Metadata of the file. Raises UsageError for settings that such a file cannot state."""
     keys: dict[str, Value] = {}
     if (vision := encoders.get(IMAGE_INPUT)) is not None:
         _check_vision_defaults(vision)
@@ -79,7 +79,7 @@ def _check_audio_defaults(audio: Ears) -> None:
 
 
 def file_tensors(encoders: Encoders, store: TensorStore) -> list[ProjectorTensor]:
-    """The tensors of the file, in the checkpoint's order. Raises CheckpointError for one that no such file has."""
+    """The tensors of the file in the checkpoint's order. Raises CheckpointError for one that no such file has."""
     stored = {canonical_name(name): info for name, info in store.tensors.items() if is_of_tower(name, NAME)}
     return [each for own, info in stored.items() for each in _map_tensor(own, info, encoders, store)]
 

@@ -15,31 +15,29 @@ from dataclasses import dataclass, field, replace
 from ...offload.gguf_header import GgufHeader, GgufTensor, Value
 from .projector_names import CLIP, SECOND_FRAME_EMBD
 
-ENCODER_PREFIXES = ("v.", "mm.", "a.")  # how the tensors of towers begin
-ENCODER_SECTIONS = ("vision.", "mm.", "audio.")  # and keys, behind the architecture's name
+ENCODER_PREFIXES = ("v.", "mm.", "a.")  # of encoder tensors
+ENCODER_SECTIONS = ("vision.", "mm.", "audio.")  # of encoder keys, after the architecture's name
 LAYER_TENSOR = re.compile(r"v\.blk\.([0-9]{1,4})\.(.+)\.(weight|bias)")
-ROWS_IN_ORDER = f"{CLIP}.rows_in_order"  # made here: rows of q and k are halves of a head, as in the checkpoint
+ROWS_IN_ORDER = f"{CLIP}.rows_in_order"  # key added here: q and k have the checkpoint's row order
 IMAGE_HALF = [0.5, 0.5, 0.5]
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
 
 @dataclass(frozen=True)
 class OllamaVision:
-    """`text`: the architecture of llama.cpp's file of the text part, `type` that of its projector. Names of tensors without their kind:
-    `layer` parts of those within a layer, `outer` the others, each -> llama.cpp's. `usual`: keys that are left out, behind `clip.`, or made
-    of the others by `more`."""
+    """How Ollama's files of an architecture translate to llama.cpp's mmproj file. Tensor names are without their kind unless noted."""
 
-    text_architecture: str
-    projector_type: str
-    layer_names: Mapping[str, str]
-    outer_names: Mapping[str, str]
-    default_keys: Mapping[str, Value]
-    derived_keys: Callable[[GgufHeader], Mapping[str, Value]] = lambda header: {}
-    full_names: Mapping[str, str] = field(default_factory=dict)
+    text_architecture: str  # of llama.cpp's text model file
+    projector_type: str  # of llama.cpp's mmproj file
+    layer_names: Mapping[str, str]  # part of a layer -> llama.cpp's
+    outer_names: Mapping[str, str]  # tensor outside the layers -> llama.cpp's
+    default_keys: Mapping[str, Value]  # keys below `clip.` that the file leaves out
+    derived_keys: Callable[[GgufHeader], Mapping[str, Value]] = lambda header: {}  # keys below `clip.` computed from the file's
+    full_names: Mapping[str, str] = field(default_factory=dict)  # tensor with kind -> llama.cpp's
 
 
 def _gemma3(header: GgufHeader) -> dict[str, Value]:
-    """How many patches beside each other become one row."""
+    """The pooling factor: patches per side of a token."""
     data = header.metadata
     side, patch, rows = (data.get(f"gemma3.{key}", usual) for key, usual in (
         ("vision.image_size", 896), ("vision.patch_size", 14), ("mm.tokens_per_image", 256)))
@@ -87,11 +85,12 @@ OLLAMA_VISION: Mapping[str, OllamaVision] = {
         {"vision.image_mean": CLIP_MEAN, "vision.image_std": CLIP_STD, "use_silu": True, "vision.image_size": 560}, _qwen,
         {"v.patch_embd_0.weight": SECOND_FRAME_EMBD.removesuffix(".1"), "v.patch_embd_1.weight": SECOND_FRAME_EMBD}),
 }
-# Architecture -> a key as Ollama's converter calls it -> as llama.cpp's does.
+# Architecture -> key of Ollama's converter -> llama.cpp's.
 RENAMED_KEYS = {"gemma3": {"rope.local.freq_base": "rope.freq_base_swa", "rope.global.freq_base": "rope.freq_base"},
            "qwen25vl": {"rope.mrope_section": "rope.dimension_sections"}}
-# What files of Gemma 3 that see leave out, and of the sizes that state it wrongly (layers): how far positions are stretched.
+# Keys that Ollama's multimodal Gemma 3 files leave out.
 GEMMA3_DEFAULTS = {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1_000_000.0, "rope.freq_base_swa": 10_000.0}
+# Numbers of layers of the sizes with scaled RoPE, which the files omit, and of the size whose files state Gemma 2's logit softcapping.
 GEMMA3_SCALED_ROPE, GEMMA3_1B_LAYERS, GEMMA2_SOFTCAP = (34, 48, 62), 26, 30.0
 
 
@@ -119,14 +118,14 @@ def text_part(header: GgufHeader) -> GgufHeader:
 
 
 def _encoder_tensors(header: GgufHeader, name: str) -> frozenset[str]:
-    """The tensors of towers in the file of a model, which states how many layers one has."""
+    """Names of the encoders' tensors in a model file; empty unless the file states an encoder's number of layers."""
     if not any(f"{name}.{section}block_count" in header.metadata for section in ("vision.", "audio.")):
         return frozenset()
     return frozenset(each for each in header.tensors if each.startswith(ENCODER_PREFIXES))
 
 
 def _add_defaults(name: str, data: dict[str, Value]) -> None:
-    """What a file leaves to Ollama to know."""
+    """Add what Ollama's files leave implicit, and remove what they state wrongly."""
     if name == "gemma3":
         for key, value in GEMMA3_DEFAULTS.items():
             data.setdefault(f"gemma3.{key}", value)

@@ -40,7 +40,7 @@ from .projector_names import CLIP, DEEPSTACK_PARTS, PROJECTORS, SECOND_FRAME_EMB
 from .projector_store import CHANNELS, gguf_row_order
 from .projector_tensors import ProjectorTensor, projector_tensor
 
-# Model type -> type of its projector's file.
+# Model type -> projector type.
 PROJECTOR_TYPES: Mapping[str, str] = {
     "exaone4_5": "exaone4_5", "gemma3": "gemma3", "glm5_next": "glm5v", **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr"),
                                                                                         "glm4v"),
@@ -48,14 +48,14 @@ PROJECTOR_TYPES: Mapping[str, str] = {
     "lighton_ocr": "lightonocr", "llama4": "llama4", "llava": "mlp", "llava_next": "mlp", "minicpmv4_6": "minicpmv4_6",
     "mistral3": "pixtral", "qwen2_5_vl": "qwen2.5vl_merger", "qwen2_vl": "qwen2vl_merger",
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), "qwen3vl_merger")}
-TOWER_LAYER = re.compile(r"vision_tower\.encoder\.layers\.(\d+)\.(.+)")  # of LLaVA's towers
-SWAPPED_FFN = {"mlp.fc1": "mlp.fc2", "mlp.fc2": "mlp.fc1"}  # LLaVA's files call the FFN's second matrix its first
+TOWER_LAYER = re.compile(r"vision_tower\.encoder\.layers\.(\d+)\.(.+)")  # a layer's tensor in a LLaVA vision tower
+SWAPPED_FFN = {"mlp.fc1": "mlp.fc2", "mlp.fc2": "mlp.fc1"}  # LLaVA's files swap the names of the FFN's matrices
 QKV, IMG_BREAK = ".attn.qkv.", "v.token_embd.img_break"
-Keys = dict[str, Value]
+Keys = dict[str, Value]  # metadata, below `clip.vision.` unless noted
 
 
 def exportable_projector(folder: Path) -> Modality | None:
-    """The encoder that would be exported from the model in a folder; None where there is none to write."""
+    """The modality of the encoder that can be exported from a model folder; None if there is none."""
     kind = None if is_gguf(folder) else str(model_type_of(folder))
     if kind not in (*PROJECTOR_TYPES, *audio_export.PROJECTOR_TYPES, gemma4_export.NAME):
         return None
@@ -66,7 +66,7 @@ def exportable_projector(folder: Path) -> Modality | None:
 
 
 def require_encoders(folder: Path, config: ModelConfig) -> dict[Modality, VisionTower | AudioTower]:
-    """The encoder to export. Raises UsageError for a model without one, or with one that mmproj files do not support."""
+    """The encoders to export, by modality. Raises UsageError for a model without one, or with one that mmproj files do not support."""
     encoders = encoders_of(folder, config)
     if not encoders:
         raise UsageError(f"{folder} takes neither images nor audio", "leave out --mmproj")
@@ -102,7 +102,7 @@ def metadata(encoder: VisionTower, name: str, kind: str) -> Keys:
 
 
 def _image_size(encoder: VisionTower, projector: str) -> int:
-    """Of pictures, or of the square that has a place for every patch."""
+    """The image size that the file states: of the input, or of the square that the position embeddings span."""
     if projector == "lfm2":
         return LFM2_IMAGE_SIZE
     if projector.startswith(("exaone", "qwen")):
@@ -111,7 +111,7 @@ def _image_size(encoder: VisionTower, projector: str) -> int:
 
 
 def _llava(encoder: Llava) -> Keys:
-    """The layers that count are those of the file; which of them are read is said all the same: without that a reader may stop before."""
+    """The file holds only layers up to the last one read; it states those layers, because a reader may default to an earlier one."""
     if encoder.drops_first != encoder.tower.startswith("clip"):
         raise UsageError("its vision tower uses an unusual feature strategy, which an mmproj file cannot state",
                          "leave out --mmproj")
@@ -180,7 +180,7 @@ def _minicpm(encoder: MiniCpmV) -> Keys:
 
 
 def _qwen2_5(encoder: VisionTower) -> Keys:
-    """All patches see all in every so many layers, which is all that the file can say."""
+    """Full attention must be periodic, because the file states only the period."""
     depth = encoder.tower_config.integer("depth")
     full_attention_layers = sorted(encoder.tower_config.layers("fullatt_block_indexes", depth))
     if not full_attention_layers or full_attention_layers != list(range(full_attention_layers[0], depth, full_attention_layers[0] + 1)):
@@ -197,19 +197,20 @@ def _qwen3(encoder: VisionTower) -> Keys:
             "is_deepstack_layers": np.array([number in deepstack_layers for number in range(depth)], np.bool_)}
 
 
+# Projector type -> function of its keys beyond those of every encoder.
 EXTRA_KEYS: Mapping[str, Callable[[VisionTower], Keys]] = {
     "mlp": _llava, "idefics3": _idefics3, "pixtral": _pixtral, "lightonocr": _pixtral, "internvl": _internvl, "gemma3": _gemma3,
     "exaone4_5": _exaone, "glm4v": _glm, "glm5v": _glm5, "kimik25": _kimi, "lfm2": _lfm2, "llama4": _llama4, "minicpmv4_6": _minicpm,
     "qwen2vl_merger": _qwen, "qwen2.5vl_merger": _qwen2_5, "qwen3vl_merger": _qwen3}
-SEPARATE_QKV = ("qwen2vl_merger", "qwen2.5vl_merger")  # whose files have queries, keys and values each by itself
-KIMI_MIN_PATCHES, LFM2_IMAGE_SIZE = 8, 256  # of a picture, as such files say of Kimi's and of LFM2-VL's
+SEPARATE_QKV = ("qwen2vl_merger", "qwen2.5vl_merger")  # projector types whose files hold q, k and v separately
+KIMI_MIN_PATCHES, LFM2_IMAGE_SIZE = 8, 256  # written for every Kimi K2.5 and LFM2-VL model
 
 
 def file_tensors(encoder: VisionTower, store: TensorStore, kind: str) -> list[ProjectorTensor]:
-    """The file's tensors, in checkpoint order. Raises CheckpointError for one that no mmproj file has."""
+    """The file's tensors in checkpoint order. Raises CheckpointError for one that no mmproj file has."""
     projector, tensors = PROJECTORS[PROJECTOR_TYPES[kind]], []
     for stored, info in store.tensors.items():
-        if PROJECTOR_TYPES[kind] == "pixtral" and stored.endswith("embed_tokens.weight"):  # llama.cpp takes the end of a line from here
+        if PROJECTOR_TYPES[kind] == "pixtral" and stored.endswith("embed_tokens.weight"):  # llama.cpp reads it here
             tensors.append(projector_tensor(IMG_BREAK, info, lambda values: values[encoder.token_id("[IMG_BREAK]")], (info.shape[1],)))
         if is_of_tower(stored) and not stored.endswith("position_ids"):
             tensors += _map_tensor(canonical_name(stored), info, projector, encoder)
@@ -228,11 +229,11 @@ def _map_tensor(checkpoint_name: str, info: TensorInfo, projector: Projector, en
         return
     if projector is PROJECTORS["mlp"]:
         found = TOWER_LAYER.fullmatch(checkpoint_name)
-        if ".post_layernorm." in checkpoint_name or found and int(found[1]) >= max(encoder.wanted):  # which nothing is read behind
+        if ".post_layernorm." in checkpoint_name or found and int(found[1]) >= max(encoder.wanted):  # not read
             return
         if found and (stem := found[2].rpartition(".")[0]) in SWAPPED_FFN:
             checkpoint_name = checkpoint_name.replace(stem, SWAPPED_FFN[stem])
-    name = _gguf_name(checkpoint_name.replace("encoder.patch_embed.", "patch_embed."), projector, encoder)  # so some of Kimi's are called
+    name = _gguf_name(checkpoint_name.replace("encoder.patch_embed.", "patch_embed."), projector, encoder)  # as in some Kimi checkpoints
     if name in projector.channels_last:
         shape = (info.shape[0], CHANNELS, encoder.patch, encoder.patch)
         yield projector_tensor(name, info, lambda values: np.moveaxis(values.reshape(shape[0], *shape[2:], CHANNELS), -1, 1), shape)
@@ -267,7 +268,10 @@ def _gguf_name(checkpoint_name: str, projector: Projector, encoder: VisionTower)
 
 
 def export_projector(source: Path, out: Path, name: str, replace: bool = False) -> Iterator[Progress | Exported]:
-    """Write the encoder of the model in `source` to the file `out`; `name` becomes its title. Yields progress, the result last."""
+    """Write the encoder of the model in `source` to the file `out`; `name` becomes its title. Yields progress, the result last.
+
+    Raises UsageError if `out` exists (unless `replace`) or the model has no exportable encoder; DoesNotFit for a full disk.
+    """
     out = Path(os.path.abspath(out))
     check_output_name(out)
     if is_gguf(source):

@@ -11,14 +11,16 @@ from ...offload.safetensors_header import is_blob
 from ..hub import names_in
 from . import file_names
 
-SIDECAR_SUFFIXES = (".json", ".etag")  # beside a file in llama.cpp's cache, whose name begins with its repository's
-SNAPSHOTS = "snapshots"  # of a repository in the hub cache, a folder for each commit
+SIDECAR_SUFFIXES = (".json", ".etag")  # of files that llama.cpp's cache keeps beside a model; names there begin with the repository's
+SNAPSHOTS = "snapshots"  # folder of a hub cache repository with one folder per commit
 
 
 def sibling_projectors(model: Path) -> list[Path]:
-    """The projectors in the nearest folder that has any, one per model: of one in several precisions the preferred file. In llama.cpp's
-    cache, one folder for all, those noted for this model."""
-    if is_blob(model.name):  # which of thousands belong to it, names do not say
+    """The projectors in the nearest folder that has any, one per model: of one in several precisions the preferred file.
+
+    In llama.cpp's cache, a single folder for all models, only those of the model's repository.
+    """
+    if is_blob(model.name):  # a blob folder holds files of all models, named by hash
         return []
     for folder in _search_folders(model):
         names = names_in(folder)
@@ -40,6 +42,7 @@ def find_projector(model: Path) -> Path | None:
 
 
 def _search_folders(model: Path) -> list[Path]:
+    """The model's folder and, in the hub cache, its parents up to the snapshot's root, nearest first."""
     above = [model.parent, *model.parent.parents]
     whole = next((number for number, folder in enumerate(above) if folder.parent.name == SNAPSHOTS), 0)
     return above[: whole + 1]

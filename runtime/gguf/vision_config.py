@@ -16,14 +16,14 @@ from .projector_names import CLASS_EMBD, CLIP, DEEPSTACK_TENSOR, IMAGE_NEWLINE, 
 
 BICUBIC, BILINEAR, LANCZOS = 3, 2, 1
 QWEN_KEYS = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
-IDEFICS3_MAX_TILES = 4  # of Idefics 3's pictures, in a row at most, where the file does not say it
-# Least and most of a picture.
+IDEFICS3_MAX_TILES = 4  # per side of an image, if the file does not state the image size
+# Minimum and maximum pixels of an image by projector type.
 QWEN_PIXELS = {**dict.fromkeys(("exaone4_5", "qwen2vl_merger", "qwen2.5vl_merger", "qwen2.5o"), (56 * 56, 12_845_056)),
                "qwen3vl_merger": (65_536, 16_777_216)}
-GLM_PIXELS, KIMI_MAX_PATCHES = (112 * 112, 9_633_792), 16_384  # least and most of a film of two frames; most of a picture
+GLM_PIXELS, KIMI_MAX_PATCHES = (112 * 112, 9_633_792), 16_384  # pixels of a video of two frames (minimum, maximum); patches of an image
 
-JsonPair = tuple[Mapping[str, object], Mapping[str, object]]
-TowerConfig = Mapping[str, object]
+JsonPair = tuple[Mapping[str, object], Mapping[str, object]]  # config.json and preprocessor_config.json
+TowerConfig = Mapping[str, object]  # sizes of the encoder, by their config.json keys
 
 
 def _square_size(tower: TowerConfig) -> dict[str, object]:
@@ -35,7 +35,7 @@ def _activation(keys: Values, gelu: str) -> str:
 
 
 def _llava(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
-    """LLaVA 1.5 and 1.6. Such a file holds the layers that count: without a word of others, what its last one made is projected."""
+    """LLaVA 1.5 and 1.6. The file holds only layers up to the last one read; without `feature_layer` the last one is projected."""
     clip, tiles = CLASS_EMBD in header.tensors, any(name in header.tensors for name in IMAGE_NEWLINE)
     config = {
         "model_type": "llava_next" if tiles else "llava", "vision_feature_layer": keys.get("feature_layer") or tower["num_hidden_layers"],
@@ -70,7 +70,7 @@ def _pixtral(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) ->
 
 
 def _lighton(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
-    """Pictures are made of whole patches, as all its folders say."""
+    """Images are resized to whole patches, as in all of its checkpoints."""
     config, processor = _pixtral(header, keys, tower, text)
     return {**config, "model_type": "lighton_ocr"}, {**processor, "patch_size": {side: tower["patch_size"] for side in ("height", "width")}}
 
@@ -105,7 +105,7 @@ def _qwen(kind: str, add_keys: Callable[[GgufHeader, Values, dict[str, object]],
         min_pixels, max_pixels = (keys.get(name, usual) for name, usual in zip(names, QWEN_PIXELS[kind], strict=True))
         model, tower_type = FIXED_MODEL_TYPES.get(kind) or (MODEL_TYPES[text], vision["model_type"])
         if (model, header.metadata.get(HAS_ENCODER_KEY.format(MODALITY_NAMES[AUDIO_INPUT]))) == ("qwen3_vl_moe",
-                                                                                                 True):  # no other of these hears
+                                                                                                 True):  # the only one of these with audio
             model = "qwen3_omni_moe"
         return ({"model_type": model, "vision_config": {**vision, "model_type": tower_type}},
                 {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": min_pixels, "max_pixels": max_pixels, "resample": BICUBIC})
@@ -113,18 +113,18 @@ def _qwen(kind: str, add_keys: Callable[[GgufHeader, Values, dict[str, object]],
     return build
 
 
-# Architecture of a text part -> the model type whose positions go by place.
+# Architecture of the text model -> model type with M-RoPE.
 MODEL_TYPES = {"qwen2vl": "qwen2_5_vl", "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "qwen35": "qwen3_5",
                "qwen35moe": "qwen3_5_moe"}
 
 
-# Type -> those of the model and of its tower, whatever the text part.
+# Projector type -> (model type, model type of its vision_config), for any text model.
 FIXED_MODEL_TYPES = {"exaone4_5": ("exaone4_5", "exaone4_5_vision"), "qwen2.5o": ("qwen2_5_omni", "qwen2_5_omni_vision_encoder"),
        "qwen2vl_merger": ("qwen2_vl", "qwen2_vl_vision")}
 
 
 def _add_qwen2(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
-    """Sizes by other names: what the tower's width is called elsewhere is the text part's."""
+    """Qwen2-VL calls the encoder's width `embed_dim`; its `hidden_size` is the text model's."""
     reader = Keys(keys, f"{header.path}: {CLIP}.vision")
     width, ffn_width = reader.integer("embedding_length", high=1 << 16), reader.integer("feed_forward_length", high=1 << 20)
     if ffn_width % width:
@@ -133,7 +133,7 @@ def _add_qwen2(header: GgufHeader, keys: Values, vision: dict[str, object]) -> N
 
 
 def _add_qwen2_5(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
-    """All patches see all in every so many layers. How many positions a second of a film counts is as in all folders."""
+    """Full attention in every n-th layer. `tokens_per_second` is the same in all checkpoints."""
     reader = Keys(keys, f"{header.path}: {CLIP}.vision")
     period, depth = reader.integer("n_wa_pattern", high=1 << 10), reader.integer("block_count", high=1 << 10)
     vision |= {"model_type": "qwen2_5_vl", "hidden_act": _activation(keys, "gelu_pytorch_tanh"), "window_size": keys.get("window_size"),
@@ -156,7 +156,7 @@ def _add_qwen3(header: GgufHeader, keys: Values, vision: dict[str, object]) -> N
 
 
 def _lfm2(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
-    """A file holds the layers that count."""
+    """The file holds only layers up to the last one read."""
     vision = {"model_type": "siglip2_vision_model", **tower, "num_patches": require_tensor(header, "v.position_embd.weight").shape[0],
               "hidden_act": _activation(keys, "gelu_pytorch_tanh")}
     factor = keys.get("projector.scale_factor", 2)
@@ -167,7 +167,7 @@ def _lfm2(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> Js
 
 
 def _gemma4(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
-    """Sizes of heads and how many places there are follow from tensors."""
+    """Head size and number of positions are read off tensor shapes."""
     q_proj, heads = require_tensor(header, "v.blk.0.attn_q.weight"), tower["num_attention_heads"]
     position_shape = require_tensor(header, "v.position_embd.weight").shape
     vision = {"model_type": "gemma4_vision", **tower, "head_dim": q_proj.shape[0] // heads if type(heads) is int and heads > 0 else heads,
@@ -178,7 +178,7 @@ def _gemma4(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> 
 
 
 def _gemma4_unified(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
-    """Squares of how many patches become a row follows from the matrix that makes it."""
+    """The pooling factor is read off the shape of the patch embedding."""
     reader = Keys({"attention.layer_norm_epsilon": 1e-6, **keys}, f"{header.path}: {CLIP}.vision")
     patch, shape = reader.integer("patch_size", high=1 << 10), require_tensor(header, "v.patch_embd.weight").shape
     pooling, position_shape = isqrt(shape[-1] // 3) // patch, require_tensor(header, "v.position_embd.weight").shape
@@ -193,8 +193,7 @@ def _gemma4_unified(header: GgufHeader, keys: Values, tower: TowerConfig, text: 
 
 
 def _glm(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
-    """GLM-OCR has no places for patches. Otherwise the file states how wide the FFN behind all layers is; those of layers are as wide as
-    the text part."""
+    """GLM-OCR has no position embeddings. For the others the file's FFN width is that of the merger; layers have the text model's width."""
     is_ocr, pixel_limits = "v.position_embd.weight" not in header.tensors, dict(zip(("min_pixels", "max_pixels"), GLM_PIXELS, strict=True))
     model = "glm_ocr" if is_ocr else "glm4v_moe" if text == "glm4moe" else "glm4v"
     vision = {QWEN_KEYS.get(name, name): value for name, value in tower.items()}
@@ -207,7 +206,7 @@ def _glm(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> Jso
 
 
 def _glm5(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
-    """Squares of how many points a picture has, and at what its FFNs are cut off, is stated."""
+    """The file also states the image size limits in pixels, and the clamp of the FFN's gates."""
     config, _ = _glm(header, keys, tower, text)
     reader, vision = Keys(keys, f"{header.path}: {CLIP}.vision"), config["vision_config"]
     pixels_per_token = (reader.integer("patch_size", high=1 << 10) * reader.integer("spatial_merge_size", 2, high=16)) ** 2
@@ -228,8 +227,7 @@ def _llama4(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> 
 
 
 def _kimi(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
-    """A picture has at most so many points that are made into patches. Files of Kimi-VL do not say it, and
-    have their places in one row."""
+    """Files of Kimi K2.5 state the maximum pixels of an image; those of Kimi-VL do not, and flatten the position table."""
     reader, position_shape = Keys(keys, f"{header.path}: {CLIP}.vision"), require_tensor(header, "v.position_embd.weight").shape
     merge, patch = reader.integer("projector.scale_factor", 2, high=16), reader.integer("patch_size", high=1 << 10)
     vision = {**tower, "hidden_act": "gelu_pytorch_tanh", "merge_kernel_size": [merge] * 2}
@@ -252,7 +250,7 @@ def _position_table(shape: tuple[int, ...]) -> dict[str, int]:
 
 
 def _minicpm(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
-    """Its size is that of slices; how many places there are follows from their tensor."""
+    """The file's image size is that of slices; the number of positions is read off their tensor."""
     reader, num_positions = Keys(keys, f"{header.path}: {CLIP}.vision"), require_tensor(header, "v.position_embd.weight").shape[0]
     patch, layers, merge = reader.integer("patch_size", high=1 << 10), keys.get("wa_layer_indexes"), keys.get("projector.scale_factor", 4)
     if merge not in (2, 4):
@@ -267,7 +265,7 @@ def _minicpm(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) ->
 
 
 def _gemma3n(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
-    """A patch is so many rows' share of a picture's side. The tower's words, and then those of what hears, end the vocabulary."""
+    """The vocabulary ends with the vision tokens, followed by the audio tokens."""
     reader, vision_vocab = Keys(keys, f"{header.path}: {CLIP}.vision"), require_tensor(header, "mm.embedding.weight").shape[0]
     audio_vocab = header.tensors["mm.a.embedding.weight"].shape[0] if "mm.a.embedding.weight" in header.tensors else vision_vocab
     tokens_per_image = reader.integer("image_size", high=1 << 14) // reader.integer("patch_size", high=1 << 14)
@@ -278,7 +276,7 @@ def _gemma3n(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) ->
 
 
 def _paddle(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
-    """Its size is that of the largest picture; how many places there are follows from their tensor."""
+    """The file's image size is that of the largest image; the number of positions is read off their tensor."""
     patch, num_positions = tower["patch_size"], require_tensor(header, "v.position_embd.weight").shape[0]
     pixel_limits = {f"{bound}_pixels": keys.get(f"image_{bound}_pixels") for bound in ("min", "max")}
     vision = {"model_type": "paddleocr_vl_vision", **tower, "image_size": isqrt(num_positions) * patch if type(patch) is int else patch,
@@ -288,7 +286,7 @@ def _paddle(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> 
 
 
 def _hunyuan(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
-    """Of its places the file has those of patches alone."""
+    """The file holds only the position embeddings of patches."""
     patch, num_positions = tower["patch_size"], require_tensor(header, "v.position_embd.weight").shape[0]
     pixel_limits = {f"{bound}_pixels": keys.get(f"image_{bound}_pixels") for bound in ("min", "max")}
     vision = {"model_type": "hunyuan_vl_vision", **tower, "max_image_size": isqrt(num_positions) * patch if type(patch) is int else patch,
@@ -297,6 +295,7 @@ def _hunyuan(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) ->
     return {"model_type": "hunyuan_vl", "vision_config": vision}, {"image_processor_type": "HunYuanVLImageProcessor", **pixel_limits}
 
 
+# Projector type -> builder of the JSON files.
 BUILDERS: Mapping[str, Callable[..., JsonPair]] = {
     "exaone4_5": _qwen("exaone4_5", _add_exaone), "gemma3": _gemma3, "gemma3nv": _gemma3n, "gemma4uv": _gemma4_unified, "gemma4v": _gemma4,
     "glm4v": _glm, "glm5v": _glm5, "hunyuanocr": _hunyuan, "hunyuanvl": _hunyuan, "idefics3": _idefics3, "internvl": _internvl,
