@@ -17,50 +17,51 @@ from .state_shape import StateShape
 
 @dataclass(frozen=True)
 class CcaShape(StateShape):
-    """`heads` of queries and `kv_heads` of keys and of values, `depth` wide. Slots are small, so several are kept as rollback points."""
+    """Heads and convolutions of a layer. Slots are small, so several are kept as rollback points."""
 
     title: ClassVar[str] = "convolutions of queries and keys"
     rollback_slots: ClassVar[int] = 14
-    heads: int
-    kv_heads: int
-    depth: int
-    first: int
-    second: int
+    heads: int  # query heads
+    kv_heads: int  # key heads, and value heads
+    depth: int  # channels per head
+    first: int  # taps of the convolution per channel
+    second: int  # taps of the convolution per head
 
     @property
     def taps(self) -> int:
-        """Tokens that one output depends on: its own and those kept in the slots."""
+        """Tokens that one output depends on: the current one and those in the slot."""
         return self.first + self.second - 1
 
     @property
-    def convolved(self) -> int:
+    def qk_channels(self) -> int:
         """Channels of queries and keys together."""
         return (self.heads + self.kv_heads) * self.depth
 
     @property
-    def half(self) -> int:
+    def half_value_channels(self) -> int:
         """Value channels taken from the current token, and as many from the previous one."""
         return self.kv_heads * self.depth // 2
 
     @property
     def channels(self) -> int:
-        return self.convolved + self.half
+        """What a slot keeps per token: the channels that are convolved and the delayed half of the values."""
+        return self.qk_channels + self.half_value_channels
 
     @property
     def values(self) -> int:
         return self.heads * self.depth
 
     @property
-    def products(self) -> tuple[int, ...]:
-        return (self.channels + self.half,)
+    def projection_widths(self) -> tuple[int, ...]:
+        return (self.channels + self.half_value_channels,)
 
     @property
-    def recent(self) -> int:
+    def log_floats_per_token(self) -> int:
         return self.channels
 
     def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: inputs and outputs of both convolutions, the residual sums, and the resulting queries, keys and values."""
-        return (tokens + self.taps) * 9 * self.channels + self.convolved * self.depth * self.second
+        return (tokens + self.taps) * 9 * self.channels + self.qk_channels * self.depth * self.second
 
     def described(self) -> str:
-        return f"{self.convolved} channels over {self.taps} tokens, and values of the token before"
+        return f"{self.qk_channels} channels over {self.taps} tokens, and values of the token before"

@@ -8,9 +8,9 @@ own, for which each token provides a second row, stored in front of the one for 
 A key is complete once its last token is known. Until then the state holds an online softmax per channel: running maximum, sum of
 exponentials, and weighted sum. With overlap there are two keys in progress, the one completed next and the one after it:
 
-    state   most[width]  sum[width]  weighed[width]   of the next key, with overlap of the second too; then those of the index
+    state   maximum[width]  sum[width]  weighted_sum[width]   of the next key, with overlap also of the second; then those of the index
 
-Completed keys are stored row by row, by number; keys scored by an indexer are stored as `indexer_shape.py` says.
+Completed keys are stored row by row, by number; the layout of keys that an indexer scores is in `indexer_shape.py`.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from .state_shape import StateShape
 
 @dataclass(frozen=True)
 class CompressedShape(StateShape):
-    """Widths of a layer's compressed keys, and of the state of those that are incomplete."""
+    """Widths of a layer's compressed keys, and of the state of incomplete ones."""
 
     title: ClassVar[str] = "compressed keys"
     rollback_slots: ClassVar[int] = 6
     taps: ClassVar[int] = 1
     width: int  # channels of a key
     tokens_per_key: int
-    overlaps: bool  # a key covers the tokens of the one before it too
-    rope: int  # last channels of a key, which are rotated
-    index_dim: int  # channels of the index key beside it; 0: none
-    window: int  # tokens that are seen one by one
-    leading_products: tuple[int, ...]  # widths of the layer's other projections in front of those of the keys
-    trailing_products: tuple[int, ...]  # ... and behind them
-    state_size: int  # floats of a state, equal in all layers of a model
+    overlaps: bool  # a key also covers the tokens of the previous one
+    rope: int  # rotated channels, the last ones of a key
+    index_dim: int  # channels of the indexer's key for the same tokens; 0: the layer has no indexer
+    window: int  # latest tokens, which are attended to uncompressed
+    leading_products: tuple[int, ...]  # widths of the layer's other projections that precede those of the keys
+    trailing_products: tuple[int, ...]  # widths of those that follow them
+    state_size: int  # floats of a state, the same in all layers of a model
 
     @property
     def rows_per_token(self) -> int:
-        """Rows per token, stored one after the other."""
+        """Rows that a token provides, stored one after the other: one per key that covers it."""
         return 2 if self.overlaps else 1
 
     @property
-    def own_floats(self) -> int:
-        """Of a state of this layer."""
+    def layer_state_floats(self) -> int:
+        """Floats used of a state of this layer, at most `state_size`."""
         return 3 * self.rows_per_token * (self.width + self.index_dim)
 
     @property
@@ -58,26 +58,27 @@ class CompressedShape(StateShape):
         return 0
 
     @property
-    def pooled_products(self) -> tuple[int, ...]:
+    def pooled_projection_widths(self) -> tuple[int, ...]:
         """Widths of a token's projections: rows and their softmax logits, for the keys and for the index keys."""
         return (*[self.rows_per_token * self.width] * 2, *([self.rows_per_token * self.index_dim] * 2 if self.index_dim else ()))
 
     @property
-    def products(self) -> tuple[int, ...]:
-        return (*self.leading_products, *self.pooled_products, *self.trailing_products)
+    def projection_widths(self) -> tuple[int, ...]:
+        return (*self.leading_products, *self.pooled_projection_widths, *self.trailing_products)
 
     @property
     def state_floats(self) -> int:
         return self.state_size
 
     @property
-    def recent(self) -> int:
+    def log_floats_per_token(self) -> int:
         """Also holds the start and the number of tokens of the pass, as two int64."""
-        return sum(self.pooled_products) + 4
+        return sum(self.pooled_projection_widths) + 4
 
     def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: projections and, for those that form keys, their logits padded to whole keys, exponentials and sums."""
-        return (tokens + 2 * self.tokens_per_key) * (sum(self.products) + 6 * sum(self.pooled_products)) + 12 * self.own_floats
+        floats_per_token = sum(self.projection_widths) + 6 * sum(self.pooled_projection_widths)
+        return (tokens + 2 * self.tokens_per_key) * floats_per_token + 12 * self.layer_state_floats
 
     def described(self) -> str:
         return f"a key of {self.width} channels for {self.tokens_per_key} tokens"

@@ -10,12 +10,12 @@ from .state_shape import StateShape
 
 @dataclass(frozen=True)
 class ConvShape(StateShape):
-    """`width` channels, each convolved over `taps` tokens. Slots are small, so several are kept as rollback points."""
+    """Width and taps of a layer's convolution. Slots are small, so several are kept as rollback points."""
 
     title: ClassVar[str] = "short convolution"
     rollback_slots: ClassVar[int] = 14
-    width: int
-    taps: int
+    width: int  # channels, each convolved on its own
+    taps: int  # tokens per output
 
     @property
     def channels(self) -> int:
@@ -26,12 +26,12 @@ class ConvShape(StateShape):
         return self.width
 
     @property
-    def products(self) -> tuple[int, ...]:
+    def projection_widths(self) -> tuple[int, ...]:
         """One projection: input gates, output gates, and the values to convolve."""
         return (3 * self.width,)
 
     @property
-    def recent(self) -> int:
+    def log_floats_per_token(self) -> int:
         return self.width
 
     def gpu_workspace_floats(self, tokens: int) -> int:

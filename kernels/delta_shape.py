@@ -14,21 +14,17 @@ from .state_shape import CHUNK_TOKENS, StateShape
 
 @dataclass(frozen=True)
 class DeltaShape(StateShape):
-    """Numbers of key (and query) heads and of value heads, their widths, and the taps of the convolution over all of them.
-
-    Value heads that share a key head are adjacent; with `tiled` they cycle through all key heads instead, as in GGUF files. `beta_scale`:
-    factor applied to betas. `sigmoid_gate`: output gates are plain sigmoids.
-    """
+    """Heads and convolution of a layer with a gated delta rule."""
 
     title: ClassVar[str] = "linear attention"
-    key_heads: int
+    key_heads: int  # of queries too
     value_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int
-    tiled: bool = False
-    beta_scale: float = 1.0
-    sigmoid_gate: bool = False
+    key_dim: int  # channels per key head
+    value_dim: int  # channels per value head
+    taps: int  # of the convolution over queries, keys and values
+    tiled: bool = False  # value heads cycle through the key heads, as in GGUF files; else those that share a key head are adjacent
+    beta_scale: float = 1.0  # factor of betas
+    sigmoid_gate: bool = False  # the activation of output gates is sigmoid instead of SiLU
 
     @property
     def keys(self) -> int:
@@ -44,7 +40,7 @@ class DeltaShape(StateShape):
         return 2 * self.keys + self.values
 
     @property
-    def products(self) -> tuple[int, ...]:
+    def projection_widths(self) -> tuple[int, ...]:
         """Projections: convolution inputs, output gates, betas and decays."""
         return self.channels, self.values, self.value_heads, self.value_heads
 
@@ -57,7 +53,7 @@ class DeltaShape(StateShape):
         return self.value_heads * self.value_dim * self.key_dim
 
     @property
-    def recent(self) -> int:
+    def log_floats_per_token(self) -> int:
         return 2 * (self.channels + self.value_heads)
 
     def gpu_workspace_floats(self, tokens: int) -> int:

@@ -49,7 +49,7 @@ def _pass(dims: Dims, tokens: int, largest_raw: int, largest_low_bit: int) -> in
     if dims.v_head_dim:  # also before padding
         projected += F32_NBYTES * (2 * queries + 2 * keys)
     if dims.output_group_width:  # also the inputs of compressed keys, and of the grouped output projections
-        projected += F32_NBYTES * tokens * (sum(dims.recurrent.products) + 2 * dims.output_group_width + queries // tokens)
+        projected += F32_NBYTES * tokens * (sum(dims.recurrent.projection_widths) + 2 * dims.output_group_width + queries // tokens)
         projected += _choice(dims, tokens)
     mlp = F32_NBYTES * tokens * (3 * dims.hidden_size + 4 * dims.intermediate_size)
     if dims.num_experts:

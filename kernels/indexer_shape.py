@@ -8,7 +8,7 @@ Selection is in units of `block_size` consecutive tokens. Each query selects its
 
 Keys of several tokens may be `pooled`, the mean of them (Qwen 4, QSA). A unit is then these tokens. Tokens after the last complete unit
 have no key yet and are always visible: they form one extra unit at the end of every selection. Behind the key blocks lie the tokens'
-contributions to their means, [tokens, row], from which an incomplete key is rebuilt wherever a text is cut. With `weighted_pooling` (GLM
+contributions to their means, [tokens, row], from which an incomplete key is rebuilt when a text is truncated. With `weighted_pooling` (GLM
 5.3) a row holds the values and one logit per channel; a softmax of the logits over the tokens gives the weights.
 """
 
@@ -23,17 +23,18 @@ from .layout import PAGE, STORED_BYTES
 class IndexShape:
     """Widths of an indexer and the units in which it selects."""
 
-    heads: int  # of index queries
+    heads: int  # index query heads
     width: int  # channels of an index key
-    rope: int  # channels that are rotated
+    rope: int  # rotated channels of an index key
     top_k: int  # units that a query selects
     block_size: int = 1  # tokens per unit
-    per_head: bool = False  # every head selects for a key-value head of its own, a unit by its best token; else one selection for all, by
-    # the sum over heads of positive scores, each times a weight that the token provides
-    local_blocks: int = 0  # units that are always selected: the token's own and those before it
-    tokens_per_key: int = 1  # a key is visible once its last token is; a unit is then a key, or with `pooled` the tokens of one
+    # True: each head selects for one key-value head, scoring a unit by its best token. False: one selection for all heads, by the sum over
+    # heads of positive scores, each times a weight that the token provides.
+    per_head: bool = False
+    local_blocks: int = 0  # units that are always selected: that of the token and those just before it
+    tokens_per_key: int = 1  # above 1, a unit is a key, or with `pooled` the tokens of a key; a key is visible once its last token is
     pooled: bool = False  # a key is the mean of its tokens' rows
-    weighted_pooling: bool = False  # ... under a softmax of logits that the tokens provide
+    weighted_pooling: bool = False  # the mean is weighted by a softmax of logits that the tokens provide
 
     @property
     def groups(self) -> int:

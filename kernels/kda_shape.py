@@ -16,25 +16,24 @@ CHUNK_TOKENS = 16  # tokens of a prompt that torch processes at once; small, sin
 
 @dataclass(frozen=True)
 class KdaShape(DeltaShape):
-    """As many key heads as value heads, of one width. `low_rank_gates`: gates and decays are made by two matrices, through a narrow
-    intermediate; else by one. `decay_bound`: lower bound of a decay's logarithm, None for no bound."""
+    """`DeltaShape` with as many key heads as value heads, all of one width, and a decay per key channel."""
 
     title: ClassVar[str] = "linear attention by channel"
-    low_rank_gates: bool = True
-    decay_bound: float | None = None
+    low_rank_gates: bool = True  # gates and decays are products of two matrices, through a low-rank intermediate; else of one matrix
+    decay_bound: float | None = None  # lower bound of the logarithm of a decay; None: unbounded
 
     @classmethod
     def of(cls, heads: int, head_dim: int, taps: int, low_rank_gates: bool = True, decay_bound: float | None = None) -> KdaShape:
         return cls(heads, heads, head_dim, head_dim, taps, low_rank_gates=low_rank_gates, decay_bound=decay_bound)
 
     @property
-    def products(self) -> tuple[int, ...]:
+    def projection_widths(self) -> tuple[int, ...]:
         """Projections: convolution inputs, inputs of the output gates and of the decays, and betas."""
         gates, decays = (self.value_dim, self.key_dim) if self.low_rank_gates else (self.values, self.keys)
         return self.channels, gates, decays, self.value_heads
 
     @property
-    def widened(self) -> tuple[int, ...]:
+    def inner_projection_widths(self) -> tuple[int, ...]:
         """Output gates and decays, computed by a second product."""
         return (self.values, self.keys) if self.low_rank_gates else ()
 
@@ -43,7 +42,7 @@ class KdaShape(DeltaShape):
         return self.keys + self.value_heads
 
     @property
-    def recent(self) -> int:
+    def log_floats_per_token(self) -> int:
         return 2 * self.channels + self.gates
 
     def gpu_workspace_floats(self, tokens: int) -> int:

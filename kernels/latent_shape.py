@@ -17,14 +17,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LatentShape:
-    """`rank`: channels of the latent. Per head: `nope` key channels without and `rope` with rotary positions, `value` value channels.
-    `query_rank`: width of the latent that queries are made from, None if they are made from the residual stream."""
+    """Widths of the latent and of a head (in config.json: kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, q_lora_rank)."""
 
-    rank: int
-    nope: int
-    rope: int
-    value: int
-    query_rank: int | None = None
+    rank: int  # channels of the latent
+    nope: int  # key channels per head without rotary positions
+    rope: int  # key channels with rotary positions, shared by all heads
+    value: int  # value channels per head
+    query_rank: int | None = None  # channels of the latent of queries; None: queries are projected from the residual stream
 
     @property
     def key(self) -> int:
@@ -37,13 +36,13 @@ class LatentShape:
         return self.nope + self.rope
 
     @property
-    def made(self) -> int:
+    def kv_b_rows(self) -> int:
         """Rows of `kv_b` per head."""
         return self.nope + self.value
 
 
 def widest(shapes: Sequence[LatentShape]) -> LatentShape:
-    """A shape with room for the tokens of layers of any of these shapes."""
+    """The largest width of each kind: a shape for buffers that layers of all these shapes share."""
     ranks = [shape.query_rank for shape in shapes if shape.query_rank is not None]
     widths = (max(getattr(shape, name) for shape in shapes) for name in ("rank", "nope", "rope", "value"))
     return LatentShape(*widths, max(ranks, default=None))

@@ -14,12 +14,12 @@ from .state_shape import CHUNK_TOKENS, StateShape
 
 @dataclass(frozen=True)
 class LightningShape(StateShape):
-    """Number of heads and the width shared by values, keys and queries. There is no convolution: the activation counts as one tap."""
+    """Heads of a layer with lightning attention."""
 
     title: ClassVar[str] = "linear attention"
     heads: int
-    head_dim: int
-    taps: int = 1
+    head_dim: int  # channels per head of queries, keys and values alike
+    taps: int = 1  # there is no convolution: the activation counts as one tap
 
     @property
     def values(self) -> int:
@@ -31,7 +31,7 @@ class LightningShape(StateShape):
         return 3 * self.values
 
     @property
-    def products(self) -> tuple[int, ...]:
+    def projection_widths(self) -> tuple[int, ...]:
         """Projections: activation inputs and output gates."""
         return self.channels, self.values
 
@@ -40,7 +40,7 @@ class LightningShape(StateShape):
         return self.values * self.head_dim
 
     @property
-    def recent(self) -> int:
+    def log_floats_per_token(self) -> int:
         return 2 * self.channels
 
     def gpu_workspace_floats(self, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""State layout of a Mamba layer: per channel `depth` numbers, each with its own decay, S[values, depth].
+"""State layout of a Mamba layer: a state S[values, depth], in which every number of a channel has its own decay.
 
 For rollback, the log of a pass of up to T = MAX_DECODE_TOKENS tokens holds its convolution inputs and outputs, [T, values] each, and steps,
 B and C [T, values + 2 * depth].
@@ -16,16 +16,15 @@ CHUNK_TOKENS = 32  # tokens of a prompt that torch processes at once, with a sta
 
 @dataclass(frozen=True)
 class Mamba1Shape(StateShape):
-    """`values` channels; `rank` numbers of which their steps are made, and `taps` of their convolution, which may be `biased`. `normed`:
-    what steps, B and C are made of is."""
+    """Widths of a Mamba mixer (in config.json: intermediate_size, state_size, time_step_rank, conv_kernel)."""
 
     title: ClassVar[str] = "state spaces"
-    width: int
-    depth: int
-    rank: int
-    taps: int
-    biased: bool = True
-    normed: bool = False
+    width: int  # channels
+    depth: int  # state size per channel
+    rank: int  # width of the low-rank input of the time steps
+    taps: int  # of the convolution
+    biased: bool = True  # the convolution has a bias
+    normed: bool = False  # the inputs of steps, B and C are normed
 
     @property
     def values(self) -> int:
@@ -36,13 +35,13 @@ class Mamba1Shape(StateShape):
         return self.width
 
     @property
-    def products(self) -> tuple[int, ...]:
+    def projection_widths(self) -> tuple[int, ...]:
         """Projections: convolution inputs and output gates."""
         return self.width, self.width
 
     @property
-    def widened(self) -> tuple[int, ...]:
-        """From the convolution's output: the low-rank input of the steps, B and C; then the steps."""
+    def inner_projection_widths(self) -> tuple[int, ...]:
+        """The projections of the convolution's output: the low-rank input of the steps; B and C; then the steps."""
         return self.rank, 2 * self.depth, self.width
 
     @property
@@ -54,7 +53,7 @@ class Mamba1Shape(StateShape):
         return self.width * self.depth
 
     @property
-    def recent(self) -> int:
+    def log_floats_per_token(self) -> int:
         return 2 * self.width + self.gates
 
     def gpu_workspace_floats(self, tokens: int) -> int:

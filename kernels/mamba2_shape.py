@@ -14,17 +14,16 @@ from .state_shape import CHUNK_TOKENS, StateShape
 
 @dataclass(frozen=True)
 class Mamba2Shape(StateShape):
-    """Heads and the width of one; `depth` numbers remember each of its channels. Heads in one of `groups`, side by side, are written and
-    read by the same B and C. `taps` of the convolution over all of these, which may be `biased`. `normed`: what is read is, in groups."""
+    """Widths of a Mamba 2 mixer (in config.json: num_heads, head_dim, n_groups, state_size, conv_kernel)."""
 
     title: ClassVar[str] = "state spaces"
     heads: int
-    head_dim: int
-    groups: int
-    depth: int
-    taps: int
-    biased: bool = True
-    normed: bool = True
+    head_dim: int  # channels per head
+    groups: int  # neighbouring heads of a group share B and C
+    depth: int  # state size per channel
+    taps: int  # of the convolution over values, B and C
+    biased: bool = True  # the convolution has a bias
+    normed: bool = True  # the output is normed, group by group
 
     @property
     def values(self) -> int:
@@ -36,7 +35,7 @@ class Mamba2Shape(StateShape):
         return self.values + 2 * self.groups * self.depth
 
     @property
-    def products(self) -> tuple[int, ...]:
+    def projection_widths(self) -> tuple[int, ...]:
         """Projections: convolution inputs, output gates, and steps."""
         return self.channels, self.values, self.heads
 
@@ -49,7 +48,7 @@ class Mamba2Shape(StateShape):
         return self.values * self.depth
 
     @property
-    def recent(self) -> int:
+    def log_floats_per_token(self) -> int:
         return 2 * (self.channels + self.heads)
 
     def gpu_workspace_floats(self, tokens: int) -> int:

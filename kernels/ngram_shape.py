@@ -1,11 +1,11 @@
 """State layout of a layer with n-gram embeddings (Qwen 4).
 
-A token's embedding rows become values for all of its streams, which a dilated convolution (taps `size` tokens apart) takes in. A slot holds
-the last inputs of that convolution and the last words, from which the next n-grams are formed:
+A token's rows of the n-gram tables become values for all of its streams, which pass through a dilated convolution (taps `size` tokens
+apart). A slot holds the last inputs of that convolution and the last token ids, from which the next n-grams are formed:
 
-    x[taps - 1, channels]   then, on a cache line,   int32 words[size - 1], the latest last
+    x[taps - 1, channels]   then, on a cache line,   int32 token_ids[size - 1], the latest last
 
-A layer has this next to a state of another kind with the same number of slots (`WithNgrams`): one follows the other in memory.
+A layer has this in addition to a state of another kind with the same number of slots (`WithNgrams`); it follows that state in memory.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from .state_shape import StateShape
 
 @dataclass(frozen=True)
 class NgramShape(StateShape):
-    """`count` streams of `width` channels, convolved by `kernel` taps that are `size` tokens apart; `size`: words of the longest n-gram;
-    `rows`: numbers of a token's rows together."""
+    """Streams, n-grams and convolution of a layer."""
 
     title: ClassVar[str] = "n-grams"
-    count: int
-    width: int
-    kernel: int
-    size: int
-    rows: int
+    count: int  # residual streams
+    width: int  # channels per stream
+    kernel: int  # taps of the convolution
+    size: int  # tokens of the longest n-gram, and the dilation of the convolution
+    rows: int  # total width of a token's rows of the n-gram tables
 
     @property
     def taps(self) -> int:
@@ -42,8 +41,8 @@ class NgramShape(StateShape):
         return self.channels
 
     @property
-    def products(self) -> tuple[int, ...]:
-        """Keys of all streams, and the values that they share."""
+    def projection_widths(self) -> tuple[int, ...]:
+        """Projections: keys of all streams, and the values that the streams share."""
         return self.channels, self.width
 
     @property
@@ -51,8 +50,8 @@ class NgramShape(StateShape):
         return self.size - 1
 
     @property
-    def recent(self) -> int:
-        """The convolution's input and the word itself."""
+    def log_floats_per_token(self) -> int:
+        """The convolution's input and the token id."""
         return self.channels + 1
 
     def gpu_workspace_floats(self, tokens: int) -> int:
@@ -65,15 +64,15 @@ class NgramShape(StateShape):
 
 @dataclass(frozen=True)
 class WithNgrams:
-    """A layer's state together with its n-gram state; the parts of `StateShape` by which slots are counted and stored."""
+    """A layer's state together with its n-gram state. Has only those members of `StateShape` that size the storage."""
 
-    own: StateShape
+    base: StateShape
     ngrams: NgramShape
 
     @property
     def nbytes(self) -> int:
-        return self.own.nbytes + self.ngrams.nbytes
+        return self.base.nbytes + self.ngrams.nbytes
 
     @property
     def slot_floats(self) -> int:
-        return self.own.slot_floats + self.ngrams.slot_floats
+        return self.base.slot_floats + self.ngrams.slot_floats

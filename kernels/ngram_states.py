@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
 
 class StatesWithNgrams:
-    """`own` and `ngrams` have the same number of slots; a slot here is one of each, one after the other."""
+    """A slot here is a slot of `base` followed by one of `ngrams`; both have the same number of slots."""
 
-    def __init__(self, own: LayerStates, ngrams: LayerStates) -> None:
-        self.own, self.ngrams = own, ngrams
-        self.words, self.add_ngrams, self.mix = ngrams.words, ngrams.add, own.mix
+    def __init__(self, base: LayerStates, ngrams: LayerStates) -> None:
+        self.base, self.ngrams = base, ngrams
+        self.words, self.add_ngrams, self.mix = ngrams.words, ngrams.add, base.mix
 
     def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
-        for states in (self.own, self.ngrams):
+        for states in (self.base, self.ngrams):
             states.rebuild_slot(source, target, tokens)
 
     def read_slot(self, slot: int) -> np.ndarray:
-        return np.concatenate([self.own.read_slot(slot), self.ngrams.read_slot(slot)])
+        return np.concatenate([self.base.read_slot(slot), self.ngrams.read_slot(slot)])
 
     def write_slot(self, slot: int, data: np.ndarray) -> None:
-        first = 4 * self.own.shape.slot_floats
-        self.own.write_slot(slot, data[:first])
+        first = 4 * self.base.shape.slot_floats
+        self.base.write_slot(slot, data[:first])
         self.ngrams.write_slot(slot, data[first:])

@@ -13,16 +13,16 @@ def keys(y: np.ndarray, shape: LatentShape, norm: tuple[str, np.ndarray, np.ndar
     return np.concatenate([y[:, shape.rank :], reference.normalise(y[:, : shape.rank], *norm)], axis=1)
 
 
-def queries(y: np.ndarray, heads: int, shape: LatentShape, expand: np.ndarray) -> np.ndarray:
+def queries(y: np.ndarray, heads: int, shape: LatentShape, kv_b: np.ndarray) -> np.ndarray:
     """y [T, heads * (nope + rope)] -> [T, heads * (rope + rank)]: queries whose scores with latents equal those of y with the keys that
-    `expand` [heads * (nope + value), rank] would make of the latents."""
-    split, per_head = y.reshape(len(y), heads, shape.query).astype(np.float64), expand.reshape(heads, shape.made, shape.rank)
+    `kv_b` [heads * (nope + value), rank] would make of the latents."""
+    split, per_head = y.reshape(len(y), heads, shape.query).astype(np.float64), kv_b.reshape(heads, shape.kv_b_rows, shape.rank)
     absorbed = np.einsum("thn,hnr->thr", split[..., : shape.nope], per_head[:, : shape.nope])
     return np.concatenate([split[..., shape.nope :], absorbed], axis=2).reshape(len(y), -1)
 
 
-def values(x: np.ndarray, heads: int, shape: LatentShape, expand: np.ndarray) -> np.ndarray:
-    """x [T, heads * (rope + rank)], sums of cached keys -> [T, heads * value]: the same sums over the values that `expand` would make of
+def values(x: np.ndarray, heads: int, shape: LatentShape, kv_b: np.ndarray) -> np.ndarray:
+    """x [T, heads * (rope + rank)], sums of cached keys -> [T, heads * value]: the same sums over the values that `kv_b` would make of
     them."""
-    split, per_head = x.reshape(len(x), heads, shape.key).astype(np.float64), expand.reshape(heads, shape.made, shape.rank)
+    split, per_head = x.reshape(len(x), heads, shape.key).astype(np.float64), kv_b.reshape(heads, shape.kv_b_rows, shape.rank)
     return np.einsum("thr,hvr->thv", split[..., shape.rope :], per_head[:, shape.nope :]).reshape(len(x), -1)

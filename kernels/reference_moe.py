@@ -89,17 +89,17 @@ def route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None = 
     criterion = ranks(logits, routing, correction)
     chosen = np.sort(np.argsort(-criterion, axis=1, kind="stable")[:, : routing.experts_per_token], axis=1)
     if routing.sparsemixer_margin is not None:
-        return chosen, routing.routed_scale * near_shares(logits, chosen, routing.sparsemixer_margin)
+        return chosen, routing.routed_scale * sparsemixer_weights(logits, chosen, routing.sparsemixer_margin)
     shares = np.take_along_axis(scores(logits, routing), chosen, 1)
     return chosen, routing.routed_scale * (shares / np.maximum(shares.sum(1, keepdims=True), MIN_SUM) if routing.renormalise else shares)
 
 
-def near_shares(logits: np.ndarray, chosen: np.ndarray, near: float) -> np.ndarray:
+def sparsemixer_weights(logits: np.ndarray, chosen: np.ndarray, margin: float) -> np.ndarray:
     """Weights [T, k] under `Routing.sparsemixer_margin`; among equal logits the lower expert counts as the larger."""
     chosen_logits = np.take_along_axis(logits, chosen, 1)[..., None]  # [T, k, 1]
     all_logits, numbers = logits[:, None], np.arange(logits.shape[1])
     lower = (all_logits < chosen_logits) | (all_logits == chosen_logits) & (numbers >= chosen[..., None])
-    counted = lower & (chosen_logits - all_logits <= near * np.maximum(np.abs(all_logits), chosen_logits))
+    counted = lower & (chosen_logits - all_logits <= margin * np.maximum(np.abs(all_logits), chosen_logits))
     return 1 / (np.exp(np.where(counted, all_logits - chosen_logits, -np.inf))).sum(-1)
 
 
@@ -114,12 +114,12 @@ def visits(chosen: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray, np
 
 def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], routing: Routing, act: str,
         correction: np.ndarray | None = None, shared: SharedExpert | None = None,
-        apart: ParallelExperts | None = None, said: np.ndarray | None = None) -> tuple[np.ndarray, Routed]:
+        parallel: ParallelExperts | None = None, router_input: np.ndarray | None = None) -> tuple[np.ndarray, Routed]:
     """x + sum over a token's experts of weight * down(act(gate(n)) * up(n)), n = norm(x): float64 [T, D], and the visits; `act` as in
     `reference.gated`. Without gates it is weight * down(act(up(n))). The `shared` expert is added with weight 1, or sigmoid(scale(n)).
 
-    Experts without tokens are not evaluated. `apart`: return the sum alone, without x, for experts whose norm differs from the router's,
-    each times its scale; `said`: the router's input where that is not norm(x). If weights apply to inputs, an expert gives
+    Experts without tokens are not evaluated. `parallel`: return the sum alone, without x, for experts whose norm differs from the router's,
+    each times its scale; `router_input`: the router's input where that is not norm(x). If weights apply to inputs, an expert gives
     down(act(gate(weight * n)) * up(weight * n)).
     """
     n = reference.normalise(x, *_norm(norm))
@@ -129,14 +129,14 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
         up = apply(values, expert.up)
         return reference.activate(up, act) if expert.gate is None else reference.gated(apply(values, expert.gate), up, act)
 
-    reads = said if said is not None else n if apart is None else reference.normalise(x, *_norm(apart.router_norm))
+    reads = router_input if router_input is not None else n if parallel is None else reference.normalise(x, *_norm(parallel.router_norm))
     chosen, shares = route(apply(reads, router), routing, correction)
-    if apart is not None:
-        shares = shares * apart.expert_scales[chosen]
+    if parallel is not None:
+        shares = shares * parallel.expert_scales[chosen]
     offsets, tokens, visit_of = visits(chosen, len(experts) + routing.zero_experts)
     visit_weight = np.empty(tokens.size)
     visit_weight[visit_of] = shares
-    out, hidden = x.astype(np.float64) * (apart is None), []
+    out, hidden = x.astype(np.float64) * (parallel is None), []
     for expert, begin, end in zip(experts, offsets[:-1], offsets[1:]):
         if begin == end:
             continue

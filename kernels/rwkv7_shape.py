@@ -1,8 +1,8 @@
 """State layout of an RWKV 7 layer: per head a matrix S[head_dim, head_dim], with a row for each value channel.
 
-Both halves of such a layer also read the previous token (token shift). In place of convolution inputs, a slot therefore has two rows: the
-normed input of the first and of the second half for its last token. For rollback, the log of a pass of up to T = MAX_DECODE_TOKENS tokens
-holds these rows, [T, 2, channels], and the six inputs of the recurrence, [T, channels] each.
+Both halves of such a layer (time mixing and channel mixing) also read the previous token (token shift). In place of convolution inputs, a
+slot therefore has two rows: the normed input of each half for the last token. For rollback, the log of a pass of up to
+T = MAX_DECODE_TOKENS tokens holds these rows, [T, 2, channels], and the six inputs of the recurrence, [T, channels] each.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ PARTS = 6  # inputs of the recurrence per token: r, k, v, decays, the removal ke
 
 @dataclass(frozen=True)
 class Rwkv7Shape(StateShape):
-    """Heads and the width of one; `ranks`: the numbers between the two matrices that make decays, rates, shares of the first layer's values
-    and gates; `eps`: of the norm behind the recurrence, head by head. A slot's rows are counted as those of three taps are."""
+    """Widths of a layer's time mixing."""
 
     title: ClassVar[str] = "time mixing"
     heads: int
-    head_dim: int
-    ranks: tuple[int, int, int, int]
-    eps: float = 64e-5
-    taps: int = 3
+    head_dim: int  # channels per head
+    ranks: tuple[int, int, int, int]  # of the low-rank matrices for decays, rates, shares of the first layer's values, and gates
+    eps: float = 64e-5  # of the norm of each head's output
+    taps: int = 3  # a slot has two rows, like one of a convolution with three taps
 
     @property
     def values(self) -> int:
@@ -36,7 +35,7 @@ class Rwkv7Shape(StateShape):
         return self.values
 
     @property
-    def products(self) -> tuple[int, ...]:
+    def projection_widths(self) -> tuple[int, ...]:
         """Receptances, keys and values, the inputs of decays and rates, and gates."""
         return (self.values,) * 6
 
@@ -45,7 +44,7 @@ class Rwkv7Shape(StateShape):
         return self.values * self.head_dim
 
     @property
-    def recent(self) -> int:
+    def log_floats_per_token(self) -> int:
         return (2 + PARTS) * self.values
 
     def gpu_workspace_floats(self, tokens: int) -> int:

@@ -5,10 +5,11 @@ that have one, a state that accumulates all tokens so far:
 
     x[taps - 1, channels]   then, on a cache line,   the state
 
-After the slots comes the log of the last pass of up to MAX_DECODE_TOKENS tokens, `recent` floats per token, from which the state after any
-of them can be rebuilt. A new kind is a class in a file of its own, with kernels on each backend (`kernels/cpu/states.py`,
-`kernels/cuda/states.py`), a reference (`reference_*.py`), and its weights (`runtime/weights/state_weights.py`);
-no other code depends on it.
+After the slots comes the rollback log of the last pass of up to MAX_DECODE_TOKENS tokens, `log_floats_per_token` floats per token, from
+which the state after any of them can be rebuilt.
+
+A new kind is a class in a file of its own, with kernels on each backend (`kernels/cpu/states.py`, `kernels/cuda/states.py`), a reference
+(`reference_*.py`), and its weights (`runtime/weights/state_weights.py`); no other code depends on it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class StateShape(Protocol):
     """Interface of a kind of state: it provides the members that have no body here."""
 
     title: ClassVar[str]  # shown to the user
-    rollback_slots: ClassVar[int] = 2  # slots in addition to the two of a pass
-    taps: int
+    rollback_slots: ClassVar[int] = 2  # in addition to the two slots that a pass reads and writes
+    taps: int  # of the convolution: a slot keeps the inputs of taps - 1 tokens
 
     @property
     def channels(self) -> int:
@@ -40,18 +41,18 @@ class StateShape(Protocol):
         ...
 
     @property
-    def products(self) -> tuple[int, ...]:
+    def projection_widths(self) -> tuple[int, ...]:
         """Widths of the projections passed to `mix`."""
         ...
 
     @property
-    def widened(self) -> tuple[int, ...]:
+    def inner_projection_widths(self) -> tuple[int, ...]:
         """Widths of the projections that `mix` computes itself, from some of its inputs or from the convolution's output."""
         return ()
 
     @property
     def gates(self) -> int:
-        """Floats per token next to its convolved channels."""
+        """Floats per token of gates and similar inputs of the recurrence, besides the convolved channels."""
         return 0
 
     @property
@@ -60,7 +61,7 @@ class StateShape(Protocol):
         return 0
 
     @property
-    def recent(self) -> int:
+    def log_floats_per_token(self) -> int:
         """Floats logged per token while it may be rolled back."""
         ...
 
@@ -82,8 +83,8 @@ class StateShape(Protocol):
         return align(4 * (self.state_offset + self.state_floats)) // 4
 
     @property
-    def recent_floats(self) -> int:
-        return align(4 * MAX_DECODE_TOKENS * self.recent) // 4
+    def log_floats(self) -> int:
+        return align(4 * MAX_DECODE_TOKENS * self.log_floats_per_token) // 4
 
     @property
     def slots(self) -> int:
@@ -92,4 +93,4 @@ class StateShape(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes per layer."""
-        return 4 * (self.slots * self.slot_floats + self.recent_floats)
+        return 4 * (self.slots * self.slot_floats + self.log_floats)

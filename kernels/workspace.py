@@ -74,7 +74,7 @@ class Dims:
     @property
     def projection_width(self) -> int:
         """Maximum output width of a layer's first projection (queries, latent, recurrent inputs or indexer queries)."""
-        state = 0 if self.recurrent is None else self.recurrent.products[0]
+        state = 0 if self.recurrent is None else self.recurrent.projection_widths[0]
         if self.mla is not None:
             indexer = 0 if self.indexer is None else self.indexer.heads * self.indexer.width
             return max(self.num_attention_heads * self.mla.query, self.mla.key, indexer, state)

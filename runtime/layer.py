@@ -127,7 +127,7 @@ class Layer:
         for name, value in (("q", q), ("k", k), ("v", v)):
             self.watch(name, self.number, value)
 
-    def see(self, name: str) -> Callable[[object], None]:
+    def observer(self, name: str) -> Callable[[object], None]:
         """A tap of this name, for ops that produce the value."""
         return partial(self.watch, name, self.number)
 

@@ -45,7 +45,7 @@ class RopeTable:
         growth = F32(1) + F32(beta) * np.log(F32(1) + np.floor(np.asarray(positions, np.float64) / interval).astype(F32))
         return (F32(self.attention_scaling) * growth).reshape(-1, 1)
 
-    def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def cos_sin(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin of each channel pair: float32 [T, rotary_dim / 2] each. `positions` [T], or one per pair."""
         angles = np.asarray(positions, F32).reshape(len(positions), -1) * self.inv_freq
         scale = self.scale(positions)
@@ -58,7 +58,7 @@ ALIBI_BASE = 64  # of the two digits of a key's position, which are exact in 16 
 class AlibiTable(RopeTable):
     """For ALiBi: a pair of key channels (1, 0) becomes the two digits of the position."""
 
-    def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def cos_sin(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         high, low = np.divmod(np.asarray(positions).reshape(-1, 1), ALIBI_BASE)
         return high.astype(F32), low.astype(F32)
 
@@ -69,7 +69,7 @@ ALIBI = AlibiTable(np.ones(1, F32), 1.0, 2)
 class LogPositions(RopeTable):
     """For per-head query scaling: the log of the number of visible tokens in place of cos."""
 
-    def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def cos_sin(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         logs = np.log(np.asarray(positions, F32).reshape(-1, 1) + F32(1))
         return logs, np.zeros_like(logs)
 

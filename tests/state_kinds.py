@@ -226,7 +226,7 @@ def weights(shape: StateShape) -> SimpleNamespace:
 
 def inputs(shape: StateShape, tokens: int) -> Arrays:
     """A text's projections."""
-    products = [normal(10 + i, tokens, width) for i, width in enumerate(shape.products)]
+    products = [normal(10 + i, tokens, width) for i, width in enumerate(shape.projection_widths)]
     KINDS[type(shape)].more(shape, products)
     return tuple(products)
 

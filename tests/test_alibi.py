@@ -119,7 +119,7 @@ def test_what_stands_in_front_makes_slopes_of_places() -> None:
     queries, keys = alibi_channels(by_head, 3, scale, 16)
     assert keys.tolist() == [[1, *[0] * 15]] * 3 and queries.shape == (2, 16) and not queries[:, 2:].any()
     places = np.array([0, 1, 63, 64, 2047, 16_383])
-    digits = np.concatenate(ALIBI.turns(places), 1)  # of (1, 0), turned
+    digits = np.concatenate(ALIBI.cos_sin(places), 1)  # of (1, 0), turned
     assert np.allclose(scale * digits @ queries[:, :2].T, places[:, None] * by_head, rtol=1e-6)
     assert np.array_equal(digits.astype(np.float16), digits) and digits.max() < 256  # and so in bfloat16
 

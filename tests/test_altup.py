@@ -158,5 +158,5 @@ def test_what_is_not_finite_stays_so(registry: str | None, pool: ThreadPool) -> 
 def test_a_stream_of_zeros_stays_one() -> None:
     """Where the magnitude of a branch is taken to be at least something, as where it is asked for."""
     zeros, branch = np.zeros((2, D), np.float32), np.full((1, 2, D), 1e-4, np.float32)
-    assert not meaning.entered(zeros, branch).any()
-    assert np.allclose(meaning.left(np.ones((2, D)), branch), (1 + 1e-4 / np.sqrt(1e-5)) / 2)
+    assert not meaning.enter_streams(zeros, branch).any()
+    assert np.allclose(meaning.leave_streams(np.ones((2, D)), branch), (1 + 1e-4 / np.sqrt(1e-5)) / 2)

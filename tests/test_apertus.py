@@ -75,13 +75,13 @@ def test_both_backends_run_the_mlp() -> None:
     inside = reference.curved(reference.normalise(x, "rms", ones, None, norm.eps) @ up.T, OWN.alpha_p, OWN.alpha_n)
     expected = x + inside @ down.T
     linears = [Linear(Weight.raw("f32", each.shape, each)) for each in (up, down)]
-    ours = ops.mlp(ops.from_host(x), norm, *linears, "none", seen.append, curve=OWN)
+    ours = ops.mlp(ops.from_host(x), norm, *linears, "none", seen.append, xielu=OWN)
     ops.flush()
     most = 5e-6 * np.abs(expected).max()
     assert np.abs(ours - expected).max() < most and np.abs(seen[0] - inside).max() < most
     own = [each.weight for each in linears]
     placed = [Linear(Weight(each.spec, each.shape, {"data": other.put(each.parts["data"], "f32")})) for each in own]
-    theirs = other.mlp(torch.from_numpy(x.copy()), Norm("rms", torch.from_numpy(ones)), *placed, "none", curve=OWN)
+    theirs = other.mlp(torch.from_numpy(x.copy()), Norm("rms", torch.from_numpy(ones)), *placed, "none", xielu=OWN)
     assert np.abs(theirs.numpy() - expected).max() < most
     pool.close()
 

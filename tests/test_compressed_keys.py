@@ -52,7 +52,7 @@ class Text:
     def __init__(self, name: str) -> None:
         self.shape, self.index = SHAPES[name]
         self.q, self.k = normal(1, TEXT, HEADS * WIDTH), normal(2, TEXT, WIDTH).astype(np.float16).astype(np.float32)
-        self.products = [normal(3 + i, TEXT, width) for i, width in enumerate(self.shape.pooled_products)]
+        self.products = [normal(3 + i, TEXT, width) for i, width in enumerate(self.shape.pooled_projection_widths)]
         self.sinks = normal(8, HEADS)
         bias, parts = normal(9, self.shape.tokens_per_key,
                              self.shape.rows_per_token * WIDTH), self.shape.rows_per_token * self.shape.index_dim
@@ -95,7 +95,7 @@ class Text:
         width = rows.shape[1] // self.shape.rows_per_token
         made, *_ = meaning.compress(rows, weights, bias, 0, self.shape.tokens_per_key, np.zeros((self.shape.rows_per_token, 3, width)))
         places = np.arange(len(made)) * self.shape.tokens_per_key
-        return meaning.finished(made, (norm.kind, norm.weight, None, norm.eps), *TABLE.turns(places))
+        return meaning.finished(made, (norm.kind, norm.weight, None, norm.eps), *TABLE.cos_sin(places))
 
     def meant(self, tokens: int) -> np.ndarray:
         seen = None
@@ -281,7 +281,7 @@ def of(width: int, count: int, module: torch.nn.Module, leaves: bool) -> HyperCo
 def test_tails_turn_in_their_places_and_back(pool: ThreadPool, only: str | None) -> None:
     ops = CpuOps(pool, Dims(8, 3, 1, 20, 8, 8, chunk=16, ctx=64, logit_rows=1), default_registry(only))
     y, places = normal(5, 9, 60), np.arange(40, 49)
-    cos, sin = TABLE.turns(places)
+    cos, sin = TABLE.cos_sin(places)
     expected = meaning.turned_tails(y.reshape(9, 3, 20), cos, sin).reshape(9, -1)
     found = ops.rope_tails(y.copy(), 3, 20, places, TABLE)
     assert np.abs(found - expected).max() < 1e-6 and np.array_equal(found.reshape(9, 3, 20)[..., :12], y.reshape(9, 3, 20)[..., :12])
@@ -294,4 +294,4 @@ def test_what_is_counted_of_keys_is_what_they_take() -> None:
     own = IndexShape(3, 16, 8, 20, tokens_per_key=4)
     assert own.dense_tokens == 83 and own.nbytes(513, F16) == 2 * own.block_nbytes(F16)
     assert replace(own, tokens_per_key=1).dense_tokens == 20
-    assert FEW.own_floats == 3 * 2 * 48 and MANY.own_floats == 96
+    assert FEW.layer_state_floats == 3 * 2 * 48 and MANY.layer_state_floats == 96

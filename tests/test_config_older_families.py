@@ -62,7 +62,7 @@ def test_as_many_channels_turn_as_are_stated(half: int, data: st.DataObject) -> 
     """Whatever share of a head they are: no rounding of it takes a pair away."""
     turned = 2 * data.draw(st.integers(1, half))
     config = parse_config({**GPTJ, "n_embd": 4 * 2 * half, "n_head": 4, "rotary_dim": turned})
-    assert rope_table(config.rope, config.head_dim, 64, 64).turns([0])[0].shape[-1] == turned // 2
+    assert rope_table(config.rope, config.head_dim, 64, 64).cos_sin([0])[0].shape[-1] == turned // 2
 
 
 @pytest.mark.parametrize(("family", "key", "value"), [

@@ -84,7 +84,7 @@ def converted(folder: Path, out: Path, change: Change = lambda keys, tensors: No
         if found := re.search(r"experts\.(\d+)\.(\w+)\.weight", rest):
             experts.setdefault(f"blk.{layer}.ffn_{EXPERTS[found[2]]}_exps.weight", {})[int(found[1])] = values
         elif rest.endswith("kv_b_proj.weight"):
-            split = values.reshape(-1, own.made, own.rank)
+            split = values.reshape(-1, own.kv_b_rows, own.rank)
             tensors[f"blk.{layer}.attn_k_b.weight"] = split[:, : own.nope].swapaxes(1, 2)
             tensors[f"blk.{layer}.attn_v_b.weight"] = split[:, own.nope :]
         else:

@@ -99,8 +99,8 @@ class OnTorch:
 @pytest.mark.parametrize("shape", [CcaShape(6, 2, 24, 2, 2), CcaShape(4, 1, 16, 3, 4), CcaShape(2, 2, 16, 1, 2)])
 def test_queries_keys_and_values_on_torch_match_the_reference(shape: CcaShape) -> None:
     """Wherever a text is cut, behind what was kept on the way and behind a draft that was taken back."""
-    rng, count, tokens = np.random.default_rng(2), shape.convolved, 40
-    x = rng.standard_normal((tokens, shape.products[0]), np.float32)
+    rng, count, tokens = np.random.default_rng(2), shape.qk_channels, 40
+    x = rng.standard_normal((tokens, shape.projection_widths[0]), np.float32)
     w = Cca(*(rng.standard_normal(size, np.float32) for size in ((shape.first, count), count, count * shape.second * shape.depth, count,
                                                                  shape.kv_heads)))
     by_head = w.head_conv.reshape(count, shape.second, shape.depth)
@@ -178,7 +178,7 @@ OF_FOUR = CompressedShape(32, 4, True, 8, 16, 40, (32,), (3,), 3 * 2 * (32 + 16)
 def test_keys_of_several_tokens_on_torch_match_the_reference(shape: CompressedShape) -> None:
     """Wherever a text is cut, behind what was kept on the way and behind a draft that was taken back; keys of the index too."""
     rng, tokens, index = np.random.default_rng(4), 70, IndexShape(3, 16, 8, 20, tokens_per_key=4)
-    products = [rng.standard_normal((tokens, width), np.float32) for width in shape.pooled_products]
+    products = [rng.standard_normal((tokens, width), np.float32) for width in shape.pooled_projection_widths]
     biases = [rng.standard_normal((shape.tokens_per_key, shape.rows_per_token * width), np.float32) for width in (
         shape.width, shape.index_dim) if width]
     norms = [1 + rng.standard_normal(width, np.float32) / 8 for width in (shape.width, shape.index_dim)]
@@ -187,7 +187,7 @@ def test_keys_of_several_tokens_on_torch_match_the_reference(shape: CompressedSh
         width = (shape.width, shape.index_dim)[place]
         made, *_ = reference_compressed.compress(*products[2 * place : 2 * place + 2], biases[place], 0, shape.tokens_per_key,
                                                  np.zeros((shape.rows_per_token, 3, width)))
-        turns = TURNED.turns(np.arange(len(made)) * shape.tokens_per_key)
+        turns = TURNED.cos_sin(np.arange(len(made)) * shape.tokens_per_key)
         return reference_compressed.finished(made, ("rms", norms[place], None, 1e-6), *turns)
 
     def passed(layer: OnTorch, keys: tuple, begin: int, end: int) -> None:

@@ -174,9 +174,10 @@ def test_the_plan_counts_what_is_allocated(folder: Path, kv: str) -> None:
         stateful = len(config.recurrent_layers)
         others = {"lfm3": (2, 2), "mamba": (0, 4), "mamba2": (0, 4), "rwkv7": (0, 4)}
         assert (paged, stateful) == others.get(folder.name, (4, 4) if config.parallel_hybrid else (1, 3))
-        states = sum(layer._slots.nbytes + layer.recent.nbytes for layer in cache.states.layers)
+        states = sum(layer._slots.nbytes + layer.rollback_log.nbytes for layer in cache.states.layers)
         assert cache.states.nbytes == states == stateful * config.recurrent.nbytes
-        assert all(0 <= layer.recent.nbytes - 4 * MAX_DECODE_TOKENS * config.recurrent.recent < 64 for layer in cache.states.layers)
+        log_nbytes = 4 * MAX_DECODE_TOKENS * config.recurrent.log_floats_per_token
+        assert all(0 <= layer.rollback_log.nbytes - log_nbytes < 64 for layer in cache.states.layers)
         exact, sealed = sum(map(len, cache.slots.memory)), cache.shape.pages * cache.sealed_nbytes
         assert placement.kv_bytes == exact + sealed + cache.states.nbytes
         assert placement.kv_bytes_per_token == -(-cache.sealed_nbytes // PAGE)

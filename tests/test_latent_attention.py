@@ -31,7 +31,7 @@ TOKENS = (1, 2, FEW_TOKENS, FEW_TOKENS + 1, 12, 13, 50)
 
 def drawn(shape: LatentShape, heads: int, stored: str) -> tuple[Weight, np.ndarray]:
     """A matrix in a stored type, and its values."""
-    values = np.random.default_rng(heads).standard_normal((heads * shape.made, shape.rank)).astype(np.float32)
+    values = np.random.default_rng(heads).standard_normal((heads * shape.kv_b_rows, shape.rank)).astype(np.float32)
     weight = Weight.raw(stored, values.shape, from_f32(values, stored))
     return weight, weight.to_f32()
 
@@ -47,7 +47,7 @@ def rows(tokens: int, width: int, seed: int = 3) -> np.ndarray:
 def test_the_meaning_is_that_of_keys_and_values_that_are_made() -> None:
     shape, heads = SHAPES["odd"]
     _, expand = drawn(shape, heads, "f32")
-    own = expand.astype(np.float64).reshape(heads, shape.made, shape.rank)
+    own = expand.astype(np.float64).reshape(heads, shape.kv_b_rows, shape.rank)
     q, cached = rows(4, heads * shape.query), rows(7, shape.key, seed=5)
     latents = cached[:, shape.rope :]
     keys = np.concatenate([np.einsum("jr,hnr->jhn", latents, own[:, : shape.nope]),

@@ -211,7 +211,7 @@ def test_blocks_are_chosen_by_means_wherever_a_text_is_cut(pool: ThreadPool, sto
     whole, made = through([tokens])
     stored_keys = keys if stored == F32 else keys.astype(np.float16).astype(np.float32)
     places = np.arange(tokens // 4) * 4
-    meant = reference_indexer.means(stored_keys, ("rms+1", CLOSING[0].weight, None, 1e-6), 4, *TABLE.turns(places))
+    meant = reference_indexer.means(stored_keys, ("rms+1", CLOSING[0].weight, None, 1e-6), 4, *TABLE.cos_sin(places))
     assert np.abs(made - meant).max() < (1e-5 if stored == F32 else 4e-3)
     for cuts in ([1] * 30 + [7, 100, 3, 60], [50, 150]):
         again, keys_again = through(cuts)

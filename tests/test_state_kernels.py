@@ -38,7 +38,8 @@ def test_neither_cuts_nor_threads_change_a_bit(layer: Layer) -> None:
     whole = layer.text(given, [90])
     last = layer.states.read_slot(layer.slot)
     for cuts in ([64, 26], [1] * 90, [8, 9, 1, 2, 70]):
-        if min(cuts) <= MAX_DECODE_TOKENS and layer.shape.widened:  # products of few and of many tokens add up in orders of their own
+        if min(cuts) <= MAX_DECODE_TOKENS and layer.shape.inner_projection_widths:
+            # products of few and of many tokens are summed in different orders
             assert_close(layer.text(given, cuts), whole, 2e-5)
             continue
         assert np.array_equal(layer.text(given, cuts), whole)
@@ -70,7 +71,7 @@ def test_a_state_is_kept_on_the_way(shape: StateShape, backend: str, tokens: int
     layer.run(rest, after)
     kept = layer.slot_values(3)
     layer.text(tuple(x[: 20 + after] for x in given), [20, after])
-    exact = backend == "cpu" and not (shape.widened and after <= MAX_DECODE_TOKENS)
+    exact = backend == "cpu" and not (shape.inner_projection_widths and after <= MAX_DECODE_TOKENS)
     assert_close(kept, layer.slot_values(layer.slot), 0 if exact else 1e-4)
     ops.close()
 
@@ -118,7 +119,7 @@ def test_a_state_goes_from_one_backend_to_another(layer: Layer) -> None:
 
 
 def test_what_is_not_finite_stays_so(layer: Layer) -> None:
-    for place in range(len(layer.shape.products)):
+    for place in range(len(layer.shape.projection_widths)):
         given = inputs(layer.shape, 12)
         given[place][5] = np.nan
         out = layer.text(given, [12])

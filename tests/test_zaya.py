@@ -55,10 +55,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMod
 @pytest.mark.parametrize("shape", [CcaShape(6, 2, 24, 2, 2), CcaShape(4, 1, 16, 3, 4), CcaShape(2, 2, 16, 1, 2)])
 def test_queries_keys_and_values_match_the_reference_wherever_a_text_is_cut(shape: CcaShape) -> None:
     """And are the same bits however the tokens came."""
-    rng, pool, tokens, wide = np.random.default_rng(2), ThreadPool(2), 60, shape.products[0]
+    rng, pool, tokens, wide = np.random.default_rng(2), ThreadPool(2), 60, shape.projection_widths[0]
     sizes = Dims(64, shape.heads, shape.kv_heads, shape.depth, 64, 300, chunk=64, ctx=128, logit_rows=8, recurrent=shape,
                  parallel_hybrid=True)
-    x, count = rng.standard_normal((tokens, wide), np.float32), shape.convolved
+    x, count = rng.standard_normal((tokens, wide), np.float32), shape.qk_channels
     w = Cca(*(rng.standard_normal(size, np.float32) for size in ((shape.first, count), count, count * shape.second * shape.depth, count,
                                                                  shape.kv_heads)))
     found = []
@@ -75,9 +75,9 @@ def test_queries_keys_and_values_match_the_reference_wherever_a_text_is_cut(shap
         found.append(np.concatenate(rows))
     pool.close()
     assert np.array_equal(found[0], found[1]) and np.allclose(found[0], found[2], atol=2e-5)
-    values, half = found[0][:, shape.values + 2 * shape.half :], shape.half
+    values, half = found[0][:, shape.values + 2 * shape.half_value_channels :], shape.half_value_channels
     assert np.array_equal(values[:, :half], x[:, -half:]) and not values[0, half:].any()
-    assert np.array_equal(values[1:, half:], x[:-1, shape.convolved : shape.channels])
+    assert np.array_equal(values[1:, half:], x[:-1, shape.qk_channels : shape.channels])
     lengths = np.linalg.norm(found[0][:, : shape.values].reshape(tokens, -1, shape.depth), axis=2)
     assert np.allclose(lengths, shape.depth**0.5, rtol=1e-5)
 

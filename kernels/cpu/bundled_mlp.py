@@ -34,19 +34,19 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 
 def bundled_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, bundles: Bundles, act: str,
-                see: Callable[[np.ndarray], None] | None = None, after: Norm | None = None, factor: float = 1.0) -> np.ndarray:
+                observer: Callable[[np.ndarray], None] | None = None, post_norm: Norm | None = None, factor: float = 1.0) -> np.ndarray:
     """`CpuOps.gated_mlp` with `up` and `down` in bundles; `CpuOps.mlp` if they hold no `up`, and `gate` is its matrix. In place."""
     if (outs := ops._run_cached(x, norm, (gate,), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take("gate", len(x), gate.weight.shape[0])]
         ops._run_stage(x, norm, [gate], outs, linear.PLAIN, "none")
-    plain = after is not None or factor != 1.0
-    out = ops.workspace.take("y0", *x.shape) if plain else x
+    adds_separately = post_norm is not None or factor != 1.0
+    out = ops.workspace.take("y0", *x.shape) if adds_separately else x
     run = _few if len(x) <= FEW_TOKENS else _many
-    run(ops, x, norm, outs[0], bundles, act, out, linear.PLAIN if plain else linear.ADD)
-    if see is not None:
-        see(outs[0])
-    if plain:
-        ops._add_with(ops, out, after, x, factor)
+    run(ops, x, norm, outs[0], bundles, act, out, linear.PLAIN if adds_separately else linear.ADD)
+    if observer is not None:
+        observer(outs[0])
+    if adds_separately:
+        ops._add_with(ops, out, post_norm, x, factor)
     return x
 
 

@@ -24,7 +24,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     shape = dims.recurrent
     if not isinstance(shape, CcaShape):
         return {}
-    return {"made q": chunk * shape.values, **dict.fromkeys(("made k", "made v"), chunk * 2 * shape.half)}
+    return {"conv q": chunk * shape.values, **dict.fromkeys(("conv k", "conv v"), chunk * 2 * shape.half_value_channels)}
 
 
 def scratch_floats(dims: Dims) -> int:
@@ -39,12 +39,12 @@ class CcaStates(Slots):
 
     def __init__(self, ops: CpuOps, shape: CcaShape, memory: np.ndarray, pass_slots: np.ndarray) -> None:
         super().__init__(ops, shape, memory, pass_slots, "convolve heads", loops.SLOTS)
-        self._raw = self.recent[: MAX_DECODE_TOKENS * shape.channels].reshape(MAX_DECODE_TOKENS, -1)
+        self._raw = self.rollback_log[: MAX_DECODE_TOKENS * shape.channels].reshape(MAX_DECODE_TOKENS, -1)
 
     def places(self, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Destination of queries, keys and values of this many tokens."""
-        shape, take = self.shape, self.ops.workspace.take
-        return take("made q", tokens, shape.values), take("made k", tokens, 2 * shape.half), take("made v", tokens, 2 * shape.half)
+        take, kv_width = self.ops.workspace.take, 2 * self.shape.half_value_channels
+        return take("conv q", tokens, self.shape.values), take("conv k", tokens, kv_width), take("conv v", tokens, kv_width)
 
     def convolved(self, product: np.ndarray, w: Cca, outs: tuple[np.ndarray, ...] | None = None) -> tuple[np.ndarray, ...]:
         """Queries [T, heads * depth], keys and values [T, kv_heads * depth] from a projection [T, channels + half], in `outs` if given;
@@ -77,7 +77,7 @@ def run_reference(states: CcaStates, product: np.ndarray, w: Cca, outs: tuple[np
     shape, raw = states.shape, states.log_buffers(len(product))
     inputs = product[:, : shape.channels]
     results = reference.mix(product, states.last_inputs(states.pass_slots()[0], inputs[:0]), w.conv.reshape(shape.first, -1), w.conv_bias,
-                            w.head_conv.reshape(shape.convolved, shape.second, shape.depth), w.head_conv_bias, w.key_temperatures, shape)
+                            w.head_conv.reshape(shape.qk_channels, shape.second, shape.depth), w.head_conv_bias, w.key_temperatures, shape)
     for out, result in zip(outs, results, strict=True):
         out[:] = result
     states.keep_inputs(inputs)

@@ -43,10 +43,10 @@ wide_workspace = hyper_connections.plan_workspace
 
 
 def rope_tails(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable,
-               back: bool = False) -> np.ndarray:
+               inverse: bool = False) -> np.ndarray:
     """See `BlockOps`."""
     angles = cached_angles(ops, ops._angles, positions, table)
-    ops.registry.select(Call("turn tails")).candidate.run(ops, y, heads, head_dim, angles, back)
+    ops.registry.select(Call("turn tails")).candidate.run(ops, y, heads, head_dim, angles, inverse)
     return y
 
 
@@ -101,10 +101,10 @@ class CompressedStates(Slots):
 
     def rebuild_from_log(self, source: int, target: int, tokens: int) -> None:
         """Implements `rebuild_slot`, which has set the slots: recomputes from logged rows."""
-        head = self.recent[: loops.HEAD].view(np.int64)
+        head = self.rollback_log[: loops.HEAD].view(np.int64)
         position, had, at, products = int(head[0]), int(head[1]), loops.HEAD, []
-        for width in self.shape.pooled_products:
-            products.append(self.recent[at : at + had * width].reshape(had, width)[:tokens])
+        for width in self.shape.pooled_projection_widths:
+            products.append(self.rollback_log[at : at + had * width].reshape(had, width)[:tokens])
             at += had * width
         self.run(self, products, self.last[0], position, None, *self.last[1:])
 
@@ -120,7 +120,7 @@ def compress(states: CompressedStates, products: Sequence[np.ndarray], w: Compre
         if width:
             block[at : at + loops.SERIES] = *map(ops.address_of, pair), address(bias), width, address(norm.weight), memory
     angles = KeyAngles(table, shape.tokens_per_key, position, tokens)
-    recent = address(states.recent) if table is not None and tokens <= MAX_DECODE_TOKENS else 0
+    recent = address(states.rollback_log) if table is not None and tokens <= MAX_DECODE_TOKENS else 0
     block[loops.TOKENS :] = (tokens, position, shape.tokens_per_key, shape.rows_per_token, address(states._slots), 4 * shape.slot_floats,
                              address(states._pass_slots), *angles.at, shape.rope, keys.stored, recent, table is None, ops.scratch,
                              ops.scratch_stride, 0)
@@ -128,7 +128,7 @@ def compress(states: CompressedStates, products: Sequence[np.ndarray], w: Compre
     for array in (block, angles.cos, angles.sin):
         ops.keep_alive(array)
     ops.refresh(partial(_move, block, angles))
-    ops.run(loops.compress, address(block), tokens * sum(shape.pooled_products) >= MIN_PARALLEL_SIZE)
+    ops.run(loops.compress, address(block), tokens * sum(shape.pooled_projection_widths) >= MIN_PARALLEL_SIZE)
 
 
 def _move(block: np.ndarray, angles: KeyAngles, position: int) -> None:
@@ -191,12 +191,12 @@ def compress_reference(states: CompressedStates, products: Sequence[np.ndarray],
     shape, pass_slots = states.shape, states._pass_slots
     parts, size, first = shape.rows_per_token, 3 * shape.rows_per_token * shape.width, position // shape.tokens_per_key
     if table is not None and len(products[0]) <= MAX_DECODE_TOKENS:
-        states.recent[: loops.HEAD].view(np.int64)[:] = position, len(products[0])
+        states.rollback_log[: loops.HEAD].view(np.int64)[:] = position, len(products[0])
         log = np.concatenate([product.reshape(-1) for product in products])
-        states.recent[loops.HEAD :][: len(log)] = log
+        states.rollback_log[loops.HEAD :][: len(log)] = log
     source = np.zeros_like(states.state_in(0)) if pass_slots[FROM] == NO_SLOT else states.state_in(pass_slots[FROM]).copy()
-    series = (slice(0, size), products[:2], w.bias, w.norm, shape.width), (slice(size, shape.own_floats), products[2:], w.index_bias,
-                                                                           w.index_norm, shape.index_dim)
+    series = ((slice(0, size), products[:2], w.bias, w.norm, shape.width),
+              (slice(size, shape.layer_state_floats), products[2:], w.index_bias, w.index_norm, shape.index_dim))
     for series_index, (part, pair, bias, norm, width) in enumerate(series):
         if not width:
             continue
@@ -208,7 +208,7 @@ def compress_reference(states: CompressedStates, products: Sequence[np.ndarray],
             states.state_in(pass_slots[KEPT])[part] = between.reshape(-1)
         if table is None or not len(new_keys):
             continue
-        angles = table.turns((first + np.arange(len(new_keys))) * shape.tokens_per_key)
+        angles = table.cos_sin((first + np.arange(len(new_keys))) * shape.tokens_per_key)
         new_keys = meaning.finished(new_keys, (norm.kind, norm.weight, None, norm.eps), *angles)
         if series_index == 0:
             keys.rows[first : first + len(new_keys)] = new_keys

@@ -69,12 +69,12 @@ def run_reference(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.nda
     heads[:] = norm(heads, z.reshape(heads.shape), w.norm.weight, w.norm.eps)
 
 
-def read(states: DeltaStates, qkv: np.ndarray, made: tuple[np.ndarray, np.ndarray], w: GatedDelta, out: np.ndarray) -> None:
+def read(states: DeltaStates, qkv: np.ndarray, gates_in: tuple[np.ndarray, np.ndarray], w: GatedDelta, out: np.ndarray) -> None:
     """Head outputs before the norm, from convolution inputs, decays and betas."""
     raw, mixed, gates = states.log_buffers(len(qkv))
     if raw is not None:
         raw[:] = qkv
     mixed[:] = reference.convolve(qkv, states.last_inputs(states.pass_slots()[0], qkv[:0]), w.conv.reshape(states.shape.taps, -1))
-    gates[:] = np.concatenate(made, axis=1)
+    gates[:] = np.concatenate(gates_in, axis=1)
     states.keep_inputs(qkv)
     states.recur_reference(mixed, gates, out)

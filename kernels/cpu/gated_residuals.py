@@ -24,10 +24,10 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the buffers, none for a model without gated residuals."""
     if not dims.residual_gate_rank:
         return {}
-    wide = chunk * dims.residual_streams * dims.hidden_size
+    stream_floats = chunk * dims.residual_streams * dims.hidden_size
     buffers = {f"ngram rows {index}": chunk * dims.ngrams.rows for index in range(dims.num_ngram_layers)}
-    return {"normed streams": wide, "opened": wide, "low mix": chunk * dims.residual_gate_rank, "said": chunk * dims.residual_streams,
-            **buffers, **({"ngram keys": wide} if buffers else {})}
+    return {"normed streams": stream_floats, "stream gates": stream_floats, "low mix": chunk * dims.residual_gate_rank,
+            "stream logits": chunk * dims.residual_streams, **buffers, **({"ngram keys": stream_floats} if buffers else {})}
 
 
 def read(ops: CpuOps, x: np.ndarray, residual: GatedResidual) -> np.ndarray:
@@ -38,12 +38,12 @@ def read(ops: CpuOps, x: np.ndarray, residual: GatedResidual) -> np.ndarray:
     ops.registry.select(Call("norm streams")).candidate.run(ops, x, normed, residual.norm, count)
     linears = (residual.down,) if residual.inject is None else (residual.down, residual.inject)
     if (outs := ops._run_cached(normed, None, linears, linear.PLAIN, "none")) is None:
-        outs = [take("low mix", len(x), residual.down.weight.shape[0]), take("said", len(x), count)][: len(linears)]
+        outs = [take("low mix", len(x), residual.down.weight.shape[0]), take("stream logits", len(x), count)][: len(linears)]
         ops._run_stage(normed, None, list(linears), outs, linear.PLAIN, "none")
     low = ops.scale_in_place(outs[0], 1 / count)
     ops.gate(low, None, "silu")
     if (gates := ops._run_cached(low, None, (residual.up,), linear.PLAIN, "none")) is None:
-        gates = [take("opened", *x.shape)]
+        gates = [take("stream gates", *x.shape)]
         ops._run_stage(low, None, [residual.up], gates, linear.PLAIN, "none")
     branch_input = take("stream", len(x), x.shape[1] // count)
     ops.registry.select(Call("read streams")).candidate.run(ops, normed, gates[0], branch_input, count)
@@ -52,7 +52,7 @@ def read(ops: CpuOps, x: np.ndarray, residual: GatedResidual) -> np.ndarray:
 
 def write(ops: CpuOps, x: np.ndarray, branch: np.ndarray, residual: GatedResidual) -> np.ndarray:
     """x after a branch's output [T, D] has been added, in place."""
-    logits = ops.workspace.take("said", len(x), residual.num_streams)
+    logits = ops.workspace.take("stream logits", len(x), residual.num_streams)
     ops.registry.select(Call("write streams")).candidate.run(ops, x, branch, logits)
     return x
 
@@ -60,22 +60,22 @@ def write(ops: CpuOps, x: np.ndarray, branch: np.ndarray, residual: GatedResidua
 # -- what runs them -----------------------------------------------------------------------------------------------------------------------
 
 
-def _run(ops: CpuOps, kernel: object, x: np.ndarray | None, normed: np.ndarray | None, opened: np.ndarray | None, branch: np.ndarray | None,
+def _run(ops: CpuOps, kernel: object, x: np.ndarray | None, normed: np.ndarray | None, gates: np.ndarray | None, branch: np.ndarray | None,
          logits: np.ndarray | None, count: int, norm: Norm | None = None) -> None:
-    wide = x if normed is None else normed
-    addresses = (0 if array is None else ops.address_of(array) for array in (x, normed, opened, branch, logits))
+    shaped = x if normed is None else normed
+    addresses = (0 if array is None else ops.address_of(array) for array in (x, normed, gates, branch, logits))
     kind, weight = (0, 0) if norm is None else (NORMS[norm.kind], address(norm.weight))
-    ops.args[: loops.EPS] = *addresses, len(wide), count, wide.shape[1] // count, kind, weight
+    ops.args[: loops.EPS] = *addresses, len(shaped), count, shaped.shape[1] // count, kind, weight
     ops.reals[loops.EPS] = 0.0 if norm is None else norm.eps
-    ops.run(kernel, ops.args_address, wide.size >= MIN_PARALLEL_SIZE, ops.args)
+    ops.run(kernel, ops.args_address, shaped.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
 def norm_streams(ops: CpuOps, x: np.ndarray, normed: np.ndarray, norm: Norm, count: int) -> None:
     _run(ops, loops.norm_streams, x, normed, None, None, None, count, norm)
 
 
-def read_streams(ops: CpuOps, normed: np.ndarray, opened: np.ndarray, branch: np.ndarray, count: int) -> None:
-    _run(ops, loops.read_streams, None, normed, opened, branch, None, count)
+def read_streams(ops: CpuOps, normed: np.ndarray, gates: np.ndarray, branch: np.ndarray, count: int) -> None:
+    _run(ops, loops.read_streams, None, normed, gates, branch, None, count)
 
 
 def write_streams(ops: CpuOps, x: np.ndarray, branch: np.ndarray, logits: np.ndarray) -> None:

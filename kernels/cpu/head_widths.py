@@ -33,8 +33,8 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     if not dims.v_head_dim:
         return {}
     queries, keys = chunk * dims.num_attention_heads * dims.head_dim, chunk * dims.num_key_value_heads * dims.head_dim
-    halves = dict.fromkeys(("stream", "beside"), queries // 2) if dims.differential_attention else {}
-    return {"wide0": queries, "wide1": keys, "wide2": keys, "narrow": chunk * dims.num_attention_heads * dims.v_head_dim, **halves}
+    halves = dict.fromkeys(("stream", "side stream"), queries // 2) if dims.differential_attention else {}
+    return {"padded0": queries, "padded1": keys, "padded2": keys, "unpadded": chunk * dims.num_attention_heads * dims.v_head_dim, **halves}
 
 
 @kernel()
@@ -91,25 +91,25 @@ def mark_heads(args, worker, counter):
             f32_at(a[M_Y] + 4 * (t * heads + head) * a[M_WIDE])[0] = exp(rates[head] * softplus(weights[head]))
 
 
-def dynamic_mask_heads(ops: CpuOps, y: np.ndarray, says: np.ndarray, heads: int, wide: int, rates: np.ndarray) -> np.ndarray:
+def dynamic_mask_heads(ops: CpuOps, y: np.ndarray, logits: np.ndarray, heads: int, head_dim: int, rates: np.ndarray) -> np.ndarray:
     """See `BlockOps`."""
-    ops.registry.select(Call("mark heads")).candidate.run(ops, y, says, heads, wide, rates)
+    ops.registry.select(Call("mark heads")).candidate.run(ops, y, logits, heads, head_dim, rates)
     return y
 
 
-def mark(ops: CpuOps, y: np.ndarray, weights: np.ndarray, heads: int, wide: int, rates: np.ndarray) -> None:
-    ops.args[: RATES + 1] = ops.address_of(y), ops.address_of(weights), len(y), heads, wide, address(rates)
+def mark(ops: CpuOps, y: np.ndarray, logits: np.ndarray, heads: int, head_dim: int, rates: np.ndarray) -> None:
+    ops.args[: RATES + 1] = ops.address_of(y), ops.address_of(logits), len(y), heads, head_dim, address(rates)
     ops.run(mark_heads, ops.args_address, y.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
-def mark_reference(ops: CpuOps, y: np.ndarray, weights: np.ndarray, heads: int, wide: int, rates: np.ndarray) -> None:
+def mark_reference(ops: CpuOps, y: np.ndarray, logits: np.ndarray, heads: int, head_dim: int, rates: np.ndarray) -> None:
     ops.flush()
-    y.reshape(len(y), heads, wide)[..., 0] = np.exp(rates * np.logaddexp(0, weights.astype(np.float64)))
+    y.reshape(len(y), heads, head_dim)[..., 0] = np.exp(rates * np.logaddexp(0, logits.astype(np.float64)))
 
 
 def pair_heads(ops: CpuOps, y: np.ndarray, heads: int, depth: int) -> np.ndarray:
     """See `BlockOps`."""
-    out = ops.workspace.take("wide2", len(y), 2 * heads * depth)
+    out = ops.workspace.take("padded2", len(y), 2 * heads * depth)
     ops.registry.select(Call("pair heads")).candidate.run(ops, y, out, heads, depth)
     return out
 
@@ -125,31 +125,31 @@ def pair_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, dept
     out[:] = np.tile(sides.swapaxes(1, 2), (1, 2, 1, 1)).reshape(out.shape)
 
 
-def pad_heads(ops: CpuOps, y: np.ndarray, heads: int, wide: int, front: np.ndarray | None, which: int) -> np.ndarray:
+def pad_heads(ops: CpuOps, y: np.ndarray, heads: int, padded_dim: int, prefix: np.ndarray | None, operand: int) -> np.ndarray:
     """See `BlockOps`."""
-    out = ops.workspace.take(f"wide{which}", len(y), heads * wide)
-    ops.registry.select(Call("resize heads")).candidate.run(ops, y, out, heads, front)
+    out = ops.workspace.take(f"padded{operand}", len(y), heads * padded_dim)
+    ops.registry.select(Call("resize heads")).candidate.run(ops, y, out, heads, prefix)
     return out
 
 
-def unpad_heads(ops: CpuOps, y: np.ndarray, heads: int, narrow: int) -> np.ndarray:
+def unpad_heads(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int) -> np.ndarray:
     """See `BlockOps`."""
-    out = ops.workspace.take("narrow", len(y), heads * narrow)
+    out = ops.workspace.take("unpadded", len(y), heads * head_dim)
     ops.registry.select(Call("resize heads")).candidate.run(ops, y, out, heads, None)
     return out
 
 
-def resize(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, front: np.ndarray | None) -> None:
+def resize(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, prefix: np.ndarray | None) -> None:
     ops.args[: FRONT
-             + 1] = ops.address_of(y), ops.address_of(out), len(y), heads, y.shape[1] // heads, out.shape[1] // heads, address(front)
+             + 1] = ops.address_of(y), ops.address_of(out), len(y), heads, y.shape[1] // heads, out.shape[1] // heads, address(prefix)
     ops.run(resize_heads, ops.args_address, out.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
-def resize_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, front: np.ndarray | None) -> None:
+def resize_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, prefix: np.ndarray | None) -> None:
     ops.flush()
     old, new = y.reshape(len(y), heads, -1), out.reshape(len(out), heads, -1)
     more, less = max(new.shape[2] - old.shape[2], 0), max(old.shape[2] - new.shape[2], 0)
-    new[..., :more] = 0.0 if front is None else front
+    new[..., :more] = 0.0 if prefix is None else prefix
     new[..., more:] = old[..., less:]
 
 

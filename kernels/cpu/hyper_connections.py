@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the buffers, none for a model without hyper-connections."""
-    logits = {"said": chunk * dims.residual_streams * (2 + dims.residual_streams)}
+    logits = {"stream logits": chunk * dims.residual_streams * (2 + dims.residual_streams)}
     if not dims.output_group_width:
         return logits if dims.has_hyper_connections else gated_residuals.plan_workspace(dims, chunk)
     picks = {f"picks{index}": chunk * dims.num_experts for index in range(dims.num_hash_routed_layers)}
@@ -41,7 +41,7 @@ def read_streams(ops: CpuOps, x: np.ndarray, hyper: HyperConnection | GatedResid
     if hyper.is_mean:
         return streams.mean_stream(ops, x, hyper.num_streams)
     if (outs := ops._run_cached(x, hyper.norm, (hyper.proj,), linear.PLAIN, "none")) is None:
-        outs = [ops.workspace.take("said", len(x), hyper.proj.weight.shape[0])]
+        outs = [ops.workspace.take("stream logits", len(x), hyper.proj.weight.shape[0])]
         ops._run_stage(x, hyper.norm, [hyper.proj], outs, linear.PLAIN, "none")
     branch_input = ops.workspace.take("stream", len(x), x.shape[1] // hyper.num_streams)
     ops.registry.select(Call("gather streams")).candidate.run(ops, x, branch_input, outs[0], hyper)
@@ -52,7 +52,7 @@ def write_streams(ops: CpuOps, x: np.ndarray, branch: np.ndarray, hyper: HyperCo
     """See `BlockOps`."""
     if hyper.is_gated:
         return gated_residuals.write(ops, x, branch, hyper)
-    logits = ops.workspace.take("said", len(x), hyper.proj.weight.shape[0])
+    logits = ops.workspace.take("stream logits", len(x), hyper.proj.weight.shape[0])
     ops.registry.select(Call("mix streams")).candidate.run(ops, x, branch, logits, hyper)
     return x
 

@@ -245,7 +245,7 @@ def note_means_reference(index: LayerIndex, k: np.ndarray, position: int, closin
     if last > first:
         positions = (first + np.arange(last - first)) * rate
         keys = meaning.means(index.rows[first * rate : last * rate], (norm.kind, norm.weight, None, norm.eps), rate,
-                             *table.turns(positions))
+                             *table.cos_sin(positions))
         at, blocks = first + np.arange(len(keys)), index.memory.view(index.rows.dtype).reshape(-1, index.shape.width, PAGE)
         blocks[at // PAGE, :, at % PAGE] = keys
 

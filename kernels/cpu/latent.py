@@ -31,7 +31,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
                "values": chunk * dims.num_attention_heads * shape.value, "y4": chunk * dims.mla_gate_width,
                "y2": chunk * max(dims.num_attention_heads * dims.output_gate, dims.mla_gate_width)}
     if dims.gated_norms:  # norm outputs, the latent of queries with and without its norm, and gates
-        planned |= {"normed": chunk * dims.hidden_size, "doubled": 2 * chunk * shape.query_rank,
+        planned |= {"normed": chunk * dims.hidden_size, "norm and input": 2 * chunk * shape.query_rank,
                     "y1": max(planned["y1"], chunk * dims.num_attention_heads * shape.value), "y2": 0}
     return {name: max(floats, others.get(name, 0)) for name, floats in planned.items() if floats}
 
@@ -43,17 +43,17 @@ def latent_keys(ops: CpuOps, y: np.ndarray, shape: LatentShape, norm: Norm) -> n
     return out
 
 
-def latent_queries(ops: CpuOps, y: np.ndarray, heads: int, shape: LatentShape, expand: Weight) -> np.ndarray:
+def latent_queries(ops: CpuOps, y: np.ndarray, heads: int, shape: LatentShape, kv_b: Weight) -> np.ndarray:
     """See `BlockOps`."""
     out = ops.workspace.take("queries", len(y), heads * shape.key)
-    ops.registry.select(Call("latent queries", expand.spec.scheme)).candidate.run(ops, y, heads, shape, expand, out)
+    ops.registry.select(Call("latent queries", kv_b.spec.scheme)).candidate.run(ops, y, heads, shape, kv_b, out)
     return out
 
 
-def latent_values(ops: CpuOps, x: np.ndarray, heads: int, shape: LatentShape, expand: Weight) -> np.ndarray:
+def latent_values(ops: CpuOps, x: np.ndarray, heads: int, shape: LatentShape, kv_b: Weight) -> np.ndarray:
     """See `BlockOps`."""
     out = ops.workspace.take("values", len(x), heads * shape.value)
-    ops.registry.select(Call("latent values", expand.spec.scheme)).candidate.run(ops, x, heads, shape, expand, out)
+    ops.registry.select(Call("latent values", kv_b.spec.scheme)).candidate.run(ops, x, heads, shape, kv_b, out)
     return out
 
 
@@ -69,28 +69,28 @@ def keys_reference(ops: CpuOps, y: np.ndarray, shape: LatentShape, norm: Norm, o
     out[:] = reference.keys(y, shape, (norm.kind, norm.weight, norm.bias, norm.eps))
 
 
-def queries(ops: CpuOps, y: np.ndarray, heads: int, shape: LatentShape, expand: Weight, out: np.ndarray) -> None:
-    _fill(ops, y, heads, shape, expand, out)
+def queries(ops: CpuOps, y: np.ndarray, heads: int, shape: LatentShape, kv_b: Weight, out: np.ndarray) -> None:
+    _fill(ops, y, heads, shape, kv_b, out)
     ops.run(loops.latent_queries_one if len(y) == 1 and loops.FUSED else loops.latent_queries, ops.args_address, True, ops.args)
 
 
-def queries_reference(ops: CpuOps, y: np.ndarray, heads: int, shape: LatentShape, expand: Weight, out: np.ndarray) -> None:
+def queries_reference(ops: CpuOps, y: np.ndarray, heads: int, shape: LatentShape, kv_b: Weight, out: np.ndarray) -> None:
     ops.flush()
-    out[:] = reference.queries(y, heads, shape, expand.to_f32())
+    out[:] = reference.queries(y, heads, shape, kv_b.to_f32())
 
 
-def values(ops: CpuOps, x: np.ndarray, heads: int, shape: LatentShape, expand: Weight, out: np.ndarray) -> None:
-    _fill(ops, x, heads, shape, expand, out)
+def values(ops: CpuOps, x: np.ndarray, heads: int, shape: LatentShape, kv_b: Weight, out: np.ndarray) -> None:
+    _fill(ops, x, heads, shape, kv_b, out)
     ops.run(loops.latent_values_few if len(x) <= FEW_TOKENS else loops.latent_values_many, ops.args_address, True, ops.args)
 
 
-def values_reference(ops: CpuOps, x: np.ndarray, heads: int, shape: LatentShape, expand: Weight, out: np.ndarray) -> None:
+def values_reference(ops: CpuOps, x: np.ndarray, heads: int, shape: LatentShape, kv_b: Weight, out: np.ndarray) -> None:
     ops.flush()
-    out[:] = reference.values(x, heads, shape, expand.to_f32())
+    out[:] = reference.values(x, heads, shape, kv_b.to_f32())
 
 
-def _fill(ops: CpuOps, x: np.ndarray, heads: int, shape: LatentShape, expand: Weight, out: np.ndarray) -> None:
+def _fill(ops: CpuOps, x: np.ndarray, heads: int, shape: LatentShape, kv_b: Weight, out: np.ndarray) -> None:
     """Write the argument block of the products."""
     ops.args[: loops.SLOTS] = (ops.address_of(x), ops.address_of(out), len(x), heads, shape.nope, shape.rope, shape.value, shape.rank,
-                               expand.address,
-                               STORED_TYPES[expand.spec.scheme], ops.scratch, ops.scratch_stride)
+                               kv_b.address,
+                               STORED_TYPES[kv_b.spec.scheme], ops.scratch, ops.scratch_stride)

@@ -97,28 +97,28 @@ class MixtureCache:
 
 
 def moe(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: tuple[Expert, ...] | ExpertPages, routing: Routing, act: str,
-        see: VisitObserver | None = None, correction: np.ndarray | None = None, shared: SharedExpert | None = None) -> np.ndarray:
+        observer: VisitObserver | None = None, correction: np.ndarray | None = None, shared: SharedExpert | None = None) -> np.ndarray:
     """x + sum over a token's experts of weight * down(act(gate(n)) * up(n)) with n = norm(x), in place, plus the `shared` expert of all
     tokens; without gates, of down(act(up(n))). Experts not given as a tuple are loaded when needed.
 
-    `see` is called with the visits; its arrays may be read once the collected jobs have run.
+    `observer` is called with the visits; its arrays may be read once the collected jobs have run.
     """
     if isinstance(experts, tuple):
         run = self.registry.select(Call("moe", act=act)).candidate.run
     else:
         from .moe_paged import run
-    return run(self, x, norm, router, experts, (routing, act), see, correction, shared, None)
+    return run(self, x, norm, router, experts, (routing, act), observer, correction, shared, None)
 
 
 def mlp_and_experts(self: CpuOps, x: np.ndarray, norm: Norm, gate: Linear | None, up: Linear | None, down: Linear | None, router: Linear,
-                    experts: tuple[Expert, ...] | ExpertPages, apart: ParallelExperts, routing: Routing, act: str,
-                    see: Callable[[np.ndarray], None] | None = None, see_visits: VisitObserver | None = None,
-                    after: Norm | None = None, correction: np.ndarray | None = None) -> np.ndarray:
+                    experts: tuple[Expert, ...] | ExpertPages, parallel: ParallelExperts, routing: Routing, act: str,
+                    observer: Callable[[np.ndarray], None] | None = None, visit_observer: VisitObserver | None = None,
+                    post_norm: Norm | None = None, correction: np.ndarray | None = None) -> np.ndarray:
     """See `BlockOps`."""
     if down is not None:
         hidden = self.gated_hidden(x, norm, gate, up, act)
-        if see is not None:
-            see(hidden)
+        if observer is not None:
+            observer(hidden)
         branch = self.workspace.take("branch", *x.shape)
         if self._run_cached(hidden, None, (down,), linear.PLAIN, "none") is None:
             self._run_stage(hidden, None, [down], [branch], linear.PLAIN, "none")
@@ -126,41 +126,41 @@ def mlp_and_experts(self: CpuOps, x: np.ndarray, norm: Norm, gate: Linear | None
         run = self.registry.select(Call("moe", act=act)).candidate.run
     else:
         from .moe_paged import run
-    total = run(self, x, apart.pre_norm, router, experts, (routing, act), see_visits, correction, None, apart)
-    if apart.post_norm is not None:
-        norm_rows(self, total, apart.post_norm)
+    total = run(self, x, parallel.pre_norm, router, experts, (routing, act), visit_observer, correction, None, parallel)
+    if parallel.post_norm is not None:
+        norm_rows(self, total, parallel.post_norm)
     if down is not None:
-        self._add_with(self, branch, apart.mlp_post_norm, total, 1.0)
-    self._add_with(self, total, after, x, 1.0)
+        self._add_with(self, branch, parallel.mlp_post_norm, total, 1.0)
+    self._add_with(self, total, post_norm, x, 1.0)
     return x
 
 
 def expert_branch(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: tuple[Expert, ...] | ExpertPages,
-                  apart: ParallelExperts, routing: Routing, act: str, see: VisitObserver | None = None,
+                  parallel: ParallelExperts, routing: Routing, act: str, observer: VisitObserver | None = None,
                   correction: np.ndarray | None = None,
-                  shared: SharedExpert | None = None, said: np.ndarray | None = None) -> np.ndarray:
+                  shared: SharedExpert | None = None, router_input: np.ndarray | None = None) -> np.ndarray:
     """See `BlockOps`."""
     if isinstance(experts, tuple):
         run = self.registry.select(Call("moe", act=act)).candidate.run
     else:
         from .moe_paged import run
-    return run(self, x, norm, router, experts, (routing, act), see, correction, shared, apart, said)
+    return run(self, x, norm, router, experts, (routing, act), observer, correction, shared, parallel, router_input)
 
 
 def run_reference(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], routing_and_act: RoutingAndAct,
-                  see: VisitObserver | None,
+                  observer: VisitObserver | None,
                   correction: np.ndarray | None, shared: SharedExpert | None, parallel: ParallelExperts | None,
                   router_input: np.ndarray | None = None) -> np.ndarray:
     ops.flush()
     out = x if parallel is None else ops.workspace.take("sum", *x.shape)
     out[:], routed = reference_moe.moe(x, norm, router, experts, *routing_and_act, correction, shared, parallel, router_input)
-    if see is not None:
-        see(routed)
+    if observer is not None:
+        observer(routed)
     return out
 
 
 def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], routing_and_act: RoutingAndAct,
-        see: VisitObserver | None,
+        observer: VisitObserver | None,
         correction: np.ndarray | None, shared: SharedExpert | None, parallel: ParallelExperts | None,
         router_input: np.ndarray | None = None) -> np.ndarray:
     shared_input = shared_hidden(ops, x, norm, shared, routing_and_act[1])
@@ -170,7 +170,7 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequenc
     if len(x) > stage.table.columns:
         _products(ops, products_norm(norm, routing_and_act), experts, stage, routing_and_act[1])
         ops.run(kernels.combine_visits, address(stage.arrays[0]), True)
-    return add_shared(ops, x, stage, shared_input, shared, see)
+    return add_shared(ops, x, stage, shared_input, shared, observer)
 
 
 def shared_hidden(ops: CpuOps, x: np.ndarray, norm: Norm, shared: SharedExpert | None, act: str) -> np.ndarray | None:
@@ -189,13 +189,13 @@ def shared_hidden(ops: CpuOps, x: np.ndarray, norm: Norm, shared: SharedExpert |
 
 
 def add_shared(ops: CpuOps, x: np.ndarray, stage: PreparedStage, shared_input: np.ndarray | None, shared: SharedExpert | None,
-               see: VisitObserver | None) -> np.ndarray:
+               observer: VisitObserver | None) -> np.ndarray:
     """The residual stream after adding the shared expert to the others; for parallel experts their sum alone."""
     out = x if stage.parallel is None else ops.workspace.take("sum", *x.shape)
     if shared_input is not None:
         ops.linear_add(shared_input, shared.down, out, None, shared.multiplier)
-    if see is not None:
-        see(stage.routed if shared_input is None else replace(stage.routed, shared=shared_input))
+    if observer is not None:
+        observer(stage.routed if shared_input is None else replace(stage.routed, shared=shared_input))
     return out
 
 

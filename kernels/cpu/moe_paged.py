@@ -70,7 +70,7 @@ class _Kind:
 
 
 def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPages, routing_and_act: RoutingAndAct,
-        see: VisitObserver | None,
+        observer: VisitObserver | None,
         correction: np.ndarray | None, shared: SharedExpert | None, parallel: ParallelExperts | None,
         router_input: np.ndarray | None = None) -> np.ndarray:
     """`moe.run` for experts in slots. For few tokens, the shared expert is multiplied while the disk is asked for the others."""
@@ -92,7 +92,7 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPag
         _many(ops, products_norm(norm, routing_and_act), pages, stage, routing_and_act[1])
         pages.look_ahead(ahead)
     ops.run(kernels.combine_visits, address(stage.arrays[0]), len(x) > 1)
-    return add_shared(ops, x, stage, shared_input, shared, see)
+    return add_shared(ops, x, stage, shared_input, shared, observer)
 
 
 def _note_next(ops: CpuOps, x: np.ndarray, pages: ExpertPages, handed: int) -> list[np.ndarray]:

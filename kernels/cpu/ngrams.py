@@ -34,8 +34,8 @@ class NgramStates(Slots):
         super().__init__(ops, shape, memory, pass_slots, "n-grams", loops.SLOTS)
         self.block[loops.COUNT : loops.STEP + 1] = shape.count, shape.width, shape.size
         wide = MAX_DECODE_TOKENS * shape.channels
-        self.raw = self.recent[:wide].reshape(MAX_DECODE_TOKENS, -1)
-        self._ids = self.recent[wide:][:MAX_DECODE_TOKENS].view(np.int32)  # of the last pass of few tokens, and the words before it
+        self.raw = self.rollback_log[:wide].reshape(MAX_DECODE_TOKENS, -1)
+        self._ids = self.rollback_log[wide:][:MAX_DECODE_TOKENS].view(np.int32)  # of the last pass of few tokens, and the words before it
         self._before = np.zeros(shape.size - 1, np.int64)
 
     def words(self, ids: np.ndarray, end: int) -> np.ndarray:
@@ -69,16 +69,16 @@ class CpuStatesWithNgrams(StatesWithNgrams):
     """Also handles passes whose projections are in recorded buffers."""
 
     def __init__(self, ops: CpuOps, shape: WithNgrams, memory: np.ndarray, pass_slots: np.ndarray) -> None:
-        own: LayerStates = ops.state_layer(shape.own, memory[: shape.own.nbytes], pass_slots)
-        super().__init__(own, NgramStates(ops, shape.ngrams, memory[shape.own.nbytes :], pass_slots))
-        self.mixed = own.mixed
+        base: LayerStates = ops.state_layer(shape.base, memory[: shape.base.nbytes], pass_slots)
+        super().__init__(base, NgramStates(ops, shape.ngrams, memory[shape.base.nbytes :], pass_slots))
+        self.mixed = base.mixed
 
 
 def ngram_products(ops: CpuOps, rows: np.ndarray, w: NgramWeights) -> list[np.ndarray]:
     """See `BlockOps`."""
     if (outs := ops._run_cached(rows, None, (w.key, w.value), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take(name, len(rows), matrix.weight.shape[0]) for name,
-                matrix in (("ngram keys", w.key), ("beside", w.value))]
+                matrix in (("ngram keys", w.key), ("side stream", w.value))]
         ops._run_stage(rows, None, [w.key, w.value], outs, linear.PLAIN, "none")
     return outs
 
@@ -100,7 +100,7 @@ def ngram_rows(ops: CpuOps, numbers: np.ndarray, table: Weight, place: int) -> n
 def run(states: NgramStates, x: np.ndarray, keys: np.ndarray, values: np.ndarray, w: NgramWeights) -> None:
     ops, block, shape, tokens = states.ops, states.block, states.shape, len(x)
     take = ops.workspace.take
-    normed, mixed, gates = take("normed streams", *x.shape), take("opened", *x.shape), take("said", tokens, shape.count)
+    normed, mixed, gates = take("normed streams", *x.shape), take("stream gates", *x.shape), take("stream logits", tokens, shape.count)
     raw = address(states.raw) if tokens <= MAX_DECODE_TOKENS else 0
     block[X:BIAS] = ops.address_of(normed), tokens, ops.address_of(mixed), raw, address(w.conv)
     block[loops.STREAMS : loops.COUNT] = (ops.address_of(x), ops.address_of(keys), ops.address_of(values), ops.address_of(gates),

@@ -149,38 +149,39 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
         self._run_stage(x, norm, linears, outs, linear.PLAIN, "none")
         return outs
 
-    def linear_add(self, x: np.ndarray, each: Linear, residual: np.ndarray, after: Norm | None = None, factor: float = 1.0) -> np.ndarray:
-        """residual + factor * after(x @ W.T + b), in place; `after` is an optional norm."""
-        if after is not None or factor != 1.0 or each.has_dora and self.is_adapted:
-            (branch,) = self.norm_linear(x, None, (each,))
-            self._add_with(self, branch, after, residual, factor)
-        elif self._run_cached(x, None, (each,), linear.ADD, "none", residual) is None:
-            self._run_stage(x, None, [each], [residual], linear.ADD, "none")
+    def linear_add(self, x: np.ndarray, matrix: Linear, residual: np.ndarray, post_norm: Norm | None = None,
+                   factor: float = 1.0) -> np.ndarray:
+        """residual + factor * post_norm(x @ W.T + b), in place. The post-norm is optional."""
+        if post_norm is not None or factor != 1.0 or matrix.has_dora and self.is_adapted:
+            (branch,) = self.norm_linear(x, None, (matrix,))
+            self._add_with(self, branch, post_norm, residual, factor)
+        elif self._run_cached(x, None, (matrix,), linear.ADD, "none", residual) is None:
+            self._run_stage(x, None, [matrix], [residual], linear.ADD, "none")
         return residual
 
     def gated_mlp(self, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str,
-                  see: Callable[[np.ndarray], None] | None = None, after: Norm | None = None, factor: float = 1.0,
-                  within: Norm | None = None) -> np.ndarray:
-        """x + down(within(act(gate(n)) * up(n))) with n = norm(x), in place; the branch is added as in `linear_add`. `see` is called with
-        the input of `down`."""
+                  observer: Callable[[np.ndarray], None] | None = None, post_norm: Norm | None = None, factor: float = 1.0,
+                  sub_norm: Norm | None = None) -> np.ndarray:
+        """x + down(sub_norm(act(gate(n)) * up(n))) with n = norm(x), in place; the branch is added as in `linear_add`. `observer` is
+        called with the input of `down`."""
         hidden = self.gated_hidden(x, norm, gate, up, act)
-        if within is not None:
-            self.norm_in_place(hidden, within)
-        if see is not None:
-            see(hidden)
-        return self.linear_add(hidden, down, x, after, factor)
+        if sub_norm is not None:
+            self.norm_in_place(hidden, sub_norm)
+        if observer is not None:
+            observer(hidden)
+        return self.linear_add(hidden, down, x, post_norm, factor)
 
     def gated_hidden(self, x: np.ndarray, norm: Norm, gate: Linear | None, up: Linear, act: str,
-                     curve: XieluParams | None = None) -> np.ndarray:
-        """act(gate(n)) * up(n) with n = norm(x), or act(up(n)): the input of `down`. For the latter, `curve` replaces `act`."""
+                     xielu: XieluParams | None = None) -> np.ndarray:
+        """act(gate(n)) * up(n) with n = norm(x), or act(up(n)): the input of `down`. In the latter, xIELU may replace `act`."""
         if gate is None:
             if (outs := self._run_cached(x, norm, (up,), linear.PLAIN, "none")) is None:
                 outs = [self.workspace.take("gate", len(x), up.weight.shape[0])]
                 self._run_stage(x, norm, [up], outs, linear.PLAIN, "none")
-            if curve is None:
+            if xielu is None:
                 self.gate(outs[0], None, act)
             else:
-                self.registry.select(Call("curve")).candidate.run(self, outs[0], curve)
+                self.registry.select(Call("curve")).candidate.run(self, outs[0], xielu)
             return outs[0]
         outs = self._run_cached(x, norm, (gate, up), linear.GATED, act)
         if outs is None:
@@ -188,20 +189,20 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
             self._run_stage(x, norm, [gate, up], outs, linear.GATED, act)
         return outs[0]
 
-    def mlp(self, x: np.ndarray, norm: Norm, up: Linear, down: Linear, act: str, see: Callable[[np.ndarray], None] | None = None,
-            after: Norm | None = None, factor: float = 1.0, curve: XieluParams | None = None) -> np.ndarray:
-        """`gated_mlp` without a gate: x + down(act(up(n))), or with a `curve` instead of `act`."""
-        hidden = self.gated_hidden(x, norm, None, up, act, curve)
-        if see is not None:
-            see(hidden)
-        return self.linear_add(hidden, down, x, after, factor)
+    def mlp(self, x: np.ndarray, norm: Norm, up: Linear, down: Linear, act: str, observer: Callable[[np.ndarray], None] | None = None,
+            post_norm: Norm | None = None, factor: float = 1.0, xielu: XieluParams | None = None) -> np.ndarray:
+        """`gated_mlp` without a gate: x + down(act(up(n))), where xIELU may replace `act`."""
+        hidden = self.gated_hidden(x, norm, None, up, act, xielu)
+        if observer is not None:
+            observer(hidden)
+        return self.linear_add(hidden, down, x, post_norm, factor)
 
     def mlp_branch(self, y: np.ndarray, up: Linear, down: Linear, act: str, residual: np.ndarray,
-                   see: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
+                   observer: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
         """residual + down(act(up(y))), in place."""
         hidden = self.gated_hidden(y, None, None, up, act)
-        if see is not None:
-            see(hidden)
+        if observer is not None:
+            observer(hidden)
         return self.linear_add(hidden, down, residual)
 
     mlp_and_experts, expert_branch = moe.mlp_and_experts, moe.expert_branch
@@ -259,14 +260,14 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
         return cached[2]
 
     def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
-                 softcap: float | None, codec: object | None = None, beside: np.ndarray | None = None) -> LayerPages:
-        """Storage of one layer's KV pages in host memory; `codec` packs sealed pages, if they are packed, and pages of its `better` codec
-        are in `beside`. Raises ValueError for packed pages if the workspace was not sized for them: kernels would write past its end."""
+                 softcap: float | None, codec: object | None = None, better_pages: np.ndarray | None = None) -> LayerPages:
+        """Storage of one layer's KV pages in host memory. Packed pages have a `codec`; pages of its `better` codec, if any, are in
+        `better_pages`. Raises ValueError for packed pages if the workspace was not sized for them: kernels would write past its end."""
         from .kv.pages import pages_of
 
         if codec is not None and codec.is_packed and not self.dims.packed_kv:
             raise ValueError("packed pages require a workspace with Dims.packed_kv")
-        return pages_of(self, layout, exact, sealed, scale, window, softcap, codec, beside)
+        return pages_of(self, layout, exact, sealed, scale, window, softcap, codec, better_pages)
 
     def close(self) -> None:
         self.pool.close()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the buffers, none for a model without per-layer inputs."""
-    return dict.fromkeys(("given", "given rows"), chunk * dims.per_layer_input_width) if dims.per_layer_input_width else {}
+    return dict.fromkeys(("layer inputs", "layer input rows"), chunk * dims.per_layer_input_width) if dims.per_layer_input_width else {}
 
 
 def layer_inputs(ops: CpuOps, ids: np.ndarray, x: np.ndarray, table: Weight | None, projection: Linear, norm: Norm,
@@ -28,11 +28,11 @@ def layer_inputs(ops: CpuOps, ids: np.ndarray, x: np.ndarray, table: Weight | No
     """(norm(projection(x) / sqrt(D)) + row * scale) / sqrt(2), float32 [L, T, P], of tokens `ids` with embeddings x [T, D]: rows are those
     of `table` [V, L * P], normed P numbers at a time. Without a table only the norm remains."""
     width = len(norm.weight)
-    rows = ops.workspace.take("given rows", len(ids), projection.weight.shape[0])
+    rows = ops.workspace.take("layer input rows", len(ids), projection.weight.shape[0])
     ops._run_stage(x, None, [projection], [rows], linear.PLAIN, "none")
     ops.flush()
     layers = rows.reshape(len(ids), -1, width).swapaxes(0, 1)
-    out = ops.workspace.take("given", *layers.shape)
+    out = ops.workspace.take("layer inputs", *layers.shape)
     np.multiply(layers, np.float32(x.shape[1] ** -0.5), out=out)
     power = np.einsum("ltp,ltp->lt", out, out)[..., None] / np.float32(width)
     out /= np.sqrt(power + np.float32(norm.eps))
@@ -54,13 +54,13 @@ def _rows(ops: CpuOps, ids: np.ndarray, table: Weight, scale: float, out: np.nda
     ops.flush()
 
 
-def add_per_layer_input(ops: CpuOps, x: np.ndarray, inputs: PerLayerInput, given: np.ndarray, act: str,
-                        see: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
+def add_per_layer_input(ops: CpuOps, x: np.ndarray, inputs: PerLayerInput, layer_input: np.ndarray, act: str,
+                        observer: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
     """See `BlockOps`."""
     if (outs := ops._run_cached(x, None, (inputs.gate,), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take("gate", len(x), inputs.gate.weight.shape[0])]
         ops._run_stage(x, None, [inputs.gate], outs, linear.PLAIN, "none")
-    ops.gate(outs[0], given, act)
-    if see is not None:
-        see(outs[0])
+    ops.gate(outs[0], layer_input, act)
+    if observer is not None:
+        observer(outs[0])
     return ops.linear_add(outs[0], inputs.projection, x, inputs.post_norm)

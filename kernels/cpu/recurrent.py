@@ -27,14 +27,14 @@ class RecurrentStates(Slots):
                  sizes: tuple[int, ...]) -> None:
         super().__init__(ops, shape, memory, pass_slots, op, loops.SLOTS)
         self.loops, self.sizes = loops, sizes
-        wide, recent = MAX_DECODE_TOKENS * shape.channels, self.recent
+        wide, recent = MAX_DECODE_TOKENS * shape.channels, self.rollback_log
         self._raw, self._mixed = (recent[at * wide :][:wide].reshape(MAX_DECODE_TOKENS, -1) for at in (0, 1))
         self._gates = recent[2 * wide :][: MAX_DECODE_TOKENS * shape.gates].reshape(MAX_DECODE_TOKENS, -1)
         self._recent: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def mixed(self, tokens: int) -> np.ndarray:
         """Output buffer of `mix` for this many tokens."""
-        return self.ops.workspace.take("beside" if self.ops.dims.parallel_hybrid else "attend", tokens, self.shape.values)
+        return self.ops.workspace.take("side stream" if self.ops.dims.parallel_hybrid else "attend", tokens, self.shape.values)
 
     def mix(self, products: list[np.ndarray], w: object, out: np.ndarray | None = None) -> np.ndarray:
         """The layer's head outputs, [T, values], gated and normed, in `out` if given; advances the state. Projections are as in the shape,

@@ -61,9 +61,9 @@ def carry_rows(args, worker, counter):
             carried[i] = y[i]
 
 
-def scaled_residual(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: ResidualScale) -> np.ndarray:
+def scaled_residual(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, scale: ResidualScale) -> np.ndarray:
     """See `BlockOps`."""
-    ops.registry.select(Call("rescale")).candidate.run(ops, x, branch, own)
+    ops.registry.select(Call("rescale")).candidate.run(ops, x, branch, scale)
     return x
 
 
@@ -86,21 +86,21 @@ def gate_rows(ops: CpuOps, y: np.ndarray, gates: LowRank) -> np.ndarray:
 def norm_and_concat(ops: CpuOps, y: np.ndarray, norm: Norm) -> np.ndarray:
     """See `BlockOps`."""
     width = y.shape[1]
-    out, put = ops.workspace.take("doubled", len(y), 2 * width), ops.registry.select(Call("carry")).candidate.run
+    out, put = ops.workspace.take("norm and input", len(y), 2 * width), ops.registry.select(Call("carry")).candidate.run
     put(ops, y, out, width, None)
     put(ops, norm_rows(ops, y, norm), out, 0, None)
     return out
 
 
-def rescale(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: ResidualScale) -> None:
-    ops.args[: OFFSETS + 1] = (ops.address_of(x), 0 if branch is None else ops.address_of(branch), *x.shape, address(own.scales),
-                               address(own.branch_scales), address(own.offsets))
+def rescale(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, scale: ResidualScale) -> None:
+    ops.args[: OFFSETS + 1] = (ops.address_of(x), 0 if branch is None else ops.address_of(branch), *x.shape, address(scale.scales),
+                               address(scale.branch_scales), address(scale.offsets))
     ops.run(rescale_rows, ops.args_address, x.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
-def rescale_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: ResidualScale) -> None:
+def rescale_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, scale: ResidualScale) -> None:
     ops.flush()
-    x[:] = own.scales * x.astype(np.float64) + own.offsets + (0 if branch is None else own.branch_scales * branch.astype(np.float64))
+    x[:] = scale.scales * x.astype(np.float64) + scale.offsets + (0 if branch is None else scale.branch_scales * branch.astype(np.float64))
 
 
 def carry(ops: CpuOps, y: np.ndarray, streams: np.ndarray, first: int, shares: np.ndarray | None) -> None:

@@ -90,4 +90,4 @@ class KeyAngles:
 
 def write_angles(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray) -> None:
     """Write cos and sin of positions [T], or [T, R/2] if they differ by channel, in place."""
-    cos[:], sin[:] = table.turns(positions)
+    cos[:], sin[:] = table.cos_sin(positions)

@@ -345,29 +345,30 @@ def split_query_gates(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int) -> 
     return out
 
 
-def gate_heads(ops: CpuOps, x: np.ndarray, y: np.ndarray, heads: int, head_dim: int, soft: bool = False) -> np.ndarray:
+def gate_heads(ops: CpuOps, x: np.ndarray, y: np.ndarray, heads: int, head_dim: int, use_softplus: bool = False) -> np.ndarray:
     """See `BlockOps`."""
-    ops.registry.select(Call("gate heads")).candidate.run(ops, y, x, heads, head_dim, soft)
+    ops.registry.select(Call("gate heads")).candidate.run(ops, y, x, heads, head_dim, use_softplus)
     return x
 
 
-def scale_queries(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, places: RopeTable,
-                  growth: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+def scale_queries(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, log_positions: RopeTable,
+                  slopes_and_offsets: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     """See `BlockOps`."""
     ops.registry.select(Call("grow heads")).candidate.run(
-        ops, y, heads, head_dim, cached_angles(ops, ops._angles, positions, places), growth)
+        ops, y, heads, head_dim, cached_angles(ops, ops._angles, positions, log_positions), slopes_and_offsets)
     return y
 
 
-def grow(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, growth: tuple[np.ndarray, np.ndarray]) -> None:
-    ops.args[: W_OFFSETS + 1] = ops.address_of(y), len(y), heads, head_dim, angles.at[0], *map(address, growth)
+def grow(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, slopes_and_offsets: tuple[np.ndarray, np.ndarray]) -> None:
+    ops.args[: W_OFFSETS + 1] = ops.address_of(y), len(y), heads, head_dim, angles.at[0], *map(address, slopes_and_offsets)
     ops.run(grow_rows, ops.args_address, y.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
-def grow_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, growth: tuple[np.ndarray, np.ndarray]) -> None:
+def grow_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles,
+                   slopes_and_offsets: tuple[np.ndarray, np.ndarray]) -> None:
     ops.flush()
     split = y.reshape(len(y), heads, head_dim)
-    split[:] = reference.grown_heads(split, angles.cos[:, 0], *growth)
+    split[:] = reference.grown_heads(split, angles.cos[:, 0], *slopes_and_offsets)
 
 
 def part(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int) -> None:
@@ -380,13 +381,13 @@ def part_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head
     out[:] = y.reshape(len(y), heads, 2, head_dim)[:, :, 0].reshape(out.shape)
 
 
-def gate_attended(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int, soft: bool) -> None:
-    ops.args[: P_SOFT + 1] = ops.address_of(y), ops.address_of(out), len(y), heads, head_dim, y.shape[1] // out.shape[1], soft
+def gate_attended(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int, use_softplus: bool) -> None:
+    ops.args[: P_SOFT + 1] = ops.address_of(y), ops.address_of(out), len(y), heads, head_dim, y.shape[1] // out.shape[1], use_softplus
     ops.run(gate_head_rows, ops.args_address, out.size >= MIN_PARALLEL_SIZE, ops.args)
 
 
-def gate_attended_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int, soft: bool) -> None:
+def gate_attended_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int, use_softplus: bool) -> None:
     ops.flush()
     y = np.repeat(y, head_dim, 1) if y.shape[1] == heads else y
     gates = y.reshape(len(y), heads, -1, head_dim)[:, :, -1].reshape(out.shape).astype(np.float64)
-    out[:] = out * np.logaddexp(0, gates) if soft else out / (1 + np.exp(-gates))
+    out[:] = out * np.logaddexp(0, gates) if use_softplus else out / (1 + np.exp(-gates))

@@ -40,9 +40,9 @@ class Rwkv7States(Slots):
     def __init__(self, ops: CpuOps, shape: Rwkv7Shape, memory: np.ndarray, pass_slots: np.ndarray) -> None:
         super().__init__(ops, shape, memory, pass_slots, "time mix", loops.SLOTS)
         width, begin = shape.values, 2 * MAX_DECODE_TOKENS * shape.values
-        self._rows = self.recent[:begin].reshape(MAX_DECODE_TOKENS, 2, width)
+        self._rows = self.rollback_log[:begin].reshape(MAX_DECODE_TOKENS, 2, width)
         part_size = MAX_DECODE_TOKENS * width
-        self._parts = [self.recent[begin + part * part_size :][:part_size].reshape(MAX_DECODE_TOKENS, width) for part in range(PARTS)]
+        self._parts = [self.rollback_log[begin + part * part_size :][:part_size].reshape(MAX_DECODE_TOKENS, width) for part in range(PARTS)]
         self._log_views: dict[int, list[np.ndarray]] = {}  # views of the log, by number of tokens
         self.block[loops.HEADS : loops.SLOTS] = shape.heads, shape.head_dim
         self._shift, self._squash, self._blend = (ops.registry.select(Call(op)).candidate.run

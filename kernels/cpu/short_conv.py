@@ -27,7 +27,7 @@ class ConvStates(Slots):
 
     def __init__(self, ops: CpuOps, shape: ConvShape, memory: np.ndarray, pass_slots: np.ndarray) -> None:
         super().__init__(ops, shape, memory, pass_slots, "short convolution", loops.SLOTS)
-        self._raw = self.recent[: MAX_DECODE_TOKENS * shape.width].reshape(MAX_DECODE_TOKENS, -1)
+        self._raw = self.rollback_log[: MAX_DECODE_TOKENS * shape.width].reshape(MAX_DECODE_TOKENS, -1)
 
     def mixed(self, tokens: int) -> np.ndarray:
         """Output buffer of `mix` for this many tokens."""

@@ -41,18 +41,18 @@ class LayerStates(Protocol):
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the buffers of a layer's projections and of the inputs of the state update."""
     kv, shape = dims.num_key_value_heads * dims.head_dim, dims.recurrent
-    products = () if shape is None else shape.products[1:]
+    products = () if shape is None else shape.projection_widths[1:]
     widths = [max(pair) for pair in zip((kv, kv, *products[2:]), (*products, 0, 0))]
     buffers = {f"y{i}": chunk * width for i, width in enumerate(widths, 1)}
     queries = {"queries": chunk * dims.num_attention_heads * dims.head_dim * dims.output_gate_in_q}
     if dims.output_gate and dims.mla is None:  # gates of the attention output
         buffers["y3"] = max(buffers.get("y3", 0), chunk * dims.num_attention_heads * dims.head_dim)
     if dims.parallel_hybrid:  # the output of attention until it is added
-        buffers["beside"] = chunk * shape.values
+        buffers["side stream"] = chunk * shape.values
     if shape is None:
         return buffers | queries
     return {**buffers, **queries, "mixed": chunk * shape.channels, "gates": chunk * shape.gates,
-            **{f"widened{i}": chunk * width for i, width in enumerate(shape.widened)}}
+            **{f"inner{i}": chunk * width for i, width in enumerate(shape.inner_projection_widths)}}
 
 
 def state_layer(ops: CpuOps, shape: StateShape | WithNgrams, memory: np.ndarray, pass_slots: np.ndarray) -> LayerStates:
@@ -76,22 +76,22 @@ def state_layer(ops: CpuOps, shape: StateShape | WithNgrams, memory: np.ndarray,
 
 class Slots:
     """A layer's slots, the argument block of its kernels, and its convolution inputs. `op`: the op's name in the registry; `size`: length
-    of the argument block. `self.recent`, after the slots, is the rollback log of a pass of few tokens."""
+    of the argument block. `self.rollback_log`, after the slots, is the rollback log of a pass of few tokens."""
 
     def __init__(self, ops: CpuOps, shape: StateShape, memory: np.ndarray, pass_slots: np.ndarray, op: str, size: int) -> None:
         self.ops, self.shape, self._pass_slots = ops, shape, pass_slots
         memory = memory.view(np.float32)
         end = shape.slots * shape.slot_floats
-        self._slots, self.recent = memory[:end].reshape(shape.slots, -1), memory[end:]
+        self._slots, self.rollback_log = memory[:end].reshape(shape.slots, -1), memory[end:]
         self.run = ops.registry.select(Call(op)).candidate.run
         self.block = np.zeros(size, np.int64)
         self.block[loops.MEMORY : loops.OWN] = (address(self._slots), 4 * shape.slot_floats, 4 * shape.state_offset, address(pass_slots),
                                                shape.taps, shape.channels)
 
     def widen(self, first: int, x: np.ndarray, linears: tuple[Linear, ...], norm: Norm | None = None) -> list[np.ndarray]:
-        """norm(x) @ W.T + b of each: the shape's `widened` from `first` on."""
+        """norm(x) @ W.T + b of each: the shape's `inner_projection_widths` from `first` on."""
         if (outs := self.ops._run_cached(x, norm, linears, linear.PLAIN, "none")) is None:
-            outs = [self.ops.workspace.take(f"widened{i}", len(x), matrix.weight.shape[0]) for i, matrix in enumerate(linears, first)]
+            outs = [self.ops.workspace.take(f"inner{i}", len(x), matrix.weight.shape[0]) for i, matrix in enumerate(linears, first)]
             self.ops._run_stage(x, norm, linears, outs, linear.PLAIN, "none")
         return outs
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ...quant.weight import AltUp, Linear, LowRank, Norm, PerLayerInput
     from .ops import CpuOps
 
-See = Callable[[np.ndarray], None] | None
+Observer = Callable[[np.ndarray], None] | None
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
@@ -31,7 +31,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     if not dims.residual_streams:
         return {}
     return {"streams": chunk * dims.residual_streams * dims.hidden_size, "branches": chunk * (dims.residual_streams - 1) * dims.hidden_size,
-            "stream": chunk * dims.hidden_size, "beside": chunk * dims.hidden_size, "low rank": chunk * dims.low_rank_dim}
+            "stream": chunk * dims.hidden_size, "side stream": chunk * dims.hidden_size, "low rank": chunk * dims.low_rank_dim}
 
 
 def scratch_floats(dims: Dims) -> int:
@@ -78,54 +78,54 @@ def first_stream(ops: CpuOps, x: np.ndarray, count: int) -> np.ndarray:
 
 def second_stream(ops: CpuOps, x: np.ndarray, count: int) -> np.ndarray:
     """See `BlockOps`."""
-    one = ops.workspace.take("beside", len(x), x.shape[1] // count)
+    one = ops.workspace.take("side stream", len(x), x.shape[1] // count)
     ops.registry.select(Call("take stream")).candidate.run(ops, x, one, 1)
     return one
 
 
 def mean_stream(ops: CpuOps, x: np.ndarray, count: int) -> np.ndarray:
     """The mean [T, D] of streams x [T, S * D], in an array of its own."""
-    one, other = ops.workspace.take("stream", len(x), x.shape[1] // count), ops.workspace.take("beside", len(x), x.shape[1] // count)
+    one, other = ops.workspace.take("stream", len(x), x.shape[1] // count), ops.workspace.take("side stream", len(x), x.shape[1] // count)
     take_stream = ops.registry.select(Call("take stream")).candidate.run
     take_stream(ops, x, one, 0)
-    for which in range(1, count):
-        take_stream(ops, x, other, which)
+    for index in range(1, count):
+        take_stream(ops, x, other, index)
         ops.add_scaled(one, other, 1.0)
     return ops.scale_in_place(one, 1 / count)
 
 
-def put_stream(ops: CpuOps, x: np.ndarray, y: np.ndarray, which: int) -> np.ndarray:
+def put_stream(ops: CpuOps, x: np.ndarray, y: np.ndarray, index: int) -> np.ndarray:
     """See `BlockOps`."""
-    ops.registry.select(Call("put stream")).candidate.run(ops, x, y, which, False)
+    ops.registry.select(Call("put stream")).candidate.run(ops, x, y, index, False)
     return x
 
 
-def add_to_first(ops: CpuOps, x: np.ndarray, y: np.ndarray, each: Linear) -> np.ndarray:
+def add_to_first(ops: CpuOps, x: np.ndarray, y: np.ndarray, matrix: Linear) -> np.ndarray:
     """See `BlockOps`."""
-    (branch,) = ops.norm_linear(y, None, (each,))
+    (branch,) = ops.norm_linear(y, None, (matrix,))
     ops.registry.select(Call("put stream")).candidate.run(ops, x, branch, 0, True)
     return x
 
 
-def add_low_rank(ops: CpuOps, x: np.ndarray, norm: Norm, low: LowRank, out: np.ndarray) -> np.ndarray:
+def add_low_rank(ops: CpuOps, x: np.ndarray, norm: Norm, low_rank: LowRank, out: np.ndarray) -> np.ndarray:
     """See `BlockOps`."""
-    if (outs := ops._run_cached(x, norm, (low.down,), linear.PLAIN, "none")) is None:
-        outs = [ops.workspace.take("low rank", len(x), low.down.weight.shape[0])]
-        ops._run_stage(x, norm, [low.down], outs, linear.PLAIN, "none")
-    return ops.linear_add(outs[0], low.up, out)
+    if (outs := ops._run_cached(x, norm, (low_rank.down,), linear.PLAIN, "none")) is None:
+        outs = [ops.workspace.take("low rank", len(x), low_rank.down.weight.shape[0])]
+        ops._run_stage(x, norm, [low_rank.down], outs, linear.PLAIN, "none")
+    return ops.linear_add(outs[0], low_rank.up, out)
 
 
-def shared_block_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, own: Sequence[LowRank],
-                     see: See = None) -> np.ndarray:
+def shared_block_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, branches: Sequence[LowRank],
+                     observer: Observer = None) -> np.ndarray:
     """See `BlockOps`."""
     if (outs := ops._run_cached(x, norm, (gate, up), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take(name, len(x), gate.weight.shape[0]) for name in ("gate", "up")]
         ops._run_stage(x, norm, [gate, up], outs, linear.PLAIN, "none")
-    for low, out in zip(own, outs, strict=bool(own)):
-        add_low_rank(ops, x, norm, low, out)
+    for low_rank, out in zip(branches, outs, strict=bool(branches)):
+        add_low_rank(ops, x, norm, low_rank, out)
     ops.gate(*outs, act)
-    if see is not None:
-        see(outs[0])
+    if observer is not None:
+        observer(outs[0])
     (branch,) = ops.norm_linear(outs[0], None, (down,))
     return branch
 
@@ -137,37 +137,37 @@ def altup_predict(ops: CpuOps, x: np.ndarray, streams: AltUp) -> np.ndarray:
     return active
 
 
-def altup_correct(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: AltUp) -> np.ndarray:
+def altup_correct(ops: CpuOps, x: np.ndarray, active: np.ndarray, streams: AltUp) -> np.ndarray:
     """See `BlockOps`."""
-    ops.registry.select(Call("correct")).candidate.run(ops, x, own, streams)
-    return own
+    ops.registry.select(Call("correct")).candidate.run(ops, x, active, streams)
+    return active
 
 
-def altup_add_input(ops: CpuOps, x: np.ndarray, own: np.ndarray, inputs: PerLayerInput, given: np.ndarray, act: str,
-                    see: See = None) -> np.ndarray:
+def altup_add_input(ops: CpuOps, x: np.ndarray, active: np.ndarray, inputs: PerLayerInput, layer_input: np.ndarray, act: str,
+                    observer: Observer = None) -> np.ndarray:
     """See `BlockOps`."""
-    if (outs := ops._run_cached(own, None, (inputs.gate,), linear.PLAIN, "none")) is None:
-        outs = [ops.workspace.take("gate", len(own), inputs.gate.weight.shape[0])]
-        ops._run_stage(own, None, [inputs.gate], outs, linear.PLAIN, "none")
-    ops.gate(outs[0], given, act)
-    if see is not None:
-        see(outs[0])
+    if (outs := ops._run_cached(active, None, (inputs.gate,), linear.PLAIN, "none")) is None:
+        outs = [ops.workspace.take("gate", len(active), inputs.gate.weight.shape[0])]
+        ops._run_stage(active, None, [inputs.gate], outs, linear.PLAIN, "none")
+    ops.gate(outs[0], layer_input, act)
+    if observer is not None:
+        observer(outs[0])
     (branch,) = ops.norm_linear(outs[0], None, (inputs.projection,))
     ops.registry.select(Call("spread")).candidate.run(ops, x, branch, inputs.post_norm)
     return x
 
 
-def low_rank_branch(ops: CpuOps, x: np.ndarray, norm: Norm, low: LowRank, see: See = None) -> np.ndarray:
+def low_rank_branch(ops: CpuOps, x: np.ndarray, norm: Norm, low_rank: LowRank, observer: Observer = None) -> np.ndarray:
     """See `BlockOps`."""
-    n = ops.workspace.take("beside", *x.shape)
+    n = ops.workspace.take("side stream", *x.shape)
     ops.registry.select(Call("scale")).candidate.run(ops, x, n, 1.0)
     row_ops.norm_rows(ops, n, norm)
-    if (outs := ops._run_cached(n, None, (low.down,), linear.PLAIN, "none")) is None:
-        outs = [ops.workspace.take("low rank", len(x), low.down.weight.shape[0])]
-        ops._run_stage(n, None, [low.down], outs, linear.PLAIN, "none")
-    if see is not None:
-        see(outs[0])
-    return ops.linear_add(outs[0], low.up, n, low.post_norm)
+    if (outs := ops._run_cached(n, None, (low_rank.down,), linear.PLAIN, "none")) is None:
+        outs = [ops.workspace.take("low rank", len(x), low_rank.down.weight.shape[0])]
+        ops._run_stage(n, None, [low_rank.down], outs, linear.PLAIN, "none")
+    if observer is not None:
+        observer(outs[0])
+    return ops.linear_add(outs[0], low_rank.up, n, low_rank.post_norm)
 
 
 def add_scaled(ops: CpuOps, x: np.ndarray, y: np.ndarray, factor: float) -> np.ndarray:
@@ -176,8 +176,8 @@ def add_scaled(ops: CpuOps, x: np.ndarray, y: np.ndarray, factor: float) -> np.n
     return x
 
 
-def cutoff_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, deviations: float, see: See = None,
-               after: Norm | None = None) -> np.ndarray:
+def cutoff_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, deviations: float,
+               observer: Observer = None, post_norm: Norm | None = None) -> np.ndarray:
     """See `BlockOps`."""
     if (outs := ops._run_cached(x, norm, (gate, up), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take(name, len(x), gate.weight.shape[0]) for name in ("gate", "up")]
@@ -186,9 +186,9 @@ def cutoff_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear,
         else:
             ops._run_stage(x, norm, [gate, up], outs, linear.PLAIN, "none")
     ops.registry.select(Call("cut", act=act)).candidate.run(ops, *outs, act, deviations)
-    if see is not None:
-        see(outs[0])
-    return ops.linear_add(outs[0], down, x, after)
+    if observer is not None:
+        observer(outs[0])
+    return ops.linear_add(outs[0], down, x, post_norm)
 
 
 # -- what runs them -----------------------------------------------------------------------------------------------------------------------
@@ -254,56 +254,56 @@ def cut(ops: CpuOps, gate: np.ndarray, up: np.ndarray, act: str, deviations: flo
 # -- and what they mean, by `reference_streams.py` ----------------------------------------------------------------------------------------
 
 
-def _said(rows_of: np.ndarray, streams: AltUp) -> np.ndarray:
+def _router_outputs(rows: np.ndarray, streams: AltUp) -> np.ndarray:
     norm = streams.router_norm
-    return meaning.said(rows_of, (norm.kind, norm.weight, norm.bias, norm.eps), streams.router)
+    return meaning.compute_router_outputs(rows, (norm.kind, norm.weight, norm.bias, norm.eps), streams.router)
 
 
-def _parted(x: np.ndarray, one: np.ndarray) -> np.ndarray:
+def _split_streams(x: np.ndarray, one: np.ndarray) -> np.ndarray:
     return x.reshape(len(x), -1, one.shape[1])
 
 
 def predict_reference(ops: CpuOps, x: np.ndarray, active: np.ndarray, streams: AltUp) -> None:
     ops.flush()
-    split = _parted(x, active)
-    split[:] = meaning.predicted(split, _said(split[:, 0], streams), streams.prediction_coefs)
+    split = _split_streams(x, active)
+    split[:] = meaning.predict(split, _router_outputs(split[:, 0], streams), streams.prediction_coefs)
     active[:] = split[:, 0]
 
 
 def correct_reference(ops: CpuOps, x: np.ndarray, active: np.ndarray, streams: AltUp) -> None:
     ops.flush()
-    split = _parted(x, active)
-    split[:] = meaning.corrected(split, active, _said(active, streams), streams.correction_coefs)
+    split = _split_streams(x, active)
+    split[:] = meaning.correct(split, active, _router_outputs(active, streams), streams.correction_coefs)
     active[:] = split[:, 0] * streams.output_scale
 
 
 def spread_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray, norm: Norm) -> None:
     ops.flush()
     branch[:] = meaning.normalise(branch, norm.kind, norm.weight, norm.bias, norm.eps)
-    _parted(x, branch)[:, 1:] += branch[:, None]
+    _split_streams(x, branch)[:, 1:] += branch[:, None]
 
 
 def enter_reference(ops: CpuOps, streams: np.ndarray, branches: np.ndarray, one: np.ndarray) -> None:
     ops.flush()
-    _parted(streams, one)[:] = meaning.entered(one, branches)
+    _split_streams(streams, one)[:] = meaning.enter_streams(one, branches)
 
 
 def leave_reference(ops: CpuOps, streams: np.ndarray, branches: np.ndarray, one: np.ndarray) -> None:
     ops.flush()
-    one[:] = meaning.left(_parted(streams, one)[:, 0], branches)
+    one[:] = meaning.leave_streams(_split_streams(streams, one)[:, 0], branches)
 
 
-def take_reference(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int) -> None:
+def take_reference(ops: CpuOps, streams: np.ndarray, one: np.ndarray, index: int) -> None:
     ops.flush()
-    one[:] = _parted(streams, one)[:, which]
+    one[:] = _split_streams(streams, one)[:, index]
 
 
-def put_reference(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int, branch: bool) -> None:
+def put_reference(ops: CpuOps, streams: np.ndarray, one: np.ndarray, index: int, adds: bool) -> None:
     ops.flush()
-    stream = _parted(streams, one)
-    stream[:, which] = stream[:, which] + one if branch else one
+    stream = _split_streams(streams, one)
+    stream[:, index] = stream[:, index] + one if adds else one
 
 
 def cut_reference(ops: CpuOps, gate: np.ndarray, up: np.ndarray, act: str, deviations: float) -> None:
     ops.flush()
-    gate[:] = gated(meaning.cut(gate, deviations), up, act)
+    gate[:] = gated(meaning.gaussian_topk(gate, deviations), up, act)

@@ -25,7 +25,7 @@ class TorchCca(TorchSlots):
 
     def __init__(self, shape: CcaShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
         super().__init__(shape, memory, pass_slots, linear)
-        self._raw = self.recent[: MAX_DECODE_TOKENS * shape.channels].view(MAX_DECODE_TOKENS, -1)
+        self._raw = self.rollback_log[: MAX_DECODE_TOKENS * shape.channels].view(MAX_DECODE_TOKENS, -1)
 
     def convolved(self, product: torch.Tensor, w: Cca) -> tuple[torch.Tensor, ...]:
         """As in `kernels/cpu/cca.py`."""
@@ -33,12 +33,12 @@ class TorchCca(TorchSlots):
         inputs = self.append_inputs(x)
         if tokens <= MAX_DECODE_TOKENS:
             self._raw[:tokens] = x
-        convolved, group = self._twice(inputs[:, : shape.convolved], tokens, w), shape.heads // shape.kv_heads
-        split = x[:, : shape.convolved].unflatten(1, (-1, shape.depth))
+        convolved, group = self._twice(inputs[:, : shape.qk_channels], tokens, w), shape.heads // shape.kv_heads
+        split = x[:, : shape.qk_channels].unflatten(1, (-1, shape.depth))
         residual = 0.5 * (split[:, : shape.heads] + split[:, shape.heads :].repeat_interleave(group, 1))
         q = _stretched(convolved[:, : shape.heads] + residual)
         k = _stretched(convolved[:, shape.heads :] + residual.unflatten(1, (-1, group)).mean(2)) * w.key_temperatures[:, None]
-        delayed = inputs[shape.taps - 2 :][:tokens, shape.convolved :]
+        delayed = inputs[shape.taps - 2 :][:tokens, shape.qk_channels :]
         return q.flatten(1), k.flatten(1), torch.cat([product[:, shape.channels :], delayed], 1)
 
     def _twice(self, rows: torch.Tensor, tokens: int, w: Cca) -> torch.Tensor:

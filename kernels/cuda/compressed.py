@@ -57,7 +57,7 @@ class TorchKeys:
         """Store keys [n, width] from number `first` on: normed, then rotated by the position of each one's first token."""
         if len(keys):
             cos, sin = (self.to_device(angles[:, None])
-                        for angles in table.turns((first + np.arange(len(keys))) * self.shape.tokens_per_key))
+                        for angles in table.cos_sin((first + np.arange(len(keys))) * self.shape.tokens_per_key))
             finished = turned_tails(normalise(keys, norm)[:, None], cos, sin)[:, 0]
             self.rows[first : first + len(keys)] = (finished if self.stored == F32 else saturated(finished)).to(self.rows.dtype)
 
@@ -104,10 +104,10 @@ def turned_tails(y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def rope_tails(ops: TorchOps, y: torch.Tensor, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable,
-               back: bool = False) -> torch.Tensor:
+               inverse: bool = False) -> torch.Tensor:
     """See `BlockOps`."""
     cos, sin = ops._cos_sin(positions, table)
-    turned_tails(y.view(len(y), heads, head_dim), cos, -sin if back else sin)
+    turned_tails(y.view(len(y), heads, head_dim), cos, -sin if inverse else sin)
     return y
 
 
@@ -124,8 +124,8 @@ class TorchCompressed(TorchSlots):
 
     def __init__(self, shape: CompressedShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
         super().__init__(shape, memory, pass_slots, linear)
-        sizes = [MAX_DECODE_TOKENS * width for width in shape.pooled_products]
-        self._log = [series.view(MAX_DECODE_TOKENS, -1) for series in self.recent[: sum(sizes)].split(sizes)]
+        sizes = [MAX_DECODE_TOKENS * width for width in shape.pooled_projection_widths]
+        self._log = [series.view(MAX_DECODE_TOKENS, -1) for series in self.rollback_log[: sum(sizes)].split(sizes)]
         self._last_pass: tuple[Compressor, int] | None = None  # weights and first position of the last pass of few tokens
 
     def compress(self, products: Sequence[torch.Tensor], w: Compressor, position: int, table: RopeTable, keys: TorchKeys,
@@ -152,7 +152,7 @@ class TorchCompressed(TorchSlots):
         self._put(target, self._accumulate([log[:tokens] for log in self._log], *self._last_pass, self._initial_state(source))[1])
 
     def _initial_state(self, source: int) -> torch.Tensor:
-        state = self.state_in(max(source, 0))[: self.shape.own_floats]
+        state = self.state_in(max(source, 0))[: self.shape.layer_state_floats]
         return torch.zeros_like(state) if source == NO_SLOT else state
 
     def _put(self, slot: int, state: torch.Tensor) -> None:

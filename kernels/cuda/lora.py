@@ -39,21 +39,21 @@ class AdapterScales:
         """As on the CPU."""
         return self._scaling != NONE
 
-    def lengthened(self, x: torch.Tensor, each: Linear, y: torch.Tensor, into: ResidualAndFactor) -> torch.Tensor:
-        """`beside` applied to a product y of its own [T, N] whose rows adapters rescale (DoRA); added to `into`."""
-        total = self.upload(self._scales) @ each.lora.dora_gains if self._scaling == PER_TOKEN else each.lora.dora_gains.sum(0)
-        y = y + total * (y if each.bias is None else y - each.bias)
-        y = self.beside(x, each.lora, y, 1.0)
-        residual, factor = into
+    def apply_dora(self, x: torch.Tensor, matrix: Linear, y: torch.Tensor, residual_and_factor: ResidualAndFactor) -> torch.Tensor:
+        """`add_lora` applied to a product y of its own [T, N] whose rows adapters rescale (DoRA); added to `residual_and_factor`."""
+        gain = self.upload(self._scales) @ matrix.lora.dora_gains if self._scaling == PER_TOKEN else matrix.lora.dora_gains.sum(0)
+        y = y + gain * (y if matrix.bias is None else y - matrix.bias)
+        y = self.add_lora(x, matrix.lora, y, 1.0)
+        residual, factor = residual_and_factor
         return y if residual is None else residual.add_(y, alpha=factor)
 
-    def beside(self, x: torch.Tensor, own: Lora, y: torch.Tensor, factor: float) -> torch.Tensor:
+    def add_lora(self, x: torch.Tensor, lora: Lora, y: torch.Tensor, factor: float) -> torch.Tensor:
         """y + factor * out(s * into(x)) for each adapter used by a text of the pass, in place."""
-        for pair in own.pairs if self._scaling != NONE else ():
+        for pair in lora.pairs if self._scaling != NONE else ():
             if not self._chosen[pair.adapter]:
                 continue
-            between = self._linear(x, pair.into)
+            hidden = self._linear(x, pair.into)
             if self._scaling == PER_TOKEN:
-                between = between * self.upload(self._scales)[:, pair.adapter : pair.adapter + 1]
-            y = self._linear(between, pair.out, (y, factor))
+                hidden = hidden * self.upload(self._scales)[:, pair.adapter : pair.adapter + 1]
+            y = self._linear(hidden, pair.out, (y, factor))
         return y

@@ -18,31 +18,32 @@ if TYPE_CHECKING:
 
 
 def mlp_and_experts(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear | None, up: Linear | None, down: Linear | None,
-                    router: Linear, experts: Sequence[Expert], apart: ParallelExperts, routing: Routing, act: str,
-                    see: Callable[[torch.Tensor], None] | None = None, see_visits: Callable[[Routed], None] | None = None,
-                    after: Norm | None = None, correction: torch.Tensor | None = None) -> torch.Tensor:
+                    router: Linear, experts: Sequence[Expert], parallel: ParallelExperts, routing: Routing, act: str,
+                    observer: Callable[[torch.Tensor], None] | None = None, visit_observer: Callable[[Routed], None] | None = None,
+                    post_norm: Norm | None = None, correction: torch.Tensor | None = None) -> torch.Tensor:
     """See `BlockOps`."""
     if down is not None:
         n = ops.stages.normalise(x, norm)
         hidden = ops.stages.gated(ops._linear(n, gate), ops._linear(n, up), act)
-        if see is not None:
-            see(hidden)
-    total = expert_branch(ops, x, apart.pre_norm, router, experts, apart, routing, act, see_visits, correction)
+        if observer is not None:
+            observer(hidden)
+    total = expert_branch(ops, x, parallel.pre_norm, router, experts, parallel, routing, act, visit_observer, correction)
     normed = lambda branch, norm: branch if norm is None else ops.stages.normalise(branch, norm)  # noqa: E731
-    branch = 0 if down is None else normed(ops._linear(hidden, down), apart.mlp_post_norm)
-    return x.add_(normed(branch + normed(total, apart.post_norm), after))
+    branch = 0 if down is None else normed(ops._linear(hidden, down), parallel.mlp_post_norm)
+    return x.add_(normed(branch + normed(total, parallel.post_norm), post_norm))
 
 
-def expert_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], apart: ParallelExperts,
-                  routing: Routing, act: str, see: Callable[[Routed], None] | None = None, correction: torch.Tensor | None = None,
-                  shared: SharedExpert | None = None, said: torch.Tensor | None = None) -> torch.Tensor:
+def expert_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], parallel: ParallelExperts,
+                  routing: Routing, act: str, observer: Callable[[Routed], None] | None = None, correction: torch.Tensor | None = None,
+                  shared: SharedExpert | None = None, router_input: torch.Tensor | None = None) -> torch.Tensor:
     """See `BlockOps`."""
     n = ops.stages.normalise(x, norm)
     shared_input = None if shared is None else ops.shared_hidden(n, shared, act)
-    reads = ops.stages.normalise(x, apart.router_norm) if said is None else said
-    chosen, shares = routed(ops._linear(reads, router), routing, correction)
+    router_rows = ops.stages.normalise(x, parallel.router_norm) if router_input is None else router_input
+    chosen, shares = routed(ops._linear(router_rows, router), routing, correction)
     total = torch.zeros_like(x)
-    ops._visited(total, n, chosen, shares * apart.expert_scales[chosen], experts, act, see, shared_input, handed=routing.zero_experts)
+    ops._visited(total, n, chosen, shares * parallel.expert_scales[chosen], experts, act, observer, shared_input,
+                 zero_experts=routing.zero_experts)
     return total if shared is None else ops.linear_add(shared_input, shared.down, total, None, shared.multiplier)
 
 

@@ -29,7 +29,7 @@ class TorchNgrams(TorchSlots):
 
     def __init__(self, shape: NgramShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
         super().__init__(shape, memory, pass_slots, linear)
-        self._raw = self.recent[: MAX_DECODE_TOKENS * shape.channels].view(MAX_DECODE_TOKENS, -1)
+        self._raw = self.rollback_log[: MAX_DECODE_TOKENS * shape.channels].view(MAX_DECODE_TOKENS, -1)
         self._recent_words = np.zeros(0, np.int64)  # words of the last pass of few tokens, and those before it
 
     def words(self, ids: np.ndarray, end: int) -> np.ndarray:

@@ -23,7 +23,7 @@ class TorchRecurrent(TorchSlots):
     def __init__(self, shape: StateShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears,
                  sizes: tuple[int, ...]) -> None:
         super().__init__(shape, memory, pass_slots, linear)
-        self.sizes, wide, recent = sizes, MAX_DECODE_TOKENS * shape.channels, self.recent
+        self.sizes, wide, recent = sizes, MAX_DECODE_TOKENS * shape.channels, self.rollback_log
         self._raw, self._mixed = (recent[at * wide :][:wide].view(MAX_DECODE_TOKENS, -1) for at in (0, 1))
         self._gates = recent[2 * wide :][: MAX_DECODE_TOKENS * shape.gates].view(MAX_DECODE_TOKENS, -1)
 

@@ -32,8 +32,8 @@ class TorchRwkv7(TorchSlots):
     def __init__(self, shape: Rwkv7Shape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
         super().__init__(shape, memory, pass_slots, linear)
         self.sizes, begin = (shape.heads, shape.head_dim, shape.head_dim), 2 * MAX_DECODE_TOKENS * shape.values
-        self._rows = self.recent[:begin].view(MAX_DECODE_TOKENS, 2, shape.values)
-        self._parts = self.recent[begin:][: PARTS * MAX_DECODE_TOKENS * shape.values].view(PARTS, MAX_DECODE_TOKENS, shape.values)
+        self._rows = self.rollback_log[:begin].view(MAX_DECODE_TOKENS, 2, shape.values)
+        self._parts = self.rollback_log[begin:][: PARTS * MAX_DECODE_TOKENS * shape.values].view(PARTS, MAX_DECODE_TOKENS, shape.values)
 
     def shifted(self, x: torch.Tensor, norm: Norm, mix: torch.Tensor, half: int) -> list[torch.Tensor]:
         """As `kernels/cpu/rwkv7.py`."""

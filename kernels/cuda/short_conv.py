@@ -23,7 +23,7 @@ class TorchConv(TorchSlots):
 
     def __init__(self, shape: ConvShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
         super().__init__(shape, memory, pass_slots, linear)
-        self._raw = self.recent[: MAX_DECODE_TOKENS * shape.width].view(MAX_DECODE_TOKENS, -1)
+        self._raw = self.rollback_log[: MAX_DECODE_TOKENS * shape.width].view(MAX_DECODE_TOKENS, -1)
 
     def mix(self, products: list[torch.Tensor], w: ShortConv) -> torch.Tensor:
         """As `kernels/cpu/short_conv.py`."""

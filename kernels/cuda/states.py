@@ -34,8 +34,8 @@ def state_layer(shape: StateShape | WithNgrams, memory: torch.Tensor, pass_slots
     if isinstance(shape, WithNgrams):
         from .ngrams import TorchNgrams
 
-        base = state_layer(shape.own, memory[: shape.own.nbytes], pass_slots, linear)
-        return StatesWithNgrams(base, TorchNgrams(shape.ngrams, memory[shape.own.nbytes :], pass_slots, linear))
+        base = state_layer(shape.base, memory[: shape.base.nbytes], pass_slots, linear)
+        return StatesWithNgrams(base, TorchNgrams(shape.ngrams, memory[shape.base.nbytes :], pass_slots, linear))
     from .cca import TorchCca
     from .compressed import TorchCompressed
     from .delta import TorchDelta
@@ -52,7 +52,7 @@ def state_layer(shape: StateShape | WithNgrams, memory: torch.Tensor, pass_slots
 
 
 class TorchSlots:
-    """A layer's slots and its convolution inputs; `self.recent`, behind the slots, is the rollback log of a pass of few tokens."""
+    """A layer's slots and its convolution inputs; `self.rollback_log`, behind the slots, is the rollback log of a pass of few tokens."""
 
     sizes: tuple[int, ...]  # shape of a state
 
@@ -60,7 +60,7 @@ class TorchSlots:
         self.shape, self._pass_slots, self.linear = shape, pass_slots, linear
         memory = memory.view(torch.float32)
         end = shape.slots * shape.slot_floats
-        self._slots, self.recent = memory[:end].view(shape.slots, -1), memory[end:]
+        self._slots, self.rollback_log = memory[:end].view(shape.slots, -1), memory[end:]
 
     def pass_slots(self) -> tuple[int, ...]:
         """The slots of the pass."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ...quant.weight import AltUp, Linear, LowRank, Norm, PerLayerInput
     from .torch_ops import TorchOps
 
-See = Callable[[torch.Tensor], None] | None
+Observer = Callable[[torch.Tensor], None] | None
 
 
 def altup_predict(ops: TorchOps, x: torch.Tensor, streams: AltUp) -> torch.Tensor:
@@ -22,11 +22,11 @@ def altup_predict(ops: TorchOps, x: torch.Tensor, streams: AltUp) -> torch.Tenso
     return split[:, 0].clone()
 
 
-def altup_correct(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, streams: AltUp) -> torch.Tensor:
+def altup_correct(ops: TorchOps, x: torch.Tensor, active: torch.Tensor, streams: AltUp) -> torch.Tensor:
     """See `BlockOps`."""
-    split, shares = x.view(len(x), streams.num_streams, -1), _shares(ops, own, streams, streams.correction_coefs)
-    split.addcmul_(shares[..., None] + 1, (own - split[:, 0])[:, None])
-    return torch.mul(split[:, 0], streams.output_scale, out=own)
+    split, shares = x.view(len(x), streams.num_streams, -1), _shares(ops, active, streams, streams.correction_coefs)
+    split.addcmul_(shares[..., None] + 1, (active - split[:, 0])[:, None])
+    return torch.mul(split[:, 0], streams.output_scale, out=active)
 
 
 def _shares(ops: TorchOps, rows: torch.Tensor, streams: AltUp, coefficients: torch.Tensor) -> torch.Tensor:
@@ -34,24 +34,24 @@ def _shares(ops: TorchOps, rows: torch.Tensor, streams: AltUp, coefficients: tor
     return router_outputs @ coefficients.T
 
 
-def altup_add_input(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, inputs: PerLayerInput, given: torch.Tensor, act: str,
-                    see: See = None) -> torch.Tensor:
+def altup_add_input(ops: TorchOps, x: torch.Tensor, active: torch.Tensor, inputs: PerLayerInput, layer_input: torch.Tensor, act: str,
+                    observer: Observer = None) -> torch.Tensor:
     """See `BlockOps`."""
-    hidden = ops.stages.gated(ops._linear(own, inputs.gate), given, act)
-    if see is not None:
-        see(hidden)
+    hidden = ops.stages.gated(ops._linear(active, inputs.gate), layer_input, act)
+    if observer is not None:
+        observer(hidden)
     branch = ops.stages.normalise(ops._linear(hidden, inputs.projection), inputs.post_norm)
     x.view(len(x), -1, branch.shape[1])[:, 1:].add_(branch[:, None])
     return x
 
 
-def low_rank_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, low: LowRank, see: See = None) -> torch.Tensor:
+def low_rank_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, low_rank: LowRank, observer: Observer = None) -> torch.Tensor:
     """See `BlockOps`."""
     n = ops.stages.normalise(x, norm)
-    hidden = ops._linear(n, low.down)
-    if see is not None:
-        see(hidden)
-    return n + ops.stages.normalise(ops._linear(hidden, low.up), low.post_norm)
+    hidden = ops._linear(n, low_rank.down)
+    if observer is not None:
+        observer(hidden)
+    return n + ops.stages.normalise(ops._linear(hidden, low_rank.up), low_rank.post_norm)
 
 
 def add_scaled(ops: TorchOps, x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
@@ -69,42 +69,42 @@ def second_stream(ops: TorchOps, x: torch.Tensor, count: int) -> torch.Tensor:
     return x.view(len(x), count, -1)[:, 1].clone()
 
 
-def put_stream(ops: TorchOps, x: torch.Tensor, y: torch.Tensor, which: int) -> torch.Tensor:
+def put_stream(ops: TorchOps, x: torch.Tensor, y: torch.Tensor, index: int) -> torch.Tensor:
     """See `BlockOps`."""
-    x.view(len(x), -1, y.shape[1])[:, which].copy_(y)
+    x.view(len(x), -1, y.shape[1])[:, index].copy_(y)
     return x
 
 
-def add_to_first(ops: TorchOps, x: torch.Tensor, y: torch.Tensor, each: Linear) -> torch.Tensor:
+def add_to_first(ops: TorchOps, x: torch.Tensor, y: torch.Tensor, matrix: Linear) -> torch.Tensor:
     """See `BlockOps`."""
-    branch = ops._linear(y, each)
+    branch = ops._linear(y, matrix)
     x[:, : branch.shape[1]].add_(branch)
     return x
 
 
-def add_low_rank(ops: TorchOps, x: torch.Tensor, norm: Norm, low: LowRank, out: torch.Tensor) -> torch.Tensor:
+def add_low_rank(ops: TorchOps, x: torch.Tensor, norm: Norm, low_rank: LowRank, out: torch.Tensor) -> torch.Tensor:
     """See `BlockOps`."""
-    return out.add_(ops._linear(ops._linear(ops.stages.normalise(x, norm), low.down), low.up))
+    return out.add_(ops._linear(ops._linear(ops.stages.normalise(x, norm), low_rank.down), low_rank.up))
 
 
-def shared_block_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, own: Sequence[LowRank],
-                     see: See = None) -> torch.Tensor:
+def shared_block_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str,
+                     branches: Sequence[LowRank], observer: Observer = None) -> torch.Tensor:
     """See `BlockOps`."""
     n = ops.stages.normalise(x, norm)
     products = [ops._linear(n, matrix) for matrix in (gate, up)]
-    for low, out in zip(own, products, strict=bool(own)):
-        out.add_(ops._linear(ops._linear(n, low.down), low.up))
+    for low_rank, out in zip(branches, products, strict=bool(branches)):
+        out.add_(ops._linear(ops._linear(n, low_rank.down), low_rank.up))
     hidden = ops.stages.gated(*products, act)
-    if see is not None:
-        see(hidden)
+    if observer is not None:
+        observer(hidden)
     return ops._linear(hidden, down)
 
 
 def cutoff_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, deviations: float,
-               see: See = None, after: Norm | None = None) -> torch.Tensor:
+               observer: Observer = None, post_norm: Norm | None = None) -> torch.Tensor:
     """See `BlockOps`."""
     n = ops.stages.normalise(x, norm)
     gates = ops._linear(n, gate)
     deviation, mean = torch.std_mean(gates, -1, correction=0, keepdim=True)
     hidden = ops.stages.gated(gates.sub_(mean + deviations * deviation).relu_(), ops._linear(n, up), act)
-    return ops._down(hidden, down, x, see, after, 1.0)
+    return ops._down(hidden, down, x, observer, post_norm, 1.0)

@@ -98,35 +98,36 @@ class TorchOps(lora.AdapterScales):
         n = x if norm is None else self.stages.normalise(x, norm)
         return [self._linear(n, matrix) for matrix in linears]
 
-    def linear_add(self, x: torch.Tensor, each: Linear, residual: torch.Tensor, after: Norm | None = None,
+    def linear_add(self, x: torch.Tensor, matrix: Linear, residual: torch.Tensor, post_norm: Norm | None = None,
                    factor: float = 1.0) -> torch.Tensor:
-        """residual + factor * after(x @ W.T + b), in place; `after` is an optional norm."""
-        if after is None:
-            return self._linear(x, each, (residual, factor))
-        return residual.add_(self.stages.normalise(self._linear(x, each), after), alpha=factor)
+        """See `BlockOps`."""
+        if post_norm is None:
+            return self._linear(x, matrix, (residual, factor))
+        return residual.add_(self.stages.normalise(self._linear(x, matrix), post_norm), alpha=factor)
 
     def gated_mlp(self, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str,
-                  see: Callable[[torch.Tensor], None] | None = None, after: Norm | None = None, factor: float = 1.0,
-                  within: Norm | None = None) -> torch.Tensor:
-        """x + down(within(act(gate(n)) * up(n))) with n = norm(x), in place; the branch is added as in `linear_add`. `see` is called with
-        the input of `down`. Raises ValueError for an unknown activation."""
+                  observer: Callable[[torch.Tensor], None] | None = None, post_norm: Norm | None = None, factor: float = 1.0,
+                  sub_norm: Norm | None = None) -> torch.Tensor:
+        """x + down(sub_norm(act(gate(n)) * up(n))) with n = norm(x), in place; the branch is added as in `linear_add`. `observer` is
+        called with the input of `down`. Raises ValueError for an unknown activation."""
         n = self.stages.normalise(x, norm)
         hidden = self.stages.gated(self._linear(n, gate), self._linear(n, up), act)
-        return self._down(hidden if within is None else self.stages.normalise(hidden, within), down, x, see, after, factor)
+        return self._down(hidden if sub_norm is None else self.stages.normalise(hidden, sub_norm), down, x, observer, post_norm, factor)
 
-    def mlp(self, x: torch.Tensor, norm: Norm, up: Linear, down: Linear, act: str, see: Callable[[torch.Tensor], None] | None = None,
-            after: Norm | None = None, factor: float = 1.0, curve: XieluParams | None = None) -> torch.Tensor:
-        """`gated_mlp` without a gate: x + down(act(up(n))), or with a `curve` instead of `act`."""
+    def mlp(self, x: torch.Tensor, norm: Norm, up: Linear, down: Linear, act: str, observer: Callable[[torch.Tensor], None] | None = None,
+            post_norm: Norm | None = None, factor: float = 1.0, xielu: XieluParams | None = None) -> torch.Tensor:
+        """`gated_mlp` without a gate: x + down(act(up(n))), where xIELU may replace `act`."""
         hidden = self._linear(self.stages.normalise(x, norm), up)
-        return self._down(activated(hidden, act) if curve is None else _curved(hidden, curve), down, x, see, after, factor)
+        return self._down(activated(hidden, act) if xielu is None else _curved(hidden, xielu), down, x, observer, post_norm, factor)
 
     def mlp_branch(self, y: torch.Tensor, up: Linear, down: Linear, act: str, residual: torch.Tensor,
-                   see: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+                   observer: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
         """residual + down(act(up(y))), in place."""
-        return self._down(activated(self._linear(y, up), act), down, residual, see, None, 1.0)
+        return self._down(activated(self._linear(y, up), act), down, residual, observer, None, 1.0)
 
     def bundled_mlp(self, x: torch.Tensor, norm: Norm, gate: Linear, bundles: Bundles, act: str,
-                    see: Callable[[torch.Tensor], None] | None = None, after: Norm | None = None, factor: float = 1.0) -> torch.Tensor:
+                    observer: Callable[[torch.Tensor], None] | None = None, post_norm: Norm | None = None,
+                    factor: float = 1.0) -> torch.Tensor:
         """`gated_mlp` with `up` and `down` neuron by neuron, [F, values of a bundle] in `bundles.source`; `mlp` where they hold no `up`."""
         n = self.stages.normalise(x, norm)
         hidden, width = activated(self._linear(n, gate), act), bundles.width
@@ -134,48 +135,48 @@ class TorchOps(lora.AdapterScales):
             hidden = hidden.masked_fill_(hidden.abs() < bundles.thresholds, 0.0)
         if bundles.has_up:
             hidden.mul_(tiled(n, bundles.source[:, :width], bundles.up_bias))
-        if see is not None:
-            see(hidden)
+        if observer is not None:
+            observer(hidden)
         columns, branch = bundles.source[:, bundles.has_up * width :][:, :width], torch.zeros_like(x)
         rows = max(1, MAX_WIDENED // width)
         for begin in range(0, len(columns), rows):
             branch.addmm_(hidden[:, begin : begin + rows], columns[begin : begin + rows].float())
         if bundles.down_bias is not None:
             branch += bundles.down_bias
-        return x.add_(branch if after is None else self.stages.normalise(branch, after), alpha=factor)
+        return x.add_(branch if post_norm is None else self.stages.normalise(branch, post_norm), alpha=factor)
 
     def moe(self, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], routing: Routing, act: str,
-            see: Callable[[Routed], None] | None = None, correction: torch.Tensor | None = None,
+            observer: Callable[[Routed], None] | None = None, correction: torch.Tensor | None = None,
             shared: SharedExpert | None = None) -> torch.Tensor:
-        """x + sum over the experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), and the `shared` one, in place;
-        `act` and experts without gates as in `reference_moe.py`. `see` is shown the visits. Raises ValueError for an unknown activation."""
+        """x + sum over a token's experts of weight * down(act(gate(n)) * up(n)) with n = norm(x), and the `shared` one, in place; `act` and
+        experts without gates as in `reference_moe.py`. `observer` receives the visits. Raises ValueError for an unknown activation."""
         n = self.stages.normalise(x, norm)
         shared_input = None if shared is None else self.shared_hidden(n, shared, act)
         chosen, shares = routed(self._linear(n, router), routing, correction)
-        self._visited(x, n, chosen, shares, experts, act, see, shared_input, routing.weights_scale_inputs, routing.zero_experts)
+        self._visited(x, n, chosen, shares, experts, act, observer, shared_input, routing.weights_scale_inputs, routing.zero_experts)
         return x if shared_input is None else self.linear_add(shared_input, shared.down, x, None, shared.multiplier)
 
     def _visited(self, out: torch.Tensor, n: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Sequence[Expert], act: str,
-                 see: Callable[[Routed], None] | None, shared_input: torch.Tensor | None = None, of_inputs: bool = False,
-                 handed: int = 0) -> None:
-        """Add to `out` the results of the selected experts for n, times their shares; with `of_inputs` the shares multiply n instead. The
-        last `handed` experts return n."""
-        offsets, tokens, visit_of = visits(self.on.to_host(chosen), len(experts) + handed)
+                 observer: Callable[[Routed], None] | None, shared_input: torch.Tensor | None = None, weights_scale_inputs: bool = False,
+                 zero_experts: int = 0) -> None:
+        """Add to `out` the results of the selected experts for n, times their shares; with
+        `weights_scale_inputs` the shares multiply n instead. The last `zero_experts` experts return n."""
+        offsets, tokens, visit_of = visits(self.on.to_host(chosen), len(experts) + zero_experts)
         begin, offsets = offsets[len(experts)], offsets[: len(experts) + 1]
         rows, at = self.on.to_device(tokens), self.on.to_device(visit_of)
         hidden = torch.empty(len(tokens), experts[0].up.weight.shape[0], device=n.device)
         results = torch.empty(len(tokens), n.shape[1], device=n.device)
-        if of_inputs:
+        if weights_scale_inputs:
             input_weights = torch.empty(len(tokens), 1, device=n.device)
             input_weights[at.reshape(-1), 0], shares = shares.reshape(-1), torch.ones_like(shares)
         for e in np.flatnonzero(np.diff(offsets)):
             expert, visits_of_expert = experts[e], slice(offsets[e], offsets[e + 1])
-            inputs = n[rows[visits_of_expert]] * input_weights[visits_of_expert] if of_inputs else n[rows[visits_of_expert]]
+            inputs = n[rows[visits_of_expert]] * input_weights[visits_of_expert] if weights_scale_inputs else n[rows[visits_of_expert]]
             hidden[visits_of_expert] = self._inside(inputs, expert, act)
             results[visits_of_expert] = self._linear(hidden[visits_of_expert], expert.down)
         results[begin:] = n[rows[begin:]]
-        if see is not None:
-            see(Routed(offsets, tokens, hidden, shared_input))
+        if observer is not None:
+            observer(Routed(offsets, tokens, hidden, shared_input))
         for j in range(shares.shape[1]):  # a token's experts in ascending order, so that results do not depend on other tokens
             out.addcmul_(shares[:, j, None], results[at[:, j]])
 
@@ -194,11 +195,11 @@ class TorchOps(lora.AdapterScales):
     rope_tails, grouped_linear = compressed.rope_tails, compressed.grouped_linear
     compressed_keys, index_layer = compressed.compressed_keys, compressed.index_layer
 
-    def add_per_layer_input(self, x: torch.Tensor, inputs: PerLayerInput, given: torch.Tensor, act: str,
-                            see: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+    def add_per_layer_input(self, x: torch.Tensor, inputs: PerLayerInput, layer_input: torch.Tensor, act: str,
+                            observer: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
         """See `BlockOps`."""
-        hidden = self.stages.gated(self._linear(x, inputs.gate), given, act)
-        return self._down(hidden, inputs.projection, x, see, inputs.post_norm, 1.0)
+        hidden = self.stages.gated(self._linear(x, inputs.gate), layer_input, act)
+        return self._down(hidden, inputs.projection, x, observer, inputs.post_norm, 1.0)
 
     altup_predict, altup_correct, altup_add_input = streams.altup_predict, streams.altup_correct, streams.altup_add_input
     low_rank_branch, add_scaled, cutoff_mlp = streams.low_rank_branch, streams.add_scaled, streams.cutoff_mlp
@@ -235,11 +236,11 @@ class TorchOps(lora.AdapterScales):
         y.copy_(out[:, : y.shape[1]])
         return out
 
-    def scale_queries(self, y: torch.Tensor, heads: int, head_dim: int, positions: np.ndarray, places: RopeTable,
-                      growth: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def scale_queries(self, y: torch.Tensor, heads: int, head_dim: int, positions: np.ndarray, log_positions: RopeTable,
+                      slopes_and_offsets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """See `BlockOps`."""
-        logs, _ = self._cos_sin(positions, places)  # [T, 1, 1]
-        return y.view(len(y), heads, head_dim).mul_((logs[..., 0] * growth[0] + growth[1])[..., None]).view_as(y)
+        logs, _ = self._cos_sin(positions, log_positions)  # [T, 1, 1]
+        return y.view(len(y), heads, head_dim).mul_((logs[..., 0] * slopes_and_offsets[0] + slopes_and_offsets[1])[..., None]).view_as(y)
 
     def clip(self, y: torch.Tensor, limit: float) -> torch.Tensor:
         """See `BlockOps`."""
@@ -252,8 +253,7 @@ class TorchOps(lora.AdapterScales):
 
     def rope_heads(self, y: torch.Tensor, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable | None,
                    norm: Norm | None) -> torch.Tensor:
-        """Optional norm (per head, or of the whole row, depending on its weight), then rotary embedding of y[T, heads * head_dim], in
-        place."""
+        """See `BlockOps`."""
         if norm is not None:
             groups = y.view(len(y), -1, norm.weight.shape[-1])
             groups.copy_(self.stages.normalise(groups, norm))
@@ -263,25 +263,25 @@ class TorchOps(lora.AdapterScales):
         """See `BlockOps`."""
         return y.view(len(y), heads, 2, head_dim)[:, :, 0].flatten(1)
 
-    def gate_heads(self, x: torch.Tensor, y: torch.Tensor, heads: int, head_dim: int, soft: bool = False) -> torch.Tensor:
+    def gate_heads(self, x: torch.Tensor, y: torch.Tensor, heads: int, head_dim: int, use_softplus: bool = False) -> torch.Tensor:
         """See `BlockOps`."""
         gates = y[:, :, None] if y.shape[1] == heads else y.view(len(y), heads, -1, head_dim)[:, :, -1]
-        gates = torch.nn.functional.softplus(gates) if soft else torch.sigmoid(gates)
+        gates = torch.nn.functional.softplus(gates) if use_softplus else torch.sigmoid(gates)
         return x.view(len(x), heads, head_dim).mul_(gates).view_as(x)
 
     def latent_keys(self, y: torch.Tensor, shape: LatentShape, norm: Norm) -> torch.Tensor:
         """See `BlockOps`."""
         return torch.cat([y[:, shape.rank :], self.stages.normalise(y[:, : shape.rank].contiguous(), norm)], 1)
 
-    def latent_queries(self, y: torch.Tensor, heads: int, shape: LatentShape, expand: Weight) -> torch.Tensor:
+    def latent_queries(self, y: torch.Tensor, heads: int, shape: LatentShape, kv_b: Weight) -> torch.Tensor:
         """See `BlockOps`."""
-        split, per_head = y.view(len(y), heads, shape.query), expand.parts["data"].view(heads, shape.made, shape.rank)
+        split, per_head = y.view(len(y), heads, shape.query), kv_b.parts["data"].view(heads, shape.kv_b_rows, shape.rank)
         absorbed = torch.bmm(split[..., : shape.nope].transpose(0, 1), per_head[:, : shape.nope].float())  # [heads, T, rank]
         return torch.cat([split[..., shape.nope :], absorbed.transpose(0, 1)], 2).view(len(y), -1)
 
-    def latent_values(self, x: torch.Tensor, heads: int, shape: LatentShape, expand: Weight) -> torch.Tensor:
+    def latent_values(self, x: torch.Tensor, heads: int, shape: LatentShape, kv_b: Weight) -> torch.Tensor:
         """See `BlockOps`."""
-        split, per_head = x.view(len(x), heads, shape.key)[..., shape.rope :], expand.parts["data"].view(heads, shape.made, shape.rank)
+        split, per_head = x.view(len(x), heads, shape.key)[..., shape.rope :], kv_b.parts["data"].view(heads, shape.kv_b_rows, shape.rank)
         return torch.bmm(split.transpose(0, 1), per_head[:, shape.nope :].float().mT).transpose(0, 1).flatten(1)
 
     def put(self, data: np.ndarray, scheme: str) -> torch.Tensor:
@@ -350,21 +350,21 @@ class TorchOps(lora.AdapterScales):
     def _rows(self, table: Weight, ids: np.ndarray) -> torch.Tensor:
         return table.parts["data"][self.on.to_device(ids)].to(torch.float32, copy=True)
 
-    def _down(self, hidden: torch.Tensor, down: Linear, x: torch.Tensor, see: Callable[[torch.Tensor], None] | None, after: Norm | None,
-              factor: float) -> torch.Tensor:
-        if see is not None:
-            see(hidden)
-        return self.linear_add(hidden, down, x, after, factor)
+    def _down(self, hidden: torch.Tensor, down: Linear, x: torch.Tensor, observer: Callable[[torch.Tensor], None] | None,
+              post_norm: Norm | None, factor: float) -> torch.Tensor:
+        if observer is not None:
+            observer(hidden)
+        return self.linear_add(hidden, down, x, post_norm, factor)
 
-    def _linear(self, x: torch.Tensor, each: Linear, into: ResidualAndFactor = (None, 1.0)) -> torch.Tensor:
-        weight = each.weight
+    def _linear(self, x: torch.Tensor, matrix: Linear, residual_and_factor: ResidualAndFactor = (None, 1.0)) -> torch.Tensor:
+        weight = matrix.weight
         run = self.registry.select(Call("matrix", weight.spec.scheme)).candidate.run
         if self.one_scale and weight.spec.scheme == "ternary":
             x = _by_one_scale(x)
-        if each.has_dora and self.is_adapted:
-            return self.lengthened(x, each, run(self.products, x, weight, each.bias, (None, 1.0)), into)
-        y = run(self.products, x, weight, each.bias, into)
-        return y if each.lora is None else self.beside(x, each.lora, y, into[1])
+        if matrix.has_dora and self.is_adapted:
+            return self.apply_dora(x, matrix, run(self.products, x, weight, matrix.bias, (None, 1.0)), residual_and_factor)
+        y = run(self.products, x, weight, matrix.bias, residual_and_factor)
+        return y if matrix.lora is None else self.add_lora(x, matrix.lora, y, residual_and_factor[1])
 
     def _cos_sin(self, positions: np.ndarray, table: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, 1, R/2] for these positions, computed once per step and table on the host, so that every backend rotates by the
@@ -391,7 +391,7 @@ def _curved(x: torch.Tensor, xielu: XieluParams) -> torch.Tensor:
 
 def _cos_or_sin(which: int, positions: np.ndarray, table: RopeTable) -> np.ndarray:
     """cos or sin float32 [T, 1, R/2] of positions."""
-    return table.turns(positions)[which][:, None]
+    return table.cos_sin(positions)[which][:, None]
 
 
 def _by_one_scale(x: torch.Tensor) -> torch.Tensor:

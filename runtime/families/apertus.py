@@ -66,7 +66,7 @@ def _mlp_half(x: object, at: Layer) -> object:
     """The second half of a block: an MLP without a gate and with xIELU."""
     w = at.w
     at.tap("mlp_in", x)
-    x = at.ops.mlp(x, w.post_norm, w.up, w.down, "none", at.see("mlp_hidden"), curve=w.xielu)
+    x = at.ops.mlp(x, w.post_norm, w.up, w.down, "none", at.observer("mlp_hidden"), xielu=w.xielu)
     at.tap("block_out", x)
     return x
 

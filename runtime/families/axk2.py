@@ -78,7 +78,7 @@ def block(x: object, at: Layer) -> object:
     y = ops.gate_rows(ops.norm(x, w.post_norm), post_gate)
     at.tap("mlp_in", y)
     branch = ops.expert_branch(y, w.parallel_experts.pre_norm, w.router, w.experts, w.parallel_experts, config.moe.routing,
-                               config.hidden_act, at.see("visits"), w.correction_bias, w.shared_expert)
+                               config.hidden_act, at.observer("visits"), w.correction_bias, w.shared_expert)
     x = ops.add_scaled(x, branch, 1.0)
     at.tap("block_out", x)
     return x

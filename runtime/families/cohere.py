@@ -59,7 +59,7 @@ def block(x: object, at: Layer) -> object:
     at.tap("attn_out", attended)
     if w.gate is None and not w.experts:
         at.tap("mlp_in", x)
-        x = ops.mlp(x, w.post_norm, w.up, w.down, config.hidden_act, at.see("mlp_hidden"))
+        x = ops.mlp(x, w.post_norm, w.up, w.down, config.hidden_act, at.observer("mlp_hidden"))
     else:
         x = mlp_or_experts(x, at)
     x = ops.linear_add(attended, w.o, x)

@@ -120,7 +120,7 @@ def mla_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -
     mla, heads, hidden, prefix = config.mla_of(layer), config.num_attention_heads, config.hidden_size, f"model.layers.{layer}.self_attn."
     rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
     attention = {"kv_a": ("kv_a_proj_with_mqa", mla.key, hidden), "kv_a_norm": ("kv_a_layernorm", mla.rank),
-             "kv_b": ("kv_b_proj", heads * mla.made, mla.rank), "o": ("o_proj", hidden, heads * mla.value)}
+             "kv_b": ("kv_b_proj", heads * mla.kv_b_rows, mla.rank), "o": ("o_proj", hidden, heads * mla.value)}
     if mla.query_rank is None:
         attention["q"] = "q_proj", heads * mla.query, hidden
     else:

@@ -70,7 +70,7 @@ def config(keys: Keys) -> ModelConfig:
     own, indexed = _compressed(keys, config, kinds, rates, window)
     shapes = [shape for shape in own.shapes if shape is not None]
     return replace(config, hidden_act="clamped_silu", compressed_attention=own, indexer=indexed,
-                   recurrent=max(shapes, key=lambda each: sum(each.products)),
+                   recurrent=max(shapes, key=lambda each: sum(each.projection_widths)),
                    recurrent_layers=tuple(layer for layer, shape in enumerate(own.shapes) if shape), hybrid_layers=tuple(range(layers)))
 
 
@@ -141,7 +141,7 @@ def _compressed(keys: Keys, made: ModelConfig, kinds: tuple[str, ...], rates: Ma
     first, behind = (width, rank), (index.heads,)
     of_kind = {NEAR: None, CHOSEN: CompressedShape(width, rates[CHOSEN], True, index.rope, index.width, window, first, behind, 0),
                HEAVY: CompressedShape(width, rates[HEAVY], False, index.rope, 0, window, first, (), 0)}
-    room = max(of_kind[kind].own_floats for kind in set(kinds) - {NEAR})
+    room = max(of_kind[kind].layer_state_floats for kind in set(kinds) - {NEAR})
     of_kind |= {kind: replace(shape, state_size=room) for kind, shape in of_kind.items() if shape is not None}
     own = CompressedAttentionConfig(tuple(of_kind[kind] for kind in kinds), rank, groups, inner,
                                     keys.integer("hc_sinkhorn_iters", 20, high=1000),
@@ -241,9 +241,9 @@ def stream_mlp(x: object, at: Layer, around: HyperConnection | GatedResidual, ac
     at.tap("mlp_in", own)
     if w.experts:
         branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.parallel_experts, config.moe.routing, act,
-                                   at.see("visits"), w.correction_bias if picked is None else picked, w.shared_expert)
+                                   at.observer("visits"), w.correction_bias if picked is None else picked, w.shared_expert)
     else:
-        branch = ops.shared_block_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), at.see("mlp_hidden"))
+        branch = ops.shared_block_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), at.observer("mlp_hidden"))
     x = ops.write_streams(x, branch, around)
     at.tap("block_out", x)
     return x

@@ -63,7 +63,7 @@ def block(x: object, at: Layer) -> object:
     (branch,) = ops.norm_linear(attended, None, [w.o])
     x = ops.scaled_residual(x, branch, w.residual_scales[0])
     at.tap("mlp_in", x)
-    branch = ops.shared_block_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), at.see("mlp_hidden"))
+    branch = ops.shared_block_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), at.observer("mlp_hidden"))
     x = ops.scaled_residual(x, branch, w.residual_scales[1])
     at.tap("block_out", x)
     return x

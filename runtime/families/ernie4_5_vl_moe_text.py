@@ -97,9 +97,9 @@ def block(x: object, at: Layer, seen: Sequence[bool] | None = None) -> object:
     x = attention(x, at)
     at.tap("mlp_in", x)
     if w.router is None:
-        x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.see("mlp_hidden"))
+        x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.observer("mlp_hidden"))
     elif seen is None:
-        x = ops.moe(x, w.post_norm, w.router, w.experts, config.moe.routing, config.expert_act(layer), at.see("visits"),
+        x = ops.moe(x, w.post_norm, w.router, w.experts, config.moe.routing, config.expert_act(layer), at.observer("visits"),
                     w.correction_bias, w.shared_expert)
     else:
         for begin, end, is_seen in _runs(last_of(seen, len(x))):

@@ -108,7 +108,7 @@ def block(x: object, at: Layer) -> object:
     x = ops.linear_add(mixed, w.recurrent.out_proj, last_of(x, len(mixed)), None, config.multiplier("state_out"))
     x = ops.linear_add(attended, w.o, x, None, config.multiplier("o"))
     at.tap("mlp_in", x)
-    see, factor = at.see("mlp_hidden"), config.multiplier("down")
-    x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see, None, factor)
+    observer, factor = at.observer("mlp_hidden"), config.multiplier("down")
+    x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, observer, None, factor)
     at.tap("block_out", x)
     return x

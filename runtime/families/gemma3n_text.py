@@ -109,7 +109,7 @@ def block(x: object, at: Layer, inputs: object) -> object:
     block_out; before `low_out` low_hidden."""
     ops, w, config = at.ops, at.w, at.config
     own = ops.altup_predict(x, w.altup)
-    beside = ops.low_rank_branch(own, w.input_norm, w.low_rank, at.see("low_hidden"))
+    beside = ops.low_rank_branch(own, w.input_norm, w.low_rank, at.observer("low_hidden"))
     own = attention(own, at)
     x, beside, inputs = (last_of(each, len(own)) for each in (x, beside, inputs))
     own = ops.add_scaled(ops.scale_in_place(own, HALF), beside, HALF)
@@ -118,9 +118,9 @@ def block(x: object, at: Layer, inputs: object) -> object:
         own = mlp_or_experts(own, at)
     else:
         at.tap("mlp_in", own)
-        own = ops.cutoff_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, cut, at.see("mlp_hidden"), w.down_norm)
+        own = ops.cutoff_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, cut, at.observer("mlp_hidden"), w.down_norm)
     own = ops.altup_correct(x, own, w.altup)
     at.tap("inputs_in", own)
-    x = ops.altup_add_input(x, own, w.per_layer_input, inputs, config.hidden_act, at.see("inputs_hidden"))
+    x = ops.altup_add_input(x, own, w.per_layer_input, inputs, config.hidden_act, at.observer("inputs_hidden"))
     at.tap("block_out", x)
     return x

@@ -186,7 +186,7 @@ def block(x: object, at: Layer, inputs: object | None = None) -> object:
     x = mlp_or_experts(x, at)
     if w.per_layer_input is not None:
         at.tap("inputs_in", x)
-        x = ops.add_per_layer_input(x, w.per_layer_input, last_of(inputs, len(x)), at.config.hidden_act, at.see("inputs_hidden"))
+        x = ops.add_per_layer_input(x, w.per_layer_input, last_of(inputs, len(x)), at.config.hidden_act, at.observer("inputs_hidden"))
     if w.layer_scalar != 1.0:
         x = ops.scale_in_place(x, w.layer_scalar)
     at.tap("block_out", x)

@@ -77,16 +77,16 @@ def mlp_or_experts(x: object, at: Layer) -> object:
     at.tap("mlp_in", x)
     if w.parallel_experts is not None:
         x = ops.mlp_and_experts(x, w.post_norm, w.gate, w.up, w.down, w.router, w.experts, w.parallel_experts, config.moe.routing,
-                                config.hidden_act, at.see("mlp_hidden"), at.see("visits"), w.down_norm, w.correction_bias)
+                                config.hidden_act, at.observer("mlp_hidden"), at.observer("visits"), w.down_norm, w.correction_bias)
     elif w.experts:
-        x = ops.moe(x, w.post_norm, w.router, w.experts, config.moe.routing, config.expert_act(at.number), at.see("visits"),
+        x = ops.moe(x, w.post_norm, w.router, w.experts, config.moe.routing, config.expert_act(at.number), at.observer("visits"),
                     w.correction_bias, w.shared_expert)
     else:
-        see, factor = at.see("mlp_hidden"), config.residual_multiplier
+        observer, factor = at.observer("mlp_hidden"), config.residual_multiplier
         if w.bundles is not None:
-            x = ops.bundled_mlp(x, w.post_norm, w.gate, w.bundles, config.hidden_act, see, w.down_norm, factor)
+            x = ops.bundled_mlp(x, w.post_norm, w.gate, w.bundles, config.hidden_act, observer, w.down_norm, factor)
         else:
-            x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see, w.down_norm, factor, w.ffn_sub_norm)
+            x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, observer, w.down_norm, factor, w.ffn_sub_norm)
     return x
 
 

@@ -88,9 +88,9 @@ def block(x: object, at: Layer) -> object:
     at.tap("mlp_in", hidden)
     if w.experts:
         experts = ops.expert_branch(hidden, w.post_norm, w.router, w.experts, w.parallel_experts, config.moe.routing, config.hidden_act,
-                                    at.see("visits"), w.correction_bias)
+                                    at.observer("visits"), w.correction_bias)
         x = ops.put_stream(x, experts, 1)
-    hidden = ops.gated_mlp(hidden, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.see("mlp_hidden"))
+    hidden = ops.gated_mlp(hidden, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.observer("mlp_hidden"))
     if not w.experts:
         hidden = ops.add_scaled(hidden, ops.second_stream(x, STREAMS), 1.0)
     x = ops.put_stream(x, hidden, 0)

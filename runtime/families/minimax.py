@@ -131,7 +131,7 @@ def block(x: object, at: Layer) -> object:
     x = _scaled(ops, x, config.multiplier(RESIDUAL_FACTORS[FULL if w.recurrent is None else LINEAR]))
     x = ops.norm_stream(x, w.middle_norm)
     at.tap("mlp_in", x)
-    x = ops.moe(x, w.post_norm, w.router, w.experts, config.moe.routing, config.hidden_act, at.see("visits"))
+    x = ops.moe(x, w.post_norm, w.router, w.experts, config.moe.routing, config.hidden_act, at.observer("visits"))
     x = _scaled(ops, x, config.multiplier(MLP_RESIDUAL_FACTOR))
     at.tap("block_out", x)
     return x

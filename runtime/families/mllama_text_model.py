@@ -74,7 +74,7 @@ def block(x: object, at: Layer) -> object:
             at.tap("attn_out", attended)
             rows = ops.linear_add(attended, w.o, rows, None, w.cross_attention_gates[0])
             at.tap("mlp_in", rows)
-            ops.gated_mlp(rows, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.see("mlp_hidden"), None,
+            ops.gated_mlp(rows, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.observer("mlp_hidden"), None,
                           w.cross_attention_gates[1])
     at.tap("block_out", x)
     return x

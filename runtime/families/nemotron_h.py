@@ -167,9 +167,9 @@ def latent_experts(x: object, at: Layer) -> object:
     (latent,) = ops.norm_linear(y, None, [w.latent_projections.down])
     at.tap("experts_in", latent)
     latent = ops.expert_branch(latent, w.parallel_experts.pre_norm, w.router, w.experts, w.parallel_experts, config.moe.routing, act,
-                               at.see("visits"), w.correction_bias, None, y)
+                               at.observer("visits"), w.correction_bias, None, y)
     at.tap("experts_out", latent)
-    x = ops.mlp(x, w.post_norm, w.shared_expert.up, w.shared_expert.down, act, at.see("shared_hidden"))
+    x = ops.mlp(x, w.post_norm, w.shared_expert.up, w.shared_expert.down, act, at.observer("shared_hidden"))
     x = ops.linear_add(latent, w.latent_projections.up, x)
     at.tap("block_out", x)
     return x

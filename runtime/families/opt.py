@@ -60,11 +60,11 @@ def feed_forward(x: object, at: Layer) -> object:
     """The MLP half of a block, without a gate."""
     ops, w, config = at.ops, at.w, at.config
     at.tap("mlp_in", x)
-    see = at.see("mlp_hidden")
+    observer = at.observer("mlp_hidden")
     if w.bundles is not None:
-        x = ops.bundled_mlp(x, w.post_norm, w.up, w.bundles, config.hidden_act, see)
+        x = ops.bundled_mlp(x, w.post_norm, w.up, w.bundles, config.hidden_act, observer)
     else:
-        x = ops.mlp(x, w.post_norm, w.up, w.down, config.hidden_act, see)
+        x = ops.mlp(x, w.post_norm, w.up, w.down, config.hidden_act, observer)
     at.tap("block_out", x)
     return x
 

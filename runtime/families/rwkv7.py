@@ -134,7 +134,7 @@ def block(x: object, at: Layer) -> object:
     at.tap("mlp_in", hidden)
     (row,) = kv.shifted(hidden, w.post_norm, w.recurrent.params.channel_shift, 1)
     at.tap("shifted_in", row)
-    hidden = ops.mlp_branch(row, w.up, w.down, at.config.hidden_act, hidden, at.see("mlp_hidden"))
+    hidden = ops.mlp_branch(row, w.up, w.down, at.config.hidden_act, hidden, at.observer("mlp_hidden"))
     x = ops.put_stream(x, hidden, 0)
     at.tap("block_out", x)
     return x

@@ -73,11 +73,11 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     rules = {"input_norm": TensorRule(f"{prefix}input_layernorm.weight", (hidden,)),
              "post_norm": TensorRule(f"{prefix}post_attention_layernorm.weight", (hidden,)),
              "o": TensorRule(f"{attention}o_proj.weight", (hidden, shape.values)),
-             "state_in": TensorRule(f"{attention}qkv_proj.{FUSED_IN_PROJ}", (shape.products[0], hidden)),
-             "state_conv": TensorRule(f"{attention}qkv_proj.conv_qk_depthwise.weight", (shape.convolved, 1, shape.first)),
-             "state_conv_bias": TensorRule(f"{attention}qkv_proj.conv_qk_depthwise.bias", (shape.convolved,)),
-             "state_heads": TensorRule(f"{attention}qkv_proj.conv_qk_grouped.weight", (shape.convolved, shape.depth, shape.second)),
-             "state_heads_bias": TensorRule(f"{attention}qkv_proj.conv_qk_grouped.bias", (shape.convolved,)),
+             "state_in": TensorRule(f"{attention}qkv_proj.{FUSED_IN_PROJ}", (shape.projection_widths[0], hidden)),
+             "state_conv": TensorRule(f"{attention}qkv_proj.conv_qk_depthwise.weight", (shape.qk_channels, 1, shape.first)),
+             "state_conv_bias": TensorRule(f"{attention}qkv_proj.conv_qk_depthwise.bias", (shape.qk_channels,)),
+             "state_heads": TensorRule(f"{attention}qkv_proj.conv_qk_grouped.weight", (shape.qk_channels, shape.depth, shape.second)),
+             "state_heads_bias": TensorRule(f"{attention}qkv_proj.conv_qk_grouped.bias", (shape.qk_channels,)),
              "state_temps": TensorRule(f"{attention}qk_norm.temp", (shape.kv_heads,)),
              **moe_tensors(config, f"{prefix}mlp.", NAMES),
              "correction": TensorRule(f"{router}balancing_biases", (num_candidates,)),
@@ -104,7 +104,7 @@ FUSED_IN_PROJ = "in_proj.weight"
 def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
     """A layer's fused input projection -> the tensors that store it, with their rows."""
     shape, prefix = config.recurrent, f"model.layers.{layer}.self_attn.qkv_proj."
-    part_rows = shape.values, shape.convolved - shape.values, shape.half, shape.half
+    part_rows = shape.values, shape.qk_channels - shape.values, shape.half_value_channels, shape.half_value_channels
     stored = tuple((f"{prefix}{part}.weight", rows) for part, rows in zip(IN_PROJ_PARTS, part_rows, strict=True))
     return {f"{prefix}{FUSED_IN_PROJ}": stored}
 
@@ -135,7 +135,7 @@ def block(x: object, at: Layer) -> object:
     at.tap("mlp_in", hidden)
     router_input = ops.router_mlp(hidden, w.post_norm, w.router_mlp, x)
     branch = ops.expert_branch(hidden, w.post_norm, w.router, w.experts, w.parallel_experts, config.moe.routing, config.hidden_act,
-                               at.see("visits"), w.correction_bias, None, router_input)
+                               at.observer("visits"), w.correction_bias, None, router_input)
     hidden = ops.scaled_residual(hidden, branch, w.residual_scales[1])
     x = ops.put_stream(x, hidden, 0)
     at.tap("block_out", x)

@@ -327,7 +327,7 @@ def _encoded_chunks(store: TensorStore, job: _TensorJob) -> Iterator[np.ndarray]
             continue
         step = max(1, STEP_NBYTES // 4 // max(1, prod(tensor.shape[1:])))
         if job.kv_b_half is not None:
-            step = max(1, step // job.kv_b_half[0].mla.made) * job.kv_b_half[0].mla.made
+            step = max(1, step // job.kv_b_half[0].mla.kv_b_rows) * job.kv_b_half[0].mla.kv_b_rows
         if job.interleaved_heads:  # rows are reordered within a head, so steps are whole heads
             head_rows = rows // job.interleaved_heads
             step = max(1, step // head_rows) * head_rows

@@ -148,7 +148,7 @@ class SplitKvB:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.heads * self.widths.made, self.widths.rank
+        return self.heads * self.widths.kv_b_rows, self.widths.rank
 
     @property
     def nbytes(self) -> int:
@@ -162,9 +162,9 @@ class SplitKvB:
     def rows(self, begin: int, end: int, read: Callable[[GgufTensor, int, int], np.ndarray]) -> np.ndarray:
         """Rows [begin, end) float32; `read` gives rows of either as they mean, [rows, width]."""
         shape, parts = self.widths, []
-        for head in range(begin // shape.made, -(-end // shape.made)):
-            first = head * shape.made
-            low, high = max(begin - first, 0), min(end - first, shape.made)
+        for head in range(begin // shape.kv_b_rows, -(-end // shape.kv_b_rows)):
+            first = head * shape.kv_b_rows
+            low, high = max(begin - first, 0), min(end - first, shape.kv_b_rows)
             if low < shape.nope:
                 transposed = read(self.keys, head * shape.rank, (head + 1) * shape.rank).T
                 parts.append(transposed[low : min(high, shape.nope)])
@@ -195,6 +195,6 @@ def _flat(tensor: GgufTensor) -> GgufTensor:
 def kv_b_half(values: np.ndarray, config: ModelConfig, part: str) -> np.ndarray:
     """Rows of whole heads of the matrix, float32, as a file's tensor `part` has them: rows of keys turned over, or of values."""
     mla = config.mla
-    heads = values.reshape(-1, mla.made, mla.rank)
+    heads = values.reshape(-1, mla.kv_b_rows, mla.rank)
     half = heads[:, : mla.nope].swapaxes(1, 2) if part == KV_B_HALVES[0] else heads[:, mla.nope :]
     return np.ascontiguousarray(half).reshape(-1, half.shape[-1])

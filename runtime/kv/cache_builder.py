@@ -48,7 +48,7 @@ def build_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawC
     upgraded = [codec.better for codec in codecs if codec.better is not None]
     upgraded_pool = PagePool(shape.pages, page_sizes(upgraded, layouts[: len(upgraded)]))
     layers = [ops.kv_layer(layouts[i], exact[i], extents[i] if i in extents else anonymous(shape.pages * sizes[i]), spec.scale,
-                           spec.window, spec.softcap, codecs[i], **({"beside": upgraded_pool.extent(i)} if upgraded else {}))
+                           spec.window, spec.softcap, codecs[i], **({"better_pages": upgraded_pool.extent(i)} if upgraded else {}))
               for i, (ops, spec) in enumerate(zip(backends, specs, strict=True))]
     readers = {index: layers[paged_layers.index(layer)].reader() for index, layer in shared.items()}
     spilling: list[LayerPages] = []

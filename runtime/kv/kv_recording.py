@@ -196,6 +196,6 @@ def _grams(weights: LayerWeights, attended: np.ndarray, config: ModelConfig, lay
     if config.differential_attention:  # differential attention: the second half of the heads is subtracted from the first
         parts = np.concatenate([parts, np.float32(weights.differential_lambda) * parts])
     if (own := config.mla_of(layer)) is not None:
-        values = weights.mla.kv_b.to_f32().reshape(heads, own.made, own.rank)[:, own.nope :]
+        values = weights.mla.kv_b.to_f32().reshape(heads, own.kv_b_rows, own.rank)[:, own.nope :]
         parts = np.pad(parts @ values, ((0, 0), (0, 0), (own.rope, 0)))
     return (parts.swapaxes(1, 2) @ parts).astype(np.float64) * scale**2

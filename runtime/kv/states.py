@@ -69,7 +69,7 @@ class States:
 
     def __init__(self, layers: Sequence[LayerStates], shapes: Sequence[StateShape | WithNgrams], pass_slots: np.ndarray) -> None:
         self.layers, self._pass_slots = layers, pass_slots
-        first = next((shape.own if isinstance(shape, WithNgrams) else shape) for shape in shapes)
+        first = next((shape.base if isinstance(shape, WithNgrams) else shape) for shape in shapes)
         self._slots, self._rollback_slots = first.slots, first.rollback_slots
         self.is_draft = False  # is this a draft model, whose tokens are mostly rolled back?
         self.nbytes, self.slot_nbytes = sum(shape.nbytes for shape in shapes), tuple(4 * shape.slot_floats for shape in shapes)

@@ -41,7 +41,7 @@ class Heads:
         return self.values, self.keys
 
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
-        own, height = self.shape, self.shape.made
+        own, height = self.shape, self.shape.kv_b_rows
         first, last = begin // height, -(-end // height)
 
         def of_heads(info: TensorInfo, rows: int) -> np.ndarray:
@@ -73,7 +73,7 @@ def with_heads_joined(store: TensorStore, config: ModelConfig) -> TensorStore:
         if stray := next((info for info in both if info.shape != rules[info.name].shape), None):
             raise CheckpointError(f"tensor {stray.name} has shape {list(stray.shape)}, the config says {list(rules[stray.name].shape)}",
                                   "the config and the weights are of different models")
-        parts[whole] = (config.num_attention_heads * config.mla.made, config.mla.rank), Heads(*both, config.mla)
+        parts[whole] = (config.num_attention_heads * config.mla.kv_b_rows, config.mla.rank), Heads(*both, config.mla)
     return ViewStore(store, parts) if parts else store
 
 

@@ -33,7 +33,7 @@ LAYER_SLOPE_EPS = 1e-5  # keeps the decay slopes of lightning attention's last l
 class StateWeights:
     """A recurrent layer's weights."""
 
-    projections: tuple[Linear, ...]  # read the layer's input; in the order of `StateShape.products`
+    projections: tuple[Linear, ...]  # read the layer's input; in the order of `StateShape.projection_widths`
     out_proj: Linear  # reads the kernels' output
     params: object  # everything else, a record of `quant/recurrent_weights.py`
 
@@ -99,8 +99,8 @@ def short_conv(source: RoleSource) -> StateWeights:
 def cca(source: RoleSource) -> StateWeights:
     """Compressed convolutional attention, whose output projection is that of ordinary attention."""
     shape = source.config.recurrent
-    taps = source.values("state_conv").reshape(shape.convolved, shape.first)
-    head_taps = source.values("state_heads").reshape(shape.convolved, shape.depth, shape.second).swapaxes(1, 2)
+    taps = source.values("state_conv").reshape(shape.qk_channels, shape.first)
+    head_taps = source.values("state_heads").reshape(shape.qk_channels, shape.depth, shape.second).swapaxes(1, 2)
     params = Cca(source.put(taps.T), source.vector("state_conv_bias"), source.put(head_taps.reshape(-1)),
                  source.vector("state_heads_bias"), source.vector("state_temps"))
     return StateWeights((source.linear("state_in"),), source.linear("o"), params)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...kernels import reference_gated_residuals, reference_hyper_connections
 from ...kernels.reference import normalise
-from ...kernels.reference_streams import entered, left
+from ...kernels.reference_streams import enter_streams, leave_streams
 from ...offload.memory import anonymous
 from ...quant.weight import Norm, Weight, to_f32
 from ..ngrams import held, role_of
@@ -77,7 +77,7 @@ class StoreReads:
         others = [states @ matrix.T for matrix in self._read_streams("enter")]
         if self.config.residual_streams and not others:
             return np.tile(states, self.config.residual_streams)
-        return entered(states, np.stack(others)).astype(np.float32).reshape(len(states), -1) if others else states
+        return enter_streams(states, np.stack(others)).astype(np.float32).reshape(len(states), -1) if others else states
 
     def read_left(self, states: np.ndarray) -> np.ndarray:
         """The input of the last norm, from final states [tokens, S * D]: float32 [tokens, D]."""
@@ -92,7 +92,7 @@ class StoreReads:
             return reference_hyper_connections.left(split, say, scale, base, self.config.sinkhorn[1]).astype(np.float32)
         first, *others = np.split(states, max(1, self.config.residual_streams), axis=1)
         made = [other @ matrix.T for other, matrix in zip(others, self._read_streams("leave"))]
-        return left(first, np.stack(made)).astype(np.float32) if made else first
+        return leave_streams(first, np.stack(made)).astype(np.float32) if made else first
 
     def _read_gated(self, streams: np.ndarray) -> np.ndarray:
         """Streams [tokens, S, D] merged by per-channel gates."""
