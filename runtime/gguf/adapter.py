@@ -77,7 +77,7 @@ def _architecture(path: Path, header: GgufHeader, config: ModelConfig) -> Archit
 
 
 def _tensor_deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: TensorStore, header: GgufHeader, arch: Architecture,
-            config: ModelConfig, shapes: Mapping[str, tuple[int, int]], roles: Mapping[str, str]) -> Iterator[tuple[str, Delta]]:
+                   config: ModelConfig, shapes: Mapping[str, tuple[int, int]], roles: Mapping[str, str]) -> Iterator[tuple[str, Delta]]:
     """Of a tensor of a model's file: one, or the several that lie in it."""
     def refuse(why: str) -> CheckpointError:
         return CheckpointError(f"{path} {why}", "is this its base model?")
@@ -106,11 +106,11 @@ def _tensor_deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store:
     for expert in range(experts):
         yield from _matrix_deltas(names[expert * len(heights) : (expert + 1) * len(heights)], a[expert], b[expert], scale, heights, arch,
                                   config,
-                           roles)
+                                  roles)
 
 
 def _matrix_deltas(names: Sequence[str], a: np.ndarray, b: np.ndarray, scale: float, heights: Sequence[int], arch: Architecture,
-            config: ModelConfig, roles: Mapping[str, str]) -> Iterator[tuple[str, Delta]]:
+                   config: ModelConfig, roles: Mapping[str, str]) -> Iterator[tuple[str, Delta]]:
     """Of matrices that lie behind one another, and share A."""
     ends = np.cumsum(heights)
     for each, rows in zip(names, fused_rows(names, config) or [np.arange(end - height, end) for end, height in zip(ends, heights)]):

@@ -53,7 +53,7 @@ def _layer_values(header: GgufHeader, key: str, layers: object) -> list[float]:
 
 
 def extract_activations(config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]],
-                store: TensorStore) -> tuple[ModelConfig, dict[int | str, dict[str, ModelTensor]]]:
+                        store: TensorStore) -> tuple[ModelConfig, dict[int | str, dict[str, ModelTensor]]]:
     """The config with what tensors say of activations, and the tensors without those."""
     if config.family != FAMILY:
         return config, dict(tensors)

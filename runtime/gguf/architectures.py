@@ -85,24 +85,24 @@ _GLM_NAMES = {SCORE_CORRECTION: "mlp.gate.e_score_correction_bias",
 _QKV, _GATE_UP = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}, {"ffn_up": ("ffn_gate", "ffn_up")}
 _MOE_KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _QWEN_MOE_WIDTHS = {"expert_feed_forward_length": "moe_intermediate_size",
-                "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+                    "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 _QWEN_SHARED_EXPERT = {**{part: f"mlp.shared_expert.{own}" for part, own in SHARED_EXPERT.items()},
                        SHARED_EXPERT_GATE: "mlp.shared_expert_gate"}
 _HUNYUAN_NAMES = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _NORM_BIAS = {"output_norm.bias": "model.norm.bias"}
 _LINEAR_ATTENTION = {"norm_offset": 1.0, "partial_rotary": True, "required_keys": linear_attention.REQUIRED,
-           "full_names": linear_attention.FULL_NAMES,
-           "roles": {"post_norm": "post_attention_norm"}, "other_keys": linear_attention.OTHER_KEYS,
-           "layer_kinds": (linear_attention.LAYER_TYPES[1], linear_attention.LAYER_TYPES[0])}
+                     "full_names": linear_attention.FULL_NAMES,
+                     "roles": {"post_norm": "post_attention_norm"}, "other_keys": linear_attention.OTHER_KEYS,
+                     "layer_kinds": (linear_attention.LAYER_TYPES[1], linear_attention.LAYER_TYPES[0])}
 _SHORT_CONV = {"required_keys": short_conv.REQUIRED_KEYS, "roles": short_conv.ROLES, "outer_names": short_conv.OUTER,
                "layer_names": short_conv.NAMES,
-         "layer_kinds": (short_conv.CONV, short_conv.FULL)}
+               "layer_kinds": (short_conv.CONV, short_conv.FULL)}
 _COHERE = {"keys": {LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"}, "epsilon_key": LAYER_NORM,
            "required_keys": ("logit_scale",)}
 _NEMOTRON_H = {"config": {"mlp_hidden_act": "relu2"}, "layer_names": nemotron_h.NAMES, "full_names": nemotron_h.FULL_NAMES,
-           "fused": state_spaces.FUSED,
-           "roles": nemotron_h.ROLES, "outer_names": nemotron_h.OUTER, "required_keys": nemotron_h.REQUIRED,
-           "other_keys": frozenset({LAYER_NORM})}  # written beside the other, and not read by who runs such files
+               "fused": state_spaces.FUSED,
+               "roles": nemotron_h.ROLES, "outer_names": nemotron_h.OUTER, "required_keys": nemotron_h.REQUIRED,
+               "other_keys": frozenset({LAYER_NORM})}  # written beside the other, and not read by who runs such files
 _MINICPM_SCALES = {"embedding_scale": "scale_emb", "residual_scale": "scale_depth", "logit_scale": "dim_model_base"}
 _GRANITE_SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
                    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
@@ -157,9 +157,9 @@ ARCHITECTURES = {
                               layer_names={**_QWEN_SHARED_EXPERT, **linear_attention.NAMES}, **_LINEAR_ATTENTION),
     linear_attention.QWEN3_NEXT: Architecture("qwen3_next", experts=("mlp", qwen3_moe.NAMES),
                                               optional_keys=frozenset({"feed_forward_length"}),
-                                          keys={**_MOE_KEYS, **_QWEN_MOE_WIDTHS, **linear_attention.KEYS}, fused=linear_attention.FUSED,
-                                          legacy_fused=linear_attention.LEGACY_FUSED,
-                                          layer_names={**_QWEN_SHARED_EXPERT, **linear_attention.NAMES}, **_LINEAR_ATTENTION),
+                                              keys={**_MOE_KEYS, **_QWEN_MOE_WIDTHS, **linear_attention.KEYS}, fused=linear_attention.FUSED,
+                                              legacy_fused=linear_attention.LEGACY_FUSED,
+                                              layer_names={**_QWEN_SHARED_EXPERT, **linear_attention.NAMES}, **_LINEAR_ATTENTION),
     qwen4.NAME: Architecture(qwen4.FAMILY, experts=("mlp", qwen3_moe.NAMES), **qwen4.architecture_fields(_MOE_KEYS | _QWEN_MOE_WIDTHS,
         _QWEN_SHARED_EXPERT)),
     "lfm2": Architecture("lfm2", keys=short_conv.KEYS, **_SHORT_CONV),
@@ -185,18 +185,18 @@ ARCHITECTURES = {
                                         keys={**_GLM_MOE_KEYS, **latent_attention.KEYS}, other_keys=latent_attention.OTHER_KEYS,
                                         layer_names={**_GLM_NAMES, **latent_attention.NAMES}),
     latent_attention.MISTRAL4: Architecture(latent_attention.MISTRAL4_FAMILY, experts=("mlp", qwen3_moe.NAMES),
-                                         required_keys=latent_attention.REQUIRED, keys={
+                                            required_keys=latent_attention.REQUIRED, keys={
                                              **_GLM_MOE_KEYS, **latent_attention.KEYS,
                                              latent_attention.TEMPERATURE_SCALE: QUERY_SCALING_BETA},
-                                         other_keys=latent_attention.OTHER_KEYS, layer_names={**_GLM_NAMES, **latent_attention.NAMES}),
+                                            other_keys=latent_attention.OTHER_KEYS, layer_names={**_GLM_NAMES, **latent_attention.NAMES}),
     **{name: Architecture(family, experts=("mlp", qwen3_moe.NAMES), required_keys=(*latent_attention.REQUIRED, *sparse_indexer.KEYS), keys={
         **_GLM_MOE_KEYS, **latent_attention.KEYS, **sparse_indexer.KEYS},
-        other_keys=latent_attention.OTHER_KEYS | {sparse_indexer.INDEXER_TYPES},
-        roles=sparse_indexer.ROLES, layer_names={**_GLM_NAMES, **latent_attention.NAMES, **sparse_indexer.NAMES})
+                          other_keys=latent_attention.OTHER_KEYS | {sparse_indexer.INDEXER_TYPES},
+                          roles=sparse_indexer.ROLES, layer_names={**_GLM_NAMES, **latent_attention.NAMES, **sparse_indexer.NAMES})
        for name, family in sparse_indexer.FAMILIES.items() if name != hy_v4.NAME},
     hy_v4.NAME: Architecture(hy_v4.FAMILY, experts=("mlp", qwen3_moe.NAMES), required_keys=(*latent_attention.REQUIRED, *hy_v4.KEYS), keys={
         **_GLM_MOE_KEYS, **latent_attention.KEYS, **hy_v4.KEYS},
-        other_keys=latent_attention.OTHER_KEYS | {sparse_indexer.INDEXER_TYPES, hy_v4.SWIGLU_CLAMP},
+                             other_keys=latent_attention.OTHER_KEYS | {sparse_indexer.INDEXER_TYPES, hy_v4.SWIGLU_CLAMP},
         layer_names={**_GLM_NAMES, **hy_v4.NAMES}, full_names=hy_v4.FULL_NAMES, outer_names=hy_v4.OUTER, roles=hy_v4.ROLES),
     "apertus": Architecture(apertus.FAMILY, config={"hidden_act": "xielu"}, layer_names=apertus.NAMES),
     bitnet.NAME: Architecture(bitnet.FAMILY, layer_names=bitnet.NAMES, roles=bitnet.ROLES, other_keys=frozenset({bitnet.ACTIVATION})),
@@ -246,7 +246,7 @@ ARCHITECTURES = {
     # The norm that attention reads has the second name, where it is not the one that the MLP reads.
     "falcon": Architecture("falcon", config={"activation": "gelu"}, fused=_QKV, epsilon_key=LAYER_NORM, outer_names=_NORM_BIAS, keys={
         LAYER_NORM: "layer_norm_epsilon", "feed_forward_length": "ffn_hidden_size", "attention.head_count_kv": "num_kv_heads"},
-        roles={"mlp_norm": "attn_norm"}, layer_names={
+                           roles={"mlp_norm": "attn_norm"}, layer_names={
             "attn_norm": "input_layernorm", "attn_norm_2": "ln_attn", "attn_output": "self_attention.dense", "attn_q":
             "self_attention.q_proj", "attn_k": "self_attention.k_proj", "attn_v": "self_attention.v_proj", "ffn_up": "mlp.dense_h_to_4h",
             "ffn_down": "mlp.dense_4h_to_h"}),
@@ -290,9 +290,9 @@ ARCHITECTURES = {
                                   SCORE_CORRECTION: "mlp.experts.e_score_correction_bias", "attn_gate": "self_attn.g_proj",
                                   **{part: f"mlp.shared_expert.{own}" for part, own in SHARED_EXPERT.items()}}),
     kimi_delta_attention.KIMI: Architecture(kimi_delta_attention.KIMI_FAMILY, experts=("block_sparse_moe", mixtral.NAMES),
-                                      **kimi_delta_attention.ARCHITECTURES[kimi_delta_attention.KIMI]),
+                                            **kimi_delta_attention.ARCHITECTURES[kimi_delta_attention.KIMI]),
     kimi_delta_attention.LING: Architecture(kimi_delta_attention.LING_FAMILY, experts=("mlp", qwen3_moe.NAMES),
-                                      **kimi_delta_attention.ARCHITECTURES[kimi_delta_attention.LING]),
+                                            **kimi_delta_attention.ARCHITECTURES[kimi_delta_attention.LING]),
     glm5_next.NAME: Architecture(glm5_next.FAMILY, experts=("mlp", qwen3_moe.NAMES), **glm5_next.ARCHITECTURE),
     gpt_oss.NAME: Architecture(gpt_oss.FAMILY, experts=("mlp", qwen3_moe.NAMES), **gpt_oss.ARCHITECTURE),
     "mistral3": Architecture("ministral3", interleaved=True, keys={"attention.temperature_scale": QUERY_SCALING_BETA}),
@@ -314,7 +314,7 @@ ARCHITECTURES = {
                                   layer_kinds=state_spaces.LAYER_TYPES),
     nemotron_h.DENSE: Architecture(nemotron_h.FAMILY, keys=nemotron_h.KEYS, **_NEMOTRON_H),
     nemotron_h.MOE: Architecture(nemotron_h.FAMILY, keys={**nemotron_h.KEYS, **nemotron_h.MOE_KEYS}, experts=("mixer", qwen3_moe.NAMES),
-                                    **_NEMOTRON_H),
+                                 **_NEMOTRON_H),
     "olmo": Architecture("olmo", interleaved=True, epsilon_key=LAYER_NORM, keys={LAYER_NORM: "layer_norm_eps", CLAMP_KQV: "clip_qkv"}),
     # OLMo 3 too
     "olmo2": Architecture("olmo2", layer_names=_POST_NORMS, keys={"rope.freq_base_swa": "rope_local_base_freq"}, window_pattern=True),
@@ -344,7 +344,7 @@ ARCHITECTURES = {
                                  "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"}),
     "phi2": Architecture("phi", config={"hidden_act": "gelu_new"}, partial_rotary=True, legacy_fused=_QKV, epsilon_key=LAYER_NORM, keys={
         LAYER_NORM: "layer_norm_eps"}, layer_names={"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
-        outer_names={f"output_norm.{kind}": f"model.final_layernorm.{kind}" for kind in ("weight",
+                         outer_names={f"output_norm.{kind}": f"model.final_layernorm.{kind}" for kind in ("weight",
             "bias")} | {"output.bias": "lm_head.bias"}),
     "phi3": Architecture("phi3", partial_rotary=True, fused=_QKV | _GATE_UP),
     step35.NAME: Architecture(step35.FAMILY, experts=("moe", qwen3_moe.NAMES), norm_offset=1.0, window_pattern=True, keys=step35.KEYS,

@@ -45,7 +45,7 @@ def _whisper(model_type: str) -> Callable[..., JsonPair]:
         if remainder or not seconds:
             damaged(header.path, f"has {num_positions} places for rows of a window, which are not whole seconds")
         stacked = {} if model_type != "voxtral" else {"intermediate_size": keys.integer("projector.stack_factor", 4, high=1 << 10)
-                                               * keys.integer("embedding_length", high=1 << 16)}
+                                                      * keys.integer("embedding_length", high=1 << 16)}
         if stacked and stacked["intermediate_size"] != tower["intermediate_size"]:
             damaged(header.path, f"joins rows to {stacked['intermediate_size']} numbers, but its layers widen them to "
                                  f"{tower['intermediate_size']}")
@@ -79,8 +79,8 @@ def _gemma4(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> Js
     channels = [require_shape(header, f"a.conv1d.{number}.weight", 4)[0] for number in (0, 1)]
     sizes = {key: tower[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
     derived = {"subsampling_conv_channels": channels, "conv_kernel_size": require_shape(header, "a.blk.0.conv_dw.weight")[1],
-            "use_clipped_linears": "a.blk.0.attn_q.input_max" in header.tensors,
-            "output_proj_dims": require_shape(header, "a.pre_encode.out.weight")[0]}
+               "use_clipped_linears": "a.blk.0.attn_q.input_max" in header.tensors,
+               "output_proj_dims": require_shape(header, "a.pre_encode.out.weight")[0]}
     return {"model_type": "gemma4", "audio_config": {"model_type": "gemma4_audio", **sizes, **derived}}, \
         {"feature_extractor_type": "Gemma4AudioFeatureExtractor", "feature_size": tower["num_mel_bins"]}
 
@@ -111,8 +111,8 @@ def _granite_speech(header: GgufHeader, keys: Keys, tower: TowerConfig, text: st
         damaged(header.path, f"has cross-attention layers {cross_attention_layers} that are not evenly spaced among {count}")
     qformer_ffn_width, qformer_width = require_shape(header, "a.proj_blk.0.ffn_up.weight")
     qformer = {"model_type": "blip_2_qformer", "hidden_size": qformer_width, "num_hidden_layers": count, "num_attention_heads":
-            keys.raw.get("projector.head_count"), "intermediate_size": qformer_ffn_width, "encoder_hidden_size": width,
-            "cross_attention_frequency": frequency}
+               keys.raw.get("projector.head_count"), "intermediate_size": qformer_ffn_width, "encoder_hidden_size": width,
+               "cross_attention_frequency": frequency}
     num_mels = keys.integer("num_mel_bins", high=1024) // 2
     return {"model_type": "granite_speech", "encoder_config": encoder, "projector_config": qformer, "has_lora_adapter": False,
             "window_size":

@@ -46,7 +46,7 @@ def metadata(encoder: WhisperTower | Qwen3Asr, name: str, kind: str) -> dict[str
         stated["projector.stack_factor"] = encoder.stacked_rows
     return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,
             f"{CLIP}.has_audio_encoder": True, f"{CLIP}.projector_type": PROJECTOR_TYPES[kind], **{f"{CLIP}.audio.{key}": value
-                                                                                        for key, value in stated.items()}}
+                                                                                                   for key, value in stated.items()}}
 
 
 def _check_defaults(encoder: WhisperTower | Qwen3Asr) -> None:
@@ -94,7 +94,7 @@ def _map_tensor(checkpoint_name: str, info: TensorInfo, projector: Projector, st
 def gguf_name(checkpoint_name: str, projector: Projector, store: TensorStore, modality: Modality = AUDIO_INPUT) -> str:
     """The name in the file of a checkpoint tensor of a modality. Raises CheckpointError for one that no such file has."""
     full_names, layer_names, outer_names = ({ours: theirs for theirs, ours in names.items()}
-                            for names in (projector.full_names, projector.layer_names, projector.outer_names))
+                                            for names in (projector.full_names, projector.layer_names, projector.outer_names))
     stem, _, kind = checkpoint_name.rpartition(".")
     if checkpoint_name in full_names or stem in outer_names and kind in TENSOR_KINDS:
         return full_names.get(checkpoint_name) or f"{outer_names[stem]}.{kind}"

@@ -19,13 +19,13 @@ _WHISPER_OUTER = {**_WHISPER_CONVS, "a.position_embd": "audio_tower.embed_positi
 _TWO_LAYER_MLP = {f"mm.a.mlp.{number}": f"multi_modal_projector.linear_{number}" for number in (1, 2)}
 _CAUSAL_CONFORMER = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_out": "self_attn.post",
            "ffn_up": "feed_forward1.ffw_layer_1", "ffn_down": "feed_forward1.ffw_layer_2", "ffn_up_1": "feed_forward2.ffw_layer_1",
-           "ffn_down_1": "feed_forward2.ffw_layer_2", "conv_pw1": "lconv1d.linear_start", "conv_pw2": "lconv1d.linear_end"}
+                     "ffn_down_1": "feed_forward2.ffw_layer_2", "conv_pw1": "lconv1d.linear_start", "conv_pw2": "lconv1d.linear_end"}
 _QFORMER = {"self_attn_q": "attention.attention.query", "self_attn_k": "attention.attention.key",
             "self_attn_v": "attention.attention.value",
-         "self_attn_out": "attention.output.dense", "self_attn_norm": "attention.output.LayerNorm", "cross_attn_q":
+            "self_attn_out": "attention.output.dense", "self_attn_norm": "attention.output.LayerNorm", "cross_attn_q":
          "crossattention.attention.query", "cross_attn_k": "crossattention.attention.key", "cross_attn_v": "crossattention.attention.value",
-         "cross_attn_out": "crossattention.output.dense", "cross_attn_norm": "crossattention.output.LayerNorm", "ffn_up":
-         "intermediate_query.dense", "ffn_down": "output_query.dense", "ffn_norm": "output_query.LayerNorm"}
+            "cross_attn_out": "crossattention.output.dense", "cross_attn_norm": "crossattention.output.LayerNorm", "ffn_up":
+            "intermediate_query.dense", "ffn_down": "output_query.dense", "ffn_norm": "output_query.LayerNorm"}
 
 
 def _whisper_projector(outer: Mapping[str, str], width: str, **more: object) -> Projector:
@@ -39,7 +39,7 @@ AUDIO_PROJECTORS: Mapping[str, Projector] = {
     "musicflamingo": _whisper_projector({**_WHISPER_OUTER, **_TWO_LAYER_MLP}, "mm.a.mlp.2.weight", text_architectures=("qwen2",)),
     "voxtral": _whisper_projector({**_WHISPER_OUTER, **_TWO_LAYER_MLP}, "mm.a.mlp.2.weight", text_architectures=("llama",)),
     "qwen2.5o": _whisper_projector({**_WHISPER_CONVS, "a.post_ln": "audio_tower.ln_post", "mm.a.fc": "audio_tower.proj"}, "mm.a.fc.weight",
-                         text_architectures=("qwen2vl",), ignored=frozenset({POSITION_EMBD})),
+                                   text_architectures=("qwen2vl",), ignored=frozenset({POSITION_EMBD})),
     "qwen3a": _whisper_projector(
         {**{f"a.conv2d.{number}": f"audio_tower.conv2d{number}" for number in (1, 2, 3)}, "a.conv_out": "audio_tower.conv_out", "a.post_ln":
          "audio_tower.ln_post", **{f"mm.a.mlp.{number}": f"audio_tower.proj{number}" for number in (1, 2)}}, "mm.a.mlp.2.weight",

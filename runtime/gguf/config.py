@@ -70,8 +70,8 @@ ROPE_SCALING_KEYS = frozenset(ROPE_SCALING_PREFIX + name for name in ("type", "f
 # Architecture -> keys with a value for each layer, which are not translated.
 PER_LAYER_KEYS = {gemma3n.NAME: gemma3n.PER_LAYER_KEYS, gemma4.NAME: gemma4.PER_LAYER_KEYS,
                   gemma_embedding2.NAME: gemma_embedding2.PER_LAYER_KEYS,
-            deci.NAME: deci.PER_LAYER_KEYS, mimo2.NAME: mimo2.PER_LAYER_KEYS,
-            **dict.fromkeys((nemotron_h.DENSE, nemotron_h.MOE), nemotron_h.PER_BLOCK_KEYS)}
+                  deci.NAME: deci.PER_LAYER_KEYS, mimo2.NAME: mimo2.PER_LAYER_KEYS,
+                  **dict.fromkeys((nemotron_h.DENSE, nemotron_h.MOE), nemotron_h.PER_BLOCK_KEYS)}
 # Architectures with heads and windows by layer, which add all of their rotary positions.
 PER_LAYER_HEADS = {gemma4.NAME: gemma4.add_gemma4, gemma_embedding2.NAME: gemma_embedding2.add_gemma_embedding2}
 # Architectures whose layers with a window have a rotary table of their own.
@@ -146,7 +146,7 @@ def config_json(header: GgufHeader, factors: RopeFactors) -> dict[str, object]:
         if (value := data.get(f"{name}.{gguf_key}")) is not None:
             if gguf_key == recurrent_layers.KV_HEADS and arch.layer_kinds and isinstance(value, np.ndarray) and (value == 0).any():
                 value, raw["layer_types"] = recurrent_layers.split_kv_heads(path, f"{name}.{gguf_key}", value, raw["num_hidden_layers"],
-                                                                       arch.layer_kinds)
+                                                                            arch.layer_kinds)
             if gguf_key == laguna.QUERY_HEADS and name in (laguna.NAME, step35.NAME):
                 value = laguna.query_heads(value, raw)
             raw[config_key] = _uniform(path, f"{name}.{gguf_key}", value)

@@ -65,23 +65,23 @@ QUANTIZATION_VERSION = 2
 INDEXER_REASON = ": exporting their indexer is not supported"
 UNTESTED_REASON = ": exporting them is not supported"
 UNSUPPORTED_REASONS = {**dict.fromkeys(("axk1", "cohere_compass_text", "cwm", "deepseek_ocr2_text", "ernie4_5_vl_moe_text", "helium",
-                                "hyperclovax", "lfm3", "longcat_flash", "minimax", "molmo2_text", "olmo_hybrid", "persimmon",
+                                        "hyperclovax", "lfm3", "longcat_flash", "minimax", "molmo2_text", "olmo_hybrid", "persimmon",
                                 "nanbeige", "ouro", "phi4_multimodal", "unlimited_ocr_text", "vaultgemma", "youtu"), UNTESTED_REASON),
-               **dict.fromkeys(("codegen", "diffllama", "doge", "flex_olmo", "flint", "gpt_neo", "gptj", "mistral_large4_text",
-                                "modernbert_decoder", "nanochat", "zamba2", "zaya"),
-                               ": llama.cpp does not support them"),
-               "ministral": ": llama.cpp ignores their sliding windows",
-               "phimoe": ": llama.cpp weights their experts differently",
-               "bamba": ": llama.cpp runs them as Granite 4, which rotates whole heads",
-               "axk2": INDEXER_REASON, "deepseek_v4": INDEXER_REASON,
-               **dict.fromkeys(("embedding_gemma2_text", "gemma3n_text"), UNTESTED_REASON),
-               **dict.fromkeys(("mllama_text_model", "whisper"), ": llama.cpp does not support them"),
-               "opt": ": llama.cpp does not support them"}
+                       **dict.fromkeys(("codegen", "diffllama", "doge", "flex_olmo", "flint", "gpt_neo", "gptj", "mistral_large4_text",
+                                        "modernbert_decoder", "nanochat", "zamba2", "zaya"),
+                                       ": llama.cpp does not support them"),
+                       "ministral": ": llama.cpp ignores their sliding windows",
+                       "phimoe": ": llama.cpp weights their experts differently",
+                       "bamba": ": llama.cpp runs them as Granite 4, which rotates whole heads",
+                       "axk2": INDEXER_REASON, "deepseek_v4": INDEXER_REASON,
+                       **dict.fromkeys(("embedding_gemma2_text", "gemma3n_text"), UNTESTED_REASON),
+                       **dict.fromkeys(("mllama_text_model", "whisper"), ": llama.cpp does not support them"),
+                       "opt": ": llama.cpp does not support them"}
 WINDOW_IGNORED = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 # All but every so-manieth layer has one.
 WINDOW_PERIODS = {"afmoe": AFMOE_WINDOW_PERIOD, "cohere2": COHERE2_WINDOW_PERIOD, "exaone_moe": EXAONE4_WINDOW_PERIOD, "gemma2": 2,
                   "gemma3_text": 6,
-                gpt_oss.FAMILY: gpt_oss.WINDOW_PERIOD, "olmo3": OLMO3_WINDOW_PERIOD}
+                  gpt_oss.FAMILY: gpt_oss.WINDOW_PERIOD, "olmo3": OLMO3_WINDOW_PERIOD}
 # Families whose rotary frequencies llama.cpp divides by no tensor.
 WITHOUT_ROPE_FACTORS = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "deepseek_v3",
                         "deepseek_v32",
@@ -89,40 +89,40 @@ WITHOUT_ROPE_FACTORS = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2"
              "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_neox", gpt_oss.FAMILY, "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4",
              "internlm2", "kolibri1", "lfm2", "lfm2_moe", "mimo", "minimax_m2", "muse_glimmer_text", "nemotron", "olmo", "olmo2", "olmo3",
              "olmoe", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
-             "smollm3", "solar_open", "stablelm", "starcoder2", qwen4.FAMILY)
+                        "smollm3", "solar_open", "stablelm", "starcoder2", qwen4.FAMILY)
 REQUIRES_HEAD = ("dots1", "exaone_moe", "internlm2", "minimax_m2", "qwen2_moe")  # families of which llama.cpp demands a head
 # Families whose heads llama.cpp takes to be as wide as the model together.
 HEADS_SPAN_WIDTH = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "jamba", "lfm2", "lfm2_moe",
-              "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
+                    "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
 REQUIRES_BIASES = ("bloom", "gpt_bigcode", "gpt_neox", gpt_oss.FAMILY, "jais2", "starcoder2")  # of which llama.cpp demands them
 # By family, others have silu.
 ACTIVATIONS = {"apertus": "xielu", "falcon": "gelu", glm5_next.FAMILY: "clamped_silu", "gpt_neox": "gelu",
-        **dict.fromkeys((gpt_oss.FAMILY, minimax3.FAMILY), "clamped_swish"), "mpt": "gelu",
-        **dict.fromkeys(("arcee", "jais2", "nemotron", "nemotron_h", rwkv7.FAMILY), "relu2"),
-        **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2", "bloom", "gpt_bigcode"),
-                        "gelu_tanh")}
+               **dict.fromkeys((gpt_oss.FAMILY, minimax3.FAMILY), "clamped_swish"), "mpt": "gelu",
+               **dict.fromkeys(("arcee", "jais2", "nemotron", "nemotron_h", rwkv7.FAMILY), "relu2"),
+               **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2", "bloom", "gpt_bigcode"),
+                               "gelu_tanh")}
 # Families whose files say which layers have experts, or of which all have.
 STATES_EXPERT_LAYERS = (cohere2_moe.FAMILY, nemotron_h.FAMILY, jamba.FAMILY, kolibri1.FAMILY, mimo2.FAMILY, minimax3.FAMILY, step35.FAMILY)
 WITHOUT_GQA = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
 STATES_EXPERT_SCORING = ("afmoe", "bailing_moe_v2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe",
                          "glm4_moe_lite",
-              "glm_moe_dsa", "hy_v3", "hy_v4", "laguna", "mistral4", "solar_open", kimi_delta_attention.KIMI_FAMILY,
-              kimi_delta_attention.LING_FAMILY, glm5_next.FAMILY)
+                         "glm_moe_dsa", "hy_v3", "hy_v4", "laguna", "mistral4", "solar_open", kimi_delta_attention.KIMI_FAMILY,
+                         kimi_delta_attention.LING_FAMILY, glm5_next.FAMILY)
 LEADING_DENSE = (*STATES_EXPERT_SCORING, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
 SHORT_CONV_FAMILIES = ("lfm2", "lfm2_moe")
 # Whose modules say what files state of them.
 FAMILY_MODULES = {own.FAMILY: own for own in (bitnet, cohere2_moe, deci, gemma4, hy_v4, kolibri1, laguna, llama4, mellum, mimo2, minimax3,
-                                      muse_glimmer, qwen4, step35)}
+                                              muse_glimmer, qwen4, step35)}
 FAMILY_MODULES |= dict.fromkeys((granite_swash.DENSE, granite_swash.MOE), granite_swash)
 # Families of which files know all that they may have of windows, and more: their modules say so.
 FAMILY_EXPORT_LIMITS = {bitnet.FAMILY: bitnet.export_limits, cohere2_moe.FAMILY: cohere2_moe.export_limits,
-                     gemma4.FAMILY: gemma4.export_limits,
-                  kolibri1.FAMILY: kolibri1.export_limits, laguna.FAMILY: laguna.export_limits, mellum.FAMILY: mellum.export_limits,
-                  muse_glimmer.FAMILY: muse_glimmer.export_limits, qwen4.FAMILY: qwen4.export_limits,
-                  step35.FAMILY: step35.export_limits, mimo2.FAMILY: mimo2.export_limits, minimax3.FAMILY: minimax3.export_limits,
-                  **dict.fromkeys(transformer_names.COMPLETE_CONFIG, transformer_names.export_limits),
-                  **dict.fromkeys((granite_swash.DENSE, granite_swash.MOE), granite_swash.export_limits)}
+                        gemma4.FAMILY: gemma4.export_limits,
+                        kolibri1.FAMILY: kolibri1.export_limits, laguna.FAMILY: laguna.export_limits, mellum.FAMILY: mellum.export_limits,
+                        muse_glimmer.FAMILY: muse_glimmer.export_limits, qwen4.FAMILY: qwen4.export_limits,
+                        step35.FAMILY: step35.export_limits, mimo2.FAMILY: mimo2.export_limits, minimax3.FAMILY: minimax3.export_limits,
+                        **dict.fromkeys(transformer_names.COMPLETE_CONFIG, transformer_names.export_limits),
+                        **dict.fromkeys((granite_swash.DENSE, granite_swash.MOE), granite_swash.export_limits)}
 COHERE_QK_NORM_LAYERS = 64  # layers: smaller models of Cohere's have no norms of queries and keys
 SMOLLM3_NO_ROPE_PERIOD = 4  # of SmolLM 3
 
@@ -264,8 +264,8 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
     if without_rope:
         config = replace(config, ropes=(PLACEHOLDER_ROPE,) * config.num_hidden_layers)
     general: dict[str, Value] = {"general.architecture": arch, "general.type": "model", "general.name": name,
-                             "general.file_type": FILE_TYPES[kind],
-                             "general.quantization_version": QUANTIZATION_VERSION}
+                                 "general.file_type": FILE_TYPES[kind],
+                                 "general.quantization_version": QUANTIZATION_VERSION}
     keys: dict[str, Value] = {
         "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
@@ -276,7 +276,7 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
         "vocab_size": config.vocab_size}
     keys |= _family_keys(config) | recurrent_layers.export_keys(config) | rope_scaling_keys(config) | ({ROPE_FINETUNED: False}
                                                                                                        if without_rope
-                                                                                                        else {})
+                                                                                                       else {})
     if config.mla is not None:
         keys |= (minicpm3 if config.family == minicpm3.FAMILY else latent_attention).export_keys(config)
     absent_keys = rwkv7.ABSENT_KEYS if config.family == rwkv7.FAMILY else ()

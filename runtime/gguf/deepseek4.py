@@ -34,7 +34,7 @@ NAMES = {"attn_norm": "attn_norm", "ffn_norm": "ffn_norm", "attn_kv": "attn.wkv"
          "attn.indexer.wq_b", "indexer.proj": "attn.indexer.weights_proj", **{
              f"ffn_{part}_shexp": f"ffn.shared_experts.{own}" for part, own in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}}
 FULL_NAMES = {"attn_sinks.weight": "attn.attn_sink", "attn_compressor_ape.weight": "attn.compressor.ape", "indexer_compressor_ape.weight":
-         "attn.indexer.compressor.ape", "ffn_gate_tid2eid.weight": "ffn.gate.tid2eid", **{
+              "attn.indexer.compressor.ape", "ffn_gate_tid2eid.weight": "ffn.gate.tid2eid", **{
              f"hc_{branch}_{part}.weight": f"hc_{branch}_{part}" for branch in ("attn", "ffn") for part in ("fn", "base", "scale")}}
 OUTER = {"output.weight": "head.weight", **{f"output_hc_{part}.weight": f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")}}
 OUTPUT_DOWN = "attn_output_a.weight"

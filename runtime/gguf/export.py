@@ -70,7 +70,7 @@ STEP_NBYTES = 16 << 20  # float32 rows at once
 VECTOR_ROLES = (SHARED_EXPERT_ROLES[3], "correction")  # roles of one-row matrices that files hold as vectors
 # Architectures whose files must hold an output head, even if it is tied to the embedding.
 REQUIRES_HEAD = ("apertus", "bailingmoe2", "glm5-next", "gptneox", hy_v4.NAME, "kimi-linear", "mellum", "muse-glimmer", "nemotron", "olmo2",
-          "olmoe", "phi2", "stablelm", "step35")
+                 "olmoe", "phi2", "stablelm", "step35")
 
 SHARED_AS_MLP = ("afmoe", "kolibri1")  # families whose shared experts are an MLP in the checkpoint
 
@@ -240,9 +240,9 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             planned = PlannedTensor(name, _file_type(role, first, config, arch, matrix_type), shape)
             is_shifted = "norm" in role and role != "state_norm" and not role.endswith("_bias") and first.name not in arch.unshifted_norms
             yield _TensorJob(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
-                       arch.norm_offset if is_shifted else 0.0, *recurrent_layers.reordering(role, config),
-                       recurrent_layers.decay_sign(config) if role == "state_decay" else 0.0,
-                       factors=tuple(factors.get(role, 1.0) for role, _ in members) if factors else (),
+                             arch.norm_offset if is_shifted else 0.0, *recurrent_layers.reordering(role, config),
+                             recurrent_layers.decay_sign(config) if role == "state_decay" else 0.0,
+                             factors=tuple(factors.get(role, 1.0) for role, _ in members) if factors else (),
                        interleaved_rows=first.shape[0] // config.recurrent.key_heads if name.endswith(linear_attention.BETA_ALPHA_SUFFIX)
                              else 0)
 

@@ -29,7 +29,7 @@ NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_fee
          "post_ffw_norm_2": "post_feedforward_layernorm_2"}
 FULL_NAMES = {"layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.weight": "router.proj.weight",
               "ffn_gate_inp.scale": "router.scale",
-         "ffn_down_exps.scale": "router.per_expert_scale"}
+              "ffn_down_exps.scale": "router.per_expert_scale"}
 OUTER = {"per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight", "per_layer_model_proj.weight":
          "model.per_layer_model_projection.weight", "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight"}
 ROLES = {"layer_scale": "layer_output_scale.weight", "router_scale": "ffn_gate_inp.scale", "expert_scales": "ffn_down_exps.scale",
@@ -126,7 +126,7 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     kinds = {window is None for window in config.windows}
     yield len(kinds) < 2, "has only one type of layer"
     global_ropes, local_ropes = ([rope for rope, window in zip(config.ropes, config.windows) if (window is None) == is_global]
-                    for is_global in (True, False))
+                                 for is_global in (True, False))
     yield any(rope.kind != "proportional" or rope.params["factor"] != 1.0 for rope in global_ropes), "scales its RoPE"
     yield any(rope.kind != "default" for rope in local_ropes), "scales RoPE in layers with a window"
     first_shared = len(config.attention_layers)

@@ -61,8 +61,8 @@ def metadata(encoders: Encoders, name: str) -> dict[str, Value]:
 def _check_vision_defaults(vision: Eyes) -> None:
     keys = vision.tower_config
     matches = (vision.joined, vision.count, keys.number("rms_norm_eps"), vision.theta(THETA), keys.raw.get("hidden_activation"),
-             vision.bidirectional) == (POOLING_KERNEL, TOKENS_PER_IMAGE, EPS, THETA, "gelu_pytorch_tanh",
-                                       not vision.config.per_layer_input_dim)
+               vision.bidirectional) == (POOLING_KERNEL, TOKENS_PER_IMAGE, EPS, THETA, "gelu_pytorch_tanh",
+                                         not vision.config.per_layer_input_dim)
     if not matches or any(vision.scale.mean) or set(vision.scale.std) != {1.0}:
         raise UsageError("its vision tower differs from other Gemma 4 models in more than sizes, which an mmproj file cannot state",
                          OMIT_MMPROJ_HINT)

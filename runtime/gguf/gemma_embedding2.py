@@ -24,7 +24,7 @@ ARCHITECTURE = {  # of an `Architecture`; that tokens see both ways, and that no
                     **{part: f"ple_block.{gemma4.NAMES[part]}" for part in ("inp_gate", "proj", "post_norm")}},
     "full_names": {"layer_output_scale.weight": gemma4.FULL_NAMES["layer_output_scale.weight"]},
     "outer_names": {**{name: gemma4.OUTER[name].replace("model.", "model.ple.", 1) for name in _OUTER_TENSORS},
-              "output.weight": "model.embedding_projection.weight"}}
+                    "output.weight": "model.embedding_projection.weight"}}
 
 
 def add_gemma_embedding2(header: GgufHeader, raw: dict[str, object], kinds: list[str], divisors: np.ndarray | None, window: object) -> None:

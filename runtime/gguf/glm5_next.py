@@ -39,16 +39,16 @@ NAMES = {**kimi_delta_attention.NAMES[kimi_delta_attention.KIMI], "attn_qkv": "s
          "exp_probs_b": "mlp.gate.e_score_correction_bias", **sparse_indexer.NAMES,
          **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}}
 FULL_NAMES = {**kimi_delta_attention.FULL_NAMES[kimi_delta_attention.KIMI],
-         **{f"hc_{branch}_{part}.weight": f"hc_{branch}_{part}" for branch in ("attn", "ffn") for part in ("fn", "base", "scale")},
+              **{f"hc_{branch}_{part}.weight": f"hc_{branch}_{part}" for branch in ("attn", "ffn") for part in ("fn", "base", "scale")},
          # under either of two names
-         **{f"{before}{part}.weight": f"{_INDEXER}index_kpool_compress_{part}" for before in ("indexer_compressor_", "indexer.kpool_")
-            for part in ("ape", "gate")}}
+              **{f"{before}{part}.weight": f"{_INDEXER}index_kpool_compress_{part}" for before in ("indexer_compressor_", "indexer.kpool_")
+                 for part in ("ape", "gate")}}
 ROLES = {**kimi_delta_attention.ROLES, **sparse_indexer.ROLES,
          "index_places": "indexer_compressor_ape", **{
              f"{role}{end}": f"hc_{branch}_{part}" for role, branch in (("attn_mix", "attn"), ("mlp_mix", "ffn"))
              for end, part in (("", "fn"), ("_base", "base"), ("_scale", "scale"))}}
 ARCHITECTURE = {"keys": KEYS, "required_keys": REQUIRED, "other_keys": OTHER_KEYS, "layer_names": NAMES, "full_names": FULL_NAMES,
-        "layer_kinds": kimi_delta_attention.LAYER_TYPES,
+                "layer_kinds": kimi_delta_attention.LAYER_TYPES,
         "roles": ROLES, "split_tensors": {**kimi_delta_attention.SPLIT_TENSORS, "index_k": ("indexer.attn_k", "indexer_compressor_gate")}}
 RESIDUAL_STREAMS = 4  # how many of a token llama.cpp runs
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 FAMILY, NAME = "gpt_oss", "gpt-oss"
 WINDOW_PERIOD = 2  # of so many layers the last has no window
 ARCHITECTURE = {"keys": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length":
-                 "intermediate_size"}, "window_pattern": True, "layer_names": {"post_attention_norm": "post_attention_layernorm"},
-        "full_names": {"attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp.weight": "mlp.router.weight", "ffn_gate_inp.bias":
-                  "mlp.router.bias"}, "roles": {"post_norm": "post_attention_norm", "sinks": "attn_sinks"}}
+                         "intermediate_size"}, "window_pattern": True, "layer_names": {"post_attention_norm": "post_attention_layernorm"},
+                "full_names": {"attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp.weight": "mlp.router.weight", "ffn_gate_inp.bias":
+                               "mlp.router.bias"}, "roles": {"post_norm": "post_attention_norm", "sinks": "attn_sinks"}}
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:

@@ -23,7 +23,7 @@ _INDEXER, _PARTS = "self_attn.indexer.", ("fn", "base", "scale")
 NAMES = {**latent_attention.NAMES, **sparse_indexer.NAMES, "attn_gate": "self_attn.gate_proj", "indexer.attn_q_b": f"{_INDEXER}turned_q",
          "indexer.attn_k": f"{_INDEXER}turned_k", "indexer.k_norm": f"{_INDEXER}turned_k_norm"}
 FULL_NAMES = {"attn_sinks.weight": "self_attn.sinks",
-         **{f"hc_{branch}_{part}.weight": f"{branch}_hc.{part}" for branch in ("attn", "ffn") for part in _PARTS}}
+              **{f"hc_{branch}_{part}.weight": f"{branch}_hc.{part}" for branch in ("attn", "ffn") for part in _PARTS}}
 OUTER = {f"output_hc_{part}.weight": f"model.hc_head.hc_{part}" for part in _PARTS}
 ROLES = {**sparse_indexer.ROLES, "sinks": "attn_sinks", **{
     f"{role}{end}": f"{own}_{part}" for role, own in (("attn_mix", "hc_attn"), ("mlp_mix", "hc_ffn"), ("leave_mix", "output_hc"))

@@ -30,7 +30,7 @@ NAMES = {"ssm_convolved": "mamba.in_x", "ssm_gates": "mamba.in_z", "ssm_low": "m
          "ssm_c_norm": "mamba.c_layernorm", "ssm_out": "mamba.out_proj", "ffn_norm": "pre_ff_layernorm",
          "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj", "ffn_down": "feed_forward.down_proj"}
 FULL_NAMES = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_proj.bias",
-         "ffn_gate_inp.weight": "feed_forward.router.weight"}
+              "ffn_gate_inp.weight": "feed_forward.router.weight"}
 OUTER = {"output_norm.weight": "model.final_layernorm.weight"}
 ROLES = {"state_in": "ssm_convolved", "state_gate": "ssm_gates", "state_rate": "ssm_low", "state_keys": "ssm_keys",
          "state_rate_wide": "ssm_dt", "state_rate_norm": "ssm_dt_norm", "state_b_norm": "ssm_b_norm", "state_c_norm": "ssm_c_norm",

@@ -19,8 +19,8 @@ LOCAL_ROPE_THETA, LOCAL_ROPE_DIMS = "rope.freq_base_swa", "rope.dimension_count_
 OTHER_KEYS = frozenset({QUERY_HEADS, WINDOW_PATTERN, LOCAL_ROPE_THETA, LOCAL_ROPE_DIMS})
 SHARED_EXPERT_WIDTH = "expert_shared_feed_forward_length"
 KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
-          "expert_weights_scale": "moe_routed_scaling_factor", "expert_weights_norm": "norm_topk_prob", "expert_gating_func":
-          "scoring_func", "leading_dense_block_count": "first_k_dense_replace", SHARED_EXPERT_WIDTH: "shared_expert_intermediate_size"}
+        "expert_weights_scale": "moe_routed_scaling_factor", "expert_weights_norm": "norm_topk_prob", "expert_gating_func":
+        "scoring_func", "leading_dense_block_count": "first_k_dense_replace", SHARED_EXPERT_WIDTH: "shared_expert_intermediate_size"}
 REQUIRED = ("attention.key_length", "expert_feed_forward_length", SHARED_EXPERT_WIDTH, "expert_weights_scale", "expert_weights_norm",
             "leading_dense_block_count")
 
@@ -63,13 +63,13 @@ def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
     """Put the rotary positions of `raw`, which hold of layers without a window, into a section beside one of those with a window."""
     head_dim = raw["head_dim"]
     global_rope = {"rope_type": "default", **(raw.pop("rope_scaling", None) or {}), "rope_theta": raw.pop("rope_theta", 10_000.0),
-                  "partial_rotary_factor": raw.pop("partial_rotary_factor", 1.0)}
+                   "partial_rotary_factor": raw.pop("partial_rotary_factor", 1.0)}
     theta, rope_dims = (header.metadata.get(f"{NAME}.{key}", usual) for key,
-                     usual in ((LOCAL_ROPE_THETA, global_rope["rope_theta"]), (LOCAL_ROPE_DIMS, head_dim)))
+                        usual in ((LOCAL_ROPE_THETA, global_rope["rope_theta"]), (LOCAL_ROPE_DIMS, head_dim)))
     if type(rope_dims) is not int or type(head_dim) is not int or not 0 < rope_dims <= head_dim:
         damaged(header.path, f"states {NAME}.{LOCAL_ROPE_DIMS} {shown_value(rope_dims)} for heads of {shown_value(head_dim)}")
     raw["rope_parameters"] = {GLOBAL: global_rope, LOCAL: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor":
-                                                          rope_dims / head_dim}}
+                                                           rope_dims / head_dim}}
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:

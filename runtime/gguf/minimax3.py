@@ -16,7 +16,7 @@ FAMILY, NAME = "minimax_m3_vl_text", "minimax-m3"
 SIGMOID, SHARED_EXPERT_COUNT, LEADING_DENSE = 2, "expert_shared_count", "leading_dense_block_count"
 INDEXER_KEYS = {"head_count": "index_n_heads", "key_length": "index_head_dim", "top_k": "index_topk_blocks",
                 "block_size": "index_block_size",
-            "local_blocks": "index_local_blocks"}
+                "local_blocks": "index_local_blocks"}
 KEYS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "intermediate_size",
         "feed_forward_length": "dense_intermediate_size", SHARED_EXPERT_COUNT: "n_shared_experts",
         "expert_weights_scale": "routed_scaling_factor",
@@ -28,7 +28,7 @@ NAMES = {"exp_probs_b": f"{_MOE_PREFIX}e_score_correction_bias",
          **{f"indexer.{part}_{kind}": f"self_attn.index_{part}_{kind}" for part in "qk" for kind in ("proj", "norm")}}
 ROLES = {f"index_{part}{end}": f"indexer.{part}_{kind}" for part in "qk" for end, kind in (("", "proj"), ("_norm", "norm"))}
 ARCHITECTURE = {"keys": KEYS, "required_keys": REQUIRED, "layer_names": NAMES, "roles": ROLES, "norm_offset": 1.0, "partial_rotary": True,
-        "other_keys": frozenset({"expert_weights_norm", LEADING_DENSE})}
+                "other_keys": frozenset({"expert_weights_norm", LEADING_DENSE})}
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:

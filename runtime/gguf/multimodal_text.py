@@ -22,7 +22,7 @@ from .store import read_header
 # Architecture of the text part alone -> of one that sees.
 MULTIMODAL_ARCHITECTURES = {"glm4": "glm4", "glm4moe": "glm4moe", "qwen2": "qwen2vl", "qwen3": "qwen3vl", "qwen35": "qwen35",
                             "qwen35moe": "qwen35moe",
-          "qwen3moe": "qwen3vlmoe"}
+                            "qwen3moe": "qwen3vlmoe"}
 
 
 def with_mrope_keys(source: Path, config: ModelConfig, metadata: Mapping[str, Value]) -> dict[str, Value]:

@@ -22,10 +22,10 @@ KEYS = {**{key: ours for key, ours in state_spaces.KEYS.items() if key.startswit
         "attention.layer_norm_rms_epsilon": "layer_norm_epsilon", "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "ssm_state_size",
         "ssm.group_count": "n_groups", "ssm.time_step_rank": "mamba_num_heads"}
 MOE_KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts",
-          "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_scale": "routed_scaling_factor",
-          "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size", "expert_weights_norm": "norm_topk_prob",
-          "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "expert_gating_func": "scoring_func",
-          MOE_LATENT_SIZE: MOE_LATENT_SIZE, "nextn_predict_layers": "num_nextn_predict_layers"}
+            "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_scale": "routed_scaling_factor",
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size", "expert_weights_norm": "norm_topk_prob",
+            "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "expert_gating_func": "scoring_func",
+            MOE_LATENT_SIZE: MOE_LATENT_SIZE, "nextn_predict_layers": "num_nextn_predict_layers"}
 PER_BLOCK_KEYS = ("attention.head_count_kv", "feed_forward_length")  # one number for every block, 0 where it has none
 REQUIRED = (*(key for key in KEYS if key.startswith("ssm.")), PER_BLOCK_KEYS[0])
 # Parts of tensors' names -> those of a checkpoint; WHOLE with their kinds, where it has none.

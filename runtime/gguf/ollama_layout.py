@@ -87,7 +87,7 @@ OLLAMA_VISION: Mapping[str, OllamaVision] = {
 }
 # Architecture -> key of Ollama's converter -> llama.cpp's.
 RENAMED_KEYS = {"gemma3": {"rope.local.freq_base": "rope.freq_base_swa", "rope.global.freq_base": "rope.freq_base"},
-           "qwen25vl": {"rope.mrope_section": "rope.dimension_sections"}}
+                "qwen25vl": {"rope.mrope_section": "rope.dimension_sections"}}
 # Keys that Ollama's multimodal Gemma 3 files leave out.
 GEMMA3_DEFAULTS = {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1_000_000.0, "rope.freq_base_swa": 10_000.0}
 # Numbers of layers of the sizes with scaled RoPE, which the files omit, and of the size whose files state Gemma 2's logit softcapping.

@@ -59,7 +59,7 @@ SPLITTERS = {
     "afmoe": Splitter((THOUSANDS, UNSPACED, DEEPSEEK3_WORDS)),
     "default": Splitter((r"[\p{P}\$\+<=>\^~\|]+", WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "chameleon": Splitter((r"<sentinel:[0-9]+>", r"IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", WORDS),
-                        bos=True),
+                          bos=True),
     "deepseek-coder": Splitter((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, r"\p{N}")),
     "deepseek-llm": Splitter((r"[\r\n]", rf"\s?[{LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", HAN, r"\p{N}+")),
     "exaone-moe": Splitter((rf"{CONTRACTIONS}|{PREFIX}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+"

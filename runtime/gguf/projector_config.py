@@ -24,11 +24,11 @@ TYPE_KEY, HAS_ENCODER_KEY = "clip.projector_type", "clip.has_{}_encoder"
 MODALITY_TYPE_KEY = "clip.{}.projector_type"  # in files with a vision and an audio encoder
 # Key below `clip.vision.` -> key of vision_config.
 VISION_KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
-        "attention.head_count": "num_attention_heads", "image_size": "image_size", "patch_size": "patch_size",
-        "attention.layer_norm_epsilon": "layer_norm_eps"}
+               "attention.head_count": "num_attention_heads", "image_size": "image_size", "patch_size": "patch_size",
+               "attention.layer_norm_epsilon": "layer_norm_eps"}
 # Key below `clip.audio.` -> key of audio_config.
 AUDIO_KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
-         "attention.head_count": "num_attention_heads", "num_mel_bins": "num_mel_bins"}
+              "attention.head_count": "num_attention_heads", "num_mel_bins": "num_mel_bins"}
 LAYERLESS_KEYS = {"patch_size": "patch_size"}  # those of VISION_KEYS that a projector without layers has
 MODALITY_NAMES = {IMAGE_INPUT: "vision", AUDIO_INPUT: "audio"}  # in keys
 Values = Mapping[str, object]
@@ -88,7 +88,7 @@ def projector_config(header: GgufHeader, text_architecture: str, modality: Modal
     image_statistics = {name: keys[name] for name in ("image_mean", "image_std") if name in keys}
     return ProjectorConfig(config, {**image_statistics, **processor}, projector, deepstack_layers,
                            _is_ffn_swapped(header, tower.get("hidden_size"), projector_type),
-                     heads if type(heads) is int else 0)
+                           heads if type(heads) is int else 0)
 
 
 def _audio_config(header: GgufHeader, text_architecture: str, projector_type: str, projector: Projector) -> ProjectorConfig:

@@ -60,7 +60,7 @@ _QWEN = {"ln1": "norm1", "ln2": "norm2", "attn_q": "attn.q", "attn_k": "attn.k",
 _QKV = ("attn.q", "attn.k", "attn.v")
 _QWEN_GATED = {**_QWEN, "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _QWEN_OUTER = {"v.patch_embd": "visual.patch_embed.proj", POST_LN: "visual.merger.ln_q", "mm.0": "visual.merger.mlp.0", "mm.2":
-           "visual.merger.mlp.2"}
+               "visual.merger.mlp.2"}
 _GEMMA4 = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_out": "self_attn.o_proj",
            "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 
@@ -72,8 +72,8 @@ def _embeddings(tower: str) -> dict[str, str]:
 
 _GLM_OUTER = {"v.patch_embd": "visual.patch_embed.proj", "v.norm_embd": "visual.post_conv_layernorm", "v.position_embd":
             "visual.embeddings.position_embedding", POST_LN: "visual.post_layernorm", "mm.patch_merger": "visual.downsample", "mm.model.fc":
-            "visual.merger.proj", "mm.post_norm": "visual.merger.post_projection_norm",
-            **{f"mm.{name}": f"visual.merger.{name}_proj" for name in ("gate", "up", "down")}}
+              "visual.merger.proj", "mm.post_norm": "visual.merger.post_projection_norm",
+              **{f"mm.{name}": f"visual.merger.{name}_proj" for name in ("gate", "up", "down")}}
 _PIXTRAL = Projector(
     "vision_tower.transformer.layers.",
     {"ln1": "attention_norm", "ln2": "ffn_norm", "attn_q": "attention.q_proj", "attn_k": "attention.k_proj", "attn_v":
@@ -92,7 +92,7 @@ _HUNYUAN = Projector(
     text_architectures=("hunyuan_vl",), ignored=frozenset({"v.view_seperator"}))
 _MOONVIT = {"ln1": "norm0", "ln2": "norm1", "attn_out": "wo", "ffn_up": "mlp.fc0", "ffn_down": "mlp.fc1"}
 _MOONVIT_OUTER = {"v.patch_embd": "vision_tower.patch_embed.proj", "v.position_embd": "vision_tower.patch_embed.pos_emb", POST_LN:
-               "vision_tower.encoder.final_layernorm"}
+                  "vision_tower.encoder.final_layernorm"}
 _MOBILENET_STEPS = ("conv_exp", "bn1", "conv_pwl", "bn2",
                     *(f"{step}.{part}" for step in ("dw_start", "dw_mid", "pw_exp", "pw_proj") for part in (
     "conv", "bn")), *(f"attn.{each}.proj" for each in ("query", "key", "value", "output")), *(f"attn.{each}.{part}" for each in (
@@ -117,7 +117,7 @@ PROJECTORS: Mapping[str, Projector] = {
          "mm.model.mlp.0": "multi_modal_projector.layer_norm", "mm.model.mlp.1": "multi_modal_projector.linear_1",
          "mm.model.mlp.3": "multi_modal_projector.linear_2"}, "mm.model.mlp.3.weight",
         full_names={"ls1.weight": "lambda_1", "ls2.weight": "lambda_2", CLASS_EMBD: "vision_tower.embeddings.cls_token",
-               "v.position_embd.weight": "vision_tower.embeddings.position_embeddings"}),
+                    "v.position_embd.weight": "vision_tower.embeddings.position_embeddings"}),
     "gemma3": Projector(
         "vision_tower.encoder.layers.", _SIGLIP, {**_embeddings("vision_tower"),
                                                   "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm"},
@@ -178,7 +178,7 @@ PROJECTORS: Mapping[str, Projector] = {
     "kimivl": Projector(
         "vision_tower.encoder.blocks.", {**_MOONVIT, **{f"attn_{letter}": f"w{letter}" for letter in "qkv"}},
         {**_MOONVIT_OUTER, "mm.input_norm": "multi_modal_projector.pre_norm", **{f"mm.{number}": f"multi_modal_projector.linear_{number}"
-                                                                            for number in (1, 2)}},
+                                                                                 for number in (1, 2)}},
         "mm.2.weight", fused_parts=("wq", "wk", "wv"), fused_name="wqkv", text_architectures=("deepseek2",)),
     "minicpmv4_6": Projector(
         "vision_tower.encoder.layers.", _SIGLIP,
@@ -193,7 +193,7 @@ PROJECTORS: Mapping[str, Projector] = {
         {"v.patch_embd": "vision_tower.patch_embedder.input_proj", "mm.input_projection": "embed_vision.embedding_projection"},
         "mm.input_projection.weight",
         full_names={"v.position_embd.weight": "vision_tower.patch_embedder.position_embedding_table", "v.std_bias": "vision_tower.std_bias",
-               "v.std_scale": "vision_tower.std_scale"},
+                    "v.std_scale": "vision_tower.std_scale"},
         clamped_linears=frozenset(_GEMMA4), channels_last=frozenset({"v.patch_embd.weight"}), text_architectures=("gemma4",)),
     "gemma4uv": Projector(  # no layers
         "", {}, {"v.patch_embd": "vision_embedder.patch_dense", "v.patch_norm.1": "vision_embedder.patch_ln1", "v.patch_norm.2":

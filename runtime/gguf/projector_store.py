@@ -180,9 +180,9 @@ def _tensor_sources(header: GgufHeader, config: ProjectorConfig) -> Iterator[tup
         if name in projector.planar_colors and tensor.shape[-1] % CHANNELS:
             damaged(path, f"has tensor {shown(name)} of {tensor.shape[-1]} values a row, not as many of each colour")
         yield target, TensorSource((tensor,), row_order=order, offset=float(name in projector.shifted_norms),
-                        is_softplus=name.endswith(projector.softplus_suffixes) if projector.softplus_suffixes else False,
-                                channels_last=name in projector.channels_last,
-                        planar_colors=name in projector.planar_colors, swapped_axes=name in projector.swapped_axes)
+                                   is_softplus=name.endswith(projector.softplus_suffixes) if projector.softplus_suffixes else False,
+                                   channels_last=name in projector.channels_last,
+                                   planar_colors=name in projector.planar_colors, swapped_axes=name in projector.swapped_axes)
     for target, found in groupby(sorted(fused, key=lambda each: each[:2]), key=lambda each: each[0]):
         tensors = tuple(tensor for _, _, tensor in found)
         if len(tensors) != len(projector.fused_parts) or len({each.shape[1:] for each in tensors}) > 1:

@@ -38,7 +38,7 @@ class ProjectorTensor:
 
 
 def projector_tensor(name: str, info: TensorInfo, transform: Callable[[np.ndarray], np.ndarray] = lambda values: values,
-          shape: tuple[int, ...] | None = None) -> ProjectorTensor:
+                     shape: tuple[int, ...] | None = None) -> ProjectorTensor:
     """A tensor of this name; `shape` None for the checkpoint's. Raises CheckpointError for a source that is not F32, F16 or BF16."""
     shape = info.shape if shape is None else shape
     if info.dtype not in STORED:

@@ -35,10 +35,10 @@ KV_HEADS = "attention.head_count_kv"
 # Kind -> what files say of it.
 MODULE_BY_SHAPE = {ConvShape: short_conv, DeltaShape: linear_attention, KdaShape: kimi_delta_attention, Mamba1Shape: jamba,
                    Mamba2Shape: state_spaces,
-        Rwkv7Shape: rwkv7}
+                   Rwkv7Shape: rwkv7}
 # Those whose files say it otherwise.
 MODULE_BY_FAMILY = {falcon_h1.FAMILY: falcon_h1, glm5_next.FAMILY: glm5_next, nemotron_h.FAMILY: nemotron_h, mamba.NAME: mamba,
-             mamba.FALCON_MAMBA: mamba, mamba2.NAME: mamba2}
+                    mamba.FALCON_MAMBA: mamba, mamba2.NAME: mamba2}
 # Ends of names of what is stored as less than zero, and as more.
 NEGATIVE_DECAYS = linear_attention.DECAY, state_spaces.DECAY, nemotron_h.DECAY, kimi_delta_attention.NEGATIVE_DECAY
 POSITIVE_DECAYS = (kimi_delta_attention.POSITIVE_DECAY,)

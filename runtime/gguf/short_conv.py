@@ -15,8 +15,8 @@ CONV, FULL = "conv", "full_attention"
 KEYS = {"shortconv.l_cache": "conv_L_cache", "attention.layer_norm_rms_epsilon": "norm_eps"}
 MOE_KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
             "expert_feed_forward_length": "moe_intermediate_size",
-          "leading_dense_block_count": "num_dense_layers", "expert_weights_scale": "routed_scaling_factor",
-          "expert_weights_norm": "norm_topk_prob", "expert_gating_func": "scoring_func"}
+            "leading_dense_block_count": "num_dense_layers", "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob", "expert_gating_func": "scoring_func"}
 REQUIRED_KEYS, EXPERT_BIAS = ("shortconv.l_cache", "attention.head_count_kv"), "exp_probs_b"
 # Parts of tensors' names -> those of a checkpoint.
 NAMES = {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",

@@ -43,7 +43,7 @@ ARCHITECTURES = {
                         other_keys=frozenset({MAX_ALIBI_BIAS}),
                         required_keys=(MAX_ALIBI_BIAS,), outer_names=_outer("wte", "norm_f"),
                         keys={LAYER_NORM: "layer_norm_epsilon", CLAMP_KQV:
-                        "clip_qkv"}, layer_names={
+                              "clip_qkv"}, layer_names={
                             "attn_norm": "norm_1", "ffn_norm": "norm_2", **{f"attn_{role}": f"attn.{role}_proj" for role in "qkv"},
                             "attn_output": mpt.NAMES["o"], "ffn_up": mpt.NAMES["up"], "ffn_down": mpt.NAMES["down"]}),
     "dbrx": Architecture("dbrx", layers_prefix="transformer.blocks", fused=_QKV, epsilon_key=LAYER_NORM, required_keys=(CLAMP_KQV,

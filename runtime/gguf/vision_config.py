@@ -120,7 +120,7 @@ MODEL_TYPES = {"qwen2vl": "qwen2_5_vl", "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qw
 
 # Projector type -> (model type, model type of its vision_config), for any text model.
 FIXED_MODEL_TYPES = {"exaone4_5": ("exaone4_5", "exaone4_5_vision"), "qwen2.5o": ("qwen2_5_omni", "qwen2_5_omni_vision_encoder"),
-       "qwen2vl_merger": ("qwen2_vl", "qwen2_vl_vision")}
+                     "qwen2vl_merger": ("qwen2_vl", "qwen2_vl_vision")}
 
 
 def _add_qwen2(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
