@@ -21,19 +21,20 @@ LAYER_NAMES = {
 }
 ROUTER = "ffn_gate_inp"
 SHARED_EXPERT = {"ffn_gate_shexp": "gate_proj", "ffn_up_shexp": "up_proj", "ffn_down_shexp": "down_proj"}
-SCORE_CORRECTION = "exp_probs_b"  # of expert scores; its kind is bias and it has no weight
+SCORE_CORRECTION = "exp_probs_b"  # correction bias of expert scores: a bias without a weight
 SHARED_EXPERT_GATE = "ffn_gate_inp_shexp"
 DEEPSEEK_OCR = "deepseek2-ocr"
-DEEPSTACK = "n_deepstack_layers"  # number of layers that image features are added to
-SHARED_EXPERT_WIDTH = "shared_width"  # of all shared experts together; no config.json has this key
-# Divisors of the rotary frequencies: part of the config, not weights. One tensor for all lengths, or one for short and one for long texts.
+DEEPSTACK = "n_deepstack_layers"  # number of text layers that image features are added to
+SHARED_EXPERT_WIDTH = "shared_width"  # total width of the shared experts; a key of ours, in no config.json
+# Tensors of RoPE frequency factors, which divide the frequencies: one for all context lengths, or one for short and one for long.
+# They are part of the config, not weights.
 ROPE_FACTORS, LONG_ROPE_FACTORS, SHORT_ROPE_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_FACTOR_TENSORS = (ROPE_FACTORS, LONG_ROPE_FACTORS, SHORT_ROPE_FACTORS)
 POOLING_TYPES = {1: "mean", 3: "last"}  # pooling_type of embedding models (`embedding.py`)
 CLAMP_KQV = "attention.clamp_kqv"
-ROPE_ALPHA = "rope.scaling.alpha"  # stretches the RoPE base, to a power
+ROPE_ALPHA = "rope.scaling.alpha"  # NTK-aware scaling of the RoPE base
 RERANKER_POOLING_TYPE = 4  # pooling_type of rerankers (`reranker.py`)
-# Key below the architecture's name -> the value, or values, that change nothing.
+# Key below the architecture's name -> the value, or values, that have no effect; others are refused where no family reads the key.
 NEUTRAL_VALUES: Mapping[str, object] = {
     "attention.causal": True, CLAMP_KQV: 0.0, "attention.scale": None, "attn_logit_softcapping": 0.0,
     "embedding_scale": 1.0, "expert_count": 0, "expert_gating_func": 1, "expert_shared_count": 0, "expert_used_count": 0,
@@ -42,14 +43,13 @@ NEUTRAL_VALUES: Mapping[str, object] = {
     "use_parallel_residual": False,
 }
 RMS_NORM, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-ROPE_FINETUNED = "rope.scaling.finetuned"  # false means no rotary positions, but for granite only
+ROPE_FINETUNED = "rope.scaling.finetuned"  # false means no RoPE, for granite only
 IGNORED_KEYS = frozenset({"vocab_size", "tensor_data_layout", "classifier.output_labels", ROPE_FINETUNED})
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a GGUF architecture names and stores a family's tensors. Names of tensors are those in the file without layer and kind unless
-    noted."""
+    """How a GGUF architecture names and stores a family's tensors. Tensor names are the file's, without layer and kind unless noted."""
 
     family: str
     config: Mapping[str, object] = field(default_factory=dict)  # entries of config.json that no key states
@@ -65,8 +65,8 @@ class Architecture:
     roles: Mapping[str, str] = field(default_factory=dict)  # role -> tensor; these precede ROLES
     outer_names: Mapping[str, str] = field(default_factory=dict)  # of tensors outside the layers, in addition to OUTER
     epsilon_key: str = RMS_NORM
-    required_keys: tuple[str, ...] = ()  # in addition to the usual ones
-    optional_keys: frozenset[str] = frozenset()  # usual ones that may be absent
+    required_keys: tuple[str, ...] = ()  # in addition to `config.REQUIRED_KEYS`
+    optional_keys: frozenset[str] = frozenset()  # of `config.REQUIRED_KEYS`, those that may be absent
     other_keys: frozenset[str] = frozenset()  # known keys that are not translated
     full_names: Mapping[str, str] = field(default_factory=dict)  # with kind -> name in the checkpoint, where that has no kind
     layer_kinds: tuple[str, str] | None = None  # `layer_types` of config.json for layers without and with KV heads
@@ -75,6 +75,6 @@ class Architecture:
     layers_prefix: str = "model.layers"  # of the checkpoint
 
     def offset(self, name: str) -> float:
-        """What the file adds to a tensor of the checkpoint."""
+        """What the file adds to a checkpoint tensor's values."""
         is_shifted = "norm" in name and linear_attention.GATED_NORM not in name and not name.endswith("bias")
         return self.norm_offset if is_shifted and name not in self.unshifted_norms else 0.0

@@ -102,7 +102,7 @@ _COHERE = {"keys": {LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"},
 _NEMOTRON_H = {"config": {"mlp_hidden_act": "relu2"}, "layer_names": nemotron_h.NAMES, "full_names": nemotron_h.FULL_NAMES,
                "fused": state_spaces.FUSED,
                "roles": nemotron_h.ROLES, "outer_names": nemotron_h.OUTER, "required_keys": nemotron_h.REQUIRED,
-               "other_keys": frozenset({LAYER_NORM})}  # written beside the other, and not read by who runs such files
+               "other_keys": frozenset({LAYER_NORM})}  # written in addition to the RMS epsilon, ignored by llama.cpp
 _MINICPM_SCALES = {"embedding_scale": "scale_emb", "residual_scale": "scale_depth", "logit_scale": "dim_model_base"}
 _GRANITE_SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
                    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
@@ -148,7 +148,7 @@ ARCHITECTURES = {
     "qwen2moe": Architecture("qwen2_moe", config={"norm_topk_prob": False}, experts=("mlp", qwen3_moe.NAMES),
                              keys={**_MOE_KEYS, **_QWEN_MOE_WIDTHS}, layer_names=_QWEN_SHARED_EXPERT),
     "qwen2vl": Architecture("qwen2", other_keys=frozenset({mrope_sections.KEY})),
-    "paddleocr": Architecture("llama", other_keys=frozenset({mrope_sections.KEY})),  # halves turn together here, as in the checkpoints
+    "paddleocr": Architecture("llama", other_keys=frozenset({mrope_sections.KEY})),  # not interleaved
     "qwen3": Architecture("qwen3", keys=_CAUSAL),
     "qwen3vl": Architecture("qwen3", other_keys=frozenset({mrope_sections.KEY, DEEPSTACK})),
     "qwen35": Architecture("qwen3_5_text", keys=linear_attention.KEYS, layer_names=linear_attention.NAMES, **_LINEAR_ATTENTION),
@@ -168,10 +168,10 @@ ARCHITECTURES = {
     "llama4": Architecture(llama4.FAMILY, keys=llama4.KEYS, layer_names=llama4.NAMES, full_names=llama4.FULL_NAMES,
                            required_keys=llama4.REQUIRED,
                            experts=("feed_forward", qwen3_moe.NAMES)),
-    # Without latent attention, of which files say that no channel of it turns.
+    # No latent attention; its files state 0 rotary channels.
     DEEPSEEK_OCR: Architecture("deepseek_ocr2_text", experts=("mlp", qwen3_moe.NAMES), keys=_GLM_MOE_KEYS, layer_names=_GLM_NAMES),
     "dots1": Architecture("dots1", experts=("mlp", qwen3_moe.NAMES), keys=_GLM_MOE_KEYS, layer_names=_GLM_NAMES),
-    # Neighbours turn together here, in chatglm and in glm4 as in the checkpoints, so that rows are as they are there.
+    # In ernie4_5-moe, chatglm and glm4 the checkpoints rotate neighbouring channels too, so rows are in their order.
     "ernie4_5-moe": Architecture("ernie4_5_moe", experts=("mlp", qwen3_moe.NAMES), layer_names={
         **_GLM_NAMES, SCORE_CORRECTION: "mlp.moe_statics.e_score_correction_bias"}, keys={
         "expert_count": "moe_num_experts", "expert_used_count": "moe_k", "expert_shared_count": "moe_num_shared_experts",
@@ -215,7 +215,7 @@ ARCHITECTURES = {
         **_GLM_MOE_KEYS, "expert_count": "num_experts", "expert_shared_count": "num_shared_experts",
         "nextn_predict_layers": "num_nextn_predict_layers", "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
         "expert_shared_feed_forward_length": SHARED_EXPERT_WIDTH}),
-    # Files state the base as it is once it is stretched.
+    # Files state the RoPE base after scaling.
     "hunyuan-dense": Architecture("hunyuan_v1_dense", layer_names=_HUNYUAN_NAMES),
     "hunyuan_vl": Architecture("hunyuan_v1_dense", layer_names=_HUNYUAN_NAMES, keys={ROPE_ALPHA: STRETCH},
                                other_keys=frozenset({mrope_sections.KEY})),
@@ -234,7 +234,7 @@ ARCHITECTURES = {
     "minicpm": Architecture("minicpm", interleaved=True, keys=_MINICPM_SCALES),
     minicpm3.NAME: Architecture(minicpm3.FAMILY, keys=minicpm3.KEYS, required_keys=minicpm3.REQUIRED, layer_names=latent_attention.NAMES),
     "hy_v3": Architecture("hy_v3", experts=("mlp", qwen3_moe.NAMES), full_names={
-        f"{ROUTER}.weight": "mlp.router.gate.weight", SCORE_CORRECTION: "mlp.expert_bias"}, layer_names={  # which has no kind there
+        f"{ROUTER}.weight": "mlp.router.gate.weight", SCORE_CORRECTION: "mlp.expert_bias"}, layer_names={  # no kind there
         SCORE_CORRECTION: "mlp.expert_bias", **{part: f"mlp.shared_mlp.{own}" for part, own in SHARED_EXPERT.items()}}, keys={
         **_GLM_MOE_KEYS, "expert_count": "num_experts", "expert_shared_count": "num_shared_experts", "expert_weights_scale":
         "router_scaling_factor", "expert_weights_norm": "route_norm", "nextn_predict_layers": "num_nextn_predict_layers",
@@ -243,7 +243,7 @@ ARCHITECTURES = {
         SCORE_CORRECTION: "block_sparse_moe.e_score_correction_bias"}, keys={
         "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok", "expert_gating_func": "scoring_func",
         "expert_feed_forward_length": "intermediate_size"}),
-    # The norm that attention reads has the second name, where it is not the one that the MLP reads.
+    # `attn_norm_2` is attention's own norm, in models where the MLP has another one.
     "falcon": Architecture("falcon", config={"activation": "gelu"}, fused=_QKV, epsilon_key=LAYER_NORM, outer_names=_NORM_BIAS, keys={
         LAYER_NORM: "layer_norm_epsilon", "feed_forward_length": "ffn_hidden_size", "attention.head_count_kv": "num_kv_heads"},
                            roles={"mlp_norm": "attn_norm"}, layer_names={
@@ -316,7 +316,7 @@ ARCHITECTURES = {
     nemotron_h.MOE: Architecture(nemotron_h.FAMILY, keys={**nemotron_h.KEYS, **nemotron_h.MOE_KEYS}, experts=("mixer", qwen3_moe.NAMES),
                                  **_NEMOTRON_H),
     "olmo": Architecture("olmo", interleaved=True, epsilon_key=LAYER_NORM, keys={LAYER_NORM: "layer_norm_eps", CLAMP_KQV: "clip_qkv"}),
-    # OLMo 3 too
+    # also OLMo 3
     "olmo2": Architecture("olmo2", layer_names=_POST_NORMS, keys={"rope.freq_base_swa": "rope_local_base_freq"}, window_pattern=True),
     "olmoe": Architecture("olmoe", config={"norm_topk_prob": False}, keys=_MOE_KEYS, experts=("mlp", qwen3_moe.NAMES)),
     "qwen3moe": Architecture("qwen3_moe", config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES),
@@ -337,7 +337,7 @@ ARCHITECTURES = {
     **transformer_names.ARCHITECTURES,
     "nemotron": Architecture("nemotron", config={"hidden_act": "relu2"}, norm_offset=1.0, partial_rotary=True, outer_names=_NORM_BIAS,
                              epsilon_key=LAYER_NORM, keys={LAYER_NORM: "norm_eps"}),
-    # Files may say that attention and MLP are side by side, where they are not: llama.cpp sees it by the norms that there are.
+    # `use_parallel_residual` is not read, because files state it wrongly: like llama.cpp we look at which norms there are.
     "stablelm": Architecture("stablelm", partial_rotary=True, outer_names=_NORM_BIAS, epsilon_key=LAYER_NORM,
                              keys={LAYER_NORM: "layer_norm_eps"},
                              other_keys=frozenset({"use_parallel_residual"}), layer_names={

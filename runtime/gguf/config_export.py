@@ -60,10 +60,11 @@ from .family_keys import QUERY_SCALE_BY_WIDTH_LAYERS
 from .file_architecture import ARCHITECTURE_BY_FAMILY, file_architecture
 from .rope_export import FOLDER_HINT, PLACEHOLDER_ROPE, export_rope_table, rope_scaling_keys
 
-FILE_TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
+FILE_TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # type of the matrices -> general.file_type
 QUANTIZATION_VERSION = 2
 INDEXER_REASON = ": exporting their indexer is not supported"
 UNTESTED_REASON = ": exporting them is not supported"
+# Families that are not exported -> the reason, appended to the error.
 UNSUPPORTED_REASONS = {**dict.fromkeys(("axk1", "cohere_compass_text", "cwm", "deepseek_ocr2_text", "ernie4_5_vl_moe_text", "helium",
                                         "hyperclovax", "lfm3", "longcat_flash", "minimax", "molmo2_text", "olmo_hybrid", "persimmon",
                                 "nanbeige", "ouro", "phi4_multimodal", "unlimited_ocr_text", "vaultgemma", "youtu"), UNTESTED_REASON),
@@ -77,12 +78,12 @@ UNSUPPORTED_REASONS = {**dict.fromkeys(("axk1", "cohere_compass_text", "cwm", "d
                        **dict.fromkeys(("embedding_gemma2_text", "gemma3n_text"), UNTESTED_REASON),
                        **dict.fromkeys(("mllama_text_model", "whisper"), ": llama.cpp does not support them"),
                        "opt": ": llama.cpp does not support them"}
-WINDOW_IGNORED = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
-# All but every so-manieth layer has one.
+WINDOW_IGNORED = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose sliding windows llama.cpp ignores
+# Family -> n: llama.cpp assumes a sliding window in all layers but every n-th.
 WINDOW_PERIODS = {"afmoe": AFMOE_WINDOW_PERIOD, "cohere2": COHERE2_WINDOW_PERIOD, "exaone_moe": EXAONE4_WINDOW_PERIOD, "gemma2": 2,
                   "gemma3_text": 6,
                   gpt_oss.FAMILY: gpt_oss.WINDOW_PERIOD, "olmo3": OLMO3_WINDOW_PERIOD}
-# Families whose rotary frequencies llama.cpp divides by no tensor.
+# Families for which llama.cpp reads no RoPE frequency factor tensors.
 WITHOUT_ROPE_FACTORS = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "deepseek_v3",
                         "deepseek_v32",
              "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
@@ -90,32 +91,32 @@ WITHOUT_ROPE_FACTORS = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2"
              "internlm2", "kolibri1", "lfm2", "lfm2_moe", "mimo", "minimax_m2", "muse_glimmer_text", "nemotron", "olmo", "olmo2", "olmo3",
              "olmoe", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
                         "smollm3", "solar_open", "stablelm", "starcoder2", qwen4.FAMILY)
-REQUIRES_HEAD = ("dots1", "exaone_moe", "internlm2", "minimax_m2", "qwen2_moe")  # families of which llama.cpp demands a head
-# Families whose heads llama.cpp takes to be as wide as the model together.
+REQUIRES_HEAD = ("dots1", "exaone_moe", "internlm2", "minimax_m2", "qwen2_moe")  # families that llama.cpp requires an untied head of
+# Families for which llama.cpp assumes head_dim * heads = hidden size.
 HEADS_SPAN_WIDTH = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "jamba", "lfm2", "lfm2_moe",
                     "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
-REQUIRES_BIASES = ("bloom", "gpt_bigcode", "gpt_neox", gpt_oss.FAMILY, "jais2", "starcoder2")  # of which llama.cpp demands them
-# By family, others have silu.
+REQUIRES_BIASES = ("bloom", "gpt_bigcode", "gpt_neox", gpt_oss.FAMILY, "jais2", "starcoder2")  # families that llama.cpp requires biases of
+# Activation that llama.cpp assumes by family; SiLU for the others.
 ACTIVATIONS = {"apertus": "xielu", "falcon": "gelu", glm5_next.FAMILY: "clamped_silu", "gpt_neox": "gelu",
                **dict.fromkeys((gpt_oss.FAMILY, minimax3.FAMILY), "clamped_swish"), "mpt": "gelu",
                **dict.fromkeys(("arcee", "jais2", "nemotron", "nemotron_h", rwkv7.FAMILY), "relu2"),
                **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2", "bloom", "gpt_bigcode"),
                                "gelu_tanh")}
-# Families whose files say which layers have experts, or of which all have.
+# Families whose files state which layers have experts, or whose layers all have some.
 STATES_EXPERT_LAYERS = (cohere2_moe.FAMILY, nemotron_h.FAMILY, jamba.FAMILY, kolibri1.FAMILY, mimo2.FAMILY, minimax3.FAMILY, step35.FAMILY)
-WITHOUT_GQA = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
-# Families whose files say how experts are scored and weighed.
+WITHOUT_GQA = ("dots1", "olmoe")  # families for which llama.cpp assumes a KV head per query head
+# Families whose files state the expert gating function, scale and normalization.
 STATES_EXPERT_SCORING = ("afmoe", "bailing_moe_v2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe",
                          "glm4_moe_lite",
                          "glm_moe_dsa", "hy_v3", "hy_v4", "laguna", "mistral4", "solar_open", kimi_delta_attention.KIMI_FAMILY,
                          kimi_delta_attention.LING_FAMILY, glm5_next.FAMILY)
-LEADING_DENSE = (*STATES_EXPERT_SCORING, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
+LEADING_DENSE = (*STATES_EXPERT_SCORING, "ernie4_5_moe", "lfm2_moe")  # families whose first layers may be dense
 SHORT_CONV_FAMILIES = ("lfm2", "lfm2_moe")
-# Whose modules say what files state of them.
+# Family -> module with its own `export_keys`.
 FAMILY_MODULES = {own.FAMILY: own for own in (bitnet, cohere2_moe, deci, gemma4, hy_v4, kolibri1, laguna, llama4, mellum, mimo2, minimax3,
                                               muse_glimmer, qwen4, step35)}
 FAMILY_MODULES |= dict.fromkeys((granite_swash.DENSE, granite_swash.MOE), granite_swash)
-# Families of which files know all that they may have of windows, and more: their modules say so.
+# Family -> `export_limits` of its module, which covers sliding windows too.
 FAMILY_EXPORT_LIMITS = {bitnet.FAMILY: bitnet.export_limits, cohere2_moe.FAMILY: cohere2_moe.export_limits,
                         gemma4.FAMILY: gemma4.export_limits,
                         kolibri1.FAMILY: kolibri1.export_limits, laguna.FAMILY: laguna.export_limits, mellum.FAMILY: mellum.export_limits,
@@ -123,8 +124,8 @@ FAMILY_EXPORT_LIMITS = {bitnet.FAMILY: bitnet.export_limits, cohere2_moe.FAMILY:
                         step35.FAMILY: step35.export_limits, mimo2.FAMILY: mimo2.export_limits, minimax3.FAMILY: minimax3.export_limits,
                         **dict.fromkeys(transformer_names.COMPLETE_CONFIG, transformer_names.export_limits),
                         **dict.fromkeys((granite_swash.DENSE, granite_swash.MOE), granite_swash.export_limits)}
-COHERE_QK_NORM_LAYERS = 64  # layers: smaller models of Cohere's have no norms of queries and keys
-SMOLLM3_NO_ROPE_PERIOD = 4  # of SmolLM 3
+COHERE_QK_NORM_LAYERS = 64  # llama.cpp assumes QK norms in Command R models with at least as many layers
+SMOLLM3_NO_ROPE_PERIOD = 4  # llama.cpp assumes that every fourth layer has no RoPE
 
 
 def export_architecture(config: ModelConfig) -> Architecture:
@@ -140,7 +141,7 @@ def export_architecture(config: ModelConfig) -> Architecture:
 
 
 def _export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what cannot be said), of what a model is refused for the first that is so."""
+    """Pairs (applies, description) of what a GGUF file cannot express; the first that applies is the error."""
     family = config.family
     act = ACTIVATIONS.get(family, "silu")
     biased = config.o_bias or config.mlp_bias
@@ -168,7 +169,7 @@ def _export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
 
 
 def _window_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """In which layers they are; of `OWN_EXPORT_LIMITS` all that is theirs alone."""
+    """Limits on sliding windows; for families in FAMILY_EXPORT_LIMITS all limits of their own."""
     family = config.family
     if family in WINDOW_PERIODS:
         period = WINDOW_PERIODS[family]
@@ -189,7 +190,7 @@ def _window_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
 
 
 def _scale_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """What embeddings and scores are multiplied by, heads of their own, norms and caps."""
+    """Limits on multipliers of embeddings and scores, tied heads, QK norms and softcapping."""
     family = config.family
     if family.startswith("gemma") or family == "afmoe":
         yield not np.isclose(config.embedding_multiplier, config.hidden_size**0.5, rtol=1e-2), "has another embedding multiplier"
@@ -210,6 +211,7 @@ def _scale_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
 
 
 def _layer_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Limits on head widths and on the parts that a layer must have."""
     family = config.family
     if family == "gemma3_text":
         yield config.final_logit_softcapping is not None, "softcaps its logits"
@@ -225,6 +227,7 @@ def _layer_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
 
 
 def _rope_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Limits on RoPE scaling, bases and layers without RoPE."""
     family = config.family
     if family in WITHOUT_ROPE_FACTORS:
         yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"
@@ -241,6 +244,7 @@ def _rope_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
 
 
 def _moe_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Limits on which layers have experts and how their weights are normalized."""
     family, moe = config.family, config.moe
     yield family == "bailing_moe_v2" and not moe.shared_expert_dim, "has no shared expert"
     if family == llama4.FAMILY:
@@ -254,7 +258,7 @@ def _moe_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
 
 
 def ignored_window(config: ModelConfig) -> int | None:
-    """A sliding window that llama.cpp ignores."""
+    """The sliding window that llama.cpp ignores; None if there is none or llama.cpp applies it."""
     return config.windows[0] if config.family in WINDOW_IGNORED else None
 
 
@@ -284,9 +288,10 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
 
 
 def _family_keys(config: ModelConfig) -> dict[str, Value]:
+    """Keys that only some families have, without the architecture's prefix."""
     keys: dict[str, Value] = {}
     window = next((each for each in config.windows if each is not None), None)
-    if window is not None or config.family == "starcoder2":  # whose files without the key are read with a window
+    if window is not None or config.family == "starcoder2":  # without the key its files are read with the default window
         keys["attention.sliding_window"] = window or 0
     if config.attn_logit_softcapping is not None:
         keys["attn_logit_softcapping"] = float(config.attn_logit_softcapping)
@@ -318,6 +323,7 @@ def _family_keys(config: ModelConfig) -> dict[str, Value]:
 
 
 def _moe_keys(config: ModelConfig, mixture: MoEConfig) -> dict[str, Value]:
+    """Keys of a mixture of experts, without the architecture's prefix."""
     keys: dict[str, Value] = {"expert_count": mixture.num_experts, "expert_used_count": mixture.experts_per_token}
     if config.family in (gpt_oss.FAMILY, mellum.FAMILY, "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", *LEADING_DENSE):
         keys["expert_feed_forward_length"] = mixture.expert_dim
@@ -326,7 +332,7 @@ def _moe_keys(config: ModelConfig, mixture: MoEConfig) -> dict[str, Value]:
     if config.family in LEADING_DENSE and config.family not in SHORT_CONV_FAMILIES:
         keys |= {"expert_shared_count": (mixture.shared_expert_dim or 0) // mixture.expert_dim,
                  "leading_dense_block_count": min(mixture.layers, default=config.num_hidden_layers)}
-    if config.family == "afmoe":  # of which what all tokens visit is an MLP
+    if config.family == "afmoe":  # its shared experts are an MLP here
         keys["expert_shared_count"] = config.intermediate_size_of(config.num_hidden_layers - 1) // mixture.expert_dim
     if config.family == "hunyuan_v1_moe":
         keys |= {"expert_feed_forward_length": mixture.expert_dim, "expert_shared_count": 1,
@@ -341,10 +347,10 @@ def _moe_keys(config: ModelConfig, mixture: MoEConfig) -> dict[str, Value]:
     if config.family in STATES_EXPERT_SCORING:
         keys |= {"expert_gating_func": SIGMOID if mixture.sigmoid else 1, "expert_weights_scale": float(mixture.routed_scale),
                  "expert_weights_norm": mixture.renormalise}
-    if config.family == "bailing_moe_v2":  # whose shared experts are one here
+    if config.family == "bailing_moe_v2":  # its shared experts are joined into one
         keys |= {"expert_shared_count": 1, "expert_shared_feed_forward_length": mixture.shared_expert_dim,
                  "expert_group_count": mixture.num_groups, "expert_group_used_count": mixture.top_groups}
-    if config.family == kimi_delta_attention.LING_FAMILY:  # SHARED is how wide all are together
+    if config.family == kimi_delta_attention.LING_FAMILY:  # SHARED_EXPERT_WIDTH is the width of all together
         keys["expert_shared_count"] = 1
     if config.family == "hy_v3":
         keys["expert_shared_feed_forward_length"] = mixture.shared_expert_dim

@@ -68,21 +68,21 @@ MXFP4 = "MXFP4"
 BLOCK_SIZE, HIGH_PRECISION_ROLES = 32, ("embed", "layer_embed", "head")
 STEP_NBYTES = 16 << 20  # float32 rows at once
 VECTOR_ROLES = (SHARED_EXPERT_ROLES[3], "correction")  # roles of one-row matrices that files hold as vectors
-# Architectures whose files must hold an output head, even if it is tied to the embedding.
+# Architectures for which llama.cpp requires an output head, even if it is tied to the embedding.
 REQUIRES_HEAD = ("apertus", "bailingmoe2", "glm5-next", "gptneox", hy_v4.NAME, "kimi-linear", "mellum", "muse-glimmer", "nemotron", "olmo2",
                  "olmoe", "phi2", "stablelm", "step35")
 
-SHARED_AS_MLP = ("afmoe", "kolibri1")  # families whose shared experts are an MLP in the checkpoint
+SHARED_AS_MLP = ("afmoe", "kolibri1")  # families whose shared experts are a plain MLP in the checkpoint
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The file written."""
+    """The written file."""
 
     path: Path
     nbytes: int
-    tensors: int
-    types: Mapping[str, int]
+    tensors: int  # number of them
+    types: Mapping[str, int]  # GGUF type -> number of tensors
 
     def to_json(self) -> dict[str, object]:
         return {"file": str(self.path), "file_bytes": self.nbytes, "tensors": self.tensors, "types": dict(self.types)}
@@ -90,18 +90,18 @@ class Exported:
 
 @dataclass(frozen=True)
 class _TensorJob:
-    """A tensor of the file and the model's tensors in it, one after the other, with the transformations to apply."""
+    """A tensor of the file, made from one or several of the model's, concatenated by rows, and the transformations to apply."""
 
     planned: PlannedTensor
     tensors: tuple[ModelTensor, ...]
-    interleaved_heads: int = 0  # interleave rows within so many heads
+    interleaved_heads: int = 0  # number of heads to interleave the rows within; 0 for none
     offset: float = 0.0  # added to the values
-    rows: np.ndarray | None = None  # by row of the file the model's row, None for the same order
+    rows: np.ndarray | None = None  # the model's row for each row of the file; None for the same order
     columns: np.ndarray | None = None  # the same for columns
-    decay_sign: float = 0.0  # values x become decay * exp(x); 0 for no change
-    kv_b_half: tuple[ModelConfig, str] | None = None  # (config, part): write one part of latent attention's joint matrix
-    factors: tuple[float | np.ndarray, ...] = ()  # by tensor, multiplied with all its values or its rows; empty for none
-    interleaved_rows: int = 0  # alternate between so many rows of each tensor
+    decay_sign: float = 0.0  # +1 or -1: values x become decay_sign * exp(x); 0 for no change
+    kv_b_half: tuple[ModelConfig, str] | None = None  # (config, part): write one half of latent attention's KV up-projection
+    factors: tuple[float | np.ndarray, ...] = ()  # multiplier of each tensor, one or one per row; empty for none
+    interleaved_rows: int = 0  # alternate between the tensors after this many rows; 0 for no
 
 
 def export_gguf(source: Path, out: Path, matrix_type: str, name: str, replace: bool = False,
@@ -109,13 +109,13 @@ def export_gguf(source: Path, out: Path, matrix_type: str, name: str, replace: b
                 licence: str | None = None) -> Iterator[Progress | Notice | Exported]:
     """Write the model in `source` to the file `out`; yields progress, the result last.
 
-    kind: type of the matrices.
+    matrix_type: type of the matrices, a key of FILE_TYPES.
     name: title of the model in the file.
     tokenizer: the tokenizer's keys, None for those of `source`.
     licence: its name, None for the one that `source` states.
 
-    Raises UsageError if `out` exists (unless `replace`) or belongs to the source, and for an unknown `kind`; EffllmError for what GGUF
-    cannot express.
+    Raises UsageError if `out` exists (unless `replace`) or belongs to the source, and for an unknown `matrix_type`; EffllmError for what
+    GGUF cannot express.
     """
     if matrix_type not in FILE_TYPES:
         raise UsageError(f"unknown GGUF type {matrix_type!r}",
@@ -177,6 +177,7 @@ def export_gguf(source: Path, out: Path, matrix_type: str, name: str, replace: b
 
 
 def check_output_name(out: Path) -> None:
+    """Raises UsageError for a name without .gguf, and for a folder that does not exist."""
     require_folder(out.parent)
     if not is_gguf(out):
         raise UsageError(f"{out.name or out} does not end in .gguf", f"-o {out.name or 'model'}.gguf")
@@ -207,7 +208,7 @@ def _tokenizer(source: Path, config: ModelConfig) -> dict[str, Value]:
 
 def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelConfig, arch: Architecture,
           matrix_type: str) -> Iterator[_TensorJob]:
-    """The tensors of the file in the model's order; several of the model may be one of the file, and the reverse."""
+    """The tensors of the file in the model's order. Several model tensors may be one of the file, and the reverse."""
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads} if arch.interleaved else {}
     outer, mtp = nextn.split_mtp_layer(tensors["outer"])
     factors = falcon_h1.tensor_multipliers(config)
@@ -275,7 +276,7 @@ def _file_type(role: str, tensor: ModelTensor, config: ModelConfig, arch: Archit
 
 def _split_jobs(block: str, role: str, tensor: ModelTensor, parts: Iterable[tuple[str, tuple[str, int]]],
                 matrix_type: str) -> Iterator[_TensorJob]:
-    """A tensor that files hold as several. `parts`: (name in the file, (name in a checkpoint, rows))."""
+    """Jobs for a tensor that files hold as several. `parts`: (name in the file, (name in the checkpoint, rows))."""
     first_row, is_matrix = 0, base_role(role) in MATRICES
     for name, (_, rows) in parts:
         stored = "F32" if not is_matrix else matrix_type if tensor.shape[1] % BLOCK_SIZE == 0 else "F16"
@@ -285,7 +286,7 @@ def _split_jobs(block: str, role: str, tensor: ModelTensor, parts: Iterable[tupl
 
 
 def _kv_b_jobs(block: str, tensor: ModelTensor, config: ModelConfig, matrix_type: str) -> Iterator[_TensorJob]:
-    """Latent attention's joint matrix, which files hold as two; with the precision of the embedding, as in llama.cpp's own files."""
+    """Jobs for latent attention's KV up-projection, which files hold as two tensors with the embedding's precision, as llama.cpp's do."""
     mla, heads = config.mla, config.num_attention_heads
     for part, shape in zip(latent_attention.KV_B_HALVES, ((heads, mla.rank, mla.nope), (heads, mla.value, mla.rank))):
         stored = ("Q8_0" if matrix_type == "Q4_0" else matrix_type) if shape[-1] % BLOCK_SIZE == 0 else "F16"
@@ -362,7 +363,7 @@ def _values(store: TensorStore, tensor: ModelTensor, begin: int, end: int, rows:
 
 
 def _encode(values: np.ndarray, job: _TensorJob, tensor: ModelTensor, rows: int) -> np.ndarray:
-    """The bytes in the file of some rows. Raises EffllmError for NaN and infinity, CheckpointError for values out of the type's range."""
+    """The encoded bytes of some rows. Raises EffllmError for NaN and infinity, CheckpointError for values out of the type's range."""
     if not np.isfinite(values).all():
         raise EffllmError(f"{tensor.name}: NaN or infinity", "the checkpoint is damaged: download it again, or contact its publisher")
     if job.kv_b_half is not None:

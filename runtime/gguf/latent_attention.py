@@ -29,7 +29,7 @@ KEYS = {"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lo
         "expert_group_used_count": "topk_group", "nextn_predict_layers": "num_nextn_predict_layers"}
 REQUIRED = ("attention.kv_lora_rank", "rope.dimension_count", "attention.key_length", "attention.value_length")
 MLA_LENGTHS = ("attention.key_length_mla",
-               "attention.value_length_mla")  # of the heads that are made, where the others are those of the cache
+               "attention.value_length_mla")  # of the expanded heads; without `_mla` the keys are the cache's
 OTHER_KEYS = frozenset(MLA_LENGTHS)
 NAMES = {"attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
          "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
@@ -37,15 +37,15 @@ NAMES = {"attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layer
 ROLES = {"q_a": "attn_q_a", "q_a_norm": "attn_q_a_norm", "q_b": "attn_q_b", "kv_a": "attn_kv_a_mqa", "kv_a_norm": "attn_kv_a_norm",
          "kv_b": "attn_kv_b"}
 KV_B_HALVES = (".attn_k_b.weight", ".attn_v_b.weight")
-FAMILY_BY_GATING = {1: "deepseek_v2", 2: "deepseek_v3"}  # by how experts are scored
-# architectures of one family
+FAMILY_BY_GATING = {1: "deepseek_v2", 2: "deepseek_v3"}  # expert_gating_func -> family
+# Architectures of a single family: name -> expert_gating_func -> family.
 SINGLE_FAMILY = {MISTRAL4: {1: MISTRAL4_FAMILY}, **{name: {2: family} for name, family in sparse_indexer.FAMILIES.items()}}
 MLA_ARCHITECTURES = (NAME, *SINGLE_FAMILY)
 # Layers and vocabulary of a model (Kanana) that llama.cpp expects to project queries directly, as it does with 26 or 27 layers.
 DIRECT_QUERY_SHAPE = 48, 128_256
 NO_GATING_FUNC, CORRECTION_SUFFIX = 0, ".exp_probs_b.bias"
 TEMPERATURE_SCALE = "attention.temperature_scale"
-LOG_MULTIPLIER_PER_MSCALE = 0.1  # of yarn's multiplier to mscale_all_dim
+LOG_MULTIPLIER_PER_MSCALE = 0.1  # yarn_log_multiplier = 0.1 * mscale_all_dim
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
@@ -91,13 +91,13 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     if name == MISTRAL4:
         raw.pop("num_nextn_predict_layers", None)
         return
-    layers = raw["num_hidden_layers"]  # with those behind
+    layers = raw["num_hidden_layers"]  # including MTP layers
     drop_mtp_layers(raw)
     sparse_indexer.add_layer_types(header, name, raw, layers)
 
 
 def with_mscale(prefix: str, data: Mapping[str, Value], section: dict[str, object]) -> dict[str, object]:
-    """The `rope_scaling` of such a file: cos and sin as they are, scores by what it states."""
+    """Complete the `rope_scaling` of an MLA file: the multiplier scales attention scores, not cos and sin."""
     multiplier = data.get(f"{prefix}yarn_log_multiplier")
     if multiplier is None or multiplier == 0:
         return section | {"attention_factor": 1.0}
@@ -105,7 +105,7 @@ def with_mscale(prefix: str, data: Mapping[str, Value], section: dict[str, objec
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys of latent attention, without the architecture's prefix, of a model that has it."""
+    """Metadata keys of latent attention, without the architecture's prefix."""
     mla, moe = config.mla, config.moe
     keys: dict[str, Value] = {
         "attention.kv_lora_rank": mla.rank, "attention.value_length": mla.rank, "attention.key_length_mla": mla.query,
@@ -122,15 +122,15 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 
 def export_limits(config: ModelConfig, scaling: float) -> Iterator[tuple[bool, str]]:
-    """Pairs (applies, description) of what a GGUF file cannot express of a model with latent attention, cos and sin of which are times
-    `scaling`."""
+    """Pairs (applies, description) of what a GGUF file cannot express of a model with latent attention, `scaling`
+    multiplies its cos and sin."""
     yield config.rope is not None and not config.rope.interleaved, "rotates its heads by halves"
     yield not math.isclose(scaling, 1.0, rel_tol=1e-6), f"has positions that are scaled by {scaling:.4g}"
     yield not config.moe.sigmoid and config.moe.top_groups < config.moe.num_groups, "chooses groups only by their best expert"
 
 
 def query_rank_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what llama.cpp does not read) of a file of `NAME`: by layers alone it knows how queries are made."""
+    """Pairs (applies, description) for deepseek2: llama.cpp infers from the number of layers whether queries have a low rank."""
     layers, has_query_rank = config.num_hidden_layers, config.mla.query_rank is not None
     is_direct = layers in (26, 27) or (layers, config.vocab_size) == DIRECT_QUERY_SHAPE
     yield is_direct and has_query_rank, f"projects queries through q_lora_rank: with {layers} layers llama.cpp expects a direct projection"
@@ -139,10 +139,10 @@ def query_rank_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
 
 @dataclass(frozen=True)
 class SplitKvB:
-    """Where the matrix that heads share out comes from: `keys` [heads * rank, nope] and `values` [heads * value, rank] of a file."""
+    """A layer's KV up-projection, stored as two tensors."""
 
-    keys: GgufTensor
-    values: GgufTensor
+    keys: GgufTensor  # [heads * rank, nope]
+    values: GgufTensor  # [heads * value, rank]
     heads: int
     widths: LatentShape
 
@@ -152,7 +152,7 @@ class SplitKvB:
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
+        """Bytes in the file."""
         return self.keys.nbytes + self.values.nbytes
 
     @property
@@ -160,7 +160,7 @@ class SplitKvB:
         return frozenset((self.keys.file, self.values.file))
 
     def rows(self, begin: int, end: int, read: Callable[[GgufTensor, int, int], np.ndarray]) -> np.ndarray:
-        """Rows [begin, end) float32; `read` gives rows of either as they mean, [rows, width]."""
+        """Rows [begin, end) of the checkpoint's matrix, float32; `read` returns rows [begin, end) of a tensor as float32."""
         shape, parts = self.widths, []
         for head in range(begin // shape.kv_b_rows, -(-end // shape.kv_b_rows)):
             first = head * shape.kv_b_rows
@@ -175,7 +175,7 @@ class SplitKvB:
 
 
 def split_kv_b(path: object, name: str, halves: Mapping[str, GgufTensor], config: ModelConfig) -> SplitKvB:
-    """Both halves of a layer's matrix. Raises CheckpointError where one is missing or has another shape than the config says."""
+    """The two halves of a layer's KV up-projection. Raises CheckpointError for a missing half and a shape that contradicts the config."""
     mla, heads = config.mla, config.num_attention_heads
     shapes = {KV_B_HALVES[0]: (heads, mla.rank, mla.nope), KV_B_HALVES[1]: (heads, mla.value, mla.rank)}
     for part, shape in shapes.items():
@@ -193,7 +193,7 @@ def _flat(tensor: GgufTensor) -> GgufTensor:
 
 
 def kv_b_half(values: np.ndarray, config: ModelConfig, part: str) -> np.ndarray:
-    """Rows of whole heads of the matrix, float32, as a file's tensor `part` has them: rows of keys turned over, or of values."""
+    """Convert rows of whole heads, float32, to those of the file's tensor `part`: transposed key rows, or value rows."""
     mla = config.mla
     heads = values.reshape(-1, mla.kv_b_rows, mla.rank)
     half = heads[:, : mla.nope].swapaxes(1, 2) if part == KV_B_HALVES[0] else heads[:, mla.nope :]

@@ -19,17 +19,18 @@ FOLDER_HINT = "use the model folder itself"
 
 
 def ignored_rope_scaling(config: ModelConfig) -> str:
-    """What llama.cpp ignores of the RoPE scaling, as a sentence; empty where nothing."""
+    """A notice about the RoPE scaling settings that llama.cpp ignores; empty if it reads them all."""
     rope = config.rope
     return yarn.ignored_settings(rope.params, file_architecture(config)) if rope is not None and rope.kind == "yarn" else ""
 
 
 def export_rope_table(config: ModelConfig) -> RopeTable:
+    """The RoPE table of the model's full context."""
     return rope_table(config.rope, config.rotary_head_dim, config.max_position_embeddings, config.max_position_embeddings)
 
 
 def rope_scaling_keys(config: ModelConfig) -> dict[str, Value]:
-    """How rotary positions are stretched."""
+    """RoPE scaling keys, without the architecture's prefix. Raises EffllmError for settings that GGUF cannot state."""
     rope, params = config.rope, config.rope.params
     if rope.kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(params["factor"])}

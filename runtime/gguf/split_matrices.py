@@ -24,7 +24,7 @@ class SplitMatrix:
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
+        """Bytes in the file."""
         return sum(part.tensor.nbytes for part in self.parts)
 
     @property
@@ -35,11 +35,11 @@ class SplitMatrix:
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether kernels multiply it as it lies: parts begin on row blocks."""
+        """Whether it can be kept as codes: one type that kernels multiply, and parts that begin on a tile of rows."""
         return len(self.shape) == 2 and self.kind in NATIVE and not any(part.tensor.shape[0] % ROWS for part in self.parts)
 
     def dtype(self, dequant_dtype: str) -> str:
-        """The raw type of its values where it is not kept."""
+        """The raw type of its values if it is not kept as codes."""
         return self.kind if self.kind in RAW_TYPES else dequant_dtype.upper()
 
     @property
@@ -47,7 +47,7 @@ class SplitMatrix:
         return frozenset(part.tensor.file for part in self.parts)
 
     def ranges(self, begin: int, end: int) -> Iterator[tuple[Source, int, int, int]]:
-        """(part, its first row, the one behind its last, the row of the whole that the first is) of the rows [begin, end)."""
+        """(part, first row, end row, row of the whole at the first) for the rows [begin, end) of the whole."""
         offset = 0
         for part in self.parts:
             low, high = max(begin, offset), min(end, offset + part.tensor.shape[0])
@@ -57,12 +57,12 @@ class SplitMatrix:
 
 
 def split_parts(config: ModelConfig) -> dict[str, tuple[str, int]]:
-    """The name of a part in a checkpoint -> that of the whole, and which part it is."""
+    """Checkpoint name of a part -> (name of the whole, index of the part)."""
     return {part: (whole, index) for whole, parts in concatenated_parts(config).items() for index, (part, _) in enumerate(parts)}
 
 
 def split_matrix(path: object, name: str, sources: Mapping[int, Source], shape: tuple[int, ...], config: ModelConfig) -> SplitMatrix:
-    """The parts of a tensor of the model's `shape`. Raises CheckpointError where one is missing or of another size."""
+    """Concatenate the parts of a tensor of `shape`. Raises CheckpointError where one is missing or of another size."""
     parts = []
     for index, (_, rows) in enumerate(concatenated_parts(config)[name]):
         if index not in sources:

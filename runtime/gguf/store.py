@@ -42,36 +42,37 @@ from .tensor_sources import INTEGER_TYPE, RAW_TYPES, Source
 class GgufStore(ConvertingStore):
     """The weights of an open GGUF file.
 
-    wide: the raw dtype that blocks are converted to.
-    low_bit: keep blocks that kernels can multiply; `container` lists their formats.
+    dequant_dtype: raw type that blocks are dequantized to, f16 or f32.
+    low_bit: keep blocks that kernels can multiply as codes; `container` lists their formats.
 
     Rows are in the checkpoint's order, which within a head may differ from the file's.
     """
 
     def __init__(self, file: GgufFile, config: ModelConfig, dequant_dtype: str, low_bit: bool) -> None:
-        self._path, self._wide = file.header.path, dequant_dtype
+        self._path, self._dequant_dtype = file.header.path, dequant_dtype
         mapping = map_tensors(file, config, dequant_dtype, low_bit)
-        self._sources, self._halves, self._split, self._scales = mapping.sources, mapping.kv_b, mapping.split_matrices, mapping.scales
+        self._sources, self._scales = mapping.sources, mapping.scales
+        self._kv_b, self._split_matrices = mapping.kv_b, mapping.split_matrices
         opened = dict(file.opened)
         if config.listwise_reranker:
             ranking = listwise.open_ranking_file(self._path)
             mapping.tensors |= ranking.tensors
             opened |= ranking.take_files()
         super().__init__(self._path, mapping.tensors, opened)
-        self.converted = self._sources.keys() | self._halves.keys() | self._split.keys()
+        self.converted = self._sources.keys() | self._kv_b.keys() | self._split_matrices.keys()
         self.container = _container(file, mapping.stored, self._sources) if mapping.stored else None
         self.notices = tuple(self._conversion_notices(mapping))
 
     def stored_nbytes(self, info: TensorInfo) -> int:
-        source = self._sources.get(info.name) or self._halves.get(info.name) or self._split.get(info.name) or info
+        source = self._sources.get(info.name) or self._kv_b.get(info.name) or self._split_matrices.get(info.name) or info
         return source.nbytes
 
     def files_of(self, info: TensorInfo) -> frozenset[Path]:
-        parts = self._split.get(info.name) or self._halves.get(info.name)
+        parts = self._split_matrices.get(info.name) or self._kv_b.get(info.name)
         return super().files_of(info) if parts is None else parts.files
 
     def _conversion_notices(self, mapping: TensorMapping) -> Iterator[str]:
-        for is_repacked, action in ((True, "are repacked for the kernels"), (False, f"are widened to {self._wide}")):
+        for is_repacked, action in ((True, "are repacked for the kernels"), (False, f"are widened to {self._dequant_dtype}")):
             names = [name for name, source in self._sources.items()
                      if source.tensor.type not in RAW_TYPES and (name in mapping.stored) == is_repacked
                      and name not in mapping.high_precision]
@@ -126,7 +127,7 @@ class GgufStore(ConvertingStore):
             self._widen(info, raw[begin:end], out[(first + begin) * row_nbytes : (first + end) * row_nbytes])
 
     def put_codes(self, info: TensorInfo, begin: int, end: int, codes: np.ndarray) -> None:
-        if (split := self._split.get(info.name)) is not None:
+        if (split := self._split_matrices.get(info.name)) is not None:
             for part, first, last, row in split.ranges(begin, end):
                 self._put_codes(info, row, self._rows(part, first, last, part.tensor.row_nbytes), codes, part)
             return
@@ -140,10 +141,10 @@ class GgufStore(ConvertingStore):
 
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         """Write rows [begin, end) of a tensor as raw values into `out`, its bytes. Raises CheckpointError."""
-        if (joined := self._halves.get(info.name)) is not None:
+        if (joined := self._kv_b.get(info.name)) is not None:
             self._store(joined.rows(begin, end, self._values), info, joined.keys, out)
             return
-        if (joined := self._split.get(info.name)) is not None:
+        if (joined := self._split_matrices.get(info.name)) is not None:
             row_nbytes = len(out) // (end - begin)
             for part, first, last, at in joined.ranges(begin, end):
                 raw = self._rows(part, first, last, part.tensor.nbytes // part.tensor.shape[0])
@@ -152,7 +153,7 @@ class GgufStore(ConvertingStore):
         source = self._sources[info.name]
         tensor = source.tensor
         nbytes = tensor.nbytes // tensor.shape[0]
-        if len(tensor.shape) == 1 and tensor.type not in RAW_TYPES:  # the blocks of a vector cross its rows
+        if len(tensor.shape) == 1 and tensor.type not in RAW_TYPES:  # a block spans several values of a vector: read it whole
             raw = np.empty(tensor.nbytes, np.uint8)
             self.read_at(tensor.file, tensor.offset, memoryview(raw))
             values = self._dequantized(raw, tensor, tensor.shape[0]).reshape(-1)[begin:end]
@@ -241,7 +242,7 @@ def open_file(path: Path) -> GgufFile:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """The header alone, of any architecture; of a split model that of all parts."""
+    """The header alone, of any architecture; of a split model the merged header of all parts."""
     header, opened = open_parts(path)
     close_all(opened)
     return header
@@ -264,14 +265,14 @@ def _container(file: GgufFile, stored: dict[str, StoredTensor], sources: Mapping
     return Container(spec_text, 8 * nbytes / weights, stored, {"model": model}, {"name": "GGUF"}, {"name": "GGUF blocks"}, {})
 
 
-def open_gguf_store(path: Path, wide: str = "f16", low_bit: bool = False) -> GgufStore:
-    """The weights of a file; blocks as `wide` (f16 or f32), or with `low_bit` as codes where kernels can multiply them.
+def open_gguf_store(path: Path, dequant_dtype: str = "f16", low_bit: bool = False) -> GgufStore:
+    """The weights of a file; blocks as `dequant_dtype` (f16 or f32), or with `low_bit` as codes where kernels can multiply them.
 
     Raises CheckpointError, ModelNotFound.
     """
     file = open_file(path)
     try:
-        return GgufStore(file, model_config(file.header, file.rope_factors), wide, low_bit)
+        return GgufStore(file, model_config(file.header, file.rope_factors), dequant_dtype, low_bit)
     except EffllmError:
         close_all(file.opened)
         raise

@@ -57,20 +57,22 @@ class GgufFile:
 
 @dataclass
 class TensorMapping:
-    """Where the tensors of a model come from, by their names in a checkpoint unless noted."""
+    """Where the tensors of a model come from; keys are checkpoint names unless noted."""
 
-    high_precision: frozenset[str]  # never low-bit
-    scales: Mapping[str, np.ndarray]  # per-tensor scales of NVFP4, by names of the file
+    high_precision: frozenset[str]  # tensors that are never kept as low-bit codes
+    scales: Mapping[str, np.ndarray]  # per-tensor scales of NVFP4, by the file's names
     tensors: dict[str, TensorInfo] = field(default_factory=dict)  # as the store lists them
-    stored: dict[str, StoredTensor] = field(default_factory=dict)  # formats of those that run from their codes
-    sources: dict[str, Source] = field(default_factory=dict)  # of those that are a tensor of the file, or a part of one
-    kv_b: dict[str, SplitKvB] = field(default_factory=dict)  # of those that are joined from two
-    split_matrices: dict[str, SplitMatrix] = field(default_factory=dict)  # of those that are joined from several, one after the other
+    stored: dict[str, StoredTensor] = field(default_factory=dict)  # formats of those kept as codes
+    sources: dict[str, Source] = field(default_factory=dict)  # those that are a tensor of the file, or rows of one
+    kv_b: dict[str, SplitKvB] = field(default_factory=dict)  # KV up-projections that the file holds as two halves
+    split_matrices: dict[str, SplitMatrix] = field(default_factory=dict)  # those concatenated from several tensors of the file
 
 
 def map_tensors(file: GgufFile, config: ModelConfig, dequant_dtype: str, low_bit: bool) -> TensorMapping:
-    """Map the tensors of a file for a model of this config; `wide`, `low_bit`: see `open_gguf_store`. Raises CheckpointError for unknown,
-    missing or misshapen tensors."""
+    """Map the tensors of a file for a model of this config; `dequant_dtype` and `low_bit` as for `open_gguf_store`.
+
+    Raises CheckpointError for unknown, missing or misshapen tensors.
+    """
     rules = _rules(config)
     scales = tensor_scales(file.header, file.opened, config.moe.num_experts if config.moe else 0)
     mapping = TensorMapping(frozenset(rule.name for rule in rules if rule.plain or rule.coefficients), scales)
@@ -84,7 +86,7 @@ class _Mapper:
 
     file: GgufFile
     config: ModelConfig
-    wide: str
+    dequant_dtype: str
     low_bit: bool
     shapes: Mapping[str, tuple[int, ...]]  # of the model's tensors
     mapping: TensorMapping
@@ -168,12 +170,12 @@ class _Mapper:
                 self._add_low_bit(name, tensor, source.shape)
                 continue
             is_vector = len(tensor.shape) == 1 or tensor.type == INTEGER_TYPE or source.is_negative_decay or source.is_positive_decay
-            dtype = tensor.type if tensor.type in RAW_TYPES and not source.is_transformed else "F32" if is_vector else self.wide
+            dtype = tensor.type if tensor.type in RAW_TYPES and not source.is_transformed else "F32" if is_vector else self.dequant_dtype
             self._add_raw(name, tensor, source.shape, dtype)
 
     def _add_halves(self, name: str, parts: Mapping[str, GgufTensor]) -> None:
         kv_b = self.mapping.kv_b[name] = split_kv_b(self.path, name, parts, self.config)
-        dtype = kv_b.keys.type if kv_b.keys.type == kv_b.values.type and kv_b.keys.type in RAW_TYPES else self.wide
+        dtype = kv_b.keys.type if kv_b.keys.type == kv_b.values.type and kv_b.keys.type in RAW_TYPES else self.dequant_dtype
         self._add_raw(name, kv_b.keys, kv_b.shape, dtype)
 
     def _add_split(self, name: str, parts: Mapping[int, Source]) -> None:
@@ -182,15 +184,15 @@ class _Mapper:
         if self.low_bit and matrix.keeps_codes and name not in self.mapping.high_precision:
             self._add_low_bit(name, first, matrix.shape)
         else:
-            self._add_raw(name, first, matrix.shape, matrix.dtype(self.wide.lower()))
+            self._add_raw(name, first, matrix.shape, matrix.dtype(self.dequant_dtype.lower()))
 
     def _add_low_bit(self, name: str, tensor: GgufTensor, shape: Sequence[int]) -> None:
-        """A tensor that kernels multiply by the codes of its blocks."""
+        """Map a tensor that kernels multiply from the codes of its blocks."""
         stored = self.mapping.stored[name] = StoredTensor(name, NATIVE[tensor.type], shape, 0)
         self.mapping.tensors[name] = TensorInfo(name, "U8", (stored.nbytes,), tensor.file, tensor.offset, stored.nbytes)
 
     def _add_raw(self, name: str, tensor: GgufTensor, shape: Sequence[int], dtype: str) -> None:
-        """A tensor of floats."""
+        """Map a tensor of raw values."""
         nbytes = prod(shape) * (4 if dtype == "F32" else 2)
         self.mapping.tensors[name] = TensorInfo(name, dtype, shape, tensor.file, tensor.offset, nbytes)
 
@@ -198,9 +200,9 @@ class _Mapper:
         """(name, source) of the tensors in a tensor of the file: all of it, or one part after the other."""
         config, architecture, shapes = self.config, self.file.architecture, self.shapes
         heights, expected = [tensor.shape[0] // len(names)] * len(names), [shapes[name][0] for name in names]
-        if len(names) == 3 and ".q_proj." in names[0]:  # and k and v
+        if len(names) == 3 and ".q_proj." in names[0]:  # q, k and v
             heights = [count * config.projected_head_dim for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
-        elif sum(expected) == tensor.shape[0]:  # the parts of state spaces have different heights
+        elif sum(expected) == tensor.shape[0]:  # the parts of a fused state-space projection differ in rows
             heights = expected
         if sum(heights) != tensor.shape[0]:
             damaged(self.path, f"has tensor {shown(tensor.name)} of {tensor.shape[0]} rows, the config says {sum(heights)}")
@@ -247,7 +249,7 @@ def _rules(config: ModelConfig) -> list[TensorRule]:
 
 
 def heads_of(name: str, config: ModelConfig) -> int:
-    """The heads of queries or keys whose rows llama files interleave; 0 for other tensors."""
+    """The number of heads of q or k, whose rows interleaved files reorder within heads; 0 for other tensors."""
     if ".q_proj." in name:
         return config.num_attention_heads
     if ".k_proj." not in name:

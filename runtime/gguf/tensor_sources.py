@@ -11,7 +11,7 @@ from ...offload.direct_io import READ_NBYTES
 from ...offload.gguf_header import GgufTensor
 
 RAW_TYPES = ("F32", "F16", "BF16")
-INTEGER_TYPE, EXPERT_TABLE_SUFFIX = "I32", "tid2eid.weight"  # expert numbers in tables, which are read as float32
+INTEGER_TYPE, EXPERT_TABLE_SUFFIX = "I32", "tid2eid.weight"  # tables from token to expert index, read as float32
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Source:
     tensor: GgufTensor
     shape: tuple[int, ...]
     first_row: int = 0  # row of `tensor`
-    interleaved_heads: int = 0  # rows are interleaved within so many heads; 0 if they are not
+    interleaved_heads: int = 0  # number of heads that rows are interleaved within; 0 for none
     offset: float = 0.0  # subtracted from the values
-    is_negative_decay: bool = False  # values x are below zero: log(-x) is meant
-    is_positive_decay: bool = False  # values x are above zero: log(x) is meant
+    is_negative_decay: bool = False  # the file holds -exp(x) of the values x
+    is_positive_decay: bool = False  # the file holds exp(x) of the values x
     rows: np.ndarray | None = None  # rows of `tensor`, if they are not consecutive
     scale: float = 1.0  # per-tensor scale of NVFP4, in addition to the scales in its blocks
 
