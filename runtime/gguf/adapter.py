@@ -38,8 +38,10 @@ CONVERT_HINT = "convert a PEFT adapter with llama.cpp's convert_lora_to_gguf.py,
 
 
 def gguf_deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Delta]]:
-    """What the adapter in a file adds, with the names that weights of these shapes have in a checkpoint of the model's family. Raises
-    CheckpointError for a file that is no adapter, is one of another kind of model, or does not fit."""
+    """(checkpoint name, delta) for each weight that the adapter changes; `shapes`: of the model's weights by checkpoint name.
+
+    Raises CheckpointError for a file that is not a LoRA adapter, is for another architecture, or does not fit the weights.
+    """
     header, opened = open_parts(path)
     try:
         arch = _architecture(path, header, config)
@@ -58,7 +60,7 @@ def gguf_deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int,
 
 
 def open_adapter_file(path: Path) -> TensorStore:
-    """The open file of an adapter, of which nothing is read by name; whoever takes it closes it."""
+    """Open an adapter file; the caller closes the store, which lists no tensors."""
     return TensorStore(path, {}, open_parts(path)[1])
 
 
@@ -78,7 +80,7 @@ def _architecture(path: Path, header: GgufHeader, config: ModelConfig) -> Archit
 
 def _tensor_deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: TensorStore, header: GgufHeader, arch: Architecture,
                    config: ModelConfig, shapes: Mapping[str, tuple[int, int]], roles: Mapping[str, str]) -> Iterator[tuple[str, Delta]]:
-    """Of a tensor of a model's file: one, or the several that lie in it."""
+    """Deltas of one GGUF tensor: of one weight, or of the several fused in it."""
     def refuse(why: str) -> CheckpointError:
         return CheckpointError(f"{path} {why}", "is this its base model?")
 
@@ -111,7 +113,7 @@ def _tensor_deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store:
 
 def _matrix_deltas(names: Sequence[str], a: np.ndarray, b: np.ndarray, scale: float, heights: Sequence[int], arch: Architecture,
                    config: ModelConfig, roles: Mapping[str, str]) -> Iterator[tuple[str, Delta]]:
-    """Of matrices that lie behind one another, and share A."""
+    """Deltas of weights that are concatenated by rows and share A."""
     ends = np.cumsum(heights)
     for each, rows in zip(names, fused_rows(names, config) or [np.arange(end - height, end) for end, height in zip(ends, heights)]):
         heads = heads_of(each, config) if arch.interleaved else 0
@@ -120,7 +122,7 @@ def _matrix_deltas(names: Sequence[str], a: np.ndarray, b: np.ndarray, scale: fl
 
 
 def _checkpoint_order(a: np.ndarray, b: np.ndarray, role: str, config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
-    """A and B of a role in the order of a checkpoint, where files have heads of values in another than the model."""
+    """A and B of a role in the checkpoint's order of value heads."""
     rows, columns = reordering(role, config)
     if rows is not None:
         b = b[np.argsort(rows)]
@@ -128,7 +130,7 @@ def _checkpoint_order(a: np.ndarray, b: np.ndarray, role: str, config: ModelConf
 
 
 def _values(path: Path, store: TensorStore, tensor: GgufTensor) -> np.ndarray:
-    """float32, in its shape. Raises CheckpointError for NaN, infinity and a type that is not known."""
+    """The values of a tensor, float32. Raises CheckpointError for NaN, infinity and an unsupported type."""
     raw = np.empty(tensor.nbytes, np.uint8)
     store.read_at(tensor.file, tensor.offset, memoryview(raw))
     if tensor.type in RAW_TYPES:

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from ..tensors import ModelTensor
 
 FAMILY = "apertus"
-LAYER_LISTS = {"xielu.alpha_p": "xielu_alpha_p", "xielu.alpha_n": "xielu_alpha_n"}  # of a file -> of a config
-FIXED_LISTS = {"xielu.beta": CURVE_SLOPE, "xielu.eps": CURVE_EDGE}  # lists too, of one number
+LAYER_LISTS = {"xielu.alpha_p": "xielu_alpha_p", "xielu.alpha_n": "xielu_alpha_n"}  # key of the file -> key of config.json
+FIXED_LISTS = {"xielu.beta": CURVE_SLOPE, "xielu.eps": CURVE_EDGE}  # lists whose values are the same in every model
 NAMES = {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
-BF16_TOLERANCE = 3e-2  # what 16 bits hold of numbers as small as these
+BF16_TOLERANCE = 3e-2  # the file's values went through bfloat16
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled: the activations of all layers, and that positions are plain where nothing stretches
-    them. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled: the activation parameters of all layers, and unscaled RoPE where no key
+    scales it. Raises CheckpointError."""
     header = context.header
     raw |= {"sliding_window": context.window, "attention_bias": context.has("attn_q.bias")}
     raw.setdefault("rope_theta", DEFAULT_ROPE_THETA)
@@ -54,7 +54,7 @@ def _layer_values(header: GgufHeader, key: str, layers: object) -> list[float]:
 
 def extract_activations(config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]],
                         store: TensorStore) -> tuple[ModelConfig, dict[int | str, dict[str, ModelTensor]]]:
-    """The config with what tensors say of activations, and the tensors without those."""
+    """Move the activation parameters from tensors to the config; returns both."""
     if config.family != FAMILY:
         return config, dict(tensors)
     layers = range(config.num_hidden_layers)
@@ -65,7 +65,7 @@ def extract_activations(config: ModelConfig, tensors: Mapping[int | str, Mapping
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """The keys of activations, which stand below no architecture's name."""
+    """Metadata keys of the activation parameters, which have no architecture prefix."""
     if config.family != FAMILY:
         return {}
     columns = [np.array(column, np.float32) for column in zip(*config.activation_params)]

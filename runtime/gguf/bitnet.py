@@ -16,15 +16,15 @@ FAMILY = NAME = "bitnet"
 NAMES = {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"}
 ROLES = {own: own for own in NAMES}
 ACTIVATION = "hidden_activation"
-ACTIVATIONS = ("silu", "relu2")  # of which files that say nothing mean the first, as models did that came before the published one
-PUBLISHED_SIZES = {"num_hidden_layers": 30, "hidden_size": 2560, "intermediate_size": 6912}  # whose files mean the second
+ACTIVATIONS = ("silu", "relu2")  # files that state none mean the first, except those of the published model
+PUBLISHED_SIZES = {"num_hidden_layers": 30, "hidden_size": 2560, "intermediate_size": 6912}  # its files mean relu2
 OLD_LLAMA_CPP_NOTICE = "llama.cpp reads this model's activation since August 2026: older versions run the file with SiLU, as another model"
 OTHER_FILE_HINT = "use the folder of the checkpoint, or a file that a current llama.cpp converter writes"
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled: the activation. Raises CheckpointError, also for scales beside matrices, as early
-    files had them."""
+    """Complete `raw`, the config.json being assembled: the activation. Raises CheckpointError, also for files with separate scale
+    tensors, as early ones had."""
     header, raw["sliding_window"] = context.header, context.window
     published = all(raw.get(key) == value for key, value in PUBLISHED_SIZES.items())
     act = header.metadata.get(f"{NAME}.{ACTIVATION}", ACTIVATIONS[published])

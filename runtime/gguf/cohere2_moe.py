@@ -14,19 +14,19 @@ from ..config import ModelConfig
 from .family_context import FamilyContext
 
 FAMILY, NAME = "cohere2_moe", "cohere2moe"
-WINDOW_PERIOD = 4  # all but the last of so many layers have a window, where a file says nothing
+WINDOW_PERIOD = 4  # default: every fourth layer has no sliding window
 KEYS = {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale", "expert_count": "num_experts",
         "expert_used_count": "num_experts_per_tok", "expert_shared_count": "num_shared_experts", "expert_feed_forward_length":
         "intermediate_size", "feed_forward_length": "prefix_dense_intermediate_size", "leading_dense_block_count":
         "first_k_dense_replace", "expert_weights_norm": "norm_topk_prob", "expert_gating_func": "expert_selection_fn",
         "nextn_predict_layers": "num_nextn_predict_layers"}
 REQUIRED = ("logit_scale", "attention.sliding_window", "expert_feed_forward_length", "leading_dense_block_count")
-SCORE_FUNCTIONS = {0: "sigmoid", 1: "softmax", 2: "sigmoid"}  # 0 and nothing are what llama.cpp takes for the latter
+SCORE_FUNCTIONS = {0: "sigmoid", 1: "softmax", 2: "sigmoid"}  # llama.cpp treats 0 and an absent key as sigmoid
 RMS_NORM_EPSILON = "attention.layer_norm_rms_epsilon"
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, with what no common key states. Raises CheckpointError."""
     header, kinds = context.header, context.layer_types(raw, WINDOW_PERIOD)
     gating_func, layers = raw.pop("expert_selection_fn", 0), raw["num_hidden_layers"]
     if gating_func not in SCORE_FUNCTIONS or gating_func == 1 and raw.get("norm_topk_prob") is not True:
@@ -38,13 +38,13 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
             "attention_bias": "blk.0.attn_q.bias" in header.tensors, "shared_expert_combination_strategy": "average"}
     mtp_layers = raw.setdefault("num_nextn_predict_layers", 0)
     if type(mtp_layers) is int and type(layers) is int and 0 <= mtp_layers < layers:
-        raw["num_hidden_layers"] = layers - mtp_layers  # files count them in
+        raw["num_hidden_layers"] = layers - mtp_layers  # the file's count includes them
         kinds = kinds[: layers - mtp_layers]
     raw["layer_types"] = kinds
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys beside those of every mixture, without the architecture's prefix."""
+    """Metadata keys in addition to those of every mixture of experts, without the architecture's prefix."""
     moe = config.moe
     dense = sum(layer not in moe.layers for layer in range(config.num_hidden_layers))
     keys: dict[str, Value] = {

@@ -18,7 +18,7 @@ KEY_LENGTH, ROPE_DIMS = "attention.key_length", "rope.dimension_count"
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled: what is in each layer. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled: the blocks of each layer. Raises CheckpointError."""
     header = context.header
     layers, path = raw["num_hidden_layers"], header.path
     query_heads, kv_heads, mlp_widths = (_per_layer(header, f"{NAME}.{key}", layers) for key in PER_LAYER_KEYS)
@@ -37,7 +37,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 def _per_layer(header: GgufHeader, key: str, layers: object) -> list[int]:
     value = header.metadata.get(key)
     if type(value) is int and type(layers) is int and 0 < layers <= 4096:
-        value = np.full(layers, value)  # of layers that are alike
+        value = np.full(layers, value)  # one value for all layers
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or len(value) != layers or (value < 0).any():
         damaged(header.path, f"states {key} that is not a number for each of {shown_value(layers)} layers")
     return value.tolist()
@@ -50,7 +50,7 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys of its own, without the architecture's prefix."""
+    """Metadata keys of this family, without the architecture's prefix."""
     layers = range(config.num_hidden_layers)
     return {QUERY_HEADS: np.array([config.has_attention(layer) and config.num_attention_heads for layer in layers], np.int32),
             KV_HEADS: np.array([config.has_attention(layer) and config.kv_heads_of(layer)[0] for layer in layers], np.int32),

@@ -13,7 +13,7 @@ from ..config import MAX_LAYERS, ModelConfig
 from .family_context import FamilyContext
 
 FAMILY, NAME = "deepseek_v4", "deepseek4"
-SQRT_SOFTPLUS = 4  # how experts are scored
+SQRT_SOFTPLUS = 4  # a value of expert_gating_func
 COMPRESS_RATIOS, GATING_FUNC, SWIGLU_CLAMPS = "attention.compress_ratios", "expert_gating_func", ("swiglu_clamp_exp", "swiglu_clamp_shexp")
 KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts",
         "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm":
@@ -23,7 +23,7 @@ KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_pe
         "index_topk", "hash_layer_count": "num_hash_layers", "hyper_connection.count": "hc_mult", "hyper_connection.sinkhorn_iterations":
         "hc_sinkhorn_iters", "hyper_connection.epsilon": "hc_eps", "nextn_predict_layers": "num_nextn_predict_layers"}
 OTHER_KEYS = frozenset({COMPRESS_RATIOS, GATING_FUNC, *SWIGLU_CLAMPS, "leading_dense_block_count"})
-OPTIONAL_KEYS = frozenset({"feed_forward_length"})  # of no layer: each has experts
+OPTIONAL_KEYS = frozenset({"feed_forward_length"})  # no layer is dense
 REQUIRED = (COMPRESS_RATIOS, GATING_FUNC, "attention.key_length", "attention.sliding_window", "rope.dimension_count", *(
     key for key in KEYS if key not in ("hash_layer_count", "nextn_predict_layers")))
 NAMES = {"attn_norm": "attn_norm", "ffn_norm": "ffn_norm", "attn_kv": "attn.wkv", "attn_kv_a_norm": "attn.norm", "attn_q_a": "attn.wq_a",
@@ -41,7 +41,7 @@ OUTPUT_DOWN = "attn_output_a.weight"
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, with what no common key states. Raises CheckpointError."""
     header = context.header
     layers, ratios = raw["num_hidden_layers"], header.metadata[f"{NAME}.{COMPRESS_RATIOS}"]
     if (gating_func := header.metadata[f"{NAME}.{GATING_FUNC}"]) != SQRT_SOFTPLUS:
@@ -52,16 +52,16 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
                               "the file is damaged or was converted wrongly: download it again, or use another one")
     mtp_layers = raw.setdefault("num_nextn_predict_layers", 0)
     if type(mtp_layers) is int and 0 <= mtp_layers < layers and f"blk.{layers - 1}.nextn.enorm.weight" in header.tensors:
-        raw["num_hidden_layers"] = layers - mtp_layers  # files count them in
+        raw["num_hidden_layers"] = layers - mtp_layers  # the file's count includes them
     raw |= {"compress_ratios": [int(each) for each in ratios], "sliding_window": context.window, "swiglu_limit": SILU_LIMIT}
     raw.setdefault("num_hash_layers", 0)
     for key in SWIGLU_CLAMPS:
         for bound in context.numbers(key, SILU_LIMIT)[: raw["num_hidden_layers"]]:
             if bound != SILU_LIMIT:
-                raw["swiglu_limit"] = bound  # which is refused by its name
+                raw["swiglu_limit"] = bound  # the config reader refuses it
 
 
 def output_group_names(name: str, config: ModelConfig) -> tuple[str, ...]:
-    """What every group of heads has of a matrix before o."""
+    """Checkpoint names of the parts of the output down-projection, one per group of heads."""
     layer = name.split(".")[1]
     return tuple(f"model.layers.{layer}.attn.wo_a.{group}.weight" for group in range(config.compressed_attention.output_groups))

@@ -13,11 +13,11 @@ from . import state_spaces
 from .family_context import FamilyContext
 
 NAME, FAMILY = "falcon-h1", "falcon_h1"
-# Below the architecture's name -> config.json.
+# Key below the architecture's name -> key of config.json.
 KEYS = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
         "ssm.time_step_rank": "mamba_n_heads", "ssm.inner_size": "mamba_d_ssm"}
 REQUIRED = tuple(KEYS)
-# Parts of tensors' names -> those of a checkpoint. The norm before the MLP has no kind in files of llama.cpp's converter.
+# Tensor of a layer in the file -> in the checkpoint, without kind. llama.cpp's converter writes the MLP norm without a kind.
 NAMES = {**{part: own for part, own in state_spaces.NAMES.items() if part.startswith("ssm_")}, "ffn_norm": "pre_ff_layernorm",
          "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj", "ffn_down": "feed_forward.down_proj"}
 FULL_NAMES = {**state_spaces.FULL_NAMES, "ffn_norm": "pre_ff_layernorm.weight"}
@@ -25,7 +25,7 @@ OUTER = {"output_norm.weight": "model.final_layernorm.weight"}
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled: what tensors say."""
+    """Complete `raw`, the config.json being assembled: biases and norms, by the tensors there are."""
     header, raw["sliding_window"] = context.header, context.window
     ends = {"mamba_rms_norm": ".ssm_norm.weight", "mamba_conv_bias": ".ssm_conv1d.bias", "attention_bias": ".attn_q.bias",
             "mlp_bias": ".ffn_gate.bias"}
@@ -34,7 +34,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 
 def tensor_multipliers(config: ModelConfig) -> Mapping[str, float | np.ndarray]:
-    """What the values of a tensor are multiplied by in a file, or row by row, by role; none of other families."""
+    """Role -> multiplier folded into the tensor in the file, one or one per row; empty for other families."""
     if config.family != FAMILY:
         return {}
     roles = ("o", "down", "post_norm", "state_out", "state_gate", "state_rate")
@@ -53,4 +53,4 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    yield not config.recurrent.biased, "has convolutions without biases"  # for which llama.cpp looks all the same
+    yield not config.recurrent.biased, "has convolutions without biases"  # llama.cpp requires them

@@ -54,17 +54,17 @@ from .family_context import (
 )
 from .plain_families import COMPLETE_PLAIN, add_window
 
-SOFTMAX = 1  # how experts are scored
+SOFTMAX = 1  # a value of expert_gating_func
 DAMAGED_HINT = "the file is damaged or was converted wrongly: download it again, or use another one"
 QUERY_SCALE_BY_WIDTH_LAYERS = {"gemma2": 46, "gemma3": 62,
-                               "gemma-embedding": 0}  # the layers of the one size whose scores are scaled by width over heads
-Raw = dict[str, object]  # a config.json in the making
+                               "gemma-embedding": 0}  # layers of the size that scales queries by width / heads
+Raw = dict[str, object]  # the config.json being assembled
 
 
 def add_family(header: GgufHeader, raw: Raw) -> None:
-    """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, with what no common key states. Raises CheckpointError."""
     context = family_context(header, raw)
-    if raw.get("num_local_experts") == 0:  # llama files state it of dense models too
+    if raw.get("num_local_experts") == 0:  # llama files state it for dense models too
         del raw["num_local_experts"]
         raw.pop("num_experts_per_tok", None)
     family = raw["model_type"]
@@ -92,7 +92,7 @@ def _afmoe(context: FamilyContext, raw: Raw) -> None:
     context.require_sigmoid_scores(raw)
     raw |= {"attention_bias": context.has("attn_q.bias"), "sliding_window": context.window,
             "layer_types": context.layer_types(raw, AFMOE_WINDOW_PERIOD if context.window else 1)}
-    for key, usual in (("route_norm", False), ("num_dense_layers", 0)):  # what llama.cpp takes for granted
+    for key, usual in (("route_norm", False), ("num_dense_layers", 0)):  # llama.cpp's default
         raw.setdefault(key, usual)
 
 
@@ -100,7 +100,7 @@ def _bailing(context: FamilyContext, raw: Raw) -> None:
     context.require_sigmoid_scores(raw)
     raw["sliding_window"] = context.window
     for key, usual in (("routed_scaling_factor", 1.0), ("norm_topk_prob", False), ("partial_rotary_factor", 1.0)):
-        raw.setdefault(key, usual)  # what llama.cpp takes for granted
+        raw.setdefault(key, usual)  # llama.cpp's default
     raw["moe_router_enable_expert_bias"] = any(name.endswith(".exp_probs_b.bias") for name in context.header.tensors)
     drop_mtp_layers(raw)
 
@@ -123,7 +123,7 @@ def _hunyuan(context: FamilyContext, raw: Raw) -> None:
     if isinstance(stretched, bool) or not isinstance(stretched, int | float) or not 1e-6 < stretched < 1e9:
         damaged(context.header.path, f"states {context.name}.rope.scaling.alpha {shown_value(stretched)}, expected a number above 0")
     width = raw.get("head_dim") or (raw["hidden_size"] // heads if type(heads) is int and heads > 0 else 0)
-    if isinstance(width, int) and width > 2:  # else refused for that
+    if isinstance(width, int) and width > 2:  # else the config reader refuses it
         raw["rope_theta"] = raw.get("rope_theta", DEFAULT_ROPE_THETA) * stretched ** (width / (width - 2))
 
 
@@ -148,7 +148,7 @@ def _exaone_moe(context: FamilyContext, raw: Raw) -> None:
 
 
 def _minicpm(context: FamilyContext, raw: Raw) -> None:
-    """Multipliers as they are, which a checkpoint states by depth and width; early files are of models that have the same ones."""
+    """Files state the effective multipliers, a checkpoint depth and width bases; early files omit them: their values are known."""
     raw["sliding_window"] = context.window
     raw["attention_bias"] = context.has("attn_q.bias")
     if not {"scale_emb", "scale_depth", "dim_model_base"} & raw.keys():
@@ -158,12 +158,12 @@ def _minicpm(context: FamilyContext, raw: Raw) -> None:
     for key, value in (("residual_scale", added), ("logit_scale", divisor)):
         if not isinstance(value, float | int) or not 1e-9 < value < 1e9:
             damaged(context.header.path, f"states minicpm.{key} {shown_value(value)}, expected a number above 0")
-    if type(layers) is int and type(hidden) is int and layers > 0:  # else refused for that
+    if type(layers) is int and type(hidden) is int and layers > 0:  # else the config reader refuses it
         raw |= {"scale_depth": added * layers**0.5, "dim_model_base": max(1, round(hidden / divisor))}
 
 
 def _deepseek_ocr(context: FamilyContext, raw: Raw) -> None:
-    """Of Unlimited OCR too, whose answers see a window of themselves."""
+    """DeepSeek-OCR, or with a sliding window Unlimited OCR."""
     if raw.pop("scoring_func", SOFTMAX) not in (0, SOFTMAX):
         raise CheckpointError(f"{context.header.path}: {context.name}.expert_gating_func is not {SOFTMAX}, which is not supported for this "
                               "architecture", "give the folder of the original checkpoint, if its family is supported")
@@ -173,27 +173,27 @@ def _deepseek_ocr(context: FamilyContext, raw: Raw) -> None:
 
 
 def _hy3(context: FamilyContext, raw: Raw) -> None:
-    """Which layers have experts is said by their routers alone, and how many are shared by their width."""
+    """Which layers have experts follows from their routers, the number of shared experts from their width."""
     context.require_sigmoid_scores(raw)
     width, inside = raw.get(SHARED_EXPERT_WIDTH), raw.get("moe_intermediate_size")
     if "num_shared_experts" not in raw and type(width) is type(inside) is int and inside > 0:
         raw["num_shared_experts"] = width // inside
     _check_shared_experts(context.header, raw, "num_shared_experts")
     for key, usual in (("router_scaling_factor", 1.0), ("route_norm", False), ("num_nextn_predict_layers", 0)):
-        raw.setdefault(key, usual)  # what llama.cpp takes for granted
+        raw.setdefault(key, usual)  # llama.cpp's default
     drop_mtp_layers(raw)
     raw.pop("first_k_dense_replace", None)
     raw["attention_bias"] = context.has("attn_q.bias")
     layers, tensors = raw["num_hidden_layers"], context.header.tensors
-    if type(layers) is int and 0 < layers <= MAX_LAYERS:  # else refused for that
+    if type(layers) is int and 0 < layers <= MAX_LAYERS:  # else the config reader refuses it
         raw["mlp_layer_types"] = ["sparse" if f"blk.{layer}.ffn_gate_inp.weight" in tensors else "dense" for layer in range(layers)]
 
 
 def _glm(context: FamilyContext, raw: Raw) -> None:
-    """What files say otherwise of a mixture whose scores are corrected."""
+    """GLM 4.5 and dots.llm1: sigmoid scores with a correction bias."""
     context.require_sigmoid_scores(raw)
     raw["attention_bias"] = context.has("attn_q.bias")
-    raw.setdefault("norm_topk_prob", False)  # what llama.cpp takes for granted, as of rotary positions
+    raw.setdefault("norm_topk_prob", False)  # llama.cpp's default, as of rotary positions
     if raw["model_type"] == "glm4_moe":
         raw.setdefault("partial_rotary_factor", 1.0)
         raw["use_qk_norm"] = context.has("attn_q_norm.weight")
@@ -201,7 +201,7 @@ def _glm(context: FamilyContext, raw: Raw) -> None:
 
 
 def _check_shared_experts(header: GgufHeader, raw: Raw, key: str) -> None:
-    """Raises CheckpointError for shared experts, of which `key` is the number, that are together of another width than so many."""
+    """Raises CheckpointError if the total width of the shared experts is not their number, `raw[key]`, times the expert width."""
     width, count, inside = raw.pop(SHARED_EXPERT_WIDTH, None), raw.get(key), raw.get("moe_intermediate_size")
     if width is not None and type(count) is type(inside) is int and width != count * inside:
         raise CheckpointError(f"{header.path} states a width of {shown_value(width)} for {shown_value(count)} shared experts of "
@@ -225,7 +225,7 @@ COMPLETE_BY_FAMILY: Mapping[str, Callable[[FamilyContext, Raw], None]] = {
     muse_glimmer.FAMILY: muse_glimmer.complete_config, "qwen2_moe": _qwen2_moe, qwen4.FAMILY: qwen4.complete_config,
     rwkv7.FAMILY: rwkv7.complete_config, step35.FAMILY: step35.complete_config, granite_swash.DENSE: granite_swash.complete_config,
 }
-# Where several families have a part, a key of that part tells; one that has two of them, as Kimi Linear, goes by the first.
+# For parts that several families share: key that only that part has -> function; the first match applies (Kimi Linear has two).
 COMPLETE_BY_KEY: Mapping[str, Callable[[FamilyContext, Raw], None]] = {
     "linear_head_dim": kimi_delta_attention.complete_config, "kv_lora_rank": latent_attention.complete_config,
     "conv_L_cache": short_conv.complete_config, "linear_num_key_heads": linear_attention.complete_config,

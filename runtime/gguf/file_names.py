@@ -15,11 +15,11 @@ MAX_PARTS = 1024
 PRECISION = r"(?:I?Q[1-8]|TQ[12]|BF16|F16|F32|MXFP4)(?:_[A-Za-z0-9]+)*"
 TAG = "(?:[A-Za-z0-9]+-)?" + PRECISION
 _PRECISION_IN_NAME = re.compile(rf"(?<=[-._]){PRECISION}(?=[-._])", re.IGNORECASE)
-FOLDERS = r"(?:[A-Za-z0-9_][A-Za-z0-9_.+-]*/)*"  # none is hidden, none leads out
+FOLDERS = r"(?:[A-Za-z0-9_][A-Za-z0-9_.+-]*/)*"  # no hidden folder, no ..
 PATH = FOLDERS + r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.gguf"
-PROJECTOR = re.compile(r"(?:^|[-._])mmproj(?=[-._])", re.IGNORECASE)  # in what llama.cpp names the part of a model that sees
-DEFAULT_PRECISION = "Q4_K_M"  # what llama.cpp and Ollama take of a repository where no precision is named
-PROJECTOR_PRECISIONS = ("F16", "BF16", "Q8_0", "F32")  # of such a part, those that are taken first
+PROJECTOR = re.compile(r"(?:^|[-._])mmproj(?=[-._])", re.IGNORECASE)  # in the name of a multimodal projector
+DEFAULT_PRECISION = "Q4_K_M"  # what llama.cpp and Ollama pick from a repository by default
+PROJECTOR_PRECISIONS = ("F16", "BF16", "Q8_0", "F32")  # preferred precisions of a projector, the best first
 
 
 def part_names(name: str) -> tuple[str, ...] | None:
@@ -36,12 +36,12 @@ def all_parts(name: str) -> tuple[str, ...]:
 
 
 def is_projector(name: str) -> bool:
-    """By a file's name, with or without folders: whether it is the part of a model that sees."""
+    """Whether a file, named with or without folders, is a multimodal projector (mmproj)."""
     return name.lower().endswith(SUFFIX) and PROJECTOR.search(name.rpartition("/")[2]) is not None
 
 
 def projectors(names: Iterable[str]) -> list[str]:
-    """The parts that see among `names`, sorted; of those that differ in their precision alone the one to take."""
+    """The projectors among `names`, sorted; of those that differ only in precision the preferred one."""
     found: dict[str, list[str]] = {}
     for name in sorted(filter(is_projector, names)):
         found.setdefault(_PRECISION_IN_NAME.sub("", name).lower(), []).append(name)
@@ -60,7 +60,7 @@ def model_files(names: Iterable[str]) -> list[str]:
 
 
 def matching(wanted: str, names: Iterable[str]) -> list[str]:
-    """Those of `names` that are meant: the file of that name or, for a tag (case-insensitive), every model whose name contains it."""
+    """The `names` that `wanted` refers to: the file of that name or, for a tag (case-insensitive), every model whose name contains it."""
     names = list(names)
     if wanted.lower().endswith(SUFFIX):
         return [wanted] if wanted in names else []
@@ -69,8 +69,7 @@ def matching(wanted: str, names: Iterable[str]) -> list[str]:
 
 
 def default_model(names: Iterable[str]) -> str | None:
-    """The model that is meant where none of `names` is asked for: the only one, or else the only one of the usual precision; None where
-    that is not one."""
+    """The model to use if none is named: the only one, or else the only one of DEFAULT_PRECISION; None otherwise."""
     models = model_files(names)
     found = models if len(models) == 1 else matching(DEFAULT_PRECISION, models)
     return found[0] if len(found) == 1 else None

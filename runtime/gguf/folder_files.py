@@ -16,16 +16,16 @@ from .tokenizer import END_ROLES, tokenizer_files
 
 SAMPLING_PREFIX, LICENSE_KEY = "general.sampling.", "general.license"
 LICENCE_NAME = re.compile(r"[A-Za-z0-9.+_-]{1,40}")
-MAX_INT32, MAX_FLOAT32 = 2**31 - 1, 3e38  # of 32 bits
-# What a file recommends -> generation_config.json.
+MAX_INT32, MAX_FLOAT32 = 2**31 - 1, 3e38
+# Sampling key of the file -> key of generation_config.json.
 SETTINGS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
             "penalty_last_n": "penalty_last_n", "xtc_probability": "xtc_probability", "xtc_threshold": "xtc_threshold",
             "mirostat": "mirostat", "mirostat_tau": "mirostat_tau", "mirostat_eta": "mirostat_eta"}
-INTEGER_SETTINGS = {"top_k": 0, "penalty_last_n": -1, "mirostat": 0}  # those that are whole numbers, and the least of each
+INTEGER_SETTINGS = {"top_k": 0, "penalty_last_n": -1, "mirostat": 0}  # integer settings -> minimum
 
 
 def generation_config(path: Path) -> dict[str, object]:
-    """Sampling settings, empty where the file recommends none. A value that is no number is left out."""
+    """The recommended sampling settings; values that are not numbers are left out."""
     return _sampling(read_header(path))
 
 
@@ -35,7 +35,7 @@ def _sampling(header: GgufHeader) -> dict[str, object]:
 
 
 def sampling_metadata(settings: Mapping[str, object]) -> dict[str, Value]:
-    """The keys that recommend what a generation_config.json does, as far as a GGUF file has names for it; `settings` are usable ones."""
+    """Metadata keys for the settings of a generation_config.json, as far as GGUF has names for them; `settings` are validated ones."""
     found = {theirs: settings[ours] for theirs, ours in SETTINGS.items() if ours in settings}
     if settings.get("do_sample") is False:
         found["temp"] = 0.0
@@ -44,13 +44,13 @@ def sampling_metadata(settings: Mapping[str, object]) -> dict[str, Value]:
 
 
 def stated_licence(header: GgufHeader) -> str | None:
-    """The licence that a file states of its model, where that is a name; of one whose kind is "other", its own."""
+    """The licence name that a file states, `general.license.name` first; None if there is none."""
     stated = (header.metadata.get(key) for key in (f"{LICENSE_KEY}.name", LICENSE_KEY))
     return next((value for value in stated if isinstance(value, str) and LICENCE_NAME.fullmatch(value)), None)
 
 
 def licence_metadata(source: Path, licence: str | None) -> dict[str, Value]:
-    """The keys that state a licence: as a GGUF file that is the source does, else the one given, which may not be known."""
+    """Licence keys: those of a GGUF `source`, else `licence`; empty if that is None."""
     stated = {key: value for key, value in read_header(source).metadata.items() if key.startswith(LICENSE_KEY)} if is_gguf(source) else {}
     return stated or ({LICENSE_KEY: licence} if licence else {})
 

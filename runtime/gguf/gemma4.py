@@ -13,16 +13,16 @@ from ..config import ModelConfig
 from ..config_rope import GLOBAL, LOCAL, ROTATED_SHARE
 
 NAME, FAMILY = "gemma4", "gemma4_text"
-# Below the architecture's name -> config.json.
+# Key below the architecture's name -> key of config.json.
 KEYS = {"attention.key_length": "global_head_dim", "attention.key_length_swa": "head_dim", "attention.shared_kv_layers":
         "num_kv_shared_layers", "embedding_length_per_layer_input": "hidden_size_per_layer_input", "expert_count": "num_experts",
         "expert_used_count": "top_k_experts", "expert_feed_forward_length": "moe_intermediate_size", "final_logit_softcapping":
         "final_logit_softcapping", "rope.freq_base_swa": "rope_local_base_freq"}
-PER_LAYER_KEYS = ("attention.head_count_kv", "feed_forward_length")  # one number, or one for every layer
+PER_LAYER_KEYS = ("attention.head_count_kv", "feed_forward_length")  # keys with one value, or one per layer
 HEAD_LENGTHS = ("attention.value_length", "attention.value_length_swa", "rope.dimension_count", "rope.dimension_count_swa")
 REQUIRED = ("attention.key_length", "attention.key_length_swa", "attention.sliding_window", "attention.sliding_window_pattern",
             "embedding_length_per_layer_input")
-# Parts of tensors' names -> those of a checkpoint, and such parts with their kinds.
+# Tensor of a layer in the file -> in the checkpoint, without kind; FULL_NAMES with kind.
 NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm":
          "post_feedforward_layernorm", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm":
          "post_per_layer_input_norm", "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
@@ -36,13 +36,13 @@ ROLES = {"layer_scale": "layer_output_scale.weight", "router_scale": "ffn_gate_i
          "input_gate": "inp_gate", "input_out": "proj", "input_after": "post_norm", "expert_norm": "pre_ffw_norm_2", "experts_after":
          "post_ffw_norm_2", "mlp_after": "post_ffw_norm_1", "layer_embed": "per_layer_token_embd", "layer_proj": "per_layer_model_proj",
          "layer_norm": "per_layer_proj_norm"}
-NO_ROTATION = 1e30  # what the frequency of a pair of channels is divided by that does not turn
+NO_ROTATION = 1e30  # frequency factor of a channel pair that does not rotate
 # Written also for layers that share the keys and values of an earlier layer.
 UNUSED_TENSORS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm)\..+")
 
 
 def per_layer(header: GgufHeader, name: str, key: str, layers: object) -> list[int]:
-    """The numbers of all layers, of the architecture `name`. Raises CheckpointError."""
+    """The values of a per-layer key of architecture `name`; a single value is repeated. Raises CheckpointError."""
     value = header.metadata.get(f"{name}.{key}")
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) == layers:
         return value.tolist()
@@ -52,8 +52,10 @@ def per_layer(header: GgufHeader, name: str, key: str, layers: object) -> list[i
 
 
 def per_layer_heads(header: GgufHeader, name: str, raw: dict[str, object], kinds: list[str]) -> dict[str, object]:
-    """What a config.json says of heads, and of the layers' types, where the architecture `name` has keys of its own for both kinds. Takes
-    the widths out of `raw`. Raises CheckpointError."""
+    """Entries of config.json for head widths and KV heads, which differ between layers with and without a sliding window.
+
+    Removes the widths from `raw`. Raises CheckpointError.
+    """
     heads, local_head_dim, global_head_dim = per_layer(header, name, PER_LAYER_KEYS[0],
                                                        len(kinds)), raw.pop("head_dim"), raw.pop("global_head_dim")
     for key, expected in zip(HEAD_LENGTHS, (global_head_dim, local_head_dim) * 2, strict=True):
@@ -67,8 +69,14 @@ def per_layer_heads(header: GgufHeader, name: str, raw: dict[str, object], kinds
 
 
 def add_gemma4(header: GgufHeader, raw: dict[str, object], kinds: list[str], divisors: np.ndarray | None, window: object) -> None:
-    """Complete `raw`, the config.json being assembled, with what no generic key of the file states: `kinds` are the layers' types,
-    `divisors` of rotary frequencies. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, with what no common key states.
+
+    kinds: layer types.
+    divisors: RoPE frequency factors, None if the file has none.
+    window: width of the sliding window.
+
+    Raises CheckpointError.
+    """
     layers, tensors = len(kinds), header.tensors
     global_head_dim, widths = raw["global_head_dim"], per_layer(header, NAME, PER_LAYER_KEYS[1], layers)
     shared = raw.setdefault("num_kv_shared_layers", 0)
@@ -98,7 +106,7 @@ def add_gemma4(header: GgufHeader, raw: dict[str, object], kinds: list[str], div
 
 
 def is_unused(name: str, config: ModelConfig) -> bool:
-    """Is this, by its name in a checkpoint, of a layer's keys and values that attends to another's? Writers keep them."""
+    """Whether a checkpoint tensor is a K or V weight of a layer that uses an earlier layer's KV cache; converters write them anyway."""
     found = UNUSED_TENSORS.fullmatch(name)
     return bool(config.kv_sources) and found is not None and int(found[1]) not in config.attention_layers
 
@@ -131,7 +139,7 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield any(rope.kind != "default" for rope in local_ropes), "scales RoPE in layers with a window"
     first_shared = len(config.attention_layers)
     shared = {(config.windows[layer] is None, source) for layer, source in enumerate(config.kv_sources) if layer >= first_shared}
-    # llama.cpp takes the last two layers with their own for one with a window and one without, in this order.
+    # llama.cpp assumes that the last two layers with their own KV are one with a window and one without, in this order.
     yield bool(shared - {(True, first_shared - 1),
                          (False, first_shared - 2)}), "shares keys and values of other layers than the last two that have some"
     other_vocab = bool(config.per_layer_input_dim) and config.per_layer_input_vocab != config.vocab_size
@@ -139,7 +147,7 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
 
 
 def rope_factors(config: ModelConfig) -> np.ndarray:
-    """Of the rotary frequencies of layers without a window, float32 [half of a head]."""
+    """RoPE frequency factors of layers without a window, float32 [head_dim / 2]."""
     global_layer = next(layer for layer, window in enumerate(config.windows) if window is None)
     channel_pairs = config.kv_heads_of(global_layer)[1] // 2
     rotated_pairs = int(config.ropes[global_layer].params[ROTATED_SHARE] * channel_pairs)

@@ -54,7 +54,7 @@ RESIDUAL_STREAMS = 4  # how many of a token llama.cpp runs
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, from this architecture's own keys. Raises CheckpointError."""
     context.require_sigmoid_scores(raw)
     header, name, raw["sliding_window"] = context.header, context.name, context.window
     data, path, blocks = header.metadata, header.path, raw["num_hidden_layers"]
@@ -76,16 +76,16 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     mtp_layers = raw.setdefault("num_nextn_predict_layers", 0)
     if type(mtp_layers) is not int or type(blocks) is not int or not 0 <= mtp_layers < blocks <= MAX_LAYERS:
         damaged(path, f"states {name}.nextn_predict_layers {shown_value(mtp_layers)} of {shown_value(blocks)} blocks")
-    layers = raw["num_hidden_layers"] = blocks - mtp_layers  # files count them in
+    layers = raw["num_hidden_layers"] = blocks - mtp_layers  # the file's count includes them
     if isinstance(kinds := raw.get("layer_types"), list):
         raw["layer_types"] = kinds[:layers]
     sparse_indexer.add_layer_types(header, name, raw, blocks)
     clamps = [each for key in SWIGLU_CLAMPS for each in context.numbers(key, SILU_LIMIT)[:layers] if each != SILU_LIMIT]
-    raw["swiglu_limit"] = clamps[0] if clamps else SILU_LIMIT  # another is refused by its name
+    raw["swiglu_limit"] = clamps[0] if clamps else SILU_LIMIT  # the config reader refuses another value
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys of what this family has, without the architecture's prefix."""
+    """Metadata keys of this family, without the architecture's prefix."""
     indexer, layers = config.indexer, config.num_hidden_layers
     return kimi_delta_attention.export_keys(config) | sparse_indexer.export_keys(config) | {
         "attention.indexer.kpool": indexer.shape.tokens_per_key, SELECT_TAIL: True, INDEXER_NORM_EPSILON: float(indexer.norm[1]),

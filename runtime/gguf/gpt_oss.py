@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .family_context import FamilyContext
 
 FAMILY, NAME = "gpt_oss", "gpt-oss"
-WINDOW_PERIOD = 2  # of so many layers the last has no window
+WINDOW_PERIOD = 2  # every second layer has no sliding window
 ARCHITECTURE = {"keys": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length":
                          "intermediate_size"}, "window_pattern": True, "layer_names": {"post_attention_norm": "post_attention_layernorm"},
                 "full_names": {"attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp.weight": "mlp.router.weight", "ffn_gate_inp.bias":
@@ -18,6 +18,6 @@ ARCHITECTURE = {"keys": {"expert_count": "num_local_experts", "expert_used_count
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, with what no generic key of the file states."""
+    """Complete `raw`, the config.json being assembled, with what no common key states."""
     raw |= {"sliding_window": context.window, "layer_types": context.layer_types(raw, WINDOW_PERIOD if context.window else 1),
             "attention_bias": context.has("attn_q.bias")}

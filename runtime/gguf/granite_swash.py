@@ -21,7 +21,7 @@ DEFAULT_ROPE_THETA = 10_000.0
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, with what no common key states. Raises CheckpointError."""
     header, window, kinds = context.header, context.window, context.layer_types(raw, 1)
     raw |= {"sliding_window": window, "layer_types": kinds, "attention_bias": "blk.0.attn_q.bias" in header.tensors}
     if window is None and LOCAL in kinds:

@@ -31,29 +31,29 @@ ROLES = {**sparse_indexer.ROLES, "sinks": "attn_sinks", **{
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, from this architecture's own keys. Raises CheckpointError."""
     latent_attention.complete_config(context, raw)
-    raw["rope_interleave"] = True  # as llama.cpp turns them
+    raw["rope_interleave"] = True  # as llama.cpp rotates them
     clamps = [each for each in context.numbers(SWIGLU_CLAMP, SILU_LIMIT) if each != SILU_LIMIT]
-    raw["swiglu_limit"] = clamps[0] if clamps else SILU_LIMIT  # another is refused by its name
+    raw["swiglu_limit"] = clamps[0] if clamps else SILU_LIMIT  # the config reader refuses another value
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys of streams, without the architecture's prefix."""
+    """Metadata keys of hyper-connections, without the architecture's prefix."""
     return {"hyper_connection.count": config.residual_streams, "hyper_connection.epsilon": float(config.sinkhorn_eps),
             "hyper_connection.magnitude":
             float(REFUSED_UNLESS[MAGNITUDE]), SWIGLU_CLAMP: np.full(config.num_hidden_layers, SILU_LIMIT, np.float32)}
 
 
 def gguf_row_order(config: ModelConfig, name: str) -> np.ndarray | None:
-    """Where in a file the rows of a checkpoint's tensor lie, if that is of an indexer whose channels this version turns in front."""
+    """The file's row for each row of an indexer tensor, whose rotated channels come first here; None for other tensors."""
     if config.family != FAMILY or not name.startswith("model.layers."):
         return None
     return stored_rows(config, int(name.split(".")[2])).get(name, (name, None))[1]
 
 
 def checkpoint_rows(name: str, config: ModelConfig, _metadata: Mapping[str, Value]) -> np.ndarray | None:
-    """Which of a model's rows those of a file's tensor are, where they lie in another order."""
+    """The model's row for each row of a tensor of the file; None for the same order."""
     _, layer, part = name.split(".", 2) if name.startswith("blk.") else ("", "", "")
     part, _, kind = part.rpartition(".")
     order = gguf_row_order(config, f"model.layers.{layer}.{NAMES[part]}.{kind}") if part in NAMES else None

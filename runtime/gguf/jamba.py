@@ -16,15 +16,15 @@ from .family_context import FamilyContext
 from .state_spaces import export_limits as export_limits
 
 FAMILY = "jamba"
-INNER_SIZE = "inner_size"  # of all channels together, which no config states
-# Below the architecture's name -> config.json.
+INNER_SIZE = "inner_size"  # total width, a key of ours
+# Key below the architecture's name -> key of config.json.
 KEYS = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.time_step_rank": "mamba_dt_rank",
         "ssm.inner_size": INNER_SIZE, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 REQUIRED = (*(key for key in KEYS if key.startswith("ssm.")), "attention.head_count_kv")
 LAYER_TYPES = "mamba", "attention"
-# A matrix of a file -> what lies in it: what is convolved and its gates; what steps are made of, and B and C.
+# Fused matrix of the file -> its parts: convolution input and gate; low-rank dt, B and C.
 FUSED = {"ssm_in": ("ssm_convolved", "ssm_gates"), "ssm_x": ("ssm_low", "ssm_keys")}
-# Parts of tensors' names -> those of a checkpoint; without their kind where they have none there.
+# Tensor of a layer in the file -> in the checkpoint, without kind; FULL_NAMES with kind.
 NAMES = {"ssm_convolved": "mamba.in_x", "ssm_gates": "mamba.in_z", "ssm_low": "mamba.x_dt", "ssm_keys": "mamba.x_bc",
          "ssm_conv1d": "mamba.conv1d", "ssm_dt": "mamba.dt_proj", "ssm_dt_norm": "mamba.dt_layernorm", "ssm_b_norm": "mamba.b_layernorm",
          "ssm_c_norm": "mamba.c_layernorm", "ssm_out": "mamba.out_proj", "ffn_norm": "pre_ff_layernorm",
@@ -39,7 +39,7 @@ DAMAGED_HINT = "the file is damaged or was converted wrongly: download it again,
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, from this architecture's own keys. Raises CheckpointError."""
     header, raw["sliding_window"] = context.header, context.window
     path, inner_size, hidden, layers = header.path, raw.pop(INNER_SIZE), raw["hidden_size"], raw["num_hidden_layers"]
     if type(inner_size) is int and type(hidden) is int and hidden > 0:
@@ -48,7 +48,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
                                   "multiple", DAMAGED_HINT)
         raw["mamba_expand"] = inner_size // hidden
     if type(layers) is not int:
-        return  # refused for that
+        return  # the config reader refuses it
     kinds = raw.pop("layer_types", [LAYER_TYPES[1]] * layers)
     expert_layers = [layer for layer in range(layers) if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors]
     if not expert_layers:
@@ -60,7 +60,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 
 def _period_and_offset(path: object, name: str, members: Sequence[int], layers: int) -> dict[str, object]:
-    """The period and the offset of some layers. Raises CheckpointError where they have none."""
+    """The `<name>_period` and `<name>_offset` of evenly spaced layers. Raises CheckpointError for others."""
     if not members:
         return {}
     period = members[1] - members[0] if len(members) > 1 else layers
@@ -72,7 +72,7 @@ def _period_and_offset(path: object, name: str, members: Sequence[int], layers: 
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys of its states, without the architecture's prefix."""
+    """Metadata keys of the recurrent layers, without the architecture's prefix."""
     state = config.recurrent
     heads = [0 if layer in config.recurrent_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
     return {"ssm.conv_kernel": state.taps, "ssm.state_size": state.depth, "ssm.time_step_rank": state.rank, "ssm.inner_size": state.values,

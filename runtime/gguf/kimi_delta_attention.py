@@ -33,7 +33,7 @@ KEYS = {KIMI: COMMON_KEYS, LING: {**COMMON_KEYS, SHARED_EXPERT_WIDTH: "moe_share
 REQUIRED = ("attention.kv_lora_rank", "attention.head_count_kv", "rope.dimension_count", *MLA_LENGTHS, CONV_KERNEL, HEAD_DIM,
             "expert_feed_forward_length",
             "expert_shared_count")
-# How large gates of experts get, by layer, and what configs call that.
+# Per-layer clamps of the experts' gates: key of the file -> key of config.json.
 SWIGLU_CLAMPS = {"swiglu_clamp_exp": "expert_swiglu_limit_list", "swiglu_clamp_shexp": "share_expert_swiglu_limit_list"}
 OTHER_KEYS = frozenset((*MLA_LENGTHS, SAFE_GATE, *SWIGLU_CLAMPS))
 _ATTENTION_NAMES = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "ssm_conv1d_q": "q_conv1d", "ssm_conv1d_k": "k_conv1d",
@@ -44,16 +44,16 @@ NAMES = {KIMI: {**{part: f"self_attn.{own}" for part, own in _ATTENTION_NAMES.it
                 "self_attn.f_b_proj", "ssm_g_a": "self_attn.g_a_proj", "ssm_g_b": "self_attn.g_b_proj"},
          LING: {**{part: f"attention.{own}" for part, own in _ATTENTION_NAMES.items()}, "attn_output": "attention.dense", "attn_gate":
                 "attention.g_proj", "ssm_g_a": "attention.g_proj", "ssm_f_a": "attention.f_proj"}}
-_SHARED_EXPERT_PREFIX = {KIMI: "block_sparse_moe.shared_experts.", LING: "mlp.shared_experts."}  # what every token visits
+_SHARED_EXPERT_PREFIX = {KIMI: "block_sparse_moe.shared_experts.", LING: "mlp.shared_experts."}
 LAYER_NAMES = {name: {**NAMES[name], "exp_probs_b": correction, **{f"ffn_{part}_shexp": f"{_SHARED_EXPERT_PREFIX[name]}{part}_proj"
                                                                    for part in ("gate", "up", "down")}}
                for name, correction in ((KIMI, "block_sparse_moe.gate.e_score_correction_bias"), (LING, "mlp.gate.expert_bias"))}
 FULL_NAMES = {KIMI: {"ssm_a": "self_attn.A_log", "ssm_dt.bias": "self_attn.dt_bias"},
               LING: {"ssm_a": "attention.A_log", "ssm_dt.bias": "attention.dt_bias"}}
-# Roles -> what their tensors are called, and what parts of some are.
+# Role -> tensor of a layer in the file; SPLIT_TENSORS: role -> the tensors it is stored as.
 ROLES = {"state_gate": "ssm_g_a", "state_gate_wide": "ssm_g_b", "state_rate": "ssm_f_a", "state_rate_wide": "ssm_f_b", "state_out":
          "attn_output"}
-HIGH_PRECISION_ROLES = ("state_rate", "state_rate_wide", "state_gate_wide")  # matrices that are written as finely as the embedding
+HIGH_PRECISION_ROLES = ("state_rate", "state_rate_wide", "state_gate_wide")  # exported with the embedding's precision
 SPLIT_TENSORS = {"state_in": ("attn_q", "attn_k", "attn_v"), "state_conv": ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v")}
 ARCHITECTURES = {name: {"keys": KEYS[name], "layer_names": LAYER_NAMES[name], "full_names": FULL_NAMES[name], "other_keys": OTHER_KEYS,
                         "layer_kinds": LAYER_TYPES,
@@ -66,7 +66,7 @@ DEFAULT_ROPE_THETA = 10_000.0
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, from this architecture's own keys. Raises CheckpointError."""
     context.require_sigmoid_scores(raw)
     header, name, raw["sliding_window"] = context.header, context.name, context.window
     data, path, layers = header.metadata, header.path, raw["num_hidden_layers"]
@@ -81,28 +81,28 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
             "linear_num_heads": raw["num_attention_heads"],
             "num_key_value_heads": raw["num_attention_heads"]}
     raw.pop("head_dim", None)
-    # What llama.cpp takes for granted where a file is silent.
+    # llama.cpp's defaults.
     for key, usual in (("q_lora_rank", None), ("first_k_dense_replace", 0), ("routed_scaling_factor", 1.0), ("n_group", 1),
                        ("topk_group", 1), ("norm_topk_prob", name == KIMI)):
         raw.setdefault(key, usual)
     if name == KIMI:
-        raw.pop("rope_theta", None)  # nothing turns
+        raw.pop("rope_theta", None)  # no RoPE
         return
     raw.setdefault("rope_theta", DEFAULT_ROPE_THETA)
     if "moe_shared_expert_intermediate_size" in raw:
-        raw["num_shared_experts"] = 1  # it is how wide all are together
+        raw["num_shared_experts"] = 1  # the key states the total width
     for key, ours in SWIGLU_CLAMPS.items():
-        if (stated := data.get(f"{name}.{key}")) is not None:  # of every layer, or one for all
+        if (stated := data.get(f"{name}.{key}")) is not None:  # one value, or one per layer
             raw[ours] = [stated] * layers if np.ndim(stated) == 0 and type(layers) is int else np.asarray(stated).tolist()
     mtp_layers = raw.setdefault("num_nextn_predict_layers", 0)
     if type(mtp_layers) is int and type(layers) is int and 0 <= mtp_layers < layers <= MAX_LAYERS:
-        raw["num_hidden_layers"] = layers - mtp_layers  # files count them in
+        raw["num_hidden_layers"] = layers - mtp_layers  # the file's count includes them
         if isinstance(kinds := raw.get("layer_types"), list):
             raw["layer_types"] = kinds[: layers - mtp_layers]
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys of such layers, and of what else these families have, without the architecture's prefix."""
+    """Metadata keys of these families, without the architecture's prefix."""
     state, moe = config.recurrent, config.moe
     heads = [0 if layer in config.recurrent_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
     keys = {"attention.head_count_kv": np.array(heads, np.int32), CONV_KERNEL: state.taps, HEAD_DIM: state.key_dim,
@@ -131,7 +131,7 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
 
 
 def _check_gates(header: GgufHeader, name: str, data: Mapping[str, Value]) -> None:
-    """Raises CheckpointError for what these families do not run."""
+    """Raises CheckpointError for gate clamps and decay settings that are not supported."""
     for key in SWIGLU_CLAMPS if name == KIMI else ():
         if np.any(np.asarray(data.get(f"{name}.{key}", 0))):
             raise CheckpointError(f"{header.path} states {name}.{key}: gates that are clamped are not supported for this architecture",

@@ -23,7 +23,7 @@ NAMES = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "po
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, with what no common key states. Raises CheckpointError."""
     header, kinds = context.header, context.layer_types(raw, KOLIBRI_WINDOW_PERIOD)
     for key, only in ((GATING_FUNC, SIGMOID), (SHARED_EXPERT_COUNT, 1)):
         if (found := header.metadata.get(f"{NAME}.{key}")) != only:
@@ -33,7 +33,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 
 def export_keys(config: ModelConfig) -> Mapping[str, Value]:
-    """Metadata keys beside those of every mixture, without the architecture's prefix."""
+    """Metadata keys in addition to those of every mixture of experts, without the architecture's prefix."""
     return {"attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.int32),
             "expert_feed_forward_length": config.moe.expert_dim, SHARED_EXPERT_WIDTH: config.intermediate_size, SHARED_EXPERT_COUNT: 1,
             GATING_FUNC: SIGMOID,

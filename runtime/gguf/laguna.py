@@ -13,8 +13,8 @@ from ..config_rope import GLOBAL, LOCAL
 from .family_context import FamilyContext
 
 NAME = FAMILY = "laguna"
-QUERY_HEADS = "attention.head_count"  # one number, or one for every layer
-WINDOW_PATTERN, WINDOW_PERIOD = "attention.sliding_window_pattern", 4  # the first of so many layers has no window
+QUERY_HEADS = "attention.head_count"  # one value, or one per layer
+WINDOW_PATTERN, WINDOW_PERIOD = "attention.sliding_window_pattern", 4  # default: the first of every four layers has no sliding window
 LOCAL_ROPE_THETA, LOCAL_ROPE_DIMS = "rope.freq_base_swa", "rope.dimension_count_swa"
 OTHER_KEYS = frozenset({QUERY_HEADS, WINDOW_PATTERN, LOCAL_ROPE_THETA, LOCAL_ROPE_DIMS})
 SHARED_EXPERT_WIDTH = "expert_shared_feed_forward_length"
@@ -26,7 +26,7 @@ REQUIRED = ("attention.key_length", "expert_feed_forward_length", SHARED_EXPERT_
 
 
 def query_heads(value: Value, raw: dict[str, object]) -> Value:
-    """The number of query heads, of a file that states one for every layer: then these are put into `raw`."""
+    """The number of query heads; per-layer numbers are put into `raw`, and the first is returned."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.size:
         raw["num_attention_heads_per_layer"] = value.tolist()
         return value[:1]
@@ -34,12 +34,12 @@ def query_heads(value: Value, raw: dict[str, object]) -> Value:
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, with what no common key states. Raises CheckpointError."""
     context.require_sigmoid_scores(raw)
     header, window = context.header, context.window
     layers, gate_rows = raw["num_hidden_layers"], _gate_rows(header.tensors)
     if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
-        return  # refused for that
+        return  # the config reader refuses it
     period, dense_layers = header.metadata.get(f"{NAME}.{WINDOW_PATTERN}", WINDOW_PERIOD), raw.pop("first_k_dense_replace")
     if type(period) is not int or period < 1:
         damaged(header.path, f"states {NAME}.{WINDOW_PATTERN} {shown_value(period)}, expected a number of layers")
@@ -54,13 +54,13 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 
 def _gate_rows(tensors: Mapping[str, GgufTensor]) -> int | None:
-    """How many gates the first layer has; None without any."""
+    """Rows of the first layer's attention gate; None if it has none."""
     found = tensors.get("blk.0.attn_gate.weight")
     return found.shape[0] if found is not None and len(found.shape) == 2 else None
 
 
 def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
-    """Put the rotary positions of `raw`, which hold of layers without a window, into a section beside one of those with a window."""
+    """Split the RoPE settings of `raw` into sections for layers without and with a sliding window."""
     head_dim = raw["head_dim"]
     global_rope = {"rope_type": "default", **(raw.pop("rope_scaling", None) or {}), "rope_theta": raw.pop("rope_theta", 10_000.0),
                    "partial_rotary_factor": raw.pop("partial_rotary_factor", 1.0)}
@@ -73,7 +73,7 @@ def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys beside those of every mixture, without the architecture's prefix."""
+    """Metadata keys in addition to those of every mixture of experts, without the architecture's prefix."""
     moe = config.moe
     keys: dict[str, Value] = {
         SHARED_EXPERT_WIDTH: moe.shared_expert_dim, "expert_shared_count": 1, "expert_feed_forward_length": moe.expert_dim,
@@ -88,7 +88,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 
 def _window_period(config: ModelConfig) -> int:
-    """How many layers lie between two without a window."""
+    """The period of layers without a sliding window."""
     global_layers = [layer for layer, window in enumerate(config.windows) if window is None]
     return global_layers[1] if len(global_layers) > 1 else config.num_hidden_layers
 

@@ -49,7 +49,7 @@ LOG_MULTIPLIER_PER_MSCALE = 0.1  # yarn_log_multiplier = 0.1 * mscale_all_dim
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, from this architecture's own keys. Raises CheckpointError."""
     header = context.header
     path, data = header.path, header.metadata
     name = data["general.architecture"]
@@ -78,7 +78,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
             "num_key_value_heads": raw["num_attention_heads"]}
     raw.pop("head_dim", None)
     raw.setdefault("q_lora_rank", None)
-    raw.setdefault("norm_topk_prob", False)  # what llama.cpp takes for granted, as of what follows
+    raw.setdefault("norm_topk_prob", False)  # llama.cpp's default, as of what follows
     raw.setdefault("first_k_dense_replace", 0)
     raw.setdefault("routed_scaling_factor", 1.0)
     raw.setdefault("rope_theta", 10_000.0)

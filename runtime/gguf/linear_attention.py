@@ -19,30 +19,30 @@ from . import mrope_sections
 from .family_context import FamilyContext
 
 RECURRENT_LAYERS = "attention.recurrent_layers"
-V_HEAD_REORDERED = "ssm.v_head_reordered"  # which Ollama writes; false where heads have the order of the checkpoint
+V_HEAD_REORDERED = "ssm.v_head_reordered"  # written by Ollama; false if value heads have the checkpoint's order
 OTHER_KEYS = frozenset({mrope_sections.KEY, RECURRENT_LAYERS, V_HEAD_REORDERED})
-# Below the architecture's name -> config.json.
+# Key below the architecture's name -> key of config.json.
 KEYS = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
         "ssm.time_step_rank": "linear_num_value_heads", "ssm.inner_size": "linear_value_head_dim",
         "full_attention_interval": "full_attention_interval", "nextn_predict_layers": "mtp_num_hidden_layers"}
 REQUIRED = tuple(key for key in KEYS if key.startswith("ssm."))
 LAYER_TYPES = ("full_attention", "linear_attention")
-FAMILY, QWEN3_NEXT = "qwen3_next", "qwen3next"  # the family, and the architecture, whose matrices are joined by heads of keys
+FAMILY, QWEN3_NEXT = "qwen3_next", "qwen3next"  # family and architecture whose matrices are fused by key head
 BETA_ALPHA_SUFFIX = ".ssm_ba.weight"
 FUSED, LEGACY_FUSED = {"ssm_ba": ("ssm_beta", "ssm_alpha")}, {"ssm_in": ("attn_qkv", "attn_gate")}
-# Parts of tensors' names -> those of a checkpoint; without their kind where they have none there.
+# Tensor of a layer in the file -> in the checkpoint, without kind; FULL_NAMES with kind.
 NAMES = {"post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
          "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d",
          "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj"}
 FULL_NAMES = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
-# Role -> the same; the last two with their kind.
+# Role -> tensor of a layer in the file, without kind; the last two with kind.
 ROLES = {"state_in": "attn_qkv", "state_gate": "attn_gate", "state_beta": "ssm_beta", "state_rate": "ssm_alpha", "state_conv": "ssm_conv1d",
          "state_norm": "ssm_norm", "state_out": "ssm_out", "state_decay": "ssm_a", "state_dt": "ssm_dt.bias"}
 DECAY, GATED_NORM = ".linear_attn.A_log", ".linear_attn.norm."
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, from this architecture's own keys. Raises CheckpointError."""
     header, name, raw["sliding_window"] = context.header, context.name, context.window
     path, data = header.path, header.metadata
     value_heads, key_heads, inner_size = (raw[key] for key in ("linear_num_value_heads", "linear_num_key_heads", "linear_value_head_dim"))
@@ -57,7 +57,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
         damaged(path, f"states {name}.{V_HEAD_REORDERED} {shown_value(reordered)}, expected true or false")
     raw["linear_value_heads_tiled"] = reordered and value_heads != key_heads and name != QWEN3_NEXT
     num_heads = raw["num_attention_heads"]
-    raw.setdefault("num_key_value_heads", num_heads)  # these are what llama.cpp takes for granted, and not what transformers does
+    raw.setdefault("num_key_value_heads", num_heads)  # llama.cpp's defaults, which differ from transformers'
     raw.setdefault("rope_theta", 10_000.0)
     raw.setdefault("partial_rotary_factor", 1.0)
     if isinstance(num_heads, int) and num_heads > 0:
@@ -65,7 +65,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     mtp_layers, blocks = raw.setdefault("mtp_num_hidden_layers", 0), raw["num_hidden_layers"]
     if type(mtp_layers) is type(blocks) is int and 0 < mtp_layers <= MAX_LAYERS:
         _check_mtp_blocks(header, f"{name}.nextn_predict_layers", blocks - mtp_layers, blocks)
-        raw["num_hidden_layers"] = blocks - mtp_layers  # files count them in
+        raw["num_hidden_layers"] = blocks - mtp_layers  # the file's count includes them
     if (stated := data.get(f"{name}.{RECURRENT_LAYERS}")) is not None and type(blocks) is int and 0 < blocks <= MAX_LAYERS:
         if not isinstance(stated, np.ndarray) or len(stated) != blocks or not np.isin(stated, (0, 1)).all():
             damaged(path, f"states {name}.{RECURRENT_LAYERS} {shown_value(stated)}, expected a boolean for each of {blocks} layers")
@@ -79,7 +79,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 
 def _check_mtp_blocks(header: GgufHeader, key: str, first: int, blocks: int) -> None:
-    """Blocks from `first` on are left out, so they must be what `key` says that they are."""
+    """Raises CheckpointError if the blocks from `first` on, which are skipped, are not MTP layers as `key` states."""
     if first < 1:
         damaged(header.path, f"states {key} {blocks - first} of {blocks} blocks")
     held = {int(index) for kind, index, *_ in (name.split(".") for name in header.tensors) if kind == "blk" and index.isdecimal()}
@@ -89,7 +89,7 @@ def _check_mtp_blocks(header: GgufHeader, key: str, first: int, blocks: int) -> 
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys of linear attention, without the architecture's prefix, of a model that has it."""
+    """Metadata keys of linear attention, without the architecture's prefix."""
     state, pairs = config.recurrent, int(config.head_dim * config.rope.partial_rotary_factor) // 2
     return {"ssm.conv_kernel": state.taps, "ssm.state_size": state.key_dim, "ssm.group_count": state.key_heads,
             "ssm.time_step_rank": state.value_heads, "ssm.inner_size": state.values,
@@ -99,7 +99,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 
 def full_attention_interval(config: ModelConfig) -> int:
-    """One layer in so many has keys and values, if it is as files say it."""
+    """The period of layers with full attention, assuming that they are evenly spaced."""
     return config.attention_layers[0] + 1
 
 
@@ -112,7 +112,7 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
 
 
 def fused_rows(names: Sequence[str], config: ModelConfig) -> list[np.ndarray] | None:
-    """The rows of each of several matrices in the one tensor in which they are joined by heads of keys; None where they are not."""
+    """The rows of each checkpoint matrix in a tensor that is fused by key head; None for other tensors."""
     if config.family != FAMILY or len(names) != 2 or ".linear_attn." not in names[0]:
         return None
     rows_by_name = qwen3_next.fused_rows(config.recurrent)
@@ -120,7 +120,7 @@ def fused_rows(names: Sequence[str], config: ModelConfig) -> list[np.ndarray] | 
 
 
 def value_head_order(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Which row, and which column, of a tensor of a checkpoint each of a file's is; None where they lie as they do there."""
+    """(rows, columns): the checkpoint's row and column for each of the file's; None for the same order."""
     shape = config.recurrent
     if config.family == FAMILY or shape.tiled or shape.value_heads == shape.key_heads:
         return None, None

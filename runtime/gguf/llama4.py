@@ -10,8 +10,8 @@ from ..config import ModelConfig
 from .family_context import FamilyContext
 
 FAMILY = "llama4_text"
-NO_ROPE_PERIOD, CHUNK_LENGTH = 4, 8192  # all but every so-manieth layer turn; of a chunk
-EXPERTS_WITHOUT_QK_NORM = 128  # experts of the one size that norms no queries and keys
+NO_ROPE_PERIOD, CHUNK_LENGTH = 4, 8192  # every fourth layer has no RoPE; tokens of an attention chunk
+EXPERTS_WITHOUT_QK_NORM = 128  # number of experts of the one size without QK norms
 KEYS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "intermediate_size",
         "feed_forward_length": "intermediate_size_mlp", "interleave_moe_layer_step": "interleave_moe_layer_step"}
 NAMES = {**{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
@@ -21,7 +21,7 @@ REQUIRED = ("expert_count", "expert_feed_forward_length", "interleave_moe_layer_
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, with what no common key states. Raises CheckpointError."""
     header, window = context.header, context.stated_window
     if window is not None:
         raise CheckpointError(f"{header.path} states llama4.attention.sliding_window {window}, which is not supported",
@@ -36,7 +36,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 
 def _moe_layer_step(config: ModelConfig) -> int:
-    """One layer in so many has experts, if it is as files say it."""
+    """The period of layers with experts, assuming that they are evenly spaced."""
     return min(config.moe.layers, default=0) + 1
 
 

@@ -15,8 +15,8 @@ from . import jamba
 from .family_context import FamilyContext
 
 NAME, FALCON_MAMBA = "mamba", "falcon_mamba"
-INNER_SIZE, BC_NORM_KEY = "inner_size", "ssm.dt_b_c_rms"  # of all channels together; whether what steps, B and C are made of is normed
-# Below the architecture's name -> config.json.
+INNER_SIZE, BC_NORM_KEY = "inner_size", "ssm.dt_b_c_rms"  # total width, a key of ours; whether dt, B and C have RMS norms
+# Key below the architecture's name -> key of config.json.
 KEYS = {"ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", "ssm.time_step_rank": "time_step_rank",
         "ssm.inner_size": INNER_SIZE,
         "attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
@@ -24,12 +24,12 @@ REQUIRED = tuple(key for key in KEYS if key.startswith("ssm."))
 NAMES = {"attn_norm": "norm"} | {part: own.replace("mamba.", "mixer.") for part, own in jamba.NAMES.items() if own.startswith("mamba.")}
 FULL_NAMES = {part: own.replace("mamba.", "mixer.") for part, own in jamba.FULL_NAMES.items() if own.startswith("mamba.")}
 OUTER = {"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"}
-MIXER_NORM_EPS = 1e-6  # of the norms that are not stated
+MIXER_NORM_EPS = 1e-6  # of the dt, B and C norms; no key states it
 ABSENT_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, from this architecture's own keys. Raises CheckpointError."""
     header, raw["sliding_window"] = context.header, context.window
     has_bc_norms = header.metadata.get(f"{NAME}.{BC_NORM_KEY}", False)
     if not isinstance(has_bc_norms, bool):
@@ -45,7 +45,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys of its states, without the architecture's prefix."""
+    """Metadata keys of the recurrent layers, without the architecture's prefix."""
     state = config.recurrent
     return {"ssm.conv_kernel": state.taps, "ssm.state_size": state.depth, "ssm.time_step_rank": state.rank, "ssm.inner_size": state.values,
             BC_NORM_KEY: state.normed, "attention.head_count": 0, "attention.head_count_kv": 0, "feed_forward_length": 0}

@@ -11,8 +11,8 @@ from . import jamba, mamba, state_spaces
 from .family_context import FamilyContext
 
 NAME = "mamba2"
-INNER_SIZE = "inner_size"  # of all heads together
-# Below the architecture's name -> config.json.
+INNER_SIZE = "inner_size"  # total width, a key of ours
+# Key below the architecture's name -> key of config.json.
 KEYS = {"ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", "ssm.group_count": "n_groups", "ssm.time_step_rank": "num_heads",
         "ssm.inner_size": INNER_SIZE, "attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
 REQUIRED = tuple(key for key in KEYS if key.startswith("ssm."))
@@ -22,7 +22,7 @@ FULL_NAMES = {part: own.replace("mamba.", "mixer.") for part, own in state_space
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, from this architecture's own keys. Raises CheckpointError."""
     header, raw["sliding_window"] = context.header, context.window
     for key in mamba.ABSENT_SIZES:
         raw.pop(key, None)
@@ -36,7 +36,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys of its states, without the architecture's prefix."""
+    """Metadata keys of the recurrent layers, without the architecture's prefix."""
     state = config.recurrent
     return {"ssm.conv_kernel": state.taps, "ssm.state_size": state.depth, "ssm.group_count": state.groups,
             "ssm.time_step_rank": state.heads,

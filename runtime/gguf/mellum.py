@@ -12,27 +12,27 @@ from ..config_rope import GLOBAL, LOCAL
 from .family_context import FamilyContext
 
 NAME = FAMILY = "mellum"
-LOCAL_ROPE_THETA, WINDOW_PERIOD = "rope.freq_base_swa", 4  # all but the last of so many layers have a window, where a file says nothing
+LOCAL_ROPE_THETA, WINDOW_PERIOD = "rope.freq_base_swa", 4  # default: every fourth layer has no window
 OTHER_KEYS = frozenset({LOCAL_ROPE_THETA})
 KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size"}
 REQUIRED = ("expert_feed_forward_length",)
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled: how far layers see."""
+    """Complete `raw`, the config.json being assembled: sliding windows."""
     window, kinds = context.window, context.layer_types(raw, WINDOW_PERIOD)
     raw |= {"sliding_window": window, "layer_types": kinds if window else [GLOBAL] * len(kinds)}
 
 
 def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
-    """Put the rotary positions of `raw`, which hold of layers without a window, into a section beside one of those with a window."""
+    """Split the RoPE settings of `raw` into sections for layers without and with a sliding window."""
     global_rope = {"rope_type": "default", **(raw.pop("rope_scaling", None) or {}), "rope_theta": raw.pop("rope_theta", 10_000.0)}
     theta = header.metadata.get(f"{NAME}.{LOCAL_ROPE_THETA}", global_rope["rope_theta"])
     raw["rope_parameters"] = {GLOBAL: global_rope, LOCAL: {"rope_type": "default", "rope_theta": theta}}
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys of its own, without the architecture's prefix."""
+    """Metadata keys of this family, without the architecture's prefix."""
     local = next((rope for rope, window in zip(config.ropes, config.windows) if window is not None), None)
     if local is None:
         return {}

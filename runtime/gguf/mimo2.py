@@ -33,9 +33,9 @@ ARCHITECTURE = {"keys": KEYS, "required_keys": REQUIRED, "layer_names": NAMES, "
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, from this architecture's own keys. Raises CheckpointError."""
     context.require_sigmoid_scores(raw)
-    header, kinds = context.header, context.layer_types(raw, 1)  # with those behind the last
+    header, kinds = context.header, context.layer_types(raw, 1)  # including MTP layers
     data, path, blocks = header.metadata, header.path, raw["num_hidden_layers"]
     mtp_layers, heads = raw.setdefault("num_nextn_predict_layers", 0), np.atleast_1d(data[f"{NAME}.{KV_HEADS}"])
     if type(blocks) is not int or type(mtp_layers) is not int or not 0 <= mtp_layers < blocks <= MAX_LAYERS:
@@ -61,7 +61,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys beside those of every model, without the architecture's prefix."""
+    """Metadata keys in addition to those of every model, without the architecture's prefix."""
     local = next((rope for rope, window in zip(config.ropes, config.windows) if window is not None), config.rope)
     layers = range(config.num_hidden_layers)
     return {KV_HEADS: np.array([config.kv_heads_of(layer)[0] for layer in layers], np.int32), VALUE_LENGTH: config.v_head_dim,
@@ -71,7 +71,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes for granted."""
+    """Pairs (applies, description) of what a GGUF file cannot express, or of what llama.cpp assumes otherwise."""
     moe = config.moe
     yield set(config.windows) == {None}, "has no window"
     yield any(rope.kind != "default" for rope in config.ropes), "scales its RoPE"

@@ -19,7 +19,7 @@ EMBEDDING_MULTIPLIER, SCALE_DEPTH, DIM_MODEL_BASE = 12.0, 1.4, 256
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, from this architecture's own keys. Raises CheckpointError."""
     header, raw["sliding_window"] = context.header, context.window
     query, rope = (header.metadata[f"{NAME}.{key}"] for key in REQUIRED[2:])
     for key, width in zip(REQUIRED[2:], (query, rope)):

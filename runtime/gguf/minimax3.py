@@ -32,7 +32,7 @@ ARCHITECTURE = {"keys": KEYS, "required_keys": REQUIRED, "layer_names": NAMES, "
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, from this architecture's own keys. Raises CheckpointError."""
     context.require_sigmoid_scores(raw)
     header = context.header
     layers, width = raw["num_hidden_layers"], raw["intermediate_size"]
@@ -49,7 +49,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys beside those of every model, without the architecture's prefix."""
+    """Metadata keys in addition to those of every model, without the architecture's prefix."""
     moe, index = config.moe, config.indexer.shape
     return {"expert_feed_forward_length": moe.expert_dim, SHARED_EXPERT_COUNT: 1, LEADING_DENSE: min(moe.layers),
             "expert_weights_scale": float(moe.routed_scale),
@@ -58,7 +58,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes for granted."""
+    """Pairs (applies, description) of what a GGUF file cannot express, or of what llama.cpp assumes otherwise."""
     moe, layers = config.moe, config.num_hidden_layers
     experts = set(range(min(moe.layers, default=layers), layers))
     yield not experts or set(moe.layers) != experts, "has layers without experts"

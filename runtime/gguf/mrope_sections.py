@@ -16,25 +16,24 @@ if TYPE_CHECKING:
 
 KEY = "rope.dimension_sections"
 FOUR_AXES = "hunyuan_vl"
-MAX_CHANNEL_PAIRS = 1 << 16  # pairs of channels
-# Architectures of such models whose text parts are of families that run -> whether sections take turns.
+MAX_CHANNEL_PAIRS = 1 << 16
+# Multimodal architectures whose text models are supported -> whether the sections are interleaved.
 INTERLEAVED = {"glm4": False, "glm4moe": False, "hunyuan_vl": False, "paddleocr": False, "qwen2vl": False, "qwen3vl": True,
                "qwen3vlmoe": True}
 
 HEAD_COUNT_FIELDS = {"q": "num_attention_heads", "k": "num_key_value_heads"}
-REORDERED_QK = "glm4"  # whose heads turn neighbours, but in files with sections halves of what turns
+REORDERED_QK = "glm4"  # rotates neighbouring channels, but halves in files with sections
 
 
 def gguf_row_order(header: GgufHeader, config: ModelConfig, name: str) -> np.ndarray | None:
-    """Where in a file the rows of a checkpoint's tensor lie, if that is of queries or keys that a file with sections has in another
-    order."""
+    """The file's row for each row of q or k, which files with sections store in another order; None for other tensors."""
     arch, part = header.metadata.get("general.architecture"), next((part for part in HEAD_COUNT_FIELDS if f".{part}_proj." in name), None)
     return None if arch != REORDERED_QK or part is None or f"{arch}.{KEY}" not in header.metadata else np.argsort(half_split_rows(config,
                                                                                                                                   part))
 
 
 def half_split_rows(config: ModelConfig, part: str) -> np.ndarray:
-    """Rows of a checkpoint's queries or keys in the order in which such a file has them."""
+    """The checkpoint's row of q or k for each of the file's, int64 [rows]. `part` is q or k."""
     head_dim, channels = config.head_dim, np.arange(config.head_dim)
     rotary_dims = int(head_dim * config.rope.partial_rotary_factor)
     channels[:rotary_dims] = channels[:rotary_dims].reshape(-1, 2).T.reshape(-1)
@@ -42,8 +41,11 @@ def half_split_rows(config: ModelConfig, part: str) -> np.ndarray:
 
 
 def check(header: GgufHeader, name: str, channel_pairs: int, interleaved: bool) -> None:
-    """Raises CheckpointError where text would not turn as if there were no sections, of so many pairs of channels. `in_turn`: every third
-    pair is of a section as long as that has some left; else sections follow one another."""
+    """Raises CheckpointError for sections with which text would not rotate as without them.
+
+    channel_pairs: rotated channel pairs of a head.
+    interleaved: pairs alternate between the three sections as long as each lasts; otherwise sections are consecutive.
+    """
     key, path = f"{name}.{KEY}", header.path
     stated = header.metadata.get(key)
     if stated is None:
@@ -52,7 +54,7 @@ def check(header: GgufHeader, name: str, channel_pairs: int, interleaved: bool) 
             or (stated < 0).any() or (stated > MAX_CHANNEL_PAIRS).any():
         damaged(path, f"states {key} {shown_value(stated)}, expected three or four whole numbers")
     total = int(stated.sum())
-    # The fourth number is none of a text, but for one family whose pictures have four.
+    # The fourth section is not of text, except in one family whose images have four axes.
     positions, sections = np.arange(min(channel_pairs, MAX_CHANNEL_PAIRS)) % max(total,
                                                                                  1), stated[: 4 if name == FOUR_AXES
                                                                                             else 3].astype(np.int64)

@@ -19,7 +19,7 @@ from .architecture import DEEPSTACK
 from .mrope_sections import HEAD_COUNT_FIELDS, KEY, REORDERED_QK, half_split_rows
 from .store import read_header
 
-# Architecture of the text part alone -> of one that sees.
+# Architecture of a text-only model -> of the text part of a multimodal one.
 MULTIMODAL_ARCHITECTURES = {"glm4": "glm4", "glm4moe": "glm4moe", "qwen2": "qwen2vl", "qwen3": "qwen3vl", "qwen35": "qwen35",
                             "qwen35moe": "qwen35moe",
                             "qwen3moe": "qwen3vlmoe"}
@@ -38,13 +38,13 @@ def with_mrope_keys(source: Path, config: ModelConfig, metadata: Mapping[str, Va
 
 
 def checkpoint_rows(name: str, config: ModelConfig, metadata: Mapping[str, Value]) -> np.ndarray | None:
-    """Which of a model's rows those of a tensor of the file are, where they lie in another order."""
+    """The model's row for each row of a tensor of the file; None for the same order."""
     arch, part = metadata["general.architecture"], name.partition(".attn_")[2].partition(".")[0]
     return half_split_rows(config, part) if arch == REORDERED_QK and part in HEAD_COUNT_FIELDS and f"{arch}.{KEY}" in metadata else None
 
 
 def _file_keys(source: Path) -> dict[str, Value]:
-    """Those that are stated alone, by their names behind the architecture's."""
+    """The M-RoPE keys of a GGUF file, without the architecture's prefix."""
     metadata = read_header(source).metadata
     name = metadata.get("general.architecture")
     return {key: metadata[f"{name}.{key}"] for key in (KEY,
@@ -52,9 +52,10 @@ def _file_keys(source: Path) -> dict[str, Value]:
 
 
 def _folder_keys(folder: Path, config: ModelConfig) -> dict[str, Value]:
+    """The M-RoPE keys of a checkpoint folder, without the architecture's prefix."""
     try:
         axes = mrope_axes(folder, config)
-    except EffllmError:  # of what is said wrong of pictures: a text needs none of it
+    except EffllmError:  # an error in the vision config, which text does not need
         return {}
     if axes is None or axes.max() > 2:
         return {}

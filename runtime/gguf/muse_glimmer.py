@@ -15,15 +15,15 @@ from ..families.muse_glimmer_text import POST_NORM_EPS, WEIGHTED_QK_NORM_KEY
 from .family_context import FamilyContext
 
 FAMILY, NAME = "muse_glimmer_text", "muse-glimmer"
-WINDOW_PERIOD = 4  # of so many layers the last one sees all
+WINDOW_PERIOD = 4  # every fourth layer has no sliding window
 KEYS = {"logit_scale": "output_multiplier", "final_logit_softcapping": "final_logit_softcapping", "rope.freq_base_swa": "rope_theta"}
 REQUIRED = ("attention.key_length", "attention.sliding_window", "logit_scale")
 NAMES = {"attn_gate": "self_attn.gate_proj"}
-UNSHIFTED_NORMS = frozenset({"model.norm.weight"})  # norms to which nothing is added
+UNSHIFTED_NORMS = frozenset({"model.norm.weight"})  # norms stored without an offset
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, with what no generic key of the file states: layers with a window turn."""
+    """Complete `raw`, the config.json being assembled, with what no common key states: only layers with a window have RoPE."""
     window, kinds = context.window, context.layer_types(raw, WINDOW_PERIOD)
     theta = raw.get("rope_theta", 10_000.0)
     raw |= {"sliding_window": window, "layer_types": kinds, "layer_rope_theta": [theta if kind == LOCAL else 0 for kind in kinds],
@@ -38,7 +38,7 @@ def export_keys(config: ModelConfig) -> Mapping[str, Value]:
 
 
 def head_norms(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Norms of heads by name, of a model whose heads are normed without a weight: that of queries is their factor."""
+    """QK norm tensors by name, for a model whose QK norms have no weight: the query scale is stored as the q norm's."""
     if config.qk_norm:
         return {}
     scale, ones = config.attn_scale * config.head_dim**0.5, np.ones(config.head_dim, "<f4")

@@ -17,7 +17,7 @@ from .family_context import FamilyContext
 
 FAMILY, MOE_LATENT_SIZE = "nemotron_h", "moe_latent_size"
 DENSE, MOE = "nemotron_h", "nemotron_h_moe"  # architectures
-# Below the architecture's name -> config.json.
+# Key below the architecture's name -> key of config.json.
 KEYS = {**{key: ours for key, ours in state_spaces.KEYS.items() if key.startswith("ssm.")},
         "attention.layer_norm_rms_epsilon": "layer_norm_epsilon", "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "ssm_state_size",
         "ssm.group_count": "n_groups", "ssm.time_step_rank": "mamba_num_heads"}
@@ -26,9 +26,9 @@ MOE_KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_expert
             "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size", "expert_weights_norm": "norm_topk_prob",
             "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "expert_gating_func": "scoring_func",
             MOE_LATENT_SIZE: MOE_LATENT_SIZE, "nextn_predict_layers": "num_nextn_predict_layers"}
-PER_BLOCK_KEYS = ("attention.head_count_kv", "feed_forward_length")  # one number for every block, 0 where it has none
+PER_BLOCK_KEYS = ("attention.head_count_kv", "feed_forward_length")  # one value per block, 0 for none
 REQUIRED = (*(key for key in KEYS if key.startswith("ssm.")), PER_BLOCK_KEYS[0])
-# Parts of tensors' names -> those of a checkpoint; WHOLE with their kinds, where it has none.
+# Parts of tensors' names -> those of a checkpoint.
 NAMES = {"attn_norm": "norm", "attn_q": "mixer.q_proj", "attn_k": "mixer.k_proj", "attn_v": "mixer.v_proj", "attn_output": "mixer.o_proj",
          "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj", "ssm_z": "mixer.gate_proj", "ssm_xbc": "mixer.xbc_proj",
          "ssm_steps": "mixer.dt_proj", "ssm_conv1d": "mixer.conv1d", "ssm_norm": "mixer.norm", "ssm_out": "mixer.out_proj",
@@ -39,12 +39,12 @@ NAMES = {"attn_norm": "norm", "attn_q": "mixer.q_proj", "attn_k": "mixer.k_proj"
 FULL_NAMES = {"ssm_a": "mixer.A_log", "ssm_d": "mixer.D", "ssm_dt.bias": "mixer.dt_bias"}
 OUTER = {"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"}
 ROLES = {**state_spaces.ROLES, "post_norm": "attn_norm", "experts_in": "ffn_latent_down", "experts_out": "ffn_latent_up"}
-MTP_LAYERS = "nextn_predict_layers"  # blocks for multi-token prediction, which files count in
+MTP_LAYERS = "nextn_predict_layers"  # included in the block count
 DECAY = ".mixer.A_log"
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, from this architecture's own keys. Raises CheckpointError."""
     context.require_sigmoid_scores(raw)
     header, name, raw["sliding_window"] = context.header, context.name, context.window
     path, blocks, kinds = header.path, raw["num_hidden_layers"], []
@@ -67,7 +67,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     inner_size, count = raw.pop(state_spaces.INNER_SIZE), raw["mamba_num_heads"]
     if type(inner_size) is not int or type(count) is not int or count < 1 or inner_size < 1 or inner_size % count:
         damaged(path, f"states {name}.ssm.inner_size {inner_size} for {count} heads, of which it is not a multiple")
-    if "moe" in kinds and MOE_LATENT_SIZE not in raw:  # Ollama's converter leaves it to be seen, and calls the matrices in and out
+    if "moe" in kinds and MOE_LATENT_SIZE not in raw:  # Ollama's converter omits the key, and names the matrices in and out
         latent_in = header.tensors.get(f"blk.{kinds.index('moe')}.ffn_latent_in.weight")
         raw |= {} if latent_in is None or len(latent_in.shape) != 2 else {MOE_LATENT_SIZE: latent_in.shape[0]}
     raw |= {"layers_block_type": kinds, "mamba_head_dim": inner_size // count,
@@ -83,20 +83,20 @@ def _per_block(header: GgufHeader, key: str, blocks: object) -> list[int]:
 
 
 def block_of(config: ModelConfig, layer: int, role: str) -> int:
-    """The block of a file that holds a tensor of a layer."""
+    """The index of the file's block that holds a role of a layer."""
     if config.family != FAMILY:
         return layer
     return nemotron_h.stored_layer_of(config, layer) + (layer not in config.layers_without_mlp and nemotron_h.is_mlp_role(role))
 
 
 def is_mtp(name: str, config: ModelConfig) -> bool:
-    """Does a tensor of a file belong to a block for multi-token prediction?"""
+    """Whether a tensor of a file belongs to a multi-token prediction block."""
     block = name.removeprefix("blk.").partition(".")[0]
     return name.startswith("mtp.") or block.isdecimal() and int(block) >= nemotron_h.stored_layer_of(config, config.num_hidden_layers)
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys of its own, without the architecture's prefix, or otherwise than other families have them."""
+    """Metadata keys of this family, without the architecture's prefix, or in another form than other families'."""
     blocks = nemotron_h.stored_layer_of(config, config.num_hidden_layers)
     heads, widths = np.zeros(blocks, np.int32), np.zeros(blocks, np.int32)
     state, moe = config.recurrent, config.moe
@@ -108,7 +108,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     keys: dict[str, Value] = {"block_count": blocks, "attention.head_count_kv": heads, "feed_forward_length": widths,
                               "ssm.conv_kernel": state.taps, "ssm.state_size": state.depth, "ssm.group_count": state.groups,
                               "ssm.time_step_rank": state.heads, "ssm.inner_size": state.values,
-                              "attention.layer_norm_epsilon": float(config.norm_eps)}  # for which llama.cpp looks too
+                              "attention.layer_norm_epsilon": float(config.norm_eps)}  # llama.cpp requires it too
     if moe is None:
         return keys
     if moe.latent_dim:

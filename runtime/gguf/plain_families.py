@@ -18,7 +18,7 @@ from .family_context import (
     FamilyContext,
 )
 
-Raw = dict[str, object]  # a config.json in the making
+Raw = dict[str, object]  # the config.json being assembled
 
 
 def _llama(context: FamilyContext, raw: Raw) -> None:
@@ -38,7 +38,7 @@ def _looped(context: FamilyContext, raw: Raw) -> None:
 
 
 def _ministral3(context: FamilyContext, raw: Raw) -> None:
-    if not raw.get(QUERY_SCALING_BETA):  # as files of Mistral Small have none
+    if not raw.get(QUERY_SCALING_BETA):  # Mistral Small has none
         raw |= {"model_type": "mistral"}
         raw.pop(QUERY_SCALING_BETA, None)
     raw["sliding_window"] = context.window
@@ -60,7 +60,7 @@ def _glm(context: FamilyContext, raw: Raw) -> None:
 
 
 def _add_head_dim(context: FamilyContext, raw: Raw, bias: str) -> None:
-    """Of families whose heads may be of another width than the model's over their number; `bias` is what a config calls biases."""
+    """Complete families whose head_dim may differ from hidden size / heads; `bias` is the config key of the attention biases."""
     raw |= {"sliding_window": context.window, bias: context.has("attn_q.bias", "attn_qkv.bias")}
     if isinstance(heads := raw["num_attention_heads"], int) and heads > 0:
         raw.setdefault("head_dim", raw["hidden_size"] // heads)
@@ -78,7 +78,7 @@ def _stablelm(context: FamilyContext, raw: Raw) -> None:
 
 
 def _falcon(context: FamilyContext, raw: Raw) -> None:
-    """Of which llama.cpp runs those with attention and MLP side by side alone."""
+    """llama.cpp supports only models with parallel attention and MLP."""
     raw |= {"sliding_window": context.window, "bias": context.has("attn_qkv.bias"), "new_decoder_architecture": True,
             "num_ln_in_parallel_attn": 2 if context.has("attn_norm_2.weight") else 1}
     raw.setdefault("num_kv_heads", raw["num_attention_heads"])
@@ -107,7 +107,7 @@ def _phi(context: FamilyContext, raw: Raw) -> None:
 
 
 def _starcoder2(context: FamilyContext, raw: Raw) -> None:
-    window = DEFAULT_WINDOW if context.stated_window is None else context.window  # llama.cpp passes it over, and converters do not write it
+    window = DEFAULT_WINDOW if context.stated_window is None else context.window  # llama.cpp ignores it and converters do not write it
     raw |= {"use_bias": context.has("attn_output.bias"), "sliding_window": window}
 
 
@@ -143,7 +143,7 @@ def _jais2(context: FamilyContext, raw: Raw) -> None:
 
 
 def add_window(context: FamilyContext, raw: Raw) -> None:
-    """The window alone, as the family has one at all."""
+    """The sliding window, for families that have one."""
     if context.window and raw["model_type"].startswith("qwen"):
         raw |= {"sliding_window": context.window, "use_sliding_window": True, "max_window_layers": 0}
     elif context.window or raw["model_type"] in ("gemma2", "gemma3_text", "phi3"):

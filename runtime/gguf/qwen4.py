@@ -31,7 +31,7 @@ KEYS = {"hyper_connection.count": "hc_count", "hyper_connection.low_rank": "hc_l
 REQUIRED = (*linear_attention.REQUIRED, *(key for key in KEYS if key.startswith(("hyper", "attention.indexer"))), COMPRESS_RATIOS)
 OTHER_KEYS = linear_attention.OTHER_KEYS | {COMPRESS_RATIOS, NGRAM_LAYERS, NGRAM_WIDTH, EOS_TOKEN, HASH_MULTIPLIERS, TABLE_OFFSETS,
                                             TABLE_SIZES, IMAGE_TOKEN}
-# Parts of tensors' names -> those of a checkpoint.
+# Tensor of a layer in the file -> in the checkpoint, without kind.
 _HYPER_CONNECTION = {"norm": "hc_norm", "down": "input_mix_weight_down", "up": "input_mix_weight_up", "inject": "block_inject_weight"}
 _BRANCHES = {"attn": "attn", "ffn": "mlp"}  # branches of a layer as files call them, and as checkpoints do
 _INDEXER = {"q_proj": "index_q_proj", "k_proj": "index_k_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
@@ -55,7 +55,7 @@ MAX_PADDING_MULTIPLE = 1 << 20
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, from this architecture's own keys. Raises CheckpointError."""
     header, name = context.header, context.name
     data, blocks = header.metadata, raw["num_hidden_layers"]
     linear_attention.complete_config(context, raw)
@@ -125,7 +125,7 @@ def ngram_table_name(name: str, config: ModelConfig) -> tuple[str, ...] | None:
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys of what this family has, without the architecture's prefix."""
+    """Metadata keys of this family, without the architecture's prefix."""
     index, ngrams, moe = config.indexer.shape, config.ngrams, config.moe
     ratios = [0 if layer in config.recurrent_layers else index.tokens_per_key for layer in range(config.num_hidden_layers)]
     keys = {"hyper_connection.count": config.residual_streams, "hyper_connection.low_rank": config.residual_gate_rank,

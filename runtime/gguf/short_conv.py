@@ -11,29 +11,29 @@ from ..config import ModelConfig
 from .family_context import SIGMOID, FamilyContext
 
 CONV, FULL = "conv", "full_attention"
-# Below the architecture's name -> config.json.
+# Key below the architecture's name -> key of config.json.
 KEYS = {"shortconv.l_cache": "conv_L_cache", "attention.layer_norm_rms_epsilon": "norm_eps"}
 MOE_KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
             "expert_feed_forward_length": "moe_intermediate_size",
             "leading_dense_block_count": "num_dense_layers", "expert_weights_scale": "routed_scaling_factor",
             "expert_weights_norm": "norm_topk_prob", "expert_gating_func": "scoring_func"}
 REQUIRED_KEYS, EXPERT_BIAS = ("shortconv.l_cache", "attention.head_count_kv"), "exp_probs_b"
-# Parts of tensors' names -> those of a checkpoint.
+# Tensor of a layer in the file -> in the checkpoint, without kind.
 NAMES = {"attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
          "attn_k_norm": "self_attn.k_layernorm", "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2",
          "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
          EXPERT_BIAS: "feed_forward.expert_bias"}
-# The last norm; older files call it as the other norm of an embedding is called, and so does llama.cpp.
+# The final norm; llama.cpp and older files name it `token_embd_norm`.
 OUTER = {"token_embd_norm.weight": "model.embedding_norm.weight", "output_norm.weight": "model.embedding_norm.weight"}
 ROLES = {"norm": "token_embd_norm", "state_in": "shortconv.in_proj", "state_conv": "shortconv.conv", "state_out": "shortconv.out_proj"}
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, from this architecture's own keys. Raises CheckpointError."""
     raw["sliding_window"] = context.window
-    raw.setdefault("rope_theta", 10_000.0)  # what llama.cpp takes for granted
+    raw.setdefault("rope_theta", 10_000.0)  # llama.cpp's default
     if raw["model_type"] == "lfm2":
-        raw["block_auto_adjust_ff_dim"] = False  # files state the width that was made
+        raw["block_auto_adjust_ff_dim"] = False  # files state the adjusted width
         return
     context.require_sigmoid_scores(raw)
     raw["use_expert_bias"] = any(f".{EXPERT_BIAS}." in tensor for tensor in context.header.tensors)

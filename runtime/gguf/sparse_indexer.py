@@ -20,14 +20,18 @@ _INDEXER = "self_attn.indexer."
 NAMES = {"indexer.attn_q_b": f"{_INDEXER}wq_b", "indexer.attn_k": f"{_INDEXER}wk", "indexer.k_norm": f"{_INDEXER}k_norm",
          "indexer.proj": f"{_INDEXER}weights_proj"}
 ROLES = {"index_q": "indexer.attn_q_b", "index_k": "indexer.attn_k", "index_k_norm": "indexer.k_norm", "index_weights": "indexer.proj"}
-HADAMARD_WIDTH = 64  # numbers of an index key that llama.cpp mixes before it scores them
-# Files of GLM 5.2 that were made before there was a key for it are known by their positions, and which of its layers choose.
+HADAMARD_WIDTH = 64  # channels of an index key that llama.cpp rotates with one Hadamard matrix
+# Early files of GLM 5.2 have no key for it: they are recognised by their context length, and which layers choose is known.
 LEGACY_SHARING_CONTEXT, LEGACY_SHARING = 1 << 20, {"index_topk_freq": 4, "index_skip_topk_offset": 3}
 
 
 def add_layer_types(header: GgufHeader, name: str, raw: dict[str, object], blocks: object) -> None:
-    """Complete `raw`, the config.json being assembled: which layers choose for themselves; `blocks` are its layers and those behind them.
-    Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled: which layers have an indexer of their own.
+
+    blocks: number of layers including MTP layers.
+
+    Raises CheckpointError.
+    """
     types, layers, positions = header.metadata.get(f"{name}.{INDEXER_TYPES}"), raw["num_hidden_layers"], raw["max_position_embeddings"]
     if types is not None:
         if not isinstance(types, np.ndarray) or len(types) not in (layers, blocks) or not np.isin(types, (0, 1)).all():

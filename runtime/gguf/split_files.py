@@ -16,7 +16,7 @@ from ...offload.safetensors_header import CheckpointError, damaged, shown
 from .file_names import all_parts
 from .ollama_layout import text_part
 
-_LAST: dict[tuple[tuple[Path, tuple[int, int]], ...], GgufHeader] = {}  # one header at most
+_LAST: dict[tuple[tuple[Path, tuple[int, int]], ...], GgufHeader] = {}  # cache of the last header
 
 
 def open_parts(path: Path) -> tuple[GgufHeader, dict[Path, OpenFile]]:
@@ -26,7 +26,7 @@ def open_parts(path: Path) -> tuple[GgufHeader, dict[Path, OpenFile]]:
         for part in map(path.with_name, all_parts(path.name)):
             opened[part] = _open(part, path)
         key = tuple((part, file.stamp) for part, file in opened.items())
-        if key not in _LAST:  # config, tokenizer and weights each ask for it
+        if key not in _LAST:  # config, tokenizer and weights each read it
             headers = [read_gguf_header(part, file.fd) for part, file in opened.items()]
             _LAST.clear()
             _LAST[key] = _merge_headers(path, headers)

@@ -11,17 +11,17 @@ from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from .family_context import FamilyContext
 
-INNER_SIZE = "inner_size"  # of all heads together, which no config states
-# Below the architecture's name -> config.json.
+INNER_SIZE = "inner_size"  # total width, a key of ours
+# Key below the architecture's name -> key of config.json.
 KEYS = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
         "ssm.time_step_rank": "mamba_n_heads", "ssm.inner_size": INNER_SIZE, "expert_count": "num_local_experts",
         "expert_used_count": "num_experts_per_tok", "expert_shared_feed_forward_length": "shared_intermediate_size"}
 REQUIRED = (*(key for key in KEYS if key.startswith("ssm.")), "attention.head_count_kv", "attention.scale")
 LAYER_TYPES = "mamba", "attention"
-ROPE_FINETUNED = "rope.scaling.finetuned"  # false where no layer turns by position
-# A matrix of a file -> what lies in it: gates, what is convolved, steps.
+ROPE_FINETUNED = "rope.scaling.finetuned"  # false means no RoPE
+# Fused matrix of the file -> its parts: gate, convolution input, dt.
 FUSED = {"ssm_in": ("ssm_z", "ssm_xbc", "ssm_steps")}
-# Parts of tensors' names -> those of a checkpoint; without their kind where they have none there.
+# Tensor of a layer in the file -> in the checkpoint, without kind; FULL_NAMES with kind.
 NAMES = {"ssm_z": "mamba.gate_proj", "ssm_xbc": "mamba.xbc_proj", "ssm_steps": "mamba.dt_proj", "ssm_conv1d": "mamba.conv1d",
          "ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj", "ffn_down": "shared_mlp.output_linear",
          "ffn_gate_shexp": "block_sparse_moe.shared_experts.gate_proj", "ffn_up_shexp": "block_sparse_moe.shared_experts.up_proj",
@@ -29,14 +29,14 @@ NAMES = {"ssm_z": "mamba.gate_proj", "ssm_xbc": "mamba.xbc_proj", "ssm_steps": "
 FULL_NAMES = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 ROLES = {"state_gate": "ssm_z", "state_in": "ssm_xbc", "state_rate": "ssm_steps", "state_skip": "ssm_d"}
 DECAY = ".mamba.A_log"
-EXPAND = 2  # channels together are so many times as wide as the model
+EXPAND = 2  # llama.cpp assumes an inner size of twice the hidden size
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, from this architecture's own keys. Raises CheckpointError."""
     header, name = context.header, context.name
     if context.window:
-        return  # refused for that
+        return  # the config reader refuses it
     path, (inner_size, heads, hidden) = header.path, (raw.pop(INNER_SIZE), raw["mamba_n_heads"], raw["hidden_size"])
     if type(inner_size) is type(heads) is type(hidden) is int and heads > 0 and hidden > 0:
         if inner_size < 1 or inner_size % heads or inner_size % hidden:
@@ -70,4 +70,4 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express of a model with state spaces."""
     yield config.recurrent.values != EXPAND * config.hidden_size, \
         f"has state spaces of {config.recurrent.values} channels for a width of {config.hidden_size}"
-    yield not config.recurrent.biased, "has convolutions without biases"  # for which llama.cpp looks all the same
+    yield not config.recurrent.biased, "has convolutions without biases"  # llama.cpp requires them

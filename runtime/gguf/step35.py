@@ -20,7 +20,7 @@ from .laguna import QUERY_HEADS
 FAMILY, NAME = "step3p5", "step35"
 SHARED_EXPERT_WIDTH, LOCAL_ROPE_THETA, MTP_LAYERS = "expert_shared_feed_forward_length", "rope.freq_base_swa", "nextn_predict_layers"
 SWIGLU_CLAMPS = dict(zip(("swiglu_clamp_exp", "swiglu_clamp_shexp"), GATE_LIMIT_KEYS))
-ROTARY_FACTORS = {GLOBAL: 0.5, LOCAL: 1.0}  # how much of a head
+ROTARY_FACTORS = {GLOBAL: 0.5, LOCAL: 1.0}  # by layer type
 KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length":
         "moe_intermediate_size", SHARED_EXPERT_WIDTH: "share_expert_dim", "expert_weights_scale": "moe_router_scaling_factor",
         "expert_weights_norm":
@@ -32,8 +32,10 @@ NAMES = {"attn_gate": "self_attn.g_proj", "exp_probs_b": "moe.router_bias", **{
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
-    """Complete `raw`, the config.json being assembled, with what no generic key of the file states, also of layers behind the last. Raises
-    CheckpointError."""
+    """Complete `raw`, the config.json being assembled, with what no common key states; lists include MTP layers.
+
+    Raises CheckpointError.
+    """
     context.require_sigmoid_scores(raw)
     header, kinds = context.header, context.layer_types(raw, 1)
     layers, mtp_layers = raw["num_hidden_layers"], raw.setdefault("num_nextn_predict_layers", 0)
@@ -49,16 +51,16 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
             "num_attention_heads": min(heads_by_kind[GLOBAL]), "num_sliding_attention_heads": min(heads_by_kind[LOCAL]),
             "attention_bias": "blk.0.attn_q.bias" in header.tensors, "mlp_layer_types": [
                 SPARSE if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors else DENSE for layer in range(layers - mtp_layers)]}
-    raw.setdefault("norm_expert_weight", False)  # what llama.cpp takes for granted, where a checkpoint says nothing
+    raw.setdefault("norm_expert_weight", False)  # llama.cpp's default, where a checkpoint says nothing
     for key, ours in SWIGLU_CLAMPS.items():
         if (stated := header.metadata.get(f"{NAME}.{key}")) is not None:
             raw[ours] = np.asarray(stated).tolist() if np.ndim(stated) else [stated] * layers
 
 
 def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
-    """Put the rotary positions of `raw`, which hold of layers without a window, into a section beside one of those with a window."""
+    """Split the RoPE settings of `raw` into sections for layers without and with a sliding window."""
     theta, scaling = raw.pop("rope_theta", 10_000.0), dict(raw.pop("rope_scaling", None) or {})
-    for name in ("short_factor", "long_factor"):  # as many as a whole head would have, of which the first are read
+    for name in ("short_factor", "long_factor"):  # files state factors for a whole head; only the rotated part is used
         if name in scaling:
             scaling[name] = scaling[name][: int(raw["head_dim"] * ROTARY_FACTORS[GLOBAL]) // 2]
     raw["rope_parameters"] = {
@@ -68,12 +70,12 @@ def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
 
 
 def pad_rope_factors(divisors: np.ndarray, config: ModelConfig) -> np.ndarray:
-    """Divisors of the rotary frequencies, as many as of a whole head."""
+    """RoPE frequency factors padded with ones to those of a whole head."""
     return np.concatenate([divisors, np.ones(config.head_dim // 2 - len(divisors), divisors.dtype)])
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
-    """Metadata keys beside those of every mixture, without the architecture's prefix."""
+    """Metadata keys in addition to those of every mixture of experts, without the architecture's prefix."""
     moe, layers = config.moe, range(config.num_hidden_layers)
     local = next(rope for rope, window in zip(config.ropes, config.windows) if window is not None)
     keys: dict[str, Value] = {

@@ -51,7 +51,7 @@ def tokenizer_metadata(path: Path, tokenizer: ModelTokenizer, rows: int) -> dict
 
 
 def _is_world(raw: Mapping) -> bool:
-    """Whether this is made as `world_vocabulary.py` makes it: byte strings, of which a tree of all finds the longest."""
+    """Whether it is RWKV's tokenizer: byte strings, matched longest first (`tokens/rwkv_vocabulary.py`)."""
     steps = (raw.get("pre_tokenizer") or {}).get("pretokenizers", ())
     return raw["model"].get("type") == "WordLevel" and [step["type"] for step in steps] == ["ByteLevel", "Split"]
 
@@ -72,7 +72,7 @@ def _world(raw: Mapping, hf_tokenizer: Tokenizer, tokenizer: ModelTokenizer, row
 
 
 def _tokens(raw: Mapping, hf_tokenizer: Tokenizer, rows: int, path: Path) -> tuple[list[str], np.ndarray]:
-    """Text and kind of every id; rows of the model beyond the vocabulary get names of their own."""
+    """Text and kind of every id; model rows beyond the vocabulary get placeholder names."""
     if hf_tokenizer.get_vocab_size() > rows:
         raise TokenizerError(f"{path} has {hf_tokenizer.get_vocab_size()} tokens for {rows} rows of the model", "the two do not match")
     added = {each["id"]: CONTROL if each.get("special") else USER for each in raw.get("added_tokens") or ()}
@@ -93,7 +93,7 @@ def _pair(merge: str | list[str]) -> tuple[str, str]:
 
 
 def _scores(raw: Mapping, tokens: list[str]) -> np.ndarray:
-    """Minus the rank of the first merge that makes a token; what no merge makes comes last."""
+    """Scores: minus the rank of the first merge that produces a token; tokens that no merge produces come last."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(raw["model"]["merges"]):
         ranks.setdefault("".join(_pair(merge)), rank)
@@ -101,7 +101,7 @@ def _scores(raw: Mapping, tokens: list[str]) -> np.ndarray:
 
 
 def _adds_space_prefix(raw: Mapping) -> bool:
-    """Whether a text gets a space before it."""
+    """Whether texts get a space prepended."""
     text = json.dumps([raw.get("normalizer"), raw.get("pre_tokenizer")], ensure_ascii=False)
     return '"Prepend"' in text or ('"Metaspace"' in text and '"prepend_scheme": "never"' not in text)
 
@@ -158,7 +158,7 @@ def _special(tokenizer: ModelTokenizer, hf_tokenizer: Tokenizer, count: int) -> 
 
 
 def _check_round_trip(metadata: Mapping[str, Value], hf_tokenizer: Tokenizer, path: Path) -> None:
-    """What was written is read back and must cut the samples as the folder's tokenizer does."""
+    """Read the metadata back; raises TokenizerError if it splits the samples differently from the folder's tokenizer."""
     read_back = backend(read_vocabulary(GgufHeader(path, metadata, {})))
     for text in SAMPLES:
         if read_back.encode(text, add_special_tokens=False).ids != hf_tokenizer.encode(text, add_special_tokens=False).ids:

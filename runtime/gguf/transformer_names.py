@@ -14,9 +14,9 @@ from ..families import bloom, dbrx, mpt
 from .architecture import CLAMP_KQV, LAYER_NORM, ROUTER, Architecture
 from .family_context import FamilyContext
 
-Raw = dict[str, object]  # a config.json in the making
+Raw = dict[str, object]  # the config.json being assembled
 MAX_ALIBI_BIAS = "attention.max_alibi_bias"
-DBRX_NORM_EPSILON = 1e-5  # of DBRX, which no config says
+DBRX_NORM_EPSILON = 1e-5  # of DBRX's norms; no config states it
 _QKV = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}
 
 
@@ -57,7 +57,7 @@ ARCHITECTURES = {
 
 
 def add_starcoder(context: FamilyContext, raw: Raw) -> None:
-    """Put into `raw` what a config of the family says beside the keys of a file, as those below."""
+    """Complete `raw`, the config.json being assembled, as the functions below do. Raises CheckpointError."""
     raw["sliding_window"] = context.window
     if raw.pop("num_key_value_heads", 1) != 1:
         raise CheckpointError(f"{context.header.path} states several KV heads, which is not supported for this architecture",
@@ -92,7 +92,7 @@ ALIBI_METADATA: dict[str, Value] = {MAX_ALIBI_BIAS: float(mpt.MAX_ALIBI_BIAS)}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes for granted."""
+    """Pairs (applies, description) of what a GGUF file cannot express, or of what llama.cpp assumes otherwise."""
     width = config.projected_head_dim * config.num_attention_heads
     heads = f"{config.num_attention_heads} heads of {config.projected_head_dim}"
     yield width != config.hidden_size, f"has {heads} for a width of {config.hidden_size}"
