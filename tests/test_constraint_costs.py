@@ -13,14 +13,14 @@ from effllm.runtime.constraints.constraint import (
     read_grammar_flag,
     read_schema_flag,
 )
-from effllm.runtime.constraints.multiple_of import MOST_LISTED, multiples_listed
+from effllm.runtime.constraints.multiple_of import MAX_LISTED_VALUES, list_multiples
 from effllm.runtime.constraints.schema_cost import (
-    MOST_NODES,
-    MOST_PATTERNS,
-    most_patterns,
-    most_remainders,
+    MAX_PATTERNS,
+    MAX_SCHEMA_DEPTH,
+    max_patterns,
+    max_remainders,
     schema_too_expensive,
-    without_slow,
+    without_slow_keywords,
 )
 from effllm.runtime.constraints.schema_rewrites import rewritten
 
@@ -38,7 +38,7 @@ def test_zeros_at_the_end_of_a_multiple_are_no_help(value: float) -> None:
     with pytest.raises(UsageError, match=f"multipleOf needs {value:.0f} remainders, more than the 100000 allowed") as refused:
         read_schema_flag(json.dumps({"type": "integer", "multipleOf": value, "minimum": 0}))
     assert "the type integer with a narrow range" in refused.value.hint
-    assert without_slow(multiple(value)) == {"type": "integer"}
+    assert without_slow_keywords(multiple(value)) == {"type": "integer"}
 
 
 @pytest.mark.parametrize(("schema", "expected"), [
@@ -50,7 +50,7 @@ def test_zeros_at_the_end_of_a_multiple_are_no_help(value: float) -> None:
     ({"type": "integer", "multipleOf": 30030, "minimum": 5, "exclusiveMinimum": 30030, "maximum": 70_000}, [60060]),
     ({"type": "integer", "multipleOf": 30030, "minimum": 5, "maximum": 30_000}, None),  # none
     ({"type": "integer", "multipleOf": 30030, "minimum": 0}, None),
-    ({"type": "integer", "multipleOf": 30030, "minimum": 0, "maximum": 30030 * MOST_LISTED}, None),  # too many
+    ({"type": "integer", "multipleOf": 30030, "minimum": 0, "maximum": 30030 * MAX_LISTED_VALUES}, None),  # too many
     ({"type": "integer", "multipleOf": 25_000, "minimum": 0, "maximum": 50_000}, None),  # told quickly enough
     ({"type": ["integer", "null"], "multipleOf": 30030, "minimum": 0, "maximum": 60_000}, [0, 30030, None]),
     ({"type": ["integer", "string"], "multipleOf": 30030, "minimum": 0, "maximum": 60_000}, None),
@@ -60,7 +60,7 @@ def test_zeros_at_the_end_of_a_multiple_are_no_help(value: float) -> None:
 def test_multiples_of_which_bounds_leave_few_are_listed(schema: dict, expected: list[float] | None) -> None:
     """A number of five digits and bounds of nine ended answers with an error."""
     wanted = schema if expected is None else {"type": schema["type"], "enum": expected}
-    assert multiples_listed({"properties": {"x": [schema], "y": {"const": schema}}}) == {"properties": {
+    assert list_multiples({"properties": {"x": [schema], "y": {"const": schema}}}) == {"properties": {
         "x": [wanted], "y": {"const": schema}}}
 
 
@@ -75,7 +75,7 @@ def test_numbers_of_any_size_end_in_one_line(schema: dict) -> None:
         assert read_schema_flag(json.dumps({"properties": {"x": schema}})).grammar
     except UsageError as error:
         assert len(error.message) < 400 and "cannot be represented exactly" not in error.message
-    assert isinstance(without_slow(rewritten(schema)), dict)
+    assert isinstance(without_slow_keywords(rewritten(schema)), dict)
 
 
 def test_what_is_listed_may_lie_deep() -> None:
@@ -89,9 +89,9 @@ def test_what_is_listed_may_lie_deep() -> None:
 
 
 def test_what_is_listed_of_a_whole_schema_has_an_end() -> None:
-    large = multiple(30030, minimum=30030, maximum=30030 * (MOST_LISTED - 5))
-    found = multiples_listed({"items": [large, multiple(30030, minimum=30030, maximum=30030 * 5), dict(large)]})["items"]
-    assert sorted(len(each.get("enum", ())) for each in found) == [0, 5, MOST_LISTED - 5]
+    large = multiple(30030, minimum=30030, maximum=30030 * (MAX_LISTED_VALUES - 5))
+    found = list_multiples({"items": [large, multiple(30030, minimum=30030, maximum=30030 * 5), dict(large)]})["items"]
+    assert sorted(len(each.get("enum", ())) for each in found) == [0, 5, MAX_LISTED_VALUES - 5]
 
 
 @pytest.mark.parametrize("bounds", [{"maximum": 10**12}, {"minimum": 12_345}, {"exclusiveMaximum": 7}, {"minimum": -(10**9)}])
@@ -106,13 +106,13 @@ def test_a_large_multiple_between_bounds_is_refused_before_an_answer(bounds: dic
 
 def test_a_tool_is_held_to_the_rest_of_its_schema() -> None:
     slow = {"type": "object", "properties": {"multipleOf": {"type": "integer", "multipleOf": 1000003}, "b": {"type": "string"}}}
-    assert without_slow(slow) == {"type": "object", "properties": {"multipleOf": {"type": "integer"}, "b": {"type": "string"}}}
-    assert without_slow({"multipleOf": 7}) == {"multipleOf": 7}
+    assert without_slow_keywords(slow) == {"type": "object", "properties": {"multipleOf": {"type": "integer"}, "b": {"type": "string"}}}
+    assert without_slow_keywords({"multipleOf": 7}) == {"multipleOf": 7}
 
 
 def test_what_is_no_number_has_no_multiples() -> None:
-    assert most_remainders({"properties": {"multipleOf": {"multipleOf": 9}}, "multipleOf": True, "allOf": [5], "anyOf": "x"}) == 9
-    assert most_remainders({"multipleOf": float("nan"), "allOf": [{"multipleOf": 0}, {"multipleOf": float("inf")}]}) == 1
+    assert max_remainders({"properties": {"multipleOf": {"multipleOf": 9}}, "multipleOf": True, "allOf": [5], "anyOf": "x"}) == 9
+    assert max_remainders({"multipleOf": float("nan"), "allOf": [{"multipleOf": 0}, {"multipleOf": float("inf")}]}) == 1
 
 
 REF = {"$ref": "#/$defs/a"}
@@ -133,7 +133,7 @@ def multiple(of: int, **more: object) -> dict:
 def test_multiples_that_meet_by_whatever_way_are_one(schema: dict) -> None:
     """1,006,009 remainders took 12 s and 700 MB, three of them minutes."""
     whole = schema | {"$defs": {"a": multiple(997), "b": {"allOf": [multiple(1009)]}}}
-    assert most_remainders(whole) in (997 * 1009, 997 * 1009 + 997)  # others' own beside
+    assert max_remainders(whole) in (997 * 1009, 997 * 1009 + 997)  # others' own beside
     with pytest.raises(UsageError, match="needs 100(5973|6970) remainders"):
         read_schema_flag(json.dumps(whole))
 
@@ -141,7 +141,7 @@ def test_multiples_that_meet_by_whatever_way_are_one(schema: dict) -> None:
 def test_multiples_apart_are_a_sum() -> None:
     apart = {"properties": {"x": REF, "y": multiple(1009), "z": {"anyOf": [REF, {"type": "null"}]}, "items": {"items": REF}},
              "$defs": {"a": multiple(997)}}
-    assert most_remainders(apart) == 997 + 1009 and read_schema_flag(json.dumps(apart)).grammar
+    assert max_remainders(apart) == 997 + 1009 and read_schema_flag(json.dumps(apart)).grammar
     many = [99_907 + 2 * number for number in range(40) if (99_907 + 2 * number) % 5]
     with pytest.raises(UsageError, match=f"needs {sum(many)} remainders"):
         read_schema_flag(json.dumps({"properties": {f"x{number}": multiple(number) for number in many}}))
@@ -160,7 +160,7 @@ def kind(name: str, of: int) -> dict:
     ({"anyOf": [kind("a", 7), kind("b", 11)], "allOf": [{"anyOf": [kind("a", 13), kind("b", 17)]}]}, 7 * 13 + 7 * 17 + 11 * 13 + 11 * 17),
     ({"allOf": [kind("a", 7), {"anyOf": [kind("a", 11)] * 200}]}, 77)])
 def test_multiples_of_alternative_objects_are_apart(schema: dict, expected: int) -> None:
-    assert most_remainders(schema | {"title": {"multipleOf": 99_991}}) == expected  # what is no schema does not count
+    assert max_remainders(schema | {"title": {"multipleOf": 99_991}}) == expected  # what is no schema does not count
     assert read_schema_flag(json.dumps(schema)).grammar
 
 
@@ -176,7 +176,7 @@ def chain(links: int, link) -> dict:
 def test_definitions_that_name_one_another_have_an_end(link) -> None:
     """Of some hundreds in one another the library took the end of the program's stack for its own."""
     for links in (2000, 20_000):
-        with pytest.raises(UsageError, match=f"schemas are nested more than {MOST_NODES} deep"):
+        with pytest.raises(UsageError, match=f"schemas are nested more than {MAX_SCHEMA_DEPTH} deep"):
             read_schema_flag(json.dumps(chain(links, link)))
     assert read_schema_flag(json.dumps(chain(300, link))).grammar
     ring = {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"x": REF, "y": OTHER}}, "b": {"items": [REF, OTHER, {"$ref": "#"}]}}}
@@ -189,8 +189,8 @@ def test_a_ring_of_definitions_is_as_deep_as_it_is_long() -> None:
         return {"$ref": "#/$defs/0", "$defs": {str(each): {"items": {"$ref": f"#/$defs/{(each + 1) % links}"}} for each in range(links)}}
 
     assert read_schema_flag(json.dumps(ring(300))).grammar
-    for links in (MOST_NODES // 2 + 1, 5000):  # a schema and its items, each
-        with pytest.raises(UsageError, match=f"schemas are nested more than {MOST_NODES} deep") as refused:
+    for links in (MAX_SCHEMA_DEPTH // 2 + 1, 5000):  # a schema and its items, each
+        with pytest.raises(UsageError, match=f"schemas are nested more than {MAX_SCHEMA_DEPTH} deep") as refused:
             read_schema_flag(json.dumps(ring(links)))
         assert "fewer of $defs" in refused.value.hint
 
@@ -327,9 +327,9 @@ def test_texts_that_must_fit_many_patterns() -> None:
                   {"properties": {"x": {"allOf": many[:12]}}, "allOf": [{"properties": {"x": {"allOf": many[12:]}}}]}):
         with pytest.raises(UsageError, match="patterns must match at once"):
             read_schema_flag(json.dumps(whole))
-        assert most_patterns(without_slow(whole)) == 0
+        assert max_patterns(without_slow_keywords(whole)) == 0
     deep = chain(900, lambda ref: {**ref, "pattern": "a"})
-    assert most_patterns(deep) > MOST_PATTERNS and most_patterns(without_slow(deep)) == 0
-    assert most_patterns({"anyOf": many}) == 1 and read_schema_flag(json.dumps({"type": "string", "anyOf": many})).grammar
+    assert max_patterns(deep) > MAX_PATTERNS and max_patterns(without_slow_keywords(deep)) == 0
+    assert max_patterns({"anyOf": many}) == 1 and read_schema_flag(json.dumps({"type": "string", "anyOf": many})).grammar
     apart = {f"x{number}": {"$ref": "#/$defs/a"} for number in range(40)}
-    assert most_patterns({"properties": apart, "$defs": {"a": {"pattern": "b", "allOf": many[:2]}}}) == 3 <= MOST_PATTERNS
+    assert max_patterns({"properties": apart, "$defs": {"a": {"pattern": "b", "allOf": many[:2]}}}) == 3 <= MAX_PATTERNS

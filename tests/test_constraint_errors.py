@@ -17,7 +17,7 @@ from effllm.runtime.constraints.constraint import (
     regex_constraint,
     schema_constraint,
 )
-from effllm.runtime.constraints.number_bounds import FURTHEST, clamped
+from effllm.runtime.constraints.number_bounds import MAX_EXACT, clamped
 from effllm.runtime.constraints.schema_rewrites import rewritten
 
 __all__ = ["engine", "tokenizer"]  # fixtures
@@ -159,7 +159,7 @@ def test_bounds_that_are_read_as_written_are_left_and_values_are_no_bounds():
     schema = {"properties": {"minimum": {"type": "number", "minimum": 0.1, "exclusiveMaximum": True}}, "const": {"minimum": -1e300}}
     assert clamped(schema) is schema
     moved = {"minimum": -1e300, "enum": [{"maximum": 1e300}], "items": [{"exclusiveMaximum": 2**60 + 1, "minimum": 1e300}]}
-    assert clamped(moved) == {"minimum": -float(FURTHEST), "enum": [{"maximum": 1e300}],
+    assert clamped(moved) == {"minimum": -float(MAX_EXACT), "enum": [{"maximum": 1e300}],
                               "items": [{"exclusiveMaximum": 2**60, "minimum": 1e300}]}
 
 

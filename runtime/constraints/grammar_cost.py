@@ -16,40 +16,40 @@ from dataclasses import dataclass
 from .gbnf import ENDLESS_HINT, MAX_RULE_DEPTH, Node, find_endless_rule
 from .lark_notation import IGNORED, START, Rule
 
-MOST_STEPS = 1000  # rules and parentheses in one another: the 8 MB of a stack end at some 3,000
-MOST_PARTS = 20_000  # of rules: two seconds, and four times that for twice as many. A terminal may have more
-MOST_AT_ONCE = 16  # terminals: 20 take 3 s, 22 take 12
-MOST_WAYS = 100_000  # half a second
+MAX_NESTING = 1000  # of rules and parentheses: an 8 MB stack overflows at some 3,000
+MAX_RULE_PARTS = 20_000  # two seconds, and the cost is quadratic. A terminal may have more
+MAX_INTERSECTED = 16  # terminals that must match at once: 20 take 3 s, 22 take 12
+MAX_REPEAT_STATES = 100_000  # of repeats within intersected terminals: half a second
 REGEX = re.compile(r"\\[pPx]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[a-zA-Z-]*[:)]?|[()|*+?]|\{(\d*)(,?)(\d*)\}|.", re.DOTALL)
 UNLIMITED = re.compile(r"[*+]|\{\d+,\}")
 
 
-def too_much_of_rules(rules: Mapping[str, Rule]) -> tuple[str, str] | None:
-    """(what is too expensive, hint), None if nothing is. Embedded schemas are judged separately."""
+def rules_too_expensive(rules: Mapping[str, Rule]) -> tuple[str, str] | None:
+    """(reason, hint) why a grammar is too expensive; None if it is not. Embedded schemas are judged separately."""
     starts = [name for name in (f"0:{START}", f"0:{IGNORED}") if name in rules]
     if any(_is_deep(rules, start) for start in starts):
-        return (f"rules are nested more than {MAX_RULE_DEPTH} deep, or {MOST_STEPS} with parentheses",
+        return (f"rules are nested more than {MAX_RULE_DEPTH} deep, or {MAX_NESTING} with parentheses",
                 "make fewer rules refer to one another")
     parts = sum(token.kind != "mark" for name, rule in rules.items() if not _is_terminal(name) for token in rule.tokens)
-    if parts > MOST_PARTS:
-        return f"its rules have {parts} parts, more than the {MOST_PARTS} allowed", 'put word lists into a terminal, as WORD: "a" | "b"'
-    order = _reached(rules, starts)
+    if parts > MAX_RULE_PARTS:
+        return f"its rules have {parts} parts, more than the {MAX_RULE_PARTS} allowed", 'put word lists into a terminal, as WORD: "a" | "b"'
+    order = _reachable(rules, starts)
     nodes = {name: rules[name].parts(rules) for name in order}
     if (name := find_endless_rule(nodes, order)) is not None:
         return f"the rule {name.partition(':')[2]} never ends: each of its alternatives recurses", ENDLESS_HINT
-    return _too_much_at_once(nodes) if any(token.text in "&~" for rule in rules.values() for token in rule.tokens) else None
+    return _intersections_too_expensive(nodes) if any(token.text in "&~" for rule in rules.values() for token in rule.tokens) else None
 
 
-def _too_much_at_once(nodes: Mapping[str, Node]) -> tuple[str, str] | None:
+def _intersections_too_expensive(nodes: Mapping[str, Node]) -> tuple[str, str] | None:
     """`nodes`: each rule after those it refers to."""
-    known: dict[tuple[str, bool], Size] = {}
+    sizes: dict[tuple[str, bool], Size] = {}
     for name, node in nodes.items():
-        known[name, True], known[name, False] = (_size(node, flipped, known) for flipped in (True, False))
-        size = known[name, False]
-        if size.at_once > MOST_AT_ONCE:
-            return f"{size.at_once} terminals must match at once, more than the {MOST_AT_ONCE} allowed", "combine them into fewer"
-        if size.ways > MOST_WAYS:
-            return (f"combined terminals repeat in {size.ways} ways, more than the {MOST_WAYS} allowed",
+        sizes[name, True], sizes[name, False] = (_size(node, flipped, sizes) for flipped in (True, False))
+        size = sizes[name, False]
+        if size.at_once > MAX_INTERSECTED:
+            return f"{size.at_once} terminals must match at once, more than the {MAX_INTERSECTED} allowed", "combine them into fewer"
+        if size.ways > MAX_REPEAT_STATES:
+            return (f"combined terminals repeat in {size.ways} ways, more than the {MAX_REPEAT_STATES} allowed",
                     "combine fewer or shorter ones with &")
     return None
 
@@ -61,56 +61,55 @@ def _is_terminal(name: str) -> bool:
 def _is_deep(rules: Mapping[str, Rule], start: str) -> bool:
     """Each rule is visited once, in both orders, because llguidance's order is not known."""
     for step in (1, -1):
-        met: set[str] = set()
-        left = [(start, 1, 1)]
-        while left:
-            name, depth, steps = left.pop()
-            if depth > MAX_RULE_DEPTH or steps > MOST_STEPS:
+        seen: set[str] = set()
+        pending = [(start, 1, 1)]
+        while pending:
+            name, depth, steps = pending.pop()
+            if depth > MAX_RULE_DEPTH or steps > MAX_NESTING:
                 return True
-            if name not in met:
-                met.add(name)
-                left += [(other, depth + 1, steps + more) for other, more in [*rules[name].deeper(rules)][::step]]
+            if name not in seen:
+                seen.add(name)
+                pending += [(other, depth + 1, steps + more) for other, more in [*rules[name].references(rules)][::step]]
     return False
 
 
-def _reached(rules: Mapping[str, Rule], starts: list[str]) -> list[str]:
+def _reachable(rules: Mapping[str, Rule], starts: list[str]) -> list[str]:
     """The reachable rules, each after those it refers to."""
-    found: dict[str, None] = {}
-    met = set(starts)
-    left = [(name, iter([*rules[name].deeper(rules)])) for name in starts]
-    while left:
-        name, inner = left[-1]
-        other = next((each for each, _ in inner if each not in met), None)
-        if other is None:
-            found[name] = None
-            left.pop()
+    result: dict[str, None] = {}
+    seen = set(starts)
+    pending = [(name, iter([*rules[name].references(rules)])) for name in starts]
+    while pending:
+        name, references = pending[-1]
+        next_rule = next((each for each, _ in references if each not in seen), None)
+        if next_rule is None:
+            result[name] = None
+            pending.pop()
         else:
-            met.add(other)
-            left.append((other, iter([*rules[other].deeper(rules)])))
-    return [*found]
+            seen.add(next_rule)
+            pending.append((next_rule, iter([*rules[next_rule].references(rules)])))
+    return [*result]
 
 
 @dataclass(frozen=True)
 class Size:
-    """How many terminals are intersected, the product of their repeat lengths, the repeat length of a single one, and the number of
-    characters without repeat."""
+    """The size of a terminal's automaton."""
 
-    at_once: int = 1
-    ways: int = 1
-    round: int = 1
-    characters: int = 1
+    at_once: int = 1  # terminals that are intersected
+    ways: int = 1  # product of their repeat lengths
+    round: int = 1  # length of the longest repeated part
+    characters: int = 1  # without repeats
 
 
-def _size(node: Node, flipped: bool, known: Mapping[tuple[str, bool], Size]) -> Size:
-    """`flipped`: for the complement."""
+def _size(node: Node, complement: bool, sizes: Mapping[tuple[str, bool], Size]) -> Size:
+    """The size of a syntax tree, or of its complement."""
     if node.kind == "rule":
-        return known.get((node.text, flipped), Size())  # none yet: it recurs, and is no terminal
+        return sizes.get((node.text, complement), Size())  # not known yet if the rule is recursive, and then it is no terminal
     if node.kind == "text":
         return _size_of_regex(node.text[1 : node.text.rfind("/")]) if node.text.startswith("/") else Size(characters=len(node.text))
-    inner = [_size(part, flipped != (node.kind == "not"), known) for part in node.parts] or [Size()]
+    parts = [_size(part, complement != (node.kind == "not"), sizes) for part in node.parts] or [Size()]
     at_once, ways, rounds, characters = (
-        [getattr(each, name) for each in inner] for name in ("at_once", "ways", "round", "characters"))
-    if node.kind == ("one" if flipped else "and"):
+        [getattr(each, name) for each in parts] for name in ("at_once", "ways", "round", "characters"))
+    if node.kind == ("one" if complement else "and"):
         whole = math.prod(rounds)
         return Size(sum(at_once), max(*ways, whole), whole, max(characters))
     length, longest = (max if node.kind == "one" else sum)(characters), max(rounds)
@@ -121,7 +120,8 @@ def _size(node: Node, flipped: bool, known: Mapping[tuple[str, bool], Size]) -> 
 
 
 def _size_of_regex(text: str) -> Size:
-    longest, groups, last = 1, [(0, 0)], 0  # of each group that is open the characters of its alternative, and of the longest before
+    groups = [(0, 0)]  # per open group: characters of the current alternative, and of the longest one before it
+    longest, last = 1, 0
     for found in REGEX.finditer(text):
         token, (length, before) = found[0], groups[-1]
         if token.startswith("("):

@@ -1,9 +1,13 @@
-"""What a constraint costs to prepare where llguidance has no limit of its own, judged from its text before a minute, a gigabyte or the
-program's stack is spent.
+"""Limits on JSON schemas that are too expensive for llguidance to compile, where it has no limit of its own.
 
-`multipleOf` (multiple_of.py): multiples are recognised digit by digit through remainders, one state each; where two must hold at once, or
-either may, one state for each pair. Patterns: whether any text matches all of them takes twice the time with each more, and patterns of
-property names are checked against one another. Nesting: the library recurses on the program's stack, and an overflow kills the process.
+A schema is judged from its text, before compiling it takes minutes, gigabytes or the program's stack. The expensive parts:
+
+- `multipleOf` (multiple_of.py): multiples are recognised digit by digit through remainders, one state each; where two apply to one value,
+  as in allOf or anyOf, there is one state per pair.
+- Patterns: each further one doubles the time to find out whether any text matches all of them; patterns of property names are checked
+  against one another.
+- Nesting: the library recurses on the program's stack, and an overflow kills the process.
+
 Costs of plain grammars are in grammar_cost.py.
 """
 
@@ -14,296 +18,306 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import TypeVar
 from urllib.parse import unquote
 
-from .grammar_cost import too_much_of_rules
-from .lark_notation import rules_of
-from .multiple_of import MOST_BOUNDED, MOST_REMAINDERS, MULTIPLE, are_bounded, is_number, remainders, states_of
+from .grammar_cost import rules_too_expensive
+from .lark_notation import parse_rules
+from .multiple_of import MAX_BOUNDED_REMAINDERS, MAX_REMAINDERS, MULTIPLE, are_bounded, is_number, num_states, remainders
 from .number_bounds import inexact_number
 
 SMALLER_MULTIPLES = "leave it out, use a smaller one, or the type integer with a narrow range"
-MOST_SHOWN = 10**18  # of a count; Python writes none of thousands of digits
-PATTERN, MOST_PATTERNS = "pattern", 16  # 20 take a second, 24 half a minute
-MOST_KEYS = 100  # patternProperties of one object, each held against each other: 400 take 22 s
-MOST_OPTIONAL = 4000  # properties that may be left out: a second, and four times that for twice as many
-MOST_NODES = 1000  # schemas in one another: the 8 MB of a stack end at 1,800
-LEAST_INTEGER = -(2**63) + 1024  # whole numbers between two bounds that both are below what 64 bits hold take the whole stack
-MOST_STEPS = 150_000  # in looking for what a value must fit, half a second; beyond, numbers are taken together, all else apart
-MOST_WAYS = 100  # of choosing among alternatives that are told apart; beyond, they are taken together
+MAX_SHOWN_COUNT = 10**18  # larger counts are not printed: Python refuses to convert thousands of digits
+PATTERN, MAX_PATTERNS = "pattern", 16  # that one string must match: 20 take a second, 24 half a minute
+MAX_PATTERN_PROPERTIES = 100  # of one object: the cost is quadratic, 400 take 22 s
+MAX_OPTIONAL_PROPERTIES = 4000  # of one object: these take a second, and the cost is quadratic
+MAX_SCHEMA_DEPTH = 1000  # an 8 MB stack overflows at 1,800
+MIN_UPPER_BOUND = -(2**63) + 1024  # integers whose bounds are both below the 64-bit range overflow the stack
+MAX_SEARCH_STEPS = 150_000  # of `_schemas_by_value`, half a second; beyond, all multiples are combined and other costs are per schema
+MAX_CHOICES = 100  # among the alternatives of one value that are judged separately; beyond, alternatives are combined
+# JSON Schema keywords, by what their value is
 ALTERNATIVES = ("anyOf", "oneOf")
-JOINING = ("allOf", *ALTERNATIVES)
-LISTS = (*JOINING, "prefixItems", "items")
-SINGLE = ("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "contains", "propertyNames",
-          "not", "if", "then", "else")
-NAMED = ("properties", "patternProperties", "dependentSchemas")
+COMBINING_KEYWORDS = ("allOf", *ALTERNATIVES)
+LIST_KEYWORDS = (*COMBINING_KEYWORDS, "prefixItems", "items")  # a list of schemas
+SCHEMA_KEYWORDS = ("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "contains",
+                   "propertyNames", "not", "if", "then", "else")  # one schema
+MAP_KEYWORDS = ("properties", "patternProperties", "dependentSchemas")  # schemas by name
 Node = TypeVar("Node")
 
 
 def too_expensive(grammar: str) -> tuple[str, str] | None:
-    """(what of a grammar is too expensive, hint), None if nothing is. `grammar` is in llguidance's format."""
+    """(reason, hint) why a grammar in llguidance's format is too expensive; None if it is not."""
     for part in _parts(grammar):
-        found = schema_too_expensive(part.get("json_schema")) or _too_much_of_lark(str(part.get("lark_grammar") or ""))
-        if found is not None:
-            return found
+        reason = schema_too_expensive(part.get("json_schema")) or _lark_too_expensive(str(part.get("lark_grammar") or ""))
+        if reason is not None:
+            return reason
     return None
 
 
 def _parts(grammar: str) -> list[dict[str, object]]:
-    """What is not JSON is plain Lark."""
+    """The grammars within a grammar in llguidance's JSON format; any other text is one Lark grammar."""
     if not grammar.lstrip().startswith("{"):
         return [{"lark_grammar": grammar}]
     try:
-        return [each for each in _list(json.loads(grammar), "grammars") if isinstance(each, dict)]
+        return [part for part in _list(json.loads(grammar), "grammars") if isinstance(part, dict)]
     except RecursionError:  # the library refuses that too
         return []
     except ValueError:
         return [{"lark_grammar": grammar}]
 
 
-def _too_much_of_lark(text: str) -> tuple[str, str] | None:
-    rules = rules_of(text)
+def _lark_too_expensive(text: str) -> tuple[str, str] | None:
+    rules = parse_rules(text)
     schemas = [token.value for rule in rules.values() for token in rule.tokens if token.text == "%json"]
     for schema in schemas:
-        if (said := schema_too_expensive(schema)) is not None:
-            return said
-    if (count := sum({most_remainders(schema) for schema in schemas})) > MOST_REMAINDERS:
-        return f"multipleOf in its schemas needs {_shown(count)} remainders, more than the {MOST_REMAINDERS} allowed", SMALLER_MULTIPLES
-    return too_much_of_rules(rules)
+        if (reason := schema_too_expensive(schema)) is not None:
+            return reason
+    if (count := sum({max_remainders(schema) for schema in schemas})) > MAX_REMAINDERS:
+        return f"multipleOf in its schemas needs {_shown(count)} remainders, more than the {MAX_REMAINDERS} allowed", SMALLER_MULTIPLES
+    return rules_too_expensive(rules)
 
 
 def schema_too_expensive(schema: object) -> tuple[str, str] | None:
-    """As `too_expensive`, for one schema."""
+    """(reason, hint) why a schema is too expensive; None if it is not."""
     if _is_deep(schema):
-        return f"schemas are nested more than {MOST_NODES} deep", "make fewer of $defs refer to one another"
-    if (bound := next(_too_low(schema), None)) is not None:
+        return f"schemas are nested more than {MAX_SCHEMA_DEPTH} deep", "make fewer of $defs refer to one another"
+    if (bound := next(_bounds_below_64_bits(schema), None)) is not None:
         return f"the upper bound {bound} is below the 64-bit range", "leave it out, or use a larger one"
-    if (named := inexact_number(schema)) is not None:
-        return f"{named} cannot be represented exactly", "make it a string, or allow any number there"
-    if (said := _too_much_of_multiples(schema)) is not None:
-        return said, SMALLER_MULTIPLES
-    if (patterns := most_patterns(schema)) > MOST_PATTERNS:
-        return f"{patterns} patterns must match at once, more than the {MOST_PATTERNS} allowed", "combine them into fewer patterns"
-    if (keys := _most(schema, lambda node: len(_dict(node, "patternProperties")), MOST_KEYS)) > MOST_KEYS:
-        return f"an object has {keys} patternProperties, more than the {MOST_KEYS} allowed", "combine them into fewer patterns"
-    if (optional := _most(schema, _optional, MOST_OPTIONAL)) > MOST_OPTIONAL:
-        return f"an object has {optional} optional properties, more than the {MOST_OPTIONAL} allowed", "make more of them required"
+    if (number := inexact_number(schema)) is not None:
+        return f"{number} cannot be represented exactly", "make it a string, or allow any number there"
+    if (reason := _multiples_too_expensive(schema)) is not None:
+        return reason, SMALLER_MULTIPLES
+    if (patterns := max_patterns(schema)) > MAX_PATTERNS:
+        return f"{patterns} patterns must match at once, more than the {MAX_PATTERNS} allowed", "combine them into fewer patterns"
+    limit = MAX_PATTERN_PROPERTIES
+    if (keys := _max_per_value(schema, lambda node: len(_dict(node, "patternProperties")), limit)) > limit:
+        return f"an object has {keys} patternProperties, more than the {limit} allowed", "combine them into fewer patterns"
+    limit = MAX_OPTIONAL_PROPERTIES
+    if (optional := _max_per_value(schema, _num_optional, limit)) > limit:
+        return f"an object has {optional} optional properties, more than the {limit} allowed", "make more of them required"
     return None
 
 
-def without_slow(schema: Mapping[str, object]) -> Mapping[str, object]:
-    """The schema without the number and string keywords that are too expensive, for constraints that are best effort."""
-    if _is_deep(schema):  # which is refused
+def without_slow_keywords(schema: Mapping[str, object]) -> Mapping[str, object]:
+    """The schema without multipleOf or patterns if these are too expensive, for constraints that are best effort."""
+    if _is_deep(schema):  # `schema_too_expensive` refuses it
         return schema
-    slow = {MULTIPLE} if _too_much_of_multiples(schema) else set()
-    slow |= {PATTERN} if most_patterns(schema) > MOST_PATTERNS else set()
+    slow = {MULTIPLE} if _multiples_too_expensive(schema) else set()
+    slow |= {PATTERN} if max_patterns(schema) > MAX_PATTERNS else set()
     if not slow:
         return schema
     return json.loads(json.dumps(schema), object_hook=lambda part: {
         key: each for key, each in part.items() if key not in slow or isinstance(each, dict)})
 
 
-def _too_much_of_multiples(schema: object) -> str | None:
-    if (count := most_remainders(schema)) > MOST_REMAINDERS:
-        return f"multipleOf needs {_shown(count)} remainders, more than the {MOST_REMAINDERS} allowed"
-    if remainders(_multiples(_dicts(schema))) <= MOST_BOUNDED:
+def _multiples_too_expensive(schema: object) -> str | None:
+    if (count := max_remainders(schema)) > MAX_REMAINDERS:
+        return f"multipleOf needs {_shown(count)} remainders, more than the {MAX_REMAINDERS} allowed"
+    if remainders(_multiples(_all_objects(schema))) <= MAX_BOUNDED_REMAINDERS:
         return None
-    bounded = [said for said in _places(schema) or [[*_dicts(schema)]] if are_bounded(said)]
-    if (count := max((remainders(_multiples(said)) for said in bounded), default=0)) > MOST_BOUNDED:
-        return f"multipleOf needs {_shown(count)} remainders, more than the {MOST_BOUNDED} allowed with bounds"
+    bounded = [schemas for schemas in _schemas_by_value(schema) or [[*_all_objects(schema)]] if are_bounded(schemas)]
+    if (count := max((remainders(_multiples(schemas)) for schemas in bounded), default=0)) > MAX_BOUNDED_REMAINDERS:
+        return f"multipleOf needs {_shown(count)} remainders, more than the {MAX_BOUNDED_REMAINDERS} allowed with bounds"
     return None
 
 
 def _shown(count: int) -> str:
-    return str(count) if count < MOST_SHOWN else "10^18 and more"
+    return str(count) if count < MAX_SHOWN_COUNT else "10^18 and more"
 
 
-def most_remainders(schema: object) -> int:
-    """The largest product of remainder states over the places of a value. Powers of ten are free (but not powers of two or five alone:
-    2**24 took minutes); what is combined at one place (allOf, anyOf, oneOf, $ref and siblings) multiplies."""
-    every = _multiples(_dicts(schema))
-    whole = remainders(every)
-    if whole <= MOST_REMAINDERS and sum({remainders([each]) for each in every}) <= MOST_REMAINDERS:  # nothing that can come is more
-        return states_of(whole)
-    places = _places(schema)
-    if places is None:
-        return whole
-    return sum({states_of(remainders(_multiples(said))) for said in places} - {1}) or 1
+def max_remainders(schema: object) -> int:
+    """Remainder states that the multiples in a schema need.
+
+    Multiples that apply to the same value (allOf, anyOf, oneOf, $ref and siblings) combine: their states multiply. Powers of ten are free,
+    but not powers of two or five alone: 2**24 took minutes."""
+    multiples = _multiples(_all_objects(schema))
+    product = remainders(multiples)
+    if product <= MAX_REMAINDERS and sum({remainders([multiple]) for multiple in multiples}) <= MAX_REMAINDERS:
+        # no combination can exceed the limit: the search is not worth its time
+        return num_states(product)
+    by_value = _schemas_by_value(schema)
+    if by_value is None:
+        return product
+    return sum({num_states(remainders(_multiples(schemas))) for schemas in by_value} - {1}) or 1
 
 
-def _multiples(said: Iterable[dict]) -> list[float]:
-    return [node[MULTIPLE] for node in said if is_number(node.get(MULTIPLE)) and node[MULTIPLE]]
+def _multiples(schemas: Iterable[dict]) -> list[float]:
+    return [node[MULTIPLE] for node in schemas if is_number(node.get(MULTIPLE)) and node[MULTIPLE]]
 
 
-def most_patterns(schema: object) -> int:
-    """The most patterns that one string must match."""
-    every = sum(isinstance(node.get(PATTERN), str) for node in _dicts(schema))
-    if every <= MOST_PATTERNS:
-        return every
-    places = _places(schema) or ([node] for node in _dicts(schema))
-    return max((_at_once(said, schema) for said in places), default=0)
+def max_patterns(schema: object) -> int:
+    """The largest number of patterns that one string must match."""
+    total = sum(isinstance(node.get(PATTERN), str) for node in _all_objects(schema))
+    if total <= MAX_PATTERNS:
+        return total
+    by_value = _schemas_by_value(schema) or ([node] for node in _all_objects(schema))
+    return max((_num_patterns_at_once(schemas, schema) for schemas in by_value), default=0)
 
 
-def _too_low(schema: object) -> Iterator[float]:
-    for node in _dicts(schema):
+def _bounds_below_64_bits(schema: object) -> Iterator[float]:
+    for node in _all_objects(schema):
         for value in (node.get("maximum"), node.get("exclusiveMaximum")):
-            if isinstance(value, int | float) and not isinstance(value, bool) and value < LEAST_INTEGER:
+            if isinstance(value, int | float) and not isinstance(value, bool) and value < MIN_UPPER_BOUND:
                 yield value
 
 
-def _optional(node: dict) -> int:
+def _num_optional(node: dict) -> int:
     return len(_dict(node, "properties")) - len(_list(node, "required"))
 
 
-def _most(schema: object, count: Callable[[dict], int], most: int) -> int:
-    """The largest count over the schemas of one place; beyond `most` the exact number does not matter."""
-    every = sum(max(0, count(node)) for node in _dicts(schema))
-    if every <= most:
-        return every
-    places = _places(schema) or ([node] for node in _dicts(schema))
-    return max((sum(max(0, count(node)) for node in said) for said in places), default=0)
+def _max_per_value(schema: object, count: Callable[[dict], int], limit: int) -> int:
+    """The largest sum of `count` over the schemas that apply to one value. Up to `limit` it is only an upper bound."""
+    total = sum(max(0, count(node)) for node in _all_objects(schema))
+    if total <= limit:
+        return total
+    by_value = _schemas_by_value(schema) or ([node] for node in _all_objects(schema))
+    return max((sum(max(0, count(node)) for node in schemas) for schemas in by_value), default=0)
 
 
-def _at_once(said: list[dict], root: object) -> int:
-    """The schemas of one place that are matched together, alternatives apart."""
+def _num_patterns_at_once(schemas: list[dict], root: object) -> int:
+    """The number of patterns that are matched together for one value: of alternatives only the largest counts."""
     counted: dict[int, int] = {}
 
     def count(node: object) -> int:
         if not isinstance(node, dict) or id(node) in counted:
             return 0
-        counted[id(node)] = 0  # one that names itself, or that is named twice
-        others = [each for key in ALTERNATIVES for each in [_list(node, key)] if each]
-        return (isinstance(node.get(PATTERN), str) + sum(map(count, _list(node, "allOf"))) + count(_target(node, root))
-                + sum(max(map(count, each)) for each in others))
+        counted[id(node)] = 0  # a schema that refers to itself, or is referred to twice, counts once
+        alternatives = [part for key in ALTERNATIVES for part in [_list(node, key)] if part]
+        return (isinstance(node.get(PATTERN), str) + sum(map(count, _list(node, "allOf"))) + count(_ref_target(node, root))
+                + sum(max(map(count, part)) for part in alternatives))
 
-    inner = {id(each) for node in said for key in JOINING for each in _list(node, key)} | {id(_target(node, root)) for node in said}
+    nested = {id(part) for node in schemas for key in COMBINING_KEYWORDS for part in _list(node, key)}
+    nested |= {id(_ref_target(node, root)) for node in schemas}
     try:
-        return sum(count(node) for node in said if id(node) not in inner)
-    except RecursionError:  # hundreds in one another
-        return sum(isinstance(node.get(PATTERN), str) for node in said)
+        return sum(count(node) for node in schemas if id(node) not in nested)
+    except RecursionError:  # hundreds of nested schemas
+        return sum(isinstance(node.get(PATTERN), str) for node in schemas)
 
 
-def _places(schema: object) -> list[list[dict]] | None:
-    """For each place of a value, the schemas that apply; None if that takes too long to find."""
-    found, left, met, steps = [], [[schema]], set(), 0
-    while left:
-        group = left.pop()
+def _schemas_by_value(schema: object) -> list[list[dict]] | None:
+    """For each value that the schema describes, all schemas that apply to it; None if that takes too long to find."""
+    result, pending, seen, steps = [], [[schema]], set(), 0
+    while pending:
+        group = pending.pop()
         key = frozenset(map(id, group))
-        if key in met:
+        if key in seen:
             continue
-        met.add(key)
-        said, open_, here = [], [*group], set()
-        while open_:
+        seen.add(key)
+        schemas, unread, ids = [], [*group], set()
+        while unread:
             steps += 1
-            node = open_.pop()
-            if isinstance(node, dict) and id(node) not in here:
-                here.add(id(node))
-                said.append(node)
-                open_ += [each for key in JOINING for each in _list(node, key)]
-                open_.append(_target(node, schema))
-        found.append(said)
-        for ways in _ways(group, schema) or [said]:
-            for inner in _inner(ways):
-                steps += len(inner)
-                if steps > MOST_STEPS:
+            node = unread.pop()
+            if isinstance(node, dict) and id(node) not in ids:
+                ids.add(id(node))
+                schemas.append(node)
+                unread += [each for key in COMBINING_KEYWORDS for each in _list(node, key)]
+                unread.append(_ref_target(node, schema))
+        result.append(schemas)
+        for choices in _alternative_choices(group, schema) or [schemas]:
+            for subvalue in _subvalues(choices):
+                steps += len(subvalue)
+                if steps > MAX_SEARCH_STEPS:
                     return None
-                left.append(inner)
-    return found
+                pending.append(subvalue)
+    return result
 
 
-def _ways(group: list[object], root: object) -> list[list[dict]]:
-    """The schemas that a value must match, once per choice among alternatives, because parts of different alternatives are not matched
+def _alternative_choices(group: list[object], root: object) -> list[list[dict]]:
+    """The schemas that a value must match, for every choice among alternatives, since parts of different alternatives are not matched
     together. Empty if there are too many choices."""
-    made: list[list[dict]] = []
-    left: list[tuple[list[dict], list[object], list[list[object]]]] = [([], group, [])]
-    while left:  # each with what is said, what is to be read, and the choices that are to be made
-        if len(left) + len(made) > MOST_WAYS:
+    result: list[list[dict]] = []
+    pending: list[tuple[list[dict], list[object], list[list[object]]]] = [([], group, [])]
+    while pending:  # (schemas that apply, schemas still to be read, lists of alternatives still to be chosen from)
+        if len(pending) + len(result) > MAX_CHOICES:
             return []
-        said, open_, choices = ([*each] for each in left.pop())
-        here = set(map(id, said))
-        while open_:
-            node = open_.pop()
-            if isinstance(node, dict) and id(node) not in here:
-                here.add(id(node))
-                said.append(node)
-                open_ += [*_list(node, "allOf"), _target(node, root)]
+        schemas, unread, choices = ([*each] for each in pending.pop())
+        ids = set(map(id, schemas))
+        while unread:
+            node = unread.pop()
+            if isinstance(node, dict) and id(node) not in ids:
+                ids.add(id(node))
+                schemas.append(node)
+                unread += [*_list(node, "allOf"), _ref_target(node, root)]
                 choices += [each for key in ALTERNATIVES for each in [_list(node, key)] if each]
         if choices:
-            left += [(said, [each], choices[:-1]) for each in choices[-1]]
+            pending += [(schemas, [each], choices[:-1]) for each in choices[-1]]
         else:
-            made.append(said)
-    return made
+            result.append(schemas)
+    return result
 
 
-def _inner(said: list[dict]) -> Iterator[list[object]]:
-    """The subschemas of each property, of other properties, of each item."""
-    own, by_pattern = ([_dict(node, key) for node in said] for key in NAMED[:2])
-    others = [node.get("additionalProperties") for node in said]
-    patterned = [each for mine in by_pattern for each in mine.values()]
-    for name in dict.fromkeys(name for mine in own for name in mine):
-        yield [mine.get(name, other) for mine, other in zip(own, others, strict=True)] + patterned
-    yield others + patterned
-    first = [_list(node, "prefixItems") or _list(node, "items") for node in said]
-    rest = [node.get("additionalItems" if isinstance(node.get("items"), list) else "items") for node in said]
-    for place in range(max(map(len, first), default=0)):
-        yield [mine[place] if place < len(mine) else other for mine, other in zip(first, rest, strict=True)]
-    yield rest
+def _subvalues(schemas: list[dict]) -> Iterator[list[object]]:
+    """For each property, for all other properties, and for each item: the subschemas that apply to it."""
+    properties, by_pattern = ([_dict(node, key) for node in schemas] for key in MAP_KEYWORDS[:2])
+    additional = [node.get("additionalProperties") for node in schemas]
+    by_any_pattern = [each for named in by_pattern for each in named.values()]
+    for name in dict.fromkeys(name for named in properties for name in named):
+        yield [named.get(name, other) for named, other in zip(properties, additional, strict=True)] + by_any_pattern
+    yield additional + by_any_pattern
+    prefixes = [_list(node, "prefixItems") or _list(node, "items") for node in schemas]
+    remaining = [node.get("additionalItems" if isinstance(node.get("items"), list) else "items") for node in schemas]
+    for index in range(max(map(len, prefixes), default=0)):
+        yield [named[index] if index < len(named) else other for named, other in zip(prefixes, remaining, strict=True)]
+    yield remaining
 
 
-def _deepest(start: Node, within: Callable[[Node], Iterable[Node]], key: Callable[[Node], Hashable], most: int) -> int:
-    """The nesting depth, each node visited once, in both orders; stops above `most`."""
+def _deepest(start: Node, children: Callable[[Node], Iterable[Node]], key: Callable[[Node], Hashable], limit: int) -> int:
+    """The nesting depth of a graph; the search ends above `limit`. Each node is visited once, in both orders of its children."""
     deepest = 0
     for step in (1, -1):
-        met, left = set(), [(start, 1)]
-        while left:
-            node, depth = left.pop()
-            if key(node) in met:
+        seen, pending = set(), [(start, 1)]
+        while pending:
+            node, depth = pending.pop()
+            if key(node) in seen:
                 continue
-            met.add(key(node))
+            seen.add(key(node))
             deepest = max(deepest, depth)
-            if deepest > most:
+            if deepest > limit:
                 return deepest
-            left += [(each, depth + 1) for each in [*within(node)][::step]]
+            pending += [(child, depth + 1) for child in [*children(node)][::step]]
     return deepest
 
 
 def _is_deep(schema: object) -> bool:
-    return _deepest(schema, lambda node: [each for each in _within(node, schema) if isinstance(each, dict)], id, MOST_NODES) > MOST_NODES
+    def children(node: object) -> list[dict]:
+        return [each for each in _subschemas(node, schema) if isinstance(each, dict)]
+
+    return _deepest(schema, children, id, MAX_SCHEMA_DEPTH) > MAX_SCHEMA_DEPTH
 
 
-def _within(node: object, root: object) -> Iterator[object]:
+def _subschemas(node: object, root: object) -> Iterator[object]:
     """Direct subschemas."""
     if not isinstance(node, dict):
         return
-    for key in LISTS:
+    for key in LIST_KEYWORDS:
         yield from _list(node, key)
-    for key in SINGLE:
+    for key in SCHEMA_KEYWORDS:
         yield node.get(key)
-    for key in NAMED:
+    for key in MAP_KEYWORDS:
         yield from _dict(node, key).values()
-    yield _target(node, root)
+    yield _ref_target(node, root)
 
 
-def _target(node: dict, root: object) -> object:
+def _ref_target(node: dict, root: object) -> object:
     """The target of a local $ref; None if there is none."""
     reference = node.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    found = root
+    target = root
     for step in unquote(reference[1:]).split("/")[1:]:
         step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-            found = found[int(step)]
+        if isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+            target = target[int(step)]
         else:
-            found = found.get(step) if isinstance(found, dict) else None
-    return found
+            target = target.get(step) if isinstance(target, dict) else None
+    return target
 
 
-def _dicts(schema: object) -> Iterator[dict]:
+def _all_objects(schema: object) -> Iterator[dict]:
     """All objects in it, whether schemas or not."""
-    left = [schema]
-    while left:
-        part = left.pop()
+    pending = [schema]
+    while pending:
+        part = pending.pop()
         if isinstance(part, dict):
             yield part
-        left += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        pending += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
 
 
 def _list(node: dict, key: str) -> list[object]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .multiple_of import multiples_listed
-from .number_bounds import clamped, copied, objects
+from .multiple_of import list_multiples
+from .number_bounds import clamped, deep_copy, objects
 
 
 def rewritten(schema: Mapping[str, object]) -> Mapping[str, object]:
     """An equivalent schema that llguidance reads correctly."""
-    return multiples_listed(clamped(_without_idle(schema)))
+    return list_multiples(clamped(_without_idle(schema)))
 
 
 def _without_idle(schema: Mapping[str, object]) -> Mapping[str, object]:
     """Drop `additionalItems` where it has no effect: beside `prefixItems` llguidance misreads both."""
     if not any(map(_is_idle, objects(schema))):
         return schema
-    made = copied(schema)
+    made = deep_copy(schema)
     for node in filter(_is_idle, objects(made)):
         del node["additionalItems"]
     return made

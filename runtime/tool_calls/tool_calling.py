@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import UsageError
 from ..constraints.constraint import Constraint, lark_constraint
-from ..constraints.schema_cost import without_slow
+from ..constraints.schema_cost import without_slow_keywords
 from ..constraints.schema_rewrites import rewritten
 from ..templates.template import TemplateError
 from ..tokenizer import Tokenizer
@@ -136,4 +136,5 @@ class ToolCalling:
 
 def _closed(tool: Message) -> Message:
     """A tool with a closed parameter schema."""
-    return {**tool, "function": {**tool["function"], "parameters": closed_schema(without_slow(rewritten(tool["function"]["parameters"])))}}
+    parameters = closed_schema(without_slow_keywords(rewritten(tool["function"]["parameters"])))
+    return {**tool, "function": {**tool["function"], "parameters": parameters}}
