@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from effllm import UsageError
 from effllm.cli.server.custom_tools import function_of, input_of, regex_grammar
 from effllm.cli.server.problems import Problem
-from effllm.runtime.tool_calls.free_text import FREE, arguments, before, within_json
+from effllm.runtime.tool_calls.free_text import TEXT_ARGUMENT, arguments_grammar, grammar_until, json_escaped_grammar
 
 LIST = """// what a person would write down
 start: title item+ end?
@@ -55,7 +55,7 @@ def takes(grammar: str, text: str) -> bool:
 @example(r".+", "\n")
 def test_a_pattern_takes_within_json_what_it_takes_outside(pattern: str, text: str) -> None:
     grammar = regex_grammar(pattern)
-    assert takes(within_json(grammar), json.dumps(text, ensure_ascii=False)[1:-1]) == takes(grammar, text)
+    assert takes(json_escaped_grammar(grammar), json.dumps(text, ensure_ascii=False)[1:-1]) == takes(grammar, text)
 
 
 @pytest.mark.parametrize(("text", "is_right"), [
@@ -63,36 +63,37 @@ def test_a_pattern_takes_within_json_what_it_takes_outside(pattern: str, text: s
     ('# foxes\n- a "b\n', False), ("# foxes\n- a\nthe end\n- b\n", False)])
 def test_a_grammar_of_lines_takes_within_json_what_it_takes_outside(text: str, is_right: bool) -> None:
     """A line may have quotes and backslashes before it ends: what ends it looks like them at first."""
-    call = f"start: {arguments({'grammar': LIST}, {})}"
-    assert takes(call, json.dumps({FREE: text})) == takes(call, json.dumps({FREE: text}, separators=(",", ":"))) == is_right
+    call = f"start: {arguments_grammar({'grammar': LIST}, {})}"
+    spaced, compact = json.dumps({TEXT_ARGUMENT: text}), json.dumps({TEXT_ARGUMENT: text}, separators=(",", ":"))
+    assert takes(call, spaced) == takes(call, compact) == is_right
 
 
 def test_rules_that_go_round_are_held_where_no_two_letters_are_written_otherwise() -> None:
     for text, is_right in (("(1+2)-3", True), ("(1+2", False), ("1 + 2", False)):
-        assert takes(within_json(SUMS), text) == is_right
-    assert within_json(QUOTED) is None and within_json("start: A\n%ignore /[ \\n\"]+/\nA: \"a\"") is None
-    assert arguments({"grammar": QUOTED, "parameters": {"type": "object"}}, {}).startswith("%json ")
+        assert takes(json_escaped_grammar(SUMS), text) == is_right
+    assert json_escaped_grammar(QUOTED) is None and json_escaped_grammar("start: A\n%ignore /[ \\n\"]+/\nA: \"a\"") is None
+    assert arguments_grammar({"grammar": QUOTED, "parameters": {"type": "object"}}, {}).startswith("%json ")
 
 
 def test_what_would_be_too_much_as_one_terminal_is_left_to_the_model() -> None:
     doubled = "".join(f"a{at}: a{at + 1} a{at + 1}\n" for at in range(24))
-    assert within_json(f'start: a0\n{doubled}a24: "x" /[^"]/') is None
-    assert takes(within_json('start: a\na: b b\nb: "x" LF\n%import common.LF'), "x\\nx\\n")
+    assert json_escaped_grammar(f'start: a0\n{doubled}a24: "x" /[^"]/') is None
+    assert takes(json_escaped_grammar('start: a\na: b b\nb: "x" LF\n%import common.LF'), "x\\nx\\n")
 
 
 @given(st.sampled_from(PATTERNS), st.text(st.sampled_from('ab xB"\\\n/1]</p>'), max_size=8), st.sampled_from(("\n</p>", "</p>", "\n", "")))
 def test_a_pattern_takes_before_a_mark_what_it_takes_alone(pattern: str, text: str, end: str) -> None:
     """Behind a mark in letters no more may come, so these are nowhere in the text; one that is a token is in no text."""
     grammar = regex_grammar(pattern)
-    assert takes(before(grammar, end, True), text + end) == takes(grammar, text)
+    assert takes(grammar_until(grammar, end, True), text + end) == takes(grammar, text)
     if end:
-        assert takes(before(grammar, end, False), text + end) == (takes(grammar, text) and (text + end).find(end) == len(text))
+        assert takes(grammar_until(grammar, end, False), text + end) == (takes(grammar, text) and (text + end).find(end) == len(text))
 
 
 def test_a_grammar_of_lines_before_a_mark() -> None:
     for text, is_right in (("# abc\n- abc\n", True), ('# abc\n- abc "q"\n', True), ("# abc\n", False), ("# abc\n- </p>\n", False)):
-        assert takes(before(LIST, "</p>", False), text + "</p>") == is_right
-    assert before(SUMS, "</p>", False) is None and before("start: A\n%ignore /[ ]+/\nA: \"a\"", "</p>", True) is None
+        assert takes(grammar_until(LIST, "</p>", False), text + "</p>") == is_right
+    assert grammar_until(SUMS, "</p>", False) is None and grammar_until("start: A\n%ignore /[ ]+/\nA: \"a\"", "</p>", True) is None
 
 
 @pytest.mark.parametrize(("grammar", "words"), [
@@ -102,7 +103,7 @@ def test_a_grammar_of_lines_before_a_mark() -> None:
     ("start: /[z-a]/", "not a valid character class"), ('start: "\\x"', "is not text")])
 def test_what_is_not_read_says_so(grammar: str, words: str) -> None:
     with pytest.raises(UsageError, match=words) as raised:
-        within_json(grammar)
+        json_escaped_grammar(grammar)
     assert raised.value.hint
 
 

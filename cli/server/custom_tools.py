@@ -10,11 +10,12 @@ from typing import Any
 from ... import EffllmError
 from ...runtime.constraints.constraint import lark_constraint
 from ...runtime.tool_calls.cursor import Mismatch, parse_json
-from ...runtime.tool_calls.free_text import FREE, within_json
+from ...runtime.tool_calls.free_text import TEXT_ARGUMENT, json_escaped_grammar
 from .problems import Problem, problem_of
 
 CUSTOM = "custom"
-FREE_TEXT_SCHEMA = {"type": "object", "properties": {FREE: {"type": "string"}}, "required": [FREE], "additionalProperties": False}
+FREE_TEXT_SCHEMA = {"type": "object", "properties": {TEXT_ARGUMENT: {"type": "string"}}, "required": [TEXT_ARGUMENT],
+                    "additionalProperties": False}
 SYNTAXES = ("lark", "regex")
 GRAMMAR_DESCRIPTION = "{}Its input has to follow this {}:\n{}"
 SYNTAX_NAMES = {"lark": "grammar in Lark's notation", "regex": "regular expression"}
@@ -33,7 +34,7 @@ def function_of(name: str, description: object, format: object, where: str) -> d
     grammar = text if syntax == "lark" else regex_grammar(text)
     try:
         lark_constraint(grammar, where, SYNTAX_NAMES[syntax])
-        within_json(grammar)
+        json_escaped_grammar(grammar)
     except EffllmError as error:
         raise problem_of(error, where) from error
     prefix = f"{description}\n\n" if description else ""
@@ -76,9 +77,10 @@ def call_of(call: object, where: str) -> object:
     if not is_custom(call):
         return call
     custom = call.get(CUSTOM)
-    if not isinstance(custom, dict) or not isinstance(custom.get("name"), str) or not isinstance(custom.get(FREE), str):
-        raise Problem(400, f"{where}.{CUSTOM} has a name and an {FREE}", param=f"{where}.{CUSTOM}")
-    return {"id": call.get("id"), "type": "function", "function": {"name": custom["name"], "arguments": {FREE: custom[FREE]}}}
+    if not isinstance(custom, dict) or not isinstance(custom.get("name"), str) or not isinstance(custom.get(TEXT_ARGUMENT), str):
+        raise Problem(400, f"{where}.{CUSTOM} has a name and an {TEXT_ARGUMENT}", param=f"{where}.{CUSTOM}")
+    arguments = {TEXT_ARGUMENT: custom[TEXT_ARGUMENT]}
+    return {"id": call.get("id"), "type": "function", "function": {"name": custom["name"], "arguments": arguments}}
 
 
 def input_of(arguments: str) -> str:
@@ -87,5 +89,5 @@ def input_of(arguments: str) -> str:
         value = parse_json(arguments)
     except Mismatch:
         return arguments
-    text = value.get(FREE) if isinstance(value, dict) else None
+    text = value.get(TEXT_ARGUMENT) if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ...runtime.tool_calls.free_text import FREE
+from ...runtime.tool_calls.free_text import TEXT_ARGUMENT
 from .custom_tools import function_of
 from .encrypted_content import decode_summary, replaces_history
 from .message_builder import ASSISTANT, SYSTEM, USER, MessageBuilder, parse_object, text_at
@@ -193,7 +193,7 @@ def _add(builder: MessageBuilder, item: dict[str, Any], where: str) -> None:
         builder.add_text(ROLES[role], texts_of(item.get("content"), f"{where}.content"))
     elif kind in ("function_call", "custom_tool_call"):
         name = ToolNames.inside(item.get("namespace"), text_at(item, "name", where))
-        given = {FREE: text_at(item, FREE, where)} if kind == "custom_tool_call" else \
+        given = {TEXT_ARGUMENT: text_at(item, TEXT_ARGUMENT, where)} if kind == "custom_tool_call" else \
             parse_object(text_at(item, "arguments", where), f"{where}.arguments")
         builder.add_call(text_at(item, "call_id", where), name, given)
     elif kind in OUTPUTS:

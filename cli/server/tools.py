@@ -7,7 +7,7 @@ from typing import Any
 
 from ... import UsageError
 from ...runtime.events import Call
-from ...runtime.tool_calls.free_text import FREE
+from ...runtime.tool_calls.free_text import TEXT_ARGUMENT
 from ...runtime.tool_calls.messages import new_id
 from ...runtime.tool_calls.tool_calling import AUTO, REQUIRED, Tools, tools_of
 from .custom_tools import CUSTOM, in_chat, input_of
@@ -85,7 +85,9 @@ class CallList:
         """Add a call; returns it as part of a message."""
         used_ids = {each["id"] for each in self.calls}
         call_id = call.id if UNIQUE_ID.fullmatch(call.id) and call.id not in used_ids else new_id()
-        body = {"type": CUSTOM, CUSTOM: {"name": call.name, FREE: input_of(call.arguments)}} if call.name in self.custom_tools else \
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        if call.name in self.custom_tools:
+            body = {"type": CUSTOM, CUSTOM: {"name": call.name, TEXT_ARGUMENT: input_of(call.arguments)}}
+        else:
+            body = {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         self.calls.append({"id": call_id, **body})
         return self.calls[-1]

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .call_style import ARGUMENTS, ID, LONG_ID, NAME, CallStyle
-from .free_text import arguments, within_json
+from .free_text import arguments_grammar, json_escaped_grammar
 from .messages import SHORT_ID
-from .tag_grammar import Lark, pattern, tag_rules
+from .tag_grammar import Lark, escape_regex, tag_rules
 
 # What a schema says beyond what can be held to is for the client. A call stands on one line, as templates write it when they tell of it.
 GUIDANCE = {"whitespace_pattern": " ?", "lenient": True}
-FREE = r"/(?s:.)+/"
+ANY_TEXT = r"/(?s:.)+/"
 
 
 class CallGrammar:
@@ -45,7 +45,7 @@ class CallGrammar:
         """Whether free text can be constrained to its grammar. Raises UsageError for unsupported syntax."""
         if self._tags is not None:
             return self._tags.can_constrain_text(grammar, self._lark)
-        return self.constrains_arguments and within_json(grammar) is not None
+        return self.constrains_arguments and json_escaped_grammar(grammar) is not None
 
     @property
     def mark(self) -> str:
@@ -64,7 +64,7 @@ class CallGrammar:
         mark = self.mark
         if mark in self.words:
             return f"start: letters? (call letters?)*\n{self._calls(tools, '')}"
-        return f"start: (lead call)* letters?\nlead[lazy]: /(?s:.*){pattern(mark)}/\n{self._calls(tools, mark)}"
+        return f"start: (lead call)* letters?\nlead[lazy]: /(?s:.*){escape_regex(mark)}/\n{self._calls(tools, mark)}"
 
     def _calls(self, tools: Sequence[Mapping[str, Any]], said: str) -> str:
         """The rule `call` without the text `said` so far, and the rules it refers to."""
@@ -77,14 +77,14 @@ class CallGrammar:
                 lines += self._tags.rules(f"{rule}_args", function["parameters"], self._lark, grammar=function.get("grammar"))
                 parts.append(f"{rule}_args")
             elif self.constrains_arguments:
-                lines.append(f"{rule}_args: {arguments(function, GUIDANCE)}")
+                lines.append(f"{rule}_args: {arguments_grammar(function, GUIDANCE)}")
                 parts += [self._literal(self._between), f"{rule}_args", self._literal(self._behind)]
             else:
                 parts += [self._literal(self._between), "rest"]
             lines.append(f"{rule}: {' '.join(filter(None, parts))}")
         if not self.constrains_arguments:
             lines.append(f"rest: ({' | '.join(['letters', *(f'<[{number}]>' for number in self._marks)])})*")
-        return "\n".join([*lines, f"letters: {FREE}"])
+        return "\n".join([*lines, f"letters: {ANY_TEXT}"])
 
     def _literal(self, text: str) -> str:
         """A text in Lark notation: special tokens by id, characters in quotes; function names as characters."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..tokens.reasoning import ChannelFilter
-from .free_text import arguments, within_json
+from .free_text import arguments_grammar, json_escaped_grammar
 
 CONSTRAIN = "<|constrain|>"
 
@@ -23,7 +23,7 @@ class HarmonyGrammar:
         self._json = f'(" json" | " " <[{words[CONSTRAIN]}]> "json")?' if CONSTRAIN in words else '" json"?'
 
     def can_constrain_text(self, grammar: str) -> bool:
-        return within_json(grammar) is not None
+        return json_escaped_grammar(grammar) is not None
 
     def must_call(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """The grammar of a turn that is a call of one of the tools."""
@@ -45,5 +45,5 @@ class HarmonyGrammar:
             to = json.dumps(f"to=functions.{function['name']}")
             header = f'(" " {to} {self._channel} "commentary" | {self._channel} "commentary " {to})'
             lines += [f"{rule}: {header} {self._json} {self._message} {rule}_args",
-                      f"{rule}_args: {arguments(function, self._guidance)}"]
+                      f"{rule}_args: {arguments_grammar(function, self._guidance)}"]
         return "\n".join(lines)

@@ -18,7 +18,7 @@ from os.path import commonprefix
 from typing import Any
 
 from .call_style import ARGUMENTS
-from .free_text import FREE, before, pattern
+from .free_text import TEXT_ARGUMENT, escape_regex, grammar_until
 from .gemma import QUOTE
 from .schema import kinds_of
 
@@ -57,7 +57,8 @@ class TagRules:
         """Lark rules, `name` being what follows the function's name. `root`: the schema that references in `parameters` resolve in;
         `grammar`: of a free-text tool."""
         if grammar and (text := self._free(grammar, lark)) is not None:
-            return [f"{name}: {lark.literal(self.lead + FREE + self.of_text)} {text} {lark.literal(self.behind.removeprefix(self.end))}"]
+            begin, rest = self.lead + TEXT_ARGUMENT + self.of_text, self.behind.removeprefix(self.end)
+            return [f"{name}: {lark.literal(begin)} {text} {lark.literal(rest)}"]
         properties, required = parameters.get("properties") or {}, {*(parameters.get("required") or ())}
         given = sorted(properties.items()) if self.in_order else properties.items()
         last, literal = len(properties), lark.literal
@@ -82,7 +83,7 @@ class TagRules:
         if self.quote not in ("", QUOTE) or not ending or self.quote and not mark:
             return None
         end = ending[: ending.index(mark)] if mark else ending
-        if (inner := before(grammar, end, mark is not None)) is None:
+        if (inner := grammar_until(grammar, end, mark is not None)) is None:
             return None
         return f"{lark.literal(self.quote)} %lark {{\n{inner}\n}} {lark.literal(ending[len(end) :])}".strip()
 
@@ -107,7 +108,7 @@ class TagRules:
         elif mark := lark.token_in(ending):
             lines.append(f"{value}: {literal(self.quote)} letters? {literal(ending[ending.index(mark) :])}")
         else:
-            lines += [f"{value}: {literal(self.quote)} {value}_text", f"{value}_text[lazy]: /(?s:.*){pattern(ending)}/"]
+            lines += [f"{value}: {literal(self.quote)} {value}_text", f"{value}_text[lazy]: /(?s:.*){escape_regex(ending)}/"]
         return True
 
 
