@@ -20,7 +20,7 @@ from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_ke
 from .images import input_modalities
 from .model_config import ModelConfig
 from .speculation.draft_types import refuse_alone
-from .stores.composite import INNER, OUTER_CLASSES, text_model_config, unknown_outer_keys
+from .stores.composite import OUTER_CLASSES, TEXT_CONFIG_KEYS, text_model_config, unknown_outer_keys
 
 # Activations by the name that a config has for them.
 ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
@@ -113,12 +113,12 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     refused = {key: value for key, value in REFUSED_UNLESS.items() if key not in harmless} | family.REFUSED_UNLESS
     section = raw.get("quantization_config") or raw.get("quantization")  # MLX writes both
     if isinstance(section, dict) and (raw["model_type"] not in OWN_QUANTIZATION_FAMILIES or isinstance(raw.get("quantization"), dict)):
-        from .stores.import_config import check_family, check_method, mlx_says, section_of
+        from .stores.import_config import check_family, check_method, quantization_section, with_mlx_overrides
 
-        section = section_of(raw)
+        section = quantization_section(raw)
         check_method(section)
         check_family(section, keys.text("model_type"))
-        keys = Keys(mlx_says(section, raw))
+        keys = Keys(with_mlx_overrides(section, raw))
         keys.mark_known("quantization_config")
         refused |= {key: raw.get(key) for key in ("quantization", "compression_config")}  # some configs repeat the section
     if _has_only_full_attention(raw):
@@ -155,7 +155,7 @@ def _check_architectures(raw: Mapping[str, object], text_config: Mapping[str, ob
     if listwise:
         endings.append(LISTWISE_RERANKER)
     # Names that a model's own code had, before transformers adopted it.
-    endings += OUTER_CLASSES.get(model_type, (CAUSAL_LM,) if model_type in INNER else ())
+    endings += OUTER_CLASSES.get(model_type, (CAUSAL_LM,) if model_type in TEXT_CONFIG_KEYS else ())
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list) or architectures and not any(str(name).endswith(tuple(endings)) for name in architectures):
         raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{expected}",

@@ -16,7 +16,7 @@ from .families import PREFIX_STRIPPED
 from .hub import stated_licence
 from .stores.canonical_names import canonicalize_names, canonicalize_text_names, split_groups
 from .stores.composite import text_model_config
-from .stores.container import FILE, Container, made_here, read_container
+from .stores.container import FILE, Container, read_container, requantize_hint
 from .stores.float64_store import Float64Store, has_float64
 from .weights.tied_head import drop_tied_copy, drop_tied_copy_parts, outer_rules
 
@@ -50,7 +50,7 @@ def open_store(path: Path, dequant_dtype: str = "f16", low_bit: bool = False, ke
 
         return open_gguf_store(path, dequant_dtype, low_bit)
     is_ours = os.path.exists(path / FILE)
-    with made_here() if is_ours else nullcontext():
+    with requantize_hint() if is_ours else nullcontext():
         store = TensorStore.open(path)
     try:
         if not is_ours:
@@ -78,12 +78,12 @@ def _canonical_store(store: TensorStore, dequant_dtype: str, low_bit: bool, keep
         from .stores.dbrx_experts import with_dbrx_experts
 
         store = with_dbrx_experts(store, raw)
-    from .stores.fp8_ngram_tables import with_tables, without_tables
+    from .stores.fp8_ngram_tables import pop_tables, with_tables
     from .stores.integer_tables import with_integer_tables
     from .stores.tensor_views import VIEW_FAMILIES, with_views
 
     canonicalize_names(store, raw.get("model_type"))
-    tables = without_tables(store, dequant_dtype)
+    tables = pop_tables(store, dequant_dtype)
     decoded = _decoded_store(store, raw, dequant_dtype, low_bit, keeps_packed, drop_tied)
     store = with_tables(with_integer_tables(decoded), tables)
     if raw.get("model_type") not in VIEW_FAMILIES:
@@ -96,10 +96,10 @@ def _canonical_store(store: TensorStore, dequant_dtype: str, low_bit: bool, keep
 def _decoded_store(store: TensorStore, raw: Mapping[str, object], dequant_dtype: str, low_bit: bool,
                    keeps_packed: Callable[[str], bool] | None, drop_tied: bool) -> TensorStore:
     """The store that decodes the quantization, or the expert layout, of another tool's checkpoint; the same store if it has neither."""
-    from .stores.import_config import MLX, section_of
+    from .stores.import_config import MLX, quantization_section
 
     is_packed = keeps_packed or (lambda name: low_bit)
-    if (section := section_of(raw)) is not None and section["quant_method"] == MLX:
+    if (section := quantization_section(raw)) is not None and section["quant_method"] == MLX:
         return _mlx_store(store, raw, dequant_dtype, is_packed, drop_tied)
     if raw.get("model_type") == "deepseek_v4":
         split_groups(store, raw.get("o_groups", 8))
@@ -108,14 +108,14 @@ def _decoded_store(store: TensorStore, raw: Mapping[str, object], dequant_dtype:
 
         return GptOssExpertStore(store, is_packed)
     if section is not None:
-        from .stores.import_decoder import asks_for_depths
+        from .stores.import_decoder import needs_input_widths
         from .stores.imported import ImportedStore
         from .stores.imported_ternary import TernaryStore
 
         if section.get("quant_method") == "bitnet":
             return TernaryStore(store, section, dequant_dtype, _quantized_linears(store.folder, section), is_packed)
         return ImportedStore(store, section, dequant_dtype, low_bit, _sliced_tensors(store.folder) if low_bit else (), keeps_packed,
-                             _input_widths(store.folder) if asks_for_depths(section) else None)
+                             _input_widths(store.folder) if needs_input_widths(section) else None)
     _refuse_undeclared_quantization(store)
     return Float64Store(store) if has_float64(store) else store
 
@@ -125,7 +125,7 @@ def _mlx_store(store: TensorStore, raw: Mapping[str, object], dequant_dtype: str
     """The store of a folder that MLX quantized, under the names of its family."""
     from . import families
     from .config import read_config
-    from .stores.import_config import EXACT_OF_MLX, FROM_MLX
+    from .stores.import_config import MLX_EXACT_ROLES, MLX_PACKED_ROLES
     from .stores.imported_mlx import MlxStore
     from .stores.mlx_latent import latent_rules, with_heads_joined
     from .stores.mlx_names import canonicalize_mlx_names
@@ -139,8 +139,8 @@ def _mlx_store(store: TensorStore, raw: Mapping[str, object], dequant_dtype: str
     rules_by_role = {**{f"outer.{role}": rule for role, rule in outer_rules(config, store.tensors).items()},
                      **{f"{layer}.{role}": rule for layer in range(config.num_hidden_layers)
                         for role, rule in family.layer_tensors(config, layer).items()}}
-    packable = {rule.name for role, rule in rules_by_role.items() if families.base_role(role) in FROM_MLX and not rule.plain}
-    exact = {rule.name for role, rule in rules_by_role.items() if families.base_role(role) in EXACT_OF_MLX}
+    packable = {rule.name for role, rule in rules_by_role.items() if families.base_role(role) in MLX_PACKED_ROLES and not rule.plain}
+    exact = {rule.name for role, rule in rules_by_role.items() if families.base_role(role) in MLX_EXACT_ROLES}
     rules = [*rules_by_role.values(), *latent_rules(config)]
     mlx_store = MlxStore(store, str(raw.get("model_type")), dequant_dtype, rules, packable, exact, is_packed, gathered_rows(config))
     return with_heads_joined(mlx_store, config)
@@ -174,11 +174,11 @@ def _quantized_linears(path: Path, section: Mapping[str, object]) -> frozenset[s
     """Names of the matrices that a `quantization_config` covers, without its exceptions."""
     from . import families
     from .config import read_config
-    from .stores.import_config import LINEARS, is_named, left_out
+    from .stores.import_config import LINEAR_ROLES, excluded_modules, matches_module
 
-    excluded = left_out(section)
+    excluded = excluded_modules(section)
     return frozenset(rule.name for role, rule in _layer_rules(read_config(path))
-                     if families.base_role(role) in LINEARS and not any(is_named(module, rule.name) for module in excluded))
+                     if families.base_role(role) in LINEAR_ROLES and not any(matches_module(module, rule.name) for module in excluded))
 
 
 def _sliced_tensors(path: Path) -> frozenset[str]:
@@ -210,9 +210,9 @@ def _input_widths(path: Path) -> dict[str, int]:
 
 def quantization_of(path: Path) -> Mapping[str, object] | None:
     """The `quantization_config` of a folder, if any; it was checked when the config was read."""
-    from .stores.import_config import section_of
+    from .stores.import_config import quantization_section
 
-    return section_of(text_model_config(read_model(path)))
+    return quantization_section(text_model_config(read_model(path)))
 
 
 def open_weights(path: Path, low_bit: bool = True) -> tuple[TensorStore, Container | None]:

@@ -17,7 +17,7 @@ from .config import ModelConfig
 from .families import TensorRule
 from .sparse.neuron_bundles import bundled_rules
 from .speculation.mtp_tensors import stored_mtp_rules
-from .stores.container import REMADE, Container, StoredTensor
+from .stores.container import REQUANTIZE, Container, StoredTensor
 from .weights.tied_head import outer_rules
 
 CODES = "codes of a quantized checkpoint whose config.json does not mention them: use the original 16-bit checkpoint"
@@ -90,7 +90,7 @@ def tensors_of(rules: Mapping[str, TensorRule], store: TensorStore,
             raise CheckpointError(f"tensor {info.name} is {info.dtype}; this version reads {', '.join(SCHEMES)}", CODES)
         if stored is not None and info.nbytes != stored.nbytes:
             raise CheckpointError(f"tensor {info.name} has {info.nbytes} bytes, {stored.spec} of {list(shape)} takes {stored.nbytes}",
-                                  REMADE)
+                                  REQUANTIZE)
         found[role] = ModelTensor(info, QuantSpec.raw(SCHEMES[info.dtype]) if stored is None else stored.spec, shape, rule.coefficients)
     return found
 

@@ -20,7 +20,7 @@ from effllm.runtime.config import parse_config
 from effllm.runtime.moe_config import MoEConfig
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.rope import rope_table, rope_tables
-from effllm.runtime.stores.composite import SIZE_KEYS, SIZES, text_model_config
+from effllm.runtime.stores.composite import DEFAULT_SIZES, SIZE_KEYS, text_model_config
 
 # What the published checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
 PUBLISHED = {
@@ -309,7 +309,7 @@ def test_a_head_is_the_embedding_where_either_object_says_so(outer: bool | None,
     {"head_dim": 128, "hidden_size": 5120, "intermediate_size": 14336, "is_composition": True, "max_position_embeddings": 1024000,
      "model_type": "mistral", "num_hidden_layers": 40, "rms_norm_eps": 1e-05, "rope_theta": 1e9, "sliding_window": None,
      "vocab_size": 131072},  # Pixtral
-    *[{"model_type": text} for text in sorted(SIZES) if text != "exaone4_5_text"]])
+    *[{"model_type": text} for text in sorted(DEFAULT_SIZES) if text != "exaone4_5_text"]])
 def test_sizes_that_a_text_part_leaves_out_are_those_of_its_class(text: dict[str, object]) -> None:
     kind = next(kind for kind in ("llava", *families.COMPOSITE) if text["model_type"] in families.COMPOSITE[kind])
     theirs = CONFIG_MAPPING[text["model_type"]](**{key: value for key, value in text.items() if key != "model_type"})

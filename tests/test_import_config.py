@@ -18,7 +18,7 @@ from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.conversion.compressed_tensors import export_compressed
 from effllm.runtime.source import is_low_bit, open_store, open_weights, quantization_of
 from effllm.runtime.stores.expected_formats import expected_formats
-from effllm.runtime.stores.import_config import block_of, is_named, left_out
+from effllm.runtime.stores.import_config import block_of, excluded_modules, matches_module
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "mxfp4 beside fp8"])  # of experts alone, `test_deepseek_v4.py`
@@ -143,5 +143,5 @@ def test_codes_of_which_the_config_says_nothing_are_named(tmp_path: Path, name: 
     ("*self_attn*", "model.layers.0.self_attn.q_proj.weight", True), ("model.layers.0*", "model.layers.0.mlp.up_proj.weight", True)])
 def test_a_pattern_of_what_was_left_out_is_of_the_whole_name(listed: str, tensor: str, is_left_out: bool) -> None:
     """Routers left out by `*.gate` were taken for all gates: a mixture was planned at twice its size."""
-    (module,) = left_out({"exclude": [listed]})
-    assert is_named(module, tensor) is is_left_out
+    (module,) = excluded_modules({"exclude": [listed]})
+    assert matches_module(module, tensor) is is_left_out

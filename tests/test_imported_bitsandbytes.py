@@ -66,7 +66,7 @@ def test_rows_that_no_block_begins_with_arrive_as_they_are_read(tmp_path: Path, 
     values = np.random.default_rng(1).standard_normal((6000, depth)).astype(np.float32)
     parts, meant = as_levels(values, "nf4", True, storage, block)
     save_file({BASE + key: value for key, value in kept(parts).items()}, tmp_path / "model.safetensors")
-    with TensorStore.open(tmp_path) as files, ImportedStore(files, FOUR, "f32", depths={f"{BASE}weight": depth}) as store:
+    with TensorStore.open(tmp_path) as files, ImportedStore(files, FOUR, "f32", input_widths={f"{BASE}weight": depth}) as store:
         info = store.tensors[f"{BASE}weight"]
         (piece,), out = store.repack_plan([info]).pieces(), np.zeros(info.nbytes, np.uint8)
         raws = [np.empty(own.nbytes, np.uint8) for own in piece.ranges]
@@ -139,7 +139,7 @@ def test_scales_of_rows_lose_what_half_precision_cannot_hold(tmp_path: Path) -> 
     values = np.random.default_rng(3).standard_normal((192, 256)).astype(np.float32)
     parts, meant = as_bytes_by_row(values, exact=False)
     save_file({BASE + key: value for key, value in kept(parts).items()}, tmp_path / "model.safetensors")
-    with TensorStore.open(tmp_path) as files, ImportedStore(files, EIGHT, "f16", True, depths=DEPTHS) as store:
+    with TensorStore.open(tmp_path) as files, ImportedStore(files, EIGHT, "f16", True, input_widths=DEPTHS) as store:
         stored = store.container.tensors[f"{BASE}weight"]
         found = Weight.low_bit(stored.spec, stored.shape, store.read(store.tensors[f"{BASE}weight"])).to_f32()
     assert str(stored.spec) == "offset8:128"

@@ -33,7 +33,7 @@ def parts_of(name: str) -> dict[str, torch.Tensor]:
 def read(folder: Path, name: str, parts: dict[str, torch.Tensor], low_bit: bool) -> np.ndarray:
     """The bytes of the weight."""
     save_file({BASE + key: value.contiguous() for key, value in parts.items()}, folder / "model.safetensors")
-    with TensorStore.open(folder) as files, ImportedStore(files, CASES[name][0], "f32", low_bit, depths=DEPTHS) as store:
+    with TensorStore.open(folder) as files, ImportedStore(files, CASES[name][0], "f32", low_bit, input_widths=DEPTHS) as store:
         return store.read(store.tensors[f"{BASE}weight"])
 
 
@@ -91,7 +91,7 @@ def test_what_is_loaded_or_arrives_is_what_numpy_makes(tmp_path: Path, name: str
 def outcome(folder: Path, name: str, way: Callable[[ImportedStore, TensorInfo], np.ndarray]) -> np.ndarray | None:
     """The bytes of the weight; None where it is refused, by itself or by whoever waits for what arrives."""
     try:
-        with TensorStore.open(folder) as files, ImportedStore(files, CASES[name][0], "f16", True, depths=DEPTHS) as store:
+        with TensorStore.open(folder) as files, ImportedStore(files, CASES[name][0], "f16", True, input_widths=DEPTHS) as store:
             return way(store, store.tensors[f"{BASE}weight"])
     except (CheckpointError, ValueError):
         return None
@@ -105,23 +105,23 @@ def by_numpy(store: ImportedStore, info: TensorInfo) -> np.ndarray:
     """As the decoders define it."""
     if info.name not in store._parts:  # a plain weight, as a lie about the type makes it
         return store.read(info)
-    spec, array, decoder = store._specs.get(info.name), store._read_part(info), store._decoder(info)
+    spec, array, decoder = store._specs.get(info.name), store._part_reader(info), store._decoder(info)
     if spec is None:
-        values = store._checked(info, info.shape, decoder.decoded, array)
+        values = store._checked(info, info.shape, decoder.dequantize, array)
         with np.errstate(all="ignore"):
             return np.ascontiguousarray(from_f32(values, info.dtype.lower())).reshape(-1).view(np.uint8)
     if spec.scheme == "table":
-        return pack(bitsandbytes.packable(*decoder.leveled(array), store._shapes[info.name]), spec)
+        return pack(bitsandbytes.packable(*decoder.bnb_4bit_parts(array), store._shapes[info.name]), spec)
     if spec.scheme == "nvfp":
-        return pack(nvfp4.packable(*decoder.small(array)), spec)
+        return pack(nvfp4.packable(*decoder.nvfp4_parts(array)), spec)
     if spec.scheme == "mxfp":
-        codes, scales = decoder.pairs(array)
+        codes, scales = decoder.mxfp4_parts(array)
         mxfp4.dequantize(codes, scales)  # which fit one another, or it raises
         return pack(Codes(codes, scales, None, np.full(len(codes), 0.5, np.float32), MXFP), spec)
     if spec.scheme == "float":
         scales = array("weight_scale") if array("weight_scale_inv") is None else array("weight_scale_inv")
         return pack(fp8.packable(array("weight"), scales, spec, store._decoder(info).block), spec)
-    decode = lambda *held: groups.packable(decoder.integers(*held), spec)  # noqa: E731
+    decode = lambda *held: groups.packable(decoder.decode_integers(*held), spec)  # noqa: E731
     return pack(store._checked(info, store._shapes[info.name], decode, array), spec)
 
 

@@ -28,7 +28,7 @@ from effllm.runtime.events import Notice
 from effllm.runtime.library.local_model import local_model
 from effllm.runtime.source import is_low_bit, open_store, open_weights
 from effllm.runtime.stores.expected_formats import expected_formats
-from effllm.runtime.stores.import_config import section_of
+from effllm.runtime.stores.import_config import quantization_section
 from effllm.runtime.stores.mlx_names import canonicalize_mlx_names
 from effllm.runtime.stores.tensor_views import gathered_rows
 
@@ -117,7 +117,7 @@ def test_a_list_counts_weights_and_not_words(checkpoint: tuple[str, Path, dict[s
 def test_a_plan_expects_what_the_files_hold(checkpoint: tuple[str, Path, dict[str, np.ndarray]]) -> None:
     _, folder, _ = checkpoint
     raw = json.loads((folder / "config.json").read_text())
-    formats, config = expected_formats(section_of(raw)), read_config(folder)
+    formats, config = expected_formats(quantization_section(raw)), read_config(folder)
     family = families.get(config.family)
     store, container = open_weights(folder)
     with store:

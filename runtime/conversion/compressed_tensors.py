@@ -32,7 +32,7 @@ from ..images import input_modalities
 from ..source import folder_files, is_already_quantized, open_store
 from ..stores.composite import text_model_config
 from ..stores.container import DTYPES, read_container
-from ..stores.import_config import LINEARS
+from ..stores.import_config import LINEAR_ROLES
 from ..stores.tensor_views import STACKED_FAMILIES
 from ..tensors import ModelTensor, check_tensors
 from ..weights.tied_head import outer_rules
@@ -204,7 +204,7 @@ def _items(config: ModelConfig, store: TensorStore, bits: int) -> Iterator[_Item
             joined.setdefault(name, []).append((first, role))
         for name, parts in joined.items():
             roles = tuple(role for _, role in sorted(parts))
-            linear = all(base_role(role) in LINEARS for role in roles)
+            linear = all(base_role(role) in LINEAR_ROLES for role in roles)
             yield _Item(name, roles, tuple(found[role] for role in roles), bits if linear else 0)
 
 

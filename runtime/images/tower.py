@@ -12,7 +12,7 @@ import numpy as np
 from ... import UsageError
 from ...offload.hardware import cpu_threads
 from ..config_reader import ConfigError, Keys, show
-from ..stores.composite import THINKER
+from ..stores.composite import THINKER_KEY
 from ..tokenizer import Tokenizer
 from . import ROW_PLACEHOLDER, EncodingJob
 from .modality import Modality
@@ -65,7 +65,7 @@ class Tower(Family):
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         self.source, self.config = source, config
-        self.root_config = Keys(Keys(source.config).section(THINKER) or source.config)
+        self.root_config = Keys(Keys(source.config).section(THINKER_KEY) or source.config)
         stated = (self.root_config.section(self.SECTION) or {}) if self.SECTION else self.root_config.raw
         self.tower = str(stated.get("model_type") or next(iter(self.KINDS)))
         if self.tower not in self.KINDS:

@@ -21,7 +21,7 @@ from ..sparse.neuron_bundles import is_bundled
 from ..speculation.draft_types import draft_in
 from ..stores.container import Container, read_container
 from ..stores.expected_formats import expected_specs
-from ..stores.import_config import are_floats
+from ..stores.import_config import has_fp8_weights
 
 if TYPE_CHECKING:
     from ...quant.spec import QuantSpec
@@ -126,7 +126,7 @@ def folder_needs(folder: Path) -> Needs:
             formats = _formats(native_gguf_formats(folder) if container is None else (stored.spec for stored in container.tensors.values()))
         foreign = container is None and (low_bit or (not is_gguf(folder) and quantization_of(folder) is not None))
         quantization = {} if is_gguf(folder) else quantization_of(folder) or {}
-        floats = low_bit and foreign and are_floats(quantization)
+        floats = low_bit and foreign and has_fp8_weights(quantization)
         config = read_config(folder)
         layer_kernels = layer_needs(config)
         if foreign and low_bit and quantization and warm.is_cold(FORMATS) and (specs := expected_specs(config, quantization)) is not None:

@@ -31,7 +31,7 @@ from ..planning.expected_store import ExpectedStore
 from ..speculation.draft_types import is_assistant, is_eagle3
 from ..stores.composite import text_model_config
 from ..stores.container import Container, parse_container
-from ..stores.import_config import section_of
+from ..stores.import_config import quantization_section
 from .client import Client, DownloadFailed, Gated, NoSuchRepository, RemoteFile
 from .disk import check_space, free_nbytes, occupied_nbytes
 from .download import CacheFolder
@@ -213,7 +213,7 @@ def _read_model(target: PullTarget, repository: Repository, files: Sequence[Remo
         return _PublishedModel(unknown=_as_stored(target, "drafts for another model", DRAFTS), nbytes_read=nbytes)
     if is_encoder_config(raw):
         return _PublishedModel(unknown=_as_stored(target, "is an embedding model or a reranker", READS), nbytes_read=nbytes)
-    config, section = parse_config(raw), section_of(text_model_config(raw))
+    config, section = parse_config(raw), quantization_section(text_model_config(raw))
     if (container := _container(target, repository, client)) is None:
         return _PublishedModel(config, section, nbytes_read=nbytes)
     return _PublishedModel(config, section, ExpectedStore(config, container=container), container.spec_text,

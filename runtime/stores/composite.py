@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from .. import families
 from ..config_reader import ConfigError, Keys, show
 
-# What the outer object says of the text part, and what is not about it.
+# Keys of the outer object that apply to the text part, and keys that do not concern it.
 OUTER_SHARED = frozenset({"auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization", "quantization_config",
                           "tie_word_embeddings",
                           "torch_dtype"})
@@ -36,20 +36,20 @@ OUTER_HARMLESS = frozenset({
     "video_start_token_id", "video_token_id", "video_token_index", "vision_aspect_ratio", "vision_config", "vision_end_token_id",
     "vision_feature_layer", "vision_feature_select_strategy", "vision_soft_tokens_per_image", "vision_start_token_id", "vision_token_id",
     "weight_share_add_bias", "window_size"})
-# Composite models whose head is one of its own where they say nothing; of others it is the embedding. Of the second kind it is tied where
-# either object says so: a head that is stored all the same is used.
+# Composite models whose head is not tied by default; that of all others is.
 UNTIED = ("deepseek_ocr", "deepseek_ocr2", "glm5_next", "idefics2", "mistral_large4", "molmo2", "qianfan_ocr", "qwen2_5_omni",
           "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "qwen4_exp", "unlimited_ocr")
-AS_INSIDE = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision", "internvl_chat",
+# Untied by default too, and tied if either the outer object or text_config says so; a head that is stored nevertheless is used.
+TIED_AS_TEXT = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision", "internvl_chat",
              "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "kimi_vl", "llama4", "llava",
              "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "perception_lm", "qwen2_5_vl",
              "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral", *families.HYPERCLOVAX_VISION,
              *families.NEMOTRON_VISION)
-# Whose checkpoints bring code that became part of transformers.
-KNOWN_CODE = ("deepseek_ocr", "deepseek_ocr2", "ernie4_5_moe_vl", "internvl_chat", "llava_qwen2", "molmo2", "paddleocr_vl",
+# Models whose checkpoints bring code of their own, though transformers has it by now.
+BUILTIN_CODE = ("deepseek_ocr", "deepseek_ocr2", "ernie4_5_moe_vl", "internvl_chat", "llava_qwen2", "molmo2", "paddleocr_vl",
               "unlimited_ocr", *families.HYPERCLOVAX_VISION, *families.NEMOTRON_VISION)
-# What outer objects of some say of all parts together.
-OF_ALL: Mapping[str, frozenset[str]] = {
+# Further keys of the outer objects of some models that do not concern the text part.
+OUTER_KEYS: Mapping[str, frozenset[str]] = {
     "internvl_chat": frozenset({
         "dynamic_image_size", "force_image_size", "hidden_size", "llm_config", "max_dynamic_patch", "min_dynamic_patch",
         "output_attentions", "pad2square", "ps_version", "select_layer", "system_message", "template", "use_backbone_lora",
@@ -89,29 +89,30 @@ OF_ALL: Mapping[str, frozenset[str]] = {
     "ovis2": frozenset({"hidden_size", "visual_indicator_token_ids", "vocab_size"}),
     "perception_lm": frozenset({"projector_pooling_ratio", "vision_use_cls_token"}),
     "paligemma": frozenset({"_vocab_size", "hidden_size", "projection_dim", "vocab_size"})}
-# What families of text parts are told of the outer object: words around pictures, which visit experts of their own.
-TOLD = dict.fromkeys(("ernie4_5_moe_vl", "ernie4_5_vl_moe"),
+# Keys of the outer object that a text family needs: tokens around images, which are routed to experts of their own.
+KEYS_FOR_TEXT = dict.fromkeys(("ernie4_5_moe_vl", "ernie4_5_vl_moe"),
                      ("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"))
-ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whether all its matrices have one
-THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
-# What the text part's object was called in first configs; and what the outer class was called where that says no task.
-INNER = {**dict.fromkeys(("deepseek_ocr", "deepseek_ocr2", "unlimited_ocr"), "language_config"),
+BIAS_KEYS = {"paddleocr_vl": "use_bias"}  # key of a text part for whether all its matrices have a bias
+THINKER_KEY = "thinker_config"  # in models with speech output, the object that describes everything but speech
+# Former key of text_config.
+TEXT_CONFIG_KEYS = {**dict.fromkeys(("deepseek_ocr", "deepseek_ocr2", "unlimited_ocr"), "language_config"),
          **dict.fromkeys(("internvl_chat", *families.NEMOTRON_VISION), "llm_config")}
-# A type that is several makers' -> the class of the one that is known, by which it is told.
-OF_CLASS = {"vlm": "HCXVisionV2"}
+# A model_type used by several publishers -> the class of the supported one.
+REQUIRED_CLASS = {"vlm": "HCXVisionV2"}
+# Outer classes whose names do not state a task.
 OUTER_CLASSES = {"internvl_chat": ("InternVLChatModel",), **dict.fromkeys(families.NEMOTRON_VISION, ("Reasoning_V3", "VL_V2")),
-                 "vlm": (f"{OF_CLASS['vlm']}ForCausalLM",), "whisper": ("WhisperForConditionalGeneration",)}
-# Which may say of the text part all in the outer object.
-FLAT = ("ernie4_5_moe_vl", "glm5_next", "hunyuan_vl", "llava_qwen2", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
-# What text parts of some models say of images.
-OF_IMAGES = frozenset({"_flash_attn_2_enabled", "is_composition", "is_llama_config", "num_image_tokens",
+                 "vlm": (f"{REQUIRED_CLASS['vlm']}ForCausalLM",), "whisper": ("WhisperForConditionalGeneration",)}
+# Models that may have the keys of the text part in the outer object.
+FLAT_CONFIGS = ("ernie4_5_moe_vl", "glm5_next", "hunyuan_vl", "llava_qwen2", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
+# Keys about images in text parts of some models.
+IMAGE_KEYS = frozenset({"_flash_attn_2_enabled", "is_composition", "is_llama_config", "num_image_tokens",
                        "perceiver_config", "pixel_shuffle_factor",
                        "qk_layer_norms", "transformers.js_config", "use_resampler", "vision_config"})
-# The sizes of a text part that does not say them, where its family asks for them: transformers leaves out what a class has by default, so
-# LLaVA 1.5 says none. In the order of SIZE_KEYS.
+# Default sizes of text families, in the order of SIZE_KEYS: transformers leaves out values that a class has by default, so LLaVA 1.5's
+# config has none of them.
 SIZE_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _EXAONE, _LARGE = (102_400, 4096, 16_384, 32, 32, 32), (152_064, 8192, 29_568, 80, 64, 8)
-SIZES: Mapping[str, tuple[int, ...]] = {
+DEFAULT_SIZES: Mapping[str, tuple[int, ...]] = {
     "exaone4": _EXAONE, "exaone4_5_text": _EXAONE, "glm4v_text": (151_552, 4096, 13_696, 40, 32, 2),
     "glm_ocr_text": (59_392, 1024, 4096, 16, 16, 8), "granite_docling_text": (133_800, 1024, 2048, 28, 16, 4),
     "hunyuan_vl_text": (290_943, 4096, 11_008, 32, 32, 32),
@@ -120,71 +121,72 @@ SIZES: Mapping[str, tuple[int, ...]] = {
     "mistral": (32_000, 4096, 14_336, 32, 32, 8), "qwen2": (151_936, 4096, 22_016, 32, 32, 32), "qwen2_5_vl_text": _LARGE,
     "qwen2_vl_text": _LARGE, "qwen3": (151_936, 4096, 22_016, 32, 32, 32), "qwen3_vl_text": (151_936, 4096, 22_016, 32, 32, 32),
     "qwen3_vl_moe_text": (151_936, 2048, 5632, 24, 16, 16)}
-# What text parts say by saying nothing where that is not what their family says then.
-UNSAID_INSIDE: Mapping[str, Mapping[str, object]] = {
+# Defaults of text parts that differ from those of their family.
+TEXT_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "glmasr": {"vocab_size": 59_264, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
                "num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "eos_token_id": [59_246, 59_253, 59_255]},
     "voxtral": {"vocab_size": 131_072, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 30, "num_key_value_heads": 8,
                 "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1e8}}
-# Rotary positions of several numbers, of which those of a token of text are one -> what they are then.
-BY_PLACE = {"ernie_3d": "default", "mrope": "default", "xdrope": "dynamic"}
+# rope_type with several positions per token, which are equal for text -> the rope_type that it is equivalent to for text.
+MULTIMODAL_ROPE = {"ernie_3d": "default", "mrope": "default", "xdrope": "dynamic"}
 
 
 def text_model_config(raw: Mapping[str, object]) -> dict[str, object]:
-    """The config.json of the text generator if it were published by itself; `raw` where the checkpoint is one already."""
-    kind = str(raw.get("model_type"))
-    known = families.COMPOSITE.get(kind)
-    if known is None:
+    """The config.json of the text model if it were published alone; `raw` of a text-only checkpoint is resolved as it is."""
+    model_type = str(raw.get("model_type"))
+    text_families = families.COMPOSITE.get(model_type)
+    if text_families is None:
         return families.resolve_model_type(raw)
-    if kind in OF_CLASS and OF_CLASS[kind] not in f"{raw.get('architectures')} {raw.get('auto_map')}":
-        raise ConfigError(f"config.json: model_type {show(kind)} is used by several publishers, and architectures is "
-                          f"{show(raw.get('architectures'))}", f"of those, {OF_CLASS[kind]}ForCausalLM (HyperCLOVA X SEED) is supported")
-    inner = _inside(raw)
-    family = inner.get("model_type", known[0])
-    if family not in known:
-        raise ConfigError(f"config.json: text_config is of model type {show(family)}, expected {' or '.join(known)}")
-    if "classify_num" in (Keys(raw).section(THINKER) or {}):  # classes, in place of the words of a head
+    if model_type in REQUIRED_CLASS and REQUIRED_CLASS[model_type] not in f"{raw.get('architectures')} {raw.get('auto_map')}":
+        raise ConfigError(f"config.json: model_type {show(model_type)} is used by several publishers, and architectures is "
+                          f"{show(raw.get('architectures'))}",
+                          f"of those, {REQUIRED_CLASS[model_type]}ForCausalLM (HyperCLOVA X SEED) is supported")
+    text_config = _text_section(raw)
+    family = text_config.get("model_type", text_families[0])
+    if family not in text_families:
+        raise ConfigError(f"config.json: text_config is of model type {show(family)}, expected {' or '.join(text_families)}")
+    if "classify_num" in (Keys(raw).section(THINKER_KEY) or {}):  # its head has classes instead of a vocabulary
         raise ConfigError("config.json describes a model that labels the tokens of a text (a forced aligner) and does not generate text",
                           "use the generating model of the same family")
-    stated = {key: value for key, value in raw.items() if key in (*OUTER_SHARED, *TOLD.get(kind, ())) and value is not None}
-    if kind in KNOWN_CODE:
-        stated, inner = ({key: value for key, value in each.items() if key != "auto_map"} for each in (stated, inner))
-    stated.setdefault("tie_word_embeddings", kind not in (*UNTIED, *AS_INSIDE))
-    if kind in AS_INSIDE and inner.get("tie_word_embeddings") is True:
-        stated["tie_word_embeddings"] = True
-    unsaid = dict(zip(SIZE_KEYS, SIZES.get(str(family), ()), strict=False)) if inner else {}
-    unsaid |= UNSAID_INSIDE.get(kind, {})
-    return families.resolve_model_type({**unsaid, **inner, **stated, "model_type": family, "architectures": None})
+    outer = {key: value for key, value in raw.items() if key in (*OUTER_SHARED, *KEYS_FOR_TEXT.get(model_type, ())) and value is not None}
+    if model_type in BUILTIN_CODE:
+        outer, text_config = ({key: value for key, value in each.items() if key != "auto_map"} for each in (outer, text_config))
+    outer.setdefault("tie_word_embeddings", model_type not in (*UNTIED, *TIED_AS_TEXT))
+    if model_type in TIED_AS_TEXT and text_config.get("tie_word_embeddings") is True:
+        outer["tie_word_embeddings"] = True
+    defaults = dict(zip(SIZE_KEYS, DEFAULT_SIZES.get(str(family), ()), strict=False)) if text_config else {}
+    defaults |= TEXT_DEFAULTS.get(model_type, {})
+    return families.resolve_model_type({**defaults, **text_config, **outer, "model_type": family, "architectures": None})
 
 
 def unknown_outer_keys(raw: Mapping[str, object], harmless: Collection[str]) -> list[str]:
     """Unlisted top-level keys of a composite config, except those its text config repeats with the same value."""
-    inner, flat = _inside(raw), raw["model_type"] in FLAT
-    said = {key for key, value in inner.items() if flat or raw.get(key) == value} | {ONE_BIAS.get(str(raw["model_type"]))}
-    return sorted(raw.keys() - OUTER_SHARED - OUTER_HARMLESS - OF_ALL.get(str(raw["model_type"]), frozenset()) - harmless - said)
+    text_config, is_flat = _text_section(raw), raw["model_type"] in FLAT_CONFIGS
+    text_keys = {key for key, value in text_config.items() if is_flat or raw.get(key) == value} | {BIAS_KEYS.get(str(raw["model_type"]))}
+    return sorted(raw.keys() - OUTER_SHARED - OUTER_HARMLESS - OUTER_KEYS.get(str(raw["model_type"]), frozenset()) - harmless - text_keys)
 
 
-def _inside(raw: Mapping[str, object]) -> dict[str, object]:
+def _text_section(raw: Mapping[str, object]) -> dict[str, object]:
     """What is said of the text part, its rotary positions as those of text."""
     kind = raw["model_type"]
-    inner = Keys(Keys(raw).section(THINKER) or raw).section("text_config")
-    if inner is None and kind in INNER and (older := Keys(raw).section(INNER[kind])) is not None:
+    inner = Keys(Keys(raw).section(THINKER_KEY) or raw).section("text_config")
+    if inner is None and kind in TEXT_CONFIG_KEYS and (older := Keys(raw).section(TEXT_CONFIG_KEYS[kind])) is not None:
         inner = dict(older)
-        if INNER[kind] != "llm_config":  # whose window the outer object says, and whose own type is another model's
+        if TEXT_CONFIG_KEYS[kind] != "llm_config":  # whose window the outer object says, and whose own type is another model's
             inner = {"sliding_window": raw.get("sliding_window"), **inner, "model_type": families.COMPOSITE[kind][0]}
-    if inner is None and kind in FLAT:
-        inner = {key: value for key, value in raw.items() if key not in OUTER_HARMLESS | OF_ALL.get(str(kind), frozenset())}
-    inner = {key: value for key, value in (inner or {}).items() if key not in OF_IMAGES or kind not in families.PREFIX_STRIPPED}
+    if inner is None and kind in FLAT_CONFIGS:
+        inner = {key: value for key, value in raw.items() if key not in OUTER_HARMLESS | OUTER_KEYS.get(str(kind), frozenset())}
+    inner = {key: value for key, value in (inner or {}).items() if key not in IMAGE_KEYS or kind not in families.PREFIX_STRIPPED}
     if kind in families.PREFIX_LM:  # that of prompts with pictures
         inner.pop("use_bidirectional_attention", None)
-    if kind in ONE_BIAS and (biased := inner.pop(ONE_BIAS[kind], None)) is not None:
+    if kind in BIAS_KEYS and (biased := inner.pop(BIAS_KEYS[kind], None)) is not None:
         inner |= {"attention_bias": biased, "mlp_bias": biased}
     for name in ("rope_scaling", "rope_parameters"):
         section = inner.get(name)
         if isinstance(section, dict) and "mrope_section" in section:  # how those of places in a picture take turns, told twice
             section = inner[name] = {key: value for key, value in section.items() if key != "interleaved"}
         said = (section.get("rope_type"), section.get("type")) if isinstance(section, dict) else ()
-        for placed, meant in BY_PLACE.items():
+        for placed, meant in MULTIMODAL_ROPE.items():
             if placed in said:
                 inner[name] = {**{key: value for key, value in section.items() if key != "type"}, "rope_type": meant}
     return inner

@@ -25,7 +25,7 @@ from ..config_reader import is_count
 
 FORMAT, VERSION = "effllm-weights", 1
 FILE = "effllm.json"
-REMADE = "quantize or download it again"
+REQUANTIZE = "quantize or download it again"
 DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}  # raw spec -> safetensors
 
 
@@ -74,8 +74,8 @@ class Container:
 
     def with_files(self, copies: Mapping[str, Path], texts: Mapping[str, str]) -> Container:
         """The same, of a folder into which files are copied and texts written."""
-        found = {name: crc32(path.read_bytes()) for name, path in copies.items()}
-        return replace(self, files=found | {name: crc32(text.encode()) for name, text in texts.items()})
+        checksums = {name: crc32(path.read_bytes()) for name, path in copies.items()}
+        return replace(self, files=checksums | {name: crc32(text.encode()) for name, text in texts.items()})
 
     def to_json(self) -> str:
         """The text of the file, the same for the same values."""
@@ -91,14 +91,14 @@ class Container:
 
 
 @contextmanager
-def made_here() -> Iterator[None]:
+def requantize_hint() -> Iterator[None]:
     """What is damaged within is of a folder that `quantize` made, perhaps on this machine: there may be nothing to download."""
     try:
         yield
     except CheckpointError as error:
         if error.hint != AGAIN:
             raise
-        raise CheckpointError(error.message, REMADE) from error
+        raise CheckpointError(error.message, REQUANTIZE) from error
 
 
 def read_container(folder: Path) -> Container | None:
@@ -106,15 +106,15 @@ def read_container(folder: Path) -> Container | None:
 
     Raises CheckpointError for a damaged file and for one of a newer version.
     """
-    with made_here():
+    with requantize_hint():
         return _read(Path(folder) / FILE)
 
 
-def refuse_quantized(folder: Path, called: str, asked: str) -> None:
+def refuse_quantized(folder: Path, name: str, option: str) -> None:
     """Raises UsageError where the model named `called` was already quantized by this program; `asked` is the option that requests it
     again."""
-    if (made := read_container(folder)) is not None:
-        raise UsageError(f"{called} is quantized already ({made.spec_text})", f"leave out {asked}", "bits")
+    if (container := read_container(folder)) is not None:
+        raise UsageError(f"{name} is quantized already ({container.spec_text})", f"leave out {option}", "bits")
 
 
 def _read(path: Path) -> Container | None:
@@ -162,12 +162,12 @@ def parse_container(raw: Mapping[str, object], path: Path) -> Container:
     files = raw.get("files", {})
     if not isinstance(files, dict) or not all(map(_is_checksum, files.values())):
         damaged(path, f"says files {shown(files)}, expected a checksum for each")
-    if strange := [name for name in files if "/" in name or name in ("", ".", "..")]:
-        damaged(path, f"says files {shown(strange[0])}, expected the name of one beside it")
-    return Container(spec, float(bits), {name: _tensor(name, entry, path) for name, entry in tensors.items()}, *sections, files)
+    if invalid_names := [name for name in files if "/" in name or name in ("", ".", "..")]:
+        damaged(path, f"says files {shown(invalid_names[0])}, expected the name of one beside it")
+    return Container(spec, float(bits), {name: _parse_tensor(name, entry, path) for name, entry in tensors.items()}, *sections, files)
 
 
-def _tensor(name: str, entry: object, path: Path) -> StoredTensor:
+def _parse_tensor(name: str, entry: object, path: Path) -> StoredTensor:
     if not isinstance(entry, dict):
         damaged(path, f"describes tensor {shown(name)} by {shown(entry)}")
     spec, shape, checksum, error = entry.get("spec"), entry.get("shape"), entry.get("crc32"), entry.get("error_db")
@@ -190,7 +190,7 @@ def _tensor(name: str, entry: object, path: Path) -> StoredTensor:
 
 def check_stored(container: Container, store: TensorStore) -> None:
     """Hold every tensor against the headers. Raises CheckpointError naming the first that is missing, extra or of another size."""
-    with made_here():
+    with requantize_hint():
         _check_stored(container, store, store.folder / FILE)
 
 

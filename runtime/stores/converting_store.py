@@ -5,14 +5,16 @@ threads can share it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 
 from ...kernels.tiles import ROWS
 from ...offload.checkpoint import TensorStore
+from ...offload.repack import Repack, RepackStep, staging_buffer
 from ...offload.safetensors_header import TensorInfo
+from ...offload.streaming_pager import Range
 from .container import Container
 
 BLOCK_NBYTES = 256 << 10  # output of one conversion step: the arrays of four threads stay within a few megabytes
@@ -32,6 +34,17 @@ def steps(rows: int, width: int, unit: int = ROWS) -> Iterator[tuple[int, int]]:
 def scratch_nbytes(rows: int, width: int, unit: int = ROWS) -> int:
     """Upper bound on the memory for the arrays of one step."""
     return SCRATCH_NBYTES_PER_VALUE * width * min(rows, _step(width, unit))
+
+
+def repack_from_parts(infos: Sequence[TensorInfo], parts: Sequence[Sequence[TensorInfo]], scratch_nbytes: int,
+                      convert: Callable[[TensorInfo, int, Sequence[np.ndarray], Sequence[np.ndarray]], None]) -> Repack:
+    """A plan that reads all parts of each tensor, then calls `convert(info, index, bytes of its parts, outputs)`."""
+    def repack_steps() -> list[RepackStep]:
+        return [RepackStep(tuple(Range(part.file, part.offset, part.nbytes) for part in own_parts), partial(convert, info, index))
+                for index, (info, own_parts) in enumerate(zip(infos, parts, strict=True))]
+
+    return Repack(tuple(info.nbytes for info in infos), sum(part.nbytes for own_parts in parts for part in own_parts),
+                  max(staging_buffer(*(part.nbytes for part in own_parts)) for own_parts in parts), scratch_nbytes, repack_steps)
 
 
 def _step(width: int, unit: int) -> int:

@@ -19,11 +19,12 @@ class Float64Store(ConvertingStore):
 
     def __init__(self, store: TensorStore) -> None:
         self._stored = {name: info for name, info in store.tensors.items() if info.dtype == DOUBLE}
-        made = {name: replace(info, dtype="F32", nbytes=info.nbytes // 2) for name, info in self._stored.items()}
-        super().__init__(store.folder, store.tensors | made, store.take_files())
+        rounded = {name: replace(info, dtype="F32", nbytes=info.nbytes // 2) for name, info in self._stored.items()}
+        super().__init__(store.folder, store.tensors | rounded, store.take_files())
         self.converted = self._stored
-        sizes = [format_size(sum(info.nbytes for info in infos.values())) for infos in (made, self._stored)]
-        self.notices = (f"{len(made)} tensors of 64 bits are rounded to f32 as they are read: {sizes[0]} of memory for {sizes[1]} of file",)
+        nbytes, file_nbytes = (format_size(sum(info.nbytes for info in infos.values())) for infos in (rounded, self._stored))
+        self.notices = (f"{len(rounded)} tensors of 64 bits are rounded to f32 as they are read: {nbytes} of memory for {file_nbytes} "
+                        "of file",)
 
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         raw = TensorStore.read(self, self._stored[info.name], begin, end)

@@ -53,37 +53,37 @@ class ScaledTable:
         return from_f32(values, self.wide).view(np.uint8).reshape(-1)
 
 
-def without_tables(store: TensorStore, wide: str) -> dict[str, ScaledTable]:
+def pop_tables(store: TensorStore, dequant_dtype: str) -> dict[str, ScaledTable]:
     """The parts of tables in eight bits by name, which `store` no longer lists. Raises CheckpointError for one without one scale."""
-    found, known = {}, {}
+    tables, scale_cache = {}, {}
     for name, info in store.tensors.items():
-        place = PART.fullmatch(name)
-        if place is None or info.dtype != CODES or len(info.shape) != 2:
+        match = PART.fullmatch(name)
+        if match is None or info.dtype != CODES or len(info.shape) != 2:
             continue
-        beside = next((each for each in (f"{name}_scale", place[1] + SCALE) if each in store.tensors), None)
-        if beside is None:
+        scale_name = next((each for each in (f"{name}_scale", match[1] + SCALE) if each in store.tensors), None)
+        if scale_name is None:
             damaged(info.file, f"holds {shown(name)} in 8 bits without one scale for it")
-        found[name] = ScaledTable(info, store.tensors[beside], wide, known=known)
-    for name in {*found, *(part.scale.name for part in found.values())}:
+        tables[name] = ScaledTable(info, store.tensors[scale_name], dequant_dtype, known=scale_cache)
+    for name in {*tables, *(part.scale.name for part in tables.values())}:
         del store.tensors[name]
-    return found
+    return tables
 
 
 def _scale(store: TensorStore, info: TensorInfo) -> np.float32:
-    kind = info.dtype.lower()
-    value = to_f32(store.read(info).view(RAW_NUMPY[kind]), kind) if info.dtype in FLOATS and prod(info.shape) == 1 else np.zeros(1)
+    dtype = info.dtype.lower()
+    value = to_f32(store.read(info).view(RAW_NUMPY[dtype]), dtype) if info.dtype in FLOATS and prod(info.shape) == 1 else np.zeros(1)
     if not (np.isfinite(value).all() and value.reshape(-1)[0] > 0):
         damaged(info.file, f"holds {shown(info.name)} {list(info.shape)}, expected one number above 0 for a table of n-grams")
     return np.float32(value.reshape(-1)[0])
 
 
-def with_tables(store: TensorStore, taken: Mapping[str, ScaledTable]) -> TensorStore:
+def with_tables(store: TensorStore, tables: Mapping[str, ScaledTable]) -> TensorStore:
     """The store with these parts again, as rows of 16 bits or of 32."""
-    if not taken:
+    if not tables:
         return store
-    made = ViewStore(store, {name: (part.stored.shape, part) for name, part in taken.items()})
-    nbytes = sum(part.stored.nbytes for part in taken.values())
-    wide = next(iter(taken.values())).wide
-    said = f"rows of n-grams are widened to {wide} as they are read, from {format_size(nbytes)} of 8 bits on the disk"
-    made.notices = (*store.notices, said)
-    return made
+    view = ViewStore(store, {name: (part.stored.shape, part) for name, part in tables.items()})
+    nbytes = sum(part.stored.nbytes for part in tables.values())
+    dequant_dtype = next(iter(tables.values())).wide
+    notice = f"rows of n-grams are widened to {dequant_dtype} as they are read, from {format_size(nbytes)} of 8 bits on the disk"
+    view.notices = (*store.notices, notice)
+    return view

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ...quant.imports import groups, mlx
 from ..config_reader import ConfigError, show
@@ -17,15 +18,18 @@ from . import quark_config
 from .mixed_config import AUTO_ROUND, MIXED, PATTERN, is_mixed, plain_sections, unsupported
 from .name_patterns import matches
 
-# Roles of what these methods quantize.
-LINEARS = ("q", "k", "v", "kv_a", "q_a", "q_b", "attn_gate", "o", "gate", "up", "down", "state_in", "state_gate", "state_r",
+if TYPE_CHECKING:
+    from ...offload.safetensors_header import TensorInfo
+
+# Roles of the matrices that these methods quantize.
+LINEAR_ROLES = ("q", "k", "v", "kv_a", "q_a", "q_b", "attn_gate", "o", "gate", "up", "down", "state_in", "state_gate", "state_r",
            "state_k", "state_v", "state_out", "o_in", "experts_in", "experts_out")
 ORIGINAL = "use the original 16-bit checkpoint"
-MLX = "mlx"  # whose section names no method
-FROM_MLX = (*LINEARS, "embed", "head")  # roles that stay codes of those that it quantized, which are all
-# And those of small matrices, which choose or decay: float32 holds what their codes mean.
-EXACT_OF_MLX = ("router", "scale", "state_beta", "state_keys", "state_rate", "state_rate_wide")
-# Families of which the folders that mlx-lm makes were compared with what mlx-lm computes from them.
+MLX = "mlx"  # its own sections state no method
+MLX_PACKED_ROLES = (*LINEAR_ROLES, "embed", "head")  # MLX quantizes matrices of all roles; these stay packed
+# Small matrices that route or decay are dequantized to float32, which loses nothing.
+MLX_EXACT_ROLES = ("router", "scale", "state_beta", "state_keys", "state_rate", "state_rate_wide")
+# Families whose folders written by mlx-lm were tested against mlx-lm itself.
 MLX_FAMILIES = ("afmoe", "apertus", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone",
                 "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe",
                 "glm4_moe_lite", "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "internlm2",
@@ -33,109 +37,115 @@ MLX_FAMILIES = ("afmoe", "apertus", "cohere", "cohere2", "deepseek_v2", "deepsee
                 "ministral3", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2",
                 "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open",
                 "stablelm", "starcoder2")
-# What is in the weights of those folders, whatever their configs go on saying.
-MLX_FOLDED = {"falcon_h1": {
+# Values of config keys that mlx-lm folded into the weights, although its config.json still has the original ones.
+MLX_FOLDED_KEYS = {"falcon_h1": {
     "mlp_multipliers": [1.0, 1.0], "ssm_multipliers": [1.0] * 5,
     **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "embedding_multiplier", "key_multiplier", "lm_head_multiplier",
                      "ssm_in_multiplier", "ssm_out_multiplier"), 1.0)}, "ernie4_5_moe": {"moe_use_aux_free": False}}
-# What is not, of those families.
-MLX_LEAVES_OUT = {"ernie4_5_moe": "mlx-lm left out what corrects the scores of this model's routers: it chooses some experts that the "
-                                  "published model does not"}
-FBGEMM = "fbgemm_fp8"  # Meta's, whose weights lie as those of others in FP8 do
+# Notices about tensors that mlx-lm drops.
+MLX_OMISSION_NOTICES = {
+    "ernie4_5_moe": "mlx-lm left out what corrects the scores of this model's routers: it chooses some experts that the published model "
+                    "does not"}
+FBGEMM = "fbgemm_fp8"  # its FP8 layout is the common one
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", FBGEMM, "modelopt", quark_config.METHOD, "bitnet", "bitsandbytes", AUTO_ROUND, MLX)
-# Of methods that are not read, whose they are.
-OTHERS = {"aqlm": "AQLM, sums of codebooks", "eetq": "EETQ, only for CUDA GPUs", "exl2": "ExLlamaV2, only for CUDA GPUs", "exl3":
-          "ExLlamaV3, only for CUDA GPUs", "fp_quant": "FP-Quant", "higgs": "HIGGS", "hqq": "HQQ", "quanto": "Quanto", "sinq": "SINQ",
-          "spqr": "SpQR", "torchao": "torchao", "vptq": "VPTQ, vectors of codebooks"}
-# Of ModelOpt -> layout. W4A16 and PER_TOKEN speak of activations, PB of blocks, WO of weights alone.
-ALGORITHMS = {"FP8": "fp8", "FP8_PB_WO": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4 in bytes",
+# quant_method -> description of a method that is not supported.
+UNSUPPORTED_METHODS = {
+    "aqlm": "AQLM, sums of codebooks", "eetq": "EETQ, only for CUDA GPUs", "exl2": "ExLlamaV2, only for CUDA GPUs",
+    "exl3": "ExLlamaV3, only for CUDA GPUs", "fp_quant": "FP-Quant", "higgs": "HIGGS", "hqq": "HQQ", "quanto": "Quanto", "sinq": "SINQ",
+    "spqr": "SpQR", "torchao": "torchao", "vptq": "VPTQ, vectors of codebooks"}
+# ModelOpt's quant_algo -> layout. W4A16 and PER_TOKEN concern activations; PB: per block; WO: weights only.
+MODELOPT_LAYOUTS = {"FP8": "fp8", "FP8_PB_WO": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4 in bytes",
               "W4A16_NVFP4": "nvfp4 in bytes", "W4A8_NVFP4_FP8": "nvfp4 in bytes", "W4A8_MXFP4_FP8": "mxfp4 in unsigned bytes",
               "MXFP8": "mxfp8"}
-BY_BLOCKS, BLOCKS = "FP8_PB_WO", [128, 128]
-LEVELS, BYTES = "levels beside codes", "bytes by row"  # layouts of bitsandbytes: NF4 and FP4, LLM.int8
-STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))  # parts, of which a weight has one
+MODELOPT_BLOCK_ALGORITHM, MODELOPT_BLOCK = "FP8_PB_WO", [128, 128]
+BNB_4BIT, BNB_INT8 = "levels beside codes", "bytes by row"  # layouts of bitsandbytes: NF4 and FP4, LLM.int8
+# Names of the component that describes bitsandbytes' 4-bit quantization; a weight has one of them.
+BNB_QUANT_STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 NVFP4 = ("nvfp4", "nvfp4 in bytes")  # layouts
-FOUR_BITS = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}  # of floats of compressed-tensors
-PAIRS = "mxfp4 in bytes"  # of some weights beside FP8: whole numbers in the types of a file, which hold two levels of E2M1 each
-MXFP4, MXFP8 = (PAIRS, "mxfp4 in unsigned bytes", "mxfp4"), "mxfp8"  # layouts of which 32 inputs share a power of two
-# Of quant_method bitnet, whose weights `imported_ternary.py` reads. A norm of its own before each matrix is none of a family's here.
+COMPRESSED_TENSORS_FP4 = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}  # format -> layout
+MXFP4_IN_FP8 = "mxfp4 in bytes"  # layout of some weights in FP8 checkpoints: I8 tensors whose bytes hold two E2M1 codes each
+MXFP4, MXFP8 = (MXFP4_IN_FP8, "mxfp4 in unsigned bytes", "mxfp4"), "mxfp8"  # layouts with a power-of-two scale per 32 inputs
+# Key -> supported values, of quant_method bitnet (`imported_ternary.py`). use_rms_norm would add a norm before each matrix.
 TERNARY_KEYS = {"linear_class": ("autobitlinear", "bitlinear"), "quantization_mode": ("offline", "online"), "use_rms_norm": (False,)}
 FLOATS, INTEGERS = ("F32", "F16", "BF16"), ("I32", "I64")
 
 
 @dataclass(frozen=True)
-class PartKind:
-    """What a part of a weight may be beside its codes: the types of its values, the numbers of its dimensions; `needed`: never absent."""
+class ComponentKind:
+    """What a component tensor of a weight, other than its codes, may be."""
 
-    types: tuple[str, ...]
-    dimensions: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    ranks: tuple[int, ...]
     needed: bool = True
 
-    def fits(self, dtype: str, shape: tuple[int, ...]) -> bool:
-        return dtype in self.types and len(shape) in self.dimensions
+    def accepts(self, info: TensorInfo | None) -> bool:
+        """Whether a tensor, None where there is none, can be this component."""
+        return not self.needed if info is None else info.dtype in self.dtypes and len(info.shape) in self.ranks
 
 
-WORDS, GROUP_SCALES, SCALES = PartKind(("I32",), (2,)), PartKind(FLOATS, (2,)), PartKind(FLOATS, (0, 1, 2))
+WORDS, GROUP_SCALES, SCALES = ComponentKind(("I32",), (2,)), ComponentKind(FLOATS, (2,)), ComponentKind(FLOATS, (0, 1, 2))
 EXPONENTS = "F8_E8M0"  # scales that are powers of two
-FP8_SCALES = PartKind((*FLOATS, EXPONENTS), (0, 1, 2, 4), needed=False)  # of 4: of blocks, each dimension with one of 1 behind it
-POWERS = PartKind((EXPONENTS,), (2,), needed=False)
-BYTE_POWERS = PartKind(("U8", EXPONENTS), (2,))
-SMALL_SCALES, MATRIX_SCALE = PartKind(("F8_E4M3",), (2,)), PartKind(("F32",), (0, 1))
-ORDER = PartKind(INTEGERS, (1, 2), needed=False)
-LEVEL_LIST, STATE = PartKind(("F32",), (1,)), PartKind(("U8",), (1,), needed=False)
+FP8_SCALES = ComponentKind((*FLOATS, EXPONENTS), (0, 1, 2, 4), needed=False)  # rank 4: scales of blocks [n, 1, k, 1]
+POWERS = ComponentKind((EXPONENTS,), (2,), needed=False)
+BYTE_POWERS = ComponentKind(("U8", EXPONENTS), (2,))
+SMALL_SCALES, MATRIX_SCALE = ComponentKind(("F8_E4M3",), (2,)), ComponentKind(("F32",), (0, 1))
+ORDER = ComponentKind(INTEGERS, (1, 2), needed=False)
+LEVEL_LIST, STATE = ComponentKind(("F32",), (1,)), ComponentKind(("U8",), (1,), needed=False)
 OF_SCALES = replace(LEVEL_LIST, needed=False)
-# Layout -> the ending of the tensor that holds a weight's codes, and those of the others.
-ENDINGS = {
+# Layout -> (suffix of the tensor that holds a weight's codes, kinds of its other components by suffix).
+LAYOUT_TENSORS = {
     "gptq": ("qweight", {"qzeros": WORDS, "scales": GROUP_SCALES, "g_idx": ORDER}),
     "awq": ("qweight", {"qzeros": WORDS, "scales": GROUP_SCALES}),
-    "packed": ("weight_packed", {"weight_scale": GROUP_SCALES, "weight_shape": PartKind(INTEGERS, (1, 2)),
+    "packed": ("weight_packed", {"weight_scale": GROUP_SCALES, "weight_shape": ComponentKind(INTEGERS, (1, 2)),
                                  "weight_zero_point": replace(WORDS, needed=False), "weight_g_idx": ORDER}),
-    "integers": ("weight", {"weight_scale": SCALES, "weight_zero_point": PartKind(("I8",), (0, 1, 2), needed=False),
+    "integers": ("weight", {"weight_scale": SCALES, "weight_zero_point": ComponentKind(("I8",), (0, 1, 2), needed=False),
                             "weight_g_idx": ORDER}),
     "fp8": ("weight", {"weight_scale_inv": FP8_SCALES, "weight_scale": FP8_SCALES}),
-    PAIRS: ("weight", {"weight_scale_inv": POWERS, "weight_scale": POWERS}),
+    MXFP4_IN_FP8: ("weight", {"weight_scale_inv": POWERS, "weight_scale": POWERS}),
     "mxfp4 in unsigned bytes": ("weight", {"weight_scale": BYTE_POWERS}),
     "mxfp4": ("weight_packed", {"weight_scale": BYTE_POWERS}),
     MXFP8: ("weight", {"weight_scale": BYTE_POWERS}),
     "nvfp4": ("weight_packed", {"weight_scale": SMALL_SCALES, "weight_global_scale": MATRIX_SCALE}),
     "nvfp4 in bytes": ("weight", {"weight_scale": SMALL_SCALES, "weight_scale_2": MATRIX_SCALE}),
-    LEVELS: ("weight", {"weight.absmax": PartKind(("F32", "U8"), (1,)), "weight.quant_map": LEVEL_LIST,
+    BNB_4BIT: ("weight", {"weight.absmax": ComponentKind(("F32", "U8"), (1,)), "weight.quant_map": LEVEL_LIST,
                         "weight.nested_absmax": OF_SCALES, "weight.nested_quant_map": OF_SCALES,
-                        **dict.fromkeys(STATES, STATE)}),
-    BYTES: ("weight", {"SCB": LEVEL_LIST, "weight_format": PartKind(("U8",), (0, 1), needed=False)}),
+                        **dict.fromkeys(BNB_QUANT_STATES, STATE)}),
+    BNB_INT8: ("weight", {"SCB": LEVEL_LIST, "weight_format": ComponentKind(("U8",), (0, 1), needed=False)}),
 }
-# Layout -> the dimension along which parts hold outputs, and whether as bits in words; scales of the others may be of several outputs.
-CUTS = {
+# Layout -> component -> (its dimension of outputs, whether they are packed into words). Components that are not listed may have entries for
+# several outputs.
+OUTPUT_AXES = {
     "gptq": {"qweight": (1, False), "qzeros": (1, True), "scales": (1, False)},
     "awq": {"qweight": (1, True), "qzeros": (1, True), "scales": (1, False)},
     "packed": {"weight_packed": (0, False), "weight_scale": (0, False), "weight_zero_point": (0, True)},
     "integers": {"weight": (0, False)},
     "fp8": {"weight": (0, False)},
-    PAIRS: {"weight": (0, False), "weight_scale_inv": (0, False), "weight_scale": (0, False)},
+    MXFP4_IN_FP8: {"weight": (0, False), "weight_scale_inv": (0, False), "weight_scale": (0, False)},
     **dict.fromkeys(("mxfp4 in unsigned bytes", MXFP8), {"weight": (0, False), "weight_scale": (0, False)}),
     **dict.fromkeys(("mxfp4", "nvfp4"), {"weight_packed": (0, False), "weight_scale": (0, False)}),
     "nvfp4 in bytes": {"weight": (0, False), "weight_scale": (0, False)},
-    LEVELS: {},  # cut by values: rows and blocks begin apart
-    BYTES: {"weight": (0, False), "SCB": (0, False)},
+    BNB_4BIT: {},  # sliced by values: blocks do not begin with rows
+    BNB_INT8: {"weight": (0, False), "SCB": (0, False)},
 }
-# Of activations and caches, which are not rounded to a checkpoint's scales here.
-IGNORED = ("input_scale", "input_scale_ub", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point",
+# Scales of activations and caches, which are not quantized here by a checkpoint's scales.
+IGNORED_ENDINGS = ("input_scale", "input_scale_ub", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point",
            "activation_scale", "q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point")
-# The type of codes that bear a weight's name; what has another type is a plain weight.
-CODES = {"integers": "I8", "fp8": "F8_E4M3", PAIRS: "I8", "mxfp4 in unsigned bytes": "U8", MXFP8: "F8_E4M3", "nvfp4 in bytes": "U8",
-         BYTES: "I8"}
-TYPES = {**CODES, "mxfp4": "U8", "nvfp4": "U8"}  # of codes that are no words
-IN_BLOCKS = ("integers", "fp8")  # layouts in which several outputs may have one scale
+# Dtype of codes in tensors named `weight`; one of another dtype is an unquantized weight.
+WEIGHT_CODE_DTYPES = {"integers": "I8", "fp8": "F8_E4M3", MXFP4_IN_FP8: "I8", "mxfp4 in unsigned bytes": "U8", MXFP8: "F8_E4M3",
+                      "nvfp4 in bytes": "U8", BNB_INT8: "I8"}
+CODE_DTYPES = {**WEIGHT_CODE_DTYPES, "mxfp4": "U8", "nvfp4": "U8"}  # of codes that are not packed into I32 words
+BLOCK_SCALED = ("integers", "fp8")  # layouts in which several outputs may share a scale
 
 
-def section_of(raw: Mapping[str, object]) -> dict[str, object] | None:
-    """What a config says of its quantized weights, where it does; the type of its experts may stand beside that."""
-    section, beside = raw.get("quantization_config"), raw.get("expert_dtype")
-    if isinstance(of_mlx := raw.get("quantization"), dict):
-        return {**of_mlx, "quant_method": MLX}  # MLX writes it under the other name too
+def quantization_section(raw: Mapping[str, object]) -> dict[str, object] | None:
+    """The `quantization_config` of a config.json, None if it has none; MLX's gets a quant_method, and a top-level `expert_dtype` is merged
+    into it."""
+    section, expert_dtype = raw.get("quantization_config"), raw.get("expert_dtype")
+    if isinstance(mlx_section := raw.get("quantization"), dict):
+        return {**mlx_section, "quant_method": MLX}  # MLX writes it under the other name too
     if not isinstance(section, dict):
         return None
-    return {"expert_dtype": beside, **section} if beside is not None else section
+    return {"expert_dtype": expert_dtype, **section} if expert_dtype is not None else section
 
 
 def check_method(section: Mapping[str, object]) -> None:
@@ -146,15 +156,15 @@ def check_method(section: Mapping[str, object]) -> None:
         return ConfigError(f"config.json: quantization_config with {what} is not supported", f"{known}; or {ORIGINAL}")
 
     if method not in METHODS:
-        whose = f" ({OTHERS[method]})" if isinstance(method, str) and method in OTHERS else ""
-        raise refused(f"quant_method {show(method)}{whose}", f"known: {', '.join(METHODS)}, and GGUF files of the model")
-    if found := unsupported(section):
-        raise refused(*found)
+        description = f" ({UNSUPPORTED_METHODS[method]})" if isinstance(method, str) and method in UNSUPPORTED_METHODS else ""
+        raise refused(f"quant_method {show(method)}{description}", f"known: {', '.join(METHODS)}, and GGUF files of the model")
+    if problem := unsupported(section):
+        raise refused(*problem)
     if method == "compressed-tensors":
-        _check_beside(section, refused)
+        _check_sparsity_and_transforms(section, refused)
     if is_mixed(section):
-        for plain in plain_sections(section) if method != AUTO_ROUND else ():
-            check_method(plain)
+        for plain_section in plain_sections(section) if method != AUTO_ROUND else ():
+            check_method(plain_section)
         return
     bits = section.get("bits")
     if method == MLX and (mlx_form(section) is None):
@@ -162,36 +172,36 @@ def check_method(section: Mapping[str, object]) -> None:
                       "of MLX: affine of 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128, mxfp4, mxfp8, nvfp4")
     if method == "gptq" and bits not in (2, 3, 4, 8):
         raise refused(f"bits {show(bits)}", "GPTQ of 2, 3, 4 and 8 bits")
-    if method == "gptq" and order_of(section) not in ("gptq", "gptq_v2"):
-        raise refused(f"format {show(order_of(section))}", "GPTQ in the formats gptq and gptq_v2")
-    if method == "gptq" and (other := _other_bits(section)) is not None:
-        raise refused(f"dynamic bits {show(other)} beside bits {show(bits)}", "GPTQ with the same bits for all weights")
-    version = str(section.get("version") or order_of(section) or "gemm")
+    if method == "gptq" and checkpoint_format(section) not in ("gptq", "gptq_v2"):
+        raise refused(f"format {show(checkpoint_format(section))}", "GPTQ in the formats gptq and gptq_v2")
+    if method == "gptq" and (deviating_bits := _deviating_bits(section)) is not None:
+        raise refused(f"dynamic bits {show(deviating_bits)} beside bits {show(bits)}", "GPTQ with the same bits for all weights")
+    version = str(section.get("version") or checkpoint_format(section) or "gemm")
     if method == "awq" and (bits not in (4, None) or version.lower() != "gemm"):
         raise refused(f"bits {show(bits)} and version {show(version)}", "AWQ of 4 bits in the gemm layout")
     if method == "bitnet":
         for key, known in TERNARY_KEYS.items():
             if section.get(key) not in (None, *known):
                 raise refused(f"{key} {show(section[key])}", f"of BitNet: {', '.join(map(show, known))}")
-    if method == quark_config.METHOD and (found := quark_config.unsupported(section)):
-        raise refused(*found)
-    if method == "modelopt" and str(algorithm := section.get("quant_algo")).upper() not in ALGORITHMS:
-        raise refused(f"quant_algo {show(algorithm)}", f"of ModelOpt: {', '.join((*ALGORITHMS, MIXED))}")
+    if method == quark_config.METHOD and (problem := quark_config.unsupported(section)):
+        raise refused(*problem)
+    if method == "modelopt" and str(algorithm := section.get("quant_algo")).upper() not in MODELOPT_LAYOUTS:
+        raise refused(f"quant_algo {show(algorithm)}", f"of ModelOpt: {', '.join((*MODELOPT_LAYOUTS, MIXED))}")
     if method == "bitsandbytes" and layout_of(section) is None:
         raise refused(f"quant_method {show(method)} and neither load_in_4bit nor load_in_8bit", "4 bits (NF4, FP4) and LLM.int8")
     if method == "compressed-tensors" and layout_of(section) is None:
-        raise refused(f"format {show(section.get('format'))} and weights of {_kinds_shown(section)}",
+        raise refused(f"format {show(section.get('format'))} and weights of {_weight_types_text(section)}",
                       "pack-quantized integers of 4 or 8 bits, int-quantized ones of 2 to 8, float-quantized and mxfp8-quantized weights "
                       "of 8, nvfp4-pack-quantized and mxfp4-pack-quantized ones of 4")
 
 
-def _check_beside(section: Mapping[str, object], refused: Callable[[str, str], ConfigError]) -> None:
-    """Raises ConfigError for what compressed-tensors does to weights beside rounding them."""
+def _check_sparsity_and_transforms(section: Mapping[str, object], refused: Callable[[str, str], ConfigError]) -> None:
+    """Raises ConfigError for compressed-tensors' sparsity, or transforms that run in every forward pass."""
     sparsity = section.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
         raise refused(f"sparsity_config of format {show(sparsity['format'])}", "dense weights")
-    if place := _turned(section.get("transform_config")):
-        raise refused(f"a transform at {place}", "transforms that are in the weights already")
+    if location := _runtime_transform(section.get("transform_config")):
+        raise refused(f"a transform at {location}", "transforms that are in the weights already")
 
 
 def check_family(section: Mapping[str, object], model_type: str) -> None:
@@ -200,21 +210,22 @@ def check_family(section: Mapping[str, object], model_type: str) -> None:
         raise ConfigError(f"config.json: MLX-quantized weights are not supported for {model_type} models", f"{ORIGINAL}, or a GGUF file")
 
 
-def mlx_says(section: Mapping[str, object], raw: Mapping[str, object]) -> Mapping[str, object]:
-    """What a config says where MLX quantized its weights: multipliers that it took into them are 1, and no other tool did anything."""
+def with_mlx_overrides(section: Mapping[str, object], raw: Mapping[str, object]) -> Mapping[str, object]:
+    """A config with the values that MLX folded into the weights; unchanged if another tool quantized them."""
     if section.get("quant_method") != MLX:
         return raw
-    return {**{key: value for key, value in raw.items() if key != "quantization_config"}, **MLX_FOLDED.get(str(raw.get("model_type")), {})}
+    folded = MLX_FOLDED_KEYS.get(str(raw.get("model_type")), {})
+    return {**{key: value for key, value in raw.items() if key != "quantization_config"}, **folded}
 
 
-def order_of(section: Mapping[str, object]) -> str | None:
-    """How the words of GPTQ or AWQ lie, as a section says under the newer key or the older. GPTQ without is the first version."""
-    stated = section.get("checkpoint_format") or section.get("format")
-    return str(stated).lower() if stated else "gptq" if section.get("quant_method") == "gptq" else None
+def checkpoint_format(section: Mapping[str, object]) -> str | None:
+    """The word format of GPTQ or AWQ, under the newer key or the older one; gptq if a GPTQ section states none."""
+    value = section.get("checkpoint_format") or section.get("format")
+    return str(value).lower() if value else "gptq" if section.get("quant_method") == "gptq" else None
 
 
-def _other_bits(section: Mapping[str, object]) -> object:
-    """The bits that a rule for some of the weights states, where they are not those of the others."""
+def _deviating_bits(section: Mapping[str, object]) -> object:
+    """The bits of a `dynamic` rule for some weights that differ from those of the others; None if there is none."""
     rules = section.get("dynamic")
     for name, rule in rules.items() if isinstance(rules, dict) else ():
         if isinstance(rule, dict) and not name.startswith("-") and rule.get("bits", section.get("bits")) != section.get("bits"):
@@ -222,75 +233,84 @@ def _other_bits(section: Mapping[str, object]) -> object:
     return None
 
 
-def _turned(transforms: object) -> str | None:
-    """Where a `transform_config` asks for a rotation in every forward pass; None where all of it is in the weights."""
+def _runtime_transform(transforms: object) -> str | None:
+    """The location of a transform that runs in every forward pass; None if all transforms are folded into the weights."""
     schemes = transforms.get("config_groups") if isinstance(transforms, dict) else None
     for scheme in schemes.values() if isinstance(schemes, dict) else ():
-        places = scheme.get("apply") if isinstance(scheme, dict) else None
-        for each in places if isinstance(places, list) else ():
-            location = each.get("location") if isinstance(each, dict) else None
+        applications = scheme.get("apply") if isinstance(scheme, dict) else None
+        for application in applications if isinstance(applications, list) else ():
+            location = application.get("location") if isinstance(application, dict) else None
             if not str(location).startswith("weight_"):
                 return show(location)
     return None
 
 
 def groups_of(section: Mapping[str, object]) -> list[Mapping[str, object]]:
-    """What the groups of a compressed-tensors config say of their weights."""
-    found = section.get("config_groups")
-    said = [group.get("weights") for group in found.values() if isinstance(group, dict)] if isinstance(found, dict) else []
-    return [weights for weights in said if isinstance(weights, dict)]
+    """The `weights` objects of all groups of a compressed-tensors config."""
+    config_groups = section.get("config_groups")
+    if not isinstance(config_groups, dict):
+        return []
+    weight_sections = [group.get("weights") for group in config_groups.values() if isinstance(group, dict)]
+    return [weights for weights in weight_sections if isinstance(weights, dict)]
 
 
-def _kinds(section: Mapping[str, object]) -> list[tuple[object, object]]:
-    """Type and bits of every group's weights."""
+def _weight_types(section: Mapping[str, object]) -> list[tuple[object, object]]:
+    """(type, bits) of every group's weights."""
     return [(weights.get("type", "int"), weights.get("num_bits", 8)) for weights in groups_of(section)]
 
 
-def _kinds_shown(section: Mapping[str, object]) -> str:
-    return ", ".join(dict.fromkeys(f"{show(kind)} {show(bits)}" for kind, bits in _kinds(section))) or "no kind that it names"
+def _weight_types_text(section: Mapping[str, object]) -> str:
+    types = dict.fromkeys(f"{show(weight_type)} {show(bits)}" for weight_type, bits in _weight_types(section))
+    return ", ".join(types) or "no kind that it names"
 
 
 def layout_of(section: Mapping[str, object]) -> str | None:
-    """The key of ENDINGS that says how weights lie; None for a compressed-tensors format that is not read."""
-    if section.get("quant_method") == "modelopt":
-        return ALGORITHMS.get(str(section.get("quant_algo")).upper())
-    if section.get("quant_method") == "bitsandbytes":
-        ways = {LEVELS: "load_in_4bit", BYTES: "load_in_8bit"}
-        return next((layout for layout, key in ways.items() if section.get(key) is True), None)
-    if section.get("quant_method") == quark_config.METHOD:
+    """The layout of the weights, a key of LAYOUT_TENSORS; None for an unsupported format."""
+    method = section.get("quant_method")
+    if method == "modelopt":
+        return MODELOPT_LAYOUTS.get(str(section.get("quant_algo")).upper())
+    if method == "bitsandbytes":
+        flags = {BNB_4BIT: "load_in_4bit", BNB_INT8: "load_in_8bit"}
+        return next((layout for layout, key in flags.items() if section.get(key) is True), None)
+    if method == quark_config.METHOD:
         return quark_config.layout(section)
-    if section.get("quant_method") != "compressed-tensors":
-        return "fp8" if section.get("quant_method") == FBGEMM else str(section.get("quant_method"))
-    kinds, written = _kinds(section), section.get("format")
-    if not kinds or any(type(bits) is not int for _, bits in kinds):
+    if method == "compressed-tensors":
+        return _compressed_tensors_layout(section)
+    return "fp8" if method == FBGEMM else str(method)
+
+
+def _compressed_tensors_layout(section: Mapping[str, object]) -> str | None:
+    weight_types, weight_format = _weight_types(section), section.get("format")
+    if not weight_types or any(type(bits) is not int for _, bits in weight_types):
         return None
-    if written == "pack-quantized":
-        return "packed" if kinds[0] in (("int", 4), ("int", 8)) and kinds.count(kinds[0]) == len(kinds) else None
-    if written in ("int-quantized", "naive-quantized") and all(kind == "int" and 2 <= bits <= 8 for kind, bits in kinds):
+    first = weight_types[0]
+    are_alike, are_fp8 = weight_types.count(first) == len(weight_types), all(each == ("float", 8) for each in weight_types)
+    if weight_format == "pack-quantized":
+        return "packed" if first in (("int", 4), ("int", 8)) and are_alike else None
+    if weight_format in ("int-quantized", "naive-quantized") and all(kind == "int" and 2 <= bits <= 8 for kind, bits in weight_types):
         return "integers"
-    if written in FOUR_BITS and all(kind == ("float", 4) for kind in kinds):
-        return FOUR_BITS[written]
-    if written == "mxfp8-quantized" and all(kind == ("float", 8) for kind in kinds):
+    if weight_format in COMPRESSED_TENSORS_FP4 and all(each == ("float", 4) for each in weight_types):
+        return COMPRESSED_TENSORS_FP4[weight_format]
+    if weight_format == "mxfp8-quantized" and are_fp8:
         return MXFP8
-    return "fp8" if written in ("float-quantized", "naive-quantized") and all(kind == ("float", 8) for kind in kinds) else None
+    return "fp8" if weight_format in ("float-quantized", "naive-quantized") and are_fp8 else None
 
 
 def layouts_of(section: Mapping[str, object]) -> tuple[str, ...]:
-    """`layout_of`, and how some of its weights may lie beside it."""
+    """`layout_of`, and the layout that some of the weights may have instead."""
     layout = str(layout_of(section))
-    return (layout, PAIRS) if section.get("quant_method") == "fp8" else (layout,)
+    return (layout, MXFP4_IN_FP8) if section.get("quant_method") == "fp8" else (layout,)
 
 
 def bits_of(section: Mapping[str, object]) -> int:
-    """Bits of a section's integers as they lie; of those in bytes, that kernels take: 4 where no weight needs more, else 8."""
+    """Bits of a section's integers as stored; for integers in bytes, the bits of the kernels' format: 4 if no weight needs more, else 8."""
     if section.get("quant_method") != "compressed-tensors":
-        return int(section["bits"]) if section.get("quant_method") == "gptq" else 8 if layout_of(section) == BYTES else 4
-    return 4 if max(bits for _, bits in _kinds(section)) <= 4 else 8
+        return int(section["bits"]) if section.get("quant_method") == "gptq" else 8 if layout_of(section) == BNB_INT8 else 4
+    return 4 if max(bits for _, bits in _weight_types(section)) <= 4 else 8
 
 
 def block_of(section: Mapping[str, object]) -> tuple[int, int]:
-    """Rows and inputs that share a scale of a weight in GPTQ, FP8 or compressed-tensors, 0 for what is not said or not the same in all
-    groups."""
+    """(rows, inputs) that share a scale in GPTQ, FP8 or compressed-tensors; 0 if not stated, or not the same in all groups."""
     def stated(block: object, group: object) -> tuple[int, int]:
         if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
             return block[0], block[1]
@@ -299,55 +319,55 @@ def block_of(section: Mapping[str, object]) -> tuple[int, int]:
     if section.get("quant_method") == "fp8":
         return stated(section.get("weight_block_size"), None)
     if section.get("quant_method") == "modelopt":
-        return stated(BLOCKS if str(section.get("quant_algo")).upper() == BY_BLOCKS else None, None)
+        return stated(MODELOPT_BLOCK if str(section.get("quant_algo")).upper() == MODELOPT_BLOCK_ALGORITHM else None, None)
     if section.get("quant_method") == "gptq":
         return stated(None, section.get("group_size"))
-    found = {stated(weights.get("block_structure"), weights.get("group_size")) for weights in groups_of(section)}
-    return found.pop() if len(found) == 1 else (0, 0)
+    blocks = {stated(weights.get("block_structure"), weights.get("group_size")) for weights in groups_of(section)}
+    return blocks.pop() if len(blocks) == 1 else (0, 0)
 
 
 def runs_from_codes(section: Mapping[str, object]) -> bool:
-    """Whether weights of a `quantization_config` are such that kernels multiply their codes, as far as it says."""
+    """Whether kernels can multiply the codes of the weights as stored, as far as a `quantization_config` tells."""
     if is_mixed(section):
         return any(map(runs_from_codes, plain_sections(section)))
     layout = layout_of(section)
     if layout == MLX:
-        form = mlx_form(section)
-        return form is not None and form.spec is not None
-    of_words = ("awq", "packed", *(("gptq",) if section.get("bits") in groups.BITS else ()))
-    return layout in (*of_words, "integers", "fp8", "bitnet", LEVELS, BYTES, *MXFP4, *NVFP4)
+        mlx_format = mlx_form(section)
+        return mlx_format is not None and mlx_format.spec is not None
+    word_layouts = ("awq", "packed", *(("gptq",) if section.get("bits") in groups.BITS else ()))
+    return layout in (*word_layouts, "integers", "fp8", "bitnet", BNB_4BIT, BNB_INT8, *MXFP4, *NVFP4)
 
 
 def mlx_form(section: Mapping[str, object]) -> mlx.MlxFormat | None:
-    """How MLX says that weights lie, but for those of which it says something else."""
+    """MLX's format of all weights without settings of their own; None for an unsupported one."""
     bits, group, mode = section.get("bits"), section.get("group_size"), section.get("mode", "affine")
     if type(bits) is not int or type(group) is not int:
         return None
-    known = bits in mlx.BITS and group in mlx.GROUPS if mode == "affine" else mlx.FLOATS.get((bits, group)) == mode
-    return mlx.MlxFormat(bits, group, str(mode)) if known else None
+    is_known = bits in mlx.BITS and group in mlx.GROUPS if mode == "affine" else mlx.FLOATS.get((bits, group)) == mode
+    return mlx.MlxFormat(bits, group, str(mode)) if is_known else None
 
 
-def are_floats(section: Mapping[str, object]) -> bool:
-    """Whether its weights, or some of them, are floats of eight bits."""
+def has_fp8_weights(section: Mapping[str, object]) -> bool:
+    """Whether some weights are FP8."""
     return any(layout_of(plain) == "fp8" for plain in plain_sections(section))
 
 
 def is_quantized(section: Mapping[str, object]) -> bool:
-    """Whether weights of a `quantization_config` will, as far as it says, run from the codes of whoever quantized them."""
+    """Whether weights will run packed, as far as a `quantization_config` tells."""
     return section.get("quant_method") == "mxfp4" or runs_from_codes(section)
 
 
-def left_out(section: Mapping[str, object]) -> list[str]:
-    """Modules, or parts of their names, that a section says were not quantized."""
+def excluded_modules(section: Mapping[str, object]) -> list[str]:
+    """Names, parts of names or patterns of the modules that a section excludes from quantization."""
     lists = [section.get(key) for key in ("ignore", "modules_to_not_convert", "llm_int8_skip_modules", "exclude")]
-    found = [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
-    starred = (each for each in found if "*" in each and not each.startswith(PATTERN))
-    patterns = {each: PATTERN + each.replace(".", r"\.").replace("*", ".*") + "$" for each in starred}
-    return [patterns.get(each, each) for each in found]
+    names = [name for entries in lists if isinstance(entries, list) for name in entries if isinstance(name, str)]
+    globs = (name for name in names if "*" in name and not name.startswith(PATTERN))
+    patterns = {name: PATTERN + name.replace(".", r"\.").replace("*", ".*") + "$" for name in globs}
+    return [patterns.get(name, name) for name in names]
 
 
-def is_named(ignored: str, tensor: str) -> bool:
-    """Whether a module that was left out, a part of its name or a pattern of it, is a tensor's."""
-    if ignored.startswith(PATTERN):
-        return matches(ignored.removeprefix(PATTERN), tensor.removesuffix(".weight"))
-    return f".{ignored.strip('.')}." in f".{tensor}"
+def matches_module(module: str, tensor: str) -> bool:
+    """Whether an entry of `excluded_modules` applies to a tensor."""
+    if module.startswith(PATTERN):
+        return matches(module.removeprefix(PATTERN), tensor.removesuffix(".weight"))
+    return f".{module.strip('.')}." in f".{tensor}"

@@ -20,15 +20,15 @@ from ..config import ModelConfig
 from ..families import TensorRule
 from .tensor_views import ViewStore
 
-KEYS, VALUES = "embed_q.weight", "unembed_out.weight"
+KEY_WEIGHTS, VALUE_WEIGHTS = "embed_q.weight", "unembed_out.weight"
 
 
 @dataclass(frozen=True)
-class Heads:
-    """Both parts, rows of heads one above the other, [H * rank, nope] and [H * value, rank]."""
+class LatentHeads:
+    """A joined matrix; see `tensor_views.TensorView`."""
 
-    keys: TensorInfo
-    values: TensorInfo
+    keys: TensorInfo  # [H * rank, nope]
+    values: TensorInfo  # [H * value, rank]
     shape: LatentShape
     at_once: bool = False
 
@@ -41,44 +41,45 @@ class Heads:
         return self.values, self.keys
 
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
-        own, height = self.shape, self.shape.kv_b_rows
-        first, last = begin // height, -(-end // height)
+        shape, rows_per_head = self.shape, self.shape.kv_b_rows
+        first, last = begin // rows_per_head, -(-end // rows_per_head)
 
         def of_heads(info: TensorInfo, rows: int) -> np.ndarray:
-            kind = info.dtype.lower()
-            raw = store.read(info, first * rows, last * rows).view(RAW_NUMPY[kind])
-            return to_f32(raw, kind).reshape(last - first, rows, -1)
+            dtype = info.dtype.lower()
+            raw = store.read(info, first * rows, last * rows).view(RAW_NUMPY[dtype])
+            return to_f32(raw, dtype).reshape(last - first, rows, -1)
 
-        keys, values = of_heads(self.keys, own.rank).transpose(0, 2, 1), of_heads(self.values, own.value)
-        made = np.concatenate([keys, values], axis=1).reshape(-1, own.rank)[begin - first * height : end - first * height]
-        return np.ascontiguousarray(from_f32(made, self.source.dtype.lower())).reshape(-1).view(np.uint8)
+        keys, values = of_heads(self.keys, shape.rank).transpose(0, 2, 1), of_heads(self.values, shape.value)
+        joined = np.concatenate([keys, values], axis=1).reshape(-1, shape.rank)[begin - first * rows_per_head : end - first * rows_per_head]
+        return np.ascontiguousarray(from_f32(joined, self.source.dtype.lower())).reshape(-1).view(np.uint8)
 
 
 def latent_rules(config: ModelConfig) -> Iterator[TensorRule]:
     """Both parts of every layer, as if they were matrices of the model."""
-    for whole in _names(config):
-        own, heads, before = config.mla, config.num_attention_heads, whole.removesuffix("kv_b_proj.weight")
-        yield TensorRule(before + KEYS, (heads * own.rank, own.nope), plain=True)
-        yield TensorRule(before + VALUES, (heads * own.value, own.rank), plain=True)
+    for name in _matrix_names(config):
+        shape, heads, prefix = config.mla, config.num_attention_heads, name.removesuffix("kv_b_proj.weight")
+        yield TensorRule(prefix + KEY_WEIGHTS, (heads * shape.rank, shape.nope), plain=True)
+        yield TensorRule(prefix + VALUE_WEIGHTS, (heads * shape.value, shape.rank), plain=True)
 
 
 def with_heads_joined(store: TensorStore, config: ModelConfig) -> TensorStore:
-    """The store with one matrix in the place of two. Raises CheckpointError for those of another shape."""
+    """The store with each pair of tensors joined into one matrix. Raises CheckpointError for those of another shape."""
     parts, rules = {}, {rule.name: rule for rule in latent_rules(config)}
-    for whole in _names(config):
-        before = whole.removesuffix("kv_b_proj.weight")
-        both = [store.tensors.get(before + name) for name in (KEYS, VALUES)]
-        if None in both or whole in store.tensors:
+    for whole in _matrix_names(config):
+        prefix = whole.removesuffix("kv_b_proj.weight")
+        components = [store.tensors.get(prefix + name) for name in (KEY_WEIGHTS, VALUE_WEIGHTS)]
+        if None in components or whole in store.tensors:
             continue
-        if stray := next((info for info in both if info.shape != rules[info.name].shape), None):
-            raise CheckpointError(f"tensor {stray.name} has shape {list(stray.shape)}, the config says {list(rules[stray.name].shape)}",
+        if mismatched := next((info for info in components if info.shape != rules[info.name].shape), None):
+            expected = list(rules[mismatched.name].shape)
+            raise CheckpointError(f"tensor {mismatched.name} has shape {list(mismatched.shape)}, the config says {expected}",
                                   "the config and the weights are of different models")
-        parts[whole] = (config.num_attention_heads * config.mla.kv_b_rows, config.mla.rank), Heads(*both, config.mla)
+        parts[whole] = (config.num_attention_heads * config.mla.kv_b_rows, config.mla.rank), LatentHeads(*components, config.mla)
     return ViewStore(store, parts) if parts else store
 
 
-def _names(config: ModelConfig) -> Iterator[str]:
-    """What the matrix of each layer is called."""
+def _matrix_names(config: ModelConfig) -> Iterator[str]:
+    """Name of the joined matrix of each layer."""
     if config.mla is None:
         return
     family = families.get(config.family)

@@ -17,14 +17,14 @@ HUNYUAN = (
     (r"\.hc_pre\.hc_", ".hc_"), (r"\.hc_attn_layer\.hc_", ".attn_hc."), (r"\.hc_mlp_layer\.hc_", ".ffn_hc."),
     (r"\.hc_head_(fn|base|scale)$", r".hc_\1"), (r"\.learnable_sink_param$", ".sinks"), (r"\.linear_gate\.", ".gate_proj."))
 TRANSLATED: Mapping[str, Sequence[tuple[str, str]]] = {"hy_v4": HUNYUAN, "mistral_large4_text": MISTRAL}
-ABOUT = {"hy_v4": re.compile(r"model\..+"),
+SCOPES = {"hy_v4": re.compile(r"model\..+"),
          "mistral_large4_text": re.compile(r"(?:tok_embeddings|lerope|output|layers|norm)\..+")}  # the text part
 
 
 def translated(name: str, model_type: str) -> str:
     """A tensor's name as its family has it; as it is, where it is no name of such a checkpoint's text part."""
-    if model_type not in ABOUT or not ABOUT[model_type].fullmatch(name):
+    if model_type not in SCOPES or not SCOPES[model_type].fullmatch(name):
         return name
-    for said, meant in TRANSLATED[model_type]:
-        name = re.sub(said, meant, name)
+    for pattern, replacement in TRANSLATED[model_type]:
+        name = re.sub(pattern, replacement, name)
     return name

@@ -17,7 +17,7 @@ from ...quant.weight import RAW_NUMPY, to_f32
 from .container import Container, StoredTensor
 from .converting_store import ConvertingStore
 
-FEWEST_BITS = 4
+MIN_BITS = 4
 SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
@@ -28,25 +28,25 @@ def format_like(container: Container | None) -> QuantSpec | None:
         if len(stored.shape) == 2:
             counts[0 if stored.spec.is_raw else stored.spec.bits] += prod(stored.shape)
     bits = counts.most_common(1)[0][0] if counts else 0
-    return QuantSpec.parse(f"{max(FEWEST_BITS, bits)}bit") if bits else None
+    return QuantSpec.parse(f"{max(MIN_BITS, bits)}bit") if bits else None
 
 
 class QuantizingStore(ConvertingStore):
     """A store's tensors with the matrices `infos` quantized to `spec`, scales by least squared error (`rtn`)."""
 
-    repacks_on_read = False  # what it is for has kernels of its own
+    repacks_on_read = False  # needs no compiled function
 
     def __init__(self, store: TensorStore, infos: Sequence[TensorInfo], spec: QuantSpec) -> None:
         self._stored = {info.name: info for info in infos}
-        self._spec, made, described = spec, {}, {}
+        self._spec, blobs, container_tensors = spec, {}, {}
         for info in infos:
-            made[info.name] = replace(info, dtype="U8", shape=(spec.nbytes(info.shape),), nbytes=spec.nbytes(info.shape))
-            described[info.name] = StoredTensor(info.name, spec, tuple(info.shape), 0)
-        super().__init__(store.folder, store.tensors | made, store.take_files())
+            blobs[info.name] = replace(info, dtype="U8", shape=(spec.nbytes(info.shape),), nbytes=spec.nbytes(info.shape))
+            container_tensors[info.name] = StoredTensor(info.name, spec, tuple(info.shape), 0)
+        super().__init__(store.folder, store.tensors | blobs, store.take_files())
         self.converted = self._stored
         weights = sum(prod(info.shape) for info in infos)
-        bits = 8 * sum(info.nbytes for info in made.values()) / max(1, weights)
-        self.container = Container(str(spec), bits, described, {}, {}, {"name": "rtn"}, {})
+        bits = 8 * sum(info.nbytes for info in blobs.values()) / max(1, weights)
+        self.container = Container(str(spec), bits, container_tensors, {}, {}, {"name": "rtn"}, {})
 
     def stored_nbytes(self, info: TensorInfo) -> int:
         return self._stored.get(info.name, info).nbytes

@@ -40,10 +40,10 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class TensorView(Protocol):
-    """A matrix read from `whole`, a tensor of the store, or from several, `wholes`; `at_once`: reading some of its rows reads all of it."""
+    """A matrix computed from one or several tensors of a store."""
 
-    source: TensorInfo
-    at_once: bool
+    source: TensorInfo  # the first of `sources`
+    at_once: bool  # reading some rows reads all of the sources
 
     @property
     def sources(self) -> tuple[TensorInfo, ...]: ...
@@ -100,9 +100,9 @@ class ConcatenatedRows:
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
         parts = []
         while begin < end:  # there may be hundreds, of which a row is asked for
-            place = bisect_right(self.firsts, begin) - 1
-            first, last = self.firsts[place], min(end, self.firsts[place] + self.heights[place])
-            parts.append(store.read(self.sources[place], begin - first, last - first))
+            index = bisect_right(self.firsts, begin) - 1
+            first, last = self.firsts[index], min(end, self.firsts[index] + self.heights[index])
+            parts.append(store.read(self.sources[index], begin - first, last - first))
             begin = last
         return np.concatenate(parts)
 
@@ -134,21 +134,21 @@ def transposed_columns(config: ModelConfig) -> dict[str, tuple[str, int]]:
     """Name of a matrix -> the transposed matrix that contains it, and its first column there."""
     family = families.get(config.family)
     return {} if config.family not in (*TRANSPOSED_FAMILIES, *TRANSPOSED_ROUTER_FAMILIES) else {
-        own: found for layer in range(config.num_hidden_layers) for own, found in family.turned_columns(config, layer).items()}
+        name: source for layer in range(config.num_hidden_layers) for name, source in family.turned_columns(config, layer).items()}
 
 
 def concatenated_parts(config: ModelConfig) -> dict[str, tuple[tuple[str, int], ...]]:
     """Name of a matrix -> the separately stored matrices it is concatenated from, with their row counts."""
     family = families.get(config.family)
     return {} if config.family not in CONCATENATED_FAMILIES else {
-        own: found for layer in range(config.num_hidden_layers) for own, found in family.joined_rows(config, layer).items()}
+        name: sources for layer in range(config.num_hidden_layers) for name, sources in family.joined_rows(config, layer).items()}
 
 
 def stacked_vectors(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Name of a matrix -> its separately stored rows."""
     family = families.get(config.family)
     return {} if config.family not in STACKED_FAMILIES else {
-        own: found for layer in range(config.num_hidden_layers) for own, found in family.stacked_rows(config, layer).items()}
+        name: sources for layer in range(config.num_hidden_layers) for name, sources in family.stacked_rows(config, layer).items()}
 
 
 def gathered_rows(config: ModelConfig) -> dict[str, tuple[str, np.ndarray]]:
@@ -156,12 +156,12 @@ def gathered_rows(config: ModelConfig) -> dict[str, tuple[str, np.ndarray]]:
     if config.family not in ROW_GATHERED_FAMILIES:
         return {}
     family = families.get(config.family)
-    return {own: found for layer in range(config.num_hidden_layers) for own, found in family.stored_rows(config, layer).items()}
+    return {name: source for layer in range(config.num_hidden_layers) for name, source in family.stored_rows(config, layer).items()}
 
 
 def with_views(store: TensorStore, config: ModelConfig) -> TensorStore:
-    """The store with the tensors of `places` by themselves and those of `stacks` and `joins` as one. Raises CheckpointError for one of
-    another shape."""
+    """The store with the tensors of `gathered_rows`, `transposed_columns`, `stacked_vectors` and `concatenated_parts`. Raises
+    CheckpointError for a source of another shape."""
     parts: dict[str, tuple[tuple[int, ...], TensorView]] = {}
     heights: dict[str, int] = {}
     for whole, rows in gathered_rows(config).values():
@@ -183,7 +183,7 @@ def with_views(store: TensorStore, config: ModelConfig) -> TensorStore:
         info = store.tensors.get(whole)
         if name in store.tensors or info is None:
             continue
-        shape = _shape_of(config, name)
+        shape = _rule_shape(config, name)
         if len(info.shape) != 2 or info.shape[0] != shape[1] or info.shape[1] not in (shape[0], 3 * shape[0]):
             raise CheckpointError(f"tensor {whole} has shape {list(info.shape)}, expected {shape[1]} inputs before its outputs",
                                   "the config and the weights are of different models")
@@ -209,7 +209,7 @@ def with_views(store: TensorStore, config: ModelConfig) -> TensorStore:
     return ViewStore(store, parts) if parts else store
 
 
-def _shape_of(config: ModelConfig, name: str) -> tuple[int, ...]:
+def _rule_shape(config: ModelConfig, name: str) -> tuple[int, ...]:
     """The shape of a layer's tensor as the family says it."""
     rules = families.get(config.family).layer_tensors(config, int(name.split(".", 3)[2]))
     return next(rule.shape for rule in rules.values() if rule.name == name)
@@ -221,8 +221,8 @@ class ViewStore(ConvertingStore):
 
     def __init__(self, inner: TensorStore, parts: Mapping[str, tuple[tuple[int, ...], TensorView]]) -> None:
         self._inner, self._parts = inner, {name: part for name, (_, part) in parts.items()}
-        joined = {info.name for part in self._parts.values() for info in part.sources}
-        tensors = {name: info for name, info in inner.tensors.items() if name not in joined}
+        source_names = {info.name for part in self._parts.values() for info in part.sources}
+        tensors = {name: info for name, info in inner.tensors.items() if name not in source_names}
         for name, (shape, part) in parts.items():
             nbytes = part.source.nbytes * prod(shape) // prod(part.source.shape)
             tensors[name] = TensorInfo(name, part.source.dtype, shape, part.source.file, part.source.offset, nbytes)
@@ -247,28 +247,30 @@ class ViewStore(ConvertingStore):
         return (super() if info.name in self.converted else self._inner).read(info, row_begin, row_end)
 
     def read_into(self, info: TensorInfo, out: np.ndarray | memoryview) -> None:
-        own = self._parts.get(info.name)
-        if own is not None and own.at_once:
+        view = self._parts.get(info.name)
+        if view is not None and view.at_once:
             self.fill(info, 0, info.shape[0], np.frombuffer(out, np.uint8))
         else:
-            (self._inner if own is None else super()).read_into(info, out)
+            (self._inner if view is None else super()).read_into(info, out)
 
     def reads(self, info: TensorInfo, out: np.ndarray) -> Iterator[tuple[Callable[[], None], int]]:
-        own = self._parts.get(info.name)
-        if own is not None and own.at_once:
+        view = self._parts.get(info.name)
+        if view is not None and view.at_once:
             return iter([(partial(self.read_into, info, out), info.nbytes)])
-        return (self._inner if own is None else super()).reads(info, out)
+        return (self._inner if view is None else super()).reads(info, out)
 
     def repack_plan(self, infos: Sequence[TensorInfo]) -> Repack | None:
         return None if any(info.name in self.converted for info in infos) else self._inner.repack_plan(infos)
 
     def files_of(self, info: TensorInfo) -> frozenset[Path]:
-        own = self._parts.get(info.name)
-        return self._inner.files_of(info) if own is None else frozenset().union(*map(self._inner.files_of, own.sources))
+        view = self._parts.get(info.name)
+        return self._inner.files_of(info) if view is None else frozenset().union(*map(self._inner.files_of, view.sources))
 
     def stored_nbytes(self, info: TensorInfo) -> int:
-        own = self._parts.get(info.name)
-        return self._inner.stored_nbytes(info) if own is None else self._inner.stored_nbytes(own.source) * info.nbytes // own.source.nbytes
+        view = self._parts.get(info.name)
+        if view is None:
+            return self._inner.stored_nbytes(info)
+        return self._inner.stored_nbytes(view.source) * info.nbytes // view.source.nbytes
 
     def read_at(self, file: Path, offset: int, out: memoryview) -> None:
         self._inner.read_at(file, offset, out)

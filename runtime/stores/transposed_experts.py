@@ -19,14 +19,14 @@ from ...offload.safetensors_header import CheckpointError, TensorInfo, damaged, 
 from ...offload.streaming_pager import Range
 from .. import families
 from ..families.mixtral import MAX_EXPERTS
-from .canonical_names import EXPERTS, PARTS
+from .canonical_names import EXPERT_PREFIXES, FUSED_PROJECTIONS
 from .tensor_views import TensorView, ViewStore
 
 FUSED_NAME = re.compile(r"(.+\.)(?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj)")
 
 
 class LastExpert:
-    """The slice read last: two matrices of an expert share one."""
+    """Cache of the expert slice read last: gate and up of an expert share one."""
 
     def __init__(self) -> None:
         self._lock, self._held = threading.Lock(), (None, np.empty(0, np.uint8))
@@ -79,51 +79,54 @@ class TransposedExpertStore(ViewStore):
         if not all(isinstance(part, TransposedExpert) for part in parts):
             return super().repack_plan(infos)
         ranges = {part.source.name: part.range for part in parts}.values()  # gate and up lie in one
-        return Repack(tuple(info.nbytes for info in infos), sum(each.nbytes for each in ranges),
-                       max(staging_buffer(each.nbytes) for each in ranges), max(info.nbytes for info in infos),
-                       partial(self._pieces, tuple(infos)))
+        return Repack(tuple(info.nbytes for info in infos), sum(file_range.nbytes for file_range in ranges),
+                       max(staging_buffer(file_range.nbytes) for file_range in ranges), max(info.nbytes for info in infos),
+                       partial(self._repack_steps, tuple(infos)))
 
-    def _pieces(self, infos: Sequence[TensorInfo]) -> list[RepackStep]:
-        inside: dict[str, list[tuple[int, TransposedExpert, TensorInfo]]] = {}
+    def _repack_steps(self, infos: Sequence[TensorInfo]) -> list[RepackStep]:
+        by_source: dict[str, list[tuple[int, TransposedExpert, TensorInfo]]] = {}
         for index, info in enumerate(infos):
             part = self._parts[info.name]
-            inside.setdefault(part.source.name, []).append((index, part, info))
-        return [RepackStep((own[0][1].range,), partial(_put, tuple(own))) for own in inside.values()]
+            by_source.setdefault(part.source.name, []).append((index, part, info))
+        return [RepackStep((slices[0][1].range,), partial(_repack, tuple(slices))) for slices in by_source.values()]
 
 
-def _put(own: Sequence[tuple[int, TransposedExpert, TensorInfo]], raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
-    """An expert's part of a tensor into the matrices that lie in it."""
+def _repack(slices: Sequence[tuple[int, TransposedExpert, TensorInfo]], raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
+    """Transpose an expert's slice into the matrices that it holds."""
     raw = np.ascontiguousarray(raws[0])
-    for index, part, info in own:
+    for index, part, info in slices:
         outs[index][:] = part.rows(raw, 0, info.shape[0]).reshape(-1)
 
 
 def with_transposed_experts(store: TensorStore, raw: Mapping[str, object], always: bool = False) -> TensorStore:
-    """The store with such experts one by one; `raw` is the config of the text part. Tensors that lie the other way round, as some writers
-    have them, stay as they are, and so do those in which both ways are one, unless `always`. Raises CheckpointError, also for such experts
-    in a checkpoint that another tool has quantized: scales of codes that lie so are not read."""
+    """The store with each transposed expert by itself. `raw`: config of the text part. Tensors in the usual orientation, as some writers
+    have them, stay as they are; square ones count as transposed only if `always`.
+
+    Raises CheckpointError for a damaged tensor, and for transposed experts in a checkpoint that another tool quantized.
+    """
     if raw.get("quantization_config") is not None:
-        if joint := next((name for name in store.tensors if FUSED_NAME.match(name)), None):
-            raise CheckpointError(f"{store.folder} holds {shown(joint)}, the experts of a layer in one tensor, beside quantized weights",
+        if fused_name := next((name for name in store.tensors if FUSED_NAME.match(name)), None):
+            raise CheckpointError(f"{store.folder} holds {shown(fused_name)}, the experts of a layer in one tensor, "
+                                  "beside quantized weights",
                                   "use the original 16-bit checkpoint, a GGUF file, or an upload with separate experts")
         return store
     hidden, family = raw.get("hidden_size"), str(raw.get("model_type"))
-    place, names, last = EXPERTS[family], families.get(family).NAMES, LastExpert()
-    found: dict[str, tuple[tuple[int, ...], TensorView]] = {}
+    module, projection_names, last_slice = EXPERT_PREFIXES[family], families.get(family).NAMES, LastExpert()
+    views: dict[str, tuple[tuple[int, ...], TensorView]] = {}
     for name, info in store.tensors.items():
-        each = FUSED_NAME.fullmatch(name)
-        if each is None:
+        match = FUSED_NAME.fullmatch(name)
+        if match is None:
             continue
         if len(info.shape) != 3 or 0 in info.shape or info.shape[0] > MAX_EXPERTS or info.nbytes % np.prod(info.shape, dtype=np.int64):
             damaged(info.file, f"holds {shown(name)} as {info.dtype} {list(info.shape)}")
-        parts, (experts, inputs, outputs) = PARTS[each[2]], info.shape
-        down = len(parts) == 1
-        usual = (inputs if down else outputs) == hidden  # outputs before inputs
-        if usual and not (always and inputs == outputs) or outputs % len(parts):
+        parts, (experts, inputs, outputs) = FUSED_PROJECTIONS[match[2]], info.shape
+        is_down = len(parts) == 1
+        is_standard = (inputs if is_down else outputs) == hidden  # outputs before inputs
+        if is_standard and not (always and inputs == outputs) or outputs % len(parts):
             continue
         rows = outputs // len(parts)
         for expert in range(experts):
             for i, part in enumerate(parts):
-                own = f"{each[1]}{place}.experts.{expert}.{names[part]}.weight"
-                found[own] = (rows, inputs), TransposedExpert(info, expert, i * rows, last)
-    return TransposedExpertStore(store, found) if found else store
+                weight = f"{match[1]}{module}.experts.{expert}.{projection_names[part]}.weight"
+                views[weight] = (rows, inputs), TransposedExpert(info, expert, i * rows, last_slice)
+    return TransposedExpertStore(store, views) if views else store

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...kernels.tiles import MAX_SPARSE_COLUMNS, ROWS
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ..stores.container import REMADE
+from ..stores.container import REQUANTIZE
 from ..tensors import ModelTensor
 
 PIECE = 1 << 20  # positions checked at a time
@@ -19,7 +19,7 @@ def check_outliers(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store
     for roles in tensors.values():
         for tensor in roles.values():
             if tensor.spec.outliers and not _inside(tensor, store):
-                raise CheckpointError(f"{tensor.info.file} is damaged: tensor {tensor.name} has outliers out of bounds", REMADE)
+                raise CheckpointError(f"{tensor.info.file} is damaged: tensor {tensor.name} has outliers out of bounds", REQUANTIZE)
 
 
 def _inside(tensor: ModelTensor, store: TensorStore) -> bool:
