@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from math import prod
@@ -138,42 +139,47 @@ def export_gguf(source: Path, out: Path, matrix_type: str, name: str, replace: b
         keys = _tokenizer(source, config) if tokenizer is None else tokenizer
         licence = licence or (container and container.licence) or licence_of(source)
         mtp_keys = nextn.export_keys(file_architecture(config), config) if nextn.split_mtp_layer(tensors["outer"])[1] else {}
-        metadata = with_mrope_keys(source, config, config_metadata(config, name, matrix_type) | mtp_keys) | licence_metadata(source,
-                                                                                                                             licence)
-        metadata |= sampling_metadata(settings) | dict(keys)
+        metadata = with_mrope_keys(source, config, config_metadata(config, name, matrix_type) | mtp_keys)
+        metadata |= licence_metadata(source, licence) | sampling_metadata(settings) | dict(keys)
         row_order = {hy_v4.FAMILY: hy_v4.checkpoint_rows}.get(config.family, checkpoint_rows)
-        jobs = [job if (rows := row_order(job.planned.name, config, metadata)) is None else replace_fields(job, rows=rows) for job in jobs]
+        for index, job in enumerate(jobs):
+            if (rows := row_order(job.planned.name, config, metadata)) is not None:
+                jobs[index] = replace_fields(job, rows=rows)
         constants_of = {muse_glimmer.FAMILY: muse_glimmer.head_norms, rwkv7.FAMILY: rwkv7.placeholder_tensors}.get(config.family)
         constants = rotary_tensors(config) | (constants_of(config) if constants_of else {})
         planned = [PlannedTensor(key, "F32", values.shape) for key, values in constants.items()] + [job.planned for job in jobs]
         yield from _notices(config, jobs, matrix_type, is_already_quantized(source))
-        head = gguf_head(metadata, planned)
-        total = len(head) + sum(padded(tensor.nbytes) for tensor in planned)
-        done = len(head)
-        with NewFile(out, total) as file:
-            if file.left_nbytes:
-                yield Notice(f"an export to {out.name} that was ended had left {format_size(file.left_nbytes)}: removed, starting over")
-            if (free := shutil.disk_usage(out.parent).free) < total:
-                raise DoesNotFit(f"{out.name} needs {format_size(total)}, and the disk of {out.parent} has {format_size(free)} free",
-                                 "make room, or give a place on another disk with -o")
-            file.write(head)
-            for values in constants.values():
-                file.write(values.tobytes() + bytes(padded(values.nbytes) - values.nbytes))
-                done += padded(values.nbytes)
-            for job in jobs:
-                for piece in _encoded_chunks(store, job):
-                    file.write(memoryview(piece).cast("B"))
-                    done += piece.nbytes
-                    yield Progress("exporting", done, total, "bytes", job.planned.name)
-                padding = padded(job.planned.nbytes) - job.planned.nbytes
-                file.write(bytes(padding))
-                done += padding
-            store.check_unchanged()
-            check_target(out, replace, store)  # it may have been created meanwhile
-            file.commit()
-    counts = {matrix_type: sum(tensor.type == matrix_type for tensor in planned)
-              for matrix_type in dict.fromkeys(tensor.type for tensor in planned)}
-    yield Exported(out, total, len(planned), counts)
+        yield from _write_file(out, replace, store, gguf_head(metadata, planned), planned, constants.values(), jobs)
+
+
+def _write_file(out: Path, replace: bool, store: TensorStore, head: bytes, planned: Sequence[PlannedTensor],
+                constants: Iterable[np.ndarray], jobs: Iterable[_TensorJob]) -> Iterator[Progress | Notice | Exported]:
+    """Write head, constants and jobs in this order, and rename the complete file to `out`. Raises DoesNotFit for a full disk."""
+    total = len(head) + sum(padded(tensor.nbytes) for tensor in planned)
+    done = len(head)
+    with NewFile(out, total) as file:
+        if file.left_nbytes:
+            yield Notice(f"an export to {out.name} that was ended had left {format_size(file.left_nbytes)}: removed, starting over")
+        if (free := shutil.disk_usage(out.parent).free) < total:
+            raise DoesNotFit(f"{out.name} needs {format_size(total)}, and the disk of {out.parent} has {format_size(free)} free",
+                             "make room, or give a place on another disk with -o")
+        file.write(head)
+        for values in constants:
+            file.write(values.tobytes() + bytes(padded(values.nbytes) - values.nbytes))
+            done += padded(values.nbytes)
+        for job in jobs:
+            for chunk in _encoded_chunks(store, job):
+                file.write(memoryview(chunk).cast("B"))
+                done += chunk.nbytes
+                yield Progress("exporting", done, total, "bytes", job.planned.name)
+            padding = padded(job.planned.nbytes) - job.planned.nbytes
+            file.write(bytes(padding))
+            done += padding
+        store.check_unchanged()
+        check_target(out, replace, store)  # it may have been created meanwhile
+        file.commit()
+    counts = Counter(tensor.type for tensor in planned)
+    yield Exported(out, total, len(planned), dict(counts))
 
 
 def check_output_name(out: Path) -> None:
