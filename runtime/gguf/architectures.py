@@ -81,12 +81,12 @@ _GLM_MOE_KEYS = {
     "expert_feed_forward_length": "moe_intermediate_size", "leading_dense_block_count": "first_k_dense_replace",
     "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob", "expert_gating_func": "scoring_func"}
 _GLM_NAMES = {SCORE_CORRECTION: "mlp.gate.e_score_correction_bias",
-              **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}
+              **{part: f"mlp.shared_experts.{target}" for part, target in SHARED_EXPERT.items()}}
 _QKV, _GATE_UP = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}, {"ffn_up": ("ffn_gate", "ffn_up")}
 _MOE_KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _QWEN_MOE_WIDTHS = {"expert_feed_forward_length": "moe_intermediate_size",
                     "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
-_QWEN_SHARED_EXPERT = {**{part: f"mlp.shared_expert.{own}" for part, own in SHARED_EXPERT.items()},
+_QWEN_SHARED_EXPERT = {**{part: f"mlp.shared_expert.{target}" for part, target in SHARED_EXPERT.items()},
                        SHARED_EXPERT_GATE: "mlp.shared_expert_gate"}
 _HUNYUAN_NAMES = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _NORM_BIAS = {"output_norm.bias": "model.norm.bias"}
@@ -114,7 +114,7 @@ ARCHITECTURES = {
                               "expert_weights_norm": "route_norm"}, layer_names={
                               "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_mlp_layernorm", "post_ffw_norm":
                               "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj", SCORE_CORRECTION: "mlp.expert_bias",
-                              **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}),
+                              **{part: f"mlp.shared_experts.{target}" for part, target in SHARED_EXPERT.items()}}),
     kolibri1.NAME: Architecture(kolibri1.FAMILY, keys=kolibri1.KEYS, other_keys=kolibri1.OTHER_KEYS, required_keys=kolibri1.REQUIRED,
                                 window_pattern=True,
                                 experts=("mlp", qwen3_moe.NAMES), layer_names={**_GLM_NAMES, **kolibri1.NAMES}),
@@ -143,7 +143,7 @@ ARCHITECTURES = {
                                 "attention.dense", "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}),
     "internlm2": Architecture("internlm2", interleaved=True, outer_names={
         "token_embd.weight": internlm2.OUTER_NAMES["embed"], "output.weight": internlm2.OUTER_NAMES["head"]}, layer_names={
-        part: internlm2.NAMES[own] for part, own in LAYER_NAMES.items() if own in internlm2.NAMES}),
+        part: internlm2.NAMES[target] for part, target in LAYER_NAMES.items() if target in internlm2.NAMES}),
     "qwen2": Architecture("qwen2", keys=_CAUSAL),
     "qwen2moe": Architecture("qwen2_moe", config={"norm_topk_prob": False}, experts=("mlp", qwen3_moe.NAMES),
                              keys={**_MOE_KEYS, **_QWEN_MOE_WIDTHS}, layer_names=_QWEN_SHARED_EXPERT),
@@ -206,7 +206,7 @@ ARCHITECTURES = {
     cohere2_moe.NAME: Architecture(cohere2_moe.FAMILY, experts=("mlp", qwen3_moe.NAMES), window_pattern=True, epsilon_key=LAYER_NORM,
                                    keys=cohere2_moe.KEYS, required_keys=cohere2_moe.REQUIRED,
                                    other_keys=frozenset({"expert_shared_feed_forward_length"}), layer_names={
-                                       part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}),
+                                       part: f"mlp.shared_experts.{target}" for part, target in SHARED_EXPERT.items()}),
     "exaone": Architecture("exaone", keys={RMS_NORM: "layer_norm_epsilon"}),
     "exaone4": Architecture("exaone4", layer_names=_POST_NORMS, window_pattern=True,
                             keys={"nextn_predict_layers": "num_nextn_predict_layers"}),
@@ -220,7 +220,8 @@ ARCHITECTURES = {
     "hunyuan_vl": Architecture("hunyuan_v1_dense", layer_names=_HUNYUAN_NAMES, keys={ROPE_ALPHA: STRETCH},
                                other_keys=frozenset({mrope_sections.KEY})),
     "hunyuan-moe": Architecture("hunyuan_v1_moe", experts=("mlp", qwen3_moe.NAMES), full_names={f"{ROUTER}.weight": "mlp.gate.wg.weight"},
-                                layer_names={**_HUNYUAN_NAMES, **{part: f"mlp.shared_mlp.{own}" for part, own in SHARED_EXPERT.items()}},
+                                layer_names={**_HUNYUAN_NAMES,
+                                             **{part: f"mlp.shared_mlp.{target}" for part, target in SHARED_EXPERT.items()}},
                                 keys={"expert_count": "num_experts", "expert_used_count": "moe_topk", "expert_shared_count":
                                       "num_shared_expert", "expert_feed_forward_length": "moe_intermediate_size",
                                       "expert_shared_feed_forward_length": SHARED_EXPERT_WIDTH}),
@@ -230,12 +231,12 @@ ARCHITECTURES = {
         "expert_group_used_count": "topk_group", "nextn_predict_layers": "num_nextn_predict_layers",
         "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size"}, layer_names={
         "attn_output": "attention.dense", "attn_q_norm": "attention.query_layernorm", "attn_k_norm": "attention.key_layernorm",
-        SCORE_CORRECTION: "mlp.gate.expert_bias", **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}),
+        SCORE_CORRECTION: "mlp.gate.expert_bias", **{part: f"mlp.shared_experts.{target}" for part, target in SHARED_EXPERT.items()}}),
     "minicpm": Architecture("minicpm", interleaved=True, keys=_MINICPM_SCALES),
     minicpm3.NAME: Architecture(minicpm3.FAMILY, keys=minicpm3.KEYS, required_keys=minicpm3.REQUIRED, layer_names=latent_attention.NAMES),
     "hy_v3": Architecture("hy_v3", experts=("mlp", qwen3_moe.NAMES), full_names={
         f"{ROUTER}.weight": "mlp.router.gate.weight", SCORE_CORRECTION: "mlp.expert_bias"}, layer_names={  # no kind there
-        SCORE_CORRECTION: "mlp.expert_bias", **{part: f"mlp.shared_mlp.{own}" for part, own in SHARED_EXPERT.items()}}, keys={
+        SCORE_CORRECTION: "mlp.expert_bias", **{part: f"mlp.shared_mlp.{target}" for part, target in SHARED_EXPERT.items()}}, keys={
         **_GLM_MOE_KEYS, "expert_count": "num_experts", "expert_shared_count": "num_shared_experts", "expert_weights_scale":
         "router_scaling_factor", "expert_weights_norm": "route_norm", "nextn_predict_layers": "num_nextn_predict_layers",
         "expert_shared_feed_forward_length": SHARED_EXPERT_WIDTH}),
@@ -288,7 +289,7 @@ ARCHITECTURES = {
                               required_keys=laguna.REQUIRED,
                               other_keys=laguna.OTHER_KEYS | {"expert_shared_count"}, layer_names={
                                   SCORE_CORRECTION: "mlp.experts.e_score_correction_bias", "attn_gate": "self_attn.g_proj",
-                                  **{part: f"mlp.shared_expert.{own}" for part, own in SHARED_EXPERT.items()}}),
+                                  **{part: f"mlp.shared_expert.{target}" for part, target in SHARED_EXPERT.items()}}),
     kimi_delta_attention.KIMI: Architecture(kimi_delta_attention.KIMI_FAMILY, experts=("block_sparse_moe", mixtral.NAMES),
                                             **kimi_delta_attention.ARCHITECTURES[kimi_delta_attention.KIMI]),
     kimi_delta_attention.LING: Architecture(kimi_delta_attention.LING_FAMILY, experts=("mlp", qwen3_moe.NAMES),
@@ -298,12 +299,13 @@ ARCHITECTURES = {
     "mistral3": Architecture("ministral3", interleaved=True, keys={"attention.temperature_scale": QUERY_SCALING_BETA}),
     "granite": Architecture("granite", interleaved=True, keys=_GRANITE_SCALES),
     "granitemoe": Architecture("granitemoe", interleaved=True, experts=("block_sparse_moe", qwen3_moe.NAMES), layer_names={
-        part: own for part, own in state_spaces.NAMES.items() if part.endswith("_shexp")}, keys={
+        part: target for part, target in state_spaces.NAMES.items() if part.endswith("_shexp")}, keys={
         **_GRANITE_SCALES, **_MOE_KEYS, "expert_count": "num_local_experts", "expert_shared_feed_forward_length":
         "shared_intermediate_size"}),
     granite_swash.NAME: Architecture(granite_swash.DENSE, interleaved=True, experts=("block_sparse_moe", qwen3_moe.NAMES),
                                      window_pattern=True,
-        layer_names={part: own for part, own in state_spaces.NAMES.items() if part.endswith("_shexp")}, full_names=granite_swash.FULL_NAMES,
+        layer_names={part: target for part, target in state_spaces.NAMES.items() if part.endswith("_shexp")},
+                                     full_names=granite_swash.FULL_NAMES,
         roles=granite_swash.ROLES, fused=granite_swash.FUSED, other_keys=frozenset({granite_swash.ROPE_PATTERN}), keys={
         **_GRANITE_SCALES, **_MOE_KEYS, "expert_count": "num_local_experts", "expert_shared_feed_forward_length":
         "shared_intermediate_size"}),

@@ -14,7 +14,7 @@ from .family_context import FamilyContext
 
 FAMILY = NAME = "bitnet"
 NAMES = {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"}
-ROLES = {own: own for own in NAMES}
+ROLES = {target: target for target in NAMES}
 ACTIVATION = "hidden_activation"
 ACTIVATIONS = ("silu", "relu2")  # files that state none mean the first, except those of the published model
 PUBLISHED_SIZES = {"num_hidden_layers": 30, "hidden_size": 2560, "intermediate_size": 6912}  # its files mean relu2

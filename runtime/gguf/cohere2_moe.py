@@ -48,8 +48,8 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     moe = config.moe
     dense = sum(layer not in moe.layers for layer in range(config.num_hidden_layers))
     keys: dict[str, Value] = {
-        "attention.sliding_window": next((each for each in config.windows if each is not None), 0),
-        "attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.int32),
+        "attention.sliding_window": next((window for window in config.windows if window is not None), 0),
+        "attention.sliding_window_pattern": np.array([window is not None for window in config.windows], np.int32),
         "feed_forward_length": config.intermediate_size_of(0), "expert_feed_forward_length": moe.expert_dim,
         "leading_dense_block_count": dense,
         "expert_gating_func": 2 if moe.sigmoid else 1, "expert_weights_norm": moe.renormalise,
@@ -68,5 +68,5 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     has_rope = [each is not None or layer < dense for layer, each in enumerate(config.windows)]
     yield set(config.windows) == {None}, "has no window"
     yield moe.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts after others"
-    yield has_rope != [each is not None for each in config.ropes], "rotates other layers than those with a window and dense ones"
+    yield has_rope != [rope is not None for rope in config.ropes], "rotates other layers than those with a window and dense ones"
     yield bool(moe.shared_expert_dim) and config.multiplier("shared.down") == 1.0, "adds the shared expert to the sum of the others"

@@ -113,8 +113,9 @@ STATES_EXPERT_SCORING = ("afmoe", "bailing_moe_v2", "deepseek_v2", "deepseek_v3"
 LEADING_DENSE = (*STATES_EXPERT_SCORING, "ernie4_5_moe", "lfm2_moe")  # families whose first layers may be dense
 SHORT_CONV_FAMILIES = ("lfm2", "lfm2_moe")
 # Family -> module with its own `export_keys`.
-FAMILY_MODULES = {own.FAMILY: own for own in (bitnet, cohere2_moe, deci, gemma4, hy_v4, kolibri1, laguna, llama4, mellum, mimo2, minimax3,
-                                              muse_glimmer, qwen4, step35)}
+FAMILY_MODULES = {module.FAMILY: module for module in (bitnet, cohere2_moe, deci, gemma4, hy_v4, kolibri1, laguna, llama4, mellum, mimo2,
+                                                       minimax3,
+                                                       muse_glimmer, qwen4, step35)}
 FAMILY_MODULES |= dict.fromkeys((granite_swash.DENSE, granite_swash.MOE), granite_swash)
 # Family -> `export_limits` of its module, which covers sliding windows too.
 FAMILY_EXPORT_LIMITS = {bitnet.FAMILY: bitnet.export_limits, cohere2_moe.FAMILY: cohere2_moe.export_limits,
@@ -173,12 +174,12 @@ def _window_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     family = config.family
     if family in WINDOW_PERIODS:
         period = WINDOW_PERIODS[family]
-        window = next((each for each in config.windows if each is not None), None)
+        window = next((window for window in config.windows if window is not None), None)
         yield window is None or config.windows != tuple(window if (i + 1) % period else None for i in range(config.num_hidden_layers)), \
             f"does not have a sliding window in all but every {period}th layer"
     elif family == "exaone4":
         is_windowed_size = config.num_hidden_layers == EXAONE4_WINDOWED_LAYERS
-        window = next((each for each in config.windows if each is not None), None)
+        window = next((window for window in config.windows if window is not None), None)
         expected = tuple(window if is_windowed_size and (i + 1) % EXAONE4_WINDOW_PERIOD else None for i in range(config.num_hidden_layers))
         yield config.windows != expected or (window is None) == is_windowed_size, \
             f"has {config.num_hidden_layers} layers and {'no sliding' if window is None else 'sliding'} windows in its layers"
@@ -290,7 +291,7 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
 def _family_keys(config: ModelConfig) -> dict[str, Value]:
     """Keys that only some families have, without the architecture's prefix."""
     keys: dict[str, Value] = {}
-    window = next((each for each in config.windows if each is not None), None)
+    window = next((window for window in config.windows if window is not None), None)
     if window is not None or config.family == "starcoder2":  # without the key its files are read with the default window
         keys["attention.sliding_window"] = window or 0
     if config.attn_logit_softcapping is not None:
@@ -298,7 +299,7 @@ def _family_keys(config: ModelConfig) -> dict[str, Value]:
     if config.final_logit_softcapping is not None:
         keys["final_logit_softcapping"] = float(config.final_logit_softcapping)
     if config.family == "gemma3_text":
-        local = next((rope for rope, own in zip(config.ropes, config.windows) if own is not None), config.rope)
+        local = next((rope for rope, window in zip(config.ropes, config.windows) if window is not None), config.rope)
         keys["rope.freq_base_swa"] = float(local.theta)
     if config.family == "gpt_neox":
         keys["use_parallel_residual"] = config.parallel_block
@@ -318,8 +319,8 @@ def _family_keys(config: ModelConfig) -> dict[str, Value]:
         keys["attention.temperature_scale"] = float(config.rope.params[QUERY_SCALING_BETA])
     if config.moe is not None:
         keys |= _moe_keys(config, config.moe)
-    own = FAMILY_MODULES.get(config.family)
-    return keys if own is None else keys | own.export_keys(config)
+    module = FAMILY_MODULES.get(config.family)
+    return keys if module is None else keys | module.export_keys(config)
 
 
 def _moe_keys(config: ModelConfig, mixture: MoEConfig) -> dict[str, Value]:

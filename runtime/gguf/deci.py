@@ -23,12 +23,12 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     layers, path = raw["num_hidden_layers"], header.path
     query_heads, kv_heads, mlp_widths = (_per_layer(header, f"{NAME}.{key}", layers) for key in PER_LAYER_KEYS)
     heads = sorted({each for each in query_heads if each})
-    if len(heads) != 1 or any(each and not own for each, own in zip(query_heads, kv_heads)):
+    if len(heads) != 1 or any(query_count and not kv_count for query_count, kv_count in zip(query_heads, kv_heads)):
         raise CheckpointError(f"{path} states {NAME}.{QUERY_HEADS} or {NAME}.{KV_HEADS} of layers with a matrix in the place of attention, "
                               "which is not supported", "Nemotron Super 49B and Ultra 253B run, not the 51B")
     raw |= {"num_attention_heads": heads[0], "block_configs": [
-        {ATTENTION: {"no_op": not own, "num_key_value_heads": count}, FFN: {"no_op": not head_dim, "intermediate_size": head_dim}}
-        for own, count, head_dim in zip(query_heads, kv_heads, mlp_widths)]}
+        {ATTENTION: {"no_op": not query_count, "num_key_value_heads": count}, FFN: {"no_op": not mlp_width, "intermediate_size": mlp_width}}
+        for query_count, count, mlp_width in zip(query_heads, kv_heads, mlp_widths)]}
     head_dim, rope_dims = raw.setdefault("head_dim", raw["hidden_size"] // heads[0]), header.metadata.get(f"{NAME}.{ROPE_DIMS}")
     if rope_dims not in (None, head_dim):
         damaged(path, f"states {NAME}.{ROPE_DIMS} {shown_value(rope_dims)} for heads of {head_dim}")

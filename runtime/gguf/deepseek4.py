@@ -32,7 +32,7 @@ NAMES = {"attn_norm": "attn_norm", "ffn_norm": "ffn_norm", "attn_kv": "attn.wkv"
          "attn.compressor.norm", "indexer_compressor_kv": "attn.indexer.compressor.wkv", "indexer_compressor_gate":
          "attn.indexer.compressor.wgate", "indexer_compressor_norm": "attn.indexer.compressor.norm", "indexer.attn_q_b":
          "attn.indexer.wq_b", "indexer.proj": "attn.indexer.weights_proj", **{
-             f"ffn_{part}_shexp": f"ffn.shared_experts.{own}" for part, own in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}}
+             f"ffn_{part}_shexp": f"ffn.shared_experts.{target}" for part, target in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}}
 FULL_NAMES = {"attn_sinks.weight": "attn.attn_sink", "attn_compressor_ape.weight": "attn.compressor.ape", "indexer_compressor_ape.weight":
               "attn.indexer.compressor.ape", "ffn_gate_tid2eid.weight": "ffn.gate.tid2eid", **{
              f"hc_{branch}_{part}.weight": f"hc_{branch}_{part}" for branch in ("attn", "ffn") for part in ("fn", "base", "scale")}}
@@ -53,7 +53,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     mtp_layers = raw.setdefault("num_nextn_predict_layers", 0)
     if type(mtp_layers) is int and 0 <= mtp_layers < layers and f"blk.{layers - 1}.nextn.enorm.weight" in header.tensors:
         raw["num_hidden_layers"] = layers - mtp_layers  # the file's count includes them
-    raw |= {"compress_ratios": [int(each) for each in ratios], "sliding_window": context.window, "swiglu_limit": SILU_LIMIT}
+    raw |= {"compress_ratios": [int(value) for value in ratios], "sliding_window": context.window, "swiglu_limit": SILU_LIMIT}
     raw.setdefault("num_hash_layers", 0)
     for key in SWIGLU_CLAMPS:
         for bound in context.numbers(key, SILU_LIMIT)[: raw["num_hidden_layers"]]:

@@ -18,7 +18,7 @@ KEYS = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "s
         "ssm.time_step_rank": "mamba_n_heads", "ssm.inner_size": "mamba_d_ssm"}
 REQUIRED = tuple(KEYS)
 # Tensor of a layer in the file -> in the checkpoint, without kind. llama.cpp's converter writes the MLP norm without a kind.
-NAMES = {**{part: own for part, own in state_spaces.NAMES.items() if part.startswith("ssm_")}, "ffn_norm": "pre_ff_layernorm",
+NAMES = {**{part: target for part, target in state_spaces.NAMES.items() if part.startswith("ssm_")}, "ffn_norm": "pre_ff_layernorm",
          "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj", "ffn_down": "feed_forward.down_proj"}
 FULL_NAMES = {**state_spaces.FULL_NAMES, "ffn_norm": "pre_ff_layernorm.weight"}
 OUTER = {"output_norm.weight": "model.final_layernorm.weight"}

@@ -68,9 +68,9 @@ def add_family(header: GgufHeader, raw: Raw) -> None:
         del raw["num_local_experts"]
         raw.pop("num_experts_per_tok", None)
     family = raw["model_type"]
-    own = COMPLETE_BY_FAMILY.get(family) or next((add for key, add in COMPLETE_BY_KEY.items() if key in raw), None)
-    if own is not None:
-        own(context, raw)
+    complete = COMPLETE_BY_FAMILY.get(family) or next((add for key, add in COMPLETE_BY_KEY.items() if key in raw), None)
+    if complete is not None:
+        complete(context, raw)
     COMPLETE_PLAIN.get(raw["model_type"], add_window)(context, raw)
     if (layers := QUERY_SCALE_BY_WIDTH_LAYERS.get(context.name)) is not None and isinstance(raw["num_attention_heads"], int):
         whole = raw["num_hidden_layers"] == layers and raw["num_attention_heads"] > 0

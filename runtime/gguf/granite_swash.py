@@ -47,15 +47,15 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:
     """Metadata keys of the family, without the architecture's prefix."""
-    window = next((each for each in config.windows if each is not None), 0)
+    window = next((window for window in config.windows if window is not None), 0)
     keys: dict[str, Value] = {"attention.sliding_window": window,
-                              "attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.int32)}
+                              "attention.sliding_window_pattern": np.array([window is not None for window in config.windows], np.int32)}
     if None in config.ropes:
-        keys[ROPE_PATTERN] = np.array([each is not None for each in config.ropes], np.int32)
+        keys[ROPE_PATTERN] = np.array([rope is not None for rope in config.ropes], np.int32)
     return keys
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
     yield config.rope is None, "has no rotary positions"
-    yield len({each.theta for each in config.ropes if each is not None}) > 1, "has several bases of rotary positions"
+    yield len({rope.theta for rope in config.ropes if rope is not None}) > 1, "has several bases of rotary positions"

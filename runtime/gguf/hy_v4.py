@@ -26,7 +26,7 @@ FULL_NAMES = {"attn_sinks.weight": "self_attn.sinks",
               **{f"hc_{branch}_{part}.weight": f"{branch}_hc.{part}" for branch in ("attn", "ffn") for part in _PARTS}}
 OUTER = {f"output_hc_{part}.weight": f"model.hc_head.hc_{part}" for part in _PARTS}
 ROLES = {**sparse_indexer.ROLES, "sinks": "attn_sinks", **{
-    f"{role}{end}": f"{own}_{part}" for role, own in (("attn_mix", "hc_attn"), ("mlp_mix", "hc_ffn"), ("leave_mix", "output_hc"))
+    f"{role}{end}": f"{target}_{part}" for role, target in (("attn_mix", "hc_attn"), ("mlp_mix", "hc_ffn"), ("leave_mix", "output_hc"))
     for end, part in zip(("", "_base", "_scale"), _PARTS, strict=True)}}
 
 

@@ -40,9 +40,9 @@ _ATTENTION_NAMES = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", 
                     "ssm_conv1d_v": "v_conv1d", "ssm_beta": "b_proj", "ssm_norm": "o_norm", "attn_q_a": "q_a_proj", "attn_q_a_norm":
                     "q_a_layernorm", "attn_q_b": "q_b_proj", "attn_kv_a_mqa": "kv_a_proj_with_mqa", "attn_kv_a_norm": "kv_a_layernorm",
                     **dict.fromkeys(("attn_kv_b", "attn_k_b", "attn_v_b"), "kv_b_proj")}
-NAMES = {KIMI: {**{part: f"self_attn.{own}" for part, own in _ATTENTION_NAMES.items()}, "ssm_f_a": "self_attn.f_a_proj", "ssm_f_b":
+NAMES = {KIMI: {**{part: f"self_attn.{target}" for part, target in _ATTENTION_NAMES.items()}, "ssm_f_a": "self_attn.f_a_proj", "ssm_f_b":
                 "self_attn.f_b_proj", "ssm_g_a": "self_attn.g_a_proj", "ssm_g_b": "self_attn.g_b_proj"},
-         LING: {**{part: f"attention.{own}" for part, own in _ATTENTION_NAMES.items()}, "attn_output": "attention.dense", "attn_gate":
+         LING: {**{part: f"attention.{target}" for part, target in _ATTENTION_NAMES.items()}, "attn_output": "attention.dense", "attn_gate":
                 "attention.g_proj", "ssm_g_a": "attention.g_proj", "ssm_f_a": "attention.f_proj"}}
 _SHARED_EXPERT_PREFIX = {KIMI: "block_sparse_moe.shared_experts.", LING: "mlp.shared_experts."}
 LAYER_NAMES = {name: {**NAMES[name], "exp_probs_b": correction, **{f"ffn_{part}_shexp": f"{_SHARED_EXPERT_PREFIX[name]}{part}_proj"

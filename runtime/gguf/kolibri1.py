@@ -34,7 +34,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 def export_keys(config: ModelConfig) -> Mapping[str, Value]:
     """Metadata keys in addition to those of every mixture of experts, without the architecture's prefix."""
-    return {"attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.int32),
+    return {"attention.sliding_window_pattern": np.array([window is not None for window in config.windows], np.int32),
             "expert_feed_forward_length": config.moe.expert_dim, SHARED_EXPERT_WIDTH: config.intermediate_size, SHARED_EXPERT_COUNT: 1,
             GATING_FUNC: SIGMOID,
             "expert_weights_norm": config.moe.renormalise}

@@ -16,9 +16,9 @@ INNER_SIZE = "inner_size"  # total width, a key of ours
 KEYS = {"ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", "ssm.group_count": "n_groups", "ssm.time_step_rank": "num_heads",
         "ssm.inner_size": INNER_SIZE, "attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
 REQUIRED = tuple(key for key in KEYS if key.startswith("ssm."))
-NAMES = {"attn_norm": "norm"} | {part: own.replace("mamba.", "mixer.") for part, own in state_spaces.NAMES.items()
-                                 if own.startswith("mamba.")}
-FULL_NAMES = {part: own.replace("mamba.", "mixer.") for part, own in state_spaces.FULL_NAMES.items()}
+NAMES = {"attn_norm": "norm"} | {part: target.replace("mamba.", "mixer.") for part, target in state_spaces.NAMES.items()
+                                 if target.startswith("mamba.")}
+FULL_NAMES = {part: target.replace("mamba.", "mixer.") for part, target in state_spaces.FULL_NAMES.items()}
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:

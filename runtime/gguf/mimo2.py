@@ -46,15 +46,16 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     if type(head_dim) is not int or type(rope_dims) is not int or not 0 < rope_dims <= head_dim:
         damaged(path, f"states {NAME}.{ROPE_DIMS} {shown_value(rope_dims)} of heads of {shown_value(head_dim)}")
     has_window = [kind == LOCAL for kind in kinds[:layers]]
-    heads_by_window = {own: {int(each) for each,
-                             marked in zip(np.broadcast_to(heads, blocks), has_window) if marked == own} for own in (False, True)}
+    layer_heads = np.broadcast_to(heads, blocks)
+    heads_by_window = {windowed: {int(count) for count, is_windowed in zip(layer_heads, has_window) if is_windowed == windowed}
+                       for windowed in (False, True)}
     global_heads = next(iter(heads_by_window[False] or {0}))
     if heads_by_window[False] - {global_heads} or heads_by_window[True] - {2 * global_heads}:
         raise CheckpointError(f"{path} states {NAME}.{KV_HEADS} {heads[:8].tolist()}, which is not supported",
                               "models of this family have twice as many KV heads in layers with a window")
     raw |= {"num_hidden_layers": layers, "num_key_value_heads": global_heads, "sliding_window": context.window,
             "partial_rotary_factor": rope_dims / head_dim,
-            "hybrid_layer_pattern": [int(each) for each in has_window], "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+            "hybrid_layer_pattern": [int(value) for value in has_window], "attention_bias": "blk.0.attn_q.bias" in header.tensors,
             "moe_layer_freq": [int(f"blk.{layer}.ffn_gate_inp.weight" in header.tensors) for layer in range(layers)]}
     raw.setdefault("attention_value_scale", 1.0)
     raw.setdefault("swa_rope_theta", raw.get("rope_theta"))

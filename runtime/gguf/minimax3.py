@@ -20,7 +20,7 @@ INDEXER_KEYS = {"head_count": "index_n_heads", "key_length": "index_head_dim", "
 KEYS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "intermediate_size",
         "feed_forward_length": "dense_intermediate_size", SHARED_EXPERT_COUNT: "n_shared_experts",
         "expert_weights_scale": "routed_scaling_factor",
-        "expert_gating_func": "scoring_func", **{f"attention.indexer.{key}": own for key, own in INDEXER_KEYS.items()}}
+        "expert_gating_func": "scoring_func", **{f"attention.indexer.{key}": target for key, target in INDEXER_KEYS.items()}}
 REQUIRED = ("attention.key_length", "expert_feed_forward_length", SHARED_EXPERT_COUNT, *(key for key in KEYS if "indexer" in key))
 _MOE_PREFIX = "block_sparse_moe."
 NAMES = {"exp_probs_b": f"{_MOE_PREFIX}e_score_correction_bias",

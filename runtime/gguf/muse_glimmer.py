@@ -33,7 +33,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 def export_keys(config: ModelConfig) -> Mapping[str, Value]:
     """Metadata keys of the family, without the architecture's prefix."""
-    return {"attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.bool_),
+    return {"attention.sliding_window_pattern": np.array([window is not None for window in config.windows], np.bool_),
             "logit_scale": float(1 / config.logits_scaling)}
 
 

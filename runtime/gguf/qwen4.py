@@ -35,18 +35,18 @@ OTHER_KEYS = linear_attention.OTHER_KEYS | {COMPRESS_RATIOS, NGRAM_LAYERS, NGRAM
 _HYPER_CONNECTION = {"norm": "hc_norm", "down": "input_mix_weight_down", "up": "input_mix_weight_up", "inject": "block_inject_weight"}
 _BRANCHES = {"attn": "attn", "ffn": "mlp"}  # branches of a layer as files call them, and as checkpoints do
 _INDEXER = {"q_proj": "index_q_proj", "k_proj": "index_k_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
-NAMES = {**{f"hc_{branch}_{part}": f"{ours}_hyper_connection.{own}" for branch, ours in _BRANCHES.items() for part,
-            own in _HYPER_CONNECTION.items()},
-         **{f"indexer.{part}": f"self_attn.indexer.{own}" for part, own in _INDEXER.items()},
+NAMES = {**{f"hc_{branch}_{part}": f"{ours}_hyper_connection.{target}" for branch, ours in _BRANCHES.items() for part,
+            target in _HYPER_CONNECTION.items()},
+         **{f"indexer.{part}": f"self_attn.indexer.{target}" for part, target in _INDEXER.items()},
          **{f"ple_{part}": f"ple.{part}" for part in ("conv1d", "norm_key", "norm_query", "norm_conv")},
          "ple_key": "ple.key_proj", "ple_value": "ple.value_proj",
-         **{part: own for part, own in linear_attention.NAMES.items() if part != "post_attention_norm"}}
-OUTER = {f"output_hc_{part}.weight": f"model.hyper_connection_mixer.{own}.weight" for part,
-         own in _HYPER_CONNECTION.items() if part != "inject"}
+         **{part: target for part, target in linear_attention.NAMES.items() if part != "post_attention_norm"}}
+OUTER = {f"output_hc_{part}.weight": f"model.hyper_connection_mixer.{target}.weight" for part,
+         target in _HYPER_CONNECTION.items() if part != "inject"}
 # Roles -> what their tensors are called.
 _MIX_ROLES = {"mix_norm": "norm", "mix_down": "down", "mix_up": "up", "mix_in": "inject"}
 _MIX_PREFIXES = {"attn_mix": "hc_attn", "mlp_mix": "hc_ffn", "leave_mix": "output_hc"}
-ROLES = {**{f"{role}.{own}": f"{before}_{part}" for role, before in _MIX_PREFIXES.items() for own, part in _MIX_ROLES.items()},
+ROLES = {**{f"{role}.{part}": f"{prefix}_{name}" for role, prefix in _MIX_PREFIXES.items() for part, name in _MIX_ROLES.items()},
          "index_q": "indexer.q_proj", "index_k": "indexer.k_proj", "index_q_norm": "indexer.q_norm", "index_k_norm": "indexer.k_norm",
          "ngram_key": "ple_key", "ngram_value": "ple_value", "ngram_conv": "ple_conv1d", "ngram_key_norm": "ple_norm_key",
          "ngram_query_norm": "ple_norm_query", "ngram_conv_norm": "ple_norm_conv"}
@@ -64,7 +64,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
             or len(ratios) not in (layers, blocks):
         damaged(header.path,
                 f"states {name}.{COMPRESS_RATIOS} {shown_value(ratios)}, expected a number for each of {shown_value(blocks)} layers")
-    distinct_ratios = {int(each) for each in ratios[:layers]} - {0}
+    distinct_ratios = {int(value) for value in ratios[:layers]} - {0}
     if len(distinct_ratios) != 1:
         raise CheckpointError(f"{header.path} states {name}.{COMPRESS_RATIOS} {sorted(distinct_ratios)} for layers with attention, "
                               "which is not supported",

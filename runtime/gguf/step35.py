@@ -44,7 +44,8 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     heads = raw.pop("num_attention_heads_per_layer", [raw["num_attention_heads"]] * layers)
     if len(heads) != layers:
         damaged(header.path, f"states {NAME}.{QUERY_HEADS} for {len(heads)} of {layers} layers")
-    heads_by_kind = {kind: {own for own, each in zip(heads, kinds) if each == kind} or {heads[0]} for kind in (GLOBAL, LOCAL)}
+    heads_by_kind = {kind: {count for count, layer_kind in zip(heads, kinds) if layer_kind == kind} or {heads[0]}
+                     for kind in (GLOBAL, LOCAL)}
     if any(len(each) > 1 for each in heads_by_kind.values()):
         damaged(header.path, f"states {NAME}.{QUERY_HEADS} that differ among layers of one kind")
     raw |= {"num_hidden_layers": layers - mtp_layers, "layer_types": kinds, "sliding_window": context.window,
@@ -80,7 +81,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     local = next(rope for rope, window in zip(config.ropes, config.windows) if window is not None)
     keys: dict[str, Value] = {
         QUERY_HEADS: np.array([config.query_heads_of(layer) for layer in layers], np.int32), "attention.sliding_window_pattern": np.array(
-            [each is not None for each in config.windows], np.bool_), "expert_feed_forward_length": moe.expert_dim,
+            [window is not None for window in config.windows], np.bool_), "expert_feed_forward_length": moe.expert_dim,
             SHARED_EXPERT_WIDTH: moe.shared_expert_dim,
         "expert_gating_func": SIGMOID, "expert_weights_norm": True, "expert_weights_scale": float(moe.routed_scale),
         "leading_dense_block_count":

@@ -59,7 +59,7 @@ ROLES = {
     "attn_gate": "attn_gate", "shared.scale": SHARED_EXPERT_GATE, "correction": SCORE_CORRECTION, **linear_attention.ROLES,
     **latent_attention.ROLES,
     **nextn.ROLES,
-    **{f"shared.{own.removesuffix('_proj')}": part for part, own in SHARED_EXPERT.items()},
+    **{f"shared.{target.removesuffix('_proj')}": part for part, target in SHARED_EXPERT.items()},
 }
 
 

@@ -37,7 +37,8 @@ ARCHITECTURES = {
         **_outer("word_embeddings", "ln_f"), **{f"token_embd_norm.{kind}": f"transformer.word_embeddings_layernorm.{kind}"
                                                 for kind in ("weight", "bias")}}, keys={LAYER_NORM: "layer_norm_epsilon"}, layer_names={
         "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", **{
-            f"attn_{role}": f"self_attention.{own}" for role, own in bloom.PARTS.items()}, "attn_output": "self_attention.dense", "ffn_up":
+            f"attn_{role}": f"self_attention.{target}" for role, target in bloom.PARTS.items()}, "attn_output": "self_attention.dense",
+            "ffn_up":
         "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}),
     "mpt": Architecture("mpt", layers_prefix="transformer.blocks", fused=_QKV, epsilon_key=LAYER_NORM,
                         other_keys=frozenset({MAX_ALIBI_BIAS}),
