@@ -11,7 +11,7 @@ from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
     get_cross_attention_token_mask,
 )
-from vision_models import FIRST, seeing
+from vision_models import FIRST, save_vision_model
 
 # Layers of all places: the first, the last, and two behind each other.
 TEXT = {"vocab_size": FIRST, "num_hidden_layers": 6, "cross_attention_layers": [0, 2, 3, 5], "num_attention_heads": 4,
@@ -23,8 +23,9 @@ PROCESSOR = MllamaImageProcessorPil(size={"height": 32, "width": 32}, max_image_
 
 def mllama(folder: Path) -> PreTrainedModel:
     """One in `folder`, as transformers reads it."""
-    return seeing(folder, "mllama", ({**TEXT, "model_type": "mllama_text_model"}, TOWER, ["<|image|>"], {"image_token_index": FIRST},
-                                     PROCESSOR))
+    return save_vision_model(folder, "mllama",
+                             ({**TEXT, "model_type": "mllama_text_model"}, TOWER, ["<|image|>"], {"image_token_index": FIRST},
+                                                PROCESSOR))
 
 
 def told(ids: Sequence[int]) -> list[int]:

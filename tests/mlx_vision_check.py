@@ -20,7 +20,7 @@ import numpy as np
 from safetensors.torch import load_file, save_file
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from vision_cases import CASES, PATCHES, QWEN, ROPE
-from vision_models import FIRST, PICTURES, opened, seeing
+from vision_models import FIRST, PICTURES, open_encoder, save_vision_model
 
 from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.images import MLX_VISION_PREFIXES, EncodingJob
@@ -101,10 +101,10 @@ def compared(folder: Path, kind: str) -> tuple[float, float]:
         vision, more, processor = {**vision, "image_size": 128}, {**more, "mm_tokens_per_image": 256}, Gemma3ImageProcessorPil(size=SQUARE)
     wide = {name: 64 for name in ("out_hidden_size", "hidden_size") if name in vision and kind.startswith("qwen") and (
         name == "out_hidden_size" or "embed_dim" in vision)}
-    seeing(source, kind, ({**text, **SIZES}, vision, words, more, processor), **wide)
+    save_vision_model(source, kind, ({**text, **SIZES}, vision, words, more, processor), **wide)
     tell_as_published(source)
     subprocess.run([sys.executable, "-c", THEIRS, str(source), str(made), json.dumps(IDS)], check=True, capture_output=True, env=os.environ)
-    ours, theirs, apart = opened(made), opened(source), []
+    ours, theirs, apart = open_encoder(made), open_encoder(source), []
     for picture in PICTURES.values():
         seen, wanted = ours.encode(picture, EncodingJob()).rows, theirs.encode(picture, EncodingJob()).rows
         apart.append(float(np.abs(seen - wanted).max() / np.abs(wanted).max()))

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from mmproj_files import OF_TOWER, put, write_pair
+from mmproj_files import TOWER_PREFIXES, add_key, write_pair
 from safetensors.torch import load_file
 
 # Family -> the architecture, and how parts of names in a checkpoint become those of the file, in this order.
@@ -48,12 +48,12 @@ def write_one(folder: Path, out: Path, **keys: object) -> Path:
     keys = {**looks, **keys}
     for key, value in {**stated, **{f"{arch}.{key}": value for key, value in {**_keys(arch, config), **keys}.items()}}.items():
         if value is not None:
-            put(writer, key, value)
+            add_key(writer, key, value)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, np.array(tensor.data).reshape(tuple(int(each) for each in tensor.shape[::-1])))
     for name, values in load_file(folder / "model.safetensors").items():
         own = name.removeprefix("model.")
-        if own.startswith(OF_TOWER):
+        if own.startswith(TOWER_PREFIXES):
             for theirs, parts in _parts(own, values.to(torch.float32).numpy(), arch):
                 for old, new in names:
                     theirs = theirs.replace(old, new)

@@ -56,11 +56,15 @@ Arrays = tuple[np.ndarray, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """`weights` of a shape; `more` makes a text's products, [T, width] each, what they are in a real layer; `expected`: what is read and
-    the last state, flat."""
+    """Functions that make the test data of one kind of recurrent layer.
+
+    weights: random weights for a shape.
+    adjust: changes random projections [T, width] in place, so that they resemble those of a real layer.
+    expected: outputs, and the last state (flat), by the reference.
+    """
 
     weights: Callable[[StateShape], SimpleNamespace]
-    more: Callable[[StateShape, list[np.ndarray]], None]
+    adjust: Callable[[StateShape, list[np.ndarray]], None]
     expected: Callable[[StateShape, SimpleNamespace, Arrays], tuple[np.ndarray, np.ndarray]]
 
 
@@ -86,8 +90,8 @@ def delta_inputs(shape: DeltaShape, products: list[np.ndarray]) -> None:
     a[::17] = 100  # all of it
 
 
-def delta_expected(shape: DeltaShape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    qkv, z, b, a = given
+def delta_expected(shape: DeltaShape, w: SimpleNamespace, products: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    qkv, z, b, a = products
     mixed = reference_delta.convolve(qkv, np.zeros((shape.taps - 1, shape.channels)), w.conv)
     q, k, v = np.split(mixed, (shape.keys, 2 * shape.keys), axis=1)
     heads = lambda x, count: x.reshape(len(x), count, -1)  # noqa: E731
@@ -105,25 +109,25 @@ def kda_weights(shape: KdaShape) -> SimpleNamespace:
 
 
 def kda_inputs(shape: KdaShape, products: list[np.ndarray]) -> None:
-    qkv, _, of_a, _ = products
+    qkv, _, decay_inputs, _ = products
     qkv[2::3, : 2 * shape.keys] = qkv[: len(qkv[2::3]), : 2 * shape.keys]  # a token in three has the keys of an earlier one
-    of_a[::5] *= 30  # some channels forget all, some nothing
-    of_a[::17] *= 100
+    decay_inputs[::5] *= 30  # some channels forget all, some nothing
+    decay_inputs[::17] *= 100
 
 
-def kda_expected(shape: KdaShape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    qkv, z, a, b = given
+def kda_expected(shape: KdaShape, w: SimpleNamespace, products: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    qkv, z, a, b = products
     if shape.low_rank_gates:
         z, a = (reference.linear(x, linear.weight.parts["data"], None) for x, linear in ((z, w.gate_up), (a, w.decay_up)))
     mixed = reference_delta.convolve(qkv, np.zeros((shape.taps - 1, shape.channels)), w.conv)
-    q, k, v = (part.reshape(len(qkv), shape.key_heads, -1) for part in np.split(mixed, 3, axis=1))
+    q, k, v = (projection.reshape(len(qkv), shape.key_heads, -1) for projection in np.split(mixed, 3, axis=1))
     out, state = reference_delta.recur(q, k, v, *reference_delta.channel_gates(a, b, w.decay, w.dt_bias, shape.decay_bound),
                                        np.zeros((shape.value_heads, shape.value_dim, shape.key_dim)))
     return reference_delta.sigmoid_norm(out, z.reshape(v.shape), w.norm.weight, EPS).reshape(len(qkv), -1), state.reshape(-1)
 
 
-def conv_expected(shape: ConvShape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    b, c, x = np.split(given[0], 3, axis=1)
+def conv_expected(shape: ConvShape, w: SimpleNamespace, products: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    b, c, x = np.split(products[0], 3, axis=1)
     return reference_conv.mix(b, c, x, np.zeros((shape.taps - 1, shape.width)), w.conv), np.zeros(0)
 
 
@@ -140,8 +144,8 @@ def mamba_inputs(shape: Mamba2Shape, products: list[np.ndarray]) -> None:
     steps[::17] = 30  # all of it
 
 
-def mamba_expected(shape: Mamba2Shape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    xbc, z, steps = given
+def mamba_expected(shape: Mamba2Shape, w: SimpleNamespace, products: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    xbc, z, steps = products
     mixed = reference_delta.convolve(xbc, np.zeros((shape.taps - 1, shape.channels)), w.conv, w.conv_bias)
     x, b, c = np.split(mixed, (shape.values, shape.values + shape.groups * shape.depth), axis=1)
     heads = lambda x, count: x.reshape(len(x), count, -1)  # noqa: E731
@@ -158,9 +162,9 @@ def lightning_weights(shape: LightningShape) -> SimpleNamespace:
                            norm=SimpleNamespace(weight=normal(4, shape.values), eps=EPS))
 
 
-def lightning_expected(shape: LightningShape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    vkq, z = given
-    v, k, q = (part.reshape(len(vkq), shape.heads, -1) for part in np.split(reference_lightning.activated(vkq), 3, axis=1))
+def lightning_expected(shape: LightningShape, w: SimpleNamespace, products: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    vkq, z = products
+    v, k, q = (projection.reshape(len(vkq), shape.heads, -1) for projection in np.split(reference_lightning.activated(vkq), 3, axis=1))
     out, state = reference_lightning.recur(v, k, q, w.decay, np.zeros((shape.heads, shape.head_dim, shape.head_dim)))
     return reference_lightning.normed_gates(out.reshape(len(vkq), -1), z, w.norm.weight, EPS), state.reshape(-1)
 
@@ -179,11 +183,11 @@ def mamba_1_inputs(shape: Mamba1Shape, products: list[np.ndarray]) -> None:
     products[0][::17] *= 0.01
 
 
-def mamba_1_expected(shape: Mamba1Shape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    x, z = given
+def mamba_1_expected(shape: Mamba1Shape, w: SimpleNamespace, products: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    x, z = products
     mixed = reference_delta.convolve(x, np.zeros((shape.taps - 1, shape.channels)), w.conv, w.conv_bias)
     times = lambda values, linear: reference.linear(values, linear.weight.parts["data"], None)  # noqa: E731
-    normed = lambda values, own: values if own is None else reference.normalise(values, own.kind, own.weight, None, own.eps)  # noqa: E731
+    normed = lambda values, norm: values if norm is None else reference.normalise(values, norm.kind, norm.weight, None, norm.eps)  # noqa: E731
     steps = reference_mamba1.steps(times(normed(times(mixed, w.dt_down), w.dt_norm), w.dt_up), w.dt_bias)
     b, c = np.split(times(mixed, w.bc_proj), 2, axis=1)
     size = shape.values, shape.depth
@@ -204,8 +208,8 @@ def rwkv_inputs(shape: Rwkv7Shape, products: list[np.ndarray]) -> None:
     rate[::7], rate[::11] = 100, -100  # all that lies in a direction is replaced, or taken out
 
 
-def rwkv_expected(shape: Rwkv7Shape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    r, k, v, decay, rate, gate = given
+def rwkv_expected(shape: Rwkv7Shape, w: SimpleNamespace, products: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    r, k, v, decay, rate, gate = products
     k, *gates = reference_rwkv7.gates(k, decay, rate, w.k_k, w.k_a, shape.heads)
     out, state = reference_rwkv7.recur(r, k, v, *gates, np.zeros((shape.heads, shape.head_dim, shape.head_dim)))
     return reference_rwkv7.finished(out, r, k, v, gate, w.r_k, w.norm.weight, w.norm.bias, shape.eps, shape.heads), state.reshape(-1)
@@ -227,13 +231,13 @@ def weights(shape: StateShape) -> SimpleNamespace:
 def inputs(shape: StateShape, tokens: int) -> Arrays:
     """A text's projections."""
     products = [normal(10 + i, tokens, width) for i, width in enumerate(shape.projection_widths)]
-    KINDS[type(shape)].more(shape, products)
+    KINDS[type(shape)].adjust(shape, products)
     return tuple(products)
 
 
-def expected(shape: StateShape, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
+def expected(shape: StateShape, products: Arrays) -> tuple[np.ndarray, np.ndarray]:
     """(outputs, last state) for a text from its beginning."""
-    return KINDS[type(shape)].expected(shape, weights(shape), given)
+    return KINDS[type(shape)].expected(shape, weights(shape), products)
 
 
 class Layer:
@@ -246,9 +250,9 @@ class Layer:
         self.slot = NO_SLOT
 
     def _put(self, w: SimpleNamespace) -> SimpleNamespace:
-        return SimpleNamespace(**{name: self._there(value) for name, value in vars(w).items()})
+        return SimpleNamespace(**{name: self._to_device(value) for name, value in vars(w).items()})
 
-    def _there(self, value: object) -> object:
+    def _to_device(self, value: object) -> object:
         if isinstance(value, Linear):
             weight = value.weight
             return Linear(Weight(weight.spec, weight.shape, {"data": self.ops.put(weight.parts["data"], "f32")}))
@@ -258,19 +262,19 @@ class Layer:
             return self.ops.put(value, "f32")
         return self._put(value) if isinstance(value, SimpleNamespace) else value
 
-    def run(self, given: Arrays, after: int = 0, hold: bool = True) -> np.ndarray:
+    def run(self, products: Arrays, after: int = 0, keeps_state: bool = True) -> np.ndarray:
         target = 1 if self.slot == 0 else 0
         self.pass_slots[FROM], self.pass_slots[TO], self.pass_slots[AFTER], self.pass_slots[KEPT] = self.slot, target, after, 3
-        there = [x.copy() if self.ops.name == "cpu" else torch.from_numpy(x) for x in given]
-        out = np.array(self.ops.to_host(self.states.mix(there, self.w)))
-        self.slot = target if hold else self.slot
+        device_products = [x.copy() if self.ops.name == "cpu" else torch.from_numpy(x) for x in products]
+        out = np.array(self.ops.to_host(self.states.mix(device_products, self.w)))
+        self.slot = target if keeps_state else self.slot
         return out
 
-    def text(self, given: Arrays, cuts: list[int]) -> np.ndarray:
+    def text(self, products: Arrays, cuts: list[int]) -> np.ndarray:
         self.slot = NO_SLOT
         ends = np.cumsum(cuts)
-        assert ends[-1] == len(given[0])
-        return np.concatenate([self.run(tuple(x[end - cut : end] for x in given)) for end, cut in zip(ends, cuts, strict=True)])
+        assert ends[-1] == len(products[0])
+        return np.concatenate([self.run(tuple(x[end - cut : end] for x in products)) for end, cut in zip(ends, cuts, strict=True)])
 
     def slot_values(self, slot: int) -> np.ndarray:
         return self.states.read_slot(slot).view(np.float32)
@@ -285,6 +289,6 @@ def cpu(shape: StateShape, threads: int = 2, only: str | None = None) -> CpuOps:
     return CpuOps(ThreadPool(threads), dims, default_registry(only))
 
 
-def assert_close(ours: np.ndarray, theirs: np.ndarray, within: float) -> None:
-    assert ours.shape == theirs.shape
-    assert not theirs.size or np.abs(ours - theirs).max() <= within * np.abs(theirs).max()
+def assert_close(result: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
+    assert result.shape == expected.shape
+    assert not expected.size or np.abs(result - expected).max() <= tolerance * np.abs(expected).max()

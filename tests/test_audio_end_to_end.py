@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from audio_models import FAMILIES, opened, ready, sound, written_hearing
+from audio_models import FAMILIES, open_encoder, processor_output, save_audio_model, sound
 from family_models import assert_close
 from vision_models import FIRST
 
@@ -25,7 +25,7 @@ OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=Tr
 @pytest.fixture(scope="module", params=FAMILIES)
 def hearing(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    return request.param, folder, written_hearing(request.param, folder)
+    return request.param, folder, save_audio_model(request.param, folder)
 
 
 def test_logits_after_audio_are_those_of_transformers(hearing):
@@ -44,7 +44,7 @@ def test_logits_after_audio_are_those_of_transformers(hearing):
             ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
             told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
             with torch.inference_mode():
-                wanted = model(input_ids=told, **ready(family, samples), use_cache=False).logits[0].numpy()
+                wanted = model(input_ids=told, **processor_output(family, samples), use_cache=False).logits[0].numpy()
             if family == "granite_speech":
                 wanted /= model.config.text_config.logits_scaling  # which the class that hears leaves out
             assert len(heard.encoded.rows) >= 12 and (told == FIRST).sum() == len(heard.encoded.rows)
@@ -56,7 +56,7 @@ def test_logits_after_audio_are_those_of_transformers(hearing):
 def test_rows_are_as_many_as_were_said_beforehand(hearing):
     """Of every length about where a frame, a row or a window ends."""
     family, folder, model = hearing
-    ours = opened(folder)
+    ours = open_encoder(folder)
     for samples in (400, 481, 799, 800, 801, 1120, 15_999, 16_000, *(() if family == "qwen2_audio" else (16_001, 16_641, 33_000))):
         seen = ours.encode(sound(samples / 16_000), EncodingJob())
         assert len(seen.tokens) == ours.token_count(samples) == len(seen.rows) and set(seen.tokens) <= {ROW_PLACEHOLDER}
@@ -65,7 +65,7 @@ def test_rows_are_as_many_as_were_said_beforehand(hearing):
 
 def test_a_sound_that_is_too_long_for_the_model_is_told(hearing):
     _, folder, _ = hearing
-    ours = opened(folder)
+    ours = open_encoder(folder)
     with pytest.raises(UsageError, match="are too long for this model, which takes"):
         ours.token_count(int(ours.max_seconds * 16_000) + 1)
 
@@ -73,14 +73,14 @@ def test_a_sound_that_is_too_long_for_the_model_is_told(hearing):
 def test_a_plan_has_room_for_weights_and_work(hearing):
     _, folder, model = hearing
     tower = sum(each.numel() * 4 for name, each in model.named_parameters() if re.search("audio_tower|projector|encoder", name))
-    assert opened(folder).bytes_needed() > tower + 4 * 50 * 48 * 6
+    assert open_encoder(folder).bytes_needed() > tower + 4 * 50 * 48 * 6
 
 
 def test_audio_input_trained_as_an_adapter_requires_the_adapter(tmp_path):
     """It lies in the model's folder; what comes of both is what comes of weights into which it is merged."""
     from safetensors.numpy import save_file
 
-    model = written_hearing("granite_speech", tmp_path, has_lora_adapter=True)
+    model = save_audio_model("granite_speech", tmp_path, has_lora_adapter=True)
     rng, thin = np.random.default_rng(3), {}
     for number, layer in enumerate(model.model.language_model.layers):
         for name in ("q_proj", "v_proj"):
@@ -111,5 +111,5 @@ def test_audio_input_trained_as_an_adapter_requires_the_adapter(tmp_path):
             engine.close()
     told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
     with torch.inference_mode():
-        wanted = model(input_ids=told, **ready("granite_speech", samples), use_cache=False).logits[0].numpy()
+        wanted = model(input_ids=told, **processor_output("granite_speech", samples), use_cache=False).logits[0].numpy()
     assert_close(ours, wanted / model.config.text_config.logits_scaling)

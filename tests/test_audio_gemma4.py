@@ -7,10 +7,10 @@ import pytest
 import torch
 from audio_models import sound
 from family_models import assert_close
-from omni_models import AUDIO, EXTRACTOR, LOOKED, written_gemma4, written_unified
+from omni_models import AUDIO, EXTRACTOR, IMAGE_PROCESSOR, save_gemma4, save_gemma4_unified
 from safetensors.torch import load_file, save_file
 from transformers import Gemma4UnifiedAudioFeatureExtractor
-from vision_models import FIRST, PICTURES, UnifiedReady, config_changed
+from vision_models import FIRST, PICTURES, Gemma4UnifiedProcessor, change_config
 
 from effllm import UsageError
 from effllm.runtime.config import read_config
@@ -28,7 +28,7 @@ from effllm.runtime.tokenizer import Tokenizer
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gemma")
-    return folder, written_gemma4(folder)
+    return folder, save_gemma4(folder)
 
 
 def ears(folder):
@@ -59,7 +59,7 @@ def test_bands_and_rows_are_those_of_transformers(gemma, samples):
 
 
 def test_a_tower_that_is_cut_off_and_looks_ahead(tmp_path):
-    model = written_gemma4(tmp_path, use_clipped_linears=True, attention_context_right=3, gradient_clipping=2.0, attention_logit_cap=2.0)
+    model = save_gemma4(tmp_path, use_clipped_linears=True, attention_context_right=3, gradient_clipping=2.0, attention_logit_cap=2.0)
     taken = sound(0.97)
     assert_close(ears(tmp_path).encode(taken, EncodingJob()).rows, rows_of(model, taken))
 
@@ -89,7 +89,7 @@ def test_logits_after_an_image_and_audio_are_those_of_transformers(gemma):
     folder, model = gemma
     samples, points = sound(0.8), PICTURES["square"]
     ours, told, heard, seen = logits_behind(folder, samples, points)
-    picture = LOOKED(points, input_data_format="channels_last", return_tensors="pt")
+    picture = IMAGE_PROCESSOR(points, input_data_format="channels_last", return_tensors="pt")
     picture.pop("num_soft_tokens_per_image")
     with torch.inference_mode():
         wanted = model(input_ids=told, **ready(samples), **picture, mm_token_type_ids=(told == FIRST).long() + 3 * (told == AUDIO).long(),
@@ -100,10 +100,10 @@ def test_logits_after_an_image_and_audio_are_those_of_transformers(gemma):
 
 def test_the_model_without_towers_takes_audio_too(tmp_path):
     """Its image tokens attend to each other, audio tokens do not, so a pass may end among those."""
-    model = written_unified(tmp_path)
+    model = save_gemma4_unified(tmp_path)
     samples, points = sound(0.81)[:12_950], PICTURES["square"]
     ours, told, heard, seen = logits_behind(tmp_path, samples, points)
-    pictured = UnifiedReady()
+    pictured = Gemma4UnifiedProcessor()
     pictured.folder = tmp_path
     given = {**Gemma4UnifiedAudioFeatureExtractor(audio_samples_per_token=64)(samples, return_tensors="pt"), **pictured(points)}
     kinds = (told == FIRST).long() + 3 * (told == AUDIO).long()
@@ -129,7 +129,7 @@ def test_both_are_counted_and_either_may_be_away(gemma, tmp_path):
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": both["image_processor"]}))
     media = open_media(tmp_path, config)
     assert [*media.encoders] == [SEEN] and "describes the audio preprocessing" in media.refused[AUDIO_INPUT].message
-    config_changed(tmp_path, "config.json", audio_config=None)
+    change_config(tmp_path, "config.json", audio_config=None)
     media = open_media(tmp_path, config)
     assert [*media.encoders] == [SEEN] and not media.refused
     assert "takes images too" in read_config(tmp_path).warnings[0]

@@ -10,17 +10,17 @@ from types import ModuleType
 import audio_models
 import numpy as np
 import pytest
-from asr_models import written_asr
-from audio_gguf_files import EARS, write_ears, write_hearing_pair
-from audio_models import as_wav, sound, written_hearing
+from asr_models import save_asr_model
+from audio_gguf_files import AUDIO_FAMILIES, write_audio_pair, write_mmproj
+from audio_models import as_wav, save_audio_model, sound
 from command_line import run_cli
 from hypothesis import given
 from hypothesis import strategies as st
-from omni_models import written_gemma4, written_later_omni, written_omni, written_unified
+from omni_models import save_gemma4, save_gemma4_unified, save_qwen2_5_omni, save_qwen3_omni
 from test_projector_end_to_end import of_llamacpp as picture_rows
 from test_projector_end_to_end import rows_of_llamacpp
 from transformers import WhisperFeatureExtractor
-from vision_models import PICTURES, config_changed
+from vision_models import PICTURES, change_config
 
 from effllm import EffllmError
 from effllm.runtime.audio import AUDIO_ENCODERS
@@ -35,7 +35,7 @@ from effllm.runtime.images.video_file import Frame
 
 def written_usual_gemma4(folder: Path) -> None:
     """With what files of its kind do not state as all such models have it."""
-    written_gemma4(folder, attention_chunk_size=12, attention_context_left=13, use_clipped_linears=True)
+    save_gemma4(folder, attention_chunk_size=12, attention_context_left=13, use_clipped_linears=True)
     ready = json.loads((folder / "processor_config.json").read_text())
     ready["image_processor"]["max_soft_tokens"] = 280
     (folder / "processor_config.json").write_text(json.dumps(ready))
@@ -43,17 +43,17 @@ def written_usual_gemma4(folder: Path) -> None:
 
 def written_usual_unified(folder: Path) -> None:
     """As of `written_usual_gemma4`."""
-    written_unified(folder)
-    config_changed(folder, "preprocessor_config.json", max_soft_tokens=280)
+    save_gemma4_unified(folder)
+    change_config(folder, "preprocessor_config.json", max_soft_tokens=280)
 
 
 FAMILIES: dict[str, Callable[[Path], object]] = {
-    **{family: lambda folder, family=family: written_hearing(family, folder) for family in
+    **{family: lambda folder, family=family: save_audio_model(family, folder) for family in
        ("qwen2_audio", "audioflamingo3", "voxtral", "granite_speech")},
-    "qwen3_asr": lambda folder: written_asr(folder, True, n_window_infer=800),
-    "qwen2_5_omni": lambda folder: written_omni(folder, WhisperFeatureExtractor(feature_size=16, chunk_length=300), n_window=100,
-                                                max_source_positions=100),
-    "qwen3_omni_moe": lambda folder: written_later_omni(folder, n_window_infer=800),
+    "qwen3_asr": lambda folder: save_asr_model(folder, True, n_window_infer=800),
+    "qwen2_5_omni": lambda folder: save_qwen2_5_omni(folder, WhisperFeatureExtractor(feature_size=16, chunk_length=300), n_window=100,
+                                                     max_source_positions=100),
+    "qwen3_omni_moe": lambda folder: save_qwen3_omni(folder, n_window_infer=800),
     "gemma4": lambda folder: written_usual_gemma4(folder), "gemma4_unified": lambda folder: written_usual_unified(folder)}
 LIKE_OTHERS = ("audioflamingo3", "qwen3_omni_moe")  # that differ from others in a projector, or in a text model
 ROUNDED = {"gemma4": 1e-5, "granite_speech": 1e-5}  # of which files hold values that folders have otherwise: a softplus, a folded norm
@@ -65,14 +65,14 @@ def pair_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A folder with audio input, and the two files converted from it."""
     place = tmp_path_factory.mktemp("pair")
     FAMILIES[request.param](place / "folder")
-    return request.param, place / "folder", *write_hearing_pair(place / "folder", place / "files")
+    return request.param, place / "folder", *write_audio_pair(place / "folder", place / "files")
 
 
 @pytest.fixture(scope="module")
 def ears(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     place = tmp_path_factory.mktemp("ears")
     FAMILIES["qwen3_asr"](place / "folder")
-    return place / "folder", *write_hearing_pair(place / "folder", place / "files")
+    return place / "folder", *write_audio_pair(place / "folder", place / "files")
 
 
 def media(model: Path, mmproj: Path | None = None) -> MediaCache:
@@ -82,7 +82,7 @@ def media(model: Path, mmproj: Path | None = None) -> MediaCache:
 def test_rows_and_tokens_are_those_of_the_folder(pair_of: tuple[str, Path, Path, Path]) -> None:
     family, folder, model, mmproj = pair_of
     found, config = media(model), read_config(folder)
-    assert not found.refused and [*found.encoders] == [SEEN] * (EARS[family][2] is not None) + [AUDIO_INPUT]
+    assert not found.refused and [*found.encoders] == [SEEN] * (AUDIO_FAMILIES[family][2] is not None) + [AUDIO_INPUT]
     for modality, sight in found.encoders.items():
         wanted = encoder_of(folder, config, modality)
         for taken in [sound(seconds) for seconds in (0.33, 0.9)] if modality is AUDIO_INPUT else [PICTURES["photo"], PICTURES["tall"]]:
@@ -105,7 +105,7 @@ def test_rows_and_tokens_are_those_of_the_folder(pair_of: tuple[str, Path, Path,
 @pytest.mark.parametrize(("kind", "most"), [("F16", 5e-3), ("Q8_0", 8e-2)])
 def test_audio_rows_of_smaller_types_are_nearly_the_same(ears: tuple[Path, Path, Path], tmp_path: Path, kind: str, most: float) -> None:
     """Of the family whose convolutions lie otherwise in the file."""
-    write_ears(ears[0], tmp_path / "mmproj.gguf", kind)
+    write_mmproj(ears[0], tmp_path / "mmproj.gguf", kind)
     both = media(ears[1], tmp_path / "mmproj.gguf").encoders[AUDIO_INPUT], encoder_of(ears[0], read_config(ears[0]), AUDIO_INPUT)
     ours, wanted = (each.encode(sound(0.9), EncodingJob()).rows for each in both)
     off = np.abs(ours - wanted).max() / np.abs(wanted).max()
@@ -113,9 +113,9 @@ def test_audio_rows_of_smaller_types_are_nearly_the_same(ears: tuple[Path, Path,
 
 
 def test_every_type_has_ears_and_what_is_known_of_its_keys() -> None:
-    assert audio_names.AUDIO_PROJECTORS.keys() == audio_config.BUILDERS.keys() == {ears for _, ears, _ in EARS.values()}
-    assert EARS.keys() <= AUDIO_ENCODERS.keys()
-    for text, kind, _ in EARS.values():
+    assert audio_names.AUDIO_PROJECTORS.keys() == audio_config.BUILDERS.keys() == {ears for _, ears, _ in AUDIO_FAMILIES.values()}
+    assert AUDIO_FAMILIES.keys() <= AUDIO_ENCODERS.keys()
+    for text, kind, _ in AUDIO_FAMILIES.values():
         assert text in audio_names.AUDIO_PROJECTORS[kind].text_architectures
 
 
@@ -133,11 +133,11 @@ def test_without_such_a_file_the_missing_one_is_named(ears: tuple[Path, Path, Pa
 
 
 def changed(**keys: object) -> Callable[[Path, Path], None]:
-    return lambda folder, out: write_ears(folder, out, **keys)
+    return lambda folder, out: write_mmproj(folder, out, **keys)
 
 
 def with_one_tensor(folder: Path, out: Path) -> None:
-    write_ears(folder, out)
+    write_mmproj(folder, out)
     out.write_bytes(out.read_bytes().replace(b"a.conv2d.2.bias", b"a.conv2d.9.bias"))
 
 
@@ -163,7 +163,7 @@ def test_a_file_that_is_broken_or_of_another_model_is_refused_in_one_line(ears: 
 
 def test_of_two_senses_one_that_is_not_known_is_refused_by_itself(tmp_path: Path) -> None:
     FAMILIES["gemma4"](tmp_path / "folder")
-    model, mmproj = write_hearing_pair(tmp_path / "folder", tmp_path / "files", **{"audio.projector_type": "gemma3na"})
+    model, mmproj = write_audio_pair(tmp_path / "folder", tmp_path / "files", **{"audio.projector_type": "gemma3na"})
     found = media(model, mmproj)
     assert [*found.encoders] == [SEEN] and "type 'gemma3na', which is not supported" in found.refused[AUDIO_INPUT].message
 
@@ -212,9 +212,9 @@ def test_llamacpp_makes_the_same_rows_of_the_same_audio(family: str, seconds: fl
         monkeypatch.setattr("audio_models.TOWER", {**audio_models.TOWER, "max_source_positions": 1500})
         monkeypatch.setattr("audio_models.EXTRACTOR", WhisperFeatureExtractor(feature_size=16, chunk_length=30))
     known = {"cross_attention_frequency": 1, "hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2}
-    monkeypatch.setattr("audio_models.ASKS", {**audio_models.ASKS, **known})
+    monkeypatch.setattr("audio_models.QFORMER", {**audio_models.QFORMER, **known})
     FAMILIES[family](tmp_path / "folder")
-    model, mmproj = write_hearing_pair(tmp_path / "folder", tmp_path / "files")
+    model, mmproj = write_audio_pair(tmp_path / "folder", tmp_path / "files")
     samples = sound(seconds)
     wanted = media(model).encoders[AUDIO_INPUT].encode(samples, EncodingJob())
     rows, tokens = of_llamacpp(peer, model, mmproj, samples)
@@ -232,8 +232,8 @@ def test_llamacpp_sees_the_same_without_a_tower(tmp_path: Path) -> None:
     FAMILIES["gemma4_unified"](tmp_path / "folder")
     more = {"has_audio_encoder": None, "audio.projector_type": None, "audio.embedding_length": None, "audio.block_count": None}
     sizes = {"feed_forward_length": 0, "attention.head_count": 1, "projection_dim": 48}
-    model, mmproj = write_hearing_pair(tmp_path / "folder", tmp_path / "files",
-                                       **more, **{f"vision.{key}": value for key, value in sizes.items()})
+    model, mmproj = write_audio_pair(tmp_path / "folder", tmp_path / "files",
+                                     **more, **{f"vision.{key}": value for key, value in sizes.items()})
     points = np.tile(PICTURES["square"], (3, 3, 1))
     wanted = media(model).encoders[SEEN].encode(points, EncodingJob())
     rows, tokens = picture_rows(peer, model, mmproj, points)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import ParakeetFeatureExtractor
 from vision_cases import CASES
 from vision_language_models import as_png, picture
-from vision_models import FIRST, PICTURES, config_changed, made
+from vision_models import FIRST, PICTURES, change_config, save_random_model
 
 from effllm import EffllmError, UsageError
 from effllm.runtime.config import read_config
@@ -40,8 +40,8 @@ WRITTEN = TEMPLATE.replace("'<|' + p['type'] + '|>'", "{'image': '<image>', 'aud
 def written(folder, **own):
     """The case's vision model with an audio encoder; returns transformers' model."""
     text, vision, words, more, processor = deepcopy(CASES[FAMILY])
-    model = made(FAMILY, folder, text, vision, [*words, "<so_embedding>", "<so_start>", "<so_end>"],
-                 **more, audio_config={**EARS, **own}, audio_token_id=AUDIO)
+    model = save_random_model(FAMILY, folder, text, vision, [*words, "<so_embedding>", "<so_start>", "<so_end>"],
+                              **more, audio_config={**EARS, **own}, audio_token_id=AUDIO)
     with torch.no_grad():
         for name, buffer in model.audio_tower.named_buffers():  # of norms of a batch, by what was seen in training
             if "running_" in name:
@@ -50,7 +50,7 @@ def written(folder, **own):
     processor.save_pretrained(folder)
     said = {key: value for key, value in EXTRACTOR.to_dict().items() if isinstance(value, int | float | str | None)}
     (folder / "processor_config.json").write_text(json.dumps({"feature_extractor": said}))
-    config_changed(folder, "tokenizer_config.json", chat_template=WRITTEN)
+    change_config(folder, "tokenizer_config.json", chat_template=WRITTEN)
     return model
 
 
@@ -65,8 +65,8 @@ def ears_of(folder):
 
 
 def heard(samples):
-    made = EXTRACTOR([samples], sampling_rate=SAMPLE_RATE, return_tensors="pt")
-    return {"input_features": made["input_features"], "input_features_mask": made["attention_mask"]}
+    features = EXTRACTOR([samples], sampling_rate=SAMPLE_RATE, return_tensors="pt")
+    return {"input_features": features["input_features"], "input_features_mask": features["attention_mask"]}
 
 
 # About where a frame and a row end, where a last row has no frame of its own (a multiple of eight frames), and many queries.
@@ -98,7 +98,7 @@ def test_biases_that_the_config_denies_are_ignored(omni, tmp_path):
     """As transformers passes them over, whatever is stored."""
     folder = shutil.copytree(omni[0], tmp_path / "unbiased")
     raw = json.loads((folder / "config.json").read_text())
-    config_changed(folder, "config.json", audio_config={**raw["audio_config"], "convolution_bias": False})
+    change_config(folder, "config.json", audio_config={**raw["audio_config"], "convolution_bias": False})
     tensors, taken = load_file(folder / "model.safetensors"), sound(0.9)
     apart = ears_of(folder).encode(taken, EncodingJob()).rows
     for name in [name for name in tensors if ".conv." in name and name.endswith("conv1.bias") or name.endswith("depthwise_conv.bias")]:
@@ -140,10 +140,10 @@ def test_the_published_folder_gives_the_same_audio_rows(omni, tmp_path):
     (folder / "processor_config.json").unlink()
     raw = json.loads((folder / "config.json").read_text())
     assert any(name.startswith("sound_encoder.encoder.") for name in load_file(folder / "model.safetensors"))
-    config_changed(folder, "config.json", sound_config={**raw["sound_config"], "model_type": "parakeet", "sampling_rate": SAMPLE_RATE})
+    change_config(folder, "config.json", sound_config={**raw["sound_config"], "model_type": "parakeet", "sampling_rate": SAMPLE_RATE})
     assert set(encoders_of(folder, read_config(folder, strict=True))) == {SEEN, AUDIO_INPUT}
     assert np.array_equal(ears_of(folder).encode(taken, EncodingJob()).rows, ears_of(omni[0]).encode(taken, EncodingJob()).rows)
-    config_changed(folder, "config.json", sound_config=None)
+    change_config(folder, "config.json", sound_config=None)
     assert set(encoders_of(folder, read_config(folder))) == {SEEN}
 
 
@@ -155,7 +155,7 @@ def test_the_published_folder_gives_the_same_audio_rows(omni, tmp_path):
 def test_what_is_not_read_is_refused_by_name(omni, tmp_path, changes, message):
     folder = shutil.copytree(omni[0], tmp_path / "changed")
     raw = json.loads((folder / "config.json").read_text())
-    config_changed(folder, "config.json", audio_config={**raw["audio_config"], **changes})
+    change_config(folder, "config.json", audio_config={**raw["audio_config"], **changes})
     with pytest.raises(EffllmError) as caught:
         ears_of(folder)
     assert message in caught.value.message, caught.value.message

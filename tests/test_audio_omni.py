@@ -7,7 +7,7 @@ import torch
 from audio_models import as_wav, sound
 from command_line import CliRun
 from family_models import assert_close
-from omni_models import AUDIO, LATER_EXTRACTOR, OMNI_EXTRACTOR, OMNI_LOOKED, written_later_omni, written_omni
+from omni_models import AUDIO, OMNI_EXTRACTOR, OMNI_IMAGE_PROCESSOR, QWEN3_OMNI_EXTRACTOR, save_qwen2_5_omni, save_qwen3_omni
 from vision_language_models import as_png, picture
 from vision_models import FIRST, PICTURES
 
@@ -23,7 +23,7 @@ from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 
-@pytest.fixture(scope="module", params=[written_omni, written_later_omni])
+@pytest.fixture(scope="module", params=[save_qwen2_5_omni, save_qwen3_omni])
 def omni(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("omni")
     return folder, request.param(folder)
@@ -34,14 +34,14 @@ def later(model):
 
 
 def heard(model, samples):
-    extractor, filled = (LATER_EXTRACTOR, True) if later(model) else (OMNI_EXTRACTOR, "max_length")
+    extractor, filled = (QWEN3_OMNI_EXTRACTOR, True) if later(model) else (OMNI_EXTRACTOR, "max_length")
     made = extractor(samples, sampling_rate=SAMPLE_RATE, return_tensors="pt", return_attention_mask=True, padding=filled,
                      truncation=not later(model))
     return {"input_features": made["input_features"], "feature_attention_mask": made["attention_mask"]}
 
 
 def looked(points):
-    return OMNI_LOOKED(points, input_data_format="channels_last", return_tensors="pt")
+    return OMNI_IMAGE_PROCESSOR(points, input_data_format="channels_last", return_tensors="pt")
 
 
 @pytest.mark.parametrize("samples", [400, 480, 641, 6400, 6401, 6721, 16_000, 16_640, 33_000, 64_000])

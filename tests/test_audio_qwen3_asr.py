@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from asr_models import EXTRACTOR, written_asr
-from audio_models import as_wav, opened, sound
+from asr_models import EXTRACTOR, save_asr_model
+from audio_models import as_wav, open_encoder, sound
 from command_line import run_cli
 from family_models import assert_close
 from hypothesis import given
@@ -42,7 +42,7 @@ from effllm.runtime.tokenizer import Tokenizer
 @pytest.fixture(scope="module", params=[False, True], ids=["as transformers has it", "as published first"])
 def asr(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("asr")
-    return folder, written_asr(folder, request.param)
+    return folder, save_asr_model(folder, request.param)
 
 
 def ready(samples: np.ndarray) -> dict[str, torch.Tensor]:
@@ -55,7 +55,7 @@ def ready(samples: np.ndarray) -> dict[str, torch.Tensor]:
 def test_bands_and_rows_are_those_of_transformers(asr: tuple[Path, PreTrainedModel], samples: int) -> None:
     """Lengths around the minimum, and the ends of a frame, a row, a chunk and a window."""
     folder, model = asr
-    ears, taken = opened(folder), sound(samples / SAMPLE_RATE)
+    ears, taken = open_encoder(folder), sound(samples / SAMPLE_RATE)
     given, values = ready(taken), ears.values(taken)
     assert values.shape[0] == given["input_features_mask"].sum() == max(samples, 8000) // 160
     assert np.abs(values - given["input_features"][0].numpy().T[: len(values)]).max() < 1e-4
@@ -87,7 +87,7 @@ def test_logits_after_audio_are_those_of_transformers(asr: tuple[Path, PreTraine
 
 
 def test_what_such_a_model_does_not_take_is_reported(asr: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    ears = opened(asr[0])
+    ears = open_encoder(asr[0])
     with pytest.raises(UsageError, match="too long for this model, which takes 1200 s"):
         ears.token_count(1200 * SAMPLE_RATE + 1)
     raw = json.loads((asr[0] / "config.json").read_text())
@@ -153,7 +153,7 @@ def test_a_transcript_is_told_without_what_heads_it() -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> ServerProcess:
     folder = tmp_path_factory.mktemp("served")
-    written_asr(folder)
+    save_asr_model(folder)
     with serving("-c", "512", "-n", "8", "--temp", "0", "--name", "ears", model=str(folder)) as server:
         yield server
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from audio_models import EXTRACTOR, opened, sound
+from audio_models import EXTRACTOR, open_encoder, sound
 from family_models import assert_close
 from transformers import WhisperForConditionalGeneration
-from whisper_models import DE, EN, START, TRANSCRIBE, TRANSLATE, UNTIMED, written_whisper
+from whisper_models import DE, EN, START, TRANSCRIBE, TRANSLATE, UNTIMED, save_whisper
 
 from effllm import EffllmError, UsageError
 from effllm.quant.kv import codec
@@ -45,7 +45,7 @@ GREEDY = GenerationOptions(SamplerSettings(temperature=0), max_tokens=24)
 @pytest.fixture(scope="module")
 def whisper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, WhisperForConditionalGeneration]:
     folder = tmp_path_factory.mktemp("whisper")
-    return folder, written_whisper(folder)
+    return folder, save_whisper(folder)
 
 
 def engine_of(folder: Path, **more: object) -> Engine:
@@ -71,10 +71,10 @@ def test_rows_are_those_of_transformers(whisper: tuple[Path, WhisperForCondition
     """The silence after shorter audio is encoded too."""
     folder, model = whisper
     taken = sound(samples / SAMPLE_RATE)
-    found = opened(folder).encode(taken, EncodingJob())
+    found = open_encoder(folder).encode(taken, EncodingJob())
     with torch.inference_mode():
         wanted = model.model.encoder(ready(taken)).last_hidden_state[0].numpy()
-    assert found.placeholder_id == START and len(found.tokens) == opened(folder).token_count(samples) == 1
+    assert found.placeholder_id == START and len(found.tokens) == open_encoder(folder).token_count(samples) == 1
     assert_close(found.rows, wanted)
 
 
@@ -137,12 +137,12 @@ def test_a_plan_counts_the_keys_of_two_audio_inputs(whisper: tuple[Path, Whisper
     keys = 2 * 24 * 128 * 2 * 48 * 4  # layers, pages, tokens, sides, numbers of all heads, bytes
     plan = prepare(folder, replace(OPTIONS, encoder_path=str(folder)))
     each = cross_attention_nbytes(plan.config, codec("32bit"), 1)
-    assert keys <= each < 1.2 * keys and plan.media_nbytes == {AUDIO_INPUT: opened(folder).bytes_needed() + each}
+    assert keys <= each < 1.2 * keys and plan.media_nbytes == {AUDIO_INPUT: open_encoder(folder).bytes_needed() + each}
     plan.store.close()
 
 
 def test_one_that_knows_english_alone(tmp_path: Path) -> None:
-    model = written_whisper(tmp_path, several=False)
+    model = save_whisper(tmp_path, is_multilingual=False)
     engine = engine_of(tmp_path)
     try:
         replies = ServedModel(engine, Tokenizer.load(tmp_path, engine.config))

@@ -9,7 +9,7 @@ import sys
 
 import pexpect
 import pytest
-from audio_models import as_wav, opened, sound, written_hearing
+from audio_models import as_wav, open_encoder, save_audio_model, sound
 from command_line import CliRun
 from server_process import serving
 from vision_language_models import as_png, picture
@@ -23,7 +23,7 @@ DATA = [base64.b64encode(each).decode() for each in WAVES]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("qwen2_audio")
-    written_hearing("qwen2_audio", made)
+    save_audio_model("qwen2_audio", made)
     return made
 
 
@@ -90,7 +90,7 @@ def test_low_bit_weights_keep_the_published_audio_encoder(folder, files, tmp_pat
     made = CliRun("quantize", str(folder), "-o", str(tmp_path / "out"), "--bits", "8")
     assert made.code == 0 and "takes audio too" not in made.err, made.err
     samples = sound(0.8)
-    assert (opened(tmp_path / "out").encode(samples, _work()).rows == opened(folder).encode(samples, _work()).rows).all()
+    assert (open_encoder(tmp_path / "out").encode(samples, _work()).rows == open_encoder(folder).encode(samples, _work()).rows).all()
     ran = CliRun("run", str(tmp_path / "out"), "Who?", "--audio", str(files[0]), *GREEDY)
     assert ran.code == 0 and "audio clip of 0.8 s: 20 tokens" in ran.err
 
@@ -120,7 +120,7 @@ def test_unreadable_audio_is_reported_before_weights_are_read(folder, files, tmp
 
 
 def test_plan_and_show_state_audio_support_and_its_cost(folder):
-    tower = opened(folder).bytes_needed()
+    tower = open_encoder(folder).bytes_needed()
     shown, plan = (json.loads(CliRun(command, str(folder), "--json").out) for command in ("show", "plan"))
     assert shown["audio"] == {"placeholder": "<|AUDIO|>", "bytes": tower} and shown["images"] is None
     assert plan["media_bytes"] == tower

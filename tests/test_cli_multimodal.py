@@ -9,7 +9,7 @@ import pexpect
 import pytest
 from audio_models import as_wav, sound
 from command_line import CliRun
-from omni_models import written_gemma4
+from omni_models import save_gemma4
 from server_process import serving
 from vision_language_models import as_png, picture
 
@@ -22,7 +22,7 @@ SEEN, HEARD = ({"type": "image_url", "image_url": {"url": f"data:image/png;base6
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("gemma4")
-    written_gemma4(made)
+    save_gemma4(made)
     (made / "1.wav").write_bytes(WAVE)
     (made / "1.png").write_bytes(POINTS)
     return made

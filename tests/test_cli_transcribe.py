@@ -9,7 +9,7 @@ import torch
 from audio_models import EXTRACTOR, as_wav, sound
 from command_line import CliRun
 from transformers import WhisperForConditionalGeneration
-from whisper_models import written_whisper
+from whisper_models import save_whisper
 
 from effllm.runtime.audio.audio_file import read_audio
 from effllm.runtime.config import read_config
@@ -22,7 +22,7 @@ HEARD = sound(0.8, seed=3)
 @pytest.fixture(scope="module")
 def whisper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, WhisperForConditionalGeneration]:
     folder = tmp_path_factory.mktemp("whisper")
-    return folder, written_whisper(folder, max_target_positions=40)
+    return folder, save_whisper(folder, max_target_positions=40)
 
 
 def written(folder: Path, model: WhisperForConditionalGeneration, samples: np.ndarray, **how: object) -> str:

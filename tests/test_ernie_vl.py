@@ -18,7 +18,7 @@ from hub_user import HubUser
 from streamed_models import paging
 from transformers import PreTrainedModel
 from vision_cases import CASES
-from vision_models import FIRST, PICTURES, seeing
+from vision_models import FIRST, PICTURES, save_vision_model
 
 from effllm import UsageError
 from effllm.kernels.cpu.ops import CpuOps
@@ -98,7 +98,7 @@ def ready() -> dict:
 def made(ready: dict, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     folder = tmp_path_factory.mktemp("ernie") / "model"
     folder.mkdir()
-    model = seeing(folder, FAMILY, CASE)
+    model = save_vision_model(folder, FAMILY, CASE)
     engine = opened(folder)
     ids = ids_of(engine, folder)
     engine.close()

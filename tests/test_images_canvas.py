@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import MiniCPMV4_7Model
 from vision_cases import CASES
-from vision_models import FIRST, PICTURES, config_changed, held_against, opened, seeing
+from vision_models import FIRST, PICTURES, assert_encodes_as, change_config, open_encoder, save_vision_model
 
 from effllm import EffllmError, UsageError
 from effllm.runtime.config import read_config
@@ -91,10 +91,10 @@ def test_an_image_whose_canvas_has_no_room_is_refused():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("canvas")
-    model = seeing(made, "minicpmv4_7", CASES["minicpmv4_7"])
+    model = save_vision_model(made, "minicpmv4_7", CASES["minicpmv4_7"])
     for name in ("photo", "tiny"):
         ready = CASES["minicpmv4_7"][-1](PICTURES[name], input_data_format="channels_last", return_tensors="np")
-        seen = held_against(opened(made), PICTURES[name], model, {key: ready[key] for key in ("pixel_values", "target_sizes")})
+        seen = assert_encodes_as(open_encoder(made), PICTURES[name], model, {key: ready[key] for key in ("pixel_values", "target_sizes")})
         assert len(seen.layout_tags) == len(seen.rows)
     return made
 
@@ -129,6 +129,6 @@ def test_a_text_is_read_the_same_token_by_token_and_continues_in_order(folder):
 def test_a_config_without_the_words_around_images_is_refused(folder, tmp_path):
     for each in folder.iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())
-    config_changed(tmp_path, "config.json", newline_id=None)
+    change_config(tmp_path, "config.json", newline_id=None)
     with pytest.raises(EffllmError, match="newline_id"):
         raise open_media(tmp_path, read_config(tmp_path)).refused.popitem()[1]

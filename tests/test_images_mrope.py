@@ -8,7 +8,7 @@ import torch
 from family_models import assert_close
 from family_sizes import Case
 from vision_language_models import IMAGE_ID, picture, written_with_words
-from vision_models import turned_in_pairs
+from vision_models import fix_rope_pairs
 
 from effllm import UsageError
 from effllm.runtime.config import read_config
@@ -81,7 +81,7 @@ def made(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     model = written_with_words(CASES[request.param], folder)
     if request.param == "hunyuan_vl":
-        turned_in_pairs(model.model.language_model.rotary_emb)
+        fix_rope_pairs(model.model.language_model.rotary_emb)
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, exact=True)))[-1]
     yield folder, model, engine
     engine.close()

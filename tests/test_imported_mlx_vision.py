@@ -10,7 +10,7 @@ from conversions import options
 from mlx_checkpoints import affine
 from safetensors.torch import load_file, save_file
 from vision_cases import CASES
-from vision_models import PICTURES, opened, seeing
+from vision_models import PICTURES, open_encoder, save_vision_model
 
 from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
@@ -54,13 +54,13 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     kind, folder = request.param, tmp_path_factory.mktemp("sees")
     text, vision, words, more, processor = CASES[kind]
     wide = {"out_hidden_size": 64} if kind == "qwen3_vl" else {}
-    seeing(folder / "source", kind, ({**text, **SIZES}, vision, words, more, processor), **wide)
+    save_vision_model(folder / "source", kind, ({**text, **SIZES}, vision, words, more, processor), **wide)
     as_mlx(folder / "source", folder / "mlx", kind)
     return folder / "source", folder / "mlx"
 
 
 def test_images_are_seen_as_before(folders: tuple[Path, Path]) -> None:
-    theirs, ours = map(opened, folders)
+    theirs, ours = map(open_encoder, folders)
     for picture in PICTURES.values():
         wanted, seen = theirs.encode(picture, EncodingJob()), ours.encode(picture, EncodingJob())
         assert np.array_equal(seen.rows, wanted.rows) and seen.tokens == wanted.tokens
@@ -68,7 +68,7 @@ def test_images_are_seen_as_before(folders: tuple[Path, Path]) -> None:
 
 def test_what_is_made_of_it_sees_as_before(folders: tuple[Path, Path], tmp_path: Path) -> None:
     *_, result = convert(folders[1], tmp_path / "small", options())
-    seen, wanted = (opened(each).encode(PICTURES["photo"], EncodingJob()) for each in (tmp_path / "small", folders[0]))
+    seen, wanted = (open_encoder(each).encode(PICTURES["photo"], EncodingJob()) for each in (tmp_path / "small", folders[0]))
     assert np.array_equal(seen.rows, wanted.rows)
     with TensorStore.of_file(tmp_path / "small" / model_folder_files.TOWER) as kept, tower_store(folders[1]) as store:
         assert kept.tensors and all(np.array_equal(kept.read(info), store.read(store.tensors[name])) for name, info in kept.tensors.items())
@@ -92,7 +92,7 @@ def test_patches_of_another_shape_are_named(folders: tuple[Path, Path], tmp_path
     name = next(name for name in tensors if name.endswith("patch_embedding.weight"))
     save_file(tensors | {name: torch.zeros(shape)}, tmp_path / "model.safetensors")
     with pytest.raises(EffllmError, match="patch_embedding.weight is"):
-        opened(tmp_path).encode(PICTURES["tiny"], EncodingJob())
+        open_encoder(tmp_path).encode(PICTURES["tiny"], EncodingJob())
 
 
 @pytest.mark.parametrize("folders", ["gemma3"], indirect=True)

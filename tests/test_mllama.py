@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from streamed_models import streaming
 from transformers import MllamaForCausalLM
 from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
-from vision_models import PICTURES, SHAPES, opened
+from vision_models import PICTURES, SHAPES, open_encoder
 
 from effllm import EffllmError, UsageError
 from effllm.kernels.cpu.ops import CpuOps
@@ -103,7 +103,7 @@ def read(engine: Engine, ids: Sequence[int]) -> np.ndarray:
 @pytest.mark.parametrize("name", SHAPES)
 def test_values_and_rows_are_those_of_transformers(made, name: str) -> None:
     folder, model = made
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = PROCESSOR([[picture]], input_data_format="channels_last", return_tensors="pt")
     (tiles,), = ready.pop("num_tiles")
     ours = sight.values(picture)
@@ -120,7 +120,7 @@ def test_values_and_rows_are_those_of_transformers(made, name: str) -> None:
 def test_images_are_sized_as_by_transformers(made, height: int, width: int) -> None:
     from transformers.models.mllama import image_processing_pil_mllama as theirs
 
-    sight = opened(made[0])
+    sight = open_encoder(made[0])
     if max(height, width) <= 200 * min(height, width):
         canvas = theirs.get_optimal_tiled_canvas(height, width, 4, 32)
         assert tuple(32 * each for each in sight.grid(height, width)) == canvas
@@ -136,7 +136,7 @@ def test_a_preprocessor_of_another_tower_is_refused(made, tmp_path: Path, change
     (tmp_path / file).unlink()
     (tmp_path / file).write_text(json.dumps({**json.loads((made[0] / file).read_text()), **changes}))
     with pytest.raises(EffllmError, match=says):
-        opened(tmp_path)
+        open_encoder(tmp_path)
 
 
 # -- what is seen --------------------------------------------------------------------------------------------------------------

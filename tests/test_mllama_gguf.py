@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from family_models import assert_close
 from mllama_models import TEXT, mllama, wanted
-from mmproj_files import put
+from mmproj_files import add_key
 from safetensors.torch import load_file
 
 from effllm import EffllmError, UsageError
@@ -31,8 +31,8 @@ def file_of(folder: Path, path: Path, **changes: object) -> Path:
     writer = gguf.GGUFWriter(path, "mllama")
     for key, value in {**KEYS, **changes}.items():
         if value is not None:
-            put(writer, f"mllama.{key}", value)
-    put(writer, "mllama.vision.block_count", 3)
+            add_key(writer, f"mllama.{key}", value)
+    add_key(writer, "mllama.vision.block_count", 3)
     for number, (name, tensor) in enumerate(load_file(folder / "model.safetensors").items()):
         own, values = name.replace("language_model.", ""), tensor.float().numpy()
         if "vision" in own or "projector" in own:

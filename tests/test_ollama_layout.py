@@ -13,7 +13,7 @@ from ollama_files import WRITTEN, write_one
 from PIL import Image
 from test_projector_end_to_end import hold_a_picture
 from vision_cases import CASES
-from vision_models import PICTURES, seeing
+from vision_models import PICTURES, save_vision_model
 
 from effllm.offload.safetensors_header import CheckpointError
 from effllm.runtime.config import read_config
@@ -27,7 +27,7 @@ QUICK = "gemma3"
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=() if family == QUICK else pytest.mark.slow) for family in WRITTEN])
 def test_logits_after_an_image_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    transformer = seeing(tmp_path / "folder", family, CASES[family], **({"hidden_act": "silu"} if family == "mistral3" else {}))
+    transformer = save_vision_model(tmp_path / "folder", family, CASES[family], **({"hidden_act": "silu"} if family == "mistral3" else {}))
     model = write_one(tmp_path / "folder", tmp_path / "files")
     hold_a_picture(model, family, transformer)
 
@@ -74,7 +74,7 @@ def test_tables_name_what_projectors_have() -> None:
 
 
 def test_models_of_ollamas_library_see_by_a_layer_or_by_themselves(tmp_path: Path) -> None:
-    seeing(tmp_path / "folder", QUICK, CASES[QUICK])
+    save_vision_model(tmp_path / "folder", QUICK, CASES[QUICK])
     whole = write_one(tmp_path / "folder", tmp_path / "files").read_bytes()
     text, projector = ((tmp_path / "files" / name).read_bytes() for name in ("model-Q8_0.gguf", "mmproj-model-f16.gguf"))
     user, tree = HubUser(tmp_path, "http://127.0.0.1:9"), OllamaTree(tmp_path / ".ollama" / "models")
@@ -99,7 +99,7 @@ def test_models_of_ollamas_library_see_by_a_layer_or_by_themselves(tmp_path: Pat
 
 
 def test_a_stated_tower_without_numbers_is_refused_for_images_alone(tmp_path: Path) -> None:
-    seeing(tmp_path / "folder", "gemma3", CASES["gemma3"])
+    save_vision_model(tmp_path / "folder", "gemma3", CASES["gemma3"])
     model = write_one(tmp_path / "folder", tmp_path / "files", **{"vision.patch_size": "x"})
     config = read_config(model)
     assert read_header(model).sees and not open_media(model, config).encoders

@@ -146,7 +146,7 @@ def test_files_go_with_a_message(page, tmp_path: Path) -> None:
 
 
 def test_an_image_is_sent_with_a_message_where_the_model_takes_it(browser, page, tmp_path: Path) -> None:
-    from test_vision_quantized import seeing
+    from test_vision_quantized import save_idefics3
     from vision_language_models import as_png
     from vision_models import PICTURES
 
@@ -154,7 +154,7 @@ def test_an_image_is_sent_with_a_message_where_the_model_takes_it(browser, page,
     page.set_input_files("#attach-file", [str(file)])
     page.wait_for_selector("#state.wrong")
     assert page.inner_text("#state") == "waves.png: this model does not support images"
-    with serving("-n", "4", model=str(seeing(tmp_path / "model"))) as server:
+    with serving("-n", "4", model=str(save_idefics3(tmp_path / "model"))) as server:
         for other in opened(browser, server):
             other.wait_for_load_state("networkidle")  # until it knows that this model sees
             other.set_input_files("#attach-file", [str(file)])
@@ -170,7 +170,7 @@ def test_an_image_is_sent_with_a_message_where_the_model_takes_it(browser, page,
 def test_a_video_is_sent_with_a_message_as_frames(browser, page, tmp_path: Path) -> None:
     from video_files import as_video
     from vision_cases import CASES
-    from vision_models import seeing
+    from vision_models import save_vision_model
 
     (file := tmp_path / "clip.webm").write_bytes(as_video(3, "webm", "libvpx-vp9"))
     (live := tmp_path / "live.webm").write_bytes(as_video(3, "webm", "libvpx-vp9", live="1"))
@@ -179,7 +179,7 @@ def test_a_video_is_sent_with_a_message_as_frames(browser, page, tmp_path: Path)
     page.wait_for_selector("#state.wrong")
     assert page.inner_text("#state") == "clip.webm: this model does not support images"
     (folder := tmp_path / "model").mkdir()
-    seeing(folder, "perception_lm", CASES["perception_lm"])
+    save_vision_model(folder, "perception_lm", CASES["perception_lm"])
     with serving("-n", "4", "-c", "512", model=str(folder)) as server:
         for other in opened(browser, server):
             other.wait_for_load_state("networkidle")  # until it knows that this model sees
@@ -208,7 +208,7 @@ def test_a_video_is_sent_with_a_message_as_frames(browser, page, tmp_path: Path)
 def test_audio_is_sent_with_a_message_where_the_model_takes_it(browser, page, tmp_path: Path) -> None:
     """The second is of two channels and megabytes, which the page makes one of 16,000 samples a second."""
     import numpy as np
-    from audio_models import as_wav, sound, written_hearing
+    from audio_models import as_wav, save_audio_model, sound
 
     (file := tmp_path / "tones.wav").write_bytes(as_wav(sound(0.8)))
     page.set_input_files("#attach-file", [str(file)])
@@ -217,7 +217,7 @@ def test_audio_is_sent_with_a_message_where_the_model_takes_it(browser, page, tm
     (large := tmp_path / "large.wav").write_bytes(as_wav(np.repeat(sound(9.0, rate=44_100), 6), 6 * 44_100))
     assert large.stat().st_size > 4 << 20
     (folder := tmp_path / "model").mkdir()
-    written_hearing("audioflamingo3", folder)
+    save_audio_model("audioflamingo3", folder)
     with serving("-n", "4", "-c", "512", model=str(folder)) as server:
         for other in opened(browser, server):
             other.wait_for_load_state("networkidle")  # until it knows that this model hears
@@ -241,7 +241,7 @@ def test_audio_is_sent_with_a_message_where_the_model_takes_it(browser, page, tm
 def test_images_of_a_long_conversation_fit_into_a_request(browser, tmp_path: Path) -> None:
     """Noise of several megapixels, which no format makes much smaller: three of them are beyond what a request may hold."""
     import numpy as np
-    from test_vision_quantized import seeing
+    from test_vision_quantized import save_idefics3
     from vision_language_models import as_png
 
     draw = np.random.default_rng(3)
@@ -249,7 +249,7 @@ def test_images_of_a_long_conversation_fit_into_a_request(browser, tmp_path: Pat
     for file in files:
         file.write_bytes(as_png(draw.integers(0, 256, (1500, 2000, 3), np.uint8)))
     assert sum(file.stat().st_size for file in files) * 4 / 3 > 32 << 20
-    with serving("-n", "4", model=str(seeing(tmp_path / "model"))) as server:
+    with serving("-n", "4", model=str(save_idefics3(tmp_path / "model"))) as server:
         for page in opened(browser, server):
             page.wait_for_load_state("networkidle")
             sent = []

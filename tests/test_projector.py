@@ -7,14 +7,14 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from audio_gguf_files import EARS
+from audio_gguf_files import AUDIO_FAMILIES
 from gguf_bytes import file, pair, text
 from hypothesis import given
 from hypothesis import strategies as st
-from mmproj_files import PAIRS, SEEN_BY, seeing_as_published, write_pair, write_projector
+from mmproj_files import PAIRS, VISION_CASES, save_as_published, write_pair, write_projector
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from vision_cases import SQUARE
-from vision_models import FIRST, PICTURES, TOWER, made, opened, seeing
+from vision_models import FIRST, PICTURES, TOWER, open_encoder, save_random_model, save_vision_model
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config
@@ -28,7 +28,7 @@ from effllm.runtime.images.mrope import mrope_axes
 
 LLAVA = ({"model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model", "hidden_act": "gelu"}, ["<image>"],
          {"image_token_index": FIRST}, LlavaImageProcessorPil(size={"shortest_edge": 32}, crop_size=SQUARE, do_pad=True))
-FAMILIES = {**{family: SEEN_BY[family] for family in SEEN_BY if family in PAIRS}, "llava": LLAVA}
+FAMILIES = {**{family: VISION_CASES[family] for family in VISION_CASES if family in PAIRS}, "llava": LLAVA}
 SHOWN = ("photo", "tall", "tiny")
 
 
@@ -37,16 +37,16 @@ def pair_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A vision model's folder, and the two files converted from it."""
     place = tmp_path_factory.mktemp("pair")
     if request.param in PAIRS and request.param != "llava":
-        seeing_as_published(place / "folder", request.param)
+        save_as_published(place / "folder", request.param)
     else:
-        seeing(place / "folder", request.param, FAMILIES[request.param])
+        save_vision_model(place / "folder", request.param, FAMILIES[request.param])
     return place / "folder", *write_pair(place / "folder", place / "files")
 
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     place = tmp_path_factory.mktemp("gemma")
-    seeing(place / "folder", "gemma3", FAMILIES["gemma3"])
+    save_vision_model(place / "folder", "gemma3", FAMILIES["gemma3"])
     return place / "folder", *write_pair(place / "folder", place / "files")
 
 
@@ -57,7 +57,7 @@ def media(model: Path, mmproj: Path | None = None) -> MediaCache:
 def test_rows_tokens_and_places_are_those_of_the_folder(pair_of: tuple[Path, Path, Path]) -> None:
     folder, model, mmproj = pair_of
     config = read_config(model, strict=True)
-    found, wanted = open_media(model, config), opened(folder)
+    found, wanted = open_media(model, config), open_encoder(folder)
     assert not found.refused
     for name in SHOWN:
         if name == "tiny" and wanted.source.config["model_type"] == "lighton_ocr":  # which refuses what is less than a square
@@ -78,16 +78,16 @@ def test_rows_tokens_and_places_are_those_of_the_folder(pair_of: tuple[Path, Pat
 def test_smaller_types_see_nearly_the_same(tmp_path: Path, kind: str, most: float) -> None:
     """Of the family whose rows of q and k lie otherwise in the file; its widths are whole blocks."""
     folder = tmp_path / "folder"
-    seeing(folder, "mistral3", SEEN_BY["mistral3"], hidden_size=64, intermediate_size=96, num_attention_heads=2)
+    save_vision_model(folder, "mistral3", VISION_CASES["mistral3"], hidden_size=64, intermediate_size=96, num_attention_heads=2)
     model, mmproj = write_pair(folder, tmp_path / "files", kind)
     assert {each.tensor_type.name for each in gguf.GGUFReader(mmproj).tensors} >= {kind, "F32"}
-    ours, wanted = (each.encode(PICTURES["photo"], EncodingJob()).rows for each in (media(model).encoders[SEEN], opened(folder)))
+    ours, wanted = (each.encode(PICTURES["photo"], EncodingJob()).rows for each in (media(model).encoders[SEEN], open_encoder(folder)))
     off = np.abs(ours - wanted).max() / np.abs(wanted).max()
     assert 0 < off < most
 
 
 def test_every_type_has_a_tower_and_what_is_known_of_its_keys() -> None:
-    written = {kind for _, kind in PAIRS.values()} | {eyes for _, _, eyes in EARS.values() if eyes is not None}
+    written = {kind for _, kind in PAIRS.values()} | {eyes for _, _, eyes in AUDIO_FAMILIES.values() if eyes is not None}
     written |= {"gemma3nv", "hunyuanocr", "kimivl"}  # in tests of those families; and what files of hunyuanvl were called first
     assert PROJECTORS["hunyuanocr"] == PROJECTORS["hunyuanvl"] and BUILDERS["hunyuanocr"] is BUILDERS["hunyuanvl"]
     assert PROJECTORS.keys() == BUILDERS.keys() and written == PROJECTORS.keys()
@@ -172,8 +172,8 @@ def test_a_broken_file_or_one_of_another_model_is_refused_in_one_line(gemma: tup
 
 
 def test_a_projector_onto_another_width(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    words, vision, added, more, processor = SEEN_BY["gemma3"]
-    made("gemma3", tmp_path / "wide", {**words, "hidden_size": 64}, vision, added, **more)
+    words, vision, added, more, processor = VISION_CASES["gemma3"]
+    save_random_model("gemma3", tmp_path / "wide", {**words, "hidden_size": 64}, vision, added, **more)
     processor.save_pretrained(tmp_path / "wide")
     _, wide = write_pair(tmp_path / "wide", tmp_path / "files")
     with pytest.raises(EffllmError, match="projects to width 64, but the model's hidden size is 48") as raised:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from command_line import run_cli
 from family_models import assert_close
-from mmproj_files import EXPORTED, PAIRS, SEEN_BY, seeing_as_published, write_pair
+from mmproj_files import EXPORTED, PAIRS, VISION_CASES, save_as_published, write_pair
 from PIL import Image
-from vision_models import FIRST, PICTURES, opened, seeing
+from vision_models import FIRST, PICTURES, open_encoder, save_vision_model
 
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
@@ -27,7 +27,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
-FAMILIES = [family for family in SEEN_BY if family in PAIRS]
+FAMILIES = [family for family in VISION_CASES if family in PAIRS]
 QUICK = ("llava_next", "qwen3_vl")  # with tiles, with places and early rows; rows of all are held in test_projector.py
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)
 # What an export leaves as wide as it is, of what has rows.
@@ -59,7 +59,7 @@ def hold_a_picture(model: Path, family: str, transformer: torch.nn.Module) -> No
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     finally:
         engine.close()
-    ready = SEEN_BY[family][-1](points, input_data_format="channels_last", return_tensors="pt")
+    ready = VISION_CASES[family][-1](points, input_data_format="channels_last", return_tensors="pt")
     for counted in ("grids", "num_patches"):
         ready.pop(counted, None)
     told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
@@ -75,7 +75,7 @@ def hold_a_picture(model: Path, family: str, transformer: torch.nn.Module) -> No
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES])
 def test_logits_after_an_image_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    transformer = seeing_as_published(tmp_path / "folder", family)
+    transformer = save_as_published(tmp_path / "folder", family)
     model, _ = write_pair(tmp_path / "folder", tmp_path / "files")
     if PAIRS[family][0] in EXPORTED:
         in_halves(transformer)
@@ -86,7 +86,7 @@ def test_logits_after_an_image_are_those_of_transformers(family: str, tmp_path: 
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """A model, its projector, and an image, each in another folder."""
     place = tmp_path_factory.mktemp("files")
-    seeing(place / "folder", "qwen3_vl", SEEN_BY["qwen3_vl"])
+    save_vision_model(place / "folder", "qwen3_vl", VISION_CASES["qwen3_vl"])
     model, mmproj = write_pair(place / "folder", place / "files")
     Image.fromarray(PICTURES["photo"]).save(place / "photo.png")
     for name in ("alone", "apart"):
@@ -144,7 +144,7 @@ CLASS = ("internvl", "llava_next")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_llamacpp_sees_the_same_in_the_same_file(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = pytest.importorskip("llama_cpp")
-    seeing_as_published(tmp_path / "folder", family, **OTHER.get(family, {}))
+    save_as_published(tmp_path / "folder", family, **OTHER.get(family, {}))
     # of a size that nobody has to change: the two size otherwise, see docs/architecture/multimodal.md
     as_large = "qwen" in family or family in ("exaone4_5", "mistral3")
     points = PICTURES["square"] if as_large else np.ascontiguousarray(PICTURES["square"][:32, :32])
@@ -152,7 +152,7 @@ def test_llamacpp_sees_the_same_in_the_same_file(family: str, tmp_path: Path, mo
         points = np.tile(points, (3, 3, 1))
     if family.startswith("glm") and family != "glm5_next":  # which makes small ones larger
         points = np.tile(PICTURES["square"], (5, 5, 1))
-    seen = opened(tmp_path / "folder").encode(points, EncodingJob())
+    seen = open_encoder(tmp_path / "folder").encode(points, EncodingJob())
     if family in CLASS:
         monkeypatch.setattr("mmproj_files._tensors", further(sys.modules["mmproj_files"]))
     if family == "llama4":

@@ -7,9 +7,9 @@ import gguf
 import numpy as np
 import pytest
 from command_line import run_cli
-from mmproj_files import PAIRS, SEEN_BY, seeing_as_published, write_pair
+from mmproj_files import PAIRS, VISION_CASES, save_as_published, write_pair
 from vision_cases import CASES
-from vision_models import PICTURES, opened, seeing
+from vision_models import PICTURES, open_encoder, save_vision_model
 
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.projector_export import PROJECTOR_TYPES
@@ -17,7 +17,7 @@ from effllm.runtime.images import VISION_ENCODERS, EncodingJob
 from effllm.runtime.images.media import open_media
 from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
 
-FAMILIES = [family for family in SEEN_BY if family in PAIRS and family in PROJECTOR_TYPES]
+FAMILIES = [family for family in VISION_CASES if family in PAIRS and family in PROJECTOR_TYPES]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -25,7 +25,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A vision model's folder, its two files by another writer, and ours."""
     place = tmp_path_factory.mktemp("written")
     folder = place / "folder"
-    seeing_as_published(folder, request.param)
+    save_as_published(folder, request.param)
     model, theirs = write_pair(folder, place / "files")
     ours = place / "mmproj-ours.gguf"
     code, out, err = run_cli("export", folder, "-o", ours, "--mmproj", "--json")
@@ -49,7 +49,7 @@ def test_tensors_and_keys_are_those_of_another_writer(written: tuple[Path, Path,
 
 def test_what_is_read_from_it_sees_nearly_as_the_folder(written: tuple[Path, Path, Path, Path]) -> None:
     folder, model, _, ours = written
-    sight, wanted = open_media(model, read_config(model), str(ours)).encoders[SEEN], opened(folder)
+    sight, wanted = open_media(model, read_config(model), str(ours)).encoders[SEEN], open_encoder(folder)
     for name in ("photo", "tall"):
         found, theirs = sight.encode(PICTURES[name], EncodingJob()), wanted.encode(PICTURES[name], EncodingJob())
         assert found.tokens == theirs.tokens and found.grid == theirs.grid
@@ -65,12 +65,12 @@ def test_llamacpp_sees_the_same_in_a_pair(family: str, tmp_path: Path) -> None:
     from test_projector_end_to_end import OTHER, of_llamacpp
 
     folder, model = tmp_path / "folder", tmp_path / "model.gguf"
-    seeing_as_published(folder, family, **OTHER.get(family, {}))
+    save_as_published(folder, family, **OTHER.get(family, {}))
     points = PICTURES["square"] if "qwen" in family else np.ascontiguousarray(PICTURES["square"][:32, :32])
     points = np.tile(PICTURES["square"], (5, 5, 1)) if "glm" in family else points
     assert run_cli("export", folder, "-o", model)[0] == run_cli("export", folder, "-o", tmp_path / "mmproj.gguf", "--mmproj")[0] == 0
     rows, _ = of_llamacpp(peer, model, tmp_path / "mmproj.gguf", points)
-    wanted = opened(folder).encode(points, EncodingJob())
+    wanted = open_encoder(folder).encode(points, EncodingJob())
     if wanted.deepstack_rows is not None:
         rows = np.split(rows, 1 + len(wanted.deepstack_rows), axis=1)[0]
     assert rows.shape == wanted.rows.shape and np.abs(rows - wanted.rows).max() < 1e-2 * np.abs(wanted.rows).max()
@@ -79,8 +79,9 @@ def test_llamacpp_sees_the_same_in_a_pair(family: str, tmp_path: Path) -> None:
 def siglip(folder: Path, layers: list[int], strategy: str) -> None:
     """A LLaVA-NeXT whose tower has no row before its patches."""
     text, tower, words, more, processor = CASES["llava_next"]
-    seeing(folder, "llava_next", (text, {**tower, "model_type": "siglip_vision_model", "vision_use_head": False}, words,
-                                  {**more, "vision_feature_layer": layers, "vision_feature_select_strategy": strategy}, processor))
+    save_vision_model(folder, "llava_next", (text, {**tower, "model_type": "siglip_vision_model", "vision_use_head": False}, words,
+                                             {**more, "vision_feature_layer": layers, "vision_feature_select_strategy": strategy},
+                                             processor))
 
 
 def test_several_layers_of_a_tower_without_a_first_row_come_back(tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_several_layers_of_a_tower_without_a_first_row_come_back(tmp_path: Path)
     assert run_cli("export", folder, "-o", out, "--mmproj")[0] == 0
     assert {each.name.split(".")[2] for each in gguf.GGUFReader(out).tensors if ".blk." in each.name} == {"0", "1"}  # of three layers
     beside, = open_media(model, read_config(model), str(out)).encoders.values()
-    found, wanted = (sight.encode(PICTURES["tall"], EncodingJob()) for sight in (beside, opened(folder)))
+    found, wanted = (sight.encode(PICTURES["tall"], EncodingJob()) for sight in (beside, open_encoder(folder)))
     assert found.tokens == wanted.tokens and np.abs(found.rows - wanted.rows).max() < 5e-3 * np.abs(wanted.rows).max()
 
 
@@ -113,13 +114,13 @@ def test_llamacpp_sees_the_same_with_layers_in_the_middle(tmp_path: Path) -> Non
     assert run_cli("export", folder, "-o", out, "--mmproj")[0] == 0
     points = np.ascontiguousarray(PICTURES["square"][:32, :32])
     rows, _ = of_llamacpp(peer, model, out, points)
-    wanted = opened(folder).encode(points, EncodingJob()).rows[:16]
+    wanted = open_encoder(folder).encode(points, EncodingJob()).rows[:16]
     assert np.abs(rows[:16] - wanted).max() < 1e-2 * np.abs(wanted).max()
 
 
 def test_an_export_of_the_text_part_says_how_to_have_the_other(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    seeing(folder, "idefics3", CASES["idefics3"])
+    save_vision_model(folder, "idefics3", CASES["idefics3"])
     code, _, err = run_cli("export", folder, "-o", tmp_path / "small.gguf")
     assert code == 0 and f"effllm export {folder} -o {tmp_path / 'mmproj-small.gguf'} --mmproj" in err
     assert run_cli("export", folder, "-o", tmp_path / "mmproj-small.gguf", "--mmproj")[0] == 0
@@ -134,7 +135,7 @@ def test_both_exports_are_a_pair_that_answers_as_the_folder(family: str, arch: s
     from test_projector_end_to_end import hold_a_picture, in_halves
 
     folder, model = tmp_path / "folder", tmp_path / "small.gguf"
-    transformer = seeing_as_published(folder, family)
+    transformer = save_as_published(folder, family)
     assert run_cli("export", folder, "-o", model)[0] == run_cli("export", folder, "-o", tmp_path / "mmproj.gguf", "--mmproj")[0] == 0
     (tmp_path / "again").mkdir()
     again = tmp_path / "again" / "small.gguf"
@@ -151,7 +152,7 @@ def test_both_exports_are_a_pair_that_answers_as_the_folder(family: str, arch: s
 def test_models_and_options_without_such_a_file_are_refused_in_one_line(tmp_path: Path) -> None:
     assert set(PROJECTOR_TYPES) <= set(VISION_ENCODERS)
     folder = tmp_path / "folder"
-    seeing(folder, "ovis2", CASES["ovis2"])
+    save_vision_model(folder, "ovis2", CASES["ovis2"])
     out = tmp_path / "mmproj.gguf"
     for more, line in (((), "of ovis2 models no mmproj file is written"), (("--type", "Q8_0"), "--mmproj writes a GGUF file of type F16"),
                        (("--format", "compressed-tensors"), "--mmproj writes a GGUF file of type F16")):

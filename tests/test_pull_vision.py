@@ -9,8 +9,8 @@ from hub_server import Hub, running
 from hub_user import HubUser, sharded
 from test_pull_bits import REPO, kept, weights
 from test_pull_resume import weights_served
-from test_vision_quantized import seeing
-from vision_models import PICTURES, opened
+from test_vision_quantized import save_idefics3
+from vision_models import PICTURES, open_encoder
 
 from effllm.offload.checkpoint import TensorStore
 from effllm.runtime.events import Progress
@@ -24,7 +24,7 @@ from effllm.runtime.pull.pull import pull_model
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return seeing(tmp_path_factory.mktemp("sees") / "whole")
+    return save_idefics3(tmp_path_factory.mktemp("sees") / "whole")
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def held_against(whole: Path, made: Path) -> None:
     with TensorStore.of_file(made / model_folder_files.TOWER) as own, TensorStore.open(whole) as all_of_it:
         assert own.tensors and all(np.array_equal(own.read(info), all_of_it.read(all_of_it.tensors[name]))
                                    for name, info in own.tensors.items())
-    first, second = (opened(each).encode(PICTURES["photo"], EncodingJob()) for each in (whole, made))
+    first, second = (open_encoder(each).encode(PICTURES["photo"], EncodingJob()) for each in (whole, made))
     assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
 
 

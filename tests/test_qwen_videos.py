@@ -15,11 +15,11 @@ from family_models import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
 from mmproj_files import write_pair
-from omni_models import written_later_omni, written_omni
+from omni_models import save_qwen2_5_omni, save_qwen3_omni
 from transformers import Qwen3VLProcessor
 from video_files import as_video
 from vision_cases import CASES
-from vision_models import FIRST, opened, seeing
+from vision_models import FIRST, open_encoder, save_vision_model
 
 from effllm import UsageError
 from effllm.runtime.config import read_config
@@ -61,7 +61,7 @@ def qwen(request, tmp_path_factory):
     folder, (text, vision, words, more, processor) = tmp_path_factory.mktemp("film"), CASES[request.param]
     more = {**more, "vision_end_token_id": FIRST + 2, "video_token_id": VIDEO}
     vision = {**vision, "tokens_per_second": 3} if request.param == "qwen2_5_vl" else vision
-    return request.param, folder, seeing(folder, request.param, (text, vision, [*words, *MORE], more, processor))
+    return request.param, folder, save_vision_model(folder, request.param, (text, vision, [*words, *MORE], more, processor))
 
 
 def ready(sight, films, family) -> dict[str, torch.Tensor]:
@@ -75,7 +75,7 @@ def ready(sight, films, family) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("count", [1, 2, 5, 6])
 def test_rows_are_those_of_transformers(qwen, count):
     family, folder, model = qwen
-    sight = opened(folder)
+    sight = open_encoder(folder)
     films = [points for _, points, _ in sight.video_inputs(frames(count))]
     assert len(films) == (-(-count // 2) if family == "qwen3_vl" else 1) and sum(map(len, films)) == count + count % 2
     given = ready(sight, films, family)
@@ -93,7 +93,7 @@ def test_rows_are_those_of_transformers(qwen, count):
 def test_a_video_of_one_frame_is_that_image(qwen):
     """As both frames, whose weights add."""
     _, folder, _ = qwen
-    sight, (frame,) = opened(folder), frames(1, 48, 64)
+    sight, (frame,) = open_encoder(folder), frames(1, 48, 64)
     (_, film, _), = sight.video_inputs([frame])
     assert np.array_equal(film[0], film[1]) and np.array_equal(film[0], frame.pixels)
     alone, twice = (sight.encode(each, EncodingJob()).rows for each in (frame.pixels, film))
@@ -106,7 +106,7 @@ def test_sizes_are_those_of_transformers(qwen, count, height, width, bounds):
     family, folder, _ = qwen
     if max(height, width) > 200 * min(height, width):
         return
-    sight = opened(folder)
+    sight = open_encoder(folder)
     (folder / "video_preprocessor_config.json").write_text(json.dumps({"size": dict(zip(
         ("shortest_edge", "longest_edge"), bounds, strict=True))}))
     try:
@@ -124,9 +124,9 @@ def test_seconds_are_those_in_the_middle(qwen):
     family, folder, _ = qwen
     given = frames(5, step=1.7)
     wanted = Qwen3VLProcessor._calculate_timestamps(None, [17 * number for number in range(5)], 10.0)
-    captions = [caption for caption, _, _ in opened(folder).video_inputs(given)]
+    captions = [caption for caption, _, _ in open_encoder(folder).video_inputs(given)]
     assert captions == ([f"<{second:.1f} seconds>" for second in wanted] if family == "qwen3_vl" else [""])
-    assert family == "qwen3_vl" or opened(folder).video_inputs(given)[0][2] == pytest.approx(3.4)
+    assert family == "qwen3_vl" or open_encoder(folder).video_inputs(given)[0][2] == pytest.approx(3.4)
 
 
 def told(prompts, engine, shown, words=("Once ", " was a fox in the wood.")):
@@ -154,7 +154,7 @@ def test_logits_after_a_video_are_those_of_transformers(qwen, count, step):
         engine.close()
     plain = torch.tensor([[VIDEO if token >= 1 << 40 else token for token in ids]])
     kinds = 2 * (plain == VIDEO).int()
-    films = [points for _, points, _ in opened(folder).video_inputs(frames(count, step=step))]
+    films = [points for _, points, _ in open_encoder(folder).video_inputs(frames(count, step=step))]
     given = ready(engine.media.encoders[IMAGE_INPUT], films, family)
     more = {} if family == "qwen3_vl" else {"second_per_grid_ts": torch.tensor([2 * step])}
     positions, _ = model.model.get_rope_index(plain, kinds, video_grid_thw=given["video_grid_thw"], **more)
@@ -167,7 +167,7 @@ def test_logits_after_a_video_are_those_of_transformers(qwen, count, step):
     assert_close(ours, wanted)
 
 
-@pytest.mark.parametrize("written", [written_omni, written_later_omni])
+@pytest.mark.parametrize("written", [save_qwen2_5_omni, save_qwen3_omni])
 def test_positions_of_omni_models_are_those_of_transformers(written, tmp_path):
     model = written(tmp_path)
     config = read_config(tmp_path)
@@ -205,7 +205,7 @@ def test_a_pair_of_files_takes_videos_as_its_folder_does(qwen, tmp_path):
     family, folder, _ = qwen
     model, _ = write_pair(folder, tmp_path / "files")
     media = open_media(model, read_config(model))
-    wanted, ours = opened(folder), media.encoders[IMAGE_INPUT]
+    wanted, ours = open_encoder(folder), media.encoders[IMAGE_INPUT]
     assert ours.positions_per_second == (2 if family == "qwen2_5_vl" else None)
     for (words, points, apart), theirs in zip(wanted.video_inputs(frames(4, 48, 64)), ours.video_inputs(frames(4, 48, 64)), strict=True):
         assert (words, apart) == (theirs[0], theirs[2]) and np.array_equal(points, theirs[1])
@@ -223,7 +223,7 @@ def test_videos_with_other_frame_rates_are_distinct_and_a_repeated_one_is_recogn
 
 def test_a_video_that_is_too_wide_for_its_tokens_is_refused(qwen):
     _, folder, _ = qwen
-    sight = opened(folder)
+    sight = open_encoder(folder)
     sight.most = 1 << 30
     with pytest.raises(UsageError, match="is too wide for this model"):
         sight.video_inputs(frames(2, 48, 8400))

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from audio_models import as_wav, sound, written_hearing
+from audio_models import as_wav, save_audio_model, sound
 from hypothesis import given
 from hypothesis import strategies as st
 from server_process import Reply, ServerProcess, serving
-from whisper_models import written_whisper
+from whisper_models import save_whisper
 
 from effllm.cli.server.form_data import parts_of
 from effllm.cli.server.problems import Problem
@@ -30,7 +30,7 @@ WAV = as_wav(sound(0.7))
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hears")
-    written_hearing("qwen2_audio", folder)
+    save_audio_model("qwen2_audio", folder)
     return folder
 
 
@@ -148,7 +148,7 @@ def test_audio_is_transcribed_in_chunks_as_long_as_the_model_takes(server: Serve
 
 
 def test_several_transcriptions_run_at_once_with_cross_attention(tmp_path: Path) -> None:
-    written_whisper(tmp_path)
+    save_whisper(tmp_path)
     sounds = [as_wav(np.concatenate([sound(0.8, seed), np.zeros(SAMPLE_RATE, np.float32), sound(0.6, seed + 4)])) for seed in range(4)]
     with serving("-np", "3", "-n", "20", model=str(tmp_path)) as server, ThreadPoolExecutor(4) as pool:
         def written(wav: bytes) -> dict:
@@ -164,7 +164,7 @@ def test_several_transcriptions_run_at_once_with_cross_attention(tmp_path: Path)
 
 def test_a_model_that_writes_down_alone_has_no_system_prompt_and_ends(tmp_path: Path) -> None:
     """Its template takes no words beside an audio clip; and one that repeats itself would go on for ever where a middle may be left out."""
-    written_whisper(tmp_path, max_target_positions=40)
+    save_whisper(tmp_path, max_target_positions=40)
     with serving("--system", "Be brief.", "--overflow", "shift", model=str(tmp_path)) as server:
         reply = heard(server, file=WAV)
         assert reply.status == 200 and reply.json["usage"]["output_tokens"] < 40, reply.body

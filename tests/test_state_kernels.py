@@ -55,7 +55,7 @@ def test_the_last_candidate_computes_the_same(layer: Layer) -> None:
     assert_close(slow.text(given, [30, 6, 4]), layer.text(given, [30, 6, 4]), 2e-5)
     few = tuple(x[:5] for x in given)
     for each in (slow, layer):
-        each.run(few, hold=False)
+        each.run(few, keeps_state=False)
         each.states.rebuild_slot(each.slot, 2, 3)
     assert_close(slow.slot_values(2), layer.slot_values(2), 2e-5)
     ops.close()
@@ -84,14 +84,14 @@ def test_a_draft_is_gone_back_in(shape: StateShape, backend: str) -> None:
     layer.text(tuple(x[:20] for x in given), [20])
     begun, draft = layer.slot, tuple(x[20:] for x in given)
     for tokens in range(1, MAX_DECODE_TOKENS):
-        layer.run(draft, hold=False)
+        layer.run(draft, keeps_state=False)
         told = layer.pass_slots.copy()
         layer.states.rebuild_slot(begun, 2, tokens)
         assert np.array_equal(layer.pass_slots, told) and layer.slot == begun
-        layer.run(tuple(x[:tokens] for x in draft), hold=False)
+        layer.run(tuple(x[:tokens] for x in draft), keeps_state=False)
         assert_close(*(layer.slot_values(slot) for slot in (2, 1 - begun)), within)
     fresh = Layer(ops, shape)
-    fresh.run(draft, hold=False)
+    fresh.run(draft, keeps_state=False)
     fresh.states.rebuild_slot(NO_SLOT, 2, 3)
     fresh.text(tuple(x[:3] for x in draft), [3])
     assert_close(*(fresh.slot_values(slot) for slot in (2, fresh.slot)), within)

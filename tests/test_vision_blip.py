@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from vision_cases import CASES
-from vision_models import PICTURES, config_changed, opened, seeing
+from vision_models import PICTURES, change_config, open_encoder, save_vision_model
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
@@ -29,15 +29,15 @@ PUBLISHED = {
 @pytest.fixture(scope="module")
 def blip(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("blip")
-    model = seeing(folder, "blip-2", CASES["blip-2"])
-    config_changed(folder, "tokenizer_config.json", chat_template=None)
+    model = save_vision_model(folder, "blip-2", CASES["blip-2"])
+    change_config(folder, "tokenizer_config.json", chat_template=None)
     return folder, model
 
 
 @pytest.mark.parametrize("name", ["photo", "tall", "wide", "tiny"])
 def test_values_and_rows_are_those_of_transformers(blip, name) -> None:
     folder, model = blip
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = CASES["blip-2"][-1](picture, input_data_format="channels_last", return_tensors="pt")
     assert np.array_equal(sight.values(picture).transpose(2, 0, 1), ready["pixel_values"][0].numpy())
     with torch.inference_mode():
@@ -72,10 +72,10 @@ def test_what_is_made_otherwise_is_refused_by_name(blip, tmp_path) -> None:
     folder, _ = blip
     for each in folder.iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())
-    config_changed(tmp_path, "preprocessor_config.json", size={"height": 48, "width": 48})
+    change_config(tmp_path, "preprocessor_config.json", size={"height": 48, "width": 48})
     with pytest.raises(EffllmError, match="size is .*, expected the 40 × 40 that the tower takes"):
-        opened(tmp_path)
-    config_changed(tmp_path, "preprocessor_config.json", size={"height": 40, "width": 40})
-    config_changed(tmp_path, "config.json", num_query_tokens=7)
+        open_encoder(tmp_path)
+    change_config(tmp_path, "preprocessor_config.json", size={"height": 40, "width": 40})
+    change_config(tmp_path, "config.json", num_query_tokens=7)
     with pytest.raises(EffllmError, match=r"query_tokens is \[1, 6, 36\], but config.json says \[7, 36\]"):
-        opened(tmp_path).encode(PICTURES["photo"], EncodingJob())
+        open_encoder(tmp_path).encode(PICTURES["photo"], EncodingJob())

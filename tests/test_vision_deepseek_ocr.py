@@ -10,7 +10,7 @@ from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import
 from transformers.models.deepseek_ocr2.processing_deepseek_ocr2 import DeepseekOcr2Processor
 from transformers.models.unlimited_ocr.processing_unlimited_ocr import UnlimitedOcrProcessor
 from vision_cases import CASES
-from vision_models import PICTURES, SHAPES, config_changed, held_against, opened, seeing, seen_when_quantized
+from vision_models import PICTURES, SHAPES, assert_encodes_as, change_config, open_encoder, open_quantized_encoder, save_vision_model
 
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import read_config
@@ -32,15 +32,15 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     text, tower, words, more, _ = CASES["deepseek_ocr2"]
     processor = DeepseekOcr2ImageProcessorPil(size={"height": 128, "width": 128}, tile_size=96)
-    model = seeing(folder, "deepseek_ocr2", (text, tower, words, more, processor))
-    config_changed(folder, "tokenizer_config.json", chat_template=None)
+    model = save_vision_model(folder, "deepseek_ocr2", (text, tower, words, more, processor))
+    change_config(folder, "tokenizer_config.json", chat_template=None)
     return folder, model, processor
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_values_and_tokens(pages, name):
     folder, _, processor = pages
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="np")
     values = [part.transpose(2, 0, 1) for part in sight.values(picture)]
     assert np.array_equal(values[-1], ready["pixel_values"][0]) and len(values) - 1 == ready["num_local_patches"][0]
@@ -56,7 +56,7 @@ def test_rows(pages, name):
     """Of tiles, whose side is not the one that the tower was made for, and of a page alone."""
     folder, model, processor = pages
     ready = processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
-    held_against(opened(folder), PICTURES[name], model, ready)
+    assert_encodes_as(open_encoder(folder), PICTURES[name], model, ready)
 
 
 def test_tensors_as_transformers_calls_them_itself(pages, tmp_path):
@@ -72,7 +72,7 @@ def test_tensors_as_transformers_calls_them_itself(pages, tmp_path):
     assert {canonical_name(name) for name in published if is_of_tower(name, "deepseek_ocr2")} == {
         canonical_name(name) for name in model.state_dict() if is_of_tower(name, "deepseek_ocr2")}
     assert all(is_of_tower(name, "deepseek_ocr2") != name.startswith(TEXT) for name in published)
-    seen, wanted = (opened(each).encode(PICTURES["tiny"], EncodingJob()).rows for each in (tmp_path, folder))
+    seen, wanted = (open_encoder(each).encode(PICTURES["tiny"], EncodingJob()).rows for each in (tmp_path, folder))
     assert np.array_equal(seen, wanted)
     with open_store(tmp_path) as ours, open_store(folder) as theirs:
         text = {name for name in theirs.tensors if name.startswith(TEXT)}
@@ -97,8 +97,8 @@ def test_a_prompt_is_the_one_that_it_was_trained_on(pages, count):
 @pytest.fixture(scope="module")
 def unlimited(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unlimited")
-    model = seeing(folder, "unlimited_ocr", CASES["unlimited_ocr"])
-    config_changed(folder, "tokenizer_config.json", chat_template=None)
+    model = save_vision_model(folder, "unlimited_ocr", CASES["unlimited_ocr"])
+    change_config(folder, "tokenizer_config.json", chat_template=None)
     return folder, model, CASES["unlimited_ocr"][-1]
 
 
@@ -106,7 +106,7 @@ def unlimited(tmp_path_factory):
 def test_pages_of_unlimited_ocr(unlimited, name):
     """Values, rows and tokens: lines of tiles that are joined, and places between those that CLIP learned."""
     folder, model, processor = unlimited
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="np")
     parts, _ = sight.values(picture)
     values = [part.transpose(2, 0, 1) for part in parts]
@@ -114,7 +114,7 @@ def test_pages_of_unlimited_ocr(unlimited, name):
     assert all(np.array_equal(own, theirs) for own, theirs in zip(values[:-1], ready.get("pixel_values_local", ()), strict=True))
     counted = SimpleNamespace(image_processor=processor, patch_size=sight.patch, downsample_ratio=4, image_token="i")
     told = UnlimitedOcrProcessor.replace_image_token(counted, ready, 0)
-    seen = held_against(sight, picture, model, ready)
+    seen = assert_encodes_as(sight, picture, model, ready)
     assert seen.tokens == (ROW_PLACEHOLDER,) * len(told)
 
 
@@ -122,13 +122,13 @@ def test_unlimited_ocr_may_squeeze_whole_pages(unlimited, tmp_path):
     """Where a preprocessor cuts no tiles, into a square up to a bound, and beyond it onto gray."""
     for each in unlimited[0].iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())
-    config_changed(tmp_path, "preprocessor_config.json", crop_to_patches=False, maximum_pad_value=63)
-    padded = opened(tmp_path).values(PICTURES["wide"])
-    config_changed(tmp_path, "preprocessor_config.json", maximum_pad_value=64)
-    sight = opened(tmp_path)
+    change_config(tmp_path, "preprocessor_config.json", crop_to_patches=False, maximum_pad_value=63)
+    padded = open_encoder(tmp_path).values(PICTURES["wide"])
+    change_config(tmp_path, "preprocessor_config.json", maximum_pad_value=64)
+    sight = open_encoder(tmp_path)
     squeezed = sight.values(PICTURES["wide"])
     assert padded[1] == squeezed[1] == (0, 0) and len(padded[0]) == len(squeezed[0]) == 1
-    gray = opened(unlimited[0]).values(PICTURES["wide"])[0][-1]
+    gray = open_encoder(unlimited[0]).values(PICTURES["wide"])[0][-1]
     assert np.array_equal(padded[0][0], gray) and padded[0][0].shape == squeezed[0][0].shape
     assert np.array_equal(squeezed[0][0], sight.scale(resized(PICTURES["wide"], 64, 64, 3))) and not np.array_equal(squeezed[0][0], gray)
     assert len(sight.encode(PICTURES["wide"], EncodingJob()).rows) == 4 * 5 + 1
@@ -146,7 +146,7 @@ def test_tensors_of_unlimited_ocr_as_transformers_calls_them_itself(unlimited, t
     for names in (published, model.state_dict()):
         text = (*TEXT, *(name.replace("model.", "model.language_model.", 1) for name in TEXT))
         assert all(is_of_tower(name, "unlimited_ocr") != name.startswith(text) for name in names)
-    seen, wanted = (opened(each).encode(PICTURES["tiny"], EncodingJob()).rows for each in (tmp_path, folder))
+    seen, wanted = (open_encoder(each).encode(PICTURES["tiny"], EncodingJob()).rows for each in (tmp_path, folder))
     assert np.array_equal(seen, wanted)
 
 
@@ -170,7 +170,7 @@ def published(folder, source, name, text, **changes):
     (folder / "config.json").write_text(json.dumps({
         "architectures": [name], "model_type": "deepseek_vl_v2", "language_config": {**inner, **text}, "vision_config": {
             "model_type": "vision", "model_name": "deeplip_b_l", **vision}}))
-    config_changed(folder, "preprocessor_config.json", **changes)
+    change_config(folder, "preprocessor_config.json", **changes)
 
 
 @pytest.mark.parametrize("name", ["wide", "tiny"])
@@ -178,7 +178,7 @@ def test_deepseek_ocr_sees_as_unlimited_ocr(unlimited, tmp_path, name):
     folder, model, processor = unlimited
     published(tmp_path, folder, "DeepseekOCRForCausalLM", {}, image_processor_type=None)
     ready = processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
-    held_against(opened(tmp_path), PICTURES[name], model, ready)
+    assert_encodes_as(open_encoder(tmp_path), PICTURES[name], model, ready)
     words = Tokenizer.load(tmp_path, read_config(tmp_path))
     shown = open_media(tmp_path, read_config(tmp_path)).add(PICTURES["tiny"])
     text = PromptBuilder(words, media=open_media(tmp_path, read_config(tmp_path))).render(
@@ -190,7 +190,7 @@ def test_deepseek_ocr_2_as_it_was_published(pages, tmp_path):
     folder, model, processor = pages
     published(tmp_path, folder, "DeepseekOCR2ForCausalLM", {})
     ready = processor(PICTURES["tiny"], input_data_format="channels_last", return_tensors="np")
-    held_against(opened(tmp_path), PICTURES["tiny"], model, ready)
+    assert_encodes_as(open_encoder(tmp_path), PICTURES["tiny"], model, ready)
 
 
 @pytest.mark.parametrize(("name", "which", "tile", "most"), [
@@ -199,8 +199,8 @@ def test_published_folders_state_page_preprocessing_in_code(request, tmp_path, n
     """No file does: the numbers are those of that code."""
     published(tmp_path, request.getfixturevalue(which)[0], name, {})
     (tmp_path / "preprocessor_config.json").unlink()
-    config_changed(tmp_path, "config.json", vision_config={"model_type": "vision", "image_size": 1024, "width": {}})
-    sight = opened(tmp_path)
+    change_config(tmp_path, "config.json", vision_config={"model_type": "vision", "image_size": 1024, "width": {}})
+    sight = open_encoder(tmp_path)
     assert (sight.whole, sight.tile, sight.least, sight.most, sight.resample) == (1024, tile, 2, most, BICUBIC)
     assert np.allclose(sight.scale(np.array([[[0, 127, 255]]], np.uint8)), [[[-1, 127 / 127.5 - 1, 1]]], rtol=1e-5)
     stated = [sight.encoder.raw.get(key) for key in ("hidden_size", "num_hidden_layers", "num_key_value_heads", "rope_theta")]
@@ -210,10 +210,10 @@ def test_published_folders_state_page_preprocessing_in_code(request, tmp_path, n
 def test_what_unlimited_ocr_may_not_have_is_refused(unlimited):
     folder, model, _ = unlimited
     before, vision = (folder / "config.json").read_text(), model.config.vision_config.to_dict()
-    config_changed(folder, "config.json", vision_config={**vision, "encoder_config": {**vision["encoder_config"], "hidden_size": 20}})
+    change_config(folder, "config.json", vision_config={**vision, "encoder_config": {**vision["encoder_config"], "hidden_size": 20}})
     try:
         with pytest.raises(ConfigError, match="hidden_size is 20, expected the 24 of downsample_channels"):
-            opened(folder).encode(PICTURES["tiny"], EncodingJob())
+            open_encoder(folder).encode(PICTURES["tiny"], EncodingJob())
     finally:
         (folder / "config.json").write_text(before)
 
@@ -235,10 +235,10 @@ def test_what_is_not_known_is_refused(pages, name, changes, said):
     outer = "config.json" if name.endswith("_config") else name
     before = (folder / outer).read_text()
     vision = pages[1].config.vision_config.to_dict()
-    config_changed(folder, outer, **({"vision_config": {**vision, name: {**vision[name], **changes}}} if outer != name else changes))
+    change_config(folder, outer, **({"vision_config": {**vision, name: {**vision[name], **changes}}} if outer != name else changes))
     try:
         with pytest.raises(ConfigError, match=said):
-            sight = opened(folder)
+            sight = open_encoder(folder)
             with sight.source.weights() as weights:
                 sight.load(weights)
     finally:
@@ -253,7 +253,7 @@ def test_a_tensor_that_is_missing_is_named(pages, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     save_file({name: tensor for name, tensor in tensors.items() if "view_seperator" not in name}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="view_separator"):
-        opened(tmp_path).encode(PICTURES["tiny"], EncodingJob())
+        open_encoder(tmp_path).encode(PICTURES["tiny"], EncodingJob())
 
 
 @pytest.mark.slow
@@ -262,5 +262,5 @@ def test_quantized_folders_see_the_same(kind, tmp_path):
     """By the names of published tensors; the vision tower keeps all of its own."""
     text, tower, words, more, processor = CASES[kind]
     wide = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 32}
-    seeing(tmp_path / "whole", kind, ({**text, **wide}, tower, words, more, processor))
-    seen_when_quantized(tmp_path, "tiny")
+    save_vision_model(tmp_path / "whole", kind, ({**text, **wide}, tower, words, more, processor))
+    open_quantized_encoder(tmp_path, "tiny")

@@ -8,7 +8,7 @@ import torch
 from family_models import assert_close
 from remapped_checkpoints import RETOLD
 from vision_cases import CASES
-from vision_models import FIRST, PICTURES, made
+from vision_models import FIRST, PICTURES, save_random_model
 
 from effllm.runtime.engine import open_engine
 from effllm.runtime.images import ROW_PLACEHOLDER
@@ -30,7 +30,7 @@ SEVERAL = ("cohere_compass", "ernie4_5_vl_moe", "exaone4_5", "glm_ocr", "hunyuan
                                                *((family, ("tall", "wide")) for family in SEVERAL)])
 def test_logits_after_images_are_those_of_transformers(family, shown, tmp_path):
     text, tower, words, more, processor = CASES[family]
-    model = made(family.split(",")[0], tmp_path, text, tower, words, **more)
+    model = save_random_model(family.split(",")[0], tmp_path, text, tower, words, **more)
     if family in RETOLD:
         RETOLD[family](tmp_path)
     processor.save_pretrained(tmp_path)

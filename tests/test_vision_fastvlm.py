@@ -14,7 +14,16 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 from vision_cases import CASES
-from vision_models import FIRST, PICTURES, config_changed, held_against, opened, seeing, seen_when_quantized, words_of
+from vision_models import (
+    FIRST,
+    PICTURES,
+    assert_encodes_as,
+    change_config,
+    fast_tokenizer,
+    open_encoder,
+    open_quantized_encoder,
+    save_vision_model,
+)
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
@@ -33,17 +42,17 @@ PROCESSORS = {"cropped": CLIPImageProcessorPil(size={"shortest_edge": 192}, crop
 @pytest.fixture(scope="module", params=PROCESSORS)
 def fast(request, tmp_path_factory):
     folder, processor = tmp_path_factory.mktemp("fast"), PROCESSORS[request.param]
-    return folder, seeing(folder, "fast_vlm", (*CASES["fast_vlm"][:-1], processor)), processor
+    return folder, save_vision_model(folder, "fast_vlm", (*CASES["fast_vlm"][:-1], processor)), processor
 
 
 @pytest.mark.parametrize("name", ["photo", "tall", "tiny"])
 def test_rows_are_those_of_transformers(fast, name):
     folder, model, processor = fast
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="np")
     assert np.array_equal(sight.values(picture)[0].transpose(2, 0, 1), ready["pixel_values"][0])
-    seen = held_against(sight, picture, model, ready)
-    counted = LlavaProcessor(processor, words_of(folder), patch_size=64, vision_feature_select_strategy="full")
+    seen = assert_encodes_as(sight, picture, model, ready)
+    counted = LlavaProcessor(processor, fast_tokenizer(folder), patch_size=64, vision_feature_select_strategy="full")
     assert counted(images=picture, text="<image>")["input_ids"][0].count(FIRST) == len(seen.tokens) == 9
 
 
@@ -62,10 +71,10 @@ def test_a_convolution_by_channel_is_torchs(data):
 
 
 def test_maps_larger_than_a_piece_are_those_of_small_ones(fast, monkeypatch):
-    sight = opened(fast[0])
+    sight = open_encoder(fast[0])
     rows = sight.encode(PICTURES["photo"], EncodingJob()).rows
     monkeypatch.setattr("effllm.runtime.images.fastvit.PIECE", 1)
-    assert np.array_equal(opened(fast[0]).encode(PICTURES["photo"], EncodingJob()).rows, rows)
+    assert np.array_equal(open_encoder(fast[0]).encode(PICTURES["photo"], EncodingJob()).rows, rows)
 
 
 def test_a_published_config_is_known_to_the_last_key():
@@ -118,26 +127,27 @@ def test_a_folder_as_first_published_sees_the_same(fast, tmp_path, monkeypatch):
     monkeypatch.setitem(fast_vlm.ARCHITECTURES, "fastvit_mci3", (LAYERS, WIDTHS))
     first, folder = as_first_published(fast[0], tmp_path), fast[0]
     assert read_config(first, strict=True).family == "qwen2"
-    sight, processor = opened(first), LlavaImageProcessorPil(size={"shortest_edge": 192}, crop_size=SQUARE, image_mean=[0.0] * 3,
-                                                             image_std=[1.0] * 3, do_pad=True)
+    sight, processor = open_encoder(first), LlavaImageProcessorPil(size={"shortest_edge": 192}, crop_size=SQUARE, image_mean=[0.0] * 3,
+                                                                   image_std=[1.0] * 3, do_pad=True)
     values = processor(PICTURES["photo"], input_data_format="channels_last", return_tensors="np")["pixel_values"][0]
     assert np.array_equal(sight.values(PICTURES["photo"])[0].transpose(2, 0, 1), values) and sight.placeholder_text == "<image>\n"
-    config_changed(folder, "preprocessor_config.json", do_pad=True, image_mean=[0.0] * 3, image_std=[1.0] * 3)
-    assert np.array_equal(sight.encode(PICTURES["photo"], EncodingJob()).rows, opened(folder).encode(PICTURES["photo"], EncodingJob()).rows)
+    change_config(folder, "preprocessor_config.json", do_pad=True, image_mean=[0.0] * 3, image_std=[1.0] * 3)
+    assert np.array_equal(sight.encode(PICTURES["photo"], EncodingJob()).rows,
+                          open_encoder(folder).encode(PICTURES["photo"], EncodingJob()).rows)
     *said, engine = open_engine(first, EngineOptions(device="cpu", ctx=128))
     engine.close()
     assert not [each for each in said if isinstance(each, Notice) and "not used" in each.text]
     for changes, error in (({"mm_vision_tower": "google/siglip-so400m-patch14-384"}, "vision tower 'google/siglip-so400m-patch14-384'"),
                            ({"mm_vision_tower": "mobileclip_l_192", "image_aspect_ratio": "anyres"}, "image_aspect_ratio 'anyres'"),
                            ({"image_aspect_ratio": "pad", "mm_projector_type": "linear"}, "mm_projector_type 'linear'")):
-        config_changed(first, "config.json", **changes)
+        change_config(first, "config.json", **changes)
         with pytest.raises(EffllmError, match=error):
-            opened(first)
+            open_encoder(first)
 
 
 def test_progress_on_an_image_is_reported(fast):
     work = EncodingJob()
-    opened(fast[0]).encode(PICTURES["odd"], work)
+    open_encoder(fast[0]).encode(PICTURES["odd"], work)
     assert work.done == work.total == sum(ARGS["layers"])
 
 
@@ -152,25 +162,25 @@ def test_a_tower_of_another_make_is_refused_by_name(fast, changes, said, tmp_pat
     for each in fast[0].iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())
     vision = json.loads((tmp_path / "config.json").read_text())["vision_config"]
-    config_changed(tmp_path, "config.json", vision_config={**vision, **changes})
+    change_config(tmp_path, "config.json", vision_config={**vision, **changes})
     with pytest.raises(EffllmError, match=said):
-        opened(tmp_path)
+        open_encoder(tmp_path)
 
 
 def test_images_that_are_no_squares_of_whole_rows_are_refused(fast, tmp_path):
     for each in fast[0].iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())
-    config_changed(tmp_path, "preprocessor_config.json", crop_size={"height": 200, "width": 200})
+    change_config(tmp_path, "preprocessor_config.json", crop_size={"height": 200, "width": 200})
     with pytest.raises(EffllmError, match="become 200 × 200, but the tower takes squares of a multiple of 64"):
-        opened(tmp_path)
-    config_changed(tmp_path, "preprocessor_config.json", crop_size=SQUARE)
-    config_changed(tmp_path, "config.json", vision_feature_layer=-2)
+        open_encoder(tmp_path)
+    change_config(tmp_path, "preprocessor_config.json", crop_size=SQUARE)
+    change_config(tmp_path, "config.json", vision_feature_layer=-2)
     with pytest.raises(EffllmError, match="vision_feature_layer is -2, expected -1"):
-        opened(tmp_path)
+        open_encoder(tmp_path)
 
 
 def test_a_quantized_model_sees_the_same(tmp_path):
     """Counters that its norms were stored with, which are whole numbers, are kept beside the rest."""
     text, *rest = CASES["fast_vlm"]
-    seeing(tmp_path / "whole", "fast_vlm", ({**text, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}, *rest))
-    assert seen_when_quantized(tmp_path).bytes_needed() > 4 * 192 * 192 * (3 + 35 / 4)
+    save_vision_model(tmp_path / "whole", "fast_vlm", ({**text, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}, *rest))
+    assert open_quantized_encoder(tmp_path).bytes_needed() > 4 * 192 * 192 * (3 + 35 / 4)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from family_models import assert_close
 from family_sizes import GEMMA_3N
-from mmproj_files import put
+from mmproj_files import add_key
 from mobilenet_torch import COUNT, SIDE, WIDTH, wrapped
 from omni_models import TEMPLATE
 from safetensors.numpy import load_file, save_file
 from test_gguf_gemma3n import converted
 from transformers import Gemma3nConfig, Gemma3nForConditionalGeneration
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
-from vision_models import FABLE, FIRST, PICTURES, config_changed, opened, seen_when_quantized
+from vision_models import FABLE, FIRST, PICTURES, change_config, open_encoder, open_quantized_encoder
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config
@@ -77,7 +77,7 @@ def copied(folder, to):
 @pytest.mark.parametrize("name", ["photo", "tall", "tiny"])
 def test_values_and_rows_are_those_of_transformers(gemma, name):
     folder, model = gemma
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = PROCESSOR(picture, input_data_format="channels_last", return_tensors="pt")
     assert np.array_equal(sight.values(picture).transpose(2, 0, 1), ready["pixel_values"][0].numpy())
     with torch.inference_mode():
@@ -121,11 +121,11 @@ def test_what_is_made_otherwise_is_refused_by_name(gemma, tmp_path, where, chang
     copied(gemma[0], tmp_path)
     if where == "vision_config":
         raw = json.loads((tmp_path / "config.json").read_text())
-        config_changed(tmp_path, "config.json", vision_config={**raw["vision_config"], **changes})
+        change_config(tmp_path, "config.json", vision_config={**raw["vision_config"], **changes})
     else:
-        config_changed(tmp_path, where, **changes)
+        change_config(tmp_path, where, **changes)
     with pytest.raises(EffllmError, match=said):
-        opened(tmp_path).encode(PICTURES["tiny"], EncodingJob())
+        open_encoder(tmp_path).encode(PICTURES["tiny"], EncodingJob())
 
 
 def test_a_tower_that_is_damaged_is_refused(gemma, tmp_path):
@@ -135,12 +135,12 @@ def test_a_tower_that_is_damaged_is_refused(gemma, tmp_path):
     for damaged, said in (({**tensors, first: tensors[first][:, 0]}, "expected 4 sizes"), (whole, "has 1 stages")):
         save_file(damaged, path)
         with pytest.raises(EffllmError, match=said):
-            opened(tmp_path).encode(PICTURES["tiny"], EncodingJob())
+            open_encoder(tmp_path).encode(PICTURES["tiny"], EncodingJob())
 
 
 def test_a_quantized_model_sees_the_same(tmp_path):
     written(tmp_path / "whole", hidden=64)
-    seen_when_quantized(tmp_path)
+    open_quantized_encoder(tmp_path)
 
 
 def test_a_gguf_file_sees_the_same(gemma, tmp_path):
@@ -161,7 +161,7 @@ def test_a_gguf_file_sees_the_same(gemma, tmp_path):
                        "vision.embedding_length": WIDTH, "vision.feed_forward_length": 4 * WIDTH, "vision.block_count": 128,
                        "vision.attention.head_count": 8, "vision.attention.layer_norm_epsilon": 1e-6, "vision.image_mean": [0.0] * 3,
                        "vision.image_std": [1.0] * 3}.items():
-        put(writer, f"clip.{key}", value)
+        add_key(writer, f"clip.{key}", value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 1)
     for name, values in tensors.items():
         if not name.startswith(("model.vision_tower.", "model.embed_vision.")):
@@ -173,7 +173,7 @@ def test_a_gguf_file_sees_the_same(gemma, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found, wanted = open_media(model, read_config(model, strict=True)), opened(folder)
+    found, wanted = open_media(model, read_config(model, strict=True)), open_encoder(folder)
     assert "gemma3na" in found.refused[AUDIO_INPUT].message
     for name in ("photo", "tall"):
         ours, theirs = found.encoders[SEES].encode(PICTURES[name], EncodingJob()), wanted.encode(PICTURES[name], EncodingJob())

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from vision_cases import CASES
-from vision_models import PICTURES, SHAPES, config_changed, opened, seeing
+from vision_models import PICTURES, SHAPES, change_config, open_encoder, save_vision_model
 
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
@@ -16,13 +16,14 @@ TARGETS = {0, 1, 2, 3, 4, 5}
 def granite(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("granite")
     text, tower, words, more, processor = CASES["granite4_vision"]
-    return folder, seeing(folder, "granite4_vision", (text, tower, words, {**more, "downsample_rate": request.param}, processor)), processor
+    return folder, save_vision_model(folder, "granite4_vision",
+                                     (text, tower, words, {**more, "downsample_rate": request.param}, processor)), processor
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_rows_for_each_layer(granite, name):
     folder, model, processor = granite
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="pt")
     assert np.array_equal(np.stack(sight.values(picture)[0]).transpose(0, 3, 1, 2), ready["pixel_values"][0].numpy())
     strategy = model.config.vision_feature_select_strategy
@@ -45,9 +46,9 @@ def test_rows_for_each_layer(granite, name):
 def test_layers_and_windows_that_are_none_are_refused(granite, changes, said):
     folder = granite[0]
     before = (folder / "config.json").read_text()
-    config_changed(folder, "config.json", **changes)
+    change_config(folder, "config.json", **changes)
     try:
         with pytest.raises(ConfigError, match=said):
-            opened(folder)
+            open_encoder(folder)
     finally:
         (folder / "config.json").write_text(before)

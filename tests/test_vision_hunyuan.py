@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.hunyuan_vl.modeling_hunyuan_vl import HunYuanVLModel
 from transformers.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProcessor
 from vision_cases import CASES, HUNYUAN
-from vision_models import FIRST, PICTURES, SHAPES, config_changed, held_against, opened, seeing, seen_when_quantized
+from vision_models import FIRST, PICTURES, SHAPES, assert_encodes_as, change_config, open_encoder, open_quantized_encoder, save_vision_model
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
@@ -32,7 +32,7 @@ ROPE = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale
 @pytest.fixture(scope="module")
 def hunyuan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hunyuan")
-    return folder, seeing(folder, "hunyuan_vl", CASES["hunyuan_vl"]), CASES["hunyuan_vl"][-1]
+    return folder, save_vision_model(folder, "hunyuan_vl", CASES["hunyuan_vl"]), CASES["hunyuan_vl"][-1]
 
 
 def copied(folder, to):
@@ -44,11 +44,11 @@ def copied(folder, to):
 @pytest.mark.parametrize("name", SHAPES)
 def test_rows_are_those_of_transformers(hunyuan, name):
     folder, model, processor = hunyuan
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="np")
     patches, grid = sight.values(picture)
     assert np.array_equal(patches, ready["pixel_values"]) and [1, *grid] == ready["image_grid_thw"][0].tolist()
-    seen = held_against(sight, picture, model, ready)
+    seen = assert_encodes_as(sight, picture, model, ready)
     image, begin, end = HUNYUAN
     words = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), pad_token="<pad>", extra_special_tokens={
         "image_token": image, "image_start_token": begin, "image_end_token": end})
@@ -58,8 +58,8 @@ def test_rows_are_those_of_transformers(hunyuan, name):
 
 def test_the_filter_that_files_state_is_none(hunyuan, tmp_path):
     folder, _, _ = hunyuan
-    config_changed(copied(folder, tmp_path), "preprocessor_config.json", resample=1, size=None, min_pixels=1600, max_pixels=8100)
-    assert np.array_equal(opened(tmp_path).values(PICTURES["photo"])[0], opened(folder).values(PICTURES["photo"])[0])
+    change_config(copied(folder, tmp_path), "preprocessor_config.json", resample=1, size=None, min_pixels=1600, max_pixels=8100)
+    assert np.array_equal(open_encoder(tmp_path).values(PICTURES["photo"])[0], open_encoder(folder).values(PICTURES["photo"])[0])
 
 
 def test_a_folder_by_the_newer_names_is_the_same(hunyuan, tmp_path):
@@ -78,7 +78,7 @@ def test_a_folder_by_the_newer_names_is_the_same(hunyuan, tmp_path):
         made[name] = each
     assert not any("vit." in name or "perceive" in name for name in made)
     save_file(made, copied(folder, tmp_path) / "model.safetensors")
-    older, newer = (opened(each).encode(PICTURES["odd"], EncodingJob()).rows for each in (folder, tmp_path))
+    older, newer = (open_encoder(each).encode(PICTURES["odd"], EncodingJob()).rows for each in (folder, tmp_path))
     assert np.array_equal(older, newer)
 
 
@@ -165,9 +165,9 @@ def test_places_are_those_of_transformers_wherever_a_chunk_begins(shown, cut):
                                                ({"temporal_patch_size": 2}, "temporal_patch_size is 2, expected 1")])
 def test_a_tower_of_another_make_is_refused_by_name(hunyuan, changes, said, tmp_path):
     vision = json.loads((hunyuan[0] / "config.json").read_text())["vision_config"]
-    config_changed(copied(hunyuan[0], tmp_path), "config.json", vision_config={**vision, **changes})
+    change_config(copied(hunyuan[0], tmp_path), "config.json", vision_config={**vision, **changes})
     with pytest.raises(EffllmError, match=said):
-        opened(tmp_path)
+        open_encoder(tmp_path)
 
 
 def test_nothing_of_the_tower_is_taken_for_more_of_the_text_part(hunyuan):
@@ -178,5 +178,5 @@ def test_nothing_of_the_tower_is_taken_for_more_of_the_text_part(hunyuan):
 
 def test_a_quantized_model_sees_the_same(tmp_path):
     text, *rest = CASES["hunyuan_vl"]
-    seeing(tmp_path / "whole", "hunyuan_vl", ({**text, "hidden_size": 64, "intermediate_size": 96}, *rest))
-    seen_when_quantized(tmp_path)
+    save_vision_model(tmp_path / "whole", "hunyuan_vl", ({**text, "hidden_size": 64, "intermediate_size": 96}, *rest))
+    open_quantized_encoder(tmp_path)

@@ -7,7 +7,17 @@ import pytest
 from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
 from transformers.models.idefics2.processing_idefics2 import Idefics2Processor
 from vision_cases import CASES
-from vision_models import FIRST, PICTURES, SHAPES, config_changed, held_against, opened, seeing, seen_when_quantized, words_of
+from vision_models import (
+    FIRST,
+    PICTURES,
+    SHAPES,
+    assert_encodes_as,
+    change_config,
+    fast_tokenizer,
+    open_encoder,
+    open_quantized_encoder,
+    save_vision_model,
+)
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
@@ -23,17 +33,17 @@ READY = {"quarters": CASES["idefics2"][-1], "whole": Idefics2ImageProcessorPil(s
 @pytest.fixture(scope="module", params=READY)
 def idefics(request, tmp_path_factory):
     folder, processor = tmp_path_factory.mktemp("idefics"), READY[request.param]
-    return folder, seeing(folder, "idefics2", (*CASES["idefics2"][:-1], processor)), processor
+    return folder, save_vision_model(folder, "idefics2", (*CASES["idefics2"][:-1], processor)), processor
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_values_and_rows_are_those_of_transformers(idefics, name):
     folder, model, processor = idefics
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="pt")
     for part, theirs in zip(sight.values(picture), ready["pixel_values"][0].numpy(), strict=True):
         assert np.array_equal(part.transpose(2, 0, 1), theirs[:, : part.shape[0], : part.shape[1]])
-    seen = held_against(sight, picture, model, dict(ready))
+    seen = assert_encodes_as(sight, picture, model, dict(ready))
     parts = 5 if processor.do_image_splitting else 1
     assert seen.tokens.count(AROUND) == parts + 1 and seen.tokens[0] == seen.tokens[-1] == AROUND and len(seen.rows) == 5 * parts
 
@@ -47,7 +57,7 @@ def test_words_around_images_are_those_of_its_processor(idefics, said):
     list(media.encode(pictures))
     prompt = said.format(*(each.marker for each in pictures))
     ids = prompts.tokenize(prompt)
-    whole = Idefics2Processor(processor, words_of(folder), image_seq_len=5)
+    whole = Idefics2Processor(processor, fast_tokenizer(folder), image_seq_len=5)
     wanted = whole(text=said.replace("{0}", "<image>").replace("{1}", "<image>"), add_special_tokens=False)["input_ids"][0]
     assert [FIRST if token >= 1 << 40 else token for token in ids] == wanted
     assert prompts.count(prompt) == len(ids)
@@ -64,15 +74,15 @@ def test_what_is_made_otherwise_is_refused_by_name(idefics, tmp_path, where, cha
     (tmp_path / "processor_config.json").write_text("{}")
     if where == "perceiver_config":
         raw = json.loads((tmp_path / "config.json").read_text())
-        config_changed(tmp_path, "config.json", perceiver_config={**raw["perceiver_config"], **changes})
+        change_config(tmp_path, "config.json", perceiver_config={**raw["perceiver_config"], **changes})
     else:
-        config_changed(tmp_path, where, **changes)
+        change_config(tmp_path, where, **changes)
     with pytest.raises(EffllmError, match=said):
-        opened(tmp_path).encode(PICTURES["tiny"], EncodingJob())
+        open_encoder(tmp_path).encode(PICTURES["tiny"], EncodingJob())
 
 
 def test_an_image_without_quarters_is_refused(idefics):
-    sight = opened(idefics[0])
+    sight = open_encoder(idefics[0])
     if sight.splits:
         with pytest.raises(EffllmError, match="an image of 1 × 7 is too small"):
             sight.token_count(7, 1)
@@ -83,8 +93,9 @@ def test_an_image_without_quarters_is_refused(idefics):
 def test_a_quantized_model_sees_the_same(tmp_path):
     text, vision, words, more, processor = CASES["idefics2"]
     more = {**more, "perceiver_config": {**more["perceiver_config"], "hidden_size": 64}}
-    seeing(tmp_path / "whole", "idefics2", ({**text, "hidden_size": 64, "intermediate_size": 96}, vision, words, more, processor))
-    seen_when_quantized(tmp_path)
+    save_vision_model(tmp_path / "whole", "idefics2", ({**text, "hidden_size": 64, "intermediate_size": 96}, vision, words, more,
+                                                       processor))
+    open_quantized_encoder(tmp_path)
 
 
 def test_a_published_config_is_known_to_the_last_key():

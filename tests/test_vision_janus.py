@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from vision_cases import CASES
-from vision_models import PICTURES, SHAPES, config_changed, opened, seeing
+from vision_models import PICTURES, SHAPES, change_config, open_encoder, save_vision_model
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
@@ -24,13 +24,13 @@ PUBLISHED = {
 @pytest.fixture(scope="module", params=["janus", "deepseek_vl"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp(request.param)
-    return folder, seeing(folder, request.param, CASES[request.param]), CASES[request.param][-1]
+    return folder, save_vision_model(folder, request.param, CASES[request.param]), CASES[request.param][-1]
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_values_and_rows_are_those_of_transformers(both, name) -> None:
     folder, model, processor = both
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="pt")["pixel_values"]
     assert np.array_equal(sight.values(picture).transpose(2, 0, 1), ready[0].numpy())
     with torch.inference_mode():
@@ -45,11 +45,11 @@ def test_the_published_config_is_that_of_its_text_part() -> None:
 
 
 def test_what_is_made_otherwise_is_refused_by_name(tmp_path) -> None:
-    seeing(tmp_path, "janus", CASES["janus"])
+    save_vision_model(tmp_path, "janus", CASES["janus"])
     assert read_config(tmp_path, strict=True).family == "llama"
     raw = json.loads((tmp_path / "config.json").read_text())
     for change, told in (({"use_qk_norm": True}, "use_qk_norm is True, expected false"), ({"depth": 3}, "depth is 3, expected 2"),
                          ({"image_size": 40}, "expected the 40 × 40 that the tower takes")):
-        config_changed(tmp_path, "config.json", vision_config={**raw["vision_config"], **change})
+        change_config(tmp_path, "config.json", vision_config={**raw["vision_config"], **change})
         with pytest.raises(EffllmError, match=told):
-            opened(tmp_path)
+            open_encoder(tmp_path)

@@ -13,7 +13,17 @@ from mmproj_files import write_projector
 from remapped_checkpoints import as_kimi
 from safetensors.torch import load_file, save_file
 from vision_cases import CASES
-from vision_models import FIRST, PICTURES, SHAPES, config_changed, held_against, navit_resize, opened, seeing, seen_when_quantized
+from vision_models import (
+    FIRST,
+    PICTURES,
+    SHAPES,
+    assert_encodes_as,
+    change_config,
+    navit_resize,
+    open_encoder,
+    open_quantized_encoder,
+    save_vision_model,
+)
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config
@@ -30,7 +40,7 @@ from effllm.runtime.prepare import EngineOptions
 @pytest.fixture(scope="module")
 def kimi(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kimi")
-    model = seeing(folder, "kimi_k25", CASES["kimi_k25"])
+    model = save_vision_model(folder, "kimi_k25", CASES["kimi_k25"])
     as_kimi(folder)
     return folder, model, CASES["kimi_k25"][-1]
 
@@ -44,11 +54,11 @@ def copied(folder, to):
 @pytest.mark.parametrize("name", SHAPES)
 def test_rows_are_those_of_transformers(kimi, name):
     folder, model, processor = kimi
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="pt")
     values = patches_of(sight.values(picture), 8)
     assert np.abs(values - ready["pixel_values"].numpy().reshape(values.shape)).max() < 1e-6
-    seen = held_against(sight, picture, model, dict(ready))
+    seen = assert_encodes_as(sight, picture, model, dict(ready))
     assert seen.tokens == (ROW_PLACEHOLDER,) * (int(ready["image_grid_thw"].prod()) // 4)
 
 
@@ -68,12 +78,12 @@ def test_a_folder_as_it_was_published_is_the_same(kimi, tmp_path):
              "init_pos_emb_width"}
     raw = json.loads((copied(kimi[0], tmp_path) / "config.json").read_text())
     vision = {names.get(key, key): value for key, value in raw["vision_config"].items() if key not in ("model_type", "rope_parameters")}
-    config_changed(tmp_path, "config.json", vision_config={**vision, "mm_projector_type": "patchmerger", "projector_ln_eps": 1e-5})
+    change_config(tmp_path, "config.json", vision_config={**vision, "mm_projector_type": "patchmerger", "projector_ln_eps": 1e-5})
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": {
         "fixed_output_tokens": None, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "in_patch_limit": 120, "merge_kernel_size": 2,
         "patch_limit_on_one_side": 20, "patch_size": 8}}))
-    assert np.array_equal(*(opened(each).encode(PICTURES["tall"], EncodingJob()).rows for each in (kimi[0], tmp_path)))
-    assert opened(tmp_path).placeholder_text.count(opened(tmp_path).placeholder) == 1
+    assert np.array_equal(*(open_encoder(each).encode(PICTURES["tall"], EncodingJob()).rows for each in (kimi[0], tmp_path)))
+    assert open_encoder(tmp_path).placeholder_text.count(open_encoder(tmp_path).placeholder) == 1
 
 
 def as_kimi_vl(folder):
@@ -101,10 +111,10 @@ def test_kimi_vl_is_the_same_tower_under_other_names(kimi, tmp_path):
     as_kimi_vl(copied(kimi[0], tmp_path))
     config = read_config(tmp_path)
     assert config.family == "deepseek_v3" and not config.tie_word_embeddings
-    sight = opened(tmp_path)
+    sight = open_encoder(tmp_path)
     assert sight.placeholder_text.count(sight.placeholder) == 1
     for name in ("photo", "odd", "tiny"):
-        first, second = (each.encode(PICTURES[name], EncodingJob()) for each in (opened(kimi[0]), sight))
+        first, second = (each.encode(PICTURES[name], EncodingJob()) for each in (open_encoder(kimi[0]), sight))
         assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
     ids = list(range(3, 40))
     ours = []
@@ -113,20 +123,20 @@ def test_kimi_vl_is_the_same_tower_under_other_names(kimi, tmp_path):
         ours.append(np.concatenate([rows.copy() for _, rows in engine.score(ids)]))
         engine.close()
     assert np.array_equal(*ours)
-    config_changed(tmp_path, "preprocessor_config.json", pad_input=False)
+    change_config(tmp_path, "preprocessor_config.json", pad_input=False)
     with pytest.raises(EffllmError, match="pad_input"):
-        opened(tmp_path)
+        open_encoder(tmp_path)
 
 
 def test_files_of_kimi_vl_see_as_its_folder(kimi, tmp_path):
     """Which have queries, keys and values apart and places in one row, and do not say how many patches an image may have."""
     (tmp_path / "folder").mkdir()
     as_kimi_vl(copied(kimi[0], tmp_path / "folder"))
-    config_changed(tmp_path / "folder", "preprocessor_config.json", in_token_limit=4096)
+    change_config(tmp_path / "folder", "preprocessor_config.json", in_token_limit=4096)
     model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj-model-f16.gguf"
     assert run_cli("export", tmp_path / "folder", "-o", model)[0] == 0
     write_projector(tmp_path / "folder", mmproj, "kimivl", json.loads((tmp_path / "folder" / "config.json").read_text()))
-    found, wanted = open_media(model, read_config(model)).encoders[SEEN], opened(tmp_path / "folder")
+    found, wanted = open_media(model, read_config(model)).encoders[SEEN], open_encoder(tmp_path / "folder")
     for name in ("photo", "odd", "tiny"):
         first, second = (each.encode(PICTURES[name], EncodingJob()) for each in (found, wanted))
         assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
@@ -157,16 +167,17 @@ def test_what_is_made_otherwise_is_refused_by_name(kimi, tmp_path, where, change
     copied(kimi[0], tmp_path)
     if where == "vision_config":
         raw = json.loads((tmp_path / "config.json").read_text())
-        config_changed(tmp_path, "config.json", vision_config={**raw["vision_config"], **changes})
+        change_config(tmp_path, "config.json", vision_config={**raw["vision_config"], **changes})
     else:
-        config_changed(tmp_path, where, **changes)
+        change_config(tmp_path, where, **changes)
     with pytest.raises(EffllmError, match=said):
-        opened(tmp_path)
+        open_encoder(tmp_path)
 
 
 def test_a_quantized_model_sees_the_same(tmp_path):
     text, vision, words, more, processor = CASES["kimi_k25"]
-    seeing(tmp_path / "whole", "kimi_k25", ({**text, "hidden_size": 64, "intermediate_size": 96}, vision, words, more, processor))
+    save_vision_model(tmp_path / "whole", "kimi_k25", ({**text, "hidden_size": 64, "intermediate_size": 96}, vision, words, more,
+                                                       processor))
     as_kimi(tmp_path / "whole")
-    sight = seen_when_quantized(tmp_path)
+    sight = open_quantized_encoder(tmp_path)
     assert sight.placeholder in sight.tokenizer.added and sight.token_id(sight.placeholder) == FIRST

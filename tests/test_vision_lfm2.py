@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import interpolate
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
-from vision_models import FIRST, PICTURES, SHAPES, Lfm2Ready, config_changed, held_against, made, opened
+from vision_models import FIRST, PICTURES, SHAPES, Lfm2Processor, assert_encodes_as, change_config, open_encoder, save_random_model
 
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.images import ROW_PLACEHOLDER
@@ -24,8 +24,8 @@ CASES = {"usual": ({}, {}), "no norm, no small picture": ({"projector_use_layern
 def lfm(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lfm")
     outer, processor = CASES[request.param]
-    model = made("lfm2_vl", folder, TEXT, TOWER, WORDS, image_token_id=FIRST, projector_hidden_size=56, **outer)
-    ready = Lfm2Ready(**processor)
+    model = save_random_model("lfm2_vl", folder, TEXT, TOWER, WORDS, image_token_id=FIRST, projector_hidden_size=56, **outer)
+    ready = Lfm2Processor(**processor)
     ready.save_pretrained(folder)
     return folder, model, ready
 
@@ -33,8 +33,8 @@ def lfm(request, tmp_path_factory):
 @pytest.mark.parametrize("name", SHAPES)
 def test_rows_and_words_are_those_of_transformers(lfm, name):
     folder, model, ready = lfm
-    sight, picture = opened(folder), PICTURES[name]
-    seen = held_against(sight, picture, model, ready(picture))
+    sight, picture = open_encoder(folder), PICTURES[name]
+    seen = assert_encodes_as(sight, picture, model, ready(picture))
     named = object.__new__(Lfm2VlProcessor)  # without a preprocessor, which is not made without torchvision
     named.image_token, named.image_start_token, named.image_thumbnail_token, named.image_end_token = "#", "<|image_start|>", \
         "<|img_thumbnail|>", "<|image_end|>"
@@ -59,9 +59,9 @@ def test_resizing_is_that_of_torch_but_for_roundings():
 def test_a_folder_at_odds_with_its_tower(lfm, tmp_path):
     for each in lfm[0].iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())
-    config_changed(tmp_path, "preprocessor_config.json", tile_size=40)
+    change_config(tmp_path, "preprocessor_config.json", tile_size=40)
     with pytest.raises(ConfigError, match="tile_size"):
-        opened(tmp_path)
-    config_changed(tmp_path, "preprocessor_config.json", tile_size=64, encoder_patch_size=16)
+        open_encoder(tmp_path)
+    change_config(tmp_path, "preprocessor_config.json", tile_size=64, encoder_patch_size=16)
     with pytest.raises(ConfigError, match="encoder_patch_size"):
-        opened(tmp_path)
+        open_encoder(tmp_path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from family_models import assert_close
 from transformers.models.llama4.processing_llama4 import Llama4Processor
-from vision_models import FIRST, PICTURES, SHAPES, made, opened
+from vision_models import FIRST, PICTURES, SHAPES, open_encoder, save_random_model
 
 from effllm.runtime.engine import open_engine
 from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
@@ -26,7 +26,7 @@ TOWER = {"hidden_size": 48, "intermediate_size": 192, "num_hidden_layers": 3, "n
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
-    model = made("llama4", folder, TEXT, TOWER, WORDS, image_token_index=FIRST)
+    model = save_random_model("llama4", folder, TEXT, TOWER, WORDS, image_token_index=FIRST)
     (folder / "preprocessor_config.json").write_text(json.dumps({
         "image_processor_type": "Llama4ImageProcessorFast", "size": {"height": 32, "width": 32}, "max_patches": 6}))
     return folder, model
@@ -39,7 +39,7 @@ def tiles_of(sight, picture):
 @pytest.mark.parametrize("name", SHAPES)
 def test_rows_and_words_are_those_of_transformers(llama, name):
     folder, model = llama
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     with torch.inference_mode():
         found = model.get_image_features(pixel_values=tiles_of(sight, picture)).last_hidden_state
         wanted = model.multi_modal_projector(found.reshape(-1, found.shape[-1])).numpy()
@@ -52,7 +52,7 @@ def test_rows_and_words_are_those_of_transformers(llama, name):
 
 def test_values_are_rounded_to_bfloat16_at_every_step(llama):
     wanted = (torch.arange(256).to(torch.bfloat16) * (1 / 255) - torch.tensor(0.5, dtype=torch.bfloat16)) / 0.5
-    assert np.array_equal(opened(llama[0]).scale.table[:, 0], wanted.float().numpy())
+    assert np.array_equal(open_encoder(llama[0]).scale.table[:, 0], wanted.float().numpy())
 
 
 def test_logits_after_an_image_are_those_of_transformers(llama):
@@ -70,6 +70,6 @@ def test_logits_after_an_image_are_those_of_transformers(llama):
         engine.close()
     told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
     with torch.inference_mode():
-        wanted = model(input_ids=told, pixel_values=tiles_of(opened(folder), PICTURES["photo"]), use_cache=False).logits[0].numpy()
+        wanted = model(input_ids=told, pixel_values=tiles_of(open_encoder(folder), PICTURES["photo"]), use_cache=False).logits[0].numpy()
     assert (told == FIRST).sum() == len(picture.encoded.rows) > 16
     assert_close(ours, wanted)

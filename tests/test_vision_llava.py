@@ -6,7 +6,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
-from vision_models import PICTURES, SHAPES, TOWER, config_changed, held_against, made, opened, words_of
+from vision_models import PICTURES, SHAPES, TOWER, assert_encodes_as, change_config, fast_tokenizer, open_encoder, save_random_model
 
 from effllm import UsageError
 from effllm.offload.checkpoint import CheckpointError
@@ -35,7 +35,7 @@ CASES = {
 def llava(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("llava")
     vision, outer, processor = CASES[request.param]
-    model = made("llava", folder, {"model_type": "llama"}, {**TOWER, **vision}, ["<image>"], image_token_index=4096, **outer)
+    model = save_random_model("llava", folder, {"model_type": "llama"}, {**TOWER, **vision}, ["<image>"], image_token_index=4096, **outer)
     processor.save_pretrained(folder)
     return folder, model, processor
 
@@ -43,12 +43,12 @@ def llava(request, tmp_path_factory):
 @pytest.mark.parametrize("name", SHAPES)
 def test_rows_are_those_of_transformers(llava, name):
     folder, model, processor = llava
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last")
     assert np.array_equal(sight.values(picture)[0].transpose(2, 0, 1), ready["pixel_values"][0])
-    seen = held_against(sight, picture, model, ready)
+    seen = assert_encodes_as(sight, picture, model, ready)
     beside = int("clip" in sight.tower)
-    counted = LlavaProcessor(processor, words_of(folder), patch_size=8, num_additional_image_tokens=beside,
+    counted = LlavaProcessor(processor, fast_tokenizer(folder), patch_size=8, num_additional_image_tokens=beside,
                              vision_feature_select_strategy=model.config.vision_feature_select_strategy)
     assert counted(images=picture, text="<image>")["input_ids"][0].count(4096) == len(seen.tokens)
 
@@ -60,16 +60,16 @@ def test_a_folder_without_image_preprocessing(llava, tmp_path):
         (folder / each.name).symlink_to(each)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(UsageError, match=r"has no preprocessor_config\.json"):
-        opened(folder)
+        open_encoder(folder)
     (folder / "preprocessor_config.json").write_text('{"image_processor_type": "DonutImageProcessor"}')
     with pytest.raises(UsageError, match="image preprocessor 'DonutImageProcessor' is not supported"):
-        opened(folder)
+        open_encoder(folder)
     (folder / "preprocessor_config.json").write_text('{"size": {"shortest_edge": -3}}')
     with pytest.raises(ConfigError, match="size is"):
-        opened(folder)
+        open_encoder(folder)
     (folder / "preprocessor_config.json").write_text('{"size": 64, "crop_size": 64}')
     with pytest.raises(ConfigError, match="become 64 × 64, but the tower takes 32 × 32"):
-        opened(folder)
+        open_encoder(folder)
 
 
 def test_a_tower_that_is_not_known_or_damaged(llava, tmp_path):
@@ -78,17 +78,17 @@ def test_a_tower_that_is_not_known_or_damaged(llava, tmp_path):
     for each in llava[0].iterdir():
         (folder / each.name).write_bytes(each.read_bytes())
     inside = llava[1].config.vision_config.to_dict()
-    config_changed(folder, "config.json", vision_config={**inside, "intermediate_size": 80})
+    change_config(folder, "config.json", vision_config={**inside, "intermediate_size": 80})
     with pytest.raises(CheckpointError, match="config.json says"):
-        opened(folder).encode(PICTURES["tiny"], EncodingJob())
-    config_changed(folder, "config.json", vision_config={**inside, "model_type": "owl_vision_model"})
+        open_encoder(folder).encode(PICTURES["tiny"], EncodingJob())
+    change_config(folder, "config.json", vision_config={**inside, "model_type": "owl_vision_model"})
     with pytest.raises(UsageError, match="tower of type 'owl_vision_model'"):
-        opened(folder)
+        open_encoder(folder)
 
 
 def test_an_image_that_would_become_too_large_is_refused(llava):
     """Its shorter side is made as long as the tower's, or its longer one a square."""
-    sight = opened(llava[0])
+    sight = open_encoder(llava[0])
     with pytest.raises(UsageError, match="60000 × 1 is too elongated"):
         sight.encode(np.zeros((1, 60_000, 3), np.uint8), EncodingJob())
     if sight.processor.flag("do_pad", False):
@@ -97,7 +97,7 @@ def test_an_image_that_would_become_too_large_is_refused(llava):
 
 
 def test_bytes_are_known_before_anything_is_read(llava):
-    sight = opened(llava[0])
+    sight = open_encoder(llava[0])
     assert sum(each.numel() for name, each in llava[1].named_parameters() if "language" not in name and "lm_head" not in name) * 4 \
         < sight.bytes_needed() < 500_000 + 1_250_000 * cpu_threads()
     assert sight._rows is None

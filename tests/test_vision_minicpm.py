@@ -7,7 +7,17 @@ import pytest
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 from vision_cases import CASES
-from vision_models import FIRST, PICTURES, SHAPES, MiniCpmOcrReady, config_changed, held_against, opened, seeing, words_of
+from vision_models import (
+    FIRST,
+    PICTURES,
+    SHAPES,
+    MiniCpmOcrProcessor,
+    assert_encodes_as,
+    change_config,
+    fast_tokenizer,
+    open_encoder,
+    save_vision_model,
+)
 
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
@@ -25,21 +35,21 @@ def sliced(request, tmp_path_factory):
     text, tower, words, more, _ = CASES["minicpmv4_6"]
     processor = MiniCPMV4_6ImageProcessorPil(**{"scale_resolution": 64, "patch_size": 8, "max_slice_nums": 5, **READY[request.param]})
     mode = {"downsample_mode": "4x"} if request.param == "4x" else {}
-    return folder, seeing(folder, "minicpmv4_6", (text, tower, words, {**more, **mode}, processor)), processor
+    return folder, save_vision_model(folder, "minicpmv4_6", (text, tower, words, {**more, **mode}, processor)), processor
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_rows_and_words(sliced, name):
     folder, model, processor = sliced
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="np")
     ours = [np.concatenate(part.reshape(len(part) // 8, 8, -1, 3), axis=1).transpose(2, 0, 1) for part in sight.values(picture)]
     assert np.array_equal(np.concatenate(ours, axis=-1), ready["pixel_values"][0])
-    seen = held_against(sight, picture, model, {key: ready[key] for key in ("pixel_values", "target_sizes")})
+    seen = assert_encodes_as(sight, picture, model, {key: ready[key] for key in ("pixel_values", "target_sizes")})
     marks = SimpleNamespace(image_start_token="<image>", image_end_token="</image>", image_token="<|image_pad|>", slice_mode=sight.slices,
                             slice_start_token="<slice>", slice_end_token="</slice>")
     told = MiniCPMV4_6Processor.replace_image_token(marks, ready, 0, image_token_divisor=16 if sight.merges else 4)
-    ids = words_of(folder).encode(told, add_special_tokens=False)
+    ids = fast_tokenizer(folder).encode(told, add_special_tokens=False)
     assert [ROW_PLACEHOLDER if token == FIRST else token for token in ids] == list(seen.tokens)
     assert sight.with_numbers == (seen.prefix_tokens is not None)
 
@@ -70,12 +80,12 @@ def test_what_is_not_known_is_refused(sliced):
     for name, changes, said in (("config.json", {"merger_times": 2}, "merger_times"), ("config.json", {"insert_layer_id": 7}, "insert"),
                                 ("preprocessor_config.json", {"patch_size": 14}, "patch_size"),
                                 ("preprocessor_config.json", {"do_resize": False}, "do_resize")):
-        if said == "insert" and not opened(folder).merges:
+        if said == "insert" and not open_encoder(folder).merges:
             continue
-        config_changed(folder, name, **changes)
+        change_config(folder, name, **changes)
         try:
             with pytest.raises(ConfigError, match=said):
-                sight = opened(folder)
+                sight = open_encoder(folder)
                 with sight.source.weights() as weights:
                     sight.load(weights)
         finally:
@@ -86,14 +96,14 @@ def test_what_is_not_known_is_refused(sliced):
 def test_pages_of_minicpm_ocr(tmp_path, upsize):
     """Rows of half of its patches' rows and columns, and small pages as small as they are where it is asked for."""
     text, tower, words, more, _ = CASES["minicpm_ocr"]
-    processor = MiniCpmOcrReady(upsize, scale_resolution=64, patch_size=8, max_slice_nums=5)
-    model = seeing(tmp_path, "minicpm_ocr", (text, tower, words, more, processor))
-    sight, sizes = opened(tmp_path), {}
+    processor = MiniCpmOcrProcessor(upsize, scale_resolution=64, patch_size=8, max_slice_nums=5)
+    model = save_vision_model(tmp_path, "minicpm_ocr", (text, tower, words, more, processor))
+    sight, sizes = open_encoder(tmp_path), {}
     for name in ("photo", "tiny", "gray"):
         ready = processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
         ours = [np.concatenate(part.reshape(len(part) // 8, 8, -1, 3), axis=1).transpose(2, 0, 1) for part in sight.values(PICTURES[name])]
         assert np.array_equal(np.concatenate(ours, axis=-1), ready["pixel_values"][0])
-        seen = held_against(sight, PICTURES[name], model, {key: ready[key] for key in ("pixel_values", "target_sizes")})
+        seen = assert_encodes_as(sight, PICTURES[name], model, {key: ready[key] for key in ("pixel_values", "target_sizes")})
         sizes[name] = len(seen.rows)
         assert seen.prefix_tokens is not None and 4 * len(seen.rows) == ready["target_sizes"].prod(-1).sum()
     assert (sizes["tiny"] == 1) == (upsize == "never") and sizes["photo"] > 5 * 12
@@ -101,6 +111,7 @@ def test_pages_of_minicpm_ocr(tmp_path, upsize):
 
 def test_pages_whose_letters_are_measured_are_refused(tmp_path):
     text, tower, words, more, _ = CASES["minicpm_ocr"]
-    seeing(tmp_path, "minicpm_ocr", (text, tower, words, more, MiniCpmOcrReady("adaptive", scale_resolution=64, patch_size=8)))
+    save_vision_model(tmp_path, "minicpm_ocr",
+                      (text, tower, words, more, MiniCpmOcrProcessor("adaptive", scale_resolution=64, patch_size=8)))
     with pytest.raises(ConfigError, match="small_image_upsize is 'adaptive', expected \"always\" or \"never\""):
-        opened(tmp_path)
+        open_encoder(tmp_path)

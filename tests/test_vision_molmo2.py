@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers.models.molmo2 import image_processing_molmo2 as theirs
 from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
 from vision_cases import CASES
-from vision_models import FIRST, PICTURES, SHAPES, config_changed, opened, seeing, seen_when_quantized, words_of
+from vision_models import FIRST, PICTURES, SHAPES, change_config, fast_tokenizer, open_encoder, open_quantized_encoder, save_vision_model
 
 from effllm import EffllmError, UsageError
 from effllm.runtime.config import parse_config
@@ -36,7 +36,7 @@ OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=T
 @pytest.fixture(scope="module")
 def molmo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("molmo")
-    return folder, seeing(folder, "molmo2", CASES["molmo2"]), CASES["molmo2"][-1]
+    return folder, save_vision_model(folder, "molmo2", CASES["molmo2"]), CASES["molmo2"][-1]
 
 
 def numbers(folder) -> dict[str, int]:
@@ -55,7 +55,7 @@ def wanted_rows(model, ready, told, folder) -> np.ndarray:
 
 def processed(processor, folder, picture):
     """Values and words as transformers' processor makes them."""
-    tokenizer = words_of(folder)
+    tokenizer = fast_tokenizer(folder)
     whole = object.__new__(Molmo2Processor)
     whole.image_use_col_tokens, whole.use_single_crop_col_tokens, whole.use_single_crop_start_token = True, None, True
     ready = processor(picture, input_data_format="channels_last", return_tensors="pt")
@@ -66,7 +66,7 @@ def processed(processor, folder, picture):
 @pytest.mark.parametrize("name", SHAPES)
 def test_rows_are_those_of_transformers(molmo, name):
     folder, model, processor = molmo
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready, told = processed(processor, folder, picture)
     squares, windows, _ = sight.values(picture)
     cut = np.stack(squares).reshape(len(squares), 4, 8, 4, 8, 3).swapaxes(2, 3).reshape(len(squares), 16, -1)
@@ -123,7 +123,7 @@ def test_a_folder_by_the_first_names_is_the_same(molmo, tmp_path):
     del adapter["vision_feature_layer"]
     raw["adapter_config"] = {**adapter, "model_type": "molmo2", "vit_layers": [-3, -5]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert np.array_equal(*(opened(each).encode(PICTURES["odd"], EncodingJob()).rows for each in (folder, tmp_path)))
+    assert np.array_equal(*(open_encoder(each).encode(PICTURES["odd"], EncodingJob()).rows for each in (folder, tmp_path)))
 
 
 @pytest.mark.parametrize(("where", "changes", "said"), [
@@ -139,11 +139,11 @@ def test_what_is_made_otherwise_is_refused_by_name(molmo, tmp_path, where, chang
         (tmp_path / each.name).write_bytes(each.read_bytes())
     if where == "adapter_config":
         raw = json.loads((tmp_path / "config.json").read_text())
-        config_changed(tmp_path, "config.json", adapter_config={**raw["adapter_config"], **changes})
+        change_config(tmp_path, "config.json", adapter_config={**raw["adapter_config"], **changes})
     else:
-        config_changed(tmp_path, where, **changes)
+        change_config(tmp_path, where, **changes)
     with pytest.raises(EffllmError, match=said):
-        opened(tmp_path).encode(PICTURES["tiny"], EncodingJob())
+        open_encoder(tmp_path).encode(PICTURES["tiny"], EncodingJob())
 
 
 def test_texts_begin_with_the_word_that_its_processor_puts_there(molmo, tmp_path):
@@ -151,12 +151,12 @@ def test_texts_begin_with_the_word_that_its_processor_puts_there(molmo, tmp_path
         (tmp_path / each.name).write_bytes(each.read_bytes())
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     for changes, first in (({}, "<|endoftext|>"), ({"bos_token": None}, "<|end|>")):
-        config_changed(tmp_path, "tokenizer_config.json", **{"chat_template": None, **changes})
-        tokenizer = Tokenizer.load(tmp_path, opened(tmp_path).config)
+        change_config(tmp_path, "tokenizer_config.json", **{"chat_template": None, **changes})
+        tokenizer = Tokenizer.load(tmp_path, open_encoder(tmp_path).config)
         assert tokenizer.render_chat([{"role": "user", "content": "a fox"}]) == f"{first}[user]a fox[assistant]"
         assert tokenizer.encode("a fox")[0] == tokenizer.bos_id == tokenizer.encode(first, add_special_tokens=False)[0]
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}" + TEMPLATE)
-    again = Tokenizer.load(tmp_path, opened(tmp_path).config)
+    again = Tokenizer.load(tmp_path, open_encoder(tmp_path).config)
     assert again.render_chat([{"role": "user", "content": "a fox"}]) == "<|end|>[user]a fox[assistant]"
 
 
@@ -216,8 +216,8 @@ def test_a_pass_holds_all_images_and_what_is_between(molmo, reading):
 def test_a_quantized_model_sees_the_same(tmp_path):
     text, vision, words, more, processor = CASES["molmo2"]
     more = {**more, "adapter_config": {**more["adapter_config"], "text_hidden_size": 64}}
-    seeing(tmp_path / "whole", "molmo2", ({**text, "hidden_size": 64, "intermediate_size": 96}, vision, words, more, processor))
-    seen_when_quantized(tmp_path)
+    save_vision_model(tmp_path / "whole", "molmo2", ({**text, "hidden_size": 64, "intermediate_size": 96}, vision, words, more, processor))
+    open_quantized_encoder(tmp_path)
 
 
 def test_published_configs_are_known_to_the_last_key():

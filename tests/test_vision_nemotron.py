@@ -11,7 +11,7 @@ from conversions import options
 from hypothesis import example, given
 from hypothesis import strategies as st
 from vision_cases import CASES
-from vision_models import PICTURES, SHAPES, NemotronReady, config_changed, held_against, opened, seeing
+from vision_models import PICTURES, SHAPES, NemotronProcessor, assert_encodes_as, change_config, open_encoder, save_vision_model
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
@@ -29,17 +29,17 @@ PUBLISHED = {"text_config": "llm_config", "audio_config": "sound_config", "visio
 @pytest.fixture(scope="module")
 def omni(tmp_path_factory):
     folder = tmp_path_factory.mktemp("omni")
-    return folder, seeing(folder, FAMILY, CASES[FAMILY]), CASES[FAMILY][-1]
+    return folder, save_vision_model(folder, FAMILY, CASES[FAMILY]), CASES[FAMILY][-1]
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_rows_are_those_of_transformers(omni, name):
     folder, model, ready = omni
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     made = ready(picture)
     values = patches_of(sight.values(picture), 8)
     assert values.shape == made["pixel_values"].shape and np.abs(values - made["pixel_values"].numpy()).max() < 2e-5
-    seen = held_against(sight, picture, SimpleNamespace(model=model), made)
+    seen = assert_encodes_as(sight, picture, SimpleNamespace(model=model), made)
     rows, columns = made["image_grid_hw"][0].tolist()
     assert len(seen.rows) == rows * columns // 4 and len(seen.tokens) == len(seen.rows) + 2
 
@@ -47,7 +47,7 @@ def test_rows_are_those_of_transformers(omni, name):
 def test_what_a_filter_makes_beyond_white_stays(omni):
     edge = np.zeros((50, 50, 3), np.uint8)
     edge[:, 25:] = 255
-    sight = opened(omni[0])
+    sight = open_encoder(omni[0])
     made = sight.values(edge) * np.array(sight.scale.std, np.float32) + np.array(sight.scale.mean, np.float32)
     assert made.max() > 1.01 and made.min() < -0.01
     assert np.abs(patches_of(sight.values(edge), 8) - omni[2](edge)["pixel_values"].numpy()).max() < 2e-5
@@ -58,7 +58,7 @@ def test_what_a_filter_makes_beyond_white_stays(omni):
 @given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([(40, 120, 16_384), (1024, 13_312, 16_384), (40, 0, 24), (60, 60, 9)]))
 def test_sizes_are_those_of_transformers(omni, height, width, bounds):
     least, most, room = bounds
-    sight, ready = opened(omni[0]), NemotronReady(min_num_patches=least, max_num_patches=most or 1 << 20, max_model_len=room)
+    sight, ready = open_encoder(omni[0]), NemotronProcessor(min_num_patches=least, max_num_patches=most or 1 << 20, max_model_len=room)
     sight.least, sight.most = least, max(min(max(4 * (room - 4), least), most or 1 << 20), least)
     if max(height, width) > 200 * min(height, width):
         return
@@ -83,9 +83,9 @@ def test_the_config_that_was_published_is_the_same_model(omni, tmp_path):
     config = read_config(folder, strict=True)
     same = read_config(omni[0], strict=True)
     assert (config.family, config.moe, config.recurrent_layers) == (same.family, same.moe, same.recurrent_layers)
-    sight = opened(folder)
+    sight = open_encoder(folder)
     assert sight.scale.mean == (0.4, 0.5, 0.6) and len(sight.encode(PICTURES["tall"], EncodingJob()).rows) == sight.token_count(150, 37) - 2
-    assert np.abs(sight.values(PICTURES["odd"]) - opened(omni[0]).values(PICTURES["odd"])).max() > 0.01
+    assert np.abs(sight.values(PICTURES["odd"]) - open_encoder(omni[0]).values(PICTURES["odd"])).max() > 0.01
 
 
 def test_a_model_without_ears_sees_alone(omni):
@@ -100,15 +100,15 @@ def test_a_model_without_ears_sees_alone(omni):
     ("config.json", {"vision_config": {**CASES[FAMILY][1], "model_type": "radio", "use_swiglu_ffn": True}}, "use_swiglu_ffn is True")])
 def test_what_is_not_read_is_refused_by_name(omni, tmp_path, file, changes, message):
     folder = shutil.copytree(omni[0], tmp_path / "changed")
-    config_changed(folder, file, **changes)
+    change_config(folder, file, **changes)
     with pytest.raises(EffllmError) as caught:
-        opened(folder)
+        open_encoder(folder)
     assert message in caught.value.message, caught.value.message
 
 
 def test_a_quantized_folder_sees_the_same(omni, tmp_path):
     list(convert(omni[0], tmp_path / "small", options("8bit")))
-    first, second = (opened(each).encode(PICTURES["photo"], EncodingJob()) for each in (omni[0], tmp_path / "small"))
+    first, second = (open_encoder(each).encode(PICTURES["photo"], EncodingJob()) for each in (omni[0], tmp_path / "small"))
     assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
 
 

@@ -11,7 +11,7 @@ from transformers.models.ovis2 import image_processing_pil_ovis2 as theirs
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
 from vision_cases import CASES
-from vision_models import FIRST, PICTURES, SHAPES, config_changed, opened, seeing, seen_when_quantized, words_of
+from vision_models import FIRST, PICTURES, SHAPES, change_config, fast_tokenizer, open_encoder, open_quantized_encoder, save_vision_model
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config
@@ -28,19 +28,19 @@ TOWERS = {"covered": ({}, CASES["ovis2"][-1]),
 @pytest.fixture(scope="module", params=TOWERS)
 def ovis(request, tmp_path_factory):
     folder, (tower, processor) = tmp_path_factory.mktemp("ovis"), TOWERS[request.param]
-    return folder, seeing(folder, "ovis2", (*CASES["ovis2"][:-1], processor), **tower), processor
+    return folder, save_vision_model(folder, "ovis2", (*CASES["ovis2"][:-1], processor), **tower), processor
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_rows_are_those_of_transformers(ovis, name):
     folder, model, processor = ovis
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="pt")
     tiles, _ = sight.values(picture)
     assert np.array_equal(np.stack(tiles).transpose(0, 3, 1, 2), ready["pixel_values"].numpy())
     with torch.inference_mode():
         found = model.model.get_image_features(ready["pixel_values"])
-    counted = Ovis2Processor(processor, words_of(folder), image_seq_length=sight.lines**2)
+    counted = Ovis2Processor(processor, fast_tokenizer(folder), image_seq_length=sight.lines**2)
     told = counted(images=picture, text="<image>", return_tensors="pt")["input_ids"][0]
     wanted = torch.empty(len(told), 48)
     wanted[told == FIRST] = found.pooler_output.reshape(-1, 48)
@@ -60,11 +60,11 @@ def test_the_tiles_are_those_that_its_processor_chooses(height, width, most):
 
 
 def test_words_a_few_at_a_time_make_the_same_rows(ovis, monkeypatch):
-    sight = opened(ovis[0])
+    sight = open_encoder(ovis[0])
     rows = sight.encode(PICTURES["photo"], EncodingJob()).rows
     monkeypatch.setattr(ovis2, "WORDS", 7)
     monkeypatch.setattr(ovis2, "FEW", 1)
-    again = opened(ovis[0]).encode(PICTURES["photo"], EncodingJob()).rows
+    again = open_encoder(ovis[0]).encode(PICTURES["photo"], EncodingJob()).rows
     assert np.abs(rows - again).max() < 1e-5 * np.abs(rows).max()
 
 
@@ -76,9 +76,9 @@ def test_a_tower_of_another_make_is_refused_by_name(ovis, changes, said, tmp_pat
     for each in ovis[0].iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())
     vision = json.loads((tmp_path / "config.json").read_text())["vision_config"]
-    config_changed(tmp_path, "config.json", vision_config={**vision, **changes})
+    change_config(tmp_path, "config.json", vision_config={**vision, **changes})
     with pytest.raises(EffllmError, match=said):
-        opened(tmp_path)
+        open_encoder(tmp_path)
 
 
 def test_a_processor_that_counts_other_rows_is_refused(ovis, tmp_path):
@@ -86,7 +86,7 @@ def test_a_processor_that_counts_other_rows_is_refused(ovis, tmp_path):
         (tmp_path / each.name).write_bytes(each.read_bytes())
     (tmp_path / "processor_config.json").write_text('{"image_seq_length": 256}')
     with pytest.raises(EffllmError, match="image_seq_length is 256, but a tile becomes"):
-        opened(tmp_path)
+        open_encoder(tmp_path)
 
 
 def test_a_published_config_is_known_to_the_last_key():
@@ -104,7 +104,8 @@ def test_a_published_config_is_known_to_the_last_key():
 
 def test_a_quantized_model_sees_the_same(tmp_path):
     text, vision, words, more, processor = CASES["ovis2"]
-    seeing(tmp_path / "whole", "ovis2", ({**text, "hidden_size": 64, "intermediate_size": 96}, vision, words, {**more, "hidden_size": 64},
-                                         processor))
-    sight = seen_when_quantized(tmp_path)
+    save_vision_model(tmp_path / "whole", "ovis2",
+                      ({**text, "hidden_size": 64, "intermediate_size": 96}, vision, words, {**more, "hidden_size": 64},
+                                                    processor))
+    sight = open_quantized_encoder(tmp_path)
     assert sight.bytes_needed() > 4 * 90 * sight.lines**2

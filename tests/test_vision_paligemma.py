@@ -11,7 +11,7 @@ import torch
 from family_models import assert_close
 from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
-from vision_models import FIRST, PICTURES, SHAPES, TOWER, config_changed, held_against, made, opened, words_of
+from vision_models import FIRST, PICTURES, SHAPES, TOWER, assert_encodes_as, change_config, fast_tokenizer, open_encoder, save_random_model
 
 from effllm import UsageError
 from effllm.runtime.config import read_config
@@ -32,10 +32,11 @@ KINDS = {"gemma": {"model_type": "gemma", "head_dim": 24},
 @pytest.fixture(scope="module", params=KINDS)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object, object]:
     folder = tmp_path_factory.mktemp(request.param)
-    model = made("paligemma", folder, KINDS[request.param], SEE, ["<image>"], image_token_index=FIRST, projection_dim=48, hidden_size=48)
+    model = save_random_model("paligemma", folder, KINDS[request.param], SEE, ["<image>"], image_token_index=FIRST, projection_dim=48,
+                              hidden_size=48)
     processor = SiglipImageProcessorPil(size={"height": 32, "width": 32}, image_seq_length=16)
     processor.save_pretrained(folder)
-    config_changed(folder, "tokenizer_config.json", chat_template=None)
+    change_config(folder, "tokenizer_config.json", chat_template=None)
     return folder, model, processor
 
 
@@ -51,10 +52,10 @@ def engine(seen):
 @pytest.mark.parametrize("name", SHAPES)
 def test_rows(seen, name):
     folder, model, processor = seen
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="np")
     assert np.array_equal(sight.values(picture).transpose(2, 0, 1), ready["pixel_values"][0])
-    assert held_against(sight, picture, model, {"pixel_values": ready["pixel_values"]}).bidirectional
+    assert assert_encodes_as(sight, picture, model, {"pixel_values": ready["pixel_values"]}).bidirectional
 
 
 def asked(engine, folder: Path, question: str, *names: str) -> list[int]:
@@ -67,7 +68,7 @@ def asked(engine, folder: Path, question: str, *names: str) -> list[int]:
 
 def test_a_prompt_is_the_one_that_it_was_trained_on(seen, engine):
     folder, _, processor = seen
-    words = words_of(folder)
+    words = fast_tokenizer(folder)
     words.bos_token = json.loads((folder / "tokenizer_config.json").read_text())["bos_token"]
     processor.image_seq_length = 16
     told = PaliGemmaProcessor(processor, words)(images=[PICTURES["photo"], PICTURES["tall"]], text="<image><image>where is it")["input_ids"]
@@ -110,9 +111,10 @@ def test_passes_are_as_long_as_prompts(seen):
 def test_what_such_a_prompt_cannot_do_is_named(seen, tmp_path, options, said):
     """A head of 32 numbers, which packed caches take."""
     folder = tmp_path / "wide"
-    made("paligemma", folder, {"model_type": "gemma", "head_dim": 32}, SEE, ["<image>"], image_token_index=FIRST, projection_dim=48)
+    save_random_model("paligemma", folder, {"model_type": "gemma", "head_dim": 32}, SEE, ["<image>"], image_token_index=FIRST,
+                      projection_dim=48)
     seen[2].save_pretrained(folder)
-    config_changed(folder, "tokenizer_config.json", chat_template=None)
+    change_config(folder, "tokenizer_config.json", chat_template=None)
     engine = list(open_engine(folder, replace(options, strict=False)))[-1]
     try:
         engine.media = open_media(folder, engine.config)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from perception_torch import ARGS
 from vision_cases import CASES
-from vision_models import PICTURES, SHAPES, PerceptionReady, config_changed, held_against, opened, seeing
+from vision_models import PICTURES, SHAPES, PerceptionProcessor, assert_encodes_as, change_config, open_encoder, save_vision_model
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config
@@ -23,26 +23,26 @@ TOWERS = {"a row in front": {}, "none, a norm behind, places of another size": {
 def perception(request, tmp_path_factory):
     folder, other = tmp_path_factory.mktemp("perception"), TOWERS[request.param]
     more = {**MORE, "vision_use_cls_token": not other}
-    ready = PerceptionReady()
-    return folder, seeing(folder, "perception_lm", (TEXT, {**TOWER, **other}, WORDS, more, ready)), ready
+    ready = PerceptionProcessor()
+    return folder, save_vision_model(folder, "perception_lm", (TEXT, {**TOWER, **other}, WORDS, more, ready)), ready
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_rows_are_those_of_transformers(perception, name):
     folder, model, ready = perception
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     made = ready(picture)
     values = np.stack(sight.values(picture)).transpose(0, 3, 1, 2)
     assert values.shape == made["pixel_values"][0].shape and np.abs(values - made["pixel_values"][0].numpy()).max() < 1e-6
-    seen = held_against(sight, picture, model, made)
+    seen = assert_encodes_as(sight, picture, model, made)
     assert len(seen.tokens) == len(values) * 4
 
 
 @pytest.fixture(scope="module", params=[2, 5, 36])
 def tiling(request, tmp_path_factory):
-    folder, ready = tmp_path_factory.mktemp("tiles"), PerceptionReady(max_num_tiles=request.param)
-    seeing(folder, "perception_lm", (TEXT, TOWER, WORDS, MORE, ready))
-    return opened(folder), ready
+    folder, ready = tmp_path_factory.mktemp("tiles"), PerceptionProcessor(max_num_tiles=request.param)
+    save_vision_model(folder, "perception_lm", (TEXT, TOWER, WORDS, MORE, ready))
+    return open_encoder(folder), ready
 
 
 @given(st.integers(1, 1500), st.integers(1, 1500))
@@ -53,9 +53,9 @@ def test_the_tiles_are_those_of_transformers(tiling, height, width):
 
 def test_an_image_alone_where_the_preprocessor_says_so(perception):
     folder, _, ready = perception
-    config_changed(folder, "preprocessor_config.json", vision_input_type="vanilla")
+    change_config(folder, "preprocessor_config.json", vision_input_type="vanilla")
     try:
-        sight = opened(folder)
+        sight = open_encoder(folder)
         rows = sight.encode(PICTURES["wide"], EncodingJob()).rows
         assert len(sight.values(PICTURES["wide"])) == 1 and len(rows) == sight.token_count(30, 171) == 4
     finally:
@@ -70,10 +70,10 @@ def test_an_image_alone_where_the_preprocessor_says_so(perception):
     ("config.json", {"vision_use_cls_token": None, "vision_config": {**TOWER, "architecture": "vit_pe_core_gigantic_patch14_448"}},
      "expected false, as of this tower")])
 def test_what_is_not_read_is_refused_by_name(file, changes, message, tmp_path):
-    seeing(tmp_path, "perception_lm", CASES["perception_lm"])
-    config_changed(tmp_path, file, **changes)
+    save_vision_model(tmp_path, "perception_lm", CASES["perception_lm"])
+    change_config(tmp_path, file, **changes)
     with pytest.raises(EffllmError) as caught:
-        opened(tmp_path)
+        open_encoder(tmp_path)
     assert message in caught.value.message, caught.value.message
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conversions import options
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-from vision_models import FIRST, PICTURES, TOWER, made, opened
+from vision_models import FIRST, PICTURES, TOWER, open_encoder, save_random_model
 
 from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
@@ -25,13 +25,13 @@ WORDS = ["<image>", "<fake_token_around_image>", "<global-img>", *ROWS]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return seeing(tmp_path_factory.mktemp("sees") / "whole")
+    return save_idefics3(tmp_path_factory.mktemp("sees") / "whole")
 
 
-def seeing(folder: Path) -> Path:
+def save_idefics3(folder: Path) -> Path:
     """A small vision-language model, created in `folder`."""
-    made("idefics3", folder, {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}, TOWER, WORDS,
-         image_token_id=FIRST, pad_token_id=0)
+    save_random_model("idefics3", folder, {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}, TOWER, WORDS,
+                      image_token_id=FIRST, pad_token_id=0)
     Idefics3ImageProcessorPil(size={"longest_edge": 128}, max_image_size={"longest_edge": 32}).save_pretrained(folder)
     return folder
 
@@ -46,11 +46,11 @@ def test_it_sees_the_same(folder: Path, tmp_path: Path) -> None:
     assert isinstance(result, Converted)
     assert [each for each in said if isinstance(each, Progress) and each.phase == "copying the vision and audio towers"][-1].done > 0
     assert not [each for each in said if isinstance(each, Notice) and "takes images too" in each.text]
-    first, second = (opened(each).encode(PICTURES["photo"], EncodingJob()) for each in (folder, out))
+    first, second = (open_encoder(each).encode(PICTURES["photo"], EncodingJob()) for each in (folder, out))
     assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
     with TensorStore.of_file(out / model_folder_files.TOWER) as kept, TensorStore.open(folder) as whole:
         assert kept.tensors and all(np.array_equal(kept.read(info), whole.read(whole.tensors[name])) for name, info in kept.tensors.items())
-    assert opened(out).bytes_needed() == opened(folder).bytes_needed()
+    assert open_encoder(out).bytes_needed() == open_encoder(folder).bytes_needed()
 
 
 def test_it_is_verified_and_replaced(folder: Path, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_one_made_without_says_so(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "small"
     quantized(folder, out, tower=False)
     with pytest.raises(EffllmError, match="holds only the text model") as caught:
-        opened(out)
+        open_encoder(out)
     assert "the original folder" in caught.value.hint
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from vision_models import PICTURES, SHAPES, held_against, made, opened
+from vision_models import PICTURES, SHAPES, assert_encodes_as, open_encoder, save_random_model
 
 from effllm import UsageError
 
@@ -39,7 +39,7 @@ CASES = {
 def qwen(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen")
     family, vision, text = CASES[request.param]
-    model = made(family, folder, text, vision, ["<|image_pad|>", "<|image|>"], image_token_id=4096)
+    model = save_random_model(family, folder, text, vision, ["<|image_pad|>", "<|image|>"], image_token_id=4096)
     kind = {"glm": Glm4vImageProcessorPil, "pad": PaddleOCRVLImageProcessorPil}.get(family[:3], Qwen2VLImageProcessorPil)
     processor = kind(patch_size=vision["patch_size"], size={"shortest_edge": 60 * 60, "longest_edge": 100 * 100})
     processor.save_pretrained(folder)
@@ -49,7 +49,7 @@ def qwen(request, tmp_path_factory):
 @pytest.mark.parametrize("name", SHAPES)
 def test_rows_are_those_of_transformers(qwen, name):
     folder, model, processor = qwen
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="np")
     values, (ours, places) = ready["pixel_values"], sight.values(picture)
     frames = values.reshape(len(values), 3, 2 if values.ndim == 2 else 1, -1)
@@ -57,7 +57,7 @@ def test_rows_are_those_of_transformers(qwen, name):
     if ready["pixel_values"].ndim > 2:  # PaddleOCR-VL's patches follow one another row by row
         values = values[places @ [ready["image_grid_thw"][0, 2], 1]]
     assert np.array_equal(ours, values)
-    seen = held_against(sight, picture, model, ready)
+    seen = assert_encodes_as(sight, picture, model, ready)
     rows, columns = ready["image_grid_thw"][0, 1:] // 2
     assert seen.grid == (None if model.config.model_type == "lfm3_vl" else (rows, columns)) and len(seen.tokens) == rows * columns
     with torch.inference_mode():
@@ -71,4 +71,4 @@ def test_rows_are_those_of_transformers(qwen, name):
 
 def test_an_image_with_an_extreme_aspect_ratio_is_refused(qwen):
     with pytest.raises(UsageError, match="1 × 300 is too elongated"):
-        opened(qwen[0]).token_count(300, 1)
+        open_encoder(qwen[0]).token_count(300, 1)

@@ -25,14 +25,14 @@ from vision_models import (
     PICTURES,
     SHAPES,
     TOWER,
-    Cohere2Ready,
-    config_changed,
-    held_against,
-    made,
-    opened,
-    seeing,
-    seen_when_quantized,
-    words_of,
+    Cohere2Processor,
+    assert_encodes_as,
+    change_config,
+    fast_tokenizer,
+    open_encoder,
+    open_quantized_encoder,
+    save_random_model,
+    save_vision_model,
 )
 
 from effllm.runtime.config import read_config
@@ -49,8 +49,8 @@ PINPOINTS = [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96], [64, 96], [96, 96
 @pytest.fixture(scope="module")
 def following(tmp_path_factory):
     folder = tmp_path_factory.mktemp("next")
-    model = made("llava_next", folder, {"model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model"}, ["<image>"],
-                 image_token_index=FIRST, image_grid_pinpoints=PINPOINTS)
+    model = save_random_model("llava_next", folder, {"model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model"}, ["<image>"],
+                              image_token_index=FIRST, image_grid_pinpoints=PINPOINTS)
     processor = LlavaNextImageProcessorPil(size={"shortest_edge": 32}, crop_size=SQUARE, image_grid_pinpoints=PINPOINTS)
     processor.save_pretrained(folder)
     return folder, model, processor
@@ -60,8 +60,8 @@ def following(tmp_path_factory):
 def onevision(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("onevision")
     tower = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
-    model = made("llava_onevision", folder, {"model_type": "qwen2"}, tower, ["<image>"],
-                 image_token_index=FIRST, image_grid_pinpoints=PINPOINTS, vision_aspect_ratio=request.param)
+    model = save_random_model("llava_onevision", folder, {"model_type": "qwen2"}, tower, ["<image>"],
+                              image_token_index=FIRST, image_grid_pinpoints=PINPOINTS, vision_aspect_ratio=request.param)
     processor = LlavaOnevisionImageProcessorPil(size=SQUARE, image_grid_pinpoints=PINPOINTS)
     processor.save_pretrained(folder)
     return folder, model, processor
@@ -75,8 +75,9 @@ TOWERS = {"InternVL": {"image_size": [32, 32], "patch_size": [8, 8]},
 @pytest.fixture(scope="module", params=TOWERS)
 def internvl(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("internvl")
-    model = made("internvl", folder, {"model_type": "qwen2"}, {**TOWER, **TOWERS[request.param]}, ["<IMG_CONTEXT>", "<img>", "</img>"],
-                 image_token_id=FIRST)
+    model = save_random_model("internvl", folder, {"model_type": "qwen2"}, {**TOWER, **TOWERS[request.param]},
+                              ["<IMG_CONTEXT>", "<img>", "</img>"],
+                              image_token_id=FIRST)
     processor = GotOcr2ImageProcessorPil(size=SQUARE, max_patches=6, crop_to_patches=True)
     processor.save_pretrained(folder)
     return folder, model, processor
@@ -85,11 +86,11 @@ def internvl(request, tmp_path_factory):
 @pytest.mark.parametrize("name", SHAPES)
 def test_next(following, name):
     folder, model, processor = following
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="np")
     assert np.array_equal(np.stack(sight.values(picture)[0]).transpose(0, 3, 1, 2), ready["pixel_values"][0])
-    seen = held_against(sight, picture, model, ready)
-    told = LlavaNextProcessor(processor, words_of(folder), patch_size=8, num_additional_image_tokens=1,
+    seen = assert_encodes_as(sight, picture, model, ready)
+    told = LlavaNextProcessor(processor, fast_tokenizer(folder), patch_size=8, num_additional_image_tokens=1,
                               vision_feature_select_strategy="default")
     assert told(images=picture, text="<image>")["input_ids"][0].count(FIRST) == len(seen.tokens)
 
@@ -97,10 +98,10 @@ def test_next(following, name):
 @pytest.mark.parametrize("name", SHAPES)
 def test_onevision(onevision, name):
     folder, model, processor = onevision
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="np")
     assert np.array_equal(np.stack(sight.values(picture)[0]).transpose(0, 3, 1, 2), ready["pixel_values"][0])
-    seen = held_against(sight, picture, model, {key: ready[key] for key in ("pixel_values", "image_sizes")})
+    seen = assert_encodes_as(sight, picture, model, {key: ready[key] for key in ("pixel_values", "image_sizes")})
     told = object.__new__(LlavaOnevisionProcessor)  # without the part for videos, which it is not made without
     told.num_image_tokens, told.vision_aspect_ratio, told.image_processor = 16, model.config.vision_aspect_ratio, processor
     told.vision_feature_select_strategy, told.image_token = "full", "#"
@@ -110,12 +111,12 @@ def test_onevision(onevision, name):
 @pytest.mark.parametrize("name", SHAPES)
 def test_internvl(internvl, name):
     folder, model, processor = internvl
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="np")
     assert np.array_equal(np.stack(sight.values(picture)).transpose(0, 3, 1, 2), ready["pixel_values"])
-    seen = held_against(sight, picture, model, {"pixel_values": ready["pixel_values"]})
+    seen = assert_encodes_as(sight, picture, model, {"pixel_values": ready["pixel_values"]})
     marks = SimpleNamespace(start_image_token="<img>", end_image_token="</img>", image_token="<IMG_CONTEXT>", image_seq_length=4)
-    ids = words_of(folder).encode(InternVLProcessor.replace_image_token(marks, ready, 0), add_special_tokens=False)
+    ids = fast_tokenizer(folder).encode(InternVLProcessor.replace_image_token(marks, ready, 0), add_special_tokens=False)
     assert [ROW_PLACEHOLDER if token == FIRST else token for token in ids] == list(seen.tokens)
 
 
@@ -136,7 +137,7 @@ def test_internvl_as_its_makers_publish_it(template, tmp_path):
     folder.mkdir()
     text, vision, words, more, _ = CASES["qianfan_ocr"]
     processor = GotOcr2ImageProcessorPil(size=SQUARE, max_patches=4, crop_to_patches=True, image_mean=IMAGENET_MEAN, image_std=IMAGENET_STD)
-    model = seeing(folder, "qianfan_ocr", (text, vision, words, more, processor))
+    model = save_vision_model(folder, "qianfan_ocr", (text, vision, words, more, processor))
     as_qianfan(folder)
     raw = json.loads((folder / "config.json").read_text())
     own = {key: raw["vision_config"][key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
@@ -149,23 +150,23 @@ def test_internvl_as_its_makers_publish_it(template, tmp_path):
             **own, "model_type": "intern_vit_6b", "image_size": 32, "patch_size": 8, "qk_normalization": False, "qkv_bias": True,
             "norm_type": "layer_norm"}}))
     written = template or "{{ '<IMG_CONTEXT>' if messages[0].content is not string }}"
-    config_changed(folder, "tokenizer_config.json", chat_template=written)
+    change_config(folder, "tokenizer_config.json", chat_template=written)
     (folder / "preprocessor_config.json").write_text(json.dumps({"feature_extractor_type": "CLIPFeatureExtractor", "crop_size": 32}))
     config = read_config(folder, strict=True)
     assert config.family == "qwen3" and not config.tie_word_embeddings
-    sight = opened(folder)
+    sight = open_encoder(folder)
     assert sight.placeholder_text == ("<image>\n" if template else "<IMG_CONTEXT>\n")
     for name in ("photo", "tall", "tiny"):
         ready = processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
-        seen = held_against(sight, PICTURES[name], model, {"pixel_values": ready["pixel_values"]})
+        seen = assert_encodes_as(sight, PICTURES[name], model, {"pixel_values": ready["pixel_values"]})
         assert seen.tokens == (FIRST + 1, *(ROW_PLACEHOLDER,) * (4 * int(ready["num_patches"][0])), FIRST + 2)
     assert_same_logits(model, folder)
-    seen_when_quantized(tmp_path)
+    open_quantized_encoder(tmp_path)
     for name, value in (("ps_version", "v1"), ("use_thumbnail", False)):
-        config_changed(folder, "config.json", **{name: value})
+        change_config(folder, "config.json", **{name: value})
         with pytest.raises(ConfigError, match=name):
-            opened(folder)
-        config_changed(folder, "config.json", **{name: "v2" if name == "ps_version" else True})
+            open_encoder(folder)
+        change_config(folder, "config.json", **{name: "v2" if name == "ps_version" else True})
 
 
 def test_internvl_on_internlm2(tmp_path):
@@ -184,18 +185,18 @@ def test_internvl_on_internlm2(tmp_path):
 @pytest.mark.parametrize("tower", ({}, {"use_mean_pooling": False, "layer_scale_init_value": 0.5}), ids=("usual", "normed at the end"))
 def test_qianfan(tower, tmp_path):
     text, vision, words, more, processor = CASES["qianfan_ocr"]
-    model = seeing(tmp_path, "qianfan_ocr", (text, vision, words, more, processor), **tower)
+    model = save_vision_model(tmp_path, "qianfan_ocr", (text, vision, words, more, processor), **tower)
     as_qianfan(tmp_path)
     for name in ("photo", "tall", "tiny"):
-        sight, ready = opened(tmp_path), processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
-        seen = held_against(sight, PICTURES[name], model, {"pixel_values": ready["pixel_values"]})
+        sight, ready = open_encoder(tmp_path), processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
+        seen = assert_encodes_as(sight, PICTURES[name], model, {"pixel_values": ready["pixel_values"]})
         assert seen.tokens == (FIRST + 1, *(ROW_PLACEHOLDER,) * (4 * int(ready["num_patches"][0])), FIRST + 2)
     (tmp_path / "processor_config.json").write_text('{"image_placeholder_token": "<page>"}')
-    assert (sight.placeholder, opened(tmp_path).placeholder) == ("<image>", "<page>")
-    config_changed(tmp_path, "config.json", vision_config={**json.loads((tmp_path / "config.json").read_text())["vision_config"],
-                                                           "use_qk_norm": True})
+    assert (sight.placeholder, open_encoder(tmp_path).placeholder) == ("<image>", "<page>")
+    change_config(tmp_path, "config.json", vision_config={**json.loads((tmp_path / "config.json").read_text())["vision_config"],
+                                                          "use_qk_norm": True})
     with pytest.raises(ConfigError, match="use_qk_norm is True, expected false"):
-        opened(tmp_path)
+        open_encoder(tmp_path)
 
 
 AYA = ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL", *(f"TILE_{number}" for number in range(1, 7))]
@@ -205,7 +206,8 @@ AYA = ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL", *(f
 def aya(tmp_path_factory):
     folder = tmp_path_factory.mktemp("aya")
     tower = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
-    model = made("aya_vision", folder, {"model_type": "cohere2"}, tower, AYA, image_token_index=FIRST, alignment_intermediate_size=56)
+    model = save_random_model("aya_vision", folder, {"model_type": "cohere2"}, tower, AYA, image_token_index=FIRST,
+                              alignment_intermediate_size=56)
     processor = GotOcr2ImageProcessorPil(size=SQUARE, max_patches=6, crop_to_patches=True)
     processor.save_pretrained(folder)
     return folder, model, processor
@@ -214,12 +216,12 @@ def aya(tmp_path_factory):
 @pytest.mark.parametrize("name", SHAPES)
 def test_aya(aya, name):
     folder, model, processor = aya
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="np")
     assert np.array_equal(np.stack(sight.values(picture)).transpose(0, 3, 1, 2), ready["pixel_values"])
-    seen = held_against(sight, picture, model, {"pixel_values": ready["pixel_values"]})
-    told = AyaVisionProcessor(processor, words_of(folder), patch_size=8, img_size=32, downsample_factor=2)
-    ids = words_of(folder).encode(told.replace_image_token(ready, 0), add_special_tokens=False)
+    seen = assert_encodes_as(sight, picture, model, {"pixel_values": ready["pixel_values"]})
+    told = AyaVisionProcessor(processor, fast_tokenizer(folder), patch_size=8, img_size=32, downsample_factor=2)
+    ids = fast_tokenizer(folder).encode(told.replace_image_token(ready, 0), add_special_tokens=False)
     assert [ROW_PLACEHOLDER if token == FIRST else token for token in ids] == list(seen.tokens)
 
 
@@ -230,8 +232,9 @@ COHERE = ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BRE
 def cohere(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cohere")
     tower = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
-    model = made("cohere2_vision", folder, {"model_type": "cohere2"}, tower, COHERE, image_token_id=FIRST, alignment_intermediate_size=56)
-    processor = Cohere2Ready(size=SQUARE, max_patches=request.param, crop_to_patches=True)
+    model = save_random_model("cohere2_vision", folder, {"model_type": "cohere2"}, tower, COHERE, image_token_id=FIRST,
+                              alignment_intermediate_size=56)
+    processor = Cohere2Processor(size=SQUARE, max_patches=request.param, crop_to_patches=True)
     processor.save_pretrained(folder)
     return folder, model, processor
 
@@ -239,12 +242,12 @@ def cohere(request, tmp_path_factory):
 @pytest.mark.parametrize("name", SHAPES)
 def test_cohere(cohere, name):
     folder, model, processor = cohere
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="np")
     assert np.array_equal(np.stack(sight.values(picture)).transpose(0, 3, 1, 2), ready["pixel_values"])
-    seen = held_against(sight, picture, model, {"pixel_values": ready["pixel_values"]})
+    seen = assert_encodes_as(sight, picture, model, {"pixel_values": ready["pixel_values"]})
     marks = SimpleNamespace(patch_size=2, image_token=COHERE[0], boi_token=COHERE[1], eoi_token=COHERE[2], img_line_break_token=COHERE[3])
-    ids = words_of(folder).encode(Cohere2VisionProcessor.replace_image_token(marks, ready, 0), add_special_tokens=False)
+    ids = fast_tokenizer(folder).encode(Cohere2VisionProcessor.replace_image_token(marks, ready, 0), add_special_tokens=False)
     assert [ROW_PLACEHOLDER if token == FIRST else token for token in ids] == list(seen.tokens)
 
 
@@ -252,6 +255,6 @@ def test_resolutions_that_are_no_tiles(following, tmp_path):
     for each in following[0].iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())
     for pinpoints in ([[32, 40]], [[32]], "32", [[32, 32 * 1000]]):
-        config_changed(tmp_path, "preprocessor_config.json", image_grid_pinpoints=pinpoints)
+        change_config(tmp_path, "preprocessor_config.json", image_grid_pinpoints=pinpoints)
         with pytest.raises(ConfigError, match="image_grid_pinpoints"):
-            opened(tmp_path)
+            open_encoder(tmp_path)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 from transformers.models.glm5_next.image_processing_pil_glm5_next import smart_resize
 from vision_cases import CASES
-from vision_models import FIRST, PICTURES, config_changed, held_against, opened, seeing
+from vision_models import FIRST, PICTURES, assert_encodes_as, change_config, open_encoder, save_vision_model
 
 from effllm import EffllmError
 from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
@@ -23,13 +23,13 @@ FAMILIES = ("cohere_compass", "exaone4_5", "glm5_next", "mistral_large4")
 @pytest.fixture(scope="module", params=FAMILIES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("later") / "folder"
-    return request.param, folder, seeing(folder, request.param, CASES[request.param])
+    return request.param, folder, save_vision_model(folder, request.param, CASES[request.param])
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_values_rows_and_tokens(made: tuple[str, Path, PreTrainedModel], name: str) -> None:
     family, folder, model = made
-    sight, picture = opened(folder), PICTURES[name]
+    sight, picture = open_encoder(folder), PICTURES[name]
     ready = CASES[family][-1](picture, input_data_format="channels_last", return_tensors="pt")
     values = sight.values(picture)
     if family == "mistral_large4":
@@ -40,7 +40,7 @@ def test_values_rows_and_tokens(made: tuple[str, Path, PreTrainedModel], name: s
     if (family, name) == ("mistral_large4", "tiny"):  # of which transformers makes one row that it cannot split
         assert sight.encode(picture, EncodingJob()).tokens == (ROW_PLACEHOLDER, FIRST + 2)
         return
-    seen = held_against(sight, picture, model, dict(ready))
+    seen = assert_encodes_as(sight, picture, model, dict(ready))
     assert (seen.grid is None) is (family != "cohere_compass")
     assert (seen.deepstack_rows is not None) is (family == "cohere_compass")
 
@@ -54,8 +54,8 @@ def test_sizes_are_those_of_its_processor(height: int, width: int, least: int, m
 
 
 def test_a_video_has_no_mrope_positions_where_a_text_has_one_position_per_token(tmp_path: Path) -> None:
-    seeing(tmp_path, "exaone4_5", CASES["exaone4_5"])
-    sight = opened(tmp_path)
+    save_vision_model(tmp_path, "exaone4_5", CASES["exaone4_5"])
+    sight = open_encoder(tmp_path)
     (words, film, apart), = sight.video_inputs([Frame(float(second), PICTURES["photo"]) for second in range(3)])
     seen = sight.encode(film, EncodingJob())
     assert not words and seen.grid is None and seen.positions_per_second is None and len(film) == 4 and apart
@@ -66,9 +66,9 @@ def test_a_video_has_no_mrope_positions_where_a_text_has_one_position_per_token(
     ("exaone4_5", {"num_key_value_heads": 2}, "num_key_value_heads is 2"), ("glm5_next", {"swiglu_limit": 0}, "swiglu_limit is 0"),
     ("cohere_compass", {"deepstack_visual_indexes": [7]}, "deepstack_visual_indexes")])
 def test_what_is_not_known_is_refused(family: str, changes: dict[str, object], said: str, tmp_path: Path) -> None:
-    seeing(tmp_path, family, CASES[family])
+    save_vision_model(tmp_path, family, CASES[family])
     vision = {**json.loads((tmp_path / "config.json").read_text())["vision_config"], **changes}
-    config_changed(tmp_path, "config.json", vision_config=vision)
+    change_config(tmp_path, "config.json", vision_config=vision)
     with pytest.raises(EffllmError, match=said) as raised:
-        opened(tmp_path).encode(PICTURES["square"], EncodingJob())
+        open_encoder(tmp_path).encode(PICTURES["square"], EncodingJob())
     assert "\n" not in raised.value.message
