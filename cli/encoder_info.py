@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 def show_encoder(model: str, ref: ModelRef, screen: Screen, json: bool) -> None:
     """Print what an encoder is. Raises what reading the headers raises, and UsageError if nothing states what the model outputs."""
     from ..offload.size import format_size
-    from ..runtime.encoders.encoder import headers, tokenizer_of
+    from ..runtime.encoders.encoder import read_headers, tokenizer_of
     from ..runtime.hub import shown_licence
     from ..runtime.source import licence_of
 
-    config, tensors, pooling = headers(ref.folder)
+    config, tensors, pooling = read_headers(ref.folder)
     tokenizer_of(ref.folder, config)
     licence, stored = ref.licence or licence_of(ref.folder), sorted({kind for kind, _, _ in tensors.values()})
     parameters, nbytes = sum(prod(shape) for _, shape, _ in tensors.values()), sum(nbytes for _, _, nbytes in tensors.values())
@@ -64,14 +64,14 @@ def plan_encoder(model: str, ref: ModelRef, engine: RunFlags, screen: Screen, js
         screen.note(notice)
     if json:
         screen.json({"model": model, "folder": str(ref.folder), "family": made.config.family, "context": made.context,
-                     "threads": made.threads, "memory": {"weights_bytes": made.weights, "states_bytes": made.states,
-                                                         "program_bytes": made.baseline, "total_bytes": made.total_bytes,
-                                                         "budget_bytes": made.budget}})
+                     "threads": made.threads, "memory": {"weights_bytes": made.weight_bytes, "states_bytes": made.activation_bytes,
+                                                         "program_bytes": made.baseline_bytes, "total_bytes": made.total_bytes,
+                                                         "budget_bytes": made.budget_bytes}})
         return
     screen.pairs([
         ("model", f"{model}, {made.config.family}, for effllm {'serve' if made.config.ranks else 'embed and effllm serve'}"),
-        ("memory", f"{format_size(made.total_bytes)} of {format_size(made.budget)}: weights {format_size(made.weights)}, "
-                   f"activations {format_size(made.states)}, program {format_size(made.baseline)}"),
+        ("memory", f"{format_size(made.total_bytes)} of {format_size(made.budget_bytes)}: weights {format_size(made.weight_bytes)}, "
+                   f"activations {format_size(made.activation_bytes)}, program {format_size(made.baseline_bytes)}"),
         ("context", f"{made.context} tokens per text"),
         ("threads", str(made.threads)),
     ])

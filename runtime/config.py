@@ -90,11 +90,11 @@ def read_config(folder: Path, strict: bool = False) -> ModelConfig:
 def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig:
     """`read_config` for an object already in memory."""
     from . import families  # the families import this module
-    from .encoders import refuse_writing
+    from .encoders import refuse_generation
 
     Keys(raw).text("model_type", None)  # must be a string: it is looked up in tables below
     raw = resolve_shared_model_type(raw)
-    refuse_writing(raw)
+    refuse_generation(raw)
     refuse_alone(raw)
     text_config = families.resolve_model_type(raw)
     bidirectional = text_config.get("is_causal") is False and text_config.get("model_type") in BIDIRECTIONAL_FAMILIES

@@ -9,7 +9,7 @@ import numpy as np
 from gguf_samples import add_fable_tokenizer
 from safetensors.numpy import load_file
 
-from effllm.runtime.encoders.gguf_encoder import own_name
+from effllm.runtime.encoders.gguf_encoder import gguf_name
 
 MARK = "\u2581"
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -76,7 +76,7 @@ def write_encoder(folder: Path, path: Path, arch: str = "bert", pooling: str | N
             continue
         for theirs, plain in DISTILLED.items() if said.get("model_type") == "distilbert" else ():
             name = name.replace(theirs, plain)
-        own = own_name(name.removeprefix("bert.").removeprefix("roberta.").removeprefix("model."))
+        own = gguf_name(name.removeprefix("bert.").removeprefix("roberta.").removeprefix("model."))
         own = own.replace("classifier.dense", "cls").replace("classifier.out_proj", "cls.output")
         values = values[first:] if own.startswith("position_embd") else values
         if not values.dtype.kind == "f" or own.startswith("cls") and pooling != "rank":

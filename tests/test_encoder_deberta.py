@@ -36,8 +36,8 @@ def test_vectors_of_models_that_state_other_distances(tmp_path: Path, more: dict
 
 def test_what_distances_are_made_into_is_planned(tmp_path: Path) -> None:
     plan = plan_encoder(made_encoder(tmp_path / "m", random_model(NAME, **SAID)), EncoderOptions())
-    made = [each for layer in opened(plan.folder)._stack.layers for each in layer.of_distances]
-    assert plan.config.made_nbytes == sum(each.nbytes for each in made)
+    made = [each for layer in opened(plan.folder)._stack.layers for each in layer.relative_positions]
+    assert plan.config.distance_nbytes == sum(each.nbytes for each in made)
 
 
 @pytest.mark.parametrize(("changed", "said"), [

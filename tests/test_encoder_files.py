@@ -12,7 +12,7 @@ from test_encoders import KINDS, TEXTS, never, opened, returned, rows_of
 from effllm import EffllmError, UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.encoders import is_encoder
-from effllm.runtime.encoders.encoder import headers
+from effllm.runtime.encoders.encoder import read_headers
 from effllm.runtime.generation.served_encoder import ServedEncoder
 from effllm.runtime.library.local_model import local_model
 
@@ -128,7 +128,7 @@ def test_the_head_of_a_distilbert(tmp_path: Path) -> None:
 
 def test_what_is_told_of_a_file(bert: Path, tmp_path: Path) -> None:
     file = write_encoder(bert, tmp_path / "m.gguf", pooling="cls")
-    config, _, pooling = headers(file)
+    config, _, pooling = read_headers(file)
     assert (config.family, config.context_length, config.hidden_size, pooling.way) == ("bert", 400, 64, "cls")
     listed = local_model("m", file)
     assert listed.family == "bert" and listed.context == 400 and listed.params > 0

@@ -16,7 +16,7 @@ from effllm.offload.checkpoint import TensorStore
 from effllm.runtime.config_reader import read_json
 from effllm.runtime.encoders import is_encoder
 from effllm.runtime.encoders.encoder_config import family_of, read_encoder_config
-from effllm.runtime.encoders.jina_bert import slopes_of
+from effllm.runtime.encoders.jina_bert import alibi_slopes
 from effllm.runtime.encoders.weights import FolderTensors, Tensors
 from effllm.runtime.generation.served_encoder import ServedEncoder
 
@@ -51,7 +51,7 @@ def test_a_gate_of_another_kind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 16, 20])
 def test_slopes(heads: int) -> None:
-    np.testing.assert_allclose(slopes_of(heads), slopes(heads), rtol=1e-6)
+    np.testing.assert_allclose(alibi_slopes(heads), slopes(heads), rtol=1e-6)
 
 
 @CODE

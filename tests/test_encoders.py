@@ -20,7 +20,7 @@ from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError, read_json
 from effllm.runtime.encoders import ENCODERS, is_encoder, is_encoder_config
 from effllm.runtime.encoders.encoder import Encoder, EncoderOptions, open_encoder, plan_encoder, tokenizer_of
-from effllm.runtime.encoders.encoder_config import ACTS, family_of, read_encoder_config
+from effllm.runtime.encoders.encoder_config import ACTIVATION_NAMES, family_of, read_encoder_config
 from effllm.runtime.encoders.weights import FolderTensors, Tensors
 from effllm.runtime.events import Embedded, Progress, Ranked
 from effllm.runtime.generation.served_encoder import ServedEncoder
@@ -86,7 +86,7 @@ def test_vectors_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
 
 
 def test_every_family_is_compared() -> None:
-    assert KINDS.keys() | {"new", "jina_bert", "xlm_roberta_flash"} == ENCODERS.keys() and {*ACTS} <= ACTIVATIONS.keys()
+    assert KINDS.keys() | {"new", "jina_bert", "xlm_roberta_flash"} == ENCODERS.keys() and {*ACTIVATION_NAMES} <= ACTIVATIONS.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,7 +139,7 @@ def test_gte_as_it_is_published(tmp_path: Path, head: str) -> None:
     (folder / "config.json").write_text(json.dumps(
         {name: each for name, each in raw.items() if name not in ("max_position_embeddings", "rope_theta")}))
     unsaid = read_encoder_config(folder)
-    assert (unsaid.context_length, unsaid.thetas[0]) == (2048, 10000.0)
+    assert (unsaid.context_length, unsaid.rope_thetas[0]) == (2048, 10000.0)
     for changed, said in (({"pack_qkv": False}, "pack_qkv = False"),
                           ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type = 'linear'"),
                           ({"rope_scaling": {"type": "ntk", "factor": 0.5}}, "a number above 1"),
@@ -327,7 +327,7 @@ def test_context_and_memory(bert: Path) -> None:
     assert plan_encoder(bert, EncoderOptions()).context == 256 and plan_encoder(bert, EncoderOptions(ctx=64)).context == 64
     with pytest.raises(UsageError, match="-c 300 is more than the 256"):
         plan_encoder(bert, EncoderOptions(ctx=300))
-    given = plan_encoder(bert, EncoderOptions(ctx=300, gives_way=True))
+    given = plan_encoder(bert, EncoderOptions(ctx=300, caps_ctx=True))
     assert given.context == 256 and "ignored" in given.notices[-1]
     with pytest.raises(DoesNotFit, match="for weights"):
         plan_encoder(bert, EncoderOptions(ram="1Mi"))
@@ -357,7 +357,7 @@ def test_a_theta_of_nomic_may_stand_beside_its_section(tmp_path: Path) -> None:
                  {"rope_theta": 10_000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}):
         (folder / "config.json").write_text(json.dumps({**raw, **said}))
         theirs = transformers.AutoConfig.from_pretrained(folder).rope_parameters["rope_theta"]
-        assert set(read_encoder_config(folder).thetas) == {theirs}
+        assert set(read_encoder_config(folder).rope_thetas) == {theirs}
 
 
 def test_values_that_are_not_finite_are_reported(tmp_path: Path) -> None:

@@ -24,19 +24,21 @@ ENCODERS: Mapping[str, str] = {
     "modernbert": "modernbert", "mpnet": "mpnet", "new": "gte", "nomic_bert": "nomic_bert", "roberta": "bert", "xlm-roberta": "bert",
     "xlm_roberta_flash": "xlm_roberta_flash"}
 WITHOUT_HEAD = ("jina_bert", "nomic_bert")  # no supported rerankers
-# Config class in auto_map -> model_type, for configs that state none, or RoBERTa's.
-NAMED, NAMED_TOO = {"XLMRobertaFlashConfig": "xlm_roberta_flash"}, "xlm-roberta"
+ROBERTA_TYPE = "xlm-roberta"
+# Config class in auto_map -> model_type, for configs that state none, or ROBERTA_TYPE.
+AUTO_CONFIG_TYPES = {"XLMRobertaFlashConfig": "xlm_roberta_flash"}
 # Architecture of a GGUF file -> model_type.
-FILES: Mapping[str, str] = {"bert": "bert", "eurobert": "eurobert", "jina-bert-v2": "jina_bert", "jina-bert-v3": "jina_embeddings_v3",
-                            "modern-bert": "modernbert", "nomic-bert": "nomic_bert", "nomic-bert-moe": "nomic_bert"}
-# Suffixes of architectures usable for embeddings, whatever their head.
-VECTORS = ("Model", "ForMaskedLM", "ForPreTraining", "RobertaLoRA")
-RANKS = "ForSequenceClassification"
-WRITES = ("ForCausalLM", "LMHeadModel")  # decoders with an encoder's model_type
+GGUF_ARCHITECTURES: Mapping[str, str] = {
+    "bert": "bert", "eurobert": "eurobert", "jina-bert-v2": "jina_bert", "jina-bert-v3": "jina_embeddings_v3", "modern-bert": "modernbert",
+    "nomic-bert": "nomic_bert", "nomic-bert-moe": "nomic_bert"}
+# Suffixes of class names in `architectures`: usable for embeddings, whatever their head; rerankers; decoders with an encoder's model_type.
+EMBEDDING_SUFFIXES = ("Model", "ForMaskedLM", "ForPreTraining", "RobertaLoRA")
+RERANKER_SUFFIX = "ForSequenceClassification"
+DECODER_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 
 
 def is_encoder(path: Path) -> bool:
-    """Whether the model at `path` is an encoder, by its config; False for what cannot be read."""
+    """Whether the model at `path` is an encoder, by its config; False if that cannot be read."""
     if is_gguf(path):
         from .gguf_encoder import is_encoder_file
 
@@ -50,26 +52,28 @@ def is_encoder(path: Path) -> bool:
 
 def is_encoder_config(raw: Mapping[str, object]) -> bool:
     """Whether a config is that of an encoder."""
-    named, kind = raw.get("architectures"), model_type_of(raw)
-    writes = isinstance(named, list) and any(str(name).endswith(WRITES) for name in named)
-    return kind in ENCODERS and not writes
+    architectures, model_type = raw.get("architectures"), model_type_of(raw)
+    is_decoder = isinstance(architectures, list) and any(str(name).endswith(DECODER_SUFFIXES) for name in architectures)
+    return model_type in ENCODERS and not is_decoder
 
 
 def model_type_of(raw: Mapping[str, object]) -> str:
     """model_type of a config, or the one implied by its custom code; empty for neither."""
-    stated, code = raw.get("model_type"), raw.get("auto_map")
-    reader = code.get("AutoConfig") if isinstance(code, dict) else None
-    own = NAMED.get(reader.rpartition(".")[2], "") if isinstance(reader, str) else ""
-    if stated is None or stated == NAMED_TOO and own:
-        return own
+    stated, auto_map = raw.get("model_type"), raw.get("auto_map")
+    config_class = auto_map.get("AutoConfig") if isinstance(auto_map, dict) else None
+    implied = AUTO_CONFIG_TYPES.get(config_class.rpartition(".")[2], "") if isinstance(config_class, str) else ""
+    if stated is None or stated == ROBERTA_TYPE and implied:
+        return implied
     return stated if isinstance(stated, str) else ""
 
 
-def refuse_writing(raw: Mapping[str, object]) -> None:
-    """Raises UsageError for an encoder's config where a generative model is needed."""
+def refuse_generation(raw: Mapping[str, object]) -> None:
+    """Raises UsageError for an encoder's config, where a generative model is needed."""
     if is_encoder_config(raw):
-        named = raw.get("architectures")
-        ranks = isinstance(named, list) and any(str(name).endswith(RANKS) for name in named)
-        what = "a reranker" if ranks else "an embedding model"
-        way = "effllm serve MODEL answers /v1/rerank" if ranks else 'effllm embed MODEL "a text"; effllm serve MODEL answers /v1/embeddings'
-        raise UsageError(f"this is {what}, which does not generate text ({model_type_of(raw)})", way)
+        architectures = raw.get("architectures")
+        is_reranker = isinstance(architectures, list) and any(str(name).endswith(RERANKER_SUFFIX) for name in architectures)
+        what = "a reranker" if is_reranker else "an embedding model"
+        hint = 'effllm embed MODEL "a text"; effllm serve MODEL answers /v1/embeddings'
+        if is_reranker:
+            hint = "effllm serve MODEL answers /v1/rerank"
+        raise UsageError(f"this is {what}, which does not generate text ({model_type_of(raw)})", hint)

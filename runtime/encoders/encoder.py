@@ -27,12 +27,12 @@ from .layers import Batch, Stack
 from .pooling import Pooling, read_pooling
 from .ranking_head import RankingHead
 from .task_adapters import task_stacks
-from .weights import STORED, FolderTensors, Tensors
+from .weights import STORED_DTYPES, FolderTensors, Tensors
 
-BATCH_TOKENS = 4096  # a batch has at most so many tokens, or one text
-STORED_TENSORS = ("embeddings.", "_embd.", "token_types.")  # in the names of tensors that stay as they are stored
+BATCH_TOKENS = 4096  # maximum tokens of a batch, unless it is one longer text
+STORED_NAME_PARTS = ("embeddings.", "_embd.", "token_types.")  # parts of the names of tables, which are kept as stored
 NO_TASKS: Mapping[str | None, Stack] = {}
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -43,46 +43,46 @@ class EncoderOptions:
     threads: int | None = None  # None: one per core
     ram: str | None = None  # such as "6G"
     strict: bool = False
-    gives_way: bool = False  # `ctx` is a setting for all models, so it is capped at the model's maximum
+    caps_ctx: bool = False  # a larger `ctx` is capped at the model's maximum with a notice: it is a setting for all models
 
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """What is known before weights are read."""
+    """Sizes and limits of a run, known before weights are read."""
 
     folder: Path
     config: EncoderConfig
     context: int  # maximum tokens of a text
     threads: int
-    weights: int  # bytes in memory
-    states: int  # bytes: peak of the activations
-    baseline: int  # bytes of the process without a model
-    budget: int  # bytes available
+    weight_bytes: int
+    activation_bytes: int  # at peak
+    baseline_bytes: int  # of the process without a model
+    budget_bytes: int  # available for all three
     notices: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
-        return self.weights + self.states + self.baseline
+        return self.weight_bytes + self.activation_bytes + self.baseline_bytes
 
 
-def headers(folder: Path) -> tuple[EncoderConfig, dict[str, tuple[str, tuple[int, ...], int]], Pooling | None]:
+def read_headers(folder: Path) -> tuple[EncoderConfig, dict[str, tuple[str, tuple[int, ...], int]], Pooling | None]:
     """Config, tensors and pooling of an encoder, without reading weights. Raises as `plan_encoder` and `open_encoder` do."""
     config = read_encoder_config(folder)
     return config, tensors_of(folder), None if config.ranks else read_pooling(folder, config.hidden_size)
 
 
 def tensors_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """(type, shape, bytes) of each weight by stored name; position-id buffers, which some folders hold, are excluded."""
+    """(dtype, shape, bytes) of each weight by stored name, without the position-id buffers of some folders."""
     if is_gguf(folder):
         from ..gguf.store import read_header
 
         return {name: (info.type, info.shape, info.nbytes) for name, info in read_header(folder).tensors.items()}
     with TensorStore.open(folder) as store:
-        return {name: (info.dtype, info.shape, info.nbytes) for name, info in store.tensors.items() if info.dtype in STORED}
+        return {name: (info.dtype, info.shape, info.nbytes) for name, info in store.tensors.items() if info.dtype in STORED_DTYPES}
 
 
 def tokenizer_of(folder: Path, config: EncoderConfig) -> Tokenizer:
-    """Raises ModelNotFound, TokenizerError."""
+    """The tokenizer of a folder or GGUF file. Raises ModelNotFound, TokenizerError."""
     if is_gguf(folder):
         from .gguf_tokenizer import load_file_tokenizer
 
@@ -91,25 +91,27 @@ def tokenizer_of(folder: Path, config: EncoderConfig) -> Tokenizer:
 
 
 def plan_encoder(folder: Path, options: EncoderOptions) -> EncoderPlan:
-    """Raises ModelNotFound, ConfigError, CheckpointError, UsageError, and DoesNotFit with the numbers."""
+    """Plan a run from the headers. Raises ModelNotFound, ConfigError, CheckpointError, UsageError, and DoesNotFit with the numbers."""
     config = read_encoder_config(folder, options.strict)
     context, notices = options.ctx or config.context_length, list(config.warnings)
     if context > config.context_length:
         message = f"-c {context} is more than the {config.context_length} tokens that this model takes"
-        if not options.gives_way:
+        if not options.caps_ctx:
             raise UsageError(message, "leave out -c")
         context = config.context_length
         notices.append(f"{message}: ignored, since it is a setting for all models")
-    weights = sum(nbytes if kind in STORED and any(part in name for part in STORED_TENSORS) else 4 * int(np.prod(shape, dtype=np.int64))
-                  for name, (kind, shape, nbytes) in tensors_of(folder).items()) + config.made_nbytes
+    weight_bytes = config.distance_nbytes + sum(
+        nbytes if dtype in STORED_DTYPES and any(part in name for part in STORED_NAME_PARTS) else 4 * int(np.prod(shape, dtype=np.int64))
+        for name, (dtype, shape, nbytes) in tensors_of(folder).items())
     threads = min(MAX_WORKERS, options.threads or hardware.cpu_threads())
     tokens = max(BATCH_TOKENS, context)
-    states = 4 * tokens * (6 * config.hidden_size) + threads * 4 * 384 * (2 * config.intermediate_size + 2 * context)
-    budget = parse_size(options.ram) if options.ram else hardware.memory_available() + hardware.rss()
-    plan = EncoderPlan(folder, config, context, threads, weights, states, hardware.rss(), budget, tuple(notices))
-    if plan.total_bytes > budget:
-        raise DoesNotFit(f"{format_size(plan.total_bytes)} of memory are needed, {format_size(weights)} for weights, and there are only "
-                         f"{format_size(budget)}", "an encoder's weights are never offloaded: use a smaller model, or raise --ram")
+    activation_bytes = 4 * tokens * (6 * config.hidden_size) + threads * 4 * 384 * (2 * config.intermediate_size + 2 * context)
+    budget_bytes = parse_size(options.ram) if options.ram else hardware.memory_available() + hardware.rss()
+    plan = EncoderPlan(folder, config, context, threads, weight_bytes, activation_bytes, hardware.rss(), budget_bytes, tuple(notices))
+    if plan.total_bytes > budget_bytes:
+        raise DoesNotFit(f"{format_size(plan.total_bytes)} of memory are needed, {format_size(weight_bytes)} for weights, "
+                         f"and there are only {format_size(budget_bytes)}",
+                         "an encoder's weights are never offloaded: use a smaller model, or raise --ram")
     return plan
 
 
@@ -131,61 +133,71 @@ class Encoder:
         return self.config.hidden_size if self._pooling is None else self._pooling.width(self.config.hidden_size)
 
     def require_embeddings(self) -> None:
-        """Raises UsageError where the model makes no embeddings."""
+        """Raises UsageError if the model makes no embeddings."""
         if self._pooling is None:
             raise UsageError("this model is a reranker and makes no embeddings",
                              "use POST /v1/rerank, or serve an embedding model")
 
     def require_ranking(self) -> None:
-        """Raises UsageError where the model has no ranking head."""
+        """Raises UsageError if the model has no ranking head."""
         if self._head is None:
             raise UsageError("this model is not a reranker: it has no ranking head",
                              "use a reranker, such as BAAI/bge-reranker-v2-m3")
 
-    def vectors(self, rows: Sequence[Sequence[int]], cancelled: Callable[[], bool],
+    def vectors(self, token_ids: Sequence[Sequence[int]], cancelled: Callable[[], bool],
                 task: str | None = None) -> Generator[Progress | Yield, None, list[np.ndarray] | None]:
-        """An embedding float32 [D] for each text's token ids, with the adapter of `task` if the model has it; None where cancelled. Raises
-        UsageError where the model makes no embeddings."""
+        """An embedding float32 [D] for each text's token ids, with the adapter of `task` if the model has it; None if cancelled.
+
+        Raises UsageError if the model makes no embeddings.
+        """
         self.require_embeddings()
         stack = self._tasks.get(task, self._stack)
-        return (yield from self._each(rows, None, self._pooling, "embedding", cancelled, stack))
+        return (yield from self._run_batched(token_ids, None, self._pooling, "embedding", cancelled, stack))
 
-    def scores(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]],
+    def scores(self, token_ids: Sequence[Sequence[int]], token_types: Sequence[Sequence[int]],
                cancelled: Callable[[], bool]) -> Generator[Progress | Yield, None, list[float] | None]:
-        """Sigmoid of the ranking head's logit for each text pair, 0 to 1; None where cancelled. Raises UsageError without such a head."""
+        """Sigmoid of the ranking head's logit for each text pair, 0 to 1; None if cancelled. Raises UsageError if there is no such head."""
         self.require_ranking()
-        return (yield from self._each(rows, types, lambda states: sigmoid(self._head.logit(states)), "ranking", cancelled))
 
-    def _each(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None, reduce: Callable[[np.ndarray], Made],
-              phase: str, cancelled: Callable[[], bool],
-              stack: Stack | None = None) -> Generator[Progress | Yield, None, list[Made] | None]:
-        """Results per text, in order; texts are batched by length."""
-        order, results, num_done = sorted(range(len(rows)), key=lambda index: len(rows[index])), {}, 0
+        def score(states: np.ndarray) -> float:
+            return sigmoid(self._head.logit(states))
+
+        return (yield from self._run_batched(token_ids, token_types, score, "ranking", cancelled))
+
+    def _run_batched(self, token_ids: Sequence[Sequence[int]], token_types: Sequence[Sequence[int]] | None,
+                     reduce: Callable[[np.ndarray], Result], phase: str, cancelled: Callable[[], bool],
+                     stack: Stack | None = None) -> Generator[Progress | Yield, None, list[Result] | None]:
+        """`reduce` of each text's hidden states [T, D], in order of the texts, which are batched by length; None if cancelled.
+
+        stack: the layers of a task, None for the model's
+        """
+        order, results, num_done = sorted(range(len(token_ids)), key=lambda index: len(token_ids[index])), {}, 0
         while num_done < len(order):
             batch_indexes, tokens = [], 0
             for index in order[num_done:]:
-                if batch_indexes and tokens + len(rows[index]) > BATCH_TOKENS:
+                if batch_indexes and tokens + len(token_ids[index]) > BATCH_TOKENS:
                     break
                 batch_indexes.append(index)
-                tokens += len(rows[index])
-            batch = Batch.of([rows[index] for index in batch_indexes], types and [types[index] for index in batch_indexes])
+                tokens += len(token_ids[index])
+            batch = Batch.from_texts([token_ids[index] for index in batch_indexes],
+                                     token_types and [token_types[index] for index in batch_indexes])
             try:
                 with WorkerPool(self.plan.threads, EncodingRequest(cancelled)) as pool:
                     states = (stack or self._stack).states(batch, pool)
             except EncodingCancelled:
                 return None
-            _demand_finite(states)
+            _check_finite(states)
             with np.errstate(over="ignore", invalid="ignore"):
                 results |= {index: reduce(states[span]) for index, span in zip(batch_indexes, batch.texts, strict=True)}
-            for index in batch_indexes:  # pooling and ranking head may be damaged too
-                _demand_finite(results[index])
+            for index in batch_indexes:  # weights of pooling or head may be damaged too
+                _check_finite(results[index])
             num_done += len(batch_indexes)
             yield Progress(phase, num_done, len(order), "texts") if num_done < len(order) else Yield()
-        return [results[index] for index in range(len(rows))]
+        return [results[index] for index in range(len(token_ids))]
 
 
 class EncodingRequest(EncodingJob):
-    """An encoding that is cancelled when the client is gone."""
+    """An encoding that is cancelled when its client disconnects."""
 
     def __init__(self, cancelled: Callable[[], bool]) -> None:
         super().__init__()
@@ -197,17 +209,19 @@ class EncodingRequest(EncodingJob):
 
 
 def open_encoder(plan: EncoderPlan, tokenizer: Tokenizer) -> Iterator[Progress | Encoder]:
-    """Read the weights; yields Progress and the encoder last. Raises CheckpointError, ConfigError, and UsageError for a model that states
-    neither pooling nor a head."""
+    """Read the weights; yields Progress, and the encoder last.
+
+    Raises CheckpointError, ConfigError, and UsageError for a model that states neither pooling nor a head.
+    """
     config = plan.config
     family = family_of(config.family)
     pooling = None if config.ranks else read_pooling(plan.folder, config.hidden_size)
-    with ExitStack() as opened:
+    with ExitStack() as files:
         if is_gguf(plan.folder):
-            stored = opened.enter_context(GgufTensors(plan.folder))
+            stored = files.enter_context(GgufTensors(plan.folder))
             nbytes = stored.nbytes
         else:
-            store = opened.enter_context(TensorStore.open(plan.folder))
+            store = files.enter_context(TensorStore.open(plan.folder))
             stored, nbytes = FolderTensors(store, family.PREFIXES), store.nbytes
         yield Progress("loading", 0, nbytes, "bytes")
         tensors = Tensors(stored)
@@ -220,7 +234,7 @@ def open_encoder(plan: EncoderPlan, tokenizer: Tokenizer) -> Iterator[Progress |
     yield Encoder(plan, tokenizer, stack, pooling, head, tasks)
 
 
-def _demand_finite(values: np.ndarray | float) -> None:
+def _check_finite(values: np.ndarray | float) -> None:
     """Raises EffllmError for NaN or infinity."""
     if not np.isfinite(values).all():
         from ..generation.embedding import not_finite_error
@@ -229,4 +243,4 @@ def _demand_finite(values: np.ndarray | float) -> None:
 
 
 def sigmoid(x: float) -> float:
-    return 1 / (1 + exp(-x)) if x > -700 else 0.0  # beyond which exp has no number
+    return 1 / (1 + exp(-x)) if x > -700 else 0.0  # exp overflows below

@@ -1,7 +1,7 @@
-"""Encoders in GGUF files as llama.cpp writes them, presented as the original checkpoint's config.json and tensor names.
+"""Encoders in GGUF files as llama.cpp writes them, presented under the original checkpoint's config keys and tensor names.
 
-llama.cpp writes XLM-RoBERTa as BERT, without the position rows before its first, with its head as BERT's. Experts are one tensor [experts,
-rows, depth] for each of their two matrices.
+llama.cpp writes XLM-RoBERTa as BERT: with BERT's head, and without the position rows before the first text token's. The experts of a layer
+are one tensor [experts, rows, depth] for each of their two matrices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ...offload.gguf_header import GgufHeader
 from ...offload.safetensors_header import CheckpointError, shown
 from ..config_reader import ConfigError, Keys
-from . import FILES, WITHOUT_HEAD
+from . import GGUF_ARCHITECTURES, WITHOUT_HEAD
 from .encoder_config import EncoderConfig, family_of
 
 if TYPE_CHECKING:
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from ...offload.checkpoint import OpenFile
     from ...offload.gguf_header import GgufTensor
 
-WAYS = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type -> how a vector is made
-RANK = 4
+POOLING_TYPES = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type -> a name of `pooling.POOLING_MODES`
+RANK_POOLING = 4
 POOLING_TYPE = "pooling_type"
-# Below the architecture's name -> config.json.
+# Metadata key, without the architecture's name -> key of config.json.
 KEYS = {"embedding_length": "hidden_size", "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
         "attention.head_count": "num_attention_heads", "context_length": "max_position_embeddings",
         "attention.layer_norm_epsilon": "layer_norm_eps"}
-# By model_type what is called otherwise there, or not of all.
-ALSO: Mapping[str, Mapping[str, str]] = {
+# By model_type: keys that other types lack, or that have another name in config.json.
+FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
     "eurobert": {"attention.head_count_kv": "num_key_value_heads", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
                  "rope.freq_base": "rope_theta"},
     "jina_embeddings_v3": {"rope.freq_base": "rope_theta"},
@@ -41,14 +41,15 @@ ALSO: Mapping[str, Mapping[str, str]] = {
                    "rope.freq_base_swa": "local_rope_theta"},
     "nomic_bert": {"expert_count": "num_experts", "expert_used_count": "moe_top_k", "moe_every_n_layers": "moe_every_n_layers",
                    "rope.freq_base": "rotary_emb_base"}}
-UNSAID: Mapping[str, Mapping[str, object]] = {  # of an architecture
+# By architecture: keys of config.json that files do not state.
+IMPLIED_VALUES: Mapping[str, Mapping[str, object]] = {
     "jina-bert-v2": {"feed_forward_type": "geglu", "position_embedding_type": "alibi"}, "nomic-bert-moe": {"activation_function": "gelu"}}
-# Checkpoint names within a layer -> GGUF names.
-OUTER = {"embeddings.word_embeddings": "token_embd", "embeddings.position_embeddings": "position_embd",
+# Checkpoint name -> GGUF name, outside of layers and within a layer.
+OUTER_NAMES = {"embeddings.word_embeddings": "token_embd", "embeddings.position_embeddings": "position_embd",
          "embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "token_embd_norm", "emb_ln": "token_embd_norm",
          "pooler.dense": "cls", "classifier": "cls.output", "embeddings.tok_embeddings": "token_embd", "embeddings.norm": "token_embd_norm",
          "final_norm": "output_norm", "head.dense": "cls", "head.norm": "cls.norm", "embed_tokens": "token_embd", "norm": "output_norm"}
-INNER = {"attention.self.query": "attn_q", "attention.self.key": "attn_k", "attention.self.value": "attn_v",
+LAYER_NAMES = {"attention.self.query": "attn_q", "attention.self.key": "attn_k", "attention.self.value": "attn_v",
          "attention.self.qkv": "attn_qkv",
          "attention.output.dense": "attn_output", "attention.output.LayerNorm": "attn_output_norm", "intermediate.dense": "ffn_up",
          "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm", "attn.Wqkv": "attn_qkv", "attn.out_proj": "attn_output",
@@ -62,13 +63,13 @@ INNER = {"attention.self.query": "attn_q", "attention.self.key": "attn_k", "atte
          "layer_norm_1": "attn_norm_2", "layer_norm_2": "layer_output_norm", "mlp.layernorm": "layer_output_norm",
          "mlp.gated_layers": "ffn_up", "mlp.up_gated_layer": "ffn_up", "mlp.gated_layers_v": "ffn_up", "mlp.gated_layers_w": "ffn_gate",
          "mlp.wo": "ffn_down", "mlp.down_layer": "ffn_down"}
-LAYER = re.compile(r"(?:encoder\.)?layers?\.(\d+)\.(.+)\.(weight|bias)")
-RAW = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+LAYER_PATTERN = re.compile(r"(?:encoder\.)?layers?\.(\d+)\.(.+)\.(weight|bias)")
+RAW_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 AGAIN = "fetch the file again, or use the folder of the checkpoint"
 
 
 def is_encoder_file(path: Path) -> bool:
-    """Whether a GGUF file holds an encoder; False for what cannot be read."""
+    """Whether a GGUF file holds an encoder; False if it cannot be read."""
     from ... import EffllmError
     from ..gguf.store import read_header
 
@@ -76,7 +77,7 @@ def is_encoder_file(path: Path) -> bool:
         header = read_header(path)
     except EffllmError:
         return False
-    return header.metadata.get("general.architecture") in FILES
+    return header.metadata.get("general.architecture") in GGUF_ARCHITECTURES
 
 
 def read_file_config(path: Path) -> EncoderConfig:
@@ -84,39 +85,39 @@ def read_file_config(path: Path) -> EncoderConfig:
     from ..gguf.store import read_header
 
     header = read_header(path)
-    return config_of(header)
+    return config_from_header(header)
 
 
-def config_of(header: GgufHeader) -> EncoderConfig:
-    """`read_file_config` of a header."""
-    name, tokens = str(header.metadata.get("general.architecture")), header.tensors.get("token_embd.weight")
-    if tokens is None or len(tokens.shape) != 2:
+def config_from_header(header: GgufHeader) -> EncoderConfig:
+    """As `read_file_config`, from a header."""
+    architecture, embeddings = str(header.metadata.get("general.architecture")), header.tensors.get("token_embd.weight")
+    if embeddings is None or len(embeddings.shape) != 2:
         raise CheckpointError(f"{header.path} holds no tensor token_embd.weight", AGAIN)
-    kind, types = FILES[name], header.tensors.get("token_types.weight")
-    raw: dict[str, object] = {"model_type": kind, "vocab_size": tokens.shape[0], **UNSAID.get(name, {})}
-    keys = {**KEYS, **ALSO.get(kind, {})}
-    raw |= {ours: value for theirs, ours in keys.items() if (value := header.metadata.get(f"{name}.{theirs}")) is not None}
-    if types is not None:
-        raw["type_vocab_size"] = types.shape[0]
+    model_type, token_types = GGUF_ARCHITECTURES[architecture], header.tensors.get("token_types.weight")
+    raw: dict[str, object] = {"model_type": model_type, "vocab_size": embeddings.shape[0], **IMPLIED_VALUES.get(architecture, {})}
+    keys = {**KEYS, **FAMILY_KEYS.get(model_type, {})}
+    raw |= {key: value for gguf_key, key in keys.items() if (value := header.metadata.get(f"{architecture}.{gguf_key}")) is not None}
+    if token_types is not None:
+        raw["type_vocab_size"] = token_types.shape[0]
     try:
-        config = family_of(kind).config(Keys(raw, str(header.path)))
+        config = family_of(model_type).config(Keys(raw, str(header.path)))
     except ConfigError as error:
-        message = error.message
-        for theirs, ours in keys.items():
-            message = message.replace(ours, f"{name}.{theirs}")
+        message = error.message  # names the metadata keys, not config.json's
+        for gguf_key, key in keys.items():
+            message = message.replace(key, f"{architecture}.{gguf_key}")
         raise CheckpointError(message, AGAIN) from error
-    ranks = header.metadata.get(f"{name}.{POOLING_TYPE}") == RANK
-    if ranks and kind in WITHOUT_HEAD:
-        raise CheckpointError(f"{header.path} holds a {name} reranker, which is not supported", "embedding models are")
-    return replace(config, type_rows=config.type_rows if types is not None else 0, labels=int(ranks), raw=raw)
+    ranks = header.metadata.get(f"{architecture}.{POOLING_TYPE}") == RANK_POOLING
+    if ranks and model_type in WITHOUT_HEAD:
+        raise CheckpointError(f"{header.path} holds a {architecture} reranker, which is not supported", "embedding models are")
+    return replace(config, type_vocab_size=config.type_vocab_size if token_types is not None else 0, num_labels=int(ranks), raw=raw)
 
 
-def way_of(path: Path) -> str | None:
-    """The pooling mode of a file, a name of `pooling.POOLING_MODES`; None where it does not say."""
+def pooling_mode_of(path: Path) -> str | None:
+    """The pooling mode of a file, a name of `pooling.POOLING_MODES`; None if it states none."""
     from ..gguf.store import read_header
 
     metadata = read_header(path).metadata
-    return WAYS.get(metadata.get(f"{metadata.get('general.architecture')}.{POOLING_TYPE}"))
+    return POOLING_TYPES.get(metadata.get(f"{metadata.get('general.architecture')}.{POOLING_TYPE}"))
 
 
 class GgufTensors:
@@ -130,24 +131,24 @@ class GgufTensors:
         self.nbytes = sum(tensor.nbytes for tensor in self._header.tensors.values())
 
     def stored(self, name: str) -> GgufTensor | None:
-        """The file's tensor for a name of the checkpoint's."""
-        return self._header.tensors.get(own_name(name))
+        """The file's tensor for a checkpoint name."""
+        return self._header.tensors.get(gguf_name(name))
 
     def values(self, tensor: GgufTensor) -> np.ndarray:
-        """As it is stored where that is 16 or 32 bits (bfloat16 as uint16), else float32. Raises CheckpointError."""
+        """A tensor as stored if that is in 16 or 32 bits (bfloat16 as uint16), else as float32. Raises CheckpointError."""
         import numpy as np
 
         from ...offload.safetensors_header import pread_into
         from ...quant.imports.gguf import DECODERS, dequantize
 
-        raw = np.empty(tensor.nbytes, np.uint8)
+        stored = np.empty(tensor.nbytes, np.uint8)
         file: OpenFile = self._opened[tensor.file]
-        pread_into(tensor.file, file.fd, memoryview(raw), tensor.offset)
-        if tensor.type in RAW:
-            return raw.view(RAW[tensor.type]).reshape(tensor.shape)
+        pread_into(tensor.file, file.fd, memoryview(stored), tensor.offset)
+        if tensor.type in RAW_DTYPES:
+            return stored.view(RAW_DTYPES[tensor.type]).reshape(tensor.shape)
         if tensor.type not in DECODERS:
             raise CheckpointError(f"{self.folder} has tensor {shown(tensor.name)} of type {tensor.type}, which is not read", AGAIN)
-        return dequantize(raw, tensor.type, tensor.shape[-1]).reshape(tensor.shape)
+        return dequantize(stored, tensor.type, tensor.shape[-1]).reshape(tensor.shape)
 
     def __enter__(self) -> GgufTensors:
         return self
@@ -158,10 +159,10 @@ class GgufTensors:
         close_all(self._opened)
 
 
-def own_name(name: str) -> str:
-    """What a file calls a tensor of the checkpoint's; the name itself for one that it has not."""
-    if found := LAYER.fullmatch(name):
-        layer, inner, part = found.groups()
-        return f"blk.{layer}.{INNER.get(inner, inner)}.{part}"
+def gguf_name(name: str) -> str:
+    """The GGUF name for a checkpoint name; the name itself if there is none."""
+    if match := LAYER_PATTERN.fullmatch(name):
+        layer, inner, part = match.groups()
+        return f"blk.{layer}.{LAYER_NAMES.get(inner, inner)}.{part}"
     outer, _, part = name.rpartition(".")
-    return f"{OUTER.get(outer, outer)}.{part}"
+    return f"{OUTER_NAMES.get(outer, outer)}.{part}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config_reader import ConfigError, Keys, show
-from .encoder_config import MOST, EncoderConfig, act_of, refuse, sizes
+from .encoder_config import MAX_SIZES, EncoderConfig, read_activation, read_sizes, require_values
 
 if TYPE_CHECKING:
     from .layers import Stack
@@ -14,32 +14,33 @@ if TYPE_CHECKING:
 
 PREFIXES = ("model.",)
 FULL, SLIDING = "full_attention", "sliding_attention"
-THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}  # as older configs say it
+THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}  # keys of older configs, and defaults
 
 
 def config(keys: Keys) -> EncoderConfig:
     """Raises ConfigError."""
-    kind = keys.text("model_type")
-    refuse(keys, attention_bias=False, mlp_bias=False, norm_bias=False, classifier_bias=False)
-    found = sizes(keys, intermediate_size=1152, num_hidden_layers=22, vocab_size=50368)
-    layers = found["num_hidden_layers"]
-    every = keys.integer("global_attn_every_n_layers", 3, high=MOST["layers"])
-    kinds = keys.strings("layer_types", layers) or tuple(SLIDING if number % every else FULL for number in range(layers))
-    if not set(kinds) <= THETAS.keys():
-        raise ConfigError(f"config.json: layer_types has {show(sorted(set(kinds) - THETAS.keys())[0])}, which is not supported")
-    thetas = {each: keys.number(*THETAS[each]) for each in THETAS}
-    for each, rope in (keys.section("rope_parameters") or {}).items():
-        if each in THETAS and isinstance(rope, dict):
-            inner = Keys(rope, f"config.json: rope_parameters.{each}")
-            refuse(inner, rope_type="default")
-            thetas[each] = inner.number("rope_theta", THETAS[each][1])
-    half = keys.integer("local_attention", 128, low=2, high=MOST["positions"]) // 2
+    model_type = keys.text("model_type")
+    require_values(keys, attention_bias=False, mlp_bias=False, norm_bias=False, classifier_bias=False)
+    sizes = read_sizes(keys, intermediate_size=1152, num_hidden_layers=22, vocab_size=50368)
+    layers = sizes["num_hidden_layers"]
+    every = keys.integer("global_attn_every_n_layers", 3, high=MAX_SIZES["layers"])
+    layer_types = keys.strings("layer_types", layers) or tuple(SLIDING if number % every else FULL for number in range(layers))
+    if not set(layer_types) <= THETAS.keys():
+        raise ConfigError(f"config.json: layer_types has {show(sorted(set(layer_types) - THETAS.keys())[0])}, which is not supported")
+    thetas = {layer_type: keys.number(*THETAS[layer_type]) for layer_type in THETAS}
+    for layer_type, rope in (keys.section("rope_parameters") or {}).items():
+        if layer_type in THETAS and isinstance(rope, dict):
+            rope_keys = Keys(rope, f"config.json: rope_parameters.{layer_type}")
+            require_values(rope_keys, rope_type="default")
+            thetas[layer_type] = rope_keys.number("rope_theta", THETAS[layer_type][1])
+    window = keys.integer("local_attention", 128, low=2, high=MAX_SIZES["positions"]) // 2
     keys.choice("classifier_pooling", {"cls": "cls", "mean": "mean"}, "cls")
-    act_of(keys, "classifier_activation")
+    read_activation(keys, "classifier_activation")
     return EncoderConfig(
-        kind, **found, context_length=keys.integer("max_position_embeddings", 8192, high=MOST["positions"]),
-        norm_eps=keys.number("norm_eps", 1e-5), hidden_act=act_of(keys, "hidden_activation"),
-        thetas=tuple(thetas[each] for each in kinds), windows=tuple(half if each == SLIDING else None for each in kinds))
+        model_type, **sizes, context_length=keys.integer("max_position_embeddings", 8192, high=MAX_SIZES["positions"]),
+        norm_eps=keys.number("norm_eps", 1e-5), hidden_act=read_activation(keys, "hidden_activation"),
+        rope_thetas=tuple(thetas[layer_type] for layer_type in layer_types), windows=tuple(window if layer_type == SLIDING else None
+                                                                                           for layer_type in layer_types))
 
 
 def load(config: EncoderConfig, tensors: Tensors) -> Stack:
@@ -47,17 +48,17 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     from ..images.tower_ops import ACTIVATIONS, Norm
     from .layers import Layer, Stack
 
-    width, inner = config.hidden_size, config.intermediate_size
+    width, ffn_width = config.hidden_size, config.intermediate_size
 
     def norm(name: str) -> Norm:
         return tensors.norm(name, width, config.norm_eps, False)
 
     def layer(number: int) -> Layer:
-        at = f"layers.{number}."
-        gate, up = tensors.halves(f"{at}mlp.Wi", inner, width)
-        return Layer(tensors.linear(f"{at}attn.Wqkv", 3 * width, width, False), tensors.linear(f"{at}attn.Wo", width, width, False), up,
-                     tensors.linear(f"{at}mlp.Wo", width, inner, False),
-                     (norm(f"{at}attn_norm") if number else None, norm(f"{at}mlp_norm")), gate, config.thetas[number],
+        prefix = f"layers.{number}."
+        gate, up = tensors.split_linear(f"{prefix}mlp.Wi", ffn_width, width)
+        return Layer(tensors.linear(f"{prefix}attn.Wqkv", 3 * width, width, False), tensors.linear(f"{prefix}attn.Wo", width, width, False),
+                     up, tensors.linear(f"{prefix}mlp.Wo", width, ffn_width, False),
+                     (norm(f"{prefix}attn_norm") if number else None, norm(f"{prefix}mlp_norm")), gate, config.rope_thetas[number],
                      config.windows[number])
 
     return Stack(tensors.table("embeddings.tok_embeddings.weight", config.vocab_size, width), None, None, norm("embeddings.norm"),
@@ -70,7 +71,7 @@ def load_head(config: EncoderConfig, tensors: Tensors) -> RankingHead:
     from ..images.tower_ops import ACTIVATIONS
     from .ranking_head import RankingHead
 
-    width, said = config.hidden_size, config.raw
-    return RankingHead(tensors.linear("head.dense", width, width, False), ACTIVATIONS[said.get("classifier_activation") or "gelu"],
+    width, raw = config.hidden_size, config.raw
+    return RankingHead(tensors.linear("head.dense", width, width, False), ACTIVATIONS[raw.get("classifier_activation") or "gelu"],
                 tensors.linear("classifier", 1, width), tensors.norm("head.norm", width, config.norm_eps, False),
-                said.get("classifier_pooling") == "mean")
+                raw.get("classifier_pooling") == "mean")

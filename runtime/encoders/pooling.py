@@ -1,5 +1,7 @@
-"""Pooling of hidden states to an embedding, as sentence-transformers describes it: `modules.json` lists the modules after the encoder, each
-with a folder of its own."""
+"""Pooling of hidden states to an embedding, as sentence-transformers describes it.
+
+`modules.json` lists the modules after the encoder, each with its own folder.
+"""
 
 from __future__ import annotations
 
@@ -22,74 +24,80 @@ POOLING_MODES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "mean": lambda states: states.mean(0, dtype=np.float64).astype(np.float32),
     "mean_sqrt_len_tokens": lambda states: states.sum(0) / np.float32(np.sqrt(len(states))),
     "weightedmean": lambda states: np.average(states, 0, np.arange(1, len(states) + 1)).astype(np.float32)}
-# Behind pooling_mode_, as it was written before.
-FORMER = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max", "weightedmean_tokens": "weightedmean"}
-OTHERS = "use an embedding model, such as sentence-transformers/all-MiniLM-L6-v2"
+# Names of modes in old configs, after pooling_mode_ -> present names.
+OLD_MODES = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max", "weightedmean_tokens": "weightedmean"}
+MODEL_HINT = "use an embedding model, such as sentence-transformers/all-MiniLM-L6-v2"
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """`way`: a name of POOLING_MODES, followed by `dense` layers. The caller normalizes."""
+    """Pools a text's hidden states. The caller normalizes the embedding."""
 
-    way: str
-    dense: tuple[Dense, ...] = ()
+    mode: str  # a name of POOLING_MODES
+    dense: tuple[Dense, ...] = ()  # layers after pooling
 
     def __call__(self, states: np.ndarray) -> np.ndarray:
-        """Of one text's states float32 [T, D]."""
-        made = POOLING_MODES[self.way](states)
-        for each in self.dense:
-            made = each(made)
-        return made
+        """The embedding of one text's states float32 [T, D]."""
+        embedding = POOLING_MODES[self.mode](states)
+        for layer in self.dense:
+            embedding = layer(embedding)
+        return embedding
 
     def width(self, hidden: int) -> int:
-        """Dimension of an embedding."""
+        """Dimension of an embedding, for states of width `hidden`."""
         return len(self.dense[-1].matrix) if self.dense else hidden
 
 
 def read_pooling(folder: Path, hidden: int) -> Pooling:
-    """Raises UsageError for a model that states no pooling, or an unsupported one, ConfigError, CheckpointError."""
+    """The pooling of a folder or GGUF file, for states of width `hidden`.
+
+    Raises UsageError for a model that states none or an unsupported one, ConfigError, CheckpointError.
+    """
     if is_gguf(folder):
-        from .gguf_encoder import way_of
+        from .gguf_encoder import pooling_mode_of
 
-        if (way := way_of(folder)) is None:
-            raise UsageError("this model's file states no pooling for embeddings", OTHERS)
-        return Pooling(way)
+        if (mode := pooling_mode_of(folder)) is None:
+            raise UsageError("this model's file states no pooling for embeddings", MODEL_HINT)
+        return Pooling(mode)
     modules = _modules(folder)
-    places = [place for kind, place in modules if kind == "pooling"]
-    names = [f"{places[0]}/config.json"] if places else [POOLING, POOLING_KEPT]
-    stated = next((read_json(folder / name) for name in names if (folder / name).is_file()), None)
-    if stated is None and "emb_pooler" in (said := read_json(folder / "config.json")):
-        stated = {"pooling_mode": said["emb_pooler"]}  # Jina's own key
+    folders = [path for module_type, path in modules if module_type == "pooling"]
+    files = [f"{folders[0]}/config.json"] if folders else [POOLING, POOLING_KEPT]
+    stated = next((read_json(folder / name) for name in files if (folder / name).is_file()), None)
+    if stated is None and "emb_pooler" in (raw := read_json(folder / "config.json")):
+        stated = {"pooling_mode": raw["emb_pooler"]}  # the key of Jina's configs
     if stated is None:
-        raise UsageError("this model's folder states no pooling for embeddings", OTHERS)
-    for kind, _ in modules:
-        if kind not in ("transformer", "pooling", "normalize", "dense"):
-            raise UsageError(f"this model's embeddings go through module {show(kind)}, which is not supported", OTHERS)
-    return Pooling(_way(stated), dense_layers_of_folder(folder, [place for kind, place in modules if kind == "dense"], hidden))
+        raise UsageError("this model's folder states no pooling for embeddings", MODEL_HINT)
+    for module_type, _ in modules:
+        if module_type not in ("transformer", "pooling", "normalize", "dense"):
+            raise UsageError(f"this model's embeddings go through module {show(module_type)}, which is not supported", MODEL_HINT)
+    return Pooling(_mode(stated), dense_layers_of_folder(folder, [path for module_type, path in modules if module_type == "dense"], hidden))
 
 
-def _way(stated: Mapping[str, object]) -> str:
+def _mode(stated: Mapping[str, object]) -> str:
+    """The pooling mode of a module's config. Raises UsageError unless it is one that is supported."""
     mode = stated.get("pooling_mode")
-    named = [mode] if isinstance(mode, str) else mode if isinstance(mode, list) else [
-        FORMER.get(name.removeprefix("pooling_mode_"), name.removeprefix("pooling_mode_")) for name, value in stated.items()
-        if name.startswith("pooling_mode_") and value is True]
-    if len(named) != 1 or named[0] not in POOLING_MODES:
-        raise UsageError(f"this model's pooling is {show(' and '.join(sorted(map(str, named))))}, which is not supported",
+    if isinstance(mode, str | list):
+        modes = [mode] if isinstance(mode, str) else mode
+    else:  # old configs have a flag for each mode
+        flags = [name.removeprefix("pooling_mode_") for name, value in stated.items() if name.startswith("pooling_mode_") and value is True]
+        modes = [OLD_MODES.get(flag, flag) for flag in flags]
+    if len(modes) != 1 or modes[0] not in POOLING_MODES:
+        raise UsageError(f"this model's pooling is {show(' and '.join(sorted(map(str, modes))))}, which is not supported",
                          f"known: {', '.join(POOLING_MODES)}, one of them")
-    return named[0]
+    return modes[0]
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
     """(lower-case class name, folder) of each module. Raises ConfigError."""
-    if not os.path.lexists(folder / MODULES):  # a link that leads nowhere is no folder without a list
+    if not os.path.lexists(folder / MODULES):  # a dangling link is an error, not a missing list
         return []
     import json
 
     try:
-        listed = json.loads(read_bounded(folder / MODULES, JSON_NBYTES))
-        found = [(each["type"].rpartition(".")[2].lower(), each.get("path") or "") for each in listed]
+        modules = json.loads(read_bounded(folder / MODULES, JSON_NBYTES))
+        entries = [(module["type"].rpartition(".")[2].lower(), module.get("path") or "") for module in modules]
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{folder / MODULES} is not a list of modules") from error
-    if any(not isinstance(place, str) or "/" in place or place.startswith(".") for _, place in found):
+    if any(not isinstance(path, str) or "/" in path or path.startswith(".") for _, path in entries):
         raise ConfigError(f"{folder / MODULES} names a module outside of the model's folder")
-    return found
+    return entries

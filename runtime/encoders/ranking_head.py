@@ -11,18 +11,20 @@ from ..images.tower_ops import Activation, Float32Matrix, Norm
 
 @dataclass(frozen=True)
 class RankingHead:
-    """`dense` with activation `curve`, an optional `norm`, then `last` with one output; on the first token, the `mean` of all, or `late`:
-    averaged after the head."""
+    """Two layers on the first token's state, unless a flag says otherwise."""
 
     dense: Float32Matrix
-    curve: Activation
-    last: Float32Matrix
-    norm: Norm | None = None
-    mean: bool = False
-    late: bool = False
+    activation: Activation
+    out: Float32Matrix  # one output
+    norm: Norm | None = None  # before `out`
+    uses_mean: bool = False  # on the mean of all states
+    averages_outputs: bool = False  # on each state, and the logits are averaged
 
     def logit(self, states: np.ndarray) -> float:
-        """Of one text's states [T, D]."""
-        x = states.mean(0, keepdims=True) if self.mean else states if self.late else states[:1]
-        x = self.curve(self.dense(x))
-        return float(self.last(x if self.norm is None else self.norm(x)).mean())
+        """The logit of one text pair's states [T, D]."""
+        if self.uses_mean:
+            x = states.mean(0, keepdims=True)
+        else:
+            x = states if self.averages_outputs else states[:1]
+        x = self.activation(self.dense(x))
+        return float(self.out(x if self.norm is None else self.norm(x)).mean())

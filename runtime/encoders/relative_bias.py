@@ -1,4 +1,4 @@
-"""Relative position biases of attention scores: a number per head (MPNet, ALiBi), or dependent on content (DeBERTa)."""
+"""Relative position biases of attention scores: per head (MPNet, ALiBi), or dependent on content (DeBERTa)."""
 
 from __future__ import annotations
 
@@ -9,84 +9,91 @@ import numpy as np
 
 
 class RelativeBias(Protocol):
-    """`terms`: number of products summed in a score, which the scale divides by in addition to the head size."""
+    """Adds a bias to attention scores."""
 
-    terms: int
+    num_terms: int  # products summed in a score; scores are divided by the root of head size times this
 
-    def of(self, which: slice) -> RelativeBias:
-        """Restricted to these heads."""
+    def for_heads(self, heads: slice) -> RelativeBias:
+        """The bias of these heads alone."""
 
-    def add(self, scores: np.ndarray, q: np.ndarray, k: np.ndarray, apart: np.ndarray, which: slice) -> None:
-        """Add to scaled scores float32 [texts, heads, rows, keys] of heads `which`, for `q` [texts, heads, rows, d] and `k`; `apart` int64
-        [rows, keys]: key position minus query position."""
+    def add(self, scores: np.ndarray, q: np.ndarray, k: np.ndarray, distance: np.ndarray, heads: slice) -> None:
+        """Add to the scaled scores, float32 [texts, heads, rows, keys], of `heads`.
+
+        q, k: queries [texts, heads, rows, d] and keys [texts, heads, keys, d]
+        distance: key position minus query position, int64 [rows, keys]
+        """
 
 
 @dataclass(frozen=True)
 class HeadBias:
-    """`values`: float32 [heads, 2 * longest - 1], for distances from -longest + 1 on."""
+    """A number per head and distance."""
 
-    values: np.ndarray
-    terms: int = 1
+    values: np.ndarray  # float32 [heads, 2 * max_length - 1], for distances from -max_length + 1 on
+    num_terms: int = 1
 
-    def of(self, which: slice) -> HeadBias:
-        return HeadBias(self.values[which])
+    def for_heads(self, heads: slice) -> HeadBias:
+        return HeadBias(self.values[heads])
 
-    def add(self, scores: np.ndarray, q: np.ndarray, k: np.ndarray, apart: np.ndarray, which: slice) -> None:
-        scores += self.values[which][:, apart + self.values.shape[1] // 2]
+    def add(self, scores: np.ndarray, q: np.ndarray, k: np.ndarray, distance: np.ndarray, heads: slice) -> None:
+        scores += self.values[heads][:, distance + self.values.shape[1] // 2]
 
 
 @dataclass(frozen=True)
 class Disentangled:
-    """Disentangled attention (He et al. 2021): relative position keys and queries of a layer, float32 [heads, rows, d] each; `rows` int64
-    [2 * longest - 1]: the row of each distance from -longest + 1 on."""
+    """Disentangled attention (He et al. 2021)."""
 
-    keys: np.ndarray
+    keys: np.ndarray  # relative position keys and queries of a layer, float32 [heads, table rows, d] each
     queries: np.ndarray
-    rows: np.ndarray
-    terms: int = 3
+    rows: np.ndarray  # table row of each distance from -max_length + 1 on, int64 [2 * max_length - 1]
+    num_terms: int = 3
 
-    def of(self, which: slice) -> Disentangled:
-        return Disentangled(self.keys[which], self.queries[which], self.rows)
+    def for_heads(self, heads: slice) -> Disentangled:
+        return Disentangled(self.keys[heads], self.queries[heads], self.rows)
 
-    def add(self, scores: np.ndarray, q: np.ndarray, k: np.ndarray, apart: np.ndarray, which: slice) -> None:
-        rows = self.rows[apart + len(self.rows) // 2]
+    def add(self, scores: np.ndarray, q: np.ndarray, k: np.ndarray, distance: np.ndarray, heads: slice) -> None:
+        rows = self.rows[distance + len(self.rows) // 2]
         first, last = int(rows.min()), int(rows.max()) + 1
         rows -= first
-        scale = np.float32((q.shape[-1] * self.terms) ** -0.5)
+        scale = np.float32((q.shape[-1] * self.num_terms) ** -0.5)
         queries, keys = np.arange(len(rows))[:, None], np.arange(rows.shape[1])
-        for_query = q @ self.keys[which, first:last].swapaxes(1, 2)
-        for_query *= scale
-        scores += for_query[:, :, queries, rows]
-        for_key = k @ self.queries[which, first:last].swapaxes(1, 2)
-        for_key *= scale
-        scores += for_key[:, :, keys, rows]
+        content_to_position = q @ self.keys[heads, first:last].swapaxes(1, 2)
+        content_to_position *= scale
+        scores += content_to_position[:, :, queries, rows]
+        position_to_content = k @ self.queries[heads, first:last].swapaxes(1, 2)
+        position_to_content *= scale
+        scores += position_to_content[:, :, keys, rows]
 
 
-def leanings(distances: np.ndarray, longest: int, furthest: int = 128) -> HeadBias:
-    """Relative position bias per head from `distances` [heads, buckets]: half of the buckets to each side, of which half hold one distance
-    each and the rest grow logarithmically (T5 bucketing)."""
-    delta = np.arange(1 - longest, longest)
+def bucketed_bias(distances: np.ndarray, max_length: int, max_distance: int = 128) -> HeadBias:
+    """Bias from a table `distances` [heads, buckets] (T5 bucketing).
+
+    Half of the buckets are for each side. Half of these hold one distance each; the others grow logarithmically up to `max_distance`.
+    """
+    distance = np.arange(1 - max_length, max_length)
     half = distances.shape[1] // 2
-    exact, far = half // 2, np.abs(delta)
-    grown = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(exact)) / np.float32(np.log(furthest / exact))
-    grown = grown * np.float32(half - exact)
-    bucket = np.where(far < exact, far, np.minimum(exact + np.trunc(grown).astype(np.int64), half - 1))
-    return HeadBias(np.ascontiguousarray(distances[:, bucket + half * (delta > 0)]))
+    exact, absolute = half // 2, np.abs(distance)
+    logarithmic = np.log(np.maximum(absolute, 1).astype(np.float32) / np.float32(exact)) / np.float32(np.log(max_distance / exact))
+    logarithmic = logarithmic * np.float32(half - exact)
+    bucket = np.where(absolute < exact, absolute, np.minimum(exact + np.trunc(logarithmic).astype(np.int64), half - 1))
+    return HeadBias(np.ascontiguousarray(distances[:, bucket + half * (distance > 0)]))
 
 
-def sloping(slopes: np.ndarray, longest: int) -> HeadBias:
+def alibi_bias(slopes: np.ndarray, max_length: int) -> HeadBias:
     """ALiBi: minus `slopes` float32 [heads] times the distance."""
-    return HeadBias(-slopes[:, None] * np.abs(np.arange(1 - longest, longest, dtype=np.float32)))
+    return HeadBias(-slopes[:, None] * np.abs(np.arange(1 - max_length, max_length, dtype=np.float32)))
 
 
-def disentangled_rows(span: int, furthest: int, longest: int) -> np.ndarray:
-    """Row of a table of 2 * `span` rows for each distance from -`longest` + 1 on: one each, or with `furthest` beyond half of `span`
-    logarithmic up to it."""
-    behind = np.arange(longest - 1, -longest, -1)
-    if furthest:
-        middle, far = span // 2, np.abs(behind)
-        # In float32 and in this order, as the model was trained: what is rounded up is a whole number now and then.
-        grown = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(middle)) / np.log(np.float32((furthest - 1) / middle))
-        grown = np.ceil(grown * np.float32(middle - 1)).astype(np.int64) + middle
-        behind = np.where(far <= middle, behind, grown * np.sign(behind))
-    return np.clip(behind + span, 0, 2 * span - 1)
+def disentangled_rows(span: int, max_distance: int, max_length: int) -> np.ndarray:
+    """Row of a table of 2 * span rows for each distance from -max_length + 1 on.
+
+    Each distance has its own row; with `max_distance`, those beyond half of `span` share rows logarithmically up to it.
+    """
+    distance = np.arange(max_length - 1, -max_length, -1)
+    if max_distance:
+        exact, absolute = span // 2, np.abs(distance)
+        # In float32 and in this order, as in training: some values before ceil are whole numbers, so rounding matters.
+        ratio = np.maximum(absolute, 1).astype(np.float32) / np.float32(exact)
+        logarithmic = np.log(ratio) / np.log(np.float32((max_distance - 1) / exact))
+        logarithmic = np.ceil(logarithmic * np.float32(exact - 1)).astype(np.int64) + exact
+        distance = np.where(absolute <= exact, distance, logarithmic * np.sign(distance))
+    return np.clip(distance + span, 0, 2 * span - 1)

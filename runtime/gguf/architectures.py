@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...offload.safetensors_header import CheckpointError, shown
 from ..config_rope import QUERY_SCALING_BETA
-from ..encoders import FILES, refuse_writing
+from ..encoders import GGUF_ARCHITECTURES, refuse_generation
 from ..families import FAMILIES, UNKNOWN_FAMILY_HINT, deepseek_v4, internlm2, mixtral, ouro, qwen3_moe
 from ..families.hunyuan_v1_dense import STRETCH
 from . import (
@@ -376,7 +376,7 @@ def architecture(path: object, name: object) -> Architecture:
     if name == CLIP:
         raise CheckpointError(f"{path} is a vision projector (mmproj), not a model", "give the model's own file: this one is found "
                               "beside it, or named with --mmproj FILE")
-    refuse_writing({"model_type": FILES.get(name)})
+    refuse_generation({"model_type": GGUF_ARCHITECTURES.get(name)})
     if name not in ARCHITECTURES or ARCHITECTURES[name].family not in FAMILIES:
         raise CheckpointError(f"{path} is of architecture {shown(name)}, which is not supported", UNKNOWN_FAMILY_HINT)
     return ARCHITECTURES[name]

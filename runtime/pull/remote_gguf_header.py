@@ -18,7 +18,7 @@ from ...quant.imports.gguf import NATIVE
 from ...quant.spec import QuantSpec
 from ..config import ModelConfig
 from ..conversion.convert_plan import MATRICES
-from ..encoders import FILES
+from ..encoders import GGUF_ARCHITECTURES
 from ..families import TensorRule, base_role
 from ..gguf.architectures import architecture
 from ..gguf.config import ROPE_SCALING_PREFIX, config_json, parse_gguf_config, required_keys
@@ -62,7 +62,7 @@ def read_head(repository: Repository, files: Sequence[RemoteFile], client: Clien
     except CheckpointError as error:
         return RemoteGguf(unknown=error.message, nbytes_read=len(head))
     name, vocab_size = keys.get("general.architecture"), lengths.get(TOKENS)
-    if name in FILES:
+    if name in GGUF_ARCHITECTURES:
         return RemoteGguf(unknown=READS, nbytes_read=len(head))
     needed = () if name is None else required_keys(architecture(path, name))
     if name is None or vocab_size is None or any(f"{name}.{key}" not in keys for key in needed):

@@ -14,7 +14,7 @@ from ... import DownloadFailed
 from ...offload import hardware
 from ...offload.safetensors_header import DTYPE_BITS
 from ..config_reader import is_count, resolve_shared_model_type, show
-from ..encoders import ENCODERS, FILES
+from ..encoders import ENCODERS, GGUF_ARCHITECTURES
 from ..families import COMPOSITE, FAMILIES, MODEL_TYPE_ALIASES, is_embedding_model
 from ..gguf.architectures import ARCHITECTURES
 from ..hub import is_repo
@@ -118,7 +118,7 @@ def _nbytes(parameters: object) -> int | None:
 
 
 def _is_encoder(kind: str, form: str) -> bool:
-    return kind in FILES if form == GGUF else kind in ENCODERS or is_embedding_model({"model_type": kind})
+    return kind in GGUF_ARCHITECTURES if form == GGUF else kind in ENCODERS or is_embedding_model({"model_type": kind})
 
 
 def _why_not(kind: str, form: str, method: str) -> str:
@@ -126,7 +126,8 @@ def _why_not(kind: str, form: str, method: str) -> str:
         return "neither safetensors nor GGUF"
     if not kind:
         return "its type is not stated"
-    known: Sequence[Mapping[str, object]] = (ARCHITECTURES, FILES) if form == GGUF else (FAMILIES, COMPOSITE, MODEL_TYPE_ALIASES, ENCODERS)
+    known: Sequence[Mapping[str, object]] = (ARCHITECTURES, GGUF_ARCHITECTURES) if form == GGUF else (FAMILIES, COMPOSITE,
+                                                                                                      MODEL_TYPE_ALIASES, ENCODERS)
     if not any(kind in table for table in known):
         return f"type {kind} is not supported"
     if method == MLX and not {MODEL_TYPE_ALIASES.get(name, name) for name in COMPOSITE.get(kind, (kind,))} & {*MLX_FAMILIES}:
