@@ -23,7 +23,7 @@ from effllm.quant.kv_basis import KVBasis
 from effllm.quant.kv_noise_cost import AttentionParams, Moments, trial_costs
 from effllm.runtime.config import read_config
 from effllm.runtime.kv.kv_profile import Profile
-from effllm.runtime.kv.kv_recording import ROWS, echoed
+from effllm.runtime.kv.kv_recording import QUERIES_PER_WINDOW, repeat_first_half
 from effllm.runtime.tokenizer import Tokenizer
 from kv_codecs import PAGE
 
@@ -223,13 +223,13 @@ def static_mean(model: Model, ids: np.ndarray) -> Tensor:
 
 def profile(model: Model, ids: np.ndarray, tried: int = TRIED) -> Profile:
     """What `effllm eval kv-profile` records of a text, by the same code but through this model; bits are tried on `tried` windows."""
-    turn, rows = model.turns(0, ids.shape[1]), np.unique(np.linspace(FIRST, ids.shape[1] - 1, ROWS).astype(np.int64))
+    turn, rows = model.turns(0, ids.shape[1]), np.unique(np.linspace(FIRST, ids.shape[1] - 1, QUERIES_PER_WINDOW).astype(np.int64))
     moments, reading = [Moments(model.kv_heads, model.head_dim) for _ in range(model.layers)], AttentionParams(model.head_dim**-0.5)
     seen = [Moments(model.kv_heads, model.head_dim) for _ in range(model.layers)] if model.lifts_bias else moments
     kept: list[list[tuple[np.ndarray, ...]]] = [[] for _ in moments]
     with torch.inference_mode():
         for number, plain in enumerate(ids):
-            window = torch.tensor(echoed(plain) if number % 2 == 0 else plain)
+            window = torch.tensor(repeat_first_half(plain) if number % 2 == 0 else plain)
             x = model.weights["embed_tokens.weight"][window[None]]
             for layer in range(model.layers):
                 q, k, v = model.project(layer, x)

@@ -207,13 +207,13 @@ def built_in_values() -> dict[str, object]:
     from ..runtime.engine import EngineOptions
     from ..runtime.planning.plan_request import exact_ends
     from ..runtime.sampler import SamplerSettings
-    from ..runtime.sessions.session_store import DISK
+    from ..runtime.sessions.session_store import DEFAULT_BUDGET
 
     values = {field.name: getattr(defaults, field.name) for group, defaults in
               ((RunFlags, EngineOptions()), (SamplingFlags, SamplerSettings())) for field in flags_of(group)}
     values |= {field.name: None for field in flags_of(AnswerFlags)} | dict(zip(("kv_sink", "kv_window"), exact_ends(EngineOptions())))
     return values | {"predict": -1, "reasoning_budget": -1, "think": "auto", "stats": False, "markdown": False, "keep": False,
-                     "overflow": EngineOptions().overflow, "session_disk": DISK}
+                     "overflow": EngineOptions().overflow, "session_disk": DEFAULT_BUDGET}
 
 
 def format_value(value: object) -> str:

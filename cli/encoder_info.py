@@ -30,14 +30,14 @@ def show_encoder(model: str, ref: ModelRef, screen: Screen, json: bool) -> None:
                      "family": config.family, "parameters": parameters, "size_bytes": nbytes, "stored": stored,
                      "context": config.context_length, "num_hidden_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
                      "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
-                     "vocab_size": config.vocab_size, "ranks": config.ranks, "pooling": pooling and pooling.way,
+                     "vocab_size": config.vocab_size, "ranks": config.ranks, "pooling": pooling and pooling.mode,
                      "vector": pooling and pooling.width(config.hidden_size), "tasks": [name for name, _ in config.tasks],
                      "warnings": list(config.warnings)})
         return
     for warning in config.warnings:
         screen.note(warning)
     makes = "scores of documents" if pooling is None else (
-        f"embeddings of {pooling.width(config.hidden_size)} dimensions ({pooling.way}" + (f", {len(pooling.dense)} dense layers after it)"
+        f"embeddings of {pooling.width(config.hidden_size)} dimensions ({pooling.mode}" + (f", {len(pooling.dense)} dense layers after it)"
                                                                                    if pooling.dense else ")"))
     screen.pairs([pair for pair in (
         ("model", f"{model}, {config.family}, a bidirectional encoder: it generates no text"),

@@ -141,7 +141,7 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
     from ..runtime.calibrate import built_in_text
     from ..runtime.kv.kv_profile import Profile
     from ..runtime.kv.kv_profile_run import recorded, report
-    from ..runtime.kv.kv_recording import SECONDS
+    from ..runtime.kv.kv_recording import DEFAULT_SECONDS
     from ..runtime.library.external_models import require_place_beside
 
     screen = Screen(context.obj)
@@ -151,7 +151,7 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
     ref = find_model(model, screen)
     require_place_beside(ref.folder, screen.environment.variables)
     source = "the sample" if text is None else source_name(text)
-    profile = final_result(recorded(ref.folder, content, seconds or SECONDS, threads, source), screen, Profile)
+    profile = final_result(recorded(ref.folder, content, seconds or DEFAULT_SECONDS, threads, source), screen, Profile)
     facts = report(profile, ref.folder)
     if json:
         screen.json(facts)

@@ -159,7 +159,7 @@ def check_flags(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, 
     from ..offload.size import parse_size
     from ..runtime.sampler import SamplerSettings
     from ..runtime.sessions.session_name import check_name
-    from ..runtime.sessions.session_store import DISK
+    from ..runtime.sessions.session_store import DEFAULT_BUDGET
     from ..runtime.tokens.stream_filters import StopStrings
 
     SamplerSettings.from_generation_config({}, **sampling.overrides())
@@ -170,7 +170,7 @@ def check_flags(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, 
     token_limit(answer.predict)
     token_limit(answer.reasoning_budget, "--reasoning-budget")
     options = engine.options(overflow=answer.overflow)
-    for size in (options.ram, options.vram, options.kv_ram, options.disk, saving.session_disk or DISK):
+    for size in (options.ram, options.vram, options.kv_ram, options.disk, saving.session_disk or DEFAULT_BUDGET):
         if size is not None:
             parse_size(size)
     if saving.session is not None:

@@ -205,12 +205,12 @@ def record_kv_profile(folder: Path, text: str | None, calib: str | None, threads
     from ..runtime.calibrate import built_in_text
     from ..runtime.config import read_config
     from ..runtime.kv.kv_profile import Profile
-    from ..runtime.kv.kv_profile_run import SECONDS, recorded
+    from ..runtime.kv.kv_profile_run import DEFAULT_SECONDS, recorded
 
     if not read_config(folder).cache_kv_heads:
         return None
     started = monotonic()
-    screen.note(f"the weights are done; recording where a packed KV cache needs its bits, for about {SECONDS:.0f} s at most "
+    screen.note(f"the weights are done; recording where a packed KV cache needs its bits, for about {DEFAULT_SECONDS:.0f} s at most "
                 "(--no-kv-profile skips this)")
     source = "the sample" if calib is None else source_name(calib)
     try:

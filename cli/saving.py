@@ -25,11 +25,11 @@ class SessionSaver:
         from ..offload.size import parse_size
         from ..runtime.sessions.saved_sessions import SavedSessions
         from ..runtime.sessions.session_name import check_name
-        from ..runtime.sessions.session_store import DISK, SessionStore
+        from ..runtime.sessions.session_store import DEFAULT_BUDGET, SessionStore
 
         self.screen, self.name = screen, flags.session
         self.store = SessionStore(screen.environment.sessions_folder)
-        self.sessions = SavedSessions(self.store, ref.text, parse_size(flags.session_disk or DISK))
+        self.sessions = SavedSessions(self.store, ref.text, parse_size(flags.session_disk or DEFAULT_BUDGET))
         self._saves_automatically = self.name is not None
         self._saved: tuple[object, ...] = ()  # `state` at the last save
         # Session name -> (version of its file, its messages) when this process last saved or loaded it.
@@ -125,11 +125,11 @@ class SessionSaver:
         format for the old and the new name."""
         from itertools import count
 
-        from ..runtime.sessions.session_name import LONGEST_NAME
+        from ..runtime.sessions.session_name import MAX_NAME_NBYTES
 
         previous = self.name
         self.other_sessions.add(previous)
-        stem = previous.encode()[: LONGEST_NAME - len("-999")].decode(errors="ignore")
+        stem = previous.encode()[: MAX_NAME_NBYTES - len("-999")].decode(errors="ignore")
         self.name = next(name for number in count(2) if not self.store.has(name := f"{stem}-{number}"))
         self.screen.note(message.format(previous, self.name))
 

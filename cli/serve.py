@@ -376,10 +376,10 @@ def slot_files(folder: Path | None, engine: Engine, ref: ModelRef, flags: Sessio
     if folder is None:
         return None
     from ..offload.size import parse_size
-    from ..runtime.sessions.session_store import DISK
+    from ..runtime.sessions.session_store import DEFAULT_BUDGET
     from ..runtime.sessions.slot_files import SlotFiles
 
-    return SlotFiles(folder, ref.text, parse_size(flags.session_disk or DISK), engine.adapter_scales)
+    return SlotFiles(folder, ref.text, parse_size(flags.session_disk or DEFAULT_BUDGET), engine.adapter_scales)
 
 
 def public_name(text: str) -> str:

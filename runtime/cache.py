@@ -247,7 +247,7 @@ class KVCache(CacheBytes):
         stats = PageStats(page, self.shape.start(page), PAGE)
         if not self.policy.probes:
             return stats
-        near = dict.fromkeys((*((-1,) if self.shape.sinks else ()), page, page + self.probes.behind))
+        near = dict.fromkeys((*((-1,) if self.shape.sinks else ()), page, page + self.probes.probe_distance))
         keys = [[layer.pages.sides(0, self.slots.of[other])[0][: PAGE if other >= 0 else self.shape.sinks] for other in near]
                 for layer in self._layers]
         return replace(stats, attention=self.probes.attention(page, keys))

@@ -20,7 +20,7 @@ from effllm.offload.size import parse_size
 from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
-from effllm.runtime.sessions.session_store import DISK
+from effllm.runtime.sessions.session_store import DEFAULT_BUDGET
 from effllm.runtime.tokenizer import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -156,7 +156,7 @@ def test_the_budget_is_kept_and_told(home: Path) -> None:
     ran = CliRun("run", "fable", MORE, "--session", "new", "--session-disk", "1000", *FLAGS)
     assert ran.code == 0 and "only the text is saved" in ran.err
     assert json.loads(CliRun("session", "list", "--json").out)["bytes"] == 0
-    assert parse_size(DISK) == 4_000_000_000
+    assert parse_size(DEFAULT_BUDGET) == 4_000_000_000
 
 
 def test_a_prompt_that_begins_like_a_saved_session_takes_its_pages(home: Path) -> None:
@@ -186,11 +186,11 @@ def test_what_was_restored_is_reported_with_whose_it_was(home: Path) -> None:
 
 def test_settings_and_help_know_the_flags(home: Path) -> None:
     shown = json.loads(CliRun("config", "show", "--json").out)
-    assert shown["session-disk"] == {"value": DISK, "origin": "built in"} and shown["session"]["value"] is None
+    assert shown["session-disk"] == {"value": DEFAULT_BUDGET, "origin": "built in"} and shown["session"]["value"] is None
     assert SessionFlags() == SessionFlags(None, None)
     for command in ("run", "chat"):
         page = process(command, "--help").stdout
-        assert "--session NAME" in page and f"({DISK})" in page
+        assert "--session NAME" in page and f"({DEFAULT_BUDGET})" in page
 
 
 def test_names_are_completed(home: Path) -> None:

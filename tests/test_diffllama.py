@@ -32,7 +32,7 @@ from effllm.quant.stats import Stats
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
 from effllm.runtime.families.diffllama import share_of
-from effllm.runtime.kv.kv_recording import _grams
+from effllm.runtime.kv.kv_recording import _output_grams
 from effllm.runtime.sessions.session_store import SessionStore
 
 __all__ = ["engine"]  # fixtures
@@ -108,7 +108,7 @@ def test_a_profile_weighs_values_by_what_both_halves_go_through(engine: Engine) 
     """The matrix behind attention reads the difference alone."""
     config = engine.config
     with engine.model.layer(2) as w:
-        found = _grams(w, np.zeros((4, config.num_attention_heads // 2 * config.head_dim), np.float32), config, 2)
+        found = _output_grams(w, np.zeros((4, config.num_attention_heads // 2 * config.head_dim), np.float32), config, 2)
         o = w.o.weight.to_f32().astype(np.float64).reshape(128, 2, 64)
         for head in range(2):
             assert np.allclose(found[head], o[:, head].T @ o[:, head], rtol=1e-4, atol=1e-6)

@@ -20,7 +20,7 @@ from effllm.runtime.config_rope import GLOBAL, LOCAL
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.generation.embedding import MEAN, all_dense_layers, embed_text, embed_texts, read_pooling_mode
 from effllm.runtime.generation.served_model import ServedModel
-from effllm.runtime.kv.bidirectional import LONGEST, single_pass_options
+from effllm.runtime.kv.bidirectional import MAX_DEFAULT_CTX, single_pass_options
 from effllm.runtime.kv.varlen_cache import supports_varlen
 from effllm.runtime.tokenizer import Tokenizer
 
@@ -237,5 +237,5 @@ def test_a_context_that_nobody_asked_for_is_one_that_memory_holds() -> None:
     config = parse_config({"model_type": "embedding_gemma2_text"})
     assert config.context_length == 262_144
     options = single_pass_options(config, EngineOptions())
-    assert (options.ctx, options.chunk) == (LONGEST, LONGEST)
+    assert (options.ctx, options.chunk) == (MAX_DEFAULT_CTX, MAX_DEFAULT_CTX)
     assert single_pass_options(config, EngineOptions(ctx=20_000)).chunk == 20_096

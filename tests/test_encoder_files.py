@@ -129,7 +129,7 @@ def test_the_head_of_a_distilbert(tmp_path: Path) -> None:
 def test_what_is_told_of_a_file(bert: Path, tmp_path: Path) -> None:
     file = write_encoder(bert, tmp_path / "m.gguf", pooling="cls")
     config, _, pooling = read_headers(file)
-    assert (config.family, config.context_length, config.hidden_size, pooling.way) == ("bert", 400, 64, "cls")
+    assert (config.family, config.context_length, config.hidden_size, pooling.mode) == ("bert", 400, 64, "cls")
     listed = local_model("m", file)
     assert listed.family == "bert" and listed.context == 400 and listed.params > 0
     with pytest.raises(UsageError, match="an embedding model, which does not generate text"):

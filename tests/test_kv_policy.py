@@ -30,7 +30,7 @@ from effllm.quant.kv import MIXED, PackedCodec, codec
 from effllm.quant.kv_basis import KVBasis
 from effllm.runtime.cache import KVCache
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.kv.attention_probes import BLOCK, PROBES, AttentionProbes
+from effllm.runtime.kv.attention_probes import BLOCK_TOKENS, PROBE_TOKENS, AttentionProbes
 from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_components import layer_codecs
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape, cache_nbytes
@@ -130,13 +130,13 @@ def test_probes_see_the_share_of_attention_that_a_page_gets(window, softcap, see
         start = 32 + PAGE * page
         last = start + PAGE * (2 if window >= PAGE else 1)
         found = probes.attention(page, [[k[:32], k[start : start + PAGE], *([k[start + PAGE : last]] if window >= PAGE else [])]])
-        rows, held = np.arange(last - PROBES, last), np.concatenate([np.arange(32), np.arange(start, last)])
+        rows, held = np.arange(last - PROBE_TOKENS, last), np.concatenate([np.arange(32), np.arange(start, last)])
         blocks = np.zeros((len(held), 2, 16), np.float32)
-        for block in range(PAGE // BLOCK):
-            blocks[32 + BLOCK * block : 32 + BLOCK * (block + 1), :, block] = 1
+        for block in range(PAGE // BLOCK_TOKENS):
+            blocks[32 + BLOCK_TOKENS * block : 32 + BLOCK_TOKENS * (block + 1), :, block] = 1
         made = np.stack([reference.attend(q[row].reshape(1, 4, 16), k[held], blocks, row, held, 0.25, seen, softcap, sinks)[0]
                          for row in rows])
-        want = made.mean(0).reshape(2, 2, 16).max(1)[:, : PAGE // BLOCK]
+        want = made.mean(0).reshape(2, 2, 16).max(1)[:, : PAGE // BLOCK_TOKENS]
         assert found.shape == (1, 2, 8) and np.allclose(found[0], want, atol=1e-6)
 
 
@@ -238,7 +238,7 @@ def test_which_pages_get_more_bits_depends_on_positions_not_on_cuts(engine):
         assert engine.cache.sealed == 4 and engine.cache.upgraded_codecs
     assert kinds[0] == kinds[1] == kinds[2] and kinds[0].count(2) in (1, 2)
     attention = engine.cache.probes
-    assert len(attention._rows) <= 4 * PROBES  # rows of pages long sealed are forgotten
+    assert len(attention._rows) <= 4 * PROBE_TOKENS  # rows of pages long sealed are forgotten
 
 
 def test_an_answer_is_nearer_than_that_of_fewer_bits(engine):

@@ -36,7 +36,7 @@ from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.conversion.convert_tensors import Converter
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.kv.kv_profile_file import identity_of, load_profile, save_profile
-from effllm.runtime.kv.kv_recording import _grams, record
+from effllm.runtime.kv.kv_recording import _output_grams, record
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.source import open_store
@@ -188,7 +188,7 @@ def test_a_profile_weighs_values_by_what_latents_go_through(folder: Path, tmp_pa
         own, heads = engine.config.mla, engine.config.num_attention_heads
         error = np.random.default_rng(1).standard_normal((3, own.key)).astype(np.float32)
         with engine.model.layer(1) as weights:
-            grams = _grams(weights, None, engine.config, 1)
+            grams = _output_grams(weights, None, engine.config, 1)
             values = reference_latent.values(np.tile(error, heads), heads, own, weights.mla.kv_b.to_f32()).reshape(3, heads, -1)
             o = weights.o.weight.to_f32().reshape(-1, heads, own.value)
             moved = np.square(np.einsum("thv,dhv->thd", values, o)).sum(-1)

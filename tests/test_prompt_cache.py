@@ -13,7 +13,7 @@ from effllm.runtime.images.mrope import FIRST_MEDIA_ID
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.sessions import prompt_cache
-from effllm.runtime.sessions.prompt_cache import PREFIX, WORTH, PromptCache
+from effllm.runtime.sessions.prompt_cache import MIN_RECOMPUTED_TOKENS, PREFIX, PromptCache
 from effllm.runtime.sessions.saved_sessions import SavedSessions
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ def test_conversations_that_take_turns_are_what_they_are_alone(engine, tmp_path)
         for about, talk in talks.items():
             answers, held = expected[about]
             assert talk.go_on(one, message) == answers[turn]
-            assert turn == 0 or engine.num_cached_tokens == held[turn] > WORTH
+            assert turn == 0 or engine.num_cached_tokens == held[turn] > MIN_RECOMPUTED_TOKENS
     # one session for each, that of a beginning goes when what goes on from it is saved
     assert len([name for name in one.prompt_cache.sessions.store.names() if name.startswith(PREFIX)]) == 2
 
@@ -82,7 +82,7 @@ def test_the_next_process_continues(engine, tmp_path):
     one, talk, other = replies(engine, tmp_path), Talk(FOX), Talk(SEA)
     assert talk.go_on(one) == first
     other.go_on(one)
-    assert talk.go_on(replies(engine, tmp_path), "Go on.") == second and engine.num_cached_tokens > WORTH
+    assert talk.go_on(replies(engine, tmp_path), "Go on.") == second and engine.num_cached_tokens > MIN_RECOMPUTED_TOKENS
 
 
 def test_a_short_prompt_and_one_that_continues_are_not_kept(engine, tmp_path):
@@ -99,7 +99,7 @@ def test_a_completion_is_kept_by_its_tokens(engine, tmp_path):
     one = replies(engine, tmp_path)
     for text in (FOX, SEA, FOX + "Then"):
         list(one.complete(text, WISH))
-    assert engine.num_cached_tokens > WORTH
+    assert engine.num_cached_tokens > MIN_RECOMPUTED_TOKENS
 
 
 def test_what_is_damaged_is_read_again_and_said(engine, tmp_path):
@@ -160,7 +160,7 @@ def test_what_is_looked_for_has_a_bound_and_the_newest_is_found(engine, tmp_path
     assert len(again.prompt_cache._all()) == 2
     for talk, is_found in ((talks[2], True), (talks[0], False)):
         talk.go_on(again, "Go on.")
-        assert (engine.num_cached_tokens > WORTH) == is_found
+        assert (engine.num_cached_tokens > MIN_RECOMPUTED_TOKENS) == is_found
     Talk("The end.").go_on(again)
     assert len(again.prompt_cache._all()) == 2 and sum(len(each.tokens) for each in again.prompt_cache._all().values()) <= 900
 

@@ -13,7 +13,7 @@ from session_samples import check, save
 from effllm import EffllmError, UsageError
 from effllm.cli.options import complete_session
 from effllm.runtime.sessions.conversation_file import parse_conversation
-from effllm.runtime.sessions.session_format import LARGEST, Malformed, _checksum, parse_saved
+from effllm.runtime.sessions.session_format import MAX_FILE_NBYTES, Malformed, _checksum, parse_saved
 from effllm.runtime.sessions.session_store import DamagedSession, NoSession, SessionStore
 
 HISTORY = {"format": "effllm-session", "version": 1, "system": None, "messages": []}
@@ -28,12 +28,12 @@ def store(tmp_path: Path) -> SessionStore:
 
 def hole(path: Path) -> None:
     with path.open("wb") as file:
-        file.truncate(LARGEST + 1)
+        file.truncate(MAX_FILE_NBYTES + 1)
 
 
 @pytest.mark.parametrize(("made", "said"), [
     (os.mkfifo, "not a regular file"), (Path.mkdir, "not a regular file"), (lambda path: path.symlink_to("/dev/zero"), "not a regular"),
-    (hole, f"{LARGEST + 1:,} bytes, at most {LARGEST:,} are read")], ids=["a pipe", "a folder", "a device", "a hole"])
+    (hole, f"{MAX_FILE_NBYTES + 1:,} bytes, at most {MAX_FILE_NBYTES:,} are read")], ids=["a pipe", "a folder", "a device", "a hole"])
 def test_what_is_no_file_is_reported_at_once_and_holds_up_nobody(store: SessionStore, made: Callable[[Path], None], said: str) -> None:
     """A pipe was waited for, by `session list` as well, and by every prompt that looked for its beginning."""
     made(store.path("odd"))

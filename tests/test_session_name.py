@@ -16,7 +16,7 @@ from effllm.cli.environment import Environment
 from effllm.runtime.sessions.saved_cache import refuse_other
 from effllm.runtime.sessions.saved_sessions import SavedSessions
 from effllm.runtime.sessions.session_format import SavedCache, SavedSession
-from effllm.runtime.sessions.session_name import LONGEST_NAME, check_name
+from effllm.runtime.sessions.session_name import MAX_NAME_NBYTES, check_name
 from effllm.runtime.sessions.session_store import SessionStore, stuck_note
 
 ODD = ("my tale", "$(x)", "it's", "a;b", "*", "~", "für Anna")
@@ -81,9 +81,9 @@ def test_rm_names_the_session_that_it_asks_about(store: SessionStore, monkeypatc
 
 
 def test_a_name_that_is_refused_is_told_what_is_taken() -> None:
-    for name in (*ODD, "x" * LONGEST_NAME, "ü" * (LONGEST_NAME // 2), "a.b-c", "!", "日本"):
+    for name in (*ODD, "x" * MAX_NAME_NBYTES, "ü" * (MAX_NAME_NBYTES // 2), "a.b-c", "!", "日本"):
         assert check_name(name) == name
-    for name in ("", ".hidden", "-rf", "a/b", "a\\b", "ü" * (LONGEST_NAME // 2 + 1), "two\nlines", "\u200b"):
+    for name in ("", ".hidden", "-rf", "a/b", "a\\b", "ü" * (MAX_NAME_NBYTES // 2 + 1), "two\nlines", "\u200b"):
         with pytest.raises(UsageError, match="is not a valid session name") as caught:
             check_name(name)
         assert caught.value.hint == r"use printable characters except / and \, at most 100 bytes, not starting with a dot or dash"

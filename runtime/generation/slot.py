@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..prefill_chunks import common_prefix
-from ..sessions.shared_prefix import WORTH
+from ..sessions.shared_prefix import MIN_SHARED_TOKENS
 from ..templates.prompt_builder import PromptBuilder
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Slot:
             ids = self.prompts.extend(self.prompts.cached, prompt) or fresh_ids
         reusable = engine.cache.reachable_length(min(common_prefix(engine.tokens, ids), len(ids) - 1))
         evicted = min(self.prompt_tokens, len(engine.tokens)) - reusable
-        return reusable if evicted < min(WORTH, reusable / MIN_GAIN) else 0
+        return reusable if evicted < min(MIN_SHARED_TOKENS, reusable / MIN_GAIN) else 0
 
     def begin(self, skip_cache: bool) -> None:
         """Prepare for a request. `skip_cache`: reuse no cached prefix, of this slot or of another."""

@@ -29,11 +29,10 @@ class RowAwareBackend(Protocol):
 
 @dataclass(frozen=True)
 class BatchedStep:
-    """Where the tokens of one pass go: int64 [T], one position per sequence. `blocks` is the same object as long as every sequence sees the
-    same list of blocks."""
+    """Where the tokens of one pass are stored, and what they attend to."""
 
-    position: np.ndarray
-    blocks: object
+    position: np.ndarray  # one per sequence, int64 [T]
+    blocks: object  # the same object as long as every sequence has the same list of blocks
 
     @property
     def positions(self) -> np.ndarray:
@@ -51,9 +50,9 @@ class BatchedLayer:
         """As `LayerCache.attend`, row i of each argument with cache i."""
         out = self.layers[0].pages.attended(q)
         for row, layer in enumerate(self.layers):
-            own = slice(row, row + 1)
+            row_slice = slice(row, row + 1)
             with self.backend.for_row(row):
-                layer.attend(q[own], *(None if each is None else each[own] for each in (k, v)), sinks, out[own])
+                layer.attend(q[row_slice], *(None if rows is None else rows[row_slice] for rows in (k, v)), sinks, out[row_slice])
         return out
 
     def compress(self, products: Sequence[object], w: object, table: object) -> None:
@@ -64,11 +63,12 @@ class BatchedLayer:
 
     def choose(self, q: object, k: object | None, weights: object | None, closing: object | None = None) -> None:
         """As `LayerCache.choose`, row i of each argument with cache i."""
-        room = self.layers[0].token_selection.index.room(len(self.layers))
+        out = self.layers[0].token_selection.index.room(len(self.layers))
         for row, layer in enumerate(self.layers):
-            own = slice(row, row + 1)
+            row_slice = slice(row, row + 1)
             with self.backend.for_row(row):
-                layer.choose(q[own], None if k is None else k[own], None if weights is None else weights[own], closing, room[own])
+                row_k, row_weights = (rows if rows is None else rows[row_slice] for rows in (k, weights))
+                layer.choose(q[row_slice], row_k, row_weights, closing, out[row_slice])
 
     def words(self, ids: np.ndarray, end: int) -> np.ndarray:
         """As `NgramStates.words`, the id of row i with state i."""
@@ -77,18 +77,18 @@ class BatchedLayer:
     def add_ngrams(self, x: object, products: Sequence[object], w: object) -> object:
         """As `NgramStates.add`, row i of each argument with state i."""
         for row, layer in enumerate(self.layers):
-            own = slice(row, row + 1)
+            row_slice = slice(row, row + 1)
             with self.backend.for_row(row):
-                layer.add_ngrams(x[own], [product[own] for product in products], w)
+                layer.add_ngrams(x[row_slice], [product[row_slice] for product in products], w)
         return x
 
     def shifted(self, x: object, norm: object, mix: object, half: int) -> list[object]:
         """See `kernels/cpu/rwkv7.py`, row i of x with state i."""
         outs = self.layers[0].rows(len(self.layers), mix.size // x.shape[1])
-        for row, each in enumerate(self.layers):
-            own = slice(row, row + 1)
+        for row, layer in enumerate(self.layers):
+            row_slice = slice(row, row + 1)
             with self.backend.for_row(row):
-                each.shifted(x[own], norm, mix, half, [out[own] for out in outs])
+                layer.shifted(x[row_slice], norm, mix, half, [out[row_slice] for out in outs])
         return outs
 
     def products(self, rows: Sequence[object], linears: Sequence[object], w: object, first: object | None) -> list[object]:
@@ -99,32 +99,30 @@ class BatchedLayer:
         """See `kernels/cpu/cca.py`, row i of the product with state i."""
         outs = self.layers[0].states.places(len(self.layers))
         for row, layer in enumerate(self.layers):
-            own = slice(row, row + 1)
+            row_slice = slice(row, row + 1)
             with self.backend.for_row(row):
-                layer.states.convolved(product[own], w, [out[own] for out in outs])
+                layer.states.convolved(product[row_slice], w, [out[row_slice] for out in outs])
         return outs
 
     def mix(self, products: Sequence[object], w: object) -> object:
         """As `LayerStates.mix`, row i of each product with state i."""
         states = [layer.states if isinstance(layer, LayerCache) else layer for layer in self.layers]
         out = states[0].mixed(len(states))
-        for row, each in enumerate(states):
-            own = slice(row, row + 1)
+        for row, state in enumerate(states):
+            row_slice = slice(row, row + 1)
             with self.backend.for_row(row):
-                each.mix([product[own] for product in products], w, out[own])
+                state.mix([product[row_slice] for product in products], w, out[row_slice])
         return out
 
 
 @dataclass
 class BatchedCache:
-    """Takes the place of a `KVCache` in a pass over one token of each of `caches`, all of them in memory on the CPU. `known` remembers the
-    last block lists per number of sequences, so that identical passes are recognised. `failed`: by index, why a cache did not take its
-    token."""
+    """Takes the place of a `KVCache` in a pass over one token of each sequence."""
 
-    caches: Sequence[KVCache]
+    caches: Sequence[KVCache]  # in memory, on the CPU
     backend: RowAwareBackend
-    known: dict[int, tuple[object, ...]]
-    failed: Mapping[int, EffllmError] = field(default_factory=dict)
+    known_blocks: dict[int, tuple[object, ...]]  # the last block lists by number of sequences, to recognise identical passes
+    failed: Mapping[int, EffllmError] = field(default_factory=dict)  # by index: why a cache could not store its token
     step: BatchedStep | None = None
     probes: None = None
 
@@ -133,10 +131,10 @@ class BatchedCache:
         if tokens != len(self.caches):
             raise ValueError(f"{tokens} tokens for {len(self.caches)} caches")
         steps = [cache.begin(1, prompt) for cache in self.caches]
-        blocks, before = tuple(step.blocks for step in steps), self.known.get(tokens)
-        if before is None or any(one is not other for one, other in zip(before, blocks, strict=True)):
-            self.known[tokens] = before = blocks
-        self.step = BatchedStep(np.array([step.position for step in steps], np.int64), before)
+        blocks, known = tuple(step.blocks for step in steps), self.known_blocks.get(tokens)
+        if known is None or any(block is not other for block, other in zip(known, blocks, strict=True)):
+            self.known_blocks[tokens] = known = blocks
+        self.step = BatchedStep(np.array([step.position for step in steps], np.int64), known)
         return self.step
 
     def layer(self, index: int) -> BatchedLayer:
@@ -146,9 +144,9 @@ class BatchedCache:
     def commit(self) -> None:
         """Commit the token in each cache; those that cannot are in `failed`, without affecting the others."""
         failed = {}
-        for place, cache in enumerate(self.caches):
+        for index, cache in enumerate(self.caches):
             try:
                 cache.commit()
             except EffllmError as error:
-                failed[place] = error
+                failed[index] = error
         self.failed = failed

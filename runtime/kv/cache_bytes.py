@@ -73,13 +73,13 @@ class CacheBytes:
     @property
     def seen_nbytes(self) -> int:
         """Bytes that attention of one more token reads; for sparse attention, only what is selected."""
-        return self.read_nbytes - sum(self._hidden_nbytes(place, each) for place, each in self.token_selections.items())
+        return self.read_nbytes - sum(self._hidden_nbytes(index, selection) for index, selection in self.token_selections.items())
 
-    def _hidden_nbytes(self, place: int, selection: TokenSelection) -> int:
+    def _hidden_nbytes(self, index: int, selection: TokenSelection) -> int:
         """Bytes that a layer holds and one more token does not read: unselected tokens and, with compressed keys, tokens before the
         window."""
-        whole = self.indexes[0].shape.dense_tokens if selection.keys is None else selection.keys.shape.window
-        hidden = max(0, self.n - whole) * self.layouts[place].token_nbytes
+        visible = self.indexes[0].shape.dense_tokens if selection.keys is None else selection.keys.shape.window
+        hidden = max(0, self.n - visible) * self.layouts[index].token_nbytes
         if selection.keys is None or selection.index is None:
             return hidden + (0 if selection.index is None else selection.index.unseen_nbytes(self.n))
         return hidden + selection.keys.nbytes(max(0, self.n - selection.index.shape.dense_tokens))

@@ -1,5 +1,6 @@
-"""KV profile: how sensitive a model is to quantizing its keys and values, per layer and head. Recorded by `kv_recording.py`, stored beside
-the weights, and used to allocate bits.
+"""KV profile: how sensitive a model is to quantizing its keys and values, per layer and head.
+
+Recorded by `kv_recording.py`, stored beside the weights by `kv_profile_file.py`, and used to allocate bits.
 
 The directions in which noise in K and V costs most define each layer's `KVBasis`; the cost of each side of each head at 1 to 10 bits lets
 `Profile.bits` distribute a mean number of bits among layers, heads and sides.
@@ -16,7 +17,7 @@ from ...quant.kv_basis import KVBasis
 from ...quant.kv_bits import RULE, SIDES, share, with_doubt
 from ...quant.kv_sink_split import SINK_SPLITS
 
-FLIPS_A_ROOT = 0.6  # changed top tokens per square root of the KL divergence, measured on several models and formats
+FLIPS_PER_ROOT_KLD = 0.6  # changed top tokens per square root of the KL divergence, measured on several models and formats
 
 Bits = list[list[tuple[int, int]]]  # per layer, per KV head: of K, of V
 
@@ -45,11 +46,13 @@ class Profile:
         return int.from_bytes(digest.digest()[:8], "little") or 1
 
     def bits(self, mean_k: float, mean_v: float | None = None) -> Bits:
-        """Bits of every head's K and V: `mean_k` on average over all sides, or over K alone where `mean_v` is given for V. Bits are
-        distributed among heads of equal size, so that the mean over sides is also the mean over bytes."""
-        given = [np.empty((len(basis.k_scale), 2), int) for basis in self.layers]
+        """Bits of every head's K and V: `mean_k` on average over both, or over K alone if `mean_v` is given for V.
+
+        Bits are distributed among heads of equal size, so that the mean over heads is also the mean over bytes.
+        """
+        bits = [np.empty((len(basis.k_scale), 2), int) for basis in self.layers]
         for sides, mean in (((0, 1), mean_k),) if mean_v is None else (((0,), mean_k), ((1,), mean_v)):
-            for layer in given:
+            for layer in bits:
                 layer[:, sides] = int(mean)
             for size in dict.fromkeys(basis.k_scale.shape[1] for basis in self.layers):
                 reached = [layer for layer, cost in enumerate(self.costs)
@@ -57,11 +60,11 @@ class Profile:
                 if not reached:
                     continue
                 k, v = (np.concatenate(side) for side in zip(*(self.costs[layer] for layer in reached), strict=True))  # [heads, bits]
-                each = share(with_doubt(k, v, mean)[..., sides, :].reshape(-1, len(SIDES)).tolist(), mean)
-                each, at = np.reshape(each, (-1, len(sides))), 0
+                allocated = share(with_doubt(k, v, mean)[..., sides, :].reshape(-1, len(SIDES)).tolist(), mean)
+                allocated, index = np.reshape(allocated, (-1, len(sides))), 0
                 for layer in reached:
-                    given[layer][:, sides] = each[at : (at := at + len(given[layer]))]
-        return [[(int(k), int(v)) for k, v in layer] for layer in given]
+                    bits[layer][:, sides] = allocated[index : (index := index + len(bits[layer]))]
+        return [[(int(k), int(v)) for k, v in layer] for layer in bits]
 
     def bits_for(self, bits_k: int, bits_v: int) -> Bits:
         """The allocation for `--kv`: one mean for both sides, or one each."""
@@ -69,8 +72,9 @@ class Profile:
 
     def bases(self, bits: Bits) -> list[KVBasis]:
         """The bases for those bits, with the profile's hash."""
-        own = self.hash
-        return [replace(basis.spread(*zip(*each, strict=True)), profile=own) for basis, each in zip(self.layers, bits, strict=True)]
+        profile_hash = self.hash
+        return [replace(basis.spread(*zip(*layer_bits, strict=True)), profile=profile_hash)
+                for basis, layer_bits in zip(self.layers, bits, strict=True)]
 
     def cost(self, bits: Bits) -> float:
         """The cost of those bits, in units of `quant.kv_price`; only comparable within one model."""
@@ -84,10 +88,10 @@ class Profile:
         if not self.checks:
             return None
         cost = max(self.cost(bits), 1e-30)
-        near, kld, flips = min(self.checks, key=lambda check: abs(np.log(max(check[0], 1e-30) / cost)))
-        return min(1.0, flips_of(kld, flips) * float(np.sqrt(cost / max(near, 1e-30))))
+        nearest_cost, kld, flips = min(self.checks, key=lambda check: abs(np.log(max(check[0], 1e-30) / cost)))
+        return min(1.0, flips_of(kld, flips) * float(np.sqrt(cost / max(nearest_cost, 1e-30))))
 
 
 def flips_of(kld: float, flips: float) -> float:
     """The expected share of changed top tokens given `flips` on a short text: at least what the divergence implies."""
-    return max(flips, FLIPS_A_ROOT * kld**0.5)
+    return max(flips, FLIPS_PER_ROOT_KLD * kld**0.5)

@@ -20,15 +20,15 @@ from ..source import open_weights
 from ..tokenizer import Tokenizer
 from .kv_profile import Profile
 from .kv_profile_file import identity_of, profile_paths, refuse_unwritable, save_profile
-from .kv_recording import SECONDS, WINDOW, record
-from .kv_validation import FEWEST_BITS, MEANS, MIN_SCORED, held_out_window, validate_auto
+from .kv_recording import DEFAULT_SECONDS, WINDOW, record
+from .kv_validation import CANDIDATE_BITS, CHECKED_LAST_BITS, MIN_SCORED, held_out_window, validate_auto
 
 PRESETS = (8, 6, 5, 4, 3, 2)
 FORMAT = "8bit"  # of the recording engine: room for any packed cache
 RECORDING_SHARE = 0.6  # of the time; the rest is for validation
 
 
-def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | None = None,
+def recorded(path: Path, text: str, seconds: float = DEFAULT_SECONDS, threads: int | None = None,
              source: str = "the text") -> Iterator[Progress | Notice | Profile]:
     """Record the profile of the model at `path` and write it beside the weights; yields the Profile last. Raises as `record`."""
     config = read_config(path)
@@ -93,7 +93,7 @@ def report(profile: Profile, path: Path) -> dict[str, object]:
         k, v = zip(*(pair for layer in bits for pair in layer), strict=True)
         usual = profile.cost(even)
         presets[mean] = ((min(k), max(k)), (min(v), max(v)), profile.cost(bits) / usual if usual else None)
-    costs = {mean: profile.cost(profile.bits(mean)) for mean in (FEWEST_BITS, *MEANS)}
+    costs = {mean: profile.cost(profile.bits(mean)) for mean in (CHECKED_LAST_BITS, *CANDIDATE_BITS)}
     return {"file": str(profile_paths(path)[0]), "tokens": profile.tokens, "hash": f"{profile.hash:016x}", "presets": presets,
             "ends": list(profile.ends), "auto": profile.auto,
             "checks": [{"bits": min(costs, key=lambda mean: abs(costs[mean] - cost)), "cost": cost, "kld": kld, "flips": flips}

@@ -18,7 +18,7 @@ from ..sampler import SamplerSettings
 
 FORMAT, VERSION = "effllm-session", 1
 CALL_MESSAGE_FIELDS, RESULT_MESSAGE_FIELDS = frozenset({"reasoning_content"}), frozenset({"tool_call_id", "name"})
-LARGEST = 256 << 20  # bytes of such a file
+MAX_FILE_NBYTES = 256 << 20  # bytes of such a file
 HINT = "give a file that /save wrote"
 
 
@@ -44,7 +44,7 @@ def save_conversation(history: History, path: Path) -> None:
 def load_conversation(path: Path) -> History:
     """Read a file that `save_conversation` wrote. Raises EffllmError if it is not one."""
     try:
-        content = json.loads(read_text(path, LARGEST))
+        content = json.loads(read_text(path, MAX_FILE_NBYTES))
     except OSError as error:
         reason = os.strerror(errno.EISDIR) if path.is_dir() else error.strerror
         raise EffllmError(f"{path}: {reason}", HINT) from None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PREFIX = "served-"  # of session names
 MAX_TOKENS = 1 << 20  # of all entries together: each takes about 20 bytes of memory, and the disk holds far more tokens of a small model
-WORTH = 256  # tokens: fewer are recomputed in about the time that files take
+MIN_RECOMPUTED_TOKENS = 256  # minimum worth saving or restoring: fewer are prefilled in about the time that files take
 NO_TEXT = History([], None, SamplerSettings()).to_json()
 
 
@@ -102,12 +102,12 @@ class PromptCache:
         common = common_prefix(engine.tokens, ids) if choice == engine.adapter_scales else 0
         reusable = engine.cache.reachable_length(min(common, max(0, len(ids) - 1)))
         entry, length, entry_ids = self._longest(prompt, ids, prompts, engine.prepared.adapters.digest_of(choice))
-        if min(self._num_worth_saving, len(engine.tokens)) - reusable >= WORTH:
+        if min(self._num_worth_saving, len(engine.tokens)) - reusable >= MIN_RECOMPUTED_TOKENS:
             yield from self._save(prompts)
         engine.choose(choice)
         if entry is not None and entry.name not in self._all():  # evicted to make room for the one just saved
             entry = None
-        if entry is not None and length - reusable >= WORTH and (yield from self._restore(entry)):
+        if entry is not None and length - reusable >= MIN_RECOMPUTED_TOKENS and (yield from self._restore(entry)):
             ids = entry_ids.tolist()
             prompts.cached = entry.text, entry.ids.tolist()
         self._num_worth_saving = len(ids) if num_worth_saving is None else num_worth_saving

@@ -16,7 +16,7 @@ from ..images.media import FIRST_MEDIA_ID
 from ..images.media_markers import describe_markers
 
 FORMAT, VERSION = "effllm-saved-session", 1
-LARGEST = 256 << 20  # bytes of such a file
+MAX_FILE_NBYTES = 256 << 20  # bytes of such a file
 HEX = re.compile(r"[0-9a-f]*")
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from ... import UsageError, typed
 
-LONGEST_NAME = 100  # bytes: with prefix and suffix, the limit of a file name
+MAX_NAME_NBYTES = 100  # bytes: with prefix and suffix, the limit of a file name
 
 
 def check_name(name: str) -> str:
     """The name, if it is valid. Raises UsageError."""
     length = len(name.encode("utf-8", "replace"))
-    if not 0 < length <= LONGEST_NAME or name[0] in ".-" or not name.isprintable() or set(name) & set("/\\"):
+    if not 0 < length <= MAX_NAME_NBYTES or name[0] in ".-" or not name.isprintable() or set(name) & set("/\\"):
         raise UsageError(f"{name!r} is not a valid session name",
-                         f"use printable characters except / and \\, at most {LONGEST_NAME} bytes, not starting with a dot or dash")
+                         f"use printable characters except / and \\, at most {MAX_NAME_NBYTES} bytes, not starting with a dot or dash")
     return name
 
 

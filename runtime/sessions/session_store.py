@@ -23,12 +23,12 @@ from ... import EffllmError, UsageError, ls, not_written, typed
 from ...offload.page_file import on_disk, sync_folder
 from ...offload.size import format_size
 from ..files.bounded_read import IrregularFile, read_bounded
-from .session_format import LARGEST, Malformed, OtherVersion, SavedSession, parse_saved
+from .session_format import MAX_FILE_NBYTES, Malformed, OtherVersion, SavedSession, parse_saved
 from .session_name import check_name, is_valid_name, rm_command
 from .session_pages import SessionPages
 
 SUFFIX = ".json"
-DISK = "4G"  # for the pages of all sessions
+DEFAULT_BUDGET = "4G"  # for the pages of all sessions
 TRIAL_NBYTES = 16 << 10
 MIN_AGE_S = 3600.0  # below this age, sessions are ranked only by what they save
 
@@ -117,7 +117,7 @@ class SessionStore(SessionPages):
         another version, EffllmError for a damaged or unreadable file."""
         path = self.path(name)
         try:
-            data = read_bounded(path, LARGEST)
+            data = read_bounded(path, MAX_FILE_NBYTES)
         except IrregularFile as error:
             raise _damaged(name, path, f"it is {error.strerror}") from None
         except FileNotFoundError as error:

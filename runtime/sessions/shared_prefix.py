@@ -1,6 +1,4 @@
-"""Prefix sharing between sequences of one run: pages of a common prefix are copied in memory, under the same rules as for saved sessions
-(`session_prefix.py`).
-"""
+"""Prefix sharing between sequences of one run: pages of a common prefix are copied in memory, by the rules of `session_prefix.py`."""
 
 from __future__ import annotations
 
@@ -14,26 +12,26 @@ from .session_prefix import restorable_pages
 if TYPE_CHECKING:
     from ..engine import Engine
 
-WORTH = 2 * PAGE  # tokens worth waiting for: fewer are quickly computed twice
+MIN_SHARED_TOKENS = 2 * PAGE  # minimum worth waiting for: fewer are prefilled twice in no time
 
 
-def copy_prefix(engine: Engine, others: Sequence[Engine], ids: Sequence[int], held: int) -> tuple[int, list[str]]:
-    """Copy the longest prefix of `ids` that another sequence has prefilled, if longer than the `held` tokens in the engine's cache. Returns
-    the tokens then held, and an empty message."""
-    cache, lender, most = engine.cache, None, 0
-    if not _lends(engine):
-        return held, []
+def copy_prefix(engine: Engine, others: Sequence[Engine], ids: Sequence[int], num_cached: int) -> tuple[int, list[str]]:
+    """Copy the longest prefix of `ids` that another sequence has prefilled, if longer than the `num_cached` tokens in the engine's cache.
+    Returns the number of tokens then in the cache, and no messages."""
+    cache, source, most_pages = engine.cache, None, 0
+    if not _can_share(engine):
+        return num_cached, []
     for other in others:
-        if (pages := _pages(engine, other, ids)) > most:
-            lender, most = other, pages
-    tokens = cache.shape.sinks + PAGE * most
-    if lender is None or tokens <= held:
-        return held, []
+        if (pages := _num_shared_pages(engine, other, ids)) > most_pages:
+            source, most_pages = other, pages
+    tokens = cache.shape.sinks + PAGE * most_pages
+    if source is None or tokens <= num_cached:
+        return num_cached, []
     try:
         engine.reset()
-        cache.adopt(tokens, most if cache.is_packed else cache.shape.sealed_at(tokens))
+        cache.adopt(tokens, most_pages if cache.is_packed else cache.shape.sealed_at(tokens))
         for page in [*(page for page, _ in cache.exact_blocks()), *range(cache.sealed)]:
-            cache.write(page, lender.cache.read(page))
+            cache.write(page, source.cache.read(page))
     except BaseException:
         engine.reset()
         raise
@@ -41,14 +39,14 @@ def copy_prefix(engine: Engine, others: Sequence[Engine], ids: Sequence[int], he
     return tokens, []
 
 
-def _lends(engine: Engine) -> bool:
+def _can_share(engine: Engine) -> bool:
     """Whether pages can be shared: recurrent states exist only after the last token, and a policy's choice of upgraded pages is not
     copied."""
     return engine.may_share_prefix and engine.cache.states is None and not engine.cache.upgraded_codecs
 
 
-def _pages(engine: Engine, other: Engine, ids: Sequence[int]) -> int:
-    """How many pages of a prompt another sequence can provide."""
+def _num_shared_pages(engine: Engine, other: Engine, ids: Sequence[int]) -> int:
+    """The number of pages of a prompt that another sequence can provide."""
     if other.adapter_scales != engine.adapter_scales:
         return 0
     cache, common = engine.cache, common_prefix(other.tokens, ids)
@@ -60,8 +58,8 @@ def _pages(engine: Engine, other: Engine, ids: Sequence[int]) -> int:
 
 def is_being_prefilled(engine: Engine, others: Sequence[Engine], ids: Sequence[int]) -> bool:
     """Whether another sequence is about to prefill this prompt's prefix, so that waiting for it is faster than doing it too."""
-    if not _lends(engine):
+    if not _can_share(engine):
         return False
-    known = common_prefix(engine.tokens, ids)
-    alike = [other for other in others if other.pending_prompt and other.adapter_scales == engine.adapter_scales]
-    return any(common_prefix(other.pending_prompt, ids) - max(known, len(other.tokens)) >= WORTH for other in alike)
+    num_known = common_prefix(engine.tokens, ids)
+    prefilling = [other for other in others if other.pending_prompt and other.adapter_scales == engine.adapter_scales]
+    return any(common_prefix(other.pending_prompt, ids) - max(num_known, len(other.tokens)) >= MIN_SHARED_TOKENS for other in prefilling)
