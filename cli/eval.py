@@ -140,7 +140,7 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
     """Record where a packed cache needs its bits; --kv 8bit to 2bit then use that record."""
     from ..runtime.calibrate import built_in_text
     from ..runtime.kv.kv_profile import Profile
-    from ..runtime.kv.kv_profile_run import recorded, report
+    from ..runtime.kv.kv_profile_run import profile_report, record_profile
     from ..runtime.kv.kv_recording import DEFAULT_SECONDS
     from ..runtime.library.external_models import require_place_beside
 
@@ -151,8 +151,8 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
     ref = find_model(model, screen)
     require_place_beside(ref.folder, screen.environment.variables)
     source = "the sample" if text is None else source_name(text)
-    profile = final_result(recorded(ref.folder, content, seconds or DEFAULT_SECONDS, threads, source), screen, Profile)
-    facts = report(profile, ref.folder)
+    profile = final_result(record_profile(ref.folder, content, seconds or DEFAULT_SECONDS, threads, source), screen, Profile)
+    facts = profile_report(profile, ref.folder)
     if json:
         screen.json(facts)
         return

@@ -205,7 +205,7 @@ def record_kv_profile(folder: Path, text: str | None, calib: str | None, threads
     from ..runtime.calibrate import built_in_text
     from ..runtime.config import read_config
     from ..runtime.kv.kv_profile import Profile
-    from ..runtime.kv.kv_profile_run import DEFAULT_SECONDS, recorded
+    from ..runtime.kv.kv_profile_run import DEFAULT_SECONDS, record_profile
 
     if not read_config(folder).cache_kv_heads:
         return None
@@ -214,7 +214,7 @@ def record_kv_profile(folder: Path, text: str | None, calib: str | None, threads
                 "(--no-kv-profile skips this)")
     source = "the sample" if calib is None else source_name(calib)
     try:
-        final_result(recorded(folder, built_in_text() if text is None else text, threads=threads, source=source), screen, Profile)
+        final_result(record_profile(folder, built_in_text() if text is None else text, threads=threads, source=source), screen, Profile)
         return monotonic() - started
     except EffllmError as error:
         screen.note(f"no profile for --kv: {error.message}")

@@ -300,11 +300,11 @@ class KVCache(CacheBytes):
     def _truncate_to(self, n: int, sealed: int) -> int:
         """Truncate to `n` tokens with `sealed` pages; returns how many are left."""
         if self.sealed > sealed:
-            self.slots.release_behind(self.shape.page(n - 1))  # first: unsealed pages need slots
+            self.slots.release_after(self.shape.page(n - 1))  # first: unsealed pages need slots
             n = self._unseal(sealed, n)
             self.sealed = sealed
             del self._kinds[sealed:]
-        self.slots.release_behind(self.shape.page(n - 1))
+        self.slots.release_after(self.shape.page(n - 1))
         self.n, self.prompt_end = n, min(self.prompt_end, n)
         return n
 
@@ -361,7 +361,7 @@ class KVCache(CacheBytes):
         has_sealed = sealed == 0 or (sealed > 0 and n >= self.shape.start(sealed))
         if not 0 <= n <= self.shape.ctx or not has_sealed or n - self.shape.start(sealed) > max_exact:
             raise ValueError(f"{n} tokens with {sealed} packed pages in a cache for {self.shape.ctx}")
-        self.slots.forget_all()
+        self.slots.discard_all()
         self.clear()
         self.n, self.prompt_end, self.sealed, self._kinds = n, n, sealed, [1] * sealed
         for page, _ in self.exact_blocks():

@@ -60,7 +60,7 @@ def test_a_profile_names_the_text_that_it_was_to_be_recorded_on(tmp_path: Path, 
 
     monkeypatch.delenv("EFFLLM_NO_KV_PROFILE")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.setattr(kv_profile_run, "recorded", recorded)
+    monkeypatch.setattr(kv_profile_run, "record_profile", recorded)
     text = tmp_path / "story.txt"
     text.write_text(STORY)
     flags = ("--method", "smooth", "--calib", text, "--calib-tokens", "512") if own else ()

@@ -314,7 +314,7 @@ def test_what_doctor_shows_is_part_of_what_it_says() -> None:
 def test_the_sample_of_quantize_and_what_is_cheap_to_type(at_home: Path, user, hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command lines of all documents that take no time on the packaged model, in their order."""
     hub.add("Qwen/Qwen3-0.6B", FABLE)
-    monkeypatch.setattr(kv_profile_run, "recorded", lambda *_, **__: iter([object.__new__(Profile)]))  # a minute
+    monkeypatch.setattr(kv_profile_run, "record_profile", lambda *_, **__: iter([object.__new__(Profile)]))  # a minute
     monkeypatch.delenv("EFFLLM_NO_KV_PROFILE")
     monkeypatch.setenv("EFFLLM_PREDICT", "3")  # flags look for their variables there
     made = user.run("quantize", "fable", "-o", "fable-4bit", "--bits", "4")

@@ -28,7 +28,7 @@ from effllm.quant.spec import QuantSpec
 from effllm.quant.stats import Stats
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
-from effllm.runtime.kv.kv_profile_run import recorded
+from effllm.runtime.kv.kv_profile_run import record_profile
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.session_store import SessionStore
 
@@ -86,7 +86,7 @@ def test_packed_caches_and_their_profiles_are_refused(folder: Path) -> None:
         prepare(folder, EngineOptions(ctx=CTX, kv="4bit", device="cpu"))
     assert caught.value.hint == "--kv 16bit"
     with pytest.raises(UsageError, match="never packed"):
-        list(recorded(folder, "a text", 1.0))
+        list(record_profile(folder, "a text", 1.0))
 
 
 def test_smoothing_moves_no_value_that_numbers_are_made_of() -> None:

@@ -16,7 +16,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice, Progress
 from effllm.runtime.kv.kv_profile import Profile
-from effllm.runtime.kv.kv_profile_run import recorded
+from effllm.runtime.kv.kv_profile_run import record_profile
 from effllm.runtime.kv.kv_recording import record
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.tokenizer import Tokenizer
@@ -139,5 +139,5 @@ def test_the_last_whole_window_is_held_back_for_checks(tmp_path: Path) -> None:
     text = tokenizer.decode(tokenizer.encode(TEXT * 8)[: 2 * 1024 + 100])
     copy = tmp_path / "fable"
     shutil.copytree(FABLE, copy)
-    *_, made = recorded(copy, text, 1e6)
+    *_, made = record_profile(copy, text, 1e6)
     assert made.tokens == 1024 and made.checks

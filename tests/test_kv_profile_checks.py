@@ -26,7 +26,7 @@ from effllm.runtime.events import Notice
 from effllm.runtime.kv import kv_profile_run
 from effllm.runtime.kv.kv_profile import Profile
 from effllm.runtime.kv.kv_profile_file import load_profile
-from effllm.runtime.kv.kv_profile_run import recorded, report
+from effllm.runtime.kv.kv_profile_run import profile_report, record_profile
 from effllm.runtime.kv.kv_validation import MIN_SCORED, held_out_window, validate_auto
 from effllm.runtime.measuring.evaluate import windows
 from effllm.runtime.prepare import EngineOptions
@@ -86,9 +86,9 @@ def test_passes_that_there_was_no_time_for_are_told_and_eight_bits_are_tried_bef
 def test_a_profile_of_layers_that_read_no_packed_page_is_reported() -> None:
     """Layers whose window is shorter than what stays exact cost nothing at any bits: that ended with a division by zero."""
     nothing = np.zeros((2, len(SIDES)))
-    facts = report(plain(((nothing, nothing), *[None] * 5)), FABLE)
+    facts = profile_report(plain(((nothing, nothing), *[None] * 5)), FABLE)
     assert facts["presets"][4][2] is None
-    assert report(plain(((nothing + 1, nothing), *[None] * 5)), FABLE)["presets"][4][2] == 1
+    assert profile_report(plain(((nothing + 1, nothing), *[None] * 5)), FABLE)["presets"][4][2] == 1
 
 
 def test_heads_that_no_record_takes_are_reported_without_a_flag_that_the_command_lacks(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_heads_that_no_record_takes_are_reported_without_a_flag_that_the_command
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"head_dim": 12}))
     with pytest.raises(UsageError, match="this model has 12") as refused:
-        list(recorded(folder, built_in_text()[:9000]))
+        list(record_profile(folder, built_in_text()[:9000]))
     assert "--" not in refused.value.hint
 
 
@@ -107,7 +107,7 @@ def test_a_folder_that_takes_no_profile_is_refused_before_the_work(tmp_path: Pat
     monkeypatch.setattr(os, "open", lambda path, *more, **named: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system"))
                         if str(path).endswith(".partial") else there(path, *more, **named))
     with pytest.raises(EffllmError, match="kv_profile.json cannot be written: Read-only file system"):
-        list(recorded(folder, built_in_text()[:9000]))
+        list(record_profile(folder, built_in_text()[:9000]))
     assert not [path for path in folder.iterdir() if "kv_profile" in path.name]
 
 
@@ -124,5 +124,5 @@ def test_weights_that_make_no_numbers_are_named(tmp_path: Path, bits: int, said:
     np.frombuffer(raw, "<u2", (end - begin) // 2, 8 + size + begin)[5] = bits
     (folder / "model.safetensors").write_bytes(raw)
     with pytest.raises(EffllmError, match=said) as refused:
-        list(recorded(folder, built_in_text()[:9000]))
+        list(record_profile(folder, built_in_text()[:9000]))
     assert refused.value.hint

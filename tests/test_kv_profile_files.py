@@ -29,7 +29,7 @@ from effllm.runtime.files.atomic_write import atomic_file
 from effllm.runtime.kv import kv_profile_file
 from effllm.runtime.kv.kv_profile import Profile, flips_of
 from effllm.runtime.kv.kv_profile_file import ARRAYS, FILE, load_profile, save_profile
-from effllm.runtime.kv.kv_profile_run import recorded
+from effllm.runtime.kv.kv_profile_run import record_profile
 from effllm.runtime.kv.kv_setting import profile_for, resolve_auto
 from effllm.runtime.kv.kv_validation import AUTO_FLIPS
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -42,7 +42,7 @@ TEXT = built_in_text()[:9000]
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profile]:
     """A copy of fable with a profile, and what was recorded."""
     copy = shutil.copytree(FABLE, tmp_path_factory.mktemp("profiled") / "fable")
-    *_, made = recorded(copy, TEXT, 1e6)
+    *_, made = record_profile(copy, TEXT, 1e6)
     return copy, made
 
 
@@ -154,7 +154,7 @@ def test_what_8_bit_activations_round_is_not_blamed_on_the_cache(tmp_path: Path)
     """Low-bit weights round another way whatever changes: checks that ran with them saw 2% of changed tokens at 8 bits, refused 2 bits with
     a number that was not the cache's, and left `--kv auto` at 16."""
     run(FABLE, tmp_path / "small", conversion("4bit"))
-    *_, made = recorded(tmp_path / "small", TEXT, 30.0)
+    *_, made = record_profile(tmp_path / "small", TEXT, 30.0)
     assert len(made.checks) > 1 and all(kld < 5e-5 for _, kld, _ in made.checks[:-1]) and made.checks[-1][1] < 5e-3
     assert made.auto is not None and made.auto <= 5
     for kv in ("auto", "2bit"):
@@ -190,7 +190,7 @@ def test_bits_that_break_a_twin_are_refused_with_the_number(tmp_path: Path) -> N
             numbers = np.frombuffer(raw, np.uint16, (end - begin) // 2, 8 + length + begin)  # bfloat16: three more in the exponent
             numbers[numbers & 0x7F80 != 0] += 3 << 7
     path.write_bytes(raw)
-    *_, made = recorded(twin, built_in_text(), 45.0)
+    *_, made = record_profile(twin, built_in_text(), 45.0)
     assert made.flips(made.bits(2, 8)) > 0.05 > made.flips(made.bits(8))
     with pytest.raises(UsageError, match=r"--kv k2v8 would change \d+% of this model's top next tokens, more than 5%"):
         prepare(twin, EngineOptions(device="cpu", kv="k2v8"))

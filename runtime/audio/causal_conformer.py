@@ -162,12 +162,12 @@ class CausalAttention:
             normed[rows] = before(_clamp(x[rows], bound))
 
         pool.each(norm, len(x))
-        q, k, v = (matmul(normed, each, pool).reshape(len(x), heads, -1) for each in (self.queries, self.keys, self.values))
+        q, k, v = (matmul(normed, matrix, pool).reshape(len(x), heads, -1) for matrix in (self.queries, self.keys, self.values))
         num_chunks = -(-len(x) // chunk)
         q = np.pad(q * self.query_scale, ((0, num_chunks * chunk - len(x)), (0, 0), (0, 0))).reshape(num_chunks, chunk, heads, -1)
         padding = ((sizes.left_context, num_chunks * chunk - len(x) + sizes.right_context), (0, 0), (0, 0))
-        k, v = (np.lib.stride_tricks.sliding_window_view(np.pad(each, padding), context, axis=0)[::chunk]  # [chunks, H, d, context]
-                for each in (k * self.key_scale, v))
+        k, v = (np.lib.stride_tricks.sliding_window_view(np.pad(matrix, padding), context, axis=0)[::chunk]  # [chunks, H, d, context]
+                for matrix in (k * self.key_scale, v))
         query_position, key_offset = np.arange(chunk)[:, None], np.arange(context) - sizes.left_context
         distance = query_position - key_offset
         key_position = np.arange(num_chunks)[:, None, None] * chunk + key_offset
@@ -313,7 +313,7 @@ def load_causal_conformer(weights: Weights, sizes: CausalSizes, name: str, names
 
     def matrix(prefix: str, rows: int = width, across: int = width) -> Matrix:
         stored = weights.stored(f"{prefix}{names.suffix}.weight", rows, across)
-        return Matrix(stored, None, tuple(weights.numbers(f"{prefix}.{each}").item() for each in LIMITS) if sizes.clipped else None)
+        return Matrix(stored, None, tuple(weights.numbers(f"{prefix}.{part}").item() for part in LIMITS) if sizes.clipped else None)
 
     def subsampling_layer(number: int) -> SubsamplingConv:
         prefix = subsampling + names.subsampling_layer.format(number)
@@ -329,7 +329,7 @@ def load_causal_conformer(weights: Weights, sizes: CausalSizes, name: str, names
         per_dim_scale = np.logaddexp(0, weights.numbers(prefix + names.per_dim_scale, head_dim)).astype(np.float32)
         relative_keys = weights.matrix(prefix + names.relative_keys, width, width, bias=False).to_float32()(sizes.distance_embeddings)
         return CausalAttention(
-            tuple(norm(prefix + each) for each in names.attention_norms), *(matrix(prefix + each) for each in names.attention),
+            tuple(norm(prefix + part) for part in names.attention_norms), *(matrix(prefix + part) for part in names.attention),
             query_scale=per_dim_scale * np.float32(head_dim**-0.5 / math.log(2)),
             key_scale=np.float32(math.log(1 + math.e) / math.log(2) if is_gemma_4 else 1),
             relative_keys=np.ascontiguousarray(relative_keys.reshape(-1, sizes.heads, head_dim).swapaxes(0, 1)), sizes=sizes)

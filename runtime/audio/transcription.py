@@ -57,9 +57,9 @@ def language_name(tower: AudioTower, language: str) -> str:
 
 def language_code(tower: AudioTower, language: str) -> str:
     """The code of a language, from its name or code, which may include a region. Raises UsageError for an unsupported one."""
-    wanted = language.strip().lower()
+    requested = language.strip().lower()
     for code, name in tower.languages.items():
-        if wanted in (code, name.lower()) or wanted.replace("_", "-").startswith(f"{code}-"):
+        if requested in (code, name.lower()) or requested.replace("_", "-").startswith(f"{code}-"):
             return code
     raise UsageError(f"this model was not trained to transcribe {language!r:.40}",
                      f"known: {', '.join(tower.languages)}; or leave it out")
@@ -80,8 +80,8 @@ class AnswerParser:
         if not self._start_token:
             return text
         self._buffer += text
-        before, found, after = self._buffer.partition(self._start_token)
-        if not found:
+        before, separator, after = self._buffer.partition(self._start_token)
+        if not separator:
             return ""
         self._start_token, self._buffer = "", ""
         preamble_line = before.strip().partition("\n")[0]

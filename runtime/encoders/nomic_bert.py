@@ -29,18 +29,18 @@ def config(keys: Keys) -> EncoderConfig:
     experts = keys.integer("num_experts", 0, low=0, high=MAX_SIZES["layers"])
     older = keys.has("n_embd")
     names = ("n_embd", "n_inner", "n_layer", "n_head") if older else ()
-    found = read_sizes(keys, *names, vocab_size=30528)
-    require_values(keys, head_dim=found["hidden_size"] // found["num_attention_heads"])
+    sizes = read_sizes(keys, *names, vocab_size=30528)
+    require_values(keys, head_dim=sizes["hidden_size"] // sizes["num_attention_heads"])
     theta = keys.number("rotary_emb_base", THETA)
     if not older:
         theta = default_theta(keys, theta)
     return EncoderConfig(
-        model_type, **found, context_length=keys.integer("n_positions" if older else "max_position_embeddings", 2048,
+        model_type, **sizes, context_length=keys.integer("n_positions" if older else "max_position_embeddings", 2048,
                                                          high=MAX_SIZES["positions"]),
         norm_eps=keys.number("layer_norm_epsilon" if older else "layer_norm_eps", 1e-12), hidden_act=activation,
         num_experts=experts, experts_per_token=keys.integer("moe_top_k", 1, high=experts) if experts else 0,
         moe_every_n_layers=keys.integer("moe_every_n_layers", 2, low=2, high=MAX_SIZES["layers"]) if experts else 1,
-        type_vocab_size=keys.integer("type_vocab_size", 2, low=0, high=64), rope_thetas=(theta,) * found["num_hidden_layers"])
+        type_vocab_size=keys.integer("type_vocab_size", 2, low=0, high=64), rope_thetas=(theta,) * sizes["num_hidden_layers"])
 
 
 def load(config: EncoderConfig, tensors: Tensors) -> Stack:

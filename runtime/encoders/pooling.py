@@ -62,25 +62,26 @@ def read_pooling(folder: Path, hidden: int) -> Pooling:
     modules = _modules(folder)
     folders = [path for module_type, path in modules if module_type == "pooling"]
     files = [f"{folders[0]}/config.json"] if folders else [POOLING, POOLING_KEPT]
-    stated = next((read_json(folder / name) for name in files if (folder / name).is_file()), None)
-    if stated is None and "emb_pooler" in (raw := read_json(folder / "config.json")):
-        stated = {"pooling_mode": raw["emb_pooler"]}  # the key of Jina's configs
-    if stated is None:
+    settings = next((read_json(folder / name) for name in files if (folder / name).is_file()), None)
+    if settings is None and "emb_pooler" in (raw := read_json(folder / "config.json")):
+        settings = {"pooling_mode": raw["emb_pooler"]}  # the key of Jina's configs
+    if settings is None:
         raise UsageError("this model's folder states no pooling for embeddings", MODEL_HINT)
     for module_type, _ in modules:
         if module_type not in ("transformer", "pooling", "normalize", "dense"):
             raise UsageError(f"this model's embeddings go through module {show(module_type)}, which is not supported", MODEL_HINT)
-    return Pooling(_mode(stated), dense_layers_of_folder(folder, [path for module_type, path in modules if module_type == "dense"], hidden))
+    dense_folders = [path for module_type, path in modules if module_type == "dense"]
+    return Pooling(_mode(settings), dense_layers_of_folder(folder, dense_folders, hidden))
 
 
-def _mode(stated: Mapping[str, object]) -> str:
+def _mode(settings: Mapping[str, object]) -> str:
     """The pooling mode of a module's config. Raises UsageError unless it is one that is supported."""
-    mode = stated.get("pooling_mode")
+    mode = settings.get("pooling_mode")
     if isinstance(mode, str | list):
         modes = [mode] if isinstance(mode, str) else mode
     else:  # old configs have a flag for each mode
-        flags = [name.removeprefix("pooling_mode_") for name, value in stated.items() if name.startswith("pooling_mode_") and value is True]
-        modes = [OLD_MODES.get(flag, flag) for flag in flags]
+        flags = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value is True]
+        modes = [OLD_MODES.get(flag, flag) for flag in (name.removeprefix("pooling_mode_") for name in flags)]
     if len(modes) != 1 or modes[0] not in POOLING_MODES:
         raise UsageError(f"this model's pooling is {show(' and '.join(sorted(map(str, modes))))}, which is not supported",
                          f"known: {', '.join(POOLING_MODES)}, one of them")

@@ -70,12 +70,12 @@ def task_stacks(config: EncoderConfig, tensors: Tensors, stack: Stack) -> dict[s
                  for part, name in MATRICES.items() for matrix in (getattr(layer, part),)} for number, layer in enumerate(stack.layers)]
 
     def adapt_layer(layer: Layer, pairs: Mapping[str, tuple[np.ndarray, np.ndarray]], task: int) -> Layer:
-        made = {}
+        adapted = {}
         for part, (a, b) in pairs.items():
-            type_table = getattr(layer, part)
-            made[part] = AdaptedMatrix(type_table.weight, type_table.bias, type_table.limits, np.ascontiguousarray(to_float32(a[task]).T),
-                                       b[task].T * scale)
-        return replace(layer, **made)
+            matrix = getattr(layer, part)
+            down, up = np.ascontiguousarray(to_float32(a[task]).T), b[task].T * scale
+            adapted[part] = AdaptedMatrix(matrix.weight, matrix.bias, matrix.limits, down, up)
+        return replace(layer, **adapted)
 
     def stack_of(task: int) -> Stack:
         layers = tuple(adapt_layer(*each, task) for each in zip(stack.layers, matrices, strict=True))

@@ -25,8 +25,10 @@ def build_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawC
                codecs: Sequence[RawCodec | PackedCodec] | None = None, disk: DiskTier | None = None) -> KVCache:
     """An empty cache with its memory.
 
-    `backends`, `specs`: one per layer. `codecs`: of the pages of each layer that has some, None for those of `kv` without a profile.
-    `disk`: where to spill pages of layers on the CPU that do not fit in memory; None: nowhere."""
+    backends, specs: one per layer
+    codecs: of the pages of each layer that has some, None for those of `kv` without a profile
+    disk: where to spill pages of layers on the CPU that do not fit in memory, None for nowhere
+    """
     states, stateful = _open_states(backends, specs)
     stateful |= {index: spec for index, spec in enumerate(specs) if isinstance(spec, NoCache)}
     shared = {index: spec.layer for index, spec in enumerate(specs) if isinstance(spec, SharedPages)}
@@ -71,13 +73,16 @@ def build_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawC
                    with_state, token_selections, reader_selections)
 
 
-def _connect_disk(pages: LayerPages, owner: LayerPages, place: int, codec: RawCodec | PackedCodec, pool: PagePool, shape: CacheShape,
+def _connect_disk(pages: LayerPages, writer: LayerPages, index: int, codec: RawCodec | PackedCodec, pool: PagePool, shape: CacheShape,
                   disk: DiskTier) -> None:
-    """Let a layer read pages from disk. `owner`: the layer that writes them, which is `pages` itself or an earlier one; `place`: its index
-    in the pool."""
-    pages.spilled = pool.spilled(place, 1 if shape.sinks else 0, again=pages is not owner)
+    """Let a layer read pages from disk.
+
+    writer: the layer that writes the pages: `pages` itself, or an earlier layer
+    index: of the writer in the pool
+    """
+    pages.spilled = pool.spilled(index, 1 if shape.sinks else 0, again=pages is not writer)
     if disk.slots:
-        pages.selective = page_selector(pages, codec, pool) if pages is owner else owner.selective.reader(pages)
+        pages.selective = page_selector(pages, codec, pool) if pages is writer else writer.selective.reader(pages)
 
 
 def _open_indexes(backends: Sequence[object], specs: Mapping[int, AttnSpec | SharedPages], kv: RawCodec | PackedFormat,

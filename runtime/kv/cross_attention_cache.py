@@ -52,7 +52,7 @@ class VisibleImages:
     """The images that the next token of a sequence sees: the last image before it, with those adjacent to that one."""
 
     tokens: list[int]  # of the sequence; the list only grows
-    known: int = 0  # how many of them have been processed
+    num_processed: int = 0  # of the tokens
     seen: tuple[int, ...] = ()  # ids of the images
     ended: bool = True  # whether text follows the images
 
@@ -66,9 +66,9 @@ class VisibleImages:
 
     def caught_up(self) -> VisibleImages:
         """Advance over all tokens."""
-        for token in self.tokens[self.known :]:
+        for token in self.tokens[self.num_processed :]:
             self.after(token)
-        self.known = len(self.tokens)
+        self.num_processed = len(self.tokens)
         return self
 
 

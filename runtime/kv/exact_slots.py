@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 class ExactSlots:
     """Slots of exact tokens, in every layer with pages.
 
-    `of`: the slot of each open page. The sinks are page -1; their slot is the last one and may have fewer parts.
-    `free`: unused slots. `used`: how many parts of a slot hold tokens, or held some and have not been released since.
-    `memory`: bytes of all slots, by layer, laid out as in `layouts`; empty if they are on a GPU.
+    of: slot of each open page; the sinks are page -1, and their slot is the last one and may have fewer parts
+    free: unused slots
+    used: number of parts of a slot that hold tokens, or held some and have not been released since
+    memory: bytes of all slots, by layer, laid out as in `layouts`; empty if they are on a GPU
     """
 
     def __init__(self, shape: CacheShape, layouts: Sequence[PageLayout], memory: Sequence[np.ndarray]) -> None:
@@ -46,20 +47,20 @@ class ExactSlots:
         """Free a slot and its memory, since a prefill chunk takes more slots than decoding."""
         self.free.append(slot)
         self.used.pop(slot, None)
-        self._forget(slot)
+        self._discard(slot)
 
-    def release_behind(self, last: int) -> None:
+    def release_after(self, last: int) -> None:
         """Free the slots of pages after `last`."""
         for page in [page for page in self.of if page > last]:
             self.release(self.of.pop(page))
 
-    def forget_all(self) -> None:
+    def discard_all(self) -> None:
         """Release the memory of every open page."""
         for slot in self.of.values():
-            self._forget(slot)
+            self._discard(slot)
         self.used.clear()
         self.clear()
 
-    def _forget(self, slot: int) -> None:
+    def _discard(self, slot: int) -> None:
         for memory, layout in zip(self.memory, self._layouts):
             discard(memory[slot * layout.layer_page_nbytes : (slot + 1) * layout.layer_page_nbytes])

@@ -93,9 +93,12 @@ def save_profile(profile: Profile, path: Path) -> Path:
 
 
 def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = None) -> Profile | None:
-    """The profile of the model at `path`, None without one. `store`: its weights, if open.
+    """The profile of the model at `path`, None if there is none.
 
-    Raises UsageError for a profile of another model, of other weights, of a newer version, or damaged."""
+    store: the model's weights, if open
+
+    Raises UsageError for a profile of another model, of other weights, of a newer version, or damaged.
+    """
     target, arrays = profile_paths(path)
     if not target.exists():
         return None

@@ -24,11 +24,11 @@ from .kv_recording import DEFAULT_SECONDS, WINDOW, record
 from .kv_validation import CANDIDATE_BITS, CHECKED_LAST_BITS, MIN_SCORED, held_out_window, validate_auto
 
 PRESETS = (8, 6, 5, 4, 3, 2)
-FORMAT = "8bit"  # of the recording engine: room for any packed cache
+RECORDING_KV = "8bit"  # of the recording engine: room for any packed cache
 RECORDING_SHARE = 0.6  # of the time; the rest is for validation
 
 
-def recorded(path: Path, text: str, seconds: float = DEFAULT_SECONDS, threads: int | None = None,
+def record_profile(path: Path, text: str, seconds: float = DEFAULT_SECONDS, threads: int | None = None,
              source: str = "the text") -> Iterator[Progress | Notice | Profile]:
     """Record the profile of the model at `path` and write it beside the weights; yields the Profile last. Raises as `record`."""
     config = read_config(path)
@@ -39,7 +39,7 @@ def recorded(path: Path, text: str, seconds: float = DEFAULT_SECONDS, threads: i
         why = "have a score bias" if config.dynamic_mask else "are compressed over several tokens"
         raise UsageError(f"keys of this model {why} and are never packed", "a profile only helps caches that can be packed")
     try:
-        codec(FORMAT).layers(config.cache_kv_heads)
+        codec(RECORDING_KV).layers(config.cache_kv_heads)
     except UsageError as error:  # the usual hint, other bits, does not apply here
         raise UsageError(error.message, "a profile only helps caches that can be packed") from error
     refuse_unwritable(path)
@@ -48,7 +48,7 @@ def recorded(path: Path, text: str, seconds: float = DEFAULT_SECONDS, threads: i
     tokenizer, weights, engine = Tokenizer.load(path, config), identity_of(path), None
     # Exact products: the 8-bit activations of low-bit weights round differently after any change, which on fable at 4 bits looks like a
     # hundred times the damage of a 4-bit cache. Validation should see only the cache.
-    options = EngineOptions(device="cpu", threads=threads, ctx=ctx, kv=FORMAT, chunk=-(-ctx // PAGE) * PAGE, exact=True)
+    options = EngineOptions(device="cpu", threads=threads, ctx=ctx, kv=RECORDING_KV, chunk=-(-ctx // PAGE) * PAGE, exact=True)
     for item in open_prepared(lambda: without_profile(path, options), folder_kinds(path, options)):
         if isinstance(item, Engine):
             engine = item
@@ -56,23 +56,23 @@ def recorded(path: Path, text: str, seconds: float = DEFAULT_SECONDS, threads: i
             yield item
     try:
         until = time.monotonic() + seconds
-        cut = [window for window in windows(tokenizer, text, ctx, source) if len(window) > engine.first_reader() + 1]
-        held = held_out_window(cut, engine.first_reader())
-        if cut and held is None:
+        token_windows = [window for window in windows(tokenizer, text, ctx, source) if len(window) > engine.first_reader() + 1]
+        held_out = held_out_window(token_windows, engine.first_reader())
+        if token_windows and held_out is None:
             room = ctx - engine.first_reader()
             why = (f"windows of {ctx} tokens, as long as the model's context, have {room} that read a packed page, of {MIN_SCORED} wanted"
                    if room < MIN_SCORED else
                    f"{source} has no second window of {MIN_SCORED + engine.first_reader()} tokens (a longer --text)")
             yield Notice(f"nothing can be validated, so --kv auto will not pack the cache: {why}")
-        share = 1.0 if held is None else RECORDING_SHARE
+        share = 1.0 if held_out is None else RECORDING_SHARE
         with one_thread():  # BLAS products of a few million multiplications, between passes of our own threads
-            for item in record(engine, tokenizer, text, weights, share * seconds, source, held_back=held):
+            for item in record(engine, tokenizer, text, weights, share * seconds, source, held_back=held_out):
                 if not isinstance(item, Profile):
                     yield item
-        for found in (item,) if held is None else validate_auto(engine, item, cut[held], until):
-            if isinstance(found, Profile):
-                save_profile(found, path)
-            yield found
+        for event in (item,) if held_out is None else validate_auto(engine, item, token_windows[held_out], until):
+            if isinstance(event, Profile):
+                save_profile(event, path)
+            yield event
     finally:
         engine.close()
 
@@ -83,16 +83,19 @@ def without_profile(path: Path, options: EngineOptions) -> Prepared:
     return prepare_with(None, read_config(path), store, options, container)
 
 
-def report(profile: Profile, path: Path) -> dict[str, object]:
-    """The `--json` output. `presets`: mean bits -> range of K's bits, range of V's, noise relative to uniform bits; None where no packed
-    page was read, in layers with a short window. `checks`: each with its mean bits."""
+def profile_report(profile: Profile, path: Path) -> dict[str, object]:
+    """The `--json` output.
+
+    presets: mean bits -> (range of K's bits, range of V's bits, cost relative to uniform bits, None if no packed page was read)
+    checks: the profile's, each with its mean bits
+    """
     presets: dict[int, tuple[tuple[int, int], tuple[int, int], float | None]] = {}
     for mean in PRESETS:
         bits = profile.bits(mean)
-        even = [[(mean, mean)] * len(layer) for layer in bits]
+        uniform = [[(mean, mean)] * len(layer) for layer in bits]
         k, v = zip(*(pair for layer in bits for pair in layer), strict=True)
-        usual = profile.cost(even)
-        presets[mean] = ((min(k), max(k)), (min(v), max(v)), profile.cost(bits) / usual if usual else None)
+        uniform_cost = profile.cost(uniform)
+        presets[mean] = ((min(k), max(k)), (min(v), max(v)), profile.cost(bits) / uniform_cost if uniform_cost else None)
     costs = {mean: profile.cost(profile.bits(mean)) for mean in (CHECKED_LAST_BITS, *CANDIDATE_BITS)}
     return {"file": str(profile_paths(path)[0]), "tokens": profile.tokens, "hash": f"{profile.hash:016x}", "presets": presets,
             "ends": list(profile.ends), "auto": profile.auto,

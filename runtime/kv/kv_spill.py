@@ -44,8 +44,11 @@ def spill_folder(options: EngineOptions) -> Path:
 
 def spill_request(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout], shape: CacheShape,
                   workspace: int, states: int = 0) -> Spill:
-    """What the planner needs to know for a cache with spilled pages. `workspace`: additional workspace bytes; `states`: of layers without
-    pages."""
+    """The planner's input for a cache with spilled pages.
+
+    workspace: additional workspace bytes
+    states: bytes of recurrent states
+    """
     sizes, besides_ring = page_sizes(codecs, layouts), _nbytes_besides_ring(options, codecs, layouts, shape)
     exact_nbytes, _ = cache_nbytes(codecs, layouts, shape)
     memory = besides_ring + ring_nbytes(sizes, shape.pages, _ring_nbytes(options, exact_nbytes + states + besides_ring))

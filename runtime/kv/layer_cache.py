@@ -85,6 +85,6 @@ class LastStates:
         return self.states.add_ngrams(x, products, w)
 
 
-def for_last_tokens(kept: LayerCache | LayerStates, last: int) -> LayerCache | LastStates:
+def for_last_tokens(view: LayerCache | LayerStates, last: int) -> LayerCache | LastStates:
     """A layer's view for a block where only the `last` tokens of a pass continue."""
-    return replace(kept, last=last) if isinstance(kept, LayerCache) else LastStates(kept, last)
+    return replace(view, last=last) if isinstance(view, LayerCache) else LastStates(view, last)

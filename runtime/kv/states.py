@@ -57,21 +57,26 @@ def shape_of(config: ModelConfig, layer: int) -> StateShape | WithNgrams | None:
 
 
 def controls() -> np.ndarray:
-    """The control words of a pass, int64: the slot to read (NO_SLOT: none yet), the one to write, and after how many of its tokens (0:
-    none) the state is also copied to a third. Kernels of recorded passes read them in place."""
+    """The control words of a pass, int64. Kernels of recorded passes read them in place.
+
+    They are the slot to read (NO_SLOT: none yet), the slot to write, the number of tokens after which the state is also copied to a third
+    slot (0: never), and that slot.
+    """
     return np.array([NO_SLOT, 0, 0, NO_SLOT], np.int64)[:CONTROLS]
 
 
 class States:
     """The recurrent states of all layers that have one, and their checkpoints.
 
-    `shapes`: of each layer's state; all have the same number of slots. `pass_slots`: the array of `controls`, which kernels read."""
+    shapes: of each layer's state; all have the same number of slots
+    pass_slots: the array of `controls`, which kernels read
+    """
 
     def __init__(self, layers: Sequence[LayerStates], shapes: Sequence[StateShape | WithNgrams], pass_slots: np.ndarray) -> None:
         self.layers, self._pass_slots = layers, pass_slots
         first = next((shape.base if isinstance(shape, WithNgrams) else shape) for shape in shapes)
         self._slots, self._rollback_slots = first.slots, first.rollback_slots
-        self.is_draft = False  # is this a draft model, whose tokens are mostly rolled back?
+        self.is_draft = False  # of a draft model, whose tokens are mostly rolled back
         self.nbytes, self.slot_nbytes = sum(shape.nbytes for shape in shapes), tuple(4 * shape.slot_floats for shape in shapes)
         self.clear()
 
@@ -90,7 +95,11 @@ class States:
         return sum(self.slot_nbytes)
 
     def begin(self, n: int, tokens: int, prompt: bool, keep: int = 0) -> None:
-        """Begin a pass of `tokens` after `n`. `prompt`: it is part of a prompt; `keep`: the position after which a checkpoint is wanted."""
+        """Begin a pass of `tokens` after `n`.
+
+        prompt: whether the pass is part of a prompt
+        keep: position of the checkpoint to leave before the end of the prompt
+        """
         self._settle(n)
         if prompt and not self._in_prompt and self._read_slot != NO_SLOT and self._read_slot not in self._checkpoints:
             self._make_room()

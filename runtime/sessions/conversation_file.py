@@ -24,9 +24,9 @@ HINT = "give a file that /save wrote"
 
 @dataclass(frozen=True)
 class History:
-    """A conversation. `messages`: dicts of `role` and `content`, with the additional fields of OpenAI's API for tool calls."""
+    """A conversation."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]]  # with `role` and `content`, and the other fields of OpenAI's API for tool calls
     system: str | None
     settings: SamplerSettings
 

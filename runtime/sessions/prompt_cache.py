@@ -52,16 +52,16 @@ def conflicting_flag(options: EngineOptions) -> str:
     return "--kv-read sparse" if options.kv_read == "sparse" else f"--kv {options.kv}" if "+" in options.kv else ""
 
 
-def refuse_inexact_cache(options: EngineOptions, wanted: str = "--keep-prompts") -> None:
+def refuse_inexact_cache(options: EngineOptions, flag: str = "--keep-prompts") -> None:
     """Raises UsageError if there is a `conflicting_flag`, naming the flag that asks for caches to be reused."""
     if what := conflicting_flag(options):
-        raise UsageError(f"with {what} prompt caches cannot be stored", f"leave out {what} or {wanted}")
+        raise UsageError(f"with {what} prompt caches cannot be stored", f"leave out {what} or {flag}")
 
 
 def known_tokenization(tokens: Sequence[int], text: str, ids: Sequence[int]) -> TokenizedText | None:
     """The text of these tokens if they are known to be its tokenization into `ids`; else None."""
-    known = min(len(tokens), len(ids))
-    return TokenizedText(text, tuple(ids), None) if text and tuple(ids[:known]) == tuple(tokens[:known]) else None
+    num_known = min(len(tokens), len(ids))
+    return TokenizedText(text, tuple(ids), None) if text and tuple(ids[:num_known]) == tuple(tokens[:num_known]) else None
 
 
 def _packed(tokens: Sequence[int]) -> array[int]:
@@ -72,7 +72,10 @@ def _packed(tokens: Sequence[int]) -> array[int]:
 class PromptCache:
     """The prompt cache of one engine, in one session folder.
 
-    `saved_notice`: text of a Notice when an entry is saved, "" for none. Raises UsageError if the engine's caches cannot be restored."""
+    saved_notice: text of a Notice when an entry is saved, "" for none
+
+    Raises UsageError if the engine's caches cannot be restored.
+    """
 
     def __init__(self, engine: Engine, sessions: SavedSessions, saved_notice: str = "") -> None:
         refuse_inexact_cache(engine.options)
@@ -92,9 +95,11 @@ class PromptCache:
         """Before a prompt is prefilled: save the cache that it would overwrite, restore the entry that it continues. Returns the prompt's
         token ids, which may follow the tokenization of a restored answer.
 
-        `prompt`: the text of `ids`, None if ids were given. `prompts`: its `cached` is the text of the engine's cache.
-        `num_worth_saving`: how many of the ids are worth saving later, None for all.
-        `choice`: adapter scales for this prompt, None to keep the current ones."""
+        prompt: the text of `ids`, None if only ids are known
+        prompts: its `cached` is the text of the engine's cache
+        num_worth_saving: number of the ids that are worth saving later, None for all
+        choice: adapter scales for this prompt, None to keep the current ones
+        """
         engine = self.engine
         choice = engine.adapter_scales if choice is None else choice
         if len(ids) >= engine.n_ctx:  # too long for this context
@@ -154,9 +159,9 @@ class PromptCache:
 
     def _is_ours(self, cache: SavedCache) -> bool:
         """Whether it was made by this model with the same settings; adapter scales may differ."""
-        theirs, own = ({part: value for part, value in identity.items() if part != ADAPTERS}
+        cached, current = ({part: value for part, value in identity.items() if part != ADAPTERS}
                        for identity in (cache.identity, self.sessions.identity(self.engine)))
-        return theirs == own
+        return cached == current
 
     def _save(self, prompts: PromptBuilder) -> Generator[Progress | Notice, None, None]:
         """Save the current cache, replacing entries that it continues."""

@@ -29,7 +29,9 @@ LOCK = ".saving.lock"  # not a valid session name
 class SavedSessions:
     """The sessions of one folder, for one run.
 
-    `model`: its name in messages. `budget`: bytes for the pages of all sessions."""
+    model: its name in messages
+    budget: bytes for the pages of all sessions
+    """
 
     def __init__(self, store: SessionStore, model: str, budget: int) -> None:
         self.store, self.model, self.budget = store, model, budget

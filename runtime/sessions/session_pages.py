@@ -23,14 +23,14 @@ class SessionPages:
     def __init__(self, folder: Path, lasting: bool = True) -> None:
         """`lasting`: fsync what is saved; not needed in a folder that lives only as long as the process."""
         self.folder, self.pages, self.lasting = folder, folder / PAGES, lasting
-        self._known: set[str] = set()  # files that this process has written or verified, and not removed
+        self._verified: set[str] = set()  # files that this process has written or verified, and not removed
 
     def store_page(self, key: str, parts: Sequence[bytes | memoryview]) -> PageFile:
         """Write a page file, unless a valid one exists. Call while `writing`. Raises OSError."""
         file = describe(key, parts)
         if not self._is_whole(file):
             write_page_file(self.pages, file, parts, self.lasting)
-        self._known.add(file.name)
+        self._verified.add(file.name)
         return file
 
     def has_page(self, key: str) -> bool:
@@ -44,7 +44,7 @@ class SessionPages:
         """Whether it exists and is valid. Its bytes are read once; later its size is enough, since other processes remove files but never
         change them."""
         try:
-            if file.name in self._known:
+            if file.name in self._verified:
                 return (self.pages / file.name).stat().st_size == file.stored_nbytes
             read_page_file(self.pages, file)
         except (DamagedPage, FileNotFoundError):
@@ -54,7 +54,7 @@ class SessionPages:
     def read_page(self, file: PageFile) -> memoryview:
         """Raises DamagedPage."""
         data = read_page_file(self.pages, file)
-        self._known.add(file.name)
+        self._verified.add(file.name)
         return data
 
     def nbytes(self) -> int:
@@ -63,13 +63,13 @@ class SessionPages:
 
     def _sizes(self) -> Mapping[str, int]:
         """Bytes of every page file, by name. Skips folders, which are not ours, and files that another process removes meanwhile."""
-        found = {}
+        sizes = {}
         for path in self.pages.glob("*/*"):
             with suppress(FileNotFoundError):
                 status = path.lstat()
                 if not stat.S_ISDIR(status.st_mode):
-                    found[f"{path.parent.name}/{path.name}"] = status.st_size
-        return found
+                    sizes[f"{path.parent.name}/{path.name}"] = status.st_size
+        return sizes
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -78,7 +78,7 @@ class SessionPages:
             yield
 
     @contextmanager
-    def _locked(self, how: int) -> Iterator[bool]:
+    def _locked(self, operation: int) -> Iterator[bool]:
         """False if the file system has no locks, or there is no folder."""
         try:
             descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -87,11 +87,11 @@ class SessionPages:
             return
         try:
             try:
-                fcntl.flock(descriptor, how)
-                held = True
+                fcntl.flock(descriptor, operation)
+                is_locked = True
             except OSError:
-                held = False
-            yield held
+                is_locked = False
+            yield is_locked
         finally:
             os.close(descriptor)
 

@@ -267,7 +267,7 @@ class SessionStore(SessionPages):
                 continue
             except EffllmError:
                 return 0
-        self._known &= used
+        self._verified &= used
         self._infos = {name: self._infos[name] for name in names if name in self._infos}
         unused = [self.pages / name for name in self._sizes() if name not in used]
         return sum(map(self._unlink, [*unused, *self.folder.glob(".*.new")]))

@@ -39,7 +39,10 @@ ADAPTER_SCALES = "adapters"  # where adapter scales are stored, beside an empty 
 class SlotFiles:
     """The saved slots of one folder.
 
-    `model`: its name in messages. `budget`: bytes for the pages in `folder`. `default_scales`: adapter scales of files that state none."""
+    model: its name in messages
+    budget: bytes for the pages in `folder`
+    default_scales: adapter scales of files that state none
+    """
 
     def __init__(self, folder: Path, model: str, budget: int, default_scales: AdapterScales) -> None:
         self.store, self.budget, self._default_scales = SessionStore(folder), budget, default_scales
