@@ -27,7 +27,7 @@ class NormalizedMel:
         n_fft = keys.integer("n_fft", 512, low=16, high=4096)
         preemphasis = keys.number("preemphasis", 0.97) if keys.raw.get("preemphasis", 0.97) else 0.0
         return NormalizedMel(keys.integer("feature_size", 80, high=512), n_fft, keys.integer("win_length", 400, low=16, high=n_fft),
-                         keys.integer("hop_length", 160, high=4096), preemphasis)
+                             keys.integer("hop_length", 160, high=4096), preemphasis)
 
     def frames(self, samples: int) -> int:
         """Number of frames that a clip fills. One more begins within it, but is masked."""

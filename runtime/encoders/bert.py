@@ -20,8 +20,8 @@ PREFIXES = ("bert.", "roberta.", "electra.", "ernie.")
 OFFSET_TYPES = ("roberta", "xlm-roberta", "camembert")  # positions start after the padding id
 # By model_type: transformers' defaults of sizes.
 SIZE_DEFAULTS = {"bert": {"vocab_size": 30522}, "roberta": {"vocab_size": 50265}, "xlm-roberta": {"vocab_size": 30522},
-          "camembert": {"vocab_size": 30522}, "ernie": {"vocab_size": 30522},
-          "electra": {"vocab_size": 30522, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}}
+                 "camembert": {"vocab_size": 30522}, "ernie": {"vocab_size": 30522},
+                 "electra": {"vocab_size": 30522, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}}
 
 
 def config(keys: Keys) -> EncoderConfig:

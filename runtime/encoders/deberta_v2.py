@@ -32,7 +32,7 @@ def config(keys: Keys) -> EncoderConfig:
         raise ConfigError(f"config.json: {model_type} models with a table of positions are not supported",
                           "they run only with relative_attention = True and position_biased_input = False")
     require_values(keys, conv_kernel_size=0, embedding_size=width, attention_head_size=width // sizes["num_attention_heads"],
-           pooler_hidden_size=width)
+                   pooler_hidden_size=width)
     if not keys.flag("share_att_key", False):
         raise ConfigError("config.json: share_att_key is False, which is not supported", "they run only with share_att_key = True")
     stated = keys.raw.get("pos_att_type") if keys.has("pos_att_type") else None
@@ -95,4 +95,4 @@ def load_head(config: EncoderConfig, tensors: Tensors) -> RankingHead:
 
     width = config.hidden_size
     return RankingHead(tensors.linear("pooler.dense", width, width), ACTIVATIONS[config.raw.get("pooler_hidden_act") or "gelu"],
-                tensors.linear("classifier", 1, width))
+                       tensors.linear("classifier", 1, width))

@@ -28,9 +28,10 @@ POOLING_TYPES = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type -> a name 
 RANK_POOLING = 4
 POOLING_TYPE = "pooling_type"
 # Metadata key, without the architecture's name -> key of config.json.
-KEYS = {"embedding_length": "hidden_size", "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
-        "attention.head_count": "num_attention_heads", "context_length": "max_position_embeddings",
-        "attention.layer_norm_epsilon": "layer_norm_eps"}
+KEYS = {
+    "embedding_length": "hidden_size", "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "context_length": "max_position_embeddings",
+    "attention.layer_norm_epsilon": "layer_norm_eps"}
 # By model_type: keys that other types lack, or that have another name in config.json.
 FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
     "eurobert": {"attention.head_count_kv": "num_key_value_heads", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
@@ -45,24 +46,25 @@ FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
 IMPLIED_VALUES: Mapping[str, Mapping[str, object]] = {
     "jina-bert-v2": {"feed_forward_type": "geglu", "position_embedding_type": "alibi"}, "nomic-bert-moe": {"activation_function": "gelu"}}
 # Checkpoint name -> GGUF name, outside of layers and within a layer.
-OUTER_NAMES = {"embeddings.word_embeddings": "token_embd", "embeddings.position_embeddings": "position_embd",
-         "embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "token_embd_norm", "emb_ln": "token_embd_norm",
-         "pooler.dense": "cls", "classifier": "cls.output", "embeddings.tok_embeddings": "token_embd", "embeddings.norm": "token_embd_norm",
-         "final_norm": "output_norm", "head.dense": "cls", "head.norm": "cls.norm", "embed_tokens": "token_embd", "norm": "output_norm"}
-LAYER_NAMES = {"attention.self.query": "attn_q", "attention.self.key": "attn_k", "attention.self.value": "attn_v",
-         "attention.self.qkv": "attn_qkv",
-         "attention.output.dense": "attn_output", "attention.output.LayerNorm": "attn_output_norm", "intermediate.dense": "ffn_up",
-         "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm", "attn.Wqkv": "attn_qkv", "attn.out_proj": "attn_output",
-         "mlp.fc11": "ffn_up", "mlp.fc12": "ffn_gate", "mlp.fc2": "ffn_down", "norm1": "attn_output_norm", "norm2": "layer_output_norm",
-         "mlp.fc1": "ffn_up", "mlp.router.layer": "ffn_gate_inp", "mlp.experts.up": "ffn_up_exps", "mlp.experts.down": "ffn_down_exps",
-         "mixer.Wqkv": "attn_qkv", "mixer.out_proj": "attn_output",
-         "attn.Wo": "attn_output", "mlp.Wi": "ffn_up", "mlp.Wo": "ffn_down", "attn_norm": "attn_norm", "mlp_norm": "ffn_norm",
-         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-         "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-         "post_attention_layernorm": "ffn_norm", "attention.self.layer_norm_q": "attn_q_norm", "attention.self.layer_norm_k": "attn_k_norm",
-         "layer_norm_1": "attn_norm_2", "layer_norm_2": "layer_output_norm", "mlp.layernorm": "layer_output_norm",
-         "mlp.gated_layers": "ffn_up", "mlp.up_gated_layer": "ffn_up", "mlp.gated_layers_v": "ffn_up", "mlp.gated_layers_w": "ffn_gate",
-         "mlp.wo": "ffn_down", "mlp.down_layer": "ffn_down"}
+OUTER_NAMES = {
+    "embeddings.word_embeddings": "token_embd", "embeddings.position_embeddings": "position_embd",
+    "embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "token_embd_norm", "emb_ln": "token_embd_norm",
+    "pooler.dense": "cls", "classifier": "cls.output", "embeddings.tok_embeddings": "token_embd", "embeddings.norm": "token_embd_norm",
+    "final_norm": "output_norm", "head.dense": "cls", "head.norm": "cls.norm", "embed_tokens": "token_embd", "norm": "output_norm"}
+LAYER_NAMES = {
+    "attention.self.query": "attn_q", "attention.self.key": "attn_k", "attention.self.value": "attn_v", "attention.self.qkv": "attn_qkv",
+    "attention.output.dense": "attn_output", "attention.output.LayerNorm": "attn_output_norm", "intermediate.dense": "ffn_up",
+    "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm", "attn.Wqkv": "attn_qkv", "attn.out_proj": "attn_output",
+    "mlp.fc11": "ffn_up", "mlp.fc12": "ffn_gate", "mlp.fc2": "ffn_down", "norm1": "attn_output_norm", "norm2": "layer_output_norm",
+    "mlp.fc1": "ffn_up", "mlp.router.layer": "ffn_gate_inp", "mlp.experts.up": "ffn_up_exps", "mlp.experts.down": "ffn_down_exps",
+    "mixer.Wqkv": "attn_qkv", "mixer.out_proj": "attn_output", "attn.Wo": "attn_output", "mlp.Wi": "ffn_up", "mlp.Wo": "ffn_down",
+    "attn_norm": "attn_norm", "mlp_norm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "attention.self.layer_norm_q": "attn_q_norm", "attention.self.layer_norm_k": "attn_k_norm", "layer_norm_1": "attn_norm_2",
+    "layer_norm_2": "layer_output_norm", "mlp.layernorm": "layer_output_norm", "mlp.gated_layers": "ffn_up",
+    "mlp.up_gated_layer": "ffn_up", "mlp.gated_layers_v": "ffn_up", "mlp.gated_layers_w": "ffn_gate", "mlp.wo": "ffn_down",
+    "mlp.down_layer": "ffn_down"}
 LAYER_PATTERN = re.compile(r"(?:encoder\.)?layers?\.(\d+)\.(.+)\.(weight|bias)")
 RAW_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 AGAIN = "fetch the file again, or use the folder of the checkpoint"

@@ -73,5 +73,5 @@ def load_head(config: EncoderConfig, tensors: Tensors) -> RankingHead:
 
     width, raw = config.hidden_size, config.raw
     return RankingHead(tensors.linear("head.dense", width, width, False), ACTIVATIONS[raw.get("classifier_activation") or "gelu"],
-                tensors.linear("classifier", 1, width), tensors.norm("head.norm", width, config.norm_eps, False),
-                raw.get("classifier_pooling") == "mean")
+                       tensors.linear("classifier", 1, width), tensors.norm("head.norm", width, config.norm_eps, False),
+                       raw.get("classifier_pooling") == "mean")

@@ -23,8 +23,8 @@ def config(keys: Keys) -> EncoderConfig:
     """Raises ConfigError."""
     model_type = keys.text("model_type")
     require_values(keys, prenorm=False, causal=False, use_rms_norm=False, parallel_block=False, rotary_emb_fraction=1.0,
-           rotary_emb_interleaved=False, rotary_scaling_factor=None, hidden_act="silu", num_shared_experts=0, ffn_div=1,
-           expert_choice_router=False, moe_normalize_expert_weights=False)
+                   rotary_emb_interleaved=False, rotary_scaling_factor=None, hidden_act="silu", num_shared_experts=0, ffn_div=1,
+                   expert_choice_router=False, moe_normalize_expert_weights=False)
     activation = keys.choice("activation_function", {"swiglu": "silu", "gelu": "gelu"}, "swiglu")
     experts = keys.integer("num_experts", 0, low=0, high=MAX_SIZES["layers"])
     older = keys.has("n_embd")

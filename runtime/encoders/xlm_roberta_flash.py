@@ -27,7 +27,7 @@ def config(keys: Keys) -> EncoderConfig:
     if is_rotary:
         encoder_config = replace(encoder_config, context_length=encoder_config.position_rows, position_rows=0, position_offset=0,
                                  pad_id=None,
-                        rope_thetas=(theta,) * encoder_config.num_hidden_layers)
+                                 rope_thetas=(theta,) * encoder_config.num_hidden_layers)
     for name in ("emb_pooler", "load_trained_adapters", "lora_alpha", "lora_dropout_p", "lora_main_params_trainable", "lora_rank",
                  "matryoshka_dimensions", "truncate_dim"):
         keys.has(name)  # read by `task_adapters.py` or `pooling.py`, or without effect

@@ -60,8 +60,8 @@ def single_pass_options(config: ModelConfig, options: EngineOptions) -> EngineOp
         return options
     is_packed = options.kv != AUTO and codec(options.kv).is_packed
     conflicts = {"kv": (SINGLE_PASS_KV, f"--kv {options.kv}", is_packed), "kv_ram": (None, "--kv-ram", options.kv_ram is not None),
-             "device": ("cpu", "--device cuda", options.device == "cuda"),
-             "gpu_layers": (None, f"-ngl {options.gpu_layers}", bool(options.gpu_layers)), "vram": (None, "--vram", bool(options.vram))}
+                 "device": ("cpu", "--device cuda", options.device == "cuda"),
+                 "gpu_layers": (None, f"-ngl {options.gpu_layers}", bool(options.gpu_layers)), "vram": (None, "--vram", bool(options.vram))}
     for name, (replacement, flag, is_given) in conflicts.items():
         if is_given and name not in options.from_settings:
             raise UsageError(f"{flag}: this model uses bidirectional attention, on the CPU, with an unpacked cache in memory",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def build_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCodec | PackedFormat, shape: CacheShape,
-               codecs: Sequence[RawCodec | PackedCodec] | None = None, disk: DiskTier | None = None) -> KVCache:
+                codecs: Sequence[RawCodec | PackedCodec] | None = None, disk: DiskTier | None = None) -> KVCache:
     """An empty cache with its memory.
 
     backends, specs: one per layer

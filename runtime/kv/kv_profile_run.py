@@ -29,7 +29,7 @@ RECORDING_SHARE = 0.6  # of the time; the rest is for validation
 
 
 def record_profile(path: Path, text: str, seconds: float = DEFAULT_SECONDS, threads: int | None = None,
-             source: str = "the text") -> Iterator[Progress | Notice | Profile]:
+                   source: str = "the text") -> Iterator[Progress | Notice | Profile]:
     """Record the profile of the model at `path` and write it beside the weights; yields the Profile last. Raises as `record`."""
     config = read_config(path)
     if not config.cache_kv_heads:

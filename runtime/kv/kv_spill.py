@@ -124,7 +124,7 @@ def _sparse_read_refusal(placement: Placement, config: ModelConfig) -> tuple[str
 
 
 def _nbytes_besides_ring(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout],
-                 shape: CacheShape) -> int:
+                         shape: CacheShape) -> int:
     """Memory besides the ring for pages being written to disk and, for sparse reads, summaries of all pages."""
     sizes = page_sizes(codecs, layouts)
     if options.kv_read != SPARSE:

@@ -160,7 +160,7 @@ class PromptCache:
     def _is_ours(self, cache: SavedCache) -> bool:
         """Whether it was made by this model with the same settings; adapter scales may differ."""
         cached, current = ({part: value for part, value in identity.items() if part != ADAPTERS}
-                       for identity in (cache.identity, self.sessions.identity(self.engine)))
+                           for identity in (cache.identity, self.sessions.identity(self.engine)))
         return cached == current
 
     def _save(self, prompts: PromptBuilder) -> Generator[Progress | Notice, None, None]:

@@ -65,7 +65,7 @@ def restorable_pages(engine: Engine, ids: Sequence[int], common: int, max_pages:
 
 
 def _find_longest(engine: Engine, store: SessionStore, identity: Mapping[str, object], ids: Sequence[int],
-             keys: Sequence[str]) -> tuple[SavedSession | None, int]:
+                  keys: Sequence[str]) -> tuple[SavedSession | None, int]:
     """The session that provides most pages of these `keys`, of which the first is the sinks', and the number of pages."""
     best, most_pages, kernels = None, 0, kernel_identity(engine)
     for name in store.newest() if len(keys) > 1 else ():
@@ -102,7 +102,7 @@ def _restore(engine: Engine, store: SessionStore, session: SavedSession, ids: Se
                 engine.set_tokens(ids[:tokens], num_fresh_tokens=tokens)
                 return tokens, [*notices, f"{tokens} tokens of the prompt restored from session {session.name}"]
             notices = [f"session {session.name} is damaged: {damage}; the prompt is recomputed from there on"
-                    f" ({rm_command(session.name, more='--cache')})"]
+                       f" ({rm_command(session.name, more='--cache')})"]
             pages = restorable_pages(engine, ids, len(ids), num_valid)
     except (EffllmError, Interrupted):  # the prefill meets the same error and reports it
         pages = 0
