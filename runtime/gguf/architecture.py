@@ -58,7 +58,7 @@ class Architecture:
     norm_offset: float = 0.0  # added to the norms of the file
     layer_names: Mapping[str, str] = field(default_factory=dict)  # of a layer's tensors; these precede LAYER
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # tensor -> the ones it consists of, q, k, v or of equal height
-    legacy_fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the same of older files
+    legacy_fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # `fused` of older files
     partial_rotary: bool = False  # only some channels of a head may rotate
     experts: tuple[str, Mapping[str, str]] | None = None  # (module of a layer's experts in the checkpoint, names of their matrices)
     window_pattern: bool = False  # a key may say which layers have a sliding window

@@ -62,7 +62,7 @@ KEYS = {
     "attention.key_length": "head_dim", "attention.sliding_window": "sliding_window",
 }
 REQUIRED_KEYS = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count", "context_length")
-TEMPERATURE_LENGTH = "attention.temperature_length"  # of the steps by which queries grow; usually the original context length again
+TEMPERATURE_LENGTH = "attention.temperature_length"  # must equal the original context length
 UNTRANSLATED_KEYS = frozenset({TEMPERATURE_LENGTH, "attention.value_length", "rope.dimension_count", "rope.scale_linear"})  # not translated
 ROPE_SCALING_PREFIX = "rope.scaling."
 ROPE_SCALING_KEYS = frozenset(ROPE_SCALING_PREFIX + name for name in ("type", "factor", "original_context_length", *yarn.KEYS))

@@ -16,7 +16,7 @@ from ..config_rope import GLOBAL, LOCAL
 DEFAULT_WINDOW = 4096  # of every size of Gemma 2, EXAONE 4 and StarCoder 2
 K_EXAONE_WINDOW = 128  # of K-EXAONE
 AFMOE_WINDOW_PERIOD = OLMO3_WINDOW_PERIOD = EXAONE4_WINDOW_PERIOD = COHERE2_WINDOW_PERIOD = 4  # every fourth layer has no window
-KOLIBRI_WINDOW_PERIOD = 5  # the same of Kolibri 1
+KOLIBRI_WINDOW_PERIOD = 5  # every fifth layer of Kolibri 1 has no window
 EXAONE4_WINDOWED_LAYERS = 64  # of the one size that has windows
 WINDOW_PATTERN_SUFFIX = ".attention.sliding_window_pattern"
 DEFAULT_ROPE_THETA = 10_000.0

@@ -14,7 +14,8 @@ from . import gemma4
 NAME, FAMILY = "gemma-embedding2", "embedding_gemma2_text"
 PER_LAYER_KEYS = ("attention.head_count_kv",)
 _OUTER_TENSORS = ("per_layer_model_proj.weight", "per_layer_proj_norm.weight")
-ARCHITECTURE = {  # of an `Architecture`; that tokens see both ways, and that no layer attends to another's keys, is known of all of them
+# Fields of `Architecture`. Bidirectional attention and the absence of shared KV layers are implied by the architecture.
+ARCHITECTURE = {
     "config": {"hidden_activation": "gelu_pytorch_tanh"},
     "keys": {**{key: gemma4.KEYS[key] for key in ("attention.key_length", "attention.key_length_swa", "embedding_length_per_layer_input",
                                                   "rope.freq_base_swa")}, "embedding_length_out": "embedding_dim"},

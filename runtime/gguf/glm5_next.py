@@ -30,7 +30,7 @@ KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_pe
 REQUIRED = ("attention.kv_lora_rank", "attention.q_lora_rank", "attention.head_count_kv", *MLA_LENGTHS, kimi_delta_attention.CONV_KERNEL,
             kimi_delta_attention.HEAD_DIM, "expert_feed_forward_length", "expert_shared_count", *sparse_indexer.KEYS,
             "attention.indexer.kpool", "hyper_connection.count", "hyper_connection.sinkhorn_iterations", "hyper_connection.epsilon")
-# The last is of the norm of index keys, which is what it is in every model.
+# Epsilon of the indexer's key norm, the same in every model.
 INDEXER_NORM_EPSILON = "attention.layer_norm_epsilon"
 OTHER_KEYS = frozenset((*MLA_LENGTHS, sparse_indexer.INDEXER_TYPES, SELECT_TAIL, *SWIGLU_CLAMPS, kimi_delta_attention.SAFE_GATE,
                         INDEXER_NORM_EPSILON))

@@ -1,4 +1,4 @@
-"""GGUF metadata of Hy 4: hyper-connection streams and the magnitude of what is written back, gate clamps as a list; indexer queries and
+"""GGUF metadata of Hy 4: hyper-connection streams and the magnitude of their updates, gate clamps as a list; indexer queries and
 keys keep the checkpoint's row order, with the rotated channels of a head last.
 """
 

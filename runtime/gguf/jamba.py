@@ -1,6 +1,6 @@
 """GGUF metadata of Jamba, and what it cannot express.
 
-Attention layers are those with key-value heads, expert layers those with routers, where a config has a period and an offset of each.
+Attention layers are those with KV heads, expert layers those with routers; a config states a period and an offset of each.
 """
 
 from __future__ import annotations

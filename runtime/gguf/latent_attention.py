@@ -78,7 +78,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
             "num_key_value_heads": raw["num_attention_heads"]}
     raw.pop("head_dim", None)
     raw.setdefault("q_lora_rank", None)
-    raw.setdefault("norm_topk_prob", False)  # llama.cpp's default, as of what follows
+    raw.setdefault("norm_topk_prob", False)  # llama.cpp's defaults, also below
     raw.setdefault("first_k_dense_replace", 0)
     raw.setdefault("routed_scaling_factor", 1.0)
     raw.setdefault("rope_theta", 10_000.0)
@@ -122,8 +122,10 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 
 def export_limits(config: ModelConfig, scaling: float) -> Iterator[tuple[bool, str]]:
-    """Pairs (applies, description) of what a GGUF file cannot express of a model with latent attention, `scaling`
-    multiplies its cos and sin."""
+    """Pairs (applies, description) of what a GGUF file cannot express of a model with latent attention.
+
+    scaling: what the model's cos and sin are multiplied by.
+    """
     yield config.rope is not None and not config.rope.interleaved, "rotates its heads by halves"
     yield not math.isclose(scaling, 1.0, rel_tol=1e-6), f"has positions that are scaled by {scaling:.4g}"
     yield not config.moe.sigmoid and config.moe.top_groups < config.moe.num_groups, "chooses groups only by their best expert"

@@ -1,6 +1,6 @@
 """GGUF metadata of Mamba and Falcon Mamba, one architecture in GGUF, and what it cannot express.
 
-Heads and MLP widths, which no layer has, are stated as 0. The epsilon of Falcon Mamba's norms of steps, B and C is not stated: published
+Heads and MLP widths, which no layer has, are stated as 0. The epsilon of Falcon Mamba's dt, B and C norms is not stated: published
 models' value is used, and llama.cpp uses that of the other norms.
 """
 

@@ -28,7 +28,7 @@ MOE_KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_expert
             MOE_LATENT_SIZE: MOE_LATENT_SIZE, "nextn_predict_layers": "num_nextn_predict_layers"}
 PER_BLOCK_KEYS = ("attention.head_count_kv", "feed_forward_length")  # one value per block, 0 for none
 REQUIRED = (*(key for key in KEYS if key.startswith("ssm.")), PER_BLOCK_KEYS[0])
-# Parts of tensors' names -> those of a checkpoint.
+# Tensor of a layer in the file -> in the checkpoint, without kind; FULL_NAMES with kind.
 NAMES = {"attn_norm": "norm", "attn_q": "mixer.q_proj", "attn_k": "mixer.k_proj", "attn_v": "mixer.v_proj", "attn_output": "mixer.o_proj",
          "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj", "ssm_z": "mixer.gate_proj", "ssm_xbc": "mixer.xbc_proj",
          "ssm_steps": "mixer.dt_proj", "ssm_conv1d": "mixer.conv1d", "ssm_norm": "mixer.norm", "ssm_out": "mixer.out_proj",

@@ -1,4 +1,4 @@
-"""Multi-token prediction layers in GGUF files: a block behind the last, some tensors of which are called nextn.
+"""Multi-token prediction (MTP) layers in GGUF files: a block after the last layer, with some tensors named nextn.
 
 Copies of embedding and head, which some files have, are skipped: drafts use the model's own.
 """

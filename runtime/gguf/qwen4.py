@@ -22,7 +22,7 @@ SEED = 1234
 COMPRESS_RATIOS, NGRAM_LAYERS = "attention.compress_ratios", "ple.layers"
 NGRAM_WIDTH, EOS_TOKEN = "embedding_length_per_layer_input", "ple.eos_token_id"
 HASH_MULTIPLIERS, TABLE_OFFSETS, TABLE_SIZES = "ple.layer_multipliers", "ple.head_offsets", "ple.head_vocab_sizes"
-IMAGE_TOKEN = "ple.image_token_id"  # a word like others in a text
+IMAGE_TOKEN = "ple.image_token_id"  # an ordinary token in text
 NGRAM_TENSOR = "per_layer_token_embd"
 KEYS = {"hyper_connection.count": "hc_count", "hyper_connection.low_rank": "hc_lowrank", "attention.indexer.head_count":
         "indexer_n_heads", "attention.indexer.key_length": "indexer_head_dim", "attention.indexer.top_k": "indexer_budget",
@@ -43,7 +43,7 @@ NAMES = {**{f"hc_{branch}_{part}": f"{ours}_hyper_connection.{target}" for branc
          **{part: target for part, target in linear_attention.NAMES.items() if part != "post_attention_norm"}}
 OUTER = {f"output_hc_{part}.weight": f"model.hyper_connection_mixer.{target}.weight" for part,
          target in _HYPER_CONNECTION.items() if part != "inject"}
-# Roles -> what their tensors are called.
+# Role -> tensor in the file.
 _MIX_ROLES = {"mix_norm": "norm", "mix_down": "down", "mix_up": "up", "mix_in": "inject"}
 _MIX_PREFIXES = {"attn_mix": "hc_attn", "mlp_mix": "hc_ffn", "leave_mix": "output_hc"}
 ROLES = {**{f"{role}.{part}": f"{prefix}_{name}" for role, prefix in _MIX_PREFIXES.items() for part, name in _MIX_ROLES.items()},
@@ -103,14 +103,14 @@ def _add_ngrams(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
 
 
 def add_eos_token(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
-    """The word before which n-grams end is the first that ends a text."""
+    """Put the token that ends n-grams first among the end tokens of `raw`."""
     if (ngram_eos := header.metadata.get(f"{name}.{EOS_TOKEN}")) is not None and raw.get("ple_layer_ids"):
         eos = raw.get("eos_token_id")
         raw["eos_token_id"] = [ngram_eos, *([] if eos in (None, ngram_eos) else [eos])]
 
 
 def check_hashing(header: GgufHeader, name: str, config: ModelConfig) -> None:
-    """Raises CheckpointError where a file numbers its n-grams otherwise than its config says."""
+    """Raises CheckpointError if the file's hash multipliers or table sizes do not follow from SEED."""
     ngrams = config.ngrams
     for layer in () if ngrams is None else ngrams.layers:
         for key, expected in ((HASH_MULTIPLIERS, ngrams.multipliers(layer)), (TABLE_SIZES, ngrams.table_sizes(layer))):
@@ -120,7 +120,7 @@ def check_hashing(header: GgufHeader, name: str, config: ModelConfig) -> None:
 
 
 def ngram_table_name(name: str, config: ModelConfig) -> tuple[str, ...] | None:
-    """What a checkpoint calls the table of n-grams."""
+    """The checkpoint's name of the n-gram table; None for other tensors."""
     return (f"model.layers.{config.ngrams.layers[0]}.{NGRAM_TABLE}.weight",) if config.ngrams and name == f"{NGRAM_TENSOR}.weight" else None
 
 
@@ -155,7 +155,7 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
 
 
 def architecture_fields(counts: Mapping[str, str], shared: Mapping[str, str]) -> dict[str, object]:
-    """All of the architecture but its experts: `counts` and names of the one that is `shared` are those of Qwen's other mixtures."""
+    """Fields of `Architecture` except experts; `counts` and `shared`: keys and shared-expert names of Qwen's other mixtures."""
     kinds = linear_attention.LAYER_TYPES[1], linear_attention.LAYER_TYPES[0]
     return {"keys": {**counts, **KEYS}, "layer_names": {**shared, **NAMES}, "required_keys": REQUIRED, "other_keys": OTHER_KEYS,
             "outer_names": OUTER,

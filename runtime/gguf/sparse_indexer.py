@@ -1,5 +1,5 @@
-"""GGUF metadata of sparse attention indexers, which choose the tokens that latent attention layers see: DeepSeek V3.2's, and GLM 5's,
-some layers of which reuse the previous layer's choice.
+"""GGUF metadata of sparse attention indexers, which select the tokens that latent attention layers attend to: DeepSeek V3.2's, and GLM
+5's, where some layers reuse the previous layer's selection.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes otherwise."""
+    """Pairs (applies, description) of what a GGUF file cannot express, or of what llama.cpp computes differently."""
     rope, width = config.rope, config.indexer.shape.width
     yield width % HADAMARD_WIDTH != 0, f"has index keys of {width} numbers, of which llama.cpp rotates {HADAMARD_WIDTH} at a time"
     yield rope.kind == "yarn" and (config.family != FAMILIES["deepseek32"] or rope.params.get("mscale_all_dim") != 1), \

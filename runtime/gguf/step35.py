@@ -52,7 +52,7 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
             "num_attention_heads": min(heads_by_kind[GLOBAL]), "num_sliding_attention_heads": min(heads_by_kind[LOCAL]),
             "attention_bias": "blk.0.attn_q.bias" in header.tensors, "mlp_layer_types": [
                 SPARSE if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors else DENSE for layer in range(layers - mtp_layers)]}
-    raw.setdefault("norm_expert_weight", False)  # llama.cpp's default, where a checkpoint says nothing
+    raw.setdefault("norm_expert_weight", False)  # llama.cpp's default; in a checkpoint an absent key means true
     for key, ours in SWIGLU_CLAMPS.items():
         if (stated := header.metadata.get(f"{NAME}.{key}")) is not None:
             raw[ours] = np.asarray(stated).tolist() if np.ndim(stated) else [stated] * layers

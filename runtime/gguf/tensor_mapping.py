@@ -226,8 +226,7 @@ class _Mapper:
 
 
 def _flatten_matrices(tensor: GgufTensor) -> GgufTensor:
-    """A stack of matrices (those of all experts) as one matrix, their rows one after the other. Also removes dimensions of 1 within a
-    matrix, which some writers add."""
+    """Flatten a stack of matrices (one per expert) into one matrix. Also removes inner dimensions of 1, which some writers add."""
     if len(tensor.shape) > 3 and prod(tensor.shape[1:-1]) == 1:
         return replace(tensor, shape=(tensor.shape[0], tensor.shape[-1]))
     if len(tensor.shape) != 3:

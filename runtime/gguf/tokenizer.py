@@ -34,7 +34,7 @@ ROLES = {"bos_token": ("bos",), "eos_token": ("eos",), "unk_token": ("unknown",)
          "prefix_token": ("fim_pre", "prefix"), "suffix_token": ("fim_suf", "suffix"), "middle_token": ("fim_mid", "middle"),
          "fim_pad_token": ("fim_pad",), "fim_rep_token": ("fim_rep",), "fim_sep_token": ("fim_sep",)}
 END_ROLES = ("eos", "eot", "eom")
-# Also made control tokens if a file has them as ordinary ones, as some do: templates write them, and they end a turn.
+# Some files list these as ordinary tokens; they become control tokens, because templates write them and they end a turn.
 TURN_TOKENS = frozenset(END_OF_TURN)
 # The special tokens of Phi 3 strip the white space after them, which a file does not state; these do not.
 PHI_UNSTRIPPED = frozenset(("<unk>", "<s>", "<|endoftext|>"))
@@ -110,7 +110,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     if template is not None and not isinstance(template, str):
         raise fail("tokenizer.chat_template", "a text")
     template = WORLD_TEMPLATE if template == WORLD_FORMAT else template
-    name = str(data.get("general.name")).lower()  # finds a Phi 3 that was written as another architecture
+    name = str(data.get("general.name")).lower()  # recognises a Phi 3 converted as another architecture
     rstrip = model == "llama" and (data.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name)
     is_tekken = len(tokens) > max(TEKKEN_PROBES) and all(tokens[number] == text for number, text in TEKKEN_PROBES.items())
     remarks = ()

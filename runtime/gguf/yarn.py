@@ -18,37 +18,43 @@ from ...offload.safetensors_header import CheckpointError, damaged
 
 KEYS = ("attn_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_ext_factor", "yarn_log_multiplier")
 ORIGINAL_HINT = "give the folder of the original checkpoint, if its family is supported"
-UNSCALED_ALLOWED = ("mistral3",)  # architectures whose cos and sin may be left as they are
-# Whose multiplier is of scores (`latent_attention.with_mscale`), or none: cos and sin are as they are.
+UNSCALED_ALLOWED = ("mistral3",)  # architectures with a setting that leaves cos and sin unscaled
+# Architectures whose multiplier, if any, scales attention scores (`latent_attention.with_mscale`), not cos and sin.
 SCORE_SCALING = ("deepseek2", "deepseek32", "deepseek4", "glm-dsa", "hy_v4", "mistral4")
-UNTRUNCATED = ("gpt-oss",)  # whose stretched channels begin and end between two, which no key says and llama.cpp rounds
+UNTRUNCATED = ("gpt-oss",)  # the scaled range ends between two channels; no key states it and llama.cpp rounds
+# Early files state the checkpoint's factor as `attn_factor`, which llama.cpp applies on top of the default.
 LEGACY_ATTN_FACTOR = ("olmo2",)
-                      # whose earlier files state the checkpoint's own number as `attn_factor`, by which llama.cpp multiplies the usual
-DEFAULT_BETAS, READS_BETAS = (32.0, 1.0), ("mistral3",)  # what llama.cpp takes for the two, and of which architectures it reads them
-FACTOR_TOLERANCE = 1e-3  # of a number that was rounded on its way
+DEFAULT_BETAS = (32.0, 1.0)  # (beta_fast, beta_slow) that llama.cpp assumes
+READS_BETAS = ("mistral3",)  # architectures for which llama.cpp reads the keys of the two
+FACTOR_TOLERANCE = 1e-3  # relative; files hold rounded factors
 
 
 def default_attention_factor(factor: float) -> float:
-    """What cos and sin are times where nothing else is stated (https://arxiv.org/abs/2309.00071)."""
+    """The default multiplier of cos and sin (https://arxiv.org/abs/2309.00071)."""
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rope_scaling(path: Path, prefix: str, data: Mapping[str, Value], positions: object) -> tuple[dict[str, object], str]:
-    """(the `rope_scaling` of a file whose scaling is yarn, what has to be said of it). `prefix` of its keys ends in a dot; `positions` the
-    model was trained with where the file does not say. Raises CheckpointError naming the key."""
+    """(`rope_scaling` section, notice about how it is read or "") of a file with YaRN scaling.
+
+    prefix: of its keys, ending in a dot.
+    positions: the original context length if the file states none.
+
+    Raises CheckpointError naming the key.
+    """
     factor = _number(path, prefix, data, "factor")
     if factor is None:
         damaged(path, f"lacks key {prefix}factor")
     if (ext_factor := _number(path, prefix, data, "yarn_ext_factor")) is not None and 0 <= ext_factor != 1:  # below 0 it is not set
         raise CheckpointError(f"{path} states {prefix}yarn_ext_factor {ext_factor:g}, which is not supported", ORIGINAL_HINT)
-    arch, ext_factor = prefix.partition(".")[0], _number(path, prefix, data, "yarn_log_multiplier")
-    is_unscaled = arch in UNSCALED_ALLOWED and ext_factor == 1
+    arch, log_multiplier = prefix.partition(".")[0], _number(path, prefix, data, "yarn_log_multiplier")
+    is_unscaled = arch in UNSCALED_ALLOWED and log_multiplier == 1
     if arch in SCORE_SCALING:
         if _number(path, prefix, data, "attn_factor") not in (None, 1.0):
             raise CheckpointError(f"{path} states {prefix}attn_factor, which is not supported for this architecture", ORIGINAL_HINT)
         is_unscaled = True
-    elif ext_factor and not is_unscaled:
-        raise CheckpointError(f"{path} states {prefix}yarn_log_multiplier {ext_factor:g}, which is not supported", ORIGINAL_HINT)
+    elif log_multiplier and not is_unscaled:
+        raise CheckpointError(f"{path} states {prefix}yarn_log_multiplier {log_multiplier:g}, which is not supported", ORIGINAL_HINT)
     section = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": data.get(f"{prefix}original_context_length",
                                                                                                    positions)}
     for config_key, gguf_key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
@@ -100,7 +106,7 @@ def export_keys(params: Mapping[str, object], scaling: float, arch: str) -> dict
 
 
 def ignored_settings(params: Mapping[str, object], arch: str) -> str:
-    """What llama.cpp does not read of such positions, as a sentence; empty where it reads all."""
+    """A notice about the YaRN settings that llama.cpp ignores; empty if it reads them all."""
     if arch in UNTRUNCATED and not params["truncate"]:
         return "llama.cpp rounds the YaRN boundaries of this model to whole channels: its answers differ slightly"
     betas = (params["beta_fast"], params["beta_slow"])
