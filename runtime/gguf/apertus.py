@@ -69,5 +69,5 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     if config.family != FAMILY:
         return {}
     columns = [np.array(column, np.float32) for column in zip(*config.activation_params)]
-    usual = {key: np.full(config.num_hidden_layers, value, np.float32) for key, value in FIXED_LISTS.items()}
-    return dict(zip(LAYER_LISTS, columns, strict=True)) | usual
+    fixed = {key: np.full(config.num_hidden_layers, value, np.float32) for key, value in FIXED_LISTS.items()}
+    return dict(zip(LAYER_LISTS, columns, strict=True)) | fixed

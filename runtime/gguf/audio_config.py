@@ -23,12 +23,12 @@ TowerConfig = Mapping[str, object]  # sizes of the encoder, by their config.json
 
 def require_shape(header: GgufHeader, name: str, dimensions: int = 2) -> tuple[int, ...]:
     """The shape of a tensor. Raises CheckpointError if it is missing or has another number of dimensions."""
-    found = header.tensors.get(name)
-    if found is None:
+    tensor = header.tensors.get(name)
+    if tensor is None:
         damaged(header.path, f"holds no tensor {name}")
-    if len(found.shape) != dimensions:
-        damaged(header.path, f"has tensor {name} of {len(found.shape)} dimensions, not {dimensions}")
-    return found.shape
+    if len(tensor.shape) != dimensions:
+        damaged(header.path, f"has tensor {name} of {len(tensor.shape)} dimensions, not {dimensions}")
+    return tensor.shape
 
 
 def whisper_extractor(tower: TowerConfig, seconds: int) -> dict[str, object]:
@@ -103,7 +103,7 @@ def _granite_speech(header: GgufHeader, keys: Keys, tower: TowerConfig, text: st
         "context_size":
         keys.raw.get("chunk_size"), "max_pos_emb": keys.raw.get("max_pos_emb"), "conv_kernel_size": conv_kernel, "conv_expansion_factor":
         channels // width}
-    qformer_tensors = [found for name in header.tensors if (found := QFORMER_TENSOR.fullmatch(name))]
+    qformer_tensors = [match for name in header.tensors if (match := QFORMER_TENSOR.fullmatch(name))]
     count = len({int(part[1]) for part in qformer_tensors})
     cross_attention_layers = sorted(int(part[1]) for part in qformer_tensors if part[2] == "cross_attn_q.weight")
     frequency = cross_attention_layers[1] if len(cross_attention_layers) > 1 else max(1, count)

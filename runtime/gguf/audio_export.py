@@ -39,14 +39,14 @@ def metadata(encoder: WhisperTower | Qwen3Asr, name: str, kind: str) -> dict[str
     """Metadata of the mmproj file of a model type. Raises UsageError for settings that such a file cannot state."""
     sizes = encoder.sizes
     _check_defaults(encoder)
-    stated: dict[str, Value] = {
+    audio_keys: dict[str, Value] = {
         "embedding_length": sizes.width, "feed_forward_length": sizes.ffn_width, "block_count": sizes.layers, "attention.head_count":
         sizes.heads, "projection_dim": encoder.config.hidden_size, "attention.layer_norm_epsilon": EPS, "num_mel_bins": sizes.bands}
     if isinstance(encoder, Voxtral):
-        stated["projector.stack_factor"] = encoder.stacked_rows
+        audio_keys["projector.stack_factor"] = encoder.stacked_rows
     return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,
             f"{CLIP}.has_audio_encoder": True, f"{CLIP}.projector_type": PROJECTOR_TYPES[kind], **{f"{CLIP}.audio.{key}": value
-                                                                                                   for key, value in stated.items()}}
+                                                                                                   for key, value in audio_keys.items()}}
 
 
 def _check_defaults(encoder: WhisperTower | Qwen3Asr) -> None:
@@ -93,7 +93,7 @@ def _map_tensor(checkpoint_name: str, info: TensorInfo, projector: Projector, st
 
 def gguf_name(checkpoint_name: str, projector: Projector, store: TensorStore, modality: Modality = AUDIO_INPUT) -> str:
     """The name in the file of a checkpoint tensor of a modality. Raises CheckpointError for one that no such file has."""
-    full_names, layer_names, outer_names = ({ours: theirs for theirs, ours in names.items()}
+    full_names, layer_names, outer_names = ({here: in_file for in_file, here in names.items()}
                                             for names in (projector.full_names, projector.layer_names, projector.outer_names))
     stem, _, kind = checkpoint_name.rpartition(".")
     if checkpoint_name in full_names or stem in outer_names and kind in TENSOR_KINDS:

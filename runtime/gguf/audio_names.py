@@ -28,8 +28,8 @@ _QFORMER = {"self_attn_q": "attention.attention.query", "self_attn_k": "attentio
             "intermediate_query.dense", "ffn_down": "output_query.dense", "ffn_norm": "output_query.LayerNorm"}
 
 
-def _whisper_projector(outer: Mapping[str, str], width: str, **more: object) -> Projector:
-    return Projector("audio_tower.layers.", _WHISPER, outer, width, blocks_prefix="a.blk", **more)
+def _whisper_projector(outer: Mapping[str, str], width: str, **fields: object) -> Projector:
+    return Projector("audio_tower.layers.", _WHISPER, outer, width, blocks_prefix="a.blk", **fields)
 
 
 # Projector type -> tensor names.

@@ -92,7 +92,7 @@ def parse_gguf_config(header: GgufHeader, raw: Mapping[str, object], strict: boo
         config = parse_config(raw, strict)
     except EffllmError as error:
         message = error.message.replace("config.json", str(header.path))
-        names = {ours: theirs for theirs, ours in {**KEYS, **architecture(header.path, name).keys}.items()}
+        names = {config_key: gguf_key for gguf_key, config_key in {**KEYS, **architecture(header.path, name).keys}.items()}
         pattern = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
         message = re.sub(rf"\b(?:{pattern})\b", lambda found: f"{name}.{names[found.group()]}", message)
         message = message.replace("rope_scaling: short_factor", ROPE_FACTORS if ROPE_FACTORS in header.tensors else SHORT_ROPE_FACTORS)

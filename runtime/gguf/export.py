@@ -264,7 +264,7 @@ def _file_name(key: int | str, role: str, roles: Mapping[str, ModelTensor], conf
     block = "" if key == "outer" or f"{part}.{suffix}" in arch.outer_names else f"blk.{nemotron_h.block_of(config, key, role)}."
     if part in arch.full_names:
         return block + part
-    fused = next((whole for whole, parts in arch.fused.items() if part in parts), part)
+    fused = next((fused_name for fused_name, parts in arch.fused.items() if part in parts), part)
     return f"{block}{fused}.{suffix}"
 
 

@@ -36,9 +36,9 @@ class FamilyContext:
         """The architecture's name, with which its keys begin."""
         return self.header.metadata["general.architecture"]
 
-    def numbers(self, key: str, usual: float) -> list[float]:
+    def numbers(self, key: str, default: float) -> list[float]:
         """The value of a key below the architecture's name, a number or a list, as a list. Raises CheckpointError."""
-        stated = self.header.metadata.get(f"{self.name}.{key}", usual)
+        stated = self.header.metadata.get(f"{self.name}.{key}", default)
         values = np.atleast_1d(np.asarray(stated))
         if values.ndim != 1 or values.dtype.kind not in "iuf":
             damaged(self.header.path, f"states {self.name}.{key} {shown_value(stated)}, expected numbers")
@@ -72,26 +72,26 @@ def drop_mtp_layers(raw: dict[str, object]) -> None:
 def family_context(header: GgufHeader, raw: dict[str, object]) -> FamilyContext:
     """Remove the window from `raw` and build the context. Raises CheckpointError if the family requires a window and the file does not
     state its width."""
-    stated, family = raw.pop("sliding_window", None), raw["model_type"]
-    window = stated or None  # files of Phi 4 state 0 for none
-    if family == "gemma2" and stated is None:
+    stated_window, family = raw.pop("sliding_window", None), raw["model_type"]
+    window = stated_window or None  # files of Phi 4 state 0 for none
+    if family == "gemma2" and stated_window is None:
         window = DEFAULT_WINDOW  # early files leave it out
     if family in ("gemma2", "gemma3_text", "gemma3n_text") and not window:
         key = f"{header.metadata['general.architecture']}.attention.sliding_window"
-        how = "lacks key" if stated is None else "states 0 for"
+        how = "lacks key" if stated_window is None else "states 0 for"
         raise CheckpointError(f"{header.path} {how} {key}: the width of its sliding window is unknown",
                               "the file was converted wrongly: use another conversion, or the folder of the checkpoint")
-    return FamilyContext(header, stated, window)
+    return FamilyContext(header, stated_window, window)
 
 
 def layer_types(header: GgufHeader, layers: object, every: int) -> list[str]:
     """`layer_types`: the file's list of booleans, or all layers but every n-th have a window, n as the file states it, else `every`."""
     key = f"{header.metadata['general.architecture']}{WINDOW_PATTERN_SUFFIX}"
-    stated = header.metadata.get(key, every)
-    if isinstance(stated, np.ndarray) and stated.dtype.kind in "biu" and len(stated) == layers and np.isin(stated, (0, 1)).all():
-        return [LOCAL if has_window else GLOBAL for has_window in stated]
+    pattern = header.metadata.get(key, every)
+    if isinstance(pattern, np.ndarray) and pattern.dtype.kind in "biu" and len(pattern) == layers and np.isin(pattern, (0, 1)).all():
+        return [LOCAL if has_window else GLOBAL for has_window in pattern]
     if isinstance(layers, bool) or not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
         return []  # the config reader refuses it
-    if isinstance(stated, bool) or not isinstance(stated, int) or stated < 1:
-        damaged(header.path, f"states {key} {shown_value(stated)}, expected a boolean for each of {layers} layers, or a number")
-    return [LOCAL if (layer + 1) % stated else GLOBAL for layer in range(layers)]
+    if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
+        damaged(header.path, f"states {key} {shown_value(pattern)}, expected a boolean for each of {layers} layers, or a number")
+    return [LOCAL if (layer + 1) % pattern else GLOBAL for layer in range(layers)]

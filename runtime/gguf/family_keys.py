@@ -73,8 +73,8 @@ def add_family(header: GgufHeader, raw: Raw) -> None:
         complete(context, raw)
     COMPLETE_PLAIN.get(raw["model_type"], add_window)(context, raw)
     if (layers := QUERY_SCALE_BY_WIDTH_LAYERS.get(context.name)) is not None and isinstance(raw["num_attention_heads"], int):
-        whole = raw["num_hidden_layers"] == layers and raw["num_attention_heads"] > 0
-        raw["query_pre_attn_scalar"] = raw["hidden_size"] / raw["num_attention_heads"] if whole else raw.get("head_dim", 256)
+        is_scaled_by_width = raw["num_hidden_layers"] == layers and raw["num_attention_heads"] > 0
+        raw["query_pre_attn_scalar"] = raw["hidden_size"] / raw["num_attention_heads"] if is_scaled_by_width else raw.get("head_dim", 256)
 
 
 def _ernie_moe(context: FamilyContext, raw: Raw) -> None:
@@ -92,15 +92,15 @@ def _afmoe(context: FamilyContext, raw: Raw) -> None:
     context.require_sigmoid_scores(raw)
     raw |= {"attention_bias": context.has("attn_q.bias"), "sliding_window": context.window,
             "layer_types": context.layer_types(raw, AFMOE_WINDOW_PERIOD if context.window else 1)}
-    for key, usual in (("route_norm", False), ("num_dense_layers", 0)):  # llama.cpp's default
-        raw.setdefault(key, usual)
+    for key, default in (("route_norm", False), ("num_dense_layers", 0)):  # llama.cpp's default
+        raw.setdefault(key, default)
 
 
 def _bailing(context: FamilyContext, raw: Raw) -> None:
     context.require_sigmoid_scores(raw)
     raw["sliding_window"] = context.window
-    for key, usual in (("routed_scaling_factor", 1.0), ("norm_topk_prob", False), ("partial_rotary_factor", 1.0)):
-        raw.setdefault(key, usual)  # llama.cpp's default
+    for key, default in (("routed_scaling_factor", 1.0), ("norm_topk_prob", False), ("partial_rotary_factor", 1.0)):
+        raw.setdefault(key, default)  # llama.cpp's default
     raw["moe_router_enable_expert_bias"] = any(name.endswith(".exp_probs_b.bias") for name in context.header.tensors)
     drop_mtp_layers(raw)
 
@@ -117,14 +117,14 @@ def _cohere2(context: FamilyContext, raw: Raw) -> None:
 
 def _hunyuan(context: FamilyContext, raw: Raw) -> None:
     raw |= {"attention_bias": context.has("attn_q.bias"), "sliding_window": context.window}
-    stretched, heads = raw.pop(STRETCH, None), raw["num_attention_heads"]
-    if stretched is None:
+    alpha, heads = raw.pop(STRETCH, None), raw["num_attention_heads"]
+    if alpha is None:
         return
-    if isinstance(stretched, bool) or not isinstance(stretched, int | float) or not 1e-6 < stretched < 1e9:
-        damaged(context.header.path, f"states {context.name}.rope.scaling.alpha {shown_value(stretched)}, expected a number above 0")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 1e-6 < alpha < 1e9:
+        damaged(context.header.path, f"states {context.name}.rope.scaling.alpha {shown_value(alpha)}, expected a number above 0")
     width = raw.get("head_dim") or (raw["hidden_size"] // heads if type(heads) is int and heads > 0 else 0)
     if isinstance(width, int) and width > 2:  # else the config reader refuses it
-        raw["rope_theta"] = raw.get("rope_theta", DEFAULT_ROPE_THETA) * stretched ** (width / (width - 2))
+        raw["rope_theta"] = raw.get("rope_theta", DEFAULT_ROPE_THETA) * alpha ** (width / (width - 2))
 
 
 def _hunyuan_moe(context: FamilyContext, raw: Raw) -> None:
@@ -154,12 +154,13 @@ def _minicpm(context: FamilyContext, raw: Raw) -> None:
     if not {"scale_emb", "scale_depth", "dim_model_base"} & raw.keys():
         raw |= {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256}
         return
-    added, divisor, layers, hidden = (raw.get(key, 1.0) for key in ("scale_depth", "dim_model_base", "num_hidden_layers", "hidden_size"))
-    for key, value in (("residual_scale", added), ("logit_scale", divisor)):
+    residual_scale, logit_scale, layers, hidden = (raw.get(key, 1.0) for key in ("scale_depth", "dim_model_base", "num_hidden_layers",
+                                                                                 "hidden_size"))
+    for key, value in (("residual_scale", residual_scale), ("logit_scale", logit_scale)):
         if not isinstance(value, float | int) or not 1e-9 < value < 1e9:
             damaged(context.header.path, f"states minicpm.{key} {shown_value(value)}, expected a number above 0")
     if type(layers) is int and type(hidden) is int and layers > 0:  # else the config reader refuses it
-        raw |= {"scale_depth": added * layers**0.5, "dim_model_base": max(1, round(hidden / divisor))}
+        raw |= {"scale_depth": residual_scale * layers**0.5, "dim_model_base": max(1, round(hidden / logit_scale))}
 
 
 def _deepseek_ocr(context: FamilyContext, raw: Raw) -> None:
@@ -175,12 +176,12 @@ def _deepseek_ocr(context: FamilyContext, raw: Raw) -> None:
 def _hy3(context: FamilyContext, raw: Raw) -> None:
     """Which layers have experts follows from their routers, the number of shared experts from their width."""
     context.require_sigmoid_scores(raw)
-    width, inside = raw.get(SHARED_EXPERT_WIDTH), raw.get("moe_intermediate_size")
-    if "num_shared_experts" not in raw and type(width) is type(inside) is int and inside > 0:
-        raw["num_shared_experts"] = width // inside
+    width, expert_width = raw.get(SHARED_EXPERT_WIDTH), raw.get("moe_intermediate_size")
+    if "num_shared_experts" not in raw and type(width) is type(expert_width) is int and expert_width > 0:
+        raw["num_shared_experts"] = width // expert_width
     _check_shared_experts(context.header, raw, "num_shared_experts")
-    for key, usual in (("router_scaling_factor", 1.0), ("route_norm", False), ("num_nextn_predict_layers", 0)):
-        raw.setdefault(key, usual)  # llama.cpp's default
+    for key, default in (("router_scaling_factor", 1.0), ("route_norm", False), ("num_nextn_predict_layers", 0)):
+        raw.setdefault(key, default)  # llama.cpp's default
     drop_mtp_layers(raw)
     raw.pop("first_k_dense_replace", None)
     raw["attention_bias"] = context.has("attn_q.bias")
@@ -202,10 +203,10 @@ def _glm(context: FamilyContext, raw: Raw) -> None:
 
 def _check_shared_experts(header: GgufHeader, raw: Raw, key: str) -> None:
     """Raises CheckpointError if the total width of the shared experts is not their number, `raw[key]`, times the expert width."""
-    width, count, inside = raw.pop(SHARED_EXPERT_WIDTH, None), raw.get(key), raw.get("moe_intermediate_size")
-    if width is not None and type(count) is type(inside) is int and width != count * inside:
+    width, count, expert_width = raw.pop(SHARED_EXPERT_WIDTH, None), raw.get(key), raw.get("moe_intermediate_size")
+    if width is not None and type(count) is type(expert_width) is int and width != count * expert_width:
         raise CheckpointError(f"{header.path} states a width of {shown_value(width)} for {shown_value(count)} shared experts of "
-                              f"{shown_value(inside)}, which is not supported", DAMAGED_HINT)
+                              f"{shown_value(expert_width)}, which is not supported", DAMAGED_HINT)
 
 
 COMPLETE_BY_FAMILY: Mapping[str, Callable[[FamilyContext, Raw], None]] = {

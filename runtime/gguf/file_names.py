@@ -24,10 +24,10 @@ PROJECTOR_PRECISIONS = ("F16", "BF16", "Q8_0", "F32")  # preferred precisions of
 
 def part_names(name: str) -> tuple[str, ...] | None:
     """The names of all parts, from that of one; None for a name that is not of a part."""
-    found = PART_NAME.fullmatch(name)
-    if found is None or not 1 <= int(found[2]) <= int(found[3]) <= MAX_PARTS:
+    match = PART_NAME.fullmatch(name)
+    if match is None or not 1 <= int(match[2]) <= int(match[3]) <= MAX_PARTS:
         return None
-    return tuple(f"{found[1]}-{number:05}-of-{found[3]}{found[4]}" for number in range(1, int(found[3]) + 1))
+    return tuple(f"{match[1]}-{number:05}-of-{match[3]}{match[4]}" for number in range(1, int(match[3]) + 1))
 
 
 def all_parts(name: str) -> tuple[str, ...]:
@@ -42,15 +42,15 @@ def is_projector(name: str) -> bool:
 
 def projectors(names: Iterable[str]) -> list[str]:
     """The projectors among `names`, sorted; of those that differ only in precision the preferred one."""
-    found: dict[str, list[str]] = {}
+    by_base_name: dict[str, list[str]] = {}
     for name in sorted(filter(is_projector, names)):
-        found.setdefault(_PRECISION_IN_NAME.sub("", name).lower(), []).append(name)
-    return [min(each, key=_precision_rank) for each in found.values()]
+        by_base_name.setdefault(_PRECISION_IN_NAME.sub("", name).lower(), []).append(name)
+    return [min(each, key=_precision_rank) for each in by_base_name.values()]
 
 
 def _precision_rank(name: str) -> int:
-    stated = [each.upper() for each in _PRECISION_IN_NAME.findall(name)]
-    return next((turn for turn, kind in enumerate(PROJECTOR_PRECISIONS) if kind in stated), len(PROJECTOR_PRECISIONS))
+    precisions = [each.upper() for each in _PRECISION_IN_NAME.findall(name)]
+    return next((rank for rank, kind in enumerate(PROJECTOR_PRECISIONS) if kind in precisions), len(PROJECTOR_PRECISIONS))
 
 
 def model_files(names: Iterable[str]) -> list[str]:
@@ -64,21 +64,21 @@ def matching(wanted: str, names: Iterable[str]) -> list[str]:
     names = list(names)
     if wanted.lower().endswith(SUFFIX):
         return [wanted] if wanted in names else []
-    stated = re.compile(rf"(?:^|[-._/]){re.escape(wanted)}(?=[-./])", re.IGNORECASE)
-    return [name for name in model_files(names) if stated.search(name)]
+    pattern = re.compile(rf"(?:^|[-._/]){re.escape(wanted)}(?=[-./])", re.IGNORECASE)
+    return [name for name in model_files(names) if pattern.search(name)]
 
 
 def default_model(names: Iterable[str]) -> str | None:
     """The model to use if none is named: the only one, or else the only one of DEFAULT_PRECISION; None otherwise."""
     models = model_files(names)
-    found = models if len(models) == 1 else matching(DEFAULT_PRECISION, models)
-    return found[0] if len(found) == 1 else None
+    candidates = models if len(models) == 1 else matching(DEFAULT_PRECISION, models)
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def nearest_precision(names: Iterable[str], bits: int) -> str:
     """Among `names`, the model whose quantization type is nearest to `bits`; of several, the usual kind."""
     def distance(name: str) -> tuple[int, bool, str]:
-        stated = [int(re.search(r"\d+", each)[0]) for each in _PRECISION_IN_NAME.findall(name)]
-        return min((abs(each - bits) for each in stated), default=32), "_k_m" not in name.lower(), name
+        stated_bits = [int(re.search(r"\d+", each)[0]) for each in _PRECISION_IN_NAME.findall(name)]
+        return min((abs(each - bits) for each in stated_bits), default=32), "_k_m" not in name.lower(), name
 
     return min(names, key=distance)

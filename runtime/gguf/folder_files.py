@@ -30,29 +30,30 @@ def generation_config(path: Path) -> dict[str, object]:
 
 
 def _sampling(header: GgufHeader) -> dict[str, object]:
-    stated = {ours: header.metadata.get(SAMPLING_PREFIX + theirs) for theirs, ours in SETTINGS.items()}
+    stated = {setting: header.metadata.get(SAMPLING_PREFIX + gguf_key) for gguf_key, setting in SETTINGS.items()}
     return {name: value for name, value in stated.items() if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
 def sampling_metadata(settings: Mapping[str, object]) -> dict[str, Value]:
     """Metadata keys for the settings of a generation_config.json, as far as GGUF has names for them; `settings` are validated ones."""
-    found = {theirs: settings[ours] for theirs, ours in SETTINGS.items() if ours in settings}
+    values = {gguf_key: settings[setting] for gguf_key, setting in SETTINGS.items() if setting in settings}
     if settings.get("do_sample") is False:
-        found["temp"] = 0.0
+        values["temp"] = 0.0
     return {SAMPLING_PREFIX + name: min(max(INTEGER_SETTINGS[name], value), MAX_INT32) if name in INTEGER_SETTINGS else float(value)
-            for name, value in found.items() if value < MAX_FLOAT32}
+            for name, value in values.items() if value < MAX_FLOAT32}
 
 
 def stated_licence(header: GgufHeader) -> str | None:
     """The licence name that a file states, `general.license.name` first; None if there is none."""
-    stated = (header.metadata.get(key) for key in (f"{LICENSE_KEY}.name", LICENSE_KEY))
-    return next((value for value in stated if isinstance(value, str) and LICENCE_NAME.fullmatch(value)), None)
+    candidates = (header.metadata.get(key) for key in (f"{LICENSE_KEY}.name", LICENSE_KEY))
+    return next((value for value in candidates if isinstance(value, str) and LICENCE_NAME.fullmatch(value)), None)
 
 
 def licence_metadata(source: Path, licence: str | None) -> dict[str, Value]:
     """Licence keys: those of a GGUF `source`, else `licence`; empty if that is None."""
-    stated = {key: value for key, value in read_header(source).metadata.items() if key.startswith(LICENSE_KEY)} if is_gguf(source) else {}
-    return stated or ({LICENSE_KEY: licence} if licence else {})
+    source_keys = {key: value for key,
+                   value in read_header(source).metadata.items() if key.startswith(LICENSE_KEY)} if is_gguf(source) else {}
+    return source_keys or ({LICENSE_KEY: licence} if licence else {})
 
 
 def folder_texts(path: Path) -> dict[str, str]:

@@ -107,8 +107,8 @@ def add_gemma4(header: GgufHeader, raw: dict[str, object], kinds: list[str], div
 
 def is_unused(name: str, config: ModelConfig) -> bool:
     """Whether a checkpoint tensor is a K or V weight of a layer that uses an earlier layer's KV cache; converters write them anyway."""
-    found = UNUSED_TENSORS.fullmatch(name)
-    return bool(config.kv_sources) and found is not None and int(found[1]) not in config.attention_layers
+    match = UNUSED_TENSORS.fullmatch(name)
+    return bool(config.kv_sources) and match is not None and int(match[1]) not in config.attention_layers
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:

@@ -81,7 +81,7 @@ def _check_audio_defaults(audio: Ears) -> None:
 def file_tensors(encoders: Encoders, store: TensorStore) -> list[ProjectorTensor]:
     """The tensors of the file in the checkpoint's order. Raises CheckpointError for one that no such file has."""
     stored = {canonical_name(name): info for name, info in store.tensors.items() if is_of_tower(name, NAME)}
-    return [each for own, info in stored.items() for each in _map_tensor(own, info, encoders, store)]
+    return [tensor for checkpoint_name, info in stored.items() for tensor in _map_tensor(checkpoint_name, info, encoders, store)]
 
 
 def _map_tensor(checkpoint_name: str, info: TensorInfo, encoders: Encoders, store: TensorStore) -> Iterator[ProjectorTensor]:

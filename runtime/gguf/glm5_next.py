@@ -70,9 +70,9 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
             "linear_num_heads": heads, "index_kpool_always_select_tail": data.get(f"{name}.{SELECT_TAIL}", True)}
     for key in ("head_dim", "rope_theta", "sliding_window"):
         raw.pop(key, None)
-    for key, usual in (("first_k_dense_replace", 0), ("routed_scaling_factor", 1.0), ("norm_topk_prob", False), ("n_group", 1),
-                       ("topk_group", 1), ("linear_lower_bound", None)):
-        raw.setdefault(key, usual)
+    for key, default in (("first_k_dense_replace", 0), ("routed_scaling_factor", 1.0), ("norm_topk_prob", False), ("n_group", 1),
+                         ("topk_group", 1), ("linear_lower_bound", None)):
+        raw.setdefault(key, default)
     mtp_layers = raw.setdefault("num_nextn_predict_layers", 0)
     if type(mtp_layers) is not int or type(blocks) is not int or not 0 <= mtp_layers < blocks <= MAX_LAYERS:
         damaged(path, f"states {name}.nextn_predict_layers {shown_value(mtp_layers)} of {shown_value(blocks)} blocks")

@@ -82,18 +82,18 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
             "num_key_value_heads": raw["num_attention_heads"]}
     raw.pop("head_dim", None)
     # llama.cpp's defaults.
-    for key, usual in (("q_lora_rank", None), ("first_k_dense_replace", 0), ("routed_scaling_factor", 1.0), ("n_group", 1),
-                       ("topk_group", 1), ("norm_topk_prob", name == KIMI)):
-        raw.setdefault(key, usual)
+    for key, default in (("q_lora_rank", None), ("first_k_dense_replace", 0), ("routed_scaling_factor", 1.0), ("n_group", 1),
+                         ("topk_group", 1), ("norm_topk_prob", name == KIMI)):
+        raw.setdefault(key, default)
     if name == KIMI:
         raw.pop("rope_theta", None)  # no RoPE
         return
     raw.setdefault("rope_theta", DEFAULT_ROPE_THETA)
     if "moe_shared_expert_intermediate_size" in raw:
         raw["num_shared_experts"] = 1  # the key states the total width
-    for key, ours in SWIGLU_CLAMPS.items():
-        if (stated := data.get(f"{name}.{key}")) is not None:  # one value, or one per layer
-            raw[ours] = [stated] * layers if np.ndim(stated) == 0 and type(layers) is int else np.asarray(stated).tolist()
+    for key, config_key in SWIGLU_CLAMPS.items():
+        if (clamps := data.get(f"{name}.{key}")) is not None:  # one value, or one per layer
+            raw[config_key] = [clamps] * layers if np.ndim(clamps) == 0 and type(layers) is int else np.asarray(clamps).tolist()
     mtp_layers = raw.setdefault("num_nextn_predict_layers", 0)
     if type(mtp_layers) is int and type(layers) is int and 0 <= mtp_layers < layers <= MAX_LAYERS:
         raw["num_hidden_layers"] = layers - mtp_layers  # the file's count includes them
@@ -113,8 +113,8 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     if config.family == LING_FAMILY:
         keys |= {SAFE_GATE: True, SHARED_EXPERT_WIDTH: moe.shared_expert_dim}
         layers = range(config.num_hidden_layers)
-        keys |= {key: np.array([config.gate_limits[layer][which] or 0.0 for layer in layers], np.float32)
-                 for which, key in enumerate(SWIGLU_CLAMPS) if config.gate_limits}
+        keys |= {key: np.array([config.gate_limits[layer][index] or 0.0 for layer in layers], np.float32)
+                 for index, key in enumerate(SWIGLU_CLAMPS) if config.gate_limits}
     return keys
 
 

@@ -55,8 +55,8 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
 
 def _gate_rows(tensors: Mapping[str, GgufTensor]) -> int | None:
     """Rows of the first layer's attention gate; None if it has none."""
-    found = tensors.get("blk.0.attn_gate.weight")
-    return found.shape[0] if found is not None and len(found.shape) == 2 else None
+    gate = tensors.get("blk.0.attn_gate.weight")
+    return gate.shape[0] if gate is not None and len(gate.shape) == 2 else None
 
 
 def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
@@ -64,8 +64,8 @@ def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
     head_dim = raw["head_dim"]
     global_rope = {"rope_type": "default", **(raw.pop("rope_scaling", None) or {}), "rope_theta": raw.pop("rope_theta", 10_000.0),
                    "partial_rotary_factor": raw.pop("partial_rotary_factor", 1.0)}
-    theta, rope_dims = (header.metadata.get(f"{NAME}.{key}", usual) for key,
-                        usual in ((LOCAL_ROPE_THETA, global_rope["rope_theta"]), (LOCAL_ROPE_DIMS, head_dim)))
+    theta, rope_dims = (header.metadata.get(f"{NAME}.{key}", default) for key,
+                        default in ((LOCAL_ROPE_THETA, global_rope["rope_theta"]), (LOCAL_ROPE_DIMS, head_dim)))
     if type(rope_dims) is not int or type(head_dim) is not int or not 0 < rope_dims <= head_dim:
         damaged(header.path, f"states {NAME}.{LOCAL_ROPE_DIMS} {shown_value(rope_dims)} for heads of {shown_value(head_dim)}")
     raw["rope_parameters"] = {GLOBAL: global_rope, LOCAL: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor":

@@ -66,10 +66,10 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     if type(mtp_layers) is type(blocks) is int and 0 < mtp_layers <= MAX_LAYERS:
         _check_mtp_blocks(header, f"{name}.nextn_predict_layers", blocks - mtp_layers, blocks)
         raw["num_hidden_layers"] = blocks - mtp_layers  # the file's count includes them
-    if (stated := data.get(f"{name}.{RECURRENT_LAYERS}")) is not None and type(blocks) is int and 0 < blocks <= MAX_LAYERS:
-        if not isinstance(stated, np.ndarray) or len(stated) != blocks or not np.isin(stated, (0, 1)).all():
-            damaged(path, f"states {name}.{RECURRENT_LAYERS} {shown_value(stated)}, expected a boolean for each of {blocks} layers")
-        kinds = [LAYER_TYPES[int(each)] for each in stated]
+    if (recurrent := data.get(f"{name}.{RECURRENT_LAYERS}")) is not None and type(blocks) is int and 0 < blocks <= MAX_LAYERS:
+        if not isinstance(recurrent, np.ndarray) or len(recurrent) != blocks or not np.isin(recurrent, (0, 1)).all():
+            damaged(path, f"states {name}.{RECURRENT_LAYERS} {shown_value(recurrent)}, expected a boolean for each of {blocks} layers")
+        kinds = [LAYER_TYPES[int(each)] for each in recurrent]
         if raw.setdefault("layer_types", kinds) != kinds:
             damaged(path, f"states {name}.{RECURRENT_LAYERS} for other layers than those without KV heads")
     if "layer_types" in raw:

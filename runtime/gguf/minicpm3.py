@@ -41,10 +41,10 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    mla, added = config.mla, SCALE_DEPTH / math.sqrt(config.num_hidden_layers)
+    mla, residual_multiplier = config.mla, SCALE_DEPTH / math.sqrt(config.num_hidden_layers)
     yield config.rope.kind == "llama3", "has rotary positions of kind llama3"
     yield mla.query_rank is None, "projects its queries directly"
     yield mla.value * config.num_attention_heads != config.hidden_size, f"has values of {mla.value}"
     yield config.embedding_multiplier != EMBEDDING_MULTIPLIER, "has another embedding multiplier"
-    yield not math.isclose(config.residual_multiplier, added, rel_tol=1e-6), "has another residual multiplier"
+    yield not math.isclose(config.residual_multiplier, residual_multiplier, rel_tol=1e-6), "has another residual multiplier"
     yield not math.isclose(config.logits_scaling, config.hidden_size / DIM_MODEL_BASE, rel_tol=1e-6), "has another logits divisor"

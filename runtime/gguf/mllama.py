@@ -20,10 +20,10 @@ FULL_NAMES = {name: name for name in ("cross_attn_attn_gate", "cross_attn_mlp_ga
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
     """Complete `raw`, the config.json being assembled, with what no common key states. Raises CheckpointError."""
     header, raw["sliding_window"] = context.header, context.window
-    stated = header.metadata[f"{NAME}.{CROSS_ATTENTION_LAYERS}"]
-    if not isinstance(stated, np.ndarray) or stated.dtype.kind not in "iu":
-        damaged(header.path, f"states {NAME}.{CROSS_ATTENTION_LAYERS} {shown_value(stated)}, expected layer indices")
+    layers = header.metadata[f"{NAME}.{CROSS_ATTENTION_LAYERS}"]
+    if not isinstance(layers, np.ndarray) or layers.dtype.kind not in "iu":
+        damaged(header.path, f"states {NAME}.{CROSS_ATTENTION_LAYERS} {shown_value(layers)}, expected layer indices")
     head = header.tensors.get(HEAD)
     if head is None or len(head.shape) != 2:
         damaged(header.path, f"holds no tensor {HEAD}" if head is None else f"has tensor {HEAD} of shape {list(head.shape)}")
-    raw |= {"cross_attention_layers": stated.tolist(), "vocab_size": head.shape[0]}  # the embedding has more rows than the vocabulary
+    raw |= {"cross_attention_layers": layers.tolist(), "vocab_size": head.shape[0]}  # the embedding has more rows than the vocabulary

@@ -47,17 +47,18 @@ def check(header: GgufHeader, name: str, channel_pairs: int, interleaved: bool) 
     interleaved: pairs alternate between the three sections as long as each lasts; otherwise sections are consecutive.
     """
     key, path = f"{name}.{KEY}", header.path
-    stated = header.metadata.get(key)
-    if stated is None:
+    stated_sections = header.metadata.get(key)
+    if stated_sections is None:
         return
-    if not isinstance(stated, np.ndarray) or stated.dtype.kind not in "iu" or not 3 <= len(stated) <= 4 \
-            or (stated < 0).any() or (stated > MAX_CHANNEL_PAIRS).any():
-        damaged(path, f"states {key} {shown_value(stated)}, expected three or four whole numbers")
-    total = int(stated.sum())
+    if not isinstance(stated_sections, np.ndarray) or stated_sections.dtype.kind not in "iu" or not 3 <= len(stated_sections) <= 4 \
+            or (stated_sections < 0).any() or (stated_sections > MAX_CHANNEL_PAIRS).any():
+        damaged(path, f"states {key} {shown_value(stated_sections)}, expected three or four whole numbers")
+    total = int(stated_sections.sum())
     # The fourth section is not of text, except in one family whose images have four axes.
     positions, sections = np.arange(min(channel_pairs, MAX_CHANNEL_PAIRS)) % max(total,
-                                                                                 1), stated[: 4 if name == FOUR_AXES
-                                                                                            else 3].astype(np.int64)
+                                                                                 1), stated_sections[: 4 if name == FOUR_AXES
+                                                                                                     else 3].astype(np.int64)
     if not total or (positions >= (3 * sections[positions % 3] if interleaved else sections.sum())).any():
-        raise CheckpointError(f"{path} states {key} {stated.tolist()} for {channel_pairs} pairs of channels, which is not supported",
+        raise CheckpointError(f"{path} states {key} {stated_sections.tolist()} for {channel_pairs} pairs of channels, "
+                              "which is not supported",
                               "give the folder of the original checkpoint")

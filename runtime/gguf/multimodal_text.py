@@ -28,13 +28,13 @@ MULTIMODAL_ARCHITECTURES = {"glm4": "glm4", "glm4moe": "glm4moe", "qwen2": "qwen
 def with_mrope_keys(source: Path, config: ModelConfig, metadata: Mapping[str, Value]) -> dict[str, Value]:
     """Export metadata of `source` with M-RoPE keys; unchanged for a model with one position per token."""
     text_architecture = str(metadata["general.architecture"])
-    stated = _file_keys(source) if is_gguf(source) else _folder_keys(source, config)
-    if text_architecture not in MULTIMODAL_ARCHITECTURES or not stated:
+    mrope_keys = _file_keys(source) if is_gguf(source) else _folder_keys(source, config)
+    if text_architecture not in MULTIMODAL_ARCHITECTURES or not mrope_keys:
         return dict(metadata)
     name = MULTIMODAL_ARCHITECTURES[text_architecture]
     renamed = {f"{name}.{key.removeprefix(f'{text_architecture}.')}" if key.startswith(f"{text_architecture}.") else key: value for key,
                value in metadata.items()}
-    return renamed | {"general.architecture": name} | {f"{name}.{key}": value for key, value in stated.items()}
+    return renamed | {"general.architecture": name} | {f"{name}.{key}": value for key, value in mrope_keys.items()}
 
 
 def checkpoint_rows(name: str, config: ModelConfig, metadata: Mapping[str, Value]) -> np.ndarray | None:

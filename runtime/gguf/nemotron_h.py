@@ -59,11 +59,11 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
             damaged(path, f"states heads and a width of block {block}, which is one thing")
         mlp_kind = "moe" if f"blk.{block}.ffn_gate_inp.weight" in header.tensors else "mlp"
         kinds.append("attention" if count else mlp_kind if width else "mamba")
-    for ours, key, counts in (("num_key_value_heads", PER_BLOCK_KEYS[0], heads), ("intermediate_size", PER_BLOCK_KEYS[1], widths)):
+    for config_key, key, counts in (("num_key_value_heads", PER_BLOCK_KEYS[0], heads), ("intermediate_size", PER_BLOCK_KEYS[1], widths)):
         distinct = sorted({count for count in counts if count})
         if len(distinct) > 1:
             damaged(path, f"states {name}.{key} {distinct[:8]}, which differ by block")
-        raw[ours] = distinct[0] if distinct else None
+        raw[config_key] = distinct[0] if distinct else None
     inner_size, count = raw.pop(state_spaces.INNER_SIZE), raw["mamba_num_heads"]
     if type(inner_size) is not int or type(count) is not int or count < 1 or inner_size < 1 or inner_size % count:
         damaged(path, f"states {name}.ssm.inner_size {inner_size} for {count} heads, of which it is not a multiple")

@@ -39,7 +39,7 @@ class OllamaVision:
 def _gemma3(header: GgufHeader) -> dict[str, Value]:
     """The pooling factor: patches per side of a token."""
     data = header.metadata
-    side, patch, rows = (data.get(f"gemma3.{key}", usual) for key, usual in (
+    side, patch, rows = (data.get(f"gemma3.{key}", default) for key, default in (
         ("vision.image_size", 896), ("vision.patch_size", 14), ("mm.tokens_per_image", 256)))
     if not all(type(each) is int and each > 0 for each in (side, patch, rows)):
         return {}
@@ -148,9 +148,9 @@ def vision_part(header: GgufHeader) -> GgufHeader | None:
     if not isinstance(name, str) or name not in OLLAMA_VISION or not _encoder_tensors(header, name):
         return None
     layout, prefix = OLLAMA_VISION[name], f"{name}.vision."
-    stated = {f"vision.{key.removeprefix(prefix)}": value for key, value in header.metadata.items() if key.startswith(prefix)}
+    vision_keys = {f"vision.{key.removeprefix(prefix)}": value for key, value in header.metadata.items() if key.startswith(prefix)}
     data = {f"{CLIP}.{key}": value for key,
-            value in {**layout.default_keys, **layout.derived_keys(header), **stated, "projector_type": layout.projector_type}.items()}
+            value in {**layout.default_keys, **layout.derived_keys(header), **vision_keys, "projector_type": layout.projector_type}.items()}
     data["general.architecture"] = CLIP
     tensors: dict[str, GgufTensor] = {}
     for each in _encoder_tensors(header, name):

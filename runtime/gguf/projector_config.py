@@ -82,7 +82,7 @@ def projector_config(header: GgufHeader, text_architecture: str, modality: Modal
 
     keys = _modality_keys(header)
     tower = _tower_config(header, keys, VISION_PREFIX, VISION_KEYS if projector.layer_names else LAYERLESS_KEYS)
-    deepstack_layers = tuple(sorted({int(found[1]) for name in header.tensors if (found := DEEPSTACK_TENSOR.fullmatch(name))}))
+    deepstack_layers = tuple(sorted({int(match[1]) for name in header.tensors if (match := DEEPSTACK_TENSOR.fullmatch(name))}))
     config, processor = BUILDERS[projector_type](header, keys, tower, text_architecture)
     heads = tower.get("num_attention_heads")
     image_statistics = {name: keys[name] for name in ("image_mean", "image_std") if name in keys}

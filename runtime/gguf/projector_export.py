@@ -118,7 +118,7 @@ def _llava(encoder: Llava) -> Keys:
     keys: Keys = {"block_count": max(encoder.wanted), "feature_layer": np.array(encoder.wanted, np.int32),
                   "projection_dim": encoder.tower_config.integer("projection_dim", 768)}
     if isinstance(encoder, LlavaNext):
-        sides = [side for high, wide in encoder.pinpoints for side in (wide, high)]
+        sides = [side for height, width in encoder.pinpoints for side in (width, height)]
         keys |= {"image_grid_pinpoints": np.array(sides, np.int32), "mm_patch_merge_type": "spatial_unpad"}
     return keys
 
@@ -228,10 +228,10 @@ def _map_tensor(checkpoint_name: str, info: TensorInfo, projector: Projector, en
             yield projector_tensor(name, info, lambda values, part=part: np.split(values, 3)[part], (info.shape[0] // 3, *info.shape[1:]))
         return
     if projector is PROJECTORS["mlp"]:
-        found = TOWER_LAYER.fullmatch(checkpoint_name)
-        if ".post_layernorm." in checkpoint_name or found and int(found[1]) >= max(encoder.wanted):  # not read
+        match = TOWER_LAYER.fullmatch(checkpoint_name)
+        if ".post_layernorm." in checkpoint_name or match and int(match[1]) >= max(encoder.wanted):  # not read
             return
-        if found and (stem := found[2].rpartition(".")[0]) in SWAPPED_FFN:
+        if match and (stem := match[2].rpartition(".")[0]) in SWAPPED_FFN:
             checkpoint_name = checkpoint_name.replace(stem, SWAPPED_FFN[stem])
     name = _gguf_name(checkpoint_name.replace("encoder.patch_embed.", "patch_embed."), projector, encoder)  # as in some Kimi checkpoints
     if name in projector.channels_last:
@@ -247,22 +247,22 @@ def _map_tensor(checkpoint_name: str, info: TensorInfo, projector: Projector, en
 
 def _gguf_name(checkpoint_name: str, projector: Projector, encoder: VisionTower) -> str:
     stem, _, kind = checkpoint_name.rpartition(".")
-    full_names = {ours: theirs for theirs, ours in projector.full_names.items()}
-    outer_names = {ours: theirs for theirs, ours in projector.outer_names.items()}
+    full_names = {here: in_file for in_file, here in projector.full_names.items()}
+    outer_names = {here: in_file for in_file, here in projector.outer_names.items()}
     if checkpoint_name in full_names:
         return full_names[checkpoint_name]
     if stem in outer_names and kind in TENSOR_KINDS:
         return f"{outer_names[stem]}.{kind}"
-    if found := re.fullmatch(rf"{re.escape(projector.layers_prefix)}(\d+)\.(.+)", checkpoint_name):
-        layer_names, (stem, _, kind) = {ours: theirs for theirs, ours in projector.layer_names.items()}, found[2].rpartition(".")
-        if found[2] in full_names:
-            return f"v.blk.{found[1]}.{full_names[found[2]]}"
+    if match := re.fullmatch(rf"{re.escape(projector.layers_prefix)}(\d+)\.(.+)", checkpoint_name):
+        layer_names, (stem, _, kind) = {here: in_file for in_file, here in projector.layer_names.items()}, match[2].rpartition(".")
+        if match[2] in full_names:
+            return f"v.blk.{match[1]}.{full_names[match[2]]}"
         if stem in layer_names and kind in TENSOR_KINDS:
-            return f"v.blk.{found[1]}.{layer_names[stem]}.{kind}"
-    if found := re.fullmatch(r"visual\.deepstack_merger_list\.(\d+)\.(\w+)\.(\w+)", checkpoint_name):
+            return f"v.blk.{match[1]}.{layer_names[stem]}.{kind}"
+    if match := re.fullmatch(r"visual\.deepstack_merger_list\.(\d+)\.(\w+)\.(\w+)", checkpoint_name):
         numbers = sorted(encoder.tower_config.layers("deepstack_visual_indexes", encoder.tower_config.integer("depth")))
-        part = {ours: theirs for theirs, ours in DEEPSTACK_PARTS.items()}[found[2]]
-        return f"v.deepstack.{numbers[int(found[1])]}.{part}.{found[3]}"
+        part = {here: in_file for in_file, here in DEEPSTACK_PARTS.items()}[match[2]]
+        return f"v.deepstack.{numbers[int(match[1])]}.{part}.{match[3]}"
     raise CheckpointError(f"{encoder.source.model} holds tensor {checkpoint_name} of the vision tower, "
                           "which no mmproj file of its type has", AGAIN)
 

@@ -24,25 +24,25 @@ def sibling_projectors(model: Path) -> list[Path]:
         return []
     for folder in _search_folders(model):
         names = names_in(folder)
-        found = file_names.projectors(names)
+        projectors = file_names.projectors(names)
         if {f"{model.name}{ending}" for ending in SIDECAR_SUFFIXES} & {*names}:
-            found = [name for name in found if model.name.startswith(name[: name.lower().index("mmproj")])]
-        if found:
-            return [folder / name for name in found]
+            projectors = [name for name in projectors if model.name.startswith(name[: name.lower().index("mmproj")])]
+        if projectors:
+            return [folder / name for name in projectors]
     return []
 
 
 def find_projector(model: Path) -> Path | None:
     """The model's projector file; None without one. Raises UsageError where those of several models are in the folder."""
-    found = sibling_projectors(model)
-    if len(found) > 1:
-        raise UsageError(f"there are {len(found)} mmproj files beside {model.name}: {', '.join(path.name for path in found[:4])}",
+    projectors = sibling_projectors(model)
+    if len(projectors) > 1:
+        raise UsageError(f"there are {len(projectors)} mmproj files beside {model.name}: {', '.join(path.name for path in projectors[:4])}",
                          "name one: --mmproj FILE")
-    return found[0] if found else None
+    return projectors[0] if projectors else None
 
 
 def _search_folders(model: Path) -> list[Path]:
     """The model's folder and, in the hub cache, its parents up to the snapshot's root, nearest first."""
-    above = [model.parent, *model.parent.parents]
-    whole = next((number for number, folder in enumerate(above) if folder.parent.name == SNAPSHOTS), 0)
-    return above[: whole + 1]
+    folders = [model.parent, *model.parent.parents]
+    depth = next((number for number, folder in enumerate(folders) if folder.parent.name == SNAPSHOTS), 0)
+    return folders[: depth + 1]

@@ -55,8 +55,8 @@ class TensorSource:
     @property
     def dtype(self) -> str:
         types = {each.type for each in self.tensors}
-        kept = len(types) == 1 and types <= {*RAW_TYPES} and not (self.offset or self.is_softplus)
-        return types.pop() if kept else "F32" if len(self.shape) == 1 else "F16"
+        keeps_type = len(types) == 1 and types <= {*RAW_TYPES} and not (self.offset or self.is_softplus)
+        return types.pop() if keeps_type else "F32" if len(self.shape) == 1 else "F16"
 
 
 def read_projector_header(path: Path) -> GgufHeader:
@@ -183,8 +183,8 @@ def _tensor_sources(header: GgufHeader, config: ProjectorConfig) -> Iterator[tup
                                    is_softplus=name.endswith(projector.softplus_suffixes) if projector.softplus_suffixes else False,
                                    channels_last=name in projector.channels_last,
                                    planar_colors=name in projector.planar_colors, swapped_axes=name in projector.swapped_axes)
-    for target, found in groupby(sorted(fused, key=lambda each: each[:2]), key=lambda each: each[0]):
-        tensors = tuple(tensor for _, _, tensor in found)
+    for target, group in groupby(sorted(fused, key=lambda each: each[:2]), key=lambda each: each[0]):
+        tensors = tuple(tensor for _, _, tensor in group)
         if len(tensors) != len(projector.fused_parts) or len({each.shape[1:] for each in tensors}) > 1:
             damaged(path,
                     f"holds {len(tensors)} of {len(projector.fused_parts)} parts of a matrix beside {shown(tensors[0].name)}, or such as "

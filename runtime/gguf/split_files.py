@@ -41,10 +41,10 @@ def close_all(opened: Mapping[Path, OpenFile]) -> None:
         file.close()
 
 
-def _open(part: Path, asked: Path) -> OpenFile:
-    if part != asked and not part.exists():
-        raise ModelNotFound(f"{asked.name} is one part of a split model, and {shown(part.name)} is missing",
-                            f"all parts belong into {asked.parent}; effllm pull org/repo:{asked.name} fetches all of them")
+def _open(part: Path, requested: Path) -> OpenFile:
+    if part != requested and not part.exists():
+        raise ModelNotFound(f"{requested.name} is one part of a split model, and {shown(part.name)} is missing",
+                            f"all parts belong into {requested.parent}; effllm pull org/repo:{requested.name} fetches all of them")
     return open_regular_file(part)
 
 

@@ -53,9 +53,9 @@ def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:
             "attention_bias": "blk.0.attn_q.bias" in header.tensors, "mlp_layer_types": [
                 SPARSE if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors else DENSE for layer in range(layers - mtp_layers)]}
     raw.setdefault("norm_expert_weight", False)  # llama.cpp's default; in a checkpoint an absent key means true
-    for key, ours in SWIGLU_CLAMPS.items():
-        if (stated := header.metadata.get(f"{NAME}.{key}")) is not None:
-            raw[ours] = np.asarray(stated).tolist() if np.ndim(stated) else [stated] * layers
+    for key, config_key in SWIGLU_CLAMPS.items():
+        if (clamps := header.metadata.get(f"{NAME}.{key}")) is not None:
+            raw[config_key] = np.asarray(clamps).tolist() if np.ndim(clamps) else [clamps] * layers
 
 
 def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
@@ -86,8 +86,8 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
         "expert_gating_func": SIGMOID, "expert_weights_norm": True, "expert_weights_scale": float(moe.routed_scale),
         "leading_dense_block_count":
         min(moe.layers, default=config.num_hidden_layers), "rope.dimension_count": config.head_dim, LOCAL_ROPE_THETA: float(local.theta)}
-    return keys | {key: np.array([config.gate_limits[layer][which] or 0.0 for layer in layers], np.float32)
-                   for which, key in enumerate(SWIGLU_CLAMPS) if config.gate_limits}
+    return keys | {key: np.array([config.gate_limits[layer][index] or 0.0 for layer in layers], np.float32)
+                   for index, key in enumerate(SWIGLU_CLAMPS) if config.gate_limits}
 
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:

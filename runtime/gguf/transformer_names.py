@@ -83,7 +83,7 @@ def add_dbrx(context: FamilyContext, raw: Raw) -> None:
                               f"norms of this family have an epsilon of {DBRX_NORM_EPSILON:g}")
     names = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
              "max_position_embeddings": "max_seq_len"}
-    raw |= {"sliding_window": context.window, **{ours: raw[name] for name, ours in names.items()}, "attn_config": {
+    raw |= {"sliding_window": context.window, **{config_key: raw[name] for name, config_key in names.items()}, "attn_config": {
         "clip_qkv": raw.pop("clip_qkv") or None, "kv_n_heads": raw.pop("num_key_value_heads", raw["num_attention_heads"]), "rope_theta":
         raw.pop("rope_theta", 10_000.0)}, "ffn_config": {key: raw.pop(key) for key in ("moe_num_experts", "moe_top_k", "ffn_hidden_size")}}
 

@@ -48,7 +48,7 @@ def _llava(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> J
     pinpoints = keys.get("image_grid_pinpoints")
     if pinpoints is not None and (not isinstance(pinpoints, list) or len(pinpoints) % 2):
         damaged(header.path, f"states {VISION_PREFIX}image_grid_pinpoints that are not widths and heights")
-    pairs = [[high, wide] for wide, high in zip(pinpoints[::2], pinpoints[1::2], strict=True)] if pinpoints else None
+    pairs = [[height, width] for width, height in zip(pinpoints[::2], pinpoints[1::2], strict=True)] if pinpoints else None
     return config, {"image_processor_type": "LlavaNextImageProcessor", **resize, **({"image_grid_pinpoints": pairs} if pairs else {})}
 
 
@@ -102,7 +102,7 @@ def _qwen(kind: str, add_keys: Callable[[GgufHeader, Values, dict[str, object]],
         vision |= {"spatial_merge_size": keys.get("spatial_merge_size"), "temporal_patch_size": 1 + (SECOND_FRAME_EMBD in header.tensors)}
         add_keys(header, keys, vision)
         names = ("image_min_pixels", "image_max_pixels")
-        min_pixels, max_pixels = (keys.get(name, usual) for name, usual in zip(names, QWEN_PIXELS[kind], strict=True))
+        min_pixels, max_pixels = (keys.get(name, default) for name, default in zip(names, QWEN_PIXELS[kind], strict=True))
         model, tower_type = FIXED_MODEL_TYPES.get(kind) or (MODEL_TYPES[text], vision["model_type"])
         if (model, header.metadata.get(HAS_ENCODER_KEY.format(MODALITY_NAMES[AUDIO_INPUT]))) == ("qwen3_vl_moe",
                                                                                                  True):  # the only one of these with audio
@@ -147,7 +147,7 @@ def _add_exaone(header: GgufHeader, keys: Values, vision: dict[str, object]) -> 
 
 
 def _add_qwen3(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
-    deepstack_layers = sorted({int(found[1]) for name in header.tensors if (found := DEEPSTACK_TENSOR.fullmatch(name))})
+    deepstack_layers = sorted({int(match[1]) for name in header.tensors if (match := DEEPSTACK_TENSOR.fullmatch(name))})
     num_positions = require_tensor(header, "v.position_embd.weight").shape[0]
     if isqrt(num_positions) ** 2 != num_positions:
         damaged(header.path, f"has {num_positions} places for patches in v.position_embd.weight, which are not a square")
