@@ -97,7 +97,7 @@ def test_smoothing_moves_no_value_that_numbers_are_made_of() -> None:
     matrices = [role for role, shape in shapes.items() if len(shape) == 2]
     stats = {role: Stats(64, None, np.exp(rng.uniform(-3, 3, shapes[role][1])).astype(np.float32)) for role in matrices}
     specs, layout = dict.fromkeys(matrices, QuantSpec.parse("4bit")), Layout(4, 2, 8, stored="f32")
-    marked = tensors | {"mark": rng.standard_normal((2, 16)).astype(np.float32)}
+    marked = tensors | {"dynamic_mask": rng.standard_normal((2, 16)).astype(np.float32)}
     assert {*smooth.equalise(marked, stats, specs, layout)} == shapes.keys() - {"o"}
 
 

@@ -30,7 +30,7 @@ PAIRS = (("input_norm", ("q", "k", "v", "kv_a", "q_a", "attn_gate")), ("q_a_norm
          ("mlp_norm", ("gate", "up")), ("up", ("down",)))
 # Roles of what reads a norm too, and stays as it is, and of layers in which something lies between the two.
 BESIDE = {"input_norm": frozenset({"state_in", "low_in", "index_k", "index_entered"}), "q_a_norm": frozenset({"index_q"})}
-BETWEEN = {"v": frozenset({"attn_sub_norm", "lambda_q1", "mark"}), "up": frozenset({"ffn_sub_norm"})}
+BETWEEN = {"v": frozenset({"attn_sub_norm", "lambda_q1", "dynamic_mask"}), "up": frozenset({"ffn_sub_norm"})}
 EXPONENTS = ((0.0, 0.0), (0.1, 0.0), (0.2, 0.0), (0.3, 0.0), (0.4, 0.0), (0.5, 0.0), (0.3, 0.7), (0.5, 0.5), (0.7, 0.3), (0.9, 0.1))  # a, b
 MOST = 16.0  # f stays within 1/MOST and MOST of its geometric mean
 SMALL = 1 << 30  # multiplications of a product that one thread makes: those of BLAS take longer to share it

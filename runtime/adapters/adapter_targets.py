@@ -33,7 +33,7 @@ class TargetRows:
     rows: slice | np.ndarray
     height: int
     first: int = 0
-    transposed_columns: np.ndarray | None = None
+    columns: np.ndarray | None = None
 
     def into_role(self, a: np.ndarray) -> np.ndarray:
         """The weight's A [r, K] for the role's matrix."""

@@ -20,12 +20,12 @@ experts             router, `experts.<number>.<role>`, correction (bias of the s
   beside an MLP     router_scale, expert_scales, expert_norm, experts_after; mlp_after
   of lower width    experts_in (projects the experts' input down), experts_out (projects their output up)
   router as an MLP  router_in, router_share, router_norm, router_first, router_second, before the router
-sparse attention    index_q, index_k and their norms, index_weights; index_entered (norm of the input of index queries); index_places
-                    (added to the scores of tokens within a pool)
+sparse attention    index_q, index_k and their norms, index_weights; index_entered (norm of the input of index queries);
+                    index_pool_bias (added to the scores of tokens within a pool)
 compressed keys     key_rows, key_weights, key_bias, key_norm; of their indexer index_rows, index_row_weights, index_bias, index_norm
-query scaling       grow_scale, grow_offset; of index queries index_grow_scale, index_grow_offset
-other attention     lambda_q1, lambda_k1, lambda_q2, lambda_k2 (differential); mark, mark_rate (dynamic mask); attn_share, mlp_share
-                    (gates of layers that attend to images)
+query scaling       query_scale_slope, query_scale_offset; of index queries index_query_scale_slope, index_query_scale_offset
+other attention     lambda_q1, lambda_k1, lambda_q2, lambda_k2 (differential); dynamic_mask, dynamic_mask_rate; cross_attn_gate,
+                    cross_mlp_gate (gates of layers that attend to images)
 recurrent layers    in place of q, k, v and o: state_in, state_gate (output gate), state_out. Depending on the kind: state_rate, state_beta,
                     state_conv, state_decay, state_dt, state_skip, state_norm; state_gate_wide and state_rate_wide (second matrices of
                     low-rank state_gate and state_rate); state_keys (B and C); state_rate_norm, state_b_norm, state_c_norm; state_heads,
@@ -210,7 +210,7 @@ def is_parallel_block(roles: Collection[str]) -> bool:
 
 def is_cross_attention(roles: Collection[str]) -> bool:
     """Whether a layer attends to images only, and is skipped for a text without any."""
-    return "attn_share" in roles
+    return "cross_attn_gate" in roles
 
 
 def expert_role(expert: int, role: str) -> str:
@@ -247,7 +247,7 @@ class Family:
     stored_rows: Callable[[ModelConfig, int], dict[str, tuple[str, np.ndarray]]] | None
     joined_rows: Callable[[ModelConfig, int], dict[str, tuple[tuple[str, int], ...]]] | None
     stacked_rows: Callable[[ModelConfig, int], dict[str, tuple[str, ...]]] | None
-    turned_columns: Callable[[ModelConfig, int], dict[str, tuple[str, int]]] | None
+    transposed_columns: Callable[[ModelConfig, int], dict[str, tuple[str, int]]] | None
 
 
 # A list of two hundred names would help nobody.

@@ -37,11 +37,12 @@ def config(keys: Keys) -> ModelConfig:
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role."""
     rules, prefix = llama.layer_tensors(replace(config, head_dim=config.projected_head_dim), layer), f"model.layers.{layer}."
-    heads, hidden = config.num_key_value_heads, config.hidden_size
-    rules |= {"mark": TensorRule(f"{prefix}self_attn.dt_proj.weight", (heads, heads * config.projected_head_dim), plain=True),
-              "mark_rate": TensorRule(f"{prefix}self_attn.A", (heads,)), "attn_scale": TensorRule(f"{prefix}input_residual", (hidden,)),
+    attention, heads, hidden = f"{prefix}self_attn.", config.num_key_value_heads, config.hidden_size
+    rules |= {"dynamic_mask": TensorRule(f"{attention}dt_proj.weight", (heads, heads * config.projected_head_dim), plain=True),
+              "dynamic_mask_rate": TensorRule(f"{attention}A", (heads,)),
+              "attn_scale": TensorRule(f"{prefix}input_residual", (hidden,)),
               "mlp_scale": TensorRule(f"{prefix}post_attention_residual", (hidden,))}
-    return rules | ({"mark_bias": TensorRule(f"{prefix}self_attn.dt_proj.bias", (heads,))} if config.qkv_bias else {})
+    return rules | ({"dynamic_mask_bias": TensorRule(f"{attention}dt_proj.bias", (heads,))} if config.qkv_bias else {})
 
 
 @narrowing

@@ -83,7 +83,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     return rules
 
 
-def turned_columns(config: ModelConfig, layer: int) -> dict[str, tuple[str, int]]:
+def transposed_columns(config: ModelConfig, layer: int) -> dict[str, tuple[str, int]]:
     """Routers are stored transposed."""
     place = f"model.layers.{layer}.mlp."
     return {f"{place}routers.{row}.weight": (place + name, 0) for row, name in enumerate(ROUTERS) if layer in config.moe.layers}

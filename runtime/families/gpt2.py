@@ -56,7 +56,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     return rules
 
 
-def turned_columns(config: ModelConfig, layer: int) -> dict[str, tuple[str, int]]:
+def transposed_columns(config: ModelConfig, layer: int) -> dict[str, tuple[str, int]]:
     """Name of a matrix -> that of the one that is stored, inputs before outputs, and the column where it begins there."""
     return {f"model.layers.{layer}.{NAMES[role]}.weight": (f"{PREFIX}h.{layer}.{whole}.weight", at * config.hidden_size)
             for role, (whole, at) in FUSED.items()}

@@ -80,15 +80,15 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     prefix, heads, hidden = f"model.layers.{layer}.self_attn.", config.num_attention_heads, config.hidden_size
     if config.kv_sources and config.kv_sources[layer] != layer:
         del rules["kv_a"], rules["kv_a_norm"]
-    rules |= {"grow_scale": TensorRule(f"{prefix}softmax_scaling.scale", (heads,)),
-              "grow_offset": TensorRule(f"{prefix}softmax_scaling.bias", (heads,))}
+    rules |= {"query_scale_slope": TensorRule(f"{prefix}softmax_scaling.scale", (heads,)),
+              "query_scale_offset": TensorRule(f"{prefix}softmax_scaling.bias", (heads,))}
     if "index_q" in rules:
         index, prefix = config.indexer.shape, f"{prefix}indexer."
         rules |= {"index_q": replace(rules["index_q"], shape=(index.heads * index.width, hidden)),
                   "index_entered": TensorRule(f"{prefix}q_input_norm.weight", (hidden,)),
                   "index_entered_bias": TensorRule(f"{prefix}q_input_norm.bias", (hidden,)),
-                  "index_grow_scale": TensorRule(f"{prefix}softmax_scaling.scale", (index.heads,)),
-                  "index_grow_offset": TensorRule(f"{prefix}softmax_scaling.bias", (index.heads,))}
+                  "index_query_scale_slope": TensorRule(f"{prefix}softmax_scaling.scale", (index.heads,)),
+                  "index_query_scale_offset": TensorRule(f"{prefix}softmax_scaling.bias", (index.heads,))}
     return rules
 
 

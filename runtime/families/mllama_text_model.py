@@ -16,7 +16,7 @@ from . import TensorRule, llama
 KEYS_HARMLESS = frozenset({"dropout"})
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "layer_types": None, "sliding_window": None}
 EXTRA_EMBEDDINGS = 8  # the first is the image placeholder
-GATE_ROLES = ("attn_share", "mlp_share")  # roles; the gates are their tanh
+GATE_ROLES = ("cross_attn_gate", "cross_mlp_gate")  # roles; the gates are their tanh
 SIZES = {"vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32, "intermediate_size": 14_336}
 
 

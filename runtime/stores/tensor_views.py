@@ -134,7 +134,7 @@ def transposed_columns(config: ModelConfig) -> dict[str, tuple[str, int]]:
     """Name of a matrix -> the transposed matrix that contains it, and its first column there."""
     family = families.get(config.family)
     return {} if config.family not in (*TRANSPOSED_FAMILIES, *TRANSPOSED_ROUTER_FAMILIES) else {
-        name: source for layer in range(config.num_hidden_layers) for name, source in family.turned_columns(config, layer).items()}
+        name: source for layer in range(config.num_hidden_layers) for name, source in family.transposed_columns(config, layer).items()}
 
 
 def concatenated_parts(config: ModelConfig) -> dict[str, tuple[tuple[str, int], ...]]:

@@ -34,15 +34,15 @@ def indexer_weights(source: RoleSource) -> Indexer | None:
         weights=linear("index_weights"),
         input_norm=norm("index_entered"),
         query_scaling=query_scaling(source, "index_"),
-        pool_bias=vector("index_places"),
+        pool_bias=vector("index_pool_bias"),
     )
 
 
 def query_scaling(source: RoleSource, prefix: str = "") -> tuple[object, object] | None:
     """Scales and offsets, by head, of queries by their position: those of a layer, or with a `prefix` of its indexer. None: not scaled."""
-    if f"{prefix}grow_scale" not in source.roles:
+    if f"{prefix}query_scale_slope" not in source.roles:
         return None
-    return source.vector(f"{prefix}grow_scale"), source.vector(f"{prefix}grow_offset")
+    return source.vector(f"{prefix}query_scale_slope"), source.vector(f"{prefix}query_scale_offset")
 
 
 def choose(ops: BlockOps, w: Indexer, q: object, k: object, weights: object | None, kv: LayerCache, positions: np.ndarray,

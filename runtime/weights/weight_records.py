@@ -176,7 +176,7 @@ class WeightRecords:
             attn_sub_norm=attn_sub_norm,
             query_scaling=query_scaling(source),
             alibi_channels=self._position_channels(ops) if config.alibi_slopes or config.dynamic_mask else None,
-            dynamic_mask=(linear("mark"), vector("mark_rate")) if "mark" in roles else None,
+            dynamic_mask=(linear("dynamic_mask"), vector("dynamic_mask_rate")) if "dynamic_mask" in roles else None,
             differential_lambda=differential_lambda(source) if config.differential_attention else 0.0,
             mla=mla_weights(source),
             indexer=indexer_weights(source),
