@@ -61,8 +61,8 @@ ENCODER_TYPES = {"audioflamingo3": "audioflamingo3_encoder", "qwen2_audio": "qwe
 
 
 def _qwen2_5_omni(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> JsonPair:
-    return {"model_type": "qwen2_5_omni", "audio_config": {"model_type": "qwen2_5_omni_audio_encoder", **tower}}, whisper_extractor(tower,
-                                                                                                                                    300)
+    config = {"model_type": "qwen2_5_omni", "audio_config": {"model_type": "qwen2_5_omni_audio_encoder", **tower}}
+    return config, whisper_extractor(tower, 300)
 
 
 def _qwen3_audio(header: GgufHeader, keys: Keys, tower: TowerConfig, text: str) -> JsonPair:

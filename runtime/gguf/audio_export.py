@@ -45,8 +45,8 @@ def metadata(encoder: WhisperTower | Qwen3Asr, name: str, kind: str) -> dict[str
     if isinstance(encoder, Voxtral):
         audio_keys["projector.stack_factor"] = encoder.stacked_rows
     return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,
-            f"{CLIP}.has_audio_encoder": True, f"{CLIP}.projector_type": PROJECTOR_TYPES[kind], **{f"{CLIP}.audio.{key}": value
-                                                                                                   for key, value in audio_keys.items()}}
+            f"{CLIP}.has_audio_encoder": True, f"{CLIP}.projector_type": PROJECTOR_TYPES[kind],
+            **{f"{CLIP}.audio.{key}": value for key, value in audio_keys.items()}}
 
 
 def _check_defaults(encoder: WhisperTower | Qwen3Asr) -> None:
@@ -60,10 +60,10 @@ def _check_defaults(encoder: WhisperTower | Qwen3Asr) -> None:
         raise UsageError(f"its audio tower has another activation than gelu, {reason}", OMIT_MMPROJ_HINT)
     if isinstance(encoder, Qwen3Asr):
         half_chunk, window = DEFAULT_CHUNKING
-        if (encoder.chunk_frames, encoder.chunk_frames * encoder.chunks_per_window, encoder.min_samples) != (2 * half_chunk, window,
-                                                                                                             MIN_SAMPLES):
-            raise UsageError(f"its audio is encoded in chunks of {encoder.chunk_frames} frames, of which "
-                             f"{encoder.chunk_frames * encoder.chunks_per_window} attend to each other, {reason}", OMIT_MMPROJ_HINT)
+        window_frames = encoder.chunk_frames * encoder.chunks_per_window
+        if (encoder.chunk_frames, window_frames, encoder.min_samples) != (2 * half_chunk, window, MIN_SAMPLES):
+            raise UsageError(f"its audio is encoded in chunks of {encoder.chunk_frames} frames, of which {window_frames} "
+                             f"attend to each other, {reason}", OMIT_MMPROJ_HINT)
 
 
 def file_tensors(store: TensorStore, kind: str) -> list[ProjectorTensor]:

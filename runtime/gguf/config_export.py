@@ -114,8 +114,7 @@ LEADING_DENSE = (*STATES_EXPERT_SCORING, "ernie4_5_moe", "lfm2_moe")  # families
 SHORT_CONV_FAMILIES = ("lfm2", "lfm2_moe")
 # Family -> module with its own `export_keys`.
 FAMILY_MODULES = {module.FAMILY: module for module in (bitnet, cohere2_moe, deci, gemma4, hy_v4, kolibri1, laguna, llama4, mellum, mimo2,
-                                                       minimax3,
-                                                       muse_glimmer, qwen4, step35)}
+                                                       minimax3, muse_glimmer, qwen4, step35)}
 FAMILY_MODULES |= dict.fromkeys((granite_swash.DENSE, granite_swash.MOE), granite_swash)
 # Family -> `export_limits` of its module, which covers sliding windows too.
 FAMILY_EXPORT_LIMITS = {bitnet.FAMILY: bitnet.export_limits, cohere2_moe.FAMILY: cohere2_moe.export_limits,
@@ -239,8 +238,8 @@ def _rope_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield any(rope.kind != "default" for rope in local_ropes), "scales RoPE in layers with a window"
         yield any(rope.theta != config.rope.theta for rope in local_ropes), "has another rope_theta in layers with a window"
     if family == "smollm3":
-        yield [rope is not None for rope in config.ropes] != [(i + 1) % SMOLLM3_NO_ROPE_PERIOD != 0
-                                                              for i in range(config.num_hidden_layers)], \
+        expected = [(layer + 1) % SMOLLM3_NO_ROPE_PERIOD != 0 for layer in range(config.num_hidden_layers)]
+        yield [rope is not None for rope in config.ropes] != expected, \
             f"does not leave out RoPE in exactly every {SMOLLM3_NO_ROPE_PERIOD}th layer"
 
 
@@ -279,9 +278,9 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
         "rope.dimension_count": int(config.projected_head_dim * config.rope.partial_rotary_factor),
         "rope.freq_base": float(config.rope.theta),
         "vocab_size": config.vocab_size}
-    keys |= _family_keys(config) | recurrent_layers.export_keys(config) | rope_scaling_keys(config) | ({ROPE_FINETUNED: False}
-                                                                                                       if without_rope
-                                                                                                       else {})
+    keys |= _family_keys(config) | recurrent_layers.export_keys(config) | rope_scaling_keys(config)
+    if without_rope:
+        keys[ROPE_FINETUNED] = False
     if config.mla is not None:
         keys |= (minicpm3 if config.family == minicpm3.FAMILY else latent_attention).export_keys(config)
     absent_keys = rwkv7.ABSENT_KEYS if config.family == rwkv7.FAMILY else ()

@@ -154,8 +154,8 @@ def _minicpm(context: FamilyContext, raw: Raw) -> None:
     if not {"scale_emb", "scale_depth", "dim_model_base"} & raw.keys():
         raw |= {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256}
         return
-    residual_scale, logit_scale, layers, hidden = (raw.get(key, 1.0) for key in ("scale_depth", "dim_model_base", "num_hidden_layers",
-                                                                                 "hidden_size"))
+    residual_scale, logit_scale = raw.get("scale_depth", 1.0), raw.get("dim_model_base", 1.0)
+    layers, hidden = raw.get("num_hidden_layers"), raw.get("hidden_size")
     for key, value in (("residual_scale", residual_scale), ("logit_scale", logit_scale)):
         if not isinstance(value, float | int) or not 1e-9 < value < 1e9:
             damaged(context.header.path, f"states minicpm.{key} {shown_value(value)}, expected a number above 0")

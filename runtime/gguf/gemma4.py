@@ -56,8 +56,8 @@ def per_layer_heads(header: GgufHeader, name: str, raw: dict[str, object], kinds
 
     Removes the widths from `raw`. Raises CheckpointError.
     """
-    heads, local_head_dim, global_head_dim = per_layer(header, name, PER_LAYER_KEYS[0],
-                                                       len(kinds)), raw.pop("head_dim"), raw.pop("global_head_dim")
+    heads = per_layer(header, name, PER_LAYER_KEYS[0], len(kinds))
+    local_head_dim, global_head_dim = raw.pop("head_dim"), raw.pop("global_head_dim")
     for key, expected in zip(HEAD_LENGTHS, (global_head_dim, local_head_dim) * 2, strict=True):
         if header.metadata.get(f"{name}.{key}", expected) != expected:
             raise CheckpointError(f"{header.path} states {name}.{key} {header.metadata[f'{name}.{key}']} for heads of {expected}, "

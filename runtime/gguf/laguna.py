@@ -64,12 +64,12 @@ def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
     head_dim = raw["head_dim"]
     global_rope = {"rope_type": "default", **(raw.pop("rope_scaling", None) or {}), "rope_theta": raw.pop("rope_theta", 10_000.0),
                    "partial_rotary_factor": raw.pop("partial_rotary_factor", 1.0)}
-    theta, rope_dims = (header.metadata.get(f"{NAME}.{key}", default) for key,
-                        default in ((LOCAL_ROPE_THETA, global_rope["rope_theta"]), (LOCAL_ROPE_DIMS, head_dim)))
+    theta = header.metadata.get(f"{NAME}.{LOCAL_ROPE_THETA}", global_rope["rope_theta"])
+    rope_dims = header.metadata.get(f"{NAME}.{LOCAL_ROPE_DIMS}", head_dim)
     if type(rope_dims) is not int or type(head_dim) is not int or not 0 < rope_dims <= head_dim:
         damaged(header.path, f"states {NAME}.{LOCAL_ROPE_DIMS} {shown_value(rope_dims)} for heads of {shown_value(head_dim)}")
-    raw["rope_parameters"] = {GLOBAL: global_rope, LOCAL: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor":
-                                                           rope_dims / head_dim}}
+    local_rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rope_dims / head_dim}
+    raw["rope_parameters"] = {GLOBAL: global_rope, LOCAL: local_rope}
 
 
 def export_keys(config: ModelConfig) -> dict[str, Value]:

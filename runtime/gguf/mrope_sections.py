@@ -27,9 +27,11 @@ REORDERED_QK = "glm4"  # rotates neighbouring channels, but halves in files with
 
 def gguf_row_order(header: GgufHeader, config: ModelConfig, name: str) -> np.ndarray | None:
     """The file's row for each row of q or k, which files with sections store in another order; None for other tensors."""
-    arch, part = header.metadata.get("general.architecture"), next((part for part in HEAD_COUNT_FIELDS if f".{part}_proj." in name), None)
-    return None if arch != REORDERED_QK or part is None or f"{arch}.{KEY}" not in header.metadata else np.argsort(half_split_rows(config,
-                                                                                                                                  part))
+    arch = header.metadata.get("general.architecture")
+    part = next((part for part in HEAD_COUNT_FIELDS if f".{part}_proj." in name), None)
+    if arch != REORDERED_QK or part is None or f"{arch}.{KEY}" not in header.metadata:
+        return None
+    return np.argsort(half_split_rows(config, part))
 
 
 def half_split_rows(config: ModelConfig, part: str) -> np.ndarray:
@@ -55,9 +57,8 @@ def check(header: GgufHeader, name: str, channel_pairs: int, interleaved: bool) 
         damaged(path, f"states {key} {shown_value(stated_sections)}, expected three or four whole numbers")
     total = int(stated_sections.sum())
     # The fourth section is not of text, except in one family whose images have four axes.
-    positions, sections = np.arange(min(channel_pairs, MAX_CHANNEL_PAIRS)) % max(total,
-                                                                                 1), stated_sections[: 4 if name == FOUR_AXES
-                                                                                                     else 3].astype(np.int64)
+    sections = stated_sections[: 4 if name == FOUR_AXES else 3].astype(np.int64)
+    positions = np.arange(min(channel_pairs, MAX_CHANNEL_PAIRS)) % max(total, 1)
     if not total or (positions >= (3 * sections[positions % 3] if interleaved else sections.sum())).any():
         raise CheckpointError(f"{path} states {key} {stated_sections.tolist()} for {channel_pairs} pairs of channels, "
                               "which is not supported",

@@ -122,8 +122,9 @@ def _modality_keys(header: GgufHeader, prefix: str = VISION_PREFIX) -> dict[str,
 def _is_ffn_swapped(header: GgufHeader, width: object, projector_type: object) -> bool:
     """Whether the names of the FFN's two matrices are swapped, as by early writers: `ffn_down` has the encoder's width as its input."""
     ffn_down = header.tensors.get("v.blk.0.ffn_down.weight")
-    return ffn_down is not None and len(ffn_down.shape) == 2 and ffn_down.shape[1] == width and (ffn_down.shape[0] != width
-                                                                                                 or projector_type == "mlp")
+    if ffn_down is None or len(ffn_down.shape) != 2:
+        return False
+    return ffn_down.shape[1] == width and (ffn_down.shape[0] != width or projector_type == "mlp")
 
 
 def require_tensor(header: GgufHeader, name: str) -> GgufTensor:

@@ -42,8 +42,8 @@ from .projector_tensors import ProjectorTensor, projector_tensor
 
 # Model type -> projector type.
 PROJECTOR_TYPES: Mapping[str, str] = {
-    "exaone4_5": "exaone4_5", "gemma3": "gemma3", "glm5_next": "glm5v", **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr"),
-                                                                                        "glm4v"),
+    "exaone4_5": "exaone4_5", "gemma3": "gemma3", "glm5_next": "glm5v",
+    **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr"), "glm4v"),
     **dict.fromkeys(("idefics3", "smolvlm"), "idefics3"), "internvl": "internvl", "kimi_k25": "kimik25", "lfm2_vl": "lfm2",
     "lighton_ocr": "lightonocr", "llama4": "llama4", "llava": "mlp", "llava_next": "mlp", "minicpmv4_6": "minicpmv4_6",
     "mistral3": "pixtral", "qwen2_5_vl": "qwen2.5vl_merger", "qwen2_vl": "qwen2vl_merger",

@@ -84,8 +84,8 @@ def _add_ngrams(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
     if len(layers) != 1:
         raise CheckpointError(f"{path} states {name}.{NGRAM_LAYERS} {layers[:8].tolist()}: n-grams in several layers are not supported",
                               ORIGINAL_HINT)
-    if not all(type(value) is int and 0 < value < 1 << 16 for value in (ngram_size, heads_per_ngram, width)) or not isinstance(table_sizes,
-                                                                                                                               np.ndarray) \
+    are_sizes = all(type(value) is int and 0 < value < 1 << 16 for value in (ngram_size, heads_per_ngram, width))
+    if not are_sizes or not isinstance(table_sizes, np.ndarray) \
             or len(table_sizes) != (ngram_size - 1) * heads_per_ngram or not (table_sizes.astype(np.float64) > 1).all() \
             or not np.array_equal(offsets, np.concatenate([[0], np.cumsum(table_sizes)[:-1]])):
         damaged(path, f"states {name}.{TABLE_SIZES} {shown_value(table_sizes)} for n-grams of {shown_value(ngram_size)} words")

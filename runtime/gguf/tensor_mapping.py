@@ -138,8 +138,8 @@ class _Mapper:
         return mtp_names(name, names, config) if name.startswith(mtp_prefixes) else names
 
     def _check_type(self, tensor: GgufTensor) -> None:
-        if tensor.type not in DECODERS and tensor.type not in RAW_TYPES and (tensor.type != INTEGER_TYPE
-                                                                             or not tensor.name.endswith(EXPERT_TABLE_SUFFIX)):
+        is_expert_table = tensor.type == INTEGER_TYPE and tensor.name.endswith(EXPERT_TABLE_SUFFIX)
+        if tensor.type not in DECODERS and tensor.type not in RAW_TYPES and not is_expert_table:
             raise CheckpointError(f"{self.path} has tensor {shown(tensor.name)} of type {tensor.type}, which is not supported",
                                   f"known: {', '.join((*RAW_TYPES, *DECODERS))}")
         if tensor.type in LEVELED and (grid := LEVELED[tensor.type].grid):

@@ -104,8 +104,8 @@ def _qwen(kind: str, add_keys: Callable[[GgufHeader, Values, dict[str, object]],
         names = ("image_min_pixels", "image_max_pixels")
         min_pixels, max_pixels = (keys.get(name, default) for name, default in zip(names, QWEN_PIXELS[kind], strict=True))
         model, tower_type = FIXED_MODEL_TYPES.get(kind) or (MODEL_TYPES[text], vision["model_type"])
-        if (model, header.metadata.get(HAS_ENCODER_KEY.format(MODALITY_NAMES[AUDIO_INPUT]))) == ("qwen3_vl_moe",
-                                                                                                 True):  # the only one of these with audio
+        has_audio = header.metadata.get(HAS_ENCODER_KEY.format(MODALITY_NAMES[AUDIO_INPUT]))
+        if (model, has_audio) == ("qwen3_vl_moe", True):  # the only one of these with audio
             model = "qwen3_omni_moe"
         return ({"model_type": model, "vision_config": {**vision, "model_type": tower_type}},
                 {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": min_pixels, "max_pixels": max_pixels, "resample": BICUBIC})
@@ -210,8 +210,8 @@ def _glm5(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> Js
     config, _ = _glm(header, keys, tower, text)
     reader, vision = Keys(keys, f"{header.path}: {CLIP}.vision"), config["vision_config"]
     pixels_per_token = (reader.integer("patch_size", high=1 << 10) * reader.integer("spatial_merge_size", 2, high=16)) ** 2
-    tokens = {f"{bound}_image_tokens": reader.integer(f"image_{bound}_pixels", high=1 << 40) // pixels_per_token for bound in ("min",
-                                                                                                                               "max")}
+    tokens = {f"{bound}_image_tokens": reader.integer(f"image_{bound}_pixels", high=1 << 40) // pixels_per_token
+              for bound in ("min", "max")}
     vision = {**vision, "model_type": "glm5_next_vision", "projection_intermediate_size": require_tensor(header, "mm.up.weight").shape[0],
               "swiglu_limit": reader.number("swiglu_clamp")}
     return {"model_type": "glm5_next", "vision_config": vision}, {"image_processor_type": "Glm5NextImageProcessor", **tokens,

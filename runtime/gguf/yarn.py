@@ -55,8 +55,8 @@ def rope_scaling(path: Path, prefix: str, data: Mapping[str, Value], positions: 
         is_unscaled = True
     elif log_multiplier and not is_unscaled:
         raise CheckpointError(f"{path} states {prefix}yarn_log_multiplier {log_multiplier:g}, which is not supported", ORIGINAL_HINT)
-    section = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": data.get(f"{prefix}original_context_length",
-                                                                                                   positions)}
+    section = {"rope_type": "yarn", "factor": factor,
+               "original_max_position_embeddings": data.get(f"{prefix}original_context_length", positions)}
     for config_key, gguf_key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
         if (value := _number(path, prefix, data, gguf_key)) is not None:
             section[config_key] = value
