@@ -51,8 +51,8 @@ def stated_licence(header: GgufHeader) -> str | None:
 
 def licence_metadata(source: Path, licence: str | None) -> dict[str, Value]:
     """Licence keys: those of a GGUF `source`, else `licence`; empty if that is None."""
-    source_keys = {key: value for key,
-                   value in read_header(source).metadata.items() if key.startswith(LICENSE_KEY)} if is_gguf(source) else {}
+    source_metadata = read_header(source).metadata if is_gguf(source) else {}
+    source_keys = {key: value for key, value in source_metadata.items() if key.startswith(LICENSE_KEY)}
     return source_keys or ({LICENSE_KEY: licence} if licence else {})
 
 

@@ -64,8 +64,8 @@ def per_layer_heads(header: GgufHeader, name: str, raw: dict[str, object], kinds
                                   "which is not supported", "keys and values must have one width and be rotated entirely")
     local_kv_heads = next((count for count, kind in zip(heads, kinds) if kind == LOCAL), heads[0])
     return {"head_dim": local_head_dim, "num_key_value_heads": local_kv_heads, "layer_types": kinds, "per_layer_config": {
-        str(i): {"head_dim": global_head_dim, "num_key_value_heads": count} for i,
-        (count, kind) in enumerate(zip(heads, kinds)) if kind == GLOBAL}}
+        str(i): {"head_dim": global_head_dim, "num_key_value_heads": count}
+        for i, (count, kind) in enumerate(zip(heads, kinds)) if kind == GLOBAL}}
 
 
 def add_gemma4(header: GgufHeader, raw: dict[str, object], kinds: list[str], divisors: np.ndarray | None, window: object) -> None:
@@ -86,8 +86,8 @@ def add_gemma4(header: GgufHeader, raw: dict[str, object], kinds: list[str], div
     if widths != [widths[0] * (1 + (is_double_wide and i >= first_shared)) for i in range(layers)]:
         damaged(header.path, f"states {NAME}.feed_forward_length that differs by layer, but not where keys and values are shared")
     raw |= {"intermediate_size": widths[0], "use_double_wide_mlp": is_double_wide, "attention_bias": "blk.0.attn_q.bias" in tensors,
-            "attention_k_eq_v": any(kind == GLOBAL and f"blk.{i}.attn_v.weight" not in tensors for i,
-                                    kind in enumerate(kinds[:first_shared])),
+            "attention_k_eq_v": any(kind == GLOBAL and f"blk.{i}.attn_v.weight" not in tensors
+                                    for i, kind in enumerate(kinds[:first_shared])),
             "enable_moe_block": bool(raw.get("num_experts"))}
     if not raw["enable_moe_block"]:
         raw |= {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}

@@ -21,8 +21,8 @@ KEYS = {"ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size", "ssm.t
         "ssm.inner_size": INNER_SIZE,
         "attention.layer_norm_rms_epsilon": "layer_norm_epsilon"}
 REQUIRED = tuple(key for key in KEYS if key.startswith("ssm."))
-NAMES = {"attn_norm": "norm"} | {part: target.replace("mamba.", "mixer.") for part,
-                                 target in jamba.NAMES.items() if target.startswith("mamba.")}
+NAMES = {"attn_norm": "norm"} | {part: target.replace("mamba.", "mixer.")
+                                 for part, target in jamba.NAMES.items() if target.startswith("mamba.")}
 FULL_NAMES = {part: target.replace("mamba.", "mixer.") for part, target in jamba.FULL_NAMES.items() if target.startswith("mamba.")}
 OUTER = {"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"}
 MIXER_NORM_EPS = 1e-6  # of the dt, B and C norms; no key states it

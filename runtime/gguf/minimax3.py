@@ -64,6 +64,7 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield not experts or set(moe.layers) != experts, "has layers without experts"
     yield (moe.shared_expert_dim != moe.expert_dim,
            f"has an expert of {moe.shared_expert_dim} numbers shared by all tokens beside experts of {moe.expert_dim}")
-    yield config.indexer is None or {layer for layer,
-                                     context in enumerate(config.indexer.source_layers) if context is not None} != experts, \
+    indexed = None if config.indexer is None else {
+        layer for layer, source in enumerate(config.indexer.source_layers) if source is not None}
+    yield indexed != experts, \
         "has sparse attention in other layers than those with experts"

@@ -32,8 +32,8 @@ def with_mrope_keys(source: Path, config: ModelConfig, metadata: Mapping[str, Va
     if text_architecture not in MULTIMODAL_ARCHITECTURES or not mrope_keys:
         return dict(metadata)
     name = MULTIMODAL_ARCHITECTURES[text_architecture]
-    renamed = {f"{name}.{key.removeprefix(f'{text_architecture}.')}" if key.startswith(f"{text_architecture}.") else key: value for key,
-               value in metadata.items()}
+    renamed = {f"{name}.{key.removeprefix(f'{text_architecture}.')}" if key.startswith(f"{text_architecture}.") else key: value
+               for key, value in metadata.items()}
     return renamed | {"general.architecture": name} | {f"{name}.{key}": value for key, value in mrope_keys.items()}
 
 

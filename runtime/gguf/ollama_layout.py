@@ -149,8 +149,8 @@ def vision_part(header: GgufHeader) -> GgufHeader | None:
         return None
     layout, prefix = OLLAMA_VISION[name], f"{name}.vision."
     vision_keys = {f"vision.{key.removeprefix(prefix)}": value for key, value in header.metadata.items() if key.startswith(prefix)}
-    data = {f"{CLIP}.{key}": value for key,
-            value in {**layout.default_keys, **layout.derived_keys(header), **vision_keys, "projector_type": layout.projector_type}.items()}
+    keys = {**layout.default_keys, **layout.derived_keys(header), **vision_keys, "projector_type": layout.projector_type}
+    data = {f"{CLIP}.{key}": value for key, value in keys.items()}
     data["general.architecture"] = CLIP
     tensors: dict[str, GgufTensor] = {}
     for each in _encoder_tensors(header, name):

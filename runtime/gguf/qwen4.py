@@ -35,14 +35,14 @@ OTHER_KEYS = linear_attention.OTHER_KEYS | {COMPRESS_RATIOS, NGRAM_LAYERS, NGRAM
 _HYPER_CONNECTION = {"norm": "hc_norm", "down": "input_mix_weight_down", "up": "input_mix_weight_up", "inject": "block_inject_weight"}
 _BRANCHES = {"attn": "attn", "ffn": "mlp"}  # branches of a layer as files call them, and as checkpoints do
 _INDEXER = {"q_proj": "index_q_proj", "k_proj": "index_k_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
-NAMES = {**{f"hc_{branch}_{part}": f"{ours}_hyper_connection.{target}" for branch, ours in _BRANCHES.items() for part,
-            target in _HYPER_CONNECTION.items()},
+NAMES = {**{f"hc_{branch}_{part}": f"{ours}_hyper_connection.{target}" for branch, ours in _BRANCHES.items()
+            for part, target in _HYPER_CONNECTION.items()},
          **{f"indexer.{part}": f"self_attn.indexer.{target}" for part, target in _INDEXER.items()},
          **{f"ple_{part}": f"ple.{part}" for part in ("conv1d", "norm_key", "norm_query", "norm_conv")},
          "ple_key": "ple.key_proj", "ple_value": "ple.value_proj",
          **{part: target for part, target in linear_attention.NAMES.items() if part != "post_attention_norm"}}
-OUTER = {f"output_hc_{part}.weight": f"model.hyper_connection_mixer.{target}.weight" for part,
-         target in _HYPER_CONNECTION.items() if part != "inject"}
+OUTER = {f"output_hc_{part}.weight": f"model.hyper_connection_mixer.{target}.weight"
+         for part, target in _HYPER_CONNECTION.items() if part != "inject"}
 # Role -> tensor in the file.
 _MIX_ROLES = {"mix_norm": "norm", "mix_down": "down", "mix_up": "up", "mix_in": "inject"}
 _MIX_PREFIXES = {"attn_mix": "hc_attn", "mlp_mix": "hc_ffn", "leave_mix": "output_hc"}

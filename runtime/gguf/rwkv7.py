@@ -28,8 +28,8 @@ NAMES = {"attn_norm": "attn_norm", "attn_norm_2": "ffn_norm", "time_mix_ln": "at
          "channel_mix_value": "ffn.value"}
 LORA_PARTS = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}  # number in the file -> part of a LoRA module in the checkpoint
 FULL_NAMES = {f"lerp_{letter}.weight": f"attn.x_{letter}" for letter in MIX_LETTERS} | {
-    f"time_mix_{letter}{number}.weight": f"attn.{letter}_lora.lora.{target}" for letter in "wavg" for number,
-    target in LORA_PARTS.items()} | {
+    f"time_mix_{letter}{number}.weight": f"attn.{letter}_lora.lora.{target}" for letter in "wavg"
+    for number, target in LORA_PARTS.items()} | {
     f"time_mix_{name}.weight": f"attn.{name}" for name in ("k_k", "k_a", "r_k")} | {"channel_mix_lerp_k.weight": "ffn.x_k"}
 # Role -> tensor of a layer in the file; LoRA biases are tensors of their own there.
 ROLES = {"entry_norm": "token_embd_norm", "post_norm": "attn_norm_2", "state_norm": "time_mix_ln", "state_r": "time_mix_receptance",
