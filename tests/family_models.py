@@ -327,7 +327,7 @@ def share_angles(engine: Engine, model: PreTrainedModel) -> None:
         if model.config.model_type == "ernie4_5_vl_moe":  # those of rows before those of columns
             placed = sum(rotary.mrope_section[:2])
             ours = ours[[*range(0, placed, 2), *range(1, placed, 2), *range(placed, len(ours))]]
-        learned = getattr(rotary, "alpha", torch.zeros(1))
+        learned = getattr(rotary, "alpha", torch.zeros(1)).detach()
         assert np.allclose((rotary.inv_freq * learned.exp()).numpy(), ours, rtol=1e-6, atol=0)
         learned.zero_()
         rotary.inv_freq = torch.from_numpy(ours.copy())
