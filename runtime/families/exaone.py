@@ -9,8 +9,10 @@ from ..config_reader import ConfigError, Keys
 from . import TensorRule, llama
 from .deepseek_v3 import check_auto_map
 
-KEYS_HARMLESS = frozenset({"embed_dropout", "hidden_act", "rms_norm_eps", "rotary"})
-REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
+KEYS_HARMLESS = frozenset({"embed_dropout", "rotary"})
+REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
+# Published names of keys, which take precedence -> those that transformers writes.
+KEY_NAMES = {"activation_function": "hidden_act", "layer_norm_epsilon": "rms_norm_eps", "num_layers": "num_hidden_layers"}
 CODE = r"(configuration|modeling)_exaone\.Exaone\w+"
 # Llama's names -> the family's.
 NAMES = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn.q_proj": "attn.attention.q_proj", "self_attn.k_proj":
@@ -24,9 +26,11 @@ def config(keys: Keys) -> ModelConfig:
     layers, also = keys.integer("num_layers", None), keys.integer("num_hidden_layers", None)
     if layers is not None and also not in (None, layers):
         raise ConfigError(f"config.json: num_layers is {layers} and num_hidden_layers {also}, which should be the same")
-    base = Defaults(max_position_embeddings=2048, bos=0, eos=(2,), act=("activation_function", "silu"), eps_key="layer_norm_epsilon",
-                    norm_eps=1e-5)
-    return decoder_config(keys if layers is None else keys.with_values(num_hidden_layers=layers), base)
+    keys.mark_known(*KEY_NAMES)
+    keys = keys.with_values(**{name: keys.raw[published] for published, name in KEY_NAMES.items() if keys.raw.get(published) is not None})
+    base = Defaults(max_position_embeddings=4096, num_key_value_heads=8, bos=1, eos=(361,), norm_eps=1e-5, theta=500_000.0)
+    bias = keys.flag("attention_bias", False)
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias", False))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
