@@ -81,6 +81,8 @@ PECULIAR = {
         {"norm_eps": 1e-1}, {"attn_scale": 0.3}, {"recurrent": {"decay_bound": None}}, {"recurrent": {"decay_bound": -5.0}}],
     "flint": [{"moe": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"shared_expert_dim": None})] + [
         {"windows": (None,) * 5}, {"ropes": 0}, {"ropes": 2}, {"norm_eps": 1e-1}],
+    "lara_mini": [{"moe": each} for each in ({"renormalise": False}, {"shared_expert_dim": None})] + [
+        {"windows": (None,) * 5}, {"ropes": 0}, {"ropes": 1}, {"norm_kind": "rms+1"}],
     "kolibri1": [{"windows": (None,) * 5}, {"ropes": 0}, {"ropes": 4}, {"norm_eps": 1e-1}] + [
         {"moe": each} for each in ({"correction_on_logits": False}, {"correction_bias": False}, {"renormalise": True},
                                    {"experts_per_token": 2})],

@@ -1,6 +1,6 @@
 """Tiny random models of families that are variants of others, as `family_models.CASES`."""
 
-from family_sizes import CONTEXT, FEW_EXPERTS, GLM_EXPERTS, LATENT, RAMP, Case, rope
+from family_sizes import CONTEXT, DELTA, FEW_EXPERTS, GLM_EXPERTS, LATENT, RAMP, Case, rope
 
 # Latent attention of no two widths alike.
 PARTS = {"num_key_value_heads": 4, "q_lora_rank": 36, "kv_lora_rank": 48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16,
@@ -171,4 +171,18 @@ RELATED = {
     "flex_olmo, shares add up, biases, tied, bfloat16": Case("flex_olmo", {
         "num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "norm_topk_prob": True, "attention_bias": True,
         "tie_word_embeddings": True, "num_key_value_heads": 1}, dtype="bfloat16"),
+    "sarvam_moe": Case("sarvam_moe", {**GLM_EXPERTS, "head_dim": 32, "vocab_size": 301}),
+    "sarvam_moe, one shared, tied, bfloat16": Case("sarvam_moe", {
+        **GLM_EXPERTS, "head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 1, "n_shared_experts": 1}, dtype="bfloat16"),
+    "sarvam_mla": Case("sarvam_mla", {**LATENT, "q_lora_rank": None, "vocab_size": 301}),
+    "sarvam_mla, yarn, bfloat16": Case("sarvam_mla", {
+        **LATENT, "q_lora_rank": None, **rope(
+            "yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.8)}, dtype="bfloat16"),
+    "lara_mini": Case("lara_mini", {
+        **DELTA, "num_hidden_layers": 5, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 24, "sliding_window": 40, "tie_word_embeddings": True, "vocab_size": 301}, shard="100KB"),
+    "lara_mini, other layers, shares as they come, own head, bfloat16": Case("lara_mini", {
+        **DELTA, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56,
+        "sliding_window": 150, "norm_topk_prob": False, "attention_bias": True, "tie_word_embeddings": False, "layer_types": [
+            "full_attention", "linear_attention", "sliding_attention", "linear_attention"]}, dtype="bfloat16"),
 }

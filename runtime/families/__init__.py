@@ -71,9 +71,9 @@ FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "axk2", "bailing_hybrid", "bail
             "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm5_next_text",
             "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe",
             "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4",
-            "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2",
-            "lfm2_moe", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba", "mamba2", "mellum", "mimo", "mimo_v2_flash", "minicpm",
-            "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4",
+            "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lara_mini",
+            "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba", "mamba2", "mellum", "mimo", "mimo_v2_flash",
+            "minicpm", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4",
             "mistral_large4_text", "mixtral", "mllama_text_model", "modernbert_decoder", "molmo2_text", "mpt", "muse_glimmer_text",
             "nanbeige", "nanochat", "nemotron", "nemotron_h", "nemotron_nas", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt",
             "ouro", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
@@ -141,7 +141,7 @@ MODEL_TYPE_ALIASES: Mapping[str, str] = {
     "qwen2_5_omni_text": "qwen2",
     "qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_asr_text": "qwen3",
     "qwen3_omni_moe_text": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe",
-    "qwen3_vl_text": "qwen3"}
+    "qwen3_vl_text": "qwen3", "sarvam_mla": "deepseek_v3", "sarvam_moe": "bailing_moe_v2"}
 _QWEN2_VL = {"bos_token_id": 151_643, "eos_token_id": 151_645, "max_window_layers": 80, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
              "rope_theta": 1e6}
 # Such a `model_type` -> defaults of absent keys, where they differ from the family's.
@@ -163,7 +163,19 @@ MODEL_TYPE_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "qwen3_omni_moe_text": {"norm_topk_prob": True, "rope_theta": 1e6, "sliding_window": None},
     "qwen3_vl_moe_text": {"max_position_embeddings": 128_000, "moe_intermediate_size": 1408, "norm_topk_prob": True,
                           "num_experts_per_tok": 4, "num_key_value_heads": 16, "rope_theta": 500_000.0},
-    "qwen3_vl_text": {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}}
+    "qwen3_vl_text": {"max_position_embeddings": 128_000, "rope_theta": 500_000.0},
+    "sarvam_mla": {"first_k_dense_replace": 1, "hidden_size": 4096, "intermediate_size": 16_384, "n_group": 1, "n_routed_experts": 128,
+                   "num_attention_heads": 64, "num_hidden_layers": 32, "num_nextn_predict_layers": 0, "q_lora_rank": None, "topk_group": 1,
+                   "vocab_size": 262_144},
+    "sarvam_moe": {"eos_token_id": 1, "first_k_dense_replace": 1, "head_dim": 64, "hidden_size": 4096, "intermediate_size": 8192,
+                   "max_position_embeddings": 131_072, "moe_intermediate_size": 1024, "num_attention_heads": 64, "num_experts": 128,
+                   "num_experts_per_tok": 6, "num_hidden_layers": 19, "num_key_value_heads": 4, "num_shared_experts": 1,
+                   "rms_norm_eps": 1e-6, "rope_theta": 8e6, "routed_scaling_factor": 2.5, "vocab_size": 262_144}}
+# Such a `model_type` -> its names of keys -> the family's.
+MODEL_TYPE_KEYS: Mapping[str, Mapping[str, str]] = {
+    "sarvam_mla": {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+    # As transformers writes them.
+    "sarvam_moe": {"attention_bias": "use_qkv_bias", "n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}}
 # Prefixes of the text part's tensors in multimodal checkpoints: older, newer, without a head.
 MULTIMODAL_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")
 MULTIMODAL_HEADS = ("language_model.lm_head.weight",)
@@ -255,11 +267,13 @@ UNKNOWN_FAMILY_HINT = "effllm search WORDS finds models that run here, docs/mode
 
 
 def resolve_model_type(raw: Mapping[str, object]) -> dict[str, object]:
-    """A config with the `model_type` of its family, and with the defaults of the alias that it had, if any."""
+    """A config with the `model_type` of its family, and with the defaults and key names of the alias that it had, if any."""
     model_type = str(raw.get("model_type"))
     if model_type not in MODEL_TYPE_ALIASES:
         return dict(raw)
-    return {**MODEL_TYPE_DEFAULTS.get(model_type, {}), **raw, "model_type": MODEL_TYPE_ALIASES[model_type]}
+    names = MODEL_TYPE_KEYS.get(model_type, {})
+    stated = {names.get(key, key): value for key, value in raw.items()}
+    return {**MODEL_TYPE_DEFAULTS.get(model_type, {}), **stated, "model_type": MODEL_TYPE_ALIASES[model_type]}
 
 
 def is_embedding_model(raw: Mapping[str, object]) -> bool:

@@ -1,5 +1,5 @@
 """Ling 2 and Ring 2 (mini 16B-A1.4B, flash 100B-A6B): fused QKV, QK norms, RoPE on half of each head, and DeepSeek V3's grouped MoE in
-all layers but the first."""
+all layers but the first. Sarvam 30B is the same with RoPE on whole heads and one group of experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS_HARMLESS = frozenset({"embedding_dropout", "max_window_layers", "mtp_loss_s
 REFUSED_UNLESS = {
     "layer_types": None, "norm_head": False, "norm_softmax": False, "score_function": "sigmoid", "sliding_window": None,
     "use_bias": False, "use_qk_norm": True, "use_qkv_bias": False, "use_rmsnorm": True, "using_split_qkv_in_self_attention": False}
-CODE = r"(configuration|modeling)_bailing_moe_v2\.BailingMoeV2\w+"
+CODE = r"(configuration|modeling)_(bailing_moe_v2\.BailingMoeV2|sarvam_moe\.SarvamMoE)\w+"
 ATTENTION = {"q_norm": "query_layernorm", "k_norm": "key_layernorm", "o": "dense"}
 FUSED = {"attention.query_key_value": ("q", "k", "v")}
 

@@ -1,4 +1,5 @@
-"""DeepSeek V3 and its relatives (R1, Moonlight, Kimi K2): multi-head latent attention (MLA), and a MoE with group-limited routing.
+"""DeepSeek V3 and its relatives (R1, Moonlight, Kimi K2, Sarvam 105B): multi-head latent attention (MLA), and a MoE with group-limited
+routing.
 
 The cache holds a latent vector and one rotated key per token for all heads (`kernels/latent_shape.py`). Queries are projected into the
 latent space, and attention outputs back from it, by the matrix that would expand keys and values (weight absorption). RoPE is interleaved
@@ -25,8 +26,8 @@ from .llama import decoder_block
 from .mixtral import expert_tensors
 from .qwen3_moe import NAMES
 
-# Used in training and distributed serving only; qk_head_dim is the sum of two keys that are read.
-KEYS_HARMLESS = frozenset({"aux_loss_alpha", "qk_head_dim", "seq_aux"})
+# Used in training and distributed serving only; qk_head_dim (Sarvam: q_head_dim) is the sum of two keys that are read.
+KEYS_HARMLESS = frozenset({"aux_loss_alpha", "q_head_dim", "qk_head_dim", "seq_aux"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "scoring_func": "sigmoid", "sliding_window": None,
                   "topk_method": "noaux_tc"}
 SIZES = {"vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432, "num_hidden_layers": 61, "num_attention_heads": 128}
@@ -35,7 +36,8 @@ QUERY_RANK = 1536
 MAX_LATENT_DIM = 1024
 NO_ROPE = None  # as `interleaved` of `mla_config`: attention without positions
 # Classes of published checkpoints' own code that transformers has adopted.
-CODE = r"(configuration|modeling)_(deepseek(_v3)?\.DeepseekV3|kimi_(k25|vl)\.Kimi(K25|VL))\w+"
+CODE = r"(configuration|modeling)_(deepseek(_v3)?\.DeepseekV3|kimi_(k25|vl)\.Kimi(K25|VL)|sarvam_(moe|mla)\.SarvamMLA)\w+"
+ROPE_ALIASES = {"deepseek_yarn": "yarn"}  # Sarvam's name
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -88,8 +90,9 @@ def mla_config(keys: Keys, base: Defaults, dims: Mapping[str, int], query_rank: 
     cache_keys = keys.with_values(num_key_value_heads=1, head_dim=shape.key)  # what the cache holds: one latent head
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        shared = None if interleaved is NO_ROPE else rope_config(keys, rope, positions, base.theta, interleaved=interleaved)
-        return (shared,) * layers
+        if interleaved is NO_ROPE:
+            return (None,) * layers
+        return (rope_config(keys, rope, positions, base.theta, aliases=ROPE_ALIASES, interleaved=interleaved),) * layers
 
     config = decoder_config(cache_keys, base, ropes, qkv_bias=bias, o_bias=bias, mla=shape, **features)
     return replace(config, attn_scale=shape.query**-0.5 * yarn_score_scale(config.rope))

@@ -31,15 +31,7 @@ def hybrid_config(keys: Keys, base: Defaults, mtp_layers: int = 0, rotated_share
     layers and of partial_rotary_factor; `features`: further fields of the ModelConfig. Raises ConfigError."""
     layers, bias = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.flag("attention_bias", False)
     kinds = layer_types(keys, layers)
-    sizes = {"key_heads": ("linear_num_key_heads", 16, 4096), "value_heads": ("linear_num_value_heads", 32, 4096),
-             "key_dim": ("linear_key_head_dim", 128, 1024), "value_dim": ("linear_value_head_dim", 128, 1024),
-             "taps": ("linear_conv_kernel_dim", 4, 64)}
-    shape = DeltaShape(**{field: keys.integer(name, default, high=high) for field, (name, default, high) in sizes.items()},
-                       tiled=keys.flag("linear_value_heads_tiled", False))  # stated in folders converted from GGUF files
-    if shape.value_heads % shape.key_heads:
-        raise ConfigError(f"config.json: linear_num_value_heads {shape.value_heads} is not a multiple of linear_num_key_heads "
-                          f"{shape.key_heads}")
-
+    shape = delta_shape(keys)
     base, rotated = replace(base, rope={"partial": True, "share": rotated_share}), [kind == FULL for kind in kinds]
     config = decoder_config(keys, base, rotary_layers=rotated, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1",
                             output_gate_in_q=True,
@@ -47,6 +39,19 @@ def hybrid_config(keys: Keys, base: Defaults, mtp_layers: int = 0, rotated_share
                             mtp_layers=keys.integer("mtp_num_hidden_layers", mtp_layers, low=0, high=MAX_LAYERS), **features)
     demand_silu(keys, config.hidden_act, "its linear attention uses it too")
     return config
+
+
+def delta_shape(keys: Keys, key_heads: int = 16, value_heads: int = 32) -> DeltaShape:
+    """The sizes of linear attention, with defaults of the numbers of its heads. Raises ConfigError."""
+    sizes = {"key_heads": ("linear_num_key_heads", key_heads, 4096), "value_heads": ("linear_num_value_heads", value_heads, 4096),
+             "key_dim": ("linear_key_head_dim", 128, 1024), "value_dim": ("linear_value_head_dim", 128, 1024),
+             "taps": ("linear_conv_kernel_dim", 4, 64)}
+    shape = DeltaShape(**{field: keys.integer(name, default, high=high) for field, (name, default, high) in sizes.items()},
+                       tiled=keys.flag("linear_value_heads_tiled", False))  # stated in folders converted from GGUF files
+    if shape.value_heads % shape.key_heads:
+        raise ConfigError(f"config.json: linear_num_value_heads {shape.value_heads} is not a multiple of linear_num_key_heads "
+                          f"{shape.key_heads}")
+    return shape
 
 
 def layer_types(keys: Keys, layers: int) -> tuple[str, ...]:

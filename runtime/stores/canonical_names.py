@@ -31,7 +31,7 @@ BASE_PARTS = ("layers.", "embed_tokens.", "embedding_projection.", "norm.", "ple
 EXPERT_PREFIXES = {
     **dict.fromkeys(("afmoe", "axk1", "axk2", "bailing_hybrid", "bailing_moe_v2", "cohere2_moe", "deepseek_v2", "deepseek_v3",
                      "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite",
-                     "glm5_next", "glm5_next_text", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "hy_v4", "kolibri1", "laguna",
+                     "glm5_next", "glm5_next_text", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "hy_v4", "kolibri1", "laguna", "lara_mini",
                      "mellum", "mimo_v2_flash", "minimax_m3_vl", "minimax_m3_vl_text", "mistral4", "mistral_large4",
                      "mistral_large4_text", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
                      "qwen4_exp", "qwen4_exp_text", "solar_open", "deepseek_ocr2_text", "unlimited_ocr_text", "zaya"),
