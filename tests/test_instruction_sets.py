@@ -279,6 +279,19 @@ def test_groups_end_in_registers_where_two_products_a_cycle_are_made(tmp_path):
     assert len(re.findall(r"vmov\w+\t%zmm\d+, [^%\n]*\(", group)) <= 4, "running sums are in memory"
 
 
+@pytest.mark.parametrize("name", ["avx2"])
+def test_loops_over_several_columns_compile_for(name, tmp_path):
+    """Every way of scaling, of which this machine's own set may have another loop."""
+    if not runs_here(name):
+        pytest.skip("this machine lacks it")
+    compiled = child("""
+from effllm.kernels.cpu import packed_formats
+from effllm.kernels.tiles import SCHEMES
+loops = {packed_formats.loops_of(scheme, bits, halves).columns for scheme in SCHEMES for bits in (4, 8) for halves in (False, True)}
+print(sum(loop.address > 0 for loop in loops))""", tmp_path, forced=name)
+    assert int(compiled) >= 8
+
+
 # -- everything ----------------------------------------------------------------------------------------------------------------------
 
 
