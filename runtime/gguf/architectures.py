@@ -112,8 +112,9 @@ ARCHITECTURES = {
                               **_GLM_MOE_KEYS, "expert_count": "num_experts", "expert_shared_count": "num_shared_experts",
                               "leading_dense_block_count": "num_dense_layers", "expert_weights_scale": "route_scale",
                               "expert_weights_norm": "route_norm"}, layer_names={
-                              "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_mlp_layernorm", "post_ffw_norm":
-                              "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj", SCORE_CORRECTION: "mlp.expert_bias",
+                              "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_mlp_layernorm",
+                              "post_ffw_norm": "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj",
+                              SCORE_CORRECTION: "mlp.expert_bias",
                               **{part: f"mlp.shared_experts.{target}" for part, target in SHARED_EXPERT.items()}}),
     kolibri1.NAME: Architecture(kolibri1.FAMILY, keys=kolibri1.KEYS, other_keys=kolibri1.OTHER_KEYS, required_keys=kolibri1.REQUIRED,
                                 window_pattern=True,
@@ -139,8 +140,8 @@ ARCHITECTURES = {
                                 LAYER_NORM: "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"}, outer_names={
                                 "token_embd.weight": "model.embed_in.weight", "output.weight": "embed_out.weight",
                                 **{f"output_norm.{kind}": f"model.final_layer_norm.{kind}" for kind in ("weight", "bias")}}, layer_names={
-                                "attn_q": "attention.q_proj", "attn_k": "attention.k_proj", "attn_v": "attention.v_proj", "attn_output":
-                                "attention.dense", "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}),
+                                "attn_q": "attention.q_proj", "attn_k": "attention.k_proj", "attn_v": "attention.v_proj",
+                                "attn_output": "attention.dense", "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}),
     "internlm2": Architecture("internlm2", interleaved=True, outer_names={
         "token_embd.weight": internlm2.OUTER_NAMES["embed"], "output.weight": internlm2.OUTER_NAMES["head"]}, layer_names={
         part: internlm2.NAMES[target] for part, target in LAYER_NAMES.items() if target in internlm2.NAMES}),
@@ -222,8 +223,8 @@ ARCHITECTURES = {
     "hunyuan-moe": Architecture("hunyuan_v1_moe", experts=("mlp", qwen3_moe.NAMES), full_names={f"{ROUTER}.weight": "mlp.gate.wg.weight"},
                                 layer_names={**_HUNYUAN_NAMES,
                                              **{part: f"mlp.shared_mlp.{target}" for part, target in SHARED_EXPERT.items()}},
-                                keys={"expert_count": "num_experts", "expert_used_count": "moe_topk", "expert_shared_count":
-                                      "num_shared_expert", "expert_feed_forward_length": "moe_intermediate_size",
+                                keys={"expert_count": "num_experts", "expert_used_count": "moe_topk",
+                                      "expert_shared_count": "num_shared_expert", "expert_feed_forward_length": "moe_intermediate_size",
                                       "expert_shared_feed_forward_length": SHARED_EXPERT_WIDTH}),
     "bailingmoe2": Architecture("bailing_moe_v2", experts=("mlp", qwen3_moe.NAMES), partial_rotary=True, fused=_QKV, outer_names={
         "token_embd.weight": "model.word_embeddings.weight"}, keys={
@@ -237,8 +238,9 @@ ARCHITECTURES = {
     "hy_v3": Architecture("hy_v3", experts=("mlp", qwen3_moe.NAMES), full_names={
         f"{ROUTER}.weight": "mlp.router.gate.weight", SCORE_CORRECTION: "mlp.expert_bias"}, layer_names={  # no kind there
         SCORE_CORRECTION: "mlp.expert_bias", **{part: f"mlp.shared_mlp.{target}" for part, target in SHARED_EXPERT.items()}}, keys={
-        **_GLM_MOE_KEYS, "expert_count": "num_experts", "expert_shared_count": "num_shared_experts", "expert_weights_scale":
-        "router_scaling_factor", "expert_weights_norm": "route_norm", "nextn_predict_layers": "num_nextn_predict_layers",
+        **_GLM_MOE_KEYS, "expert_count": "num_experts", "expert_shared_count": "num_shared_experts",
+        "expert_weights_scale": "router_scaling_factor", "expert_weights_norm": "route_norm",
+        "nextn_predict_layers": "num_nextn_predict_layers",
         "expert_shared_feed_forward_length": SHARED_EXPERT_WIDTH}),
     "minimax-m2": Architecture("minimax_m2", partial_rotary=True, experts=("block_sparse_moe", mixtral.NAMES), layer_names={
         SCORE_CORRECTION: "block_sparse_moe.e_score_correction_bias"}, keys={
@@ -248,8 +250,9 @@ ARCHITECTURES = {
     "falcon": Architecture("falcon", config={"activation": "gelu"}, fused=_QKV, epsilon_key=LAYER_NORM, outer_names=_NORM_BIAS, keys={
         LAYER_NORM: "layer_norm_epsilon", "feed_forward_length": "ffn_hidden_size", "attention.head_count_kv": "num_kv_heads"},
                            roles={"mlp_norm": "attn_norm"}, layer_names={
-            "attn_norm": "input_layernorm", "attn_norm_2": "ln_attn", "attn_output": "self_attention.dense", "attn_q":
-            "self_attention.q_proj", "attn_k": "self_attention.k_proj", "attn_v": "self_attention.v_proj", "ffn_up": "mlp.dense_h_to_4h",
+            "attn_norm": "input_layernorm", "attn_norm_2": "ln_attn", "attn_output": "self_attention.dense",
+            "attn_q": "self_attention.q_proj", "attn_k": "self_attention.k_proj", "attn_v": "self_attention.v_proj",
+            "ffn_up": "mlp.dense_h_to_4h",
             "ffn_down": "mlp.dense_4h_to_h"}),
     falcon_h1.NAME: Architecture(falcon_h1.FAMILY, keys=falcon_h1.KEYS, layer_names=falcon_h1.NAMES, full_names=falcon_h1.FULL_NAMES,
                                  fused=state_spaces.FUSED, roles={**state_spaces.ROLES, "post_norm": "ffn_norm"},
@@ -300,15 +303,15 @@ ARCHITECTURES = {
     "granite": Architecture("granite", interleaved=True, keys=_GRANITE_SCALES),
     "granitemoe": Architecture("granitemoe", interleaved=True, experts=("block_sparse_moe", qwen3_moe.NAMES), layer_names={
         part: target for part, target in state_spaces.NAMES.items() if part.endswith("_shexp")}, keys={
-        **_GRANITE_SCALES, **_MOE_KEYS, "expert_count": "num_local_experts", "expert_shared_feed_forward_length":
-        "shared_intermediate_size"}),
+        **_GRANITE_SCALES, **_MOE_KEYS, "expert_count": "num_local_experts",
+        "expert_shared_feed_forward_length": "shared_intermediate_size"}),
     granite_swash.NAME: Architecture(granite_swash.DENSE, interleaved=True, experts=("block_sparse_moe", qwen3_moe.NAMES),
                                      window_pattern=True,
         layer_names={part: target for part, target in state_spaces.NAMES.items() if part.endswith("_shexp")},
                                      full_names=granite_swash.FULL_NAMES,
         roles=granite_swash.ROLES, fused=granite_swash.FUSED, other_keys=frozenset({granite_swash.ROPE_PATTERN}), keys={
-        **_GRANITE_SCALES, **_MOE_KEYS, "expert_count": "num_local_experts", "expert_shared_feed_forward_length":
-        "shared_intermediate_size"}),
+        **_GRANITE_SCALES, **_MOE_KEYS, "expert_count": "num_local_experts",
+        "expert_shared_feed_forward_length": "shared_intermediate_size"}),
     "granitehybrid": Architecture("granitemoehybrid", interleaved=True, keys={**_GRANITE_SCALES, **state_spaces.KEYS},
                                   experts=("block_sparse_moe", qwen3_moe.NAMES), layer_names=state_spaces.NAMES,
                                   full_names=state_spaces.FULL_NAMES,

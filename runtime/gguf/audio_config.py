@@ -98,11 +98,12 @@ def _granite_speech(header: GgufHeader, keys: Keys, tower: TowerConfig, text: st
     heads = keys.integer("attention.head_count", high=1024)
     encoder = {
         "model_type": "granite_speech_encoder", "input_dim": tower["num_mel_bins"], "num_layers": tower["num_hidden_layers"],
-        "hidden_dim": width, "feedforward_mult": ffn_width // width, "num_heads": heads, "dim_head":
-        require_shape(header, "a.blk.0.attn_q.weight")[0] // heads, "output_dim": require_shape(header, "a.enc_ctc_out.weight")[0],
+        "hidden_dim": width, "feedforward_mult": ffn_width // width, "num_heads": heads,
+        "dim_head": require_shape(header, "a.blk.0.attn_q.weight")[0] // heads,
+        "output_dim": require_shape(header, "a.enc_ctc_out.weight")[0],
         "context_size":
-        keys.raw.get("chunk_size"), "max_pos_emb": keys.raw.get("max_pos_emb"), "conv_kernel_size": conv_kernel, "conv_expansion_factor":
-        channels // width}
+        keys.raw.get("chunk_size"), "max_pos_emb": keys.raw.get("max_pos_emb"), "conv_kernel_size": conv_kernel,
+        "conv_expansion_factor": channels // width}
     qformer_tensors = [match for name in header.tensors if (match := QFORMER_TENSOR.fullmatch(name))]
     count = len({int(part[1]) for part in qformer_tensors})
     cross_attention_layers = sorted(int(part[1]) for part in qformer_tensors if part[2] == "cross_attn_q.weight")
@@ -110,8 +111,9 @@ def _granite_speech(header: GgufHeader, keys: Keys, tower: TowerConfig, text: st
     if cross_attention_layers != list(range(0, count, max(1, frequency))):
         damaged(header.path, f"has cross-attention layers {cross_attention_layers} that are not evenly spaced among {count}")
     qformer_ffn_width, qformer_width = require_shape(header, "a.proj_blk.0.ffn_up.weight")
-    qformer = {"model_type": "blip_2_qformer", "hidden_size": qformer_width, "num_hidden_layers": count, "num_attention_heads":
-               keys.raw.get("projector.head_count"), "intermediate_size": qformer_ffn_width, "encoder_hidden_size": width,
+    qformer = {"model_type": "blip_2_qformer", "hidden_size": qformer_width, "num_hidden_layers": count,
+               "num_attention_heads": keys.raw.get("projector.head_count"), "intermediate_size": qformer_ffn_width,
+               "encoder_hidden_size": width,
                "cross_attention_frequency": frequency}
     num_mels = keys.integer("num_mel_bins", high=1024) // 2
     return {"model_type": "granite_speech", "encoder_config": encoder, "projector_config": qformer, "has_lora_adapter": False,

@@ -40,8 +40,9 @@ def metadata(encoder: WhisperTower | Qwen3Asr, name: str, kind: str) -> dict[str
     sizes = encoder.sizes
     _check_defaults(encoder)
     audio_keys: dict[str, Value] = {
-        "embedding_length": sizes.width, "feed_forward_length": sizes.ffn_width, "block_count": sizes.layers, "attention.head_count":
-        sizes.heads, "projection_dim": encoder.config.hidden_size, "attention.layer_norm_epsilon": EPS, "num_mel_bins": sizes.bands}
+        "embedding_length": sizes.width, "feed_forward_length": sizes.ffn_width, "block_count": sizes.layers,
+        "attention.head_count": sizes.heads, "projection_dim": encoder.config.hidden_size, "attention.layer_norm_epsilon": EPS,
+        "num_mel_bins": sizes.bands}
     if isinstance(encoder, Voxtral):
         audio_keys["projector.stack_factor"] = encoder.stacked_rows
     return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,

@@ -16,9 +16,10 @@ from .family_context import FamilyContext
 FAMILY, NAME = "cohere2_moe", "cohere2moe"
 WINDOW_PERIOD = 4  # default: every fourth layer has no sliding window
 KEYS = {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale", "expert_count": "num_experts",
-        "expert_used_count": "num_experts_per_tok", "expert_shared_count": "num_shared_experts", "expert_feed_forward_length":
-        "intermediate_size", "feed_forward_length": "prefix_dense_intermediate_size", "leading_dense_block_count":
-        "first_k_dense_replace", "expert_weights_norm": "norm_topk_prob", "expert_gating_func": "expert_selection_fn",
+        "expert_used_count": "num_experts_per_tok", "expert_shared_count": "num_shared_experts",
+        "expert_feed_forward_length": "intermediate_size", "feed_forward_length": "prefix_dense_intermediate_size",
+        "leading_dense_block_count": "first_k_dense_replace", "expert_weights_norm": "norm_topk_prob",
+        "expert_gating_func": "expert_selection_fn",
         "nextn_predict_layers": "num_nextn_predict_layers"}
 REQUIRED = ("logit_scale", "attention.sliding_window", "expert_feed_forward_length", "leading_dense_block_count")
 SCORE_FUNCTIONS = {0: "sigmoid", 1: "softmax", 2: "sigmoid"}  # llama.cpp treats 0 and an absent key as sigmoid

@@ -15,8 +15,9 @@ from .family_context import FamilyContext
 NAME, FAMILY = "gemma3n", "gemma3n_text"
 # Key below the architecture's name -> key of config.json. The last two are the names of Ollama's converter.
 KEYS = {"altup.active_idx": "altup_active_idx", "altup.correct_scale": "altup_correct_scale", "altup.lr_multiplier": "altup_lr_multiplier",
-        "altup.num_inputs": "altup_num_inputs", "attention.shared_kv_layers": "num_kv_shared_layers", "embedding_length_per_layer_input":
-        "hidden_size_per_layer_input", "final_logit_softcapping": "final_logit_softcapping", "rope.freq_base_swa": "rope_local_base_freq",
+        "altup.num_inputs": "altup_num_inputs", "attention.shared_kv_layers": "num_kv_shared_layers",
+        "embedding_length_per_layer_input": "hidden_size_per_layer_input", "final_logit_softcapping": "final_logit_softcapping",
+        "rope.freq_base_swa": "rope_local_base_freq",
         "rope.freq_base_local": "rope_local_base_freq", "head_dim": "head_dim"}
 PER_LAYER_KEYS = ("feed_forward_length",)  # keys with one value, or one per layer
 ACTIVATION_SPARSITY = "activation_sparsity_scale"  # per layer: gates below mean + x standard deviations become 0; -inf for none

@@ -14,27 +14,31 @@ from ..config_rope import GLOBAL, LOCAL, ROTATED_SHARE
 
 NAME, FAMILY = "gemma4", "gemma4_text"
 # Key below the architecture's name -> key of config.json.
-KEYS = {"attention.key_length": "global_head_dim", "attention.key_length_swa": "head_dim", "attention.shared_kv_layers":
-        "num_kv_shared_layers", "embedding_length_per_layer_input": "hidden_size_per_layer_input", "expert_count": "num_experts",
-        "expert_used_count": "top_k_experts", "expert_feed_forward_length": "moe_intermediate_size", "final_logit_softcapping":
-        "final_logit_softcapping", "rope.freq_base_swa": "rope_local_base_freq"}
+KEYS = {"attention.key_length": "global_head_dim", "attention.key_length_swa": "head_dim",
+        "attention.shared_kv_layers": "num_kv_shared_layers", "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        "expert_count": "num_experts",
+        "expert_used_count": "top_k_experts", "expert_feed_forward_length": "moe_intermediate_size",
+        "final_logit_softcapping": "final_logit_softcapping", "rope.freq_base_swa": "rope_local_base_freq"}
 PER_LAYER_KEYS = ("attention.head_count_kv", "feed_forward_length")  # keys with one value, or one per layer
 HEAD_LENGTHS = ("attention.value_length", "attention.value_length_swa", "rope.dimension_count", "rope.dimension_count_swa")
 REQUIRED = ("attention.key_length", "attention.key_length_swa", "attention.sliding_window", "attention.sliding_window_pattern",
             "embedding_length_per_layer_input")
 # Tensor of a layer in the file -> in the checkpoint, without kind; FULL_NAMES with kind.
-NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm":
-         "post_feedforward_layernorm", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm":
-         "post_per_layer_input_norm", "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
+NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+         "post_ffw_norm": "post_feedforward_layernorm", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+         "post_norm": "post_per_layer_input_norm", "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+         "post_ffw_norm_1": "post_feedforward_layernorm_1",
          "post_ffw_norm_2": "post_feedforward_layernorm_2"}
 FULL_NAMES = {"layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.weight": "router.proj.weight",
               "ffn_gate_inp.scale": "router.scale",
               "ffn_down_exps.scale": "router.per_expert_scale"}
-OUTER = {"per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight", "per_layer_model_proj.weight":
-         "model.per_layer_model_projection.weight", "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight"}
+OUTER = {"per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+         "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+         "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight"}
 ROLES = {"layer_scale": "layer_output_scale.weight", "router_scale": "ffn_gate_inp.scale", "expert_scales": "ffn_down_exps.scale",
-         "input_gate": "inp_gate", "input_out": "proj", "input_after": "post_norm", "expert_norm": "pre_ffw_norm_2", "experts_after":
-         "post_ffw_norm_2", "mlp_after": "post_ffw_norm_1", "layer_embed": "per_layer_token_embd", "layer_proj": "per_layer_model_proj",
+         "input_gate": "inp_gate", "input_out": "proj", "input_after": "post_norm", "expert_norm": "pre_ffw_norm_2",
+         "experts_after": "post_ffw_norm_2", "mlp_after": "post_ffw_norm_1", "layer_embed": "per_layer_token_embd",
+         "layer_proj": "per_layer_model_proj",
          "layer_norm": "per_layer_proj_norm"}
 NO_ROTATION = 1e30  # frequency factor of a channel pair that does not rotate
 # Written also for layers that share the keys and values of an earlier layer.

@@ -40,17 +40,18 @@ def metadata(encoders: Encoders, name: str) -> dict[str, Value]:
     if (vision := encoders.get(IMAGE_INPUT)) is not None:
         _check_vision_defaults(vision)
         keys |= {f"vision.{key}": value for key, value in {
-            "image_size": IMAGE_SIZE, "patch_size": vision.patch, "embedding_length": vision.width, "feed_forward_length":
-            vision.tower_config.integer("intermediate_size"), "block_count": layer_count(vision), "attention.head_count": vision.heads,
+            "image_size": IMAGE_SIZE, "patch_size": vision.patch, "embedding_length": vision.width,
+            "feed_forward_length": vision.tower_config.integer("intermediate_size"), "block_count": layer_count(vision),
+            "attention.head_count": vision.heads,
             "projection_dim": vision.config.hidden_size, "attention.layer_norm_epsilon": EPS, "image_mean": np.zeros(3, np.float32),
             "image_std": np.ones(3, np.float32)}.items()}
     if (audio := encoders.get(AUDIO_INPUT)) is not None:
         _check_audio_defaults(audio)
         sizes = audio.sizes
         keys |= {f"audio.{key}": value for key, value in {
-            "embedding_length": sizes.width, "feed_forward_length": 4 * sizes.width, "block_count": sizes.layers, "attention.head_count":
-            sizes.heads, "projection_dim": audio.config.hidden_size, "attention.layer_norm_epsilon": AUDIO_EPS, "num_mel_bins":
-            sizes.bands}.items()}
+            "embedding_length": sizes.width, "feed_forward_length": 4 * sizes.width, "block_count": sizes.layers,
+            "attention.head_count": sizes.heads, "projection_dim": audio.config.hidden_size, "attention.layer_norm_epsilon": AUDIO_EPS,
+            "num_mel_bins": sizes.bands}.items()}
     present = {"vision": vision is not None, "audio": audio is not None}
     kinds = {f"{part}.projector_type": TYPES[modality] for part, modality in zip(present, TYPES, strict=True) if present[part]}
     return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,

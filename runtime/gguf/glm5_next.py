@@ -18,8 +18,9 @@ from .latent_attention import MLA_LENGTHS
 
 FAMILY, NAME = "glm5_next_text", "glm5-next"
 SELECT_TAIL, SWIGLU_CLAMPS = "attention.indexer.kpool_select_tail", ("swiglu_clamp_exp", "swiglu_clamp_shexp")
-KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length":
-        "moe_intermediate_size", "expert_shared_count": "n_shared_experts", "leading_dense_block_count": "first_k_dense_replace",
+KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "n_shared_experts",
+        "leading_dense_block_count": "first_k_dense_replace",
         "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob", "expert_gating_func": "scoring_func",
         "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "attention.kv_lora_rank": "kv_lora_rank",
         "attention.q_lora_rank": "q_lora_rank", kimi_delta_attention.CONV_KERNEL: "linear_conv_kernel_dim",

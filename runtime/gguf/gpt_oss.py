@@ -11,10 +11,12 @@ if TYPE_CHECKING:
 
 FAMILY, NAME = "gpt_oss", "gpt-oss"
 WINDOW_PERIOD = 2  # every second layer has no sliding window
-ARCHITECTURE = {"keys": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length":
-                         "intermediate_size"}, "window_pattern": True, "layer_names": {"post_attention_norm": "post_attention_layernorm"},
-                "full_names": {"attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp.weight": "mlp.router.weight", "ffn_gate_inp.bias":
-                               "mlp.router.bias"}, "roles": {"post_norm": "post_attention_norm", "sinks": "attn_sinks"}}
+ARCHITECTURE = {"keys": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+                         "expert_feed_forward_length": "intermediate_size"}, "window_pattern": True,
+                "layer_names": {"post_attention_norm": "post_attention_layernorm"},
+                "full_names": {"attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp.weight": "mlp.router.weight",
+                               "ffn_gate_inp.bias": "mlp.router.bias"},
+                "roles": {"post_norm": "post_attention_norm", "sinks": "attn_sinks"}}
 
 
 def complete_config(context: FamilyContext, raw: dict[str, object]) -> None:

@@ -23,13 +23,14 @@ CONV_KERNEL, HEAD_DIM, GATE_LOWER_BOUND, SAFE_GATE = "ssm.conv_kernel", "kda.hea
 SHARED_EXPERT_WIDTH = "expert_shared_feed_forward_length"
 COMMON_KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
                "expert_feed_forward_length": "moe_intermediate_size",
-               "expert_shared_count": "num_shared_experts", "leading_dense_block_count": "first_k_dense_replace", "expert_weights_scale":
-               "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob", "expert_gating_func": "scoring_func", "expert_group_count":
-               "n_group", "expert_group_used_count": "topk_group", "attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank":
-               "q_lora_rank", CONV_KERNEL: "linear_conv_kernel_dim", HEAD_DIM: "linear_head_dim"}
+               "expert_shared_count": "num_shared_experts", "leading_dense_block_count": "first_k_dense_replace",
+               "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob",
+               "expert_gating_func": "scoring_func",
+               "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "attention.kv_lora_rank": "kv_lora_rank",
+               "attention.q_lora_rank": "q_lora_rank", CONV_KERNEL: "linear_conv_kernel_dim", HEAD_DIM: "linear_head_dim"}
 KEYS = {KIMI: COMMON_KEYS, LING: {**COMMON_KEYS, SHARED_EXPERT_WIDTH: "moe_shared_expert_intermediate_size",
-                                  GATE_LOWER_BOUND: "kda_lower_bound", "nextn_predict_layers":
-                                  "num_nextn_predict_layers"}}
+                                  GATE_LOWER_BOUND: "kda_lower_bound",
+                                  "nextn_predict_layers": "num_nextn_predict_layers"}}
 REQUIRED = ("attention.kv_lora_rank", "attention.head_count_kv", "rope.dimension_count", *MLA_LENGTHS, CONV_KERNEL, HEAD_DIM,
             "expert_feed_forward_length",
             "expert_shared_count")
@@ -37,13 +38,14 @@ REQUIRED = ("attention.kv_lora_rank", "attention.head_count_kv", "rope.dimension
 SWIGLU_CLAMPS = {"swiglu_clamp_exp": "expert_swiglu_limit_list", "swiglu_clamp_shexp": "share_expert_swiglu_limit_list"}
 OTHER_KEYS = frozenset((*MLA_LENGTHS, SAFE_GATE, *SWIGLU_CLAMPS))
 _ATTENTION_NAMES = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "ssm_conv1d_q": "q_conv1d", "ssm_conv1d_k": "k_conv1d",
-                    "ssm_conv1d_v": "v_conv1d", "ssm_beta": "b_proj", "ssm_norm": "o_norm", "attn_q_a": "q_a_proj", "attn_q_a_norm":
-                    "q_a_layernorm", "attn_q_b": "q_b_proj", "attn_kv_a_mqa": "kv_a_proj_with_mqa", "attn_kv_a_norm": "kv_a_layernorm",
+                    "ssm_conv1d_v": "v_conv1d", "ssm_beta": "b_proj", "ssm_norm": "o_norm", "attn_q_a": "q_a_proj",
+                    "attn_q_a_norm": "q_a_layernorm", "attn_q_b": "q_b_proj", "attn_kv_a_mqa": "kv_a_proj_with_mqa",
+                    "attn_kv_a_norm": "kv_a_layernorm",
                     **dict.fromkeys(("attn_kv_b", "attn_k_b", "attn_v_b"), "kv_b_proj")}
-NAMES = {KIMI: {**{part: f"self_attn.{target}" for part, target in _ATTENTION_NAMES.items()}, "ssm_f_a": "self_attn.f_a_proj", "ssm_f_b":
-                "self_attn.f_b_proj", "ssm_g_a": "self_attn.g_a_proj", "ssm_g_b": "self_attn.g_b_proj"},
-         LING: {**{part: f"attention.{target}" for part, target in _ATTENTION_NAMES.items()}, "attn_output": "attention.dense", "attn_gate":
-                "attention.g_proj", "ssm_g_a": "attention.g_proj", "ssm_f_a": "attention.f_proj"}}
+NAMES = {KIMI: {**{part: f"self_attn.{target}" for part, target in _ATTENTION_NAMES.items()}, "ssm_f_a": "self_attn.f_a_proj",
+                "ssm_f_b": "self_attn.f_b_proj", "ssm_g_a": "self_attn.g_a_proj", "ssm_g_b": "self_attn.g_b_proj"},
+         LING: {**{part: f"attention.{target}" for part, target in _ATTENTION_NAMES.items()}, "attn_output": "attention.dense",
+                "attn_gate": "attention.g_proj", "ssm_g_a": "attention.g_proj", "ssm_f_a": "attention.f_proj"}}
 _SHARED_EXPERT_PREFIX = {KIMI: "block_sparse_moe.shared_experts.", LING: "mlp.shared_experts."}
 LAYER_NAMES = {name: {**NAMES[name], "exp_probs_b": correction, **{f"ffn_{part}_shexp": f"{_SHARED_EXPERT_PREFIX[name]}{part}_proj"
                                                                    for part in ("gate", "up", "down")}}
@@ -51,14 +53,14 @@ LAYER_NAMES = {name: {**NAMES[name], "exp_probs_b": correction, **{f"ffn_{part}_
 FULL_NAMES = {KIMI: {"ssm_a": "self_attn.A_log", "ssm_dt.bias": "self_attn.dt_bias"},
               LING: {"ssm_a": "attention.A_log", "ssm_dt.bias": "attention.dt_bias"}}
 # Role -> tensor of a layer in the file; SPLIT_TENSORS: role -> the tensors it is stored as.
-ROLES = {"state_gate": "ssm_g_a", "state_gate_wide": "ssm_g_b", "state_rate": "ssm_f_a", "state_rate_wide": "ssm_f_b", "state_out":
-         "attn_output"}
+ROLES = {"state_gate": "ssm_g_a", "state_gate_wide": "ssm_g_b", "state_rate": "ssm_f_a", "state_rate_wide": "ssm_f_b",
+         "state_out": "attn_output"}
 HIGH_PRECISION_ROLES = ("state_rate", "state_rate_wide", "state_gate_wide")  # exported with the embedding's precision
 SPLIT_TENSORS = {"state_in": ("attn_q", "attn_k", "attn_v"), "state_conv": ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v")}
 ARCHITECTURES = {name: {"keys": KEYS[name], "layer_names": LAYER_NAMES[name], "full_names": FULL_NAMES[name], "other_keys": OTHER_KEYS,
                         "layer_kinds": LAYER_TYPES,
-                        "roles": ROLES, "split_tensors":
-                        SPLIT_TENSORS, "required_keys": (*REQUIRED, GATE_LOWER_BOUND) if name == LING else REQUIRED,
+                        "roles": ROLES,
+                        "split_tensors": SPLIT_TENSORS, "required_keys": (*REQUIRED, GATE_LOWER_BOUND) if name == LING else REQUIRED,
                "outer_names": {"token_embd.weight": "model.word_embeddings.weight"} if name == LING else {}} for name in (KIMI, LING)}
 # Name suffixes of the decays that files store negated, and of those they store positive.
 NEGATIVE_DECAY, POSITIVE_DECAY = ".self_attn.A_log", ".attention.A_log"

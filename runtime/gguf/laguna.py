@@ -19,8 +19,9 @@ LOCAL_ROPE_THETA, LOCAL_ROPE_DIMS = "rope.freq_base_swa", "rope.dimension_count_
 OTHER_KEYS = frozenset({QUERY_HEADS, WINDOW_PATTERN, LOCAL_ROPE_THETA, LOCAL_ROPE_DIMS})
 SHARED_EXPERT_WIDTH = "expert_shared_feed_forward_length"
 KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_weights_scale": "moe_routed_scaling_factor", "expert_weights_norm": "norm_topk_prob", "expert_gating_func":
-        "scoring_func", "leading_dense_block_count": "first_k_dense_replace", SHARED_EXPERT_WIDTH: "shared_expert_intermediate_size"}
+        "expert_weights_scale": "moe_routed_scaling_factor", "expert_weights_norm": "norm_topk_prob",
+        "expert_gating_func": "scoring_func", "leading_dense_block_count": "first_k_dense_replace",
+        SHARED_EXPERT_WIDTH: "shared_expert_intermediate_size"}
 REQUIRED = ("attention.key_length", "expert_feed_forward_length", SHARED_EXPERT_WIDTH, "expert_weights_scale", "expert_weights_norm",
             "leading_dense_block_count")
 

@@ -19,8 +19,9 @@ KV_HEADS, MTP_LAYERS = "attention.head_count_kv", "nextn_predict_layers"
 VALUE_SCALE, LOCAL_ROPE_THETA = "attention.value_scale", "rope.freq_base_swa"
 PER_LAYER_KEYS = (KV_HEADS,)
 VALUE_LENGTH, ROPE_DIMS = "attention.value_length", "rope.dimension_count"
-KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length":
-        "moe_intermediate_size", "expert_gating_func": "scoring_func", "expert_weights_scale": "routed_scaling_factor",
+KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size", "expert_gating_func": "scoring_func",
+        "expert_weights_scale": "routed_scaling_factor",
         "expert_weights_norm": "norm_topk_prob", "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
         MTP_LAYERS: "num_nextn_predict_layers", VALUE_SCALE: "attention_value_scale", LOCAL_ROPE_THETA: "swa_rope_theta",
         VALUE_LENGTH: "v_head_dim"}

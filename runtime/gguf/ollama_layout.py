@@ -67,16 +67,16 @@ def _qwen(header: GgufHeader) -> dict[str, Value]:
 _FFN = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 OLLAMA_VISION: Mapping[str, OllamaVision] = {
     "gemma3": OllamaVision(
-        "gemma3", "gemma3", {"layer_norm1": "ln1", "layer_norm2": "ln2", "attn_output": "attn_out", "mlp.fc1": "ffn_up", "mlp.fc2":
-                             "ffn_down"},
+        "gemma3", "gemma3", {"layer_norm1": "ln1", "layer_norm2": "ln2", "attn_output": "attn_out", "mlp.fc1": "ffn_up",
+                             "mlp.fc2": "ffn_down"},
         {"v.patch_embedding": "v.patch_embd", "v.position_embedding": "v.position_embd", "v.post_layernorm": "v.post_ln",
          "mm.mm_soft_emb_norm": "mm.soft_emb_norm", "mm.mm_input_projection": "mm.input_projection"},
         {"vision.image_mean": IMAGE_HALF, "vision.image_std": IMAGE_HALF, "use_gelu": True, "vision.attention.layer_norm_epsilon": 1e-6},
         _gemma3),
     "mistral3": OllamaVision(
         "llama", "pixtral", {"attn_norm": "ln1", "ffn_norm": "ln2", "attn_output": "attn_out"},
-        {"v.patch_conv": "v.patch_embd", "v.encoder_norm": "v.pre_ln", "mm.norm": "mm.input_norm", "mm.patch_merger.merging_layer":
-         "mm.patch_merger", "mm.linear_1": "mm.1", "mm.linear_2": "mm.2"},
+        {"v.patch_conv": "v.patch_embd", "v.encoder_norm": "v.pre_ln", "mm.norm": "mm.input_norm",
+         "mm.patch_merger.merging_layer": "mm.patch_merger", "mm.linear_1": "mm.1", "mm.linear_2": "mm.2"},
         {"vision.image_mean": CLIP_MEAN, "vision.image_std": CLIP_STD, "use_silu": True, "vision.attention.layer_norm_epsilon": 1e-5,
          "rows_in_order": True}, _pixtral),
     "qwen25vl": OllamaVision(

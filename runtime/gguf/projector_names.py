@@ -59,8 +59,8 @@ _QWEN = {"ln1": "norm1", "ln2": "norm2", "attn_q": "attn.q", "attn_k": "attn.k",
          "attn_out": "attn.proj"}
 _QKV = ("attn.q", "attn.k", "attn.v")
 _QWEN_GATED = {**_QWEN, "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-_QWEN_OUTER = {"v.patch_embd": "visual.patch_embed.proj", POST_LN: "visual.merger.ln_q", "mm.0": "visual.merger.mlp.0", "mm.2":
-               "visual.merger.mlp.2"}
+_QWEN_OUTER = {"v.patch_embd": "visual.patch_embed.proj", POST_LN: "visual.merger.ln_q", "mm.0": "visual.merger.mlp.0",
+               "mm.2": "visual.merger.mlp.2"}
 _GEMMA4 = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_out": "self_attn.o_proj",
            "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 
@@ -70,14 +70,15 @@ def _embeddings(tower: str) -> dict[str, str]:
             POST_LN: f"{tower}.post_layernorm"}
 
 
-_GLM_OUTER = {"v.patch_embd": "visual.patch_embed.proj", "v.norm_embd": "visual.post_conv_layernorm", "v.position_embd":
-            "visual.embeddings.position_embedding", POST_LN: "visual.post_layernorm", "mm.patch_merger": "visual.downsample", "mm.model.fc":
-              "visual.merger.proj", "mm.post_norm": "visual.merger.post_projection_norm",
+_GLM_OUTER = {"v.patch_embd": "visual.patch_embed.proj", "v.norm_embd": "visual.post_conv_layernorm",
+              "v.position_embd": "visual.embeddings.position_embedding", POST_LN: "visual.post_layernorm",
+              "mm.patch_merger": "visual.downsample",
+              "mm.model.fc": "visual.merger.proj", "mm.post_norm": "visual.merger.post_projection_norm",
               **{f"mm.{name}": f"visual.merger.{name}_proj" for name in ("gate", "up", "down")}}
 _PIXTRAL = Projector(
     "vision_tower.transformer.layers.",
-    {"ln1": "attention_norm", "ln2": "ffn_norm", "attn_q": "attention.q_proj", "attn_k": "attention.k_proj", "attn_v":
-     "attention.v_proj", "attn_out": "attention.o_proj", "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj",
+    {"ln1": "attention_norm", "ln2": "ffn_norm", "attn_q": "attention.q_proj", "attn_k": "attention.k_proj",
+     "attn_v": "attention.v_proj", "attn_out": "attention.o_proj", "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj",
      "ffn_down": "feed_forward.down_proj"},
     {"v.patch_embd": "vision_tower.patch_conv", "v.pre_ln": "vision_tower.ln_pre", "mm.input_norm": "multi_modal_projector.norm",
      "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer", "mm.1": "multi_modal_projector.linear_1",
@@ -91,8 +92,8 @@ _HUNYUAN = Projector(
     full_names={"v.image_newline": f"{_MERGER}image_newline", **{f"mm.image_{end}": f"{_MERGER}image_{end}" for end in ("begin", "end")}},
     text_architectures=("hunyuan_vl",), ignored=frozenset({"v.view_seperator"}))
 _MOONVIT = {"ln1": "norm0", "ln2": "norm1", "attn_out": "wo", "ffn_up": "mlp.fc0", "ffn_down": "mlp.fc1"}
-_MOONVIT_OUTER = {"v.patch_embd": "vision_tower.patch_embed.proj", "v.position_embd": "vision_tower.patch_embed.pos_emb", POST_LN:
-                  "vision_tower.encoder.final_layernorm"}
+_MOONVIT_OUTER = {"v.patch_embd": "vision_tower.patch_embed.proj", "v.position_embd": "vision_tower.patch_embed.pos_emb",
+                  POST_LN: "vision_tower.encoder.final_layernorm"}
 _MOBILENET_STEPS = ("conv_exp", "bn1", "conv_pwl", "bn2",
                     *(f"{step}.{part}" for step in ("dw_start", "dw_mid", "pw_exp", "pw_proj") for part in (
     "conv", "bn")), *(f"attn.{each}.proj" for each in ("query", "key", "value", "output")), *(f"attn.{each}.{part}" for each in (
@@ -110,9 +111,9 @@ PROJECTORS: Mapping[str, Projector] = {
     "pixtral": _PIXTRAL, "lightonocr": replace(_PIXTRAL, text_architectures=("qwen3",)),
     "internvl": Projector(
         "vision_tower.encoder.layer.",
-        {"ln1": "layernorm_before", "ln2": "layernorm_after", "attn_q": "attention.q_proj", "attn_k": "attention.k_proj", "attn_v":
-         "attention.v_proj", "attn_out": "attention.projection_layer", "attn_q_norm": "attention.q_norm", "attn_k_norm":
-         "attention.k_norm", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        {"ln1": "layernorm_before", "ln2": "layernorm_after", "attn_q": "attention.q_proj", "attn_k": "attention.k_proj",
+         "attn_v": "attention.v_proj", "attn_out": "attention.projection_layer", "attn_q_norm": "attention.q_norm",
+         "attn_k_norm": "attention.k_norm", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
         {"v.patch_embd": "vision_tower.embeddings.patch_embeddings.projection", POST_LN: "vision_tower.layernorm",
          "mm.model.mlp.0": "multi_modal_projector.layer_norm", "mm.model.mlp.1": "multi_modal_projector.linear_1",
          "mm.model.mlp.3": "multi_modal_projector.linear_2"}, "mm.model.mlp.3.weight",
@@ -166,8 +167,9 @@ PROJECTORS: Mapping[str, Projector] = {
         {"attn_post_norm": "post_attention_layernorm",  # its name since llama.cpp's converter supports Gemma 4
          "ln1": "input_layernorm", "ln2": "post_attention_layernorm", **_ATTENTION, "attn_out": "self_attn.o_proj", "ffn_up": "mlp.fc1",
          "ffn_down": "mlp.fc2"},
-        {"v.patch_embd": "vision_model.patch_embedding.linear", "v.pre_ln": "vision_model.layernorm_pre", POST_LN:
-         "vision_model.layernorm_post", **{f"mm.model.mlp.{number}": f"vision_model.vision_adapter.mlp.fc{number}" for number in (1, 2)},
+        {"v.patch_embd": "vision_model.patch_embedding.linear", "v.pre_ln": "vision_model.layernorm_pre",
+         POST_LN: "vision_model.layernorm_post",
+         **{f"mm.model.mlp.{number}": f"vision_model.vision_adapter.mlp.fc{number}" for number in (1, 2)},
          "mm.model.fc": "multi_modal_projector.linear_1"}, "mm.model.fc.weight",
         full_names={CLASS_EMBD: "vision_model.class_embedding", "v.position_embd.weight": "vision_model.positional_embedding_vlm"},
         text_architectures=("llama4",)),
@@ -188,17 +190,17 @@ PROJECTORS: Mapping[str, Projector] = {
         "mm.down.weight", text_architectures=("qwen35",)),
     "gemma4v": Projector(
         "vision_tower.encoder.layers.",
-        {**_GEMMA4, "ln1": "input_layernorm", "ln2": "pre_feedforward_layernorm", "attn_q_norm": "self_attn.q_norm", "attn_k_norm":
-         "self_attn.k_norm", "attn_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"},
+        {**_GEMMA4, "ln1": "input_layernorm", "ln2": "pre_feedforward_layernorm", "attn_q_norm": "self_attn.q_norm",
+         "attn_k_norm": "self_attn.k_norm", "attn_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"},
         {"v.patch_embd": "vision_tower.patch_embedder.input_proj", "mm.input_projection": "embed_vision.embedding_projection"},
         "mm.input_projection.weight",
         full_names={"v.position_embd.weight": "vision_tower.patch_embedder.position_embedding_table", "v.std_bias": "vision_tower.std_bias",
                     "v.std_scale": "vision_tower.std_scale"},
         clamped_linears=frozenset(_GEMMA4), channels_last=frozenset({"v.patch_embd.weight"}), text_architectures=("gemma4",)),
     "gemma4uv": Projector(  # no layers
-        "", {}, {"v.patch_embd": "vision_embedder.patch_dense", "v.patch_norm.1": "vision_embedder.patch_ln1", "v.patch_norm.2":
-                 "vision_embedder.patch_ln2", "v.patch_norm.3": "vision_embedder.pos_norm", "mm.input_projection":
-                 "embed_vision.embedding_projection"},
+        "", {}, {"v.patch_embd": "vision_embedder.patch_dense", "v.patch_norm.1": "vision_embedder.patch_ln1",
+                 "v.patch_norm.2": "vision_embedder.patch_ln2", "v.patch_norm.3": "vision_embedder.pos_norm",
+                 "mm.input_projection": "embed_vision.embedding_projection"},
         "mm.input_projection.weight", full_names={"v.position_embd.weight": "vision_embedder.pos_embedding"},
         planar_colors=frozenset({"v.patch_embd.weight", "v.patch_norm.1.weight", "v.patch_norm.1.bias"}),
         swapped_axes=frozenset({"v.position_embd.weight"}), text_architectures=("gemma4",)),

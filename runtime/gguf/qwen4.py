@@ -24,8 +24,9 @@ NGRAM_WIDTH, EOS_TOKEN = "embedding_length_per_layer_input", "ple.eos_token_id"
 HASH_MULTIPLIERS, TABLE_OFFSETS, TABLE_SIZES = "ple.layer_multipliers", "ple.head_offsets", "ple.head_vocab_sizes"
 IMAGE_TOKEN = "ple.image_token_id"  # an ordinary token in text
 NGRAM_TENSOR = "per_layer_token_embd"
-KEYS = {"hyper_connection.count": "hc_count", "hyper_connection.low_rank": "hc_lowrank", "attention.indexer.head_count":
-        "indexer_n_heads", "attention.indexer.key_length": "indexer_head_dim", "attention.indexer.top_k": "indexer_budget",
+KEYS = {"hyper_connection.count": "hc_count", "hyper_connection.low_rank": "hc_lowrank",
+        "attention.indexer.head_count": "indexer_n_heads", "attention.indexer.key_length": "indexer_head_dim",
+        "attention.indexer.top_k": "indexer_budget",
         "ple.ngram_size": "ngram_size", "ple.heads_per_ngram": "heads_per_ngram", "ple.conv_kernel": "ple_conv_kernel_size",
         **linear_attention.KEYS}
 REQUIRED = (*linear_attention.REQUIRED, *(key for key in KEYS if key.startswith(("hyper", "attention.indexer"))), COMPRESS_RATIOS)
@@ -130,9 +131,9 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
     ratios = [0 if layer in config.recurrent_layers else index.tokens_per_key for layer in range(config.num_hidden_layers)]
     keys = {"hyper_connection.count": config.residual_streams, "hyper_connection.low_rank": config.residual_gate_rank,
             COMPRESS_RATIOS: np.array(ratios, np.uint32),
-            "attention.indexer.head_count": index.heads, "attention.indexer.key_length": index.width, "attention.indexer.top_k":
-            index.top_k * index.tokens_per_key, "expert_feed_forward_length": moe.expert_dim, "expert_shared_feed_forward_length":
-            moe.shared_expert_dim}
+            "attention.indexer.head_count": index.heads, "attention.indexer.key_length": index.width,
+            "attention.indexer.top_k": index.top_k * index.tokens_per_key, "expert_feed_forward_length": moe.expert_dim,
+            "expert_shared_feed_forward_length": moe.shared_expert_dim}
     if ngrams is None:
         return keys
     layer, firsts = ngrams.layers[0], np.cumsum([0, *ngrams.table_sizes(ngrams.layers[0])[:-1]])

@@ -21,8 +21,9 @@ FAMILY, NAME = "step3p5", "step35"
 SHARED_EXPERT_WIDTH, LOCAL_ROPE_THETA, MTP_LAYERS = "expert_shared_feed_forward_length", "rope.freq_base_swa", "nextn_predict_layers"
 SWIGLU_CLAMPS = dict(zip(("swiglu_clamp_exp", "swiglu_clamp_shexp"), GATE_LIMIT_KEYS))
 ROTARY_FACTORS = {GLOBAL: 0.5, LOCAL: 1.0}  # by layer type
-KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length":
-        "moe_intermediate_size", SHARED_EXPERT_WIDTH: "share_expert_dim", "expert_weights_scale": "moe_router_scaling_factor",
+KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size", SHARED_EXPERT_WIDTH: "share_expert_dim",
+        "expert_weights_scale": "moe_router_scaling_factor",
         "expert_weights_norm":
         "norm_expert_weight", "expert_gating_func": "scoring_func", MTP_LAYERS: "num_nextn_predict_layers"}
 OTHER_KEYS = frozenset({QUERY_HEADS, LOCAL_ROPE_THETA, *SWIGLU_CLAMPS, "leading_dense_block_count", "moe_every_n_layers"})
@@ -66,8 +67,8 @@ def split_rope_tables(header: GgufHeader, raw: dict[str, object]) -> None:
             scaling[name] = scaling[name][: int(raw["head_dim"] * ROTARY_FACTORS[GLOBAL]) // 2]
     raw["rope_parameters"] = {
         GLOBAL: {"rope_type": "default", **scaling, "rope_theta": theta, "partial_rotary_factor": ROTARY_FACTORS[GLOBAL]},
-        LOCAL: {"rope_type": "default", "rope_theta": header.metadata.get(f"{NAME}.{LOCAL_ROPE_THETA}", theta), "partial_rotary_factor":
-                ROTARY_FACTORS[LOCAL]}}
+        LOCAL: {"rope_type": "default", "rope_theta": header.metadata.get(f"{NAME}.{LOCAL_ROPE_THETA}", theta),
+                "partial_rotary_factor": ROTARY_FACTORS[LOCAL]}}
 
 
 def pad_rope_factors(divisors: np.ndarray, config: ModelConfig) -> np.ndarray:

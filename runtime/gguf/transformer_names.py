@@ -30,8 +30,8 @@ ARCHITECTURES = {
                               epsilon_key=LAYER_NORM, roles={"positions": "position_embd"}, outer_names={
                                   "position_embd.weight": "model.embed_positions.weight", "output_norm.bias": "model.norm.bias"}, keys={
                                   LAYER_NORM: "layer_norm_epsilon", "feed_forward_length": "n_inner"}, layer_names={
-                                  "attn_norm": "ln_1", "ffn_norm": "ln_2", "attn_q": "attn.q_proj", "attn_k": "attn.k_proj", "attn_v":
-                                  "attn.v_proj", "attn_output": "attn.c_proj", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+                                  "attn_norm": "ln_1", "ffn_norm": "ln_2", "attn_q": "attn.q_proj", "attn_k": "attn.k_proj",
+                                  "attn_v": "attn.v_proj", "attn_output": "attn.c_proj", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
     "bloom": Architecture("bloom", layers_prefix="transformer.h", fused=_QKV, epsilon_key=LAYER_NORM,
                           roles={"entry_norm": "token_embd_norm"}, outer_names={
         **_outer("word_embeddings", "ln_f"), **{f"token_embd_norm.{kind}": f"transformer.word_embeddings_layernorm.{kind}"
@@ -43,16 +43,16 @@ ARCHITECTURES = {
     "mpt": Architecture("mpt", layers_prefix="transformer.blocks", fused=_QKV, epsilon_key=LAYER_NORM,
                         other_keys=frozenset({MAX_ALIBI_BIAS}),
                         required_keys=(MAX_ALIBI_BIAS,), outer_names=_outer("wte", "norm_f"),
-                        keys={LAYER_NORM: "layer_norm_epsilon", CLAMP_KQV:
-                              "clip_qkv"}, layer_names={
+                        keys={LAYER_NORM: "layer_norm_epsilon",
+                              CLAMP_KQV: "clip_qkv"}, layer_names={
                             "attn_norm": "norm_1", "ffn_norm": "norm_2", **{f"attn_{role}": f"attn.{role}_proj" for role in "qkv"},
                             "attn_output": mpt.NAMES["o"], "ffn_up": mpt.NAMES["up"], "ffn_down": mpt.NAMES["down"]}),
     "dbrx": Architecture("dbrx", layers_prefix="transformer.blocks", fused=_QKV, epsilon_key=LAYER_NORM, required_keys=(CLAMP_KQV,
         "expert_count"), roles={
         "post_norm": "attn_output_norm"}, outer_names=_outer("wte", "norm_f"), experts=("ffn", dbrx.NAMES), full_names={
         f"{ROUTER}.weight": "ffn.router.layer.weight"}, keys={
-        CLAMP_KQV: "clip_qkv", "expert_count": "moe_num_experts", "expert_used_count": "moe_top_k", "feed_forward_length":
-        "ffn_hidden_size"}, other_keys=frozenset({LAYER_NORM}), layer_names={
+        CLAMP_KQV: "clip_qkv", "expert_count": "moe_num_experts", "expert_used_count": "moe_top_k",
+        "feed_forward_length": "ffn_hidden_size"}, other_keys=frozenset({LAYER_NORM}), layer_names={
         "attn_norm": dbrx.PLACES["input_norm"], "attn_output_norm": dbrx.PLACES["post_norm"], "attn_output": dbrx.PLACES["o"], **{
             f"attn_{role}": f"{dbrx.ATTENTION}.{role}_proj" for role in "qkv"}})}
 
@@ -84,8 +84,9 @@ def add_dbrx(context: FamilyContext, raw: Raw) -> None:
     names = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
              "max_position_embeddings": "max_seq_len"}
     raw |= {"sliding_window": context.window, **{config_key: raw[name] for name, config_key in names.items()}, "attn_config": {
-        "clip_qkv": raw.pop("clip_qkv") or None, "kv_n_heads": raw.pop("num_key_value_heads", raw["num_attention_heads"]), "rope_theta":
-        raw.pop("rope_theta", 10_000.0)}, "ffn_config": {key: raw.pop(key) for key in ("moe_num_experts", "moe_top_k", "ffn_hidden_size")}}
+        "clip_qkv": raw.pop("clip_qkv") or None, "kv_n_heads": raw.pop("num_key_value_heads", raw["num_attention_heads"]),
+        "rope_theta": raw.pop("rope_theta", 10_000.0)},
+            "ffn_config": {key: raw.pop(key) for key in ("moe_num_experts", "moe_top_k", "ffn_hidden_size")}}
 
 
 COMPLETE_CONFIG = {"gpt_bigcode": add_starcoder, "bloom": add_bloom, "mpt": add_mpt, "dbrx": add_dbrx}

@@ -197,10 +197,10 @@ def _glm(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> Jso
     is_ocr, pixel_limits = "v.position_embd.weight" not in header.tensors, dict(zip(("min_pixels", "max_pixels"), GLM_PIXELS, strict=True))
     model = "glm_ocr" if is_ocr else "glm4v_moe" if text == "glm4moe" else "glm4v"
     vision = {QWEN_KEYS.get(name, name): value for name, value in tower.items()}
-    vision |= {"model_type": "glm_ocr_vision" if is_ocr else f"{model}_vision", "rms_norm_eps": tower["layer_norm_eps"], "hidden_act":
-               _activation(keys, "gelu"), "out_hidden_size": require_tensor(header, "mm.down.weight").shape[0], "attention_bias":
-               "v.blk.0.attn_qkv.bias" in header.tensors, "spatial_merge_size": keys.get("spatial_merge_size", 2), "temporal_patch_size":
-               1 + (SECOND_FRAME_EMBD in header.tensors)}
+    vision |= {"model_type": "glm_ocr_vision" if is_ocr else f"{model}_vision", "rms_norm_eps": tower["layer_norm_eps"],
+               "hidden_act": _activation(keys, "gelu"), "out_hidden_size": require_tensor(header, "mm.down.weight").shape[0],
+               "attention_bias": "v.blk.0.attn_qkv.bias" in header.tensors, "spatial_merge_size": keys.get("spatial_merge_size", 2),
+               "temporal_patch_size": 1 + (SECOND_FRAME_EMBD in header.tensors)}
     return {"model_type": model, "vision_config": vision}, {"image_processor_type": "Glm4vImageProcessor", **pixel_limits,
                                                             "resample": BICUBIC}
 
@@ -256,8 +256,8 @@ def _minicpm(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) ->
     if merge not in (2, 4):
         damaged(header.path, f"states {VISION_PREFIX}projector.scale_factor {shown(merge)}, expected 2 or 4")
     mode = "4x" if merge == 2 else "16x"
-    vision = {"model_type": "minicpmv4_6_vision", **tower, "image_size": isqrt(num_positions) * patch, "hidden_act":
-              _activation(keys, "gelu_pytorch_tanh")}
+    vision = {"model_type": "minicpmv4_6_vision", **tower, "image_size": isqrt(num_positions) * patch,
+              "hidden_act": _activation(keys, "gelu_pytorch_tanh")}
     return ({"model_type": "minicpmv4_6", "downsample_mode": mode, "vision_config": vision,
              **({"insert_layer_id": layers[0]} if isinstance(layers, list) and layers else {})},
             {"image_processor_type": "MiniCPMV4_6ImageProcessor", "scale_resolution": tower["image_size"], "patch_size": patch,
