@@ -18,7 +18,7 @@ from effllm.offload.streaming_pager import Part, Range
 
 PREADV = os.preadv
 LAYERS, EXPERTS, TOP = 3, 6, 2
-LEAST = 2 * TOP * LAYERS
+MIN_SLOTS = 2 * TOP * LAYERS
 
 
 def write(folder: Path) -> TensorStore:
@@ -34,7 +34,7 @@ def parts_of(store: TensorStore) -> list[Part]:
             for key in range(LAYERS * EXPERTS)]
 
 
-def opened(store: TensorStore, slots: int = LEAST, name: str = "lru", **more: object) -> ExpertPager:
+def opened(store: TensorStore, slots: int = MIN_SLOTS, name: str = "lru", **more: object) -> ExpertPager:
     pager = ExpertPager(store, {}, parts_of(store), EXPERTS, TOP, slots, policy(name, slots, LAYERS, EXPERTS), **more)
     list(pager.load())
     return pager
@@ -50,32 +50,32 @@ def check(pager: ExpertPager, key: int, slot: int) -> None:
 
 
 def use(pager: ExpertPager, layer: int, needed: Sequence[int], counts: np.ndarray | None = None) -> VisitSlots:
-    """Visit as the ops do: first what is ready, then one after the other."""
-    brought = pager.visit(layer, needed, counts)
-    assert sorted([*brought.ready, *brought.coming]) == sorted(needed) and set(brought.slots) == set(needed)
-    for expert in brought.ready:
-        check(pager, layer * EXPERTS + expert, brought.slots[expert])
-    for expert in brought.coming:
+    """Visit experts as the ops do: first those in memory, then the others one by one."""
+    visit = pager.visit(layer, needed, counts)
+    assert sorted([*visit.ready, *visit.coming]) == sorted(needed) and set(visit.slots) == set(needed)
+    for expert in visit.ready:
+        check(pager, layer * EXPERTS + expert, visit.slots[expert])
+    for expert in visit.coming:
         pager.wait(expert)
-        check(pager, layer * EXPERTS + expert, brought.slots[expert])
+        check(pager, layer * EXPERTS + expert, visit.slots[expert])
     if counts is None:
         for expert in needed:
-            check(pager, layer * EXPERTS + expert, brought.slots[expert])
-        assert len(set(brought.slots.values())) == len(needed)
-    return brought
+            check(pager, layer * EXPERTS + expert, visit.slots[expert])
+        assert len(set(visit.slots.values())) == len(needed)
+    return visit
 
 
-def sound(pager: ExpertPager) -> None:
+def assert_slots_consistent(pager: ExpertPager) -> None:
     """Asserts that every slot is accounted for exactly once."""
-    held = list(pager.pool._slots.values())
-    everywhere = [*held, *pager.pool.free, *pager._transient_slots, *(slot for slot, _ in pager._cancelled_reads)]
-    assert len(set(everywhere)) == len(everywhere) == pager.slots and max(everywhere) < pager.memory.nbytes // pager.slot_nbytes
+    resident = list(pager.pool._slots.values())
+    all_slots = [*resident, *pager.pool.free, *pager._transient_slots, *(slot for slot, _ in pager._cancelled_reads)]
+    assert len(set(all_slots)) == len(all_slots) == pager.slots and max(all_slots) < pager.memory.nbytes // pager.slot_nbytes
     assert pager._resident_counts == [sum(key // EXPERTS == layer for key in pager.pool._slots) for layer in range(LAYERS)]
     assert pager._prefetched <= set(pager.pool._slots)
 
 
-def threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system without an asynchronous read queue."""
+def disable_async_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a system without an asynchronous read queue."""
 
     def without_queue(*more: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -90,7 +90,7 @@ class Gate:
         self.offsets: list[int] = []
         self.free = threading.Semaphore(0)
         self.shut = False
-        threads_alone(monkeypatch)
+        disable_async_reads(monkeypatch)
         monkeypatch.setattr(os, "preadv", self.read)
 
     def read(self, fd: int, buffers: list, offset: int) -> int:

@@ -33,7 +33,7 @@ from family_sizes import (
     Case,
     rope,
 )
-from more_family_cases import NEWER
+from more_family_cases import MORE_CASES
 from saved_models import written as written
 from transformers import PreTrainedModel
 
@@ -266,7 +266,7 @@ CASES = {
     "olmoe": Case("olmoe", {"num_experts": 9, "num_experts_per_tok": 4, "vocab_size": 301, "eos_token_id": None}),
     "olmoe, one expert, float16": Case("olmoe", {"num_experts": 3, "num_experts_per_tok": 1, "attention_bias": True, "norm_topk_prob": True,
                                                  "num_key_value_heads": 4, "eos_token_id": None}, dtype="float16"),
-    **NEWER,
+    **MORE_CASES,
 }
 
 
@@ -278,8 +278,8 @@ def state(model: PreTrainedModel) -> list[tuple[torch.Tensor, int]]:
     return [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in (*model.parameters(), *model.buffers())]
 
 
-def same(now: list[tuple[torch.Tensor, int]], then: list[tuple[torch.Tensor, int]]) -> bool:
-    return len(now) == len(then) and all(a is b and written == before for (a, written), (b, before) in zip(now, then))
+def same(current: list[tuple[torch.Tensor, int]], previous: list[tuple[torch.Tensor, int]]) -> bool:
+    return len(current) == len(previous) and all(a is b and written == version for (a, written), (b, version) in zip(current, previous))
 
 
 def oracle(model: PreTrainedModel, ids: list[int], dtype: torch.dtype = torch.float64) -> np.ndarray:
@@ -288,17 +288,17 @@ def oracle(model: PreTrainedModel, ids: list[int], dtype: torch.dtype = torch.fl
     The float64 copy is cached for the next text, since making it takes as long as running one: until the model has other tensors (our
     angles), or the text changed those of the copy (frequencies that depend on length).
     """
-    then, copies = COPIES.get(model, ([], {}))
-    if not same(now := state(model), then):
-        COPIES[model] = now, (copies := {})
+    snapshot, copies = COPIES.get(model, ([], {}))
+    if not same(current := state(model), snapshot):
+        COPIES[model] = current, (copies := {})
     exact = copies.pop(dtype, None) or deepcopy(model).to(dtype)
     for module in exact.modules():
         if hasattr(getattr(module, "config", None), "_experts_implementation"):
-            module.config._experts_implementation = "eager"  # the others multiply no float64
-    before = state(exact)
+            module.config._experts_implementation = "eager"  # the other implementations do not support float64
+    exact_state = state(exact)
     with torch.inference_mode():
         logits = exact(torch.tensor([ids]), use_cache=False).logits[0].numpy()
-    if same(state(exact), before):
+    if same(state(exact), exact_state):
         copies[dtype] = exact
     return logits
 
@@ -321,41 +321,45 @@ def share_angles(engine: Engine, model: PreTrainedModel) -> None:
     Powers of theta differ in their last bits between NumPy and torch, depending on the processor's vector units, and so do angles in the
     hundreds: with random weights this amounts to up to 2e-4 of the largest logit.
     """
-    rotary, tables = rotary_of(model), {id(each): each for each in engine.model.ropes if each is not None}
+    rotary, tables = rotary_of(model), {id(table): table for table in engine.model.ropes if table is not None}
     if rotary is not None and hasattr(rotary, "inv_freq") and len(tables) == 1:
-        ours, = (abs(each.inv_freq) for each in tables.values())  # below zero where the model turns the other way round
-        if model.config.model_type == "ernie4_5_vl_moe":  # those of rows before those of columns
-            placed = sum(rotary.mrope_section[:2])
-            ours = ours[[*range(0, placed, 2), *range(1, placed, 2), *range(placed, len(ours))]]
-        learned = getattr(rotary, "alpha", torch.zeros(1)).detach()
-        assert np.allclose((rotary.inv_freq * learned.exp()).numpy(), ours, rtol=1e-6, atol=0)
-        learned.zero_()
-        rotary.inv_freq = torch.from_numpy(ours.copy())
+        our_frequencies, = (abs(table.inv_freq) for table in tables.values())  # negative where the model rotates in the opposite direction
+        if model.config.model_type == "ernie4_5_vl_moe":  # its frequencies are ordered by axis: rows, then columns
+            num_spatial = sum(rotary.mrope_section[:2])
+            our_frequencies = our_frequencies[[*range(0, num_spatial, 2), *range(1, num_spatial, 2),
+                                               *range(num_spatial, len(our_frequencies))]]
+        log_scale = getattr(rotary, "alpha", torch.zeros(1)).detach()
+        assert np.allclose((rotary.inv_freq * log_scale.exp()).numpy(), our_frequencies, rtol=1e-6, atol=0)
+        log_scale.zero_()
+        rotary.inv_freq = torch.from_numpy(our_frequencies.copy())
 
 
-def assert_close(ours: np.ndarray, expected: np.ndarray, in_float32: Callable[[], np.ndarray] | None = None) -> None:
-    """Within TOLERANCE of the largest logit. At a token whose logits a model of random weights makes of roundings (one in float32 moves
-    them by more than that) within twice what transformers' own are off there in float32."""
-    assert ours.shape == expected.shape
-    scale, off = np.abs(expected).max(), np.abs(ours - expected).max(1)
-    bound = np.full(len(off), TOLERANCE * scale)
-    if in_float32 is not None and (off > bound).any():
+def assert_close(result: np.ndarray, expected: np.ndarray, in_float32: Callable[[], np.ndarray] | None = None) -> None:
+    """Assert that logits are within TOLERANCE of the largest one.
+
+    in_float32: transformers' logits in float32. Random weights may amplify rounding beyond the tolerance; at such tokens twice their
+    error is allowed.
+    """
+    assert result.shape == expected.shape
+    scale, errors = np.abs(expected).max(), np.abs(result - expected).max(1)
+    bound = np.full(len(errors), TOLERANCE * scale)
+    if in_float32 is not None and (errors > bound).any():
         bound = np.maximum(bound, 2 * np.abs(in_float32() - expected).max(1))
-    worst = np.argmax(off - bound)
-    assert off[worst] <= bound[worst], f"token {worst} differs by {off[worst]:.2e}, {off[worst] / scale:.2e} of the largest logit"
+    worst = np.argmax(errors - bound)
+    assert errors[worst] <= bound[worst], f"token {worst} differs by {errors[worst]:.2e}, {errors[worst] / scale:.2e} of the largest logit"
 
 
-def scored(folder: Path, ids: list[int], beside: PreTrainedModel | None = None) -> np.ndarray:
-    """Our logits of a folder, which turns by the angles of nobody else; an oracle `beside` it is given those."""
+def our_logits(folder: Path, ids: list[int], reference_model: PreTrainedModel | None = None) -> np.ndarray:
+    """Our logits for `ids`. `reference_model` is given our RoPE frequencies, if it is not None."""
     *_, engine = open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=256, strict=True, exact=True))
     try:
-        if beside is not None:
-            share_angles(engine, beside)
+        if reference_model is not None:
+            share_angles(engine, reference_model)
         return np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     finally:
         engine.close()
 
 
-def assert_scored_as(folder: Path, model: PreTrainedModel, ids: list[int]) -> None:
-    ours = scored(folder, ids, model)
+def assert_logits_match(folder: Path, model: PreTrainedModel, ids: list[int]) -> None:
+    ours = our_logits(folder, ids, model)
     assert_close(ours, oracle(model, ids))

@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 from family_models import Case
-from gguf_samples import EXPERT, EXPERTS, LAYER, NAMES, ROUTER, TYPES, super_blocks, weights
+from gguf_samples import EXPERT, EXPERTS, LAYER, NAMES, ROUTER, TYPES, k_quant_blocks, weights
 
 OWN = {**LAYER, **ROUTER, "post_attention_layernorm": "post_attention_norm", "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z":
        "attn_gate", "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.conv1d": "ssm_conv1d",
@@ -117,7 +117,7 @@ def write(folder: Path, path: Path, kind: str = "F32", change: Callable[[gguf.GG
     def add(name: str, rows: np.ndarray) -> np.ndarray:
         own = TYPES[kind if rows.ndim > 1 and "ffn_gate_inp" not in name and "conv1d" not in name else "F32"]
         flat = rows.reshape(-1, rows.shape[-1])
-        data = super_blocks(flat, own.name).reshape(*rows.shape[:-1], -1) if own.name.endswith("_K") else gguf.quants.quantize(rows, own)
+        data = k_quant_blocks(flat, own.name).reshape(*rows.shape[:-1], -1) if own.name.endswith("_K") else gguf.quants.quantize(rows, own)
         writer.add_tensor(name, data, raw_dtype=own)
         return gguf.quants.dequantize(data, own).reshape(rows.shape)
 

@@ -35,7 +35,7 @@ LAYER = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
          "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm", "self_attn.kv_b_proj": "attn_kv_b"}
 GEMMA = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
          "post_feedforward_layernorm": "post_ffw_norm"}
-BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 GLM4 = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 ROUTER = {"block_sparse_moe.gate": "ffn_gate_inp", "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
           **{f"mlp.shared_expert{s}.{part}_proj": f"ffn_{part}_shexp" for s in ("", "s") for part in ("gate", "up", "down")}}
@@ -49,7 +49,7 @@ TYPES = gguf.GGMLQuantizationType
 
 
 class Reader(gguf.GGUFReader):
-    """The package's reader, which makes two maps of the file for every text of a list: 0.15 s for fable's words. Here lists are cut."""
+    """The package's reader, with arrays sliced from one memory map: it maps the file twice per string, 0.15 s for fable's vocabulary."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[np.ndarray], list[int], list[gguf.GGUFValueType]]:
         if raw_type != gguf.GGUFValueType.ARRAY or self.byte_order == "S":
@@ -70,7 +70,7 @@ class Reader(gguf.GGUFReader):
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows in the order in which llama files store q and k."""
+    """Rows of q or k in the order of llama.cpp's files, whose rotary pairs are adjacent."""
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
@@ -85,21 +85,24 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
 def peer_name(name: str, arch: str) -> str:
     if name in NAMES:
         return NAMES[name]
-    _, _, index, rest = name.split(".", 3)
-    if rest in CORRECTIONS:
+    _, _, index, tensor = name.split(".", 3)
+    if tensor in CORRECTIONS:
         return f"blk.{index}.exp_probs_b.bias"
-    part, _, kind = rest.rpartition(".")
-    own = GEMMA if arch in ("gemma2", "gemma3") else BEHIND if arch in ("exaone4", "glm4moe", "olmo2") else GLM4 if arch == "glm4" else {}
-    return f"blk.{index}.{(LAYER | FUSED | ROUTER | own)[part]}.{kind}"
+    part, _, kind = tensor.rpartition(".")
+    family_names = GEMMA if arch in ("gemma2", "gemma3") else POST_NORMS if arch in ("exaone4", "glm4moe",
+                                                                                     "olmo2") else GLM4 if arch == "glm4" else {}
+    return f"blk.{index}.{(LAYER | FUSED | ROUTER | family_names)[part]}.{kind}"
 
 
 def write_model(folder: Path, path: Path, kind: str = "F16", arch: str = "llama",
                 change: Callable[[gguf.GGUFWriter], None] | None = None, per_file: int = 0,
-                others: Mapping[str, str] | None = None) -> dict[str, np.ndarray]:
-    """The model of `folder` as a file with matrices of `kind`; returns what its weights mean, under their names in the folder.
+                expert_types: Mapping[str, str] | None = None) -> dict[str, np.ndarray]:
+    """Write the model of `folder` as GGUF; returns its dequantized weights by their names in the folder.
 
-    `change` may add keys; `per_file` tensors go into each of several files, where that is not 0. `others`: kinds of experts by a part of
-    their tensor's name in the file.
+    kind: GGML type of the matrices.
+    change: adds metadata.
+    per_file: tensors in each of several files, 0 for one file.
+    expert_types: GGML types of experts, by a part of the tensor's name in the file.
     """
     raw = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=per_file)
@@ -116,135 +119,136 @@ def write_model(folder: Path, path: Path, kind: str = "F16", arch: str = "llama"
         writer.add_value_length(raw["head_dim"])
     if change is not None:
         change(writer)
-    meant, experts = {}, {}
+    expected, experts = {}, {}
     for name, values in weights(folder).items():
-        if found := EXPERT.fullmatch(name):
-            experts.setdefault(f"blk.{found[1].rpartition('.')[2]}.{EXPERTS[found[3]]}.weight", {})[int(found[2])] = (name, values)
+        if match := EXPERT.fullmatch(name):
+            experts.setdefault(f"blk.{match[1].rpartition('.')[2]}.{EXPERTS[match[3]]}.weight", {})[int(match[2])] = (name, values)
             continue
         heads = raw["num_attention_heads"] if ".q_proj." in name else raw["num_key_value_heads"] if ".k_proj." in name else 0
         stored = interleaved(values, heads) if arch in INTERLEAVED and heads else values
         if name.endswith(("shared_expert_gate.weight", "e_score_correction_bias")):
-            stored = stored.reshape(-1)  # as converters store a row
+            stored = stored.reshape(-1)  # converters store it as a vector
         stored = stored + np.float32(1) if arch.startswith("gemma") and "norm" in name else stored
-        own = TYPES[kind] if stored.ndim > 1 and "ffn_gate_inp" not in peer_name(name, arch) else TYPES.F32
-        data = blocks_near(stored, own.name)
-        writer.add_tensor(peer_name(name, arch), data, raw_dtype=own)
-        back = gguf.quants.dequantize(data, own).reshape(values.shape)
-        meant[name] = separated(back, heads) if arch in INTERLEAVED and heads else back
-    for name, found in experts.items():
-        own = next((other for part, other in (others or {}).items() if part in name), kind)
-        rows = np.stack([found[number][1] for number in range(len(found))])
-        data = blocks_near(rows, own)
-        writer.add_tensor(name, data, raw_dtype=TYPES[own])
-        back = gguf.quants.dequantize(data, TYPES[own]).reshape(rows.shape)
-        meant |= {found[number][0]: back[number].reshape(found[number][1].shape) for number in found}
+        tensor_type = TYPES[kind] if stored.ndim > 1 and "ffn_gate_inp" not in peer_name(name, arch) else TYPES.F32
+        data = quantize_blocks(stored, tensor_type.name)
+        writer.add_tensor(peer_name(name, arch), data, raw_dtype=tensor_type)
+        dequantized = gguf.quants.dequantize(data, tensor_type).reshape(values.shape)
+        expected[name] = separated(dequantized, heads) if arch in INTERLEAVED and heads else dequantized
+    for name, match in experts.items():
+        tensor_type = next((other for part, other in (expert_types or {}).items() if part in name), kind)
+        rows = np.stack([match[number][1] for number in range(len(match))])
+        data = quantize_blocks(rows, tensor_type)
+        writer.add_tensor(name, data, raw_dtype=TYPES[tensor_type])
+        dequantized = gguf.quants.dequantize(data, TYPES[tensor_type]).reshape(rows.shape)
+        expected |= {match[number][0]: dequantized[number].reshape(match[number][1].shape) for number in match}
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return meant
+    return expected
 
 
-def counts(case: Case) -> Callable[[gguf.GGUFWriter], None]:
-    """What a file states of the experts of a `Case`."""
-    own = case.changes
+def add_expert_keys(case: Case) -> Callable[[gguf.GGUFWriter], None]:
+    """A function that adds the metadata of the experts of a `Case`."""
+    changes = case.changes
 
     def change(writer: gguf.GGUFWriter) -> None:
         names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-        writer.add_expert_count(next(own[name] for name in names if name in own))
-        writer.add_expert_used_count(own.get("num_experts_per_tok", own.get("moe_k")))
-        if "moe_intermediate_size" in own:
-            writer.add_expert_feed_forward_length(own["moe_intermediate_size"])
-        if "shared_expert_intermediate_size" in own:
-            writer.add_expert_shared_feed_forward_length(own["shared_expert_intermediate_size"])
-        if "n_routed_experts" in own:
-            writer.add_expert_shared_count(own["n_shared_experts"])
-            writer.add_leading_dense_block_count(own["first_k_dense_replace"])
-            writer.add_expert_weights_scale(own["routed_scaling_factor"])
-            writer.add_expert_weights_norm(own["norm_topk_prob"])
+        writer.add_expert_count(next(changes[name] for name in names if name in changes))
+        writer.add_expert_used_count(changes.get("num_experts_per_tok", changes.get("moe_k")))
+        if "moe_intermediate_size" in changes:
+            writer.add_expert_feed_forward_length(changes["moe_intermediate_size"])
+        if "shared_expert_intermediate_size" in changes:
+            writer.add_expert_shared_feed_forward_length(changes["shared_expert_intermediate_size"])
+        if "n_routed_experts" in changes:
+            writer.add_expert_shared_count(changes["n_shared_experts"])
+            writer.add_leading_dense_block_count(changes["first_k_dense_replace"])
+            writer.add_expert_weights_scale(changes["routed_scaling_factor"])
+            writer.add_expert_weights_norm(changes["norm_topk_prob"])
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-        if "moe_k" in own:
-            writer.add_expert_shared_count(own["moe_num_shared_experts"])
-            writer.add_expert_shared_feed_forward_length(own["moe_num_shared_experts"] * own["moe_intermediate_size"])
-            writer.add_leading_dense_block_count(own["moe_layer_start_index"])
+        if "moe_k" in changes:
+            writer.add_expert_shared_count(changes["moe_num_shared_experts"])
+            writer.add_expert_shared_feed_forward_length(changes["moe_num_shared_experts"] * changes["moe_intermediate_size"])
+            writer.add_leading_dense_block_count(changes["moe_layer_start_index"])
             writer.add_interleave_moe_layer_step(1)
-        if "logits_scaling" in own:
+        if "logits_scaling" in changes:
             for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
                 key = {"attention_multiplier": "attention.scale", "logits_scaling": "logit_scale"}.get(name)
                 key = key or name.replace("multiplier", "scale")
-                writer.add_float32(f"{case.family}.{key}", own[name])
+                writer.add_float32(f"{case.family}.{key}", changes[name])
         if case.family == "glm4_moe":
-            writer.add_rope_dimension_count(own["head_dim"] // 2)
+            writer.add_rope_dimension_count(changes["head_dim"] // 2)
     return change
 
 
-def any_blocks(values: np.ndarray, kind: str) -> np.ndarray:
+def random_blocks(values: np.ndarray, kind: str) -> np.ndarray:
     """Blocks of a type that the package can only read: roughly the magnitude of some rows, otherwise arbitrary bytes, uint8 [N, row bytes].
     """
     size, nbytes = gguf.GGML_QUANT_SIZES[TYPES[kind]]
     rng = np.random.default_rng(values.size)
     raw = rng.integers(0, 256, (values.size // size, nbytes), np.uint8)
-    at = {"Q2_K": 80, "Q3_K": 108, "TQ1_0": 52, "TQ2_0": 64}.get(kind, 0)
-    if kind == "TQ1_0":  # five digits of three as a fraction of 256
+    offset = {"Q2_K": 80, "Q3_K": 108, "TQ1_0": 52, "TQ2_0": 64}.get(kind, 0)
+    if kind == "TQ1_0":  # five ternary digits as a fraction of 256
         raw[:, :52] = -(-rng.integers(0, 243, (len(raw), 52)) * 256 // 243)
-    wanted = float(np.sqrt(np.mean(np.square(values.astype(np.float64))))) or 1.0
+    target_rms = float(np.sqrt(np.mean(np.square(values.astype(np.float64))))) or 1.0
 
-    def put(half: float) -> None:
-        two = np.frombuffer(np.float16(half).tobytes(), np.uint8)
+    def set_scale(scale: float) -> None:
+        scale_bytes = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
         if kind == "IQ1_M":  # four bits in each of four words
-            nibbles = [two[0] << 4 & 0xF0, two[0] & 0xF0, two[1] << 4 & 0xF0, two[1] & 0xF0]
+            nibbles = [scale_bytes[0] << 4 & 0xF0, scale_bytes[0] & 0xF0, scale_bytes[1] << 4 & 0xF0, scale_bytes[1] & 0xF0]
             raw[:, 49:56:2] = raw[:, 49:56:2] & 15 | np.array(nibbles, np.uint8)
         else:
-            raw[:, at : at + 2] = two
+            raw[:, offset : offset + 2] = scale_bytes
             if kind == "Q2_K":  # of minima
-                raw[:, at + 2 : at + 4] = two
+                raw[:, offset + 2 : offset + 4] = scale_bytes
 
-    put(1.0)
-    put(wanted / float(np.sqrt(np.mean(np.square(gguf.quants.dequantize(raw, TYPES[kind]), dtype=np.float64)))))
+    set_scale(1.0)
+    set_scale(target_rms / float(np.sqrt(np.mean(np.square(gguf.quants.dequantize(raw, TYPES[kind]), dtype=np.float64)))))
     return raw.reshape(*values.shape[:-1], -1)
 
 
-def blocks_near(values: np.ndarray, kind: str) -> np.ndarray:
+def quantize_blocks(values: np.ndarray, kind: str) -> np.ndarray:
     """Rows quantized to blocks of a type."""
     if kind in LEVELED or kind in ("Q2_K", "IQ4_NL"):
-        return any_blocks(values, kind)
+        return random_blocks(values, kind)
     if kind == "NVFP4":
-        return small_blocks(np.ascontiguousarray(values, np.float32).reshape(-1, values.shape[-1])).reshape(*values.shape[:-1], -1)
+        return nvfp4_blocks(np.ascontiguousarray(values, np.float32).reshape(-1, values.shape[-1])).reshape(*values.shape[:-1], -1)
     if kind.endswith("_K"):
-        return super_blocks(values.reshape(-1, values.shape[-1]), kind).reshape(*values.shape[:-1], -1)
+        return k_quant_blocks(values.reshape(-1, values.shape[-1]), kind).reshape(*values.shape[:-1], -1)
     return gguf.quants.quantize(values, TYPES[kind])
 
 
-def small_blocks(values: np.ndarray) -> np.ndarray:
+def nvfp4_blocks(values: np.ndarray) -> np.ndarray:
     """NVFP4 blocks near some rows, uint8 [N, row bytes]; the package itself only reads these."""
-    parts = values.reshape(-1, 16)
-    wanted = np.abs(parts).max(1) / 6
-    scales = np.searchsorted((E4M3[:126] + E4M3[1:127]) / 2, wanted).astype(np.uint8)
-    scaled = np.divide(parts, E4M3[scales][:, None], out=np.zeros_like(parts), where=scales[:, None] > 0)
+    groups = values.reshape(-1, 16)
+    target_scales = np.abs(groups).max(1) / 6
+    scales = np.searchsorted((E4M3[:126] + E4M3[1:127]) / 2, target_scales).astype(np.uint8)
+    scaled = np.divide(groups, E4M3[scales][:, None], out=np.zeros_like(groups), where=scales[:, None] > 0)
     codes = np.abs(scaled[:, :, None] - MXFP.astype(np.float32) / 2).argmin(-1).astype(np.uint8)
     pairs = codes[:, :8] | codes[:, 8:] << np.uint8(4)
     return np.concatenate([scales.reshape(-1, 4), pairs.reshape(-1, 32)], axis=1).reshape(len(values), -1)
 
 
-def super_blocks(values: np.ndarray, kind: str) -> np.ndarray:
+def k_quant_blocks(values: np.ndarray, kind: str) -> np.ndarray:
     """Q4_K, Q5_K or Q6_K blocks near some rows, uint8 [N, row bytes]; the package itself only reads these."""
     group, bits = (16, 6) if kind == "Q6_K" else (32, int(kind[1]))
-    parts = np.ascontiguousarray(values, np.float32).reshape(-1, 256 // group, group)
-    low = np.zeros(parts.shape[:2], np.float32) if bits == 6 else np.minimum(parts.min(2), 0)
-    wide = np.abs(parts).max(2) / 32 if bits == 6 else (parts.max(2) - low) / ((1 << bits) - 1)
+    grouped = np.ascontiguousarray(values, np.float32).reshape(-1, 256 // group, group)
+    low = np.zeros(grouped.shape[:2], np.float32) if bits == 6 else np.minimum(grouped.min(2), 0)
+    spans = np.abs(grouped).max(2) / 32 if bits == 6 else (grouped.max(2) - low) / ((1 << bits) - 1)
     top = 127 if bits == 6 else 63
 
-    def coded(wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Halves [n, 1], codes [n, groups] and what they mean."""
-        half = (wanted.max(1, keepdims=True) / top).astype(np.float16)
-        codes = np.rint(np.divide(wanted, half.astype(np.float32), out=np.zeros_like(wanted), where=half > 0)).clip(0, top).astype(np.uint8)
-        return half, codes, codes * half.astype(np.float32)
+    def coded(scale_values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """float16 super-block scales [n, 1], codes [n, groups] and the values they represent."""
+        super_scale = (scale_values.max(1, keepdims=True) / top).astype(np.float16)
+        codes = np.rint(np.divide(scale_values, super_scale.astype(np.float32), out=np.zeros_like(scale_values),
+                                  where=super_scale > 0)).clip(0, top).astype(np.uint8)
+        return super_scale, codes, codes * super_scale.astype(np.float32)
 
-    d, scales, spread = coded(wide)
-    e, minima, least = coded(-low)
+    d, scales, spread = coded(spans)
+    e, minima, minimum_values = coded(-low)
     if bits == 6:  # a scale may be negative
         scales[:, ::3], spread[:, ::3] = (256 - scales[:, ::3].astype(int)).astype(np.uint8), -spread[:, ::3]
-    scaled = np.divide(parts + least[:, :, None], spread[:, :, None], out=np.zeros_like(parts), where=spread[:, :, None] != 0)
+    scaled = np.divide(grouped + minimum_values[:, :, None], spread[:, :, None], out=np.zeros_like(grouped), where=spread[:, :, None] != 0)
     codes = np.rint(scaled + (32 if bits == 6 else 0)).clip(0, (1 << bits) - 1).astype(np.uint8).reshape(-1, 256)
     if bits == 6:
         runs = codes.reshape(-1, 2, 4, 32)

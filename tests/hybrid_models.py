@@ -20,10 +20,10 @@ from effllm.runtime.source import open_store
 CTX = 640
 IDS = np.random.default_rng(5).integers(0, 300, CTX).tolist()
 GREEDY = SamplerSettings(temperature=0)
-# Heads as wide as a packed cache takes them, matrices that are cut, and weights of which answers are no lottery.
+# Heads of a width that packed caches support, matrices with a partial group, and weights that give stable answers.
 CALM = {"head_dim": 64, "initializer_range": 0.08, "max_position_embeddings": CTX, "vocab_size": 300}
-# Of each one layer has keys and values, and three a state; of LFM3 two of four, one of them in a window; of Falcon H1 all four both; of
-# Mamba and RWKV 7 none has any.
+# One layer has a KV cache and three a recurrent state; in LFM3 two of four have a KV cache, one with a window; in Falcon H1 all four have
+# both; in Mamba and RWKV 7 none has a KV cache.
 MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM, "attention_bias": False}),
           "granitemoehybrid": Case("granitemoehybrid", {
               **CASES["granitemoehybrid, state spaces"].changes, **CALM, "tie_word_embeddings": False,
@@ -59,15 +59,15 @@ KINDS = ("raw", "4 bits", "4 bits, packed cache", "packed cache")
 PAIRS = ("4 bits", "packed cache")  # of which the others have both halves
 
 
-# Another of a kind of states that has one, or of what lies beside them.
-LIKE_OTHERS = ("nemotron_h", "nemotron_h, experts of fewer numbers", "bailing_hybrid", "minimax", "mamba2", "jamba", "rwkv7", "lfm3")
+# Run only with the slow tests: other models have the same kind of state.
+SLOW_MODELS = ("nemotron_h", "nemotron_h, experts of fewer numbers", "bailing_hybrid", "minimax", "mamba2", "jamba", "rwkv7", "lfm3")
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in MODELS])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW_MODELS else ()) for name in MODELS])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("hybrid") / request.param
-    saved(MODELS[request.param], made)
-    return made
+    model_folder = tmp_path_factory.mktemp("hybrid") / request.param
+    saved(MODELS[request.param], model_folder)
+    return model_folder
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +86,9 @@ def small(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[pytest.param(kind, marks=pytest.mark.slow if kind in PAIRS else ()) for kind in KINDS])
 def engine(request: pytest.FixtureRequest, folder: Path, small: Path) -> Iterator[Engine]:
-    made = of_kind(request.param, folder, small)
-    yield made
-    made.close()
+    opened_engine = of_kind(request.param, folder, small)
+    yield opened_engine
+    opened_engine.close()
 
 
 def quantized(folder: Path, out: Path) -> Path:
@@ -96,8 +96,8 @@ def quantized(folder: Path, out: Path) -> Path:
     return out
 
 
-def opened(folder: Path, **asked: object) -> Engine:
-    return list(open_engine(folder, EngineOptions(device="cpu", **{"ctx": CTX, "chunk": 128, "threads": 2, **asked})))[-1]
+def opened(folder: Path, **options_given: object) -> Engine:
+    return list(open_engine(folder, EngineOptions(device="cpu", **{"ctx": CTX, "chunk": 128, "threads": 2, **options_given})))[-1]
 
 
 def of_kind(kind: str, folder: Path, small: Path) -> Engine:
@@ -112,7 +112,7 @@ def read(engine: Engine, ids: list[int]) -> np.ndarray:
     return engine._logits.copy()
 
 
-def anew(engine: Engine, ids: list[int]) -> np.ndarray:
+def read_afresh(engine: Engine, ids: list[int]) -> np.ndarray:
     """`read` as the first prompt."""
     engine.cache.truncate(0)
     engine.reset()
@@ -126,8 +126,8 @@ def one_by_one(engine: Engine, ids: list[int]) -> np.ndarray:
 
 def opened_as(folder: Path, config: ModelConfig) -> Engine:
     """An engine for a model with changes to its folder's config."""
-    asked = EngineOptions(kv="32bit", device="cpu", ctx=CTX, chunk=128)
-    return list(open_prepared(partial(prepare_with, folder, config, open_store(folder), asked), ("raw", "mixers")))[-1]
+    engine_options = EngineOptions(kv="32bit", device="cpu", ctx=CTX, chunk=128)
+    return list(open_prepared(partial(prepare_with, folder, config, open_store(folder), engine_options), ("raw", "mixers")))[-1]
 
 
 def answer(engine: Engine, tokens: int) -> list[int]:

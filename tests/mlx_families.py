@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from remapped_checkpoints import LIKE, RETOLD
+from remapped_checkpoints import BASE_FAMILY, PUBLISHED_LAYOUTS
 from safetensors.torch import load_file, save_file
 from saved_tokenizers import with_words_of_fable
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -135,7 +135,7 @@ def random_folder(folder: Path, case: str) -> None:
     """A model of a case of CASES as its family is published, small and random."""
     (more, older), family = CASES[case], case.split(",")[0]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(LIKE.get(family, family), **SIZES | more)).float()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(BASE_FAMILY.get(family, family), **SIZES | more)).float()
     with torch.no_grad():
         for values in model.parameters():
             values.normal_(0, 0.06) if values.ndim > 1 else values.add_(torch.randn_like(values) * 0.1)
@@ -143,8 +143,8 @@ def random_folder(folder: Path, case: str) -> None:
             if name.endswith(("e_score_correction_bias", "expert_bias")):  # which start at 0
                 values.add_(torch.randn_like(values) * 0.3)
     model.save_pretrained(folder)
-    if family in RETOLD:
-        RETOLD[family](folder)
+    if family in PUBLISHED_LAYOUTS:
+        PUBLISHED_LAYOUTS[family](folder)
     raw = json.loads((folder / "config.json").read_text())
     rope = raw.get("rope_parameters") or {}
     rope = rope if "rope_theta" in rope or not rope else next(iter(rope.values()))

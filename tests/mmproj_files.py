@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from command_line import run_cli
 from gguf_samples import interleaved, write_model
-from remapped_checkpoints import RETOLD
+from remapped_checkpoints import PUBLISHED_LAYOUTS
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -69,8 +69,8 @@ HALF_MEAN = [0.5] * 3
 def save_as_published(folder: Path, family: str, **tower: object) -> PreTrainedModel:
     """Save the model of a family of PAIRS under published tensor names."""
     model = save_vision_model(folder, family, VISION_CASES[family], **tower)
-    if family in RETOLD:
-        RETOLD[family](folder)
+    if family in PUBLISHED_LAYOUTS:
+        PUBLISHED_LAYOUTS[family](folder)
     return model
 
 

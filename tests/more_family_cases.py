@@ -125,7 +125,7 @@ LAGUNA = {**FEW_EXPERTS, "head_dim": 32, "sliding_window": 40, "shared_expert_in
               "full_attention": {"rope_type": "yarn", "rope_theta": 50_000.0, "factor": 8.0, "original_max_position_embeddings": 64,
                                  "attention_factor": 1.0, "beta_fast": 64.0, "partial_rotary_factor": 0.5},
               "sliding_attention": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}}}
-NEWER = {
+MORE_CASES = {
     **RELATED, **NEWEST,
     "bailing_hybrid": Case("bailing_hybrid", {**LING, "vocab_size": 301, "rms_norm_eps": 1e-3, "initializer_range": 0.15}, shard="100KB"),
     "bailing_hybrid, no bound, other layers, bfloat16": Case("bailing_hybrid", {

@@ -8,7 +8,7 @@ import torch
 from family_sizes import CONTEXT, Case
 from looped_models import LOOPED
 from more_family_cases import BESIDE, SIGHT, SIGHTS
-from remapped_checkpoints import LIKE, RETOLD, searched
+from remapped_checkpoints import BASE_FAMILY, PUBLISHED_LAYOUTS, zero_pruned_parts
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 # The models that take images, by their text model.
@@ -41,7 +41,7 @@ def _outer(case: Case) -> str:
 
 def _save(case: Case, folder: Path) -> type:
     """As transformers writes it. Returns what reads it back."""
-    config = AutoConfig.for_model(LIKE.get(case.family, case.family), **{
+    config = AutoConfig.for_model(BASE_FAMILY.get(case.family, case.family), **{
         "vocab_size": 300, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "initializer_range": 0.2, "pad_token_id": None,
         **case.changes})
@@ -74,7 +74,7 @@ def _save(case: Case, folder: Path) -> type:
             elif name.endswith("tid2eid"):
                 buffer.copy_(torch.rand(len(buffer), config.n_routed_experts).argsort(1)[:, : buffer.shape[1]])
         if case.family == "nemotron_nas":
-            searched(model)
+            zero_pruned_parts(model)
     model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard)
     return read
 
@@ -86,8 +86,8 @@ def _read(reader: type, folder: Path) -> PreTrainedModel:
 def _retell(case: Case, folder: Path) -> None:
     """Names and keys as published checkpoints have them where transformers writes others, or as older releases of it wrote them."""
     outer = _outer(case)
-    if (told := outer if outer in RETOLD else case.family) in RETOLD:
-        RETOLD[told](folder)
+    if (told := outer if outer in PUBLISHED_LAYOUTS else case.family) in PUBLISHED_LAYOUTS:
+        PUBLISHED_LAYOUTS[told](folder)
     if case.older:
         path = folder / "config.json"
         raw = json.loads(path.read_text())

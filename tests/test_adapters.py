@@ -16,7 +16,7 @@ from conversions import options, run
 from family_models import CASES, Case
 from gpu_runs import card_here, simulated
 from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
-from more_family_cases import NEWER
+from more_family_cases import MORE_CASES
 from safetensors.torch import save_file
 from saved_models import saved
 from saved_tokenizers import with_words_of_fable
@@ -40,7 +40,7 @@ from effllm.runtime.source import open_weights
 from effllm.runtime.tensors import check_tensors, typed
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
-ALL = {**CASES, **NEWER}
+ALL = {**CASES, **MORE_CASES}
 QUICK = ("llama, odd vocabulary", "phi3", "qwen3_5_text", "gemma4_text, mixture", "deepseek_v2", "afmoe", "nemotron", "cohere", "gpt2",
          "gpt_neox", "falcon, two norms, groups, biases, own head, bfloat16", "internlm2")
 OTHERS = ("gemma3n_text", "falcon_h1", "lfm2", "granitemoehybrid, experts, bfloat16", "mixtral", "gpt_oss", "qwen3_next", "gemma2",

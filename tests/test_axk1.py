@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from config_samples import refused
-from family_models import CASES, Case, assert_scored_as, scored, text, written
+from family_models import CASES, Case, assert_logits_match, our_logits, text, written
 from safetensors.torch import load_file, save_file
 
 from effllm.offload.checkpoint import CheckpointError
@@ -45,12 +45,12 @@ def test_without_corrections_groups_are_chosen_by_their_two_best(tmp_path: Path)
     tensors, ids = load_file(path), text(model, 70)
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("e_score_correction_bias")}
     assert len(kept) == len(tensors) - 2
-    corrected = scored(tmp_path, ids)
+    corrected = our_logits(tmp_path, ids)
     save_file({**kept, "model.layers.0.post_mlp_layernorm.weight": torch.ones(64)}, path)
     for layer in model.model.layers[1:]:
         layer.mlp.gate.e_score_correction_bias.zero_()
-    assert_scored_as(tmp_path, model, ids)
-    assert abs(corrected - scored(tmp_path, ids)).max() > 0.01 * abs(corrected).max()
+    assert_logits_match(tmp_path, model, ids)
+    assert abs(corrected - our_logits(tmp_path, ids)).max() > 0.01 * abs(corrected).max()
     save_file({name: tensor for name, tensor in kept.items() if "post_mlp_layernorm" not in name}, path)
     with pytest.raises(CheckpointError, match="post_mlp_layernorm.weight is missing"):
-        scored(tmp_path, ids)
+        our_logits(tmp_path, ids)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from conversions import options, run
-from family_models import CASES, Case, assert_close, assert_scored_as, oracle, text, written
+from family_models import CASES, Case, assert_close, assert_logits_match, oracle, text, written
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from saved_models import saved
@@ -31,7 +31,7 @@ def test_experts_that_are_stored_together(name: str, tmp_path: Path) -> None:
             contents[folder] = {name: (info.shape, store.read(info).tobytes()) for name, info in store.tensors.items()}
     assert contents["joint"] == contents["apart"]
     ids = text(model, 150)
-    assert_scored_as(tmp_path / "joint", model, ids)
+    assert_logits_match(tmp_path / "joint", model, ids)
     made, said = run(tmp_path / "joint", tmp_path / "low", options("8bit"))
     corrections = sum(own.numel() for name, own in model.named_buffers() if name.endswith(("correction_bias", "expert_bias")))
     assert made.weights == model.num_parameters() + corrections and not any("left out" in line for line in said)
@@ -59,7 +59,7 @@ def test_a_model_that_was_saved_without_its_head(case: Case, tmp_path: Path) -> 
     ids = text(model, 150)
     again = kind.from_pretrained(tmp_path / "base", attn_implementation="eager").eval()
     assert_close(oracle(again, ids), oracle(model, ids))
-    assert_scored_as(tmp_path / "base", again, ids)
+    assert_logits_match(tmp_path / "base", again, ids)
 
 
 def test_weights_in_double_precision_are_rounded(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_weights_in_double_precision_are_rounded(tmp_path: Path) -> None:
         for name, value in tensors.items():
             assert store.read(store.tensors[name], 1, 7).tobytes() == value[1:7].numpy().tobytes()
     ids = text(model, 150)
-    assert_scored_as(tmp_path / "wide", model, ids)
+    assert_logits_match(tmp_path / "wide", model, ids)
     made, _ = run(tmp_path / "wide", tmp_path / "low", options("8bit"))
     save_file(tensors, tmp_path / "wide" / "model.safetensors", metadata={"format": "pt"})
     same, _ = run(tmp_path / "wide", tmp_path / "same", options("8bit"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from family_models import ERNIE_EXPERTS, GLM_EXPERTS, GRANITE, GRANITE_4, GROWING, TWO_ROPES, Case
 from gguf_samples import FABLE, weights
-from remapped_checkpoints import LIKE
+from remapped_checkpoints import BASE_FAMILY
 from safetensors.torch import load_file, save_file
 from saved_models import saved
 
@@ -205,7 +205,8 @@ def test_a_folder_names_the_class_that_reads_it_though_its_source_does_not(tmp_p
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     apart = ("deepseek_ocr2_text", "ernie4_5_vl_moe_text", "glm5_next_text", "gpt_oss", "mistral4", "mistral_large4_text",
-             "mllama_text_model", "molmo2_text", "muse_glimmer_text", "rwkv7", "step3p5", "unlimited_ocr_text", *LIKE, *EMBEDDING_FAMILIES)
+             "mllama_text_model", "molmo2_text", "muse_glimmer_text", "rwkv7", "step3p5", "unlimited_ocr_text", *BASE_FAMILY,
+             *EMBEDDING_FAMILIES)
     read = [family for family in FAMILIES if family not in apart]
     spelled = {family: kind for kind, family in MODEL_TYPE_ALIASES.items() if "-" in kind}  # which a file's name has not
     wanted = {family: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[spelled.get(family, family)] for family in read}

@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import torch
 from bit_exactness import (
-    FEWER,
-    assert_a_session_goes_on,
-    assert_another_question_reads_that_alone,
-    assert_company_changes_nothing,
+    FEWER_SETTINGS,
+    assert_batching_changes_nothing,
+    assert_chunks_equal_single_tokens,
     assert_drafts_change_nothing,
+    assert_prefix_is_reused,
+    assert_session_continues,
     assert_threads_and_chunks_change_nothing,
-    assert_tokens_at_once_are_tokens_one_by_one,
     engine,
     folder,
-    rows_of,
+    logits_after,
     save,
 )
 from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
-from indexer_models import guided, noted
+from hybrid_models import CTX, IDS, one_by_one, opened, opened_as, read, read_afresh
+from indexer_models import oracle_with_selections, recorded_selections
 from more_family_cases import CHOOSES, DEEPSEEK_4, HEAVY, WINDOWED
 from quantization_checks import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from safetensors.torch import load_file, save_file
@@ -60,10 +60,10 @@ def test_what_is_chosen_of_many_keys_is_as_good_as_the_oracles(model: tuple[Path
     engine, tokens, steps = opened(folder, kv="32bit"), 330, 20
     whole, config = engine.config.indexer.shape.dense_tokens, engine.config
     assert whole == 83 and sum(each.index is not None for each in engine.cache.token_selections.values()) == 2
-    with noted(engine) as chosen:
-        anew(engine, IDS[:tokens])
+    with recorded_selections(engine) as chosen:
+        read_afresh(engine, IDS[:tokens])
         rows = one_by_one(engine, IDS[tokens : tokens + steps])
-        expected, held = guided(theirs, IDS[: tokens + steps], chosen)
+        expected, held = oracle_with_selections(theirs, IDS[: tokens + steps], chosen)
         assert held == 2 * (tokens + steps - whole)
     assert_close(rows, expected[tokens:], lambda: oracle(theirs, IDS[: tokens + steps])[tokens:])
     engine.close()
@@ -74,20 +74,20 @@ def test_what_is_chosen_of_many_keys_is_as_good_as_the_oracles(model: tuple[Path
                   {"windows": (39,) * 4},
                   {"compressed_attention": replace(own, shapes=shorter), "windows": (39,) * 4}):
         other = opened_as(folder, replace(config, **taken))
-        anew(other, IDS[:tokens])
+        read_afresh(other, IDS[:tokens])
         found = one_by_one(other, IDS[tokens : tokens + steps])
         other.close()
         assert np.abs(found - rows).max() > 1e-3 * np.abs(rows).max(), taken
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
-    assert_threads_and_chunks_change_nothing(folder, 445, FEWER)
+    assert_threads_and_chunks_change_nothing(folder, 445, FEWER_SETTINGS)
 
 
 @pytest.mark.parametrize("held", [200, 70])
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None:
     """Where some of them see all keys before them too, and passes come again."""
-    assert_tokens_at_once_are_tokens_one_by_one(engine, held)
+    assert_chunks_equal_single_tokens(engine, held)
 
 
 @pytest.mark.parametrize("right", [0.6, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 1.0))])
@@ -97,20 +97,20 @@ def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
 
 def test_another_question_behind_a_prompt_reads_that_alone(engine: Engine) -> None:
     """A state is saved a little before the end of a prompt."""
-    assert_another_question_reads_that_alone(engine)
+    assert_prefix_is_reused(engine)
 
 
 def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
-    assert_company_changes_nothing(folder, (IDS[:300], IDS[100:160]))
+    assert_batching_changes_nothing(folder, (IDS[:300], IDS[100:160]))
 
 
 def test_a_session_continues_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
-    assert_a_session_goes_on(engine, tmp_path / "sessions")
+    assert_session_continues(engine, tmp_path / "sessions")
 
 
 def test_keys_of_a_session_that_are_damaged_are_found(engine: Engine, tmp_path: Path) -> None:
     store = SessionStore(tmp_path / "sessions")
-    anew(engine, IDS[:300])
+    read_afresh(engine, IDS[:300])
     keys = next(each.keys for each in engine.cache.token_selections.values())
     keys.write(284, np.full(4 * keys.token_nbytes, 255, np.uint8))  # no numbers
     save(engine, store)
@@ -143,7 +143,7 @@ def test_weights_from_the_disk_give_the_same_bits(folder: Path, monkeypatch: pyt
     monkeypatch.setattr(stream_layout, "PART_NBYTES", 4096)
     monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 1024)
     engines = opened(folder), streaming(folder, keep=3, ctx=CTX, chunk=128)
-    found = [rows_of(each, 300, 310) for each in engines]
+    found = [logits_after(each, 300, 310) for each in engines]
     names = engines[1].model.streamed.parts.slices
     assert any("wq_b" in name for name in names) and not any("indexer" in name or "compressor" in name for name in names)
     for each in engines:
@@ -249,7 +249,7 @@ def test_the_published_names_of_a_folder_are_read(folder: Path, engine: Engine, 
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
     other = opened(tmp_path, strict=True, kv="16bit")
-    assert np.array_equal(anew(other, IDS[:120]), anew(engine, IDS[:120])) and read_config(tmp_path) == read_config(folder)
+    assert np.array_equal(read_afresh(other, IDS[:120]), read_afresh(engine, IDS[:120])) and read_config(tmp_path) == read_config(folder)
     other.close()
 
 
@@ -271,7 +271,7 @@ def test_weights_in_fp8_are_read_by_the_published_names(folder: Path, tmp_path: 
         (made / "config.json").write_text(json.dumps(config | more))
         save_file(tensors, made / "model.safetensors", {"format": "pt"})
     engines = [opened(each, kv="16bit") for each in (exact, low)]
-    rows = [anew(each, IDS[:150]) for each in engines]
+    rows = [read_afresh(each, IDS[:150]) for each in engines]
     for each in engines:
         each.close()
     assert np.abs(rows[0] - rows[1]).max() < 1e-4 * np.abs(rows[0]).max()

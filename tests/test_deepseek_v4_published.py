@@ -12,7 +12,7 @@ import torch
 from conversions import options, run
 from family_models import Case, assert_close, oracle
 from fp8_fp4_checkpoints import as_fp8, as_mxfp4
-from hybrid_models import IDS, anew, opened, read
+from hybrid_models import IDS, opened, read, read_afresh
 from safetensors.torch import load_file, save_file
 from saved_models import saved
 from streamed_models import paging, streaming
@@ -92,7 +92,7 @@ def test_experts_are_what_was_published_bit_for_bit(made: tuple[Path, dict[str, 
 
 def test_logits_are_those_of_transformers(folder: Path, theirs: PreTrainedModel) -> None:
     engine = opened(folder, kv="32bit", exact=True)
-    anew(engine, IDS[:60])
+    read_afresh(engine, IDS[:60])
     rows = np.stack([engine.forward_logits([token])[0].copy() for token in IDS[60:70]])
     engine.close()
     expected = oracle(theirs, IDS[:70])[60:]

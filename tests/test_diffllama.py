@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bit_exactness import (
-    assert_a_saved_text_goes_on,
-    assert_company_changes_nothing,
+    assert_batching_changes_nothing,
+    assert_chunks_equal_single_tokens,
     assert_drafts_change_nothing,
+    assert_restored_text_continues,
     assert_threads_and_chunks_change_nothing,
-    assert_tokens_at_once_are_tokens_one_by_one,
     engine,
 )
 from config_samples import LLAMA, refused
 from conversions import options, run
 from family_models import assert_close, oracle, written
 from family_sizes import Case
-from hybrid_models import CTX, IDS, anew, opened
+from hybrid_models import CTX, IDS, opened, read_afresh
 from transformers import CONFIG_MAPPING
 
 from effllm.kernels.cpu.candidates import default_registry
@@ -87,7 +87,7 @@ def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine) -> None:
-    assert_tokens_at_once_are_tokens_one_by_one(engine, 200)
+    assert_chunks_equal_single_tokens(engine, 200)
 
 
 @pytest.mark.slow
@@ -96,12 +96,12 @@ def test_drafts_change_no_answer(engine: Engine) -> None:
 
 
 def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
-    assert_company_changes_nothing(folder, (IDS[:300], IDS[100:160]))
+    assert_batching_changes_nothing(folder, (IDS[:300], IDS[100:160]))
 
 
 def test_a_session_continues_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
-    anew(engine, IDS[:455])
-    assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 470)
+    read_afresh(engine, IDS[:455])
+    assert_restored_text_continues(engine, SessionStore(tmp_path / "sessions"), 470)
 
 
 def test_a_profile_weighs_values_by_what_both_halves_go_through(engine: Engine) -> None:
@@ -122,7 +122,7 @@ def test_packed_caches_and_quantized_folders_answer_nearly_the_same(folder: Path
     rows = []
     for where, kv in ((folder, "32bit"), (folder, "4bit"), (tmp_path / "4bit", "16bit")):
         engine = opened(where, kv=kv, kv_window=64)
-        rows.append(anew(engine, IDS[:500]).copy())
+        rows.append(read_afresh(engine, IDS[:500]).copy())
         engine.close()
     assert all(0 < np.abs(rows[0] - other).max() < 0.3 * np.abs(rows[0]).max() for other in rows[1:])
 

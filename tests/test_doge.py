@@ -5,16 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bit_exactness import (
-    assert_a_saved_text_goes_on,
-    assert_company_changes_nothing,
+    assert_batching_changes_nothing,
+    assert_chunks_equal_single_tokens,
     assert_drafts_change_nothing,
+    assert_restored_text_continues,
     assert_threads_and_chunks_change_nothing,
-    assert_tokens_at_once_are_tokens_one_by_one,
     engine,
 )
 from config_samples import LLAMA, refused
 from family_sizes import Case
-from hybrid_models import CTX, IDS, anew
+from hybrid_models import CTX, IDS, read_afresh
 from saved_models import saved
 from transformers import CONFIG_MAPPING
 
@@ -64,7 +64,7 @@ def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine) -> None:
-    assert_tokens_at_once_are_tokens_one_by_one(engine, 200)
+    assert_chunks_equal_single_tokens(engine, 200)
 
 
 @pytest.mark.slow
@@ -73,12 +73,12 @@ def test_drafts_change_no_answer(engine: Engine) -> None:
 
 
 def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
-    assert_company_changes_nothing(folder, (IDS[:300], IDS[100:160]))
+    assert_batching_changes_nothing(folder, (IDS[:300], IDS[100:160]))
 
 
 def test_a_session_continues_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
-    anew(engine, IDS[:455])
-    assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 470)
+    read_afresh(engine, IDS[:455])
+    assert_restored_text_continues(engine, SessionStore(tmp_path / "sessions"), 470)
 
 
 def test_packed_caches_and_their_profiles_are_refused(folder: Path) -> None:

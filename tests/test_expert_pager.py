@@ -8,7 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from expert_samples import EXPERTS, LAYERS, LEAST, PREADV, TOP, Gate, check, opened, parts_of, sound, threads_alone, use, write
+from expert_samples import (
+    EXPERTS,
+    LAYERS,
+    MIN_SLOTS,
+    PREADV,
+    TOP,
+    Gate,
+    assert_slots_consistent,
+    check,
+    disable_async_reads,
+    opened,
+    parts_of,
+    use,
+    write,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -39,23 +53,23 @@ def test_whatever_is_needed_in_whatever_order(tmp_path_factory: pytest.TempPathF
     """Tokens and chunks in turn, guesses that come true and that do not, visits broken off, memory that grows short; down to fewer slots
     than a plan allows."""
     if not queued:
-        threads_alone(monkeypatch)
+        disable_async_reads(monkeypatch)
     with write(tmp_path_factory.mktemp("any")) as store:
         pager = opened(store, slots, name, farthest=2)
         for layer, experts, one, broken, short in steps:
             if short:
                 pager.shed()
-                sound(pager)
+                assert_slots_consistent(pager)
             needed = sorted(experts)[:TOP] if one else sorted(experts)
             counts = None if one else np.array([1 + (expert * 7 + layer) % 5 for expert in range(EXPERTS)])
             if broken:
                 pager.visit(layer, needed, counts)
             else:
                 use(pager, layer, needed, counts)
-                sound(pager)
+                assert_slots_consistent(pager)
                 for distance in range(1, pager.prefetch_distance(layer) + 1):
                     pager.look_ahead(layer + distance, distance, sorted(experts)[:TOP])
-            sound(pager)
+            assert_slots_consistent(pager)
         pager.close()
 
 
@@ -72,7 +86,7 @@ def test_half_of_the_slots_are_given_back_and_never_the_last_ones(store: TensorS
     while not freed or freed[-1]:
         freed.append(pager.shed())
         slots.append(pager.slots)
-        sound(pager)
+        assert_slots_consistent(pager)
         given = (pager.memory.reshape(every, -1) == 0).all(axis=1).sum()
         assert given >= every - pager.slots, "what is given back is no longer there"
         use(pager, 1, range(TOP))
@@ -137,7 +151,7 @@ def test_the_trace_holds_the_newest_tokens(store: TensorStore) -> None:
 
 @pytest.mark.parametrize("counts", (None, np.ones(EXPERTS, int)), ids=("token", "chunk"))
 def test_a_read_that_fails_is_one_error_and_can_be_tried_again(store: TensorStore, monkeypatch: pytest.MonkeyPatch, counts) -> None:
-    threads_alone(monkeypatch)
+    disable_async_reads(monkeypatch)
     pager = opened(store)
     needed = (1, 3) if counts is None else tuple(range(EXPERTS))
 
@@ -155,7 +169,7 @@ def test_a_read_that_fails_is_one_error_and_can_be_tried_again(store: TensorStor
         except CheckpointError:  # others of the same visit had failed before
             continue
     use(pager, 0, needed, counts)
-    sound(pager)
+    assert_slots_consistent(pager)
     pager.close()
 
 
@@ -169,7 +183,7 @@ def test_a_file_that_becomes_shorter(store: TensorStore) -> None:
 
 
 def test_a_file_system_that_refuses_direct_reads_half_way(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads_alone(monkeypatch)
+    disable_async_reads(monkeypatch)
     pager = opened(store)
     use(pager, 0, (0, 1))
     refused = []
@@ -207,12 +221,12 @@ def test_a_wait_ends_when_it_is_told_to(store: TensorStore, monkeypatch: pytest.
         check(pager, EXPERTS + expert, other.slots[expert])
     for layer in (0, 1, 2, 0):
         use(pager, layer, needed, counts)
-    sound(pager)
+    assert_slots_consistent(pager)
     pager.close()
 
 
 def test_memory_is_what_was_planned(store: TensorStore) -> None:
     pager = opened(store)
-    assert pager.memory.nbytes == LEAST * max(part.nbytes for part in parts_of(store)) and pager.stays and not pager.resident
+    assert pager.memory.nbytes == MIN_SLOTS * max(part.nbytes for part in parts_of(store)) and pager.stays and not pager.resident
     assert pager.nbytes >= pager.memory.nbytes
     pager.close()

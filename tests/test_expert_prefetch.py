@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from expert_samples import EXPERTS, LAYERS, TOP, Gate, check, opened, sound, use, write
+from expert_samples import EXPERTS, LAYERS, TOP, Gate, assert_slots_consistent, check, opened, use, write
 
 from effllm.offload import direct_io, expert_pager
 from effllm.offload.checkpoint import TensorStore
@@ -53,7 +53,7 @@ def test_what_is_waited_for_comes_before_what_is_guessed(store: TensorStore, mon
         check(pager, EXPERTS + expert, brought.slots[expert])
     use(pager, 2, (4, 5))
     assert pager.stats.prefetched == EXPERTS and pager.stats.prefetch_hits == 2
-    sound(pager)
+    assert_slots_consistent(pager)
     pager.close()
 
 
@@ -86,7 +86,7 @@ def test_guesses_that_have_come_cost_nothing_more(store: TensorStore, monkeypatc
     assert len(pager._prefetched) == 6
     brought = use(pager, 1, (2, 5))
     assert sorted(brought.ready) == [2, 5] and pager.stats.prefetch_hits == 2
-    sound(pager)
+    assert_slots_consistent(pager)
     pager.close()
 
 
@@ -102,7 +102,7 @@ def test_guesses_that_have_not_begun_give_way(store: TensorStore, monkeypatch: p
     gate.shut = False
     gate.free.release(100)
     use(pager, next_visit, needed)
-    sound(pager)
+    assert_slots_consistent(pager)
     pager.close()
 
 

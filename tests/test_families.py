@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from bit_exactness import assert_a_prompt_ends_as_a_whole_one
+from bit_exactness import assert_last_layers_narrow_exactly
 from family_models import CASES, CONTEXT, Case, assert_close, oracle, rotary_of, share_angles, text, written
 from safetensors.torch import load_file, save_file
 from saved_models import saved
@@ -110,7 +110,7 @@ def test_greedy_tokens(pair: Pair) -> None:
 
 
 def test_a_prompt_ends_as_if_all_of_it_went_through_every_layer(pair: Pair) -> None:
-    assert_a_prompt_ends_as_a_whole_one(pair.engine, pair.ids[: DECODE_FROM[-1] + 3])
+    assert_last_layers_narrow_exactly(pair.engine, pair.ids[: DECODE_FROM[-1] + 3])
 
 
 def test_logits_of_single_steps(pair: Pair) -> None:

@@ -8,8 +8,8 @@ import gguf
 import numpy as np
 import pytest
 from family_models import Case
-from gguf_samples import add_fable_tokenizer, blocks_near
-from hybrid_models import IDS, anew, opened
+from gguf_samples import add_fable_tokenizer, quantize_blocks
+from hybrid_models import IDS, opened, read_afresh
 from safetensors.torch import load_file
 from saved_models import saved
 from test_deepseek_v4 import WIDE
@@ -79,7 +79,7 @@ def write(folder: Path, path: Path, kind: str = "F32", change: Callable[[gguf.GG
             writer.add_tensor(file_name(name), own.astype(np.int32 if "tid2eid" in name else np.float32))
     for name, parts in experts.items():
         rows = np.stack([parts[number] for number in range(len(parts))])
-        writer.add_tensor(name, blocks_near(rows, kind), raw_dtype=KINDS[kind])
+        writer.add_tensor(name, quantize_blocks(rows, kind), raw_dtype=KINDS[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -105,7 +105,7 @@ def test_a_file_is_the_folder_that_it_was_made_from(folder: Path, file: Path) ->
     for name in ("compressed_attention", "indexer", "moe", "ropes", "windows", "residual_streams", "head_dim", "hidden_act"):
         assert getattr(ours, name) == getattr(theirs, name), name
     engines = [opened(each, kv="16bit") for each in (file, folder)]
-    rows = [anew(each, IDS[:300]) for each in engines]
+    rows = [read_afresh(each, IDS[:300]) for each in engines]
     for each in engines:
         each.close()
     assert np.array_equal(*rows)

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 from family_models import ERNIE_EXPERTS, FEW_EXPERTS, GLM_EXPERTS, GRANITE, Case, oracle, text, written
-from gguf_samples import FABLE, counts, fable_gguf, write_model
+from gguf_samples import FABLE, add_expert_keys, fable_gguf, write_model
 from safetensors.numpy import load_file, save_file
 from saved_models import saved
 
@@ -52,7 +52,7 @@ def logits(path: Path, ids: list[int], **options: object) -> np.ndarray:
 def test_a_mixture_answers_as_transformers_does(tmp_path: Path, family: str) -> None:
     arch, case = MIXTURES[family]
     model = written(case, tmp_path / "source")
-    write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, counts(MIXTURES[family][1]))
+    write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, add_expert_keys(MIXTURES[family][1]))
     config = read_config(tmp_path / "m.gguf", strict=True)
     assert (config.family, config.moe) == (family, read_config(tmp_path / "source").moe)
     for length in (1, 7, 200):
@@ -69,7 +69,7 @@ def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
     saved(case, tmp_path / "source")
 
     def behind(writer: gguf.GGUFWriter) -> None:
-        counts(case)(writer)
+        add_expert_keys(case)(writer)
         writer.add_block_count(4)
         writer.add_nextn_predict_layers(1)
         writer.add_tensor("blk.3.nextn.eh_proj.weight", np.ones((64, 128), np.float32))
@@ -90,7 +90,7 @@ def test_what_a_file_leaves_out_is_what_llamacpp_takes_for_granted(tmp_path: Pat
     saved(case, tmp_path / "source")
 
     def without(writer: gguf.GGUFWriter) -> None:
-        counts(case)(writer)
+        add_expert_keys(case)(writer)
         writer.kv_data[0].pop(f"{arch}.{key}", None)
 
     write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, without)
@@ -106,7 +106,7 @@ def test_how_many_experts_a_token_visits_must_be_said(tmp_path: Path, family: st
     saved(case, tmp_path / "source")
 
     def without(writer: gguf.GGUFWriter) -> None:
-        counts(case)(writer)
+        add_expert_keys(case)(writer)
         del writer.kv_data[0][f"{arch}.expert_used_count"]
 
     write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, without)
@@ -117,13 +117,13 @@ def test_how_many_experts_a_token_visits_must_be_said(tmp_path: Path, family: st
 def test_scores_that_a_file_does_not_correct_are_not_corrected(tmp_path: Path) -> None:
     arch, case = MIXTURES["ernie4_5_moe"]
     saved(case, tmp_path / "source")
-    write_model(tmp_path / "source", tmp_path / "whole.gguf", "F32", arch, counts(case))
+    write_model(tmp_path / "source", tmp_path / "whole.gguf", "F32", arch, add_expert_keys(case))
     assert read_config(tmp_path / "whole.gguf", strict=True).moe.correction_bias
     tensors = load_file(tmp_path / "source" / "model.safetensors")
     kept = {name: values for name, values in tensors.items() if not name.endswith("e_score_correction_bias")}
     assert len(kept) < len(tensors)
     save_file(kept, tmp_path / "source" / "model.safetensors")
-    write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, counts(case))
+    write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, add_expert_keys(case))
     assert not read_config(tmp_path / "m.gguf", strict=True).moe.correction_bias
     assert np.isfinite(logits(tmp_path / "m.gguf", list(range(40)))).all()
 
@@ -133,7 +133,7 @@ def test_shared_experts_of_another_width_are_refused(tmp_path: Path) -> None:
     saved(case, tmp_path / "source")
 
     def wider(writer: gguf.GGUFWriter) -> None:
-        counts(case)(writer)
+        add_expert_keys(case)(writer)
         writer.add_expert_shared_feed_forward_length(96)
 
     write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, wider)
@@ -151,7 +151,7 @@ def test_what_a_file_of_corrected_scores_may_not_say(tmp_path: Path, change: obj
     saved(case, tmp_path / "source")
 
     def both(writer: gguf.GGUFWriter) -> None:
-        counts(case)(writer)
+        add_expert_keys(case)(writer)
         change(writer)
 
     write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, both)
@@ -166,7 +166,7 @@ def test_experts_in_blocks(tmp_path: Path, family: str, kind: str) -> None:
     """Each type means what the package says: in blocks as codes; the router stays exact."""
     arch, case = MIXTURES[family]
     saved(case, tmp_path / "source")
-    meant = write_model(tmp_path / "source", tmp_path / "m.gguf", kind, arch, counts(MIXTURES[family][1]))
+    meant = write_model(tmp_path / "source", tmp_path / "m.gguf", kind, arch, add_expert_keys(MIXTURES[family][1]))
     with open_gguf_store(tmp_path / "m.gguf", "f32") as store:
         assert store.tensors.keys() == meant.keys()
         for name, info in store.tensors.items():
@@ -189,7 +189,7 @@ def test_experts_in_blocks(tmp_path: Path, family: str, kind: str) -> None:
 def test_a_tensor_for_every_expert_as_older_files_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arch, case = MIXTURES["mixtral"]
     saved(case, tmp_path / "source")
-    write_model(tmp_path / "source", tmp_path / "new.gguf", "F32", arch, counts(MIXTURES["mixtral"][1]))
+    write_model(tmp_path / "source", tmp_path / "new.gguf", "F32", arch, add_expert_keys(MIXTURES["mixtral"][1]))
     real = gguf.GGUFWriter.add_tensor
 
     def add_tensor(writer: gguf.GGUFWriter, name: str, data: np.ndarray, **more: object) -> None:
@@ -198,7 +198,7 @@ def test_a_tensor_for_every_expert_as_older_files_have_it(tmp_path: Path, monkey
             real(writer, own, each, **more)
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add_tensor)
-    write_model(tmp_path / "source", tmp_path / "old.gguf", "F32", arch, counts(MIXTURES["mixtral"][1]))
+    write_model(tmp_path / "source", tmp_path / "old.gguf", "F32", arch, add_expert_keys(MIXTURES["mixtral"][1]))
     ids = list(range(40))
     np.testing.assert_array_equal(logits(tmp_path / "old.gguf", ids), logits(tmp_path / "new.gguf", ids))
 
@@ -227,7 +227,7 @@ def test_a_tensor_that_the_family_does_not_use_is_refused(tmp_path: Path) -> Non
     saved(case, tmp_path / "source")
 
     def change(writer: gguf.GGUFWriter) -> None:
-        counts(MIXTURES["qwen3_moe"][1])(writer)
+        add_expert_keys(MIXTURES["qwen3_moe"][1])(writer)
         writer.add_tensor("blk.1.attn_q.bias", np.zeros(128, np.float32))
 
     write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, change)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from family_models import CASES, Case
 from gguf_samples import write_model
-from more_family_cases import NEWER
+from more_family_cases import MORE_CASES
 from safetensors.torch import load_file, save_file
 from saved_models import saved
 
@@ -58,7 +58,7 @@ def test_layers_that_are_gone_through_again(tmp_path: Path, family: str) -> None
 
 def pages(folder: Path, arch: str = "deepseek2-ocr", **keys: object) -> ModelConfig:
     """The text model of a model that reads pages, as a folder and as a file."""
-    case = NEWER["deepseek_ocr2_text"]
+    case = MORE_CASES["deepseek_ocr2_text"]
     own = {"attention_bias": False, "routed_scaling_factor": 1.0, "num_key_value_heads": 4}
     saved(Case(case.family, case.changes | own, inside=case.inside), folder / "source")
     raw = json.loads((folder / "source" / "config.json").read_text())["text_config"]

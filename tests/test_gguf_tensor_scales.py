@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_samples import FABLE, SCALES, add_scales, counts, fable_gguf, write_model
+from gguf_samples import FABLE, SCALES, add_expert_keys, add_scales, fable_gguf, write_model
 from saved_models import saved
 from test_gguf import IDS, folder_of, logits
 from test_gguf_mixtures import MIXTURES
@@ -44,7 +44,7 @@ def test_each_expert_of_a_stack_has_its_own(tmp_path: Path) -> None:
     arch, case = MIXTURES["qwen3_moe"]
     case = replace(case, changes={**case.changes, "moe_intermediate_size": 64, "intermediate_size": 128})  # whole blocks
     saved(case, tmp_path / "source")
-    keys = counts(case)
+    keys = add_expert_keys(case)
 
     def change(own: object) -> object:
         def both(writer: object) -> None:

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 from bit_exactness import (
-    FEWER,
-    assert_a_session_goes_on,
-    assert_another_question_reads_that_alone,
-    assert_company_changes_nothing,
+    FEWER_SETTINGS,
+    assert_batching_changes_nothing,
+    assert_chunks_equal_single_tokens,
     assert_drafts_change_nothing,
+    assert_prefix_is_reused,
+    assert_session_continues,
     assert_threads_and_chunks_change_nothing,
-    assert_tokens_at_once_are_tokens_one_by_one,
     engine,
     folder,
 )
 from config_samples import refused
 from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
-from indexer_models import AS_GOOD, noted
+from hybrid_models import CTX, IDS, one_by_one, opened, opened_as, read, read_afresh
+from indexer_models import MAX_SCORE_GAP, recorded_selections
 from quantization_checks import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.glm5_next import modeling_glm5_next as theirs_of
@@ -98,7 +98,7 @@ def guided(model: PreTrainedModel, ids: list[int], chosen: dict[int, np.ndarray]
             assert units[-1] == (position + 1) // RATE and len(set(units[:-1])) == count == len(units) - 1
             given = torch.from_numpy(units[:-1].astype(np.int64))
             own = scores[0, position, : (position + 1) // RATE]
-            assert found.values[0, position].min() - own[given].min() <= AS_GOOD * own.std()
+            assert found.values[0, position].min() - own[given].min() <= MAX_SCORE_GAP * own.std()
             indices[0, position] = given
             held += 1
         return SimpleNamespace(indices=indices)
@@ -118,28 +118,28 @@ def test_what_is_chosen_of_many_pools_is_as_good_as_the_oracles(model: tuple[Pat
     engine, tokens, steps = opened(folder, kv="32bit"), 330, 20
     whole, config = engine.config.indexer.shape.dense_tokens, engine.config
     assert whole == 87 and len(engine.cache.token_selections) == 1
-    with noted(engine) as (chosen,):
-        anew(engine, IDS[:tokens])
+    with recorded_selections(engine) as (chosen,):
+        read_afresh(engine, IDS[:tokens])
         rows = one_by_one(engine, IDS[tokens : tokens + steps])
         expected, held = guided(theirs, IDS[: tokens + steps], chosen)
         assert held == tokens + steps - whole
     assert_close(rows, expected[tokens:], lambda: oracle(theirs, IDS[: tokens + steps])[tokens:])
     engine.close()
     other = opened_as(folder, replace(config, indexer=replace(config.indexer, shape=replace(config.indexer.shape, top_k=CTX))))
-    anew(other, IDS[:tokens])
+    read_afresh(other, IDS[:tokens])
     found = one_by_one(other, IDS[tokens : tokens + steps])
     other.close()
     assert np.abs(found - rows).max() > 1e-3 * np.abs(rows).max()
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
-    assert_threads_and_chunks_change_nothing(folder, 445, FEWER)
+    assert_threads_and_chunks_change_nothing(folder, 445, FEWER_SETTINGS)
 
 
 @pytest.mark.parametrize("held", [200, pytest.param(70, marks=pytest.mark.slow)])
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None:
     """Where some of them see all tokens before them too, and passes come again."""
-    assert_tokens_at_once_are_tokens_one_by_one(engine, held)
+    assert_chunks_equal_single_tokens(engine, held)
 
 
 @pytest.mark.slow
@@ -150,17 +150,17 @@ def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
 
 @pytest.mark.slow
 def test_another_question_behind_a_prompt_reads_that_alone(engine: Engine) -> None:
-    assert_another_question_reads_that_alone(engine)
+    assert_prefix_is_reused(engine)
 
 
 def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
     """Each has pools of its own."""
-    assert_company_changes_nothing(folder, (IDS[:300], IDS[100:160]))
+    assert_batching_changes_nothing(folder, (IDS[:300], IDS[100:160]))
 
 
 def test_a_session_continues_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
     """With what tokens said of a pool that was not whole."""
-    assert_a_session_goes_on(engine, tmp_path / "sessions")
+    assert_session_continues(engine, tmp_path / "sessions")
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
 def test_where_all_tokens_are_seen_there_is_no_indexer(folder: Path, engine: Engine) -> None:
     short = opened(folder, ctx=87)
     assert short.config.indexer is None and not short.cache.token_selections
-    assert np.array_equal(anew(short, IDS[:80]), anew(engine, IDS[:80]))
+    assert np.array_equal(read_afresh(short, IDS[:80]), read_afresh(engine, IDS[:80]))
     short.close()
     with pytest.raises(UsageError, match="this model uses sparse attention") as caught:
         prepare(folder, EngineOptions(ctx=88, device="cuda"))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conversions import options, run
-from family_models import Case, scored, text, written
+from family_models import Case, our_logits, text, written
 from safetensors.torch import load_file, save_file
 from saved_models import saved
 
@@ -23,12 +23,12 @@ def test_the_first_ones_have_no_prefix_and_hold_their_masks(tmp_path: Path) -> N
     """scored() opens it with strict: a tensor that nobody asks for would be an error."""
     model = written(TINY, tmp_path)
     ids = text(model, 70)
-    expected, tensors = scored(tmp_path, ids), load_file(tmp_path / "model.safetensors")
+    expected, tensors = our_logits(tmp_path, ids), load_file(tmp_path / "model.safetensors")
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     assert "h.0.attn.c_attn.weight" in tensors and "wte.weight" in tensors
     save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.0.attn.masked_bias": torch.tensor(-1e4)},
               tmp_path / "model.safetensors")
-    assert np.array_equal(scored(tmp_path, ids), expected)
+    assert np.array_equal(our_logits(tmp_path, ids), expected)
 
 
 def test_rows_of_a_matrix_are_columns_of_what_is_stored(tmp_path: Path) -> None:
@@ -49,8 +49,8 @@ def test_what_is_made_of_one_lies_as_any_other(tmp_path: Path) -> None:
     model = written(TINY, tmp_path / "model")
     run(tmp_path / "model", tmp_path / "out", options("8bit"))
     ids = text(model, 40)
-    expected = scored(tmp_path / "model", ids)
-    assert np.abs(scored(tmp_path / "out", ids) - expected).max() < 0.1 * np.abs(expected).max()
+    expected = our_logits(tmp_path / "model", ids)
+    assert np.abs(our_logits(tmp_path / "out", ids) - expected).max() < 0.1 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(("change", "said"), [

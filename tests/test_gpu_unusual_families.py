@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bit_exactness import assert_a_saved_text_goes_on
+from bit_exactness import assert_restored_text_continues
 from conversions import options, run
 from family_models import CASES, CONTEXT, Case, assert_close, oracle, written
 from gpu_runs import divergence, logits, opened, simulated
-from hybrid_models import IDS, anew
+from hybrid_models import IDS, read_afresh
 from more_family_cases import DEEPSEEK_4
 from test_device_memory import watched
 from transformers import PreTrainedModel
@@ -265,8 +265,8 @@ def test_layers_that_choose_among_keys_of_several_tokens_answer_as_on_the_cpu(tm
             list(engine.prefill(ids[:300]))
             found.append([*rows, engine.forward_logits([5])[0].copy()])
             if layers == 2:
-                anew(engine, IDS[:200])
-                assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 207)
+                read_afresh(engine, IDS[:200])
+                assert_restored_text_continues(engine, SessionStore(tmp_path / "sessions"), 207)
         finally:
             engine.close()
     for each in found[1:]:

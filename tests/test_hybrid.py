@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bit_exactness import (
+    assert_chunks_equal_single_tokens,
     assert_drafts_change_nothing,
     assert_threads_and_chunks_change_nothing,
-    assert_tokens_at_once_are_tokens_one_by_one,
-    rows_of,
+    logits_after,
 )
 from gguf_samples import FABLE
 from gpu_runs import logits, simulated
 from gpu_runs import opened as with_card
-from hybrid_models import CTX, IDS, anew, answer, engine, folder, opened, read, small  # noqa: F401
+from hybrid_models import CTX, IDS, answer, engine, folder, opened, read, read_afresh, small  # noqa: F401
 from safetensors.numpy import save_file
 from streamed_models import streaming
 from test_speculation import Ticks
@@ -56,12 +56,12 @@ def test_threads_and_chunks_change_no_bit(folder: Path, small: Path) -> None:
 
 
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine) -> None:
-    assert_tokens_at_once_are_tokens_one_by_one(engine, 200, 7)
+    assert_chunks_equal_single_tokens(engine, 200, 7)
 
 
 def test_a_chat_that_continues_is_one_text(engine: Engine) -> None:
     """Turn by turn, with answers between: what comes out is what reading everything in one prompt gives, as near as kernels are."""
-    anew(engine, IDS[:150])
+    read_afresh(engine, IDS[:150])
     text = IDS[:150]
     for more in (30, 100, 200):
         text = text + answer(engine, 20)[:19]
@@ -69,7 +69,7 @@ def test_a_chat_that_continues_is_one_text(engine: Engine) -> None:
         here = read(engine, text)
         assert engine.num_cached_tokens >= len(text) - more, "the turn before is held"
         if not engine.cache.is_packed:
-            there = anew(engine, text)
+            there = read_afresh(engine, text)
             near = 1e-3 if engine.model.tensors[0]["state_out"].spec.is_raw else 0.05  # activations are rounded in other groups
             assert np.abs(here - there).max() < near * np.abs(there).max()
             read(engine, text[:-more])
@@ -85,13 +85,13 @@ def test_turns_at_4_bits_differ_by_what_products_of_bytes_round(small: Path) -> 
         text = text + IDS[len(text) : len(text) + more]
         here = read(engine, text)
         assert engine.num_cached_tokens >= len(text) - more
-        there = anew(engine, text)
+        there = read_afresh(engine, text)
         assert np.abs(here - there).max() < 1e-4 * np.abs(there).max()
     engine.close()
 
 
 def test_what_is_asked_again_reads_the_end_of_the_prompt_alone(engine: Engine) -> None:
-    first = anew(engine, IDS[:400])
+    first = read_afresh(engine, IDS[:400])
     tokens = answer(engine, 12)
     again = read(engine, IDS[:400])
     least = 400 - TAIL if not engine.cache.is_packed else 400 - TAIL - PAGE - engine.cache.shape.window
@@ -102,14 +102,14 @@ def test_what_is_asked_again_reads_the_end_of_the_prompt_alone(engine: Engine) -
     read(engine, other)
     assert engine.num_cached_tokens < 310
     if not engine.cache.is_packed:
-        assert np.array_equal(engine._logits, anew(engine, other))
+        assert np.array_equal(engine._logits, read_afresh(engine, other))
 
 
 @pytest.mark.slow
 def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:
     """After truncation to anywhere the next tokens have the bits of a run that never went further, where the cache loses nothing."""
     for back in (0, 40, 64, 200, 330, 399, 403, 404, 405):
-        anew(engine, IDS[:400])
+        read_afresh(engine, IDS[:400])
         for token in IDS[400:405]:
             engine.forward_logits([token])
         kept = engine.cache.truncate(back)
@@ -117,7 +117,7 @@ def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:
         engine.set_tokens(IDS[:kept])
         here = read(engine, IDS[: kept + 40])
         if not engine.cache.is_packed:
-            anew(engine, IDS[: min(kept, 400)] or IDS[:40])
+            read_afresh(engine, IDS[: min(kept, 400)] or IDS[:40])
             for token in IDS[400:kept]:
                 engine.forward_logits([token])
             assert np.array_equal(here, read(engine, IDS[: kept + 40])), back
@@ -125,8 +125,8 @@ def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:
 
 def test_what_is_interrupted_leaves_no_trace(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that ends in the middle, after some layers' states have gone on."""
-    expected = anew(engine, IDS[:300])
-    anew(engine, IDS[:210])
+    expected = read_afresh(engine, IDS[:300])
+    read_afresh(engine, IDS[:210])
     block, seen = engine.model.block, []
 
     def breaks(*given: object) -> object:
@@ -155,7 +155,7 @@ def test_weights_from_the_disk_give_the_same_bits(folder: Path, small: Path, mon
     monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 1024)
     for path in (folder, small):
         engines = opened(path), streaming(path, keep=3, ctx=CTX, chunk=128)
-        found = [rows_of(each, 300, 320) for each in engines]
+        found = [logits_after(each, 300, 320) for each in engines]
         names, model = engines[1].model.streamed.parts.slices, engines[1].model
         held = [model.tensors[0][role] for role in ("state_in", "state_r", "state_v", "state_out") if role in model.tensors[0]]
         assert {each.name for each in held if model.store.place(each.info) is not None} <= names.keys()  # but what is joined on the way in
@@ -209,7 +209,7 @@ def test_layers_of_both_kinds_on_a_gpu(folder: Path, small: Path) -> None:
 def test_a_draft_model_may_have_states(folder: Path) -> None:
     """Its guesses are forgotten as those of any are."""
     engine = opened(folder)
-    answers = [anew(engine, IDS[:100]), answer(engine, 40)][1]
+    answers = [read_afresh(engine, IDS[:100]), answer(engine, 40)][1]
     engine.close()
     large = opened(folder)
     read(large, IDS[:100])
@@ -235,7 +235,9 @@ def test_a_guess_that_fails_is_read_over_from_where_it_began(folder: Path, lengt
             history = [*history, (answer(engine, length)[0] + 1) % 300]
         assert counts[0] == 300 and max(counts[1:]) <= most
         logits = read(engine, history)
-        assert np.array_equal(logits, anew(engine, history)) or np.abs(logits - anew(engine, history)).max() < 1e-4 * np.abs(logits).max()
+        assert np.array_equal(logits,
+                              read_afresh(engine, history)) or np.abs(logits - read_afresh(engine,
+                                                                                           history)).max() < 1e-4 * np.abs(logits).max()
     finally:
         model.close()
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from bit_exactness import assert_a_saved_text_goes_on, save
-from hybrid_models import CTX, IDS, anew, engine, folder, opened, paged, read, small  # noqa: F401
+from bit_exactness import assert_restored_text_continues, save
+from hybrid_models import CTX, IDS, engine, folder, opened, paged, read, read_afresh, small  # noqa: F401
 
 from effllm import EffllmError
 from effllm.runtime.engine import Engine
@@ -32,10 +32,10 @@ def store(tmp_path: Path) -> SessionStore:
 
 
 def test_a_session_continues_with_the_same_bits(engine: Engine, store: SessionStore) -> None:
-    anew(engine, IDS[:450])
+    read_afresh(engine, IDS[:450])
     for token in IDS[450:455]:
         engine.forward_logits([token])
-    assert_a_saved_text_goes_on(engine, store, 470)
+    assert_restored_text_continues(engine, store, 470)
     read(engine, IDS[:200])
     assert engine.num_cached_tokens == 0, "there is no way back behind what was saved"
 
@@ -53,7 +53,7 @@ def test_prompts_that_take_turns_are_kept_with_their_state(engine: Engine, tmp_p
 
     assert [read_next(ids) for ids in (IDS[:300], other, IDS[:350], other + IDS[:5])] == [0, 0, 300, 300]
     expected = engine.forward_logits([7]).copy()
-    anew(engine, other)
+    read_afresh(engine, other)
     read(engine, other + IDS[:5])
     assert np.array_equal(engine.forward_logits([7]), expected)
     assert read_next(IDS[:290]) == 0, "what is kept goes back to no token but its last"
@@ -64,7 +64,7 @@ def test_prompts_that_take_turns_are_kept_with_their_state(engine: Engine, tmp_p
 
 
 def test_a_session_whose_state_is_gone_or_altered_is_damaged(engine: Engine, store: SessionStore) -> None:
-    anew(engine, IDS[:200])
+    read_afresh(engine, IDS[:200])
     save(engine, store)
     session = store.read("tale")
     with pytest.raises(EffllmError, match="is damaged: it lacks the state of linear attention"), store.reading():
@@ -76,7 +76,7 @@ def test_a_session_whose_state_is_gone_or_altered_is_damaged(engine: Engine, sto
 
 
 def test_other_sessions_lend_nothing(engine: Engine, store: SessionStore) -> None:
-    anew(engine, IDS[:450])
+    read_afresh(engine, IDS[:450])
     save(engine, store)
     engine.reset()
     assert restore_prefix(engine, store, identity(engine), IDS[:500], 0) == (0, [])
@@ -87,9 +87,9 @@ def test_policies_see_the_layers_that_have_pages(paged: Path, policy: str) -> No
     """Their bits go to pages of those layers by the attention there; what is read again comes to the same."""
     engine = opened(paged, kv=f"4bit+{policy}", kv_window=32)
     try:
-        first = anew(engine, IDS[:600])
+        first = read_afresh(engine, IDS[:600])
         assert 2 in engine.cache._kinds and len(engine.cache.codecs) == len(engine.config.attention_layers)
-        assert np.array_equal(anew(engine, IDS[:600]), first)
+        assert np.array_equal(read_afresh(engine, IDS[:600]), first)
         planned = engine.placement.kv_bytes
         assert engine.cache.allocated_nbytes <= planned
     finally:

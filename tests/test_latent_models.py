@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from bit_exactness import (
-    assert_a_saved_text_goes_on,
+    assert_chunks_equal_single_tokens,
     assert_drafts_change_nothing,
+    assert_restored_text_continues,
     assert_threads_and_chunks_change_nothing,
-    assert_tokens_at_once_are_tokens_one_by_one,
-    rows_of,
+    logits_after,
 )
 from conversions import options, run
 from gguf_samples import FABLE
-from hybrid_models import IDS, anew, answer, opened, read
+from hybrid_models import IDS, answer, opened, read, read_afresh
 from imported_mixtures import imported_mixture
 from latent_models import CTX, LATENT_CASES, latent_model
 from streamed_models import paging, streaming
@@ -72,16 +72,16 @@ def test_threads_and_chunks_change_no_bit(folder: Path, small: Path) -> None:
 
 
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine) -> None:
-    assert_tokens_at_once_are_tokens_one_by_one(engine, 200, 7)
+    assert_chunks_equal_single_tokens(engine, 200, 7)
 
 
 def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:
-    anew(engine, IDS[:400])
+    read_afresh(engine, IDS[:400])
     expected = {}
     for back in (40, 200, 330):
-        expected[back] = anew(engine, IDS[: back + 40])
+        expected[back] = read_afresh(engine, IDS[: back + 40])
     for back, logits in expected.items():
-        anew(engine, IDS[:400])
+        read_afresh(engine, IDS[:400])
         for token in IDS[400:405]:
             engine.forward_logits([token])
         assert engine.cache.truncate(back) == back
@@ -97,8 +97,8 @@ def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
 
 def test_a_draft_model_may_have_latents(folder: Path, small: Path) -> None:
     engine = opened(folder)
-    answers = [anew(engine, IDS[:100]), answer(engine, 40)][1]
-    anew(engine, IDS[:100])
+    answers = [read_afresh(engine, IDS[:100]), answer(engine, 40)][1]
+    read_afresh(engine, IDS[:100])
     model = DraftModel(prepare(small, EngineOptions(device="cpu", ctx=CTX)), 300)
     list(model.load())
     engine.speculation = Speculation((), model, clock=Ticks())
@@ -115,7 +115,7 @@ def test_weights_from_the_disk_give_the_same_bits(folder: Path, small: Path, mon
     monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 1024)
     for path in (folder, small):
         engines = opened(path), streaming(path, keep=3, ctx=CTX, chunk=128)
-        found = [rows_of(each, 300, 320) for each in engines]
+        found = [logits_after(each, 300, 320) for each in engines]
         names = engines[1].model.streamed.parts.slices
         assert any("kv_a_proj" in name for name in names) and not any("kv_b_proj" in name for name in names)
         for each in engines:
@@ -127,7 +127,7 @@ def test_experts_from_the_disk_give_the_same_bits(folder: Path, small: Path) -> 
     """Whoever has groups too."""
     for path in (folder, small):
         engines = opened(path), paging(path, 14, ctx=CTX, chunk=128)
-        found = [rows_of(each, 300, 320) for each in engines]
+        found = [logits_after(each, 300, 320) for each in engines]
         assert 0 < engines[1].model.pager.stats.hits < engines[1].model.pager.stats.uses
         for each in engines:
             each.close()
@@ -135,8 +135,8 @@ def test_experts_from_the_disk_give_the_same_bits(folder: Path, small: Path) -> 
 
 
 def test_a_session_continues_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
-    anew(engine, IDS[:455])
-    assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 470)
+    read_afresh(engine, IDS[:455])
+    assert_restored_text_continues(engine, SessionStore(tmp_path / "sessions"), 470)
 
 
 def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
@@ -155,7 +155,7 @@ def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
 def test_pages_on_the_disk_give_the_same_bits(folder: Path) -> None:
     """Attention takes turns while pages come: tiles of a prompt wait between two turns."""
     engines = opened(folder), paging(folder, 14, kv_pages=1, ctx=CTX, chunk=128)
-    found = [rows_of(each, 450, 460) for each in engines]
+    found = [logits_after(each, 450, 460) for each in engines]
     assert engines[1].cache.pool.stream is not None
     for each in engines:
         each.close()
@@ -165,7 +165,7 @@ def test_pages_on_the_disk_give_the_same_bits(folder: Path) -> None:
 def test_packed_pages_cost_little_and_threads_change_no_bit(folder: Path) -> None:
     """Heads as wide as a packed cache takes them."""
     engine = opened(folder, kv="32bit")
-    exact = anew(engine, IDS[:600])
+    exact = read_afresh(engine, IDS[:600])
     engine.close()
     for kv, most in (("8bit", 0.02), ("4bit", 0.3)):
         found = []
@@ -244,7 +244,7 @@ def test_what_other_tools_quantized_is_read(name: str, tmp_path: Path) -> None:
 
 def test_a_converted_folder_answers_nearly_the_same(folder: Path, tmp_path: Path) -> None:
     engine, errors = opened(folder, kv="32bit"), []
-    before = anew(engine, IDS[:200])
+    before = read_afresh(engine, IDS[:200])
     engine.close()
     for spec in ("8bit", "4bit"):
         made, _ = run(folder, tmp_path / spec, options(spec))
@@ -296,7 +296,7 @@ def test_calibration_sees_every_matrix_and_smoothing_changes_nothing_but_roundin
                     raw[name].view(np.float32)[:] = values.reshape(-1)
     pool.close()
     engine.model._wrapped.clear()
-    after = anew(engine, IDS[:200])
+    after = read_afresh(engine, IDS[:200])
     engine.close()
     assert np.abs(after - before).max() < 1e-4 * np.abs(before).max()
 

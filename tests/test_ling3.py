@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from config_samples import refused
-from family_models import CASES, Case, assert_scored_as, text, written
+from family_models import CASES, Case, assert_logits_match, text, written
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridExperts, BailingHybridMLP
@@ -65,7 +65,7 @@ def with_query_rank(folder: Path) -> PreTrainedModel:
 
 def test_queries_by_way_of_a_few_numbers(tmp_path: Path) -> None:
     model = with_query_rank(tmp_path)
-    assert_scored_as(tmp_path, model, text(model, 200))
+    assert_logits_match(tmp_path, model, text(model, 200))
 
 
 def test_what_follows_a_part_of_a_text_is_what_follows_the_whole(tmp_path: Path) -> None:
@@ -128,13 +128,13 @@ def test_gates_of_some_layers_have_bounds(tmp_path: Path) -> None:
     path.write_text(json.dumps({**raw, "num_nextn_predict_layers": 1, "expert_swiglu_limit_list": bounds[0],
                                 "share_expert_swiglu_limit_list": bounds[1]}))
     with pytest.raises(AssertionError):
-        assert_scored_as(tmp_path, model, text(model, 70))
+        assert_logits_match(tmp_path, model, text(model, 70))
     for layer, own, shared in zip(model.model.layers, *bounds):
         for bound, name, kind in ((own, "experts", Bounded), (shared, "shared_experts", BoundedMLP)) if own or shared else ():
             if bound:
                 module = getattr(layer.mlp, name)
                 module.__class__, module.bound = kind, bound
-    assert_scored_as(tmp_path, model, text(model, 70))
+    assert_logits_match(tmp_path, model, text(model, 70))
 
 
 def test_flash_has_the_bounds_that_it_states() -> None:

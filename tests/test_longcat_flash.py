@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from config_samples import refused
 from conversions import options, run
-from family_models import CASES, oracle, scored, text, written
+from family_models import CASES, oracle, our_logits, text, written
 from test_moe import EXPERTS, TOP, Layer, close, dims, inputs
 
 from effllm.kernels import reference_moe
@@ -99,5 +99,5 @@ def test_a_quantized_folder_answers_nearly_the_same(made, tmp_path: Path) -> Non
     assert {item.key for item in calibrate(folder, ids, threads=1) if isinstance(item, LayerStats)} == {0, 1, 2, 3, "outer"}
     run(folder, tmp_path / "out", options("8bit"))
     wanted = oracle(model, ids)
-    lost = np.square(scored(tmp_path / "out", ids) - wanted).mean(axis=1)
+    lost = np.square(our_logits(tmp_path / "out", ids) - wanted).mean(axis=1)
     assert np.median(lost) < 0.1**2 * np.square(wanted).mean()

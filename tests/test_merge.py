@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_models import DELTA, Case, assert_scored_as, text
+from family_models import DELTA, Case, assert_logits_match, text
 from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
 from safetensors.torch import save_file
 from saved_models import saved
@@ -79,7 +79,7 @@ def test_what_is_added_is_the_product_of_two_matrices(base, tmp_path, stated, sc
     assert made.changed == len(MODULES) and made.tensors == len(weights(base))
     assert_is(base, tmp_path / "out", expected)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager").eval()
-    assert_scored_as(tmp_path / "out", model, text(model, 40))
+    assert_logits_match(tmp_path / "out", model, text(model, 40))
 
 
 def test_rows_get_the_lengths_that_were_trained(base, tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from config_samples import refused
 from hybrid_models import IDS, opened
-from indexer_models import CHOOSING
+from indexer_models import MODELS
 from safetensors.numpy import load_file, save_file
 from saved_models import saved
 from transformers import CONFIG_MAPPING
@@ -30,7 +30,7 @@ HEADS, DEPTH = 6, 24
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("large") / "model"
-    saved(CHOOSING["mistral_large4"], made)
+    saved(MODELS["mistral_large4"], made)
     return made
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from config_samples import refused
 from conversions import options, run
-from family_models import CASES, oracle, scored, text, written
+from family_models import CASES, oracle, our_logits, text, written
 from safetensors.torch import load_file, save_file
 
 from effllm.runtime.calibrate import calibrate
@@ -92,7 +92,7 @@ def test_a_head_that_is_the_embedding_again_is_left_out(made, tmp_path: Path) ->
     save_file({**tensors, "decoder.weight": table.clone()}, tmp_path / "model.safetensors")
     with open_store(tmp_path) as store:
         assert "decoder.weight" not in store.tensors
-    assert np.array_equal(scored(tmp_path, ids), scored(folder, ids))
+    assert np.array_equal(our_logits(tmp_path, ids), our_logits(folder, ids))
     save_file({**tensors, "decoder.weight": -table}, tmp_path / "model.safetensors")
     with open_store(tmp_path) as store:
         assert "decoder.weight" in store.tensors and "another matrix" in store.notices[-1]
@@ -105,5 +105,5 @@ def test_what_stands_before_the_head_stays_as_it_is_stored(made, tmp_path: Path)
     run(folder, tmp_path / "out", options("8bit"))
     with open_store(tmp_path / "out") as store:
         assert store.tensors["lm_head.dense.weight"].dtype == "F32"
-    wanted, found = oracle(model, ids), scored(tmp_path / "out", ids)
+    wanted, found = oracle(model, ids), our_logits(tmp_path / "out", ids)
     assert np.square(found - wanted).mean() < 3e-3 * np.square(wanted - wanted.mean()).mean()

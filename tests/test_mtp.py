@@ -11,7 +11,7 @@ from conversions import options, run
 from family_models import CASES, Case
 from hybrid_models import CALM, CTX, IDS, opened
 from low_bit_samples import FORMATS, low_bit, random_codes
-from mtp_models import Own, own_logits, with_layer
+from mtp_models import MtpReference, mtp_logits, save_mtp_model
 from speculative_runs import answer
 from test_speculation import GREEDY, PENALISED, SEEDED, Silent, Ticks
 
@@ -45,16 +45,16 @@ MIXTURES = [name for name, case in MODELS.items() if "moe" in case.family or cas
 FIRST = next(iter(MODELS))
 
 
-class Made(dict[str, tuple[Path, Own]]):
+class Made(dict[str, tuple[Path, MtpReference]]):
     """Models by name, each made when it is first asked for."""
 
     def __init__(self, folders: Callable[[str], Path]) -> None:
         super().__init__()
         self._folders = folders
 
-    def __missing__(self, name: str) -> tuple[Path, Own]:
+    def __missing__(self, name: str) -> tuple[Path, MtpReference]:
         folder = self._folders("mtp") / "model"
-        return self.setdefault(name, (folder, with_layer(MODELS[name], folder)))
+        return self.setdefault(name, (folder, save_mtp_model(MODELS[name], folder)))
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +93,14 @@ def test_the_layer_computes_what_its_parts_say(made: Made, name: str) -> None:
     engine = opened(path, spec="mtp", kv="32bit")
     for tokens in (2, 20, 130, 400):  # one row, a few, and those of several passes
         wanted = own.logits(IDS[:tokens])[-1].numpy()
-        assert np.abs(own_logits(engine, IDS[:tokens]) - wanted).max() < 1e-3 * np.abs(wanted).max()
+        assert np.abs(mtp_logits(engine, IDS[:tokens]) - wanted).max() < 1e-3 * np.abs(wanted).max()
     engine.close()
 
 
 @pytest.mark.parametrize("kind", ("raw", "4bit"))
 def test_where_it_knows_what_comes_passes_are_few(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "counts"
-    with_layer(MODELS[FIRST], path, counts=True)
+    save_mtp_model(MODELS[FIRST], path, counts=True)
     if kind != "raw":
         run(path, path := tmp_path / "small", options(kind))
     engine = opened(path, spec="mtp")
@@ -151,10 +151,10 @@ def test_what_it_knows_is_what_a_new_one_would(engine: Engine) -> None:
     engine.reset()
     text = [*IDS[:90], *answer(engine, IDS[:90], 60)]
     text += IDS[100 : 100 + 30]
-    here = own_logits(engine, text)
+    here = mtp_logits(engine, text)
     engine.cache.truncate(0)
     engine.reset()
-    there = own_logits(engine, text)
+    there = mtp_logits(engine, text)
     # Activations are rounded in other groups, and what of the model's states a packed cache decides depends on when it was packed.
     near = 0.2 if engine.cache.is_packed else 1e-3 if engine.prepared.container is None else 0.05
     assert np.abs(here - there).max() < near * np.abs(there).max()
@@ -212,7 +212,7 @@ def test_weights_from_the_disk(folder: Path, small: dict[str, Path], tmp_path: P
     path = folder if kind == "raw" else small[FIRST]
     if kind == "tied":
         path = tmp_path / "tied"
-        with_layer(replace(MODELS[FIRST], changes={**MODELS[FIRST].changes, "tie_word_embeddings": True}), path)
+        save_mtp_model(replace(MODELS[FIRST], changes={**MODELS[FIRST].changes, "tie_word_embeddings": True}), path)
     asked = {"ctx": CTX, "chunk": 128, "threads": 2, "device": "cpu", "spec": "mtp"}
     prepared = prepare.prepare(path, EngineOptions(**asked))
     found = stream_layout.plan_layout(check_tensors(prepared.config, prepared.store, prepared.container, mtp=True), prepared.store)
@@ -287,7 +287,7 @@ def test_guesses_are_looked_for_among_frequent_tokens(engine: Engine, settings: 
     engine.reset()
     engine.speculation.set_sampling(settings)
     own = engine.speculation._model
-    whole = own_logits(engine, [token % 32 for token in IDS[:300]])
+    whole = mtp_logits(engine, [token % 32 for token in IDS[:300]])
     engine.cache.truncate(0)
     engine.reset()
     for _ in engine.prefill([token % 32 for token in IDS[:299]]):

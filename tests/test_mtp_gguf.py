@@ -12,7 +12,7 @@ from export_models import exported
 from gguf_linear_attention import CASES, write
 from gguf_samples import Reader
 from hybrid_models import answer, opened
-from mtp_models import own_logits, source, with_layer
+from mtp_models import mtp_logits, save_mtp_model, source
 from safetensors.numpy import load_file, save_file
 
 from effllm import UsageError
@@ -32,7 +32,7 @@ PARTS = {"fc": "nextn.eh_proj", "pre_fc_norm_embedding": "nextn.enorm", "pre_fc_
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("mtp") / "model"
-    with_layer(CASES[DENSE], made)
+    save_mtp_model(CASES[DENSE], made)
     return made
 
 
@@ -63,7 +63,7 @@ def test_a_file_of_llamacpp_is_what_the_folder_is(folder: Path, tmp_path: Path) 
     found = []
     for path in (folder, as_llamacpp_writes_it(folder, tmp_path)):
         engine = opened(path, ctx=256, spec="mtp")
-        found.append(own_logits(engine, IDS))
+        found.append(mtp_logits(engine, IDS))
         engine.close()
     assert np.abs(found[0] - found[1]).max() < 1e-3 * np.abs(found[0]).max()
 
@@ -94,7 +94,7 @@ def test_an_exported_file_has_it(tmp_path: Path, name: str) -> None:
     found = []
     for each in (path, made, exported(made, tmp_path / "again.gguf")):
         engine = opened(each, ctx=256, spec="mtp")
-        found.append(own_logits(engine, IDS))
+        found.append(mtp_logits(engine, IDS))
         engine.close()
     assert max(np.abs(found[0] - other).max() for other in found[1:]) < 1e-3 * np.abs(found[0]).max()
 
@@ -119,7 +119,7 @@ def test_llamacpp_takes_an_exported_file(tmp_path: Path, name: str) -> None:
         for _ in engine.prefill(ids[:12]):
             continue
         assert answer(engine, 12) == wanted
-        own = own_logits(engine, ids)
+        own = mtp_logits(engine, ids)
         with engine.model.outer() as outer:
             x, norm = engine.backends["cpu"].workspace.take("x", 1, engine.config.hidden_size), outer.mtp.norm
             state = normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)[0]

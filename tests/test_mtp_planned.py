@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from family_models import CASES, Case
 from hybrid_models import CTX, IDS, opened
-from mtp_models import with_layer
+from mtp_models import save_mtp_model
 from safetensors.numpy import load_file, save_file
 from speculative_runs import answer
 from test_mtp import FEW, FIRST, MIXTURES, Made, drafting, folder, made, small
@@ -105,6 +105,6 @@ def test_a_model_that_streams_anyway_drafts_by_it(large: Path, monkeypatch: pyte
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Matrices that are worth streaming."""
     path = tmp_path_factory.mktemp("large") / "model"
-    with_layer(Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **FEW, "hidden_size": 512, "intermediate_size": 4096,
-                                     "attention_bias": False}), path)
+    save_mtp_model(Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **FEW, "hidden_size": 512, "intermediate_size": 4096,
+                                         "attention_bias": False}), path)
     return path

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from family_models import CASES, Case
 from hybrid_models import CALM, CTX, IDS, opened
-from mtp_models import own_logits, with_layer
+from mtp_models import mtp_logits, save_mtp_model
 from safetensors.numpy import load_file, save_file
 from speculative_runs import answer
 from test_speculation import GREEDY, SEEDED, Silent, Ticks
@@ -30,7 +30,7 @@ SMALL = {"initializer_range": 0.08, "max_position_embeddings": CTX, "vocab_size"
 @pytest.fixture(scope="module", params=("qwen3_5_text", "glm4_moe"))
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     case, folder = CASES[request.param], tmp_path_factory.mktemp("mtp") / "model"
-    with_layer(Case(case.family, {**case.changes, **(CALM if request.param.startswith("qwen") else SMALL)}), folder)
+    save_mtp_model(Case(case.family, {**case.changes, **(CALM if request.param.startswith("qwen") else SMALL)}), folder)
     engine = opened(folder, spec="mtp")
     yield engine
     engine.close()
@@ -62,10 +62,10 @@ def test_an_answer_through_which_nobody_asks_is_what_it_is_without(engine: Engin
     assert own._cache.n >= 37 + PAGE and own._num_pending < PAGE + FEW_TOKENS
     text = [*IDS[:37], *wanted, *IDS[300:450]]
     assert own._num_pending + engine.prepared.shape.chunk > len(own._states)
-    here = own_logits(engine, text)
+    here = mtp_logits(engine, text)
     assert own._num_unseen == 0 and own._cache.n + own._num_pending == len(own._ids)
     begun(engine, speculation)
-    there = own_logits(engine, text)
+    there = mtp_logits(engine, text)
     assert np.abs(here - there).max() < 1e-3 * np.abs(there).max()
 
 
@@ -95,7 +95,7 @@ def test_what_it_is_shown_is_normed_in_little_memory(engine: Engine) -> None:
 
 def test_a_layer_that_is_stored_as_nothing_reads_it(tmp_path: Path) -> None:
     """Said with the tensor's name where it was asked for; a run that asks for nothing does without, as one whose settings ask does."""
-    with_layer(Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM}), tmp_path / "model")
+    save_mtp_model(Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM}), tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
     save_file({**tensors, "mtp.norm.weight": np.tile(tensors["mtp.norm.weight"], 2)}, path)
@@ -151,7 +151,7 @@ def test_a_model_whose_tokens_choose_what_they_see(choosing: Engine, settings: S
 def choosing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """DeepSeek V3.2's tokens see 70 others."""
     folder = tmp_path_factory.mktemp("choosing") / "model"
-    with_layer(Case("deepseek_v32", {**CASES["deepseek_v32"].changes, **SMALL, "index_topk": 70}), folder)
+    save_mtp_model(Case("deepseek_v32", {**CASES["deepseek_v32"].changes, **SMALL, "index_topk": 70}), folder)
     engine = opened(folder, spec="mtp")
     yield engine
     engine.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from family_models import FEW_EXPERTS, Case
-from gguf_samples import add_fable_tokenizer, counts, write_model
+from gguf_samples import add_expert_keys, add_fable_tokenizer, write_model
 from imported_mixtures import imported_mixture
 from saved_models import saved
 from streamed_models import FABLE, differing, paging, random_folder
@@ -38,13 +38,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "F16", *(pytest.param(kind, marks=pytest.mark.slow)
                                                           for kind in ("Q6_K", "Q4_0", "MXFP4", "Q5_1"))])
 def test_a_file_gives_the_same_bits(source: Path, tmp_path: Path, kind: str) -> None:
-    write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", counts(QWEN), others={"_exps": kind})
+    write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", add_expert_keys(QWEN), expert_types={"_exps": kind})
     assert np.array_equal(paged(tmp_path / "m.gguf", SLOTS), resident(tmp_path / "m.gguf"))
 
 
 def mixed(source: Path, path: Path) -> Path:
     """As llama.cpp mixes types, and more so: one matrix widened, one that lies as it is read, layers of one kind beside others."""
-    write_model(source, path, "Q8_0", "qwen3moe", counts(QWEN), per_file=20, others={
+    write_model(source, path, "Q8_0", "qwen3moe", add_expert_keys(QWEN), per_file=20, expert_types={
         "blk.0.ffn_down_exps": "Q6_K", "blk.1.ffn_up_exps": "F16", "blk.1.ffn_down_exps": "Q5_1", "blk.2.ffn_gate_exps": "Q8_0",
         "_exps": "Q4_K"})
     return min(path.parent.glob("m-*.gguf"))
@@ -89,7 +89,7 @@ def test_the_plan_counts_every_byte(source: Path, tmp_path: Path) -> None:
 
 def test_a_damaged_expert_is_named_when_it_is_needed(source: Path, tmp_path: Path) -> None:
     """As a whole load does, and no other expert suffers."""
-    write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", counts(QWEN))
+    write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", add_expert_keys(QWEN))
     prepared = prepare(tmp_path / "m.gguf", EngineOptions(device="cpu", ctx=256))
     tensors, own = check_tensors(prepared.config, prepared.store, prepared.container), prepared.config.moe
     parts = expert_layout(tensors, own.num_experts, own.experts_per_token, prepared.store)
@@ -111,7 +111,7 @@ def test_what_cannot_arrive_piece_by_piece_is_refused_with_the_next_step(
     from effllm.runtime.gguf.store import GgufStore
     from effllm.runtime.planning import process_memory
 
-    write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", counts(QWEN))
+    write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", add_expert_keys(QWEN))
     monkeypatch.setattr(GgufStore, "repack_plan", TensorStore.repack_plan)
     monkeypatch.setattr(process_memory, "baseline", lambda kinds: 100 * MIB)  # that of a process in which tests have run moves by more
     whole = prepare(tmp_path / "m.gguf", EngineOptions(device="cpu", ctx=256))
@@ -140,7 +140,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random_folder(base / "source", {**LARGE, "vocab_size": fable["vocab_size"]}, differing(np.random.default_rng(5)))
 
     def change(writer: object) -> None:
-        counts(Case("qwen3_moe", LARGE))(writer)
+        add_expert_keys(Case("qwen3_moe", LARGE))(writer)
         add_fable_tokenizer(writer)
 
     write_model(base / "source", base / "m.gguf", "Q8_0", "qwen3moe", change)

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 from bit_exactness import (
-    FEWER,
-    assert_a_session_goes_on,
-    assert_another_question_reads_that_alone,
-    assert_company_changes_nothing,
+    FEWER_SETTINGS,
+    assert_batching_changes_nothing,
+    assert_chunks_equal_single_tokens,
     assert_drafts_change_nothing,
+    assert_prefix_is_reused,
+    assert_session_continues,
     assert_threads_and_chunks_change_nothing,
-    assert_tokens_at_once_are_tokens_one_by_one,
     engine,
     folder,
 )
 from conversions import options
 from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
-from indexer_models import AS_GOOD, noted
+from hybrid_models import CTX, IDS, one_by_one, opened, opened_as, read, read_afresh
+from indexer_models import MAX_SCORE_GAP, recorded_selections
 from more_family_cases import QWEN_4
 from quantization_checks import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from safetensors.torch import load_file, save_file
@@ -69,7 +69,7 @@ def guided(model: PreTrainedModel, ids: list[int], chosen: dict[int, np.ndarray]
         (units,) = chosen[position]
         assert units[-1] == (position + 1) // RATE and len(set(units[:-1])) == count == len(units) - 1
         indices = torch.from_numpy(units[:-1].astype(np.int64))
-        assert (found.values.min() - scores[indices].min()) <= AS_GOOD * scores.std()
+        assert (found.values.min() - scores[indices].min()) <= MAX_SCORE_GAP * scores.std()
         held += 1
         return type(found)((scores[indices], indices))
 
@@ -90,8 +90,8 @@ def test_what_is_chosen_of_many_blocks_is_as_good_as_the_oracles(model: tuple[Pa
     engine, tokens, steps = opened(folder, kv="32bit"), 330, 20
     whole, config = engine.config.indexer.shape.dense_tokens, engine.config
     assert whole == 83 and len(engine.cache.token_selections) == 1
-    with noted(engine) as (chosen,):
-        anew(engine, IDS[:tokens])
+    with recorded_selections(engine) as (chosen,):
+        read_afresh(engine, IDS[:tokens])
         rows = one_by_one(engine, IDS[tokens : tokens + steps])
         expected, held = guided(theirs, IDS[: tokens + steps], chosen)
         assert held == tokens + steps - whole
@@ -101,20 +101,20 @@ def test_what_is_chosen_of_many_blocks_is_as_good_as_the_oracles(model: tuple[Pa
     for taken in ({"indexer": replace(config.indexer, shape=replace(config.indexer.shape, top_k=CTX))},
                   {"ngrams": replace(own, eos_token_id=8)}):
         other = opened_as(folder, replace(config, **taken))
-        anew(other, IDS[:tokens])
+        read_afresh(other, IDS[:tokens])
         found = one_by_one(other, IDS[tokens : tokens + steps])
         other.close()
         assert np.abs(found - rows).max() > 1e-3 * np.abs(rows).max(), taken
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
-    assert_threads_and_chunks_change_nothing(folder, 445, FEWER)
+    assert_threads_and_chunks_change_nothing(folder, 445, FEWER_SETTINGS)
 
 
 @pytest.mark.parametrize("held", [200, pytest.param(70, marks=pytest.mark.slow)])
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None:
     """Where some of them see all tokens before them too, and passes come again."""
-    assert_tokens_at_once_are_tokens_one_by_one(engine, held)
+    assert_chunks_equal_single_tokens(engine, held)
 
 
 @pytest.mark.parametrize("right", [0.6, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 1.0))])
@@ -124,15 +124,15 @@ def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
 
 def test_another_question_behind_a_prompt_reads_that_alone(engine: Engine) -> None:
     """A state is kept a little before the end of a prompt, with the words before it."""
-    assert_another_question_reads_that_alone(engine)
+    assert_prefix_is_reused(engine)
 
 
 def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
-    assert_company_changes_nothing(folder, (IDS[:300], IDS[100:160]))
+    assert_batching_changes_nothing(folder, (IDS[:300], IDS[100:160]))
 
 
 def test_a_session_continues_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
-    assert_a_session_goes_on(engine, tmp_path / "sessions")
+    assert_session_continues(engine, tmp_path / "sessions")
 
 
 def test_the_plan_counts_what_is_allocated_and_no_table(folder: Path) -> None:
@@ -199,7 +199,7 @@ def test_what_chosen_blocks_cannot_have_is_refused(folder: Path, asked: dict[str
 def test_where_all_tokens_are_seen_there_is_no_indexer(folder: Path, engine: Engine) -> None:
     short = opened(folder, ctx=83)
     assert short.config.indexer is None and not short.cache.token_selections
-    assert np.array_equal(anew(short, IDS[:80]), anew(engine, IDS[:80]))
+    assert np.array_equal(read_afresh(short, IDS[:80]), read_afresh(engine, IDS[:80]))
     short.close()
     with pytest.raises(UsageError, match="this model uses sparse attention") as caught:
         prepare(folder, EngineOptions(ctx=84, device="cuda"))

@@ -10,7 +10,7 @@ import torch
 from conversions import options, run
 from family_models import Case, written
 from fp8_fp4_checkpoints import as_fp8
-from hybrid_models import CTX, IDS, anew, opened
+from hybrid_models import CTX, IDS, opened, read_afresh
 from more_family_cases import QWEN_4
 from quantization_checks import assert_answers_stay_near
 from safetensors.torch import load_file, save_file
@@ -62,7 +62,7 @@ def test_it_answers_as_what_it_means_in_memory_and_from_the_disk(folders: tuple[
                paging(folders[0], 9, kv="32bit", ctx=CTX, chunk=128))
     assert any("rows of n-grams are widened to f16 as they are read" in line for line in engines[0].model.store.notices)
     assert {str(tensor.spec) for role, tensor in engines[0].model.tensors[0].items() if role.startswith("experts.")} == {"float8:128"}
-    found = [anew(engine, IDS[:200]).copy() for engine in engines]
+    found = [read_afresh(engine, IDS[:200]).copy() for engine in engines]
     for engine in engines:
         engine.close()
     assert np.abs(found[0] - found[1]).max() < 1e-4 * np.abs(found[1]).max() and np.array_equal(found[0], found[2])
@@ -101,6 +101,6 @@ def test_a_table_that_means_nothing_is_named(folders: tuple[Path, Path], tmp_pat
     with pytest.raises(CheckpointError, match=said):
         engine = opened(folder)
         try:
-            anew(engine, IDS[:100])
+            read_afresh(engine, IDS[:100])
         finally:
             engine.close()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import test_imported
 from family_models import CASES, Case
-from gguf_samples import counts, write_model
+from gguf_samples import add_expert_keys, write_model
 from imported_mixtures import GPTQ_SHAPE, imported_mixture
 from saved_models import saved
 from test_mxfp4 import packed_model
@@ -99,7 +99,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_of_a_file_arrive_as_a_load_reads_them(source: Path, tmp_path: Path, kind: str, cut: bool) -> None:
-    write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", counts(SMALL), others={"_exps": kind})
+    write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", add_expert_keys(SMALL), expert_types={"_exps": kind})
     for low_bit in (True, False):
         with open_store(tmp_path / "m.gguf", low_bit=low_bit) as store:
             assert check(store) == ((512 + 512 + 256) // 16 if cut else 3)
@@ -138,8 +138,8 @@ def compiled_before(path: Path) -> bool:
 
 
 def test_a_run_that_puts_codes_in_order_compiles_what_does(source: Path, tmp_path: Path) -> None:
-    write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", counts(SMALL), others={"_exps": "Q4_K"})
-    write_model(source, tmp_path / "raw.gguf", "F16", "qwen3moe", counts(SMALL))
+    write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", add_expert_keys(SMALL), expert_types={"_exps": "Q4_K"})
+    write_model(source, tmp_path / "raw.gguf", "F16", "qwen3moe", add_expert_keys(SMALL))
     packed_model(tmp_path / "oss")
     needed = {path: compiled_before(path) for path in (source, tmp_path / "m.gguf", tmp_path / "raw.gguf", tmp_path / "oss")}
     assert list(needed.values()) == [False, True, False, True], needed
@@ -153,7 +153,7 @@ def test_a_run_of_another_tools_folder_compiles_what_puts_it_in_order(imported: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_piece_of_a_file_takes_no_more_than_is_counted(source: Path, tmp_path: Path, kind: str) -> None:
-    write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", counts(SMALL), others={"_exps": kind})
+    write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", add_expert_keys(SMALL), expert_types={"_exps": kind})
     with open_store(tmp_path / "m.gguf", low_bit=True) as store:
         assert 0.05 < most(store) <= 1
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from config_samples import refused
 from conversions import options, run
-from family_models import Case, assert_close, oracle, scored, text, written
+from family_models import Case, assert_close, oracle, our_logits, text, written
 from rwkv7_files import file_of
 from safetensors.torch import load_file, save_file
 from state_kinds import cpu, normal
@@ -110,7 +110,7 @@ def by_the_equations(folder: Path, ids: list[int]) -> np.ndarray:
 
 def test_logits_are_those_of_the_equations(folder: Path) -> None:
     ids = np.random.default_rng(2).integers(0, 300, 40).tolist()
-    assert_close(scored(folder, ids), by_the_equations(folder, ids))
+    assert_close(our_logits(folder, ids), by_the_equations(folder, ids))
 
 
 def test_the_torch_model_that_others_compare_with_is_that_of_the_equations(tmp_path: Path) -> None:
@@ -130,11 +130,11 @@ def test_a_folder_in_the_names_of_early_checkpoints(folder: Path, tmp_path: Path
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     ids = np.random.default_rng(3).integers(0, 300, 30).tolist()
-    assert np.array_equal(scored(tmp_path, ids), scored(folder, ids))
+    assert np.array_equal(our_logits(tmp_path, ids), our_logits(folder, ids))
     tensors.pop("model.layers.1.attn.x_x")
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(EffllmError, match=r"tensor model\.layers\.1\.attn\.x_x is missing"):
-        scored(tmp_path, ids)
+        our_logits(tmp_path, ids)
 
 
 # -- what a config says ----------------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_what_no_published_model_has_is_refused(key: str, value: object) -> None
 
 def test_a_file_means_what_its_folder_does(folder: Path, file: Path) -> None:
     ids = np.random.default_rng(4).integers(0, 300, 50).tolist()
-    assert np.array_equal(scored(file, ids), scored(folder, ids))
+    assert np.array_equal(our_logits(file, ids), our_logits(folder, ids))
     own, other = read_config(folder), read_config(file)
     assert other.recurrent.ranks == own.recurrent.ranks and other.norm_bias and not other.warnings
     assert other.recurrent.eps == pytest.approx(64e-5) and (other.residual_streams, other.hidden_act) == (2, "relu2")
@@ -184,7 +184,7 @@ def test_blocks_run_from_their_codes(folder: Path, tmp_path: Path, kind: str) ->
 def test_lies_of_a_file_are_named(folder: Path, tmp_path: Path, changes: dict[str, object], said: str) -> None:
     path = file_of(folder, tmp_path / "m.gguf", changes=changes)
     with pytest.raises(EffllmError) as caught:
-        scored(path, [1, 2, 3])
+        our_logits(path, [1, 2, 3])
     assert said in caught.value.message and caught.value.hint and "\n" not in caught.value.message
 
 
@@ -199,7 +199,7 @@ def test_llama_cpp_gives_the_same_logits(file: Path) -> None:
         found = np.array(theirs.scores[: len(ids)])
     finally:
         theirs.close()
-    ours = scored(file, ids.tolist())
+    ours = our_logits(file, ids.tolist())
     assert np.abs(ours - found).max() < 1e-4 * np.abs(found).max()
 
 
@@ -287,5 +287,5 @@ def test_what_is_of_low_rank_stays_and_the_rest_is_quantized(folder: Path, tmp_p
     assert {f"state_{letter}_{side}" for letter in "wavg" for side in ("in", "out")} <= roles[False]
     run(folder, tmp_path / "out", options("8bit"))
     ids = np.random.default_rng(10).integers(0, 300, 60).tolist()
-    exact, rounded = scored(folder, ids), scored(tmp_path / "out", ids)
+    exact, rounded = our_logits(folder, ids), our_logits(tmp_path / "out", ids)
     assert 0 < np.square(rounded - exact).mean() < 1e-2 * np.square(exact).mean()

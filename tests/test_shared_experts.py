@@ -12,7 +12,7 @@ import pytest
 import torch
 from config_samples import LLAMA, refused
 from conversions import FABLE, check_whole, options, run
-from family_models import CASES, oracle, scored, text, written
+from family_models import CASES, oracle, our_logits, text, written
 from saved_tokenizers import with_words_of_fable
 from test_moe import CHUNK, DEPTH, EXPERTS, TOP, WIDTH, Layer, close, inputs, linear
 
@@ -201,7 +201,7 @@ def test_a_converted_model_is_near_the_published_one(name: str, method: str, tmp
     assert mine and mine <= low
     assert not any("shared_expert_gate" in name or "bias" in name or name.endswith("mlp.gate.weight") for name in low)
     ids = text(model, 200)
-    expected, ours = oracle(model, ids), scored(tmp_path / "out", ids)
+    expected, ours = oracle(model, ids), our_logits(tmp_path / "out", ids)
     assert np.square(ours - expected).sum() < 3e-2 * np.square(expected).sum()  # random experts: some tokens go elsewhere
 
 

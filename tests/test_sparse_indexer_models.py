@@ -11,21 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bit_exactness import (
-    assert_a_prompt_ends_as_a_whole_one,
-    assert_a_saved_text_goes_on,
-    assert_company_changes_nothing,
+    assert_batching_changes_nothing,
+    assert_chunks_equal_single_tokens,
     assert_drafts_change_nothing,
+    assert_last_layers_narrow_exactly,
+    assert_restored_text_continues,
     assert_threads_and_chunks_change_nothing,
-    assert_tokens_at_once_are_tokens_one_by_one,
     engine,
     folder,
-    rows_of,
+    logits_after,
     save,
 )
 from conversions import options, run
 from family_models import assert_close, oracle, share_angles, written
-from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
-from indexer_models import CHOOSING, LIKE_OTHERS, guided, noted
+from hybrid_models import CTX, IDS, one_by_one, opened, opened_as, read, read_afresh
+from indexer_models import MODELS, SLOW_MODELS, oracle_with_selections, recorded_selections
 from streamed_models import streaming
 from transformers import PreTrainedModel
 
@@ -45,10 +45,10 @@ from effllm.runtime.weights import stream_layout
 __all__ = ["engine", "folder"]  # fixtures
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in CHOOSING])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) if name in SLOW_MODELS else name for name in MODELS])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("choosing") / "model"
-    return folder, written(CHOOSING[request.param], folder)
+    return folder, written(MODELS[request.param], folder)
 
 
 def test_what_is_chosen_of_many_is_as_good_as_the_oracles(model: tuple[Path, PreTrainedModel]) -> None:
@@ -57,16 +57,16 @@ def test_what_is_chosen_of_many_is_as_good_as_the_oracles(model: tuple[Path, Pre
     engine, tokens, steps = opened(folder, kv="32bit"), 330, 40
     share_angles(engine, theirs)
     whole, layers = engine.config.indexer.shape.dense_tokens, len(engine.cache.indexes)
-    with noted(engine) as chosen:
+    with recorded_selections(engine) as chosen:
         scored = np.concatenate([logits.copy() for _, logits in engine.score(IDS[:tokens])])
-        expected, held = guided(theirs, IDS[:tokens], chosen)
+        expected, held = oracle_with_selections(theirs, IDS[:tokens], chosen)
         assert held == layers * (tokens - whole)
         assert_close(scored, expected, partial(oracle, theirs, IDS[:tokens]))
         for found in chosen:
             found.clear()
-        anew(engine, IDS[:tokens])
+        read_afresh(engine, IDS[:tokens])
         rows = one_by_one(engine, IDS[tokens : tokens + steps])
-        expected, held = guided(theirs, IDS[: tokens + steps], chosen)
+        expected, held = oracle_with_selections(theirs, IDS[: tokens + steps], chosen)
         assert held == layers * (tokens + steps - whole)
     assert_close(rows, expected[tokens:])
     config, own, shape = engine.config, engine.config.indexer, engine.config.indexer.shape
@@ -88,18 +88,18 @@ def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
 @pytest.mark.parametrize("held", [200, 60, 140])
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None:
     """Where some of them see all before them too, and passes come again."""
-    assert_tokens_at_once_are_tokens_one_by_one(engine, held)
+    assert_chunks_equal_single_tokens(engine, held)
 
 
 @pytest.mark.parametrize("length", [330, 80])
 def test_a_prompt_ends_as_if_all_of_it_went_through_every_layer(engine: Engine, length: int) -> None:
-    assert_a_prompt_ends_as_a_whole_one(engine, IDS[: length + 3])
+    assert_last_layers_narrow_exactly(engine, IDS[: length + 3])
 
 
 def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:
-    expected = {back: anew(engine, IDS[: back + 40]) for back in (40, 200, 330)}
+    expected = {back: read_afresh(engine, IDS[: back + 40]) for back in (40, 200, 330)}
     for back, logits in expected.items():
-        anew(engine, IDS[:400])
+        read_afresh(engine, IDS[:400])
         assert engine.cache.truncate(back) == back
         engine.set_tokens(IDS[:back])
         here = read(engine, IDS[: back + 40])
@@ -113,13 +113,13 @@ def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
 
 def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
     """Rows of one pass are of texts of which some choose and some see all."""
-    assert_company_changes_nothing(folder, (IDS[:300], IDS[100:160], IDS[200:420]))
+    assert_batching_changes_nothing(folder, (IDS[:300], IDS[100:160], IDS[200:420]))
 
 
 def test_what_another_sequence_has_read_is_copied(folder: Path) -> None:
     engine = opened(folder, parallel=2)
     engines, _ = open_sequences(engine, 2)
-    expected = anew(engines[0], IDS[:460])
+    expected = read_afresh(engines[0], IDS[:460])
     held, _ = copied(engines[1], engines[:1], IDS[:460], 0)
     assert held > 300 and np.array_equal(read(engines[1], IDS[:460]), expected) and engines[1].num_cached_tokens == held
     engines[1].cache.close()
@@ -128,10 +128,10 @@ def test_what_another_sequence_has_read_is_copied(folder: Path) -> None:
 
 def test_a_session_continues_with_the_same_bits_and_lends_its_beginning(engine: Engine, folder: Path, tmp_path: Path) -> None:
     store = SessionStore(tmp_path / "sessions")
-    anew(engine, IDS[:455])
-    assert_a_saved_text_goes_on(engine, store, 470)
+    read_afresh(engine, IDS[:455])
+    assert_restored_text_continues(engine, store, 470)
     prompt = [*IDS[:400], *IDS[500:550]]
-    whole = anew(engine, prompt)
+    whole = read_afresh(engine, prompt)
     engine.reset()
     held, said = restore_prefix(engine, store, identity(engine), prompt, 0)
     assert held > 250 and "restored" in said[0]
@@ -146,7 +146,7 @@ def test_a_session_continues_with_the_same_bits_and_lends_its_beginning(engine: 
 
 def test_keys_of_a_session_that_are_damaged_are_found(engine: Engine, tmp_path: Path) -> None:
     store = SessionStore(tmp_path / "sessions")
-    anew(engine, IDS[:300])
+    read_afresh(engine, IDS[:300])
     index = engine.cache.indexes[-1]
     index.write(290, np.full(index.shape.token_nbytes(index.stored), 255, np.uint8))  # no number
     save(engine, store)
@@ -160,7 +160,7 @@ def test_weights_from_the_disk_give_the_same_bits(folder: Path, monkeypatch: pyt
     monkeypatch.setattr(stream_layout, "PART_NBYTES", 4096)
     monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 1024)
     engines = opened(folder), streaming(folder, keep=3, ctx=CTX, chunk=128)
-    found = [rows_of(each, 300, 320) for each in engines]
+    found = [logits_after(each, 300, 320) for each in engines]
     names = engines[1].model.streamed.parts.slices
     assert any("o_proj" in name for name in names) and not any("index" in name for name in names)  # what chooses stays in memory
     for each in engines:

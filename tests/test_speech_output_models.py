@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conversions import options, run
-from family_models import assert_close, oracle, scored
+from family_models import assert_close, oracle, our_logits
 from safetensors.torch import load_file, save_file
 from transformers import (
     Qwen2_5OmniThinkerConfig,
@@ -61,7 +61,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_logits_are_those_of_what_writes(made: tuple[Path, torch.nn.Module]) -> None:
     folder, model = made
     ids = np.random.default_rng(3).integers(0, 300, 200).tolist()
-    assert_close(scored(folder, ids), oracle(model, ids))
+    assert_close(our_logits(folder, ids), oracle(model, ids))
 
 
 def test_nothing_of_the_text_part_is_ignored(made: tuple[Path, torch.nn.Module]) -> None:
@@ -78,5 +78,5 @@ def test_quantized_it_is_the_text_part_alone(made: tuple[Path, torch.nn.Module],
     with TensorStore.open(tmp_path / "8bit") as store:
         assert not any("talker" in name or "visual" in name or "thinker" in name for name in store.tensors)
     ids = np.random.default_rng(4).integers(0, 300, 100).tolist()
-    before, after = scored(made[0], ids), scored(tmp_path / "8bit", ids)
+    before, after = our_logits(made[0], ids), our_logits(tmp_path / "8bit", ids)
     assert np.median(np.abs(after - before)) < 5e-2 * np.abs(before).max()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conversions import options, run
 from family_models import CASES
-from hybrid_models import CALM, IDS, anew, answer, opened
+from hybrid_models import CALM, IDS, answer, opened, read_afresh
 from safetensors.torch import load_file, save_file
 from saved_models import saved
 
@@ -81,9 +81,9 @@ def test_quantized_it_holds_them_by_themselves(folder: Path, tmp_path: Path) -> 
     run(folder, tmp_path / "4bit", options("4bit"))
     kept = opened(tmp_path / "4bit", kv="4bit", kv_window=32)
     try:
-        first = anew(kept, IDS[:300])
+        first = read_afresh(kept, IDS[:300])
         tokens = answer(kept, 20)
-        assert np.array_equal(anew(kept, IDS[:300]), first) and answer(kept, 20) == tokens
+        assert np.array_equal(read_afresh(kept, IDS[:300]), first) and answer(kept, 20) == tokens
     finally:
         kept.close()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conversions import options, run
-from family_models import CASES, Case, assert_scored_as, oracle, scored, text, written
+from family_models import CASES, Case, assert_logits_match, oracle, our_logits, text, written
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
 from saved_models import saved
@@ -51,7 +51,7 @@ def test_a_head_that_is_stored_is_used(name: str, tmp_path: Path) -> None:
     with_head(tmp_path)
     untied = reread(tmp_path, case.images)
     assert np.abs(oracle(untied, ids) - tied).max() > 0.1  # transformers does not tie them
-    assert_scored_as(tmp_path, untied, ids)
+    assert_logits_match(tmp_path, untied, ids)
     with open_store(tmp_path) as store:
         assert "lm_head.weight" in store.tensors and "another matrix: it is used" in store.notices[-1]
 
@@ -63,7 +63,7 @@ def test_a_head_that_is_the_embedding_again_stays_tied(tmp_path: Path) -> None:
         assert "lm_head.weight" not in store.tensors and store.nbytes == sum(info.nbytes for info in store.tensors.values())
         assert not store.notices
     ids = text(model, IDS)
-    assert_scored_as(tmp_path, model, ids)
+    assert_logits_match(tmp_path, model, ids)
     # One value at the end makes it another matrix, in a file that was seen before.
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"][-1, -1] += 1
@@ -81,15 +81,15 @@ def test_what_is_made_of_a_model_has_its_head(tmp_path: Path) -> None:
     expected = oracle(model, ids)
     made, said = run(folder, tmp_path / "low", options("8bit"))
     assert not any("left out" in line for line in said)
-    assert_alike(scored(made.folder, ids), expected)
+    assert_alike(our_logits(made.folder, ids), expected)
     *_, file = export_gguf(folder, tmp_path / "model.gguf", "F16", "model", tokenizer={})
-    assert_alike(scored(file.path, ids), expected)
+    assert_alike(our_logits(file.path, ids), expected)
     *_, compressed = export_compressed(folder, tmp_path / "words", "INT8")
     raw = json.loads((compressed.folder / "config.json").read_text())
     assert raw["tie_word_embeddings"] is False
     with safe_open(compressed.folder / "model.safetensors", "np") as tensors:
         assert "lm_head.weight" in tensors.keys()
-    assert_alike(scored(compressed.folder, ids), expected)
+    assert_alike(our_logits(compressed.folder, ids), expected)
 
 
 def test_a_head_is_kept_while_nobody_can_tell(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_what_was_kept_so_takes_no_memory(tmp_path: Path, monkeypatch: pytest.Mo
     with open_store(made.folder) as store:
         assert "lm_head.weight" not in store.tensors and not store.notices
     ids = text(model, IDS)
-    assert_alike(scored(made.folder, ids), oracle(model, ids))
+    assert_alike(our_logits(made.folder, ids), oracle(model, ids))
 
 
 @pytest.mark.parametrize("name", ["llama, float16", "opt", "gemma2"])
@@ -124,6 +124,6 @@ def test_an_embedding_that_is_stored_as_the_head_is_found(name: str, tmp_path: P
     with safe_open(tmp_path / "model.safetensors", "np") as tensors:
         assert "lm_head.weight" in tensors.keys() and not any("embed_tokens" in each for each in tensors.keys())
     ids = text(model, IDS)
-    assert_scored_as(tmp_path, model, ids)
+    assert_logits_match(tmp_path, model, ids)
     made, _ = run(tmp_path, tmp_path / "low", options("8bit"))
-    assert_alike(scored(made.folder, ids), oracle(model, ids))
+    assert_alike(our_logits(made.folder, ids), oracle(model, ids))

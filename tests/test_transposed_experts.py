@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conversions import options, run
-from family_models import CASES, assert_scored_as, scored, text, written
+from family_models import CASES, assert_logits_match, our_logits, text, written
 from safetensors.torch import load_file, save_file
 from saved_models import saved
 from test_paged_models import paged, resident
@@ -67,8 +67,8 @@ def test_quantized_they_lie_like_any_others(folder: Path, tmp_path: Path) -> Non
 def test_those_that_lie_as_usual_stay_as_they_are(folder: Path, tmp_path: Path) -> None:
     model = written(CASES[NAME], tmp_path / "other")
     ids = text(model, 100)
-    np.testing.assert_array_equal(scored(tmp_path / "other", ids), scored(folder, ids))
-    assert_scored_as(folder, AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval(), ids)
+    np.testing.assert_array_equal(our_logits(tmp_path / "other", ids), our_logits(folder, ids))
+    assert_logits_match(folder, AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval(), ids)
 
 
 def test_what_is_no_tensor_of_experts_is_refused(tmp_path: Path) -> None:

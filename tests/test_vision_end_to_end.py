@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from family_models import assert_close
-from remapped_checkpoints import RETOLD
+from remapped_checkpoints import PUBLISHED_LAYOUTS
 from vision_cases import CASES
 from vision_models import FIRST, PICTURES, save_random_model
 
@@ -31,8 +31,8 @@ SEVERAL = ("cohere_compass", "ernie4_5_vl_moe", "exaone4_5", "glm_ocr", "hunyuan
 def test_logits_after_images_are_those_of_transformers(family, shown, tmp_path):
     text, tower, words, more, processor = CASES[family]
     model = save_random_model(family.split(",")[0], tmp_path, text, tower, words, **more)
-    if family in RETOLD:
-        RETOLD[family](tmp_path)
+    if family in PUBLISHED_LAYOUTS:
+        PUBLISHED_LAYOUTS[family](tmp_path)
     processor.save_pretrained(tmp_path)
     points = [PICTURES[name] for name in shown]
     engine = list(open_engine(tmp_path, replace(OPTIONS, ctx=text.get("max_position_embeddings", OPTIONS.ctx))))[-1]

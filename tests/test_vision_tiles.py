@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from more_family_cases import NEWER
+from more_family_cases import MORE_CASES
 from remapped_checkpoints import as_qianfan
 from safetensors.torch import load_file, save_file
 from saved_models import written
@@ -171,7 +171,7 @@ def test_internvl_as_its_makers_publish_it(template, tmp_path):
 
 def test_internvl_on_internlm2(tmp_path):
     """Whose head has another name too; and what its config says by the defaults of an old transformers."""
-    model = written(NEWER["internlm2"], tmp_path)
+    model = written(MORE_CASES["internlm2"], tmp_path)
     path = tmp_path / "model.safetensors"
     save_file({f"language_model.{name}": tensor for name, tensor in load_file(path).items()}, path)
     inner = {**json.loads((tmp_path / "config.json").read_text()), "bad_words_ids": None, "is_decoder": False, "num_beam_groups": 1,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from bit_exactness import save
 from family_models import GEMMA_4, KEYS_AS_VALUES, Case
-from hybrid_models import CTX, IDS, anew, opened, read
+from hybrid_models import CTX, IDS, opened, read, read_afresh
 from latent_models import LATENT_CASES
 from saved_models import saved
 from session_engines import restore
@@ -50,7 +50,7 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 def rows_of(engine: Engine, ids: list[int], prompt: int) -> np.ndarray:
     """Logits behind a prompt and behind every token after it."""
-    return np.stack([anew(engine, ids[:prompt]), *[engine.forward_logits([token])[0].copy() for token in ids[prompt:]]])
+    return np.stack([read_afresh(engine, ids[:prompt]), *[engine.forward_logits([token])[0].copy() for token in ids[prompt:]]])
 
 
 def test_threads_change_no_bit(folder: Path, engine: Engine) -> None:
@@ -95,7 +95,7 @@ def test_pages_on_the_disk_give_the_same_bits(folder: Path, engine: Engine) -> N
 
 def test_a_session_continues_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
     store = SessionStore(tmp_path / "sessions")
-    anew(engine, IDS[:455])
+    read_afresh(engine, IDS[:455])
     save(engine, store)
     expected = [engine.forward_logits([token]).copy() for token in IDS[455:465]]
     engine.cache.truncate(0)
@@ -110,8 +110,8 @@ def test_a_session_continues_with_the_same_bits(engine: Engine, tmp_path: Path) 
 def test_policies_choose_among_pages(folder: Path) -> None:
     engine = opened(folder, kv="4bit+mikv", kv_window=32)
     try:
-        first = anew(engine, IDS[:600])
-        assert 2 in engine.cache._kinds and np.array_equal(anew(engine, IDS[:600]), first)
+        first = read_afresh(engine, IDS[:600])
+        assert 2 in engine.cache._kinds and np.array_equal(read_afresh(engine, IDS[:600]), first)
         assert engine.cache.allocated_nbytes <= engine.placement.kv_bytes
     finally:
         engine.close()

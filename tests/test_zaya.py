@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 from bit_exactness import (
-    FEWER,
-    assert_a_session_goes_on,
-    assert_another_question_reads_that_alone,
-    assert_company_changes_nothing,
+    FEWER_SETTINGS,
+    assert_batching_changes_nothing,
+    assert_chunks_equal_single_tokens,
     assert_drafts_change_nothing,
+    assert_prefix_is_reused,
+    assert_session_continues,
     assert_threads_and_chunks_change_nothing,
-    assert_tokens_at_once_are_tokens_one_by_one,
     engine,
     folder,
-    rows_of,
+    logits_after,
 )
 from config_samples import refused
 from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, one_by_one, opened, read
+from hybrid_models import CTX, IDS, one_by_one, opened, read, read_afresh
 from quantization_checks import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from streamed_models import paging, streaming
 from transformers import CONFIG_MAPPING, PreTrainedModel
@@ -134,19 +134,19 @@ def test_tokens_without_an_expert_are_among_those_that_agree(model: tuple[Path, 
 def test_prompts_and_single_tokens_agree_with_transformers(model: tuple[Path, PreTrainedModel]) -> None:
     folder, theirs = model
     engine = opened(folder, kv="32bit")
-    anew(engine, IDS[:230])
+    read_afresh(engine, IDS[:230])
     rows = one_by_one(engine, IDS[230:250])
     engine.close()
     assert_close(rows, oracle(theirs, IDS[:250])[230:], lambda: oracle(theirs, IDS[:250])[230:])
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
-    assert_threads_and_chunks_change_nothing(folder, 445, FEWER)
+    assert_threads_and_chunks_change_nothing(folder, 445, FEWER_SETTINGS)
 
 
 @pytest.mark.parametrize("held", [200, pytest.param(70, marks=pytest.mark.slow)])
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None:
-    assert_tokens_at_once_are_tokens_one_by_one(engine, held)
+    assert_chunks_equal_single_tokens(engine, held)
 
 
 @pytest.mark.slow
@@ -157,23 +157,23 @@ def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
 
 @pytest.mark.slow
 def test_another_question_behind_a_prompt_reads_that_alone(engine: Engine) -> None:
-    assert_another_question_reads_that_alone(engine)
+    assert_prefix_is_reused(engine)
 
 
 def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
     """Each goes on from its own last tokens."""
-    assert_company_changes_nothing(folder, (IDS[:300], IDS[100:160]))
+    assert_batching_changes_nothing(folder, (IDS[:300], IDS[100:160]))
 
 
 def test_a_session_continues_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
-    assert_a_session_goes_on(engine, tmp_path / "sessions")
+    assert_session_continues(engine, tmp_path / "sessions")
 
 
 def test_weights_and_experts_from_the_disk_give_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody guesses whom the next layer visits: its router goes on from this one's."""
     monkeypatch.setattr(stream_layout, "MIN_STREAMED_NBYTES", 1024)
     engines = opened(folder), streaming(folder, keep=3, ctx=CTX, chunk=128), paging(folder, 3, ctx=CTX, chunk=128)
-    found = [rows_of(each, 300, 320) for each in engines]
+    found = [logits_after(each, 300, 320) for each in engines]
     assert engines[2].model.pager.stats.hits > 0
     for each in engines:
         each.close()
@@ -199,7 +199,7 @@ def test_a_packed_cache_answers_nearly_as_an_exact_one(folder: Path) -> None:
     rows = []
     for kv in ("32bit", "4bit"):
         engine = opened(folder, kv=kv, kv_window=64)
-        rows.append(anew(engine, IDS[:500]).copy())
+        rows.append(read_afresh(engine, IDS[:500]).copy())
         engine.close()
     assert 0 < np.abs(rows[0] - rows[1]).max() < 0.2 * np.abs(rows[0]).max()
 
