@@ -25,11 +25,11 @@ SIGMOID = 2  # a value of expert_gating_func
 
 @dataclass(frozen=True)
 class FamilyContext:
-    """What completes a family's config, in addition to the keys that it has."""
+    """A file's header and its sliding window, from which modules complete their family's config."""
 
     header: GgufHeader
-    stated_window: object  # the window in the file, None if it states none
-    window: object  # the window of the layers, None for none
+    stated_window: object  # the file's value; None if it states none
+    window: object  # width of the sliding window; None for full attention
 
     @property
     def name(self) -> str:
@@ -48,12 +48,12 @@ class FamilyContext:
         """Whether the first layer has any of these tensors."""
         return any(f"blk.0.{tensor}" in self.header.tensors for tensor in tensors)
 
-    def layer_types(self, raw: dict[str, object], every: int) -> list[str]:
-        """`layer_types` of the layers of `raw`. The file's list may include MTP layers, which `raw` does not count."""
+    def layer_types(self, raw: dict[str, object], period: int) -> list[str]:
+        """`layer_types` of config.json; by default every `period`-th layer has no window. The file's list may include MTP layers."""
         layers, mtp_layers = raw["num_hidden_layers"], raw.get("num_nextn_predict_layers")
         listed = self.header.metadata.get(f"{self.name}{WINDOW_PATTERN_SUFFIX}")
         includes_mtp = isinstance(listed, np.ndarray) and type(layers) is type(mtp_layers) is int and len(listed) == layers + mtp_layers
-        return layer_types(self.header, layers + mtp_layers, every)[:layers] if includes_mtp else layer_types(self.header, layers, every)
+        return layer_types(self.header, layers + mtp_layers, period)[:layers] if includes_mtp else layer_types(self.header, layers, period)
 
     def require_sigmoid_scores(self, raw: dict[str, object]) -> None:
         """Raises CheckpointError for expert scores other than sigmoid, where the family supports no other."""
@@ -84,10 +84,10 @@ def family_context(header: GgufHeader, raw: dict[str, object]) -> FamilyContext:
     return FamilyContext(header, stated_window, window)
 
 
-def layer_types(header: GgufHeader, layers: object, every: int) -> list[str]:
+def layer_types(header: GgufHeader, layers: object, period: int) -> list[str]:
     """`layer_types`: the file's list of booleans, or all layers but every n-th have a window, n as the file states it, else `every`."""
     key = f"{header.metadata['general.architecture']}{WINDOW_PATTERN_SUFFIX}"
-    pattern = header.metadata.get(key, every)
+    pattern = header.metadata.get(key, period)
     if isinstance(pattern, np.ndarray) and pattern.dtype.kind in "biu" and len(pattern) == layers and np.isin(pattern, (0, 1)).all():
         return [LOCAL if has_window else GLOBAL for has_window in pattern]
     if isinstance(layers, bool) or not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
