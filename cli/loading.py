@@ -52,9 +52,9 @@ def find_model_variant(model: str, screen: Screen) -> ModelRef:
     """The local model of that name, which may end in a format: for commands that continue with `quantized_on_load`. Raises ModelNotFound,
     with a hint if a prompt was given in place of the name."""
     from ..runtime.catalog import resolve
-    from ..runtime.library.model_name import OF_PROGRAM, spells_path
+    from ..runtime.library.model_name import PROGRAM_NAME, spells_path
 
-    if " " in model.strip() and not spells_path(model) and not os.path.exists(model) and not OF_PROGRAM.match(model):
+    if " " in model.strip() and not spells_path(model) and not os.path.exists(model) and not PROGRAM_NAME.match(model):
         raise ModelNotFound(f"{shortened(model)!r} is not a model: the model comes first, then the prompt",
                             f"effllm run fable {quote_prompt(shortened(model))}")
     ref = resolve(model, screen.environment.variables)

@@ -79,11 +79,11 @@ class Settings(dict[str, Setting]):
 def _settings_of_model(models: Mapping[str, Mapping[str, Setting]], name: str) -> Mapping[str, Setting]:
     """The settings of the model `name`: those under the name as typed, else under the name without its suffix (`:4bit`, `@revision`; in
     `ollama:llama3.2:3b` only the last colon starts a suffix). A format in the typed name overrides `bits`."""
-    from ..runtime.library.model_name import OF_PROGRAM, names_format
+    from ..runtime.library.model_name import PROGRAM_NAME, names_format
 
     if name in models:
         return models[name]
-    settings = models.get(name.rpartition(":")[0] if OF_PROGRAM.match(name) else re.split("[:@]", name, maxsplit=1)[0], {})
+    settings = models.get(name.rpartition(":")[0] if PROGRAM_NAME.match(name) else re.split("[:@]", name, maxsplit=1)[0], {})
     return {key: setting for key, setting in settings.items() if key != "bits" or not names_format(name)}
 
 

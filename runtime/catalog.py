@@ -16,8 +16,8 @@ from .config_reader import show, show_name
 from .gguf import file_names
 from .library import storage, unfinished_downloads
 from .library.aliases import NOT_STATED, CatalogEntry, catalog, entry_folder, parse_catalog
-from .library.model_name import ELSEWHERE, LOOK, Reference, exists, parse_reference
-from .library.name_suggestions import OLLAMAS, close_matches, family_aliases, likely_typos, ollama_aliases
+from .library.model_name import LIST_HINT, SEARCH_HINT, Reference, exists, parse_reference
+from .library.name_suggestions import OLLAMA_PREFIX, close_matches, family_aliases, likely_typos, ollama_aliases
 
 __all__ = ["Absent", "CatalogEntry", "ModelRef", "catalog", "entry_folder", "find_entry", "parse_catalog", "pull_hint", "resolve"]
 
@@ -113,7 +113,7 @@ def _from_library_entry(reference: Reference, entry: CatalogEntry, env: Mapping[
     try:
         return _from_program(reference, program_model, env, entry.alias)
     except ModelNotFound as error:
-        raise ModelNotFound(f"{entry.alias}: {error.message}", error.hint or LOOK) from error
+        raise ModelNotFound(f"{entry.alias}: {error.message}", error.hint or LIST_HINT) from error
 
 
 def find_entry(entries: Iterable[CatalogEntry], name: str) -> CatalogEntry | None:
@@ -149,12 +149,12 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
             raise ModelNotFound(f"{show_name(text)}: no name of a GGUF file in {folder} states {reference.file}",
                                 f"name one: {_listed(reference, others)}" if others else f"leave it out: {reference.base}")
         similar = [] if others else _siblings(path)
-        hint = f"name one: {_listed(reference, others)}" if others else f"did you mean {' or '.join(similar)}?" if similar else LOOK
+        hint = f"name one: {_listed(reference, others)}" if others else f"did you mean {' or '.join(similar)}?" if similar else LIST_HINT
         raise ModelNotFound(f"there is no {'file' if reference.file or is_gguf(path) else 'folder'} {show_name(text)}", hint)
     if is_gguf(path):
         return _from_gguf(reference, path)
     in_model = (path.parent / "config.json").is_file()  # a weight file, named instead of its folder
-    raise UsageError(f"{show_name(text)} is a file; a model is a folder or a GGUF file", f"try {path.parent}" if in_model else LOOK)
+    raise UsageError(f"{show_name(text)} is a file; a model is a folder or a GGUF file", f"try {path.parent}" if in_model else LIST_HINT)
 
 
 def _without_suffix(reference: Reference, path: Path) -> str | None:
@@ -327,7 +327,7 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
                        f"name it, {typed(f'{name}@{complete[0]}')}, or: {pull}")
     if name in repos:
         return _absent(reference, name, f"{name} is only partly downloaded", f"to complete it: {pull}")
-    is_repo = "/" in name and hub.is_repo(name) and not OLLAMAS.match(name)
+    is_repo = "/" in name and hub.is_repo(name) and not OLLAMA_PREFIX.match(name)
     if is_repo:
         similar = likely_typos(name, repos | {entry.repo for entry in entries if entry.repo})
     else:  # a tag that ends in a precision may begin with a size: qwen3:8b-q4_K_M
@@ -340,7 +340,7 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
         return ModelNotFound(f"there is no model {show(name)}", f"did you mean {' or '.join(similar)}?")
     if is_repo:
         return _absent(reference, name, f"{name} is not on this machine", pull)
-    return ModelNotFound(f"there is no model {show(name)}", ELSEWHERE)
+    return ModelNotFound(f"there is no model {show(name)}", SEARCH_HINT)
 
 
 def _in_ollama(name: str, env: Mapping[str, str]) -> str | None:
@@ -352,7 +352,7 @@ def _in_ollama(name: str, env: Mapping[str, str]) -> str | None:
 
 def _similar_names(name: str, entries: Sequence[CatalogEntry], repos: Iterable[str]) -> list[str]:
     """Suggestions for a single word, or for a name after Ollama's library/."""
-    word = OLLAMAS.sub("", name)
+    word = OLLAMA_PREFIX.sub("", name)
     return family_aliases(word, entries) or close_matches(word, _known(entries, repos)) or ([] if "/" in name else _siblings(Path(name)))
 
 

@@ -38,7 +38,7 @@ from .conversion.convert_plan import MATRICES, ConversionPlan, SizeRow, plan_con
 from .conversion.convert_tensors import Converter
 from .engine import Engine, EngineOptions, open_engine
 from .events import Notice, Progress
-from .files.bounded_read import TOKENIZER_NBYTES
+from .files.bounded_read import MAX_TOKENIZER_NBYTES
 from .files.model_folder_files import KV_PROFILE, already_complete, describe_existing, foreign_entry, require_folder
 from .hub import COMPANIONS, NESTED
 from .images.tower_copy import copy_tower, tower_nbytes
@@ -322,7 +322,7 @@ def companion_files(folder: Path) -> dict[str, Path]:
         if (folder / nested).is_file():
             files[name] = folder / nested
     for entry in files.values():
-        if (nbytes := entry.stat().st_size) > TOKENIZER_NBYTES:
+        if (nbytes := entry.stat().st_size) > MAX_TOKENIZER_NBYTES:
             raise UsageError(f"{entry} is {nbytes:,} bytes, too large for a file that is copied with a model", "move it elsewhere")
     return files
 

@@ -77,7 +77,7 @@ def isolated_user_folders() -> Iterator[None]:
         os.environ.update({name: str(Path(folder) / name) for name in FOLDER_VARIABLES})
         os.environ[NO_PROFILE] = "1"
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(ollama, "SERVICE", Path(folder) / "no-service")
+            patched.setattr(ollama, "SERVICE_FOLDER", Path(folder) / "no-service")
             patched.delenv("OLLAMA_MODELS", raising=False)
             yield
     for name, value in before.items():

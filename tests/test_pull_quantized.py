@@ -8,7 +8,7 @@ from conversions import options, run
 from hub_server import Hub
 from hub_user import FABLE, HubUser, measure_nothing, on_disk
 
-from effllm.runtime.files.model_folder_files import MEASURED, TOWER
+from effllm.runtime.files.model_folder_files import MEASUREMENTS, TOWER
 
 REPO, FEW = "org/name", ("Once", "--raw", "-n", "4", "--temp", "0")
 
@@ -54,7 +54,7 @@ def test_bits_that_are_typed_are_refused_and_those_of_the_settings_left_out(
 
 
 def test_what_was_measured_and_what_it_sees_with_come_along(hub: Hub, user: HubUser, made: Path) -> None:
-    beside = (*MEASURED, TOWER)
+    beside = (*MEASUREMENTS, TOWER)
     hub.add(REPO, made, files=dict.fromkeys(beside, b"x"))
     assert set(beside) <= set(user.run("pull", REPO, "--dry-run", "--json").json["files"])
     hub.add("org/plain", FABLE, files=dict.fromkeys(beside, b"x"))

@@ -154,7 +154,7 @@ def test_pages_come_from_a_process_that_may_break(library: None, words: bytes, s
 
 def test_pages_are_those_that_come_in_time(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pages_of(b"%PDF- one two", "it") == ["one", "two"]
-    monkeypatch.setattr(pdf_pages, "MOST_S", 0.5)
+    monkeypatch.setattr(pdf_pages, "MAX_SECONDS", 0.5)
     with pytest.raises(UsageError, match="takes longer than 0.5 s"):
         pages_of(b"%PDF- for-ever", "it")
 

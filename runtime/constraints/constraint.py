@@ -22,7 +22,7 @@ import numpy as np
 
 from ... import EffllmError, UsageError
 from ...offload.safetensors_header import shown
-from ..files.bounded_read import JSON_NBYTES, read_text
+from ..files.bounded_read import MAX_JSON_NBYTES, read_text
 from ..tokens.text_stream import REPLACEMENT_CHAR
 from .gbnf import RULE, SHALLOWER_HINT, GbnfError, gbnf_position, to_lark
 from .multiple_of import MULTIPLE
@@ -341,7 +341,7 @@ def _library() -> ModuleType:
 
 def _read_file(value: str, flag: str, alternatives: str) -> str:
     try:
-        return read_text(Path(os.path.expanduser(value)), JSON_NBYTES).removeprefix("\ufeff")
+        return read_text(Path(os.path.expanduser(value)), MAX_JSON_NBYTES).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UsageError(f"{flag}: {value} is not text: byte {error.start} is not UTF-8", f"{alternatives}a file of text") from None
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ... import UsageError
 from ...offload.safetensors_header import is_gguf
-from ..files.bounded_read import JSON_NBYTES, read_bounded
+from ..files.bounded_read import MAX_JSON_NBYTES, read_bounded
 
 # model_type -> module here
 ENCODERS: Mapping[str, str] = {
@@ -44,7 +44,7 @@ def is_encoder(path: Path) -> bool:
 
         return is_encoder_file(path)
     try:
-        raw = json.loads(read_bounded(path / "config.json", JSON_NBYTES))
+        raw = json.loads(read_bounded(path / "config.json", MAX_JSON_NBYTES))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(raw, dict) and is_encoder_config(raw)

@@ -15,7 +15,7 @@ import numpy as np
 from ... import UsageError
 from ...offload.safetensors_header import is_gguf
 from ..config_reader import ConfigError, read_json, show
-from ..files.bounded_read import JSON_NBYTES, read_bounded
+from ..files.bounded_read import MAX_JSON_NBYTES, read_bounded
 from ..generation.dense import Dense, dense_layers_of_folder
 from ..hub import MODULES, POOLING, POOLING_KEPT
 
@@ -95,7 +95,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     import json
 
     try:
-        modules = json.loads(read_bounded(folder / MODULES, JSON_NBYTES))
+        modules = json.loads(read_bounded(folder / MODULES, MAX_JSON_NBYTES))
         entries = [(module["type"].rpartition(".")[2].lower(), module.get("path") or "") for module in modules]
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{folder / MODULES} is not a list of modules") from error

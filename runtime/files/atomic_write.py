@@ -16,7 +16,7 @@ from typing import BinaryIO
 from ... import EffllmError, not_written, typed
 
 LOCK_TIMEOUT_S = 10.0
-MOST_NAME = 200  # bytes, of the 255 that a name may have
+MAX_NAME_NBYTES = 200  # bytes, of the 255 that a name may have
 UNFINISHED = ".{}.*.partial"  # what a process that was killed leaves of `atomic_file`
 
 
@@ -30,29 +30,29 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "it is no file", str(path))
-    short = os.fsdecode(os.fsencode(path.name)[:MOST_NAME])
-    for left in path.parent.glob(UNFINISHED.format(glob.escape(short))):
-        if left.name[len(short) + 2 :].partition(".")[0].isdigit():
-            _remove_unlocked(left)
-    part = path.with_name(f".{short}.{os.getpid()}.partial")
-    descriptor = _made_and_locked(part, mode)
+    short_name = os.fsdecode(os.fsencode(path.name)[:MAX_NAME_NBYTES])
+    for leftover in path.parent.glob(UNFINISHED.format(glob.escape(short_name))):
+        if leftover.name[len(short_name) + 2 :].partition(".")[0].isdigit():
+            _remove_unlocked(leftover)
+    partial = path.with_name(f".{short_name}.{os.getpid()}.partial")
+    descriptor = _create_locked(partial, mode)
     lock = os.dup(descriptor)  # until it has its name
     try:
         with open(descriptor, "wb") as file:
             yield file
-        os.replace(part, path)
+        os.replace(partial, path)
     except BaseException:
-        part.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
     finally:
         os.close(lock)
 
 
-def _made_and_locked(part: Path, mode: int) -> int:
+def _create_locked(partial: Path, mode: int) -> int:
     """Create and lock a temporary file, so that no other process mistakes it for a leftover."""
     while True:
-        part.unlink(missing_ok=True)
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        partial.unlink(missing_ok=True)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         with suppress(OSError):  # without locks others leave it alone
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
@@ -60,31 +60,31 @@ def _made_and_locked(part: Path, mode: int) -> int:
         os.close(descriptor)  # it was taken for one before it was locked
 
 
-def _remove_unlocked(left: Path) -> None:
+def _remove_unlocked(leftover: Path) -> None:
     """Remove a temporary file of ours that no living process is writing."""
     try:
-        descriptor = os.open(left, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(leftover, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return  # another user's, or no file
     try:
         status = os.fstat(descriptor)
         if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
+            leftover.unlink()
     except OSError:  # it is held, or that cannot be told
         return
     finally:
         os.close(descriptor)
 
 
-class _Tried(Exception):
+class _TrialDone(Exception):
     """The trial file could be created; it is removed again."""
 
 
 def check_writable(path: Path) -> None:
     """Raise the OSError that `atomic_file` would raise: called before long work whose result the file will hold."""
-    with suppress(_Tried), atomic_file(path):
-        raise _Tried
+    with suppress(_TrialDone), atomic_file(path):
+        raise _TrialDone
 
 
 @contextmanager
@@ -94,15 +94,15 @@ def file_lock(lock: Path, mode: int = 0o666) -> Iterator[None]:
     descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         with suppress(OSError):
-            until = time.monotonic() + LOCK_TIMEOUT_S
-            while not _is_held(descriptor) and time.monotonic() < until:
+            deadline = time.monotonic() + LOCK_TIMEOUT_S
+            while not _try_lock(descriptor) and time.monotonic() < deadline:
                 time.sleep(0.02)
         yield
     finally:
         os.close(descriptor)
 
 
-def _is_held(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     """Try to take the lock without blocking; True when it was acquired. Raises OSError where locks are not supported."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,8 +117,8 @@ def write_text_atomic(path: Path, text: str, hint: str) -> None:
     Raises EffllmError with `hint` as the next step (no permission, a folder of that name), DiskFull with the space needed or `hint`: in
     a chat nothing is run again. Missing parent folders are not created: most such paths are typos.
     """
-    if not os.path.exists(above := path.parent):
-        raise EffllmError(f"cannot write {path}: there is no folder {above}", f"make it: mkdir -p {typed(above)}, or {hint}")
+    if not os.path.exists(parent := path.parent):
+        raise EffllmError(f"cannot write {path}: there is no folder {parent}", f"make it: mkdir -p {typed(parent)}, or {hint}")
     try:
         with atomic_file(path, 0o600) as file:
             file.write(text.encode("utf-8", "replace"))

@@ -14,18 +14,18 @@ from .atomic_write import UNFINISHED
 
 KV_PROFILE, KV_ARRAYS = "kv_profile.json", "kv_profile.f32"  # `kv_profile_file.py`
 SPARSITY, PREDICTORS = "sparsity.json", "predictors.npz"  # `sparsity_file.py`, `activation_predictors.py`
-MEASURED = (KV_PROFILE, KV_ARRAYS, SPARSITY, PREDICTORS)
+MEASUREMENTS = (KV_PROFILE, KV_ARRAYS, SPARSITY, PREDICTORS)
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", hub.INDEX)
 TOWER = "sight.safetensors"  # what a model sees and hears with (`images/tower_copy.py`)
-NAMES = (*hub.COMPANIONS, *WEIGHTS, TOWER, storage.MARKER, *MEASURED, *map(UNFINISHED.format, MEASURED),
-         *(f".{name}.partial" for name in MEASURED))
+OWN_FILES = (*hub.COMPANIONS, *WEIGHTS, TOWER, storage.MARKER, *MEASUREMENTS, *map(UNFINISHED.format, MEASUREMENTS),
+         *(f".{name}.partial" for name in MEASUREMENTS))
 
 
 def foreign_entry(folder: Path) -> str | None:
     """Name of an entry of `folder` that effllm does not write; None where there is none."""
     entries = sorted(folder.iterdir())
     return next((entry.name for entry in entries if not entry.is_file()
-                 or not any(fnmatch(entry.name, name) for name in NAMES) and not is_journal(entry)), None)
+                 or not any(fnmatch(entry.name, name) for name in OWN_FILES) and not is_journal(entry)), None)
 
 
 def already_complete(out: Path) -> str:
@@ -38,11 +38,11 @@ def require_folder(folder: Path, elsewhere: str = "choose another path with -o")
     would fail too."""
     if folder.is_dir():
         return
-    nearest = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
-    if nearest.is_dir():
+    existing = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if existing.is_dir():
         raise UsageError(f"there is no folder {folder}", f"mkdir -p {folder}")
-    what = describe_existing(nearest) if nearest.is_symlink() and not nearest.exists() else "a file"
-    raise UsageError(f"{nearest} is {what}, not a folder", elsewhere)
+    what = describe_existing(existing) if existing.is_symlink() and not existing.exists() else "a file"
+    raise UsageError(f"{existing} is {what}, not a folder", elsewhere)
 
 
 def describe_existing(place: Path) -> str:

@@ -7,11 +7,11 @@ from pathlib import Path
 from ... import UsageError
 
 
-def read_prompt_file(path: Path, most: int, what: str) -> bytes:
+def read_prompt_file(path: Path, max_nbytes: int, what: str) -> bytes:
     """Content of a file, at most `most` + 1 bytes; the decoder rejects anything over the limit. Raises UsageError."""
     try:
         with path.open("rb") as file:
-            return file.read(most + 1)
+            return file.read(max_nbytes + 1)
     except OSError as error:
         raise unreadable_file(path, error, what) from error
 

@@ -21,7 +21,7 @@ from ...offload.safetensors_header import is_gguf
 from ..config_reader import ConfigError, show
 from ..engine import Engine
 from ..events import Progress, Yield
-from ..files.bounded_read import JSON_NBYTES, read_bounded
+from ..files.bounded_read import MAX_JSON_NBYTES, read_bounded
 from ..gguf.architecture import POOLING_TYPES
 from ..hub import DENSE, MODULES, POOLING, POOLING_KEPT
 from ..kv.varlen_cache import kernel_boundaries, plan_batches, supports_varlen
@@ -118,7 +118,7 @@ def gguf_value(path: Path, key: str) -> Any:
 def read_json(path: Path) -> object:
     """A parsed JSON file, None if there is none. Raises ConfigError."""
     try:
-        return json.loads(read_bounded(path, JSON_NBYTES))
+        return json.loads(read_bounded(path, MAX_JSON_NBYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:

@@ -18,7 +18,7 @@ from ... import EffllmError, UsageError
 from ..audio import AUDIO_ENCODERS, AUDIO_SECTIONS, takes_audio
 from ..config_reader import resolve_shared_model_type
 from ..families import COMPOSITE, NEMOTRON_OMNI
-from ..files.bounded_read import JSON_NBYTES, read_bounded
+from ..files.bounded_read import MAX_JSON_NBYTES, read_bounded
 from .modality import AUDIO_INPUT, IMAGE_INPUT, Modality
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def raw_config(folder: Path) -> Mapping[str, object]:
     """The contents of config.json; empty where `model_type_of` is None."""
     path = folder / "config.json"
     try:
-        raw = json.loads(read_bounded(path, JSON_NBYTES)) if path.is_file() else None
+        raw = json.loads(read_bounded(path, MAX_JSON_NBYTES)) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return {}
     return resolve_shared_model_type(raw) if isinstance(raw, dict) and isinstance(raw.get("model_type"), str) else {}

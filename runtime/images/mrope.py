@@ -21,7 +21,7 @@ import numpy as np
 
 from ... import UsageError
 from ..config_rope import GLOBAL, LOCAL
-from ..files.bounded_read import JSON_NBYTES, read_bounded
+from ..files.bounded_read import MAX_JSON_NBYTES, read_bounded
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -57,7 +57,7 @@ def split_media_token(token: int) -> tuple[int, int, int]:
 def mrope_axes(folder: Path, config: ModelConfig) -> np.ndarray | None:
     """Which of a token's positions rotates each channel pair, int64 [pairs], counted from ORDER for ORDERED families; None for plain RoPE.
     Raises UsageError."""
-    raw = json.loads(read_bounded(folder / "config.json", JSON_NBYTES)) if (folder / "config.json").is_file() else {}
+    raw = json.loads(read_bounded(folder / "config.json", MAX_JSON_NBYTES)) if (folder / "config.json").is_file() else {}
     if raw.get("model_type") not in SECTIONS:
         return None
     inner = raw.get("thinker_config") or raw

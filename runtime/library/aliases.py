@@ -18,21 +18,21 @@ from pathlib import Path
 from ... import ModelNotFound, UsageError, ls, not_written
 from .. import hub
 from ..config_reader import REFETCH_HINT, ConfigError, Keys, show
-from ..files.bounded_read import JSON_NBYTES, read_bounded
+from ..files.bounded_read import MAX_JSON_NBYTES, read_bounded
 from . import storage
 
 NOT_STATED = "not stated"  # how a file, whose entries all have a licence, says that there is none
 KEYS = frozenset({"repo", "path", "revision", "licence", "gated", "params", "size_gb", "default_bits", "exclude", "note", "alternative"})
-OWN_KEYS = KEYS | {"packaged", "library"}
+USER_KEYS = KEYS | {"packaged", "library"}
 ALIAS = re.compile(r"[a-z0-9][a-z0-9.-]*")
 PARAMS = re.compile(r"[0-9]+(\.[0-9]+)?[MB]")
 BITS = (2, 3, 4, 5, 6, 8, 16)
 FILE = "models.yaml"
-HEAD = """# Aliases made by `effllm alias`, which writes the lines of the name that it is given and leaves all others as they are.
+FILE_HEADER = """# Aliases made by `effllm alias`, which writes the lines of the name that it is given and leaves all others as they are.
 # The keys are those of effllm's own models.yaml; `packaged` names a model that comes with effllm, `library` one of another program.
 """
-DEEPEST = 100  # names and lists within one another
-SAME_SIZE = 1.6  # times as large, at most
+MAX_NESTING = 100  # names and lists within one another
+MAX_SIZE_RATIO = 1.6  # times as large, at most
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class CatalogEntry:
         return keys | {name: value for name in ("exclude", "note", "alternative") if (value := getattr(self, name))}
 
 
-def _licence(said: str) -> str | None:
-    return None if said == NOT_STATED else said
+def _licence(text: str) -> str | None:
+    return None if text == NOT_STATED else text
 
 
 def parse_catalog(text: str, file: str = FILE, own: bool = False) -> tuple[CatalogEntry, ...]:
@@ -83,7 +83,7 @@ def parse_catalog(text: str, file: str = FILE, own: bool = False) -> tuple[Catal
     import yaml
 
     try:
-        if own and _is_deep(text):
+        if own and _is_nested_too_deeply(text):
             raise ConfigError(f"{file} is nested too deeply")
         raw = yaml.load(text, _loader())
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
@@ -95,14 +95,14 @@ def parse_catalog(text: str, file: str = FILE, own: bool = False) -> tuple[Catal
     return tuple(_entry(alias, values, file, own) for alias, values in raw.items())
 
 
-def _is_deep(text: str) -> bool:
+def _is_nested_too_deeply(text: str) -> bool:
     """Whether a person's file is nested as none is: the C parser has no bound to that and ends the process. Raises YAMLError."""
     import yaml
 
     depth = 0
     for event in yaml.parse(text, _loader()):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
+        if depth > MAX_NESTING:
             return True
     return False
 
@@ -118,17 +118,17 @@ def _entry(alias: object, values: object, file: str, own: bool) -> CatalogEntry:
     where = f"{file}: {show(alias)}"
     if not isinstance(alias, str) or not ALIAS.fullmatch(alias) or not isinstance(values, dict):
         raise ConfigError(f"{where} is not an alias in lower case with its keys")
-    keys, allowed = Keys(values, where), OWN_KEYS if own else KEYS
+    keys, allowed = Keys(values, where), USER_KEYS if own else KEYS
     if unknown := sorted(str(key) for key in values.keys() - allowed):
         raise ConfigError(f"{where}: unknown key {show(unknown[0])}", f"known: {', '.join(sorted(allowed))}")
     repo, path = keys.text("repo", None), keys.text("path", None)
-    known, library = (keys.text(name, "") if own else "" for name in ("packaged", "library"))
-    given = [repo is not None, path is not None, bool(known), bool(library)].count(True)
-    if given != 1 or (repo is not None and not (hub.is_repo(repo) and "/" in repo)):
+    packaged_alias, library = (keys.text(name, "") if own else "" for name in ("packaged", "library"))
+    num_sources = [repo is not None, path is not None, bool(packaged_alias), bool(library)].count(True)
+    if num_sources != 1 or (repo is not None and not (hub.is_repo(repo) and "/" in repo)):
         raise ConfigError(f"{where}: exactly one of repo (org/name){', path, packaged and library' if own else ' and path'} must be given")
-    if known and not ALIAS.fullmatch(known):
+    if packaged_alias and not ALIAS.fullmatch(packaged_alias):
         raise keys.fail("packaged", "an alias that comes with effllm")
-    path = str(_packaged_folder(known)) if known else path
+    path = str(_packaged_folder(packaged_alias)) if packaged_alias else path
     if own and path is not None and ("\0" in path or not Path(path).is_absolute()):
         raise keys.fail("path", "an absolute path")
     revision, params, bits = keys.text("revision", "main"), keys.text("params"), keys.integer("default_bits")
@@ -140,7 +140,7 @@ def _entry(alias: object, values: object, file: str, own: bool) -> CatalogEntry:
         raise keys.fail("default_bits", f"one of {BITS}")
     return CatalogEntry(alias, repo, path, revision, _licence(keys.text("licence")), keys.flag("gated"), params,
                         round(keys.number("size_gb") * 1e9), bits, keys.text("exclude", ""), keys.text("note", ""),
-                        keys.text("alternative", ""), own, known, library)
+                        keys.text("alternative", ""), own, packaged_alias, library)
 
 
 def _packaged_folder(alias: str) -> Path:
@@ -162,7 +162,7 @@ def own_aliases(env: Mapping[str, str]) -> tuple[CatalogEntry, ...]:
     """The person's; none where there is no file. Raises ConfigError naming the file."""
     path = own_file(env)
     try:
-        text = read_bounded(path, JSON_NBYTES).decode("utf-8", "replace")
+        text = read_bounded(path, MAX_JSON_NBYTES).decode("utf-8", "replace")
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except OSError as error:
@@ -170,14 +170,14 @@ def own_aliases(env: Mapping[str, str]) -> tuple[CatalogEntry, ...]:
     try:
         return parse_catalog(text, str(path), own=True)
     except ConfigError as error:  # a file of the person's own, which is nowhere to be fetched from
-        written = "correct or remove that entry; `effllm alias NAME MODEL` writes complete ones"
-        raise ConfigError(error.message, written if error.hint == REFETCH_HINT else error.hint) from error
+        hint = "correct or remove that entry; `effllm alias NAME MODEL` writes complete ones"
+        raise ConfigError(error.message, hint if error.hint == REFETCH_HINT else error.hint) from error
 
 
 def library_aliases(env: Mapping[str, str]) -> dict[str, str]:
     """Of the person's those of models that other programs keep, by the model's name there; a file without any is not taken apart."""
     try:
-        text = read_bounded(own_file(env), JSON_NBYTES)
+        text = read_bounded(own_file(env), MAX_JSON_NBYTES)
     except OSError:
         return {}
     if b"library:" not in text:
@@ -190,8 +190,8 @@ def library_aliases(env: Mapping[str, str]) -> dict[str, str]:
 def catalog(env: Mapping[str, str] | None = None) -> tuple[CatalogEntry, ...]:
     """All aliases, the person's first among equals; without `env` the packaged ones."""
     own = own_aliases(env) if env is not None else ()
-    taken = {entry.alias for entry in own}
-    return (*(entry for entry in packaged() if entry.alias not in taken), *own)
+    own_names = {entry.alias for entry in own}
+    return (*(entry for entry in packaged() if entry.alias not in own_names), *own)
 
 
 def open_alternative(entries: Iterable[CatalogEntry], nbytes: int) -> str | None:
@@ -199,7 +199,7 @@ def open_alternative(entries: Iterable[CatalogEntry], nbytes: int) -> str | None
     open_ones = [entry for entry in entries if not entry.gated and entry.repo is not None and entry.default_bits < 16]
     sizes = {entry.alias: max(entry.size_bytes / nbytes, nbytes / entry.size_bytes) for entry in open_ones if entry.size_bytes and nbytes}
     nearest = min(sizes, key=sizes.__getitem__, default=None)
-    return nearest if nearest is not None and sizes[nearest] <= SAME_SIZE else None
+    return nearest if nearest is not None and sizes[nearest] <= MAX_SIZE_RATIO else None
 
 
 def entry_folder(entry: CatalogEntry) -> Path:
@@ -221,8 +221,8 @@ def write_alias(env: Mapping[str, str], entry: CatalogEntry) -> None:
 def remove_alias(env: Mapping[str, str], name: str) -> None:
     """Raises ModelNotFound where the person has no such alias."""
     if all(entry.alias != name for entry in own_aliases(env)):
-        comes = any(entry.alias == name for entry in packaged())
-        raise ModelNotFound(f"{show(name)} is {'an alias that comes with effllm' if comes else 'no alias of yours'}",
+        is_packaged = any(entry.alias == name for entry in packaged())
+        raise ModelNotFound(f"{show(name)} is {'an alias that comes with effllm' if is_packaged else 'no alias of yours'}",
                             "effllm alias lists yours")
     _change(env, name, None)
 
@@ -234,15 +234,15 @@ def _change(env: Mapping[str, str], name: str, entry: CatalogEntry | None) -> No
     place = Path(os.path.realpath(path))
     try:
         with storage.locked_file(path):
-            storage.replace_text(place, _edited(_read_exactly(path), path, name, entry))
+            storage.replace_text(place, _with_alias(_read_text(path), path, name, entry))
     except OSError as error:
         raise not_written(error, f"{path} cannot be written", f"check its folder: {ls(place.parent)}") from error
 
 
-def _read_exactly(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """Raises ConfigError for what cannot be written back as it was."""
     try:
-        content = read_bounded(path, JSON_NBYTES)
+        content = read_bounded(path, MAX_JSON_NBYTES)
         return content.decode()
     except FileNotFoundError:
         return ""
@@ -251,30 +251,30 @@ def _read_exactly(path: Path) -> str:
         raise ConfigError(f"{path} is not in UTF-8 in line {line}, and would not be written back as it is", "save it as UTF-8") from error
 
 
-def _edited(text: str, path: Path, name: str, entry: CatalogEntry | None) -> str:
+def _with_alias(text: str, path: Path, name: str, entry: CatalogEntry | None) -> str:
     """The file with the lines of one name written anew, so that comments and the order of the others stay. Raises ConfigError where names
     are not written one below the other, as that takes, and comments would be lost."""
-    wanted = {each.alias: each for each in parse_catalog(text, str(path), own=True) if each.alias != name}
-    wanted |= {name: entry} if entry else {}
-    edited = _with_lines(text if text.strip() else HEAD, name, _dumped([entry]) if entry else "")
+    expected = {each.alias: each for each in parse_catalog(text, str(path), own=True) if each.alias != name}
+    expected |= {name: entry} if entry else {}
+    edited = _replace_lines(text if text.strip() else FILE_HEADER, name, _to_yaml_text([entry]) if entry else "")
     with suppress(ConfigError):
-        if {each.alias: each for each in parse_catalog(edited, str(path), own=True)} == wanted:
+        if {each.alias: each for each in parse_catalog(edited, str(path), own=True)} == expected:
             return edited
     if "#" in text:
         raise ConfigError(f"{path} is not in block style, and rewriting it would lose its comments", f"change {show(name)} by hand")
-    edited = HEAD + _dumped(wanted.values())
+    edited = FILE_HEADER + _to_yaml_text(expected.values())
     parse_catalog(edited, str(path), own=True)
     return edited
 
 
-def _dumped(entries: Iterable[CatalogEntry]) -> str:
+def _to_yaml_text(entries: Iterable[CatalogEntry]) -> str:
     import yaml
 
     values = {entry.alias: entry.to_yaml() for entry in entries}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True) if values else ""
 
 
-def _with_lines(text: str, name: str, block: str) -> str:
+def _replace_lines(text: str, name: str, block: str) -> str:
     """`text` with `block` for the lines of a name, after the last line where it has none. Comments between two names are the second's."""
     import yaml
 

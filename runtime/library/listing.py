@@ -21,101 +21,101 @@ from .model_name import Reference, parse_reference
 
 
 def local_models(env: Mapping[str, str]) -> list[LocalModel]:
-    """Models that can run now: the packaged one, what effllm made, the hub cache, what other programs keep; nothing damaged, partial or of
-    another family."""
-    entries, found, before = catalog(env), [], ListingCache(env)
-    local = partial(local_model, before=before)
-    for kept in storage.stored_models(env):
-        found.append(local(_kept_name(kept, entries, env), kept.folder, "effllm", None, kept.revision))
+    """Models that can run now: the packaged one, those that effllm built, the hub cache, and those of other programs; none that is damaged,
+    incomplete or of an unsupported family."""
+    entries, models, cache = catalog(env), [], ListingCache(env)
+    local = partial(local_model, cache=cache)
+    for stored in storage.stored_models(env):
+        models.append(local(_stored_name(stored, entries, env), stored.folder, "effllm", None, stored.revision))
     for folder in storage.nameless_folders(env):
-        found.append(local(str(folder), folder, "effllm", None))
+        models.append(local(str(folder), folder, "effllm", None))
     for folder in storage.registered(env):
-        found.append(local(str(folder), folder, "folder", None))
+        models.append(local(str(folder), folder, "folder", None))
     for snapshot in hub.snapshots(env):
         entry = find_entry(entries, snapshot.repo)
         licence = entry.licence if entry else hub.stated_licence(snapshot.folder)
-        for name, path in _cached(snapshot, entries):
+        for name, path in _snapshot_models(snapshot, entries):
             if (model := local(name, path, "hub cache", licence, snapshot.commit)) is not None:
-                found.append(model if model.licence else replace(model, licence=storage.stated_licence(env, snapshot)))
-    others = {os.path.abspath(model.folder): model for model in found if model is not None}
+                models.append(model if model.licence else replace(model, licence=storage.stated_licence(env, snapshot)))
+    others = {os.path.abspath(model.folder): model for model in models if model is not None}
     named = []
     for entry in entries:
         if entry.path and (known := others.pop(os.path.abspath(entry_folder(entry)), None)) is not None:
-            # The same thing once, under the shorter name.
+            # List a model once, under its shortest name.
             named.append(replace(known, name=entry.alias, licence=known.licence or entry.licence))
         elif entry.path:
             source = "folder" if entry.own and not entry.packaged else "effllm"
             named.append(local(entry.alias, entry_folder(entry), source, entry.licence))
-    kept = {model.name: model for model in _of_programs(env, before)}
-    before.keep()
+    external_models_by_name = {model.name: model for model in _external_local_models(env, cache)}
+    cache.keep()
     for entry in entries:
-        if entry.library and (known := kept.get(_library_name(entry, env))) is not None:
+        if entry.library and (known := external_models_by_name.get(_library_name(entry, env))) is not None:
             named.append(replace(known, name=entry.alias))
-    return [model for model in (*named, *others.values(), *kept.values()) if model is not None]
+    return [model for model in (*named, *others.values(), *external_models_by_name.values()) if model is not None]
 
 
-def _of_programs(env: Mapping[str, str], before: ListingCache) -> Iterator[LocalModel]:
-    """What other programs keep and can run here. Several names of one file are several models, and the file is read once, unless it was
-    listed before."""
-    read = dict[tuple[Path, Path | None], ModelFacts | None]()
-    for kept in external_models.all_models(env):
-        if (file := (kept.file, kept.projector)) not in read:
-            read[file] = before.of(*file, facts_of)
-        if (facts := read[file]) is not None:
-            yield model_from_facts(facts, kept.name, kept.file, kept.title, kept.licence, None, facts.has_template or _is_asked(kept),
-                                   kept.projector)
+def _external_local_models(env: Mapping[str, str], cache: ListingCache) -> Iterator[LocalModel]:
+    """Models of other programs that can run here. Several names of one file are several models; the file is read once, or not at all if it
+    is in the cache."""
+    facts_by_file = dict[tuple[Path, Path | None], ModelFacts | None]()
+    for external in external_models.all_models(env):
+        if (file := (external.file, external.projector)) not in facts_by_file:
+            facts_by_file[file] = cache.of(*file, facts_of)
+        if (facts := facts_by_file[file]) is not None:
+            has_template = facts.has_template or _has_known_template(external)
+            yield model_from_facts(facts, external.name, external.file, external.title, external.licence, None, has_template,
+                                   external.projector)
 
 
-def _is_asked(kept: external_models.ExternalModel) -> bool:
-    """Whether its program has a template for it of a format that is known here."""
+def _has_known_template(external: external_models.ExternalModel) -> bool:
+    """Whether the program stores a chat template of a known format for it."""
     from ..templates.ollama_templates import detect_format
 
-    return kept.stored is not None and any(detect_format(layer.text()) for layer in kept.stored.of("template"))
+    return external.stored is not None and any(detect_format(layer.text()) for layer in external.stored.of("template"))
 
 
 def _library_name(entry: CatalogEntry, env: Mapping[str, str]) -> str:
-    """The name that `_of_programs` has for what an alias stands for."""
-    own = parse_reference(entry.library, env)
+    """The name that `_external_local_models` has for the model of an alias."""
+    reference = parse_reference(entry.library, env)
     try:
-        return external_models.find(own, env).name if own.program else ""
+        return external_models.find(reference, env).name if reference.program else ""
     except EffllmError:
         return ""
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A model that effllm made and cannot read, and `why`: damaged, or of a newer effllm. `name` is what to type to remove it."""
+    """A model that effllm built and cannot read."""
 
-    name: str
+    name: str  # as typed to remove it
     folder: Path
-    why: str
+    why: str  # damaged, or built by a newer effllm
 
 
-def unreadable_models(env: Mapping[str, str], here: Iterable[LocalModel]) -> list[Unreadable]:
+def unreadable_models(env: Mapping[str, str], readable: Iterable[LocalModel]) -> list[Unreadable]:
     """What effllm made that is not among those that can run `here`: else nobody would find what still takes its room on the disk."""
-    entries, runs = catalog(env), {os.path.abspath(model.folder) for model in here}
-    made = {kept.folder: _kept_name(kept, entries, env) for kept in storage.stored_models(env)}
+    entries, readable_folders = catalog(env), {os.path.abspath(model.folder) for model in readable}
+    names_by_folder = {kept.folder: _stored_name(kept, entries, env) for kept in storage.stored_models(env)}
     for folder in (*storage.nameless_folders(env), *storage.registered(env)):
-        made.setdefault(folder, str(folder))
-    found = []
-    for folder, name in made.items():
-        if os.path.abspath(folder) not in runs and (folder / storage.MARKER).is_file():
+        names_by_folder.setdefault(folder, str(folder))
+    unreadable = []
+    for folder, name in names_by_folder.items():
+        if os.path.abspath(folder) not in readable_folders and (folder / storage.MARKER).is_file():
             try:
                 read_folder(name, folder, "", None)
             except EffllmError as error:
-                found.append(Unreadable(name, folder, error.message))
-    return found
+                unreadable.append(Unreadable(name, folder, error.message))
+    return unreadable
 
 
 @dataclass(frozen=True)
 class Incomplete:
-    """A model of which a download was stopped, or which was being made of what is here. `name` is what to type to go on with it or to
-    remove it. Bytes: `held` of `size`. `is_pulled`: `pull` goes on with it, else the command that was making it."""
+    """A model whose download or build was interrupted."""
 
-    name: str
-    held: int
-    size: int
-    is_pulled: bool = True
+    name: str  # as typed to continue or to remove it
+    held: int  # bytes that are here
+    size: int  # bytes of the whole
+    is_pulled: bool = True  # `pull` continues it; otherwise the command that was building it
 
 
 def incomplete_models(env: Mapping[str, str]) -> list[Incomplete]:
@@ -123,35 +123,36 @@ def incomplete_models(env: Mapping[str, str]) -> list[Incomplete]:
     of what is here."""
     from .unfinished_builds import stopped_conversions, stopped_pulls
 
-    entries, found = catalog(env), []
-    for each in unfinished_downloads.all_stopped(env):
-        name = _revision_name(each.repo, each.revision, entries)
-        found.append(Incomplete(name if each.file is None else f"{name}:{each.file}", each.held, each.size))
-    for each in stopped_pulls(env):
-        found.append(Incomplete(f"{_revision_name(each.repo, each.revision, entries)}:{each.spec}", each.held, each.size))
-    return found + [Incomplete(_name_to_make(each.folder, each.of, entries, env), each.held, each.size,
-                               False) for each in stopped_conversions(env)]
+    entries, incomplete = catalog(env), []
+    for stopped in unfinished_downloads.all_stopped(env):
+        name = _revision_name(stopped.repo, stopped.revision, entries)
+        incomplete.append(Incomplete(name if stopped.file is None else f"{name}:{stopped.file}", stopped.held, stopped.size))
+    for stopped in stopped_pulls(env):
+        name = _revision_name(stopped.repo, stopped.revision, entries)
+        incomplete.append(Incomplete(f"{name}:{stopped.spec}", stopped.held, stopped.size))
+    return incomplete + [Incomplete(_conversion_name(stopped.folder, stopped.of, entries, env), stopped.held, stopped.size,
+                               False) for stopped in stopped_conversions(env)]
 
 
 def model_names(env: Mapping[str, str]) -> list[str]:
     """What can be typed for a model that is here, without a look into any: for the shell, which waits."""
     entries = catalog(env)
-    known = [entry.alias for entry in entries if entry.path or entry.library]
-    known += [_kept_name(kept, entries, env) for kept in storage.stored_models(env)]
-    known += [str(folder) for folder in (*storage.nameless_folders(env), *storage.registered(env))]
-    known += [name for snapshot in hub.snapshots(env) for name, _ in _cached(snapshot, entries)]
-    return known + external_models.all_names(env)
+    names = [entry.alias for entry in entries if entry.path or entry.library]
+    names += [_stored_name(kept, entries, env) for kept in storage.stored_models(env)]
+    names += [str(folder) for folder in (*storage.nameless_folders(env), *storage.registered(env))]
+    names += [name for snapshot in hub.snapshots(env) for name, _ in _snapshot_models(snapshot, entries)]
+    return names + external_models.all_names(env)
 
 
-def _cached(snapshot: hub.Snapshot, entries: Iterable[CatalogEntry]) -> Iterator[tuple[str, Path]]:
+def _snapshot_models(snapshot: hub.Snapshot, entries: Iterable[CatalogEntry]) -> Iterator[tuple[str, Path]]:
     """What a snapshot holds, by name: its folder, unless GGUF files are all there is, and each of those, of a split one the first part."""
-    own, files = _cached_name(snapshot, entries), file_names.model_files(hub.gguf_files(snapshot.folder))
+    snapshot_name, files = _snapshot_name(snapshot, entries), file_names.model_files(hub.gguf_files(snapshot.folder))
     if not files or (snapshot.folder / "config.json").exists():
-        yield own, snapshot.folder
-    yield from ((f"{own}:{file}", snapshot.folder / file) for file in files)
+        yield snapshot_name, snapshot.folder
+    yield from ((f"{snapshot_name}:{file}", snapshot.folder / file) for file in files)
 
 
-def _cached_name(snapshot: hub.Snapshot, entries: Iterable[CatalogEntry]) -> str:
+def _snapshot_name(snapshot: hub.Snapshot, entries: Iterable[CatalogEntry]) -> str:
     return _revision_name(snapshot.repo, "main" if snapshot.revision == "main" else snapshot.commit, entries)
 
 
@@ -163,38 +164,39 @@ def _revision_name(repo: str, revision: str, entries: Iterable[CatalogEntry]) ->
     return entry.alias if entry and entry.revision == "main" else repo
 
 
-def _kept_name(kept: storage.StoredModel, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> str:
+def _stored_name(stored: storage.StoredModel, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> str:
     """The shortest name that leads to it; its folder where none does, such as for what was made of a model that has changed since."""
-    entry = find_entry(entries, kept.repo)
-    for name in (entry.alias if entry else kept.repo, f"{kept.repo}@{kept.revision[:12]}"):
-        if _leads_to(f"{name}:{kept.spec}", kept, env):
-            return f"{name}:{kept.spec}"
+    entry = find_entry(entries, stored.repo)
+    for name in (entry.alias if entry else stored.repo, f"{stored.repo}@{stored.revision[:12]}"):
+        if _resolves_to(f"{name}:{stored.spec}", stored, env):
+            return f"{name}:{stored.spec}"
     # Of a file or a folder the name that a person typed, which may have stated the format already.
-    typed = str(storage.source_name(kept.folder)).removesuffix(f":{kept.spec}")
-    return f"{typed}:{kept.spec}" if _leads_to(f"{typed}:{kept.spec}", kept, env) else str(kept.folder)
+    source = str(storage.source_name(stored.folder)).removesuffix(f":{stored.spec}")
+    return f"{source}:{stored.spec}" if _resolves_to(f"{source}:{stored.spec}", stored, env) else str(stored.folder)
 
 
-def _name_to_make(folder: Path, of: str, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> str:
+def _conversion_name(folder: Path, of: str, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> str:
     """The shortest name under which `folder` would be kept; the folder itself where somebody else's choice put it there."""
     repo, revision, spec = folder.parents[1].name.replace("--", "/"), folder.parent.name, folder.name
     entry = find_entry(entries, repo)
     names = (entry.alias if entry else repo, f"{repo}@{revision[:12]}", of.removesuffix(f":{spec}"))
-    return next((f"{name}:{spec}" for name in names if _would_make(f"{name}:{spec}", folder, env)), str(folder))
+    return next((f"{name}:{spec}" for name in names if _would_store_in(f"{name}:{spec}", folder, env)), str(folder))
 
 
-def _would_make(name: str, folder: Path, env: Mapping[str, str]) -> bool:
-    """Whether a name in a format is that of a model here which would be kept in `folder`."""
+def _would_store_in(name: str, folder: Path, env: Mapping[str, str]) -> bool:
+    """Whether a name with a format means a model whose build would be stored in `folder`."""
     try:
         ref = resolve(name, env)
     except EffllmError:
         return False
-    kept = storage.models_folder(env)
-    return ref.variant is not None and storage.stored_folder(kept, ref.folder, ref.variant, ref.repo or ref.alias, ref.revision) == folder
+    if ref.variant is None:
+        return False
+    return storage.stored_folder(storage.models_folder(env), ref.folder, ref.variant, ref.repo or ref.alias, ref.revision) == folder
 
 
-def _leads_to(name: str, kept: storage.StoredModel, env: Mapping[str, str]) -> bool:
+def _resolves_to(name: str, stored: storage.StoredModel, env: Mapping[str, str]) -> bool:
     try:
-        return resolve(name, env).folder == kept.folder
+        return resolve(name, env).folder == stored.folder
     except EffllmError:
         return False
 
@@ -214,16 +216,16 @@ def entry_for(alias: str, text: str, env: Mapping[str, str]) -> CatalogEntry:
                          f"effllm pull {text}, or: effllm quantize {reference.base} -o DIR --spec {ref.variant}, then give DIR")
     if reference.program is not None or known is not None and known.library:
         library = known.library if known is not None else external_models.find(reference, env).name
-        return replace(_entry_of(alias, text, ref, {"repo": None, "path": None}, reference), library=library)
+        return replace(_entry_from_headers(alias, text, ref, {"repo": None, "path": None}, reference), library=library)
     if known is not None and known.path is not None and (known.packaged or not known.own) and ref.folder == entry_folder(known):
         return replace(known, alias=alias, path=str(entry_folder(known)), own=True, packaged=known.packaged or known.alias)
     # A file of a repository is a path too: its link, because a blob's own name ends in no .gguf.
     cached = ref.repo is not None and reference.file is None and hub.cache_folder(env) in ref.folder.parents
     place = {"repo": ref.repo, "path": None} if cached else {"repo": None, "path": os.path.abspath(ref.folder)}
-    return _entry_of(alias, text, ref, place, reference)
+    return _entry_from_headers(alias, text, ref, place, reference)
 
 
-def _entry_of(alias: str, text: str, ref: ModelRef, place: Mapping[str, str | None], reference: Reference) -> CatalogEntry:
+def _entry_from_headers(alias: str, text: str, ref: ModelRef, place: Mapping[str, str | None], reference: Reference) -> CatalogEntry:
     """With what headers tell. Raises ModelNotFound for what cannot run here."""
     model = local_model(text, ref.folder, "", ref.licence, ref.revision)
     if model is None:

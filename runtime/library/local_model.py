@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ... import EffllmError
 from ...offload.safetensors_header import is_gguf
 from .. import hub
-from ..files.bounded_read import JSON_NBYTES, read_bounded
+from ..files.bounded_read import MAX_JSON_NBYTES, read_bounded
 from ..gguf.projector_lookup import sibling_projectors
 from ..speculation.draft_types import DraftShape, draft_in
 from .listing_cache import ListingCache, ModelFacts
@@ -24,40 +24,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A line of `effllm list`. `name` is what to type; `source` is "effllm", "folder", "hub cache" or the program that keeps it; `bits` are
-    stored per weight. `mmproj`: what a GGUF model sees with, which lies beside it. `takes`: inputs beside text, "image" or
-    "audio". `writes`: text, not vectors or rankings alone."""
+    """A line of `effllm list`."""
 
-    name: str
+    name: str  # as typed
     family: str
-    folder: Path
+    folder: Path  # or the GGUF file
     size_bytes: int
     params: int
-    source: str
+    source: str  # "effllm", "folder", "hub cache" or the display name of another program
     licence: str | None
-    bits: float = 0.0
+    bits: float = 0.0  # stored per weight
     context: int = 0
     revision: str | None = None
     has_template: bool = False
-    mmproj: Path | None = None
-    takes: tuple[str, ...] = ()
-    writes: bool = True
+    mmproj: Path | None = None  # projector file of a GGUF model
+    takes: tuple[str, ...] = ()  # inputs other than text: "image", "audio"
+    writes: bool = True  # generates text, not only vectors or rankings
 
 
 def local_model(name: str, folder: Path, source: str = "folder", licence: str | None = None, revision: str | None = None,
-                before: ListingCache | None = None) -> LocalModel | None:
+                cache: ListingCache | None = None) -> LocalModel | None:
     """Of a folder or a GGUF file; None for what cannot run here. `before`: what was seen of it when it was listed last."""
     if is_gguf(folder):
         said = name, folder, source, licence, revision
-        return _local_file(*said) if before is None else _file_as_before(before, *said)
+        return _local_file(*said) if cache is None else _cached_file(cache, *said)
     try:
-        return read_folder(name, folder, source, licence, revision, before)
+        return read_folder(name, folder, source, licence, revision, cache)
     except EffllmError:
         return None
 
 
 def read_folder(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None,
-                before: ListingCache | None = None) -> LocalModel:
+                cache: ListingCache | None = None) -> LocalModel:
     """Of a folder. Raises EffllmError, which says why, for what cannot run here."""
     from ...offload.checkpoint import TensorStore
     from ...offload.torch_checkpoint import open_folder
@@ -66,15 +64,15 @@ def read_folder(name: str, folder: Path, source: str, licence: str | None, revis
     from ..encoders.encoder_config import read_encoder_config
     from ..stores.container import read_container
 
-    drafts = draft_in(folder)
-    config, made = drafts or (read_encoder_config if is_encoder(folder) else read_config)(folder), read_container(folder)
-    with (TensorStore.open if drafts is None else open_folder)(folder) as store:
-        elements = count_weights(folder, store) if made is None else sum(weights(*each) for each in made.tensors.items())
-        said = made.source if made else {}
-        return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),
-                          made.bits_per_weight if made else 8 * store.nbytes / max(1, elements), config.context_length,
-                          revision or _text(said.get("revision")), has_template(folder),
-                          takes=_taken_as_before(folder, config, before), writes=_writes(config))
+    draft = draft_in(folder)
+    config, container = draft or (read_encoder_config if is_encoder(folder) else read_config)(folder), read_container(folder)
+    with (TensorStore.open if draft is None else open_folder)(folder) as store:
+        elements = count_weights(folder, store) if container is None else sum(weights(*each) for each in container.tensors.items())
+        source_info = container.source if container else {}
+        return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(source_info.get("licence")),
+                          container.bits_per_weight if container else 8 * store.nbytes / max(1, elements), config.context_length,
+                          revision or _text(source_info.get("revision")), has_template(folder),
+                          takes=_cached_input_modalities(folder, config, cache), writes=_generates_text(config))
 
 
 def model_from_facts(facts: ModelFacts, name: str, file: Path, source: str, licence: str | None, revision: str | None, has_template: bool,
@@ -92,12 +90,12 @@ def facts_of(file: Path, projector: Path | None) -> ModelFacts | None:
                                             model.has_template, list(model.takes), model.writes)
 
 
-def _file_as_before(before: ListingCache, name: str, path: Path, source: str, licence: str | None,
+def _cached_file(cache: ListingCache, name: str, path: Path, source: str, licence: str | None,
                     revision: str | None) -> LocalModel | None:
     """`_local_file` of a file whose vocabulary is read once, and again where the file, or what it sees with, is another."""
-    sees = sibling_projectors(path)
-    projector = sees[0] if len(sees) == 1 else None
-    facts = before.of(path, projector, facts_of)
+    projectors = sibling_projectors(path)
+    projector = projectors[0] if len(projectors) == 1 else None
+    facts = cache.of(path, projector, facts_of)
     return None if facts is None else model_from_facts(facts, name, path, source, licence, revision, facts.has_template, projector)
 
 
@@ -117,27 +115,32 @@ def _local_file(name: str, path: Path, source: str, licence: str | None, revisio
             open_gguf_store(path, low_bit=True).close()  # judges the names and types of its tensors
     except EffllmError:
         return None
-    sees = [projector] if projector is not None else sibling_projectors(path)
-    nbytes, elements = (sum(each) for each in zip(*((own.nbytes, prod(own.shape)) for own in header.tensors.values()), strict=True))
+    projectors = [projector] if projector is not None else sibling_projectors(path)
+    nbytes = sum(tensor.nbytes for tensor in header.tensors.values())
+    elements = sum(prod(tensor.shape) for tensor in header.tensors.values())
     return LocalModel(name, config.family, path, nbytes, elements, source, licence or stated_licence(header), 8 * nbytes / elements,
-                      config.context_length, revision, "tokenizer.chat_template" in header.metadata, sees[0] if len(sees) == 1 else None,
-                      _taken(path, config, sees) if sees or header.sees else (), _writes(config))
+                      config.context_length, revision, "tokenizer.chat_template" in header.metadata,
+                      projectors[0] if len(projectors) == 1 else None,
+                      _input_modalities(path, config, projectors) if projectors or header.sees else (), _generates_text(config))
 
 
-def _taken_as_before(folder: Path, config: ModelConfig | EncoderConfig | DraftShape, before: ListingCache | None) -> tuple[str, ...]:
-    """`_taken` of a folder, whose towers are looked at once: what reads them loads NumPy."""
-    return _taken(folder, config) if before is None or not _may_take(folder) else before.taken(folder, lambda: _taken(folder, config))
+def _cached_input_modalities(folder: Path, config: ModelConfig | EncoderConfig | DraftShape,
+                             cache: ListingCache | None) -> tuple[str, ...]:
+    """`_input_modalities` of a folder, cached because reading its encoders imports NumPy."""
+    if cache is None or not _may_have_encoders(folder):
+        return _input_modalities(folder, config)
+    return cache.taken(folder, lambda: _input_modalities(folder, config))
 
 
-def _may_take(folder: Path) -> bool:
+def _may_have_encoders(folder: Path) -> bool:
     from ..images import AUDIO_ENCODERS, VISION_ENCODERS, model_type_of
 
     return model_type_of(folder) in VISION_ENCODERS.keys() | AUDIO_ENCODERS.keys()
 
 
-def _taken(model: Path, config: ModelConfig | EncoderConfig | DraftShape, projectors: Sequence[Path] = ()) -> tuple[str, ...]:
+def _input_modalities(model: Path, config: ModelConfig | EncoderConfig | DraftShape, projectors: Sequence[Path] = ()) -> tuple[str, ...]:
     """What a model takes beside text. Heads of towers are read of those alone that may have one."""
-    if model.is_dir() and not _may_take(model):
+    if model.is_dir() and not _may_have_encoders(model):
         return ()
     from ..images.media import open_media
 
@@ -148,7 +151,7 @@ def _taken(model: Path, config: ModelConfig | EncoderConfig | DraftShape, projec
     return () if media is None else tuple(modality.part for modality in media.encoders)
 
 
-def _writes(config: EncoderConfig | ModelConfig | DraftShape) -> bool:
+def _generates_text(config: EncoderConfig | ModelConfig | DraftShape) -> bool:
     from ..config import ModelConfig
 
     return isinstance(config, ModelConfig) and config.is_generative
@@ -165,6 +168,6 @@ def has_template(folder: Path) -> bool:
     if (folder / hub.RANKS[0]).is_file() and not (folder / "tokenizer.json").exists():  # of which the version has one
         return True
     try:
-        return b'"chat_template"' in read_bounded(folder / "tokenizer_config.json", JSON_NBYTES)
+        return b'"chat_template"' in read_bounded(folder / "tokenizer_config.json", MAX_JSON_NBYTES)
     except OSError:
         return False

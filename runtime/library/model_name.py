@@ -17,19 +17,19 @@ from .. import hub
 from ..config_reader import show
 from ..gguf.file_names import PATH, TAG
 from .aliases import catalog
-from .name_suggestions import OLLAMAS, ollama_aliases, states_size
+from .name_suggestions import OLLAMA_PREFIX, ollama_aliases, states_size
 
 VARIANT = re.compile(rf"(.+):({'|'.join(DEFAULTS)})", re.DOTALL)
-AS_BITS = re.compile(r"\d+[-_ ]?bits?", re.IGNORECASE)  # a precision, and no size of a model
+BITS = re.compile(r"\d+[-_ ]?bits?", re.IGNORECASE)  # a precision, and no size of a model
 FILE = re.compile(rf"(.+):({PATH}|{TAG})", re.DOTALL | re.IGNORECASE)
 # What a browser shows of a repository, of a branch of it or of a file in it.
-ADDRESS = re.compile(r"(?:https?://[^/]+|hf\.co|huggingface\.co)/([^/:]+/[^/:?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+)(?:/([^?#]+\.gguf))?)?"
+URL = re.compile(r"(?:https?://[^/]+|hf\.co|huggingface\.co)/([^/:]+/[^/:?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+)(?:/([^?#]+\.gguf))?)?"
                      r"[^:]*(:[^/]+)?", re.IGNORECASE)
 # What goes before the name of a model of another program (`external_models.py`, which a name without one does not load).
 PROGRAMS = ("ollama", "lmstudio", "llamacpp", "jan", "gpt4all")
-OF_PROGRAM = re.compile(rf"({'|'.join(PROGRAMS)}):(.+)", re.DOTALL | re.IGNORECASE)
-LOOK = "effllm list shows the models that are here; fable comes with effllm"
-ELSEWHERE = "effllm list --all shows what is here and some models of the hub; effllm search WORDS finds more, each named org/repo"
+PROGRAM_NAME = re.compile(rf"({'|'.join(PROGRAMS)}):(.+)", re.DOTALL | re.IGNORECASE)
+LIST_HINT = "effllm list shows the models that are here; fable comes with effllm"
+SEARCH_HINT = "effllm list --all shows what is here and some models of the hub; effllm search WORDS finds more, each named org/repo"
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ def parse_reference(text: str, env: Mapping[str, str]) -> Reference:
     """Raises UsageError for what has no such form, ModelNotFound for a name of another program that means a model here."""
     text = text.strip()
     if not text:
-        raise UsageError("no model given", LOOK)
+        raise UsageError("no model given", LIST_HINT)
     base, variant, file = text, None, None
     if not exists(Path(text)):
-        if match := ADDRESS.fullmatch(base):
+        if match := URL.fullmatch(base):
             repo, revision, file, more = match.groups()
             meant = repo + (f"@{revision}" if revision not in (None, "main") else "") + (f":{file}" if file else "") + (more or "")
             raise UsageError(f"{show(text)} is a URL; models are given by name", f"did you mean {show(meant)}?")
@@ -77,7 +77,7 @@ def parse_reference(text: str, env: Mapping[str, str]) -> Reference:
             base, variant = match.groups()
             if VARIANT.fullmatch(base) and not exists(Path(base)):
                 raise UsageError(f"{show(text)} names two formats", f"leave one out: {show(base)}")
-        if (match := OF_PROGRAM.fullmatch(base)) is not None:
+        if (match := PROGRAM_NAME.fullmatch(base)) is not None:
             return Reference(text, f"{match[1].lower()}:{match[2]}", variant=variant, program=match[1].lower())
         if (match := FILE.fullmatch(base)) and not exists(Path(base)):
             base, file = match.groups()
@@ -107,7 +107,7 @@ def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
     """name[@revision]; what follows a colon and is no format is refused by name."""
     base, colon, variant = text.partition(":")
     if not base.partition("@")[0]:
-        raise UsageError(f"{show(text)} is not a model name", LOOK)
+        raise UsageError(f"{show(text)} is not a model name", LIST_HINT)
     if colon and not variant and base.lower() in PROGRAMS:
         raise UsageError(f"{show(text)} is not a model name", f"effllm list shows the names that begin so: {base.lower()}:NAME")
     if colon:
@@ -116,14 +116,14 @@ def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
         if (there := local_name(text, env)) is not None:
             raise ModelNotFound(f"there is no model {show(text)}", f"did you mean {there}?")
         entries = catalog(env)
-        if not AS_BITS.fullmatch(variant) and (meant := ollama_aliases(base, variant, entries)):
+        if not BITS.fullmatch(variant) and (meant := ollama_aliases(base, variant, entries)):
             raise ModelNotFound(f"there is no model {show(text)}", f"did you mean {' or '.join(meant)}?")
-        is_one = "/" in base and not OLLAMAS.match(base) or any(entry.alias == base.partition("@")[0].lower() for entry in entries)
+        is_one = "/" in base and not OLLAMA_PREFIX.match(base) or any(entry.alias == base.partition("@")[0].lower() for entry in entries)
         if not is_one and states_size(variant):
-            raise ModelNotFound(f"there is no model {show(text)}", ELSEWHERE)
+            raise ModelNotFound(f"there is no model {show(text)}", SEARCH_HINT)
         raise UsageError(f"{show(':' + variant)} is not a known weight format",
                          f"known: {', '.join(DEFAULTS)}, or the name or the tag (Q4_K_M) of a .gguf file; "
-                         + (f"or leave it out: {show(base)}" if is_one else f"and {show(base)} is not a model here: {ELSEWHERE}"))
+                         + (f"or leave it out: {show(base)}" if is_one else f"and {show(base)} is not a model here: {SEARCH_HINT}"))
     name, at, revision = base.partition("@")
     if at and not hub.is_revision(revision):
         raise UsageError(f"{show(revision)} is not a revision", "give a branch, tag or commit after the @")

@@ -16,9 +16,9 @@ from ... import EffllmError, UsageError, ls
 from ..config_reader import show
 from ..files.bounded_read import read_bounded
 
-LARGEST = 1 << 20  # bytes
+MAX_NBYTES = 1 << 20  # bytes
 INSTRUCTIONS = ("FROM", "PARAMETER", "TEMPLATE", "SYSTEM", "ADAPTER", "LICENSE", "MESSAGE", "RENDERER", "PARSER", "REQUIRES")
-BEGIN = re.compile(r"[ \t]*([A-Za-z]+)(?:[ \t]+(.*))?", re.DOTALL)
+INSTRUCTION = re.compile(r"[ \t]*([A-Za-z]+)(?:[ \t]+(.*))?", re.DOTALL)
 FENCE = '"""'
 
 
@@ -35,7 +35,7 @@ class Instruction:
 def read_modelfile(path: Path) -> list[Instruction]:
     """In the order of the file. Raises EffllmError for one that cannot be read, UsageError naming the line that is none of a Modelfile."""
     try:
-        text = read_bounded(path, LARGEST).decode("utf-8-sig")
+        text = read_bounded(path, MAX_NBYTES).decode("utf-8-sig")
     except FileNotFoundError as error:
         raise UsageError(f"there is no file {path}", "ollama show --modelfile NAME > FILE writes one") from error
     except UnicodeDecodeError as error:
@@ -47,40 +47,40 @@ def read_modelfile(path: Path) -> list[Instruction]:
 
 def parse_modelfile(text: str, where: str) -> list[Instruction]:
     """The instructions in the text of a Modelfile, in order. Raises UsageError, which names `where` and the line."""
-    lines, found, at = text.splitlines(), [], 0
-    while at < len(lines):
-        first, line = at + 1, lines[at]
-        at += 1
+    lines, instructions, next_line = text.splitlines(), [], 0
+    while next_line < len(lines):
+        line_number, line = next_line + 1, lines[next_line]
+        next_line += 1
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        begun = BEGIN.fullmatch(line)
-        name = begun[1].upper() if begun else ""
+        match = INSTRUCTION.fullmatch(line)
+        name = match[1].upper() if match else ""
         if name not in INSTRUCTIONS:
-            raise UsageError(f"{where}:{first}: {show(line.strip()[:40])} is not a Modelfile instruction",
+            raise UsageError(f"{where}:{line_number}: {show(line.strip()[:40])} is not a Modelfile instruction",
                              f"known: {', '.join(INSTRUCTIONS)}")
-        about, rest = "", (begun[2] or "").strip()
+        argument, rest = "", (match[2] or "").strip()
         if name in ("PARAMETER", "MESSAGE"):
-            about, _, rest = rest.partition(" ") if "\t" not in rest.partition(" ")[0] else rest.partition("\t")
+            argument, _, rest = rest.partition(" ") if "\t" not in rest.partition(" ")[0] else rest.partition("\t")
             rest = rest.strip()
         if rest.startswith(FENCE):
-            value, at = _fenced(lines, at, rest.removeprefix(FENCE), f"{where}:{first}", name)
+            value, next_line = _read_fenced(lines, next_line, rest.removeprefix(FENCE), f"{where}:{line_number}", name)
         else:
             value = rest[1:-1] if len(rest) > 1 and rest[0] == rest[-1] == '"' else rest
-        if not value and name != "SYSTEM" or name in ("PARAMETER", "MESSAGE") and not about:
-            raise UsageError(f"{where}:{first}: {name} says nothing", "give it a value, or remove the line")
-        found.append(Instruction(first, name, value, about))
-    if not any(each.name == "FROM" for each in found):
+        if not value and name != "SYSTEM" or name in ("PARAMETER", "MESSAGE") and not argument:
+            raise UsageError(f"{where}:{line_number}: {name} says nothing", "give it a value, or remove the line")
+        instructions.append(Instruction(line_number, name, value, argument))
+    if not any(each.name == "FROM" for each in instructions):
         raise UsageError(f"{where} has no FROM", "FROM names the model: a name, a folder or a GGUF file")
-    return found
+    return instructions
 
 
-def _fenced(lines: list[str], at: int, begun: str, where: str, name: str) -> tuple[str, int]:
+def _read_fenced(lines: list[str], next_line: int, first: str, where: str, name: str) -> tuple[str, int]:
     """A text between threefold quotes, and the line behind it."""
-    held = [begun]
-    while FENCE not in held[-1]:
-        if at == len(lines):
+    parts = [first]
+    while FENCE not in parts[-1]:
+        if next_line == len(lines):
             raise UsageError(f"{where}: the quotes that {name} opens are never closed", f"close them with {FENCE}")
-        held.append(lines[at])
-        at += 1
-    last, _, _ = held[-1].partition(FENCE)
-    return "\n".join([*held[:-1], last]).strip("\n"), at
+        parts.append(lines[next_line])
+        next_line += 1
+    last, _, _ = parts[-1].partition(FENCE)
+    return "\n".join([*parts[:-1], last]).strip("\n"), next_line

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from .aliases import CatalogEntry
 
 # Where Ollama keeps its models, and what stands there before the name of one.
-OLLAMAS = re.compile(r"(?:https?://)?(?:(?:www\.|registry\.)?ollama\.(?:com|ai)/)?library/|(?:https?://)?(?:www\.|registry\.)?ollama\.(?:com|ai)/",
+OLLAMA_PREFIX = re.compile(r"(?:https?://)?(?:(?:www\.|registry\.)?ollama\.(?:com|ai)/)?library/|(?:https?://)?(?:www\.|registry\.)?ollama\.(?:com|ai)/",
                      re.IGNORECASE)
 # What says how a model is stored or trained, and not which one it is.
-ASIDE = re.compile(r"(?<![a-z0-9])(?:i?q\d\w*|[bf]p?f?(?:16|32)|gguf|latest|instruct|chat|it|hf|meta)(?![a-z0-9])")
+DECORATIONS = re.compile(r"(?<![a-z0-9])(?:i?q\d\w*|[bf]p?f?(?:16|32)|gguf|latest|instruct|chat|it|hf|meta)(?![a-z0-9])")
 SIZE = re.compile(r"[ae]?\d+(?:\.\d+)?[bm]|\d+x\d+b")
-AS_LARGE = 0.12  # parameters are counted in other ways: 7b is 7.25B to its makers
-CLOSE, ALIKE = 0.75, 0.7  # of a name's letters, of a word's
+SIZE_TOLERANCE = 0.12  # parameters are counted in other ways: 7b is 7.25B to its makers
+NAME_CUTOFF, WORD_CUTOFF = 0.75, 0.7  # of a name's letters, of a word's
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ParsedName:
 
 
 def parse_name(name: str) -> ParsedName:
-    words = [word for word in re.split(r"[-_:\s]+", ASIDE.sub("", name.lower().rpartition("/")[2])) if word]
+    words = [word for word in re.split(r"[-_:\s]+", DECORATIONS.sub("", name.lower().rpartition("/")[2])) if word]
     sizes = frozenset(word for word in words if SIZE.fullmatch(word))
     return ParsedName(letters("".join(word for word in words if word not in sizes)), sizes)
 
@@ -49,7 +49,7 @@ def family_aliases(name: str, entries: Iterable[CatalogEntry]) -> list[str]:
     wanted = parse_name(name)
     of_family = [entry for entry in entries if wanted.family and wanted.family in _families(entry)]
     named = [entry.alias for entry in of_family if wanted.sizes <= parse_name(entry.alias).sizes | parse_name(entry.repo or "").sizes]
-    counted = [entry.alias for entry in of_family if all(_is_as_large(entry, size) for size in wanted.sizes)]
+    counted = [entry.alias for entry in of_family if all(_is_of_size(entry, size) for size in wanted.sizes)]
     return named or counted or [entry.alias for entry in of_family]
 
 
@@ -57,9 +57,9 @@ def _families(entry: CatalogEntry) -> set[str]:
     return {parse_name(name).family for name in (entry.alias, entry.repo or "")}
 
 
-def _is_as_large(entry: CatalogEntry, size: str) -> bool:
+def _is_of_size(entry: CatalogEntry, size: str) -> bool:
     wanted = _billions(size)
-    return wanted > 0 and abs(_billions(entry.params.lower()) / wanted - 1) <= AS_LARGE
+    return wanted > 0 and abs(_billions(entry.params.lower()) / wanted - 1) <= SIZE_TOLERANCE
 
 
 def _billions(size: str) -> float:
@@ -74,7 +74,7 @@ def states_size(tag: str) -> bool:
 
 def ollama_aliases(base: str, tag: str, entries: Sequence[CatalogEntry]) -> list[str]:
     """Aliases for what Ollama calls `base:tag`."""
-    base = OLLAMAS.sub("", base)
+    base = OLLAMA_PREFIX.sub("", base)
     same = [entry.alias for entry in entries if tag == "latest" and entry.alias == base.lower()]
     same = same or family_aliases(f"{base}-{tag}", entries)
     wanted = letters(base + tag)
@@ -88,7 +88,7 @@ def close_matches(name: str, known: Iterable[str]) -> list[str]:
     from difflib import get_close_matches  # not for a name that leads somewhere: the first word waits for those
 
     folded = {each.lower(): each for each in known}
-    close = get_close_matches(name.lower(), folded, n=3, cutoff=CLOSE)
+    close = get_close_matches(name.lower(), folded, n=3, cutoff=NAME_CUTOFF)
     if not close and len(name) >= 3 and "/" not in name:
         close = [each for each in folded if name.lower() in each][:3]
     return [folded[each] for each in close]
@@ -97,13 +97,13 @@ def close_matches(name: str, known: Iterable[str]) -> list[str]:
 def likely_typos(repo: str, known: Iterable[str]) -> list[str]:
     """Of the repositories that are written nearly as this one those that it can be a slip for: word by word the same or alike, and the same
     in all that has figures. The hub holds a million others: Qwen2.5-Coder-7B is none of Qwen2.5-7B."""
-    return [each for each in close_matches(repo, known) if "/" in each and _is_slip(repo.lower(), each.lower())]
+    return [each for each in close_matches(repo, known) if "/" in each and _is_typo(repo.lower(), each.lower())]
 
 
-def _is_slip(repo: str, meant: str) -> bool:
+def _is_typo(repo: str, meant: str) -> bool:
     from difflib import SequenceMatcher
 
     words, others = re.split(r"[-_/]", repo), re.split(r"[-_/]", meant)
     return len(words) == len(others) and all(
-        word == other or not re.search(r"\d", word + other) and SequenceMatcher(None, word, other).ratio() >= ALIKE
+        word == other or not re.search(r"\d", word + other) and SequenceMatcher(None, word, other).ratio() >= WORD_CUTOFF
         for word, other in zip(words, others))

@@ -19,16 +19,16 @@ from ... import ModelNotFound, typed
 from ...offload.safetensors_header import BLOB
 from .. import hub
 from ..config_reader import show
-from ..files.bounded_read import JSON_NBYTES, read_bounded
-from .name_suggestions import OLLAMAS
+from ..files.bounded_read import MAX_JSON_NBYTES, read_bounded
+from .name_suggestions import OLLAMA_PREFIX
 
-HOST, NAMESPACE, TAG = "registry.ollama.ai", "library", "latest"  # what a name leaves out
-SERVICE = Path("/usr/share/ollama/.ollama/models")  # where Ollama's installer for Linux lets its service keep them
-KIND = "application/vnd.ollama.image."
+DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAULT_TAG = "registry.ollama.ai", "library", "latest"  # what a name leaves out
+SERVICE_FOLDER = Path("/usr/share/ollama/.ollama/models")  # where Ollama's installer for Linux lets its service keep them
+MEDIA_TYPE_PREFIX = "application/vnd.ollama.image."
 PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-LICENCE_LETTERS = 40
+MAX_LICENCE_LENGTH = 40
 LICENCES = {"apache license": "Apache-2.0", "mit license": "MIT", "the mit license (mit)": "MIT"}  # by their first lines
-LARGEST_TEXT = 1 << 20  # bytes of a layer that is a text
+MAX_TEXT_NBYTES = 1 << 20  # bytes of a layer that is a text
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Layer:
     def text(self) -> str:
         """Empty where it cannot be read."""
         try:
-            return read_bounded(self.path, LARGEST_TEXT).decode("utf-8", "replace")
+            return read_bounded(self.path, MAX_TEXT_NBYTES).decode("utf-8", "replace")
         except OSError:
             return ""
 
@@ -75,76 +75,80 @@ class OllamaModel:
 
     @property
     def licence(self) -> str | None:
-        """What the text of its licence is known by, or else how it begins."""
+        """The identifier of its licence if it is known, else the beginning of its text."""
         lines = (line.strip() for layer in self.of("license") for line in layer.text().splitlines())
         first = next((line for line in lines if line), None)
-        return None if first is None else LICENCES.get(first.lower()) or first[:LICENCE_LETTERS].strip()
+        return None if first is None else LICENCES.get(first.lower()) or first[:MAX_LICENCE_LENGTH].strip()
 
     def params(self) -> dict[str, object]:
-        """What was said by PARAMETER; nothing where that cannot be read."""
-        said: dict[str, object] = {}
+        """The settings of the Modelfile's PARAMETER lines; empty if they cannot be read."""
+        params: dict[str, object] = {}
         for layer in self.of("params"):
             try:
                 content = json.loads(layer.text())
             except (ValueError, RecursionError):
                 continue
-            said |= content if isinstance(content, dict) else {}
-        return said
+            params |= content if isinstance(content, dict) else {}
+        return params
 
     def system(self) -> str:
         return "\n".join(filter(None, (layer.text() for layer in self.of("system")))).strip()
 
 
 def roots(env: Mapping[str, str]) -> list[Path]:
-    """Where Ollama may keep its models on this machine, whether or not it does."""
-    named = env.get("OLLAMA_MODELS", "").strip().strip('"')
-    own = [hub.expand(named, env)] if named else [hub.home(env) / ".ollama" / "models"]
-    return own + ([SERVICE] if sys.platform.startswith("linux") else [])
+    """Folders that Ollama may store its models in, whether or not they exist."""
+    configured = env.get("OLLAMA_MODELS", "").strip().strip('"')
+    folders = [hub.expand(configured, env)] if configured else [hub.home(env) / ".ollama" / "models"]
+    return folders + ([SERVICE_FOLDER] if sys.platform.startswith("linux") else [])
 
 
 def stored_models(env: Mapping[str, str]) -> Iterator[OllamaModel]:
-    """The models whose weights are whole, in the order of their names; of those of one name the first."""
+    """Models with complete weights, sorted by name; of several with one name the first."""
     seen = set()
     for root in roots(env):
         for host, namespace, model, tag in _manifests(root / "manifests"):
-            name = _name(host, namespace, model, tag)
-            if name not in seen and (found := _read(root, (host, namespace, model, tag), name)) is not None and found.model is not None:
+            name = _display_name(host, namespace, model, tag)
+            if name not in seen and (stored := _read(root, (host, namespace, model, tag), name)) is not None and stored.model is not None:
                 seen.add(name)
-                yield found
+                yield stored
 
 
 def names(env: Mapping[str, str]) -> list[str]:
-    """Without a look into any manifest."""
-    return list(dict.fromkeys(_name(*parts) for root in roots(env) for parts in _manifests(root / "manifests")))
+    """Names of all models, without reading any manifest."""
+    return list(dict.fromkeys(_display_name(*parts) for root in roots(env) for parts in _manifests(root / "manifests")))
 
 
-def find(asked: str, env: Mapping[str, str]) -> OllamaModel | None:
-    """The model that Ollama calls so, in any case of its letters, its tag left out or not; None where it has no such one. Raises
-    ModelNotFound for one whose weights are not whole, or not in one file."""
-    if (parts := _parts(asked)) is None:
+def find(name: str, env: Mapping[str, str]) -> OllamaModel | None:
+    """The model of that name, which may differ in case and leave out the tag; None if there is none. Raises ModelNotFound for one whose
+    weights are incomplete, or not in one file."""
+    if (name_parts := _parse_name(name)) is None:
         return None
     for root in roots(env):
-        found = _read(root, parts, _name(*parts)) or _in_other_case(root, parts)
-        if found is not None:
-            _demand_weights(found)
-            return found
+        model = _read(root, name_parts, _display_name(*name_parts)) or _find_ignoring_case(root, name_parts)
+        if model is not None:
+            _require_weights(model)
+            return model
     return None
 
 
-def _parts(asked: str) -> tuple[str, str, str, str] | None:
-    """Host, namespace, model and tag; None for what is no name."""
-    path, colon, tag = OLLAMAS.sub("", asked).rpartition(":")
-    path, tag = (path, tag) if colon else (tag, TAG)
-    each = path.split("/")
-    if not 1 <= len(each) <= 3 or not all(PART.fullmatch(part) for part in (*each, tag)):
+def _parse_name(name: str) -> tuple[str, str, str, str] | None:
+    """(host, namespace, model, tag); None for an invalid name."""
+    path, colon, tag = OLLAMA_PREFIX.sub("", name).rpartition(":")
+    path, tag = (path, tag) if colon else (tag, DEFAULT_TAG)
+    path_parts = path.split("/")
+    if not 1 <= len(path_parts) <= 3 or not all(PART.fullmatch(part) for part in (*path_parts, tag)):
         return None
-    host, namespace, model = [HOST, NAMESPACE][: 3 - len(each)] + each if len(each) != 2 else [HOST, *each]
+    if len(path_parts) == 1:
+        return DEFAULT_HOST, DEFAULT_NAMESPACE, path_parts[0], tag
+    host, namespace, model = path_parts if len(path_parts) == 3 else (DEFAULT_HOST, *path_parts)
     return host, namespace, model, tag
 
 
-def _name(host: str, namespace: str, model: str, tag: str) -> str:
-    before = "" if (host, namespace) == (HOST, NAMESPACE) else f"{namespace}/" if host == HOST else f"{host}/{namespace}/"
-    return f"{before}{model}" + (f":{tag}" if tag != TAG else "")
+def _display_name(host: str, namespace: str, model: str, tag: str) -> str:
+    prefix = f"{namespace}/" if host == DEFAULT_HOST else f"{host}/{namespace}/"
+    if (host, namespace) == (DEFAULT_HOST, DEFAULT_NAMESPACE):
+        prefix = ""
+    return f"{prefix}{model}" + (f":{tag}" if tag != DEFAULT_TAG else "")
 
 
 def _manifests(folder: Path) -> Iterator[tuple[str, str, str, str]]:
@@ -156,16 +160,16 @@ def _manifests(folder: Path) -> Iterator[tuple[str, str, str, str]]:
                         yield host, namespace, model, tag
 
 
-def _in_other_case(root: Path, parts: tuple[str, str, str, str]) -> OllamaModel | None:
-    wanted = "/".join(parts).lower()
-    same = next((each for each in _manifests(root / "manifests") if "/".join(each).lower() == wanted), None)
-    return None if same is None else _read(root, same, _name(*same))
+def _find_ignoring_case(root: Path, parts: tuple[str, str, str, str]) -> OllamaModel | None:
+    lowered = "/".join(parts).lower()
+    match = next((candidate for candidate in _manifests(root / "manifests") if "/".join(candidate).lower() == lowered), None)
+    return None if match is None else _read(root, match, _display_name(*match))
 
 
 def _read(root: Path, parts: tuple[str, str, str, str], name: str) -> OllamaModel | None:
     """None for what is no manifest."""
     try:
-        content = json.loads(read_bounded(root.joinpath("manifests", *parts), JSON_NBYTES))
+        content = json.loads(read_bounded(root.joinpath("manifests", *parts), MAX_JSON_NBYTES))
     except (OSError, ValueError, RecursionError):
         return None
     layers = content.get("layers") if isinstance(content, dict) else None
@@ -174,26 +178,28 @@ def _read(root: Path, parts: tuple[str, str, str, str], name: str) -> OllamaMode
     return OllamaModel(name, tuple(layer for each in layers if (layer := _layer(root / "blobs", each)) is not None))
 
 
-def _layer(blobs: Path, said: object) -> Layer | None:
-    if not isinstance(said, dict):
+def _layer(blobs: Path, entry: object) -> Layer | None:
+    if not isinstance(entry, dict):
         return None
-    kind, digest, size = said.get("mediaType"), said.get("digest"), said.get("size")
-    if not isinstance(kind, str) or not kind.startswith(KIND) or not isinstance(digest, str) or not BLOB.fullmatch(digest):
+    kind, digest, size = entry.get("mediaType"), entry.get("digest"), entry.get("size")
+    if not isinstance(kind, str) or not kind.startswith(MEDIA_TYPE_PREFIX) or not isinstance(digest, str) or not BLOB.fullmatch(digest):
         return None
     path = blobs / digest.replace(":", "-")
-    older = blobs / digest  # as early versions named them
-    return Layer(kind.removeprefix(KIND), older if not path.exists() and older.exists() else path, size if type(size) is int else -1)
+    legacy_path = blobs / digest  # as early versions named them
+    if not path.exists() and legacy_path.exists():
+        path = legacy_path
+    return Layer(kind.removeprefix(MEDIA_TYPE_PREFIX), path, size if type(size) is int else -1)
 
 
-def _demand_weights(found: OllamaModel) -> None:
-    if found.model is not None:
+def _require_weights(stored: OllamaModel) -> None:
+    if stored.model is not None:
         return
-    models = found.of("model")
+    models = stored.of("model")
     if len(models) > 1:
-        raise ModelNotFound(f"ollama:{found.name} is split into {len(models)} files, which Ollama's library does not name",
+        raise ModelNotFound(f"ollama:{stored.name} is split into {len(models)} files, which Ollama's library does not name",
                             "link them into a folder as NAME-00001-of-0000N.gguf, and give the first")
     if not models:
-        raise ModelNotFound(f"ollama:{found.name} has no GGUF file: it is a cloud model, or in another format",
+        raise ModelNotFound(f"ollama:{stored.name} has no GGUF file: it is a cloud model, or in another format",
                             "effllm list shows the models that are here")
-    raise ModelNotFound(f"ollama:{found.name} is incomplete: {show(models[0].path.name[:19])} of its library is missing or incomplete",
-                        f"ollama pull {typed(found.name)} completes it")
+    raise ModelNotFound(f"ollama:{stored.name} is incomplete: {show(models[0].path.name[:19])} of its library is missing or incomplete",
+                        f"ollama pull {typed(stored.name)} completes it")

@@ -21,7 +21,7 @@ from ...offload.safetensors_header import is_gguf
 from .. import hub
 from ..catalog import Absent, find_entry, resolve
 from ..files.atomic_write import UNFINISHED
-from ..files.model_folder_files import MEASURED, foreign_entry
+from ..files.model_folder_files import MEASUREMENTS, foreign_entry
 from ..gguf import file_names, listwise
 from ..pull.disk import allocated_nbytes
 from . import storage, unfinished_builds, unfinished_downloads
@@ -53,40 +53,40 @@ class Removal:
 def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
     """Raises ModelNotFound for what is not here, UsageError for what is not effllm's to remove."""
     reference = parse_reference(text, env)
-    _refuse_others(text, reference, env)
+    _refuse_external(text, reference, env)
     try:
         ref = resolve(text, env)
         folder, repo, variant = ref.folder, ref.repo, ref.variant
         if repo is not None and reference.file is None and reference.path is None and is_gguf(folder):  # the one that a run takes
-            folder = _part_of_download(reference, repo, env) or folder
+            folder = _downloaded_part(reference, repo, env) or folder
     except Absent as absent:
-        if (half := _half_made(reference, absent.repo, env)) is not None:
-            return half
-        folder, repo, variant = _part_of_download(reference, absent.repo, env), absent.repo, None
+        if (stopped := _stopped_pull(reference, absent.repo, env)) is not None:
+            return stopped
+        folder, repo, variant = _downloaded_part(reference, absent.repo, env), absent.repo, None
         if folder is None:
             raise ModelNotFound(absent.message, "effllm list shows what is here") from absent
     except ModelNotFound:
-        half = _left(text, Path(os.path.abspath(reference.path))) if _is_in_ours(reference, env) else None
-        if half is None:
+        stopped = _leftovers(text, Path(os.path.abspath(reference.path))) if _is_own_path(reference, env) else None
+        if stopped is None:
             raise
-        return half
+        return stopped
     if variant is not None:
         out = storage.stored_folder(storage.models_folder(env), folder, variant, repo or ref.alias, ref.revision)
-        if (half := _left(text, out)) is not None:
-            return half
+        if (stopped := _leftovers(text, out)) is not None:
+            return stopped
         raise ModelNotFound(f"{text} is not stored on this machine", "effllm list shows what is")
     if storage.models_folder(env) in (absolute := Path(os.path.abspath(folder))).parents:
         folder = absolute
         if folder.is_file():
             raise _untracked(folder)
-        _demand_ours(folder)
+        _require_own_files(folder)
         # What a kill has left of the files that it was made of, or of what was to replace it, goes first: by itself nothing would find it.
         left = unfinished_builds.leftover_folders(folder)
         return Removal(text, OWN, folder, (*left, folder), _nbytes(folder) + sum(map(allocated_nbytes, left)))
     if is_gguf(folder) and not folder.is_dir() and hub.repo_of(env, folder) is not None:
-        return _file_from_cache(reference, Path(os.path.abspath(folder)), hub.repo_of(env, folder), env)
+        return _cached_file_removal(reference, Path(os.path.abspath(folder)), hub.repo_of(env, folder), env)
     if repo is not None and hub.cache_folder(env) in folder.parents:
-        return _from_cache(text, reference, repo, folder, env)
+        return _cache_removal(text, reference, repo, folder, env)
     entry = find_entry(catalog(env), reference.name) if reference.path is None else None
     if entry is not None and entry.packaged:
         raise UsageError(f"{entry.alias} is {entry.packaged}, which comes with effllm",
@@ -98,10 +98,10 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
                          f"to remove only the alias: effllm alias --rm {typed(entry.alias)}")
     if folder.is_file():
         raise _untracked(folder)
-    return _made_folder(text, folder)
+    return _own_folder_removal(text, folder)
 
 
-def _refuse_others(text: str, reference: Reference, env: Mapping[str, str]) -> None:
+def _refuse_external(text: str, reference: Reference, env: Mapping[str, str]) -> None:
     """Raises UsageError for what another program keeps, by whatever name, but for what effllm made of it."""
     from . import external_models
 
@@ -143,14 +143,14 @@ def remove(removal: Removal, env: Mapping[str, str]) -> None:
                           f"check its permissions: {ls(removal.folder)}") from error
 
 
-def _is_in_ours(reference: Reference, env: Mapping[str, str]) -> bool:
+def _is_own_path(reference: Reference, env: Mapping[str, str]) -> bool:
     """Whether a reference is no more than the path of something in our own folder."""
     if reference.path is None or reference.variant or reference.file:
         return False
     return storage.models_folder(env) in Path(os.path.abspath(reference.path)).parents
 
 
-def _half_made(reference: Reference, repo: str, env: Mapping[str, str]) -> Removal | None:
+def _stopped_pull(reference: Reference, repo: str, env: Mapping[str, str]) -> Removal | None:
     """What a stopped `pull --bits` has left of a format; None where there is nothing of it."""
     if not reference.variant or reference.file or not hub.is_repo(repo):
         return None
@@ -158,17 +158,17 @@ def _half_made(reference: Reference, repo: str, env: Mapping[str, str]) -> Remov
     noted = [each.folder for each in unfinished_builds.find_stopped(env, repo, revision, reference.variant)]
     unnoted = [root / commit / reference.variant for commit in hub.names_in(root)
                if reference.revision is None or commit.startswith(reference.revision)]
-    return next((removal for out in (*noted, *unnoted) if (removal := _left(reference.text, out)) is not None), None)
+    return next((removal for out in (*noted, *unnoted) if (removal := _leftovers(reference.text, out)) is not None), None)
 
 
-def _left(text: str, out: Path) -> Removal | None:
+def _leftovers(text: str, out: Path) -> Removal | None:
     """What whoever was making `out` has left; None where there is nothing of it."""
-    left = unfinished_builds.leftover_folders(out)
+    folders = unfinished_builds.leftover_folders(out)
     may_be_pulled = hub.COMMIT.fullmatch(out.parent.name) is not None
-    return Removal(text, OWN, out, left, sum(map(allocated_nbytes, left)), out.parent, True, may_be_pulled) if left else None
+    return Removal(text, OWN, out, folders, sum(map(allocated_nbytes, folders)), out.parent, True, may_be_pulled) if folders else None
 
 
-def _part_of_download(reference: Reference, repo: str, env: Mapping[str, str]) -> Path | None:
+def _downloaded_part(reference: Reference, repo: str, env: Mapping[str, str]) -> Path | None:
     """What of a repository is here: the repository, one revision of it, or a part of the file that was asked for. Raises ModelNotFound
     where a tag means several files that are partly here."""
     root = hub.repo_folder(env, repo)
@@ -177,18 +177,18 @@ def _part_of_download(reference: Reference, repo: str, env: Mapping[str, str]) -
     revision = _revision(reference, env)
     found = hub.find(env, repo, revision)
     if reference.file is None:
-        begun = {found.commit} if found else {each.commit for each in unfinished_downloads.find_stopped(env, repo, revision, None)}
-        if not _is_pinned(reference, env) or not begun and not hub.names_in(root / "snapshots"):
+        commits = {found.commit} if found else {each.commit for each in unfinished_downloads.find_stopped(env, repo, revision, None)}
+        if not _is_pinned(reference, env) or not commits and not hub.names_in(root / "snapshots"):
             return root
-        return root / "snapshots" / min(begun) if begun else None
+        return root / "snapshots" / min(commits) if commits else None
     links = [] if found is None else [path.relative_to(found.folder).as_posix() for path in found.folder.rglob("*") if is_gguf(path)]
     files = file_names.matching(reference.file, links)  # also those that lead nowhere
-    places = {found.folder / file for file in files} or {root / "snapshots" / each.commit / each.file for each
+    paths = {found.folder / file for file in files} or {root / "snapshots" / each.commit / each.file for each
                                                          in unfinished_downloads.find_stopped(env, repo, revision, reference.file)}
-    if len({place.name for place in places}) > 1:
-        raise ModelNotFound(f"{repo} has {len(places)} files of {reference.file}",
-                            "name one: " + " or ".join(f"{reference.base}:{place.name}" for place in sorted(places)))
-    return min(places, default=None)
+    if len({place.name for place in paths}) > 1:
+        raise ModelNotFound(f"{repo} has {len(paths)} files of {reference.file}",
+                            "name one: " + " or ".join(f"{reference.base}:{place.name}" for place in sorted(paths)))
+    return min(paths, default=None)
 
 
 def _revision(reference: Reference, env: Mapping[str, str]) -> str:
@@ -208,19 +208,19 @@ def _untracked(file: Path) -> UsageError:
     return UsageError(f"{file} is a file that effllm does not manage", f"rm {typed(file)}")
 
 
-def _demand_ours(folder: Path) -> None:
+def _require_own_files(folder: Path) -> None:
     """Raises UsageError for a folder with anything in it that effllm did not write, wherever it lies: a marker says who made the folder,
     not who put what into it since."""
     if (other := foreign_entry(folder)) is not None:
         raise UsageError(f"{folder} holds {other}, which effllm did not write and will not delete", "move it away first")
 
 
-def _made_folder(text: str, folder: Path) -> Removal:
+def _own_folder_removal(text: str, folder: Path) -> Removal:
     if not (folder / storage.MARKER).is_file() and not (folder / "config.json").exists():
         raise UsageError(f"{folder} is not a model", "effllm list shows the models that are here")
     if not (folder / storage.MARKER).is_file():
         raise UsageError(f"{folder} was not quantized by effllm, and is left alone", f"to remove it anyway: rm -r {typed(folder)}")
-    _demand_ours(folder)
+    _require_own_files(folder)
     if folder.is_symlink():  # its files would go, and what they are in would stay
         target = folder.resolve()
         raise UsageError(f"{folder} is a link to {target}",
@@ -236,23 +236,23 @@ def _made_folder(text: str, folder: Path) -> Removal:
     return Removal(text, FOLDER, folder, tuple(entries), _nbytes(folder))
 
 
-def _from_cache(text: str, reference: Reference, repo: str, folder: Path, env: Mapping[str, str]) -> Removal:
+def _cache_removal(text: str, reference: Reference, repo: str, folder: Path, env: Mapping[str, str]) -> Removal:
     root = hub.repo_folder(env, repo)
     locks = hub.cache_folder(env) / ".locks" / root.name
     stopped = [(each.commit, part) for each in unfinished_downloads.stopped_downloads(env, repo) for part in each.parts]
-    others = {*hub.names_in(root / "snapshots"), *(commit for commit, _ in stopped)} - {folder.name}
-    if not _is_pinned(reference, env) or not others or folder == root:
+    other_commits = {*hub.names_in(root / "snapshots"), *(commit for commit, _ in stopped)} - {folder.name}
+    if not _is_pinned(reference, env) or not other_commits or folder == root:
         return Removal(text, SHARED, root, (root, *storage.licence_notes(env, repo)), _nbytes(root), locks)
-    shown = {blob for name in others for blob in _blobs(root / "snapshots" / name)}
-    gone = sorted(blob for blob in _blobs(folder) if blob not in shown and blob.parent == root / "blobs")
+    used_blobs = {blob for name in other_commits for blob in _blobs(root / "snapshots" / name)}
+    removed_blobs = sorted(blob for blob in _blobs(folder) if blob not in used_blobs and blob.parent == root / "blobs")
     parts = [part for commit, part in stopped if commit == folder.name]
-    paths = (folder, *_refs(root, folder.name), *gone, *(each for part in parts for each in part.paths),
+    paths = (folder, *_refs(root, folder.name), *removed_blobs, *(each for part in parts for each in part.paths),
              *storage.licence_notes(env, repo, folder.name))
-    nbytes = sum(blob.stat().st_size for blob in gone) + sum(part.held for part in parts)
+    nbytes = sum(blob.stat().st_size for blob in removed_blobs) + sum(part.held for part in parts)
     return Removal(text, SHARED, folder, paths, nbytes, locks)
 
 
-def _file_from_cache(reference: Reference, path: Path, repo: str, env: Mapping[str, str]) -> Removal:
+def _cached_file_removal(reference: Reference, path: Path, repo: str, env: Mapping[str, str]) -> Removal:
     """The parts of a GGUF file, what was measured of them, what it sees with, where no other model does, and their blobs, as far as nothing
     else shows them, and what a download of it that was stopped has left; of folders what would be empty,
     and the repository where nothing would be left of it."""
@@ -260,26 +260,27 @@ def _file_from_cache(reference: Reference, path: Path, repo: str, env: Mapping[s
     locks, snapshots = hub.cache_folder(env) / ".locks" / root.name, root / "snapshots"
     commit, *inner = path.relative_to(snapshots).parts
     parts = [path.with_name(name) for name in file_names.all_parts(path.name)]
-    beside = [each for part in parts for own in MEASURED for name in [escape(f"{part.name}.{own}")]
+    measurements = [each for part in parts for measurement in MEASUREMENTS for name in [escape(f"{part.name}.{measurement}")]
               for pattern in (name, UNFINISHED.format(name)) for each in part.parent.glob(pattern)]
-    gone = {each for each in (*parts, *beside) if os.path.lexists(each)}
-    gone |= _projectors(snapshots / commit, parts)
-    shown = set(_blobs(snapshots, gone))
-    blobs = {blob for link in gone for blob in _shown_by(link) if blob not in shown and blob.parent == root / "blobs"}
-    nbytes = sum(each.stat().st_size for each in (*blobs, *gone) if each.is_file() and not each.is_symlink())
+    removed = {each for each in (*parts, *measurements) if os.path.lexists(each)}
+    removed |= _projectors(snapshots / commit, parts)
+    used_blobs = set(_blobs(snapshots, removed))
+    blobs = {blob for link in removed for blob in _link_target(link) if blob not in used_blobs and blob.parent == root / "blobs"}
+    nbytes = sum(each.stat().st_size for each in (*blobs, *removed) if each.is_file() and not each.is_symlink())
     is_part, file = not all(part.exists() for part in parts), "/".join(inner)
-    at = {commit} if reference.path is not None else {commit, _revision(reference, env)}
-    stopped = {part for revision in at for each in unfinished_downloads.find_stopped(env, repo, revision, file) for part in each.parts}
+    revisions = {commit} if reference.path is not None else {commit, _revision(reference, env)}
+    stopped = {part for revision in revisions for download in unfinished_downloads.find_stopped(env, repo, revision, file)
+               for part in download.parts}
     blobs |= {each for part in stopped for each in part.paths}
     nbytes += sum(part.held for part in stopped)
     for folder in path.parents:
-        if folder == snapshots or folder.is_dir() and any(entry not in gone for entry in folder.iterdir()):
+        if folder == snapshots or folder.is_dir() and any(entry not in removed for entry in folder.iterdir()):
             break
-        gone |= {folder} if folder.is_dir() else set()
-    if set(snapshots.iterdir()) <= gone and {root / "blobs" / name for name in hub.names_in(root / "blobs")} <= blobs:
+        removed |= {folder} if folder.is_dir() else set()
+    if set(snapshots.iterdir()) <= removed and {root / "blobs" / name for name in hub.names_in(root / "blobs")} <= blobs:
         return Removal(text, SHARED, root, (root, *storage.licence_notes(env, repo)), nbytes, locks, is_part)
-    more = [*_refs(root, commit), *storage.licence_notes(env, repo, commit)] if snapshots / commit in gone else []
-    return Removal(text, SHARED, path, (*sorted(gone, reverse=True), *more, *sorted(blobs)), nbytes, locks, is_part)
+    more = [*_refs(root, commit), *storage.licence_notes(env, repo, commit)] if snapshots / commit in removed else []
+    return Removal(text, SHARED, path, (*sorted(removed, reverse=True), *more, *sorted(blobs)), nbytes, locks, is_part)
 
 
 def _projectors(snapshot: Path, parts: Sequence[Path]) -> set[Path]:
@@ -295,14 +296,14 @@ def _refs(root: Path, commit: str) -> list[Path]:
     return [path for path in sorted((root / "refs").rglob("*")) if path.is_file() and hub.read_ref(path) == commit]
 
 
-def _blobs(snapshot: Path, but: Container[Path] = ()) -> Iterator[Path]:
+def _blobs(snapshot: Path, excluded: Container[Path] = ()) -> Iterator[Path]:
     """What the links below a folder show."""
     for path in snapshot.rglob("*"):
-        if path not in but:
-            yield from _shown_by(path)
+        if path not in excluded:
+            yield from _link_target(path)
 
 
-def _shown_by(path: Path) -> Iterator[Path]:
+def _link_target(path: Path) -> Iterator[Path]:
     """The blob of a link."""
     if path.is_symlink() and path.exists():
         yield Path(os.path.normpath(path.parent / os.readlink(path)))

@@ -27,8 +27,8 @@ from ..files.atomic_write import atomic_file, file_lock
 MARKER = "effllm.json"
 REFS, LICENCES = "refs", "licences"
 FORMAT, VERSION = "effllm-folders", 1
-CONFIG, DEEPEST = "config.json", 3  # what makes a folder a model's; levels of folders below that of all models
-LICENCE_LETTERS = 40  # as many as are taken of what a hub says
+CONFIG, MAX_DEPTH = "config.json", 3  # what makes a folder a model's; levels of folders below that of all models
+MAX_LICENCE_LENGTH = 40  # as many as are taken of what a hub says
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ def served_folder(env: Mapping[str, str]) -> Path:
     return sessions_folder(env).with_name("served")
 
 
-def _folder(env: Mapping[str, str], variable: str, usual: str, elsewhere: str) -> Path:
+def _folder(env: Mapping[str, str], variable: str, default: str, platformdirs_name: str) -> Path:
     """Where the platform puts such things; on Linux read from `env`, which the library of other platforms would not ask."""
     if sys.platform.startswith("linux"):
-        given = env.get(variable, "").strip()
-        return (Path(given) if given else hub.home(env) / usual) / "effllm"
+        value = env.get(variable, "").strip()
+        return (Path(value) if value else hub.home(env) / default) / "effllm"
     import platformdirs
 
-    return getattr(platformdirs, elsewhere)("effllm", appauthor=False)
+    return getattr(platformdirs, platformdirs_name)("effllm", appauthor=False)
 
 
 def models_folder(env: Mapping[str, str]) -> Path:
@@ -107,14 +107,14 @@ def stored_models(env: Mapping[str, str]) -> Iterator[StoredModel]:
 
 def model_subfolders(env: Mapping[str, str]) -> Iterator[Path]:
     """Every folder at most three deep in the folder of models, in alphabetical order; what lies in a model, or is hidden, is left alone."""
-    def walk(folder: Path, deep: int) -> Iterator[Path]:
+    def walk(folder: Path, depth: int) -> Iterator[Path]:
         for name in hub.names_in(folder):
-            each = folder / name
-            if name == REFS or not each.is_dir():
+            path = folder / name
+            if name == REFS or not path.is_dir():
                 continue
-            yield each
-            if deep < DEEPEST and not name.startswith(".") and not (each / CONFIG).is_file():
-                yield from walk(each, deep + 1)
+            yield path
+            if depth < MAX_DEPTH and not name.startswith(".") and not (path / CONFIG).is_file():
+                yield from walk(path, depth + 1)
 
     return walk(models_folder(env), 1)
 
@@ -145,16 +145,16 @@ def note_licence(env: Mapping[str, str], repo: str, commit: str, licence: str) -
     """Remember what a hub states of a repository, which of its files alone nobody could tell. Raises OSError."""
     path = _licence_note(env, repo, commit)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, licence[:LICENCE_LETTERS])
+    replace_text(path, licence[:MAX_LICENCE_LENGTH])
 
 
-def stated_licence(env: Mapping[str, str], found: hub.Snapshot) -> str | None:
+def stated_licence(env: Mapping[str, str], snapshot: hub.Snapshot) -> str | None:
     """The licence of what lies in the cache: as its model card states it, else as the hub did when it was pulled."""
-    if (said := hub.stated_licence(found.folder)) is not None:
-        return said
+    if (licence := hub.stated_licence(snapshot.folder)) is not None:
+        return licence
     try:
-        with _licence_note(env, found.repo, found.commit).open(encoding="utf-8", errors="replace") as file:
-            return file.read(LICENCE_LETTERS).strip() or None
+        with _licence_note(env, snapshot.repo, snapshot.commit).open(encoding="utf-8", errors="replace") as file:
+            return file.read(MAX_LICENCE_LENGTH).strip() or None
     except OSError:
         return None
 
@@ -177,27 +177,28 @@ def registered(env: Mapping[str, str]) -> list[Path]:
 
 
 def register(env: Mapping[str, str], folder: Path, is_made: bool = True) -> None:
-    """Let `list` show a folder, unless it lies where it is found anyway. One that is not made yet is shown as soon as it is a model, so it
-    is known however that ends."""
+    """Let `list` show a folder outside the data folder. One that is still being built (not `is_made`) is shown as soon as it is a model,
+    even if the build ends without a further call."""
     folder = Path(os.path.abspath(folder))
     if models_folder(env) not in folder.parents:
-        _change(env, lambda known: [*(path for path in known if path != str(folder)), str(folder)], None if is_made else str(folder))
+        pending = None if is_made else str(folder)
+        _update_folders(env, lambda known: [*(path for path in known if path != str(folder)), str(folder)], pending)
 
 
 def forget(env: Mapping[str, str], folder: Path) -> None:
-    _change(env, lambda known: [path for path in known if path != os.path.abspath(folder)])
+    _update_folders(env, lambda known: [path for path in known if path != os.path.abspath(folder)])
 
 
-def _change(env: Mapping[str, str], how: Callable[[list[str]], list[str]], promised: str | None = None) -> None:
+def _update_folders(env: Mapping[str, str], change: Callable[[list[str]], list[str]], pending: str | None = None) -> None:
     """One process at a time; what is no model any more, nor is being made or `promised`, is dropped on the way."""
     from ...offload.folder_writer import partial_folder  # not for whoever lists them
 
     path = data_folder(env) / "folders.json"
     try:
         with locked_file(path):
-            known = [each for each in how(_read(path)) if each == promised or (Path(each) / MARKER).is_file()
+            folders = [each for each in change(_read(path)) if each == pending or (Path(each) / MARKER).is_file()
                      or partial_folder(Path(each)).is_dir()]
-            replace_text(path, json.dumps({"format": FORMAT, "version": VERSION, "folders": known}, indent=1) + "\n")
+            replace_text(path, json.dumps({"format": FORMAT, "version": VERSION, "folders": folders}, indent=1) + "\n")
     except OSError as error:
         raise not_written(error, f"{path} cannot be written", f"check its folder: {ls(path.parent)}") from error
 
@@ -234,7 +235,7 @@ def local_fingerprint(folder: Path) -> str:
     import hashlib
     from fnmatch import fnmatch
 
-    own = (*hub.SETTINGS, "*.safetensors", hub.INDEX)
-    entries = [entry for entry in folder.iterdir() if any(fnmatch(entry.name, name) for name in own)] if folder.is_dir() else [folder]
+    patterns = (*hub.SETTINGS, "*.safetensors", hub.INDEX)
+    entries = [entry for entry in folder.iterdir() if any(fnmatch(entry.name, name) for name in patterns)] if folder.is_dir() else [folder]
     files = sorted((entry.name, (status := entry.stat()).st_size, status.st_mtime_ns) for entry in entries if entry.is_file())
     return hashlib.sha256(repr((str(folder.resolve()), files)).encode()).hexdigest()[:8]

@@ -22,10 +22,10 @@ from ..pull.disk import source_folder
 from . import storage
 
 NOTE = ".pull.json"
-LARGEST = 1 << 20  # bytes of a note
+MAX_NOTE_NBYTES = 1 << 20  # bytes of a note
 
 
-class File(Protocol):
+class RepoFile(Protocol):
     """A file of a repository."""
 
     @property
@@ -58,33 +58,33 @@ class StoppedPull:
     size: int
 
 
-def note(out: Path, revision: str, files: Iterable[File], done: Collection[str]) -> None:
+def note(out: Path, revision: str, files: Iterable[RepoFile], done: Collection[str]) -> None:
     """Record beside `out` which revision is being built, the files it needs, and the shards already converted. Raises OSError."""
-    said = {"revision": revision, "files": [[file.name, file.size, file.etag] for file in files], "done": sorted(done)}
-    storage.replace_text(source_folder(out) / NOTE, json.dumps(said))
+    content = {"revision": revision, "files": [[file.name, file.size, file.etag] for file in files], "done": sorted(done)}
+    storage.replace_text(source_folder(out) / NOTE, json.dumps(content))
 
 
 def finished_shards(out: Path) -> frozenset[str]:
     """Shards already converted, according to the note; empty without one."""
-    said = _read(out)
-    return said[2] if said else frozenset()
+    content = _read(out)
+    return content[2] if content else frozenset()
 
 
-def held_nbytes(out: Path, files: Iterable[File]) -> int:
+def held_nbytes(out: Path, files: Iterable[RepoFile]) -> int:
     """Bytes of the published files that need not be downloaded again."""
     source, done = source_folder(out), finished_shards(out)
-    return sum(file.size if file.name in done else _come(source, file) for file in files)
+    return sum(file.size if file.name in done else _downloaded_nbytes(source, file) for file in files)
 
 
-def _come(source: Path, file: File) -> int:
+def _downloaded_nbytes(source: Path, file: RepoFile) -> int:
     digest = Digest("", file.etag)
     for data in (source / file.name, source / f".{file.name}.incomplete"):  # of weights, and of what lies beside them
-        if (noted := read_journal(data, source / f".{file.name}.journal", file.size, digest)) is not None:
-            return noted[0].count
+        if (journal := read_journal(data, source / f".{file.name}.journal", file.size, digest)) is not None:
+            return journal[0].count
     place = source / file.name
     try:
-        whole = place.is_symlink() or not file.name.endswith(".safetensors")  # weights have their length from the start
-        return file.size if whole and place.stat().st_size == file.size else 0
+        is_full_length = place.is_symlink() or not file.name.endswith(".safetensors")  # weights have their length from the start
+        return file.size if is_full_length and place.stat().st_size == file.size else 0
     except OSError:
         return 0
 
@@ -95,11 +95,11 @@ def stopped_pulls(env: Mapping[str, str]) -> Iterator[StoppedPull]:
     for name in hub.names_in(root):
         repo = name.replace("--", "/")
         for commit in hub.names_in(root / name) if hub.is_repo(repo) else ():
-            for each in hub.names_in(root / name / commit):
-                out = root / name / commit / each.removeprefix(".").removesuffix(".source")
-                if source_folder(out).name != each or (out / storage.MARKER).is_file() or (said := _read(out)) is None:
+            for entry in hub.names_in(root / name / commit):
+                out = root / name / commit / entry.removeprefix(".").removesuffix(".source")
+                if source_folder(out).name != entry or (out / storage.MARKER).is_file() or (content := _read(out)) is None:
                     continue
-                revision, files, _ = said
+                revision, files, _ = content
                 yield StoppedPull(repo, revision, commit, out.name, out, held_nbytes(out, files), sum(file.size for file in files))
 
 
@@ -120,8 +120,8 @@ def stopped_conversions(env: Mapping[str, str]) -> Iterator[StoppedConversion]:
         folder = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
         if partial_folder(folder) != partial or source_folder(folder).is_dir() or (folder / storage.CONFIG).is_file():
             continue
-        if (said := unfinished(folder)) is not None:
-            yield StoppedConversion(folder, said.of, said.done, said.size)
+        if (journal := unfinished(folder)) is not None:
+            yield StoppedConversion(folder, journal.of, journal.done, journal.size)
 
 
 def find_stopped(env: Mapping[str, str], repo: str, revision: str, spec: str) -> list[StoppedPull]:
@@ -138,12 +138,15 @@ def leftover_folders(out: Path) -> tuple[Path, ...]:
 def _read(out: Path) -> tuple[str, list[NotedFile], frozenset[str]] | None:
     try:
         with (source_folder(out) / NOTE).open("rb") as file:
-            said = json.loads(file.read(LARGEST))
-        revision, done = said["revision"], frozenset(said["done"])
-        files = [NotedFile(name, size, etag) for name, size, etag in said["files"]]
+            content = json.loads(file.read(MAX_NOTE_NBYTES))
+        revision, done = content["revision"], frozenset(content["done"])
+        files = [NotedFile(name, size, etag) for name, size, etag in content["files"]]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
-    sound = isinstance(revision, str) and hub.is_revision(revision) and all(
-        isinstance(each.name, str) and "/" not in each.name and isinstance(each.etag, str) and type(each.size) is int and each.size >= 0
-        for each in files)
-    return (revision, files, done) if sound else None
+    is_valid = isinstance(revision, str) and hub.is_revision(revision) and all(map(_is_valid, files))
+    return (revision, files, done) if is_valid else None
+
+
+def _is_valid(file: NotedFile) -> bool:
+    has_types = isinstance(file.name, str) and isinstance(file.etag, str) and type(file.size) is int
+    return has_types and "/" not in file.name and file.size >= 0

@@ -20,7 +20,7 @@ from .. import hub
 from ..gguf import file_names
 
 DATA, JOURNAL, NOTE = ".effllm.incomplete", ".effllm-journal.incomplete", ".effllm-note.incomplete"
-LARGEST = 4096  # bytes of a note
+MAX_NOTE_NBYTES = 4096  # bytes of a note
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class StoppedDownload:
 
 def note(data: Path, name: str, revision: str, commit: str, of: int = 0) -> None:
     """Record beside `data`, a blob's name plus DATA, what it will become, and `of`, the bytes of the whole download. Raises OSError."""
-    place = data.with_name(data.name.removesuffix(DATA) + NOTE)
-    aside = place.with_name(f".{place.name}")
-    aside.unlink(missing_ok=True)  # whatever lies there: a link might show another program's file
-    with aside.open("x", encoding="utf-8") as file:
+    note_path = data.with_name(data.name.removesuffix(DATA) + NOTE)
+    temporary = note_path.with_name(f".{note_path.name}")
+    temporary.unlink(missing_ok=True)  # whatever lies there: a link might show another program's file
+    with temporary.open("x", encoding="utf-8") as file:
         file.write(json.dumps({"name": name, "revision": revision, "commit": commit, "of": of}))
-    os.replace(aside, place)
+    os.replace(temporary, note_path)
 
 
 def partial_files(env: Mapping[str, str], repo: str) -> Iterator[PartialFile]:
@@ -72,7 +72,7 @@ def partial_files(env: Mapping[str, str], repo: str) -> Iterator[PartialFile]:
         paths = tuple(blobs / (etag + suffix) for suffix in (DATA, JOURNAL, NOTE))
         try:
             with paths[-1].open("rb") as file:
-                said = json.loads(file.read(LARGEST))
+                said = json.loads(file.read(MAX_NOTE_NBYTES))
             size = paths[0].stat().st_size
         except (OSError, ValueError, RecursionError):
             continue
@@ -90,17 +90,17 @@ def _is_sound(name: str, revision: str, commit: str, **more: object) -> bool:
 
 def stopped_downloads(env: Mapping[str, str], repo: str) -> list[StoppedDownload]:
     """Interrupted downloads of a repository, one entry per model."""
-    found: dict[tuple[str, str, str | None], list[PartialFile]] = {}
+    groups: dict[tuple[str, str, str | None], list[PartialFile]] = {}
     for part in partial_files(env, repo):
         file = file_names.all_parts(part.name)[0] if part.name.lower().endswith(file_names.SUFFIX) else None
-        found.setdefault((part.revision, part.commit, file), []).append(part)
-    made = []
-    for (revision, commit, file), group in sorted(found.items(), key=lambda item: (item[0][0], item[0][1], item[0][2] or "")):
-        whole = _whole_nbytes(hub.repo_folder(env, repo) / "snapshots" / commit, file)
-        held, size = (whole + sum(counts) for counts in zip(*((part.held, part.size) for part in group), strict=True))
+        groups.setdefault((part.revision, part.commit, file), []).append(part)
+    downloads = []
+    for (revision, commit, file), group in sorted(groups.items(), key=lambda item: (item[0][0], item[0][1], item[0][2] or "")):
+        complete_nbytes = _complete_nbytes(hub.repo_folder(env, repo) / "snapshots" / commit, file)
+        held, size = (complete_nbytes + sum(counts) for counts in zip(*((part.held, part.size) for part in group), strict=True))
         size = max(size, *(part.of for part in group))  # also of files that had not begun to come
-        made.append(StoppedDownload(repo, revision, commit, file, held, size, tuple(group)))
-    return made
+        downloads.append(StoppedDownload(repo, revision, commit, file, held, size, tuple(group)))
+    return downloads
 
 
 def all_stopped(env: Mapping[str, str]) -> list[StoppedDownload]:
@@ -108,22 +108,22 @@ def all_stopped(env: Mapping[str, str]) -> list[StoppedDownload]:
     return [each for repo in hub.repos(env) for each in stopped_downloads(env, repo)]
 
 
-def find_stopped(env: Mapping[str, str], repo: str, revision: str, asked: str | None) -> list[StoppedDownload]:
+def find_stopped(env: Mapping[str, str], repo: str, revision: str, file: str | None) -> list[StoppedDownload]:
     """The GGUF files that are partly here which a name or a tag means, or with None the folder of a repository, at a branch, a tag, a
     commit or the beginning of one."""
-    ours = [each for each in stopped_downloads(env, repo) if _is_at(each, revision)]
-    if asked is None:
-        return [each for each in ours if each.file is None]
-    files = {each.file for each in ours if each.file is not None} | {part.name for each in ours for part in each.parts}
-    stated = {file_names.all_parts(name)[0] for name in file_names.matching(asked, files)}
-    return [each for each in ours if each.file in stated]
+    candidates = [each for each in stopped_downloads(env, repo) if _is_at(each, revision)]
+    if file is None:
+        return [each for each in candidates if each.file is None]
+    files = {each.file for each in candidates if each.file is not None} | {part.name for each in candidates for part in each.parts}
+    matching = {file_names.all_parts(name)[0] for name in file_names.matching(file, files)}
+    return [each for each in candidates if each.file in matching]
 
 
 def _is_at(each: StoppedDownload, revision: str) -> bool:
     return revision in (each.revision, each.commit) or bool(hub.COMMIT.fullmatch(revision)) and each.commit.startswith(revision)
 
 
-def _whole_nbytes(snapshot: Path, file: str | None) -> int:
+def _complete_nbytes(snapshot: Path, file: str | None) -> int:
     """Bytes of the files of a model that are whole already."""
     if file is not None:
         each = [snapshot / name for name in file_names.all_parts(file)]

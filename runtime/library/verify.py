@@ -32,7 +32,7 @@ from ..stores.container import Container, check_stored, read_container
 
 PIECE = 8 << 20
 BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
-SUMS, LARGEST_SUMS = "SHA256SUMS", 1 << 20
+SUMS, MAX_SUMS_NBYTES = "SHA256SUMS", 1 << 20
 SUM = re.compile(r"([0-9A-Fa-f]{64}) [ *](?:\./)?([^/\0][^\0]*)")  # and a path from the list's folder; `*`: it was read as binary
 
 
@@ -87,28 +87,28 @@ def verify(folder: Path) -> Iterator[Progress | Verified]:
             if crc != stored.crc32:
                 damaged.append(stored.name)
         store.check_unchanged()
-    wrong, count, unknown = _small_files(folder, container)
-    yield Verified(len(container.tensors), total, (*damaged, *wrong), files=count, unknown=unknown)
+    damaged_files, count, unknown = _check_small_files(folder, container)
+    yield Verified(len(container.tensors), total, (*damaged, *damaged_files), files=count, unknown=unknown)
 
 
-def _small_files(folder: Path, container: Container) -> tuple[list[str], int, tuple[str, ...]]:
+def _check_small_files(folder: Path, container: Container) -> tuple[list[str], int, tuple[str, ...]]:
     """Files beside the tensors: those that are not what was recorded, how many were looked at, and those of which nothing was."""
-    wrong = []
+    damaged = []
     for name, checksum in container.files.items():
         try:
-            is_right = (folder / name).is_file() and _crc32(folder / name) == checksum
+            is_intact = (folder / name).is_file() and _crc32(folder / name) == checksum
         except OSError:
-            is_right = False
-        wrong += [] if is_right else [name]
+            is_intact = False
+        damaged += [] if is_intact else [name]
     count, profile = len(container.files), profile_paths(folder)[0]
     if profile.exists():
         count += 1
         try:
             load_profile(folder, read_config(folder))
         except EffllmError:
-            wrong.append(profile.name)
+            damaged.append(profile.name)
     present = {each.name for each in folder.iterdir() if any(fnmatch(each.name, pattern) for pattern in SETTINGS)}
-    return wrong, count, tuple(sorted(present - container.files.keys()))
+    return damaged, count, tuple(sorted(present - container.files.keys()))
 
 
 def _crc32(path: Path) -> int:
@@ -157,9 +157,9 @@ def _files(model: Path) -> list[Path]:
 def checksum_command(model: Path) -> str:
     """The command that lists checksums of the files of a model as they are now: of all in a folder, of a GGUF file of its own."""
     folder = model if model.is_dir() else model.parent
-    of = "*" if model.is_dir() else " ".join(typed(each.name) for each in _files(model) if each.parent == folder)
-    enter = "" if folder == Path() else f"cd {typed(folder)} && "
-    return f"{enter}sha256sum {of} {'>' if model.is_dir() else '>>'} {SUMS}"  # a list may be there already, of other files
+    files = "*" if model.is_dir() else " ".join(typed(each.name) for each in _files(model) if each.parent == folder)
+    cd = "" if folder == Path() else f"cd {typed(folder)} && "
+    return f"{cd}sha256sum {files} {'>' if model.is_dir() else '>>'} {SUMS}"  # a list may be there already, of other files
 
 
 def listed_files(model: Path) -> DownloadedFiles | None:
@@ -168,8 +168,8 @@ def listed_files(model: Path) -> DownloadedFiles | None:
     folder = model if model.is_dir() else model.parent
     sums = read_checksum_list(folder)
     if not sums and model.is_dir():  # one above may be of anything
-        above, within = read_checksum_list(folder.absolute().parent, strict=False), f"{folder.absolute().name}/"
-        sums = {name.removeprefix(within): value for name, value in above.items() if name.startswith(within)}
+        parent_sums, prefix = read_checksum_list(folder.absolute().parent, strict=False), f"{folder.absolute().name}/"
+        sums = {name.removeprefix(prefix): value for name, value in parent_sums.items() if name.startswith(prefix)}
     sums.pop(SUMS, None)  # the shell made it, empty, before it was read
     if model.is_dir():
         present = {each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()}
@@ -185,7 +185,7 @@ def read_checksum_list(folder: Path, strict: bool = True) -> dict[str, str]:
     """Checksums by path from a folder, of the list in it; empty where there is none. Raises CheckpointError where it is `strict`."""
     path, sums = folder / SUMS, {}
     try:
-        lines = read_bounded(path, LARGEST_SUMS).decode(errors="replace").splitlines()
+        lines = read_bounded(path, MAX_SUMS_NBYTES).decode(errors="replace").splitlines()
     except OSError as error:
         if isinstance(error, FileNotFoundError) or not strict:
             return {}

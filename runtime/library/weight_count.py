@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from ..stores.container import StoredTensor
 
 # The endings of codes of GPTQ, AWQ and compressed-tensors, and of what stands beside those of bitsandbytes and ModelOpt.
-IN_WORDS = (".qweight", ".weight_packed", ".weight.absmax", ".SCB", ".weight_scale_2")
-PARTS = ("F8_E8M0", "U32")  # the types of scales that are powers of two, and of MLX's words
+PACKED_SUFFIXES = (".qweight", ".weight_packed", ".weight.absmax", ".SCB", ".weight_scale_2")
+PACKED_DTYPES = ("F8_E8M0", "U32")  # the types of scales that are powers of two, and of MLX's words
 
 
 def count_weights(folder: Path, store: TensorStore) -> int:
     """How many weights a folder that effllm did not make holds. Of codes in words, or beside scales of other kinds, their number tells
     nothing: their store is asked."""
-    if not any(name.endswith(IN_WORDS) or info.dtype in PARTS for name, info in store.tensors.items()):
+    if not any(name.endswith(PACKED_SUFFIXES) or info.dtype in PACKED_DTYPES for name, info in store.tensors.items()):
         return sum(weights(*each) for each in store.tensors.items())
     from ..source import open_store
 

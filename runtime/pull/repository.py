@@ -17,7 +17,7 @@ from ... import ModelNotFound
 from ...quant.spec import QuantSpec
 from ..config_reader import ADAPTER as ADAPTER_CONFIG
 from ..config_reader import is_count, show
-from ..files.model_folder_files import MEASURED, TOWER
+from ..files.model_folder_files import MEASUREMENTS, TOWER
 from ..gguf import file_names, listwise
 from ..hub import COMPANIONS, GGUF_PATH, INDEX, NESTED, RANKS, is_repo
 from ..library.storage import MARKER
@@ -110,7 +110,7 @@ def companions(repository: Repository) -> list[RemoteFile]:
     duplicates = RANKS if "tokenizer.json" in repository.files else ()
     # The adapter of an audio model is part of it. Without its config it is somebody's leftover.
     adapter = (ADAPTER_CONFIG, ADAPTER) if {ADAPTER_CONFIG, "config.json"} <= repository.files.keys() else ()
-    own = (MARKER, *MEASURED, TOWER) if MARKER in repository.files else ()
+    own = (MARKER, *MEASUREMENTS, TOWER) if MARKER in repository.files else ()
     return [file for file in repository.files.values() if any(fnmatch(file.name, pattern) for pattern in (*COMPANIONS, *adapter, *own))
             and not file.name.endswith(UNREAD_SUFFIXES) and file.name not in duplicates
             and (file.size <= MAX_COMPANION_NBYTES or file.name in own)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ... import UsageError
 from ..config_reader import is_count
-from ..files.bounded_read import JSON_NBYTES, read_bounded
+from ..files.bounded_read import MAX_JSON_NBYTES, read_bounded
 
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
@@ -41,7 +41,7 @@ class DraftShape:
 def draft_in(folder: Path) -> DraftShape | None:
     """The draft model in a folder, by its config; None for other models, or if unreadable."""
     try:
-        raw = json.loads(read_bounded(folder / "config.json", JSON_NBYTES))
+        raw = json.loads(read_bounded(folder / "config.json", MAX_JSON_NBYTES))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(raw, dict) or not (is_assistant(raw) or is_eagle3(raw)):

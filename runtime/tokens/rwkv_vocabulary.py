@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from ..files.bounded_read import TOKENIZER_NBYTES, read_bounded
+from ..files.bounded_read import MAX_TOKENIZER_NBYTES, read_bounded
 from .tiktoken_vocabulary import FileTokenizer, VocabularyError
 from .token_bytes import byte_to_unicode
 
@@ -41,7 +41,7 @@ def read_rwkv(path: Path, settings: Mapping[str, Any]) -> FileTokenizer:
     """The tokenizer of a folder's file; `settings`: tokenizer_config.json next to it. Raises VocabularyError, OSError."""
     tokens: dict[bytes, int] = {}
     numbers: set[int] = set()
-    for line_number, line in enumerate(read_bounded(path, TOKENIZER_NBYTES).decode("utf-8", "replace").split("\n"), 1):
+    for line_number, line in enumerate(read_bounded(path, MAX_TOKENIZER_NBYTES).decode("utf-8", "replace").split("\n"), 1):
         if not line.rstrip("\r"):
             continue
         token_id, token = _read(line.rstrip("\r"), line_number)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Regex, normalizers
 
-from ..files.bounded_read import TOKENIZER_NBYTES, read_bounded
+from ..files.bounded_read import MAX_TOKENIZER_NBYTES, read_bounded
 from ..gguf.tokenizer import CONTROL, NORMAL, UNUSED, USER, Vocabulary, backend
 from .tiktoken_vocabulary import FileTokenizer, VocabularyError
 
@@ -33,7 +33,7 @@ Field = tuple[int, int, Any]
 
 def read_sentencepiece(path: Path, settings: Mapping[str, Any]) -> FileTokenizer:
     """The tokenizer of a tokenizer.model; `settings`: tokenizer_config.json next to it. Raises VocabularyError, OSError."""
-    data = read_bounded(path, TOKENIZER_NBYTES)
+    data = read_bounded(path, MAX_TOKENIZER_NBYTES)
     pieces, trainer, normalizer = [], {}, {}
     for number, wire_type, value in _fields(data):
         if wire_type != BYTES:
@@ -85,7 +85,7 @@ def _added(path: Path, settings: Mapping[str, Any]) -> dict[int, tuple[str, bool
     older_file = path.with_name("added_tokens.json")
     if not added and older_file.exists():
         try:
-            content = json.loads(read_bounded(older_file, TOKENIZER_NBYTES))
+            content = json.loads(read_bounded(older_file, MAX_TOKENIZER_NBYTES))
         except ValueError as error:
             raise VocabularyError(f"{older_file.name} beside it is not JSON: {str(error)[:80]}") from None
         added = {number: (text, True) for text, number in content.items() if type(number) is int} if isinstance(content, dict) else {}

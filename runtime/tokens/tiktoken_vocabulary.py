@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from ..files.bounded_read import TOKENIZER_NBYTES, read_bounded
+from ..files.bounded_read import MAX_TOKENIZER_NBYTES, read_bounded
 from ..gguf.pre_tokenizers import KIMI, LLAMA3_WORDS, QWEN2_WORDS, SPLITTERS, same_pattern
 from ..hub import RANKS
 from ..templates.template import ChatTemplate
@@ -69,7 +69,7 @@ class FileTokenizer:
 
 def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> FileTokenizer:
     """The tokenizer of a file of ranks; `settings`: tokenizer_config.json next to it. Raises VocabularyError, OSError."""
-    data = read_bounded(path, TOKENIZER_NBYTES)
+    data = read_bounded(path, MAX_TOKENIZER_NBYTES)
     return _tekken(path, data) if path.name == TEKKEN else _tiktoken(path, data, settings)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from ... import EffllmError, ModelNotFound
-from ..files.bounded_read import JSON_NBYTES, TOKENIZER_NBYTES, read_bounded
+from ..files.bounded_read import MAX_JSON_NBYTES, MAX_TOKENIZER_NBYTES, read_bounded
 from ..hub import PIECES, RANKS, WORLD
 from .tokenizer_panics import is_panic, silence_panic
 
@@ -62,7 +62,7 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         if not path.is_file():
             raise ModelNotFound(f"{path.parent} has no tokenizer.json", _without_tokenizer(path.parent))
-        if path.stat().st_size > TOKENIZER_NBYTES:
+        if path.stat().st_size > MAX_TOKENIZER_NBYTES:
             raise TokenizerError(f"{path} is {path.stat().st_size:,} bytes, too large for a tokenizer", REFETCH)
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -128,7 +128,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if not path.exists():
             return {}
-        content = json.loads(read_bounded(path, JSON_NBYTES))
+        content = json.loads(read_bounded(path, MAX_JSON_NBYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"cannot read {path}: {_reason(error)}", REFETCH) from None
     if not isinstance(content, dict):
