@@ -280,7 +280,7 @@ def damage(store: SessionStore, file, how: str) -> None:
         path.unlink()
     else:
         path.write_bytes(data if how == "altered" else data[:-10])
-    store._known.clear()  # as in a process of its own
+    store._verified.clear()  # as in a process of its own
 
 
 def test_a_damaged_session_stands_in_nobodys_way(one, store):

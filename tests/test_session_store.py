@@ -172,7 +172,7 @@ def test_a_saving_reads_no_other_session_again(store: SessionStore, monkeypatch:
     store.path("n1").write_text("{}")
     assert [each.name for each in store.listed() if each.problem] == ["n1"]
     store.remove(["n1", "n2", "n3"])
-    assert store._known <= {*store._sizes()} and {*store._infos} == {"n0", "n4", "new"}
+    assert store._verified <= {*store._sizes()} and {*store._infos} == {"n0", "n4", "new"}
 
 
 def test_a_session_file_that_was_cut_short_or_altered_is_refused_by_name(store: SessionStore) -> None:
