@@ -27,30 +27,29 @@ ITEM_NBYTES = {"f16": 2, "f32": 4}
 
 @dataclass(frozen=True)
 class ScaledTable:
-    """A part of a table, `stored` as codes of which each is multiplied by the one number of `scale`, which is `known` once it was read;
-    `wide`: what rows become (`tensor_views.Part`)."""
+    """A part of a table, dequantized as it is read (see `tensor_views.TensorView`)."""
 
-    stored: TensorInfo
-    scale: TensorInfo
-    wide: str
+    stored: TensorInfo  # FP8 codes
+    scale: TensorInfo  # one number for all codes
+    dequant_dtype: str
     at_once: bool = False
-    known: dict[str, np.float32] = field(default_factory=dict, compare=False)
+    scale_cache: dict[str, np.float32] = field(default_factory=dict, compare=False)  # scales that were read, by name
 
     @property
     def source(self) -> TensorInfo:
-        return replace(self.stored, dtype=self.wide.upper(), nbytes=ITEM_NBYTES[self.wide] * prod(self.stored.shape))
+        return replace(self.stored, dtype=self.dequant_dtype.upper(), nbytes=ITEM_NBYTES[self.dequant_dtype] * prod(self.stored.shape))
 
     @property
     def sources(self) -> tuple[TensorInfo, ...]:
         return self.source, self.scale
 
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
-        if self.scale.name not in self.known:
-            self.known[self.scale.name] = _scale(store, self.scale)
-        values = fp8.VALUES[store.read(self.stored, begin, end)] * self.known[self.scale.name]
+        if self.scale.name not in self.scale_cache:
+            self.scale_cache[self.scale.name] = _scale(store, self.scale)
+        values = fp8.VALUES[store.read(self.stored, begin, end)] * self.scale_cache[self.scale.name]
         if not np.isfinite(values).all():
             damaged(self.stored.file, f"has tensor {shown(self.stored.name)} with NaN or infinity")
-        return from_f32(values, self.wide).view(np.uint8).reshape(-1)
+        return from_f32(values, self.dequant_dtype).view(np.uint8).reshape(-1)
 
 
 def pop_tables(store: TensorStore, dequant_dtype: str) -> dict[str, ScaledTable]:
@@ -63,7 +62,7 @@ def pop_tables(store: TensorStore, dequant_dtype: str) -> dict[str, ScaledTable]
         scale_name = next((each for each in (f"{name}_scale", match[1] + SCALE) if each in store.tensors), None)
         if scale_name is None:
             damaged(info.file, f"holds {shown(name)} in 8 bits without one scale for it")
-        tables[name] = ScaledTable(info, store.tensors[scale_name], dequant_dtype, known=scale_cache)
+        tables[name] = ScaledTable(info, store.tensors[scale_name], dequant_dtype, scale_cache=scale_cache)
     for name in {*tables, *(part.scale.name for part in tables.values())}:
         del store.tensors[name]
     return tables
@@ -83,7 +82,7 @@ def with_tables(store: TensorStore, tables: Mapping[str, ScaledTable]) -> Tensor
         return store
     view = ViewStore(store, {name: (part.stored.shape, part) for name, part in tables.items()})
     nbytes = sum(part.stored.nbytes for part in tables.values())
-    dequant_dtype = next(iter(tables.values())).wide
+    dequant_dtype = next(iter(tables.values())).dequant_dtype
     notice = f"rows of n-grams are widened to {dequant_dtype} as they are read, from {format_size(nbytes)} of 8 bits on the disk"
     view.notices = (*store.notices, notice)
     return view
