@@ -41,8 +41,10 @@ FFN_TOKENS = 512
 
 
 def random_folder(shape: str, work: Path, layers: int | None = None) -> Path:
-    """A Hugging Face folder of seeded random bf16 weights, made once: matrices normal × SPREAD, vectors one. No tokenizer. `layers`: of so
-    many, all if None."""
+    """A Hugging Face folder of seeded random bf16 weights, created once: matrices normal × SPREAD, vectors one. No tokenizer.
+
+    layers: number of layers, None for those of the shape.
+    """
     raw = SHAPES[shape] if layers is None else {**SHAPES[shape], "num_hidden_layers": layers}
     folder = work / (f"random-{shape}" if layers is None else f"random-{shape}-{layers}-layers")
     if (folder / "config.json").exists():
@@ -142,18 +144,18 @@ def quantize_peer(folder: Path, target: Path, ftype: str, threads: int) -> Cost:
     return watch([sys.executable, "-c", script, str(source), str(target), ftype, str(threads), PEER_HEAD.get(ftype, "Q6_K")])
 
 
-def quantize_own(folder: Path, target: Path, bits: str, extra: Sequence[str] = ()) -> Cost:
+def quantize_effllm(folder: Path, target: Path, bits: str, extra: Sequence[str] = ()) -> Cost:
     """`effllm quantize` from bf16, in a process of its own. `bits` as --bits takes it; `extra` are further arguments.
     Without the profile for packed caches, which no peer makes."""
     command = Path(sys.executable).with_name("effllm")
     return watch([str(command), "quantize", str(folder), "-o", str(target), "--bits", bits, "--no-kv-profile", *extra])
 
 
-def own_folder(folder: Path, bits: str, threads: int, extra: Sequence[str] = ()) -> Path:
+def quantized_folder(folder: Path, bits: str, threads: int, extra: Sequence[str] = ()) -> Path:
     """The random weights quantized to `bits` by `effllm quantize`, data-free; created once."""
     target = folder / f"own-{bits}bit"
     if not (target / "effllm.json").exists():
-        quantize_own(folder, target, bits, ("--method", "rtn", "--threads", str(threads), *extra))
+        quantize_effllm(folder, target, bits, ("--method", "rtn", "--threads", str(threads), *extra))
     return target
 
 
@@ -187,7 +189,7 @@ class PeerSide:
         self.peer.close()
 
 
-class OwnSide:
+class EffllmSide:
     """effllm on a model folder, or on random weights in memory only (`synthetic:SHAPE:BITS`). `cache`: as for --kv."""
 
     def __init__(self, folder: str, threads: int, ctx: int = CTX, cache: str = "16bit") -> None:
@@ -243,7 +245,7 @@ class OwnSide:
         self.engine.close()
 
 
-SIDES: dict[str, Callable[..., PeerSide | OwnSide]] = {"peer": PeerSide, "own": OwnSide}
+SIDES: dict[str, Callable[..., PeerSide | EffllmSide]] = {"peer": PeerSide, "own": EffllmSide}
 
 
 def serve(connection: Connection, kind: str, path: str, threads: int, ctx: int, *cache: str) -> None:
@@ -251,8 +253,8 @@ def serve(connection: Connection, kind: str, path: str, threads: int, ctx: int, 
     try:
         side = SIDES[kind](path, threads, ctx, *cache)
         connection.send("ready")
-        while (order := connection.recv())[0] != "close":
-            connection.send(_answer(side, *order))
+        while (message := connection.recv())[0] != "close":
+            connection.send(_answer(side, *message))
         side.close()
         connection.send("closed")
     except (EOFError, BrokenPipeError):  # the parent is gone
@@ -261,7 +263,7 @@ def serve(connection: Connection, kind: str, path: str, threads: int, ctx: int, 
         connection.send(error)
 
 
-def _answer(side: PeerSide | OwnSide, name: str, *arguments: int) -> object:
+def _answer(side: PeerSide | EffllmSide, name: str, *arguments: int) -> object:
     match name:
         case "clear":
             return side.clear()
@@ -283,14 +285,14 @@ class Child:
     def __init__(self, name: str, kind: str, path: Path | str, threads: int, ctx: int = CTX, *cache: str) -> None:
         self.name, self.kind = name, kind
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, kind, str(path), threads, ctx, *cache), daemon=True)
+        self._connection, child_connection = context.Pipe()
+        self._process = context.Process(target=serve, args=(child_connection, kind, str(path), threads, ctx, *cache), daemon=True)
         self._process.start()
-        theirs.close()
+        child_connection.close()
         self._receive()
 
-    def ask(self, *order: object) -> object:
-        self._connection.send(order)
+    def request(self, *message: object) -> object:
+        self._connection.send(message)
         return self._receive()
 
     def _receive(self) -> object:
@@ -303,7 +305,7 @@ class Child:
         return answer
 
     def close(self) -> None:
-        self.ask("close")
+        self.request("close")
         self._process.join()
 
 

@@ -30,9 +30,9 @@ PASSES_PER_ROUND = 8  # passes of a turn at a depth
 SIDE = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-from benchmark_processes import OwnSide
+from benchmark_processes import EffllmSide
 prompt, depth, turn, ctx = map(int, sys.argv[4:8])
-side = OwnSide(sys.argv[2], int(sys.argv[3]), ctx, sys.argv[8])
+side = EffllmSide(sys.argv[2], int(sys.argv[3]), ctx, sys.argv[8])
 print("ready", flush=True)
 for line in sys.stdin:
     if line.strip() == "begin":

@@ -32,10 +32,10 @@ from benchmark_processes import (
     Child,
     Cost,
     file_nbytes,
-    own_folder,
     peer_file,
-    quantize_own,
+    quantize_effllm,
     quantize_peer,
+    quantized_folder,
     random_folder,
     result_name,
 )
@@ -46,8 +46,8 @@ from reference_rates import Roof, Yardsticks
 from report import Figure, parser_of, publish
 
 PEERS = {"4": ("Q4_0", "Q4_K_M"), "3": ("Q3_K_M",), "2": ("Q2_K",), "8": ("Q8_0",)}
-TOKENS, TURN, PROMPT, COLUMNS, PASSES = 64, 16, 512, 8, 4
-OWN = "effllm"
+TOKENS, TOKENS_PER_TURN, PROMPT, COLUMNS, PASSES = 64, 16, 512, 8, 4
+EFFLLM = "effllm"
 PRODUCTS = {"fp32": "NumPy's fp32 product", "int_mm": "torch._int_mm"}
 INTRO = ("Random weights, the same on both sides; 16-bit KV cache; batch 1; medians over rounds in which the sides alternate. "
          "Roof: a load-only kernel over 1 GiB with the same threads, in the same round. ")
@@ -74,12 +74,12 @@ def decode_round(sides: Sequence[Child], roof: Roof, turn: int) -> Round:
     """Seconds for TOKENS tokens from an empty cache, in turns of a few; the order of the sides alternates."""
     sides = sides[:: 1 if turn % 2 else -1]
     for side in sides:
-        side.ask("clear")
+        side.request("clear")
     seconds, roofs = dict.fromkeys((side.name for side in sides), 0.0), []
-    for _ in range(TOKENS // TURN):
+    for _ in range(TOKENS // TOKENS_PER_TURN):
         for side in sides:
             roofs.append(roof())
-            seconds[side.name] += side.ask("forward", TURN, 1)
+            seconds[side.name] += side.request("forward", TOKENS_PER_TURN, 1)
     return {**seconds, "roof": sum(roofs) / len(roofs)}
 
 
@@ -87,56 +87,57 @@ def columns_round(sides: Sequence[Child], roof: Roof, turn: int) -> Round:
     """Seconds of a forward pass of COLUMNS tokens with all logits."""
     seconds, roofs = {}, []
     for side in sides[:: 1 if turn % 2 else -1]:
-        side.ask("clear")
+        side.request("clear")
         roofs.append(roof())
-        seconds[side.name] = side.ask("forward", PASSES, COLUMNS) / PASSES
+        seconds[side.name] = side.request("forward", PASSES, COLUMNS) / PASSES
     return {**seconds, "roof": sum(roofs) / len(roofs)}
 
 
 def prefill_round(sides: Sequence[Child], roof: Roof, turn: int) -> Round:
     """Seconds of a prompt of PROMPT tokens."""
-    return {side.name: side.ask("prefill", PROMPT) for side in sides[:: 1 if turn % 2 else -1]}
+    return {side.name: side.request("prefill", PROMPT) for side in sides[:: 1 if turn % 2 else -1]}
 
 
-def counted(threads: int) -> str:
+def thread_count_text(threads: int) -> str:
     return f"{threads} thread{'s' * (threads > 1)}"
 
 
-def middle(rounds: Sequence[Round], name: str) -> float:
+def median_seconds(rounds: Sequence[Round], name: str) -> float:
     return median(times[name] for times in rounds)
 
 
 def best_peer(rounds: Sequence[Round], peers: Sequence[str]) -> str:
-    return min(peers, key=lambda name: middle(rounds, name))
+    return min(peers, key=lambda name: median_seconds(rounds, name))
 
 
 def speed(bits: str, ours: Path | str, folder: Path, schedule: Schedule, roof: Roof, threads: int,
           yardsticks: Yardsticks) -> Iterator[Figure]:
     """All figures of one bit width: ratios first, then what they are made of."""
     sides = [Child(name, "peer", peer_file(folder, name, threads), threads) for name in PEERS[bits]]
-    sides.append(Child(OWN, "own", ours, threads))
+    sides.append(Child(EFFLLM, "own", ours, threads))
     our_side, peers = sides[-1], list(PEERS[bits])
     measured: dict[str, list[Round]] = {}
     for phase, one_round, count in (("decode", decode_round, schedule.decode), ("columns", columns_round, schedule.decode),
                                     ("prefill", prefill_round, schedule.prefill)):
         measured[phase] = [one_round(sides, roof, index) for index in range(count + 1)][1:]  # the first round warms up
-    facts, name = our_side.ask("facts"), f"{bits} bits"
+    facts, name = our_side.request("facts"), f"{bits} bits"
     shares = list(product_shares(bits, our_side, facts, yardsticks, schedule)) if "operations" in facts else []
-    peaks = {side.name: side.ask("peak") for side in sides}
+    peaks = {side.name: side.request("peak") for side in sides}
     for side in sides:
         side.close()
     for phase, work in (("decode", TOKENS), ("prefill", PROMPT)):
         rounds = measured[phase]
         best = best_peer(rounds, peers)
-        conditions = f"{name}, {len(rounds)} rounds of {work} tokens, {counted(threads)}"
-        yield Figure(f"{phase}_{bits}_ratio", f"{phase} against {best}", conditions, median(r[best] / r[OWN] for r in rounds), "×")
-        yield from (Figure(f"{phase}_{bits}_{peer.lower()}_tps", f"{phase}, {peer}", conditions, work / middle(rounds, peer), "tokens/s")
+        conditions = f"{name}, {len(rounds)} rounds of {work} tokens, {thread_count_text(threads)}"
+        yield Figure(f"{phase}_{bits}_ratio", f"{phase} against {best}", conditions, median(r[best] / r[EFFLLM] for r in rounds), "×")
+        yield from (Figure(f"{phase}_{bits}_{peer.lower()}_tps", f"{phase}, {peer}", conditions, work / median_seconds(rounds, peer),
+                           "tokens/s")
                     for peer in peers)
-        yield Figure(f"{phase}_{bits}_tps", f"{phase}, {OWN}", conditions, work / middle(rounds, OWN), "tokens/s")
+        yield Figure(f"{phase}_{bits}_tps", f"{phase}, {EFFLLM}", conditions, work / median_seconds(rounds, EFFLLM), "tokens/s")
     yield from roof_shares(bits, facts, measured, threads)
     yield from shares
     planned = f"baseline {facts['baseline'] / 1e6:.0f} MB, plan {facts['planned'] / 1e6:.0f} MB"
-    yield Figure(f"memory_{bits}_plan", "peak memory, of the plan", f"{name}, {planned}", peaks[OWN] / facts["planned"], "")
+    yield Figure(f"memory_{bits}_plan", "peak memory, of the plan", f"{name}, {planned}", peaks[EFFLLM] / facts["planned"], "")
     yield from (Figure(f"memory_{bits}_{side.lower()}_mb", f"peak memory, {side}", name, peak / 1e6, "MB") for side, peak in peaks.items())
 
 
@@ -151,58 +152,59 @@ def product_shares(bits: str, ours: Child, facts: dict[str, float], yardsticks: 
         for _ in range(count + 1):
             rates = {name: yardsticks.rate(name) for name in yardsticks.names}
             time.sleep(0.05)  # threads of those libraries spin for a while
-            rounds.append(rates | {OWN: operations / min(ours.ask(*order) for _ in range(passes))})
+            rounds.append(rates | {EFFLLM: operations / min(ours.request(*order) for _ in range(passes))})
         del rounds[0]
-        best = max(yardsticks.names, key=lambda name: middle(rounds, name))
+        best = max(yardsticks.names, key=lambda name: median_seconds(rounds, name))
         yield Figure(f"{key}_{bits}_product", f"{description}, against {PRODUCTS[best]}",
-                     f"{bits} bits, {middle(rounds, OWN) / 1e9:.0f} and {middle(rounds, best) / 1e9:.0f} GOP/s",
-                     median(r[OWN] / r[best] for r in rounds), "×")
+                     f"{bits} bits, {median_seconds(rounds, EFFLLM) / 1e9:.0f} and {median_seconds(rounds, best) / 1e9:.0f} GOP/s",
+                     median(r[EFFLLM] / r[best] for r in rounds), "×")
 
 
 def roof_shares(bits: str, facts: dict[str, float], measured: dict[str, list[Round]], threads: int) -> Iterator[Figure]:
     """effllm against the memory roofline: decode's share of it, and how many times longer than a single read a pass of COLUMNS tokens
     takes."""
     nbytes, rounds, columns = facts["bytes_per_pass"], measured["decode"], measured["columns"]
-    at_roof = f"{bits} bits, {nbytes / 1e9:.3f} GB a token, roof {median(r['roof'] for r in rounds) / 1e9:.1f} GB/s, {counted(threads)}"
+    roof_gbps = median(r["roof"] for r in rounds) / 1e9
+    at_roof = f"{bits} bits, {nbytes / 1e9:.3f} GB a token, roof {roof_gbps:.1f} GB/s, {thread_count_text(threads)}"
     yield Figure(f"decode_{bits}_roof", "decode, share of the read roof", at_roof,
-                 median(nbytes * TOKENS / r[OWN] / r["roof"] for r in rounds), "")
+                 median(nbytes * TOKENS / r[EFFLLM] / r["roof"] for r in rounds), "")
     if "operations" in facts:  # several tokens of a mixture visit more experts than one
         yield Figure(f"columns_{bits}_roof", f"{COLUMNS} columns in a pass, times bytes / roof", at_roof,
-                     median(r[OWN] * r["roof"] / nbytes for r in columns), "×")
-    peers = [name for name in columns[0] if name not in (OWN, "roof")]
+                     median(r[EFFLLM] * r["roof"] / nbytes for r in columns), "×")
+    peers = [name for name in columns[0] if name not in (EFFLLM, "roof")]
     if peers:
         best = best_peer(columns, peers)
-        yield Figure(f"columns_{bits}_ratio", f"{COLUMNS} columns in a pass, against {best}", f"{bits} bits, {counted(threads)}",
-                     median(r[best] / r[OWN] for r in columns), "×")
+        yield Figure(f"columns_{bits}_ratio", f"{COLUMNS} columns in a pass, against {best}", f"{bits} bits, {thread_count_text(threads)}",
+                     median(r[best] / r[EFFLLM] for r in columns), "×")
 
 
-def alone(shape: str, bits: str, schedule: Schedule, roof: Roof, threads: int) -> Iterator[Figure]:
+def figures_of_shape(shape: str, bits: str, schedule: Schedule, roof: Roof, threads: int) -> Iterator[Figure]:
     """A shape's decode against the memory roofline, with random low-bit weights in memory."""
-    ours = Child(OWN, "own", f"synthetic:{shape}:{bits}", threads)
+    ours = Child(EFFLLM, "own", f"synthetic:{shape}:{bits}", threads)
     measured = {"decode": [decode_round([ours], roof, index) for index in range(schedule.decode + 1)][1:],
                 "columns": [columns_round([ours], roof, index) for index in range(schedule.decode + 1)][1:]}
-    facts, peak = ours.ask("facts"), ours.ask("peak")
+    facts, peak = ours.request("facts"), ours.request("peak")
     ours.close()
     for figure in roof_shares(bits, facts, measured, threads):
         yield Figure(f"{shape}_{figure.key}", f"{shape}: {figure.what}", figure.conditions, figure.value, figure.unit)
-    rate = TOKENS / middle(measured["decode"], OWN)
-    yield Figure(f"{shape}_decode_{bits}_tps", f"{shape}: decode, {OWN}", f"{bits} bits", rate, "tokens/s")
+    rate = TOKENS / median_seconds(measured["decode"], EFFLLM)
+    yield Figure(f"{shape}_decode_{bits}_tps", f"{shape}: decode, {EFFLLM}", f"{bits} bits", rate, "tokens/s")
     yield Figure(f"{shape}_memory_{bits}_plan", f"{shape}: peak memory, of the plan", f"{bits} bits", peak / facts["planned"], "")
 
 
 def quantizing(folder: Path, work: Path, schedule: Schedule, threads: int, extra: Sequence[str]) -> Iterator[Figure]:
     """`rtn` to 4 bits against llama-quantize to Q4_K_M: time and memory of the whole process, alternating."""
-    costs: dict[str, list[Cost]] = {OWN: [], "Q4_K_M": []}
+    costs: dict[str, list[Cost]] = {EFFLLM: [], "Q4_K_M": []}
     for _ in range(schedule.quantize):
         target = work / "quantized.gguf"
         costs["Q4_K_M"].append(quantize_peer(folder, target, "Q4_K_M", threads))
         target.unlink()
         target = work / "quantized"
-        costs[OWN].append(quantize_own(folder, target, "4", ("--method", "rtn", "--threads", str(threads), *extra)))
+        costs[EFFLLM].append(quantize_effllm(folder, target, "4", ("--method", "rtn", "--threads", str(threads), *extra)))
         shutil.rmtree(target)
     times = {side: median(cost.seconds for cost in cost_list) for side, cost_list in costs.items()}
-    conditions = f"{folder.name.removeprefix('random-')}, bf16 to 4 bits, {counted(threads)}, median of {schedule.quantize}"
-    yield Figure("quantize_ratio", "quantizing, time over llama-quantize's", conditions, times[OWN] / times["Q4_K_M"], "×")
+    conditions = f"{folder.name.removeprefix('random-')}, bf16 to 4 bits, {thread_count_text(threads)}, median of {schedule.quantize}"
+    yield Figure("quantize_ratio", "quantizing, time over llama-quantize's", conditions, times[EFFLLM] / times["Q4_K_M"], "×")
     for side, cost_list in costs.items():
         yield Figure(f"quantize_{side.lower()}_s", f"quantizing, {side}", conditions, times[side], "s")
         yield Figure(f"quantize_{side.lower()}_peak_mb", f"quantizing, {side}, peak memory", conditions,
@@ -224,24 +226,24 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
     parser.add_argument("--results", metavar="NAME", help="keep them under this name (compare-llamacpp, with a shape that was given)")
     arguments = parser.parse_args()
-    rates_given = dict(item.split("=", 1) for item in arguments.ours)
+    folders_given = dict(item.split("=", 1) for item in arguments.ours)
     schedule, threads = QUICK if arguments.quick else Schedule(), arguments.threads
     folder = random_folder(arguments.shape, arguments.work, arguments.layers)
     roof = Roof(threads)
     yardsticks = Yardsticks(roofline_compute.GEMM, threads)
     figures: list[Figure] = []
     for bits in arguments.bits:
-        ours = rates_given.get(bits) or own_folder(folder, bits, threads, arguments.quantize_args)
+        ours = folders_given.get(bits) or quantized_folder(folder, bits, threads, arguments.quantize_args)
         figures += speed(bits, ours, folder, schedule, roof, threads, yardsticks)
-        figures.append(Figure(f"file_{bits}_mb", f"file, {OWN}", f"{bits} bits", file_nbytes(Path(ours)) / 1e6, "MB"))
+        figures.append(Figure(f"file_{bits}_mb", f"file, {EFFLLM}", f"{bits} bits", file_nbytes(Path(ours)) / 1e6, "MB"))
         figures += [Figure(f"file_{name.lower()}_mb", f"file, {name}", "", file_nbytes(peer_file(folder, name, threads)) / 1e6, "MB")
                     for name in PEERS[bits]]
     for shape in arguments.alone:
-        figures += alone(shape, "4", schedule, roof, threads)
+        figures += figures_of_shape(shape, "4", schedule, roof, threads)
     if arguments.quantize:
         figures += quantizing(folder, arguments.work, schedule, threads, arguments.quantize_args)
     yardsticks.close()
-    figures += [Figure("roof_gbps", "memory read", f"{counted(threads)}, 1 GiB, at the end", roof() / 1e9, "GB/s")]
+    figures += [Figure("roof_gbps", "memory read", f"{thread_count_text(threads)}, 1 GiB, at the end", roof() / 1e9, "GB/s")]
     roof.close()
     shape_name = folder.name.removeprefix("random-")
     intro = f"Shape: {shape_name}. {INTRO}{OF_PRODUCTS if read_config(folder).moe is None else OF_MIXTURES}"

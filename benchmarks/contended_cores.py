@@ -20,7 +20,7 @@ from statistics import median
 
 from platformdirs import user_cache_path
 
-from benchmark_processes import SHAPE, Child, own_folder, peer_file, random_folder
+from benchmark_processes import SHAPE, Child, peer_file, quantized_folder, random_folder
 from effllm.offload.hardware import cpu_threads
 from report import Figure, parser_of, publish
 
@@ -34,7 +34,7 @@ INTRO = ("Random weights of TinyLlama's shape, the same on both sides; 16-bit ca
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """This many processes that keep a core busy each."""
+    """Context manager that keeps `count` cores busy, each by a process that loops."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     time.sleep(SETTLE_S)
     try:
@@ -45,28 +45,29 @@ def busy(count: int) -> Iterator[None]:
             loop.wait()
 
 
-def one_round(sides: Sequence[Child]) -> dict[str, dict[str, float]]:
-    """Seconds of a side's tokens and of its prompt."""
-    taken: dict[str, dict[str, float]] = {"decode": {}, "prompt": {}}
+def time_round(sides: Sequence[Child]) -> dict[str, dict[str, float]]:
+    """Seconds of decode and of a prompt, by phase and side."""
+    seconds: dict[str, dict[str, float]] = {"decode": {}, "prompt": {}}
     for side in sides:
-        side.ask("clear")
-        side.ask("forward", 1, WARM)
-        taken["decode"][side.name] = side.ask("forward", TOKENS, 1)
-        taken["prompt"][side.name] = side.ask("prefill", PROMPT)
-    return taken
+        side.request("clear")
+        side.request("forward", 1, WARM)
+        seconds["decode"][side.name] = side.request("forward", TOKENS, 1)
+        seconds["prompt"][side.name] = side.request("prefill", PROMPT)
+    return seconds
 
 
-def figures(sides: Sequence[Child], own: Sequence[str], count: int, rounds: int, about: str) -> Iterator[Figure]:
-    """`own`: names of our sides, the one with most threads first."""
+def figures(sides: Sequence[Child], effllm_names: Sequence[str], count: int, rounds: int, about: str) -> Iterator[Figure]:
+    """Figures with `count` busy processes. `effllm_names`: names of effllm's sides, the one with most threads first."""
     with busy(count):
-        rounds_taken = [one_round(sides[:: 1 if index % 2 else -1]) for index in range(rounds + 1)][1:]
+        rounds_taken = [time_round(sides[:: 1 if index % 2 else -1]) for index in range(rounds + 1)][1:]
     load = f"{count} busy process{'es' * (count != 1)}"
     conditions = f"{about}, {load}, {rounds} rounds"
     for phase, work in (("decode", TOKENS), ("prompt", PROMPT)):
         times = {side.name: [result[phase][side.name] for result in rounds_taken] for side in sides}
-        peer = min((name for name in times if name not in own), key=lambda name: median(times[name]))
-        ratio = median(theirs / ours for theirs, ours in zip(times[peer], times[own[0]], strict=True))
-        yield Figure(f"{phase}_{count}_ratio", f"{phase}, {own[0]} against {peer}", conditions, ratio, "×")
+        peer = min((name for name in times if name not in effllm_names), key=lambda name: median(times[name]))
+        ratio = median(peer_seconds / effllm_seconds for peer_seconds,
+                       effllm_seconds in zip(times[peer], times[effllm_names[0]], strict=True))
+        yield Figure(f"{phase}_{count}_ratio", f"{phase}, {effllm_names[0]} against {peer}", conditions, ratio, "×")
         yield from (Figure(f"{phase}_{count} {name}", f"{phase}, {name}", conditions, work / median(seconds), "tokens/s")
                     for name, seconds in times.items())
 
@@ -81,12 +82,12 @@ def main() -> None:
     all_cores = cpu_threads()
     counts = [all_cores, *([all_cores - 1] if all_cores > 1 else [])]
     folder = random_folder(SHAPE, options.work)
-    ours, theirs = own_folder(folder, options.bits, all_cores), peer_file(folder, PEERS[options.bits], all_cores)
-    called = {count: f"{count} thread{'s' * (count > 1)}" for count in counts}
-    sides_ours = [f"effllm, {called[count]}" for count in counts]
-    sides = [Child(name, "own", ours, count) for name, count in zip(sides_ours, counts, strict=True)]
-    sides += [Child(f"llama.cpp, {called[count]}", "peer", theirs, count) for count in counts]
-    measured = [figure for count in options.busy for figure in figures(sides, sides_ours, count, options.rounds, f"{options.bits} bits")]
+    effllm_folder, peer_path = quantized_folder(folder, options.bits, all_cores), peer_file(folder, PEERS[options.bits], all_cores)
+    labels = {count: f"{count} thread{'s' * (count > 1)}" for count in counts}
+    effllm_names = [f"effllm, {labels[count]}" for count in counts]
+    sides = [Child(name, "own", effllm_folder, count) for name, count in zip(effllm_names, counts, strict=True)]
+    sides += [Child(f"llama.cpp, {labels[count]}", "peer", peer_path, count) for count in counts]
+    measured = [figure for count in options.busy for figure in figures(sides, effllm_names, count, options.rounds, f"{options.bits} bits")]
     for side in sides:
         side.close()
     publish("busy-machine", "A busy machine", INTRO, measured, keep=not options.no_results)

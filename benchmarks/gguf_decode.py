@@ -17,8 +17,8 @@ from statistics import median
 
 from platformdirs import user_cache_path
 
-from benchmark_processes import SHAPE, Child, file_nbytes, own_folder, peer_file, random_folder, result_name
-from compare_llamacpp import PROMPT, QUICK, TOKENS, Roof, Schedule, counted, decode_round, middle, prefill_round
+from benchmark_processes import SHAPE, Child, file_nbytes, peer_file, quantized_folder, random_folder, result_name
+from compare_llamacpp import PROMPT, QUICK, TOKENS, Roof, Schedule, decode_round, median_seconds, prefill_round, thread_count_text
 from effllm.runtime.measuring.synthetic import SHAPES
 from report import Figure, parser_of, publish
 
@@ -29,14 +29,14 @@ INTRO = ("Random weights, the same on all sides, all run by effllm; 16-bit KV ca
 
 def figures_of(sides: Sequence[Child], schedule: Schedule, roof: Roof, threads: int) -> Iterator[Figure]:
     """Decode and prefill of every side, and their ratios to the folder."""
-    facts = {side.name: side.ask("facts") for side in sides}
+    facts = {side.name: side.request("facts") for side in sides}
     for phase, one_round, count, work in (("decode", decode_round, schedule.decode, TOKENS),
                                           ("prefill", prefill_round, schedule.prefill, PROMPT)):
         rounds = [one_round(sides, roof, index) for index in range(count + 1)][1:]  # the first round warms up
-        conditions = f"{len(rounds)} rounds of {work} tokens, {counted(threads)}"
+        conditions = f"{len(rounds)} rounds of {work} tokens, {thread_count_text(threads)}"
         for side in sides:
             key = side.name.split()[0].lower()
-            yield Figure(f"{phase}_{key}_tps", f"{phase}, {side.name}", conditions, work / middle(rounds, side.name), "tokens/s")
+            yield Figure(f"{phase}_{key}_tps", f"{phase}, {side.name}", conditions, work / median_seconds(rounds, side.name), "tokens/s")
             if side.name != OWN:
                 yield Figure(f"{phase}_{key}_ratio", f"{phase}, {side.name} against {OWN}", conditions,
                              median(times[OWN] / times[side.name] for times in rounds), "×")
@@ -55,7 +55,7 @@ def main() -> int:
     arguments = parser.parse_args()
     threads = arguments.threads
     folder = random_folder(arguments.shape, arguments.work)
-    paths = {OWN: own_folder(folder, "4", threads), **{kind: peer_file(folder, kind, threads) for kind in arguments.types}}
+    paths = {OWN: quantized_folder(folder, "4", threads), **{kind: peer_file(folder, kind, threads) for kind in arguments.types}}
     sides = [Child(name, "own", path, threads) for name, path in paths.items()]
     roof = Roof(threads)
     figures = list(figures_of(sides, QUICK if arguments.quick else FULL, roof, threads))

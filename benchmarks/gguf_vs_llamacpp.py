@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmark_processes import Child, file_nbytes
-from compare_llamacpp import PROMPT, QUICK, TOKENS, Roof, Schedule, counted, decode_round, middle, prefill_round
+from compare_llamacpp import PROMPT, QUICK, TOKENS, Roof, Schedule, decode_round, median_seconds, prefill_round, thread_count_text
 from report import Figure, parser_of, publish
 
 OWN, PEER, FULL = "effllm", "llama.cpp", Schedule(6, 3)
@@ -32,9 +32,9 @@ def main() -> int:
     for phase, one_round, count, work in (("decode", decode_round, schedule.decode, TOKENS),
                                           ("prefill", prefill_round, schedule.prefill, PROMPT)):
         rounds = [one_round(sides, roof, index) for index in range(count + 1)][1:]  # the first round warms up
-        conditions = f"{len(rounds)} rounds of {work} tokens, {counted(options.threads)}"
+        conditions = f"{len(rounds)} rounds of {work} tokens, {thread_count_text(options.threads)}"
         figures += [Figure(f"{phase}_tps_{side.name.replace('.', '')}", f"{phase}, {side.name}", conditions,
-                           work / middle(rounds, side.name),
+                           work / median_seconds(rounds, side.name),
                            "tokens/s") for side in sides]
         figures.append(Figure(f"{phase}_ratio", f"{phase}, {OWN} against {PEER}", conditions,
                               median(times[PEER] / times[OWN] for times in rounds), "×"))

@@ -30,7 +30,7 @@ INTRO = ("Random weights, 16-bit KV cache, batch 1. Tokens one by one behind a p
          "card.")
 
 
-def opened(shape: str, bits: str, side: str) -> Engine:
+def open_side(shape: str, bits: str, side: str) -> Engine:
     """An engine with random weights. Raises UsageError unless all of it is on the requested side."""
     options = EngineOptions(device="cpu" if side == "cpu" else "cuda", ctx=CTX)
     spec = None if bits == "bf16" else bits
@@ -42,18 +42,18 @@ def opened(shape: str, bits: str, side: str) -> Engine:
     return engine
 
 
-def turn(engine: Engine, ids: list[int]) -> tuple[float, float]:
+def time_run(engine: Engine, ids: list[int]) -> tuple[float, float]:
     """Seconds of a prompt, and of a token after it."""
     engine.reset()
     started = time.perf_counter()
     list(engine.prefill(ids[:PROMPT]))
-    prompt = time.perf_counter() - started
+    prompt_s = time.perf_counter() - started
     for token in ids[PROMPT : PROMPT + 4]:  # a page begun, a pass recorded
         engine.forward_logits([token])
     started = time.perf_counter()
     for token in ids[PROMPT + 4 :]:
         engine.forward_logits([token])
-    return prompt, (time.perf_counter() - started) / (len(ids) - PROMPT - 4)
+    return prompt_s, (time.perf_counter() - started) / (len(ids) - PROMPT - 4)
 
 
 def roof(engine: Engine) -> float:
@@ -69,28 +69,29 @@ def roof(engine: Engine) -> float:
     return max(rates)
 
 
-def measured(shape: str, bits: str, rounds: int) -> Iterator[Figure]:
-    engines = {side: opened(shape, bits, side) for side in SIDES}
+def measure(shape: str, bits: str, rounds: int) -> Iterator[Figure]:
+    engines = {side: open_side(shape, bits, side) for side in SIDES}
     ids = np.random.default_rng(0).integers(0, engines["cpu"].config.vocab_size, PROMPT + 4 + TOKENS).tolist()
     seconds: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
     for number in range(rounds + 1):
         for side, engine in engines.items():
-            timing = turn(engine, ids)
+            timing = time_run(engine, ids)
             if number:  # the first compiles, and is not counted
                 seconds[side].append(timing)
         print(f"{bits}: round {number} of {rounds}", file=sys.stderr)
     conditions = f"{shape}, {bits}, {rounds} rounds of {TOKENS} tokens"
     declined = sorted({reason for reason in engines["card"].backends["cuda"].kernel_choice.declined.values() if reason})
     for which, (name, count) in enumerate((("prompt", PROMPT), ("token", 1))):
-        for other in ("torch", "cpu"):
-            ratio = median(theirs[which] / ours[which] for ours, theirs in zip(seconds["card"], seconds[other], strict=True))
-            yield Figure(f"{bits}_{name}_against_{other}", f"{name}s against {SIDES[other]}", conditions, ratio, "×")
+        for baseline in ("torch", "cpu"):
+            ratio = median(baseline_times[which] / times[which] for times,
+                           baseline_times in zip(seconds["card"], seconds[baseline], strict=True))
+            yield Figure(f"{bits}_{name}_against_{baseline}", f"{name}s against {SIDES[baseline]}", conditions, ratio, "×")
         for side, description in SIDES.items():
-            rate = count / median(ours[which] for ours in seconds[side])
+            rate = count / median(times[which] for times in seconds[side])
             note = f" ({'; '.join(declined)})" if declined and side == "card" else ""
             yield Figure(f"{bits}_{name}_{side}_tps", f"{name}s, {description}{note}", conditions, rate, "tokens/s")
     nbytes, peak_rate = engines["card"].model.bytes_per_pass, roof(engines["card"])
-    token = median(ours[1] for ours in seconds["card"])
+    token = median(times[1] for times in seconds["card"])
     read = f"{nbytes / 1e9:.3f} GB, {peak_rate / 1e9:.0f} GB/s"
     yield Figure(f"{bits}_roof", "a token, share of the card's roof", read, nbytes / token / peak_rate, "")
     for engine in engines.values():
@@ -103,7 +104,7 @@ def main() -> int:
     parser.add_argument("--bits", nargs="+", default=["bf16", "4bit", "8bit"])
     parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args()
-    figures = [figure for bits in arguments.bits for figure in measured(arguments.shape, bits, arguments.rounds)]
+    figures = [figure for bits in arguments.bits for figure in measure(arguments.shape, bits, arguments.rounds)]
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "a simulated GPU"
     publish("gpu-decode", f"Tokens and prompts on {name}", f"{INTRO} torch {torch.__version__}.", figures, not arguments.no_results)
     return 0

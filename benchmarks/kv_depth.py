@@ -17,7 +17,7 @@ from statistics import median
 
 from platformdirs import user_cache_path
 
-from benchmark_processes import SHAPE, Child, own_folder, peer_file, random_folder, result_name
+from benchmark_processes import SHAPE, Child, peer_file, quantized_folder, random_folder, result_name
 from effllm.runtime.measuring.synthetic import SHAPES
 from reference_rates import Roof
 from report import Figure, parser_of, publish
@@ -41,16 +41,16 @@ def main() -> None:
     options = parser.parse_args()
     rounds, ctx = (3 if options.quick else 7), options.depth + SLACK
     folder = random_folder(options.shape, options.work)
-    our_folder = own_folder(folder, "4", options.threads)
+    our_folder = quantized_folder(folder, "4", options.threads)
     peer = peer_file(folder, "Q4_0", options.threads)
     sides = [Child(f"effllm --kv {kv}", "own", our_folder, options.threads, ctx, kv) for kv in options.kv]
     sides += [Child(f"llama.cpp {name}", "peer", peer, options.threads, ctx, PEERS[name])
               for name in options.peers]
-    prompts = {side.name: options.depth / side.ask("prefill", options.depth) for side in sides}
+    prompts = {side.name: options.depth / side.request("prefill", options.depth) for side in sides}
     twins = [Child(f"{side.name}, depth 0", "own", our_folder, options.threads, SLACK, kv) for side, kv in zip(sides, options.kv)]
     roof = Roof(options.threads)
     rates, roofs = take_turns([*sides, *twins], rounds, roof)
-    facts = sides[0].ask("facts")
+    facts = sides[0].request("facts")
     for side in [*sides, *twins]:
         side.close()
     roof.close()
@@ -81,7 +81,7 @@ def take_turns(sides: list[Child], rounds: int, roof: Roof) -> tuple[dict[str, l
     roofs: dict[str, list[float]] = {side.name: [] for side in sides}
     for number in range(rounds + 1):
         for side in sides:
-            read, seconds = roof(), side.ask("forward", TURN, 1)
+            read, seconds = roof(), side.request("forward", TURN, 1)
             if number:  # the first turn wakes the threads
                 rates[side.name].append(TURN / seconds)
                 roofs[side.name].append(read)

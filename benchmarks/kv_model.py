@@ -30,7 +30,7 @@ from kv_codecs import PAGE
 SINKS, WINDOW = 64, 128
 FIRST = SINKS + PAGE + WINDOW  # the first query that sees a packed page
 BATCH = 4  # windows at once
-TRIED = 4  # windows of a profile on which bits are tried
+NUM_TRIALS = 4  # windows of a profile on which bits are tried
 
 
 class KV(Protocol):
@@ -221,8 +221,11 @@ def static_mean(model: Model, ids: np.ndarray) -> Tensor:
     return torch.stack([k.mean((0, 2)) for k, _ in kept])
 
 
-def profile(model: Model, ids: np.ndarray, tried: int = TRIED) -> Profile:
-    """What `effllm eval kv-profile` records of a text, by the same code but through this model; bits are tried on `tried` windows."""
+def profile(model: Model, ids: np.ndarray, num_trials: int = NUM_TRIALS) -> Profile:
+    """The profile that `effllm eval kv-profile` records for a text, by the same code, through this model.
+
+    num_trials: windows on which bits are tried.
+    """
     turn, rows = model.turns(0, ids.shape[1]), np.unique(np.linspace(FIRST, ids.shape[1] - 1, QUERIES_PER_WINDOW).astype(np.int64))
     moments, reading = [Moments(model.kv_heads, model.head_dim) for _ in range(model.layers)], AttentionParams(model.head_dim**-0.5)
     seen = [Moments(model.kv_heads, model.head_dim) for _ in range(model.layers)] if model.lifts_bias else moments
@@ -243,14 +246,14 @@ def profile(model: Model, ids: np.ndarray, tried: int = TRIED) -> Profile:
                 if model.lifts_bias:
                     plain_k = k[0] - turn(model.bias_k[layer][:, None].expand_as(k[0]))
                     seen[layer].add(recorded[0], plain_k.numpy(), *recorded[2:], reading)
-                if number < tried:
+                if number < num_trials:
                     kept[layer].append(recorded)
     bases = []
-    for priced, own in zip(moments, seen, strict=True):
-        (k_moment, *_, k_page), (_, price_k, v_moment, price_v, _) = own.means, priced.means
+    for moments_of_k, basis_moments in zip(moments, seen, strict=True):
+        (k_moment, *_, k_page), (_, price_k, v_moment, price_v, _) = basis_moments.means, moments_of_k.means
         bases.append(KVBasis.from_moments(k_moment, price_k, v_moment, price_v, k_page))
     costs = []
     for basis, windows in zip(bases, kept, strict=True):
-        found = [trial_costs(*recorded, reading, basis) for recorded in windows]
-        costs.append(tuple(np.mean(side, 0) for side in zip(*found, strict=True)))
+        trial_results = [trial_costs(*recorded, reading, basis) for recorded in windows]
+        costs.append(tuple(np.mean(costs_of_side, 0) for costs_of_side in zip(*trial_results, strict=True)))
     return Profile(tuple(bases), tuple(costs), "", ids.size)

@@ -59,7 +59,7 @@ def cases(work: Path) -> Iterator[Case]:
                BenchOptions(gen=(8,)))
 
 
-def measured_first(wanted: list[roofs.RoofsWanted]) -> None:
+def probe_roofs(wanted: list[roofs.RoofsWanted]) -> None:
     """Measure everything the predictions need, afresh."""
     first = wanted[0]
     every = replace(first, kinds=tuple(dict.fromkeys(kind for each in wanted for kind in each.kinds)), base=True,
@@ -69,19 +69,19 @@ def measured_first(wanted: list[roofs.RoofsWanted]) -> None:
         continue
 
 
-def opened(prepared: Prepared) -> Engine:
+def open_case(prepared: Prepared) -> Engine:
     *_, engine = open_prepared(lambda: prepared, kinds_of(prepared.config, prepared.store, prepared.container, prepared.options))
     return engine
 
 
-def shown(rate: float) -> str:
+def format_rate(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def rows_of(name: str, tests: BenchOptions, options: EngineOptions, work: Path) -> list[BenchRow]:
     """The tests of a case, in their own process: memory left behind by earlier models would count against a budget."""
     (case,) = (case for case in cases(work) if case.name == name)
-    with closing(opened(case.prepared(options))) as engine:
+    with closing(open_case(case.prepared(options))) as engine:
         return [row for row in bench(engine, tests, name) if isinstance(row, BenchRow)]
 
 
@@ -96,7 +96,7 @@ def main() -> None:
     found = [(case, replace(case.tests, repetitions=options.repetitions)) for case in cases(options.work) if options.only in case.name]
     engine = EngineOptions(device="cpu", threads=options.threads, spec="off")
     settings = [context_for(replace(engine, **case.options), tests) for case, tests in found]
-    measured_first([forecast.wanted(case.prepared(own)) for (case, _), own in zip(found, settings, strict=True)])
+    probe_roofs([forecast.wanted(case.prepared(own)) for (case, _), own in zip(found, settings, strict=True)])
     figures, ratios = [], {"prompts": [], "answers": []}
     for (case, tests), own in zip(found, settings, strict=True):
         with ProcessPoolExecutor(1, get_context("spawn")) as child:
@@ -106,8 +106,9 @@ def main() -> None:
             behind = f" behind {row.n_depth:,} tokens" if row.n_depth else ""
             ratios["prompts" if row.n_prompt else "answers"].append(ratio)
             print(f"{case.name}, {row.test}: {ratio:.2f}", file=sys.stderr, flush=True)
-            figures.append(Figure(f"{case.name} {row.test}", case.name, f"{what}{behind}: {shown(row.predicted_ts)} tokens/s, measured "
-                                  f"{shown(row.median_ts)}", ratio, "x"))
+            figures.append(Figure(f"{case.name} {row.test}", case.name,
+                                  f"{what}{behind}: {format_rate(row.predicted_ts)} tokens/s, measured "
+                                  f"{format_rate(row.median_ts)}", ratio, "x"))
     figures = [Figure(f"median {of}", f"median of {of}", f"from {min(each):.2f} to {max(each):.2f}", median(each), "x")
                for of, each in ratios.items()] + figures
     publish("predictions", "Speeds as predicted, and as measured", INTRO, figures, keep=not options.no_results and not options.only)

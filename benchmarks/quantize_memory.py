@@ -17,7 +17,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from benchmark_processes import file_nbytes, quantize_own
+from benchmark_processes import file_nbytes, quantize_effllm
 from effllm.runtime.measuring.synthetic import SHAPES, SyntheticStore, synthetic_config
 from report import Figure, parser_of, publish
 from synthetic_folder import of_store, write_folder
@@ -37,7 +37,7 @@ def measured(shape: str, work: Path, threads: int) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory(dir=work) as folder:
         source, out = Path(folder) / "bf16", Path(folder) / "4bit"
         write_folder(source, SHAPES[shape], [[tensor] for tensor in of_store(store)], lambda name: store.read(store.tensors[name]))
-        cost = quantize_own(source, out, "4", ("--method", "rtn", "--threads", str(threads)))
+        cost = quantize_effllm(source, out, "4", ("--method", "rtn", "--threads", str(threads)))
         result_nbytes = file_nbytes(out)
     largest = max(prod(info.shape) for info in store.tensors.values())
     under = f"{nbytes / 1e9:.1f} GB, {len(store.tensors)} tensors, the largest of {largest / 1e6:.0f} M weights"

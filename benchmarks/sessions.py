@@ -35,10 +35,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
     options = parser.parse_args()
-    from benchmark_processes import own_folder, random_folder, result_name
+    from benchmark_processes import quantized_folder, random_folder, result_name
 
     folder = random_folder(options.shape, options.work)
-    model_folder = own_folder(folder, "4", options.threads)
+    model_folder = quantized_folder(folder, "4", options.threads)
     ctx = options.tokens + 16
     engine_options = EngineOptions(device="cpu", kv=options.kv, ctx=ctx, threads=options.threads)
     first, second = (list(open_engine(model_folder, engine_options))[-1] for _ in range(2))

@@ -93,10 +93,10 @@ def test_random_weights_are_quantized_once_and_a_folder_without_its_end_again(
         target.mkdir(exist_ok=True)
         (target / "effllm.json").write_text("{}")
 
-    monkeypatch.setattr(sides, "quantize_own", quantize)
+    monkeypatch.setattr(sides, "quantize_effllm", quantize)
     (tmp_path / "own-4bit").mkdir()
     for _ in range(2):
-        assert sides.own_folder(tmp_path, "4", 2) == tmp_path / "own-4bit"
+        assert sides.quantized_folder(tmp_path, "4", 2) == tmp_path / "own-4bit"
     assert made == [tmp_path / "own-4bit"]
 
 
