@@ -183,7 +183,7 @@ def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_converted_folder_keeps_what_decides(folder: Path, tmp_path: Path) -> None:
     assert converted(folder, tmp_path / "8bit", "8bit") == {
-        "router", "index_q", "index_k", "index_weights", "index_pool_bias", "kv_b", "attn_mix", "mlp_mix", "state_beta", "state_gate_wide",
+        "router", "index_q", "index_k", "index_weights", "index_pool_ape", "kv_b", "attn_mix", "mlp_mix", "state_beta", "state_gate_wide",
         "state_rate", "state_rate_wide"}
     assert_answers_stay_near(folder, tmp_path / "8bit", 0.1)
 

@@ -21,7 +21,7 @@ experts             router, `experts.<number>.<role>`, correction (bias of the s
   of lower width    experts_in (projects the experts' input down), experts_out (projects their output up)
   router as an MLP  router_in, router_share, router_norm, router_first, router_second, before the router
 sparse attention    index_q, index_k and their norms, index_weights; index_entered (norm of the input of index queries);
-                    index_pool_bias (added to the scores of tokens within a pool)
+                    index_pool_ape (added to the scores of tokens within a pool)
 compressed keys     key_rows, key_weights, key_bias, key_norm; of their indexer index_rows, index_row_weights, index_bias, index_norm
 query scaling       query_scale_slope, query_scale_offset; of index queries index_query_scale_slope, index_query_scale_offset
 other attention     lambda_q1, lambda_k1, lambda_q2, lambda_k2 (differential); dynamic_mask, dynamic_mask_rate; cross_attn_gate,

@@ -120,7 +120,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
                   "index_k": TensorRule(f"{place}{JOINED}", (own.pool_row, hidden), plain=True),
                   "index_k_norm": TensorRule(f"{place}k_norm.weight", (own.width,)),
                   "index_k_norm_bias": TensorRule(f"{place}k_norm.bias", (own.width,)),
-                  "index_pool_bias": TensorRule(f"{place}index_kpool_compress_ape", (own.tokens_per_key, own.width), coefficients=True),
+                  "index_pool_ape": TensorRule(f"{place}index_kpool_compress_ape", (own.tokens_per_key, own.width), coefficients=True),
                   "index_weights": TensorRule(f"{place}weights_proj.weight", (own.heads, hidden), plain=True)}
     for role, name in (("attn_mix", "hc_attn"), ("mlp_mix", "hc_ffn")):
         rules |= hyper_connection_tensors(config, role, [f"{prefix}{name}_{part}" for part in ("fn", "base", "scale")],

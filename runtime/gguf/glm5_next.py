@@ -45,7 +45,7 @@ FULL_NAMES = {**kimi_delta_attention.FULL_NAMES[kimi_delta_attention.KIMI],
               **{f"{before}{part}.weight": f"{_INDEXER}index_kpool_compress_{part}" for before in ("indexer_compressor_", "indexer.kpool_")
                  for part in ("ape", "gate")}}
 ROLES = {**kimi_delta_attention.ROLES, **sparse_indexer.ROLES,
-         "index_pool_bias": "indexer_compressor_ape", **{
+         "index_pool_ape": "indexer_compressor_ape", **{
              f"{role}{end}": f"hc_{branch}_{part}" for role, branch in (("attn_mix", "attn"), ("mlp_mix", "ffn"))
              for end, part in (("", "fn"), ("_base", "base"), ("_scale", "scale"))}}
 ARCHITECTURE = {"keys": KEYS, "required_keys": REQUIRED, "other_keys": OTHER_KEYS, "layer_names": NAMES, "full_names": FULL_NAMES,

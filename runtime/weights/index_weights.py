@@ -34,7 +34,7 @@ def indexer_weights(source: RoleSource) -> Indexer | None:
         weights=linear("index_weights"),
         input_norm=norm("index_entered"),
         query_scaling=query_scaling(source, "index_"),
-        pool_bias=vector("index_pool_bias"),
+        pool_bias=vector("index_pool_ape"),
     )
 
 
