@@ -381,11 +381,11 @@ def test_stats_tell_what_was_drafted(engines: dict[str, Engine]) -> None:
 def test_the_benchmark_adds_up_what_its_answers_tell(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(effllm.__path__[0]) / "benchmarks"))
     script, engine, speculation = importlib.import_module("speculation"), engines["raw"], lookup()
-    spent, prompt, text = script.Spent(), story(engine), list(range(300, 310)) * 6
+    spent, prompt, text = script.Timings(), story(engine), list(range(300, 310)) * 6
     for _ in range(2):
         engine.reset()
         for _ in engine.prefill(prompt):
             continue
-        script.say(engine, speculation, script.Replay(len(prompt), text), len(text), spent, float("inf"))
+        script.time_passes(engine, speculation, script.Replay(len(prompt), text), len(text), spent, float("inf"))
     assert spent.counts == speculation.counts and spent.counts.accepted > 0
     assert spent.tokens[True] == spent.counts.passes + spent.counts.accepted and sum(spent.tokens.values()) == 2 * (len(text) - 1)
