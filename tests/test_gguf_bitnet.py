@@ -59,7 +59,7 @@ def scores(path: Path, ids: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["TQ1_0", "TQ2_0"])
 def test_ternary_blocks_mean_what_the_folder_does(kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a folder that holds what the blocks mean: those of a matrix are its numbers, to the last bit of half precision."""
-    monkeypatch.setattr("gguf_samples.blocks_near", lambda values, name: quantize(values, gguf.GGMLQuantizationType[name]))
+    monkeypatch.setattr("gguf_samples.quantize_blocks", lambda values, name: quantize(values, gguf.GGMLQuantizationType[name]))
     path, ids = tmp_path / "m.gguf", np.random.default_rng(1).integers(0, 4096, 40).tolist()
     meant = file_of(folder, path, kind)
     config = read_config(path, strict=True)

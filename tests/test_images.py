@@ -185,7 +185,7 @@ def test_speculation_changes_nothing_of_an_answer_about_an_image(made, session):
     try:
         drafting.media = session.engine.media
         other = Session(drafting, session.tokenizer, GREEDY, max_tokens=12, ignore_eos=True)
-        assert said(other.request(ASKED, [other.add_media(picture(8))])) == whole
+        assert said(other.ask(ASKED, [other.add_media(picture(8))])) == whole
     finally:
         drafting.close()
 

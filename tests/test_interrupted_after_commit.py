@@ -54,7 +54,7 @@ def test_what_takes_the_place_of_another_is_told_from_it(tmp_path: Path, monkeyp
 def test_a_model_is_listed_before_what_may_take_a_minute(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.delenv("EFFLLM_NO_KV_PROFILE")
     words = ("quantize", FABLE, "--bits", "4", "-o", private / "out")
-    said = stopped(lambda *given, **more: None, monkeypatch, kv_profile_run, "recorded", *words)
+    said = stopped(lambda *given, **more: None, monkeypatch, kv_profile_run, "record_profile", *words)
     assert "the model is complete; effllm eval kv-profile" in said
     assert str(private / "out") in Ran("list").out
     again = Ran(*words)  # and what comes behind a kill, of which nobody was told

@@ -201,7 +201,7 @@ def taken_up(session: Session, sessions: SavedSessions) -> list[int]:
             held.append(list(engine.tokens))
             if engine is anew:
                 engine.reset()
-            for _ in other.request("Go on."):
+            for _ in other.ask("Go on."):
                 continue
             answers.append(other.messages[-1])
         assert answers[0] == answers[1]
