@@ -10,10 +10,13 @@ from looped_models import LOOPED
 from more_family_cases import BESIDE, SIGHT, SIGHTS
 from remapped_checkpoints import BASE_FAMILY, PUBLISHED_LAYOUTS, zero_pruned_parts
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 # The models that take images, by their text model.
 IMAGES = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4_unified",
           "mistral": "mistral3", "ministral3": "mistral3", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+# Llama 4 with images, in transformers 5.24, reads this of its text model's outputs, which lack it.
+MoeCausalLMOutputWithPast.image_outputs = None
 
 
 def saved(case: Case, folder: Path) -> None:
