@@ -27,6 +27,7 @@ INCOMPLETE, INTERRUPTED = EffllmError.exit_code, 130
 STOPPED_MESSAGE = "stopped by Ctrl-C"
 LIMIT_ERRORS = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory", "can't start new thread")
 ADDRESS_SPACE_HINT = "`ulimit -v unlimited` raises the limit where that is allowed; otherwise a smaller context (-c) needs less"
+MIN_SIMILARITY = 0.6  # of flags that are suggested
 LIMITS_HINT = "`ulimit -v` and `ulimit -u` show the limits of this shell; a container has its own"
 
 
@@ -141,13 +142,22 @@ def is_limit_error(error: BaseException | None) -> bool:
 
 def usage_message(error: typer.TyperException) -> str:
     """The library's message in the style of ours."""
-    # The library suggests similarly spelled flags, which would contradict a hint about another program's flag.
+    # The library suggests similarly spelled flags, which would contradict a hint about another program's flag. It counts the dashes, too.
+    if getattr(error, "possibilities", None):
+        error.possibilities = [flag for flag in error.possibilities if is_similar(flag, error.option_name)]
     message = (error.message if foreign_flag_hint(error) else error.format_message()).removesuffix(".")
     if variable := source_variable(error):
         value = error.ctx.find_root().obj.variables.get(variable, "")
         reason = f"{value!r} is neither true nor false" if "valid boolean" in message else message.partition(": ")[2]
         return f"the variable {variable}: {reason}"
     return message[:1].lower() + message[1:]
+
+
+def is_similar(flag: str, typed_flag: str) -> bool:
+    """Whether a flag may be what was meant by one that does not exist."""
+    import difflib
+
+    return difflib.SequenceMatcher(None, flag.lstrip("-"), typed_flag.lstrip("-")).ratio() >= MIN_SIMILARITY
 
 
 # Command -> hint for too many arguments.

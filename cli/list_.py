@@ -13,7 +13,7 @@ from .options import OUTPUT, Json
 from .screen import Screen
 
 All = Annotated[bool, flag(OUTPUT, "-a --all", "", "also show names of models that are not downloaded")]
-Long = Annotated[bool, flag(OUTPUT, "-l --long", "", "show each model's revision, and whether it has a chat template")]
+Long = Annotated[bool, flag(OUTPUT, "-l --long", "", "also show each model's revision, and whether it has a chat template")]
 COMMIT_DIGITS = 12  # digits of a commit
 
 
@@ -48,19 +48,16 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
             "absent": [{"name": entry.alias, "repo": entry.repo, "parameters": entry.params, "size_bytes": entry.size_bytes,
                         "licence": entry.licence, "gated": entry.gated} for entry in absent]})
         return
-    if long:
-        screen.table(("model", "revision", "template", "licence", "from"),
-                     [(model.name, short_revision(model.revision), "yes" if model.has_template else "none", shown_licence(model.licence),
-                       model.source)
-                      for model in local])
-    else:
-        shows_inputs = any(model.takes for model in local)  # otherwise the column would be empty
-        # Names stay whole, since users type them. The column "from" may be dropped: --long has it.
-        headings = ("model", "family", "parameters", "bits", "size", "context", *(("input",) if shows_inputs else ()), "licence", "from")
-        fitted_table(screen, headings,
-                     [(model.name, model.family, format_parameters(model.params), f"{model.bits:.3g}", format_size(model.size_bytes),
-                       str(model.context), *((", ".join(("text", *model.takes)),) if shows_inputs else ()), shown_licence(model.licence),
-                       model.source) for model in local], ("parameters", "bits", "size", "context"), spare=("from", "family"))
+    shows_inputs = any(model.takes for model in local)  # otherwise the column would be empty
+    # Names stay whole, since users type them. A narrow terminal has either the column "from" or, with --long, what only that shows.
+    headings = ("model", "family", "parameters", "bits", "size", "context", *(("input",) if shows_inputs else ()),
+                *(("revision", "template") if long else ()), "licence", "from")
+    rows = [(model.name, model.family, format_parameters(model.params), f"{model.bits:.3g}", format_size(model.size_bytes),
+             str(model.context), *((", ".join(("text", *model.takes)),) if shows_inputs else ()),
+             *((short_revision(model.revision), "yes" if model.has_template else "none") if long else ()),
+             shown_licence(model.licence), model.source) for model in local]
+    spare = ("family", *(("input",) if shows_inputs else ()), "context", "parameters", "bits", "size") if long else ("from", "family")
+    fitted_table(screen, headings, rows, ("parameters", "bits", "size", "context"), spare=spare)
     if incomplete:
         screen.line()
         screen.table(("incomplete", "here", "of"), [(each.name, format_size(each.held), format_size(each.size)) for each in incomplete],

@@ -157,12 +157,11 @@ def effective_bits(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | No
 def check_flags(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving: SessionFlags) -> None:
     """Raise UsageError for flags that are invalid for every model, before one is loaded or quantized."""
     from ..offload.size import parse_size
-    from ..runtime.sampler import SamplerSettings
     from ..runtime.sessions.session_name import check_name
     from ..runtime.sessions.session_store import DEFAULT_BUDGET
     from ..runtime.tokens.stream_filters import StopStrings
 
-    SamplerSettings.from_generation_config({}, **sampling.overrides())
+    sampling.over({})
     StopStrings(answer.stop or ())
     answer.constraint()
     for text, flag_name in ((answer.system or "", "--system"), *((stop_text, "--stop") for stop_text in answer.stop or ())):

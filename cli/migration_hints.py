@@ -34,6 +34,7 @@ EQUIVALENT_FLAGS = {
     **dict.fromkeys(("--think-budget", "--thinking-budget", "--thinking-token-budget"), "--reasoning-budget"),
 }
 BITS_FLAG = "--bits"
+BIT_WIDTHS = ("8", "6", "5", "4", "3", "2")
 ALWAYS_ON_HINT = "leave it out: it is always on, or the plan decides"
 # A flag that names the model -> the hint; `{}` is the command.
 MODEL_FLAG_HINTS = {
@@ -267,10 +268,20 @@ def check_bits(command: Any, text: str) -> None:
     """Raises UsageError if --bits is not a number (a format belongs elsewhere), or not a supported number of bits."""
     if text in ("16", "32") and command.name != "quantize":
         raise UsageError(f"{BITS_FLAG} is 8, 6, 5, 4, 3 or 2, not {text}", f"leave out {BITS_FLAG}: the weights stay as they are stored")
-    if not text.removeprefix("-").isdigit():
+    if (number := text.lower().removesuffix("bit").removesuffix("-")) != text and number in BIT_WIDTHS:
+        raise UsageError(f"{BITS_FLAG} is 8, 6, 5, 4, 3 or 2, not {text!r}", f"{BITS_FLAG} {number}")
+    if text.removeprefix("-").isdigit():
+        require_bits(text)
+    else:
         spec_command = f"{command_path(command)} MODEL -o DIR --spec SPEC" if "--spec" in flags_of(command) and command.name == "quantize" \
             else f"{command_path(command)} MODEL:ternary"
         raise UsageError(f"{BITS_FLAG} is 8, 6, 5, 4, 3 or 2, not {text!r}", f"ternary and other formats: {spec_command}")
+
+
+def require_bits(bits: str) -> None:
+    """Raises UsageError unless weights can have so many bits."""
+    if bits.lstrip("0") not in BIT_WIDTHS:
+        raise UsageError(f"{BITS_FLAG} is 8, 6, 5, 4, 3 or 2, not {bits}", f"{BITS_FLAG} 4 is usual, {BITS_FLAG} 8 is almost without loss")
 
 
 def translate_flag(command: Any, flags: Mapping[str, bool], word: str) -> str:

@@ -7,7 +7,7 @@ named as in llama.cpp where it has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from .. import UsageError
-from .flags import flag, flags_of, token_count, word_completer
+from .flags import flag, flags_of, names_and_types, token_count, word_completer
 
 if TYPE_CHECKING:
     from ..runtime.constraints.constraint import Constraint
@@ -64,14 +64,18 @@ def complete_session(incomplete: str) -> list[str]:
         return []
 
 
-def model_argument(metavar: str = "MODEL", complete: Callable[[str], list[str]] = complete_model) -> Any:
-    return typer.Argument(metavar=metavar, help="a name from `effllm list -a`, org/repo, a folder, a GGUF file or ollama:NAME; may end in "
-                                                "@revision, :4bit, :FILE or :Q4_K_M", autocompletion=complete, show_default=False)
+WHICH_MODEL = "a name from `effllm list -a`, org/repo, a folder, a GGUF file or ollama:NAME"
+
+
+def model_argument(metavar: str = "MODEL", complete: Callable[[str], list[str]] = complete_model, which: str = WHICH_MODEL) -> Any:
+    return typer.Argument(metavar=metavar, help=f"{which}; may end in @revision, :4bit, :FILE or :Q4_K_M", autocompletion=complete,
+                          show_default=False)
 
 
 Model = Annotated[str, model_argument()]
 AnyModel = Annotated[str | None, model_argument()]
-AbsentModel = Annotated[str, model_argument(complete=complete_downloadable)]
+RemovableModel = Annotated[str, model_argument(which="a name from `effllm list`, org/repo, or a folder that effllm quantized")]
+AbsentModel = Annotated[str, model_argument(complete=complete_downloadable, which="a name from `effllm list -a`, or org/repo on the hub")]
 Models = Annotated[list[str] | None, model_argument("MODEL ...")]
 Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")]
 Sample = Annotated[str | None, flag(TEXT, "--text", "FILE", "the text to record on, - is standard input (a sample)")]
@@ -280,13 +284,23 @@ class SamplingFlags(FlagGroup):
 
     def settings(self, folder: Path, warn: Callable[[str], None]) -> SamplerSettings:
         """Settings for the model in `folder`. `warn` is called for each ignored value of its generation_config.json."""
-        from ..runtime.sampler import SamplerSettings
         from ..runtime.sampling.generation_config import read_generation_config
 
         content, warnings = read_generation_config(folder)
         for warning in warnings:
             warn(warning)
-        return SamplerSettings.from_generation_config(content, **self.overrides())
+        return self.over(content)
+
+    def over(self, content: Mapping[str, object]) -> SamplerSettings:
+        """Settings from the flags given, else from the content of a generation_config.json. Raises UsageError that names the flag."""
+        from ..runtime.sampler import SamplerSettings
+
+        try:
+            return SamplerSettings.from_generation_config(content, **self.overrides())
+        except UsageError as error:
+            field, _, rest = error.message.partition(" ")
+            flags = {name: flag_name for flag_name, (name, _) in names_and_types(SamplingFlags).items()}
+            raise UsageError(f"--{flags[field]} {rest}" if field in flags else error.message, error.hint) from None
 
     def overrides(self) -> dict[str, object]:
         """Field of SamplerSettings -> value, for the flags given."""

@@ -8,7 +8,7 @@ import typer
 
 from .. import UsageError, typed
 from .flags import add_command, flag
-from .options import OUTPUT, Json, Model, Yes
+from .options import OUTPUT, Json, RemovableModel, Yes
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
     add_command(app, "rm", "get and manage models", rm, EXAMPLES)
 
 
-def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes = False, json: Json = False) -> None:
+def rm(context: typer.Context, model: RemovableModel, dry_run: DryRun = False, yes: Yes = False, json: Json = False) -> None:
     """Remove a model. Asks first; -y answers yes."""
     from ..offload.size import format_size
     from ..runtime.library.remove import plan_removal, remove, require_idle
@@ -42,7 +42,7 @@ def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes =
             return
         for path in removal.paths:
             screen.line(str(path))
-        screen.note(f"{size} would be freed; nothing was removed")
+        screen.note(f"{size} would be freed, all files together; nothing was removed")
         return
     require_idle(removal)  # before the question: a model in use cannot be removed
     if not yes:
@@ -69,4 +69,4 @@ def removal_question(removal: Removal, size: str) -> str:
 
     part = f", partly {'downloaded' if removal.was_pulled else 'made'}," if removal.is_part else ""
     consequence = "is in the hub cache, which other programs share" if removal.owner == SHARED else "would be deleted"
-    return f"{removal.folder} ({size}){part} {consequence}"
+    return f"{removal.folder} ({size} with all files){part} {consequence}"

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from .. import UsageError
 from ..runtime.files.bounded_read import read_bounded
 from .flags import names_and_types, token_count, variable_name
-from .migration_hints import intended_variable
-from .options import CONTRADICTIONS, AnswerFlags, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, token_limit
+from .migration_hints import intended_variable, require_bits
+from .options import CONTRADICTIONS, AnswerFlags, RunFlags, SamplingFlags, SessionFlags, ShowFlags, ToolFlags, WeightFlags, token_limit
 
 if TYPE_CHECKING:
     from .environment import Environment
@@ -138,9 +138,7 @@ def check_value(key: str, value: object, origin_text: str) -> None:
     """Raise UsageError, beginning with `origin_text`, for a value that is invalid for every model and machine and with any other flags."""
     from ..offload.size import parse_size
     from ..runtime.constraints.constraint import read_grammar_flag, read_schema_flag
-    from ..runtime.conversion.on_load import check_format
     from ..runtime.engine import EngineOptions
-    from ..runtime.sampler import SamplerSettings
     from ..runtime.sessions.session_name import check_name
     from ..runtime.tokens.stream_filters import StopStrings
 
@@ -148,7 +146,7 @@ def check_value(key: str, value: object, origin_text: str) -> None:
         return
     group, field, _ = known_settings()[key]
     checks: dict[str, Callable[[Any], object]] = {
-        "bits": lambda bits: check_format(f"{bits}bit"), "predict": token_limit, "stop": StopStrings, "session": check_name,
+        "bits": lambda bits: require_bits(str(bits)), "predict": token_limit, "stop": StopStrings, "session": check_name,
         "schema": read_schema_flag, "grammar": read_grammar_flag,
         **dict.fromkeys(SIZE_FIELDS, parse_size),
         "ram": lambda ram: (parse_size(ram), EngineOptions(ram=ram)),
@@ -158,7 +156,7 @@ def check_value(key: str, value: object, origin_text: str) -> None:
         if field in checks:
             checks[field](value)
         elif group is SamplingFlags:
-            SamplerSettings.from_generation_config({}, **SamplingFlags(**{field: value}).overrides())
+            SamplingFlags(**{field: value}).over({})
         elif group is RunFlags:
             EngineOptions(**{field: value})
     except UsageError as error:
@@ -238,6 +236,9 @@ def check_setting(key: str, value: object, origin: str) -> object:
         by_variable = {variable_name(name): name for name in known_settings()}
         matches = difflib.get_close_matches(key.replace("_", "-"), list(known_settings()), 1)
         suggestion = by_variable.get(intended_variable(key, by_variable)) or "".join(matches)
+        if key in names_and_types(ToolFlags):
+            raise UsageError(f"{origin}: {key} is not allowed in a settings file, which must not decide which programs run",
+                             f"--{key} on the command line, or {variable_name(key)}")
         raise UsageError(f"{origin}: there is no setting {key!r}{f', did you mean {suggestion}?' if suggestion else ''}",
                          MODEL_TABLE_HINT.replace("NAME", key) if isinstance(value, dict) else "effllm config show lists them")
     value_type = known_settings()[key][2]

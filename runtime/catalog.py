@@ -146,7 +146,7 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
                                 f"leave that out: {typed(plain)}")
         others = file_names.model_files(hub.gguf_files(folder)) if reference.file else []
         if reference.file and folder.is_dir() and not is_gguf(path):
-            raise ModelNotFound(f"{show_name(text)}: no name of a GGUF file in {folder} states {reference.file}",
+            raise ModelNotFound(f"{show_name(reference.base)} has no GGUF file of type {reference.file}",
                                 f"name one: {_listed(reference, others)}" if others else f"leave it out: {reference.base}")
         similar = [] if others else _siblings(path)
         hint = f"name one: {_listed(reference, others)}" if others else f"did you mean {' or '.join(similar)}?" if similar else LIST_HINT

@@ -113,7 +113,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < minimum:
                 default = "; leave it out for the model's default" if name == "ctx" else ""
-                raise UsageError(f"--{name.replace('_', '-')} {value} is too small", f"at least {minimum}{default}")
+                flag = "ctx-size" if name == "ctx" else name.replace("_", "-")
+                raise UsageError(f"--{flag} {value} is too small", f"at least {minimum}{default}")
         if self.ram is not None and self.ram.strip().isdigit() and parse_size(self.ram) < SPARE:
             raise UsageError(f"--ram {self.ram} is {self.ram} bytes", f"with its unit: --ram {self.ram.strip()}G, or M")
         if self.draft and self.spec == "off":

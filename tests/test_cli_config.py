@@ -150,6 +150,7 @@ def test_switches_and_numbers_arrive(place: Path) -> None:
     ("".join(f"[model.m{at}]\n" for at in range(1001)), "effllm.toml has settings of 1,001 models, at most 1,000 are read"),
     (f"temp = 0x{'f' * 5000}\n", "effllm.toml:1: temp is a number, not one of more than 64 bits"),
     (f"top-k = 0x{'f' * 5000}\n", "effllm.toml:1: top-k is a whole number, not one of more"),
+    ("mcp = 'x'\n", "effllm.toml:1: mcp is not allowed in a settings file"),
     ("\n\nyes = true\n", "effllm.toml:3: there is no setting 'yes'"),
     ("temp = 'hot'\n", "effllm.toml:1: temp is a number, not 'hot'"), ("temp = true\n", "effllm.toml:1: temp is a number, not true"),
     ("top-k = 1.5\n", "effllm.toml:1: top-k is a whole number, not 1.5"), ("strict = 1\n", "effllm.toml:1: strict is true or false, not 1"),
@@ -214,8 +215,8 @@ WRONG = [("SEED", "abc", "'abc' is not a whole number"), ("TEMP", "hot", "'hot' 
          ("STRICT", "maybe", "'maybe' is neither true nor false"), ("KV", "foo", "--kv foo is not known"),
          ("CACHE_TYPE_K", "q9", "q9 is not a cache type"), ("THREADS", "0", "--threads 0 is too"),
          ("RAM", "lots", "'lots' is not a size"),
-         ("SESSION_DISK", "x", "'x' is not a size"), ("TEMP", "-1", "temperature must be 0"), ("TOP_P", "2", "top_p must be above 0"),
-         ("PREDICT", "-7", "-n -7 is out of range"), ("BITS", "9", "no weight format '9bit'"),
+         ("SESSION_DISK", "x", "'x' is not a size"), ("TEMP", "-1", "--temp must be 0"), ("TOP_P", "2", "--top-p must be above 0"),
+         ("PREDICT", "-7", "-n -7 is out of range"), ("BITS", "9", "--bits is 8, 6, 5, 4, 3 or 2, not 9"),
          ("SESSION", "a/b", "'a/b' is not a valid session name")]
 
 

@@ -90,7 +90,7 @@ def test_names_that_both_have_are_taken() -> None:
     (("fable", "hi", "--num-ctx", "512"), "use -c"), (("fable", "hi", "--verbose"), "use --stats"),
     (("fable", "hi", "--mlock"), "--load mmap"), (("fable", "hi", "--kv", "q4_0"), "use 4bit"), (("fable", "hi", "-c", "0"), "at least 1"),
     (("fable", "hi", "--ram", "6"), "--ram 6G"), (("fable", "hi", "--bits", "ternary"), "effllm run MODEL:ternary"),
-    (("fable", "hi", "--bits=4bit"), "effllm run MODEL:ternary"),
+    (("fable", "hi", "--bits=4bit"), "hint: --bits 4"),
     (("fable", "hi", "--adapter-path", "x"), "use --lora"), (("fable", "hi", "--lora-scaled", "x:1"), "--lora ADAPTER:0.5"),
     (("fable", "hi", "--format", "json"), "--schema json"), (("fable", "hi", "-md", "x"), "use --draft"),
     (("fable", "hi", "--draft-model", "x"), "use --draft"), (("fable", "hi", "-ot", "exps=CPU"), "leave it out"),

@@ -202,3 +202,10 @@ def test_names_that_can_be_pulled_are_a_line_each_and_say_what_to_type(
 def test_bits_as_they_are_stored_are_no_flag(words: tuple[str, ...]) -> None:
     code, text = said(*words)
     assert code == 2 and "--bits is 8, 6, 5, 4, 3 or 2, not " in text and "hint: leave out --bits" in text
+
+
+@pytest.mark.parametrize(("bits", "hint"), [*((bits, "--bits 4 is usual") for bits in ("7", "16", "-1", "²")), ("4bit", "--bits 4"),
+                                            ("8-bit", "--bits 8"), ("codebook4:16", "ternary and other formats: ")])
+def test_bits_that_are_not_offered_are_named_as_typed(bits: str, hint: str) -> None:
+    code, text = said("quantize", "fable", "-o", "made", "--bits", bits)
+    assert code == 2 and "--bits is 8, 6, 5, 4, 3 or 2, not " in text and bits in text and f"hint: {hint}" in text

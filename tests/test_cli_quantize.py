@@ -175,7 +175,7 @@ def test_a_width_alone_means_what_the_method_can_make() -> None:
     (("--target", "4bpw", "--method", "spqr"), "outliers"),
     (("--bits", "4", "--calib", "-", "--eval", "-"), "standard input"),
     (("--bits", "4", "--method", "gptq", "--calib-tokens", "5"), "--calib-tokens 5"),
-    (("--bits", "7"), "7bit"),
+    (("--bits", "7"), "--bits is 8, 6, 5, 4, 3 or 2, not 7"),
     (("--bits", "0"), "0bit"),
     (("--bits", "four"), "four"),
     (("--spec", "codebook4:32"), "codebook"),
@@ -367,7 +367,7 @@ def test_eval_of_bits_is_held_against_the_stored_model(private: Path) -> None:
 @pytest.mark.parametrize("words, said", [
     (("run", "fable", "hi", "--keep"), "--keep"),
     (("run", "fable:4bit", "hi", "--bits", "3"), "disagree"),
-    (("run", "fable", "hi", "--bits", "7"), "7bit"),
+    (("run", "fable", "hi", "--bits", "7"), "--bits is 8, 6, 5, 4, 3 or 2, not 7"),
     (("plan", "fable:4bit", "--bits", "3"), "disagree"),
     (("quantize", "fable:4bit", "-o", "x", "--bits", "4"), "this command does not do"),
     (("run", "fable:4bit:3bit", "hi"), "two formats"),

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def test_what_was_measured_is_of_so_many_threads(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(roofs, "cache_root", lambda: tmp_path)
     known = MachineRoofs("A CPU", 3, "2026-01-01 12:00", 20e9, 18e9, 1e-4, 1e-5, {}, {}, 3e-5)
     roofs._write("machines", roofs._machine_key(3), asdict(known))
-    *_, command = no_roofs(EngineOptions(threads=3)).split(": effllm ")
+    command = re.search(r"\(run effllm (.*) once\)$", no_roofs(EngineOptions(threads=3)))[1]
     for words, threads, shown in ((command.split(), "", True), (["doctor"], "3", True), (["doctor"], "", False)):
         monkeypatch.setenv("EFFLLM_THREADS", threads)
         world = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
@@ -97,7 +98,7 @@ def test_places_have_a_path_a_size_and_the_free_disk(tmp_path: Path) -> None:
     sessions.mkdir(parents=True)
     (sessions / "tale.json").write_bytes(b"{}")
     found = {place.name: place for place in list_locations(env)}
-    assert list(found) == ["kernel cache", "hub cache", "own models", "sessions", "served prompts", "spilled cache", "roofs"]
+    assert list(found) == ["kernel cache", "hub cache", "own models", "sessions", "served prompts", "spilled cache", "measurements"]
     assert (found["hub cache"].path, found["hub cache"].nbytes) == (tmp_path / "hf" / "hub", 5000), "a link to a file is not a second one"
     assert (found["sessions"].path, found["sessions"].nbytes) == (sessions, 2)
     assert (found["own models"].nbytes, (tmp_path / "data").exists()) == (0, False), "looking makes nothing"

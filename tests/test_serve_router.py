@@ -287,7 +287,7 @@ def test_memory_is_one_budget_and_what_nobody_asks_for_goes(server: ServerProces
     (("--load-timeout", "x"), "--load-timeout x is not a duration"),
     (("fable", "--load-timeout", "9s"), "--load-timeout is for a server of"),
     (("fable", "--max-models", "2"), "--max-models is for a server of several"), (("fable", "no-such-model"), "there is no model"),
-    (("-c", "0"), "--ctx 0 is too small"), (("--parallel", "0"), "--parallel 0 is too small"), (("--ram", "6"), "--ram 6 is 6 bytes")])
+    (("-c", "0"), "--ctx-size 0 is too small"), (("--parallel", "0"), "--parallel 0 is too small"), (("--ram", "6"), "--ram 6 is 6 bytes")])
 def test_what_is_refused(flags: tuple[str, ...], said: str) -> None:
     environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
     code, err = main(["serve", "--port", "0", *flags], environment), environment.stderr.getvalue()

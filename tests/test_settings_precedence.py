@@ -205,10 +205,10 @@ def test_a_sound_machine_is_sound_whatever_the_settings_say(place: Path, monkeyp
 # ---- what is cheap is judged first
 
 
-WRONG = [(("--temp", "-1"), 2, "temperature"), (("--top-p", "2"), 2, "top_p"), (("--stop", ""), 2, "stop string"),
+WRONG = [(("--temp", "-1"), 2, "--temp must be"), (("--top-p", "2"), 2, "--top-p must be"), (("--stop", ""), 2, "stop string"),
          (("-n", "-2"), 2, "-n -2"), (("--kv", "7bit"), 2, "--kv 7bit"), (("--ram", "much"), 2, "'much' is not a size"),
          (("--session", "a/b"), 2, "not a valid session name"), (("--session", "a", "--session-disk", "much"), 2, "much"),
-         (("--draft", "./nowhere"), 3, "nowhere"), (("-f", "typo.txt"), 2, "typo.txt"), (("--bits", "7"), 2, "7bit")]
+         (("--draft", "./nowhere"), 3, "nowhere"), (("-f", "typo.txt"), 2, "typo.txt"), (("--bits", "7"), 2, "3 or 2, not 7")]
 
 
 @pytest.mark.parametrize(("words", "code", "said"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")

@@ -79,7 +79,7 @@ def quantize_on_load(request: Request, out: Path) -> Iterator[Progress | Notice 
         for item in _convert_in_subprocess(request.ref.folder, out, options):
             if isinstance(item, Converted):
                 where = f"kept in {out}" if request.keep else "for this run only; --keep keeps it"
-                yield Notice(f"quantized on load to {item.bits_per_weight:.2f} bits per weight, {format_size(item.file_nbytes)}, {where}")
+                yield Notice(f"quantized on load to {item.bits_per_weight:.2f} bits per weight, {format_size(item.after)}, {where}")
             yield item
     except (DiskFull, DoesNotFit) as error:
         where = "XDG_DATA_HOME" if request.keep else "TMPDIR"

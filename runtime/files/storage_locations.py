@@ -33,7 +33,7 @@ def list_locations(env: Mapping[str, str]) -> tuple[StorageLocation, ...]:
     """The user's storage locations under these environment variables. Creates nothing."""
     found = (("kernel cache", cache_root() / "kernels"), ("hub cache", hub.cache_folder(env)), ("own models", storage.models_folder(env)),
              ("sessions", storage.sessions_folder(env)), ("served prompts", storage.served_folder(env)),
-             ("spilled cache", spill_folder(EngineOptions())), ("roofs", roofs.roofs_file()))
+             ("spilled cache", spill_folder(EngineOptions())), ("measurements", roofs.roofs_file()))
     return tuple(StorageLocation(name, path, stored_nbytes(path), free_nbytes(path)) for name, path in found)
 
 

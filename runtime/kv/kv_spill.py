@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ... import UsageError
+from ... import UsageError, typed
 from ...kernels.layout import PageLayout
 from ...offload.notes import Fallback
 from ...offload.page_pool import DiskTier
@@ -31,15 +31,19 @@ SPARSE_RING = 8 << 20  # only prompts read through it; memory is better spent on
 
 
 def spill_folder(options: EngineOptions) -> Path:
-    """`--spill-dir`, or a folder beside the compiled kernels. Raises UsageError for a ~user that does not exist."""
+    """`--spill-dir`, or a folder beside the compiled kernels. Raises UsageError for a ~user or a folder above it that does not exist."""
     from ...kernels.compile import cache_root
 
     if not options.spill_dir:
         return cache_root() / "kv"
     try:
-        return Path(options.spill_dir).expanduser()
+        folder = Path(options.spill_dir).expanduser()
     except RuntimeError as error:
         raise UsageError(f"--spill-dir {options.spill_dir}: there is no such user", "give the path without ~") from error
+    if not folder.absolute().parent.is_dir():  # a disk that is not mounted, or a mistake
+        raise UsageError(f"--spill-dir {options.spill_dir}: there is no folder {folder.parent}",
+                         f"correct the path, or make it: mkdir -p {typed(folder.parent)}")
+    return folder
 
 
 def spill_request(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout], shape: CacheShape,

@@ -61,7 +61,7 @@ MIN_GAIN = 1.05  # a flag that gains less is not suggested
 DEFAULT_ACTIVE = 0.1  # share of active neurons of a sparse model that was not measured
 ON_GPU = "the speed of layers on the GPU is not predicted in this version"
 UNMEASURED_EXACT = "--exact was not measured here: effllm plan with the same flags does that"
-UNMEASURED_DISK = "the disk was not measured: effllm doctor"
+UNMEASURED_DISK = "the disk was not measured yet (run effllm doctor once)"
 SPARSE_READS = "how many pages of the cache a token picks (--kv-read sparse) is not predicted in this version"
 
 
@@ -69,7 +69,7 @@ def no_roofs(options: EngineOptions) -> str:
     """The message if the machine was not measured with this number of threads."""
     threads = worker_count(options)
     with_threads = "" if options.threads is None else f" with {threads} thread{'' if threads == 1 else 's'}"
-    return f"this machine was not measured{with_threads}: {doctor(options)}"
+    return f"this machine was not measured{with_threads} yet (run {doctor(options)} once)"
 
 
 def doctor(options: EngineOptions, *flags: str) -> str:
