@@ -72,7 +72,9 @@ def current_value(chat: Conversation, name: str) -> object:
     if name == "think":
         return session.think
     if name in CONSTRAINTS:
-        return session.constraint.name if session.constraint and session.constraint.flag == f"--{name}" else "off"
+        if session.constraint is None or session.constraint.flag != f"--{name}":
+            return "off"
+        return "set" if session.constraint.name == f"the {name}" else session.constraint.name  # its file, if it was read from one
     if name == "markdown":
         return "on" if chat.screen.markdown else "off"
     value = getattr(session.settings, SETTINGS[name][0])
@@ -100,7 +102,7 @@ def assign(chat: Conversation, name: str, value: str) -> None:
         if value == "on" and not chat.screen.markdown:
             raise UsageError("the output does not show styles", "a terminal other than TERM=dumb, without NO_COLOR")
     elif name in TOKEN_LIMITS:
-        tokens = token_limit(parse_number(name, value, int), "-n" if name == "predict" else f"--{name}")
+        tokens = token_limit(parse_number(chat, name, value, int), "-n" if name == "predict" else f"--{name}")
         if name == "predict":
             require_answer_tokens(tokens, "/set predict -1 is no limit")
         setattr(session, TOKEN_LIMITS[name], tokens)
@@ -109,15 +111,25 @@ def assign(chat: Conversation, name: str, value: str) -> None:
     else:
         field, kind = SETTINGS[name]
         is_random = name == "seed" and value in ("random", "-1")
-        session.settings = replace(session.settings, **{field: None if is_random else parse_number(name, value, kind)})
+        number = None if is_random else parse_number(chat, name, value, kind)
+        try:
+            session.settings = replace(session.settings, **{field: number})
+        except UsageError as error:  # it begins with the name of the field
+            raise UsageError(f"{name} {error.message.partition(' ')[2]}", f"/set {name} {example(chat, name)}") from None
 
 
-def parse_number(name: str, value: str, number_type: type) -> object:
+def example(chat: Conversation, name: str) -> object:
+    """A valid value of a setting that is a number: the present one."""
+    value = current_value(chat, name)
+    return value if isinstance(value, int | float) else {"predict": 200, "seed": 1}.get(name, 1000)
+
+
+def parse_number(chat: Conversation, name: str, value: str, number_type: type) -> object:
     try:
         return number_type(value)
     except ValueError as error:
         expected = "whole number" if number_type is int else "number"
-        raise UsageError(f"{name} takes a {expected}, not {value!r}", f"/set {name} shows it") from error
+        raise UsageError(f"{name} takes a {expected}, not {value!r}", f"/set {name} {example(chat, name)}") from error
 
 
 def parse_stops(value: str) -> tuple[str, ...]:

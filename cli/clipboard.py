@@ -47,7 +47,7 @@ def copy(chat: Conversation, rest: str) -> None:
         text = blocks[-1][1].rstrip("\n")
     if not text:
         raise UsageError("the last answer is empty", "/regen writes another one")
-    screen, count = chat.screen, f"{len(text)} letters"
+    screen, count = chat.screen, f"{len(text)} character{'' if len(text) == 1 else 's'}"
     if (program := copy_with_program(text, screen.environment.variables)) is not None:
         screen.note(f"{count} copied to the tmux buffer, which forwards them to the terminal's clipboard" if program == "tmux" else
                     f"{count} are in the clipboard ({program})")

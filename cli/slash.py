@@ -147,7 +147,7 @@ def load(chat: Conversation, rest: str) -> None:
     if is_path(rest):
         path = expand_path(rest)
         if not os.path.isfile(path):
-            raise EffllmError(f"{path}: no such chat", f"saved: {', '.join(session_names(chat)) or 'none yet'}")
+            raise EffllmError(f"there is no file {path}", "/load NAME continues a session, /load ./FILE.json a conversation of a file")
         chat.session.load(path)
         chat.saved_as.add(path)
         chat.screen.note(f"loaded {len(chat.session.messages)} messages from {path}")
@@ -168,7 +168,7 @@ def is_path(rest: str) -> bool:
 def session_name(chat: Conversation, rest: str, command: str) -> str:
     name = rest.strip() or chat.saver.name
     if not name:
-        raise UsageError(f"{command} needs a name", f"{command} NAME, or {command} ./FILE.json")
+        raise UsageError(f"{command} needs a name without --session", f"{command} NAME, or {command} ./FILE.json")
     return name
 
 

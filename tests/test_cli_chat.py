@@ -190,19 +190,21 @@ def test_settings_change_what_follows(chat: Chat) -> None:
     assert "temp is 0.5" in chat.say("/set temp 0.5") and "temp is 0.5" in chat.say("/set temp")
     assert "schema is json" in chat.say("/set format json") and "schema is off" in chat.say("/set schema off")
     assert "cannot read nowhere" in chat.say("/set grammar nowhere") and "grammar is off" in chat.say("/set grammar")
+    assert "grammar is set" in chat.say('/set grammar root ::= "yes"') and "grammar is off" in chat.say("/set grammar off")
     assert "reasoning-budget is 64" in chat.say("/set reasoning-budget 64") and "-2 is out of range" in chat.say("/set reasoning-budget -2")
     assert "did you mean temp?" in chat.say("/set tmep 1")
     assert "/set schema off" in chat.say("/set noformat") and "lines break between words" in chat.say("/set nowordwrap")
     assert "file history" in chat.say("/set nohistory") and "chat MODEL --stats" in chat.say("/set quiet")
-    assert "top-k takes a whole number, not 'many'" in chat.say("/set top-k many")
-    assert "top_p must be" in chat.say("/set top-p 7")
+    assert "top-k takes a whole number, not 'many'" in (said := chat.say("/set top-k many")) and "hint: /set top-k 50" in said
+    assert "hint: /set seed 5" in chat.say("/set seed x") and "hint: /set reasoning-budget 64" in chat.say("/set reasoning-budget x")
+    assert "top-p must be above 0 and at most 1 (off), not 7.0" in (said := chat.say("/set top-p 7")) and "hint: /set top-p " in said
     assert all("seed is random" in chat.say(f"/set seed {value}") for value in ("-1", "random"))
     assert "seed is 5" in chat.say("/set seed 5")
     assert "dry-multiplier is 0.8" in chat.say("/set dry_multiplier 0.8") and "top-nsigma is 2.0" in chat.say("/set top_n_sigma 2")
     assert 'dry-sequence-breaker is \\n : " *' in chat.say("/set dry-sequence-breaker")
     assert "dry-sequence-breaker is \\n fox" in chat.say("/set dry-sequence-breaker \\n fox")
     assert "dry-sequence-breaker is none" in chat.say("/set dry_sequence_breakers none")
-    assert "xtc_threshold must be" in chat.say("/set xtc-threshold 3")
+    assert "xtc-threshold must be" in chat.say("/set xtc-threshold 3")
     assert 'stop is "END" "\\n\\n"' in chat.say('/set parameter stop END "\\n\\n"') and "is not a quoted string" in chat.say('/set stop "a')
     said = chat.say('/set stop ""')
     assert "a stop string is empty" in said and "/set stop END" in said and "--stop" not in said
@@ -243,7 +245,8 @@ def test_saved_chats_come_back(chat: Chat) -> None:
     assert chat.saved()["messages"] == kept
     assert "saved 2 messages to" in chat.say(f"/save {chat.home}/tale.json")
     assert "loaded 2 messages" in chat.say(f"/load {chat.home}/tale.json")
-    assert "needs a name" in chat.say("/save")
+    assert "needs a name without --session" in chat.say("/save")
+    assert f"there is no file {chat.home}/gone.json" in chat.say(f"/load {chat.home}/gone.json")
     assert "effllm:" in chat.say("/save /proc/nowhere/all.json")
 
 

@@ -56,7 +56,7 @@ def test_a_program_gets_the_answer_without_the_breaks_of_the_terminal(chats, tmp
     chat = chats(DISPLAY=":0")
     assert "there is no answer yet" in chat.say("/copy")
     assert WORDS not in chat.say("words"), "the terminal broke it"
-    assert f"{len(WORDS)} letters are in the clipboard (xclip)" in chat.say("/copy")
+    assert f"{len(WORDS)} characters are in the clipboard (xclip)" in chat.say("/copy")
     assert (tmp_path / "xclip").read_text() == WORDS and (tmp_path / "xclip.called").read_text() == "-selection clipboard\n"
     assert "the last answer has no code block" in chat.say("/copy code") and "takes code or nothing" in chat.say("/copy it")
     chat.say("code")
