@@ -13,6 +13,15 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02} h"
 
 
+def age(seconds: float) -> str:
+    """8 s ago, 4 min ago, 3 h ago, 5 days ago: how long ago something happened, in whole units."""
+    for nsec, unit in ((86_400, "day"), (3600, "h"), (60, "min")):
+        if seconds >= nsec:
+            count = int(seconds // nsec)
+            return f"{count} {unit}{'s' if unit == 'day' and count > 1 else ''} ago"
+    return f"{int(seconds)} s ago"
+
+
 def rounded(value: float, digits: int = 3) -> str:
     """A number rounded to `digits` significant digits, without exponent: 0.52, 18.2, 1590."""
     text = f"{value:.{digits}g}"

@@ -11,7 +11,7 @@ import typer
 from .. import UsageError
 from .flags import add_command, flag
 from .help import PlainGroup
-from .number_format import duration
+from .number_format import age
 from .options import OUTPUT, Json, Yes, complete_session
 from .screen import Screen, cell_width, truncate
 
@@ -22,9 +22,9 @@ EXAMPLES = """examples
   effllm session rm tale --cache
 """
 
-COLUMNS = ("session", "model", "messages", "tokens", "cache", "size", "its own", "saved", "begins")
-NUMBER_COLUMNS = ("messages", "tokens", "size", "its own")
-OPTIONAL_COLUMNS = ("its own", "cache", "tokens", "size")  # columns that a narrow terminal drops first; --json has all
+COLUMNS = ("session", "model", "messages", "tokens", "cache", "size", "not shared", "saved", "begins")
+NUMBER_COLUMNS = ("messages", "tokens", "size", "not shared")
+OPTIONAL_COLUMNS = ("not shared", "cache", "tokens", "size")  # columns that a narrow terminal drops first; --json has all
 ELLIPSIS = " ..."
 MIN_TEXT_WIDTH = 20  # columns by which a conversation is recognized
 
@@ -58,7 +58,7 @@ def list_sessions(context: typer.Context, json: Json = False) -> None:
             for each in sessions]})
         return
     rows = [(each.name, each.model, str(each.messages), str(each.tokens), each.kv or "-", format_size(each.nbytes),
-             format_size(each.own_nbytes), f"{duration(max(0.0, now - each.saved))} ago", each.begins)
+             format_size(each.own_nbytes), age(max(0.0, now - each.saved)), each.begins)
             for each in sessions if not each.problem]
     columns, rows = fit_columns(screen.report_width, COLUMNS, rows)
     if rows or screen.report_width is None:  # a heading alone is for scripts

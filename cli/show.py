@@ -183,7 +183,7 @@ def _print_info(info: ModelInfo, screen: Screen) -> None:
         ("from", f"{ref.repo}@{ref.revision}" if ref.repo else ""),
         ("folder" if ref.folder.is_dir() else "file", str(ref.folder)),
         ("licence", shown_licence(info.licence, "not stated")),
-        ("parameters", f"{format_parameters(info.parameters)}, stored as {', '.join(info.stored)}, {format_size(info.nbytes)}"),
+        ("parameters", f"{format_parameters(info.parameters)}, stored as {_stored(info)}, {format_size(info.nbytes)}"),
         ("quantized", "" if container is None else f"{container.spec_text}, {container.bits_per_weight:.2f} bits per weight, by "
                                                    f"{container.method.get('name', '?')} from {container.source.get('model', '?')}"),
         ("layers", f"{config.num_hidden_layers} of width {config.hidden_size}" + _intermediate_size(config)),
@@ -201,6 +201,13 @@ def _print_info(info: ModelInfo, screen: Screen) -> None:
     ) if pair[1]])
 
 
+def _stored(info: ModelInfo) -> str:
+    """The types of the tensors, those of a GGUF file as it calls them itself."""
+    if info.container is None or info.ref.folder.is_dir():
+        return ", ".join(info.stored)
+    return ", ".join((*(kind for kind in info.stored if ":" not in kind), info.container.spec_text))
+
+
 def _experts(config: ModelConfig) -> str:
     experts = config.moe
     if experts is None:
@@ -214,7 +221,7 @@ def _experts(config: ModelConfig) -> str:
 def _positions(config: ModelConfig) -> str:
     """The position encoding; state-space layers may have none."""
     if config.rope is not None:
-        return f"rotary positions {config.rope.kind}"
+        return f"RoPE, {'unscaled' if config.rope.kind == 'default' else config.rope.kind}"
     return "no positions" if config.position_offset is None else "learned positions"
 
 

@@ -138,7 +138,7 @@ def _counts(cursor: _Cursor, size: int) -> tuple[int, int]:
             raise CheckpointError(f"{path} is a web page, not the weights", "download the file again: a web page was saved in its place")
         if not any(magic):
             raise CheckpointError(f"{path} begins with zeros: its download is incomplete", "download the file again")
-        raise CheckpointError(f"{path} is not a GGUF file: it begins with {shown(magic)}", "give a GGUF file, or a model folder")
+        raise CheckpointError(f"{path} is not a GGUF file: its first four bytes are not GGUF", "give a GGUF file, or a model folder")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
         what = "a big-endian GGUF file" if swapped else f"GGUF version {version}, versions 2 and 3 are supported"

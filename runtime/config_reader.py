@@ -38,6 +38,11 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def json_problem(error: Exception) -> str:
+    """Where and why a text is not JSON, as the end of an error message; empty if the decoder does not say."""
+    return f" (line {error.lineno}: {error.msg})" if isinstance(error, json.JSONDecodeError) else ""
+
+
 def show_name(name: str) -> str:
     """A name or path that the user typed, for an error message: not truncated, since the mistake is usually at the end."""
     text = repr(name)
@@ -86,7 +91,7 @@ def read_json(path: Path) -> dict[str, object]:
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:  # the decoder's own errors are ValueErrors
-        raise ConfigError(f"{path} is not valid JSON: {show(str(error))}", "the download may be incomplete") from error
+        raise ConfigError(f"{path} is not valid JSON{json_problem(error)}", "the download may be incomplete") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds {type(raw).__name__}, not a JSON object")
     return raw

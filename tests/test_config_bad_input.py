@@ -129,6 +129,8 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
         assert "config.json" in message(ConfigError)
     path.write_bytes(b"\xff\xfe{}")
     assert "not valid JSON" in message(ConfigError)
+    path.write_text('{"vocab_size": 3,\n')
+    assert message(ConfigError).endswith("config.json is not valid JSON (line 2: Expecting property name enclosed in double quotes)")
     path.write_bytes(b" " * (FILE_LIMIT + 1))
     assert "at most" in message(ConfigError)
     path.unlink()

@@ -323,6 +323,7 @@ def test_what_other_commands_say_of_a_file(tmp_path: Path, capfd: pytest.Capture
     assert main(["show", path, "--json"]) == 0
     shown = json.loads(capfd.readouterr().out)
     assert shown["stored"] == ["F32", "block4:32"] and shown["chat_template"] and shown["quantized"]["spec"] == "Q4_0"
+    assert main(["show", path]) == 0 and "stored as F32, Q4_0, " in capfd.readouterr().out
     for words in (["plan", path], ["eval", "ppl", path, "--text", str(text), "-c", "32"], ["run", path, "Hello", "-n", "3"]):
         assert main(words) == 0
         assert capfd.readouterr().out

@@ -64,7 +64,7 @@ def test_every_kind_of_value(tmp_path: Path) -> None:
     (b"", "is cut short"),
     (b"GGUF" + bytes(10), "is cut short"),
     (b"version https://git-lfs" + bytes(20), "Git LFS pointer"),
-    (b"PK\x03\x04" + bytes(40), "is not a GGUF file"),
+    (b"PK\x03\x04" + bytes(40), "is not a GGUF file: its first four bytes are not GGUF"),
     (b"<!doctype html>" + b" " * 40, "is a web page, not the weights"),
     (bytes(40), "begins with zeros"),
     (file([], [], version=1), "GGUF version 1"),

@@ -262,8 +262,8 @@ def test_show_says_how_a_model_knows_where_a_token_stands(folder: Path, tmp_path
     (said,) = [line for line in user.run("show", model).out.splitlines() if line.startswith("context")]
     silent = dict.fromkeys(("jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h", "nemotron_h, experts",
                             "nemotron_h, experts of fewer numbers", "rwkv7"), "no positions")
-    others = {**silent, "lfm3": "rotary positions proportional"}
-    assert said.endswith(others.get(folder.name, "rotary positions default"))
+    others = {**silent, "lfm3": "RoPE, proportional"}
+    assert said.endswith(others.get(folder.name, "RoPE, unscaled"))
 
 
 @pytest.mark.parametrize("folder", ["qwen3_5_text"], indirect=True)

@@ -10,6 +10,7 @@ from hub_user import Terminal
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
+from effllm.cli.number_format import age
 from effllm.cli.screen import cell_width
 from effllm.cli.session import COLUMNS, fit_columns
 from effllm.runtime.sessions.session_format import SavedSession
@@ -41,13 +42,17 @@ def test_a_session_is_listed_with_its_first_words(home: Path, monkeypatch: pytes
     assert "cache" not in headings and row.startswith("tale ") and " Tell me a story" in row and row.endswith(" ...")
 
 
+def test_an_age_is_in_whole_units() -> None:
+    assert [age(seconds) for seconds in (8.9, 186, 7300, 90_000, 200_000)] == ["8 s ago", "3 min ago", "2 h ago", "1 day ago", "2 days ago"]
+
+
 SAID = ("Tell me of the   fox\n", "Und dann? " * 30, "然后呢" * 40)
 
 
 @pytest.mark.parametrize(("width", "columns"), [(None, 9), (200, 9), (120, 9), (80, 7), (60, 5), (40, 5)])
 def test_a_narrow_terminal_does_without_other_columns_first(width: int | None, columns: int) -> None:
     begins = [SavedSession("x", "m", 0.0, {"messages": [{"role": "user", "content": said}]}, None).begins for said in SAID]
-    rows = [("tale", "fable", "4", "102", "16bit", "262.61 KiB", "262.61 KiB", "3:20 min ago", said) for said in begins]
+    rows = [("tale", "fable", "4", "102", "16bit", "262.61 KiB", "262.61 KiB", "3 min ago", said) for said in begins]
     kept, shown = fit_columns(width, COLUMNS, rows)
     assert len(kept) == columns and {"session", "model", "messages", "saved", "begins"} <= {*kept}
     assert all(len(row) == columns for row in shown) and shown[0][-1] == "Tell me of the fox"

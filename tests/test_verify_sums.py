@@ -39,7 +39,8 @@ def test_what_was_changed_or_is_gone_is_named(user: HubUser, folder: Path, name:
 def test_without_a_list_the_next_step_makes_one_that_is_read(user: HubUser, folder: Path) -> None:
     (folder / "SHA256SUMS").unlink()
     ran = user.run("verify", folder)
-    assert "has no checksums" in ran.refused(2) and f"cd {folder} && sha256sum * > SHA256SUMS" in ran.err
+    assert "has no checksums to compare with (effllm quantize and downloads record them)" in ran.refused(2)
+    assert f"cd {folder} && sha256sum * > SHA256SUMS" in ran.err
     recorded(folder)
     (folder / "notes.txt").write_text("later")
     ran = user.run("verify", folder)
@@ -50,7 +51,7 @@ def test_a_gguf_file_is_found_in_the_list_of_its_folder(user: HubUser, tmp_path:
     out = tmp_path / "several" / "fable.gguf"
     out.parent.mkdir()
     assert user.run("export", "fable", "-o", out).code == 0
-    assert "has no checksums" in user.run("verify", out).refused(2)
+    assert "has no checksums to compare with (a GGUF file has none)" in user.run("verify", out).refused(2)
     assert f"cd {out.parent} && sha256sum fable.gguf >> SHA256SUMS" in user.run("verify", out).err
     (out.parent / "notes.txt").write_text("of another kind")
     recorded(out.parent)

@@ -131,7 +131,8 @@ def _check(config: ModelConfig, gate_sparsity: float | None) -> None:
         raise UsageError(f"--gate-sparsity: {config.hidden_act} skips neurons already, without loss", "leave it out")
     if gate_sparsity is None and config.hidden_act not in SPARSE:
         raise UsageError(f"--bundle-ffn: {config.hidden_act} is never exactly zero, so every token would read all neurons",
-                         f"it serves models of {' or '.join(SPARSE)}, such as fable-relu; --gate-sparsity 0.5 skips half, with loss")
+                         f"it serves models with {' or '.join(SPARSE)} (hidden_act in config.json); --gate-sparsity 0.5 skips half, "
+                         "with loss")
     if config.moe is not None:
         raise UsageError("--bundle-ffn: the experts of a mixture are read as a whole", "leave it out")
     if config.family in WHOLE or config.parallel_block:

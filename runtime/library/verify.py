@@ -66,8 +66,8 @@ def verify(folder: Path) -> Iterator[Progress | Verified]:
             yield from _verify_blobs(found)
             return
         if (found := listed_files(folder)) is None:
-            came = "GGUF files come" if folder.is_file() else "effllm quantize records them, downloads have them, other checkpoints come"
-            raise UsageError(f"{folder} has no checksums: {came} without",
+            which = "a GGUF file has none" if folder.is_file() else "effllm quantize and downloads record them"
+            raise UsageError(f"{folder} has no checksums to compare with ({which})",
                              f"to be able to verify it later: {checksum_command(folder)}")
         yield from _verify_blobs(found)
         return

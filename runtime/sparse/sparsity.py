@@ -95,10 +95,10 @@ def require_sparse(config: ModelConfig, container: Container | None) -> None:
     """Raises UsageError for a model without sparsity."""
     if config.moe is not None:
         raise UsageError("a mixture of experts skips whole experts, not neurons",
-                         f"a dense model of {' or '.join(SPARSE)}, such as fable-relu")
+                         f"give a dense model with {' or '.join(SPARSE)} (hidden_act in its config.json)")
     if config.hidden_act not in SPARSE and not is_lossy(container):
         raise UsageError(f"{config.hidden_act} is never exactly zero: no neuron can be skipped",
-                         f"a model of {' or '.join(SPARSE)}, such as fable-relu")
+                         f"give a model with {' or '.join(SPARSE)} (hidden_act in its config.json)")
 
 
 def record(engine: Engine, ids: Sequence[int], inputs: list[np.ndarray] | None = None) -> Iterator[Progress | Trace]:
