@@ -39,7 +39,7 @@ REPO, WEIGHTS = "org/large", "model.safetensors"
 
 def serve(nbytes: int) -> None:
     """Until stdin closes."""
-    hub_server.PIECE = 1 << 20
+    hub_server.CHUNK_NBYTES = 1 << 20
     content = np.random.default_rng(0).bytes(nbytes)
     hub = Hub(xet={WEIGHTS: hub_server.xet_hash(content)})
     hub.add(REPO, files={"config.json": b"{}", WEIGHTS: content})

@@ -56,14 +56,14 @@ class Architecture:
     keys: Mapping[str, str] = field(default_factory=dict)  # key in the file -> in config.json, in addition to `config.KEYS`
     interleaved: bool = False  # rows of q and k are interleaved within heads
     norm_offset: float = 0.0  # added to the norms of the file
-    layer_names: Mapping[str, str] = field(default_factory=dict)  # of a layer's tensors; these precede LAYER
+    layer_names: Mapping[str, str] = field(default_factory=dict)  # of a layer's tensors; these precede LAYER_NAMES
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # tensor -> the ones it consists of, q, k, v or of equal height
     legacy_fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # `fused` of older files
     partial_rotary: bool = False  # only some channels of a head may rotate
     experts: tuple[str, Mapping[str, str]] | None = None  # (module of a layer's experts in the checkpoint, names of their matrices)
     window_pattern: bool = False  # a key may say which layers have a sliding window
     roles: Mapping[str, str] = field(default_factory=dict)  # role -> tensor; these precede ROLES
-    outer_names: Mapping[str, str] = field(default_factory=dict)  # of tensors outside the layers, in addition to OUTER
+    outer_names: Mapping[str, str] = field(default_factory=dict)  # of tensors outside the layers, in addition to OUTER_NAMES
     epsilon_key: str = RMS_NORM
     required_keys: tuple[str, ...] = ()  # in addition to `config.REQUIRED_KEYS`
     optional_keys: frozenset[str] = frozenset()  # of `config.REQUIRED_KEYS`, those that may be absent

@@ -4,8 +4,6 @@ changed. A new family is an entry in ARCHITECTURES; details may go in a module o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...offload.safetensors_header import CheckpointError, shown
 from ..config_rope import QUERY_SCALING_BETA
 from ..encoders import GGUF_ARCHITECTURES, refuse_generation
@@ -66,9 +64,6 @@ from .architecture import (
     Architecture,
 )
 from .projector_names import CLIP
-
-if TYPE_CHECKING:
-    pass
 
 BITNET_CPP = ("bitnet-b1.58", "bitnet-25")
 _CAUSAL = {"attention.causal": "is_causal"}

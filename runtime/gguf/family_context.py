@@ -14,7 +14,7 @@ from ..config import MAX_LAYERS
 from ..config_rope import GLOBAL, LOCAL
 
 DEFAULT_WINDOW = 4096  # of every size of Gemma 2, EXAONE 4 and StarCoder 2
-K_EXAONE_WINDOW = 128  # of K-EXAONE
+K_EXAONE_WINDOW = 128
 AFMOE_WINDOW_PERIOD = OLMO3_WINDOW_PERIOD = EXAONE4_WINDOW_PERIOD = COHERE2_WINDOW_PERIOD = 4  # every fourth layer has no window
 KOLIBRI_WINDOW_PERIOD = 5  # every fifth layer of Kolibri 1 has no window
 EXAONE4_WINDOWED_LAYERS = 64  # of the one size that has windows
@@ -85,7 +85,7 @@ def family_context(header: GgufHeader, raw: dict[str, object]) -> FamilyContext:
 
 
 def layer_types(header: GgufHeader, layers: object, period: int) -> list[str]:
-    """`layer_types`: the file's list of booleans, or all layers but every n-th have a window, n as the file states it, else `every`."""
+    """`layer_types`: the file's list of booleans, or all layers but every n-th have a window, n as the file states it, else `period`."""
     key = f"{header.metadata['general.architecture']}{WINDOW_PATTERN_SUFFIX}"
     pattern = header.metadata.get(key, period)
     if isinstance(pattern, np.ndarray) and pattern.dtype.kind in "biu" and len(pattern) == layers and np.isin(pattern, (0, 1)).all():

@@ -57,7 +57,7 @@ class Source:
         return bool(self.interleaved_heads) or self.rows is not None
 
     def order(self, begin: int, end: int) -> np.ndarray | None:
-        """The rows of the file, counted from `first`, of the rows [begin, end); None if they are the same."""
+        """The rows of the file, counted from `first_row`, of the rows [begin, end); None if they are the same."""
         if self.rows is not None:
             return self.rows[begin:end]
         return deinterleaved(np.arange(begin, end), self.shape[0] // self.interleaved_heads) if self.interleaved_heads else None
