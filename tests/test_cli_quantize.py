@@ -176,7 +176,7 @@ def test_a_width_alone_means_what_the_method_can_make() -> None:
     (("--bits", "4", "--calib", "-", "--eval", "-"), "standard input"),
     (("--bits", "4", "--method", "gptq", "--calib-tokens", "5"), "--calib-tokens 5"),
     (("--bits", "7"), "--bits is 8, 6, 5, 4, 3 or 2, not 7"),
-    (("--bits", "0"), "0bit"),
+    (("--bits", "0"), "--bits is 8, 6, 5, 4, 3 or 2, not 0"),
     (("--bits", "four"), "four"),
     (("--spec", "codebook4:32"), "codebook"),
     (("--bits", "4", "--tensor-type", "down_proj"), "down_proj"),
