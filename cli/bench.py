@@ -56,8 +56,10 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
 
     screen = Screen(context.obj)
     screen.environment.require_stdout()
-    if (model is None) == (synthetic is None):
+    if model is None and synthetic is None:
         raise UsageError("give a model or --synthetic SHAPE", "effllm bench fable")
+    if model is not None and synthetic is not None:
+        raise UsageError("a model and --synthetic are both given", "give one of them: --synthetic measures random weights of a shape")
     if json and output == "csv":
         raise UsageError("--json and -o csv are different formats", "give one of them")
     values = {"prompt": parse_counts("-p", prompt), "gen": parse_counts("-n", gen), "depth": parse_counts("-d", depth),

@@ -72,7 +72,8 @@ def parse_target(text: str) -> float:
     """`4.25bpw` or `4.25` -> bits per weight, every tensor counted. Raises UsageError."""
     match = TARGET.fullmatch(text.strip())
     if match is None or not MIN_TARGET <= float(match[1]) <= MAX_TARGET:
-        raise UsageError(f"--target {text!r} is not a number of bits per weight",
+        problem = "is not a number of bits per weight" if match is None else "is out of range"
+        raise UsageError(f"--target {text!r} {problem}",
                          f"between {MIN_TARGET:g} and {MAX_TARGET:g}, as in 4.25bpw")
     return float(match[1])
 

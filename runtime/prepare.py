@@ -116,7 +116,9 @@ class EngineOptions:
                 flag = "ctx-size" if name == "ctx" else name.replace("_", "-")
                 raise UsageError(f"--{flag} {value} is too small", f"at least {minimum}{default}")
         if self.ram is not None and self.ram.strip().isdigit() and parse_size(self.ram) < SPARE:
-            raise UsageError(f"--ram {self.ram} is {self.ram} bytes", f"with its unit: --ram {self.ram.strip()}G, or M")
+            number = self.ram.strip().lstrip("0")
+            raise UsageError(f"--ram {self.ram} is {self.ram} bytes",
+                             f"with its unit: --ram {number}G, or M" if number else "such as 6G or 512M, or leave it out")
         if self.draft and self.spec == "off":
             raise UsageError("--draft gives a model to speculate with, --spec off forbids it", "drop one of them")
         if self.draft and self.spec == "mtp":

@@ -144,7 +144,7 @@ def test_colour_only_where_it_is_wanted() -> None:
     (["run"], 2, "effllm run fable"),
     (["plan", "fable", "--ram", "100M"], 4, "the budget is"),
     (["show"], 2, "'MODEL'"),
-    (["bench"], 2, "--synthetic"),
+    (["bench"], 2, "--synthetic"), (["bench", "fable", "--synthetic", "tinyllama-1.1b"], 2, "are both given"),
     (["bench", "--synthetic", "gpt-9"], 2, "tinyllama-1.1b"),
     (["bench", "fable", "-d", "0,x"], 2, "several"),
     (["bench", "--synthetic", "tinyllama-1.1b", "--bits", "9"], 2, "--bits is 8, 6, 5, 4, 3 or 2, not 9"),

@@ -171,7 +171,7 @@ def test_a_width_alone_means_what_the_method_can_make() -> None:
     (("--bits", "4", "--spec", "4bit"), "--bits"),
     (("--bits", "4", "--target", "4bpw"), "--target"),
     (("--target", "a few"), "a few"),
-    (("--target", "1.5bpw"), "1.5bpw"),
+    (("--target", "1.5bpw"), "'1.5bpw' is out of range"), (("--target", "fourbpw"), "'fourbpw' is not a number"),
     (("--target", "4bpw", "--method", "spqr"), "outliers"),
     (("--bits", "4", "--calib", "-", "--eval", "-"), "standard input"),
     (("--bits", "4", "--method", "gptq", "--calib-tokens", "5"), "--calib-tokens 5"),
