@@ -1,4 +1,4 @@
-"""GGUF files of MiMo V2 Flash, MiniMax M3, MPT, StarCoder 1 and DBRX: particular metadata, and what is refused."""
+"""GGUF files of MiMo V2 Flash, MiniMax M3, MPT, StarCoder 1, DBRX and EXAONE 3: particular metadata, and what is refused."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -71,3 +71,11 @@ def test_what_a_file_cannot_say_is_named(headers: dict[str, GgufHeader], name: s
     with pytest.raises(EffllmError) as caught:
         read(headers[name], **changes)
     assert said in f"{caught.value.message} {caught.value.hint}" and caught.value.hint and "\n" not in caught.value.message
+
+
+def test_exaone_3_has_the_defaults_of_files_rather_than_of_its_configs(tmp_path: Path) -> None:
+    header = read_header(exported(model("exaone", tmp_path / "source"), tmp_path / "m.gguf"))
+    left_out = ("exaone.attention.head_count_kv", "exaone.rope.freq_base")
+    assert set(left_out) <= header.metadata.keys()
+    config = model_config(replace(header, metadata={key: value for key, value in header.metadata.items() if key not in left_out}), {})
+    assert config.num_key_value_heads == config.num_attention_heads and config.rope.theta == 10_000.0

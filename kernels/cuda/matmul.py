@@ -24,8 +24,8 @@ ResidualAndFactor = tuple[torch.Tensor | None, float]
 
 
 class Matmul:
-    """Products on one device: x float32 [T, K] times a weight [N, K], transposed, plus bias -> [T, N]; `into`: a tensor to add the result
-    to, and a factor."""
+    """Products on one device: x float32 [T, K] times a weight [N, K], transposed, plus bias -> [T, N]; `residual_and_factor`: a
+    tensor to add the result to, and a factor."""
 
     def __init__(self, kernel_choice: KernelChoice) -> None:
         self._kernel_choice = kernel_choice

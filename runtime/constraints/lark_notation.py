@@ -38,7 +38,7 @@ class Rule:
 
     grammar: int = 0  # number of the grammar it belongs to: 0 for the outer one, then embedded ones
     tokens: list[Token] = field(default_factory=list)
-    is_terminal: bool = False  # it has attributes in brackets, which only terminals have
+    is_terminal: bool = False  # it has attributes in brackets, which make it one
 
     def named(self, token: Token) -> str:
         """The key in `parse_rules` of the rule that a token refers to."""

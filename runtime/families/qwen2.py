@@ -29,7 +29,7 @@ def qwen_windows(keys: Keys) -> tuple[int | None, ...]:
 
 
 def layer_windows(keys: Keys, window: int | None, default_kinds: Sequence[str]) -> tuple[int | None, ...]:
-    """Each layer's window by its type: as `layer_types` says, where that is absent as is `usual` for the family."""
+    """Each layer's window by its type: as `layer_types` says, otherwise as `default_kinds`."""
     kinds = keys.layer_types("layer_types", len(default_kinds), ("full_attention", "sliding_attention")) or tuple(default_kinds)
     if window is None and "sliding_attention" in kinds:
         raise ConfigError("config.json: layer_types holds sliding_attention, but there is no sliding window",

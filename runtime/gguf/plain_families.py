@@ -37,6 +37,11 @@ def _looped(context: FamilyContext, raw: Raw) -> None:
     raw.setdefault("num_loops" if raw["model_type"] == "nanbeige" else "total_ut_steps", 1)
 
 
+def _exaone(context: FamilyContext, raw: Raw) -> None:
+    raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
+    raw.setdefault("rope_theta", DEFAULT_ROPE_THETA)
+
+
 def _ministral3(context: FamilyContext, raw: Raw) -> None:
     if not raw.get(QUERY_SCALING_BETA):  # Mistral Small has none
         raw |= {"model_type": "mistral"}
@@ -151,7 +156,7 @@ def add_window(context: FamilyContext, raw: Raw) -> None:
 
 
 COMPLETE_PLAIN: Mapping[str, Callable[[FamilyContext, Raw], None]] = {
-    "ernie4_5": _ernie, "exaone4": _exaone4, "falcon": _falcon, "glm": _glm, "glm4": _glm, "gpt_neox": _gpt_neox,
+    "ernie4_5": _ernie, "exaone": _exaone, "exaone4": _exaone4, "falcon": _falcon, "glm": _glm, "glm4": _glm, "gpt_neox": _gpt_neox,
     gpt_oss.FAMILY: gpt_oss.complete_config, "jais2": _jais2, "granite": _granite, "granitemoe": _granite, "internlm2": _internlm2,
     "llama": _llama, **dict.fromkeys(("nanbeige", "ouro"), _looped),
     "ministral3": _ministral3, "nemotron": _nemotron, "olmo": _olmo, "olmo2": _olmo2,
