@@ -142,6 +142,7 @@ MODELS = {
     "bailing_moe_v2, one group, tied": Case("bailing_moe_v2", {
         **GLM_EXPERTS, "moe_intermediate_size": 32, "head_dim": 16, "use_qk_norm": True, "n_shared_experts": 1, "tie_word_embeddings": True,
         **rope("default", partial_rotary_factor=0.5)}),
+    "sarvam_moe": Case("sarvam_moe", {**GLM_EXPERTS, "moe_intermediate_size": 32, "head_dim": 16}),
     "exaone4": Case("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4, windows": Case("exaone4", {"num_hidden_layers": 64, "sliding_window": 24, "initializer_range": 0.1}),
     "cohere": Case("cohere", {"logit_scale": 0.125}),
