@@ -56,6 +56,7 @@ def compiled_functions(kinds: Sequence[str] = ALL) -> list[Kernel | Jit]:
     """The kernels and compiled helpers of these kinds; a kind from `tiles.FORMATS` stands for the loops over weights of that format."""
     from .cpu import gemm, packed_formats
     from .cpu.amx import AMX
+    from .cpu.bf16_pairs import HAS_PAIRS
     from .cpu.linear_amx import AMX_FLOATS
 
     names = {kind: modules.split() for kind, modules in MODULES.items() if kind in kinds}
@@ -63,6 +64,8 @@ def compiled_functions(kinds: Sequence[str] = ALL) -> list[Kernel | Jit]:
         names[LOW_BIT] = ["gemm_amx" if name == "gemm" else name for name in names[LOW_BIT]]
     if AMX_FLOATS and RAW in names:
         names[RAW].append("linear_amx")
+    elif HAS_PAIRS and RAW in names:
+        names[RAW].append("linear_bf16")
     modules = [(kind, import_module(f".{name}", f"{__package__}.cpu")) for kind, module_names in names.items() for name in module_names]
     exact = {EXACT, FLOATS}  # kinds that need only the float32 product of `gemm`
     functions = [value for kind, module in modules for value in vars(module).values()

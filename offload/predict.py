@@ -23,9 +23,9 @@ ERROR, STREAMED_ERROR, MIXTURE_ERROR, UNKNOWN_ERROR, CACHED_ERROR = 0.15, 0.1, 0
 MIN_PROMPT = 64
 # Assumed rate of an unmeasured weight format, as a share of memory bandwidth.
 DEFAULT_MEMORY_SHARE = 0.7
-# All unquantized types count as this one: for a token only their bytes matter, and in a prompt they are multiplied as floats, a third as
-# fast as low bits.
-RAW_KIND = "bf16"
+# All unquantized types count as the first kind: for a token only their bytes matter, and in a prompt they are multiplied as floats, a third
+# as fast as low bits. Where processors multiply pairs of bf16, twice as fast, what is still multiplied in float32 is of the second.
+RAW_KIND, RAW_FLOAT32_KIND = "bf16", "bf16 exact"
 # Weights up to the first size stay in the CPU's caches from token to token, of the second size or more they do not. Rates are measured at
 # both. (64 MiB with a 32 MiB L3 still profited: 4 bits ran at 72 GB/s, against 62 for 256 MiB.)
 CACHED_NBYTES, MEMORY_NBYTES = 8 << 20, 256 << 20
@@ -269,7 +269,8 @@ def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
     if (work.streamed or work.neuron_bytes or spilled) and not rates.disk:
         return None
     main_kind = max(work.parts, key=lambda part: 0 if part.last_only else part.products).kind
-    similar = [rate.prefill for kind, rate in rates.kinds.items() if (kind == RAW_KIND) == (main_kind == RAW_KIND)]
+    main_group = _group(main_kind)
+    similar = [rate.prefill for kind, rate in rates.kinds.items() if _group(kind) == main_group]
     if not similar:
         return None
     seconds = routed_s = 0.0
@@ -344,7 +345,13 @@ def _combine(work: Work, rates: Rates, processor_s: float, memory_s: float, weig
 def _kind(rates: Rates, kind: str) -> KindRate:
     """The measured rate of a weight format, else a share of memory bandwidth."""
     default = DEFAULT_MEMORY_SHARE * rates.memory
-    return rates.kinds.get(kind) or KindRate(default, default)
+    same = RAW_KIND if kind == RAW_FLOAT32_KIND else kind  # for a token only the bytes matter
+    return rates.kinds.get(kind) or rates.kinds.get(same) or KindRate(default, default)
+
+
+def _group(kind: str) -> str:
+    """The kernels that multiply a format in prompts: kinds of one group have similar rates."""
+    return kind if kind in (RAW_KIND, RAW_FLOAT32_KIND) else "low-bit"
 
 
 def _attention(rates: Rates, kv: str) -> KindRate:

@@ -16,6 +16,7 @@ from effllm.cli.environment import Environment
 from effllm.cli.number_format import rounded
 from effllm.cli.plan_report import bar
 from effllm.kernels import warm
+from effllm.kernels.cpu.bf16_pairs import HAS_PAIRS
 from effllm.offload import hardware
 from effllm.offload.direct_io import ReadStats
 from effllm.offload.disk_probe import Disk, DiskRead
@@ -138,11 +139,14 @@ def test_exact_products_that_nobody_measured_are_not_predicted(known: None) -> N
     measured = replace(KNOWN, machine=replace(MACHINE, kinds=kinds))
     assert all(kind.endswith(" exact") for kind in kinds) and not forecast(prepared, measured).reason
     assert forecast(prepared, measured).start.seconds > found.work.bytes_per_token / 1e9
-    assert forecast(fable(EXACT), KNOWN).start is not None, "of raw weights it changes nothing"
+    assert forecast(fable(EXACT), KNOWN).start.seconds == forecast(fable(), KNOWN).start.seconds, "of raw weights it changes only prompts"
+    assert (forecast(fable(EXACT), KNOWN).prompt is None) == HAS_PAIRS and forecast(fable(), KNOWN).prompt is not None
 
 
 def test_kinds_are_named_by_how_they_are_multiplied() -> None:
-    assert {kind_of_weight(QuantSpec.raw(raw)) for raw in ("f32", "f16", "bf16")} == {"bf16"}
+    float32 = "bf16 exact" if HAS_PAIRS else "bf16"  # elsewhere bf16 is multiplied like them
+    assert [kind_of_weight(QuantSpec.raw(raw)) for raw in ("f32", "f16", "bf16")] == [float32, float32, "bf16"]
+    assert {kind_of_weight(QuantSpec.raw("bf16"), *flags) for flags in ((True,), (False, True))} == {float32}
     assert kind_of_weight(QuantSpec.parse("4bit+1%")) == "codebook4:16" and kind_of_weight(QuantSpec.parse("8bit"), True).endswith(" exact")
     asked = wanted(fable())
     assert asked.kinds == ("bf16", "codebook4:16", "symmetric6:32") and asked.file == FABLE / "model.safetensors"

@@ -10,6 +10,7 @@ import pytest
 
 from effllm.kernels import reference
 from effllm.kernels.cpu.arithmetic import exp, narrow_half, softplus, widen_half
+from effllm.kernels.cpu.bf16_pairs import HAS_PAIRS
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.linear_amx import AMX_FLOATS
 from effllm.kernels.cpu.ops import FEW_TOKENS, CpuOps
@@ -63,7 +64,7 @@ def test_matrix_ops_match_the_reference(pool, stored, act):
     rng = np.random.default_rng(1)
     parts = linears(rng, stored)
     vector = lambda: rng.standard_normal(HIDDEN, np.float32)  # noqa: E731
-    ops, exact = CpuOps(pool, DIMS), CpuOps(pool, DIMS, default_registry("reference"))
+    ops, exact = CpuOps(pool, DIMS, default_registry(exact=True)), CpuOps(pool, DIMS, default_registry("reference"))
     norms = (Norm("rms", vector()), Norm("rms+1", vector(), eps=1e-3), Norm("layer", vector(), vector()), Norm("none"))
     for tokens, norm in zip(TOKENS, norms + norms[:2], strict=True):
         x = rng.standard_normal((tokens, HIDDEN), np.float32)
@@ -155,7 +156,7 @@ def test_tiles_longer_than_a_depth_block():
     pool = ThreadPool(2)
     each = Linear(weight(rng, rows, depth, "bf16"))
     x = rng.standard_normal((40, depth), np.float32)
-    got = CpuOps(pool, dims).linear_add(x, each, np.zeros((40, rows), np.float32))
+    got = CpuOps(pool, dims, default_registry(exact=True)).linear_add(x, each, np.zeros((40, rows), np.float32))
     pool.close()
     want = reference.linear(x, reference.widen(each.weight.parts["data"], "bf16"), None)
     assert np.abs(got - want).max() <= 3e-6 * np.abs(want).max()
@@ -290,7 +291,7 @@ def test_a_choice_says_why():
     registry = default_registry()
     choice = registry.select(Call("matrix", "f32", FEW_TOKENS + 1))
     assert choice.candidate.name == "register tiles" and choice.declined == (("few columns", f"more than {FEW_TOKENS} columns"),) + (
-        (("float tiles, amx", "not bf16, which AMX multiplies"),) if AMX_FLOATS else ())
+        (("float tiles, amx", "not bf16 weights"),) if AMX_FLOATS else (("bf16 pairs, avx512", "not bf16 weights"),) if HAS_PAIRS else ())
     odd = registry.select(Call("matrix", "int3", 1))
     assert odd.candidate.name == "NumPy reference" and "no kernel for int3" in str(odd)
     assert len(registry.announcements()) == 1 and registry.announcements() == []

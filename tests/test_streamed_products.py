@@ -10,7 +10,7 @@ from streamed_models import streaming
 
 import effllm
 from effllm.kernels.compile import Kernel
-from effllm.kernels.cpu import gemm, gemm_amx, linear, linear_amx, packed
+from effllm.kernels.cpu import gemm, gemm_amx, linear, linear_amx, linear_bf16, packed
 from effllm.kernels.cpu.jobs import Jobs
 from effllm.kernels.cpu.low_bit import FINE_COLUMNS, MAX_MATRICES
 from effllm.offload.read_ahead import ReadAhead
@@ -22,8 +22,8 @@ from effllm.runtime.weights import stream_layout
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 IDS = np.random.default_rng(3).integers(0, 2000, 70).tolist()
 WAYS = ("bf16", "4bit", "8bit", "bf16, exact", "4bit, exact")
-PACKING = (linear.pack_columns, linear_amx.pack_columns, gemm.pack_tokens, gemm_amx.pack_tokens)
-PRODUCTS = (linear.many_columns, linear_amx.multiply, gemm.multiply, gemm.multiply_exact, gemm_amx.multiply)
+PACKING = (linear.pack_columns, linear_amx.pack_columns, linear_bf16.pack_columns, gemm.pack_tokens, gemm_amx.pack_tokens)
+PRODUCTS = (linear.many_columns, linear_amx.multiply, linear_bf16.multiply, gemm.multiply, gemm.multiply_exact, gemm_amx.multiply)
 
 
 @pytest.fixture(autouse=True)

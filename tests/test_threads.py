@@ -17,6 +17,7 @@ from effllm.kernels import compile as compiling
 from effllm.kernels import threads, warm
 from effllm.kernels.compile import Jit, Kernel, cache_folder, cache_key, kernel
 from effllm.kernels.cpu.amx import AMX
+from effllm.kernels.cpu.bf16_pairs import HAS_PAIRS
 from effllm.kernels.cpu.intrinsics import fetch_add, i64_at, load, relax, store
 from effllm.kernels.cpu.jobs import Jobs
 from effllm.kernels.cpu.linear_amx import AMX_FLOATS
@@ -251,6 +252,7 @@ def test_every_kernel_of_a_run_is_compiled_before_it():
                 if isinstance(value, Kernel | Jit) and id(value) not in listed}
     others = {"gemm.pack_tokens", "gemm.multiply"} if AMX else {"gemm_amx.pack_tokens", "gemm_amx.multiply"}  # or the other way round
     others |= set() if AMX_FLOATS else {"linear_amx.pack_columns", "linear_amx.multiply"}
+    others |= set() if HAS_PAIRS else {"linear_bf16.pack_columns", "linear_bf16.multiply"}
     quantizing = {"weight_error.squared_error"}
     assert unlisted == quantizing | others, "what quantizing alone needs, and products of other processors"
 

@@ -23,6 +23,7 @@ from . import (
     latent,
     lightning,
     linear_amx,
+    linear_bf16,
     low_bit,
     mamba1,
     mamba2,
@@ -36,6 +37,7 @@ from . import (
     streams,
 )
 from .amx import AMX
+from .bf16_pairs import rounds_activations
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
 from .linear_amx import AMX_FLOATS
@@ -52,6 +54,7 @@ LOOKUP_FASTER = "measured faster than dot products for these weights"
 EXPANDED_ONCE = "many tokens: rows are expanded to int8 once for all of them"
 AMX_INTEGERS = "many tokens: AMX multiplies rows expanded to one or two bytes per weight"
 AMX_BF16_PARTS = "many tokens: AMX multiplies bf16 weights by activations split into three bf16 parts"
+BF16_PAIRS = "many tokens: bf16 weights times activations rounded to bf16, two products per lane"
 FP8_IN_REGISTERS = "few tokens: fp8 codes are read once and widened in registers"
 FP8_TILES = "many tokens: each tile of fp8 weights is widened once for all of them"
 EXACT_ACTIVATIONS = "--exact: activations are not quantized"
@@ -144,7 +147,7 @@ def _declines_without_half(call: Call) -> str:
 
 
 def _bf16_only(call: Call) -> str:
-    return _declines(call) or ("" if call.stored == "bf16" else "not bf16, which AMX multiplies")
+    return _declines(call) or ("" if call.stored == "bf16" else "not bf16 weights")
 
 
 def _accepts_all(call: Call) -> str:
@@ -163,6 +166,8 @@ def default_registry(only: str | None = None, exact: bool = False, by_neuron: bo
         Candidate("matrix", "few columns", _up_to(_declines_without_half), CpuOps.few_columns, READ_ONCE),
         *([Candidate("matrix", "float tiles, amx", _bf16_only, linear_amx.run_many, AMX_BF16_PARTS)]
           if AMX_FLOATS and not by_neuron else []),
+        *([Candidate("matrix", "bf16 pairs, avx512", _bf16_only, linear_bf16.run_many, BF16_PAIRS)]
+          if rounds_activations("bf16", exact, by_neuron) else []),
         Candidate("matrix", "register tiles", _declines_without_half, CpuOps.many_columns, WIDENED_ONCE),
         Candidate("matrix", f"few columns, {BY_SHIFTS}", _up_to(_declines), CpuOps.few_columns, NO_HALF, fallback=True),
         Candidate("matrix", f"register tiles, {BY_SHIFTS}", _declines, CpuOps.many_columns, NO_HALF, fallback=True),

@@ -24,8 +24,8 @@ from .work_distribution import first_region, matrix_of, take_block
 X, TOKENS, DEPTH, NORM, NORM_WEIGHT, NORM_BIAS, EPS, SCRATCH, SCRATCH_STRIDE, MODE, ACT, MATRICES, FIRST = range(13)
 # Per matrix, from slot FIRST on.
 WEIGHT, DTYPE, ROWS, BIAS, OUT, OUT_STRIDE, FIELDS = range(7)
-# PLAIN: y = Wx + b. ADD: y += Wx + b. GATED: y = act(W0 x + b0) * (W1 x + b1). FINE: as PLAIN, but integer kernels also quantize and
-# multiply the rounding error of x.
+# PLAIN: y = Wx + b. ADD: y += Wx + b. GATED: y = act(W0 x + b0) * (W1 x + b1). FINE: as PLAIN, for heads and routers: integer kernels
+# also quantize and multiply the rounding error of x, and no float kernel rounds x.
 PLAIN, ADD, GATED, FINE = range(4)
 
 STREAM_NBYTES, MAX_STREAM_ROWS = 131_072, 32

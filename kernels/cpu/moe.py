@@ -206,10 +206,11 @@ def routed_stage(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts
     the router's input where that is not norm(x)."""
     router_norm, router_reads = (None, router_input) if router_input is not None else (norm if parallel is None else parallel.router_norm,
                                                                                        x)
-    if ops._run_cached(router_reads, router_norm, (router,), linear.PLAIN, "none") is None:
+    mode = linear.FINE if router.weight.spec.is_raw else linear.PLAIN  # a rounded input could select other experts
+    if ops._run_cached(router_reads, router_norm, (router,), mode, "none") is None:
         is_few = len(x) <= table(ops, experts, routing_and_act[1]).columns  # then a token is routed with the numerics of a single one
         logits = ops.workspace.take("routes", len(x), len(experts) + routing_and_act[0].zero_experts)
-        ops._run_stage(router_reads, router_norm, [router], [logits], linear.PLAIN, "none", int(is_few))
+        ops._run_stage(router_reads, router_norm, [router], [logits], mode, "none", int(is_few))
     stage = ops.mixtures.stages.get((id(experts), len(x)))
     is_cached = stage is not None and stage.x is x and stage.norm is norm and stage.router is router and stage.correction is correction
     if not is_cached or stage.routing_and_act != routing_and_act or stage.parallel is not parallel:

@@ -94,7 +94,8 @@ class MatrixStages(Jobs):
         if len(set(kinds)) > 1 or (mode == linear.GATED and not low_bit.can_share_job(linears)):
             self._run_by_kind(x, norm, linears, outs, mode, act, kinds, columns)
         else:
-            run = low_bit.run_fine if mode == linear.FINE else self._select_kernel(linears[0], columns or len(x), act)
+            run = (low_bit.run_fine if mode == linear.FINE and kinds[0] != low_bit.RAW
+                   else self._select_kernel(linears[0], columns or len(x), act))
             run(self, x, norm, linears, outs, mode, act)
 
     def _select_kernel(self, matrix: Linear, columns: int, act: str) -> Callable:

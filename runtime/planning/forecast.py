@@ -18,6 +18,7 @@ from ...kernels.layout import PAGE
 from ...offload import hardware
 from ...offload.checkpoint import TensorStore
 from ...offload.predict import (
+    RAW_FLOAT32_KIND,
     RAW_KIND,
     STATE_TRAFFIC,
     Prediction,
@@ -39,7 +40,7 @@ from ..last_layers import MIN_LAST_TOKENS, num_last_token_attention_layers, runs
 from ..ngrams import is_table
 from ..prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, worker_count
 from ..sparse.neuron_bundles import ROLE as BUNDLES
-from ..sparse.neuron_bundles import is_bundled
+from ..sparse.neuron_bundles import SPARSE, is_bundled
 from ..sparse.sparsity_file import Sparsity
 from ..sparse.sparsity_file import load as load_sparsity
 from ..speculation.mtp_tensors import MTP
@@ -101,9 +102,19 @@ class Suggestion:
     full: bool = False  # both figures are for a full context, else for an empty one
 
 
-def kind_of_weight(spec: QuantSpec, exact: bool = False) -> str:
-    """The name under which a format's rates are measured; outliers cost too little to be a kind of their own."""
-    return RAW_KIND if spec.is_raw else str(replace(spec, outliers=0.0)) + (EXACT if exact else "")
+def kind_of_weight(spec: QuantSpec, exact: bool = False, by_neuron: bool = False) -> str:
+    """The name under which a format's rates are measured; outliers cost too little to be a kind of their own. `exact` and `by_neuron` as in
+    `kernels.cpu.candidates.default_registry`."""
+    from ...kernels.cpu.bf16_pairs import HAS_PAIRS, rounds_activations  # asks the compiler for the processor
+
+    if not spec.is_raw:
+        return str(replace(spec, outliers=0.0)) + (EXACT if exact else "")
+    return RAW_KIND if not HAS_PAIRS or rounds_activations(spec.scheme, exact, by_neuron) else RAW_FLOAT32_KIND
+
+
+def _kind_in(prepared: Prepared, tensor: ModelTensor) -> str:
+    """`kind_of_weight` of a model's tensor under a plan."""
+    return kind_of_weight(tensor.spec, prepared.options.exact, prepared.config.hidden_act in SPARSE)
 
 
 Kind = tuple[str, bool, bool]  # (format, computed once per prompt, belongs to an expert): the first and the flags of a WeightCost
@@ -131,7 +142,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
 
 def _weight_costs(prepared: Prepared, tensors: Tensors, sparsity: Sparsity | None) -> tuple[WeightCost, ...]:
     """What the weights cost a token, by format and use."""
-    config, exact = prepared.config, prepared.options.exact
+    config = prepared.config
     head = "head" if "head" in tensors["outer"] else "embed"
     active = _default_active(prepared) if sparsity is None else sum(sparsity.active) / len(sparsity.active)
     nbytes: dict[Kind, float] = defaultdict(float)
@@ -145,7 +156,7 @@ def _weight_costs(prepared: Prepared, tensors: Tensors, sparsity: Sparsity | Non
             if role.startswith(VISION_PREFIX):
                 continue  # only rows of images use them
             is_expert, is_shared_block = expert_of(role) is not None, role.startswith(BLOCKS)
-            kind = kind_of_weight(tensor.spec, exact), key == "outer" and not is_shared_block, is_expert
+            kind = _kind_in(prepared, tensor), key == "outer" and not is_shared_block, is_expert
             share = config.moe.visit_rate if config.moe and is_expert else 1.0
             share = active if role == BUNDLES else uses(config, role) if is_shared_block else share
             nbytes[kind] += share * tensor.nbytes
@@ -212,7 +223,7 @@ def wanted(prepared: Prepared, tensors: Tensors | None = None) -> RoofsWanted:
     """The measurements needed to forecast this plan, and the same with low-bit weights."""
     tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container)
     all_tensors = [tensor for roles in tensors.values() for tensor in roles.values()]
-    kinds = {kind_of_weight(tensor.spec, prepared.options.exact): None for tensor in all_tensors if len(tensor.shape) == 2}
+    kinds = {_kind_in(prepared, tensor): None for tensor in all_tensors if len(tensor.shape) == 2}
     if _is_quantizable(prepared):
         kinds |= {kind_of_weight(QuantSpec.parse(spec)): None for spec in ("4bit", "6bit")}
     file = largest_file([*dict.fromkeys(tensor.info.file for tensor in all_tensors), *_weight_files(prepared.folder)])
@@ -262,7 +273,8 @@ def why_unmeasured(options: EngineOptions, work: Work, rates: Rates | None) -> s
     products are far from it: one prediction was 30 times too fast."""
     if rates is None:
         return no_roofs(options)
-    return UNMEASURED_EXACT if any(part.kind.endswith(EXACT) and part.kind not in rates.kinds for part in work.parts) else ""
+    return UNMEASURED_EXACT if any(
+        part.kind.endswith(EXACT) and part.kind != RAW_FLOAT32_KIND and part.kind not in rates.kinds for part in work.parts) else ""
 
 
 def suggest(prepared: Prepared, roofs: Roofs) -> Suggestion | None:

@@ -27,7 +27,7 @@ from ...offload.disk_probe import Disk, DiskRead
 from ...offload.predict import KindRate, Rates
 from ..events import Notice, Progress
 
-FORMAT, VERSION = "effllm-roofs", 3  # version 2 counted prompt products of layers that a prompt skips
+FORMAT, VERSION = "effllm-roofs", 4  # version 3 knew no products of bf16 pairs
 FILE = "roofs.json"
 MAX_OTHERS_SHARE = 0.1  # CPU share of other programs beyond which a figure counts as disturbed
 QUIET_SAMPLE_S = 0.1  # ten clock ticks
