@@ -64,8 +64,10 @@ def compiled_functions(kinds: Sequence[str] = ALL) -> list[Kernel | Jit]:
         names[LOW_BIT] = ["gemm_amx" if name == "gemm" else name for name in names[LOW_BIT]]
     if AMX_FLOATS and RAW in names:
         names[RAW].append("linear_amx")
-    elif HAS_PAIRS and RAW in names:
+    if HAS_PAIRS and RAW in names:
         names[RAW].append("linear_bf16")
+    if HAS_PAIRS and FLOATS in names:
+        names[FLOATS].append("linear_fp8")
     modules = [(kind, import_module(f".{name}", f"{__package__}.cpu")) for kind, module_names in names.items() for name in module_names]
     exact = {EXACT, FLOATS}  # kinds that need only the float32 product of `gemm`
     functions = [value for kind, module in modules for value in vars(module).values()

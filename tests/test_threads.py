@@ -252,7 +252,7 @@ def test_every_kernel_of_a_run_is_compiled_before_it():
                 if isinstance(value, Kernel | Jit) and id(value) not in listed}
     others = {"gemm.pack_tokens", "gemm.multiply"} if AMX else {"gemm_amx.pack_tokens", "gemm_amx.multiply"}  # or the other way round
     others |= set() if AMX_FLOATS else {"linear_amx.pack_columns", "linear_amx.multiply"}
-    others |= set() if HAS_PAIRS else {"linear_bf16.pack_columns", "linear_bf16.multiply"}
+    others |= set() if HAS_PAIRS else {"linear_bf16.pack_columns", "linear_bf16.multiply", "linear_fp8.multiply"}
     quantizing = {"weight_error.squared_error"}
     assert unlisted == quantizing | others, "what quantizing alone needs, and products of other processors"
 

@@ -24,6 +24,7 @@ from . import (
     lightning,
     linear_amx,
     linear_bf16,
+    linear_fp8,
     low_bit,
     mamba1,
     mamba2,
@@ -56,6 +57,7 @@ AMX_INTEGERS = "many tokens: AMX multiplies rows expanded to one or two bytes pe
 AMX_BF16_PARTS = "many tokens: AMX multiplies bf16 weights by activations split into three bf16 parts"
 BF16_PAIRS = "many tokens: bf16 weights times activations rounded to bf16, two products per lane"
 FP8_IN_REGISTERS = "few tokens: fp8 codes are read once and widened in registers"
+FP8_PAIRS = "many tokens: fp8 codes, exact in bf16, times activations rounded to bf16, two products per lane"
 FP8_TILES = "many tokens: each tile of fp8 weights is widened once for all of them"
 EXACT_ACTIVATIONS = "--exact: activations are not quantized"
 NO_HALF, NO_KERNEL = "this CPU has no half-precision conversion", "no compiled kernel supports it"
@@ -179,6 +181,8 @@ def default_registry(only: str | None = None, exact: bool = False, by_neuron: bo
                   FP8_IN_REGISTERS),
         *([Candidate(LOW_BIT, "int8 tiles, amx", low_bit.declines_integers, low_bit.run_many, AMX_INTEGERS)] if AMX else []),
         Candidate(LOW_BIT, f"int8 tiles, {INSTRUCTION_SET}", low_bit.declines_integers, low_bit.run_many, EXPANDED_ONCE),
+        *([Candidate(LOW_BIT, "eight-bit floats, bf16 pairs, avx512", low_bit.declines_floats, linear_fp8.run_many, FP8_PAIRS)]
+          if rounds_activations("bf16", exact, by_neuron) else []),
         Candidate(LOW_BIT, "eight-bit floats, register tiles", low_bit.declines_floats, low_bit.run_exact, FP8_TILES),
         Candidate(LOW_BIT, NUMPY, _accepts_all, CpuOps.by_reference, NO_KERNEL, fallback=True),
         Candidate("moe", "compiled", _declines, moe.run, "a token's experts are selected and run by one native job"),
