@@ -36,10 +36,10 @@ def opened(folder: Path, options: EngineOptions, plain: bool) -> Engine:
 
 def scored(folder: Path, text: str, ctx: int, threads: int, plain: bool) -> dict[tuple[int, int], KldResult]:
     tokenizer, scores = Tokenizer.load(folder, read_config(folder)), {}
-    reference = opened(folder, EngineOptions(device="cpu", threads=threads, kv="32bit", ctx=ctx), plain)
+    reference = opened(folder, EngineOptions(device="cpu", exact=True, threads=threads, kv="32bit", ctx=ctx), plain)
     for k in WIDTHS:
         for v in WIDTHS:
-            engine = opened(folder, EngineOptions(device="cpu", threads=threads, kv=f"k{k}v{v}", ctx=ctx, force=True), plain)
+            engine = opened(folder, EngineOptions(device="cpu", exact=True, threads=threads, kv=f"k{k}v{v}", ctx=ctx, force=True), plain)
             *_, scores[k, v] = kld(engine, reference, tokenizer, text, ctx)
             engine.close()
     reference.close()

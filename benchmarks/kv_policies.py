@@ -30,11 +30,12 @@ def main() -> None:
     lines = ["| model | cache | packed bits | tokens | KLD | 99% | same top token |", "|---|---|---:|---:|---:|---:|---:|"]
     for folder in options.models:
         cut, tokenizer = first_windows(folder, text, options.ctx, options.windows), Tokenizer.load(folder, read_config(folder))
-        reference = opened(folder, EngineOptions(device="cpu", threads=options.threads, kv="32bit", ctx=options.ctx), False)
+        reference = opened(folder, EngineOptions(device="cpu", exact=True, threads=options.threads, kv="32bit", ctx=options.ctx), False)
         for plain in (False, True):
             alike: KldResult | None = None
             for kv in (options.kv, *(f"{options.kv}+{name}" for name in POLICIES)):
-                engine = opened(folder, EngineOptions(device="cpu", threads=options.threads, kv=kv, ctx=options.ctx, force=True), plain)
+                engine_options = EngineOptions(device="cpu", exact=True, threads=options.threads, kv=kv, ctx=options.ctx, force=True)
+                engine = opened(folder, engine_options, plain)
                 *_, result = kld(engine, reference, tokenizer, cut, options.ctx)
                 engine.close()
                 name = f"{folder.name}, {kv}{', without profile' if plain else ''}"

@@ -18,7 +18,8 @@ from report import Figure, parser_of, publish
 
 
 def recall_of(folder: Path, text: str, ctx: int, kv: str) -> RecallResult:
-    engines = [opened(folder, EngineOptions(device="cpu", threads=1, kv=each, ctx=ctx, force=True), False) for each in (kv, "32bit")]
+    engines = [opened(folder, EngineOptions(device="cpu", exact=True, threads=1, kv=each, ctx=ctx, force=True), False)
+               for each in (kv, "32bit")]
     try:
         *_, result = recall(*engines, Tokenizer.load(folder, read_config(folder)), text, ctx)
     finally:

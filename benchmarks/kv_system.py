@@ -51,7 +51,7 @@ class Row:
 @contextmanager
 def engine_answers(folder: Path, kv: str, ctx: int, plain: bool, by_token: bool = False) -> Iterator[Answers]:
     """Logits [ctx - FIRST, V] of a window through effllm."""
-    engine = opened(folder, EngineOptions(device="cpu", threads=1, kv=kv, ctx=ctx, force=True), plain)
+    engine = opened(folder, EngineOptions(device="cpu", exact=True, threads=1, kv=kv, ctx=ctx, force=True), plain)
 
     def answers(window: Sequence[int]) -> np.ndarray:
         pieces = engine.score(window, 1, by_token=by_token)

@@ -113,7 +113,7 @@ class EngineFlags(FlagGroup):
                                                                  "for low-bit weights: dot products, table lookup, or whichever measures "
                                                                  "faster (auto)")] = None
     exact: Annotated[bool, flag(COMPUTE, "--exact", "",
-                                "multiply low-bit weights by float32 activations: slower, nothing is rounded")] = False
+                                "multiply by float32 activations: slower, nothing is rounded")] = False
     gpu_layers: Annotated[int | None, flag(COMPUTE, "-ngl --gpu-layers", "N", "put the last N layers on the GPU (as many as fit)")] = None
     strict: Annotated[bool, flag(COMPUTE, "--strict", "",
                                  "make a fallback an error: less context than the model has, weights from the disk or widened, slower "

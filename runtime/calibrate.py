@@ -103,11 +103,13 @@ def calibrate(folder: Path, ids: Sequence[int], threads: int | None = None) -> I
 @contextmanager
 def opened(folder: Path, config: ModelConfig, cut: list[np.ndarray], threads: int | None) -> Iterator[Calibration]:
     """A calibration pass before its first layer."""
+    from ..kernels.cpu.candidates import default_registry
     from ..kernels.cpu.ops import CpuOps
     from ..kernels.threads import ThreadPool
 
     width = len(cut[0])
-    ops = CpuOps(ThreadPool(worker_count(EngineOptions(threads=threads))), dims(config, width, width, LOGIT_ROWS))
+    ops = CpuOps(ThreadPool(worker_count(EngineOptions(threads=threads))), dims(config, width, width, LOGIT_ROWS),
+                 default_registry(exact=True))  # the same activations on every processor
     try:
         with open_store(folder) as store:
             yield Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, width), ops, cut)

@@ -207,7 +207,7 @@ def resolve_plan(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Prog
     text = built_in_text() if options.calibration_text is None else options.calibration_text
     ids = calibration_ids(plan.folder, plan.config, text, options.calibration_tokens)
     ctx = min(WINDOW, plan.config.context_length)
-    engine_options = EngineOptions(device="cpu", threads=options.threads, kv="32bit", ctx=ctx, spec="off")
+    engine_options = EngineOptions(device="cpu", threads=options.threads, kv="32bit", ctx=ctx, spec="off", exact=True)
     for item in open_engine(plan.folder, engine_options):
         if not isinstance(item, Engine):
             yield item

@@ -51,18 +51,19 @@ def model_class() -> type:
 class Scoring:
     """The three request types of the harness, answered by an Engine.
 
-    Arguments (`--model_args`): `pretrained` is an alias or a folder; `ctx`, `threads`, `kv`, `device` are the flags of that name; the
-    harness's own `batch_size` and `max_batch_size` are accepted and have no effect, since one sequence runs at a time.
+    Arguments (`--model_args`): `pretrained` is an alias or a folder; `ctx`, `threads`, `kv`, `device`, `exact` are the flags of that name;
+    the harness's own `batch_size` and `max_batch_size` are accepted and have no effect, since one sequence runs at a time.
     """
 
     def __init__(self, pretrained: str, ctx: int | None = None, threads: int | None = None, kv: str | None = None,
-                 device: str | None = None, batch_size: object = 1, max_batch_size: object = None, **unknown: object) -> None:
+                 device: str | None = None, exact: bool = False, batch_size: object = 1, max_batch_size: object = None,
+                 **unknown: object) -> None:
         if unknown:
-            raise UsageError(f"--model_args: there is no {', '.join(sorted(unknown))}", "pretrained, ctx, threads, kv, device")
+            raise UsageError(f"--model_args: there is no {', '.join(sorted(unknown))}", "pretrained, ctx, threads, kv, device, exact")
         super().__init__()
         from .catalog import resolve
 
-        given = {"ctx": ctx, "threads": threads, "kv": kv, "device": device if device in ("cpu", "cuda") else None}
+        given = {"ctx": ctx, "threads": threads, "kv": kv, "exact": exact, "device": device if device in ("cpu", "cuda") else None}
         ref = resolve(str(pretrained), os.environ)
         if ref.variant:
             from .stores.container import refuse_quantized

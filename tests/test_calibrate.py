@@ -28,7 +28,7 @@ def events() -> list:
 
 @pytest.fixture(scope="module")
 def engine():
-    made = list(open_engine(FABLE, EngineOptions(device="cpu", kv="32bit", ctx=512)))[-1]
+    made = list(open_engine(FABLE, EngineOptions(device="cpu", kv="32bit", ctx=512, exact=True)))[-1]
     yield made
     made.close()
 

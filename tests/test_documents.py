@@ -269,7 +269,7 @@ def sample(command: str) -> list[str]:
 
 def shape(line: str) -> str:
     """A line without what differs between machines and hours: figures, sizes, commits, bars, folders, and what a processor has."""
-    for pattern, sign in ((r"float tiles, amx", "register tiles"), (r"\b[0-9a-f]{12,40}\b", "COMMIT"),
+    for pattern, sign in ((r"float tiles, amx|bf16 pairs, avx512", "register tiles"), (r"\b[0-9a-f]{12,40}\b", "COMMIT"),
                           (r"(?<!\w)/[\w/.-]*\w", "FOLDER"), (r"[█▓▒·]{3,}", "BAR"),
                           (r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?", "N"), (r"\bN (?:[KMGT]i)?B\b", "SIZE"), (r"\s+", " ")):
         line = re.sub(pattern, sign, line)

@@ -25,7 +25,7 @@ TEXT = ("The king of the wood said to the fox: you have stolen my bread, and you
 
 @pytest.fixture(scope="module")
 def engines():
-    pair = [list(open_engine(FABLE, EngineOptions(device="cpu", kv=kv)))[-1] for kv in ("16bit", "32bit")]
+    pair = [list(open_engine(FABLE, EngineOptions(device="cpu", kv=kv, exact=True)))[-1] for kv in ("16bit", "32bit")]
     yield pair
     for engine in pair:
         engine.close()

@@ -80,7 +80,7 @@ def registered():
 def lm(registered):
     kind = harness.EffllmLM
     assert registered == {"effllm": kind} and issubclass(kind, LM)
-    lm = kind(pretrained=str(FABLE), kv="32bit", device="cpu", batch_size="1", max_batch_size=None)
+    lm = kind(pretrained=str(FABLE), kv="32bit", device="cpu", exact=True, batch_size="1", max_batch_size=None)
     yield lm
     lm.engine.close()
 
