@@ -239,11 +239,14 @@ def accepted_names(name: str | None, has_router: bool, *typed: str) -> frozenset
 def access_rules(listening: socket, host: str, api_key: str | None, cors: list[str] | None, screen: Screen,
                  shows_page: bool) -> AccessRules:
     """The access rules of an address. Access from other machines without a key is noted."""
+    from socket import gethostname
+
     from .server.guard import AccessRules, is_loopback
     from .server.page import is_page
 
     origins = tuple(each.rstrip("/") for each in cors or ())
-    rules = AccessRules(is_loopback(listening.getsockname()[0]), api_key, origins, (is_page,) if shows_page else ())
+    own_names = tuple(each.lower().rstrip(".") for each in (host, gethostname()))
+    rules = AccessRules(is_loopback(listening.getsockname()[0]), api_key, origins, (is_page,) if shows_page else (), own_names)
     if not rules.on_loopback and api_key is None:
         screen.note(f"--host {host} without --api-key: anyone who reaches this machine can use it, and nothing is encrypted on the way")
     return rules

@@ -1,7 +1,8 @@
 """Access control and the request log: host, origin and API key.
 
-A server on the loopback is within reach of every page open in a browser on this machine. Requests from another site's page are known by
-their Origin; DNS rebinding, a site's name that resolves to this machine, by the Host that they ask for."""
+A server on the loopback is within reach of every page open in a browser on this machine, one on the local network of those on every
+machine there. Requests from another site's page are known by their Origin; DNS rebinding, a site's name that resolves to this machine, by
+the Host that they ask for: a site has a public name, never an address or a name of the local network."""
 
 from __future__ import annotations
 
@@ -25,6 +26,9 @@ PUBLIC_PATHS = ("/health", "/v1/health")  # need no key, which health checks do 
 ANY_ORIGIN = "*"
 # Schemes of desktop apps on this machine, which no website can have as its origin.
 APP_SCHEMES = ("app", "tauri", "vscode-file", "vscode-webview")
+# Ends of names that no site on the internet can have: mDNS (RFC 6762), home networks (RFC 8375), private use; lan and home, which routers
+# give out, have never been delegated.
+LOCAL_SUFFIXES = (".local", ".home.arpa", ".internal", ".lan", ".home")
 HOST_OF_CONTAINERS = re.compile(r"host\.[a-z]+\.internal\.?", re.IGNORECASE)
 RECORD = "effllm.record"
 VERSIONS, HEADERS = ("v1", "v1alpha"), ("x-goog-api-key", "x-goog-api-client")  # other versions of Google's API; headers of its clients
@@ -35,13 +39,15 @@ MAX_SHOWN = 270  # characters of a refused address in a message: a host name has
 
 @dataclass(frozen=True)
 class AccessRules:
-    """`on_loopback`: the server listens there, so Host has to name it, or one of the `origins`, whose pages may send requests. `open`:
-    predicates on path and headers for requests that need no key, in addition to PUBLIC_PATHS."""
+    """`on_loopback`: the server listens there, so Host has to name it, or one of the `origins`, whose pages may send requests. Elsewhere,
+    without a key, Host has to be an address, a local name, or one of `names`, the machine's own. `open`: predicates on path and headers for
+    requests that need no key, in addition to PUBLIC_PATHS."""
 
     on_loopback: bool
     key: str | None = None
     origins: tuple[str, ...] = ()
     open: tuple[Callable[[str, Headers], bool], ...] = ()
+    names: tuple[str, ...] = ()
 
     def refused(self, path: str, headers: Headers, query: bytes = b"") -> Problem | None:
         host, origin = headers.get("host", ""), headers.get("origin")
@@ -49,6 +55,10 @@ class AccessRules:
             return Problem(403, f"this server accepts the hosts localhost and 127.0.0.1, not {host[:MAX_SHOWN]}", REFUSED,
                            code="host_not_allowed", hint="use one of these; behind a proxy serve with --cors and the origin that it has "
                                                          "for others, such as https://chat.example, else with --host ADDRESS")
+        if not self.on_loopback and self.key is None and ANY_ORIGIN not in self.origins and host and not self._is_local(name_of(host)):
+            return Problem(403, f"without a key this server accepts its addresses and local names as hosts, not {host[:MAX_SHOWN]}",
+                           REFUSED, code="host_not_allowed",
+                           hint=f"use its address, or serve with --cors http://{host[:MAX_SHOWN]} or an --api-key")
         if origin is not None and not self.allows(origin, host):
             shown_origin = origin[:MAX_SHOWN]
             return Problem(403, f"pages of {shown_origin} may not send requests: --cors {shown_origin} allows them", REFUSED,
@@ -64,8 +74,14 @@ class AccessRules:
 
     def _is_ours(self, name: str) -> bool:
         """Whether a server on the loopback answers to this host name: a proxy may pass on its own, whose pages are allowed anyway."""
-        allowed_hosts = (urlsplit(each).hostname for each in self.origins)
-        return is_loopback(name) or is_host_of_containers(name) or name.lower().rstrip(".") in allowed_hosts
+        return is_loopback(name) or is_host_of_containers(name) or self._is_of_an_origin(name)
+
+    def _is_local(self, name: str) -> bool:
+        """Whether a server on the network answers to this host name without a key."""
+        return is_local_name(name) or name.lower().rstrip(".") in self.names or self._is_of_an_origin(name)
+
+    def _is_of_an_origin(self, name: str) -> bool:
+        return name.lower().rstrip(".") in (urlsplit(each).hostname for each in self.origins)
 
     def allows(self, origin: str, host: str) -> bool:
         try:
@@ -99,6 +115,16 @@ def is_loopback(name: str) -> bool:
         return ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def is_local_name(name: str) -> bool:
+    """Whether a host is an address, or a name that only a machine of the local network can have: without a dot, or with a local suffix."""
+    name = name.lower().rstrip(".")
+    try:
+        ip_address(name.partition("%")[0])
+    except ValueError:
+        return bool(name) and ("." not in name or name.endswith((".localhost", *LOCAL_SUFFIXES)))
+    return True
 
 
 def is_part_of_another_page(headers: Headers) -> bool:
