@@ -108,7 +108,7 @@ def _settings(payload: GenerationRequest, settings: SamplerSettings) -> SamplerS
         if value is None:
             continue
         if field == "seed":
-            value = None if value == RANDOM else value % SEEDS if value < 0 else value
+            value = _seed(value)
         elif field == "top_k" and value == -1:  # off, in other servers
             value = 0
         try:
@@ -116,6 +116,13 @@ def _settings(payload: GenerationRequest, settings: SamplerSettings) -> SamplerS
         except UsageError as error:
             raise Problem(400, error.message.replace(name, field, 1), param=field) from error
     return settings
+
+
+def _seed(value: int) -> int | None:
+    """The seed of the random numbers, None for a random one. OpenAI's seeds are signed, llama.cpp's not. Raises Problem."""
+    if not -SEEDS // 2 <= value < SEEDS:
+        raise Problem(400, f"seed has to be between -2**63 and 2**64 - 1, not {value!r:.30}", param="seed", hint="-1 takes a random one")
+    return None if value == RANDOM else value % SEEDS
 
 
 def _biased(payload: GenerationRequest, settings: SamplerSettings, tokenizer: Tokenizer) -> SamplerSettings:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ...runtime.events import Call, Done, Event, PromptRead, Stats, TextDelta
 from ...runtime.generation.served_model import GenerationOptions
 from .answer_queue import Start
+from .generation_options import SEEDS
 from .problems import Problem
 from .serializers import AnswerSerializer, CompletionSerializer, timings, usage
 
@@ -32,9 +33,10 @@ def choice_count(n: int | None, prompts: int = 1, field: str = "n") -> int:
 
 def with_seeds(options: GenerationOptions, count: int) -> list[GenerationOptions]:
     """The options of `count` answers to one prompt: where a seed is given, each answer has the next one."""
-    seed = options.settings.seed
-    return [options] * count if seed is None else [replace(options, settings=replace(options.settings,
-                                                                                     seed=seed + i)) for i in range(count)]
+    settings, seed = options.settings, options.settings.seed
+    if seed is None:
+        return [options] * count
+    return [replace(options, settings=replace(settings, seed=(seed + i) % SEEDS)) for i in range(count)]
 
 
 def in_sequence(starts: Sequence[Start]) -> Start:
