@@ -162,6 +162,14 @@ def test_samplers_that_are_not_named_are_off(server: ServerProcess) -> None:
     assert settings(samplers=["top_k"], temperature=0)["temperature"] == 0, "what is greedy stays so"
 
 
+@pytest.mark.parametrize(("samplers", "unknown"), [(["top_k", "topk"], "'topk'"), (["temp"], "'temp'"), ("kqt", "'q'")])
+def test_an_unknown_sampler_is_refused_with_the_known_names(server: ServerProcess, samplers: object, unknown: str) -> None:
+    refused = completed(server, samplers=samplers)
+    assert refused.status == 400 and refused.error["param"] == "samplers" and f"{unknown} is not a sampler" in refused.error["message"]
+    assert "penalties, dry, top_n_sigma, top_k, typ_p, top_p, min_p, xtc, temperature, infill" in refused.error["message"]
+    assert ("edskypmxti" in refused.error["message"]) is isinstance(samplers, str)
+
+
 def test_what_the_model_is_sure_of(server: ServerProcess) -> None:
     """It ends where that is nothing; a form goes before."""
     asked = {"samplers": ["top_k", "top_p", "infill"], "n_predict": 60, "top_k": 40, "top_p": 0.99, "temperature": None}

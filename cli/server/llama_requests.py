@@ -23,6 +23,10 @@ WITHOUT: Mapping[tuple[str, ...], Mapping[str, Any]] = {
     ("y", "typ_p", "typical_p", "typical"): {"typical_p": 1.0}, ("p", "top_p"): {"top_p": 1.0}, ("m", "min_p"): {"min_p": 0.0},
     ("x", "xtc"): {"xtc_probability": 0.0}, ("t", "temperature"): {"temperature": 1.0}}
 INFILL = ("i", "infill")
+# Names of llama.cpp's, now or once, without a sampler here: SillyTavern names them in every request.
+IGNORED_SAMPLERS = ("a", "adaptive_p", "tfs_z")
+SAMPLER_NAMES = (*(names[1] for names in WITHOUT), INFILL[1])
+KNOWN_SAMPLERS = frozenset((*(name for names in WITHOUT for name in names), *INFILL, *IGNORED_SAMPLERS))
 LONGEST_MS = 1e12  # longer than any answer
 
 
@@ -78,9 +82,13 @@ def llama_options(payload: LlamaCompletionRequest, defaults: Defaults, tokenizer
 
 
 def _chosen(payload: LlamaCompletionRequest, settings: SamplerSettings) -> SamplerSettings:
-    """The settings with only the samplers that the request names; their order is ours."""
+    """The settings with only the samplers that the request names; their order is ours. Raises Problem for an unknown name."""
     if payload.samplers is None:
         return settings
+    if (unknown := next((each for each in payload.samplers if each not in KNOWN_SAMPLERS), None)) is not None:
+        letters = ", or their letters in one text: " + "".join(names[0] for names in (*WITHOUT, INFILL))
+        raise Problem(400, f"samplers: {unknown!r:.40} is not a sampler", param="samplers",
+                      hint=f"the names are {', '.join(SAMPLER_NAMES)}{letters if isinstance(payload.samplers, str) else ''}")
     named = frozenset(payload.samplers)  # letters of a text
     for names, without in WITHOUT.items():
         if named.isdisjoint(names) and not ("temperature" in without and settings.temperature == 0):  # what is greedy stays so
