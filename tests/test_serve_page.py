@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from server_process import ServerProcess, serving
 
+from effllm import __version__
+
 FOLDER = Path(__file__).resolve().parent.parent / "cli" / "server" / "browser"
 HTML = "text/html,application/xhtml+xml,*/*;q=0.8"
 
@@ -26,6 +28,20 @@ def test_a_browser_finds_a_page_and_a_program_a_line(server: ServerProcess) -> N
     assert b"Ollama is running" in line.body
     assert server.request("GET", "/").status == server.request("GET", "/v1/models", accept=HTML).status == 401
     assert f"http://127.0.0.1:{server.port}/ is the chat page\n" in server.err
+
+
+@pytest.mark.parametrize(("accept", "kind"), [
+    ("application/json", "application/json"), ("application/json; q=0.9", "application/json"), ("*/*", "text/plain; charset=utf-8"),
+    ("application/json, text/plain, */*", "text/plain; charset=utf-8"), (HTML, "text/html; charset=utf-8")])
+def test_who_asks_for_json_alone_gets_it_and_head_tells_the_same(server: ServerProcess, accept: str, kind: str) -> None:
+    """Programs that take text too look for Ollama's words in it."""
+    reply = server.request("GET", "/", accept=accept, authorization="Bearer secret")
+    assert reply.status == 200 and reply.headers["content-type"] == kind
+    if kind == "application/json":
+        assert reply.json["status"] == "ok" and "Ollama is running" in reply.json["message"] and reply.json["version"] == __version__
+    head = server.request("HEAD", "/", accept=accept, authorization="Bearer secret")
+    assert (head.status, head.body) == (200, b"")
+    assert {**head.headers, "date": ""} == {**reply.headers, "date": ""}
 
 
 def test_each_part_is_given_without_a_key_and_may_reach_this_server_alone(server: ServerProcess) -> None:

@@ -14,7 +14,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from ... import __version__
 from .guard import RECORD
+from .streams import json_response
 
 FOLDER, FRONT = "browser", "index.html"
 TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
@@ -31,6 +33,12 @@ def is_page(path: str, headers: Headers) -> bool:
     return path.startswith(f"/{FOLDER}/") or path == "/" and "text/html" in headers.get("accept", "")
 
 
+def wants_json(headers: Headers) -> bool:
+    """Whether a client takes JSON and no text. Those that take both look for words in the text, as Ollama's do."""
+    accepted = headers.get("accept", "").lower()
+    return "application/json" in accepted and "text/" not in accepted and "*/*" not in accepted
+
+
 def routes(greeting: str, shows_page: bool) -> list[Route]:
     """`greeting`: what clients get at `/`, and browsers too without `shows_page`."""
     front = Route("/", partial(_front, greeting, shows_page), methods=["GET"])
@@ -38,7 +46,12 @@ def routes(greeting: str, shows_page: bool) -> list[Route]:
 
 
 async def _front(greeting: str, shows_page: bool, request: Request) -> Response:
-    answer = _file(FRONT, request) if shows_page and is_page("/", request.headers) else PlainTextResponse(greeting)
+    if shows_page and is_page("/", request.headers):
+        answer = _file(FRONT, request)
+    elif wants_json(request.headers):
+        answer = json_response({"status": "ok", "message": greeting.strip(), "version": __version__})
+    else:
+        answer = PlainTextResponse(greeting)
     answer.headers["vary"] = "accept"
     return answer
 
