@@ -9,6 +9,9 @@ from scripted_model import AFTER, calls, scripted
 from server_process import QUESTION, Reply, ServerProcess, serving
 from test_serve import thinking_model
 
+from effllm.cli.server.gemini_requests import GenerateContentRequest
+from effllm.cli.server.openai_requests import parse
+
 CONTENTS = [{"role": "user", "parts": [{"text": QUESTION}]}]
 PLACES = {"type": "OBJECT", "properties": {"place": {"type": "STRING", "enum": ["Oslo", "Bergen"]}}, "required": ["place"]}
 TOOLS = [{"functionDeclarations": [{"name": "weather", "description": "Tells it.", "parameters": PLACES}]}]
@@ -42,6 +45,24 @@ def error_of(reply: Reply) -> dict:
     assert set(reply.json) == {"error"} and {"code", "message", "status"} <= set(error) <= {"code", "message", "status", "details"}
     assert error["code"] == reply.status and error["message"]
     return error
+
+
+@pytest.mark.parametrize("contents", [QUESTION, [QUESTION], {"parts": QUESTION}, [{"role": "user", "parts": [QUESTION]}],
+                                      {"parts": {"text": QUESTION}}], ids=str)
+def test_a_text_stands_for_contents_and_for_parts(server: ServerProcess, contents: object) -> None:
+    whole = generate(server, systemInstruction={"parts": [{"text": "Be brief."}]}).json
+    short = generate(server, contents, systemInstruction="Be brief.", config={"stopSequences": "zzz"})
+    assert short.status == 200 and text_of(short.json) == text_of(whole)
+    assert short.json["usageMetadata"]["promptTokenCount"] == whole["usageMetadata"]["promptTokenCount"]
+    path = "/v1beta/models/fable:countTokens"
+    counted, expected = (server.request("POST", path, {"contents": each}).json for each in (contents, CONTENTS))
+    assert counted["totalTokens"] == expected["totalTokens"]
+
+
+def test_texts_in_a_row_are_parts_of_one_content() -> None:
+    payload = parse(GenerateContentRequest, json.dumps({"contents": ["a", "b", {"role": "model", "parts": "c"}, "d"]}).encode())
+    assert [(each.role, [part.text for part in each.parts]) for each in payload.contents] == [
+        (None, ["a", "b"]), ("model", ["c"]), (None, ["d"])]
 
 
 def test_an_answer_is_that_of_chat_completions(server: ServerProcess) -> None:

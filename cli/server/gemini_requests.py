@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict
@@ -13,7 +14,7 @@ from pydantic.alias_generators import to_camel
 
 from .gemini_schema import schema_of
 from .message_builder import ASSISTANT, SYSTEM, USER, MessageBuilder
-from .openai_requests import Body, ChatRequest, Whole, refuse_unsupported
+from .openai_requests import Body, ChatRequest, Whole, one_or_more, refuse_unsupported
 from .problems import Problem
 from .tools import ALLOWED
 
@@ -36,6 +37,26 @@ URL_SAFE = str.maketrans("-_", "+/")  # URL-safe base64, which Google's servers 
 
 def as_list(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
+
+
+def as_parts(value: Any) -> Any:
+    """Parts may be texts, and a single one may stand for a list."""
+    parts = [value] if isinstance(value, str | dict) else value
+    return [{"text": each} if isinstance(each, str) else each for each in parts] if isinstance(parts, list) else parts
+
+
+def as_content(value: Any) -> Any:
+    """A text is content of the user's, with that text as its part."""
+    return {"parts": [{"text": value}]} if isinstance(value, str) else value
+
+
+def as_contents(value: Any) -> Any:
+    """Contents may be texts, and a single one may stand for a list. Texts that follow each other are parts of one content, as in Google's
+    Python library."""
+    if not isinstance(value, list):
+        return [as_content(value)] if isinstance(value, str | dict) else value
+    runs = [(is_text, [*run]) for is_text, run in groupby(value, lambda each: isinstance(each, str))]
+    return [content for is_text, run in runs for content in ([{"parts": run}] if is_text else run)]
 
 
 class GeminiModel(Body):
@@ -81,7 +102,11 @@ class Part(GeminiModel):
 
 class Content(GeminiModel):
     role: str | None = None
-    parts: Annotated[list[Part] | None, BeforeValidator(as_list)] = None
+    parts: Annotated[list[Part] | None, BeforeValidator(as_parts)] = None
+
+
+AnyContent = Annotated[Content, BeforeValidator(as_content)]
+Contents = Annotated[list[Content], BeforeValidator(as_contents)]
 
 
 class ThinkingConfig(GeminiModel):
@@ -103,7 +128,7 @@ class GenerationConfig(GeminiModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     max_output_tokens: Whole = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str] | None, BeforeValidator(one_or_more)] = None
     candidate_count: Whole = None
     response_mime_type: str | None = None
     response_schema: dict[str, Any] | None = None
@@ -126,7 +151,7 @@ class Tool(GeminiModel):
 
 class FunctionCallingConfig(GeminiModel):
     mode: str | None = None
-    allowed_function_names: list[str] | None = None
+    allowed_function_names: Annotated[list[str] | None, BeforeValidator(one_or_more)] = None
 
 
 class ToolConfig(GeminiModel):
@@ -137,8 +162,8 @@ class GenerateContentRequest(GeminiModel):
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"cachedContent": ("",), "cached_content": ("",)}
     alternatives: ClassVar[Mapping[str, str]] = dict.fromkeys(unsupported, "common prefixes of prompts are cached automatically")
 
-    contents: Annotated[list[Content], BeforeValidator(as_list)]
-    system_instruction: Content | None = None
+    contents: Contents
+    system_instruction: AnyContent | None = None
     generation_config: GenerationConfig | None = None
     tools: Annotated[list[Tool] | None, BeforeValidator(as_list)] = None
     tool_config: ToolConfig | None = None
@@ -155,7 +180,7 @@ class GenerateContentRequest(GeminiModel):
 class CountTokensRequest(GeminiModel):
     """Contents, or a whole request, to count the tokens of."""
 
-    contents: Annotated[list[Content] | None, BeforeValidator(as_list)] = None
+    contents: Contents | None = None
     generate_content_request: GenerateContentRequest | None = None
 
     @property
@@ -164,7 +189,7 @@ class CountTokensRequest(GeminiModel):
 
 
 class EmbedContentRequest(GeminiModel):
-    content: Content
+    content: AnyContent
     task_type: str | None = None
     title: str | None = None
     output_dimensionality: Whole = None
