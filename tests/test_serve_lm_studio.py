@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from server_process import QUESTION, Reply, ServerProcess, serving
 from test_serve import thinking_model
+from test_serve_tools import knowing_folder
 
 from effllm.cli.server.lm_studio_chat import LmStudioChatRequest, LmStudioSerializer, responses_of, with_newest_system
 from effllm.cli.server.ollama_models import ModelEntry
@@ -105,6 +106,36 @@ def test_one_model_is_listed_is_loaded_and_stays(server: ServerProcess) -> None:
     assert error_of(server.request("GET", f"{MODELS}/download/status/job_1"))["type"] == "job_not_found"
     said(server, context_length=9000)
     server.wait_for_output("requests a context_length of 9000")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_tool_use_is_said_of_templates_that_take_tools(tmp_path: Path, several: bool) -> None:
+    """fable has a template that takes none; the other has one that does."""
+    folder, name = knowing_folder(tmp_path / "knowing"), "knowing"
+    if several:
+        with serving(folder, model="fable") as server:
+            listed = {each["key"]: each["capabilities"] for each in server.request("GET", MODELS).json["models"]}
+            older = {each["id"]: each["capabilities"] for each in server.request("GET", "/api/v0/models").json["data"]}
+    else:
+        listed, older = {}, {}
+        for each in (folder, "fable"):
+            with serving(model=each) as server:
+                (model,) = server.request("GET", MODELS).json["models"]
+                (card,) = server.request("GET", "/api/v0/models").json["data"]
+                listed[model["key"]], older[card["id"]] = model["capabilities"], card["capabilities"]
+    assert listed == {name: {"vision": False, "trained_for_tool_use": True}, "fable": {"vision": False, "trained_for_tool_use": False}}
+    assert older == {name: ["tool_use"], "fable": []}
+
+
+def test_llama_servers_paths_load_and_keep_the_one_model(server: ServerProcess) -> None:
+    """Programs that load a model before they use it, as on a server of several, find it loaded."""
+    for body in ({"model": "fable"}, {"model": "fable:latest"}, {}):
+        assert server.request("POST", "/models/load", body).json == {"success": True}
+    stays = server.request("POST", "/models/unload", {"model": "fable"})
+    assert stays.status == 501 and "stays loaded" in stays.error["message"]
+    for path in ("/models/load", "/models/unload"):
+        assert server.request("POST", path, {"model": "other"}).status == 404
+        assert server.request("POST", path, {"model": 5}).error["param"] == "model"
 
 
 def test_models_are_loaded_and_ended_by_name() -> None:

@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -15,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ... import typed
+from ... import EffllmError, typed
 from .bodies import read_request
-from .ollama_models import ModelEntry, ModelFiles, capabilities
+from .ollama_models import ModelEntry, ModelFiles, capabilities, files_of_folder, template_takes_tools
 from .ollama_requests import untagged
 from .openai_requests import Body
-from .problems import JOB_GONE, LM_STUDIO, LM_STUDIO_1, UNSUPPORTED, Problem
+from .problems import JOB_GONE, LM_STUDIO, LM_STUDIO_1, Problem, stays_loaded
 from .streams import json_response
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class LmStudioModel:
     model: ModelEntry
     writes: bool  # generates text
     has_vision: bool
-    takes_tools: bool  # has a chat template
+    takes_tools: bool  # its chat template does
     state: str
     max_context: int | None  # tokens
     context: int | None  # tokens it is served with
@@ -166,14 +167,13 @@ class LmStudioService(ModelPaths):
 
     async def end(self, name: str) -> str:
         self._demand(name)
-        raise Problem(501, "the served model stays loaded until the server ends", UNSUPPORTED, code="not_supported",
-                      hint="effllm serve without MODEL loads and unloads models by name")
+        raise stays_loaded()
 
     def _describe(self) -> LmStudioModel:
         model, files = self._about()
-        writes = not {"embedding", "rerank"} & {*capabilities(files)}
-        return LmStudioModel(model, writes, files.has_vision, writes and files.tokenizer.template is not None, LOADED,
-                             files.config.context_length,
+        known = {*capabilities(files)}
+        writes = not {"embedding", "rerank"} & known
+        return LmStudioModel(model, writes, files.has_vision, writes and "tools" in known, LOADED, files.config.context_length,
                              files.context)
 
 
@@ -182,6 +182,7 @@ class LmStudioRouter(ModelPaths):
 
     def __init__(self, router: Router, listed: Callable[[ModelState], ModelEntry]) -> None:
         self._router, self._listed = router, listed
+        self._takes_tools: dict[str, bool] = {}  # digest of a model -> whether its template takes tools: that reads its vocabulary
 
     async def all(self) -> list[LmStudioModel]:
         states = await self._router.states()
@@ -206,5 +207,15 @@ class LmStudioRouter(ModelPaths):
         now = LOADED if state.loaded_at is not None else LOADING if state.is_loading else NOT_LOADED
         if facts is None:  # its files are broken, or gone
             return LmStudioModel(self._listed(state), True, False, False, now, state.context, state.context)
-        return LmStudioModel(self._listed(state), facts.writes, "image" in facts.takes, facts.has_template, now, facts.context,
-                             state.context)
+        listed = self._listed(state)
+        if (takes_tools := self._takes_tools.get(listed.digest)) is None:
+            takes_tools = self._takes_tools[listed.digest] = facts.writes and facts.has_template and takes_tools_by_files(facts.folder)
+        return LmStudioModel(listed, facts.writes, "image" in facts.takes, takes_tools, now, facts.context, state.context)
+
+
+def takes_tools_by_files(folder: Path) -> bool:
+    """Whether the template in a model's files takes tools; not if they are broken."""
+    try:
+        return template_takes_tools(files_of_folder(folder, None).tokenizer)
+    except (EffllmError, OSError):
+        return False

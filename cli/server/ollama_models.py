@@ -216,6 +216,13 @@ def thinking(tokenizer: Tokenizer) -> dict[str, object]:
     return {"thinking": {"values": [*values], "default": default}}
 
 
+def template_takes_tools(tokenizer: Tokenizer) -> bool:
+    """Whether a model's chat template describes tools to it, by rendering one."""
+    from ...runtime.tool_calls.tool_calling import ToolCalling
+
+    return tokenizer.template is not None and ToolCalling(tokenizer).style.knows_tools
+
+
 def capabilities(files: ModelFiles) -> list[str]:
     """What a model can do, by Ollama's names. Tools are listed if its template supports them, though any model can be given tools."""
     from ...runtime.encoders.encoder_config import EncoderConfig
@@ -225,15 +232,13 @@ def capabilities(files: ModelFiles) -> list[str]:
     folder, tokenizer = files.folder, files.tokenizer
     from ...runtime.generation.embedding import read_pooling_mode
     from ...runtime.tokens.infill import find_fim_tokens
-    from ...runtime.tool_calls.tool_calling import ToolCalling
 
     try:
         read_pooling_mode(folder)
         embeds = True
     except EffllmError:
         embeds = False
-    knows_tools = tokenizer.template is not None and ToolCalling(tokenizer).style.knows_tools
     has_infill = find_fim_tokens(tokenizer.vocabulary(), tokenizer.special_tokens) is not None
-    return ["completion", *(["tools"] if knows_tools else []), *(["insert"] if has_infill else []),
+    return ["completion", *(["tools"] if template_takes_tools(tokenizer) else []), *(["insert"] if has_infill else []),
             *(["thinking"] if tokenizer.thinks else []), *(["embedding"] if embeds else []), *(["vision"] if files.has_vision else []),
             *(["audio"] if files.hears else [])]

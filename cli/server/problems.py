@@ -131,5 +131,11 @@ def without_paths(text: str) -> str:
     return PATH_PATTERN.sub("(a file)", text)
 
 
+def stays_loaded() -> Problem:
+    """A server of one model refuses to unload it."""
+    return Problem(501, "the served model stays loaded until the server ends", UNSUPPORTED, code="not_supported",
+                   hint="effllm serve without MODEL loads and unloads models by name")
+
+
 def closing() -> Problem:
     return Problem(503, CLOSING, BUSY, code="server_closing", hint="retry when it has restarted")

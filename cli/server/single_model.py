@@ -23,8 +23,8 @@ from .bodies import read_request
 from .embeddings import EmbeddingPaths
 from .guard import RECORD
 from .ollama_requests import untagged
-from .openai_requests import PLACEHOLDER_MODEL, Kind
-from .problems import FAILED, LM_STUDIO, NO_MODEL, Problem, closing, problem_of
+from .openai_requests import PLACEHOLDER_MODEL, Body, Kind
+from .problems import FAILED, LM_STUDIO, NO_MODEL, Problem, closing, problem_of, stays_loaded
 from .reranking import RerankPaths
 from .streams import CLIENT_CLOSED_REQUEST, CLIENT_LEFT, json_response, problem_response
 
@@ -41,6 +41,10 @@ COMPLETION_PATHS = ("/v1/completions", f"{LM_STUDIO}completions")
 # Token counting: OpenAI's paths for Responses requests, llama-server's for chats.
 COUNT_TOKENS_PATHS = ("/v1/responses/input_tokens", "/responses/input_tokens", "/v1/chat/completions/input_tokens",
                       "/chat/completions/input_tokens")
+
+
+class NamedModel(Body):
+    model: str | None = None
 
 
 @dataclass
@@ -72,6 +76,7 @@ class SingleModelService:
         return [*page.routes(self.greeting, self.shows_page), *(get(path, self.health) for path in ("/health", "/v1/health")),
                 *(get(path, self.models) for path in ("/v1/models", "/models")),
                 *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
+                Route("/models/load", self.load, methods=["POST"]), Route("/models/unload", self.unload, methods=["POST"]),
                 *EmbeddingPaths(self.served, self.answer_queue, self.name, self.note, self.check_model, self.adapters).routes(),
                 *RerankPaths(self).routes()]
 
@@ -92,6 +97,15 @@ class SingleModelService:
     async def model(self, request: Request) -> Response:
         self.check_model(name := request.path_params["name"])
         return json_response(self._card(self.adapters.requested_adapter(name)))
+
+    async def load(self, request: Request) -> Response:
+        """As on a server of several models, for programs that load a model before they use it: this one is."""
+        await self.payload(request, NamedModel)
+        return json_response({"success": True})
+
+    async def unload(self, request: Request) -> Response:
+        await self.payload(request, NamedModel)
+        raise stays_loaded()
 
     def check_token_ids(self, ids: Sequence[int], param: str) -> None:
         """Check token ids before they are decoded. Raises Problem for one outside the vocabulary."""
