@@ -19,10 +19,11 @@ from vision_models import FIRST, PICTURES, open_encoder, save_vision_model
 
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
-from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob, hunyuan_vl
 from effllm.runtime.images.media import open_media
 from effllm.runtime.images.media_markers import media_marker, render_with_media
 from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
+from effllm.runtime.images.position_embeddings import bilinear
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
@@ -134,9 +135,11 @@ def test_a_template_that_knows_no_images_has_the_words_around_one() -> None:
 
 # What llama.cpp does otherwise with some of these files, which is undone here: windows are always of 112 points; of a tower with a first
 # row before its patches the places lie one further; LLaVA's stops a layer before the file's last unless that is named; Llama 4's rows of a
-# tile come column by column. Of MiniCPM-V's places there are always 70 in a row.
+# tile come column by column. Of MiniCPM-V's places there are always 70 in a row. HunyuanVL's places lie a little closer together, as if the
+# image were a tenth of a patch larger (also where there is a place for each patch), and not as transformers has them.
 OTHER = {**dict.fromkeys(("exaone4_5", "qwen2_5_vl"), {"window_size": 112}), "minicpmv4_6": {"image_size": 560}}
 CLASS = ("internvl", "llava_next")
+HUNYUAN_MARGIN = 0.1  # patches
 
 
 @pytest.mark.peer
@@ -152,6 +155,10 @@ def test_llamacpp_sees_the_same_in_the_same_file(family: str, tmp_path: Path, mo
         points = np.tile(points, (3, 3, 1))
     if family.startswith("glm") and family != "glm5_next":  # which makes small ones larger
         points = np.tile(PICTURES["square"], (5, 5, 1))
+    if family == "hunyuan_vl":  # as do these
+        points = np.ascontiguousarray(np.tile(PICTURES["square"], (2, 2, 1))[:64, :64])
+        monkeypatch.setattr(hunyuan_vl, "bilinear",
+                            lambda table, places: bilinear(table, places, places.max() + 1 + np.float32(HUNYUAN_MARGIN)))
     seen = open_encoder(tmp_path / "folder").encode(points, EncodingJob())
     if family in CLASS:
         monkeypatch.setattr("mmproj_files._tensors", further(sys.modules["mmproj_files"]))
