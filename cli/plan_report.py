@@ -87,6 +87,8 @@ def lines(model: str, prepared: Prepared, roofs: Roofs, prediction: Forecast, su
 
     placement, work = prepared.placement, prediction.work
     read = work.streamed + round(work.missed_bytes)
+    # streamed bytes are counted in whole disk blocks, which may be more than the weights
+    from_disk = f"{format_size(read)} of them" if read < work.bytes_per_token else "all of them"
     lines = [("model", f"{model} ({prepared.config.family})")]
     if pull_plan is not None:
         from ..runtime.hub import shown_licence
@@ -97,7 +99,7 @@ def lines(model: str, prepared: Prepared, roofs: Roofs, prediction: Forecast, su
                                   f"{shown_licence(pull_plan.licence, 'not stated')}{', gated' if pull_plan.repository.gated else ''}"))
     lines += [("fits", verdict(prepared, prediction)), *tiers(prepared, work, roofs, width)]
     lines += [("per token", f"{format_size(work.bytes_per_token)} of weights"
-              + (f", {format_size(read)} of them from the disk" if read else "")
+              + (f", {from_disk} from the disk" if read else "")
               + f", up to {format_size(work.kv_at(placement.ctx))} of cache{paged_cache(prepared, work)}"),
              *products(prepared), *speeds(prediction)]
     if prepared.adapters.names:

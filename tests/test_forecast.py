@@ -14,7 +14,7 @@ from streamed_models import larger_than_memory, streaming
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.cli.number_format import rounded
-from effllm.cli.plan_report import bar
+from effllm.cli.plan_report import bar, lines
 from effllm.kernels import warm
 from effllm.kernels.cpu.bf16_pairs import HAS_PAIRS
 from effllm.offload import hardware
@@ -128,6 +128,9 @@ def test_what_is_not_known_is_reported() -> None:
     padded = fable().placement.weights_bytes + 500_000
     streams = replace(fable(), placement=replace(fable().placement, residency=Residency((), (0,), 0, padded, 1000)))
     assert forecast(streams, KNOWN).load_s == 0, "what streams is counted with its alignment"
+    assert ", all of them from the disk" in dict(lines("fable", streams, KNOWN, forecast(streams, KNOWN), None))["per token"]
+    streams = replace(fable(), placement=replace(fable().placement, residency=Residency((), (0,), 0, 9_000_000, 1000)))
+    assert ", 8.58 MiB of them from" in dict(lines("fable", streams, KNOWN, forecast(streams, KNOWN), None))["per token"]
 
 
 def test_exact_products_that_nobody_measured_are_not_predicted(known: None) -> None:
