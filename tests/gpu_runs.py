@@ -17,6 +17,7 @@ from effllm.runtime.events import Notice
 from effllm.runtime.planning import devices
 from effllm.runtime.planning.roofs import Roofs
 from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.source import is_low_bit
 
 CTX = 512
 NO_ROOFS = Roofs(None, None)
@@ -46,8 +47,9 @@ def typed(*argv: object, card: SimulatedDevice | None = None) -> tuple[int, str,
 
 
 def opened(folder: Path, card: SimulatedDevice | None, **options_given: object) -> tuple[Engine, list[str]]:
-    """An engine, and the notices while opening it."""
-    options = EngineOptions(**{"ctx": CTX, "threads": 1, "device": "auto" if card else "cpu", **options_given})
+    """An engine, and the notices while opening it. Raw weights keep float32 activations on the processor, as they do on a GPU."""
+    exact = {"exact": not is_low_bit(folder)}
+    options = EngineOptions(**{"ctx": CTX, "threads": 1, "device": "auto" if card else "cpu", **exact, **options_given})
     with card_here(card):
         *notices, engine = open_engine(folder, options)
     return engine, [event.text for event in notices if isinstance(event, Notice)]

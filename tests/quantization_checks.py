@@ -6,6 +6,7 @@ import numpy as np
 from conversions import options, run
 from hybrid_models import IDS, opened
 
+from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.threads import ThreadPool
 from effllm.runtime.calibrate import Calibration, LayerStats
@@ -22,12 +23,12 @@ def assert_calibration_is_a_pass(folder: Path, width: int = 96, unseen: set[str]
     """Layer by layer and window by window: what leaves the last layer is what a forward pass gives, and statistics are as wide as what a
     matrix reads; all matrices but those in the roles `unseen` have some. Returns what each layer was told."""
     config, cut = read_config(folder), [np.arange(i, i + width) * 7 % 300 for i in range(2)]
-    ops = CpuOps(ThreadPool(1), dims(config, width, width, LOGIT_ROWS))
+    ops = CpuOps(ThreadPool(1), dims(config, width, width, LOGIT_ROWS), default_registry(exact=True))
     with open_store(folder) as store:
         calibration = Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, width), ops, cut)
         stats = [item for item in calibration.run() if isinstance(item, LayerStats)]
         left = calibration.model.read_left(calibration.states)
-    engine = opened(folder, kv="32bit", ctx=384)
+    engine = opened(folder, kv="32bit", ctx=384, exact=True)
     for i, window in enumerate(cut):
         engine.cache.truncate(0)
         engine.reset()

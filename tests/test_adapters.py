@@ -166,9 +166,9 @@ def widen(folder: Path, out: Path) -> None:
 def test_a_gguf_file_has_it_beside_rows_in_an_order_of_its_own(own: Path, tmp_path: Path) -> None:
     """Queries and keys of such a file lie otherwise than in the checkpoint that the adapter was made for."""
     list(export_gguf(FABLE, file := tmp_path / "fable.gguf", "F16", "fable"))
-    plain, beside = (logits(opened(file, *each)) for each in ((), (own,)))
-    assert_near(plain, logits(opened(FABLE)), 1e-3)
-    assert_near(beside, logits(opened(FABLE, own)), 1e-3)
+    plain, beside = (logits(opened(file, *each, exact=True)) for each in ((), (own,)))
+    assert_near(plain, logits(opened(FABLE, exact=True)), 1e-3)
+    assert_near(beside, logits(opened(FABLE, own, exact=True)), 1e-3)
     assert np.abs(beside - plain).max() > 0.1 * np.abs(plain).max()
 
 
@@ -188,10 +188,10 @@ def test_drafts_and_passes_that_come_again_write_the_same(own: Path) -> None:
 
 def test_layers_on_a_gpu_have_their_adapters_there(own: Path) -> None:
     """All of them, and the last ones, whose adapters the plan counts; prompts that copy layers included."""
-    expected = logits(opened(FABLE, own))
+    expected = logits(opened(FABLE, own, exact=True))
     for layers in (2, 6):
         with card_here(simulated()):
-            engine = opened(FABLE, own, device="auto", gpu_layers=layers)
+            engine = opened(FABLE, own, device="auto", gpu_layers=layers, exact=True)
         assert engine.placement.devices.count("cuda") == layers
         assert_near(logits(engine), expected)
 

@@ -80,7 +80,7 @@ def test_a_line_ends_where_a_file_says_so_and_nowhere_else(model: Path, tmp_path
 
 
 def test_ranked_after_the_prompts_of_both_sides(model: Path) -> None:
-    ran = Ran(model, *reversed(TEXTS), "--rank", "Who is king?", "--json", "-c", 256)
+    ran = Ran(model, *reversed(TEXTS), "--rank", "Who is king?", "--json", "-c", 256, "--exact")
     results = json.loads(ran.out)["results"]
     for each in results:
         wanted = theirs(model, "Question: Who is king?") @ theirs(model, "Text: " + each["text"])

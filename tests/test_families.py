@@ -51,7 +51,7 @@ def fix_rope(model: PreTrainedModel, ctx: int) -> None:
 
 
 def opened(folder: Path, **options: object) -> Engine:
-    *_, engine = open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=CONTEXT, strict=True, chunk=128, **options))
+    *_, engine = open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=CONTEXT, strict=True, chunk=128, exact=True, **options))
     assert isinstance(engine, Engine) and engine.n_ctx == CONTEXT
     return engine
 

@@ -17,6 +17,7 @@ from saved_models import saved
 from saved_tokenizers import with_words_of_fable
 from streamed_models import streaming
 
+from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.threads import ThreadPool
@@ -133,14 +134,14 @@ def test_a_gpu_takes_streams_of_the_host(folder):
     """The last layers on torch: streams cross, and what attends crosses to the keys and values of the host."""
     prepared = prepare(folder, EngineOptions(device="cpu", kv="16bit", ctx=384))
     config = prepared.config
-    host = CpuOps(ThreadPool(1), dims(config, 384, prepared.shape.chunk, LOGIT_ROWS))
+    host = CpuOps(ThreadPool(1), dims(config, 384, prepared.shape.chunk, LOGIT_ROWS), default_registry(exact=True))
     placement = replace(prepared.placement, devices=("cpu",) * 3 + ("cuda",) * 3)
     engine = Engine(replace(prepared, placement=placement), {"cpu": host, "cuda": TorchOps("cpu")})
     list(engine.model.load())
     assert config.kv_sources == (0, 1, 2, 3, 2, 3)
     coefficients = [engine.model.tensors[3][role] for role in ("stream_router", "predict", "correct")]
     assert all(gpu_nbytes(each) >= 4 * np.prod(each.shape) and not each.is_matrix for each in coefficients)
-    whole = logits(resident(folder))
+    whole = logits(resident(folder, exact=True))
     ours = logits(engine)
     assert np.abs(ours - whole).max() < 1e-3 * np.abs(whole).max()
 

@@ -13,6 +13,7 @@ from quantization_checks import assert_calibration_is_a_pass
 from saved_models import saved
 from streamed_models import paging, streaming
 
+from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.layout import PAGE
@@ -180,12 +181,12 @@ def test_a_gpu_reads_keys_and_values_of_the_host(folders):
     """The last layers, on torch, have none of their own: what attends crosses to where they lie."""
     prepared = prepare(folders["small"], EngineOptions(device="cpu", kv="16bit", ctx=384))
     config = prepared.config
-    host = CpuOps(ThreadPool(1), dims(config, 384, prepared.shape.chunk, LOGIT_ROWS))
+    host = CpuOps(ThreadPool(1), dims(config, 384, prepared.shape.chunk, LOGIT_ROWS), default_registry(exact=True))
     placement = replace(prepared.placement, devices=("cpu",) * 3 + ("cuda",) * 3)
     engine = Engine(replace(prepared, placement=placement), {"cpu": host, "cuda": TorchOps("cpu")})
     list(engine.model.load())
     assert config.kv_sources == (0, 1, 2, 3, 2, 3)
-    whole = found_by(resident(folders["small"]))
+    whole = found_by(resident(folders["small"], exact=True))
     ours = found_by(engine)
     assert np.abs(ours - whole).max() < 1e-3 * np.abs(whole).max()
 

@@ -29,6 +29,7 @@ from effllm.runtime.gguf.tokenizer_export import tokenizer_metadata
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.sampling.generation_config import read_generation_config
+from effllm.runtime.source import is_low_bit
 from effllm.runtime.tokenizer import Tokenizer
 
 VOCABULARIES = sorted(path for parent in Path(__file__).resolve().parents for path in (parent / "shared" / "vocabs").glob("*.gguf"))
@@ -43,7 +44,7 @@ def exported(source: Path, out: Path, kind: str = "F16", **more: object) -> tupl
 
 
 def opened(path: Path, kv: str = "32bit") -> Engine:
-    *_, engine = open_engine(path, EngineOptions(device="cpu", kv=kv, ctx=256, threads=1))
+    *_, engine = open_engine(path, EngineOptions(device="cpu", kv=kv, ctx=256, threads=1, exact=not is_low_bit(path)))
     return engine
 
 

@@ -22,7 +22,7 @@ IDS = list(range(1, 200))
 
 
 def logits(path: Path) -> np.ndarray:
-    *_, engine = open_engine(path, EngineOptions(device="cpu", kv="32bit", ctx=256, threads=1))
+    *_, engine = open_engine(path, EngineOptions(device="cpu", kv="32bit", ctx=256, threads=1, exact=True))
     try:
         return np.concatenate([rows.copy() for _, rows in engine.score(IDS)])
     finally:

@@ -54,7 +54,7 @@ def file_of(place: Path, numbers: Mapping[str, object]) -> Path:
 
 
 def logits(path: Path) -> np.ndarray:
-    *_, engine = open_engine(path, EngineOptions(device="cpu", kv="32bit", ctx=64, threads=1))
+    *_, engine = open_engine(path, EngineOptions(device="cpu", kv="32bit", ctx=64, threads=1, exact=True))
     assert isinstance(engine, Engine)
     try:
         return engine.forward_logits(IDS)[-1].copy()

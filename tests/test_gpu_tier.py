@@ -249,7 +249,7 @@ def test_long_passes_copy_the_hosts_layers(folder: str, tmp_path: Path) -> None:
     elif folder == "mixture":
         saved(Case("mixtral", {"num_hidden_layers": 4}, dtype="bfloat16"), path := tmp_path)
     card = simulated(4 << 30, LINK)
-    engine, said = opened(path, card, gpu_layers=1, exact=folder == "4bit")
+    engine, said = opened(path, card, gpu_layers=1, exact=True)
     placement, host = engine.placement, engine.config.num_hidden_layers - 1
     assert placement.copied_from is not None and 1 <= placement.copied_from <= 128 and any("copy the CPU's layers" in line for line in said)
     assert placement.gpu.buffers_bytes <= placement.gpu.workspace_bytes and card.peak <= placement.vram_bytes
@@ -257,7 +257,7 @@ def test_long_passes_copy_the_hosts_layers(folder: str, tmp_path: Path) -> None:
     found, matrices = logits(engine), [own.nbytes for layer in range(host) for own in engine.model.tensors[layer].values()
                                        if len(own.shape) > 1]
     assert card.crossed.copies == host * long > 0 and card.crossed.copied >= long * sum(matrices)
-    want = logits(opened(path, None, exact=folder == "4bit")[0])
+    want = logits(opened(path, None, exact=True)[0])
     assert divergence(found, want) < 1e-4
 
 

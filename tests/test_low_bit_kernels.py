@@ -16,8 +16,10 @@ from low_bit_samples import FORMATS, NO_NORM, WITH_OUTLIERS, dims_for, few, low_
 from effllm.kernels import reference
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels.cpu import linear, packed, stages
+from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
-from effllm.kernels.workspace import Workspace
+from effllm.kernels.threads import ThreadPool
+from effllm.kernels.workspace import Dims, Workspace
 from effllm.quant.codes import Codes, bf16, dequantize
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight, from_f32
@@ -30,6 +32,11 @@ SOME = ("codebook4:16", "codebook3:16", "codebook2:16", "symmetric8:32", "symmet
         "minimum5:32", "minimum8:64", "nvfp4:16")
 COLUMNS = (1, 2, 3, 4, 5, 8, 15, 16)
 SHAPES = ((1, 1), (16, 32), (17, 33), (31, 100), (50, 257))
+
+
+def unrounded(pool: ThreadPool, dims: Dims) -> CpuOps:
+    """A backend whose raw and fp8 products keep float32 activations (`test_linear_bf16.py` and `test_linear_fp8.py` test the others)."""
+    return CpuOps(pool, dims, default_registry(by_neuron=True))
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +62,7 @@ def close(got: np.ndarray, want: np.ndarray) -> bool:
 def test_every_format_is_its_definition_for_any_shape_and_number_of_columns(pools, text):
     spec, rng = QuantSpec.parse(text), np.random.default_rng(seed_of(text))
     for index, (rows, depth) in enumerate(SHAPES):
-        cpu = CpuOps(pools[1 + index % 3], dims_for(depth, rows))
+        cpu = unrounded(pools[1 + index % 3], dims_for(depth, rows))
         codes = random_codes(rng, spec, (rows, depth), every_scale=index == 3)
         bias = rng.standard_normal(rows, np.float32) if index % 2 else None
         each = Linear(low_bit(codes, spec), bias)
@@ -76,7 +83,7 @@ def test_what_a_head_multiplies_is_hardly_rounded(pools, text):
     x[:, 7] *= np.float32(50)  # beside it 31 inputs have steps of a half
     want, whole = few(x, codes, spec, bias, fine=True), x.astype(float) @ dequantize(codes, spec).T.astype(float) + bias
     for workers, pool in pools.items():
-        cpu = CpuOps(pool, dims_for(1000, 203, 32))
+        cpu = unrounded(pool, dims_for(1000, 203, 32))
         for count in (1, 2, 8, 9, 16, 20):
             assert same(cpu.logits(x[:count], NO_NORM, head), want[:count]), f"{count} tokens on {workers} threads"
     error = np.abs(want - whole).max() / np.abs(product(cpu, x[:16], head) - whole[:16]).max()
@@ -87,7 +94,7 @@ def test_what_a_head_multiplies_is_hardly_rounded(pools, text):
 def test_a_weight_may_lie_anywhere(pools, text):
     """Files that other programs wrote are mapped as they are: a tensor begins where the one before it ended."""
     spec, rng = QuantSpec.parse(text), np.random.default_rng(seed_of(text))
-    codes, cpu = random_codes(rng, spec, (50, 257)), CpuOps(pools[1], dims_for(257, 50))
+    codes, cpu = random_codes(rng, spec, (50, 257)), unrounded(pools[1], dims_for(257, 50))
     each, x = Linear(low_bit(codes, spec, behind=2), None), rng.standard_normal((17, 257), np.float32)
     for count in (1, 5):
         assert same(product(cpu, x[:count], each), few(x[:count], codes, spec))
@@ -104,7 +111,7 @@ def test_long_rows_on_any_number_of_threads(pools, text):
     x = rng.standard_normal((16, depth), np.float32)
     want = few(x, codes, spec)
     for workers, pool in pools.items():
-        cpu = CpuOps(pool, dims_for(depth, rows, 16))
+        cpu = unrounded(pool, dims_for(depth, rows, 16))
         for count in (1, 5, 16):
             assert same(product(cpu, x[:count], each), want[:count]), f"{count} columns on {workers} threads"
 
@@ -113,7 +120,7 @@ def test_long_rows_on_any_number_of_threads(pools, text):
 def test_many_columns_of_long_rows_of_super_blocks(pools, text):
     """More inputs and rows than are expanded at once, an embedding's rows too."""
     spec, rng = QuantSpec.parse(text), np.random.default_rng(seed_of(text))
-    codes, cpu = random_codes(rng, spec, (203, 5000)), CpuOps(pools[2], dims_for(5000, 203, 64))
+    codes, cpu = random_codes(rng, spec, (203, 5000)), unrounded(pools[2], dims_for(5000, 203, 64))
     weight, x = low_bit(codes, spec), rng.standard_normal((40, 5000), np.float32)
     assert same(product(cpu, x, Linear(weight)), many(x, codes, spec))
     assert np.array_equal(cpu.embed(np.array([0, 202, 7]), weight, 0.5), dequantize(codes, spec)[[0, 202, 7]] * np.float32(0.5))
@@ -123,7 +130,7 @@ def test_many_columns_of_long_rows_of_super_blocks(pools, text):
 def test_the_largest_numbers_of_a_format_do_not_overflow(pools, text):
     """Every code at an end of its range, every activation at an end of its own, signs equal and alternating."""
     spec, depth = QuantSpec.parse(text), 256
-    cpu, rng = CpuOps(pools[1], dims_for(depth, 32)), np.random.default_rng(1)
+    cpu, rng = unrounded(pools[1], dims_for(depth, 32)), np.random.default_rng(1)
     base = random_codes(rng, replace(spec, outliers=0.0), (32, depth))
     top = 2 if spec.scheme == "ternary" else (1 << spec.bits) - 1
     ends = np.repeat(np.where(np.arange(32)[:, None] % 2, np.uint8(0), np.uint8(top)), depth, axis=1)
@@ -162,7 +169,7 @@ def test_zero_rows_and_zero_inputs_give_zeros(pools, text):
         codes = replace(codes, scales=np.where(np.arange(20)[:, None] == 11, np.zeros_like(codes.scales), codes.scales))
     if codes.minima is not None:
         codes = replace(codes, minima=np.where(np.arange(20)[:, None] == 11, np.uint8(0), codes.minima))
-    cpu, each = CpuOps(pools[2], dims_for(96, 20)), Linear(low_bit(codes, replace(spec, outliers=0.0)))
+    cpu, each = unrounded(pools[2], dims_for(96, 20)), Linear(low_bit(codes, replace(spec, outliers=0.0)))
     x = rng.standard_normal((4, 96), np.float32)
     x[1] = 0
     x[2, 32:64] = 0
@@ -180,7 +187,7 @@ def test_zero_rows_and_zero_inputs_give_zeros(pools, text):
 def test_nan_and_infinity_stay_visible_in_their_column_alone(pools, text):
     spec, rng = QuantSpec.parse(text), np.random.default_rng(3)
     codes = random_codes(rng, spec, (20, 100))
-    cpu, each = CpuOps(pools[1], dims_for(100, 20)), Linear(low_bit(codes, spec))
+    cpu, each = unrounded(pools[1], dims_for(100, 20)), Linear(low_bit(codes, spec))
     x = rng.standard_normal((6, 100), np.float32)
     clean = product(cpu, x, each)
     x[1, 40], x[3, 99], x[4, 0] = np.nan, np.inf, -np.inf
@@ -197,7 +204,7 @@ def test_inputs_at_the_ends_of_float32(pools, text):
     """Tiny inputs, whose inverse would overflow, count as zeros; huge ones are exact as long as the result is finite."""
     spec, rng = QuantSpec.parse(text), np.random.default_rng(4)
     codes = random_codes(rng, spec, (17, 33))
-    cpu, each = CpuOps(pools[1], dims_for(33, 17)), Linear(low_bit(codes, spec))
+    cpu, each = unrounded(pools[1], dims_for(33, 17)), Linear(low_bit(codes, spec))
     unit = rng.standard_normal((1, 33), np.float32)
     for exponent in (-149, -140, -127, -121, -119, -60, 60, 100):
         x = np.ldexp(unit, exponent)
@@ -211,7 +218,7 @@ def test_inputs_at_the_ends_of_float32(pools, text):
 def test_results_are_added_to_what_is_there(pools, text):
     spec, rng = QuantSpec.parse(text), np.random.default_rng(5)
     codes, bias = random_codes(rng, spec, (40, 90)), rng.standard_normal(40, np.float32)
-    cpu, each = CpuOps(pools[3], dims_for(90, 40)), Linear(low_bit(codes, spec), bias)
+    cpu, each = unrounded(pools[3], dims_for(90, 40)), Linear(low_bit(codes, spec), bias)
     for count in (1, 3, 16, 20):
         x, residual = (rng.standard_normal((count, width), np.float32) for width in (90, 40))
         want = residual + (few if count <= packed.MAX_COLUMNS else many)(x, codes, spec, bias)
@@ -232,7 +239,7 @@ PAIRS = (("codebook4:16", "codebook4:16"), ("codebook4:16", "codebook2:16+0.02")
 def test_gate_and_up_of_any_two_formats(pools, pair):
     """As one job where the loops agree, else as two and a third: the same numbers."""
     rng, rows, depth = np.random.default_rng(6), 75, 110
-    cpu = CpuOps(pools[2], dims_for(depth, rows))
+    cpu = unrounded(pools[2], dims_for(depth, rows))
     made = [_linear(rng, text, rows, depth) for text in pair]
     for count, act in ((1, "silu"), (2, "gelu"), (16, "gelu_tanh"), (19, "silu")):
         x = rng.standard_normal((count, depth), np.float32) / 64
@@ -248,7 +255,7 @@ def test_gate_and_up_of_any_two_formats(pools, pair):
 @pytest.mark.parametrize("act", ("silu", "gelu_tanh"))
 def test_a_gated_column_has_the_same_bits_beside_any_others(pools, act):
     rng, rows, depth = np.random.default_rng(16), 203, 320
-    cpu = CpuOps(pools[2], dims_for(depth, rows))
+    cpu = unrounded(pools[2], dims_for(depth, rows))
     both = [_linear(rng, "codebook4:16", rows, depth)[0] for _ in range(2)]
     x, found = rng.standard_normal((16, depth), np.float32) / 64, {}
     for count in COLUMNS:
@@ -273,7 +280,7 @@ def test_formats_meet_in_one_stage(pools, workers):
     rng, depth = np.random.default_rng(7), 200
     texts = ("codebook4:16", "bf16", "symmetric8:32", "symmetric6:16", "affine3:128", "codebook2:16", "ternary:32", "super4:32")
     made = [_linear(rng, text, 30 + 7 * i, depth) for i, text in enumerate(texts)]
-    cpu = CpuOps(pools[workers], dims_for(depth, 80))
+    cpu = unrounded(pools[workers], dims_for(depth, 80))
     cpu.workspace = Workspace({**cpu.workspace.floats, **{f"y{i}": 32 * 80 for i in range(len(texts))}})
     for count in (1, 4, 16, 30):
         x = rng.standard_normal((count, depth), np.float32)
@@ -291,7 +298,7 @@ def test_norms_before_the_product(pools, kind):
     identity = Linear(Weight.raw("f32", (depth, depth), np.eye(depth, dtype=np.float32)))
     texts = ("codebook4:16+0.01", "symmetric8:32")
     made = [_linear(rng, text, 50, depth) for text in texts]
-    cpu = CpuOps(pools[2], dims_for(depth, depth))
+    cpu = unrounded(pools[2], dims_for(depth, depth))
     for count in (1, 7, 16, 18):
         x = 5 * rng.standard_normal((count, depth), np.float32) + 1
         normed, *got = (y.copy() for y in cpu.norm_linear(x, norm, [identity, *(each for each, _ in made)]))
@@ -306,7 +313,7 @@ def test_embedding_rows_are_what_the_weight_means(pools, text):
     for rows, depth in ((1, 1), (37, 100), (50, 300)):
         codes = random_codes(rng, spec, (rows, depth), every_scale=True)
         ids = np.array([0, rows - 1, rows // 2, 0])
-        got = CpuOps(pools[2], dims_for(depth, rows)).embed(ids, low_bit(codes, spec), 0.3)
+        got = unrounded(pools[2], dims_for(depth, rows)).embed(ids, low_bit(codes, spec), 0.3)
         assert same(got, dequantize(codes, spec)[ids] * np.float32(0.3))
 
 
@@ -314,7 +321,7 @@ def test_a_stage_that_is_replayed_reads_its_input_again(pools):
     rng, depth = np.random.default_rng(10), 96
     spec = QuantSpec.parse("4bit")
     codes = random_codes(rng, spec, (40, depth))
-    cpu, each = CpuOps(pools[2], dims_for(depth, 40)), Linear(low_bit(codes, spec))
+    cpu, each = unrounded(pools[2], dims_for(depth, 40)), Linear(low_bit(codes, spec))
     for collected in (False, True):
         for _ in range(3):
             x = cpu.workspace.take("x", 1, depth)
@@ -333,7 +340,7 @@ def test_which_kernels_take_low_bit_weights(pools, text):
     rng, spec = np.random.default_rng(13), QuantSpec.parse(text)
     each = Linear(low_bit(random_codes(rng, spec, (20, 64)), spec))
     for count, kernel in ((1, "dot products"), (16, "dot products"), (17, "int8 tiles")):
-        cpu = CpuOps(pools[1], dims_for(64, 20))
+        cpu = unrounded(pools[1], dims_for(64, 20))
         product(cpu, rng.standard_normal((count, 64), np.float32), each)
         chosen = [choice.candidate for choice in cpu.registry.choices.values() if choice.call.stored == spec.scheme]
         assert len(chosen) == 1 and chosen[0].name.startswith(kernel) and not chosen[0].fallback

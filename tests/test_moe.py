@@ -121,7 +121,7 @@ def test_a_mixture_of_equal_experts_is_one_mlp() -> None:
 @pytest.mark.parametrize("stored", [("f32",), ("f16",), ("bf16",), ("bf16", "f32")], ids="+".join)
 @pytest.mark.parametrize("act", ["silu", "gelu_tanh", "clamped_swish", capped_silu(0.3)])
 def test_raw_weights_match_the_definition(pool, stored, act) -> None:
-    layer, ops = Layer(stored, bias=True, router=stored[0]), CpuOps(pool, dims())
+    layer, ops = Layer(stored, bias=True, router=stored[0]), CpuOps(pool, dims(), default_registry(exact=True))
     for tokens in TOKENS:
         x, renormalise = inputs(tokens), tokens % 2 == 0
         expected, routed = layer.expected(x, 1 + tokens % TOP, renormalise, act)
@@ -194,7 +194,8 @@ def test_odd_shapes(tokens, depth, width, experts, seed, data) -> None:
     layer, pool = Layer((stored,), depth, width, experts, seed=seed), ThreadPool(2)
     x = inputs(tokens, depth, seed)
     try:
-        close(layer.run(CpuOps(pool, dims(depth, width, experts, top_k, 128)), x, top_k), layer.expected(x, top_k)[0], x, 1e-5)
+        ops = CpuOps(pool, dims(depth, width, experts, top_k, 128), default_registry(exact=True))
+        close(layer.run(ops, x, top_k), layer.expected(x, top_k)[0], x, 1e-5)
     finally:
         pool.close()
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, 
 from effllm import UsageError
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
+from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.threads import ThreadPool
@@ -218,7 +219,7 @@ def test_the_other_backend_takes_them_widened(checkpoint: tuple[Path, object], t
     prepared = prepare(folder, asked)
     prepared.store.close()
     store = open_store(folder)
-    host = CpuOps(ThreadPool(1), dims(config, CTX, prepared.shape.chunk, LOGIT_ROWS))
+    host = CpuOps(ThreadPool(1), dims(config, CTX, prepared.shape.chunk, LOGIT_ROWS), default_registry(exact=True))
     placed = replace(prepared, store=store, container=None, placement=replace(prepared.placement, devices=("cuda", "cpu", "cuda")))
     engine = Engine(placed, {"cpu": host, "cuda": TorchOps("cpu")})
     list(engine.model.load())

@@ -37,7 +37,7 @@ def asked_of(folder: Path) -> Reranker:
 
 
 def test_scores_are_those_of_transformers(tmp_path: Path, tokenizer: Tokenizer, words: dict[str, int]) -> None:
-    *_, engine = open_engine(ranker(tmp_path / "ranks", words), EngineOptions(ctx=512))
+    *_, engine = open_engine(ranker(tmp_path / "ranks", words), EngineOptions(ctx=512, exact=True))
     replies = ServedModel(engine, Tokenizer.load(tmp_path / "ranks", engine.config))
     list(engine.prefill([5, 6, 7]))
     *_, ranked = replies.rank(QUERY, DOCUMENTS)

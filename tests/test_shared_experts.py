@@ -18,6 +18,7 @@ from test_moe import CHUNK, DEPTH, EXPERTS, TOP, WIDTH, Layer, close, inputs, li
 
 from effllm.kernels import reference, reference_moe
 from effllm.kernels.cpu import moe
+from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cpu.packed import MAX_COLUMNS
 from effllm.kernels.cuda.torch_ops import TorchOps
@@ -69,6 +70,13 @@ def ops(request) -> CpuOps:
     pool.close()
 
 
+@pytest.fixture(scope="module", params=(1, 2), ids=lambda workers: f"{workers} threads")
+def exact_ops(request) -> CpuOps:
+    pool = ThreadPool(request.param)
+    yield CpuOps(pool, dims(), default_registry(exact=True))
+    pool.close()
+
+
 def test_a_correction_chooses_and_does_not_weigh() -> None:
     logits = np.log(np.array([[1.0, 4.0, 2.0, 1.0]]))  # scores of a sigmoid: 1/2, 4/5, 2/3, 1/2
     chosen, shares = route(logits, Routing(2, True, True, 3.0), np.array([0.0, 0.0, 0.0, 1.0]))
@@ -88,12 +96,12 @@ def test_a_correction_chooses_and_does_not_weigh() -> None:
 @pytest.mark.parametrize("routing, scaled, corrected", [
     (routing, scaled, corrected) for routing in ROUTINGS for scaled in (False, True)
     for corrected in ((False,) if routing == NEAR else (False, True))])
-def test_raw_weights_match_the_definition(ops, routing: str, scaled: bool, corrected: bool) -> None:
+def test_raw_weights_match_the_definition(exact_ops, routing: str, scaled: bool, corrected: bool) -> None:
     layer = Shared(("bf16", "f32"), scaled, corrected)
     for tokens in TOKENS:
         x, seen = inputs(tokens, seed=tokens), []
         expected, routed = layer.meant(x, ROUTINGS[routing])
-        close(layer.routed(ops, x, ROUTINGS[routing], seen.append), expected, x)
+        close(layer.routed(exact_ops, x, ROUTINGS[routing], seen.append), expected, x)
         assert np.array_equal(seen[0].offsets, routed.offsets) and np.array_equal(seen[0].tokens, routed.tokens)
         for name in ("hidden", "shared"):
             ours, theirs = getattr(seen[0], name), getattr(routed, name)

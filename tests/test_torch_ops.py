@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.kernels import reference
+from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda import attention, torch_ops
 from effllm.kernels.cuda.torch_ops import TorchOps
@@ -338,9 +339,10 @@ def test_the_registry_names_what_runs(ops: TorchOps) -> None:
 
 def decoded(layers_on_torch: set[int], ops: TorchOps, kv: str) -> np.ndarray:
     """fable's logits for 10 tokens after a prompt that fills and seals pages."""
-    prepared = prepare(Path(str(files("effllm") / "models" / "fable")), EngineOptions(device="cpu", kv=kv, ctx=512))
+    prepared = prepare(Path(str(files("effllm") / "models" / "fable")), EngineOptions(device="cpu", kv=kv, ctx=512, exact=True))
     devices = tuple("cuda" if layer in layers_on_torch else "cpu" for layer in range(prepared.config.num_hidden_layers))
-    host = CpuOps(ThreadPool(1), dims(prepared.config, prepared.placement.ctx, prepared.shape.chunk, LOGIT_ROWS))
+    host = CpuOps(ThreadPool(1), dims(prepared.config, prepared.placement.ctx, prepared.shape.chunk, LOGIT_ROWS),
+                  default_registry(exact=True))
     engine = Engine(replace(prepared, placement=replace(prepared.placement, devices=devices)), {"cpu": host, "cuda": ops})
     ids = [int(token) for token in np.random.default_rng(0).integers(10, prepared.config.vocab_size, 420)]
     try:
