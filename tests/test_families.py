@@ -23,6 +23,7 @@ from saved_models import saved
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.threads import ThreadPool
@@ -152,7 +153,7 @@ def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     fix_rope(model, CONTEXT)
     prepared = prepare(tmp_path, EngineOptions(device="cpu", kv="32bit", ctx=CONTEXT))
     placement = replace(prepared.placement, devices=("cpu",) + ("cuda",) * (prepared.config.num_hidden_layers - 1))
-    host = CpuOps(ThreadPool(1), dims(prepared.config, CONTEXT, prepared.shape.chunk, LOGIT_ROWS))
+    host = CpuOps(ThreadPool(1), dims(prepared.config, CONTEXT, prepared.shape.chunk, LOGIT_ROWS), default_registry(exact=True))
     engine, ids = Engine(replace(prepared, placement=placement), {"cpu": host, "cuda": TorchOps("cpu")}), text(model, 200)
     try:
         list(engine.model.load())
