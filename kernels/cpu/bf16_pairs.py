@@ -2,8 +2,8 @@
 
 A 32-bit lane holds two neighbouring inputs. The instruction adds both products to the lane's float32 sum, and takes subnormals for zeros:
 twice the products of a fused multiply-add. Weights need no conversion: two neighbouring bf16 of a row are such a pair as they lie. A cache
-line of `pair_tile`'s rows compiles to 384 `vdpbf16ps` on registers for 192 broadcasts and some 50 loads, on a Zen 4 at 0.8 to 0.9 of one a
-cycle.
+line of `pair_tile`'s rows compiles to 384 `vdpbf16ps` on registers for 192 broadcasts and some 50 loads; a Zen 4 runs 3e9 of them a
+second and core.
 """
 
 from __future__ import annotations
