@@ -89,7 +89,7 @@ class EngineOptions:
     parallel: int = 1  # sequences at once, each with a cache of its own
     # Computation.
     kernel: str = "auto"  # for low-bit weights and one token: dot products or table lookup (lut)
-    exact: bool = False  # multiply low-bit weights by float32 activations
+    exact: bool = False  # multiply by float32 activations
     predict_neurons: bool = False  # start reading neurons from disk before it is certain that they are active
     spec: str = "auto"  # speculative decoding: auto, off, lookup or mtp
     draft: str | None = None  # folder of a draft model
