@@ -61,45 +61,45 @@ def render_with_media(render: Render, messages: Sequence[Message], places: Mappi
     """Render messages that contain markers. `places`: for each modality the placeholder that the template writes, and the text to use where
     the template has none. Templates differ in the content format they accept, so formats are tried in turn; the first counts whose output
     has all placeholders in order and all user text. Raises UsageError, and what `render` raised for the last format."""
-    said = [each["content"] or "" for each in messages]
-    marks = [found for each in said for found in MARKER.finditer(each)]
-    modalities = [marker_modality(found) for found in marks]
-    if strange := [modality for modality in modalities if modality not in places]:
-        raise UsageError(f"this conversation contains {strange[0].plural}, which the model does not accept",
+    contents = [message["content"] or "" for message in messages]
+    markers = [found for content in contents for found in MARKER.finditer(content)]
+    modalities = [marker_modality(found) for found in markers]
+    if unsupported := [modality for modality in modalities if modality not in places]:
+        raise UsageError(f"this conversation contains {unsupported[0].plural}, which the model does not accept",
                          "continue with a model that does")
-    for text in said:
+    for text in contents:
         for modality, (placeholder, _) in places.items():
             if placeholder in text:
                 raise UsageError(f"a message contains {placeholder}, the placeholder for an {modality.noun}",
                                  "rewrite it, for example with a space inside")
-    ways = (lambda text: content_parts(text) if MARKER.search(text) else text, content_parts,
-            lambda text: MARKER.sub(lambda found: places[marker_modality(found)][1], text))
-    texts = [part["text"].strip() for each in messages if each["role"] == "user" for part in content_parts(each["content"] or "")
-             if part["type"] == "text"]
-    written = re.compile("|".join(f"({re.escape(placeholder)})" for placeholder, _ in places.values()))
-    wanted, failed, drops = [places[modality][0] for modality in modalities], None, False
-    for way in ways:
+    formats = (lambda text: content_parts(text) if MARKER.search(text) else text, content_parts,
+               lambda text: MARKER.sub(lambda found: places[marker_modality(found)][1], text))
+    user_texts = [part["text"].strip() for message in messages if message["role"] == "user"
+                  for part in content_parts(message["content"] or "") if part["type"] == "text"]
+    placeholder_pattern = re.compile("|".join(f"({re.escape(placeholder)})" for placeholder, _ in places.values()))
+    expected, failed, drops_text = [places[modality][0] for modality in modalities], None, False
+    for convert in formats:
         try:
-            text = render([{**each, "content": each["content"] and way(each["content"])} for each in messages])
+            text = render([{**message, "content": message["content"] and convert(message["content"])} for message in messages])
         except Exception as error:  # untrusted code may raise anything; the last format's error is raised
             failed = error
             continue
-        if [found[0] for found in written.finditer(text)] != wanted:
+        if [found[0] for found in placeholder_pattern.finditer(text)] != expected:
             continue
-        if all(each in text for each in texts):
-            pieces = iter(marks)
-            return written.sub(lambda found, pieces=pieces: next(pieces)[0], text)
-        drops = bool(marks)
-    if drops:
+        if all(user_text in text for user_text in user_texts):
+            pieces = iter(markers)
+            return placeholder_pattern.sub(lambda found, pieces=pieces: next(pieces)[0], text)
+        drops_text = bool(markers)
+    if drops_text:
         raise UsageError(f"this model's chat template drops text next to an {modalities[0].noun}",
                          f"send the {modalities[0].noun} without text")
     if failed is not None:
         raise failed
-    if not marks:
+    if not markers:
         (modality, _), *_ = places.items()
         raise UsageError(f"this model's chat template drops text without an {modality.noun}",
                          f"send an {modality.noun} with it (run and chat: --{modality.part})")
     found = dict.fromkeys(modalities or places)
     one, many = " or ".join(modality.noun for modality in found), " or ".join(modality.plural for modality in found)
-    raise UsageError(f"this model's chat template has no place for {f'this {one}' if len(marks) == 1 else f'these {many}'}",
+    raise UsageError(f"this model's chat template has no place for {f'this {one}' if len(markers) == 1 else f'these {many}'}",
                      f"attach {many} to a user's message, one {one} per message")
