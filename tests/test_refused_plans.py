@@ -1,6 +1,7 @@
 """Advice for runs that do not fit: of weights that cannot be streamed from disk, of a cache that can be moved there."""
 
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -69,16 +70,42 @@ def test_a_shorter_context_is_named_with_the_memory_for_the_one_that_was_asked(w
 
 
 @pytest.mark.parametrize("streams", (False, True), ids=("whole", "streams"))
-@pytest.mark.parametrize("asked", (2048, None), ids=("asked", "left open"))
-def test_a_shorter_context_is_named_as_it_would_be_planned(whole: Path, streams: bool, asked: int | None) -> None:
+def test_a_shorter_context_is_named_as_it_would_be_planned(whole: Path, streams: bool) -> None:
     """Passes over a short context take less memory than those over the one that was asked for: none was said to be short enough."""
     model = FABLE if streams else whole
     least = int(re.search(r"--ram (\d+)Mi", refused(model, ram="40Mi", ctx=128).hint)[1])
-    hint = refused(model, ram=f"{least + 2}Mi", ctx=asked).hint
-    ctx, ram = map(int, re.match(r"-c (\d+) fits; (?:2048 tokens take|without -c it takes) --ram (\d+)Mi", hint).groups())
+    hint = refused(model, ram=f"{least + 2}Mi").hint
+    ctx, ram = map(int, re.match(r"-c (\d+) fits; 2048 tokens take --ram (\d+)Mi", hint).groups())
     assert 128 <= ctx < 2048 and planned(model, ram=f"{least + 2}Mi", ctx=ctx)
-    assert planned(model, ram=f"{ram}Mi", ctx=asked)
+    assert planned(model, ram=f"{ram}Mi")
     assert refused(model, ram=f"{least + 1}Mi", ctx=ctx + 128), "a mebibyte is for a program that is larger the next time"
+
+
+@pytest.mark.parametrize("streams", (False, True), ids=("whole", "streams"))
+def test_a_context_left_open_shrinks_to_the_longest_that_can_be_asked_for(whole: Path, streams: bool) -> None:
+    """Exact tokens and passes were sized for the model's context: budgets for a short one were refused, or held less than smaller ones."""
+    model, ctx = FABLE if streams else whole, 0
+    least = int(re.search(r"--ram (\d+)Mi", refused(model, ram="40Mi", ctx=None).hint)[1])
+    assert least == int(re.search(r"--ram (\d+)Mi", refused(model, ram="40Mi", ctx=128).hint)[1])
+    for ram in range(least, least + 9):
+        prepared = planned(model, ram=f"{ram}Mi", ctx=None)
+        before, ctx = ctx, prepared.placement.ctx
+        assert before <= ctx < 2048 and prepared.placement.total_bytes <= ram << 20
+        assert any(note.startswith(f"context {ctx} of the model's 2048: ") for note in prepared.placement.notes)
+        if ctx < 512:
+            assert refused(model, ram=f"{ram}Mi", ctx=ctx + 128)
+
+
+@pytest.mark.parametrize("streams", (False, True), ids=("whole", "streams"))
+def test_a_context_that_shrank_is_run(streams: bool, whole: Path) -> None:
+    model = FABLE if streams else whole
+    least = int(re.search(r"--ram (\d+)Mi", refused(model, ram="40Mi", ctx=None).hint)[1])
+    *notices, engine = open_engine(model, EngineOptions(device="cpu", ram=f"{least + 2}Mi"))
+    with closing(engine):
+        assert engine.n_ctx in (128, 256) and any(f"context {engine.n_ctx} of the model's 2048" in str(notice) for notice in notices)
+        for _ in engine.prefill([5] * (engine.n_ctx - 1)):
+            pass
+        assert engine.num_prefilled_tokens == engine.n_ctx - 1
 
 
 def test_what_is_wrong_with_a_request_is_reported_before_kernels_are_compiled_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from ... import DoesNotFit, MemoryTooSmall, UsageError
 from ...kernels.layout import PAGE, PageLayout
 from ...kernels.workspace import Dims
 from ...offload.checkpoint import TensorStore
-from ...offload.demand import Demand, largest
+from ...offload.demand import AUTO_CTX, Demand, largest
 from ...offload.neuron_pager import BundlePlace
 from ...offload.notes import Fallback
 from ...offload.placement import Budget, Placement, Units
@@ -202,9 +202,36 @@ class PlanRequest:
         return self._layouts[gpu_layers]
 
     def plan(self, tokens: int) -> Placement:
-        """The plan with workspace for passes of `tokens` tokens. Raises DoesNotFit."""
+        """The plan with workspace for passes of `tokens` tokens. Raises DoesNotFit.
+
+        Exact tokens, chunks and workspace are sized for the model's context. If no context was requested and that leaves room for none, or
+        for less than a pass, they are sized for the longest context that then fits."""
+        ctx_max, refused, placed = self.config.context_length, None, None
+        try:
+            placed = self._plan(tokens, self.options.ctx)
+        except MemoryTooSmall as error:
+            refused = error
+        if self.options.ctx is not None or (placed and (self.gpu is not None or placed.ctx >= min(ctx_max, tokens))):
+            if refused is not None:
+                raise refused
+            return placed
+        ctx = largest(lambda ctx: self._fits(tokens, ctx), min(ctx_max, AUTO_CTX), PAGE)
+        if placed is not None and ctx <= placed.ctx:
+            return placed
+        placed = self._plan(tokens, ctx or min(ctx_max, PAGE))
+        note = Fallback(f"context {placed.ctx} of the model's {ctx_max}: the most that fits in the memory budget")
+        return placed if placed.ctx == ctx_max else replace(placed, notes=(*placed.notes, note))
+
+    def _fits(self, tokens: int, ctx: int) -> bool:
+        try:
+            return bool(self._plan(tokens, ctx))
+        except DoesNotFit:
+            return False
+
+    def _plan(self, tokens: int, ctx: int | None) -> Placement:
+        """The plan for a context of `ctx` tokens; None: the model's, or what fits of it."""
         config, options, cache = self.config, self.options, self.cache
-        shape = cache.shape(options.ctx or config.context_length, tokens)
+        shape = cache.shape(ctx or config.context_length, tokens)
         dims = self._dims(shape, False)
         workspace, spill_workspace = self._workspace(shape, bool(cache.kv.policy)), self._workspace(shape, True)
 
@@ -214,14 +241,16 @@ class PlanRequest:
             return devices.copied(self.tensors, dims, config.moe, options.exact, self.workers, self.link)
 
         spill = None
+        # A context that was not requested is shortened rather than put on the disk, unless memory for the cache was set.
+        may_spill = ctx == options.ctx or options.kv_ram is not None
         can_spill = options.parallel == 1 and config.indexer is None and not config.interleaves_shared_kv and not self.draft_inputs.kv_cache
-        if cache.codecs and not cache.kv.policy and can_spill:
+        if cache.codecs and not cache.kv.policy and may_spill and can_spill:
             spill = kv_spill.spill_request(options, cache.codecs, cache.layouts, shape, spill_workspace - workspace, sum(cache.states))
         device, gpu_layers, gpu_host_nbytes = "cpu", None, 0
         if self.gpu is not None:
             device, gpu_layers, gpu_host_nbytes = options.device, options.gpu_layers, self.gpu.host_nbytes
-        placed = plan_split(self._host_demand(shape, dims, workspace), self.budget, max(config.context_length, options.ctx or 0),
-                            options.ctx, device, gpu_layers, spill, copied, gpu_host_nbytes)
+        placed = plan_split(self._host_demand(shape, dims, workspace), self.budget, max(config.context_length, ctx or 0),
+                            ctx, device, gpu_layers, spill, copied, gpu_host_nbytes)
         return with_head(placed, gpu_head.head_bytes(self.tensors["outer"], config.hidden_size))
 
     def _host_demand(self, shape: CacheShape, dims: Dims, workspace: int) -> Callable[[int], Demand]:
@@ -253,20 +282,18 @@ class PlanRequest:
     def with_shorter(self, error: DoesNotFit, tokens: int) -> DoesNotFit:
         """If host memory is too small for passes of `tokens` tokens, the error with the longest context that would fit; its chunks and
         exact tokens may take less memory than those of the requested one."""
-        if self.gpu is not None or not isinstance(error, MemoryTooSmall):
-            return error
+        requested = self.options.ctx
+        if requested is None or self.gpu is not None or not isinstance(error, MemoryTooSmall):
+            return error  # without a request, the shortest context is what does not fit
+        budget = replace(self.budget, ram=self.budget.ram - SPARE)
 
         def fits(ctx: int) -> bool:
-            try:
-                return bool(replace(self, options=replace(self.options, ctx=ctx), budget=budget).plan(tokens))
-            except DoesNotFit:
-                return False
+            return replace(self, options=replace(self.options, ctx=ctx), budget=budget)._fits(tokens, ctx)
 
-        requested, budget = self.options.ctx, replace(self.budget, ram=self.budget.ram - SPARE)
-        shorter, ram = largest(fits, requested or self.config.context_length, PAGE), f"--ram {ram_argument(error.required_nbytes)}"
+        shorter = largest(fits, requested, PAGE)
         if shorter <= error.fitting_ctx:
             return error
-        hint = f"-c {shorter} fits; {f'{requested} tokens take' if requested else 'without -c it takes'} {ram}"
+        hint = f"-c {shorter} fits; {requested} tokens take --ram {ram_argument(error.required_nbytes)}"
         return MemoryTooSmall(error.message, hint, error.required_nbytes, shorter)
 
     @cached_property
