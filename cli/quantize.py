@@ -94,7 +94,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
     options = conversion_options(ref, bits, spec, tensor_type, target, method=method, threads=threads, replace=force or None,
                                  calibration_text=sample, calibration_tokens=calib_tokens)
     if dry_run:
-        check_target(Path(out).absolute(), force)
+        check_target(Path(out).absolute(), force, wanted=options.spec_text)
         plan = plan_conversion(ref.folder, options.recipe, options.target is None)
         with plan.store:
             calibration(plan, options)  # raises what a run would raise

@@ -139,7 +139,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
     with plan.store:
         is_named = needs_cleanup(out, FILE)
         if not is_named:
-            check_target(out, options.replace)
+            check_target(out, options.replace, wanted=options.spec_text)
         ids = calibration(plan, options)
         yield from variety_warning(ids)
         if is_named:
@@ -148,7 +148,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
                 yield Notice(already_complete(out))
                 yield _converted(out, finished_plan, finished, started)
                 return
-            check_target(out, options.replace)
+            check_target(out, options.replace, wanted=options.spec_text)
         tower, copies = tower_nbytes(plan.folder) if options.tower else 0, companion_files(plan.folder)
         other_nbytes = sum(path.stat().st_size for path in copies.values()) + tower - partial_nbytes(out)
         if options.target is None:  # before kernels are compiled; for a target, the formats are not known yet
@@ -174,7 +174,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
                 tower_files = (yield from copy_tower(plan.folder, writer)) if tower else {}
                 record = container(plan, writer.finished, options, ids).with_files(copies, texts)
                 record = replace(record, files={**record.files, **tower_files})
-                check_target(out, options.replace)  # the first check may be hours ago
+                check_target(out, options.replace, wanted=options.spec_text)  # the first check may be hours ago
                 writer.commit(copies, {**texts, FILE: record.to_json()}, options.replace)
                 finished = writer.finished
         finally:
@@ -224,9 +224,9 @@ def resolve_plan(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Prog
     yield resolved
 
 
-def check_target(out: Path, replace: bool | None, source: Path | None = None) -> None:
+def check_target(out: Path, replace: bool | None, source: Path | None = None, wanted: str | None = None) -> None:
     """Raises UsageError unless `out` is free: absent, empty, or, with `replace`, a folder with only files that effllm wrote, other than
-    `source`. `replace`: None if replacing is not an option."""
+    `source`. `replace`: None if replacing is not an option. `wanted`: the format to be written (`Container.spec_text`), for the message."""
     require_folder(out.parent)
     if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
         return
@@ -241,8 +241,10 @@ def check_target(out: Path, replace: bool | None, source: Path | None = None) ->
     if record is None:
         raise UsageError(f"{out} exists" + ("" if replace is None else " and is not a model that effllm quantized"), OTHER_FOLDER)
     if not replace:
-        raise UsageError(f"{out} exists ({record.spec_text})", OTHER_FOLDER if replace is None else
-                         f"{_profile_hint(out)}--force replaces it, or {OTHER_FOLDER}")
+        is_same = wanted in (None, record.spec_text)
+        held = f"({record.spec_text})" if is_same else f"({record.spec_text}, {record.bits_per_weight:.2f} bits per weight), not {wanted}"
+        raise UsageError(f"{out} exists {held}", OTHER_FOLDER if replace is None else
+                         f"{_profile_hint(out) if is_same else ''}--force replaces it, or {OTHER_FOLDER}")
     if (other := foreign_entry(out)) is not None:
         raise UsageError(f"{out} holds {other}, which effllm did not write and will not delete", f"move it away, or {OTHER_FOLDER}")
 

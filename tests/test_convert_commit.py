@@ -48,7 +48,7 @@ def test_a_model_that_was_named_before_a_kill_is_listed_and_resumed(user: HubUse
         assert partial_folder(out).exists() == bool(more), "what is replaced lies aside"
         assert listed(user).count(str(out)) == 1 and user.run("verify", out).code == 0
         other = user.run("quantize", "fable", "-o", out, "--bits", "3")
-        assert "exists (codebook4:16)" in other.refused(2), "another one is not this one"
+        assert "exists (codebook4:16, 4.75 bits per weight), not codebook3:16" in other.refused(2), "another one is not this one"
         before = contents(out)
         again = user.run(*made(user, out, *more))
         assert again.code == 0 and f"{out} is complete: an earlier run was stopped" in again.err

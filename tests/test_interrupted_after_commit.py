@@ -59,5 +59,8 @@ def test_a_model_is_listed_before_what_may_take_a_minute(private: Path, monkeypa
     assert str(private / "out") in Ran("list").out
     again = Ran(*words)  # and what comes behind a kill, of which nobody was told
     assert f"it lacks the profile for --kv alone: effllm eval kv-profile {private / 'out'}; --force" in again.err and again.refused(2)
+    other = Ran("quantize", FABLE, "--bits", "3", "-o", private / "out")
+    assert f"{private / 'out'} exists (codebook4:16, 4.75 bits per weight), not codebook3:16\n" in other.err and other.refused(2)
+    assert "hint: --force replaces it" in other.err and "profile" not in other.err
     (private / "out" / KV_PROFILE).write_text("{}")
     assert "kv-profile" not in Ran(*words).err
