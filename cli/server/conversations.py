@@ -14,6 +14,7 @@ from .response_store import Item, named_items
 from .responses_requests import ResponsesRequest
 from .store_limits import ENTRY_NBYTES, MAX_STORE_NBYTES, nbytes_of
 
+MAX_DIGITS = 9  # of a number in a path or a query: int() refuses thousands of them
 DROPPED_HINT = "the least recently used are dropped first: create a new one"
 
 
@@ -115,7 +116,7 @@ def page_of(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:
     order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
     if order not in ("asc", "desc"):
         raise Problem(400, f"order has to be asc or desc, not {order!r:.40}", param="order")
-    if not limit.isdecimal() or not 1 <= int(limit) <= 100:
+    if not limit.isdecimal() or len(limit) > MAX_DIGITS or not 1 <= int(limit) <= 100:
         raise Problem(400, f"limit has to be 1 to 100, not {limit!r:.40}", param="limit")
     rest = [*items] if order == "asc" else [*reversed(items)]
     if after:

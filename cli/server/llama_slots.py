@@ -15,6 +15,7 @@ from ...runtime.events import Event, SlotDone
 from ...runtime.sessions.session_name import is_valid_name
 from ...runtime.sessions.slot_files import FLAG, SlotFiles, erase
 from .bodies import read_body
+from .conversations import MAX_DIGITS
 from .guard import RECORD
 from .openai_requests import Body, parse
 from .problems import UNSUPPORTED, Problem
@@ -67,7 +68,7 @@ class LlamaSlots:
         if name := payload.model or request.query_params.get("model"):
             service.check_model(name, "model")
         number, last = request.path_params["id_slot"], service.answer_queue.parallel - 1
-        if not number.isascii() or not number.isdecimal() or int(number) > last:
+        if not number.isascii() or not number.isdecimal() or len(number) > MAX_DIGITS or int(number) > last:
             valid = f"0 to {last}" if last else "0 alone"
             raise Problem(400, f"there is no slot {number!r:.20}: {valid} (--parallel)", param="id_slot")
         if action == "erase":

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from .background import NOT_STREAMED, BackgroundResponses, EventReplay
 from .bodies import read_request
-from .conversations import Conversations, page_of
+from .conversations import MAX_DIGITS, Conversations, page_of
 from .guard import RECORD
 from .openai_requests import Body
 from .problems import Problem
@@ -27,7 +27,7 @@ STORED_PATHS = (f"{RESPONSES}/{{name}}", f"{RESPONSES}/{{name}}/input_items", f"
 CANCEL = f"{RESPONSES}/{{name}}/cancel"
 END = f"{RESPONSES}/{{name}}/end"  # for the router, which keeps a model loaded until then
 MAX_ITEMS = 20  # of one request, as OpenAI has it
-MAX_METADATA = 16
+MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # pairs; characters of each
 
 
 class ConversationRequest(Body):
@@ -139,13 +139,16 @@ def first_event(said: str | None) -> int:
     """The number of the first event to send, by `starting_after`, the last that the client has. Raises Problem."""
     if said is None:
         return 0
-    if not said.isdecimal() or len(said) > 9:
+    if not said.isdecimal() or len(said) > MAX_DIGITS:
         raise Problem(400, f"starting_after has to be the sequence_number of an event, not {said!r:.40}", param="starting_after")
     return int(said) + 1
 
 
 def metadata_of(payload: ConversationRequest) -> dict[str, str]:
-    """Raises Problem for too many pairs."""
+    """Raises Problem for too many pairs, or too long ones: OpenAI's limits."""
     if len(payload.metadata or {}) > MAX_METADATA:
         raise Problem(400, f"metadata may have at most {MAX_METADATA} pairs", param="metadata")
+    for key, value in (payload.metadata or {}).items():
+        if len(key) > MAX_KEY or len(value) > MAX_VALUE:
+            raise Problem(400, f"metadata: keys have at most {MAX_KEY} characters, values {MAX_VALUE}", param=f"metadata.{key:.{MAX_KEY}}")
     return payload.metadata or {}
