@@ -28,7 +28,7 @@ Out = Annotated[str, flag(OUTPUT, "-o --out", "OUT", "the file to write; for com
 Format = Annotated[Literal["gguf", "compressed-tensors"] | None,
                    flag(FORMAT, "--format", "gguf|compressed-tensors",
                         "gguf for llama.cpp and others, compressed-tensors for transformers and vLLM (gguf)")]
-Type = Annotated[str | None, flag(FORMAT, "--type", "F16|Q8_0|Q4_0|INT8|INT4",
+Type = Annotated[str | None, flag(FORMAT, "--type", "F16|BF16|Q8_0|Q4_0|INT8|INT4",
                                   "precision of the matrices (F16); INT8 and INT4 are for compressed-tensors (INT4)")]
 Lora = Annotated[str | None, flag(FORMAT, "--lora", "ADAPTER",
                                   "merge a LoRA adapter (folder or GGUF file) into the model, and "

@@ -92,6 +92,9 @@ def test_weights_that_a_type_cannot_hold_are_refused_by_name(tmp_path: Path, kin
     with pytest.raises(EffllmError, match=f"holds weights that {kind} cannot"):
         exported(source, tmp_path / "m.gguf", kind)
     assert not (tmp_path / "m.gguf").exists()
+    exported(source, tmp_path / "m.gguf", "BF16")
+    (written,) = (tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors if tensor.name == "blk.2.ffn_up.weight")
+    assert gguf.quants.dequantize(written.data, written.tensor_type)[3, 5] == pytest.approx(1e7, rel=2**-8)
 
 
 @pytest.mark.parametrize("kind", [*ENCODERS])
@@ -107,7 +110,7 @@ def test_blocks_are_those_of_the_gguf_package(kind: str) -> None:
     np.testing.assert_array_equal(quantize(values, kind), gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]))
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
 def test_fable_as_a_file(tmp_path: Path, kind: str) -> None:
     made, notices = exported(FABLE, tmp_path / "fable.gguf", kind)
     assert made.nbytes == (tmp_path / "fable.gguf").stat().st_size
@@ -116,7 +119,7 @@ def test_fable_as_a_file(tmp_path: Path, kind: str) -> None:
     assert fields == theirs
     assert [(each.name, each.data_offset) for each in reader.tensors] == [(each.name, each.data_offset) for each in package.tensors]
     assert reader.fields["general.architecture"].contents() == "llama"
-    assert reader.fields["general.file_type"].contents() == {"F16": 1, "Q8_0": 7, "Q4_0": 2}[kind]
+    assert reader.fields["general.file_type"].contents() == {"F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2}[kind]
     assert reader.fields["tokenizer.ggml.pre"].contents() == "smollm"
     source = weights(FABLE)
     for tensor in reader.tensors:
@@ -124,11 +127,11 @@ def test_fable_as_a_file(tmp_path: Path, kind: str) -> None:
             own = source["model.layers.2.self_attn.k_proj.weight" if "attn_k" in tensor.name else "model.layers.0.mlp.down_proj.weight"]
             back = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
             back = separated(back, 2) if "attn_k" in tensor.name else back
-            bound = {"F16": 1e-3, "Q8_0": 1 / 127, "Q4_0": 1 / 7.9}[kind] * np.abs(own).max()
+            bound = {"F16": 1e-3, "BF16": 0.0, "Q8_0": 1 / 127, "Q4_0": 1 / 7.9}[kind] * np.abs(own).max()
             assert back.shape == own.shape and np.abs(back - own).max() <= bound
     assert ("Q8_0" in " ".join(notices)) == (kind == "Q4_0")
     worst = np.abs(logits(tmp_path / "fable.gguf") - logits(FABLE)).max() / np.abs(logits(FABLE)).max()
-    assert worst < {"F16": 1e-3, "Q8_0": 0.05, "Q4_0": 0.5}[kind]
+    assert worst <= {"F16": 1e-3, "BF16": 0.0, "Q8_0": 0.05, "Q4_0": 0.5}[kind], "fable's weights are bf16"
 
 
 def test_the_tokenizer_travels(tmp_path: Path) -> None:
@@ -300,7 +303,7 @@ def greedy(path: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
 
 @pytest.mark.peer
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "least"), [("F16", 10), ("Q8_0", 9), ("Q4_0", 9)])
+@pytest.mark.parametrize(("kind", "least"), [("F16", 10), ("BF16", 10), ("Q8_0", 9), ("Q4_0", 9)])
 def test_llama_cpp_answers_the_same(tmp_path: Path, peer: object, kind: str, least: int) -> None:
     """Its tokenizer cuts the prompts as ours does, and its greedy answers are ours; where one parts, two tokens were as likely.
 

@@ -60,7 +60,7 @@ from .family_keys import QUERY_SCALE_BY_WIDTH_LAYERS
 from .file_architecture import ARCHITECTURE_BY_FAMILY, file_architecture
 from .rope_export import FOLDER_HINT, PLACEHOLDER_ROPE, export_rope_table, rope_scaling_keys
 
-FILE_TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # type of the matrices -> general.file_type
+FILE_TYPES = {"F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2}  # type of the matrices -> general.file_type
 QUANTIZATION_VERSION = 2
 INDEXER_REASON = ": exporting their indexer is not supported"
 UNTESTED_REASON = ": exporting them is not supported"

@@ -1,8 +1,7 @@
 """Exports a model as one GGUF file, with tokenizer and chat template, for llama.cpp and programs built on it.
 
-Matrices become F16, Q8_0 or Q4_0, vectors stay F32; at Q4_0 the embedding and the head are Q8_0, because errors there weigh most and
-llama.cpp's own files keep them at higher precision too. One block of rows is in memory at a time, one tensor where the source is
-quantized.
+Matrices become F16, BF16, Q8_0 or Q4_0, vectors stay F32; at Q4_0 the embedding and the head are Q8_0, since errors there weigh most and
+llama.cpp's own files keep them at higher precision too. One block of rows is in memory at a time, one tensor if the source is quantized.
 """
 
 from __future__ import annotations
@@ -62,10 +61,10 @@ from .folder_files import licence_metadata, sampling_metadata
 from .multimodal_text import checkpoint_rows, with_mrope_keys
 from .rope_export import ignored_rope_scaling, rotary_tensors
 from .tensor_names import file_part
-from .tensor_sources import deinterleaved
+from .tensor_sources import RAW_TYPES, deinterleaved
 
 OUTPUT_PATH_HINT = "choose another path with -o"
-MXFP4 = "MXFP4"
+MXFP4, HALF_TYPES = "MXFP4", ("F16", "BF16")
 BLOCK_SIZE, HIGH_PRECISION_ROLES = 32, ("embed", "layer_embed", "head")
 STEP_NBYTES = 16 << 20  # float32 rows at once
 VECTOR_ROLES = (SHARED_EXPERT_ROLES[3], "correction")  # roles of one-row matrices that files hold as vectors
@@ -106,8 +105,7 @@ class _TensorJob:
 
 
 def export_gguf(source: Path, out: Path, matrix_type: str, name: str, replace: bool = False,
-                tokenizer: Mapping[str, Value] | None = None,
-                licence: str | None = None) -> Iterator[Progress | Notice | Exported]:
+                tokenizer: Mapping[str, Value] | None = None, licence: str | None = None) -> Iterator[Progress | Notice | Exported]:
     """Write the model in `source` to the file `out`; yields progress, the result last.
 
     matrix_type: type of the matrices, a key of FILE_TYPES.
@@ -268,13 +266,18 @@ def _file_name(key: int | str, role: str, roles: Mapping[str, ModelTensor], conf
     return f"{block}{fused}.{suffix}"
 
 
+def _row_type(matrix_type: str, depth: int) -> str:
+    """The type of a matrix with rows of this length; types other than halves have blocks."""
+    return matrix_type if depth % BLOCK_SIZE == 0 or matrix_type in HALF_TYPES else "F16"
+
+
 def _file_type(role: str, tensor: ModelTensor, config: ModelConfig, arch: Architecture, matrix_type: str) -> str:
     """The type in the file of a role whose first tensor is `tensor`."""
     is_sensitive = role == "kv_b" or (bool(arch.split_tensors) and role in kimi_delta_attention.HIGH_PRECISION_ROLES)
     if base_role(role) not in MATRICES and not is_sensitive:
         return "F32"
     if tensor.shape[1] % BLOCK_SIZE:
-        return "F16"
+        return _row_type(matrix_type, tensor.shape[1])
     if tensor.spec.scheme == "mxfp" or (config.expert_format and expert_of(role) is not None):
         return MXFP4  # the file has that type too: nothing is rounded
     return "Q8_0" if matrix_type == "Q4_0" and (role in HIGH_PRECISION_ROLES or is_sensitive or is_table(role)) else matrix_type
@@ -285,7 +288,7 @@ def _split_jobs(block: str, role: str, tensor: ModelTensor, parts: Iterable[tupl
     """Jobs for a tensor that files hold as several. `parts`: (name in the file, (name in the checkpoint, rows))."""
     first_row, is_matrix = 0, base_role(role) in MATRICES
     for name, (_, rows) in parts:
-        stored = "F32" if not is_matrix else matrix_type if tensor.shape[1] % BLOCK_SIZE == 0 else "F16"
+        stored = _row_type(matrix_type, tensor.shape[1]) if is_matrix else "F32"
         planned = PlannedTensor(f"{block}{name}.weight", stored, (rows, *tensor.shape[1:]))
         yield _TensorJob(planned, (tensor,), rows=np.arange(first_row, first_row + rows))
         first_row += rows
@@ -295,7 +298,7 @@ def _kv_b_jobs(block: str, tensor: ModelTensor, config: ModelConfig, matrix_type
     """Jobs for latent attention's KV up-projection, which files hold as two tensors with the embedding's precision, as llama.cpp's do."""
     mla, heads = config.mla, config.num_attention_heads
     for part, shape in zip(latent_attention.KV_B_HALVES, ((heads, mla.rank, mla.nope), (heads, mla.value, mla.rank))):
-        stored = ("Q8_0" if matrix_type == "Q4_0" else matrix_type) if shape[-1] % BLOCK_SIZE == 0 else "F16"
+        stored = _row_type("Q8_0" if matrix_type == "Q4_0" else matrix_type, shape[-1])
         yield _TensorJob(PlannedTensor(block + part, stored, shape), (tensor,), kv_b_half=(config, part))
 
 
@@ -364,8 +367,7 @@ def _values(store: TensorStore, tensor: ModelTensor, begin: int, end: int, rows:
         selected = rows[begin:end]
         runs = np.split(selected, np.flatnonzero(np.diff(selected) != 1) + 1)
         return np.concatenate([_values(store, tensor, int(run[0]), int(run[-1]) + 1, None) for run in runs])
-    scheme = tensor.spec.scheme
-    return to_f32(store.read(tensor.info, begin, end).view(RAW_NUMPY[scheme]), scheme).reshape(end - begin, -1)
+    return to_f32(store.read(tensor.info, begin, end).view(RAW_NUMPY[tensor.spec.scheme]), tensor.spec.scheme).reshape(end - begin, -1)
 
 
 def _encode(values: np.ndarray, job: _TensorJob, tensor: ModelTensor, rows: int) -> np.ndarray:
@@ -386,10 +388,10 @@ def _encode(values: np.ndarray, job: _TensorJob, tensor: ModelTensor, rows: int)
     if job.offset:
         values = values + np.float32(job.offset)
     gguf_type = job.planned.type
-    if gguf_type in ("F32", "F16"):
+    if gguf_type in RAW_TYPES:
         encoded = from_f32(values, gguf_type.lower())
         if gguf_type == "F16" and np.isinf(encoded.view(np.float16)).any():
-            raise CheckpointError(f"{tensor.name} holds weights that F16 cannot", "--type Q8_0")
+            raise CheckpointError(f"{tensor.name} holds weights that F16 cannot", "--type BF16")
         return np.ascontiguousarray(encoded).view(np.uint8)
     encoded = quantize(values, gguf_type)
     scales = encoded.reshape(-1, BLOCKS[gguf_type][1])[:, :2].copy().view(np.float16)  # blocks begin with their scale, except MXFP4's
