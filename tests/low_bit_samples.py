@@ -146,6 +146,7 @@ def digests() -> dict[str, str]:
     """Of every format, the bytes of products with 1 and 5 columns and of embedding rows, and of those with 19 by how they are multiplied;
     outliers and a gated pair included."""
     from effllm.kernels.cpu import gemm
+    from effllm.kernels.cpu.candidates import default_registry
     from effllm.kernels.cpu.ops import CpuOps  # the other users of this file compile nothing
     from effllm.kernels.threads import ThreadPool
 
