@@ -55,7 +55,7 @@ def plain(server: ServerProcess) -> list:
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"), ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": "x"}, "messages"), ({"messages": ["x"]}, "messages[0]"), ({"messages": []}, None),
     ({"temperature": "hot"}, "temperature"), ({"temperature": True}, "temperature"), ({"temperature": -1}, "temperature"),
-    ({"top_p": 0}, "top_p"), ({"top_k": 1.5}, "top_k"), ({"repeat_penalty": -1}, "repeat_penalty"), ({"max_tokens": -5}, "max_tokens"),
+    ({"top_p": -0.5}, "top_p"), ({"top_k": 1.5}, "top_k"), ({"repeat_penalty": -1}, "repeat_penalty"), ({"max_tokens": -5}, "max_tokens"),
     ({"max_completion_tokens": "9"}, "max_completion_tokens"), ({"stop": [1]}, "stop[0]"), ({"stop": ""}, "stop"),
     ({"stream": "yes"}, "stream"), ({"stream_options": 1}, "stream_options"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),

@@ -1,4 +1,5 @@
-"""Seeds in the requests of every API: OpenAI's are signed, llama.cpp's have -1 for a random one, others are refused in one line."""
+"""Seeds in the requests of every API: OpenAI's are signed, llama.cpp's have -1 for a random one, others are refused in one line. And the
+smallest values of other settings, which are greedy."""
 
 import pytest
 from server_process import MESSAGES, Reply, ServerProcess
@@ -67,3 +68,12 @@ def test_the_seeds_of_several_answers_wrap(server: ServerProcess) -> None:
 def test_minus_one_is_another_one_each_time(server: ServerProcess) -> None:
     seeds = {llama(server, -1).json["generation_settings"]["seed"] for _ in range(3)}
     assert len(seeds) == 3
+
+
+@pytest.mark.parametrize("fields", [{"top_p": 0, "temperature": WARM}, {"top_p": 0.0, "temperature": WARM}, {"temperature": 1e-8},
+                                    {"temperature": 1e-300}], ids=str)
+def test_the_least_of_openais_ranges_is_greedy(server: ServerProcess, fields: dict) -> None:
+    greedy = server.chat(temperature=0).json["choices"]
+    assert server.chat(**fields, seed=3).json["choices"] == greedy != server.chat(temperature=WARM, seed=3).json["choices"]
+    refused = server.chat(top_p=-1e-9)
+    assert refused.status == 400 and refused.error["param"] == "top_p"

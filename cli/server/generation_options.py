@@ -8,7 +8,7 @@ from typing import Any
 
 from ... import UsageError
 from ...runtime.generation.served_model import GenerationOptions
-from ...runtime.sampler import BANNED_BIAS, SamplerSettings
+from ...runtime.sampler import BANNED_BIAS, MIN_TEMPERATURE, SamplerSettings
 from ...runtime.tokenizer import WITHOUT_REASONING, Tokenizer
 from ...runtime.tokens.stream_filters import StopStrings
 from .openai_requests import ChatRequest, CompletionRequest, GenerationRequest
@@ -20,6 +20,7 @@ from .structured_output import requested_constraint
 SAMPLING = {"repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n", **{
     each.name: each.name for each in fields(SamplerSettings) if each.name not in ("penalty_last_n", "logit_bias")}}
 NO_LIMIT = RANDOM = -1
+LEAST_TOP_P = 1e-9
 ALONE = "top_logprobs goes with logprobs true"
 MAX_TOP_LOGPROBS = 20  # the limit on top_logprobs
 SEEDS = 1 << 64
@@ -111,6 +112,10 @@ def _settings(payload: GenerationRequest, settings: SamplerSettings) -> SamplerS
             value = _seed(value)
         elif field == "top_k" and value == -1:  # off, in other servers
             value = 0
+        elif field == "top_p" and value == 0:  # within OpenAI's range: the likeliest token alone
+            value = LEAST_TOP_P
+        elif field == "temperature" and 0 < value < MIN_TEMPERATURE:  # from clients that cannot send 0
+            value = 0.0
         try:
             settings = replace(settings, **{name: value})
         except UsageError as error:
@@ -146,7 +151,7 @@ def _biased(payload: GenerationRequest, settings: SamplerSettings, tokenizer: To
     try:
         return replace(settings, logit_bias=tuple(biases.items())) if biases else settings
     except UsageError as error:
-        raise Problem(400, error.message, param="logit_bias", hint=error.hint) from error
+        raise Problem(400, error.message, param="logit_bias", hint="false bans a token") from error
 
 
 def _length(payload: GenerationRequest, default: int | None) -> int | None:
