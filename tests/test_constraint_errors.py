@@ -173,3 +173,34 @@ def test_additional_items_beside_the_first_ones_say_nothing(engine, tokenizer):
             form.begin(text)
     older = {"items": [{"const": "a"}], "additionalItems": {"const": "b"}, "properties": {"prefixItems": {}, "additionalItems": {}}}
     assert rewritten(older) is older, "where they say something, and where they are names"
+
+
+LONG = "start: a b\n" + "".join(f'a{number}: "{"x" * 40}"\n' for number in range(60))
+
+
+@pytest.mark.parametrize("text, expected", (
+    (LONG + 'a: "x" | /[0-9/\nb: "y"\n', "line 62, column 4: unclosed character class, at character 1 of the regular expression [0-9"),
+    (f'start: /{"a" * 400}(/\n', f"unclosed group, at character 401 of the regular expression …{'a' * 24}("),
+    (LONG + "a: ( b\n", "line 62, column 7: Expected token ')', found '\\n'"),
+    (LONG, 'unknown name: "a"'),
+    ('root ::= "a" b\nb ::= "x" | [0-9\nc ::= "y"\n',
+     "line 2: a character class has no closing ], the text ends in the middle of it, after 'b ::= \"x\" | ', at '[0-9'"),
+    ('root ::= "a\n' + 'b ::= "c"\n' * 9 + "c ::= d", 'line 10: a text in quotes has no closing "'),
+    ('root ::= "a" |= b\n', "line 1: expected"),
+))
+def test_an_error_names_its_place_and_leaves_out_the_grammar(text: str, expected: str) -> None:
+    """llguidance quotes the grammar around the place: an error was 300 characters of it."""
+    with pytest.raises(UsageError) as refused:
+        grammar_constraint(text, "--grammar", "it")
+    assert expected in refused.value.message
+    assert len(refused.value.message) < 160 and "\n" not in refused.value.message and " | start" not in refused.value.message
+
+
+@pytest.mark.parametrize("regex, expected", (
+    ("(a|b[0-9", "unclosed character class, at character 5 of the regular expression (a|b[0-9"),
+    ("x" * 500 + "{3,1}", "at character 501 of the regular expression …" + "x" * 24 + "{3,1}"),
+))
+def test_an_error_of_a_regular_expression_names_the_character(regex: str, expected: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        regex_constraint(regex, "grammar", "it")
+    assert expected in refused.value.message and "line " not in refused.value.message and len(refused.value.message) < 200

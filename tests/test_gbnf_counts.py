@@ -82,6 +82,6 @@ def test_places_are_those_of_the_grammar_that_was_written() -> None:
     assert stands == {"/c/": (1, "root"), "/a/": (3, "x"), "/b/": (4, "y"), "/d/": (4, "y"), "r1_x: ": (3, "x")}
     assert gbnf_position(text, lark, 1) is None and gbnf_position(text, lark, 99) is None
     line = 1 + next(at for at, each in enumerate(lark.splitlines()) if "/a/" in each and ": " in each)
-    told = UsageError(f"--grammar: it: {line}(24): no such number (at \"}}\" ('}}')) 2 | start: r0_root 3 | x", "correct it")
+    told = UsageError(f"--grammar: it: line {line}, column 24: no such number", "correct it")
     assert located_in_gbnf(told, text, lark).message == "--grammar: it: line 3, in the rule x: no such number"
     assert located_in_gbnf(UsageError("--grammar: it: too large"), text, lark).message == "--grammar: it: too large"

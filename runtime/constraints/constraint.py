@@ -25,6 +25,7 @@ from ...offload.safetensors_header import shown
 from ..files.bounded_read import MAX_JSON_NBYTES, read_text
 from ..tokens.text_stream import REPLACEMENT_CHAR
 from .gbnf import RULE, SHALLOWER_HINT, GbnfError, gbnf_position, to_lark
+from .grammar_messages import located, without_position
 from .multiple_of import MULTIPLE
 from .schema_cost import too_expensive
 from .schema_rewrites import rewritten
@@ -50,10 +51,10 @@ INLINE_GBNF_HINT = """GBNF itself, as 'root ::= "yes" | "no"', or """
 # llguidance's message about an unresolved $ref.
 UNRESOLVED_REF = re.compile(r"(?:(Pointer|Anchor)|Resource) '(?:json-schema:///)?([^']*)' "
                             r"(?:does not exist|is not present in a registry).*")
-# llguidance's message about a position: line, what is wrong, and the source around it.
-ERROR_POSITION = re.compile(r"(?P<line>\d+)\(\d+\): (?P<what>.*?)(?: \(at \".*|(?: \d+ \| .*)?)$")
+# A message about a position, as `located` writes it.
+ERROR_POSITION = re.compile(r"line (?P<line>\d+), column \d+: (?P<what>.*)$")
 # What programs that ask a server for answers of a schema put around it.
-MAX_MESSAGE_CHARS = 300  # llguidance quotes the whole grammar
+MAX_MESSAGE_CHARS = 300  # of llguidance's messages
 ENVELOPE = "json_schema"
 ENVELOPES = ("response_format", ENVELOPE, "schema")
 # Every meaningful schema has one of these; JSON Schema ignores unknown keywords.
@@ -156,7 +157,10 @@ def regex_constraint(regex: str, flag: str, name: str) -> Constraint:
     unanchored = unanchored_start.removesuffix("$")
     is_escaped = (len(unanchored) - len(unanchored.rstrip("\\"))) % 2 == 1
     grammar = _build_grammar(_library().LLMatcher.grammar_from_regex, unanchored_start if is_escaped else unanchored, flag, name)
-    return lark_constraint(json.loads(grammar)["grammars"][0]["lark_grammar"], flag, name)
+    try:
+        return lark_constraint(json.loads(grammar)["grammars"][0]["lark_grammar"], flag, name)
+    except UsageError as error:
+        raise UsageError(without_position(error.message), error.hint) from None
 
 
 def choice_constraint(choices: Sequence[str], flag: str, name: str) -> Constraint:
@@ -351,7 +355,7 @@ def _read_file(value: str, flag: str, alternatives: str) -> str:
 
 def _one_line(error: object) -> str:
     """An error of llguidance on one line, without its internal state."""
-    message = " ".join(str(error).partition("<state>")[0].partition("<backtrace>")[0].split())
+    message = " ".join(located(str(error).partition("<state>")[0].partition("<backtrace>")[0]).split())
     if message == "NoExtensionBias":
         return "nothing can come next"
     return message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"

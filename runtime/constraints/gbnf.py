@@ -205,19 +205,21 @@ class _Parser:
         return f"{{{int(found[1])}{',' if found[2] else ''}{found[3] or ''}}}"
 
     def _literal(self) -> str:
+        begin, made = self.at, ""
         self.at += 1
-        made = ""
         while not self.text.startswith('"', self.at):
+            self._refuse_unclosed(begin, "a text in quotes", '"')
             made += _escaped(self._char())
         self.at += 1
         return f"/{made}/" if made else NOTHING
 
     def _set(self) -> str:
+        begin, made, sign = self.at, "", ""
         self.at += 1
-        made, sign = "", ""
         if self.text.startswith("^", self.at):
             self.at, sign = self.at + 1, "^"
         while not self.text.startswith("]", self.at):
+            self._refuse_unclosed(begin, "a character class", "]")
             first = last = self._char()
             if self.text.startswith("-", self.at) and not self.text.startswith("]", self.at + 1):
                 self.at += 1
@@ -252,10 +254,21 @@ class _Parser:
     def _skip(self, blank: re.Pattern[str]) -> None:
         self.at = blank.match(self.text, self.at).end()
 
+    def _refuse_unclosed(self, begin: int, what: str, closing: str) -> None:
+        """Refuse what begins at `begin` if the text has ended: the place to mend is there, not at the end."""
+        if self.at >= len(self.text):
+            self.at = begin
+            self._refuse(f"{what} has no closing {closing}, the text ends in the middle of it,")
+
     def _refuse(self, why: str) -> str:
+        """Raises GbnfError with the line, and what is around the position on it."""
+        start = self.text.rfind("\n", 0, self.at) + 1
+        stop = self.text.find("\n", self.at)
         line = self.text.count("\n", 0, self.at) + 1
-        begin, end = max(0, self.at - 20), self.at + 20
-        raise GbnfError(f"line {line}: {why} after {self.text[begin:self.at]!r}, at {self.text[self.at:end]!r}")
+        before = self.text[max(start, self.at - 20) : self.at]
+        after = self.text[self.at : min(len(self.text) if stop < 0 else stop, self.at + 20)]
+        raise GbnfError(f"line {line}: {why}" + (f" after {before!r}" if before else "")
+                        + (f", at {after!r}" if after else ", at the end of the line"))
 
 
 def _escaped(char: str) -> str:
