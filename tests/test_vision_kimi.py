@@ -4,12 +4,14 @@ import json
 import math
 import re
 
+import gguf
 import numpy as np
 import pytest
+import torch
 from command_line import run_cli
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from mmproj_files import write_projector
+from mmproj_files import split_rope_axes, write_projector
 from remapped_checkpoints import as_kimi
 from safetensors.torch import load_file, save_file
 from vision_cases import CASES
@@ -129,7 +131,7 @@ def test_kimi_vl_is_the_same_tower_under_other_names(kimi, tmp_path):
 
 
 def test_files_of_kimi_vl_see_as_its_folder(kimi, tmp_path):
-    """Which have queries, keys and values apart and places in one row, and do not say how many patches an image may have."""
+    """Which have queries, keys and values apart and places in one row; others' do not say how many patches an image may have."""
     (tmp_path / "folder").mkdir()
     as_kimi_vl(copied(kimi[0], tmp_path / "folder"))
     change_config(tmp_path / "folder", "preprocessor_config.json", in_token_limit=4096)
@@ -141,6 +143,49 @@ def test_files_of_kimi_vl_see_as_its_folder(kimi, tmp_path):
         first, second = (each.encode(PICTURES[name], EncodingJob()) for each in (found, wanted))
         assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
     assert found.placeholder_text == wanted.placeholder_text and found.longest == wanted.longest
+    change_config(tmp_path / "folder", "preprocessor_config.json", in_token_limit=120)
+    exported, wanted = tmp_path / "exported.gguf", open_encoder(tmp_path / "folder")
+    code, _, err = run_cli("export", tmp_path / "folder", "-o", exported, "--mmproj")
+    assert code == 0, err
+    assert {each.name: each.shape.tolist() for each in gguf.GGUFReader(exported).tensors} == {
+        each.name: each.shape.tolist() for each in gguf.GGUFReader(mmproj).tensors}
+    found = open_media(model, read_config(model), str(exported)).encoders[SEEN]
+    for name in ("photo", "odd", "tiny"):
+        first, second = (each.encode(PICTURES[name], EncodingJob()) for each in (found, wanted))
+        assert first.tokens == second.tokens and np.abs(first.rows - second.rows).max() < 5e-3 * np.abs(second.rows).max()
+
+
+@pytest.mark.peer
+@pytest.mark.slow
+def test_llamacpp_sees_the_same_in_an_export_of_kimi_vl(kimi, tmp_path):
+    """Two departures of llama.cpp are undone: it turns the first half of a head by columns and the second by lines, where the model's pairs
+    alternate, and it interpolates places bilinearly, so there is one for each patch here."""
+    peer = pytest.importorskip("llama_cpp")
+    from test_projector_end_to_end import of_llamacpp
+
+    (tmp_path / "folder").mkdir()
+    folder, model, mmproj = as_kimi_vl_of(kimi[0], tmp_path / "folder", places=8), tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
+    points = np.ascontiguousarray(np.tile(PICTURES["square"], (2, 2, 1))[:64, :64])
+    wanted = open_encoder(folder).encode(points, EncodingJob()).rows
+    tensors = {name: torch.from_numpy(split_rope_axes(tensor.numpy(), 3)) if ".wqkv." in name else tensor
+               for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+    assert run_cli("export", folder, "-o", model)[0] == run_cli("export", folder, "-o", mmproj, "--mmproj")[0] == 0
+    rows, _ = of_llamacpp(peer, model, mmproj, points)
+    assert rows.shape == wanted.shape and np.abs(rows - wanted).max() < 1e-2 * np.abs(wanted).max()
+
+
+def as_kimi_vl_of(source, folder, places):
+    """The folder, with as many learned places a side."""
+    as_kimi_vl(copied(source, folder))
+    tensors, name = load_file(folder / "model.safetensors"), "vision_tower.patch_embed.pos_emb.weight"
+    name = next(each for each in tensors if each.endswith(name))
+    torch.manual_seed(5)
+    tensors[name] = torch.randn(places, places, tensors[name].shape[-1]) * tensors[name].std()
+    save_file(tensors, folder / "model.safetensors")
+    vision = json.loads((folder / "config.json").read_text())["vision_config"]
+    change_config(folder, "config.json", vision_config={**vision, "init_pos_emb_height": places, "init_pos_emb_width": places})
+    return folder
 
 
 @given(st.integers(14, 5000), st.integers(14, 5000), st.integers(16, 5000))

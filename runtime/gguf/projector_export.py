@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from math import isqrt, prod
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,9 @@ from ..events import Progress
 from ..images import encoders_of, model_type_of
 from ..images.glm4v import Glm4v
 from ..images.glm5_next import Glm5Next
+from ..images.hunyuan_vl import HunyuanVl
 from ..images.kimi_k25 import KimiK25
+from ..images.kimi_vl import KimiVl
 from ..images.llama4 import EPS as LLAMA4_EPS
 from ..images.llama4 import Llama4
 from ..images.llava import Llava
@@ -42,15 +45,15 @@ from .projector_tensors import ProjectorTensor, projector_tensor
 
 # Model type -> projector type.
 PROJECTOR_TYPES: Mapping[str, str] = {
-    "exaone4_5": "exaone4_5", "gemma3": "gemma3", "glm5_next": "glm5v",
+    "exaone4_5": "exaone4_5", "gemma3": "gemma3", "glm5_next": "glm5v", "hunyuan_vl": "hunyuanvl",
     **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr"), "glm4v"),
-    **dict.fromkeys(("idefics3", "smolvlm"), "idefics3"), "internvl": "internvl", "kimi_k25": "kimik25", "lfm2_vl": "lfm2",
-    "lighton_ocr": "lightonocr", "llama4": "llama4", "llava": "mlp", "llava_next": "mlp", "minicpmv4_6": "minicpmv4_6",
-    "mistral3": "pixtral", "qwen2_5_vl": "qwen2.5vl_merger", "qwen2_vl": "qwen2vl_merger",
+    **dict.fromkeys(("idefics3", "smolvlm"), "idefics3"), "internvl": "internvl", "kimi_k25": "kimik25", "kimi_vl": "kimivl",
+    "lfm2_vl": "lfm2", "lighton_ocr": "lightonocr", "llama4": "llama4", "llava": "mlp", "llava_next": "mlp", "minicpmv4_6": "minicpmv4_6",
+    "mistral3": "pixtral", "paddleocr_vl": "paddleocr", "qwen2_5_vl": "qwen2.5vl_merger", "qwen2_vl": "qwen2vl_merger",
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), "qwen3vl_merger")}
 TOWER_LAYER = re.compile(r"vision_tower\.encoder\.layers\.(\d+)\.(.+)")  # a layer's tensor in a LLaVA vision tower
 SWAPPED_FFN = {"mlp.fc1": "mlp.fc2", "mlp.fc2": "mlp.fc1"}  # LLaVA's files swap the names of the FFN's matrices
-QKV, IMG_BREAK = ".attn.qkv.", "v.token_embd.img_break"
+IMG_BREAK, POSITION_EMBD = "v.token_embd.img_break", "v.position_embd.weight"
 Keys = dict[str, Value]  # metadata, below `clip.vision.` unless noted
 
 
@@ -107,7 +110,11 @@ def _image_size(encoder: VisionTower, projector: str) -> int:
         return LFM2_IMAGE_SIZE
     if projector.startswith(("exaone", "qwen")):
         return round(encoder.tower_config.integer("num_position_embeddings", 1600) ** 0.5) * encoder.patch
-    return encoder.tower_config.integer("pos_emb_height") * encoder.patch if projector == "kimik25" else encoder.side
+    if projector == "paddleocr":  # of the largest image
+        return isqrt(int(encoder.most))
+    if projector == "hunyuanvl":
+        return encoder.tower_config.integer("max_image_size")
+    return encoder.tower_config.integer("pos_emb_height") * encoder.patch if projector.startswith("kimi") else encoder.side
 
 
 def _llava(encoder: Llava) -> Keys:
@@ -157,6 +164,11 @@ def _glm5(encoder: Glm5Next) -> Keys:
             int(encoder.most)}
 
 
+def _hunyuan(encoder: HunyuanVl) -> Keys:
+    return {**_qwen(encoder), "attention.layer_norm_epsilon": encoder.tower_config.number("rms_norm_eps"),
+            "spatial_merge_size": encoder.joined}
+
+
 def _exaone(encoder: VisionTower) -> Keys:
     return {**_qwen2_5(encoder), "attention.head_count_kv": encoder.tower_config.integer("num_key_value_heads")}
 
@@ -172,6 +184,12 @@ def _llama4(encoder: Llama4) -> Keys:
 def _kimi(encoder: KimiK25) -> Keys:
     return {"attention.layer_norm_epsilon": encoder.projector_eps, "projector.scale_factor": encoder.joined,
             "image_min_pixels": KIMI_MIN_PATCHES * encoder.patch**2, "image_max_pixels": encoder.most * encoder.patch**2}
+
+
+def _kimi_vl(encoder: KimiVl) -> Keys:
+    """The maximum pixels, which other writers leave out, are stated because models differ in them."""
+    return {"attention.layer_norm_epsilon": encoder.projector_eps, "projector.scale_factor": encoder.joined,
+            "image_max_pixels": encoder.most * encoder.patch**2}
 
 
 def _minicpm(encoder: MiniCpmV) -> Keys:
@@ -200,9 +218,11 @@ def _qwen3(encoder: VisionTower) -> Keys:
 # Projector type -> function of its keys beyond those of every encoder.
 EXTRA_KEYS: Mapping[str, Callable[[VisionTower], Keys]] = {
     "mlp": _llava, "idefics3": _idefics3, "pixtral": _pixtral, "lightonocr": _pixtral, "internvl": _internvl, "gemma3": _gemma3,
-    "exaone4_5": _exaone, "glm4v": _glm, "glm5v": _glm5, "kimik25": _kimi, "lfm2": _lfm2, "llama4": _llama4, "minicpmv4_6": _minicpm,
-    "qwen2vl_merger": _qwen, "qwen2.5vl_merger": _qwen2_5, "qwen3vl_merger": _qwen3}
-SEPARATE_QKV = ("qwen2vl_merger", "qwen2.5vl_merger")  # projector types whose files hold q, k and v separately
+    "exaone4_5": _exaone, "glm4v": _glm, "glm5v": _glm5, "hunyuanvl": _hunyuan, "kimik25": _kimi, "kimivl": _kimi_vl, "lfm2": _lfm2,
+    "llama4": _llama4, "minicpmv4_6": _minicpm, "paddleocr": _qwen, "qwen2vl_merger": _qwen, "qwen2.5vl_merger": _qwen2_5,
+    "qwen3vl_merger": _qwen3}
+SEPARATE_QKV = ("kimivl", "qwen2vl_merger", "qwen2.5vl_merger")  # projector types whose files hold q, k and v separately
+PADDLE_UNUSED = ("visual.vision_model.head.", "visual.vision_model.embeddings.packing_position_embedding.")  # in checkpoints, never read
 KIMI_MIN_PATCHES, LFM2_IMAGE_SIZE = 8, 256  # written for every Kimi K2.5 and LFM2-VL model
 
 
@@ -222,10 +242,12 @@ def _map_tensor(checkpoint_name: str, info: TensorInfo, projector: Projector, en
         for frame, name in enumerate((SECOND_FRAME_EMBD.removesuffix(".1"), SECOND_FRAME_EMBD)[: info.shape[2]]):
             yield projector_tensor(name, info, lambda values, frame=frame: values[:, :, frame], (*info.shape[:2], *info.shape[3:]))
         return
-    if QKV in checkpoint_name and any(projector is PROJECTORS[name] for name in SEPARATE_QKV):
-        for part, letter in enumerate("qkv"):
-            name = _gguf_name(checkpoint_name.replace(QKV, f".attn.{letter}."), projector, encoder)
+    if f".{projector.fused_name}." in checkpoint_name and any(projector is PROJECTORS[name] for name in SEPARATE_QKV):
+        for part, own in enumerate(projector.fused_parts):
+            name = _gguf_name(checkpoint_name.replace(f".{projector.fused_name}.", f".{own}."), projector, encoder)
             yield projector_tensor(name, info, lambda values, part=part: np.split(values, 3)[part], (info.shape[0] // 3, *info.shape[1:]))
+        return
+    if checkpoint_name.startswith(PADDLE_UNUSED):
         return
     if projector is PROJECTORS["mlp"]:
         match = TOWER_LAYER.fullmatch(checkpoint_name)
@@ -237,6 +259,13 @@ def _map_tensor(checkpoint_name: str, info: TensorInfo, projector: Projector, en
     if name in projector.channels_last:
         shape = (info.shape[0], CHANNELS, encoder.patch, encoder.patch)
         yield projector_tensor(name, info, lambda values: np.moveaxis(values.reshape(shape[0], *shape[2:], CHANNELS), -1, 1), shape)
+        return
+    if name == POSITION_EMBD and isinstance(encoder, HunyuanVl):  # the first row is of no patch, and never read
+        yield projector_tensor(name, info, lambda values: values[1:], (info.shape[0] - 1, info.shape[1]))
+        return
+    if name == POSITION_EMBD and isinstance(encoder, KimiVl):  # lines and columns in one row
+        shape = (prod(info.shape[:-1]), info.shape[-1])
+        yield projector_tensor(name, info, lambda values: values.reshape(shape), shape)
         return
     if (order := gguf_row_order(checkpoint_name, projector, info.shape[0], encoder.heads)) is not None:
         yield projector_tensor(name, info, lambda values: values[np.argsort(order)])

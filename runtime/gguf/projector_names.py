@@ -89,8 +89,9 @@ _HUNYUAN = Projector(
     {**{key: name for key, name in _embeddings("vision_tower").items() if key != POST_LN},
      **{f"mm.{theirs}": _MERGER + ours for theirs, ours in (("pre_norm", "before_rms"), ("0", "proj_conv"), ("2", "proj_out"), (
          "model.fc", "mlp"), ("post_norm", "after_rms"))}}, "mm.model.fc.weight",
-    full_names={"v.image_newline": f"{_MERGER}image_newline", **{f"mm.image_{end}": f"{_MERGER}image_{end}" for end in ("begin", "end")}},
-    text_architectures=("hunyuan_vl",), ignored=frozenset({"v.view_seperator"}))
+    full_names={"v.image_newline": f"{_MERGER}image_newline", "v.view_seperator": f"{_MERGER}image_sep",
+                **{f"mm.image_{end}": f"{_MERGER}image_{end}" for end in ("begin", "end")}},
+    text_architectures=("hunyuan_vl",))
 _MOONVIT = {"ln1": "norm0", "ln2": "norm1", "attn_out": "wo", "ffn_up": "mlp.fc0", "ffn_down": "mlp.fc1"}
 _MOONVIT_OUTER = {"v.patch_embd": "vision_tower.patch_embed.proj", "v.position_embd": "vision_tower.patch_embed.pos_emb",
                   POST_LN: "vision_tower.encoder.final_layernorm"}

@@ -227,7 +227,7 @@ def _llama4(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> 
 
 
 def _kimi(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> JsonPair:
-    """Files of Kimi K2.5 state the maximum pixels of an image; those of Kimi-VL do not, and flatten the position table."""
+    """Files of Kimi K2.5 state the maximum pixels of an image; those of Kimi-VL often do not, and flatten the position table."""
     reader, position_shape = Keys(keys, f"{header.path}: {CLIP}.vision"), require_tensor(header, "v.position_embd.weight").shape
     merge, patch = reader.integer("projector.scale_factor", 2, high=16), reader.integer("patch_size", high=1 << 10)
     vision = {**tower, "hidden_act": "gelu_pytorch_tanh", "merge_kernel_size": [merge] * 2}
@@ -235,6 +235,8 @@ def _kimi(header: GgufHeader, keys: Values, tower: TowerConfig, text: str) -> Js
     if projector_types(header)[IMAGE_INPUT] == "kimivl":
         position_shape = (isqrt(position_shape[0]),) * 2
         processor = {"image_processor_type": "KimiVLImageProcessor", "pad_input": True, "merge_size": merge, "patch_size": patch}
+        if "image_max_pixels" in keys:
+            processor["max_patches"] = reader.integer("image_max_pixels", high=1 << 40) // patch**2
         return {"model_type": "kimi_vl", **outer_config,
                 "vision_config": {**vision, **_position_table(position_shape), "model_type": "moonvit"}}, processor
     if len(position_shape) != 3:
