@@ -336,17 +336,27 @@ def _combine(work: Work, rates: Rates, processor_s: float, memory_s: float, weig
     overlapping_s, disk_s = processor_s if work.paged is None else routed_s, weights_s + pages_s
     error = (ERROR + rates.memory_variation + (STREAMED_ERROR if disk_s or stall_s else 0) + (MIXTURE_ERROR if work.is_moe else 0)
              + (UNKNOWN_ERROR if work.is_sparsity_assumed else 0) + (CACHED_ERROR if work.bytes_per_token < MEMORY_NBYTES else 0))
-    known = all(part.kind in rates.kinds for part in work.parts) and work.kv in rates.attention
+    known = are_measured(work, rates)
     limit = "disk" if disk_s + stall_s > processor_s else "memory" if memory_s > 0.5 * processor_s else "processor"
     seconds = max(processor_s - overlapping_s + max(weights_s, overlapping_s), disk_s) + stall_s
     return Prediction(seconds, disk_s + stall_s, memory_s, processor_s, limit, round(error + (0 if known else UNKNOWN_ERROR), 2))
 
 
+def are_measured(work: Work, rates: Rates) -> bool:
+    """Whether a token's products and attention were measured, none of them assumed."""
+    return (all(part.kind in rates.kinds or _token_kind(part.kind) in rates.kinds for part in work.parts)
+            and work.kv in rates.attention)
+
+
+def _token_kind(kind: str) -> str:
+    """The kind whose rate a token of this kind has: the bytes of raw weights matter alone."""
+    return RAW_KIND if kind == RAW_FLOAT32_KIND else kind
+
+
 def _kind(rates: Rates, kind: str) -> KindRate:
     """The measured rate of a weight format, else a share of memory bandwidth."""
     default = DEFAULT_MEMORY_SHARE * rates.memory
-    same = RAW_KIND if kind == RAW_FLOAT32_KIND else kind  # for a token only the bytes matter
-    return rates.kinds.get(kind) or rates.kinds.get(same) or KindRate(default, default)
+    return rates.kinds.get(kind) or rates.kinds.get(_token_kind(kind)) or KindRate(default, default)
 
 
 def _group(kind: str) -> str:

@@ -156,10 +156,10 @@ def test_from_the_disk(pair: tuple[str, ...]) -> None:
 def test_layers_on_a_gpu(pair: tuple[str, ...], layers: int) -> None:
     """Also passes that run again as one graph."""
     with card_here(simulated()):
-        engine = opened(FABLE, *pair, device="auto", gpu_layers=layers)
+        engine = opened(FABLE, *pair, device="auto", gpu_layers=layers, exact=True)
     assert engine.placement.devices.count("cuda") == layers
     for choice in (*CHOICES, *CHOICES):
-        assert_near(logits_of(engine, choice), started(FABLE, pair, choice))
+        assert_near(logits_of(engine, choice), started(FABLE, pair, choice, exact=True))
     engine.close()
 
 

@@ -25,6 +25,7 @@ from ...offload.predict import (
     Rates,
     WeightCost,
     Work,
+    are_measured,
     decode,
     is_predictable,
     load_seconds,
@@ -286,8 +287,7 @@ def suggest(prepared: Prepared, roofs: Roofs) -> Suggestion | None:
     for flag, alternative in _alternatives(prepared):
         predicted = forecast(alternative, roofs)
         # An assumption is no basis for advice.
-        known = all(part.kind in rates.kinds for part in predicted.work.parts) and predicted.work.kv in rates.attention
-        if known and predicted.start is not None and predicted.full is not None:
+        if are_measured(predicted.work, rates) and predicted.start is not None and predicted.full is not None:
             suggestions.append(Suggestion(flag, predicted.start.tokens_per_s, current.start.seconds / predicted.start.seconds))
             if flag.startswith("--kv") or current.work.resident_kv_tokens is not None:  # costs nothing with an empty context
                 suggestions[-1] = Suggestion(flag, predicted.full.tokens_per_s, current.full.seconds / predicted.full.seconds, True)
